@@ -1,0 +1,217 @@
+"""The only decoding loop of the project, and the stopping rules.
+
+    prompt -> prefill -> [ draft -> score -> verify -> commit ]* -> tokens
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+
+import torch
+
+from skipstone.core.sampling import Scores
+from skipstone.core.session import Request, Session
+from skipstone.core.types import Draft, RowVerdict, Stats, Step, Verdict
+
+PREFILL_CHUNK = 512
+
+Recorder = Callable[[Step, Draft, Scores, list[RowVerdict]], None]
+"""Called before the commit of every step; adds to the Step what its caller wants kept."""
+
+
+class Clock:
+    """Splits one step into draft, score and other: device time on CUDA, wall-clock elsewhere. No synchronisation of its own."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.cuda = device.type == "cuda"
+        self.marks: list[float | torch.cuda.Event] = []
+        self.mark()
+
+    def mark(self) -> None:
+        if self.cuda:
+            event = torch.cuda.Event(enable_timing=True)
+            event.record()
+            self.marks.append(event)
+        else:
+            self.marks.append(time.perf_counter())
+
+    def intervals(self) -> list[float]:
+        """Seconds between the marks. On CUDA the work they enclose must be finished."""
+        if not self.cuda:
+            return [b - a for a, b in zip(self.marks, self.marks[1:], strict=False)]
+        self.marks[-1].synchronize()
+        return [a.elapsed_time(b) / 1000 for a, b in zip(self.marks, self.marks[1:], strict=False)]
+
+
+@dataclass
+class Row:
+    """A request while it runs: its new tokens, on the host."""
+
+    request: Request
+    tokens: list[int] = field(default_factory=list)
+
+    def take(self, verdict: RowVerdict) -> None:
+        """Append the new tokens up to the first that ends the row, and cut the verdict there. The one place that stops."""
+        for count, token in enumerate(verdict.tokens, 1):
+            self.tokens.append(token)
+            if len(self.tokens) >= self.request.max_new_tokens or token in self.request.eos or self._criteria_met():
+                verdict.cut(count)
+                verdict.finished = True
+                return
+
+    def _criteria_met(self) -> bool:
+        if not self.request.criteria:
+            return False
+        prompt = self.request.prompt
+        ids = torch.cat([prompt, torch.tensor(self.tokens, device=prompt.device)])[None]
+        return any(bool(criterion(ids, None).all()) for criterion in self.request.criteria)
+
+
+class Pace:
+    """Does speculation pay here? Plain steps taken now and then tell what plain decoding costs.
+
+    A probe commits a token like any step, so it costs little; it is taken only where the text cannot depend on it and where a
+    generous estimate leaves doubt.
+    """
+
+    WARM_UP, SPACING, PROBES, DOUBT = 8, 6, 3, 1.25
+
+    def __init__(self) -> None:
+        self.stats = Stats()
+        self.since_probe = 0
+
+    def add(self, step: Step) -> None:
+        self.stats.add(step)
+        self.since_probe = 0 if step.probe else self.since_probe + 1
+
+    def wants_probe(self) -> bool:
+        s = self.stats
+        if s.turns < self.WARM_UP or s.probes >= self.PROBES or self.since_probe < self.SPACING or not s.draft_steps:
+            return False
+        bound = self.bound()
+        return bound is not None and bound < self.DOUBT
+
+    def bound(self) -> float | None:
+        """Speed-up if a plain step cost one draft pass and one scoring pass: no plain step costs more."""
+        s = self.stats
+        seconds = s.seconds_draft + s.seconds_score + s.seconds_other
+        if not s.turns or not seconds or not s.draft_steps:
+            return None
+        passes = max(s.draft_steps / s.steps, 1.0)
+        plain = (s.seconds_draft / passes + s.seconds_score) / s.turns
+        return s.mean_acceptance_length * plain / (seconds / s.turns)
+
+    def estimate(self) -> float | None:
+        """Measured speed-up over plain steps of the same run; None without probes."""
+        s = self.stats
+        if not s.probes or not s.turns:
+            return None
+        seconds = s.seconds_draft + s.seconds_score + s.seconds_other
+        return s.mean_acceptance_length * (s.seconds_probe / s.probes) / (seconds / s.turns)
+
+
+class Decoder:
+    """Rows of a session under the loop. `admit` and `release` may be called between two steps."""
+
+    def __init__(self, session: Session, *, chunk: int = PREFILL_CHUNK, recorder: Recorder | None = None) -> None:
+        self.session, self.chunk, self.recorder = session, chunk, recorder
+        self.rows: list[Row | None] = [None] * session.rows
+        self.pace = Pace()
+
+    def admit(self, row: int, request: Request) -> None:
+        """Start a request on a free row."""
+        self.session.admit(row, request)
+        self.rows[row] = Row(request)
+
+    def release(self, row: int) -> Row | None:
+        """Take a row out, finished or not. Returns what it has generated."""
+        state, self.rows[row] = self.rows[row], None
+        self.session.release(row)
+        return state
+
+    @property
+    def busy(self) -> bool:
+        """Whether any row has work left."""
+        return self.session.prefilling or any(self.session.alive)
+
+    @torch.inference_mode()
+    def step(self) -> Step:
+        """One turn of the loop over all rows; finished rows are released and named in `Step.finished`."""
+        return self._prefill() if self.session.prefilling else self._decode()
+
+    def _prefill(self) -> Step:
+        session = self.session
+        clock = Clock(session.model.device)
+        scores, ready = session.prefill(self.chunk)
+        clock.mark()
+        draft = Draft.empty(session.rows, session.root.device)
+        verdicts = self._settle(draft, session.verify(draft, scores), ready)
+        for row in ready:
+            verdicts[row].final = "prefill"
+        step = self._step(draft, scores, verdicts)
+        session.commit(None, verdicts)
+        clock.mark()
+        step.prefill = True
+        step.seconds_score, step.seconds_other = clock.intervals()
+        return self._retire(step)
+
+    def _decode(self) -> Step:
+        session = self.session
+        clock = Clock(session.model.device)
+        probe = session.sampler.greedy and self.pace.wants_probe()
+        draft = session.draft([0] * session.rows if probe else self._limits())
+        clock.mark()
+        scores = session.score(draft)
+        clock.mark()
+        live = [row for row, alive in enumerate(session.alive) if alive]
+        verdicts = self._settle(draft, session.verify(draft, scores), live)
+        step = self._step(draft, scores, verdicts)
+        session.commit(draft, verdicts)
+        clock.mark()
+        step.probe = probe
+        step.seconds_draft, step.seconds_score, step.seconds_other = clock.intervals()
+        self.pace.add(step)
+        return self._retire(step)
+
+    def _limits(self) -> list[int]:
+        """Most draft tokens per row: the token that verification adds must fit too."""
+        return [0 if row is None else row.request.max_new_tokens - len(row.tokens) - 1 for row in self.rows]
+
+    def _settle(self, draft: Draft, verdict: Verdict, live: list[int]) -> list[RowVerdict]:
+        """The verdict on the host, cut by the stopping rules; nothing for rows that took no part."""
+        verdicts = verdict.tolist(draft)
+        for row, mine in enumerate(verdicts):
+            state = self.rows[row]
+            if state is None or row not in live:
+                verdicts[row] = RowVerdict([], [], "", 0, 0)
+            else:
+                state.take(mine)
+        return verdicts
+
+    def _step(self, draft: Draft, scores: Scores, verdicts: list[RowVerdict]) -> Step:
+        step = Step(
+            tokens=[v.tokens for v in verdicts],
+            origin=[v.origin for v in verdicts],
+            drafted=[v.drafted for v in verdicts],
+            draft_steps=draft.draft_steps or [v.drafted for v in verdicts],
+            accepted=[len(v.path) for v in verdicts],
+            overruled=[v.overruled for v in verdicts],
+            verified_nodes=sum(v.drafted for v in verdicts),
+            finished=[row for row, v in enumerate(verdicts) if v.finished],
+        )
+        if self.recorder is not None:
+            self.recorder(step, draft, scores, verdicts)
+        return step
+
+    def _retire(self, step: Step) -> Step:
+        for row in step.finished:
+            self.session.release(row)
+        return step
+
+
+def run(decoder: Decoder) -> Iterator[Step]:
+    """Turn the loop until no row is alive. Closing the generator early leaves model and session as they are."""
+    while decoder.busy:
+        yield decoder.step()

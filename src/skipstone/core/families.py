@@ -1,0 +1,214 @@
+"""One table of facts per model family: where a decoder keeps its parts and which scalars surround its layers.
+
+transformers owns the modelling code; this file only names its modules. To add a family see docs/add-a-family.md.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+from transformers.cache_utils import get_layer_types_and_kwargs
+
+
+def _same(logits: Tensor, _: Any) -> Tensor:
+    return logits
+
+
+def _softcap(logits: Tensor, config: Any) -> Tensor:
+    """cap * tanh(logits / cap) where the config sets a cap (Gemma 2, arXiv 2408.00118, section 2)."""
+    cap = getattr(config, "final_logit_softcapping", None)
+    return logits if cap is None else (logits / cap).tanh() * cap
+
+
+@dataclass(frozen=True)
+class Family:
+    """Facts about one family. Paths are attributes of `model.get_decoder()`, sublayers attributes of one decoder layer.
+
+    positions: the learned position embedding, or None for rotary ones. rotary_by_kind: the rotary module wants the layer kind.
+    cache_argument: the layer's name for the KV cache. arguments: what else a layer must be given. mask_required: the
+    attention cannot do without a mask. mlp: the modules whose output is the MLP sublayer's (the last) and those before it.
+    logits: what happens after the head. input_scale: the config field that multiplies the embeddings.
+    attention: False entry in `skippable` refuses sublayer skipping for a config.
+    """
+
+    layers: str = "layers"
+    embedding: str = "embed_tokens"
+    positions: str | None = None
+    project_in: str | None = None
+    project_out: str | None = None
+    input_scale: str | None = None
+    norm: str = "norm"
+    rotary: str | None = "rotary_emb"
+    rotary_by_kind: bool = False
+    attention: str = "self_attn"
+    mlp: tuple[str, ...] = ("mlp",)
+    cache_argument: str = "past_key_values"
+    arguments: tuple[tuple[str, Any], ...] = ()
+    mask_required: bool = False
+    logits: Callable[[Tensor, Any], Tensor] = _same
+    refuse: Callable[[Any], str | None] = lambda _: None
+    skippable: Callable[[Any], bool] = lambda _: True
+
+    def embed(self, decoder: nn.Module, config: Any, tokens: Tensor, positions: Tensor) -> Tensor:
+        """Hidden states that enter layer 0. tokens, positions: [B, n] int64. Returns [B, n, d]."""
+        hidden = getattr(decoder, self.embedding)(tokens)
+        if self.project_in is not None and (projection := getattr(decoder, self.project_in)) is not None:
+            hidden = projection(hidden)
+        if self.input_scale is not None:
+            hidden = hidden * getattr(config, self.input_scale)
+        if self.positions == "embed_positions":  # OPT's module takes a mask first and adds its own offset
+            return hidden + decoder.embed_positions(None, position_ids=positions)
+        return hidden if self.positions is None else hidden + getattr(decoder, self.positions)(positions)
+
+    def finish(self, decoder: nn.Module, hidden: Tensor) -> Tensor:
+        """Final norm (and OPT's projection) before the LM head. hidden: [..., d]."""
+        norm = getattr(decoder, self.norm)
+        hidden = hidden if norm is None else norm(hidden)
+        if self.project_out is not None and (projection := getattr(decoder, self.project_out)) is not None:
+            hidden = projection(hidden)
+        return hidden
+
+
+def _no_alibi(config: Any) -> str | None:
+    return "alibi position biases" if getattr(config, "alibi", False) else None
+
+
+def _no_cross_attention(config: Any) -> str | None:
+    return "cross-attention" if getattr(config, "add_cross_attention", False) else None
+
+
+def _no_bidirection(config: Any) -> str | None:
+    return "bidirectional attention" if getattr(config, "use_bidirectional_attention", False) else None
+
+
+_LLAMA = Family()
+FAMILIES: dict[str, Family] = {
+    "llama": _LLAMA,
+    "mistral": _LLAMA,
+    "qwen2": _LLAMA,
+    "qwen3": _LLAMA,
+    "gemma": _LLAMA,
+    "gemma2": Family(logits=_softcap),
+    "gemma3_text": Family(logits=_softcap, rotary_by_kind=True, refuse=_no_bidirection),
+    "phi3": _LLAMA,
+    "olmo2": _LLAMA,
+    "granite": Family(
+        input_scale="embedding_multiplier",
+        logits=lambda logits, config: logits / config.logits_scaling,
+    ),
+    "cohere": Family(logits=lambda logits, config: logits * config.logit_scale),
+    "smollm3": _LLAMA,
+    "starcoder2": _LLAMA,
+    "mixtral": _LLAMA,
+    "qwen3_moe": _LLAMA,
+    "gpt2": Family(
+        layers="h",
+        embedding="wte",
+        positions="wpe",
+        norm="ln_f",
+        rotary=None,
+        attention="attn",
+        refuse=_no_cross_attention,
+    ),
+    "opt": Family(
+        positions="embed_positions",
+        project_in="project_in",
+        project_out="project_out",
+        norm="final_layer_norm",
+        rotary=None,
+        mlp=("fc1", "fc2"),
+        skippable=lambda config: config.do_layer_norm_before,
+    ),
+    "gpt_neox": Family(
+        embedding="embed_in",
+        norm="final_layer_norm",
+        attention="attention",
+        cache_argument="layer_past",
+    ),
+    "falcon": Family(
+        layers="h",
+        embedding="word_embeddings",
+        norm="ln_f",
+        attention="self_attention",
+        cache_argument="layer_past",
+        arguments=(("alibi", None),),
+        mask_required=True,
+        refuse=_no_alibi,
+    ),
+}
+
+_MASKED = ("full_attention", "sliding_attention")
+_ATTENTION = ("sdpa", "eager")
+
+
+def family_of(model: PreTrainedModel) -> Family:
+    """The facts for a model. ValueError where skipstone cannot decode it, saying why and what to do."""
+    config = model.config
+    kind = config.model_type
+    if getattr(config, "is_encoder_decoder", False):
+        raise ValueError(f"{kind} is an encoder-decoder; skipstone decodes decoder-only models")
+    if getattr(config, "kv_sharing_modes", None) or getattr(config, "num_kv_shared_layers", 0):
+        raise ValueError(f"{kind} shares keys and values between layers; early exits and skipped layers need each layer's own")
+    if getattr(config, "kv_lora_rank", None):
+        raise ValueError(f"{kind} uses multi-head latent attention (MLA); skipstone stores plain keys and values")
+    types = set(get_layer_types_and_kwargs(config)[0])
+    if not types <= set(_MASKED):
+        raise ValueError(f"{kind} has layers of type {sorted(types - set(_MASKED))}; skipstone handles {list(_MASKED)}")
+    if kind not in FAMILIES:
+        raise ValueError(
+            f"unknown model family {kind!r}: skipstone knows {', '.join(sorted(FAMILIES))}. "
+            f"To add it, enter its module names in FAMILIES (src/skipstone/core/families.py) and one row in "
+            f"tests/families.py; docs/add-a-family.md shows how"
+        )
+    family = FAMILIES[kind]
+    if reason := family.refuse(config):
+        raise ValueError(f"this {kind} model uses {reason}, which skipstone does not support")
+    implementation = config._attn_implementation
+    if implementation not in _ATTENTION:
+        raise ValueError(
+            f"attention {implementation!r} cannot take the masks of speculative decoding; "
+            f'load with attn_implementation="sdpa" (or "eager")'
+        )
+    return family
+
+
+def windows(config: Any) -> list[int | None]:
+    """The sliding window of every layer in tokens, None for full attention."""
+    types, arguments = get_layer_types_and_kwargs(config)
+    return [
+        extra.get("sliding_window") if kind == "sliding_attention" else None
+        for kind, extra in zip(types, arguments, strict=True)
+    ][: config.num_hidden_layers]
+
+
+def kinds(config: Any) -> list[str]:
+    """The layer type of every layer, "full_attention" or "sliding_attention"."""
+    return get_layer_types_and_kwargs(config)[0][: config.num_hidden_layers]
+
+
+def _rope_settings(config: Any) -> list[dict[str, Any]]:
+    parameters = getattr(config, "rope_parameters", None) or {}
+    nested = [value for value in parameters.values() if isinstance(value, dict)]
+    return nested or [parameters]
+
+
+def max_positions(config: Any) -> tuple[int, str]:
+    """(most positions a sequence may have, where that number comes from).
+
+    Rotary variants that change the phases of *earlier* tokens once a sequence grows (longrope, dynamic NTK) would invalidate
+    stored keys inside a request; they are limited to the length below which nothing switches.
+    """
+    limit, source = getattr(config, "max_position_embeddings", None) or 1 << 20, "max_position_embeddings"
+    for settings in _rope_settings(config):
+        original = settings.get("original_max_position_embeddings") or getattr(
+            config, "original_max_position_embeddings", None
+        )
+        kind = settings.get("rope_type", "default")
+        if kind in ("longrope", "dynamic") and original and original < limit:
+            limit = original
+            source = f"original_max_position_embeddings: beyond it {kind} RoPE would switch inside the request"
+    return limit, source

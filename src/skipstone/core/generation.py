@@ -1,0 +1,116 @@
+"""Hugging Face's side of the loop: a prepared call in, Steps or an Output out."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from skipstone.core.decode import PREFILL_CHUNK, Decoder, run
+from skipstone.core.model import LayeredModel
+from skipstone.core.options import Call, requests
+from skipstone.core.record import Keeper
+from skipstone.core.session import Request
+from skipstone.core.types import Output, Stats, Step
+
+if TYPE_CHECKING:
+    from skipstone.core.protocol import Method
+
+SLOWER, ENOUGH_TURNS = 0.95, 16
+
+
+def start(method: Method, call: Call, keeper: Keeper | None = None) -> tuple[Decoder, list[Request]]:
+    """Check everything, then admit every row of the call. All errors of the user's making are raised here."""
+    layered = LayeredModel(call.model)
+    method.check(layered)
+    admitted = requests(call)
+    needed = max(len(request.prompt) + request.max_new_tokens for request in admitted)
+    if needed > layered.max_positions:
+        longest = max(len(request.prompt) for request in admitted)
+        raise ValueError(
+            f"prompt of {longest} tokens + max_new_tokens={admitted[0].max_new_tokens} is more than the model's "
+            f"{layered.max_positions} positions ({layered.max_positions_source})"
+        )
+    session = method.start(layered, len(admitted), needed, method.new_state(layered))
+    decoder = Decoder(session, chunk=call.config.prefill_chunk_size or PREFILL_CHUNK, recorder=keeper)
+    for row, request in enumerate(admitted):
+        decoder.admit(row, request)
+    return decoder, admitted
+
+
+def steps(method: Method, call: Call, record: bool = False) -> Iterator[Step]:
+    """The loop as an iterator of Steps. Errors are raised at the call, not at the first step."""
+    decoder, _ = start(method, call, Keeper(record=True) if record else None)
+    return run(decoder)
+
+
+def complete(method: Method, call: Call, streamer: Any = None, record: bool = False) -> Output:
+    """Decode a call to its end. streamer: a transformers streamer (one row), fed 1-D chunks of new tokens."""
+    if streamer is not None and call.input_ids.shape[0] > 1:
+        raise ValueError(f"streamers take one row, found a batch of {call.input_ids.shape[0]}")
+    config = call.config
+    keeper = None
+    if record or config.output_scores or config.output_logits:
+        keeper = Keeper(record, bool(config.output_logits), bool(config.output_scores))
+    decoder, admitted = start(method, call, keeper)
+    stats, kept = Stats(), []
+    new: list[list[int]] = [[] for _ in admitted]
+    for step in run(decoder):
+        stats.add(step)
+        for tokens, more in zip(new, step.tokens, strict=True):
+            tokens.extend(more)
+        if streamer is not None and step.tokens[0]:
+            streamer.put(torch.tensor(step.tokens[0]))
+        if keeper is not None:
+            kept.append(step)
+    if streamer is not None:
+        streamer.end()
+    _warn_if_slower(method, decoder)
+    output = Output(sequences=_sequences(call, new), stats=stats, method=method.name, lossless=method.lossless)  # type: ignore[arg-type]
+    width = max(map(len, new))
+    if config.output_logits:
+        output.logits = _per_token([step.logits for step in kept], len(new), width)
+    if config.output_scores:
+        output.scores = _per_token([step.scores for step in kept], len(new), width)
+    output.steps = kept if record else None
+    return output
+
+
+def _sequences(call: Call, new: list[list[int]]) -> Tensor:
+    """[B, T] prompt as given and new tokens, finished rows filled with the pad id (HF's rule)."""
+    ids = call.input_ids
+    pad: Any = call.config._pad_token_tensor
+    width = max(map(len, new))
+    fill = 0 if pad is None else int(pad)
+    rows = [tokens + [fill] * (width - len(tokens)) for tokens in new]
+    return torch.cat([ids, torch.tensor(rows, dtype=ids.dtype, device=ids.device)], dim=1)
+
+
+def _per_token(steps: list[list[Tensor] | None], rows: int, width: int) -> tuple[Tensor, ...]:
+    """Rows' [k, V] pieces -> one [B, V] per new token, 0 for rows already finished."""
+    columns = [torch.cat([step[row] for step in steps if step is not None]) for row in range(rows)]
+    padded = [torch.cat([c, c.new_zeros((width - len(c), c.shape[1]))]) for c in columns]
+    return tuple(torch.stack(padded, 1))
+
+
+def _warn_if_slower(method: Method, decoder: Decoder) -> None:
+    pace, stats = decoder.pace, decoder.pace.stats
+    if stats.turns < ENOUGH_TURNS or not stats.draft_steps:
+        return
+    measured = pace.estimate()
+    ratio = pace.bound() if measured is None else measured
+    if ratio is None or ratio >= SLOWER:
+        return
+    how = "at most " if measured is None else ""
+    low = " The acceptance rate says that the early exits of this model are not trained." if stats.acceptance_rate < 0.1 else ""
+    warnings.warn(
+        f"{method.name} ran at {how}{ratio:.2f} x the speed of plain decoding here: acceptance rate "
+        f"{stats.acceptance_rate:.2f}, {stats.mean_acceptance_length:.2f} tokens a step, draft "
+        f"{1000 * stats.seconds_draft / stats.turns:.1f} ms + scoring {1000 * stats.seconds_score / stats.turns:.1f} ms a step."
+        f"{low} Other settings (or method='autoregressive') would be faster.",
+        RuntimeWarning,
+        stacklevel=2,
+    )

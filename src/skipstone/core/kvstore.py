@@ -1,0 +1,209 @@
+"""Keys and values addressed by position.
+
+Per layer one preallocated buffer [rows, kv_heads, capacity, head_dim]. Slots [0, length) of a row hold its committed tokens,
+slot = position. Slots from length on are scratch: a chain draft sits at slot = position, the nodes of a tree one after the
+other. The last slot is the trash: invalid entries write there and nobody reads it. Rolling back is moving a length.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+
+@dataclass(slots=True)
+class Tree:
+    """How the nodes of a tree see one another.
+
+    base: [b] int64, the slot of column 0. ancestors: [b, n, N] bool, which of the N columns each query column may attend to
+    (itself included). column_positions: [b, N] int64.
+    """
+
+    base: Tensor
+    ancestors: Tensor
+    column_positions: Tensor
+
+
+@dataclass(slots=True)
+class Pass:
+    """One forward: which tokens, at which positions, writing to which slots.
+
+    positions, slots: [b, n] int64. valid: [b, n] bool, or None when every entry counts. rows: the rows of the store taking
+    part, b of them. extent: slots [0, extent) hold all that may be attended to (known on the host). start: all rows write
+    slots [start, start + n), so slices do instead of indices; None otherwise. tree: None for chains.
+    """
+
+    positions: Tensor
+    slots: Tensor
+    valid: Tensor | None
+    rows: slice
+    extent: int
+    start: int | None = None
+    tree: Tree | None = None
+    _masks: dict[tuple[int | None, torch.dtype], Tensor | None] = field(default_factory=dict)
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        return self.positions.shape[0], self.positions.shape[1]
+
+    def mask(self, window: int | None, dtype: torch.dtype, optional: bool) -> Tensor | None:
+        """The attention mask of a layer kind, built once per pass: [b, 1, n, extent].
+
+        window: size of the sliding window, None for full attention. dtype: torch.bool (True attends) or the float dtype of
+        an additive mask. optional: None may be returned where the attention does the same without a mask.
+        """
+        if optional and self._plain(window):
+            return None
+        key = (window, dtype)
+        if key not in self._masks:
+            mask = self._visible(window)[:, None]
+            if dtype != torch.bool:
+                lowest = torch.finfo(dtype).min
+                mask = torch.zeros(mask.shape, dtype=dtype, device=mask.device).masked_fill_(~mask, lowest)
+            self._masks[key] = mask
+        return self._masks[key]
+
+    def _plain(self, window: int | None) -> bool:
+        """One query that sees everything, or a prompt from its first token on (causal)."""
+        if self.start is None or self.tree is not None or (window is not None and self.extent > window):
+            return False
+        width = self.positions.shape[1]
+        return self.extent == self.start + width and (width == 1 or self.start == 0)
+
+    def _visible(self, window: int | None) -> Tensor:
+        slot = torch.arange(self.extent, device=self.positions.device)
+        query = self.positions[:, :, None]
+        if self.tree is None:
+            position = slot.expand(1, 1, -1)
+            seen = position <= query
+        else:
+            relative = slot[None] - self.tree.base[:, None]  # [b, extent]
+            columns = self.tree.ancestors.shape[2]
+            inside = (relative >= 0) & (relative < columns)
+            index = relative.clamp(0, columns - 1)
+            below = self.tree.ancestors.gather(2, index[:, None].expand(-1, query.shape[1], -1))
+            seen = (relative < 0)[:, None] | (below & inside[:, None])
+            position = torch.where(inside, self.tree.column_positions.gather(1, index), slot[None])[:, None]
+        if window is not None:
+            seen = seen & (position > query - window)
+        if self.valid is not None:
+            seen = torch.where(self.valid[:, :, None], seen, (slot == 0)[None, None])
+        return seen
+
+
+def ancestors(parents: Tensor) -> Tensor:
+    """Which columns each column descends from, itself and the root included.
+
+    parents: [B, n] int64 over nodes, -1 for the root. Returns [B, n+1, n+1] bool with the root as column 0.
+    """
+    rows, width = parents.shape
+    reach = torch.eye(width + 1, device=parents.device).repeat(rows, 1, 1)
+    nodes = torch.arange(1, width + 1, device=parents.device)
+    reach[:, nodes] = reach[:, nodes].scatter(2, parents[:, :, None] + 1, 1.0)
+    steps = 1
+    while steps < width:  # after i squarings: ancestors up to 2^i steps away
+        reach = ((reach @ reach) > 0).float()
+        steps *= 2
+    return reach > 0
+
+
+class KVStore:
+    """Buffers of every layer and the length of every row.
+
+    rows: slots for sequences. capacity: most slots a row may ever need, the trash not counted. Buffers start small and double
+    (`reserve`), so a request that ends early never pays for its limit.
+    """
+
+    def __init__(self, rows: int, layers: int, capacity: int) -> None:
+        self.rows, self.layers, self.limit = rows, layers, capacity
+        self.length = [0] * rows
+        self.capacity = 0
+        self.keys: list[Tensor | None] = [None] * layers
+        self.values: list[Tensor | None] = [None] * layers
+
+    @property
+    def trash(self) -> int:
+        return self.capacity
+
+    def reserve(self, slots: int) -> None:
+        """Make room for `slots` slots a row. ValueError beyond the capacity the store was made for."""
+        if slots <= self.capacity:
+            return
+        if slots > self.limit:
+            raise ValueError(f"the KV store was made for {self.limit} slots a row, {slots} are needed")
+        self.capacity = min(self.limit, max(64, 1 << (slots - 1).bit_length()))
+        for buffers in (self.keys, self.values):
+            for layer, old in enumerate(buffers):
+                if old is not None:
+                    new = old.new_zeros((*old.shape[:2], self.capacity + 1, old.shape[3]))
+                    new[:, :, : old.shape[2] - 1] = old[:, :, :-1]
+                    buffers[layer] = new
+
+    def view(self, at: Pass) -> PassView:
+        """What the layers of one pass write to and read from, in the place of a transformers cache."""
+        return PassView(self, at)
+
+    def move(self, row: int, source: Iterable[int], target: Iterable[int]) -> None:
+        """Copy slots of a row: compacts an accepted tree path. Rotary phases are baked into the keys, so slots move freely."""
+        src, dst = list(source), list(target)
+        if src == dst:
+            return
+        for buffers in (self.keys, self.values):
+            for buffer in buffers:
+                if buffer is not None:
+                    index = torch.tensor([src, dst], device=buffer.device)
+                    buffer[row, :, index[1]] = buffer[row, :, index[0]]
+
+    def bytes(self) -> int:
+        """Memory held by all buffers."""
+        return sum(b.numel() * b.element_size() for b in (*self.keys, *self.values) if b is not None)
+
+    def check(self, reference: KVStore, row: int, reference_row: int = 0, tolerance: float = 1e-4) -> None:
+        """Assert that the committed slots of a row equal a reference's (for tests).
+
+        The tolerance is relative to the reference's largest entry of the layer.
+        """
+        length = self.length[row]
+        assert reference.length[reference_row] >= length, "the reference is shorter than the row"
+        for kind, mine, theirs in (("keys", self.keys, reference.keys), ("values", self.values, reference.values)):
+            for layer, (a, b) in enumerate(zip(mine, theirs, strict=True)):
+                if a is None or b is None:
+                    assert a is b, f"layer {layer} has {kind} on one side only"
+                    continue
+                found, expected = a[row, :, :length], b[reference_row, :, :length]
+                error = (found - expected).abs().max().item() if length else 0.0
+                scale = expected.abs().max().item() if length else 1.0
+                assert error <= tolerance * max(scale, 1e-6), f"layer {layer} {kind} of row {row} differ by {error:.3g}"
+
+
+class PassView:
+    """Duck type of a transformers cache for the layer calls of one pass."""
+
+    def __init__(self, store: KVStore, at: Pass) -> None:
+        self.store, self.at = store, at
+        self.slots = at.slots
+        if at.valid is not None:
+            self.slots = torch.where(at.valid, at.slots, store.trash)
+        self.row_index: Tensor | None = None
+        if at.start is None:
+            self.row_index = torch.arange(at.rows.start, at.rows.stop, device=at.slots.device)[:, None]
+
+    def update(self, key: Tensor, value: Tensor, layer_idx: int, *_: object, **__: object) -> tuple[Tensor, Tensor]:
+        """Write [b, heads, n, dim] to the pass's slots and return all that may be attended to, [b, heads, extent, dim]."""
+        store = self.store
+        return self._write(store.keys, key, layer_idx), self._write(store.values, value, layer_idx)
+
+    def _write(self, buffers: list[Tensor | None], new: Tensor, layer: int) -> Tensor:
+        buffer = buffers[layer]
+        if buffer is None:
+            shape = (self.store.rows, new.shape[1], self.store.capacity + 1, new.shape[3])
+            buffer = buffers[layer] = new.new_zeros(shape)
+        rows, start = self.at.rows, self.at.start
+        if start is not None:
+            buffer[rows, :, start : start + new.shape[2]] = new
+        else:
+            buffer[self.row_index, :, self.slots] = new.transpose(1, 2)
+        return buffer[rows, :, : self.at.extent]

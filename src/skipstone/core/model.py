@@ -1,0 +1,285 @@
+"""A Hugging Face decoder, layer by layer: `LayeredModel.run` is the only caller of its layers, `Frontier` holds tokens on their
+way up the stack.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+
+from skipstone.core.families import family_of, kinds, max_positions, windows
+from skipstone.core.kvstore import KVStore, Pass, Tree, ancestors
+
+
+@dataclass(frozen=True)
+class SkipSet:
+    """Sublayers to leave out of a pass: indices of layers whose attention, and whose MLP, contributes nothing."""
+
+    attention: frozenset[int] = frozenset()
+    mlp: frozenset[int] = frozenset()
+
+
+class LayeredModel:
+    """The facts and modules of one model. ValueError for a model that skipstone cannot decode exactly."""
+
+    def __init__(self, model: PreTrainedModel) -> None:
+        inner = model.get_base_model() if hasattr(model, "peft_config") else model
+        _refuse(model, inner)
+        self.model, self.config = inner, inner.config
+        self.family = family_of(inner)
+        self.decoder: nn.Module = inner.get_decoder()
+        self.layers = list(getattr(self.decoder, self.family.layers))[: self.config.num_hidden_layers]
+        self.head: nn.Module = inner.get_output_embeddings()
+        self.windows, self.kinds = windows(self.config), kinds(self.config)
+        self.max_positions, self.max_positions_source = max_positions(self.config)
+        self.device, self.dtype = inner.device, inner.dtype
+        self.vocab_size: int = self.head.weight.shape[0]
+        sdpa = self.config._attn_implementation == "sdpa"
+        self._mask_dtype = torch.bool if sdpa else self.dtype
+        self._mask_optional = sdpa and not self.family.mask_required
+        self._fixed = dict(self.family.arguments)
+        self._phases: dict[str, tuple[Tensor, Tensor]] = {}
+
+    @property
+    def depth(self) -> int:
+        """Number of layers, L."""
+        return len(self.layers)
+
+    def embed(self, tokens: Tensor, positions: Tensor) -> Tensor:
+        """[B, n] ids and positions -> [B, n, d], the states that enter layer 0."""
+        return self.family.embed(self.decoder, self.config, tokens, positions)
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        """g(.): final norm, LM head and what the family does after it. [B, n, d] -> [B, n, V] float32."""
+        scores = self.head(self.family.finish(self.decoder, hidden))
+        return self.family.logits(scores, self.config).float()
+
+    def run(self, hidden: Tensor, at: Pass, store: KVStore, layers: range, skip: SkipSet | None = None) -> Tensor:
+        """Run layers over [b, n, d], writing keys and values to the pass's slots. Returns [b, n, d]."""
+        cache = {self.family.cache_argument: store.view(at)}
+        phases = self._position_embeddings(hidden, at, layers)
+        with self.skipping(skip) if skip else nullcontext():
+            for index in layers:
+                if skip and index in skip.attention and index in skip.mlp:
+                    continue
+                output = self.layers[index](
+                    hidden,
+                    attention_mask=at.mask(self.windows[index], self._mask_dtype, self._mask_optional),
+                    position_ids=at.positions,
+                    position_embeddings=phases[self.kinds[index]],
+                    **cache,
+                    **self._fixed,
+                )
+                hidden = output[0] if isinstance(output, tuple) else output
+        return hidden
+
+    def _position_embeddings(self, hidden: Tensor, at: Pass, layers: range) -> dict[str, Any]:
+        if self.family.rotary is None:
+            return dict.fromkeys(self.kinds)
+        used = {self.kinds[index] for index in layers}
+        if not self.family.rotary_by_kind:
+            return dict.fromkeys(used, self._rotary("", hidden, at))
+        return {kind: self._rotary(kind, hidden, at) for kind in used}
+
+    def _rotary(self, kind: str, hidden: Tensor, at: Pass) -> tuple[Tensor, Tensor]:
+        """cos and sin of the pass's positions [b, n, rotary_dim], looked up in a table made once."""
+        table = self._phases.get(kind)
+        needed = min(max(at.extent, 1), self.max_positions)
+        if table is None or table[0].shape[0] < needed:
+            size = min(self.max_positions, max(256, 1 << (needed - 1).bit_length()))
+            position = torch.arange(size, device=hidden.device)[None]
+            rotary = getattr(self.decoder, str(self.family.rotary))
+            cos, sin = rotary(hidden, position, kind) if kind else rotary(hidden, position)
+            table = self._phases[kind] = (cos[0], sin[0])
+        if at.start is not None and at.tree is None:
+            span = slice(at.start, at.start + at.shape[1])
+            return table[0][None, span], table[1][None, span]
+        return table[0][at.positions], table[1][at.positions]
+
+    @contextmanager
+    def skipping(self, skip: SkipSet) -> Iterator[None]:
+        """Make the sublayers of a skip set contribute nothing, by instance attributes that are put back afterwards.
+
+        Exact wherever a sublayer's output is added to the residual stream. ValueError for post-norm layers (OPT-350m).
+        """
+        if not self.family.skippable(self.config):
+            raise ValueError("sublayers of a post-norm model cannot be skipped: its norms follow the residual sum")
+        replaced: list[tuple[nn.Module, Any]] = []
+        try:
+            for index in skip.attention ^ skip.mlp:
+                layer = self.layers[index]
+                if index in skip.attention:
+                    _replace(getattr(layer, self.family.attention), _no_attention, replaced)
+                else:
+                    *before, last = self.family.mlp
+                    for name in before:
+                        _replace(getattr(layer, name), _unchanged, replaced)
+                    _replace(getattr(layer, last), torch.zeros_like, replaced)
+            yield
+        finally:
+            for module, previous in reversed(replaced):
+                if previous is None:
+                    del module.forward
+                else:
+                    module.forward = previous
+
+
+def _replace(module: nn.Module, forward: Any, replaced: list[tuple[nn.Module, Any]]) -> None:
+    replaced.append((module, module.__dict__.get("forward")))
+    module.forward = forward
+
+
+def _no_attention(hidden_states: Tensor, *_: Any, **__: Any) -> tuple[Tensor, None]:
+    return torch.zeros_like(hidden_states), None
+
+
+def _unchanged(hidden_states: Tensor) -> Tensor:
+    return hidden_states
+
+
+def _refuse(model: PreTrainedModel, inner: PreTrainedModel) -> None:
+    """ValueError for models whose forward is more, or elsewhere, than their decoder layers on one device."""
+    if inner.training:
+        raise ValueError("the model is in training mode, where dropout makes every pass differ; call model.eval() first")
+    for name, adapter in getattr(model, "peft_config", {}).items():
+        if getattr(adapter, "is_prompt_learning", False):
+            raise ValueError(
+                f"PEFT adapter {name!r} ({adapter.peft_type}) prepends virtual tokens, which skipstone does not do; "
+                f"adapters inside the layers (LoRA and kin) work"
+            )
+    if getattr(inner, "is_quantized", False) or getattr(inner, "hf_quantizer", None) is not None:
+        method = getattr(getattr(inner.config, "quantization_config", None), "quant_method", "unknown")
+        raise ValueError(f"the model is quantised ({method}); no quantised kernel is tested here yet: load it unquantised")
+    devices = {str(parameter.device) for parameter in inner.parameters()}
+    placed = {str(place) for place in (getattr(inner, "hf_device_map", None) or {}).values()}
+    if len(devices) > 1 or len(placed) > 1 or "meta" in devices:
+        raise ValueError(f"the model is spread over {sorted(devices | placed)}; skipstone decodes on one device")
+
+
+class Frontier:
+    """Tokens on their way up the stack, one step's worth.
+
+    Column 0 is the last committed token of every row, further columns are draft tokens. Slot of column c = base + c; position
+    the same on a chain, base + tree depth in a tree. `depth` [B, n] (host) says how many layers a token has been through.
+    alive: rows taking part; the others are invalid throughout. top: the layer `finish` goes up to.
+    """
+
+    def __init__(self, model: LayeredModel, store: KVStore, root: Tensor, alive: list[bool], width: int) -> None:
+        self.model, self.store = model, store
+        self.rows, self.device = root.shape[0], root.device
+        self.top = store.layers
+        self.base = [length if live else 0 for length, live in zip(store.length, alive, strict=True)]
+        self._end = max(self.base)
+        store.reserve(self._end + width + 1)
+        self._uniform = all(alive) and len(set(self.base)) == 1
+        self._base = torch.tensor(self.base, device=self.device)[:, None]
+        self._alive = None if all(alive) else torch.tensor(alive, device=self.device)[:, None]
+        self.tokens = root.new_empty((self.rows, 0))
+        self.positions = root.new_empty((self.rows, 0))
+        self.valid: Tensor | None = None
+        self.parents: Tensor | None = None
+        self.depth = np.zeros((self.rows, 0), dtype=np.int64)
+        self.hidden: Tensor | None = None
+        self._room = width + 1
+        self.append(root[:, None])
+
+    @property
+    def width(self) -> int:
+        """Number of columns."""
+        return self.tokens.shape[1]
+
+    def append(self, tokens: Tensor, valid: Tensor | None = None, parents: Tensor | None = None) -> None:
+        """Add columns at depth 0. tokens: [B, m] int64. valid: [B, m] bool, None for all.
+
+        parents: [B, m] int64 over draft nodes, -1 for the root; None continues the chain. A tree comes in one call.
+        """
+        start, width = self.width, tokens.shape[1]
+        columns = torch.arange(start, start + width, device=self.device)
+        positions = self._base + columns
+        if parents is not None:
+            assert start == 1, "a tree is appended in one piece, right after the root"
+            self.parents = parents
+            self._reach = ancestors(parents)
+            positions = self._base + self._reach[:, 1:].sum(-1) - 1
+        if valid is not None or self.valid is not None or self._alive is not None:
+            self._extend_valid(start, width, valid)
+        self.tokens = torch.cat([self.tokens, tokens], 1) if start else tokens
+        self.positions = torch.cat([self.positions, positions], 1) if start else positions
+        self.depth = np.concatenate([self.depth, np.zeros((self.rows, width), dtype=np.int64)], 1)
+        entering = self.model.embed(tokens, positions)
+        if self.hidden is None:
+            self.hidden = entering.new_empty((self.rows, self._room, entering.shape[2]))
+        self.hidden[:, start : start + width] = entering
+
+    def _extend_valid(self, start: int, width: int, valid: Tensor | None) -> None:
+        shape = (self.rows, width)
+        new = torch.ones(shape, dtype=torch.bool, device=self.device) if valid is None else valid
+        new = new if self._alive is None else new & self._alive
+        old = self.valid
+        if old is None:
+            old = torch.ones((self.rows, start), dtype=torch.bool, device=self.device)
+        self.valid = torch.cat([old, new], 1)
+
+    def advance(self, to: int) -> None:
+        """Run every token that is not `to` layers deep yet; deeper ones join where they wait."""
+        levels = [level for level in sorted(set(self.depth.flat)) if level < to]
+        for low, high in zip(levels, [*levels[1:], to], strict=True):
+            running = self.depth <= low
+            columns = np.flatnonzero(running.any(0))
+            first, last = int(columns[0]), int(columns[-1]) + 1
+            assert self.hidden is not None
+            if last - first == len(columns) and running[:, first:last].all():
+                part = slice(first, last)
+                self.hidden[:, part] = self._run(part, None, range(low, high))
+            else:
+                index = torch.tensor(columns, device=self.device)
+                keep = torch.tensor(running[:, columns], device=self.device)
+                new = self._run(index, keep, range(low, high))
+                self.hidden[:, index] = torch.where(keep[:, :, None], new, self.hidden[:, index])
+            self.depth[running] = high
+
+    def _run(self, columns: slice | Tensor, keep: Tensor | None, layers: range) -> Tensor:
+        assert self.hidden is not None
+        return self.model.run(self.hidden[:, columns], self._pass(columns, keep), self.store, layers)
+
+    def _pass(self, columns: slice | Tensor, keep: Tensor | None) -> Pass:
+        valid = None if self.valid is None else self.valid[:, columns]
+        if keep is not None:
+            valid = keep if valid is None else valid & keep
+        chain = self.parents is None
+        dense = chain and isinstance(columns, slice) and self._uniform and valid is None
+        last = columns.stop if chain and isinstance(columns, slice) else self.width
+        positions = self.positions[:, columns]
+        slots = positions
+        tree = None
+        if not chain:
+            slots = self._base + torch.arange(self.width, device=self.device)[columns]
+            tree = Tree(self._base.squeeze(1), self._reach[:, columns], self.positions)
+        start = self._end + columns.start if dense and isinstance(columns, slice) else None
+        return Pass(positions, slots, valid, slice(0, self.rows), self._end + last, start, tree)
+
+    def exit_logits(self, exit_layer: int) -> Tensor:
+        """g(x_E) of the newest column [B, V] float32, after bringing it to depth E. The states stay for `finish`."""
+        self.advance(exit_layer)
+        assert self.hidden is not None
+        return self.model.logits(self.hidden[:, self.width - 1 : self.width])[:, 0]
+
+    def restart(self) -> None:
+        """Forget the exit states: every token is at depth 0 again (LayerSkip's ablation without cache reuse)."""
+        entering = self.model.embed(self.tokens, self.positions)
+        assert self.hidden is not None
+        self.hidden[:, : self.width] = entering
+        self.depth[:] = 0
+
+    def finish(self) -> Tensor:
+        """The scoring pass: bring every token to the top. Returns raw logits [B, n+1, V] float32."""
+        self.advance(self.top)
+        assert self.hidden is not None
+        return self.model.logits(self.hidden[:, : self.width])

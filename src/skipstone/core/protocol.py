@@ -1,0 +1,81 @@
+"""What a decoding method is: a frozen dataclass of hyper-parameters that starts sessions.
+
+The loop knows methods only through this file and `Session`. A method is also the callable that transformers'
+`generate(custom_generate=...)` wants.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, ClassVar, Literal
+
+from torch import LongTensor, Tensor
+from transformers import GenerationConfig, PreTrainedModel
+from transformers.generation import LogitsProcessorList, StoppingCriteriaList
+
+from skipstone.core import generation, options
+from skipstone.core.model import LayeredModel
+from skipstone.core.session import Session
+from skipstone.core.types import Output
+
+RejectionRule = Literal["standard", "coupled"]
+
+
+@dataclass(frozen=True)
+class Method:
+    """Base of all methods. Fields of subclasses are the paper's hyper-parameters with the paper's defaults.
+
+    name: how users call it. lossless: whether the text (or its law) is the target's own. aliases: other packages' spellings of
+    fields, accepted with a warning.
+    """
+
+    name: ClassVar[str]
+    lossless: ClassVar[bool] = True
+    aliases: ClassVar[dict[str, str]] = {}
+
+    def check(self, model: LayeredModel) -> None:
+        """Raise ValueError where the settings do not fit the model. Called before any work."""
+
+    def new_state(self, model: LayeredModel) -> Any:
+        """What lives across requests (a search, thresholds, measured costs); None where nothing does."""
+        return None
+
+    def start(self, model: LayeredModel, rows: int, capacity: int, state: Any = None) -> Session:
+        """A session for `rows` rows of at most `capacity` tokens each."""
+        raise NotImplementedError
+
+    def __call__(
+        self,
+        model: PreTrainedModel,
+        input_ids: Tensor,
+        logits_processor: LogitsProcessorList,
+        stopping_criteria: StoppingCriteriaList,
+        generation_config: GenerationConfig,
+        seed: int | list[int] | None = None,
+        **model_kwargs: Any,
+    ) -> Output | LongTensor:
+        """`model.generate(..., custom_generate=method)`. transformers drops `streamer` and stop strings on this path;
+        `skipstone.enable` keeps them."""
+        call = options.Call(model, input_ids, logits_processor, stopping_criteria, generation_config, seed, model_kwargs)
+        output = generation.complete(self, call)
+        return output if generation_config.return_dict_in_generate else output.sequences  # type: ignore[return-value]
+
+
+def layer_in_range(name: str, value: Any, model: LayeredModel) -> None:
+    """ValueError unless value is an int in [1, L-1]."""
+    if value is None:
+        raise ValueError(
+            f"{name} is not set and this model carries no default for it; `skipstone inspect` measures which layers to use, "
+            f"or pass {name}= an integer from 1 to {model.depth - 1}"
+        )
+    whole_number(name, value, 1)
+    if value >= model.depth:
+        raise ValueError(f"{name} must lie between 1 and {model.depth - 1} for a model of {model.depth} layers, found {value}")
+
+
+def whole_number(name: str, value: Any, least: int) -> None:
+    """ValueError unless value is an int (no bool) of at least `least`."""
+    if isinstance(value, bool) or not isinstance(value, int):
+        raise ValueError(f"{name} must be an integer, found {value!r}")
+    if value < least:
+        raise ValueError(f"{name} must be at least {least}, found {value}")

@@ -1,0 +1,87 @@
+"""What a caller may want kept of every step: probabilities of single tokens, raw logits, processed scores."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from skipstone.core.sampling import Scores
+from skipstone.core.types import Draft, RowVerdict, Step, TokenRecord
+from skipstone.core.verify import entropy, one_hot_where
+
+
+@dataclass
+class Keeper:
+    """A recorder of the loop. record: per-token figures, rejected drafts included. logits, scores: [k, V] per row and step.
+
+    scores are log p for sampled rows (up to a constant HF's warped scores) and processed logits for greedy ones.
+    """
+
+    record: bool = False
+    logits: bool = False
+    scores: bool = False
+
+    def __call__(self, step: Step, draft: Draft, scores: Scores, verdicts: list[RowVerdict]) -> None:
+        if self.record:
+            step.records = self._records(draft, scores, verdicts)
+        if self.logits:
+            step.logits = self._committed(scores, verdicts, processed=False)
+        if self.scores:
+            step.scores = self._committed(scores, verdicts, processed=True)
+
+    def _committed(self, scores: Scores, verdicts: list[RowVerdict], processed: bool) -> list[Tensor]:
+        """[k, V] per row: what each of the k committed tokens was chosen from."""
+        kept: list[list[Tensor]] = [[] for _ in verdicts]
+        for place in range(max((len(v.tokens) for v in verdicts), default=0)):
+            node, path = _at(verdicts, place, scores.logits.device)
+            values = scores.at(node)
+            if processed:
+                p = scores.sampler.process(values, path)
+                values = p if scores.sampler.greedy else scores.sampler.warped(p, path).log()
+            for row, verdict in enumerate(verdicts):
+                if place < len(verdict.tokens):
+                    kept[row].append(values[row])
+        empty = scores.logits.new_empty((0, scores.logits.shape[2]))
+        return [torch.stack(rows) if rows else empty for rows in kept]
+
+    def _records(self, draft: Draft, scores: Scores, verdicts: list[RowVerdict]) -> list[list[TokenRecord]]:
+        """Per row: the accepted drafts, the final token, then the rejected drafts along the chain."""
+        records: list[list[TokenRecord]] = [[] for _ in verdicts]
+        for place in range(max((len(v.tokens) for v in verdicts), default=0)):
+            node, path = _at(verdicts, place, scores.logits.device)
+            p = scores.p(node, path)
+            spread = entropy(p, base=2.718281828459045)
+            for row, verdict in enumerate(verdicts):
+                if place < len(verdict.tokens):
+                    own = place < len(verdict.path)
+                    source = verdict.path[place] if own else None
+                    records[row].append(_token(draft, row, source, verdict.tokens[place], p[row], spread[row], own))
+                if place == len(verdict.path) and verdict.final == "recovered":
+                    for lost in _children(draft, row, int(node[row])):
+                        token = int(draft.tokens[row, lost])
+                        records[row].append(_token(draft, row, lost, token, p[row], spread[row], False))
+        return records
+
+
+def _at(verdicts: list[RowVerdict], place: int, device: torch.device) -> tuple[Tensor, Tensor]:
+    """(node that the committed token number `place` follows [B], tokens before it [B, place])."""
+    nodes = [v.path[place - 1] if 0 < place <= len(v.path) else -1 for v in verdicts]
+    path = [(v.tokens[:place] + [0] * place)[:place] for v in verdicts]
+    return torch.tensor(nodes, device=device), torch.tensor(path, device=device, dtype=torch.long).reshape(len(verdicts), place)
+
+
+def _children(draft: Draft, row: int, node: int) -> list[int]:
+    """Valid draft nodes that follow a node (-1: the root)."""
+    width = draft.width
+    parents = list(range(-1, width - 1)) if draft.parents is None else draft.parents[row].tolist()
+    return [child for child in range(width) if parents[child] == node and bool(draft.valid[row, child])]
+
+
+def _token(draft: Draft, row: int, node: int | None, token: int, p: Tensor, spread: Tensor, accepted: bool) -> TokenRecord:
+    q = exit_layer = None
+    if node is not None:
+        q = float(one_hot_where(draft, node)[row, token]) if draft.q is not None else 1.0
+        exit_layer = None if draft.exit_layer is None else int(draft.exit_layer[row, node])
+    return TokenRecord(token, float(p[token]), q, float(spread), exit_layer, accepted)

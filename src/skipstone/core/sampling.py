@@ -1,0 +1,196 @@
+"""From logits to tokens, row by row: every row has its own processors, temperature, top-k, top-p, min-p and seed.
+
+Processors (repetition penalty and kin) see one row's own ids, unpadded; warpers are vectorised over rows. Temperature 0 gives
+a one-hot distribution, so greedy decoding is the limit of sampling and no second branch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from skipstone.core.noise import DRAFT, TARGET, Noise, substream
+
+Processor = Callable[[Tensor, Tensor], Tensor]
+"""A transformers LogitsProcessor: (ids [1, T] int64, scores [1, V] float32) -> scores [1, V]. Must be a pure function."""
+
+
+@dataclass(frozen=True)
+class Sampling:
+    """How one row samples. temperature 0 is greedy; top_k 0, top_p 1 and min_p 0 are off (HF's meanings and order).
+
+    processors run before the warpers. warpers: transformers' own list, temperature included, for a row that uses one without a
+    vectorised form (typical_p, epsilon_cutoff, eta_cutoff, top_h); it replaces the vectorised ones for that row.
+    """
+
+    temperature: float = 0.0
+    top_k: int = 0
+    top_p: float = 1.0
+    min_p: float = 0.0
+    seed: int = 0
+    processors: Sequence[Processor] = ()
+    warpers: Sequence[Processor] = ()
+
+
+class Warping:
+    """The warper settings of all rows: columns [B] on the device, and on the host what is in use at all."""
+
+    def __init__(self, rows: Sequence[Sampling], device: torch.device) -> None:
+        def column(values: list[float], dtype: torch.dtype) -> Tensor:
+            return torch.tensor(values, dtype=dtype, device=device)
+
+        self.greedy = column([row.temperature == 0 for row in rows], torch.bool)
+        self.temperature = column([row.temperature or 1.0 for row in rows], torch.float32)
+        self.top_k = column([row.top_k or 1 << 30 for row in rows], torch.long)
+        self.top_p = column([row.top_p for row in rows], torch.float32)
+        self.min_p = column([row.min_p for row in rows], torch.float32)
+        self.any_greedy = any(row.temperature == 0 for row in rows)
+        self.largest_k = max(row.top_k for row in rows)
+        self.any_top_p = any(row.top_p < 1 for row in rows)
+        self.any_min_p = any(row.min_p > 0 for row in rows)
+
+
+def warp(logits: Tensor, rows: Warping) -> Tensor:
+    """Temperature, top-k, top-p, min-p, in HF's order. logits: [B, V]. Returns p [B, V].
+
+    Rows with temperature 0 become one-hot at their argmax.
+    """
+    scores = logits / rows.temperature[:, None]
+    if rows.largest_k:
+        ordered = scores.topk(min(rows.largest_k, scores.shape[-1]), dim=-1).values
+        least = ordered.gather(1, (rows.top_k.clamp(max=ordered.shape[1]) - 1)[:, None])
+        limited = rows.top_k < scores.shape[-1]
+        scores = scores.masked_fill((scores < least) & limited[:, None], float("-inf"))
+    if rows.any_top_p:
+        ordered, order = scores.sort(dim=-1)
+        tail = ordered.softmax(-1).cumsum(-1) <= 1 - rows.top_p[:, None]
+        tail[:, -1] = False
+        tail &= (rows.top_p < 1)[:, None]
+        scores = scores.masked_fill(torch.zeros_like(tail).scatter(1, order, tail), float("-inf"))
+    p = scores.softmax(-1)
+    if rows.any_min_p:
+        p = torch.where(p >= rows.min_p[:, None] * p.amax(-1, keepdim=True), p, 0.0)
+        p = p / p.sum(-1, keepdim=True)
+    if rows.any_greedy:
+        best = torch.zeros_like(p).scatter(1, logits.argmax(-1, keepdim=True), 1.0)
+        p = torch.where(rows.greedy[:, None], best, p)
+    return p
+
+
+@dataclass
+class Sampler:
+    """The sampling settings of all rows, and the ids their processors look at.
+
+    rows: batch size. coupled: drafts draw from the target's own noise (Gumbel coupling), so they are deterministic given the
+    seed and `verify.match` is exact for them.
+    """
+
+    rows: int
+    device: torch.device
+    coupled: bool = False
+    noise_type: type[Noise] = Noise
+    settings: list[Sampling | None] = field(default_factory=list)
+    ids: list[Tensor] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        self.settings = [None] * self.rows
+        self.ids = [torch.empty(0, dtype=torch.long, device=self.device)] * self.rows
+        self._refresh()
+
+    def admit(self, row: int, sampling: Sampling, prompt: Tensor) -> None:
+        """Take over a row. prompt: [T] int64 ids."""
+        self.settings[row], self.ids[row] = sampling, prompt.to(self.device)
+        self._refresh()
+
+    def release(self, row: int) -> None:
+        """Forget a row."""
+        self.settings[row] = None
+        self._refresh()
+
+    def extend(self, row: int, tokens: list[int]) -> None:
+        """Append committed tokens to the ids that processors see."""
+        if self.processed:
+            self.ids[row] = torch.cat([self.ids[row], torch.tensor(tokens, device=self.device)])
+
+    def _refresh(self) -> None:
+        rows = [row or Sampling() for row in self.settings]
+        self.greedy = all(row.temperature == 0 for row in rows)
+        self.processed = any(row.processors or row.warpers for row in rows)
+        self.warping = Warping(rows, self.device)
+        self.noise = self.noise_type(torch.tensor([row.seed for row in rows], device=self.device))
+
+    def process(self, logits: Tensor, path: Tensor) -> Tensor:
+        """Apply every row's processors. logits: [B, V] raw; path: [B, k], tokens after the committed ones. Returns [B, V]."""
+        if not self.processed:
+            return logits
+        rows = []
+        for row, sampling in enumerate(self.settings):
+            scores = logits[row : row + 1]
+            if sampling is not None and sampling.processors:
+                ids = torch.cat([self.ids[row], path[row]])[None]
+                scores = scores.clone()
+                for processor in sampling.processors:
+                    scores = processor(ids, scores)
+            rows.append(scores)
+        return torch.cat(rows)
+
+    def warped(self, scores: Tensor, path: Tensor) -> Tensor:
+        """p [B, V] of processed scores [B, V]."""
+        p = warp(scores, self.warping)
+        for row, sampling in enumerate(self.settings):
+            if sampling is not None and sampling.warpers:
+                ids, own = torch.cat([self.ids[row], path[row]])[None], scores[row : row + 1]
+                for warper in sampling.warpers:
+                    own = warper(ids, own)
+                p[row] = own[0].softmax(-1)
+        return p
+
+    def distribution(self, logits: Tensor, path: Tensor) -> Tensor:
+        """p of raw logits [B, V], processed and warped."""
+        return self.warped(self.process(logits, path), path)
+
+    def propose(self, logits: Tensor, position: Tensor, path: Tensor) -> tuple[Tensor, Tensor | None, Tensor]:
+        """Draw a draft token. logits: [B, V] raw; position: [B] the token will have; path: [B, k] the draft so far.
+
+        Returns (tokens [B], q [B, V] or None where the draw is deterministic, processed logits [B, V] for confidences).
+        """
+        scores = self.process(logits, path)
+        if self.greedy:
+            return scores.argmax(-1), None, scores
+        q = self.warped(scores, path)
+        if self.coupled:
+            return self.noise.draw(q, position, TARGET), None, scores
+        return self.noise.draw(q, position, substream(DRAFT, path.shape[1])), q, scores
+
+
+@dataclass
+class Scores:
+    """The target's raw logits [B, n+1, V] float32 (index 0 after the root), turned into distributions on demand.
+
+    position: [B] int64, the position the first new token will have.
+    """
+
+    logits: Tensor
+    sampler: Sampler
+    position: Tensor
+
+    def p(self, node: Tensor, path: Tensor) -> Tensor:
+        """Processed distribution after a node [B] (-1: the root) reached by path [B, k]. Returns [B, V].
+
+        Lazy: with row processors nothing is computed for nodes that the walk never reaches.
+        """
+        return self.sampler.distribution(self.at(node), path)
+
+    def at(self, node: Tensor) -> Tensor:
+        """Raw logits after a node [B], -1 for the root. Returns [B, V]."""
+        index = (node + 1)[:, None, None].expand(-1, 1, self.logits.shape[2])
+        return self.logits.gather(1, index).squeeze(1)
+
+    def picks(self) -> Tensor | None:
+        """argmax of every node [B, n+1] where that is all there is to know (all rows greedy, no processors)."""
+        if self.sampler.greedy and not self.sampler.processed:
+            return self.logits.argmax(-1)
+        return None

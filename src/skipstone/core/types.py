@@ -1,0 +1,291 @@
+"""The nouns that every stage of the loop speaks: Draft -> Scores -> Verdict -> Step -> Stats, and the Output of a call.
+
+Shapes: B rows, n draft tokens, V vocabulary. p is the target's processed distribution, q the draft's.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+from transformers.generation.utils import GenerateDecoderOnlyOutput
+
+if TYPE_CHECKING:
+    from skipstone.core.model import Frontier
+
+
+@dataclass(slots=True)
+class Draft:
+    """Tokens proposed for one step, one row of nodes per batch row.
+
+    tokens: [B, n] int64. valid: [B, n] bool, False where a row proposed fewer.
+    parents: [B, n] int64, the index of the node's parent, -1 for the root (the last committed token); None is a chain.
+    q: [B, n, V] float, the processed distribution each token was drawn from; None means every q is one-hot
+        (a deterministic drafter, or one whose draws are coupled to the target's).
+    stochastic: [B, n] bool, only beside q: False marks a node whose q is one-hot whatever `q` holds.
+    candidate: [B, n] bool, False for nodes that are scored but may never be accepted (Lookahead's window).
+    source, exit_layer: [B, n] int64 and confidence: [B, n] float, for reports only.
+    draft_steps: passes of the drafter each row took part in; None means one per valid token.
+    Law: no two valid siblings carry the same token.
+    """
+
+    tokens: Tensor
+    valid: Tensor
+    frontier: Frontier | None
+    parents: Tensor | None = None
+    q: Tensor | None = None
+    stochastic: Tensor | None = None
+    candidate: Tensor | None = None
+    source: Tensor | None = None
+    exit_layer: Tensor | None = None
+    confidence: Tensor | None = None
+    draft_steps: list[int] | None = None
+
+    @classmethod
+    def empty(cls, rows: int, device: torch.device, frontier: Frontier | None = None) -> Draft:
+        """No proposal: the step is plain decoding."""
+        nothing = torch.empty((rows, 0), dtype=torch.long, device=device)
+        return cls(nothing, nothing.bool(), frontier)
+
+    @property
+    def width(self) -> int:
+        return self.tokens.shape[1]
+
+    def check(self) -> None:
+        """Assert the invariants (for tests; it synchronises with the device)."""
+        assert self.tokens.shape == self.valid.shape, (self.tokens.shape, self.valid.shape)
+        assert self.q is None or self.parents is None, "stochastic drafts are chains"
+        if self.parents is None:
+            assert bool((self.valid[:, 1:] <= self.valid[:, :-1]).all()), "a chain is valid up to its end"
+            return
+        for row in range(self.tokens.shape[0]):
+            seen = set()
+            for node in self.valid[row].nonzero().flatten().tolist():
+                parent = int(self.parents[row, node])
+                assert -1 <= parent < node, f"node {node} of row {row} has parent {parent}"
+                assert parent < 0 or bool(self.valid[row, parent]), "a valid node has a valid parent"
+                key = (parent, int(self.tokens[row, node]))
+                assert key not in seen, f"siblings of row {row} share token {key[1]}"
+                seen.add(key)
+
+
+@dataclass(slots=True)
+class Verdict:
+    """What the target says of a draft.
+
+    path: [B, n] int64, the accepted nodes in order (only the first `accepted` entries of a row mean anything).
+    tokens: [B, n+1] int64, the accepted tokens followed by the recovered or bonus token.
+    accepted: [B] int64. overruled: [B] int64, tokens accepted against the target's own choice (AdaSD), or None.
+    """
+
+    path: Tensor
+    tokens: Tensor
+    accepted: Tensor
+    overruled: Tensor | None = None
+
+    @property
+    def next_token(self) -> Tensor:
+        """[B] int64: the recovered token after a rejection, the bonus token after a full acceptance."""
+        return self.tokens.gather(1, self.accepted[:, None]).squeeze(1)
+
+    def tolist(self, draft: Draft) -> list[RowVerdict]:
+        """The verdict on the host, in one transfer from the device: the only synchronisation of a step."""
+        width = self.path.shape[1]
+        drafted = draft.valid.sum(1, keepdim=True)
+        last = torch.cat([torch.full_like(drafted, -1), self.path], 1).gather(1, self.accepted[:, None])
+        if draft.parents is None:
+            offered = (self.accepted[:, None] < drafted).long()
+        else:
+            offered = (draft.valid & (draft.parents == last)).any(1, keepdim=True).long()
+        overruled = torch.zeros_like(drafted) if self.overruled is None else self.overruled[:, None]
+        columns = [self.accepted[:, None], drafted, offered, overruled, self.path, self.tokens]
+        verdicts = []
+        for accepted, count, more, against, *rest in torch.cat(columns, dim=1).tolist():
+            path, tokens = rest[:accepted], rest[width : width + accepted + 1]
+            verdicts.append(RowVerdict(path, tokens, "recovered" if more else "bonus", count, against))
+        return verdicts
+
+
+@dataclass(slots=True)
+class RowVerdict:
+    """One row's verdict on the host.
+
+    path: accepted nodes. tokens: committed tokens, accepted ones first. final: what the token after the accepted ones is.
+    drafted: valid draft tokens. finished: set by the stopping rules.
+    """
+
+    path: list[int]
+    tokens: list[int]
+    final: str
+    drafted: int
+    overruled: int
+    finished: bool = False
+
+    def cut(self, kept: int) -> None:
+        """Keep the first `kept` tokens only."""
+        self.tokens = self.tokens[:kept]
+        self.path = self.path[:kept]
+
+    @property
+    def origin(self) -> list[str]:
+        accepted = len(self.path)
+        return ["draft"] * accepted + [self.final] * (len(self.tokens) - accepted)
+
+
+@dataclass(slots=True)
+class TokenRecord:
+    """What `record=True` keeps of one token: probabilities under p and q, entropy of p in nats, and where it came from."""
+
+    token: int
+    p: float
+    q: float | None
+    entropy: float
+    exit_layer: int | None
+    accepted: bool
+
+
+@dataclass(slots=True)
+class Step:
+    """One turn of the loop, all rows. Lists have one entry per row; a row that took no part has empty lists and zeros.
+
+    origin says for each token whether it is the "prefill"'s, an accepted "draft", the "recovered" or the "bonus" token.
+    draft_steps counts passes of the drafter, drafted the tokens submitted, verified_nodes the scored nodes (leaves too).
+    prefill: the step ran a part of a prompt. probe: a plain step taken to learn what plain decoding costs. finished: rows that
+    ended in this step.
+    Seconds are wall-clock on CPU and device time on CUDA.
+    """
+
+    tokens: list[list[int]]
+    origin: list[list[str]]
+    drafted: list[int]
+    draft_steps: list[int]
+    accepted: list[int]
+    overruled: list[int]
+    verified_nodes: int = 0
+    prefill: bool = False
+    probe: bool = False
+    seconds_draft: float = 0.0
+    seconds_score: float = 0.0
+    seconds_other: float = 0.0
+    finished: list[int] = field(default_factory=list)
+    records: list[list[TokenRecord]] | None = None
+    logits: list[Tensor] | None = None
+    scores: list[Tensor] | None = None
+
+    @property
+    def seconds(self) -> float:
+        return self.seconds_draft + self.seconds_score + self.seconds_other
+
+
+
+@dataclass(slots=True)
+class Stats:
+    """A fold over Steps. The prefill token belongs to no step; ratios are pooled, never means of means.
+
+    steps counts (row, step) pairs that committed tokens by decoding. Times are seconds. Probe steps (plain steps taken
+    now and then to learn what plain decoding costs here) are counted apart.
+    """
+
+    tokens: int = 0
+    prefill_tokens: int = 0
+    steps: int = 0
+    turns: int = 0
+    drafted: int = 0
+    draft_steps: int = 0
+    accepted: int = 0
+    overruled: int = 0
+    verified_nodes: int = 0
+    probes: int = 0
+    seconds_prefill: float = 0.0
+    seconds_draft: float = 0.0
+    seconds_score: float = 0.0
+    seconds_other: float = 0.0
+    seconds_probe: float = 0.0
+    histogram: Counter[int] = field(default_factory=Counter)
+
+    def add(self, step: Step) -> None:
+        """Count one step."""
+        if step.prefill:
+            self.prefill_tokens += sum(map(len, step.tokens))
+            self.seconds_prefill += step.seconds
+            return
+        self.tokens += sum(map(len, step.tokens))
+        if step.probe:
+            self.probes += 1
+            self.seconds_probe += step.seconds
+            return
+        self.turns += 1
+        for row, tokens in enumerate(step.tokens):
+            if tokens:
+                self.steps += 1
+                self.histogram[step.accepted[row]] += 1
+        self.drafted += sum(step.drafted)
+        self.draft_steps += sum(step.draft_steps)
+        self.accepted += sum(step.accepted)
+        self.overruled += sum(step.overruled)
+        self.verified_nodes += step.verified_nodes
+        self.seconds_draft += step.seconds_draft
+        self.seconds_score += step.seconds_score
+        self.seconds_other += step.seconds_other
+
+    @property
+    def seconds(self) -> float:
+        """Decoding time without the prefill."""
+        return self.seconds_draft + self.seconds_score + self.seconds_other + self.seconds_probe
+
+    @property
+    def acceptance_rate(self) -> float:
+        """alpha = accepted / draft steps; 0 when nothing was drafted."""
+        return self.accepted / self.draft_steps if self.draft_steps else 0.0
+
+    @property
+    def mean_acceptance_length(self) -> float:
+        """M = 1 + accepted / steps, pooled over steps."""
+        return 1 + self.accepted / self.steps if self.steps else 1.0
+
+    @property
+    def tokens_per_second(self) -> float:
+        """All new tokens over all time, prefill included."""
+        seconds = self.seconds + self.seconds_prefill
+        return (self.tokens + self.prefill_tokens) / seconds if seconds else 0.0
+
+    def summary(self) -> dict[str, Any]:
+        """The figures as plain JSON values."""
+        return {
+            "new_tokens": self.tokens + self.prefill_tokens,
+            "steps": self.steps,
+            "drafted": self.drafted,
+            "draft_steps": self.draft_steps,
+            "accepted": self.accepted,
+            "overruled": self.overruled,
+            "verified_nodes": self.verified_nodes,
+            "acceptance_rate": self.acceptance_rate,
+            "mean_acceptance_length": self.mean_acceptance_length,
+            "acceptance_histogram": {str(k): self.histogram[k] for k in sorted(self.histogram)},
+            "tokens_per_second": self.tokens_per_second,
+            "seconds_prefill": self.seconds_prefill,
+            "seconds_draft": self.seconds_draft,
+            "seconds_score": self.seconds_score,
+            "seconds_other": self.seconds_other,
+            "seconds_probe": self.seconds_probe,
+            "probes": self.probes,
+        }
+
+
+@dataclass
+class Output(GenerateDecoderOnlyOutput):
+    """What `skipstone.generate` returns: Hugging Face's output with our figures.
+
+    sequences: [B, T] int64, prompt and new tokens, padded by HF's rules. scores, logits: per new token [B, V], when asked
+    for (0 for rows already finished). lossless: False only for modes that may change the text. text: the new text of every row
+    when text came in. stats: `Stats` over all rows. steps: the list of `Step`, with record=True.
+    """
+
+    stats: Stats | None = None
+    text: Any = None
+    method: str | None = None
+    lossless: bool | None = None
+    steps: list[Step] | None = None

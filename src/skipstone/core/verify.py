@@ -1,0 +1,147 @@
+"""Acceptance rules, pure: a draft, the target's scores and noise in, a Verdict out.
+
+`match` is exact for any deterministic drafter and any tree: the target draws its own token at every node and walks along the
+draft while the draft agrees. `leviathan` is exact in law for a stochastic chain (Leviathan, Kalman, Matias, arXiv 2211.17192,
+Algorithm 1). Greedy decoding is the limit T -> 0 of both, where p is one-hot.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from skipstone.core.noise import ACCEPT, TARGET, Noise, substream
+from skipstone.core.types import Draft, Verdict
+
+Probability = Callable[[Tensor, Tensor], Tensor]
+"""(node [B], -1 for the root; tokens of the path so far [B, k]) -> p after that node [B, V]."""
+
+
+def match(draft: Draft, p: Probability, position: Tensor, noise: Noise) -> Verdict:
+    """Draw x from p at the root; while x is a child of the current node, move there and draw again.
+
+    position: [B], the position the first new token will have. Same seed, same text as plain sampling.
+    """
+    rows, width = draft.tokens.shape
+    node = draft.tokens.new_full((rows,), -1)
+    walking = torch.ones_like(node, dtype=torch.bool)
+    accepted, path, tokens = torch.zeros_like(node), [], []
+    offered = draft.valid if draft.candidate is None else draft.valid & draft.candidate
+    chain = torch.arange(width, device=node.device) - 1
+    parents = chain.expand(rows, width) if draft.parents is None else draft.parents
+    for depth in range(width + 1):
+        so_far = torch.stack(tokens, 1) if tokens else node.new_empty((rows, 0))
+        x = noise.draw(p(node, so_far), position + depth, TARGET)
+        tokens.append(x)
+        if width == 0:
+            break
+        child = offered & (parents == node[:, None]) & (draft.tokens == x[:, None])
+        found, where = child.max(1)
+        walking = walking & found
+        node = torch.where(walking, where, node)
+        path.append(node)
+        accepted = accepted + walking
+        if _idle(walking):
+            break
+    return _verdict(path, tokens, accepted, width)
+
+
+def match_greedy(draft: Draft, picks: Tensor) -> Verdict:
+    """`match` at T = 0 with the target's picks already known: picks [B, n+1] int64, the root's first."""
+    rows, width = draft.tokens.shape
+    if draft.parents is None and draft.candidate is None:
+        same = (draft.tokens == picks[:, :-1]) & draft.valid
+        accepted = same.long().cumprod(1).sum(1) if width else torch.zeros_like(picks[:, 0])
+        path = torch.arange(width, device=picks.device).expand(rows, width)
+        return Verdict(path, picks, accepted)
+    return match(draft, lambda node, _: picks.gather(1, node[:, None] + 1), picks[:, 0], _PICKED)
+
+
+class _Picked(Noise):
+    def draw(self, p: Tensor, position: Tensor, stream: int) -> Tensor:
+        return p.squeeze(1)
+
+
+_PICKED = _Picked(torch.zeros(1, dtype=torch.long))
+
+
+def leviathan(draft: Draft, p: Probability, position: Tensor, noise: Noise) -> Verdict:
+    """Accept each draft token x with probability min(1, p(x) / q(x)); at the first rejection draw from the residual
+    norm(max(0, p - q)), after a full acceptance from p.
+
+    draft: a chain with q [B, n, V]. position: [B], the position the first new token will have.
+    """
+    assert draft.q is not None and draft.parents is None, "leviathan wants a chain that carries q"
+    rows, width = draft.tokens.shape
+    walking = torch.ones(rows, dtype=torch.bool, device=draft.tokens.device)
+    accepted = torch.zeros_like(draft.tokens[:, 0])
+    final = None
+    for depth in range(width + 1):
+        target = p(accepted - 1, draft.tokens[:, :depth])
+        if depth == width:
+            final = target if final is None else torch.where(walking[:, None], target, final)
+            break
+        x, q = draft.tokens[:, depth], one_hot_where(draft, depth)
+        ratio = target.gather(1, x[:, None]).squeeze(1) / q.gather(1, x[:, None]).squeeze(1)
+        passes = noise.accept(ratio, position + depth, substream(ACCEPT, depth))
+        offered = draft.valid[:, depth]
+        stops = walking & ~(passes & offered)
+        # where the draft of a row is over, q = 0: the residual is p itself, the bonus draw
+        rest = residual(target, q * offered[:, None])
+        final = rest if final is None else torch.where(stops[:, None], rest, final)
+        walking = walking & passes & offered
+        accepted = accepted + walking
+        if _idle(walking):
+            break
+    assert final is not None
+    last = noise.draw(final, position + accepted, TARGET)
+    tokens = torch.cat([draft.tokens, torch.zeros_like(last)[:, None]], 1).scatter(1, accepted[:, None], last[:, None])
+    path = torch.arange(width, device=tokens.device).expand(rows, width)
+    return Verdict(path, tokens, accepted)
+
+
+def one_hot_where(draft: Draft, depth: int) -> Tensor:
+    """q of the token at `depth` [B, V], one-hot in rows where that token was not drawn at random."""
+    assert draft.q is not None
+    q = draft.q[:, depth]
+    if draft.stochastic is None:
+        return q
+    one_hot = torch.zeros_like(q).scatter(1, draft.tokens[:, depth, None], 1.0)
+    return torch.where(draft.stochastic[:, depth, None], q, one_hot)
+
+
+def residual(p: Tensor, q: Tensor) -> Tensor:
+    """norm(max(0, p - q)) over the last dimension; p itself where the difference vanishes (p = q: never drawn in exact
+    arithmetic, possible in floating point)."""
+    rest = (p - q).clamp_min(0)
+    total = rest.sum(-1, keepdim=True)
+    return torch.where(total > 0, rest / total, p)
+
+
+def entropy(p: Tensor, base: float = 2.0) -> Tensor:
+    """Shannon entropy over the last dimension, in bits by default; 0 log 0 = 0."""
+    return -torch.xlogy(p, p).sum(-1) / torch.log(torch.tensor(base, dtype=p.dtype, device=p.device))
+
+
+def js_distance(p: Tensor, q: Tensor) -> Tensor:
+    """Square root of the Jensen-Shannon divergence in bits, over the last dimension; in [0, 1]."""
+    divergence = entropy((p + q) / 2) - (entropy(p) + entropy(q)) / 2
+    return divergence.clamp(0, 1).sqrt()
+
+
+def _idle(walking: Tensor) -> bool:
+    """Whether no row walks on. Asked on the CPU only: elsewhere the answer would cost a synchronisation."""
+    return walking.device.type == "cpu" and not bool(walking.any())
+
+
+def _verdict(path: list[Tensor], tokens: list[Tensor], accepted: Tensor, width: int) -> Verdict:
+    """Pad the walked steps to the full width."""
+    rows = accepted.shape[0]
+    missing = width - len(path)
+    nodes = torch.stack(path, 1) if path else accepted.new_empty((rows, 0))
+    nodes = torch.cat([nodes, nodes.new_zeros((rows, missing))], 1) if missing > 0 else nodes[:, :width]
+    drawn = torch.stack(tokens, 1)
+    pad = width + 1 - drawn.shape[1]
+    return Verdict(nodes, torch.cat([drawn, drawn.new_zeros((rows, pad))], 1) if pad else drawn, accepted)

@@ -1,0 +1,32 @@
+"""Early exit without correction: the model's output is g(x_E). Lossy; it exists to be measured.
+
+LayerSkip: Enabling Early Exit Inference and Self-Speculative Decoding (Elhoushi et al., ACL 2024, arXiv 2404.16710),
+section 4.2, Tables 1-6 and 11. Its oracle is the model cut down to its first E layers.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+from skipstone.core.model import LayeredModel
+from skipstone.core.protocol import Method, layer_in_range
+from skipstone.core.session import Session
+from skipstone.methods.autoregressive import PlainSession
+
+
+@dataclass(frozen=True)
+class EarlyExit(Method):
+    """exit_layer: E, the number of layers that run; 1 <= E < L."""
+
+    name: ClassVar[str] = "early_exit"
+    lossless: ClassVar[bool] = False
+    aliases: ClassVar[dict[str, str]] = {"assistant_early_exit": "exit_layer"}
+
+    exit_layer: int | None = None
+
+    def check(self, model: LayeredModel) -> None:
+        layer_in_range("exit_layer", self.exit_layer, model)
+
+    def start(self, model: LayeredModel, rows: int, capacity: int, state: Any = None) -> Session:
+        return PlainSession(model, rows, capacity, depth=self.exit_layer)
