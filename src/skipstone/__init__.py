@@ -1,1 +1,24 @@
 """skipstone makes language models answer faster without changing what they say. This file is the public API."""
+
+from skipstone.api import Detokenizer as Detokenizer
+from skipstone.api import generate as generate
+from skipstone.api import load as load
+from skipstone.api import stream as stream
+from skipstone.core.decode import Decoder as Decoder
+from skipstone.core.model import LayeredModel as LayeredModel
+from skipstone.core.protocol import Method as Method
+from skipstone.core.sampling import Sampling as Sampling
+from skipstone.core.session import Request as Request
+from skipstone.core.session import Session as Session
+from skipstone.core.types import Draft as Draft
+from skipstone.core.types import Output as Output
+from skipstone.core.types import Stats as Stats
+from skipstone.core.types import Step as Step
+from skipstone.hf import disable as disable
+from skipstone.hf import enable as enable
+from skipstone.methods import METHODS as METHODS
+from skipstone.methods.autoregressive import Autoregressive as Autoregressive
+from skipstone.methods.early_exit import EarlyExit as EarlyExit
+from skipstone.methods.layerskip import LayerSkip as LayerSkip
+
+__version__ = "0.1.0"

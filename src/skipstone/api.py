@@ -2,13 +2,210 @@
 
 from __future__ import annotations
 
+import copy
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors import SafetensorError
 from torch import Tensor
-from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
+from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
+from transformers.generation.stopping_criteria import StoppingCriteriaList, StopStringCriteria
 
-from skipstone.core import generation, options
-from skipstone.core.types import Output
+from skipstone.core import generation
+from skipstone.core.options import OWN_FIELD, Call, prepare
+from skipstone.core.protocol import Method
+from skipstone.core.types import Output, Step
+from skipstone.methods import resolve
 
+Inputs = Tensor | str | Sequence[Any] | Mapping[str, Any]
+MethodLike = Method | str | Mapping[str, Any] | None
+
+
+def load(
+    name: str | Path | None = None,
+    *,
+    dtype: torch.dtype | str = "auto",
+    device: str | torch.device = "cpu",
+    attn_implementation: str | None = None,
+    trust_remote_code: bool = False,
+) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
+    """Load a causal language model, ready to decode, and its tokenizer.
+
+    name: a folder or hub id. dtype: of the weights; "auto" takes the checkpoint's. Weights come from safetensors only.
+    OSError where nothing is found; ValueError where the checkpoint is corrupt or incomplete.
+    """
+    if name is None:
+        raise ValueError("no model is bundled with this version; pass a folder or a hub id")
+    options: dict[str, Any] = {"trust_remote_code": trust_remote_code}
+    if attn_implementation is not None:
+        options["attn_implementation"] = attn_implementation
+    try:
+        loaded: Any = AutoModelForCausalLM.from_pretrained(
+            str(name), dtype=dtype, use_safetensors=True, output_loading_info=True, **options
+        )
+    except (SafetensorError, RuntimeError, KeyError) as error:
+        raise ValueError(f"the checkpoint {name} cannot be loaded, a file is corrupt or does not fit: {error}") from error
+    model, report = loaded
+    for problem in ("missing_keys", "mismatched_keys"):
+        if names := sorted(map(str, report.get(problem) or ())):
+            raise ValueError(f"the checkpoint {name} does not fit its config: {problem} {', '.join(names[:5])}")
+    tokenizer = AutoTokenizer.from_pretrained(str(name), trust_remote_code=trust_remote_code)
+    return model.to(device).eval(), tokenizer
+
+
+def generate(
+    model: PreTrainedModel,
+    inputs: Inputs,
+    method: MethodLike = None,
+    *,
+    tokenizer: PreTrainedTokenizerBase | None = None,
+    streamer: Any = None,
+    seed: int | list[int] | None = None,
+    record: bool = False,
+    **options: Any,
+) -> Output:
+    """Generate with a decoding method.
+
+    inputs: ids [B, T] (left-padded, with attention_mask=), a text, a list of texts, a chat (list of {"role", "content"}), or a
+    list of chats; text needs `tokenizer`. method: a Method, a name, {"method": name, ...}, or None for the model's default.
+    seed: row i of the batch draws from seed + i, or from its own when a list is given. record: keep per-token figures in
+    `output.steps`. options: `GenerationConfig` fields and keyword arguments of `model.generate`, with HF's meaning.
+
+    Returns an `Output`: sequences [B, T_total] int64, new_tokens per row, stats, and text when text came in.
+    ValueError for anything that is not supported, before any work is done.
+    """
+    chosen = resolve_for(model, method)
+    ids, options = _encode(inputs, tokenizer, options)
+    call = prepare_call(model, ids, tokenizer, seed, options)
+    output = generation.complete(chosen, call, streamer, record)
+    if not isinstance(inputs, (Tensor, Mapping)) and tokenizer is not None:
+        texts = [tokenizer.decode(tokens, skip_special_tokens=True) for tokens in output.new_tokens or []]
+        output.text = texts[0] if _single(inputs) and len(texts) == 1 else texts
+    return output
+
+
+def stream(
+    model: PreTrainedModel,
+    inputs: Inputs,
+    method: MethodLike = None,
+    *,
+    tokenizer: PreTrainedTokenizerBase | None = None,
+    seed: int | list[int] | None = None,
+    record: bool = False,
+    **options: Any,
+) -> Iterator[Step]:
+    """Like `generate`, one `Step` at a time. Errors are raised at the call; closing the iterator early is safe."""
+    chosen = resolve_for(model, method)
+    ids, options = _encode(inputs, tokenizer, options)
+    return generation.steps(chosen, prepare_call(model, ids, tokenizer, seed, options), record)
+
+
+def resolve_for(model: PreTrainedModel, method: MethodLike) -> Method:
+    """The method a user asked for, completed by the model's own defaults (`generation_config.skipstone`)."""
+    return resolve(method, getattr(unwrap(model).generation_config, OWN_FIELD, None))
+
+
+def prepare_call(
+    model: PreTrainedModel, ids: Tensor | None, tokenizer: Any, seed: int | list[int] | None, options: dict[str, Any]
+) -> Call:
+    """A prepared call; stop strings become a criterion, since transformers gives custom decoding no tokenizer."""
+    inner = unwrap(model)
+    options = dict(options)
+    config = options.get("generation_config") or inner.generation_config
+    strings = options.pop("stop_strings", None) or config.stop_strings
+    if not strings:
+        return prepare(inner, ids, seed, **options)
+    if tokenizer is None:
+        raise ValueError(f"stop_strings={strings!r} need the tokenizer: pass tokenizer=")
+    criteria = list(options.pop("stopping_criteria", None) or [])
+    criteria.append(StopStringCriteria(tokenizer, strings))
+    if options.get("generation_config") is not None:
+        options["generation_config"] = copy.deepcopy(config)
+        options["generation_config"].stop_strings = None
+    with _without_stop_strings(inner):
+        return prepare(inner, ids, seed, stopping_criteria=StoppingCriteriaList(criteria), **options)
+
+
+def unwrap(model: Any) -> PreTrainedModel:
+    """The transformers model inside a PEFT wrapper (its adapters live in the layers), or the model itself."""
+    return model.get_base_model() if hasattr(model, "peft_config") and hasattr(model, "get_base_model") else model
+
+
+@contextmanager
+def _without_stop_strings(model: PreTrainedModel) -> Iterator[None]:
+    own = model.generation_config
+    if own.stop_strings is None:
+        yield
+        return
+    model.generation_config = copy.deepcopy(own)
+    model.generation_config.stop_strings = None
+    try:
+        yield
+    finally:
+        model.generation_config = own
+
+
+def _encode(inputs: Inputs, tokenizer: Any, options: dict[str, Any]) -> tuple[Tensor, dict[str, Any]]:
+    """(ids [B, T], options with the attention mask)."""
+    if isinstance(inputs, Mapping):
+        return inputs["input_ids"], {**{key: value for key, value in inputs.items() if key != "input_ids"}, **options}
+    if isinstance(inputs, Tensor):
+        return (inputs[None] if inputs.ndim == 1 else inputs), options
+    if tokenizer is None:
+        raise ValueError("text needs a tokenizer: pass tokenizer=, or token ids instead of text")
+    texts = [inputs] if _single(inputs) else list(inputs)
+    if not texts:
+        raise ValueError("the list of prompts is empty")
+    rows = [_ids(text, tokenizer) for text in texts]
+    if empty := [index for index, row in enumerate(rows) if not row]:
+        raise ValueError(f"prompt {empty[0]} is empty: there is no token to start from")
+    width = max(map(len, rows))
+    fill = next((i for i in (tokenizer.pad_token_id, tokenizer.eos_token_id) if i is not None), 0)
+    ids = torch.tensor([[fill] * (width - len(row)) + row for row in rows])
+    mask = torch.tensor([[0] * (width - len(row)) + [1] * len(row) for row in rows])
+    return ids, {"attention_mask": mask, **options}
+
+
+def _single(inputs: Any) -> bool:
+    """One text, or one chat."""
+    return isinstance(inputs, str) or (isinstance(inputs, Sequence) and bool(inputs) and isinstance(inputs[0], Mapping))
+
+
+def _ids(prompt: Any, tokenizer: Any) -> list[int]:
+    if isinstance(prompt, str):
+        return tokenizer(prompt)["input_ids"]
+    if not isinstance(prompt, Sequence) or not all(isinstance(turn, Mapping) for turn in prompt):
+        raise ValueError(f"a prompt is a text or a chat (a list of {{'role', 'content'}}), found {type(prompt).__name__}")
+    if tokenizer.chat_template is None:
+        raise ValueError("this tokenizer has no chat template; pass the prompt as text")
+    encoded = tokenizer.apply_chat_template(list(prompt), add_generation_prompt=True, return_dict=True)
+    return list(encoded["input_ids"])
+
+
+class Detokenizer:
+    """Tokens to text, piece by piece, holding back bytes of a character that is not complete yet."""
+
+    def __init__(self, tokenizer: PreTrainedTokenizerBase) -> None:
+        self.tokenizer = tokenizer
+        self.tokens: list[int] = []
+        self.shown = 0
+        self.anchor = 0
+
+    def add(self, token: int) -> str:
+        """The text that one more token completes; may be empty."""
+        self.tokens.append(token)
+        before, after = self._text(self.anchor, self.shown), self._text(self.anchor, None)
+        if after.endswith("�"):
+            return ""
+        self.anchor, self.shown = self.shown, len(self.tokens)
+        return after[len(before) :]
+
+    def rest(self) -> str:
+        """What is still held back at the end."""
+        return self._text(self.anchor, None)[len(self._text(self.anchor, self.shown)) :]
+
+    def _text(self, start: int, stop: int | None) -> str:
+        return str(self.tokenizer.decode(self.tokens[start:stop], skip_special_tokens=True))

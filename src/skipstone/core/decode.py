@@ -1,6 +1,6 @@
 """The only decoding loop of the project, and the stopping rules.
 
-    prompt -> prefill -> [ draft -> score -> verify -> commit ]* -> tokens
+prompt -> prefill -> [ draft -> score -> verify -> commit ]* -> tokens
 """
 
 from __future__ import annotations
@@ -8,6 +8,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
+from itertools import pairwise
 
 import torch
 
@@ -22,27 +23,27 @@ Recorder = Callable[[Step, Draft, Scores, list[RowVerdict]], None]
 
 
 class Clock:
-    """Splits one step into draft, score and other: device time on CUDA, wall-clock elsewhere. No synchronisation of its own."""
+    """Splits one step into draft, score and other: device time on CUDA, wall-clock elsewhere. No synchronisation of its own
+    before `intervals`, which is asked after the step's one transfer to the host."""
 
     def __init__(self, device: torch.device) -> None:
-        self.cuda = device.type == "cuda"
-        self.marks: list[float | torch.cuda.Event] = []
+        self.events: list[torch.cuda.Event] | None = [] if device.type == "cuda" else None
+        self.times: list[float] = []
         self.mark()
 
     def mark(self) -> None:
-        if self.cuda:
-            event = torch.cuda.Event(enable_timing=True)
-            event.record()
-            self.marks.append(event)
+        if self.events is None:
+            self.times.append(time.perf_counter())
         else:
-            self.marks.append(time.perf_counter())
+            self.events.append(torch.cuda.Event(enable_timing=True))
+            self.events[-1].record()
 
     def intervals(self) -> list[float]:
-        """Seconds between the marks. On CUDA the work they enclose must be finished."""
-        if not self.cuda:
-            return [b - a for a, b in zip(self.marks, self.marks[1:], strict=False)]
-        self.marks[-1].synchronize()
-        return [a.elapsed_time(b) / 1000 for a, b in zip(self.marks, self.marks[1:], strict=False)]
+        """Seconds between the marks."""
+        if self.events is None:
+            return [b - a for a, b in pairwise(self.times)]
+        self.events[-1].synchronize()
+        return [a.elapsed_time(b) / 1000 for a, b in pairwise(self.events)]
 
 
 @dataclass

@@ -9,7 +9,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from torch import Tensor, nn
+from torch import Tensor
 from transformers import PreTrainedModel
 from transformers.cache_utils import get_layer_types_and_kwargs
 
@@ -53,7 +53,7 @@ class Family:
     refuse: Callable[[Any], str | None] = lambda _: None
     skippable: Callable[[Any], bool] = lambda _: True
 
-    def embed(self, decoder: nn.Module, config: Any, tokens: Tensor, positions: Tensor) -> Tensor:
+    def embed(self, decoder: Any, config: Any, tokens: Tensor, positions: Tensor) -> Tensor:
         """Hidden states that enter layer 0. tokens, positions: [B, n] int64. Returns [B, n, d]."""
         hidden = getattr(decoder, self.embedding)(tokens)
         if self.project_in is not None and (projection := getattr(decoder, self.project_in)) is not None:
@@ -64,7 +64,7 @@ class Family:
             return hidden + decoder.embed_positions(None, position_ids=positions)
         return hidden if self.positions is None else hidden + getattr(decoder, self.positions)(positions)
 
-    def finish(self, decoder: nn.Module, hidden: Tensor) -> Tensor:
+    def finish(self, decoder: Any, hidden: Tensor) -> Tensor:
         """Final norm (and OPT's projection) before the LM head. hidden: [..., d]."""
         norm = getattr(decoder, self.norm)
         hidden = hidden if norm is None else norm(hidden)
@@ -147,7 +147,7 @@ _ATTENTION = ("sdpa", "eager")
 
 def family_of(model: PreTrainedModel) -> Family:
     """The facts for a model. ValueError where skipstone cannot decode it, saying why and what to do."""
-    config = model.config
+    config: Any = model.config
     kind = config.model_type
     if getattr(config, "is_encoder_decoder", False):
         raise ValueError(f"{kind} is an encoder-decoder; skipstone decodes decoder-only models")
@@ -204,9 +204,7 @@ def max_positions(config: Any) -> tuple[int, str]:
     """
     limit, source = getattr(config, "max_position_embeddings", None) or 1 << 20, "max_position_embeddings"
     for settings in _rope_settings(config):
-        original = settings.get("original_max_position_embeddings") or getattr(
-            config, "original_max_position_embeddings", None
-        )
+        original = settings.get("original_max_position_embeddings") or getattr(config, "original_max_position_embeddings", None)
         kind = settings.get("rope_type", "default")
         if kind in ("longrope", "dynamic") and original and original < limit:
             limit = original

@@ -48,14 +48,13 @@ def steps(method: Method, call: Call, record: bool = False) -> Iterator[Step]:
 
 
 def complete(method: Method, call: Call, streamer: Any = None, record: bool = False) -> Output:
-    """Decode a call to its end. streamer: a transformers streamer (one row), fed 1-D chunks of new tokens."""
+    """Decode a call to its end. streamer: a transformers streamer (one row), fed the prompt and 1-D chunks of new tokens."""
     if streamer is not None and call.input_ids.shape[0] > 1:
         raise ValueError(f"streamers take one row, found a batch of {call.input_ids.shape[0]}")
-    config = call.config
-    keeper = None
-    if record or config.output_scores or config.output_logits:
-        keeper = Keeper(record, bool(config.output_logits), bool(config.output_scores))
+    keeper = _keeper(call, record)
     decoder, admitted = start(method, call, keeper)
+    if streamer is not None:
+        streamer.put(call.input_ids.cpu())
     stats, kept = Stats(), []
     new: list[list[int]] = [[] for _ in admitted]
     for step in run(decoder):
@@ -69,14 +68,25 @@ def complete(method: Method, call: Call, streamer: Any = None, record: bool = Fa
     if streamer is not None:
         streamer.end()
     _warn_if_slower(method, decoder)
-    output = Output(sequences=_sequences(call, new), stats=stats, method=method.name, lossless=method.lossless)  # type: ignore[arg-type]
+    output = Output(
+        sequences=_sequences(call, new),  # type: ignore[arg-type]
+        stats=stats,
+        new_tokens=new,
+        method=method.name,
+        lossless=method.lossless,
+        steps=kept if record else None,
+    )
     width = max(map(len, new))
-    if config.output_logits:
+    if call.config.output_logits:
         output.logits = _per_token([step.logits for step in kept], len(new), width)
-    if config.output_scores:
+    if call.config.output_scores:
         output.scores = _per_token([step.scores for step in kept], len(new), width)
-    output.steps = kept if record else None
     return output
+
+
+def _keeper(call: Call, record: bool) -> Keeper | None:
+    keeper = Keeper(record, bool(call.config.output_logits), bool(call.config.output_scores))
+    return keeper if keeper.record or keeper.logits or keeper.scores else None
 
 
 def _sequences(call: Call, new: list[list[int]]) -> Tensor:
@@ -89,7 +99,7 @@ def _sequences(call: Call, new: list[list[int]]) -> Tensor:
     return torch.cat([ids, torch.tensor(rows, dtype=ids.dtype, device=ids.device)], dim=1)
 
 
-def _per_token(steps: list[list[Tensor] | None], rows: int, width: int) -> tuple[Tensor, ...]:
+def _per_token(steps: list[list[Tensor] | None], rows: int, width: int) -> Any:
     """Rows' [k, V] pieces -> one [B, V] per new token, 0 for rows already finished."""
     columns = [torch.cat([step[row] for step in steps if step is not None]) for row in range(rows)]
     padded = [torch.cat([c, c.new_zeros((width - len(c), c.shape[1]))]) for c in columns]

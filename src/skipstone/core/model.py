@@ -30,13 +30,14 @@ class LayeredModel:
     """The facts and modules of one model. ValueError for a model that skipstone cannot decode exactly."""
 
     def __init__(self, model: PreTrainedModel) -> None:
-        inner = model.get_base_model() if hasattr(model, "peft_config") else model
+        wrapper: Any = model
+        inner: Any = wrapper.get_base_model() if hasattr(model, "peft_config") else model
         _refuse(model, inner)
         self.model, self.config = inner, inner.config
         self.family = family_of(inner)
-        self.decoder: nn.Module = inner.get_decoder()
+        self.decoder: Any = inner.get_decoder()
         self.layers = list(getattr(self.decoder, self.family.layers))[: self.config.num_hidden_layers]
-        self.head: nn.Module = inner.get_output_embeddings()
+        self.head: Any = inner.get_output_embeddings()
         self.windows, self.kinds = windows(self.config), kinds(self.config)
         self.max_positions, self.max_positions_source = max_positions(self.config)
         self.device, self.dtype = inner.device, inner.dtype
@@ -144,7 +145,7 @@ def _unchanged(hidden_states: Tensor) -> Tensor:
     return hidden_states
 
 
-def _refuse(model: PreTrainedModel, inner: PreTrainedModel) -> None:
+def _refuse(model: Any, inner: Any) -> None:
     """ValueError for models whose forward is more, or elsewhere, than their decoder layers on one device."""
     if inner.training:
         raise ValueError("the model is in training mode, where dropout makes every pass differ; call model.eval() first")
@@ -168,16 +169,18 @@ class Frontier:
 
     Column 0 is the last committed token of every row, further columns are draft tokens. Slot of column c = base + c; position
     the same on a chain, base + tree depth in a tree. `depth` [B, n] (host) says how many layers a token has been through.
-    alive: rows taking part; the others are invalid throughout. top: the layer `finish` goes up to.
+    alive: rows taking part; the others are invalid throughout. most: draft tokens each row has room for. top: the layer that
+    `finish` goes up to.
     """
 
-    def __init__(self, model: LayeredModel, store: KVStore, root: Tensor, alive: list[bool], width: int) -> None:
+    def __init__(self, model: LayeredModel, store: KVStore, root: Tensor, alive: list[bool], most: list[int]) -> None:
         self.model, self.store = model, store
         self.rows, self.device = root.shape[0], root.device
         self.top = store.layers
         self.base = [length if live else 0 for length, live in zip(store.length, alive, strict=True)]
-        self._end = max(self.base)
-        store.reserve(self._end + width + 1)
+        self._start = max(self.base)
+        self._end = max(base + room + 1 for base, room, live in zip(self.base, most, alive, strict=True) if live)
+        store.reserve(self._end)
         self._uniform = all(alive) and len(set(self.base)) == 1
         self._base = torch.tensor(self.base, device=self.device)[:, None]
         self._alive = None if all(alive) else torch.tensor(alive, device=self.device)[:, None]
@@ -187,7 +190,7 @@ class Frontier:
         self.parents: Tensor | None = None
         self.depth = np.zeros((self.rows, 0), dtype=np.int64)
         self.hidden: Tensor | None = None
-        self._room = width + 1
+        self._room = max(most) + 1
         self.append(root[:, None])
 
     @property
@@ -208,6 +211,8 @@ class Frontier:
             self.parents = parents
             self._reach = ancestors(parents)
             positions = self._base + self._reach[:, 1:].sum(-1) - 1
+        if not self._uniform:  # a row with less room than others must not name positions that the model does not have
+            positions = positions.clamp(max=self._end - 1)
         if valid is not None or self.valid is not None or self._alive is not None:
             self._extend_valid(start, width, valid)
         self.tokens = torch.cat([self.tokens, tokens], 1) if start else tokens
@@ -256,14 +261,15 @@ class Frontier:
         chain = self.parents is None
         dense = chain and isinstance(columns, slice) and self._uniform and valid is None
         last = columns.stop if chain and isinstance(columns, slice) else self.width
+        extent = min(self._start + last, self._end)
         positions = self.positions[:, columns]
         slots = positions
         tree = None
         if not chain:
             slots = self._base + torch.arange(self.width, device=self.device)[columns]
             tree = Tree(self._base.squeeze(1), self._reach[:, columns], self.positions)
-        start = self._end + columns.start if dense and isinstance(columns, slice) else None
-        return Pass(positions, slots, valid, slice(0, self.rows), self._end + last, start, tree)
+        start = self._start + columns.start if dense and isinstance(columns, slice) else None
+        return Pass(positions, slots, valid, slice(0, self.rows), extent, start, tree)
 
     def exit_logits(self, exit_layer: int) -> Tensor:
         """g(x_E) of the newest column [B, V] float32, after bringing it to depth E. The states stay for `finish`."""

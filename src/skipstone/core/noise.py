@@ -53,7 +53,8 @@ def uniform(seed: Tensor, position: Tensor, stream: int, size: int = 1) -> Tenso
 
     seed: [B] int64. position: [B] int64. Returns [B, size] float64.
     """
-    key = _mix(_mix(seed + _GOLDEN) ^ (position * _STREAM + (stream + 1) * _GOLDEN))
+    offset = _signed((stream + 1) * (_GOLDEN % (1 << 64)) % (1 << 64))
+    key = _mix(_mix(seed + _GOLDEN) ^ (position * _STREAM + offset))
     counter = torch.arange(1, size + 1, device=seed.device) * _GOLDEN
     bits = _shift(_mix(_mix(key)[:, None] + counter), 11)
     return (bits.double() + 0.5) * 2.0**-53

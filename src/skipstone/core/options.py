@@ -7,20 +7,14 @@ silently.
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import Tensor
 from transformers import GenerationConfig, PreTrainedModel
-from transformers.generation import (
-    EosTokenCriteria,
-    LogitsProcessorList,
-    MaxLengthCriteria,
-    PrefixConstrainedLogitsProcessor,
-    StoppingCriteriaList,
-)
+from transformers.generation.logits_process import LogitsProcessorList, PrefixConstrainedLogitsProcessor
+from transformers.generation.stopping_criteria import EosTokenCriteria, MaxLengthCriteria, StoppingCriteriaList
 
 from skipstone.core.sampling import Sampling
 from skipstone.core.session import Request
@@ -139,7 +133,7 @@ class Call:
         return [ids[row != 0] for ids, row in zip(self.input_ids, mask, strict=True)]
 
 
-def prepare(model: PreTrainedModel, input_ids: Tensor, seed: int | list[int] | None = None, **kwargs: Any) -> Call:
+def prepare(model: PreTrainedModel, input_ids: Tensor | None, seed: int | list[int] | None = None, **kwargs: Any) -> Call:
     """Let transformers merge and validate the options of a call, and stop short of decoding. Keyword arguments are those of
     `model.generate`; an unknown one is a ValueError."""
 
@@ -153,8 +147,8 @@ def prepare(model: PreTrainedModel, input_ids: Tensor, seed: int | list[int] | N
     ) -> Any:
         return Call(model, input_ids, logits_processor, stopping_criteria, generation_config, seed, model_kwargs)
 
-    generate: Any = type(model).generate
-    return generate(model, input_ids, custom_generate=capture, **kwargs)
+    kind: Any = type(model)
+    return kind.generate(model, input_ids, custom_generate=capture, **kwargs)
 
 
 def requests(call: Call) -> list[Request]:
@@ -180,7 +174,10 @@ def refuse_fields(config: GenerationConfig) -> None:
     defaults = {**GenerationConfig().to_dict(), **GenerationConfig._get_default_generation_params()}
     for name, value in config.to_dict().items():
         reason = FIELDS.get(name, "unknown")
-        if name.startswith("_") or reason is SUPPORTED or value is None or value == defaults.get(name):
+        default = defaults.get(name)
+        if name.startswith("_") or reason is SUPPORTED or value is None or value == default:
+            continue
+        if value is False and default is None:
             continue
         if name == "cache_implementation" and value in _HARMLESS_CACHES:
             continue
@@ -203,7 +200,8 @@ def _check_inputs(call: Call) -> None:
         empty = (mask != 0).sum(1) == 0
         if bool(empty.any()):
             raise ValueError(f"row {int(empty.int().argmax())} of the batch is all padding; every row needs at least one token")
-    size = call.model.get_input_embeddings().weight.shape[0]
+    embedding: Any = call.model.get_input_embeddings()
+    size = embedding.weight.shape[0]
     used = ids if mask is None else ids[mask != 0]
     low, high = int(used.min()), int(used.max())
     if low < 0 or high >= size:
@@ -261,7 +259,7 @@ def row_processors(model: PreTrainedModel, config: GenerationConfig, prompt: Ten
     config.max_length = len(prompt) + max_new_tokens
     if config.min_new_tokens:  # generate() turned it into a min_length of the padded batch
         config.min_length = 0
-    build: Any = model._get_logits_processor
+    build: Any = model._get_logits_processor  # private; named in tests/test_canary.py
     return list(
         build(
             generation_config=config,
@@ -311,7 +309,7 @@ def _equal(a: Any, b: Any) -> bool:
     return bool(a == b)
 
 
-def _for_row(processor: Any, row: int) -> Callable[[Tensor, Tensor], Tensor]:
+def _for_row(processor: Any, row: int) -> Any:
     """A processor that asks which batch row it works on is told; all others are used as they are."""
     if isinstance(processor, PrefixConstrainedLogitsProcessor):
         allowed = processor._prefix_allowed_tokens_fn

@@ -11,7 +11,8 @@ from typing import Any, ClassVar, Literal
 
 from torch import LongTensor, Tensor
 from transformers import GenerationConfig, PreTrainedModel
-from transformers.generation import LogitsProcessorList, StoppingCriteriaList
+from transformers.generation.logits_process import LogitsProcessorList
+from transformers.generation.stopping_criteria import StoppingCriteriaList
 
 from skipstone.core import generation, options
 from skipstone.core.model import LayeredModel

@@ -73,7 +73,8 @@ class Session:
 
     def admit(self, row: int, request: Request) -> None:
         """Give a free row to a request."""
-        assert not self.alive[row] and self._waiting[row] is None, f"row {row} is taken"
+        taken = self.alive[row] or self._waiting[row] is not None
+        assert not taken, f"row {row} is taken"
         self.store.length[row] = 0
         self._waiting[row] = request.prompt.to(self.model.device)
         self.sampler.admit(row, request.sampling, request.prompt)
@@ -132,9 +133,9 @@ class Session:
             full[rows.start : rows.stop] = logits
         return Scores(full, self.sampler, torch.tensor(self.store.length, device=full.device))
 
-    def frontier(self, width: int) -> Frontier:
-        """A new frontier that holds the last committed token of every live row, with room for `width` draft tokens."""
-        return Frontier(self.model, self.store, self.root, self.alive, width)
+    def frontier(self, most: list[int]) -> Frontier:
+        """A new frontier that holds the last committed token of every live row, with room for `most` draft tokens a row."""
+        return Frontier(self.model, self.store, self.root, self.alive, most)
 
     def draft(self, limit: list[int]) -> Draft:
         """Propose tokens. limit: most draft tokens per row, 0 for plain decoding of that row."""

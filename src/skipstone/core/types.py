@@ -180,7 +180,6 @@ class Step:
         return self.seconds_draft + self.seconds_score + self.seconds_other
 
 
-
 @dataclass(slots=True)
 class Stats:
     """A fold over Steps. The prefill token belongs to no step; ratios are pooled, never means of means.
@@ -285,6 +284,7 @@ class Output(GenerateDecoderOnlyOutput):
     """
 
     stats: Stats | None = None
+    new_tokens: list[list[int]] | None = None
     text: Any = None
     method: str | None = None
     lossless: bool | None = None

@@ -73,7 +73,8 @@ def leviathan(draft: Draft, p: Probability, position: Tensor, noise: Noise) -> V
 
     draft: a chain with q [B, n, V]. position: [B], the position the first new token will have.
     """
-    assert draft.q is not None and draft.parents is None, "leviathan wants a chain that carries q"
+    assert draft.q is not None, "leviathan wants the distributions the draft was drawn from"
+    assert draft.parents is None, "leviathan wants a chain"
     rows, width = draft.tokens.shape
     walking = torch.ones(rows, dtype=torch.bool, device=draft.tokens.device)
     accepted = torch.zeros_like(draft.tokens[:, 0])

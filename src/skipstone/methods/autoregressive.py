@@ -25,4 +25,4 @@ class PlainSession(Session):
     """Every step scores the last committed token and commits one."""
 
     def draft(self, limit: list[int]) -> Draft:
-        return Draft.empty(self.rows, self.root.device, self.frontier(0))
+        return Draft.empty(self.rows, self.root.device, self.frontier([0] * self.rows))

@@ -70,8 +70,9 @@ class LayerSkipSession(Session):
 
     def draft(self, limit: list[int]) -> Draft:
         """Self-drafting (section 4.3.1): layers[:E] and the shared LM head, autoregressively."""
-        chain = Chain([min(self.most, allowed) for allowed in limit], self.alive, self.model.device)
-        frontier = self.frontier(chain.width)
+        most = [min(self.most, allowed) for allowed in limit]
+        chain = Chain(most, self.alive, self.model.device)
+        frontier = self.frontier(most)
         position = frontier.positions[:, 0] + 1
         for place in range(chain.width):
             logits = frontier.exit_logits(self.exit_layer)
