@@ -1,0 +1,197 @@
+"""Tiny random models of every supported family, with the facts that make a family special switched on.
+
+Later layers count for less and the head is sharp, so that drafts by the first half of the layers are really both accepted and
+rejected. Sliding windows are 8 tokens; layer kinds are mixed wherever the family can mix them.
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
+
+WINDOW = 8
+POSITIONS = 2048
+_LLAMA_SHAPE: dict[str, Any] = {
+    "hidden_size": 32,
+    "intermediate_size": 64,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "num_hidden_layers": 4,
+    "max_position_embeddings": POSITIONS,
+}
+_MOE = {"num_experts_per_tok": 2, "moe_intermediate_size": 32, "num_experts": 4}
+_OPT = {
+    "hidden_size": 32,
+    "ffn_dim": 64,
+    "num_attention_heads": 4,
+    "num_hidden_layers": 4,
+    "max_position_embeddings": POSITIONS,
+    "word_embed_proj_dim": 32,
+}
+_FALCON = {"hidden_size": 32, "num_attention_heads": 4, "num_hidden_layers": 4, "max_position_embeddings": POSITIONS}
+
+
+def _alternating(layers: int) -> list[str]:
+    return ["sliding_attention" if layer % 2 == 0 else "full_attention" for layer in range(layers)]
+
+
+def _qwen(layers: int) -> dict[str, Any]:
+    return {"use_sliding_window": True, "sliding_window": WINDOW, "max_window_layers": 1}
+
+
+def _gemma(layers: int) -> dict[str, Any]:
+    return {"sliding_window": WINDOW, "layer_types": _alternating(layers), "head_dim": 12, "query_pre_attn_scalar": 10}
+
+
+# name: (model_type, config fields, further ones that depend on the number of layers)
+_TABLE: dict[str, tuple[str, dict[str, Any], Any]] = {
+    "llama": ("llama", _LLAMA_SHAPE, None),
+    "mistral": ("mistral", {**_LLAMA_SHAPE, "sliding_window": WINDOW}, None),
+    "qwen2": ("qwen2", _LLAMA_SHAPE, _qwen),
+    "qwen3": ("qwen3", {**_LLAMA_SHAPE, "head_dim": 12}, _qwen),
+    "gemma": ("gemma", {**_LLAMA_SHAPE, "head_dim": 12}, None),
+    "gemma2": ("gemma2", {**_LLAMA_SHAPE, "final_logit_softcapping": 20.0, "attn_logit_softcapping": 3.0}, _gemma),
+    "gemma3_text": ("gemma3_text", {**_LLAMA_SHAPE, "final_logit_softcapping": 20.0}, _gemma),
+    "phi3": (
+        "phi3",
+        {
+            **_LLAMA_SHAPE,
+            "sliding_window": WINDOW,
+            "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0, "partial_rotary_factor": 0.5},
+            "original_max_position_embeddings": POSITIONS,
+        },
+        None,
+    ),
+    "olmo2": ("olmo2", _LLAMA_SHAPE, None),
+    "granite": (
+        "granite",
+        {
+            **_LLAMA_SHAPE,
+            "embedding_multiplier": 3.0,
+            "logits_scaling": 2.0,
+            "residual_multiplier": 0.7,
+            "attention_multiplier": 0.4,
+        },
+        None,
+    ),
+    "cohere": ("cohere", {**_LLAMA_SHAPE, "logit_scale": 0.6, "use_qk_norm": True}, None),
+    "smollm3": (
+        "smollm3",
+        {**_LLAMA_SHAPE, "no_rope_layer_interval": 2, "use_sliding_window": True, "sliding_window": WINDOW},
+        None,
+    ),
+    "starcoder2": ("starcoder2", {**_LLAMA_SHAPE, "sliding_window": WINDOW}, None),
+    "gpt2": ("gpt2", {"n_embd": 32, "n_head": 4, "n_layer": 4, "n_positions": POSITIONS}, None),
+    "opt": ("opt", _OPT, None),
+    "opt_projected": ("opt", {**_OPT, "word_embed_proj_dim": 24}, None),
+    "opt_post_norm": ("opt", {**_OPT, "word_embed_proj_dim": 24, "do_layer_norm_before": False}, None),
+    "gpt_neox": ("gpt_neox", {**_FALCON, "intermediate_size": 64}, None),
+    "gpt_neox_sequential": ("gpt_neox", {**_FALCON, "intermediate_size": 64, "use_parallel_residual": False}, None),
+    "falcon": ("falcon", {**_FALCON, "multi_query": True}, None),
+    "falcon_new": ("falcon", {**_FALCON, "new_decoder_architecture": True, "num_kv_heads": 2, "bias": True}, None),
+    "falcon_sequential": ("falcon", {**_FALCON, "multi_query": False, "parallel_attn": False, "bias": True}, None),
+    "mixtral": ("mixtral", {**_LLAMA_SHAPE, **_MOE, "num_local_experts": 4, "sliding_window": WINDOW}, None),
+    "qwen3_moe": (
+        "qwen3_moe",
+        {
+            **_LLAMA_SHAPE,
+            **_MOE,
+            "head_dim": 12,
+            "mlp_only_layers": [1],
+            "norm_topk_prob": True,
+            "use_sliding_window": True,
+            "sliding_window": WINDOW,
+        },
+        None,
+    ),
+}
+NAMES: list[str] = list(_TABLE)
+EAGER_ONLY = ("gemma2",)
+POST_NORM = ("opt_post_norm",)
+
+# what carries a sublayer's contribution into the residual stream: output projections, or the norms that follow them
+_OUTPUTS = ("o_proj", "down_proj", "c_proj", "out_proj", "fc2", "dense", "dense_4h_to_h")
+# sharp attention and small position embeddings: the text depends on its context and does not loop at once
+_GAIN = dict.fromkeys(("q_proj", "k_proj", "qkv_proj", "query_key_value", "c_attn"), 2.5) | {
+    **dict.fromkeys(("o_proj", "out_proj", "attn.c_proj", "dense."), 2.0),
+    **dict.fromkeys(("wpe", "embed_positions"), 3.0),
+}
+_OUTPUT_NORMS = {
+    "gemma2": ("post_attention_layernorm", "post_feedforward_layernorm"),
+    "gemma3_text": ("post_attention_layernorm", "post_feedforward_layernorm"),
+    "olmo2": ("post_attention_layernorm", "post_feedforward_layernorm"),
+}
+
+
+def build(name: str, *, layers: int = 4, seed: int = 0, vocab: int = 97, **overrides: Any) -> PreTrainedModel:
+    """A fresh model in eval mode, float32. overrides: config fields, `attn_implementation` among them."""
+    kind, fields, more = _TABLE[name]
+    settings = {**fields, **(more(layers) if more else {})}
+    settings["n_layer" if kind == "gpt2" else "num_hidden_layers"] = layers
+    tokens = {"pad_token_id": 0, "bos_token_id": None, "eos_token_id": None}
+    settings = {**settings, "vocab_size": vocab, "tie_word_embeddings": False, **tokens, **overrides}
+    attention = settings.pop("attn_implementation", "eager" if name in EAGER_ONLY else "sdpa")
+    config = AutoConfig.for_model(kind, **settings)
+    model = AutoModelForCausalLM.from_config(config, attn_implementation=attention, dtype=torch.float32)
+    _initialise(model, torch.Generator().manual_seed(seed), float(not config.tie_word_embeddings))
+    return model.eval()
+
+
+@functools.cache
+def cached(name: str) -> PreTrainedModel:
+    """`build(name)`, made once. Shared between tests: whoever changes it puts it back."""
+    return build(name)
+
+
+def prompts(rows: int, vocab: int = 97, longest: int = 21, seed: int = 1) -> list[Tensor]:
+    """Random prompts [T] of different lengths, the first one the longest; token 0 (the padding) does not occur."""
+    generator = torch.Generator().manual_seed(seed)
+    lengths = [max(1, longest - 7 * row) for row in range(rows)]
+    return [torch.randint(1, vocab, (length,), generator=generator) for length in lengths]
+
+
+def padded(rows: list[Tensor]) -> dict[str, Tensor]:
+    """Left-padded input_ids and attention_mask [B, T]."""
+    width = max(map(len, rows))
+    ids = torch.stack([torch.cat([row.new_zeros(width - len(row)), row]) for row in rows])
+    mask = torch.stack([torch.cat([row.new_zeros(width - len(row)), torch.ones_like(row)]) for row in rows])
+    return {"input_ids": ids, "attention_mask": mask}
+
+
+@torch.no_grad()
+def _initialise(model: PreTrainedModel, generator: torch.Generator, untied: float) -> None:
+    """Weights that make every part of the model matter: transformers' own (std .02) leave tiny models almost linear."""
+    decoder: Any = model.get_decoder()
+    blocks = decoder.layers if hasattr(decoder, "layers") else decoder.h
+    for name, parameter in model.named_parameters():
+        noise = torch.randn(parameter.shape, generator=generator)
+        if parameter.ndim == 1 or "norm" in name:
+            parameter.add_(0.2 * noise + float("q_norm" in name or "k_norm" in name))
+        else:
+            gain = next((gain for part, gain in _GAIN.items() if part in name), 1.0)
+            parameter.copy_(gain * noise * parameter.shape[-1] ** -0.5)
+    norms = _OUTPUT_NORMS.get(model.config.model_type, ())
+    for block in list(blocks)[len(blocks) // 2 :]:
+        for path, module in block.named_modules():
+            _weaken(model.config, path.rsplit(".", 1)[-1], module, norms)
+    if untied:
+        head: Any = model.get_output_embeddings()
+        head.weight.mul_(8)
+
+
+def _weaken(config: Any, name: str, module: nn.Module, norms: tuple[str, ...]) -> None:
+    """Scale what a sublayer adds to the residual stream by .45 (less where a norm follows the sum and undoes half of it)."""
+    factor = 0.45 if getattr(config, "do_layer_norm_before", True) else 0.15
+    if norms:
+        if name in norms:
+            offset = 1 if config.model_type.startswith("gemma") else 0  # Gemma's norms multiply by 1 + weight
+            module.weight.add_(offset).mul_(factor).sub_(offset)
+    elif name in _OUTPUTS:
+        for parameter in module.parameters():
+            parameter.mul_(factor)
+    elif name == "experts":
+        module.down_proj.mul_(factor)
