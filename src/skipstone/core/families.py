@@ -29,10 +29,11 @@ class Family:
     """Facts about one family. Paths are attributes of `model.get_decoder()`, sublayers attributes of one decoder layer.
 
     positions: the learned position embedding, or None for rotary ones. rotary_by_kind: the rotary module wants the layer kind.
-    cache_argument: the layer's name for the KV cache. arguments: what else a layer must be given. mask_required: the
-    attention cannot do without a mask. mlp: the modules whose output is the MLP sublayer's (the last) and those before it.
-    logits: what happens after the head. input_scale: the config field that multiplies the embeddings.
-    attention: False entry in `skippable` refuses sublayer skipping for a config.
+    cache_argument: the layer's name for the KV cache. arguments: what else a layer must be given. attention_interface: the
+    attention sublayer looks its function up in transformers' AttentionInterface. mlp: the modules whose output is the MLP
+    sublayer's (the last) and those before it. input_scale: the config field that multiplies the embeddings. logits: what
+    happens after the head. refuse: why a config of this family cannot be decoded, or None. skippable: False where the norms
+    follow the residual sum, so that no sublayer can be left out.
     """
 
     layers: str = "layers"
@@ -48,7 +49,7 @@ class Family:
     mlp: tuple[str, ...] = ("mlp",)
     cache_argument: str = "past_key_values"
     arguments: tuple[tuple[str, Any], ...] = ()
-    mask_required: bool = False
+    attention_interface: bool = True
     logits: Callable[[Tensor, Any], Tensor] = _same
     refuse: Callable[[Any], str | None] = lambda _: None
     skippable: Callable[[Any], bool] = lambda _: True
@@ -136,7 +137,7 @@ FAMILIES: dict[str, Family] = {
         attention="self_attention",
         cache_argument="layer_past",
         arguments=(("alibi", None),),
-        mask_required=True,
+        attention_interface=False,
         refuse=_no_alibi,
     ),
 }

@@ -14,6 +14,15 @@ import torch
 from torch import Tensor
 
 
+@dataclass(frozen=True, slots=True)
+class MaskForm:
+    """What an attention implementation takes: torch.bool (True attends) or the float dtype of an additive mask; optional: None
+    where it does the same without a mask."""
+
+    dtype: torch.dtype
+    optional: bool
+
+
 @dataclass(slots=True)
 class Tree:
     """How the nodes of a tree see one another.
@@ -43,28 +52,31 @@ class Pass:
     extent: int
     start: int | None = None
     tree: Tree | None = None
-    _masks: dict[tuple[int | None, torch.dtype], Tensor | None] = field(default_factory=dict)
+    _masks: dict[tuple[int | None, torch.dtype, int], Tensor] = field(default_factory=dict)
 
     @property
     def shape(self) -> tuple[int, int]:
         return self.positions.shape[0], self.positions.shape[1]
 
-    def mask(self, window: int | None, dtype: torch.dtype, optional: bool) -> Tensor | None:
-        """The attention mask of a layer kind, built once per pass: [b, 1, n, extent].
+    def mask(self, window: int | None, form: MaskForm, groups: int = 1) -> Tensor | None:
+        """The attention mask of a layer kind, built once per pass: [b, 1, groups * n, extent].
 
-        window: size of the sliding window, None for full attention. dtype: torch.bool (True attends) or the float dtype of
-        an additive mask. optional: None may be returned where the attention does the same without a mask.
+        window: size of the sliding window, None for full attention. groups: how often each query row is repeated (query heads
+        per key/value head where the attention packs them).
         """
-        if optional and self._plain(window):
+        if form.optional and self._plain(window):
             return None
-        key = (window, dtype)
-        if key not in self._masks:
-            mask = self._visible(window)[:, None]
-            if dtype != torch.bool:
-                lowest = torch.finfo(dtype).min
-                mask = torch.zeros(mask.shape, dtype=dtype, device=mask.device).masked_fill_(~mask, lowest)
-            self._masks[key] = mask
-        return self._masks[key]
+        key = (window, form.dtype, groups)
+        mask = self._masks.get(key)
+        if mask is None:
+            visible = self._visible(window)[:, None]
+            if form.dtype == torch.bool:
+                mask = visible
+            else:
+                lowest = torch.finfo(form.dtype).min
+                mask = torch.zeros(visible.shape, dtype=form.dtype, device=visible.device).masked_fill_(~visible, lowest)
+            mask = self._masks[key] = mask.repeat(1, 1, groups, 1) if groups > 1 else mask
+        return mask
 
     def _plain(self, window: int | None) -> bool:
         """One query that sees everything, or a prompt from its first token on (causal)."""

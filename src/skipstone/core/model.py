@@ -14,8 +14,9 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
+from skipstone.core import attention
 from skipstone.core.families import family_of, kinds, max_positions, windows
-from skipstone.core.kvstore import KVStore, Pass, Tree, ancestors
+from skipstone.core.kvstore import KVStore, MaskForm, Pass, Tree, ancestors
 
 
 @dataclass(frozen=True)
@@ -43,8 +44,10 @@ class LayeredModel:
         self.device, self.dtype = inner.device, inner.dtype
         self.vocab_size: int = self.head.weight.shape[0]
         sdpa = self.config._attn_implementation == "sdpa"
-        self._mask_dtype = torch.bool if sdpa else self.dtype
-        self._mask_optional = sdpa and not self.family.mask_required
+        self._own_attention = sdpa and self.family.attention_interface
+        self._form = MaskForm(torch.bool if sdpa and not self._own_attention else self.dtype, self._own_attention)
+        sublayers = [getattr(layer, self.family.attention) for layer in self.layers]
+        self._groups = [getattr(s, "num_key_value_groups", 1) if self._own_attention else 1 for s in sublayers]
         self._fixed = dict(self.family.arguments)
         self._phases: dict[str, tuple[Tensor, Tensor]] = {}
 
@@ -66,13 +69,13 @@ class LayeredModel:
         """Run layers over [b, n, d], writing keys and values to the pass's slots. Returns [b, n, d]."""
         cache = {self.family.cache_argument: store.view(at)}
         phases = self._position_embeddings(hidden, at, layers)
-        with self.skipping(skip) if skip else nullcontext():
+        with self._attention(), self.skipping(skip) if skip else nullcontext():
             for index in layers:
                 if skip and index in skip.attention and index in skip.mlp:
                     continue
                 output = self.layers[index](
                     hidden,
-                    attention_mask=at.mask(self.windows[index], self._mask_dtype, self._mask_optional),
+                    attention_mask=at.mask(self.windows[index], self._form, self._groups[index]),
                     position_ids=at.positions,
                     position_embeddings=phases[self.kinds[index]],
                     **cache,
@@ -80,6 +83,20 @@ class LayeredModel:
                 )
                 hidden = output[0] if isinstance(output, tuple) else output
         return hidden
+
+    @contextmanager
+    def _attention(self) -> Iterator[None]:
+        """Let the layers use our attention function (core/attention.py) instead of transformers' sdpa."""
+        if not self._own_attention:
+            yield
+            return
+        settings = self.config.__dict__
+        previous = settings["_attn_implementation_internal"]
+        settings["_attn_implementation_internal"] = attention.NAME
+        try:
+            yield
+        finally:
+            settings["_attn_implementation_internal"] = previous
 
     def _position_embeddings(self, hidden: Tensor, at: Pass, layers: range) -> dict[str, Any]:
         if self.family.rotary is None:
@@ -182,50 +199,63 @@ class Frontier:
         self._end = max(base + room + 1 for base, room, live in zip(self.base, most, alive, strict=True) if live)
         store.reserve(self._end)
         self._uniform = all(alive) and len(set(self.base)) == 1
-        self._base = torch.tensor(self.base, device=self.device)[:, None]
         self._alive = None if all(alive) else torch.tensor(alive, device=self.device)[:, None]
-        self.tokens = root.new_empty((self.rows, 0))
-        self.positions = root.new_empty((self.rows, 0))
+        room = max(most) + 1
+        self._base = torch.tensor(self.base, device=self.device)[:, None]
+        self._slots = self._base + torch.arange(room, device=self.device)
+        # a row with less room than others must not name positions that the model does not have
+        self._positions = self._slots if self._uniform else self._slots.clamp(max=self._end - 1)
+        self._tokens = root.new_empty((self.rows, room))
+        self._depth = np.zeros((self.rows, room), dtype=np.int64)
+        self._hidden: Tensor | None = None
         self.valid: Tensor | None = None
         self.parents: Tensor | None = None
-        self.depth = np.zeros((self.rows, 0), dtype=np.int64)
-        self.hidden: Tensor | None = None
-        self._room = max(most) + 1
+        self.width = 0
         self.append(root[:, None])
 
     @property
-    def width(self) -> int:
-        """Number of columns."""
-        return self.tokens.shape[1]
+    def tokens(self) -> Tensor:
+        """[B, n] int64, n = `width` columns so far."""
+        return self._tokens[:, : self.width]
+
+    @property
+    def positions(self) -> Tensor:
+        """[B, n] int64."""
+        return self._positions[:, : self.width]
+
+    @property
+    def depth(self) -> np.ndarray:
+        """[B, n] on the host: layers that each token has been through."""
+        return self._depth[:, : self.width]
+
+    @property
+    def hidden(self) -> Tensor:
+        """[B, n, d]: the state of every token at its depth."""
+        assert self._hidden is not None
+        return self._hidden[:, : self.width]
 
     def append(self, tokens: Tensor, valid: Tensor | None = None, parents: Tensor | None = None) -> None:
         """Add columns at depth 0. tokens: [B, m] int64. valid: [B, m] bool, None for all.
 
         parents: [B, m] int64 over draft nodes, -1 for the root; None continues the chain. A tree comes in one call.
         """
-        start, width = self.width, tokens.shape[1]
-        columns = torch.arange(start, start + width, device=self.device)
-        positions = self._base + columns
+        start, stop = self.width, self.width + tokens.shape[1]
         if parents is not None:
             assert start == 1, "a tree is appended in one piece, right after the root"
-            self.parents = parents
-            self._reach = ancestors(parents)
-            positions = self._base + self._reach[:, 1:].sum(-1) - 1
-        if not self._uniform:  # a row with less room than others must not name positions that the model does not have
-            positions = positions.clamp(max=self._end - 1)
+            self.parents, self._reach = parents, ancestors(parents)
+            positions = self._base + self._reach.sum(-1) - 1
+            self._positions = positions if self._uniform else positions.clamp(max=self._end - 1)
         if valid is not None or self.valid is not None or self._alive is not None:
-            self._extend_valid(start, width, valid)
-        self.tokens = torch.cat([self.tokens, tokens], 1) if start else tokens
-        self.positions = torch.cat([self.positions, positions], 1) if start else positions
-        self.depth = np.concatenate([self.depth, np.zeros((self.rows, width), dtype=np.int64)], 1)
-        entering = self.model.embed(tokens, positions)
-        if self.hidden is None:
-            self.hidden = entering.new_empty((self.rows, self._room, entering.shape[2]))
-        self.hidden[:, start : start + width] = entering
+            self._extend_valid(start, stop - start, valid)
+        self.width = stop
+        self._tokens[:, start:stop] = tokens
+        entering = self.model.embed(tokens, self._positions[:, start:stop])
+        if self._hidden is None:
+            self._hidden = entering.new_empty((self.rows, self._tokens.shape[1], entering.shape[2]))
+        self._hidden[:, start:stop] = entering
 
     def _extend_valid(self, start: int, width: int, valid: Tensor | None) -> None:
-        shape = (self.rows, width)
-        new = torch.ones(shape, dtype=torch.bool, device=self.device) if valid is None else valid
+        new = torch.ones((self.rows, width), dtype=torch.bool, device=self.device) if valid is None else valid
         new = new if self._alive is None else new & self._alive
         old = self.valid
         if old is None:
@@ -234,58 +264,49 @@ class Frontier:
 
     def advance(self, to: int) -> None:
         """Run every token that is not `to` layers deep yet; deeper ones join where they wait."""
-        levels = [level for level in sorted(set(self.depth.flat)) if level < to]
+        depth, hidden = self.depth, self.hidden
+        levels = sorted(level for level in set(depth.ravel().tolist()) if level < to)
         for low, high in zip(levels, [*levels[1:], to], strict=True):
-            running = self.depth <= low
+            running = depth <= low
             columns = np.flatnonzero(running.any(0))
             first, last = int(columns[0]), int(columns[-1]) + 1
-            assert self.hidden is not None
-            if last - first == len(columns) and running[:, first:last].all():
+            if running[:, first:last].all():
                 part = slice(first, last)
-                self.hidden[:, part] = self._run(part, None, range(low, high))
+                hidden[:, part] = self._run(part, None, range(low, high))
             else:
                 index = torch.tensor(columns, device=self.device)
                 keep = torch.tensor(running[:, columns], device=self.device)
                 new = self._run(index, keep, range(low, high))
-                self.hidden[:, index] = torch.where(keep[:, :, None], new, self.hidden[:, index])
-            self.depth[running] = high
+                hidden[:, index] = torch.where(keep[:, :, None], new, hidden[:, index])
+            depth[running] = high
 
     def _run(self, columns: slice | Tensor, keep: Tensor | None, layers: range) -> Tensor:
-        assert self.hidden is not None
         return self.model.run(self.hidden[:, columns], self._pass(columns, keep), self.store, layers)
 
     def _pass(self, columns: slice | Tensor, keep: Tensor | None) -> Pass:
         valid = None if self.valid is None else self.valid[:, columns]
         if keep is not None:
             valid = keep if valid is None else valid & keep
-        chain = self.parents is None
-        dense = chain and isinstance(columns, slice) and self._uniform and valid is None
-        last = columns.stop if chain and isinstance(columns, slice) else self.width
-        extent = min(self._start + last, self._end)
-        positions = self.positions[:, columns]
-        slots = positions
-        tree = None
-        if not chain:
-            slots = self._base + torch.arange(self.width, device=self.device)[columns]
+        positions, slots, rows = self._positions[:, columns], self._slots[:, columns], slice(0, self.rows)
+        if self.parents is not None:
             tree = Tree(self._base.squeeze(1), self._reach[:, columns], self.positions)
-        start = self._start + columns.start if dense and isinstance(columns, slice) else None
-        return Pass(positions, slots, valid, slice(0, self.rows), extent, start, tree)
+            return Pass(positions, slots, valid, rows, min(self._start + self.width, self._end), tree=tree)
+        if not isinstance(columns, slice):
+            return Pass(positions, slots, valid, rows, min(self._start + self.width, self._end))
+        start = self._start + columns.start if self._uniform and valid is None else None
+        return Pass(positions, slots, valid, rows, min(self._start + columns.stop, self._end), start)
 
     def exit_logits(self, exit_layer: int) -> Tensor:
         """g(x_E) of the newest column [B, V] float32, after bringing it to depth E. The states stay for `finish`."""
         self.advance(exit_layer)
-        assert self.hidden is not None
-        return self.model.logits(self.hidden[:, self.width - 1 : self.width])[:, 0]
+        return self.model.logits(self.hidden[:, -1:])[:, 0]
 
     def restart(self) -> None:
         """Forget the exit states: every token is at depth 0 again (LayerSkip's ablation without cache reuse)."""
-        entering = self.model.embed(self.tokens, self.positions)
-        assert self.hidden is not None
-        self.hidden[:, : self.width] = entering
+        self.hidden[:] = self.model.embed(self.tokens, self.positions)
         self.depth[:] = 0
 
     def finish(self) -> Tensor:
         """The scoring pass: bring every token to the top. Returns raw logits [B, n+1, V] float32."""
         self.advance(self.top)
-        assert self.hidden is not None
-        return self.model.logits(self.hidden[:, : self.width])
+        return self.model.logits(self.hidden)

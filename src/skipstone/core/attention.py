@@ -1,0 +1,51 @@
+"""Attention for many cached keys and few queries, in the place of transformers' sdpa while skipstone runs the layers.
+
+With grouped key/value heads and a mask, transformers' sdpa copies every cached key and value once per query head and pass.
+Here the queries of a group are laid out as more rows of one head instead, so nothing is copied; the mask comes in that layout.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch.nn.functional as F
+from torch import Tensor, nn
+from transformers.masking_utils import AttentionMaskInterface, sdpa_mask
+from transformers.modeling_utils import AttentionInterface
+
+NAME = "skipstone"
+
+
+def attend(
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    scaling: float | None = None,
+    **kwargs: Any,
+) -> tuple[Tensor, None]:
+    """softmax(q k^T * scaling + mask) v.
+
+    query: [b, heads, n, d]. key, value: [b, kv_heads, extent, d]. attention_mask: [b, 1, groups * n, extent], row g * n + i for
+    query i of group member g; None for one query that sees everything, or for a causal pass from the first token on.
+    Returns ([b, n, heads, d], None).
+    """
+    assert kwargs.get("softcap") is None, "soft-capped attention needs the eager implementation"
+    rows, heads, width, size = query.shape
+    groups = heads // key.shape[1]
+    if attention_mask is None and width > 1:
+        output = F.scaled_dot_product_attention(query, key, value, is_causal=True, scale=scaling, enable_gqa=groups > 1)
+    elif groups == 1:
+        output = F.scaled_dot_product_attention(query, key, value, attn_mask=attention_mask, scale=scaling)
+    else:
+        packed = query.reshape(rows, key.shape[1], groups * width, size)
+        output = F.scaled_dot_product_attention(packed, key, value, attn_mask=attention_mask, scale=scaling)
+        output = output.reshape(rows, heads, width, value.shape[3])
+    return output.transpose(1, 2), None
+
+
+# The mask function is never asked while skipstone runs the layers; without one transformers would silently drop masks should
+# anybody else see the name.
+AttentionInterface.register(NAME, attend)
+AttentionMaskInterface.register(NAME, sdpa_mask)
