@@ -23,8 +23,10 @@ Recorder = Callable[[Step, Draft, Scores, list[RowVerdict]], None]
 
 
 class Clock:
-    """Splits one step into draft, score and other: device time on CUDA, wall-clock elsewhere. No synchronisation of its own
-    before `intervals`, which is asked after the step's one transfer to the host."""
+    """Splits one step into its stages and the rest, without a synchronisation of its own.
+
+    On CUDA the stages are timed by events, which have passed once the step's one transfer to the host has returned.
+    """
 
     def __init__(self, device: torch.device) -> None:
         self.events: list[torch.cuda.Event] | None = [] if device.type == "cuda" else None
@@ -32,18 +34,20 @@ class Clock:
         self.mark()
 
     def mark(self) -> None:
-        if self.events is None:
-            self.times.append(time.perf_counter())
-        else:
+        """End a stage (the first mark, made at construction, begins one)."""
+        self.times.append(time.perf_counter())
+        if self.events is not None:
             self.events.append(torch.cuda.Event(enable_timing=True))
             self.events[-1].record()
 
-    def intervals(self) -> list[float]:
-        """Seconds between the marks."""
+    def stop(self) -> list[float]:
+        """Seconds of every stage, then of the rest of the step up to now."""
+        total = time.perf_counter() - self.times[0]
         if self.events is None:
-            return [b - a for a, b in pairwise(self.times)]
-        self.events[-1].synchronize()
-        return [a.elapsed_time(b) / 1000 for a, b in pairwise(self.events)]
+            stages = [b - a for a, b in pairwise(self.times)]
+        else:
+            stages = [a.elapsed_time(b) / 1000 for a, b in pairwise(self.events)]
+        return [*stages, max(0.0, total - sum(stages))]
 
 
 @dataclass
@@ -153,9 +157,8 @@ class Decoder:
             verdicts[row].final = "prefill"
         step = self._step(draft, scores, verdicts)
         session.commit(None, verdicts)
-        clock.mark()
         step.prefill = True
-        step.seconds_score, step.seconds_other = clock.intervals()
+        step.seconds_score, step.seconds_other = clock.stop()
         return self._retire(step)
 
     def _decode(self) -> Step:
@@ -170,15 +173,15 @@ class Decoder:
         verdicts = self._settle(draft, session.verify(draft, scores), live)
         step = self._step(draft, scores, verdicts)
         session.commit(draft, verdicts)
-        clock.mark()
         step.probe = probe
-        step.seconds_draft, step.seconds_score, step.seconds_other = clock.intervals()
+        step.seconds_draft, step.seconds_score, step.seconds_other = clock.stop()
         self.pace.add(step)
         return self._retire(step)
 
     def _limits(self) -> list[int]:
         """Most draft tokens per row: the token that verification adds must fit too."""
-        return [0 if row is None else row.request.max_new_tokens - len(row.tokens) - 1 for row in self.rows]
+        left = [0 if row is None else row.request.max_new_tokens - len(row.tokens) - 1 for row in self.rows]
+        return [max(0, count) for count in left]
 
     def _settle(self, draft: Draft, verdict: Verdict, live: list[int]) -> list[RowVerdict]:
         """The verdict on the host, cut by the stopping rules; nothing for rows that took no part."""
