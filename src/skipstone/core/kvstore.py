@@ -13,6 +13,8 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
+from skipstone.core.host import on_device
+
 
 @dataclass(frozen=True, slots=True)
 class MaskForm:
@@ -166,7 +168,7 @@ class KVStore:
         for buffers in (self.keys, self.values):
             for buffer in buffers:
                 if buffer is not None:
-                    index = torch.tensor([src, dst], device=buffer.device)
+                    index = on_device([src, dst], buffer.device)
                     buffer[row, :, index[1]] = buffer[row, :, index[0]]
 
     def bytes(self) -> int:

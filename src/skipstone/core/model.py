@@ -16,6 +16,7 @@ from transformers import PreTrainedModel
 
 from skipstone.core import attention
 from skipstone.core.families import family_of, kinds, max_positions, windows
+from skipstone.core.host import on_device
 from skipstone.core.kvstore import KVStore, MaskForm, Pass, Tree, ancestors
 
 
@@ -32,7 +33,7 @@ class LayeredModel:
 
     def __init__(self, model: PreTrainedModel) -> None:
         wrapper: Any = model
-        inner: Any = wrapper.get_base_model() if hasattr(model, "peft_config") else model
+        inner: Any = wrapper.get_base_model() if hasattr(model, "get_base_model") else model  # a PEFT wrapper
         _refuse(model, inner)
         self.model, self.config = inner, inner.config
         self.family = family_of(inner)
@@ -199,9 +200,9 @@ class Frontier:
         self._end = max(base + room + 1 for base, room, live in zip(self.base, most, alive, strict=True) if live)
         store.reserve(self._end)
         self._uniform = all(alive) and len(set(self.base)) == 1
-        self._alive = None if all(alive) else torch.tensor(alive, device=self.device)[:, None]
+        self._alive = None if all(alive) else on_device(alive, self.device)[:, None]
         room = max(most) + 1
-        self._base = torch.tensor(self.base, device=self.device)[:, None]
+        self._base = on_device(self.base, self.device)[:, None]
         self._slots = self._base + torch.arange(room, device=self.device)
         # a row with less room than others must not name positions that the model does not have
         self._positions = self._slots if self._uniform else self._slots.clamp(max=self._end - 1)
@@ -274,8 +275,8 @@ class Frontier:
                 part = slice(first, last)
                 hidden[:, part] = self._run(part, None, range(low, high))
             else:
-                index = torch.tensor(columns, device=self.device)
-                keep = torch.tensor(running[:, columns], device=self.device)
+                index = on_device(columns, self.device)
+                keep = on_device(running[:, columns], self.device)
                 new = self._run(index, keep, range(low, high))
                 hidden[:, index] = torch.where(keep[:, :, None], new, hidden[:, index])
             depth[running] = high

@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
+from skipstone.core.host import on_device
 from skipstone.core.noise import DRAFT, TARGET, Noise, substream
 
 Processor = Callable[[Tensor, Tensor], Tensor]
@@ -40,7 +41,7 @@ class Warping:
 
     def __init__(self, rows: Sequence[Sampling], device: torch.device) -> None:
         def column(values: list[float], dtype: torch.dtype) -> Tensor:
-            return torch.tensor(values, dtype=dtype, device=device)
+            return on_device(values, device, dtype)
 
         self.greedy = column([row.temperature == 0 for row in rows], torch.bool)
         self.temperature = column([row.temperature or 1.0 for row in rows], torch.float32)
@@ -113,14 +114,14 @@ class Sampler:
     def extend(self, row: int, tokens: list[int]) -> None:
         """Append committed tokens to the ids that processors see."""
         if self.processed:
-            self.ids[row] = torch.cat([self.ids[row], torch.tensor(tokens, device=self.device)])
+            self.ids[row] = torch.cat([self.ids[row], on_device(tokens, self.device)])
 
     def _refresh(self) -> None:
         rows = [row or Sampling() for row in self.settings]
         self.greedy = all(row.temperature == 0 for row in rows)
         self.processed = any(row.processors or row.warpers for row in rows)
         self.warping = Warping(rows, self.device)
-        self.noise = self.noise_type(torch.tensor([row.seed for row in rows], device=self.device))
+        self.noise = self.noise_type(on_device([row.seed for row in rows], self.device))
 
     def process(self, logits: Tensor, path: Tensor) -> Tensor:
         """Apply every row's processors. logits: [B, V] raw; path: [B, k], tokens after the committed ones. Returns [B, V]."""

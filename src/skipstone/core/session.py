@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from skipstone.core import verify
+from skipstone.core.host import on_device
 from skipstone.core.kvstore import KVStore, Pass
 from skipstone.core.model import Frontier, LayeredModel
 from skipstone.core.sampling import Sampler, Sampling, Scores
@@ -58,7 +59,7 @@ class Session:
         self.store = KVStore(rows, depth or model.depth, capacity + scratch)
         self.sampler = Sampler(rows, model.device, coupled)
         self.last = [0] * rows
-        self.root = torch.tensor(self.last, device=model.device)
+        self.root = on_device(self.last, model.device)
         self.alive = [False] * rows
         self._waiting: list[Tensor | None] = [None] * rows
 
@@ -99,8 +100,8 @@ class Session:
         at = self._prefill_pass(rows, counts)
         hidden = self.model.embed(tokens, at.positions)
         hidden = self.model.run(hidden, at, self.store, range(self.store.layers))
-        last = torch.tensor(counts, device=hidden.device) - 1
-        logits = self.model.logits(hidden[torch.arange(len(rows)), last][:, None])
+        last = on_device(counts, hidden.device) - 1
+        logits = self.model.logits(hidden[torch.arange(len(rows), device=hidden.device), last][:, None])
         done = []
         for row, count in zip(rows, counts, strict=True):
             self.store.length[row] += count
@@ -118,9 +119,9 @@ class Session:
         self.store.reserve(end)
         width = max(counts)
         device = self.model.device
-        positions = torch.tensor(bases, device=device)[:, None] + torch.arange(width, device=device)
+        positions = on_device(bases, device)[:, None] + torch.arange(width, device=device)
         even = len(set(counts)) == 1
-        valid = None if even else torch.arange(width, device=device) < torch.tensor(counts, device=device)[:, None]
+        valid = None if even else torch.arange(width, device=device) < on_device(counts, device)[:, None]
         if valid is not None:  # padding repeats a real position, so that position tables are never overrun
             positions = torch.where(valid, positions, 0)
         start = bases[0] if even and len(set(bases)) == 1 else None
@@ -131,7 +132,7 @@ class Session:
         if len(rows) < self.rows:
             full = logits.new_zeros((self.rows, *logits.shape[1:]))
             full[rows.start : rows.stop] = logits
-        return Scores(full, self.sampler, torch.tensor(self.store.length, device=full.device))
+        return Scores(full, self.sampler, on_device(self.store.length, full.device))
 
     def frontier(self, most: list[int]) -> Frontier:
         """A new frontier that holds the last committed token of every live row, with room for `most` draft tokens a row."""
@@ -144,7 +145,7 @@ class Session:
     def score(self, draft: Draft) -> Scores:
         """The one scoring pass, the same for every method."""
         assert draft.frontier is not None, "a draft to be scored carries its frontier"
-        position = torch.tensor(self.store.length, device=self.model.device) + 1
+        position = on_device(self.store.length, self.model.device) + 1
         return Scores(draft.frontier.finish(), self.sampler, position)
 
     def verify(self, draft: Draft, scores: Scores) -> Verdict:
@@ -174,7 +175,7 @@ class Session:
             if draft.parents is not None:
                 self.store.move(row, [root + 1 + node for node in nodes], range(root + 1, root + 1 + len(nodes)))
             self.store.length[row] = root + len(verdict.tokens)
-        self.root = torch.tensor(self.last, device=self.root.device)
+        self.root = on_device(self.last, self.root.device)
 
     def check(self, row: int, tokens: Tensor, tolerance: float = 1e-4) -> None:
         """Assert the invariant of a row against a forward over its committed tokens [T] from scratch (for tests)."""

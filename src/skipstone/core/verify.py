@@ -7,6 +7,7 @@ Algorithm 1). Greedy decoding is the limit T -> 0 of both, where p is one-hot.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 
 import torch
@@ -123,7 +124,7 @@ def residual(p: Tensor, q: Tensor) -> Tensor:
 
 def entropy(p: Tensor, base: float = 2.0) -> Tensor:
     """Shannon entropy over the last dimension, in bits by default; 0 log 0 = 0."""
-    return -torch.xlogy(p, p).sum(-1) / torch.log(torch.tensor(base, dtype=p.dtype, device=p.device))
+    return -torch.xlogy(p, p).sum(-1) / math.log(base)
 
 
 def js_distance(p: Tensor, q: Tensor) -> Tensor:

@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from skipstone.core.host import on_device
 from skipstone.core.model import Frontier
 from skipstone.core.types import Draft, RowVerdict
 
@@ -21,7 +22,7 @@ class Chain:
     def __init__(self, most: list[int], alive: list[bool], device: torch.device) -> None:
         self.width = max((count for count, live in zip(most, alive, strict=True) if live), default=0)
         self._everyone = min((count for count, live in zip(most, alive, strict=True) if live), default=0)
-        self._most = torch.tensor(most, device=device)
+        self._most = on_device(most, device)
         self._going: Tensor | None = None
         self.tokens: list[Tensor] = []
         self.valid: list[Tensor | None] = []
@@ -84,7 +85,7 @@ class Confidence:
         start = self.START if isinstance(threshold, str) or threshold is None else threshold
         self._values = [start] * rows
         self._rates = [self.TARGET] * rows
-        self._threshold = torch.tensor(self._values, device=device)
+        self._threshold = on_device(self._values, device)
 
     def reset(self, row: int) -> None:
         """A new request starts on the row: nothing is carried over, so its text does not depend on what ran before."""
@@ -113,7 +114,7 @@ class Confidence:
             step = self.STEP if rate < self.TARGET else 0.0 if verdict.drafted == self.most else -self.STEP
             self._rates[row] = rate
             self._values[row] = self.SMOOTH_THRESHOLD * old + (1 - self.SMOOTH_THRESHOLD) * (old + step)
-        self._threshold = torch.tensor(self._values, device=self._threshold.device)
+        self._threshold = on_device(self._values, self._threshold.device)
 
 
 def check_threshold(value: Any) -> None:

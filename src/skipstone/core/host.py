@@ -1,0 +1,14 @@
+"""From the host to the device without waiting for it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+
+def on_device(values: Sequence[Any], device: torch.device, dtype: torch.dtype | None = None) -> Tensor:
+    """A tensor of host values. `torch.tensor(values, device=...)` would synchronise with an accelerator; this does not."""
+    return torch.tensor(values, dtype=dtype).to(device, non_blocking=True)
