@@ -11,11 +11,13 @@ from typing import Any
 import torch
 from safetensors import SafetensorError
 from torch import Tensor
-from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
+from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig, PreTrainedModel, PreTrainedTokenizerBase
 from transformers.generation.stopping_criteria import StoppingCriteriaList, StopStringCriteria
 
 from skipstone.core import generation
-from skipstone.core.options import OWN_FIELD, Call, prepare
+from skipstone.core.fields import OWN_FIELD
+from skipstone.core.model import LayeredModel
+from skipstone.core.options import Call, prepare
 from skipstone.core.protocol import Method
 from skipstone.core.types import Output, Step
 from skipstone.methods import resolve
@@ -77,9 +79,9 @@ def generate(
     Returns an `Output`: sequences [B, T_total] int64, new_tokens per row, stats, and text when text came in.
     ValueError for anything that is not supported, before any work is done.
     """
-    chosen = resolve_for(model, method)
+    chosen = resolve_for(model, method, options.get("generation_config"))
     ids, options = _encode(inputs, tokenizer, options)
-    call = prepare_call(model, ids, tokenizer, seed, options)
+    call = prepare_call(chosen, model, ids, tokenizer, seed, options)
     output = generation.complete(chosen, call, streamer, record)
     if not isinstance(inputs, (Tensor, Mapping)) and tokenizer is not None:
         texts = [tokenizer.decode(tokens, skip_special_tokens=True) for tokens in output.new_tokens or []]
@@ -98,40 +100,48 @@ def stream(
     **options: Any,
 ) -> Iterator[Step]:
     """Like `generate`, one `Step` at a time. Errors are raised at the call; closing the iterator early is safe."""
-    chosen = resolve_for(model, method)
+    chosen = resolve_for(model, method, options.get("generation_config"))
     ids, options = _encode(inputs, tokenizer, options)
-    return generation.steps(chosen, prepare_call(model, ids, tokenizer, seed, options), record)
+    return generation.steps(chosen, prepare_call(chosen, model, ids, tokenizer, seed, options), record)
 
 
-def resolve_for(model: PreTrainedModel, method: MethodLike) -> Method:
-    """The method a user asked for, completed by the model's own defaults (`generation_config.skipstone`)."""
-    return resolve(method, getattr(unwrap(model).generation_config, OWN_FIELD, None))
+def resolve_for(model: PreTrainedModel, method: MethodLike, config: GenerationConfig | None = None) -> Method:
+    """The method a user asked for, completed by the defaults in `config.skipstone` or `model.generation_config.skipstone`."""
+    own = getattr(unwrap(model).generation_config, OWN_FIELD, None)
+    return resolve(method, getattr(config, OWN_FIELD, None) or own)
 
 
 def prepare_call(
-    model: PreTrainedModel, ids: Tensor | None, tokenizer: Any, seed: int | list[int] | None, options: dict[str, Any]
+    method: Method,
+    model: PreTrainedModel,
+    ids: Tensor | None,
+    tokenizer: Any,
+    seed: int | list[int] | None,
+    options: dict[str, Any],
 ) -> Call:
-    """A prepared call; stop strings become a criterion, since transformers gives custom decoding no tokenizer."""
-    inner = unwrap(model)
-    options = dict(options)
-    config = options.get("generation_config") or inner.generation_config
-    strings = options.pop("stop_strings", None) or config.stop_strings
-    if not strings:
-        return prepare(inner, ids, seed, **options)
-    if tokenizer is None:
-        raise ValueError(f"stop_strings={strings!r} need the tokenizer: pass tokenizer=")
-    criteria = list(options.pop("stopping_criteria", None) or [])
-    criteria.append(StopStringCriteria(tokenizer, strings))
-    if options.get("generation_config") is not None:
-        options["generation_config"] = copy.deepcopy(config)
-        options["generation_config"].stop_strings = None
+    """A prepared call for a method that fits the model. ValueError for what the user got wrong, before any forward."""
+    layered = LayeredModel(model)
+    method.check(layered)
+    inner, options = layered.model, dict(options)
+    given = options.get("generation_config")
+    strings = options.pop("stop_strings", None) or getattr(given, "stop_strings", None) or inner.generation_config.stop_strings
+    if strings:  # transformers gives custom decoding no tokenizer, so stop strings become a criterion here
+        if tokenizer is None:
+            raise ValueError(f"stop_strings={strings!r} need the tokenizer: pass tokenizer=")
+        criteria = [*(options.pop("stopping_criteria", None) or []), StopStringCriteria(tokenizer, strings)]
+        options["stopping_criteria"] = StoppingCriteriaList(criteria)
+        if given is not None:
+            options["generation_config"] = copy.deepcopy(given)
+            options["generation_config"].stop_strings = None
     with _without_stop_strings(inner):
-        return prepare(inner, ids, seed, stopping_criteria=StoppingCriteriaList(criteria), **options)
+        call = prepare(inner, ids, seed, **options)
+    call.layered = layered
+    return call
 
 
 def unwrap(model: Any) -> PreTrainedModel:
     """The transformers model inside a PEFT wrapper (its adapters live in the layers), or the model itself."""
-    return model.get_base_model() if hasattr(model, "peft_config") and hasattr(model, "get_base_model") else model
+    return model.get_base_model() if hasattr(model, "get_base_model") else model
 
 
 @contextmanager
@@ -151,11 +161,16 @@ def _without_stop_strings(model: PreTrainedModel) -> Iterator[None]:
 def _encode(inputs: Inputs, tokenizer: Any, options: dict[str, Any]) -> tuple[Tensor, dict[str, Any]]:
     """(ids [B, T], options with the attention mask)."""
     if isinstance(inputs, Mapping):
-        return inputs["input_ids"], {**{key: value for key, value in inputs.items() if key != "input_ids"}, **options}
+        ids = inputs.get("input_ids")
+        if not isinstance(ids, Tensor):
+            raise ValueError(f'inputs["input_ids"] must be a tensor (return_tensors="pt"), found {type(ids).__name__}')
+        return ids, {**{key: value for key, value in inputs.items() if key != "input_ids"}, **options}
     if isinstance(inputs, Tensor):
         return (inputs[None] if inputs.ndim == 1 else inputs), options
+    if not isinstance(inputs, (str, Sequence)):
+        raise ValueError(f"inputs must be token ids [batch, length], a text, a chat or a list of these, found {inputs!r}")
     if tokenizer is None:
-        raise ValueError("text needs a tokenizer: pass tokenizer=, or token ids instead of text")
+        raise ValueError("text needs a tokenizer: pass tokenizer=, or a tensor of token ids instead of text")
     texts = [inputs] if _single(inputs) else list(inputs)
     if not texts:
         raise ValueError("the list of prompts is empty")

@@ -24,7 +24,7 @@ SLOWER, ENOUGH_TURNS = 0.95, 16
 
 def start(method: Method, call: Call, keeper: Keeper | None = None) -> tuple[Decoder, list[Request]]:
     """Check everything, then admit every row of the call. All errors of the user's making are raised here."""
-    layered = LayeredModel(call.model)
+    layered = call.layered or LayeredModel(call.model)
     method.check(layered)
     admitted = requests(call)
     needed = max(len(request.prompt) + request.max_new_tokens for request in admitted)
@@ -122,5 +122,5 @@ def _warn_if_slower(method: Method, decoder: Decoder) -> None:
         f"{1000 * stats.seconds_draft / stats.turns:.1f} ms + scoring {1000 * stats.seconds_score / stats.turns:.1f} ms a step."
         f"{low} Other settings (or method='autoregressive') would be faster.",
         RuntimeWarning,
-        stacklevel=2,
+        stacklevel=4,
     )
