@@ -56,8 +56,8 @@ def uniform(seed: Tensor, position: Tensor, stream: int, size: int = 1) -> Tenso
     offset = _signed((stream + 1) * (_GOLDEN % (1 << 64)) % (1 << 64))
     key = _mix(_mix(seed + _GOLDEN) ^ (position * _STREAM + offset))
     counter = torch.arange(1, size + 1, device=seed.device) * _GOLDEN
-    bits = _shift(_mix(_mix(key)[:, None] + counter), 11)
-    return (bits.double() + 0.5) * 2.0**-53
+    bits = _shift(_mix(_mix(key)[:, None] + counter), 12)  # 52 bits: with 53 the largest plus a half rounds up to 1
+    return (bits.double() + 0.5) * 2.0**-52
 
 
 @dataclass(frozen=True)

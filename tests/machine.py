@@ -1,0 +1,101 @@
+"""What the proofs of the machine share: tiny random models, and a decoder run from requests to texts."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import LlamaConfig, LlamaForCausalLM, MistralConfig, MistralForCausalLM, PreTrainedModel
+
+from skipstone.core.decode import PREFILL_CHUNK, Decoder
+from skipstone.core.model import LayeredModel
+from skipstone.core.protocol import Method
+from skipstone.core.session import Request
+from skipstone.core.types import Stats, Step
+
+
+def sharpened(model: Any, exit_layer: int, head: float = 8.0, later: float = 0.45) -> Any:
+    """Quieten the layers from exit_layer on and sharpen the head, so that early exits agree with the model now and then."""
+    with torch.no_grad():
+        for layer in model.model.layers[exit_layer:]:
+            layer.self_attn.o_proj.weight *= later
+            layer.mlp.down_proj.weight *= later
+        model.lm_head.weight *= head
+    return model.eval().requires_grad_(False)
+
+
+def llama(vocab: int = 97, hidden: int = 32, layers: int = 4, seed: int = 0, head: float = 8.0) -> PreTrainedModel:
+    """A random Llama in float32."""
+    torch.manual_seed(seed)
+    config = LlamaConfig(
+        vocab_size=vocab,
+        hidden_size=hidden,
+        intermediate_size=2 * hidden,
+        num_hidden_layers=layers,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        max_position_embeddings=512,
+        initializer_range=0.2,
+    )
+    return sharpened(LlamaForCausalLM(config), layers // 2, head)
+
+
+def mistral(window: int, vocab: int = 97, hidden: int = 32, layers: int = 4, seed: int = 0) -> PreTrainedModel:
+    """A random Mistral in float32 whose layers see `window` tokens."""
+    torch.manual_seed(seed)
+    config = MistralConfig(
+        vocab_size=vocab,
+        hidden_size=hidden,
+        intermediate_size=2 * hidden,
+        num_hidden_layers=layers,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        max_position_embeddings=512,
+        sliding_window=window,
+        initializer_range=0.2,
+    )
+    return sharpened(MistralForCausalLM(config), layers // 2)
+
+
+def prompt(length: int, seed: int = 0, vocab: int = 97) -> Tensor:
+    """[length] random ids."""
+    return torch.randint(0, vocab, (length,), generator=torch.Generator().manual_seed(seed))
+
+
+def start(method: Method, model: LayeredModel, requests: Sequence[Request], chunk: int = PREFILL_CHUNK) -> Decoder:
+    """A decoder with every request admitted."""
+    capacity = max(len(request.prompt) + request.max_new_tokens for request in requests)
+    decoder = Decoder(method.start(model, len(requests), capacity), chunk=chunk)
+    for row, request in enumerate(requests):
+        decoder.admit(row, request)
+    return decoder
+
+
+def decode(
+    method: Method,
+    model: LayeredModel,
+    requests: Sequence[Request],
+    chunk: int = PREFILL_CHUNK,
+    check: bool = False,
+) -> tuple[list[list[int]], Stats, list[Step]]:
+    """New tokens of every request, figures and steps. check: assert the store's invariant after every commit."""
+    decoder = start(method, model, requests, chunk)
+    texts: list[list[int]] = [[] for _ in requests]
+    stats, steps = Stats(), []
+    while decoder.busy:
+        steps.append(decoder.step())
+        stats.add(steps[-1])
+        for row, more in enumerate(steps[-1].tokens):
+            texts[row] += more
+        if check:
+            check_rows(decoder, requests, texts)
+    return texts, stats, steps
+
+
+def check_rows(decoder: Decoder, requests: Sequence[Request], texts: Sequence[list[int]]) -> None:
+    """Session.check of every row that is alive."""
+    for row, alive in enumerate(decoder.session.alive):
+        if alive:
+            decoder.session.check(row, torch.cat([requests[row].prompt, torch.tensor(texts[row])]))
