@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 from torch import Tensor
 from transformers import PreTrainedModel
@@ -29,11 +29,12 @@ class Family:
     """Facts about one family. Paths are attributes of `model.get_decoder()`, sublayers attributes of one decoder layer.
 
     positions: the learned position embedding, or None for rotary ones. rotary_by_kind: the rotary module wants the layer kind.
-    cache_argument: the layer's name for the KV cache. arguments: what else a layer must be given. attention_interface: the
-    attention sublayer looks its function up in transformers' AttentionInterface. mlp: the modules whose output is the MLP
-    sublayer's (the last) and those before it. input_scale: the config field that multiplies the embeddings. logits: what
-    happens after the head. refuse: why a config of this family cannot be decoded, or None. skippable: False where the norms
-    follow the residual sum, so that no sublayer can be left out.
+    cache_argument: the layer's name for the KV cache. arguments: what else a layer must be given. window: which layers the
+    model's own forward gives a sliding-window mask, as soon as `config.sliding_window` is set: "none", "every" one, or those
+    that `config.layer_types` names. attention_interface: the attention sublayer looks its function up in transformers'
+    AttentionInterface. mlp: the module whose output is the MLP sublayer's (the last) and those before it. input_scale: the
+    config field that multiplies the embeddings. logits: what happens after the head. refuse: what a config of this family uses
+    that cannot be decoded, or None. skippable: False where norms follow the residual sum, so that no sublayer can be left out.
     """
 
     layers: str = "layers"
@@ -49,6 +50,7 @@ class Family:
     mlp: tuple[str, ...] = ("mlp",)
     cache_argument: str = "past_key_values"
     arguments: tuple[tuple[str, Any], ...] = ()
+    window: Literal["none", "every", "by_layer"] = "none"
     attention_interface: bool = True
     logits: Callable[[Tensor, Any], Tensor] = _same
     refuse: Callable[[Any], str | None] = lambda _: None
@@ -75,37 +77,39 @@ class Family:
 
 
 def _no_alibi(config: Any) -> str | None:
-    return "alibi position biases" if getattr(config, "alibi", False) else None
+    return "alibi position biases" if config.alibi else None
 
 
 def _no_cross_attention(config: Any) -> str | None:
-    return "cross-attention" if getattr(config, "add_cross_attention", False) else None
+    return "cross-attention" if config.add_cross_attention else None
 
 
 def _no_bidirection(config: Any) -> str | None:
-    return "bidirectional attention" if getattr(config, "use_bidirectional_attention", False) else None
+    return "bidirectional attention" if config.use_bidirectional_attention else None
 
 
 _LLAMA = Family()
+_SLIDING = Family(window="every")
+_MIXED = Family(window="by_layer")
 FAMILIES: dict[str, Family] = {
     "llama": _LLAMA,
-    "mistral": _LLAMA,
-    "qwen2": _LLAMA,
-    "qwen3": _LLAMA,
-    "gemma": _LLAMA,
-    "gemma2": Family(logits=_softcap),
-    "gemma3_text": Family(logits=_softcap, rotary_by_kind=True, refuse=_no_bidirection),
-    "phi3": _LLAMA,
+    "mistral": _SLIDING,
+    "qwen2": _MIXED,
+    "qwen3": _MIXED,
+    "gemma": Family(refuse=_no_bidirection),
+    "gemma2": Family(window="by_layer", logits=_softcap, refuse=_no_bidirection),
+    "gemma3_text": Family(window="by_layer", logits=_softcap, rotary_by_kind=True, refuse=_no_bidirection),
+    "phi3": _SLIDING,
     "olmo2": _LLAMA,
     "granite": Family(
         input_scale="embedding_multiplier",
         logits=lambda logits, config: logits / config.logits_scaling,
     ),
     "cohere": Family(logits=lambda logits, config: logits * config.logit_scale),
-    "smollm3": _LLAMA,
-    "starcoder2": _LLAMA,
-    "mixtral": _LLAMA,
-    "qwen3_moe": _LLAMA,
+    "smollm3": _MIXED,
+    "starcoder2": _SLIDING,
+    "mixtral": _SLIDING,
+    "qwen3_moe": _SLIDING,
     "gpt2": Family(
         layers="h",
         embedding="wte",
@@ -142,23 +146,16 @@ FAMILIES: dict[str, Family] = {
     ),
 }
 
-_MASKED = ("full_attention", "sliding_attention")
+_TYPES = {"full_attention", "sliding_attention"}
 _ATTENTION = ("sdpa", "eager")
 
 
 def family_of(model: PreTrainedModel) -> Family:
-    """The facts for a model. ValueError where skipstone cannot decode it, saying why and what to do."""
+    """The facts for a model. ValueError where skipstone cannot decode it, saying what was found, why and what to do."""
     config: Any = model.config
     kind = config.model_type
-    if getattr(config, "is_encoder_decoder", False):
-        raise ValueError(f"{kind} is an encoder-decoder; skipstone decodes decoder-only models")
-    if getattr(config, "kv_sharing_modes", None) or getattr(config, "num_kv_shared_layers", 0):
-        raise ValueError(f"{kind} shares keys and values between layers; early exits and skipped layers need each layer's own")
-    if getattr(config, "kv_lora_rank", None):
-        raise ValueError(f"{kind} uses multi-head latent attention (MLA); skipstone stores plain keys and values")
-    types = set(get_layer_types_and_kwargs(config)[0])
-    if not types <= set(_MASKED):
-        raise ValueError(f"{kind} has layers of type {sorted(types - set(_MASKED))}; skipstone handles {list(_MASKED)}")
+    if reason := _beyond(model, config):
+        raise ValueError(f"{kind} {reason}")
     if kind not in FAMILIES:
         raise ValueError(
             f"unknown model family {kind!r}: skipstone knows {', '.join(sorted(FAMILIES))}. "
@@ -168,6 +165,15 @@ def family_of(model: PreTrainedModel) -> Family:
     family = FAMILIES[kind]
     if reason := family.refuse(config):
         raise ValueError(f"this {kind} model uses {reason}, which skipstone does not support")
+    origin = type(model).forward.__module__
+    if not origin.startswith("transformers."):
+        raise ValueError(
+            f"the forward of {type(model).__name__} comes from {origin}; skipstone knows transformers' own {kind} only: "
+            f"load with trust_remote_code=False"
+        )
+    if model.get_output_embeddings() is None:
+        raise ValueError(f"{type(model).__name__} has no LM head: load with AutoModelForCausalLM")
+    _check_windows(config)
     implementation = config._attn_implementation
     if implementation not in _ATTENTION:
         raise ValueError(
@@ -177,21 +183,58 @@ def family_of(model: PreTrainedModel) -> Family:
     return family
 
 
+def _beyond(model: Any, config: Any) -> str | None:
+    """What a model is built of that no entry in FAMILIES could describe, or None."""
+    if getattr(config, "is_encoder_decoder", False):
+        return "is an encoder-decoder; skipstone decodes decoder-only models"
+    if not hasattr(config, "num_hidden_layers"):
+        return "is a composite model (its layers are those of a model inside it); load the text model by itself"
+    if config.is_heterogeneous:
+        return f"has layers that differ in {sorted(config.per_layer_attributes)}; skipstone knows uniform stacks only"
+    if any(getattr(config, "kv_sharing_modes", None) or ()) or getattr(config, "num_kv_shared_layers", 0):
+        return "shares keys and values between layers; early exits and skipped layers need each layer's own"
+    if getattr(config, "kv_lora_rank", None):
+        return "uses multi-head latent attention (MLA); skipstone stores plain keys and values"
+    types = set(_layer_types(config))
+    if not types <= _TYPES:
+        return f"has layers of type {sorted(types - _TYPES)}; skipstone handles {sorted(_TYPES)}"
+    if model._is_stateful:
+        return "keeps a recurrent state, which cannot be rolled back after a rejected draft"
+    if config.model_type == "bloom" or getattr(getattr(config, "attn_config", None), "alibi", False):
+        return "uses alibi position biases, which skipstone's masks do not carry"
+    return None
+
+
+def _check_windows(config: Any) -> None:
+    """ValueError where the layer types, which transformers' caches follow, contradict the masks that the model builds."""
+    found = _layer_types(config)
+    masked = ["full_attention" if window is None else "sliding_attention" for window in windows(config)]
+    if found != masked:
+        raise ValueError(
+            f"this {config.model_type} config contradicts itself: its layer types are {found}, but with "
+            f"sliding_window={getattr(config, 'sliding_window', None)} the model masks its layers as {masked}, so that "
+            f"transformers' own cached and uncached results differ; correct layer_types or sliding_window"
+        )
+
+
+def _layer_types(config: Any) -> list[str]:
+    return get_layer_types_and_kwargs(config)[0][: config.num_hidden_layers]
+
+
 def windows(config: Any) -> list[int | None]:
-    """The sliding window of every layer in tokens, None for full attention."""
-    types, arguments = get_layer_types_and_kwargs(config)
-    return [
-        extra.get("sliding_window") if kind == "sliding_attention" else None
-        for kind, extra in zip(types, arguments, strict=True)
-    ][: config.num_hidden_layers]
+    """The sliding window of every layer in tokens, a token itself included; None for full attention."""
+    rule, window = FAMILIES[config.model_type].window, getattr(config, "sliding_window", None)
+    slides = {"none": (), "every": tuple(_TYPES), "by_layer": ("sliding_attention",)}[rule]
+    return [window if kind in slides else None for kind in _layer_types(config)]
 
 
 def kinds(config: Any) -> list[str]:
     """The layer type of every layer, "full_attention" or "sliding_attention"."""
-    return get_layer_types_and_kwargs(config)[0][: config.num_hidden_layers]
+    return _layer_types(config)
 
 
 def _rope_settings(config: Any) -> list[dict[str, Any]]:
+    """The rotary settings, one per layer type where these differ."""
     parameters = getattr(config, "rope_parameters", None) or {}
     nested = [value for value in parameters.values() if isinstance(value, dict)]
     return nested or [parameters]
@@ -201,13 +244,14 @@ def max_positions(config: Any) -> tuple[int, str]:
     """(most positions a sequence may have, where that number comes from).
 
     Rotary variants that change the phases of *earlier* tokens once a sequence grows (longrope, dynamic NTK) would invalidate
-    stored keys inside a request; they are limited to the length below which nothing switches.
+    stored keys inside a request; they are limited to the length below which nothing switches: longrope's original length,
+    and `max_position_embeddings` for dynamic NTK.
     """
     limit, source = getattr(config, "max_position_embeddings", None) or 1 << 20, "max_position_embeddings"
     for settings in _rope_settings(config):
-        original = settings.get("original_max_position_embeddings") or getattr(config, "original_max_position_embeddings", None)
-        kind = settings.get("rope_type", "default")
-        if kind in ("longrope", "dynamic") and original and original < limit:
-            limit = original
-            source = f"original_max_position_embeddings: beyond it {kind} RoPE would switch inside the request"
+        kind, original = settings.get("rope_type", "default"), settings.get("original_max_position_embeddings")
+        if kind == "longrope" and original and original < limit:
+            limit, source = original, "original_max_position_embeddings: beyond it longrope would switch inside the request"
+        elif kind == "dynamic":
+            source = "max_position_embeddings: beyond it dynamic RoPE would switch inside the request"
     return limit, source
