@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import errno
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -41,6 +42,9 @@ def load(
     """
     if name is None:
         raise ValueError("no model is bundled with this version; pass a folder or a hub id")
+    path = Path(name)
+    if not path.exists() and (path.is_absolute() or str(name).startswith((".", "~")) or len(path.parts) > 2):
+        raise FileNotFoundError(errno.ENOENT, "no such folder, and not a hub id either", str(name))
     options: dict[str, Any] = {"trust_remote_code": trust_remote_code}
     if attn_implementation is not None:
         options["attn_implementation"] = attn_implementation
@@ -174,7 +178,7 @@ def _encode(inputs: Inputs, tokenizer: Any, options: dict[str, Any]) -> tuple[Te
     texts = [inputs] if _single(inputs) else list(inputs)
     if not texts:
         raise ValueError("the list of prompts is empty")
-    rows = [_ids(text, tokenizer) for text in texts]
+    rows = [token_ids(text, tokenizer) for text in texts]
     if empty := [index for index, row in enumerate(rows) if not row]:
         raise ValueError(f"prompt {empty[0]} is empty: there is no token to start from")
     width = max(map(len, rows))
@@ -189,7 +193,8 @@ def _single(inputs: Any) -> bool:
     return isinstance(inputs, str) or (isinstance(inputs, Sequence) and bool(inputs) and isinstance(inputs[0], Mapping))
 
 
-def _ids(prompt: Any, tokenizer: Any) -> list[int]:
+def token_ids(prompt: Any, tokenizer: Any) -> list[int]:
+    """The ids of a text, or of a chat through the tokenizer's template with the assistant's turn opened."""
     if isinstance(prompt, str):
         return tokenizer(prompt)["input_ids"]
     if not isinstance(prompt, Sequence) or not all(isinstance(turn, Mapping) for turn in prompt):
