@@ -1,0 +1,200 @@
+"""The conformance suite: what every method promises, on every family. A new method is one row of ROWS.
+
+Greedy text is that of `model.generate` on each row alone, token for token. Sampled text is that of our own plain decoding with
+the same seeds, under every rule for which a method promises it. A lossy method has an oracle of its own. No cell may pass
+without drafts that were accepted and drafts that were rejected.
+"""
+
+from __future__ import annotations
+
+import functools
+import itertools
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+from torch import Tensor
+from transformers import PreTrainedModel
+
+import skipstone
+from skipstone import METHODS, Autoregressive, EarlyExit, LayerSkip, Method, Output
+from tests import families
+from tests.support import left_padded, margin, references
+
+EXIT = 2
+DRAFTS = (1, 4, 7)
+NEW = 24
+# how fast a tiny model runs is no matter here
+pytestmark = pytest.mark.filterwarnings("ignore:.*x the speed of plain decoding:RuntimeWarning")
+
+
+@dataclass(frozen=True)
+class Row:
+    """make: (num_speculative_tokens, rejection_sample_method) -> the method. speculative: it drafts.
+
+    same_text: rules under which sampling gives the text of plain sampling with the same seeds ("standard" where drafts are
+    deterministic). oracle: for a lossy method, the model whose text it should give. variant: a setting of a method that has a
+    row already; beyond Llama it runs in the full product only.
+    """
+
+    make: Callable[[int, Any], Method]
+    speculative: bool = True
+    same_text: tuple[str, ...] = ("coupled",)
+    oracle: Callable[[str], PreTrainedModel] | None = None
+    variant: bool = False
+
+
+@functools.cache
+def truncated(name: str) -> PreTrainedModel:
+    """The first EXIT layers of a family's model as a model of its own."""
+    full, short = families.cached(name), families.build(name, layers=EXIT)
+    missing, extra = short.load_state_dict(full.state_dict(), strict=False)
+    assert not missing, missing
+    assert extra, "there was nothing to cut off"
+    return short
+
+
+ROWS: dict[str, Row] = {
+    "autoregressive": Row(lambda d, rule: Autoregressive(), speculative=False, same_text=("standard",)),
+    "early_exit": Row(lambda d, rule: EarlyExit(exit_layer=EXIT), speculative=False, same_text=(), oracle=truncated),
+    "layerskip": Row(
+        lambda d, rule: LayerSkip(exit_layer=EXIT, num_speculative_tokens=d, rejection_sample_method=rule),
+    ),
+    "layerskip, cache not reused": Row(
+        lambda d, rule: LayerSkip(EXIT, d, reuse_cache=False, rejection_sample_method=rule),
+        variant=True,
+    ),
+    "layerskip, confident": Row(
+        lambda d, rule: LayerSkip(EXIT, d, confidence_threshold=0.2, rejection_sample_method=rule),
+        variant=True,
+    ),
+}
+LOSSLESS = [name for name, row in ROWS.items() if row.oracle is None]
+MAIN = [name for name in LOSSLESS if not ROWS[name].variant]
+GRID = [(name, rows, d) for name in LOSSLESS for rows in (1, 3) for d in (DRAFTS if ROWS[name].speculative else (1,))]
+
+PROCESSORS: dict[str, Any] = {
+    "repetition_penalty": 1.3,
+    "no_repeat_ngram_size": 3,
+    "min_new_tokens": NEW // 2,
+    "bad_words_ids": [[7], [11, 12]],
+    "eos_token_id": [5, 60],
+}
+SAMPLING: dict[str, Any] = {"do_sample": True, "temperature": 1.3, "top_k": 40, "top_p": 0.95}
+
+
+def decode(model: PreTrainedModel, prompts: list[Tensor], method: Method, **options: Any) -> Output:
+    """One batch through a method."""
+    batch = left_padded(prompts)
+    options = {"max_new_tokens": NEW, **options}
+    return skipstone.generate(model, batch["input_ids"], method, attention_mask=batch["attention_mask"], **options)
+
+
+def assert_not_vacuous(row: Row, output: Output) -> None:
+    stats = output.stats
+    assert stats is not None
+    if row.speculative:
+        assert stats.drafted > 0
+        assert stats.accepted > 0, "no draft was ever accepted"
+        assert stats.drafted > stats.accepted, "no draft was ever rejected"
+    else:
+        assert stats.drafted == 0
+
+
+def assert_greedy_equals_alone(row: Row, model_name: str, rows: int, drafts: int, options: dict[str, Any]) -> None:
+    options = {"max_new_tokens": NEW, **options}
+    prompts, expected, _ = references(model_name, rows, **options)
+    output = decode(families.cached(model_name), prompts, row.make(drafts, "standard"), **options)
+    assert output.new_tokens == expected
+    assert_not_vacuous(row, output)
+
+
+def assert_sampling_equals_plain(row: Row, name: str, rows: int, drafts: int, rule: str, options: dict[str, Any]) -> None:
+    model, prompts = families.cached(name), families.prompts(rows)
+    plain = decode(model, prompts, Autoregressive(), seed=11, **options)
+    output = decode(model, prompts, row.make(drafts, rule), seed=11, **options)
+    assert output.new_tokens == plain.new_tokens
+    assert_not_vacuous(row, output)
+
+
+def test_every_method_has_a_row() -> None:
+    assert {row.make(2, "standard").name for row in ROWS.values()} == set(METHODS)
+
+
+def test_lossless_labels_agree_with_the_oracles() -> None:
+    for row in ROWS.values():
+        assert row.make(2, "standard").lossless == (row.oracle is None)
+
+
+@pytest.mark.parametrize("family", families.NAMES)
+def test_few_greedy_references_are_near_ties(family: str) -> None:
+    prompts, expected, dropped = references(family, 3, max_new_tokens=NEW)
+    assert dropped <= 1
+    assert len(prompts) == len(expected) == 3
+
+
+@pytest.mark.parametrize("family", families.NAMES)
+@pytest.mark.parametrize("method", MAIN)
+def test_greedy_text_is_that_of_generate_on_each_row_alone(method: str, family: str) -> None:
+    assert_greedy_equals_alone(ROWS[method], family, 3, 4, {})
+
+
+@pytest.mark.parametrize("family", families.NAMES)
+@pytest.mark.parametrize("method", [name for name in MAIN if ROWS[name].speculative])
+def test_sampled_text_is_that_of_plain_sampling(method: str, family: str) -> None:
+    for rule in ROWS[method].same_text:
+        assert_sampling_equals_plain(ROWS[method], family, 3, 4, rule, SAMPLING)
+
+
+@pytest.mark.parametrize("family", families.NAMES)
+@pytest.mark.parametrize("method", [name for name, row in ROWS.items() if row.oracle])
+def test_a_lossy_method_gives_its_oracles_text(method: str, family: str) -> None:
+    oracle = ROWS[method].oracle
+    assert oracle is not None
+    prompts = families.prompts(3)
+    output = decode(families.cached(family), prompts, ROWS[method].make(4, "standard"))
+    found = output.new_tokens
+    assert found is not None
+    proved = 0
+    for prompt, mine in zip(prompts, found, strict=True):
+        reference, smallest = margin(oracle(family), prompt, max_new_tokens=NEW)
+        if smallest >= 1e-4:
+            assert mine == reference
+            proved += 1
+    assert proved >= 2
+    assert output.lossless is False
+    assert found != decode(families.cached(family), prompts, Autoregressive()).new_tokens
+
+
+@pytest.mark.parametrize(("method", "rows", "drafts"), GRID)
+class TestFullGridOnLlama:
+    def test_greedy(self, method: str, rows: int, drafts: int) -> None:
+        assert_greedy_equals_alone(ROWS[method], "llama", rows, drafts, {"max_new_tokens": 40})
+
+    def test_greedy_with_processors(self, method: str, rows: int, drafts: int) -> None:
+        assert_greedy_equals_alone(ROWS[method], "llama", rows, drafts, {"max_new_tokens": 40, **PROCESSORS})
+
+    def test_sampling(self, method: str, rows: int, drafts: int) -> None:
+        for rule in ROWS[method].same_text:
+            assert_sampling_equals_plain(ROWS[method], "llama", rows, drafts, rule, {"max_new_tokens": 40, **SAMPLING})
+
+    def test_sampling_with_processors(self, method: str, rows: int, drafts: int) -> None:
+        options = {"max_new_tokens": 40, **SAMPLING, **PROCESSORS}
+        for rule in ROWS[method].same_text:
+            assert_sampling_equals_plain(ROWS[method], "llama", rows, drafts, rule, options)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("family", families.NAMES)
+@pytest.mark.parametrize("method", LOSSLESS)
+class TestFullProduct:
+    def test_greedy(self, method: str, family: str) -> None:
+        for rows, drafts, options in itertools.product((1, 3), DRAFTS, ({}, PROCESSORS)):
+            assert_greedy_equals_alone(ROWS[method], family, rows, drafts, {"max_new_tokens": 40, **options})
+
+    def test_sampling(self, method: str, family: str) -> None:
+        for rows, drafts, options in itertools.product((1, 3), DRAFTS, ({}, PROCESSORS)):
+            for rule in ROWS[method].same_text:
+                settings = {"max_new_tokens": 40, **SAMPLING, **options}
+                assert_sampling_equals_plain(ROWS[method], family, rows, drafts, rule, settings)
