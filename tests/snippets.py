@@ -6,9 +6,10 @@ import re
 from dataclasses import dataclass
 from pathlib import Path
 
-import families
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
+
+from tests import families
 
 ROOT = Path(__file__).resolve().parent.parent
 MODEL = "facebook/layerskip-llama3.2-1B"

@@ -4,17 +4,17 @@ from __future__ import annotations
 
 import re
 import shlex
-import subprocess
 import sys
 import tomllib
+from importlib.metadata import entry_points
 from pathlib import Path
 
 import pytest
 import torch
-from snippets import MODEL, ROOT, blocks, run_python, table_rows, tiny_checkpoint, tree
 
 import skipstone
 from skipstone.core.families import FAMILIES
+from tests.snippets import MODEL, ROOT, blocks, run_python, table_rows, tiny_checkpoint, tree
 
 README = ROOT / "README.md"
 TOKENS = 64
@@ -60,20 +60,23 @@ def test_stream_snippet_names_every_origin_that_occurs(checkpoint, capsys):
 
 
 @pytest.mark.parametrize("words", skipstone_commands(), ids=lambda words: " ".join(words[:2]))
-def test_command_line_runs(words, checkpoint):
-    words = [str(checkpoint) if word == MODEL else word for word in words]
-    command = [str(Path(sys.executable).parent / "skipstone"), *words]
-    if words[0] == "generate":
-        command += ["--max-new-tokens", "12"]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
-    assert done.returncode == 0, done.stderr
-    assert done.stdout.strip()
+def test_command_line_runs(words, checkpoint, monkeypatch, capsys):
+    """In this process, through the console script's entry point."""
+    (script,) = entry_points(group="console_scripts", name="skipstone")
+    arguments = [str(checkpoint) if word == MODEL else word for word in words]
+    arguments += ["--max-new-tokens", "12"] if words[0] == "generate" else []
+    monkeypatch.setattr(sys, "argv", ["skipstone", *arguments])
+    with pytest.raises(SystemExit) as left:
+        script.load()()
+    printed = capsys.readouterr()
+    assert left.value.code in (0, None), printed.err
+    assert printed.out.strip()
     if "--compare" in words:
-        assert "identical" in done.stdout + done.stderr
+        assert "identical" in printed.out + printed.err
     if words == ["--version"]:
-        assert skipstone.__version__ in done.stdout
+        assert skipstone.__version__ in printed.out
     if words == ["methods"]:
-        assert all(name in done.stdout for name in skipstone.METHODS)
+        assert all(name in printed.out for name in skipstone.METHODS)
 
 
 def test_every_other_command_is_a_target_of_the_makefile():
