@@ -18,6 +18,7 @@ from skipstone.core import attention
 from skipstone.core.families import family_of, kinds, max_positions, windows
 from skipstone.core.host import on_device
 from skipstone.core.kvstore import KVStore, MaskForm, Pass, Tree, ancestors
+from skipstone.core.refusals import refuse_state
 
 
 @dataclass(frozen=True)
@@ -34,7 +35,7 @@ class LayeredModel:
     def __init__(self, model: PreTrainedModel) -> None:
         wrapper: Any = model
         inner: Any = wrapper.get_base_model() if hasattr(model, "get_base_model") else model  # a PEFT wrapper
-        _refuse(model, inner)
+        refuse_state(wrapper, inner)
         self.model, self.config = inner, inner.config
         self.family = family_of(inner)
         self.decoder: Any = inner.get_decoder()
@@ -115,7 +116,9 @@ class LayeredModel:
             size = min(self.max_positions, max(256, 1 << (needed - 1).bit_length()))
             position = torch.arange(size, device=hidden.device)[None]
             rotary = getattr(self.decoder, str(self.family.rotary))
-            cos, sin = rotary(hidden, position, kind) if kind else rotary(hidden, position)
+            extra = (kind,) if kind else ()
+            rotary(hidden, position[:, :1], *extra)  # dynamic RoPE forgets the longer sequences it may have seen
+            cos, sin = rotary(hidden, position, *extra)
             table = self._phases[kind] = (cos[0], sin[0])
         if at.start is not None and at.tree is None:
             span = slice(at.start, at.start + at.shape[1])
@@ -161,25 +164,6 @@ def _no_attention(hidden_states: Tensor, *_: Any, **__: Any) -> tuple[Tensor, No
 
 def _unchanged(hidden_states: Tensor) -> Tensor:
     return hidden_states
-
-
-def _refuse(model: Any, inner: Any) -> None:
-    """ValueError for models whose forward is more, or elsewhere, than their decoder layers on one device."""
-    if inner.training:
-        raise ValueError("the model is in training mode, where dropout makes every pass differ; call model.eval() first")
-    for name, adapter in getattr(model, "peft_config", {}).items():
-        if getattr(adapter, "is_prompt_learning", False):
-            raise ValueError(
-                f"PEFT adapter {name!r} ({adapter.peft_type}) prepends virtual tokens, which skipstone does not do; "
-                f"adapters inside the layers (LoRA and kin) work"
-            )
-    if getattr(inner, "is_quantized", False) or getattr(inner, "hf_quantizer", None) is not None:
-        method = getattr(getattr(inner.config, "quantization_config", None), "quant_method", "unknown")
-        raise ValueError(f"the model is quantised ({method}); no quantised kernel is tested here yet: load it unquantised")
-    devices = {str(parameter.device) for parameter in inner.parameters()}
-    placed = {str(place) for place in (getattr(inner, "hf_device_map", None) or {}).values()}
-    if len(devices) > 1 or len(placed) > 1 or "meta" in devices:
-        raise ValueError(f"the model is spread over {sorted(devices | placed)}; skipstone decodes on one device")
 
 
 class Frontier:
@@ -275,7 +259,7 @@ class Frontier:
                 part = slice(first, last)
                 hidden[:, part] = self._run(part, None, range(low, high))
             else:
-                index = on_device(columns, self.device)
+                index = on_device(columns.tolist(), self.device)
                 keep = on_device(running[:, columns], self.device)
                 new = self._run(index, keep, range(low, high))
                 hidden[:, index] = torch.where(keep[:, :, None], new, hidden[:, index])
