@@ -44,7 +44,13 @@ def start(method: Method, call: Call, keeper: Keeper | None = None) -> tuple[Dec
 def steps(method: Method, call: Call, record: bool = False) -> Iterator[Step]:
     """The loop as an iterator of Steps. Errors are raised at the call, not at the first step."""
     decoder, _ = start(method, call, Keeper(record=True) if record else None)
-    return run(decoder)
+    return _watched(method, decoder)
+
+
+def _watched(method: Method, decoder: Decoder) -> Iterator[Step]:
+    """The loop, and the warning at its end."""
+    yield from run(decoder)
+    _warn_if_slower(method, decoder, stacklevel=3)
 
 
 def complete(method: Method, call: Call, streamer: Any = None, record: bool = False) -> Output:
@@ -67,7 +73,7 @@ def complete(method: Method, call: Call, streamer: Any = None, record: bool = Fa
             kept.append(step)
     if streamer is not None:
         streamer.end()
-    _warn_if_slower(method, decoder)
+    _warn_if_slower(method, decoder, stacklevel=4)
     output = Output(
         sequences=_sequences(call, new),  # type: ignore[arg-type]
         stats=stats,
@@ -106,7 +112,7 @@ def _per_token(steps: list[list[Tensor] | None], rows: int, width: int) -> Any:
     return tuple(torch.stack(padded, 1))
 
 
-def _warn_if_slower(method: Method, decoder: Decoder) -> None:
+def _warn_if_slower(method: Method, decoder: Decoder, stacklevel: int) -> None:
     pace, stats = decoder.pace, decoder.pace.stats
     if stats.turns < ENOUGH_TURNS or not stats.draft_steps:
         return
@@ -122,5 +128,5 @@ def _warn_if_slower(method: Method, decoder: Decoder) -> None:
         f"{1000 * stats.seconds_draft / stats.turns:.1f} ms + scoring {1000 * stats.seconds_score / stats.turns:.1f} ms a step."
         f"{low} Other settings (or method='autoregressive') would be faster.",
         RuntimeWarning,
-        stacklevel=4,
+        stacklevel=stacklevel,
     )
