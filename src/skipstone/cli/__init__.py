@@ -1,1 +1,71 @@
+"""The command line: `skipstone VERB`, one file per verb.
 
+Nothing here imports torch or transformers before a verb needs them, so that help, `--version` and shell completion answer at
+once. The flags of `generate` derive from the methods' dataclasses; they are added when that verb is really asked for.
+"""
+
+from __future__ import annotations
+
+import sys
+from importlib.metadata import version
+from typing import Annotated, Any
+
+import typer
+from typer.core import TyperGroup
+
+from skipstone.cli import env, generate, methods
+from skipstone.cli.terminal import INTERRUPTED, report
+
+
+class Verbs(TyperGroup):
+    """The root command: completes `generate` on demand, and turns every error into one line and an exit code."""
+
+    def resolve_command(self, ctx: Any, args: list[str]) -> Any:
+        name, command, rest = super().resolve_command(ctx, args)
+        return name, generate.command() if name == "generate" else command, rest
+
+    def main(self, *args: Any, **extra: Any) -> Any:
+        """Run, then leave with 0, or 2 for a user's mistake, 1 for a defect or a machine's limits, 130 after Ctrl-C."""
+        state: dict[str, Any] = {"debug": False}
+        extra |= {"standalone_mode": False, "prog_name": "skipstone", "obj": state}
+        try:
+            code = super().main(*args, **extra)
+        except (KeyboardInterrupt, typer.Abort):
+            code = INTERRUPTED
+        except Exception as error:
+            if state["debug"]:
+                raise
+            code = report(error)
+        sys.exit(code or 0)
+
+
+app = typer.Typer(
+    cls=Verbs, pretty_exceptions_enable=False, help="Faster language-model decoding that does not change the text."
+)
+
+
+def _print_version(wanted: bool) -> None:
+    if wanted:
+        typer.echo(f"skipstone {version('skipstone')}")
+        raise typer.Exit()
+
+
+@app.callback(invoke_without_command=True)
+def root(
+    ctx: typer.Context,
+    wanted: Annotated[
+        bool, typer.Option("--version", callback=_print_version, is_eager=True, help="Print the version and leave.")
+    ] = False,
+) -> None:
+    if ctx.invoked_subcommand is None:
+        typer.echo(ctx.get_help())
+
+
+app.command("generate", help=generate.HELP, rich_help_panel="Verbs")(generate.described)
+app.command("methods", rich_help_panel="Verbs")(methods.methods)
+app.command("env", rich_help_panel="Verbs")(env.env)
+
+
+def main() -> None:
+    """The console script."""
+    app()

@@ -1,0 +1,83 @@
+"""`skipstone env`: what a bug report needs. Nothing in it identifies the machine or its user."""
+
+from __future__ import annotations
+
+import json
+import os
+import platform
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+PACKAGES = ("skipstone", "torch", "transformers", "tokenizers", "safetensors", "numpy", "peft", "accelerate")
+
+
+def env(
+    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON document.")] = False,
+) -> None:
+    """Versions, processor, threads, GPUs and memory, for a bug report."""
+    facts = collect()
+    if as_json:
+        typer.echo(json.dumps(facts, indent=2))
+        return
+    width = max(map(len, facts))
+    for name, value in facts.items():
+        shown = "; ".join(map(str, value)) if isinstance(value, list) else value
+        typer.echo(f"{name:{width}}  {'none' if shown in (None, '') else shown}")
+
+
+def collect() -> dict[str, Any]:
+    """The facts as plain JSON values, None where one does not apply."""
+    import torch
+
+    facts: dict[str, Any] = {name: _version(name) for name in PACKAGES}
+    return facts | {
+        "python": platform.python_version(),
+        "system": platform.platform(),
+        "cpu": _cpu(),
+        "cpu_capability": torch.backends.cpu.get_cpu_capability(),
+        "cores": _cores(),
+        "torch_threads": torch.get_num_threads(),
+        "memory_gib": _memory(),
+        "cuda": torch.version.cuda,
+        "gpus": [_gpu(index) for index in range(torch.cuda.device_count())],
+    }
+
+
+def _version(package: str) -> str | None:
+    try:
+        return version(package)
+    except PackageNotFoundError:
+        return None
+
+
+def _cpu() -> str:
+    """The processor's name; `platform` knows only its architecture on Linux."""
+    listing = Path("/proc/cpuinfo")
+    if listing.exists():
+        for line in listing.read_text(errors="replace").splitlines():
+            if line.startswith("model name"):
+                return line.partition(":")[2].strip()
+    return platform.processor() or platform.machine()
+
+
+def _cores() -> int | None:
+    """Cores this process may use."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
+
+
+def _memory() -> float | None:
+    """Physical memory in GiB."""
+    try:
+        return round(os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") / 2**30, 1)
+    except (AttributeError, ValueError, OSError):
+        return None
+
+
+def _gpu(index: int) -> str:
+    import torch
+
+    facts = torch.cuda.get_device_properties(index)
+    return f"{facts.name}, {facts.total_memory / 2**30:.0f} GiB, compute capability {facts.major}.{facts.minor}"

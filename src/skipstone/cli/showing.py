@@ -1,0 +1,131 @@
+"""What a user sees of a run: text on stdout while it is made, a legend, figures, a table, or one JSON document."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from dataclasses import asdict
+from importlib.metadata import version
+from typing import Any
+
+from rich.color import ColorSystem
+from rich.style import Style
+from rich.text import Text
+
+from skipstone.api import Detokenizer
+from skipstone.cli import terminal
+from skipstone.cli.compare import Comparison
+from skipstone.cli.decoding import Job, Run, dtype_name, finish_reason
+from skipstone.cli.options import Options
+from skipstone.core.protocol import Method
+from skipstone.core.types import Step
+
+ACCEPTED = Style(color="green", underline=True)  # underlined too: colour alone does not reach everybody
+
+
+class Painter:
+    """Writes text to stdout token by token. color: mark accepted drafts; None marks them where stdout is a terminal.
+
+    A character that several tokens share takes the origin of the last of them.
+    """
+
+    def __init__(self, job: Job, color: bool | None) -> None:
+        self.out = sys.stdout
+        self.on_terminal = self.out.isatty()
+        wanted = self.on_terminal and "NO_COLOR" not in os.environ and os.environ.get("TERM") != "dumb"
+        self.color = wanted if color is None else color
+        self.detokenizer = Detokenizer(job.tokenizer)
+        self.origin = ""
+        reconfigure: Any = getattr(self.out, "reconfigure", None)
+        if reconfigure is not None:  # a terminal that cannot show a character shows "?", and the run goes on
+            reconfigure(errors="replace")
+
+    def show(self, step: Step) -> None:
+        for token, self.origin in zip(step.tokens[0], step.origin[0], strict=True):
+            self._write(self.detokenizer.add(token))
+        self.out.flush()
+
+    def end(self) -> None:
+        """Write what was held back, and on a terminal end the line. Elsewhere stdout holds the text and nothing else."""
+        self._write(self.detokenizer.rest())
+        if self.on_terminal:
+            self.out.write("\n")
+        self.out.flush()
+        if self.color:
+            sample = ACCEPTED.render("accepted draft", color_system=ColorSystem.STANDARD)
+            print(f"{sample}: drafted and confirmed; plain: the full model's own (first, recovered, bonus)", file=sys.stderr)
+
+    def _write(self, piece: str) -> None:
+        if not piece:
+            return
+        if self.on_terminal or self.color:
+            piece = terminal.harmless(piece)
+        if self.color and self.origin == "draft":
+            piece = ACCEPTED.render(piece, color_system=ColorSystem.STANDARD)
+        self.out.write(piece)
+
+
+def tell(options: Options, job: Job, method: Method, run: Run, comparison: Comparison | None) -> None:
+    """Everything but the text: JSON on stdout, or figures and a table on stderr."""
+    if options.json:
+        print(json.dumps(document(options, job, method, run, comparison), ensure_ascii=False))
+        return
+    console = terminal.stderr()
+    if options.stats:
+        for line in figures(job, method, run):
+            console.print(Text(line), soft_wrap=True)
+    if comparison is not None:
+        console.print(comparison.table())
+        console.print(Text(comparison.verdict()), soft_wrap=True)
+
+
+def spelled(method: Method) -> dict[str, Any]:
+    """A method as --speculative-config would ask for it."""
+    return {"method": method.name, **asdict(method)}
+
+
+def figures(job: Job, method: Method, run: Run) -> list[str]:
+    """The run in two or three lines."""
+    stats = run.stats
+    turns = max(stats.turns, 1)
+    settings = " ".join(f"{name}={value}" for name, value in asdict(method).items())
+    pace = len(run.tokens) / run.seconds if run.seconds else 0.0
+    lines = [
+        f"{method.name}{' ' if settings else ''}{settings}: {'' if method.lossless else 'lossy, '}"
+        f"{job.ids.shape[1]} prompt tokens, {len(run.tokens)} new in {run.seconds:.2f} s ({stats.seconds_prefill:.2f} s of it "
+        f"prefill), {pace:.1f} tokens/s, ended by {finish_reason(run, job)}"
+    ]
+    parts = ((name, getattr(stats, f"seconds_{name}")) for name in ("draft", "score", "other"))
+    spent = ", ".join(f"{name} {1000 * seconds / turns:.2f}" for name, seconds in parts)
+    if stats.draft_steps:
+        lines.append(
+            f"{stats.steps} steps: M {stats.mean_acceptance_length:.2f} tokens a step, alpha {stats.acceptance_rate:.2f} "
+            f"({stats.accepted} of {stats.draft_steps} drafts accepted); ms a step: {spent}"
+        )
+    else:
+        lines.append(f"{stats.steps} steps; ms a step: {spent}")
+    if job.sampled:
+        lines.append(f"seed {job.seed}")
+    return lines
+
+
+def document(options: Options, job: Job, method: Method, run: Run, comparison: Comparison | None) -> dict[str, Any]:
+    """The one JSON document of --json."""
+    return {
+        "skipstone": version("skipstone"),
+        "model": options.model,
+        "dtype": dtype_name(job.model),
+        "device": str(job.model.device),
+        "method": spelled(method),
+        "lossless": method.lossless,
+        "decoding": {**job.options, "seed": job.seed if job.sampled else None},
+        "prompt_tokens": job.ids.shape[1],
+        "text": job.text(run.tokens),
+        "tokens": run.tokens,
+        "origin": run.origin,
+        "finish_reason": finish_reason(run, job),
+        "seconds": run.seconds,
+        "stats": run.stats.summary(),
+        "comparison": None if comparison is None else comparison.document(),
+    }

@@ -1,0 +1,92 @@
+"""What every verb shares: one line for an error or a warning, quiet libraries, tables on stderr, safe text on stdout."""
+
+from __future__ import annotations
+
+import sys
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+USER_ERROR, DEFECT, INTERRUPTED = 2, 1, 130
+LONGEST = 400  # libraries wrap whole tables into their messages
+
+
+def one_line(text: object) -> str:
+    """Text without line breaks, cut where it stops being a sentence."""
+    line = " ".join(str(text).split())
+    return line if len(line) <= LONGEST else line[: LONGEST - 3] + "..."
+
+
+def report(error: Exception) -> int:
+    """Say what went wrong in one line on stderr. Returns the exit code."""
+    code = USER_ERROR
+    if hasattr(error, "format_message"):  # a usage error of typer's
+        message = _usage(error)
+    elif isinstance(error, OSError) and error.strerror and error.filename is not None:
+        message = f"{error.filename}: {error.strerror}"
+    elif isinstance(error, (ValueError, OSError)):
+        message = str(error) or type(error).__name__
+    else:
+        code = DEFECT
+        message = f"{type(error).__name__}: {one_line(error)} (--debug shows where)"
+    print(f"skipstone: {one_line(message)}", file=sys.stderr)
+    return code
+
+
+def _usage(error: Any) -> str:
+    context = getattr(error, "ctx", None)
+    hint = f" (see {context.command_path} --help)" if context is not None else ""
+    return error.format_message() + hint
+
+
+@contextmanager
+def quiet(debug: bool) -> Iterator[None]:
+    """Our own warnings as one line each, everybody else's not at all; with debug, all as they come."""
+    if debug:
+        yield
+        return
+    from huggingface_hub.utils import logging as hub
+    from transformers.utils import logging
+
+    verbosity, hubs, bars = logging.get_verbosity(), hub.get_verbosity(), logging.is_progress_bar_enabled()
+    logging.set_verbosity_error()
+    hub.set_verbosity_error()
+    logging.disable_progress_bar()
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            warnings.filterwarnings("default", module=r"skipstone(\.|$)")
+            warnings.showwarning = _show_warning
+            yield
+    finally:
+        logging.set_verbosity(verbosity)
+        hub.set_verbosity(hubs)
+        if bars:
+            logging.enable_progress_bar()
+
+
+def _show_warning(message: Warning | str, *_: Any, **__: Any) -> None:
+    print(f"skipstone: warning: {one_line(message)}", file=sys.stderr)
+
+
+def stderr() -> Console:
+    """Where tables and figures go, so that stdout holds the text alone. Made anew: tests replace sys.stderr."""
+    from rich.console import Console
+
+    console = Console(stderr=True, highlight=False)
+    if not console.is_terminal:
+        console.width = 120  # rich assumes 80 columns where it cannot ask
+    return console
+
+
+_PICTURES = {code: 0x2400 + code for code in range(32) if chr(code) not in "\n\t"} | {0x7F: 0x2421}
+_PICTURES |= dict.fromkeys(range(128, 160), 65533)
+
+
+def harmless(text: str) -> str:
+    """A model's text for a terminal: control characters as pictures, so that no output can drive the terminal."""
+    return text.translate(_PICTURES)
