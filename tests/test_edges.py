@@ -257,7 +257,7 @@ class TestPadding:
 
 
 class Ban(LogitsProcessor):
-    """Bans the token that the last two name: depends on the path.
+    """Bans the token that the last two name: depends on the path."""
 
     def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
         scores = scores.clone()
