@@ -1,0 +1,153 @@
+"""What is continued: prompts cut from real text, the same ones for the same seed.
+
+The default text is the source of installed pure-Python packages, code that a model trained on the standard library has not
+seen.
+"""
+
+from __future__ import annotations
+
+import glob
+import hashlib
+import importlib.util
+import json
+import random
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedTokenizerBase
+
+PACKAGES = ("rich", "typer", "pydantic")
+KEYS = ("prompt", "text")
+
+
+@dataclass(frozen=True)
+class Document:
+    """A text that prompts come from. whole: the text is itself a prompt; otherwise prompts are cut out of it."""
+
+    name: str
+    text: str
+    whole: bool = False
+
+
+@dataclass(frozen=True)
+class Prompt:
+    """Token ids [T] int64 and where they come from."""
+
+    source: str
+    ids: Tensor
+
+    @property
+    def digest(self) -> str:
+        """A short hash of the ids, to tell whether two runs used the same prompts."""
+        return digest(self.ids.tolist())
+
+
+def digest(tokens: Sequence[int]) -> str:
+    """A short hash of token ids."""
+    return hashlib.sha256(" ".join(map(str, tokens)).encode()).hexdigest()[:12]
+
+
+def read(where: str | None) -> list[Document]:
+    """Documents of a .jsonl file (one prompt a line), a folder, a glob, or, for None, of installed packages.
+
+    OSError where nothing is found, ValueError for a .jsonl line that holds no prompt.
+    """
+    if where is None:
+        return _installed()
+    path = Path(where).expanduser()
+    if path.suffix == ".jsonl":
+        return _json_lines(path)
+    files = sorted(f for f in path.rglob("*") if f.is_file()) if path.is_dir() else sorted(map(Path, glob.glob(str(path))))
+    documents = _texts((str(f), f) for f in files if f.is_file() and not f.name.startswith("."))
+    if not documents:
+        raise FileNotFoundError(f"no text file found at {where}; expected a .jsonl file, a folder of text files or a glob")
+    return documents
+
+
+def choose(
+    documents: Sequence[Document], tokenizer: PreTrainedTokenizerBase, count: int, prompt_tokens: int, seed: int
+) -> list[Prompt]:
+    """`count` different prompts of `prompt_tokens` tokens (a document that is itself a prompt: at most so many, its last ones).
+
+    Documents are taken in a seeded order, one prompt each before any gives a second one. ValueError where there are not
+    enough.
+    """
+    rng = random.Random(seed)
+    queue = list(documents)
+    rng.shuffle(queue)
+    prefix = _prefix(tokenizer)
+    encoded: dict[int, list[int]] = {}
+    prompts: dict[tuple[int, ...], Prompt] = {}
+    while queue and len(prompts) < count:
+        fruitful = []
+        for document in queue:
+            if len(prompts) == count:
+                break
+            if id(document) not in encoded:
+                encoded[id(document)] = list(tokenizer(document.text, add_special_tokens=False)["input_ids"])
+            ids = _cut(encoded[id(document)], document.whole, prompt_tokens - len(prefix), rng)
+            if ids and tuple(ids) not in prompts:
+                prompts[tuple(ids)] = Prompt(document.name, torch.tensor(prefix + ids))
+                fruitful.append(document)
+        queue = [document for document in fruitful if not document.whole]
+    if len(prompts) < count:
+        raise ValueError(
+            f"only {len(prompts)} different prompts of {prompt_tokens} tokens could be taken from {len(documents)} documents, "
+            f"{count} are needed: give more text, or ask for fewer or shorter prompts"
+        )
+    return list(prompts.values())
+
+
+def _cut(ids: list[int], whole: bool, length: int, rng: random.Random) -> list[int] | None:
+    """The tokens before a cut point; None where the document is too short."""
+    if whole:
+        return ids[-length:] or None
+    if len(ids) <= length:
+        return None
+    end = rng.randrange(length, len(ids))
+    return ids[end - length : end]
+
+
+def _prefix(tokenizer: PreTrainedTokenizerBase) -> list[int]:
+    """[bos] where the tokenizer puts one in front of a text."""
+    first = tokenizer("a")["input_ids"][:1]
+    return list(first) if first and first[0] == tokenizer.bos_token_id else []
+
+
+def _installed() -> list[Document]:
+    files = []
+    for package in PACKAGES:
+        spec = importlib.util.find_spec(package)
+        for root in (spec.submodule_search_locations or ()) if spec else ():
+            files += [(f"{package}/{f.relative_to(root).as_posix()}", f) for f in sorted(Path(root).rglob("*.py"))]
+    return _texts(files)
+
+
+def _texts(files: Iterable[tuple[str, Path]]) -> list[Document]:
+    documents = []
+    for name, path in files:
+        try:
+            documents.append(Document(name, path.read_text(encoding="utf-8")))
+        except UnicodeDecodeError:  # not a text
+            continue
+    return documents
+
+
+def _json_lines(path: Path) -> list[Document]:
+    documents = []
+    for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), 1):
+        if not line.strip():
+            continue
+        try:
+            entry = json.loads(line)
+        except json.JSONDecodeError as error:
+            raise ValueError(f"{path}, line {number} is not JSON: {error}") from error
+        text = next((entry[key] for key in KEYS if isinstance(entry, dict) and isinstance(entry.get(key), str)), None)
+        if not text:
+            found = ", ".join(entry) if isinstance(entry, dict) else type(entry).__name__
+            raise ValueError(f"{path}, line {number}: expected a text under the key {' or '.join(KEYS)}, found {found}")
+        documents.append(Document(f"{path.name}:{number}", text, whole=True))
+    return documents

@@ -1,0 +1,107 @@
+"""The arithmetic of the benchmark, pure: shares, pooled rates, intervals, predictions.
+
+Rates are always total over total (tokens / seconds, accepted / drafted), never means of ratios.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+NGRAM = 8
+LOOPING = 0.2  # prompts with at least this share of repeated output are kept out of the headline
+RESAMPLES = 10_000
+LEVEL = 0.95
+
+Column = Sequence[float] | NDArray[np.float64]
+
+
+@dataclass(frozen=True)
+class Estimate:
+    """A value with its interval. level: the interval's coverage, 0.95 unless told."""
+
+    value: float
+    low: float
+    high: float
+
+    def __str__(self) -> str:
+        return f"{self.value:.2f} [{self.low:.2f}, {self.high:.2f}]"
+
+
+def repeated_share(prompt: Sequence[int], output: Sequence[int], n: int = NGRAM) -> float:
+    """Share of output tokens covered by an n-gram that occurred earlier in prompt + output.
+
+    An n-gram occurred earlier when the same n tokens start at a smaller index (the two may overlap); it may begin in the
+    prompt. Looping text has a share near 1, and flatters every method that drafts. 0 for an empty output.
+    """
+    if not output:
+        return 0.0
+    text = [*prompt, *output]
+    covered = [False] * len(text)
+    seen: set[tuple[int, ...]] = set()
+    for start in range(len(text) - n + 1):
+        gram = tuple(text[start : start + n])
+        if gram in seen:
+            covered[start : start + n] = [True] * n
+        seen.add(gram)
+    return sum(covered[len(prompt) :]) / len(output)
+
+
+def pooled(amounts: Column, costs: Column) -> float:
+    """sum(amounts) / sum(costs), nan where nothing was spent."""
+    total = float(np.sum(costs))
+    return float(np.sum(amounts)) / total if total else float("nan")
+
+
+def bootstrap_rate(amounts: Column, costs: Column, seed: int = 0, resamples: int = RESAMPLES) -> Estimate:
+    """A pooled rate with its percentile bootstrap interval over units (prompts, sequences)."""
+    weights = _resampled(len(amounts), seed, resamples)
+    return _estimate(pooled(amounts, costs), _rates(weights, amounts, costs))
+
+
+def bootstrap_speedup(
+    tokens: Column, seconds: Column, base_tokens: Column, base_seconds: Column, seed: int = 0, resamples: int = RESAMPLES
+) -> Estimate:
+    """Ratio of two pooled rates, (tokens / seconds) / (base_tokens / base_seconds), with a paired bootstrap interval.
+
+    Entry i of all four columns belongs to prompt i; prompts are resampled with replacement, so a prompt takes its measurements
+    of both rows along and what is common to them (its length, how predictable it is) cancels. ValueError for columns of
+    different lengths.
+    """
+    lengths = {len(tokens), len(seconds), len(base_tokens), len(base_seconds)}
+    if len(lengths) != 1:
+        raise ValueError(
+            f"a paired comparison needs the same prompts on both sides, found columns of {sorted(lengths)} entries"
+        )
+    weights = _resampled(len(tokens), seed, resamples)
+    value = pooled(tokens, seconds) / pooled(base_tokens, base_seconds)
+    return _estimate(value, _rates(weights, tokens, seconds) / _rates(weights, base_tokens, base_seconds))
+
+
+def predicted_speedup(plain_seconds_per_token: float, tokens_per_step: float, seconds_per_step: float) -> float:
+    """What a method would gain over plain decoding if its steps cost their drafting and scoring and nothing else.
+
+    plain_seconds_per_token: measured, prefill apart. tokens_per_step: committed tokens a step, M where no stopping rule cuts
+    in. seconds_per_step: measured draft + scoring seconds. This is SWIFT's Eq. 6 (arXiv 2410.06916) with the cost of
+    verification measured too: M / ((M - 1) c / alpha + v).
+    """
+    return plain_seconds_per_token * tokens_per_step / seconds_per_step if seconds_per_step else float("nan")
+
+
+def _resampled(units: int, seed: int, resamples: int) -> NDArray[np.float64]:
+    """[resamples, units]: how often each unit was drawn in each resample."""
+    if units == 0:
+        raise ValueError("a bootstrap needs at least one unit, found none")
+    return np.random.default_rng(seed).multinomial(units, np.full(units, 1 / units), size=resamples).astype(np.float64)
+
+
+def _rates(weights: NDArray[np.float64], amounts: Column, costs: Column) -> NDArray[np.float64]:
+    return (weights @ np.asarray(amounts, dtype=np.float64)) / (weights @ np.asarray(costs, dtype=np.float64))
+
+
+def _estimate(value: float, resampled: NDArray[np.float64]) -> Estimate:
+    low, high = np.quantile(resampled, [(1 - LEVEL) / 2, (1 + LEVEL) / 2])
+    return Estimate(value, float(low), float(high))

@@ -1,0 +1,134 @@
+"""Settings by measurement, on other prompts than those reported: a grid under successive halving.
+
+The first two prompts see every candidate, the next two the fastest third of them, and so on (Jamieson and Talwalkar, AISTATS
+2016, with prompts as the resource), so the budget in calls is known beforehand. Candidates take turns prompt by prompt in
+shuffled order.
+"""
+
+from __future__ import annotations
+
+import math
+import random
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from skipstone.bench.measure import Engine, Row, Skipstone, measure
+from skipstone.bench.peers import HFEarlyExit, HFPromptLookup
+from skipstone.bench.statistics import pooled
+from skipstone.methods.layerskip import LayerSkip
+
+KEPT = 3  # one in so many survives a rung
+RUNG = 2  # prompts a rung
+DEPTHS = (1 / 8, 3 / 16, 1 / 4, 3 / 8, 1 / 2)
+LENGTHS = (2, 3, 4, 6, 8)
+THRESHOLDS = (None, 0.2, 0.3, 0.4, 0.5, 0.6)
+PEER_THRESHOLDS = (0.0, 0.2, 0.4, 0.6)
+LOOKUPS = (3, 5, 10)
+
+
+@dataclass(frozen=True)
+class Grid:
+    """What is tried. exit_layers and lengths are the same for our method and for the peer; each has its own thresholds."""
+
+    exit_layers: Sequence[int]
+    lengths: Sequence[int] = LENGTHS
+    thresholds: Sequence[float | None] = THRESHOLDS
+    peer_thresholds: Sequence[float] = PEER_THRESHOLDS
+    lookups: Sequence[int] = LOOKUPS
+
+    def layerskip(self) -> list[Engine]:
+        """Our method at every (E, d, threshold)."""
+        return [
+            Skipstone(LayerSkip(exit_layer=layer, num_speculative_tokens=length, confidence_threshold=threshold))
+            for layer in self.exit_layers
+            for length in self.lengths
+            for threshold in self.thresholds
+        ]
+
+    def early_exit(self) -> list[Engine]:
+        """The peer at every (E, d, threshold)."""
+        return [
+            HFEarlyExit(layer, length, threshold)
+            for layer in self.exit_layers
+            for length in self.lengths
+            for threshold in self.peer_thresholds
+        ]
+
+    def prompt_lookup(self) -> list[Engine]:
+        """Prompt lookup at every draft length."""
+        return [HFPromptLookup(length) for length in self.lookups]
+
+
+@dataclass
+class Trial:
+    """One candidate and what it has done so far."""
+
+    engine: Engine
+    tokens: list[int] = field(default_factory=list)
+    seconds: list[float] = field(default_factory=list)
+
+    @property
+    def speed(self) -> float:
+        """Tokens a second over all prompts it has seen."""
+        return pooled(self.tokens, self.seconds)
+
+    def report(self) -> dict[str, Any]:
+        return {"settings": self.engine.settings, "prompts": len(self.tokens), "tokens_per_second": self.speed}
+
+
+def exit_layers(depth: int) -> list[int]:
+    """Exit layers to try for a model of `depth` layers: an eighth to a half of the stack."""
+    return sorted({min(depth - 1, max(1, round(depth * share))) for share in DEPTHS})
+
+
+def rungs(candidates: int, prompts: int) -> list[tuple[int, range]]:
+    """The plan: (candidates still in, prompts they run on) per rung. Nothing is run for a single candidate."""
+    plan, left, start = [], candidates, 0
+    while left > 1 and start < prompts:
+        stop = min(start + RUNG, prompts)
+        plan.append((left, range(start, stop)))
+        left, start = math.ceil(left / KEPT), stop
+    return plan
+
+
+def budget(candidates: int, prompts: int) -> int:
+    """Calls that `tune` will make."""
+    return sum(count * len(span) for count, span in rungs(candidates, prompts))
+
+
+def tune(
+    model: PreTrainedModel,
+    candidates: Sequence[Engine],
+    prompts: Sequence[Tensor],
+    max_new_tokens: int,
+    seed: int,
+    done: Callable[[], None] = lambda: None,
+) -> tuple[Engine, list[Trial]]:
+    """The fastest candidate at greedy decoding, and all trials, best first. prompts: [T] int64 each.
+
+    Fastest of those that saw the most prompts; a single candidate is returned untried. done: called after every call.
+    """
+    rng = random.Random(seed)
+    trials = [Trial(engine) for engine in candidates]
+    if not trials:
+        raise ValueError("there is nothing to tune: the grid is empty")
+    for count, span in rungs(len(trials), len(prompts)):
+        trials = ranked(trials)
+        running = trials[:count]
+        for index in span:
+            for trial in rng.sample(running, len(running)):
+                got = measure(model, Row("tuning", trial.engine), prompts[index], index, max_new_tokens, seed + index)
+                trial.tokens.append(len(got.tokens))
+                trial.seconds.append(got.seconds)
+                done()
+    trials = ranked(trials)
+    return trials[0].engine, trials
+
+
+def ranked(trials: Sequence[Trial]) -> list[Trial]:
+    """Those that got furthest first, the fastest first among them."""
+    return sorted(trials, key=lambda trial: (-len(trial.tokens), -trial.speed if trial.tokens else 0.0))
