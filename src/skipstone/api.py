@@ -45,19 +45,25 @@ def load(
     path = Path(name)
     if not path.exists() and (path.is_absolute() or str(name).startswith((".", "~")) or len(path.parts) > 2):
         raise FileNotFoundError(errno.ENOENT, "no such folder, and not a hub id either", str(name))
+    if path.is_file():
+        raise NotADirectoryError(errno.ENOTDIR, "a model is a folder, this is a file", str(name))
     options: dict[str, Any] = {"trust_remote_code": trust_remote_code}
     if attn_implementation is not None:
         options["attn_implementation"] = attn_implementation
     try:
         loaded: Any = AutoModelForCausalLM.from_pretrained(
-            str(name), dtype=dtype, use_safetensors=True, output_loading_info=True, **options
+            str(name), dtype=dtype, use_safetensors=True, output_loading_info=True, ignore_mismatched_sizes=True, **options
         )
     except (SafetensorError, RuntimeError, KeyError) as error:
         raise ValueError(f"the checkpoint {name} cannot be loaded, a file is corrupt or does not fit: {error}") from error
     model, report = loaded
-    for problem in ("missing_keys", "mismatched_keys"):
-        if names := sorted(map(str, report.get(problem) or ())):
-            raise ValueError(f"the checkpoint {name} does not fit its config: {problem} {', '.join(names[:5])}")
+    mismatched: Any = report.get("mismatched_keys") or ()  # asked for: left to transformers, the shapes are only logged
+    for key, found, expected in sorted(mismatched):
+        raise ValueError(
+            f"the checkpoint {name} does not fit its config: {key} has shape {list(found)}, expected {list(expected)}"
+        )
+    if missing := sorted(report.get("missing_keys") or ()):
+        raise ValueError(f"the checkpoint {name} does not fit its config: it lacks {', '.join(missing[:5])}")
     tokenizer = AutoTokenizer.from_pretrained(str(name), trust_remote_code=trust_remote_code)
     return model.to(device).eval(), tokenizer
 

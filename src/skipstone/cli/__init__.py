@@ -7,6 +7,7 @@ once. The flags of `generate` derive from the methods' dataclasses; they are add
 from __future__ import annotations
 
 import sys
+import traceback
 from importlib.metadata import version
 from typing import Annotated, Any
 
@@ -34,7 +35,7 @@ class Verbs(TyperGroup):
             code = INTERRUPTED
         except Exception as error:
             if state["debug"]:
-                raise
+                traceback.print_exception(error)
             code = report(error)
         sys.exit(code or 0)
 

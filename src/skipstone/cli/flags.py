@@ -91,7 +91,7 @@ def wish(method: str | None, given: Mapping[str, str | None], config: str | None
     """
     wanted = _configured(config)
     name = method if method is not None else wanted.get("method")
-    if name is not None and name not in METHODS:
+    if name is not None and (not isinstance(name, str) or name not in METHODS):
         raise ValueError(f"unknown method {name!r}; there are {', '.join(METHODS)}")
     flags: dict[str, Any] = {key: value for key, value in given.items() if value is not None}
     if name is not None:

@@ -89,10 +89,9 @@ def _device(name: str) -> torch.device:
         return torch.device("cuda" if torch.cuda.is_available() else "cpu")
     try:
         device = torch.device(name)
-    except RuntimeError:
-        raise ValueError(f"--device must be auto, cpu, cuda, cuda:0 and so on, found {name!r}") from None
-    if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():
-        raise ValueError(f"--device {name}: this machine has {torch.cuda.device_count()} CUDA devices that torch can use")
+        torch.empty(1, device=device)
+    except (RuntimeError, AssertionError) as error:  # torch asserts where it was built without CUDA
+        raise ValueError(f"--device {name} cannot be used here: {str(error).splitlines()[0]}") from None
     return device
 
 

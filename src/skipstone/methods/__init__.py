@@ -35,7 +35,7 @@ def resolve(wish: Method | str | Mapping[str, Any] | None, defaults: Mapping[str
     if settings is None:
         raise ValueError(f"method must be a Method, a name or a mapping with the key 'method', found {type(wish).__name__}")
     name = settings.pop("method", None)
-    if name not in METHODS:
+    if not isinstance(name, str) or name not in METHODS:
         raise ValueError(f"unknown method {name!r}; there are {', '.join(METHODS)}")
     kind = METHODS[name]
     settings = _spelled(kind, settings)
