@@ -189,7 +189,7 @@ def _beyond(model: Any, config: Any) -> str | None:
         return "is an encoder-decoder; skipstone decodes decoder-only models"
     if not hasattr(config, "num_hidden_layers"):
         return "is a composite model (its layers are those of a model inside it); load the text model by itself"
-    if config.is_heterogeneous:
+    if config.per_layer_attributes:
         return f"has layers that differ in {sorted(config.per_layer_attributes)}; skipstone knows uniform stacks only"
     if any(getattr(config, "kv_sharing_modes", None) or ()) or getattr(config, "num_kv_shared_layers", 0):
         return "shares keys and values between layers; early exits and skipped layers need each layer's own"

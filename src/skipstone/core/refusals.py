@@ -55,7 +55,5 @@ def _refuse_weights(model: Any) -> None:
         raise ValueError("some weights are on the meta device (never loaded, or offloaded); load the whole model on one device")
     placed = {str(place) for place in (getattr(model, "hf_device_map", None) or {}).values()}
     if len(devices) > 1 or len(placed) > 1:
-        spread = sorted(devices if len(devices) > 1 else placed)
-        raise ValueError(
-            f"the model is spread over {spread}; skipstone decodes on one device: load with device_map={{'': device}}"
-        )
+        spread = ", ".join(sorted(devices if len(devices) > 1 else placed))
+        raise ValueError(f"the model is spread over {spread}; skipstone decodes on one device: load the whole model there")
