@@ -133,3 +133,27 @@ def test_long_texts_equal_generate_at_other_draft_lengths_and_depths(name: str, 
         for exit_layer in (1, 3, 5):
             method = LayerSkip(exit_layer=exit_layer, num_speculative_tokens=draft)
             assert skipstone.generate(model, prompt, method, max_new_tokens=150).new_tokens == [expected]
+
+
+# RoPE whose phases change once a sequence passes a length; 64 tokens here
+SWITCHING: dict[str, tuple[str, dict[str, Any], str]] = {
+    "longrope": ("phi3", {"original_max_position_embeddings": 64, "rope_parameters": {"rope_type": "longrope",
+        "rope_theta": 10000.0, "short_factor": [1.0] * 4, "long_factor": [2.0, 3.0, 4.0, 5.0]}}, "longrope"),
+    "dynamic": ("llama", {"max_position_embeddings": 64,
+        "rope_parameters": {"rope_type": "dynamic", "rope_theta": 10000.0, "factor": 4.0}}, "dynamic RoPE"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", SWITCHING)
+def test_rope_that_switches_is_exact_up_to_the_length_below_which_nothing_switches(case: str) -> None:
+    name, overrides, words = SWITCHING[case]
+    model, prompt = families.build(name, **overrides), families.prompts(1, longest=40)[0]
+    expected = support.alone(model, prompt, max_new_tokens=24, do_sample=False)
+    long = torch.randint(1, 97, (1, 150), generator=torch.Generator().manual_seed(2))
+    with torch.no_grad():  # leaves the rotary module with the phases of a long sequence
+        assert (model(long).logits[:, :40] - model(long[:, :40]).logits).abs().max() > 0.1, "nothing switches"
+        model(long)
+    out = skipstone.generate(model, prompt, LayerSkip(exit_layer=2, num_speculative_tokens=4), max_new_tokens=24)
+    assert out.new_tokens == [expected]
+    with pytest.raises(ValueError, match=rf"40 tokens .*=25 .*64 positions .*{words} would switch"):
+        skipstone.generate(model, prompt, Autoregressive(), max_new_tokens=25)
