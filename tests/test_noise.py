@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from itertools import product
+from typing import Any
 
 import numpy as np
 import pytest
@@ -152,4 +153,5 @@ def test_the_acceptance_test_and_the_draft_draw_of_a_place_are_independent() -> 
     passed = source.accept(torch.full((count,), 0.5), position, substream(ACCEPT, 2)).numpy()
     recovered = source.draw(torch.ones(count, vocab), position, TARGET).numpy()
     for table in (np.bincount(passed * vocab + token), np.bincount(token * vocab + recovered)):
-        assert stats.chi2_contingency(table.reshape(-1, vocab)).pvalue > ALPHA
+        found: Any = stats.chi2_contingency(table.reshape(-1, vocab))
+        assert found.pvalue > ALPHA

@@ -71,7 +71,7 @@ class Row:
             return False
         prompt = self.request.prompt
         ids = torch.cat([prompt, torch.tensor(self.tokens, device=prompt.device)])[None]
-        return any(bool(criterion(ids, None).all()) for criterion in self.request.criteria)
+        return any(bool(torch.as_tensor(criterion(ids, None)).all()) for criterion in self.request.criteria)
 
 
 class Pace:
@@ -189,7 +189,7 @@ class Decoder:
         for row, mine in enumerate(verdicts):
             state = self.rows[row]
             if state is None or row not in live:
-                verdicts[row] = RowVerdict([], [], "", 0, 0)
+                verdicts[row] = RowVerdict([], [], "", 0, 0, 0)
             else:
                 state.take(mine)
         return verdicts
@@ -202,7 +202,7 @@ class Decoder:
             draft_steps=draft.draft_steps or [v.drafted for v in verdicts],
             accepted=[len(v.path) for v in verdicts],
             overruled=[v.overruled for v in verdicts],
-            verified_nodes=sum(v.drafted for v in verdicts),
+            verified_nodes=sum(v.nodes for v in verdicts),
             finished=[row for row, v in enumerate(verdicts) if v.finished],
         )
         if self.recorder is not None:

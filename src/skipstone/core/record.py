@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 import torch
@@ -35,11 +36,11 @@ class Keeper:
         """[k, V] per row: what each of the k committed tokens was chosen from."""
         kept: list[list[Tensor]] = [[] for _ in verdicts]
         for place in range(max((len(v.tokens) for v in verdicts), default=0)):
-            node, path = _at(verdicts, place, scores.logits.device)
+            node, path, reached = _at(verdicts, place, scores.logits.device)
             values = scores.at(node)
             if processed:
-                p = scores.sampler.process(values, path)
-                values = p if scores.sampler.greedy else scores.sampler.warped(p, path).log()
+                p = scores.sampler.process(values, path, reached)
+                values = p if scores.sampler.greedy else scores.sampler.warped(p, path, reached).log()
             for row, verdict in enumerate(verdicts):
                 if place < len(verdict.tokens):
                     kept[row].append(values[row])
@@ -50,26 +51,29 @@ class Keeper:
         """Per row: the accepted drafts, the final token, then the rejected drafts along the chain."""
         records: list[list[TokenRecord]] = [[] for _ in verdicts]
         for place in range(max((len(v.tokens) for v in verdicts), default=0)):
-            node, path = _at(verdicts, place, scores.logits.device)
-            p = scores.p(node, path)
-            spread = entropy(p, base=2.718281828459045)
+            node, path, reached = _at(verdicts, place, scores.logits.device)
+            processed = scores.sampler.process(scores.at(node), path, reached)
+            p = scores.sampler.warped(processed, path, reached)
+            spread = entropy(processed.softmax(-1), base=math.e)
             for row, verdict in enumerate(verdicts):
-                if place < len(verdict.tokens):
-                    own = place < len(verdict.path)
-                    source = verdict.path[place] if own else None
-                    records[row].append(_token(draft, row, source, verdict.tokens[place], p[row], spread[row], own))
-                if place == len(verdict.path) and verdict.final == "recovered":
+                if not reached[row]:
+                    continue
+                own = place < len(verdict.path)
+                source = verdict.path[place] if own else None
+                records[row].append(_token(draft, row, source, verdict.tokens[place], p[row], spread[row], own))
+                if not own and verdict.final == "recovered":
                     for lost in _children(draft, row, int(node[row])):
                         token = int(draft.tokens[row, lost])
                         records[row].append(_token(draft, row, lost, token, p[row], spread[row], False))
         return records
 
 
-def _at(verdicts: list[RowVerdict], place: int, device: torch.device) -> tuple[Tensor, Tensor]:
-    """(node that the committed token number `place` follows [B], tokens before it [B, place])."""
+def _at(verdicts: list[RowVerdict], place: int, device: torch.device) -> tuple[Tensor, Tensor, list[bool]]:
+    """(node that the committed token number `place` follows [B], tokens before it [B, place], rows that have such a token)."""
     nodes = [v.path[place - 1] if 0 < place <= len(v.path) else -1 for v in verdicts]
     path = [(v.tokens[:place] + [0] * place)[:place] for v in verdicts]
-    return torch.tensor(nodes, device=device), torch.tensor(path, device=device, dtype=torch.long).reshape(len(verdicts), place)
+    before = torch.tensor(path, device=device, dtype=torch.long).reshape(len(verdicts), place)
+    return torch.tensor(nodes, device=device), before, [place < len(v.tokens) for v in verdicts]
 
 
 def _children(draft: Draft, row: int, node: int) -> list[int]:

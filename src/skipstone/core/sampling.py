@@ -123,14 +123,17 @@ class Sampler:
         self.warping = Warping(rows, self.device)
         self.noise = self.noise_type(on_device([row.seed for row in rows], self.device))
 
-    def process(self, logits: Tensor, path: Tensor) -> Tensor:
-        """Apply every row's processors. logits: [B, V] raw; path: [B, k], tokens after the committed ones. Returns [B, V]."""
+    def process(self, logits: Tensor, path: Tensor, wanted: Sequence[bool] | None = None) -> Tensor:
+        """Apply every row's processors. logits: [B, V] raw; path: [B, k], tokens after the committed ones. Returns [B, V].
+
+        wanted: rows whose processors may be called, None for all; the others' logits come back as they are.
+        """
         if not self.processed:
             return logits
         rows = []
         for row, sampling in enumerate(self.settings):
             scores = logits[row : row + 1]
-            if sampling is not None and sampling.processors:
+            if sampling is not None and sampling.processors and (wanted is None or wanted[row]):
                 ids = torch.cat([self.ids[row], path[row]])[None]
                 scores = scores.clone()
                 for processor in sampling.processors:
@@ -138,20 +141,20 @@ class Sampler:
             rows.append(scores)
         return torch.cat(rows)
 
-    def warped(self, scores: Tensor, path: Tensor) -> Tensor:
-        """p [B, V] of processed scores [B, V]."""
+    def warped(self, scores: Tensor, path: Tensor, wanted: Sequence[bool] | None = None) -> Tensor:
+        """p [B, V] of processed scores [B, V]. path, wanted: as in `process`."""
         p = warp(scores, self.warping)
         for row, sampling in enumerate(self.settings):
-            if sampling is not None and sampling.warpers:
+            if sampling is not None and sampling.warpers and (wanted is None or wanted[row]):
                 ids, own = torch.cat([self.ids[row], path[row]])[None], scores[row : row + 1]
                 for warper in sampling.warpers:
                     own = warper(ids, own)
                 p[row] = own[0].softmax(-1)
         return p
 
-    def distribution(self, logits: Tensor, path: Tensor) -> Tensor:
-        """p of raw logits [B, V], processed and warped."""
-        return self.warped(self.process(logits, path), path)
+    def distribution(self, logits: Tensor, path: Tensor, wanted: Sequence[bool] | None = None) -> Tensor:
+        """p of raw logits [B, V], processed and warped. path, wanted: as in `process`."""
+        return self.warped(self.process(logits, path, wanted), path, wanted)
 
     def propose(self, logits: Tensor, position: Tensor, path: Tensor) -> tuple[Tensor, Tensor | None, Tensor]:
         """Draw a draft token. logits: [B, V] raw; position: [B] the token will have; path: [B, k] the draft so far.
@@ -171,19 +174,26 @@ class Sampler:
 class Scores:
     """The target's raw logits [B, n+1, V] float32 (index 0 after the root), turned into distributions on demand.
 
-    position: [B] int64, the position the first new token will have.
+    position: [B] int64, the position the first new token will have. live: rows whose logits mean anything.
     """
 
     logits: Tensor
     sampler: Sampler
     position: Tensor
+    live: Sequence[bool]
 
-    def p(self, node: Tensor, path: Tensor) -> Tensor:
+    def p(self, node: Tensor, path: Tensor, walking: Tensor) -> Tensor:
         """Processed distribution after a node [B] (-1: the root) reached by path [B, k]. Returns [B, V].
 
-        Lazy: with row processors nothing is computed for nodes that the walk never reaches.
+        walking: [B] bool. Lazy: processors are called only for live rows that walk, at the nodes that the walk reaches.
         """
-        return self.sampler.distribution(self.at(node), path)
+        return self.sampler.distribution(self.at(node), path, self.wanted(walking))
+
+    def wanted(self, walking: Tensor) -> list[bool] | None:
+        """Rows whose processors are to be called, on the host; None (nobody asks) without row processors."""
+        if not self.sampler.processed:
+            return None
+        return [live and walks for live, walks in zip(self.live, walking.tolist(), strict=True)]
 
     def at(self, node: Tensor) -> Tensor:
         """Raw logits after a node [B], -1 for the root. Returns [B, V]."""

@@ -111,7 +111,7 @@ class Session:
             if self._waiting[row] is None:
                 done.append(row)
                 self.alive[row] = True
-        return self._prefill_scores(logits, rows), done
+        return self._prefill_scores(logits, rows, done), done
 
     def _prefill_pass(self, rows: range, counts: list[int]) -> Pass:
         bases = [self.store.length[row] for row in rows]
@@ -127,12 +127,13 @@ class Session:
         start = bases[0] if even and len(set(bases)) == 1 else None
         return Pass(positions, positions, valid, slice(rows.start, rows.stop), end, start)
 
-    def _prefill_scores(self, logits: Tensor, rows: range) -> Scores:
+    def _prefill_scores(self, logits: Tensor, rows: range, done: list[int]) -> Scores:
         full = logits
         if len(rows) < self.rows:
             full = logits.new_zeros((self.rows, *logits.shape[1:]))
             full[rows.start : rows.stop] = logits
-        return Scores(full, self.sampler, on_device(self.store.length, full.device))
+        live = [row in done for row in range(self.rows)]
+        return Scores(full, self.sampler, on_device(self.store.length, full.device), live)
 
     def frontier(self, most: list[int]) -> Frontier:
         """A new frontier that holds the last committed token of every live row, with room for `most` draft tokens a row."""
@@ -146,7 +147,7 @@ class Session:
         """The one scoring pass, the same for every method."""
         assert draft.frontier is not None, "a draft to be scored carries its frontier"
         position = on_device(self.store.length, self.model.device) + 1
-        return Scores(draft.frontier.finish(), self.sampler, position)
+        return Scores(draft.frontier.finish(), self.sampler, position, list(self.alive))
 
     def verify(self, draft: Draft, scores: Scores) -> Verdict:
         """Apply the acceptance rule: `leviathan` for drafts drawn at random, `match` for all others."""

@@ -54,6 +54,11 @@ class Draft:
     def width(self) -> int:
         return self.tokens.shape[1]
 
+    @property
+    def offered(self) -> Tensor:
+        """[B, n] bool: the nodes that may be accepted."""
+        return self.valid if self.candidate is None else self.valid & self.candidate
+
     def check(self) -> None:
         """Assert the invariants (for tests; it synchronises with the device)."""
         assert self.tokens.shape == self.valid.shape, (self.tokens.shape, self.valid.shape)
@@ -94,18 +99,18 @@ class Verdict:
     def tolist(self, draft: Draft) -> list[RowVerdict]:
         """The verdict on the host, in one transfer from the device: the only synchronisation of a step."""
         width = self.path.shape[1]
-        drafted = draft.valid.sum(1, keepdim=True)
+        nodes, drafted = draft.valid.sum(1, keepdim=True), draft.offered.sum(1, keepdim=True)
         last = torch.cat([torch.full_like(drafted, -1), self.path], 1).gather(1, self.accepted[:, None])
         if draft.parents is None:
-            offered = (self.accepted[:, None] < drafted).long()
+            offered = torch.nn.functional.pad(draft.offered, (0, 1)).gather(1, self.accepted[:, None]).long()
         else:
-            offered = (draft.valid & (draft.parents == last)).any(1, keepdim=True).long()
+            offered = (draft.offered & (draft.parents == last)).any(1, keepdim=True).long()
         overruled = torch.zeros_like(drafted) if self.overruled is None else self.overruled[:, None]
-        columns = [self.accepted[:, None], drafted, offered, overruled, self.path, self.tokens]
+        columns = [self.accepted[:, None], drafted, nodes, offered, overruled, self.path, self.tokens]
         verdicts = []
-        for accepted, count, more, against, *rest in torch.cat(columns, dim=1).tolist():
+        for accepted, count, scored, more, against, *rest in torch.cat(columns, dim=1).tolist():
             path, tokens = rest[:accepted], rest[width : width + accepted + 1]
-            verdicts.append(RowVerdict(path, tokens, "recovered" if more else "bonus", count, against))
+            verdicts.append(RowVerdict(path, tokens, "recovered" if more else "bonus", count, against, scored))
         return verdicts
 
 
@@ -114,7 +119,7 @@ class RowVerdict:
     """One row's verdict on the host.
 
     path: accepted nodes. tokens: committed tokens, accepted ones first. final: what the token after the accepted ones is.
-    drafted: valid draft tokens. finished: set by the stopping rules.
+    drafted: draft tokens that could be accepted. nodes: draft tokens scored. finished: set by the stopping rules.
     """
 
     path: list[int]
@@ -122,6 +127,7 @@ class RowVerdict:
     final: str
     drafted: int
     overruled: int
+    nodes: int = 0
     finished: bool = False
 
     def cut(self, kept: int) -> None:
@@ -137,7 +143,8 @@ class RowVerdict:
 
 @dataclass(slots=True)
 class TokenRecord:
-    """What `record=True` keeps of one token: probabilities under p and q, entropy of p in nats, and where it came from."""
+    """What `record=True` keeps of one token: probabilities under p and q, the target's entropy in nats (after processors,
+    before warpers, at temperature 1), and where it came from."""
 
     token: int
     p: float

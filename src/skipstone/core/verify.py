@@ -16,8 +16,11 @@ from torch import Tensor
 from skipstone.core.noise import ACCEPT, TARGET, Noise, substream
 from skipstone.core.types import Draft, Verdict
 
-Probability = Callable[[Tensor, Tensor], Tensor]
-"""(node [B], -1 for the root; tokens of the path so far [B, k]) -> p after that node [B, V]."""
+Probability = Callable[[Tensor, Tensor, Tensor], Tensor]
+"""(node [B], -1 for the root; tokens of the path so far [B, k]; walking [B] bool) -> p after that node [B, V].
+
+Rows that do not walk any more may be answered with anything: their path is no real one.
+"""
 
 
 def match(draft: Draft, p: Probability, position: Tensor, noise: Noise) -> Verdict:
@@ -29,16 +32,15 @@ def match(draft: Draft, p: Probability, position: Tensor, noise: Noise) -> Verdi
     node = draft.tokens.new_full((rows,), -1)
     walking = torch.ones_like(node, dtype=torch.bool)
     accepted, path, tokens = torch.zeros_like(node), [], []
-    offered = draft.valid if draft.candidate is None else draft.valid & draft.candidate
     chain = torch.arange(width, device=node.device) - 1
     parents = chain.expand(rows, width) if draft.parents is None else draft.parents
     for depth in range(width + 1):
         so_far = torch.stack(tokens, 1) if tokens else node.new_empty((rows, 0))
-        x = noise.draw(p(node, so_far), position + depth, TARGET)
+        x = noise.draw(p(node, so_far, walking), position + depth, TARGET)
         tokens.append(x)
         if width == 0:
             break
-        child = offered & (parents == node[:, None]) & (draft.tokens == x[:, None])
+        child = draft.offered & (parents == node[:, None]) & (draft.tokens == x[:, None])
         found, where = child.max(1)
         walking = walking & found
         node = torch.where(walking, where, node)
@@ -57,7 +59,7 @@ def match_greedy(draft: Draft, picks: Tensor) -> Verdict:
         accepted = same.long().cumprod(1).sum(1) if width else torch.zeros_like(picks[:, 0])
         path = torch.arange(width, device=picks.device).expand(rows, width)
         return Verdict(path, picks, accepted)
-    return match(draft, lambda node, _: picks.gather(1, node[:, None] + 1), picks[:, 0], _PICKED)
+    return match(draft, lambda node, *_: picks.gather(1, node[:, None] + 1), picks[:, 0], _PICKED)
 
 
 class _Picked(Noise):
@@ -78,17 +80,17 @@ def leviathan(draft: Draft, p: Probability, position: Tensor, noise: Noise) -> V
     assert draft.parents is None, "leviathan wants a chain"
     rows, width = draft.tokens.shape
     walking = torch.ones(rows, dtype=torch.bool, device=draft.tokens.device)
-    accepted = torch.zeros_like(draft.tokens[:, 0])
+    accepted = draft.tokens.new_zeros(rows)
     final = None
     for depth in range(width + 1):
-        target = p(accepted - 1, draft.tokens[:, :depth])
+        target = p(accepted - 1, draft.tokens[:, :depth], walking)
         if depth == width:
             final = target if final is None else torch.where(walking[:, None], target, final)
             break
         x, q = draft.tokens[:, depth], one_hot_where(draft, depth)
         ratio = target.gather(1, x[:, None]).squeeze(1) / q.gather(1, x[:, None]).squeeze(1)
         passes = noise.accept(ratio, position + depth, substream(ACCEPT, depth))
-        offered = draft.valid[:, depth]
+        offered = draft.offered[:, depth]
         stops = walking & ~(passes & offered)
         # where the draft of a row is over, q = 0: the residual is p itself, the bonus draw
         rest = residual(target, q * offered[:, None])
