@@ -1,24 +1,61 @@
-"""skipstone makes language models answer faster without changing what they say. This file is the public API."""
+"""skipstone makes language models answer faster without changing what they say. This file is the public API.
 
-from skipstone.api import Detokenizer as Detokenizer
-from skipstone.api import generate as generate
-from skipstone.api import load as load
-from skipstone.api import stream as stream
-from skipstone.core.decode import Decoder as Decoder
-from skipstone.core.model import LayeredModel as LayeredModel
-from skipstone.core.protocol import Method as Method
-from skipstone.core.sampling import Sampling as Sampling
-from skipstone.core.session import Request as Request
-from skipstone.core.session import Session as Session
-from skipstone.core.types import Draft as Draft
-from skipstone.core.types import Output as Output
-from skipstone.core.types import Stats as Stats
-from skipstone.core.types import Step as Step
-from skipstone.hf import disable as disable
-from skipstone.hf import enable as enable
-from skipstone.methods import METHODS as METHODS
-from skipstone.methods.autoregressive import Autoregressive as Autoregressive
-from skipstone.methods.early_exit import EarlyExit as EarlyExit
-from skipstone.methods.layerskip import LayerSkip as LayerSkip
+A name is imported when it is first used: torch and transformers take seconds, and `skipstone --help` needs neither.
+"""
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from skipstone.api import Detokenizer as Detokenizer
+    from skipstone.api import generate as generate
+    from skipstone.api import load as load
+    from skipstone.api import stream as stream
+    from skipstone.core.decode import Decoder as Decoder
+    from skipstone.core.model import LayeredModel as LayeredModel
+    from skipstone.core.protocol import Method as Method
+    from skipstone.core.sampling import Sampling as Sampling
+    from skipstone.core.session import Request as Request
+    from skipstone.core.session import Session as Session
+    from skipstone.core.types import Draft as Draft
+    from skipstone.core.types import Output as Output
+    from skipstone.core.types import Stats as Stats
+    from skipstone.core.types import Step as Step
+    from skipstone.hf import disable as disable
+    from skipstone.hf import enable as enable
+    from skipstone.methods import METHODS as METHODS
+    from skipstone.methods.autoregressive import Autoregressive as Autoregressive
+    from skipstone.methods.early_exit import EarlyExit as EarlyExit
+    from skipstone.methods.layerskip import LayerSkip as LayerSkip
 
 __version__ = "0.1.0"
+
+_NAMES = {
+    "api": ("Detokenizer", "generate", "load", "stream"),
+    "core.decode": ("Decoder",),
+    "core.model": ("LayeredModel",),
+    "core.protocol": ("Method",),
+    "core.sampling": ("Sampling",),
+    "core.session": ("Request", "Session"),
+    "core.types": ("Draft", "Output", "Stats", "Step"),
+    "hf": ("disable", "enable"),
+    "methods": ("METHODS",),
+    "methods.autoregressive": ("Autoregressive",),
+    "methods.early_exit": ("EarlyExit",),
+    "methods.layerskip": ("LayerSkip",),
+}
+_HOME = {name: module for module, names in _NAMES.items() for name in names}
+
+
+def __getattr__(name: str) -> Any:
+    if name in _HOME:
+        value = getattr(import_module(f"skipstone.{_HOME[name]}"), name)
+        globals()[name] = value
+        return value
+    if name in ("api", "core", "hf", "methods"):
+        return import_module(f"skipstone.{name}")
+    raise AttributeError(f"module 'skipstone' has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *_HOME})

@@ -8,12 +8,12 @@ from __future__ import annotations
 
 import sys
 import traceback
-from importlib.metadata import version
 from typing import Annotated, Any
 
 import typer
 from typer.core import TyperGroup
 
+from skipstone import __version__
 from skipstone.cli import env, generate, methods
 from skipstone.cli.terminal import INTERRUPTED, report
 
@@ -47,7 +47,7 @@ app = typer.Typer(
 
 def _print_version(wanted: bool) -> None:
     if wanted:
-        typer.echo(f"skipstone {version('skipstone')}")
+        typer.echo(f"skipstone {__version__}")
         raise typer.Exit()
 
 

@@ -6,13 +6,13 @@ import json
 import os
 import sys
 from dataclasses import asdict
-from importlib.metadata import version
 from typing import Any
 
 from rich.color import ColorSystem
 from rich.style import Style
 from rich.text import Text
 
+from skipstone import __version__
 from skipstone.api import Detokenizer
 from skipstone.cli import terminal
 from skipstone.cli.compare import Comparison
@@ -113,7 +113,7 @@ def figures(job: Job, method: Method, run: Run) -> list[str]:
 def document(options: Options, job: Job, method: Method, run: Run, comparison: Comparison | None) -> dict[str, Any]:
     """The one JSON document of --json."""
     return {
-        "skipstone": version("skipstone"),
+        "skipstone": __version__,
         "model": options.model,
         "dtype": dtype_name(job.model),
         "device": str(job.model.device),
