@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
@@ -46,9 +47,9 @@ def blocks(page: Path, language: str) -> list[Block]:
     return found
 
 
-def run_python(page: Path, checkpoint: Path, namespace: dict[str, object] | None = None) -> dict[str, object]:
+def run_python(page: Path, checkpoint: Path) -> dict[str, Any]:
     """Execute a page's unmarked Python blocks one after the other in one namespace, on the tiny checkpoint."""
-    namespace = {"__name__": "snippet"} if namespace is None else namespace
+    namespace: dict[str, Any] = {"__name__": "snippet"}
     for block in blocks(page, "python"):
         assert block.mark in MARKS, f"{page.name}:{block.line} is marked {block.mark}"
         if not block.mark:
@@ -86,10 +87,10 @@ def tree(code: str) -> dict[str, str]:
     entries: dict[str, str] = {}
     above: list[str] = []
     for line in code.splitlines():
-        name, remark = line.split(maxsplit=1)
+        name, _, remark = line.strip().partition(" ")
         level = (len(line) - len(line.lstrip())) // 2
         above = [*above[:level], name]
-        entries["".join(above)] = remark
+        entries["".join(above)] = remark.strip()
     return entries
 
 
