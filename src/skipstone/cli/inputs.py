@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import secrets
 import sys
+import warnings
 from collections.abc import Mapping
 from typing import Any
 
@@ -25,7 +26,9 @@ def prepare(options: Options, given: Given) -> tuple[Job, Method]:
     _check(options)
     wanted = flags.wish(options.method, given, options.speculative_config)
     if "method" in wanted:
-        resolve(wanted)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # it is resolved again, with the model's defaults
+            resolve(wanted)
     place = _device(options.device)
     text = _prompt(options)
     dtype = options.dtype if options.dtype == "auto" else getattr(torch, options.dtype)

@@ -1,0 +1,58 @@
+"""What the tests of the command line share: a prompt, a method, and runs of the program in this process."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer
+from typer.testing import CliRunner, Result
+
+import skipstone
+from skipstone.cli import app
+from skipstone.cli.decoding import Job
+
+PROMPT = "def add(a, b):\n    return a"
+LAYERSKIP = ("--method", "layerskip", "--exit-layer", "2", "--num-speculative-tokens", "4")
+
+
+def run(*arguments: Any, stdin: bytes | str | None = None) -> Result:
+    return CliRunner().invoke(app, [str(argument) for argument in arguments], input=stdin)
+
+
+def succeed(*arguments: Any, stdin: str | None = None) -> Result:
+    result = run(*arguments, stdin=stdin)
+    assert result.exit_code == 0, result.stderr
+    return result
+
+
+def document(*arguments: Any) -> dict[str, Any]:
+    return json.loads(succeed(*arguments, "--json").stdout)
+
+
+def expected(folder: Path, prompt: str = PROMPT, tokens: int = 24, **options: Any) -> tuple[list[int], str]:
+    """New tokens and text of transformers' own greedy generate."""
+    model, tokenizer = AutoModelForCausalLM.from_pretrained(folder), AutoTokenizer.from_pretrained(folder)
+    ids = tokenizer(prompt, return_tensors="pt")["input_ids"]
+    output = model.generate(ids, do_sample=False, max_new_tokens=tokens, tokenizer=tokenizer, **options)
+    new = output[0, ids.shape[1] :].tolist()
+    return new, tokenizer.decode(new, skip_special_tokens=True)
+
+
+def job(folder: Path, **options: Any) -> Job:
+    """The checkpoint, loaded, with the prompt."""
+    model, tokenizer = skipstone.load(folder)
+    ids = torch.tensor([tokenizer(PROMPT)["input_ids"]])
+    return Job(model, tokenizer, ids, {"max_new_tokens": 24, "do_sample": False} | options, 0)
+
+
+def refused(result: Result, part: str) -> None:
+    """Exit code 2, one line on stderr with this part in it, nothing on stdout."""
+    assert result.exit_code == 2, (result.exit_code, result.stdout, result.stderr)
+    assert result.stdout == ""
+    assert re.fullmatch(r"skipstone: [^\n]+\n", result.stderr), result.stderr
+    assert "Traceback" not in result.stderr
+    assert part in result.stderr, result.stderr

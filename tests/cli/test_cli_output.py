@@ -1,0 +1,164 @@
+"""`skipstone generate`: what is written where, and what the decoding flags do."""
+
+from __future__ import annotations
+
+import io
+import json
+import re
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from skipstone.cli import terminal
+from skipstone.cli.showing import Painter
+from skipstone.core.types import Step
+from tests.cli.helpers import LAYERSKIP, PROMPT, document, expected, job, succeed
+
+
+@pytest.mark.parametrize("method", ["autoregressive", "layerskip"])
+def test_stdout_is_the_text_that_transformers_generates_and_nothing_else(folder: Path, method: str) -> None:
+    flags = LAYERSKIP if method == "layerskip" else ("--method", method)
+    result = succeed("generate", folder, "--prompt", PROMPT, "--max-new-tokens", 24, *flags)
+    assert result.stdout == expected(folder)[1]
+    assert result.stderr == ""
+
+
+def test_prompt_comes_from_a_flag_a_file_or_standard_input(folder: Path, tmp_path: Path) -> None:
+    file = tmp_path / "prompt.py"
+    file.write_bytes(PROMPT.encode())
+    common = ("generate", folder, *LAYERSKIP, "--max-new-tokens", 12)
+    texts = {
+        succeed(*common, "--prompt", PROMPT).stdout,
+        succeed(*common, "--prompt-file", file).stdout,
+        succeed(*common, stdin=PROMPT).stdout,
+    }
+    assert texts == {expected(folder, tokens=12)[1]}
+
+
+def test_prompt_tokens_keeps_the_last_ones(folder: Path) -> None:
+    result = document("generate", folder, "--prompt", "x" * 40 + PROMPT, "--prompt-tokens", len(PROMPT), *LAYERSKIP)
+    assert result["prompt_tokens"] == len(PROMPT)
+    assert result["tokens"] == expected(folder, tokens=128)[0]
+
+
+def test_chat_wraps_the_prompt_in_the_template(folder: Path) -> None:
+    result = document("generate", folder, "--prompt", "hi", "--chat", *LAYERSKIP, "--max-new-tokens", 12)
+    assert result["tokens"] == expected(folder, "[user] hi\n[assistant] ", tokens=12)[0]
+
+
+def test_json_is_one_document_with_every_tokens_origin(folder: Path) -> None:
+    result = succeed("generate", folder, "--prompt", PROMPT, "--max-new-tokens", 24, *LAYERSKIP, "--json", "--stats")
+    found = json.loads(result.stdout)
+    tokens, text = expected(folder)
+    assert (found["tokens"], found["text"], found["prompt_tokens"]) == (tokens, text, len(PROMPT))
+    assert found["method"] | {"exit_layer": 2, "num_speculative_tokens": 4} == found["method"]
+    assert (found["lossless"], found["comparison"], found["finish_reason"]) == (True, None, "length")
+    origin = found["origin"]
+    assert len(origin) == 24
+    assert origin[0] == "prefill"
+    assert origin.count("draft") == found["stats"]["accepted"] > 0
+    assert 0 < origin.count("recovered") < 24, "nothing was rejected: the test would not notice wrong origins"
+
+
+def test_stats_go_to_stderr_and_agree_with_json(folder: Path) -> None:
+    common = ("generate", folder, "--prompt", PROMPT, "--max-new-tokens", 24, *LAYERSKIP)
+    said = succeed(*common, "--stats")
+    stats = document(*common)["stats"]
+    assert said.stdout == expected(folder)[1]
+    assert f"M {stats['mean_acceptance_length']:.2f}" in said.stderr
+    assert f"({stats['accepted']} of {stats['draft_steps']} drafts accepted)" in said.stderr
+    assert "24 new" in said.stderr
+    assert "ended by length" in said.stderr
+
+
+def test_color_underlines_accepted_drafts_and_changes_no_character(folder: Path) -> None:
+    common = ("generate", folder, "--prompt", PROMPT, "--max-new-tokens", 24, *LAYERSKIP)
+    plain = document(*common)
+    result = succeed(*common, "--color")
+    pieces = re.findall(r"\x1b\[4;32m(.*?)\x1b\[0m|([^\x1b])", result.stdout, flags=re.DOTALL)
+    assert "".join(drafted or other for drafted, other in pieces) == plain["text"]
+    drafted = [bool(drafted) for drafted, _ in pieces]  # one id is one character
+    assert drafted == [origin == "draft" for origin in plain["origin"]]
+    assert "accepted draft" in result.stderr
+
+
+def test_no_color_where_stdout_is_no_terminal(folder: Path) -> None:
+    result = succeed("generate", folder, "--prompt", PROMPT, "--max-new-tokens", 24, *LAYERSKIP)
+    assert "\x1b" not in result.stdout + result.stderr
+
+
+class Screen(io.StringIO):
+    def isatty(self) -> bool:
+        return True
+
+
+@pytest.mark.parametrize(("no_color", "marked"), [(False, True), (True, False)])
+def test_on_a_terminal_drafts_are_marked_unless_no_color_is_set(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, no_color: bool, marked: bool
+) -> None:
+    monkeypatch.setenv("TERM", "xterm")
+    if no_color:
+        monkeypatch.setenv("NO_COLOR", "1")
+    else:
+        monkeypatch.delenv("NO_COLOR", raising=False)
+    screen = Screen()
+    monkeypatch.setattr(sys, "stdout", screen)
+    painter = Painter(job(folder), None)
+    painter.show(_step([40, 41], ["draft", "recovered"]))
+    painter.end()
+    assert screen.getvalue() == ("\x1b[4;32mH\x1b[0mI\n" if marked else "HI\n")
+
+
+def test_a_models_control_characters_cannot_drive_a_terminal() -> None:
+    assert terminal.harmless("a\x1b[2J\x07\r\x9b\x7f\n\tü") == "a␛[2J␇␍\ufffd␡\n\tü"
+
+
+def _step(tokens: list[int], origin: list[str]) -> Step:
+    return Step([tokens], [origin], [0], [0], [0], [0])
+
+
+# decoding flags
+
+
+def test_stop_ends_the_text_and_says_so(folder: Path) -> None:
+    tokens, text = expected(folder)
+    stop = text[9:11]
+    result = document(
+        "generate", folder, "--prompt", PROMPT, "--max-new-tokens", 24, *LAYERSKIP, "--stop", "never met", "--stop", stop
+    )
+    end = text.index(stop) + 2
+    assert (result["text"], result["tokens"], result["finish_reason"]) == (text[:end], tokens[:end], "stop")
+
+
+def test_end_of_text_ends_the_run_unless_ignored(folder: Path, variant: Callable[..., Path]) -> None:
+    tokens = expected(folder)[0]
+    end = next(i for i in range(5, 24) if tokens[i] not in tokens[:i])
+    ending = variant("generation_config.json", eos_token_id=[tokens[end], 96])
+    common = ("generate", ending, "--prompt", PROMPT, "--max-new-tokens", 24, *LAYERSKIP)
+    stopped, ignored = document(*common), document(*common, "--ignore-eos")
+    assert (stopped["tokens"], stopped["finish_reason"]) == (tokens[: end + 1], "eos")
+    assert (ignored["tokens"], ignored["finish_reason"]) == (tokens, "length")
+
+
+def test_sampling_repeats_with_its_seed_and_differs_with_another(folder: Path) -> None:
+    common = ("generate", folder, "--prompt", PROMPT, *LAYERSKIP, "--max-new-tokens", 24, "--temperature", 1, "--top-k", 20)
+    first, again, other = (document(*common, "--seed", seed) for seed in (1, 1, 2))
+    assert first["tokens"] == again["tokens"] != other["tokens"]
+    assert first["tokens"] != expected(folder)[0]
+    assert first["decoding"] == {"max_new_tokens": 24, "do_sample": True, "temperature": 1.0, "top_k": 20, "seed": 1}
+
+
+def test_seed_that_was_drawn_reproduces_the_text(folder: Path) -> None:
+    common = ("generate", folder, "--prompt", PROMPT, *LAYERSKIP, "--max-new-tokens", 24, "--temperature", 1)
+    drawn = document(*common)
+    assert document(*common, "--seed", drawn["decoding"]["seed"])["tokens"] == drawn["tokens"]
+
+
+def test_min_p_and_top_p_reach_the_sampler(folder: Path) -> None:
+    greedy = expected(folder)[0]
+    common = ("generate", folder, "--prompt", PROMPT, *LAYERSKIP, "--max-new-tokens", 24, "--temperature", 1, "--seed", 1)
+    assert document(*common, "--min-p", 1)["tokens"] == greedy
+    assert document(*common, "--top-p", 0.0001)["tokens"] == greedy
+    assert document(*common)["tokens"] != greedy

@@ -1,0 +1,94 @@
+"""The program as a process: interruption, pipes, start-up."""
+
+from __future__ import annotations
+
+import ast
+import json
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import skipstone
+from tests.cli.helpers import LAYERSKIP, PROMPT, expected, run
+
+
+def test_interrupted_json_holds_what_there_is(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    real = skipstone.stream
+
+    def impatient(*arguments: Any, **options: Any) -> Any:
+        for number, step in enumerate(real(*arguments, **options)):
+            if number == 4:
+                raise KeyboardInterrupt
+            yield step
+
+    monkeypatch.setattr(skipstone, "stream", impatient)
+    result = run("generate", folder, "--prompt", PROMPT, "--max-new-tokens", 24, *LAYERSKIP, "--json")
+    assert result.exit_code == 130
+    found, whole = json.loads(result.stdout), expected(folder)[0]
+    assert found["finish_reason"] == "interrupted"
+    assert 4 <= len(found["tokens"]) < 24
+    assert found["tokens"] == whole[: len(found["tokens"])]
+
+
+def _start(*arguments: Any) -> subprocess.Popen[bytes]:
+    environment = os.environ | {"OMP_NUM_THREADS": "1"}
+    command = [sys.executable, "-c", "from skipstone.cli import main; main()", *map(str, arguments)]
+    pipe = subprocess.PIPE
+    return subprocess.Popen(command, stdin=pipe, stdout=pipe, stderr=pipe, env=environment)
+
+
+def test_text_goes_through_pipes_untouched(folder: Path) -> None:
+    process = _start("generate", folder, *LAYERSKIP, "--max-new-tokens", 24, "--stats")
+    out, err = process.communicate(PROMPT.encode(), timeout=120)
+    assert (process.returncode, out.decode()) == (0, expected(folder)[1])
+    assert b"tokens/s" in err
+
+
+def test_ctrl_c_prints_what_there_is_and_exits_with_130(folder: Path) -> None:
+    process = _start("generate", folder, *LAYERSKIP, "--prompt", PROMPT, "--max-new-tokens", 4000, "--ignore-eos", "--stats")
+    assert process.stdout is not None
+    assert process.stdin is not None
+    process.stdin.close()
+    first = process.stdout.read(10)
+    process.send_signal(signal.SIGINT)
+    rest = process.stdout.read()
+    err = process.stderr.read().decode() if process.stderr is not None else ""
+    assert process.wait(timeout=120) == 130
+    text = (first + rest).decode()
+    assert len(text) >= 10
+    assert expected(folder, tokens=len(text))[1].startswith(text)
+    assert "ended by interrupted" in err
+    assert "Traceback" not in err
+
+
+def test_a_reader_that_leaves_is_no_error_message(folder: Path) -> None:
+    process = _start("generate", folder, *LAYERSKIP, "--prompt", PROMPT, "--max-new-tokens", 4000, "--ignore-eos")
+    assert process.stdout is not None
+    assert process.stderr is not None
+    process.stdout.read(5)
+    process.stdout.close()
+    assert process.wait(timeout=120) not in (0, 130)
+    assert process.stderr.read() == b""
+
+
+def test_help_and_version_do_not_wait_for_torch() -> None:
+    check = (
+        "import sys; from skipstone.cli import app\ntry: app([sys.argv[1]])\nexcept SystemExit: print('torch' in sys.modules)"
+    )
+    for flag in ("--help", "--version"):
+        done = subprocess.run([sys.executable, "-c", check, flag], capture_output=True, text=True, check=True)
+        assert done.stdout.splitlines()[-1] == "False", done.stdout
+
+
+def test_public_names_are_the_same_for_type_checkers_and_at_run_time() -> None:
+    tree = ast.parse(Path(skipstone.__file__).read_text())
+    imports = [node for node in ast.walk(tree) if isinstance(node, ast.ImportFrom) and node.module.startswith("skipstone.")]
+    declared = {(node.module, alias.asname) for node in imports for alias in node.names}
+    assert declared == {(f"skipstone.{module}", name) for name, module in skipstone._HOME.items()}
+    assert all(getattr(skipstone, name) is not None for _, name in declared)
+    assert {name for _, name in declared} <= set(dir(skipstone))

@@ -1,0 +1,188 @@
+"""Bad input on the command line: one sentence, no traceback, an exit code. Warnings: one line."""
+
+from __future__ import annotations
+
+import json
+import re
+import shlex
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from safetensors.torch import load_file, save_file
+
+from skipstone.core import verify
+from skipstone.core.decode import Pace
+from tests.cli.helpers import LAYERSKIP, PROMPT, refused, run, succeed
+
+
+def _truncate(path: Path) -> None:
+    weights = path / "model.safetensors"
+    weights.write_bytes(weights.read_bytes()[:2000])
+
+
+def _drop_a_tensor(path: Path) -> None:
+    tensors = load_file(path / "model.safetensors")
+    del tensors["model.norm.weight"]
+    save_file(tensors, path / "model.safetensors", metadata={"format": "pt"})
+
+
+def _wider(path: Path) -> None:
+    config = json.loads((path / "config.json").read_text())
+    (path / "config.json").write_text(json.dumps(config | {"intermediate_size": 128}))
+
+
+def _no_weights(path: Path) -> None:
+    (path / "model.safetensors").unlink()
+
+
+def _broken_config(path: Path) -> None:
+    (path / "config.json").write_text("{")
+
+
+@pytest.mark.parametrize(
+    ("damage", "part"),
+    [
+        (_truncate, "a file is corrupt"),
+        (_drop_a_tensor, "lacks model.norm.weight"),
+        (_wider, "has shape [32, 64], expected [32, 128]"),
+        (_no_weights, "no file named model.safetensors"),
+        (_broken_config, "not a valid JSON file"),
+        (shutil.rmtree, "no such folder"),
+    ],
+)
+def test_checkpoints_that_cannot_be_used(variant: Callable[..., Path], damage: Callable[[Path], None], part: str) -> None:
+    path = variant()
+    damage(path)
+    refused(run("generate", path, "--prompt", "x", *LAYERSKIP), part)
+
+
+LAYERS = "--method layerskip --exit-layer"
+CONFIG = "--prompt x --speculative-config"
+BAD = [
+    # the prompt
+    ("", "the prompt is empty"),
+    ("--prompt ''", "the prompt is empty"),
+    ("--prompt x --prompt-file y", "not both"),
+    ("--prompt-file nowhere.txt", "nowhere.txt: No such file"),
+    ("--prompt-file .", ".: Is a directory"),
+    (f"--prompt {'x' * 4090}", "prompt of 4090 tokens + max_new_tokens=8 is more than the model's 4096 positions"),
+    ("--prompt x --chat --prompt-tokens 3", "chat template"),
+    ("--prompt x --prompt-tokens 0", "--prompt-tokens"),
+    # the method
+    ("--prompt x --method nope", "unknown method 'nope'; there are autoregressive, early_exit, layerskip"),
+    (f"--prompt x {LAYERS} 4", "between 1 and 3 for a model of 4 layers, found 4"),
+    (f"--prompt x {LAYERS} 0", "at least 1, found 0"),
+    (f"--prompt x {LAYERS} 1.5", "--exit-layer takes int|none, found '1.5'"),
+    ("--prompt x --method layerskip", "exit_layer is not set"),
+    (
+        "--prompt x --method early_exit --num-speculative-tokens 3",
+        "early_exit has no --num-speculative-tokens; layerskip has it",
+    ),
+    (
+        "--prompt x --method autoregressive --exit-layer 2",
+        "autoregressive has no --exit-layer; early_exit and layerskip have it",
+    ),
+    (f"--prompt x {LAYERS} 2 --num-speculative-tokens 0", "at least 1, found 0"),
+    (f"--prompt x {LAYERS} 2 --num-speculative-tokens many", "takes int, found 'many'"),
+    (f"--prompt x {LAYERS} 2 --confidence-threshold 2", "in [0, 1]"),
+    (f"--prompt x {LAYERS} 2 --confidence-threshold high", "takes float|adaptive|none, found 'high'"),
+    (f"--prompt x {LAYERS} 2 --rejection-sample-method block", "takes standard|coupled, found 'block'"),
+    (f"--prompt x {LAYERS} 2 --reuse-cache maybe", "takes true|false, found 'maybe'"),
+    (f"{CONFIG} '{{'", "--speculative-config is not JSON"),
+    (f"{CONFIG} []", "must be an object"),
+    (f'{CONFIG} \'{{"method": ["a"]}}\'', "unknown method ['a']"),
+    (
+        f'{CONFIG} \'{{"method": "layerskip", "exit_layer": 2, "depth": 1}}\'',
+        "layerskip has no setting 'depth'; it has exit_layer",
+    ),
+    (f'{CONFIG} \'{{"method": "layerskip", "exit_layer": "2"}}\'', "must be an integer, found '2'"),
+    (
+        f'{CONFIG} \'{{"method": "layerskip", "exit_layer": 2}}\' --exit-layer 3',
+        "--exit-layer says 3, --speculative-config says 2",
+    ),
+    (f'{CONFIG} \'{{"method": "layerskip"}}\' --method early_exit', "--method says 'early_exit'"),
+    # decoding and output
+    ("--prompt x --max-new-tokens 0", "--max-new-tokens"),
+    ("--prompt x --temperature -1", "--temperature"),
+    ("--prompt x --top-k 3", "--top-k has no effect at temperature 0"),
+    ("--prompt x --temperature 1 --top-p 2", "--top-p"),
+    ("--prompt x --stop ''", "--stop takes a text"),
+    ("--prompt x --repeat 2", "--compare"),
+    ("--prompt x --json --color", "--color"),
+    # the model and the machine
+    ("--prompt x --dtype int8", "--dtype must be one of auto, float32"),
+    ("--prompt x --device abacus", "--device abacus cannot be used here"),
+    # flags that there are not
+    ("--prompt x --exit-layr 2", "No such option: --exit-layr"),
+]
+
+
+@pytest.mark.parametrize(("flags", "part"), BAD, ids=[flags[:60] for flags, _ in BAD])
+def test_bad_input_is_one_sentence(folder: Path, flags: str, part: str) -> None:
+    given = shlex.split(flags)
+    defaults = [] if "--method" in flags or "--speculative-config" in flags else [*LAYERSKIP]
+    limit = [] if "--max-new-tokens" in flags else ["--max-new-tokens", "8"]
+    refused(run("generate", folder, *given, *defaults, *limit), part)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "part"),
+    [
+        (["generate"], "Missing argument 'MODEL'"),
+        (["nope"], "No such command 'nope'"),
+        (["--nope"], "No such option"),
+        (["methods", "--nope"], "No such option"),
+        (["generate", "config.json"], "a model is a folder, this is a file"),
+    ],
+)
+def test_bad_verbs_are_one_sentence(folder: Path, monkeypatch: pytest.MonkeyPatch, arguments: list[str], part: str) -> None:
+    monkeypatch.chdir(folder)
+    refused(run(*arguments, *(["--prompt", "x", *LAYERSKIP] if len(arguments) > 1 and "generate" in arguments else [])), part)
+
+
+def test_a_model_without_a_default_needs_a_method(folder: Path) -> None:
+    refused(run("generate", folder, "--prompt", "x", "--exit-layer", 2), "pass --method, one of autoregressive, early_exit")
+
+
+def test_chat_needs_a_template(variant: Callable[..., Path]) -> None:
+    path = variant()
+    (path / "chat_template.jinja").unlink()
+    refused(run("generate", path, "--prompt", "x", "--chat", *LAYERSKIP), "no chat template")
+
+
+def test_bytes_that_are_no_text(folder: Path) -> None:
+    refused(run("generate", folder, *LAYERSKIP, stdin=b"abc\xff"), "standard input is not UTF-8 (byte 3 is 0xff)")
+
+
+def test_debug_shows_the_traceback_and_keeps_the_exit_code(folder: Path) -> None:
+    result = run("generate", folder, "--prompt", "x", "--method", "layerskip", "--exit-layer", 9, "--debug")
+    assert result.exit_code == 2
+    assert "Traceback" in result.stderr
+    assert result.stderr.endswith("found 9\n")
+
+
+def test_a_defect_is_one_line_too_but_not_the_users(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def broken(*_: Any) -> Any:
+        raise RuntimeError("out of\nluck")
+
+    monkeypatch.setattr(verify, "match_greedy", broken)
+    result = run("generate", folder, "--prompt", "x", *LAYERSKIP)
+    assert result.exit_code == 1
+    assert result.stderr == "skipstone: RuntimeError: out of luck (--debug shows where)\n"
+
+
+def test_own_warnings_are_one_line_and_libraries_keep_quiet(variant: Callable[..., Path]) -> None:
+    noisy = variant("generation_config.json", temperature=0.7, top_k=5, cache_implementation="dynamic")
+    config = '{"method": "layerskip", "exit_layer": 2, "num_assistant_tokens": 3}'
+    result = succeed("generate", noisy, "--prompt", "x", "--speculative-config", config, "--max-new-tokens", 3)
+    assert result.stderr == "skipstone: warning: num_assistant_tokens is called num_speculative_tokens in skipstone\n"
+
+
+def test_a_run_slower_than_plain_decoding_says_so(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Pace, "estimate", lambda self: 0.5)
+    common = ("generate", folder, "--prompt", PROMPT, "--max-new-tokens", 120, "--ignore-eos", *LAYERSKIP)
+    assert re.fullmatch(r"skipstone: warning: layerskip ran at 0\.50 x [^\n]+\n", succeed(*common).stderr)
+    assert "0.50 x" not in succeed(*common, "--compare").stderr, "--compare measures it instead"
