@@ -14,10 +14,13 @@ from transformers import PreTrainedModel
 
 import skipstone
 from skipstone import Autoregressive, LayerSkip
+from skipstone.core import families as core_families
 from skipstone.core.noise import TARGET, Noise
 from tests import families, support
+from tests.snippets import ROOT, blocks
 
 NEW = 4 * families.WINDOW
+METHOD = LayerSkip(exit_layer=2, num_speculative_tokens=4)
 # how fast a tiny model runs is no matter here
 pytestmark = pytest.mark.filterwarnings("ignore:.*x the speed of plain decoding:RuntimeWarning")
 # facts that only some models of a family show
@@ -43,7 +46,9 @@ VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
 }  # fmt: skip
 
 
-def greedy(model: PreTrainedModel, rows: int = 3, new: int = NEW, longest: int = 21) -> skipstone.Output:
+def greedy(
+    model: PreTrainedModel, rows: int = 3, new: int = NEW, longest: int = 21, method: LayerSkip = METHOD
+) -> skipstone.Output:
     """A ragged left-padded batch by layerskip, each row asserted to be `model.generate`'s own; near-ties are left out."""
     prompts, expected = [], []
     for prompt in families.prompts(rows + 2, longest=longest):
@@ -52,8 +57,7 @@ def greedy(model: PreTrainedModel, rows: int = 3, new: int = NEW, longest: int =
             prompts.append(prompt)
             expected.append(tokens)
     assert len(prompts) == rows, "too many near-ties among the references"
-    batch = families.padded(prompts)
-    out = skipstone.generate(model, batch, LayerSkip(exit_layer=2, num_speculative_tokens=4), max_new_tokens=new)
+    out = skipstone.generate(model, families.padded(prompts), method, max_new_tokens=new)
     assert out.new_tokens == expected
     return out
 
@@ -126,13 +130,8 @@ def test_a_prompt_of_1500_tokens_in_chunks_gives_the_text_of_generate(name: str,
 @pytest.mark.parametrize("name", families.NAMES)
 def test_long_texts_equal_generate_at_other_draft_lengths_and_depths(name: str, draft: int) -> None:
     model = families.build(name, layers=6)
-    for prompt in families.prompts(3):
-        expected, smallest = support.margin(model, prompt, max_new_tokens=150)
-        if smallest < support.TIE:
-            continue
-        for exit_layer in (1, 3, 5):
-            method = LayerSkip(exit_layer=exit_layer, num_speculative_tokens=draft)
-            assert skipstone.generate(model, prompt, method, max_new_tokens=150).new_tokens == [expected]
+    for exit_layer in (1, 5):
+        greedy(model, rows=2, new=100, method=LayerSkip(exit_layer=exit_layer, num_speculative_tokens=draft))
 
 
 # RoPE whose phases change once a sequence passes a length; 64 tokens here
@@ -153,7 +152,20 @@ def test_rope_that_switches_is_exact_up_to_the_length_below_which_nothing_switch
     with torch.no_grad():  # leaves the rotary module with the phases of a long sequence
         assert (model(long).logits[:, :40] - model(long[:, :40]).logits).abs().max() > 0.1, "nothing switches"
         model(long)
-    out = skipstone.generate(model, prompt, LayerSkip(exit_layer=2, num_speculative_tokens=4), max_new_tokens=24)
+    out = skipstone.generate(model, prompt, METHOD, max_new_tokens=24)
     assert out.new_tokens == [expected]
     with pytest.raises(ValueError, match=rf"40 tokens .*=25 .*64 positions .*{words} would switch"):
         skipstone.generate(model, prompt, Autoregressive(), max_new_tokens=25)
+
+
+def test_the_family_that_the_documentation_adds_is_exact(monkeypatch: pytest.MonkeyPatch) -> None:
+    code = {block.mark: block.code for block in blocks(ROOT / "docs" / "add-a-family.md", "python")}
+    facts = eval(f"{{{code['<!-- registry -->']}}}", vars(core_families))
+    row = eval(f"{{{code['<!-- test row -->']}}}", vars(families))
+    assert set(facts) == set(row) == {"cohere2"}
+    assert "cohere2" not in core_families.FAMILIES, "the example is a family that is not there yet"
+    monkeypatch.setitem(core_families.FAMILIES, "cohere2", facts["cohere2"])
+    monkeypatch.setitem(families._TABLE, "cohere2", row["cohere2"])
+    model = families.build("cohere2")
+    assert set(model.config.layer_types) == {"sliding_attention", "full_attention"}
+    assert_speculated(greedy(model))
