@@ -19,32 +19,39 @@ METHODS: dict[str, type[Method]] = {
 }
 
 
-def resolve(wish: Method | str | Mapping[str, Any] | None, defaults: Mapping[str, Any] | None = None) -> Method:
+Wish = Method | str | Mapping[str, Any] | None
+
+
+def resolve(wish: Wish, defaults: str | Mapping[str, Any] | None = None) -> Method:
     """A method from an object, a name or a vLLM-style {"method": name, ...}.
 
-    defaults: such a mapping, a model's own (`generation_config.skipstone`); it fills in what the wish leaves open when both
-    name the same method, and is the method where the wish is None. ValueError for unknown methods and keys.
+    defaults: a name or such a mapping, a model's own (`generation_config.skipstone`); it fills in what the wish leaves open
+    when both name the same method, and is the method where the wish is None. ValueError for unknown methods and settings.
     """
     if isinstance(wish, Method):
         return wish
-    if wish is None:
-        if not defaults:
-            raise ValueError(f"no method given and the model names no default; pass method= one of {', '.join(METHODS)}")
-        wish = defaults
-    settings = {"method": wish} if isinstance(wish, str) else dict(wish) if isinstance(wish, Mapping) else None
-    if settings is None:
-        raise ValueError(f"method must be a Method, a name or a mapping with the key 'method', found {type(wish).__name__}")
+    if wish is None and not defaults:
+        raise ValueError(f"no method given and the model names no default; pass method= one of {', '.join(METHODS)}")
+    kind, settings = _read(defaults, "generation_config.skipstone") if wish is None else _read(wish, "method")
+    if wish is not None and isinstance(defaults, Mapping) and defaults.get("method") == kind.name:
+        settings = {**_read(defaults, "generation_config.skipstone")[1], **settings}
+    return kind(**settings)
+
+
+def _read(wish: Any, place: str) -> tuple[type[Method], dict[str, Any]]:
+    """The class and the settings that a name or a mapping stands for. place: where it was found, for errors."""
+    if not isinstance(wish, (str, Mapping)):
+        raise ValueError(f"{place} must be a Method, a name or a mapping with the key 'method', found {wish!r}")
+    settings: dict[str, Any] = {"method": wish} if isinstance(wish, str) else dict(wish)
     name = settings.pop("method", None)
-    if not isinstance(name, str) or name not in METHODS:
-        raise ValueError(f"unknown method {name!r}; there are {', '.join(METHODS)}")
-    kind = METHODS[name]
+    kind = METHODS.get(name) if isinstance(name, str) else None
+    if kind is None:
+        raise ValueError(f"unknown method {name!r} in {place}; there are {', '.join(METHODS)}")
     settings = _spelled(kind, settings)
-    if defaults and defaults.get("method") == name:
-        settings = {**{key: value for key, value in defaults.items() if key != "method"}, **settings}
     known = [field.name for field in dataclasses.fields(kind)]
     if unknown := [key for key in settings if key not in known]:
         raise ValueError(f"{name} has no setting {unknown[0]!r}; it has {', '.join(known) or 'none'}")
-    return kind(**settings)
+    return kind, settings
 
 
 def _spelled(kind: type[Method], settings: dict[str, Any]) -> dict[str, Any]:
@@ -53,7 +60,7 @@ def _spelled(kind: type[Method], settings: dict[str, Any]) -> dict[str, Any]:
     for key, value in settings.items():
         name = kind.aliases.get(key, key)
         if name != key:
-            warnings.warn(f"{key} is called {name} in skipstone", FutureWarning, stacklevel=3)
+            warnings.warn(f"{key} is called {name} in skipstone", FutureWarning, stacklevel=5)
         if name in spelled:
             raise ValueError(f"{name} is given twice")
         spelled[name] = value
