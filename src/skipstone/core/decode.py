@@ -185,10 +185,10 @@ class Decoder:
 
     def _settle(self, draft: Draft, verdict: Verdict, live: list[int]) -> list[RowVerdict]:
         """The verdict on the host, cut by the stopping rules; nothing for rows that took no part."""
-        verdicts = verdict.tolist(draft)
+        verdicts, taking_part = verdict.tolist(draft), set(live)
         for row, mine in enumerate(verdicts):
             state = self.rows[row]
-            if state is None or row not in live:
+            if state is None or row not in taking_part:
                 verdicts[row] = RowVerdict([], [], "", 0, 0, 0)
             else:
                 state.take(mine)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 
 import torch
 from torch import Tensor
@@ -99,29 +100,45 @@ class Sampler:
     def __post_init__(self) -> None:
         self.settings = [None] * self.rows
         self.ids = [torch.empty(0, dtype=torch.long, device=self.device)] * self.rows
-        self._refresh()
 
     def admit(self, row: int, sampling: Sampling, prompt: Tensor) -> None:
         """Take over a row. prompt: [T] int64 ids."""
         self.settings[row], self.ids[row] = sampling, prompt.to(self.device)
-        self._refresh()
+        self._changed()
 
     def release(self, row: int) -> None:
         """Forget a row."""
         self.settings[row] = None
-        self._refresh()
+        self._changed()
 
     def extend(self, row: int, tokens: list[int]) -> None:
         """Append committed tokens to the ids that processors see."""
         if self.processed:
             self.ids[row] = torch.cat([self.ids[row], on_device(tokens, self.device)])
 
-    def _refresh(self) -> None:
-        rows = [row or Sampling() for row in self.settings]
-        self.greedy = all(row.temperature == 0 for row in rows)
-        self.processed = any(row.processors or row.warpers for row in rows)
-        self.warping = Warping(rows, self.device)
-        self.noise = self.noise_type(on_device([row.seed for row in rows], self.device))
+    def _changed(self) -> None:
+        """Forget what was derived from the settings; it is made anew when asked for, once for a whole batch of requests."""
+        for name in ("greedy", "processed", "warping", "noise"):
+            self.__dict__.pop(name, None)
+
+    @cached_property
+    def greedy(self) -> bool:
+        """Whether no row samples."""
+        return all(row is None or row.temperature == 0 for row in self.settings)
+
+    @cached_property
+    def processed(self) -> bool:
+        """Whether any row has processors or warpers of its own."""
+        return any(row is not None and (row.processors or row.warpers) for row in self.settings)
+
+    @cached_property
+    def warping(self) -> Warping:
+        return Warping([row or Sampling() for row in self.settings], self.device)
+
+    @cached_property
+    def noise(self) -> Noise:
+        seeds = [0 if row is None else row.seed for row in self.settings]
+        return self.noise_type(on_device(seeds, self.device))
 
     def process(self, logits: Tensor, path: Tensor, wanted: Sequence[bool] | None = None) -> Tensor:
         """Apply every row's processors. logits: [B, V] raw; path: [B, k], tokens after the committed ones. Returns [B, V].

@@ -132,7 +132,9 @@ class Session:
         if len(rows) < self.rows:
             full = logits.new_zeros((self.rows, *logits.shape[1:]))
             full[rows.start : rows.stop] = logits
-        live = [row in done for row in range(self.rows)]
+        live = [False] * self.rows
+        for row in done:
+            live[row] = True
         return Scores(full, self.sampler, on_device(self.store.length, full.device), live)
 
     def frontier(self, most: list[int]) -> Frontier:
