@@ -19,7 +19,7 @@ from skipstone.core.types import Output, Stats, Step
 if TYPE_CHECKING:
     from skipstone.core.protocol import Method
 
-SLOWER, ENOUGH_TURNS = 0.95, 16
+SLOWER, FEW_ACCEPTED, ENOUGH_TURNS = 0.95, 0.1, 16
 
 
 def start(method: Method, call: Call, keeper: Keeper | None = None) -> tuple[Decoder, list[Request]]:
@@ -113,20 +113,23 @@ def _per_token(steps: list[list[Tensor] | None], rows: int, width: int) -> Any:
 
 
 def _warn_if_slower(method: Method, decoder: Decoder, stacklevel: int) -> None:
+    """Warn, with figures, where drafting did not pay or hardly any draft was accepted."""
     pace, stats = decoder.pace, decoder.pace.stats
     if stats.turns < ENOUGH_TURNS or not stats.draft_steps:
         return
     measured = pace.estimate()
     ratio = pace.bound() if measured is None else measured
-    if ratio is None or ratio >= SLOWER:
+    few = stats.acceptance_rate < FEW_ACCEPTED
+    if ratio is None or (ratio >= SLOWER and not few):
         return
     how = "at most " if measured is None else ""
-    low = " The acceptance rate says that the early exits of this model are not trained." if stats.acceptance_rate < 0.1 else ""
+    why = f" {method.if_few_accepted}" if few and method.if_few_accepted else ""
+    advice = " Other settings (or method='autoregressive') would be faster." if ratio < SLOWER else ""
     warnings.warn(
         f"{method.name} ran at {how}{ratio:.2f} x the speed of plain decoding here: acceptance rate "
         f"{stats.acceptance_rate:.2f}, {stats.mean_acceptance_length:.2f} tokens a step, draft "
         f"{1000 * stats.seconds_draft / stats.turns:.1f} ms + scoring {1000 * stats.seconds_score / stats.turns:.1f} ms a step."
-        f"{low} Other settings (or method='autoregressive') would be faster.",
+        f"{why}{advice}",
         RuntimeWarning,
         stacklevel=stacklevel,
     )

@@ -27,12 +27,13 @@ class Method:
     """Base of all methods. Fields of subclasses are the paper's hyper-parameters with the paper's defaults.
 
     name: how users call it. lossless: whether the text (or its law) is the target's own. aliases: other packages' spellings of
-    fields, accepted with a warning.
+    fields, accepted with a warning. if_few_accepted: what it means for this method that hardly any draft is accepted.
     """
 
     name: ClassVar[str]
     lossless: ClassVar[bool] = True
     aliases: ClassVar[dict[str, str]] = {}
+    if_few_accepted: ClassVar[str] = ""
 
     def check(self, model: LayeredModel) -> None:
         """Raise ValueError where the settings do not fit the model. Called before any work."""

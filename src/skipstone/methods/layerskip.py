@@ -37,6 +37,7 @@ class LayerSkip(Method):
         "num_speculations": "num_speculative_tokens",
         "assistant_confidence_threshold": "confidence_threshold",
     }
+    if_few_accepted: ClassVar[str] = "An acceptance rate that low says that the model's early exits are not trained."
 
     exit_layer: int | None = None
     num_speculative_tokens: int = 6

@@ -1,0 +1,319 @@
+"""The public API: text and tensors in and out, streams, figures, how a wish becomes a method, the warning about speed."""
+
+from __future__ import annotations
+
+import warnings
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from transformers import BatchEncoding, PreTrainedModel
+
+import skipstone
+from skipstone import METHODS, Autoregressive, Detokenizer, EarlyExit, LayerSkip
+from skipstone.core.decode import Pace
+from skipstone.core.types import Step
+from skipstone.methods import resolve
+from tests import families
+from tests.support import alone, left_padded, tokenizer
+
+SKIP = LayerSkip(exit_layer=2, num_speculative_tokens=4)
+# how fast a tiny model runs is no matter here, but where the warning itself is tested
+pytestmark = pytest.mark.filterwarnings("ignore:.*x the speed of plain decoding:RuntimeWarning")
+CHAT = [{"role": "user", "content": "hello the"}]
+
+
+@pytest.fixture(scope="module")
+def model() -> PreTrainedModel:
+    return families.cached("llama")
+
+
+def text_of(model: PreTrainedModel, ids: list[int], new: int = 10) -> str:
+    return tokenizer().decode(alone(model, torch.tensor(ids), max_new_tokens=new), skip_special_tokens=True)
+
+
+class TestInputs:
+    def test_a_text_gives_a_text(self, model: PreTrainedModel) -> None:
+        output = skipstone.generate(model, "hello the", SKIP, tokenizer=tokenizer(), max_new_tokens=10)
+        assert output.text == text_of(model, tokenizer()("hello the")["input_ids"])
+        assert len(output.text) > 5
+
+    def test_texts_of_several_lengths_give_a_list(self, model: PreTrainedModel) -> None:
+        texts = ["hello the", "a", "some words of the text"]
+        output = skipstone.generate(model, texts, SKIP, tokenizer=tokenizer(), max_new_tokens=10)
+        assert output.text == [text_of(model, tokenizer()(text)["input_ids"]) for text in texts]
+
+    def test_a_list_of_one_text_gives_a_list(self, model: PreTrainedModel) -> None:
+        output = skipstone.generate(model, ["abc"], SKIP, tokenizer=tokenizer(), max_new_tokens=3)
+        assert output.text == [text_of(model, tokenizer()("abc")["input_ids"], 3)]
+
+    def test_a_text_with_several_continuations_gives_a_list(self, model: PreTrainedModel) -> None:
+        options: dict[str, Any] = {"do_sample": True, "num_return_sequences": 2, "seed": 1, "max_new_tokens": 4}
+        output = skipstone.generate(model, "abc", SKIP, tokenizer=tokenizer(), **options)
+        assert isinstance(output.text, list)
+        assert len(output.text) == 2
+
+    def test_a_chat_goes_through_the_template(self, model: PreTrainedModel) -> None:
+        ids = tokenizer().apply_chat_template(CHAT, add_generation_prompt=True)["input_ids"]
+        output = skipstone.generate(model, CHAT, SKIP, tokenizer=tokenizer(), max_new_tokens=10)
+        assert output.text == text_of(model, ids)
+        assert output.sequences[0, : len(ids)].tolist() == ids
+
+    def test_chats_of_several_lengths_give_a_list(self, model: PreTrainedModel) -> None:
+        chats = [CHAT, [*CHAT, {"role": "assistant", "content": "hm"}, {"role": "user", "content": "abc"}]]
+        output = skipstone.generate(model, chats, SKIP, tokenizer=tokenizer(), max_new_tokens=10)
+        prompts = [tokenizer().apply_chat_template(chat, add_generation_prompt=True)["input_ids"] for chat in chats]
+        assert output.text == [text_of(model, ids) for ids in prompts]
+
+    def test_a_chat_without_a_template_is_an_error(self, model: PreTrainedModel) -> None:
+        words = type(tokenizer())(tokenizer_object=tokenizer().backend_tokenizer)
+        with pytest.raises(ValueError, match="no chat template; pass the prompt as text"):
+            skipstone.generate(model, CHAT, SKIP, tokenizer=words, max_new_tokens=3)
+
+    def test_a_tokenizer_without_a_pad_token_can_pad_too(self, model: PreTrainedModel) -> None:
+        words = type(tokenizer())(tokenizer_object=tokenizer().backend_tokenizer)
+        assert words.pad_token_id is None
+        texts = ["hello the", "a"]
+        output = skipstone.generate(model, texts, SKIP, tokenizer=words, max_new_tokens=6)
+        assert output.text == [text_of(model, words(text)["input_ids"], 6) for text in texts]
+
+    @pytest.mark.parametrize("kind", ["ids", "one row", "mapping", "batch encoding"])
+    def test_ids_in_every_shape_give_ids(self, kind: str, model: PreTrainedModel) -> None:
+        prompt = families.prompts(1)[0]
+        inputs: Any = {
+            "ids": prompt[None],
+            "one row": prompt,
+            "mapping": {"input_ids": prompt[None]},
+            "batch encoding": BatchEncoding(left_padded([prompt])),
+        }[kind]
+        output = skipstone.generate(model, inputs, SKIP, max_new_tokens=10)
+        assert output.new_tokens == [alone(model, prompt, max_new_tokens=10)]
+        assert torch.equal(output.sequences, torch.cat([prompt, torch.tensor(output.new_tokens[0])])[None])
+        assert output.sequences.dtype == torch.long
+        assert output.text is None
+
+    def test_special_tokens_are_left_out_of_the_text(self, model: PreTrainedModel) -> None:
+        words = tokenizer()
+        bias = [[[words.eos_token_id], 60.0]]
+        options: dict[str, Any] = {"sequence_bias": bias, "eos_token_id": words.eos_token_id, "max_new_tokens": 5}
+        output = skipstone.generate(model, "abc", SKIP, tokenizer=words, **options)
+        assert output.new_tokens == [[words.eos_token_id]]
+        assert output.text == ""
+
+
+class TestStream:
+    def test_the_steps_hold_the_text_in_order(self, model: PreTrainedModel) -> None:
+        prompts = families.prompts(3)
+        texts: list[list[int]] = [[], [], []]
+        steps = list(skipstone.stream(model, left_padded(prompts), SKIP, max_new_tokens=20))
+        for step in steps:
+            for row, (text, tokens) in enumerate(zip(texts, step.tokens, strict=True)):
+                text += tokens
+                assert len(step.origin[row]) == len(tokens)
+                assert step.accepted[row] == step.origin[row].count("draft")
+        assert texts == [alone(model, prompt, max_new_tokens=20) for prompt in prompts]
+        assert sorted(row for step in steps for row in step.finished) == [0, 1, 2]
+
+    def test_origins_say_where_every_token_comes_from(self, model: PreTrainedModel) -> None:
+        steps = list(skipstone.stream(model, families.prompts(1)[0], SKIP, max_new_tokens=30))
+        assert steps[0].origin == [["prefill"]]
+        seen = set()
+        for step in steps[1:]:
+            *drafts, last = step.origin[0]
+            assert set(drafts) <= {"draft"}
+            full = len(step.tokens[0]) == step.drafted[0] + 1
+            if not step.finished:
+                assert last == ("bonus" if full else "recovered")
+            seen.add(last)
+        assert {"bonus", "recovered"} <= seen
+
+    def test_text_goes_in_too(self, model: PreTrainedModel) -> None:
+        steps = skipstone.stream(model, "hello the", SKIP, tokenizer=tokenizer(), max_new_tokens=10)
+        tokens = [token for step in steps for token in step.tokens[0]]
+        assert tokens == alone(model, torch.tensor(tokenizer()("hello the")["input_ids"]), max_new_tokens=10)
+
+
+class TestFigures:
+    def test_the_stats_are_a_fold_over_the_steps(self, model: PreTrainedModel) -> None:
+        output = skipstone.generate(model, left_padded(families.prompts(3)), SKIP, max_new_tokens=24, record=True)
+        stats, steps = output.stats, output.steps
+        assert stats is not None
+        assert steps is not None
+        decoding = [step for step in steps if not step.prefill]
+        counted = [step for step in decoding if not step.probe]
+        assert stats.prefill_tokens == 3
+        assert stats.tokens == sum(len(tokens) for step in decoding for tokens in step.tokens) == 3 * 23
+        assert stats.steps == sum(bool(tokens) for step in counted for tokens in step.tokens)
+        assert stats.drafted == sum(sum(step.drafted) for step in counted)
+        assert stats.accepted == sum(sum(step.accepted) for step in counted)
+        assert stats.mean_acceptance_length == 1 + stats.accepted / stats.steps
+        assert stats.acceptance_rate == stats.accepted / stats.draft_steps
+        assert sum(stats.histogram.values()) == stats.steps
+        assert stats.summary()["new_tokens"] == 3 * 24
+
+    def test_records_hold_the_probabilities_of_accepted_and_rejected_drafts(self, model: PreTrainedModel) -> None:
+        options: dict[str, Any] = {"do_sample": True, "top_k": 0, "seed": 2, "max_new_tokens": 24}
+        output = skipstone.generate(model, families.prompts(1)[0], SKIP, record=True, **options)
+        assert output.steps is not None
+        rejected = 0
+        for step in output.steps:
+            assert step.records is not None
+            records, tokens = step.records[0], step.tokens[0]
+            assert [record.token for record in records[: len(tokens)]] == tokens
+            assert [record.accepted for record in records] == [origin == "draft" for origin in step.origin[0]] + [False] * (
+                len(records) - len(tokens)
+            )
+            assert all(0 < record.p <= 1 and record.entropy >= 0 for record in records[: len(tokens)])
+            rejected += len(records) - len(tokens)
+            assert all(0 < (record.q or 0) <= 1 for record in [*records[: step.accepted[0]], *records[len(tokens) :]])
+        assert rejected > 0
+
+
+class TestResolve:
+    def test_an_object_a_name_and_a_mapping_mean_the_same(self) -> None:
+        assert resolve(SKIP) is SKIP
+        assert resolve("autoregressive") == Autoregressive()
+        wish = {"method": "layerskip", "exit_layer": 2, "num_speculative_tokens": 4}
+        assert resolve(wish) == SKIP
+        assert wish["method"] == "layerskip", "the user's mapping was changed"
+
+    def test_every_method_is_found_under_its_own_name(self) -> None:
+        for name, kind in METHODS.items():
+            assert kind.name == name
+            assert type(resolve(name)) is kind
+            assert kind.__doc__
+
+    def test_defaults_fill_in_for_the_method_they_name_only(self) -> None:
+        defaults = {"method": "layerskip", "exit_layer": 3, "num_speculative_tokens": 9}
+        assert resolve(None, defaults) == LayerSkip(3, 9)
+        assert resolve("layerskip", defaults) == LayerSkip(3, 9)
+        assert resolve({"method": "layerskip", "exit_layer": 1}, defaults) == LayerSkip(1, 9)
+        assert resolve("early_exit", defaults) == EarlyExit()
+        assert resolve(None, "autoregressive") == Autoregressive()
+
+    def test_other_packages_names_are_taken_with_a_warning_in_wishes_and_defaults(self) -> None:
+        with pytest.warns(FutureWarning, match="num_assistant_tokens is called num_speculative_tokens in skipstone"):
+            assert resolve({"method": "layerskip", "num_assistant_tokens": 3}) == LayerSkip(None, 3)
+        with pytest.warns(FutureWarning, match="assistant_early_exit is called exit_layer"):
+            assert resolve("layerskip", {"method": "layerskip", "assistant_early_exit": 3}) == LayerSkip(3)
+
+    def test_a_setting_given_under_two_names_is_an_error(self) -> None:
+        wish = {"method": "layerskip", "exit_layer": 2, "assistant_early_exit": 2}
+        with pytest.warns(FutureWarning), pytest.raises(ValueError, match="exit_layer is given twice"):
+            resolve(wish)
+
+
+class TestDetokenizer:
+    def test_the_pieces_add_up_to_the_text(self) -> None:
+        tokens = tokenizer()("hello the abc stop words")["input_ids"]
+        detokenizer = Detokenizer(tokenizer())
+        pieces = [detokenizer.add(token) for token in tokens]
+        assert "".join(pieces) + detokenizer.rest() == tokenizer().decode(tokens)
+        assert sum(map(bool, pieces)) > 5
+
+    def test_bytes_of_an_unfinished_character_are_held_back(self) -> None:
+        class Bytes:
+            """A tokenizer whose tokens are the bytes of UTF-8."""
+
+            def decode(self, tokens: list[int], **_: Any) -> str:
+                return bytes(tokens).decode(errors="replace")
+
+        detokenizer = Detokenizer(Bytes())  # type: ignore[arg-type]
+        pieces = [detokenizer.add(byte) for byte in "aé€b".encode()]
+        assert pieces == ["a", "", "é", "", "", "€", "b"]
+        assert detokenizer.rest() == ""
+        assert detokenizer.add("é".encode()[0]) == ""
+        assert detokenizer.rest() == "\ufffd"
+
+
+def paced(accepted: int, probes: int = 1) -> Pace:
+    """What 20 turns with 4 drafts each and some probes leave: draft 4 ms, scoring 3 ms, other 1 ms; a plain step 5 ms."""
+
+    def step(count: int, **fields: Any) -> Step:
+        tokens, origin = [[1] * (count + 1)], [["draft"] * count + ["recovered"]]
+        return Step(tokens, origin, fields.pop("drafted"), fields.pop("draft_steps"), [count], [0], **fields)
+
+    pace = Pace()
+    for _ in range(20):
+        times = {"seconds_draft": 0.004, "seconds_score": 0.003, "seconds_other": 0.001}
+        pace.add(step(accepted, drafted=[4], draft_steps=[4], **times))
+    for _ in range(probes):
+        pace.add(step(0, drafted=[0], draft_steps=[0], probe=True, seconds_score=0.005))
+    return pace
+
+
+class TestWarning:
+    """The figures are those of `paced`, whatever the machine does."""
+
+    @staticmethod
+    def run(model: PreTrainedModel, pace: Pace, monkeypatch: pytest.MonkeyPatch, method: Any = SKIP) -> list[str]:
+        """Messages of the warnings of a call whose steps cost what `pace` says."""
+        monkeypatch.setattr("skipstone.core.decode.Pace", lambda: pace)
+        monkeypatch.setattr(pace, "add", lambda step: None)
+        monkeypatch.setattr(pace, "wants_probe", lambda: False)
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            skipstone.generate(model, families.prompts(1)[0], method, max_new_tokens=4)
+        assert all(warning.filename == __file__ for warning in caught), "it should point at the caller"
+        assert all(warning.category is RuntimeWarning for warning in caught)
+        return [str(warning.message) for warning in caught]
+
+    def test_a_slower_run_warns_with_its_figures(self, model: PreTrainedModel, monkeypatch: pytest.MonkeyPatch) -> None:
+        pace = paced(1)
+        pace.stats.accepted = 9  # 1.45 tokens for 8 ms against 5 ms each: 0.906 x
+        [message] = self.run(model, pace, monkeypatch)
+        assert "layerskip ran at 0.91 x the speed of plain decoding here: acceptance rate 0.11, 1.45 tokens a step" in message
+        assert "draft 4.0 ms + scoring 3.0 ms a step" in message
+        assert message.endswith("Other settings (or method='autoregressive') would be faster.")
+        assert "not trained" not in message
+
+    def test_a_faster_run_does_not_warn(self, model: PreTrainedModel, monkeypatch: pytest.MonkeyPatch) -> None:
+        # 2 tokens for 8 ms against 5 ms each: 1.25 x
+        assert self.run(model, paced(1), monkeypatch) == []
+
+    def test_without_probes_the_bound_is_named_as_such(self, model: PreTrainedModel, monkeypatch: pytest.MonkeyPatch) -> None:
+        # a plain step costs at most one draft pass (1 ms) and one scoring pass (3 ms): 1 token for 8 ms is at most 0.5 x
+        [message] = self.run(model, paced(0, probes=0), monkeypatch)
+        assert "ran at at most 0.50 x" in message
+
+    def test_untrained_early_exits_are_named_even_where_no_time_is_lost(
+        self, model: PreTrainedModel, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        pace = paced(0)
+        pace.stats.seconds_probe = 0.009
+        [message] = self.run(model, pace, monkeypatch)
+        assert "1.12 x the speed of plain decoding here: acceptance rate 0.00" in message
+        assert message.endswith("An acceptance rate that low says that the model's early exits are not trained.")
+
+    def test_a_few_steps_tell_nothing(self, model: PreTrainedModel, monkeypatch: pytest.MonkeyPatch) -> None:
+        pace = paced(0)
+        pace.stats.turns = 15
+        assert self.run(model, pace, monkeypatch) == []
+
+    def test_plain_decoding_never_warns(self, model: PreTrainedModel, monkeypatch: pytest.MonkeyPatch) -> None:
+        pace = paced(0)
+        pace.stats.draft_steps = 0
+        assert self.run(model, pace, monkeypatch, Autoregressive()) == []
+
+    def test_a_model_whose_exits_know_nothing_is_told_so(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        model = families.build("llama", layers=6, seed=3)
+        model.lm_head.weight.data.mul_(4)
+
+        def scramble(_: Any, __: Any, hidden: Tensor) -> Tensor:
+            return hidden.flip(-1)
+
+        handle = model.model.layers[4].register_forward_hook(scramble)
+        with pytest.warns(RuntimeWarning, match="early exits are not trained") as caught:
+            skipstone.generate(model, families.prompts(1)[0], LayerSkip(1, 4), max_new_tokens=40)
+        handle.remove()
+        assert len(caught) == 1
+
+
+def test_the_decoder_warns_through_a_stream_too(model: PreTrainedModel, monkeypatch: pytest.MonkeyPatch) -> None:
+    pace = paced(0)
+    monkeypatch.setattr("skipstone.core.decode.Pace", lambda: pace)
+    monkeypatch.setattr(pace, "add", lambda step: None)
+    monkeypatch.setattr(pace, "wants_probe", lambda: False)
+    with pytest.warns(RuntimeWarning, match=r"ran at 0\.6. x the speed"):
+        list(skipstone.stream(model, families.prompts(1)[0], SKIP, max_new_tokens=4))
