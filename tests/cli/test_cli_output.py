@@ -40,7 +40,8 @@ def test_prompt_comes_from_a_flag_a_file_or_standard_input(folder: Path, tmp_pat
 def test_prompt_tokens_keeps_the_last_ones(folder: Path) -> None:
     result = document("generate", folder, "--prompt", "x" * 40 + PROMPT, "--prompt-tokens", len(PROMPT), *LAYERSKIP)
     assert result["prompt_tokens"] == len(PROMPT)
-    assert result["tokens"] == expected(folder, tokens=128)[0]
+    assert len(result["tokens"]) == 128
+    assert result["tokens"][:24] == expected(folder)[0]
 
 
 def test_chat_wraps_the_prompt_in_the_template(folder: Path) -> None:
@@ -79,8 +80,9 @@ def test_color_underlines_accepted_drafts_and_changes_no_character(folder: Path)
     result = succeed(*common, "--color")
     pieces = re.findall(r"\x1b\[4;32m(.*?)\x1b\[0m|([^\x1b])", result.stdout, flags=re.DOTALL)
     assert "".join(drafted or other for drafted, other in pieces) == plain["text"]
-    drafted = [bool(drafted) for drafted, _ in pieces]  # one id is one character
-    assert drafted == [origin == "draft" for origin in plain["origin"]]
+    for (drafted, other), origin in zip(pieces, plain["origin"], strict=True):  # one id is one character
+        assert other == "\n" or bool(drafted) == (origin == "draft")
+    assert sum(bool(drafted) for drafted, _ in pieces) > 3
     assert "accepted draft" in result.stderr
 
 
@@ -106,9 +108,9 @@ def test_on_a_terminal_drafts_are_marked_unless_no_color_is_set(
     screen = Screen()
     monkeypatch.setattr(sys, "stdout", screen)
     painter = Painter(job(folder), None)
-    painter.show(_step([40, 41], ["draft", "recovered"]))
+    painter.show(_step([40, 95, 41], ["draft", "draft", "recovered"]))
     painter.end()
-    assert screen.getvalue() == ("\x1b[4;32mH\x1b[0mI\n" if marked else "HI\n")
+    assert screen.getvalue() == ("\x1b[4;32mH\x1b[0m\nI\n" if marked else "H\nI\n")
 
 
 def test_a_models_control_characters_cannot_drive_a_terminal() -> None:

@@ -61,7 +61,7 @@ def test_ctrl_c_prints_what_there_is_and_exits_with_130(folder: Path) -> None:
     assert process.wait(timeout=120) == 130
     text = (first + rest).decode()
     assert len(text) >= 10
-    assert expected(folder, tokens=len(text))[1].startswith(text)
+    assert text[:24] == expected(folder)[1][: len(text)]
     assert "ended by interrupted" in err
     assert "Traceback" not in err
 

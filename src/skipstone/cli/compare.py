@@ -93,7 +93,10 @@ class Comparison:
     def verdict(self) -> str:
         """What the runs say about the text, in one line."""
         if self.law_only:
-            return "texts: equal in law only (temperature > 0, standard rule), so not compared; the coupled rule can be"
+            return (
+                "texts: equal in law only (temperature > 0, standard rule), so not compared; "
+                "under rejection_sample_method=coupled they must be the same"
+            )
         said = "texts identical: yes" if self.divergence is None else f"texts identical: no, {self.divergence}"
         if not self.method.lossless:
             return f"{said} ({self.method.name} is lossy: its text may differ)"
@@ -115,9 +118,7 @@ class Comparison:
         }
 
     def table(self) -> Table:
-        table = Table(
-            "", *(name for name, _, _ in _COLUMNS), title="ms: one step's drafting, scoring and the rest", title_justify="left"
-        )
+        table = Table("", *(name for name, _, _ in _COLUMNS))
         for totals in (self.plain, self.other):
             figures = totals.figures() | {"speed_up": totals.pace / self.plain.pace}
             cells = ["-" if figures[key] is None else form.format(figures[key]) for _, key, form in _COLUMNS]
@@ -134,9 +135,9 @@ _COLUMNS = (
     ("speed-up", "speed_up", "{:.2f}"),
     ("M", "mean_acceptance_length", "{:.2f}"),
     ("alpha", "acceptance_rate", "{:.2f}"),
-    ("draft", "ms_per_step_draft", "{:.2f}"),
-    ("score", "ms_per_step_score", "{:.2f}"),
-    ("other", "ms_per_step_other", "{:.2f}"),
+    ("draft\nms/step", "ms_per_step_draft", "{:.2f}"),
+    ("score\nms/step", "ms_per_step_score", "{:.2f}"),
+    ("other\nms/step", "ms_per_step_other", "{:.2f}"),
 )
 
 

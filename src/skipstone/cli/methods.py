@@ -9,6 +9,8 @@ from typing import Annotated, Any
 
 import typer
 
+from skipstone.cli import terminal
+
 
 def methods(
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON document.")] = False,
@@ -18,17 +20,13 @@ def methods(
     if as_json:
         typer.echo(json.dumps(listed, indent=2))
         return
-    from rich.console import Console
     from rich.table import Table
 
     table = Table("method", "text", "paper", "settings")
     for method in listed:
         shown = "\n".join(f"{setting['name']} = {json.dumps(setting['default'])}" for setting in method["settings"])
         table.add_row(method["name"], "exact" if method["lossless"] else "lossy", method["paper"] or "-", shown or "-")
-    console = Console(highlight=False, markup=False)
-    if not console.is_terminal:
-        console.width = 120
-    console.print(table)
+    terminal.console().print(table)
 
 
 def collect() -> list[dict[str, Any]]:

@@ -62,7 +62,8 @@ class Painter:
         if self.on_terminal or self.color:
             piece = terminal.harmless(piece)
         if self.color and self.origin == "draft":
-            piece = ACCEPTED.render(piece, color_system=ColorSystem.STANDARD)
+            lines = piece.split("\n")  # a marked line break would underline the rest of the line on some terminals
+            piece = "\n".join(ACCEPTED.render(line, color_system=ColorSystem.STANDARD) for line in lines)
         self.out.write(piece)
 
 
@@ -71,7 +72,7 @@ def tell(options: Options, job: Job, method: Method, run: Run, comparison: Compa
     if options.json:
         print(json.dumps(document(options, job, method, run, comparison), ensure_ascii=False))
         return
-    console = terminal.stderr()
+    console = terminal.console(stderr=True)
     if options.stats:
         for line in figures(job, method, run):
             console.print(Text(line), soft_wrap=True)

@@ -73,14 +73,14 @@ def _show_warning(message: Warning | str, *_: Any, **__: Any) -> None:
     print(f"skipstone: warning: {one_line(message)}", file=sys.stderr)
 
 
-def stderr() -> Console:
-    """Where tables and figures go, so that stdout holds the text alone. Made anew: tests replace sys.stderr."""
+def console(stderr: bool = False) -> Console:
+    """Where tables go. Made anew each time: tests replace the streams."""
     from rich.console import Console
 
-    console = Console(stderr=True, highlight=False)
-    if not console.is_terminal:
-        console.width = 120  # rich assumes 80 columns where it cannot ask
-    return console
+    made = Console(stderr=stderr, highlight=False, markup=False)
+    if not made.is_terminal:
+        made.width = 120  # rich assumes 80 columns where it cannot ask
+    return made
 
 
 _PICTURES = {code: 0x2400 + code for code in range(32) if chr(code) not in "\n\t"} | {0x7F: 0x2421}
