@@ -47,7 +47,8 @@ class Warping:
         self.greedy = column([row.temperature == 0 for row in rows], torch.bool)
         self.temperature = column([row.temperature or 1.0 for row in rows], torch.float32)
         self.top_k = column([row.top_k or 1 << 30 for row in rows], torch.long)
-        self.top_p = column([row.top_p for row in rows], torch.float32)
+        # rounded once, after the subtraction, as transformers does: where tokens tie, the last bit decides
+        self.tail = column([1 - row.top_p for row in rows], torch.float32)
         self.min_p = column([row.min_p for row in rows], torch.float32)
         self.any_greedy = any(row.temperature == 0 for row in rows)
         self.largest_k = max(row.top_k for row in rows)
@@ -68,14 +69,14 @@ def warp(logits: Tensor, rows: Warping) -> Tensor:
         scores = scores.masked_fill((scores < least) & limited[:, None], float("-inf"))
     if rows.any_top_p:
         ordered, order = scores.sort(dim=-1)
-        tail = ordered.softmax(-1).cumsum(-1) <= 1 - rows.top_p[:, None]
+        tail = ordered.softmax(-1).cumsum(-1) <= rows.tail[:, None]
         tail[:, -1] = False
-        tail &= (rows.top_p < 1)[:, None]
+        tail &= (rows.tail > 0)[:, None]
         scores = scores.masked_fill(torch.zeros_like(tail).scatter(1, order, tail), float("-inf"))
     p = scores.softmax(-1)
     if rows.any_min_p:
-        p = torch.where(p >= rows.min_p[:, None] * p.amax(-1, keepdim=True), p, 0.0)
-        p = p / p.sum(-1, keepdim=True)
+        least = rows.min_p[:, None] * p.amax(-1, keepdim=True)
+        p = scores.masked_fill(p < least, float("-inf")).softmax(-1)
     if rows.any_greedy:
         best = torch.zeros_like(p).scatter(1, logits.argmax(-1, keepdim=True), 1.0)
         p = torch.where(rows.greedy[:, None], best, p)
