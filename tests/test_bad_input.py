@@ -316,6 +316,18 @@ class TestLoad:
             skipstone.load(folder)
 
 
+@pytest.mark.parametrize("call", [skipstone.generate, skipstone.stream])
+@pytest.mark.parametrize("what", ["a path", "none", "a model without a head", "its layers"])
+def test_what_is_no_language_model_is_refused(what: str, call: Callable[..., Any]) -> None:
+    whole: Any = families.cached("llama")
+    model: Any = {"a path": "some/model", "none": None, "a model without a head": whole.model, "its layers": whole.model.layers}
+    found = {"a path": "str", "none": "NoneType", "a model without a head": "LlamaModel", "its layers": "ModuleList"}
+    with pytest.raises(ValueError, match=f"transformers model with a language-modelling head .* found {found[what]}"):
+        call(model[what], IDS, SKIP, max_new_tokens=3)
+    with pytest.raises(ValueError, match=f"found {found[what]}"):
+        skipstone.enable(model[what], SKIP)
+
+
 def test_a_default_that_is_no_method_is_refused() -> None:
     model: PreTrainedModel = families.build("llama")
     model.generation_config.skipstone = 3

@@ -417,7 +417,8 @@ def state(model: PreTrainedModel) -> Any:
         name: (sorted(module.__dict__), len(module._forward_hooks), len(module._forward_pre_hooks), module.training)
         for name, module in model.named_modules()
     }
-    return modules, model.config.to_dict(), id(model.generation_config), model.generation_config.to_dict()
+    configs = model.config.to_dict(), model.config._attn_implementation, model.generation_config.to_dict()
+    return modules, configs, id(model.config), id(model.generation_config)
 
 
 class Interrupted(Exception):

@@ -150,8 +150,17 @@ def prepare_call(
 
 
 def unwrap(model: Any) -> PreTrainedModel:
-    """The transformers model inside a PEFT wrapper (its adapters live in the layers), or the model itself."""
-    return model.get_base_model() if hasattr(model, "get_base_model") else model
+    """The transformers model inside a PEFT wrapper (its adapters live in the layers), or the model itself.
+
+    ValueError for what is no transformers model with a language-modelling head.
+    """
+    inner = model.get_base_model() if hasattr(model, "get_base_model") else model
+    if not isinstance(inner, PreTrainedModel) or not inner.can_generate():
+        raise ValueError(
+            f"model must be a transformers model with a language-modelling head (AutoModelForCausalLM or skipstone.load), "
+            f"found {type(inner).__name__}"
+        )
+    return inner
 
 
 @contextmanager
