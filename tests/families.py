@@ -10,7 +10,7 @@ import functools
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
 WINDOW = 8
@@ -183,7 +183,7 @@ def _initialise(model: PreTrainedModel, generator: torch.Generator, untied: floa
         head.weight.mul_(8)
 
 
-def _weaken(config: Any, name: str, module: nn.Module, norms: tuple[str, ...]) -> None:
+def _weaken(config: Any, name: str, module: Any, norms: tuple[str, ...]) -> None:
     """Scale what a sublayer adds to the residual stream by .45 (less where a norm follows the sum and undoes half of it)."""
     factor = 0.45 if getattr(config, "do_layer_norm_before", True) else 0.15
     if norms:

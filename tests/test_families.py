@@ -160,8 +160,8 @@ def test_rope_that_switches_is_exact_up_to_the_length_below_which_nothing_switch
 
 def test_the_family_that_the_documentation_adds_is_exact(monkeypatch: pytest.MonkeyPatch) -> None:
     code = {block.mark: block.code for block in blocks(ROOT / "docs" / "add-a-family.md", "python")}
-    facts = eval(f"{{{code['<!-- registry -->']}}}", vars(core_families))
-    row = eval(f"{{{code['<!-- test row -->']}}}", vars(families))
+    facts = eval(f"{{{code['<!-- registry -->']}}}", dict(vars(core_families)))
+    row = eval(f"{{{code['<!-- test row -->']}}}", dict(vars(families)))
     assert set(facts) == set(row) == {"cohere2"}
     assert "cohere2" not in core_families.FAMILIES, "the example is a family that is not there yet"
     monkeypatch.setitem(core_families.FAMILIES, "cohere2", facts["cohere2"])

@@ -11,7 +11,7 @@ import torch
 import transformers
 from huggingface_hub.errors import StrictDataclassError
 from torch import nn
-from transformers import AutoConfig, AutoModel, AutoModelForCausalLM, AutoModelForSeq2SeqLM, LlamaForCausalLM
+from transformers import AutoConfig, AutoModel, AutoModelForCausalLM, AutoModelForSeq2SeqLM, LlamaConfig, LlamaForCausalLM
 
 import skipstone
 from skipstone.core.model import LayeredModel
@@ -132,7 +132,7 @@ REFUSED: dict[str, tuple[Callable[[], Any], tuple[str, ...]]] = {
     "layers of different shapes": (changed(setting("config.per_layer_config", {1: {"intermediate_size": 32}})),
                                    ("llama", "layers that differ", "intermediate_size")),
     "a model without a head": (made("llama", AutoModel, **SMALL), ("LlamaModel", "no LM head", "AutoModelForCausalLM")),
-    "a forward of the user's own": (lambda: OwnLlama(families.cached("llama").config).eval(),
+    "a forward of the user's own": (lambda: OwnLlama(LlamaConfig(**SMALL)).eval(),
                                     ("OwnLlama", "test_refusals", "trust_remote_code")),
     "training mode": (changed(lambda model: model.train()), ("training mode", "model.eval()")),
     "a quantiser of transformers": (changed(quantised), ("quantised", "bitsandbytes")),
@@ -166,6 +166,12 @@ def test_generate_and_enable_refuse_with_the_same_words(case: str) -> None:
     ):
         with pytest.raises(ValueError, match=words[0].replace("(", r"\(")):
             attempt()
+
+
+@pytest.mark.parametrize("name", families.EAGER_ONLY)
+def test_transformers_itself_refuses_sdpa_for_a_family_tested_with_eager_attention_only(name: str) -> None:
+    with pytest.raises(ValueError, match="scaled_dot_product_attention"):
+        families.build(name, attn_implementation="sdpa")
 
 
 @pytest.mark.parametrize("kind", ["gemma3", "llava", "qwen2_vl"])
