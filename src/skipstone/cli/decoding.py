@@ -90,4 +90,5 @@ def finish_reason(run: Run, job: Job) -> str:
 
 
 def dtype_name(model: PreTrainedModel) -> str:
+    """The dtype of the weights as the command line spells it: "float32"."""
     return str(model.dtype).removeprefix("torch.")

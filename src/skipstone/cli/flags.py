@@ -60,6 +60,7 @@ def settings(kind: type[Method]) -> list[Setting]:
 
 
 def flag(name: str) -> str:
+    """The command-line flag of a setting: exit_layer is --exit-layer."""
     return "--" + name.replace("_", "-")
 
 
