@@ -126,10 +126,10 @@ def test_sampled_rows_draw_from_the_whole_distribution_and_repeat_with_the_seed(
         for engine in (HFGenerate(), ENGINES[-1]):
             state = torch.get_rng_state()
             first, again, other = (
-                measure.measure(llama, Row("row", engine, 30.0), prompt, 0, 60, seed).tokens for seed in (1, 1, 2)
+                measure.measure(llama, Row("row", engine, 30.0), prompt, 0, 120, seed).tokens for seed in (1, 1, 2)
             )
             assert first == again != other
-            assert len(set(first)) > 30, "at temperature 30 nearly every token is as likely; top-k or top-p would show"
+            assert len(set(first)) > 57, "at temperature 30 nearly every token is as likely; top-k or top-p would show"
             assert torch.equal(state, torch.get_rng_state())
 
 

@@ -17,7 +17,7 @@ from skipstone.bench import run, surrogate
 from skipstone.bench.report import print_report
 from skipstone.bench.run import Settings
 
-WIDTH = 175
+WIDTH = 190  # where stdout is no terminal: the whole table on one line a row
 QUICK: dict[str, Any] = {
     "num_prompts": 3,
     "tune_prompts": 2,
