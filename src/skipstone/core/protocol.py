@@ -67,8 +67,8 @@ def layer_in_range(name: str, value: Any, model: LayeredModel) -> None:
     """ValueError unless value is an int in [1, L-1]."""
     if value is None:
         raise ValueError(
-            f"{name} is not set and this model carries no default for it; `skipstone inspect` measures which layers to use, "
-            f"or pass {name}= an integer from 1 to {model.depth - 1}"
+            f"{name} is not set and this model carries no default for it: pass an integer from 1 to {model.depth - 1}; "
+            f"`skipstone generate MODEL --{name.replace('_', '-')} E --compare` shows what a layer brings"
         )
     whole_number(name, value, 1)
     if value >= model.depth:
