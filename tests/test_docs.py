@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import ast
-import graphlib
 import importlib.util
 import sys
 from pathlib import Path
@@ -107,46 +105,6 @@ def test_module_map_names_every_file_of_the_package():
     present = {str(path.relative_to(ROOT)) for path in PACKAGE.rglob("*.py") if path.name != "__init__.py"}
     assert {path for path in named if not path.endswith("__init__.py")} == present
     assert [path for path in entries if not (ROOT / path).exists()] == []
-
-
-def test_imports_run_one_way_as_the_design_page_says():
-    """core <- methods <- api <- hf <- {bench, cli}, and the last two know nothing of one another."""
-    rank = {"core": 0, "methods": 1, "api": 2, "hf": 3, "bench": 4, "cli": 4}
-    found = 0
-    for file in PACKAGE.rglob("*.py"):
-        home = file.relative_to(PACKAGE).parts[0].removesuffix(".py")
-        for name in _imports(file) if home in rank else ():
-            parts = name.split(".")
-            if parts[0] != "skipstone" or name == "skipstone.__version__" or parts[1:2] == [home]:
-                continue
-            found += 1
-            target = parts[1] if parts[1:] and parts[1] in rank else "hf"  # the package itself offers all up to hf
-            assert rank[target] < rank[home], f"{file.name} imports {name}"
-    assert found > 20, "the walk found the imports between packages"
-
-
-def _imports(file: Path) -> list[str]:
-    names = []
-    for node in ast.walk(ast.parse(file.read_text())):
-        if isinstance(node, ast.Import):
-            names += [alias.name for alias in node.names]
-        elif isinstance(node, ast.ImportFrom):
-            assert node.level == 0, f"{file.name} imports relatively"
-            names += [f"{node.module}.{alias.name}" for alias in node.names]
-    return names
-
-
-def test_core_imports_in_a_circle_nowhere():
-    """Imports for annotations only (TYPE_CHECKING) are no imports."""
-    graph = {}
-    for file in (PACKAGE / "core").glob("*.py"):
-        body = [node for node in ast.parse(file.read_text()).body if not isinstance(node, ast.If)]
-        nodes = [node for node in body if isinstance(node, ast.ImportFrom) and node.module is not None]
-        parts = [node.module.split(".") for node in nodes if node.module and node.module.startswith("skipstone.core.")]
-        graph[file.stem] = {part[2] for part in parts}
-        graph[file.stem] |= {a.name for node in nodes if node.module == "skipstone.core" for a in node.names}
-    order = list(graphlib.TopologicalSorter(graph).static_order())
-    assert order.index("types") < order.index("session") < order.index("decode") < order.index("protocol")
 
 
 def test_design_page_names_tests_that_exist():
