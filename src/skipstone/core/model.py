@@ -7,6 +7,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Any
 
 import numpy as np
@@ -251,7 +252,7 @@ class Frontier:
         """Run every token that is not `to` layers deep yet; deeper ones join where they wait."""
         depth, hidden = self.depth, self.hidden
         levels = sorted(level for level in set(depth.ravel().tolist()) if level < to)
-        for low, high in zip(levels, [*levels[1:], to], strict=True):
+        for low, high in pairwise([*levels, to]):
             running = depth <= low
             columns = np.flatnonzero(running.any(0))
             first, last = int(columns[0]), int(columns[-1]) + 1
@@ -260,7 +261,7 @@ class Frontier:
                 hidden[:, part] = self._run(part, None, range(low, high))
             else:
                 index = on_device(columns.tolist(), self.device)
-                keep = on_device(running[:, columns], self.device)
+                keep = on_device(running[:, columns].tolist(), self.device)
                 new = self._run(index, keep, range(low, high))
                 hidden[:, index] = torch.where(keep[:, :, None], new, hidden[:, index])
             depth[running] = high
