@@ -14,7 +14,8 @@ from transformers.generation.logits_process import LogitsProcessor, LogitsProces
 from transformers.generation.stopping_criteria import MaxLengthCriteria, StoppingCriteria, StoppingCriteriaList
 
 import skipstone
-from skipstone import Autoregressive, LayerSkip, Output, Step
+from skipstone import Autoregressive, Decoder, LayeredModel, LayerSkip, Output, Request, Sampling, Step
+from skipstone.core.decode import run
 from tests import families
 from tests.support import alone, left_padded, tokenizer
 
@@ -381,6 +382,25 @@ class TestNeighbours:
         together = decode(model, batch, method, seed=[1, 2, 3], **SAMPLING).new_tokens
         single = [decode(model, [p], method, seed=[s], **SAMPLING).new_tokens for p, s in zip(batch, (1, 2, 3), strict=True)]
         assert together == [text for texts in single for text in texts or []]
+
+    def test_an_adaptive_threshold_does_not_carry_over_to_the_next_request(
+        self, model: PreTrainedModel, batch: list[Tensor]
+    ) -> None:
+        method = LayerSkip(2, 6, confidence_threshold="adaptive")
+        requests = [Request(prompt, 40, sampling=Sampling(1.2, seed=7)) for prompt in batch]
+
+        def texts(decoder: Decoder, *admitted: Request) -> list[list[int]]:
+            """One request after the other on row 0."""
+            found = []
+            for request in admitted:
+                decoder.admit(0, request)
+                found.append([token for step in run(decoder) for token in step.tokens[0]])
+            return found
+
+        def fresh() -> Decoder:
+            return Decoder(method.start(LayeredModel(model), 1, 80))
+
+        assert texts(fresh(), *requests) == [texts(fresh(), request)[0] for request in requests]
 
     def test_a_seed_counts_up_over_the_rows(self, model: PreTrainedModel, batch: list[Tensor]) -> None:
         counted = decode(model, batch, seed=5, **SAMPLING).new_tokens

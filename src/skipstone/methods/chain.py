@@ -91,7 +91,7 @@ class Confidence:
         """A new request starts on the row: nothing is carried over, so its text does not depend on what ran before."""
         if self.adaptive:
             self._values[row], self._rates[row] = self.START, self.TARGET
-            self._threshold[row] = self.START
+            self._threshold = on_device(self._values, self._threshold.device)  # anew: it may be an inference tensor
 
     def of(self, scores: Tensor) -> Tensor | None:
         """Top probability [B] at temperature 1 of processed, unwarped logits [B, V]; None when nobody asks."""
