@@ -96,6 +96,8 @@ TABLE: dict[str, Wrong] = {
     "a method's setting as an option": Wrong(
         r"unknown option exit_layer=2; a method's own settings go into method=", options={"exit_layer": 2}
     ),
+    "an unknown tensor": Wrong(r"^unknown option labels=.{1,40}; a method's own", options={"labels": torch.zeros(1, 500)}),
+    "token types": Wrong("token_type_ids is not supported.*return_token_type_ids=False", options={"token_type_ids": IDS}),
     "an assistant model": Wrong("assistant_model is not supported", options={"assistant_model": "another"}),
     "a cache of the user's": Wrong("past_key_values is not supported.*own KV store", options={"past_key_values": object()}),
     "embeddings": Wrong("inputs_embeds is not supported.*token ids", options={"inputs_embeds": torch.zeros(1, 2, 32)}),
@@ -177,6 +179,8 @@ THROUGH_GENERATE = [
 # behind custom_generate transformers looks at these first: it refuses them in its own words, or drops them
 TRANSFORMERS_FIRST = {
     "unknown option",
+    "an unknown tensor",
+    "token types",
     "a method's setting as an option",
     "a cache of the user's",
     "embeddings",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+import reprlib
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -36,6 +37,7 @@ _REFUSED = {
     "negative_prompt_ids": "classifier-free guidance is not implemented",
     "negative_prompt_attention_mask": "classifier-free guidance is not implemented",
     "synced_gpus": "skipstone decodes on one device",
+    "token_type_ids": "skipstone hands nothing but token ids to the model; tokenise with return_token_type_ids=False",
 }
 _PREPARED = ("attention_mask", "position_ids", "past_key_values", "use_cache", "logits_to_keep")
 """What transformers prepares for the model's forward, and what `_check_inputs` looks at."""
@@ -121,7 +123,7 @@ def _check_arguments(model: PreTrainedModel, kwargs: dict[str, Any]) -> None:
             raise ValueError(f"{name} is not supported: {_REFUSED[name]}")
         close = difflib.get_close_matches(name, [*FIELDS, *ARGUMENTS], n=1)
         hint = f"did you mean {close[0]}?" if close else "a method's own settings go into method={'method': name, ...}"
-        raise ValueError(f"unknown option {name}={value!r}; {hint}")
+        raise ValueError(f"unknown option {name}={reprlib.repr(value)}; {hint}")
     refuse_fields(merged_fields(model.generation_config, kwargs.get("generation_config"), kwargs))
 
 
