@@ -55,7 +55,7 @@ class Session:
         coupled: bool = False,
         scratch: int = 0,
     ) -> None:
-        self.model = model
+        self.model, self.capacity = model, capacity
         self.store = KVStore(rows, depth or model.depth, capacity + scratch)
         self.sampler = Sampler(rows, model.device, coupled)
         self.last = [0] * rows
@@ -73,9 +73,15 @@ class Session:
         return any(prompt is not None for prompt in self._waiting)
 
     def admit(self, row: int, request: Request) -> None:
-        """Give a free row to a request."""
+        """Give a free row to a request. ValueError, before anything changed, for one that cannot fit."""
         taken = self.alive[row] or self._waiting[row] is not None
         assert not taken, f"row {row} is taken"
+        length, most = len(request.prompt), request.max_new_tokens
+        if length + most > self.capacity:
+            raise ValueError(
+                f"prompt of {length} tokens + max_new_tokens={most} is more than the {self.capacity} tokens a row of this "
+                f"session was made for; start it with a larger capacity"
+            )
         self.store.length[row] = 0
         self._waiting[row] = request.prompt.to(self.model.device)
         self.sampler.admit(row, request.sampling, request.prompt)
@@ -183,7 +189,7 @@ class Session:
     def check(self, row: int, tokens: Tensor, tolerance: float = 1e-4) -> None:
         """Assert the invariant of a row against a forward over its committed tokens [T] from scratch (for tests)."""
         assert self.store.length[row] == len(tokens) - 1, "the last committed token is not in the store yet"
-        fresh = Session(self.model, 1, len(tokens), depth=self.store.layers)
+        fresh = Session(self.model, 1, len(tokens) + 1, depth=self.store.layers)
         fresh.admit(0, Request(tokens, 1))
         fresh.prefill(len(tokens))
         self.store.check(fresh.store, row, 0, tolerance)
