@@ -13,6 +13,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerFast
 
+import skipstone
 from tests import families
 
 TIE = 1e-4
@@ -80,6 +81,11 @@ def tokenizer(size: int = 97) -> PreTrainedTokenizerFast:
     wrapped = PreTrainedTokenizerFast(tokenizer_object=core, pad_token="<pad>", eos_token="<eos>", padding_side="left")
     wrapped.chat_template = "{% for m in messages %}{{ m['content'] }} {% endfor %}{% if add_generation_prompt %}z{% endif %}"
     return wrapped
+
+
+def decode(model: PreTrainedModel, prompts: Sequence[Tensor], method: Any, **options: Any) -> skipstone.Output:
+    """One left-padded batch through a method; 24 new tokens unless told."""
+    return skipstone.generate(model, left_padded(prompts), method, **{"max_new_tokens": 24, **options})
 
 
 @contextmanager

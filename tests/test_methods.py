@@ -14,13 +14,11 @@ from dataclasses import dataclass
 from typing import Any
 
 import pytest
-from torch import Tensor
 from transformers import PreTrainedModel
 
-import skipstone
 from skipstone import METHODS, Autoregressive, EarlyExit, LayerSkip, Method, Output
 from tests import families
-from tests.support import left_padded, margin, references
+from tests.support import decode, margin, references
 
 EXIT = 2
 DRAFTS = (1, 4, 7)
@@ -82,13 +80,6 @@ PROCESSORS: dict[str, Any] = {
     "eos_token_id": [5, 60],
 }
 SAMPLING: dict[str, Any] = {"do_sample": True, "temperature": 1.3, "top_k": 40, "top_p": 0.95}
-
-
-def decode(model: PreTrainedModel, prompts: list[Tensor], method: Method, **options: Any) -> Output:
-    """One batch through a method."""
-    batch = left_padded(prompts)
-    options = {"max_new_tokens": NEW, **options}
-    return skipstone.generate(model, batch["input_ids"], method, attention_mask=batch["attention_mask"], **options)
 
 
 def assert_not_vacuous(row: Row, output: Output) -> None:
