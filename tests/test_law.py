@@ -88,20 +88,20 @@ def test_shared_noise_couples_two_draws_as_it_should() -> None:
 def test_coupled_acceptance_of_the_loop_is_what_theory_says(model: LayeredModel) -> None:
     """The first draft of 500 rows: accepted as often as p and q (by transformers' own forward) demand, at least the bound."""
     rows = 500
-    asked = [Request(prompt(4), 3, sampling=Sampling(temperature=1.0, seed=seed)) for seed in range(rows)]
+    asked = [Request(prompt(4), 3, sampling=Sampling(temperature=3.0, seed=seed)) for seed in range(rows)]
     method = LayerSkip(exit_layer=2, num_speculative_tokens=1, rejection_sample_method="coupled")
     _, _, steps = decode(method, model, asked)
     first = torch.tensor(steps[0].tokens)
     ids = torch.cat([prompt(4).expand(rows, -1), first], 1)
     output = model.model(input_ids=ids, output_hidden_states=True)
     early = model.head(model.decoder.norm(output.hidden_states[2][:, -1]))
-    p, q = (scores.double().softmax(-1) for scores in (output.logits[:, -1], early))
+    p, q = ((scores.double() / 3).softmax(-1) for scores in (output.logits[:, -1], early))
     chances = coupled_acceptance(p, q)
     accepted = sum(steps[1].accepted)
     assert steps[1].drafted == [1] * rows
     assert within(accepted, chances)
     assert accepted > float(bound(p, q).sum()) - 5 * np.sqrt(rows / 4)
-    assert 0.1 < accepted / rows < 0.9
+    assert not within(int((p * q).sum()), chances), "draws on noise of their own would agree as often: the test has no power"
 
 
 def conditionals(llm: Any, ids: Tensor, vocab: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
