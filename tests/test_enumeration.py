@@ -106,10 +106,17 @@ def test_warpers_without_a_vectorised_form_keep_the_law(model: Any) -> None:
     assert seen.steps[2, 0] > 0
 
 
-@pytest.mark.parametrize("processors", [(), (RepetitionPenaltyLogitsProcessor(1.7), Pushing())], ids=["plain", "processors"])
+MATCHED: list[dict[str, Any]] = [
+    {},
+    {"processors": [RepetitionPenaltyLogitsProcessor(1.7), Pushing()]},
+    {"warpers": [TemperatureLogitsWarper(1.5), TopPLogitsWarper(0.75)], "temperature": 1.5, "top_p": 0.75},
+]
+
+
+@pytest.mark.parametrize("settings", MATCHED, ids=["plain", "processors", "warpers"])
 @pytest.mark.parametrize(("nodes", "branching"), [(2, 0.0), (5, 0.7)], ids=["chain", "tree"])
-def test_match_keeps_the_law_for_deterministic_drafts(model: Any, nodes: int, branching: float, processors: Any) -> None:
-    seen = proves(model, Trees(nodes=nodes, branching=branching, seed=5), processors)
+def test_match_keeps_the_law_for_deterministic_drafts(model: Any, nodes: int, branching: float, settings: Any) -> None:
+    seen = proves(model, Trees(nodes=nodes, branching=branching, seed=5), **settings)
     assert any(accepted >= 1 for _, accepted in seen.steps)
     assert any(drafted > accepted for drafted, accepted in seen.steps)
     assert max(seen.lengths) >= min(nodes, 3)
