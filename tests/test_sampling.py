@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -23,7 +24,7 @@ from transformers.generation.logits_process import (
     TypicalLogitsWarper,
 )
 
-from skipstone import Request, Sampling
+from skipstone import LayerSkip, Request, Sampling
 from skipstone.core.model import LayeredModel
 from skipstone.core.sampling import Sampler, Warping, warp
 from tests.machine import decode, llama, prompt
@@ -204,6 +205,19 @@ def test_processors_are_called_at_the_nodes_the_walk_reaches_and_nowhere_else(te
     for row, request in enumerate(requests):
         whole = reference(request.prompt, texts[row])
         assert eyes[row].texts == [whole[: len(request.prompt) + place] for place in range(len(texts[row]))]
+
+
+def test_a_row_with_warpers_samples_alone_and_in_company() -> None:
+    """Its temperature is theirs: the default 0 beside them must not make it greedy when all its neighbours are."""
+    layered = LayeredModel(llama())
+    warpers: list[Any] = [TemperatureLogitsWarper(1.5)]
+    request = Request(prompt(6), 12, sampling=Sampling(seed=4, warpers=warpers))
+    method = LayerSkip(exit_layer=2, num_speculative_tokens=3)
+    (alone,), _, _ = decode(method, layered, [request])
+    together, _, _ = decode(method, layered, [request, Request(prompt(4), 14, sampling=Sampling(1.0))])
+    (sampled,), _, _ = decode(method, layered, [replace(request, sampling=Sampling(1.5, seed=4))])
+    assert alone == together[0] == sampled
+    assert alone != decode(method, layered, [Request(prompt(6), 12)])[0][0]
 
 
 def test_a_sampler_row_is_forgotten_when_released() -> None:

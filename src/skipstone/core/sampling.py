@@ -124,8 +124,8 @@ class Sampler:
 
     @cached_property
     def greedy(self) -> bool:
-        """Whether no row samples."""
-        return all(row is None or row.temperature == 0 for row in self.settings)
+        """Whether no row samples; one with warpers of its own does, whatever its temperature says."""
+        return all(row is None or (row.temperature == 0 and not row.warpers) for row in self.settings)
 
     @cached_property
     def processed(self) -> bool:
