@@ -157,7 +157,7 @@ class Tabled:
     depth, device, max_positions = 2, torch.device("cpu"), 64
 
     def __init__(self, p: Sequence[float], q: Sequence[float]) -> None:
-        self.vocab_size = len(p)
+        self.vocab_size, self.embeddings = len(p), 64
         self._scores = torch.tensor([q, p], dtype=torch.double).log()
 
     def embed(self, tokens: Tensor, positions: Tensor) -> Tensor:

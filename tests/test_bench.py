@@ -132,11 +132,11 @@ SMALL = surrogate.Shape(layers=4, hidden=64, exit=2, agreement=0.8, vocab=256)
 
 
 def test_surrogate_agrees_at_the_wanted_rate_and_is_reproducible():
-    made = surrogate.calibrate(SMALL, seed=0, sequences=16, length=48)
+    made = surrogate.calibrate(SMALL, seed=0, sequences=48, length=48)
     assert made.agreement.low - 0.03 <= 0.8 <= made.agreement.high + 0.03
     assert made.agreement.high - made.agreement.low < 0.1
     assert 0 < made.factor < 1
-    again = surrogate.calibrate(SMALL, seed=0, sequences=16, length=48)
+    again = surrogate.calibrate(SMALL, seed=0, sequences=48, length=48)
     assert again.factor == made.factor
     assert torch.equal(again.model.lm_head.weight, made.model.lm_head.weight)
     fresh = surrogate.contexts(made.model, 32, 48, seed=77)

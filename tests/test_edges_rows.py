@@ -93,7 +93,7 @@ class TestNeighbours:
 
 
 @pytest.mark.parametrize(
-    "options", [{"typical_p": 0.6}, {"epsilon_cutoff": 0.02}, {"eta_cutoff": 0.05}, {"top_h": 0.4}], ids=str
+    "options", [{"typical_p": 0.6}, {"epsilon_cutoff": 0.05}, {"eta_cutoff": 0.05}, {"top_h": 0.4}], ids=str
 )
 def test_warpers_without_a_vectorised_form_are_exact_too(
     options: dict[str, Any], model: PreTrainedModel, batch: list[Tensor]

@@ -27,7 +27,10 @@ def model() -> LayeredModel:
 
 def requests(seeds: int, tokens: int, **sampling: Any) -> list[Request]:
     """Prompts of different lengths, one seed each."""
-    return [Request(prompt(3 + seed % 5, seed), tokens, sampling=Sampling(seed=seed, **sampling)) for seed in range(seeds)]
+    return [
+        Request(prompt(3 + seed % 5, seed), tokens, sampling=Sampling(seed=seed, **sampling))
+        for seed in range(100, 100 + seeds)
+    ]
 
 
 @pytest.mark.parametrize(

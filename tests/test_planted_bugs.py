@@ -85,8 +85,8 @@ def drawn_token_dropped(patch: Patch) -> None:
 def q_before_warpers(patch: Patch) -> None:
     own = Sampler.propose
 
-    def propose(self: Sampler, logits: Tensor, position: Tensor, path: Tensor) -> Any:
-        token, _, scores = own(self, logits, position, path)
+    def propose(self: Sampler, *arguments: Any) -> Any:
+        token, _, scores = own(self, *arguments)
         return token, scores.softmax(-1), scores
 
     patch.setattr(Sampler, "propose", propose)

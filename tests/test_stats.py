@@ -47,7 +47,7 @@ class ScriptedSession(Session):
 def test_origins_and_figures_of_a_trace_made_by_hand() -> None:
     """Right drafts of 3 of 4; both of 2; none of 1; no draft; then an end token inside a chain of 3."""
     model = LayeredModel(llama())
-    asked = Request(prompt(6, 2), 14, sampling=Sampling(1.0, seed=3))
+    asked = Request(prompt(6, 2), 14, sampling=Sampling(1.0, seed=4))
     text = decode(Autoregressive(), model, [asked])[0][0]
     wrong = next(token for token in range(97) if token not in text)
     chains = (
@@ -152,7 +152,7 @@ def test_probes_wait_for_doubt_and_keep_their_distance() -> None:
             taken.append(turn)
             doubtful.add(stepped(tokens=[[1]], drafted=[0], draft_steps=[0], accepted=[0], probe=True))
         else:
-            doubtful.add(one_row(1))
+            doubtful.add(one_row(0))
     assert taken[0] == Pace.WARM_UP
     assert len(taken) == Pace.PROBES
     assert [b - a for a, b in pairwise(taken)] == [Pace.SPACING + 1] * (Pace.PROBES - 1)

@@ -54,7 +54,7 @@ def proves(build: Any, asked: list[Request], method: Trees, check: bool = False)
 @pytest.mark.parametrize("processors", [(), PROCESSORS], ids=["plain", "processors"])
 @pytest.mark.parametrize("sampling", SAMPLING)
 def test_random_trees_do_not_change_the_text(build: Any, lengths: tuple[int, ...], processors: Any, sampling: Any) -> None:
-    asked = requests(lengths, tokens=30 if len(lengths) == 1 else 16, processors=processors, **sampling)
+    asked = requests(lengths, tokens=40 if len(lengths) == 1 else 16, processors=processors, **sampling)
     figures, _ = proves(build, asked, Trees(nodes=16, branching=0.4, peeking=0.75), check=True)
     assert max(figures.histogram) >= 3, "a deep path was accepted"
 

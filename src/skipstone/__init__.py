@@ -45,6 +45,7 @@ _NAMES = {
     "methods.layerskip": ("LayerSkip",),
 }
 _HOME = {name: module for module, names in _NAMES.items() for name in names}
+__all__ = [*_HOME]
 
 
 def __getattr__(name: str) -> Any:

@@ -91,7 +91,7 @@ def generate(
     """
     chosen = resolve_for(model, method, options.get("generation_config"))
     ids, options = _encode(inputs, tokenizer, options)
-    call = prepare_call(chosen, model, ids, tokenizer, seed, options)
+    call = prepare_call(model, ids, tokenizer, seed, options)
     output = generation.complete(chosen, call, streamer, record)
     if not isinstance(inputs, (Tensor, Mapping)) and tokenizer is not None:
         texts = [tokenizer.decode(tokens, skip_special_tokens=True) for tokens in output.new_tokens or []]
@@ -112,7 +112,7 @@ def stream(
     """Like `generate`, one `Step` at a time. Errors are raised at the call; closing the iterator early is safe."""
     chosen = resolve_for(model, method, options.get("generation_config"))
     ids, options = _encode(inputs, tokenizer, options)
-    return generation.steps(chosen, prepare_call(chosen, model, ids, tokenizer, seed, options), record)
+    return generation.steps(chosen, prepare_call(model, ids, tokenizer, seed, options), record)
 
 
 def resolve_for(model: PreTrainedModel, method: MethodLike, config: GenerationConfig | None = None) -> Method:
@@ -122,16 +122,10 @@ def resolve_for(model: PreTrainedModel, method: MethodLike, config: GenerationCo
 
 
 def prepare_call(
-    method: Method,
-    model: PreTrainedModel,
-    ids: Tensor | None,
-    tokenizer: Any,
-    seed: int | list[int] | None,
-    options: dict[str, Any],
+    model: PreTrainedModel, ids: Tensor | None, tokenizer: Any, seed: int | list[int] | None, options: dict[str, Any]
 ) -> Call:
-    """A prepared call for a method that fits the model. ValueError for what the user got wrong, before any forward."""
+    """A prepared call on a model that can be decoded. ValueError for what the user got wrong, before any forward."""
     layered = LayeredModel(model)
-    method.check(layered)
     inner, options = layered.model, dict(options)
     given = options.get("generation_config")
     strings = options.pop("stop_strings", None) or getattr(given, "stop_strings", None) or inner.generation_config.stop_strings

@@ -80,6 +80,6 @@ class _Generate:
             return self.before(inputs, **options) if self.before else kind.generate(self.model, inputs, **options)
         if inputs is None:
             inputs = options.pop("input_ids", None)
-        call = prepare_call(self.method, self.model, inputs, tokenizer, seed, options)
+        call = prepare_call(self.model, inputs, tokenizer, seed, options)
         output = generation.complete(self.method, call, streamer)
         return output if call.config.return_dict_in_generate else output.sequences  # type: ignore[return-value]

@@ -6,6 +6,9 @@ Here the queries of a group are laid out as more rows of one head instead, so no
 
 from __future__ import annotations
 
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch.nn.functional as F
@@ -34,6 +37,8 @@ def attend(
     assert kwargs.get("softcap") is None, "soft-capped attention needs the eager implementation"
     rows, heads, width, size = query.shape
     groups = heads // key.shape[1]
+    if attention_mask is not None and attention_mask.shape[2] != groups * width:  # transformers' own, from another thread
+        attention_mask = attention_mask.repeat(1, 1, groups, 1)
     if attention_mask is None and width > 1:
         output = F.scaled_dot_product_attention(query, key, value, is_causal=True, scale=scaling, enable_gqa=groups > 1)
     elif groups == 1:
@@ -43,6 +48,35 @@ def attend(
         output = F.scaled_dot_product_attention(packed, key, value, attn_mask=attention_mask, scale=scaling)
         output = output.reshape(rows, heads, width, value.shape[3])
     return output.transpose(1, 2), None
+
+
+def implementation(config: Any) -> str:
+    """The attention a model was loaded with, also while another thread runs it with `attend`."""
+    name = config._attn_implementation
+    return "sdpa" if name == NAME else name
+
+
+_lock = threading.Lock()
+_users: dict[int, tuple[int, str]] = {}  # id of a config -> (passes under way, the name to put back)
+
+
+@contextmanager
+def in_use(config: Any) -> Iterator[None]:
+    """Let the layers that look at `config` use `attend`. Threads may overlap: the last one to leave puts the name back."""
+    settings, key = config.__dict__, id(config)
+    with _lock:
+        count, previous = _users.get(key, (0, settings["_attn_implementation_internal"]))
+        _users[key] = count + 1, previous
+        settings["_attn_implementation_internal"] = NAME
+    try:
+        yield
+    finally:
+        with _lock:
+            count, previous = _users.pop(key)
+            if count > 1:
+                _users[key] = count - 1, previous
+            else:
+                settings["_attn_implementation_internal"] = previous
 
 
 # The mask function is never asked while skipstone runs the layers; without one transformers would silently drop masks should

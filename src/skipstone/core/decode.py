@@ -17,6 +17,7 @@ from skipstone.core.session import Request, Session
 from skipstone.core.types import Draft, RowVerdict, Stats, Step, Verdict
 
 PREFILL_CHUNK = 512
+NOTHING = RowVerdict([], [], "", 0, 0)  # of a row that took no part
 
 Recorder = Callable[[Step, Draft, Scores, list[RowVerdict]], None]
 """Called before the commit of every step; adds to the Step what its caller wants kept."""
@@ -29,21 +30,22 @@ class Clock:
     """
 
     def __init__(self, device: torch.device) -> None:
-        self.events: list[torch.cuda.Event] | None = [] if device.type == "cuda" else None
+        self.stream = torch.cuda.current_stream(device) if device.type == "cuda" else None
+        self.events: list[torch.cuda.Event] = []
         self.times: list[float] = []
         self.mark()
 
     def mark(self) -> None:
         """End a stage (the first mark, made at construction, begins one)."""
         self.times.append(time.perf_counter())
-        if self.events is not None:
+        if self.stream is not None:
             self.events.append(torch.cuda.Event(enable_timing=True))
-            self.events[-1].record()
+            self.events[-1].record(self.stream)
 
     def stop(self) -> list[float]:
         """Seconds of every stage, then of the rest of the step up to now."""
         total = time.perf_counter() - self.times[0]
-        if self.events is None:
+        if self.stream is None:
             stages = [b - a for a, b in pairwise(self.times)]
         else:
             stages = [a.elapsed_time(b) / 1000 for a, b in pairwise(self.events)]
@@ -77,11 +79,11 @@ class Row:
 class Pace:
     """Does speculation pay here? Plain steps taken now and then tell what plain decoding costs.
 
-    A probe commits a token like any step, so it costs little; it is taken only where the text cannot depend on it and where a
-    generous estimate leaves doubt.
+    A probe commits a token like any step, so it costs little; it is taken only where the text cannot depend on it (greedy rows)
+    and where steps commit few tokens. Which steps are probes follows from the tokens, never from the time.
     """
 
-    WARM_UP, SPACING, PROBES, DOUBT = 8, 6, 3, 1.25
+    WARM_UP, SPACING, PROBES, FEW_TOKENS = 8, 6, 3, 1.75
 
     def __init__(self) -> None:
         self.stats = Stats()
@@ -93,10 +95,9 @@ class Pace:
 
     def wants_probe(self) -> bool:
         s = self.stats
-        if s.turns < self.WARM_UP or s.probes >= self.PROBES or self.since_probe < self.SPACING or not s.draft_steps:
+        if s.turns < self.WARM_UP or s.probes >= self.PROBES or self.since_probe < self.SPACING:
             return False
-        bound = self.bound()
-        return bound is not None and bound < self.DOUBT
+        return s.draft_steps > 0 and s.mean_acceptance_length < self.FEW_TOKENS
 
     def bound(self) -> float | None:
         """Speed-up if a plain step cost one draft pass and one scoring pass: no plain step costs more."""
@@ -118,10 +119,15 @@ class Pace:
 
 
 class Decoder:
-    """Rows of a session under the loop. `admit` and `release` may be called between two steps."""
+    """Rows of a session under the loop. `admit` and `release` may be called between two steps.
 
-    def __init__(self, session: Session, *, chunk: int = PREFILL_CHUNK, recorder: Recorder | None = None) -> None:
-        self.session, self.chunk, self.recorder = session, chunk, recorder
+    chunk: prompt tokens a row runs in one step. recorder: called with every step's verdict. probing: take probe steps (`Pace`).
+    """
+
+    def __init__(
+        self, session: Session, *, chunk: int = PREFILL_CHUNK, recorder: Recorder | None = None, probing: bool = False
+    ) -> None:
+        self.session, self.chunk, self.recorder, self.probing = session, chunk, recorder, probing
         self.rows: list[Row | None] = [None] * session.rows
         self.pace = Pace()
 
@@ -147,31 +153,33 @@ class Decoder:
         return self._prefill() if self.session.prefilling else self._decode()
 
     def _prefill(self) -> Step:
-        session = self.session
-        clock = Clock(session.model.device)
+        """One chunk of the waiting prompts, and the first token of those that it completes."""
+        session, started = self.session, time.perf_counter()
         scores, ready = session.prefill(self.chunk)
-        clock.mark()
         draft = Draft.empty(session.rows, session.root.device)
-        verdicts = self._settle(draft, session.verify(draft, scores), ready)
-        for row in ready:
-            verdicts[row].final = "prefill"
-        step = self._step(draft, scores, verdicts)
-        session.commit(None, verdicts)
+        if scores is None:
+            step = self._step([NOTHING] * session.rows, draft)
+        else:
+            verdicts = self._settle(draft, session.verify(draft, scores), ready)
+            for row in ready:
+                verdicts[row].final = "prefill"
+            step = self._step(verdicts, draft, scores)
+            session.commit(None, verdicts)
         step.prefill = True
-        step.seconds_score, step.seconds_other = clock.stop()
+        step.seconds_score = time.perf_counter() - started  # a chunk that completes no prompt is not waited for
         return self._retire(step)
 
     def _decode(self) -> Step:
         session = self.session
         clock = Clock(session.model.device)
-        probe = session.sampler.greedy and self.pace.wants_probe()
+        probe = self.probing and session.sampler.greedy and self.pace.wants_probe()
         draft = session.draft([0] * session.rows if probe else self._limits())
         clock.mark()
         scores = session.score(draft)
         clock.mark()
         live = [row for row, alive in enumerate(session.alive) if alive]
         verdicts = self._settle(draft, session.verify(draft, scores), live)
-        step = self._step(draft, scores, verdicts)
+        step = self._step(verdicts, draft, scores)
         session.commit(draft, verdicts)
         step.probe = probe
         step.seconds_draft, step.seconds_score, step.seconds_other = clock.stop()
@@ -180,8 +188,8 @@ class Decoder:
 
     def _limits(self) -> list[int]:
         """Most draft tokens per row: the token that verification adds must fit too."""
-        left = [0 if row is None else row.request.max_new_tokens - len(row.tokens) - 1 for row in self.rows]
-        return [max(0, count) for count in left]
+        rows = zip(self.rows, self.session.alive, strict=True)
+        return [row.request.max_new_tokens - len(row.tokens) - 1 if row and alive else 0 for row, alive in rows]
 
     def _settle(self, draft: Draft, verdict: Verdict, live: list[int]) -> list[RowVerdict]:
         """The verdict on the host, cut by the stopping rules; nothing for rows that took no part."""
@@ -189,12 +197,12 @@ class Decoder:
         for row, mine in enumerate(verdicts):
             state = self.rows[row]
             if state is None or row not in taking_part:
-                verdicts[row] = RowVerdict([], [], "", 0, 0, 0)
+                verdicts[row] = NOTHING
             else:
                 state.take(mine)
         return verdicts
 
-    def _step(self, draft: Draft, scores: Scores, verdicts: list[RowVerdict]) -> Step:
+    def _step(self, verdicts: list[RowVerdict], draft: Draft, scores: Scores | None = None) -> Step:
         step = Step(
             tokens=[v.tokens for v in verdicts],
             origin=[v.origin for v in verdicts],
@@ -205,7 +213,7 @@ class Decoder:
             verified_nodes=sum(v.nodes for v in verdicts),
             finished=[row for row, v in enumerate(verdicts) if v.finished],
         )
-        if self.recorder is not None:
+        if self.recorder is not None and scores is not None:
             self.recorder(step, draft, scores, verdicts)
         return step
 

@@ -13,6 +13,8 @@ from torch import Tensor
 from transformers import PreTrainedModel
 from transformers.cache_utils import get_layer_types_and_kwargs
 
+from skipstone.core import attention
+
 
 def _same(logits: Tensor, _: Any) -> Tensor:
     return logits
@@ -174,7 +176,7 @@ def family_of(model: PreTrainedModel) -> Family:
     if model.get_output_embeddings() is None:
         raise ValueError(f"{type(model).__name__} has no LM head: load with AutoModelForCausalLM")
     _check_windows(config)
-    implementation = config._attn_implementation
+    implementation = attention.implementation(config)
     if implementation not in _ATTENTION:
         raise ValueError(
             f"attention {implementation!r} cannot take the masks of speculative decoding; "
@@ -195,7 +197,7 @@ def _beyond(model: Any, config: Any) -> str | None:
         return "shares keys and values between layers; early exits and skipped layers need each layer's own"
     if getattr(config, "kv_lora_rank", None):
         return "uses multi-head latent attention (MLA); skipstone stores plain keys and values"
-    types = set(_layer_types(config))
+    types = set(kinds(config))
     if not types <= _TYPES:
         return f"has layers of type {sorted(types - _TYPES)}; skipstone handles {sorted(_TYPES)}"
     if model._is_stateful:
@@ -207,7 +209,7 @@ def _beyond(model: Any, config: Any) -> str | None:
 
 def _check_windows(config: Any) -> None:
     """ValueError where the layer types, which transformers' caches follow, contradict the masks that the model builds."""
-    found = _layer_types(config)
+    found = kinds(config)
     masked = ["full_attention" if window is None else "sliding_attention" for window in windows(config)]
     if found != masked:
         raise ValueError(
@@ -217,20 +219,16 @@ def _check_windows(config: Any) -> None:
         )
 
 
-def _layer_types(config: Any) -> list[str]:
-    return get_layer_types_and_kwargs(config)[0][: config.num_hidden_layers]
-
-
 def windows(config: Any) -> list[int | None]:
     """The sliding window of every layer in tokens, a token itself included; None for full attention."""
     rule, window = FAMILIES[config.model_type].window, getattr(config, "sliding_window", None)
     slides = {"none": (), "every": tuple(_TYPES), "by_layer": ("sliding_attention",)}[rule]
-    return [window if kind in slides else None for kind in _layer_types(config)]
+    return [window if kind in slides else None for kind in kinds(config)]
 
 
 def kinds(config: Any) -> list[str]:
-    """The layer type of every layer, "full_attention" or "sliding_attention"."""
-    return _layer_types(config)
+    """The layer type of every layer, "full_attention" or "sliding_attention" in families that are known."""
+    return get_layer_types_and_kwargs(config)[0][: config.num_hidden_layers]
 
 
 def _rope_settings(config: Any) -> list[dict[str, Any]]:

@@ -28,14 +28,11 @@ def start(method: Method, call: Call, keeper: Keeper | None = None) -> tuple[Dec
     method.check(layered)
     admitted = requests(call)
     needed = max(len(request.prompt) + request.max_new_tokens for request in admitted)
-    if needed > layered.max_positions:
-        longest = max(len(request.prompt) for request in admitted)
-        raise ValueError(
-            f"prompt of {longest} tokens + max_new_tokens={admitted[0].max_new_tokens} is more than the model's "
-            f"{layered.max_positions} positions ({layered.max_positions_source})"
-        )
     session = method.start(layered, len(admitted), needed, method.new_state(layered))
-    decoder = Decoder(session, chunk=call.config.prefill_chunk_size or PREFILL_CHUNK, recorder=keeper)
+    chunk = call.config.prefill_chunk_size
+    if chunk is not None and chunk < 1:
+        raise ValueError(f"prefill_chunk_size must be at least 1, found {chunk}")
+    decoder = Decoder(session, chunk=chunk or PREFILL_CHUNK, recorder=keeper, probing=True)
     for row, request in enumerate(admitted):
         decoder.admit(row, request)
     return decoder, admitted

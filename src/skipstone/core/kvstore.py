@@ -131,8 +131,8 @@ class KVStore:
     (`reserve`), so a request that ends early never pays for its limit.
     """
 
-    def __init__(self, rows: int, layers: int, capacity: int) -> None:
-        self.rows, self.layers, self.limit = rows, layers, capacity
+    def __init__(self, rows: int, layers: int, limit: int) -> None:
+        self.rows, self.layers, self.limit = rows, layers, limit
         self.length = [0] * rows
         self.capacity = 0
         self.keys: list[Tensor | None] = [None] * layers

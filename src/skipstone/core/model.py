@@ -46,11 +46,13 @@ class LayeredModel:
         self.max_positions, self.max_positions_source = max_positions(self.config)
         self.device, self.dtype = inner.device, inner.dtype
         self.vocab_size: int = self.head.weight.shape[0]
-        sdpa = self.config._attn_implementation == "sdpa"
+        sdpa = attention.implementation(self.config) == "sdpa"
         self._own_attention = sdpa and self.family.attention_interface
         self._form = MaskForm(torch.bool if sdpa and not self._own_attention else self.dtype, self._own_attention)
         sublayers = [getattr(layer, self.family.attention) for layer in self.layers]
         self._groups = [getattr(s, "num_key_value_groups", 1) if self._own_attention else 1 for s in sublayers]
+        self._attention_config = getattr(sublayers[0], "config", self.config)
+        self.embeddings: int = inner.get_input_embeddings().weight.shape[0]
         self._fixed = dict(self.family.arguments)
         self._phases: dict[str, tuple[Tensor, Tensor]] = {}
 
@@ -72,7 +74,8 @@ class LayeredModel:
         """Run layers over [b, n, d], writing keys and values to the pass's slots. Returns [b, n, d]."""
         cache = {self.family.cache_argument: store.view(at)}
         phases = self._position_embeddings(hidden, at, layers)
-        with self._attention(), self.skipping(skip) if skip else nullcontext():
+        attending = attention.in_use(self._attention_config) if self._own_attention else nullcontext()
+        with attending, self.skipping(skip) if skip else nullcontext():
             for index in layers:
                 if skip and index in skip.attention and index in skip.mlp:
                     continue
@@ -86,20 +89,6 @@ class LayeredModel:
                 )
                 hidden = output[0] if isinstance(output, tuple) else output
         return hidden
-
-    @contextmanager
-    def _attention(self) -> Iterator[None]:
-        """Let the layers use our attention function (core/attention.py) instead of transformers' sdpa."""
-        if not self._own_attention:
-            yield
-            return
-        settings = self.config.__dict__
-        previous = settings["_attn_implementation_internal"]
-        settings["_attn_implementation_internal"] = attention.NAME
-        try:
-            yield
-        finally:
-            settings["_attn_implementation_internal"] = previous
 
     def _position_embeddings(self, hidden: Tensor, at: Pass, layers: range) -> dict[str, Any]:
         if self.family.rotary is None:
@@ -226,6 +215,7 @@ class Frontier:
         parents: [B, m] int64 over draft nodes, -1 for the root; None continues the chain. A tree comes in one call.
         """
         start, stop = self.width, self.width + tokens.shape[1]
+        assert self.parents is None, "nothing follows a tree"
         if parents is not None:
             assert start == 1, "a tree is appended in one piece, right after the root"
             self.parents, self._reach = parents, ancestors(parents)

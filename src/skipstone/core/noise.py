@@ -8,6 +8,7 @@ that wraps around alike on every device.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cached_property
 
 import torch
 from torch import Tensor
@@ -48,16 +49,23 @@ def _mix(x: Tensor) -> Tensor:
     return x ^ _shift(x, 31)
 
 
+def _key(seed: Tensor, position: Tensor, stream: int) -> Tensor:
+    """One hash per row [B] of (mixed seed, position, stream)."""
+    offset = _signed((stream + 1) * (_GOLDEN % (1 << 64)) % (1 << 64))
+    return _mix(seed ^ (position * _STREAM + offset))
+
+
+def _unit(bits: Tensor) -> Tensor:
+    """Hashed int64 -> float64 in the open interval (0, 1). 52 bits: with 53 the largest plus a half rounds up to 1."""
+    return (_shift(bits, 12).double() + 0.5) * 2.0**-52
+
+
 def uniform(seed: Tensor, position: Tensor, stream: int, size: int = 1) -> Tensor:
     """Uniform numbers in the open interval (0, 1).
 
     seed: [B] int64. position: [B] int64. Returns [B, size] float64.
     """
-    offset = _signed((stream + 1) * (_GOLDEN % (1 << 64)) % (1 << 64))
-    key = _mix(_mix(seed + _GOLDEN) ^ (position * _STREAM + offset))
-    counter = torch.arange(1, size + 1, device=seed.device) * _GOLDEN
-    bits = _shift(_mix(_mix(key)[:, None] + counter), 12)  # 52 bits: with 53 the largest plus a half rounds up to 1
-    return (bits.double() + 0.5) * 2.0**-52
+    return Noise(seed).uniform(position, stream, size)
 
 
 @dataclass(frozen=True)
@@ -66,12 +74,21 @@ class Noise:
 
     seed: Tensor
 
+    @cached_property
+    def _mixed(self) -> Tensor:
+        return _mix(self.seed + _GOLDEN)
+
+    def uniform(self, position: Tensor, stream: int, size: int) -> Tensor:
+        """[B, size] float64 in (0, 1): SplitMix64 sequences, one per row, that start at the row's key."""
+        counter = torch.arange(1, size + 1, device=self.seed.device) * _GOLDEN
+        return _unit(_mix(_key(self._mixed, position, stream)[:, None] + counter))
+
     def draw(self, p: Tensor, position: Tensor, stream: int) -> Tensor:
         """Sample from p [B, V] (need not be normalised) by the Gumbel-max trick; a one-hot row gives its token. Returns [B]."""
-        u = uniform(self.seed, position, stream, p.shape[-1])
+        u = self.uniform(position, stream, p.shape[-1])
         # argmax(log p - log(-log u)) = argmin(-log u / p): an exponential race, 0 where p is 0
-        return (p.double() / -u.log()).argmax(-1)
+        return (p / -u.log()).argmax(-1)
 
     def accept(self, probability: Tensor, position: Tensor, stream: int) -> Tensor:
         """Bernoulli draws. probability: [B], values above 1 count as 1. Returns [B] bool."""
-        return uniform(self.seed, position, stream).squeeze(1) < probability
+        return _unit(_key(self._mixed, position, stream)) < probability

@@ -62,7 +62,7 @@ class RowProcessors:
 
 def row_processors(model: PreTrainedModel, config: GenerationConfig, prompt: Tensor, max_new_tokens: int) -> list[Any]:
     """What transformers builds from the options for one row on its unpadded ids, without warpers. prompt: [T] int64."""
-    config = copy.deepcopy(config)
+    config, prompt = copy.deepcopy(config), prompt.to(model.device)
     config.do_sample, config.renormalize_logits = False, False
     config.max_length = len(prompt) + max_new_tokens
     if config.min_new_tokens:  # generate() turned it into a min_length of the padded batch

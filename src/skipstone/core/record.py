@@ -48,7 +48,8 @@ class Keeper:
         return [torch.stack(rows) if rows else empty for rows in kept]
 
     def _records(self, draft: Draft, scores: Scores, verdicts: list[RowVerdict]) -> list[list[TokenRecord]]:
-        """Per row: the accepted drafts, the final token, then the rejected drafts along the chain."""
+        """Per row: the committed tokens, then the drafts that were not accepted: first those rejected at the final token's
+        place, with the target's p, then those that the verification never reached."""
         records: list[list[TokenRecord]] = [[] for _ in verdicts]
         for place in range(max((len(v.tokens) for v in verdicts), default=0)):
             node, path, reached = _at(verdicts, place, scores.logits.device)
@@ -61,10 +62,14 @@ class Keeper:
                 own = place < len(verdict.path)
                 source = verdict.path[place] if own else None
                 records[row].append(_token(draft, row, source, verdict.tokens[place], p[row], spread[row], own))
-                if not own and verdict.final == "recovered":
-                    for lost in _children(draft, row, int(node[row])):
+                if place == len(verdict.tokens) - 1:
+                    judged = [] if own else _children(draft, row, int(node[row]))
+                    for lost in judged:
                         token = int(draft.tokens[row, lost])
                         records[row].append(_token(draft, row, lost, token, p[row], spread[row], False))
+                    for lost in sorted(set(_valid(draft, row)) - set(judged) - set(verdict.path)):
+                        token = int(draft.tokens[row, lost])
+                        records[row].append(_token(draft, row, lost, token, None, None, False))
         return records
 
 
@@ -76,16 +81,22 @@ def _at(verdicts: list[RowVerdict], place: int, device: torch.device) -> tuple[T
     return torch.tensor(nodes, device=device), before, [place < len(v.tokens) for v in verdicts]
 
 
+def _valid(draft: Draft, row: int) -> list[int]:
+    return draft.valid[row].nonzero().flatten().tolist()
+
+
 def _children(draft: Draft, row: int, node: int) -> list[int]:
     """Valid draft nodes that follow a node (-1: the root)."""
-    width = draft.width
-    parents = list(range(-1, width - 1)) if draft.parents is None else draft.parents[row].tolist()
-    return [child for child in range(width) if parents[child] == node and bool(draft.valid[row, child])]
+    parents = list(range(-1, draft.width - 1)) if draft.parents is None else draft.parents[row].tolist()
+    return [child for child in _valid(draft, row) if parents[child] == node]
 
 
-def _token(draft: Draft, row: int, node: int | None, token: int, p: Tensor, spread: Tensor, accepted: bool) -> TokenRecord:
+def _token(
+    draft: Draft, row: int, node: int | None, token: int, p: Tensor | None, spread: Tensor | None, accepted: bool
+) -> TokenRecord:
     q = exit_layer = None
     if node is not None:
         q = float(one_hot_where(draft, node)[row, token]) if draft.q is not None else 1.0
         exit_layer = None if draft.exit_layer is None else int(draft.exit_layer[row, node])
-    return TokenRecord(token, float(p[token]), q, float(spread), exit_layer, accepted)
+    probability = None if p is None else float(p[token])
+    return TokenRecord(token, probability, q, None if spread is None else float(spread), exit_layer, accepted)

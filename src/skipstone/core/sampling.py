@@ -36,6 +36,10 @@ class Sampling:
     processors: Sequence[Processor] = ()
     warpers: Sequence[Processor] = ()
 
+    def __post_init__(self) -> None:
+        if self.temperature < 0:
+            raise ValueError(f"temperature must not be negative, found {self.temperature}; 0 is greedy")
+
 
 class Warping:
     """The warper settings of all rows: columns [B] on the device, and on the host what is in use at all."""
@@ -95,21 +99,23 @@ class Sampler:
     device: torch.device
     coupled: bool = False
     noise_type: type[Noise] = Noise
-    settings: list[Sampling | None] = field(default_factory=list)
-    ids: list[Tensor] = field(default_factory=list)
+    settings: list[Sampling | None] = field(init=False)
+    eos: list[frozenset[int]] = field(init=False)
+    ids: list[Tensor] = field(init=False)
 
     def __post_init__(self) -> None:
         self.settings = [None] * self.rows
+        self.eos = [frozenset()] * self.rows
         self.ids = [torch.empty(0, dtype=torch.long, device=self.device)] * self.rows
 
-    def admit(self, row: int, sampling: Sampling, prompt: Tensor) -> None:
-        """Take over a row. prompt: [T] int64 ids."""
-        self.settings[row], self.ids[row] = sampling, prompt.to(self.device)
+    def admit(self, row: int, sampling: Sampling, prompt: Tensor, eos: frozenset[int] = frozenset()) -> None:
+        """Take over a row. prompt: [T] int64 ids. eos: ids after which nothing is asked of the row's processors."""
+        self.settings[row], self.ids[row], self.eos[row] = sampling, prompt.to(self.device), eos
         self._changed()
 
     def release(self, row: int) -> None:
         """Forget a row."""
-        self.settings[row] = None
+        self.settings[row], self.eos[row] = None, frozenset()
         self._changed()
 
     def extend(self, row: int, tokens: list[int]) -> None:
@@ -119,7 +125,7 @@ class Sampler:
 
     def _changed(self) -> None:
         """Forget what was derived from the settings; it is made anew when asked for, once for a whole batch of requests."""
-        for name in ("greedy", "processed", "warping", "noise"):
+        for name in ("greedy", "processed", "warping", "noise", "_ends"):
             self.__dict__.pop(name, None)
 
     @cached_property
@@ -141,6 +147,25 @@ class Sampler:
         seeds = [0 if row is None else row.seed for row in self.settings]
         return self.noise_type(on_device(seeds, self.device))
 
+    @cached_property
+    def _ends(self) -> Tensor | None:
+        """The rows' end-of-sequence ids [B, k], -1 where a row has fewer; None where no row has any."""
+        most = max(map(len, self.eos))
+        return on_device([[*ids, *[-1] * (most - len(ids))] for ids in self.eos], self.device) if most else None
+
+    def unfinished(self, tokens: Tensor) -> Tensor | None:
+        """Rows [B] bool whose token [B] does not end them, for drafters to stop at. None where nobody asks: on an accelerator
+        a draft that runs on past the end costs less than telling rows apart; what follows is cut after verification."""
+        if self._ends is None or tokens.device.type != "cpu":
+            return None
+        return (tokens[:, None] != self._ends).all(1)
+
+    def _asked(self, row: int, path: Tensor, wanted: Sequence[bool] | None) -> bool:
+        """Whether a row's processors are to be called after path [B, k]: never past the end, where plain decoding stops."""
+        if wanted is not None and not wanted[row]:
+            return False
+        return not self.eos[row] or self.eos[row].isdisjoint(path[row].tolist())
+
     def process(self, logits: Tensor, path: Tensor, wanted: Sequence[bool] | None = None) -> Tensor:
         """Apply every row's processors. logits: [B, V] raw; path: [B, k], tokens after the committed ones. Returns [B, V].
 
@@ -151,7 +176,7 @@ class Sampler:
         rows = []
         for row, sampling in enumerate(self.settings):
             scores = logits[row : row + 1]
-            if sampling is not None and sampling.processors and (wanted is None or wanted[row]):
+            if sampling is not None and sampling.processors and self._asked(row, path, wanted):
                 ids = torch.cat([self.ids[row], path[row]])[None]
                 scores = scores.clone()
                 for processor in sampling.processors:
@@ -163,7 +188,7 @@ class Sampler:
         """p [B, V] of processed scores [B, V]. path, wanted: as in `process`."""
         p = warp(scores, self.warping)
         for row, sampling in enumerate(self.settings):
-            if sampling is not None and sampling.warpers and (wanted is None or wanted[row]):
+            if sampling is not None and sampling.warpers and self._asked(row, path, wanted):
                 ids, own = torch.cat([self.ids[row], path[row]])[None], scores[row : row + 1]
                 for warper in sampling.warpers:
                     own = warper(ids, own)
@@ -174,15 +199,18 @@ class Sampler:
         """p of raw logits [B, V], processed and warped. path, wanted: as in `process`."""
         return self.warped(self.process(logits, path, wanted), path, wanted)
 
-    def propose(self, logits: Tensor, position: Tensor, path: Tensor) -> tuple[Tensor, Tensor | None, Tensor]:
+    def propose(
+        self, logits: Tensor, position: Tensor, path: Tensor, wanted: Sequence[bool] | None = None
+    ) -> tuple[Tensor, Tensor | None, Tensor]:
         """Draw a draft token. logits: [B, V] raw; position: [B] the token will have; path: [B, k] the draft so far.
 
-        Returns (tokens [B], q [B, V] or None where the draw is deterministic, processed logits [B, V] for confidences).
+        wanted: as in `process`. Returns (tokens [B], q [B, V] or None where the draw is deterministic, processed logits [B, V]
+        for confidences).
         """
-        scores = self.process(logits, path)
+        scores = self.process(logits, path, wanted)
         if self.greedy:
             return scores.argmax(-1), None, scores
-        q = self.warped(scores, path)
+        q = self.warped(scores, path, wanted)
         if self.coupled:
             return self.noise.draw(q, position, TARGET), None, scores
         return self.noise.draw(q, position, substream(DRAFT, path.shape[1])), q, scores

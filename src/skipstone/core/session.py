@@ -73,18 +73,31 @@ class Session:
         return any(prompt is not None for prompt in self._waiting)
 
     def admit(self, row: int, request: Request) -> None:
-        """Give a free row to a request. ValueError, before anything changed, for one that cannot fit."""
+        """Give a free row to a request. ValueError, before anything changed, for one that cannot be decoded."""
         taken = self.alive[row] or self._waiting[row] is not None
         assert not taken, f"row {row} is taken"
-        length, most = len(request.prompt), request.max_new_tokens
-        if length + most > self.capacity:
-            raise ValueError(
-                f"prompt of {length} tokens + max_new_tokens={most} is more than the {self.capacity} tokens a row of this "
-                f"session was made for; start it with a larger capacity"
-            )
+        self._check(request)
         self.store.length[row] = 0
         self._waiting[row] = request.prompt.to(self.model.device)
-        self.sampler.admit(row, request.sampling, request.prompt)
+        self.sampler.admit(row, request.sampling, request.prompt, request.eos)
+
+    def _check(self, request: Request) -> None:
+        length, most = len(request.prompt), request.max_new_tokens
+        if length < 1:
+            raise ValueError("the prompt is empty: there is no token to start from")
+        if most < 1:
+            raise ValueError(f"max_new_tokens must be at least 1, found {most}")
+        needed = f"prompt of {length} tokens + max_new_tokens={most} is more than the"
+        if length + most > self.model.max_positions:
+            raise ValueError(f"{needed} model's {self.model.max_positions} positions ({self.model.max_positions_source})")
+        if length + most > self.capacity:
+            raise ValueError(
+                f"{needed} {self.capacity} tokens a row of this session was made for; start it with a larger capacity"
+            )
+        size, low, high = self.model.embeddings, int(request.prompt.min()), int(request.prompt.max())
+        if low < 0 or high >= size:
+            wrong = low if low < 0 else high
+            raise ValueError(f"token id {wrong} is out of range: the model's vocabulary has {size} entries, 0 to {size - 1}")
 
     def release(self, row: int) -> None:
         """Free a row. Its slots are overwritten by the next request."""
@@ -93,21 +106,22 @@ class Session:
         self.store.length[row] = 0
         self.sampler.release(row)
 
-    def prefill(self, budget: int) -> tuple[Scores, list[int]]:
-        """Run up to `budget` prompt tokens of the first waiting rows. Returns (scores [B, 1, V], rows whose prompt is done)."""
+    def prefill(self, chunk: int) -> tuple[Scores | None, list[int]]:
+        """Run up to `chunk` prompt tokens of each of the first waiting rows.
+
+        Returns (scores [B, 1, V], rows whose prompt is done), (None, []) while no prompt is.
+        """
         first = next(row for row, prompt in enumerate(self._waiting) if prompt is not None)
         stop = first
         while stop < self.rows and self._waiting[stop] is not None:
             stop += 1
         rows = range(first, stop)
-        parts = [prompt[:budget] for row in rows if (prompt := self._waiting[row]) is not None]
+        parts = [prompt[:chunk] for row in rows if (prompt := self._waiting[row]) is not None]
         counts = [len(part) for part in parts]
         tokens = torch.nn.utils.rnn.pad_sequence(parts, batch_first=True)
         at = self._prefill_pass(rows, counts)
         hidden = self.model.embed(tokens, at.positions)
         hidden = self.model.run(hidden, at, self.store, range(self.store.layers))
-        last = on_device(counts, hidden.device) - 1
-        logits = self.model.logits(hidden[torch.arange(len(rows), device=hidden.device), last][:, None])
         done = []
         for row, count in zip(rows, counts, strict=True):
             self.store.length[row] += count
@@ -117,6 +131,10 @@ class Session:
             if self._waiting[row] is None:
                 done.append(row)
                 self.alive[row] = True
+        if not done:
+            return None, []
+        last = on_device(counts, hidden.device) - 1
+        logits = self.model.logits(hidden[torch.arange(len(rows), device=hidden.device), last][:, None])
         return self._prefill_scores(logits, rows, done), done
 
     def _prefill_pass(self, rows: range, counts: list[int]) -> Pass:

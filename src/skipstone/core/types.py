@@ -29,6 +29,7 @@ class Draft:
     candidate: [B, n] bool, False for nodes that are scored but may never be accepted (Lookahead's window).
     source, exit_layer: [B, n] int64 and confidence: [B, n] float, for reports only.
     draft_steps: passes of the drafter each row took part in; None means one per valid token.
+    levels: most nodes on one path, where the builder of a tree knows; None means as many as there are nodes.
     Law: no two valid siblings carry the same token.
     """
 
@@ -43,6 +44,7 @@ class Draft:
     exit_layer: Tensor | None = None
     confidence: Tensor | None = None
     draft_steps: list[int] | None = None
+    levels: int | None = None
 
     @classmethod
     def empty(cls, rows: int, device: torch.device, frontier: Frontier | None = None) -> Draft:
@@ -144,12 +146,13 @@ class RowVerdict:
 @dataclass(slots=True)
 class TokenRecord:
     """What `record=True` keeps of one token: probabilities under p and q, the target's entropy in nats (after processors,
-    before warpers, at temperature 1), and where it came from."""
+    before warpers, at temperature 1), and where it came from. p and entropy are None for drafts that the verification never
+    reached; q is None for tokens that were not drafted."""
 
     token: int
-    p: float
+    p: float | None
     q: float | None
-    entropy: float
+    entropy: float | None
     exit_layer: int | None
     accepted: bool
 
@@ -191,8 +194,7 @@ class Step:
 class Stats:
     """A fold over Steps. The prefill token belongs to no step; ratios are pooled, never means of means.
 
-    steps counts (row, step) pairs that committed tokens by decoding. Times are seconds. Probe steps (plain steps taken
-    now and then to learn what plain decoding costs here) are counted apart.
+    steps counts (row, step) pairs that committed tokens by decoding; probe steps are counted apart. Times are seconds.
     """
 
     tokens: int = 0

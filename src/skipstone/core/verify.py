@@ -34,11 +34,12 @@ def match(draft: Draft, p: Probability, position: Tensor, noise: Noise) -> Verdi
     accepted, path, tokens = torch.zeros_like(node), [], []
     chain = torch.arange(width, device=node.device) - 1
     parents = chain.expand(rows, width) if draft.parents is None else draft.parents
-    for depth in range(width + 1):
+    levels = width if draft.levels is None else draft.levels
+    for depth in range(levels + 1):
         so_far = torch.stack(tokens, 1) if tokens else node.new_empty((rows, 0))
         x = noise.draw(p(node, so_far, walking), position + depth, TARGET)
         tokens.append(x)
-        if width == 0:
+        if depth == levels:
             break
         child = draft.offered & (parents == node[:, None]) & (draft.tokens == x[:, None])
         found, where = child.max(1)

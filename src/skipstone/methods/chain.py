@@ -20,9 +20,10 @@ class Chain:
     """
 
     def __init__(self, most: list[int], alive: list[bool], device: torch.device) -> None:
-        self.width = max((count for count, live in zip(most, alive, strict=True) if live), default=0)
+        self.most = [count if live else 0 for count, live in zip(most, alive, strict=True)]
+        self.width = max(self.most)
         self._everyone = min((count for count, live in zip(most, alive, strict=True) if live), default=0)
-        self._most = on_device(most, device)
+        self._most = on_device(self.most, device)
         self._going: Tensor | None = None
         self.tokens: list[Tensor] = []
         self.valid: list[Tensor | None] = []
@@ -44,10 +45,19 @@ class Chain:
             self.confidence.append(confidence)
         return None if valid is None else valid[:, None]
 
-    def stop(self, keep: Tensor) -> bool:
-        """Rows [B] bool that may draft on. Returns whether none may, which is asked on the CPU only: elsewhere the answer
-        would cost a synchronisation, so the rows that stopped draft on unheard."""
-        if keep.device.type == "cpu" and bool(keep.all()):
+    def open_rows(self) -> list[bool]:
+        """Rows that will draft one more token, on the host."""
+        going = [True] * len(self.most) if self._going is None else self._going.tolist()
+        return [len(self.tokens) < most and goes for most, goes in zip(self.most, going, strict=True)]
+
+    def stop(self, *reasons: Tensor | None) -> bool:
+        """reasons: rows [B] bool that may draft on, None where all may. Returns whether no row may, which is asked on the CPU
+        only: elsewhere the answer would cost a synchronisation, so the rows that stopped draft on unheard."""
+        keep = None
+        for reason in reasons:
+            if reason is not None:
+                keep = reason if keep is None else keep & reason
+        if keep is None or (keep.device.type == "cpu" and bool(keep.all())):
             return False
         self._going = keep if self._going is None else self._going & keep
         if keep.device.type != "cpu":
@@ -55,8 +65,8 @@ class Chain:
         open_rows = self._going & (self._most > len(self.tokens))
         return not bool(open_rows.any())
 
-    def draft(self, frontier: Frontier, **reports: Any) -> Draft:
-        """The finished chain."""
+    def draft(self, frontier: Frontier, exit_layer: int | None = None) -> Draft:
+        """The finished chain. exit_layer: what all its tokens were drafted at, for reports."""
         if not self.tokens:
             return Draft.empty(frontier.rows, frontier.device, frontier)
         tokens = torch.stack(self.tokens, 1)
@@ -66,7 +76,8 @@ class Chain:
             valid = valid & frontier.valid[:, :1]
         q = torch.stack([column for column in self.q if column is not None], 1) if self.q[0] is not None else None
         confidence = torch.stack(self.confidence, 1) if self.confidence else None
-        return Draft(tokens, valid, frontier, q=q, confidence=confidence, **reports)
+        exits = None if exit_layer is None else torch.full_like(tokens, exit_layer)
+        return Draft(tokens, valid, frontier, q=q, confidence=confidence, exit_layer=exits)
 
 
 class Confidence:
@@ -97,9 +108,9 @@ class Confidence:
         """Top probability [B] at temperature 1 of processed, unwarped logits [B, V]; None when nobody asks."""
         return scores.softmax(-1).amax(-1) if self.active else None
 
-    def keep(self, confidence: Tensor) -> Tensor:
-        """Rows [B] that are sure enough to draft on."""
-        return confidence >= self._threshold
+    def keep(self, confidence: Tensor | None) -> Tensor | None:
+        """Rows [B] that are sure enough to draft on; None where all are."""
+        return None if confidence is None else confidence >= self._threshold
 
     def update(self, verdicts: list[RowVerdict]) -> None:
         """Move every row's threshold by what became of its draft."""
@@ -113,7 +124,8 @@ class Confidence:
             old = self._values[row]
             step = self.STEP if rate < self.TARGET else 0.0 if verdict.drafted == self.most else -self.STEP
             self._rates[row] = rate
-            self._values[row] = self.SMOOTH_THRESHOLD * old + (1 - self.SMOOTH_THRESHOLD) * (old + step)
+            moved = self.SMOOTH_THRESHOLD * old + (1 - self.SMOOTH_THRESHOLD) * (old + step)
+            self._values[row] = min(max(moved, 0.0), 1.0)
         self._threshold = on_device(self._values, self._threshold.device)
 
 

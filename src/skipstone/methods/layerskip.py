@@ -77,14 +77,15 @@ class LayerSkipSession(Session):
         position = frontier.positions[:, 0] + 1
         for place in range(chain.width):
             logits = frontier.exit_logits(self.exit_layer)
-            token, q, scores = self.sampler.propose(logits, position + place, frontier.tokens[:, 1:])
+            wanted = chain.open_rows() if self.sampler.processed else None
+            token, q, scores = self.sampler.propose(logits, position + place, frontier.tokens[:, 1:], wanted)
             sure = self.confidence.of(scores)
             frontier.append(token[:, None], chain.add(token, q, sure))
-            if sure is not None and chain.stop(self.confidence.keep(sure)):
+            if chain.stop(self.confidence.keep(sure), self.sampler.unfinished(token)):
                 break
         if not self.reuse_cache:
             frontier.restart()
-        return chain.draft(frontier)
+        return chain.draft(frontier, exit_layer=self.exit_layer)
 
     def commit(self, draft: Draft | None, verdicts: list[RowVerdict]) -> None:
         super().commit(draft, verdicts)
