@@ -52,3 +52,32 @@ def test_a_decode_step_synchronises_once(model: PreTrainedModel, method: skipsto
         torch.cuda.set_sync_debug_mode("default")
     synchronised = [str(w.message) for w in caught if "synchroniz" in str(w.message)]
     assert len(synchronised) == 1, synchronised
+
+
+@pytest.mark.parametrize("method", METHODS, ids=repr)
+def test_ragged_rows_with_processors_from_ids_on_the_cpu(model: PreTrainedModel, method: skipstone.Method) -> None:
+    """Ids, masks and prompts may lie on the CPU; processors that transformers builds for a row must not."""
+    ids = torch.randint(1, 97, (3, 14), generator=torch.Generator().manual_seed(2))
+    mask = torch.ones_like(ids)
+    mask[1, :5], mask[2, :11] = 0, 0
+    options = {"do_sample": False, "eos_token_id": 5, "min_new_tokens": 6, "repetition_penalty": 1.2, "max_new_tokens": 20}
+    options |= {"encoder_repetition_penalty": 1.1}
+    found = skipstone.generate(model, ids, method, attention_mask=mask, **options)
+    plain = skipstone.generate(model, ids, "autoregressive", attention_mask=mask, **options)
+    assert found.new_tokens == plain.new_tokens
+    assert all(len(tokens) >= 6 for tokens in found.new_tokens)
+
+
+@pytest.mark.parametrize("method", METHODS[1:], ids=repr)
+def test_sampled_rows_of_different_settings_end_where_they_end(model: PreTrainedModel, method: skipstone.Method) -> None:
+    session = method.start(skipstone.LayeredModel(model), 3, 64)
+    decoder = skipstone.Decoder(session)
+    for row, temperature in enumerate((0.0, 0.7, 1.1)):
+        prompt = torch.arange(1, 9 + 3 * row)
+        sampling = skipstone.Sampling(temperature, top_p=0.9 if row == 1 else 1.0, seed=row)
+        decoder.admit(row, skipstone.Request(prompt, 10 + 4 * row, frozenset({3}), sampling))
+    texts: list[list[int]] = [[], [], []]
+    while decoder.busy:
+        for text, tokens in zip(texts, decoder.step().tokens, strict=True):
+            text += tokens
+    assert all(3 not in text[:-1] and (len(text) == 10 + 4 * row or text[-1] == 3) for row, text in enumerate(texts))
