@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from skipstone.core import attention
+from skipstone.core import attention, linear
 from skipstone.core.families import family_of, kinds, max_positions, windows
 from skipstone.core.host import on_device
 from skipstone.core.kvstore import KVStore, MaskForm, Pass, Tree, ancestors
@@ -53,6 +53,8 @@ class LayeredModel:
         self._groups = [getattr(s, "num_key_value_groups", 1) if self._own_attention else 1 for s in sublayers]
         self._attention_config = getattr(sublayers[0], "config", self.config)
         self.embeddings: int = inner.get_input_embeddings().weight.shape[0]
+        self._linears = [linear.replacements(layer) for layer in self.layers]
+        self._head_linear = linear.replacements(self.head)
         self._fixed = dict(self.family.arguments)
         self._phases: dict[str, tuple[Tensor, Tensor]] = {}
 
@@ -67,7 +69,9 @@ class LayeredModel:
 
     def logits(self, hidden: Tensor) -> Tensor:
         """g(.): final norm, LM head and what the family does after it. [B, n, d] -> [B, n, V] float32."""
-        scores = self.head(self.family.finish(self.decoder, hidden))
+        hidden = self.family.finish(self.decoder, hidden)
+        with linear.in_use(self._head_linear):
+            scores = self.head(hidden)
         return self.family.logits(scores, self.config).float()
 
     def run(self, hidden: Tensor, at: Pass, store: KVStore, layers: range, skip: SkipSet | None = None) -> Tensor:
@@ -75,7 +79,9 @@ class LayeredModel:
         cache = {self.family.cache_argument: store.view(at)}
         phases = self._position_embeddings(hidden, at, layers)
         attending = attention.in_use(self._attention_config) if self._own_attention else nullcontext()
-        with attending, self.skipping(skip) if skip else nullcontext():
+        few = hidden.shape[0] * hidden.shape[1] <= linear.FEW_ROWS
+        linears = [pair for index in layers for pair in self._linears[index]] if few else []
+        with attending, linear.in_use(linears), self.skipping(skip) if skip else nullcontext():
             for index in layers:
                 if skip and index in skip.attention and index in skip.mlp:
                     continue

@@ -1,0 +1,69 @@
+"""Linear layers over few rows: the same products, put back afterwards, only where they were measured to pay."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+
+from skipstone.core import linear
+from tests import families
+
+
+@pytest.mark.parametrize("rows", [1, 2, 3, 5, 6, 17])
+@pytest.mark.parametrize("bias", [False, True])
+@pytest.mark.parametrize("sizes", [(24, 40), (768, 800)], ids=["small", "large"])
+def test_the_product_is_that_of_nn_linear(rows: int, bias: bool, sizes: tuple[int, int]) -> None:
+    torch.manual_seed(rows)
+    module = nn.Linear(*sizes, bias=bias)
+    assert (module.weight.numel() >= linear.LARGE) == (sizes[0] == 768)
+    with torch.no_grad():
+        for x in (torch.randn(1, rows, sizes[0]), torch.randn(rows, 1, sizes[0]), torch.randn(sizes[0], rows).t()):
+            expected = nn.functional.linear(x.double(), module.weight.double(), module.bias.double() if bias else None)
+            with linear.in_use(linear.replacements(module)):
+                found = module(x)
+            assert found.shape == expected.shape
+            assert found.is_contiguous()
+            assert torch.allclose(found.double(), expected, atol=1e-5)
+
+
+def test_replacements_are_in_use_inside_the_block_only_and_after_an_error_not() -> None:
+    module = nn.Sequential(nn.Linear(4, 4), nn.ReLU(), nn.Linear(4, 2))
+    pairs = linear.replacements(module)
+    assert [part for part, _ in pairs] == [module[0], module[2]]
+
+    def fails() -> None:
+        with linear.in_use(pairs):
+            assert all("forward" in part.__dict__ for part, _ in pairs)
+            raise KeyError
+
+    with pytest.raises(KeyError):
+        fails()
+    assert not any("forward" in part.__dict__ for part, _ in pairs)
+
+
+def test_only_plain_float32_linears_without_a_forward_of_their_own_are_replaced() -> None:
+    class Own(nn.Linear):
+        pass
+
+    patched = nn.Linear(3, 3)
+    patched.forward = lambda x: x  # type: ignore[method-assign]
+    assert linear.replacements(nn.ModuleList([nn.Linear(3, 3).bfloat16(), nn.Linear(3, 3).double(), Own(3, 3), patched])) == []
+    assert len(linear.replacements(nn.ModuleList([nn.Linear(3, 3), Own(3, 3)]))) == 1
+
+
+def test_weights_changed_in_place_or_replaced_are_seen() -> None:
+    module, x = nn.Linear(4, 3, bias=False), torch.randn(2, 4)
+    pairs = linear.replacements(module)
+    module.weight = nn.Parameter(torch.ones(3, 4))
+    with torch.no_grad(), linear.in_use(pairs):
+        assert torch.allclose(module(x), x.sum(1, keepdim=True).expand(2, 3))
+
+
+def test_a_decoded_model_keeps_no_replacement() -> None:
+    import skipstone
+
+    model = families.build("llama")
+    skipstone.generate(model, torch.arange(1, 9)[None], skipstone.LayerSkip(exit_layer=2), max_new_tokens=6)
+    assert not any("forward" in module.__dict__ for module in model.modules())
+    assert len(linear.replacements(model)) == 7 * 4 + 1
