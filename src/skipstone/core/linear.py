@@ -20,8 +20,11 @@ LARGE = 1 << 19  # entries from which on one row is computed as two
 Replacement = tuple[nn.Module, Callable[[Tensor], Tensor]]
 
 
-def replacements(module: nn.Module) -> list[Replacement]:
-    """The plain float32 CPU linears inside a module, each with the forward to use instead; empty elsewhere."""
+def replacements(module: nn.Module, rows: int = 2) -> list[Replacement]:
+    """The linears inside a module that are better replaced for passes over so many rows, each with the forward to use instead:
+    plain float32 ones on the CPU, the larger ones alone where there is one row."""
+    if rows > FEW_ROWS:
+        return []
     return [
         (part, _few_rows(part))
         for part in module.modules()
@@ -29,6 +32,7 @@ def replacements(module: nn.Module) -> list[Replacement]:
         and part.weight.device.type == "cpu"
         and part.weight.dtype == torch.float32
         and "forward" not in part.__dict__
+        and (rows > 1 or part.weight.numel() >= LARGE)
     ]
 
 
@@ -37,7 +41,7 @@ def _few_rows(module: nn.Linear) -> Callable[[Tensor], Tensor]:
         """x: [..., d_in] -> [..., d_out]."""
         weight, bias = module.weight, module.bias
         rows = x.numel() // x.shape[-1]
-        if rows > FEW_ROWS or (rows == 1 and weight.numel() < LARGE):
+        if rows > FEW_ROWS:
             return F.linear(x, weight, bias)
         columns = x.reshape(rows, -1).expand(max(rows, 2), -1).t()
         product = weight @ columns if bias is None else torch.addmm(bias[:, None], weight, columns)
