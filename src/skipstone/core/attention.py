@@ -39,8 +39,9 @@ def attend(
     groups = heads // key.shape[1]
     if attention_mask is not None and attention_mask.shape[2] != groups * width:  # transformers' own, from another thread
         attention_mask = attention_mask.repeat(1, 1, groups, 1)
-    if attention_mask is None and width > 1:
-        output = F.scaled_dot_product_attention(query, key, value, is_causal=True, scale=scaling, enable_gqa=groups > 1)
+    if attention_mask is None:  # the very call that transformers makes, so that plain decoding rounds alike
+        causal, grouped = width > 1, groups > 1
+        output = F.scaled_dot_product_attention(query, key, value, is_causal=causal, scale=scaling, enable_gqa=grouped)
     elif groups == 1:
         output = F.scaled_dot_product_attention(query, key, value, attn_mask=attention_mask, scale=scaling)
     else:
