@@ -23,7 +23,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A tiny random Llama whose early exits agree now and then, and a tokenizer of one id per printable character."""
     path = tmp_path_factory.mktemp("checkpoints") / "ok"
     model = llama(vocab=97, layers=4)
-    model.config.max_position_embeddings = 4096
+    model.config.max_position_embeddings = 1 << 17  # a run nobody waits for, to be interrupted
     model.config.eos_token_id = model.generation_config.eos_token_id = EOS
     characters = [chr(code) for code in range(32, 127)] + ["\n"]
     core = Tokenizer(models.BPE({_byte(character): i for i, character in enumerate(characters)}, []))

@@ -50,7 +50,7 @@ def test_text_goes_through_pipes_untouched(folder: Path) -> None:
 
 
 def test_ctrl_c_prints_what_there_is_and_exits_with_130(folder: Path) -> None:
-    process = _start("generate", folder, *LAYERSKIP, "--prompt", PROMPT, "--max-new-tokens", 4000, "--ignore-eos", "--stats")
+    process = _start("generate", folder, *LAYERSKIP, "--prompt", PROMPT, "--max-new-tokens", 100_000, "--ignore-eos", "--stats")
     assert process.stdout is not None
     assert process.stdin is not None
     process.stdin.close()
@@ -67,7 +67,7 @@ def test_ctrl_c_prints_what_there_is_and_exits_with_130(folder: Path) -> None:
 
 
 def test_a_reader_that_leaves_is_no_error_message(folder: Path) -> None:
-    process = _start("generate", folder, *LAYERSKIP, "--prompt", PROMPT, "--max-new-tokens", 4000, "--ignore-eos")
+    process = _start("generate", folder, *LAYERSKIP, "--prompt", PROMPT, "--max-new-tokens", 100_000, "--ignore-eos")
     assert process.stdout is not None
     assert process.stderr is not None
     process.stdout.read(5)

@@ -68,7 +68,7 @@ BAD = [
     ("--prompt x --prompt-file y", "not both"),
     ("--prompt-file nowhere.txt", "nowhere.txt: No such file"),
     ("--prompt-file .", ".: Is a directory"),
-    (f"--prompt {'x' * 4090}", "prompt of 4090 tokens + max_new_tokens=8 is more than the model's 4096 positions"),
+    (f"--prompt {'x' * 131070}", "prompt of 131070 tokens + max_new_tokens=8 is more than the model's 131072 positions"),
     ("--prompt x --chat --prompt-tokens 3", "chat template"),
     ("--prompt x --prompt-tokens 0", "--prompt-tokens"),
     # the method
