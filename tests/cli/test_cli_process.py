@@ -39,7 +39,12 @@ def _start(*arguments: Any) -> subprocess.Popen[bytes]:
     environment = os.environ | {"OMP_NUM_THREADS": "1"}
     command = [sys.executable, "-c", "from skipstone.cli import main; main()", *map(str, arguments)]
     pipe = subprocess.PIPE
-    return subprocess.Popen(command, stdin=pipe, stdout=pipe, stderr=pipe, env=environment)
+    return subprocess.Popen(command, stdin=pipe, stdout=pipe, stderr=pipe, env=environment, preexec_fn=_hears_ctrl_c)
+
+
+def _hears_ctrl_c() -> None:
+    """A shell that runs the tests in the background has its children ignore SIGINT."""
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
 
 
 def test_text_goes_through_pipes_untouched(folder: Path) -> None:
