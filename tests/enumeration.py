@@ -67,9 +67,15 @@ class Tracking:
         weights = (p[0].double() / p[0].double().sum()).tolist()
         return torch.tensor([self.chooser.choose(weights, (int(position), stream))])
 
-    def accept(self, probability: Tensor, position: Tensor, stream: int) -> Tensor:
-        sure = min(1.0, float(probability))
-        return torch.tensor([self.chooser.choose([1 - sure, sure], (int(position), stream)) == 1])
+    def accept(self, probability: Tensor, position: Tensor, stream: int | Tensor) -> Tensor:
+        """Every place has a draw of its own, also behind one that failed."""
+        streams = torch.as_tensor(stream).expand_as(position)
+        places = zip(probability[0].tolist(), position[0].tolist(), streams[0].tolist(), strict=True)
+        return torch.tensor([[self._accepts(ratio, (at, stream)) for ratio, at, stream in places]], dtype=torch.bool)
+
+    def _accepts(self, ratio: float, key: Hashable) -> bool:
+        sure = min(1.0, ratio)
+        return self.chooser.choose([1 - sure, sure], key) == 1
 
 
 def explore(run: Callable[[Chooser], Outcome]) -> dict[Outcome, float]:

@@ -20,12 +20,12 @@ ALPHA = 1e-6
 
 
 GOLDEN_TARGET = [
-    [0.11260056966858045, 0.45344829442480494],
-    [0.777276393323172, 0.38597779702358237],
-    [0.3607657276325963, 0.9014254851965172],
-    [0.07149871548897269, 0.36127271739935074],
+    [0.781761297722585, 0.15244848637403235],
+    [0.7732732076254678, 0.8143471913931726],
+    [0.36285614886105877, 0.8681895156516695],
+    [0.3587180740973547, 0.3009629211425695],
 ]
-GOLDEN_ACCEPT, GOLDEN_DRAFT = 0.4026952317219744, 0.659994501234508
+GOLDEN_ACCEPT, GOLDEN_DRAFT = 0.6115865891127698, 0.6930182190499421
 
 
 def column(*values: int) -> Tensor:
@@ -58,6 +58,26 @@ def test_golden_values_stay_what_they_are() -> None:
     assert uniform(column(0, 0, 1, 2**62), column(0, 1, 0, 4096), TARGET, 2).tolist() == GOLDEN_TARGET
     assert uniform(column(0), column(0), ACCEPT).item() == GOLDEN_ACCEPT
     assert uniform(column(0), column(0), substream(DRAFT, 5)).item() == GOLDEN_DRAFT
+
+
+def mixed(x: int) -> int:
+    x &= 2**64 - 1
+    x = (x ^ x >> 30) * 0xBF58476D1CE4E5B9 % 2**64
+    x = (x ^ x >> 27) * 0x94D049BB133111EB % 2**64
+    return x ^ x >> 31
+
+
+def in_plain_python(seed: int, position: int, stream: int, place: int) -> float:
+    start = mixed(seed + 0x9E3779B97F4A7C15)
+    steps = place * 0x9E3779B97F4A7C15 + position * 0xD6E8FEB86659FD93 + stream * 0xDA942042E4DD58B5
+    bits = mixed(start + steps)
+    return float(bits - 2**64 if bits >= 2**63 else bits) * (2.0**-64 * (1 - 2.0**-52)) + 0.5
+
+
+def test_integer_arithmetic_that_wraps_around_is_that_of_unsigned_numbers() -> None:
+    for seed, position, stream in product((0, 1, 77, 2**63 - 1, -5), (0, 3, 9000), (0, 1, 2, 35)):
+        found = uniform(column(seed), column(position), stream, 6)[0].tolist()
+        assert found == [in_plain_python(seed, position, stream, place) for place in range(6)]
 
 
 def test_streams_of_the_three_kinds_and_all_offsets_are_distinct() -> None:
@@ -135,14 +155,25 @@ def test_draw_never_gives_a_token_of_probability_zero_and_follows_a_one_hot() ->
 
 def test_accept_is_a_bernoulli_draw_with_sure_ends() -> None:
     count = 40_000
-    source, position = Noise(torch.arange(count)), torch.zeros(count, dtype=torch.long)
+    source, position = Noise(torch.arange(count)), torch.zeros(count, 1, dtype=torch.long)
     for probability in (0.03, 0.5, 0.9):
-        yes = int(source.accept(torch.full((count,), probability), position, ACCEPT).sum())
+        yes = int(source.accept(torch.full((count, 1), probability), position, ACCEPT).sum())
         assert stats.binomtest(yes, count, probability).pvalue > ALPHA
-    assert bool(source.accept(torch.full((count,), 1.0), position, ACCEPT).all())
-    assert bool(source.accept(torch.full((count,), 3.0), position, ACCEPT).all())
-    assert not bool(source.accept(torch.zeros(count), position, ACCEPT).any())
-    assert not bool(source.accept(torch.full((count,), float("nan")), position, ACCEPT).any())
+    assert bool(source.accept(torch.full((count, 1), 1.0), position, ACCEPT).all())
+    assert bool(source.accept(torch.full((count, 1), 3.0), position, ACCEPT).all())
+    assert not bool(source.accept(torch.zeros(count, 1), position, ACCEPT).any())
+    assert not bool(source.accept(torch.full((count, 1), float("nan")), position, ACCEPT).any())
+
+
+def test_acceptance_tests_of_many_places_at_once_are_those_of_each_alone() -> None:
+    source, probability = Noise(torch.arange(50)), torch.rand(50, 4, generator=torch.Generator().manual_seed(1))
+    position = torch.arange(50)[:, None] * 7 + torch.arange(4)
+    together = source.accept(probability, position, substream(ACCEPT, torch.arange(4)))
+    for place in range(4):
+        column = slice(place, place + 1)
+        alone = source.accept(probability[:, column], position[:, column], substream(ACCEPT, place))
+        assert torch.equal(alone, together[:, column])
+    assert 0 < int(together.sum()) < together.numel()
 
 
 def test_the_acceptance_test_and_the_draft_draw_of_a_place_are_independent() -> None:
@@ -150,7 +181,7 @@ def test_the_acceptance_test_and_the_draft_draw_of_a_place_are_independent() -> 
     count, vocab = 40_000, 5
     source, position = Noise(torch.arange(count)), torch.full((count,), 9)
     token = source.draw(torch.ones(count, vocab), position, substream(DRAFT, 2)).numpy()
-    passed = source.accept(torch.full((count,), 0.5), position, substream(ACCEPT, 2)).numpy()
+    passed = source.accept(torch.full((count, 1), 0.5), position[:, None], substream(ACCEPT, 2))[:, 0].numpy()
     recovered = source.draw(torch.ones(count, vocab), position, TARGET).numpy()
     for table in (np.bincount(passed * vocab + token), np.bincount(token * vocab + recovered)):
         found: Any = stats.chi2_contingency(table.reshape(-1, vocab))

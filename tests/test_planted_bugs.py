@@ -103,7 +103,7 @@ def noise_used_twice(patch: Patch) -> None:
 
 
 def given_tokens_taken_as_drawn(patch: Patch) -> None:
-    patch.setattr(verify, "one_hot_where", lambda draft, depth: draft.q[:, depth])
+    patch.setattr(verify, "one_hot_where", lambda draft: draft.q)
 
 
 def noise_knows_the_batch(patch: Patch) -> None:
@@ -112,7 +112,7 @@ def noise_knows_the_batch(patch: Patch) -> None:
 
 
 def noise_forgets_the_position(patch: Patch) -> None:
-    patch.setattr(noise, "_STREAM", 0)
+    patch.setattr(noise, "_POSITION", 0)
 
 
 def coupled_draft_on_its_own_noise(patch: Patch) -> None:

@@ -123,6 +123,16 @@ def test_leviathan_treats_every_row_as_it_would_alone() -> None:
     assert outcomes == {(True, True), (True, False), (False, True), (False, False)}
 
 
+def test_leviathan_on_all_of_p_at_once_is_the_walk_node_by_node() -> None:
+    draft, p = drawn_chains(np.random.default_rng(1), rows=200, width=5, vocab=4)
+    seeds, position = torch.arange(200), torch.arange(200) * 3
+    at_once = verify.leviathan(draft, p, position, Noise(seeds))
+    walked = verify.leviathan(draft, lambda node, *_: p[torch.arange(200), node + 1], position, Noise(seeds))
+    assert torch.equal(at_once.accepted, walked.accepted)
+    assert torch.equal(at_once.tokens, walked.tokens)
+    assert set(at_once.accepted.tolist()) == {0, 1, 2, 3, 4, 5}
+
+
 def test_leviathan_never_accepts_a_node_that_is_no_candidate() -> None:
     """p = q accepts everything that may be accepted: the walk ends at the barred node, whose place is drawn from p."""
     q = torch.full((1, 3, 4), 0.25, dtype=torch.double)

@@ -26,7 +26,7 @@ GAIN, SHARPNESS = 2.0, 3.0
 HEAD_DIM = 64
 NAMED = "llama-1b"
 BISECTIONS = 12
-TOLERANCE = 0.005
+TOLERANCE = 0.003
 START = 4  # random tokens that a sampled context begins with
 
 
@@ -98,7 +98,7 @@ def calibrate(
     shape: Shape,
     seed: int,
     *,
-    sequences: int = 32,
+    sequences: int = 128,
     length: int = 96,
     dtype: torch.dtype = torch.float32,
     device: str | torch.device = "cpu",

@@ -1,14 +1,15 @@
 """Random numbers as a pure function of (seed of the row, position, stream): no state, so nothing about a row's draws depends
 on its neighbours, on the schedule, or on how often something was drawn before.
 
-The generator is SplitMix64's finaliser (Steele, Lea, Flood, OOPSLA 2014) over a hashed key and a counter, in int64 arithmetic
-that wraps around alike on every device.
+The generator is SplitMix64 (Steele, Lea, Flood, OOPSLA 2014): a row's hashed seed is where its counter starts, place, position
+and stream move it by one large odd step each, the finaliser turns it into bits. int64 wraps around alike on every device.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import cached_property
+from typing import TypeVar
 
 import torch
 from torch import Tensor
@@ -19,7 +20,10 @@ DRAFT = 2  # the drafter's own draw
 STREAMS = 3
 
 
-def substream(stream: int, offset: int) -> int:
+Index = TypeVar("Index", int, Tensor)
+
+
+def substream(stream: int, offset: Index) -> Index:
     """The stream of the token `offset` places after the last committed one.
 
     A position that is drafted again after a rejection has another offset, hence fresh noise: a rule for the draft length that
@@ -32,32 +36,28 @@ def _signed(value: int) -> int:
     return value - (1 << 64) if value >= 1 << 63 else value
 
 
-_GOLDEN = _signed(0x9E3779B97F4A7C15)
+_PLACE = _signed(0x9E3779B97F4A7C15)  # steps of the counter: to the next number of a draw, ...
+_POSITION = _signed(0xD6E8FEB86659FD93)  # ... to the next position, ...
+_STREAM = _signed(0xDA942042E4DD58B5)  # ... to the next stream; any odd constants without a pattern
 _MIX1 = _signed(0xBF58476D1CE4E5B9)
 _MIX2 = _signed(0x94D049BB133111EB)
-_STREAM = _signed(0xD6E8FEB86659FD93)
+_SCALE = 2.0**-64 * (1 - 2.0**-52)
 
 
-def _shift(x: Tensor, bits: int) -> Tensor:
-    """Logical right shift of int64."""
-    return (x >> bits) & ((1 << (64 - bits)) - 1)
+def _folded(x: Tensor, bits: int) -> Tensor:
+    """x ^ (x >> bits), the shift logical."""
+    return (x >> bits).bitwise_and_((1 << (64 - bits)) - 1).bitwise_xor_(x)
 
 
 def _mix(x: Tensor) -> Tensor:
-    x = (x ^ _shift(x, 30)) * _MIX1
-    x = (x ^ _shift(x, 27)) * _MIX2
-    return x ^ _shift(x, 31)
-
-
-def _key(seed: Tensor, position: Tensor, stream: int) -> Tensor:
-    """One hash per row [B] of (mixed seed, position, stream)."""
-    offset = _signed((stream + 1) * (_GOLDEN % (1 << 64)) % (1 << 64))
-    return _mix(seed ^ (position * _STREAM + offset))
+    x = _folded(x, 30).mul_(_MIX1)
+    x = _folded(x, 27).mul_(_MIX2)
+    return _folded(x, 31)
 
 
 def _unit(bits: Tensor) -> Tensor:
-    """Hashed int64 -> float64 in the open interval (0, 1). 52 bits: with 53 the largest plus a half rounds up to 1."""
-    return (_shift(bits, 12).double() + 0.5) * 2.0**-52
+    """Hashed int64 -> float64 in the open interval (0, 1): the scale keeps the ends half a step away."""
+    return bits.double().mul_(_SCALE).add_(0.5)
 
 
 def uniform(seed: Tensor, position: Tensor, stream: int, size: int = 1) -> Tensor:
@@ -75,20 +75,26 @@ class Noise:
     seed: Tensor
 
     @cached_property
-    def _mixed(self) -> Tensor:
-        return _mix(self.seed + _GOLDEN)
+    def _start(self) -> Tensor:
+        return _mix(self.seed + _PLACE)[:, None]
+
+    def _counter(self, position: Tensor, stream: int | Tensor) -> Tensor:
+        """Where the counter of a draw begins. position: [B, k]. stream: an int or [k]. Returns [B, k] int64."""
+        offset = stream * _STREAM if isinstance(stream, Tensor) else _signed(stream * _STREAM % (1 << 64))
+        return self._start + (position * _POSITION + offset)
 
     def uniform(self, position: Tensor, stream: int, size: int) -> Tensor:
-        """[B, size] float64 in (0, 1): SplitMix64 sequences, one per row, that start at the row's key."""
-        counter = torch.arange(1, size + 1, device=self.seed.device) * _GOLDEN
-        return _unit(_mix(_key(self._mixed, position, stream)[:, None] + counter))
+        """[B, size] float64 in (0, 1). position: [B]."""
+        places = torch.arange(size, device=self.seed.device) * _PLACE
+        return _unit(_mix(self._counter(position[:, None], stream) + places))
 
     def draw(self, p: Tensor, position: Tensor, stream: int) -> Tensor:
         """Sample from p [B, V] (need not be normalised) by the Gumbel-max trick; a one-hot row gives its token. Returns [B]."""
         u = self.uniform(position, stream, p.shape[-1])
-        # argmax(log p - log(-log u)) = argmin(-log u / p): an exponential race, 0 where p is 0
-        return (p / -u.log()).argmax(-1)
+        # argmax(log p - log(-log u)) = argmax(log u / p): an exponential race, lost where p is 0
+        return (u.log_() / p).argmax(-1)
 
-    def accept(self, probability: Tensor, position: Tensor, stream: int) -> Tensor:
-        """Bernoulli draws. probability: [B], values above 1 count as 1. Returns [B] bool."""
-        return _unit(_key(self._mixed, position, stream)) < probability
+    def accept(self, probability: Tensor, position: Tensor, stream: int | Tensor) -> Tensor:
+        """Bernoulli draws. probability: [B, k], values above 1 count as 1. position: [B, k]. stream: an int or [k].
+        Returns [B, k] bool."""
+        return _unit(_mix(self._counter(position, stream))) < probability

@@ -96,7 +96,7 @@ def _token(
 ) -> TokenRecord:
     q = exit_layer = None
     if node is not None:
-        q = float(one_hot_where(draft, node)[row, token]) if draft.q is not None else 1.0
+        q = float(one_hot_where(draft)[row, node, token]) if draft.q is not None else 1.0
         exit_layer = None if draft.exit_layer is None else int(draft.exit_layer[row, node])
     probability = None if p is None else float(p[token])
     return TokenRecord(token, probability, q, None if spread is None else float(spread), exit_layer, accepted)

@@ -19,6 +19,8 @@ from skipstone.core.noise import DRAFT, TARGET, Noise, substream
 Processor = Callable[[Tensor, Tensor], Tensor]
 """A transformers LogitsProcessor: (ids [1, T] int64, scores [1, V] float32) -> scores [1, V]. Must be a pure function."""
 
+AT_ONCE = 1 << 16  # scores of a step: up to here a CPU spends more on calling operators than in them
+
 
 @dataclass(frozen=True)
 class Sampling:
@@ -61,29 +63,30 @@ class Warping:
 
 
 def warp(logits: Tensor, rows: Warping) -> Tensor:
-    """Temperature, top-k, top-p, min-p, in HF's order. logits: [B, V]. Returns p [B, V].
+    """Temperature, top-k, top-p, min-p, in HF's order. logits: [B, V] or [B, n, V]. Returns p of the same shape.
 
     Rows with temperature 0 become one-hot at their argmax.
     """
-    scores = logits / rows.temperature[:, None]
+    shape = (-1, *[1] * (logits.ndim - 1))
+    scores = logits / rows.temperature.view(shape)
     if rows.largest_k:
         ordered = scores.topk(min(rows.largest_k, scores.shape[-1]), dim=-1).values
-        least = ordered.gather(1, (rows.top_k.clamp(max=ordered.shape[1]) - 1)[:, None])
-        limited = rows.top_k < scores.shape[-1]
-        scores = scores.masked_fill((scores < least) & limited[:, None], float("-inf"))
+        place = (rows.top_k.clamp(max=ordered.shape[-1]) - 1).view(shape).expand(*ordered.shape[:-1], 1)
+        limited = (rows.top_k < scores.shape[-1]).view(shape)
+        scores = scores.masked_fill((scores < ordered.gather(-1, place)) & limited, float("-inf"))
     if rows.any_top_p:
         ordered, order = scores.sort(dim=-1)
-        tail = ordered.softmax(-1).cumsum(-1) <= rows.tail[:, None]
-        tail[:, -1] = False
-        tail &= (rows.tail > 0)[:, None]
-        scores = scores.masked_fill(torch.zeros_like(tail).scatter(1, order, tail), float("-inf"))
+        tail = ordered.softmax(-1).cumsum(-1) <= rows.tail.view(shape)
+        tail[..., -1] = False
+        tail &= (rows.tail > 0).view(shape)
+        scores = scores.masked_fill(torch.zeros_like(tail).scatter(-1, order, tail), float("-inf"))
     p = scores.softmax(-1)
     if rows.any_min_p:
-        least = rows.min_p[:, None] * p.amax(-1, keepdim=True)
+        least = rows.min_p.view(shape) * p.amax(-1, keepdim=True)
         p = scores.masked_fill(p < least, float("-inf")).softmax(-1)
     if rows.any_greedy:
-        best = torch.zeros_like(p).scatter(1, logits.argmax(-1, keepdim=True), 1.0)
-        p = torch.where(rows.greedy[:, None], best, p)
+        best = torch.zeros_like(p).scatter(-1, logits.argmax(-1, keepdim=True), 1.0)
+        p = torch.where(rows.greedy.view(shape), best, p)
     return p
 
 
@@ -245,6 +248,13 @@ class Scores:
         """Raw logits after a node [B], -1 for the root. Returns [B, V]."""
         index = (node + 1)[:, None, None].expand(-1, 1, self.logits.shape[2])
         return self.logits.gather(1, index).squeeze(1)
+
+    def everywhere(self) -> Tensor | None:
+        """p after every node [B, n+1, V], the root first, in one go. None where processors must not see nodes that the walk
+        does not reach, and on the CPU where it reaches too few of them for that to be cheaper."""
+        if self.sampler.processed or (self.logits.device.type == "cpu" and self.logits.numel() > AT_ONCE):
+            return None
+        return warp(self.logits, self.sampler.warping)
 
     def picks(self) -> Tensor | None:
         """argmax of every node [B, n+1] where that is all there is to know (all rows greedy, no processors)."""

@@ -179,7 +179,9 @@ class Session:
         """Apply the acceptance rule: `leviathan` for drafts drawn at random, `match` for all others."""
         noise = self.sampler.noise
         if draft.q is not None:
-            return verify.leviathan(draft, scores.p, scores.position, noise)
+            everywhere = scores.everywhere()
+            p = scores.p if everywhere is None else everywhere
+            return verify.leviathan(draft, p, scores.position, noise)
         picks = scores.picks()
         if picks is not None:
             return verify.match_greedy(draft, picks)

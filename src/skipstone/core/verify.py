@@ -71,50 +71,57 @@ class _Picked(Noise):
 _PICKED = _Picked(torch.zeros(1, dtype=torch.long))
 
 
-def leviathan(draft: Draft, p: Probability, position: Tensor, noise: Noise) -> Verdict:
+def leviathan(draft: Draft, p: Probability | Tensor, position: Tensor, noise: Noise) -> Verdict:
     """Accept each draft token x with probability min(1, p(x) / q(x)); at the first rejection draw from the residual
     norm(max(0, p - q)), after a full acceptance from p.
 
-    draft: a chain with q [B, n, V]. position: [B], the position the first new token will have.
+    draft: a chain with q [B, n, V]. p: after every node [B, n+1, V], the root first, or a function that is asked node by node
+    as the walk gets there. position: [B], the position the first new token will have.
     """
     assert draft.q is not None, "leviathan wants the distributions the draft was drawn from"
     assert draft.parents is None, "leviathan wants a chain"
     rows, width = draft.tokens.shape
-    walking = torch.ones(rows, dtype=torch.bool, device=draft.tokens.device)
-    accepted = draft.tokens.new_zeros(rows)
-    final = None
-    for depth in range(width + 1):
-        target = p(accepted - 1, draft.tokens[:, :depth], walking)
-        if depth == width:
-            final = target if final is None else torch.where(walking[:, None], target, final)
-            break
-        x, q = draft.tokens[:, depth], one_hot_where(draft, depth)
-        ratio = target.gather(1, x[:, None]).squeeze(1) / q.gather(1, x[:, None]).squeeze(1)
-        passes = noise.accept(ratio, position + depth, substream(ACCEPT, depth))
-        offered = draft.offered[:, depth]
-        stops = walking & ~(passes & offered)
-        # where the draft of a row is over, q = 0: the residual is p itself, the bonus draw
-        rest = residual(target, q * offered[:, None])
-        final = rest if final is None else torch.where(stops[:, None], rest, final)
-        walking = walking & passes & offered
-        accepted = accepted + walking
-        if _idle(walking):
-            break
-    assert final is not None
-    last = noise.draw(final, position + accepted, TARGET)
+    q = one_hot_where(draft)
+    if isinstance(p, Tensor):
+        accepted = _passes(draft, p[:, :-1], q, 0, position, noise).long().cumprod(1).sum(1)
+        target = p[torch.arange(rows, device=p.device), accepted]
+    else:
+        walking = torch.ones(rows, dtype=torch.bool, device=draft.tokens.device)
+        accepted = draft.tokens.new_zeros(rows)
+        target = p(accepted - 1, draft.tokens[:, :0], walking)
+        for depth in range(width):
+            walking = walking & _passes(draft, target[:, None], q, depth, position, noise)[:, 0]
+            accepted = accepted + walking
+            if _idle(walking):
+                break
+            after = p(accepted - 1, draft.tokens[:, : depth + 1], walking)
+            target = torch.where(walking[:, None], after, target)
+    # behind the end of a row's draft q = 0: the residual is p itself, the bonus draw
+    offered = torch.nn.functional.pad(q * draft.offered[:, :, None], (0, 0, 0, 1))
+    rest = residual(target, offered[torch.arange(rows, device=q.device), accepted])
+    last = noise.draw(rest, position + accepted, TARGET)
     tokens = torch.cat([draft.tokens, torch.zeros_like(last)[:, None]], 1).scatter(1, accepted[:, None], last[:, None])
     path = torch.arange(width, device=tokens.device).expand(rows, width)
     return Verdict(path, tokens, accepted)
 
 
-def one_hot_where(draft: Draft, depth: int) -> Tensor:
-    """q of the token at `depth` [B, V], one-hot in rows where that token was not drawn at random."""
+def _passes(draft: Draft, p: Tensor, q: Tensor, first: int, position: Tensor, noise: Noise) -> Tensor:
+    """The acceptance test of the draft tokens from number `first` on, each for itself. p: [B, k, V] before each of them.
+    q: [B, n, V]. Returns [B, k] bool."""
+    places = torch.arange(first, first + p.shape[1], device=p.device)
+    x = draft.tokens[:, first : first + p.shape[1], None]
+    ratio = p.gather(2, x) / q[:, first : first + p.shape[1]].gather(2, x)
+    passes = noise.accept(ratio.squeeze(2), position[:, None] + places, substream(ACCEPT, places))
+    return passes & draft.offered[:, first : first + p.shape[1]]
+
+
+def one_hot_where(draft: Draft) -> Tensor:
+    """q of every draft token [B, n, V], one-hot where the token was not drawn at random."""
     assert draft.q is not None
-    q = draft.q[:, depth]
     if draft.stochastic is None:
-        return q
-    one_hot = torch.zeros_like(q).scatter(1, draft.tokens[:, depth, None], 1.0)
-    return torch.where(draft.stochastic[:, depth, None], q, one_hot)
+        return draft.q
+    one_hot = torch.zeros_like(draft.q).scatter(2, draft.tokens[:, :, None], 1.0)
+    return torch.where(draft.stochastic[:, :, None], draft.q, one_hot)
 
 
 def residual(p: Tensor, q: Tensor) -> Tensor:
