@@ -177,7 +177,8 @@ def test_headline_leaves_out_prompts_on_which_any_row_of_the_temperature_loops()
 @pytest.mark.parametrize(
     ("candidates", "prompts", "plan", "calls"),
     [
-        (9, 6, [(9, [0, 1]), (3, [2, 3])], 24),
+        (9, 6, [(9, [0, 1]), (3, [2, 3, 4, 5])], 30),
+        (3, 4, [(3, [0, 1, 2, 3])], 12),
         (150, 6, [(150, [0, 1]), (50, [2, 3]), (17, [4, 5])], 434),
         (4, 1, [(4, [0])], 4),
         (1, 6, [], 0),
@@ -201,8 +202,8 @@ def test_tuning_finds_the_fastest_and_spends_its_budget(monkeypatch):
     candidates = [HFPromptLookup(number) for number in range(1, 10)]
     best, trials = tuning.tune(families.cached("llama"), candidates, [torch.tensor([1])] * 6, 8, seed=0)
     assert best == HFPromptLookup(4)
-    assert len(calls) == tuning.budget(9, 6) == 24
-    assert sorted(len(trial.tokens) for trial in trials) == [2] * 6 + [4] * 3
+    assert len(calls) == tuning.budget(9, 6) == 30
+    assert sorted(len(trial.tokens) for trial in trials) == [2] * 6 + [6] * 3
     assert trials[0].speed == pytest.approx(8.0)
     first = [number for number, index in calls if index == 0]
     assert sorted(first) == list(range(1, 10)) != first  # everybody's turn, in shuffled order

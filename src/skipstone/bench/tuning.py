@@ -1,8 +1,8 @@
 """Settings by measurement, on other prompts than those reported: a grid under successive halving.
 
 The first two prompts see every candidate, the next two the fastest third of them, and so on (Jamieson and Talwalkar, AISTATS
-2016, with prompts as the resource), so the budget in calls is known beforehand. Candidates take turns prompt by prompt in
-shuffled order.
+2016, with prompts as the resource); the last three share all prompts that are left. So the budget in calls is known beforehand.
+Candidates take turns prompt by prompt in shuffled order.
 """
 
 from __future__ import annotations
@@ -89,7 +89,7 @@ def rungs(candidates: int, prompts: int) -> list[tuple[int, range]]:
     """The plan: (candidates still in, prompts they run on) per rung. Nothing is run for a single candidate."""
     plan, left, start = [], candidates, 0
     while left > 1 and start < prompts:
-        stop = min(start + RUNG, prompts)
+        stop = prompts if left <= KEPT else min(start + RUNG, prompts)
         plan.append((left, range(start, stop)))
         left, start = math.ceil(left / KEPT), stop
     return plan
