@@ -1,0 +1,1 @@
+"""Training: the LayerSkip recipe, its trainer and its data."""

@@ -1,0 +1,288 @@
+"""Where documents come from: text files, JSON lines, data sets of the Hugging Face hub, and scripts of a recipe.
+
+Every source is a frozen model that refuses unknown keys. `read(base)` yields (name, text) in an order that does not depend on
+the file system. What has no name of its own (a line, a script's document) is named after its text, so that it keeps its place
+in a split when other documents come or go.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import importlib
+import inspect
+import json
+import string
+import sys
+import sysconfig
+from collections.abc import Callable, Iterable, Iterator
+from fnmatch import fnmatchcase
+from pathlib import Path, PurePath
+from types import ModuleType
+from typing import Annotated, Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
+
+STDLIB = "{stdlib}"
+"""Stands in a path for the folder of Python's standard library."""
+
+
+def resolve(path: str, base: Path) -> Path:
+    """An existing file or folder: absolute, or relative to the recipe's folder `base`, else to the current directory.
+
+    FileNotFoundError that names what was tried.
+    """
+    wanted = Path(path.replace(STDLIB, sysconfig.get_paths()["stdlib"])).expanduser()
+    tried = list(dict.fromkeys(folder.resolve() / wanted for folder in (base, Path.cwd())))  # absolute: its folder is ignored
+    found = next((candidate for candidate in tried if candidate.exists()), None)
+    if found is None:
+        raise FileNotFoundError(
+            f"{path} does not exist: tried {' and '.join(map(str, tried))}; expected a path relative to the recipe's folder or "
+            "to the current directory, or an absolute one"
+        )
+    return found
+
+
+class _Source(BaseModel):
+    """What all sources have. weight: the source's share of the training rows, relative to the others'."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    path: str = Field(min_length=1)
+    name: str = ""
+    weight: float = Field(default=1.0, gt=0, allow_inf_nan=False)
+
+    @model_validator(mode="before")
+    @classmethod
+    def _named(cls, values: Any) -> Any:
+        """Without a name, a source is called after its file, folder or data set."""
+        if isinstance(values, dict) and isinstance(values.get("path"), str) and values.get("name") in (None, ""):
+            values = {**values, "name": PurePath(values["path"]).stem.strip("{}") or values["path"]}
+        return values
+
+
+class TextFiles(_Source):
+    """One document per file: `path` itself, or the files of the folder `path` that fit `glob` and no pattern of `exclude`.
+
+    exclude: patterns for the path within the folder, with forward slashes; `*` stands for any characters, slashes too.
+    """
+
+    kind: Literal["text"] = "text"
+    glob: str = "**/*.txt"
+    exclude: tuple[str, ...] = ()
+
+    @field_validator("glob")
+    @classmethod
+    def _relative(cls, glob: str) -> str:
+        if not glob or PurePath(glob).is_absolute():
+            raise ValueError(f"expected a pattern within the folder, such as **/*.txt, found {glob!r}")
+        return glob
+
+    def read(self, base: Path) -> Iterator[tuple[str, str]]:
+        """(path within the folder, text), sorted by it. FileNotFoundError where none is found, ValueError for one not UTF-8."""
+        root = resolve(self.path, base)
+        found = [root] if root.is_file() else [file for file in root.glob(self.glob) if file.is_file()]
+        files = {file.name if file == root else file.relative_to(root).as_posix(): file for file in found}
+        kept = [name for name in sorted(files) if not any(fnmatchcase(name, pattern) for pattern in self.exclude)]
+        if not kept:
+            left_out = f", and exclude leaves out all {len(files)}" if files else ""
+            raise FileNotFoundError(f"source {self.name!r}: no file in {root} fits glob {self.glob!r}{left_out}")
+        for name in kept:
+            yield name, _decoded(files[name].read_bytes(), str(files[name]), "convert it, or leave it out with exclude")
+
+
+class _Records(_Source):
+    """Documents made of records.
+
+    template: the document, with the keys of a record in braces ({{ and }} are braces). A list of texts stands one per line.
+    where: key -> values that are taken; [low, high] among them takes what lies between, both included.
+    limit: only the first so many that are taken.
+    """
+
+    template: str = "{text}"
+    where: dict[str, list[Any]] | None = None
+    limit: int | None = Field(default=None, ge=1)
+
+    @field_validator("template")
+    @classmethod
+    def _has_keys(cls, template: str) -> str:
+        for _, key, form, conversion in string.Formatter().parse(template):
+            if key == "" or form or conversion:
+                raise ValueError(f"expected plain keys such as {{question}} in the template, found {template!r}")
+        if not _keys(template):
+            raise ValueError(f"the template {template!r} names no key in braces: every document would be the same")
+        return template
+
+    @field_validator("where")
+    @classmethod
+    def _has_values(cls, where: dict[str, list[Any]] | None) -> dict[str, list[Any]] | None:
+        for key, wanted in (where or {}).items():
+            if not wanted:
+                raise ValueError(f"where[{key!r}] is empty, so that nothing would be taken; expected at least one value")
+            for span in (one for one in wanted if isinstance(one, list)):
+                if len(span) != 2 or not all(map(_is_number, span)) or span[0] > span[1]:
+                    raise ValueError(f"where[{key!r}]: expected [low, high], two numbers with low <= high, found {span}")
+        return where
+
+    def _texts(self, records: Iterable[tuple[str, Any]]) -> Iterator[tuple[str, str]]:
+        """(name, text) of the (place, record) that are taken. ValueError that names the place, or says that none was taken."""
+        seen = taken = 0
+        for place, record in records:
+            seen += 1
+            if not isinstance(record, dict):
+                raise ValueError(f"{place}: expected an object with the key {_keys(self.template)[0]!r}, found {record!r:.80}")
+            if all(_fits(_value(record, key, place, "where"), wanted) for key, wanted in (self.where or {}).items()):
+                text = self._filled(record, place)
+                taken += 1
+                yield digest(text), text
+                if taken == self.limit:
+                    return
+        if not taken:
+            reason = f"none of its {seen} records fits where={self.where}" if seen else "it is empty"
+            raise ValueError(f"source {self.name!r} ({self.path}) has no documents: {reason}")
+
+    def _filled(self, record: dict[str, Any], place: str) -> str:
+        parts = []
+        for literal, key, _, _ in string.Formatter().parse(self.template):
+            parts += [literal, "" if key is None else _text(_value(record, key, place, "template"), key, place)]
+        return "".join(parts)
+
+
+class JsonLines(_Records):
+    """A file of JSON lines, one document a line."""
+
+    kind: Literal["jsonl"] = "jsonl"
+    template: str = "{question}\n{answer}"
+
+    def read(self, base: Path) -> Iterator[tuple[str, str]]:
+        """(name, text) in the file's order. ValueError with the number of the line that is no JSON or lacks a key."""
+        path = resolve(self.path, base)
+        if not path.is_file():
+            raise FileNotFoundError(f"source {self.name!r}: expected a file of JSON lines, found the folder {path}")
+        return self._texts(_json_lines(path))
+
+
+class HubDataset(_Records):
+    """A split of a data set of the Hugging Face hub, read with the package `datasets`. revision: a commit to stay at."""
+
+    kind: Literal["hub"] = "hub"
+    split: str
+    config: str | None = None
+    revision: str | None = None
+
+    def read(self, base: Path) -> Iterator[tuple[str, str]]:
+        """(name, text) in the data set's order. ImportError that says what to install where `datasets` is missing."""
+        try:
+            datasets = importlib.import_module("datasets")
+        except ImportError as error:
+            raise ImportError(
+                f"source {self.name!r}: the data set {self.path} of the hub is read with the package datasets, which is not "
+                'installed: pip install "skipstone[train]"'
+            ) from error
+        records = datasets.load_dataset(self.path, name=self.config, split=self.split, revision=self.revision)
+        return self._texts((f"{self.path}, {self.split}, record {number}", record) for number, record in enumerate(records))
+
+
+class Script(_Source):
+    """A Python file of the recipe, which is run: its function `documents(**arguments)` gives the texts."""
+
+    kind: Literal["script"] = "script"
+    arguments: dict[str, Any] = Field(default_factory=dict)
+
+    def read(self, base: Path) -> Iterator[tuple[str, str]]:
+        """(name, text) in the script's order. ValueError where it has no such function or gives something else than texts."""
+        path = resolve(self.path, base)
+        documents = getattr(_run(path), "documents", None)
+        if not callable(documents):
+            raise ValueError(f"{path} has no function documents(**arguments) that yields texts")
+        _check_arguments(documents, self.arguments, path)
+        texts = documents(**self.arguments)
+        if isinstance(texts, str) or not isinstance(texts, Iterable):
+            raise ValueError(f"{path}: documents() must give an iterable of texts, found {type(texts).__name__}")
+        for number, text in enumerate(texts):
+            if not isinstance(text, str):
+                raise ValueError(f"{path}: document {number} is {type(text).__name__}, expected str")
+            yield digest(text), text
+
+
+Source = Annotated[TextFiles | JsonLines | HubDataset | Script, Field(discriminator="kind")]
+"""One entry of a recipe's list of sources, told apart by `kind`."""
+
+
+def digest(text: str) -> str:
+    """A short hash of a text, its name where it has no other."""
+    return hashlib.sha256(text.encode("utf-8", "surrogatepass")).hexdigest()[:16]
+
+
+def _keys(template: str) -> list[str]:
+    return [key for _, key, _, _ in string.Formatter().parse(template) if key]
+
+
+def _decoded(data: bytes, place: str, advice: str) -> str:
+    try:
+        return data.decode("utf-8-sig")  # a byte order mark is no text
+    except UnicodeDecodeError as error:
+        raise ValueError(f"{place} is not UTF-8 text (byte {error.start}): {advice}") from error
+
+
+def _json_lines(path: Path) -> Iterator[tuple[str, Any]]:
+    with path.open("rb") as file:
+        for number, line in enumerate(file, 1):
+            place = f"{path}, line {number}"
+            text = _decoded(line, place, "JSON is UTF-8")
+            if not text.strip():
+                continue
+            try:
+                record = json.loads(text)
+            except json.JSONDecodeError as error:
+                raise ValueError(f"{place} is not JSON: {error}; expected one object a line") from error
+            yield place, record
+
+
+def _value(record: dict[str, Any], key: str, place: str, asked_by: str) -> Any:
+    if key not in record:
+        raise ValueError(f"{place}: the {asked_by} asks for the key {key!r}, found {', '.join(map(str, record)) or 'none'}")
+    return record[key]
+
+
+def _text(value: Any, key: str, place: str) -> str:
+    if isinstance(value, list) and all(isinstance(line, str) for line in value):
+        return "\n".join(value)
+    if isinstance(value, str) or _is_number(value):
+        return str(value)
+    raise ValueError(f"{place}: expected a text, a number or a list of texts under {key!r}, found {value!r:.80}")
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool)
+
+
+def _fits(value: Any, wanted: list[Any]) -> bool:
+    """Whether a value is one of those, or lies in one of their [low, high]; True is not 1."""
+    spans = [one for one in wanted if isinstance(one, list)] if _is_number(value) else []
+    same = any(value == one and isinstance(value, bool) == isinstance(one, bool) for one in wanted)
+    return same or any(low <= value <= high for low, high in spans)
+
+
+def _run(path: Path) -> ModuleType:
+    """The module of a file, which finds its neighbours by import, as a script does; no compiled file is left behind."""
+    if not path.is_file():
+        raise FileNotFoundError(f"expected a Python file, found the folder {path}")
+    module = ModuleType(f"skipstone_recipe_{path.stem}_{digest(str(path.resolve()))}")
+    module.__file__ = str(path)
+    sys.modules[module.__name__] = module  # dataclasses look their module up
+    sys.path.append(str(path.parent))
+    try:
+        exec(compile(path.read_bytes(), str(path), "exec"), vars(module))
+    finally:
+        sys.path.remove(str(path.parent))
+    return module
+
+
+def _check_arguments(function: Callable[..., Any], arguments: dict[str, Any], path: Path) -> None:
+    signature = inspect.signature(function)
+    try:
+        signature.bind(**arguments)
+    except TypeError as error:
+        raise ValueError(
+            f"{path}: documents{signature} does not take arguments={arguments}: {error}; change them in the recipe"
+        ) from error
