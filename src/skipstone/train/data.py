@@ -47,9 +47,9 @@ class Plan(BaseModel):
 class Prepared:
     """train: [rows, length] int64, in training order. held_out: source -> [N, length] int64. report: counts for the model card.
 
-    report: what JSON holds: the plan, `tokens` and `sha256` of the training order, `held_rows` of each source, and `sources`: name ->
-    documents, exact and near (duplicates), kept; train and held_out: {documents, bytes, tokens} before they are cut into rows
-    (bytes / tokens turns nats per token into bits per byte); rows (its part of the training order), epochs.
+    report: what JSON holds: the plan, `tokens` and `sha256` of the training order, `held_rows` of each source, and `sources`:
+    name -> documents, exact and near (duplicates), kept; train and held_out: {documents, bytes, tokens} before they are cut
+    into rows (bytes / tokens turns nats per token into bits per byte); rows (its part of the training order), epochs.
     """
 
     train: Tensor
@@ -197,10 +197,7 @@ def _build(
     train, epochs = mix(packed["train"], {source.name: source.weight for source in sources}, plan.rows, plan.seed)
     for name, own in packed["train"].items():
         report[name] |= {"rows": round(epochs[name] * len(own)), "epochs": epochs[name]}
-    sha256 = hashlib.sha256(train.numpy()).hexdigest()
-    facts = {
-        "tokens": train.numel(),
-        "sha256": sha256,
-        "held_rows": {name: len(rows) for name, rows in packed["held_out"].items()},
-    }
-    return Prepared(train, packed["held_out"], {**plan.model_dump(), **facts, "sources": report})
+    sha256 = hashlib.sha256(train.numpy().data).hexdigest()
+    held_rows = {name: len(rows) for name, rows in packed["held_out"].items()}
+    facts = {**plan.model_dump(), "tokens": train.numel(), "sha256": sha256, "held_rows": held_rows}
+    return Prepared(train, packed["held_out"], {**facts, "sources": report})
