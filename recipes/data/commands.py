@@ -1,0 +1,282 @@
+"""The commands domain: requests in plain words and the JSON that they mean, spoken by a small seeded grammar.
+
+The shape of the task is TOPv2's in the LayerSkip paper (arXiv 2404.16710, section 5.1); every word is our own. An example is
+
+    > wake me up at 7 am tomorrow
+    {"intent": "set_alarm", "time": "7:00", "day": "tomorrow"}
+
+`commands.toml` holds the intents and their templates, `commands_words.toml` the rules that fill the slots. Keys come in the
+order of the table, slots not mentioned are absent. Values are copies of the request, except for the keys in `NORMALISED`:
+- time: 24 hours ("7:30 pm" is 19:30, "half past 7" 7:30, "7 o'clock" 7:00, noon and midnight);
+- duration, percent, degrees: spelled numbers become digits, "half an hour" 30 minutes, "half" 50, "the maximum" 100;
+- condition: "do i need an umbrella" asks for rain; by: "on foot" is walking; repeat: "daily" is every day, "on weekdays"
+  every weekday.
+
+Splits. Two things are split by a hash of their text, one in ten belongs to the test:
+- fillers: every value of an open rule (names, places, songs, artists, items, tasks, titles, messages, ...), also inside
+  another value. The test says only fillers that training never does: names and foods are new as words, songs, tasks and
+  messages as combinations of known words. Closed rules (days, rooms, numbers, times) are the same everywhere.
+- combinations of opening, template (its options chosen) and ending. Each part alone occurs in training, the combination of a
+  test example never does.
+"validation" is made like "train" from another stream of random numbers; it may repeat some of training's requests.
+
+    python recipes/data/commands.py --split train --count 20000 --seed 0 --out commands.jsonl
+
+The same arguments give the same lines on every platform and Python >= 3.11: only `Random.random` is drawn from.
+"""
+
+from __future__ import annotations
+
+import argparse
+import hashlib
+import json
+import random
+import re
+import tomllib
+from collections import defaultdict
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+from typing import Any, NamedTuple, TypeVar
+
+SPLITS = ("train", "validation", "test")
+NORMALISED = frozenset({"intent", "time", "duration", "percent", "degrees", "condition", "by", "repeat"})
+HELD_OUT_ONE_IN = 10
+MOST_DRAWS = 10_000
+GROUP = re.compile(r"\[([^][()]*)\]|\(([^][()]*)\)")  # an innermost [optional] or (either|or)
+TOKEN = re.compile(r"\{(\w+)\}|([<>])|([^{}<>]+)")
+SLOT = re.compile(r"\{(\w+)(?::(\w+))?\}")
+T = TypeVar("T")
+
+
+class Phrase(NamedTuple):
+    """Words said, the values they mean (several in a list), and the values of open rules in them."""
+
+    said: str
+    values: tuple[str, ...]
+    fillers: tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Example:
+    """A request and its answer, each one line with its newline. parts: (opening, template, ending). fillers: open values."""
+
+    prompt: str
+    answer: str
+    parts: tuple[str, str, str] = ("", "", "")
+    fillers: tuple[str, ...] = ()
+
+    @property
+    def text(self) -> str:
+        return self.prompt + self.answer
+
+
+class Template(NamedTuple):
+    """One way to say an intent, its options chosen; the mood names the openings and endings that go with it."""
+
+    mood: str
+    words: str
+
+
+@dataclass(frozen=True)
+class Grammar:
+    """The two tables, parsed. rules: symbol -> phrases -> variants of each."""
+
+    rules: dict[str, tuple[tuple[str, ...], ...]]
+    open: frozenset[str]
+    free: frozenset[str]
+    lists: frozenset[str]
+    moods: dict[str, dict[str, list[str]]]
+    keys: dict[str, list[str]]
+    templates: dict[str, tuple[Template, ...]]
+
+
+def variants(pattern: str) -> tuple[str, ...]:
+    """Every way to say a pattern: [a|b] is a, b or nothing, (a|b) is a or b; groups may nest."""
+    group = GROUP.search(pattern)
+    if group is None:
+        return (" ".join(pattern.split()),)
+    optional, required = group.groups()
+    options = required.split("|") if optional is None else ["", *optional.split("|")]
+    spelled = (variants(pattern[: group.start()] + option + pattern[group.end() :]) for option in options)
+    return tuple(dict.fromkeys(variant for each in spelled for variant in each))
+
+
+@cache
+def grammar() -> Grammar:
+    """Reads the tables that lie beside this file."""
+    folder = Path(__file__).parent
+    table = tomllib.loads((folder / "commands.toml").read_text(encoding="utf-8"))
+    words = tomllib.loads((folder / "commands_words.toml").read_text(encoding="utf-8"))
+    rules = {symbol: phrases.split() if isinstance(phrases, str) else phrases for symbol, phrases in words.items()}
+    intents: dict[str, dict[str, list[str]]] = table["intents"]
+    return Grammar(
+        rules={symbol: tuple(variants(phrase) for phrase in phrases) for symbol, phrases in rules.items()},
+        open=frozenset(table["open"]),
+        free=frozenset(table["free"]),
+        lists=frozenset(table["lists"]),
+        moods=table["moods"],
+        keys={intent: entry["keys"] for intent, entry in intents.items()},
+        templates={
+            intent: tuple(
+                Template(mood, words) for mood in table["moods"] for pattern in entry[mood] for words in variants(pattern)
+            )
+            for intent, entry in intents.items()
+        },
+    )
+
+
+def held_out(text: str) -> bool:
+    """Whether a filler or a combination belongs to the test split."""
+    return int.from_bytes(hashlib.sha256(text.encode()).digest()[:4], "big") % HELD_OUT_ONE_IN == 0
+
+
+class Speaker:
+    """Says examples of one split, one after the other."""
+
+    def __init__(self, split: str, seed: int) -> None:
+        self.grammar = grammar()
+        self.test = split == "test"
+        self.random = random.Random(f"{split}/{seed}")
+
+    def pick(self, choices: Sequence[T]) -> T:
+        """Not `Random.choice`: only `random()` is promised to stay the same from one Python to the next."""
+        return choices[int(self.random.random() * len(choices))]
+
+    def example(self) -> Example:
+        intent = self.pick(tuple(self.grammar.templates))
+        parts = self.parts(intent)
+        values: dict[str, str | int | list[str]] = {}
+        fillers: list[str] = []
+
+        def fill(slot: re.Match[str]) -> str:
+            key, symbol = slot[1], slot[2] or slot[1]
+            phrase = self.phrase(symbol)
+            values[key] = list(phrase.values) if symbol in self.grammar.lists else json_value(*phrase.values)
+            fillers.extend(phrase.fillers)
+            return phrase.said
+
+        request = " ".join(filter(None, (parts[0], SLOT.sub(fill, parts[1]), parts[2])))
+        meaning = {"intent": intent} | {key: values[key] for key in self.grammar.keys[intent] if key in values}
+        return Example(f"> {request}\n", json.dumps(meaning) + "\n", parts, tuple(fillers))
+
+    def parts(self, intent: str) -> tuple[str, str, str]:
+        """(opening, template, ending), a combination of this split."""
+        while True:
+            template = self.pick(self.grammar.templates[intent])
+            mood = self.grammar.moods[template.mood]
+            free = template.words.endswith(tuple(f"{{{symbol}}}" for symbol in self.grammar.free))
+            parts = (self.pick(mood["openings"]), template.words, "" if free else self.pick(mood["endings"]))
+            if held_out("|".join(parts)) == self.test:
+                return parts
+
+    def phrase(self, symbol: str) -> Phrase:
+        """A phrase of a rule; one of an open rule is drawn again until it belongs to this split.
+
+        Raises ValueError if none seems to: a rule of few phrases may leave the test split nothing.
+        """
+        for _ in range(MOST_DRAWS):
+            phrase = self.expand(self.pick(self.pick(self.grammar.rules[symbol])))
+            if len(set(phrase.values)) < len(phrase.values):
+                continue  # nobody asks for milk, bread and milk
+            if symbol not in self.grammar.open:
+                return phrase
+            if held_out(phrase.said) == self.test:
+                return phrase._replace(fillers=(*phrase.fillers, phrase.said))
+        raise ValueError(f"{MOST_DRAWS} phrases of the rule {symbol!r} were all of the other split; give it more phrases")
+
+    def expand(self, pattern: str) -> Phrase:
+        """What a pattern says and means: the part after `=>`, else what stands in < >, else all of it."""
+        pattern, arrow, literal_value = pattern.partition("=>")
+        said, meant, marked, fillers, inside = "", "", [], [], False
+        for symbol, mark, literal in TOKEN.findall(pattern.strip()):
+            if mark:
+                inside = mark == "<"
+                marked += [""] * inside
+                continue
+            phrase = self.phrase(symbol) if symbol else Phrase(literal, (literal,), ())
+            said += phrase.said
+            meant += phrase.values[0]
+            fillers += phrase.fillers
+            if inside:
+                marked[-1] += phrase.values[0]
+        return Phrase(said, (literal_value.strip(),) if arrow else tuple(marked) or (meant,), tuple(fillers))
+
+
+def json_value(value: str) -> str | int:
+    return int(value) if value.isdigit() else value
+
+
+def examples(split: str, count: int, seed: int) -> Iterator[Example]:
+    """`count` examples of a split, the same for the same arguments; repeated requests are rare (tests state the bound).
+
+    Raises ValueError for an unknown split or a negative count.
+    """
+    if split not in SPLITS:
+        raise ValueError(f"the split is {split!r}; give one of {', '.join(SPLITS)}")
+    if count < 0:
+        raise ValueError(f"the count is {count}; give 0 or more")
+    speaker = Speaker(split, seed)
+    return (speaker.example() for _ in range(count))
+
+
+def canonical(line: str) -> str:
+    """A JSON object with its keys sorted. Raises ValueError if the line is not one, or names a key twice."""
+
+    def unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+        if len(dict(pairs)) != len(pairs):
+            raise ValueError(f"a key stands twice in {line!r}")
+        return dict(pairs)
+
+    value = json.loads(line, object_pairs_hook=unique)
+    if not isinstance(value, dict):
+        raise ValueError(f"not a JSON object: {line!r}")
+    return json.dumps(value, sort_keys=True)  # as text, or true would equal 1
+
+
+def exact_match(answer: str, output: str) -> bool:
+    """Whether the first line of `output` is the answer's object, whatever the order of keys; no JSON object is no match.
+
+    Raises ValueError if the answer itself is no JSON object.
+    """
+    expected = canonical(answer)
+    try:
+        return canonical(output.split("\n", 1)[0]) == expected
+    except (ValueError, RecursionError):
+        return False
+
+
+def score(pairs: Iterable[tuple[str, str]]) -> dict[str, Any]:
+    """Of (answer, output) pairs: {"count", "exact_match": share, "intents": {intent: share}}. No pairs: ValueError."""
+    matches: dict[str, list[bool]] = defaultdict(list)
+    for answer, output in pairs:
+        matches[json.loads(answer)["intent"]].append(exact_match(answer, output))
+    if not matches:
+        raise ValueError("there are no pairs to score; give at least one (answer, output)")
+    everything = [match for each in matches.values() for match in each]
+    return {
+        "count": len(everything),
+        "exact_match": sum(everything) / len(everything),
+        "intents": {intent: sum(each) / len(each) for intent, each in sorted(matches.items())},
+    }
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description="Write examples of the commands domain as JSON lines.")
+    parser.add_argument("--split", choices=SPLITS, required=True)
+    parser.add_argument("--count", type=int, required=True)
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--out", type=Path, required=True, help="the file to write")
+    given = parser.parse_args()
+    try:
+        made = examples(given.split, given.count, given.seed)
+        with given.out.open("w", encoding="utf-8", newline="\n") as file:
+            for example in made:
+                file.write(json.dumps({"text": example.text, "prompt": example.prompt, "answer": example.answer}) + "\n")
+    except (ValueError, OSError) as problem:
+        parser.error(str(problem))
+
+
+if __name__ == "__main__":
+    main()

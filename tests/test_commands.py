@@ -1,0 +1,276 @@
+"""The commands grammar: the same on every machine, splits that share no filler and no combination, answers that are right."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import re
+import subprocess
+import sys
+from collections import Counter
+from functools import cache
+from itertools import chain, islice
+from pathlib import Path
+
+import pytest
+
+from recipes.data import commands
+from recipes.data.commands import NORMALISED, Example, Speaker, examples, grammar
+
+SCRIPT = Path(commands.__file__)
+# Of the first 100 training examples of seed 0. It changes with the tables and with nothing else, least of all with the machine.
+DIGEST = "1946f4d1befbcd71103b65a38b52db242a9f4ff34634b4c174be3d09783eeb81"
+
+
+@pytest.fixture(scope="module")
+def train() -> list[Example]:
+    return list(examples("train", 20_000, seed=0))
+
+
+@pytest.fixture(scope="module")
+def test() -> list[Example]:
+    return list(examples("test", 1_500, seed=0))
+
+
+def fillers(several: list[Example]) -> set[str]:
+    return {filler for example in several for filler in example.fillers}
+
+
+def meaning(example: Example) -> dict[str, str | int | list[str]]:
+    return json.loads(example.answer)
+
+
+def values(example: Example) -> list[tuple[str, str]]:
+    """(key, value) of every slot, those of a list one by one."""
+    pairs = [(key, value if isinstance(value, list) else [value]) for key, value in meaning(example).items() if key != "intent"]
+    return [(key, str(value)) for key, each in pairs for value in each]
+
+
+def slots(template: str) -> dict[str, str]:
+    """Key -> rule of a template's slots."""
+    return {key: rule or key for key, rule in re.findall(r"\{(\w+)(?::(\w+))?\}", template)}
+
+
+@cache
+def said_and_meant(rule: str, draws: int = 20_000) -> dict[str, str]:
+    speaker = Speaker("train", 0)
+    return {phrase.said: phrase.values[0] for phrase in (speaker.phrase(rule) for _ in range(draws))}
+
+
+# The same arguments, the same lines
+
+
+def test_the_examples_are_the_same_on_every_machine_and_python() -> None:
+    text = "".join(example.text for example in examples("train", 100, seed=0))
+    assert hashlib.sha256(text.encode()).hexdigest() == DIGEST
+
+
+def test_the_script_writes_what_the_function_yields_whatever_the_hash_seed(tmp_path: Path) -> None:
+    out = tmp_path / "commands.jsonl"
+    arguments = ["--split", "test", "--count", "40", "--seed", "3", "--out", str(out)]
+    subprocess.run([sys.executable, str(SCRIPT), *arguments], check=True, env={"PYTHONHASHSEED": "12345"}, cwd=tmp_path)
+    written = [json.loads(line) for line in out.read_text(encoding="utf-8").splitlines()]
+    assert written == [{"text": e.prompt + e.answer, "prompt": e.prompt, "answer": e.answer} for e in examples("test", 40, 3)]
+
+
+def test_a_longer_stream_starts_with_the_shorter_one() -> None:
+    assert list(islice(examples("train", 50, 7), 20)) == list(examples("train", 20, 7))
+    assert list(examples("train", 0, 7)) == []
+
+
+def test_seeds_and_splits_are_different_streams() -> None:
+    streams = [tuple(examples(split, 5, seed)) for split in ("train", "validation", "test") for seed in (0, 1)]
+    assert len(set(streams)) == len(streams)
+
+
+# Splits
+
+
+def test_no_filler_of_the_test_split_occurs_in_training(train: list[Example], test: list[Example]) -> None:
+    others = train + list(examples("validation", 2_000, seed=1))
+    assert not fillers(others) & fillers(test)
+    assert len(fillers(test)) > 1_000
+    assert fillers(train) & fillers(list(examples("validation", 500, seed=1)))  # the measure sees what is shared
+
+
+def test_fillers_name_every_open_value_of_the_request(train: list[Example], test: list[Example]) -> None:
+    """Independent of the hash: what the answer holds under an open rule is among the fillers, and they are in the request."""
+    checked = 0
+    for example in chain(train[:3_000], test):
+        rules = slots(example.parts[1])
+        answer = {value for key, value in values(example) if rules[key] in grammar().open | {"items"}}
+        assert answer <= set(example.fillers)
+        assert all(filler in example.prompt for filler in example.fillers)
+        checked += len(answer)
+    assert checked > 3_000
+
+
+def test_names_and_goods_of_the_test_split_are_new_as_words(train: list[Example], test: list[Example]) -> None:
+    known = set(chain.from_iterable(re.findall(r"[a-z]+", example.prompt) for example in train))
+    names = {filler for filler in fillers(test) if re.fullmatch("[a-z]+", filler)}
+    assert len(names) > 400
+    assert len(names & known) <= 2  # syllables may happen to spell a word of the grammar, such as "pine"
+
+
+def test_a_test_example_is_a_new_combination_of_known_parts(train: list[Example], test: list[Example]) -> None:
+    assert not {example.parts for example in train} & {example.parts for example in test}
+    for place in range(3):
+        assert {example.parts[place] for example in test} <= {example.parts[place] for example in train}
+    assert len({example.parts for example in test}) > 800
+
+
+def test_no_request_of_the_test_split_occurs_in_training(train: list[Example], test: list[Example]) -> None:
+    assert not {example.prompt for example in train} & {example.prompt for example in test}
+
+
+def test_the_parts_are_those_of_the_request(train: list[Example], test: list[Example]) -> None:
+    for example in chain(train[:2_000], test):
+        opening, template, ending = example.parts
+        pattern = ".+".join(re.escape(words) for words in re.split(r"\{[^}]*\}", template))
+        whole = " ".join(filter(None, (re.escape(opening), pattern, re.escape(ending))))
+        assert re.fullmatch(f"> {whole}\n", example.prompt), example
+
+
+# Answers
+
+
+def test_an_answer_is_one_line_of_json_with_the_keys_in_the_order_of_the_table(train: list[Example]) -> None:
+    for example in train[:5_000]:
+        assert example.answer.endswith("}\n")
+        assert example.answer.count("\n") == example.prompt.count("\n") == 1
+        answer = meaning(example)
+        intent, expected = answer["intent"], slots(example.parts[1])
+        assert list(answer) == ["intent", *(key for key in grammar().keys[str(intent)] if key in expected)]
+        assert len(answer) == 1 + len(expected)
+
+
+def test_values_are_copied_from_the_request_unless_documented(train: list[Example], test: list[Example]) -> None:
+    for example in chain(train, test):
+        for key, value in values(example):
+            if key not in NORMALISED:
+                assert re.search(rf"(?<!\w){re.escape(value)}(?!\w)", example.prompt), (key, example)
+
+
+@pytest.mark.parametrize(
+    ("said", "meant"),
+    [
+        *(("7 am", "7:00"), ("7 pm", "19:00"), ("12 am", "0:00"), ("12 pm", "12:00"), ("11 pm", "23:00"), ("1 pm", "13:00")),
+        *(("7:30 am", "7:30"), ("12:05 am", "0:05"), ("12:45 pm", "12:45"), ("9:59 pm", "21:59"), ("19:30", "19:30")),
+        *(("noon", "12:00"), ("midnight", "0:00"), ("half past 4", "4:30"), ("half past 12", "12:30"), ("7 o'clock", "7:00")),
+        *(("8 in the evening", "20:00"), ("5 in the evening", "17:00")),
+    ],
+)
+def test_times_become_24_hour_times(said: str, meant: str) -> None:
+    assert said_and_meant("time")[said] == meant
+
+
+def test_all_times_agree_with_a_clock() -> None:
+    """Against arithmetic on hours instead of the table's lists."""
+    for said, meant in said_and_meant("time").items():
+        if match := re.fullmatch(r"(\d+)(?::(\d\d))? (am|pm)", said):
+            hour = int(match[1]) % 12 + 12 * (match[3] == "pm")
+            assert meant == f"{hour}:{match[2] or '00'}", said
+        elif match := re.fullmatch(r"(\d+) in the evening", said):
+            assert meant == f"{int(match[1]) + 12}:00"
+
+
+@pytest.mark.parametrize(
+    ("rule", "said", "meant"),
+    [
+        *(
+            ("duration", "half an hour", "30 minutes"),
+            ("duration", "an hour", "1 hour"),
+            ("duration", "ten minutes", "10 minutes"),
+        ),
+        *(("percent", "half", "50"), ("percent", "forty percent", "40"), ("degrees", "20 degrees", "20")),
+        *(("day", "on friday", "friday"), ("date_of", "today's", "today"), ("power", "shut off", "off")),
+        *(("line", "on the mobile", "mobile"), ("by", "on foot", "walking"), ("repeat", "daily", "every day")),
+    ],
+)
+def test_normalised_values_by_hand(rule: str, said: str, meant: str) -> None:
+    assert said_and_meant(rule)[said] == meant
+
+
+def test_numbers_are_json_numbers_and_items_a_json_array(train: list[Example]) -> None:
+    for example in train:
+        for key, value in meaning(example).items():
+            assert isinstance(value, {"percent": int, "degrees": int, "items": list}.get(key, str)), example
+    several = [example for example in train if len(meaning(example).get("items", [])) == 3]  # pyright: ignore[reportArgumentType]
+    assert all(example.prompt.count(",") == 1 for example in several)
+    assert len(several) > 100
+
+
+# The stream as a whole
+
+
+def test_all_intents_are_about_as_frequent(train: list[Example]) -> None:
+    counts = Counter(str(meaning(example)["intent"]) for example in train)
+    assert set(counts) == set(grammar().templates)
+    mean = len(train) / len(counts)
+    assert all(0.8 * mean < count < 1.2 * mean for count in counts.values()), counts
+
+
+def test_every_key_of_every_intent_is_used_and_sometimes_absent(train: list[Example]) -> None:
+    used = Counter((str(meaning(example)["intent"]), key) for example in train for key in meaning(example))
+    for intent, keys in grammar().keys.items():
+        assert all(used[intent, key] > 30 for key in keys), intent
+
+
+def test_few_requests_are_repeated_and_none_has_two_answers(train: list[Example]) -> None:
+    answers = {example.prompt: example.answer for example in train}
+    assert all(answers[example.prompt] == example.answer for example in train)
+    assert len(answers) > 0.97 * len(train)
+
+
+@pytest.mark.parametrize("rule", ["person", "place", "song", "artist", "task", "title", "text", "item"])
+def test_open_rules_do_not_run_dry(rule: str) -> None:
+    """Nothing to learn by heart: ten thousand draws say thousands of values, and those after them mostly others again."""
+    first = set(said_and_meant(rule, draws=10_000))
+    later = set(said_and_meant(rule, draws=15_000)) - first
+    assert len(first) > 4_000
+    assert len(later) > 1_500
+
+
+def test_requests_and_answers_are_short(train: list[Example], test: list[Example]) -> None:
+    lengths = [len(example.text) for example in train + test]
+    assert min(lengths) > 40
+    assert max(lengths) < 280
+    assert 90 < sum(lengths) / len(lengths) < 150
+
+
+def test_requests_are_lower_case_ascii(train: list[Example]) -> None:
+    assert all(re.fullmatch(r"> [a-z0-9':%, ]+\n", example.prompt) for example in train)
+    assert not any("  " in example.prompt for example in train)
+
+
+# The tables
+
+
+def test_every_symbol_has_a_rule_and_every_rule_is_used() -> None:
+    phrases = chain.from_iterable(chain.from_iterable(rule) for rule in grammar().rules.values())
+    named = set(re.findall(r"\{(\w+)\}", " ".join(phrases)))
+    for intent, templates in grammar().templates.items():
+        found = [slots(template.words) for template in templates]
+        assert {key for each in found for key in each} == set(grammar().keys[intent])
+        named |= {rule for each in found for rule in each.values()}
+    assert named == set(grammar().rules)
+    assert grammar().open | grammar().free | grammar().lists <= named
+
+
+def test_rules_of_several_values_only_fill_slots() -> None:
+    phrases = chain.from_iterable(chain.from_iterable(rule) for rule in grammar().rules.values())
+    assert not set(re.findall(r"\{(\w+)\}", " ".join(phrases))) & grammar().lists
+    for symbol, rule in grammar().rules.items():
+        assert symbol in grammar().lists or all(phrase.count("<") <= 1 for phrase in chain.from_iterable(rule)), symbol
+
+
+def test_every_intent_has_many_templates_and_none_stands_twice() -> None:
+    assert all(len(templates) >= 12 for templates in grammar().templates.values())
+    spelled = [re.sub(r"\w+:", "", template.words) for template in chain.from_iterable(grammar().templates.values())]
+    assert [template for template, count in Counter(spelled).items() if count > 1] == []
+
+
+def test_open_values_are_copied_word_for_word() -> None:
+    speaker = Speaker("train", 0)
+    for rule in sorted(grammar().open):
+        assert all(phrase.values == (phrase.said,) for phrase in (speaker.phrase(rule) for _ in range(100))), rule
