@@ -19,7 +19,7 @@ from recipes.data.commands import NORMALISED, Example, Speaker, examples, gramma
 
 SCRIPT = Path(commands.__file__)
 # Of the first 100 training examples of seed 0. It changes with the tables and with nothing else, least of all with the machine.
-DIGEST = "1946f4d1befbcd71103b65a38b52db242a9f4ff34634b4c174be3d09783eeb81"
+DIGEST = "07d69588f8c04b6d2beeb9e39f70ee8b3ffc87bed09210ba2c984e9a3782dfd9"
 
 
 @pytest.fixture(scope="module")
@@ -224,11 +224,11 @@ def test_few_requests_are_repeated_and_none_has_two_answers(train: list[Example]
 
 @pytest.mark.parametrize("rule", ["person", "place", "song", "artist", "task", "title", "text", "item"])
 def test_open_rules_do_not_run_dry(rule: str) -> None:
-    """Nothing to learn by heart: ten thousand draws say thousands of values, and those after them mostly others again."""
-    first = set(said_and_meant(rule, draws=10_000))
-    later = set(said_and_meant(rule, draws=15_000)) - first
-    assert len(first) > 4_000
-    assert len(later) > 1_500
+    """Nothing to learn by heart: four thousand draws say thousands of values, and those after them mostly others again."""
+    first = set(said_and_meant(rule, draws=4_000))
+    later = set(said_and_meant(rule, draws=6_000)) - first
+    assert len(first) > 2_000
+    assert len(later) > 600
 
 
 def test_requests_and_answers_are_short(train: list[Example], test: list[Example]) -> None:
@@ -254,7 +254,8 @@ def test_every_symbol_has_a_rule_and_every_rule_is_used() -> None:
         assert {key for each in found for key in each} == set(grammar().keys[intent])
         named |= {rule for each in found for rule in each.values()}
     assert named == set(grammar().rules)
-    assert grammar().open | grammar().free | grammar().lists <= named
+    assert grammar().open | grammar().lists <= named
+    assert grammar().free <= set(chain.from_iterable(grammar().keys.values()))
 
 
 def test_rules_of_several_values_only_fill_slots() -> None:
@@ -274,3 +275,10 @@ def test_open_values_are_copied_word_for_word() -> None:
     speaker = Speaker("train", 0)
     for rule in sorted(grammar().open):
         assert all(phrase.values == (phrase.said,) for phrase in (speaker.phrase(rule) for _ in range(100))), rule
+
+
+def test_a_message_ends_the_request(train: list[Example]) -> None:
+    """Nobody could tell whether a "thanks" behind it belongs to it."""
+    messages = [example for example in train if "text" in meaning(example)]
+    assert all(example.prompt.endswith(f"{meaning(example)['text']}\n") for example in messages)
+    assert any(example.parts[0] for example in messages)

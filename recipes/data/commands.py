@@ -166,7 +166,7 @@ class Speaker:
         while True:
             template = self.pick(self.grammar.templates[intent])
             mood = self.grammar.moods[template.mood]
-            free = template.words.endswith(tuple(f"{{{symbol}}}" for symbol in self.grammar.free))
+            free = template.words.endswith("}") and SLOT.findall(template.words)[-1][0] in self.grammar.free
             parts = (self.pick(mood["openings"]), template.words, "" if free else self.pick(mood["endings"]))
             if held_out("|".join(parts)) == self.test:
                 return parts
