@@ -13,6 +13,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from tokenizers.processors import TemplateProcessing
 from transformers import PreTrainedTokenizerFast
 
 from skipstone.train import data
@@ -63,6 +64,12 @@ class TestPack:
         text = "a<|end|>b"
         rows = pack(named(text), BYTES, len(text) + 1, 0, END)
         assert rows.tolist() == [[*ids(text), END]]
+
+    def test_a_tokenizer_that_adds_a_beginning_adds_none_here(self) -> None:
+        greeting = train_bpe(["x"], 257)
+        greeting.backend_tokenizer.post_processor = TemplateProcessing(single="<|end|> $A", special_tokens=[("<|end|>", END)])
+        assert greeting("ab")["input_ids"] == [END, *ids("ab")]
+        assert pack(named("ab"), greeting, 3, 0, END).tolist() == [[*ids("ab"), END]]
 
     @given(st.lists(st.text("abc", min_size=1, max_size=9), min_size=1, max_size=12), st.integers(2, 9), st.integers(0, 5))
     def test_nothing_is_lost_but_less_than_a_row(self, texts: list[str], length: int, seed: int) -> None:
@@ -191,14 +198,27 @@ def test_prepared_rows_and_their_report(recipe: Path) -> None:
     assert json.loads(json.dumps(prepared.report)) == prepared.report
 
 
-def test_no_held_out_text_is_trained_on(tmp_path: Path) -> None:
-    for index in range(60):  # every document has a letter of its own
+@pytest.fixture
+def letters(tmp_path: Path) -> list[TextFiles]:
+    """Sixty documents, each with a letter of its own."""
+    for index in range(60):
         (tmp_path / f"{index}.txt").write_text(chr(ord("!") + index) * (40 + index), encoding="utf-8")
-    prepared = prepare([TextFiles(path=".", name="letters")], BYTES, PLAN, tmp_path)
+    return [TextFiles(path=str(tmp_path), name="letters")]
+
+
+def test_no_held_out_text_is_trained_on(letters: list[TextFiles]) -> None:
+    prepared = prepare(letters, BYTES, PLAN, Path())
     trained, held_out = (set(rows.flatten().tolist()) - {END} for rows in (prepared.train, prepared.held_out["letters"]))
     assert not trained & held_out
     assert len(held_out) >= 2
     assert len(trained) + len(held_out) >= 58  # but for the rests that fill no row
+
+
+def test_the_plans_seed_decides_what_is_held_out_and_the_order(letters: list[TextFiles]) -> None:
+    one, same, other = (prepare(letters, BYTES, PLAN.model_copy(update={"seed": seed}), Path()) for seed in (1, 1, 2))
+    assert torch.equal(one.train, same.train)
+    assert not torch.equal(one.train, other.train)
+    assert set(one.held_out["letters"].flatten().tolist()) != set(other.held_out["letters"].flatten().tolist())
 
 
 def test_without_held_out_documents_there_are_no_held_out_rows(recipe: Path) -> None:

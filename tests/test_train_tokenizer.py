@@ -92,6 +92,7 @@ def test_it_is_read_back_as_it_was(tmp_path: Path) -> None:
     again = AutoTokenizer.from_pretrained(tmp_path)
     assert again.backend_tokenizer.to_str() == TOKENIZER.backend_tokenizer.to_str()
     assert (again.eos_token_id, again.pad_token_id, len(again)) == (0, 0, len(TOKENIZER))
+    assert again.clean_up_tokenization_spaces is TOKENIZER.clean_up_tokenization_spaces is False
     text = CODE + " , don 't"
     assert again.decode(again(text)["input_ids"]) == text
 
