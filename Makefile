@@ -16,10 +16,10 @@ $(STAMP): pyproject.toml constraints.txt
 	touch $@
 
 test: $(STAMP)  ## the suite without the full product, under six minutes on two cores
-	$(BIN)/python -m pytest -n $(WORKERS) -m "not slow"
+	$(BIN)/python -m pytest -n $(WORKERS) --dist worksteal -m "not slow"
 
 test-all: $(STAMP)  ## every method x every family x every setting
-	$(BIN)/python -m pytest -n $(WORKERS)
+	$(BIN)/python -m pytest -n $(WORKERS) --dist worksteal
 
 lint: $(STAMP)
 	$(BIN)/ruff check .

@@ -27,12 +27,22 @@ from transformers.generation.stopping_criteria import (
 )
 from transformers.generation.utils import GenerateDecoderOnlyOutput
 from transformers.masking_utils import AttentionMaskInterface, sdpa_mask
+from transformers.modeling_outputs import CausalLMOutput
 from transformers.modeling_utils import AttentionInterface
 from transformers.utils import logging
 
 from tests import families
 from tests.support import tokenizer
 
+TRAINER = {
+    "training_step": ["model", "inputs", "num_items_in_batch"],
+    "log": ["logs", "start_time"],
+    "create_optimizer": ["model"],
+    "evaluate": ["eval_dataset", "ignore_keys", "metric_key_prefix"],
+    "set_initial_training_values": ["args", "dataloader"],
+    "_get_output_dir": ["trial"],
+    "_save_checkpoint": ["model", "trial"],
+}
 SOURCE = Path(__file__).parents[1] / "src" / "skipstone"
 
 
@@ -100,6 +110,13 @@ def from_config() -> None:
     assert isinstance(LlamaForCausalLM._from_config(config), LlamaForCausalLM)
 
 
+def training() -> None:
+    """What LayerSkipTrainer overrides, and the output that its forward gives."""
+    assert CausalLMOutput(loss=torch.tensor(1.0))["loss"] == 1
+    for name, parameters in TRAINER.items():
+        assert list(inspect.signature(getattr(transformers.Trainer, name)).parameters)[1:] == parameters
+
+
 PRIVATE: dict[str, Callable[[], None]] = {
     "_get_logits_processor": logits_processor,
     "_get_default_generation_params": default_generation_params,
@@ -164,6 +181,7 @@ INTERNAL: dict[str, Callable[[], None]] = {
     "transformers.generation.utils.GenerateDecoderOnlyOutput": output,
     "transformers.masking_utils.AttentionMaskInterface": attention,
     "transformers.masking_utils.sdpa_mask": attention,
+    "transformers.modeling_outputs.CausalLMOutput": training,
     "transformers.modeling_utils.AttentionInterface": attention,
     "transformers.utils.logging": log_level,
 }

@@ -221,6 +221,11 @@ def examples(split: str, count: int, seed: int) -> Iterator[Example]:
     return (speaker.example() for _ in range(count))
 
 
+def documents(split: str, count: int, seed: int) -> Iterator[str]:
+    """The texts of `examples`, for a training recipe's source of kind "script"."""
+    return (example.text for example in examples(split, count, seed))
+
+
 def canonical(line: str) -> str:
     """A JSON object with its keys sorted. Raises ValueError if the line is not one, or names a key twice."""
 

@@ -14,7 +14,7 @@ import typer
 from typer.core import TyperGroup
 
 from skipstone import __version__
-from skipstone.cli import env, generate, methods
+from skipstone.cli import env, generate, methods, train
 from skipstone.cli.terminal import INTERRUPTED, report
 
 
@@ -65,6 +65,7 @@ def root(
 app.command("generate", help=generate.HELP, rich_help_panel="Verbs")(generate.described)
 app.command("methods", rich_help_panel="Verbs")(methods.methods)
 app.command("env", rich_help_panel="Verbs")(env.env)
+app.add_typer(train.train, name="train", rich_help_panel="Verbs")
 
 
 def main() -> None:

@@ -1,0 +1,34 @@
+"""`skipstone train layerskip RECIPE`: a training run from one file."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from skipstone.cli.terminal import quiet
+
+train = typer.Typer(help="Train what a method needs.", no_args_is_help=True)
+
+
+@train.command("layerskip")
+def layerskip(
+    ctx: typer.Context,
+    recipe: Annotated[Path, typer.Argument(help="The recipe, a YAML file (see recipes/).", show_default=False)],
+    output: Annotated[Path | None, typer.Option(help="Folder of the run, instead of the recipe's.", show_default=False)] = None,
+    fresh: Annotated[bool, typer.Option(help="Refuse to resume: the folder must be empty.")] = False,
+    debug: Annotated[bool, typer.Option(help="Show tracebacks.", hidden=True)] = False,
+) -> None:
+    """Train with layer dropout and early exits; an interrupted run resumes where it stopped."""
+    state: dict[str, Any] = ctx.obj
+    state["debug"] = debug
+    try:
+        from skipstone.train.run import run
+    except ImportError as error:
+        raise ValueError(f'training needs more packages ({error.name}): pip install "skipstone[train]"') from error
+    if not recipe.is_file():
+        raise FileNotFoundError(2, "no such recipe", str(recipe))
+    with quiet(debug):
+        folder = run(recipe, output, fresh, say=lambda text: typer.echo(text, err=True))
+    typer.echo(str(folder))

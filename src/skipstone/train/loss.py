@@ -1,0 +1,57 @@
+"""The early-exit loss (arXiv 2404.16710, section 4.1.2): one exit at a time, a chunk of positions at a time, so that the logits
+of all exits and positions never exist together."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.utils.checkpoint import checkpoint
+
+IGNORED = -100
+CHUNK = 4096  # positions whose logits exist at once
+
+Head = Callable[[Tensor], Tensor]
+"""g(.): states [N, d] -> logits [N, V], final norm and what the family does to logits included."""
+
+
+def shifted(labels: Tensor) -> Tensor:
+    """labels [B, T] -> what every position predicts [B, T]: its right neighbour's label, nothing at the end."""
+    return F.pad(labels[:, 1:], (0, 1), value=IGNORED)
+
+
+def cross_entropy(head: Head, hidden: Tensor, targets: Tensor, chunk: int = CHUNK) -> Tensor:
+    """Sum of CE(g(hidden), targets) over the targets that are not IGNORED, float32. hidden: [N, d]. targets: [N] int64."""
+    parts = zip(hidden.split(chunk), targets.split(chunk), strict=True)
+    return _summed(hidden, [_recomputed(_cross_entropy, head, states, own) for states, own in parts])
+
+
+def divergence(head: Head, hidden: Tensor, last: Tensor, targets: Tensor, chunk: int = CHUNK) -> Tensor:
+    """Sum of KL(g(last) || g(hidden)) where targets are not IGNORED, float32. The last layer is the teacher: no gradient."""
+    parts = zip(hidden.split(chunk), last.detach().split(chunk), targets.split(chunk), strict=True)
+    return _summed(hidden, [_recomputed(_divergence, head, states, top, own) for states, top, own in parts])
+
+
+def _recomputed(function: Callable[..., Tensor], *args: object) -> Tensor:
+    """Run a chunk without keeping its logits: they are computed again for the gradient."""
+    result = checkpoint(function, *args, use_reentrant=False, preserve_rng_state=False)
+    assert isinstance(result, Tensor)
+    return result
+
+
+def _summed(hidden: Tensor, parts: list[Tensor]) -> Tensor:
+    return torch.stack(parts).sum() if parts else hidden.sum() * 0.0
+
+
+def _cross_entropy(head: Head, hidden: Tensor, targets: Tensor) -> Tensor:
+    return F.cross_entropy(head(hidden).float(), targets, ignore_index=IGNORED, reduction="sum")
+
+
+def _divergence(head: Head, hidden: Tensor, last: Tensor, targets: Tensor) -> Tensor:
+    with torch.no_grad():
+        teacher = head(last).float().log_softmax(-1)
+    student = head(hidden).float().log_softmax(-1)
+    each = F.kl_div(student, teacher, reduction="none", log_target=True).sum(-1)
+    return (each * (targets != IGNORED)).sum()

@@ -1,0 +1,183 @@
+"""LayerSkip's training recipe (Elhoushi et al., ACL 2024, arXiv 2404.16710, section 4.1) as functions of layer and step.
+
+Layers l and steps t count from 0, L is the number of layers, T the number of steps; exit l predicts from x_{l+1}, so it is the
+exit that decoding calls E = l + 1.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Literal
+
+Curriculum = Literal["rotational", "gradual", "none"]
+
+
+def dropout_by_layer(layer: int, layers: int) -> float:
+    """D(l), eq. 3: from 0 at the first layer to 1 at the last, exponentially."""
+    return math.exp(layer * math.log(2) / (layers - 1)) - 1
+
+
+def dropout_by_step(step: int, steps: int) -> float:
+    """S_exp(t), eq. 4: from 0 at the first step to 1 at the last, exponentially."""
+    return math.exp(step * math.log(2) / (steps - 1)) - 1
+
+
+def exit_scale(layer: int, layers: int, e_scale: float) -> float:
+    """e(l), the equation after eq. 6: later exits weigh quadratically more, the last layer most. e(0) = 0."""
+    if layer < layers - 1:
+        return e_scale * sum(range(layer + 1))
+    return layers - 1 + e_scale * sum(range(layers - 1))
+
+
+def rotational(step: int, layers: int, dilation: int) -> list[bool]:
+    """C_rot,R(t, l): every R-th layer, one layer further each step."""
+    return [(layer - step) % dilation == 0 for layer in range(layers)]
+
+
+def gradual(step: int, layers: int, steps: int) -> list[bool]:
+    """C_grad(t, l): from the last layer down to the first, one more every T / 2L steps."""
+    enabled = 1 + math.floor(step * 2 * layers / steps)
+    return [layer >= layers - enabled for layer in range(layers)]
+
+
+def normalised(active: Sequence[bool], scales: Sequence[float]) -> list[float]:
+    """e~(t, l), eq. 6. ValueError where the active layers weigh nothing: e(0) = 0, so {0} alone is no objective."""
+    kept = [scale if on else 0.0 for on, scale in zip(active, scales, strict=True)]
+    if (total := sum(kept)) <= 0:
+        layers = [layer for layer, on in enumerate(active) if on]
+        raise ValueError(
+            f"the active exits {layers} have no weight (e(0) = 0, and e_scale = 0 leaves the last layer alone): "
+            f"keep the last layer (keep_last) or raise e_scale"
+        )
+    return [scale / total for scale in kept]
+
+
+def _within(name: str, value: float, low: float, high: float) -> None:
+    if isinstance(value, bool) or not low <= value <= high:
+        raise ValueError(f"{name} must lie between {low} and {high}, found {value}")
+
+
+def _one_of(name: str, value: str, known: tuple[str, ...]) -> None:
+    if value not in known:
+        raise ValueError(f"{name} must be one of {', '.join(known)}, found {value!r}")
+
+
+@dataclass(frozen=True)
+class LayerDropout:
+    """p_max: rate of the last layer once the curriculum is over. curriculum: "exponential" over the run (training from
+    scratch) or "none" (continual training and fine-tuning)."""
+
+    p_max: float = 0.1
+    curriculum: Literal["exponential", "none"] = "none"
+
+    def __post_init__(self) -> None:
+        _within("p_max", self.p_max, 0, 1)
+        _one_of("dropout curriculum", self.curriculum, ("exponential", "none"))
+
+    def rates(self, step: int, layers: int, steps: int) -> list[float]:
+        """p_{l,t} = S(t) D(l) p_max, eq. 2, for every layer."""
+        by_step = dropout_by_step(step, steps) if self.curriculum == "exponential" else 1.0
+        return [by_step * dropout_by_layer(layer, layers) * self.p_max for layer in range(layers)]
+
+
+@dataclass(frozen=True)
+class EarlyExit:
+    """The early-exit loss.
+
+    curriculum: which exits a step trains; dilation: R of the rotational one, None for L - 1. keep_last: the last layer is
+    trained at every step (ours: the paper's text does not say it). e_scale: eq. 6's.
+    kl_weight: ours, None for the paper's cross-entropy. A number trains the active exits towards the last layer's own
+    distribution instead: cross-entropy of the last layer + kl_weight x mean KL(last || exit). exits: ours, the layers that
+    the curriculum ranges over, None for all; with the rotational one every R-th of *these*.
+    """
+
+    e_scale: float = 0.2
+    curriculum: Curriculum = "rotational"
+    dilation: int | None = 8
+    keep_last: bool = True
+    kl_weight: float | None = None
+    exits: tuple[int, ...] | None = field(default=None)
+
+    def __post_init__(self) -> None:
+        _within("e_scale", self.e_scale, 0, 1)
+        _one_of("exit curriculum", self.curriculum, ("rotational", "gradual", "none"))
+        if self.dilation is not None and (isinstance(self.dilation, bool) or self.dilation < 1):
+            raise ValueError(f"dilation (R) must be at least 1, found {self.dilation}")
+        if self.kl_weight is not None and not (math.isfinite(self.kl_weight) and self.kl_weight > 0):
+            raise ValueError(f"kl_weight must be a positive number, or None for the paper's loss, found {self.kl_weight}")
+        if self.kl_weight is not None and not self.keep_last:
+            raise ValueError("kl_weight trains exits towards the last layer, which must be trained too: keep_last=True")
+
+    def active(self, step: int, layers: int, steps: int) -> list[bool]:
+        """C(t, l) for every layer."""
+        among = self._among(layers)
+        if self.curriculum == "rotational":
+            chosen = rotational(step, len(among), self.dilation or max(1, layers - 1))
+        elif self.curriculum == "gradual":
+            chosen = gradual(step, len(among), steps)
+        else:
+            chosen = [True] * len(among)
+        on = {layer for layer, chose in zip(among, chosen, strict=True) if chose}
+        if self.keep_last:
+            on.add(layers - 1)
+        return [layer in on for layer in range(layers)]
+
+    def weights(self, step: int, layers: int, steps: int) -> list[float]:
+        """e~(t, l) of every layer's cross-entropy."""
+        scales = [exit_scale(layer, layers, self.e_scale) for layer in range(layers)]
+        return normalised(self.active(step, layers, steps), scales)
+
+    def _among(self, layers: int) -> list[int]:
+        if self.exits is None:
+            return list(range(layers))
+        if wrong := [layer for layer in self.exits if not 0 <= layer < layers]:
+            raise ValueError(f"exits must be layers from 0 to {layers - 1}, found {wrong}")
+        return sorted(set(self.exits))
+
+
+@dataclass(frozen=True)
+class LayerSkipRecipe:
+    """Layer dropout and early-exit loss together. steps: T, optimiser steps of the whole run, whatever resumes in between."""
+
+    dropout: LayerDropout
+    exits: EarlyExit
+
+    def check(self, layers: int, steps: int) -> None:
+        """ValueError for a model or a run that the recipe's formulas do not cover."""
+        if layers < 2:
+            raise ValueError(f"LayerSkip needs at least 2 layers, found {layers}: D(l) divides by L - 1")
+        if steps < 2 and self.dropout.curriculum == "exponential":
+            raise ValueError(f"an exponential dropout curriculum needs at least 2 steps, found {steps}: S(t) divides by T - 1")
+        dilation = self.exits.dilation
+        if self.exits.curriculum == "rotational" and dilation is not None and dilation > layers:
+            raise ValueError(
+                f"dilation (R) must be at most the {layers} layers, found {dilation}: most steps would train no exit"
+            )
+        for step in range(min(steps, layers)):  # a rotation is over after R <= L steps
+            if self.exits.kl_weight is None:
+                self.exits.weights(step, layers, steps)
+
+
+@dataclass(frozen=True)
+class Preset:
+    """A recipe with the run around it. batch_size: sequences per device; context: tokens a sequence."""
+
+    recipe: LayerSkipRecipe
+    learning_rate: float
+    batch_size: int
+    context: int
+    steps: int
+
+
+PRESETS: dict[str, Preset] = {
+    "continual": Preset(LayerSkipRecipe(LayerDropout(0.1), EarlyExit(0.2, "rotational", 8)), 3e-5, 4, 4096, 50_000),
+    "scratch": Preset(
+        LayerSkipRecipe(LayerDropout(0.1, "exponential"), EarlyExit(0.2, "rotational", None)), 8e-4, 4, 4096, 50_000
+    ),
+    "code": Preset(LayerSkipRecipe(LayerDropout(0.1), EarlyExit(1.0, "rotational", 16)), 1e-4, 4, 4096, 10_000),
+    "task": Preset(LayerSkipRecipe(LayerDropout(0.2), EarlyExit(1.0, "gradual", None)), 1e-4, 32, 4096, 5_800),
+}
+"""The paper's settings (section 5, tables 8 and 9): continual pre-training of Llama2 7B, pre-training of Llama2 1.5B from
+scratch, fine-tuning of Llama1 7B on code, and of Llama 1.5B on one task (TOPv2)."""
