@@ -26,10 +26,9 @@ def sharpened(model: Any, exit_layer: int, head: float = 8.0, later: float = 0.4
     return model.eval().requires_grad_(False)
 
 
-def llama(vocab: int = 97, hidden: int = 32, layers: int = 4, seed: int = 0, head: float = 8.0) -> PreTrainedModel:
-    """A random Llama in float32."""
-    torch.manual_seed(seed)
-    config = LlamaConfig(
+def small(kind: type[Any], vocab: int, hidden: int, layers: int, **more: Any) -> Any:
+    """A config of a tiny model."""
+    return kind(
         vocab_size=vocab,
         hidden_size=hidden,
         intermediate_size=2 * hidden,
@@ -38,24 +37,20 @@ def llama(vocab: int = 97, hidden: int = 32, layers: int = 4, seed: int = 0, hea
         num_key_value_heads=2,
         max_position_embeddings=512,
         initializer_range=0.2,
+        **more,
     )
-    return sharpened(LlamaForCausalLM(config), layers // 2, head)
+
+
+def llama(vocab: int = 97, hidden: int = 32, layers: int = 4, seed: int = 0, head: float = 8.0) -> PreTrainedModel:
+    """A random Llama in float32."""
+    torch.manual_seed(seed)
+    return sharpened(LlamaForCausalLM(small(LlamaConfig, vocab, hidden, layers)), layers // 2, head)
 
 
 def mistral(window: int, vocab: int = 97, hidden: int = 32, layers: int = 4, seed: int = 0) -> PreTrainedModel:
     """A random Mistral in float32 whose layers see `window` tokens."""
     torch.manual_seed(seed)
-    config = MistralConfig(
-        vocab_size=vocab,
-        hidden_size=hidden,
-        intermediate_size=2 * hidden,
-        num_hidden_layers=layers,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        max_position_embeddings=512,
-        sliding_window=window,
-        initializer_range=0.2,
-    )
+    config = small(MistralConfig, vocab, hidden, layers, sliding_window=window)
     return sharpened(MistralForCausalLM(config), layers // 2)
 
 

@@ -13,23 +13,10 @@ from transformers import PreTrainedModel
 import skipstone
 from skipstone import Autoregressive, LayerSkip, Output, Step
 from tests import families
+from tests.edges import COUPLED, QUIET, SAMPLING, SKIP
 from tests.support import alone, decode, left_padded, tokenizer
 
-SKIP = LayerSkip(exit_layer=2, num_speculative_tokens=5)
-COUPLED = LayerSkip(exit_layer=2, num_speculative_tokens=5, rejection_sample_method="coupled")
-SAMPLING: dict[str, Any] = {"do_sample": True, "temperature": 1.2, "top_k": 0}
-# how fast a tiny model runs is no matter here
-pytestmark = pytest.mark.filterwarnings("ignore:.*x the speed of plain decoding:RuntimeWarning")
-
-
-@pytest.fixture(scope="module")
-def model() -> PreTrainedModel:
-    return families.cached("llama")
-
-
-@pytest.fixture(scope="module")
-def batch() -> list[Tensor]:
-    return families.prompts(3)
+pytestmark = QUIET
 
 
 def inside_a_draft(model: PreTrainedModel, method: Any, **options: Any) -> tuple[Tensor, list[int], int]:

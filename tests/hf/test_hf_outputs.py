@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -18,29 +17,11 @@ from transformers import (
 )
 
 import skipstone
-from skipstone import LayerSkip
 from tests import families
+from tests.hf import COUPLED, QUIET, SAMPLING, SKIP
 from tests.support import alone, forwards, left_padded, tokenizer
 
-SKIP = LayerSkip(exit_layer=2, num_speculative_tokens=4)
-COUPLED = LayerSkip(exit_layer=2, num_speculative_tokens=4, rejection_sample_method="coupled")
-SAMPLING: dict[str, Any] = {"do_sample": True, "temperature": 2.0, "top_k": 30}
-# how fast a tiny model runs is no matter here
-pytestmark = pytest.mark.filterwarnings("ignore:.*x the speed of plain decoding:RuntimeWarning")
-
-
-@pytest.fixture
-def model() -> Iterator[PreTrainedModel]:
-    """A shared model, given back without a method."""
-    shared = families.cached("llama")
-    yield shared
-    skipstone.disable(shared)
-    assert "generate" not in shared.__dict__
-
-
-@pytest.fixture(scope="module")
-def prompt() -> Tensor:
-    return families.prompts(1)[0]
+pytestmark = QUIET
 
 
 class TestScoresAndLogits:

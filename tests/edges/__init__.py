@@ -1,0 +1,15 @@
+"""Edge cases of decoding, and the settings they are decoded with."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from skipstone import LayerSkip
+
+SKIP = LayerSkip(exit_layer=2, num_speculative_tokens=5)
+COUPLED = LayerSkip(exit_layer=2, num_speculative_tokens=5, rejection_sample_method="coupled")
+SAMPLING: dict[str, Any] = {"do_sample": True, "temperature": 1.2, "top_k": 0}
+# how fast a tiny model runs is no matter here
+QUIET = pytest.mark.filterwarnings("ignore:.*x the speed of plain decoding:RuntimeWarning")
