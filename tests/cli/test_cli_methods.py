@@ -82,7 +82,10 @@ def test_flags_are_frozen() -> None:
     of_methods = "--exit-layer --num-speculative-tokens --confidence-threshold --reuse-cache --rejection-sample-method"
     assert flags == {*of_the_verb.split(), *of_methods.split()}
     root: Any = typer.main.get_command(app)
-    assert set(root.commands) == {"generate", "methods", "env"}
+    assert set(root.commands) == {"generate", "methods", "env", "train"}
+    training = root.commands["train"].commands
+    assert set(training) == {"layerskip"}
+    assert {name for p in training["layerskip"].params for name in (*p.opts, *p.secondary_opts)} >= {"--output", "--fresh"}
     assert {name for verb in ("methods", "env") for p in root.commands[verb].params for name in p.opts} == {"--json"}
 
 
