@@ -86,9 +86,10 @@ def test_concepts_snippets_hold(checkpoint):
     assert fast.text != namespace["alone"].text
 
 
-def test_layerskip_page_quotes_lines_that_are_in_the_code():
-    quoted = [row for row in table_rows(DOCS / "methods" / "layerskip.md") if row[-1].endswith(".py`")]
-    assert len(quoted) >= 15
+@pytest.mark.parametrize("page", ["methods/layerskip.md", "training.md"])
+def test_pages_quote_lines_that_are_in_the_code(page):
+    quoted = [row for row in table_rows(DOCS / page) if row[-1].endswith(".py`")]
+    assert len(quoted) >= 10
     for paper, code, file in quoted:
         assert code.strip("`") in (PACKAGE / file.strip("`")).read_text(), f"{paper}: {code} is not in {file}"
 

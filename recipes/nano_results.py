@@ -1,0 +1,280 @@
+"""The figures of skipstone-nano: quality of every exit, exact match and speed on commands, code that parses.
+
+    python recipes/nano_results.py exits MODEL [TWIN] --recipe recipes/nano.yaml   # the shape of the paper's Table 1
+    python recipes/nano_results.py commands MODEL                                  # Tables 6 and 11
+    python recipes/nano_results.py parse MODEL --recipe recipes/nano.yaml          # share of continuations that parse
+    python recipes/nano_results.py prompts FOLDER --recipe recipes/nano.yaml       # prompts for `make bench`, as .jsonl
+
+Each prints a table in Markdown and, as its last line, one JSON document. MODEL, TWIN: folders. TWIN is the model of the same
+recipe trained plainly (recipes/nano-plain.yaml).
+"""
+
+from __future__ import annotations
+
+import argparse
+import ast
+import io
+import json
+import random
+import sys
+import time
+import tokenize
+import warnings
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+
+import skipstone
+from skipstone.bench.statistics import repeated_share
+from skipstone.train.data import Rows
+from skipstone.train.documents import Document, collect, deduplicate, split
+from skipstone.train.evaluation import exit_quality
+from skipstone.train.run import Recipe, read
+
+sys.path.insert(0, str(Path(__file__).parent / "data"))
+import commands
+
+EXITS = (3, 6, 12, 18)
+PREFIX_LINES, PARSED_TOKENS = 4, 128
+
+
+def held_out(recipe: Path) -> tuple[Recipe, dict[str, list[Document]]]:
+    """The documents of a recipe that its training never sees, by source."""
+    made = read(recipe)
+    kept, _ = deduplicate(collect(made.data.sources, recipe.parent))
+    _, out = split(kept, made.data.held_out, made.seed)
+    return made, {source.name: [d for d in out if d.source == source.name] for source in made.data.sources}
+
+
+# ------------------------------------------------------------------------------------------------ exits
+
+
+def exits(model: str, twin: str | None, recipe: Path, rows: int) -> dict[str, Any]:
+    """Perplexity, bits per byte and agreement of every exit on held-out text, with the recipe and without."""
+    made, documents = held_out(recipe)
+    found: dict[str, Any] = {}
+    for name, folder in {"nano": model, **({"plain": twin} if twin else {})}.items():
+        network, tokenizer = skipstone.load(folder, dtype=torch.float32)
+        for source, own in documents.items():
+            tokens, size = _rows(own, tokenizer, made.data.length, rows)
+            quality = exit_quality(network, Rows(tokens), 8)
+            found.setdefault(source, {})[name] = {
+                "tokens": quality.tokens,
+                "bytes_per_token": size,
+                "perplexity": quality.perplexity,
+                "agreement": quality.agreement,
+            }
+    print("| held-out | model | exit | perplexity | agreement with the last layer |\n| --- | --- | --- | --- | --- |")
+    for source, by_model in found.items():
+        for name, values in by_model.items():
+            for layer in (3, 4, 6, 8, 12, 18, 24):
+                perplexity, agreement = values["perplexity"][layer], values["agreement"][layer]
+                print(f"| {source} | {name} | {layer} | {perplexity:.2f} | {agreement:.2f} |")
+    return found
+
+
+def _rows(documents: Sequence[Document], tokenizer: Any, length: int, most: int) -> tuple[torch.Tensor, float]:
+    """(rows [N, length] of documents one after the other, bytes a token)."""
+    ids: list[int] = []
+    size = 0
+    for document in documents:
+        ids += [*tokenizer.encode(document.text), tokenizer.eos_token_id]
+        size += len(document.text.encode())
+    count = min(most, len(ids) // length)
+    return torch.tensor(ids[: count * length]).reshape(count, length), size / len(ids)
+
+
+# --------------------------------------------------------------------------------------------- commands
+
+
+@dataclass
+class Line:
+    """One decoding method over all requests. parsed: (answer, output) of each."""
+
+    name: str
+    method: skipstone.Method
+    outputs: list[tuple[str, str]] = field(default_factory=list)
+    tokens: int = 0
+    seconds: float = 0.0
+    accepted: int = 0
+    drafted: int = 0
+
+
+def requests(model: str, count: int, layers: Sequence[int], lengths: int) -> dict[str, Any]:
+    """Exact match, acceptance and time per token on test requests: plain, early exit and LayerSkip at several exits, taking
+    turns request by request."""
+    network, tokenizer = skipstone.load(model, dtype=torch.float32)
+    lines = [Line("autoregressive", skipstone.Autoregressive())]
+    lines += [Line(f"early exit, E = {e}", skipstone.EarlyExit(exit_layer=e)) for e in layers]
+    lines += [Line(f"LayerSkip, E = {e}", skipstone.LayerSkip(exit_layer=e, num_speculative_tokens=lengths)) for e in layers]
+    for number, example in enumerate(commands.examples("test", count, 0)):
+        ids = torch.tensor([tokenizer.encode(example.prompt)])
+        turn = number % len(lines)
+        for line in [*lines[turn:], *lines[:turn]]:
+            _continue(line, network, tokenizer, ids, example.answer)
+    plain = lines[0].seconds / lines[0].tokens
+    rows = {
+        line.name: {
+            "exact_match": commands.score(line.outputs)["exact_match"],
+            "acceptance": line.accepted / line.drafted if line.drafted else None,
+            "ms_per_token": 1000 * line.seconds / line.tokens,
+            "speed_up": plain / (line.seconds / line.tokens),
+            "same_text": sum(a[1] == b[1] for a, b in zip(line.outputs, lines[0].outputs, strict=True)),
+        }
+        for line in lines
+    }
+    print("| generation | EM | token acceptance | time per token (ms) | speed-up | texts as autoregressive |")
+    print("| --- | --- | --- | --- | --- | --- |")
+    for name, row in rows.items():
+        acceptance = "-" if row["acceptance"] is None else f"{100 * row['acceptance']:.1f} %"
+        print(
+            f"| {name} | {100 * row['exact_match']:.1f} | {acceptance} | {row['ms_per_token']:.2f} | {row['speed_up']:.2f} x "
+            f"| {row['same_text']}/{count} |"
+        )
+    return {"requests": count, "num_speculative_tokens": lengths, "rows": rows}
+
+
+def _continue(line: Line, network: Any, tokenizer: Any, ids: torch.Tensor, answer: str) -> None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", RuntimeWarning)
+        started = time.perf_counter()
+        out = skipstone.generate(network, ids, line.method, max_new_tokens=120, do_sample=False)
+        line.seconds += time.perf_counter() - started
+    assert out.new_tokens is not None
+    assert out.stats is not None
+    line.tokens += len(out.new_tokens[0])
+    line.accepted += out.stats.accepted
+    line.drafted += out.stats.draft_steps
+    line.outputs.append((answer, tokenizer.decode(out.new_tokens[0], skip_special_tokens=True)))
+
+
+# ------------------------------------------------------------------------------------------------ parse
+
+
+def last_full_statement(text: str) -> str | None:
+    """Text up to the end of its last logical line that is complete and opens no block; None where there is none."""
+    ends: list[int] = []
+    lines = text.splitlines(keepends=True)
+    try:
+        for token in tokenize.generate_tokens(io.StringIO(text).readline):
+            if token.type == tokenize.NEWLINE and token.string:
+                ends.append(token.end[0] if token.end[1] == 0 else token.start[0])
+    except (tokenize.TokenError, IndentationError, SyntaxError):
+        pass  # the text ends inside a bracket, a string or a line: what came before counts
+    while ends and lines[ends[-1] - 1].split("#")[0].rstrip().endswith(":"):
+        ends.pop()
+    return "".join(lines[: ends[-1]]) if ends else None
+
+
+def parses(prefix: str, continuation: str) -> bool:
+    """Whether prefix and continuation, cut at the last full statement, are Python. False where the cut leaves nothing of the
+    continuation."""
+    cut = last_full_statement(prefix + continuation.rpartition("\n")[0] + "\n")
+    if cut is None or len(cut) <= len(prefix):
+        return False
+    try:
+        ast.parse(cut)
+    except (SyntaxError, ValueError):
+        return False
+    return True
+
+
+def prefixes(documents: Sequence[Document], count: int, seed: int) -> list[str]:
+    """Beginnings of functions and classes of held-out files, a few lines each."""
+    found = []
+    for document in documents:
+        lines = document.text.splitlines(keepends=True)
+        for node in ast.parse(document.text).body:
+            if isinstance(node, (ast.FunctionDef, ast.ClassDef)) and (node.end_lineno or 0) - node.lineno > 2 * PREFIX_LINES:
+                found.append("".join(lines[node.lineno - 1 : node.lineno - 1 + PREFIX_LINES]))
+    random.Random(seed).shuffle(found)
+    if len(found) < count:
+        raise ValueError(f"the held-out files have {len(found)} functions and classes long enough, {count} are needed")
+    return found[:count]
+
+
+def parse(model: str, recipe: Path, count: int) -> dict[str, Any]:
+    """The share of continuations at T = .2 that parse, and the median share of repeated 8-grams."""
+    network, tokenizer = skipstone.load(model, dtype=torch.float32)
+    _, documents = held_out(recipe)
+    good, shares = 0, []
+    for number, prefix in enumerate(prefixes(documents["code"], count, 0)):
+        ids = torch.tensor([tokenizer.encode(prefix)])
+        options = {"max_new_tokens": PARSED_TOKENS, "do_sample": True, "temperature": 0.2, "top_k": 0, "seed": number}
+        out = skipstone.generate(network, ids, None, **options)
+        assert out.new_tokens is not None
+        good += parses(prefix, tokenizer.decode(out.new_tokens[0], skip_special_tokens=True))
+        shares.append(repeated_share(ids[0].tolist(), out.new_tokens[0]))
+    shares.sort()
+    print(f"{good} of {count} continuations parse; median share of repeated 8-grams {shares[len(shares) // 2]:.2f}")
+    return {"count": count, "parse": good, "median_repeated_8_grams": shares[len(shares) // 2]}
+
+
+# ---------------------------------------------------------------------------------------------- prompts
+
+
+def prompts(folder: Path, recipe: Path, count: int) -> dict[str, Any]:
+    """Prompt files for the benchmark: test requests, beginnings of held-out functions, GSM8K questions, HumanEval."""
+    made, documents = held_out(recipe)
+    shared = {Path(source.path).parent for source in made.data.sources if source.kind == "jsonl"}
+    folder.mkdir(parents=True, exist_ok=True)
+    sets: dict[str, list[str]] = {
+        "commands": [example.prompt for example in commands.examples("test", count, 1)],
+        "code": prefixes(documents["code"], count, 1),
+    }
+    for parent in shared:
+        base = (recipe.parent / parent).resolve()
+        if (base / "gsm8k_test.jsonl").is_file():
+            lines = (base / "gsm8k_test.jsonl").read_text().splitlines()[:count]
+            sets["gsm8k"] = [f"Question: {json.loads(line)['question']}\nAnswer:" for line in lines]
+        if (base / "humaneval.jsonl").is_file():
+            sets["humaneval"] = [
+                json.loads(line)["prompt"] for line in (base / "humaneval.jsonl").read_text().splitlines()[:count]
+            ]
+    for name, texts in sets.items():
+        (folder / f"{name}.jsonl").write_text("".join(json.dumps({"prompt": text}) + "\n" for text in texts))
+        print(f"{folder / name}.jsonl: {len(texts)} prompts")
+    return {name: len(texts) for name, texts in sets.items()}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    verbs = parser.add_subparsers(dest="verb", required=True)
+    verb: Callable[..., argparse.ArgumentParser] = verbs.add_parser
+    recipe = {"type": Path, "default": Path(__file__).parent / "nano.yaml"}
+    one = verb("exits")
+    one.add_argument("model")
+    one.add_argument("twin", nargs="?")
+    one.add_argument("--recipe", **recipe)
+    one.add_argument("--rows", type=int, default=64, help="rows of held-out text a source")
+    two = verb("commands")
+    two.add_argument("model")
+    two.add_argument("--count", type=int, default=100)
+    two.add_argument("--exit-layers", default=",".join(map(str, EXITS)))
+    two.add_argument("--num-speculative-tokens", type=int, default=7)
+    three = verb("parse")
+    three.add_argument("model")
+    three.add_argument("--recipe", **recipe)
+    three.add_argument("--count", type=int, default=100)
+    four = verb("prompts")
+    four.add_argument("folder", type=Path)
+    four.add_argument("--recipe", **recipe)
+    four.add_argument("--count", type=int, default=100)
+    given = parser.parse_args()
+    if given.verb == "exits":
+        document = exits(given.model, given.twin, given.recipe, given.rows)
+    elif given.verb == "commands":
+        layers = [int(layer) for layer in given.exit_layers.split(",")]
+        document = requests(given.model, given.count, layers, given.num_speculative_tokens)
+    elif given.verb == "parse":
+        document = parse(given.model, given.recipe, given.count)
+    else:
+        document = prompts(given.folder, given.recipe, given.count)
+    print(json.dumps({"kind": f"nano-{given.verb}", **document}))
+
+
+if __name__ == "__main__":
+    main()
