@@ -30,7 +30,8 @@ def kept_rows(rows: int, rates: Sequence[float], seed: int, step: int) -> list[l
 def run_rows(forward: Callable[..., Any], rows: list[int], hidden: Tensor, *args: Any, **kwargs: Any) -> Any:
     """A layer over some rows of a batch; the others pass by. hidden: [B, T, d]. Arguments with one entry a row are cut alike.
 
-    Eq. 1 with M drawn per row; no rescaling by 1 / (1 - p), in training or inference, as in the paper.
+    Eq. 1 with M drawn per row; no rescaling by 1 / (1 - p), in training or inference, as in the paper. Returns what the layer
+    returns: its output, or a tuple that begins with it and whose rest is of the kept rows only. Without rows: `hidden` itself.
     """
     batch = hidden.shape[0]
     if len(rows) == batch:
@@ -41,7 +42,8 @@ def run_rows(forward: Callable[..., Any], rows: list[int], hidden: Tensor, *args
     args = tuple(_cut(value, index, batch) for value in args)
     output = forward(hidden[index], *args, **{name: _cut(value, index, batch) for name, value in kwargs.items()})
     kept = output[0] if isinstance(output, tuple) else output
-    return hidden.index_copy(0, index, kept.to(hidden.dtype))
+    merged = hidden.index_copy(0, index, kept.to(hidden.dtype))
+    return (merged, *output[1:]) if isinstance(output, tuple) else merged
 
 
 def _cut(value: Any, index: Tensor, batch: int) -> Any:

@@ -40,23 +40,28 @@ class ExitQuality:
 def exit_quality(
     model: PreTrainedModel, rows: Any, batch_size: int = 8, exits: Sequence[int] | None = None, chunk: int = CHUNK
 ) -> ExitQuality:
-    """Measure exits on a data set of items {input_ids [T], labels [T]}. exits: layers E in 1..L, None for all.
+    """Measure exits on a data set of items {input_ids [T], labels [T]}, all of one length, with attention_mask [T] where rows
+    are padded. exits: layers E in 1..L, None for all; L is always among them. chunk: positions whose logits exist at once.
 
-    Accumulated in float64. The model is left in the mode it was in.
+    Accumulated in float64. The model is left in the mode it was in. ValueError for exits that do not exist, and for rows that
+    predict nothing.
     """
     stack, training = Stack(model), model.training
     depth = len(stack.layers)
     chosen = sorted({*(range(1, depth + 1) if exits is None else exits), depth})
     if wrong := [layer for layer in chosen if not 1 <= layer <= depth]:
         raise ValueError(f"exits must lie between 1 and {depth}, found {wrong}")
+    if chunk < 1:
+        raise ValueError(f"chunk must be at least 1 position, found {chunk}")
     loss, same, count = torch.zeros(depth + 1).double(), torch.zeros(depth + 1).double(), 0
     wanted = {layer - 1 for layer in chosen}
     model.eval()
     try:
         for batch in DataLoader(rows, batch_size=batch_size):
             ids, targets = batch["input_ids"].to(model.device), shifted(batch["labels"]).flatten().to(model.device)
+            mask = batch["attention_mask"].to(model.device) if "attention_mask" in batch else None
             with stack.recorded(wanted.__contains__, lambda _: None) as states:
-                stack.decoder(input_ids=ids, use_cache=False)
+                stack.decoder(input_ids=ids, attention_mask=mask, use_cache=False)
             flat = {layer: state.flatten(0, 1) for layer, state in states.items()}
             for start in range(0, len(targets), chunk):
                 part = slice(start, start + chunk)
@@ -67,11 +72,8 @@ def exit_quality(
         model.train(training)
     if not count:
         raise ValueError("there is nothing to measure: no position of the rows predicts anything")
-    return ExitQuality(
-        {layer: math.exp(float(loss[layer]) / count) for layer in chosen},
-        {layer: float(same[layer]) / count for layer in chosen},
-        count,
-    )
+    perplexity, agreement = (loss / count).exp().tolist(), (same / count).tolist()  # exp: inf where math.exp would raise
+    return ExitQuality({layer: perplexity[layer] for layer in chosen}, {layer: agreement[layer] for layer in chosen}, count)
 
 
 def _chunk(stack: Stack, states: dict[int, Tensor], targets: Tensor, depth: int) -> tuple[Tensor, Tensor]:

@@ -23,35 +23,37 @@ def shifted(labels: Tensor) -> Tensor:
 
 
 def cross_entropy(head: Head, hidden: Tensor, targets: Tensor, chunk: int = CHUNK) -> Tensor:
-    """Sum of CE(g(hidden), targets) over the targets that are not IGNORED, float32. hidden: [N, d]. targets: [N] int64."""
+    """Sum of CE(g(hidden), targets) over the targets that are not IGNORED, float32 or wider. hidden: [N, d]. targets: [N]."""
     parts = zip(hidden.split(chunk), targets.split(chunk), strict=True)
-    return _summed(hidden, [_recomputed(_cross_entropy, head, states, own) for states, own in parts])
+    return torch.stack([_recomputed(_cross_entropy, head, states, own) for states, own in parts]).sum()
 
 
 def divergence(head: Head, hidden: Tensor, last: Tensor, targets: Tensor, chunk: int = CHUNK) -> Tensor:
-    """Sum of KL(g(last) || g(hidden)) where targets are not IGNORED, float32. The last layer is the teacher: no gradient."""
-    parts = zip(hidden.split(chunk), last.detach().split(chunk), targets.split(chunk), strict=True)
-    return _summed(hidden, [_recomputed(_divergence, head, states, top, own) for states, top, own in parts])
+    """Sum of KL(g(last) || g(hidden)) where targets are not IGNORED, float32 or wider. last, the teacher, gets no gradient."""
+    parts = zip(hidden.split(chunk), last.split(chunk), targets.split(chunk), strict=True)
+    return torch.stack([_recomputed(_divergence, head, states, top, own) for states, top, own in parts]).sum()
 
 
 def _recomputed(function: Callable[..., Tensor], *args: object) -> Tensor:
-    """Run a chunk without keeping its logits: they are computed again for the gradient."""
-    result = checkpoint(function, *args, use_reentrant=False, preserve_rng_state=False)
+    """Run a chunk without keeping its logits: they are computed again for the gradient, with the same draws (a LoRA adapter of
+    the head may have dropout)."""
+    result = checkpoint(function, *args, use_reentrant=False)
     assert isinstance(result, Tensor)
     return result
 
 
-def _summed(hidden: Tensor, parts: list[Tensor]) -> Tensor:
-    return torch.stack(parts).sum() if parts else hidden.sum() * 0.0
+def _logits(head: Head, hidden: Tensor) -> Tensor:
+    logits = head(hidden)
+    return logits.to(torch.promote_types(logits.dtype, torch.float32))
 
 
 def _cross_entropy(head: Head, hidden: Tensor, targets: Tensor) -> Tensor:
-    return F.cross_entropy(head(hidden).float(), targets, ignore_index=IGNORED, reduction="sum")
+    return F.cross_entropy(_logits(head, hidden), targets, ignore_index=IGNORED, reduction="sum")
 
 
 def _divergence(head: Head, hidden: Tensor, last: Tensor, targets: Tensor) -> Tensor:
     with torch.no_grad():
-        teacher = head(last).float().log_softmax(-1)
-    student = head(hidden).float().log_softmax(-1)
+        teacher = _logits(head, last).log_softmax(-1)
+    student = _logits(head, hidden).log_softmax(-1)
     each = F.kl_div(student, teacher, reduction="none", log_target=True).sum(-1)
     return (each * (targets != IGNORED)).sum()

@@ -6,6 +6,7 @@ the loss inside.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -38,13 +39,22 @@ class Stack:
 
     @contextmanager
     def recorded(self, wanted: Callable[[int], bool], rows: Callable[[int], list[int] | None]) -> Iterator[dict[int, Tensor]]:
-        """Keep the outputs x_{l+1} [B, T, d] of the wanted layers, and run each layer over some rows only (None: all)."""
+        """Keep the outputs x_{l+1} [B, T, d] of the wanted layers, and run each layer over some rows only (None: all).
+
+        Layer 0 must keep a row (D(0) = 0): it shows whether this family's layers return tuples, before a layer drops all rows.
+        """
         states: dict[int, Tensor] = {}
+        tuples = False
 
         def wrap(layer: int, forward: Callable[..., Any]) -> Callable[..., Any]:
             def run(hidden: Tensor, *args: Any, **kwargs: Any) -> Any:
+                nonlocal tuples
                 kept = rows(layer)
                 output = forward(hidden, *args, **kwargs) if kept is None else run_rows(forward, kept, hidden, *args, **kwargs)
+                if kept is None or kept:
+                    tuples = isinstance(output, tuple)
+                elif tuples:
+                    output = (output,)
                 if wanted(layer):
                     states[layer] = output[0] if isinstance(output, tuple) else output
                 return output
@@ -59,15 +69,21 @@ class Objective:
     """LayerSkip's loss for one model. `step` and `micro` must be set before every forward: optimiser step, and forward passes
     so far within the run (they differ under gradient accumulation).
 
-    steps: T of the whole run. seed: of the layer dropout.
+    steps: T of the whole run. seed: of the layer dropout. chunk: positions whose logits exist at once. ValueError for a model
+    or a run that the recipe does not cover.
     """
 
     def __init__(self, model: PreTrainedModel, recipe: LayerSkipRecipe, steps: int, seed: int, chunk: int = CHUNK) -> None:
         self.stack, self.recipe, self.steps, self.seed, self.chunk = Stack(model), recipe, steps, seed, chunk
         self.layers = len(self.stack.layers)
         recipe.check(self.layers, steps)
-        if getattr(self.stack.causal.config, "output_router_logits", False):
+        if chunk < 1:
+            raise ValueError(f"loss_chunk must be at least 1 position, found {chunk}")
+        config = self.stack.causal.config
+        if getattr(config, "output_router_logits", False):
             raise ValueError("LayerSkip's loss carries no router loss: set output_router_logits=False in the model's config")
+        if rate := getattr(config, "layerdrop", 0):
+            raise ValueError(f"the model drops layers by itself (layerdrop={rate}): set layerdrop=0 in the model's config")
         self.step = self.micro = 0
         self.parts: dict[str, Tensor] = {}
 
@@ -80,36 +96,41 @@ class Objective:
         try:
             yield
         finally:
-            causal.__dict__.pop("forward")
+            causal.__dict__.pop("forward", None)
             if before is not None:
                 causal.forward = before
 
     def _switch(self, plain: Callable[..., Any]) -> Callable[..., Any]:
-        def forward(
+        @functools.wraps(plain)  # whoever asks for the signature is given the model's own
+        def forward(*args: Any, **kwargs: Any) -> Any:
+            if kwargs.get("labels") is None or not self.stack.causal.training:
+                return plain(*args, **kwargs)
+            return CausalLMOutput(loss=train(*args, **kwargs))
+
+        def train(
             input_ids: Tensor,
             attention_mask: Tensor | None = None,
-            labels: Tensor | None = None,
+            *,
+            labels: Tensor,
             num_items_in_batch: Tensor | int | None = None,
             **kwargs: Any,
-        ) -> Any:
-            """input_ids, attention_mask, labels: [B, T]. labels are IGNORED where nothing is predicted."""
-            if labels is None or not self.stack.causal.training:
-                return plain(input_ids=input_ids, attention_mask=attention_mask, labels=labels, **kwargs)
-            return CausalLMOutput(loss=self.loss(input_ids, attention_mask, labels, num_items_in_batch, **kwargs))
+        ) -> Tensor:
+            return self.loss(input_ids, attention_mask, labels, num_items_in_batch, **kwargs)
 
         return forward
 
     def loss(
         self, ids: Tensor, mask: Tensor | None, labels: Tensor, predicted: Tensor | int | None = None, **kwargs: Any
     ) -> Tensor:
-        """J(X, Y, t), eq. 5: a mean over `predicted` tokens, those of this batch by default. ids, mask, labels: [B, T]."""
+        """J(X, Y, t), eq. 5: a mean over `predicted` tokens, those of this batch by default; 0 where there are none.
+        ids, mask, labels: [B, T]; labels are IGNORED where nothing is predicted."""
         rates = self.recipe.dropout.rates(self.step, self.layers, self.steps)
         kept = kept_rows(ids.shape[0], rates, self.seed, self.micro) if any(rates) else None
         active = self.recipe.exits.active(self.step, self.layers, self.steps)
         with self.stack.recorded(active.__getitem__, lambda layer: None if kept is None else kept[layer]) as states:
-            self.stack.decoder(input_ids=ids, attention_mask=mask, use_cache=False, **kwargs)
+            self.stack.decoder(input_ids=ids, attention_mask=mask, **{**kwargs, "use_cache": False})
         targets = shifted(labels).flatten()
-        count = (targets != IGNORED).sum() if predicted is None else predicted
+        count = (targets != IGNORED).sum().clamp(min=1) if predicted is None else predicted
         flat = {layer: state.flatten(0, 1) for layer, state in states.items()}
         total = (
             self._towards_labels(flat, targets) if self.recipe.exits.kl_weight is None else self._towards_last(flat, targets)

@@ -1,7 +1,7 @@
 """Muon for the matrices of the layers, AdamW for everything else, as one optimiser.
 
 Muon (Jordan et al., 2024; torch.optim.Muon) orthogonalises the momentum of a matrix. It is meant for hidden weights:
-embeddings, heads, norms and biases stay with AdamW.
+embeddings, heads, norms and biases stay with AdamW, and so do stacked experts (three dimensions), which torch's does not take.
 """
 
 from __future__ import annotations
@@ -30,7 +30,8 @@ class Together(Optimizer):
 
     @torch.no_grad()
     def step(self, closure: Any = None) -> None:  # type: ignore[override]
-        assert closure is None, "no closure is supported"
+        if closure is not None:
+            raise ValueError("step takes no closure: compute the loss and its gradients first")
         for part in self.parts:
             part.step()
 
@@ -54,19 +55,20 @@ class Together(Optimizer):
 
 def muon_with_adamw(model: nn.Module, muon_rate: float, rate: float, betas: tuple[float, float], decay: float) -> Together:
     """muon_rate: learning rate of the layers' matrices, on Muon's own scale (.02). rate, betas: AdamW's, for the rest.
-    decay: weight decay of both; vectors have none. ValueError where torch is too old to have Muon."""
+    decay: weight decay of both; vectors have none. ValueError where torch is too old to have Muon, or nothing is for Muon."""
     if not hasattr(torch.optim, "Muon"):
         raise ValueError(f"muon_learning_rate needs torch.optim.Muon, which torch {torch.__version__} does not have (2.9 does)")
     inside = {id(p) for layer in Stack(model).layers for p in layer.parameters()}  # type: ignore[arg-type]
     trained = [p for p in model.parameters() if p.requires_grad]
     matrices = [p for p in trained if id(p) in inside and p.ndim == 2]
+    if not matrices:
+        raise ValueError("muon_learning_rate is set, but no matrix inside the layers is trained: leave it out")
+    muon = torch.optim.Muon(matrices, lr=muon_rate, weight_decay=decay)
     taken = {id(p) for p in matrices}
     rest = [p for p in trained if id(p) not in taken]
     groups = [
         {"params": [p for p in rest if p.ndim > 1], "weight_decay": decay},
         {"params": [p for p in rest if p.ndim <= 1], "weight_decay": 0.0},
     ]
-    adamw = torch.optim.AdamW([group for group in groups if group["params"]], lr=rate, betas=betas)
-    if not matrices:
-        raise ValueError("muon_learning_rate is set, but no matrix inside the layers is trained")
-    return Together(torch.optim.Muon(matrices, lr=muon_rate, weight_decay=decay), adamw)
+    groups = [group for group in groups if group["params"]]  # none where only adapters of the layers are trained
+    return Together(muon, torch.optim.AdamW(groups, lr=rate, betas=betas)) if groups else Together(muon)

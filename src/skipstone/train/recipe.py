@@ -9,18 +9,23 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Literal
+from numbers import Integral, Real
+from typing import Any, Literal
 
 Curriculum = Literal["rotational", "gradual", "none"]
 
 
 def dropout_by_layer(layer: int, layers: int) -> float:
-    """D(l), eq. 3: from 0 at the first layer to 1 at the last, exponentially."""
+    """D(l), eq. 3: from 0 at the first layer to 1 at the last, exponentially. ValueError for L < 2."""
+    if layers < 2:
+        raise ValueError(f"LayerSkip needs at least 2 layers, found {layers}: D(l) divides by L - 1")
     return math.exp(layer * math.log(2) / (layers - 1)) - 1
 
 
 def dropout_by_step(step: int, steps: int) -> float:
-    """S_exp(t), eq. 4: from 0 at the first step to 1 at the last, exponentially."""
+    """S_exp(t), eq. 4: from 0 at the first step to 1 at the last, exponentially. ValueError for T < 2."""
+    if steps < 2:
+        raise ValueError(f"an exponential dropout curriculum needs at least 2 steps, found {steps}: S(t) divides by T - 1")
     return math.exp(step * math.log(2) / (steps - 1)) - 1
 
 
@@ -38,7 +43,7 @@ def rotational(step: int, layers: int, dilation: int) -> list[bool]:
 
 def gradual(step: int, layers: int, steps: int) -> list[bool]:
     """C_grad(t, l): from the last layer down to the first, one more every T / 2L steps."""
-    enabled = 1 + math.floor(step * 2 * layers / steps)
+    enabled = 1 + step * 2 * layers // steps
     return [layer >= layers - enabled for layer in range(layers)]
 
 
@@ -54,12 +59,20 @@ def normalised(active: Sequence[bool], scales: Sequence[float]) -> list[float]:
     return [scale / total for scale in kept]
 
 
-def _within(name: str, value: float, low: float, high: float) -> None:
-    if isinstance(value, bool) or not low <= value <= high:
-        raise ValueError(f"{name} must lie between {low} and {high}, found {value}")
+def _is_number(value: Any) -> bool:
+    return isinstance(value, Real) and not isinstance(value, bool)
 
 
-def _one_of(name: str, value: str, known: tuple[str, ...]) -> None:
+def _is_whole(value: Any) -> bool:
+    return isinstance(value, Integral) and not isinstance(value, bool)
+
+
+def _within(name: str, value: Any, low: float, high: float) -> None:
+    if not _is_number(value) or not low <= value <= high:  # NaN compares as false
+        raise ValueError(f"{name} must be a number between {low} and {high}, found {value!r}")
+
+
+def _one_of(name: str, value: Any, known: tuple[str, ...]) -> None:
     if value not in known:
         raise ValueError(f"{name} must be one of {', '.join(known)}, found {value!r}")
 
@@ -89,8 +102,8 @@ class EarlyExit:
     curriculum: which exits a step trains; dilation: R of the rotational one, None for L - 1. keep_last: the last layer is
     trained at every step (ours: the paper's text does not say it). e_scale: eq. 6's.
     kl_weight: ours, None for the paper's cross-entropy. A number trains the active exits towards the last layer's own
-    distribution instead: cross-entropy of the last layer + kl_weight x mean KL(last || exit). exits: ours, the layers that
-    the curriculum ranges over, None for all; with the rotational one every R-th of *these*.
+    distribution instead: cross-entropy of the last layer + kl_weight x mean KL(last || exit), without e_scale. exits: ours,
+    the layers that the curriculum ranges over, None for all: L and R then count *these*.
     """
 
     e_scale: float = 0.2
@@ -103,18 +116,41 @@ class EarlyExit:
     def __post_init__(self) -> None:
         _within("e_scale", self.e_scale, 0, 1)
         _one_of("exit curriculum", self.curriculum, ("rotational", "gradual", "none"))
-        if self.dilation is not None and (isinstance(self.dilation, bool) or self.dilation < 1):
-            raise ValueError(f"dilation (R) must be at least 1, found {self.dilation}")
-        if self.kl_weight is not None and not (math.isfinite(self.kl_weight) and self.kl_weight > 0):
-            raise ValueError(f"kl_weight must be a positive number, or None for the paper's loss, found {self.kl_weight}")
+        if self.dilation is not None and not (_is_whole(self.dilation) and self.dilation >= 1):
+            raise ValueError(f"dilation (R) must be a whole number of at least 1, or None for L - 1, found {self.dilation!r}")
+        if not isinstance(self.keep_last, bool):
+            raise ValueError(f"keep_last must be True or False, found {self.keep_last!r}")
+        if self.kl_weight is not None and not (_is_number(self.kl_weight) and 0 < self.kl_weight < math.inf):
+            raise ValueError(f"kl_weight must be a positive number, or None for the paper's loss, found {self.kl_weight!r}")
         if self.kl_weight is not None and not self.keep_last:
             raise ValueError("kl_weight trains exits towards the last layer, which must be trained too: keep_last=True")
+        if self.exits is not None and not (
+            isinstance(self.exits, tuple) and self.exits and all(_is_whole(layer) and layer >= 0 for layer in self.exits)
+        ):
+            raise ValueError(f"exits must be a tuple of layers counted from 0, or None for all, found {self.exits!r}")
+
+    def check(self, layers: int, steps: int) -> None:
+        """ValueError where some step of a run would have no objective, or where no step trains an exit that was asked for."""
+        among = self._among(layers)
+        if self.curriculum == "rotational" and self.dilation is not None and self.dilation > len(among):
+            raise ValueError(
+                f"dilation (R) must be at most the {len(among)} {'layers' if self.exits is None else 'exits'}, "
+                f"found {self.dilation}: most steps would train no exit"
+            )
+        if self.exits is not None and not any(self._trains(layer, layers) for layer in among):
+            raise ValueError(
+                f"exits {self.exits} of {layers} layers train nothing but the last layer: name exits below it "
+                f"(e(0) = 0: layer 0 needs kl_weight; e_scale = 0 trains none), or None for all"
+            )
+        if self.kl_weight is None:
+            for step in range(min(steps, layers)):  # a rotation is over after R <= L steps
+                self.weights(step, layers, steps)
 
     def active(self, step: int, layers: int, steps: int) -> list[bool]:
         """C(t, l) for every layer."""
         among = self._among(layers)
         if self.curriculum == "rotational":
-            chosen = rotational(step, len(among), self.dilation or max(1, layers - 1))
+            chosen = rotational(step, len(among), self.dilation or max(1, len(among) - 1))
         elif self.curriculum == "gradual":
             chosen = gradual(step, len(among), steps)
         else:
@@ -128,6 +164,9 @@ class EarlyExit:
         """e~(t, l) of every layer's cross-entropy."""
         scales = [exit_scale(layer, layers, self.e_scale) for layer in range(layers)]
         return normalised(self.active(step, layers, steps), scales)
+
+    def _trains(self, layer: int, layers: int) -> bool:
+        return layer < layers - 1 and (self.kl_weight is not None or exit_scale(layer, layers, self.e_scale) > 0)
 
     def _among(self, layers: int) -> list[int]:
         if self.exits is None:
@@ -146,23 +185,15 @@ class LayerSkipRecipe:
 
     def check(self, layers: int, steps: int) -> None:
         """ValueError for a model or a run that the recipe's formulas do not cover."""
-        if layers < 2:
-            raise ValueError(f"LayerSkip needs at least 2 layers, found {layers}: D(l) divides by L - 1")
-        if steps < 2 and self.dropout.curriculum == "exponential":
-            raise ValueError(f"an exponential dropout curriculum needs at least 2 steps, found {steps}: S(t) divides by T - 1")
-        dilation = self.exits.dilation
-        if self.exits.curriculum == "rotational" and dilation is not None and dilation > layers:
-            raise ValueError(
-                f"dilation (R) must be at most the {layers} layers, found {dilation}: most steps would train no exit"
-            )
-        for step in range(min(steps, layers)):  # a rotation is over after R <= L steps
-            if self.exits.kl_weight is None:
-                self.exits.weights(step, layers, steps)
+        if steps < 1:
+            raise ValueError(f"a run needs at least 1 step, found {steps}")
+        self.dropout.rates(0, layers, steps)
+        self.exits.check(layers, steps)
 
 
 @dataclass(frozen=True)
 class Preset:
-    """A recipe with the run around it. batch_size: sequences per device; context: tokens a sequence."""
+    """A recipe with the run around it. batch_size: sequences per device; context: tokens a sequence (the model's, table 10)."""
 
     recipe: LayerSkipRecipe
     learning_rate: float
@@ -176,7 +207,7 @@ PRESETS: dict[str, Preset] = {
     "scratch": Preset(
         LayerSkipRecipe(LayerDropout(0.1, "exponential"), EarlyExit(0.2, "rotational", None)), 8e-4, 4, 4096, 50_000
     ),
-    "code": Preset(LayerSkipRecipe(LayerDropout(0.1), EarlyExit(1.0, "rotational", 16)), 1e-4, 4, 4096, 10_000),
+    "code": Preset(LayerSkipRecipe(LayerDropout(0.1), EarlyExit(1.0, "rotational", 16)), 1e-4, 4, 2048, 10_000),
     "task": Preset(LayerSkipRecipe(LayerDropout(0.2), EarlyExit(1.0, "gradual", None)), 1e-4, 32, 4096, 5_800),
 }
 """The paper's settings (section 5, tables 8 and 9): continual pre-training of Llama2 7B, pre-training of Llama2 1.5B from
