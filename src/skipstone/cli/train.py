@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -10,6 +11,7 @@ import typer
 from skipstone.cli.terminal import quiet
 
 train = typer.Typer(help="Train what a method needs.", no_args_is_help=True)
+PACKAGES = ("accelerate", "yaml", "tqdm")
 
 
 @train.command("layerskip")
@@ -23,12 +25,15 @@ def layerskip(
     """Train with layer dropout and early exits; an interrupted run resumes where it stopped."""
     state: dict[str, Any] = ctx.obj
     state["debug"] = debug
-    try:
-        from skipstone.train.run import run
-    except ImportError as error:
-        raise ValueError(f'training needs more packages ({error.name}): pip install "skipstone[train]"') from error
     if not recipe.is_file():
         raise FileNotFoundError(2, "no such recipe", str(recipe))
+    if missing := [name for name in PACKAGES if find_spec(name) is None]:
+        raise ValueError(f'training needs more packages ({", ".join(missing)}): pip install "skipstone[train]"')
     with quiet(debug):
-        folder = run(recipe, output, fresh, say=lambda text: typer.echo(text, err=True))
+        from skipstone.train.run import run
+
+        try:
+            folder = run(recipe, output, fresh, say=lambda text: typer.echo(text, err=True))
+        except ImportError as error:  # an optional package of a setting: peft, or what an optimiser needs
+            raise ValueError(str(error)) from error
     typer.echo(str(folder))

@@ -8,43 +8,55 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+import re
 import shutil
+from itertools import takewhile
 from pathlib import Path
 from typing import Any
 
 MANIFEST = "manifest.json"
+SETTINGS = "training"
+"""The part of a fingerprint that the first checkpoints did not have: where it is missing, it is not compared."""
 _PREFIX = "checkpoint-"
-_PARTIAL = ".partial"
+PARTIAL = ".partial"
+_DISCARDED = ".discarded"
 
 
 def partial_folder(run: Path) -> Path:
     """An empty folder inside `run` to write a checkpoint into; what an interrupted save left there is removed."""
-    folder = run / _PARTIAL
-    shutil.rmtree(folder, ignore_errors=True)
+    clear(run)
+    folder = run / PARTIAL
     folder.mkdir(parents=True)
     return folder
+
+
+def clear(run: Path) -> None:
+    """Remove what interrupted saves have left behind."""
+    for name in (PARTIAL, _DISCARDED):
+        shutil.rmtree(run / name, ignore_errors=True)
 
 
 def publish(partial: Path, run: Path, step: int, fingerprint: dict[str, Any]) -> Path:
     """Give a written checkpoint its name, all at once. fingerprint: what a run must have in common to resume from it."""
     files = {path.relative_to(partial).as_posix(): _digest(path) for path in sorted(partial.rglob("*")) if path.is_file()}
     manifest = {"step": step, "fingerprint": fingerprint, "files": files}
-    (partial / MANIFEST).write_text(json.dumps(manifest, indent=1))
+    (partial / MANIFEST).write_text(json.dumps(manifest, indent=1), encoding="utf-8")
     for path in partial.rglob("*"):
         _flush(path)
     _flush(partial)
     final = run / f"{_PREFIX}{step}"
     if final.exists():  # the same step again, after resuming from an earlier one
-        shutil.rmtree(final)
+        _discard(final)
     os.replace(partial, final)
     _flush(run)
+    clear(run)
     return final
 
 
 def keep_latest(run: Path, count: int) -> None:
-    """Remove all but the latest `count` checkpoints."""
+    """Remove all but the latest `count` checkpoints; none where count is 0."""
     for _, folder in _numbered(run)[:-count]:
-        shutil.rmtree(folder)
+        _discard(folder)
 
 
 def latest(run: Path) -> Path | None:
@@ -53,11 +65,22 @@ def latest(run: Path) -> Path | None:
     return numbered[-1][1] if numbered else None
 
 
+def latest_good(run: Path, fingerprint: dict[str, Any]) -> Path | None:
+    """The checkpoint with the highest step that can be resumed from."""
+    for _, folder in reversed(_numbered(run)):
+        try:
+            verify(folder, fingerprint)
+        except ValueError:
+            continue
+        return folder
+    return None
+
+
 def verify(folder: Path, fingerprint: dict[str, Any]) -> int:
     """The step of a checkpoint. ValueError where a file is missing or damaged, or where it belongs to another run."""
     try:
-        manifest = json.loads((folder / MANIFEST).read_text())
-        step, saved, files = manifest["step"], manifest["fingerprint"], manifest["files"]
+        manifest = json.loads((folder / MANIFEST).read_text(encoding="utf-8"))
+        step, saved, files = int(manifest["step"]), dict(manifest["fingerprint"]), dict(manifest["files"])
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise ValueError(f"{folder} is no checkpoint of skipstone: its {MANIFEST} is missing or unreadable") from error
     for name, digest in files.items():
@@ -65,23 +88,56 @@ def verify(folder: Path, fingerprint: dict[str, Any]) -> int:
         found = _digest(path) if path.is_file() else "nothing"
         if found != digest:
             raise ValueError(
-                f"{path} is damaged: expected SHA-256 {digest[:12]}..., found {found[:12]}; "
+                f"{path} is damaged: expected SHA-256 {digest:.12}, found {found:.12}; "
                 f"remove {folder.name} to resume from the one before it"
             )
-    different = sorted(key for key in saved.keys() | fingerprint.keys() if saved.get(key) != fingerprint.get(key))
-    if different:
-        key = different[0]
+    if different := _differences(saved, fingerprint):
+        shown = "; ".join(f"{key}: the checkpoint has {old}, this run {new}" for key, (old, new) in different.items())
         raise ValueError(
-            f"{folder} belongs to another run: {', '.join(different)} differ ({key}: the checkpoint has {saved.get(key)!r}, "
-            f"this run {fingerprint.get(key)!r}); use another output folder, or the recipe that it was started with"
+            f"{folder} belongs to another run, {', '.join(different)} differ ({shown:.400}): use another output folder, or the "
+            "recipe that it was started with"
         )
-    return int(step)
+    return step
+
+
+def _differences(saved: dict[str, Any], now: dict[str, Any]) -> dict[str, tuple[str, str]]:
+    """What two fingerprints do not have in common: key -> (saved, now), shortened to where they part."""
+    now = json.loads(json.dumps({key: value for key, value in now.items() if key != SETTINGS or key in saved}))
+    old, new = _flat(saved), _flat(now)
+    return {key: _contrast(old.get(key), new.get(key)) for key in sorted(old | new) if old.get(key) != new.get(key)}
+
+
+def _flat(fingerprint: dict[str, Any]) -> dict[str, Any]:
+    """Mappings as entries of their own. The version of transformers that wrote a config is no difference."""
+    flat: dict[str, Any] = {}
+    for key, value in fingerprint.items():
+        if isinstance(value, dict):
+            flat |= {f"{key}.{name}": one for name, one in value.items()}
+        else:
+            flat[key] = re.sub(r'"transformers_version": "[^"]*",?\s*', "", value) if isinstance(value, str) else value
+    return flat
+
+
+def _contrast(old: Any, new: Any) -> tuple[str, str]:
+    """Two different values as text; of long ones only what follows the place where they part, with what led to it."""
+    one, other = (" ".join(value.split()) if isinstance(value, str) else repr(value) for value in (old, new))
+    start = max(0, len(list(takewhile(lambda pair: pair[0] == pair[1], zip(one, other, strict=False)))) - 30)
+    cut = start if max(len(one), len(other)) > 80 else 0
+    return one[cut : cut + 80], other[cut : cut + 80]
+
+
+def _discard(folder: Path) -> None:
+    """Remove a checkpoint: its name first, so that nothing half removed looks like one."""
+    hidden = folder.with_name(_DISCARDED)
+    shutil.rmtree(hidden, ignore_errors=True)
+    os.rename(folder, hidden)
+    shutil.rmtree(hidden)
 
 
 def _numbered(run: Path) -> list[tuple[int, Path]]:
     """The checkpoints of a run by step."""
     found = [(path.name.removeprefix(_PREFIX), path) for path in run.glob(f"{_PREFIX}*") if path.is_dir()]
-    return sorted((int(number), path) for number, path in found if number.isdigit())
+    return sorted((int(number), path) for number, path in found if number.isdecimal())
 
 
 def _digest(path: Path) -> str:

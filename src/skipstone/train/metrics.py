@@ -1,43 +1,135 @@
-"""What a run leaves behind of itself: metrics as JSON lines, and curves as a picture."""
+"""What a run shows and leaves behind of itself: a progress bar, metrics as JSON lines, and curves as a picture."""
 
 from __future__ import annotations
 
 import json
+import os
+import re
+import sys
 from pathlib import Path
 from typing import Any
 
+from torch import Tensor
+from tqdm import tqdm
 from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
+
+_EXIT = re.compile(r"eval_(?:(.+)_)?(perplexity|agreement)_exit_(\d+)")
+"""A figure of an evaluation: data set, kind, exit layer E."""
+
+
+class Tally:
+    """Means of a loss's parts over the steps between two log entries. A step without a part (the divergence where no exit is
+    active) does not count as one where it is 0."""
+
+    def __init__(self) -> None:
+        self._sums: dict[str, Tensor] = {}
+        self._steps: dict[str, int] = {}
+        self._latest: dict[str, int] = {}
+
+    def add(self, step: int, parts: dict[str, Tensor]) -> None:
+        """parts of one forward pass: what the passes of a step add up to is the step's."""
+        for name, part in parts.items():
+            self._sums[name] = self._sums[name] + part if name in self._sums else part
+            self._steps[name] = self._steps.get(name, 0) + (self._latest.get(name) != step)
+            self._latest[name] = step
+
+    def state(self) -> dict[str, tuple[Tensor, int]]:
+        """Name -> (sum, steps)."""
+        return {name: (total, self._steps[name]) for name, total in self._sums.items()}
+
+    def restore(self, state: dict[str, tuple[Tensor, int]]) -> None:
+        """Go on from a state, between two steps."""
+        self._sums = {name: total for name, (total, _) in state.items()}
+        self._steps = {name: steps for name, (_, steps) in state.items()}
+        self._latest = {}
 
 
 class JsonLog(TrainerCallback):
-    """Appends every log entry to a file as one JSON line. After a resume the lines beyond the checkpoint are dropped, so that
-    the file reads as if nothing had happened."""
+    """Appends every log entry to a file as one JSON line. Where a run starts or resumes, the file is written anew from the
+    checkpoint's own history, so that it reads as if nothing had happened."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
 
     def on_train_begin(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:
         if state.is_world_process_zero:
-            kept = [line for line in entries(self.path) if line["step"] <= state.global_step] if state.global_step else []
-            self.path.write_text("".join(json.dumps(line) + "\n" for line in kept))
+            made = self.path.with_name(f".{self.path.name}")
+            made.write_text("".join(map(_line_of, state.log_history)), encoding="utf-8")
+            os.replace(made, self.path)
 
     def on_log(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, logs: Any = None, **_: Any) -> None:
         if state.is_world_process_zero and logs:
-            with self.path.open("a") as file:
-                file.write(json.dumps({"step": state.global_step, **logs}) + "\n")
+            with self.path.open("a", encoding="utf-8") as file:
+                file.write(_line_of({**logs, "step": state.global_step}))
+
+
+def _line_of(entry: dict[str, Any]) -> str:
+    return json.dumps({"step": entry["step"], **entry}) + "\n"
 
 
 def entries(path: Path) -> list[dict[str, Any]]:
-    """The lines of a metrics file; a last line that was cut off while being written is left out."""
+    """The lines of a metrics file up to the first that was cut off while being written; none where there is no file."""
     if not path.exists():
         return []
-    found = []
-    for line in path.read_text().splitlines():
+    found: list[dict[str, Any]] = []
+    for line in path.read_text(encoding="utf-8", errors="replace").splitlines():
         try:
-            found.append(json.loads(line))
+            entry = json.loads(line)
         except ValueError:
             break
+        if not isinstance(entry, dict) or "step" not in entry:
+            break
+        found.append(entry)
     return found
+
+
+class Progress(TrainerCallback):
+    """A bar on stderr with the loss and the time that is left, and a line for every evaluation."""
+
+    def __init__(self) -> None:
+        self.bar: Any = None
+
+    def on_train_begin(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:
+        if state.is_world_process_zero:
+            seconds = 0.1 if sys.stderr.isatty() else 10  # a file is not filled with bars
+            self.bar = tqdm(  # `initial`: what an earlier process did says nothing about this one's speed
+                total=state.max_steps, initial=state.global_step, unit="step", file=sys.stderr, mininterval=seconds
+            )
+
+    def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:
+        if self.bar is not None:
+            self.bar.update(state.global_step - self.bar.n)
+
+    def on_log(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, logs: Any = None, **_: Any) -> None:
+        if self.bar is not None and logs and "loss" in logs:
+            self.bar.set_postfix(loss=f"{logs['loss']:.3f}", refresh=False)
+
+    def on_evaluate(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **more: Any) -> None:
+        if state.is_world_process_zero:
+            for line in summary(more.get("metrics") or {}):
+                tqdm.write(f"step {state.global_step}: {line}", file=sys.stderr)
+
+    def on_train_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Also after an error: what is written next gets a line of its own."""
+        if self.bar is not None:
+            self.bar.close()
+            self.bar = None
+
+
+def summary(metrics: dict[str, float]) -> list[str]:
+    """An evaluation for people: per data set its perplexity, and the agreement of every exit with the last layer."""
+    lines: dict[str, list[str]] = {}
+    for name, value in metrics.items():
+        if name.endswith("_perplexity"):
+            source = name.removeprefix("eval").removesuffix("_perplexity").lstrip("_")
+            lines[source] = [f"{source or 'held-out'}: perplexity {value:.2f}, agreement"]
+    for name, value in metrics.items():
+        if (parts := _EXIT.fullmatch(name)) and parts[2] == "agreement" and (parts[1] or "") in lines:
+            lines[parts[1] or ""].append(f"E={parts[3]} {value:.2f}")
+    return [" ".join(line) for line in lines.values()]
 
 
 class Curves(TrainerCallback):
@@ -55,34 +147,41 @@ def draw(history: list[dict[str, Any]], path: Path) -> bool:
     """The curves of a log, as a PNG. Returns whether they could be drawn: matplotlib is in the extras `train` and `bench`."""
     try:
         from matplotlib.backends.backend_agg import FigureCanvasAgg
-        from matplotlib.figure import Figure
     except ImportError:
         return False
-    figure = Figure(figsize=(12, 4), layout="constrained")
+    figure = curves(history)
     FigureCanvasAgg(figure)
-    axes = figure.subplots(1, 3)
-    for name in ("loss", "loss_last_layer", "divergence"):
-        _line(axes[0], history, name, name)
-    names = sorted({name for entry in history for name in entry if "_exit_" in name}, key=_by_exit)
-    for axis, kind in zip(axes[1:], ("perplexity_exit", "agreement_exit"), strict=True):
-        for name in (name for name in names if kind in name):
-            _line(axis, history, name, name.removeprefix("eval_").replace(f"{kind}_", "E="))
-    for axis, title in zip(axes, ("training loss", "held-out perplexity", "agreement with the last layer"), strict=True):
-        axis.set_title(title)
-        axis.set_xlabel("step")
-        if axis.lines:
-            axis.legend(fontsize="x-small")
-    axes[1].set_yscale("log")
     figure.savefig(path, dpi=100)
     return True
 
 
-def _by_exit(name: str) -> tuple[str, int]:
-    kind, _, layer = name.rpartition("_")
-    return kind, int(layer)
+def curves(history: list[dict[str, Any]]) -> Any:
+    """A matplotlib figure: loss and its parts; per exit (colour) and data set (dashes) perplexity, and agreement."""
+    from matplotlib import colormaps
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(15, 5), layout="constrained")
+    axes = figure.subplots(1, 3)
+    for name in ("loss", "loss_last_layer", "divergence"):
+        _line(axes[0], history, name, label=name)
+    found = sorted({(match[1] or "", int(match[3])) for entry in history for name in entry if (match := _EXIT.fullmatch(name))})
+    sources, layers = sorted({source for source, _ in found}), sorted({layer for _, layer in found})
+    for source, layer in found:
+        colour = colormaps["viridis"](layers.index(layer) / max(1, len(layers) - 1) * 0.9)
+        dashes = ("-", "--", ":", "-.")[sources.index(source) % 4]
+        for axis, kind in zip(axes[1:], ("perplexity", "agreement"), strict=True):
+            name = f"eval_{source}_{kind}_exit_{layer}" if source else f"eval_{kind}_exit_{layer}"
+            _line(axis, history, name, label=f"{source} E={layer}".strip(), color=colour, linestyle=dashes)
+    for axis, title in zip(axes, ("training loss", "held-out perplexity", "agreement with the last layer"), strict=True):
+        axis.set_title(title)
+        axis.set_xlabel("step")
+        if axis.lines:
+            axis.legend(fontsize="xx-small", ncols=1 + len(axis.lines) // 16)
+    axes[1].set_yscale("log")
+    return figure
 
 
-def _line(axis: Any, history: list[dict[str, Any]], name: str, label: str) -> None:
+def _line(axis: Any, history: list[dict[str, Any]], name: str, **style: Any) -> None:
     points = [(entry["step"], entry[name]) for entry in history if name in entry]
     if points:
-        axis.plot(*zip(*points, strict=True), label=label)
+        axis.plot(*zip(*points, strict=True), marker=".", **style)

@@ -5,236 +5,255 @@
 
 from __future__ import annotations
 
+import difflib
 import json
-from collections.abc import Callable
-from dataclasses import replace
+import os
+import shutil
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 
 import torch
-import yaml
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
-from transformers import (
-    AutoConfig,
-    AutoModelForCausalLM,
-    AutoTokenizer,
-    GenerationConfig,
-    PreTrainedTokenizerBase,
-)
+from huggingface_hub.errors import StrictDataclassError
+from safetensors import SafetensorError
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerBase
+from transformers.models.auto.configuration_auto import CONFIG_MAPPING
+from transformers.trainer_callback import PrinterCallback, ProgressCallback
 
 from skipstone import api
+from skipstone.core.fields import OWN_FIELD
+from skipstone.core.model import LayeredModel
+from skipstone.methods import resolve
+from skipstone.train import checkpoint
 from skipstone.train.data import Plan, Prepared, Rows, prepare
 from skipstone.train.documents import collect, deduplicate, split
-from skipstone.train.metrics import Curves, JsonLog
-from skipstone.train.recipe import PRESETS
-from skipstone.train.sources import Source
+from skipstone.train.metrics import Curves, JsonLog, Progress
+from skipstone.train.recipe_file import Recipe, arguments, read
 from skipstone.train.tokenizer import check_fits, train_bpe
-from skipstone.train.trainer import LayerSkipArguments, LayerSkipTrainer
+from skipstone.train.trainer import LayerSkipArguments, LayerSkipTrainer, check
 
 TOKENIZER = "tokenizer"
 CACHE = "data"
+MODEL = "model"
+ADAPTER = "adapter"
+MADE_FROM = "made_from.json"
+
+Say = Callable[[str], None]
 
 
-class _Part(BaseModel):
-    model_config = ConfigDict(extra="forbid", frozen=True)
-
-
-class Start(_Part):
-    """What to train: a model to go on from (a folder or hub id), or a config to start from scratch with (`model_type` and its
-    fields). Exactly one of them. lora: PEFT's LoraConfig fields, to train adapters only."""
-
-    pretrained: str | None = None
-    config: dict[str, Any] | None = None
-    lora: dict[str, Any] | None = None
-
-    @model_validator(mode="after")
-    def _one(self) -> Start:
-        if (self.pretrained is None) == (self.config is None):
-            raise ValueError("model needs either `pretrained` (a folder or hub id) or `config` (to start from scratch)")
-        return self
-
-
-class Words(_Part):
-    """The tokenizer: a trained one (a folder or hub id), or the vocabulary size of a new byte-level BPE. None: the model's."""
-
-    pretrained: str | None = None
-    vocab_size: int | None = None
-
-
-class Data(_Part):
-    """length: tokens a row. held_out: share of documents that are not trained on. eval_rows: most held-out rows a source."""
-
-    sources: list[Source] = Field(min_length=1)
-    length: int = Field(ge=2)
-    held_out: float = Field(default=0.02, gt=0, lt=1)
-    eval_rows: int = Field(default=64, ge=1)
-
-
-class Recipe(_Part):
-    """A training run. preset: where dropout, exits and schedule come from unless given (recipe.PRESETS). training: fields of
-    transformers' TrainingArguments and of LayerSkipArguments. decoding: the trained model's `generation_config.skipstone`."""
-
-    output: str
-    model: Start
-    data: Data
-    tokenizer: Words = Words()
-    preset: str | None = None
-    dropout: dict[str, Any] = {}
-    exits: dict[str, Any] = {}
-    training: dict[str, Any] = {}
-    decoding: dict[str, Any] = {}
-    seed: int = 0
-
-
-def read(path: Path) -> Recipe:
-    """A recipe from a file. ValueError names what is unknown, missing or impossible."""
-    try:
-        values = yaml.safe_load(path.read_text())
-    except yaml.YAMLError as error:
-        raise ValueError(f"{path} is not valid YAML: {error}") from error
-    if not isinstance(values, dict):
-        raise ValueError(f"{path} must hold a mapping of settings, found {type(values).__name__}")
-    try:
-        return Recipe.model_validate(values)
-    except ValidationError as error:
-        first = error.errors()[0]
-        where = ".".join(map(str, first["loc"])) or "the recipe"
-        raise ValueError(f"{path}: {where}: {first['msg']} (found {first.get('input')!r:.80})") from error
-
-
-def arguments(recipe: Recipe, output: Path) -> LayerSkipArguments:
-    """The trainer's settings: the preset's, overridden by the recipe's own. ValueError for unknown or impossible ones."""
-    if recipe.preset is not None and recipe.preset not in PRESETS:
-        raise ValueError(f"unknown preset {recipe.preset!r}: expected one of {', '.join(PRESETS)}")
-    preset = PRESETS.get(recipe.preset or "continual")
-    assert preset is not None
-    schedule: dict[str, Any] = {}
-    if recipe.preset is not None:
-        schedule = {
-            "learning_rate": preset.learning_rate,
-            "per_device_train_batch_size": preset.batch_size,
-            "max_steps": preset.steps,
-        }
-    exits = {**recipe.exits}
-    if isinstance(exits.get("exits"), list):
-        exits["exits"] = tuple(exits["exits"])
-    training = {**recipe.training}
-    if isinstance(training.get("eval_exits"), list):
-        training["eval_exits"] = tuple(training["eval_exits"])
-    fixed = {
-        "output_dir": str(output),
-        "seed": recipe.seed,
-        "train_sampling_strategy": "sequential",  # the data are in training order
-        "report_to": "none",
-        "remove_unused_columns": False,
-        "use_cpu": not torch.cuda.is_available(),
-    }
-    return LayerSkipArguments(
-        dropout=_changed("dropout", preset.recipe.dropout, recipe.dropout),
-        exits=_changed("exits", preset.recipe.exits, exits),
-        **_known({**schedule, **training}, fixed),
-        **fixed,
-    )
-
-
-def run(path: Path, output: Path | None = None, fresh: bool = False, say: Callable[[str], None] = print) -> Path:
+def run(path: Path, output: Path | None = None, fresh: bool = False, say: Say = print) -> Path:
     """Train what a recipe describes. output: instead of the recipe's own folder. fresh: refuse to resume. Returns the folder
-    of the finished model."""
+    of the finished model. Of a finished run nothing is done again.
+
+    ValueError for a recipe that cannot be, and for a folder of another run; OSError for missing data and for a full disk.
+    """
     recipe = read(path)
     folder = output or Path(recipe.output)
     settings = arguments(recipe, folder)
-    if settings.max_steps <= 0:
-        raise ValueError(f"{path}: training.max_steps must be given: the data are mixed for a run of known length")
-    if fresh and folder.exists() and any(folder.iterdir()):
+    first = settings.process_index == 0
+    if fresh and first and folder.exists() and any(folder.iterdir()):
         raise ValueError(f"{folder} is not empty: remove it, or let the run resume from it")
     folder.mkdir(parents=True, exist_ok=True)
-    tokenizer = _tokenizer(recipe, path.parent, folder)
-    model = _model(recipe, tokenizer, say)
-    rows = (
-        settings.max_steps * settings.per_device_train_batch_size * settings.gradient_accumulation_steps * settings.world_size
-    )
-    plan = Plan(length=recipe.data.length, rows=rows, held_out=recipe.data.held_out, seed=recipe.seed)
-    prepared = prepare(recipe.data.sources, tokenizer, plan, path.parent, folder / CACHE)
-    say(json.dumps(prepared.report, indent=1))
+    with settings.main_process_first(local=False):
+        tokenizer = _tokenizer(recipe, path.parent, folder)
+    model = _model(recipe, path.parent, tokenizer)
+    check(model, settings)  # before the data, which take time
+    if recipe.decoding:
+        resolve(recipe.decoding).check(LayeredModel(model.eval()))
+    with settings.main_process_first(local=False):
+        prepared = _prepared(recipe, path.parent, folder, settings, tokenizer)
+    if first:
+        trained = sum(p.numel() for p in model.parameters() if p.requires_grad)
+        say("\n".join([*_told(prepared), f"{trained / 1e6:.1f} M parameters to train"]))
+    trainer = _trainer(recipe, model, settings, prepared, folder)
+    if _finished(trainer, folder):
+        say(f"{folder} is finished: nothing is left to train")
+    else:
+        _train(trainer, say)
+        _save(trainer, tokenizer, recipe, prepared, folder / MODEL)
+    return folder / MODEL
+
+
+def _prepared(
+    recipe: Recipe, base: Path, folder: Path, settings: LayerSkipArguments, tokenizer: PreTrainedTokenizerBase
+) -> Prepared:
+    batch = settings.per_device_train_batch_size * settings.gradient_accumulation_steps * settings.world_size
+    plan = Plan(length=recipe.data.length, rows=settings.max_steps * batch, held_out=recipe.data.held_out, seed=recipe.seed)
+    return prepare(recipe.data.sources, tokenizer, plan, base, folder / CACHE)
+
+
+def _told(prepared: Prepared) -> list[str]:
+    """What is trained on, a line a source."""
+    return [
+        f"{name}: {facts['kept']} documents, {facts['train']['tokens'] / 1e6:.2f} M tokens, {facts['epochs']:.2f} times"
+        for name, facts in prepared.report["sources"].items()
+    ]
+
+
+def _trainer(recipe: Recipe, model: Any, settings: LayerSkipArguments, prepared: Prepared, folder: Path) -> LayerSkipTrainer:
+    start = {"pretrained": recipe.model.pretrained, "lora": recipe.model.lora}
     trainer = LayerSkipTrainer(
         model,
         settings,
         train_dataset=Rows(prepared.train),
-        eval_dataset={name: Rows(own[: recipe.data.eval_rows]) for name, own in prepared.held_out.items()},
-        fingerprint={"data": prepared.report["sha256"]},
+        eval_dataset={name: Rows(own[: recipe.data.eval_rows]) for name, own in prepared.held_out.items()} or None,
+        fingerprint={
+            "data": prepared.report["sha256"],
+            **{key: value for key, value in start.items() if value is not None},  # a config is part of every fingerprint
+        },
         callbacks=[JsonLog(folder / "metrics.jsonl"), Curves(folder / "curves.png")],
     )
-    trainer.train(resume_from_checkpoint=True)
-    trainer.evaluate()
-    if trainer.is_world_process_zero():
-        _save(trainer.model, tokenizer, recipe, prepared, folder / "model")
-    return folder / "model"
+    for callback in (ProgressCallback, PrinterCallback):  # these print every log entry as it is, on stdout
+        trainer.remove_callback(callback)
+    return trainer
 
 
-def _changed(name: str, base: Any, changes: dict[str, Any]) -> Any:
-    """A settings object with some fields replaced. ValueError for unknown ones."""
-    if unknown := sorted(set(changes) - set(base.__dataclass_fields__)):
-        raise ValueError(f"unknown {name} setting {unknown[0]!r}: expected {', '.join(base.__dataclass_fields__)}")
-    return replace(base, **changes)
+def _finished(trainer: LayerSkipTrainer, folder: Path) -> bool:
+    """Whether this very run has come to its end before. ValueError where the folder holds another run."""
+    last = checkpoint.latest(folder)
+    return (
+        last is not None
+        and (folder / MODEL).is_dir()
+        and checkpoint.verify(last, trainer.fingerprint) >= trainer.args.max_steps
+    )
 
 
-def _known(given: dict[str, Any], fixed: dict[str, Any]) -> dict[str, Any]:
-    """Training settings that exist and are not the recipe's own to set. ValueError for others."""
-    names = set(LayerSkipArguments.__dataclass_fields__) - {"dropout", "exits"}
-    if unknown := sorted(set(given) - names):
-        raise ValueError(
-            f"unknown training setting {unknown[0]!r}: expected a field of TrainingArguments or LayerSkipArguments"
+def _train(trainer: LayerSkipTrainer, say: Say) -> None:
+    progress = Progress()
+    if not trainer.args.disable_tqdm:
+        trainer.add_callback(progress)
+    try:
+        trainer.train(resume_from_checkpoint=True)
+        measured = any(
+            "agreement_exit" in name
+            for entry in trainer.state.log_history
+            if entry["step"] == trainer.state.global_step
+            for name in entry
         )
-    if taken := sorted(set(given) & set(fixed)):
-        raise ValueError(f"training.{taken[0]} is set by the recipe itself ({fixed[taken[0]]!r})")
-    return given
+        if trainer.eval_dataset is None:
+            say("nothing was held out, so nothing is evaluated: every source is a single document")
+        elif not measured:
+            trainer.evaluate()
+    finally:
+        progress.close()
 
 
 def _tokenizer(recipe: Recipe, base: Path, folder: Path) -> PreTrainedTokenizerBase:
     """The run's tokenizer. A new one is trained on the training documents once and kept in the run's folder."""
     source = recipe.tokenizer.pretrained or (None if recipe.tokenizer.vocab_size else recipe.model.pretrained)
     if source is not None:
-        return AutoTokenizer.from_pretrained(source)
+        return AutoTokenizer.from_pretrained(_located(source, base))
     if recipe.tokenizer.vocab_size is None:
         raise ValueError("a model from scratch needs tokenizer.pretrained or tokenizer.vocab_size")
-    kept = folder / TOKENIZER
+    kept, wish = folder / TOKENIZER, _made_from(recipe)
+    if (kept / MADE_FROM).exists():
+        found = json.loads((kept / MADE_FROM).read_text(encoding="utf-8"))
+        if different := [key for key in wish if found.get(key) != wish[key]]:
+            raise ValueError(
+                f"{kept} belongs to another recipe ({', '.join(different)} differ): remove it, or use another output folder"
+            )
     if not (kept / "tokenizer.json").exists():
         documents, _ = deduplicate(collect(recipe.data.sources, base))
         train, _ = split(documents, recipe.data.held_out, recipe.seed)
-        train_bpe(train, recipe.tokenizer.vocab_size).save_pretrained(kept)
+        with _whole(kept) as made:
+            train_bpe(train, recipe.tokenizer.vocab_size).save_pretrained(made)
+            (made / MADE_FROM).write_text(json.dumps(wish), encoding="utf-8")
     return AutoTokenizer.from_pretrained(kept)
 
 
-def _model(recipe: Recipe, tokenizer: PreTrainedTokenizerBase, say: Callable[[str], None]) -> Any:
+def _made_from(recipe: Recipe) -> dict[str, Any]:
+    """What a new tokenizer depends on, but for the documents themselves."""
+    sources = [source.model_dump(mode="json", exclude={"weight"}) for source in recipe.data.sources]
+    own = {"vocab_size": recipe.tokenizer.vocab_size, "held_out": recipe.data.held_out, "seed": recipe.seed}
+    return {**own, "sources": sources}
+
+
+def _located(name: str, base: Path) -> str:
+    """A folder beside the recipe, or the name as it is: of another folder or on the hub."""
+    return str(base / name) if (base / name).is_dir() else name
+
+
+def _model(recipe: Recipe, base: Path, tokenizer: PreTrainedTokenizerBase) -> Any:
+    """The model at the first step, in float32."""
     torch.manual_seed(recipe.seed)
     if recipe.model.pretrained is not None:
-        model: Any = api.load(recipe.model.pretrained, dtype=torch.float32)[0]
+        model: Any = api.load(_located(recipe.model.pretrained, base), dtype=torch.float32)[0]
     else:
         assert recipe.model.config is not None
-        settings = {**recipe.model.config}
-        if "model_type" not in settings:
-            raise ValueError("model.config needs a model_type, for example llama")
-        ids = {"vocab_size": len(tokenizer), "eos_token_id": tokenizer.eos_token_id, "pad_token_id": tokenizer.pad_token_id}
-        config = AutoConfig.for_model(settings.pop("model_type"), **{"bos_token_id": None, **ids, **settings})
-        model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+        model = AutoModelForCausalLM.from_config(_config(recipe.model.config, tokenizer), dtype=torch.float32)
     check_fits(tokenizer, model.config)
-    if recipe.model.lora is not None:
-        try:
-            from peft import LoraConfig, get_peft_model
-        except ImportError as error:
-            raise ImportError('model.lora needs peft: pip install "skipstone[train]"') from error
-        model = get_peft_model(model, LoraConfig(task_type="CAUSAL_LM", **recipe.model.lora))
-    trained = sum(p.numel() for p in model.parameters() if p.requires_grad)
-    say(f"{trained / 1e6:.1f} M parameters to train")
-    return model
+    return model if recipe.model.lora is None else _adapted(model, recipe.model.lora)
 
 
-def _save(model: Any, tokenizer: PreTrainedTokenizerBase, recipe: Recipe, prepared: Prepared, folder: Path) -> None:
-    """The finished model, as transformers loads it, with its own decoding defaults and the account of its data."""
+def _config(given: dict[str, Any], tokenizer: PreTrainedTokenizerBase) -> Any:
+    """ValueError for settings that the family does not have: transformers would take them and do nothing with them."""
+    settings = {**given}
+    kind = settings.pop("model_type", None)
+    if not isinstance(kind, str) or kind not in CONFIG_MAPPING:
+        raise ValueError(f"model.config needs a model_type that transformers knows, for example llama, found {kind!r}")
+    if dtype := settings.keys() & {"dtype", "torch_dtype"}:
+        raise ValueError(f"model.config.{min(dtype)}: weights are trained in float32; training.bf16 computes in bfloat16")
+    plain = CONFIG_MAPPING[kind]()
+    older = {"rope_theta", "rope_scaling", "partial_rotary_factor"}  # spellings that become rope_parameters
+    if unknown := [name for name in settings if not hasattr(plain, name) and name not in older]:
+        near = difflib.get_close_matches(unknown[0], plain.to_dict(), 1)
+        raise ValueError(f"unknown model.config setting {unknown[0]!r} for {kind}" + (f": is it {near[0]}?" if near else ""))
+    ids = {"vocab_size": len(tokenizer), "eos_token_id": tokenizer.eos_token_id, "pad_token_id": tokenizer.pad_token_id}
+    try:
+        return AutoConfig.for_model(kind, **{"bos_token_id": None, **ids, **settings})
+    except (StrictDataclassError, TypeError, ArithmeticError) as error:
+        raise ValueError(f"model.config: {error}") from error
+
+
+def _adapted(model: Any, lora: dict[str, Any]) -> Any:
+    """The model with trainable adapters; its own weights are frozen."""
+    try:
+        from peft import LoraConfig, get_peft_model
+    except ImportError as error:
+        raise ImportError('model.lora needs peft: pip install "skipstone[train]"') from error
+    try:
+        return get_peft_model(model, LoraConfig(**{"task_type": "CAUSAL_LM", **lora}))
+    except TypeError as error:
+        raise ValueError(f"model.lora: {error}; expected fields of PEFT's LoraConfig") from error
+
+
+def _save(
+    trainer: LayerSkipTrainer, tokenizer: PreTrainedTokenizerBase, recipe: Recipe, prepared: Prepared, folder: Path
+) -> None:
+    """The finished model, as transformers loads it, with its own decoding defaults and the account of its data. With LoRA: the
+    merged model, and the adapter beside it."""
+    first = trainer.is_world_process_zero()
+    model: Any = trainer.accelerator.unwrap_model(trainer.model)
+    causal = model if recipe.model.lora is None else model.get_base_model()
+    causal.config.use_cache = True  # transformers' Trainer turns it off
     if recipe.decoding:
-        model.generation_config = GenerationConfig(
-            eos_token_id=tokenizer.eos_token_id, pad_token_id=tokenizer.pad_token_id, skipstone=recipe.decoding
-        )
-    model.save_pretrained(folder)
-    tokenizer.save_pretrained(folder)
-    (folder / "data.json").write_text(json.dumps(prepared.report, indent=1))
+        setattr(causal.generation_config, OWN_FIELD, recipe.decoding)
+        causal.generation_config._from_model_config = False  # else it is made anew when it is saved
+    with _whole(folder) if first else nullcontext(folder) as made:
+        if recipe.model.lora is None:
+            trainer.save_model(str(made))  # every process: sharded weights are gathered
+            (made / "training_args.bin").unlink(missing_ok=True)
+        elif first:
+            model.save_pretrained(made / ADAPTER)
+            model.merge_and_unload().save_pretrained(made)
+        if first:
+            tokenizer.save_pretrained(made)
+            (made / "data.json").write_text(json.dumps(prepared.report, indent=1), encoding="utf-8")
+    trainer.accelerator.wait_for_everyone()
+
+
+@contextmanager
+def _whole(folder: Path) -> Iterator[Path]:
+    """A folder to write into that becomes `folder` when the block ends, in place of what was there. OSError, full disk."""
+    made = folder.with_name(f".{folder.name}")
+    shutil.rmtree(made, ignore_errors=True)
+    made.mkdir()
+    try:
+        yield made
+        shutil.rmtree(folder, ignore_errors=True)
+        os.replace(made, folder)
+    except SafetensorError as error:
+        raise OSError(f"{folder} could not be written: {error}; the last checkpoint is whole, so run it again") from error
+    finally:
+        shutil.rmtree(made, ignore_errors=True)

@@ -1,0 +1,168 @@
+"""A training run's one file: a recipe in YAML, read and checked, and the trainer's arguments that follow from it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, get_args, get_type_hints
+
+import torch
+import yaml
+from pydantic import BaseModel, ConfigDict, Field, TypeAdapter, ValidationError, model_validator
+
+from skipstone.train.arguments import LayerSkipArguments
+from skipstone.train.recipe import PRESETS, EarlyExit, LayerDropout, LayerSkipRecipe
+from skipstone.train.sources import Source
+
+NO_EFFECT = {
+    "num_train_epochs": "training.max_steps says how long a run is, and sources repeat as their weights ask",
+    "resume_from_checkpoint": "a run resumes from its own folder; --fresh refuses to",
+}
+
+
+class _Part(BaseModel):
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+
+class Start(_Part):
+    """What to train: a model to go on from (a folder or hub id), or a config to start from scratch with (`model_type` and its
+    fields). Exactly one of them. lora: PEFT's LoraConfig fields, to train adapters only."""
+
+    pretrained: str | None = None
+    config: dict[str, Any] | None = None
+    lora: dict[str, Any] | None = None
+
+    @model_validator(mode="after")
+    def _one(self) -> Start:
+        if (self.pretrained is None) == (self.config is None):
+            raise ValueError("expected either `pretrained` (a folder or hub id) or `config` (to start from scratch)")
+        return self
+
+
+class Words(_Part):
+    """The tokenizer: a trained one (a folder or hub id), or the vocabulary size of a new byte-level BPE. None: the model's."""
+
+    pretrained: str | None = None
+    vocab_size: int | None = None
+
+    @model_validator(mode="after")
+    def _one(self) -> Words:
+        if self.pretrained is not None and self.vocab_size is not None:
+            raise ValueError("expected either `pretrained` (a folder or hub id) or `vocab_size` (of a new one), found both")
+        return self
+
+
+class Data(_Part):
+    """length: tokens a row. held_out: share of documents that are not trained on. eval_rows: most held-out rows a source."""
+
+    sources: list[Source] = Field(min_length=1)
+    length: int = Field(ge=2)
+    held_out: float = Field(default=0.02, gt=0, lt=1)
+    eval_rows: int = Field(default=64, ge=1)
+
+
+class Recipe(_Part):
+    """A training run. preset: where dropout, exits and schedule come from unless given (recipe.PRESETS). training: fields of
+    transformers' TrainingArguments and of LayerSkipArguments. decoding: the trained model's `generation_config.skipstone`."""
+
+    output: str = Field(min_length=1)
+    model: Start
+    data: Data
+    tokenizer: Words = Words()
+    preset: str | None = None
+    dropout: dict[str, Any] = {}
+    exits: dict[str, Any] = {}
+    training: dict[str, Any] = {}
+    decoding: dict[str, Any] = {}
+    seed: int = Field(default=0, ge=0)
+
+
+class _Loader(yaml.SafeLoader):
+    """YAML without keys that are given twice, of which the last would count."""
+
+    def construct_mapping(self, node: Any, deep: bool = False) -> dict[Any, Any]:
+        keys = [key.value for key, _ in node.value if isinstance(key, yaml.ScalarNode)]
+        if twice := [key for key in dict.fromkeys(keys) if keys.count(key) > 1]:
+            raise yaml.constructor.ConstructorError(None, None, f"{twice[0]!r} is given twice", node.start_mark)
+        return super().construct_mapping(node, deep)
+
+
+def read(path: Path) -> Recipe:
+    """A recipe from a file. ValueError names what is unknown, missing or impossible."""
+    try:
+        values = yaml.load(path.read_text(encoding="utf-8"), _Loader)
+    except (yaml.YAMLError, UnicodeDecodeError) as error:
+        raise ValueError(f"{path} is not valid YAML: {error}") from error
+    if not isinstance(values, dict):
+        raise ValueError(f"{path} must hold a mapping of settings, found {type(values).__name__}")
+    try:
+        return Recipe.model_validate(values)
+    except ValidationError as error:
+        raise ValueError(f"{path}: {_first(error)}") from error
+
+
+def arguments(recipe: Recipe, output: Path) -> LayerSkipArguments:
+    """The trainer's settings: the preset's, overridden by the recipe's own. ValueError for unknown or impossible ones."""
+    if recipe.preset is not None and recipe.preset not in PRESETS:
+        raise ValueError(f"unknown preset {recipe.preset!r}: expected one of {', '.join(PRESETS)}")
+    base, schedule = LayerSkipRecipe(LayerDropout(), EarlyExit()), {}
+    if recipe.preset is not None:
+        preset = PRESETS[recipe.preset]
+        base = preset.recipe
+        schedule = {
+            "learning_rate": preset.learning_rate,
+            "per_device_train_batch_size": preset.batch_size,
+            "max_steps": preset.steps,
+        }
+    fixed = {
+        "output_dir": str(output),
+        "seed": recipe.seed,
+        "train_sampling_strategy": "sequential",  # the data are in training order
+        "report_to": "none",
+        "remove_unused_columns": False,
+        "use_cpu": not torch.cuda.is_available(),
+    }
+    training = _training(recipe.training, fixed)
+    if training.get("max_steps", schedule.get("max_steps", 0)) <= 0:
+        raise ValueError("training.max_steps must be given, at least 1: the data are mixed for a run of known length")
+    return LayerSkipArguments(
+        dropout=replace(base.dropout, **_typed("dropout", LayerDropout, recipe.dropout)),
+        exits=replace(base.exits, **_typed("exits", EarlyExit, recipe.exits)),
+        **{"disable_tqdm": False, "save_total_limit": 2, **schedule, **training},
+        **fixed,
+    )
+
+
+def _training(given: dict[str, Any], fixed: dict[str, Any]) -> dict[str, Any]:
+    """Training settings that exist, are not the recipe's own to set, and have an effect. ValueError for others."""
+    if taken := [name for name in given if name in fixed]:
+        raise ValueError(f"training.{taken[0]} is set by the recipe itself ({fixed[taken[0]]!r}): leave it out")
+    if elsewhere := [name for name in given if name in ("dropout", "exits")]:
+        raise ValueError(f"training.{elsewhere[0]}: {elsewhere[0]} is a part of its own of the recipe, beside training")
+    if idle := [name for name in given if name in NO_EFFECT]:
+        raise ValueError(f"training.{idle[0]} has no effect: {NO_EFFECT[idle[0]]}")
+    return _typed("training", LayerSkipArguments, given, "a field of TrainingArguments or LayerSkipArguments")
+
+
+def _typed(part: str, kind: type[Any], given: Mapping[str, Any], known: str | None = None) -> dict[str, Any]:
+    """Values for fields of a dataclass, of the fields' types: YAML reads 3e-5 as a text. ValueError names what does not fit."""
+    hints = {name: hint for name, hint in get_type_hints(kind).items() if name in kind.__dataclass_fields__}
+    if unknown := [name for name in given if name not in hints]:
+        raise ValueError(f"unknown {part} setting {unknown[0]!r}: expected {known or ', '.join(hints)}")
+    typed = {}
+    for name, value in given.items():
+        if isinstance(value, bool) and bool not in (get_args(hints[name]) or (hints[name],)):
+            raise ValueError(f"{part}.{name}: expected {hints[name]}, found {value!r}")
+        try:
+            typed[name] = TypeAdapter(hints[name]).validate_python(value)
+        except ValidationError as error:
+            raise ValueError(f"{part}.{name}: {_first(error)}") from error
+    return typed
+
+
+def _first(error: ValidationError) -> str:
+    """One line about the first thing that is wrong."""
+    first = error.errors()[0]
+    where = ".".join(map(str, first["loc"]))
+    return f"{where}: {first['msg']} (found {first.get('input')!r:.80})".removeprefix(": ")

@@ -1,0 +1,81 @@
+"""`skipstone train layerskip`: one line for every mistake, a bar on stderr, the model's folder on stdout."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from skipstone.train import metrics
+from tests.cli.helpers import refused, run, succeed
+from tests.training import recipe
+
+
+def train(*arguments: Any) -> Any:
+    return run("train", "layerskip", *arguments)
+
+
+def test_a_run_says_what_it_does_on_stderr_and_where_the_model_is_on_stdout(tmp_path: Path) -> None:
+    evaluated = {"training__eval_strategy": "steps", "training__eval_steps": 2}
+    path = recipe(tmp_path, decoding={"method": "layerskip", "exit_layer": 1}, **evaluated)
+    first = succeed("train", "layerskip", path)
+    assert first.stdout == f"{tmp_path / 'out' / 'model'}\n"
+    lines = re.split(r"[\r\n]+", first.stderr)
+    assert any(re.fullmatch(r"code: \d+ documents, 0\.00 M tokens, [\d.]+ times", line) for line in lines)
+    assert any(re.search(r"4/4 \[\d\d:\d\d<\d\d:\d\d, .*loss=\d", line) for line in lines), first.stderr
+    assert any(
+        re.fullmatch(r"step 2: sums: perplexity [\d.]+, agreement E=1 0.\d\d E=2 0.\d\d E=3 1.00", line) for line in lines
+    )
+    assert "{" not in first.stderr, "no raw entries of the log"
+    assert len(json.loads((tmp_path / "out" / "metrics.jsonl").read_text().splitlines()[0])) > 5
+    generated = succeed("generate", tmp_path / "out" / "model", "--prompt", "def f3(x)", "--max-new-tokens", 5, "--stats")
+    assert "layerskip" in generated.stderr
+
+    again = succeed("train", "layerskip", path)
+    assert again.stdout == first.stdout
+    assert "is finished: nothing is left to train" in again.stderr
+    assert "4/4" not in again.stderr
+    refused(train(path, "--fresh"), "out is not empty: remove it, or let the run resume from it")
+    other = succeed("train", "layerskip", path, "--output", tmp_path / "other", "--fresh")
+    assert other.stdout == f"{tmp_path / 'other' / 'model'}\n"
+    model = "model/model.safetensors"
+    assert (tmp_path / "other" / model).read_bytes() == (tmp_path / "out" / model).read_bytes()
+
+
+@pytest.mark.parametrize(
+    ("change", "part"),
+    [
+        ({"colour": 1}, "recipe.yaml: colour: Extra inputs are not permitted"),
+        ({"exits": {"dilation": 0}}, "found 0"),
+        ({"dropout": {"p_max": 2}}, "between 0 and 1, found 2"),
+        ({"training__max_steps": ...}, "training.max_steps must be given"),
+        ({"training__optim": "magic"}, "magic"),
+        ({"data__sources": [{"kind": "text", "path": "nowhere"}]}, "nowhere does not exist"),
+        ({"model__config": {"model_type": "llama", "hidden_size": 15}}, "model.config: "),
+        ({"model": {"pretrained": "./nowhere"}}, "no such folder"),
+    ],
+)
+def test_mistakes_are_one_line(tmp_path: Path, change: dict[str, Any], part: str) -> None:
+    refused(train(recipe(tmp_path, **change)), part)
+
+
+def test_a_recipe_or_a_package_that_is_not_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    refused(train(tmp_path / "nowhere.yaml"), "nowhere.yaml: no such recipe")
+    refused(train(tmp_path), "no such recipe")
+    refused(train(), "Missing argument 'recipe'")
+    monkeypatch.setitem(__import__("sys").modules, "peft", None)
+    refused(train(recipe(tmp_path, model__lora={"r": 2})), 'model.lora needs peft: pip install "skipstone[train]"')
+
+
+def test_an_error_in_the_middle_has_a_line_of_its_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(*_: Any) -> bool:
+        raise OSError(28, "No space left on device", "curves.png")
+
+    monkeypatch.setattr(metrics, "draw", full)
+    result = train(recipe(tmp_path, training__eval_strategy="steps", training__eval_steps=2))
+    assert result.exit_code == 2
+    assert result.stderr.endswith("\nskipstone: curves.png: No space left on device\n")
+    assert "Traceback" not in result.stderr

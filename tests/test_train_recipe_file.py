@@ -1,0 +1,168 @@
+"""What a recipe may say: every unknown key and impossible value is an error that names it, before any work is done."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from skipstone.train import run as running
+from skipstone.train.recipe import PRESETS, EarlyExit, LayerDropout
+from skipstone.train.recipe_file import arguments, read
+from skipstone.train.run import run
+from tests.training import recipe
+
+SHAPE = {"model_type": "llama", "num_hidden_layers": 3, "hidden_size": 16, "intermediate_size": 32, "num_attention_heads": 2}
+SOURCE = {"name": "code", "kind": "jsonl", "path": "code.jsonl", "template": "{text}"}
+
+
+def quiet(text: str) -> None:
+    """Says nothing."""
+
+
+@pytest.fixture(autouse=True)
+def untrained(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nothing here may come so far."""
+
+    def fail(*_: Any) -> None:
+        raise AssertionError("it was trained")
+
+    monkeypatch.setattr(running, "_train", fail)
+
+
+@pytest.mark.parametrize(
+    ("change", "part"),
+    [
+        ({"colour": 1}, r"colour: Extra inputs are not permitted"),
+        ({"model__colour": 1}, r"model\.colour: Extra"),
+        ({"data__colour": 1}, r"data\.colour: Extra"),
+        ({"tokenizer__colour": 1}, r"tokenizer\.colour: Extra"),
+        ({"data__sources": [{**SOURCE, "colour": 1}]}, r"data\.sources\.0\.\S*colour: Extra"),
+        ({"dropout": {"colour": 1}}, "unknown dropout setting 'colour': expected p_max, curriculum"),
+        ({"exits": {"colour": 1}}, "unknown exits setting 'colour': expected e_scale"),
+        ({"training__colour": 1}, "unknown training setting 'colour'"),
+        ({"training__dropout": {}}, r"training\.dropout: dropout is a part of its own"),
+        ({"model__config": {**SHAPE, "num_hidden_layer": 3}}, "'num_hidden_layer' for llama: is it num_hidden_layers?"),
+        ({"decoding": {"method": "layerskip", "exit_layers": 2}}, "layerskip has no setting 'exit_layers'"),
+        ({"decoding": {"method": "magic"}}, "unknown method 'magic'"),
+        ({"preset": "magic"}, "unknown preset 'magic': expected one of continual, scratch, code, task"),
+        ({"training__output_dir": "x"}, r"training\.output_dir is set by the recipe itself"),
+        ({"training__seed": 1}, r"training\.seed is set by the recipe itself"),
+        ({"training__num_train_epochs": 2}, r"training\.num_train_epochs has no effect"),
+        ({"training__resume_from_checkpoint": "x"}, "has no effect"),
+    ],
+)
+def test_unknown_keys_and_what_would_be_ignored(tmp_path: Path, change: dict[str, Any], part: str) -> None:
+    with pytest.raises(ValueError, match=part):
+        run(recipe(tmp_path, **change), say=quiet)
+
+
+@pytest.mark.parametrize(
+    ("change", "part"),
+    [
+        ({"exits": {"dilation": 0}}, r"dilation \(R\) must be .* at least 1.*found 0"),
+        ({"exits": {"dilation": 4}}, r"dilation \(R\) must be at most the 3 layers"),
+        ({"exits": {"dilation": "two"}}, r"exits\.dilation: .*found 'two'"),
+        ({"exits": {"exits": [1, 3]}}, r"exits must be layers .*found \[3\]"),
+        ({"exits": {"curriculum": "up"}}, r"exits\.curriculum.*found 'up'"),
+        ({"dropout": {"p_max": 1.5}}, r"p_max must .* between 0 and 1, found 1\.5"),
+        ({"dropout": {"p_max": True}}, r"dropout\.p_max: expected .*float.*, found True"),
+        ({"dropout": {"curriculum": "linear"}}, r"dropout\.curriculum.*found 'linear'"),
+        ({"model__config": {**SHAPE, "num_hidden_layers": 1}, "exits": {"dilation": 1}}, "at least 2 layers, found 1"),
+        ({"training__max_steps": ...}, r"training\.max_steps must be given"),
+        ({"training__max_steps": 0}, r"training\.max_steps must be given"),
+        ({"training__max_steps": 1.5}, r"training\.max_steps: .*found 1.5"),
+        ({"training__max_steps": 1, "dropout": {"curriculum": "exponential"}}, "at least 2 steps, found 1"),
+        ({"training__learning_rate": "fast"}, r"training\.learning_rate: .*found 'fast'"),
+        ({"training__per_device_train_batch_size": 0}, "per_device_train_batch_size must be at least 1"),
+        ({"training__eval_exits": [2, 9]}, r"eval_exits must lie between 1 and 3.*found \[9\]"),
+        ({"decoding": {"method": "layerskip", "exit_layer": 3}}, "exit_layer must lie between 1 and 2"),
+        ({"seed": -1}, "seed: Input should be greater than or equal to 0"),
+        ({"data__held_out": 1}, r"data\.held_out"),
+        ({"data__length": 1}, r"data\.length"),
+        ({"data__length": 5000}, "not one row of 5000"),
+        ({"data__sources": []}, r"data\.sources"),
+        ({"output": ""}, "output"),
+        ({"model": {}}, "model: Value error, expected either `pretrained`"),
+        ({"model__pretrained": "x"}, "model: Value error, expected either `pretrained`"),
+        ({"tokenizer__pretrained": "x"}, "expected either `pretrained` .* or `vocab_size`"),
+        ({"tokenizer": {}}, "a model from scratch needs tokenizer.pretrained or tokenizer.vocab_size"),
+        ({"model__config": {**SHAPE, "model_type": "lama"}}, "a model_type that transformers knows.*found 'lama'"),
+        ({"model__config": {**SHAPE, "hidden_size": "big"}}, r"model\.config: .*hidden_size"),
+        ({"model__config": {**SHAPE, "hidden_size": 15}}, "not a multiple of the number of attention heads"),
+        ({"model__config": {**SHAPE, "vocab_size": 100}}, "the tokenizer gives ids up to 269, the model's vocab_size is 100"),
+        ({"model__config": {**SHAPE, "dtype": "bfloat16"}}, "weights are trained in float32"),
+        ({"model__config": {"model_type": "bert"}}, "(?i)bert"),
+        ({"model__lora": {"rank": 4}}, r"model\.lora: .*rank.*expected fields of PEFT's LoraConfig"),
+        ({"model__lora": {"r": 0}}, "r"),
+        ({"model__lora": {"target_modules": ["nothing"]}}, "nothing"),
+    ],
+)
+def test_impossible_values(tmp_path: Path, change: dict[str, Any], part: str) -> None:
+    with pytest.raises(ValueError, match=part):
+        run(recipe(tmp_path, **change), say=quiet)
+    assert not (tmp_path / "out" / "model").exists()
+    assert not list((tmp_path / "out").glob("checkpoint*"))
+
+
+def test_missing_and_empty_data(tmp_path: Path) -> None:
+    (tmp_path / "empty.jsonl").write_text("")
+    (tmp_path / "folder").mkdir()
+    with pytest.raises(FileNotFoundError, match=r"nowhere.jsonl does not exist"):
+        run(recipe(tmp_path, data__sources=[{**SOURCE, "path": "nowhere.jsonl"}]), say=quiet)
+    with pytest.raises(ValueError, match="has no documents: it is empty"):
+        run(recipe(tmp_path, data__sources=[{**SOURCE, "path": "empty.jsonl"}]), say=quiet)
+    with pytest.raises(FileNotFoundError, match=r"no file in .* fits glob"):
+        run(recipe(tmp_path, data__sources=[{"kind": "text", "path": "folder"}]), say=quiet)
+    with pytest.raises(FileNotFoundError, match="no such folder"):
+        run(recipe(tmp_path, model={"pretrained": "./nowhere"}), say=quiet)
+
+
+class TestFile:
+    @pytest.mark.parametrize(
+        ("text", "part"),
+        [
+            ("output: [", "is not valid YAML"),
+            ("- a\n- b", "must hold a mapping of settings, found list"),
+            ("", "must hold a mapping of settings, found NoneType"),
+            ("output: x\nseed: 1\nseed: 2", "'seed' is given twice"),
+            ("output: x\ntraining: {max_steps: 1, max_steps: 2}", "'max_steps' is given twice"),
+            ("output: x\ntraining: {1: 2}", "Field required"),
+            ("output: !!python/object/apply:os.getcwd []", "is not valid YAML"),
+        ],
+    )
+    def test_that_is_none(self, tmp_path: Path, text: str, part: str) -> None:
+        (tmp_path / "bad.yaml").write_text(text)
+        with pytest.raises(ValueError, match=f"bad.yaml.*{part}") as caught:
+            read(tmp_path / "bad.yaml")
+        assert caught.value.args
+        (tmp_path / "bad.yaml").write_bytes(b"output: \xff")
+        with pytest.raises(ValueError, match=r"bad.yaml is not valid YAML"):
+            read(tmp_path / "bad.yaml")
+
+    @pytest.mark.parametrize("name", PRESETS)
+    def test_presets_are_the_papers_settings_until_something_else_is_said(self, tmp_path: Path, name: str) -> None:
+        preset = PRESETS[name]
+        args = arguments(read(recipe(tmp_path, preset=name, training=..., exits=...)), tmp_path)
+        assert (args.dropout, args.exits) == (preset.recipe.dropout, preset.recipe.exits)
+        assert (args.learning_rate, args.max_steps) == (preset.learning_rate, preset.steps)
+        assert args.per_device_train_batch_size == preset.batch_size
+        changed = {"training": {"max_steps": 7}, "exits": {"dilation": 2}, "dropout": {"p_max": 0.05}}
+        args = arguments(read(recipe(tmp_path, preset=name, **changed)), tmp_path)
+        assert (args.max_steps, args.exits.dilation, args.dropout.p_max) == (7, 2, 0.05)
+        assert (args.learning_rate, args.exits.e_scale) == (preset.learning_rate, preset.recipe.exits.e_scale)
+
+    def test_without_a_preset_and_numbers_that_yaml_takes_for_texts(self, tmp_path: Path) -> None:
+        path = recipe(tmp_path, exits=..., training__eval_exits=[1, 2])
+        path.write_text(path.read_text().replace("training:", "training:\n  learning_rate: 3e-4\n  muon_learning_rate: 2e-2"))
+        args = arguments(read(path), tmp_path / "x")
+        assert (args.dropout, args.exits) == (LayerDropout(), EarlyExit())
+        assert (args.learning_rate, args.muon_learning_rate, args.eval_exits) == (3e-4, 2e-2, (1, 2))
+        assert (args.save_total_limit, args.disable_tqdm, args.output_dir) == (2, False, str(tmp_path / "x"))
+
+    def test_the_bundled_models_recipe(self) -> None:
+        path = Path(__file__).parents[1] / "recipes" / "nano.yaml"
+        args = arguments(read(path), Path("x"))
+        assert args.exits == EarlyExit(curriculum="rotational", dilation=2, kl_weight=1.5, exits=(2, 3, 5, 8, 11, 17))
+        assert args.dropout == LayerDropout(0.1, "exponential")

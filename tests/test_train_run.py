@@ -1,0 +1,259 @@
+"""One run from one file, from the recipe to a model that decodes: finished, interrupted, continued, adapted."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from transformers import AutoModelForCausalLM
+
+import skipstone
+from skipstone import api
+from skipstone.methods import LayerSkip
+from skipstone.train import run as running
+from skipstone.train.metrics import Progress, curves, draw, entries
+from skipstone.train.run import run
+from skipstone.train.trainer import LayerSkipTrainer
+from tests.training import Interrupted, losses, recipe
+
+DECODING = {"method": "layerskip", "exit_layer": 2, "num_speculative_tokens": 3}
+EVALUATED: dict[str, Any] = {"training__eval_strategy": "steps", "training__eval_steps": 2, "decoding": DECODING}
+
+
+def quiet(text: str) -> None:
+    """Says nothing."""
+
+
+def content(folder: Path) -> dict[str, bytes]:
+    return {path.relative_to(folder).as_posix(): path.read_bytes() for path in sorted(folder.rglob("*")) if path.is_file()}
+
+
+@pytest.fixture(scope="module")
+def finished(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The recipe of a finished run; the run is in `out` beside it. Tests that change it change a copy."""
+    path = recipe(tmp_path_factory.mktemp("finished"), **EVALUATED)
+    assert run(path, say=quiet) == path.parent / "out" / "model"
+    return path
+
+
+@pytest.fixture
+def copied(finished: Path, tmp_path: Path) -> Path:
+    shutil.copytree(finished.parent, tmp_path / "copy")
+    text = (tmp_path / "copy" / "recipe.yaml").read_text()
+    (tmp_path / "copy" / "recipe.yaml").write_text(text.replace(str(finished.parent), str(tmp_path / "copy")))
+    return tmp_path / "copy" / "recipe.yaml"
+
+
+def stop_at(monkeypatch: pytest.MonkeyPatch, wanted: int) -> None:
+    """Interrupt whatever is trained at the beginning of a step."""
+    real = LayerSkipTrainer.training_step
+
+    def training_step(self: LayerSkipTrainer, *args: Any) -> Tensor:
+        if self.state.global_step == wanted:
+            raise Interrupted
+        return real(self, *args)
+
+    monkeypatch.setattr(LayerSkipTrainer, "training_step", training_step)
+
+
+class TestFinished:
+    def test_the_model_loads_and_decodes_with_its_own_defaults(self, finished: Path) -> None:
+        model, tokenizer = skipstone.load(finished.parent / "out" / "model")
+        assert api.resolve_for(model, None) == LayerSkip(exit_layer=2, num_speculative_tokens=3)
+        assert model.config.use_cache, "transformers' Trainer turns it off"
+        output = skipstone.generate(model, "def f3(x)", tokenizer=tokenizer, max_new_tokens=12, do_sample=False)
+        plain = skipstone.generate(
+            model, "def f3(x)", "autoregressive", tokenizer=tokenizer, max_new_tokens=12, do_sample=False
+        )
+        assert output.new_tokens == plain.new_tokens
+        assert output.stats.drafted > 0
+        files = {path.name for path in (finished.parent / "out" / "model").iterdir()}
+        assert {"model.safetensors", "tokenizer.json", "generation_config.json", "data.json"} <= files
+        assert "training_args.bin" not in files
+
+    def test_every_evaluation_reports_every_exit_of_every_source(self, finished: Path) -> None:
+        found = [entry for entry in entries(finished.parent / "out" / "metrics.jsonl") if "eval_code_loss" in entry]
+        assert [entry["step"] for entry in found] == [2, 4], "once a step: the last one is not measured twice"
+        for entry in found:
+            for source in ("code", "sums"):
+                assert entry[f"eval_{source}_perplexity"] == entry[f"eval_{source}_perplexity_exit_3"] > 1
+                assert all(0 <= entry[f"eval_{source}_agreement_exit_{layer}"] <= 1 for layer in (1, 2))
+                assert entry[f"eval_{source}_agreement_exit_3"] == 1
+
+    def test_the_curves_are_a_picture_of_all_of_it(self, finished: Path, tmp_path: Path) -> None:
+        from matplotlib.image import imread
+
+        picture = imread(finished.parent / "out" / "curves.png")
+        assert picture.shape == (500, 1500, 4)
+        assert len({tuple(pixel) for pixel in (picture[::2, ::2, :3] * 15).round().astype(int).reshape(-1, 3)}) > 20
+        history = entries(finished.parent / "out" / "metrics.jsonl")
+        axes = curves(history).axes
+        named = [{line.get_label(): line.get_xydata().tolist() for line in axis.lines} for axis in axes]
+        assert named[0]["loss"] == [[entry["step"], entry["loss"]] for entry in history if "loss" in entry]
+        assert set(named[0]) == {"loss", "loss_last_layer"}
+        assert set(named[1]) == set(named[2]) == {f"{source} E={layer}" for source in ("code", "sums") for layer in (1, 2, 3)}
+        measured = [entry for entry in history if "eval_sums_loss" in entry]
+        assert named[2]["sums E=2"] == [[entry["step"], entry["eval_sums_agreement_exit_2"]] for entry in measured]
+        assert len({(line.get_color(), line.get_linestyle()) for line in axes[1].lines}) == 6
+        assert draw([], tmp_path / "empty.png"), "before anything was logged"
+
+    def test_again_neither_trains_nor_changes_anything(self, copied: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        before, said = content(copied.parent), []
+        with monkeypatch.context() as patch:
+            patch.setattr(LayerSkipTrainer, "train", None)
+            patch.setattr(LayerSkipTrainer, "evaluate", None)
+            assert run(copied, say=said.append) == copied.parent / "out" / "model"
+        assert content(copied.parent) == before
+        assert "is finished: nothing is left to train" in said[-1]
+        shutil.rmtree(copied.parent / "out" / "model")  # killed after the last step, before the model was written
+        stop_at(monkeypatch, 4)
+        run(copied, say=quiet)
+        written = content(copied.parent / "out" / "model")
+        assert {f"out/model/{name}": value for name, value in written.items()}.items() <= before.items()
+        with pytest.raises(ValueError, match="is not empty: remove it, or let the run resume"):
+            run(copied, fresh=True, say=quiet)
+
+    @pytest.mark.parametrize(
+        ("change", "part"),
+        [
+            ({"training__learning_rate": 0.5}, "training.learning_rate differ"),
+            ({"training__max_steps": 6}, "data, training.max_steps differ"),
+            ({"exits": {"dilation": 3}}, "recipe differ"),
+            ({"seed": 1}, r"belongs to another recipe \(seed differ\)"),
+            ({"tokenizer__vocab_size": 280}, r"belongs to another recipe \(vocab_size differ\)"),
+            ({"data__length": 12}, "data differ"),
+        ],
+    )
+    def test_a_changed_recipe_is_another_run(self, copied: Path, change: dict[str, Any], part: str) -> None:
+        before = content(copied.parent / "out")
+        path = recipe(copied.parent, **EVALUATED, **change)
+        with pytest.raises(ValueError, match=part):
+            run(path, say=quiet)
+        after = content(copied.parent / "out")
+        assert before.items() <= after.items(), "nothing is lost"
+        assert {name.split("/")[0] for name in after.keys() - before.keys()} <= {"data"}
+
+
+class TestInterrupted:
+    def test_a_run_resumes_to_the_same_end(self, finished: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        path = recipe(tmp_path, **EVALUATED)
+        for step in (1, 3):
+            with monkeypatch.context() as patch:
+                stop_at(patch, step)
+                with pytest.raises(Interrupted):
+                    run(path, say=quiet)
+        with (tmp_path / "out" / "metrics.jsonl").open("a") as file:
+            file.write('{"step": 3, "lo')
+        run(path, say=quiet)
+        one, other = (folder / "out" for folder in (finished.parent, tmp_path))
+        assert (one / "model" / "model.safetensors").read_bytes() == (other / "model" / "model.safetensors").read_bytes()
+        assert losses(one) == losses(other)
+
+    def test_while_the_tokenizer_is_written(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        path = recipe(tmp_path)
+        with monkeypatch.context() as patch:
+            patch.setattr(running, "_made_from", lambda _: {"bad": object()})
+            with pytest.raises(TypeError):
+                run(path, say=quiet)
+        assert not (tmp_path / "out" / "tokenizer").exists()
+        stop_at(monkeypatch, 0)
+        with pytest.raises(Interrupted):
+            run(path, say=quiet)
+        assert {"tokenizer.json", "made_from.json"} <= {one.name for one in (tmp_path / "out" / "tokenizer").iterdir()}
+
+
+class TestFromAModel:
+    def test_continual_training_starts_where_the_model_stopped(self, finished: Path, tmp_path: Path) -> None:
+        shutil.copytree(finished.parent / "out" / "model", tmp_path / "start")
+        own = {"model": {"pretrained": "start"}, "tokenizer": ..., "training__learning_rate": 0.0}
+        path = recipe(tmp_path, **own)  # the folder is beside the recipe
+        folder = run(path, say=quiet)
+        before, after = (AutoModelForCausalLM.from_pretrained(one).state_dict() for one in (tmp_path / "start", folder))
+        assert all(torch.equal(before[name], value) for name, value in after.items())
+        assert skipstone.load(folder)[0].generation_config.skipstone == DECODING, "kept from the model"
+        with pytest.raises(ValueError, match=r"gives ids up to 2[89]., the model's vocab_size is 270"):
+            run(recipe(tmp_path / "misfit", model={"pretrained": str(folder)}, tokenizer__vocab_size=300), say=quiet)
+
+    def test_lora_trains_adapters_only_and_leaves_a_model_that_decodes(
+        self, finished: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        peft = pytest.importorskip("peft")
+        base = finished.parent / "out" / "model"
+        lora = {"r": 4, "lora_dropout": 0.1, "target_modules": ["q_proj", "down_proj"]}
+        own = {"model": {"pretrained": str(base), "lora": lora}, "tokenizer": ..., "training__learning_rate": 0.05}
+        said: list[str] = []
+        whole = run(recipe(tmp_path / "whole", decoding=DECODING, **own), say=said.append)
+        assert "0.0 M parameters to train" in said[0]
+        with monkeypatch.context() as patch:
+            stop_at(patch, 3)
+            with pytest.raises(Interrupted):
+                run(recipe(tmp_path / "run", decoding=DECODING, **own), say=quiet)
+        resumed = run(tmp_path / "run" / "recipe.yaml", say=quiet)
+        assert (whole / "model.safetensors").read_bytes() == (resumed / "model.safetensors").read_bytes()
+
+        before, after = (AutoModelForCausalLM.from_pretrained(one).state_dict() for one in (base, whole))
+        changed = {name.split(".")[-2] for name, value in after.items() if not torch.equal(before[name], value)}
+        assert changed == {"q_proj", "down_proj"}
+        model, tokenizer = skipstone.load(whole)
+        assert api.resolve_for(model, None) == LayerSkip(exit_layer=2, num_speculative_tokens=3)
+        adapted = peft.PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(base), whole / "adapter").eval()
+        ids = torch.tensor([tokenizer("def f3(x)")["input_ids"]])
+        torch.testing.assert_close(adapted(ids).logits, model(ids).logits, rtol=1e-4, atol=1e-4)
+        other = {**own, "model": {"pretrained": str(base), "lora": {**lora, "r": 8}}}
+        with pytest.raises(ValueError, match=r"lora.r differ \(lora.r: the checkpoint has 4, this run 8"):
+            run(recipe(tmp_path / "run", decoding=DECODING, **other), say=quiet)
+
+
+def test_a_single_document_trains_without_evaluation(tmp_path: Path) -> None:
+    (tmp_path / "book.txt").write_text("It was a dark night. " * 60)
+    said: list[str] = []
+    source = {"data__sources": [{"kind": "text", "path": "book.txt"}]}
+    run(recipe(tmp_path, **source), say=said.append)
+    assert said[-1].startswith("nothing was held out, so nothing is evaluated")
+    assert json.loads((tmp_path / "out" / "model" / "data.json").read_text())["held_rows"] == {}
+    with pytest.raises(ValueError, match="eval_dataset"):
+        run(
+            recipe(
+                tmp_path / "other",
+                training__eval_strategy="steps",
+                data__sources=[{"kind": "text", "path": str(tmp_path / "book.txt")}],
+            ),
+            say=quiet,
+        )
+
+
+class TestProgress:
+    def test_a_bar_with_the_time_left_and_a_line_for_each_evaluation(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        import io
+        import sys
+
+        from transformers import TrainerState
+
+        class Terminal(io.StringIO):
+            def isatty(self) -> bool:
+                return True
+
+        screen, plain = Terminal(), io.StringIO()
+        monkeypatch.setattr(sys, "stderr", screen)
+        monkeypatch.setattr(sys, "stdout", plain)
+        state, bar, none = TrainerState(global_step=10, max_steps=20, is_world_process_zero=True), Progress(), None
+        bar.on_train_begin(none, state, none)  # type: ignore[arg-type]
+        for step in (11, 12):
+            state.global_step = step
+            bar.on_log(none, state, none, logs={"loss": 2.3456})  # type: ignore[arg-type]
+            bar.bar.start_t -= 3  # as if a step took three seconds
+            bar.on_step_end(none, state, none)  # type: ignore[arg-type]
+        bar.bar.refresh()
+        metrics = {"eval_a_perplexity": 5.0, "eval_a_agreement_exit_1": 0.5, "eval_a_agreement_exit_2": 1.0}
+        bar.on_evaluate(none, state, none, metrics=metrics)  # type: ignore[arg-type]
+        bar.close()
+        shown = screen.getvalue()
+        assert "12/20 [00:06<00:2" in shown, "2 of 10 steps took 6 s: 24 s are left"
+        assert "loss=2.346" in shown
+        assert "step 12: a: perplexity 5.00, agreement E=1 0.50 E=2 1.00\n" in shown
+        assert plain.getvalue() == ""
