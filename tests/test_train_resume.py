@@ -115,7 +115,7 @@ def test_killed_at_many_more(tmp_path: Path, kind: str, seed: int) -> None:
     dice = random.Random(seed)
     whole, run = tmp_path / "whole", tmp_path / "run"
     in_processes(train, (whole, kind, None))
-    codes = [in_processes(train, (run, kind, dice.randrange(1, 160)))[0] for _ in range(20)]
+    codes = [in_processes(train, (run, kind, dice.randrange(1, 80)))[0] for _ in range(15)]
     assert codes.count(-9) >= 10
     assert in_processes(train, (run, kind, None)) == [0]
     assert (tmp_path / "run.json").read_text() == (tmp_path / "whole.json").read_text()
