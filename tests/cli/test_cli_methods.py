@@ -82,7 +82,7 @@ def test_flags_are_frozen() -> None:
     of_methods = "--exit-layer --num-speculative-tokens --confidence-threshold --reuse-cache --rejection-sample-method"
     assert flags == {*of_the_verb.split(), *of_methods.split()}
     root: Any = typer.main.get_command(app)
-    assert set(root.commands) == {"generate", "methods", "env", "train"}
+    assert set(root.commands) == {"demo", "generate", "methods", "env", "train"}
     training = root.commands["train"].commands
     assert set(training) == {"layerskip"}
     assert {name for p in training["layerskip"].params for name in (*p.opts, *p.secondary_opts)} >= {"--output", "--fresh"}

@@ -131,7 +131,8 @@ def test_bad_input_is_one_sentence(folder: Path, flags: str, part: str) -> None:
 @pytest.mark.parametrize(
     ("arguments", "part"),
     [
-        (["generate"], "Missing argument 'MODEL'"),
+        (["generate", "--prompt", "x"], "no model is bundled with this version"),
+        (["demo"], "no model is bundled with this version"),
         (["nope"], "No such command 'nope'"),
         (["--nope"], "No such option"),
         (["methods", "--nope"], "No such option"),
@@ -140,7 +141,7 @@ def test_bad_input_is_one_sentence(folder: Path, flags: str, part: str) -> None:
 )
 def test_bad_verbs_are_one_sentence(folder: Path, monkeypatch: pytest.MonkeyPatch, arguments: list[str], part: str) -> None:
     monkeypatch.chdir(folder)
-    refused(run(*arguments, *(["--prompt", "x", *LAYERSKIP] if len(arguments) > 1 and "generate" in arguments else [])), part)
+    refused(run(*arguments, *(["--prompt", "x", *LAYERSKIP] if "config.json" in arguments else [])), part)
 
 
 def test_a_model_without_a_default_needs_a_method(folder: Path) -> None:

@@ -14,7 +14,7 @@ import typer
 from typer.core import TyperGroup
 
 from skipstone import __version__
-from skipstone.cli import env, generate, methods, train
+from skipstone.cli import demo, env, generate, methods, train
 from skipstone.cli.terminal import INTERRUPTED, report
 
 
@@ -62,6 +62,7 @@ def root(
         typer.echo(ctx.get_help())
 
 
+app.command("demo", rich_help_panel="Verbs")(demo.demo)
 app.command("generate", help=generate.HELP, rich_help_panel="Verbs")(generate.described)
 app.command("methods", rich_help_panel="Verbs")(methods.methods)
 app.command("env", rich_help_panel="Verbs")(env.env)

@@ -164,9 +164,14 @@ def compare(job: Job, method: Method, repeat: int, show: Callable[[Step], None] 
                 if run.interrupted:
                     shown.interrupted = True
                     return shown, None
+    return shown, judged(job, method, *runs)
+
+
+def judged(job: Job, method: Method, plain: list[Run], other: list[Run]) -> Comparison:
+    """What runs of both, made in turn, say about speed and text."""
     law_only = job.sampled and getattr(method, "rejection_sample_method", None) == "standard"
-    divergence = None if law_only else first_divergence(job, *runs)
-    return shown, Comparison(job, method, Totals("plain", runs[0]), Totals(method.name, runs[1]), law_only, divergence)
+    divergence = None if law_only else first_divergence(job, plain, other)
+    return Comparison(job, method, Totals("plain", plain), Totals(method.name, other), law_only, divergence)
 
 
 def first_divergence(job: Job, plain: list[Run], other: list[Run]) -> Divergence | None:

@@ -19,7 +19,9 @@ def _option(text: str, panel: str, *names: str, **more: Any) -> Any:
 class Options:
     """Each flag, its type, its default and its help, once; those of the methods derive from their dataclasses."""
 
-    model: Annotated[str, typer.Argument(help="A folder or a hub id.", metavar="MODEL")]
+    model: Annotated[
+        str | None, typer.Argument(help="A folder or a hub id. Default: the bundled skipstone-nano.", metavar="MODEL")
+    ] = None
     prompt: Annotated[str | None, _option("The text to continue.", "Prompt")] = None
     prompt_file: Annotated[Path | None, _option("A file to continue (UTF-8).", "Prompt")] = None
     prompt_tokens: Annotated[int | None, _option("Keep the prompt's last N tokens only.", "Prompt", min=1)] = None

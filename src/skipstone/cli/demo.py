@@ -1,0 +1,191 @@
+"""`skipstone demo`: the same prompts decoded plainly and with LayerSkip, side by side, in one process."""
+
+from __future__ import annotations
+
+import json
+import re
+import time
+import warnings
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from skipstone.cli import terminal
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+    from skipstone.cli.compare import Comparison
+    from skipstone.cli.decoding import Job
+    from skipstone.core.protocol import Method
+    from skipstone.core.types import Step
+
+FRAME = 1 / 15  # seconds between two pictures
+CODE = '''import json
+from pathlib import Path
+
+
+def read_config(path):
+    """Read a JSON file and return its contents as a dictionary."""
+'''
+
+
+@dataclass(frozen=True)
+class Scene:
+    """One prompt of the demo."""
+
+    title: str
+    prompt: str
+    max_new_tokens: int
+
+
+SCENES = (
+    Scene("a request, as JSON", "> please wake me up at half past 6 tomorrow morning\n", 96),
+    Scene("another", "> text marlo that the keys are under the red pot\n", 96),
+    Scene("Python", CODE, 160),
+)
+NEXT = """
+What to type next:
+  skipstone generate --prompt "> play some quiet jazz in the kitchen" --compare     any prompt, measured
+  skipstone generate MODEL --prompt "..." --method layerskip --exit-layer 4         your own model, trained for early exits
+  skipstone train layerskip recipes/nano.yaml                                       train one
+"""
+
+
+def demo(
+    ctx: typer.Context,
+    model: Annotated[str | None, typer.Argument(help="A folder or a hub id. Default: skipstone-nano.", metavar="MODEL")] = None,
+    json_: Annotated[bool, typer.Option("--json", help="Print the figures as one JSON document instead.")] = False,
+    svg: Annotated[Path | None, typer.Option(help="Save the picture to this file too.", show_default=False)] = None,
+    debug: Annotated[bool, typer.Option("--debug", help="Show tracebacks.", hidden=True)] = False,
+) -> None:
+    """The same text twice, plainly and with LayerSkip: live, side by side, with what each cost."""
+    ctx.obj["debug"] = debug
+    with terminal.quiet(debug):
+        show(model, json_, svg)
+
+
+def show(model: str | None, as_json: bool, svg: Path | None) -> None:
+    """Decode every scene both ways, show it, and say what came out."""
+    from skipstone.api import load, resolve_for
+
+    loaded, tokenizer = load(model)
+    if not getattr(loaded.generation_config, "skipstone", None):
+        raise ValueError(
+            "this model names no method of its own (generation_config.skipstone); use `skipstone generate --compare`"
+        )
+    method = resolve_for(loaded, None)
+    console, found = terminal.console(), []
+    console.record = svg is not None
+    for scene in SCENES:
+        job = _job(loaded, tokenizer, scene)
+        found.append(_both(job, method, None, None) if as_json else _stage(console, job, method, scene))
+    if svg is not None:
+        picture = console.export_svg(title="skipstone demo")
+        svg.write_text(re.sub(r"@font-face \{.*?\}", "", picture, flags=re.DOTALL))  # fonts would be fetched
+    if as_json:
+        scenes = [{**asdict(scene), **comparison.document()} for scene, comparison in zip(SCENES, found, strict=True)]
+        print(json.dumps({"method": {"method": method.name, **asdict(method)}, "scenes": scenes}))
+    else:
+        console.print(NEXT)
+
+
+def _job(model: Any, tokenizer: Any, scene: Scene) -> Job:
+    import torch
+
+    from skipstone.cli.decoding import Job
+
+    ids = torch.tensor([tokenizer.encode(scene.prompt)], device=model.device)
+    return Job(model, tokenizer, ids, {"max_new_tokens": scene.max_new_tokens, "do_sample": False}, seed=0)
+
+
+def _both(job: Job, method: Method, left: Callable[[Step], None] | None, right: Callable[[Step], None] | None) -> Comparison:
+    """Plain decoding, then the method, after both were warmed up. Showing is no part of either's time."""
+    from skipstone.cli.compare import judged
+    from skipstone.cli.decoding import decode, warm_up
+    from skipstone.methods.autoregressive import Autoregressive
+
+    plain = Autoregressive()
+    for one in (plain, method):
+        warm_up(job, one)
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message=".* the speed of plain decoding")  # here it is measured
+        runs = [decode(job, one, seen) for one, seen in ((plain, left), (method, right))]
+    if any(run.interrupted for run in runs):
+        raise KeyboardInterrupt
+    return judged(job, method, [runs[0]], [runs[1]])
+
+
+class Column:
+    """One side of the stage: the text so far, accepted drafts marked."""
+
+    def __init__(self, job: Job, title: str) -> None:
+        from rich.text import Text
+
+        from skipstone.api import Detokenizer
+
+        self.title, self.text, self.detokenizer = title, Text(), Detokenizer(job.tokenizer)
+        self.text.append(terminal.harmless(job.text(job.ids[0].tolist())), style="dim")
+
+    def add(self, step: Step) -> None:
+        from skipstone.cli.showing import ACCEPTED
+
+        for token, origin in zip(step.tokens[0], step.origin[0], strict=True):
+            piece = terminal.harmless(self.detokenizer.add(token))
+            self.text.append(piece, style=ACCEPTED if origin == "draft" else None)
+
+    def panel(self) -> Any:
+        from rich.panel import Panel
+
+        return Panel(self.text, title=self.title, title_align="left")
+
+
+def _stage(console: Console, job: Job, method: Method, scene: Scene) -> Comparison:
+    """Both sides, live where there is a terminal, then the figures."""
+    from rich.live import Live
+    from rich.table import Table
+
+    sides = [Column(job, "plain"), Column(job, f"{method.name}: accepted drafts underlined")]
+
+    def picture() -> Any:
+        table = Table.grid(expand=True)
+        for _ in sides:
+            table.add_column(ratio=1)
+        table.add_row(*(side.panel() for side in sides))
+        return table
+
+    console.rule(scene.title)
+    if console.is_terminal:
+        with Live(picture(), console=console, auto_refresh=False, vertical_overflow="visible") as live:
+            last = 0.0
+
+            def seen(side: Column) -> Callable[[Step], None]:
+                def add(step: Step) -> None:
+                    nonlocal last
+                    side.add(step)
+                    if (now := time.monotonic()) - last >= FRAME:
+                        live.update(picture(), refresh=True)
+                        last = now
+
+                return add
+
+            comparison = _both(job, method, seen(sides[0]), seen(sides[1]))
+            live.update(picture(), refresh=True)
+    else:
+        comparison = _both(job, method, sides[0].add, sides[1].add)
+        console.print(picture())
+    console.print(verdict(comparison))
+    return comparison
+
+
+def verdict(comparison: Comparison) -> str:
+    """The scene's figures in one line, all of them of this run."""
+    plain, own = comparison.plain.figures(), comparison.other.figures()
+    pace = f"{plain['tokens_per_second']:.0f} -> {own['tokens_per_second']:.0f} tokens/s, {comparison.speed_up:.2f} x"
+    drafts = "nothing drafted"
+    if own["acceptance_rate"] is not None:
+        drafts = f"M {own['mean_acceptance_length']:.2f} tokens a step, alpha {own['acceptance_rate']:.2f}"
+    return f"{pace}; {drafts}; {comparison.verdict()}"

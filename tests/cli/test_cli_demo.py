@@ -1,0 +1,66 @@
+"""`skipstone demo`: both sides, what it says of them, and that it computes what it says."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from skipstone.cli import demo
+from tests.cli.helpers import PROMPT, document, expected, refused, run, succeed
+
+DEFAULT = {"method": "layerskip", "exit_layer": 2, "num_speculative_tokens": 3}
+
+
+@pytest.fixture
+def own(variant: Callable[..., Path], monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A checkpoint with a method of its own, and scenes short enough for it."""
+    monkeypatch.setattr(demo, "SCENES", (demo.Scene("first", "> wake me\n", 24), demo.Scene("second", "def f(", 16)))
+    return variant("generation_config.json", skipstone=DEFAULT, _from_model_config=False)
+
+
+def test_figures_are_those_of_both_runs(own: Path) -> None:
+    found = document("demo", own)
+    assert found["method"]["exit_layer"] == 2
+    assert [scene["title"] for scene in found["scenes"]] == ["first", "second"]
+    for scene in found["scenes"]:
+        assert scene["identical"] is True
+        assert scene["plain"]["tokens"] == scene["method"]["tokens"] > 0
+        assert scene["plain"]["acceptance_rate"] is None
+        assert 0 < scene["method"]["acceptance_rate"] <= 1
+        pace = scene["method"]["tokens_per_second"] / scene["plain"]["tokens_per_second"]
+        assert scene["speed_up"] == pytest.approx(pace)
+
+
+def test_both_sides_show_the_same_text(own: Path) -> None:
+    shown = succeed("demo", own).stdout
+    for scene in demo.SCENES:
+        _, text = expected(own, scene.prompt, scene.max_new_tokens)
+        head = (scene.prompt + text).replace("\n", " ").split()[0]
+        assert shown.count(head) >= 2
+    assert shown.count("texts identical: yes") == 2
+    assert "plain" in shown
+    assert "accepted drafts underlined" in shown
+    assert "What to type next" in shown
+
+
+def test_texts_that_differ_are_called_different(variant: Callable[..., Path], monkeypatch: pytest.MonkeyPatch) -> None:
+    """The verdict is computed: an early exit as the model's own method is found out."""
+    monkeypatch.setattr(demo, "SCENES", (demo.Scene("one", PROMPT, 24),))
+    lossy = {"method": "early_exit", "exit_layer": 1}
+    found = document("demo", variant("generation_config.json", skipstone=lossy, _from_model_config=False))
+    assert found["scenes"][0]["identical"] is False
+
+
+def test_the_picture_fetches_nothing(own: Path, tmp_path: Path) -> None:
+    succeed("demo", own, "--svg", tmp_path / "demo.svg")
+    picture = (tmp_path / "demo.svg").read_text()
+    assert picture.startswith("<svg")
+    assert "first" in picture
+    assert "@font-face" not in picture
+    assert "cdn" not in picture
+
+
+def test_a_model_without_a_method_of_its_own_is_refused(folder: Path) -> None:
+    refused(run("demo", folder), "names no method of its own")
