@@ -117,6 +117,12 @@ def training() -> None:
         assert list(inspect.signature(getattr(transformers.Trainer, name)).parameters)[1:] == parameters
 
 
+def saved_generation_config() -> None:
+    """One that stems from the model's config is made anew when it is saved, which would lose a method of its own."""
+    assert GenerationConfig.from_model_config(LlamaConfig())._from_model_config is True
+    assert GenerationConfig(skipstone={"method": "layerskip"})._from_model_config is False
+
+
 PRIVATE: dict[str, Callable[[], None]] = {
     "_get_logits_processor": logits_processor,
     "_get_default_generation_params": default_generation_params,
@@ -127,6 +133,7 @@ PRIVATE: dict[str, Callable[[], None]] = {
     "_eos_token_tensor": special_token_tensors,
     "_is_stateful": stateful_models,
     "_from_config": from_config,
+    "_from_model_config": saved_generation_config,
 }
 
 
