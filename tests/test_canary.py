@@ -120,7 +120,7 @@ def training() -> None:
 def saved_generation_config() -> None:
     """One that stems from the model's config is made anew when it is saved, which would lose a method of its own."""
     assert GenerationConfig.from_model_config(LlamaConfig())._from_model_config is True
-    assert GenerationConfig(skipstone={"method": "layerskip"})._from_model_config is False
+    assert not GenerationConfig(skipstone={"method": "layerskip"})._from_model_config
 
 
 PRIVATE: dict[str, Callable[[], None]] = {
