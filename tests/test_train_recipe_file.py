@@ -166,3 +166,37 @@ class TestFile:
         args = arguments(read(path), Path("x"))
         assert args.exits == EarlyExit(curriculum="rotational", dilation=2, kl_weight=1.5, exits=(2, 3, 5, 8, 11, 17))
         assert args.dropout == LayerDropout(0.1, "exponential")
+
+
+def test_a_recipe_extends_another_part_by_part(tmp_path: Path) -> None:
+    base = recipe(tmp_path, exits={"e_scale": 0.5, "dilation": 2}, training__learning_rate=1e-3)
+    own = tmp_path / "own.yaml"
+    own.write_text(f"extends: {base.name}\noutput: elsewhere\nexits: {{dilation: 1}}\ntraining: {{max_steps: 7}}\n")
+    made, old = read(own), read(base)
+    assert made.exits == {"e_scale": 0.5, "dilation": 1}
+    assert made.training == {**old.training, "max_steps": 7}
+    assert (made.output, made.data, made.model) == ("elsewhere", old.data, old.model)
+    own.write_text("extends: own.yaml\n")
+    with pytest.raises(ValueError, match="extends itself"):
+        read(own)
+    own.write_text("extends: nothing.yaml\n")
+    with pytest.raises(FileNotFoundError, match=r"nothing\.yaml"):
+        read(own)
+
+
+def test_the_plain_twin_of_nano_is_nano_without_the_recipe() -> None:
+    """Same data, model and schedule; the last layer's cross-entropy is all there is, at every step."""
+    folder = Path(__file__).parents[1] / "recipes"
+    nano, twin = read(folder / "nano.yaml"), read(folder / "nano-plain.yaml")
+    assert (twin.model, twin.data, twin.tokenizer, twin.training, twin.seed) == (
+        nano.model,
+        nano.data,
+        nano.tokenizer,
+        nano.training,
+        nano.seed,
+    )
+    exits, dropout = arguments(twin, Path("x")).exits, arguments(twin, Path("x")).dropout
+    for step in (0, 1, 500, 1999):
+        assert exits.weights(step, 24, 2000) == [0.0] * 23 + [1.0]
+        assert dropout.rates(step, 24, 2000) == [0.0] * 24
+    assert any(arguments(nano, Path("x")).dropout.rates(1999, 24, 2000))

@@ -91,15 +91,32 @@ class _Loader(yaml.SafeLoader):
 def read(path: Path) -> Recipe:
     """A recipe from a file. ValueError names what is unknown, missing or impossible."""
     try:
+        return Recipe.model_validate(_values(path, ()))
+    except ValidationError as error:
+        raise ValueError(f"{path}: {_first(error)}") from error
+
+
+def _values(path: Path, above: tuple[Path, ...]) -> dict[str, Any]:
+    """What a file says, on top of the recipe beside it that it `extends`: part by part, a list or a plain value as a whole."""
+    if path.resolve() in above:
+        raise ValueError(f"{path} extends itself")
+    try:
         values = yaml.load(path.read_text(encoding="utf-8"), _Loader)
     except (yaml.YAMLError, UnicodeDecodeError) as error:
         raise ValueError(f"{path} is not valid YAML: {error}") from error
     if not isinstance(values, dict):
         raise ValueError(f"{path} must hold a mapping of settings, found {type(values).__name__}")
-    try:
-        return Recipe.model_validate(values)
-    except ValidationError as error:
-        raise ValueError(f"{path}: {_first(error)}") from error
+    base = values.pop("extends", None)
+    return values if base is None else _over(_values(path.parent / str(base), (*above, path.resolve())), values)
+
+
+def _over(base: dict[str, Any], changes: dict[str, Any]) -> dict[str, Any]:
+    both = {key: _over(base[key], changes[key]) for key in base.keys() & changes.keys() if _parts(base[key], changes[key])}
+    return {**base, **changes, **both}
+
+
+def _parts(one: Any, other: Any) -> bool:
+    return isinstance(one, dict) and isinstance(other, dict)
 
 
 def arguments(recipe: Recipe, output: Path) -> LayerSkipArguments:
