@@ -7,6 +7,8 @@ from typing import Any
 
 import pytest
 
+from skipstone import Autoregressive
+from skipstone.methods import resolve
 from skipstone.train import run as running
 from skipstone.train.recipe import PRESETS, EarlyExit, LayerDropout
 from skipstone.train.recipe_file import arguments, read
@@ -195,6 +197,7 @@ def test_the_plain_twin_of_nano_is_nano_without_the_recipe() -> None:
         nano.training,
         nano.seed,
     )
+    assert resolve(twin.decoding) == Autoregressive()
     exits, dropout = arguments(twin, Path("x")).exits, arguments(twin, Path("x")).dropout
     for step in (0, 1, 500, 1999):
         assert exits.weights(step, 24, 2000) == [0.0] * 23 + [1.0]

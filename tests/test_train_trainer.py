@@ -205,6 +205,23 @@ class TestUse:
             == ["checkpoint-2", "checkpoint-4", "metrics.jsonl"]
         )
 
+    @pytest.mark.parametrize("logging_steps", [1, 100])
+    def test_a_loss_that_is_no_number_stops_the_run_before_it_is_saved(self, tmp_path: Path, logging_steps: int) -> None:
+        one = trainer(tmp_path, save_strategy="steps", save_steps=1, logging_steps=logging_steps)
+        poison, usual = one.model.lm_head.weight, one.training_step
+
+        def step(*given: Any) -> Tensor:
+            if one.state.global_step == 2:
+                poison.data[0, 0] = math.nan
+            return usual(*given)
+
+        one.training_step = step  # type: ignore[method-assign]
+        with pytest.raises(
+            ValueError, match=r"the loss is nan at step 3: lower the learning rate.*checkpoint-2 is from before"
+        ):
+            one.train()
+        assert sorted(path.name for path in tmp_path.glob("checkpoint-*")) == ["checkpoint-1", "checkpoint-2"]
+
 
 class TestRefused:
     @pytest.mark.parametrize(
@@ -219,6 +236,9 @@ class TestRefused:
             ({"auto_find_batch_size": True}, "auto_find_batch_size"),
             ({"save_only_model": True}, "cannot be resumed from"),
             ({"label_smoothing_factor": 0.1}, "no label smoothing"),
+            ({"use_liger_kernel": True}, "replaces the forward"),
+            ({"ignore_data_skip": True}, "resumes at the row where it stopped"),
+            ({"logging_nan_inf_filter": True}, "a loss that is not finite stops the run"),
             ({"dropout": {"p_max": 0.1}}, "dropout must be a LayerDropout"),
             ({"per_device_train_batch_size": 0}, "per_device_train_batch_size must be at least 1, found 0"),
             ({"gradient_accumulation_steps": 0}, "gradient_accumulation_steps must be at least 1"),

@@ -13,7 +13,7 @@ from skipstone.train.recipe import EarlyExit, LayerDropout
 DECIDING = (
     *("max_steps", "per_device_train_batch_size", "gradient_accumulation_steps", "train_sampling_strategy", "data_seed"),
     *("learning_rate", "muon_learning_rate", "lr_scheduler_type", "lr_scheduler_kwargs", "warmup_steps", "weight_decay"),
-    *("adam_beta1", "adam_beta2", "adam_epsilon", "max_grad_norm", "bf16", "fp16"),
+    *("adam_beta1", "adam_beta2", "adam_epsilon", "optim_args", "max_grad_norm", "neftune_noise_alpha", "bf16", "fp16"),
 )
 """Arguments that a run must keep when it resumes: with others it would be another run, or they would have no effect."""
 
@@ -33,6 +33,7 @@ class LayerSkipArguments(TrainingArguments):
     muon_learning_rate: float | None = None
     loss_chunk: int = CHUNK
     eval_exits: tuple[int, ...] | None = None
+    logging_nan_inf_filter: bool = False  # transformers would log the mean of earlier losses in the place of nan
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -57,6 +58,12 @@ class LayerSkipArguments(TrainingArguments):
             "auto_find_batch_size": (self.auto_find_batch_size, "a run resumes with the batch size that it was started with"),
             "save_only_model": (self.save_only_model, "a checkpoint without the optimiser cannot be resumed from"),
             "label_smoothing_factor": (self.label_smoothing_factor != 0, "the early-exit loss has no label smoothing"),
+            "logging_nan_inf_filter": (self.logging_nan_inf_filter, "a loss that is not finite stops the run"),
+            "use_liger_kernel": (self.use_liger_kernel, "it replaces the forward that the early-exit loss is computed in"),
+            "ignore_data_skip": (self.ignore_data_skip, "a run resumes at the row where it stopped"),
+            "bf16_full_eval": (self.bf16_full_eval, "exits are measured in the precision of the weights"),
+            "fp16_full_eval": (self.fp16_full_eval, "exits are measured in the precision of the weights"),
+            "prediction_loss_only": (self.prediction_loss_only, "an evaluation reports every exit"),
         }
         for name, (wanted, reason) in refused.items():
             if wanted:

@@ -178,7 +178,7 @@ class EarlyExit:
 
 @dataclass(frozen=True)
 class LayerSkipRecipe:
-    """Layer dropout and early-exit loss together. steps: T, optimiser steps of the whole run, whatever resumes in between."""
+    """Layer dropout and early-exit loss together."""
 
     dropout: LayerDropout
     exits: EarlyExit

@@ -107,7 +107,12 @@ def _values(path: Path, above: tuple[Path, ...]) -> dict[str, Any]:
     if not isinstance(values, dict):
         raise ValueError(f"{path} must hold a mapping of settings, found {type(values).__name__}")
     base = values.pop("extends", None)
-    return values if base is None else _over(_values(path.parent / str(base), (*above, path.resolve())), values)
+    if base is None:
+        return values
+    below = _values(path.parent / str(base), (*above, path.resolve()))
+    if "decoding" in values:  # a method with its settings: those of another mean nothing to it
+        below.pop("decoding", None)
+    return _over(below, values)
 
 
 def _over(base: dict[str, Any], changes: dict[str, Any]) -> dict[str, Any]:

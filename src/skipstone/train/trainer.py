@@ -7,6 +7,7 @@ DeepSpeed, schedulers, gradient accumulation) is transformers' and accelerate's.
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -139,7 +140,18 @@ class LayerSkipTrainer(Trainer):
             parts = {name: float(self._mean(total)) / steps for name, (total, steps) in self._tally.state().items()}
             self._tally = Tally()
             logs = {**logs, **parts}
+            self._check_finite(logs["loss"])
         super().log(logs, start_time)
+
+    def _check_finite(self, loss: float) -> None:
+        """ValueError for a loss that says that the weights are lost, before they are saved."""
+        if not math.isfinite(loss):
+            run = Path(str(self.args.output_dir))
+            last = checkpoint.latest_good(run, self.fingerprint)
+            raise ValueError(
+                f"the loss is {loss} at step {self.state.global_step}: lower the learning rate, or look at the data; "
+                + (f"{run / last.name} is from before" if last else "no checkpoint was written yet")
+            )
 
     def _mean(self, value: Tensor) -> Tensor:
         """Over the processes."""
@@ -164,7 +176,7 @@ class LayerSkipTrainer(Trainer):
         for name, rows in chosen.items() if isinstance(chosen, dict) else [("", chosen)]:
             prefix = f"{metric_key_prefix}_{name}" if name else metric_key_prefix
             batches = _Batches(rows, self.args.per_device_eval_batch_size, self.data_collator)
-            quality = exit_quality(self.model, batches, None, self.args.eval_exits)  # type: ignore[arg-type]
+            quality = exit_quality(self.model, batches, None, self.args.eval_exits, self.args.loss_chunk)  # type: ignore[arg-type]
             metrics |= {f"{prefix}_{key}": value for key, value in quality.flat().items()}
         self.log(metrics)
         self.control = self.callback_handler.on_evaluate(self.args, self.state, self.control, metrics)
@@ -177,6 +189,7 @@ class LayerSkipTrainer(Trainer):
         """transformers' checkpoint, made whole before it has its name (checkpoint.py). OSError where the disk is full."""
         run = Path(super()._get_output_dir(trial))
         step = self.state.global_step
+        self._check_finite(float(self._tr_loss))
         try:
             self._saving = checkpoint.partial_folder(run) if self.args.should_save else run / checkpoint.PARTIAL
             self.accelerator.wait_for_everyone()
@@ -187,12 +200,7 @@ class LayerSkipTrainer(Trainer):
                 checkpoint.publish(self._saving / f"checkpoint-{step}", run, step, self.fingerprint)
                 checkpoint.keep_latest(run, self.args.save_total_limit or 0)
         except (OSError, RuntimeError, SafetensorError) as error:
-            # torch's writer raises RuntimeError, safetensors' its own: neither is an OSError
-            if (
-                isinstance(error, RuntimeError)
-                and "PytorchStreamWriter" not in str(error)
-                and "inline_container" not in str(error)
-            ):
+            if isinstance(error, RuntimeError) and not any(name in str(error) for name in _TORCH_WRITER):
                 raise
             if self.args.should_save:
                 checkpoint.clear(run)
