@@ -15,8 +15,10 @@ import argparse
 import ast
 import io
 import json
+import math
 import random
 import sys
+import textwrap
 import time
 import tokenize
 import warnings
@@ -29,7 +31,7 @@ import torch
 
 import skipstone
 from skipstone.bench.statistics import repeated_share
-from skipstone.train.data import Rows
+from skipstone.train.data import Rows, pack
 from skipstone.train.documents import Document, collect, deduplicate, split
 from skipstone.train.evaluation import exit_quality
 from skipstone.train.run import Recipe, read
@@ -38,7 +40,7 @@ sys.path.insert(0, str(Path(__file__).parent / "data"))
 import commands
 
 EXITS = (3, 6, 12, 18)
-PREFIX_LINES, PARSED_TOKENS = 4, 128
+PREFIX_LINES, PARSED_TOKENS, MOST_OPEN = 4, 128, 4
 
 
 def held_out(recipe: Path) -> tuple[Recipe, dict[str, list[Document]]]:
@@ -57,34 +59,37 @@ def exits(model: str, twin: str | None, recipe: Path, rows: int) -> dict[str, An
     made, documents = held_out(recipe)
     found: dict[str, Any] = {}
     for name, folder in {"nano": model, **({"plain": twin} if twin else {})}.items():
+        check_unseen(Path(folder), documents)
         network, tokenizer = skipstone.load(folder, dtype=torch.float32)
         for source, own in documents.items():
-            tokens, size = _rows(own, tokenizer, made.data.length, rows)
-            quality = exit_quality(network, Rows(tokens), 8)
+            packed = pack(own, tokenizer, made.data.length, made.seed, tokenizer.eos_token_id)[:rows]
+            quality = exit_quality(network, Rows(packed), 8)
+            size = sum(len(tokenizer.decode(row).encode()) for row in packed) / packed.numel()
             found.setdefault(source, {})[name] = {
                 "tokens": quality.tokens,
-                "bytes_per_token": size,
+                "bits_per_byte": math.log2(quality.perplexity[max(quality.perplexity)]) / size,
                 "perplexity": quality.perplexity,
                 "agreement": quality.agreement,
             }
     print("| held-out | model | exit | perplexity | agreement with the last layer |\n| --- | --- | --- | --- | --- |")
     for source, by_model in found.items():
         for name, values in by_model.items():
-            for layer in (3, 4, 6, 8, 12, 18, 24):
+            depth = max(values["perplexity"])
+            for layer in sorted({*(e for e in (3, 4, 6, 8, 12, 18) if e < depth), depth}):
                 perplexity, agreement = values["perplexity"][layer], values["agreement"][layer]
                 print(f"| {source} | {name} | {layer} | {perplexity:.2f} | {agreement:.2f} |")
     return found
 
 
-def _rows(documents: Sequence[Document], tokenizer: Any, length: int, most: int) -> tuple[torch.Tensor, float]:
-    """(rows [N, length] of documents one after the other, bytes a token)."""
-    ids: list[int] = []
-    size = 0
-    for document in documents:
-        ids += [*tokenizer.encode(document.text), tokenizer.eos_token_id]
-        size += len(document.text.encode())
-    count = min(most, len(ids) // length)
-    return torch.tensor(ids[: count * length]).reshape(count, length), size / len(ids)
+def check_unseen(model: Path, documents: dict[str, list[Document]]) -> None:
+    """ValueError where a model's own account of its data (data.json) knows other held-out documents: with another Python or
+    other files, some of these may have been trained on."""
+    account = json.loads((model / "data.json").read_text())["sources"]
+    for source, own in documents.items():
+        here = {"documents": len(own), "bytes": sum(len(document.text.encode()) for document in own)}
+        there = {key: account[source]["held_out"][key] for key in here}
+        if here != there:
+            raise ValueError(f"the held-out part of {source!r} is {here} here and was {there} in training")
 
 
 # --------------------------------------------------------------------------------------------- commands
@@ -92,7 +97,7 @@ def _rows(documents: Sequence[Document], tokenizer: Any, length: int, most: int)
 
 @dataclass
 class Line:
-    """One decoding method over all requests. parsed: (answer, output) of each."""
+    """One decoding method over all requests. outputs: (answer, output) of each."""
 
     name: str
     method: skipstone.Method
@@ -154,42 +159,71 @@ def _continue(line: Line, network: Any, tokenizer: Any, ids: torch.Tensor, answe
 # ------------------------------------------------------------------------------------------------ parse
 
 
-def last_full_statement(text: str) -> str | None:
-    """Text up to the end of its last logical line that is complete and opens no block; None where there is none."""
-    ends: list[int] = []
-    lines = text.splitlines(keepends=True)
+def logical_lines(text: str) -> list[int]:
+    """Where complete logical lines end, as character positions. What the text is in the midst of at its end (a bracket, a
+    string, a line) counts for nothing; a mistake before that is an IndentationError or SyntaxError."""
+    starts = [0]
+    for line in io.StringIO(text):
+        starts.append(starts[-1] + len(line))
+    ends = []
     try:
         for token in tokenize.generate_tokens(io.StringIO(text).readline):
             if token.type == tokenize.NEWLINE and token.string:
-                ends.append(token.end[0] if token.end[1] == 0 else token.start[0])
-    except (tokenize.TokenError, IndentationError, SyntaxError):
-        pass  # the text ends inside a bracket, a string or a line: what came before counts
-    while ends and lines[ends[-1] - 1].split("#")[0].rstrip().endswith(":"):
-        ends.pop()
-    return "".join(lines[: ends[-1]]) if ends else None
+                ends.append(starts[token.start[0]])
+    except tokenize.TokenError as error:
+        if not any(part in str(error) for part in ("EOF", "triple-quoted")):
+            raise SyntaxError(str(error)) from error
+    return ends
 
 
 def parses(prefix: str, continuation: str) -> bool:
-    """Whether prefix and continuation, cut at the last full statement, are Python. False where the cut leaves nothing of the
-    continuation."""
-    cut = last_full_statement(prefix + continuation.rpartition("\n")[0] + "\n")
-    if cut is None or len(cut) <= len(prefix):
-        return False
+    """Whether prefix and continuation are Python up to the last full statement, of which at least one must be new.
+
+    The text ends where its tokens ran out, so up to MOST_OPEN logical lines are taken back until it parses: the line that
+    was being written, and block openers above it that have no body yet (`if x:`, `try:`, a decorator).
+    """
+    text = prefix + continuation.rpartition("\n")[0] + "\n"
     try:
-        ast.parse(cut)
-    except (SyntaxError, ValueError):
+        ends = logical_lines(text)
+    except (IndentationError, SyntaxError):
         return False
-    return True
+    for end in ends[: -MOST_OPEN - 1 : -1]:
+        if end <= len(prefix):
+            return False
+        try:
+            ast.parse(text[:end])
+        except (SyntaxError, ValueError):
+            if not _opens(text[:end]):
+                return False
+            continue
+        return True
+    return False
+
+
+def _opens(text: str) -> bool:
+    """Whether the last logical line can only be followed by more: a block opener, a decorator, a `try` without `except`."""
+    try:
+        ast.parse(text)
+    except SyntaxError as error:
+        said = str(error.msg)
+        return said.startswith(("expected an indented block", "expected 'except' or 'finally' block")) or (
+            said == "invalid syntax" and text.splitlines()[-1].lstrip().startswith("@")
+        )
+    except ValueError:
+        return False
+    return False
 
 
 def prefixes(documents: Sequence[Document], count: int, seed: int) -> list[str]:
-    """Beginnings of functions and classes of held-out files, a few lines each."""
+    """Beginnings of functions, methods and classes of held-out files, a few lines each, without their indentation."""
     found = []
     for document in documents:
-        lines = document.text.splitlines(keepends=True)
-        for node in ast.parse(document.text).body:
-            if isinstance(node, (ast.FunctionDef, ast.ClassDef)) and (node.end_lineno or 0) - node.lineno > 2 * PREFIX_LINES:
-                found.append("".join(lines[node.lineno - 1 : node.lineno - 1 + PREFIX_LINES]))
+        lines = io.StringIO(document.text).readlines()
+        for node in ast.walk(ast.parse(document.text)):
+            kinds = (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)
+            if isinstance(node, kinds) and (node.end_lineno or 0) - node.lineno > 2 * PREFIX_LINES:
+                found.append(textwrap.dedent("".join(lines[node.lineno - 1 : node.lineno - 1 + PREFIX_LINES])))
+    found = sorted(dict.fromkeys(found))
     random.Random(seed).shuffle(found)
     if len(found) < count:
         raise ValueError(f"the held-out files have {len(found)} functions and classes long enough, {count} are needed")
@@ -198,8 +232,9 @@ def prefixes(documents: Sequence[Document], count: int, seed: int) -> list[str]:
 
 def parse(model: str, recipe: Path, count: int) -> dict[str, Any]:
     """The share of continuations at T = .2 that parse, and the median share of repeated 8-grams."""
-    network, tokenizer = skipstone.load(model, dtype=torch.float32)
     _, documents = held_out(recipe)
+    check_unseen(Path(model), documents)
+    network, tokenizer = skipstone.load(model, dtype=torch.float32)
     good, shares = 0, []
     for number, prefix in enumerate(prefixes(documents["code"], count, 0)):
         ids = torch.tensor([tokenizer.encode(prefix)])
