@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+import yaml
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 
@@ -117,6 +118,17 @@ class TestFinished:
         assert {f"out/model/{name}": value for name, value in written.items()}.items() <= before.items()
         with pytest.raises(ValueError, match="is not empty: remove it, or let the run resume"):
             run(copied, fresh=True, say=quiet)
+
+    def test_a_finished_model_takes_new_decoding_defaults_and_nothing_else(self, copied: Path) -> None:
+        """The best ones are known only once it is trained."""
+        before = content(copied.parent / "out")
+        made = yaml.safe_load(copied.read_text())
+        copied.write_text(yaml.safe_dump({**made, "decoding": {**DECODING, "exit_layer": 1}}))
+        model, _ = skipstone.load(run(copied, say=quiet))
+        assert model.generation_config.skipstone == {**DECODING, "exit_layer": 1}
+        after = content(copied.parent / "out")
+        assert {name for name in after if after[name] != before.get(name)} == {"model/generation_config.json"}
+        assert after.keys() == before.keys()
 
     @pytest.mark.parametrize(
         ("change", "part"),

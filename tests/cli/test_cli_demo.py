@@ -62,5 +62,9 @@ def test_the_picture_fetches_nothing(own: Path, tmp_path: Path) -> None:
     assert "cdn" not in picture
 
 
+def test_a_picture_of_nothing_is_refused(own: Path, tmp_path: Path) -> None:
+    refused(run("demo", own, "--json", "--svg", tmp_path / "demo.svg"), "give one of them")
+
+
 def test_a_model_without_a_method_of_its_own_is_refused(folder: Path) -> None:
     refused(run("demo", folder), "names no method of its own")

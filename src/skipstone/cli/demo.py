@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import json
+import os
 import re
+import shutil
+import sys
 import time
 import warnings
 from collections.abc import Callable
@@ -49,9 +52,9 @@ SCENES = (
 )
 NEXT = """
 What to type next:
-  skipstone generate --prompt "> play some quiet jazz in the kitchen" --compare     any prompt, measured
-  skipstone generate MODEL --prompt "..." --method layerskip --exit-layer 4         your own model, trained for early exits
-  skipstone train layerskip recipes/nano.yaml                                       train one
+  {program} generate --prompt $'> play some quiet jazz in the kitchen\\n' --compare
+  {program} generate MODEL --prompt "..." --method layerskip --exit-layer 4 --compare
+docs/training.md tells how early exits are trained into a model of your own.
 """
 
 
@@ -70,6 +73,8 @@ def demo(
 
 def show(model: str | None, as_json: bool, svg: Path | None) -> None:
     """Decode every scene both ways, show it, and say what came out."""
+    if as_json and svg is not None:
+        raise ValueError("--svg saves the picture, --json shows none: give one of them")
     from skipstone.api import load, resolve_for
 
     loaded, tokenizer = load(model)
@@ -90,7 +95,12 @@ def show(model: str | None, as_json: bool, svg: Path | None) -> None:
         scenes = [{**asdict(scene), **comparison.document()} for scene, comparison in zip(SCENES, found, strict=True)]
         print(json.dumps({"method": {"method": method.name, **asdict(method)}, "scenes": scenes}))
     else:
-        console.print(NEXT)
+        console.print(NEXT.format(program=_program()), soft_wrap=True)
+
+
+def _program() -> str:
+    """How this program was started, as the reader would type it."""
+    return "skipstone" if shutil.which("skipstone") else os.path.relpath(sys.argv[0])
 
 
 def _job(model: Any, tokenizer: Any, scene: Scene) -> Job:
@@ -137,6 +147,9 @@ class Column:
             piece = terminal.harmless(self.detokenizer.add(token))
             self.text.append(piece, style=ACCEPTED if origin == "draft" else None)
 
+    def end(self) -> None:
+        self.text.append(terminal.harmless(self.detokenizer.rest()))
+
     def panel(self) -> Any:
         from rich.panel import Panel
 
@@ -159,7 +172,7 @@ def _stage(console: Console, job: Job, method: Method, scene: Scene) -> Comparis
 
     console.rule(scene.title)
     if console.is_terminal:
-        with Live(picture(), console=console, auto_refresh=False, vertical_overflow="visible") as live:
+        with Live(picture(), console=console, auto_refresh=False) as live:
             last = 0.0
 
             def seen(side: Column) -> Callable[[Step], None]:
@@ -173,9 +186,13 @@ def _stage(console: Console, job: Job, method: Method, scene: Scene) -> Comparis
                 return add
 
             comparison = _both(job, method, seen(sides[0]), seen(sides[1]))
+            for side in sides:
+                side.end()
             live.update(picture(), refresh=True)
     else:
         comparison = _both(job, method, sides[0].add, sides[1].add)
+        for side in sides:
+            side.end()
         console.print(picture())
     console.print(verdict(comparison))
     return comparison

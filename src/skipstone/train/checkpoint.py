@@ -41,9 +41,7 @@ def publish(partial: Path, run: Path, step: int, fingerprint: dict[str, Any]) ->
     files = {path.relative_to(partial).as_posix(): _digest(path) for path in sorted(partial.rglob("*")) if path.is_file()}
     manifest = {"step": step, "fingerprint": fingerprint, "files": files}
     (partial / MANIFEST).write_text(json.dumps(manifest, indent=1), encoding="utf-8")
-    for path in partial.rglob("*"):
-        _flush(path)
-    _flush(partial)
+    flush(partial)
     final = run / f"{_PREFIX}{step}"
     if final.exists():  # the same step again, after resuming from an earlier one
         _discard(final)
@@ -145,8 +143,13 @@ def _digest(path: Path) -> str:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 
+def flush(folder: Path) -> None:
+    """Make sure that a folder and all that is in it are on the disk."""
+    for path in (*folder.rglob("*"), folder):
+        _flush(path)
+
+
 def _flush(path: Path) -> None:
-    """Make sure that a file or folder is on the disk."""
     handle = os.open(path, os.O_RDONLY)
     try:
         os.fsync(handle)

@@ -22,6 +22,7 @@ from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
     AutoTokenizer,
+    GenerationConfig,
     PreTrainedTokenizerBase,
     PrinterCallback,
     ProgressCallback,
@@ -75,6 +76,8 @@ def run(path: Path, output: Path | None = None, fresh: bool = False, say: Say = 
     trainer = _trainer(recipe, model, settings, prepared, folder)
     if _finished(trainer, folder):
         say(f"{folder} is finished: nothing is left to train")
+        if first:
+            _redecide(folder / MODEL, recipe.decoding)
     else:
         _train(trainer, say)
         _save(trainer, tokenizer, recipe, prepared, folder / MODEL)
@@ -249,6 +252,15 @@ def _save(
     trainer.accelerator.wait_for_everyone()
 
 
+def _redecide(folder: Path, decoding: dict[str, Any]) -> None:
+    """Give a finished model the decoding defaults of its recipe: the best ones are known only once it is trained."""
+    config: Any = GenerationConfig.from_pretrained(folder)
+    if decoding and getattr(config, OWN_FIELD, None) != decoding:
+        setattr(config, OWN_FIELD, decoding)
+        config._from_model_config = False
+        config.save_pretrained(folder)
+
+
 @contextmanager
 def _whole(folder: Path) -> Iterator[Path]:
     """A folder to write into that becomes `folder` when the block ends, in place of what was there. OSError, full disk."""
@@ -257,6 +269,7 @@ def _whole(folder: Path) -> Iterator[Path]:
     made.mkdir()
     try:
         yield made
+        checkpoint.flush(made)
         shutil.rmtree(folder, ignore_errors=True)
         os.replace(made, folder)
     except SafetensorError as error:
