@@ -225,10 +225,17 @@ def test_without_held_out_documents_there_are_no_held_out_rows(recipe: Path) -> 
     assert prepare(SOURCES, BYTES, PLAN.model_copy(update={"held_out": 0.0}), recipe).held_out == {}
 
 
-def test_a_source_too_small_for_a_row_is_refused(recipe: Path) -> None:
-    error = r"source 'small': the 1 held_out documents \(held_out=0.1\) make \d+ tokens, not one row of 1000"
+def test_a_source_too_small_for_a_row_is_refused_or_not_evaluated(recipe: Path) -> None:
+    plan = PLAN.model_copy(update={"length": 500})
+    told = r"source 'small': the 1 held_out documents \(held_out=0.1\) make \d+ tokens, not one row of 500: not evaluated"
+    with pytest.warns(UserWarning, match=told):
+        made = prepare(SOURCES[1:], BYTES, plan, recipe)
+    assert made.held_out == {}
+    assert made.report["sources"]["small"]["held_out"]["documents"] == 1
+    assert len(made.train) == plan.rows
+    error = r"source 'small': the \d+ train documents \(held_out=0.1\) make \d+ tokens, not one row of 100000"
     with pytest.raises(ValueError, match=error):
-        prepare(SOURCES[1:], BYTES, PLAN.model_copy(update={"length": 1000}), recipe)
+        prepare(SOURCES[1:], BYTES, PLAN.model_copy(update={"length": 100_000}), recipe)
 
 
 def test_a_tokenizer_without_an_end_is_refused(recipe: Path) -> None:

@@ -7,6 +7,7 @@ ended by the tokenizer's end token, and a row may hold the end of one and the be
 from __future__ import annotations
 
 import hashlib
+import warnings
 import zlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -150,7 +151,8 @@ def prepare(
 
     base: the recipe's folder. cache: a folder for results, one for each combination of sources, plan, tokenizer and documents;
     the documents are read at every call, so that a changed file is noticed. A damaged result is made anew, with a warning.
-    ValueError and FileNotFoundError as the steps have them, and where a source is too small for one row of either part.
+    ValueError and FileNotFoundError as the steps have them, and where a source is too small for one row to train on; one whose
+    held-out documents do not fill a row is not evaluated, with a warning.
     """
     _end(tokenizer)  # before any work
     documents = collect(sources, base)
@@ -191,7 +193,10 @@ def _build(
                 continue
             tokens = _tokens(own, tokenizer, plan.seed, eos_id)
             what = f"source {source.name!r}: the {len(own)} {part} documents (held_out={plan.held_out})"
-            packed[part][source.name] = _cut(tokens, plan.length, what)
+            if part == "held_out" and len(tokens) < plan.length:
+                warnings.warn(f"{what} make {len(tokens)} tokens, not one row of {plan.length}: not evaluated", stacklevel=2)
+            else:
+                packed[part][source.name] = _cut(tokens, plan.length, what)
             size = sum(len(document.text.encode()) for document in own)
             report[source.name][part] = {"documents": len(own), "bytes": size, "tokens": len(tokens)}
     train, epochs = mix(packed["train"], {source.name: source.weight for source in sources}, plan.rows, plan.seed)
