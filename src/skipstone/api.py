@@ -40,8 +40,8 @@ def load(
 ) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
     """Load a causal language model, ready to decode, and its tokenizer.
 
-    name: a folder or hub id; None for the bundled skipstone-nano. dtype: of the weights; "auto" takes the checkpoint's, and
-    float32 for the bundled model, which is fastest in it. Weights come from safetensors only.
+    name: a folder or hub id; None for the bundled model, a ValueError where this version has none. dtype: of the weights;
+    "auto" takes the checkpoint's, and float32 for the bundled model. Weights come from safetensors only.
     OSError where nothing is found; ValueError where the checkpoint is corrupt or incomplete.
     """
     if name is None:

@@ -60,7 +60,9 @@ docs/training.md tells how early exits are trained into a model of your own.
 
 def demo(
     ctx: typer.Context,
-    model: Annotated[str | None, typer.Argument(help="A folder or a hub id. Default: skipstone-nano.", metavar="MODEL")] = None,
+    model: Annotated[
+        str | None, typer.Argument(help="A folder or a hub id. Default: the bundled model.", metavar="MODEL")
+    ] = None,
     json_: Annotated[bool, typer.Option("--json", help="Print the figures as one JSON document instead.")] = False,
     svg: Annotated[Path | None, typer.Option(help="Save the picture to this file too.", show_default=False)] = None,
     debug: Annotated[bool, typer.Option("--debug", help="Show tracebacks.", hidden=True)] = False,

@@ -20,7 +20,8 @@ class Options:
     """Each flag, its type, its default and its help, once; those of the methods derive from their dataclasses."""
 
     model: Annotated[
-        str | None, typer.Argument(help="A folder or a hub id. Default: the bundled skipstone-nano.", metavar="MODEL")
+        str | None,
+        typer.Argument(help="A folder or a hub id. Default: the bundled model, where there is one.", metavar="MODEL"),
     ] = None
     prompt: Annotated[str | None, _option("The text to continue.", "Prompt")] = None
     prompt_file: Annotated[Path | None, _option("A file to continue (UTF-8).", "Prompt")] = None
