@@ -1,12 +1,13 @@
 """The figures of skipstone-nano: quality of every exit, exact match and speed on commands, code that parses.
 
-    python recipes/nano_results.py exits MODEL [TWIN] --recipe recipes/nano.yaml   # the shape of the paper's Table 1
-    python recipes/nano_results.py commands MODEL                                  # Tables 6 and 11
-    python recipes/nano_results.py parse MODEL --recipe recipes/nano.yaml          # share of continuations that parse
-    python recipes/nano_results.py prompts FOLDER --recipe recipes/nano.yaml       # prompts for `make bench`, as .jsonl
+    python recipes/nano_results.py exits MODEL [TWIN]   # the shape of the paper's Table 1
+    python recipes/nano_results.py commands MODEL       # Tables 6 and 11
+    python recipes/nano_results.py parse MODEL          # share of continuations that parse
+    python recipes/nano_results.py prompts FOLDER       # prompts for `make bench`, as .jsonl
 
 Each prints a table in Markdown and, as its last line, one JSON document. MODEL, TWIN: folders. TWIN is the model of the same
-recipe trained plainly (recipes/nano-plain.yaml).
+recipe trained plainly (recipes/nano-plain.yaml). All but `commands` read
+the recipe's held-out data, and take the --data-dir of the training.
 """
 
 from __future__ import annotations
@@ -43,9 +44,9 @@ EXITS = (3, 6, 12, 18)
 PREFIX_LINES, PARSED_TOKENS, MOST_OPEN = 4, 128, 4
 
 
-def held_out(recipe: Path) -> tuple[Recipe, dict[str, list[Document]]]:
+def held_out(recipe: Path, data_dir: Path | None) -> tuple[Recipe, dict[str, list[Document]]]:
     """The documents of a recipe that its training never sees, by source."""
-    made = read(recipe)
+    made = read(recipe, data_dir)
     kept, _ = deduplicate(collect(made.data.sources, recipe.parent))
     _, out = split(kept, made.data.held_out, made.seed)
     return made, {source.name: [d for d in out if d.source == source.name] for source in made.data.sources}
@@ -54,9 +55,9 @@ def held_out(recipe: Path) -> tuple[Recipe, dict[str, list[Document]]]:
 # ------------------------------------------------------------------------------------------------ exits
 
 
-def exits(model: str, twin: str | None, recipe: Path, rows: int) -> dict[str, Any]:
+def exits(model: str, twin: str | None, recipe: Path, data_dir: Path | None, rows: int) -> dict[str, Any]:
     """Perplexity, bits per byte and agreement of every exit on held-out text, with the recipe and without."""
-    made, documents = held_out(recipe)
+    made, documents = held_out(recipe, data_dir)
     found: dict[str, Any] = {}
     for name, folder in {"nano": model, **({"plain": twin} if twin else {})}.items():
         check_unseen(Path(folder), documents)
@@ -230,9 +231,9 @@ def prefixes(documents: Sequence[Document], count: int, seed: int) -> list[str]:
     return found[:count]
 
 
-def parse(model: str, recipe: Path, count: int) -> dict[str, Any]:
+def parse(model: str, recipe: Path, data_dir: Path | None, count: int) -> dict[str, Any]:
     """The share of continuations at T = .2 that parse, and the median share of repeated 8-grams."""
-    _, documents = held_out(recipe)
+    _, documents = held_out(recipe, data_dir)
     check_unseen(Path(model), documents)
     network, tokenizer = skipstone.load(model, dtype=torch.float32)
     good, shares = 0, []
@@ -251,24 +252,22 @@ def parse(model: str, recipe: Path, count: int) -> dict[str, Any]:
 # ---------------------------------------------------------------------------------------------- prompts
 
 
-def prompts(folder: Path, recipe: Path, count: int) -> dict[str, Any]:
-    """Prompt files for the benchmark: test requests, beginnings of held-out functions, GSM8K questions, HumanEval."""
-    made, documents = held_out(recipe)
-    shared = {Path(source.path).parent for source in made.data.sources if source.kind == "jsonl"}
+def prompts(folder: Path, recipe: Path, data_dir: Path | None, count: int) -> dict[str, Any]:
+    """Prompt files for the benchmark: test requests and beginnings of held-out functions; of the data folder, where it has
+    them, GSM8K's test questions and HumanEval's prompts."""
+    _, documents = held_out(recipe, data_dir)
     folder.mkdir(parents=True, exist_ok=True)
     sets: dict[str, list[str]] = {
         "commands": [example.prompt for example in commands.examples("test", count, 1)],
         "code": prefixes(documents["code"], count, 1),
     }
-    for parent in shared:
-        base = (recipe.parent / parent).resolve()
-        if (base / "gsm8k_test.jsonl").is_file():
-            lines = (base / "gsm8k_test.jsonl").read_text().splitlines()[:count]
-            sets["gsm8k"] = [f"Question: {json.loads(line)['question']}\nAnswer:" for line in lines]
-        if (base / "humaneval.jsonl").is_file():
-            sets["humaneval"] = [
-                json.loads(line)["prompt"] for line in (base / "humaneval.jsonl").read_text().splitlines()[:count]
-            ]
+    for name, file, form in (
+        ("gsm8k", "gsm8k_test.jsonl", "Question: {question}\nAnswer:"),
+        ("humaneval", "humaneval.jsonl", "{prompt}"),
+    ):
+        if data_dir is not None and (data_dir / file).is_file():
+            lines = (data_dir / file).read_text(encoding="utf-8").splitlines()[:count]
+            sets[name] = [form.format(**json.loads(line)) for line in lines]
     for name, texts in sets.items():
         (folder / f"{name}.jsonl").write_text("".join(json.dumps({"prompt": text}) + "\n" for text in texts))
         print(f"{folder / name}.jsonl: {len(texts)} prompts")
@@ -279,11 +278,15 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     verbs = parser.add_subparsers(dest="verb", required=True)
     verb: Callable[..., argparse.ArgumentParser] = verbs.add_parser
-    recipe = {"type": Path, "default": Path(__file__).parent / "nano.yaml"}
+
+    def about_data(verb: argparse.ArgumentParser) -> None:
+        verb.add_argument("--recipe", type=Path, default=Path(__file__).parent / "nano.yaml")
+        verb.add_argument("--data-dir", type=Path, help="JSON lines for the data sets of the hub, as in training")
+
     one = verb("exits")
     one.add_argument("model")
     one.add_argument("twin", nargs="?")
-    one.add_argument("--recipe", **recipe)
+    about_data(one)
     one.add_argument("--rows", type=int, default=64, help="rows of held-out text a source")
     two = verb("commands")
     two.add_argument("model")
@@ -292,22 +295,22 @@ def main() -> None:
     two.add_argument("--num-speculative-tokens", type=int, default=7)
     three = verb("parse")
     three.add_argument("model")
-    three.add_argument("--recipe", **recipe)
+    about_data(three)
     three.add_argument("--count", type=int, default=100)
     four = verb("prompts")
     four.add_argument("folder", type=Path)
-    four.add_argument("--recipe", **recipe)
+    about_data(four)
     four.add_argument("--count", type=int, default=100)
     given = parser.parse_args()
     if given.verb == "exits":
-        document = exits(given.model, given.twin, given.recipe, given.rows)
+        document = exits(given.model, given.twin, given.recipe, given.data_dir, given.rows)
     elif given.verb == "commands":
         layers = [int(layer) for layer in given.exit_layers.split(",")]
         document = requests(given.model, given.count, layers, given.num_speculative_tokens)
     elif given.verb == "parse":
-        document = parse(given.model, given.recipe, given.count)
+        document = parse(given.model, given.recipe, given.data_dir, given.count)
     else:
-        document = prompts(given.folder, given.recipe, given.count)
+        document = prompts(given.folder, given.recipe, given.data_dir, given.count)
     print(json.dumps({"kind": f"nano-{given.verb}", **document}))
 
 

@@ -22,11 +22,11 @@ from torch import Tensor
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from skipstone.train.objective import Objective
-from skipstone.train.recipe import EarlyExit, LayerDropout, LayerSkipRecipe
+from skipstone.train.recipe import EarlyExitLoss, LayerDropout, LayerSkipRecipe
 
 STEPS = 1000  # of the imagined run
 WARM_UP = 2
-LAST_ALONE = EarlyExit(0.0, "none")
+LAST_ALONE = EarlyExitLoss(0.0, "none")
 
 
 def model(layers: int, hidden: int, vocab: int) -> LlamaForCausalLM:
@@ -51,7 +51,7 @@ def variants(network: Any, layers: int) -> dict[str, Callable[[Tensor, int], Ten
     def plain(ids: Tensor, _: int) -> Tensor:
         return network(input_ids=ids, labels=ids).loss
 
-    def recipe(p_max: float, exits: EarlyExit) -> Callable[[Tensor, int], Tensor]:
+    def recipe(p_max: float, exits: EarlyExitLoss) -> Callable[[Tensor, int], Tensor]:
         objective = Objective(network, LayerSkipRecipe(LayerDropout(p_max), exits), STEPS, seed=0)
 
         def loss(ids: Tensor, step: int) -> Tensor:
@@ -63,10 +63,12 @@ def variants(network: Any, layers: int) -> dict[str, Callable[[Tensor, int], Ten
     third = layers // 3
     return {
         "plain": plain,
-        f"exits, rotational, R = {third}": recipe(0.0, EarlyExit(0.2, "rotational", third)),
-        f"exits, rotational, R = {third}, divergence": recipe(0.0, EarlyExit(0.2, "rotational", third, kl_weight=1.0)),
+        f"exits, rotational, R = {third}": recipe(0.0, EarlyExitLoss(0.2, "rotational", third)),
+        f"exits, rotational, R = {third}, divergence": recipe(0.0, EarlyExitLoss(0.2, "rotational", third, kl_weight=1.0)),
         **{f"layer dropout, p_max = {p}": recipe(p, LAST_ALONE) for p in (0.1, 0.5, 1.0)},
-        f"the paper's: exits, R = {third}, and layer dropout, p_max = 0.1": recipe(0.1, EarlyExit(0.2, "rotational", third)),
+        f"the paper's: exits, R = {third}, and layer dropout, p_max = 0.1": recipe(
+            0.1, EarlyExitLoss(0.2, "rotational", third)
+        ),
     }
 
 

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from skipstone.train.dropout import kept_rows, layers_replaced, run_rows
 from skipstone.train.objective import Objective, Stack
-from skipstone.train.recipe import EarlyExit, LayerDropout, LayerSkipRecipe
+from skipstone.train.recipe import EarlyExitLoss, LayerDropout, LayerSkipRecipe
 from tests import families
 
 PLAN = [[0, 1, 2], [0, 2], [], [1]]  # rows that each of four layers keeps
@@ -268,7 +268,7 @@ def test_nothing_dropped_is_the_plain_forward_bit_by_bit(name: str) -> None:
 
 def rows_of_the_last_layer(p_max: float, ids: Tensor, step: int, micro: int) -> list[int]:
     """Which rows of a batch the last of four layers is run for."""
-    recipe = LayerSkipRecipe(LayerDropout(p_max, "exponential"), EarlyExit(0.2, "none"))
+    recipe = LayerSkipRecipe(LayerDropout(p_max, "exponential"), EarlyExitLoss(0.2, "none"))
     objective = Objective(families.cached("llama"), recipe, steps=10, seed=4)
     objective.step, objective.micro = step, micro
     with torch.no_grad(), outputs(objective.stack.layers) as seen:

@@ -14,7 +14,7 @@ from transformers import PreTrainedModel
 from skipstone.train.dropout import kept_rows
 from skipstone.train.loss import IGNORED
 from skipstone.train.objective import Objective, Stack
-from skipstone.train.recipe import EarlyExit, LayerDropout, LayerSkipRecipe
+from skipstone.train.recipe import EarlyExitLoss, LayerDropout, LayerSkipRecipe
 from tests import families
 from tests.test_train_dropout import alone
 
@@ -24,8 +24,8 @@ WEIGHTS = [{0: 0, 2: 0.25, 3: 0.75}, {1: 0.1, 3: 0.9}]
 KL = 1.5
 PLAIN, RATE = LayerDropout(0.0), LayerDropout(0.9)
 RATES = [0, 0.9 * (2 ** (1 / 3) - 1), 0.9 * (2 ** (2 / 3) - 1), 0.9]
-CE = EarlyExit(0.5, "rotational", 2)
-TOWARDS_LAST = EarlyExit(0.5, "rotational", 2, kl_weight=KL)
+CE = EarlyExitLoss(0.5, "rotational", 2)
+TOWARDS_LAST = EarlyExitLoss(0.5, "rotational", 2, kl_weight=KL)
 NO_DROPOUT = {
     "gpt2": {"embd_pdrop": 0.0, "resid_pdrop": 0.0, "attn_pdrop": 0.0},
     "opt": {"dropout": 0.0},
@@ -66,7 +66,7 @@ def inputs(rows: int = 3) -> dict[str, Tensor]:
     return {**batch, "labels": labels}
 
 
-def objective(model: PreTrainedModel, exits: EarlyExit, dropout: LayerDropout = PLAIN, chunk: int = 7) -> Objective:
+def objective(model: PreTrainedModel, exits: EarlyExitLoss, dropout: LayerDropout = PLAIN, chunk: int = 7) -> Objective:
     return Objective(model, LayerSkipRecipe(dropout, exits), STEPS, SEED, chunk)
 
 
@@ -161,7 +161,7 @@ def test_without_a_mask_and_with_one_of_ones_the_loss_is_the_same_and_positions_
 
 
 @pytest.mark.parametrize("exits", [CE, TOWARDS_LAST])
-def test_a_given_number_of_items_is_what_the_sum_is_divided_by(exits: EarlyExit) -> None:
+def test_a_given_number_of_items_is_what_the_sum_is_divided_by(exits: EarlyExitLoss) -> None:
     model, batch = build("llama"), inputs()
     reference = naive("llama", model, batch, 0, exits is TOWARDS_LAST)
     recipe = objective(model, exits)
@@ -267,9 +267,9 @@ def test_what_the_recipe_does_not_cover_is_refused_before_training() -> None:
     for model, exits, options, words in (
         (families.build("qwen3_moe", output_router_logits=True), CE, {}, "no router loss: set output_router_logits=False"),
         (families.build("opt", layerdrop=0.1), CE, {}, r"layerdrop=0\.1.* set layerdrop=0"),
-        (families.build("llama", layers=1), EarlyExit(0.5, "none"), {}, "at least 2 layers, found 1"),
-        (families.cached("llama"), EarlyExit(0.5, "rotational", 8), {}, "at most the 4 layers, found 8"),
-        (families.cached("llama"), EarlyExit(kl_weight=1, curriculum="none", exits=(9,)), {}, r"0 to 3, found \[9\]"),
+        (families.build("llama", layers=1), EarlyExitLoss(0.5, "none"), {}, "at least 2 layers, found 1"),
+        (families.cached("llama"), EarlyExitLoss(0.5, "rotational", 8), {}, "at most the 4 layers, found 8"),
+        (families.cached("llama"), EarlyExitLoss(kl_weight=1, curriculum="none", exits=(9,)), {}, r"0 to 3, found \[9\]"),
         (families.cached("llama"), CE, {"chunk": 0}, "loss_chunk must be at least 1 position, found 0"),
     ):
         with pytest.raises(ValueError, match=words):

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from skipstone.train.recipe import (
     PRESETS,
-    EarlyExit,
+    EarlyExitLoss,
     LayerDropout,
     LayerSkipRecipe,
     dropout_by_layer,
@@ -81,12 +81,12 @@ def test_rates_are_the_product_of_layer_step_and_maximum() -> None:
 
 
 def test_normalised_weights_of_the_rotation() -> None:
-    kept = EarlyExit(0.2, "rotational", 3)
+    kept = EarlyExitLoss(0.2, "rotational", 3)
     assert kept.weights(0, L, T) == about([0, 0, 0, 3 / 16, 13 / 16])  # {0, 3, 4}: 1.2 and 5.2 of 6.4
     assert kept.weights(1, L, T) == about([0, 1 / 27, 0, 0, 26 / 27])  # {1, 4}: .2 and 5.2 of 5.4
     assert kept.weights(2, L, T) == about([0, 0, 3 / 29, 0, 26 / 29])  # {2, 4}: .6 and 5.2 of 5.8
     assert kept.weights(3, L, T) == kept.weights(0, L, T)
-    paper = EarlyExit(0.2, "rotational", 3, keep_last=False)
+    paper = EarlyExitLoss(0.2, "rotational", 3, keep_last=False)
     assert paper.weights(0, L, T) == about([0, 0, 0, 1, 0])
     assert paper.weights(1, L, T) == about([0, 1 / 27, 0, 0, 26 / 27])
     assert paper.weights(2, L, T) == about([0, 0, 1, 0, 0])
@@ -94,8 +94,8 @@ def test_normalised_weights_of_the_rotation() -> None:
 
 def test_normalised_weights_of_the_other_curricula() -> None:
     every = [0, 1 / 36, 1 / 12, 1 / 6, 13 / 18]  # .2, .6, 1.2 and 5.2 of 7.2
-    assert EarlyExit(0.2, "none").weights(7, L, T) == about(every)
-    gradually = EarlyExit(0.2, "gradual")
+    assert EarlyExitLoss(0.2, "none").weights(7, L, T) == about(every)
+    gradually = EarlyExitLoss(0.2, "gradual")
     assert gradually.weights(0, L, T) == [0, 0, 0, 0, 1]
     assert gradually.weights(1, L, T) == about([0, 0, 0, 3 / 16, 13 / 16])
     assert gradually.weights(2, L, T) == about([0, 0, 3 / 35, 6 / 35, 26 / 35])
@@ -103,29 +103,29 @@ def test_normalised_weights_of_the_other_curricula() -> None:
 
 
 def test_without_a_dilation_the_rotation_has_one_layer_less_than_the_model() -> None:
-    exits = EarlyExit(0.2, "rotational", None)
+    exits = EarlyExitLoss(0.2, "rotational", None)
     assert [layers_of(exits.active(step, L, T)) for step in range(5)] == [[0, 4], [1, 4], [2, 4], [3, 4], [0, 4]]
     assert exits.active(1, 2, T) == [True, True]
 
 
 def test_named_exits_are_what_the_curriculum_ranges_over() -> None:
-    rotating = EarlyExit(0.2, "rotational", 2, exits=(5, 1, 3, 1))
+    rotating = EarlyExitLoss(0.2, "rotational", 2, exits=(5, 1, 3, 1))
     assert [layers_of(rotating.active(step, 8, T)) for step in range(3)] == [[1, 5, 7], [3, 7], [1, 5, 7]]
-    whole = EarlyExit(0.2, "rotational", None, exits=(1, 2, 3))  # R = 2
+    whole = EarlyExitLoss(0.2, "rotational", None, exits=(1, 2, 3))  # R = 2
     assert [layers_of(whole.active(step, 8, T)) for step in range(3)] == [[1, 3, 7], [2, 7], [1, 3, 7]]
-    assert [layers_of(EarlyExit(0.2, "gradual", exits=(1, 2)).active(step, 8, 8)) for step in (0, 1, 2)] == [
+    assert [layers_of(EarlyExitLoss(0.2, "gradual", exits=(1, 2)).active(step, 8, 8)) for step in (0, 1, 2)] == [
         [2, 7],
         [2, 7],
         [1, 2, 7],
     ]
-    assert layers_of(EarlyExit(0.2, "none", exits=(0, 2), keep_last=False).active(0, 8, T)) == [0, 2]
+    assert layers_of(EarlyExitLoss(0.2, "none", exits=(0, 2), keep_last=False).active(0, 8, T)) == [0, 2]
 
 
 @given(layers=st.integers(2, 40), steps=st.integers(2, 200), data=st.data())
 @settings(max_examples=150, deadline=None)
 def test_weights_sum_to_one_and_the_last_layer_weighs_most(layers: int, steps: int, data: st.DataObject) -> None:
     curriculum = data.draw(st.sampled_from(["rotational", "gradual", "none"]))
-    exits = EarlyExit(data.draw(st.floats(0, 1)), curriculum, data.draw(st.none() | st.integers(1, layers)))
+    exits = EarlyExitLoss(data.draw(st.floats(0, 1)), curriculum, data.draw(st.none() | st.integers(1, layers)))
     LayerSkipRecipe(LayerDropout(), exits).check(layers, steps)
     step = data.draw(st.integers(0, steps - 1))
     weights, active = exits.weights(step, layers, steps), exits.active(step, layers, steps)
@@ -196,33 +196,37 @@ def test_the_presets_carry_the_papers_settings() -> None:
     }
     assert found == {
         "continual": (0.1, "none", 0.2, "rotational", 8, 3e-5, 4, 4096, 50_000),
+        "continual-13b": (0.1, "none", 0.1, "rotational", 39, 2e-5, 4, 4096, 50_000),
+        "continual-llama3": (0.1, "none", 0.1, "rotational", 8, 3e-5, 4, 4096, 50_000),
+        "scratch-7b": (0.2, "exponential", 0.2, "rotational", None, 8e-4, 4, 4096, 50_000),
         "scratch": (0.1, "exponential", 0.2, "rotational", None, 8e-4, 4, 4096, 50_000),
         "code": (0.1, "none", 1.0, "rotational", 16, 1e-4, 4, 2048, 10_000),
         "task": (0.2, "none", 1.0, "gradual", None, 1e-4, 32, 4096, 5_800),
     }
     assert all(p.recipe.exits.kl_weight is None and p.recipe.exits.exits is None for p in PRESETS.values())
     assert layers_of(PRESETS["scratch"].recipe.exits.active(3, 24, 50_000)) == [3, 23]  # R = 23 of 24 layers
-    for name, layers in (("continual", 32), ("scratch", 24), ("scratch", 32), ("code", 32), ("task", 24)):
-        PRESETS[name].recipe.check(layers, PRESETS[name].steps)
+    layers = {"continual-13b": 40, "scratch": 24, "task": 24}
+    for name in PRESETS:
+        PRESETS[name].recipe.check(layers.get(name, 32), PRESETS[name].steps)
 
 
 REFUSED: dict[str, tuple[Callable[[], object], str]] = {
     **{f"p_max {value!r}": (lambda value=value: LayerDropout(value), "p_max .* between 0 and 1, found")
        for value in (-0.01, 1.01, NAN, math.inf, True, "0.1", None)},
-    **{f"e_scale {value!r}": (lambda value=value: EarlyExit(value), "e_scale .* between 0 and 1, found")
+    **{f"e_scale {value!r}": (lambda value=value: EarlyExitLoss(value), "e_scale .* between 0 and 1, found")
        for value in (-0.01, 1.01, NAN, math.inf, False, "1e-1")},
-    **{f"dilation {value!r}": (lambda value=value: EarlyExit(dilation=value), "dilation .R. must .* found")
+    **{f"dilation {value!r}": (lambda value=value: EarlyExitLoss(dilation=value), "dilation .R. must .* found")
        for value in (0, -1, 2.5, 8.0, NAN, True, "8")},
-    **{f"kl_weight {value!r}": (lambda value=value: EarlyExit(kl_weight=value), "kl_weight must .* found")
+    **{f"kl_weight {value!r}": (lambda value=value: EarlyExitLoss(kl_weight=value), "kl_weight must .* found")
        for value in (0, -1.0, NAN, math.inf, True, "1.5")},
-    **{f"keep_last {value!r}": (lambda value=value: EarlyExit(keep_last=value), "keep_last must .* found")
+    **{f"keep_last {value!r}": (lambda value=value: EarlyExitLoss(keep_last=value), "keep_last must .* found")
        for value in (0, "no", None)},
-    **{f"exits {value!r}": (lambda value=value: EarlyExit(exits=value), "exits must be a tuple .* found")
+    **{f"exits {value!r}": (lambda value=value: EarlyExitLoss(exits=value), "exits must be a tuple .* found")
        for value in ((), [1, 2], 3, (1, -1), (1.0,), (True,), ("1",), (NAN,))},
-    "curriculum": (lambda: EarlyExit(curriculum="rotate"), "one of rotational, gradual, none, found 'rotate'"),
-    "no curriculum": (lambda: EarlyExit(curriculum=None), "found None"),
+    "curriculum": (lambda: EarlyExitLoss(curriculum="rotate"), "one of rotational, gradual, none, found 'rotate'"),
+    "no curriculum": (lambda: EarlyExitLoss(curriculum=None), "found None"),
     "dropout curriculum": (lambda: LayerDropout(0.1, "linear"), "one of exponential, none, found 'linear'"),
-    "kl without the last layer": (lambda: EarlyExit(kl_weight=1.0, keep_last=False), "keep_last=True"),
+    "kl without the last layer": (lambda: EarlyExitLoss(kl_weight=1.0, keep_last=False), "keep_last=True"),
     "D(l) of one layer": (lambda: dropout_by_layer(0, 1), "at least 2 layers, found 1"),
     "S(t) of one step": (lambda: dropout_by_step(0, 1), "at least 2 steps, found 1"),
 }  # fmt: skip
@@ -235,30 +239,35 @@ def test_an_impossible_setting_is_refused_when_it_is_made(case: str) -> None:
         make()
 
 
-CHECKED: dict[str, tuple[LayerDropout, EarlyExit, tuple[int, int], str]] = {
-    "L = 1": (LayerDropout(0), EarlyExit(0.2, "none"), (1, 9), "at least 2 layers, found 1"),
-    "T = 1": (LayerDropout(0.1, "exponential"), EarlyExit(0.2, "none"), (4, 1), "at least 2 steps, found 1"),
-    "T = 0": (LayerDropout(), EarlyExit(0.2, "none"), (4, 0), "at least 1 step, found 0"),
-    "R > L": (LayerDropout(), EarlyExit(0.2, "rotational", 5), (4, 9), "at most the 4 layers, found 5"),
-    "R > exits": (LayerDropout(), EarlyExit(0.2, "rotational", 3, exits=(1, 2)), (4, 9), "at most the 2 exits, found 3"),
+CHECKED: dict[str, tuple[LayerDropout, EarlyExitLoss, tuple[int, int], str]] = {
+    "L = 1": (LayerDropout(0), EarlyExitLoss(0.2, "none"), (1, 9), "at least 2 layers, found 1"),
+    "T = 1": (LayerDropout(0.1, "exponential"), EarlyExitLoss(0.2, "none"), (4, 1), "at least 2 steps, found 1"),
+    "T = 0": (LayerDropout(), EarlyExitLoss(0.2, "none"), (4, 0), "at least 1 step, found 0"),
+    "R > L": (LayerDropout(), EarlyExitLoss(0.2, "rotational", 5), (4, 9), "at most the 4 layers, found 5"),
+    "R > exits": (LayerDropout(), EarlyExitLoss(0.2, "rotational", 3, exits=(1, 2)), (4, 9), "at most the 2 exits, found 3"),
     "no scale at a later step": (  # {0, 3} first, then {1}
         LayerDropout(),
-        EarlyExit(0, "rotational", 3, keep_last=False),
+        EarlyExitLoss(0, "rotational", 3, keep_last=False),
         (4, 9),
         r"exits \[1\] have no weight",
     ),
-    "{0} at step 0": (LayerDropout(), EarlyExit(0.2, "rotational", 4, keep_last=False), (4, 9), r"exits \[0\] have no weight"),
-    "no scale": (LayerDropout(), EarlyExit(0, "rotational", 2, keep_last=False), (4, 9), r"exits \[0, 2\] have no weight"),
-    "exits beyond": (LayerDropout(), EarlyExit(0.2, "none", exits=(1, 4)), (4, 9), r"layers from 0 to 3, found \[4\]"),
+    "{0} at step 0": (
+        LayerDropout(),
+        EarlyExitLoss(0.2, "rotational", 4, keep_last=False),
+        (4, 9),
+        r"exits \[0\] have no weight",
+    ),
+    "no scale": (LayerDropout(), EarlyExitLoss(0, "rotational", 2, keep_last=False), (4, 9), r"exits \[0, 2\] have no weight"),
+    "exits beyond": (LayerDropout(), EarlyExitLoss(0.2, "none", exits=(1, 4)), (4, 9), r"layers from 0 to 3, found \[4\]"),
     "exits beyond, KL": (
         LayerDropout(),
-        EarlyExit(0.2, "none", kl_weight=1, exits=(1, 4)),
+        EarlyExitLoss(0.2, "none", kl_weight=1, exits=(1, 4)),
         (4, 9),
         r"layers from 0 to 3, found \[4\]",
     ),
-    "exits without weight": (LayerDropout(), EarlyExit(0.2, "none", exits=(0,)), (4, 9), "train nothing but the last"),
-    "exits without scale": (LayerDropout(), EarlyExit(0, "none", exits=(1, 2)), (4, 9), "train nothing but the last"),
-    "only the last, KL": (LayerDropout(), EarlyExit(0.2, "none", kl_weight=1, exits=(3,)), (4, 9), "nothing but the last"),
+    "exits without weight": (LayerDropout(), EarlyExitLoss(0.2, "none", exits=(0,)), (4, 9), "train nothing but the last"),
+    "exits without scale": (LayerDropout(), EarlyExitLoss(0, "none", exits=(1, 2)), (4, 9), "train nothing but the last"),
+    "only the last, KL": (LayerDropout(), EarlyExitLoss(0.2, "none", kl_weight=1, exits=(3,)), (4, 9), "nothing but the last"),
 }
 
 
@@ -271,10 +280,10 @@ def test_a_recipe_that_does_not_fit_the_model_or_the_run_is_refused_before_it(ca
 
 def test_what_is_possible_is_accepted() -> None:
     for dropout, exits, layers, steps in (
-        (LayerDropout(0), EarlyExit(0, "none"), 2, 1),  # layer dropout off, early exits off
-        (LayerDropout(1, "exponential"), EarlyExit(1, "rotational", 1), 2, 2),
-        (LayerDropout(np.float32(0.5)), EarlyExit(np.float64(0.5), "rotational", np.int64(3)), 3, 5),
-        (LayerDropout(), EarlyExit(0.2, "rotational", 3, keep_last=False), 4, 9),  # {0, 3}, {1}, {2}
-        (LayerDropout(), EarlyExit(0, "none", kl_weight=2, exits=(0,)), 4, 9),  # KL gives layer 0 a weight
+        (LayerDropout(0), EarlyExitLoss(0, "none"), 2, 1),  # layer dropout off, early exits off
+        (LayerDropout(1, "exponential"), EarlyExitLoss(1, "rotational", 1), 2, 2),
+        (LayerDropout(np.float32(0.5)), EarlyExitLoss(np.float64(0.5), "rotational", np.int64(3)), 3, 5),
+        (LayerDropout(), EarlyExitLoss(0.2, "rotational", 3, keep_last=False), 4, 9),  # {0, 3}, {1}, {2}
+        (LayerDropout(), EarlyExitLoss(0, "none", kl_weight=2, exits=(0,)), 4, 9),  # KL gives layer 0 a weight
     ):
         LayerSkipRecipe(dropout, exits).check(layers, steps)

@@ -10,7 +10,7 @@ import pytest
 from skipstone import Autoregressive
 from skipstone.methods import resolve
 from skipstone.train import run as running
-from skipstone.train.recipe import PRESETS, EarlyExit, LayerDropout
+from skipstone.train.recipe import PRESETS, EarlyExitLoss, LayerDropout
 from skipstone.train.recipe_file import arguments, read
 from skipstone.train.run import run
 from tests.training import recipe
@@ -36,11 +36,14 @@ def untrained(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize(
     ("change", "part"),
     [
-        ({"colour": 1}, r"colour: Extra inputs are not permitted"),
-        ({"model__colour": 1}, r"model\.colour: Extra"),
-        ({"data__colour": 1}, r"data\.colour: Extra"),
-        ({"tokenizer__colour": 1}, r"tokenizer\.colour: Extra"),
-        ({"data__sources": [{**SOURCE, "colour": 1}]}, r"data\.sources\.0\.\S*colour: Extra"),
+        ({"colour": 1}, "recipe.yaml: unknown setting 'colour': expected one of output, model, data"),
+        ({"model__colour": 1}, "model: unknown setting 'colour': expected one of pretrained, config, lora"),
+        ({"data__colour": 1}, "data: unknown setting 'colour'"),
+        ({"tokenizer__colour": 1}, "tokenizer: unknown setting 'colour'"),
+        (
+            {"data__sources": [{**SOURCE, "colour": 1}]},
+            r"data\.sources\.0\.jsonl: unknown setting 'colour': expected one of path, name",
+        ),
         ({"dropout": {"colour": 1}}, "unknown dropout setting 'colour': expected p_max, curriculum"),
         ({"exits": {"colour": 1}}, "unknown exits setting 'colour': expected e_scale"),
         ({"training__colour": 1}, "unknown training setting 'colour'"),
@@ -48,7 +51,7 @@ def untrained(monkeypatch: pytest.MonkeyPatch) -> None:
         ({"model__config": {**SHAPE, "num_hidden_layer": 3}}, "'num_hidden_layer' for llama: is it num_hidden_layers?"),
         ({"decoding": {"method": "layerskip", "exit_layers": 2}}, "layerskip has no setting 'exit_layers'"),
         ({"decoding": {"method": "magic"}}, "unknown method 'magic'"),
-        ({"preset": "magic"}, "unknown preset 'magic': expected one of continual, scratch, code, task"),
+        ({"preset": "magic"}, "unknown preset 'magic': expected one of continual, continual-13b,"),
         ({"training__output_dir": "x"}, r"training\.output_dir is set by the recipe itself"),
         ({"training__seed": 1}, r"training\.seed is set by the recipe itself"),
         ({"training__num_train_epochs": 2}, r"training\.num_train_epochs has no effect"),
@@ -86,8 +89,8 @@ def test_unknown_keys_and_what_would_be_ignored(tmp_path: Path, change: dict[str
         ({"data__length": 5000}, "not one row of 5000"),
         ({"data__sources": []}, r"data\.sources"),
         ({"output": ""}, "output"),
-        ({"model": {}}, "model: Value error, expected either `pretrained`"),
-        ({"model__pretrained": "x"}, "model: Value error, expected either `pretrained`"),
+        ({"model": {}}, "model: expected either `pretrained`"),
+        ({"model__pretrained": "x"}, "model: expected either `pretrained`"),
         ({"tokenizer__pretrained": "x"}, "expected either `pretrained` .* or `vocab_size`"),
         ({"tokenizer": {}}, "a model from scratch needs tokenizer.pretrained or tokenizer.vocab_size"),
         ({"model__config": {**SHAPE, "model_type": "lama"}}, "a model_type that transformers knows.*found 'lama'"),
@@ -130,7 +133,7 @@ class TestFile:
             ("", "must hold a mapping of settings, found NoneType"),
             ("output: x\nseed: 1\nseed: 2", "'seed' is given twice"),
             ("output: x\ntraining: {max_steps: 1, max_steps: 2}", "'max_steps' is given twice"),
-            ("output: x\ntraining: {1: 2}", "Field required"),
+            ("output: x\ntraining: {1: 2}", "model is missing"),
             ("output: !!python/object/apply:os.getcwd []", "is not valid YAML"),
         ],
     )
@@ -159,15 +162,24 @@ class TestFile:
         path = recipe(tmp_path, exits=..., training__eval_exits=[1, 2])
         path.write_text(path.read_text().replace("training:", "training:\n  learning_rate: 3e-4\n  muon_learning_rate: 2e-2"))
         args = arguments(read(path), tmp_path / "x")
-        assert (args.dropout, args.exits) == (LayerDropout(), EarlyExit())
+        assert (args.dropout, args.exits) == (LayerDropout(), EarlyExitLoss())
         assert (args.learning_rate, args.muon_learning_rate, args.eval_exits) == (3e-4, 2e-2, (1, 2))
         assert (args.save_total_limit, args.disable_tqdm, args.output_dir) == (2, False, str(tmp_path / "x"))
 
     def test_the_bundled_models_recipe(self) -> None:
         path = Path(__file__).parents[1] / "recipes" / "nano.yaml"
         args = arguments(read(path), Path("x"))
-        assert args.exits == EarlyExit(curriculum="rotational", dilation=2, kl_weight=1.5, exits=(2, 3, 5, 8, 11, 17))
+        assert args.exits == EarlyExitLoss(curriculum="rotational", dilation=2, kl_weight=1.5, exits=(2, 3, 5, 8, 11, 17))
         assert args.dropout == LayerDropout(0.1, "exponential")
+
+    def test_its_data_from_the_hub_or_from_a_folder(self, tmp_path: Path) -> None:
+        path = Path(__file__).parents[1] / "recipes" / "nano.yaml"
+        there, here = read(path).data.sources, read(path, tmp_path).data.sources
+        assert [source.kind for source in there] == ["script", "hub", "hub", "script"]
+        assert [source.kind for source in here] == ["script", "jsonl", "jsonl", "script"]
+        assert [Path(source.path) for source in here[1:3]] == [tmp_path / "mbpp.jsonl", tmp_path / "gsm8k_train.jsonl"]
+        assert [(s.name, s.weight) for s in here] == [(s.name, s.weight) for s in there]
+        assert all(one.template == other.template for one, other in zip(there[1:3], here[1:3], strict=True))
 
 
 def test_a_recipe_extends_another_part_by_part(tmp_path: Path) -> None:

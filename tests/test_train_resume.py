@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 from skipstone.train import checkpoint
-from skipstone.train.recipe import EarlyExit, LayerDropout
+from skipstone.train.recipe import EarlyExitLoss, LayerDropout
 from tests.training import (
     Interrupted,
     Steps,
@@ -32,11 +32,11 @@ STEPS = 20
 KINDS: dict[str, dict[str, Any]] = {
     "adamw, rotational": {
         "dropout": LayerDropout(0.5, "exponential"),
-        "exits": EarlyExit(0.5, "rotational", 2),
+        "exits": EarlyExitLoss(0.5, "rotational", 2),
     },
     "muon, gradual": {
         "dropout": LayerDropout(0.5),
-        "exits": EarlyExit(0.5, "gradual", kl_weight=0.5),
+        "exits": EarlyExitLoss(0.5, "gradual", kl_weight=0.5),
         "muon_learning_rate": 0.02,
         "lr_scheduler_type": "linear",
         "warmup_steps": 3,
@@ -128,7 +128,7 @@ class TestInterrupted:
     @pytest.mark.parametrize(
         ("name", "more"),
         [
-            ("entries of several steps", {"logging_steps": 3, "exits": EarlyExit(0.5, "rotational", 3, kl_weight=0.5)}),
+            ("entries of several steps", {"logging_steps": 3, "exits": EarlyExitLoss(0.5, "rotational", 3, kl_weight=0.5)}),
             ("saved by epochs", {"save_strategy": "epoch", "max_steps": -1, "num_train_epochs": 3, "save_total_limit": None}),
         ],
     )

@@ -182,6 +182,29 @@ def test_a_hub_data_set_is_loaded_and_read_like_lines(monkeypatch: pytest.Monkey
         texts(HubDataset(path="owner/set", split="train"), tmp_path)
 
 
+def test_a_hub_data_set_from_a_local_file(tmp_path: Path) -> None:
+    lines(tmp_path / "set.jsonl", *({"text": t, "n": n} for n, t in enumerate("abc")))
+    settings: dict[str, Any] = {"template": "<{text}>", "where": {"n": [[1, 2]]}, "limit": 1, "weight": 3, "name": "mine"}
+    source = HubDataset(path="owner/set", split="train", file="set.jsonl", **settings)
+    local = source.local(tmp_path)
+    assert texts(local, tmp_path) == ["<b>"]
+    assert local == JsonLines(path=str(tmp_path / "set.jsonl"), **settings)
+    assert (other := HubDataset(path="owner/set", split="train")).local(tmp_path) is other
+    with pytest.raises(FileNotFoundError, match=r"set\.jsonl does not exist"):
+        texts(source.local(tmp_path / "elsewhere"), tmp_path)
+
+
+def test_a_hub_that_cannot_be_reached(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    def load_dataset(*_args: Any, **_options: Any) -> None:
+        raise ConnectionError("no route")
+
+    monkeypatch.setitem(sys.modules, "datasets", SimpleNamespace(load_dataset=load_dataset))
+    with pytest.raises(OSError, match=r"owner/set could not be had .*no route.* the folder of a\.jsonl with --data-dir"):
+        texts(HubDataset(path="owner/set", split="train", file="a.jsonl"), tmp_path)
+    with pytest.raises(OSError, match=r"the network, or make it a source of kind jsonl"):
+        texts(HubDataset(path="owner/set", split="train"), tmp_path)
+
+
 def test_a_script_is_run_with_its_arguments(tmp_path: Path) -> None:
     (tmp_path / "words_beside_it.py").write_text("WORD = 'hi'\n", encoding="utf-8")
     code = (

@@ -16,7 +16,7 @@ from transformers import default_data_collator
 from skipstone.train import objective
 from skipstone.train.arguments import LayerSkipArguments
 from skipstone.train.loss import IGNORED
-from skipstone.train.recipe import EarlyExit, LayerDropout, exit_scale
+from skipstone.train.recipe import EarlyExitLoss, LayerDropout, exit_scale
 from skipstone.train.trainer import LayerSkipTrainer
 from tests.training import LAYERS, OFF, VOCAB, arguments, digest, logged, losses, rows, tiny, trainer, weights
 
@@ -63,7 +63,9 @@ class TestLoss:
 
     def test_several_steps_log_the_mean_of_their_parts(self, tmp_path: Path) -> None:
         for name, every in (("each", 1), ("all", 4)):
-            trainer(tmp_path / name, logging_steps=every, exits=EarlyExit(kl_weight=0.5, dilation=3, keep_last=True)).train()
+            trainer(
+                tmp_path / name, logging_steps=every, exits=EarlyExitLoss(kl_weight=0.5, dilation=3, keep_last=True)
+            ).train()
         for part in ("loss", "loss_last_layer"):
             assert losses(tmp_path / "all", part) == pytest.approx([sum(losses(tmp_path / "each", part)) / 4], rel=1e-6)
         apart = losses(tmp_path / "each", "divergence")
@@ -255,7 +257,7 @@ class TestRefused:
         ("changes", "part"),
         [
             ({"eval_exits": (1, 4)}, r"eval_exits must lie between 1 and 3, the model's layers, found \[4\]"),
-            ({"exits": EarlyExit(dilation=4)}, r"dilation \(R\) must be at most the 3 layers"),
+            ({"exits": EarlyExitLoss(dilation=4)}, r"dilation \(R\) must be at most the 3 layers"),
             ({"max_steps": 1, "dropout": LayerDropout(0.1, "exponential")}, "at least 2 steps, found 1"),
             ({"model": tiny(num_hidden_layers=1)}, "at least 2 layers, found 1"),
         ],
@@ -280,7 +282,7 @@ class TestRefused:
             trainer(tmp_path).evaluate()
 
     def test_arguments_are_written_as_plain_values(self, tmp_path: Path) -> None:
-        args = arguments(tmp_path, exits=EarlyExit(exits=(1, 2)))
+        args = arguments(tmp_path, exits=EarlyExitLoss(exits=(1, 2)))
         assert isinstance(args, LayerSkipArguments)
         found = json.loads(args.to_json_string())
         assert found["dropout"] == {"p_max": 0.5, "curriculum": "none"}

@@ -11,7 +11,7 @@ import torch.nn.functional as F
 
 from skipstone.train.dropout import kept_rows
 from skipstone.train.loss import IGNORED
-from skipstone.train.recipe import EarlyExit
+from skipstone.train.recipe import EarlyExitLoss
 from tests.test_train_objective import (
     CE,
     RATE,
@@ -46,7 +46,7 @@ def test_under_bfloat16_autocast_the_loss_is_close_and_its_gradients_are_finite(
 
 @pytest.mark.parametrize("name", ["llama", "gpt2", "falcon"])
 @pytest.mark.parametrize("exits", [CE, TOWARDS_LAST])
-def test_activation_checkpointing_changes_nothing(name: str, exits: EarlyExit) -> None:
+def test_activation_checkpointing_changes_nothing(name: str, exits: EarlyExitLoss) -> None:
     model, batch = build(name), inputs(4)
     recipe = objective(model, exits, RATE)
     recipe.micro = 9

@@ -21,7 +21,7 @@ from transformers import LlamaConfig, LlamaForCausalLM, TrainerCallback
 from skipstone.train.arguments import LayerSkipArguments
 from skipstone.train.loss import IGNORED
 from skipstone.train.metrics import JsonLog, entries
-from skipstone.train.recipe import EarlyExit, LayerDropout
+from skipstone.train.recipe import EarlyExitLoss, LayerDropout
 from skipstone.train.trainer import LayerSkipTrainer
 
 VOCAB, LENGTH, LAYERS = 61, 12, 3
@@ -72,7 +72,7 @@ def arguments(folder: Path, **changes: Any) -> LayerSkipArguments:
         "use_cpu": True,
         "seed": 3,
         "dropout": LayerDropout(0.5),
-        "exits": EarlyExit(0.5, "none"),
+        "exits": EarlyExitLoss(0.5, "none"),
         "train_sampling_strategy": "sequential",
     }
     return LayerSkipArguments(**(usual | changes))

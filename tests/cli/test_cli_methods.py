@@ -85,7 +85,11 @@ def test_flags_are_frozen() -> None:
     assert set(root.commands) == {"demo", "generate", "methods", "env", "train"}
     training = root.commands["train"].commands
     assert set(training) == {"layerskip"}
-    assert {name for p in training["layerskip"].params for name in (*p.opts, *p.secondary_opts)} >= {"--output", "--fresh"}
+    assert {name for p in training["layerskip"].params for name in (*p.opts, *p.secondary_opts)} >= {
+        "--output",
+        "--fresh",
+        "--data-dir",
+    }
     assert {name for verb in ("methods", "env") for p in root.commands[verb].params for name in p.opts} == {"--json"}
 
 

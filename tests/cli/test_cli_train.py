@@ -48,7 +48,7 @@ def test_a_run_says_what_it_does_on_stderr_and_where_the_model_is_on_stdout(tmp_
 @pytest.mark.parametrize(
     ("change", "part"),
     [
-        ({"colour": 1}, "recipe.yaml: colour: Extra inputs are not permitted"),
+        ({"colour": 1}, "recipe.yaml: unknown setting 'colour': expected one of output"),
         ({"exits": {"dilation": 0}}, "found 0"),
         ({"dropout": {"p_max": 2}}, "between 0 and 1, found 2"),
         ({"training__max_steps": ...}, "training.max_steps must be given"),
@@ -66,6 +66,7 @@ def test_a_recipe_or_a_package_that_is_not_there(tmp_path: Path, monkeypatch: py
     refused(train(tmp_path / "nowhere.yaml"), "nowhere.yaml: no such recipe")
     refused(train(tmp_path), "no such recipe")
     refused(train(), "Missing argument 'recipe'")
+    refused(train(recipe(tmp_path), "--data-dir", tmp_path / "nowhere"), "nowhere: no such folder")
     monkeypatch.setitem(__import__("sys").modules, "peft", None)
     refused(train(recipe(tmp_path, model__lora={"r": 2})), 'model.lora needs peft: pip install "skipstone[train]"')
 

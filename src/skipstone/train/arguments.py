@@ -8,7 +8,7 @@ from typing import Any
 from transformers import TrainingArguments
 
 from skipstone.train.loss import CHUNK
-from skipstone.train.recipe import EarlyExit, LayerDropout
+from skipstone.train.recipe import EarlyExitLoss, LayerDropout
 
 DECIDING = (
     *("max_steps", "per_device_train_batch_size", "gradient_accumulation_steps", "train_sampling_strategy", "data_seed"),
@@ -29,7 +29,7 @@ class LayerSkipArguments(TrainingArguments):
     """
 
     dropout: LayerDropout = field(default_factory=LayerDropout)
-    exits: EarlyExit = field(default_factory=EarlyExit)
+    exits: EarlyExitLoss = field(default_factory=EarlyExitLoss)
     muon_learning_rate: float | None = None
     loss_chunk: int = CHUNK
     eval_exits: tuple[int, ...] | None = None
@@ -37,7 +37,7 @@ class LayerSkipArguments(TrainingArguments):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        for name, kind in (("dropout", LayerDropout), ("exits", EarlyExit)):
+        for name, kind in (("dropout", LayerDropout), ("exits", EarlyExitLoss)):
             if not isinstance(getattr(self, name), kind):
                 raise ValueError(f"{name} must be a {kind.__name__}, found {getattr(self, name)!r}")
         for name in ("per_device_train_batch_size", "per_device_eval_batch_size", "gradient_accumulation_steps", "loss_chunk"):

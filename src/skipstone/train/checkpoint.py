@@ -15,8 +15,6 @@ from pathlib import Path
 from typing import Any
 
 MANIFEST = "manifest.json"
-SETTINGS = "training"
-"""The part of a fingerprint that the first checkpoints did not have: where it is missing, it is not compared."""
 _PREFIX = "checkpoint-"
 PARTIAL = ".partial"
 _DISCARDED = ".discarded"
@@ -100,8 +98,7 @@ def verify(folder: Path, fingerprint: dict[str, Any]) -> int:
 
 def _differences(saved: dict[str, Any], now: dict[str, Any]) -> dict[str, tuple[str, str]]:
     """What two fingerprints do not have in common: key -> (saved, now), shortened to where they part."""
-    now = json.loads(json.dumps({key: value for key, value in now.items() if key != SETTINGS or key in saved}))
-    old, new = _flat(saved), _flat(now)
+    old, new = _flat(saved), _flat(json.loads(json.dumps(now)))
     return {key: _contrast(old.get(key), new.get(key)) for key in sorted(old | new) if old.get(key) != new.get(key)}
 
 

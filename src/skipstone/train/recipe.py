@@ -96,7 +96,7 @@ class LayerDropout:
 
 
 @dataclass(frozen=True)
-class EarlyExit:
+class EarlyExitLoss:
     """The early-exit loss.
 
     curriculum: which exits a step trains; dilation: R of the rotational one, None for L - 1. keep_last: the last layer is
@@ -181,7 +181,7 @@ class LayerSkipRecipe:
     """Layer dropout and early-exit loss together."""
 
     dropout: LayerDropout
-    exits: EarlyExit
+    exits: EarlyExitLoss
 
     def check(self, layers: int, steps: int) -> None:
         """ValueError for a model or a run that the recipe's formulas do not cover."""
@@ -202,13 +202,25 @@ class Preset:
     steps: int
 
 
+def _continual(e_scale: float, dilation: int, learning_rate: float) -> Preset:
+    recipe = LayerSkipRecipe(LayerDropout(0.1), EarlyExitLoss(e_scale, "rotational", dilation))
+    return Preset(recipe, learning_rate, batch_size=4, context=4096, steps=50_000)
+
+
+def _scratch(p_max: float) -> Preset:
+    recipe = LayerSkipRecipe(LayerDropout(p_max, "exponential"), EarlyExitLoss(0.2, "rotational", None))
+    return Preset(recipe, 8e-4, batch_size=4, context=4096, steps=50_000)
+
+
 PRESETS: dict[str, Preset] = {
-    "continual": Preset(LayerSkipRecipe(LayerDropout(0.1), EarlyExit(0.2, "rotational", 8)), 3e-5, 4, 4096, 50_000),
-    "scratch": Preset(
-        LayerSkipRecipe(LayerDropout(0.1, "exponential"), EarlyExit(0.2, "rotational", None)), 8e-4, 4, 4096, 50_000
-    ),
-    "code": Preset(LayerSkipRecipe(LayerDropout(0.1), EarlyExit(1.0, "rotational", 16)), 1e-4, 4, 2048, 10_000),
-    "task": Preset(LayerSkipRecipe(LayerDropout(0.2), EarlyExit(1.0, "gradual", None)), 1e-4, 32, 4096, 5_800),
+    "continual": _continual(0.2, 8, 3e-5),
+    "continual-13b": _continual(0.1, 39, 2e-5),
+    "continual-llama3": _continual(0.1, 8, 3e-5),
+    "scratch": _scratch(0.1),
+    "scratch-7b": _scratch(0.2),
+    "code": Preset(LayerSkipRecipe(LayerDropout(0.1), EarlyExitLoss(1.0, "rotational", 16)), 1e-4, 4, 2048, 10_000),
+    "task": Preset(LayerSkipRecipe(LayerDropout(0.2), EarlyExitLoss(1.0, "gradual", None)), 1e-4, 32, 4096, 5_800),
 }
-"""The paper's settings (section 5, tables 8 and 9): continual pre-training of Llama2 7B, pre-training of Llama2 1.5B from
-scratch, fine-tuning of Llama1 7B on code, and of Llama 1.5B on one task (TOPv2)."""
+"""The paper's settings (section 5, tables 8 and 9): continual pre-training of Llama2 7B, Llama2 13B and Llama3 (for which the
+paper names no learning rate or steps: the 7B's), pre-training of a Llama 1.5B and of Llama2 7B from scratch, fine-tuning of
+Llama1 7B on code, and of Llama 1.5B on one task (TOPv2)."""

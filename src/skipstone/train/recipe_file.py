@@ -9,11 +9,11 @@ from typing import Any, get_args, get_type_hints
 
 import torch
 import yaml
-from pydantic import BaseModel, ConfigDict, Field, TypeAdapter, ValidationError, model_validator
+from pydantic import Field, TypeAdapter, ValidationError, model_validator
 
 from skipstone.train.arguments import LayerSkipArguments
-from skipstone.train.recipe import PRESETS, EarlyExit, LayerDropout, LayerSkipRecipe
-from skipstone.train.sources import Source
+from skipstone.train.recipe import PRESETS, EarlyExitLoss, LayerDropout, LayerSkipRecipe
+from skipstone.train.sources import HubDataset, Part, Source
 
 NO_EFFECT = {
     "num_train_epochs": "training.max_steps says how long a run is, and sources repeat as their weights ask",
@@ -21,11 +21,7 @@ NO_EFFECT = {
 }
 
 
-class _Part(BaseModel):
-    model_config = ConfigDict(extra="forbid", frozen=True)
-
-
-class Start(_Part):
+class Start(Part):
     """What to train: a model to go on from (a folder or hub id), or a config to start from scratch with (`model_type` and its
     fields). Exactly one of them. lora: PEFT's LoraConfig fields, to train adapters only."""
 
@@ -40,7 +36,7 @@ class Start(_Part):
         return self
 
 
-class Words(_Part):
+class Words(Part):
     """The tokenizer: a trained one (a folder or hub id), or the vocabulary size of a new byte-level BPE. None: the model's."""
 
     pretrained: str | None = None
@@ -53,7 +49,7 @@ class Words(_Part):
         return self
 
 
-class Data(_Part):
+class Data(Part):
     """length: tokens a row. held_out: share of documents that are not trained on. eval_rows: most held-out rows a source."""
 
     sources: list[Source] = Field(min_length=1)
@@ -62,7 +58,7 @@ class Data(_Part):
     eval_rows: int = Field(default=64, ge=1)
 
 
-class Recipe(_Part):
+class Recipe(Part):
     """A training run. preset: where dropout, exits and schedule come from unless given (recipe.PRESETS). training: fields of
     transformers' TrainingArguments and of LayerSkipArguments. decoding: the trained model's `generation_config.skipstone`."""
 
@@ -71,10 +67,10 @@ class Recipe(_Part):
     data: Data
     tokenizer: Words = Words()
     preset: str | None = None
-    dropout: dict[str, Any] = {}
-    exits: dict[str, Any] = {}
-    training: dict[str, Any] = {}
-    decoding: dict[str, Any] = {}
+    dropout: dict[str, Any] = Field(default_factory=dict)
+    exits: dict[str, Any] = Field(default_factory=dict)
+    training: dict[str, Any] = Field(default_factory=dict)
+    decoding: dict[str, Any] = Field(default_factory=dict)
     seed: int = Field(default=0, ge=0)
 
 
@@ -88,12 +84,17 @@ class _Loader(yaml.SafeLoader):
         return super().construct_mapping(node, deep)
 
 
-def read(path: Path) -> Recipe:
-    """A recipe from a file. ValueError names what is unknown, missing or impossible."""
+def read(path: Path, data_dir: Path | None = None) -> Recipe:
+    """A recipe from a file. data_dir: the folder of the files that stand for data sets of the hub, where sources name them.
+    ValueError names what is unknown, missing or impossible."""
     try:
-        return Recipe.model_validate(_values(path, ()))
+        recipe = Recipe.model_validate(_values(path, ()))
     except ValidationError as error:
         raise ValueError(f"{path}: {_first(error)}") from error
+    if data_dir is None:
+        return recipe
+    sources = [source.local(data_dir) if isinstance(source, HubDataset) else source for source in recipe.data.sources]
+    return recipe.model_copy(update={"data": recipe.data.model_copy(update={"sources": sources})})
 
 
 def _values(path: Path, above: tuple[Path, ...]) -> dict[str, Any]:
@@ -128,7 +129,7 @@ def arguments(recipe: Recipe, output: Path) -> LayerSkipArguments:
     """The trainer's settings: the preset's, overridden by the recipe's own. ValueError for unknown or impossible ones."""
     if recipe.preset is not None and recipe.preset not in PRESETS:
         raise ValueError(f"unknown preset {recipe.preset!r}: expected one of {', '.join(PRESETS)}")
-    base, schedule = LayerSkipRecipe(LayerDropout(), EarlyExit()), {}
+    base, schedule = LayerSkipRecipe(LayerDropout(), EarlyExitLoss()), {}
     if recipe.preset is not None:
         preset = PRESETS[recipe.preset]
         base = preset.recipe
@@ -150,7 +151,7 @@ def arguments(recipe: Recipe, output: Path) -> LayerSkipArguments:
         raise ValueError("training.max_steps must be given, at least 1: the data are mixed for a run of known length")
     return LayerSkipArguments(
         dropout=replace(base.dropout, **_typed("dropout", LayerDropout, recipe.dropout)),
-        exits=replace(base.exits, **_typed("exits", EarlyExit, recipe.exits)),
+        exits=replace(base.exits, **_typed("exits", EarlyExitLoss, recipe.exits)),
         **{"disable_tqdm": False, "save_total_limit": 2, **schedule, **training},
         **fixed,
     )
@@ -187,4 +188,8 @@ def _first(error: ValidationError) -> str:
     """One line about the first thing that is wrong."""
     first = error.errors()[0]
     where = ".".join(map(str, first["loc"]))
-    return f"{where}: {first['msg']} (found {first.get('input')!r:.80})".removeprefix(": ")
+    if first["type"] == "missing":
+        return f"{where} is missing"
+    said = first["msg"].removeprefix("Value error, ")
+    found = "" if first["type"] == "value_error" else f" (found {first.get('input')!r:.80})"  # our own sentences say it
+    return f"{where}: {said}{found}".removeprefix(": ")

@@ -49,13 +49,13 @@ MADE_FROM = "made_from.json"
 Say = Callable[[str], None]
 
 
-def run(path: Path, output: Path | None = None, fresh: bool = False, say: Say = print) -> Path:
-    """Train what a recipe describes. output: instead of the recipe's own folder. fresh: refuse to resume. Returns the folder
-    of the finished model. Of a finished run nothing is done again.
+def run(path: Path, output: Path | None = None, fresh: bool = False, data_dir: Path | None = None, say: Say = print) -> Path:
+    """Train what a recipe describes. output: instead of the recipe's own folder. fresh: refuse to resume. data_dir: of files
+    that stand for data sets of the hub. Returns the folder of the finished model. Of a finished run nothing is done again.
 
     ValueError for a recipe that cannot be, and for a folder of another run; OSError for missing data and for a full disk.
     """
-    recipe = read(path)
+    recipe = read(path, data_dir)
     folder = output or Path(recipe.output)
     settings = arguments(recipe, folder)
     first = settings.process_index == 0

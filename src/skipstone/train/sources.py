@@ -42,10 +42,21 @@ def resolve(path: str, base: Path) -> Path:
     return found
 
 
-class _Source(BaseModel):
-    """What all sources have. weight: the source's share of the training rows, relative to the others'."""
+class Part(BaseModel):
+    """A part of a recipe. ValueError for settings that it does not have."""
 
     model_config = ConfigDict(extra="forbid", frozen=True)
+
+    @model_validator(mode="before")
+    @classmethod
+    def _known(cls, values: Any) -> Any:
+        if isinstance(values, dict) and (unknown := [name for name in values if name not in cls.model_fields]):
+            raise ValueError(f"unknown setting {unknown[0]!r}: expected one of {', '.join(cls.model_fields)}")
+        return values
+
+
+class _Source(Part):
+    """What all sources have. weight: the source's share of the training rows, relative to the others'."""
 
     path: str = Field(min_length=1)
     name: str = ""
@@ -162,12 +173,23 @@ class JsonLines(_Records):
 
 
 class HubDataset(_Records):
-    """A split of a data set of the Hugging Face hub, read with the package `datasets`. revision: a commit to stay at."""
+    """A split of a data set of the Hugging Face hub, read with the package `datasets`. revision: a commit to stay at.
+
+    file: what the same records are called as a file of JSON lines, in a data folder of those who have no hub.
+    """
 
     kind: Literal["hub"] = "hub"
     split: str
     config: str | None = None
     revision: str | None = None
+    file: str | None = None
+
+    def local(self, folder: Path) -> JsonLines | HubDataset:
+        """The source that reads the records from `folder`; itself where it names no file. Both give the same documents."""
+        if self.file is None:
+            return self
+        shared = self.model_dump(include=set(_Records.model_fields) - {"path"})
+        return JsonLines(path=str((folder / self.file).absolute()), **shared)
 
     def read(self, base: Path) -> Iterator[tuple[str, str]]:
         """(name, text) in the data set's order. ImportError that says what to install where `datasets` is missing."""
@@ -178,7 +200,14 @@ class HubDataset(_Records):
                 f"source {self.name!r}: the data set {self.path} of the hub is read with the package datasets, which is not "
                 'installed: pip install "skipstone[train]"'
             ) from error
-        records = datasets.load_dataset(self.path, name=self.config, split=self.split, revision=self.revision)
+        try:
+            records = datasets.load_dataset(self.path, name=self.config, split=self.split, revision=self.revision)
+        except OSError as error:  # unknown names, no network
+            files = f" give the folder of {self.file} with --data-dir," if self.file else ""
+            raise OSError(
+                f"source {self.name!r}: the data set {self.path} could not be had from the hub ({error}): check the name and "
+                f"the network,{files} or make it a source of kind jsonl"
+            ) from error
         return self._texts((f"{self.path}, {self.split}, record {number}", record) for number, record in enumerate(records))
 
 

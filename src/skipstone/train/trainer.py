@@ -63,7 +63,7 @@ class LayerSkipTrainer(Trainer):
             "recipe": repr(self.recipe),
             "seed": args.seed,
             "model": model.config.to_json_string(),
-            checkpoint.SETTINGS: args.deciding(),
+            "training": args.deciding(),
             **(fingerprint or {}),
         }
         self.objective: Objective | None = None
@@ -220,8 +220,6 @@ class LayerSkipTrainer(Trainer):
 
     def _restore_tally(self, folder: Path) -> None:
         """Without it, the first entry after a resume would be a mean over fewer steps than in a run that was not stopped."""
-        if not (folder / TALLY).exists():
-            return
         content = json.loads((folder / TALLY).read_text(encoding="utf-8"))
         self._globalstep_last_logged = content["logged"]
         self._tr_loss += content["loss"]
