@@ -73,6 +73,16 @@ class TestFinished:
         )
         assert output.new_tokens == plain.new_tokens
         assert output.stats.drafted > 0
+
+    def test_weights_are_saved_in_the_recipes_dtype(self, finished: Path, tmp_path: Path) -> None:
+        folder = run(recipe(tmp_path, **EVALUATED, dtype="bfloat16"), say=quiet)
+        rounded, whole = skipstone.load(folder)[0], skipstone.load(finished.parent / "out" / "model")[0]
+        assert rounded.dtype == torch.bfloat16
+        assert whole.dtype == torch.float32
+        assert rounded.generation_config.skipstone == DECODING
+        found, expected = rounded.state_dict(), whole.state_dict()
+        assert found.keys() == expected.keys()
+        assert all(torch.equal(found[name], expected[name].bfloat16()) for name in found)
         files = {path.name for path in (finished.parent / "out" / "model").iterdir()}
         assert {"model.safetensors", "tokenizer.json", "generation_config.json", "data.json"} <= files
         assert "training_args.bin" not in files

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, get_args, get_type_hints
+from typing import Any, Literal, get_args, get_type_hints
 
 import torch
 import yaml
@@ -60,7 +60,8 @@ class Data(Part):
 
 class Recipe(Part):
     """A training run. preset: where dropout, exits and schedule come from unless given (recipe.PRESETS). training: fields of
-    transformers' TrainingArguments and of LayerSkipArguments. decoding: the trained model's `generation_config.skipstone`."""
+    transformers' TrainingArguments and of LayerSkipArguments. decoding: the trained model's `generation_config.skipstone`.
+    dtype: what the finished model's weights are saved in; they are trained in float32."""
 
     output: str = Field(min_length=1)
     model: Start
@@ -71,6 +72,7 @@ class Recipe(Part):
     exits: dict[str, Any] = Field(default_factory=dict)
     training: dict[str, Any] = Field(default_factory=dict)
     decoding: dict[str, Any] = Field(default_factory=dict)
+    dtype: Literal["float32", "bfloat16", "float16"] = "float32"
     seed: int = Field(default=0, ge=0)
 
 

@@ -247,6 +247,8 @@ def _save(
             model.save_pretrained(made / ADAPTER)
             model.merge_and_unload().save_pretrained(made)
         if first:
+            if recipe.dtype != "float32":
+                AutoModelForCausalLM.from_pretrained(made, dtype=recipe.dtype).save_pretrained(made)
             tokenizer.save_pretrained(made)
             (made / "data.json").write_text(json.dumps(prepared.report, indent=1), encoding="utf-8")
     trainer.accelerator.wait_for_everyone()
