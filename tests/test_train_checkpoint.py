@@ -268,3 +268,12 @@ class TestMetrics:
         monkeypatch.setattr(os, "replace", lambda *_: None)  # killed before the rename: the file is as it was
         JsonLog(path).on_train_begin(arguments(tmp_path), TrainerState(), TrainerControl())
         assert len(entries(path)) == 3
+
+    def test_what_is_no_number_is_null(self, tmp_path: Path) -> None:
+        path = tmp_path / "metrics.jsonl"
+        figures = {"eval_perplexity": float("inf"), "grad_norm": float("nan"), "loss": 1.5, "name": "a"}
+        JsonLog(path).on_log(
+            arguments(tmp_path), TrainerState(global_step=2, is_world_process_zero=True), TrainerControl(), figures
+        )
+        assert "Infinity" not in path.read_text()
+        assert entries(path) == [{"step": 2, "eval_perplexity": None, "grad_norm": None, "loss": 1.5, "name": "a"}]

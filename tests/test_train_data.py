@@ -41,6 +41,13 @@ class TestPack:
         assert rows.tolist() == [ids("ab"), ids("cd")]  # the end token is the rest that fills no row
         assert pack(named("abcd"), BYTES, 5, seed=0, eos_id=END).tolist() == [[*ids("abcd"), END]]
 
+    def test_what_is_given_is_marked(self) -> None:
+        """~id, negative; the prompt's tokens are those of the prompt alone."""
+        rows = pack([Document("abcd", "s", "0", given=3)], BYTES, 5, seed=0, eos_id=END)
+        assert rows.tolist() == [[*(-1 - one for one in ids("abc")), *ids("d"), END]]
+        merged = train_bpe(["ab" * 9], 258)  # knows ab
+        assert pack([Document("xab", "s", "0", given=2)], merged, 4, 0, END)[0, 2:].tolist() == [merged.encode("b")[0], END]
+
     def test_documents_follow_one_another_each_with_its_end(self) -> None:
         seen = {tuple(pack(named("ab", "c"), BYTES, 5, seed, END)[0].tolist()) for seed in range(12)}
         assert seen == {(*ids("ab"), END, *ids("c"), END), (*ids("c"), END, *ids("ab"), END)}
@@ -156,6 +163,11 @@ def test_rows_are_items_of_a_model() -> None:
     rows = Rows(numbered(0, 3))
     assert len(rows) == 3
     assert {name: value.tolist() for name, value in rows[2].items()} == {"input_ids": [2, 2], "labels": [2, 2]}
+    given = Rows(torch.tensor([[~5, ~0, 0, 7]]))[0]
+    assert {name: value.tolist() for name, value in given.items()} == {
+        "input_ids": [5, 0, 0, 7],
+        "labels": [-100, -100, 0, 7],
+    }
     with pytest.raises(ValueError, match=r"expected rows \[N, length\] of int64, found torch.float32 of shape \[3\]"):
         Rows(torch.zeros(3))
 

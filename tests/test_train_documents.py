@@ -45,6 +45,11 @@ class TestCollect:
         assert [(one.text, one.source) for one in found] == [("four", "lines"), ("one\ntwo\nthree\n", "books")]
         assert found[1].name == "b.txt"
 
+    def test_a_prompt_is_the_beginning_of_its_document(self, tmp_path: Path) -> None:
+        (tmp_path / "a.jsonl").write_text('{"q": "one\\r\\ntwo", "a": "x"}\n{"q": "x", "a": " "}\n', encoding="utf-8")
+        found = collect([JsonLines(path="a.jsonl", prompt="{q}\r\n", template="{a}\r\n")], tmp_path)
+        assert [(one.text, one.given) for one in found] == [("one\ntwo\nx\n", len("one\ntwo\n"))], "an empty answer is none"
+
     def test_what_is_wrong_is_said(self, tmp_path: Path) -> None:
         (tmp_path / "blank.txt").write_text("\n", encoding="utf-8")
         (tmp_path / "half.jsonl").write_text('{"text": "ab\\ud83d"}\n', encoding="utf-8")

@@ -12,13 +12,13 @@ from typing import Any
 import pytest
 from pydantic import TypeAdapter, ValidationError
 
-from skipstone.train.sources import HubDataset, JsonLines, Script, Source, TextFiles, resolve
+from skipstone.train.sources import HubDataset, JsonLines, Script, Source, Text, TextFiles, resolve
 
 ROOT = Path(__file__).parents[1]
 
 
 def texts(source: Any, base: Path) -> list[str]:
-    return [text for _, text in source.read(base)]
+    return [one.text for one in source.read(base)]
 
 
 def lines(path: Path, *records: Any) -> str:
@@ -55,6 +55,7 @@ def test_a_recipe_entry_becomes_the_source_of_its_kind() -> None:
         ({"kind": "jsonl", "path": "a", "template": "{a.b!r}"}, "plain keys"),
         ({"kind": "jsonl", "path": "a", "template": "{}"}, "plain keys"),
         ({"kind": "jsonl", "path": "a", "template": "{a"}, "expected '}'"),
+        ({"kind": "jsonl", "path": "a", "prompt": "{a!r}"}, "plain keys"),
         ({"kind": "jsonl", "path": "a", "limit": 0}, "greater than or equal to 1"),
         ({"kind": "jsonl", "path": "a", "where": {"split": []}}, "at least one value"),
         ({"kind": "jsonl", "path": "a", "where": {"id": [[9, 3]]}}, r"expected \[low, high\].*found \[9, 3\]"),
@@ -72,9 +73,9 @@ def test_text_files_come_sorted_without_what_is_excluded(tmp_path: Path) -> None
         (tmp_path / "books" / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / "books" / name).write_text(f"text of {name}", encoding="utf-8")
     source = TextFiles(path="books", exclude=("*/test/*",))
-    assert list(source.read(tmp_path)) == [(name, f"text of {name}") for name in ("a.txt", "a/z.txt", "b.txt")]
+    assert list(source.read(tmp_path)) == [Text(name, f"text of {name}") for name in ("a.txt", "a/z.txt", "b.txt")]
     assert texts(TextFiles(path="books", glob="*.md"), tmp_path) == ["text of c.md"]
-    assert list(TextFiles(path="books/c.md").read(tmp_path)) == [("c.md", "text of c.md")]
+    assert list(TextFiles(path="books/c.md").read(tmp_path)) == [Text("c.md", "text of c.md")]
 
 
 def test_a_byte_order_mark_is_no_text(tmp_path: Path) -> None:
@@ -130,10 +131,19 @@ def test_where_and_limit_choose_records(tmp_path: Path) -> None:
         chosen(where={"split": ["train"]})
 
 
+def test_a_prompt_stands_before_the_text(tmp_path: Path) -> None:
+    path = lines(tmp_path / "a.jsonl", {"q": "1 + 1", "a": 2})
+    (found,) = JsonLines(path=path, prompt="Q: {q}\n", template="{a}\n").read(tmp_path)
+    assert (found.prompt, found.text) == ("Q: 1 + 1\n", "2\n")
+    (whole,) = JsonLines(path=path, template="Q: {q}\n{a}\n").read(tmp_path)
+    assert (whole.prompt, whole.name) == ("", found.name)
+    assert next(JsonLines(path=path, prompt="Add.\n", template="{a}").read(tmp_path)).prompt == "Add.\n"
+
+
 def test_the_name_of_a_line_does_not_depend_on_its_place(tmp_path: Path) -> None:
     one, other = {"text": "one"}, {"text": "other"}
-    first = dict(JsonLines(path=lines(tmp_path / "a.jsonl", one, other), template="{text}").read(tmp_path))
-    second = dict(JsonLines(path=lines(tmp_path / "b.jsonl", other, one), template="{text}").read(tmp_path))
+    first = set(JsonLines(path=lines(tmp_path / "a.jsonl", one, other), template="{text}").read(tmp_path))
+    second = set(JsonLines(path=lines(tmp_path / "b.jsonl", other, one), template="{text}").read(tmp_path))
     assert first == second
     assert len(first) == 2
 

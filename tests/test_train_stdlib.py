@@ -63,7 +63,7 @@ def test_the_manifest_holds_version_and_hashes(listed: dict[str, str]) -> None:
 def test_documents_are_the_listed_files_in_order() -> None:
     names = list(STDLIB["manifest"](exclude=["[!j]*"])["sha256"])
     source = Script(path=str(PATH), arguments={"exclude": ["[!j]*"]})
-    assert [text for _, text in source.read(Path())] == [(LIBRARY / name).read_text(encoding="utf-8") for name in names]
+    assert [one.text for one in source.read(Path())] == [(LIBRARY / name).read_text(encoding="utf-8") for name in names]
 
 
 def test_a_share_is_a_part_of_the_files(listed: dict[str, str]) -> None:

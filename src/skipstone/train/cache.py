@@ -26,7 +26,7 @@ def key(
     sources: list[dict[str, Any]],
     plan: dict[str, Any],
     tokenizer: PreTrainedTokenizerBase,
-    documents: Iterable[list[str]],
+    documents: Iterable[list[Any]],
 ) -> str:
     """The name of a result, a hash of all that it depends on. ValueError for a tokenizer that cannot be told from others."""
     backend = getattr(tokenizer, "backend_tokenizer", None)

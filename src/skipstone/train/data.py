@@ -1,7 +1,8 @@
 """The data of a training run: documents -> token ids -> rows of one length -> a mixed training order, kept in a cache.
 
 Everything follows from the documents, the tokenizer and the seed. Rows are full: documents stand one after the other, each
-ended by the tokenizer's end token, and a row may hold the end of one and the beginning of the next.
+ended by the tokenizer's end token, and a row may hold the end of one and the beginning of the next. In a row, ~id (negative)
+stands for a token that is read but not predicted.
 """
 
 from __future__ import annotations
@@ -25,6 +26,7 @@ from transformers import PreTrainedTokenizerBase
 
 from skipstone.train import cache as caching
 from skipstone.train.documents import Document, collect, deduplicate, split
+from skipstone.train.loss import IGNORED
 from skipstone.train.sources import Source
 
 __all__ = ["Document", "Plan", "Prepared", "Rows", "collect", "deduplicate", "mix", "pack", "prepare", "split"]
@@ -59,7 +61,8 @@ class Prepared:
 
 
 class Rows(Dataset[dict[str, Tensor]]):
-    """Rows [N, length] int64 as a model takes them: {"input_ids": [length], "labels": the same}; models shift labels."""
+    """Rows [N, length] int64 as a model takes them: {"input_ids": [length], "labels": the same, IGNORED where a token is not
+    to be predicted}; models shift labels."""
 
     def __init__(self, rows: Tensor) -> None:
         if rows.dim() != 2 or rows.dtype != torch.long:
@@ -70,7 +73,9 @@ class Rows(Dataset[dict[str, Tensor]]):
         return len(self.rows)
 
     def __getitem__(self, index: int) -> dict[str, Tensor]:
-        return {"input_ids": self.rows[index], "labels": self.rows[index]}
+        row = self.rows[index]
+        given = row < 0
+        return {"input_ids": torch.where(given, ~row, row), "labels": row.masked_fill(given, IGNORED)}
 
 
 def pack(documents: Sequence[Document], tokenizer: PreTrainedTokenizerBase, length: int, seed: int, eos_id: int) -> Tensor:
@@ -83,19 +88,26 @@ def pack(documents: Sequence[Document], tokenizer: PreTrainedTokenizerBase, leng
 
 
 def _tokens(documents: Sequence[Document], tokenizer: PreTrainedTokenizerBase, seed: int, eos_id: int) -> NDArray[np.int64]:
-    """One stream of ids, [T]."""
-    texts = [document.text for document in sorted(documents, key=lambda one: one.rank(seed, "order"))]
+    """One stream of ids, [T]. A prompt's tokens are its own, as when decoding starts from it."""
+    ordered = sorted(documents, key=lambda one: one.rank(seed, "order"))
     parts: list[NDArray[np.int64]] = []
-    for start in range(0, len(texts), BATCH):
-        batch: Any = tokenizer(
-            texts[start : start + BATCH],
-            add_special_tokens=False,
-            split_special_tokens=True,
-            return_attention_mask=False,
-            verbose=False,  # says that a document is longer than the model's context, which rows are not
-        )
-        parts += [np.array([*ids, eos_id], np.int64) for ids in batch["input_ids"]]
+    for start in range(0, len(ordered), BATCH):
+        batch = ordered[start : start + BATCH]
+        texts = _encoded([one.text[one.given :] for one in batch], tokenizer)
+        prompts = _encoded([one.text[: one.given] for one in batch], tokenizer)
+        parts += [np.array([*(~i for i in given), *ids, eos_id], np.int64) for given, ids in zip(prompts, texts, strict=True)]
     return np.concatenate(parts) if parts else np.empty(0, np.int64)
+
+
+def _encoded(texts: list[str], tokenizer: PreTrainedTokenizerBase) -> list[list[int]]:
+    batch: Any = tokenizer(
+        texts,
+        add_special_tokens=False,
+        split_special_tokens=True,
+        return_attention_mask=False,
+        verbose=False,  # says that a document is longer than the model's context, which rows are not
+    )
+    return batch["input_ids"]
 
 
 def _cut(tokens: NDArray[np.int64], length: int, what: str) -> Tensor:
@@ -162,7 +174,7 @@ def prepare(
         [source.model_dump(mode="json") for source in sources],
         plan.model_dump(mode="json"),
         tokenizer,
-        ([document.source, document.name, document.text] for document in documents),
+        ([document.source, document.name, document.text, document.given] for document in documents),
     )
     if (found := caching.load(cache / key)) is not None:
         (train, *held_out), report = found

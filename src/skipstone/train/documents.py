@@ -33,11 +33,12 @@ Signature = NDArray[np.uint32]
 
 @dataclass(frozen=True, slots=True)
 class Document:
-    """A text, the name of its source and its name there."""
+    """A text, the name of its source and its name there. given: its first characters that are read, not predicted."""
 
     text: str
     source: str
     name: str
+    given: int = 0
 
     def rank(self, seed: int, purpose: str) -> float:
         """A number in [0, 1) that is as good as random, the same wherever and among whatever the document stands."""
@@ -59,9 +60,10 @@ def collect(sources: Sequence[Source], base: Path) -> list[Document]:
     documents = []
     for source in sources:
         before = len(documents)
-        for name, text in source.read(base):
+        for name, *parts in source.read(base):
+            text, prompt = (_plain(part, source.name, name) for part in parts)
             if text.strip():
-                documents.append(Document(_plain(text, source.name, name), source.name, name))
+                documents.append(Document(prompt + text, source.name, name, len(prompt)))
         if len(documents) == before:
             raise ValueError(f"source {source.name!r} ({source.path}) has no documents: what it gives is blank or nothing")
     return documents

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 import re
 import sys
@@ -64,7 +65,9 @@ class JsonLog(TrainerCallback):
 
 
 def _line_of(entry: dict[str, Any]) -> str:
-    return json.dumps({"step": entry["step"], **entry}) + "\n"
+    """JSON has no infinity, which a perplexity may be: null."""
+    known = {name: None if isinstance(value, float) and not math.isfinite(value) else value for name, value in entry.items()}
+    return json.dumps({"step": entry["step"], **known}) + "\n"
 
 
 def entries(path: Path) -> list[dict[str, Any]]:

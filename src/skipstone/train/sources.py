@@ -1,7 +1,7 @@
 """Where documents come from: text files, JSON lines, data sets of the Hugging Face hub, and scripts of a recipe.
 
-Every source is a frozen model that refuses unknown keys. `read(base)` yields (name, text) in an order that does not depend on
-the file system. What has no name of its own (a line, a script's document) is named after its text, so that it keeps its place
+Every source is a frozen model that refuses unknown keys. `read(base)` yields its texts in an order that does not depend on the
+file system. What has no name of its own (a line, a script's document) is named after its text, so that it keeps its place
 in a split when other documents come or go.
 """
 
@@ -18,12 +18,20 @@ from collections.abc import Callable, Iterable, Iterator
 from fnmatch import fnmatchcase
 from pathlib import Path, PurePath
 from types import ModuleType
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, NamedTuple
 
 from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
 
 STDLIB = "{stdlib}"
 """Stands in a path for the folder of Python's standard library."""
+
+
+class Text(NamedTuple):
+    """What a source gives. prompt: what stands before the text and is only read, not predicted."""
+
+    name: str
+    text: str
+    prompt: str = ""
 
 
 def resolve(path: str, base: Path) -> Path:
@@ -88,8 +96,8 @@ class TextFiles(_Source):
             raise ValueError(f"expected a pattern within the folder, such as **/*.txt, found {glob!r}")
         return glob
 
-    def read(self, base: Path) -> Iterator[tuple[str, str]]:
-        """(path within the folder, text), sorted by it. FileNotFoundError where none is found, ValueError for one not UTF-8."""
+    def read(self, base: Path) -> Iterator[Text]:
+        """Texts by their path within the folder, sorted. FileNotFoundError where there is none, ValueError for one not UTF-8."""
         root = resolve(self.path, base)
         found = [root] if root.is_file() else [file for file in root.glob(self.glob) if file.is_file()]
         files = {file.name if file == root else file.relative_to(root).as_posix(): file for file in found}
@@ -98,27 +106,34 @@ class TextFiles(_Source):
             left_out = f", and exclude leaves out all {len(files)}" if files else ""
             raise FileNotFoundError(f"source {self.name!r}: no file in {root} fits glob {self.glob!r}{left_out}")
         for name in kept:
-            yield name, _decoded(files[name].read_bytes(), str(files[name]), "convert it, or leave it out with exclude")
+            yield Text(name, _decoded(files[name].read_bytes(), str(files[name]), "convert it, or leave it out with exclude"))
 
 
 class _Records(_Source):
     """Documents made of records.
 
     template: the document, with the keys of a record in braces ({{ and }} are braces). A list of texts stands one per line.
+    prompt: what stands before it, such as a question, and is read but not predicted: the loss is the answer's alone.
     where: key -> values that are taken; [low, high] among them takes what lies between, both included.
     limit: only the first so many that are taken.
     """
 
     template: str = "{text}"
+    prompt: str | None = None
     where: dict[str, list[Any]] | None = None
     limit: int | None = Field(default=None, ge=1)
+
+    @field_validator("template", "prompt")
+    @classmethod
+    def _plain_keys(cls, template: str | None) -> str | None:
+        for _, key, form, conversion in string.Formatter().parse(template or ""):
+            if key == "" or form or conversion:
+                raise ValueError(f"expected plain keys such as {{question}} in the template, found {template!r}")
+        return template
 
     @field_validator("template")
     @classmethod
     def _has_keys(cls, template: str) -> str:
-        for _, key, form, conversion in string.Formatter().parse(template):
-            if key == "" or form or conversion:
-                raise ValueError(f"expected plain keys such as {{question}} in the template, found {template!r}")
         if not _keys(template):
             raise ValueError(f"the template {template!r} names no key in braces: every document would be the same")
         return template
@@ -134,26 +149,27 @@ class _Records(_Source):
                     raise ValueError(f"where[{key!r}]: expected [low, high], two numbers with low <= high, found {span}")
         return where
 
-    def _texts(self, records: Iterable[tuple[str, Any]]) -> Iterator[tuple[str, str]]:
-        """(name, text) of the (place, record) that are taken. ValueError that names the place, or says that none was taken."""
+    def _texts(self, records: Iterable[tuple[str, Any]]) -> Iterator[Text]:
+        """The texts of the (place, record) that are taken. ValueError that names the place, or says that none was taken."""
         seen = taken = 0
         for place, record in records:
             seen += 1
             if not isinstance(record, dict):
                 raise ValueError(f"{place}: expected an object with the key {_keys(self.template)[0]!r}, found {record!r:.80}")
             if all(_fits(_value(record, key, place, "where"), wanted) for key, wanted in (self.where or {}).items()):
-                text = self._filled(record, place)
+                prompt = "" if self.prompt is None else self._filled(self.prompt, record, place)
+                text = self._filled(self.template, record, place)
                 taken += 1
-                yield digest(text), text
+                yield Text(digest(prompt + text), text, prompt)
                 if taken == self.limit:
                     return
         if not taken:
             reason = f"none of its {seen} records fits where={self.where}" if seen else "it is empty"
             raise ValueError(f"source {self.name!r} ({self.path}) has no documents: {reason}")
 
-    def _filled(self, record: dict[str, Any], place: str) -> str:
+    def _filled(self, template: str, record: dict[str, Any], place: str) -> str:
         parts = []
-        for literal, key, _, _ in string.Formatter().parse(self.template):
+        for literal, key, _, _ in string.Formatter().parse(template):
             parts += [literal, "" if key is None else _text(_value(record, key, place, "template"), key, place)]
         return "".join(parts)
 
@@ -164,8 +180,8 @@ class JsonLines(_Records):
     kind: Literal["jsonl"] = "jsonl"
     template: str = "{question}\n{answer}"
 
-    def read(self, base: Path) -> Iterator[tuple[str, str]]:
-        """(name, text) in the file's order. ValueError with the number of the line that is no JSON or lacks a key."""
+    def read(self, base: Path) -> Iterator[Text]:
+        """Texts in the file's order. ValueError with the number of the line that is no JSON or lacks a key."""
         path = resolve(self.path, base)
         if not path.is_file():
             raise FileNotFoundError(f"source {self.name!r}: expected a file of JSON lines, found the folder {path}")
@@ -191,8 +207,8 @@ class HubDataset(_Records):
         shared = self.model_dump(include=set(_Records.model_fields) - {"path"})
         return JsonLines(path=str((folder / self.file).absolute()), **shared)
 
-    def read(self, base: Path) -> Iterator[tuple[str, str]]:
-        """(name, text) in the data set's order. ImportError that says what to install where `datasets` is missing."""
+    def read(self, base: Path) -> Iterator[Text]:
+        """Texts in the data set's order. ImportError that says what to install where `datasets` is missing."""
         try:
             datasets = importlib.import_module("datasets")
         except ImportError as error:
@@ -217,8 +233,8 @@ class Script(_Source):
     kind: Literal["script"] = "script"
     arguments: dict[str, Any] = Field(default_factory=dict)
 
-    def read(self, base: Path) -> Iterator[tuple[str, str]]:
-        """(name, text) in the script's order. ValueError where it has no such function or gives something else than texts."""
+    def read(self, base: Path) -> Iterator[Text]:
+        """Texts in the script's order. ValueError where it has no such function or gives something else than texts."""
         path = resolve(self.path, base)
         documents = getattr(_run(path), "documents", None)
         if not callable(documents):
@@ -230,7 +246,7 @@ class Script(_Source):
         for number, text in enumerate(texts):
             if not isinstance(text, str):
                 raise ValueError(f"{path}: document {number} is {type(text).__name__}, expected str")
-            yield digest(text), text
+            yield Text(digest(text), text)
 
 
 Source = Annotated[TextFiles | JsonLines | HubDataset | Script, Field(discriminator="kind")]
