@@ -7,13 +7,16 @@ WORKERS ?= auto
 MODEL ?= ../shared/models/seedling
 BENCH ?=
 
-.PHONY: test test-all lint format bench clean
+.PHONY: demo test test-all lint format bench clean
 
 $(STAMP): pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt torch
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt --editable ".[dev]"
 	touch $@
+
+demo: $(STAMP)  ## the same text twice, plainly and with LayerSkip, by the bundled model
+	@$(BIN)/skipstone demo
 
 test: $(STAMP)  ## the suite without the full product, under six minutes on two cores
 	$(BIN)/python -m pytest -n $(WORKERS) --dist worksteal -m "not slow"

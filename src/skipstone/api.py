@@ -24,7 +24,7 @@ from skipstone.core.types import Output, Step
 from skipstone.methods import resolve
 
 NANO = Path(__file__).parent / "assets" / "nano"
-"""The bundled model."""
+"""The bundled model, skipstone-nano: recipes/nano.yaml makes it."""
 
 Inputs = Tensor | str | Sequence[Any] | Mapping[str, Any]
 MethodLike = Method | str | Mapping[str, Any] | None
@@ -40,13 +40,11 @@ def load(
 ) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
     """Load a causal language model, ready to decode, and its tokenizer.
 
-    name: a folder or hub id; None for the bundled model, a ValueError where this version has none. dtype: of the weights;
-    "auto" takes the checkpoint's, and float32 for the bundled model. Weights come from safetensors only.
+    name: a folder or hub id; None for the bundled model, skipstone-nano. dtype: of the weights; "auto" takes the
+    checkpoint's, and float32 for the bundled model. Weights come from safetensors only.
     OSError where nothing is found; ValueError where the checkpoint is corrupt or incomplete.
     """
     if name is None:
-        if not NANO.is_dir():
-            raise ValueError("no model is bundled with this version; pass a folder or a hub id")
         name, dtype = NANO, torch.float32 if dtype == "auto" else dtype
     path = Path(name)
     if not path.exists() and (path.is_absolute() or str(name).startswith((".", "~")) or len(path.parts) > 2):

@@ -131,8 +131,6 @@ def test_bad_input_is_one_sentence(folder: Path, flags: str, part: str) -> None:
 @pytest.mark.parametrize(
     ("arguments", "part"),
     [
-        (["generate", "--prompt", "x"], "no model is bundled with this version"),
-        (["demo"], "no model is bundled with this version"),
         (["nope"], "No such command 'nope'"),
         (["--nope"], "No such option"),
         (["methods", "--nope"], "No such option"),

@@ -97,7 +97,7 @@ class TextFiles(_Source):
         return glob
 
     def read(self, base: Path) -> Iterator[Text]:
-        """Texts by their path within the folder, sorted. FileNotFoundError where there is none, ValueError for one not UTF-8."""
+        """Texts by their path within the folder, sorted. FileNotFoundError for none, ValueError for one that is not UTF-8."""
         root = resolve(self.path, base)
         found = [root] if root.is_file() else [file for file in root.glob(self.glob) if file.is_file()]
         files = {file.name if file == root else file.relative_to(root).as_posix(): file for file in found}
