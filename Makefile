@@ -4,7 +4,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 WORKERS ?= auto
-MODEL ?= ../shared/models/seedling
+MODEL ?=
 BENCH ?=
 
 .PHONY: demo test test-all lint format bench clean
@@ -33,7 +33,7 @@ format: $(STAMP)
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
 
-bench: $(STAMP)  ## MODEL=path or hub id, BENCH="more flags"
+bench: $(STAMP)  ## MODEL=path or hub id (the bundled model), BENCH="more flags"
 	$(BIN)/python -m skipstone.bench $(MODEL) $(BENCH)
 
 clean:

@@ -24,7 +24,7 @@ import time
 import tokenize
 import warnings
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -41,6 +41,7 @@ sys.path.insert(0, str(Path(__file__).parent / "data"))
 import commands
 
 EXITS = (3, 6, 12, 18)
+ANSWERS = "commands, answers alone"
 PREFIX_LINES, PARSED_TOKENS, MOST_OPEN = 4, 128, 4
 
 
@@ -58,14 +59,17 @@ def held_out(recipe: Path, data_dir: Path | None) -> tuple[Recipe, dict[str, lis
 def exits(model: str, twin: str | None, recipe: Path, data_dir: Path | None, rows: int) -> dict[str, Any]:
     """Perplexity, bits per byte and agreement of every exit on held-out text, with the recipe and without."""
     made, documents = held_out(recipe, data_dir)
-    found: dict[str, Any] = {}
-    for name, folder in {"nano": model, **({"plain": twin} if twin else {})}.items():
+    folders = {"nano": model, **({"plain": twin} if twin else {})}
+    for folder in folders.values():
         check_unseen(Path(folder), documents)
+    documents[ANSWERS] = [replace(one, given=one.text.index("\n") + 1) for one in documents["commands"]]
+    found: dict[str, Any] = {}
+    for name, folder in folders.items():
         network, tokenizer = skipstone.load(folder, dtype=torch.float32)
         for source, own in documents.items():
             packed = pack(own, tokenizer, made.data.length, made.seed, tokenizer.eos_token_id)[:rows]
             quality = exit_quality(network, Rows(packed), 8)
-            size = sum(len(tokenizer.decode(row).encode()) for row in packed) / packed.numel()
+            size = sum(len(tokenizer.decode(row[row >= 0]).encode()) for row in packed) / (packed >= 0).sum().item()
             found.setdefault(source, {})[name] = {
                 "tokens": quality.tokens,
                 "bits_per_byte": math.log2(quality.perplexity[max(quality.perplexity)]) / size,
@@ -116,6 +120,8 @@ def requests(model: str, count: int, layers: Sequence[int], lengths: int) -> dic
     lines = [Line("autoregressive", skipstone.Autoregressive())]
     lines += [Line(f"early exit, E = {e}", skipstone.EarlyExit(exit_layer=e)) for e in layers]
     lines += [Line(f"LayerSkip, E = {e}", skipstone.LayerSkip(exit_layer=e, num_speculative_tokens=lengths)) for e in layers]
+    for line in lines:  # what a first call costs is no part of the figures
+        _continue(replace(line, outputs=[]), network, tokenizer, torch.tensor([tokenizer.encode("> call home\n")]), "")
     for number, example in enumerate(commands.examples("test", count, 0)):
         ids = torch.tensor([tokenizer.encode(example.prompt)])
         turn = number % len(lines)

@@ -97,7 +97,6 @@ def test_a_family_without_early_exit_in_transformers_gets_no_such_row_but_a_reas
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ([], "give either a model"),
         (["/nowhere/model"], "/nowhere/model"),
         (["MODEL", "--surrogate", "llama-1b"], "give either a model"),
         (["MODEL", "--rows", "layerskip,warp"], "unknown row 'warp'"),

@@ -61,7 +61,7 @@ class Settings:
     seed: int = 0
 
     def __post_init__(self) -> None:
-        if (self.model is None) == (self.surrogate is None):
+        if self.model is not None and self.surrogate is not None:
             raise ValueError("give either a model (a folder or hub id) or --surrogate")
         if self.surrogate is not None and self.prompts is not None:
             raise ValueError("a surrogate has no vocabulary of words: its prompts are sampled ids, --prompts cannot be used")
@@ -138,7 +138,7 @@ def prepare(settings: Settings) -> Subject:
         documents = prompts.read(settings.prompts)
         model, tokenizer = api.load(settings.model, dtype=dtype, device=settings.device)
         chosen = prompts.choose(documents, tokenizer, count, settings.prompt_tokens, settings.seed)
-        return _subject(settings, model, str(settings.model), chosen)
+        return _subject(settings, model, settings.model or "skipstone-nano", chosen)
     if settings.surrogate == surrogate.NAMED:
         model = surrogate.llama_1b(settings.seed, dtype, settings.device)
         chosen = surrogate.random_prompts(model.config.vocab_size, count, settings.prompt_tokens, settings.seed)
