@@ -182,6 +182,17 @@ class TestFile:
         assert all(one.template == other.template for one, other in zip(there[1:3], here[1:3], strict=True))
 
 
+@pytest.mark.parametrize("path", sorted((Path(__file__).parents[1] / "recipes").glob("*.yaml")), ids=lambda path: path.name)
+def test_the_recipes_of_the_repository_are_in_order(path: Path) -> None:
+    made = read(path)
+    args = arguments(made, Path("x"))
+    assert args.max_steps >= 1000
+    assert resolve(made.decoding).name == ("autoregressive" if path.name == "nano-plain.yaml" else "layerskip")
+    named = f"skipstone train layerskip recipes/{path.name}"
+    assert named in path.read_text(encoding="utf-8")
+    assert f"recipes/{path.name}" in (path.parents[1] / "docs" / "training.md").read_text(encoding="utf-8")
+
+
 def test_a_recipe_extends_another_part_by_part(tmp_path: Path) -> None:
     base = recipe(tmp_path, exits={"e_scale": 0.5, "dilation": 2}, training__learning_rate=1e-3)
     own = tmp_path / "own.yaml"

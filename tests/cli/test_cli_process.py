@@ -37,7 +37,7 @@ def test_interrupted_json_holds_what_there_is(folder: Path, monkeypatch: pytest.
 
 def _start(*arguments: Any) -> subprocess.Popen[bytes]:
     environment = os.environ | {"OMP_NUM_THREADS": "1"}
-    command = [sys.executable, "-c", "from skipstone.cli import main; main()", *map(str, arguments)]
+    command = [sys.executable, "-m", "skipstone", *map(str, arguments)]
     pipe = subprocess.PIPE
     return subprocess.Popen(command, stdin=pipe, stdout=pipe, stderr=pipe, env=environment, preexec_fn=_hears_ctrl_c)
 
