@@ -12,7 +12,8 @@ from typing import Any
 import pytest
 from pydantic import TypeAdapter, ValidationError
 
-from skipstone.train.sources import HubDataset, JsonLines, Script, Source, Text, TextFiles, resolve
+from skipstone.train.reading import Text, resolve
+from skipstone.train.sources import HubDataset, JsonLines, Script, Source, TextFiles
 
 ROOT = Path(__file__).parents[1]
 

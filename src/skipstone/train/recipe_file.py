@@ -12,8 +12,9 @@ import yaml
 from pydantic import Field, TypeAdapter, ValidationError, model_validator
 
 from skipstone.train.arguments import LayerSkipArguments
+from skipstone.train.reading import Part
 from skipstone.train.recipe import PRESETS, EarlyExitLoss, LayerDropout, LayerSkipRecipe
-from skipstone.train.sources import HubDataset, Part, Source
+from skipstone.train.sources import HubDataset, Source
 
 NO_EFFECT = {
     "num_train_epochs": "training.max_steps says how long a run is, and sources repeat as their weights ask",
