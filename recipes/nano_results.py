@@ -35,7 +35,7 @@ from skipstone.bench.statistics import repeated_share
 from skipstone.train.data import Rows, pack
 from skipstone.train.documents import Document, collect, deduplicate, split
 from skipstone.train.evaluation import exit_quality
-from skipstone.train.run import Recipe, read
+from skipstone.train.recipe_file import Recipe, read
 
 sys.path.insert(0, str(Path(__file__).parent / "data"))
 import commands

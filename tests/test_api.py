@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from typing import Any
 
 import pytest
@@ -9,7 +10,8 @@ import torch
 from transformers import BatchEncoding, PreTrainedModel
 
 import skipstone
-from skipstone import METHODS, Autoregressive, Detokenizer, EarlyExit, LayerSkip
+from skipstone import METHODS, Autoregressive, Detokenizer, EarlyExit, LayerSkip, api
+from skipstone.api import prepare_call
 from skipstone.methods import resolve
 from tests import families
 from tests.support import alone, left_padded, tokenizer
@@ -166,6 +168,27 @@ class TestFigures:
         assert rejected > 0
 
 
+def test_stop_strings_of_a_model_hold_for_calls_that_overlap() -> None:
+    """While one call is prepared the model's own stop strings are out of its config; another must not miss them."""
+    model, words = families.build("llama"), tokenizer()
+    model.generation_config.stop_strings = ["abc"]
+    found: list[Any] = []
+    call = prepare_call(model, words("hello", return_tensors="pt")["input_ids"], words, 0, {"max_new_tokens": 4})
+    expected = [type(one).__name__ for one in call.stopping_criteria]
+    assert "StopStringCriteria" in expected
+    with api._without_stop_strings(model), api._PREPARING:
+        other = threading.Thread(
+            target=lambda: found.append(
+                prepare_call(model, words("hello", return_tensors="pt")["input_ids"], words, 0, {"max_new_tokens": 4})
+            )
+        )
+        other.start()
+        other.join(0.1)
+        assert not found, "it waits"
+    other.join(10)
+    assert [type(one).__name__ for one in found[0].stopping_criteria] == expected
+
+
 class TestResolve:
     def test_an_object_a_name_and_a_mapping_mean_the_same(self) -> None:
         assert resolve(SKIP) is SKIP
@@ -187,6 +210,28 @@ class TestResolve:
         assert resolve({"method": "layerskip", "exit_layer": 1}, defaults) == LayerSkip(1, 9)
         assert resolve("early_exit", defaults) == EarlyExit()
         assert resolve(None, "autoregressive") == Autoregressive()
+
+    def test_a_wish_without_a_method_changes_the_default_one(self) -> None:
+        defaults = {"method": "layerskip", "exit_layer": 3, "num_speculative_tokens": 9}
+        assert resolve({"exit_layer": 1}, defaults) == LayerSkip(1, 9)
+        with pytest.raises(ValueError, match=r"the key 'method' is missing in method=\{'exit_layer': 1\}"):
+            resolve({"exit_layer": 1})
+
+    def test_an_object_leaves_only_what_has_no_other_default_to_the_model(self) -> None:
+        defaults = {"method": "layerskip", "exit_layer": 3, "num_speculative_tokens": 9, "confidence_threshold": 0.3}
+        assert resolve(LayerSkip(num_speculative_tokens=5), defaults) == LayerSkip(3, 5, None)
+        assert resolve(LayerSkip(2), defaults) == LayerSkip(2)
+        assert resolve(EarlyExit(), defaults) == EarlyExit()
+        assert resolve(LayerSkip(), "layerskip") == LayerSkip()
+
+    def test_an_object_takes_its_exit_layer_from_the_model_on_every_path(self) -> None:
+        model, ids = families.build("llama"), families.prompts(1)[0][None]
+        model.generation_config.skipstone = {"method": "layerskip", "exit_layer": 2}
+        method = LayerSkip(num_speculative_tokens=4)
+        expected = skipstone.generate(model, ids, SKIP, max_new_tokens=8).sequences
+        assert torch.equal(skipstone.generate(model, ids, method, max_new_tokens=8).sequences, expected)
+        assert torch.equal(model.generate(ids, custom_generate=method, max_new_tokens=8), expected)
+        assert torch.equal(skipstone.enable(model, method).generate(ids, max_new_tokens=8), expected)
 
     def test_other_packages_names_are_taken_with_a_warning_in_wishes_and_defaults(self) -> None:
         with pytest.warns(FutureWarning, match="num_assistant_tokens is called num_speculative_tokens in skipstone"):

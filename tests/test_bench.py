@@ -101,6 +101,10 @@ def test_a_family_without_early_exit_in_transformers_gets_no_such_row_but_a_reas
         (["MODEL", "--surrogate", "llama-1b"], "give either a model"),
         (["MODEL", "--rows", "layerskip,warp"], "unknown row 'warp'"),
         (["MODEL", "--num-prompts", "0"], "num_prompts must be at least 1, found 0"),
+        (["MODEL", "--threads", "0"], "threads must be at least 1, found 0"),
+        (["MODEL", "--lengths", "4,0"], "lengths must be draft lengths of at least 1"),
+        (["MODEL", "--thresholds", "none,2"], "thresholds must lie between 0 and 1, found 2.0"),
+        (["MODEL", "--peer-thresholds", "-1"], "peer_thresholds must lie between 0 and 1"),
         (["MODEL", "--prompts", "/nowhere"], "no text file found at /nowhere"),
         (["MODEL", "--prompts", "TEXTS", "--max-new-tokens", "60"], "is more than the model's 64 positions"),
         (

@@ -123,6 +123,11 @@ def saved_generation_config() -> None:
     assert not GenerationConfig(skipstone={"method": "layerskip"})._from_model_config
 
 
+def loading_a_checkpoint() -> None:
+    parameters = list(inspect.signature(transformers.Trainer._load_from_checkpoint).parameters)
+    assert parameters[:2] == ["self", "resume_from_checkpoint"]
+
+
 PRIVATE: dict[str, Callable[[], None]] = {
     "_get_logits_processor": logits_processor,
     "_get_default_generation_params": default_generation_params,
@@ -134,6 +139,7 @@ PRIVATE: dict[str, Callable[[], None]] = {
     "_is_stateful": stateful_models,
     "_from_config": from_config,
     "_from_model_config": saved_generation_config,
+    "_load_from_checkpoint": loading_a_checkpoint,
 }
 
 

@@ -12,7 +12,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from transformers.generation.logits_process import RepetitionPenaltyLogitsProcessor
 
 from skipstone import Autoregressive, LayerSkip, Method, Request, Sampling
-from skipstone.core import verify
+from skipstone.core import host
 from skipstone.core.decode import Decoder, Pace, Row, run
 from skipstone.core.model import LayeredModel
 from skipstone.core.types import RowVerdict, Verdict
@@ -227,18 +227,27 @@ class Transfers(TorchDispatchMode):
 
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
 @pytest.mark.parametrize(
-    "method", [METHODS[0], METHODS[1], replace(METHODS[1], rejection_sample_method="coupled")], ids=["plain", "skip", "coupled"]
+    "method",
+    [
+        METHODS[0],
+        METHODS[1],
+        replace(METHODS[1], rejection_sample_method="coupled"),
+        replace(METHODS[1], confidence_threshold=0.3),
+        replace(METHODS[1], confidence_threshold="adaptive"),
+    ],
+    ids=["plain", "skip", "coupled", "threshold", "adaptive"],
 )
 def test_a_decoding_step_makes_one_transfer_to_the_host(
     method: Method, temperature: float, model: LayeredModel, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Verdict.tolist, once. What is asked on the CPU only (`verify._idle`) is switched off, as on an accelerator."""
-    monkeypatch.setattr(verify, "_idle", lambda walking: False)
+    """Verdict.tolist, once. What is asked on the CPU only is switched off, as on an accelerator."""
+    monkeypatch.setattr(host, "readable", lambda tensor: False)
     listed: list[str] = []
     own, ours = torch.Tensor.tolist, Verdict.tolist
     monkeypatch.setattr(torch.Tensor, "tolist", lambda self: listed.append("tensor") or own(self))
     monkeypatch.setattr(Verdict, "tolist", lambda self, draft: listed.append("verdict") or ours(self, draft))
-    requests = [Request(prompt(n, n), 24, sampling=Sampling(temperature, seed=n)) for n in (4, 9, 6)]
+    eos = frozenset({0, 1})
+    requests = [Request(prompt(n, n), 24, eos=eos, sampling=Sampling(temperature, seed=n)) for n in (4, 9, 6)]
     decoder = start(method, model, requests)
     decoder.step()
     for _ in range(4):
@@ -248,3 +257,20 @@ def test_a_decoding_step_makes_one_transfer_to_the_host(
         assert counted.found == []
         assert listed.count("verdict") == 1
         assert listed.count("tensor") == 1
+
+
+@pytest.mark.parametrize("rule", ["standard", "coupled"])
+@pytest.mark.parametrize("threshold", [None, 0.3, "adaptive"])
+@pytest.mark.parametrize("temperature", [0.0, 1.2])
+def test_what_is_asked_on_the_cpu_only_changes_no_text(
+    rule: Any, threshold: Any, temperature: float, model: LayeredModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Where asking costs nothing drafts end sooner, or nodes are decided one by one; the tokens are those of an accelerator."""
+    method = LayerSkip(2, 5, threshold, True, rule)
+
+    eos = frozenset({5, 60})
+    requests = [Request(prompt(n, n), 24, eos=eos, sampling=Sampling(temperature, seed=n)) for n in (4, 9, 6)]
+    asked, stats, _ = decode(method, model, requests)
+    assert stats.drafted > stats.accepted > 0
+    monkeypatch.setattr(host, "readable", lambda tensor: False)
+    assert decode(method, model, requests)[0] == asked

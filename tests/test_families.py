@@ -113,14 +113,14 @@ def test_eager_attention_gives_the_text_of_generate(name: str) -> None:
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_what_only_some_models_of_a_family_show_is_exact_too(variant: str) -> None:
     name, overrides = VARIANTS[variant]
-    model = families.build(name, **overrides)
-    greedy(model, rows=2, new=24)
+    assert_speculated(greedy(families.build(name, **overrides), rows=2, new=24))
 
 
 @pytest.mark.parametrize(("name", "window"), [("llama", None), ("mistral", 8), ("mistral", 700), ("gemma3_text", 300)])
 def test_a_prompt_of_1500_tokens_in_chunks_gives_the_text_of_generate(name: str, window: int | None) -> None:
     model = families.build(name, **({"sliding_window": window} if window else {}))
     out = greedy(model, rows=2, new=16, longest=1500)
+    assert_speculated(out)
     assert out.stats is not None
     assert out.stats.prefill_tokens == 2
 

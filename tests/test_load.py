@@ -55,9 +55,23 @@ class TestLoad:
         with pytest.raises(OSError, match=r"model\.safetensors"):
             skipstone.load(folder)
 
-    def test_no_name_is_an_error_that_says_what_to_pass(self) -> None:
-        with pytest.raises(ValueError, match="pass a folder or a hub id"):
-            skipstone.load()
+    def test_a_tilde_is_the_home_folder(self, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setenv("HOME", str(folder.parent))
+        assert skipstone.load(f"~/{folder.name}")[0].config.num_hidden_layers == 4
+
+    def test_flash_attention_and_devices_that_are_not_here(self, folder: Path) -> None:
+        with pytest.raises(ValueError, match="flash_attention_2.? is not supported: load with attn_implementation='sdpa'"):
+            skipstone.load(folder, attn_implementation="flash_attention_2")
+        with pytest.raises(ValueError, match="device 'toaster' cannot be used here"):
+            skipstone.load(folder, device="toaster")
+        if not torch.cuda.is_available():
+            with pytest.raises(ValueError, match="device 'cuda' cannot be used here"):
+                skipstone.load(folder, device="cuda")
+
+    def test_more_layers_than_the_config_says(self, folder: Path) -> None:
+        config = json.loads((folder / "config.json").read_text())
+        (folder / "config.json").write_text(json.dumps({**config, "num_hidden_layers": 3}))
+        assert "it has model.layers.3." in self.refusal(folder)
 
     @pytest.mark.parametrize("share", [0.0, 0.3, 0.99])
     def test_truncated_weights(self, share: float, folder: Path) -> None:

@@ -10,8 +10,10 @@ import pytest
 import torch
 from torch import Tensor
 
+import skipstone
 from skipstone.core.kvstore import KVStore, MaskForm, Pass, ancestors
 from skipstone.core.model import Frontier
+from tests import families
 from tests.enumeration import Tabled
 
 BOOL = MaskForm(torch.bool, optional=False)
@@ -141,3 +143,27 @@ def test_ancestors_follow_parents() -> None:
         reach = ancestors(torch.tensor(parents))
         for row, node, other in itertools.product(range(3), range(-1, width), range(-1, width)):
             assert bool(reach[row, node + 1, other + 1]) == descends(parents[row], node, other)
+
+
+def test_a_pass_over_all_layers_builds_one_mask_per_kind(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Gemma 3's layers have two kinds: in a step of decoding, each is built once a pass, whatever the number of layers."""
+    built: list[int | None] = []
+    passes: list[int] = []
+    visible, run = Pass._visible, Pass.__init__
+
+    def counted(self: Pass, window: int | None) -> torch.Tensor:
+        built.append(window)
+        return visible(self, window)
+
+    def started(self: Pass, *arguments: Any, **options: Any) -> None:
+        passes.append(len(built))
+        run(self, *arguments, **options)
+
+    monkeypatch.setattr(Pass, "_visible", counted)
+    monkeypatch.setattr(Pass, "__init__", started)
+    model, prompts = families.cached("gemma3_text"), families.prompts(2)
+    skipstone.generate(model, families.padded(prompts), skipstone.Autoregressive(), max_new_tokens=6)
+    per_pass = [built[first:last] for first, last in zip(passes, [*passes[1:], len(built)], strict=True)]
+    assert len(per_pass) >= 6
+    assert all(len(one) == len(set(one)) for one in per_pass), "a mask was built twice in a pass"
+    assert any(len(one) == 2 for one in per_pass), "both kinds were needed"

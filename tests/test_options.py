@@ -31,7 +31,6 @@ REFUSED: dict[str, Any] = {
     "diversity_penalty": 0.5,
     "constraints": ["something"],
     "force_words_ids": [[5]],
-    "use_cache": False,
     "cache_implementation": "quantized",
     "cache_config": {"backend": "quanto"},
     "max_cache_len": 100,

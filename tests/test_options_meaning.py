@@ -73,6 +73,7 @@ ELSEWHERE = {
     "pad_token_id": "below",
     "bos_token_id": "below",
     "prefill_chunk_size": "below",
+    "use_cache": "below",
     "transformers_version": "a record of who wrote the file",
 }
 
@@ -186,3 +187,15 @@ def test_the_config_given_wins_over_the_models_and_keywords_over_both(model: Pre
             generate(model, [prompt], max_new_tokens=4)
     finally:
         model.generation_config = own
+
+
+@pytest.mark.parametrize("settings", [{"use_cache": False}, {"guidance_scale": 1.0}, {"cache_implementation": "static"}])
+def test_what_changes_no_text_is_no_wish(settings: dict[str, Any]) -> None:
+    """Also in a model's own config, where training leaves `use_cache: false`."""
+    model, prompt = families.cached("llama"), families.prompts(1)[0][None]
+    plain = skipstone.generate(model, prompt, SKIP, max_new_tokens=12)
+    assert torch.equal(skipstone.generate(model, prompt, SKIP, max_new_tokens=12, **settings).sequences, plain.sequences)
+    own = families.build("llama")
+    for name, value in settings.items():
+        setattr(own.generation_config, name, value)
+    assert torch.equal(skipstone.generate(own, prompt, SKIP, max_new_tokens=12).sequences, plain.sequences)

@@ -231,3 +231,21 @@ def test_a_sampler_row_is_forgotten_when_released() -> None:
     assert sampler.greedy
     sampler.process(torch.zeros(2, 3), torch.empty(2, 0, dtype=torch.long))
     assert eye.texts == []
+
+
+@pytest.mark.parametrize(
+    ("settings", "part"),
+    [
+        ({"temperature": -1.0}, "temperature must be a finite number"),
+        ({"temperature": float("nan")}, "temperature must be a finite number"),
+        ({"temperature": float("inf")}, "temperature must be a finite number"),
+        ({"top_k": -1}, "top_k must be a whole number .* found -1"),
+        ({"top_k": 2.5}, "top_k must be a whole number"),
+        ({"top_p": 1.5}, "top_p must lie between 0 and 1, found 1.5"),
+        ({"top_p": float("nan")}, "top_p must lie between 0 and 1"),
+        ({"min_p": 2.0}, "min_p must lie between 0 and 1"),
+    ],
+)
+def test_settings_that_mean_nothing(settings: dict[str, Any], part: str) -> None:
+    with pytest.raises(ValueError, match=part):
+        Sampling(**settings)

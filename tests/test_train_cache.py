@@ -13,9 +13,10 @@ import torch
 
 from skipstone.train import cache as caching
 from skipstone.train import data
-from skipstone.train.data import Plan, Prepared, prepare
+from skipstone.train.data import Plan, Prepared
 from skipstone.train.sources import TextFiles
 from skipstone.train.tokenizer import train_bpe
+from tests.test_train_data import made
 
 BYTES = train_bpe(["x"], 257)
 SOURCES = (TextFiles(path="big", weight=3), TextFiles(path="small", weight=1))
@@ -45,10 +46,10 @@ def numbered(first: int, count: int) -> torch.Tensor:
 
 def test_a_hit_equals_what_is_made_anew_and_tokenises_nothing(recipe: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     cache = recipe / "cache"
-    fresh = prepare(SOURCES, BYTES, PLAN, recipe)
-    assert same(prepare(SOURCES, BYTES, PLAN, recipe, cache), fresh)
+    fresh = made(SOURCES, BYTES, PLAN, recipe)
+    assert same(made(SOURCES, BYTES, PLAN, recipe, cache), fresh)
     monkeypatch.setattr(data, "_build", None)  # cannot be called
-    assert same(prepare(SOURCES, BYTES, PLAN, recipe, cache), fresh)
+    assert same(made(SOURCES, BYTES, PLAN, recipe, cache), fresh)
     assert [path.is_dir() for path in cache.iterdir()] == [True]
 
 
@@ -61,11 +62,11 @@ def test_whatever_the_rows_depend_on_changes_the_key(recipe: Path) -> None:
     (changed / "small" / "00.txt").write_text("changed " * 60, encoding="utf-8")
     for count, change in enumerate(
         (
-            lambda: prepare(SOURCES, BYTES, PLAN, recipe, cache),
-            lambda: prepare(SOURCES, BYTES, PLAN.model_copy(update={"seed": 2}), recipe, cache),
-            lambda: prepare((SOURCES[0], TextFiles(path="small", weight=2)), BYTES, PLAN, recipe, cache),
-            lambda: prepare(SOURCES, other, PLAN, recipe, cache),
-            lambda: (recipe / "small" / "00.txt").write_text("changed " * 60) and prepare(SOURCES, BYTES, PLAN, recipe, cache),
+            lambda: made(SOURCES, BYTES, PLAN, recipe, cache),
+            lambda: made(SOURCES, BYTES, PLAN.model_copy(update={"seed": 2}), recipe, cache),
+            lambda: made((SOURCES[0], TextFiles(path="small", weight=2)), BYTES, PLAN, recipe, cache),
+            lambda: made(SOURCES, other, PLAN, recipe, cache),
+            lambda: (recipe / "small" / "00.txt").write_text("changed " * 60) and made(SOURCES, BYTES, PLAN, recipe, cache),
         ),
         1,
     ):
@@ -76,7 +77,7 @@ def test_whatever_the_rows_depend_on_changes_the_key(recipe: Path) -> None:
 @pytest.mark.parametrize("damage", ["a byte", "cut", "contents", "missing"])
 def test_what_is_damaged_is_made_anew_with_a_warning(recipe: Path, damage: str) -> None:
     cache = recipe / "cache"
-    fresh = prepare(SOURCES, BYTES, PLAN, recipe, cache)
+    fresh = made(SOURCES, BYTES, PLAN, recipe, cache)
     (folder,) = cache.iterdir()
     path = folder / (caching.CONTENTS if damage == "contents" else "0.npy")
     content = bytearray(path.read_bytes())
@@ -85,8 +86,8 @@ def test_what_is_damaged_is_made_anew_with_a_warning(recipe: Path, damage: str) 
     if damage == "missing":
         path.unlink()
     with pytest.warns(UserWarning, match=rf"the cached data in .*{folder.name} is damaged \(.+\) and is made anew"):
-        assert same(prepare(SOURCES, BYTES, PLAN, recipe, cache), fresh)
-    assert same(prepare(SOURCES, BYTES, PLAN, recipe, cache), fresh)
+        assert same(made(SOURCES, BYTES, PLAN, recipe, cache), fresh)
+    assert same(made(SOURCES, BYTES, PLAN, recipe, cache), fresh)
 
 
 def test_a_full_disk_leaves_nothing_behind(recipe: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -100,7 +101,7 @@ def test_a_full_disk_leaves_nothing_behind(recipe: Path, monkeypatch: pytest.Mon
 
     monkeypatch.setattr(np, "save", full)
     with pytest.raises(OSError, match="No space left on device"):
-        prepare(SOURCES, BYTES, PLAN, recipe, cache)
+        made(SOURCES, BYTES, PLAN, recipe, cache)
     assert len(calls) == 2
     assert list(cache.iterdir()) == []
 
@@ -128,5 +129,5 @@ def test_a_tokenizer_that_cannot_be_compared_is_refused(recipe: Path) -> None:
     class Slow:
         eos_token_id = 0
 
-    with pytest.raises(ValueError, match=r"the cache needs a tokenizer of the tokenizers package .* found Slow"):
-        prepare(SOURCES, Slow(), PLAN, recipe, recipe / "cache")  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match=r"prepared data are kept for tokenizers of the tokenizers package .* found Slow"):
+        made(SOURCES, Slow(), PLAN, recipe, recipe / "cache")  # type: ignore[arg-type]

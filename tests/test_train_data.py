@@ -17,7 +17,8 @@ from tokenizers.processors import TemplateProcessing
 from transformers import PreTrainedTokenizerFast
 
 from skipstone.train import data
-from skipstone.train.data import Document, Plan, Rows, mix, pack, prepare
+from skipstone.train.data import Plan, Prepared, Rows, mix, pack, prepare
+from skipstone.train.documents import Document, collect
 from skipstone.train.sources import TextFiles
 from skipstone.train.tokenizer import train_bpe
 
@@ -34,6 +35,10 @@ def named(*texts: str) -> list[Document]:
     return [Document(text, "s", f"{index}") for index, text in enumerate(texts)]
 
 
+def made(sources: Any, tokenizer: Any, plan: Plan, base: Path, cache: Path | None = None) -> Prepared:
+    return prepare(collect(sources, base), {source.name: source.weight for source in sources}, tokenizer, plan, cache)
+
+
 class TestPack:
     def test_one_document_by_hand(self) -> None:
         rows = pack(named("abcd"), BYTES, 2, seed=0, eos_id=END)
@@ -47,6 +52,29 @@ class TestPack:
         assert rows.tolist() == [[*(-1 - one for one in ids("abc")), *ids("d"), END]]
         merged = train_bpe(["ab" * 9], 258)  # knows ab
         assert pack([Document("xab", "s", "0", given=2)], merged, 4, 0, END)[0, 2:].tolist() == [merged.encode("b")[0], END]
+
+    def test_what_is_predicted_is_never_parted_from_its_prompt(self) -> None:
+        """A document that does not fit begins the next row, one longer than a row ends with it; a row without anything to
+        predict is left out."""
+        given = [~one for one in ids("pq")]
+        two = [Document("pqa", "s", "0", given=2), Document("pqa", "s", "1", given=2)]
+        assert pack(two, BYTES, 6, 0, END).tolist() == [[*given, *ids("a"), END, ~END, ~END]]
+        assert pack([*two, Document("pqa", "s", "2", given=2)], BYTES, 6, 0, END).shape == (2, 6)
+        assert pack(two, BYTES, 4, 0, END).tolist() == [[*given, *ids("a"), END]] * 2
+        assert pack([Document("pqabcdef", "s", "0", given=2)], BYTES, 4, 0, END).tolist() == [[*given, *ids("ab")]]
+        with pytest.raises(ValueError, match="not one row of 2 with something to predict"):
+            pack([Document("pqabcdef", "s", "0", given=2)], BYTES, 2, 0, END)
+
+    def test_a_tokenizer_that_begins_texts_with_bos_begins_every_document_with_one(self) -> None:
+        own = train_bpe(["x"], 257)
+        own.add_special_tokens({"bos_token": "<|begin|>"})
+        begin = own.bos_token_id
+        own.backend_tokenizer.post_processor = TemplateProcessing(single="<|begin|> $A", special_tokens=[("<|begin|>", begin)])
+        seen = {tuple(pack(named("ab", "c"), own, 7, seed, END)[0].tolist()) for seed in range(12)}
+        assert seen == {
+            (~begin, *ids("ab"), END, ~begin, *ids("c"), END),
+            (~begin, *ids("c"), END, ~begin, *ids("ab"), END),
+        }
 
     def test_documents_follow_one_another_each_with_its_end(self) -> None:
         seen = {tuple(pack(named("ab", "c"), BYTES, 5, seed, END)[0].tolist()) for seed in range(12)}
@@ -92,7 +120,7 @@ class TestPack:
         assert sum(pieces.values()) >= len(texts) - length
 
     def test_no_documents_make_no_row(self) -> None:
-        with pytest.raises(ValueError, match="0 documents make 0 tokens, not one row of 4: give more text or a smaller length"):
+        with pytest.raises(ValueError, match="0 documents make 0 tokens, not one row of 4 with something to predict"):
             pack([], BYTES, 4, 0, END)
 
 
@@ -192,7 +220,7 @@ PLAN = Plan(length=32, rows=80, held_out=0.1, seed=1)
 
 
 def test_prepared_rows_and_their_report(recipe: Path) -> None:
-    prepared = prepare(SOURCES, BYTES, PLAN, recipe)
+    prepared = made(SOURCES, BYTES, PLAN, recipe)
     assert prepared.train.shape == (80, 32)
     assert set(prepared.held_out) == {"big", "small"}
     big, small = (prepared.report["sources"][name] for name in ("big", "small"))
@@ -219,7 +247,7 @@ def letters(tmp_path: Path) -> list[TextFiles]:
 
 
 def test_no_held_out_text_is_trained_on(letters: list[TextFiles]) -> None:
-    prepared = prepare(letters, BYTES, PLAN, Path())
+    prepared = made(letters, BYTES, PLAN, Path())
     trained, held_out = (set(rows.flatten().tolist()) - {END} for rows in (prepared.train, prepared.held_out["letters"]))
     assert not trained & held_out
     assert len(held_out) >= 2
@@ -227,33 +255,33 @@ def test_no_held_out_text_is_trained_on(letters: list[TextFiles]) -> None:
 
 
 def test_the_plans_seed_decides_what_is_held_out_and_the_order(letters: list[TextFiles]) -> None:
-    one, same, other = (prepare(letters, BYTES, PLAN.model_copy(update={"seed": seed}), Path()) for seed in (1, 1, 2))
+    one, same, other = (made(letters, BYTES, PLAN.model_copy(update={"seed": seed}), Path()) for seed in (1, 1, 2))
     assert torch.equal(one.train, same.train)
     assert not torch.equal(one.train, other.train)
     assert set(one.held_out["letters"].flatten().tolist()) != set(other.held_out["letters"].flatten().tolist())
 
 
 def test_without_held_out_documents_there_are_no_held_out_rows(recipe: Path) -> None:
-    assert prepare(SOURCES, BYTES, PLAN.model_copy(update={"held_out": 0.0}), recipe).held_out == {}
+    assert made(SOURCES, BYTES, PLAN.model_copy(update={"held_out": 0.0}), recipe).held_out == {}
 
 
 def test_a_source_too_small_for_a_row_is_refused_or_not_evaluated(recipe: Path) -> None:
     plan = PLAN.model_copy(update={"length": 500})
-    told = r"source 'small': the 1 held_out documents \(held_out=0.1\) make \d+ tokens, not one row of 500: not evaluated"
+    told = r"source 'small': the 1 held_out documents \(held_out=0.1\) make \d+ tokens, not one row of 500 .*; not evaluated"
     with pytest.warns(UserWarning, match=told):
-        made = prepare(SOURCES[1:], BYTES, plan, recipe)
-    assert made.held_out == {}
-    assert made.report["sources"]["small"]["held_out"]["documents"] == 1
-    assert len(made.train) == plan.rows
+        found = made(SOURCES[1:], BYTES, plan, recipe)
+    assert found.held_out == {}
+    assert found.report["sources"]["small"]["held_out"]["documents"] == 1
+    assert len(found.train) == plan.rows
     error = r"source 'small': the \d+ train documents \(held_out=0.1\) make \d+ tokens, not one row of 100000"
     with pytest.raises(ValueError, match=error):
-        prepare(SOURCES[1:], BYTES, PLAN.model_copy(update={"length": 100_000}), recipe)
+        made(SOURCES[1:], BYTES, PLAN.model_copy(update={"length": 100_000}), recipe)
 
 
 def test_a_tokenizer_without_an_end_is_refused(recipe: Path) -> None:
     endless = PreTrainedTokenizerFast(tokenizer_object=BYTES.backend_tokenizer)
     with pytest.raises(ValueError, match="the tokenizer has no eos_token"):
-        prepare(SOURCES, endless, PLAN, recipe)
+        made(SOURCES, endless, PLAN, recipe)
 
 
 @pytest.mark.parametrize(

@@ -54,6 +54,10 @@ def untrained(monkeypatch: pytest.MonkeyPatch) -> None:
         ({"preset": "magic"}, "unknown preset 'magic': expected one of continual, continual-13b,"),
         ({"training__output_dir": "x"}, r"training\.output_dir is set by the recipe itself"),
         ({"training__seed": 1}, r"training\.seed is set by the recipe itself"),
+        ({"training__save_strategy": "no"}, "a run without checkpoints could not be resumed"),
+        ({"training__muon_learning_rate": 0.1, "training__optim": "sgd"}, "optim=.*muon_learning_rate makes the optimiser"),
+        ({"exits": {"curriculum": "none", "dilation": 2}}, r"exits\.dilation has no effect with curriculum none"),
+        ({"exits": {"kl_weight": 1.0, "e_scale": 0.5}}, r"exits\.e_scale has no effect beside kl_weight"),
         ({"training__num_train_epochs": 2}, r"training\.num_train_epochs has no effect"),
         ({"training__resume_from_checkpoint": "x"}, "has no effect"),
     ],
@@ -86,10 +90,13 @@ def test_unknown_keys_and_what_would_be_ignored(tmp_path: Path, change: dict[str
         ({"seed": -1}, "seed: Input should be greater than or equal to 0"),
         ({"data__held_out": 1}, r"data\.held_out"),
         ({"data__length": 1}, r"data\.length"),
-        ({"data__length": 5000}, "not one row of 5000"),
+        ({"data__length": 2000}, "not one row of 2000"),
+        ({"data__length": 5000}, "at most the model's 2048 positions, found 5000"),
+        ({"data__length": ...}, "data.length is missing"),
         ({"data__sources": []}, r"data\.sources"),
         ({"output": ""}, "output"),
         ({"model": {}}, "model: expected either `pretrained`"),
+        ({"model": {"pretrained": "x"}}, "model.pretrained and tokenizer.vocab_size contradict"),
         ({"model__pretrained": "x"}, "model: expected either `pretrained`"),
         ({"tokenizer__pretrained": "x"}, "expected either `pretrained` .* or `vocab_size`"),
         ({"tokenizer": {}}, "a model from scratch needs tokenizer.pretrained or tokenizer.vocab_size"),
@@ -100,7 +107,7 @@ def test_unknown_keys_and_what_would_be_ignored(tmp_path: Path, change: dict[str
         ({"model__config": {**SHAPE, "dtype": "bfloat16"}}, "weights are trained in float32"),
         ({"model__config": {"model_type": "bert"}}, "(?i)bert"),
         ({"model__lora": {"rank": 4}}, r"model\.lora: .*rank.*expected fields of PEFT's LoraConfig"),
-        ({"model__lora": {"r": 0}}, "r"),
+        ({"model__lora": {"r": 0}}, "`r` should be a positive integer"),
         ({"model__lora": {"target_modules": ["nothing"]}}, "nothing"),
     ],
 )
@@ -121,7 +128,7 @@ def test_missing_and_empty_data(tmp_path: Path) -> None:
     with pytest.raises(FileNotFoundError, match=r"no file in .* fits glob"):
         run(recipe(tmp_path, data__sources=[{"kind": "text", "path": "folder"}]), say=quiet)
     with pytest.raises(FileNotFoundError, match="no such folder"):
-        run(recipe(tmp_path, model={"pretrained": "./nowhere"}), say=quiet)
+        run(recipe(tmp_path, model={"pretrained": "./nowhere"}, tokenizer=...), say=quiet)
 
 
 class TestFile:
@@ -153,9 +160,11 @@ class TestFile:
         assert (args.dropout, args.exits) == (preset.recipe.dropout, preset.recipe.exits)
         assert (args.learning_rate, args.max_steps) == (preset.learning_rate, preset.steps)
         assert args.per_device_train_batch_size == preset.batch_size
-        changed = {"training": {"max_steps": 7}, "exits": {"dilation": 2}, "dropout": {"p_max": 0.05}}
-        args = arguments(read(recipe(tmp_path, preset=name, **changed)), tmp_path)
-        assert (args.max_steps, args.exits.dilation, args.dropout.p_max) == (7, 2, 0.05)
+        changed = {"training": {"max_steps": 7}, "exits": {"keep_last": True}, "dropout": {"p_max": 0.05}}
+        made = read(recipe(tmp_path, preset=name, **changed, data__length=...))
+        args = arguments(made, tmp_path)
+        assert (args.max_steps, args.exits.keep_last, args.dropout.p_max) == (7, True, 0.05)
+        assert made.data.length == preset.context
         assert (args.learning_rate, args.exits.e_scale) == (preset.learning_rate, preset.recipe.exits.e_scale)
 
     def test_without_a_preset_and_numbers_that_yaml_takes_for_texts(self, tmp_path: Path) -> None:
@@ -207,6 +216,17 @@ def test_a_recipe_extends_another_part_by_part(tmp_path: Path) -> None:
     own.write_text("extends: nothing.yaml\n")
     with pytest.raises(FileNotFoundError, match=r"nothing\.yaml"):
         read(own)
+
+
+def test_a_recipe_extends_only_those_of_its_folder(tmp_path: Path) -> None:
+    (tmp_path / "own.yaml").write_text("extends: ../other/base.yaml\n")
+    with pytest.raises(ValueError, match=r"extends \.\./other/base\.yaml: expected a recipe of the same folder"):
+        read(tmp_path / "own.yaml")
+
+
+def test_a_data_folder_that_no_source_reads(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=r"--data-dir .* has no effect"):
+        read(recipe(tmp_path), tmp_path)
 
 
 def test_the_plain_twin_of_nano_is_nano_without_the_recipe() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import random
 import shutil
 from pathlib import Path
 from typing import Any
@@ -19,6 +20,7 @@ from skipstone.methods import LayerSkip
 from skipstone.train import run as running
 from skipstone.train.metrics import Progress, curves, draw, entries
 from skipstone.train.run import run
+from skipstone.train.tokenizer import train_bpe
 from skipstone.train.trainer import LayerSkipTrainer
 from tests.training import Interrupted, losses, recipe
 
@@ -139,6 +141,16 @@ class TestFinished:
         after = content(copied.parent / "out")
         assert {name for name in after if after[name] != before.get(name)} == {"model/generation_config.json"}
         assert after.keys() == before.keys()
+        copied.write_text(yaml.safe_dump({key: value for key, value in made.items() if key != "decoding"}))
+        assert not hasattr(skipstone.load(run(copied, say=quiet))[0].generation_config, "skipstone"), "taken back"
+
+    def test_a_finished_model_is_saved_again_in_another_dtype(self, copied: Path) -> None:
+        made, before = yaml.safe_load(copied.read_text()), content(copied.parent / "out")
+        copied.write_text(yaml.safe_dump({**made, "dtype": "bfloat16"}))
+        assert skipstone.load(run(copied, say=quiet))[0].dtype == torch.bfloat16
+        copied.write_text(yaml.safe_dump(made))
+        assert skipstone.load(run(copied, say=quiet))[0].dtype == torch.float32
+        assert content(copied.parent / "out") == before, "from the checkpoint, not from the rounded weights"
 
     @pytest.mark.parametrize(
         ("change", "part"),
@@ -146,8 +158,8 @@ class TestFinished:
             ({"training__learning_rate": 0.5}, "training.learning_rate differ"),
             ({"training__max_steps": 6}, "data, training.max_steps differ"),
             ({"exits": {"dilation": 3}}, "recipe differ"),
-            ({"seed": 1}, r"belongs to another recipe \(seed differ\)"),
-            ({"tokenizer__vocab_size": 280}, r"belongs to another recipe \(vocab_size differ\)"),
+            ({"seed": 1}, r"was made from something else \(seed differ\)"),
+            ({"tokenizer__vocab_size": 280}, r"was made from something else \(vocab_size differ\)"),
             ({"data__length": 12}, "data differ"),
         ],
     )
@@ -179,7 +191,7 @@ class TestInterrupted:
     def test_while_the_tokenizer_is_written(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         path = recipe(tmp_path)
         with monkeypatch.context() as patch:
-            patch.setattr(running, "_made_from", lambda _: {"bad": object()})
+            patch.setattr(running, "fingerprint", lambda _: object())
             with pytest.raises(TypeError):
                 run(path, say=quiet)
         assert not (tmp_path / "out" / "tokenizer").exists()
@@ -198,8 +210,12 @@ class TestFromAModel:
         before, after = (AutoModelForCausalLM.from_pretrained(one).state_dict() for one in (tmp_path / "start", folder))
         assert all(torch.equal(before[name], value) for name, value in after.items())
         assert skipstone.load(folder)[0].generation_config.skipstone == DECODING, "kept from the model"
-        with pytest.raises(ValueError, match=r"gives ids up to 2[89]., the model's vocab_size is 270"):
-            run(recipe(tmp_path / "misfit", model={"pretrained": str(folder)}, tokenizer__vocab_size=300), say=quiet)
+        misfit = {"model": {"pretrained": str(folder)}, "tokenizer": {"pretrained": str(tmp_path / "words")}}
+        train_bpe([" ".join(str(i) + chr(97 + i % 26) * (i % 7) for i in range(999))] * 2, 300).save_pretrained(
+            tmp_path / "words"
+        )
+        with pytest.raises(ValueError, match=r"gives ids up to \d+, the model's vocab_size is 270"):
+            run(recipe(tmp_path / "misfit", **misfit), say=quiet)
 
     def test_lora_trains_adapters_only_and_leaves_a_model_that_decodes(
         self, finished: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -231,6 +247,41 @@ class TestFromAModel:
             run(recipe(tmp_path / "run", decoding=DECODING, **other), say=quiet)
 
 
+def test_the_loss_of_a_source_with_a_prompt_is_that_of_the_answers(tmp_path: Path) -> None:
+    """Answers that are all the same are learnt; prompts of random letters are not asked for, so the loss goes to nothing."""
+    rng = random.Random(0)
+    records = [{"q": "".join(rng.choices("abcdefgh", k=6)), "a": "x"} for _ in range(60)]
+    path = recipe(
+        tmp_path,
+        data={
+            "length": 16,
+            "held_out": 0.1,
+            "sources": [{"kind": "jsonl", "path": "own.jsonl", "prompt": "{q}", "template": "{a}"}],
+        },
+        training={"max_steps": 40, "per_device_train_batch_size": 8, "learning_rate": 0.03, "logging_steps": 1},
+    )
+    (tmp_path / "own.jsonl").write_text("".join(json.dumps(record) + "\n" for record in records))
+    run(path, say=quiet)
+    found = [entry for entry in entries(tmp_path / "out" / "metrics.jsonl") if "eval_own_perplexity" in entry]
+    assert found[-1]["eval_own_perplexity"] < 1.1
+    assert losses(tmp_path / "out")[-1] < 0.1
+
+
+def test_a_tokenizer_stays_the_same_wherever_the_documents_lie(finished: Path, tmp_path: Path) -> None:
+    shutil.copytree(finished.parent, tmp_path / "moved")
+    made = yaml.safe_load(finished.read_text())
+    for source in made["data"]["sources"]:
+        source["path"] = str(tmp_path / "moved" / source["path"])
+    made["output"] = str(tmp_path / "moved" / "out")
+    (tmp_path / "elsewhere.yaml").write_text(yaml.safe_dump(made))
+    said: list[str] = []
+    run(tmp_path / "elsewhere.yaml", say=said.append)
+    assert said[-1].endswith("is finished: nothing is left to train")
+    (tmp_path / "moved" / "sums.jsonl").write_text('{"text": "other"}\n' * 9 + '{"text": "another text"}\n')
+    with pytest.raises(ValueError, match=r"was made from something else \(documents differ\)"):
+        run(tmp_path / "elsewhere.yaml", say=quiet)
+
+
 def test_a_single_document_trains_without_evaluation(tmp_path: Path) -> None:
     (tmp_path / "book.txt").write_text("It was a dark night. " * 60)
     said: list[str] = []
@@ -238,7 +289,7 @@ def test_a_single_document_trains_without_evaluation(tmp_path: Path) -> None:
     run(recipe(tmp_path, **source), say=said.append)
     assert said[-1].startswith("nothing was held out, so nothing is evaluated")
     assert json.loads((tmp_path / "out" / "model" / "data.json").read_text())["held_rows"] == {}
-    with pytest.raises(ValueError, match="eval_dataset"):
+    with pytest.raises(ValueError, match=r"eval_strategy asks for evaluations, but nothing is held out"):
         run(
             recipe(
                 tmp_path / "other",

@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from skipstone.api import Detokenizer as Detokenizer
     from skipstone.api import generate as generate
-    from skipstone.api import load as load
     from skipstone.api import stream as stream
     from skipstone.core.decode import Decoder as Decoder
     from skipstone.core.model import LayeredModel as LayeredModel
@@ -23,6 +22,7 @@ if TYPE_CHECKING:
     from skipstone.core.types import Step as Step
     from skipstone.hf import disable as disable
     from skipstone.hf import enable as enable
+    from skipstone.loading import load as load
     from skipstone.methods import METHODS as METHODS
     from skipstone.methods.autoregressive import Autoregressive as Autoregressive
     from skipstone.methods.early_exit import EarlyExit as EarlyExit
@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 __version__ = "0.1.0"
 
 _NAMES = {
-    "api": ("Detokenizer", "generate", "load", "stream"),
+    "api": ("Detokenizer", "generate", "stream"),
     "core.decode": ("Decoder",),
     "core.model": ("LayeredModel",),
     "core.protocol": ("Method",),
@@ -39,6 +39,7 @@ _NAMES = {
     "core.session": ("Request", "Session"),
     "core.types": ("Draft", "Output", "Stats", "Step"),
     "hf": ("disable", "enable"),
+    "loading": ("load",),
     "methods": ("METHODS",),
     "methods.autoregressive": ("Autoregressive",),
     "methods.early_exit": ("EarlyExit",),

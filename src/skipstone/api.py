@@ -3,16 +3,14 @@
 from __future__ import annotations
 
 import copy
-import errno
+import threading
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import SafetensorError
 from torch import Tensor
-from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig, PreTrainedModel, PreTrainedTokenizerBase
+from transformers import GenerationConfig, PreTrainedModel, PreTrainedTokenizerBase
 from transformers.generation.stopping_criteria import StoppingCriteriaList, StopStringCriteria
 
 from skipstone.core import generation
@@ -23,53 +21,11 @@ from skipstone.core.protocol import Method
 from skipstone.core.types import Output, Step
 from skipstone.methods import resolve
 
-NANO = Path(__file__).parent / "assets" / "nano"
-"""The bundled model, skipstone-nano: recipes/nano.yaml makes it."""
+_PREPARING = threading.RLock()
+"""Held while a model's own stop strings are out of its generation config."""
 
 Inputs = Tensor | str | Sequence[Any] | Mapping[str, Any]
 MethodLike = Method | str | Mapping[str, Any] | None
-
-
-def load(
-    name: str | Path | None = None,
-    *,
-    dtype: torch.dtype | str = "auto",
-    device: str | torch.device = "cpu",
-    attn_implementation: str | None = None,
-    trust_remote_code: bool = False,
-) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
-    """Load a causal language model, ready to decode, and its tokenizer.
-
-    name: a folder or hub id; None for the bundled model, skipstone-nano. dtype: of the weights; "auto" takes the
-    checkpoint's, and float32 for the bundled model. Weights come from safetensors only.
-    OSError where nothing is found; ValueError where the checkpoint is corrupt or incomplete.
-    """
-    if name is None:
-        name, dtype = NANO, torch.float32 if dtype == "auto" else dtype
-    path = Path(name)
-    if not path.exists() and (path.is_absolute() or str(name).startswith((".", "~")) or len(path.parts) > 2):
-        raise FileNotFoundError(errno.ENOENT, "no such folder, and not a hub id either", str(name))
-    if path.is_file():
-        raise NotADirectoryError(errno.ENOTDIR, "a model is a folder, this is a file", str(name))
-    options: dict[str, Any] = {"trust_remote_code": trust_remote_code}
-    if attn_implementation is not None:
-        options["attn_implementation"] = attn_implementation
-    try:
-        loaded: Any = AutoModelForCausalLM.from_pretrained(
-            str(name), dtype=dtype, use_safetensors=True, output_loading_info=True, ignore_mismatched_sizes=True, **options
-        )
-    except (SafetensorError, RuntimeError, KeyError) as error:
-        raise ValueError(f"the checkpoint {name} cannot be loaded, a file is corrupt or does not fit: {error}") from error
-    model, report = loaded
-    mismatched: Any = report.get("mismatched_keys") or ()  # asked for: left to transformers, the shapes are only logged
-    for key, found, expected in sorted(mismatched):
-        raise ValueError(
-            f"the checkpoint {name} does not fit its config: {key} has shape {list(found)}, expected {list(expected)}"
-        )
-    if missing := sorted(report.get("missing_keys") or ()):
-        raise ValueError(f"the checkpoint {name} does not fit its config: it lacks {', '.join(missing[:5])}")
-    tokenizer = AutoTokenizer.from_pretrained(str(name), trust_remote_code=trust_remote_code)
-    return model.to(device).eval(), tokenizer
 
 
 def generate(
@@ -131,6 +87,13 @@ def prepare_call(
     """A prepared call on a model that can be decoded. ValueError for what the user got wrong, before any forward."""
     layered = LayeredModel(model)
     inner, options = layered.model, dict(options)
+    with _PREPARING:
+        call = _prepared(inner, ids, tokenizer, seed, options)
+    call.layered = layered
+    return call
+
+
+def _prepared(inner: PreTrainedModel, ids: Tensor | None, tokenizer: Any, seed: Any, options: dict[str, Any]) -> Call:
     given = options.get("generation_config")
     strings = options.pop("stop_strings", None) or getattr(given, "stop_strings", None) or inner.generation_config.stop_strings
     if strings:  # transformers gives custom decoding no tokenizer, so stop strings become a criterion here
@@ -142,9 +105,7 @@ def prepare_call(
             options["generation_config"] = copy.deepcopy(given)
             options["generation_config"].stop_strings = None
     with _without_stop_strings(inner):
-        call = prepare(inner, ids, seed, **options)
-    call.layered = layered
-    return call
+        return prepare(inner, ids, seed, **options)
 
 
 def unwrap(model: Any) -> PreTrainedModel:

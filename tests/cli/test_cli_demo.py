@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import json
+import re
 from collections.abc import Callable
+from io import StringIO
 from pathlib import Path
 
 import pytest
+from rich.console import Console
 
-from skipstone.cli import demo
+from skipstone.cli import demo, terminal
 from tests.cli.helpers import PROMPT, document, expected, refused, run, succeed
 
 DEFAULT = {"method": "layerskip", "exit_layer": 2, "num_speculative_tokens": 3}
@@ -35,14 +39,51 @@ def test_figures_are_those_of_both_runs(own: Path) -> None:
 
 def test_both_sides_show_the_same_text(own: Path) -> None:
     shown = succeed("demo", own).stdout
+    columns = ["", ""]
+    for line in shown.splitlines():
+        cells = re.findall(r"│ (.*?) *│", line)
+        columns = [column + cell for column, cell in zip(columns, cells, strict=True)] if len(cells) == 2 else columns
     for scene in demo.SCENES:
         _, text = expected(own, scene.prompt, scene.max_new_tokens)
-        head = (scene.prompt + text).replace("\n", " ").split()[0]
-        assert shown.count(head) >= 2
+        for column in columns:
+            assert "".join((scene.prompt + text).split()) in "".join(column.split())
     assert shown.count("texts identical: yes") == 2
-    assert "plain" in shown
     assert "accepted drafts underlined" in shown
     assert "What to type next" in shown
+
+
+def test_on_a_terminal_it_is_live_and_the_picture_holds_the_end_of_it(
+    own: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Frame by frame, accepted drafts underlined; the picture has every scene once."""
+    made: list[Console] = []
+
+    def console() -> Console:
+        made.append(Console(file=StringIO(), force_terminal=True, width=100, highlight=False, markup=False))
+        return made[-1]
+
+    monkeypatch.setattr(terminal, "console", console)
+    monkeypatch.setattr(demo, "FRAME", 0)
+    demo.show(str(own), False, tmp_path / "demo.svg")
+    shown = made[0].file.getvalue()  # type: ignore[attr-defined]
+    steps = len(re.findall(r"─ plain ─", shown))
+    assert steps > 30, "a frame for every step"
+    assert re.search(r"\x1b\[[0-9;]*4[;m]", shown), "underlined"
+    picture = (tmp_path / "demo.svg").read_text()
+    assert picture.count("plain&#160;") == len(demo.SCENES)
+    refused(run("demo", own, "--svg", tmp_path / "nowhere" / "demo.svg"), "nowhere: no such folder")
+
+
+def test_without_a_model_the_bundled_one_is_shown() -> None:
+    found = document("demo")
+    assert found["method"]["method"] == "layerskip"
+    assert len(found["scenes"]) == len(demo.SCENES)
+    for scene in found["scenes"]:
+        assert scene["identical"] is True
+        assert scene["method"]["mean_acceptance_length"] > 1.5
+    first = document("generate", "--prompt", demo.SCENES[0].prompt)
+    assert first["text"] == succeed("generate", "--prompt", demo.SCENES[0].prompt, "--method", "autoregressive").stdout
+    assert json.loads(first["text"])["intent"] == "set_alarm"
 
 
 def test_texts_that_differ_are_called_different(variant: Callable[..., Path], monkeypatch: pytest.MonkeyPatch) -> None:

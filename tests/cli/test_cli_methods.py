@@ -15,7 +15,7 @@ import typer.main
 
 import skipstone
 from skipstone.cli import app, generate
-from tests.cli.helpers import LAYERSKIP, PROMPT, document, run, succeed
+from tests.cli.helpers import LAYERSKIP, PROMPT, document, refused, run, succeed
 
 
 def test_json_settings_and_flags_ask_for_the_same(folder: Path) -> None:
@@ -125,3 +125,13 @@ def test_env_tells_versions_and_nothing_about_the_user() -> None:
 def test_version_and_bare_help() -> None:
     assert succeed("--version").stdout == f"skipstone {skipstone.__version__}\n"
     assert "generate" in succeed().stdout
+
+
+@pytest.mark.parametrize("default", ["autoregressive", {"exit_layer": 2}])
+def test_a_default_that_is_a_bare_name_or_lacks_one(variant: Callable[..., Path], default: Any) -> None:
+    own = variant("generation_config.json", skipstone=default, _from_model_config=False)
+    result = run("generate", own, "--prompt", PROMPT, "--max-new-tokens", 4)
+    if isinstance(default, str):
+        assert result.exit_code == 0
+    else:
+        refused(result, "the key 'method' is missing in generation_config.skipstone")

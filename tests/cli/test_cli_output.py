@@ -50,7 +50,7 @@ def test_chat_wraps_the_prompt_in_the_template(folder: Path) -> None:
 
 
 def test_json_is_one_document_with_every_tokens_origin(folder: Path) -> None:
-    result = succeed("generate", folder, "--prompt", PROMPT, "--max-new-tokens", 24, *LAYERSKIP, "--json", "--stats")
+    result = succeed("generate", folder, "--prompt", PROMPT, "--max-new-tokens", 24, *LAYERSKIP, "--json")
     found = json.loads(result.stdout)
     tokens, text = expected(folder)
     assert (found["tokens"], found["text"], found["prompt_tokens"]) == (tokens, text, len(PROMPT))

@@ -71,6 +71,8 @@ BAD = [
     (f"--prompt {'x' * 131070}", "prompt of 131070 tokens + max_new_tokens=8 is more than the model's 131072 positions"),
     ("--prompt x --chat --prompt-tokens 3", "chat template"),
     ("--prompt x --prompt-tokens 0", "--prompt-tokens"),
+    ("--prompt x --seed 3", "--seed has no effect at temperature 0"),
+    ("--prompt x --json --stats", "--json holds what --stats prints"),
     # the method
     ("--prompt x --method nope", "unknown method 'nope'; there are autoregressive, early_exit, layerskip"),
     (f"--prompt x {LAYERS} 4", "between 1 and 3 for a model of 4 layers, found 4"),
@@ -114,7 +116,7 @@ BAD = [
     ("--prompt x --json --color", "--color"),
     # the model and the machine
     ("--prompt x --dtype int8", "--dtype must be one of auto, float32"),
-    ("--prompt x --device abacus", "--device abacus cannot be used here"),
+    ("--prompt x --device abacus", "device 'abacus' cannot be used here"),
     # flags that there are not
     ("--prompt x --exit-layr 2", "No such option: --exit-layr"),
 ]

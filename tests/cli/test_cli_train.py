@@ -55,7 +55,7 @@ def test_a_run_says_what_it_does_on_stderr_and_where_the_model_is_on_stdout(tmp_
         ({"training__optim": "magic"}, "magic"),
         ({"data__sources": [{"kind": "text", "path": "nowhere"}]}, "nowhere does not exist"),
         ({"model__config": {"model_type": "llama", "hidden_size": 15}}, "model.config: "),
-        ({"model": {"pretrained": "./nowhere"}}, "no such folder"),
+        ({"model": {"pretrained": "./nowhere"}, "tokenizer": ...}, "no such folder"),
     ],
 )
 def test_mistakes_are_one_line(tmp_path: Path, change: dict[str, Any], part: str) -> None:

@@ -100,7 +100,7 @@ def provenance(argv: list[str], seed: int) -> dict[str, Any]:
         "python": platform.python_version(),
         "packages": packages,
         "platform": platform.platform(),
-        "cpu": _cpu(),
+        "cpu": cpu(),
         "cpus": os.cpu_count(),
         "threads": torch.get_num_threads(),
         "load": os.getloadavg()[0] if hasattr(os, "getloadavg") else None,
@@ -123,10 +123,11 @@ def _git() -> dict[str, Any] | None:
         return None
 
 
-def _cpu() -> str:
-    info = Path("/proc/cpuinfo")
-    if info.exists():
-        for line in info.read_text().splitlines():
+def cpu() -> str:
+    """The processor's name; `platform` knows only its architecture on Linux."""
+    listing = Path("/proc/cpuinfo")
+    if listing.exists():
+        for line in listing.read_text(errors="replace").splitlines():
             if line.startswith("model name"):
                 return line.partition(":")[2].strip()
     return platform.processor() or platform.machine() or sys.platform

@@ -19,6 +19,8 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
+from skipstone.loading import bos_prefix
+
 PACKAGES = ("rich", "typer", "pydantic")
 KEYS = ("prompt", "text")
 
@@ -78,7 +80,7 @@ def choose(
     rng = random.Random(seed)
     queue = list(documents)
     rng.shuffle(queue)
-    prefix = _prefix(tokenizer)
+    prefix = bos_prefix(tokenizer)
     encoded: dict[int, list[int]] = {}
     prompts: dict[tuple[int, ...], Prompt] = {}
     while queue and len(prompts) < count:
@@ -109,12 +111,6 @@ def _cut(ids: list[int], whole: bool, length: int, rng: random.Random) -> list[i
         return None
     end = rng.randrange(length, len(ids))
     return ids[end - length : end]
-
-
-def _prefix(tokenizer: PreTrainedTokenizerBase) -> list[int]:
-    """[bos] where the tokenizer puts one in front of a text."""
-    first = tokenizer("a")["input_ids"][:1]
-    return list(first) if first and first[0] == tokenizer.bos_token_id else []
 
 
 def _installed() -> list[Document]:

@@ -18,13 +18,13 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from skipstone import api
 from skipstone.bench import machine, prompts, surrogate, tuning
 from skipstone.bench.measure import Engine, Row, Skipstone, interleave, neutral_defaults, warm_up
 from skipstone.bench.peers import HFGenerate, early_exit_refusal
 from skipstone.bench.prompts import Prompt
 from skipstone.bench.report import EARLY_EXIT, OURS, THEIRS, Results, named
 from skipstone.core.model import LayeredModel
+from skipstone.loading import load
 from skipstone.methods.autoregressive import Autoregressive
 
 LAYERSKIP, LOOKUP = "layerskip", "hf-prompt-lookup"
@@ -61,6 +61,7 @@ class Settings:
     seed: int = 0
 
     def __post_init__(self) -> None:
+        self._check_grid()
         if self.model is not None and self.surrogate is not None:
             raise ValueError("give either a model (a folder or hub id) or --surrogate")
         if self.surrogate is not None and self.prompts is not None:
@@ -74,6 +75,15 @@ class Settings:
             raise ValueError(f"dtype must be one of {', '.join(DTYPES)}, found {self.dtype!r}")
         if unknown := [row for row in self.rows if row not in ROWS]:
             raise ValueError(f"unknown row {unknown[0]!r}; there are {', '.join(ROWS)}")
+
+    def _check_grid(self) -> None:
+        if self.threads is not None and self.threads < 1:
+            raise ValueError(f"threads must be at least 1, found {self.threads}")
+        if not self.lengths or min(self.lengths) < 1:
+            raise ValueError(f"lengths must be draft lengths of at least 1, found {self.lengths}")
+        for name in ("thresholds", "peer_thresholds"):
+            if wrong := [one for one in getattr(self, name) if one is not None and not 0 <= one <= 1]:
+                raise ValueError(f"{name} must lie between 0 and 1, found {wrong[0]}")
 
 
 @dataclass
@@ -136,7 +146,7 @@ def prepare(settings: Settings) -> Subject:
     count, dtype = settings.tune_prompts + settings.num_prompts, DTYPES[settings.dtype]
     if settings.surrogate is None:
         documents = prompts.read(settings.prompts)
-        model, tokenizer = api.load(settings.model, dtype=dtype, device=settings.device)
+        model, tokenizer = load(settings.model, dtype=dtype, device=settings.device)
         chosen = prompts.choose(documents, tokenizer, count, settings.prompt_tokens, settings.seed)
         return _subject(settings, model, settings.model or "skipstone-nano", chosen)
     if settings.surrogate == surrogate.NAMED:

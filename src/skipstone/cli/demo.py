@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import re
@@ -11,6 +12,7 @@ import time
 import warnings
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
+from io import StringIO
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -77,32 +79,43 @@ def show(model: str | None, as_json: bool, svg: Path | None) -> None:
     """Decode every scene both ways, show it, and say what came out."""
     if as_json and svg is not None:
         raise ValueError("--svg saves the picture, --json shows none: give one of them")
-    from skipstone.api import load, resolve_for
+    if svg is not None and not svg.parent.is_dir():
+        raise FileNotFoundError(errno.ENOENT, "no such folder", str(svg.parent))
+    from rich.console import Console
+
+    from skipstone.api import resolve_for
+    from skipstone.cli.showing import spelled
+    from skipstone.core.fields import OWN_FIELD
+    from skipstone.loading import load
 
     loaded, tokenizer = load(model)
-    if not getattr(loaded.generation_config, "skipstone", None):
+    if not getattr(loaded.generation_config, OWN_FIELD, None):
         raise ValueError(
             "this model names no method of its own (generation_config.skipstone); use `skipstone generate --compare`"
         )
     method = resolve_for(loaded, None)
-    console, found = terminal.console(), []
-    console.record = svg is not None
+    console, camera, found = terminal.console(), None, []
+    if svg is not None:  # records what is there at the end of each scene: a live display is printed many times
+        camera = Console(record=True, file=StringIO(), width=console.width, force_terminal=True, highlight=False, markup=False)
     for scene in SCENES:
         job = _job(loaded, tokenizer, scene)
-        found.append(_both(job, method, None, None) if as_json else _stage(console, job, method, scene))
-    if svg is not None:
-        picture = console.export_svg(title="skipstone demo")
+        found.append(_both(job, method, None, None) if as_json else _shown(console, job, method, scene, camera))
+    if svg is not None and camera is not None:
+        picture = camera.export_svg(title="skipstone demo")
         svg.write_text(re.sub(r"@font-face \{.*?\}", "", picture, flags=re.DOTALL))  # fonts would be fetched
     if as_json:
         scenes = [{**asdict(scene), **comparison.document()} for scene, comparison in zip(SCENES, found, strict=True)]
-        print(json.dumps({"method": {"method": method.name, **asdict(method)}, "scenes": scenes}))
+        print(json.dumps({"method": spelled(method), "scenes": scenes}))
     else:
         console.print(NEXT.format(program=_program()), soft_wrap=True)
 
 
 def _program() -> str:
     """How this program was started, as the reader would type it."""
-    return "skipstone" if shutil.which("skipstone") else os.path.relpath(sys.argv[0])
+    if shutil.which("skipstone"):
+        return "skipstone"
+    started = Path(sys.argv[0])
+    return f"{Path(sys.executable).name} -m skipstone" if started.name == "__main__.py" else os.path.relpath(started)
 
 
 def _job(model: Any, tokenizer: Any, scene: Scene) -> Job:
@@ -158,45 +171,59 @@ class Column:
         return Panel(self.text, title=self.title, title_align="left")
 
 
-def _stage(console: Console, job: Job, method: Method, scene: Scene) -> Comparison:
-    """Both sides, live where there is a terminal, then the figures."""
-    from rich.live import Live
-    from rich.table import Table
+class Stage:
+    """Both sides of a scene, beside each other."""
 
-    sides = [Column(job, "plain"), Column(job, f"{method.name}: accepted drafts underlined")]
+    def __init__(self, job: Job, method: Method) -> None:
+        self.sides = [Column(job, "plain"), Column(job, f"{method.name}: accepted drafts underlined")]
 
-    def picture() -> Any:
+    def picture(self) -> Any:
+        from rich.table import Table
+
         table = Table.grid(expand=True)
-        for _ in sides:
+        for _ in self.sides:
             table.add_column(ratio=1)
-        table.add_row(*(side.panel() for side in sides))
+        table.add_row(*(side.panel() for side in self.sides))
         return table
 
+    def play(self, job: Job, method: Method, show: Callable[[], None]) -> Comparison:
+        """Decode both ways. show: called as the picture changes, but not for every token."""
+        last = 0.0
+
+        def seen(side: Column) -> Callable[[Step], None]:
+            def add(step: Step) -> None:
+                nonlocal last
+                side.add(step)
+                if (now := time.monotonic()) - last >= FRAME:
+                    show()
+                    last = now
+
+            return add
+
+        comparison = _both(job, method, *map(seen, self.sides))
+        for side in self.sides:
+            side.end()
+        return comparison
+
+
+def _shown(console: Console, job: Job, method: Method, scene: Scene, camera: Console | None = None) -> Comparison:
+    """Both sides, live where there is a terminal, then the figures. camera: a console that is shown the end only."""
+    from rich.live import Live
+    from rich.rule import Rule
+
+    stage = Stage(job, method)
     console.rule(scene.title)
     if console.is_terminal:
-        with Live(picture(), console=console, auto_refresh=False) as live:
-            last = 0.0
-
-            def seen(side: Column) -> Callable[[Step], None]:
-                def add(step: Step) -> None:
-                    nonlocal last
-                    side.add(step)
-                    if (now := time.monotonic()) - last >= FRAME:
-                        live.update(picture(), refresh=True)
-                        last = now
-
-                return add
-
-            comparison = _both(job, method, seen(sides[0]), seen(sides[1]))
-            for side in sides:
-                side.end()
-            live.update(picture(), refresh=True)
+        with Live(stage.picture(), console=console, auto_refresh=False) as live:
+            comparison = stage.play(job, method, lambda: live.update(stage.picture(), refresh=True))
+            live.update(stage.picture(), refresh=True)
     else:
-        comparison = _both(job, method, sides[0].add, sides[1].add)
-        for side in sides:
-            side.end()
-        console.print(picture())
+        comparison = stage.play(job, method, lambda: None)
+        console.print(stage.picture())
     console.print(verdict(comparison))
+    if camera is not None:
+        for part in (Rule(scene.title), stage.picture(), verdict(comparison)):
+            camera.print(part)
     return comparison
 
 

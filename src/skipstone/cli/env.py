@@ -6,7 +6,6 @@ import json
 import os
 import platform
 from importlib.metadata import PackageNotFoundError, version
-from pathlib import Path
 from typing import Annotated, Any
 
 import typer
@@ -32,11 +31,13 @@ def collect() -> dict[str, Any]:
     """The facts as plain JSON values, None where one does not apply."""
     import torch
 
+    from skipstone.bench.machine import cpu
+
     facts: dict[str, Any] = {name: _version(name) for name in PACKAGES}
     return facts | {
         "python": platform.python_version(),
         "system": platform.platform(),
-        "cpu": _cpu(),
+        "cpu": cpu(),
         "cpu_capability": torch.backends.cpu.get_cpu_capability(),
         "cores": _cores(),
         "torch_threads": torch.get_num_threads(),
@@ -51,16 +52,6 @@ def _version(package: str) -> str | None:
         return version(package)
     except PackageNotFoundError:
         return None
-
-
-def _cpu() -> str:
-    """The processor's name; `platform` knows only its architecture on Linux."""
-    listing = Path("/proc/cpuinfo")
-    if listing.exists():
-        for line in listing.read_text(errors="replace").splitlines():
-            if line.startswith("model name"):
-                return line.partition(":")[2].strip()
-    return platform.processor() or platform.machine()
 
 
 def _cores() -> int | None:

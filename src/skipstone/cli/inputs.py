@@ -10,11 +10,13 @@ from typing import Any
 
 import torch
 
-from skipstone.api import load, resolve_for, token_ids
+from skipstone.api import resolve_for, token_ids
 from skipstone.cli import flags
 from skipstone.cli.decoding import Job
 from skipstone.cli.options import DTYPES, Options
+from skipstone.core.fields import OWN_FIELD
 from skipstone.core.protocol import Method
+from skipstone.loading import bos_prefix, load, usable
 from skipstone.methods import METHODS, resolve
 
 Given = Mapping[str, str | None]
@@ -35,17 +37,20 @@ def prepare(options: Options, given: Given) -> tuple[Job, Method]:
     model, tokenizer = load(options.model, dtype=dtype, device=place, trust_remote_code=options.trust_remote_code)
     config: Any = model.generation_config
     if "method" not in wanted:
-        default = getattr(config, "skipstone", None)
+        default = getattr(config, OWN_FIELD, None)
         if not default:
             raise ValueError(f"no method: pass --method, one of {', '.join(METHODS)} (this model names no default)")
-        wanted = flags.wish(default["method"], given, options.speculative_config)
+        wanted = flags.wish(resolve(None, default).name, given, options.speculative_config)
     method = resolve_for(model, wanted)
     ids = token_ids([{"role": "user", "content": text}] if options.chat else text, tokenizer)
     if not ids:
         raise ValueError("the prompt is empty: there is no token to start from")
     if options.ignore_eos:
         config.eos_token_id = None
-    kept = torch.tensor([ids[-(options.prompt_tokens or len(ids)) :]], device=model.device)
+    if options.prompt_tokens is not None:
+        first = bos_prefix(tokenizer)
+        ids = [*first, *ids[len(first) :][-options.prompt_tokens :]]
+    kept = torch.tensor([ids], device=model.device)
     seed = secrets.randbits(32) if options.seed is None else options.seed
     return Job(model, tokenizer, kept, _decoding(options), seed), method
 
@@ -62,10 +67,14 @@ def _check(options: Options) -> None:
         raise ValueError("--color marks text, --json prints none: give one of them")
     if options.dtype not in DTYPES:
         raise ValueError(f"--dtype must be one of {', '.join(DTYPES)}, found {options.dtype!r}")
+    if options.json and options.stats:
+        raise ValueError("--json holds what --stats prints: give one of them")
     if "" in (options.stop or []):
         raise ValueError("--stop takes a text, found an empty one")
     if options.temperature == 0 and (useless := [name for name in SAMPLING if getattr(options, name) is not None]):
         raise ValueError(f"{flags.flag(useless[0])} has no effect at temperature 0: pass --temperature too")
+    if options.temperature == 0 and options.seed is not None:
+        raise ValueError("--seed has no effect at temperature 0: pass --temperature too")
 
 
 def _prompt(options: Options) -> str:
@@ -87,15 +96,9 @@ def _utf8(data: bytes, source: str) -> str:
 
 
 def _device(name: str) -> torch.device:
-    """ValueError for a device that torch does not know or this machine does not have."""
     if name == "auto":
         return torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    try:
-        device = torch.device(name)
-        torch.empty(1, device=device)
-    except (RuntimeError, AssertionError) as error:  # torch asserts where it was built without CUDA
-        raise ValueError(f"--device {name} cannot be used here: {str(error).splitlines()[0]}") from None
-    return device
+    return usable(name)
 
 
 def _decoding(options: Options) -> dict[str, Any]:

@@ -70,7 +70,7 @@ FIELDS: dict[str, str | None] = {
     "diversity_penalty": _BEAMS,
     "constraints": _BEAMS,
     "force_words_ids": _BEAMS,
-    "use_cache": _OWN_CACHE,
+    "use_cache": SUPPORTED,  # it changes no text; training leaves a False in a model's own config
     "cache_implementation": _OWN_CACHE,
     "cache_config": _OWN_CACHE,
     "max_cache_len": _OWN_CACHE,
@@ -99,7 +99,11 @@ FIELDS: dict[str, str | None] = {
     "speculation_type": _ASSISTED,
     "use_mtp": _ASSISTED,
 }
-_HARMLESS_CACHES = ("dynamic", "dynamic_full", "static", "sliding_window", "hybrid", "hybrid_chunked")
+_CHANGES_NOTHING = {
+    "cache_implementation": ("dynamic", "dynamic_full", "static", "sliding_window", "hybrid", "hybrid_chunked"),
+    "guidance_scale": (1,),
+}
+"""Values of refused fields that are no wish for anything but the model's own text."""
 
 
 def refuse_fields(values: Mapping[str, Any]) -> None:
@@ -116,7 +120,7 @@ def refuse_fields(values: Mapping[str, Any]) -> None:
         unset = value is None or value == default or (value is False and default is None)
         if name.startswith("_") or name not in defaults or reason is SUPPORTED or unset:
             continue
-        if name == "cache_implementation" and value in _HARMLESS_CACHES:
+        if value in _CHANGES_NOTHING.get(name, ()):
             continue
         raise ValueError(f"{name}={value!r} is not supported: {reason}")
 

@@ -1,4 +1,4 @@
-"""From the host to the device without waiting for it."""
+"""From the host to the device without waiting for it, and when to ask back."""
 
 from __future__ import annotations
 
@@ -12,3 +12,8 @@ from torch import Tensor
 def on_device(values: Sequence[Any], device: torch.device, dtype: torch.dtype | None = None) -> Tensor:
     """A tensor of host values. `torch.tensor(values, device=...)` would synchronise with an accelerator; this does not."""
     return torch.tensor(values, dtype=dtype).to(device, non_blocking=True)
+
+
+def readable(tensor: Tensor) -> bool:
+    """Whether reading a value of the tensor costs nothing. On an accelerator it would wait for all that is under way."""
+    return tensor.device.type == "cpu"

@@ -64,6 +64,8 @@ def row_processors(model: PreTrainedModel, config: GenerationConfig, prompt: Ten
     """What transformers builds from the options for one row on its unpadded ids, without warpers. prompt: [T] int64."""
     config, prompt = copy.deepcopy(config), prompt.to(model.device)
     config.do_sample, config.renormalize_logits = False, False
+    if (ends := config._eos_token_tensor) is not None:  # transformers leaves it where the ids were
+        config._eos_token_tensor = ends.to(model.device)
     config.max_length = len(prompt) + max_new_tokens
     if config.min_new_tokens:  # generate() turned it into a min_length of the padded batch
         config.min_length = 0

@@ -6,8 +6,9 @@ The loop knows methods only through this file and `Session`. A method is also th
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import Any, ClassVar, Literal
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import Any, ClassVar, Literal, Self
 
 from torch import LongTensor, Tensor
 from transformers import GenerationConfig, PreTrainedModel
@@ -15,6 +16,7 @@ from transformers.generation.logits_process import LogitsProcessorList
 from transformers.generation.stopping_criteria import StoppingCriteriaList
 
 from skipstone.core import generation, options
+from skipstone.core.fields import OWN_FIELD
 from skipstone.core.model import LayeredModel
 from skipstone.core.session import Session
 from skipstone.core.types import Output
@@ -28,12 +30,21 @@ class Method:
 
     name: how users call it. lossless: whether the text (or its law) is the target's own. aliases: other packages' spellings of
     fields, accepted with a warning. if_few_accepted: what it means for this method that hardly any draft is accepted.
+    by_model: fields that have no default but a model's own; None leaves them to it.
     """
 
     name: ClassVar[str]
     lossless: ClassVar[bool] = True
     aliases: ClassVar[dict[str, str]] = {}
     if_few_accepted: ClassVar[str] = ""
+    by_model: ClassVar[tuple[str, ...]] = ()
+
+    def completed(self, default: Any) -> Self:
+        """This method with the fields that it leaves to the model, from a model's default (`generation_config.skipstone`)."""
+        if not isinstance(default, Mapping) or default.get("method") != self.name:
+            return self
+        left = {name: default[name] for name in self.by_model if getattr(self, name) is None and name in default}
+        return replace(self, **left)
 
     def check(self, model: LayeredModel) -> None:
         """Raise ValueError where the settings do not fit the model. Called before any work."""
@@ -59,7 +70,7 @@ class Method:
         """`model.generate(..., custom_generate=method)`. transformers drops `streamer` and stop strings on this path;
         `skipstone.enable` keeps them."""
         call = options.Call(model, input_ids, logits_processor, stopping_criteria, generation_config, seed, model_kwargs)
-        output = generation.complete(self, call)
+        output = generation.complete(self.completed(getattr(generation_config, OWN_FIELD, None)), call)
         return output if generation_config.return_dict_in_generate else output.sequences  # type: ignore[return-value]
 
 

@@ -6,6 +6,7 @@ a one-hot distribution, so greedy decoding is the limit of sampling and no secon
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -13,6 +14,7 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
+from skipstone.core import host
 from skipstone.core.host import on_device
 from skipstone.core.noise import DRAFT, TARGET, Noise, substream
 
@@ -39,8 +41,13 @@ class Sampling:
     warpers: Sequence[Processor] = ()
 
     def __post_init__(self) -> None:
-        if self.temperature < 0:
-            raise ValueError(f"temperature must not be negative, found {self.temperature}; 0 is greedy")
+        if not 0 <= self.temperature < math.inf:  # nor NaN
+            raise ValueError(f"temperature must be a finite number that is not negative, found {self.temperature}; 0 is greedy")
+        if isinstance(self.top_k, bool) or not isinstance(self.top_k, int) or self.top_k < 0:
+            raise ValueError(f"top_k must be a whole number that is not negative, found {self.top_k!r}; 0 takes all tokens")
+        for name in ("top_p", "min_p"):
+            if not 0 <= getattr(self, name) <= 1:
+                raise ValueError(f"{name} must lie between 0 and 1, found {getattr(self, name)}")
 
 
 class Warping:
@@ -159,7 +166,7 @@ class Sampler:
     def unfinished(self, tokens: Tensor) -> Tensor | None:
         """Rows [B] bool whose token [B] does not end them, for drafters to stop at. None where nobody asks: on an accelerator
         a draft that runs on past the end costs less than telling rows apart; what follows is cut after verification."""
-        if self._ends is None or tokens.device.type != "cpu":
+        if self._ends is None or not host.readable(tokens):
             return None
         return (tokens[:, None] != self._ends).all(1)
 
@@ -252,7 +259,7 @@ class Scores:
     def everywhere(self) -> Tensor | None:
         """p after every node [B, n+1, V], the root first, in one go. None where processors must not see nodes that the walk
         does not reach, and on the CPU where it reaches too few of them for that to be cheaper."""
-        if self.sampler.processed or (self.logits.device.type == "cpu" and self.logits.numel() > AT_ONCE):
+        if self.sampler.processed or (host.readable(self.logits) and self.logits.numel() > AT_ONCE):
             return None
         return warp(self.logits, self.sampler.warping)
 

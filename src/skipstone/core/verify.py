@@ -13,6 +13,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
+from skipstone.core import host
 from skipstone.core.noise import ACCEPT, TARGET, Noise, substream
 from skipstone.core.types import Draft, Verdict
 
@@ -144,8 +145,8 @@ def js_distance(p: Tensor, q: Tensor) -> Tensor:
 
 
 def _idle(walking: Tensor) -> bool:
-    """Whether no row walks on. Asked on the CPU only: elsewhere the answer would cost a synchronisation."""
-    return walking.device.type == "cpu" and not bool(walking.any())
+    """Whether no row walks on, where that can be asked for nothing."""
+    return host.readable(walking) and not bool(walking.any())
 
 
 def _verdict(path: list[Tensor], tokens: list[Tensor], accepted: Tensor, width: int) -> Verdict:

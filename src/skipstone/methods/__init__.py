@@ -7,6 +7,7 @@ import warnings
 from collections.abc import Mapping
 from typing import Any
 
+from skipstone.core.fields import OWN_FIELD
 from skipstone.core.protocol import Method
 from skipstone.methods.autoregressive import Autoregressive
 from skipstone.methods.early_exit import EarlyExit
@@ -26,16 +27,20 @@ def resolve(wish: Wish, defaults: str | Mapping[str, Any] | None = None) -> Meth
     """A method from an object, a name or a vLLM-style {"method": name, ...}.
 
     defaults: a name or such a mapping, a model's own (`generation_config.skipstone`); it fills in what the wish leaves open
-    when both name the same method, and is the method where the wish is None. ValueError for unknown methods and settings.
+    when both are the same method, and is the method where the wish names none. Of a Method object only what has no other
+    default (`by_model`) is left open. ValueError for unknown methods and settings.
     """
     if isinstance(wish, Method):
-        return wish
+        return wish.completed(defaults)
     if wish is None and not defaults:
         raise ValueError(f"no method given and the model names no default; pass method= one of {', '.join(METHODS)}")
-    kind, settings = _read(defaults, "generation_config.skipstone") if wish is None else _read(wish, "method")
-    if wish is not None and isinstance(defaults, Mapping) and defaults.get("method") == kind.name:
-        settings = {**_read(defaults, "generation_config.skipstone")[1], **settings}
-    return kind(**settings)
+    if not defaults:
+        kind, settings = _read(wish, "method")
+        return kind(**settings)
+    kind, settings = own = _read(defaults, f"generation_config.{OWN_FIELD}")
+    if wish is not None:
+        kind, settings = _read({"method": own[0].name, **wish} if isinstance(wish, Mapping) else wish, "method")
+    return kind(**{**(own[1] if kind is own[0] else {}), **settings})
 
 
 def _read(wish: Any, place: str) -> tuple[type[Method], dict[str, Any]]:
@@ -43,7 +48,9 @@ def _read(wish: Any, place: str) -> tuple[type[Method], dict[str, Any]]:
     if not isinstance(wish, (str, Mapping)):
         raise ValueError(f"{place} must be a Method, a name or a mapping with the key 'method', found {wish!r}")
     settings: dict[str, Any] = {"method": wish} if isinstance(wish, str) else dict(wish)
-    name = settings.pop("method", None)
+    if "method" not in settings:
+        raise ValueError(f"the key 'method' is missing in {place}={wish!r}; there are {', '.join(METHODS)}")
+    name = settings.pop("method")
     kind = METHODS.get(name) if isinstance(name, str) else None
     if kind is None:
         raise ValueError(f"unknown method {name!r} in {place}; there are {', '.join(METHODS)}")

@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from skipstone.core import host
 from skipstone.core.host import on_device
 from skipstone.core.model import Frontier
 from skipstone.core.types import Draft, RowVerdict
@@ -51,16 +52,16 @@ class Chain:
         return [len(self.tokens) < most and goes for most, goes in zip(self.most, going, strict=True)]
 
     def stop(self, *reasons: Tensor | None) -> bool:
-        """reasons: rows [B] bool that may draft on, None where all may. Returns whether no row may, which is asked on the CPU
-        only: elsewhere the answer would cost a synchronisation, so the rows that stopped draft on unheard."""
+        """reasons: rows [B] bool that may draft on, None where all may. Returns whether no row may; where the answer
+        cannot be read for nothing, the rows that stopped draft on unheard."""
         keep = None
         for reason in reasons:
             if reason is not None:
                 keep = reason if keep is None else keep & reason
-        if keep is None or (keep.device.type == "cpu" and bool(keep.all())):
+        if keep is None or (host.readable(keep) and bool(keep.all())):
             return False
         self._going = keep if self._going is None else self._going & keep
-        if keep.device.type != "cpu":
+        if not host.readable(keep):
             return False
         open_rows = self._going & (self._most > len(self.tokens))
         return not bool(open_rows.any())

@@ -21,6 +21,7 @@ class EarlyExit(Method):
 
     name: ClassVar[str] = "early_exit"
     lossless: ClassVar[bool] = False
+    by_model: ClassVar[tuple[str, ...]] = ("exit_layer",)
     aliases: ClassVar[dict[str, str]] = {"assistant_early_exit": "exit_layer"}
 
     exit_layer: int | None = None

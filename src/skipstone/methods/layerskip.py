@@ -31,6 +31,7 @@ class LayerSkip(Method):
     """
 
     name: ClassVar[str] = "layerskip"
+    by_model: ClassVar[tuple[str, ...]] = ("exit_layer",)
     aliases: ClassVar[dict[str, str]] = {
         "assistant_early_exit": "exit_layer",
         "num_assistant_tokens": "num_speculative_tokens",

@@ -14,6 +14,7 @@ DECIDING = (
     *("max_steps", "per_device_train_batch_size", "gradient_accumulation_steps", "train_sampling_strategy", "data_seed"),
     *("learning_rate", "muon_learning_rate", "lr_scheduler_type", "lr_scheduler_kwargs", "warmup_steps", "weight_decay"),
     *("adam_beta1", "adam_beta2", "adam_epsilon", "optim_args", "max_grad_norm", "neftune_noise_alpha", "bf16", "fp16"),
+    *("average_tokens_across_devices", "dataloader_drop_last"),
 )
 """Arguments that a run must keep when it resumes: with others it would be another run, or they would have no effect."""
 
@@ -53,7 +54,10 @@ class LayerSkipArguments(TrainingArguments):
     def _refuse(self) -> None:
         """ValueError for settings of transformers that contradict what this trainer promises."""
         by_metric = "load_best_model_at_end" if self.load_best_model_at_end else "metric_for_best_model"
+        muon, usual = self.muon_learning_rate is not None, type(self).__dataclass_fields__["optim"].default
         refused = {
+            "optim": (muon and self.optim != usual, "muon_learning_rate makes the optimiser, Muon with AdamW"),
+            "optim_args": (muon and self.optim_args is not None, "muon_learning_rate makes the optimiser, Muon with AdamW"),
             by_metric: (self.metric_for_best_model is not None, "every checkpoint is kept or removed by its step alone"),
             "auto_find_batch_size": (self.auto_find_batch_size, "a run resumes with the batch size that it was started with"),
             "save_only_model": (self.save_only_model, "a checkpoint without the optimiser cannot be resumed from"),

@@ -8,7 +8,7 @@ import os
 import shutil
 import uuid
 import warnings
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import IO, Any
 
@@ -17,29 +17,22 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
-FORMAT = 1
+FORMAT = 2
 """Part of every key: raise it when the same documents give other rows."""
 CONTENTS = "contents.json"
 
 
-def key(
-    sources: list[dict[str, Any]],
-    plan: dict[str, Any],
-    tokenizer: PreTrainedTokenizerBase,
-    documents: Iterable[list[Any]],
-) -> str:
-    """The name of a result, a hash of all that it depends on. ValueError for a tokenizer that cannot be told from others."""
+def key(facts: list[Any], tokenizer: PreTrainedTokenizerBase) -> str:
+    """The name of a result, a hash of all that it depends on: what JSON can hold, and a tokenizer. ValueError for a tokenizer
+    that cannot be told from others."""
     backend = getattr(tokenizer, "backend_tokenizer", None)
     if backend is None:
         raise ValueError(
-            f"the cache needs a tokenizer of the tokenizers package (PreTrainedTokenizerFast), whose content it can compare, "
-            f"found {type(tokenizer).__name__}: prepare the data without a cache"
+            f"prepared data are kept for tokenizers of the tokenizers package (PreTrainedTokenizerFast), whose content can be "
+            f"compared, found {type(tokenizer).__name__}"
         )
-    parts = [FORMAT, sources, plan, backend.to_str(), tokenizer.eos_token_id]
-    digest = hashlib.sha256(json.dumps(parts, sort_keys=True).encode())
-    for document in documents:
-        digest.update(hashlib.sha256(json.dumps(document).encode()).digest())
-    return digest.hexdigest()[:32]
+    parts = [FORMAT, facts, backend.to_str(), tokenizer.eos_token_id]
+    return hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()[:32]
 
 
 def save(folder: Path, arrays: Sequence[Tensor], report: dict[str, Any]) -> None:

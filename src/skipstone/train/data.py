@@ -24,12 +24,10 @@ from torch import Tensor
 from torch.utils.data import Dataset
 from transformers import PreTrainedTokenizerBase
 
+from skipstone.loading import bos_prefix
 from skipstone.train import cache as caching
-from skipstone.train.documents import Document, collect, deduplicate, split
+from skipstone.train.documents import Document, deduplicate, fingerprint, split
 from skipstone.train.loss import IGNORED
-from skipstone.train.sources import Source
-
-__all__ = ["Document", "Plan", "Prepared", "Rows", "collect", "deduplicate", "mix", "pack", "prepare", "split"]
 
 BATCH = 256
 """Documents that are tokenised in one call."""
@@ -52,7 +50,7 @@ class Prepared:
 
     report: what JSON holds: the plan, `tokens` and `sha256` of the training order, `held_rows` of each source, and `sources`:
     name -> documents, exact and near (duplicates), kept; train and held_out: {documents, bytes, tokens} before they are cut
-    into rows (bytes / tokens turns nats per token into bits per byte); rows (its part of the training order), epochs.
+    into rows; rows (its part of the training order), epochs.
     """
 
     train: Tensor
@@ -81,21 +79,34 @@ class Rows(Dataset[dict[str, Tensor]]):
 def pack(documents: Sequence[Document], tokenizer: PreTrainedTokenizerBase, length: int, seed: int, eos_id: int) -> Tensor:
     """[N, length] int64: the documents in an order drawn by `seed`, `eos_id` after each, cut into rows; the rest is dropped.
 
-    The order depends on the documents alone, not on the order they come in. Special tokens that stand in a text are text.
-    ValueError where there is not enough for one row.
+    The order depends on the documents alone, not on the order they come in. Special tokens that stand in a text are text; a
+    tokenizer that begins texts with a bos token begins every document with one, which is not predicted. A document with a
+    prompt begins a row of its own where it does not fit into the one before, which is filled up with end tokens that are not
+    predicted; of one longer than a row only the first row is kept. ValueError where there is not enough for one row.
     """
-    return _cut(_tokens(documents, tokenizer, seed, eos_id), length, f"{len(documents)} documents")
+    return _cut(_tokens(documents, tokenizer, length, seed, eos_id), length, f"{len(documents)} documents")
 
 
-def _tokens(documents: Sequence[Document], tokenizer: PreTrainedTokenizerBase, seed: int, eos_id: int) -> NDArray[np.int64]:
+def _tokens(
+    documents: Sequence[Document], tokenizer: PreTrainedTokenizerBase, length: int, seed: int, eos_id: int
+) -> NDArray[np.int64]:
     """One stream of ids, [T]. A prompt's tokens are its own, as when decoding starts from it."""
     ordered = sorted(documents, key=lambda one: one.rank(seed, "order"))
+    first = bos_prefix(tokenizer)
     parts: list[NDArray[np.int64]] = []
+    total = 0
     for start in range(0, len(ordered), BATCH):
         batch = ordered[start : start + BATCH]
         texts = _encoded([one.text[one.given :] for one in batch], tokenizer)
         prompts = _encoded([one.text[: one.given] for one in batch], tokenizer)
-        parts += [np.array([*(~i for i in given), *ids, eos_id], np.int64) for given, ids in zip(prompts, texts, strict=True)]
+        for given, ids in zip(prompts, texts, strict=True):
+            tokens = [*(~i for i in (*first, *given)), *ids, eos_id]
+            if given:
+                tokens = tokens[:length]  # what stands in a later row would be predicted without its prompt
+                if (place := total % length) + len(tokens) > length:
+                    tokens = [~eos_id] * (length - place) + tokens
+            parts.append(np.array(tokens, np.int64))
+            total += len(tokens)
     return np.concatenate(parts) if parts else np.empty(0, np.int64)
 
 
@@ -111,10 +122,16 @@ def _encoded(texts: list[str], tokenizer: PreTrainedTokenizerBase) -> list[list[
 
 
 def _cut(tokens: NDArray[np.int64], length: int, what: str) -> Tensor:
-    rows = len(tokens) // length
-    if not rows:
-        raise ValueError(f"{what} make {len(tokens)} tokens, not one row of {length}: give more text or a smaller length")
-    return torch.from_numpy(tokens[: rows * length].reshape(rows, length))
+    """Rows, but for those that predict nothing."""
+    count = len(tokens) // length
+    rows = tokens[: count * length].reshape(count, length)
+    rows = rows[(rows[:, 1:] >= 0).any(axis=1)]
+    if not len(rows):
+        raise ValueError(
+            f"{what} make {len(tokens)} tokens, not one row of {length} with something to predict: give more text or another "
+            "length"
+        )
+    return torch.from_numpy(rows)
 
 
 def mix(packed: Mapping[str, Tensor], weights: Mapping[str, float], rows: int, seed: int) -> tuple[Tensor, dict[str, float]]:
@@ -153,33 +170,26 @@ def _shares(packed: Mapping[str, Tensor], weights: Mapping[str, float], rows: in
 
 
 def prepare(
-    sources: Sequence[Source],
+    documents: Sequence[Document],
+    weights: Mapping[str, float],
     tokenizer: PreTrainedTokenizerBase,
     plan: Plan,
-    base: Path,
     cache: Path | None = None,
 ) -> Prepared:
-    """Everything from sources to rows: collect, deduplicate, split, pack each source, mix.
+    """Everything from documents to rows: deduplicate, split, pack each source, mix.
 
-    base: the recipe's folder. cache: a folder for results, one for each combination of sources, plan, tokenizer and documents;
-    the documents are read at every call, so that a changed file is noticed. A damaged result is made anew, with a warning.
-    ValueError and FileNotFoundError as the steps have them, and where a source is too small for one row to train on; one whose
-    held-out documents do not fill a row is not evaluated, with a warning.
+    weights: of every source, by name. cache: a folder for results, one for each combination of documents, weights, plan and
+    tokenizer. A damaged result is made anew, with a warning. ValueError as the steps have it, and where a source is too small
+    for one row to train on; one whose held-out documents do not fill a row is not evaluated, with a warning.
     """
     _end(tokenizer)  # before any work
-    documents = collect(sources, base)
     if cache is None:
-        return _build(sources, documents, tokenizer, plan)
-    key = caching.key(
-        [source.model_dump(mode="json") for source in sources],
-        plan.model_dump(mode="json"),
-        tokenizer,
-        ([document.source, document.name, document.text, document.given] for document in documents),
-    )
+        return _build(documents, weights, tokenizer, plan)
+    key = caching.key([fingerprint(documents), [*weights.items()], plan.model_dump(mode="json")], tokenizer)
     if (found := caching.load(cache / key)) is not None:
         (train, *held_out), report = found
         return Prepared(train, dict(zip(report["held_rows"], held_out, strict=True)), report)
-    built = _build(sources, documents, tokenizer, plan)
+    built = _build(documents, weights, tokenizer, plan)
     caching.save(cache / key, [built.train, *built.held_out.values()], built.report)
     return built
 
@@ -191,27 +201,29 @@ def _end(tokenizer: PreTrainedTokenizerBase) -> int:
 
 
 def _build(
-    sources: Sequence[Source], documents: Sequence[Document], tokenizer: PreTrainedTokenizerBase, plan: Plan
+    documents: Sequence[Document], weights: Mapping[str, float], tokenizer: PreTrainedTokenizerBase, plan: Plan
 ) -> Prepared:
     eos_id = _end(tokenizer)
     kept, duplicates = deduplicate(documents)
     parts = dict(zip(("train", "held_out"), split(kept, plan.held_out, plan.seed), strict=True))
-    report: dict[str, dict[str, Any]] = {source.name: {**duplicates[source.name]} for source in sources}
+    report: dict[str, dict[str, Any]] = {name: {**duplicates[name]} for name in weights}
     packed: dict[str, dict[str, Tensor]] = {part: {} for part in parts}
-    for source in sources:
+    for name in weights:
         for part, of_part in parts.items():
-            own = [document for document in of_part if document.source == source.name]
+            own = [document for document in of_part if document.source == name]
             if not own and part == "held_out":  # none asked for, or a source of one document
                 continue
-            tokens = _tokens(own, tokenizer, plan.seed, eos_id)
-            what = f"source {source.name!r}: the {len(own)} {part} documents (held_out={plan.held_out})"
-            if part == "held_out" and len(tokens) < plan.length:
-                warnings.warn(f"{what} make {len(tokens)} tokens, not one row of {plan.length}: not evaluated", stacklevel=2)
-            else:
-                packed[part][source.name] = _cut(tokens, plan.length, what)
+            tokens = _tokens(own, tokenizer, plan.length, plan.seed, eos_id)
+            what = f"source {name!r}: the {len(own)} {part} documents (held_out={plan.held_out})"
+            try:
+                packed[part][name] = _cut(tokens, plan.length, what)
+            except ValueError as error:
+                if part == "train":
+                    raise
+                warnings.warn(f"{error}; not evaluated", stacklevel=2)
             size = sum(len(document.text.encode()) for document in own)
-            report[source.name][part] = {"documents": len(own), "bytes": size, "tokens": len(tokens)}
-    train, epochs = mix(packed["train"], {source.name: source.weight for source in sources}, plan.rows, plan.seed)
+            report[name][part] = {"documents": len(own), "bytes": size, "tokens": len(tokens)}
+    train, epochs = mix(packed["train"], weights, plan.rows, plan.seed)
     for name, own in packed["train"].items():
         report[name] |= {"rows": round(epochs[name] * len(own)), "epochs": epochs[name]}
     sha256 = hashlib.sha256(train.numpy().data).hexdigest()

@@ -69,6 +69,15 @@ def collect(sources: Sequence[Source], base: Path) -> list[Document]:
     return documents
 
 
+def fingerprint(documents: Iterable[Document]) -> str:
+    """A hash of documents in their order, the same wherever they were read from."""
+    whole = hashlib.sha256()
+    for one in documents:
+        parts = (one.source, one.name, one.text, str(one.given))
+        whole.update(hashlib.sha256("\0".join(parts).encode("utf-8", "surrogatepass")).digest())
+    return whole.hexdigest()
+
+
 def _plain(text: str, source: str, name: str) -> str:
     try:
         text.encode()

@@ -53,8 +53,10 @@ class Together(Optimizer):
         self._share()
 
 
-def muon_with_adamw(model: nn.Module, muon_rate: float, rate: float, betas: tuple[float, float], decay: float) -> Together:
-    """muon_rate: learning rate of the layers' matrices, on Muon's own scale (.02). rate, betas: AdamW's, for the rest.
+def muon_with_adamw(
+    model: nn.Module, muon_rate: float, rate: float, betas: tuple[float, float], decay: float, epsilon: float = 1e-8
+) -> Together:
+    """muon_rate: learning rate of the layers' matrices, on Muon's own scale (.02). rate, betas, epsilon: AdamW's, for the rest.
     decay: weight decay of both; vectors have none. ValueError where torch is too old to have Muon, or nothing is for Muon."""
     if not hasattr(torch.optim, "Muon"):
         raise ValueError(f"muon_learning_rate needs torch.optim.Muon, which torch {torch.__version__} does not have (2.9 does)")
@@ -71,4 +73,4 @@ def muon_with_adamw(model: nn.Module, muon_rate: float, rate: float, betas: tupl
         {"params": [p for p in rest if p.ndim <= 1], "weight_decay": 0.0},
     ]
     groups = [group for group in groups if group["params"]]  # none where only adapters of the layers are trained
-    return Together(muon, torch.optim.AdamW(groups, lr=rate, betas=betas)) if groups else Together(muon)
+    return Together(muon, torch.optim.AdamW(groups, lr=rate, betas=betas, eps=epsilon)) if groups else Together(muon)

@@ -31,30 +31,31 @@ class Start(Part):
     lora: dict[str, Any] | None = None
 
     @model_validator(mode="after")
-    def _one(self) -> Start:
+    def _either(self) -> Start:
         if (self.pretrained is None) == (self.config is None):
             raise ValueError("expected either `pretrained` (a folder or hub id) or `config` (to start from scratch)")
         return self
 
 
-class Words(Part):
+class Vocabulary(Part):
     """The tokenizer: a trained one (a folder or hub id), or the vocabulary size of a new byte-level BPE. None: the model's."""
 
     pretrained: str | None = None
     vocab_size: int | None = None
 
     @model_validator(mode="after")
-    def _one(self) -> Words:
+    def _not_both(self) -> Vocabulary:
         if self.pretrained is not None and self.vocab_size is not None:
             raise ValueError("expected either `pretrained` (a folder or hub id) or `vocab_size` (of a new one), found both")
         return self
 
 
 class Data(Part):
-    """length: tokens a row. held_out: share of documents that are not trained on. eval_rows: most held-out rows a source."""
+    """length: tokens a row, a preset's context by default. held_out: share of documents that are not trained on. eval_rows:
+    most held-out rows a source."""
 
     sources: list[Source] = Field(min_length=1)
-    length: int = Field(ge=2)
+    length: int = Field(default=0, ge=2)
     held_out: float = Field(default=0.02, gt=0, lt=1)
     eval_rows: int = Field(default=64, ge=1)
 
@@ -67,7 +68,7 @@ class Recipe(Part):
     output: str = Field(min_length=1)
     model: Start
     data: Data
-    tokenizer: Words = Words()
+    tokenizer: Vocabulary = Vocabulary()
     preset: str | None = None
     dropout: dict[str, Any] = Field(default_factory=dict)
     exits: dict[str, Any] = Field(default_factory=dict)
@@ -75,6 +76,28 @@ class Recipe(Part):
     decoding: dict[str, Any] = Field(default_factory=dict)
     dtype: Literal["float32", "bfloat16", "float16"] = "float32"
     seed: int = Field(default=0, ge=0)
+
+    @model_validator(mode="before")
+    @classmethod
+    def _context(cls, values: Any) -> Any:
+        """A preset's context is the length of rows that are given none."""
+        if not isinstance(values, dict) or (name := values.get("preset")) is None:
+            return values
+        if name not in PRESETS:
+            raise ValueError(f"unknown preset {name!r}: expected one of {', '.join(PRESETS)}")
+        data = values.get("data")
+        return {**values, "data": {"length": PRESETS[name].context, **data}} if isinstance(data, dict) else values
+
+    @model_validator(mode="after")
+    def _consistent(self) -> Recipe:
+        if not self.data.length:
+            raise ValueError("data.length is missing: expected tokens a row, or a preset that has a context")
+        if self.model.pretrained is not None and self.tokenizer.vocab_size is not None:
+            raise ValueError(
+                "model.pretrained and tokenizer.vocab_size contradict each other: the ids of a new tokenizer mean nothing to "
+                "a trained model"
+            )
+        return self
 
 
 class _Loader(yaml.SafeLoader):
@@ -96,6 +119,8 @@ def read(path: Path, data_dir: Path | None = None) -> Recipe:
         raise ValueError(f"{path}: {_first(error)}") from error
     if data_dir is None:
         return recipe
+    if not any(isinstance(source, HubDataset) and source.file for source in recipe.data.sources):
+        raise ValueError(f"--data-dir {data_dir} has no effect: no source of the hub names a `file` that may lie there")
     sources = [source.local(data_dir) if isinstance(source, HubDataset) else source for source in recipe.data.sources]
     return recipe.model_copy(update={"data": recipe.data.model_copy(update={"sources": sources})})
 
@@ -113,6 +138,8 @@ def _values(path: Path, above: tuple[Path, ...]) -> dict[str, Any]:
     base = values.pop("extends", None)
     if base is None:
         return values
+    if Path(str(base)).name != str(base):
+        raise ValueError(f"{path} extends {base}: expected a recipe of the same folder, which relative paths belong to")
     below = _values(path.parent / str(base), (*above, path.resolve()))
     if "decoding" in values:  # a method with its settings: those of another mean nothing to it
         below.pop("decoding", None)
@@ -130,8 +157,6 @@ def _parts(one: Any, other: Any) -> bool:
 
 def arguments(recipe: Recipe, output: Path) -> LayerSkipArguments:
     """The trainer's settings: the preset's, overridden by the recipe's own. ValueError for unknown or impossible ones."""
-    if recipe.preset is not None and recipe.preset not in PRESETS:
-        raise ValueError(f"unknown preset {recipe.preset!r}: expected one of {', '.join(PRESETS)}")
     base, schedule = LayerSkipRecipe(LayerDropout(), EarlyExitLoss()), {}
     if recipe.preset is not None:
         preset = PRESETS[recipe.preset]
@@ -152,9 +177,14 @@ def arguments(recipe: Recipe, output: Path) -> LayerSkipArguments:
     training = _training(recipe.training, fixed)
     if training.get("max_steps", schedule.get("max_steps", 0)) <= 0:
         raise ValueError("training.max_steps must be given, at least 1: the data are mixed for a run of known length")
+    exits = replace(base.exits, **_typed("exits", EarlyExitLoss, recipe.exits))
+    if exits.kl_weight is not None and recipe.exits.get("e_scale"):
+        raise ValueError("exits.e_scale has no effect beside kl_weight, which trains exits towards the last layer")
+    if exits.curriculum != "rotational" and recipe.exits.get("dilation") is not None:
+        raise ValueError(f"exits.dilation has no effect with curriculum {exits.curriculum}: it is R of the rotational one")
     return LayerSkipArguments(
         dropout=replace(base.dropout, **_typed("dropout", LayerDropout, recipe.dropout)),
-        exits=replace(base.exits, **_typed("exits", EarlyExitLoss, recipe.exits)),
+        exits=exits,
         **{"disable_tqdm": False, "save_total_limit": 2, **schedule, **training},
         **fixed,
     )
@@ -168,6 +198,8 @@ def _training(given: dict[str, Any], fixed: dict[str, Any]) -> dict[str, Any]:
         raise ValueError(f"training.{elsewhere[0]}: {elsewhere[0]} is a part of its own of the recipe, beside training")
     if idle := [name for name in given if name in NO_EFFECT]:
         raise ValueError(f"training.{idle[0]} has no effect: {NO_EFFECT[idle[0]]}")
+    if given.get("save_strategy") in ("no", False):
+        raise ValueError("training.save_strategy: a run without checkpoints could not be resumed; raise save_steps instead")
     return _typed("training", LayerSkipArguments, given, "a field of TrainingArguments or LayerSkipArguments")
 
 

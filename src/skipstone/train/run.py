@@ -21,24 +21,24 @@ from transformers import (
     CONFIG_MAPPING,
     AutoConfig,
     AutoModelForCausalLM,
-    AutoTokenizer,
     GenerationConfig,
     PreTrainedTokenizerBase,
     PrinterCallback,
     ProgressCallback,
 )
 
-from skipstone import api
 from skipstone.core.fields import OWN_FIELD
 from skipstone.core.model import LayeredModel
+from skipstone.loading import load_model, load_tokenizer
 from skipstone.methods import resolve
 from skipstone.train import checkpoint
+from skipstone.train.arguments import LayerSkipArguments
 from skipstone.train.data import Plan, Prepared, Rows, prepare
-from skipstone.train.documents import collect, deduplicate, split
+from skipstone.train.documents import Document, collect, deduplicate, fingerprint, split
 from skipstone.train.metrics import Curves, JsonLog, Progress
 from skipstone.train.recipe_file import Recipe, arguments, read
 from skipstone.train.tokenizer import check_fits, train_bpe
-from skipstone.train.trainer import LayerSkipArguments, LayerSkipTrainer, check
+from skipstone.train.trainer import LayerSkipTrainer, check
 
 TOKENIZER = "tokenizer"
 CACHE = "data"
@@ -59,37 +59,58 @@ def run(path: Path, output: Path | None = None, fresh: bool = False, data_dir: P
     folder = output or Path(recipe.output)
     settings = arguments(recipe, folder)
     first = settings.process_index == 0
+    say = say if first else _nothing
     if fresh and first and folder.exists() and any(folder.iterdir()):
         raise ValueError(f"{folder} is not empty: remove it, or let the run resume from it")
     folder.mkdir(parents=True, exist_ok=True)
+    documents = collect(recipe.data.sources, path.parent)
     with settings.main_process_first(local=False):
-        tokenizer = _tokenizer(recipe, path.parent, folder)
+        tokenizer = _tokenizer(recipe, documents, path.parent, folder)
     model = _model(recipe, path.parent, tokenizer)
     check(model, settings)  # before the data, which take time
+    _check_length(recipe.data.length, model)
     if recipe.decoding:
         resolve(recipe.decoding).check(LayeredModel(model.eval()))
     with settings.main_process_first(local=False):
-        prepared = _prepared(recipe, path.parent, folder, settings, tokenizer)
-    if first:
-        trained = sum(p.numel() for p in model.parameters() if p.requires_grad)
-        say("\n".join([*_told(prepared), f"{trained / 1e6:.1f} M parameters to train"]))
+        prepared = _prepared(recipe, documents, folder, settings, tokenizer)
+    if settings.eval_strategy != "no" and not prepared.held_out:
+        raise ValueError("training.eval_strategy asks for evaluations, but nothing is held out that fills a row")
+    trained = sum(p.numel() for p in model.parameters() if p.requires_grad)
+    say("\n".join([*_told(prepared), f"{trained / 1e6:.1f} M parameters to train"]))
     trainer = _trainer(recipe, model, settings, prepared, folder)
-    if _finished(trainer, folder):
-        say(f"{folder} is finished: nothing is left to train")
-        if first:
-            _redecide(folder / MODEL, recipe.decoding)
-    else:
+    last = _last(trainer, folder)
+    if last is None or not (folder / MODEL).is_dir():
         _train(trainer, say)
+        _save(trainer, tokenizer, recipe, prepared, folder / MODEL)
+        return folder / MODEL
+    say(f"{folder} is finished: nothing is left to train")
+    if not _as_wished(recipe, model, folder / MODEL):
+        trainer._load_from_checkpoint(str(last))
         _save(trainer, tokenizer, recipe, prepared, folder / MODEL)
     return folder / MODEL
 
 
+def _nothing(text: str) -> None:
+    """What processes but the first say."""
+
+
+def _check_length(length: int, model: Any) -> None:
+    most = getattr(model.config, "max_position_embeddings", None)
+    if most is not None and length > most:
+        raise ValueError(f"data.length must be at most the model's {most} positions, found {length}")
+
+
 def _prepared(
-    recipe: Recipe, base: Path, folder: Path, settings: LayerSkipArguments, tokenizer: PreTrainedTokenizerBase
+    recipe: Recipe,
+    documents: list[Document],
+    folder: Path,
+    settings: LayerSkipArguments,
+    tokenizer: PreTrainedTokenizerBase,
 ) -> Prepared:
     batch = settings.per_device_train_batch_size * settings.gradient_accumulation_steps * settings.world_size
     plan = Plan(length=recipe.data.length, rows=settings.max_steps * batch, held_out=recipe.data.held_out, seed=recipe.seed)
-    return prepare(recipe.data.sources, tokenizer, plan, base, folder / CACHE)
+    weights = {source.name: source.weight for source in recipe.data.sources}
+    return prepare(documents, weights, tokenizer, plan, folder / CACHE)
 
 
 def _told(prepared: Prepared) -> list[str]:
@@ -118,14 +139,17 @@ def _trainer(recipe: Recipe, model: Any, settings: LayerSkipArguments, prepared:
     return trainer
 
 
-def _finished(trainer: LayerSkipTrainer, folder: Path) -> bool:
-    """Whether this very run has come to its end before. ValueError where the folder holds another run."""
+def _last(trainer: LayerSkipTrainer, folder: Path) -> Path | None:
+    """The checkpoint of the last step, if this very run has come so far before. ValueError where the folder holds another."""
     last = checkpoint.latest(folder)
-    return (
-        last is not None
-        and (folder / MODEL).is_dir()
-        and checkpoint.verify(last, trainer.fingerprint) >= trainer.args.max_steps
-    )
+    return last if last is not None and checkpoint.verify(last, trainer.fingerprint) >= trainer.args.max_steps else None
+
+
+def _as_wished(recipe: Recipe, start: Any, folder: Path) -> bool:
+    """Whether the finished model has the recipe's dtype and decoding defaults (or those that it started with)."""
+    wished = recipe.decoding or getattr(start.generation_config, OWN_FIELD, None)
+    found = getattr(GenerationConfig.from_pretrained(folder), OWN_FIELD, None)
+    return found == wished and str(AutoConfig.from_pretrained(folder).dtype) == f"torch.{recipe.dtype}"
 
 
 def _train(trainer: LayerSkipTrainer, say: Say) -> None:
@@ -148,37 +172,30 @@ def _train(trainer: LayerSkipTrainer, say: Say) -> None:
         progress.close()
 
 
-def _tokenizer(recipe: Recipe, base: Path, folder: Path) -> PreTrainedTokenizerBase:
+def _tokenizer(recipe: Recipe, documents: list[Document], base: Path, folder: Path) -> PreTrainedTokenizerBase:
     """The run's tokenizer. A new one is trained on the training documents once and kept in the run's folder."""
     source = recipe.tokenizer.pretrained or (None if recipe.tokenizer.vocab_size else recipe.model.pretrained)
     if source is not None:
-        return AutoTokenizer.from_pretrained(_located(source, base))
+        return load_tokenizer(_beside(source, base))
     if recipe.tokenizer.vocab_size is None:
         raise ValueError("a model from scratch needs tokenizer.pretrained or tokenizer.vocab_size")
-    kept, wish = folder / TOKENIZER, _made_from(recipe)
+    own = {"vocab_size": recipe.tokenizer.vocab_size, "held_out": recipe.data.held_out, "seed": recipe.seed}
+    kept, wish = folder / TOKENIZER, {**own, "documents": fingerprint(documents)}
     if (kept / MADE_FROM).exists():
         found = json.loads((kept / MADE_FROM).read_text(encoding="utf-8"))
         if different := [key for key in wish if found.get(key) != wish[key]]:
             raise ValueError(
-                f"{kept} belongs to another recipe ({', '.join(different)} differ): remove it, or use another output folder"
+                f"{kept} was made from something else ({', '.join(different)} differ): remove it, or use another output folder"
             )
     if not (kept / "tokenizer.json").exists():
-        documents, _ = deduplicate(collect(recipe.data.sources, base))
-        train, _ = split(documents, recipe.data.held_out, recipe.seed)
+        train, _ = split(deduplicate(documents)[0], recipe.data.held_out, recipe.seed)
         with _whole(kept) as made:
             train_bpe(train, recipe.tokenizer.vocab_size).save_pretrained(made)
             (made / MADE_FROM).write_text(json.dumps(wish), encoding="utf-8")
-    return AutoTokenizer.from_pretrained(kept)
+    return load_tokenizer(kept)
 
 
-def _made_from(recipe: Recipe) -> dict[str, Any]:
-    """What a new tokenizer depends on, but for the documents themselves."""
-    sources = [source.model_dump(mode="json", exclude={"weight"}) for source in recipe.data.sources]
-    own = {"vocab_size": recipe.tokenizer.vocab_size, "held_out": recipe.data.held_out, "seed": recipe.seed}
-    return {**own, "sources": sources}
-
-
-def _located(name: str, base: Path) -> str:
+def _beside(name: str, base: Path) -> str:
     """A folder beside the recipe, or the name as it is: of another folder or on the hub."""
     return str(base / name) if (base / name).is_dir() else name
 
@@ -187,7 +204,7 @@ def _model(recipe: Recipe, base: Path, tokenizer: PreTrainedTokenizerBase) -> An
     """The model at the first step, in float32."""
     torch.manual_seed(recipe.seed)
     if recipe.model.pretrained is not None:
-        model: Any = api.load(_located(recipe.model.pretrained, base), dtype=torch.float32)[0]
+        model: Any = load_model(_beside(recipe.model.pretrained, base), dtype=torch.float32)
     else:
         assert recipe.model.config is not None
         model = AutoModelForCausalLM.from_config(_config(recipe.model.config, tokenizer), dtype=torch.float32)
@@ -252,15 +269,6 @@ def _save(
             tokenizer.save_pretrained(made)
             (made / "data.json").write_text(json.dumps(prepared.report, indent=1), encoding="utf-8")
     trainer.accelerator.wait_for_everyone()
-
-
-def _redecide(folder: Path, decoding: dict[str, Any]) -> None:
-    """Give a finished model the decoding defaults of its recipe: the best ones are known only once it is trained."""
-    config: Any = GenerationConfig.from_pretrained(folder)
-    if decoding and getattr(config, OWN_FIELD, None) != decoding:
-        setattr(config, OWN_FIELD, decoding)
-        config._from_model_config = False
-        config.save_pretrained(folder)
 
 
 @contextmanager

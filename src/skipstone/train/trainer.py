@@ -10,7 +10,7 @@ import json
 import math
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from safetensors import SafetensorError
@@ -146,12 +146,15 @@ class LayerSkipTrainer(Trainer):
     def _check_finite(self, loss: float) -> None:
         """ValueError for a loss that says that the weights are lost, before they are saved."""
         if not math.isfinite(loss):
-            run = Path(str(self.args.output_dir))
-            last = checkpoint.latest_good(run, self.fingerprint)
-            raise ValueError(
-                f"the loss is {loss} at step {self.state.global_step}: lower the learning rate, or look at the data; "
-                + (f"{run / last.name} is from before" if last else "no checkpoint was written yet")
-            )
+            self._lost(f"the loss is {loss}")
+
+    def _lost(self, what: str) -> NoReturn:
+        run = Path(str(self.args.output_dir))
+        last = checkpoint.latest_good(run, self.fingerprint)
+        raise ValueError(
+            f"{what} at step {self.state.global_step}: lower the learning rate, or look at the data; "
+            + (f"{run / last.name} is from before" if last else "no checkpoint was written yet")
+        )
 
     def _mean(self, value: Tensor) -> Tensor:
         """Over the processes."""
@@ -160,10 +163,10 @@ class LayerSkipTrainer(Trainer):
         return mean
 
     def create_optimizer(self, model: Any = None) -> torch.optim.Optimizer:
-        if self.optimizer is None and self.args.muon_learning_rate is not None:
-            betas = (self.args.adam_beta1, self.args.adam_beta2)
-            rates = self.args.muon_learning_rate, self.args.learning_rate
-            self.optimizer = muon_with_adamw(self.model, *rates, betas, self.args.weight_decay)
+        args = self.args
+        if self.optimizer is None and args.muon_learning_rate is not None:
+            rates, betas = (args.muon_learning_rate, args.learning_rate), (args.adam_beta1, args.adam_beta2)
+            self.optimizer = muon_with_adamw(self.model, *rates, betas, args.weight_decay, args.adam_epsilon)
         return super().create_optimizer(model)
 
     def evaluate(self, eval_dataset: Any = None, ignore_keys: Any = None, metric_key_prefix: str = "eval") -> dict[str, float]:
@@ -190,6 +193,8 @@ class LayerSkipTrainer(Trainer):
         run = Path(super()._get_output_dir(trial))
         step = self.state.global_step
         self._check_finite(float(self._tr_loss))
+        if not all(bool(parameter.isfinite().all()) for parameter in model.parameters() if parameter.requires_grad):
+            self._lost("some weights are no finite numbers")
         try:
             self._saving = checkpoint.partial_folder(run) if self.args.should_save else run / checkpoint.PARTIAL
             self.accelerator.wait_for_everyone()

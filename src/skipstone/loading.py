@@ -1,0 +1,109 @@
+"""Models and tokenizers from folders and from the hub, complete or not at all."""
+
+from __future__ import annotations
+
+import errno
+import re
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError
+from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
+
+NANO = Path(__file__).parent / "assets" / "nano"
+"""The bundled model, skipstone-nano: recipes/nano.yaml makes it."""
+LAYER = re.compile(r"\b(?:layers|h)\.(\d+)\.")
+"""A parameter's name inside a layer list, with the layer's number."""
+
+
+def load(
+    name: str | Path | None = None,
+    *,
+    dtype: torch.dtype | str = "auto",
+    device: str | torch.device = "cpu",
+    attn_implementation: str | None = None,
+    trust_remote_code: bool = False,
+) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
+    """Load a causal language model, ready to decode, and its tokenizer.
+
+    name: a folder or hub id; None for the bundled model, skipstone-nano. dtype: of the weights; "auto" takes the
+    checkpoint's, and float32 for the bundled model. Weights come from safetensors only.
+    OSError where nothing is found; ValueError where the checkpoint is corrupt or incomplete.
+    """
+    if name is None:
+        name, dtype = NANO, torch.float32 if dtype == "auto" else dtype
+    options: dict[str, Any] = {"attn_implementation": attn_implementation, "trust_remote_code": trust_remote_code}
+    return load_model(name, dtype=dtype, device=device, **options), load_tokenizer(name, trust_remote_code)
+
+
+def load_model(
+    name: str | Path,
+    *,
+    dtype: torch.dtype | str = "auto",
+    device: str | torch.device = "cpu",
+    attn_implementation: str | None = None,
+    trust_remote_code: bool = False,
+) -> PreTrainedModel:
+    """The model alone, as `load` loads it."""
+    name, place = _located(name), usable(device)
+    options: dict[str, Any] = {"trust_remote_code": trust_remote_code}
+    if attn_implementation is not None:
+        if "flash" in attn_implementation:  # before transformers misses the package
+            raise ValueError(
+                f"attn_implementation={attn_implementation!r} is not supported: load with attn_implementation='sdpa'"
+            )
+        options["attn_implementation"] = attn_implementation
+    try:
+        loaded: Any = AutoModelForCausalLM.from_pretrained(
+            name, dtype=dtype, use_safetensors=True, output_loading_info=True, ignore_mismatched_sizes=True, **options
+        )
+    except (SafetensorError, RuntimeError, KeyError) as error:
+        if isinstance(error, torch.OutOfMemoryError) or "alloc" in str(error):
+            raise
+        raise ValueError(f"the checkpoint {name} cannot be loaded, a file is corrupt or does not fit: {error}") from error
+    model, report = loaded
+    mismatched: Any = report.get("mismatched_keys") or ()  # asked for: left to transformers, the shapes are only logged
+    for key, found, expected in sorted(mismatched):
+        raise ValueError(
+            f"the checkpoint {name} does not fit its config: {key} has shape {list(found)}, expected {list(expected)}"
+        )
+    if missing := sorted(report.get("missing_keys") or ()):
+        raise ValueError(f"the checkpoint {name} does not fit its config: it lacks {', '.join(missing[:5])}")
+    unexpected: Any = report.get("unexpected_keys") or ()
+    depth = model.config.num_hidden_layers
+    for key in sorted(unexpected):
+        if (layer := LAYER.search(key)) and int(layer[1]) >= depth:
+            raise ValueError(f"the checkpoint {name} does not fit its config: it has {key}, the config {depth} layers")
+    return model.to(place).eval()
+
+
+def load_tokenizer(name: str | Path, trust_remote_code: bool = False) -> PreTrainedTokenizerBase:
+    """The tokenizer alone, as `load` loads it."""
+    return AutoTokenizer.from_pretrained(_located(name), trust_remote_code=trust_remote_code)
+
+
+def _located(name: str | Path) -> str:
+    """A folder, or what may be a hub id. OSError for what is neither."""
+    path = Path(name).expanduser()
+    if not path.exists() and (path.is_absolute() or str(name).startswith(".") or len(path.parts) > 2):
+        raise FileNotFoundError(errno.ENOENT, "no such folder, and not a hub id either", str(name))
+    if path.is_file():
+        raise NotADirectoryError(errno.ENOTDIR, "a model is a folder, this is a file", str(name))
+    return str(path)
+
+
+def usable(device: str | torch.device) -> torch.device:
+    """ValueError for a device that torch does not know or this machine does not have."""
+    try:
+        place = torch.device(device)
+        torch.empty(1, device=place)
+    except (RuntimeError, AssertionError) as error:  # torch asserts where it was built without CUDA
+        raise ValueError(f"device {str(device)!r} cannot be used here: {str(error).splitlines()[0]}") from None
+    return place
+
+
+def bos_prefix(tokenizer: PreTrainedTokenizerBase) -> list[int]:
+    """[bos] where the tokenizer begins a text with one."""
+    ids: Any = tokenizer("a")["input_ids"]
+    return list(ids[:1]) if ids[0] == tokenizer.bos_token_id else []
