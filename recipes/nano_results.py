@@ -40,7 +40,7 @@ from skipstone.train.recipe_file import Recipe, read
 sys.path.insert(0, str(Path(__file__).parent / "data"))
 import commands
 
-EXITS = (3, 6, 12, 18)
+EXITS = (3, 4, 6, 12, 18)
 ANSWERS = "commands, answers alone"
 PREFIX_LINES, PARSED_TOKENS, MOST_OPEN = 4, 128, 4
 
@@ -69,10 +69,13 @@ def exits(model: str, twin: str | None, recipe: Path, data_dir: Path | None, row
         for source, own in documents.items():
             packed = pack(own, tokenizer, made.data.length, made.seed, tokenizer.eos_token_id)[:rows]
             quality = exit_quality(network, Rows(packed), 8)
-            size = sum(len(tokenizer.decode(row[row >= 0]).encode()) for row in packed) / (packed >= 0).sum().item()
+            predicted = packed[:, 1:][packed[:, 1:] >= 0].tolist()
+            letters = tokenizer.convert_ids_to_tokens(predicted, skip_special_tokens=True)  # a letter stands for a byte
             found.setdefault(source, {})[name] = {
                 "tokens": quality.tokens,
-                "bits_per_byte": math.log2(quality.perplexity[max(quality.perplexity)]) / size,
+                "bits_per_byte": math.log2(quality.perplexity[max(quality.perplexity)])
+                * quality.tokens
+                / sum(map(len, letters)),
                 "perplexity": quality.perplexity,
                 "agreement": quality.agreement,
             }
@@ -80,7 +83,7 @@ def exits(model: str, twin: str | None, recipe: Path, data_dir: Path | None, row
     for source, by_model in found.items():
         for name, values in by_model.items():
             depth = max(values["perplexity"])
-            for layer in sorted({*(e for e in (3, 4, 6, 8, 12, 18) if e < depth), depth}):
+            for layer in sorted({*(e for e in EXITS if e < depth), depth}):
                 perplexity, agreement = values["perplexity"][layer], values["agreement"][layer]
                 print(f"| {source} | {name} | {layer} | {perplexity:.2f} | {agreement:.2f} |")
     return found

@@ -60,7 +60,7 @@ class TestLoad:
         assert skipstone.load(f"~/{folder.name}")[0].config.num_hidden_layers == 4
 
     def test_flash_attention_and_devices_that_are_not_here(self, folder: Path) -> None:
-        with pytest.raises(ValueError, match="flash_attention_2.? is not supported: load with attn_implementation='sdpa'"):
+        with pytest.raises(ValueError, match=r"flash_attention_2.? is not supported: load with attn_implementation='sdpa'"):
             skipstone.load(folder, attn_implementation="flash_attention_2")
         with pytest.raises(ValueError, match="device 'toaster' cannot be used here"):
             skipstone.load(folder, device="toaster")

@@ -188,7 +188,7 @@ def test_a_hub_data_set_is_loaded_and_read_like_lines(monkeypatch: pytest.Monkey
     monkeypatch.setitem(sys.modules, "datasets", SimpleNamespace(load_dataset=load_dataset))
     source = HubDataset(path="owner/set", split="train", config="main", revision="abc", limit=2)
     assert texts(source, tmp_path) == ["a", "b"]
-    assert calls == [(("owner/set",), {"name": "main", "split": "train", "revision": "abc"})]
+    assert calls == [(("owner/set",), {"name": "main", "split": "train", "revision": "abc", "streaming": True})]
     with pytest.raises(ValueError, match="owner/set, train, record 2: the template asks for the key 'text', found no"):
         texts(HubDataset(path="owner/set", split="train"), tmp_path)
 

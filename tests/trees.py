@@ -90,7 +90,7 @@ class TreeSession(Session):
             newest = len(nodes) - 1
             parent = dice.choice(list(paths)) if dice.random() < method.branching else newest
             taken = {token for above, token in nodes if above == parent}
-            free = [token for token in range(self.model.vocab_size) if token not in taken]
+            free = [token for token in range(self.model.embeddings) if token not in taken]
             if len(paths[parent]) >= depth or not free:
                 continue
             right = self._peek([*self.texts[row], *paths[parent]])

@@ -127,7 +127,7 @@ def ancestors(parents: Tensor) -> Tensor:
 class KVStore:
     """Buffers of every layer and the length of every row.
 
-    rows: slots for sequences. capacity: most slots a row may ever need, the trash not counted. Buffers start small and double
+    rows: slots for sequences. limit: most slots a row may ever need, the trash not counted. Buffers start small and double
     (`reserve`), so a request that ends early never pays for its limit.
     """
 
@@ -143,7 +143,7 @@ class KVStore:
         return self.capacity
 
     def reserve(self, slots: int) -> None:
-        """Make room for `slots` slots a row. ValueError beyond the capacity the store was made for."""
+        """Make room for `slots` slots a row. ValueError beyond the limit that the store was made for."""
         if slots <= self.capacity:
             return
         if slots > self.limit:

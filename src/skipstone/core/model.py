@@ -45,7 +45,6 @@ class LayeredModel:
         self.windows, self.kinds = windows(self.config), kinds(self.config)
         self.max_positions, self.max_positions_source = max_positions(self.config)
         self.device, self.dtype = inner.device, inner.dtype
-        self.vocab_size: int = self.head.weight.shape[0]
         sdpa = attention.implementation(self.config) == "sdpa"
         self._own_attention = sdpa and self.family.attention_interface
         self._form = MaskForm(torch.bool if sdpa and not self._own_attention else self.dtype, self._own_attention)

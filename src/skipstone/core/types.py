@@ -165,7 +165,7 @@ class Step:
     draft_steps counts passes of the drafter, drafted the tokens submitted, verified_nodes the scored nodes (leaves too).
     prefill: the step ran a part of a prompt. probe: a plain step taken to learn what plain decoding costs. finished: rows that
     ended in this step.
-    Seconds are wall-clock on CPU and device time on CUDA.
+    Seconds are wall-clock; on CUDA those of drafting and scoring are device time, and other is what is left of the step.
     """
 
     tokens: list[list[int]]

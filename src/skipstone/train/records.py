@@ -122,7 +122,9 @@ class HubDataset(_Records):
                 'installed: pip install "skipstone[train]"'
             ) from error
         try:
-            records = datasets.load_dataset(self.path, name=self.config, split=self.split, revision=self.revision)
+            wanted = {"name": self.config, "split": self.split, "revision": self.revision}
+            # a part of a large data set is read without fetching the whole
+            records = datasets.load_dataset(self.path, **wanted, streaming=self.limit is not None)
         except OSError as error:  # unknown names, no network
             files = f" give the folder of {self.file} with --data-dir," if self.file else ""
             raise OSError(
