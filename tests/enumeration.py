@@ -163,7 +163,7 @@ class Tabled:
     depth, device, max_positions = 2, torch.device("cpu"), 64
 
     def __init__(self, p: Sequence[float], q: Sequence[float]) -> None:
-        self.embeddings = len(p)
+        self.embeddings = 64
         self._scores = torch.tensor([q, p], dtype=torch.double).log()
 
     def embed(self, tokens: Tensor, positions: Tensor) -> Tensor:
