@@ -15,8 +15,8 @@ $(STAMP): pyproject.toml constraints.txt
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt --editable ".[dev]"
 	touch $@
 
-demo: $(STAMP)  ## the same text twice, plainly and with LayerSkip, by the bundled model
-	@$(BIN)/skipstone demo
+demo: $(STAMP)  ## MODEL=path or hub id: the same text twice, plainly and with LayerSkip, side by side
+	@$(BIN)/skipstone demo $(MODEL)
 
 test: $(STAMP)  ## the suite without the full product, under six minutes on two cores
 	$(BIN)/python -m pytest -n $(WORKERS) --dist worksteal -m "not slow"
@@ -33,7 +33,7 @@ format: $(STAMP)
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
 
-bench: $(STAMP)  ## MODEL=path or hub id (the bundled model), BENCH="more flags"
+bench: $(STAMP)  ## MODEL=path or hub id, BENCH="more flags"
 	$(BIN)/python -m skipstone.bench $(MODEL) $(BENCH)
 
 clean:

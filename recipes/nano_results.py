@@ -41,7 +41,6 @@ sys.path.insert(0, str(Path(__file__).parent / "data"))
 import commands
 
 EXITS = (3, 4, 6, 12, 18)
-ANSWERS = "commands, answers alone"
 PREFIX_LINES, PARSED_TOKENS, MOST_OPEN = 4, 128, 4
 
 
@@ -62,7 +61,6 @@ def exits(model: str, twin: str | None, recipe: Path, data_dir: Path | None, row
     folders = {"nano": model, **({"plain": twin} if twin else {})}
     for folder in folders.values():
         check_unseen(Path(folder), documents)
-    documents[ANSWERS] = [replace(one, given=one.text.index("\n") + 1) for one in documents["commands"]]
     found: dict[str, Any] = {}
     for name, folder in folders.items():
         network, tokenizer = skipstone.load(folder, dtype=torch.float32)

@@ -8,6 +8,7 @@ import torch
 
 from skipstone.bench import prompts, run, surrogate, tuning
 from skipstone.bench.__main__ import main
+from skipstone.bench.report import markdown
 from skipstone.bench.statistics import repeated_share
 from tests import families, support
 
@@ -60,6 +61,10 @@ def test_the_command_ends_with_one_json_document_of_everything(folder, tmp_path,
     assert (document["synthetic"], document["refused"]) == (False, {})
     assert document["provenance"]["argv"] == argv
     assert document["settings"]["seed"] == 0
+    lines = markdown(document).splitlines()
+    assert [line.split(" | ")[0].strip("| ") for line in lines] == ["row", "---", *rows]
+    assert {line.count(" | ") for line in lines} == {13}
+    assert f"{rows['layerskip']['all_prompts']['speedup_autoregressive']['value']:.2f} |" in lines[6]
 
 
 def check_figures(document, rows):

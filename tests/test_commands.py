@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import random
 import re
 import subprocess
 import sys
@@ -282,3 +283,39 @@ def test_a_message_ends_the_request(train: list[Example]) -> None:
     messages = [example for example in train if "text" in meaning(example)]
     assert all(example.prompt.endswith(f"{meaning(example)['text']}\n") for example in messages)
     assert any(example.parts[0] for example in messages)
+
+
+class TestNewWords:
+    @pytest.fixture(scope="class")
+    @staticmethod
+    def pairs(train: list[Example]) -> list[tuple[Example, Example]]:
+        dice = random.Random(0)
+        return [(one, commands.with_new_words(one, dice)) for one in train[:4000]]
+
+    def test_request_and_answer_change_together_and_nothing_else_does(self, pairs: list[tuple[Example, Example]]) -> None:
+        changed = [(old, new) for old, new in pairs if old.prompt != new.prompt]
+        assert len(changed) > 0.3 * len(pairs)
+        for old, new in pairs:
+            before, after = old.prompt.split(), new.prompt.split()
+            swapped = {a.strip("'s,"): b.strip("'s,") for a, b in zip(before, after, strict=True) if a != b}
+            assert (old.prompt == new.prompt) == (old.answer == new.answer) == (not swapped)
+            assert meaning(old).keys() == meaning(new).keys()
+            for key in NORMALISED & meaning(old).keys():
+                assert meaning(old)[key] == meaning(new)[key]
+            for (key, said), (_, now) in zip(values(old), values(new), strict=True):
+                if key not in NORMALISED and said in old.prompt:
+                    assert now in new.prompt
+
+    def test_no_value_that_the_test_may_say_is_made(self, pairs: list[tuple[Example, Example]], test: list[Example]) -> None:
+        new = fillers([one for _, one in pairs])
+        assert not any(commands.held_out(filler) for filler in new)
+        assert not new & fillers(test)
+
+    def test_documents_have_them_in_every_second_example_where_asked(self) -> None:
+        plain = list(commands.documents("train", 200, 0))
+        mixed = list(commands.documents("train", 200, 0, new_words=True))
+        apart = list(commands.documents("train", 200, 0, answers_alone=True, new_words=True))
+        assert mixed[::2] == plain[::2]
+        assert sum(a != b for a, b in zip(mixed[1::2], plain[1::2], strict=True)) > 30
+        assert ["".join(pair) for pair in apart] == mixed
+        assert mixed == list(commands.documents("train", 200, 0, new_words=True))

@@ -37,7 +37,7 @@ def untrained(monkeypatch: pytest.MonkeyPatch) -> None:
     ("change", "part"),
     [
         ({"colour": 1}, "recipe.yaml: unknown setting 'colour': expected one of output, model, data"),
-        ({"model__colour": 1}, "model: unknown setting 'colour': expected one of pretrained, config, lora"),
+        ({"model__colour": 1}, "model: unknown setting 'colour': expected one of pretrained, recipe, config, lora"),
         ({"data__colour": 1}, "data: unknown setting 'colour'"),
         ({"tokenizer__colour": 1}, "tokenizer: unknown setting 'colour'"),
         (
@@ -96,7 +96,7 @@ def test_unknown_keys_and_what_would_be_ignored(tmp_path: Path, change: dict[str
         ({"data__sources": []}, r"data\.sources"),
         ({"output": ""}, "output"),
         ({"model": {}}, "model: expected either `pretrained`"),
-        ({"model": {"pretrained": "x"}}, "model.pretrained and tokenizer.vocab_size contradict"),
+        ({"model": {"pretrained": "x"}}, "tokenizer.vocab_size goes with model.config"),
         ({"model__pretrained": "x"}, "model: expected either `pretrained`"),
         ({"tokenizer__pretrained": "x"}, "expected either `pretrained` .* or `vocab_size`"),
         ({"tokenizer": {}}, "a model from scratch needs tokenizer.pretrained or tokenizer.vocab_size"),
@@ -178,6 +178,7 @@ class TestFile:
     def test_the_bundled_models_recipe(self) -> None:
         path = Path(__file__).parents[1] / "recipes" / "nano.yaml"
         args = arguments(read(path), Path("x"))
+        assert args.muon_learning_rate == 0.02
         assert args.exits == EarlyExitLoss(curriculum="rotational", dilation=2, kl_weight=1.5, exits=(2, 3, 5, 8, 11, 17))
         assert args.dropout == LayerDropout(0.1, "exponential")
 
@@ -196,7 +197,7 @@ def test_the_recipes_of_the_repository_are_in_order(path: Path) -> None:
     made = read(path)
     args = arguments(made, Path("x"))
     assert args.max_steps >= 1000
-    assert resolve(made.decoding).name == ("autoregressive" if path.name == "nano-plain.yaml" else "layerskip")
+    assert resolve(made.decoding).name == ("autoregressive" if "plain" in path.name else "layerskip")
     named = f"skipstone train layerskip recipes/{path.name}"
     assert named in path.read_text(encoding="utf-8")
     assert f"recipes/{path.name}" in (path.parents[1] / "docs" / "training.md").read_text(encoding="utf-8")
@@ -218,6 +219,13 @@ def test_a_recipe_extends_another_part_by_part(tmp_path: Path) -> None:
         read(own)
 
 
+def test_a_recipe_that_goes_on_from_itself(tmp_path: Path) -> None:
+    one, other = (recipe(tmp_path / name, model={"recipe": "../two/recipe.yaml"}, tokenizer=...) for name in ("one", "two"))
+    other.write_text(other.read_text().replace("../two/", "../one/"))
+    with pytest.raises(ValueError, match=r"goes on from \.\./two/recipe\.yaml, and that from \.\./one/recipe\.yaml again"):
+        read(one)
+
+
 def test_a_recipe_extends_only_those_of_its_folder(tmp_path: Path) -> None:
     (tmp_path / "own.yaml").write_text("extends: ../other/base.yaml\n")
     with pytest.raises(ValueError, match=r"extends \.\./other/base\.yaml: expected a recipe of the same folder"):
@@ -233,13 +241,8 @@ def test_the_plain_twin_of_nano_is_nano_without_the_recipe() -> None:
     """Same data, model and schedule; the last layer's cross-entropy is all there is, at every step."""
     folder = Path(__file__).parents[1] / "recipes"
     nano, twin = read(folder / "nano.yaml"), read(folder / "nano-plain.yaml")
-    assert (twin.model, twin.data, twin.tokenizer, twin.training, twin.seed) == (
-        nano.model,
-        nano.data,
-        nano.tokenizer,
-        nano.training,
-        nano.seed,
-    )
+    assert (twin.data, twin.tokenizer, twin.training, twin.seed) == (nano.data, nano.tokenizer, nano.training, nano.seed)
+    assert twin.model == nano.model
     assert resolve(twin.decoding) == Autoregressive()
     exits, dropout = arguments(twin, Path("x")).exits, arguments(twin, Path("x")).dropout
     for step in (0, 1, 500, 1999):

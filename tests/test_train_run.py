@@ -267,6 +267,24 @@ def test_the_loss_of_a_source_with_a_prompt_is_that_of_the_answers(tmp_path: Pat
     assert losses(tmp_path / "out")[-1] < 0.1
 
 
+def test_a_recipe_goes_on_from_another_ones_model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One command: the first part is trained, or taken as it is where it is finished."""
+    first = recipe(tmp_path)
+    second = tmp_path / "second.yaml"
+    own = {**yaml.safe_load(first.read_text()), "output": str(tmp_path / "second"), "model": {"recipe": "recipe.yaml"}}
+    del own["tokenizer"]
+    second.write_text(yaml.safe_dump({**own, "training": {**own["training"], "learning_rate": 0.0}}))
+    monkeypatch.chdir(tmp_path)
+    said: list[str] = []
+    folder = run(second, say=said.append)
+    assert folder == tmp_path / "second" / "model"
+    before, after = (AutoModelForCausalLM.from_pretrained(one).state_dict() for one in (tmp_path / "out" / "model", folder))
+    assert all(torch.equal(before[name], value) for name, value in after.items())
+    said.clear()
+    run(second, say=said.append)
+    assert [line.endswith("nothing is left to train") for line in said if "finished" in line] == [True, True]
+
+
 def test_a_tokenizer_stays_the_same_wherever_the_documents_lie(finished: Path, tmp_path: Path) -> None:
     shutil.copytree(finished.parent, tmp_path / "moved")
     made = yaml.safe_load(finished.read_text())

@@ -228,6 +228,8 @@ def test_a_script_is_run_with_its_arguments(tmp_path: Path) -> None:
     assert texts(Script(path="s.py", arguments={"count": 2}), tmp_path) == ["hi 0", "hi 1"]
     assert texts(Script(path="s.py", arguments={"count": 1, "word": "ho"}), tmp_path) == ["ho 0"]
     assert sys.path == before
+    script(tmp_path / "pairs.py", "def documents():\n    yield 'q', 'a'\n    yield 'b'\n")
+    assert [(one.prompt, one.text) for one in Script(path="pairs.py").read(tmp_path)] == [("q", "a"), ("", "b")]
     (tmp_path / "s.py").write_text(code.replace("f'{word}", "f'{WORD}"), encoding="utf-8")  # no stale compiled file
     assert texts(Script(path="s.py", arguments={"count": 1, "word": "ho"}), tmp_path) == ["hi 0"]
 

@@ -25,8 +25,12 @@ CODE = """def area(width, height):
 TOKENIZER = train_bpe([CODE] * 20, 400)
 
 
+def bare(text: str, **options: Any) -> list[int]:
+    return TOKENIZER(text, add_special_tokens=False, **options)["input_ids"]
+
+
 def pieces(text: str) -> list[str]:
-    return [TOKENIZER.decode([one]) for one in TOKENIZER(text)["input_ids"]]
+    return [TOKENIZER.decode([one]) for one in bare(text)]
 
 
 @given(st.text() | st.text(" \t\r\n\x0b\u00a0\u3000ab_1é.'<|end|>"))
@@ -36,22 +40,25 @@ def pieces(text: str) -> list[str]:
 @example(" ,")
 @example("don 't . , !")  # what clean_up_tokenization_spaces would change
 def test_nothing_is_lost(text: str) -> None:
-    assert TOKENIZER.decode(TOKENIZER(text)["input_ids"]) == text
-    assert TOKENIZER.decode(TOKENIZER(text, split_special_tokens=True)["input_ids"]) == text
+    assert TOKENIZER.decode(bare(text)) == text
+    assert TOKENIZER.decode(bare(text, split_special_tokens=True)) == text
 
 
-def test_the_end_is_the_first_entry_and_stands_nowhere_by_itself() -> None:
-    assert (TOKENIZER.eos_token_id, TOKENIZER.pad_token_id, TOKENIZER.eos_token) == (0, 0, "<|end|>")
-    assert TOKENIZER("<|end|>")["input_ids"] == [0]
-    assert 0 not in TOKENIZER("<|end|>", split_special_tokens=True)["input_ids"]
-    assert 0 not in TOKENIZER(CODE)["input_ids"]
+def test_the_end_is_the_first_entry_and_stands_only_before_a_text() -> None:
+    """Between documents it ends one and begins the next, so a text by itself begins with it too."""
+    assert (TOKENIZER.bos_token_id, TOKENIZER.eos_token_id, TOKENIZER.pad_token_id, TOKENIZER.eos_token) == (0, 0, 0, "<|end|>")
+    assert bare("<|end|>") == [0]
+    assert 0 not in bare("<|end|>", split_special_tokens=True)
+    assert 0 not in bare(CODE)
+    assert TOKENIZER(CODE)["input_ids"] == [0, *bare(CODE)]
+    assert TOKENIZER("a", "b")["input_ids"] == [0, *bare("a"), *bare("b")]
 
 
 def test_every_byte_is_an_entry() -> None:
     tiny = train_bpe(["aa aa"], 257)
     assert len(tiny) == 257
     text = bytes(range(128)).decode() + "é\U0010ffff"
-    assert len(tiny(text)["input_ids"]) == len(text.encode())
+    assert len(tiny(text, add_special_tokens=False)["input_ids"]) == len(text.encode())
 
 
 def test_digits_stand_alone() -> None:
@@ -94,7 +101,7 @@ def test_it_is_read_back_as_it_was(tmp_path: Path) -> None:
     assert (again.eos_token_id, again.pad_token_id, len(again)) == (0, 0, len(TOKENIZER))
     assert again.clean_up_tokenization_spaces is TOKENIZER.clean_up_tokenization_spaces is False
     text = CODE + " , don 't"
-    assert again.decode(again(text)["input_ids"]) == text
+    assert again(text)["input_ids"] == TOKENIZER(text)["input_ids"] == [0, *bare(text)]
 
 
 def test_no_room_and_no_text_are_refused() -> None:

@@ -221,9 +221,47 @@ def examples(split: str, count: int, seed: int) -> Iterator[Example]:
     return (speaker.example() for _ in range(count))
 
 
-def documents(split: str, count: int, seed: int) -> Iterator[str]:
-    """The texts of `examples`, for a training recipe's source of kind "script"."""
-    return (example.text for example in examples(split, count, seed))
+@cache
+def vocabulary() -> tuple[str, ...]:
+    """The longer words that stand in the rules, sorted."""
+    patterns = (variant for phrases in grammar().rules.values() for each in phrases for variant in each)
+    return tuple(sorted({word for pattern in patterns for word in re.findall(r"[a-z]{4,}", re.sub(r"\{\w+\}", " ", pattern))}))
+
+
+def with_new_words(example: Example, dice: random.Random) -> Example:
+    """The example with some words of its open values replaced, in request and answer, by words that do not exist (the beginning
+    of one and the end of another): what an answer copies is then no vocabulary that could be learnt by heart.
+
+    Values that the test split may say are not made. dice: only `random()` is drawn from.
+    """
+    meaning: dict[str, Any] = json.loads(example.answer)
+    fixed = " ".join(str(value) for key, value in meaning.items() if key in NORMALISED)
+    request, fillers = example.prompt, example.fillers
+    for word in sorted({word for filler in fillers for word in re.findall(r"[a-z]{4,}", filler)}):
+        whole = re.compile(rf"\b{word}\b")
+        one, other = (vocabulary()[int(dice.random() * len(vocabulary()))] for _ in range(2))
+        new = one[: 2 + int(dice.random() * 3)] + other[-2 - int(dice.random() * 3) :]
+        changed = tuple(whole.sub(new, filler) for filler in fillers)
+        if dice.random() < 0.5 or len(whole.findall(request)) != 1 or whole.search(fixed) or any(map(held_out, changed)):
+            continue
+        request, fillers = whole.sub(new, request), changed
+        for key in meaning.keys() - NORMALISED:
+            value = meaning[key]
+            meaning[key] = [whole.sub(new, one) for one in value] if isinstance(value, list) else value
+            if isinstance(value, str):
+                meaning[key] = whole.sub(new, value)
+    return Example(request, json.dumps(meaning) + "\n", example.parts, fillers)
+
+
+def documents(
+    split: str, count: int, seed: int, answers_alone: bool = False, new_words: bool = False
+) -> Iterator[str | tuple[str, str]]:
+    """The texts of `examples`, for a training recipe's source of kind "script". answers_alone: requests are read and not
+    predicted. new_words: every second example has some (`with_new_words`)."""
+    dice = random.Random(f"new words/{split}/{seed}")
+    for number, one in enumerate(examples(split, count, seed)):
+        said = with_new_words(one, dice) if new_words and number % 2 else one
+        yield (said.prompt, said.answer) if answers_alone else said.text
 
 
 def canonical(line: str) -> str:

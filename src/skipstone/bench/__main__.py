@@ -14,7 +14,7 @@ from rich.console import Console
 from transformers.utils import logging
 
 from skipstone.bench import run, surrogate
-from skipstone.bench.report import print_report
+from skipstone.bench.report import markdown, print_report
 from skipstone.bench.run import Settings
 
 WIDTH = 190  # where stdout is no terminal: the whole table on one line a row
@@ -47,14 +47,21 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(f"error: {' '.join(str(error).split())}", file=sys.stderr)
         return 2
     console = Console(width=WIDTH) if not sys.stdout.isatty() else Console()
-    print_report(document, console)
+    if arguments.markdown:
+        print(markdown(document))
+    else:
+        print_report(document, console)
     print(json.dumps(document))
     return 0
 
 
 def settings_of(arguments: argparse.Namespace) -> Settings:
     """The run that was asked for: defaults, those of --quick and of a named surrogate, and what was given."""
-    given = {name: value for name, value in vars(arguments).items() if value is not None and name not in ("json", "quick")}
+    given = {
+        name: value
+        for name, value in vars(arguments).items()
+        if value is not None and name not in ("json", "quick", "markdown")
+    }
     chosen: dict[str, Any] = {}
     if given.get("surrogate") == surrogate.NAMED:  # its early exits mean nothing, and float32 would not be its own type
         chosen |= {"dtype": "bfloat16", "rows": (run.THEIRS, run.OURS), "temperature": 0.0}
@@ -67,7 +74,7 @@ def settings_of(arguments: argparse.Namespace) -> Settings:
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="python -m skipstone.bench", description=__doc__)
     add, own = parser.add_argument, Settings(model="-")
-    add("model", nargs="?", help="a folder or hub id [the bundled model]")
+    add("model", nargs="?", help="a folder or hub id [the bundled model, where there is one]")
     add(
         "--surrogate",
         help=f"measure a synthetic model: {surrogate.NAMED}, or layers=24,hidden=192,exit=6,agreement=.85[,vocab=]",
@@ -90,6 +97,7 @@ def _parser() -> argparse.ArgumentParser:
     add("--threads", type=int, help="CPU threads [torch's choice]")
     add("--seed", type=int, help=f"of prompts, sampling, tuning order and bootstrap [{own.seed}]")
     add("--json", type=Path, help="write the document to this file too")
+    add("--markdown", action="store_true", help="print the table as Markdown, for a document")
     add("--quick", action="store_true", help="a small run, to see that everything works")
     return parser
 

@@ -227,6 +227,15 @@ def _cells(figures: Mapping[str, Any] | None, every: Mapping[str, Any]) -> list[
     ]
 
 
+def markdown(document: Mapping[str, Any]) -> str:
+    """The table as documents have it."""
+    titles = ["row", "prompts", "tokens/s", "x plain (95 %)", "x HF (95 %)", "x HF exit (95 %)", "M", "alpha", "ms a step"]
+    titles += ["predicted", "reached", "equal", "repeats", "x plain, all prompts"]
+    rows = [titles, ["---"] * len(titles)]
+    rows += [[row["name"], *_cells(row["headline"], row["all_prompts"])] for row in document["rows"]]
+    return "".join(f"| {' | '.join(row)} |\n" for row in rows)
+
+
 def _interval(value: Mapping[str, float] | None, short: bool = False) -> str:
     if value is None:
         return "-"

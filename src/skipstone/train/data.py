@@ -80,9 +80,9 @@ def pack(documents: Sequence[Document], tokenizer: PreTrainedTokenizerBase, leng
     """[N, length] int64: the documents in an order drawn by `seed`, `eos_id` after each, cut into rows; the rest is dropped.
 
     The order depends on the documents alone, not on the order they come in. Special tokens that stand in a text are text; a
-    tokenizer that begins texts with a bos token begins every document with one, which is not predicted. A document with a
-    prompt begins a row of its own where it does not fit into the one before, which is filled up with end tokens that are not
-    predicted; of one longer than a row only the first row is kept. ValueError where there is not enough for one row.
+    tokenizer that begins texts with a bos token of its own begins every document with one, which is not predicted. A document
+    with a prompt begins a row of its own where it does not fit into the one before, which is filled up with end tokens that are
+    not predicted; of one longer than a row only the first row is kept. ValueError where there is not enough for one row.
     """
     return _cut(_tokens(documents, tokenizer, length, seed, eos_id), length, f"{len(documents)} documents")
 
@@ -92,7 +92,7 @@ def _tokens(
 ) -> NDArray[np.int64]:
     """One stream of ids, [T]. A prompt's tokens are its own, as when decoding starts from it."""
     ordered = sorted(documents, key=lambda one: one.rank(seed, "order"))
-    first = bos_prefix(tokenizer)
+    first = [token for token in bos_prefix(tokenizer) if token != eos_id]  # else the end of the document before is one
     parts: list[NDArray[np.int64]] = []
     total = 0
     for start in range(0, len(ordered), BATCH):

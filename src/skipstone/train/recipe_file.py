@@ -23,17 +23,21 @@ NO_EFFECT = {
 
 
 class Start(Part):
-    """What to train: a model to go on from (a folder or hub id), or a config to start from scratch with (`model_type` and its
-    fields). Exactly one of them. lora: PEFT's LoraConfig fields, to train adapters only."""
+    """What to train: a model to go on from (a folder or hub id), the model of another recipe of the same folder, which is run
+    first, or a config to start from scratch with (`model_type` and its fields). Exactly one of them. lora: PEFT's LoraConfig
+    fields, to train adapters only."""
 
     pretrained: str | None = None
+    recipe: str | None = None
     config: dict[str, Any] | None = None
     lora: dict[str, Any] | None = None
 
     @model_validator(mode="after")
     def _either(self) -> Start:
-        if (self.pretrained is None) == (self.config is None):
-            raise ValueError("expected either `pretrained` (a folder or hub id) or `config` (to start from scratch)")
+        if sum(one is not None for one in (self.pretrained, self.recipe, self.config)) != 1:
+            raise ValueError(
+                "expected either `pretrained` (a folder or hub id), `recipe` (to go on from its model) or `config`"
+            )
         return self
 
 
@@ -92,10 +96,9 @@ class Recipe(Part):
     def _consistent(self) -> Recipe:
         if not self.data.length:
             raise ValueError("data.length is missing: expected tokens a row, or a preset that has a context")
-        if self.model.pretrained is not None and self.tokenizer.vocab_size is not None:
+        if self.model.config is None and self.tokenizer.vocab_size is not None:
             raise ValueError(
-                "model.pretrained and tokenizer.vocab_size contradict each other: the ids of a new tokenizer mean nothing to "
-                "a trained model"
+                "tokenizer.vocab_size goes with model.config: a new tokenizer's ids mean nothing to a trained model"
             )
         return self
 
@@ -117,12 +120,26 @@ def read(path: Path, data_dir: Path | None = None) -> Recipe:
         recipe = Recipe.model_validate(_values(path, ()))
     except ValidationError as error:
         raise ValueError(f"{path}: {_first(error)}") from error
+    if recipe.model.recipe is not None:
+        _check_chain(path, recipe.model.recipe)
     if data_dir is None:
         return recipe
     if not any(isinstance(source, HubDataset) and source.file for source in recipe.data.sources):
         raise ValueError(f"--data-dir {data_dir} has no effect: no source of the hub names a `file` that may lie there")
     sources = [source.local(data_dir) if isinstance(source, HubDataset) else source for source in recipe.data.sources]
     return recipe.model_copy(update={"data": recipe.data.model_copy(update={"sources": sources})})
+
+
+def _check_chain(path: Path, first: str) -> None:
+    """ValueError where recipes go on from one another in a circle."""
+    seen, before = {path.resolve()}, first
+    while before is not None:
+        at = path.parent / before
+        if at.resolve() in seen:
+            raise ValueError(f"{path} goes on from {first}, and that from {before} again")
+        seen.add(at.resolve())
+        start = _values(at, ()).get("model")
+        before = start.get("recipe") if isinstance(start, dict) else None
 
 
 def _values(path: Path, above: tuple[Path, ...]) -> dict[str, Any]:

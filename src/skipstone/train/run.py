@@ -45,17 +45,19 @@ CACHE = "data"
 MODEL = "model"
 ADAPTER = "adapter"
 MADE_FROM = "made_from.json"
+SPECIAL = ("bos", "eos", "pad")
 
 Say = Callable[[str], None]
 
 
 def run(path: Path, output: Path | None = None, fresh: bool = False, data_dir: Path | None = None, say: Say = print) -> Path:
-    """Train what a recipe describes. output: instead of the recipe's own folder. fresh: refuse to resume. data_dir: of files
-    that stand for data sets of the hub. Returns the folder of the finished model. Of a finished run nothing is done again.
+    """Train what a recipe describes, the recipe that it goes on from first. output: instead of the recipe's own folder. fresh:
+    refuse to resume. data_dir: of files that stand for data sets of the hub. Returns the folder of the finished model. Of a
+    finished run nothing is done again.
 
     ValueError for a recipe that cannot be, and for a folder of another run; OSError for missing data and for a full disk.
     """
-    recipe = read(path, data_dir)
+    recipe = _started(read(path, data_dir), path, data_dir, say)
     folder = output or Path(recipe.output)
     settings = arguments(recipe, folder)
     first = settings.process_index == 0
@@ -88,6 +90,15 @@ def run(path: Path, output: Path | None = None, fresh: bool = False, data_dir: P
         trainer._load_from_checkpoint(str(last))
         _save(trainer, tokenizer, recipe, prepared, folder / MODEL)
     return folder / MODEL
+
+
+def _started(recipe: Recipe, path: Path, data_dir: Path | None, say: Say) -> Recipe:
+    """The recipe with the model that it goes on from, which is trained now if it is another recipe's."""
+    if recipe.model.recipe is None:
+        return recipe
+    model = run(path.parent / recipe.model.recipe, data_dir=data_dir, say=say)
+    start = recipe.model.model_copy(update={"pretrained": str(model.absolute()), "recipe": None})
+    return recipe.model_copy(update={"model": start})
 
 
 def _nothing(text: str) -> None:
@@ -225,9 +236,9 @@ def _config(given: dict[str, Any], tokenizer: PreTrainedTokenizerBase) -> Any:
     if unknown := [name for name in settings if not hasattr(plain, name) and name not in older]:
         near = difflib.get_close_matches(unknown[0], plain.to_dict(), 1)
         raise ValueError(f"unknown model.config setting {unknown[0]!r} for {kind}" + (f": is it {near[0]}?" if near else ""))
-    ids = {"vocab_size": len(tokenizer), "eos_token_id": tokenizer.eos_token_id, "pad_token_id": tokenizer.pad_token_id}
+    ids = {"vocab_size": len(tokenizer)} | {f"{name}_token_id": getattr(tokenizer, f"{name}_token_id") for name in SPECIAL}
     try:
-        return AutoConfig.for_model(kind, **{"bos_token_id": None, **ids, **settings})
+        return AutoConfig.for_model(kind, **{**ids, **settings})
     except (StrictDataclassError, TypeError, ArithmeticError) as error:
         raise ValueError(f"model.config: {error}") from error
 

@@ -52,7 +52,8 @@ class TextFiles(Origin):
 
 
 class Script(Origin):
-    """A Python file of the recipe, which is run: its function `documents(**arguments)` gives the texts."""
+    """A Python file of the recipe, which is run: its function `documents(**arguments)` gives texts, or pairs of a prompt that
+    is only read and the text that follows it."""
 
     kind: Literal["script"] = "script"
     arguments: dict[str, Any] = Field(default_factory=dict)
@@ -67,10 +68,11 @@ class Script(Origin):
         texts = documents(**self.arguments)
         if isinstance(texts, str) or not isinstance(texts, Iterable):
             raise ValueError(f"{path}: documents() must give an iterable of texts, found {type(texts).__name__}")
-        for number, text in enumerate(texts):
-            if not isinstance(text, str):
-                raise ValueError(f"{path}: document {number} is {type(text).__name__}, expected str")
-            yield Text(digest(text), text)
+        for number, given in enumerate(texts):
+            prompt, text = given if isinstance(given, tuple) and len(given) == 2 else ("", given)
+            if not isinstance(prompt, str) or not isinstance(text, str):
+                raise ValueError(f"{path}: document {number} is {type(given).__name__}, expected str or a pair of str")
+            yield Text(digest(prompt + text), text, prompt)
 
 
 Source = Annotated[TextFiles | JsonLines | HubDataset | Script, Field(discriminator="kind")]

@@ -6,12 +6,13 @@ from collections.abc import Iterable, Iterator
 from typing import Any
 
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
+from tokenizers.processors import TemplateProcessing
 from transformers import PreTrainedConfig, PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
 from skipstone.train.documents import Document
 
 END = "<|end|>"
-"""Ends a document and pads a batch; id 0."""
+"""Stands between documents, so it begins a text as well as ending one, and pads a batch; id 0."""
 BYTES = 256
 
 PIECES = "|".join(
@@ -29,8 +30,9 @@ PIECES = "|".join(
 def train_bpe(documents: Iterable[Document | str], vocab_size: int) -> PreTrainedTokenizerFast:
     """A tokenizer with at most `vocab_size` entries (fewer where nothing is left to merge), the same for the same text.
 
-    Every byte is an entry, so that decode(encode(text)) == text for whatever UTF-8 can hold. <|end|> is id 0, the end of a
-    document (eos) and the padding. ValueError for a vocabulary without room for the bytes, and for no text.
+    Every byte is an entry, so that whatever UTF-8 can hold comes back from its tokens. <|end|> is id 0, the end of a document
+    (eos), what a text begins with (bos), and the padding. ValueError for a vocabulary without room for the bytes, and for no
+    text.
     """
     if vocab_size <= BYTES:
         raise ValueError(
@@ -55,7 +57,10 @@ def train_bpe(documents: Iterable[Document | str], vocab_size: int) -> PreTraine
     tokenizer.train_from_iterator(texts, trainer)
     if not texts.letters:
         raise ValueError("there is no text to train a tokenizer on: expected at least one document that is not empty")
-    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token=END, pad_token=END, clean_up_tokenization_spaces=False)
+    end = tokenizer.token_to_id(END)
+    tokenizer.post_processor = TemplateProcessing(single=f"{END} $A", pair=f"{END} $A $B", special_tokens=[(END, end)])
+    own = {"bos_token": END, "eos_token": END, "pad_token": END}
+    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, **own, clean_up_tokenization_spaces=False)
 
 
 class _Counted:
