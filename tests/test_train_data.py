@@ -51,7 +51,7 @@ class TestPack:
         rows = pack([Document("abcd", "s", "0", given=3)], BYTES, 5, seed=0, eos_id=END)
         assert rows.tolist() == [[*(-1 - one for one in ids("abc")), *ids("d"), END]]
         merged = train_bpe(["ab" * 9], 258)  # knows ab
-        assert pack([Document("xab", "s", "0", given=2)], merged, 4, 0, END)[0, 2:].tolist() == [merged.encode("b")[0], END]
+        assert pack([Document("xab", "s", "0", given=2)], merged, 4, 0, END)[0, 2:].tolist() == [merged.encode("b")[-1], END]
 
     def test_what_is_predicted_is_never_parted_from_its_prompt(self) -> None:
         """A document that does not fit begins the next row, one longer than a row ends with it; a row without anything to
