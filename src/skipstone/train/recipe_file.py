@@ -59,7 +59,7 @@ class Data(Part):
     most held-out rows a source."""
 
     sources: list[Source] = Field(min_length=1)
-    length: int = Field(default=0, ge=2)
+    length: int = Field(ge=2)
     held_out: float = Field(default=0.02, gt=0, lt=1)
     eval_rows: int = Field(default=64, ge=1)
 
@@ -94,8 +94,6 @@ class Recipe(Part):
 
     @model_validator(mode="after")
     def _consistent(self) -> Recipe:
-        if not self.data.length:
-            raise ValueError("data.length is missing: expected tokens a row, or a preset that has a context")
         if self.model.config is None and self.tokenizer.vocab_size is not None:
             raise ValueError(
                 "tokenizer.vocab_size goes with model.config: a new tokenizer's ids mean nothing to a trained model"
