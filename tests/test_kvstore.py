@@ -10,11 +10,14 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+from transformers import LlamaConfig, LlamaForCausalLM
 
 from skipstone import Autoregressive, EarlyExit, LayerSkip, Method, Request, Sampling
 from skipstone.core.kvstore import KVStore, Pass
 from skipstone.core.model import LayeredModel
-from tests.machine import decode, llama, mistral, prompt, start
+from tests.machine import decode, llama, mistral, prompt, sharpened, small, start
 from tests.trees import Trees, reference
 
 
@@ -186,6 +189,40 @@ def test_memory_is_one_cache_of_full_length_plus_scratch(method: Method) -> None
         decoder.step()
         most = max(most, decoder.session.store.bytes())
     assert 0 < most <= len(requests) * (capacity + scratch + 1) * token
+
+
+class Largest(TorchDispatchMode):
+    """The most entries that any operator's result holds in memory of its own: views of what it was given do not count."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.entries, self.operator = 0, ""
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = func(*args, **(kwargs or {}))
+        given = {leaf.untyped_storage().data_ptr() for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)}
+        for leaf in tree_leaves(out):
+            if isinstance(leaf, Tensor) and leaf.untyped_storage().data_ptr() not in given and leaf.numel() > self.entries:
+                self.entries, self.operator = leaf.numel(), str(func)
+        return out
+
+
+@pytest.mark.parametrize("method", METHODS, ids=lambda method: method.name)
+def test_no_step_copies_a_cache(method: Method) -> None:
+    """After a long prompt, nothing that a step makes is as large as the keys of one layer and row."""
+    torch.manual_seed(0)
+    config = small(LlamaConfig, vocab=97, hidden=256, layers=4)
+    layered = LayeredModel(sharpened(LlamaForCausalLM(config), 2))
+    request = Request(prompt(300), 12)
+    decoder = start(peeking(method, layered, [request]), layered, [request])
+    decoder.step()
+    before = [buffer.data_ptr() for buffer in (*decoder.session.store.keys, *decoder.session.store.values) if buffer is not None]
+    with Largest() as largest:
+        while decoder.busy:
+            decoder.step()
+    assert 0 < largest.entries < 2 * 300 * 64, largest.operator
+    after = [buffer.data_ptr() for buffer in (*decoder.session.store.keys, *decoder.session.store.values) if buffer is not None]
+    assert after == before
 
 
 def test_a_request_that_ends_early_never_pays_for_its_limit() -> None:
