@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import random
 import shutil
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -114,6 +115,12 @@ class TestFinished:
         assert named[2]["sums E=2"] == [[entry["step"], entry["eval_sums_agreement_exit_2"]] for entry in measured]
         assert len({(line.get_color(), line.get_linestyle()) for line in axes[1].lines}) == 6
         assert draw([], tmp_path / "empty.png"), "before anything was logged"
+
+    def test_without_matplotlib_a_warning_says_what_is_missing(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setitem(sys.modules, "matplotlib.backends.backend_agg", None)
+        with pytest.warns(UserWarning, match=r"curves.png is not drawn without matplotlib: pip install \"skipstone\[train\]"):
+            assert not draw([], tmp_path / "curves.png")
+        assert not (tmp_path / "curves.png").exists()
 
     def test_again_neither_trains_nor_changes_anything(self, copied: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         before, said = content(copied.parent), []
@@ -245,6 +252,15 @@ class TestFromAModel:
         other = {**own, "model": {"pretrained": str(base), "lora": {**lora, "r": 8}}}
         with pytest.raises(ValueError, match=r"lora.r differ \(lora.r: the checkpoint has 4, this run 8"):
             run(recipe(tmp_path / "run", decoding=DECODING, **other), say=quiet)
+        moved = tmp_path / "base"  # the same path, other weights under the adapters
+        shutil.copytree(base, moved)
+        elsewhere = {**own, "model": {"pretrained": str(moved), "lora": lora}}
+        run(recipe(tmp_path / "moved", **elsewhere), say=quiet)
+        network = AutoModelForCausalLM.from_pretrained(moved)
+        network.model.layers[1].mlp.up_proj.weight.data[0, 3] += 1e-3
+        network.save_pretrained(moved)
+        with pytest.raises(ValueError, match="belongs to another run, frozen differ"):
+            run(tmp_path / "moved" / "recipe.yaml", say=quiet)
 
 
 def test_the_loss_of_a_source_with_a_prompt_is_that_of_the_answers(tmp_path: Path) -> None:

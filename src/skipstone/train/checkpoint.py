@@ -14,10 +14,14 @@ from itertools import takewhile
 from pathlib import Path
 from typing import Any
 
+from torch import nn
+
 MANIFEST = "manifest.json"
 _PREFIX = "checkpoint-"
 PARTIAL = ".partial"
 _DISCARDED = ".discarded"
+SAMPLE = 16
+"""How many entries of a frozen parameter tell it from another model's."""
 
 
 def partial_folder(run: Path) -> Path:
@@ -94,6 +98,16 @@ def verify(folder: Path, fingerprint: dict[str, Any]) -> int:
             "recipe that it was started with"
         )
     return step
+
+
+def frozen(model: nn.Module) -> dict[str, str]:
+    """What a checkpoint of adapters does not hold: a digest of a sample of every frozen parameter. Empty where all train."""
+    digest, found = hashlib.sha256(), False
+    for name, parameter in model.named_parameters():
+        if not parameter.requires_grad:
+            digest.update(f"{name} {tuple(parameter.shape)} {parameter.detach().flatten()[:SAMPLE].tolist()}".encode())
+            found = True
+    return {"frozen": digest.hexdigest()} if found else {}
 
 
 def _differences(saved: dict[str, Any], now: dict[str, Any]) -> dict[str, tuple[str, str]]:

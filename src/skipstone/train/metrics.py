@@ -7,6 +7,7 @@ import math
 import os
 import re
 import sys
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -136,7 +137,7 @@ def summary(metrics: dict[str, float]) -> list[str]:
 
 
 class Curves(TrainerCallback):
-    """Draws loss, and perplexity and agreement per exit, at every evaluation. Does nothing without matplotlib."""
+    """Draws loss, and perplexity and agreement per exit, at every evaluation."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -147,10 +148,11 @@ class Curves(TrainerCallback):
 
 
 def draw(history: list[dict[str, Any]], path: Path) -> bool:
-    """The curves of a log, as a PNG. Returns whether they could be drawn: matplotlib is in the extras `train` and `bench`."""
+    """The curves of a log, as a PNG. Returns whether they could be drawn; a warning says why not."""
     try:
         from matplotlib.backends.backend_agg import FigureCanvasAgg
     except ImportError:
+        warnings.warn(f'{path} is not drawn without matplotlib: pip install "skipstone[train]"', stacklevel=2)
         return False
     figure = curves(history)
     FigureCanvasAgg(figure)

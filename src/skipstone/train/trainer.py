@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 import torch
+from accelerate.utils import broadcast_object_list
 from safetensors import SafetensorError
 from torch import Tensor, nn
 from torch.utils.data import Dataset
@@ -59,13 +60,15 @@ class LayerSkipTrainer(Trainer):
         self.recipe = check(self.model, args)
         # of the installed forward, whatever the model's own is like: it takes num_items_in_batch, and shifts labels
         self.model_accepts_loss_kwargs = self._loss_shifts_labels = True
-        self.fingerprint = {
+        own = {
             "recipe": repr(self.recipe),
             "seed": args.seed,
             "model": model.config.to_json_string(),
             "training": args.deciding(),
+            **(checkpoint.frozen(model) if self.is_world_process_zero() else {}),  # others may load no weights of their own
             **(fingerprint or {}),
         }
+        self.fingerprint = broadcast_object_list([own])[0]
         self.objective: Objective | None = None
         self._saving: Path | None = None
         self._resumed: Path | None = None
