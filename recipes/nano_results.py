@@ -1,13 +1,13 @@
 """The figures of skipstone-nano: quality of every exit, exact match and speed on commands, code that parses.
 
-    python recipes/nano_results.py exits MODEL [TWIN]   # the shape of the paper's Table 1
-    python recipes/nano_results.py commands MODEL       # Tables 6 and 11
-    python recipes/nano_results.py parse MODEL          # share of continuations that parse
-    python recipes/nano_results.py prompts FOLDER       # prompts for `make bench`, as .jsonl
+    python recipes/nano_results.py exits MODEL [TWIN]     # the shape of the paper's Table 1
+    python recipes/nano_results.py commands MODEL         # Tables 6 and 11
+    python recipes/nano_results.py parse MODEL            # share of continuations that parse
+    python recipes/nano_results.py prompts MODEL FOLDER   # prompts for `make bench`, as .jsonl
 
 Each prints a table in Markdown and, as its last line, one JSON document. MODEL, TWIN: folders. TWIN is the model of the same
-recipe trained plainly (recipes/nano-plain.yaml). All but `commands` read
-the recipe's held-out data, and take the --data-dir of the training.
+recipe trained plainly (recipes/nano-plain.yaml). All but `commands` read the recipe's held-out data, take the --data-dir of
+the training, and stop where the model's own account says that these are others than what its training held out.
 """
 
 from __future__ import annotations
@@ -259,10 +259,11 @@ def parse(model: str, recipe: Path, data_dir: Path | None, count: int) -> dict[s
 # ---------------------------------------------------------------------------------------------- prompts
 
 
-def prompts(folder: Path, recipe: Path, data_dir: Path | None, count: int) -> dict[str, Any]:
+def prompts(model: str, folder: Path, recipe: Path, data_dir: Path | None, count: int) -> dict[str, Any]:
     """Prompt files for the benchmark: test requests and beginnings of held-out functions; of the data folder, where it has
     them, GSM8K's test questions and HumanEval's prompts."""
     _, documents = held_out(recipe, data_dir)
+    check_unseen(Path(model), documents)
     folder.mkdir(parents=True, exist_ok=True)
     sets: dict[str, list[str]] = {
         "commands": [example.prompt for example in commands.examples("test", count, 1)],
@@ -305,6 +306,7 @@ def main() -> None:
     about_data(three)
     three.add_argument("--count", type=int, default=100)
     four = verb("prompts")
+    four.add_argument("model")
     four.add_argument("folder", type=Path)
     about_data(four)
     four.add_argument("--count", type=int, default=100)
@@ -317,7 +319,7 @@ def main() -> None:
     elif given.verb == "parse":
         document = parse(given.model, given.recipe, given.data_dir, given.count)
     else:
-        document = prompts(given.folder, given.recipe, given.data_dir, given.count)
+        document = prompts(given.model, given.folder, given.recipe, given.data_dir, given.count)
     print(json.dumps({"kind": f"nano-{given.verb}", **document}))
 
 
