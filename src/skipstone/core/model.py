@@ -52,8 +52,8 @@ class LayeredModel:
         self._groups = [getattr(s, "num_key_value_groups", 1) if self._own_attention else 1 for s in sublayers]
         self._attention_config = getattr(sublayers[0], "config", self.config)
         self.embeddings: int = inner.get_input_embeddings().weight.shape[0]
-        self._linears = [[linear.replacements(layer, rows) for rows in (1, 2)] for layer in self.layers]
-        self._head_linear = [linear.replacements(self.head, rows) for rows in (1, 2)]
+        self._linears = [linear.replacements(layer) for layer in self.layers]
+        self._head_linear = linear.replacements(self.head)
         self._fixed = dict(self.family.arguments)
         self._phases: dict[str, tuple[Tensor, Tensor]] = {}
 
@@ -69,7 +69,7 @@ class LayeredModel:
     def logits(self, hidden: Tensor) -> Tensor:
         """g(.): final norm, LM head and what the family does after it. [B, n, d] -> [B, n, V] float32."""
         hidden = self.family.finish(self.decoder, hidden)
-        with linear.in_use(self._head_linear[hidden.shape[0] * hidden.shape[1] > 1]):
+        with linear.in_use(self._head_linear):
             scores = self.head(hidden)
         return self.family.logits(scores, self.config).float()
 
@@ -78,9 +78,8 @@ class LayeredModel:
         cache = {self.family.cache_argument: store.view(at)}
         phases = self._position_embeddings(hidden, at, layers)
         attending = attention.in_use(self._attention_config) if self._own_attention else nullcontext()
-        rows = hidden.shape[0] * hidden.shape[1]
-        few = layers if rows <= linear.FEW_ROWS else range(0)
-        linears = [pair for index in few for pair in self._linears[index][rows > 1]]
+        few = layers if hidden.shape[0] * hidden.shape[1] <= linear.FEW_ROWS else range(0)
+        linears = [pair for index in few for pair in self._linears[index]]
         with attending, linear.in_use(linears), self.skipping(skip) if skip else nullcontext():
             for index in layers:
                 if skip and index in skip.attention and index in skip.mlp:
