@@ -21,8 +21,6 @@ RECIPES = Path(__file__).parents[1] / "recipes"
 MOST_BYTES = 24_000_000
 REQUESTS = 20
 
-pytestmark = pytest.mark.skipif(not NANO.is_dir(), reason="skipstone-nano is not bundled yet")
-
 Nano = tuple[Any, Any]
 
 

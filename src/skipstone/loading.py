@@ -27,13 +27,11 @@ def load(
 ) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
     """Load a causal language model, ready to decode, and its tokenizer.
 
-    name: a folder or hub id; None for the bundled model, skipstone-nano, a ValueError where this version has none. dtype: of
-    the weights; "auto" takes the checkpoint's, and float32 for the bundled model. Weights come from safetensors only.
-    OSError where nothing is found; ValueError where the checkpoint is corrupt or incomplete.
+    name: a folder or hub id; None for the bundled model, skipstone-nano. dtype: of the weights; "auto" takes the checkpoint's,
+    and float32 for the bundled model. Weights come from safetensors only. OSError where nothing is found; ValueError where the
+    checkpoint is corrupt or incomplete.
     """
     if name is None:
-        if not NANO.is_dir():
-            raise ValueError("no model is bundled with this version; pass a folder or a hub id")
         name, dtype = NANO, torch.float32 if dtype == "auto" else dtype
     options: dict[str, Any] = {"attn_implementation": attn_implementation, "trust_remote_code": trust_remote_code}
     return load_model(name, dtype=dtype, device=device, **options), load_tokenizer(name, trust_remote_code)

@@ -12,7 +12,6 @@ import pytest
 from rich.console import Console
 
 from skipstone.cli import demo, terminal
-from skipstone.loading import NANO
 from tests.cli.helpers import PROMPT, document, expected, refused, run, succeed
 
 DEFAULT = {"method": "layerskip", "exit_layer": 2, "num_speculative_tokens": 3}
@@ -75,7 +74,6 @@ def test_on_a_terminal_it_is_live_and_the_picture_holds_the_end_of_it(
     refused(run("demo", own, "--svg", tmp_path / "nowhere" / "demo.svg"), "nowhere: no such folder")
 
 
-@pytest.mark.skipif(not NANO.is_dir(), reason="skipstone-nano is not bundled yet")
 def test_without_a_model_the_bundled_one_is_shown() -> None:
     found = document("demo")
     assert found["method"]["method"] == "layerskip"

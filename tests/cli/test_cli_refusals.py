@@ -15,7 +15,6 @@ from safetensors.torch import load_file, save_file
 
 from skipstone.core import verify
 from skipstone.core.decode import Pace
-from skipstone.loading import NANO
 from tests.cli.helpers import LAYERSKIP, PROMPT, refused, run, succeed
 
 
@@ -62,7 +61,6 @@ def test_checkpoints_that_cannot_be_used(variant: Callable[..., Path], damage: C
 
 LAYERS = "--method layerskip --exit-layer"
 CONFIG = "--prompt x --speculative-config"
-UNBUNDLED = pytest.mark.skipif(NANO.is_dir(), reason="a model is bundled")
 BAD = [
     # the prompt
     ("", "the prompt is empty"),
@@ -135,8 +133,6 @@ def test_bad_input_is_one_sentence(folder: Path, flags: str, part: str) -> None:
 @pytest.mark.parametrize(
     ("arguments", "part"),
     [
-        pytest.param(["generate", "--prompt", "x"], "no model is bundled with this version", marks=UNBUNDLED),
-        pytest.param(["demo"], "no model is bundled with this version", marks=UNBUNDLED),
         (["nope"], "No such command 'nope'"),
         (["--nope"], "No such option"),
         (["methods", "--nope"], "No such option"),

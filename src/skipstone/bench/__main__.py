@@ -74,7 +74,7 @@ def settings_of(arguments: argparse.Namespace) -> Settings:
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="python -m skipstone.bench", description=__doc__)
     add, own = parser.add_argument, Settings(model="-")
-    add("model", nargs="?", help="a folder or hub id [the bundled model, where there is one]")
+    add("model", nargs="?", help="a folder or hub id [the bundled model]")
     add(
         "--surrogate",
         help=f"measure a synthetic model: {surrogate.NAMED}, or layers=24,hidden=192,exit=6,agreement=.85[,vocab=]",

@@ -21,7 +21,7 @@ class Options:
 
     model: Annotated[
         str | None,
-        typer.Argument(help="A folder or a hub id. Default: the bundled model, where there is one.", metavar="MODEL"),
+        typer.Argument(help="A folder or a hub id. Default: the bundled model.", metavar="MODEL"),
     ] = None
     prompt: Annotated[str | None, _option("The text to continue.", "Prompt")] = None
     prompt_file: Annotated[Path | None, _option("A file to continue (UTF-8).", "Prompt")] = None
