@@ -1,0 +1,79 @@
+"""Model code, executed: in processes of its own with limits on everything, and nothing that it can reach (sandboxed.py).
+
+Only `--allow-code-execution` comes here. It is a fence against accidents of generated code, not against an attacker.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+from contextlib import suppress
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+INSIDE = Path(__file__).with_name("sandboxed.py")
+GRACE = 5.0  # seconds for the sandbox itself, beyond the program's
+
+
+@dataclass(frozen=True)
+class Limits:
+    """seconds: of wall-clock. memory_mb: address space of each process. disk_mb: of each file, and of all files where the
+    system allows a file system of its own. processes: at once. namespaces: whether the system is asked for them."""
+
+    seconds: float = 10.0
+    memory_mb: int = 512
+    disk_mb: int = 4
+    processes: int = 16
+    namespaces: bool = True
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What became of a program. reason: "passed", the exception, or which limit ended it. isolated: it had namespaces of its
+    own (no network, a file system of its own), and not limits alone."""
+
+    passed: bool
+    reason: str
+    isolated: bool
+
+
+def run(program: str, limits: Limits = Limits()) -> Outcome:
+    """Execute a Python program. It passes when it runs to its last line; `sys.exit` before that is no pass.
+
+    Its streams are closed, its environment is empty, its folder is a new one that is gone afterwards.
+    """
+    with tempfile.TemporaryDirectory(prefix="skipstone-", ignore_cleanup_errors=True) as folder:
+        command = [sys.executable, "-I", str(INSIDE), folder, json.dumps(asdict(limits))]
+        process = subprocess.Popen(
+            command,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.DEVNULL,
+            cwd=folder,
+            env={},
+            start_new_session=True,
+        )
+        try:
+            told, _ = process.communicate(program.encode(errors="replace"), timeout=limits.seconds + GRACE)
+        except subprocess.TimeoutExpired:
+            told = b""
+        finally:
+            _end(process)
+    try:
+        verdict = json.loads(told)
+    except ValueError:
+        return Outcome(False, f"more than {limits.seconds:g} seconds", False)
+    return Outcome(verdict["reason"] == "passed", verdict["reason"], verdict["isolated"])
+
+
+def _end(process: subprocess.Popen[bytes]) -> None:
+    """Kill the process group and collect the process."""
+    with suppress(ProcessLookupError, PermissionError):
+        os.killpg(process.pid, signal.SIGKILL)
+    process.wait()
+    if process.stdout is not None:
+        process.stdout.close()

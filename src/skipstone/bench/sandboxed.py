@@ -1,0 +1,164 @@
+"""What runs inside: `python -I sandboxed.py FOLDER LIMITS`, the program on stdin, one JSON line of verdict on stdout.
+
+Standard library only, and nothing of skipstone: the interpreter is isolated. On Linux, where the system allows it, the program
+gets namespaces of its own: every file system read-only but for its own empty one, no network, no sight of other processes.
+Everywhere it gets resource limits and a supervisor that kills all of it.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import json
+import os
+import resource
+import select
+import signal
+import sys
+import time
+from typing import Any, NoReturn
+
+USER, MOUNT, IPC, NETWORK, PROCESSES = 0x10000000, 0x00020000, 0x08000000, 0x40000000, 0x20000000
+MOUNT_SETATTR, AT_FDCWD, AT_RECURSIVE, READ_ONLY, PRIVATE = 442, -100, 0x8000, 1, 1 << 18
+DEATH_SIGNAL = 1
+POLL = 0.05
+MEBIBYTE = 1 << 20
+
+
+class MountAttributes(ctypes.Structure):
+    """struct mount_attr of mount_setattr(2)."""
+
+    _fields_ = [(name, ctypes.c_uint64) for name in ("set", "clear", "propagation", "userns")]
+
+
+def isolate(folder: str, limits: dict[str, Any]) -> bool:
+    """Leave the system's namespaces. False where this system does not allow it; the limits hold all the same."""
+    if not sys.platform.startswith("linux"):
+        return False
+    libc, uid, gid = ctypes.CDLL(None, use_errno=True), os.getuid(), os.getgid()
+    if libc.unshare(USER | MOUNT | IPC | NETWORK | PROCESSES):
+        return False
+    try:
+        for name, text in (("setgroups", "deny"), ("uid_map", f"0 {uid} 1"), ("gid_map", f"0 {gid} 1")):
+            with open(f"/proc/self/{name}", "w") as file:
+                file.write(text)
+    except OSError:
+        return False
+    closed = MountAttributes(READ_ONLY, 0, PRIVATE, 0)
+    size = f"size={limits['disk_mb']}m".encode()
+    return not (
+        libc.syscall(MOUNT_SETATTR, AT_FDCWD, b"/", AT_RECURSIVE, ctypes.byref(closed), ctypes.sizeof(closed))
+        or libc.mount(b"tmpfs", folder.encode(), b"tmpfs", 0, size)
+    )
+
+
+def own_processes(libc: Any) -> bool:
+    """In the first process of a namespace: let /proc show that namespace only."""
+    return libc.mount(b"proc", b"/proc", b"proc", 0, None) == 0
+
+
+def limit(limits: dict[str, Any]) -> None:
+    """The program's resource limits; they pass on to whatever it starts."""
+    memory, file = limits["memory_mb"] * MEBIBYTE, limits["disk_mb"] * MEBIBYTE
+    seconds = int(limits["seconds"]) + 1
+    for kind, value in (
+        (resource.RLIMIT_CPU, seconds),
+        (resource.RLIMIT_AS, memory),
+        (resource.RLIMIT_FSIZE, file),
+        (resource.RLIMIT_NPROC, limits["processes"]),
+        (resource.RLIMIT_NOFILE, 64),
+        (resource.RLIMIT_CORE, 0),
+    ):
+        hard = resource.getrlimit(kind)[1]
+        value = value if hard == resource.RLIM_INFINITY else min(value, hard)
+        resource.setrlimit(kind, (value, value))
+
+
+def execute(program: str, folder: str, limits: dict[str, Any], said: int) -> NoReturn:
+    """The program itself, in a process of its own. Writes to `said` what became of it: nothing where it left early."""
+    nothing = os.open(os.devnull, os.O_RDWR)
+    for stream in (0, 1, 2):
+        os.dup2(nothing, stream)
+    os.chdir(folder)
+    os.nice(19)  # a fork bomb shall not starve its supervisor
+    try:
+        limit(limits)
+        exec(compile(program, "program", "exec"), {"__name__": "__main__"})
+        verdict = "passed"
+    except BaseException as error:
+        verdict = f"{type(error).__name__}: {error}" if str(error) else type(error).__name__
+    os.write(said, verdict.encode(errors="replace")[:400])
+    os._exit(0)
+
+
+def supervise(program: str, folder: str, limits: dict[str, Any], isolated: bool) -> str:
+    """Run the program and end it, with all that it started, when it ends, takes too long or becomes too many."""
+    heard, said = os.pipe()
+    child = os.fork()
+    if not child:
+        os.close(heard)
+        execute(program, folder, limits, said)
+    os.close(said)
+    end, reason = time.monotonic() + limits["seconds"], "left early, without an error"
+    while not reason.startswith("more than"):
+        ready, _, _ = select.select([heard], [], [], POLL)
+        if ready:
+            reason = os.read(heard, 400).decode(errors="replace") or reason
+            break
+        if time.monotonic() > end:
+            reason = f"more than {limits['seconds']:g} seconds"
+        elif len(started(isolated)) > limits["processes"]:
+            reason = f"more than {limits['processes']} processes"
+    kill(child, isolated)
+    _, status = os.waitpid(child, 0)
+    if reason.startswith("left early") and os.WIFSIGNALED(status):
+        reason = f"killed by {signal.Signals(os.WTERMSIG(status)).name}"
+    return reason
+
+
+def started(isolated: bool) -> list[int]:
+    """The program's processes: all others of the namespace, or of the session; none where there is no /proc to tell."""
+    found, own, session = [], os.getpid(), os.getsid(0)
+    for name in os.listdir("/proc") if os.path.isdir("/proc/self") else ():
+        if name.isdigit() and int(name) != own:
+            if isolated:
+                found.append(int(name))
+                continue
+            try:
+                with open(f"/proc/{name}/stat", "rb") as file:  # pid (name) state parent group session ...
+                    fields = file.read().rpartition(b")")[2].split()
+            except OSError:
+                continue
+            if int(fields[3]) == session and fields[0] != b"Z":
+                found.append(int(name))
+    return found
+
+
+def kill(child: int, isolated: bool) -> None:
+    """End everything that the program is. Without a namespace, what has left its session lives on."""
+    for _ in range(100):
+        for process in {-1} if isolated else {child, *started(False)}:
+            try:
+                os.kill(process, signal.SIGKILL)
+            except ProcessLookupError:
+                continue
+        if isolated or not started(False):
+            return
+
+
+def main() -> None:
+    folder, limits = sys.argv[1], json.loads(sys.argv[2])
+    program = sys.stdin.read()
+    isolated = limits["namespaces"] and isolate(folder, limits)
+    libc = ctypes.CDLL(None, use_errno=True)
+    if isolated:
+        first = os.fork()  # the first process of the namespace: when it ends, the kernel ends all others there
+        if first:
+            os._exit(os.waitstatus_to_exitcode(os.waitpid(first, 0)[1]))
+        libc.prctl(DEATH_SIGNAL, signal.SIGKILL)
+        isolated = own_processes(libc)
+    print(json.dumps({"reason": supervise(program, folder, limits, isolated), "isolated": isolated}), flush=True)
+    os._exit(0)
+
+
+if __name__ == "__main__":
+    main()
