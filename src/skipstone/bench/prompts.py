@@ -9,7 +9,6 @@ from __future__ import annotations
 import glob
 import hashlib
 import importlib.util
-import json
 import random
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
@@ -20,6 +19,7 @@ from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
 from skipstone.loading import bos_prefix
+from skipstone.records import json_lines
 
 PACKAGES = ("rich", "typer", "pydantic")
 KEYS = ("prompt", "text")
@@ -61,7 +61,7 @@ def read(where: str | None) -> list[Document]:
         return _installed()
     path = Path(where).expanduser()
     if path.suffix == ".jsonl":
-        return _json_lines(path)
+        return _whole_prompts(path)
     files = sorted(f for f in path.rglob("*") if f.is_file()) if path.is_dir() else sorted(map(Path, glob.glob(str(path))))
     documents = _texts((str(f), f) for f in files if f.is_file() and not f.name.startswith("."))
     if not documents:
@@ -132,18 +132,12 @@ def _texts(files: Iterable[tuple[str, Path]]) -> list[Document]:
     return documents
 
 
-def _json_lines(path: Path) -> list[Document]:
+def _whole_prompts(path: Path) -> list[Document]:
     documents = []
-    for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), 1):
-        if not line.strip():
-            continue
-        try:
-            entry = json.loads(line)
-        except json.JSONDecodeError as error:
-            raise ValueError(f"{path}, line {number} is not JSON: {error}") from error
-        text = next((entry[key] for key in KEYS if isinstance(entry, dict) and isinstance(entry.get(key), str)), None)
+    for place, record in json_lines(path):
+        text = next((record[key] for key in KEYS if isinstance(record, dict) and isinstance(record.get(key), str)), None)
         if not text:
-            found = ", ".join(entry) if isinstance(entry, dict) else type(entry).__name__
-            raise ValueError(f"{path}, line {number}: expected a text under the key {' or '.join(KEYS)}, found {found}")
-        documents.append(Document(f"{path.name}:{number}", text, whole=True))
+            found = ", ".join(record) if isinstance(record, dict) else type(record).__name__
+            raise ValueError(f"{place}: expected a text under the key {' or '.join(KEYS)}, found {found}")
+        documents.append(Document(f"{path.name}:{place.rpartition(' ')[2]}", text, whole=True))
     return documents

@@ -31,6 +31,9 @@ class Limits:
     namespaces: bool = True
 
 
+USUAL = Limits()
+
+
 @dataclass(frozen=True)
 class Outcome:
     """What became of a program. reason: "passed", the exception, or which limit ended it. isolated: it had namespaces of its
@@ -41,7 +44,7 @@ class Outcome:
     isolated: bool
 
 
-def run(program: str, limits: Limits = Limits()) -> Outcome:
+def run(program: str, limits: Limits = USUAL) -> Outcome:
     """Execute a Python program. It passes when it runs to its last line; `sys.exit` before that is no pass.
 
     Its streams are closed, its environment is empty, its folder is a new one that is gone afterwards.

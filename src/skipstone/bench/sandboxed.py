@@ -146,6 +146,7 @@ def kill(child: int, isolated: bool) -> None:
 
 
 def main() -> None:
+    """Isolate, supervise, tell."""
     folder, limits = sys.argv[1], json.loads(sys.argv[2])
     program = sys.stdin.read()
     isolated = limits["namespaces"] and isolate(folder, limits)

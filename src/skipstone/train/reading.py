@@ -69,11 +69,3 @@ class Origin(Part):
 def digest(text: str) -> str:
     """A short hash of a text, its name where it has no other."""
     return hashlib.sha256(text.encode("utf-8", "surrogatepass")).hexdigest()[:16]
-
-
-def decoded(data: bytes, place: str, advice: str) -> str:
-    """UTF-8. ValueError that names the place and ends in advice."""
-    try:
-        return data.decode("utf-8-sig")  # a byte order mark is no text
-    except UnicodeDecodeError as error:
-        raise ValueError(f"{place} is not UTF-8 text (byte {error.start}): {advice}") from error

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
-import json
 import string
 from collections.abc import Iterable, Iterator
 from pathlib import Path
@@ -11,7 +9,8 @@ from typing import Any, Literal
 
 from pydantic import Field, field_validator
 
-from skipstone.train.reading import Origin, Text, decoded, digest, resolve
+from skipstone.records import OnHub, json_lines, value
+from skipstone.train.reading import Origin, Text, digest, resolve
 
 
 class _Records(Origin):
@@ -61,7 +60,7 @@ class _Records(Origin):
             seen += 1
             if not isinstance(record, dict):
                 raise ValueError(f"{place}: expected an object with the key {_keys(self.template)[0]!r}, found {record!r:.80}")
-            if all(_fits(_value(record, key, place, "where"), wanted) for key, wanted in (self.where or {}).items()):
+            if all(_fits(value(record, key, place, "where"), wanted) for key, wanted in (self.where or {}).items()):
                 prompt = "" if self.prompt is None else self._filled(self.prompt, record, place)
                 text = self._filled(self.template, record, place)
                 taken += 1
@@ -75,7 +74,7 @@ class _Records(Origin):
     def _filled(self, template: str, record: dict[str, Any], place: str) -> str:
         parts = []
         for literal, key, _, _ in string.Formatter().parse(template):
-            parts += [literal, "" if key is None else _text(_value(record, key, place, "template"), key, place)]
+            parts += [literal, "" if key is None else _text(value(record, key, place, "template"), key, place)]
         return "".join(parts)
 
 
@@ -90,7 +89,7 @@ class JsonLines(_Records):
         path = resolve(self.path, base)
         if not path.is_file():
             raise FileNotFoundError(f"source {self.name!r}: expected a file of JSON lines, found the folder {path}")
-        return self._texts(_json_lines(path))
+        return self._texts(json_lines(path))
 
 
 class HubDataset(_Records):
@@ -114,48 +113,15 @@ class HubDataset(_Records):
 
     def read(self, base: Path) -> Iterator[Text]:
         """Texts in the data set's order. ImportError that says what to install where `datasets` is missing."""
-        try:
-            datasets = importlib.import_module("datasets")
-        except ImportError as error:
-            raise ImportError(
-                f"source {self.name!r}: the data set {self.path} of the hub is read with the package datasets, which is not "
-                'installed: pip install "skipstone[train]"'
-            ) from error
-        try:
-            wanted = {"name": self.config, "split": self.split, "revision": self.revision}
-            # a part of a large data set is read without fetching the whole
-            records = datasets.load_dataset(self.path, **wanted, streaming=self.limit is not None)
-        except OSError as error:  # unknown names, no network
-            files = f" give the folder of {self.file} with --data-dir," if self.file else ""
-            raise OSError(
-                f"source {self.name!r}: the data set {self.path} could not be had from the hub ({error}): check the name and "
-                f"the network,{files} or make it a source of kind jsonl"
-            ) from error
-        return self._texts((f"{self.path}, {self.split}, record {number}", record) for number, record in enumerate(records))
+        files = f"give the folder of {self.file} with --data-dir, " if self.file else ""
+        otherwise = f"{files}or make it a source of kind jsonl"
+        records = OnHub(self.path, self.split, self.config, self.revision)
+        # a part of a large data set is read without fetching the whole
+        return self._texts(records.read(f"source {self.name!r}", otherwise, streaming=self.limit is not None))
 
 
 def _keys(template: str) -> list[str]:
     return [key for _, key, _, _ in string.Formatter().parse(template) if key]
-
-
-def _json_lines(path: Path) -> Iterator[tuple[str, Any]]:
-    with path.open("rb") as file:
-        for number, line in enumerate(file, 1):
-            place = f"{path}, line {number}"
-            text = decoded(line, place, "JSON is UTF-8")
-            if not text.strip():
-                continue
-            try:
-                record = json.loads(text)
-            except json.JSONDecodeError as error:
-                raise ValueError(f"{place} is not JSON: {error}; expected one object a line") from error
-            yield place, record
-
-
-def _value(record: dict[str, Any], key: str, place: str, asked_by: str) -> Any:
-    if key not in record:
-        raise ValueError(f"{place}: the {asked_by} asks for the key {key!r}, found {', '.join(map(str, record)) or 'none'}")
-    return record[key]
 
 
 def _text(value: Any, key: str, place: str) -> str:

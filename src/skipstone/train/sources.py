@@ -17,7 +17,8 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field, field_validator
 
-from skipstone.train.reading import Origin, Text, decoded, digest, resolve
+from skipstone.records import decoded
+from skipstone.train.reading import Origin, Text, digest, resolve
 from skipstone.train.records import HubDataset, JsonLines
 
 
