@@ -121,7 +121,7 @@ def test_completions_of_human_eval_run_against_its_tests(output: str, passed: bo
 
 
 def test_answers_of_mbpp_run_against_its_asserts() -> None:
-    row = {"test_setup_code": "K = 2", "test_list": ["assert double(2) == 4", "assert double(K) == 4"]}
+    row = {"test_setup_code": "K = double(1)", "test_list": ["assert double(2) == 4", "assert double(K) == 4"]}
     assert scores.passes(scores.mbpp_program(row, "def double(x):\r\n\treturn 2 * x\n[DONE]\nthis is no Python")).passed
     assert scores.passes(scores.mbpp_program(row, "Sure:\n```python\ndef double(x):\n    return x + x\n```")).passed
     assert not scores.passes(scores.mbpp_program(row, "def double(x):\n    return x")).passed

@@ -86,8 +86,8 @@ def human_eval_program(row: dict[str, Any], output: str) -> str:
 
 
 def mbpp_program(row: dict[str, Any], output: str) -> str:
-    """MBPP's test of one answer: set-up, program, its asserts."""
-    return "\n".join([row.get("test_setup_code") or "", fenced(output), *row["test_list"]]) + "\n"
+    """MBPP's test of one answer: program, set-up (which uses the program's classes), its asserts."""
+    return "\n".join([fenced(output), row.get("test_setup_code") or "", *row["test_list"]]) + "\n"
 
 
 def passes(program: str, limits: Limits = USUAL) -> Outcome:

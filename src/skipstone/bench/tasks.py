@@ -1,0 +1,303 @@
+"""The data sets that methods are measured on: where each lies, what its records hold, how it asks and how it is scored.
+
+Records come from the hub or, with a data folder, from files of JSON lines in the hub's own schema. None of it is part of this
+package but SELF, a few prompts of our own.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+from skipstone.bench import scores
+from skipstone.records import OnHub, json_lines
+
+Row = dict[str, Any]
+BEGINNING = 32
+"""Words of a story that are given; the rest is to be told."""
+
+
+@dataclass(frozen=True)
+class Score:
+    """How an output is worth something. names: of the figures. of: (row, output) -> figures, each between 0 and 1. executes: it
+    runs model code."""
+
+    names: tuple[str, ...]
+    of: Callable[[Row, str], dict[str, float]]
+    executes: bool = False
+
+
+@dataclass(frozen=True)
+class Task:
+    """One data set.
+
+    hub: None where the hub has none. file: its records as JSON lines, in a data folder. fields: keys that every record must
+    have. ask: record -> the user's turns. answer: record -> what stands after the prompt in an example that is shown. shown:
+    where such examples come from, and their file; None takes none. obtain: how to get it without the hub.
+    """
+
+    name: str
+    hub: OnHub | None
+    file: str
+    fields: tuple[str, ...]
+    licence: str
+    ask: Callable[[Row], list[str]]
+    score: Score | None = None
+    answer: Callable[[Row], str] | None = None
+    shown: tuple[OnHub, str] | None = None
+    keep: Callable[[Row], bool] | None = None
+    obtain: str = ""
+
+    def rows(self, data_dir: Path | None, limit: int | None = None) -> list[Row]:
+        """Its records in their order. FileNotFoundError or OSError that says how to get them, ValueError for another schema."""
+        return self._read(self.hub, self.file, data_dir, limit)
+
+    def examples(self, count: int, data_dir: Path | None) -> list[Row]:
+        """The first `count` records to show before the question. ValueError for a task that shows none."""
+        if count and self.shown is None:
+            raise ValueError(f"task {self.name} has no examples to show: give no shots")
+        if not count or self.shown is None:
+            return []
+        hub, file = self.shown
+        return self._read(hub, file, data_dir, count)
+
+    def _read(self, hub: OnHub | None, file: str, data_dir: Path | None, limit: int | None) -> list[Row]:
+        if data_dir is not None:
+            if not (data_dir / file).is_file():
+                raise FileNotFoundError(f"task {self.name}: {data_dir} holds no {file}. {self.how()}")
+            records = json_lines(data_dir / file)
+        elif hub is None:
+            raise FileNotFoundError(f"task {self.name} is not on the hub. {self.how()}")
+        else:
+            records = hub.read(f"task {self.name}", "or give a folder of files with --data-dir", limit is not None)
+        taken = islice((self._checked(*one) for one in records if self.keep is None or self.keep(one[1])), limit)
+        if not (rows := list(taken)):
+            raise ValueError(f"task {self.name} has no records in {data_dir / file if data_dir else hub}")
+        return rows
+
+    def _checked(self, place: str, row: Any) -> Row:
+        if missing := [name for name in self.fields if not isinstance(row, dict) or name not in row]:
+            raise ValueError(f"{place}: task {self.name} needs {', '.join(self.fields)}; {missing[0]!r} is missing")
+        return row
+
+    def how(self) -> str:
+        """How to get the records into a data folder."""
+        if self.obtain:
+            return self.obtain
+        assert self.hub is not None
+        name = f', "{self.hub.config}"' if self.hub.config else ""
+        return (
+            f'With a network: datasets.load_dataset("{self.hub.path}"{name}, split="{self.hub.split}").to_json("{self.file}"), '
+            "then --data-dir with the folder of that file"
+        )
+
+
+def _filled(template: str) -> Callable[[Row], list[str]]:
+    return lambda row: [template.format(**row)]
+
+
+def _field(name: str, before: str = " ") -> Callable[[Row], str]:
+    return lambda row: f"{before}{row[name]}"
+
+
+def _mmlu(row: Row) -> list[str]:
+    """Hendrycks et al. (arXiv 2009.03300): the question, lettered choices, "Answer:"."""
+    choices = "".join(f"{letter}. {text}\n" for letter, text in zip("ABCD", row["choices"], strict=True))
+    return [f"{row['question']}\n{choices}Answer:"]
+
+
+def _mbpp(row: Row) -> list[str]:
+    """Austin et al. (arXiv 2108.07732), section 3."""
+    tests = "\n".join(row["test_list"])
+    return [
+        f"You are an expert Python programmer, and here is your task: {row['text']} "
+        f"Your code should pass these tests:\n\n{tests}\n[BEGIN]\n"
+    ]
+
+
+def _alpaca(row: Row) -> list[str]:
+    return [f"{row['instruction']}\n\n{row['input']}" if row.get("input") else row["instruction"]]
+
+
+def _story(row: Row) -> list[str]:
+    return [" ".join(row["text"].split()[:BEGINNING])]
+
+
+def _rest_of_story(row: Row) -> str:
+    return " " + " ".join(row["text"].split()[BEGINNING:])
+
+
+def _one(name: str, good: Callable[[Row, str], bool], executes: bool = False) -> Score:
+    return Score((name,), lambda row, output: {name: float(good(row, output))}, executes)
+
+
+def _rouge(field: str) -> Score:
+    return Score(("rouge_2", "rouge_l"), lambda row, output: scores.rouge(output, row[field]))
+
+
+PASS = "pass"
+_TRAIN = "train"
+_CODE = _one(PASS, lambda row, out: scores.passes(scores.human_eval_program(row, out)).passed, executes=True)
+_MBPP = _one(PASS, lambda row, out: scores.passes(scores.mbpp_program(row, out)).passed, executes=True)
+_SUM = _one("exact_match", lambda row, out: scores.same_number(out, row["answer"]))
+_CHOICE = _one("accuracy", lambda row, out: scores.choice(out) == "ABCD"[row["answer"]])
+_PARSE = _one("exact_match", lambda row, out: scores.exact(out.partition("\n")[0], row["semantic_parse"]))
+
+
+def _as_referenced(row: Row, output: str) -> dict[str, float]:
+    return {"exact_match": float(scores.exact(output, row["reference"]))} if "reference" in row else {}
+
+
+
+
+def _cnn_dm(split: str) -> OnHub:
+    return OnHub("abisee/cnn_dailymail", split, "3.0.0", extra="bench")
+
+
+def _gsm8k(split: str) -> OnHub:
+    return OnHub("openai/gsm8k", split, "main", extra="bench")
+
+
+TASKS = {
+    task.name: task
+    for task in (
+        Task(
+            "humaneval",
+            OnHub("openai/openai_humaneval", "test", extra="bench"),
+            "humaneval.jsonl",
+            ("task_id", "prompt", "entry_point", "test"),
+            "MIT",
+            _filled("{prompt}"),
+            _CODE,
+        ),
+        Task(
+            "mbpp",
+            OnHub("google-research-datasets/mbpp", "test", "full", extra="bench"),
+            "mbpp.jsonl",
+            ("task_id", "text", "code", "test_list"),
+            "CC-BY 4.0",
+            _mbpp,
+            _MBPP,
+            answer=lambda row: f"{row['code']}\n[DONE]",
+            shown=(OnHub("google-research-datasets/mbpp", "prompt", "full", extra="bench"), "mbpp_prompt.jsonl"),
+            keep=lambda row: 11 <= row.get("task_id", 11) <= 510,  # the test part, should the file hold all of it
+        ),
+        Task(
+            "gsm8k",
+            _gsm8k("test"),
+            "gsm8k_test.jsonl",
+            ("question", "answer"),
+            "MIT",
+            _filled("Question: {question}\nAnswer:"),
+            _SUM,
+            answer=_field("answer"),
+            shown=(_gsm8k(_TRAIN), "gsm8k_train.jsonl"),
+        ),
+        Task(
+            "spec-bench",
+            None,
+            "spec_bench.jsonl",
+            ("question_id", "category", "turns"),
+            "Apache-2.0",
+            lambda row: list(row["turns"]),
+            obtain="Save data/spec_bench/question.jsonl of the repository hemingkx/Spec-Bench as spec_bench.jsonl in a folder and "
+            "give that with --data-dir",
+        ),
+        Task(
+            "cnn_dm",
+            _cnn_dm("test"),
+            "cnn_dm_test.jsonl",
+            ("article", "highlights"),
+            "Apache-2.0",
+            _filled("Article: {article}\nSummary:"),
+            _rouge("highlights"),
+            answer=_field("highlights"),
+            shown=(_cnn_dm(_TRAIN), "cnn_dm_train.jsonl"),
+        ),
+        Task(
+            "xsum",
+            OnHub("EdinburghNLP/xsum", "test", extra="bench"),
+            "xsum_test.jsonl",
+            ("document", "summary"),
+            "not stated on the hub",
+            _filled("Article: {document}\nSummary:"),
+            _rouge("summary"),
+            answer=_field("summary"),
+            shown=(OnHub("EdinburghNLP/xsum", _TRAIN, extra="bench"), "xsum_train.jsonl"),
+        ),
+        Task(
+            "mmlu",
+            OnHub("cais/mmlu", "validation", "all", extra="bench"),
+            "mmlu_validation.jsonl",
+            ("question", "choices", "answer"),
+            "MIT",
+            _mmlu,
+            _CHOICE,
+            answer=lambda row: f" {'ABCD'[row['answer']]}",
+            shown=(OnHub("cais/mmlu", "dev", "all", extra="bench"), "mmlu_dev.jsonl"),
+        ),
+        Task(
+            "tinystories",
+            OnHub("roneneldan/TinyStories", "validation", extra="bench"),
+            "tinystories_validation.jsonl",
+            ("text",),
+            "CDLA-Sharing-1.0",
+            _story,
+            answer=_rest_of_story,
+            shown=(OnHub("roneneldan/TinyStories", _TRAIN, extra="bench"), "tinystories_train.jsonl"),
+        ),
+        Task(
+            "alpaca",
+            OnHub("tatsu-lab/alpaca", _TRAIN, extra="bench"),
+            "alpaca_train.jsonl",
+            ("instruction", "input"),
+            "CC-BY-NC 4.0",
+            _alpaca,
+        ),
+        Task(
+            "topv2",
+            OnHub("WillHeld/top_v2", "test", extra="bench"),
+            "topv2_test.jsonl",
+            ("utterance", "semantic_parse"),
+            "CC-BY-SA 4.0",
+            _filled("{utterance}\n"),
+            _PARSE,
+            answer=_field("semantic_parse", ""),
+            shown=(OnHub("WillHeld/top_v2", _TRAIN, extra="bench"), "topv2_train.jsonl"),
+        ),
+    )
+}
+
+
+def named(name: str) -> Task:
+    """A task of the table, or any file of JSON lines with prompts: the keys prompt (or text, or turns) and, to be scored by exact
+    match, reference. ValueError for an unknown name."""
+    if name in TASKS:
+        return TASKS[name]
+    path = Path(name).expanduser()
+    if path.suffix != ".jsonl":
+        raise ValueError(f"unknown task {name!r}; there are {', '.join(TASKS)}, or any .jsonl file of prompts")
+    if not path.is_file():
+        raise FileNotFoundError(f"{path}: no such file of prompts")
+    return Task(path.stem, None, str(path.absolute()), (), "yours", _own, Score(("exact_match",), _as_referenced))
+
+
+def _own(row: Row) -> list[str]:
+    if isinstance(row.get("turns"), list) and all(isinstance(turn, str) for turn in row["turns"]) and row["turns"]:
+        return list(row["turns"])
+    for key in ("prompt", "text"):
+        if isinstance(row.get(key), str) and row[key]:
+            return [row[key]]
+    raise ValueError(f"expected a text under prompt or text, or a list of texts under turns, found {', '.join(row)}")
+
+
+def prompt_of(task: Task, row: Row, shown: Sequence[Row]) -> list[str]:
+    """The turns of a record, with solved examples before the first."""
+    turns = task.ask(row)
+    if task.answer is None or not shown:
+        return turns
+    before = "".join(f"{task.ask(one)[0]}{task.answer(one)}\n\n" for one in shown)
+    return [before + turns[0], *turns[1:]]
