@@ -1,98 +1,20 @@
 """The data sets that methods are measured on: where each lies, what its records hold, how it asks and how it is scored.
 
 Records come from the hub or, with a data folder, from files of JSON lines in the hub's own schema. None of it is part of this
-package but SELF, a few prompts of our own.
+package.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from itertools import islice
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 from skipstone.bench import scores
-from skipstone.records import OnHub, json_lines
+from skipstone.bench.task import Row, Score, Task
+from skipstone.records import OnHub
 
-Row = dict[str, Any]
 BEGINNING = 32
 """Words of a story that are given; the rest is to be told."""
-
-
-@dataclass(frozen=True)
-class Score:
-    """How an output is worth something. names: of the figures. of: (row, output) -> figures, each between 0 and 1. executes: it
-    runs model code."""
-
-    names: tuple[str, ...]
-    of: Callable[[Row, str], dict[str, float]]
-    executes: bool = False
-
-
-@dataclass(frozen=True)
-class Task:
-    """One data set.
-
-    hub: None where the hub has none. file: its records as JSON lines, in a data folder. fields: keys that every record must
-    have. ask: record -> the user's turns. answer: record -> what stands after the prompt in an example that is shown. shown:
-    where such examples come from, and their file; None takes none. obtain: how to get it without the hub.
-    """
-
-    name: str
-    hub: OnHub | None
-    file: str
-    fields: tuple[str, ...]
-    licence: str
-    ask: Callable[[Row], list[str]]
-    score: Score | None = None
-    answer: Callable[[Row], str] | None = None
-    shown: tuple[OnHub, str] | None = None
-    keep: Callable[[Row], bool] | None = None
-    obtain: str = ""
-
-    def rows(self, data_dir: Path | None, limit: int | None = None) -> list[Row]:
-        """Its records in their order. FileNotFoundError or OSError that says how to get them, ValueError for another schema."""
-        return self._read(self.hub, self.file, data_dir, limit)
-
-    def examples(self, count: int, data_dir: Path | None) -> list[Row]:
-        """The first `count` records to show before the question. ValueError for a task that shows none."""
-        if count and self.shown is None:
-            raise ValueError(f"task {self.name} has no examples to show: give no shots")
-        if not count or self.shown is None:
-            return []
-        hub, file = self.shown
-        return self._read(hub, file, data_dir, count)
-
-    def _read(self, hub: OnHub | None, file: str, data_dir: Path | None, limit: int | None) -> list[Row]:
-        if data_dir is not None:
-            if not (data_dir / file).is_file():
-                raise FileNotFoundError(f"task {self.name}: {data_dir} holds no {file}. {self.how()}")
-            records = json_lines(data_dir / file)
-        elif hub is None:
-            raise FileNotFoundError(f"task {self.name} is not on the hub. {self.how()}")
-        else:
-            records = hub.read(f"task {self.name}", "or give a folder of files with --data-dir", limit is not None)
-        taken = islice((self._checked(*one) for one in records if self.keep is None or self.keep(one[1])), limit)
-        if not (rows := list(taken)):
-            raise ValueError(f"task {self.name} has no records in {data_dir / file if data_dir else hub}")
-        return rows
-
-    def _checked(self, place: str, row: Any) -> Row:
-        if missing := [name for name in self.fields if not isinstance(row, dict) or name not in row]:
-            raise ValueError(f"{place}: task {self.name} needs {', '.join(self.fields)}; {missing[0]!r} is missing")
-        return row
-
-    def how(self) -> str:
-        """How to get the records into a data folder."""
-        if self.obtain:
-            return self.obtain
-        assert self.hub is not None
-        name = f', "{self.hub.config}"' if self.hub.config else ""
-        return (
-            f'With a network: datasets.load_dataset("{self.hub.path}"{name}, split="{self.hub.split}").to_json("{self.file}"), '
-            "then --data-dir with the folder of that file"
-        )
 
 
 def _filled(template: str) -> Callable[[Row], list[str]]:
@@ -149,8 +71,6 @@ _PARSE = _one("exact_match", lambda row, out: scores.exact(out.partition("\n")[0
 
 def _as_referenced(row: Row, output: str) -> dict[str, float]:
     return {"exact_match": float(scores.exact(output, row["reference"]))} if "reference" in row else {}
-
-
 
 
 def _cnn_dm(split: str) -> OnHub:
@@ -292,12 +212,3 @@ def _own(row: Row) -> list[str]:
         if isinstance(row.get(key), str) and row[key]:
             return [row[key]]
     raise ValueError(f"expected a text under prompt or text, or a list of texts under turns, found {', '.join(row)}")
-
-
-def prompt_of(task: Task, row: Row, shown: Sequence[Row]) -> list[str]:
-    """The turns of a record, with solved examples before the first."""
-    turns = task.ask(row)
-    if task.answer is None or not shown:
-        return turns
-    before = "".join(f"{task.ask(one)[0]}{task.answer(one)}\n\n" for one in shown)
-    return [before + turns[0], *turns[1:]]
