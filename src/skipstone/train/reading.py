@@ -7,7 +7,9 @@ import sysconfig
 from pathlib import Path, PurePath
 from typing import Any, NamedTuple
 
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic import Field, model_validator
+
+from skipstone.forms import Part
 
 STDLIB = "{stdlib}"
 """Stands in a path for the folder of Python's standard library."""
@@ -35,19 +37,6 @@ def resolve(path: str, base: Path) -> Path:
             "to the current directory, or an absolute one"
         )
     return found
-
-
-class Part(BaseModel):
-    """A part of a recipe. ValueError for settings that it does not have."""
-
-    model_config = ConfigDict(extra="forbid", frozen=True)
-
-    @model_validator(mode="before")
-    @classmethod
-    def _known(cls, values: Any) -> Any:
-        if isinstance(values, dict) and (unknown := [name for name in values if name not in cls.model_fields]):
-            raise ValueError(f"unknown setting {unknown[0]!r}: expected one of {', '.join(cls.model_fields)}")
-        return values
 
 
 class Origin(Part):

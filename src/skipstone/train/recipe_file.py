@@ -8,11 +8,10 @@ from pathlib import Path
 from typing import Any, Literal, get_args, get_type_hints
 
 import torch
-import yaml
 from pydantic import Field, TypeAdapter, ValidationError, model_validator
 
+from skipstone.forms import Part, first_fault, mapping
 from skipstone.train.arguments import LayerSkipArguments
-from skipstone.train.reading import Part
 from skipstone.train.recipe import PRESETS, EarlyExitLoss, LayerDropout, LayerSkipRecipe
 from skipstone.train.sources import HubDataset, Source
 
@@ -101,23 +100,13 @@ class Recipe(Part):
         return self
 
 
-class _Loader(yaml.SafeLoader):
-    """YAML without keys that are given twice, of which the last would count."""
-
-    def construct_mapping(self, node: Any, deep: bool = False) -> dict[Any, Any]:
-        keys = [key.value for key, _ in node.value if isinstance(key, yaml.ScalarNode)]
-        if twice := [key for key in dict.fromkeys(keys) if keys.count(key) > 1]:
-            raise yaml.constructor.ConstructorError(None, None, f"{twice[0]!r} is given twice", node.start_mark)
-        return super().construct_mapping(node, deep)
-
-
 def read(path: Path, data_dir: Path | None = None) -> Recipe:
     """A recipe from a file. data_dir: the folder of the files that stand for data sets of the hub, where sources name them.
     ValueError names what is unknown, missing or impossible."""
     try:
         recipe = Recipe.model_validate(_values(path, ()))
     except ValidationError as error:
-        raise ValueError(f"{path}: {_first(error)}") from error
+        raise ValueError(f"{path}: {first_fault(error)}") from error
     if recipe.model.recipe is not None:
         _check_chain(path, recipe.model.recipe)
     if data_dir is None:
@@ -144,12 +133,7 @@ def _values(path: Path, above: tuple[Path, ...]) -> dict[str, Any]:
     """What a file says, on top of the recipe beside it that it `extends`: part by part, a list or a plain value as a whole."""
     if path.resolve() in above:
         raise ValueError(f"{path} extends itself")
-    try:
-        values = yaml.load(path.read_text(encoding="utf-8"), _Loader)
-    except (yaml.YAMLError, UnicodeDecodeError) as error:
-        raise ValueError(f"{path} is not valid YAML: {error}") from error
-    if not isinstance(values, dict):
-        raise ValueError(f"{path} must hold a mapping of settings, found {type(values).__name__}")
+    values = mapping(path)
     base = values.pop("extends", None)
     if base is None:
         return values
@@ -230,16 +214,5 @@ def _typed(part: str, kind: type[Any], given: Mapping[str, Any], known: str | No
         try:
             typed[name] = TypeAdapter(hints[name]).validate_python(value)
         except ValidationError as error:
-            raise ValueError(f"{part}.{name}: {_first(error)}") from error
+            raise ValueError(f"{part}.{name}: {first_fault(error)}") from error
     return typed
-
-
-def _first(error: ValidationError) -> str:
-    """One line about the first thing that is wrong."""
-    first = error.errors()[0]
-    where = ".".join(map(str, first["loc"]))
-    if first["type"] == "missing":
-        return f"{where} is missing"
-    said = first["msg"].removeprefix("Value error, ")
-    found = "" if first["type"] == "value_error" else f" (found {first.get('input')!r:.80})"  # our own sentences say it
-    return f"{where}: {said}{found}".removeprefix(": ")

@@ -1,0 +1,98 @@
+"""The file of a run: JSON lines that only grow, each on the disk before the next begins, so that a killed run loses the line it
+was writing and nothing else.
+
+The first line says what is run and where (kind "run"); then come the settings that were found (kind "tuned"), a line a prompt
+(kind "prompt") and, after an interruption, what the run went on with (kind "resumed").
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+from collections.abc import Iterator
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+VERSION = 1
+Line = dict[str, Any]
+
+
+def plain(value: Any) -> Any:
+    """JSON values only: tuples as lists, and None for what is not a finite number."""
+    if isinstance(value, dict):
+        return {str(key): plain(entry) for key, entry in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [plain(entry) for entry in value]
+    if isinstance(value, float) and not math.isfinite(value):
+        return None
+    return value
+
+
+def read(path: Path) -> list[Line]:
+    """The whole lines of a run's file, the first one first. A line that was being written when the run was killed is left out.
+
+    ValueError for what is no such file, or a damaged one.
+    """
+    lines = []
+    for number, text in enumerate(_whole(path.read_bytes()).decode("utf-8", "replace").splitlines(), 1):
+        try:
+            line = json.loads(text)
+        except json.JSONDecodeError as error:
+            raise ValueError(f"{path}, line {number} is damaged: {error}") from error
+        if number == 1 and (not isinstance(line, dict) or line.get("kind") != "run"):
+            raise ValueError(f"{path} is no file of results: it must begin with a line of kind run")
+        lines.append(line)
+    if lines and lines[0].get("version") != VERSION:
+        raise ValueError(f"{path} is of version {lines[0].get('version')}, this skipstone reads version {VERSION}")
+    return lines
+
+
+def _whole(data: bytes) -> bytes:
+    """Up to the last end of a line."""
+    return data[: data.rfind(b"\n") + 1]
+
+
+class Journal:
+    """A run's file, open to be written on. `with` closes it."""
+
+    def __init__(self, path: Path, plan: Line, provenance: Line) -> None:
+        """Begin a file, or go on with one of the same plan. ValueError where it holds another run, with what differs."""
+        self.path = path
+        self.lines: list[Line] = read(path) if path.exists() else []
+        begun, plan = bool(self.lines), plain(plan)
+        if begun and (different := sorted(key for key in plan | self.lines[0]["plan"] if self._plan(key) != plan.get(key))):
+            key = different[0]
+            raise ValueError(
+                f"{path} holds another run: {', '.join(different)} differ ({key}: {self._plan(key)!r:.100} there, "
+                f"{plan.get(key)!r:.100} here); give another --out, or --fresh to begin anew"
+            )
+        self._file = path.open("r+b" if begun else "wb")
+        self._file.truncate(len(_whole(path.read_bytes())) if begun else 0)
+        self._file.seek(0, os.SEEK_END)
+        if begun:
+            self.add({"kind": "resumed", "provenance": provenance})
+        else:
+            self.add({"kind": "run", "version": VERSION, "plan": plan, "provenance": provenance})
+
+    def _plan(self, key: str) -> Any:
+        return self.lines[0]["plan"].get(key)
+
+    def add(self, line: Line) -> None:
+        """Write a line; when this returns, it is on the disk. OSError where the disk is full: what was there stays whole."""
+        line = plain(line)
+        self._file.write(json.dumps(line, ensure_ascii=False).encode() + b"\n")
+        self._file.flush()
+        os.fsync(self._file.fileno())
+        self.lines.append(line)
+
+    def of(self, kind: str) -> Iterator[Line]:
+        """All lines of a kind."""
+        return (line for line in self.lines if line["kind"] == kind)
+
+    def __enter__(self) -> Journal:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        self._file.close()

@@ -1,0 +1,54 @@
+"""Checked settings, as files of YAML hold them: what is unknown, given twice or of the wrong type is an error that says so."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import yaml
+from pydantic import BaseModel, ConfigDict, ValidationError, model_validator
+
+
+class Part(BaseModel):
+    """A part of a file. ValueError for settings that it does not have."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    @model_validator(mode="before")
+    @classmethod
+    def _known(cls, values: Any) -> Any:
+        if isinstance(values, dict) and (unknown := [name for name in values if name not in cls.model_fields]):
+            raise ValueError(f"unknown setting {unknown[0]!r}: expected one of {', '.join(cls.model_fields)}")
+        return values
+
+
+class _Loader(yaml.SafeLoader):
+    """YAML without keys that are given twice, of which the last would count."""
+
+    def construct_mapping(self, node: Any, deep: bool = False) -> dict[Any, Any]:
+        keys = [key.value for key, _ in node.value if isinstance(key, yaml.ScalarNode)]
+        if twice := [key for key in dict.fromkeys(keys) if keys.count(key) > 1]:
+            raise yaml.constructor.ConstructorError(None, None, f"{twice[0]!r} is given twice", node.start_mark)
+        return super().construct_mapping(node, deep)
+
+
+def mapping(path: Path) -> dict[str, Any]:
+    """What a file says. ValueError where it is no YAML or no mapping."""
+    try:
+        values = yaml.load(path.read_text(encoding="utf-8"), _Loader)
+    except (yaml.YAMLError, UnicodeDecodeError) as error:
+        raise ValueError(f"{path} is not valid YAML: {error}") from error
+    if not isinstance(values, dict):
+        raise ValueError(f"{path} must hold a mapping of settings, found {type(values).__name__}")
+    return values
+
+
+def first_fault(error: ValidationError) -> str:
+    """One line about the first thing that is wrong."""
+    first = error.errors()[0]
+    where = ".".join(map(str, first["loc"]))
+    if first["type"] == "missing":
+        return f"{where} is missing"
+    said = first["msg"].removeprefix("Value error, ")
+    found = "" if first["type"] == "value_error" else f" (found {first.get('input')!r:.80})"  # our own sentences say it
+    return f"{where}: {said}{found}".removeprefix(": ")
