@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import random
-import time
 from pathlib import Path
 
 import pytest
@@ -84,14 +83,3 @@ def test_another_plan_another_version_or_another_file_is_refused(tmp_path: Path)
     path.write_bytes(content + b'{"kind": "pro\n{"kind": "prompt"}\n')
     with pytest.raises(ValueError, match="line 2 is damaged"):
         journal.read(path)
-
-
-def test_ten_thousand_lines_are_read_in_no_time(tmp_path: Path) -> None:
-    """Not a benchmark: quadratic reading would take minutes."""
-    path = tmp_path / "results.jsonl"
-    with Journal(path, PLAN, {}) as file:
-        file.add({"kind": "prompt", "number": 0})
-    path.write_bytes(path.read_bytes() + path.read_bytes().splitlines(keepends=True)[1] * 10_000)
-    start = time.monotonic()
-    assert len(journal.read(path)) == 10_002
-    assert time.monotonic() - start < 30

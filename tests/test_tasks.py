@@ -114,7 +114,7 @@ def test_what_cannot_be_had_says_how_to_get_it(monkeypatch: pytest.MonkeyPatch, 
     ):
         TASKS["gsm8k"].rows(tmp_path)
     for folder in (None, tmp_path):
-        with pytest.raises(FileNotFoundError, match="question.jsonl of the repository hemingkx/Spec-Bench"):
+        with pytest.raises(FileNotFoundError, match=r"question\.jsonl of the repository hemingkx/Spec-Bench"):
             TASKS["spec-bench"].rows(folder)
     monkeypatch.setitem(sys.modules, "datasets", None)
     with pytest.raises(ImportError, match=r'task xsum: .* pip install "skipstone\[bench\]"'):

@@ -123,8 +123,8 @@ TASKS = {
             ("question_id", "category", "turns"),
             "Apache-2.0",
             lambda row: list(row["turns"]),
-            obtain="Save data/spec_bench/question.jsonl of the repository hemingkx/Spec-Bench as spec_bench.jsonl in a folder and "
-            "give that with --data-dir",
+            obtain="Save data/spec_bench/question.jsonl of the repository hemingkx/Spec-Bench as spec_bench.jsonl in a folder, "
+            "and give that folder with --data-dir",
         ),
         Task(
             "cnn_dm",
@@ -193,8 +193,8 @@ TASKS = {
 
 
 def named(name: str) -> Task:
-    """A task of the table, or any file of JSON lines with prompts: the keys prompt (or text, or turns) and, to be scored by exact
-    match, reference. ValueError for an unknown name."""
+    """A task of the table, or any file of JSON lines with prompts: the keys prompt (or text, or turns) and, to be scored by
+    exact match, reference. ValueError for an unknown name."""
     if name in TASKS:
         return TASKS[name]
     path = Path(name).expanduser()

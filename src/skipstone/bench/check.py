@@ -1,0 +1,328 @@
+"""`skipstone check`: whether a method writes what the model alone would write, on this model, machine and dtype.
+
+It knows no method's inside. Greedy texts are compared token for token, alone, in a batch, under processors and up to an end;
+sampled ones by their law and against their neighbours; every step is audited: drafts keep their laws, and keys and values are
+those of a fresh forward.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import LogitsProcessorList, PreTrainedModel, TemperatureLogitsWarper, TopPLogitsWarper
+
+from skipstone import api
+from skipstone.bench import laws
+from skipstone.bench.measure import neutral_defaults
+from skipstone.bench.ties import Divergence, Judge
+from skipstone.core.decode import Decoder
+from skipstone.core.model import LayeredModel
+from skipstone.core.protocol import Method
+from skipstone.core.sampling import Sampling
+from skipstone.core.session import Request
+from skipstone.core.types import Draft
+
+PROCESSORS = {"repetition_penalty": 1.3, "no_repeat_ngram_size": 3}
+LAWS: tuple[dict[str, Any], ...] = ({"temperature": 1.0}, {"temperature": 0.7, "top_p": 0.9})
+SHORT, LONG = 6, 24
+"""Tokens of an audited text, and of a sampled one."""
+ROWS = 100
+"""Sampled texts at once."""
+BATCH = 3
+"""Prompts at once, of different lengths."""
+
+
+@dataclass(frozen=True)
+class Scale:
+    """How much is tested. samples: texts for each law and side, at least ROWS."""
+
+    max_new_tokens: int = 64
+    samples: int = 400
+    seed: int = 0
+
+
+@dataclass
+class Finding:
+    """One probe: what it compared, how often, and what it found. drafted, accepted: draft tokens in it, for only texts with
+    drafts accepted and rejected prove anything."""
+
+    name: str
+    tested: int = 0
+    ties: list[Divergence] = field(default_factory=list)
+    bugs: list[str] = field(default_factory=list)
+    note: str = ""
+    drafted: int = 0
+    accepted: int = 0
+
+    def report(self) -> dict[str, Any]:
+        """Plain JSON values."""
+        return {**asdict(self), "passed": not self.bugs}
+
+
+@dataclass
+class Report:
+    """All probes of a method on a model."""
+
+    method: dict[str, Any]
+    dtype: str
+    device: str
+    findings: list[Finding]
+
+    @property
+    def passed(self) -> bool:
+        """Whether no probe found a bug. Ties are no bugs."""
+        return not any(finding.bugs for finding in self.findings)
+
+    @property
+    def proves(self) -> bool:
+        """Whether drafts were both accepted and rejected somewhere, or the method drafts nothing."""
+        drafted, accepted = (sum(getattr(one, name) for one in self.findings) for name in ("drafted", "accepted"))
+        return not drafted or 0 < accepted < drafted
+
+
+class Checker:
+    """A model and a method under test. prompts: [T] int64 ids each, at least two of different texts."""
+
+    def __init__(self, model: PreTrainedModel, method: Method, prompts: Sequence[Tensor], scale: Scale) -> None:
+        self.model, self.method, self.scale = model, method, scale
+        self.prompts = [prompt.cpu() for prompt in prompts]
+        self.judge = Judge(model)
+        self.plain: list[list[int]] = []
+
+    def run(self, told: Callable[[Finding], None] = lambda _: None) -> Report:
+        """All probes, one after the other. told: called after each."""
+        findings = []
+        with neutral_defaults(self.model), warnings.catch_warnings():
+            warnings.simplefilter("ignore", RuntimeWarning)  # that speculation does not pay is no question here
+            for probe in self._probes():
+                findings.append(finding := self._survived(probe))
+                told(finding)
+        named = {"method": self.method.name, **asdict(self.method)}
+        return Report(named, str(self.model.dtype).removeprefix("torch."), str(self.model.device), findings)
+
+    def _probes(self) -> list[Callable[[], Finding]]:
+        greedy = [self.against_transformers, self.greedy, self.batched, self.processed, self.ended, self.audited]
+        return [*greedy, *(partial(self.law, settings) for settings in LAWS), self.neighbours]
+
+    def _survived(self, probe: Callable[[], Finding]) -> Finding:
+        """What a probe found; that the method failed altogether is found too."""
+        try:
+            return probe()
+        except (ArithmeticError, AssertionError, LookupError, RuntimeError, TypeError, ValueError) as error:
+            name = getattr(probe, "func", probe).__name__
+            return Finding(name, tested=1, bugs=[f"{type(error).__name__}: {error}"])
+
+    # ------------------------------------------------------------------------------------------------- greedy
+
+    def against_transformers(self) -> Finding:
+        """Our plain decoding is `model.generate`'s: what all else is compared with."""
+        finding = Finding("plain decoding is transformers' own")
+        kind: Any = type(self.model)
+        for number, prompt in enumerate(self.prompts):
+            ids = prompt[None].to(self.model.device)
+            options = {"max_new_tokens": self.scale.max_new_tokens, "do_sample": False}
+            expected = kind.generate(self.model, ids, attention_mask=torch.ones_like(ids), **options)[0, len(prompt) :].tolist()
+            self.plain.append(self._texts("autoregressive", [prompt], {}, finding)[0])
+            self._compare(finding, number, expected, self.plain[-1], {})
+        return finding
+
+    def greedy(self) -> Finding:
+        """One prompt at a time."""
+        finding = Finding("greedy texts")
+        for number, prompt in enumerate(self.prompts):
+            self._compare(finding, number, self.plain[number], self._texts(self.method, [prompt], {}, finding)[0], {})
+        return finding
+
+    def batched(self) -> Finding:
+        """Prompts of different lengths at once."""
+        finding = Finding("greedy texts in a batch")
+        for start in range(0, len(self.prompts), BATCH):
+            # unequal lengths, whatever the prompts are like
+            part = [prompt[: max(1, len(prompt) - 2 * i)] for i, prompt in enumerate(self.prompts[start : start + BATCH])]
+            texts = self._texts(self.method, part, {}, finding)
+            for number, (prompt, found) in enumerate(zip(part, texts, strict=True), start):
+                expected = self._texts("autoregressive", [prompt], {}, None)[0]
+                self._compare(finding, number, expected, found, {}, prompt)
+        return finding
+
+    def processed(self) -> Finding:
+        """Processors that look at all tokens so far, the draft's included."""
+        finding = Finding("greedy texts under a repetition penalty and without repeated trigrams")
+        for number, prompt in enumerate(self.prompts):
+            expected = self._texts("autoregressive", [prompt], PROCESSORS, None)[0]
+            found = self._texts(self.method, [prompt], PROCESSORS, finding)[0]
+            self._compare(finding, number, expected, found, PROCESSORS)
+        return finding
+
+    def ended(self) -> Finding:
+        """A token of each text is made its end: the text stops right there."""
+        finding = Finding("texts that end inside a draft")
+        for number, prompt in enumerate(self.prompts):
+            text = self.plain[number]
+            for end in dict.fromkeys(text[len(text) // 3 :: max(1, len(text) // 4)]):
+                expected = text[: text.index(end) + 1]
+                found = self._texts(self.method, [prompt], {"eos_token_id": end, "pad_token_id": end}, finding)[0]
+                self._compare(finding, number, expected, found, {})
+        return finding
+
+    def _compare(
+        self,
+        finding: Finding,
+        number: int,
+        expected: list[int],
+        found: list[int],
+        options: Mapping[str, Any],
+        prompt: Tensor | None = None,
+    ) -> None:
+        finding.tested += 1
+        ids = self.prompts[number] if prompt is None else prompt
+        parted = self.judge.compare(number, ids, expected, found, options)
+        if parted is None:
+            return
+        if parted.tie:
+            finding.ties.append(parted)
+            return
+        far = (
+            ""
+            if parted.gap is None
+            else f", {parted.gap:.3g} below the best score where rounding explains {parted.allowed:.2g}"
+        )
+        names = ("the end" if one is None else f"token {one}" for one in (parted.expected, parted.found))
+        finding.bugs.append("prompt {}, new token {}: expected {}, found {}{}".format(number, parted.position, *names, far))
+
+    # ------------------------------------------------------------------------------------------------ sampled
+
+    def law(self, settings: Mapping[str, Any]) -> Finding:
+        """Texts of one prompt by the method: each token against its own law, and all against plain decoding's from other
+        seeds."""
+        shown = ", ".join(f"{name} {value:g}" for name, value in settings.items())
+        finding = Finding(f"the law of sampled texts, {shown}")
+        prompt, count = self.prompts[0], self.scale.samples
+        mine = self._sampled(self.method, prompt, settings, range(self.scale.seed, self.scale.seed + count), finding)
+        other = range(self.scale.seed + count, self.scale.seed + 2 * count)
+        sample = laws.compare(mine, self._sampled("autoregressive", prompt, settings, other, None))
+        exact = laws.against(*self._drawn(prompt, mine, settings))
+        finding.tested = count
+        finding.note = (
+            f"{sample.tests} two-sample tests, p = {sample.p_value:.2g}; {exact.tests} exact ones, p = {exact.p_value:.2g}"
+        )
+        if not sample.same:
+            finding.bugs.append(f"{sample.where}: the law differs from plain sampling's, p = {sample.p_value:.2g}")
+        if not exact.same:
+            finding.bugs.append(f"{exact.where}: the law differs from the model's own, p = {exact.p_value:.2g}")
+        return finding
+
+    @torch.inference_mode()
+    def _drawn(self, prompt: Tensor, texts: list[list[int]], settings: Mapping[str, Any]) -> tuple[Tensor, Tensor]:
+        """(p [N, V], tokens [N]) of all tokens of some texts, by the model's own forward and transformers' warpers."""
+        warpers = LogitsProcessorList([TemperatureLogitsWarper(settings["temperature"])])
+        if "top_p" in settings:
+            warpers.append(TopPLogitsWarper(settings["top_p"]))
+        parts = []
+        for start in range(0, len(texts), ROWS):
+            new = torch.tensor(texts[start : start + ROWS])
+            ids = torch.cat([prompt.expand(len(new), -1), new], 1).to(self.model.device)
+            logits = self.model(ids, use_cache=False).logits[:, len(prompt) - 1 : -1].flatten(0, 1).float()
+            parts.append(warpers(ids, logits).softmax(-1).cpu())  # type: ignore[arg-type]
+        return torch.cat(parts), torch.tensor(texts).flatten()
+
+    def neighbours(self) -> Finding:
+        """A seed's text does not depend on what is decoded beside it."""
+        finding = Finding("sampled texts alone and in a batch")
+        settings, seeds = LAWS[0], range(self.scale.seed, self.scale.seed + 2 * BATCH)
+        together = self._sampled(self.method, self.prompts[0], settings, seeds, finding)
+        for seed, found in zip(seeds, together, strict=True):
+            (alone,) = self._sampled(self.method, self.prompts[0], settings, [seed], None)
+            finding.tested += 1
+            if alone != found and self.model.dtype in (torch.float32, torch.float64):
+                finding.bugs.append(f"seed {seed}: {found} in a batch, {alone} alone")
+        if self.model.dtype not in (torch.float32, torch.float64):
+            finding.note = "not compared: rounding in this dtype moves draws"
+        return finding
+
+    def _sampled(
+        self, method: Method | str, prompt: Tensor, settings: Mapping[str, Any], seeds: Sequence[int], finding: Finding | None
+    ) -> list[list[int]]:
+        texts: list[list[int]] = []
+        options = {"do_sample": True, "top_k": 0, "max_new_tokens": LONG, **settings}
+        for start in range(0, len(seeds), ROWS):
+            part = list(seeds[start : start + ROWS])
+            texts += self._generate(method, [prompt] * len(part), options, finding, part)
+        return texts
+
+    # ------------------------------------------------------------------------------------------------- audit
+
+    def audited(self) -> Finding:
+        """Every step of a batch: limits and laws of drafts, and the store against a fresh forward."""
+        finding = Finding("every step: drafts and the key/value store")
+        layered = LayeredModel(self.model)
+        tolerance = max(1e-3, 30 * torch.finfo(self.model.dtype).eps)
+        for temperature in (0.0, 1.0):
+            requests = [
+                Request(prompt[: max(1, len(prompt) - 2 * i)], SHORT * (2 + i), sampling=Sampling(temperature, seed=i))
+                for i, prompt in enumerate(self.prompts[:BATCH])
+            ]
+            try:
+                finding.tested += self._audit(layered, requests, tolerance)
+            except AssertionError as error:
+                finding.bugs.append(f"temperature {temperature:g}: {error}")
+        return finding
+
+    def _audit(self, layered: LayeredModel, requests: list[Request], tolerance: float) -> int:
+        capacity = max(len(request.prompt) + request.max_new_tokens for request in requests)
+        session = self.method.start(layered, len(requests), capacity, self.method.new_state(layered))
+        decoder, own, steps = Decoder(session), session.draft, 0
+
+        def draft(limit: list[int]) -> Draft:
+            found = own(limit)
+            found.check()
+            deepest = found.valid.sum(1).tolist() if found.parents is None else []
+            assert all(count <= most for count, most in zip(deepest, limit, strict=False)), f"{deepest} drafts, at most {limit}"
+            return found
+
+        session.draft = draft  # type: ignore[method-assign]
+        for row, request in enumerate(requests):
+            decoder.admit(row, request)
+        texts: list[list[int]] = [[] for _ in requests]
+        while decoder.busy:
+            step = decoder.step()
+            steps += 1
+            for row, more in enumerate(step.tokens):
+                texts[row] += more
+                if session.alive[row]:
+                    tokens = torch.cat([requests[row].prompt, torch.tensor(texts[row], dtype=torch.long)])
+                    session.check(row, tokens.to(layered.device), tolerance)
+        return steps
+
+    # ---------------------------------------------------------------------------------------------- decoding
+
+    def _texts(
+        self, method: Method | str, prompts: Sequence[Tensor], options: Mapping[str, Any], finding: Finding | None
+    ) -> list[list[int]]:
+        wanted = {"max_new_tokens": self.scale.max_new_tokens, "do_sample": False, **options}
+        return self._generate(method, prompts, wanted, finding, None)
+
+    def _generate(
+        self,
+        method: Method | str,
+        prompts: Sequence[Tensor],
+        options: dict[str, Any],
+        finding: Finding | None,
+        seed: list[int] | None,
+    ) -> list[list[int]]:
+        width = max(map(len, prompts))
+        ids = torch.stack([torch.cat([prompt.new_zeros(width - len(prompt)), prompt]) for prompt in prompts])
+        mask = torch.stack([(torch.arange(width) >= width - len(prompt)).long() for prompt in prompts])
+        device = self.model.device
+        output = api.generate(self.model, ids.to(device), method, attention_mask=mask.to(device), seed=seed, **options)
+        assert output.new_tokens is not None
+        if finding is not None:
+            finding.drafted += output.stats.drafted
+            finding.accepted += output.stats.accepted
+        return output.new_tokens

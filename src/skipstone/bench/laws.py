@@ -1,0 +1,120 @@
+"""Whether sampled texts follow the law that they should.
+
+`compare`: two samples against one another, chi-square tests of homogeneity, token by token and pair by pair. `against`: every
+token against the very distribution it should have been drawn from, given what stands before it. Under that law each figure's
+surplus over its expectation is a martingale, so sums over all tokens of all texts are normal; this sees a hundred times smaller
+faults than comparing samples does.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Hashable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+LEAST = 5.0
+"""Expected count of a cell; what is rarer is pooled."""
+ALPHA = 1e-6
+"""A false alarm in a million checks, all tests of a check together."""
+
+SIGNS = 16
+"""Random halves of the vocabulary that are counted."""
+RARE = 1e-3
+"""Share of impossible tokens that rounding at the edge of top-p explains."""
+
+Texts = Sequence[Sequence[int]]
+
+
+@dataclass(frozen=True)
+class Law:
+    """The smallest p-value over all tests, times their number (Bonferroni), and which test it was. tests: how many there were;
+    0 means that the texts left nothing to compare."""
+
+    p_value: float
+    where: str
+    tests: int
+
+    @property
+    def same(self) -> bool:
+        return self.p_value >= ALPHA
+
+
+def compare(one: Texts, other: Texts) -> Law:
+    """Two samples of texts of the same prompt. ImportError that says what to install without scipy."""
+    found = [(p, where) for where, a, b in _tables(one, other) if (p := homogeneity(a, b)) is not None]
+    if not found:
+        return Law(1.0, "", 0)
+    smallest, where = min(found)
+    return Law(min(1.0, smallest * len(found)), where, len(found))
+
+
+def _tables(one: Texts, other: Texts) -> Iterator[tuple[str, Counter[Any], Counter[Any]]]:
+    """Every position, every pair of neighbours, and lengths."""
+    longest = max((len(text) for text in (*one, *other)), default=0)
+    for position in range(longest):
+        yield f"token {position}", _counts(one, position, 1), _counts(other, position, 1)
+    for position in range(longest - 1):
+        yield f"tokens {position} and {position + 1}", _counts(one, position, 2), _counts(other, position, 2)
+    yield "length", Counter(map(len, one)), Counter(map(len, other))
+
+
+def _counts(texts: Texts, position: int, width: int) -> Counter[tuple[int, ...]]:
+    return Counter(tuple(text[position : position + width]) for text in texts)
+
+
+def homogeneity(one: Counter[Any], other: Counter[Any]) -> float | None:
+    """The p-value of "both counts come from one law" (chi-square, rare values pooled); None where all are one value."""
+    try:
+        from scipy.stats import chi2_contingency
+    except ImportError as error:
+        raise ImportError('comparing laws needs scipy: pip install "skipstone[bench]"') from error
+    total = one + other
+    share = min(one.total(), other.total()) / total.total()
+    kept: list[Hashable] = [value for value, count in total.items() if count * share >= LEAST]
+    table = [[counts[value] for value in kept] for counts in (one, other)]
+    rest = [counts.total() - sum(row) for counts, row in zip((one, other), table, strict=True)]
+    if sum(rest) * share >= LEAST:
+        table = [[*row, left] for row, left in zip(table, rest, strict=True)]
+    if not table[0] or len(table[0]) < 2:
+        return None
+    return float(chi2_contingency(table, correction=False).pvalue)
+
+
+def against(p: Tensor, tokens: Tensor, seed: int = 0) -> Law:
+    """Drawn tokens against their laws. p: [N, V], the distribution of each; tokens: [N] int64. Rows must come from independent
+    texts, or be successive tokens of one.
+
+    Counted: log-probabilities, how often the best token was drawn, and SIGNS random halves of the vocabulary; tokens that
+    cannot have been drawn are a fault in themselves.
+    """
+    p, drawn = p.double(), p.double().gather(1, tokens[:, None]).squeeze(1)
+    impossible = int((drawn == 0).sum())
+    if impossible > max(2, RARE * len(tokens)):
+        return Law(0.0, f"{impossible} of {len(tokens)} tokens have probability 0", 1)
+    log_p = p.clamp_min(1e-9).log()
+    best, where = p.max(1)
+    halves = torch.randint(0, 2, (p.shape[1], SIGNS), generator=torch.Generator().manual_seed(seed)).double() * 2 - 1
+    expected = p @ halves.to(p)
+    figures = {
+        "log-probabilities": (drawn.clamp_min(1e-9).log(), (p * log_p).sum(1), (p * log_p**2).sum(1)),
+        "the best token": ((tokens == where).double(), best, best),
+        **{
+            f"half {i} of the vocabulary": (halves.to(p)[tokens, i], expected[:, i], torch.ones_like(best))
+            for i in range(SIGNS)
+        },
+    }
+    found = []
+    for name, (value, mean, square) in figures.items():
+        variance = float((square - mean**2).clamp_min(0).sum())
+        if variance > LEAST:
+            z = float((value - mean).sum()) / variance**0.5
+            found.append((math.erfc(abs(z) / 2**0.5), f"{name}, z = {z:.1f}"))
+    if not found:
+        return Law(1.0, "", 0)
+    smallest, which = min(found)
+    return Law(min(1.0, smallest * len(found)), which, len(found))

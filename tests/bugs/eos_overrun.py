@@ -1,0 +1,16 @@
+"""The end of a text is forgotten."""
+
+from __future__ import annotations
+
+from skipstone.core.session import Request
+from skipstone.methods.layerskip import LayerSkipSession
+from tests.bugs.base import broken
+
+
+class Broken(LayerSkipSession):
+    def admit(self, row: int, request: Request) -> None:
+        object.__setattr__(request, "eos", frozenset())
+        super().admit(row, request)
+
+
+METHOD = broken(Broken)
