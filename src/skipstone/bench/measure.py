@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import time
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from typing import Any, Protocol
@@ -19,16 +19,19 @@ from torch import Tensor
 from transformers import GenerationConfig, PreTrainedModel
 
 from skipstone import api
+from skipstone.bench import memory
 from skipstone.core.protocol import Method
 from skipstone.core.types import Stats
 
 
 @dataclass(frozen=True)
 class Emitted:
-    """What one call gave: the new ids, without the prompt, and our own figures where the engine is ours."""
+    """What one call gave: the new ids, without the prompt, and our own figures where the engine is ours. first: when the first
+    new token was there, by `time.perf_counter`; None where nobody looked."""
 
     tokens: list[int]
     stats: Stats | None = None
+    first: float | None = None
 
 
 class Engine(Protocol):
@@ -54,9 +57,13 @@ class Skipstone:
         return asdict(self.method)
 
     def generate(self, model: PreTrainedModel, prompt: Tensor, options: dict[str, Any], seed: int) -> Emitted:
-        output = api.generate(model, prompt, self.method, seed=seed, **options)
-        assert output.new_tokens is not None
-        return Emitted(output.new_tokens[0], output.stats)
+        stats, tokens, first = Stats(), [], None
+        for step in api.stream(model, prompt, self.method, seed=seed, **options):
+            stats.add(step)
+            tokens += step.tokens[0]
+            if first is None and tokens:
+                first = time.perf_counter()
+        return Emitted(tokens, stats, first)
 
 
 @dataclass(frozen=True)
@@ -70,13 +77,16 @@ class Row:
 
 @dataclass(frozen=True)
 class Measurement:
-    """One prompt continued by one row. seconds: wall-clock of the whole call, prefill included, device synchronised."""
+    """One prompt continued by one row. seconds: wall-clock of the whole call, prefill included, device synchronised. first:
+    seconds to the first token. memory: most bytes that the process (on a GPU: the device) held during the call."""
 
     row: str
     prompt: int
     tokens: list[int]
     seconds: float
     stats: Stats | None = None
+    first: float | None = None
+    memory: int | None = None
 
 
 @contextmanager
@@ -96,54 +106,38 @@ def neutral_defaults(model: PreTrainedModel, stop_at_eos: bool = False) -> Itera
         model.generation_config = own
 
 
-def options_for(temperature: float, max_new_tokens: int) -> dict[str, Any]:
-    """Options of `model.generate`, the same for every engine; sampling is from the whole distribution."""
+def options_for(temperature: float, max_new_tokens: int, top_p: float = 1.0) -> dict[str, Any]:
+    """Options of `model.generate`, the same for every engine; nothing but top_p cuts the distribution."""
     if temperature == 0:
         return {"max_new_tokens": max_new_tokens, "do_sample": False}
-    return {"max_new_tokens": max_new_tokens, "do_sample": True, "temperature": temperature, "top_k": 0, "top_p": 1.0}
+    return {"max_new_tokens": max_new_tokens, "do_sample": True, "temperature": temperature, "top_k": 0, "top_p": top_p}
 
 
-def measure(model: PreTrainedModel, row: Row, prompt: Tensor, index: int, max_new_tokens: int, seed: int) -> Measurement:
+def measure(
+    model: PreTrainedModel, row: Row, prompt: Tensor, index: int, max_new_tokens: int, seed: int, top_p: float = 1.0
+) -> Measurement:
     """Time one call. prompt: [T] int64. seed: of its random numbers. Torch's generator is left as it was."""
     ids = prompt[None].to(model.device)
-    options = {**options_for(row.temperature, max_new_tokens), "attention_mask": torch.ones_like(ids)}
+    options = {**options_for(row.temperature, max_new_tokens, top_p), "attention_mask": torch.ones_like(ids)}
     cuda = [model.device] if model.device.type == "cuda" else []
     with torch.random.fork_rng(devices=cuda), warnings.catch_warnings():
         # the warning that speculation does not pay is what the table is there to show
         warnings.simplefilter("ignore", RuntimeWarning)
         torch.manual_seed(seed)
+        memory.reset(model.device)
         synchronise(model.device)
         start = time.perf_counter()
         emitted = row.engine.generate(model, ids, options, seed)
         synchronise(model.device)
         seconds = time.perf_counter() - start
-    return Measurement(row.name, index, emitted.tokens, seconds, emitted.stats)
+    first = None if emitted.first is None else emitted.first - start
+    return Measurement(row.name, index, emitted.tokens, seconds, emitted.stats, first, memory.peak(model.device))
 
 
 def warm_up(model: PreTrainedModel, rows: Sequence[Row], prompt: Tensor, max_new_tokens: int) -> None:
     """Run every row once, untimed: first calls allocate, compile kernels and fill caches."""
     for row in rows:
         measure(model, row, prompt, -1, max_new_tokens, seed=0)
-
-
-def interleave(
-    model: PreTrainedModel,
-    rows: Sequence[Row],
-    prompts: Sequence[Tensor],
-    max_new_tokens: int,
-    seed: int,
-    done: Callable[[], None] = lambda: None,
-) -> list[Measurement]:
-    """Measure every row on every prompt: all rows on one prompt, then all on the next, each time starting one row later.
-
-    prompts: [T] int64 each. Row r on prompt i draws from seed + i, the same for all rows. done: called after every measurement.
-    """
-    measurements = []
-    for index, prompt in enumerate(prompts):
-        for row in rotated(rows, index):
-            measurements.append(measure(model, row, prompt, index, max_new_tokens, seed + index))
-            done()
-    return measurements
 
 
 def rotated(rows: Sequence[Row], by: int) -> list[Row]:

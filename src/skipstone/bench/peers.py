@@ -1,4 +1,4 @@
-"""What people use today: transformers' own decoding, as rows of the benchmark.
+"""What people use today: transformers' own decoding, as methods of the benchmark.
 
 Traps (see the tests): `num_assistant_tokens` and `assistant_confidence_threshold` given to `generate` are ignored, they are
 read from the model's generation config; early exit leaves `config.num_hidden_layers` cut after an exception; families that do
@@ -7,87 +7,180 @@ not slice their layers by that field cannot do it at all.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import time
+from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, dataclass
-from typing import Any
+from functools import lru_cache
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
-from transformers import PreTrainedModel
+from transformers import PreTrainedModel, StaticCache, StoppingCriteria, StoppingCriteriaList
 
-from skipstone.bench.measure import Emitted
+from skipstone.bench.measure import Emitted, synchronise
 from skipstone.core.model import LayeredModel
+from skipstone.loading import load_model
 
 
 @dataclass(frozen=True)
-class HFGenerate:
-    """`model.generate` with its dynamic cache."""
+class Peer:
+    """Base of transformers' ways of decoding; fields of subclasses are what can be set. sampled: it may sample too."""
+
+    name: ClassVar[str]
+    sampled: ClassVar[bool] = True
 
     @property
     def settings(self) -> dict[str, Any]:
+        return asdict(self)
+
+    @classmethod
+    def defaults(cls, own: Mapping[str, Any]) -> dict[str, Any]:
+        """Settings that follow from the model's own (`generation_config.skipstone`), where nothing else is said."""
         return {}
+
+    def refusal(self, model: PreTrainedModel) -> str | None:
+        """Why this model cannot be decoded so, None where it can."""
+        return None
+
+
+@dataclass(frozen=True)
+class HFGenerate(Peer):
+    """`model.generate` with its dynamic cache."""
+
+    name: ClassVar[str] = "hf-generate"
 
     def generate(self, model: PreTrainedModel, prompt: Tensor, options: dict[str, Any], seed: int) -> Emitted:
         return _generate(model, prompt, options)
 
 
 @dataclass(frozen=True)
-class HFEarlyExit:
+class HFGenerateStatic(Peer):
+    """`model.generate` with a static cache, whose decoding steps transformers compiles (torch.compile) on a GPU.
+
+    slots: tokens the cache holds, one size for all prompts, so that nothing is compiled twice.
+    """
+
+    name: ClassVar[str] = "hf-generate-static"
+
+    slots: int = 2048
+
+    def generate(self, model: PreTrainedModel, prompt: Tensor, options: dict[str, Any], seed: int) -> Emitted:
+        needed = prompt.shape[1] + options["max_new_tokens"]
+        if needed > self.slots:
+            raise ValueError(f"hf-generate-static was given a cache of slots={self.slots} tokens, {needed} are needed")
+        cache = StaticCache(config=model.config, max_cache_len=self.slots)
+        return _generate(model, prompt, {**options, "past_key_values": cache})
+
+
+@dataclass(frozen=True)
+class HFEarlyExit(Peer):
     """`assistant_early_exit`: transformers' self-speculative decoding (its blog post "layerskip", 2024).
 
     exit_layer: E. num_assistant_tokens: drafts a step, constant schedule. confidence_threshold: drafting stops after a token
     whose probability is below it, 0 never stops.
     """
 
+    name: ClassVar[str] = "hf-early-exit"
+    sampled: ClassVar[bool] = False  # its drafts are judged by another q than they were drawn from (transformers#32867)
+
     exit_layer: int
     num_assistant_tokens: int = 20
     confidence_threshold: float = 0.4
 
-    @property
-    def settings(self) -> dict[str, Any]:
-        return asdict(self)
+    @classmethod
+    def defaults(cls, own: Mapping[str, Any]) -> dict[str, Any]:
+        return {"exit_layer": own["exit_layer"]} if "exit_layer" in own else {}
+
+    def refusal(self, model: PreTrainedModel) -> str | None:
+        return early_exit_refusal(model)
 
     def generate(self, model: PreTrainedModel, prompt: Tensor, options: dict[str, Any], seed: int) -> Emitted:
-        with restored_depth(model), self._drafting(model):
+        with restored_depth(model), drafting(model.generation_config, self.num_assistant_tokens, self.confidence_threshold):
             return _generate(model, prompt, {**options, "assistant_early_exit": self.exit_layer})
-
-    @contextmanager
-    def _drafting(self, model: PreTrainedModel) -> Iterator[None]:
-        config: Any = model.generation_config
-        wanted = {
-            "num_assistant_tokens": self.num_assistant_tokens,
-            "num_assistant_tokens_schedule": "constant",
-            "assistant_confidence_threshold": self.confidence_threshold,
-        }
-        before = {name: getattr(config, name) for name in wanted}
-        try:
-            for name, value in wanted.items():
-                setattr(config, name, value)
-            yield
-        finally:
-            for name, value in before.items():
-                setattr(config, name, value)
 
 
 @dataclass(frozen=True)
-class HFPromptLookup:
+class HFAssisted(Peer):
+    """`assistant_model`: transformers' speculative decoding with a draft model.
+
+    assistant: its folder or hub id. num_assistant_tokens: drafts a step, constant schedule. confidence_threshold: drafting
+    stops after a token whose probability is below it, 0 never stops.
+    """
+
+    name: ClassVar[str] = "hf-assisted"
+    sampled: ClassVar[bool] = False  # as for hf-early-exit
+
+    assistant: str
+    num_assistant_tokens: int = 20
+    confidence_threshold: float = 0.4
+
+    def generate(self, model: PreTrainedModel, prompt: Tensor, options: dict[str, Any], seed: int) -> Emitted:
+        helper = _assistant(self.assistant, model.dtype, str(model.device))
+        with drafting(helper.generation_config, self.num_assistant_tokens, self.confidence_threshold):
+            return _generate(model, prompt, {**options, "assistant_model": helper})
+
+
+@dataclass(frozen=True)
+class HFPromptLookup(Peer):
     """`prompt_lookup_num_tokens`: drafts are what followed the last n-gram earlier in the text (Saxena, 2023)."""
 
-    prompt_lookup_num_tokens: int = 10
+    name: ClassVar[str] = "hf-prompt-lookup"
+    sampled: ClassVar[bool] = False
 
-    @property
-    def settings(self) -> dict[str, Any]:
-        return asdict(self)
+    prompt_lookup_num_tokens: int = 10
 
     def generate(self, model: PreTrainedModel, prompt: Tensor, options: dict[str, Any], seed: int) -> Emitted:
         return _generate(model, prompt, {**options, "prompt_lookup_num_tokens": self.prompt_lookup_num_tokens})
 
 
+PEERS: dict[str, type[Peer]] = {
+    kind.name: kind for kind in (HFGenerate, HFGenerateStatic, HFEarlyExit, HFPromptLookup, HFAssisted)
+}
+
+
+class _Clock(StoppingCriteria):
+    """Notes when the first new tokens are there. Stops nothing."""
+
+    def __init__(self) -> None:
+        self.first: float | None = None
+
+    def __call__(self, input_ids: Tensor, scores: Any, **_: Any) -> Any:
+        if self.first is None:
+            synchronise(input_ids.device)
+            self.first = time.perf_counter()
+        return torch.zeros(input_ids.shape[0], dtype=torch.bool, device=input_ids.device)
+
+
 def _generate(model: PreTrainedModel, prompt: Tensor, options: dict[str, Any]) -> Emitted:
     kind: Any = type(model)  # the class's own generate: `skipstone.enable` may have put another on the instance
-    sequences = kind.generate(model, prompt, **options)
-    return Emitted(sequences[0, prompt.shape[1] :].tolist())
+    clock = _Clock()
+    sequences = kind.generate(model, prompt, stopping_criteria=StoppingCriteriaList([clock]), **options)
+    return Emitted(sequences[0, prompt.shape[1] :].tolist(), first=clock.first)
+
+
+@contextmanager
+def drafting(config: Any, num_assistant_tokens: int, confidence_threshold: float) -> Iterator[None]:
+    """Drafting settings on a generation config, where alone transformers reads them; put back afterwards."""
+    wanted = {
+        "num_assistant_tokens": num_assistant_tokens,
+        "num_assistant_tokens_schedule": "constant",
+        "assistant_confidence_threshold": confidence_threshold,
+    }
+    before = {name: getattr(config, name) for name in wanted}
+    try:
+        for name, value in wanted.items():
+            setattr(config, name, value)
+        yield
+    finally:
+        for name, value in before.items():
+            setattr(config, name, value)
+
+
+@lru_cache(maxsize=1)
+def _assistant(name: str, dtype: torch.dtype, device: str) -> PreTrainedModel:
+    """The draft model, loaded once."""
+    return load_model(name, dtype=dtype, device=device)
 
 
 @contextmanager

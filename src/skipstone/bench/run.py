@@ -1,247 +1,196 @@
-"""A whole benchmark: a model and its prompts, tuned settings, an interleaved run, one document."""
+"""A whole benchmark: models x methods x tasks, prompt by prompt, into one file that a killed run goes on with."""
 
 from __future__ import annotations
 
-import json
-import math
-import os
-import sys
+import random
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import torch
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
-from torch import Tensor
-from transformers import PreTrainedModel
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from skipstone.bench import machine, prompts, surrogate, tuning
-from skipstone.bench.measure import Engine, Row, Skipstone, interleave, neutral_defaults, warm_up
-from skipstone.bench.peers import HFGenerate, early_exit_refusal
-from skipstone.bench.prompts import Prompt
-from skipstone.bench.report import EARLY_EXIT, OURS, THEIRS, Results, named
+from skipstone.bench import lineup, machine, tuning
+from skipstone.bench.dialogue import Conversation, Reader
+from skipstone.bench.journal import Journal, Line
+from skipstone.bench.lineup import Entrant
+from skipstone.bench.measure import Row, measure, neutral_defaults, warm_up
+from skipstone.bench.plan import Plan, Question, resolved
+from skipstone.bench.session import Cell, ask
+from skipstone.bench.task import Task, prompt_of
 from skipstone.core.model import LayeredModel
-from skipstone.loading import load
-from skipstone.methods.autoregressive import Autoregressive
+from skipstone.loading import load, usable
 
-LAYERSKIP, LOOKUP = "layerskip", "hf-prompt-lookup"
-ROWS = (THEIRS, EARLY_EXIT, LOOKUP, OURS, LAYERSKIP)
-SAMPLED = (THEIRS, OURS, LAYERSKIP)  # rows that are measured at a temperature too
-DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+BUNDLED = "skipstone-nano"
 WARM_UP_TOKENS = 16
 
-Step = Callable[[], None]
-
-
-@dataclass(frozen=True)
-class Settings:
-    """Everything a run depends on besides the machine; the defaults of the command."""
-
-    model: str | None = None
-    surrogate: str | None = None
-    prompts: str | None = None
-    num_prompts: int = 20
-    tune_prompts: int = 6
-    prompt_tokens: int = 128
-    max_new_tokens: int = 96
-    tune_tokens: int = 48
-    temperature: float = 0.8
-    rows: tuple[str, ...] = ROWS
-    exit_layers: tuple[int, ...] | None = None
-    lengths: tuple[int, ...] = tuning.LENGTHS
-    thresholds: tuple[float | None, ...] = tuning.THRESHOLDS
-    peer_thresholds: tuple[float, ...] = tuning.PEER_THRESHOLDS
-    stop_at_eos: bool = False
-    dtype: str = "float32"
-    device: str = "cpu"
-    threads: int | None = None
-    seed: int = 0
-
-    def __post_init__(self) -> None:
-        self._check_grid()
-        if self.model is not None and self.surrogate is not None:
-            raise ValueError("give either a model (a folder or hub id) or --surrogate")
-        if self.surrogate is not None and self.prompts is not None:
-            raise ValueError("a surrogate has no vocabulary of words: its prompts are sampled ids, --prompts cannot be used")
-        for name in ("num_prompts", "tune_prompts", "prompt_tokens", "max_new_tokens", "tune_tokens"):
-            if getattr(self, name) < 1:
-                raise ValueError(f"{name} must be at least 1, found {getattr(self, name)}")
-        if self.temperature < 0:
-            raise ValueError(f"temperature must not be negative (0: no sampled rows), found {self.temperature}")
-        if self.dtype not in DTYPES:
-            raise ValueError(f"dtype must be one of {', '.join(DTYPES)}, found {self.dtype!r}")
-        if unknown := [row for row in self.rows if row not in ROWS]:
-            raise ValueError(f"unknown row {unknown[0]!r}; there are {', '.join(ROWS)}")
-
-    def _check_grid(self) -> None:
-        if self.threads is not None and self.threads < 1:
-            raise ValueError(f"threads must be at least 1, found {self.threads}")
-        if not self.lengths or min(self.lengths) < 1:
-            raise ValueError(f"lengths must be draft lengths of at least 1, found {self.lengths}")
-        for name in ("thresholds", "peer_thresholds"):
-            if wrong := [one for one in getattr(self, name) if one is not None and not 0 <= one <= 1]:
-                raise ValueError(f"{name} must lie between 0 and 1, found {wrong[0]}")
+Say = Callable[[str], None]
 
 
 @dataclass
 class Subject:
-    """What is measured: a model with the prompts to tune and the prompts to report. They share none."""
+    """A model under test. tokenizer: None for one without words. about: what is synthetic of it."""
 
-    model: PreTrainedModel
     name: str
-    tune: list[Prompt]
-    report: list[Prompt]
-    surrogate: dict[str, Any] | None = None
+    model: PreTrainedModel
+    tokenizer: PreTrainedTokenizerBase | None
+    about: dict[str, Any] | None = None
 
 
-@dataclass
-class Choice:
-    """The engines that take part, how their settings were found, and which rows there are none of."""
-
-    engines: dict[str, Engine] = field(default_factory=dict)
-    tuning: dict[str, Any] = field(default_factory=dict)
-    refused: dict[str, str] = field(default_factory=dict)
-
-
-def run(settings: Settings, argv: list[str]) -> dict[str, Any]:
-    """Run a benchmark. Returns the document: plain JSON values only."""
-    if settings.threads is not None:
-        torch.set_num_threads(settings.threads)
-    origin = machine.provenance(argv, settings.seed)
-    subject = prepare(settings)
-    model = subject.model
-    check_length(model, subject.tune + subject.report, settings.max_new_tokens)
-    mean_length = subject.report[0].ids.shape[0] + settings.max_new_tokens / 2
-    ceiling = machine.ceiling(model, mean_length)
-    with neutral_defaults(model, settings.stop_at_eos):
-        choice = choose(settings, model, [prompt.ids for prompt in subject.tune])
-        rows = table_rows(settings, choice.engines)
-        ids = [prompt.ids for prompt in subject.report]
-        warm_up(model, rows, subject.tune[0].ids, min(WARM_UP_TOKENS, settings.max_new_tokens))
-        with progress("measuring", len(rows) * len(ids)) as done:
-            measurements = interleave(model, rows, ids, settings.max_new_tokens, settings.seed, done)
-    results = Results(rows, subject.report, measurements, settings.seed)
-    document = {
-        "kind": "skipstone-bench",
-        "synthetic": subject.surrogate is not None,
-        "model": {"name": subject.name, "type": model.config.model_type, "layers": model.config.num_hidden_layers},
-        "settings": asdict(settings),
-        "provenance": origin,
-        "ceiling": ceiling,
-        "surrogate": subject.surrogate,
-        "tuning": choice.tuning,
-        "tuning_prompts": [{"source": prompt.source, "digest": prompt.digest} for prompt in subject.tune],
-        "refused": choice.refused,
-        "rows": results.per_row(),
-        "prompts": results.per_prompt(),
-    }
-    return plain(document)
+def run(plan: Plan, path: Path, argv: list[str], say: Say = print) -> Path:
+    """Measure what is not in the file yet. Returns its path. ValueError and OSError before anything is measured where the plan
+    cannot be run, and where the file holds another run."""
+    if plan.threads is not None:
+        torch.set_num_threads(plan.threads)
+    questions = resolved(plan)
+    data = None if plan.data_dir is None else Path(plan.data_dir)
+    asked = [conversations(task, question, plan, data) for task, question in questions]
+    check_scores(plan, [task for task, _ in questions])
+    with Journal(path, plan.model_dump(mode="json"), machine.provenance(argv, plan.seed)) as journal:
+        for name in plan.models or (None,):
+            subject = _loaded(name, plan)
+            entrants = enter(journal, subject, plan)
+            for number, ((task, question), both) in enumerate(zip(questions, asked, strict=True)):
+                limit = LayeredModel(subject.model).max_positions - question.max_new_tokens * _turns(both)
+                limit = min(limit, question.prompt_tokens or limit)
+                if limit < 1:
+                    raise ValueError(f"{task.name}: {question.max_new_tokens} new tokens a turn leave no room for a prompt")
+                reader = Reader(subject.tokenizer, question.chat, limit)
+                cell = Cell(subject.name, number, task, question, reader, plan)
+                measure_task(journal, subject.model, cell, entrants, both, say)
+    return path
 
 
-def prepare(settings: Settings) -> Subject:
-    """Load or build the model, and take its prompts: the first ones to tune with, the others to report."""
-    count, dtype = settings.tune_prompts + settings.num_prompts, DTYPES[settings.dtype]
-    if settings.surrogate is None:
-        documents = prompts.read(settings.prompts)
-        model, tokenizer = load(settings.model, dtype=dtype, device=settings.device)
-        chosen = prompts.choose(documents, tokenizer, count, settings.prompt_tokens, settings.seed)
-        return _subject(settings, model, settings.model or "skipstone-nano", chosen)
-    if settings.surrogate == surrogate.NAMED:
-        model = surrogate.llama_1b(settings.seed, dtype, settings.device)
-        chosen = surrogate.random_prompts(model.config.vocab_size, count, settings.prompt_tokens, settings.seed)
-        about = {"synthetic": True, "shape": surrogate.NAMED, "contexts": "random ids"}
-        return _subject(settings, model, f"surrogate {surrogate.NAMED}", chosen, about)
-    made = surrogate.calibrate(surrogate.parse(settings.surrogate), settings.seed, dtype=dtype, device=settings.device)
-    chosen = surrogate.sampled_prompts(made.model, count, settings.prompt_tokens, settings.seed + 1)
-    return _subject(settings, made.model, f"surrogate {settings.surrogate}", chosen, made.report())
+def _turns(both: tuple[list[Conversation], list[Conversation]]) -> int:
+    return max(len(one) for part in both for one in part)
 
 
-def _subject(
-    settings: Settings, model: PreTrainedModel, name: str, chosen: list[Prompt], about: dict[str, Any] | None = None
-) -> Subject:
-    return Subject(model, name, chosen[: settings.tune_prompts], chosen[settings.tune_prompts :], about)
+def _loaded(name: str | None, plan: Plan) -> Subject:
+    device = ("cuda" if torch.cuda.is_available() else "cpu") if plan.device == "auto" else plan.device
+    dtype = plan.dtype if plan.dtype == "auto" else getattr(torch, plan.dtype)
+    model, tokenizer = load(name, dtype=dtype, device=usable(device))
+    return Subject(name or BUNDLED, model, tokenizer)
 
 
-def check_length(model: PreTrainedModel, chosen: Sequence[Prompt], max_new_tokens: int) -> None:
-    """ValueError where a prompt and its continuation exceed the model's positions."""
-    layered = LayeredModel(model)
-    longest = max(len(prompt.ids) for prompt in chosen)
-    if longest + max_new_tokens > layered.max_positions:
-        raise ValueError(
-            f"a prompt of {longest} tokens + {max_new_tokens} new tokens is more than the model's {layered.max_positions} "
-            f"positions ({layered.max_positions_source}): lower --prompt-tokens or --max-new-tokens"
-        )
+def check_scores(plan: Plan, tasks: Sequence[Task]) -> None:
+    """ValueError where scoring would execute model code and nobody has allowed it: such tasks are measured, not scored."""
+    if plan.allow_code_execution and not any(task.score and task.score.executes for task in tasks):
+        raise ValueError("--allow-code-execution has no effect: no task of this run is scored by running code")
 
 
-def choose(settings: Settings, model: PreTrainedModel, ids: Sequence[Tensor]) -> Choice:
-    """Find each row's settings on the tuning prompts, or the reason why the row cannot be had."""
-    grid = _grid(settings, model)
-    choice = Choice()
-    candidates: dict[str, Callable[[], list[Engine]]] = {
-        THEIRS: lambda: [HFGenerate()],
-        EARLY_EXIT: grid.early_exit,
-        LOOKUP: grid.prompt_lookup,
-        OURS: lambda: [Skipstone(Autoregressive())],
-        LAYERSKIP: grid.layerskip,
-    }
-    for name in settings.rows:
-        reason = early_exit_refusal(model) if name == EARLY_EXIT else None
-        if reason is not None:
-            choice.refused[name] = reason
-            continue
-        engines = candidates[name]()
-        calls = tuning.budget(len(engines), len(ids))
-        if calls:
-            warm_up(model, [Row(name, engines[0])], ids[0], min(WARM_UP_TOKENS, settings.tune_tokens))
-        with progress(f"tuning {name}", calls) as done:
-            best, trials = tuning.tune(model, engines, ids, settings.tune_tokens, settings.seed, done)
-        choice.engines[name] = best
-        if calls:
-            choice.tuning[name] = {
-                "chosen": best.settings,
-                "candidates": len(engines),
-                "calls": calls,
-                "temperature": 0.0,
-                "trials": [trial.report() for trial in trials[:20]],
+def conversations(
+    task: Task, question: Question, plan: Plan, data: Path | None
+) -> tuple[list[Conversation], list[Conversation]]:
+    """(to choose settings on, to report), in an order drawn by the seed; none is in both. ValueError where there are too few."""
+    rows, shown = task.rows(data), task.examples(question.shots, data)
+    places = list(range(len(rows)))
+    random.Random(plan.seed).shuffle(places)
+    wanted = len(rows) - plan.tune_prompts if question.num_prompts is None else question.num_prompts
+    tuned = min(plan.tune_prompts, max(0, len(rows) - wanted))
+    if wanted > len(rows) or wanted < 1:
+        raise ValueError(f"task {task.name} has {len(rows)} prompts, {question.num_prompts or 'none'} are asked for")
+    report, rest = sorted(places[:wanted]), places[wanted : wanted + tuned]
+
+    def made(place: int) -> Conversation:
+        return Conversation(f"{task.name} {place}", tuple(prompt_of(task, rows[place], shown)), row=rows[place])
+
+    return [made(place) for place in rest], [made(place) for place in report]
+
+
+def enter(journal: Journal, subject: Subject, plan: Plan) -> list[Entrant]:
+    """Who takes part on a model; a line about the model, where the file has none."""
+    entrants, refused = lineup.entrants(plan.methods, subject.model, plan.tune)
+    if not entrants:
+        raise ValueError(f"no method is left to measure on {subject.name}: {'; '.join(refused.values())}")
+    if not any(line["model"] == subject.name for line in journal.of("model")):
+        config = subject.model.config
+        journal.add(
+            {
+                "kind": "model",
+                "model": subject.name,
+                "type": config.model_type,
+                "layers": config.num_hidden_layers,
+                "dtype": str(subject.model.dtype).removeprefix("torch."),
+                "device": str(subject.model.device),
+                "ceiling": machine.ceiling(subject.model, 256),
+                "synthetic": subject.about,
+                "refused": refused,
+                "lossy": [entrant.label for entrant in entrants if not entrant.lossless],
             }
-    return choice
+        )
+    return entrants
 
 
-def _grid(settings: Settings, model: PreTrainedModel) -> tuning.Grid:
-    layers = settings.exit_layers
-    if layers is None and settings.surrogate not in (None, surrogate.NAMED):
-        layers = _around(surrogate.parse(str(settings.surrogate)))
-    depth = model.config.num_hidden_layers
-    if wrong := [layer for layer in layers or () if not 1 <= layer < depth]:
-        raise ValueError(f"exit layers must lie between 1 and {depth - 1} for a model of {depth} layers, found {wrong[0]}")
-    return tuning.Grid(
-        layers or tuning.exit_layers(depth),
-        settings.lengths,
-        settings.thresholds,
-        settings.peer_thresholds,
-    )
+def measure_task(
+    journal: Journal,
+    model: PreTrainedModel,
+    cell: Cell,
+    entrants: Sequence[Entrant],
+    both: tuple[list[Conversation], list[Conversation]],
+    say: Say,
+) -> None:
+    """One task on one model: choose what is open, then all rows prompt by prompt."""
+    tune, report = both
+    done = {line["index"] for line in journal.of("prompt") if cell.owns(line)}
+    if len(done) == len(report):
+        return
+    with neutral_defaults(model, not cell.plan.ignore_eos):
+        rows = [_row(journal, model, cell, entrant, tune) for entrant in entrants]
+        rows = [row for row, entrant in zip(rows, entrants, strict=True) if entrant.sampled or not cell.question.temperature]
+        if not rows:
+            say(f"{cell.task.name}: none of the methods samples at temperature {cell.question.temperature:g}")
+            return
+        first = cell.reader.ids((tune or report)[0])
+        warm_up(model, rows, first, min(WARM_UP_TOKENS, cell.question.max_new_tokens))
+        left = [index for index in range(len(report)) if index not in done]
+        with progress(f"{cell.model}, {cell.task.name}", len(left)) as step:
+            for index in left:
+                journal.add(ask(model, rows, report[index], index, cell))
+                step()
 
 
-def _around(shape: surrogate.Shape) -> tuple[int, ...]:
-    """Exit layers to try on a surrogate: its own and two more on either side."""
-    tried = (shape.exit - 2, shape.exit, shape.exit + 2)
-    return tuple(layer for layer in tried if 1 <= layer < shape.layers)
+def _row(journal: Journal, model: PreTrainedModel, cell: Cell, entrant: Entrant, tune: Sequence[Conversation]) -> Row:
+    """An entrant with its settings: as the file has them, or chosen now."""
+    row = Row(entrant.label, entrant.candidates[0], cell.question.temperature)
+    if len(entrant.candidates) == 1:
+        return row
+    for line in journal.of("tuned"):
+        if cell.owns(line) and line["method"] == entrant.label:
+            return replace(row, engine=entrant.candidates[line["candidate"]])
+    if not tune:
+        raise ValueError(
+            f"{entrant.label} is to be tuned, but all prompts of {cell.task.name} are reported: lower num_prompts, or say "
+            "which settings to take"
+        )
+    ids = [cell.reader.ids(one) for one in tune]
+    calls = tuning.budget(len(entrant.candidates), len(ids))
+    warm_up(model, [row], ids[0], min(WARM_UP_TOKENS, cell.plan.tune_tokens))
+    with progress(f"{cell.model}, {cell.task.name}: choosing settings of {entrant.label}", calls) as step:
+        best, trials = tuning.tune(model, entrant.candidates, ids, cell.plan.tune_tokens, cell.plan.seed, step)
+    journal.add(tuned_line(cell, entrant, best, trials, calls))
+    return replace(row, engine=best)
 
 
-def table_rows(settings: Settings, engines: dict[str, Engine]) -> list[Row]:
-    """Greedy rows, then the sampled ones with the settings found at greedy decoding."""
-    rows = [Row(name, engine) for name, engine in engines.items()]
-    if settings.temperature:
-        sampled = [(name, engine) for name, engine in engines.items() if name in SAMPLED]
-        rows += [Row(named(name, settings.temperature), engine, settings.temperature) for name, engine in sampled]
-    return rows
+def tuned_line(cell: Cell, entrant: Entrant, best: Any, trials: Sequence[tuning.Trial], calls: int) -> Line:
+    """What was chosen, among how many, at which cost."""
+    return {
+        "kind": "tuned",
+        **cell.key(),
+        "method": entrant.label,
+        "candidate": entrant.candidates.index(best),
+        "chosen": best.settings,
+        "candidates": len(entrant.candidates),
+        "calls": calls,
+        "trials": [trial.report() for trial in trials[:20]],
+    }
 
 
 @contextmanager
-def progress(title: str, total: int) -> Iterator[Step]:
+def progress(title: str, total: int) -> Iterator[Callable[[], None]]:
     """What is being done, on stderr: a bar with the remaining time on a terminal, one line elsewhere.
 
     total: pieces of work, 0 says nothing. Yields what to call after every piece.
@@ -249,33 +198,7 @@ def progress(title: str, total: int) -> Iterator[Step]:
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
     console = Console(stderr=True)
     if total and not console.is_terminal:
-        console.print(f"{title}: {total} calls", highlight=False)
+        console.print(f"{title}: {total}", highlight=False)
     with Progress(*columns, console=console, transient=True, disable=not console.is_terminal or not total) as bar:
         task = bar.add_task(title, total=total)
         yield lambda: bar.advance(task)
-
-
-def plain(value: Any) -> Any:
-    """JSON values only: tuples as lists, and None for what is not a finite number."""
-    if isinstance(value, dict):
-        return {str(key): plain(entry) for key, entry in value.items()}
-    if isinstance(value, (list, tuple)):
-        return [plain(entry) for entry in value]
-    if isinstance(value, float) and not math.isfinite(value):
-        return None
-    return value
-
-
-def write(path: Path, document: dict[str, Any]) -> None:
-    """Write atomically: a reader finds the whole document or the previous one."""
-    temporary = path.with_name(f".{path.name}.{os.getpid()}")
-    with temporary.open("w", encoding="utf-8") as file:
-        json.dump(document, file, indent=1)
-        file.flush()
-        os.fsync(file.fileno())
-    temporary.replace(path)
-
-
-def command_line() -> list[str]:
-    """The command that was typed, as provenance keeps it."""
-    return [Path(sys.argv[0]).name, *sys.argv[1:]]

@@ -63,10 +63,11 @@ class Task:
         return list(islice(self._read(hub, file, data_dir, True), count))
 
     def _read(self, hub: OnHub | None, file: str, data_dir: Path | None, streaming: bool) -> Iterator[Row]:
-        if data_dir is not None:
-            if not (data_dir / file).is_file():
+        if data_dir is not None or Path(file).is_absolute():
+            place = (data_dir or Path()) / file  # an absolute path stands for itself
+            if not place.is_file():
                 raise FileNotFoundError(f"task {self.name}: {data_dir} holds no {file}. {self.how()}")
-            records = json_lines(data_dir / file)
+            records = json_lines(place)
         elif hub is None:
             raise FileNotFoundError(f"task {self.name} is not on the hub. {self.how()}")
         else:

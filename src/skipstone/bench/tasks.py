@@ -1,7 +1,7 @@
 """The data sets that methods are measured on: where each lies, what its records hold, how it asks and how it is scored.
 
 Records come from the hub or, with a data folder, from files of JSON lines in the hub's own schema. None of it is part of this
-package.
+package but SELF.
 """
 
 from __future__ import annotations
@@ -192,14 +192,20 @@ TASKS = {
 }
 
 
+SELF = "self"
+_PROMPTS = Path(__file__).parents[1] / "assets" / "prompts.jsonl"
+
+
 def named(name: str) -> Task:
-    """A task of the table, or any file of JSON lines with prompts: the keys prompt (or text, or turns) and, to be scored by
+    """A task of the table, "self" for the few prompts that come with this package, or any file of JSON lines with prompts: the keys prompt (or text, or turns) and, to be scored by
     exact match, reference. ValueError for an unknown name."""
     if name in TASKS:
         return TASKS[name]
+    if name == SELF:
+        return Task(SELF, None, str(_PROMPTS), ("prompt",), "Apache-2.0", _own)
     path = Path(name).expanduser()
     if path.suffix != ".jsonl":
-        raise ValueError(f"unknown task {name!r}; there are {', '.join(TASKS)}, or any .jsonl file of prompts")
+        raise ValueError(f"unknown task {name!r}; there are {', '.join((SELF, *TASKS))}, or any .jsonl file of prompts")
     if not path.is_file():
         raise FileNotFoundError(f"{path}: no such file of prompts")
     return Task(path.stem, None, str(path.absolute()), (), "yours", _own, Score(("exact_match",), _as_referenced))

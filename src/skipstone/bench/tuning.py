@@ -16,10 +16,8 @@ from typing import Any
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from skipstone.bench.measure import Engine, Row, Skipstone, measure
-from skipstone.bench.peers import HFEarlyExit, HFPromptLookup
+from skipstone.bench.measure import Engine, Row, measure
 from skipstone.bench.statistics import pooled
-from skipstone.methods.layerskip import LayerSkip
 
 KEPT = 3  # one in so many survives a rung
 RUNG = 2  # prompts a rung
@@ -30,37 +28,15 @@ PEER_THRESHOLDS = (0.0, 0.2, 0.4, 0.6)
 LOOKUPS = (3, 5, 10)
 
 
-@dataclass(frozen=True)
-class Grid:
-    """What is tried. exit_layers and lengths are the same for our method and for the peer; each has its own thresholds."""
-
-    exit_layers: Sequence[int]
-    lengths: Sequence[int] = LENGTHS
-    thresholds: Sequence[float | None] = THRESHOLDS
-    peer_thresholds: Sequence[float] = PEER_THRESHOLDS
-    lookups: Sequence[int] = LOOKUPS
-
-    def layerskip(self) -> list[Engine]:
-        """Our method at every (E, d, threshold)."""
-        return [
-            Skipstone(LayerSkip(exit_layer=layer, num_speculative_tokens=length, confidence_threshold=threshold))
-            for layer in self.exit_layers
-            for length in self.lengths
-            for threshold in self.thresholds
-        ]
-
-    def early_exit(self) -> list[Engine]:
-        """The peer at every (E, d, threshold)."""
-        return [
-            HFEarlyExit(layer, length, threshold)
-            for layer in self.exit_layers
-            for length in self.lengths
-            for threshold in self.peer_thresholds
-        ]
-
-    def prompt_lookup(self) -> list[Engine]:
-        """Prompt lookup at every draft length."""
-        return [HFPromptLookup(length) for length in self.lookups]
+def usual(method: str, depth: int) -> dict[str, Sequence[Any]]:
+    """The values worth trying for a method on a model of `depth` layers: the same exit layers and draft lengths for our method
+    and for the peer, each with its own thresholds."""
+    shared = {"exit_layer": exit_layers(depth)}
+    return {
+        "layerskip": {**shared, "num_speculative_tokens": LENGTHS, "confidence_threshold": THRESHOLDS},
+        "hf-early-exit": {**shared, "num_assistant_tokens": LENGTHS, "confidence_threshold": PEER_THRESHOLDS},
+        "hf-prompt-lookup": {"prompt_lookup_num_tokens": LOOKUPS},
+    }.get(method, {})
 
 
 @dataclass

@@ -264,7 +264,9 @@ class Stats:
         """The figures as plain JSON values."""
         return {
             "new_tokens": self.tokens + self.prefill_tokens,
+            "prefill_tokens": self.prefill_tokens,
             "steps": self.steps,
+            "turns": self.turns,
             "drafted": self.drafted,
             "draft_steps": self.draft_steps,
             "accepted": self.accepted,

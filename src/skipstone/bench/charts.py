@@ -1,0 +1,131 @@
+"""The papers' figures out of a run: pictures as SVG, for the report's page."""
+
+from __future__ import annotations
+
+import io
+from collections.abc import Sequence
+from typing import Any
+
+from skipstone.bench.figures import Group
+from skipstone.bench.lineup import BASELINE
+
+SIZE = (6.4, 3.6)
+PARTS = ("draft", "score", "other")
+
+
+def charts(group: Group) -> dict[str, str]:
+    """Title -> SVG of what can be drawn of a group. ImportError that says what to install without matplotlib."""
+    figures = {label: figures for label in group.labels if (figures := group.figures(label, group.lines)) is not None}
+    drawn = {
+        "Speed-up over plain decoding": _speedups(figures),
+        "Tokens a step": _lengths(figures),
+        "Where a step's time goes": _breakdown(figures),
+        "Speed against settings": _settings(group),
+        "Speed and score": _pareto(figures),
+    }
+    return {title: svg for title, svg in drawn.items() if svg is not None}
+
+
+def _axes() -> tuple[Any, Any]:
+    try:
+        from matplotlib.figure import Figure
+    except ImportError as error:
+        raise ImportError('pictures need matplotlib: pip install "skipstone[bench]"') from error
+    figure = Figure(figsize=SIZE, layout="constrained")
+    return figure, figure.subplots()
+
+
+def _svg(figure: Any) -> str:
+    """Without the XML declaration, and without a date: the same run gives the same page."""
+    text = io.StringIO()
+    figure.savefig(text, format="svg", metadata={"Date": None})
+    return text.getvalue().partition("<svg")[1] + text.getvalue().partition("<svg")[2]
+
+
+def _speedups(figures: dict[str, Any]) -> str | None:
+    """Bars with 95 % intervals."""
+    found = {label: one["speedups"][BASELINE] for label, one in figures.items() if BASELINE in one["speedups"]}
+    if len(found) < 2:
+        return None
+    figure, axes = _axes()
+    values = [one["value"] for one in found.values()]
+    below = [one["value"] - one["low"] for one in found.values()]
+    above = [one["high"] - one["value"] for one in found.values()]
+    axes.bar(list(found), values, yerr=[below, above], capsize=4, color="#4878a8")
+    axes.axhline(1, color="black", linewidth=0.8)
+    axes.set_ylabel("x plain decoding")
+    axes.tick_params(axis="x", labelrotation=20)
+    return _svg(figure)
+
+
+def _lengths(figures: dict[str, Any]) -> str | None:
+    """How many tokens the steps committed, as shares of steps."""
+    found = {label: one["acceptance_histogram"] for label, one in figures.items() if one.get("acceptance_rate") is not None}
+    if not found:
+        return None
+    figure, axes = _axes()
+    width = 0.8 / len(found)
+    for index, (label, histogram) in enumerate(found.items()):
+        total = sum(histogram.values())
+        places = [int(accepted) + 1 + (index - (len(found) - 1) / 2) * width for accepted in histogram]
+        axes.bar(places, [count / total for count in histogram.values()], width, label=label)
+    axes.set_xlabel("tokens a step")
+    axes.set_ylabel("share of steps")
+    axes.legend()
+    return _svg(figure)
+
+
+def _breakdown(figures: dict[str, Any]) -> str | None:
+    """Milliseconds of a step, drafting, scoring and the rest on top of one another."""
+    found = {label: one for label, one in figures.items() if "draft_ms_per_step" in one}
+    if not found:
+        return None
+    figure, axes = _axes()
+    bottom = [0.0] * len(found)
+    for part in PARTS:
+        values = [one[f"{part}_ms_per_step"] for one in found.values()]
+        axes.barh(list(found), values, left=bottom, label=part)
+        bottom = [low + value for low, value in zip(bottom, values, strict=True)]
+    axes.set_xlabel("ms a step")
+    axes.legend()
+    return _svg(figure)
+
+
+def _settings(group: Group) -> str | None:
+    """Of what was tuned: tokens a second of the candidates that saw most prompts, by exit layer and by threshold."""
+    trials = [(label, trial) for label, line in group.tuned.items() for trial in line["trials"]]
+    names = ("exit_layer", "confidence_threshold", "num_speculative_tokens", "num_assistant_tokens")
+    name = next((one for one in names if len({trial["settings"].get(one) for _, trial in trials} - {None}) > 1), None)
+    if name is None:
+        return None
+    figure, axes = _axes()
+    for label in dict.fromkeys(label for label, _ in trials):
+        points = [
+            (trial["settings"][name], trial["tokens_per_second"])
+            for own, trial in trials
+            if own == label and trial["settings"].get(name) is not None
+        ]
+        axes.plot(*_columns(sorted(points)), "o", label=label)
+    axes.set_xlabel(name)
+    axes.set_ylabel("tokens/s while tuning")
+    axes.legend()
+    return _svg(figure)
+
+
+def _pareto(figures: dict[str, Any]) -> str | None:
+    """Speed against the first score; what only loses is pale."""
+    found = {label: (one["tokens_per_second"], next(iter(one["scores"].values()))) for label, one in figures.items() if one["scores"]}
+    if len(found) < 2 or all(figures[label]["lossless"] for label in found):
+        return None
+    figure, axes = _axes()
+    for label, (speed, score) in found.items():
+        beaten = any(a >= speed and b >= score and (a, b) != (speed, score) for a, b in found.values())
+        axes.plot(speed, score, "o", alpha=0.35 if beaten else 1)
+        axes.annotate(label, (speed, score), textcoords="offset points", xytext=(5, 5))
+    axes.set_xlabel("tokens/s")
+    axes.set_ylabel(next(name for one in figures.values() for name in one["scores"]))
+    return _svg(figure)
+
+
+def _columns(points: Sequence[tuple[Any, Any]]) -> tuple[list[Any], list[Any]]:
+    return [x for x, _ in points], [y for _, y in points]

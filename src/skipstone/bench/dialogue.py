@@ -1,0 +1,75 @@
+"""Conversations: what is asked, turn by turn, as the ids that a model reads."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedTokenizerBase
+
+from skipstone.api import token_ids
+from skipstone.bench.prompts import digest
+from skipstone.bench.task import Row
+from skipstone.loading import bos_prefix
+
+VICUNA = "A chat between a curious user and an assistant."
+"""Stands before the turns where a chat is asked for and the model has no template, in the manner of Vicuna's (Spec-Bench's)."""
+
+Said = tuple[str, str]
+"""A turn and its answer."""
+
+
+@dataclass(frozen=True)
+class Conversation:
+    """source: where it comes from. turns: what the user says; or ids [T] int64 as they are, for models without words. row: the
+    record that it was made of, for scores."""
+
+    source: str
+    turns: tuple[str, ...] = ()
+    ids: Tensor | None = None
+    row: Row = field(default_factory=dict)
+
+    def __len__(self) -> int:
+        return 1 if self.ids is not None else len(self.turns)
+
+    @property
+    def digest(self) -> str:
+        """A short hash, to tell whether two runs asked the same."""
+        return digest(self.ids.tolist() if self.ids is not None else list("\0".join(self.turns).encode()))
+
+
+class Reader:
+    """Makes prompts of conversations. limit: longer prompts lose their beginning. chat: turns stand in the model's template."""
+
+    def __init__(self, tokenizer: PreTrainedTokenizerBase | None, chat: bool, limit: int) -> None:
+        self.tokenizer, self.chat, self.limit = tokenizer, chat, limit
+
+    def ids(self, one: Conversation, said: Sequence[Said] = ()) -> Tensor:
+        """[T] int64: the next turn after what was said. ValueError for a prompt without a token."""
+        if one.ids is not None:
+            return one.ids[-self.limit :]
+        assert self.tokenizer is not None
+        found = token_ids(self._prompt(one.turns[: len(said) + 1], [answer for _, answer in said]), self.tokenizer)
+        if not found:
+            raise ValueError(f"{one.source}: the prompt is empty")
+        if len(found) > self.limit:
+            first = bos_prefix(self.tokenizer)
+            found = [*first, *found[len(first) :][-(self.limit - len(first)) :]]
+        return torch.tensor(found)
+
+    def _prompt(self, turns: Sequence[str], answers: Sequence[str]) -> Any:
+        pairs = list(zip(turns, answers, strict=False))
+        if not self.chat:
+            return "".join(f"{turn}{answer}\n\n" for turn, answer in pairs) + turns[-1]
+        if getattr(self.tokenizer, "chat_template", None):
+            told = [({"role": "user", "content": turn}, {"role": "assistant", "content": answer}) for turn, answer in pairs]
+            return [*(part for pair in told for part in pair), {"role": "user", "content": turns[-1]}]
+        told = "".join(f" USER: {turn} ASSISTANT: {answer}" for turn, answer in pairs)
+        return f"{VICUNA}{told} USER: {turns[-1]} ASSISTANT:"
+
+    def text(self, tokens: Sequence[int]) -> str:
+        """What new tokens say; nothing for models without words."""
+        return "" if self.tokenizer is None else self.tokenizer.decode(list(tokens), skip_special_tokens=True)

@@ -1,0 +1,120 @@
+"""Who takes part: from wishes such as `layerskip exit_layer=3,6` to engines.
+
+A wish is a method's name with settings. A setting with several values is a choice: which of them is best is measured, on other
+prompts than those reported (tuning.py).
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import yaml
+from transformers import PreTrainedModel
+
+from skipstone.api import resolve_for
+from skipstone.bench import tuning
+from skipstone.bench.measure import Engine, Skipstone
+from skipstone.bench.peers import PEERS
+from skipstone.core.fields import OWN_FIELD
+from skipstone.methods import METHODS
+
+Wish = dict[str, Any]
+BASELINE, THEIRS = "autoregressive", "hf-generate"
+
+
+@dataclass(frozen=True)
+class Entrant:
+    """One method in the table. candidates: its engine, or those that are to be chosen from. sampled: it takes part in rows at a
+    temperature too. lossless: its text is the model's own."""
+
+    label: str
+    candidates: tuple[Engine, ...]
+    sampled: bool = True
+    lossless: bool = True
+
+
+def parse(text: str) -> Wish:
+    """`layerskip exit_layer=3,6 confidence_threshold=none,0.4`, or JSON. ValueError for anything else."""
+    if text.lstrip().startswith("{"):
+        wish = yaml.safe_load(text)
+        if not isinstance(wish, dict) or "method" not in wish:
+            raise ValueError(f'a method as JSON names itself, {{"method": "layerskip", ...}}; found {text!r}')
+        return wish
+    name, *pairs = text.split()
+    wish = {"method": name}
+    for pair in pairs:
+        key, equals, value = pair.partition("=")
+        if not equals or not value:
+            raise ValueError(f"settings of a method are key=value or key=value,value; found {pair!r} after {name}")
+        values = [_value(one) for one in value.split(",")]
+        wish[key.replace("-", "_")] = values if len(values) > 1 else values[0]
+    return wish
+
+
+def _value(text: str) -> Any:
+    return None if text.lower() == "none" else yaml.safe_load(text)
+
+
+def label(wish: Wish) -> str:
+    """What the table calls it: its own `label`, else the method's name."""
+    return str(wish.get("label") or wish["method"])
+
+
+def check(wishes: Sequence[Wish]) -> None:
+    """ValueError for methods and settings that do not exist and labels that are given twice, before any model is loaded."""
+    for wish in wishes:
+        name = wish.get("method")
+        if name not in METHODS and name not in PEERS:
+            raise ValueError(f"unknown method {name!r}; there are {', '.join((*METHODS, *PEERS))}")
+        kind: Any = METHODS.get(str(name)) or PEERS[str(name)]
+        known = [field.name for field in dataclasses.fields(kind)]
+        if unknown := [key for key in wish if key not in (*known, *getattr(kind, "aliases", {}), "method", "label")]:
+            raise ValueError(f"{name} has no setting {unknown[0]!r}; it has {', '.join(known) or 'none'}")
+    labels = [label(wish) for wish in wishes]
+    if twice := [name for name in labels if labels.count(name) > 1]:
+        raise ValueError(f"two methods are called {twice[0]}: give one of them a label=...")
+
+
+def entrants(wishes: Sequence[Wish], model: PreTrainedModel, tune: bool) -> tuple[list[Entrant], dict[str, str]]:
+    """(who takes part, label -> why a peer cannot). tune: what a wish leaves open is a choice among the usual values.
+
+    ValueError for settings that do not fit the model.
+    """
+    found, refused = [], {}
+    for wish in wishes:
+        name = wish["method"]
+        given = {key: value for key, value in wish.items() if key not in ("method", "label")}
+        if tune:
+            given = {**tuning.usual(name, model.config.num_hidden_layers), **given}
+        if name in METHODS:
+            engines = [Skipstone(resolve_for(model, {"method": name, **one})) for one in choices(given)]
+            found.append(Entrant(label(wish), tuple(engines), lossless=METHODS[name].lossless))
+            continue
+        peers = [_peer(PEERS[name], one, model) for one in choices(given)]
+        if (reason := peers[0].refusal(model)) is not None:
+            refused[label(wish)] = reason
+        else:
+            found.append(Entrant(label(wish), tuple(peers), sampled=PEERS[name].sampled))
+    return found, refused
+
+
+def choices(settings: Mapping[str, Any]) -> list[Wish]:
+    """Every combination of the values that are lists."""
+    values = [value if isinstance(value, (list, tuple)) else [value] for value in settings.values()]
+    if empty := [key for key, options in zip(settings, values, strict=True) if not options]:
+        raise ValueError(f"{empty[0]} has no values to choose from")
+    return [dict(zip(settings, one, strict=True)) for one in itertools.product(*values)]
+
+
+def _peer(kind: Any, settings: Wish, model: PreTrainedModel) -> Any:
+    """A peer, with what it takes from the model where nothing is said. ValueError for what is missing."""
+    own = getattr(model.generation_config, OWN_FIELD, None) or {}
+    settings = {**kind.defaults(own), **settings}
+    needed = [field.name for field in dataclasses.fields(kind) if field.default is dataclasses.MISSING]
+    if missing := [name for name in needed if settings.get(name) is None]:
+        raise ValueError(f"{kind.name} needs {missing[0]}=..., and this model carries no default for it")
+    return kind(**settings)

@@ -1,0 +1,112 @@
+"""One prompt asked of every row: all its turns and samples, timed, scored, and put into one line."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from transformers import PreTrainedModel
+
+from skipstone.bench.dialogue import Conversation, Reader, Said
+from skipstone.bench.figures import merged
+from skipstone.bench.journal import Line
+from skipstone.bench.measure import Measurement, Row, measure, rotated
+from skipstone.bench.plan import Plan, Question
+from skipstone.bench.prompts import digest
+from skipstone.bench.statistics import repeated_share
+from skipstone.bench.task import Task
+
+
+@dataclass(frozen=True)
+class Cell:
+    """A task of a plan on a model. number: the task's place in the plan, for the same task may stand there twice."""
+
+    model: str
+    number: int
+    task: Task
+    question: Question
+    reader: Reader
+    plan: Plan
+
+    def key(self) -> dict[str, Any]:
+        """What its lines begin with."""
+        return {"model": self.model, "number": self.number, "task": self.task.name, "temperature": self.question.temperature}
+
+    def owns(self, line: Line) -> bool:
+        """Whether a line belongs to it."""
+        return all(line[name] == value for name, value in self.key().items())
+
+
+@dataclass
+class Answers:
+    """What one row gave for one prompt, over all turns and samples."""
+
+    measurements: list[Measurement] = field(default_factory=list)
+    prompts: list[list[int]] = field(default_factory=list)
+    texts: list[str] = field(default_factory=list)
+    scores: list[dict[str, float]] = field(default_factory=list)
+
+    def report(self) -> dict[str, Any]:
+        """Plain JSON values. seconds, first_seconds: summed over calls; repeated_share: weighed by tokens."""
+        tokens = [token for m in self.measurements for token in m.tokens]
+        looped = sum(
+            repeated_share(prompt, m.tokens) * len(m.tokens) for prompt, m in zip(self.prompts, self.measurements, strict=True)
+        )
+        firsts = [m.first for m in self.measurements if m.first is not None]
+        memory = [m.memory for m in self.measurements if m.memory is not None]
+        stats = [m.stats for m in self.measurements if m.stats is not None]
+        return {
+            "tokens": len(tokens),
+            "seconds": sum(m.seconds for m in self.measurements),
+            "first_seconds": sum(firsts) if len(firsts) == len(self.measurements) else None,
+            "calls": len(self.measurements),
+            "digests": [digest(m.tokens) for m in self.measurements],
+            "repeated_share": looped / len(tokens) if tokens else 0.0,
+            "memory": max(memory) if memory else None,
+            "scores": self.scores,
+            "text": self.texts[0],
+            "stats": merged(stats).summary() if stats else None,
+        }
+
+
+def ask(model: PreTrainedModel, rows: Sequence[Row], one: Conversation, index: int, cell: Cell) -> Line:
+    """Every row on one prompt, in rotating order. The answer that a second turn follows is the first row's, for all rows: they
+    are asked the same."""
+    answers = {row.name: Answers() for row in rows}
+    lengths: list[int] = []
+    for sample in range(cell.question.samples):
+        said: list[Said] = []
+        for turn in range(len(one)):
+            ids = cell.reader.ids(one, said)
+            lengths.append(len(ids))
+            for row in rotated(rows, index + sample + turn):
+                seed = cell.plan.seed + 1000 * index + sample
+                found = measure(model, row, ids, index, cell.question.max_new_tokens, seed, cell.question.top_p)
+                answers[row.name].measurements.append(found)
+                answers[row.name].prompts.append(ids.tolist())
+                answers[row.name].texts.append(cell.reader.text(found.tokens))
+            said.append(("" if one.ids is not None else one.turns[turn], answers[rows[0].name].texts[-1]))
+    _score(answers, one, cell)
+    return {
+        "kind": "prompt",
+        **cell.key(),
+        "index": index,
+        "source": one.source,
+        "digest": one.digest,
+        "prompt_tokens": lengths,
+        "rows": {name: found.report() for name, found in answers.items()},
+    }
+
+
+def _score(answers: dict[str, Answers], one: Conversation, cell: Cell) -> None:
+    """Scores of every sample's last turn. The same text is scored once: lossless rows all say the same."""
+    score = cell.task.score
+    if score is None or (score.executes and not cell.plan.allow_code_execution):
+        return
+    known: dict[str, dict[str, float]] = {}
+    for found in answers.values():
+        for text in found.texts[len(one) - 1 :: len(one)]:
+            if text not in known:
+                known[text] = score.of(one.row, text)
+            found.scores.append(known[text])

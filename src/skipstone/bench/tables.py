@@ -1,0 +1,224 @@
+"""Figures as tables: our own layout, and those of the papers, so that a reader can lay them side by side."""
+
+from __future__ import annotations
+
+import csv
+import io
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from skipstone.bench.figures import EARLY_EXIT, Group
+from skipstone.bench.lineup import BASELINE, THEIRS
+from skipstone.bench.statistics import LOOPING, NGRAM
+
+Figures = Mapping[str, Any]
+NONE = "-"
+
+LEGEND = f"""\
+x plain, x HF, x HF exit: speed-up over {BASELINE}, {THEIRS} and {EARLY_EXIT}, total tokens over total time, prefill included,
+with 95 % paired bootstrap intervals over prompts. Only prompts count whose text has a share of repeated {NGRAM}-grams (repeats)
+under {LOOPING} in all rows; the last column takes all. ceiling: share of what the memory's bandwidth would allow plain decoding.
+TTFT, TPOT: to the first token, and for each further one. ms a step: draft + scoring + other. predicted: the speed-up that M and
+these costs allow, prefill apart; reached: the share of it that was reached. equal: greedy texts identical to {THEIRS}."""
+
+
+@dataclass(frozen=True)
+class Table:
+    """A title, the columns' names, and rows of texts."""
+
+    title: str
+    columns: Sequence[str]
+    rows: Sequence[Sequence[str]]
+
+    def markdown(self) -> str:
+        """With its title as a heading."""
+        lines = [f"### {self.title}", "", _piped(self.columns), _piped(["---"] * len(self.columns))]
+        return "\n".join([*lines, *map(_piped, self.rows)]) + "\n"
+
+    def csv(self) -> str:
+        """With its title in the first column."""
+        text = io.StringIO()
+        writer = csv.writer(text)
+        writer.writerow(["table", *self.columns])
+        writer.writerows([self.title, *row] for row in self.rows)
+        return text.getvalue()
+
+
+def _piped(cells: Sequence[str]) -> str:
+    return "| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |"
+
+
+def number(value: float | None, digits: int = 2) -> str:
+    """A figure, or a dash where there is none."""
+    return NONE if value is None else f"{value:.{digits}f}"
+
+
+def interval(value: Mapping[str, float] | None, short: bool = False) -> str:
+    """A ratio with its interval."""
+    if value is None:
+        return NONE
+    exact = value["low"] == value["high"]  # a row beside itself, or a single prompt
+    return number(value["value"]) if short or exact else f"{value['value']:.2f} ({value['low']:.2f}-{value['high']:.2f})"
+
+
+def _steps(figures: Figures) -> str:
+    parts = [figures.get(f"{part}_ms_per_step") for part in ("draft", "score", "other")]
+    return "+".join(f"{part:.1f}" for part in parts if part is not None) or NONE
+
+
+def _equal(figures: Figures) -> str:
+    same = figures["equal"].get(THEIRS)
+    return NONE if same is None else f"{same}/{figures['prompts']}"
+
+
+def _scores(figures: Figures) -> str:
+    return ", ".join(f"{name} {value:.3f}" for name, value in figures["scores"].items()) or NONE
+
+
+def _megabytes(figures: Figures) -> str:
+    return NONE if figures["peak_memory"] is None else f"{figures['peak_memory'] / 2**20:.0f}"
+
+
+def _ratio(reference: str) -> Callable[[Figures], str]:
+    return lambda figures: interval(figures["speedups"].get(reference))
+
+
+COLUMNS: dict[str, Callable[[Figures], str]] = {
+    "n": lambda f: str(f["prompts"]),
+    "tokens/s": lambda f: number(f["tokens_per_second"], 1),
+    "x plain": _ratio(BASELINE),
+    "x HF": _ratio(THEIRS),
+    "x HF exit": _ratio(EARLY_EXIT),
+    "M": lambda f: number(f.get("mean_acceptance_length")),
+    "alpha": lambda f: number(f.get("acceptance_rate")),
+    "ms a step": _steps,
+    "predicted": lambda f: number(f.get("predicted_speedup")),
+    "reached": lambda f: number(f.get("measured_over_predicted")),
+    "equal": _equal,
+    "score": _scores,
+    "repeats": lambda f: number(f["repeated_share"]),
+    "TTFT ms": lambda f: number(f["ttft_ms"], 1),
+    "TPOT ms": lambda f: number(f["tpot_ms"], 1),
+    "peak MiB": _megabytes,
+    "ceiling": lambda f: number(f["share_of_ceiling"]),
+}
+
+
+def own(group: Group) -> Table:
+    """Every figure of a group, the headline's prompts, and the speed-up over all of them."""
+    headline, rows = group.headline(), []
+    for label in group.labels:
+        figures, every = group.figures(label, headline), group.figures(label, group.lines)
+        assert every is not None
+        cells = ["0", *[NONE] * (len(COLUMNS) - 1)] if figures is None else [cell(figures) for cell in COLUMNS.values()]
+        name = label if every["lossless"] else f"{label} (lossy)"
+        rows.append([name, *cells, interval(every["speedups"].get(BASELINE), short=True)])
+    title = f"SYNTHETIC MODEL: {group.title}" if group.about["synthetic"] else group.title
+    return Table(title, ["method", *COLUMNS, "x plain, all"], rows)
+
+
+def layerskip(group: Group) -> Table:
+    """The shape of LayerSkip's Tables 3 to 6 and 11."""
+    rows = []
+    for label in group.labels:
+        figures = group.figures(label, group.lines)
+        assert figures is not None
+        settings = group.tuned.get(label, {}).get("chosen", {})
+        rows.append(
+            [
+                label,
+                str(settings.get("exit_layer", NONE)),
+                _scores(figures),
+                NONE if figures.get("acceptance_rate") is None else f"{100 * figures['acceptance_rate']:.1f}%",
+                number(figures["tokens_per_second"], 1),
+                number(1000 * figures["seconds"] / figures["tokens"], 1),
+                _times(figures),
+            ]
+        )
+    columns = ["Generation", "E", "Score", "Token Acc.", "Tokens per Sec.", "Time per Token (ms)", "Speedup"]
+    return Table(group.title, columns, rows)
+
+
+def _times(figures: Figures) -> str:
+    found = figures["speedups"].get(BASELINE)
+    return NONE if found is None else f"{found['value']:.2f}x"
+
+
+def _across(title: str, groups: Sequence[Group], cells: Mapping[str, Callable[[Figures], str]], overall: bool) -> Table:
+    """Methods down, tasks across, with the same cells for each; overall: tokens/s and speed-up over all tasks at the end."""
+    columns = ["Methods", *(f"{group.task} {name}" for group in groups for name in cells)]
+    columns += ["Speed (tokens/s)", "Overall Speedup"] if overall else []
+    rows = []
+    for label in dict.fromkeys(label for group in groups for label in group.labels):
+        found = [group.figures(label, group.lines) for group in groups]
+        row = [label, *(NONE if one is None else cell(one) for one in found for cell in cells.values())]
+        rows.append(row + _overall(label, groups) if overall else row)
+    return Table(title, columns, rows)
+
+
+def _overall(label: str, groups: Sequence[Group]) -> list[str]:
+    """Total tokens over total time of all tasks, and the same against plain decoding's."""
+    shared = [group for group in groups if {label, BASELINE} <= set(group.labels)]
+    if not shared:
+        return [NONE, NONE]
+    rates = []
+    for name in (label, BASELINE):
+        found = [figures for group in shared if (figures := group.figures(name, group.lines))]
+        rates.append(sum(one["tokens"] for one in found) / sum(one["seconds"] for one in found))
+    return [number(rates[0]), f"{rates[0] / rates[1]:.2f}x"]
+
+
+def swift(title: str, groups: Sequence[Group]) -> Table:
+    """The shape of SWIFT's Tables 2, 3 and 8."""
+    cells = {
+        "M": COLUMNS["M"],
+        "alpha": COLUMNS["alpha"],
+        "Acc.": _scores,
+        "Speedup": _times,
+    }
+    return _across(title, groups, cells, overall=True)
+
+
+def adadecode(title: str, groups: Sequence[Group]) -> Table:
+    """The shape of AdaDecode's Tables 2 and 3; its consistency ratio is the share of texts that are plain decoding's."""
+
+    def consistency(figures: Figures) -> str:
+        same = figures["equal"].get(BASELINE)
+        return NONE if same is None else number(same / figures["prompts"], 3)
+
+    cells = {"Throughput (Tokens/s)": COLUMNS["tokens/s"], "Speedup (vs. Vanilla)": _times, "Consistency": consistency}
+    return _across(title, groups, cells, overall=False)
+
+
+def adasd(title: str, groups: Sequence[Group]) -> Table:
+    """The shape of AdaSD's Tables 1 and 2: #cand and #match are draft tokens submitted and accepted a step."""
+
+    def per_step(name: str) -> Callable[[Figures], str]:
+        return lambda f: NONE if not f.get("steps") else number(f[name] / f["steps"], 3)
+
+    cells = {
+        "tks/sec": lambda f: number(f["tokens_per_second"], 3),
+        "acc": _scores,
+        "#cand": per_step("drafted"),
+        "#match": per_step("accepted"),
+        "AccRate": lambda f: number(f.get("acceptance_rate"), 3),
+        "speedup": lambda f: number((f["speedups"].get(BASELINE) or {}).get("value"), 3),
+    }
+    return _across(title, groups, cells, overall=False)
+
+
+LAYOUTS = ("own", "layerskip", "swift", "adadecode", "adasd")
+
+
+def tables(groups: Sequence[Group], layout: str = "own") -> list[Table]:
+    """All tables of a run in a layout. ValueError for one that does not exist."""
+    if layout not in LAYOUTS:
+        raise ValueError(f"unknown layout {layout!r}; there are {', '.join(LAYOUTS)}")
+    if layout in ("own", "layerskip"):
+        return [{"own": own, "layerskip": layerskip}[layout](group) for group in groups]
+    made = {"swift": swift, "adadecode": adadecode, "adasd": adasd}[layout]
+    by_model: dict[str, list[Group]] = {}
+    for group in groups:
+        by_model.setdefault(group.model, []).append(group)
+    return [made(model, own_groups) for model, own_groups in by_model.items()]
