@@ -14,13 +14,14 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from skipstone.bench import lineup, machine, tuning
+from skipstone.bench import lineup, machine, surrogate, tuning
 from skipstone.bench.dialogue import Conversation, Reader
 from skipstone.bench.journal import Journal, Line
 from skipstone.bench.lineup import Entrant
-from skipstone.bench.measure import Row, measure, neutral_defaults, warm_up
+from skipstone.bench.measure import Row, neutral_defaults, warm_up
 from skipstone.bench.plan import Plan, Question, resolved
 from skipstone.bench.session import Cell, ask
+from skipstone.bench.surrogate import Shape
 from skipstone.bench.task import Task, prompt_of
 from skipstone.core.model import LayeredModel
 from skipstone.loading import load, usable
@@ -62,6 +63,35 @@ def run(plan: Plan, path: Path, argv: list[str], say: Say = print) -> Path:
                 reader = Reader(subject.tokenizer, question.chat, limit)
                 cell = Cell(subject.name, number, task, question, reader, plan)
                 measure_task(journal, subject.model, cell, entrants, both, say)
+    return path
+
+
+def run_surrogate(shape: Shape, plan: Plan, path: Path, argv: list[str], say: Say = print) -> Path:
+    """Measure a synthetic model on contexts that it sampled itself. Its early exit is its method's default."""
+    if plan.threads is not None:
+        torch.set_num_threads(plan.threads)
+    ((_, question),) = resolved(plan)
+    assert question.num_prompts is not None
+    assert question.prompt_tokens is not None
+    device = usable(("cuda" if torch.cuda.is_available() else "cpu") if plan.device == "auto" else plan.device)
+    dtype, count = getattr(torch, plan.dtype), plan.tune_prompts + question.num_prompts
+    if shape.agreement is None:
+        model, about = surrogate.plain(shape, plan.seed, dtype, device), {"shape": shape.name, "contexts": "random ids"}
+        contexts = surrogate.random_prompts(model.config.vocab_size, count, question.prompt_tokens, plan.seed)
+    else:
+        say(f"calibrating {shape.name}: layers[:{shape.exit_layer}] are to agree with all at {shape.agreement}")
+        made = surrogate.calibrate(shape, plan.seed, dtype=dtype, device=device)
+        model, about = made.model, made.report()
+        model.generation_config.skipstone = {"method": "layerskip", "exit_layer": shape.exit_layer}
+        contexts = surrogate.sampled_prompts(model, count, question.prompt_tokens, plan.seed + 1)
+        say(f"realised agreement {made.agreement}")
+    subject = Subject(plan.models[0], model, None, about)
+    task = Task("synthetic", None, "", (), "none", lambda row: [])
+    with Journal(path, {**plan.model_dump(mode="json"), "surrogate": about}, machine.provenance(argv, plan.seed)) as journal:
+        entrants = enter(journal, subject, plan)
+        cell = Cell(subject.name, 0, task, question, Reader(None, False, question.prompt_tokens), plan)
+        both = (contexts[: plan.tune_prompts], contexts[plan.tune_prompts :])
+        measure_task(journal, model, cell, entrants, both, say)
     return path
 
 

@@ -11,7 +11,9 @@ are the identity and layers[:E] always agree with the model, at 1 hardly ever.
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass, fields
+import json
+from dataclasses import asdict, dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -19,36 +21,78 @@ from torch import Tensor
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from skipstone import api
-from skipstone.bench.prompts import Prompt
+from skipstone.bench.dialogue import Conversation
 from skipstone.bench.statistics import LOOPING, Estimate, bootstrap_rate, repeated_share
 
 GAIN, SHARPNESS = 2.0, 3.0
 HEAD_DIM = 64
-NAMED = "llama-1b"
 BISECTIONS = 12
 TOLERANCE = 0.003
 START = 4  # random tokens that a sampled context begins with
+_LLAMA_3 = {"vocab_size": 128_256, "rope_parameters": {"rope_type": "default", "rope_theta": 500_000.0}, "head_dim": 128}
+_LLAMA_3 |= {"num_key_value_heads": 8, "max_position_embeddings": 8192}
+NAMED: dict[str, dict[str, Any]] = {
+    "llama-3.2-1b": {
+        **_LLAMA_3,
+        "hidden_size": 2048,
+        "intermediate_size": 8192,
+        "num_hidden_layers": 16,
+        "num_attention_heads": 32,
+        "head_dim": 64,
+        "tie_word_embeddings": True,
+    },
+    "llama-3.2-3b": {
+        **_LLAMA_3,
+        "hidden_size": 3072,
+        "intermediate_size": 8192,
+        "num_hidden_layers": 28,
+        "num_attention_heads": 24,
+        "tie_word_embeddings": True,
+    },
+    "llama-3-8b": {
+        **_LLAMA_3,
+        "hidden_size": 4096,
+        "intermediate_size": 14336,
+        "num_hidden_layers": 32,
+        "num_attention_heads": 32,
+    },
+    "llama-2-7b": {
+        "vocab_size": 32_000,
+        "hidden_size": 4096,
+        "intermediate_size": 11008,
+        "num_hidden_layers": 32,
+        "num_attention_heads": 32,
+        "max_position_embeddings": 4096,
+    },
+    "llama-2-13b": {
+        "vocab_size": 32_000,
+        "hidden_size": 5120,
+        "intermediate_size": 13824,
+        "num_hidden_layers": 40,
+        "num_attention_heads": 40,
+        "max_position_embeddings": 4096,
+    },
+}
 
 
 @dataclass(frozen=True)
 class Shape:
-    """A surrogate. exit: E. agreement: P(argmax of layers[:E] is the model's) per token, on contexts sampled at T = 1."""
+    """A surrogate. name: as it was asked for. config: of a Llama. exit_layer: E. agreement: P(argmax of layers[:E] is the
+    model's) per token, on contexts sampled at T = 1; None calibrates nothing, for plain decoding only."""
 
-    layers: int
-    hidden: int
-    exit: int
-    agreement: float
-    vocab: int = 4096
+    name: str
+    config: dict[str, Any]
+    exit_layer: int | None = None
+    agreement: float | None = None
 
     def __post_init__(self) -> None:
-        if not 1 <= self.exit < self.layers:
-            raise ValueError(f"exit must lie between 1 and {self.layers - 1} for {self.layers} layers, found {self.exit}")
-        if not 0.0 < self.agreement < 1.0:
-            raise ValueError(f"agreement must lie between 0 and 1, found {self.agreement}")
-        if self.hidden < HEAD_DIM or self.hidden % HEAD_DIM:
-            raise ValueError(f"hidden must be a multiple of {HEAD_DIM}, found {self.hidden}")
-        if self.vocab < 2:
-            raise ValueError(f"vocab must be at least 2, found {self.vocab}")
+        depth = self.config["num_hidden_layers"]
+        if (self.exit_layer is None) != (self.agreement is None):
+            raise ValueError("--exit-layer and --agreement go together: which exit is to agree, and how often")
+        if self.exit_layer is not None and not 1 <= self.exit_layer < depth:
+            raise ValueError(f"--exit-layer must lie between 1 and {depth - 1} for {depth} layers, found {self.exit_layer}")
+        if self.agreement is not None and not 0.0 < self.agreement < 1.0:
+            raise ValueError(f"--agreement must lie between 0 and 1, found {self.agreement}")
 
 
 @dataclass(frozen=True)
@@ -68,8 +112,9 @@ class Calibrated:
     def report(self) -> dict[str, Any]:
         """The figures as plain JSON values."""
         return {
-            "synthetic": True,
-            **asdict(self.shape),
+            "shape": self.shape.name,
+            "exit_layer": self.shape.exit_layer,
+            "agreement": self.shape.agreement,
             "factor": self.factor,
             "realised_agreement": asdict(self.agreement),
             "overlap_at_temperature_1": asdict(self.overlap),
@@ -77,21 +122,41 @@ class Calibrated:
         }
 
 
-def parse(text: str) -> Shape:
-    """`layers=24,hidden=192,exit=6,agreement=.85` as a Shape. ValueError names the wrong or missing key."""
-    kinds = {field.name: float if field.name == "agreement" else int for field in fields(Shape)}
-    values: dict[str, Any] = {}
+def parse(text: str, exit_layer: int | None = None, agreement: float | None = None) -> Shape:
+    """A name, a config.json of a Llama, or `layers=24,hidden=192[,vocab=4096]`. ValueError names the wrong or missing key."""
+    if text in NAMED:
+        return Shape(text, dict(NAMED[text]), exit_layer, agreement)
+    if text.endswith(".json"):
+        config = json.loads(Path(text).read_text(encoding="utf-8"))
+        if config.get("model_type") != "llama":
+            raise ValueError(f"{text}: a surrogate is a Llama, found model_type {config.get('model_type')!r}")
+        kept = {key: value for key, value in config.items() if hasattr(LlamaConfig(), key) and not key.endswith("_token_id")}
+        return Shape(text, kept, exit_layer, agreement)
+    values = {"vocab": 4096}
     for part in text.split(","):
         key, equals, value = part.partition("=")
-        if not equals or key.strip() not in kinds:
-            raise ValueError(f"a surrogate is {NAMED} or key=value pairs of {', '.join(kinds)}; found {part!r}")
-        try:
-            values[key.strip()] = kinds[key.strip()](value)
-        except ValueError as error:
-            raise ValueError(f"{key.strip()} must be a number, found {value!r}") from error
-    if missing := [name for name in ("layers", "hidden", "exit", "agreement") if name not in values]:
-        raise ValueError(f"the surrogate lacks {', '.join(missing)}, for example {missing[0]}=...")
-    return Shape(**values)
+        if not equals or key.strip() not in ("layers", "hidden", "vocab"):
+            raise ValueError(
+                f"a surrogate is one of {', '.join(NAMED)}, a config.json, or layers=24,hidden=192[,vocab=4096]; found {text!r}"
+            )
+        if not value.strip().isdecimal() or int(value) < 1:
+            raise ValueError(f"{key.strip()} must be a whole number of at least 1, found {value!r}")
+        values[key.strip()] = int(value)
+    if missing := [name for name in ("layers", "hidden") if name not in values]:
+        raise ValueError(f"the surrogate lacks {missing[0]}, for example {missing[0]}=24")
+    if values["hidden"] % HEAD_DIM:
+        raise ValueError(f"hidden must be a multiple of {HEAD_DIM}, found {values['hidden']}")
+    config = {
+        "vocab_size": values["vocab"],
+        "hidden_size": values["hidden"],
+        "intermediate_size": round(8 / 3 * values["hidden"]),
+        "num_hidden_layers": values["layers"],
+        "num_attention_heads": values["hidden"] // HEAD_DIM,
+        "num_key_value_heads": 1,
+        "head_dim": HEAD_DIM,
+        "max_position_embeddings": 2048,
+    }
+    return Shape(text, config, exit_layer, agreement)
 
 
 def calibrate(
@@ -108,71 +173,44 @@ def calibrate(
     sequences, length: contexts of each measurement; the one reported uses twice as many, from other seeds. ValueError
     where the wanted agreement cannot be had.
     """
+    assert shape.exit_layer is not None
+    assert shape.agreement is not None
     model: Any = build(shape, seed)
     model = model.to(dtype=dtype, device=device)
-    full = [weight.detach().clone() for weight in _outputs(model, shape.exit)]
+    full = [weight.detach().clone() for weight in _outputs(model, shape.exit_layer)]
     low, high, factor = 0.0, 1.0, 0.5
     for _ in range(BISECTIONS):
         factor = (low + high) / 2
-        _scale(model, shape.exit, full, factor)
-        agree, _ = measure_agreement(model, shape.exit, contexts(model, sequences, length, seed))
+        _scale(model, shape.exit_layer, full, factor)
+        agree, _ = measure_agreement(model, shape.exit_layer, contexts(model, sequences, length, seed))
         if abs(agree.value - shape.agreement) < TOLERANCE:
             break
         low, high = (factor, high) if agree.value > shape.agreement else (low, factor)
-    agreement, overlap = measure_agreement(model, shape.exit, contexts(model, 2 * sequences, length, seed + 1_000_000))
+    agreement, overlap = measure_agreement(model, shape.exit_layer, contexts(model, 2 * sequences, length, seed + 1_000_000))
     if not agreement.low - 0.05 <= shape.agreement <= agreement.high + 0.05:
         raise ValueError(
-            f"an agreement of {shape.agreement} cannot be had with {shape.layers} layers of {shape.hidden}, "
-            f"exit {shape.exit}: the nearest is {agreement}"
+            f"an agreement of {shape.agreement} cannot be had with {shape.name}, exit {shape.exit_layer}: the nearest is {agreement}"
         )
     return Calibrated(model, shape, factor, agreement, overlap)
 
 
 def build(shape: Shape, seed: int) -> LlamaForCausalLM:
-    """A random Llama in float32, untied, one key/value head."""
-    heads = shape.hidden // HEAD_DIM
-    config = LlamaConfig(
-        vocab_size=shape.vocab,
-        hidden_size=shape.hidden,
-        intermediate_size=round(8 / 3 * shape.hidden),
-        num_hidden_layers=shape.layers,
-        num_attention_heads=heads,
-        num_key_value_heads=1,
-        head_dim=HEAD_DIM,
-        max_position_embeddings=2048,
-        tie_word_embeddings=False,
-        bos_token_id=None,
-        eos_token_id=None,
-        pad_token_id=None,
-    )
+    """A random Llama in float32 whose logits are those of a model that is neither sure nor clueless."""
+    config = LlamaConfig(**shape.config, bos_token_id=None, eos_token_id=None, pad_token_id=None)
     with torch.random.fork_rng(devices=[]), torch.no_grad():
         torch.manual_seed(seed)
         model = LlamaForCausalLM(config).eval()
         for weight in (parameter for parameter in model.parameters() if parameter.ndim == 2):
             weight.normal_(0, GAIN / weight.shape[1] ** 0.5)
-        model.model.embed_tokens.weight.normal_(0, 1)
-        model.lm_head.weight.normal_(0, SHARPNESS / shape.hidden**0.5)
+        width = config.hidden_size
+        model.model.embed_tokens.weight.normal_(0, SHARPNESS / width**0.5 if config.tie_word_embeddings else 1)
+        model.lm_head.weight.normal_(0, SHARPNESS / width**0.5)
     return model
 
 
-def llama_1b(seed: int, dtype: torch.dtype, device: str | torch.device) -> LlamaForCausalLM:
-    """Random weights in the shape of Llama 3.2 1B. Its early exits are not calibrated: for plain decoding only."""
-    config = LlamaConfig(
-        vocab_size=128_256,
-        hidden_size=2048,
-        intermediate_size=8192,
-        num_hidden_layers=16,
-        num_attention_heads=32,
-        num_key_value_heads=8,
-        head_dim=64,
-        max_position_embeddings=8192,
-        rope_parameters={"rope_type": "default", "rope_theta": 500_000.0},
-        tie_word_embeddings=True,
-        bos_token_id=None,
-        eos_token_id=None,
-        pad_token_id=None,
-        dtype=dtype,
-    )
+def plain(shape: Shape, seed: int, dtype: torch.dtype, device: str | torch.device) -> LlamaForCausalLM:
+    """Random weights of a shape as transformers draws them, in the dtype from the start. Its early exits mean nothing."""
+    config = LlamaConfig(**shape.config, bos_token_id=None, eos_token_id=None, pad_token_id=None, dtype=dtype)
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         model: Any = LlamaForCausalLM._from_config(config, dtype=dtype)
@@ -211,7 +249,7 @@ def measure_agreement(model: Any, exit_layer: int, ids: Tensor) -> tuple[Estimat
     return bootstrap_rate(same, count), bootstrap_rate(overlap, count)
 
 
-def sampled_prompts(model: Any, count: int, length: int, seed: int) -> list[Prompt]:
+def sampled_prompts(model: Any, count: int, length: int, seed: int) -> list[Conversation]:
     """`count` contexts of `length` tokens. ValueError where even sampled text loops: nothing measured on it means anything."""
     rows = contexts(model, count, length, seed).cpu()
     shares = [repeated_share(row[:START].tolist(), row[START:].tolist()) for row in rows]
@@ -219,11 +257,11 @@ def sampled_prompts(model: Any, count: int, length: int, seed: int) -> list[Prom
         raise ValueError(
             f"the surrogate's sampled text loops (share of repeated 8-grams {max(shares):.2f}); use a larger vocab"
         )
-    return [Prompt(f"sampled at T = 1, number {index}", row.clone()) for index, row in enumerate(rows)]
+    return [Conversation(f"sampled at T = 1, number {index}", ids=row.clone()) for index, row in enumerate(rows)]
 
 
-def random_prompts(vocab: int, count: int, length: int, seed: int) -> list[Prompt]:
+def random_prompts(vocab: int, count: int, length: int, seed: int) -> list[Conversation]:
     """`count` prompts of uniformly random ids."""
     generator = torch.Generator().manual_seed(seed)
     rows = torch.randint(vocab, (count, length), generator=generator)
-    return [Prompt(f"random ids, number {index}", row.clone()) for index, row in enumerate(rows)]
+    return [Conversation(f"random ids, number {index}", ids=row.clone()) for index, row in enumerate(rows)]

@@ -1,7 +1,7 @@
 """The command line: `skipstone VERB`, one file per verb.
 
 Nothing here imports torch or transformers before a verb needs them, so that help, `--version` and shell completion answer at
-once. The flags of `generate` derive from the methods' dataclasses; they are added when that verb is really asked for.
+once. The flags of `generate` and `check` derive from the methods' dataclasses; they are added when the verb is asked for.
 """
 
 from __future__ import annotations
@@ -14,16 +14,17 @@ import typer
 from typer.core import TyperGroup
 
 from skipstone import __version__
-from skipstone.cli import demo, env, generate, methods, train
+from skipstone.cli import bench, check, demo, env, generate, inspect, methods, train
 from skipstone.cli.terminal import INTERRUPTED, report
 
 
 class Verbs(TyperGroup):
-    """The root command: completes `generate` on demand, and turns every error into one line and an exit code."""
+    """The root command: completes verbs on demand, and turns every error into one line and an exit code."""
 
     def resolve_command(self, ctx: Any, args: list[str]) -> Any:
         name, command, rest = super().resolve_command(ctx, args)
-        return name, generate.command() if name == "generate" else command, rest
+        derived = {"generate": generate.command, "check": check.command}
+        return name, derived[name]() if name in derived else command, rest
 
     def main(self, *args: Any, **extra: Any) -> Any:
         """Run, then leave with 0, or 2 for a user's mistake, 1 for a defect or a machine's limits, 130 after Ctrl-C."""
@@ -64,6 +65,9 @@ def root(
 
 app.command("demo", rich_help_panel="Verbs")(demo.demo)
 app.command("generate", help=generate.HELP, rich_help_panel="Verbs")(generate.described)
+app.add_typer(bench.bench, name="bench", rich_help_panel="Verbs")
+app.command("check", help=check.HELP, rich_help_panel="Verbs")(check.described)
+app.command("inspect", rich_help_panel="Verbs")(inspect.inspect)
 app.command("methods", rich_help_panel="Verbs")(methods.methods)
 app.command("env", rich_help_panel="Verbs")(env.env)
 app.add_typer(train.train, name="train", rich_help_panel="Verbs")

@@ -1,4 +1,4 @@
-"""Flags out of dataclasses: a method's settings become options of `skipstone generate`, so that no default is written twice.
+"""Flags out of dataclasses: a method's settings become options of a verb, so that no default is written twice.
 
 A setting's name, type and default are its field's; its help is what the class docstring says after `name:`.
 """
@@ -16,6 +16,7 @@ from typing import Annotated, Any, Literal, Union, get_args, get_origin, get_typ
 import typer
 from rich.markup import escape
 
+from skipstone.cli import terminal
 from skipstone.core.protocol import Method
 from skipstone.methods import METHODS
 
@@ -83,6 +84,39 @@ def parameters() -> dict[str, inspect.Parameter]:
             annotation = Annotated[str | None, option]
             made[name] = inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=None, annotation=annotation)
     return made
+
+
+def command(name: str, text: str, options: Any, run: Callable[[Any, dict[str, str | None]], None]) -> Any:
+    """A verb as a typer command: the flags of a dataclass of options (with a field `debug`), and those of every method."""
+    keyword = inspect.Parameter.KEYWORD_ONLY
+    hints = get_type_hints(options, include_extras=True)
+    own = [
+        inspect.Parameter(
+            field.name,
+            keyword,
+            default=inspect.Parameter.empty if field.default is dataclasses.MISSING else field.default,
+            annotation=hints[field.name],
+        )
+        for field in dataclasses.fields(options)
+    ]
+    derived = parameters()
+    assert not set(derived) & set(hints), "a method's setting is named like a flag of the command line"
+
+    def verb(**values: Any) -> None:
+        context: typer.Context = values.pop("context")
+        given = {key: values.pop(key) for key in derived}
+        chosen = options(**values)
+        context.obj["debug"] = chosen.debug
+        with terminal.quiet(chosen.debug):
+            run(chosen, given)
+
+    context = inspect.Parameter("context", keyword, annotation=typer.Context)
+    signature = [context, *own, *derived.values()]
+    verb.__signature__ = inspect.Signature(signature)  # type: ignore[attr-defined]
+    verb.__annotations__ = {parameter.name: parameter.annotation for parameter in signature}
+    single = typer.Typer(add_completion=False)
+    single.command(name, help=text)(verb)
+    return typer.main.get_command(single)
 
 
 def wish(method: str | None, given: Mapping[str, str | None], config: str | None) -> dict[str, Any]:

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import dataclasses
-import inspect
-from typing import Any, get_type_hints
+from typing import Any
 
 import typer
 
@@ -23,35 +21,7 @@ def command() -> Any:
     """The verb as a typer command, with the flags of `Options` and of every method."""
     from skipstone.cli import flags
 
-    keyword = inspect.Parameter.KEYWORD_ONLY
-    hints = get_type_hints(Options, include_extras=True)
-    own = [
-        inspect.Parameter(
-            field.name,
-            keyword,
-            default=inspect.Parameter.empty if field.default is dataclasses.MISSING else field.default,
-            annotation=hints[field.name],
-        )
-        for field in dataclasses.fields(Options)
-    ]
-    derived = flags.parameters()
-    assert not set(derived) & set(hints), "a method's setting is named like a flag of the command line"
-
-    def verb(**values: Any) -> None:
-        context: typer.Context = values.pop("context")
-        given = {name: values.pop(name) for name in derived}
-        options = Options(**values)
-        context.obj["debug"] = options.debug
-        with terminal.quiet(options.debug):
-            run(options, given)
-
-    context = inspect.Parameter("context", keyword, annotation=typer.Context)
-    signature = [context, *own, *derived.values()]
-    verb.__signature__ = inspect.Signature(signature)
-    verb.__annotations__ = {parameter.name: parameter.annotation for parameter in signature}
-    single = typer.Typer(add_completion=False)
-    single.command("generate", help=HELP)(verb)
-    return typer.main.get_command(single)
+    return flags.command("generate", HELP, Options, run)
 
 
 def run(options: Options, given: dict[str, str | None]) -> None:

@@ -1,0 +1,200 @@
+"""`skipstone bench`: run, report, compare, surrogate."""
+
+from __future__ import annotations
+
+import sys
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from skipstone.cli import terminal
+
+bench = typer.Typer(help="Measure methods on your model and machine, and tell the truth about it.", no_args_is_help=True)
+
+Models = Annotated[list[str] | None, typer.Argument(help="Folders or hub ids. Default: the bundled model.", metavar="MODEL...")]
+Out = Annotated[Path, typer.Option(help="The file of results; a killed run goes on with it.")]
+Methods = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--method",
+        help='A method with settings, "layerskip exit_layer=3,6": several values are a choice. May be given several times.',
+        show_default=False,
+    ),
+]
+Debug = Annotated[bool, typer.Option("--debug", help="Show tracebacks.", hidden=True)]
+
+
+@bench.command("run")
+def run(
+    ctx: typer.Context,
+    models: Models = None,
+    plan: Annotated[Path | None, typer.Option(help="A plan in YAML; flags go over it.", show_default=False)] = None,
+    method: Methods = None,
+    task: Annotated[
+        list[str] | None, typer.Option(help="humaneval, gsm8k, ... or a .jsonl file. May be given several times. Default: self.")
+    ] = None,
+    protocol: Annotated[str | None, typer.Option(help="Ask as a paper does: layerskip, swift, adadecode, adasd, spec-bench.")] = None,
+    data_dir: Annotated[Path | None, typer.Option(help="Folder of JSON lines, instead of the hub.", show_default=False)] = None,
+    out: Out = Path("results.jsonl"),
+    num_prompts: Annotated[int | None, typer.Option(help="Of each task. Default: the protocol's, or 20.", min=1)] = None,
+    prompt_tokens: Annotated[int | None, typer.Option(help="Longer prompts lose their beginning.", min=1)] = None,
+    max_new_tokens: Annotated[int | None, typer.Option(help="Default: the protocol's, or 128.", min=1)] = None,
+    temperature: Annotated[float | None, typer.Option(help="0 is greedy.", min=0.0)] = None,
+    top_p: Annotated[float | None, typer.Option(min=0.0, max=1.0)] = None,
+    samples: Annotated[int | None, typer.Option(help="Outputs of each prompt, for pass@k.", min=1)] = None,
+    shots: Annotated[int | None, typer.Option(help="Solved examples before the question.", min=0)] = None,
+    chat: Annotated[bool | None, typer.Option(help="Prompts are turns of a chat.", show_default=False)] = None,
+    tune: Annotated[bool | None, typer.Option("--tune", help="Choose on other prompts what is left open.")] = None,
+    tune_prompts: Annotated[int | None, typer.Option(help="Prompts for choices. Default: 6.", min=1)] = None,
+    tune_tokens: Annotated[int | None, typer.Option(help="New tokens of their calls. Default: 48.", min=1)] = None,
+    ignore_eos: Annotated[bool | None, typer.Option("--ignore-eos", help="All texts are equally long.")] = None,
+    allow_code_execution: Annotated[
+        bool | None, typer.Option("--allow-code-execution", help="Score programs by running them, in a sandbox.")
+    ] = None,
+    dtype: Annotated[str | None, typer.Option(help="auto, float32, bfloat16 or float16.")] = None,
+    device: Annotated[str | None, typer.Option(help="auto is cuda where there is one, else cpu.")] = None,
+    threads: Annotated[int | None, typer.Option(help="CPU threads. Default: torch's choice.", min=1)] = None,
+    seed: Annotated[int | None, typer.Option(help="Of prompts, draws and intervals. Default: 0.", min=0)] = None,
+    fresh: Annotated[bool, typer.Option(help="Begin anew where the file holds a run.")] = False,
+    debug: Debug = False,
+) -> None:
+    """Measure models x methods x tasks, interleaved prompt by prompt. The file grows line by line; run it again to go on."""
+    ctx.obj["debug"] = debug
+    with terminal.quiet(debug):
+        from skipstone.bench import plan as plans
+        from skipstone.bench.report import show
+        from skipstone.bench.run import run as measure
+
+        given = {
+            "models": models,
+            "methods": method,
+            "tasks": task,
+            "protocol": protocol,
+            "data_dir": None if data_dir is None else str(data_dir),
+            "num_prompts": num_prompts,
+            "prompt_tokens": prompt_tokens,
+            "max_new_tokens": max_new_tokens,
+            "temperature": temperature,
+            "top_p": top_p,
+            "samples": samples,
+            "shots": shots,
+            "chat": chat,
+            "tune": tune,
+            "tune_prompts": tune_prompts,
+            "tune_tokens": tune_tokens,
+            "ignore_eos": ignore_eos,
+            "allow_code_execution": allow_code_execution,
+            "dtype": dtype,
+            "device": device,
+            "threads": threads,
+            "seed": seed,
+        }
+        chosen = plans.read(plan, {name: value for name, value in given.items() if value is not None})
+        _writable(out, fresh)
+        measure(chosen, out, command_line(), lambda text: typer.echo(text, err=True))
+        show([out], terminal.console())
+
+
+@bench.command("surrogate")
+def surrogate(
+    ctx: typer.Context,
+    shape: Annotated[str, typer.Argument(help="llama-3.2-1b, llama-3-8b, ..., a config.json, or layers=24,hidden=192[,vocab=].")],
+    agreement: Annotated[float | None, typer.Option(help="Wanted share of tokens at which the exit agrees with the model.")] = None,
+    exit_layer: Annotated[int | None, typer.Option(help="The exit that is to agree so often.", min=1)] = None,
+    method: Methods = None,
+    out: Out = Path("surrogate.jsonl"),
+    num_prompts: Annotated[int, typer.Option(min=1)] = 16,
+    prompt_tokens: Annotated[int, typer.Option(min=5)] = 128,
+    max_new_tokens: Annotated[int, typer.Option(min=1)] = 96,
+    tune_prompts: Annotated[int, typer.Option(min=1)] = 6,
+    dtype: Annotated[str, typer.Option(help="float32, bfloat16 or float16.")] = "float32",
+    device: Annotated[str, typer.Option(help="auto is cuda where there is one, else cpu.")] = "auto",
+    threads: Annotated[int | None, typer.Option(min=1)] = None,
+    seed: Annotated[int, typer.Option(min=0)] = 0,
+    fresh: Annotated[bool, typer.Option(help="Begin anew where the file holds a run.")] = False,
+    debug: Debug = False,
+) -> None:
+    """What speed-up this machine would give a model of that shape and agreement. Random weights: SYNTHETIC, no download."""
+    ctx.obj["debug"] = debug
+    with terminal.quiet(debug):
+        from skipstone.bench import plan as plans
+        from skipstone.bench.report import show
+        from skipstone.bench.run import run_surrogate
+        from skipstone.bench.surrogate import parse
+
+        wanted = parse(shape, exit_layer, agreement)
+        default = ["hf-generate", "autoregressive"]
+        if wanted.agreement is not None:
+            default = [
+                "hf-generate",
+                "hf-early-exit num_assistant_tokens=4,6,8 confidence_threshold=0.0,0.4",
+                "autoregressive",
+                "layerskip num_speculative_tokens=4,6,8",
+            ]
+        given = {"num_prompts": num_prompts, "prompt_tokens": prompt_tokens, "max_new_tokens": max_new_tokens}
+        given |= {"tune_prompts": tune_prompts, "ignore_eos": True, "dtype": dtype, "device": device, "seed": seed}
+        given |= {"models": [f"surrogate {shape}"], "methods": method or default}
+        chosen = plans.read(None, {**given, **({} if threads is None else {"threads": threads})})
+        _writable(out, fresh)
+        run_surrogate(wanted, chosen, out, command_line(), lambda text: typer.echo(text, err=True))
+        show([out], terminal.console())
+
+
+@bench.command("report")
+def report(
+    ctx: typer.Context,
+    files: Annotated[list[Path], typer.Argument(help="Files of results.", metavar="RESULTS...")],
+    form: Annotated[str | None, typer.Option("--format", help="md, csv, json or html. Default: the ending of --out, or a table.")] = None,
+    layout: Annotated[str, typer.Option(help="own, or a paper's: layerskip, swift, adadecode, adasd.")] = "own",
+    out: Annotated[Path | None, typer.Option(help="Where to write it. Default: stdout.", show_default=False)] = None,
+    debug: Debug = False,
+) -> None:
+    """Tables and pictures of runs."""
+    ctx.obj["debug"] = debug
+    with terminal.quiet(debug):
+        from skipstone.bench import report as reports
+
+        form = form or (out.suffix.lstrip(".") if out is not None else None)
+        if form is None:
+            reports.show(files, terminal.console(), layout)
+            return
+        text = reports.report(files, form, layout)
+        if out is None:
+            sys.stdout.write(text)
+        else:
+            out.write_text(text, encoding="utf-8")
+
+
+@bench.command("compare")
+def compare(
+    ctx: typer.Context,
+    before: Annotated[Path, typer.Argument(help="The first run.")],
+    after: Annotated[Path, typer.Argument(help="The second run.")],
+    tolerance: Annotated[float, typer.Option(help="A loss of less than this is none.", min=0.0, max=1.0)] = 0.05,
+    debug: Debug = False,
+) -> None:
+    """Two runs on the same prompts, with intervals. Exit code 1 where a method has become slower."""
+    ctx.obj["debug"] = debug
+    with terminal.quiet(debug):
+        from skipstone.bench import compare as comparing
+
+        changes = comparing.compare(before, after)
+        print(comparing.table(changes, tolerance).markdown())
+    if any(change.slower(tolerance) for change in changes):
+        raise typer.Exit(terminal.DEFECT)
+
+
+def _writable(out: Path, fresh: bool) -> None:
+    if missing := [name for name in ("yaml",) if find_spec(name) is None]:
+        raise ValueError(f'measuring needs more packages ({", ".join(missing)}): pip install "skipstone[bench]"')
+    if not out.absolute().parent.is_dir():
+        raise FileNotFoundError(2, "no such folder", str(out.parent))
+    if fresh:
+        out.unlink(missing_ok=True)
+
+
+def command_line() -> list[Any]:
+    """The command that was typed, as provenance keeps it."""
+    return [Path(sys.argv[0]).name, *sys.argv[1:]]
