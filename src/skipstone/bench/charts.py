@@ -114,7 +114,8 @@ def _settings(group: Group) -> str | None:
 
 def _pareto(figures: dict[str, Any]) -> str | None:
     """Speed against the first score; what only loses is pale."""
-    found = {label: (one["tokens_per_second"], next(iter(one["scores"].values()))) for label, one in figures.items() if one["scores"]}
+    scored = {label: one for label, one in figures.items() if one["scores"]}
+    found = {label: (one["tokens_per_second"], next(iter(one["scores"].values()))) for label, one in scored.items()}
     if len(found) < 2 or all(figures[label]["lossless"] for label in found):
         return None
     figure, axes = _axes()

@@ -18,9 +18,12 @@ TOLERANCE = 0.05
 
 @dataclass(frozen=True)
 class Change:
-    """One method on one task in two runs. speed: tokens a second of the second run over those of the first. against_plain: the
-    same, each over its own run's plain decoding, which takes the machine's mood out of it; None where a run has none. same: prompts
-    whose texts are the same, of `prompts`."""
+    """One method on one task in two runs.
+
+    speed: tokens a second of the second run over those of the first. against_plain: the same, each over its own run's plain
+    decoding, which takes the machine's mood out of it; None where a run has none. same: prompts, of `prompts`, whose texts are
+    the same.
+    """
 
     title: str
     method: str

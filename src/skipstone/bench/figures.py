@@ -176,7 +176,7 @@ def own_figures(total: Mapping[str, Any], seconds: float) -> dict[str, Any]:
 
 
 def expectation(total: Mapping[str, Any], mine: Sequence[Line], plain: Sequence[Line]) -> dict[str, float]:
-    """The speed-up that the method's own draft and scoring costs, M and alpha predict, and what decoding reached, prefill apart.
+    """The speed-up that the method's own costs, M and alpha predict, and what decoding reached, prefill apart.
 
     predicted = plain seconds a token x tokens a step / (draft + scoring seconds a step); plain: our autoregressive on the same
     prompts. decode speed-up = the two rows' decode seconds a token, wall-clock less prefill. Probe steps are left out of the

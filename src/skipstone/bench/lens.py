@@ -30,8 +30,8 @@ LENGTHS = (1, 2, 3, 4, 6, 8, 12)
 
 @dataclass(frozen=True)
 class Costs:
-    """Seconds at batch 1. layers: of each, for one token. head: norm and LM head. rows: draft length d -> a pass of d + 1 tokens
-    through all layers."""
+    """Seconds at batch 1. layers: of each, for one token. head: norm and LM head. rows: draft length d -> a pass of d + 1
+    tokens through all layers."""
 
     layers: list[float]
     head: float

@@ -17,7 +17,7 @@ SHOWN = 40
 
 
 def heat_map(lens: Lens, texts: Sequence[Sequence[str]], final: Sequence[str]) -> Any:
-    """A matplotlib figure: probability of the best token after each layer, with its text; the final token's own cells are framed.
+    """A matplotlib figure: probability of the best token after each layer, with its text, bold where it is the final one.
     texts: [L][n]. ImportError that says what to install without matplotlib."""
     figure, axes = _figure((1.2 + 0.55 * min(SHOWN, len(final)), 1 + 0.22 * len(texts)))
     count = min(SHOWN, len(final))

@@ -19,8 +19,8 @@ class Asking(Part):
     """How a task is asked. None leaves it to the task's protocol, and where it has none to the usual.
 
     shots: solved examples before the question. num_prompts: how many are reported. prompt_tokens: longer prompts lose their
-    beginning. max_new_tokens: of every turn. temperature: 0 is greedy. samples: outputs of each prompt, for pass@k. chat: prompts
-    are turns in the model's chat template.
+    beginning. max_new_tokens: of every turn. temperature: 0 is greedy. samples: outputs of each prompt, for pass@k. chat:
+    prompts are turns in the model's chat template.
     """
 
     shots: int | None = Field(default=None, ge=0)
@@ -43,8 +43,8 @@ class Asked(Asking):
 class Plan(Asking):
     """A whole benchmark; its own `Asking` holds for all tasks that say nothing else.
 
-    models: folders or hub ids, none for the bundled model. methods: names, `name key=value,value` or mappings; several values of a
-    setting are a choice. tune: choose what is left open, too. tune_prompts, tune_tokens: what choices are made on, never
+    models: folders or hub ids, none for the bundled model. methods: names, `name key=value,value` or mappings; several values
+    of a setting are a choice. tune: choose what is left open, too. tune_prompts, tune_tokens: what choices are made on, never
     reported. ignore_eos: all texts have max_new_tokens tokens.
     """
 
@@ -119,7 +119,7 @@ def read(path: Path | None, given: dict[str, Any]) -> Plan:
 
 
 def question(plan: Plan, asked: Asked) -> Question:
-    """A task's settings: its own, else the plan's, else its protocol's, else the usual. ValueError for a protocol without it."""
+    """A task's settings: its own, else the plan's, else its protocol's, else the usual. ValueError where that is impossible."""
     own, shared = (one.model_dump(include=set(Asking.model_fields), exclude_none=True) for one in (asked, plan))
     protocol = own.get("protocol", shared.get("protocol"))
     below: dict[str, Any] = {}
@@ -131,7 +131,7 @@ def question(plan: Plan, asked: Asked) -> Question:
     if protocol is None:
         merged.setdefault("num_prompts", USUAL_PROMPTS)
     if merged.get("temperature", 0.0) == 0 and merged.get("samples", 1) > 1:
-        raise ValueError(f"task {asked.task}: {merged['samples']} samples at temperature 0 are one text {merged['samples']} times")
+        raise ValueError(f"task {asked.task}: {merged['samples']} samples at temperature 0 would all be the same text")
     return Question.model_validate(merged)
 
 

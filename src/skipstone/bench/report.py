@@ -20,7 +20,8 @@ from skipstone.bench.tables import LEGEND, Table, tables
 
 FORMATS = ("md", "csv", "json", "html")
 STYLE = """
-:root { color-scheme: light dark; } body { font: 15px/1.5 system-ui, sans-serif; margin: 2rem auto; max-width: 80rem; padding: 0 1rem; }
+:root { color-scheme: light dark; }
+body { font: 15px/1.5 system-ui, sans-serif; margin: 2rem auto; max-width: 80rem; padding: 0 1rem; }
 table { border-collapse: collapse; font-variant-numeric: tabular-nums; } .wide { overflow-x: auto; }
 th, td { padding: .25rem .7rem; text-align: right; border-bottom: 1px solid #8884; white-space: nowrap; }
 th:first-child, td:first-child { text-align: left; } figure { display: inline-block; margin: 1rem 1rem 1rem 0; }
@@ -82,8 +83,8 @@ def _notes(lines: Sequence[Line]) -> list[str]:
             ceiling = line["ceiling"]
             mark = "SYNTHETIC MODEL (random weights): " if line["synthetic"] else ""
             notes.append(
-                f"{mark}{line['model']}, {line['dtype']}, {line['device']}: memory of {ceiling['bandwidth_gb_per_second']:.1f} GB/s "
-                f"allows plain decoding at most {ceiling['tokens_per_second']:.0f} tokens/s."
+                f"{mark}{line['model']}, {line['dtype']}, {line['device']}: {ceiling['bandwidth_gb_per_second']:.1f} GB/s of memory "
+                f"allow plain decoding at most {ceiling['tokens_per_second']:.0f} tokens/s."
             )
             notes += [f"{label}: no row, {reason}." for label, reason in line["refused"].items()]
         if line["kind"] == "tuned":

@@ -115,7 +115,7 @@ def check_scores(plan: Plan, tasks: Sequence[Task]) -> None:
 def conversations(
     task: Task, question: Question, plan: Plan, data: Path | None
 ) -> tuple[list[Conversation], list[Conversation]]:
-    """(to choose settings on, to report), in an order drawn by the seed; none is in both. ValueError where there are too few."""
+    """(to choose settings on, to report), drawn by the seed; none is in both. ValueError where there are too few."""
     rows, shown = task.rows(data), task.examples(question.shots, data)
     places = list(range(len(rows)))
     random.Random(plan.seed).shuffle(places)

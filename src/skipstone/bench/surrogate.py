@@ -189,7 +189,8 @@ def calibrate(
     agreement, overlap = measure_agreement(model, shape.exit_layer, contexts(model, 2 * sequences, length, seed + 1_000_000))
     if not agreement.low - 0.05 <= shape.agreement <= agreement.high + 0.05:
         raise ValueError(
-            f"an agreement of {shape.agreement} cannot be had with {shape.name}, exit {shape.exit_layer}: the nearest is {agreement}"
+            f"an agreement of {shape.agreement} cannot be had with {shape.name} and exit {shape.exit_layer}: the nearest is "
+            f"{agreement}"
         )
     return Calibrated(model, shape, factor, agreement, overlap)
 

@@ -197,8 +197,8 @@ _PROMPTS = Path(__file__).parents[1] / "assets" / "prompts.jsonl"
 
 
 def named(name: str) -> Task:
-    """A task of the table, "self" for the few prompts that come with this package, or any file of JSON lines with prompts: the keys prompt (or text, or turns) and, to be scored by
-    exact match, reference. ValueError for an unknown name."""
+    """A task of the table, "self" for the few prompts that come with this package, or any file of JSON lines with prompts: the
+    keys prompt (or text, or turns) and, to be scored by exact match, reference. ValueError for an unknown name."""
     if name in TASKS:
         return TASKS[name]
     if name == SELF:

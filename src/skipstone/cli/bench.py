@@ -33,9 +33,11 @@ def run(
     plan: Annotated[Path | None, typer.Option(help="A plan in YAML; flags go over it.", show_default=False)] = None,
     method: Methods = None,
     task: Annotated[
-        list[str] | None, typer.Option(help="humaneval, gsm8k, ... or a .jsonl file. May be given several times. Default: self.")
+        list[str] | None, typer.Option(help="humaneval, gsm8k, ..., a .jsonl file; may be given several times. Default: self.")
     ] = None,
-    protocol: Annotated[str | None, typer.Option(help="Ask as a paper does: layerskip, swift, adadecode, adasd, spec-bench.")] = None,
+    protocol: Annotated[
+        str | None, typer.Option(help="Ask as a paper does: layerskip, swift, adadecode, adasd or spec-bench.")
+    ] = None,
     data_dir: Annotated[Path | None, typer.Option(help="Folder of JSON lines, instead of the hub.", show_default=False)] = None,
     out: Out = Path("results.jsonl"),
     num_prompts: Annotated[int | None, typer.Option(help="Of each task. Default: the protocol's, or 20.", min=1)] = None,
@@ -100,8 +102,8 @@ def run(
 @bench.command("surrogate")
 def surrogate(
     ctx: typer.Context,
-    shape: Annotated[str, typer.Argument(help="llama-3.2-1b, llama-3-8b, ..., a config.json, or layers=24,hidden=192[,vocab=].")],
-    agreement: Annotated[float | None, typer.Option(help="Wanted share of tokens at which the exit agrees with the model.")] = None,
+    shape: Annotated[str, typer.Argument(help="llama-3.2-1b, llama-3-8b, ..., a config.json, or layers=24,hidden=192.")],
+    agreement: Annotated[float | None, typer.Option(help="Share of tokens at which the exit is to agree.")] = None,
     exit_layer: Annotated[int | None, typer.Option(help="The exit that is to agree so often.", min=1)] = None,
     method: Methods = None,
     out: Out = Path("surrogate.jsonl"),
@@ -146,7 +148,9 @@ def surrogate(
 def report(
     ctx: typer.Context,
     files: Annotated[list[Path], typer.Argument(help="Files of results.", metavar="RESULTS...")],
-    form: Annotated[str | None, typer.Option("--format", help="md, csv, json or html. Default: the ending of --out, or a table.")] = None,
+    form: Annotated[
+        str | None, typer.Option("--format", help="md, csv, json or html. Default: the ending of --out, or a table.")
+    ] = None,
     layout: Annotated[str, typer.Option(help="own, or a paper's: layerskip, swift, adadecode, adasd.")] = "own",
     out: Annotated[Path | None, typer.Option(help="Where to write it. Default: stdout.", show_default=False)] = None,
     debug: Debug = False,

@@ -26,7 +26,9 @@ def _option(text: str, *names: str, **more: Any) -> Any:
 class Options:
     """The flags that belong to no method."""
 
-    model: Annotated[str | None, typer.Argument(help="A folder or a hub id. Default: the bundled model.", metavar="MODEL")] = None
+    model: Annotated[str | None, typer.Argument(help="A folder or a hub id. Default: the bundled model.", metavar="MODEL")] = (
+        None
+    )
     method: Annotated[str | None, _option("See `skipstone methods`. Default: the model's own.")] = None
     speculative_config: Annotated[str | None, _option("The method as JSON, as in vLLM.")] = None
     prompts: Annotated[Path | None, _option("Your own prompts, JSON lines with the key prompt. Default: bundled ones.")] = None
@@ -88,7 +90,9 @@ def run(options: Options, given: dict[str, str | None]) -> None:
         verdict = "no bug found" if report.passed else "NOT LOSSLESS"
         print(f"{report.method['method']}, {report.dtype} on {report.device}: {verdict}")
     if not report.proves:
-        print("skipstone: warning: drafts were never accepted or never rejected, so this proves little", file=terminal.sys.stderr)
+        print(
+            "skipstone: warning: drafts were never accepted or never rejected, so this proves little", file=terminal.sys.stderr
+        )
     if not report.passed:
         raise typer.Exit(terminal.DEFECT)
 

@@ -17,7 +17,9 @@ if TYPE_CHECKING:
 
 def inspect(
     ctx: typer.Context,
-    model: Annotated[str | None, typer.Argument(help="A folder or a hub id. Default: the bundled model.", metavar="MODEL")] = None,
+    model: Annotated[
+        str | None, typer.Argument(help="A folder or a hub id. Default: the bundled model.", metavar="MODEL")
+    ] = None,
     prompt: Annotated[
         list[str] | None, typer.Option(help="What to continue; may be given several times. Default: bundled prompts.")
     ] = None,
