@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -11,7 +12,6 @@ from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
 from skipstone.api import token_ids
-from skipstone.bench.prompts import digest
 from skipstone.bench.task import Row
 from skipstone.loading import bos_prefix
 
@@ -20,6 +20,11 @@ VICUNA = "A chat between a curious user and an assistant."
 
 Said = tuple[str, str]
 """A turn and its answer."""
+
+
+def digest(tokens: Sequence[int]) -> str:
+    """A short hash of numbers, such as token ids."""
+    return hashlib.sha256(" ".join(map(str, tokens)).encode()).hexdigest()[:12]
 
 
 @dataclass(frozen=True)

@@ -71,7 +71,7 @@ class Plan(Asking):
 
     @field_validator("methods")
     @classmethod
-    def _known(cls, wishes: tuple[dict[str, Any], ...]) -> Any:
+    def _exist(cls, wishes: tuple[dict[str, Any], ...]) -> Any:
         lineup.check(wishes)
         return wishes
 

@@ -83,8 +83,8 @@ def _notes(lines: Sequence[Line]) -> list[str]:
             ceiling = line["ceiling"]
             mark = "SYNTHETIC MODEL (random weights): " if line["synthetic"] else ""
             notes.append(
-                f"{mark}{line['model']}, {line['dtype']}, {line['device']}: {ceiling['bandwidth_gb_per_second']:.1f} GB/s of memory "
-                f"allow plain decoding at most {ceiling['tokens_per_second']:.0f} tokens/s."
+                f"{mark}{line['model']}, {line['dtype']}, {line['device']}: {ceiling['bandwidth_gb_per_second']:.1f} GB/s of "
+                f"memory allow plain decoding at most {ceiling['tokens_per_second']:.0f} tokens/s."
             )
             notes += [f"{label}: no row, {reason}." for label, reason in line["refused"].items()]
         if line["kind"] == "tuned":

@@ -8,12 +8,11 @@ from typing import Any
 
 from transformers import PreTrainedModel
 
-from skipstone.bench.dialogue import Conversation, Reader, Said
+from skipstone.bench.dialogue import Conversation, Reader, Said, digest
 from skipstone.bench.figures import merged
 from skipstone.bench.journal import Line
 from skipstone.bench.measure import Measurement, Row, measure, rotated
 from skipstone.bench.plan import Plan, Question
-from skipstone.bench.prompts import digest
 from skipstone.bench.statistics import repeated_share
 from skipstone.bench.task import Task
 

@@ -98,8 +98,9 @@ def show(lens: Lens) -> None:
     console.print(table)
     if best is not None and best.speed_up > 1:
         console.print(
-            f"LayerSkip would pay most with --exit-layer {best.exit_layer} --num-speculative-tokens {best.num_speculative_tokens}: "
-            f"{best.speed_up:.2f} x plain decoding, were agreement {best.agreement:.2f} at every token."
+            f"LayerSkip would pay most with --exit-layer {best.exit_layer} --num-speculative-tokens "
+            f"{best.num_speculative_tokens}: {best.speed_up:.2f} x plain decoding, were agreement {best.agreement:.2f} at every "
+            "token."
         )
     else:
         console.print("No early exit of this model pays: its layers agree too late. Train one, or use a method without exits.")

@@ -1,0 +1,133 @@
+"""Whole benchmarks on a tiny model: what is written of every prompt, what follows from it, and what a kill leaves."""
+
+from __future__ import annotations
+
+import json
+import random
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from skipstone.bench import journal
+from skipstone.bench.figures import groups
+from skipstone.bench.plan import Plan, read
+from skipstone.bench.run import run
+from tests import families, support
+from tests.training import in_processes, kill_when
+
+WORDS = ["stop", "abc", " the", "ab", "bc", "xst", *"defghijklm"]
+METHODS = [
+    "hf-generate",
+    "hf-early-exit exit_layer=1,2 num_assistant_tokens=2 confidence_threshold=0.0",
+    "hf-prompt-lookup",
+    "autoregressive",
+    "layerskip exit_layer=1,2 num_speculative_tokens=2,3",
+    "early_exit exit_layer=2",
+]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A model with its tokenizer, and a file of prompts with references."""
+    place = tmp_path_factory.mktemp("bench")
+    model = families.build("llama", max_position_embeddings=128)
+    model.config.eos_token_id = model.generation_config.eos_token_id = 5
+    model.save_pretrained(place / "model")
+    support.tokenizer().save_pretrained(place / "model")
+    dice = random.Random(0)
+    records = [{"prompt": "".join(dice.choices(WORDS, k=12)), "reference": "x"} for _ in range(9)]
+    records[0] = {"turns": ["abc the stop", "ab bc"]}
+    (place / "mine.jsonl").write_text("".join(json.dumps(record) + "\n" for record in records))
+    return place
+
+
+def plan(folder: Path, **more: Any) -> Plan:
+    usual = {
+        "models": [str(folder / "model")],
+        "methods": METHODS,
+        "tasks": [str(folder / "mine.jsonl")],
+        "num_prompts": 6,
+        "tune_prompts": 2,
+        "tune_tokens": 8,
+        "max_new_tokens": 20,
+        "ignore_eos": True,
+        "seed": 3,
+    }
+    return read(None, {**usual, **more})
+
+
+def quiet(text: str) -> None:
+    """Says nothing."""
+
+
+@pytest.fixture(scope="module")
+def results(folder: Path) -> Path:
+    return run(plan(folder), folder / "results.jsonl", ["skipstone", "bench", "run"], quiet)
+
+
+def test_every_prompt_has_a_line_with_all_methods(results: Path) -> None:
+    lines = journal.read(results)
+    prompts = [line for line in lines if line["kind"] == "prompt"]
+    assert [line["index"] for line in prompts] == list(range(6))
+    labels = [text.split()[0] for text in METHODS]
+    for line in prompts:
+        assert sorted(line["rows"]) == sorted(labels)
+        calls = len(line["prompt_tokens"])
+        for name, row in line["rows"].items():
+            assert row["tokens"] == 20 * calls, "EOS is ignored, every row emits the same number of tokens"
+            assert row["calls"] == calls
+            assert 0 < row["first_seconds"] < row["seconds"]
+            assert (row["stats"] is None) == name.startswith("hf-")
+            assert row["memory"] is None or row["memory"] > 10_000_000
+    lossless = [name for name in labels if name != "early_exit"]
+    same = [len({json.dumps(line["rows"][name]["digests"]) for name in lossless}) for line in prompts]
+    assert same == [1] * 6
+    assert any(line["rows"]["early_exit"]["digests"] != line["rows"]["autoregressive"]["digests"] for line in prompts)
+    (model,) = (line for line in lines if line["kind"] == "model")
+    assert model["lossy"] == ["early_exit"]
+    assert {line["method"] for line in lines if line["kind"] == "tuned"} == {"hf-early-exit", "layerskip"}
+
+
+def test_figures_follow_from_the_lines(results: Path) -> None:
+    lines = journal.read(results)
+    (group,) = groups(lines)
+    rows = [line["rows"] for line in group.lines]
+    for label in group.labels:
+        figures = group.figures(label, group.lines)
+        assert figures is not None
+        rate = sum(row[label]["tokens"] for row in rows) / sum(row[label]["seconds"] for row in rows)
+        plain = sum(row["autoregressive"]["tokens"] for row in rows) / sum(row["autoregressive"]["seconds"] for row in rows)
+        assert figures["tokens_per_second"] == pytest.approx(rate)
+        assert figures["speedups"]["autoregressive"]["value"] == pytest.approx(rate / plain)
+        assert figures["equal"]["hf-generate"] == (6 if label != "early_exit" else pytest.approx(0, abs=5))
+    own = group.figures("layerskip", group.lines)
+    assert own is not None
+    stats = [row["layerskip"]["stats"] for row in rows]
+    assert own["acceptance_rate"] == pytest.approx(sum(s["accepted"] for s in stats) / sum(s["draft_steps"] for s in stats))
+    assert own["mean_acceptance_length"] == pytest.approx(1 + sum(s["accepted"] for s in stats) / sum(s["steps"] for s in stats))
+    assert own["measured_over_predicted"] == pytest.approx(own["decode_speedup"] / own["predicted_speedup"])
+
+
+def go(folder: Path, out: Path, moment: int | None, note: Path) -> None:
+    """A process: run, and be killed at that moment."""
+    if moment is not None:
+        kill_when(out.parent, moment, note)
+    run(plan(folder, methods=["autoregressive", "layerskip exit_layer=1,2"]), out, ["x"], quiet)
+
+
+def test_killed_ten_times_it_measures_every_prompt_once(folder: Path, tmp_path: Path) -> None:
+    """At file events of its own: before a line is begun, or between lines."""
+    dice, out = random.Random(1), tmp_path / "out" / "results.jsonl"
+    out.parent.mkdir()
+    for _ in range(10):
+        in_processes(go, (folder, out, dice.randrange(1, 6), tmp_path / "note"))
+    assert in_processes(go, (folder, out, None, tmp_path / "note")) == [0]
+    lines = journal.read(out)
+    assert [line["index"] for line in lines if line["kind"] == "prompt"] == list(range(6))
+    assert sum(line["kind"] == "tuned" for line in lines) == 1
+    assert sum(line["kind"] == "model" for line in lines) == 1
+    before = out.read_bytes()
+    assert in_processes(go, (folder, out, None, tmp_path / "note")) == [0]
+    assert out.read_bytes().startswith(before)
+    assert len(journal.read(out)) == len(lines) + 1, "nothing is left to measure"
