@@ -22,8 +22,8 @@ LEAST = 5.0
 ALPHA = 1e-6
 """A false alarm in a million checks, all tests of a check together."""
 
-SIGNS = 16
-"""Random halves of the vocabulary that are counted."""
+BITS, SIGNS = 8, 8
+"""Halves of the vocabulary that are counted: by the lowest bits of the ids, and at random."""
 RARE = 1e-3
 """Share of impossible tokens that rounding at the edge of top-p explains."""
 
@@ -89,8 +89,8 @@ def against(p: Tensor, tokens: Tensor, seed: int = 0) -> Law:
     """Drawn tokens against their laws. p: [N, V], the distribution of each; tokens: [N] int64. Rows must come from independent
     texts, or be successive tokens of one.
 
-    Counted: log-probabilities, how often the best token was drawn, and SIGNS random halves of the vocabulary; tokens that
-    cannot have been drawn are a fault in themselves.
+    Counted: log-probabilities, how often the best token was drawn, and halves of the vocabulary; tokens that cannot have been
+    drawn are a fault in themselves.
     """
     p, drawn = p.double(), p.double().gather(1, tokens[:, None]).squeeze(1)
     impossible = int((drawn == 0).sum())
@@ -98,14 +98,14 @@ def against(p: Tensor, tokens: Tensor, seed: int = 0) -> Law:
         return Law(0.0, f"{impossible} of {len(tokens)} tokens have probability 0", 1)
     log_p = p.clamp_min(1e-9).log()
     best, where = p.max(1)
-    halves = torch.randint(0, 2, (p.shape[1], SIGNS), generator=torch.Generator().manual_seed(seed)).double() * 2 - 1
-    expected = p @ halves.to(p)
+    halves = _halves(p.shape[1], seed).to(p)
+    expected = p @ halves
     figures = {
         "log-probabilities": (drawn.clamp_min(1e-9).log(), (p * log_p).sum(1), (p * log_p**2).sum(1)),
         "the best token": ((tokens == where).double(), best, best),
         **{
-            f"half {i} of the vocabulary": (halves.to(p)[tokens, i], expected[:, i], torch.ones_like(best))
-            for i in range(SIGNS)
+            f"half {i} of the vocabulary": (halves[tokens, i], expected[:, i], torch.ones_like(best))
+            for i in range(BITS + SIGNS)
         },
     }
     found = []
@@ -118,3 +118,11 @@ def against(p: Tensor, tokens: Tensor, seed: int = 0) -> Law:
         return Law(1.0, "", 0)
     smallest, which = min(found)
     return Law(min(1.0, smallest * len(found)), which, len(found))
+
+
+def _halves(size: int, seed: int) -> Tensor:
+    """[V, BITS + SIGNS] float64 of 1 and -1."""
+    ids = torch.arange(size)[:, None]
+    bits = (ids >> torch.arange(BITS)) & 1
+    drawn = torch.randint(0, 2, (size, SIGNS), generator=torch.Generator().manual_seed(seed))
+    return torch.cat([bits, drawn], 1).double() * 2 - 1
