@@ -1,0 +1,257 @@
+"""Figures, tables, pages and comparisons out of lines made by hand."""
+
+from __future__ import annotations
+
+import csv
+import io
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from skipstone.bench import compare, figures, report, tables
+from skipstone.bench.figures import expectation, groups, merged, own_figures
+from skipstone.bench.journal import Journal
+from skipstone.core.types import Stats, Step
+
+
+def stats(new: int, steps: int, accepted: int = 0, drafted: int = 0, **seconds: float) -> dict[str, Any]:
+    one = Stats(tokens=new - 1, prefill_tokens=1, steps=steps, turns=steps, accepted=accepted, draft_steps=drafted, drafted=drafted)
+    for name, value in seconds.items():
+        setattr(one, f"seconds_{name}", value)
+    one.histogram.update([accepted // max(steps, 1)] * steps)
+    return one.summary()
+
+
+def row(tokens: int, seconds: float, digest: str, summary: Any = None, **more: Any) -> dict[str, Any]:
+    usual = {"first_seconds": 0.1, "calls": 1, "repeated_share": 0.0, "memory": 1 << 20, "scores": [], "text": "t"}
+    return {"tokens": tokens, "seconds": seconds, "digests": [digest], "stats": summary, **usual, **more}
+
+
+def lines(**changes: Any) -> list[dict[str, Any]]:
+    """Three prompts, three methods; the last prompt loops for one of them; layerskip is twice as fast as plain decoding."""
+    found: list[dict[str, Any]] = [
+        {
+            "kind": "model",
+            "model": "m",
+            "type": "llama",
+            "layers": 4,
+            "dtype": "float32",
+            "device": "cpu",
+            "ceiling": {"tokens_per_second": 400.0, "bandwidth_gb_per_second": 10.0},
+            "synthetic": None,
+            "refused": {"hf-early-exit": "it cannot"},
+            "lossy": [],
+        },
+        {
+            "kind": "tuned",
+            "model": "m",
+            "number": 0,
+            "task": "sums",
+            "temperature": 0.0,
+            "method": "layerskip",
+            "candidate": 0,
+            "chosen": {"exit_layer": 2},
+            "candidates": 2,
+            "calls": 4,
+            "trials": [{"settings": {"exit_layer": e}, "prompts": 2, "tokens_per_second": 10.0 * e} for e in (1, 2)],
+        },
+    ]
+    for index in range(3):
+        plain = stats(101, 100, prefill=0.1, score=0.9)
+        own = stats(101, 50, 50, 100, prefill=0.1, draft=0.15, score=0.25, other=0.01)
+        rows = {
+            "hf-generate": row(101, 1.25, f"a{index}"),
+            "autoregressive": row(101, 1.0 + 0.1, f"a{index}", plain, scores=[{"exact_match": float(index == 0)}]),
+            "layerskip": row(
+                101,
+                0.5 + 0.05,
+                f"a{index}" if index else "other",
+                own,
+                repeated_share=0.9 * (index == 2),
+                scores=[{"exact_match": float(index == 0)}],
+            ),
+        }
+        found.append(
+            {
+                "kind": "prompt",
+                "model": "m",
+                "number": 0,
+                "task": "sums",
+                "temperature": 0.0,
+                "index": index,
+                "source": f"sums {index}",
+                "digest": f"d{index}",
+                "prompt_tokens": [7],
+                "rows": {**rows, **changes},
+            }
+        )
+    return found
+
+
+def written(path: Path, found: list[dict[str, Any]]) -> Path:
+    provenance = {"argv": ["skipstone", "bench"], "packages": {"torch": "2"}, "cpu": "c", "threads": 2, "git": None}
+    with Journal(path, {"seed": 0}, provenance) as file:
+        for line in found:
+            file.add(line)
+    return path
+
+
+@pytest.fixture
+def results(tmp_path: Path) -> Path:
+    return written(tmp_path / "a.jsonl", lines())
+
+
+def test_figures_by_hand(results: Path) -> None:
+    (group,) = groups(report.load([results])[0])
+    assert group.labels == ["hf-generate", "autoregressive", "layerskip"]
+    assert [line["index"] for line in group.headline()] == [0, 1], "where one method loops, the prompt is not the headline's"
+    own = group.figures("layerskip", group.lines)
+    assert own is not None
+    assert own["tokens_per_second"] == pytest.approx(101 / 0.55)
+    assert own["share_of_ceiling"] == pytest.approx(101 / 0.55 / 400)
+    assert own["speedups"]["autoregressive"] == pytest.approx({"value": 2, "low": 2, "high": 2})
+    assert own["speedups"]["hf-generate"]["value"] == pytest.approx(1.25 / 0.55)
+    assert own["equal"] == {"autoregressive": 2, "hf-generate": 2}
+    assert (own["ttft_ms"], own["tpot_ms"]) == (pytest.approx(100), pytest.approx(1000 * 0.45 / 100))
+    assert (own["mean_acceptance_length"], own["acceptance_rate"]) == (2.0, 0.5)
+    assert own["draft_ms_per_step"] == pytest.approx(3.0)
+    assert own["untimed_share"] == pytest.approx(1 - 0.51 / 0.55)
+    assert own["tokens_per_step"] == pytest.approx(2.0)
+    assert own["plain_ms_per_token"] == pytest.approx(10.0)
+    assert own["predicted_speedup"] == pytest.approx(0.01 * 2 / (0.4 / 50))
+    assert own["decode_speedup"] == pytest.approx(1.0 / 0.45)
+    assert own["scores"] == {"exact_match": pytest.approx(1 / 3)}
+    assert own["peak_memory"] == 1 << 20
+    assert own["repeated_share"] == pytest.approx(0.3)
+    assert group.figures("hf-early-exit", group.lines) is None
+
+
+def test_several_samples_are_pass_at_k() -> None:
+    rows = [row(1, 1, "a", scores=[{"pass": 1.0}, {"pass": 0.0}]), row(1, 1, "b", scores=[{"pass": 0.0}, {"pass": 0.0}])]
+    assert figures._scores(rows) == {"pass@1": 0.25, "pass@2": 0.5}
+
+
+def test_own_costs_predict_with_the_prefill_apart() -> None:
+    total = {**stats(101, 40, 60, 80, prefill=0.2, draft=0.2, score=0.3, other=0.1)}
+    own = own_figures(total, 0.85)
+    assert own["draft_ms_per_step"] == pytest.approx(5.0)
+    assert own["score_ms_per_step"] == pytest.approx(7.5)
+    assert own["other_ms_per_step"] == pytest.approx(2.5)
+    assert own["untimed_share"] == pytest.approx((0.85 - 0.8) / 0.85)
+    plain = [row(101, 1.5, "a", stats(101, 100, prefill=0.5, score=0.9))]
+    found = expectation(total, [row(101, 0.85, "a", total)], plain)
+    assert found["plain_ms_per_token"] == pytest.approx(10.0)  # (1.5 - .5) / 100: everything but the prefill
+    assert found["tokens_per_step"] == pytest.approx(2.5)
+    assert found["predicted_speedup"] == pytest.approx(0.01 * 2.5 / (0.5 / 40))
+    assert found["decode_speedup"] == pytest.approx(1.0 / 0.65)
+
+
+def test_statistics_of_several_calls_are_pooled() -> None:
+    def call(accepted: int) -> Stats:
+        one, origin = Stats(), ["draft"] * accepted + ["bonus"]
+        one.add(Step([[5] * (accepted + 1)], [origin], [4], [4], [accepted], [0], seconds_draft=0.5))
+        return one
+
+    total = merged([call(0), call(4), call(4)])
+    assert (total.tokens, total.accepted, total.draft_steps, total.turns) == (11, 8, 12, 3)
+    assert dict(total.histogram) == {0: 1, 4: 2}
+    assert total.seconds_draft == 1.5
+
+
+def test_the_reports_say_the_same_in_every_format(results: Path) -> None:
+    text = report.report([results], "md")
+    assert text.startswith("### m, sums, greedy\n")
+    lines_ = [line for line in text.splitlines() if line.startswith("| ")]
+    assert [line.split(" | ")[0].strip("| ") for line in lines_] == ["method", "---", "hf-generate", "autoregressive", "layerskip"]
+    assert len({line.count(" | ") for line in lines_}) == 1
+    assert "hf-early-exit: no row, it cannot." in text
+    assert "exit_layer=2 (best of 2, 4 calls)" in text
+    rows = list(csv.reader(io.StringIO(report.report([results], "csv"))))
+    assert [one[1] for one in rows] == ["method", "hf-generate", "autoregressive", "layerskip"]
+    document = json.loads(report.report([results], "json"))
+    own = document["groups"][0]["methods"]["layerskip"]
+    assert own["headline"]["prompts"] == 2
+    shown = dict(zip(rows[0], rows[3], strict=True))
+    assert shown["tokens/s"] == f"{own['headline']['tokens_per_second']:.1f}"
+    assert shown["x plain"] == shown["x plain, all"] == "2.00"
+    page = report.report([results], "html")
+    assert page.count("<svg") == 4
+    assert all(cell in page for cell in rows[3])
+    assert not re.search(r'(src|href)="?http', page), "nothing is loaded from anywhere"
+    with pytest.raises(ValueError, match="unknown format 'pdf'; there are md"):
+        report.report([results], "pdf")
+
+
+def test_texts_in_a_page_are_escaped(tmp_path: Path) -> None:
+    found = lines()
+    for line in found:
+        if "task" in line:
+            line["task"] = "<script>alert(1)</script>"
+    page = report.report([written(tmp_path / "x.jsonl", found)], "html")
+    assert "<script>" not in page
+    assert "&lt;script&gt;" in page
+
+
+@pytest.mark.parametrize("layout", tables.LAYOUTS)
+def test_every_layout_has_a_row_a_method(results: Path, layout: str) -> None:
+    _, found = report.load([results])
+    for table in tables.tables(found, layout):
+        assert [one[0] for one in table.rows] == ["hf-generate", "autoregressive", "layerskip"]
+        assert {len(one) for one in table.rows} == {len(table.columns)}
+        own = dict(zip(table.columns, table.rows[2], strict=True))
+        assert any(value.startswith("2.00") for value in own.values()), own
+        assert "183.6" in " ".join(own.values()), "tokens a second"
+
+
+def test_layouts_are_those_of_the_papers(results: Path) -> None:
+    _, found = report.load([results])
+    (theirs,) = tables.tables(found, "layerskip")
+    assert theirs.rows[2] == ["layerskip", "2", "exact_match 0.333", "50.0%", "183.6", "5.4", "2.00x"]
+    (swift,) = tables.tables(found, "swift")
+    assert swift.columns == ["Methods", "sums M", "sums alpha", "sums Acc.", "sums Speedup", "Speed (tokens/s)", "Overall Speedup"]
+    assert swift.rows[2][-2:] == ["183.64", "2.00x"]
+    (adadecode,) = tables.tables(found, "adadecode")
+    assert adadecode.rows[2] == ["layerskip", "183.6", "2.00x", "0.667"]
+    (adasd,) = tables.tables(found, "adasd")
+    assert adasd.rows[2] == ["layerskip", "183.636", "exact_match 0.333", "2.000", "1.000", "0.500", "2.000"]
+    with pytest.raises(ValueError, match="unknown layout 'medusa'"):
+        tables.tables(found, "medusa")
+
+
+def test_a_file_without_a_prompt_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="holds no measured prompt yet"):
+        report.load([written(tmp_path / "empty.jsonl", lines()[:2])])
+
+
+def slowed(by: float, everything: bool) -> list[dict[str, Any]]:
+    found = lines()
+    for line in found:
+        for label, one in line.get("rows", {}).items():
+            if everything or label == "layerskip":
+                one["seconds"] *= by
+    return found
+
+
+@pytest.mark.parametrize(("by", "everything", "slower"), [(1.0, False, False), (1.5, False, True), (1.5, True, False), (0.7, False, False)])
+def test_a_method_is_slower_when_it_is_so_against_its_own_runs_plain_decoding(
+    results: Path, tmp_path: Path, by: float, everything: bool, slower: bool
+) -> None:
+    """A slow day of the machine slows everything, and is nobody's fault."""
+    changes = compare.compare(results, written(tmp_path / "b.jsonl", slowed(by, everything)))
+    own = next(change for change in changes if change.method == "layerskip")
+    assert own.slower(0.05) is slower
+    assert own.speed.value == pytest.approx(1 / by)
+    assert own.same == own.prompts == 3
+    assert ("SLOWER" in compare.table(changes, 0.05).markdown()) is slower
+
+
+def test_runs_with_nothing_in_common_cannot_be_compared(results: Path, tmp_path: Path) -> None:
+    other = lines()
+    for line in other:
+        if line["kind"] == "prompt":
+            line["digest"] += "x"
+    with pytest.raises(ValueError, match="no model, task, method and prompt in common"):
+        compare.compare(results, written(tmp_path / "b.jsonl", other))

@@ -1,0 +1,116 @@
+"""Synthetic models: the wanted agreement, no loops, and the word SYNTHETIC wherever they show."""
+
+import pytest
+import torch
+
+from skipstone.bench import journal, surrogate
+from skipstone.bench.plan import read
+from skipstone.bench.report import report
+from skipstone.bench.run import run_surrogate
+from skipstone.bench.statistics import repeated_share
+
+SMALL = surrogate.parse("layers=4,hidden=64,vocab=256", 2, 0.8)
+
+
+def test_surrogate_agrees_at_the_wanted_rate_and_is_reproducible():
+    made = surrogate.calibrate(SMALL, seed=0, sequences=48, length=48)
+    assert made.agreement.low - 0.03 <= 0.8 <= made.agreement.high + 0.03
+    assert made.agreement.high - made.agreement.low < 0.1
+    assert 0 < made.factor < 1
+    again = surrogate.calibrate(SMALL, seed=0, sequences=48, length=48)
+    assert again.factor == made.factor
+    assert torch.equal(again.model.lm_head.weight, made.model.lm_head.weight)
+    fresh = surrogate.contexts(made.model, 32, 48, seed=77)
+    text = fresh[:, surrogate.START :]
+    with torch.no_grad():
+        late = made.model(text).logits.argmax(-1)
+        made.model.config.num_hidden_layers = 2  # the model cut down to its first layers
+        early = made.model(text).logits.argmax(-1)
+        made.model.config.num_hidden_layers = 4
+    counted = (early == late).float().mean().item()
+    assert surrogate.measure_agreement(made.model, 2, fresh)[0].value == pytest.approx(counted)
+    assert counted == pytest.approx(0.8, abs=0.06)
+    assert made.report()["realised_agreement"]["value"] == made.agreement.value
+
+
+def test_surrogate_text_does_not_loop_and_its_prompts_repeat_with_the_seed():
+    model = surrogate.build(SMALL, seed=1)
+    chosen = surrogate.sampled_prompts(model, 4, 40, seed=5)
+    again, other = (surrogate.sampled_prompts(model, 4, 40, seed=seed) for seed in (5, 6))
+    assert [p.digest for p in chosen] == [p.digest for p in again] != [p.digest for p in other]
+    assert max(repeated_share([], prompt.ids.tolist()) for prompt in chosen) < 0.2
+    with torch.no_grad():
+        model.lm_head.weight.mul_(1000)  # the next token is certain, and depends on little
+        for layer in model.model.layers:
+            layer.self_attn.o_proj.weight.zero_()
+    with pytest.raises(ValueError, match="sampled text loops"):
+        surrogate.sampled_prompts(model, 4, 200, seed=5)
+
+
+def plan(**more):
+    usual = {"models": ["surrogate small"], "num_prompts": 2, "tune_prompts": 2, "prompt_tokens": 12, "max_new_tokens": 12}
+    usual |= {"tune_tokens": 8, "ignore_eos": True, "dtype": "float32", "device": "cpu"}
+    return read(None, {**usual, **more})
+
+
+def test_a_surrogate_run_is_labelled_synthetic_throughout(tmp_path, monkeypatch):
+    monkeypatch.setattr(surrogate, "TOLERANCE", 0.05)
+    said = []
+    methods = ["hf-generate", "hf-early-exit num_assistant_tokens=2", "autoregressive", "layerskip num_speculative_tokens=2,3"]
+    out = run_surrogate(SMALL, plan(methods=methods), tmp_path / "s.jsonl", ["x"], said.append)
+    lines = journal.read(out)
+    about = next(line for line in lines if line["kind"] == "model")["synthetic"]
+    assert abs(about["realised_agreement"]["value"] - 0.8) < 0.1
+    assert "realised agreement" in said[-1]
+    prompts = [line for line in lines if line["kind"] == "prompt"]
+    assert len(prompts) == 2
+    assert all(len({str(row["digests"]) for row in line["rows"].values()}) == 1 for line in prompts)
+    assert report([out], "md").startswith("### SYNTHETIC MODEL: ")
+    assert "SYNTHETIC MODEL: random weights" in report([out], "html")
+    tuned = next(line for line in lines if line["kind"] == "tuned")
+    assert tuned["chosen"]["exit_layer"] == 2, "the exit that was calibrated"
+
+
+def test_a_named_shape_without_agreement_is_for_plain_decoding(tmp_path, monkeypatch):
+    monkeypatch.setitem(surrogate.NAMED, "llama-3.2-1b", SMALL.config)
+    shape = surrogate.parse("llama-3.2-1b")
+    asked = plan(methods=["hf-generate", "autoregressive"], dtype="bfloat16")
+    lines = journal.read(run_surrogate(shape, asked, tmp_path / "s.jsonl", ["x"], lambda _: None))
+    model = next(line for line in lines if line["kind"] == "model")
+    assert (model["dtype"], model["synthetic"]["contexts"]) == ("bfloat16", "random ids")
+
+
+def test_named_shapes_have_the_parameters_of_their_names():
+    billions = {}
+    for name, config in surrogate.NAMED.items():
+        with torch.device("meta"):
+            model = surrogate.LlamaForCausalLM(surrogate.LlamaConfig(**config))
+        billions[name] = round(sum(p.numel() for p in model.parameters()) / 1e9, 1)
+    assert billions == {"llama-3.2-1b": 1.2, "llama-3.2-3b": 3.2, "llama-3-8b": 8.0, "llama-2-7b": 6.7, "llama-2-13b": 13.0}
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (("layers=4,hidden=64", 4, 0.8), "must lie between 1 and 3"),
+        (("layers=4,hidden=64", 2, None), "go together"),
+        (("layers=4,hidden=64", 2, 1.5), "between 0 and 1"),
+        (("layers=4",), "lacks hidden"),
+        (("layers=4,depth=3",), "found 'layers=4,depth=3'"),
+        (("layers=4,hidden=65",), "multiple of 64"),
+        (("layers=x,hidden=64",), "whole number"),
+        (("llama-9b",), "one of llama-3.2-1b, "),
+    ],
+)
+def test_impossible_shapes_are_refused(arguments, message):
+    with pytest.raises(ValueError, match=message):
+        surrogate.parse(*arguments)
+
+
+def test_a_config_file_is_a_shape(tmp_path):
+    path = tmp_path / "config.json"
+    surrogate.LlamaConfig(**SMALL.config).to_json_file(path, use_diff=False)
+    assert surrogate.build(surrogate.parse(str(path)), 0).config.hidden_size == 64
+    path.write_text('{"model_type": "mamba"}')
+    with pytest.raises(ValueError, match="a surrogate is a Llama, found model_type 'mamba'"):
+        surrogate.parse(str(path))
