@@ -1,0 +1,113 @@
+"""`bench`, `check` and `inspect` as a user types them."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from skipstone.bench import journal
+from tests.cli.helpers import LAYERSKIP, document, refused, run, succeed
+
+SMALL = ("--num-prompts", 3, "--tune-prompts", 2, "--tune-tokens", 6, "--max-new-tokens", 10, "--ignore-eos")
+METHODS = ("--method", "hf-generate", "--method", "autoregressive", "--method", "layerskip exit_layer=1,2")
+
+
+@pytest.fixture(scope="module")
+def results(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    out = tmp_path_factory.mktemp("measured") / "r.jsonl"
+    succeed("bench", "run", folder, "--out", out, *METHODS, *SMALL)
+    return out
+
+
+def test_a_run_prints_its_table_and_goes_on_where_it_was(folder: Path, results: Path) -> None:
+    before = journal.read(results)
+    again = succeed("bench", "run", folder, "--out", results, *METHODS, *SMALL)
+    assert "layerskip" in again.stdout
+    assert "tokens/s" in again.stdout
+    after = journal.read(results)
+    assert len(after) == len(before) + 1
+    refused(run("bench", "run", folder, "--out", results, *METHODS, *SMALL, "--seed", 4), "holds another run: seed differ")
+    assert len(journal.read(results)) == len(after)
+
+
+def test_reports_in_every_format(results: Path, tmp_path: Path) -> None:
+    assert succeed("bench", "report", results, "--format", "md").stdout.startswith("### ")
+    assert succeed("bench", "report", results, "--layout", "swift").stdout.count("layerskip")
+    page = tmp_path / "page.html"
+    succeed("bench", "report", results, "--out", page)
+    assert "<svg" in page.read_text()
+    assert json.loads(succeed("bench", "report", results, "--format", "json").stdout)["groups"]
+
+
+def test_comparing_a_run_with_itself_finds_nothing_and_a_slower_one_fails(results: Path, tmp_path: Path) -> None:
+    assert "SLOWER" not in succeed("bench", "compare", results, results).stdout
+    slow = tmp_path / "slow.jsonl"
+    lines: list[Any] = [json.loads(line) for line in results.read_text().splitlines()]
+    for line in lines:
+        if line["kind"] == "prompt":
+            line["rows"]["layerskip"]["seconds"] *= 3
+    slow.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    worse = run("bench", "compare", results, slow)
+    assert worse.exit_code == 1
+    assert "SLOWER" in worse.stdout
+
+
+def test_a_surrogate_says_that_it_is_one(tmp_path: Path) -> None:
+    out = tmp_path / "s.jsonl"
+    small = ("--num-prompts", 1, "--prompt-tokens", 8, "--max-new-tokens", 6)
+    shown = succeed("bench", "surrogate", "layers=2,hidden=64,vocab=128", "--out", out, *small).stdout
+    assert "SYNTHETIC MODEL" in shown
+
+
+def test_check_passes_what_is_right_and_fails_what_is_not(folder: Path) -> None:
+    small = ("--num-prompts", 3, "--max-new-tokens", 12, "--samples", 100)
+    shown = succeed("check", folder, *LAYERSKIP, *small).stdout
+    assert shown.count("\nok  ") + shown.startswith("ok  ") == 9
+    assert shown.rstrip().endswith("no bug found")
+    found = document("check", folder, *LAYERSKIP, *small)
+    assert found["passed"] is True
+    assert found["method"]["exit_layer"] == 2
+    lossy = run("check", folder, "--method", "early_exit", "--exit-layer", 1, *small)
+    assert lossy.exit_code == 1
+    assert "BUG  greedy texts" in lossy.stdout
+    assert lossy.stdout.rstrip().endswith("NOT LOSSLESS")
+
+
+def test_inspect_shows_every_layer_and_says_what_would_pay(folder: Path, tmp_path: Path) -> None:
+    shown = succeed("inspect", folder, "--prompt", "abc", "--max-new-tokens", 6).stdout
+    assert [line.split()[0] for line in shown.splitlines() if line.strip()[:1].isdigit()] == ["1", "2", "3", "4"]
+    assert "pay" in shown
+    found = document("inspect", folder, "--prompt", "abc", "--prompt", "de", "--max-new-tokens", 5)
+    assert len(found["tokens"]) == 10
+    succeed("inspect", folder, "--prompt", "abc", "--max-new-tokens", 4, "--out", tmp_path / "a.html")
+    assert (tmp_path / "a.html").stat().st_size > 10_000
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (("bench", "run", "--method", "medusa"), "unknown method 'medusa'"),
+        (("bench", "run", "--task", "nope"), "unknown task 'nope'"),
+        (("bench", "run", "--task", "gsm8k", "--data-dir", "DIR"), "holds no gsm8k_test.jsonl"),
+        (("bench", "run", "--out", "/nowhere/r.jsonl"), "no such folder"),
+        (("bench", "run", "--allow-code-execution"), "--allow-code-execution has no effect"),
+        (("bench", "run", "--plan", "nowhere.yaml"), "nowhere.yaml: No such file"),
+        (("bench", "surrogate", "llama-9b"), "a surrogate is one of llama-3.2-1b"),
+        (("bench", "surrogate", "layers=2,hidden=64", "--agreement", "0.5"), "go together"),
+        (("bench", "report", "nowhere.jsonl"), "nowhere.jsonl: No such file"),
+        (("bench", "report", "RESULTS", "--format", "pdf"), "unknown format 'pdf'"),
+        (("bench", "report", "RESULTS", "--layout", "x"), "unknown layout 'x'"),
+        (("check", "FOLDER", "--prompts", "nowhere.jsonl"), "nowhere.jsonl: no such file of prompts"),
+        (("check", "FOLDER"), "names no default"),
+        (("check", "FOLDER", "--dtype", "int8"), "--dtype must be one of"),
+        (("check", "FOLDER", *LAYERSKIP, "--num-prompts", "99"), "there are 40 prompts"),
+        (("inspect", "FOLDER", "--out", "/nowhere/a.png"), "no such folder"),
+        (("inspect", "FOLDER", "--dtype", "int8"), "--dtype must be one of"),
+    ],
+)
+def test_mistakes_are_one_sentence(arguments: tuple[str, ...], said: str, folder: Path, results: Path, tmp_path: Path) -> None:
+    places = {"FOLDER": folder, "RESULTS": results, "DIR": tmp_path}
+    refused(run(*(places.get(one, one) for one in arguments)), said)
