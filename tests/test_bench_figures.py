@@ -18,7 +18,9 @@ from skipstone.core.types import Stats, Step
 
 
 def stats(new: int, steps: int, accepted: int = 0, drafted: int = 0, **seconds: float) -> dict[str, Any]:
-    one = Stats(tokens=new - 1, prefill_tokens=1, steps=steps, turns=steps, accepted=accepted, draft_steps=drafted, drafted=drafted)
+    one = Stats(
+        tokens=new - 1, prefill_tokens=1, steps=steps, turns=steps, accepted=accepted, draft_steps=drafted, drafted=drafted
+    )
     for name, value in seconds.items():
         setattr(one, f"seconds_{name}", value)
     one.histogram.update([accepted // max(steps, 1)] * steps)
@@ -165,7 +167,13 @@ def test_the_reports_say_the_same_in_every_format(results: Path) -> None:
     text = report.report([results], "md")
     assert text.startswith("### m, sums, greedy\n")
     lines_ = [line for line in text.splitlines() if line.startswith("| ")]
-    assert [line.split(" | ")[0].strip("| ") for line in lines_] == ["method", "---", "hf-generate", "autoregressive", "layerskip"]
+    assert [line.split(" | ")[0].strip("| ") for line in lines_] == [
+        "method",
+        "---",
+        "hf-generate",
+        "autoregressive",
+        "layerskip",
+    ]
     assert len({line.count(" | ") for line in lines_}) == 1
     assert "hf-early-exit: no row, it cannot." in text
     assert "exit_layer=2 (best of 2, 4 calls)" in text
@@ -211,7 +219,15 @@ def test_layouts_are_those_of_the_papers(results: Path) -> None:
     (theirs,) = tables.tables(found, "layerskip")
     assert theirs.rows[2] == ["layerskip", "2", "exact_match 0.333", "50.0%", "183.6", "5.4", "2.00x"]
     (swift,) = tables.tables(found, "swift")
-    assert swift.columns == ["Methods", "sums M", "sums alpha", "sums Acc.", "sums Speedup", "Speed (tokens/s)", "Overall Speedup"]
+    assert swift.columns == [
+        "Methods",
+        "sums M",
+        "sums alpha",
+        "sums Acc.",
+        "sums Speedup",
+        "Speed (tokens/s)",
+        "Overall Speedup",
+    ]
     assert swift.rows[2][-2:] == ["183.64", "2.00x"]
     (adadecode,) = tables.tables(found, "adadecode")
     assert adadecode.rows[2] == ["layerskip", "183.6", "2.00x", "0.667"]
@@ -235,7 +251,9 @@ def slowed(by: float, everything: bool) -> list[dict[str, Any]]:
     return found
 
 
-@pytest.mark.parametrize(("by", "everything", "slower"), [(1.0, False, False), (1.5, False, True), (1.5, True, False), (0.7, False, False)])
+@pytest.mark.parametrize(
+    ("by", "everything", "slower"), [(1.0, False, False), (1.5, False, True), (1.5, True, False), (0.7, False, False)]
+)
 def test_a_method_is_slower_when_it_is_so_against_its_own_runs_plain_decoding(
     results: Path, tmp_path: Path, by: float, everything: bool, slower: bool
 ) -> None:

@@ -6,7 +6,15 @@ import torch
 import skipstone
 from skipstone.bench import measure
 from skipstone.bench.measure import Row, Skipstone, neutral_defaults, options_for
-from skipstone.bench.peers import PEERS, HFAssisted, HFEarlyExit, HFGenerate, HFGenerateStatic, HFPromptLookup, early_exit_refusal
+from skipstone.bench.peers import (
+    PEERS,
+    HFAssisted,
+    HFEarlyExit,
+    HFGenerate,
+    HFGenerateStatic,
+    HFPromptLookup,
+    early_exit_refusal,
+)
 from tests import families, support
 
 ENGINES = [

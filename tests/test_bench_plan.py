@@ -24,9 +24,18 @@ TASKS_HERE = Path(__file__).parent / "tasks"
         ("autoregressive", {"method": "autoregressive"}),
         (
             "layerskip exit_layer=3,6 confidence_threshold=none,0.4 reuse_cache=false label=ours",
-            {"method": "layerskip", "exit_layer": [3, 6], "confidence_threshold": [None, 0.4], "reuse_cache": False, "label": "ours"},
+            {
+                "method": "layerskip",
+                "exit_layer": [3, 6],
+                "confidence_threshold": [None, 0.4],
+                "reuse_cache": False,
+                "label": "ours",
+            },
         ),
-        ("layerskip exit-layer=3 confidence_threshold=adaptive", {"method": "layerskip", "exit_layer": 3, "confidence_threshold": "adaptive"}),
+        (
+            "layerskip exit-layer=3 confidence_threshold=adaptive",
+            {"method": "layerskip", "exit_layer": 3, "confidence_threshold": "adaptive"},
+        ),
         ('{"method": "layerskip", "exit_layer": [1, 2]}', {"method": "layerskip", "exit_layer": [1, 2]}),
     ],
 )
@@ -36,7 +45,10 @@ def test_wishes(text: str, wish: dict[str, Any]) -> None:
 
 def test_every_combination_of_choices_is_a_candidate() -> None:
     model = families.cached("llama")
-    wishes = [lineup.parse("layerskip exit_layer=1,2 num_speculative_tokens=2,3,4"), lineup.parse("hf-early-exit exit_layer=1,3")]
+    wishes = [
+        lineup.parse("layerskip exit_layer=1,2 num_speculative_tokens=2,3,4"),
+        lineup.parse("hf-early-exit exit_layer=1,3"),
+    ]
     found, refused = lineup.entrants(wishes, model, tune=False)
     assert refused == {}
     ours = [engine.settings for engine in found[0].candidates if isinstance(engine, Skipstone)]

@@ -105,7 +105,9 @@ def test_figures_follow_from_the_lines(results: Path) -> None:
     assert own is not None
     stats = [row["layerskip"]["stats"] for row in rows]
     assert own["acceptance_rate"] == pytest.approx(sum(s["accepted"] for s in stats) / sum(s["draft_steps"] for s in stats))
-    assert own["mean_acceptance_length"] == pytest.approx(1 + sum(s["accepted"] for s in stats) / sum(s["steps"] for s in stats))
+    assert own["mean_acceptance_length"] == pytest.approx(
+        1 + sum(s["accepted"] for s in stats) / sum(s["steps"] for s in stats)
+    )
     assert own["measured_over_predicted"] == pytest.approx(own["decode_speedup"] / own["predicted_speedup"])
 
 

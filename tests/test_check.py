@@ -10,7 +10,8 @@ import torch
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel
 
 from skipstone import Autoregressive, EarlyExit, LayerSkip, Method
-from skipstone.bench.check import Checker, Report, Scale
+from skipstone.bench.check import Checker
+from skipstone.bench.findings import Report, Scale
 from skipstone.methods.layerskip import LayerSkipSession
 from tests import bugs
 from tests.bugs.base import broken

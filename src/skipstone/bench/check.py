@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict
 from functools import partial
 from typing import Any
 
@@ -19,8 +19,9 @@ from transformers import LogitsProcessorList, PreTrainedModel, TemperatureLogits
 
 from skipstone import api
 from skipstone.bench import laws
+from skipstone.bench.findings import Finding, Report, Scale
 from skipstone.bench.measure import neutral_defaults
-from skipstone.bench.ties import Divergence, Judge
+from skipstone.bench.ties import Judge
 from skipstone.core.decode import Decoder
 from skipstone.core.model import LayeredModel
 from skipstone.core.protocol import Method
@@ -38,54 +39,6 @@ BATCH = 3
 """Prompts at once, of different lengths."""
 
 
-@dataclass(frozen=True)
-class Scale:
-    """How much is tested. samples: texts for each law and side, at least ROWS."""
-
-    max_new_tokens: int = 64
-    samples: int = 400
-    seed: int = 0
-
-
-@dataclass
-class Finding:
-    """One probe: what it compared, how often, and what it found. drafted, accepted: draft tokens in it, for only texts with
-    drafts accepted and rejected prove anything."""
-
-    name: str
-    tested: int = 0
-    ties: list[Divergence] = field(default_factory=list)
-    bugs: list[str] = field(default_factory=list)
-    note: str = ""
-    drafted: int = 0
-    accepted: int = 0
-
-    def report(self) -> dict[str, Any]:
-        """Plain JSON values."""
-        return {**asdict(self), "passed": not self.bugs}
-
-
-@dataclass
-class Report:
-    """All probes of a method on a model."""
-
-    method: dict[str, Any]
-    dtype: str
-    device: str
-    findings: list[Finding]
-
-    @property
-    def passed(self) -> bool:
-        """Whether no probe found a bug. Ties are no bugs."""
-        return not any(finding.bugs for finding in self.findings)
-
-    @property
-    def proves(self) -> bool:
-        """Whether drafts were both accepted and rejected somewhere, or the method drafts nothing."""
-        drafted, accepted = (sum(getattr(one, name) for one in self.findings) for name in ("drafted", "accepted"))
-        return not drafted or 0 < accepted < drafted
-
-
 class Checker:
     """A model and a method under test. prompts: [T] int64 ids each, at least two of different texts."""
 
@@ -100,29 +53,44 @@ class Checker:
         findings = []
         with neutral_defaults(self.model), warnings.catch_warnings():
             warnings.simplefilter("ignore", RuntimeWarning)  # that speculation does not pay is no question here
-            for probe in self._probes():
-                findings.append(finding := self._survived(probe))
+            for title, probe in self._probes():
+                findings.append(finding := Finding(title))
+                self._survive(probe, finding)
                 told(finding)
         named = {"method": self.method.name, **asdict(self.method)}
         return Report(named, str(self.model.dtype).removeprefix("torch."), str(self.model.device), findings)
 
-    def _probes(self) -> list[Callable[[], Finding]]:
-        greedy = [self.against_transformers, self.greedy, self.batched, self.processed, self.ended, self.audited]
-        return [*greedy, *(partial(self.law, settings) for settings in LAWS), self.neighbours]
+    def _probes(self) -> list[tuple[str, Callable[[Finding], None]]]:
+        laws_of = [
+            (
+                "the law of sampled texts, " + ", ".join(f"{name} {value:g}" for name, value in one.items()),
+                partial(self.law, one),
+            )
+            for one in LAWS
+        ]
+        return [
+            ("plain decoding is transformers' own", self.against_transformers),
+            ("greedy texts", self.greedy),
+            ("greedy texts in a batch", self.batched),
+            ("greedy texts under a repetition penalty and without repeated trigrams", self.processed),
+            ("texts that end inside a draft", self.ended),
+            ("every step: drafts and the key/value store", self.audited),
+            *laws_of,
+            ("sampled texts alone and in a batch", self.neighbours),
+        ]
 
-    def _survived(self, probe: Callable[[], Finding]) -> Finding:
-        """What a probe found; that the method failed altogether is found too."""
+    def _survive(self, probe: Callable[[Finding], None], finding: Finding) -> None:
+        """Probe; that the method failed altogether is found too."""
         try:
-            return probe()
+            probe(finding)
         except (ArithmeticError, AssertionError, LookupError, RuntimeError, TypeError, ValueError) as error:
-            name = getattr(probe, "func", probe).__name__
-            return Finding(name, tested=1, bugs=[f"{type(error).__name__}: {error}"])
+            finding.tested += 1
+            finding.bugs.append(f"{type(error).__name__}: {error}")
 
     # ------------------------------------------------------------------------------------------------- greedy
 
-    def against_transformers(self) -> Finding:
+    def against_transformers(self, finding: Finding) -> None:
         """Our plain decoding is `model.generate`'s: what all else is compared with."""
-        finding = Finding("plain decoding is transformers' own")
         kind: Any = type(self.model)
         for number, prompt in enumerate(self.prompts):
             ids = prompt[None].to(self.model.device)
@@ -130,18 +98,14 @@ class Checker:
             expected = kind.generate(self.model, ids, attention_mask=torch.ones_like(ids), **options)[0, len(prompt) :].tolist()
             self.plain.append(self._texts("autoregressive", [prompt], {}, finding)[0])
             self._compare(finding, number, expected, self.plain[-1], {})
-        return finding
 
-    def greedy(self) -> Finding:
+    def greedy(self, finding: Finding) -> None:
         """One prompt at a time."""
-        finding = Finding("greedy texts")
         for number, prompt in enumerate(self.prompts):
             self._compare(finding, number, self.plain[number], self._texts(self.method, [prompt], {}, finding)[0], {})
-        return finding
 
-    def batched(self) -> Finding:
+    def batched(self, finding: Finding) -> None:
         """Prompts of different lengths at once."""
-        finding = Finding("greedy texts in a batch")
         for start in range(0, len(self.prompts), BATCH):
             # unequal lengths, whatever the prompts are like
             part = [prompt[: max(1, len(prompt) - 2 * i)] for i, prompt in enumerate(self.prompts[start : start + BATCH])]
@@ -149,27 +113,22 @@ class Checker:
             for number, (prompt, found) in enumerate(zip(part, texts, strict=True), start):
                 expected = self._texts("autoregressive", [prompt], {}, None)[0]
                 self._compare(finding, number, expected, found, {}, prompt)
-        return finding
 
-    def processed(self) -> Finding:
+    def processed(self, finding: Finding) -> None:
         """Processors that look at all tokens so far, the draft's included."""
-        finding = Finding("greedy texts under a repetition penalty and without repeated trigrams")
         for number, prompt in enumerate(self.prompts):
             expected = self._texts("autoregressive", [prompt], PROCESSORS, None)[0]
             found = self._texts(self.method, [prompt], PROCESSORS, finding)[0]
             self._compare(finding, number, expected, found, PROCESSORS)
-        return finding
 
-    def ended(self) -> Finding:
+    def ended(self, finding: Finding) -> None:
         """A token of each text is made its end: the text stops right there."""
-        finding = Finding("texts that end inside a draft")
         for number, prompt in enumerate(self.prompts):
             text = self.plain[number]
             for end in dict.fromkeys(text[len(text) // 3 :: max(1, len(text) // 4)]):
                 expected = text[: text.index(end) + 1]
                 found = self._texts(self.method, [prompt], {"eos_token_id": end, "pad_token_id": end}, finding)[0]
                 self._compare(finding, number, expected, found, {})
-        return finding
 
     def _compare(
         self,
@@ -198,11 +157,9 @@ class Checker:
 
     # ------------------------------------------------------------------------------------------------ sampled
 
-    def law(self, settings: Mapping[str, Any]) -> Finding:
+    def law(self, settings: Mapping[str, Any], finding: Finding) -> None:
         """Texts of one prompt by the method: each token against its own law, and all against plain decoding's from other
         seeds."""
-        shown = ", ".join(f"{name} {value:g}" for name, value in settings.items())
-        finding = Finding(f"the law of sampled texts, {shown}")
         prompt, count = self.prompts[0], self.scale.samples
         mine = self._sampled(self.method, prompt, settings, range(self.scale.seed, self.scale.seed + count), finding)
         other = range(self.scale.seed + count, self.scale.seed + 2 * count)
@@ -216,7 +173,6 @@ class Checker:
             finding.bugs.append(f"{sample.where}: the law differs from plain sampling's, p = {sample.p_value:.2g}")
         if not exact.same:
             finding.bugs.append(f"{exact.where}: the law differs from the model's own, p = {exact.p_value:.2g}")
-        return finding
 
     @torch.inference_mode()
     def _drawn(self, prompt: Tensor, texts: list[list[int]], settings: Mapping[str, Any]) -> tuple[Tensor, Tensor]:
@@ -232,9 +188,8 @@ class Checker:
             parts.append(warpers(ids, logits).softmax(-1).cpu())  # type: ignore[arg-type]
         return torch.cat(parts), torch.tensor(texts).flatten()
 
-    def neighbours(self) -> Finding:
+    def neighbours(self, finding: Finding) -> None:
         """A seed's text does not depend on what is decoded beside it."""
-        finding = Finding("sampled texts alone and in a batch")
         settings, seeds = LAWS[0], range(self.scale.seed, self.scale.seed + 2 * BATCH)
         together = self._sampled(self.method, self.prompts[0], settings, seeds, finding)
         for seed, found in zip(seeds, together, strict=True):
@@ -244,7 +199,6 @@ class Checker:
                 finding.bugs.append(f"seed {seed}: {found} in a batch, {alone} alone")
         if self.model.dtype not in (torch.float32, torch.float64):
             finding.note = "not compared: rounding in this dtype moves draws"
-        return finding
 
     def _sampled(
         self, method: Method | str, prompt: Tensor, settings: Mapping[str, Any], seeds: Sequence[int], finding: Finding | None
@@ -258,9 +212,8 @@ class Checker:
 
     # ------------------------------------------------------------------------------------------------- audit
 
-    def audited(self) -> Finding:
+    def audited(self, finding: Finding) -> None:
         """Every step of a batch: limits and laws of drafts, and the store against a fresh forward."""
-        finding = Finding("every step: drafts and the key/value store")
         layered = LayeredModel(self.model)
         tolerance = max(1e-3, 30 * torch.finfo(self.model.dtype).eps)
         for temperature in (0.0, 1.0):
@@ -272,8 +225,8 @@ class Checker:
                 finding.tested += self._audit(layered, requests, tolerance)
             except AssertionError as error:
                 finding.bugs.append(f"temperature {temperature:g}: {error}")
-        return finding
 
+    @torch.inference_mode()
     def _audit(self, layered: LayeredModel, requests: list[Request], tolerance: float) -> int:
         capacity = max(len(request.prompt) + request.max_new_tokens for request in requests)
         session = self.method.start(layered, len(requests), capacity, self.method.new_state(layered))
