@@ -275,6 +275,7 @@ class Checker:
         device = self.model.device
         output = api.generate(self.model, ids.to(device), method, attention_mask=mask.to(device), seed=seed, **options)
         assert output.new_tokens is not None
+        assert output.stats is not None
         if finding is not None:
             finding.drafted += output.stats.drafted
             finding.accepted += output.stats.accepted

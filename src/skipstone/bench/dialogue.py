@@ -77,4 +77,4 @@ class Reader:
 
     def text(self, tokens: Sequence[int]) -> str:
         """What new tokens say; nothing for models without words."""
-        return "" if self.tokenizer is None else self.tokenizer.decode(list(tokens), skip_special_tokens=True)
+        return "" if self.tokenizer is None else str(self.tokenizer.decode(list(tokens), skip_special_tokens=True))

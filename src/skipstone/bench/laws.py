@@ -82,7 +82,8 @@ def homogeneity(one: Counter[Any], other: Counter[Any]) -> float | None:
         table = [[*row, left] for row, left in zip(table, rest, strict=True)]
     if not table[0] or len(table[0]) < 2:
         return None
-    return float(chi2_contingency(table, correction=False).pvalue)
+    found: Any = chi2_contingency(table, correction=False)
+    return float(found.pvalue)
 
 
 def against(p: Tensor, tokens: Tensor, seed: int = 0) -> Law:

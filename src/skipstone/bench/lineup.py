@@ -45,7 +45,7 @@ def parse(text: str) -> Wish:
             raise ValueError(f'a method as JSON names itself, {{"method": "layerskip", ...}}; found {text!r}')
         return wish
     name, *pairs = text.split()
-    wish = {"method": name}
+    wish: Wish = {"method": name}
     for pair in pairs:
         key, equals, value = pair.partition("=")
         if not equals or not value:

@@ -23,6 +23,7 @@ from skipstone.bench.plan import Plan, Question, resolved
 from skipstone.bench.session import Cell, ask
 from skipstone.bench.surrogate import Shape
 from skipstone.bench.task import Task, prompt_of
+from skipstone.core.fields import OWN_FIELD
 from skipstone.core.model import LayeredModel
 from skipstone.loading import load, usable
 
@@ -82,7 +83,7 @@ def run_surrogate(shape: Shape, plan: Plan, path: Path, argv: list[str], say: Sa
         say(f"calibrating {shape.name}: layers[:{shape.exit_layer}] are to agree with all at {shape.agreement}")
         made = surrogate.calibrate(shape, plan.seed, dtype=dtype, device=device)
         model, about = made.model, made.report()
-        model.generation_config.skipstone = {"method": "layerskip", "exit_layer": shape.exit_layer}
+        setattr(model.generation_config, OWN_FIELD, {"method": "layerskip", "exit_layer": shape.exit_layer})
         contexts = surrogate.sampled_prompts(model, count, question.prompt_tokens, plan.seed + 1)
         say(f"realised agreement {made.agreement}")
     subject = Subject(plan.models[0], model, None, about)

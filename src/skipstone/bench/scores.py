@@ -5,6 +5,7 @@ Pure, but for the last: `passes` executes model code, and only `--allow-code-exe
 
 from __future__ import annotations
 
+import importlib
 import math
 import re
 from collections.abc import Sequence
@@ -50,7 +51,7 @@ def exact(output: str, reference: str) -> bool:
 def rouge(output: str, reference: str) -> dict[str, float]:
     """F-measures of ROUGE-2 and ROUGE-L with stemming. ImportError that says what to install without rouge-score."""
     try:
-        from rouge_score import rouge_scorer
+        rouge_scorer = importlib.import_module("rouge_score.rouge_scorer")
     except ImportError as error:
         raise ImportError('ROUGE needs rouge-score: pip install "skipstone[bench]"') from error
     found = rouge_scorer.RougeScorer(["rouge2", "rougeL"], use_stemmer=True).score(reference, output)

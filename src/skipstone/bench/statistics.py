@@ -103,7 +103,7 @@ def _blocked(columns: Sequence[Column], seed: int) -> list[NDArray[np.float64]]:
     if units <= BLOCKS:
         return values
     block = np.random.default_rng(seed).permutation(units) % BLOCKS
-    return [np.bincount(block, column, BLOCKS) for column in values]
+    return [np.bincount(block, column, BLOCKS).astype(np.float64) for column in values]
 
 
 @lru_cache(maxsize=4)

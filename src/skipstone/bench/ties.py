@@ -55,7 +55,8 @@ class Judge:
     def precise(self) -> PreTrainedModel:
         """The model in float32, or in float64 where it is in float32 already."""
         wide = torch.float64 if self.model.dtype in (torch.float32, torch.float64) else torch.float32
-        return copy.deepcopy(self.model).to(wide)
+        wider: Any = copy.deepcopy(self.model)
+        return wider.to(wide)
 
     def compare(
         self, prompt: int, ids: Tensor, expected: Sequence[int], found: Sequence[int], options: Mapping[str, Any]

@@ -63,8 +63,8 @@ def _run(
     if out is not None:
         from skipstone.bench.lens_pictures import save
 
-        words = [[tokenizer.decode([token]) for token in row] for row in lens.top]
-        final = [tokenizer.decode([token]) for token in lens.tokens]
+        words = [[str(tokenizer.decode([token])) for token in row] for row in lens.top]
+        final = [str(tokenizer.decode([token])) for token in lens.tokens]
         for path in save(lens, words, final, out):
             print(f"skipstone: {path}", file=terminal.sys.stderr)
     if as_json:
@@ -99,8 +99,8 @@ def show(lens: Lens) -> None:
     if best is not None and best.speed_up > 1:
         console.print(
             f"LayerSkip would pay most with --exit-layer {best.exit_layer} --num-speculative-tokens "
-            f"{best.num_speculative_tokens}: {best.speed_up:.2f} x plain decoding, were agreement {best.agreement:.2f} at every "
-            "token."
+            f"{best.num_speculative_tokens}: {best.speed_up:.2f} x plain decoding, were agreement {best.agreement:.2f} at "
+            "every token."
         )
     else:
         console.print("No early exit of this model pays: its layers agree too late. Train one, or use a method without exits.")
