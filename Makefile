@@ -33,8 +33,8 @@ format: $(STAMP)
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
 
-bench: $(STAMP)  ## MODEL=path or hub id, BENCH="more flags"
-	$(BIN)/python -m skipstone.bench $(MODEL) $(BENCH)
+bench: $(STAMP)  ## MODEL=path or hub id, BENCH="more flags": see `skipstone bench run --help`
+	$(BIN)/skipstone bench run $(MODEL) $(BENCH)
 
 clean:
 	rm -rf $(VENV) build dist src/*.egg-info .pytest_cache .ruff_cache .hypothesis

@@ -18,6 +18,13 @@ from tests.snippets import MODEL, ROOT, blocks, run_python, table_rows, tiny_che
 
 README = ROOT / "README.md"
 TOKENS = 64
+SHORT = {
+    "generate": ["--max-new-tokens", "12"],
+    "check": ["--num-prompts", "3", "--max-new-tokens", "12", "--samples", "100"],
+    "inspect": ["--max-new-tokens", "4"],
+    "bench": ["--num-prompts", "2", "--tune-prompts", "2", "--tune-tokens", "4", "--max-new-tokens", "8"],
+}
+"""What keeps a command of the README short."""
 
 pytestmark = pytest.mark.filterwarnings("ignore:.* x the speed of plain decoding:RuntimeWarning")
 
@@ -60,11 +67,12 @@ def test_stream_snippet_names_every_origin_that_occurs(checkpoint, capsys):
 
 
 @pytest.mark.parametrize("words", skipstone_commands(), ids=lambda words: " ".join(words[:2]))
-def test_command_line_runs(words, checkpoint, monkeypatch, capsys):
+def test_command_line_runs(words, checkpoint, monkeypatch, capsys, tmp_path):
     """In this process, through the console script's entry point."""
+    monkeypatch.chdir(tmp_path)
     (script,) = entry_points(group="console_scripts", name="skipstone")
     arguments = [str(checkpoint) if word == MODEL else word for word in words]
-    arguments += ["--max-new-tokens", "12"] if words[0] == "generate" else []
+    arguments += SHORT.get(words[0], [])
     monkeypatch.setattr(sys, "argv", ["skipstone", *arguments])
     with pytest.raises(SystemExit) as left:
         script.load()()

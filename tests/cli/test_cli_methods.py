@@ -14,7 +14,7 @@ import torch
 import typer.main
 
 import skipstone
-from skipstone.cli import app, generate
+from skipstone.cli import app, check, generate
 from tests.cli.helpers import LAYERSKIP, PROMPT, document, refused, run, succeed
 
 
@@ -73,6 +73,19 @@ def test_a_new_method_brings_its_flags_along(folder: Path, monkeypatch: pytest.M
     assert "invented: how wide. [int, default 7]" in help_text
 
 
+CHECK = """model --method --speculative-config --prompts --num-prompts --prompt-tokens --max-new-tokens --samples --seed --dtype
+    --device --json --debug"""
+MEASURING = {
+    "run": """models --plan --method --task --protocol --data-dir --out --num-prompts --prompt-tokens --max-new-tokens
+        --temperature --top-p --samples --shots --chat --tune --tune-prompts --tune-tokens --ignore-eos --allow-code-execution
+        --dtype --device --threads --seed --fresh""",
+    "surrogate": """shape --agreement --exit-layer --method --out --num-prompts --prompt-tokens --max-new-tokens --tune-prompts
+        --dtype --device --threads --seed --fresh""",
+    "report": "files --format --layout --out",
+    "compare": "before after --tolerance",
+}
+
+
 def test_flags_are_frozen() -> None:
     """A flag that goes or changes its name breaks scripts: change this list only on purpose."""
     flags = {name for parameter in generate.command().params for name in (*parameter.opts, *parameter.secondary_opts)}
@@ -82,7 +95,13 @@ def test_flags_are_frozen() -> None:
     of_methods = "--exit-layer --num-speculative-tokens --confidence-threshold --reuse-cache --rejection-sample-method"
     assert flags == {*of_the_verb.split(), *of_methods.split()}
     root: Any = typer.main.get_command(app)
-    assert set(root.commands) == {"demo", "generate", "methods", "env", "train"}
+    assert set(root.commands) == {"demo", "generate", "methods", "env", "train", "bench", "check", "inspect"}
+    assert set(root.commands["bench"].commands) == {"run", "report", "compare", "surrogate"}
+    checks = {name for parameter in check.command().params for name in parameter.opts}
+    assert checks == {*CHECK.split(), *of_methods.split()}
+    for verb, own in MEASURING.items():
+        flags = {name for parameter in root.commands["bench"].commands[verb].params for name in parameter.opts}
+        assert flags == {*own.split(), "--debug"}, verb
     training = root.commands["train"].commands
     assert set(training) == {"layerskip"}
     assert {name for p in training["layerskip"].params for name in (*p.opts, *p.secondary_opts)} >= {

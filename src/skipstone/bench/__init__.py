@@ -1,7 +1,6 @@
-"""Measuring: skipstone's methods and what people use today, in one interleaved run.
+"""Measuring: methods and what people use today in one interleaved run; whether a method is lossless; what layers know.
 
-`python -m skipstone.bench MODEL` prints a table and, as its last line, one JSON document. The parts: prompts (what is
-continued), measure (one timed call, and the order of all of them), peers (transformers' own decoding), tuning (settings, on
-other prompts than those reported), statistics (pure functions), machine (ceiling and provenance), surrogate (synthetic models
-of a wanted agreement), report (figures and tables), run (a whole benchmark).
+`skipstone bench`, `check` and `inspect` are made of this. What is run: plan, lineup, task, tasks, protocols, dialogue. How it is
+measured: run, asking, measure, memory, peers, tuning, journal, machine, surrogate. What it is worth: scores, sandbox. What comes
+out: statistics, figures, tables, charts, report, compare. Proofs: check, findings, ties, laws. The lens: lens, lens_pictures.
 """

@@ -20,7 +20,7 @@ from skipstone.bench.journal import Journal, Line
 from skipstone.bench.lineup import Entrant
 from skipstone.bench.measure import Row, neutral_defaults, warm_up
 from skipstone.bench.plan import Plan, Question, resolved
-from skipstone.bench.session import Cell, ask
+from skipstone.bench.asking import Cell, ask
 from skipstone.bench.surrogate import Shape
 from skipstone.bench.task import Task, prompt_of
 from skipstone.core.fields import OWN_FIELD

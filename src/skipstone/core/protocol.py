@@ -79,7 +79,7 @@ def layer_in_range(name: str, value: Any, model: LayeredModel) -> None:
     if value is None:
         raise ValueError(
             f"{name} is not set and this model carries no default for it: pass an integer from 1 to {model.depth - 1}; "
-            f"`skipstone generate MODEL --{name.replace('_', '-')} E --compare` shows what a layer brings"
+            "`skipstone inspect MODEL` shows where an early exit would pay"
         )
     whole_number(name, value, 1)
     if value >= model.depth:
