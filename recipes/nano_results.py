@@ -3,7 +3,7 @@
     python recipes/nano_results.py exits MODEL [TWIN]     # the shape of the paper's Table 1
     python recipes/nano_results.py commands MODEL         # Tables 6 and 11
     python recipes/nano_results.py parse MODEL            # share of continuations that parse
-    python recipes/nano_results.py prompts MODEL FOLDER   # prompts for `make bench`, as .jsonl
+    python recipes/nano_results.py prompts MODEL FOLDER   # prompts for recipes/nano-bench.yaml
 
 Each prints a table in Markdown and, as its last line, one JSON document. MODEL, TWIN: folders. TWIN is the model of the same
 recipe trained plainly (recipes/nano-plain.yaml). All but `commands` read the recipe's held-out data, take the --data-dir of
@@ -260,26 +260,20 @@ def parse(model: str, recipe: Path, data_dir: Path | None, count: int) -> dict[s
 
 
 def prompts(model: str, folder: Path, recipe: Path, data_dir: Path | None, count: int) -> dict[str, Any]:
-    """Prompt files for the benchmark: test requests and beginnings of held-out functions; of the data folder, where it has
-    them, GSM8K's test questions and HumanEval's prompts."""
+    """Prompt files for the benchmark (recipes/nano-bench.yaml): test requests with their answers, and beginnings of held-out
+    functions."""
     _, documents = held_out(recipe, data_dir)
     check_unseen(Path(model), documents)
     folder.mkdir(parents=True, exist_ok=True)
-    sets: dict[str, list[str]] = {
-        "commands": [example.prompt for example in commands.examples("test", count, 1)],
-        "code": prefixes(documents["code"], count, 1),
+    examples = commands.examples("test", count, 1)
+    sets: dict[str, list[dict[str, str]]] = {
+        "commands": [{"prompt": example.prompt, "reference": example.answer} for example in examples],
+        "code": [{"prompt": prefix} for prefix in prefixes(documents["code"], count, 1)],
     }
-    for name, file, form in (
-        ("gsm8k", "gsm8k_test.jsonl", "Question: {question}\nAnswer:"),
-        ("humaneval", "humaneval.jsonl", "{prompt}"),
-    ):
-        if data_dir is not None and (data_dir / file).is_file():
-            lines = (data_dir / file).read_text(encoding="utf-8").splitlines()[:count]
-            sets[name] = [form.format(**json.loads(line)) for line in lines]
-    for name, texts in sets.items():
-        (folder / f"{name}.jsonl").write_text("".join(json.dumps({"prompt": text}) + "\n" for text in texts))
-        print(f"{folder / name}.jsonl: {len(texts)} prompts")
-    return {name: len(texts) for name, texts in sets.items()}
+    for name, records in sets.items():
+        (folder / f"{name}.jsonl").write_text("".join(json.dumps(record) + "\n" for record in records))
+        print(f"{folder / name}.jsonl: {len(records)} prompts")
+    return {name: len(records) for name, records in sets.items()}
 
 
 def main() -> None:

@@ -209,15 +209,15 @@ def test_continuations_that_parse_are_counted(
 
 
 def test_prompts_come_from_what_training_never_saw(results: Any, trained: Path, model: str, tmp_path: Path) -> None:
-    (trained.parent / "gsm8k_test.jsonl").write_text('{"question": "1 + 1?", "answer": "2"}\n' * 2)
     counts = results.prompts(model, tmp_path / "to", trained, trained.parent, 2)
-    assert counts == {"commands": 2, "code": 2, "gsm8k": 2}
-    read_back = {
-        name: [json.loads(line)["prompt"] for line in (tmp_path / "to" / f"{name}.jsonl").read_text().splitlines()]
-        for name in counts
+    assert counts == {"commands": 2, "code": 2}
+    records = {
+        name: [json.loads(line) for line in (tmp_path / "to" / f"{name}.jsonl").read_text().splitlines()] for name in counts
     }
+    read_back = {name: [record["prompt"] for record in found] for name, found in records.items()}
     held_out = [one.text for one in documents(trained)["code"]]
     assert all(any(text.startswith(prompt) for text in held_out) for prompt in read_back["code"])
-    assert read_back["gsm8k"] == ["Question: 1 + 1?\nAnswer:"] * 2
+    answers = {one.prompt: one.answer for one in results.commands.examples("test", 2, 1)}
+    assert {record["prompt"]: record["reference"] for record in records["commands"]} == answers
     trained_on = {one.prompt for one in results.commands.examples("train", 2000, 0)}
     assert not trained_on & {*read_back["commands"]}

@@ -169,12 +169,12 @@ def measure_task(
     done = {line["index"] for line in journal.of("prompt") if cell.owns(line)}
     if len(done) == len(report):
         return
+    taking = [entrant for entrant in entrants if entrant.sampled or not cell.question.temperature]
+    if not taking:
+        say(f"{cell.task.name}: none of the methods samples at temperature {cell.question.temperature:g}")
+        return
     with neutral_defaults(model, not cell.plan.ignore_eos):
-        rows = [_row(journal, model, cell, entrant, tune) for entrant in entrants]
-        rows = [row for row, entrant in zip(rows, entrants, strict=True) if entrant.sampled or not cell.question.temperature]
-        if not rows:
-            say(f"{cell.task.name}: none of the methods samples at temperature {cell.question.temperature:g}")
-            return
+        rows = [_row(journal, model, cell, entrant, tune) for entrant in taking]
         first = cell.reader.ids((tune or report)[0])
         warm_up(model, rows, first, min(WARM_UP_TOKENS, cell.question.max_new_tokens))
         left = [index for index in range(len(report)) if index not in done]
