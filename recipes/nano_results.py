@@ -3,7 +3,7 @@
     python recipes/nano_results.py exits MODEL [TWIN]     # the shape of the paper's Table 1
     python recipes/nano_results.py commands MODEL         # Tables 6 and 11
     python recipes/nano_results.py parse MODEL            # share of continuations that parse
-    python recipes/nano_results.py prompts MODEL FOLDER   # prompts for recipes/nano-bench.yaml
+    python recipes/nano_results.py prompts MODEL FOLDER   # prompts for recipes/bench/nano.yaml
 
 Each prints a table in Markdown and, as its last line, one JSON document. MODEL, TWIN: folders. TWIN is the model of the same
 recipe trained plainly (recipes/nano-plain.yaml). All but `commands` read the recipe's held-out data, take the --data-dir of
@@ -260,7 +260,7 @@ def parse(model: str, recipe: Path, data_dir: Path | None, count: int) -> dict[s
 
 
 def prompts(model: str, folder: Path, recipe: Path, data_dir: Path | None, count: int) -> dict[str, Any]:
-    """Prompt files for the benchmark (recipes/nano-bench.yaml): test requests with their answers, and beginnings of held-out
+    """Prompt files for the benchmark (recipes/bench/nano.yaml): test requests with their answers, and beginnings of held-out
     functions."""
     _, documents = held_out(recipe, data_dir)
     check_unseen(Path(model), documents)
