@@ -15,12 +15,12 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from skipstone.bench import lineup, machine, surrogate, tuning
+from skipstone.bench.asking import Cell, ask
 from skipstone.bench.dialogue import Conversation, Reader
 from skipstone.bench.journal import Journal, Line
 from skipstone.bench.lineup import Entrant
 from skipstone.bench.measure import Row, neutral_defaults, warm_up
 from skipstone.bench.plan import Plan, Question, resolved
-from skipstone.bench.asking import Cell, ask
 from skipstone.bench.surrogate import Shape
 from skipstone.bench.task import Task, prompt_of
 from skipstone.core.fields import OWN_FIELD

@@ -12,90 +12,71 @@ from skipstone.cli import terminal
 
 bench = typer.Typer(help="Measure methods on your model and machine, and tell the truth about it.", no_args_is_help=True)
 
+
+def _o(text: str, *names: str, **more: Any) -> Any:
+    return typer.Option(*names, help=text, show_default=False, **more)
+
+
 Models = Annotated[list[str] | None, typer.Argument(help="Folders or hub ids. Default: the bundled model.", metavar="MODEL...")]
-Out = Annotated[Path, typer.Option(help="The file of results; a killed run goes on with it.")]
 Methods = Annotated[
     list[str] | None,
-    typer.Option(
-        "--method",
-        help='A method with settings, "layerskip exit_layer=3,6": several values are a choice. May be given several times.',
-        show_default=False,
-    ),
+    _o('A method with settings, "layerskip exit_layer=3,6"; several values are a choice. Several times.', "--method"),
 ]
+Tasks = Annotated[list[str] | None, _o("humaneval, gsm8k, ..., a .jsonl file. Several times. Default: self.", "--task")]
+Protocol = Annotated[str | None, _o("Ask as a paper does: layerskip, swift, adadecode, adasd or spec-bench.")]
+Running = Annotated[bool | None, _o("Score programs by running them, in a sandbox.", "--allow-code-execution")]
 Debug = Annotated[bool, typer.Option("--debug", help="Show tracebacks.", hidden=True)]
+Fresh = Annotated[bool, typer.Option(help="Begin anew where the file holds a run.")]
+Device = Annotated[str | None, _o("auto is cuda where there is one, else cpu.")]
+Threads = Annotated[int | None, _o("CPU threads. Default: torch's choice.", min=1)]
 
 
 @bench.command("run")
 def run(
     ctx: typer.Context,
     models: Models = None,
-    plan: Annotated[Path | None, typer.Option(help="A plan in YAML; flags go over it.", show_default=False)] = None,
-    method: Methods = None,
-    task: Annotated[
-        list[str] | None, typer.Option(help="humaneval, gsm8k, ..., a .jsonl file; may be given several times. Default: self.")
-    ] = None,
-    protocol: Annotated[
-        str | None, typer.Option(help="Ask as a paper does: layerskip, swift, adadecode, adasd or spec-bench.")
-    ] = None,
-    data_dir: Annotated[Path | None, typer.Option(help="Folder of JSON lines, instead of the hub.", show_default=False)] = None,
-    out: Out = Path("results.jsonl"),
-    num_prompts: Annotated[int | None, typer.Option(help="Of each task. Default: the protocol's, or 20.", min=1)] = None,
-    prompt_tokens: Annotated[int | None, typer.Option(help="Longer prompts lose their beginning.", min=1)] = None,
-    max_new_tokens: Annotated[int | None, typer.Option(help="Default: the protocol's, or 128.", min=1)] = None,
-    temperature: Annotated[float | None, typer.Option(help="0 is greedy.", min=0.0)] = None,
-    top_p: Annotated[float | None, typer.Option(min=0.0, max=1.0)] = None,
-    samples: Annotated[int | None, typer.Option(help="Outputs of each prompt, for pass@k.", min=1)] = None,
-    shots: Annotated[int | None, typer.Option(help="Solved examples before the question.", min=0)] = None,
-    chat: Annotated[bool | None, typer.Option(help="Prompts are turns of a chat.", show_default=False)] = None,
-    tune: Annotated[bool | None, typer.Option("--tune", help="Choose on other prompts what is left open.")] = None,
-    tune_prompts: Annotated[int | None, typer.Option(help="Prompts for choices. Default: 6.", min=1)] = None,
-    tune_tokens: Annotated[int | None, typer.Option(help="New tokens of their calls. Default: 48.", min=1)] = None,
-    ignore_eos: Annotated[bool | None, typer.Option("--ignore-eos", help="All texts are equally long.")] = None,
-    allow_code_execution: Annotated[
-        bool | None, typer.Option("--allow-code-execution", help="Score programs by running them, in a sandbox.")
-    ] = None,
-    dtype: Annotated[str | None, typer.Option(help="auto, float32, bfloat16 or float16.")] = None,
-    device: Annotated[str | None, typer.Option(help="auto is cuda where there is one, else cpu.")] = None,
-    threads: Annotated[int | None, typer.Option(help="CPU threads. Default: torch's choice.", min=1)] = None,
-    seed: Annotated[int | None, typer.Option(help="Of prompts, draws and intervals. Default: 0.", min=0)] = None,
-    fresh: Annotated[bool, typer.Option(help="Begin anew where the file holds a run.")] = False,
+    plan: Annotated[Path | None, _o("A plan in YAML; flags go over it.")] = None,
+    methods: Methods = None,
+    tasks: Tasks = None,
+    protocol: Protocol = None,
+    data_dir: Annotated[Path | None, _o("Folder of JSON lines, instead of the hub.")] = None,
+    out: Annotated[Path, typer.Option(help="The file of results; a killed run goes on with it.")] = Path("results.jsonl"),
+    num_prompts: Annotated[int | None, _o("Of each task. Default: the protocol's, or 20.", min=1)] = None,
+    prompt_tokens: Annotated[int | None, _o("Longer prompts lose their beginning.", min=1)] = None,
+    max_new_tokens: Annotated[int | None, _o("Default: the protocol's, or 128.", min=1)] = None,
+    temperature: Annotated[float | None, _o("0 is greedy.", min=0.0)] = None,
+    top_p: Annotated[float | None, _o("Default: the protocol's, or 1.", min=0.0, max=1.0)] = None,
+    samples: Annotated[int | None, _o("Outputs of each prompt, for pass@k.", min=1)] = None,
+    shots: Annotated[int | None, _o("Solved examples before the question.", min=0)] = None,
+    chat: Annotated[bool | None, _o("Prompts are turns of a chat.", "--chat/--no-chat")] = None,
+    tune: Annotated[bool | None, _o("Choose on other prompts what is left open.", "--tune")] = None,
+    tune_prompts: Annotated[int | None, _o("Prompts for choices. Default: 6.", min=1)] = None,
+    tune_tokens: Annotated[int | None, _o("New tokens of their calls. Default: 48.", min=1)] = None,
+    ignore_eos: Annotated[bool | None, _o("All texts are equally long.", "--ignore-eos")] = None,
+    allow_code_execution: Running = None,
+    dtype: Annotated[str | None, _o("auto, float32, bfloat16 or float16.")] = None,
+    device: Device = None,
+    threads: Threads = None,
+    seed: Annotated[int | None, _o("Of prompts, draws and intervals. Default: 0.", min=0)] = None,
+    fresh: Fresh = False,
     debug: Debug = False,
 ) -> None:
     """Measure models x methods x tasks, interleaved prompt by prompt. The file grows line by line; run it again to go on."""
+    given = {name: value for name, value in locals().items() if value is not None and name not in _OURS}
     ctx.obj["debug"] = debug
     with terminal.quiet(debug):
         from skipstone.bench import plan as plans
         from skipstone.bench.report import show
         from skipstone.bench.run import run as measure
 
-        given = {
-            "models": models,
-            "methods": method,
-            "tasks": task,
-            "protocol": protocol,
-            "data_dir": None if data_dir is None else str(data_dir),
-            "num_prompts": num_prompts,
-            "prompt_tokens": prompt_tokens,
-            "max_new_tokens": max_new_tokens,
-            "temperature": temperature,
-            "top_p": top_p,
-            "samples": samples,
-            "shots": shots,
-            "chat": chat,
-            "tune": tune,
-            "tune_prompts": tune_prompts,
-            "tune_tokens": tune_tokens,
-            "ignore_eos": ignore_eos,
-            "allow_code_execution": allow_code_execution,
-            "dtype": dtype,
-            "device": device,
-            "threads": threads,
-            "seed": seed,
-        }
-        chosen = plans.read(plan, {name: value for name, value in given.items() if value is not None})
+        chosen = plans.read(plan, {**given, **({"data_dir": str(data_dir)} if data_dir is not None else {})})
         _writable(out, fresh)
         measure(chosen, out, command_line(), lambda text: typer.echo(text, err=True))
         show([out], terminal.console())
+
+
+_OURS = ("ctx", "plan", "out", "fresh", "debug")
+"""What `run` is told that is no part of a plan."""
 
 
 @bench.command("surrogate")
@@ -104,17 +85,17 @@ def surrogate(
     shape: Annotated[str, typer.Argument(help="llama-3.2-1b, llama-3-8b, ..., a config.json, or layers=24,hidden=192.")],
     agreement: Annotated[float | None, typer.Option(help="Share of tokens at which the exit is to agree.")] = None,
     exit_layer: Annotated[int | None, typer.Option(help="The exit that is to agree so often.", min=1)] = None,
-    method: Methods = None,
-    out: Out = Path("surrogate.jsonl"),
+    methods: Methods = None,
+    out: Annotated[Path, typer.Option(help="The file of results; a killed run goes on with it.")] = Path("surrogate.jsonl"),
     num_prompts: Annotated[int, typer.Option(min=1)] = 16,
     prompt_tokens: Annotated[int, typer.Option(min=5)] = 128,
     max_new_tokens: Annotated[int, typer.Option(min=1)] = 96,
     tune_prompts: Annotated[int, typer.Option(min=1)] = 6,
     dtype: Annotated[str, typer.Option(help="float32, bfloat16 or float16.")] = "float32",
-    device: Annotated[str, typer.Option(help="auto is cuda where there is one, else cpu.")] = "auto",
-    threads: Annotated[int | None, typer.Option(min=1)] = None,
+    device: Device = None,
+    threads: Threads = None,
     seed: Annotated[int, typer.Option(min=0)] = 0,
-    fresh: Annotated[bool, typer.Option(help="Begin anew where the file holds a run.")] = False,
+    fresh: Fresh = False,
     debug: Debug = False,
 ) -> None:
     """What speed-up this machine would give a model of that shape and agreement. Random weights: SYNTHETIC, no download."""
@@ -136,8 +117,8 @@ def surrogate(
             ]
         given = {"num_prompts": num_prompts, "prompt_tokens": prompt_tokens, "max_new_tokens": max_new_tokens}
         given |= {"tune_prompts": tune_prompts, "ignore_eos": True, "dtype": dtype, "device": device, "seed": seed}
-        given |= {"models": [f"surrogate {shape}"], "methods": method or default}
-        chosen = plans.read(None, {**given, **({} if threads is None else {"threads": threads})})
+        given |= {"models": [f"surrogate {shape}"], "methods": methods or default, "threads": threads}
+        chosen = plans.read(None, {name: value for name, value in given.items() if value is not None})
         _writable(out, fresh)
         run_surrogate(wanted, chosen, out, command_line(), lambda text: typer.echo(text, err=True))
         show([out], terminal.console())
