@@ -16,8 +16,11 @@ from skipstone.bench import journal
 from skipstone.bench.charts import charts
 from skipstone.bench.figures import Group, groups
 from skipstone.bench.journal import Line, plain
-from skipstone.bench.tables import LEGEND, Table, tables
+from skipstone.bench.tables import LEGEND, NONE, Table, tables
 
+WIDTH = 150
+IN_FILES = ("repeats", "TTFT ms", "TPOT ms", "peak MiB", "ceiling")
+"""Columns that a terminal has no room for."""
 FORMATS = ("md", "csv", "json", "html")
 STYLE = """
 :root { color-scheme: light dark; }
@@ -120,10 +123,22 @@ def _html(table: Table) -> str:
     return f"<div class=wide><table><tr>{head}{rows}</table></div>"
 
 
+def _narrow(table: Table) -> Table:
+    """Without columns that are in files only, or say nothing."""
+    kept = [
+        index
+        for index, column in enumerate(table.columns)
+        if column not in IN_FILES and (not index or any(row[index] != NONE for row in table.rows))
+    ]
+    return Table(table.title, [table.columns[i] for i in kept], [[row[i] for i in kept] for row in table.rows])
+
+
 def show(paths: Sequence[Path], console: Console, layout: str = "own") -> None:
-    """The tables on a terminal."""
+    """The tables on a terminal, without the columns that it has no room for."""
     lines, found = load(paths)
-    for table in tables(found, layout):
+    if not console.is_terminal:
+        console.width = WIDTH
+    for table in map(_narrow, tables(found, layout)):
         drawn = RichTable(title=table.title, box=box.SIMPLE_HEAD, padding=(0, 1), pad_edge=False, title_justify="left")
         for index, column in enumerate(table.columns):
             drawn.add_column(column, justify="right" if index else "left", overflow="fold", no_wrap=not index)
