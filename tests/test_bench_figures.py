@@ -45,7 +45,10 @@ def lines(**changes: Any) -> list[dict[str, Any]]:
             "ceiling": {"tokens_per_second": 400.0, "bandwidth_gb_per_second": 10.0},
             "synthetic": None,
             "refused": {"hf-early-exit": "it cannot"},
-            "lossy": [],
+            "methods": {
+                name: {"method": name, "settings": {}, "lossless": True}
+                for name in ("hf-generate", "autoregressive", "layerskip")
+            },
         },
         {
             "kind": "tuned",
@@ -53,6 +56,7 @@ def lines(**changes: Any) -> list[dict[str, Any]]:
             "number": 0,
             "task": "sums",
             "temperature": 0.0,
+            "question": "q",
             "method": "layerskip",
             "candidate": 0,
             "chosen": {"exit_layer": 2},
@@ -83,6 +87,8 @@ def lines(**changes: Any) -> list[dict[str, Any]]:
                 "number": 0,
                 "task": "sums",
                 "temperature": 0.0,
+                "question": "q",
+                "question": "q",
                 "index": index,
                 "source": f"sums {index}",
                 "digest": f"d{index}",
@@ -217,7 +223,7 @@ def test_every_layout_has_a_row_a_method(results: Path, layout: str) -> None:
 def test_layouts_are_those_of_the_papers(results: Path) -> None:
     _, found = report.load([results])
     (theirs,) = tables.tables(found, "layerskip")
-    assert theirs.rows[2] == ["layerskip", "2", "exact_match 0.333", "50.0%", "183.6", "5.4", "2.00x"]
+    assert theirs.rows[2] == ["layerskip", "2", "exact_match 0.500", "50.0%", "183.6", "5.4", "2.00x"]
     (swift,) = tables.tables(found, "swift")
     assert swift.columns == [
         "Methods",
@@ -230,9 +236,9 @@ def test_layouts_are_those_of_the_papers(results: Path) -> None:
     ]
     assert swift.rows[2][-2:] == ["183.64", "2.00x"]
     (adadecode,) = tables.tables(found, "adadecode")
-    assert adadecode.rows[2] == ["layerskip", "183.6", "2.00x", "0.667"]
+    assert adadecode.rows[2] == ["layerskip", "183.6", "2.00x", "0.500"]
     (adasd,) = tables.tables(found, "adasd")
-    assert adasd.rows[2] == ["layerskip", "183.636", "exact_match 0.333", "2.000", "1.000", "0.500", "2.000"]
+    assert adasd.rows[2] == ["layerskip", "183.636", "exact_match 0.500", "2.000", "1.000", "0.500", "2.000"]
     with pytest.raises(ValueError, match="unknown layout 'medusa'"):
         tables.tables(found, "medusa")
 
@@ -259,7 +265,7 @@ def test_a_method_is_slower_when_it_is_so_against_its_own_runs_plain_decoding(
 ) -> None:
     """A slow day of the machine slows everything, and is nobody's fault."""
     changes = compare.compare(results, written(tmp_path / "b.jsonl", slowed(by, everything)))
-    own = next(change for change in changes if change.method == "layerskip")
+    own = next(change for change in changes if change.label == "layerskip")
     assert own.slower(0.05) is slower
     assert own.speed.value == pytest.approx(1 / by)
     assert own.same == own.prompts == 3
@@ -271,5 +277,38 @@ def test_runs_with_nothing_in_common_cannot_be_compared(results: Path, tmp_path:
     for line in other:
         if line["kind"] == "prompt":
             line["digest"] += "x"
-    with pytest.raises(ValueError, match="no model, task, method and prompt in common"):
+    with pytest.raises(ValueError, match="no model, task, settings of it, method and prompt in common"):
         compare.compare(results, written(tmp_path / "b.jsonl", other))
+
+
+def test_a_change_is_weighed_by_time_and_not_by_prompts(tmp_path: Path) -> None:
+    """A long prompt that has become slower is not outvoted by short ones."""
+
+    def run_of(by: float) -> list[dict[str, Any]]:
+        found = lines()
+        for index, line in enumerate(line for line in found if line["kind"] == "prompt"):
+            for label, one in line["rows"].items():
+                scale = 100 if index == 0 else 1
+                one["tokens"], one["seconds"] = one["tokens"] * scale, one["seconds"] * scale
+                one["seconds"] *= by if index == 0 and label == "layerskip" else 1
+        return found
+
+    changes = compare.compare(written(tmp_path / "a.jsonl", run_of(1.0)), written(tmp_path / "b.jsonl", run_of(1.3)))
+    own = next(change for change in changes if change.label == "layerskip")
+    assert own.relative is not None
+    assert own.relative.value == pytest.approx(102 / (130 + 2))
+
+
+def test_only_what_was_asked_alike_is_compared_and_equal_prompts_keep_their_order(results: Path, tmp_path: Path) -> None:
+    other, twins = lines(), lines()
+    for line in other:
+        if "question" in line:
+            line["question"] = "another"
+    with pytest.raises(ValueError, match="in common"):
+        compare.compare(results, written(tmp_path / "b.jsonl", other))
+    for line in twins:
+        if line["kind"] == "prompt":
+            line["digest"] = "same"
+    path = written(tmp_path / "c.jsonl", twins)
+    own = next(change for change in compare.compare(path, path) if change.label == "layerskip")
+    assert (own.prompts, own.same, own.speed.value) == (3, 3, 1.0)

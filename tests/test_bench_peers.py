@@ -19,7 +19,7 @@ from tests import families, support
 
 ENGINES = [
     HFGenerate(),
-    HFGenerateStatic(64),
+    HFGenerateStatic(),
     HFEarlyExit(2, 3, 0.4),
     HFPromptLookup(3),
     Skipstone(skipstone.Autoregressive()),
@@ -139,11 +139,6 @@ def test_a_draft_model_of_transformers_gives_the_same_text_and_gets_its_settings
         )
     assert assisted == plain
     assert drafter.generation_config.to_dict() == before
-
-
-def test_a_static_cache_that_is_too_small_is_refused(llama):
-    with pytest.raises(ValueError, match="slots=8 tokens, "), neutral_defaults(llama):
-        HFGenerateStatic(8).generate(llama, families.prompts(1)[0][None], options_for(0.0, 24), 0)
 
 
 def test_every_peer_is_listed_under_its_name():

@@ -13,7 +13,7 @@ from skipstone.bench.measure import Skipstone
 from skipstone.bench.peers import HFEarlyExit
 from skipstone.bench.run import conversations
 from skipstone.bench.tasks import TASKS
-from tests import families, support
+from tests import families
 
 TASKS_HERE = Path(__file__).parent / "tasks"
 
@@ -70,6 +70,12 @@ def test_a_family_without_early_exits_in_transformers_gets_a_reason_instead() ->
     assert "config.num_hidden_layers" in refused["hf-early-exit"]
 
 
+@pytest.mark.parametrize("wish", ["layerskip exit_layer=2,4", "hf-early-exit exit_layer=2,4", "hf-early-exit exit_layer=abc"])
+def test_settings_that_do_not_fit_the_model_are_refused_before_anything_is_measured(wish: str) -> None:
+    with pytest.raises(ValueError, match="between 1 and 3"):
+        lineup.entrants([lineup.parse(wish)], families.cached("llama"), tune=False)
+
+
 def test_a_peer_without_an_exit_layer_takes_the_models_own_or_says_what_it_needs() -> None:
     model = families.build("llama")
     with pytest.raises(ValueError, match=r"hf-early-exit needs exit_layer=\.\.\."):
@@ -86,6 +92,9 @@ def test_a_peer_without_an_exit_layer_takes_the_models_own_or_says_what_it_needs
         ({"methods": ["layerskip exit=3"]}, "layerskip has no setting 'exit'; it has exit_layer"),
         ({"methods": ["layerskip exit_layer"]}, "key=value or key=value,value; found 'exit_layer'"),
         ({"methods": ["layerskip", "layerskip exit_layer=2"]}, "two methods are called layerskip: give one of them a label"),
+        ({"methods": ["layerskip label=hf-generate"]}, "label=hf-generate is another method's name"),
+        ({"methods": [" "]}, "found nothing"),
+        ({"methods": ["layerskip exit_layer=[1,2]"]}, "is no value"),
         ({"methods": '{"exit_layer": 3}'}, "expected a list of methods"),
         ({"methods": ['{"exit_layer": 3}']}, "names itself"),
         ({"tasks": ["gsm9k"]}, "unknown task 'gsm9k'; there are self, humaneval"),
@@ -113,7 +122,9 @@ def test_a_plan_from_a_file_is_overridden_by_flags_task_by_task(tmp_path: Path) 
     found = plan.read(path, {"temperature": 0.5})
     first, second = (question for _, question in plan.resolved(found))
     assert (first.shots, first.num_prompts, first.max_new_tokens, first.temperature) == (5, 50, 32, 0.5)
-    assert (second.shots, second.num_prompts, second.max_new_tokens) == (0, plan.USUAL_PROMPTS, 32)
+    assert (second.shots, second.num_prompts, second.max_new_tokens) == (0, None, 32)
+    first, second = (question for _, question in plan.resolved(plan.read(path, {"num_prompts": 2, "protocol": "swift"})))
+    assert (first.num_prompts, second.num_prompts, second.max_new_tokens) == (2, 2, 32), "flags go over a task's own say"
     path.write_text("methods: [autoregressive]\nmethods: [layerskip]\n")
     with pytest.raises(ValueError, match="'methods' is given twice"):
         plan.read(path, {})
@@ -125,11 +136,14 @@ def test_prompts_to_tune_and_to_report_are_drawn_by_the_seed_and_share_none() ->
         ((task, question),) = plan.resolved(made)
         return conversations(task, question, made, None)
 
-    tune, report = drawn()
+    tune, report = drawn(tune=True)
     assert (len(tune), len(report)) == (8, 30)
     assert not {one.digest for one in tune} & {one.digest for one in report}
     assert [one.digest for one in report] == [one.digest for one in drawn()[1]] != [one.digest for one in drawn(seed=1)[1]]
-    assert len(drawn(num_prompts=38)[0]) == 2, "what is left"
+    assert drawn()[0] == [], "nothing is put aside where nothing is chosen"
+    assert len(drawn(num_prompts=38, tune=True)[0]) == 2, "what is left"
+    with pytest.raises(ValueError, match="all 40 prompts of self are reported"):
+        drawn(num_prompts=40, tune=True)
     with pytest.raises(ValueError, match="task self has 40 prompts, 41 are asked for"):
         drawn(num_prompts=41)
 
@@ -146,7 +160,7 @@ class Chatting:
     """A tokenizer of letters with a chat template."""
 
     chat_template = "own"
-    bos_token_id = None
+    bos_token_id = eos_token_id = None
 
     def __call__(self, text: str, **_: Any) -> dict[str, list[int]]:
         return {"input_ids": [ord(letter) for letter in text]}
@@ -177,4 +191,3 @@ def test_turns_become_prompts_with_and_without_a_template(monkeypatch: pytest.Mo
 def test_the_first_token_stays_where_the_tokenizer_begins_with_one(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("skipstone.bench.dialogue.bos_prefix", lambda _: [111])  # "o"
     assert read(Reader(Chatting(), False, 2)) == "oe"  # type: ignore[arg-type]
-    assert support.tokenizer() is not None

@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import json
 import random
+import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from skipstone.bench import journal
+from skipstone.bench import journal, tuning
 from skipstone.bench.figures import groups
+from skipstone.bench.journal import Journal
 from skipstone.bench.plan import Plan, read
 from skipstone.bench.run import run
 from tests import families, support
@@ -85,7 +87,8 @@ def test_every_prompt_has_a_line_with_all_methods(results: Path) -> None:
     assert same == [1] * 6
     assert any(line["rows"]["early_exit"]["digests"] != line["rows"]["autoregressive"]["digests"] for line in prompts)
     (model,) = (line for line in lines if line["kind"] == "model")
-    assert model["lossy"] == ["early_exit"]
+    assert [name for name, about in model["methods"].items() if not about["lossless"]] == ["early_exit"]
+    assert model["methods"]["early_exit"]["settings"] == {"exit_layer": 2}
     assert {line["method"] for line in lines if line["kind"] == "tuned"} == {"hf-early-exit", "layerskip"}
 
 
@@ -112,20 +115,38 @@ def test_figures_follow_from_the_lines(results: Path) -> None:
 
 
 def go(folder: Path, out: Path, moment: int | None, note: Path) -> None:
-    """A process: run, and be killed at that moment."""
+    """A process: run, and be killed before that call or that line."""
+    real, timed = Journal.add, tuning.measure
+
+    def add(self: Journal, line: Any) -> None:
+        sys.audit("training.step")
+        real(self, line)
+
+    def measure(*given: Any) -> Any:
+        sys.audit("training.step")
+        return timed(*given)
+
+    Journal.add, tuning.measure = add, measure  # type: ignore[method-assign]
     if moment is not None:
         kill_when(out.parent, moment, note)
     run(plan(folder, methods=["autoregressive", "layerskip exit_layer=1,2"]), out, ["x"], quiet)
 
 
 def test_killed_ten_times_it_measures_every_prompt_once(folder: Path, tmp_path: Path) -> None:
-    """At file events of its own: before a line is begun, or between lines."""
+    """Before lines, and before the calls that settings are chosen by; nothing that was written is measured again."""
     dice, out = random.Random(1), tmp_path / "out" / "results.jsonl"
     out.parent.mkdir()
+    reached = []
     for _ in range(10):
-        in_processes(go, (folder, out, dice.randrange(1, 6), tmp_path / "note"))
+        assert in_processes(go, (folder, out, dice.randrange(3, 6), tmp_path / "note")) == [-9]
+        reached.append([line["kind"] for line in journal.read(out)] if out.exists() else [])
+        assert reached[-1][: len(reached[-2])] == reached[-2] if len(reached) > 1 else True
+    assert any(kinds.count("trial") and not kinds.count("tuned") for kinds in reached), "killed while settings were chosen"
+    assert any(0 < kinds.count("prompt") < 6 for kinds in reached), "killed between prompts"
     assert in_processes(go, (folder, out, None, tmp_path / "note")) == [0]
     lines = journal.read(out)
+    trials = [(line["candidate"], line["prompt"]) for line in lines if line["kind"] == "trial"]
+    assert len(trials) == len(set(trials)) == tuning.budget(2, 2)
     assert [line["index"] for line in lines if line["kind"] == "prompt"] == list(range(6))
     assert sum(line["kind"] == "tuned" for line in lines) == 1
     assert sum(line["kind"] == "model" for line in lines) == 1

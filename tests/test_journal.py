@@ -27,7 +27,7 @@ def write_all(path: Path, moment: int | None, note: Path) -> None:
         for number in range(COUNT):
             if number not in done:
                 sys.audit("training.step")
-                file.add({"kind": "prompt", "number": number, "text": "é" * 5000})
+                file.add({"kind": "prompt", "number": number, "text": "é\u2028\x85" * 2000})
 
 
 def test_killed_ten_times_it_loses_nothing(tmp_path: Path) -> None:
@@ -74,6 +74,16 @@ def test_another_plan_another_version_or_another_file_is_refused(tmp_path: Path)
     with pytest.raises(ValueError, match=r"holds another run: extra, seed differ \(extra: None there, 1 here\)"):
         Journal(path, {**PLAN, "seed": 1, "extra": 1}, {})
     assert path.read_bytes() == content
+    with pytest.raises(ValueError, match=r"threads differ \(threads: None there, 9 here\)"):
+        Journal(path, PLAN, {"threads": 9})
+    Journal(path, {**PLAN, "seed": 1}, {}, fresh=True).__exit__(None, None, None)
+    assert journal.read(path)[0]["plan"]["seed"] == 1
+    with Journal(path, {**PLAN, "seed": 1}, {}), pytest.raises(ValueError, match="being written by another run"):
+        Journal(path, {**PLAN, "seed": 1}, {})
+    path.write_text("notes of mine")
+    with pytest.raises(ValueError, match="no file of results"):
+        Journal(path, PLAN, {})
+    assert path.read_text() == "notes of mine"
     path.write_text('{"kind": "prompt"}\n')
     with pytest.raises(ValueError, match="no file of results"):
         Journal(path, PLAN, {})

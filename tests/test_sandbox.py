@@ -92,15 +92,19 @@ def test_an_endless_loop_and_one_that_ignores_sigterm_are_killed(short: Limits) 
 
 def test_a_fork_bomb_is_put_out(short: Limits) -> None:
     ended("while True:\n    try: os.fork()\n    except OSError: pass", "more than", short)
+    ended("while True:\n    try: os.fork() or os.setsid()\n    except OSError: pass", "more than", short)
+
+
+def test_a_child_that_reaches_the_last_line_does_not_pass_for_its_parent(short: Limits) -> None:
+    assert run("import os\nif os.fork(): assert False, 'the parent'", short).reason == "AssertionError: the parent"
 
 
 def test_what_a_program_leaves_behind_dies_with_it(short: Limits) -> None:
     assert run(NAMED + "import time\nif not os.fork(): time.sleep(60)", short).passed
     assert marked() == 0
-    if short.namespaces:  # else what leaves its session cannot be found
-        away = "import time\nif not os.fork():\n    os.setsid()\n    if not os.fork(): time.sleep(60)\n    time.sleep(60)"
-        assert run(NAMED + away, short).passed
-        assert marked() == 0
+    away = "import time\nif not os.fork():\n    os.setsid()\n    if not os.fork(): time.sleep(60)\n    time.sleep(60)"
+    assert run(NAMED + away, short).passed
+    assert marked() == 0
 
 
 def test_memory_is_limited(short: Limits) -> None:
@@ -136,3 +140,6 @@ def test_a_sandbox_that_does_not_answer_is_ended(monkeypatch: pytest.MonkeyPatch
     monkeypatch.setattr(sandbox, "INSIDE", stuck)
     monkeypatch.setattr(sandbox, "GRACE", 0.1)
     assert run("pass", Limits(seconds=0.3)) == sandbox.Outcome(False, "more than 0.3 seconds", False)
+    stuck.write_text("import sys\nsys.exit(3)")
+    with pytest.raises(OSError, match="the sandbox does not work here: it ended with 3"):
+        run("pass", Limits(seconds=5))

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import math
-import random
 
 import pytest
 
@@ -17,7 +15,8 @@ from skipstone.bench import scores
         ("16 - 3 - 4 = <<16-3-4=9>>9 eggs a day.\n9 * 2 = $18\n#### 18", 18),
         ("#### 1,234", 1234),
         ("#### -7.50 dollars", -7.5),
-        ("first #### 3, then\n#### 4", 4),
+        ("first #### 3\n\nQuestion: 2 + 2?\nAnswer: 4\n#### 4", 3),
+        ("it is 7.\n\nQuestion: 2 + 2?\nAnswer: 4", 7),
         ("So she makes $18.", 18),
         ("The answer is 1,000,000 people, all told.", 1_000_000),
         ("in 2024 it was 3.5%", 3.5),
@@ -48,6 +47,7 @@ def test_sums_are_right_when_they_end_in_the_same_number() -> None:
         (" B. The second one", "B"),
         ("The answer is (c).", "C"),
         ("A tough question. Answer: D", "D"),
+        ("The answer is a prime number, so C", "C"),
         ("(A)", "A"),
         ("ABBA", None),
         ("neither", None),
@@ -108,6 +108,7 @@ ROW = {
         ("    return sum(xs)\n\nif __name__ == '__main__':\n    total(", True),
         ("    return 3\n", False),
         ("    return sum(xs", False),
+        ('    return sum(xs)\n\n\ndef total(xs: List[int]) -> int:\n    """The su', True),
         ("", False),
         (
             "Here it is:\n```python\nfrom typing import List\n\ndef total(xs: List[int]) -> int:\n    return sum(xs)\n```",
@@ -125,9 +126,3 @@ def test_answers_of_mbpp_run_against_its_asserts() -> None:
     assert scores.passes(scores.mbpp_program(row, "def double(x):\r\n\treturn 2 * x\n[DONE]\nthis is no Python")).passed
     assert scores.passes(scores.mbpp_program(row, "Sure:\n```python\ndef double(x):\n    return x + x\n```")).passed
     assert not scores.passes(scores.mbpp_program(row, "def double(x):\n    return x")).passed
-
-
-def test_a_mean_of_nothing_is_nan() -> None:
-    assert math.isnan(scores.mean([]))
-    values = [random.Random(0).random() for _ in range(5)]
-    assert scores.mean(values) == pytest.approx(math.fsum(values) / 5)

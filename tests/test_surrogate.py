@@ -21,13 +21,12 @@ def test_surrogate_agrees_at_the_wanted_rate_and_is_reproducible():
     assert again.factor == made.factor
     assert torch.equal(again.model.lm_head.weight, made.model.lm_head.weight)
     fresh = surrogate.contexts(made.model, 32, 48, seed=77)
-    text = fresh[:, surrogate.START :]
     with torch.no_grad():
-        late = made.model(text).logits.argmax(-1)
+        late = made.model(fresh).logits.argmax(-1)
         made.model.config.num_hidden_layers = 2  # the model cut down to its first layers
-        early = made.model(text).logits.argmax(-1)
+        early = made.model(fresh).logits.argmax(-1)
         made.model.config.num_hidden_layers = 4
-    counted = (early == late).float().mean().item()
+    counted = (early == late)[:, surrogate.START :].float().mean().item()
     assert surrogate.measure_agreement(made.model, 2, fresh)[0].value == pytest.approx(counted)
     assert counted == pytest.approx(0.8, abs=0.06)
     assert made.report()["realised_agreement"]["value"] == made.agreement.value
@@ -111,6 +110,9 @@ def test_a_config_file_is_a_shape(tmp_path):
     path = tmp_path / "config.json"
     surrogate.LlamaConfig(**SMALL.config).to_json_file(path, use_diff=False)
     assert surrogate.build(surrogate.parse(str(path)), 0).config.hidden_size == 64
-    path.write_text('{"model_type": "mamba"}')
+    path.write_text('{"model_type": "llama", "hidden_size": 64}')
+    with pytest.raises(ValueError, match="the config of a Llama has num_hidden_layers"):
+        surrogate.parse(str(path))
+    path.write_text('{"model_type": "mamba", "hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 1}')
     with pytest.raises(ValueError, match="a surrogate is a Llama, found model_type 'mamba'"):
         surrogate.parse(str(path))

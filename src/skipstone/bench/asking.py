@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -30,7 +31,14 @@ class Cell:
 
     def key(self) -> dict[str, Any]:
         """What its lines begin with."""
-        return {"model": self.model, "number": self.number, "task": self.task.name, "temperature": self.question.temperature}
+        asked = {**self.question.model_dump(), "ignore_eos": self.plan.ignore_eos}
+        return {
+            "model": self.model,
+            "number": self.number,
+            "task": self.task.name,
+            "temperature": self.question.temperature,
+            "question": digest(list(json.dumps(asked, sort_keys=True).encode())),
+        }
 
     def owns(self, line: Line) -> bool:
         """Whether a line belongs to it."""

@@ -15,7 +15,7 @@ PARTS = ("draft", "score", "other")
 
 def charts(group: Group) -> dict[str, str]:
     """Title -> SVG of what can be drawn of a group. ImportError that says what to install without matplotlib."""
-    figures = {label: figures for label in group.labels if (figures := group.figures(label, group.lines)) is not None}
+    figures = {label: figures for label in group.labels if (figures := group.figures(label, group.shown())) is not None}
     drawn = {
         "Speed-up over plain decoding": _speedups(figures),
         "Tokens a step": _lengths(figures),
@@ -36,7 +36,7 @@ def _axes() -> tuple[Any, Any]:
 
 
 def _svg(figure: Any) -> str:
-    """Without the XML declaration, and without a date: the same run gives the same page."""
+    """Without the XML declaration, and without a date."""
     text = io.StringIO()
     figure.savefig(text, format="svg", metadata={"Date": None})
     return text.getvalue().partition("<svg")[1] + text.getvalue().partition("<svg")[2]
@@ -92,7 +92,7 @@ def _breakdown(figures: dict[str, Any]) -> str | None:
 
 
 def _settings(group: Group) -> str | None:
-    """Of what was tuned: tokens a second of the candidates that saw most prompts, by exit layer and by threshold."""
+    """Of what was tuned: tokens a second of the best candidates, by the first setting of which there were several."""
     trials = [(label, trial) for label, line in group.tuned.items() for trial in line["trials"]]
     names = ("exit_layer", "confidence_threshold", "num_speculative_tokens", "num_assistant_tokens")
     name = next((one for one in names if len({trial["settings"].get(one) for _, trial in trials} - {None}) > 1), None)
@@ -105,7 +105,7 @@ def _settings(group: Group) -> str | None:
             for own, trial in trials
             if own == label and trial["settings"].get(name) is not None
         ]
-        axes.plot(*_columns(sorted(points)), "o", label=label)
+        axes.plot(*_columns(sorted(points, key=str)), "o", label=label)
     axes.set_xlabel(name)
     axes.set_ylabel("tokens/s while tuning")
     axes.legend()

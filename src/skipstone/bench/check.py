@@ -33,8 +33,8 @@ PROCESSORS = {"repetition_penalty": 1.3, "no_repeat_ngram_size": 3}
 LAWS: tuple[dict[str, Any], ...] = ({"temperature": 1.0}, {"temperature": 0.7, "top_p": 0.9})
 SHORT, LONG = 6, 24
 """Tokens of an audited text, and of a sampled one."""
-ROWS = 100
-"""Sampled texts at once."""
+ROWS, FEW = 100, 10
+"""Sampled texts at once, and texts whose distributions are held at once."""
 BATCH = 3
 """Prompts at once, of different lengths."""
 
@@ -47,6 +47,14 @@ class Checker:
         self.prompts = [prompt.cpu() for prompt in prompts]
         self.judge = Judge(model)
         self.plain: list[list[int]] = []
+        layered, longest = LayeredModel(model), max(map(len, self.prompts))
+        method.check(layered)
+        laws.ready()
+        most = max(scale.max_new_tokens, LONG, SHORT * (BATCH + 1))
+        if longest + most > layered.max_positions:
+            raise ValueError(
+                f"a prompt of {longest} tokens + {most} new ones is more than the model's {layered.max_positions} positions"
+            )
 
     def run(self, told: Callable[[Finding], None] = lambda _: None) -> Report:
         """All probes, one after the other. told: called after each."""
@@ -59,6 +67,11 @@ class Checker:
                 told(finding)
         named = {"method": self.method.name, **asdict(self.method)}
         return Report(named, str(self.model.dtype).removeprefix("torch."), str(self.model.device), findings)
+
+    @property
+    def _exact(self) -> bool:
+        """Whether the dtype's rounding is too small to move a draw in a while."""
+        return self.model.dtype in (torch.float32, torch.float64)
 
     def _probes(self) -> list[tuple[str, Callable[[Finding], None]]]:
         laws_of = [
@@ -83,6 +96,8 @@ class Checker:
         """Probe; that the method failed altogether is found too."""
         try:
             probe(finding)
+        except torch.OutOfMemoryError:
+            raise  # the machine's fault
         except (ArithmeticError, AssertionError, LookupError, RuntimeError, TypeError, ValueError) as error:
             finding.tested += 1
             finding.bugs.append(f"{type(error).__name__}: {error}")
@@ -164,7 +179,7 @@ class Checker:
         mine = self._sampled(self.method, prompt, settings, range(self.scale.seed, self.scale.seed + count), finding)
         other = range(self.scale.seed + count, self.scale.seed + 2 * count)
         sample = laws.compare(mine, self._sampled("autoregressive", prompt, settings, other, None))
-        exact = laws.against(*self._drawn(prompt, mine, settings))
+        exact = self._drawn(prompt, mine, settings).law()
         finding.tested = count
         finding.note = (
             f"{sample.tests} two-sample tests, p = {sample.p_value:.2g}; {exact.tests} exact ones, p = {exact.p_value:.2g}"
@@ -175,30 +190,32 @@ class Checker:
             finding.bugs.append(f"{exact.where}: the law differs from the model's own, p = {exact.p_value:.2g}")
 
     @torch.inference_mode()
-    def _drawn(self, prompt: Tensor, texts: list[list[int]], settings: Mapping[str, Any]) -> tuple[Tensor, Tensor]:
-        """(p [N, V], tokens [N]) of all tokens of some texts, by the model's own forward and transformers' warpers."""
+    def _drawn(self, prompt: Tensor, texts: list[list[int]], settings: Mapping[str, Any]) -> laws.Drawn:
+        """All tokens of some texts against their laws, by the model's own forward and transformers' warpers."""
         warpers = LogitsProcessorList([TemperatureLogitsWarper(settings["temperature"])])
         if "top_p" in settings:
             warpers.append(TopPLogitsWarper(settings["top_p"]))
-        parts = []
-        for start in range(0, len(texts), ROWS):
-            new = torch.tensor(texts[start : start + ROWS])
+        drawn = laws.Drawn(rare=laws.RARE if self._exact else laws.ROUNDED)
+        for start in range(0, len(texts), FEW):
+            new = torch.tensor(texts[start : start + FEW])
             ids = torch.cat([prompt.expand(len(new), -1), new], 1).to(self.model.device)
             logits = self.model(ids, use_cache=False).logits[:, len(prompt) - 1 : -1].flatten(0, 1).float()
-            parts.append(warpers(ids, logits).softmax(-1).cpu())  # type: ignore[arg-type]
-        return torch.cat(parts), torch.tensor(texts).flatten()
+            drawn.add(warpers(ids, logits).softmax(-1), new.flatten().to(logits.device))  # type: ignore[arg-type]
+        return drawn
 
     def neighbours(self, finding: Finding) -> None:
-        """A seed's text does not depend on what is decoded beside it."""
+        """A seed's text does not depend on what is decoded beside it. In half precision rounding moves draws: nothing is
+        compared."""
+        if not self._exact:
+            finding.note = "rounding in this dtype moves draws"
+            return
         settings, seeds = LAWS[0], range(self.scale.seed, self.scale.seed + 2 * BATCH)
         together = self._sampled(self.method, self.prompts[0], settings, seeds, finding)
         for seed, found in zip(seeds, together, strict=True):
             (alone,) = self._sampled(self.method, self.prompts[0], settings, [seed], None)
             finding.tested += 1
-            if alone != found and self.model.dtype in (torch.float32, torch.float64):
+            if alone != found:
                 finding.bugs.append(f"seed {seed}: {found} in a batch, {alone} alone")
-        if self.model.dtype not in (torch.float32, torch.float64):
-            finding.note = "not compared: rounding in this dtype moves draws"
 
     def _sampled(
         self, method: Method | str, prompt: Tensor, settings: Mapping[str, Any], seeds: Sequence[int], finding: Finding | None

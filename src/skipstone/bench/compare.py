@@ -7,14 +7,12 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from skipstone.bench.figures import Group
+from skipstone.bench.journal import Line
 from skipstone.bench.lineup import BASELINE, THEIRS
 from skipstone.bench.peers import PEERS
 from skipstone.bench.report import load
-from skipstone.bench.statistics import Estimate, bootstrap_speedup
+from skipstone.bench.statistics import Estimate, bootstrap_product
 from skipstone.bench.tables import Table
-
-TOLERANCE = 0.05
-"""A method is slower when its whole interval lies so far below 1."""
 
 
 @dataclass(frozen=True)
@@ -27,6 +25,7 @@ class Change:
     """
 
     title: str
+    label: str
     method: str
     prompts: int
     speed: Estimate
@@ -39,46 +38,45 @@ class Change:
 
 
 def compare(one: Path, other: Path) -> list[Change]:
-    """What both runs measured, prompt by prompt. ValueError where they have nothing in common."""
+    """What both runs measured alike, prompt by prompt. ValueError where they have nothing in common."""
     _, before = load([one])
     _, after = load([other])
-    changes = [
-        change
-        for a in before
-        for b in after
-        if (a.model, a.task, a.temperature) == (b.model, b.task, b.temperature)
-        for change in _changes(a, b)
-    ]
+    changes = [change for a in before for b in after if _alike(a) == _alike(b) for change in _changes(a, b)]
     if not changes:
-        raise ValueError(f"{one} and {other} have no model, task, method and prompt in common")
+        raise ValueError(f"{one} and {other} have no model, task, settings of it, method and prompt in common")
     return changes
 
 
+def _alike(group: Group) -> tuple[object, ...]:
+    """What two groups must share to be compared."""
+    about = group.about
+    return group.model, group.task, group.temperature, group.question, about["dtype"], about["device"]
+
+
 def _changes(a: Group, b: Group) -> list[Change]:
-    old = {line["digest"]: line["rows"] for line in a.lines}
-    pairs = [(old[line["digest"]], line["rows"]) for line in b.lines if line["digest"] in old]
+    old: dict[str, list[Line]] = {}
+    for line in a.lines:
+        old.setdefault(line["digest"], []).append(line["rows"])
+    pairs = [(old[line["digest"]].pop(0), line["rows"]) for line in b.lines if old.get(line["digest"])]
     found = []
     for label in (label for label in a.labels if label in b.labels):
-        both = [(x, y) for x, y in pairs if label in x and label in y]
+        both = [(x[label], y[label]) for x, y in pairs if label in x and label in y]
         if not both:
             continue
-        yardstick = THEIRS if label == BASELINE else BASELINE
-        measured = label not in PEERS and all(yardstick in x and yardstick in y for x, y in both)
-        speed = _ratio([y[label] for _, y in both], [x[label] for x, _ in both])
+        method = a.about["methods"][label]["method"]
+        yardstick = a.called(THEIRS if method == BASELINE else BASELINE)
+        rulers = [(x[yardstick], y[yardstick]) for x, y in pairs if yardstick in x and yardstick in y]
+        mine, base = [_rate([y for _, y in both])], [_rate([x for x, _ in both])]
         relative = None
-        if measured:  # seconds in units of the yardstick's on the same prompt in the same run
-            relative = _ratio(
-                [{**y[label], "seconds": y[label]["seconds"] / y[yardstick]["seconds"]} for _, y in both],
-                [{**x[label], "seconds": x[label]["seconds"] / x[yardstick]["seconds"]} for x, _ in both],
-            )
-        same = sum(x[label]["digests"] == y[label]["digests"] for x, y in both)
-        found.append(Change(a.title, label, len(both), speed, relative, same))
+        if method not in PEERS and len(rulers) == len(both):
+            relative = bootstrap_product([*mine, _rate([x for x, _ in rulers])], [*base, _rate([y for _, y in rulers])])
+        same = sum(x["digests"] == y["digests"] for x, y in both)
+        found.append(Change(a.title, label, method, len(both), bootstrap_product(mine, base), relative, same))
     return found
 
 
-def _ratio(mine: Sequence[dict[str, float]], base: Sequence[dict[str, float]]) -> Estimate:
-    columns = [[float(row[name]) for row in rows] for rows in (mine, base) for name in ("tokens", "seconds")]
-    return bootstrap_speedup(columns[0], columns[1], columns[2], columns[3])
+def _rate(rows: Sequence[Line]) -> tuple[list[float], list[float]]:
+    return [float(row["tokens"]) for row in rows], [float(row["seconds"]) for row in rows]
 
 
 def table(changes: Sequence[Change], tolerance: float) -> Table:
@@ -86,7 +84,7 @@ def table(changes: Sequence[Change], tolerance: float) -> Table:
     rows = [
         [
             change.title,
-            change.method,
+            change.label,
             str(change.prompts),
             str(change.speed),
             str(change.relative or "-"),

@@ -62,7 +62,7 @@ class Reader:
             raise ValueError(f"{one.source}: the prompt is empty")
         if len(found) > self.limit:
             first = bos_prefix(self.tokenizer)
-            found = [*first, *found[len(first) :][-(self.limit - len(first)) :]]
+            found = [*first, *found[len(found) - max(1, self.limit - len(first)) :]]
         return torch.tensor(found)
 
     def _prompt(self, turns: Sequence[str], answers: Sequence[str]) -> Any:
@@ -76,5 +76,9 @@ class Reader:
         return f"{VICUNA}{told} USER: {turns[-1]} ASSISTANT:"
 
     def text(self, tokens: Sequence[int]) -> str:
-        """What new tokens say; nothing for models without words."""
-        return "" if self.tokenizer is None else str(self.tokenizer.decode(list(tokens), skip_special_tokens=True))
+        """What new tokens say, up to an end; nothing for models without words."""
+        if self.tokenizer is None:
+            return ""
+        kept = list(tokens)
+        end = self.tokenizer.eos_token_id
+        return str(self.tokenizer.decode(kept[: kept.index(end)] if end in kept else kept, skip_special_tokens=True))

@@ -35,12 +35,14 @@ def merged(stats: Sequence[Stats]) -> Stats:
 
 @dataclass
 class Group:
-    """The lines of one task at one temperature on one model. about: the model's line. tuned: label -> what was chosen."""
+    """The lines of one task at one temperature on one model. question: a hash of how it was asked. about: the model's line.
+    tuned: label -> what was chosen."""
 
     model: str
     task: str
     number: int
     temperature: float
+    question: str
     about: Line
     lines: list[Line]
     tuned: dict[str, Line]
@@ -50,12 +52,25 @@ class Group:
     def title(self) -> str:
         """What stands above its table."""
         sampled = f", T = {self.temperature:g}" if self.temperature else ", greedy"
-        return f"{self.model}, {self.task}{sampled}"
+        looping = "" if self.headline() else ", all prompts: every one loops somewhere"
+        return f"{self.model}, {self.task}{sampled}{looping}"
 
     @property
     def labels(self) -> list[str]:
         """The methods in the order in which they were named."""
         return list(dict.fromkeys(label for line in self.lines for label in line["rows"]))
+
+    def called(self, method: str) -> str | None:
+        """The label of a method, the first one's where several have it; None where it took no part."""
+        return next((label for label, about in self.about["methods"].items() if about["method"] == method), None)
+
+    def settings(self, label: str) -> dict[str, Any]:
+        """A method's settings, chosen or given."""
+        return self.tuned[label]["chosen"] if label in self.tuned else self.about["methods"][label]["settings"] or {}
+
+    def shown(self) -> list[Line]:
+        """The headline's lines; all, where none is left."""
+        return self.headline() or self.lines
 
     def headline(self) -> list[Line]:
         """Lines on which no method repeats itself."""
@@ -80,13 +95,13 @@ class Group:
             "speedups": {},
             "equal": {},
             "scores": _scores(rows),
-            "lossless": label not in self.about["lossy"],
+            "lossless": self.about["methods"][label]["lossless"],
         }
         for reference in REFERENCES:
-            both = [line["rows"] for line in lines if reference in line["rows"]]
+            both = [line["rows"] for line in lines if self.called(reference) in line["rows"]]
             if len(both) != len(lines):
                 continue
-            base = [rows[reference] for rows in both]
+            base = [rows[self.called(reference)] for rows in both]
             base_tokens, base_seconds = ([float(row[name]) for row in base] for name in ("tokens", "seconds"))
             estimate = bootstrap_speedup(tokens, seconds, base_tokens, base_seconds, self.seed)
             found["speedups"][reference] = asdict(estimate)
@@ -95,7 +110,7 @@ class Group:
         if all(row["stats"] for row in rows):
             total = _summed(row["stats"] for row in rows)
             found |= own_figures(total, sum(seconds))
-            plain = [line["rows"].get(BASELINE) for line in lines]
+            plain = [line["rows"].get(self.called(BASELINE)) for line in lines]
             if total["draft_steps"] and all(row and row["stats"] for row in plain):
                 found |= expectation(total, rows, [row for row in plain if row])
         return found
@@ -107,10 +122,10 @@ def groups(lines: Sequence[Line]) -> list[Group]:
     seed = lines[0]["plan"]["seed"] if lines else 0
     found: dict[tuple[Any, ...], Group] = {}
     for line in (line for line in lines if line["kind"] in ("tuned", "prompt")):
-        key = (line["model"], line["number"], line["task"], line["temperature"])
+        key = (line["model"], line["number"], line["task"], line["temperature"], line["question"])
         if key not in found:
-            model, number, task, temperature = key
-            found[key] = Group(model, task, number, temperature, about[model], [], {}, seed)
+            model, number, task, temperature, question = key
+            found[key] = Group(model, task, number, temperature, question, about[model], [], {}, seed)
         if line["kind"] == "prompt":
             found[key].lines.append(line)
         else:

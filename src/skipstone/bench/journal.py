@@ -7,6 +7,7 @@ The first line says what is run and where (kind "run"); then come the settings t
 
 from __future__ import annotations
 
+import fcntl
 import json
 import math
 import os
@@ -16,6 +17,9 @@ from types import TracebackType
 from typing import Any
 
 VERSION = 1
+MACHINE = ("cpu", "cuda", "threads", "packages")
+"""What of the provenance a run that goes on must share with its beginning."""
+BEGINNING = b'{"kind": "run"'
 Line = dict[str, Any]
 
 
@@ -36,10 +40,10 @@ def read(path: Path) -> list[Line]:
     ValueError for what is no such file, or a damaged one.
     """
     lines = []
-    for number, text in enumerate(_whole(path.read_bytes()).decode("utf-8", "replace").splitlines(), 1):
+    for number, data in enumerate(_whole(path.read_bytes()).split(b"\n")[:-1], 1):
         try:
-            line = json.loads(text)
-        except json.JSONDecodeError as error:
+            line = json.loads(data)
+        except ValueError as error:
             raise ValueError(f"{path}, line {number} is damaged: {error}") from error
         if number == 1 and (not isinstance(line, dict) or line.get("kind") != "run"):
             raise ValueError(f"{path} is no file of results: it must begin with a line of kind run")
@@ -57,27 +61,41 @@ def _whole(data: bytes) -> bytes:
 class Journal:
     """A run's file, open to be written on. `with` closes it."""
 
-    def __init__(self, path: Path, plan: Line, provenance: Line) -> None:
-        """Begin a file, or go on with one of the same plan. ValueError where it holds another run, with what differs."""
+    def __init__(self, path: Path, plan: Line, provenance: Line, fresh: bool = False) -> None:
+        """Begin a file, or go on with one of the same plan on the same machine; fresh begins anew in any case.
+
+        ValueError where it holds another run, with what differs, something else altogether, or is being written.
+        """
         self.path = path
-        self.lines: list[Line] = read(path) if path.exists() else []
+        self._file = path.open("a+b")
+        try:
+            fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError as error:
+            self._file.close()
+            raise ValueError(f"{path} is being written by another run") from error
+        self.lines: list[Line] = [] if fresh else read(path)
         begun, plan = bool(self.lines), plain(plan)
-        if begun and (different := sorted(key for key in plan | self.lines[0]["plan"] if self._plan(key) != plan.get(key))):
-            key = different[0]
-            raise ValueError(
-                f"{path} holds another run: {', '.join(different)} differ ({key}: {self._plan(key)!r:.100} there, "
-                f"{plan.get(key)!r:.100} here); give another --out, or --fresh to begin anew"
-            )
-        self._file = path.open("r+b" if begun else "wb")
+        if begun:
+            self._same(plan, plain(provenance))
+        elif not fresh and path.stat().st_size and not BEGINNING.startswith(path.read_bytes()[: len(BEGINNING)]):
+            raise ValueError(f"{path} is no file of results: give another --out, or --fresh to overwrite it")
         self._file.truncate(len(_whole(path.read_bytes())) if begun else 0)
-        self._file.seek(0, os.SEEK_END)
         if begun:
             self.add({"kind": "resumed", "provenance": provenance})
         else:
             self.add({"kind": "run", "version": VERSION, "plan": plan, "provenance": provenance})
 
-    def _plan(self, key: str) -> Any:
-        return self.lines[0]["plan"].get(key)
+    def _same(self, plan: Line, provenance: Line) -> None:
+        """ValueError where the file's run differs in what is measured, or in what it is measured on."""
+        first = self.lines[0]
+        there = {**first["plan"], **{key: first["provenance"].get(key) for key in MACHINE}}
+        here = {**plan, **{key: provenance.get(key) for key in MACHINE}}
+        if different := sorted(key for key in there | here if there.get(key) != here.get(key)):
+            key = different[0]
+            raise ValueError(
+                f"{self.path} holds another run: {', '.join(different)} differ ({key}: {there.get(key)!r:.100} there, "
+                f"{here.get(key)!r:.100} here); give another --out, or --fresh to begin anew"
+            )
 
     def add(self, line: Line) -> None:
         """Write a line; when this returns, it is on the disk. OSError where the disk is full: what was there stays whole."""

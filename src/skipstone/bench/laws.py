@@ -1,6 +1,6 @@
 """Whether sampled texts follow the law that they should.
 
-`compare`: two samples against one another, chi-square tests of homogeneity, token by token and pair by pair. `against`: every
+`compare`: two samples against one another, chi-square tests of homogeneity, token by token and pair by pair. `Drawn`: every
 token against the very distribution it should have been drawn from, given what stands before it. Under that law each figure's
 surplus over its expectation is a martingale, so sums over all tokens of all texts are normal; this sees a hundred times smaller
 faults than comparing samples does.
@@ -8,6 +8,7 @@ faults than comparing samples does.
 
 from __future__ import annotations
 
+import importlib
 import math
 from collections import Counter
 from collections.abc import Hashable, Iterator, Sequence
@@ -24,8 +25,8 @@ ALPHA = 1e-6
 
 BITS, SIGNS = 8, 8
 """Halves of the vocabulary that are counted: by the lowest bits of the ids, and at random."""
-RARE = 1e-3
-"""Share of impossible tokens that rounding at the edge of top-p explains."""
+RARE, ROUNDED = 1e-3, 2e-2
+"""Share of impossible tokens that rounding at the edge of top-p explains, in float32 and in half precision."""
 
 Texts = Sequence[Sequence[int]]
 
@@ -44,8 +45,16 @@ class Law:
         return self.p_value >= ALPHA
 
 
+def ready() -> Any:
+    """scipy.stats. ImportError that says what to install without it."""
+    try:
+        return importlib.import_module("scipy.stats")
+    except ImportError as error:
+        raise ImportError('comparing laws needs scipy: pip install "skipstone[bench]"') from error
+
+
 def compare(one: Texts, other: Texts) -> Law:
-    """Two samples of texts of the same prompt. ImportError that says what to install without scipy."""
+    """Two samples of texts of the same prompt."""
     found = [(p, where) for where, a, b in _tables(one, other) if (p := homogeneity(a, b)) is not None]
     if not found:
         return Law(1.0, "", 0)
@@ -69,10 +78,6 @@ def _counts(texts: Texts, position: int, width: int) -> Counter[tuple[int, ...]]
 
 def homogeneity(one: Counter[Any], other: Counter[Any]) -> float | None:
     """The p-value of "both counts come from one law" (chi-square, rare values pooled); None where all are one value."""
-    try:
-        from scipy.stats import chi2_contingency
-    except ImportError as error:
-        raise ImportError('comparing laws needs scipy: pip install "skipstone[bench]"') from error
     total = one + other
     share = min(one.total(), other.total()) / total.total()
     kept: list[Hashable] = [value for value, count in total.items() if count * share >= LEAST]
@@ -82,43 +87,56 @@ def homogeneity(one: Counter[Any], other: Counter[Any]) -> float | None:
         table = [[*row, left] for row, left in zip(table, rest, strict=True)]
     if not table[0] or len(table[0]) < 2:
         return None
-    found: Any = chi2_contingency(table, correction=False)
+    found: Any = ready().chi2_contingency(table, correction=False)
     return float(found.pvalue)
 
 
-def against(p: Tensor, tokens: Tensor, seed: int = 0) -> Law:
-    """Drawn tokens against their laws. p: [N, V], the distribution of each; tokens: [N] int64. Rows must come from independent
-    texts, or be successive tokens of one.
+class Drawn:
+    """Drawn tokens against the distributions they should have been drawn from, a piece at a time.
 
     Counted: log-probabilities, how often the best token was drawn, and halves of the vocabulary; tokens that cannot have been
-    drawn are a fault in themselves.
+    drawn are a fault in themselves. rare: share of those that rounding explains.
     """
-    p, drawn = p.double(), p.double().gather(1, tokens[:, None]).squeeze(1)
-    impossible = int((drawn == 0).sum())
-    if impossible > max(2, RARE * len(tokens)):
-        return Law(0.0, f"{impossible} of {len(tokens)} tokens have probability 0", 1)
-    log_p = p.clamp_min(1e-9).log()
-    best, where = p.max(1)
-    halves = _halves(p.shape[1], seed).to(p)
-    expected = p @ halves
-    figures = {
-        "log-probabilities": (drawn.clamp_min(1e-9).log(), (p * log_p).sum(1), (p * log_p**2).sum(1)),
-        "the best token": ((tokens == where).double(), best, best),
-        **{
-            f"half {i} of the vocabulary": (halves[tokens, i], expected[:, i], torch.ones_like(best))
-            for i in range(BITS + SIGNS)
-        },
-    }
-    found = []
-    for name, (value, mean, square) in figures.items():
-        variance = float((square - mean**2).clamp_min(0).sum())
-        if variance > LEAST:
-            z = float((value - mean).sum()) / variance**0.5
-            found.append((math.erfc(abs(z) / 2**0.5), f"{name}, z = {z:.1f}"))
-    if not found:
-        return Law(1.0, "", 0)
-    smallest, which = min(found)
-    return Law(min(1.0, smallest * len(found)), which, len(found))
+
+    def __init__(self, rare: float = RARE, seed: int = 0) -> None:
+        self.rare, self.seed = rare, seed
+        self.tokens = self.impossible = 0
+        self.surplus: dict[str, float] = {}
+        self.variance: dict[str, float] = {}
+
+    def add(self, p: Tensor, tokens: Tensor) -> None:
+        """p: [N, V], the distribution of each token; tokens: [N] int64. Rows come from independent texts or follow one another
+        in one."""
+        p = p.double()
+        drawn = p.gather(1, tokens[:, None]).squeeze(1)
+        self.tokens += len(tokens)
+        self.impossible += int((drawn == 0).sum())
+        log_p = p.clamp_min(1e-9).log()
+        best, where = p.max(1)
+        self._count("log-probabilities", drawn.clamp_min(1e-9).log(), (p * log_p).sum(1), (p * log_p**2).sum(1))
+        self._count("the best token", (tokens == where).double(), best, best)
+        halves = _halves(p.shape[1], self.seed).to(p)
+        expected = p @ halves
+        for index in range(BITS + SIGNS):
+            self._count(f"half {index} of the vocabulary", halves[tokens, index], expected[:, index], torch.ones_like(best))
+
+    def _count(self, name: str, value: Tensor, mean: Tensor, square: Tensor) -> None:
+        self.surplus[name] = self.surplus.get(name, 0.0) + float((value - mean).sum())
+        self.variance[name] = self.variance.get(name, 0.0) + float((square - mean**2).clamp_min(0).sum())
+
+    def law(self) -> Law:
+        """The verdict on all that was added."""
+        if self.impossible > max(2, self.rare * self.tokens):
+            return Law(0.0, f"{self.impossible} of {self.tokens} tokens have probability 0", 1)
+        found = []
+        for name, variance in self.variance.items():
+            if variance > LEAST:
+                z = self.surplus[name] / variance**0.5
+                found.append((math.erfc(abs(z) / 2**0.5), f"{name}, z = {z:.1f}"))
+        if not found:
+            return Law(1.0, "", 0)
+        smallest, which = min(found)
+        return Law(min(1.0, smallest * len(found)), which, len(found))
 
 
 def _halves(size: int, seed: int) -> Tensor:

@@ -81,7 +81,7 @@ def look(model: PreTrainedModel, prompts: Sequence[Tensor], max_new_tokens: int)
     """Generate greedily and look at every layer. prompts: [T] int64 ids. ValueError for models that skipstone cannot decode."""
     layered = LayeredModel(model)
     parts, tokens, breaks = [], [], []
-    with neutral_defaults(model):
+    with neutral_defaults(model, stop_at_eos=True):  # what follows the end is no text
         for prompt in prompts:
             options = {"max_new_tokens": max_new_tokens, "do_sample": False}
             new = api.generate(model, prompt[None].to(model.device), "autoregressive", **options).new_tokens
@@ -174,9 +174,12 @@ def expectations(agreement: Sequence[float], costs: Costs) -> list[Expected]:
     for exit_layer in range(1, depth):
         a = agreement[exit_layer - 1]
         draft = sum(costs.layers[:exit_layer]) + costs.head
+        last = sum(costs.layers[:exit_layer])  # the last draft goes through layers[:E] too, to be scored
         best = max(
             (
-                _tokens(a, length) * costs.plain / (length * draft + seconds * (depth - exit_layer) / depth + costs.head),
+                _tokens(a, length)
+                * costs.plain
+                / (length * draft + last + seconds * (depth - exit_layer) / depth + costs.head),
                 length,
             )
             for length, seconds in costs.rows.items()

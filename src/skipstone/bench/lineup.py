@@ -20,6 +20,7 @@ from skipstone.bench import tuning
 from skipstone.bench.measure import Engine, Skipstone
 from skipstone.bench.peers import PEERS
 from skipstone.core.fields import OWN_FIELD
+from skipstone.core.model import LayeredModel
 from skipstone.methods import METHODS
 
 Wish = dict[str, Any]
@@ -28,22 +29,30 @@ BASELINE, THEIRS = "autoregressive", "hf-generate"
 
 @dataclass(frozen=True)
 class Entrant:
-    """One method in the table. candidates: its engine, or those that are to be chosen from. sampled: it takes part in rows at a
+    """One method in the table, called `label` there. candidates: its engine, or those that are to be chosen from. sampled: it takes part in rows at a
     temperature too. lossless: its text is the model's own."""
 
     label: str
+    method: str
     candidates: tuple[Engine, ...]
     sampled: bool = True
     lossless: bool = True
+
+    def about(self) -> dict[str, Any]:
+        """What the file of results says of it. settings: None where they are chosen."""
+        settings = self.candidates[0].settings if len(self.candidates) == 1 else None
+        return {"method": self.method, "settings": settings, "lossless": self.lossless}
 
 
 def parse(text: str) -> Wish:
     """`layerskip exit_layer=3,6 confidence_threshold=none,0.4`, or JSON. ValueError for anything else."""
     if text.lstrip().startswith("{"):
-        wish = yaml.safe_load(text)
+        wish = _yaml(text)
         if not isinstance(wish, dict) or "method" not in wish:
             raise ValueError(f'a method as JSON names itself, {{"method": "layerskip", ...}}; found {text!r}')
         return wish
+    if not text.strip():
+        raise ValueError("a method is a name with settings, such as `layerskip exit_layer=3,6`; found nothing")
     name, *pairs = text.split()
     wish: Wish = {"method": name}
     for pair in pairs:
@@ -56,7 +65,14 @@ def parse(text: str) -> Wish:
 
 
 def _value(text: str) -> Any:
-    return None if text.lower() == "none" else yaml.safe_load(text)
+    return None if text.lower() == "none" else _yaml(text)
+
+
+def _yaml(text: str) -> Any:
+    try:
+        return yaml.safe_load(text)
+    except yaml.YAMLError as error:
+        raise ValueError(f"{text!r} is no value: {error}") from error
 
 
 def label(wish: Wish) -> str:
@@ -74,6 +90,8 @@ def check(wishes: Sequence[Wish]) -> None:
         known = [field.name for field in dataclasses.fields(kind)]
         if unknown := [key for key in wish if key not in (*known, *getattr(kind, "aliases", {}), "method", "label")]:
             raise ValueError(f"{name} has no setting {unknown[0]!r}; it has {', '.join(known) or 'none'}")
+        if label(wish) != name and label(wish) in (*METHODS, *PEERS):
+            raise ValueError(f"label={label(wish)} is another method's name")
     labels = [label(wish) for wish in wishes]
     if twice := [name for name in labels if labels.count(name) > 1]:
         raise ValueError(f"two methods are called {twice[0]}: give one of them a label=...")
@@ -84,7 +102,7 @@ def entrants(wishes: Sequence[Wish], model: PreTrainedModel, tune: bool) -> tupl
 
     ValueError for settings that do not fit the model.
     """
-    found, refused = [], {}
+    found, refused, layered = [], {}, LayeredModel(model)
     for wish in wishes:
         name = wish["method"]
         given = {key: value for key, value in wish.items() if key not in ("method", "label")}
@@ -92,13 +110,17 @@ def entrants(wishes: Sequence[Wish], model: PreTrainedModel, tune: bool) -> tupl
             given = {**tuning.usual(name, model.config.num_hidden_layers), **given}
         if name in METHODS:
             engines = [Skipstone(resolve_for(model, {"method": name, **one})) for one in choices(given)]
-            found.append(Entrant(label(wish), tuple(engines), lossless=METHODS[name].lossless))
+            for engine in engines:
+                engine.method.check(layered)
+            found.append(Entrant(label(wish), name, tuple(engines), lossless=METHODS[name].lossless))
             continue
         peers = [_peer(PEERS[name], one, model) for one in choices(given)]
         if (reason := peers[0].refusal(model)) is not None:
             refused[label(wish)] = reason
         else:
-            found.append(Entrant(label(wish), tuple(peers), sampled=PEERS[name].sampled))
+            for peer in peers:
+                peer.check(model)
+            found.append(Entrant(label(wish), name, tuple(peers), sampled=PEERS[name].sampled))
     return found, refused
 
 

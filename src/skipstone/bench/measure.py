@@ -124,14 +124,16 @@ def measure(
         # the warning that speculation does not pay is what the table is there to show
         warnings.simplefilter("ignore", RuntimeWarning)
         torch.manual_seed(seed)
-        memory.reset(model.device)
+        counted = memory.reset(model.device)
         synchronise(model.device)
         start = time.perf_counter()
         emitted = row.engine.generate(model, ids, options, seed)
         synchronise(model.device)
         seconds = time.perf_counter() - start
     first = None if emitted.first is None else emitted.first - start
-    return Measurement(row.name, index, emitted.tokens, seconds, emitted.stats, first, memory.peak(model.device))
+    return Measurement(
+        row.name, index, emitted.tokens, seconds, emitted.stats, first, memory.peak(model.device) if counted else None
+    )
 
 
 def warm_up(model: PreTrainedModel, rows: Sequence[Row], prompt: Tensor, max_new_tokens: int) -> None:

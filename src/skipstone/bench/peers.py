@@ -11,7 +11,7 @@ import time
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, dataclass
-from functools import lru_cache
+from functools import cache
 from typing import Any, ClassVar
 
 import torch
@@ -39,6 +39,9 @@ class Peer:
         """Settings that follow from the model's own (`generation_config.skipstone`), where nothing else is said."""
         return {}
 
+    def check(self, model: PreTrainedModel) -> None:
+        """ValueError for settings that do not fit the model."""
+
     def refusal(self, model: PreTrainedModel) -> str | None:
         """Why this model cannot be decoded so, None where it can."""
         return None
@@ -58,18 +61,14 @@ class HFGenerate(Peer):
 class HFGenerateStatic(Peer):
     """`model.generate` with a static cache, whose decoding steps transformers compiles (torch.compile) on a GPU.
 
-    slots: tokens the cache holds, one size for all prompts, so that nothing is compiled twice.
+    The cache holds the next power of two of tokens: few sizes, so that little is compiled twice, and none much too large.
     """
 
     name: ClassVar[str] = "hf-generate-static"
 
-    slots: int = 2048
-
     def generate(self, model: PreTrainedModel, prompt: Tensor, options: dict[str, Any], seed: int) -> Emitted:
         needed = prompt.shape[1] + options["max_new_tokens"]
-        if needed > self.slots:
-            raise ValueError(f"hf-generate-static was given a cache of slots={self.slots} tokens, {needed} are needed")
-        cache = StaticCache(config=model.config, max_cache_len=self.slots)
+        cache = StaticCache(config=model.config, max_cache_len=1 << (needed - 1).bit_length())
         return _generate(model, prompt, {**options, "past_key_values": cache})
 
 
@@ -91,6 +90,11 @@ class HFEarlyExit(Peer):
     @classmethod
     def defaults(cls, own: Mapping[str, Any]) -> dict[str, Any]:
         return {"exit_layer": own["exit_layer"]} if "exit_layer" in own else {}
+
+    def check(self, model: PreTrainedModel) -> None:
+        depth = model.config.num_hidden_layers
+        if not isinstance(self.exit_layer, int) or not 1 <= self.exit_layer < depth:
+            raise ValueError(f"hf-early-exit: exit_layer must lie between 1 and {depth - 1}, found {self.exit_layer!r}")
 
     def refusal(self, model: PreTrainedModel) -> str | None:
         return early_exit_refusal(model)
@@ -114,6 +118,9 @@ class HFAssisted(Peer):
     assistant: str
     num_assistant_tokens: int = 20
     confidence_threshold: float = 0.4
+
+    def check(self, model: PreTrainedModel) -> None:
+        _assistant(self.assistant, model.dtype, str(model.device))  # loaded now, and not within a timed call
 
     def generate(self, model: PreTrainedModel, prompt: Tensor, options: dict[str, Any], seed: int) -> Emitted:
         helper = _assistant(self.assistant, model.dtype, str(model.device))
@@ -177,7 +184,7 @@ def drafting(config: Any, num_assistant_tokens: int, confidence_threshold: float
             setattr(config, name, value)
 
 
-@lru_cache(maxsize=1)
+@cache
 def _assistant(name: str, dtype: torch.dtype, device: str) -> PreTrainedModel:
     """The draft model, loaded once."""
     return load_model(name, dtype=dtype, device=device)

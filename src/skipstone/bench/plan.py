@@ -104,12 +104,12 @@ class Question(Part):
     protocol: str | None = None
 
 
-USUAL_PROMPTS = 20
-
-
 def read(path: Path | None, given: dict[str, Any]) -> Plan:
     """A plan from a file, with what flags say on top. ValueError names what is unknown, missing or impossible."""
     values = {**(mapping(path) if path is not None else {}), **given}
+    over = {name: value for name, value in given.items() if name in Asking.model_fields}
+    if path is not None and over and isinstance(values.get("tasks"), list):  # a task's own say would hide the flag's
+        values["tasks"] = [{**({"task": one} if isinstance(one, str) else one), **over} for one in values["tasks"]]
     try:
         plan = Plan.model_validate(values)
     except ValidationError as error:
@@ -128,11 +128,14 @@ def question(plan: Plan, asked: Asked) -> Question:
         names = ("shots", "num_prompts", "max_new_tokens", "temperature", "top_p", "samples", "chat")
         below = {name: getattr(preset, name) for name in names}
     merged = {**below, **shared, **own}
-    if protocol is None:
-        merged.setdefault("num_prompts", USUAL_PROMPTS)
     if merged.get("temperature", 0.0) == 0 and merged.get("samples", 1) > 1:
         raise ValueError(f"task {asked.task}: {merged['samples']} samples at temperature 0 would all be the same text")
     return Question.model_validate(merged)
+
+
+def chooses(plan: Plan) -> bool:
+    """Whether settings are to be found by measurement."""
+    return plan.tune or any(isinstance(value, (list, tuple)) for wish in plan.methods for value in wish.values())
 
 
 def resolved(plan: Plan) -> list[tuple[Task, Question]]:

@@ -50,7 +50,8 @@ def report(paths: Sequence[Path], form: str, layout: str = "own") -> str:
     """The report as text. form: one of FORMATS."""
     lines, found = load(paths)
     if form == "md":
-        return "\n".join([*(table.markdown() for table in tables(found, layout)), *_notes(lines)]) + "\n"
+        legend = [LEGEND, ""] if layout == "own" else []
+        return "\n".join([*(table.markdown() for table in tables(found, layout)), *legend, *_notes(lines)]) + "\n"
     if form == "csv":
         return "".join(table.csv() for table in tables(found, layout))
     if form == "json":
@@ -93,11 +94,12 @@ def _notes(lines: Sequence[Line]) -> list[str]:
         if line["kind"] == "tuned":
             settings = ", ".join(f"{name}={value}" for name, value in line["chosen"].items())
             notes.append(f"{line['task']}, {line['method']}: {settings} (best of {line['candidates']}, {line['calls']} calls).")
-        if line["kind"] == "run":
+        if line["kind"] in ("run", "resumed"):
             made = line["provenance"]
             packages = ", ".join(f"{name} {version}" for name, version in made["packages"].items() if version)
             sha = f", {made['git']['sha'][:12]}{' changed' if made['git']['dirty'] else ''}" if made["git"] else ""
-            notes.append(f"`{' '.join(made['argv'])}`: {made['cpu']}, {made['threads']} threads, {packages}{sha}.")
+            again = "gone on with " if line["kind"] == "resumed" else ""
+            notes.append(f"{again}`{' '.join(made['argv'])}`: {made['cpu']}, {made['threads']} threads, {packages}{sha}.")
     return notes
 
 

@@ -14,13 +14,13 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from skipstone.bench import lineup, machine, surrogate, tuning
+from skipstone.bench import lineup, machine, sandbox, surrogate, tuning
 from skipstone.bench.asking import Cell, ask
-from skipstone.bench.dialogue import Conversation, Reader
+from skipstone.bench.dialogue import Conversation, Reader, digest
 from skipstone.bench.journal import Journal, Line
 from skipstone.bench.lineup import Entrant
 from skipstone.bench.measure import Row, neutral_defaults, warm_up
-from skipstone.bench.plan import Plan, Question, resolved
+from skipstone.bench.plan import Plan, Question, chooses, resolved
 from skipstone.bench.surrogate import Shape
 from skipstone.bench.task import Task, prompt_of
 from skipstone.core.fields import OWN_FIELD
@@ -28,7 +28,7 @@ from skipstone.core.model import LayeredModel
 from skipstone.loading import load, usable
 
 BUNDLED = "skipstone-nano"
-WARM_UP_TOKENS = 16
+WARM_UP_TOKENS, USUAL_PROMPTS = 16, 20
 
 Say = Callable[[str], None]
 
@@ -43,21 +43,26 @@ class Subject:
     about: dict[str, Any] | None = None
 
 
-def run(plan: Plan, path: Path, argv: list[str], say: Say = print) -> Path:
-    """Measure what is not in the file yet. Returns its path. ValueError and OSError before anything is measured where the plan
-    cannot be run, and where the file holds another run."""
+def run(plan: Plan, path: Path, argv: list[str], say: Say = print, fresh: bool = False) -> Path:
+    """Measure what is not in the file yet. Returns its path. fresh: whatever the file holds.
+
+    ValueError and OSError where the plan cannot be run, before anything of the model in question is measured, and where the
+    file holds another run.
+    """
     if plan.threads is not None:
         torch.set_num_threads(plan.threads)
     questions = resolved(plan)
     data = None if plan.data_dir is None else Path(plan.data_dir)
     asked = [conversations(task, question, plan, data) for task, question in questions]
-    check_scores(plan, [task for task, _ in questions])
-    with Journal(path, plan.model_dump(mode="json"), machine.provenance(argv, plan.seed)) as journal:
+    check_scores(plan, [task for task, _ in questions], say)
+    device = usable(plan.device if plan.device != "auto" else "cuda" if torch.cuda.is_available() else "cpu")
+    kept = {**plan.model_dump(mode="json"), "device": str(device), "asked": [_asked(both) for both in asked]}
+    with Journal(path, kept, machine.provenance(argv, plan.seed), fresh) as journal:
         for name in plan.models or (None,):
-            subject = _loaded(name, plan)
+            subject = _loaded(name, plan, device)
             entrants = enter(journal, subject, plan)
             for number, ((task, question), both) in enumerate(zip(questions, asked, strict=True)):
-                limit = LayeredModel(subject.model).max_positions - question.max_new_tokens * _turns(both)
+                limit = LayeredModel(subject.model).max_positions - question.max_new_tokens
                 limit = min(limit, question.prompt_tokens or limit)
                 if limit < 1:
                     raise ValueError(f"{task.name}: {question.max_new_tokens} new tokens a turn leave no room for a prompt")
@@ -67,7 +72,7 @@ def run(plan: Plan, path: Path, argv: list[str], say: Say = print) -> Path:
     return path
 
 
-def run_surrogate(shape: Shape, plan: Plan, path: Path, argv: list[str], say: Say = print) -> Path:
+def run_surrogate(shape: Shape, plan: Plan, path: Path, argv: list[str], say: Say = print, fresh: bool = False) -> Path:
     """Measure a synthetic model on contexts that it sampled itself. Its early exit is its method's default."""
     if plan.threads is not None:
         torch.set_num_threads(plan.threads)
@@ -75,7 +80,8 @@ def run_surrogate(shape: Shape, plan: Plan, path: Path, argv: list[str], say: Sa
     assert question.num_prompts is not None
     assert question.prompt_tokens is not None
     device = usable(("cuda" if torch.cuda.is_available() else "cpu") if plan.device == "auto" else plan.device)
-    dtype, count = getattr(torch, plan.dtype), plan.tune_prompts + question.num_prompts
+    dtype = torch.float32 if plan.dtype == "auto" else getattr(torch, plan.dtype)
+    count = plan.tune_prompts + question.num_prompts
     if shape.agreement is None:
         model, about = surrogate.plain(shape, plan.seed, dtype, device), {"shape": shape.name, "contexts": "random ids"}
         contexts = surrogate.random_prompts(model.config.vocab_size, count, question.prompt_tokens, plan.seed)
@@ -88,7 +94,9 @@ def run_surrogate(shape: Shape, plan: Plan, path: Path, argv: list[str], say: Sa
         say(f"realised agreement {made.agreement}")
     subject = Subject(plan.models[0], model, None, about)
     task = Task("synthetic", None, "", (), "none", lambda row: [])
-    with Journal(path, {**plan.model_dump(mode="json"), "surrogate": about}, machine.provenance(argv, plan.seed)) as journal:
+    with Journal(
+        path, {**plan.model_dump(mode="json"), "surrogate": about}, machine.provenance(argv, plan.seed), fresh
+    ) as journal:
         entrants = enter(journal, subject, plan)
         cell = Cell(subject.name, 0, task, question, Reader(None, False, question.prompt_tokens), plan)
         both = (contexts[: plan.tune_prompts], contexts[plan.tune_prompts :])
@@ -96,21 +104,31 @@ def run_surrogate(shape: Shape, plan: Plan, path: Path, argv: list[str], say: Sa
     return path
 
 
-def _turns(both: tuple[list[Conversation], list[Conversation]]) -> int:
-    return max(len(one) for part in both for one in part)
+def _asked(both: tuple[list[Conversation], list[Conversation]]) -> str:
+    """A hash of all that is asked, to tell whether a run that goes on asks the same."""
+    return digest([ord(letter) for part in both for one in part for letter in one.digest])
 
 
-def _loaded(name: str | None, plan: Plan) -> Subject:
-    device = ("cuda" if torch.cuda.is_available() else "cpu") if plan.device == "auto" else plan.device
+def _loaded(name: str | None, plan: Plan, device: torch.device) -> Subject:
     dtype = plan.dtype if plan.dtype == "auto" else getattr(torch, plan.dtype)
-    model, tokenizer = load(name, dtype=dtype, device=usable(device))
+    model, tokenizer = load(name, dtype=dtype, device=device)
     return Subject(name or BUNDLED, model, tokenizer)
 
 
-def check_scores(plan: Plan, tasks: Sequence[Task]) -> None:
-    """ValueError where scoring would execute model code and nobody has allowed it: such tasks are measured, not scored."""
-    if plan.allow_code_execution and not any(task.score and task.score.executes for task in tasks):
+def check_scores(plan: Plan, tasks: Sequence[Task], say: Say) -> None:
+    """ValueError where code is allowed to run and no task does; ImportError for a score whose package is missing. Tasks that
+    would run code without leave are measured, not scored."""
+    for task in tasks:
+        if task.score is not None:
+            task.score.ready()
+    executed = [task.name for task in tasks if task.score is not None and task.score.executes]
+    if plan.allow_code_execution and not executed:
         raise ValueError("--allow-code-execution has no effect: no task of this run is scored by running code")
+    if plan.allow_code_execution and not sandbox.run("pass").isolated:
+        say(
+            "skipstone: warning: this system allows no namespaces, so the model's code runs under limits alone and could reach the "
+            "network and your files"
+        )
 
 
 def conversations(
@@ -120,10 +138,17 @@ def conversations(
     rows, shown = task.rows(data), task.examples(question.shots, data)
     places = list(range(len(rows)))
     random.Random(plan.seed).shuffle(places)
-    wanted = len(rows) - plan.tune_prompts if question.num_prompts is None else question.num_prompts
-    tuned = min(plan.tune_prompts, max(0, len(rows) - wanted))
+    spare = plan.tune_prompts if chooses(plan) else 0
+    usual = len(rows) - spare if question.protocol else min(USUAL_PROMPTS, len(rows) - spare)
+    wanted = usual if question.num_prompts is None else question.num_prompts
+    tuned = min(spare, max(0, len(rows) - wanted))
     if wanted > len(rows) or wanted < 1:
-        raise ValueError(f"task {task.name} has {len(rows)} prompts, {question.num_prompts or 'none'} are asked for")
+        raise ValueError(f"task {task.name} has {len(rows)} prompts, {question.num_prompts or 'some'} are asked for")
+    if spare and not tuned:
+        raise ValueError(
+            f"settings are to be chosen, but all {len(rows)} prompts of {task.name} are reported: lower num_prompts, or say which "
+            "settings to take"
+        )
     report, rest = sorted(places[:wanted]), places[wanted : wanted + tuned]
 
     def made(place: int) -> Conversation:
@@ -150,7 +175,7 @@ def enter(journal: Journal, subject: Subject, plan: Plan) -> list[Entrant]:
                 "ceiling": machine.ceiling(subject.model, 256),
                 "synthetic": subject.about,
                 "refused": refused,
-                "lossy": [entrant.label for entrant in entrants if not entrant.lossless],
+                "methods": {entrant.label: entrant.about() for entrant in entrants},
             }
         )
     return entrants
@@ -170,8 +195,9 @@ def measure_task(
     if len(done) == len(report):
         return
     taking = [entrant for entrant in entrants if entrant.sampled or not cell.question.temperature]
+    if left_out := [entrant.label for entrant in entrants if entrant not in taking]:
+        say(f"{cell.task.name}, T = {cell.question.temperature:g}: without {', '.join(left_out)}, measured greedily only")
     if not taking:
-        say(f"{cell.task.name}: none of the methods samples at temperature {cell.question.temperature:g}")
         return
     with neutral_defaults(model, not cell.plan.ignore_eos):
         rows = [_row(journal, model, cell, entrant, tune) for entrant in taking]
@@ -192,16 +218,23 @@ def _row(journal: Journal, model: PreTrainedModel, cell: Cell, entrant: Entrant,
     for line in journal.of("tuned"):
         if cell.owns(line) and line["method"] == entrant.label:
             return replace(row, engine=entrant.candidates[line["candidate"]])
-    if not tune:
-        raise ValueError(
-            f"{entrant.label} is to be tuned, but all prompts of {cell.task.name} are reported: lower num_prompts, or say "
-            "which settings to take"
-        )
     ids = [cell.reader.ids(one) for one in tune]
     calls = tuning.budget(len(entrant.candidates), len(ids))
+    key = {**cell.key(), "method": entrant.label}
+    known = {
+        (line["candidate"], line["prompt"]): (line["tokens"], line["seconds"])
+        for line in journal.of("trial")
+        if cell.owns(line) and line["method"] == entrant.label
+    }
     warm_up(model, [row], ids[0], min(WARM_UP_TOKENS, cell.plan.tune_tokens))
-    with progress(f"{cell.model}, {cell.task.name}: choosing settings of {entrant.label}", calls) as step:
-        best, trials = tuning.tune(model, entrant.candidates, ids, cell.plan.tune_tokens, cell.plan.seed, step)
+    with progress(f"{cell.model}, {cell.task.name}: choosing settings of {entrant.label}", calls - len(known)) as step:
+
+        def done(candidate: int, prompt: int, tokens: int, seconds: float) -> None:
+            trial = {"candidate": candidate, "prompt": prompt, "tokens": tokens, "seconds": seconds}
+            journal.add({"kind": "trial", **key, **trial})
+            step()
+
+        best, trials = tuning.tune(model, entrant.candidates, ids, cell.plan.tune_tokens, cell.plan.seed, done, known)
     journal.add(tuned_line(cell, entrant, best, trials, calls))
     return replace(row, engine=best)
 

@@ -45,7 +45,8 @@ class Outcome:
 
 
 def run(program: str, limits: Limits = USUAL) -> Outcome:
-    """Execute a Python program. It passes when it runs to its last line; `sys.exit` before that is no pass.
+    """Execute a Python program. It passes when it runs to its last line; `sys.exit` before that is no pass. OSError where the
+    sandbox itself does not work.
 
     Its streams are closed, its environment is empty, its folder is a new one that is gone afterwards.
     """
@@ -63,13 +64,13 @@ def run(program: str, limits: Limits = USUAL) -> Outcome:
         try:
             told, _ = process.communicate(program.encode(errors="replace"), timeout=limits.seconds + GRACE)
         except subprocess.TimeoutExpired:
-            told = b""
+            return Outcome(False, f"more than {limits.seconds:g} seconds", False)
         finally:
             _end(process)
     try:
         verdict = json.loads(told)
-    except ValueError:
-        return Outcome(False, f"more than {limits.seconds:g} seconds", False)
+    except ValueError as error:
+        raise OSError(f"the sandbox does not work here: it ended with {process.returncode} and said {told!r:.80}") from error
     return Outcome(verdict["reason"] == "passed", verdict["reason"], verdict["isolated"])
 
 

@@ -19,7 +19,7 @@ from typing import Any, NoReturn
 
 USER, MOUNT, IPC, NETWORK, PROCESSES = 0x10000000, 0x00020000, 0x08000000, 0x40000000, 0x20000000
 MOUNT_SETATTR, AT_FDCWD, AT_RECURSIVE, READ_ONLY, PRIVATE = 442, -100, 0x8000, 1, 1 << 18
-DEATH_SIGNAL = 1
+DEATH_SIGNAL, SUBREAPER = 1, 36
 POLL = 0.05
 MEBIBYTE = 1 << 20
 
@@ -75,7 +75,7 @@ def limit(limits: dict[str, Any]) -> None:
 
 def execute(program: str, folder: str, limits: dict[str, Any], said: int) -> NoReturn:
     """The program itself, in a process of its own. Writes to `said` what became of it: nothing where it left early."""
-    nothing = os.open(os.devnull, os.O_RDWR)
+    own, nothing = os.getpid(), os.open(os.devnull, os.O_RDWR)
     for stream in (0, 1, 2):
         os.dup2(nothing, stream)
     os.chdir(folder)
@@ -86,7 +86,8 @@ def execute(program: str, folder: str, limits: dict[str, Any], said: int) -> NoR
         verdict = "passed"
     except BaseException as error:
         verdict = f"{type(error).__name__}: {error}" if str(error) else type(error).__name__
-    os.write(said, verdict.encode(errors="replace")[:400])
+    if os.getpid() == own:  # a child of the program's has nothing to say
+        os.write(said, verdict.encode(errors="replace")[:400])
     os._exit(0)
 
 
@@ -116,25 +117,29 @@ def supervise(program: str, folder: str, limits: dict[str, Any], isolated: bool)
 
 
 def started(isolated: bool) -> list[int]:
-    """The program's processes: all others of the namespace, or of the session; none where there is no /proc to tell."""
-    found, own, session = [], os.getpid(), os.getsid(0)
-    for name in os.listdir("/proc") if os.path.isdir("/proc/self") else ():
-        if name.isdigit() and int(name) != own:
-            if isolated:
-                found.append(int(name))
-                continue
-            try:
-                with open(f"/proc/{name}/stat", "rb") as file:  # pid (name) state parent group session ...
-                    fields = file.read().rpartition(b")")[2].split()
-            except OSError:
-                continue
-            if int(fields[3]) == session and fields[0] != b"Z":
-                found.append(int(name))
+    """The program's processes: all others of the namespace, or all descendants; none where there is no /proc to tell."""
+    own = os.getpid()
+    names = [int(name) for name in os.listdir("/proc") if name.isdigit()] if os.path.isdir("/proc/self") else []
+    if isolated:
+        return [name for name in names if name != own]
+    parents = {}
+    for name in names:
+        try:
+            with open(f"/proc/{name}/stat", "rb") as file:  # pid (name) state parent ...
+                state, parent = file.read().rpartition(b")")[2].split()[:2]
+        except OSError:
+            continue
+        if state != b"Z":
+            parents[name] = int(parent)
+    found: list[int] = []
+    above = {own}
+    while above := {name for name, parent in parents.items() if parent in above}:
+        found += above
     return found
 
 
 def kill(child: int, isolated: bool) -> None:
-    """End everything that the program is. Without a namespace, what has left its session lives on."""
+    """End everything that the program is."""
     for _ in range(100):
         for process in {-1} if isolated else {child, *started(False)}:
             try:
@@ -151,6 +156,8 @@ def main() -> None:
     program = sys.stdin.read()
     isolated = limits["namespaces"] and isolate(folder, limits)
     libc = ctypes.CDLL(None, use_errno=True)
+    if sys.platform.startswith("linux"):
+        libc.prctl(SUBREAPER, 1)  # what loses its parent becomes ours, and is found
     if isolated:
         first = os.fork()  # the first process of the namespace: when it ends, the kernel ends all others there
         if first:

@@ -8,7 +8,6 @@ from __future__ import annotations
 import importlib
 import math
 import re
-from collections.abc import Sequence
 from typing import Any
 
 from skipstone.bench.sandbox import USUAL, Limits, Outcome, run
@@ -20,9 +19,10 @@ _LETTER = re.compile(r"\b([A-D])\b")
 
 
 def final_number(text: str) -> float | None:
-    """The answer of a worked sum: the number after the last `####` (GSM8K, arXiv 2110.14168), else the last number; None where
-    there is none."""
-    marked = text.rpartition("####")[2] if "####" in text else ""
+    """The answer of a worked sum: the number after the first `####` (GSM8K, arXiv 2110.14168), else the last number; None where
+    there is none. What a model goes on with, another question, does not count."""
+    text = text.partition("Question:")[0]
+    marked = text.partition("####")[2]
     found = _NUMBER.findall(marked)[:1] or _NUMBER.findall(text)[-1:]
     return float(found[0].replace(",", "").replace("$", "")) if found else None
 
@@ -38,9 +38,11 @@ def same_number(output: str, reference: str) -> bool:
 def choice(text: str) -> str | None:
     """The letter that answers a question with choices A to D: the one after "answer is" or "answer:", else the first that
     stands alone."""
-    told = re.search(r"answer(?:\s+is)?\s*[:\-]?\s*\(?([A-D])\b", text, re.IGNORECASE)
-    found = told or _LETTER.search(text)
-    return found[1].upper() if found else None
+    told = re.search(r"(?i:answer(?:\s+is)?)\s*[:\-]?\s*(?:\(([A-Da-d])\)|([A-D])\b)", text)
+    if told:
+        return (told[1] or told[2]).upper()
+    found = _LETTER.search(text)
+    return found[1] if found else None
 
 
 def exact(output: str, reference: str) -> bool:
@@ -48,13 +50,17 @@ def exact(output: str, reference: str) -> bool:
     return output.strip() == reference.strip()
 
 
-def rouge(output: str, reference: str) -> dict[str, float]:
-    """F-measures of ROUGE-2 and ROUGE-L with stemming. ImportError that says what to install without rouge-score."""
+def rouge_scorer() -> Any:
+    """The module rouge_scorer. ImportError that says what to install without rouge-score."""
     try:
-        rouge_scorer = importlib.import_module("rouge_score.rouge_scorer")
+        return importlib.import_module("rouge_score.rouge_scorer")
     except ImportError as error:
         raise ImportError('ROUGE needs rouge-score: pip install "skipstone[bench]"') from error
-    found = rouge_scorer.RougeScorer(["rouge2", "rougeL"], use_stemmer=True).score(reference, output)
+
+
+def rouge(output: str, reference: str) -> dict[str, float]:
+    """F-measures of ROUGE-2 and ROUGE-L with stemming."""
+    found = rouge_scorer().RougeScorer(["rouge2", "rougeL"], use_stemmer=True).score(reference, output)
     return {"rouge_2": found["rouge2"].fmeasure, "rouge_l": found["rougeL"].fmeasure}
 
 
@@ -81,7 +87,7 @@ def human_eval_program(row: dict[str, Any], output: str) -> str:
     """HumanEval's test of one completion: prompt, completion, test, call. A chat answer that repeats the function stands for
     itself."""
     whole = fenced(output)
-    told = f"def {row['entry_point']}(" in whole
+    told = f"def {row['entry_point']}(" in whole and (whole != output or not output.startswith((" ", "\n")))
     program = f"{row['prompt']}\n    pass\n\n{whole}" if told else row["prompt"] + completion(output)
     return f"{program}\n\n{row['test']}\n\ncheck({row['entry_point']})\n"
 
@@ -94,8 +100,3 @@ def mbpp_program(row: dict[str, Any], output: str) -> str:
 def passes(program: str, limits: Limits = USUAL) -> Outcome:
     """Execute a program in the sandbox."""
     return run(program, limits)
-
-
-def mean(values: Sequence[float]) -> float:
-    """The mean, nan of nothing."""
-    return sum(values) / len(values) if values else math.nan

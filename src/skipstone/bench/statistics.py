@@ -80,10 +80,22 @@ def bootstrap_speedup(
         raise ValueError(
             f"a paired comparison needs the same prompts on both sides, found columns of {sorted(lengths)} entries"
         )
-    value = pooled(tokens, seconds) / pooled(base_tokens, base_seconds)
-    blocks = _blocked([tokens, seconds, base_tokens, base_seconds], seed)
+    return bootstrap_product([(tokens, seconds)], [(base_tokens, base_seconds)], seed, resamples)
+
+
+def bootstrap_product(
+    rates: Sequence[tuple[Column, Column]], over: Sequence[tuple[Column, Column]], seed: int = 0, resamples: int = RESAMPLES
+) -> Estimate:
+    """A product of pooled rates (amounts, costs) over a product of others, all of the same units, with a paired interval."""
+    pairs = [*rates, *over]
+    blocks = _blocked([column for pair in pairs for column in pair], seed)
     weights = _resampled(len(blocks[0]), seed, resamples)
-    return _estimate(value, _rates(weights, blocks[0], blocks[1]) / _rates(weights, blocks[2], blocks[3]))
+    value, found = 1.0, np.ones(len(weights))
+    for index, (amounts, costs) in enumerate(pairs):
+        power = 1 if index < len(rates) else -1
+        value *= pooled(amounts, costs) ** power
+        found = found * _rates(weights, blocks[2 * index], blocks[2 * index + 1]) ** power
+    return _estimate(value, found)
 
 
 def predicted_speedup(plain_seconds_per_token: float, tokens_per_step: float, seconds_per_step: float) -> float:

@@ -28,6 +28,7 @@ GAIN, SHARPNESS = 2.0, 3.0
 HEAD_DIM = 64
 BISECTIONS = 12
 TOLERANCE = 0.003
+FEW = 8  # contexts whose distributions are held at once
 START = 4  # random tokens that a sampled context begins with
 _LLAMA_3 = {"vocab_size": 128_256, "rope_parameters": {"rope_type": "default", "rope_theta": 500_000.0}, "head_dim": 128}
 _LLAMA_3 |= {"num_key_value_heads": 8, "max_position_embeddings": 8192}
@@ -128,6 +129,8 @@ def parse(text: str, exit_layer: int | None = None, agreement: float | None = No
         return Shape(text, dict(NAMED[text]), exit_layer, agreement)
     if text.endswith(".json"):
         config = json.loads(Path(text).read_text(encoding="utf-8"))
+        if missing := [key for key in ("num_hidden_layers", "hidden_size", "num_attention_heads") if key not in config]:
+            raise ValueError(f"{text}: the config of a Llama has {missing[0]}")
         if config.get("model_type") != "llama":
             raise ValueError(f"{text}: a surrogate is a Llama, found model_type {config.get('model_type')!r}")
         kept = {key: value for key, value in config.items() if hasattr(LlamaConfig(), key) and not key.endswith("_token_id")}
@@ -240,14 +243,16 @@ def contexts(model: Any, sequences: int, length: int, seed: int) -> Tensor:
 
 @torch.inference_mode()
 def measure_agreement(model: Any, exit_layer: int, ids: Tensor) -> tuple[Estimate, Estimate]:
-    """(agreement, overlap) of layers[:E] with the whole model on contexts [S, T], teacher-forced, bootstrap over contexts."""
-    output = model(ids[:, START:], output_hidden_states=True, use_cache=False)
-    early = model.lm_head(model.model.norm(output.hidden_states[exit_layer])).float()
-    late = output.logits.float()
-    same = (early.argmax(-1) == late.argmax(-1)).double().sum(1).tolist()
-    overlap = torch.minimum(early.softmax(-1), late.softmax(-1)).sum(-1).double().sum(1).tolist()
-    count = [float(late.shape[1])] * late.shape[0]
-    return bootstrap_rate(same, count), bootstrap_rate(overlap, count)
+    """(agreement, overlap) of layers[:E] with the whole model on sampled contexts [S, T], teacher-forced, over the tokens that
+    follow the random start; bootstrap over contexts."""
+    same, overlap, count = [], [], float(ids.shape[1] - START)
+    for part in ids.split(FEW):  # distributions are large
+        output = model(part, output_hidden_states=True, use_cache=False)
+        early = model.lm_head(model.model.norm(output.hidden_states[exit_layer][:, START:])).float()
+        late = output.logits[:, START:].float()
+        same += (early.argmax(-1) == late.argmax(-1)).double().sum(1).tolist()
+        overlap += torch.minimum(early.softmax(-1), late.softmax(-1)).sum(-1).double().sum(1).tolist()
+    return bootstrap_rate(same, [count] * len(same)), bootstrap_rate(overlap, [count] * len(same))
 
 
 def sampled_prompts(model: Any, count: int, length: int, seed: int) -> list[Conversation]:
@@ -256,7 +261,7 @@ def sampled_prompts(model: Any, count: int, length: int, seed: int) -> list[Conv
     shares = [repeated_share(row[:START].tolist(), row[START:].tolist()) for row in rows]
     if sum(shares) / len(shares) >= LOOPING:
         raise ValueError(
-            f"the surrogate's sampled text loops (share of repeated 8-grams {max(shares):.2f}); use a larger vocab"
+            f"the surrogate's sampled text loops (mean share of repeated 8-grams {sum(shares) / len(shares):.2f}); use a larger vocab"
         )
     return [Conversation(f"sampled at T = 1, number {index}", ids=row.clone()) for index, row in enumerate(rows)]
 

@@ -123,9 +123,9 @@ def layerskip(group: Group) -> Table:
     """The shape of LayerSkip's Tables 3 to 6 and 11."""
     rows = []
     for label in group.labels:
-        figures = group.figures(label, group.lines)
+        figures = group.figures(label, group.shown())
         assert figures is not None
-        settings = group.tuned.get(label, {}).get("chosen", {})
+        settings = group.settings(label)
         rows.append(
             [
                 label,
@@ -152,7 +152,7 @@ def _across(title: str, groups: Sequence[Group], cells: Mapping[str, Callable[[F
     columns += ["Speed (tokens/s)", "Overall Speedup"] if overall else []
     rows = []
     for label in dict.fromkeys(label for group in groups for label in group.labels):
-        found = [group.figures(label, group.lines) for group in groups]
+        found = [group.figures(label, group.shown()) for group in groups]
         row = [label, *(NONE if one is None else cell(one) for one in found for cell in cells.values())]
         rows.append(row + _overall(label, groups) if overall else row)
     return Table(title, columns, rows)
@@ -160,12 +160,13 @@ def _across(title: str, groups: Sequence[Group], cells: Mapping[str, Callable[[F
 
 def _overall(label: str, groups: Sequence[Group]) -> list[str]:
     """Total tokens over total time of all tasks, and the same against plain decoding's."""
-    shared = [group for group in groups if {label, BASELINE} <= set(group.labels)]
+    shared = [group for group in groups if {label, group.called(BASELINE)} <= set(group.labels)]
     if not shared:
         return [NONE, NONE]
     rates = []
-    for name in (label, BASELINE):
-        found = [figures for group in shared if (figures := group.figures(name, group.lines))]
+    for plain in (False, True):
+        names = [(group, group.called(BASELINE) if plain else label) for group in shared]
+        found = [figures for group, name in names if (figures := group.figures(str(name), group.shown()))]
         rates.append(sum(one["tokens"] for one in found) / sum(one["seconds"] for one in found))
     return [number(rates[0]), f"{rates[0] / rates[1]:.2f}x"]
 

@@ -15,12 +15,16 @@ Row = dict[str, Any]
 
 @dataclass(frozen=True)
 class Score:
-    """How an output is worth something. names: of the figures. of: (row, output) -> figures, each between 0 and 1. executes: it
-    runs model code."""
+    """How an output is worth something.
+
+    names: of the figures. of: (row, output) -> figures, each between 0 and 1. executes: it runs model code. ready: raises
+    ImportError where a package is missing.
+    """
 
     names: tuple[str, ...]
     of: Callable[[Row, str], dict[str, float]]
     executes: bool = False
+    ready: Callable[[], object] = lambda: None
 
 
 @dataclass(frozen=True)

@@ -57,7 +57,7 @@ def _one(name: str, good: Callable[[Row, str], bool], executes: bool = False) ->
 
 
 def _rouge(field: str) -> Score:
-    return Score(("rouge_2", "rouge_l"), lambda row, output: scores.rouge(output, row[field]))
+    return Score(("rouge_2", "rouge_l"), lambda row, output: scores.rouge(output, row[field]), ready=scores.rouge_scorer)
 
 
 PASS = "pass"

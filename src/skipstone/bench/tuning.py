@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 import random
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -19,6 +19,7 @@ from transformers import PreTrainedModel
 from skipstone.bench.measure import Engine, Row, measure
 from skipstone.bench.statistics import pooled
 
+Done = Callable[[int, int, int, float], None]
 KEPT = 3  # one in so many survives a rung
 RUNG = 2  # prompts a rung
 DEPTHS = (1 / 8, 3 / 16, 1 / 4, 3 / 8, 1 / 2)
@@ -82,14 +83,17 @@ def tune(
     prompts: Sequence[Tensor],
     max_new_tokens: int,
     seed: int,
-    done: Callable[[], None] = lambda: None,
+    done: Done = lambda *_: None,
+    known: Mapping[tuple[int, int], tuple[int, float]] | None = None,
 ) -> tuple[Engine, list[Trial]]:
     """The fastest candidate at greedy decoding, and all trials, best first. prompts: [T] int64 each.
 
-    Fastest of those that saw the most prompts; a single candidate is returned untried. done: called after every call.
+    Fastest of those that saw the most prompts; a single candidate is returned untried. done: called after every call with
+    candidate, prompt, tokens and seconds. known: (candidate, prompt) -> (tokens, seconds) of calls that need not be repeated.
     """
     rng = random.Random(seed)
     trials = [Trial(engine) for engine in candidates]
+    numbers = {id(trial): number for number, trial in enumerate(trials)}
     if not trials:
         raise ValueError("there is nothing to tune: the grid is empty")
     for count, span in rungs(len(trials), len(prompts)):
@@ -97,10 +101,15 @@ def tune(
         running = trials[:count]
         for index in span:
             for trial in rng.sample(running, len(running)):
-                got = measure(model, Row("tuning", trial.engine), prompts[index], index, max_new_tokens, seed + index)
-                trial.tokens.append(len(got.tokens))
-                trial.seconds.append(got.seconds)
-                done()
+                number = numbers[id(trial)]
+                if (number, index) in (known or {}):
+                    tokens, seconds = (known or {})[number, index]
+                else:
+                    got = measure(model, Row("tuning", trial.engine), prompts[index], index, max_new_tokens, seed + index)
+                    tokens, seconds = len(got.tokens), got.seconds
+                    done(number, index, tokens, seconds)
+                trial.tokens.append(tokens)
+                trial.seconds.append(seconds)
     trials = ranked(trials)
     return trials[0].engine, trials
 

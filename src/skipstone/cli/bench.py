@@ -70,8 +70,8 @@ def run(
         from skipstone.bench.run import run as measure
 
         chosen = plans.read(plan, {**given, **({"data_dir": str(data_dir)} if data_dir is not None else {})})
-        _writable(out, fresh)
-        measure(chosen, out, command_line(), lambda text: typer.echo(text, err=True))
+        _writable(out)
+        measure(chosen, out, command_line(), lambda text: typer.echo(text, err=True), fresh)
         show([out], terminal.console())
 
 
@@ -119,8 +119,8 @@ def surrogate(
         given |= {"tune_prompts": tune_prompts, "ignore_eos": True, "dtype": dtype, "device": device, "seed": seed}
         given |= {"models": [f"surrogate {shape}"], "methods": methods or default, "threads": threads}
         chosen = plans.read(None, {name: value for name, value in given.items() if value is not None})
-        _writable(out, fresh)
-        run_surrogate(wanted, chosen, out, command_line(), lambda text: typer.echo(text, err=True))
+        _writable(out)
+        run_surrogate(wanted, chosen, out, command_line(), lambda text: typer.echo(text, err=True), fresh)
         show([out], terminal.console())
 
 
@@ -170,11 +170,9 @@ def compare(
         raise typer.Exit(terminal.DEFECT)
 
 
-def _writable(out: Path, fresh: bool) -> None:
+def _writable(out: Path) -> None:
     if not out.absolute().parent.is_dir():
         raise FileNotFoundError(2, "no such folder", str(out.parent))
-    if fresh:
-        out.unlink(missing_ok=True)
 
 
 def command_line() -> list[Any]:

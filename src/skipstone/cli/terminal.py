@@ -28,7 +28,7 @@ def report(error: Exception) -> int:
         message = _usage(error)
     elif isinstance(error, OSError) and error.strerror and error.filename is not None:
         message = f"{error.filename}: {error.strerror}"
-    elif isinstance(error, (ValueError, OSError)):
+    elif isinstance(error, (ValueError, OSError)) or type(error) is ImportError:  # ours: an extra is missing
         message = str(error) or type(error).__name__
     else:
         code = DEFECT
