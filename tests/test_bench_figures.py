@@ -88,7 +88,6 @@ def lines(**changes: Any) -> list[dict[str, Any]]:
                 "task": "sums",
                 "temperature": 0.0,
                 "question": "q",
-                "question": "q",
                 "index": index,
                 "source": f"sums {index}",
                 "digest": f"d{index}",

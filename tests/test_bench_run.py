@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import json
+import os
 import random
-import sys
+import signal
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +17,7 @@ from skipstone.bench.journal import Journal
 from skipstone.bench.plan import Plan, read
 from skipstone.bench.run import run
 from tests import families, support
-from tests.training import in_processes, kill_when
+from tests.training import in_processes
 
 WORDS = ["stop", "abc", " the", "ab", "bc", "xst", *"defghijklm"]
 METHODS = [
@@ -114,36 +115,44 @@ def test_figures_follow_from_the_lines(results: Path) -> None:
     assert own["measured_over_predicted"] == pytest.approx(own["decode_speedup"] / own["predicted_speedup"])
 
 
-def go(folder: Path, out: Path, moment: int | None, note: Path) -> None:
-    """A process: run, and be killed before that call or that line."""
+KILLS = (1, 4, 5, 5, 5, 4, 3, 3, 4, 3)
+"""Before which line or tuning call each of ten processes kills itself: before the first line, while settings are chosen, before
+the choice is written, and between prompts."""
+
+
+def go(folder: Path, out: Path, left: int | None) -> None:
+    """A process: run, and be killed by SIGKILL."""
     real, timed = Journal.add, tuning.measure
 
+    def tick() -> None:
+        nonlocal left
+        if left is not None:
+            left -= 1
+            if not left:
+                os.kill(os.getpid(), signal.SIGKILL)
+
     def add(self: Journal, line: Any) -> None:
-        sys.audit("training.step")
+        tick()
         real(self, line)
 
     def measure(*given: Any) -> Any:
-        sys.audit("training.step")
+        tick()
         return timed(*given)
 
     Journal.add, tuning.measure = add, measure  # type: ignore[method-assign]
-    if moment is not None:
-        kill_when(out.parent, moment, note)
     run(plan(folder, methods=["autoregressive", "layerskip exit_layer=1,2"]), out, ["x"], quiet)
 
 
 def test_killed_ten_times_it_measures_every_prompt_once(folder: Path, tmp_path: Path) -> None:
-    """Before lines, and before the calls that settings are chosen by; nothing that was written is measured again."""
-    dice, out = random.Random(1), tmp_path / "out" / "results.jsonl"
-    out.parent.mkdir()
-    reached = []
-    for _ in range(10):
-        assert in_processes(go, (folder, out, dice.randrange(3, 6), tmp_path / "note")) == [-9]
-        reached.append([line["kind"] for line in journal.read(out)] if out.exists() else [])
-        assert reached[-1][: len(reached[-2])] == reached[-2] if len(reached) > 1 else True
+    out = tmp_path / "results.jsonl"
+    reached: list[list[str]] = []
+    for moment in KILLS:
+        assert in_processes(go, (folder, out, moment)) == [-9]
+        reached.append([line["kind"] for line in journal.read(out)])
+        assert len(reached) == 1 or reached[-1][: len(reached[-2])] == reached[-2], "nothing that was written is lost"
     assert any(kinds.count("trial") and not kinds.count("tuned") for kinds in reached), "killed while settings were chosen"
     assert any(0 < kinds.count("prompt") < 6 for kinds in reached), "killed between prompts"
-    assert in_processes(go, (folder, out, None, tmp_path / "note")) == [0]
+    assert in_processes(go, (folder, out, None)) == [0]
     lines = journal.read(out)
     trials = [(line["candidate"], line["prompt"]) for line in lines if line["kind"] == "trial"]
     assert len(trials) == len(set(trials)) == tuning.budget(2, 2)
@@ -151,6 +160,6 @@ def test_killed_ten_times_it_measures_every_prompt_once(folder: Path, tmp_path: 
     assert sum(line["kind"] == "tuned" for line in lines) == 1
     assert sum(line["kind"] == "model" for line in lines) == 1
     before = out.read_bytes()
-    assert in_processes(go, (folder, out, None, tmp_path / "note")) == [0]
+    assert in_processes(go, (folder, out, None)) == [0]
     assert out.read_bytes().startswith(before)
     assert len(journal.read(out)) == len(lines) + 1, "nothing is left to measure"

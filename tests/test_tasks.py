@@ -150,7 +150,7 @@ def test_any_file_of_prompts_is_a_task(tmp_path: Path) -> None:
     assert [task.score.of(row, " c\n") for row in rows] == [{}, {"exact_match": 1.0}, {}]
     with pytest.raises(ValueError, match="expected a text under prompt"):
         task.ask({"question": "?"})
-    with pytest.raises(ValueError, match=r"unknown task 'gsm9k'; there are humaneval, "):
+    with pytest.raises(ValueError, match=r"unknown task 'gsm9k'; there are self, humaneval, "):
         tasks.named("gsm9k")
     with pytest.raises(FileNotFoundError, match="no such file of prompts"):
         tasks.named(str(tmp_path / "other.jsonl"))

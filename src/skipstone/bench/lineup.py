@@ -29,8 +29,8 @@ BASELINE, THEIRS = "autoregressive", "hf-generate"
 
 @dataclass(frozen=True)
 class Entrant:
-    """One method in the table, called `label` there. candidates: its engine, or those that are to be chosen from. sampled: it takes part in rows at a
-    temperature too. lossless: its text is the model's own."""
+    """One method in the table, called `label` there. candidates: its engine, or those that are to be chosen from. sampled: it
+    takes part in rows at a temperature too. lossless: its text is the model's own."""
 
     label: str
     method: str
@@ -72,7 +72,7 @@ def _yaml(text: str) -> Any:
     try:
         return yaml.safe_load(text)
     except yaml.YAMLError as error:
-        raise ValueError(f"{text!r} is no value: {error}") from error
+        raise ValueError(f"{text!r} is no value of a setting") from error
 
 
 def label(wish: Wish) -> str:

@@ -126,8 +126,8 @@ def check_scores(plan: Plan, tasks: Sequence[Task], say: Say) -> None:
         raise ValueError("--allow-code-execution has no effect: no task of this run is scored by running code")
     if plan.allow_code_execution and not sandbox.run("pass").isolated:
         say(
-            "skipstone: warning: this system allows no namespaces, so the model's code runs under limits alone and could reach the "
-            "network and your files"
+            "skipstone: warning: this system allows no namespaces, so the model's code runs under limits alone and could reach "
+            "the network and your files"
         )
 
 
@@ -146,8 +146,8 @@ def conversations(
         raise ValueError(f"task {task.name} has {len(rows)} prompts, {question.num_prompts or 'some'} are asked for")
     if spare and not tuned:
         raise ValueError(
-            f"settings are to be chosen, but all {len(rows)} prompts of {task.name} are reported: lower num_prompts, or say which "
-            "settings to take"
+            f"settings are to be chosen, but all {len(rows)} prompts of {task.name} are reported: lower num_prompts, or say "
+            "which settings to take"
         )
     report, rest = sorted(places[:wanted]), places[wanted : wanted + tuned]
 

@@ -259,10 +259,8 @@ def sampled_prompts(model: Any, count: int, length: int, seed: int) -> list[Conv
     """`count` contexts of `length` tokens. ValueError where even sampled text loops: nothing measured on it means anything."""
     rows = contexts(model, count, length, seed).cpu()
     shares = [repeated_share(row[:START].tolist(), row[START:].tolist()) for row in rows]
-    if sum(shares) / len(shares) >= LOOPING:
-        raise ValueError(
-            f"the surrogate's sampled text loops (mean share of repeated 8-grams {sum(shares) / len(shares):.2f}); use a larger vocab"
-        )
+    if (mean := sum(shares) / len(shares)) >= LOOPING:
+        raise ValueError(f"the surrogate's sampled text loops (share of repeated 8-grams {mean:.2f}); use a larger vocab")
     return [Conversation(f"sampled at T = 1, number {index}", ids=row.clone()) for index, row in enumerate(rows)]
 
 
