@@ -143,7 +143,8 @@ def show(paths: Sequence[Path], console: Console, layout: str = "own") -> None:
     for table in map(_narrow, tables(found, layout)):
         drawn = RichTable(title=table.title, box=box.SIMPLE_HEAD, padding=(0, 1), pad_edge=False, title_justify="left")
         for index, column in enumerate(table.columns):
-            drawn.add_column(column, justify="right" if index else "left", overflow="fold", no_wrap=not index)
+            least = 11 if column.startswith("x ") else None  # an interval stays in one piece
+            drawn.add_column(column, justify="right" if index else "left", overflow="fold", no_wrap=not index, min_width=least)
         for row in table.rows:
             drawn.add_row(*row)
         console.print(drawn)

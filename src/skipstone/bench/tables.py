@@ -59,7 +59,7 @@ def interval(value: Mapping[str, float] | None, short: bool = False) -> str:
     """A ratio with its interval."""
     if value is None:
         return NONE
-    exact = value["low"] == value["high"]  # a row beside itself, or a single prompt
+    exact = value["high"] - value["low"] < 1e-9  # a row beside itself, or a single prompt
     return number(value["value"]) if short or exact else f"{value['value']:.2f} ({value['low']:.2f}-{value['high']:.2f})"
 
 
