@@ -226,6 +226,8 @@ def used_names() -> set[str]:
     names: set[str] = set()
     for node in (node for tree in trees() for node in ast.walk(tree)):
         match node:
+            case ast.Attribute(value=ast.Name(id="os"), attr="_exit"):
+                pass  # documented, for all its underscore
             case ast.Attribute(attr=name):
                 names.add(name)
             case ast.Call(func=ast.Name(id="getattr" | "hasattr" | "setattr"), args=[_, ast.Constant(value=str(name)), *_]):

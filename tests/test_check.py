@@ -75,7 +75,7 @@ FOUND_BY = {
     "eos_overrun": "texts that end inside a draft",
     "noise_coupled_between_rows": "the law of sampled texts, temperature 1",
     "processor_wrong_prefix": "greedy texts under a repetition penalty and without repeated trigrams",
-    "skipped_position": "greedy texts",
+    "skipped_position": "every step: drafts and the key/value store",
     "stale_kv": "every step: drafts and the key/value store",
     "threshold_on_the_drawn_token": "the law of sampled texts, temperature 1",
     "wrong_residual": "the law of sampled texts, temperature 0.7, top_p 0.9",
