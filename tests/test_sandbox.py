@@ -14,7 +14,7 @@ import pytest
 from skipstone.bench import sandbox
 from skipstone.bench.sandbox import Limits, run
 
-MARK = "skipstone-mark"  # a process has at most 15 letters for a name
+MARK = f"mark-{os.getpid()}"  # at most 15 letters; another one for every worker of pytest
 NAMED = f"import ctypes, os\nctypes.CDLL(None).prctl(15, b'{MARK}')\n"
 
 

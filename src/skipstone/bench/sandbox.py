@@ -11,11 +11,13 @@ import signal
 import subprocess
 import sys
 import tempfile
+import time
 from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
 INSIDE = Path(__file__).with_name("sandboxed.py")
+PATIENCE = 500  # hundredths of a second
 GRACE = 5.0  # seconds for the sandbox itself, beyond the program's
 
 
@@ -75,9 +77,13 @@ def run(program: str, limits: Limits = USUAL) -> Outcome:
 
 
 def _end(process: subprocess.Popen[bytes]) -> None:
-    """Kill the process group and collect the process."""
+    """Kill the process group, and wait until nothing of it is left."""
     with suppress(ProcessLookupError, PermissionError):
         os.killpg(process.pid, signal.SIGKILL)
+        process.wait()
+        for _ in range(PATIENCE):
+            os.killpg(process.pid, signal.SIGKILL)  # what was being forked meanwhile, and what has not died yet
+            time.sleep(0.01)
     process.wait()
     if process.stdout is not None:
         process.stdout.close()
