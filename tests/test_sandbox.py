@@ -78,7 +78,7 @@ def ended(program: str, reason: str, limits: Limits) -> None:
     outcome = run(NAMED + program, limits)
     assert not outcome.passed
     assert reason in outcome.reason, outcome
-    assert time.monotonic() - start < limits.seconds + sandbox.GRACE + 5, "a fork bomb may starve its supervisor for a while"
+    assert time.monotonic() - start < 60, "a fork bomb starves its supervisor for a while, but not for good"
     assert marked() == 0
 
 
