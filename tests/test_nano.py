@@ -79,7 +79,7 @@ def test_code_is_what_transformers_writes_and_no_mere_loop(nano: Nano) -> None:
     theirs = model.generate(ids, max_new_tokens=64, do_sample=False)
     ours = greedy(nano, prompt, tokens=64)
     assert torch.equal(ours.sequences, theirs)
-    assert statistics.repeated_share(ids[0].tolist(), ours.new_tokens[0]) < 0.5
+    assert statistics.repeated_share(ids[0].tolist(), ours.new_tokens[0]) < 0.5  # the model itself repeats: .29 here
 
 
 def test_recipe_model_and_card_agree(nano: Nano) -> None:

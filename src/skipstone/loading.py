@@ -94,7 +94,10 @@ def _located(name: str | Path) -> str:
 
 
 def usable(device: str | torch.device) -> torch.device:
-    """ValueError for a device that torch does not know or this machine does not have."""
+    """The device of that name; "auto" is CUDA where there is one, else the CPU. ValueError for one that torch does not know or
+    this machine does not have."""
+    if device == "auto":
+        device = "cuda" if torch.cuda.is_available() else "cpu"
     try:
         place = torch.device(device)
         torch.empty(1, device=place)

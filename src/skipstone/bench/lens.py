@@ -6,11 +6,11 @@ arXiv 2506.03700, Figure 3). With the measured time of each layer it follows wha
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass
 from itertools import pairwise
+from statistics import median
 from typing import Any
 
 import torch
@@ -19,7 +19,8 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from skipstone import api
-from skipstone.bench.measure import neutral_defaults, synchronise
+from skipstone.bench.machine import timings
+from skipstone.bench.measure import neutral_defaults
 from skipstone.core.kvstore import KVStore, Pass
 from skipstone.core.model import LayeredModel
 
@@ -144,26 +145,14 @@ def measure_costs(layered: LayeredModel, length: int) -> Costs:
         return lambda: layered.run(hidden, at, store, layers)
 
     state = run(1, everything)()
-    layers = [_seconds(run(1, range(layer, layer + 1)), layered.device) for layer in everything]
-    whole = _seconds(run(1, everything), layered.device)
+    layers = [median(timings(run(1, range(layer, layer + 1)), layered.device, REPEATS)) for layer in everything]
+    whole = median(timings(run(1, everything), layered.device, REPEATS))
     share = whole / sum(layers)  # one layer at a time finds its weights in the cache
     return Costs(
         [seconds * share for seconds in layers],
-        _seconds(lambda: layered.logits(state), layered.device),
-        {length: _seconds(run(length + 1, everything), layered.device) for length in LENGTHS},
+        median(timings(lambda: layered.logits(state), layered.device, REPEATS)),
+        {length: median(timings(run(length + 1, everything), layered.device, REPEATS)) for length in LENGTHS},
     )
-
-
-def _seconds(work: Callable[[], Any], device: torch.device) -> float:
-    """The median of some repeats, the first left out."""
-    times = []
-    for _ in range(REPEATS + 1):
-        synchronise(device)
-        start = time.perf_counter()
-        work()
-        synchronise(device)
-        times.append(time.perf_counter() - start)
-    return sorted(times[1:])[REPEATS // 2]
 
 
 def expectations(agreement: Sequence[float], costs: Costs) -> list[Expected]:

@@ -34,12 +34,13 @@ def bandwidth(device: torch.device, megabytes: int | None = None, repeats: int =
     source = torch.ones((max(size // 4 // width, 1), width), device=device)
     target, vector = torch.empty_like(source), torch.ones(width, device=device)
     held = source.numel() * source.element_size()
-    copy = _best(lambda: target.copy_(source), device, repeats)
-    product = _best(lambda: torch.mv(source, vector), device, repeats)
+    copy = min(timings(lambda: target.copy_(source), device, repeats))
+    product = min(timings(lambda: torch.mv(source, vector), device, repeats))
     return max(2 * held / copy, held / product)
 
 
-def _best(work: Callable[[], Any], device: torch.device, repeats: int) -> float:
+def timings(work: Callable[[], Any], device: torch.device, repeats: int) -> list[float]:
+    """Seconds of each of some runs, after one that is left out."""
     times = []
     for _ in range(repeats + 1):
         synchronise(device)
@@ -47,7 +48,7 @@ def _best(work: Callable[[], Any], device: torch.device, repeats: int) -> float:
         work()
         synchronise(device)
         times.append(time.perf_counter() - start)
-    return min(times[1:])
+    return times[1:]
 
 
 def weight_bytes(model: PreTrainedModel) -> int:

@@ -55,7 +55,7 @@ def run(plan: Plan, path: Path, argv: list[str], say: Say = print, fresh: bool =
     data = None if plan.data_dir is None else Path(plan.data_dir)
     asked = [conversations(task, question, plan, data) for task, question in questions]
     check_scores(plan, [task for task, _ in questions], say)
-    device = usable(plan.device if plan.device != "auto" else "cuda" if torch.cuda.is_available() else "cpu")
+    device = usable(plan.device)
     kept = {**plan.model_dump(mode="json"), "device": str(device), "asked": [_asked(both) for both in asked]}
     with Journal(path, kept, machine.provenance(argv, plan.seed), fresh) as journal:
         for name in plan.models or (None,):
@@ -79,7 +79,7 @@ def run_surrogate(shape: Shape, plan: Plan, path: Path, argv: list[str], say: Sa
     ((_, question),) = resolved(plan)
     assert question.num_prompts is not None
     assert question.prompt_tokens is not None
-    device = usable(("cuda" if torch.cuda.is_available() else "cpu") if plan.device == "auto" else plan.device)
+    device = usable(plan.device)
     dtype = torch.float32 if plan.dtype == "auto" else getattr(torch, plan.dtype)
     count = plan.tune_prompts + question.num_prompts
     if shape.agreement is None:

@@ -74,9 +74,8 @@ def run(options: Options, given: dict[str, str | None]) -> None:
     if len(rows) < options.num_prompts:
         raise ValueError(f"--num-prompts {options.num_prompts}: there are {len(rows)} prompts")
     wanted = flags.wish(options.method, given, options.speculative_config)
-    device = ("cuda" if torch.cuda.is_available() else "cpu") if options.device == "auto" else options.device
     dtype = options.dtype if options.dtype == "auto" else getattr(torch, options.dtype)
-    model, tokenizer = load(options.model, dtype=dtype, device=usable(device))
+    model, tokenizer = load(options.model, dtype=dtype, device=usable(options.device))
     method = resolve_for(model, wanted or None)
     reader = Reader(tokenizer, False, options.prompt_tokens)
     spread = rows[:: len(rows) // options.num_prompts][: options.num_prompts]

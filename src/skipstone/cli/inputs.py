@@ -31,7 +31,7 @@ def prepare(options: Options, given: Given) -> tuple[Job, Method]:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # it is resolved again, with the model's defaults
             resolve(wanted)
-    place = _device(options.device)
+    place = usable(options.device)
     text = _prompt(options)
     dtype = options.dtype if options.dtype == "auto" else getattr(torch, options.dtype)
     model, tokenizer = load(options.model, dtype=dtype, device=place, trust_remote_code=options.trust_remote_code)
@@ -93,12 +93,6 @@ def _utf8(data: bytes, source: str) -> str:
         return data.decode()
     except UnicodeDecodeError as error:
         raise ValueError(f"{source} is not UTF-8 (byte {error.start} is {data[error.start]:#04x})") from None
-
-
-def _device(name: str) -> torch.device:
-    if name == "auto":
-        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    return usable(name)
 
 
 def _decoding(options: Options) -> dict[str, Any]:

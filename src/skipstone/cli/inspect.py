@@ -53,9 +53,8 @@ def _run(
         raise ValueError(f"--dtype must be one of {', '.join(DTYPES)}, found {dtype!r}")
     if out is not None and not out.parent.is_dir():
         raise FileNotFoundError(2, "no such folder", str(out.parent))
-    place = ("cuda" if torch.cuda.is_available() else "cpu") if device == "auto" else device
     wanted = dtype if dtype == "auto" else getattr(torch, dtype)
-    model, tokenizer = load(name, dtype=wanted, device=usable(place))
+    model, tokenizer = load(name, dtype=wanted, device=usable(device))
     task = named("self")
     asked = texts or [task.ask(row)[0] for row in task.rows(None)[::5]]
     prompts = [torch.tensor(token_ids(text, tokenizer)) for text in asked]
