@@ -2,7 +2,7 @@
 
     python recipes/nano_results.py exits MODEL [TWIN]     # the shape of the paper's Table 1
     python recipes/nano_results.py commands MODEL         # Tables 6 and 11
-    python recipes/nano_results.py parse MODEL            # share of continuations that parse
+    python recipes/nano_results.py parse MODEL            # continuations that parse, and that loop
     python recipes/nano_results.py prompts MODEL FOLDER   # prompts for recipes/bench/nano.yaml
 
 Each prints a table in Markdown and, as its last line, one JSON document. MODEL, TWIN: folders. TWIN is the model of the same
@@ -13,15 +13,11 @@ the training, and stop where the model's own account says that these are others 
 from __future__ import annotations
 
 import argparse
-import ast
-import io
 import json
 import math
-import random
+import statistics
 import sys
-import textwrap
 import time
-import tokenize
 import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
@@ -37,11 +33,13 @@ from skipstone.train.documents import Document, collect, deduplicate, split
 from skipstone.train.evaluation import exit_quality
 from skipstone.train.recipe_file import Recipe, read
 
+sys.path.insert(0, str(Path(__file__).parent))
 sys.path.insert(0, str(Path(__file__).parent / "data"))
 import commands
+import nano_python
 
 EXITS = (3, 4, 6, 12, 18)
-PREFIX_LINES, PARSED_TOKENS, MOST_OPEN = 4, 128, 4
+PARSED_TOKENS = 128
 
 
 def held_out(recipe: Path, data_dir: Path | None) -> tuple[Recipe, dict[str, list[Document]]]:
@@ -167,93 +165,33 @@ def _continue(line: Line, network: Any, tokenizer: Any, ids: torch.Tensor, answe
 # ------------------------------------------------------------------------------------------------ parse
 
 
-def logical_lines(text: str) -> list[int]:
-    """Where complete logical lines end, as character positions. What the text is in the midst of at its end (a bracket, a
-    string, a line) counts for nothing; a mistake before that is an IndentationError or SyntaxError."""
-    starts = [0]
-    for line in io.StringIO(text):
-        starts.append(starts[-1] + len(line))
-    ends = []
-    try:
-        for token in tokenize.generate_tokens(io.StringIO(text).readline):
-            if token.type == tokenize.NEWLINE and token.string:
-                ends.append(starts[token.start[0]])
-    except tokenize.TokenError as error:
-        if not any(part in str(error) for part in ("EOF", "triple-quoted")):
-            raise SyntaxError(str(error)) from error
-    return ends
-
-
-def parses(prefix: str, continuation: str) -> bool:
-    """Whether prefix and continuation are Python up to the last full statement, of which at least one must be new.
-
-    The text ends where its tokens ran out, so up to MOST_OPEN logical lines are taken back until it parses: the line that
-    was being written, and block openers above it that have no body yet (`if x:`, `try:`, a decorator).
-    """
-    text = prefix + continuation.rpartition("\n")[0] + "\n"
-    try:
-        ends = logical_lines(text)
-    except (IndentationError, SyntaxError):
-        return False
-    for end in ends[: -MOST_OPEN - 1 : -1]:
-        if end <= len(prefix):
-            return False
-        try:
-            ast.parse(text[:end])
-        except (SyntaxError, ValueError):
-            if not _opens(text[:end]):
-                return False
-            continue
-        return True
-    return False
-
-
-def _opens(text: str) -> bool:
-    """Whether the last logical line can only be followed by more: a block opener, a decorator, a `try` without `except`."""
-    try:
-        ast.parse(text)
-    except SyntaxError as error:
-        said = str(error.msg)
-        return said.startswith(("expected an indented block", "expected 'except' or 'finally' block")) or (
-            said == "invalid syntax" and text.splitlines()[-1].lstrip().startswith("@")
-        )
-    except ValueError:
-        return False
-    return False
-
-
-def prefixes(documents: Sequence[Document], count: int, seed: int) -> list[str]:
-    """Beginnings of functions, methods and classes of held-out files, a few lines each, without their indentation."""
-    found = []
-    for document in documents:
-        lines = io.StringIO(document.text).readlines()
-        for node in ast.walk(ast.parse(document.text)):
-            kinds = (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)
-            if isinstance(node, kinds) and (node.end_lineno or 0) - node.lineno > 2 * PREFIX_LINES:
-                found.append(textwrap.dedent("".join(lines[node.lineno - 1 : node.lineno - 1 + PREFIX_LINES])))
-    found = sorted(dict.fromkeys(found))
-    random.Random(seed).shuffle(found)
-    if len(found) < count:
-        raise ValueError(f"the held-out files have {len(found)} functions and classes long enough, {count} are needed")
-    return found[:count]
-
-
-def parse(model: str, recipe: Path, data_dir: Path | None, count: int) -> dict[str, Any]:
-    """The share of continuations at T = .2 that parse, and the median share of repeated 8-grams."""
+def parse(model: str, recipe: Path, data_dir: Path | None, count: int, temperatures: Sequence[float]) -> dict[str, Any]:
+    """The share of continuations that parse and the median share of repeated 8-grams: of the files' own next tokens, and of
+    the model's at every temperature."""
     _, documents = held_out(recipe, data_dir)
     check_unseen(Path(model), documents)
     network, tokenizer = skipstone.load(model, dtype=torch.float32)
-    good, shares = 0, []
-    for number, prefix in enumerate(prefixes(documents["code"], count, 0)):
-        ids = torch.tensor([tokenizer.encode(prefix)])
-        options = {"max_new_tokens": PARSED_TOKENS, "do_sample": True, "temperature": 0.2, "top_k": 0, "seed": number}
-        out = skipstone.generate(network, ids, None, **options)
-        assert out.new_tokens is not None
-        good += parses(prefix, tokenizer.decode(out.new_tokens[0], skip_special_tokens=True))
-        shares.append(repeated_share(ids[0].tolist(), out.new_tokens[0]))
-    shares.sort()
-    print(f"{good} of {count} continuations parse; median share of repeated 8-grams {shares[len(shares) // 2]:.2f}")
-    return {"count": count, "parse": good, "median_repeated_8_grams": shares[len(shares) // 2]}
+    beginnings = nano_python.beginnings(documents["code"], count, 0)
+    rows: dict[str, dict[str, float]] = {}
+    for temperature in (None, *temperatures):
+        good, shares = 0, []
+        for number, (prefix, rest) in enumerate(beginnings):
+            ids = tokenizer.encode(prefix)
+            if temperature is None:
+                tokens = tokenizer.encode(rest, add_special_tokens=False)[:PARSED_TOKENS]
+            else:
+                options = {"do_sample": True, "temperature": temperature, "top_k": 0, "seed": number}
+                out = skipstone.generate(network, torch.tensor([ids]), None, max_new_tokens=PARSED_TOKENS, **options)
+                assert out.new_tokens is not None
+                tokens = out.new_tokens[0]
+            good += nano_python.parses(prefix, tokenizer.decode(tokens, skip_special_tokens=True))
+            shares.append(repeated_share(ids, tokens))
+        name = "the files themselves" if temperature is None else f"T = {temperature:g}"
+        rows[name] = {"parse": good, "median_repeated_8_grams": statistics.median(shares)}
+    print(f"| {count} continuations | parse | median share of repeated 8-grams |\n| --- | --- | --- |")
+    for name, row in rows.items():
+        print(f"| {name} | {row['parse']} | {row['median_repeated_8_grams']:.2f} |")
+    return {"count": count, "rows": rows}
 
 
 # ---------------------------------------------------------------------------------------------- prompts
@@ -268,7 +206,7 @@ def prompts(model: str, folder: Path, recipe: Path, data_dir: Path | None, count
     examples = commands.examples("test", count, 1)
     sets: dict[str, list[dict[str, str]]] = {
         "commands": [{"prompt": example.prompt, "reference": example.answer} for example in examples],
-        "code": [{"prompt": prefix} for prefix in prefixes(documents["code"], count, 1)],
+        "code": [{"prompt": prefix} for prefix, _ in nano_python.beginnings(documents["code"], count, 1)],
     }
     for name, records in sets.items():
         (folder / f"{name}.jsonl").write_text("".join(json.dumps(record) + "\n" for record in records))
@@ -299,6 +237,7 @@ def main() -> None:
     three.add_argument("model")
     about_data(three)
     three.add_argument("--count", type=int, default=100)
+    three.add_argument("--temperatures", default="0.2,0.8,1")
     four = verb("prompts")
     four.add_argument("model")
     four.add_argument("folder", type=Path)
@@ -311,7 +250,8 @@ def main() -> None:
         layers = [int(layer) for layer in given.exit_layers.split(",")]
         document = requests(given.model, given.count, layers, given.num_speculative_tokens)
     elif given.verb == "parse":
-        document = parse(given.model, given.recipe, given.data_dir, given.count)
+        temperatures = [float(temperature) for temperature in given.temperatures.split(",")]
+        document = parse(given.model, given.recipe, given.data_dir, given.count, temperatures)
     else:
         document = prompts(given.model, given.folder, given.recipe, given.data_dir, given.count)
     print(json.dumps({"kind": f"nano-{given.verb}", **document}))

@@ -6,7 +6,7 @@ import importlib.util
 import json
 import math
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -61,24 +61,29 @@ BAD = {
 
 @pytest.mark.parametrize("name", GOOD)
 def test_python_up_to_the_last_full_statement(results: Any, name: str) -> None:
-    assert results.parses("def f(x):\n", GOOD[name])
+    assert results.nano_python.parses("def f(x):", "\n" + GOOD[name])
 
 
 @pytest.mark.parametrize("name", BAD)
 def test_what_is_no_python_or_says_nothing(results: Any, name: str) -> None:
-    assert not results.parses("def f(x):\n", BAD[name])
+    assert not results.nano_python.parses("def f(x):", "\n" + BAD[name])
 
 
-def test_prefixes_are_beginnings_of_definitions_without_indentation(results: Any) -> None:
+def test_beginnings_of_definitions_end_before_their_line_break(results: Any) -> None:
+    """...which the rest begins with; neither is indented, and the two are the definition."""
     body = "".join(f"        y{n} = {n}\n" for n in range(9))
     text = "import os\n\x0c\nclass A:\n    def f(self):\n" + body + "\n    def short(self):\n        pass\n"
-    found = results.prefixes([Document(text, "code", "a.py")], 2, seed=0)
-    assert sorted(found) == [
-        "class A:\n    def f(self):\n        y0 = 0\n        y1 = 1\n",
-        "def f(self):\n    y0 = 0\n    y1 = 1\n    y2 = 2\n",
-    ]
+    found = dict(results.nano_python.beginnings([Document(text, "code", "a.py")], 2, seed=0))
+    outer, inner = (
+        "class A:\n    def f(self):\n        y0 = 0\n        y1 = 1",
+        "def f(self):\n    y0 = 0\n    y1 = 1\n    y2 = 2",
+    )
+    assert found.keys() == {outer, inner}
+    assert outer + found[outer] == text[text.index("class A") :]
+    assert found[inner] == "".join(f"\n    y{n} = {n}" for n in range(3, 9)) + "\n"
+    assert all(results.nano_python.parses(*both) for both in found.items())
     with pytest.raises(ValueError, match="2 functions and classes long enough, 3 are needed"):
-        results.prefixes([Document(text, "code", "a.py")], 3, seed=0)
+        results.nano_python.beginnings([Document(text, "code", "a.py")], 3, seed=0)
 
 
 @pytest.fixture(scope="module")
@@ -138,7 +143,7 @@ def test_other_documents_than_those_of_the_training_are_refused(
     (tmp_path / "data.json").write_text(json.dumps(account))
     calls: dict[str, Callable[[], Any]] = {
         "exits": lambda: results.exits(str(tmp_path), None, trained, trained.parent, 2),
-        "parse": lambda: results.parse(str(tmp_path), trained, trained.parent, 2),
+        "parse": lambda: results.parse(str(tmp_path), trained, trained.parent, 2, [0.2]),
         "prompts": lambda: results.prompts(str(tmp_path), tmp_path / "to", trained, trained.parent, 2),
     }
     with pytest.raises(ValueError, match=r"the held-out part of 'code' is .* here and was .* in training"):
@@ -196,16 +201,18 @@ def test_continuations_that_parse_are_counted(
     results: Any, trained: Path, model: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     _, tokenizer = skipstone.load(model)
-    wanted: Sequence[str] = results.prefixes(documents(trained)["code"], 3, 0)
-    texts = dict(zip(wanted, ["    return x\n", "    x y z\n    return x\n", "    x += 1\n" * 20], strict=True))
+    wanted: list[str] = [prefix for prefix, _ in results.nano_python.beginnings(documents(trained)["code"], 3, 0)]
+    given = ["\n    return x\n", "\n    x y z\n    return x\n", "\n" + "    x += 1\n" * 20]
+    texts = dict(zip(wanted, given, strict=True))
     asked: list[Any] = []
     monkeypatch.setattr(skipstone, "generate", answering(tokenizer, lambda prompt, _: texts[prompt], asked))
-    found = results.parse(model, trained, trained.parent, 3)
-    assert (found["count"], found["parse"]) == (3, 2)
-    assert found["median_repeated_8_grams"] < 0.5
-    assert [one["seed"] for one in asked] == [0, 1, 2]
-    assert all((one["temperature"], one["max_new_tokens"]) == (0.2, 128) for one in asked)
-    assert capsys.readouterr().out.startswith("2 of 3 continuations parse;")
+    found = results.parse(model, trained, trained.parent, 3, [0.2, 1.0])
+    assert {name: row["parse"] for name, row in found["rows"].items()} == {"the files themselves": 3, "T = 0.2": 2, "T = 1": 2}
+    looping = results.repeated_share([], tokenizer.encode(given[2], add_special_tokens=False))
+    assert found["rows"]["T = 1"]["median_repeated_8_grams"] < 0.5 < looping
+    assert [(one["seed"], one["temperature"]) for one in asked] == [(seed, t) for t in (0.2, 1.0) for seed in range(3)]
+    assert all(one["max_new_tokens"] == 128 for one in asked)
+    assert "| T = 0.2 | 2 | " in capsys.readouterr().out
 
 
 def test_prompts_come_from_what_training_never_saw(results: Any, trained: Path, model: str, tmp_path: Path) -> None:
