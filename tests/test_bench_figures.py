@@ -144,6 +144,7 @@ def test_several_samples_are_pass_at_k() -> None:
 def test_own_costs_predict_with_the_prefill_apart() -> None:
     total = {**stats(101, 40, 60, 80, prefill=0.2, draft=0.2, score=0.3, other=0.1)}
     own = own_figures(total, 0.85)
+    assert own_figures(total, 0.85, setup=0.04)["untimed_share"] == pytest.approx((0.85 - 0.84) / 0.85)
     assert own["draft_ms_per_step"] == pytest.approx(5.0)
     assert own["score_ms_per_step"] == pytest.approx(7.5)
     assert own["other_ms_per_step"] == pytest.approx(2.5)
@@ -217,6 +218,37 @@ def test_every_layout_has_a_row_a_method(results: Path, layout: str) -> None:
         own = dict(zip(table.columns, table.rows[2], strict=True))
         assert any(value.startswith("2.00") for value in own.values()), own
         assert "183.6" in " ".join(own.values()), "tokens a second"
+
+
+def test_categories_have_rows_of_their_own(tmp_path: Path) -> None:
+    """The looping prompt is the only one of its category: no headline there, all prompts beside it."""
+    found = lines()
+    for line, name in zip(found[2:], ["writing", "maths", "qa"], strict=True):
+        line["category"] = name
+    found[3]["rows"]["layerskip"]["seconds"] = 1.1
+    out = written(tmp_path / "a.jsonl", found)
+    _, table = tables.tables(report.load([out])[1])
+    assert table.columns[:4] == ["category", "n", "hf-generate", "layerskip"]
+    assert [[one[0], one[1], one[3], one[4], one[6]] for one in table.rows] == [
+        ["maths", "1", "1.00", "1", "1.00"],
+        ["qa", "0", "-", "1", "2.00"],
+        ["writing", "1", "2.00", "1", "2.00"],
+    ]
+    document = json.loads(report.report([out], "json"))["groups"][0]["categories"]
+    assert document["maths"]["layerskip"]["headline"]["speedups"]["autoregressive"]["value"] == pytest.approx(1)
+
+
+def test_what_a_paper_leaves_open_is_said(tmp_path: Path) -> None:
+    provenance = {"argv": ["x"], "packages": {}, "cpu": "c", "threads": 2, "git": None}
+    tasks = [{"task": "gsm8k", "protocol": "swift"}, {"task": "humaneval", "protocol": None}]
+    for protocol, wanted in ((None, 1), ("adasd", 2)):
+        path = tmp_path / f"{protocol}.jsonl"
+        with Journal(path, {"seed": 0, "tasks": tasks, "protocol": protocol}, provenance) as file:
+            for line in lines():
+                file.add(line)
+        text = report.report([path], "md")
+        assert "gsm8k as swift asks it; not stated there and ours: the wording of the prompt." in text
+        assert text.count("not stated there") == wanted
 
 
 def test_layouts_are_those_of_the_papers(results: Path) -> None:

@@ -9,9 +9,10 @@ import pytest
 
 from skipstone.bench import lineup, plan
 from skipstone.bench.dialogue import VICUNA, Conversation, Reader
+from skipstone.bench.draw import conversations, drawn
 from skipstone.bench.measure import Skipstone
 from skipstone.bench.peers import HFEarlyExit
-from skipstone.bench.run import conversations
+from skipstone.bench.task import untabbed
 from skipstone.bench.tasks import TASKS
 from tests import families
 
@@ -146,6 +147,30 @@ def test_prompts_to_tune_and_to_report_are_drawn_by_the_seed_and_share_none() ->
         drawn(num_prompts=40, tune=True)
     with pytest.raises(ValueError, match="task self has 40 prompts, 41 are asked for"):
         drawn(num_prompts=41)
+
+
+def test_categories_take_turns() -> None:
+    """As many of each as possible: two of every one in six, of which the rare one has only one."""
+    names = ["a"] * 40 + ["b"] * 2 + ["c"] * 9 + [None]
+    for seed in range(5):
+        places = drawn(names, seed)
+        assert sorted(places) == list(range(52))
+        assert sorted(str(names[place]) for place in places[:7]) == ["None", "a", "a", "b", "b", "c", "c"]
+    assert drawn(names, 1) != drawn(names, 2)
+    made = plan.read(None, {"tasks": ["spec-bench"], "num_prompts": 3, "data_dir": str(TASKS_HERE)})
+    ((task, question),) = plan.resolved(made)
+    assert len({one.row["category"] for one in conversations(task, question, made, TASKS_HERE)[1]}) == 3
+
+
+def test_swift_gives_programs_with_tabs() -> None:
+    """...and as often as the paper samples them."""
+    for protocol, samples in (("swift", 1), ("swift-pass10", 10)):
+        made = plan.read(None, {"tasks": ["humaneval"], "num_prompts": 1, "protocol": protocol, "data_dir": str(TASKS_HERE)})
+        ((task, question),) = plan.resolved(made)
+        assert (question.samples, question.temperature, question.top_p) == ((10, 0.6, 0.95) if samples > 1 else (1, 0, 1))
+        (one,) = conversations(task, question, made, TASKS_HERE)[1]
+        assert '\n\t"""' in one.turns[0]
+        assert untabbed(one.turns[0]) == one.row["prompt"]
 
 
 def test_shots_stand_before_every_question() -> None:

@@ -12,10 +12,13 @@ from typing import Any
 import pytest
 
 from skipstone.bench import journal, tuning
+from skipstone.bench.asking import Answers, Cell, _score
+from skipstone.bench.dialogue import Conversation, Reader
 from skipstone.bench.figures import groups
 from skipstone.bench.journal import Journal
-from skipstone.bench.plan import Plan, read
+from skipstone.bench.plan import Plan, Question, read
 from skipstone.bench.run import run
+from skipstone.bench.task import Score, Task
 from tests import families, support
 from tests.training import in_processes
 
@@ -81,7 +84,7 @@ def test_every_prompt_has_a_line_with_all_methods(results: Path) -> None:
             assert row["tokens"] == 20 * calls, "EOS is ignored, every row emits the same number of tokens"
             assert row["calls"] == calls
             assert 0 < row["first_seconds"] < row["seconds"]
-            assert (row["stats"] is None) == name.startswith("hf-")
+            assert (row["stats"] is None) == name.startswith("hf-") == (row["setup_seconds"] == 0)
             assert row["memory"] is None or row["memory"] > 10_000_000
     lossless = [name for name in labels if name != "early_exit"]
     same = [len({json.dumps(line["rows"][name]["digests"]) for name in lossless}) for line in prompts]
@@ -113,6 +116,28 @@ def test_figures_follow_from_the_lines(results: Path) -> None:
         1 + sum(s["accepted"] for s in stats) / sum(s["steps"] for s in stats)
     )
     assert own["measured_over_predicted"] == pytest.approx(own["decode_speedup"] / own["predicted_speedup"])
+
+
+def test_a_model_that_is_not_there_stops_the_run_before_anything_is_written(folder: Path, tmp_path: Path) -> None:
+    out, missing = tmp_path / "results.jsonl", str(tmp_path / "nothing")
+    with pytest.raises(FileNotFoundError, match="nothing"):
+        run(plan(folder, models=[str(folder / "model"), missing]), out, [], quiet)
+    assert not out.exists()
+
+
+def test_programs_that_were_asked_for_with_tabs_are_scored_with_spaces(folder: Path) -> None:
+    seen = []
+
+    def score(row: Any, text: str) -> dict[str, float]:
+        seen.append(text)
+        return {"good": 1.0}
+
+    task = Task("t", None, "", (), "", lambda row: [row["prompt"]], Score(("good",), score))
+    one = Conversation("t 0", ("ab",), row={"prompt": "ab"})
+    for tabs in (False, True):
+        cell = Cell("m", 0, task, Question(tabs=tabs), Reader(None, False, 9), plan(folder))
+        _score({"plain": Answers(texts=["\treturn 1"])}, one, cell)
+    assert seen == ["\treturn 1", "    return 1"]
 
 
 KILLS = (1, 4, 5, 5, 5, 4, 3, 3, 4, 3)

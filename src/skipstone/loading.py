@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 from safetensors import SafetensorError
-from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 
 NANO = Path(__file__).parent / "assets" / "nano"
 """The bundled model, skipstone-nano: recipes/nano.yaml makes it."""
@@ -81,6 +81,11 @@ def load_model(
 def load_tokenizer(name: str | Path, trust_remote_code: bool = False) -> PreTrainedTokenizerBase:
     """The tokenizer alone, as `load` loads it."""
     return AutoTokenizer.from_pretrained(_located(name), trust_remote_code=trust_remote_code)
+
+
+def look_up(name: str | Path) -> None:
+    """OSError or ValueError where no model's config lies under a name; nothing of the model is loaded."""
+    AutoConfig.from_pretrained(_located(name))
 
 
 def _located(name: str | Path) -> str:

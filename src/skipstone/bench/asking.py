@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from torch import Tensor
 from transformers import PreTrainedModel
 
 from skipstone.bench.dialogue import Conversation, Reader, Said, digest
@@ -15,7 +16,7 @@ from skipstone.bench.journal import Line
 from skipstone.bench.measure import Measurement, Row, measure, rotated
 from skipstone.bench.plan import Plan, Question
 from skipstone.bench.statistics import repeated_share
-from skipstone.bench.task import Task
+from skipstone.bench.task import Task, tabbed, untabbed
 
 
 @dataclass(frozen=True)
@@ -40,6 +41,18 @@ class Cell:
             "question": digest(list(json.dumps(asked, sort_keys=True).encode())),
         }
 
+    def answers(self, asked: Sequence[Conversation], most: int) -> list[tuple[Tensor, Tensor]]:
+        """(prompt [T], answer [A]) int64 of conversations of one turn whose record holds an answer, at most `most` positions
+        together."""
+        found = []
+        for one in asked:
+            text = self.task.answer(one.row) if self.task.answer is not None and len(one) == 1 else None
+            if text:
+                prompt = self.reader.ids(one)
+                answer = self.reader.continuation(tabbed(text) if self.question.tabs else text)[: most - len(prompt)]
+                found.append((prompt, answer))
+        return [(prompt, answer) for prompt, answer in found if len(answer)]
+
     def owns(self, line: Line) -> bool:
         """Whether a line belongs to it."""
         return all(line[name] == value for name, value in self.key().items())
@@ -55,7 +68,7 @@ class Answers:
     scores: list[dict[str, float]] = field(default_factory=list)
 
     def report(self) -> dict[str, Any]:
-        """Plain JSON values. seconds, first_seconds: summed over calls; repeated_share: weighed by tokens."""
+        """Plain JSON values. seconds, first_seconds, setup_seconds: summed over calls; repeated_share: weighed by tokens."""
         tokens = [token for m in self.measurements for token in m.tokens]
         looped = sum(
             repeated_share(prompt, m.tokens) * len(m.tokens) for prompt, m in zip(self.prompts, self.measurements, strict=True)
@@ -67,6 +80,7 @@ class Answers:
             "tokens": len(tokens),
             "seconds": sum(m.seconds for m in self.measurements),
             "first_seconds": sum(firsts) if len(firsts) == len(self.measurements) else None,
+            "setup_seconds": sum(m.setup for m in self.measurements),
             "calls": len(self.measurements),
             "digests": [digest(m.tokens) for m in self.measurements],
             "repeated_share": looped / len(tokens) if tokens else 0.0,
@@ -100,6 +114,7 @@ def ask(model: PreTrainedModel, rows: Sequence[Row], one: Conversation, index: i
         **cell.key(),
         "index": index,
         "source": one.source,
+        "category": cell.task.category(one.row),
         "digest": one.digest,
         "prompt_tokens": lengths,
         "rows": {name: found.report() for name, found in answers.items()},
@@ -115,5 +130,5 @@ def _score(answers: dict[str, Answers], one: Conversation, cell: Cell) -> None:
     for found in answers.values():
         for text in found.texts[len(one) - 1 :: len(one)]:
             if text not in known:
-                known[text] = score.of(one.row, text)
+                known[text] = score.of(one.row, untabbed(text) if cell.question.tabs else text)
             found.scores.append(known[text])

@@ -22,6 +22,7 @@ def charts(group: Group) -> dict[str, str]:
         "Where a step's time goes": _breakdown(figures),
         "Speed against settings": _settings(group),
         "Speed and score": _pareto(figures),
+        "What every exit knows": _exits(group),
     }
     return {title: svg for title, svg in drawn.items() if svg is not None}
 
@@ -39,7 +40,7 @@ def _svg(figure: Any) -> str:
     """Without the XML declaration, and without a date."""
     text = io.StringIO()
     figure.savefig(text, format="svg", metadata={"Date": None})
-    return text.getvalue().partition("<svg")[1] + text.getvalue().partition("<svg")[2]
+    return "".join(text.getvalue().partition("<svg")[1:])
 
 
 def _speedups(figures: dict[str, Any]) -> str | None:
@@ -125,6 +126,22 @@ def _pareto(figures: dict[str, Any]) -> str | None:
         axes.annotate(label, (speed, score), textcoords="offset points", xytext=(5, 5))
     axes.set_xlabel("tokens/s")
     axes.set_ylabel(next(name for one in figures.values() for name in one["scores"]))
+    return _svg(figure)
+
+
+def _exits(group: Group) -> str | None:
+    """Perplexity of the task's answers at every exit, and how often an exit agrees with the last."""
+    if group.exits is None:
+        return None
+    figure, axes = _axes()
+    layers = range(1, len(group.exits["perplexity"]) + 1)
+    axes.plot(layers, group.exits["perplexity"], "o-", color="#4878a8")
+    axes.set_yscale("log")
+    axes.set_xlabel("exit layer")
+    axes.set_ylabel("perplexity", color="#4878a8")
+    other = axes.twinx()
+    other.plot(layers, group.exits["agreement"], "s--", color="#a85448")
+    other.set_ylabel("agreement with the last layer", color="#a85448")
     return _svg(figure)
 
 

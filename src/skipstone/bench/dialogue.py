@@ -75,6 +75,11 @@ class Reader:
         told = "".join(f" USER: {turn} ASSISTANT: {answer}" for turn, answer in pairs)
         return f"{VICUNA}{told} USER: {turns[-1]} ASSISTANT:"
 
+    def continuation(self, text: str) -> Tensor:
+        """[A] int64: a text that goes on after a prompt, tokenised by itself."""
+        assert self.tokenizer is not None
+        return torch.tensor(self.tokenizer(text, add_special_tokens=False)["input_ids"], dtype=torch.int64)
+
     def text(self, tokens: Sequence[int]) -> str:
         """What new tokens say, up to an end; nothing for models without words."""
         if self.tokenizer is None:

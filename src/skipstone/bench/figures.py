@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from skipstone.bench.journal import Line
@@ -36,7 +36,7 @@ def merged(stats: Sequence[Stats]) -> Stats:
 @dataclass
 class Group:
     """The lines of one task at one temperature on one model. question: a hash of how it was asked. about: the model's line.
-    tuned: label -> what was chosen."""
+    tuned: label -> what was chosen. exits: how well every exit predicts the task's answers, where that was asked for."""
 
     model: str
     task: str
@@ -47,6 +47,7 @@ class Group:
     lines: list[Line]
     tuned: dict[str, Line]
     seed: int
+    exits: Line | None = None
 
     @property
     def title(self) -> str:
@@ -71,6 +72,13 @@ class Group:
     def shown(self) -> list[Line]:
         """The headline's lines; all, where none is left."""
         return self.headline() or self.lines
+
+    def by_category(self) -> list[Group]:
+        """A group for every category of its prompts, in the order of their names; none where there is at most one."""
+        names = sorted({line.get("category") or "" for line in self.lines})
+        if len(names) < 2:
+            return []
+        return [replace(self, task=name, lines=[x for x in self.lines if (x.get("category") or "") == name]) for name in names]
 
     def headline(self) -> list[Line]:
         """Lines on which no method repeats itself."""
@@ -109,7 +117,7 @@ class Group:
                 found["equal"][reference] = sum(a["digests"] == b["digests"] for a, b in zip(rows, base, strict=True))
         if all(row["stats"] for row in rows):
             total = _summed(row["stats"] for row in rows)
-            found |= own_figures(total, sum(seconds))
+            found |= own_figures(total, sum(seconds), sum(row.get("setup_seconds", 0.0) for row in rows))
             plain = [line["rows"].get(self.called(BASELINE)) for line in lines]
             if total["draft_steps"] and all(row and row["stats"] for row in plain):
                 found |= expectation(total, rows, [row for row in plain if row])
@@ -121,13 +129,15 @@ def groups(lines: Sequence[Line]) -> list[Group]:
     about = {line["model"]: line for line in lines if line["kind"] == "model"}
     seed = lines[0]["plan"]["seed"] if lines else 0
     found: dict[tuple[Any, ...], Group] = {}
-    for line in (line for line in lines if line["kind"] in ("tuned", "prompt")):
+    for line in (line for line in lines if line["kind"] in ("tuned", "exits", "prompt")):
         key = (line["model"], line["number"], line["task"], line["temperature"], line["question"])
         if key not in found:
             model, number, task, temperature, question = key
             found[key] = Group(model, task, number, temperature, question, about[model], [], {}, seed)
         if line["kind"] == "prompt":
             found[key].lines.append(line)
+        elif line["kind"] == "exits":
+            found[key].exits = line
         else:
             found[key].tuned[line["method"]] = line
     return [group for group in found.values() if group.lines]
@@ -169,10 +179,11 @@ def _summed(stats: Iterable[Mapping[str, Any]]) -> dict[str, Any]:
     return {**total, "acceptance_histogram": {key: histogram[key] for key in sorted(histogram, key=int)}}
 
 
-def own_figures(total: Mapping[str, Any], seconds: float) -> dict[str, Any]:
-    """M, alpha and where the time of a step went. seconds: wall-clock of the calls; what no span covers is overhead."""
+def own_figures(total: Mapping[str, Any], seconds: float, setup: float = 0.0) -> dict[str, Any]:
+    """M, alpha and where the time of a step went. seconds: wall-clock of the calls; setup: the part of it before first passes;
+    untimed_share: of what no span covers."""
     turns = max(total["turns"], 1)
-    spans = sum(total[f"seconds_{part}"] for part in ("prefill", "draft", "score", "other", "probe"))
+    spans = setup + sum(total[f"seconds_{part}"] for part in ("prefill", "draft", "score", "other", "probe"))
     return {
         "mean_acceptance_length": 1 + total["accepted"] / total["steps"] if total["steps"] else 1.0,
         "acceptance_rate": total["accepted"] / total["draft_steps"] if total["draft_steps"] else None,
@@ -184,6 +195,7 @@ def own_figures(total: Mapping[str, Any], seconds: float) -> dict[str, Any]:
         "draft_ms_per_step": 1000 * total["seconds_draft"] / turns,
         "score_ms_per_step": 1000 * total["seconds_score"] / turns,
         "other_ms_per_step": 1000 * total["seconds_other"] / turns,
+        "setup_seconds": setup,
         "prefill_seconds": total["seconds_prefill"],
         "untimed_share": max(0.0, 1 - spans / seconds),
         "acceptance_histogram": total["acceptance_histogram"],

@@ -7,7 +7,6 @@ arXiv 2506.03700, Figure 3). With the measured time of each layer it follows wha
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from contextlib import ExitStack
 from dataclasses import asdict, dataclass
 from itertools import pairwise
 from statistics import median
@@ -19,6 +18,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from skipstone import api
+from skipstone.bench.exits import states
 from skipstone.bench.machine import timings
 from skipstone.bench.measure import neutral_defaults
 from skipstone.core.kvstore import KVStore, Pass
@@ -112,20 +112,10 @@ def look(model: PreTrainedModel, prompts: Sequence[Tensor], max_new_tokens: int)
 @torch.inference_mode()
 def _seen(model: PreTrainedModel, layered: LayeredModel, prompt: Tensor, new: list[int]) -> tuple[Tensor, Tensor, Tensor]:
     """(best tokens, their probabilities, cosines), each [L, n] on the CPU, by a forward over the whole text."""
-    states: list[Tensor] = []
-
-    def note(_: Any, given: tuple[Any, ...], output: Any) -> None:
-        if not states:
-            states.append(given[0])
-        states.append(output[0] if isinstance(output, tuple) else output)
-
-    with ExitStack() as stack:
-        for layer in layered.layers:
-            stack.callback(layer.register_forward_hook(note).remove)
-        model(torch.cat([prompt, torch.tensor(new)])[None].to(model.device), use_cache=False)
+    seen = states(model, layered, torch.cat([prompt, torch.tensor(new)]))
     span = slice(len(prompt) - 1, len(prompt) + len(new) - 1)
-    best = [layered.logits(state[:, span])[0].softmax(-1).max(-1) for state in states[1:]]
-    pairs = pairwise(state[0, span].float() for state in states)
+    best = [layered.logits(state[:, span])[0].softmax(-1).max(-1) for state in seen[1:]]
+    pairs = pairwise(state[0, span].float() for state in seen)
     cosines = torch.stack([F.cosine_similarity(before, after, -1) for before, after in pairs])
     return torch.stack([one.indices for one in best]).cpu(), torch.stack([one.values for one in best]).cpu(), cosines.cpu()
 

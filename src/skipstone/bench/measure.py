@@ -27,11 +27,12 @@ from skipstone.core.types import Stats
 @dataclass(frozen=True)
 class Emitted:
     """What one call gave: the new ids, without the prompt, and our own figures where the engine is ours. first: when the first
-    new token was there, by `time.perf_counter`; None where nobody looked."""
+    new token was there, by `time.perf_counter`; None where nobody looked. setup: seconds before the first pass."""
 
     tokens: list[int]
     stats: Stats | None = None
     first: float | None = None
+    setup: float = 0.0
 
 
 class Engine(Protocol):
@@ -58,12 +59,15 @@ class Skipstone:
 
     def generate(self, model: PreTrainedModel, prompt: Tensor, options: dict[str, Any], seed: int) -> Emitted:
         stats, tokens, first = Stats(), [], None
-        for step in api.stream(model, prompt, self.method, seed=seed, **options):
+        started = time.perf_counter()
+        steps = api.stream(model, prompt, self.method, seed=seed, **options)
+        setup = time.perf_counter() - started
+        for step in steps:
             stats.add(step)
             tokens += step.tokens[0]
             if first is None and tokens:
                 first = time.perf_counter()
-        return Emitted(tokens, stats, first)
+        return Emitted(tokens, stats, first, setup)
 
 
 @dataclass(frozen=True)
@@ -78,7 +82,8 @@ class Row:
 @dataclass(frozen=True)
 class Measurement:
     """One prompt continued by one row. seconds: wall-clock of the whole call, prefill included, device synchronised. first:
-    seconds to the first token. memory: most bytes that the process (on a GPU: the device) held during the call."""
+    seconds to the first token. memory: most bytes that the process (on a GPU: the device) held during the call. setup: seconds
+    that the call was checked and prepared for."""
 
     row: str
     prompt: int
@@ -87,6 +92,7 @@ class Measurement:
     stats: Stats | None = None
     first: float | None = None
     memory: int | None = None
+    setup: float = 0.0
 
 
 @contextmanager
@@ -131,9 +137,8 @@ def measure(
         synchronise(model.device)
         seconds = time.perf_counter() - start
     first = None if emitted.first is None else emitted.first - start
-    return Measurement(
-        row.name, index, emitted.tokens, seconds, emitted.stats, first, memory.peak(model.device) if counted else None
-    )
+    most = memory.peak(model.device) if counted else None
+    return Measurement(row.name, index, emitted.tokens, seconds, emitted.stats, first, most, emitted.setup)
 
 
 def warm_up(model: PreTrainedModel, rows: Sequence[Row], prompt: Tensor, max_new_tokens: int) -> None:

@@ -45,7 +45,8 @@ class Plan(Asking):
 
     models: folders or hub ids, none for the bundled model. methods: names, `name key=value,value` or mappings; several values
     of a setting are a choice. tune: choose what is left open, too. tune_prompts, tune_tokens: what choices are made on, never
-    reported. ignore_eos: all texts have max_new_tokens tokens.
+    reported. ignore_eos: all texts have max_new_tokens tokens. perplexity: how well every exit predicts
+    the tasks' answers, too.
     """
 
     models: tuple[str, ...] = ()
@@ -55,6 +56,7 @@ class Plan(Asking):
     tune_prompts: int = Field(default=6, ge=1)
     tune_tokens: int = Field(default=48, ge=1)
     ignore_eos: bool = False
+    perplexity: bool = False
     allow_code_execution: bool = False
     data_dir: str | None = None
     dtype: str = "auto"
@@ -101,6 +103,7 @@ class Question(Part):
     top_p: float = 1.0
     samples: int = 1
     chat: bool = False
+    tabs: bool = False
     protocol: str | None = None
 
 
@@ -125,7 +128,7 @@ def question(plan: Plan, asked: Asked) -> Question:
     below: dict[str, Any] = {}
     if protocol is not None:
         preset = protocols.preset(protocol, asked.task)
-        names = ("shots", "num_prompts", "max_new_tokens", "temperature", "top_p", "samples", "chat")
+        names = ("shots", "num_prompts", "max_new_tokens", "temperature", "top_p", "samples", "chat", "tabs")
         below = {name: getattr(preset, name) for name in names}
     merged = {**below, **shared, **own}
     if merged.get("temperature", 0.0) == 0 and merged.get("samples", 1) > 1:

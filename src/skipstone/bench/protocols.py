@@ -13,7 +13,8 @@ class Preset:
     """One task under one paper's protocol.
 
     shots: solved examples before the question. num_prompts: None takes all. temperature 0 is greedy. samples: outputs a prompt.
-    chat: prompts are turns of a chat, in the model's template. ours: what the paper does not state.
+    chat: prompts are turns of a chat, in the model's template. tabs: code is indented by tabs. ours: what the paper does not
+    state.
     """
 
     shots: int = 0
@@ -23,6 +24,7 @@ class Preset:
     top_p: float = 1.0
     samples: int = 1
     chat: bool = False
+    tabs: bool = False
     ours: str = ""
 
 
@@ -39,9 +41,11 @@ PROTOCOLS: dict[str, dict[str, Preset]] = {
         "cnn_dm": Preset(shots=1, max_new_tokens=64, num_prompts=1000),
         "gsm8k": Preset(shots=5, max_new_tokens=64, num_prompts=1000, ours="the wording of the prompt"),
         "tinystories": Preset(shots=1, max_new_tokens=128, num_prompts=1000, ours="where a story is cut: after 32 words"),
-        "humaneval": Preset(),
+        "humaneval": Preset(tabs=True),
         "alpaca": Preset(num_prompts=1000, chat=True, ours="the prompt is the instruction as it is"),
     },
+    # SWIFT, table 3: the sampled half
+    "swift-pass10": {"humaneval": Preset(temperature=0.6, top_p=0.95, samples=10, tabs=True)},
     # AdaDecode (arXiv 2506.03700), appendix D: zero-shot, chat templates
     "adadecode": {
         "xsum": Preset(num_prompts=1000, chat=True),

@@ -16,6 +16,7 @@ from skipstone.bench import journal
 from skipstone.bench.charts import charts
 from skipstone.bench.figures import Group, groups
 from skipstone.bench.journal import Line, plain
+from skipstone.bench.protocols import preset
 from skipstone.bench.tables import LEGEND, NONE, Table, tables
 
 WIDTH = 150
@@ -66,16 +67,22 @@ def _runs(lines: Sequence[Line]) -> list[Line]:
 
 
 def _figures(group: Group) -> dict[str, Any]:
-    headline = group.headline()
     return {
         "title": group.title,
         "model": group.model,
         "task": group.task,
         "temperature": group.temperature,
-        "methods": {
-            label: {"headline": group.figures(label, headline), "all_prompts": group.figures(label, group.lines)}
-            for label in group.labels
-        },
+        "exits": group.exits and {name: group.exits[name] for name in ("prompts", "tokens", "perplexity", "agreement")},
+        "categories": {part.task: _methods(part) for part in group.by_category()},
+        "methods": _methods(group),
+    }
+
+
+def _methods(group: Group) -> dict[str, Any]:
+    headline = group.headline()
+    return {
+        label: {"headline": group.figures(label, headline), "all_prompts": group.figures(label, group.lines)}
+        for label in group.labels
     }
 
 
@@ -94,12 +101,24 @@ def _notes(lines: Sequence[Line]) -> list[str]:
         if line["kind"] == "tuned":
             settings = ", ".join(f"{name}={value}" for name, value in line["chosen"].items())
             notes.append(f"{line['task']}, {line['method']}: {settings} (best of {line['candidates']}, {line['calls']} calls).")
+        if line["kind"] == "run":
+            notes += _presets(line["plan"])
         if line["kind"] in ("run", "resumed"):
             made = line["provenance"]
             packages = ", ".join(f"{name} {version}" for name, version in made["packages"].items() if version)
             sha = f", {made['git']['sha'][:12]}{' changed' if made['git']['dirty'] else ''}" if made["git"] else ""
             again = "gone on with " if line["kind"] == "resumed" else ""
             notes.append(f"{again}`{' '.join(made['argv'])}`: {made['cpu']}, {made['threads']} threads, {packages}{sha}.")
+    return notes
+
+
+def _presets(plan: Line) -> list[str]:
+    """What a paper leaves open of the protocols that were asked for, and what was taken instead."""
+    notes = []
+    for asked in plan.get("tasks", ()):
+        protocol = asked.get("protocol") or plan.get("protocol")
+        if protocol and (ours := preset(protocol, asked["task"]).ours):
+            notes.append(f"{asked['task']} as {protocol} asks it; not stated there and ours: {ours}.")
     return notes
 
 

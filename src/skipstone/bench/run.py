@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import random
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -14,21 +13,22 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from skipstone.bench import lineup, machine, sandbox, surrogate, tuning
+from skipstone.bench import exits, lineup, machine, sandbox, surrogate, tuning
 from skipstone.bench.asking import Cell, ask
-from skipstone.bench.dialogue import Conversation, Reader, digest
+from skipstone.bench.dialogue import Conversation, Reader
+from skipstone.bench.draw import conversations, fingerprint
 from skipstone.bench.journal import Journal, Line
 from skipstone.bench.lineup import Entrant
 from skipstone.bench.measure import Row, neutral_defaults, warm_up
-from skipstone.bench.plan import Plan, Question, chooses, resolved
+from skipstone.bench.plan import Plan, resolved
 from skipstone.bench.surrogate import Shape
-from skipstone.bench.task import Task, prompt_of
+from skipstone.bench.task import Task
 from skipstone.core.fields import OWN_FIELD
 from skipstone.core.model import LayeredModel
-from skipstone.loading import load, usable
+from skipstone.loading import load, look_up, usable
 
 BUNDLED = "skipstone-nano"
-WARM_UP_TOKENS, USUAL_PROMPTS = 16, 20
+WARM_UP_TOKENS = 16
 
 Say = Callable[[str], None]
 
@@ -56,7 +56,9 @@ def run(plan: Plan, path: Path, argv: list[str], say: Say = print, fresh: bool =
     asked = [conversations(task, question, plan, data) for task, question in questions]
     check_scores(plan, [task for task, _ in questions], say)
     device = usable(plan.device)
-    kept = {**plan.model_dump(mode="json"), "device": str(device), "asked": [_asked(both) for both in asked]}
+    kept = {**plan.model_dump(mode="json"), "device": str(device), "asked": [fingerprint(both) for both in asked]}
+    for name in plan.models:
+        look_up(name)
     with Journal(path, kept, machine.provenance(argv, plan.seed), fresh) as journal:
         for name in plan.models or (None,):
             subject = _loaded(name, plan, device)
@@ -68,6 +70,8 @@ def run(plan: Plan, path: Path, argv: list[str], say: Say = print, fresh: bool =
                     raise ValueError(f"{task.name}: {question.max_new_tokens} new tokens a turn leave no room for a prompt")
                 reader = Reader(subject.tokenizer, question.chat, limit)
                 cell = Cell(subject.name, number, task, question, reader, plan)
+                if plan.perplexity:
+                    measure_exits(journal, subject.model, cell, both[1], say)
                 measure_task(journal, subject.model, cell, entrants, both, say)
     return path
 
@@ -104,11 +108,6 @@ def run_surrogate(shape: Shape, plan: Plan, path: Path, argv: list[str], say: Sa
     return path
 
 
-def _asked(both: tuple[list[Conversation], list[Conversation]]) -> str:
-    """A hash of all that is asked, to tell whether a run that goes on asks the same."""
-    return digest([ord(letter) for part in both for one in part for letter in one.digest])
-
-
 def _loaded(name: str | None, plan: Plan, device: torch.device) -> Subject:
     dtype = plan.dtype if plan.dtype == "auto" else getattr(torch, plan.dtype)
     model, tokenizer = load(name, dtype=dtype, device=device)
@@ -129,32 +128,6 @@ def check_scores(plan: Plan, tasks: Sequence[Task], say: Say) -> None:
             "skipstone: warning: this system allows no namespaces, so the model's code runs under limits alone and could reach "
             "the network and your files"
         )
-
-
-def conversations(
-    task: Task, question: Question, plan: Plan, data: Path | None
-) -> tuple[list[Conversation], list[Conversation]]:
-    """(to choose settings on, to report), drawn by the seed; none is in both. ValueError where there are too few."""
-    rows, shown = task.rows(data), task.examples(question.shots, data)
-    places = list(range(len(rows)))
-    random.Random(plan.seed).shuffle(places)
-    spare = plan.tune_prompts if chooses(plan) else 0
-    usual = len(rows) - spare if question.protocol else min(USUAL_PROMPTS, len(rows) - spare)
-    wanted = usual if question.num_prompts is None else question.num_prompts
-    tuned = min(spare, max(0, len(rows) - wanted))
-    if wanted > len(rows) or wanted < 1:
-        raise ValueError(f"task {task.name} has {len(rows)} prompts, {question.num_prompts or 'some'} are asked for")
-    if spare and not tuned:
-        raise ValueError(
-            f"settings are to be chosen, but all {len(rows)} prompts of {task.name} are reported: lower num_prompts, or say "
-            "which settings to take"
-        )
-    report, rest = sorted(places[:wanted]), places[wanted : wanted + tuned]
-
-    def made(place: int) -> Conversation:
-        return Conversation(f"{task.name} {place}", tuple(prompt_of(task, rows[place], shown)), row=rows[place])
-
-    return [made(place) for place in rest], [made(place) for place in report]
 
 
 def enter(journal: Journal, subject: Subject, plan: Plan) -> list[Entrant]:
@@ -208,6 +181,19 @@ def measure_task(
             for index in left:
                 journal.add(ask(model, rows, report[index], index, cell))
                 step()
+
+
+def measure_exits(journal: Journal, model: PreTrainedModel, cell: Cell, report: Sequence[Conversation], say: Say) -> None:
+    """How well every exit predicts the task's answers, where it has answers; one line."""
+    if any(cell.owns(line) for line in journal.of("exits")):
+        return
+    pairs = cell.answers(report, LayeredModel(model).max_positions)
+    if not pairs:
+        say(f"{cell.task.name}: no perplexity, its records hold no answers")
+        return
+    with progress(f"{cell.model}, {cell.task.name}: every exit's perplexity", len(pairs)) as step:
+        found = exits.answered(model, pairs, step)
+    journal.add({"kind": "exits", **cell.key(), "prompts": len(pairs), **found.report()})
 
 
 def _row(journal: Journal, model: PreTrainedModel, cell: Cell, entrant: Entrant, tune: Sequence[Conversation]) -> Row:

@@ -210,7 +210,38 @@ def adasd(title: str, groups: Sequence[Group]) -> Table:
     return _across(title, groups, cells, overall=False)
 
 
+def by_category(group: Group) -> Table:
+    """Speed-ups over plain decoding, categories down: prompts that do not loop with their intervals, then all."""
+    plain = group.called(BASELINE)
+    labels = [label for label in group.labels if label != plain]
+    rows = []
+    for part in group.by_category():
+        headline = part.headline()
+        figures = [part.figures(label, headline) for label in labels]
+        cells = [NONE if one is None else interval(one["speedups"].get(BASELINE)) for one in figures]
+        every = [part.figures(label, part.lines) for label in labels]
+        over_all = [NONE if one is None else interval(one["speedups"].get(BASELINE), short=True) for one in every]
+        rows.append([part.task or NONE, str(len(headline)), *cells, str(len(part.lines)), *over_all])
+    columns = ["category", "n", *labels, "n, all", *(f"{label}, all" for label in labels)]
+    return Table(f"{group.model}, {group.task}: x plain by category", columns, rows)
+
+
+def by_exit(group: Group) -> Table:
+    """The shape of LayerSkip's Table 1: perplexity of the task's answers at every exit."""
+    assert group.exits is not None
+    pairs = zip(group.exits["perplexity"], group.exits["agreement"], strict=True)
+    rows = [[str(layer), number(ppl), number(same)] for layer, (ppl, same) in enumerate(pairs, 1)]
+    title = f"{group.model}, {group.task}: {group.exits['tokens']} tokens of {group.exits['prompts']} answers, teacher-forced"
+    return Table(title, ["exit layer", "perplexity", "agreement with the last"], rows)
+
+
 LAYOUTS = ("own", "layerskip", "swift", "adadecode", "adasd")
+
+
+def _of_group(group: Group, layout: Callable[[Group], Table]) -> list[Table]:
+    """A group's table and, where it has them, those of its categories and exits."""
+    categories = [by_category(group)] if group.by_category() else []
+    return [layout(group), *categories, *([by_exit(group)] if group.exits else [])]
 
 
 def tables(groups: Sequence[Group], layout: str = "own") -> list[Table]:
@@ -218,7 +249,7 @@ def tables(groups: Sequence[Group], layout: str = "own") -> list[Table]:
     if layout not in LAYOUTS:
         raise ValueError(f"unknown layout {layout!r}; there are {', '.join(LAYOUTS)}")
     if layout in ("own", "layerskip"):
-        return [{"own": own, "layerskip": layerskip}[layout](group) for group in groups]
+        return [table for group in groups for table in _of_group(group, {"own": own, "layerskip": layerskip}[layout])]
     made = {"swift": swift, "adadecode": adadecode, "adasd": adasd}[layout]
     by_model: dict[str, list[Group]] = {}
     for group in groups:

@@ -11,6 +11,7 @@ from typing import Any
 from skipstone.records import OnHub, json_lines
 
 Row = dict[str, Any]
+INDENT = " " * 4
 
 
 @dataclass(frozen=True)
@@ -32,9 +33,10 @@ class Task:
     """One data set.
 
     hub: None where the hub has none. file: its records as JSON lines, in a data folder. fields: keys that every record must
-    have. ask: record -> the user's turns. answer: record -> what stands after the prompt in an example that is shown. shown:
-    where such examples come from, and their file; None takes none. keep: which records are asked. obtain: how to get it
-    without the hub.
+    have. ask: record -> the user's turns. answer: record -> what stands after the prompt in an example that is shown, and whose
+    perplexity is measured; None for a record without. shown: where examples come from, and their file; None takes none. keep:
+    which records are asked. category: record -> the kind of its question, for tables of their own; None has none. obtain: how
+    to get it without the hub.
     """
 
     name: str
@@ -44,9 +46,10 @@ class Task:
     licence: str
     ask: Callable[[Row], list[str]]
     score: Score | None = None
-    answer: Callable[[Row], str] | None = None
+    answer: Callable[[Row], str | None] | None = None
     shown: tuple[OnHub, str] | None = None
     keep: Callable[[Row], bool] | None = None
+    category: Callable[[Row], str | None] = lambda row: None
     obtain: str = ""
 
     def rows(self, data_dir: Path | None, limit: int | None = None) -> list[Row]:
@@ -102,3 +105,13 @@ def prompt_of(task: Task, row: Row, shown: Sequence[Row]) -> list[str]:
         return turns
     before = "".join(f"{task.ask(one)[0]}{task.answer(one)}\n\n" for one in shown)
     return [before + turns[0], *turns[1:]]
+
+
+def tabbed(text: str) -> str:
+    """Indented by tabs, as SWIFT's code and Draft & Verify's give programs to a model."""
+    return text.replace(INDENT, "\t")
+
+
+def untabbed(text: str) -> str:
+    """The way back."""
+    return text.replace("\t", INDENT)

@@ -92,6 +92,7 @@ TASKS = {
             "MIT",
             _filled("{prompt}"),
             _CODE,
+            answer=lambda row: row.get("canonical_solution"),
         ),
         Task(
             "mbpp",
@@ -123,6 +124,7 @@ TASKS = {
             ("question_id", "category", "turns"),
             "Apache-2.0",
             lambda row: list(row["turns"]),
+            category=lambda row: str(row["category"]),
             obtain="Save data/spec_bench/question.jsonl of the repository hemingkx/Spec-Bench as spec_bench.jsonl in a folder, "
             "and give that folder with --data-dir",
         ),
@@ -176,6 +178,7 @@ TASKS = {
             ("instruction", "input"),
             "CC-BY-NC 4.0",
             _alpaca,
+            answer=lambda row: "\n\n" + row["output"] if row.get("output") else None,
         ),
         Task(
             "topv2",
@@ -208,7 +211,17 @@ def named(name: str) -> Task:
         raise ValueError(f"unknown task {name!r}; there are {', '.join((SELF, *TASKS))}, or any .jsonl file of prompts")
     if not path.is_file():
         raise FileNotFoundError(f"{path}: no such file of prompts")
-    return Task(path.stem, None, str(path.absolute()), (), "yours", _own, Score(("exact_match",), _as_referenced))
+    return Task(
+        path.stem,
+        None,
+        str(path.absolute()),
+        (),
+        "yours",
+        _own,
+        Score(("exact_match",), _as_referenced),
+        answer=lambda row: row.get("reference"),
+        category=lambda row: row.get("category"),
+    )
 
 
 def _own(row: Row) -> list[str]:

@@ -53,6 +53,7 @@ def run(
     tune_prompts: Annotated[int | None, _o("Prompts for choices. Default: 6.", min=1)] = None,
     tune_tokens: Annotated[int | None, _o("New tokens of their calls. Default: 48.", min=1)] = None,
     ignore_eos: Annotated[bool | None, _o("All texts are equally long.", "--ignore-eos")] = None,
+    perplexity: Annotated[bool | None, _o("How well every exit predicts the tasks' answers, too.", "--perplexity")] = None,
     allow_code_execution: Running = None,
     dtype: Annotated[str | None, _o("auto, float32, bfloat16 or float16.")] = None,
     device: Device = None,

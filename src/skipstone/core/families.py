@@ -5,7 +5,7 @@ transformers owns the modelling code; this file only names its modules. To add a
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -210,7 +210,7 @@ def _beyond(model: Any, config: Any) -> str | None:
 def _check_windows(config: Any) -> None:
     """ValueError where the layer types, which transformers' caches follow, contradict the masks that the model builds."""
     found = kinds(config)
-    masked = ["full_attention" if window is None else "sliding_attention" for window in windows(config)]
+    masked = ["full_attention" if window is None else "sliding_attention" for window in windows(config, found)]
     if found != masked:
         raise ValueError(
             f"this {config.model_type} config contradicts itself: its layer types are {found}, but with "
@@ -219,11 +219,11 @@ def _check_windows(config: Any) -> None:
         )
 
 
-def windows(config: Any) -> list[int | None]:
-    """The sliding window of every layer in tokens, a token itself included; None for full attention."""
+def windows(config: Any, kinds: Sequence[str]) -> list[int | None]:
+    """The sliding window of every layer in tokens, a token itself included; None for full attention. kinds: its layers'."""
     rule, window = FAMILIES[config.model_type].window, getattr(config, "sliding_window", None)
     slides = {"none": (), "every": tuple(_TYPES), "by_layer": ("sliding_attention",)}[rule]
-    return [window if kind in slides else None for kind in kinds(config)]
+    return [window if kind in slides else None for kind in kinds]
 
 
 def kinds(config: Any) -> list[str]:

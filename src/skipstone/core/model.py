@@ -42,7 +42,8 @@ class LayeredModel:
         self.decoder: Any = inner.get_decoder()
         self.layers = list(getattr(self.decoder, self.family.layers))[: self.config.num_hidden_layers]
         self.head: Any = inner.get_output_embeddings()
-        self.windows, self.kinds = windows(self.config), kinds(self.config)
+        self.kinds = kinds(self.config)
+        self.windows = windows(self.config, self.kinds)
         self.max_positions, self.max_positions_source = max_positions(self.config)
         self.device, self.dtype = inner.device, inner.dtype
         sdpa = attention.implementation(self.config) == "sdpa"
