@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
 from skipstone.bench.journal import Line
@@ -48,6 +48,7 @@ class Group:
     tuned: dict[str, Line]
     seed: int
     exits: Line | None = None
+    _known: dict[Any, Any] = field(default_factory=dict, init=False, repr=False, compare=False)
 
     @property
     def title(self) -> str:
@@ -85,7 +86,13 @@ class Group:
         return [line for line in self.lines if all(row["repeated_share"] < LOOPING for row in line["rows"].values())]
 
     def figures(self, label: str, lines: Sequence[Line]) -> dict[str, Any] | None:
-        """One method's figures over some lines as plain JSON values; None where it has none of them."""
+        """One method's figures over some lines as plain JSON values; None where it has none of them. Counted once."""
+        key = (label, *(line["index"] for line in lines))
+        if key not in self._known:
+            self._known[key] = self._figures(label, lines)
+        return self._known[key]
+
+    def _figures(self, label: str, lines: Sequence[Line]) -> dict[str, Any] | None:
         lines = [line for line in lines if label in line["rows"]]
         if not lines:
             return None
@@ -106,10 +113,10 @@ class Group:
             "lossless": self.about["methods"][label]["lossless"],
         }
         for reference in REFERENCES:
-            both = [line["rows"] for line in lines if self.called(reference) in line["rows"]]
-            if len(both) != len(lines):
+            theirs = self.called(reference)
+            base = [line["rows"][theirs] for line in lines if theirs in line["rows"]]
+            if len(base) != len(lines):
                 continue
-            base = [rows[self.called(reference)] for rows in both]
             base_tokens, base_seconds = ([float(row[name]) for row in base] for name in ("tokens", "seconds"))
             estimate = bootstrap_speedup(tokens, seconds, base_tokens, base_seconds, self.seed)
             found["speedups"][reference] = asdict(estimate)
@@ -118,7 +125,8 @@ class Group:
         if all(row["stats"] for row in rows):
             total = _summed(row["stats"] for row in rows)
             found |= own_figures(total, sum(seconds), sum(row.get("setup_seconds", 0.0) for row in rows))
-            plain = [line["rows"].get(self.called(BASELINE)) for line in lines]
+            baseline = self.called(BASELINE)
+            plain = [line["rows"].get(baseline) for line in lines]
             if total["draft_steps"] and all(row and row["stats"] for row in plain):
                 found |= expectation(total, rows, [row for row in plain if row])
         return found

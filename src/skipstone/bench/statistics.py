@@ -63,7 +63,8 @@ def bootstrap_rate(amounts: Column, costs: Column, seed: int = 0, resamples: int
     """A pooled rate with its percentile bootstrap interval over units (prompts, sequences)."""
     blocks = _blocked([amounts, costs], seed)
     weights = _resampled(len(blocks[0]), seed, resamples)
-    return _estimate(pooled(amounts, costs), _rates(weights, blocks[0], blocks[1]))
+    sums = weights @ np.stack(blocks, 1)
+    return _estimate(pooled(amounts, costs), sums[:, 0] / sums[:, 1])
 
 
 def bootstrap_speedup(
@@ -90,11 +91,12 @@ def bootstrap_product(
     pairs = [*rates, *over]
     blocks = _blocked([column for pair in pairs for column in pair], seed)
     weights = _resampled(len(blocks[0]), seed, resamples)
+    sums = weights @ np.stack(blocks, 1)  # one pass over the weights for all columns
     value, found = 1.0, np.ones(len(weights))
     for index, (amounts, costs) in enumerate(pairs):
         power = 1 if index < len(rates) else -1
         value *= pooled(amounts, costs) ** power
-        found = found * _rates(weights, blocks[2 * index], blocks[2 * index + 1]) ** power
+        found = found * (sums[:, 2 * index] / sums[:, 2 * index + 1]) ** power
     return _estimate(value, found)
 
 
@@ -124,10 +126,6 @@ def _resampled(units: int, seed: int, resamples: int) -> NDArray[np.float64]:
     if units == 0:
         raise ValueError("a bootstrap needs at least one unit, found none")
     return np.random.default_rng(seed).multinomial(units, np.full(units, 1 / units), size=resamples).astype(np.float64)
-
-
-def _rates(weights: NDArray[np.float64], amounts: Column, costs: Column) -> NDArray[np.float64]:
-    return (weights @ np.asarray(amounts, dtype=np.float64)) / (weights @ np.asarray(costs, dtype=np.float64))
 
 
 def _estimate(value: float, resampled: NDArray[np.float64]) -> Estimate:
