@@ -199,6 +199,20 @@ def test_the_reports_say_the_same_in_every_format(results: Path) -> None:
         report.report([results], "pdf")
 
 
+def test_pictures_are_those_of_the_page(results: Path, tmp_path: Path) -> None:
+    written = report.pictures([results], tmp_path / "to")
+    assert [path.name for path in written] == [
+        "sums-speed-up-over-plain-decoding.svg",
+        "sums-tokens-a-step.svg",
+        "sums-where-a-step-s-time-goes.svg",
+        "sums-speed-against-settings.svg",
+    ]
+    page = report.report([results], "html")
+    assert all(path.read_text().strip() in page for path in written), "the same figures make the same bytes"
+    assert "layerskip</text>" in written[0].read_text()
+    assert len(set(report.pictures([results] * 3, tmp_path / "to"))) == 12
+
+
 def test_texts_in_a_page_are_escaped(tmp_path: Path) -> None:
     found = lines()
     for line in found:

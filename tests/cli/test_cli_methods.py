@@ -81,7 +81,7 @@ MEASURING = {
         --allow-code-execution --dtype --device --threads --seed --fresh""",
     "surrogate": """shape --agreement --exit-layer --method --out --num-prompts --prompt-tokens --max-new-tokens --tune-prompts
         --dtype --device --threads --seed --fresh""",
-    "report": "files --format --layout --out",
+    "report": "files --format --layout --out --pictures",
     "compare": "before after --tolerance",
 }
 

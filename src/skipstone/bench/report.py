@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import html
 import json
+import re
+from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -136,6 +138,26 @@ def page(lines: Sequence[Line], found: Sequence[Group], shown: Sequence[Table]) 
     parts.append(f"<p>{html.escape(LEGEND)}</p>")
     parts += [f"<pre>{html.escape(note)}</pre>" for note in _notes(lines)]
     return "\n".join(parts) + "\n"
+
+
+def pictures(paths: Sequence[Path], folder: Path) -> list[Path]:
+    """The page's pictures as files of SVG, named after task and picture, and after the model where there are several. Returns
+    their paths."""
+    _, found = load(paths)
+    several = len({group.model for group in found}) > 1
+    folder.mkdir(parents=True, exist_ok=True)
+    written: list[Path] = []
+    stems: Counter[str] = Counter()
+    for group in found:
+        temperature = f"T {group.temperature:g}" if group.temperature else ""
+        for title, svg in charts(group).items():
+            words = " ".join([group.model if several else "", group.task, temperature, title])
+            stem = re.sub(r"[^a-z0-9.]+", "-", words.lower()).strip("-")
+            stems[stem] += 1
+            path = folder / (f"{stem}-{stems[stem]}.svg" if stems[stem] > 1 else f"{stem}.svg")
+            path.write_text(svg + "\n", encoding="utf-8")
+            written.append(path)
+    return written
 
 
 def _html(table: Table) -> str:

@@ -134,6 +134,7 @@ def report(
     ] = None,
     layout: Annotated[str, typer.Option(help="own, or a paper's: layerskip, swift, adadecode, adasd.")] = "own",
     out: Annotated[Path | None, typer.Option(help="Where to write it. Default: stdout.", show_default=False)] = None,
+    pictures: Annotated[Path | None, _o("A folder: write the page's pictures into it, as SVG, and nothing else.")] = None,
     debug: Debug = False,
 ) -> None:
     """Tables and pictures of runs."""
@@ -141,6 +142,10 @@ def report(
     with terminal.quiet(debug):
         from skipstone.bench import report as reports
 
+        if pictures is not None:
+            for path in reports.pictures(files, pictures):
+                typer.echo(path)
+            return
         form = form or (out.suffix.lstrip(".") if out is not None else None)
         if form is None:
             reports.show(files, terminal.console(), layout)
