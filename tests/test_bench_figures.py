@@ -100,7 +100,7 @@ def lines(**changes: Any) -> list[dict[str, Any]]:
 
 def written(path: Path, found: list[dict[str, Any]]) -> Path:
     provenance = {"argv": ["skipstone", "bench"], "packages": {"torch": "2"}, "cpu": "c", "threads": 2, "git": None}
-    with Journal(path, {"seed": 0}, provenance) as file:
+    with Journal(path, {"seed": 0}, provenance, fresh=True) as file:
         for line in found:
             file.add(line)
     return path
@@ -171,7 +171,9 @@ def test_statistics_of_several_calls_are_pooled() -> None:
 
 def test_the_reports_say_the_same_in_every_format(results: Path) -> None:
     text = report.report([results], "md")
-    assert text.startswith("### m, sums, greedy\n")
+    assert text.startswith(
+        "m, float32, cpu: 10.0 GB/s of memory allow plain decoding at most 400 tokens/s.\n\n### m, sums, greedy\n"
+    )
     lines_ = [line for line in text.splitlines() if line.startswith("| ")]
     assert [line.split(" | ")[0].strip("| ") for line in lines_] == [
         "method",
@@ -183,17 +185,24 @@ def test_the_reports_say_the_same_in_every_format(results: Path) -> None:
     assert len({line.count(" | ") for line in lines_}) == 1
     assert "hf-early-exit: no row, it cannot." in text
     assert "exit_layer=2 (best of 2, 4 calls)" in text
-    rows = list(csv.reader(io.StringIO(report.report([results], "csv"))))
-    assert [one[1] for one in rows] == ["method", "hf-generate", "autoregressive", "layerskip"]
+    rows = list(csv.DictReader(io.StringIO(report.report([results], "csv"))))
+    assert [(one["method"], one["prompts_taken"], one["prompts"]) for one in rows] == [
+        (name, taken, count)
+        for name in ("hf-generate", "autoregressive", "layerskip")
+        for taken, count in (("headline", "2"), ("all", "3"))
+    ]
     document = json.loads(report.report([results], "json"))
     own = document["groups"][0]["methods"]["layerskip"]
     assert own["headline"]["prompts"] == 2
-    shown = dict(zip(rows[0], rows[3], strict=True))
+    assert float(rows[4]["tokens_per_second"]) == own["headline"]["tokens_per_second"]
+    assert float(rows[4]["speedups.autoregressive.value"]) == pytest.approx(2)
+    assert rows[0]["acceptance_rate"] == "", "what a row has not is empty"
+    shown = dict(zip(*([cell.strip() for cell in line.strip("|").split("|")] for line in (lines_[0], lines_[4])), strict=True))
     assert shown["tokens/s"] == f"{own['headline']['tokens_per_second']:.1f}"
     assert shown["x plain"] == shown["x plain, all"] == "2.00"
     page = report.report([results], "html")
     assert page.count("<svg") == 4
-    assert all(cell in page for cell in rows[3])
+    assert all(cell in page for cell in shown.values())
     assert not re.search(r'(src|href)="?http', page), "nothing is loaded from anywhere"
     with pytest.raises(ValueError, match="unknown format 'pdf'; there are md"):
         report.report([results], "pdf")
@@ -261,14 +270,14 @@ def test_what_a_paper_leaves_open_is_said(tmp_path: Path) -> None:
             for line in lines():
                 file.add(line)
         text = report.report([path], "md")
-        assert "gsm8k as swift asks it; not stated there and ours: the wording of the prompt." in text
+        assert "gsm8k as swift asks it; not stated there and ours: the wording of the prompt, and" in text
         assert text.count("not stated there") == wanted
 
 
 def test_layouts_are_those_of_the_papers(results: Path) -> None:
     _, found = report.load([results])
     (theirs,) = tables.tables(found, "layerskip")
-    assert theirs.rows[2] == ["layerskip", "2", "exact_match 0.500", "50.0%", "183.6", "5.4", "2.00x"]
+    assert theirs.rows[2] == ["layerskip", "2", "-", "exact_match 0.500", "50.0%", "183.6", "5.4", "2.00x"]
     (swift,) = tables.tables(found, "swift")
     assert swift.columns == [
         "Methods",
@@ -293,67 +302,64 @@ def test_a_file_without_a_prompt_is_refused(tmp_path: Path) -> None:
         report.load([written(tmp_path / "empty.jsonl", lines()[:2])])
 
 
-def slowed(by: float, everything: bool) -> list[dict[str, Any]]:
+def test_synthetic_and_lossy_are_said_everywhere(tmp_path: Path) -> None:
     found = lines()
-    for line in found:
-        for label, one in line.get("rows", {}).items():
-            if everything or label == "layerskip":
-                one["seconds"] *= by
-    return found
+    found[0]["synthetic"] = {
+        "shape": "s",
+        "exit_layer": 2,
+        "agreement": 0.8,
+        "realised_agreement": {"value": 0.81, "low": 0.8, "high": 0.82},
+    }
+    found[0]["methods"]["layerskip"]["lossless"] = False
+    found[2]["category"], found[3]["category"] = "a", "b"
+    path = written(tmp_path / "a.jsonl", found)
+    for form in ("md", "csv", "html"):
+        for layout in tables.LAYOUTS:
+            text = report.report([path], form, layout)
+            assert "SYNTHETIC" in text, (form, layout)
+            assert "layerskip (lossy)" in text, (form, layout)
+    for table in tables.tables(report.load([path])[1]):
+        assert table.title.startswith("SYNTHETIC MODEL")
+    assert "agree with all at 0.810 (0.800-0.820) on fresh contexts; 0.8 was wanted" in report.report([path], "md")
+    for picture in report.pictures([path], tmp_path / "to"):
+        assert picture.name.startswith("synthetic-model-m-")
+        assert "SYNTHETIC MODEL: m" in picture.read_text()
+    text = compare.table(compare.compare(path, path), 0.05).markdown()
+    assert "SYNTHETIC" in text
+    assert "layerskip (lossy)" in text
 
 
 @pytest.mark.parametrize(
-    ("by", "everything", "slower"), [(1.0, False, False), (1.5, False, True), (1.5, True, False), (0.7, False, False)]
+    ("damage", "said"),
+    [
+        (lambda found: found.pop(0), "line 3 is damaged: nothing was said about the model 'm'"),
+        (lambda found: found.append([1, 2]), "line 7 is damaged: expected an object with a kind"),
+        (lambda found: found[2].pop("digest"), "line 4 is damaged: a line of kind prompt says 'digest', this one does not"),
+        (lambda found: found[2]["rows"]["layerskip"].pop("tokens"), "line 4 is damaged: the row layerskip has no 'tokens'"),
+        (lambda found: found[2]["rows"]["layerskip"].update(seconds=0), "the row layerskip took 0 seconds"),
+        (
+            lambda found: found[2]["rows"].update(x=found[2]["rows"]["layerskip"]),
+            "nothing was said about the method 'x' before",
+        ),
+    ],
 )
-def test_a_method_is_slower_when_it_is_so_against_its_own_runs_plain_decoding(
-    results: Path, tmp_path: Path, by: float, everything: bool, slower: bool
-) -> None:
-    """A slow day of the machine slows everything, and is nobody's fault."""
-    changes = compare.compare(results, written(tmp_path / "b.jsonl", slowed(by, everything)))
-    own = next(change for change in changes if change.label == "layerskip")
-    assert own.slower(0.05) is slower
-    assert own.speed.value == pytest.approx(1 / by)
-    assert own.same == own.prompts == 3
-    assert ("SLOWER" in compare.table(changes, 0.05).markdown()) is slower
+def test_damaged_results_are_one_sentence(tmp_path: Path, damage: Any, said: str) -> None:
+    found = lines()
+    damage(found)
+    with pytest.raises(ValueError, match=said):
+        report.load([written(tmp_path / "a.jsonl", found)])
 
 
-def test_runs_with_nothing_in_common_cannot_be_compared(results: Path, tmp_path: Path) -> None:
-    other = lines()
-    for line in other:
-        if line["kind"] == "prompt":
-            line["digest"] += "x"
-    with pytest.raises(ValueError, match="no model, task, settings of it, method and prompt in common"):
-        compare.compare(results, written(tmp_path / "b.jsonl", other))
+def test_a_task_greedy_and_sampled_has_columns_and_totals_of_its_own(tmp_path: Path) -> None:
+    found = lines()
+    sampled = [{**line, "number": 1, "temperature": 0.8} for line in lines()[2:]]
+    (table,) = tables.tables(report.load([written(tmp_path / "a.jsonl", [*found, *sampled])])[1], "swift")
+    assert len(set(table.columns)) == len(table.columns) == 13
+    assert "sums, T = 0.8 M" in table.columns
+    assert table.columns[-1] == "Overall Speedup, T = 0.8"
 
 
-def test_a_change_is_weighed_by_time_and_not_by_prompts(tmp_path: Path) -> None:
-    """A long prompt that has become slower is not outvoted by short ones."""
-
-    def run_of(by: float) -> list[dict[str, Any]]:
-        found = lines()
-        for index, line in enumerate(line for line in found if line["kind"] == "prompt"):
-            for label, one in line["rows"].items():
-                scale = 100 if index == 0 else 1
-                one["tokens"], one["seconds"] = one["tokens"] * scale, one["seconds"] * scale
-                one["seconds"] *= by if index == 0 and label == "layerskip" else 1
-        return found
-
-    changes = compare.compare(written(tmp_path / "a.jsonl", run_of(1.0)), written(tmp_path / "b.jsonl", run_of(1.3)))
-    own = next(change for change in changes if change.label == "layerskip")
-    assert own.relative is not None
-    assert own.relative.value == pytest.approx(102 / (130 + 2))
-
-
-def test_only_what_was_asked_alike_is_compared_and_equal_prompts_keep_their_order(results: Path, tmp_path: Path) -> None:
-    other, twins = lines(), lines()
-    for line in other:
-        if "question" in line:
-            line["question"] = "another"
-    with pytest.raises(ValueError, match="in common"):
-        compare.compare(results, written(tmp_path / "b.jsonl", other))
-    for line in twins:
-        if line["kind"] == "prompt":
-            line["digest"] = "same"
-    path = written(tmp_path / "c.jsonl", twins)
-    own = next(change for change in compare.compare(path, path) if change.label == "layerskip")
-    assert (own.prompts, own.same, own.speed.value) == (3, 3, 1.0)
+def test_prompts_that_were_cut_are_counted(tmp_path: Path) -> None:
+    found = lines()
+    found[2]["cut"] = found[3]["cut"] = 1
+    assert "m, sums: 2 prompts lost their beginning" in report.report([written(tmp_path / "a.jsonl", found)], "md")

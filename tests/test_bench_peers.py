@@ -1,10 +1,12 @@
 """Timed calls, and transformers' own decoding beside ours."""
 
+from pathlib import Path
+
 import pytest
 import torch
 
 import skipstone
-from skipstone.bench import measure
+from skipstone.bench import measure, peers
 from skipstone.bench.measure import Row, Skipstone, neutral_defaults, options_for
 from skipstone.bench.peers import (
     PEERS,
@@ -125,7 +127,29 @@ def test_first_tokens_and_memory_are_measured_for_every_engine(llama):
         for engine in ENGINES:
             got = measure.measure(llama, Row("row", engine), prompt, 0, 24, seed=0)
             assert 0 < got.first < got.seconds, engine
+            assert (got.memory is None) == (not Path("/proc/self/clear_refs").exists())
             assert got.memory is None or got.memory > 1_000_000
+
+
+def test_a_static_cache_is_warmed_up_at_the_size_that_is_timed(llama, monkeypatch):
+    """...and never becomes smaller, so that nothing is compiled within a timed call."""
+    sizes = []
+    real = peers.StaticCache
+    monkeypatch.setattr(peers, "StaticCache", lambda **more: sizes.append(more["max_cache_len"]) or real(**more))
+    prompt = families.prompts(1)[0]
+    with neutral_defaults(llama):
+        measure.warm_up(llama, [Row("static", HFGenerateStatic())], prompt, 100)
+        for length in (3, len(prompt)):
+            measure.measure(llama, Row("static", HFGenerateStatic()), prompt[:length], 0, 100, seed=0)
+    assert sizes == [128] * 3
+
+
+def test_every_row_is_warmed_up_with_few_tokens(llama, monkeypatch):
+    asked = []
+    monkeypatch.setattr(measure, "measure", lambda _model, row, _prompt, _index, count, seed: asked.append((row.name, count)))
+    rows = [Row(str(number), engine) for number, engine in enumerate(ENGINES)]
+    measure.warm_up(llama, rows, families.prompts(1)[0], 99)
+    assert asked == [(row.name, 99 if isinstance(row.engine, HFGenerateStatic) else 16) for row in rows]
 
 
 def test_a_draft_model_of_transformers_gives_the_same_text_and_gets_its_settings_back(llama, tmp_path, monkeypatch):

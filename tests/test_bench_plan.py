@@ -71,9 +71,23 @@ def test_a_family_without_early_exits_in_transformers_gets_a_reason_instead() ->
     assert "config.num_hidden_layers" in refused["hf-early-exit"]
 
 
-@pytest.mark.parametrize("wish", ["layerskip exit_layer=2,4", "hf-early-exit exit_layer=2,4", "hf-early-exit exit_layer=abc"])
-def test_settings_that_do_not_fit_the_model_are_refused_before_anything_is_measured(wish: str) -> None:
-    with pytest.raises(ValueError, match="between 1 and 3"):
+@pytest.mark.parametrize(
+    ("wish", "said"),
+    [
+        ("layerskip exit_layer=2,4", "between 1 and 3"),
+        ("hf-early-exit exit_layer=2,4", "between 1 and 3"),
+        ("hf-early-exit exit_layer=abc", "exit_layer must be an integer, found 'abc'"),
+        ("hf-early-exit exit_layer=2 num_assistant_tokens=0", "num_assistant_tokens must be at least 1, found 0"),
+        (
+            "hf-early-exit exit_layer=2 confidence_threshold=1.5",
+            r"must be a number in \[0, 1\], found 1.5",
+        ),
+        ("hf-prompt-lookup prompt_lookup_num_tokens=abc", "prompt_lookup_num_tokens must be an integer, found 'abc'"),
+        ("early_exit exit_layer=1,2", "a choice by speed would be none"),
+    ],
+)
+def test_settings_that_do_not_fit_are_refused_before_anything_is_measured(wish: str, said: str) -> None:
+    with pytest.raises(ValueError, match=said):
         lineup.entrants([lineup.parse(wish)], families.cached("llama"), tune=False)
 
 
@@ -102,6 +116,9 @@ def test_a_peer_without_an_exit_layer_takes_the_models_own_or_says_what_it_needs
         ({"tasks": []}, "expected a list of tasks"),
         ({"tasks": ["gsm8k"], "protocol": "layerskip"}, "protocol layerskip has no task 'gsm8k'"),
         ({"num_prompts": 0}, "num_prompts: Input should be greater than or equal to 1 (found 0)"),
+        ({"top_p": 0.5}, "top_p=0.5 means nothing at temperature 0"),
+        ({"tune_prompts": 3}, "tune_prompts has no effect: no setting is to be chosen"),
+        ({"methods": ["layerskip exit_layer=3 exit-layer=4"]}, "exit-layer is given twice after layerskip"),
         ({"samples": 5}, "5 samples at temperature 0 would all be the same text"),
         ({"dtype": "int8"}, "expected one of auto, float32, bfloat16, float16, found 'int8'"),
         ({"prompts": 5}, "unknown setting 'prompts': expected one of"),
@@ -133,7 +150,8 @@ def test_a_plan_from_a_file_is_overridden_by_flags_task_by_task(tmp_path: Path) 
 
 def test_prompts_to_tune_and_to_report_are_drawn_by_the_seed_and_share_none() -> None:
     def drawn(**more: Any) -> Any:
-        made = plan.read(None, {"tasks": ["self"], "num_prompts": 30, "tune_prompts": 8, **more})
+        asked = {"tune_prompts": 8} if "tune" in more else {}
+        made = plan.read(None, {"tasks": ["self"], "num_prompts": 30, **asked, **more})
         ((task, question),) = plan.resolved(made)
         return conversations(task, question, made, None)
 
@@ -143,7 +161,7 @@ def test_prompts_to_tune_and_to_report_are_drawn_by_the_seed_and_share_none() ->
     assert [one.digest for one in report] == [one.digest for one in drawn()[1]] != [one.digest for one in drawn(seed=1)[1]]
     assert drawn()[0] == [], "nothing is put aside where nothing is chosen"
     assert len(drawn(num_prompts=38, tune=True)[0]) == 2, "what is left"
-    with pytest.raises(ValueError, match="all 40 prompts of self are reported"):
+    with pytest.raises(ValueError, match="self has 40 in all: lower num_prompts or tune_prompts"):
         drawn(num_prompts=40, tune=True)
     with pytest.raises(ValueError, match="task self has 40 prompts, 41 are asked for"):
         drawn(num_prompts=41)
@@ -160,6 +178,17 @@ def test_categories_take_turns() -> None:
     made = plan.read(None, {"tasks": ["spec-bench"], "num_prompts": 3, "data_dir": str(TASKS_HERE)})
     ((task, question),) = plan.resolved(made)
     assert len({one.row["category"] for one in conversations(task, question, made, TASKS_HERE)[1]}) == 3
+
+
+def test_layerskip_scores_programs_by_what_they_share_with_the_solution() -> None:
+    given = {"tasks": ["humaneval"], "num_prompts": 1, "data_dir": str(TASKS_HERE)}
+    ((task, _),) = plan.resolved(plan.read(None, {**given, "protocol": "layerskip"}))
+    row = task.rows(TASKS_HERE)[0]
+    assert task.score is not None
+    assert task.score.of(row, row["canonical_solution"]) == {"rouge_2": 1.0, "rouge_l": 1.0}
+    assert not task.score.executes
+    ((usual, _),) = plan.resolved(plan.read(None, given))
+    assert usual is TASKS["humaneval"]
 
 
 def test_swift_gives_programs_with_tabs() -> None:

@@ -11,14 +11,16 @@ from typing import Any
 
 import pytest
 
-from skipstone.bench import journal, tuning
+from skipstone.bench import asking, journal, tuning
 from skipstone.bench.asking import Answers, Cell, _score
 from skipstone.bench.dialogue import Conversation, Reader
 from skipstone.bench.figures import groups
 from skipstone.bench.journal import Journal
 from skipstone.bench.plan import Plan, Question, read
 from skipstone.bench.run import run
+from skipstone.bench.sandbox import Outcome
 from skipstone.bench.task import Score, Task
+from skipstone.loading import load
 from tests import families, support
 from tests.training import in_processes
 
@@ -49,13 +51,13 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def plan(folder: Path, **more: Any) -> Plan:
+    choice = any("," in method for method in more.get("methods", METHODS))
     usual = {
         "models": [str(folder / "model")],
         "methods": METHODS,
         "tasks": [str(folder / "mine.jsonl")],
         "num_prompts": 6,
-        "tune_prompts": 2,
-        "tune_tokens": 8,
+        **({"tune_prompts": 2, "tune_tokens": 8} if choice else {}),
         "max_new_tokens": 20,
         "ignore_eos": True,
         "seed": 3,
@@ -138,6 +140,94 @@ def test_programs_that_were_asked_for_with_tabs_are_scored_with_spaces(folder: P
         cell = Cell("m", 0, task, Question(tabs=tabs), Reader(None, False, 9), plan(folder))
         _score({"plain": Answers(texts=["\treturn 1"])}, one, cell)
     assert seen == ["\treturn 1", "    return 1"]
+
+
+def test_rows_take_turns_with_seeds_of_their_own_at_a_temperature(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Two samples of three prompts; what is chosen is chosen at that temperature."""
+    asked: list[tuple[str, int, int, int]] = []
+    tuned: list[float] = []
+    real, timed = asking.measure, tuning.measure
+
+    def measured(model: Any, row: Any, ids: Any, index: int, count: int, seed: int, top_p: float) -> Any:
+        asked.append((row.name, index, seed, len(ids)))
+        assert (row.temperature, count, top_p) == (0.7, 20, 0.9)
+        return real(model, row, ids, index, count, seed, top_p)
+
+    def tried(model: Any, row: Any, *more: Any) -> Any:
+        tuned.append(row.temperature)
+        return timed(model, row, *more)
+
+    monkeypatch.setattr(asking, "measure", measured)
+    monkeypatch.setattr(tuning, "measure", tried)
+    methods = ["hf-generate", "autoregressive", "layerskip exit_layer=1,2", "hf-early-exit exit_layer=1"]
+    sampled = {"num_prompts": 3, "samples": 2, "temperature": 0.7, "top_p": 0.9, "seed": 0}
+    said: list[str] = []
+    out = run(plan(folder, methods=methods, **sampled), tmp_path / "results.jsonl", [], said.append)
+    assert any("without hf-early-exit, measured greedily only" in text for text in said)
+    assert "GB/s of memory allow plain decoding at most" in said[0], "the ceiling comes first"
+    assert set(tuned) == {0.7}
+    prompts = [line for line in journal.read(out) if line["kind"] == "prompt"]
+    order = ["hf-generate", "autoregressive", "layerskip"]
+    expected = []
+    for line in prompts:
+        turns = len(line["prompt_tokens"]) // 2
+        for sample in range(2):
+            for turn in range(turns):
+                first = (line["index"] + sample + turn) % 3
+                seed, length = 1000 * line["index"] + sample, line["prompt_tokens"][sample * turns + turn]
+                expected += [(name, line["index"], seed, length) for name in order[first:] + order[:first]]
+    assert asked == expected
+    for line in prompts:
+        for row in line["rows"].values():
+            assert row["calls"] == len(row["texts"]) == len(row["digests"]) == len(line["prompt_tokens"])
+    assert any(row["digests"][0] != row["digests"][-1] for line in prompts for row in line["rows"].values())
+
+
+def test_a_second_turn_follows_the_first_rows_answer(folder: Path, tmp_path: Path) -> None:
+    methods = ["early_exit exit_layer=1", "autoregressive"]
+    out = run(plan(folder, num_prompts=9, methods=methods), tmp_path / "a.jsonl", [], quiet)
+    (line,) = (line for line in journal.read(out) if line["kind"] == "prompt" and len(line["prompt_tokens"]) == 2)
+    first = line["rows"]["early_exit"]["texts"][0]
+    assert first != line["rows"]["autoregressive"]["texts"][0]
+    _, tokenizer = load(folder / "model")
+    assert line["prompt_tokens"][1] == len(tokenizer(f"abc the stop{first}\n\nab bc")["input_ids"])
+
+
+def test_programs_are_run_with_leave_alone(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    data = {"tasks": ["humaneval"], "data_dir": str(Path(__file__).parent / "tasks"), "methods": ["autoregressive"]}
+    said: list[str] = []
+    out = run(plan(folder, **data, num_prompts=1), tmp_path / "a.jsonl", [], said.append)
+    assert any("humaneval: no score, programs run under --allow-code-execution only" in text for text in said)
+    allowed = plan(folder, **data, num_prompts=1, allow_code_execution=True)
+    scored = run(allowed, tmp_path / "b.jsonl", [], quiet)
+    for path, wanted in ((out, []), (scored, [{"pass": 0.0}])):
+        (line,) = (line for line in journal.read(path) if line["kind"] == "prompt")
+        assert line["rows"]["autoregressive"]["scores"] == wanted
+    monkeypatch.setattr("skipstone.bench.run.sandbox.run", lambda _: Outcome(False, "ValueError: no limits here", True))
+    with pytest.raises(OSError, match="every program would fail: ValueError: no limits here"):
+        run(allowed, tmp_path / "c.jsonl", [], quiet)
+
+
+def test_a_run_refused_by_the_model_leaves_no_file_in_the_way(folder: Path, tmp_path: Path) -> None:
+    out = tmp_path / "results.jsonl"
+    for wrong in ({"methods": ["layerskip exit_layer=99"]}, {"max_new_tokens": 100_000}):
+        with pytest.raises(ValueError, match=r"between 1 and 3|leave no room"):
+            run(plan(folder, **wrong), out, [], quiet)
+    run(plan(folder, methods=["autoregressive"], num_prompts=1), out, [], quiet)
+    assert [line["kind"] for line in journal.read(out)] == ["run", "model", "prompt"]
+
+
+def test_going_on_with_other_code_is_said(folder: Path, tmp_path: Path) -> None:
+    out, asked = tmp_path / "results.jsonl", plan(folder, methods=["autoregressive"], num_prompts=1)
+    run(asked, out, [], quiet)
+    lines = journal.read(out)
+    lines[0]["provenance"]["git"] = {"sha": "0123456789abcdef", "dirty": False}
+    out.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    said: list[str] = []
+    run(asked, out, [], said.append)
+    assert any("begun with other code (commit 0123456789ab)" in text for text in said)
 
 
 KILLS = (1, 4, 5, 5, 5, 4, 3, 3, 4, 3)

@@ -69,7 +69,10 @@ def test_a_torn_line_is_cut_off_and_written_again(tmp_path: Path, cut: int) -> N
 
 def test_another_plan_another_version_or_another_file_is_refused(tmp_path: Path) -> None:
     path = tmp_path / "results.jsonl"
-    Journal(path, PLAN, {}).__exit__(None, None, None)
+    Journal(path, {**PLAN, "seed": 7}, {}).__exit__(None, None, None)
+    with Journal(path, PLAN, {}) as file:  # nothing was measured yet: a corrected command begins anew
+        assert [line["kind"] for line in file.lines] == ["run"]
+        file.add({"kind": "prompt", "number": 0})
     content = path.read_bytes()
     with pytest.raises(ValueError, match=r"holds another run: extra, seed differ \(extra: None there, 1 here\)"):
         Journal(path, {**PLAN, "seed": 1, "extra": 1}, {})
@@ -91,5 +94,5 @@ def test_another_plan_another_version_or_another_file_is_refused(tmp_path: Path)
     with pytest.raises(ValueError, match="version 99, this skipstone reads version 1"):
         journal.read(path)
     path.write_bytes(content + b'{"kind": "pro\n{"kind": "prompt"}\n')
-    with pytest.raises(ValueError, match="line 2 is damaged"):
+    with pytest.raises(ValueError, match="line 3 is damaged"):
         journal.read(path)

@@ -55,6 +55,12 @@ def test_expected_speed_ups_by_hand() -> None:
     assert found[2] == Expected(3, 1.0, 3, pytest.approx(4 * 11 / (3 * 4 + 3 + 7 + 1)))
 
 
+@pytest.mark.parametrize("name", ["llama", "gpt2"])
+def test_a_prompt_up_to_the_end_of_the_models_positions_can_be_looked_at(name: str) -> None:
+    model = families.build(name, max_position_embeddings=32)
+    assert len(look(model, [prompt(28, vocab=50)], 4).tokens) == 4
+
+
 def test_costs_are_of_every_layer() -> None:
     found = lens.measure_costs(lens.LayeredModel(families.cached("llama")), 12)
     assert len(found.layers) == 4

@@ -1,13 +1,15 @@
 """Synthetic models: the wanted agreement, no loops, and the word SYNTHETIC wherever they show."""
 
+import json
+
 import pytest
 import torch
 
 from skipstone.bench import journal, surrogate
 from skipstone.bench.plan import read
 from skipstone.bench.report import report
-from skipstone.bench.run import run_surrogate
 from skipstone.bench.statistics import repeated_share
+from skipstone.bench.synthetic import run_surrogate
 
 SMALL = surrogate.parse("layers=4,hidden=64,vocab=256", 2, 0.8)
 
@@ -49,7 +51,9 @@ def test_surrogate_text_does_not_loop_and_its_prompts_repeat_with_the_seed():
 def plan(**more):
     usual = {"models": ["surrogate small"], "num_prompts": 2, "tune_prompts": 2, "prompt_tokens": 12, "max_new_tokens": 12}
     usual |= {"tune_tokens": 8, "ignore_eos": True, "dtype": "float32", "device": "cpu"}
-    return read(None, {**usual, **more})
+    choice = any("," in method for method in more["methods"])
+    left_out = () if choice else ("tune_prompts", "tune_tokens")
+    return read(None, {key: value for key, value in {**usual, **more}.items() if key not in left_out})
 
 
 def test_a_surrogate_run_is_labelled_synthetic_throughout(tmp_path, monkeypatch):
@@ -60,14 +64,33 @@ def test_a_surrogate_run_is_labelled_synthetic_throughout(tmp_path, monkeypatch)
     lines = journal.read(out)
     about = next(line for line in lines if line["kind"] == "model")["synthetic"]
     assert abs(about["realised_agreement"]["value"] - 0.8) < 0.1
-    assert "realised agreement" in said[-1]
+    assert any("agree with all at" in text and "0.8 was wanted" in text for text in said)
     prompts = [line for line in lines if line["kind"] == "prompt"]
     assert len(prompts) == 2
     assert all(len({str(row["digests"]) for row in line["rows"].values()}) == 1 for line in prompts)
-    assert report([out], "md").startswith("### SYNTHETIC MODEL: ")
+    assert "### SYNTHETIC MODEL: " in report([out], "md")
+    assert "agree with all at" in report([out], "md")
     assert "SYNTHETIC MODEL: random weights" in report([out], "html")
     tuned = next(line for line in lines if line["kind"] == "tuned")
     assert tuned["chosen"]["exit_layer"] == 2, "the exit that was calibrated"
+    # a killed run takes the calibration from its file, and measures the same model
+    kept = [line for line in lines if line["kind"] != "prompt" or line["index"] == 0]
+    out.write_text("".join(json.dumps(line) + "\n" for line in kept))
+    monkeypatch.setattr(surrogate, "calibrate", None)
+    run_surrogate(SMALL, plan(methods=methods), out, ["x"], said.append)
+    again = [line for line in journal.read(out) if line["kind"] == "prompt"]
+    assert [line["index"] for line in again] == [0, 1]
+    assert [line["digest"] for line in again] == [line["digest"] for line in prompts]
+    assert again[1]["rows"]["layerskip"]["digests"] == prompts[1]["rows"]["layerskip"]["digests"]
+
+
+def test_a_file_of_another_run_is_refused_before_anything_is_calibrated(tmp_path, monkeypatch):
+    monkeypatch.setattr(surrogate, "TOLERANCE", 0.05)
+    asked = plan(methods=["autoregressive"], tune_prompts=None)
+    out = run_surrogate(SMALL, asked, tmp_path / "s.jsonl", ["x"], lambda _: None)
+    monkeypatch.setattr(surrogate, "calibrate", None)
+    with pytest.raises(ValueError, match="holds another run: surrogate differ"):
+        run_surrogate(surrogate.parse("layers=4,hidden=64,vocab=256", 2, 0.7), asked, out, ["x"])
 
 
 def test_a_named_shape_without_agreement_is_for_plain_decoding(tmp_path, monkeypatch):
@@ -110,6 +133,13 @@ def test_a_config_file_is_a_shape(tmp_path):
     path = tmp_path / "config.json"
     surrogate.LlamaConfig(**SMALL.config).to_json_file(path, use_diff=False)
     assert surrogate.build(surrogate.parse(str(path)), 0).config.hidden_size == 64
+    written = json.loads(path.read_text())
+    path.write_text(json.dumps({**written, "dtype": "bfloat16", "torch_dtype": "bfloat16"}))
+    made = surrogate.plain(surrogate.parse(str(path)), 0, torch.float32, "cpu")
+    assert (made.dtype, made.config.hidden_size) == (torch.float32, 64)
+    path.write_text("{")
+    with pytest.raises(ValueError, match=r"config.json is no JSON"):
+        surrogate.parse(str(path))
     path.write_text('{"model_type": "llama", "hidden_size": 64}')
     with pytest.raises(ValueError, match="the config of a Llama has num_hidden_layers"):
         surrogate.parse(str(path))

@@ -146,8 +146,16 @@ def test_any_file_of_prompts_is_a_task(tmp_path: Path) -> None:
     assert [task.ask(row) for row in rows] == [["a"], ["b"], ["d", "e"]]
     assert task.score is not None
     assert [task.score.of(row, " c\n") for row in rows] == [{}, {"exact_match": 1.0}, {}]
-    with pytest.raises(ValueError, match="expected a text under prompt"):
-        task.ask({"question": "?"})
+    for record, said in {
+        '{"question": "?"}': "line 1: expected a text under prompt or text, or a list of texts under turns, found question",
+        '{"prompt": "a", "category": 1}': "line 1: category must be a text, found 1",
+        '{"prompt": "a", "reference": 42}': "line 1: reference must be a text, found 42",
+        '{"turns": ["a", 2]}': r"line 1: turns must be a list of texts, found \['a', 2\]",
+        "[1]": r"line 1: expected an object, found \[1\]",
+    }.items():
+        path.write_text(record + "\n")
+        with pytest.raises(ValueError, match=said):
+            task.rows(Path("/"))
     with pytest.raises(ValueError, match=r"unknown task 'gsm9k'; there are self, humaneval, "):
         tasks.named("gsm9k")
     with pytest.raises(FileNotFoundError, match="no such file of prompts"):

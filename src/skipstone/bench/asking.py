@@ -32,7 +32,7 @@ class Cell:
 
     def key(self) -> dict[str, Any]:
         """What its lines begin with."""
-        asked = {**self.question.model_dump(), "ignore_eos": self.plan.ignore_eos}
+        asked = {**self.question.model_dump(exclude={"num_prompts"}), "ignore_eos": self.plan.ignore_eos}
         return {
             "model": self.model,
             "number": self.number,
@@ -86,7 +86,7 @@ class Answers:
             "repeated_share": looped / len(tokens) if tokens else 0.0,
             "memory": max(memory) if memory else None,
             "scores": self.scores,
-            "text": self.texts[0],
+            "texts": self.texts,
             "stats": merged(stats).summary() if stats else None,
         }
 
@@ -95,12 +95,13 @@ def ask(model: PreTrainedModel, rows: Sequence[Row], one: Conversation, index: i
     """Every row on one prompt, in rotating order. The answer that a second turn follows is the first row's, for all rows: they
     are asked the same."""
     answers = {row.name: Answers() for row in rows}
-    lengths: list[int] = []
+    lengths, cut = [], 0
     for sample in range(cell.question.samples):
         said: list[Said] = []
         for turn in range(len(one)):
             ids = cell.reader.ids(one, said)
             lengths.append(len(ids))
+            cut += cell.reader.cuts(one, said)
             for row in rotated(rows, index + sample + turn):
                 seed = cell.plan.seed + 1000 * index + sample
                 found = measure(model, row, ids, index, cell.question.max_new_tokens, seed, cell.question.top_p)
@@ -117,6 +118,7 @@ def ask(model: PreTrainedModel, rows: Sequence[Row], one: Conversation, index: i
         "category": cell.task.category(one.row),
         "digest": one.digest,
         "prompt_tokens": lengths,
+        "cut": cut,
         "rows": {name: found.report() for name, found in answers.items()},
     }
 

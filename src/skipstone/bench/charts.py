@@ -14,8 +14,9 @@ PARTS = ("draft", "score", "other")
 
 
 def charts(group: Group) -> dict[str, str]:
-    """Title -> SVG of what can be drawn of a group. ImportError that says what to install without matplotlib."""
-    figures = {label: figures for label in group.labels if (figures := group.figures(label, group.shown())) is not None}
+    """Title -> SVG of what can be drawn of a group, titled. ImportError that says what to install without matplotlib."""
+    found = {group.shown_as(label): group.figures(label, group.shown()) for label in group.labels}
+    figures = {name: one for name, one in found.items() if one is not None}
     drawn = {
         "Speed-up over plain decoding": _speedups(figures),
         "Tokens a step": _lengths(figures),
@@ -24,7 +25,7 @@ def charts(group: Group) -> dict[str, str]:
         "Speed and score": _pareto(figures),
         "What every exit knows": _exits(group),
     }
-    return {title: svg for title, svg in drawn.items() if svg is not None}
+    return {title: _svg(figure, f"{title}: {group.title}") for title, figure in drawn.items() if figure is not None}
 
 
 def _axes() -> tuple[Any, Any]:
@@ -36,17 +37,18 @@ def _axes() -> tuple[Any, Any]:
     return figure, figure.subplots()
 
 
-def _svg(figure: Any) -> str:
+def _svg(figure: Any, title: str) -> str:
     """Without the XML declaration and a date; words stay words, and the same figures make the same bytes."""
     from matplotlib import rc_context
 
+    figure.suptitle(title.replace("$", r"\$"), fontsize=9)
     text = io.StringIO()
     with rc_context({"svg.fonttype": "none", "svg.hashsalt": "skipstone"}):
         figure.savefig(text, format="svg", metadata={"Date": None})
     return "".join(text.getvalue().partition("<svg")[1:])
 
 
-def _speedups(figures: dict[str, Any]) -> str | None:
+def _speedups(figures: dict[str, Any]) -> Any:
     """Bars with 95 % intervals."""
     found = {label: one["speedups"][BASELINE] for label, one in figures.items() if BASELINE in one["speedups"]}
     if len(found) < 2:
@@ -59,10 +61,10 @@ def _speedups(figures: dict[str, Any]) -> str | None:
     axes.axhline(1, color="black", linewidth=0.8)
     axes.set_ylabel("x plain decoding")
     axes.tick_params(axis="x", labelrotation=20)
-    return _svg(figure)
+    return figure
 
 
-def _lengths(figures: dict[str, Any]) -> str | None:
+def _lengths(figures: dict[str, Any]) -> Any:
     """How many tokens the steps committed, as shares of steps."""
     found = {label: one["acceptance_histogram"] for label, one in figures.items() if one.get("acceptance_rate") is not None}
     if not found:
@@ -76,10 +78,10 @@ def _lengths(figures: dict[str, Any]) -> str | None:
     axes.set_xlabel("tokens a step")
     axes.set_ylabel("share of steps")
     axes.legend()
-    return _svg(figure)
+    return figure
 
 
-def _breakdown(figures: dict[str, Any]) -> str | None:
+def _breakdown(figures: dict[str, Any]) -> Any:
     """Milliseconds of a step, drafting, scoring and the rest on top of one another."""
     found = {label: one for label, one in figures.items() if "draft_ms_per_step" in one}
     if not found:
@@ -92,10 +94,10 @@ def _breakdown(figures: dict[str, Any]) -> str | None:
         bottom = [low + value for low, value in zip(bottom, values, strict=True)]
     axes.set_xlabel("ms a step")
     axes.legend()
-    return _svg(figure)
+    return figure
 
 
-def _settings(group: Group) -> str | None:
+def _settings(group: Group) -> Any:
     """Of what was tuned: tokens a second of the best candidates, by the first setting of which there were several."""
     trials = [(label, trial) for label, line in group.tuned.items() for trial in line["trials"]]
     names = ("exit_layer", "confidence_threshold", "num_speculative_tokens", "num_assistant_tokens")
@@ -113,10 +115,10 @@ def _settings(group: Group) -> str | None:
     axes.set_xlabel(name)
     axes.set_ylabel("tokens/s while tuning")
     axes.legend()
-    return _svg(figure)
+    return figure
 
 
-def _pareto(figures: dict[str, Any]) -> str | None:
+def _pareto(figures: dict[str, Any]) -> Any:
     """Speed against the first score; what only loses is pale."""
     scored = {label: one for label, one in figures.items() if one["scores"]}
     found = {label: (one["tokens_per_second"], next(iter(one["scores"].values()))) for label, one in scored.items()}
@@ -129,10 +131,10 @@ def _pareto(figures: dict[str, Any]) -> str | None:
         axes.annotate(label, (speed, score), textcoords="offset points", xytext=(5, 5))
     axes.set_xlabel("tokens/s")
     axes.set_ylabel(next(name for one in figures.values() for name in one["scores"]))
-    return _svg(figure)
+    return figure
 
 
-def _exits(group: Group) -> str | None:
+def _exits(group: Group) -> Any:
     """Perplexity of the task's answers at every exit, and how often an exit agrees with the last."""
     if group.exits is None:
         return None
@@ -145,7 +147,7 @@ def _exits(group: Group) -> str | None:
     other = axes.twinx()
     other.plot(layers, group.exits["agreement"], "s--", color="#a85448")
     other.set_ylabel("agreement with the last layer", color="#a85448")
-    return _svg(figure)
+    return figure
 
 
 def _columns(points: Sequence[tuple[Any, Any]]) -> tuple[list[Any], list[Any]]:

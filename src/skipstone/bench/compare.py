@@ -11,7 +11,7 @@ from skipstone.bench.journal import Line
 from skipstone.bench.lineup import BASELINE, THEIRS
 from skipstone.bench.peers import PEERS
 from skipstone.bench.report import load
-from skipstone.bench.statistics import Estimate, bootstrap_product
+from skipstone.bench.statistics import LOOPING, Estimate, bootstrap_product, bootstrap_rate
 from skipstone.bench.tables import Table
 
 
@@ -19,9 +19,10 @@ from skipstone.bench.tables import Table
 class Change:
     """One method on one task in two runs.
 
-    speed: tokens a second of the second run over those of the first. relative: the same, each over its own run's plain decoding
-    (plain decoding over transformers'), which takes the machine's mood out of it; None where a run has none. same: prompts, of
-    `prompts`, whose texts are the same.
+    speed: tokens a second of the second run over those of the first. relative: the same, each over its own run's yardstick
+    (transformers' `generate`, else our plain decoding), which takes the machine's mood out of it; None where a run has none.
+    by_theirs: that yardstick is transformers'. same: prompts, of `prompts`, whose texts are the same. faithful: greedy texts of
+    a lossless method that are the yardstick's, in either run. scores: name -> mean change with its interval.
     """
 
     title: str
@@ -30,11 +31,26 @@ class Change:
     prompts: int
     speed: Estimate
     relative: Estimate | None
+    by_theirs: bool
     same: int
+    faithful: tuple[int, int] | None
+    scores: dict[str, Estimate]
 
     def slower(self, tolerance: float) -> bool:
-        """Whether it certainly lost more than the tolerance. What is not ours to change is never slower."""
-        return self.method not in PEERS and (self.relative or self.speed).high < 1 - tolerance
+        """Whether it certainly lost more than the tolerance. What is not ours to change is never slower; over our own plain
+        decoding, which may have become faster, only what lost speed itself is."""
+        if self.method in PEERS:
+            return False
+        lost = (self.relative or self.speed).high < 1 - tolerance
+        return lost and (self.by_theirs or self.relative is None or self.speed.value < 1)
+
+    def worse(self, tolerance: float) -> list[str]:
+        """Everything that CI should stop at."""
+        found = ["SLOWER"] if self.slower(tolerance) else []
+        if self.faithful is not None and self.faithful[1] < self.faithful[0]:
+            found.append(f"OTHER TEXTS: {self.faithful[1]} instead of {self.faithful[0]} are plain decoding's")
+        lower = [name for name, change in self.scores.items() if change.high < 0 and self.method not in PEERS]
+        return found + [f"LOWER {name}" for name in lower]
 
 
 def compare(one: Path, other: Path) -> list[Change]:
@@ -58,21 +74,49 @@ def _changes(a: Group, b: Group) -> list[Change]:
     for line in a.lines:
         old.setdefault(line["digest"], []).append(line["rows"])
     pairs = [(old[line["digest"]].pop(0), line["rows"]) for line in b.lines if old.get(line["digest"])]
+    calm = [pair for pair in pairs if all(row["repeated_share"] < LOOPING for rows in pair for row in rows.values())]
     found = []
     for label in (label for label in a.labels if label in b.labels):
-        both = [(x[label], y[label]) for x, y in pairs if label in x and label in y]
-        if not both:
-            continue
-        method = a.about["methods"][label]["method"]
-        yardstick = a.called(THEIRS if method == BASELINE else BASELINE)
-        rulers = [(x[yardstick], y[yardstick]) for x, y in pairs if yardstick in x and yardstick in y]
-        mine, base = [_rate([y for _, y in both])], [_rate([x for x, _ in both])]
-        relative = None
-        if method not in PEERS and len(rulers) == len(both):
-            relative = bootstrap_product([*mine, _rate([x for x, _ in rulers])], [*base, _rate([y for _, y in rulers])])
-        same = sum(x["digests"] == y["digests"] for x, y in both)
-        found.append(Change(a.title, label, method, len(both), bootstrap_product(mine, base), relative, same))
+        both = [(x, y) for x, y in calm or pairs if label in x and label in y]
+        if both:
+            found.append(_change(a, label, both))
     return found
+
+
+def _change(group: Group, label: str, both: Sequence[tuple[Line, Line]]) -> Change:
+    """both: the rows of either run, prompt by prompt."""
+    about = group.about["methods"][label]
+    mine = [(x[label], y[label]) for x, y in both]
+    rulers = (group.called(THEIRS), None if about["method"] == BASELINE else group.called(BASELINE))
+    yardstick = next((one for one in rulers if one and all(one in x and one in y for x, y in both)), None)
+    new, base = [_rate([y for _, y in mine])], [_rate([x for x, _ in mine])]
+    relative, faithful = None, None
+    if yardstick and about["method"] not in PEERS:
+        ruled = [(x[yardstick], y[yardstick]) for x, y in both]
+        relative = bootstrap_product([*new, _rate([x for x, _ in ruled])], [*base, _rate([y for _, y in ruled])])
+        if about["lossless"] and not group.temperature:
+            equal = [
+                [m["digests"] == r["digests"] for m, r in zip(one, two, strict=True)]
+                for one, two in zip(mine, ruled, strict=True)
+            ]
+            faithful = (sum(one for one, _ in equal), sum(two for _, two in equal))
+    same = sum(x["digests"] == y["digests"] for x, y in mine)
+    by_theirs = yardstick is not None and yardstick == group.called(THEIRS)
+    speed = bootstrap_product(new, base)
+    scores = _score_changes(mine)
+    return Change(
+        group.title, group.shown_as(label), about["method"], len(mine), speed, relative, by_theirs, same, faithful, scores
+    )
+
+
+def _score_changes(mine: Sequence[tuple[Line, Line]]) -> dict[str, Estimate]:
+    """Name -> mean change of a score over the prompts that have it in both runs, with its paired interval."""
+    changes: dict[str, list[float]] = {}
+    for old, new in mine:
+        for name in {name for one in old["scores"] for name in one} & {name for one in new["scores"] for name in one}:
+            before, after = ([one[name] for one in row["scores"] if name in one] for row in (old, new))
+            changes.setdefault(name, []).append(sum(after) / len(after) - sum(before) / len(before))
+    return {name: bootstrap_rate(values, [1.0] * len(values)) for name, values in changes.items()}
 
 
 def _rate(rows: Sequence[Line]) -> tuple[list[float], list[float]]:
@@ -80,7 +124,7 @@ def _rate(rows: Sequence[Line]) -> tuple[list[float], list[float]]:
 
 
 def table(changes: Sequence[Change], tolerance: float) -> Table:
-    """Every change in a row, what is slower marked."""
+    """Every change in a row, what is worse marked."""
     rows = [
         [
             change.title,
@@ -89,9 +133,10 @@ def table(changes: Sequence[Change], tolerance: float) -> Table:
             str(change.speed),
             str(change.relative or "-"),
             f"{change.same}/{change.prompts}",
-            "SLOWER" if change.slower(tolerance) else "",
+            ", ".join(f"{name} {one.value:+.3f}" for name, one in change.scores.items()) or "-",
+            "; ".join(change.worse(tolerance)),
         ]
         for change in changes
     ]
-    columns = ["run", "method", "prompts", "x tokens/s", "x yardstick", "same texts", ""]
+    columns = ["run", "method", "prompts", "x tokens/s", "x yardstick", "same texts", "score", ""]
     return Table("second run against the first", columns, rows)

@@ -15,8 +15,11 @@ from skipstone.api import token_ids
 from skipstone.bench.task import Row
 from skipstone.loading import bos_prefix
 
-VICUNA = "A chat between a curious user and an assistant."
-"""Stands before the turns where a chat is asked for and the model has no template, in the manner of Vicuna's (Spec-Bench's)."""
+VICUNA = (
+    "A chat between a curious user and an artificial intelligence assistant. "
+    "The assistant gives helpful, detailed, and polite answers to the user's questions."
+)
+"""Stands before the turns where a chat is asked for and the model has no template: Vicuna's, as in Spec-Bench."""
 
 Said = tuple[str, str]
 """A turn and its answer."""
@@ -57,13 +60,21 @@ class Reader:
         if one.ids is not None:
             return one.ids[-self.limit :]
         assert self.tokenizer is not None
-        found = token_ids(self._prompt(one.turns[: len(said) + 1], [answer for _, answer in said]), self.tokenizer)
+        found = self._whole(one, said)
         if not found:
             raise ValueError(f"{one.source}: the prompt is empty")
         if len(found) > self.limit:
             first = bos_prefix(self.tokenizer)
             found = [*first, *found[len(found) - max(1, self.limit - len(first)) :]]
         return torch.tensor(found)
+
+    def cuts(self, one: Conversation, said: Sequence[Said] = ()) -> bool:
+        """Whether `ids` leaves out a beginning."""
+        return len(one.ids if one.ids is not None else self._whole(one, said)) > self.limit
+
+    def _whole(self, one: Conversation, said: Sequence[Said]) -> list[int]:
+        assert self.tokenizer is not None
+        return token_ids(self._prompt(one.turns[: len(said) + 1], [answer for _, answer in said]), self.tokenizer)
 
     def _prompt(self, turns: Sequence[str], answers: Sequence[str]) -> Any:
         pairs = list(zip(turns, answers, strict=False))
@@ -72,7 +83,8 @@ class Reader:
         if getattr(self.tokenizer, "chat_template", None):
             told = [({"role": "user", "content": turn}, {"role": "assistant", "content": answer}) for turn, answer in pairs]
             return [*(part for pair in told for part in pair), {"role": "user", "content": turns[-1]}]
-        told = "".join(f" USER: {turn} ASSISTANT: {answer}" for turn, answer in pairs)
+        end = getattr(self.tokenizer, "eos_token", None) or ""
+        told = "".join(f" USER: {turn} ASSISTANT: {answer}{end}" for turn, answer in pairs)
         return f"{VICUNA}{told} USER: {turns[-1]} ASSISTANT:"
 
     def continuation(self, text: str) -> Tensor:

@@ -26,12 +26,12 @@ def conversations(task: Task, question: Question, plan: Plan, data: Path | None)
     usual = len(rows) - spare if question.protocol else min(USUAL_PROMPTS, len(rows) - spare)
     wanted = usual if question.num_prompts is None else question.num_prompts
     tuned = min(spare, max(0, len(rows) - wanted))
-    if wanted > len(rows) or wanted < 1:
-        raise ValueError(f"task {task.name} has {len(rows)} prompts, {question.num_prompts or 'some'} are asked for")
-    if spare and not tuned:
+    if wanted > len(rows):
+        raise ValueError(f"task {task.name} has {len(rows)} prompts, {wanted} are asked for")
+    if spare and (wanted < 1 or not tuned):
         raise ValueError(
-            f"settings are to be chosen, but all {len(rows)} prompts of {task.name} are reported: lower num_prompts, or say "
-            "which settings to take"
+            f"settings are to be chosen on prompts that are not reported, and {task.name} has {len(rows)} in all: lower "
+            "num_prompts or tune_prompts, or say which settings to take"
         )
     report, rest = sorted(places[:wanted]), places[wanted : wanted + tuned]
 

@@ -53,9 +53,23 @@ class Group:
     @property
     def title(self) -> str:
         """What stands above its table."""
-        sampled = f", T = {self.temperature:g}" if self.temperature else ", greedy"
+        sampled = "" if self.temperature else ", greedy"
         looping = "" if self.headline() else ", all prompts: every one loops somewhere"
-        return f"{self.model}, {self.task}{sampled}{looping}"
+        return f"{self.subject}, {self.name}{sampled}{looping}"
+
+    @property
+    def subject(self) -> str:
+        """The model as it is to be called everywhere."""
+        return f"SYNTHETIC MODEL: {self.model}" if self.about["synthetic"] else self.model
+
+    @property
+    def name(self) -> str:
+        """The task, and its temperature where it samples."""
+        return f"{self.task}, T = {self.temperature:g}" if self.temperature else self.task
+
+    def shown_as(self, label: str) -> str:
+        """A method as it is to be called everywhere."""
+        return label if self.about["methods"][label]["lossless"] else f"{label} (lossy)"
 
     @property
     def labels(self) -> list[str]:

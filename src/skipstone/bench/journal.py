@@ -1,8 +1,9 @@
 """The file of a run: JSON lines that only grow, each on the disk before the next begins, so that a killed run loses the line it
 was writing and nothing else.
 
-The first line says what is run and where (kind "run"); then come the settings that were found (kind "tuned"), a line a prompt
-(kind "prompt") and, after an interruption, what the run went on with (kind "resumed").
+The first line says what is run and where (kind "run"). Then come a line a model ("model"; "calibrated" for a synthetic one),
+calls made to choose settings ("trial") and what was chosen ("tuned"), how well exits predict a task's answers ("exits"), a line
+a prompt ("prompt") and, after an interruption, what the run went on with ("resumed").
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ import fcntl
 import json
 import math
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -19,6 +20,21 @@ from typing import Any
 VERSION = 1
 MACHINE = ("cpu", "cuda", "threads", "packages")
 """What of the provenance a run that goes on must share with its beginning."""
+UNMEASURED = ("run", "resumed", "model")
+"""Kinds of a file with which nothing is lost."""
+_CELL = ("model", "number", "task", "temperature", "question")
+NEEDED: dict[str, tuple[str, ...]] = {
+    "run": ("plan", "provenance"),
+    "resumed": ("provenance",),
+    "model": ("model", "dtype", "device", "ceiling", "synthetic", "refused", "methods"),
+    "calibrated": ("model", "factor"),
+    "trial": (*_CELL, "method", "candidate", "prompt", "tokens", "seconds"),
+    "tuned": (*_CELL, "method", "candidate", "chosen", "candidates", "calls", "trials"),
+    "exits": (*_CELL, "prompts", "tokens", "perplexity", "agreement"),
+    "prompt": (*_CELL, "index", "digest", "rows"),
+}
+"""Kind of a line -> what it must say."""
+_ROW = ("tokens", "seconds", "first_seconds", "calls", "digests", "repeated_share", "memory", "scores", "stats")
 BEGINNING = b'{"kind": "run"'
 Line = dict[str, Any]
 
@@ -47,10 +63,41 @@ def read(path: Path) -> list[Line]:
             raise ValueError(f"{path}, line {number} is damaged: {error}") from error
         if number == 1 and (not isinstance(line, dict) or line.get("kind") != "run"):
             raise ValueError(f"{path} is no file of results: it must begin with a line of kind run")
+        if number == 1 and line.get("version") != VERSION:
+            raise ValueError(f"{path} is of version {line.get('version')}, this skipstone reads version {VERSION}")
         lines.append(line)
-    if lines and lines[0].get("version") != VERSION:
-        raise ValueError(f"{path} is of version {lines[0].get('version')}, this skipstone reads version {VERSION}")
     return lines
+
+
+def check(path: Path, lines: Sequence[Line]) -> None:
+    """ValueError for the first line that does not say what its kind says."""
+    models: dict[str, Line] = {}
+    for number, line in enumerate(lines, 1):
+        if (fault := _fault(line, models)) is not None:
+            raise ValueError(f"{path}, line {number} is damaged: {fault}")
+        if line["kind"] == "model":
+            models[line["model"]] = line
+
+
+def _fault(line: Any, models: Mapping[str, Line]) -> str | None:
+    """What is wrong with a line, None where nothing is. models: what was said about models before."""
+    if not isinstance(line, dict) or line.get("kind") not in NEEDED:
+        return f"expected an object with a kind, one of {', '.join(NEEDED)}"
+    kind = line["kind"]
+    if missing := [key for key in NEEDED[kind] if key not in line]:
+        return f"a line of kind {kind} says {missing[0]!r}, this one does not"
+    if kind != "prompt":
+        return None
+    if line["model"] not in models:
+        return f"nothing was said about the model {line['model']!r} before"
+    for label, row in line["rows"].items():
+        if missing := [key for key in _ROW if not isinstance(row, dict) or key not in row]:
+            return f"the row {label} has no {missing[0]!r}"
+        if label not in models[line["model"]]["methods"]:
+            return f"nothing was said about the method {label!r} before"
+        if not row["seconds"] > 0:
+            return f"the row {label} took {row['seconds']} seconds"
+    return None
 
 
 def _whole(data: bytes) -> bytes:
@@ -74,6 +121,8 @@ class Journal:
             self._file.close()
             raise ValueError(f"{path} is being written by another run") from error
         self.lines: list[Line] = [] if fresh else read(path)
+        if all(line["kind"] in UNMEASURED for line in self.lines):
+            self.lines = []
         begun, plan = bool(self.lines), plain(plan)
         if begun:
             self._same(plan, plain(provenance))
@@ -96,6 +145,11 @@ class Journal:
                 f"{self.path} holds another run: {', '.join(different)} differ ({key}: {there.get(key)!r:.100} there, "
                 f"{here.get(key)!r:.100} here); give another --out, or --fresh to begin anew"
             )
+
+    def other_code(self) -> str | None:
+        """The commit that the file was begun with, where it is another than that of this run or was changed since."""
+        shas = [line["provenance"].get("git") or {} for line in self.lines if line["kind"] in ("run", "resumed")]
+        return shas[0].get("sha") if any(one != shas[0] for one in shas) else None
 
     def add(self, line: Line) -> None:
         """Write a line; when this returns, it is on the disk. OSError where the disk is full: what was there stays whole."""

@@ -95,7 +95,10 @@ def look(model: PreTrainedModel, prompts: Sequence[Tensor], max_new_tokens: int)
     stays = same.flip(0).cumprod(0).flip(0)  # from here to the last layer
     first = (layered.depth + 1 - stays.sum(0)).tolist()
     agreement = same.double().mean(1).tolist()
-    costs = measure_costs(layered, int(prompts[0].shape[0]))
+    length = min(len(prompts[0]), layered.max_positions - max(LENGTHS) - 1)
+    if length < 0:
+        raise ValueError(f"the model has {layered.max_positions} positions, too few to time drafts of {max(LENGTHS)} tokens")
+    costs = measure_costs(layered, length)
     return Lens(
         tokens,
         top.tolist(),

@@ -59,6 +59,8 @@ def parse(text: str) -> Wish:
         key, equals, value = pair.partition("=")
         if not equals or not value:
             raise ValueError(f"settings of a method are key=value or key=value,value; found {pair!r} after {name}")
+        if key.replace("-", "_") in wish:
+            raise ValueError(f"{key} is given twice after {name}")
         values = [_value(one) for one in value.split(",")]
         wish[key.replace("-", "_")] = values if len(values) > 1 else values[0]
     return wish
@@ -112,6 +114,11 @@ def entrants(wishes: Sequence[Wish], model: PreTrainedModel, tune: bool) -> tupl
             engines = [Skipstone(resolve_for(model, {"method": name, **one})) for one in choices(given)]
             for engine in engines:
                 engine.method.check(layered)
+            if len(engines) > 1 and not METHODS[name].lossless:
+                raise ValueError(
+                    f"{name} may change the text, so a choice by speed would be none: name every setting as a method of its "
+                    "own with a label=..."
+                )
             found.append(Entrant(label(wish), name, tuple(engines), lossless=METHODS[name].lossless))
             continue
         peers = [_peer(PEERS[name], one, model) for one in choices(given)]

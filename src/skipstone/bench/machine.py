@@ -70,6 +70,16 @@ def kv_bytes(model: PreTrainedModel) -> int:
     return session.store.bytes() // (session.store.capacity + 1)
 
 
+def told(name: str, found: dict[str, Any], about: dict[str, Any] | None = None) -> str:
+    """The ceiling in a sentence. about: the model's line, where its dtype and device are to be said."""
+    mark = "SYNTHETIC MODEL (random weights): " if about and about["synthetic"] else ""
+    where = f", {about['dtype']}, {about['device']}" if about else ""
+    return (
+        f"{mark}{name}{where}: {found['bandwidth_gb_per_second']:.1f} GB/s of memory allow plain decoding at most "
+        f"{found['tokens_per_second']:.0f} tokens/s."
+    )
+
+
 def ceiling(model: PreTrainedModel, mean_length: float, megabytes: int | None = None) -> dict[str, Any]:
     """Most tokens per second at batch 1 if memory were all that counts: bytes of weights and KV a token over the bandwidth.
 

@@ -13,6 +13,7 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, dataclass
 from functools import cache
 from typing import Any, ClassVar
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor
@@ -20,15 +21,18 @@ from transformers import PreTrainedModel, StaticCache, StoppingCriteria, Stoppin
 
 from skipstone.bench.measure import Emitted, synchronise
 from skipstone.core.model import LayeredModel
+from skipstone.core.protocol import whole_number
 from skipstone.loading import load_model
 
 
 @dataclass(frozen=True)
 class Peer:
-    """Base of transformers' ways of decoding; fields of subclasses are what can be set. sampled: it may sample too."""
+    """Base of transformers' ways of decoding; fields of subclasses are what can be set. sampled: it may sample too.
+    long_warm_up: it is to be warmed up with as many tokens as will be asked for."""
 
     name: ClassVar[str]
     sampled: ClassVar[bool] = True
+    long_warm_up: ClassVar[bool] = False
 
     @property
     def settings(self) -> dict[str, Any]:
@@ -40,7 +44,14 @@ class Peer:
         return {}
 
     def check(self, model: PreTrainedModel) -> None:
-        """ValueError for settings that do not fit the model."""
+        """ValueError for settings that are impossible, or do not fit the model."""
+        for name, value in self.settings.items():
+            if name.endswith("num_tokens") or name == "num_assistant_tokens":
+                whole_number(f"{self.name}: {name}", value, 1)
+            if name == "confidence_threshold":
+                number = isinstance(value, (int, float)) and not isinstance(value, bool)
+                if not number or not 0 <= value <= 1:
+                    raise ValueError(f"{self.name}: {name} must be a number in [0, 1], found {value!r}")
 
     def refusal(self, model: PreTrainedModel) -> str | None:
         """Why this model cannot be decoded so, None where it can."""
@@ -57,18 +68,24 @@ class HFGenerate(Peer):
         return _generate(model, prompt, options)
 
 
+_SIZES: WeakKeyDictionary[PreTrainedModel, int] = WeakKeyDictionary()
+
+
 @dataclass(frozen=True)
 class HFGenerateStatic(Peer):
     """`model.generate` with a static cache, whose decoding steps transformers compiles (torch.compile) on a GPU.
 
-    The cache holds the next power of two of tokens: few sizes, so that little is compiled twice, and none much too large.
+    The cache holds the next power of two of tokens and never becomes smaller for a model, so that hardly anything is compiled
+    after the warm-up, which therefore asks for as many tokens as the task.
     """
 
     name: ClassVar[str] = "hf-generate-static"
+    long_warm_up: ClassVar[bool] = True
 
     def generate(self, model: PreTrainedModel, prompt: Tensor, options: dict[str, Any], seed: int) -> Emitted:
         needed = prompt.shape[1] + options["max_new_tokens"]
-        cache = StaticCache(config=model.config, max_cache_len=1 << (needed - 1).bit_length())
+        size = _SIZES[model] = max(1 << (needed - 1).bit_length(), _SIZES.get(model, 0))
+        cache = StaticCache(config=model.config, max_cache_len=size)
         return _generate(model, prompt, {**options, "past_key_values": cache})
 
 
@@ -92,8 +109,10 @@ class HFEarlyExit(Peer):
         return {"exit_layer": own["exit_layer"]} if "exit_layer" in own else {}
 
     def check(self, model: PreTrainedModel) -> None:
+        super().check(model)
         depth = model.config.num_hidden_layers
-        if not isinstance(self.exit_layer, int) or not 1 <= self.exit_layer < depth:
+        whole_number("hf-early-exit: exit_layer", self.exit_layer, 1)
+        if self.exit_layer >= depth:
             raise ValueError(f"hf-early-exit: exit_layer must lie between 1 and {depth - 1}, found {self.exit_layer!r}")
 
     def refusal(self, model: PreTrainedModel) -> str | None:
@@ -120,6 +139,7 @@ class HFAssisted(Peer):
     confidence_threshold: float = 0.4
 
     def check(self, model: PreTrainedModel) -> None:
+        super().check(model)
         _assistant(self.assistant, model.dtype, str(model.device))  # loaded now, and not within a timed call
 
     def generate(self, model: PreTrainedModel, prompt: Tensor, options: dict[str, Any], seed: int) -> Emitted:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -104,6 +105,7 @@ class Question(Part):
     samples: int = 1
     chat: bool = False
     tabs: bool = False
+    rouge: bool = False
     protocol: str | None = None
 
 
@@ -118,6 +120,8 @@ def read(path: Path | None, given: dict[str, Any]) -> Plan:
     except ValidationError as error:
         raise ValueError(f"{path}: {first_fault(error)}" if path is not None else first_fault(error)) from error
     resolved(plan)
+    if (idle := sorted({"tune_prompts", "tune_tokens"} & given.keys())) and not chooses(plan):
+        raise ValueError(f"{idle[0]} has no effect: no setting is to be chosen (--tune, or several values of a setting)")
     return plan
 
 
@@ -128,9 +132,10 @@ def question(plan: Plan, asked: Asked) -> Question:
     below: dict[str, Any] = {}
     if protocol is not None:
         preset = protocols.preset(protocol, asked.task)
-        names = ("shots", "num_prompts", "max_new_tokens", "temperature", "top_p", "samples", "chat", "tabs")
-        below = {name: getattr(preset, name) for name in names}
+        below = {name: value for name, value in vars(preset).items() if name != "ours"}
     merged = {**below, **shared, **own}
+    if merged.get("temperature", 0.0) == 0 and {"top_p"} & {*own, *shared} and merged["top_p"] < 1:
+        raise ValueError(f"task {asked.task}: top_p={merged['top_p']} means nothing at temperature 0")
     if merged.get("temperature", 0.0) == 0 and merged.get("samples", 1) > 1:
         raise ValueError(f"task {asked.task}: {merged['samples']} samples at temperature 0 would all be the same text")
     return Question.model_validate(merged)
@@ -142,5 +147,9 @@ def chooses(plan: Plan) -> bool:
 
 
 def resolved(plan: Plan) -> list[tuple[Task, Question]]:
-    """Every task of a plan with how it is asked."""
-    return [(tasks.named(asked.task), question(plan, asked)) for asked in plan.tasks]
+    """Every task of a plan with how it is asked, and scored as its protocol wants."""
+    found = []
+    for asked in plan.tasks:
+        task, how = tasks.named(asked.task), question(plan, asked)
+        found.append((replace(task, score=tasks.rouge(task.rouge)) if how.rouge and task.rouge else task, how))
+    return found

@@ -13,8 +13,8 @@ class Preset:
     """One task under one paper's protocol.
 
     shots: solved examples before the question. num_prompts: None takes all. temperature 0 is greedy. samples: outputs a prompt.
-    chat: prompts are turns of a chat, in the model's template. tabs: code is indented by tabs. ours: what the paper does not
-    state.
+    chat: prompts are turns of a chat, in the model's template. tabs: code is indented by tabs. rouge: outputs are scored by
+    ROUGE. ours: what the paper does not state.
     """
 
     shots: int = 0
@@ -25,22 +25,30 @@ class Preset:
     samples: int = 1
     chat: bool = False
     tabs: bool = False
+    rouge: bool = False
     ours: str = ""
 
 
 PROTOCOLS: dict[str, dict[str, Preset]] = {
     # LayerSkip (arXiv 2404.16710), section 6.2 and its repository's defaults
     "layerskip": {
-        "cnn_dm": Preset(shots=1),
+        "cnn_dm": Preset(shots=1, ours="a blank line between example and question"),
         "xsum": Preset(),
-        "humaneval": Preset(),
+        "humaneval": Preset(rouge=True),
         "topv2": Preset(max_new_tokens=80),
     },
     # SWIFT (arXiv 2410.06916), section 5.1 and appendix B.1
     "swift": {
-        "cnn_dm": Preset(shots=1, max_new_tokens=64, num_prompts=1000),
-        "gsm8k": Preset(shots=5, max_new_tokens=64, num_prompts=1000, ours="the wording of the prompt"),
-        "tinystories": Preset(shots=1, max_new_tokens=128, num_prompts=1000, ours="where a story is cut: after 32 words"),
+        "cnn_dm": Preset(shots=1, max_new_tokens=64, num_prompts=1000, ours="a blank line between example and question"),
+        "gsm8k": Preset(
+            shots=5,
+            max_new_tokens=64,
+            num_prompts=1000,
+            ours="the wording of the prompt, and which examples are shown: the first ones",
+        ),
+        "tinystories": Preset(
+            shots=1, max_new_tokens=128, num_prompts=1000, ours="the prompt: a story up to its 32nd word, after a whole one"
+        ),
         "humaneval": Preset(tabs=True),
         "alpaca": Preset(num_prompts=1000, chat=True, ours="the prompt is the instruction as it is"),
     },
@@ -54,9 +62,9 @@ PROTOCOLS: dict[str, dict[str, Preset]] = {
     },
     # AdaSD (arXiv 2512.11280), section 4: prompts and temperature are not stated
     "adasd": {
-        "gsm8k": Preset(temperature=1.0, chat=True, ours="prompt and temperature"),
-        "humaneval": Preset(temperature=1.0, chat=True, ours="prompt and temperature"),
-        "mmlu": Preset(temperature=1.0, chat=True, ours="prompt and temperature"),
+        "gsm8k": Preset(temperature=1.0, chat=True, ours="prompt, temperature and 512 new tokens"),
+        "humaneval": Preset(temperature=1.0, chat=True, ours="prompt, temperature and 512 new tokens"),
+        "mmlu": Preset(temperature=1.0, chat=True, ours="prompt, temperature and 512 new tokens"),
     },
     # Spec-Bench (arXiv 2401.07851)
     "spec-bench": {"spec-bench": Preset(max_new_tokens=1024, chat=True)},

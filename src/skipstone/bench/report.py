@@ -14,12 +14,13 @@ from rich import box
 from rich.console import Console
 from rich.table import Table as RichTable
 
-from skipstone.bench import journal
+from skipstone.bench import journal, machine
 from skipstone.bench.charts import charts
 from skipstone.bench.figures import Group, groups
 from skipstone.bench.journal import Line, plain
 from skipstone.bench.protocols import preset
-from skipstone.bench.tables import LEGEND, NONE, Table, tables
+from skipstone.bench.surrogate import told
+from skipstone.bench.tables import LEGEND, NONE, Table, csv_of, tables
 
 WIDTH = 150
 IN_FILES = ("repeats", "TTFT ms", "TPOT ms", "peak MiB", "ceiling")
@@ -41,6 +42,7 @@ def load(paths: Sequence[Path]) -> tuple[list[Line], list[Group]]:
     found: list[Group] = []
     for path in paths:
         own = journal.read(path)
+        journal.check(path, own)
         made = groups(own)
         if not made:
             raise ValueError(f"{path} holds no measured prompt yet")
@@ -54,9 +56,10 @@ def report(paths: Sequence[Path], form: str, layout: str = "own") -> str:
     lines, found = load(paths)
     if form == "md":
         legend = [LEGEND, ""] if layout == "own" else []
-        return "\n".join([*(table.markdown() for table in tables(found, layout)), *legend, *_notes(lines)]) + "\n"
+        shown = (table.markdown() for table in tables(found, layout))
+        return "\n".join([*_ceilings(lines), "", *shown, *legend, *_notes(lines)]) + "\n"
     if form == "csv":
-        return "".join(table.csv() for table in tables(found, layout))
+        return csv_of(found) if layout == "own" else "\n".join(table.csv() for table in tables(found, layout))
     if form == "json":
         return json.dumps(plain({"runs": _runs(lines), "groups": [_figures(group) for group in found]}), indent=1) + "\n"
     if form == "html":
@@ -88,17 +91,21 @@ def _methods(group: Group) -> dict[str, Any]:
     }
 
 
+def _ceilings(lines: Sequence[Line]) -> list[str]:
+    """What the machine allows, first of all."""
+    return [machine.told(line["model"], line["ceiling"], line) for line in lines if line["kind"] == "model"]
+
+
 def _notes(lines: Sequence[Line]) -> list[str]:
-    """What a table alone does not say: the ceiling, chosen settings, what is missing, where it was measured."""
+    """What a table alone does not say: chosen settings, what is missing or was cut, where it was measured."""
     notes = []
+    cut = Counter((line["model"], line["task"]) for line in lines if line["kind"] == "prompt" and line.get("cut"))
+    for (model, task), count in cut.items():
+        notes.append(f"{model}, {task}: {count} prompts lost their beginning, for the model or --prompt-tokens.")
     for line in lines:
         if line["kind"] == "model":
-            ceiling = line["ceiling"]
-            mark = "SYNTHETIC MODEL (random weights): " if line["synthetic"] else ""
-            notes.append(
-                f"{mark}{line['model']}, {line['dtype']}, {line['device']}: {ceiling['bandwidth_gb_per_second']:.1f} GB/s of "
-                f"memory allow plain decoding at most {ceiling['tokens_per_second']:.0f} tokens/s."
-            )
+            if line["synthetic"] and "realised_agreement" in line["synthetic"]:
+                notes.append(f"SYNTHETIC MODEL: {told(line['synthetic'])}.")
             notes += [f"{label}: no row, {reason}." for label, reason in line["refused"].items()]
         if line["kind"] == "tuned":
             settings = ", ".join(f"{name}={value}" for name, value in line["chosen"].items())
@@ -130,11 +137,11 @@ def page(lines: Sequence[Line], found: Sequence[Group], shown: Sequence[Table]) 
     parts.append("<h1>skipstone bench</h1>")
     if any(group.about["synthetic"] for group in found):
         parts.append("<p class=synthetic>SYNTHETIC MODEL: random weights. Nothing here is about a language model.</p>")
+    parts += [f"<p>{html.escape(text)}</p>" for text in _ceilings(lines)]
     for table in shown:
         parts += [f"<h2>{html.escape(table.title)}</h2>", _html(table)]
     for group in found:
-        for title, svg in charts(group).items():
-            parts.append(f"<figure><figcaption>{html.escape(f'{title}: {group.title}')}</figcaption>{svg}</figure>")
+        parts += [f"<figure>{svg}</figure>" for svg in charts(group).values()]
     parts.append(f"<p>{html.escape(LEGEND)}</p>")
     parts += [f"<pre>{html.escape(note)}</pre>" for note in _notes(lines)]
     return "\n".join(parts) + "\n"
@@ -149,9 +156,8 @@ def pictures(paths: Sequence[Path], folder: Path) -> list[Path]:
     written: list[Path] = []
     stems: Counter[str] = Counter()
     for group in found:
-        temperature = f"T {group.temperature:g}" if group.temperature else ""
         for title, svg in charts(group).items():
-            words = " ".join([group.model if several else "", group.task, temperature, title])
+            words = " ".join([group.subject if several or group.about["synthetic"] else "", group.name, title])
             stem = re.sub(r"[^a-z0-9.]+", "-", words.lower()).strip("-")
             stems[stem] += 1
             path = folder / (f"{stem}-{stems[stem]}.svg" if stems[stem] > 1 else f"{stem}.svg")
@@ -181,6 +187,8 @@ def show(paths: Sequence[Path], console: Console, layout: str = "own") -> None:
     lines, found = load(paths)
     if not console.is_terminal:
         console.width = WIDTH
+    for text in _ceilings(lines):
+        console.print(text, highlight=False, markup=False)
     for table in map(_narrow, tables(found, layout)):
         drawn = RichTable(title=table.title, box=box.SIMPLE_HEAD, padding=(0, 1), pad_edge=False, title_justify="left")
         for index, column in enumerate(table.columns):

@@ -13,23 +13,19 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from skipstone.bench import exits, lineup, machine, sandbox, surrogate, tuning
+from skipstone.bench import exits, lineup, machine, sandbox, tuning
 from skipstone.bench.asking import Cell, ask
 from skipstone.bench.dialogue import Conversation, Reader
 from skipstone.bench.draw import conversations, fingerprint
-from skipstone.bench.journal import Journal, Line
+from skipstone.bench.journal import Journal, Line, check
 from skipstone.bench.lineup import Entrant
 from skipstone.bench.measure import Row, neutral_defaults, warm_up
 from skipstone.bench.plan import Plan, resolved
-from skipstone.bench.surrogate import Shape
 from skipstone.bench.task import Task
-from skipstone.core.fields import OWN_FIELD
 from skipstone.core.model import LayeredModel
 from skipstone.loading import load, look_up, usable
 
 BUNDLED = "skipstone-nano"
-WARM_UP_TOKENS = 16
-
 Say = Callable[[str], None]
 
 
@@ -60,9 +56,12 @@ def run(plan: Plan, path: Path, argv: list[str], say: Say = print, fresh: bool =
     for name in plan.models:
         look_up(name)
     with Journal(path, kept, machine.provenance(argv, plan.seed), fresh) as journal:
+        check(path, journal.lines)
+        if (begun := journal.other_code()) is not None:
+            say(f"skipstone: warning: {path} was begun with other code (commit {begun[:12]}); --fresh begins anew")
         for name in plan.models or (None,):
             subject = _loaded(name, plan, device)
-            entrants = enter(journal, subject, plan)
+            entrants = enter(journal, subject, plan, say)
             for number, ((task, question), both) in enumerate(zip(questions, asked, strict=True)):
                 limit = LayeredModel(subject.model).max_positions - question.max_new_tokens
                 limit = min(limit, question.prompt_tokens or limit)
@@ -73,38 +72,6 @@ def run(plan: Plan, path: Path, argv: list[str], say: Say = print, fresh: bool =
                 if plan.perplexity:
                     measure_exits(journal, subject.model, cell, both[1], say)
                 measure_task(journal, subject.model, cell, entrants, both, say)
-    return path
-
-
-def run_surrogate(shape: Shape, plan: Plan, path: Path, argv: list[str], say: Say = print, fresh: bool = False) -> Path:
-    """Measure a synthetic model on contexts that it sampled itself. Its early exit is its method's default."""
-    if plan.threads is not None:
-        torch.set_num_threads(plan.threads)
-    ((_, question),) = resolved(plan)
-    assert question.num_prompts is not None
-    assert question.prompt_tokens is not None
-    device = usable(plan.device)
-    dtype = torch.float32 if plan.dtype == "auto" else getattr(torch, plan.dtype)
-    count = plan.tune_prompts + question.num_prompts
-    if shape.agreement is None:
-        model, about = surrogate.plain(shape, plan.seed, dtype, device), {"shape": shape.name, "contexts": "random ids"}
-        contexts = surrogate.random_prompts(model.config.vocab_size, count, question.prompt_tokens, plan.seed)
-    else:
-        say(f"calibrating {shape.name}: layers[:{shape.exit_layer}] are to agree with all at {shape.agreement}")
-        made = surrogate.calibrate(shape, plan.seed, dtype=dtype, device=device)
-        model, about = made.model, made.report()
-        setattr(model.generation_config, OWN_FIELD, {"method": "layerskip", "exit_layer": shape.exit_layer})
-        contexts = surrogate.sampled_prompts(model, count, question.prompt_tokens, plan.seed + 1)
-        say(f"realised agreement {made.agreement}")
-    subject = Subject(plan.models[0], model, None, about)
-    task = Task("synthetic", None, "", (), "none", lambda row: [])
-    with Journal(
-        path, {**plan.model_dump(mode="json"), "surrogate": about}, machine.provenance(argv, plan.seed), fresh
-    ) as journal:
-        entrants = enter(journal, subject, plan)
-        cell = Cell(subject.name, 0, task, question, Reader(None, False, question.prompt_tokens), plan)
-        both = (contexts[: plan.tune_prompts], contexts[plan.tune_prompts :])
-        measure_task(journal, model, cell, entrants, both, say)
     return path
 
 
@@ -123,20 +90,29 @@ def check_scores(plan: Plan, tasks: Sequence[Task], say: Say) -> None:
     executed = [task.name for task in tasks if task.score is not None and task.score.executes]
     if plan.allow_code_execution and not executed:
         raise ValueError("--allow-code-execution has no effect: no task of this run is scored by running code")
-    if plan.allow_code_execution and not sandbox.run("pass").isolated:
+    if executed and not plan.allow_code_execution:
+        say(f"{', '.join(executed)}: no score, programs run under --allow-code-execution only")
+    if not plan.allow_code_execution:
+        return
+    probe = sandbox.run("pass")
+    if not probe.passed:
+        raise OSError(f"the sandbox does not work here, every program would fail: {probe.reason}")
+    if not probe.isolated:
         say(
             "skipstone: warning: this system allows no namespaces, so the model's code runs under limits alone and could reach "
             "the network and your files"
         )
 
 
-def enter(journal: Journal, subject: Subject, plan: Plan) -> list[Entrant]:
-    """Who takes part on a model; a line about the model, where the file has none."""
+def enter(journal: Journal, subject: Subject, plan: Plan, say: Say) -> list[Entrant]:
+    """Who takes part on a model; a line about the model, where the file has none, after its ceiling was said."""
     entrants, refused = lineup.entrants(plan.methods, subject.model, plan.tune)
     if not entrants:
         raise ValueError(f"no method is left to measure on {subject.name}: {'; '.join(refused.values())}")
     if not any(line["model"] == subject.name for line in journal.of("model")):
         config = subject.model.config
+        ceiling = machine.ceiling(subject.model, 256)
+        say(machine.told(subject.name, ceiling))
         journal.add(
             {
                 "kind": "model",
@@ -145,7 +121,7 @@ def enter(journal: Journal, subject: Subject, plan: Plan) -> list[Entrant]:
                 "layers": config.num_hidden_layers,
                 "dtype": str(subject.model.dtype).removeprefix("torch."),
                 "device": str(subject.model.device),
-                "ceiling": machine.ceiling(subject.model, 256),
+                "ceiling": ceiling,
                 "synthetic": subject.about,
                 "refused": refused,
                 "methods": {entrant.label: entrant.about() for entrant in entrants},
@@ -174,8 +150,8 @@ def measure_task(
         return
     with neutral_defaults(model, not cell.plan.ignore_eos):
         rows = [_row(journal, model, cell, entrant, tune) for entrant in taking]
-        first = cell.reader.ids((tune or report)[0])
-        warm_up(model, rows, first, min(WARM_UP_TOKENS, cell.question.max_new_tokens))
+        first = max((cell.reader.ids(one) for one in report), key=len)
+        warm_up(model, rows, first, cell.question.max_new_tokens)
         left = [index for index in range(len(report)) if index not in done]
         with progress(f"{cell.model}, {cell.task.name}", len(left)) as step:
             for index in left:
@@ -212,7 +188,7 @@ def _row(journal: Journal, model: PreTrainedModel, cell: Cell, entrant: Entrant,
         for line in journal.of("trial")
         if cell.owns(line) and line["method"] == entrant.label
     }
-    warm_up(model, [row], ids[0], min(WARM_UP_TOKENS, cell.plan.tune_tokens))
+    warm_up(model, [row], ids[0], cell.plan.tune_tokens)
     with progress(f"{cell.model}, {cell.task.name}: choosing settings of {entrant.label}", calls - len(known)) as step:
 
         def done(candidate: int, prompt: int, tokens: int, seconds: float) -> None:
@@ -220,7 +196,8 @@ def _row(journal: Journal, model: PreTrainedModel, cell: Cell, entrant: Entrant,
             journal.add({"kind": "trial", **key, **trial})
             step()
 
-        best, trials = tuning.tune(model, entrant.candidates, ids, cell.plan.tune_tokens, cell.plan.seed, done, known)
+        ways = (cell.question.temperature, cell.question.top_p)
+        best, trials = tuning.tune(model, entrant.candidates, ids, cell.plan.tune_tokens, cell.plan.seed, done, known, ways)
     journal.add(tuned_line(cell, entrant, best, trials, calls))
     return replace(row, engine=best)
 

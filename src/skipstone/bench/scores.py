@@ -87,7 +87,8 @@ def human_eval_program(row: dict[str, Any], output: str) -> str:
     """HumanEval's test of one completion: prompt, completion, test, call. A chat answer that repeats the function stands for
     itself."""
     whole = fenced(output)
-    told = f"def {row['entry_point']}(" in whole and (whole != output or not output.startswith((" ", "\n")))
+    continues = output.lstrip("\n").startswith((" ", "\t"))
+    told = f"def {row['entry_point']}(" in whole and not continues
     program = f"{row['prompt']}\n    pass\n\n{whole}" if told else row["prompt"] + completion(output)
     return f"{program}\n\n{row['test']}\n\ncheck({row['entry_point']})\n"
 

@@ -128,13 +128,7 @@ def parse(text: str, exit_layer: int | None = None, agreement: float | None = No
     if text in NAMED:
         return Shape(text, dict(NAMED[text]), exit_layer, agreement)
     if text.endswith(".json"):
-        config = json.loads(Path(text).read_text(encoding="utf-8"))
-        if missing := [key for key in ("num_hidden_layers", "hidden_size", "num_attention_heads") if key not in config]:
-            raise ValueError(f"{text}: the config of a Llama has {missing[0]}")
-        if config.get("model_type") != "llama":
-            raise ValueError(f"{text}: a surrogate is a Llama, found model_type {config.get('model_type')!r}")
-        kept = {key: value for key, value in config.items() if hasattr(LlamaConfig(), key) and not key.endswith("_token_id")}
-        return Shape(text, kept, exit_layer, agreement)
+        return Shape(text, _from_file(Path(text)), exit_layer, agreement)
     values = {"vocab": 4096}
     for part in text.split(","):
         key, equals, value = part.partition("=")
@@ -160,6 +154,23 @@ def parse(text: str, exit_layer: int | None = None, agreement: float | None = No
         "max_position_embeddings": 2048,
     }
     return Shape(text, config, exit_layer, agreement)
+
+
+def _from_file(path: Path) -> dict[str, Any]:
+    """What a Llama's config.json says of its shape."""
+    try:
+        config = json.loads(path.read_text(encoding="utf-8"))
+    except json.JSONDecodeError as error:
+        raise ValueError(f"{path} is no JSON: {error}") from error
+    needed = ("num_hidden_layers", "hidden_size", "num_attention_heads")
+    if missing := [key for key in needed if not isinstance(config, dict) or key not in config]:
+        raise ValueError(f"{path}: the config of a Llama has {missing[0]}")
+    if config.get("model_type") != "llama":
+        raise ValueError(f"{path}: a surrogate is a Llama, found model_type {config.get('model_type')!r}")
+    known, ours = LlamaConfig(), ("dtype", "torch_dtype", "model_type")  # ours: the surrogate's own say
+    return {
+        key: one for key, one in config.items() if hasattr(known, key) and key not in ours and not key.endswith("_token_id")
+    }
 
 
 def calibrate(
@@ -196,6 +207,23 @@ def calibrate(
             f"{agreement}"
         )
     return Calibrated(model, shape, factor, agreement, overlap)
+
+
+def scaled(shape: Shape, seed: int, factor: float, dtype: torch.dtype, device: str | torch.device) -> LlamaForCausalLM:
+    """A surrogate whose factor is known."""
+    assert shape.exit_layer is not None
+    model: Any = build(shape, seed).to(dtype=dtype, device=device)  # type: ignore[arg-type]
+    _scale(model, shape.exit_layer, [weight.detach().clone() for weight in _outputs(model, shape.exit_layer)], factor)
+    return model
+
+
+def told(about: dict[str, Any]) -> str:
+    """One sentence about what was calibrated."""
+    found = about["realised_agreement"]
+    return (
+        f"{about['shape']}: layers[:{about['exit_layer']}] agree with all at {found['value']:.3f} "
+        f"({found['low']:.3f}-{found['high']:.3f}) on fresh contexts; {about['agreement']} was wanted"
+    )
 
 
 def build(shape: Shape, seed: int) -> LlamaForCausalLM:

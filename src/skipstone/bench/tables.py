@@ -113,10 +113,11 @@ def own(group: Group) -> Table:
         figures, every = group.figures(label, headline), group.figures(label, group.lines)
         assert every is not None
         cells = ["0", *[NONE] * (len(COLUMNS) - 1)] if figures is None else [cell(figures) for cell in COLUMNS.values()]
-        name = label if every["lossless"] else f"{label} (lossy)"
-        rows.append([name, *cells, interval(every["speedups"].get(BASELINE), short=True)])
-    title = f"SYNTHETIC MODEL: {group.title}" if group.about["synthetic"] else group.title
-    return Table(title, ["method", *COLUMNS, "x plain, all"], rows)
+        rows.append([group.shown_as(label), *cells, interval(every["speedups"].get(BASELINE), short=True)])
+    return Table(group.title, ["method", *COLUMNS, "x plain, all"], rows)
+
+
+LENGTHS = ("num_speculative_tokens", "num_assistant_tokens", "prompt_lookup_num_tokens")
 
 
 def layerskip(group: Group) -> Table:
@@ -128,8 +129,9 @@ def layerskip(group: Group) -> Table:
         settings = group.settings(label)
         rows.append(
             [
-                label,
+                group.shown_as(label),
                 str(settings.get("exit_layer", NONE)),
+                next((str(settings[name]) for name in LENGTHS if name in settings), NONE),
                 _scores(figures),
                 NONE if figures.get("acceptance_rate") is None else f"{100 * figures['acceptance_rate']:.1f}%",
                 number(figures["tokens_per_second"], 1),
@@ -137,7 +139,7 @@ def layerskip(group: Group) -> Table:
                 _times(figures),
             ]
         )
-    columns = ["Generation", "E", "Score", "Token Acc.", "Tokens per Sec.", "Time per Token (ms)", "Speedup"]
+    columns = ["Generation", "E", "d", "Score", "Token Acc.", "Tokens per Sec.", "Time per Token (ms)", "Speedup"]
     return Table(group.title, columns, rows)
 
 
@@ -148,13 +150,17 @@ def _times(figures: Figures) -> str:
 
 def _across(title: str, groups: Sequence[Group], cells: Mapping[str, Callable[[Figures], str]], overall: bool) -> Table:
     """Methods down, tasks across, with the same cells for each; overall: tokens/s and speed-up over all tasks at the end."""
-    columns = ["Methods", *(f"{group.task} {name}" for group in groups for name in cells)]
-    columns += ["Speed (tokens/s)", "Overall Speedup"] if overall else []
+    columns = ["Methods", *(f"{group.name} {name}" for group in groups for name in cells)]
+    parts = {group.temperature: [one for one in groups if one.temperature == group.temperature] for group in groups}
+    if overall:
+        sampled = {t: f", T = {t:g}" if t else "" for t in parts}
+        columns += [f"{name}{sampled[t]}" for t in parts for name in ("Speed (tokens/s)", "Overall Speedup")]
     rows = []
     for label in dict.fromkeys(label for group in groups for label in group.labels):
         found = [group.figures(label, group.shown()) for group in groups]
-        row = [label, *(NONE if one is None else cell(one) for one in found for cell in cells.values())]
-        rows.append(row + _overall(label, groups) if overall else row)
+        shown = next(group.shown_as(label) for group in groups if label in group.labels)
+        row = [shown, *(NONE if one is None else cell(one) for one in found for cell in cells.values())]
+        rows.append([*row, *(cell for part in parts.values() for cell in _overall(label, part))] if overall else row)
     return Table(title, columns, rows)
 
 
@@ -222,8 +228,9 @@ def by_category(group: Group) -> Table:
         every = [part.figures(label, part.lines) for label in labels]
         over_all = [NONE if one is None else interval(one["speedups"].get(BASELINE), short=True) for one in every]
         rows.append([part.task or NONE, str(len(headline)), *cells, str(len(part.lines)), *over_all])
-    columns = ["category", "n", *labels, "n, all", *(f"{label}, all" for label in labels)]
-    return Table(f"{group.model}, {group.task}: x plain by category", columns, rows)
+    names = [group.shown_as(label) for label in labels]
+    columns = ["category", "n", *names, "n, all", *(f"{name}, all" for name in names)]
+    return Table(f"{group.subject}, {group.name}: x plain by category", columns, rows)
 
 
 def by_exit(group: Group) -> Table:
@@ -231,7 +238,7 @@ def by_exit(group: Group) -> Table:
     assert group.exits is not None
     pairs = zip(group.exits["perplexity"], group.exits["agreement"], strict=True)
     rows = [[str(layer), number(ppl), number(same)] for layer, (ppl, same) in enumerate(pairs, 1)]
-    title = f"{group.model}, {group.task}: {group.exits['tokens']} tokens of {group.exits['prompts']} answers, teacher-forced"
+    title = f"{group.subject}, {group.name}: {group.exits['tokens']} tokens of {group.exits['prompts']} answers, teacher-forced"
     return Table(title, ["exit layer", "perplexity", "agreement with the last"], rows)
 
 
@@ -253,5 +260,32 @@ def tables(groups: Sequence[Group], layout: str = "own") -> list[Table]:
     made = {"swift": swift, "adadecode": adadecode, "adasd": adasd}[layout]
     by_model: dict[str, list[Group]] = {}
     for group in groups:
-        by_model.setdefault(group.model, []).append(group)
+        by_model.setdefault(group.subject, []).append(group)
     return [made(model, own_groups) for model, own_groups in by_model.items()]
+
+
+def csv_of(groups: Sequence[Group]) -> str:
+    """Every figure as numbers, a row for every group, method and choice of prompts ("headline": those that do not loop)."""
+    rows: list[dict[str, Any]] = []
+    for group in groups:
+        for label in group.labels:
+            for prompts, lines in (("headline", group.headline()), ("all", group.lines)):
+                if (found := group.figures(label, lines)) is not None:
+                    key = {"model": group.subject, "task": group.task, "temperature": group.temperature}
+                    rows.append({**key, "method": group.shown_as(label), "prompts_taken": prompts, **_flat(found)})
+    text = io.StringIO()
+    writer = csv.DictWriter(text, list(dict.fromkeys(name for row in rows for name in row)), restval="")
+    writer.writeheader()
+    writer.writerows(rows)
+    return text.getvalue()
+
+
+def _flat(found: Figures, before: str = "") -> dict[str, Any]:
+    """Nested figures as columns, their names joined by dots."""
+    flat: dict[str, Any] = {}
+    for name, value in found.items():
+        if isinstance(value, Mapping):
+            flat |= _flat(value, f"{before}{name}.")
+        else:
+            flat[f"{before}{name}"] = value
+    return flat

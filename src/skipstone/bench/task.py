@@ -33,10 +33,11 @@ class Task:
     """One data set.
 
     hub: None where the hub has none. file: its records as JSON lines, in a data folder. fields: keys that every record must
-    have. ask: record -> the user's turns. answer: record -> what stands after the prompt in an example that is shown, and whose
-    perplexity is measured; None for a record without. shown: where examples come from, and their file; None takes none. keep:
-    which records are asked. category: record -> the kind of its question, for tables of their own; None has none. obtain: how
-    to get it without the hub.
+    have. ask: record -> the user's turns. answer: record -> what stands after the prompt in an example that is shown, and
+    whose perplexity is measured; None for a record without. shown: where examples come from, and their file; None takes none.
+    keep: which records are asked. fault: record -> what is wrong with it. category: record -> the kind of its question, for
+    tables of their own; None has none. rouge: the field that an output's ROUGE may be measured against, where a protocol wants
+    that instead of the score. obtain: how to get it without the hub.
     """
 
     name: str
@@ -49,7 +50,9 @@ class Task:
     answer: Callable[[Row], str | None] | None = None
     shown: tuple[OnHub, str] | None = None
     keep: Callable[[Row], bool] | None = None
+    fault: Callable[[Row], str | None] = lambda row: None
     category: Callable[[Row], str | None] = lambda row: None
+    rouge: str | None = None
     obtain: str = ""
 
     def rows(self, data_dir: Path | None, limit: int | None = None) -> list[Row]:
@@ -84,6 +87,10 @@ class Task:
     def _checked(self, place: str, row: Any) -> Row:
         if missing := [name for name in self.fields if not isinstance(row, dict) or name not in row]:
             raise ValueError(f"{place}: task {self.name} needs {', '.join(self.fields)}; {missing[0]!r} is missing")
+        if not isinstance(row, dict):
+            raise ValueError(f"{place}: expected an object, found {row!r:.60}")
+        if (fault := self.fault(row)) is not None:
+            raise ValueError(f"{place}: {fault}")
         return row
 
     def how(self) -> str:

@@ -56,7 +56,8 @@ def _one(name: str, good: Callable[[Row, str], bool], executes: bool = False) ->
     return Score((name,), lambda row, output: {name: float(good(row, output))}, executes)
 
 
-def _rouge(field: str) -> Score:
+def rouge(field: str) -> Score:
+    """ROUGE against a field of the record."""
     return Score(("rouge_2", "rouge_l"), lambda row, output: scores.rouge(output, row[field]), ready=scores.rouge_scorer)
 
 
@@ -70,7 +71,7 @@ _PARSE = _one("exact_match", lambda row, out: scores.exact(out.partition("\n")[0
 
 
 def _as_referenced(row: Row, output: str) -> dict[str, float]:
-    return {"exact_match": float(scores.exact(output, row["reference"]))} if "reference" in row else {}
+    return {} if row.get("reference") is None else {"exact_match": float(scores.exact(output, row["reference"]))}
 
 
 def _cnn_dm(split: str) -> OnHub:
@@ -93,6 +94,7 @@ TASKS = {
             _filled("{prompt}"),
             _CODE,
             answer=lambda row: row.get("canonical_solution"),
+            rouge="canonical_solution",
         ),
         Task(
             "mbpp",
@@ -135,7 +137,7 @@ TASKS = {
             ("article", "highlights"),
             "Apache-2.0",
             _filled("Article: {article}\nSummary:"),
-            _rouge("highlights"),
+            rouge("highlights"),
             answer=_field("highlights"),
             shown=(_cnn_dm(_TRAIN), "cnn_dm_train.jsonl"),
         ),
@@ -146,7 +148,7 @@ TASKS = {
             ("document", "summary"),
             "not stated on the hub",
             _filled("Article: {document}\nSummary:"),
-            _rouge("summary"),
+            rouge("summary"),
             answer=_field("summary"),
             shown=(OnHub("EdinburghNLP/xsum", _TRAIN, extra="bench"), "xsum_train.jsonl"),
         ),
@@ -220,14 +222,24 @@ def named(name: str) -> Task:
         _own,
         Score(("exact_match",), _as_referenced),
         answer=lambda row: row.get("reference"),
+        fault=_own_fault,
         category=lambda row: row.get("category"),
     )
 
 
 def _own(row: Row) -> list[str]:
-    if isinstance(row.get("turns"), list) and all(isinstance(turn, str) for turn in row["turns"]) and row["turns"]:
+    if row.get("turns"):
         return list(row["turns"])
-    for key in ("prompt", "text"):
-        if isinstance(row.get(key), str) and row[key]:
-            return [row[key]]
-    raise ValueError(f"expected a text under prompt or text, or a list of texts under turns, found {', '.join(row)}")
+    return [row["prompt"] if row.get("prompt") else row["text"]]
+
+
+def _own_fault(row: Row) -> str | None:
+    turns = row.get("turns")
+    if turns and not (isinstance(turns, list) and all(isinstance(turn, str) and turn for turn in turns)):
+        return f"turns must be a list of texts, found {turns!r:.60}"
+    for key in ("prompt", "text", "reference", "category"):
+        if row.get(key) is not None and not isinstance(row[key], str):
+            return f"{key} must be a text, found {row[key]!r:.60}"
+    if not (turns or row.get("prompt") or row.get("text")):
+        return f"expected a text under prompt or text, or a list of texts under turns, found {', '.join(row) or 'nothing'}"
+    return None

@@ -85,8 +85,9 @@ def tune(
     seed: int,
     done: Done = lambda *_: None,
     known: Mapping[tuple[int, int], tuple[int, float]] | None = None,
+    sampling: tuple[float, float] = (0.0, 1.0),
 ) -> tuple[Engine, list[Trial]]:
-    """The fastest candidate at greedy decoding, and all trials, best first. prompts: [T] int64 each.
+    """The fastest candidate, and all trials, best first. prompts: [T] int64 each. sampling: temperature (0 is greedy), top_p.
 
     Fastest of those that saw the most prompts; a single candidate is returned untried. done: called after every call with
     candidate, prompt, tokens and seconds. known: (candidate, prompt) -> (tokens, seconds) of calls that need not be repeated.
@@ -105,7 +106,8 @@ def tune(
                 if (number, index) in (known or {}):
                     tokens, seconds = (known or {})[number, index]
                 else:
-                    got = measure(model, Row("tuning", trial.engine), prompts[index], index, max_new_tokens, seed + index)
+                    row = Row("tuning", trial.engine, sampling[0])
+                    got = measure(model, row, prompts[index], index, max_new_tokens, seed + index, sampling[1])
                     tokens, seconds = len(got.tokens), got.seconds
                     done(number, index, tokens, seconds)
                 trial.tokens.append(tokens)

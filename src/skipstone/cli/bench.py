@@ -91,7 +91,7 @@ def surrogate(
     num_prompts: Annotated[int, typer.Option(min=1)] = 16,
     prompt_tokens: Annotated[int, typer.Option(min=5)] = 128,
     max_new_tokens: Annotated[int, typer.Option(min=1)] = 96,
-    tune_prompts: Annotated[int, typer.Option(min=1)] = 6,
+    tune_prompts: Annotated[int | None, _o("Prompts for choices. Default: 6.", min=1)] = None,
     dtype: Annotated[str, typer.Option(help="float32, bfloat16 or float16.")] = "float32",
     device: Device = None,
     threads: Threads = None,
@@ -104,8 +104,8 @@ def surrogate(
     with terminal.quiet(debug):
         from skipstone.bench import plan as plans
         from skipstone.bench.report import show
-        from skipstone.bench.run import run_surrogate
         from skipstone.bench.surrogate import parse
+        from skipstone.bench.synthetic import run_surrogate
 
         wanted = parse(shape, exit_layer, agreement)
         default = ["hf-generate", "autoregressive"]
@@ -143,6 +143,8 @@ def report(
         from skipstone.bench import report as reports
 
         if pictures is not None:
+            if form or out or layout != "own":
+                raise ValueError("--pictures writes pictures and nothing else: leave out --format, --layout and --out")
             for path in reports.pictures(files, pictures):
                 typer.echo(path)
             return
@@ -165,14 +167,14 @@ def compare(
     tolerance: Annotated[float, typer.Option(help="A loss of less than this is none.", min=0.0, max=1.0)] = 0.05,
     debug: Debug = False,
 ) -> None:
-    """Two runs on the same prompts, with intervals. Exit code 1 where a method has become slower."""
+    """Two runs on the same prompts, with intervals. Exit code 1 where a method has become slower, or its texts worse."""
     ctx.obj["debug"] = debug
     with terminal.quiet(debug):
         from skipstone.bench import compare as comparing
 
         changes = comparing.compare(before, after)
         print(comparing.table(changes, tolerance).markdown())
-    if any(change.slower(tolerance) for change in changes):
+    if any(change.worse(tolerance) for change in changes):
         raise typer.Exit(terminal.DEFECT)
 
 

@@ -51,6 +51,8 @@ def _run(
 
     if dtype not in DTYPES:
         raise ValueError(f"--dtype must be one of {', '.join(DTYPES)}, found {dtype!r}")
+    if out is not None and out.suffix not in (".png", ".html"):
+        raise ValueError(f"--out is a .png file or a .html page, found {out}")
     if out is not None and not out.parent.is_dir():
         raise FileNotFoundError(2, "no such folder", str(out.parent))
     wanted = dtype if dtype == "auto" else getattr(torch, dtype)
