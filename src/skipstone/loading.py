@@ -12,7 +12,8 @@ from safetensors import SafetensorError
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 
 NANO = Path(__file__).parent / "assets" / "nano"
-"""The bundled model, skipstone-nano: recipes/nano.yaml makes it."""
+"""The bundled model: recipes/nano.yaml makes it."""
+BUNDLED = "skipstone-nano"
 LAYER = re.compile(r"\b(?:layers|h)\.(\d+)\.")
 """A parameter's name inside a layer list, with the layer's number."""
 

@@ -34,7 +34,7 @@ def test_a_run_prints_its_table_and_goes_on_where_it_was(folder: Path, results: 
 
 
 def test_reports_in_every_format(results: Path, tmp_path: Path) -> None:
-    assert succeed("bench", "report", results, "--format", "md").stdout.startswith("### ")
+    assert "\n### " in succeed("bench", "report", results, "--format", "md").stdout
     assert succeed("bench", "report", results, "--layout", "swift").stdout.count("layerskip")
     page = tmp_path / "page.html"
     succeed("bench", "report", results, "--out", page)
@@ -81,7 +81,9 @@ def test_inspect_shows_every_layer_and_says_what_would_pay(folder: Path, tmp_pat
     assert [line.split()[0] for line in shown.splitlines() if line.strip()[:1].isdigit()] == ["1", "2", "3", "4"]
     assert "pay" in shown
     found = document("inspect", folder, "--prompt", "abc", "--prompt", "de", "--max-new-tokens", 5)
-    assert len(found["tokens"]) == 10
+    assert len(found["tokens"]) == len(found["texts"]) == len(found["top_texts"][0]) == 10
+    assert found["top_texts"][-1] == found["texts"]
+    assert (found["model"], found["dtype"], found["device"]) == (str(folder), "float32", "cpu")
     succeed("inspect", folder, "--prompt", "abc", "--max-new-tokens", 4, "--out", tmp_path / "a.html")
     assert (tmp_path / "a.html").stat().st_size > 10_000
 
@@ -98,6 +100,8 @@ def test_inspect_shows_every_layer_and_says_what_would_pay(folder: Path, tmp_pat
         (("bench", "surrogate", "llama-9b"), "a surrogate is one of llama-3.2-1b"),
         (("bench", "surrogate", "layers=2,hidden=64", "--agreement", "0.5"), "go together"),
         (("bench", "report", "nowhere.jsonl"), "nowhere.jsonl: No such file"),
+        (("bench", "report", "RESULTS", "--pictures", "DIR", "--format", "md"), "--pictures writes pictures and nothing else"),
+        (("inspect", "--out", "a.svg"), "--out is a .png file or a .html page, found a.svg"),
         (("bench", "report", "RESULTS", "--format", "pdf"), "unknown format 'pdf'"),
         (("bench", "report", "RESULTS", "--layout", "x"), "unknown layout 'x'"),
         (("check", "FOLDER", "--prompts", "nowhere.jsonl"), "nowhere.jsonl: no such file of prompts"),

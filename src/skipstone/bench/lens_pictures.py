@@ -39,6 +39,10 @@ def heat_map(lens: Lens, texts: Sequence[Sequence[str]], final: Sequence[str]) -
     axes.set_xticks(range(count), [_short(text) for text in final[:count]], rotation=60, fontsize=7)
     axes.set_yticks(range(len(texts)), [str(layer + 1) for layer in range(len(texts))], fontsize=7)
     axes.set_ylabel("after layer")
+    for place in (one for one in lens.breaks if 0 < one < count):
+        axes.axvline(place - 0.5, color="black", linewidth=1)  # another prompt begins
+    if count < len(final):
+        axes.set_xlabel(f"the first {count} of {len(final)} tokens")
     figure.colorbar(image, label="probability of the best token")
     return figure
 

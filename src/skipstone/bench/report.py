@@ -185,11 +185,12 @@ def _narrow(table: Table) -> Table:
 def show(paths: Sequence[Path], console: Console, layout: str = "own") -> None:
     """The tables on a terminal, without the columns that it has no room for."""
     lines, found = load(paths)
+    shown = [_narrow(table) for table in tables(found, layout)]
     if not console.is_terminal:
         console.width = WIDTH
     for text in _ceilings(lines):
         console.print(text, highlight=False, markup=False)
-    for table in map(_narrow, tables(found, layout)):
+    for table in shown:
         drawn = RichTable(title=table.title, box=box.SIMPLE_HEAD, padding=(0, 1), pad_edge=False, title_justify="left")
         for index, column in enumerate(table.columns):
             least = 11 if column.startswith("x ") else None  # an interval stays in one piece

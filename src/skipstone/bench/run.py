@@ -23,9 +23,8 @@ from skipstone.bench.measure import Row, neutral_defaults, warm_up
 from skipstone.bench.plan import Plan, resolved
 from skipstone.bench.task import Task
 from skipstone.core.model import LayeredModel
-from skipstone.loading import load, look_up, usable
+from skipstone.loading import BUNDLED, load, look_up, usable
 
-BUNDLED = "skipstone-nano"
 Say = Callable[[str], None]
 
 

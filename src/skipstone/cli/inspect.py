@@ -47,7 +47,7 @@ def _run(
     from skipstone.api import token_ids
     from skipstone.bench.lens import look
     from skipstone.bench.tasks import named
-    from skipstone.loading import load, usable
+    from skipstone.loading import BUNDLED, load, usable
 
     if dtype not in DTYPES:
         raise ValueError(f"--dtype must be one of {', '.join(DTYPES)}, found {dtype!r}")
@@ -61,15 +61,21 @@ def _run(
     asked = texts or [task.ask(row)[0] for row in task.rows(None)[::5]]
     prompts = [torch.tensor(token_ids(text, tokenizer)) for text in asked]
     lens = look(model, prompts, count)
+    words = [[str(tokenizer.decode([token])) for token in row] for row in lens.top]
+    final = [str(tokenizer.decode([token])) for token in lens.tokens]
     if out is not None:
         from skipstone.bench.lens_pictures import save
 
-        words = [[str(tokenizer.decode([token])) for token in row] for row in lens.top]
-        final = [str(tokenizer.decode([token])) for token in lens.tokens]
         for path in save(lens, words, final, out):
             print(f"skipstone: {path}", file=terminal.sys.stderr)
     if as_json:
-        print(json.dumps({"kind": "skipstone-inspect", "prompts": asked, **lens.report()}))
+        about = {
+            "model": name or BUNDLED,
+            "dtype": str(model.dtype).removeprefix("torch."),
+            "device": str(model.device),
+        }
+        texts_of = {"texts": final, "top_texts": words}
+        print(json.dumps({"kind": "skipstone-inspect", **about, "prompts": asked, **texts_of, **lens.report()}))
     else:
         show(lens)
 
