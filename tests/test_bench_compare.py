@@ -75,7 +75,7 @@ def test_other_texts_and_lower_scores_are_worse(tmp_path: Path) -> None:
         if name == "layerskip":
             one["digests"] = ["x"]
 
-    assert changed(tmp_path, other).worse(0.05) == ["OTHER TEXTS: 0 instead of 1 are plain decoding's"]
+    assert changed(tmp_path, other).worse(0.05) == ["OTHER TEXTS: 0 instead of 1 are those of transformers' generate"]
 
     def wrong(name: str, one: dict[str, Any]) -> None:
         one["scores"] = [{"exact_match": -1.0}] if name == "layerskip" else one["scores"]

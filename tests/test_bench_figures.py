@@ -32,9 +32,9 @@ def row(tokens: int, seconds: float, digest: str, summary: Any = None, **more: A
     return {"tokens": tokens, "seconds": seconds, "digests": [digest], "stats": summary, **usual, **more}
 
 
-def lines(**changes: Any) -> list[dict[str, Any]]:
-    """Three prompts, three methods; the last prompt loops for one of them; layerskip is twice as fast as plain decoding."""
-    found: list[dict[str, Any]] = [
+def about() -> list[dict[str, Any]]:
+    """What stands before the prompts: the model's line, and what was chosen for layerskip."""
+    return [
         {
             "kind": "model",
             "model": "m",
@@ -65,6 +65,11 @@ def lines(**changes: Any) -> list[dict[str, Any]]:
             "trials": [{"settings": {"exit_layer": e}, "prompts": 2, "tokens_per_second": 10.0 * e} for e in (1, 2)],
         },
     ]
+
+
+def lines(**changes: Any) -> list[dict[str, Any]]:
+    """Three prompts, three methods; the last prompt loops for one of them; layerskip is twice as fast as plain decoding."""
+    found = about()
     for index in range(3):
         plain = stats(101, 100, prefill=0.1, score=0.9)
         own = stats(101, 50, 50, 100, prefill=0.1, draft=0.15, score=0.25, other=0.01)

@@ -127,7 +127,7 @@ def test_budget_of_tuning_is_known_beforehand(candidates, prompts, plan, calls):
 def test_tuning_finds_the_fastest_and_spends_its_budget(monkeypatch):
     calls = []
 
-    def timed(model, row, prompt, index, max_new_tokens, seed):
+    def timed(model, row, prompt, index, max_new_tokens, seed, *temperature):
         calls.append((row.engine.prompt_lookup_num_tokens, index))
         # number 4 is the fastest on every prompt but the first, where 7 has a lucky moment
         seconds = 0.5 if calls[-1] == (7, 0) else 1.0 + abs(row.engine.prompt_lookup_num_tokens - 4) / 10

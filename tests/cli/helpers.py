@@ -49,7 +49,7 @@ def job(folder: Path, **options: Any) -> Job:
     return Job(model, tokenizer, ids, {"max_new_tokens": 24, "do_sample": False} | options, 0)
 
 
-def refused(result: Result, part: str) -> None:
+def assert_refused(result: Result, part: str) -> None:
     """Exit code 2, one line on stderr with this part in it, nothing on stdout."""
     assert result.exit_code == 2, (result.exit_code, result.stdout, result.stderr)
     assert result.stdout == ""

@@ -12,7 +12,7 @@ import pytest
 from rich.console import Console
 
 from skipstone.cli import demo, terminal
-from tests.cli.helpers import PROMPT, document, expected, refused, run, succeed
+from tests.cli.helpers import PROMPT, assert_refused, document, expected, run, succeed
 
 DEFAULT = {"method": "layerskip", "exit_layer": 2, "num_speculative_tokens": 3}
 
@@ -71,7 +71,7 @@ def test_on_a_terminal_it_is_live_and_the_picture_holds_the_end_of_it(
     assert re.search(r"\x1b\[[0-9;]*4[;m]", shown), "underlined"
     picture = (tmp_path / "demo.svg").read_text()
     assert picture.count("plain&#160;") == len(demo.SCENES)
-    refused(run("demo", own, "--svg", tmp_path / "nowhere" / "demo.svg"), "nowhere: no such folder")
+    assert_refused(run("demo", own, "--svg", tmp_path / "nowhere" / "demo.svg"), "nowhere: no such folder")
 
 
 def test_without_a_model_the_bundled_one_is_shown() -> None:
@@ -104,8 +104,8 @@ def test_the_picture_fetches_nothing(own: Path, tmp_path: Path) -> None:
 
 
 def test_a_picture_of_nothing_is_refused(own: Path, tmp_path: Path) -> None:
-    refused(run("demo", own, "--json", "--svg", tmp_path / "demo.svg"), "give one of them")
+    assert_refused(run("demo", own, "--json", "--svg", tmp_path / "demo.svg"), "give one of them")
 
 
 def test_a_model_without_a_method_of_its_own_is_refused(folder: Path) -> None:
-    refused(run("demo", folder), "names no method of its own")
+    assert_refused(run("demo", folder), "names no method of its own")

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from skipstone.bench import journal
-from tests.cli.helpers import LAYERSKIP, document, refused, run, succeed
+from tests.cli.helpers import LAYERSKIP, assert_refused, document, run, succeed
 
 SMALL = ("--num-prompts", 3, "--tune-prompts", 2, "--tune-tokens", 6, "--max-new-tokens", 10, "--ignore-eos")
 METHODS = ("--method", "hf-generate", "--method", "autoregressive", "--method", "layerskip exit_layer=1,2")
@@ -29,7 +29,7 @@ def test_a_run_prints_its_table_and_goes_on_where_it_was(folder: Path, results: 
     assert "tokens/s" in again.stdout
     after = journal.read(results)
     assert len(after) == len(before) + 1
-    refused(run("bench", "run", folder, "--out", results, *METHODS, *SMALL, "--seed", 4), "seed differ")
+    assert_refused(run("bench", "run", folder, "--out", results, *METHODS, *SMALL, "--seed", 4), "seed differ")
     assert len(journal.read(results)) == len(after)
 
 
@@ -114,4 +114,4 @@ def test_inspect_shows_every_layer_and_says_what_would_pay(folder: Path, tmp_pat
 )
 def test_mistakes_are_one_sentence(arguments: tuple[str, ...], said: str, folder: Path, results: Path, tmp_path: Path) -> None:
     places = {"FOLDER": folder, "RESULTS": results, "DIR": tmp_path}
-    refused(run(*(places.get(one, one) for one in arguments)), said)
+    assert_refused(run(*(places.get(one, one) for one in arguments)), said)

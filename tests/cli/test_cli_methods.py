@@ -15,7 +15,7 @@ import typer.main
 
 import skipstone
 from skipstone.cli import app, check, generate
-from tests.cli.helpers import LAYERSKIP, PROMPT, document, refused, run, succeed
+from tests.cli.helpers import LAYERSKIP, PROMPT, assert_refused, document, run, succeed
 
 
 def test_json_settings_and_flags_ask_for_the_same(folder: Path) -> None:
@@ -67,8 +67,8 @@ def test_a_new_method_brings_its_flags_along(folder: Path, monkeypatch: pytest.M
     monkeypatch.setitem(skipstone.METHODS, "invented", Invented)
     found = document("generate", folder, "--prompt", "x", "--max-new-tokens", 2, "--method", "invented", "--fancy-width", 9)
     assert found["method"] == {"method": "invented", "fancy_width": 9, "never_mind": None}
-    refused = run("generate", folder, "--prompt", "x", *LAYERSKIP, "--fancy-width", 9)
-    assert refused.stderr == "skipstone: layerskip has no --fancy-width; invented has it\n"
+    ended = run("generate", folder, "--prompt", "x", *LAYERSKIP, "--fancy-width", 9)
+    assert ended.stderr == "skipstone: layerskip has no --fancy-width; invented has it\n"
     help_text = " ".join(succeed("generate", "--help").stdout.replace("│", " ").split())
     assert "invented: how wide. [int, default 7]" in help_text
 
@@ -153,4 +153,4 @@ def test_a_default_that_is_a_bare_name_or_lacks_one(variant: Callable[..., Path]
     if isinstance(default, str):
         assert result.exit_code == 0
     else:
-        refused(result, "the key 'method' is missing in generation_config.skipstone")
+        assert_refused(result, "the key 'method' is missing in generation_config.skipstone")

@@ -15,7 +15,7 @@ from safetensors.torch import load_file, save_file
 
 from skipstone.core import verify
 from skipstone.core.decode import Pace
-from tests.cli.helpers import LAYERSKIP, PROMPT, refused, run, succeed
+from tests.cli.helpers import LAYERSKIP, PROMPT, assert_refused, run, succeed
 
 
 def _truncate(path: Path) -> None:
@@ -56,7 +56,7 @@ def _broken_config(path: Path) -> None:
 def test_checkpoints_that_cannot_be_used(variant: Callable[..., Path], damage: Callable[[Path], None], part: str) -> None:
     path = variant()
     damage(path)
-    refused(run("generate", path, "--prompt", "x", *LAYERSKIP), part)
+    assert_refused(run("generate", path, "--prompt", "x", *LAYERSKIP), part)
 
 
 LAYERS = "--method layerskip --exit-layer"
@@ -127,7 +127,7 @@ def test_bad_input_is_one_sentence(folder: Path, flags: str, part: str) -> None:
     given = shlex.split(flags)
     defaults = [] if "--method" in flags or "--speculative-config" in flags else [*LAYERSKIP]
     limit = [] if "--max-new-tokens" in flags else ["--max-new-tokens", "8"]
-    refused(run("generate", folder, *given, *defaults, *limit), part)
+    assert_refused(run("generate", folder, *given, *defaults, *limit), part)
 
 
 @pytest.mark.parametrize(
@@ -141,21 +141,23 @@ def test_bad_input_is_one_sentence(folder: Path, flags: str, part: str) -> None:
 )
 def test_bad_verbs_are_one_sentence(folder: Path, monkeypatch: pytest.MonkeyPatch, arguments: list[str], part: str) -> None:
     monkeypatch.chdir(folder)
-    refused(run(*arguments, *(["--prompt", "x", *LAYERSKIP] if "config.json" in arguments else [])), part)
+    assert_refused(run(*arguments, *(["--prompt", "x", *LAYERSKIP] if "config.json" in arguments else [])), part)
 
 
 def test_a_model_without_a_default_needs_a_method(folder: Path) -> None:
-    refused(run("generate", folder, "--prompt", "x", "--exit-layer", 2), "pass --method, one of autoregressive, early_exit")
+    assert_refused(
+        run("generate", folder, "--prompt", "x", "--exit-layer", 2), "pass --method, one of autoregressive, early_exit"
+    )
 
 
 def test_chat_needs_a_template(variant: Callable[..., Path]) -> None:
     path = variant()
     (path / "chat_template.jinja").unlink()
-    refused(run("generate", path, "--prompt", "x", "--chat", *LAYERSKIP), "no chat template")
+    assert_refused(run("generate", path, "--prompt", "x", "--chat", *LAYERSKIP), "no chat template")
 
 
 def test_bytes_that_are_no_text(folder: Path) -> None:
-    refused(run("generate", folder, *LAYERSKIP, stdin=b"abc\xff"), "standard input is not UTF-8 (byte 3 is 0xff)")
+    assert_refused(run("generate", folder, *LAYERSKIP, stdin=b"abc\xff"), "standard input is not UTF-8 (byte 3 is 0xff)")
 
 
 def test_debug_shows_the_traceback_and_keeps_the_exit_code(folder: Path) -> None:

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from skipstone.train import metrics
-from tests.cli.helpers import refused, run, succeed
+from tests.cli.helpers import assert_refused, run, succeed
 from tests.training import recipe
 
 
@@ -38,7 +38,7 @@ def test_a_run_says_what_it_does_on_stderr_and_where_the_model_is_on_stdout(tmp_
     assert again.stdout == first.stdout
     assert "is finished: nothing is left to train" in again.stderr
     assert "4/4" not in again.stderr
-    refused(train(path, "--fresh"), "out is not empty: remove it, or let the run resume from it")
+    assert_refused(train(path, "--fresh"), "out is not empty: remove it, or let the run resume from it")
     other = succeed("train", "layerskip", path, "--output", tmp_path / "other", "--fresh")
     assert other.stdout == f"{tmp_path / 'other' / 'model'}\n"
     model = "model/model.safetensors"
@@ -59,16 +59,16 @@ def test_a_run_says_what_it_does_on_stderr_and_where_the_model_is_on_stdout(tmp_
     ],
 )
 def test_mistakes_are_one_line(tmp_path: Path, change: dict[str, Any], part: str) -> None:
-    refused(train(recipe(tmp_path, **change)), part)
+    assert_refused(train(recipe(tmp_path, **change)), part)
 
 
 def test_a_recipe_or_a_package_that_is_not_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    refused(train(tmp_path / "nowhere.yaml"), "nowhere.yaml: no such recipe")
-    refused(train(tmp_path), "no such recipe")
-    refused(train(), "Missing argument 'recipe'")
-    refused(train(recipe(tmp_path), "--data-dir", tmp_path / "nowhere"), "nowhere: no such folder")
+    assert_refused(train(tmp_path / "nowhere.yaml"), "nowhere.yaml: no such recipe")
+    assert_refused(train(tmp_path), "no such recipe")
+    assert_refused(train(), "Missing argument 'recipe'")
+    assert_refused(train(recipe(tmp_path), "--data-dir", tmp_path / "nowhere"), "nowhere: no such folder")
     monkeypatch.setitem(__import__("sys").modules, "peft", None)
-    refused(train(recipe(tmp_path, model__lora={"r": 2})), 'model.lora needs peft: pip install "skipstone[train]"')
+    assert_refused(train(recipe(tmp_path, model__lora={"r": 2})), 'model.lora needs peft: pip install "skipstone[train]"')
 
 
 def test_an_error_in_the_middle_has_a_line_of_its_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

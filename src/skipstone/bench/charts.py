@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import io
 from collections.abc import Sequence
+from textwrap import fill
 from typing import Any
 
 from skipstone.bench.figures import Group
 from skipstone.bench.lineup import BASELINE
 
 SIZE = (6.4, 3.6)
+NAME = 20
+"""Longer names are wrapped, so that fixed margins hold them: laying out every picture anew is half of a report's time."""
 PARTS = ("draft", "score", "other")
 
 
@@ -28,23 +31,30 @@ def charts(group: Group) -> dict[str, str]:
     return {title: _svg(figure, f"{title}: {group.title}") for title, figure in drawn.items() if figure is not None}
 
 
-def _axes() -> tuple[Any, Any]:
+def _axes(left: float = 0.12) -> tuple[Any, Any]:
+    """left: the margin, as a share of the width."""
     try:
         from matplotlib.figure import Figure
     except ImportError as error:
         raise ImportError('pictures need matplotlib: pip install "skipstone[bench]"') from error
-    figure = Figure(figsize=SIZE, layout="constrained")
-    return figure, figure.subplots()
+    figure = Figure(figsize=SIZE)
+    return figure, figure.subplots(gridspec_kw={"left": left, "right": 0.9, "bottom": 0.22, "top": 0.9})
+
+
+def _names(figures: dict[str, Any]) -> list[str]:
+    """Methods' names in lines of at most NAME characters."""
+    return [fill(name, NAME) for name in figures]
 
 
 def _svg(figure: Any, title: str) -> str:
     """Without the XML declaration and a date; words stay words, and the same figures make the same bytes."""
     from matplotlib import rc_context
+    from matplotlib.backends.backend_svg import FigureCanvasSVG
 
     figure.suptitle(title.replace("$", r"\$"), fontsize=9)
     text = io.StringIO()
     with rc_context({"svg.fonttype": "none", "svg.hashsalt": "skipstone"}):
-        figure.savefig(text, format="svg", metadata={"Date": None})
+        FigureCanvasSVG(figure).print_svg(text, metadata={"Date": None})  # `savefig` lays out and draws twice
     return "".join(text.getvalue().partition("<svg")[1:])
 
 
@@ -57,7 +67,7 @@ def _speedups(figures: dict[str, Any]) -> Any:
     values = [one["value"] for one in found.values()]
     below = [one["value"] - one["low"] for one in found.values()]
     above = [one["high"] - one["value"] for one in found.values()]
-    axes.bar(list(found), values, yerr=[below, above], capsize=4, color="#4878a8")
+    axes.bar(_names(found), values, yerr=[below, above], capsize=4, color="#4878a8")
     axes.axhline(1, color="black", linewidth=0.8)
     axes.set_ylabel("x plain decoding")
     axes.tick_params(axis="x", labelrotation=20)
@@ -86,11 +96,11 @@ def _breakdown(figures: dict[str, Any]) -> Any:
     found = {label: one for label, one in figures.items() if "draft_ms_per_step" in one}
     if not found:
         return None
-    figure, axes = _axes()
+    figure, axes = _axes(left=0.27)
     bottom = [0.0] * len(found)
     for part in PARTS:
         values = [one[f"{part}_ms_per_step"] for one in found.values()]
-        axes.barh(list(found), values, left=bottom, label=part)
+        axes.barh(_names(found), values, left=bottom, label=part)
         bottom = [low + value for low, value in zip(bottom, values, strict=True)]
     axes.set_xlabel("ms a step")
     axes.legend()
@@ -111,7 +121,8 @@ def _settings(group: Group) -> Any:
             for own, trial in trials
             if own == label and trial["settings"].get(name) is not None
         ]
-        axes.plot(*_columns(sorted(points, key=str)), "o", label=label)
+        if points:
+            axes.plot(*_columns(sorted(points, key=str)), "o", label=label)
     axes.set_xlabel(name)
     axes.set_ylabel("tokens/s while tuning")
     axes.legend()

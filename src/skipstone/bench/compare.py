@@ -11,7 +11,7 @@ from skipstone.bench.journal import Line
 from skipstone.bench.lineup import BASELINE, THEIRS
 from skipstone.bench.peers import PEERS
 from skipstone.bench.report import load
-from skipstone.bench.statistics import LOOPING, Estimate, bootstrap_product, bootstrap_rate
+from skipstone.bench.statistics import LOOPING, Estimate, Rate, bootstrap_rate, rate
 from skipstone.bench.tables import Table
 
 
@@ -48,7 +48,8 @@ class Change:
         """Everything that CI should stop at."""
         found = ["SLOWER"] if self.slower(tolerance) else []
         if self.faithful is not None and self.faithful[1] < self.faithful[0]:
-            found.append(f"OTHER TEXTS: {self.faithful[1]} instead of {self.faithful[0]} are plain decoding's")
+            whose = "those of transformers' generate" if self.by_theirs else "plain decoding's"
+            found.append(f"OTHER TEXTS: {self.faithful[1]} instead of {self.faithful[0]} are {whose}")
         lower = [name for name, change in self.scores.items() if change.high < 0 and self.method not in PEERS]
         return found + [f"LOWER {name}" for name in lower]
 
@@ -89,11 +90,11 @@ def _change(group: Group, label: str, both: Sequence[tuple[Line, Line]]) -> Chan
     mine = [(x[label], y[label]) for x, y in both]
     rulers = (group.called(THEIRS), None if about["method"] == BASELINE else group.called(BASELINE))
     yardstick = next((one for one in rulers if one and all(one in x and one in y for x, y in both)), None)
-    new, base = [_rate([y for _, y in mine])], [_rate([x for x, _ in mine])]
+    faster = _faster(mine)
     relative, faithful = None, None
     if yardstick and about["method"] not in PEERS:
         ruled = [(x[yardstick], y[yardstick]) for x, y in both]
-        relative = bootstrap_product([*new, _rate([x for x, _ in ruled])], [*base, _rate([y for _, y in ruled])])
+        relative = (faster / _faster(ruled)).estimate()
         if about["lossless"] and not group.temperature:
             equal = [
                 [m["digests"] == r["digests"] for m, r in zip(one, two, strict=True)]
@@ -102,7 +103,7 @@ def _change(group: Group, label: str, both: Sequence[tuple[Line, Line]]) -> Chan
             faithful = (sum(one for one, _ in equal), sum(two for _, two in equal))
     same = sum(x["digests"] == y["digests"] for x, y in mine)
     by_theirs = yardstick is not None and yardstick == group.called(THEIRS)
-    speed = bootstrap_product(new, base)
+    speed = faster.estimate()
     scores = _score_changes(mine)
     return Change(
         group.title, group.shown_as(label), about["method"], len(mine), speed, relative, by_theirs, same, faithful, scores
@@ -119,8 +120,13 @@ def _score_changes(mine: Sequence[tuple[Line, Line]]) -> dict[str, Estimate]:
     return {name: bootstrap_rate(values, [1.0] * len(values)) for name, values in changes.items()}
 
 
-def _rate(rows: Sequence[Line]) -> tuple[list[float], list[float]]:
-    return [float(row["tokens"]) for row in rows], [float(row["seconds"]) for row in rows]
+def _faster(both: Sequence[tuple[Line, Line]]) -> Rate:
+    """The second run's tokens a second over the first's."""
+    first, second = (
+        rate([float(row["tokens"]) for row in rows], [float(row["seconds"]) for row in rows])
+        for rows in zip(*both, strict=True)
+    )
+    return second / first
 
 
 def table(changes: Sequence[Change], tolerance: float) -> Table:

@@ -15,7 +15,7 @@ from typing import Any
 from skipstone.bench.journal import Line
 from skipstone.bench.lineup import BASELINE, THEIRS
 from skipstone.bench.scores import pass_at_k
-from skipstone.bench.statistics import LOOPING, bootstrap_speedup, pooled, predicted_speedup
+from skipstone.bench.statistics import LOOPING, Rate, pooled, predicted_speedup, rate
 from skipstone.core.types import Stats
 
 EARLY_EXIT = "hf-early-exit"
@@ -131,9 +131,8 @@ class Group:
             base = [line["rows"][theirs] for line in lines if theirs in line["rows"]]
             if len(base) != len(lines):
                 continue
-            base_tokens, base_seconds = ([float(row[name]) for row in base] for name in ("tokens", "seconds"))
-            estimate = bootstrap_speedup(tokens, seconds, base_tokens, base_seconds, self.seed)
-            found["speedups"][reference] = asdict(estimate)
+            faster = self._rate(label, lines) / self._rate(str(theirs), lines)
+            found["speedups"][reference] = asdict(faster.estimate())
             if self.temperature == 0:
                 found["equal"][reference] = sum(a["digests"] == b["digests"] for a, b in zip(rows, base, strict=True))
         if all(row["stats"] for row in rows):
@@ -144,6 +143,14 @@ class Group:
             if total["draft_steps"] and all(row and row["stats"] for row in plain):
                 found |= expectation(total, rows, [row for row in plain if row])
         return found
+
+    def _rate(self, label: str, lines: Sequence[Line]) -> Rate:
+        """A method's tokens a second over lines on which it took part. Counted once."""
+        key = ("rate", label, *(line["index"] for line in lines))
+        if key not in self._known:
+            rows = [line["rows"][label] for line in lines]
+            self._known[key] = rate([row["tokens"] for row in rows], [row["seconds"] for row in rows], self.seed)
+        return self._known[key]
 
 
 def groups(lines: Sequence[Line]) -> list[Group]:

@@ -134,7 +134,7 @@ def question(plan: Plan, asked: Asked) -> Question:
         preset = protocols.preset(protocol, asked.task)
         below = {name: value for name, value in vars(preset).items() if name != "ours"}
     merged = {**below, **shared, **own}
-    if merged.get("temperature", 0.0) == 0 and {"top_p"} & {*own, *shared} and merged["top_p"] < 1:
+    if merged.get("temperature", 0.0) == 0 and "top_p" in {**shared, **own} and merged["top_p"] < 1:
         raise ValueError(f"task {asked.task}: top_p={merged['top_p']} means nothing at temperature 0")
     if merged.get("temperature", 0.0) == 0 and merged.get("samples", 1) > 1:
         raise ValueError(f"task {asked.task}: {merged['samples']} samples at temperature 0 would all be the same text")

@@ -19,7 +19,7 @@ from skipstone.bench.charts import charts
 from skipstone.bench.figures import Group, groups
 from skipstone.bench.journal import Line, plain
 from skipstone.bench.protocols import preset
-from skipstone.bench.surrogate import told
+from skipstone.bench.surrogate import calibrated
 from skipstone.bench.tables import LEGEND, NONE, Table, csv_of, tables
 
 WIDTH = 150
@@ -105,7 +105,7 @@ def _notes(lines: Sequence[Line]) -> list[str]:
     for line in lines:
         if line["kind"] == "model":
             if line["synthetic"] and "realised_agreement" in line["synthetic"]:
-                notes.append(f"SYNTHETIC MODEL: {told(line['synthetic'])}.")
+                notes.append(f"SYNTHETIC MODEL: {calibrated(line['synthetic'])}.")
             notes += [f"{label}: no row, {reason}." for label, reason in line["refused"].items()]
         if line["kind"] == "tuned":
             settings = ", ".join(f"{name}={value}" for name, value in line["chosen"].items())

@@ -16,7 +16,7 @@ NGRAM = 8
 LOOPING = 0.2  # prompts with at least this share of repeated output are kept out of the headline
 RESAMPLES = 10_000
 LEVEL = 0.95
-BLOCKS = 500
+BLOCKS = 200
 """More units than this are resampled in so many random blocks: the interval is the same, the work is not."""
 
 Column = Sequence[float] | NDArray[np.float64]
@@ -59,12 +59,36 @@ def pooled(amounts: Column, costs: Column) -> float:
     return float(np.sum(amounts)) / total if total else float("nan")
 
 
+@dataclass(frozen=True)
+class Rate:
+    """A pooled rate, and the same of every resample of its units (prompts, sequences).
+
+    resampled: [resamples] float64. Rates over the same units with the same seed are paired: a resampled unit takes the
+    measurements of all of them along, and what is common to them (its length, how predictable it is) cancels in a ratio.
+    """
+
+    value: float
+    resampled: NDArray[np.float64]
+
+    def __truediv__(self, other: Rate) -> Rate:
+        return Rate(self.value / other.value if other.value else float("nan"), self.resampled / other.resampled)
+
+    def estimate(self) -> Estimate:
+        """The rate with its percentile bootstrap interval."""
+        low, high = np.quantile(self.resampled, [(1 - LEVEL) / 2, (1 + LEVEL) / 2])
+        return Estimate(self.value, float(low), float(high))
+
+
+def rate(amounts: Column, costs: Column, seed: int = 0, resamples: int = RESAMPLES) -> Rate:
+    """sum(amounts) / sum(costs), and of every resample of the entries. ValueError without an entry."""
+    blocks = np.stack(_blocked([amounts, costs], seed), 1)
+    sums = _resampled(len(blocks), seed, resamples) @ blocks
+    return Rate(pooled(amounts, costs), sums[:, 0] / sums[:, 1])
+
+
 def bootstrap_rate(amounts: Column, costs: Column, seed: int = 0, resamples: int = RESAMPLES) -> Estimate:
     """A pooled rate with its percentile bootstrap interval over units (prompts, sequences)."""
-    blocks = _blocked([amounts, costs], seed)
-    weights = _resampled(len(blocks[0]), seed, resamples)
-    sums = weights @ np.stack(blocks, 1)
-    return _estimate(pooled(amounts, costs), sums[:, 0] / sums[:, 1])
+    return rate(amounts, costs, seed, resamples).estimate()
 
 
 def bootstrap_speedup(
@@ -72,32 +96,14 @@ def bootstrap_speedup(
 ) -> Estimate:
     """Ratio of two pooled rates, (tokens / seconds) / (base_tokens / base_seconds), with a paired bootstrap interval.
 
-    Entry i of all four columns belongs to prompt i; prompts are resampled with replacement, so a prompt takes its measurements
-    of both rows along and what is common to them (its length, how predictable it is) cancels. ValueError for columns of
-    different lengths.
+    Entry i of all four columns belongs to prompt i. ValueError for columns of different lengths.
     """
     lengths = {len(tokens), len(seconds), len(base_tokens), len(base_seconds)}
     if len(lengths) != 1:
         raise ValueError(
             f"a paired comparison needs the same prompts on both sides, found columns of {sorted(lengths)} entries"
         )
-    return bootstrap_product([(tokens, seconds)], [(base_tokens, base_seconds)], seed, resamples)
-
-
-def bootstrap_product(
-    rates: Sequence[tuple[Column, Column]], over: Sequence[tuple[Column, Column]], seed: int = 0, resamples: int = RESAMPLES
-) -> Estimate:
-    """A product of pooled rates (amounts, costs) over a product of others, all of the same units, with a paired interval."""
-    pairs = [*rates, *over]
-    blocks = _blocked([column for pair in pairs for column in pair], seed)
-    weights = _resampled(len(blocks[0]), seed, resamples)
-    sums = weights @ np.stack(blocks, 1)  # one pass over the weights for all columns
-    value, found = 1.0, np.ones(len(weights))
-    for index, (amounts, costs) in enumerate(pairs):
-        power = 1 if index < len(rates) else -1
-        value *= pooled(amounts, costs) ** power
-        found = found * (sums[:, 2 * index] / sums[:, 2 * index + 1]) ** power
-    return _estimate(value, found)
+    return (rate(tokens, seconds, seed, resamples) / rate(base_tokens, base_seconds, seed, resamples)).estimate()
 
 
 def predicted_speedup(plain_seconds_per_token: float, tokens_per_step: float, seconds_per_step: float) -> float:
@@ -120,14 +126,9 @@ def _blocked(columns: Sequence[Column], seed: int) -> list[NDArray[np.float64]]:
     return [np.bincount(block, column, BLOCKS).astype(np.float64) for column in values]
 
 
-@lru_cache(maxsize=4)
+@lru_cache(maxsize=16)
 def _resampled(units: int, seed: int, resamples: int) -> NDArray[np.float64]:
     """[resamples, units]: how often each unit was drawn in each resample."""
     if units == 0:
         raise ValueError("a bootstrap needs at least one unit, found none")
     return np.random.default_rng(seed).multinomial(units, np.full(units, 1 / units), size=resamples).astype(np.float64)
-
-
-def _estimate(value: float, resampled: NDArray[np.float64]) -> Estimate:
-    low, high = np.quantile(resampled, [(1 - LEVEL) / 2, (1 + LEVEL) / 2])
-    return Estimate(value, float(low), float(high))

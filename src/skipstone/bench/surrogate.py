@@ -217,7 +217,7 @@ def scaled(shape: Shape, seed: int, factor: float, dtype: torch.dtype, device: s
     return model
 
 
-def told(about: dict[str, Any]) -> str:
+def calibrated(about: dict[str, Any]) -> str:
     """One sentence about what was calibrated."""
     found = about["realised_agreement"]
     return (

@@ -58,5 +58,5 @@ def _made(journal: Journal, shape: Shape, plan: Plan, say: Say) -> tuple[Any, di
     else:
         model, about = surrogate.scaled(shape, plan.seed, known["factor"], dtype, device), known["about"]
     setattr(model.generation_config, OWN_FIELD, {"method": "layerskip", "exit_layer": shape.exit_layer})
-    say(surrogate.told(about))
+    say(surrogate.calibrated(about))
     return model, about

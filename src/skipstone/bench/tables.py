@@ -247,8 +247,8 @@ LAYOUTS = ("own", "layerskip", "swift", "adadecode", "adasd")
 
 def _of_group(group: Group, layout: Callable[[Group], Table]) -> list[Table]:
     """A group's table and, where it has them, those of its categories and exits."""
-    categories = [by_category(group)] if group.by_category() else []
-    return [layout(group), *categories, *([by_exit(group)] if group.exits else [])]
+    categories = by_category(group)
+    return [layout(group), *([categories] if categories.rows else []), *([by_exit(group)] if group.exits else [])]
 
 
 def tables(groups: Sequence[Group], layout: str = "own") -> list[Table]:
