@@ -17,6 +17,7 @@ import pytest
 from transformers import PreTrainedModel
 
 from skipstone import METHODS, Autoregressive, EarlyExit, LayerSkip, Method, Output
+from skipstone.methods.swift import Swift
 from tests import families
 from tests.support import decode, margin, references
 
@@ -66,6 +67,10 @@ ROWS: dict[str, Row] = {
     "layerskip, confident": Row(
         lambda d, rule: LayerSkip(EXIT, d, confidence_threshold=0.2, rejection_sample_method=rule),
         variant=True,
+    ),
+    "swift": Row(lambda d, rule: Swift(0.5, d, context_window=6), same_text=("standard",)),
+    "swift, chain": Row(
+        lambda d, rule: Swift(0.5, d, None, 6, dynamic_verification=False), same_text=("standard",), variant=True
     ),
 }
 LOSSLESS = [name for name, row in ROWS.items() if row.oracle is None]

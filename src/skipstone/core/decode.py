@@ -207,7 +207,7 @@ class Decoder:
             tokens=[v.tokens for v in verdicts],
             origin=[v.origin for v in verdicts],
             drafted=[v.drafted for v in verdicts],
-            draft_steps=draft.draft_steps or [v.drafted for v in verdicts],
+            draft_steps=[v.draft_steps for v in verdicts],
             accepted=[len(v.path) for v in verdicts],
             overruled=[v.overruled for v in verdicts],
             verified_nodes=sum(v.nodes for v in verdicts),

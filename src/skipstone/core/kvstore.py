@@ -30,12 +30,13 @@ class Tree:
     """How the nodes of a tree see one another.
 
     base: [b] int64, the slot of column 0. ancestors: [b, n, N] bool, which of the N columns each query column may attend to
-    (itself included). column_positions: [b, N] int64.
+    (itself included). column_positions: [b, N] int64. seen: [b] int64, the slots below are seen by all; None is base.
     """
 
     base: Tensor
     ancestors: Tensor
     column_positions: Tensor
+    seen: Tensor | None = None
 
 
 @dataclass(slots=True)
@@ -99,7 +100,8 @@ class Pass:
             inside = (relative >= 0) & (relative < columns)
             index = relative.clamp(0, columns - 1)
             below = self.tree.ancestors.gather(2, index[:, None].expand(-1, query.shape[1], -1))
-            seen = (relative < 0)[:, None] | (below & inside[:, None])
+            before = relative < 0 if self.tree.seen is None else slot[None] < self.tree.seen[:, None]
+            seen = before[:, None] | (below & inside[:, None])
             position = torch.where(inside, self.tree.column_positions.gather(1, index), slot[None])[:, None]
         if window is not None:
             seen = seen & (position > query - window)

@@ -283,6 +283,13 @@ class Frontier:
         self.advance(exit_layer)
         return self.model.logits(self.hidden[:, -1:])[:, 0]
 
+    def sketched_logits(self, skip: SkipSet) -> Tensor:
+        """Logits of the newest column [B, V] float32 through what a skip set leaves of the model. Every token stays at depth 0:
+        the keys and values that this writes lie in the column's own slots and are overwritten by the scoring pass."""
+        newest = slice(self.width - 1, self.width)
+        at = self._pass(newest, None)
+        return self.model.logits(self.model.run(self.hidden[:, newest], at, self.store, range(self.top), skip))[:, 0]
+
     def restart(self) -> None:
         """Forget the exit states: every token is at depth 0 again (LayerSkip's ablation without cache reuse)."""
         self.hidden[:] = self.model.embed(self.tokens, self.positions)

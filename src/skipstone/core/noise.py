@@ -88,11 +88,14 @@ class Noise:
         places = torch.arange(size, device=self.seed.device) * _PLACE
         return _unit(_mix(self._counter(position[:, None], stream) + places))
 
+    def race(self, p: Tensor, position: Tensor, stream: int) -> Tensor:
+        """The Gumbel-max trick before its argmax, argmax(log p - log(-log u)) = argmax(log u / p): an exponential race, whose
+        order is a draw without replacement, -inf where p is 0. p: [B, V], need not be normalised. Returns [B, V] float64."""
+        return self.uniform(position, stream, p.shape[-1]).log_() / p
+
     def draw(self, p: Tensor, position: Tensor, stream: int) -> Tensor:
-        """Sample from p [B, V] (need not be normalised) by the Gumbel-max trick; a one-hot row gives its token. Returns [B]."""
-        u = self.uniform(position, stream, p.shape[-1])
-        # argmax(log p - log(-log u)) = argmax(log u / p): an exponential race, lost where p is 0
-        return (u.log_() / p).argmax(-1)
+        """Sample from p [B, V] (need not be normalised); a one-hot row gives its token. Returns [B]."""
+        return self.race(p, position, stream).argmax(-1)
 
     def accept(self, probability: Tensor, position: Tensor, stream: int | Tensor) -> Tensor:
         """Bernoulli draws. probability: [B, k], values above 1 count as 1. position: [B, k]. stream: an int or [k].

@@ -225,6 +225,22 @@ class Sampler:
             return self.noise.draw(q, position, TARGET), None, scores
         return self.noise.draw(q, position, substream(DRAFT, path.shape[1])), q, scores
 
+    def candidates(
+        self, logits: Tensor, position: Tensor, path: Tensor, count: int, wanted: Sequence[bool] | None = None
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """The tokens that the target would draw if it thought as the drafter does, in the order of its own noise (greedy rows:
+        of the scores). Arguments as in `propose`. Returns (tokens [B, k], possible [B, k] bool, False where q is 0, processed
+        logits [B, V]); k = min(count, V).
+        """
+        scores = self.process(logits, path, wanted)
+        order = scores
+        if not self.greedy:
+            order = self.noise.race(self.warped(scores, path, wanted), position, TARGET)
+            if self.warping.any_greedy:
+                order = torch.where(self.warping.greedy[:, None], scores.double(), order)
+        best = order.topk(min(count, order.shape[-1]))
+        return best.indices, best.values > float("-inf"), scores
+
 
 @dataclass
 class Scores:

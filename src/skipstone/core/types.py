@@ -28,7 +28,7 @@ class Draft:
     stochastic: [B, n] bool, only beside q: False marks a node whose q is one-hot whatever `q` holds.
     candidate: [B, n] bool, False for nodes that are scored but may never be accepted (Lookahead's window).
     source, exit_layer: [B, n] int64 and confidence: [B, n] float, for reports only.
-    draft_steps: passes of the drafter each row took part in; None means one per valid token.
+    draft_steps: [B] int64, passes of the drafter each row took part in; None means one per token that may be accepted.
     levels: most nodes on one path, where the builder of a tree knows; None means as many as there are nodes.
     Law: no two valid siblings carry the same token.
     """
@@ -43,7 +43,7 @@ class Draft:
     source: Tensor | None = None
     exit_layer: Tensor | None = None
     confidence: Tensor | None = None
-    draft_steps: list[int] | None = None
+    draft_steps: Tensor | None = None
     levels: int | None = None
 
     @classmethod
@@ -108,11 +108,12 @@ class Verdict:
         else:
             offered = (draft.offered & (draft.parents == last)).any(1, keepdim=True).long()
         overruled = torch.zeros_like(drafted) if self.overruled is None else self.overruled[:, None]
-        columns = [self.accepted[:, None], drafted, nodes, offered, overruled, self.path, self.tokens]
+        passes = drafted if draft.draft_steps is None else draft.draft_steps[:, None]
+        columns = [self.accepted[:, None], drafted, passes, nodes, offered, overruled, self.path, self.tokens]
         verdicts = []
-        for accepted, count, scored, more, against, *rest in torch.cat(columns, dim=1).tolist():
+        for accepted, count, steps, scored, more, against, *rest in torch.cat(columns, dim=1).tolist():
             path, tokens = rest[:accepted], rest[width : width + accepted + 1]
-            verdicts.append(RowVerdict(path, tokens, "recovered" if more else "bonus", count, against, scored))
+            verdicts.append(RowVerdict(path, tokens, "recovered" if more else "bonus", count, against, scored, steps))
         return verdicts
 
 
@@ -121,7 +122,8 @@ class RowVerdict:
     """One row's verdict on the host.
 
     path: accepted nodes. tokens: committed tokens, accepted ones first. final: what the token after the accepted ones is.
-    drafted: draft tokens that could be accepted. nodes: draft tokens scored. finished: set by the stopping rules.
+    drafted: draft tokens that could be accepted. nodes: draft tokens scored. draft_steps: passes of the drafter. finished: set
+    by the stopping rules.
     """
 
     path: list[int]
@@ -130,6 +132,7 @@ class RowVerdict:
     drafted: int
     overruled: int
     nodes: int = 0
+    draft_steps: int = 0
     finished: bool = False
 
     def cut(self, kept: int) -> None:

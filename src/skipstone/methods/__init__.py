@@ -12,11 +12,13 @@ from skipstone.core.protocol import Method
 from skipstone.methods.autoregressive import Autoregressive
 from skipstone.methods.early_exit import EarlyExit
 from skipstone.methods.layerskip import LayerSkip
+from skipstone.methods.swift import Swift
 
 METHODS: dict[str, type[Method]] = {
     "autoregressive": Autoregressive,
     "early_exit": EarlyExit,
     "layerskip": LayerSkip,
+    "swift": Swift,
 }
 
 

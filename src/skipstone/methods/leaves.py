@@ -1,0 +1,52 @@
+"""Dynamic verification: a drafted chain with the runners-up of every place as leaves, one tree (SWIFT, section 4.2)."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from skipstone.core import host
+from skipstone.core.types import Draft
+
+RANKS = 10
+CANDIDATES = ((0.95, 1), (0.8, 3), (0.5, 5))
+"""Above which confidence a place offers how many tokens in all, the chain's among them; RANKS below."""
+MOST_LEAVES = 57
+MOST_NODES = 25 + MOST_LEAVES
+
+
+def offered(confidence: Tensor) -> Tensor:
+    """How many tokens a place offers: 10, 5, 3, 1 for a confidence in (0, .5], (.5, .8], (.8, .95], (.95, 1]. confidence: [B, n].
+    Returns [B, n] int64."""
+    count = torch.full_like(confidence, RANKS, dtype=torch.long)
+    for above, tokens in reversed(CANDIDATES):
+        count = torch.where(confidence > above, tokens, count)
+    return count
+
+
+def with_leaves(chain: Draft, ranked: Tensor, real: Tensor) -> Draft:
+    """A chain and its runners-up. ranked: [B, n, k] int64, the tokens of every place, best first, the chain's being the first;
+    real: [B, n, k] bool, those that can be drawn at all. Without confidences every place offers RANKS.
+
+    The chain's nodes come first, so that node j of the chain is place j; of the leaves the first MOST_LEAVES are kept.
+    """
+    rows, width, ranks = ranked.shape
+    confidence = torch.zeros_like(ranked[..., 0], dtype=torch.float32) if chain.confidence is None else chain.confidence
+    rank = torch.arange(1, ranks, device=ranked.device)
+    wanted = (rank < offered(confidence)[..., None]) & real[..., 1:] & chain.valid[..., None]
+    above = torch.arange(-1, width - 1, device=ranked.device)[None, :, None].expand(rows, width, ranks - 1)
+    tokens, parents, valid = ranked[..., 1:].flatten(1), above.flatten(1), wanted.flatten(1)
+    most = min(MOST_LEAVES, valid.shape[1])
+    if host.readable(valid):
+        most = min(most, int(valid.sum(1).max()))
+    order = (~valid).byte().argsort(dim=1, stable=True)[:, :most]
+    spine = torch.arange(-1, width - 1, device=ranked.device).expand(rows, width)
+    return Draft(
+        torch.cat([chain.tokens, tokens.gather(1, order)], 1),
+        torch.cat([chain.valid, valid.gather(1, order)], 1),
+        chain.frontier,
+        parents=torch.cat([spine, parents.gather(1, order)], 1),
+        confidence=None,
+        draft_steps=chain.valid.sum(1),
+        levels=width,
+    )

@@ -1,0 +1,390 @@
+"""Which sublayers a draft model may leave out: searches over layer sets, pure and seeded.
+
+A layer set z says for every attention and every MLP of the layers in between (the first and the last always run) whether it is
+skipped. Its worth is a number, the share of tokens that the remaining model chooses as the whole one does (matchness, SWIFT,
+arXiv 2410.06916, Eq. 4) or the speed-up that this share and the measured costs allow. All searches keep |z| fixed.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any, ClassVar
+
+import numpy as np
+from numpy.typing import NDArray
+
+from skipstone.core.model import SkipSet
+
+Z = NDArray[np.bool_]
+"""[n], n = 2 (L - 2): the attentions of layers 1 to L - 2 (counted from 0), then their MLPs; True is skipped."""
+MOST_DRAFTS = 25
+
+
+@dataclass(frozen=True)
+class Space:
+    """All layer sets of a model of `layers` layers. ValueError for fewer than 4: nothing sensible would be left."""
+
+    layers: int
+
+    def __post_init__(self) -> None:
+        if self.layers < 4:
+            raise ValueError(f"skipping sublayers needs a model of at least 4 layers, found {self.layers}")
+
+    @property
+    def size(self) -> int:
+        """Sublayers that may be skipped, n."""
+        return 2 * (self.layers - 2)
+
+    def count(self, ratio: float) -> int:
+        """|z| for a skip ratio (of the sublayers that may be skipped, as in SWIFT's code)."""
+        return round(ratio * self.size)
+
+    def uniform(self, count: int) -> Z:
+        """`count` sublayers spread evenly over the depth, attention and MLP in turn."""
+        middle = self.layers - 2
+        z = np.zeros(self.size, dtype=bool)
+        by_depth = [place for layer in range(middle) for place in (layer, middle + layer)]
+        for number in range(count):
+            z[by_depth[(2 * number + 1) * self.size // (2 * count)]] = True
+        return z
+
+    def random(self, count: int, rng: np.random.Generator) -> Z:
+        """Any set of `count` sublayers, all equally likely."""
+        z = np.zeros(self.size, dtype=bool)
+        z[rng.permutation(self.size)[:count]] = True
+        return z
+
+    def to_skip_set(self, z: Z) -> SkipSet:
+        """What the model understands."""
+        middle = self.layers - 2
+        attention, mlp = np.flatnonzero(z[:middle]) + 1, np.flatnonzero(z[middle:]) + 1
+        return SkipSet(frozenset(attention.tolist()), frozenset(mlp.tolist()))
+
+    def from_skip_set(self, skip: SkipSet) -> Z:
+        """The way back. ValueError for layers that do not exist or may not be skipped."""
+        z, middle = np.zeros(self.size, dtype=bool), self.layers - 2
+        for kind, first, chosen in (("attention", 0, skip.attention), ("MLP", middle, skip.mlp)):
+            if wrong := sorted(layer for layer in chosen if not 1 <= layer <= middle):
+                raise ValueError(
+                    f"the {kind} of layers 1 to {middle} may be skipped in a model of {self.layers} layers (counted from 0; the "
+                    f"first and the last always run), found {wrong}"
+                )
+            z[[first + layer - 1 for layer in chosen]] = True
+        if z.all():
+            raise ValueError(
+                "the layer set skips everything between the first and the last layer: nothing is left to draft with"
+            )
+        return z
+
+
+@dataclass(frozen=True)
+class Costs:
+    """Measured costs in plain steps. attention, mlp: of one such sublayer. scoring: v, of a pass over 1, 2, ... tokens."""
+
+    attention: float
+    mlp: float
+    scoring: Sequence[float]
+
+    def draft(self, z: Z) -> float:
+        """c(z), one draft pass."""
+        middle = len(z) // 2
+        return max(1 - self.attention * int(z[:middle].sum()) - self.mlp * int(z[middle:].sum()), 1e-3)
+
+    def score(self, tokens: int) -> float:
+        """v, one pass over so many tokens; the last known value beyond."""
+        return self.scoring[min(tokens, len(self.scoring)) - 1]
+
+
+FLAT = Costs(0.0, 0.0, (1.0,))
+"""Before anything was measured."""
+
+
+def expected_speedup(matchness: Any, draft: Any, costs: Costs, most: int = MOST_DRAFTS) -> Any:
+    """max over k of [(1 - m^(k+1)) / (1 - m)] / (k c + v(k+1)): tokens of a step of k drafts, each right with probability m, over
+    its cost in plain steps; 1 where drafting never pays (k = 0). matchness, draft: numbers, or arrays [a] of them."""
+    m, c = np.clip(np.asarray(matchness, dtype=float), 0, 1 - 1e-9), np.asarray(draft, dtype=float)
+    k = np.arange(1, most + 1)
+    tokens = (1 - m[..., None] ** (k + 1)) / (1 - m[..., None])
+    worth = tokens / (k * c[..., None] + np.array([costs.score(n + 1) for n in k]))
+    return np.maximum(1.0, worth.max(-1))
+
+
+def measured_speedup(mean_length: float, alpha: float, draft: float, score: float) -> float:
+    """E = M / ((M - 1) c / alpha + v): SWIFT's Eq. 6 with the cost of the scoring pass measured too (v = 1 is the paper's)."""
+    return mean_length / ((mean_length - 1) * draft / max(alpha, 1e-9) + score)
+
+
+@dataclass(frozen=True)
+class Objective:
+    """What a search maximises: (matchness, z) -> worth. by: "speed" or the paper's "matchness"."""
+
+    costs: Costs = FLAT
+    by: str = "speed"
+
+    def __call__(self, matchness: float, z: Z) -> float:
+        return matchness if self.by == "matchness" else float(expected_speedup(matchness, self.costs.draft(z), self.costs))
+
+
+@dataclass
+class Search:
+    """A search over sets of `count` sublayers: propose, observe, best. seed: of all its draws."""
+
+    space: Space
+    count: int
+    objective: Objective = field(default_factory=Objective)
+    seed: int = 0
+    name: ClassVar[str]
+    adaptive: ClassVar[bool] = True
+
+    def __post_init__(self) -> None:
+        if not 0 < self.count < self.space.size:
+            raise ValueError(
+                f"a layer set skips between 1 and {self.space.size - 1} sublayers of this model, found {self.count}"
+            )
+        self.rng = np.random.default_rng(self.seed)
+        self.steps = 0
+        self.start()
+
+    def start(self) -> None:
+        """Forget everything that was observed."""
+
+    def propose(self) -> Z:
+        """The next set to try."""
+        raise NotImplementedError
+
+    def observe(self, z: Z, matchness: float, positions: int) -> None:
+        """Take over what was seen of a set at so many positions."""
+        self.steps += 1
+
+    def best(self) -> Z:
+        """The set to draft with."""
+        raise NotImplementedError
+
+    def estimate(self, z: Z) -> float | None:
+        """What is known of a set's matchness; None where nothing is."""
+        return None
+
+    def resize(self, count: int) -> None:
+        """Go on with sets of another size."""
+        self.count = count
+        self.start()
+
+    def widen(self) -> None:
+        """The task has changed: what was learnt counts for little."""
+        self.start()
+
+
+class FixedSearch(Search):
+    """A set that was found before."""
+
+    name: ClassVar[str] = "fixed"
+    adaptive: ClassVar[bool] = False
+
+    def __init__(self, space: Space, z: Z) -> None:
+        self.z = z
+        super().__init__(space, int(z.sum()))
+
+    def best(self) -> Z:
+        return self.z
+
+
+class UniformSearch(Search):
+    """No search: the uniform set (the ablation "no optimisation")."""
+
+    name: ClassVar[str] = "uniform"
+    adaptive: ClassVar[bool] = False
+
+    def best(self) -> Z:
+        return self.space.uniform(self.count)
+
+
+class RandomSearch(Search):
+    """Random sets; every fourth proposal looks again at the set that may be the best, so that luck is found out."""
+
+    name: ClassVar[str] = "random"
+    AGAIN: ClassVar[int] = 4
+
+    def start(self) -> None:
+        self.seen: dict[bytes, tuple[Z, float, int]] = {}
+
+    def propose(self) -> Z:
+        if self.steps % self.AGAIN == self.AGAIN - 1 and self.seen:
+            return self._extreme(+1)
+        return self._fresh()
+
+    def _fresh(self) -> Z:
+        return self.space.random(self.count, self.rng)
+
+    def observe(self, z: Z, matchness: float, positions: int) -> None:
+        super().observe(z, matchness, positions)
+        _, matched, total = self.seen.get(z.tobytes(), (z, 0.0, 0))
+        self.seen[z.tobytes()] = (z, matched + matchness * positions, total + positions)
+
+    def best(self) -> Z:
+        return self._extreme(-1) if self.seen else self.space.uniform(self.count)
+
+    def estimate(self, z: Z) -> float | None:
+        _, matched, total = self.seen.get(z.tobytes(), (z, 0.0, 0))
+        return matched / total if total else None
+
+    def _extreme(self, sign: int) -> Z:
+        """The set whose worth is best one standard error above (+1) or below (-1) its mean."""
+
+        def worth(entry: tuple[Z, float, int]) -> float:
+            z, matched, total = entry
+            mean = matched / total
+            error = math.sqrt(max(mean * (1 - mean), 1 / (4 * total)) / total)
+            return self.objective(mean + sign * error, z)
+
+        return max(self.seen.values(), key=worth)[0]
+
+
+class SwiftSearch(RandomSearch):
+    """The paper's: random sets, every `interval`-th by the upper confidence bound of a Gaussian process over what was seen
+    (section 4.1; kappa and noise of the released code). The best is by mean and error here, the code keeps the luckiest."""
+
+    name: ClassVar[str] = "swift"
+    INTERVAL: ClassVar[int] = 25
+    KAPPA, NOISE, POINTS, CANDIDATES = 2.5, 1e-2, 200, 256
+
+    def propose(self) -> Z:
+        if self.steps % self.INTERVAL == self.INTERVAL - 1 and len(self.seen) > 2:
+            return self._by_gaussian_process()
+        return super().propose()
+
+    def _by_gaussian_process(self) -> Z:
+        """Among random sets and neighbours of the best one."""
+        seen = list(self.seen.values())[-self.POINTS :]
+        known = np.stack([z for z, _, _ in seen]).astype(float)
+        values = np.array([self.objective(matched / total, z) for z, matched, total in seen])
+        best = self.best()
+        candidates = [self._neighbour(best) if i % 2 else self._fresh() for i in range(self.CANDIDATES)]
+        asked = np.stack(candidates).astype(float)
+        scale = values.std() or 1.0
+        inverse = np.linalg.inv(self._kernel(known, known) + self.NOISE * np.eye(len(known)))
+        cross = self._kernel(asked, known)
+        mean = cross @ inverse @ ((values - values.mean()) / scale)
+        variance = np.maximum(1 - np.einsum("ij,jk,ik->i", cross, inverse, cross), 0)
+        return candidates[int(np.argmax(mean + self.KAPPA * np.sqrt(variance)))]
+
+    def _kernel(self, a: NDArray[np.float64], b: NDArray[np.float64]) -> NDArray[np.float64]:
+        """exp(-h / l), h the number of sublayers that differ, l an eighth of all."""
+        differ = a.sum(1)[:, None] + b.sum(1)[None] - 2 * a @ b.T
+        return np.exp(-differ / (self.space.size / 8))
+
+    def _neighbour(self, z: Z) -> Z:
+        """One sublayer exchanged for another."""
+        near = z.copy()
+        near[self.rng.choice(np.flatnonzero(z))] = False
+        near[self.rng.choice(np.flatnonzero(~z))] = True
+        return near
+
+
+class LinearThompson(Search):
+    """Thompson sampling on a Bayesian linear model of matchness over the skip indicator; the exact best set of a draw follows
+    from sorting, for only the number of attentions among the skipped decides what a set costs.
+
+    The posterior is kept as mean and square root of the covariance, both updated in O(n^2) (Potter's square-root filter).
+    FORGET: what an observation keeps of its weight when the next one comes.
+    """
+
+    name: ClassVar[str] = "linear_ts"
+    FORGET: ClassVar[float] = 0.998
+    SPREAD: ClassVar[float] = 0.6
+    """Prior standard deviation of what all skipped sublayers together take from matchness."""
+
+    def start(self) -> None:
+        size = self.space.size + 1  # the last entry is what is left when nothing is skipped
+        self.mean = np.full(size, -0.5 / self.count)
+        self.mean[-1] = 1.0
+        self.root = np.diag(np.append(np.full(size - 1, self.SPREAD / math.sqrt(self.count)), 0.1))
+        self._widest = float(np.abs(self.root).max())
+
+    def estimate(self, z: Z) -> float | None:
+        return float(np.clip(np.append(z, 1.0) @ self.mean, 0, 1)) if self.steps else None
+
+    def resize(self, count: int) -> None:
+        self.count = count  # what every sublayer is worth stays
+
+    def widen(self) -> None:
+        """The mean stays, its certainty goes."""
+        mean = self.mean
+        self.start()
+        self.mean = mean
+
+    def propose(self) -> Z:
+        if not self.steps:
+            return self.space.uniform(self.count)
+        return self._argmax(self.mean + self.root @ self.rng.standard_normal(len(self.mean)))
+
+    def best(self) -> Z:
+        return self._argmax(self.mean) if self.steps else self.space.uniform(self.count)
+
+    def observe(self, z: Z, matchness: float, positions: int) -> None:
+        super().observe(z, matchness, positions)
+        x = np.append(z, 1.0)
+        noise = max(matchness * (1 - matchness), 0.02) / positions
+        self.root /= math.sqrt(self.FORGET)
+        rows = np.sqrt((self.root**2).sum(1))
+        self.root *= np.minimum(1, self._widest / np.maximum(rows, 1e-12))[:, None]  # never wider than at the start
+        seen = self.root.T @ x
+        gain = 1 / (seen @ seen + noise)
+        direction = self.root @ seen
+        self.mean = self.mean + direction * (gain * (matchness - x @ self.mean))
+        self.root -= np.outer(direction, seen) * (gain / (1 + math.sqrt(gain * noise)))
+
+    def _argmax(self, weights: NDArray[np.float64]) -> Z:
+        """The best set of a linear model: for every split between attentions and MLPs the ones that cost least matchness."""
+        middle = self.space.size // 2
+        order = [np.argsort(-part, kind="stable") for part in (weights[:middle], weights[middle:-1])]
+        sums = [
+            np.append(0, np.cumsum(part[by])) for part, by in zip((weights[:middle], weights[middle:-1]), order, strict=True)
+        ]
+        least, most = max(0, self.count - middle), min(self.count, middle)
+        attentions = np.arange(least, most + 1)
+        matchness = weights[-1] + sums[0][attentions] + sums[1][self.count - attentions]
+        best = attentions[int(np.argmax(self._worth(matchness, attentions)))]
+        z = np.zeros(self.space.size, dtype=bool)
+        z[order[0][:best]] = True
+        z[middle + order[1][: self.count - best]] = True
+        return z
+
+    def _worth(self, matchness: NDArray[np.float64], attentions: NDArray[np.int64]) -> NDArray[np.float64]:
+        if self.objective.by == "matchness":
+            return matchness
+        costs = self.objective.costs
+        draft = np.maximum(1 - costs.attention * attentions - costs.mlp * (self.count - attentions), 1e-3)
+        return expected_speedup(matchness, draft, costs)
+
+
+SEARCHES: dict[str, type[Search]] = {kind.name: kind for kind in (LinearThompson, SwiftSearch, RandomSearch, UniformSearch)}
+
+
+class Cusum:
+    """Has the task changed? A one-sided CUSUM (Page, Biometrika 1954) on the share of accepted drafts, over blocks of steps.
+
+    Its reference is the mean since it was armed. DRIFT: a loss of less is none. ALARM: at which sum it says so.
+    """
+
+    DRIFT, ALARM, BLOCK, ARMED = 0.05, 4.0, 8, 32
+
+    def __init__(self) -> None:
+        self._block: list[float] = []
+        self._total, self._blocks, self._sum = 0.0, 0, 0.0
+
+    def add(self, share: float) -> bool:
+        """One step's accepted / drafted. Returns whether the task has changed; it starts anew then."""
+        self._block.append(share)
+        if len(self._block) < self.BLOCK:
+            return False
+        value = sum(self._block) / self.BLOCK
+        self._block.clear()
+        if self._blocks >= self.ARMED:
+            self._sum = max(0.0, self._sum + self._total / self._blocks - value - self.DRIFT)
+        self._total, self._blocks = self._total + value, self._blocks + 1
+        if self._sum > self.ALARM:
+            self.__init__()
+            return True
+        return False

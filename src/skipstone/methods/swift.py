@@ -1,0 +1,209 @@
+"""SWIFT: On-the-Fly Self-Speculative Decoding for LLM Inference Acceleration
+(Xia et al., ICLR 2025, arXiv 2410.06916), section 4 and appendix B.
+
+Draft with the target itself, some attention and MLP sublayers left out; verify the chain and its runners-up as one tree. Which
+sublayers is found while decoding: the text that was just written says how often a layer set would have chosen the same tokens.
+Keys and values of the draft lie at the draft's own slots and are overwritten by verification; nothing is cloned.
+
+Deviations, all ours: drafts are deterministic given the seed (coupled to the target's noise), so the tree is verified by match
+at every temperature; `search="linear_ts"` instead of random sets with a Gaussian process (skip_search.py); the worth of a set is
+the speed-up that it would bring on this machine; what is not known to pay is tried within a loss that is bounded (skip_state.py);
+a changed task is noticed, and where no set pays there is no drafting.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, ClassVar, Literal
+
+import torch
+from torch import Tensor
+
+from skipstone.core.kvstore import Pass, Tree
+from skipstone.core.model import LayeredModel, SkipSet
+from skipstone.core.protocol import Method, whole_number
+from skipstone.core.sampling import Scores
+from skipstone.core.session import Request, Session
+from skipstone.core.types import Draft, RowVerdict, Verdict
+from skipstone.methods import skip_state
+from skipstone.methods.chain import Chain, Confidence, check_threshold
+from skipstone.methods.leaves import MOST_NODES, RANKS, with_leaves
+from skipstone.methods.skip_search import SEARCHES, Space
+from skipstone.methods.skip_state import SkipState
+
+
+@dataclass(frozen=True)
+class Swift(Method):
+    """skip_ratio: share of the sublayers between the first and the last layer that drafting leaves out, at the start.
+
+    num_speculative_tokens: most drafts a step. confidence_threshold: stop after a draft whose probability is below it; None never
+    stops early. context_window: generated tokens that a layer set is judged by. search: linear_ts, swift (the paper's), random or
+    uniform (none). objective: "speed" or the paper's "matchness". max_steps, patience, enough: the search ends after so many
+    evaluations, so many without a better set, or at that matchness. dynamic_verification: runners-up are verified too. adjust:
+    lower the skip ratio where few drafts are accepted. profile: a file of `skipstone search`, instead of a search. search_seed:
+    of the search; it changes speed and never the text.
+    """
+
+    name: ClassVar[str] = "swift"
+    aliases: ClassVar[dict[str, str]] = {
+        "num_assistant_tokens": "num_speculative_tokens",
+        "stop_threshold": "confidence_threshold",
+    }
+    if_few_accepted: ClassVar[str] = (
+        "An acceptance rate that low says that this model does not bear skipping so many sublayers."
+    )
+
+    skip_ratio: float = 0.45
+    num_speculative_tokens: int = 25
+    confidence_threshold: float | Literal["adaptive"] | None = 0.8
+    context_window: int = 32
+    search: str = "linear_ts"
+    objective: Literal["speed", "matchness"] = "speed"
+    max_steps: int = 1000
+    patience: int = 300
+    enough: float = 0.95
+    dynamic_verification: bool = True
+    adjust: bool = True
+    profile: str | None = None
+    search_seed: int = 0
+
+    def check(self, model: LayeredModel) -> None:
+        space = Space(model.depth)
+        if isinstance(self.skip_ratio, bool) or not isinstance(self.skip_ratio, (int, float)) or not 0 <= self.skip_ratio < 1:
+            raise ValueError(f"skip_ratio must lie in [0, 1), found {self.skip_ratio!r}")
+        if not 0 < space.count(self.skip_ratio) < space.size:
+            raise ValueError(
+                f"skip_ratio={self.skip_ratio} leaves out {space.count(self.skip_ratio)} of the {space.size} sublayers that may be "
+                f"skipped in a model of {model.depth} layers: at least one must go and one must stay"
+            )
+        for name, least in (("num_speculative_tokens", 1), ("context_window", 1), ("max_steps", 0), ("patience", 1)):
+            whole_number(name, getattr(self, name), least)
+        whole_number("search_seed", self.search_seed, 0)
+        check_threshold(self.confidence_threshold)
+        if not 0 <= self.enough <= 1:
+            raise ValueError(f"enough is a matchness in [0, 1], found {self.enough!r}")
+        if self.search not in SEARCHES:
+            raise ValueError(f"unknown search {self.search!r}; there are {', '.join(SEARCHES)}")
+        if self.objective not in ("speed", "matchness"):
+            raise ValueError(f'objective must be "speed" or "matchness", found {self.objective!r}')
+        if not model.family.skippable(model.config):
+            raise ValueError("sublayers of a post-norm model cannot be skipped: its norms follow the residual sum")
+
+    def new_state(self, model: LayeredModel) -> SkipState:
+        return skip_state.of(self, model)
+
+    def start(self, model: LayeredModel, rows: int, capacity: int, state: Any = None) -> Session:
+        return SwiftSession(self, model, rows, capacity, state or SkipState(self, model))
+
+
+class SwiftSession(Session):
+    """Drafts with the layer set of a state that outlives it, and lets that state learn from what is written."""
+
+    def __init__(self, method: Swift, model: LayeredModel, rows: int, capacity: int, state: SkipState) -> None:
+        super().__init__(model, rows, capacity, coupled=True, scratch=max(MOST_NODES, method.context_window))
+        self.state, self.most, self.window = state, method.num_speculative_tokens, method.context_window
+        self.ranks = RANKS if method.dynamic_verification else 1
+        self.confidence = Confidence(method.confidence_threshold, rows, model.device, self.most)
+        room = capacity + 1
+        self.text = torch.zeros((rows, room), dtype=torch.long, device=model.device)  # committed tokens by position ...
+        self.choice = torch.zeros_like(self.text)  # ... and what the target itself would have said there
+        self.written = [0] * rows
+        self._picks: Tensor | None = None
+        self._judged: tuple[Any, Tensor] | None = None
+        self._turn = 0
+
+    def admit(self, row: int, request: Request) -> None:
+        super().admit(row, request)
+        self.confidence.reset(row)
+        self.written[row] = 0
+
+    def draft(self, limit: list[int]) -> Draft:
+        """An optimisation step where one is due (section 4.1), then a chain with the layer set, then its runners-up (4.2)."""
+        self._optimise()
+        most = [min(self.most, allowed) for allowed in limit]
+        if not self.state.drafts(any(most)):
+            return Draft.empty(self.rows, self.root.device, self.frontier([0] * self.rows))
+        chain = Chain(most, self.alive, self.model.device)
+        sketch = self.frontier(most)
+        position = sketch.positions[:, 0] + 1
+        ranked: list[Tensor] = []
+        real: list[Tensor] = []
+        for place in range(chain.width):
+            logits = sketch.sketched_logits(self.state.skip)
+            wanted = chain.open_rows() if self.sampler.processed else None
+            found, there, scores = self.sampler.candidates(logits, position + place, sketch.tokens[:, 1:], self.ranks, wanted)
+            sure = self.confidence.of(scores)
+            ranked.append(found)
+            real.append(there)
+            token = found[:, 0]
+            sketch.append(token[:, None], chain.add(token, None, sure))
+            if chain.stop(self.confidence.keep(sure), self.sampler.unfinished(token)):
+                break
+        drafted = chain.draft(sketch)
+        if self.ranks == 1 or not chain.tokens:
+            return drafted
+        nodes = with_leaves(drafted, torch.stack(ranked, 1), torch.stack(real, 1))
+        tree = self.frontier([nodes.width if live else 0 for live in self.alive])
+        tree.append(nodes.tokens, nodes.valid, nodes.parents)
+        nodes.frontier = tree
+        return nodes
+
+    def verify(self, draft: Draft, scores: Scores) -> Verdict:
+        self._picks = scores.logits.argmax(-1)
+        return super().verify(draft, scores)
+
+    def commit(self, draft: Draft | None, verdicts: list[RowVerdict]) -> None:
+        before = list(self.store.length)
+        super().commit(draft, verdicts)
+        self.confidence.update(verdicts)
+        self._remember(before, draft, verdicts)
+        if draft is not None:
+            self.state.learn(draft, verdicts)
+        if self._judged is not None:  # the step's one transfer is done: nothing is waited for
+            z, matched = self._judged
+            self._judged = None
+            self.state.judged(z, int(matched) / self.window, self.window)
+
+    def _remember(self, before: list[int], draft: Draft | None, verdicts: list[RowVerdict]) -> None:
+        """Keep the tokens by position, and the target's own choice there."""
+        assert self._picks is not None
+        for row, verdict in enumerate(verdicts):
+            if not verdict.tokens:
+                continue
+            first = self.store.length[row] if draft is None else before[row] + 1
+            place = slice(first, first + len(verdict.tokens))
+            nodes = [-1, *verdict.path][: len(verdict.tokens)]
+            self.text[row, place] = self.root.new_tensor(verdict.tokens)
+            self.choice[row, place] = self._picks[row, [node + 1 for node in nodes]]
+            self.written[row] += len(verdict.tokens)
+
+    def _optimise(self) -> None:
+        """Judge one layer set by the last tokens of one row, if the state wants to and a row has written enough."""
+        rows = [row for row, alive in enumerate(self.alive) if alive and self.written[row] > self.window]
+        if not rows or self._judged is not None:
+            return
+        z = self.state.due(self)
+        if z is None:
+            return
+        self._turn += 1
+        row = rows[self._turn % len(rows)]
+        end = self.store.length[row]
+        begin = end - self.window
+        hidden = self.evaluate(row, begin, self.state.space.to_skip_set(z))
+        same = hidden.argmax(-1) == self.choice[row, begin + 1 : end + 1]
+        self._judged = (z, same.sum())
+
+    def evaluate(self, row: int, begin: int, skip: SkipSet) -> Tensor:
+        """Logits [n, V] of a row's committed tokens from position `begin` on, through what a skip set leaves, in one pass. It
+        reads the target's keys and values before them and writes its own behind everything that is committed."""
+        end = self.store.length[row]
+        width = end - begin
+        self.store.reserve(end + width)
+        device = self.model.device
+        positions = torch.arange(begin, end, device=device)[None]
+        base = torch.full((1,), end, device=device)
+        below = torch.ones((1, width, width), dtype=torch.bool, device=device).tril()
+        tree = Tree(base, below, positions, seen=base - width)
+        at = Pass(positions, positions + width, None, slice(row, row + 1), end + width, end, tree)
+        hidden = self.model.embed(self.text[row : row + 1, begin:end], positions)
+        return self.model.logits(self.model.run(hidden, at, self.store, range(self.store.layers), skip))[0]
