@@ -68,7 +68,7 @@ ROWS: dict[str, Row] = {
         lambda d, rule: LayerSkip(EXIT, d, confidence_threshold=0.2, rejection_sample_method=rule),
         variant=True,
     ),
-    "swift": Row(lambda d, rule: Swift(0.5, d, context_window=6), same_text=("standard",)),
+    "swift": Row(lambda d, rule: Swift(0.5, d, context_window=6, guard=False), same_text=("standard",)),
     "swift, chain": Row(
         lambda d, rule: Swift(0.5, d, None, 6, dynamic_verification=False), same_text=("standard",), variant=True
     ),

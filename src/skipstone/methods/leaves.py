@@ -16,8 +16,10 @@ MOST_NODES = 25 + MOST_LEAVES
 
 
 def offered(confidence: Tensor) -> Tensor:
-    """How many tokens a place offers: 10, 5, 3, 1 for a confidence in (0, .5], (.5, .8], (.8, .95], (.95, 1]. confidence: [B, n].
-    Returns [B, n] int64."""
+    """How many tokens a place offers: 10, 5, 3, 1 for a confidence in (0, .5], (.5, .8], (.8, .95], (.95, 1].
+
+    confidence: [B, n]. Returns [B, n] int64.
+    """
     count = torch.full_like(confidence, RANKS, dtype=torch.long)
     for above, tokens in reversed(CANDIDATES):
         count = torch.where(confidence > above, tokens, count)

@@ -68,8 +68,8 @@ class Space:
         for kind, first, chosen in (("attention", 0, skip.attention), ("MLP", middle, skip.mlp)):
             if wrong := sorted(layer for layer in chosen if not 1 <= layer <= middle):
                 raise ValueError(
-                    f"the {kind} of layers 1 to {middle} may be skipped in a model of {self.layers} layers (counted from 0; the "
-                    f"first and the last always run), found {wrong}"
+                    f"the {kind} of layers 1 to {middle} may be skipped in a model of {self.layers} layers, counted from 0 "
+                    f"(the first and the last always run), found {wrong}"
                 )
             z[[first + layer - 1 for layer in chosen]] = True
         if z.all():
@@ -102,8 +102,8 @@ FLAT = Costs(0.0, 0.0, (1.0,))
 
 
 def expected_speedup(matchness: Any, draft: Any, costs: Costs, most: int = MOST_DRAFTS) -> Any:
-    """max over k of [(1 - m^(k+1)) / (1 - m)] / (k c + v(k+1)): tokens of a step of k drafts, each right with probability m, over
-    its cost in plain steps; 1 where drafting never pays (k = 0). matchness, draft: numbers, or arrays [a] of them."""
+    """max over k of [(1 - m^(k+1)) / (1 - m)] / (k c + v(k+1)): tokens of a step of k drafts, each right with probability m,
+    over its cost in plain steps; 1 where drafting never pays (k = 0). matchness, draft: numbers, or arrays [a] of them."""
     m, c = np.clip(np.asarray(matchness, dtype=float), 0, 1 - 1e-9), np.asarray(draft, dtype=float)
     k = np.arange(1, most + 1)
     tokens = (1 - m[..., None] ** (k + 1)) / (1 - m[..., None])
@@ -338,12 +338,10 @@ class LinearThompson(Search):
     def _argmax(self, weights: NDArray[np.float64]) -> Z:
         """The best set of a linear model: for every split between attentions and MLPs the ones that cost least matchness."""
         middle = self.space.size // 2
-        order = [np.argsort(-part, kind="stable") for part in (weights[:middle], weights[middle:-1])]
-        sums = [
-            np.append(0, np.cumsum(part[by])) for part, by in zip((weights[:middle], weights[middle:-1]), order, strict=True)
-        ]
-        least, most = max(0, self.count - middle), min(self.count, middle)
-        attentions = np.arange(least, most + 1)
+        halves = (weights[:middle], weights[middle:-1])
+        order = [np.argsort(-half, kind="stable") for half in halves]
+        sums = [np.append(0, np.cumsum(half[by])) for half, by in zip(halves, order, strict=True)]
+        attentions = np.arange(max(0, self.count - middle), min(self.count, middle) + 1)
         matchness = weights[-1] + sums[0][attentions] + sums[1][self.count - attentions]
         best = attentions[int(np.argmax(self._worth(matchness, attentions)))]
         z = np.zeros(self.space.size, dtype=bool)

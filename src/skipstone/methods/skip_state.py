@@ -1,8 +1,8 @@
 """What SWIFT knows about a model across requests: the search, what passes cost here, and whether drafting pays.
 
-All costs are in plain steps. What is not known to pay (trials of a layer set, evaluations, timings) is paid from a slack that plain
-decoding and good drafts build up: over any stretch the tokens are at least 1 / (1 + allowance) of what plain decoding gives for
-the same time, but for a first START plain steps.
+All costs are in plain steps. What is not known to pay (trials of a layer set, evaluations, timings) is paid from a slack that
+plain decoding and good drafts build up: over any stretch the tokens are at least 1 / (1 + allowance) of what plain decoding
+gives in the same time, but for a first START plain steps.
 """
 
 from __future__ import annotations
@@ -126,18 +126,18 @@ class SkipState:
     def due(self, session: SwiftSession) -> Z | None:
         """A layer set to judge now; None where there is nothing to judge, or no slack for it."""
         if self.timings is not None:
-            if self.slack > 2:
+            if self.slack > 2 or not self.method.guard:
                 self._time(session)
             return None
         cost = self.costs.draft(self.z) * self.costs.score(self.method.context_window)
-        if not self.searching or self.slack < cost:
+        if not self.searching or (self.slack < cost and self.method.guard):
             return None
         self._lose("search", cost)
         return self.search.propose()
 
     def drafts(self, allowed: bool) -> bool:
         """Whether the next step drafts. It does where that pays, and on trial while there is slack."""
-        if not allowed or self.pays():
+        if not allowed or not self.method.guard or self.pays():
             return allowed
         trial = self.slack > self.costs.draft(self.z) + self.costs.score(3)
         if not trial and not self.searching and not self.said:
@@ -148,8 +148,8 @@ class SkipState:
     def _why_not(self) -> str:
         seen = "unknown" if self.matchness is None else f"{self.matchness:.2f}"
         return (
-            f"swift found no layer set that pays here and decodes plainly: the best of {self.evaluations} evaluations leaves out "
-            f"{int(self.z.sum())} of {self.space.size} sublayers, its matchness is {seen}, a draft costs "
+            f"swift found no layer set that pays here and decodes plainly: the best of {self.evaluations} evaluations leaves "
+            f"out {int(self.z.sum())} of {self.space.size} sublayers, its matchness is {seen}, a draft costs "
             f"{self.costs.draft(self.z):.2f} plain steps and scoring 4 tokens {self.costs.score(4):.2f}"
         )
 

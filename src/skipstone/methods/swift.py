@@ -6,9 +6,9 @@ sublayers is found while decoding: the text that was just written says how often
 Keys and values of the draft lie at the draft's own slots and are overwritten by verification; nothing is cloned.
 
 Deviations, all ours: drafts are deterministic given the seed (coupled to the target's noise), so the tree is verified by match
-at every temperature; `search="linear_ts"` instead of random sets with a Gaussian process (skip_search.py); the worth of a set is
-the speed-up that it would bring on this machine; what is not known to pay is tried within a loss that is bounded (skip_state.py);
-a changed task is noticed, and where no set pays there is no drafting.
+at every temperature; `search="linear_ts"` instead of random sets with a Gaussian process (skip_search.py); a set is worth the
+speed-up that it would bring on this machine; what is not known to pay is tried within a bounded loss, a changed task is noticed,
+and where no set pays there is no drafting (skip_state.py).
 """
 
 from __future__ import annotations
@@ -36,12 +36,12 @@ from skipstone.methods.skip_state import SkipState
 class Swift(Method):
     """skip_ratio: share of the sublayers between the first and the last layer that drafting leaves out, at the start.
 
-    num_speculative_tokens: most drafts a step. confidence_threshold: stop after a draft whose probability is below it; None never
-    stops early. context_window: generated tokens that a layer set is judged by. search: linear_ts, swift (the paper's), random or
-    uniform (none). objective: "speed" or the paper's "matchness". max_steps, patience, enough: the search ends after so many
-    evaluations, so many without a better set, or at that matchness. dynamic_verification: runners-up are verified too. adjust:
-    lower the skip ratio where few drafts are accepted. profile: a file of `skipstone search`, instead of a search. search_seed:
-    of the search; it changes speed and never the text.
+    num_speculative_tokens: most drafts a step. confidence_threshold: stop after a draft whose probability is below it; None
+    never stops early. context_window: generated tokens that a layer set is judged by. search: linear_ts, swift (the paper's),
+    random or uniform (none). objective: "speed" or the paper's "matchness". max_steps, patience, enough: the search ends after
+    so many evaluations, so many without a better set, or at that matchness. dynamic_verification: runners-up are verified too.
+    adjust: lower the skip ratio where few drafts are accepted. guard: draft only where that pays. profile: a file of
+    `skipstone search`, instead of a search. search_seed: of the search; it changes speed and never the text.
     """
 
     name: ClassVar[str] = "swift"
@@ -64,6 +64,7 @@ class Swift(Method):
     enough: float = 0.95
     dynamic_verification: bool = True
     adjust: bool = True
+    guard: bool = True
     profile: str | None = None
     search_seed: int = 0
 
@@ -73,8 +74,8 @@ class Swift(Method):
             raise ValueError(f"skip_ratio must lie in [0, 1), found {self.skip_ratio!r}")
         if not 0 < space.count(self.skip_ratio) < space.size:
             raise ValueError(
-                f"skip_ratio={self.skip_ratio} leaves out {space.count(self.skip_ratio)} of the {space.size} sublayers that may be "
-                f"skipped in a model of {model.depth} layers: at least one must go and one must stay"
+                f"skip_ratio={self.skip_ratio} leaves out {space.count(self.skip_ratio)} of the {space.size} sublayers that may "
+                f"be skipped in a model of {model.depth} layers: at least one must go and one must stay"
             )
         for name, least in (("num_speculative_tokens", 1), ("context_window", 1), ("max_steps", 0), ("patience", 1)):
             whole_number(name, getattr(self, name), least)
