@@ -16,8 +16,7 @@ from typing import Any
 import pytest
 from transformers import PreTrainedModel
 
-from skipstone import METHODS, Autoregressive, EarlyExit, LayerSkip, Method, Output
-from skipstone.methods.swift import Swift
+from skipstone import METHODS, Autoregressive, EarlyExit, LayerSkip, Method, Output, SelfSpeculative, Swift
 from tests import families
 from tests.support import decode, margin, references
 
@@ -69,6 +68,7 @@ ROWS: dict[str, Row] = {
         variant=True,
     ),
     "swift": Row(lambda d, rule: Swift(0.5, d, context_window=6, guard=False), same_text=("standard",)),
+    "self_speculative": Row(lambda d, rule: SelfSpeculative((1,), (2,), None, d), same_text=("standard",)),
     "swift, chain": Row(
         lambda d, rule: Swift(0.5, d, None, 6, dynamic_verification=False), same_text=("standard",), variant=True
     ),

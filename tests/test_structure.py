@@ -13,7 +13,7 @@ import skipstone
 
 ROOT = Path(__file__).parents[1]
 PACKAGE = ROOT / "src" / "skipstone"
-RANKS = {"core": 0, "methods": 1, "loading": 1, "records": 1, "forms": 1, "api": 2, "hf": 3, "train": 5, "bench": 5, "serve": 5}
+RANKS = {"core": 0, "methods": 1, "loading": 1, "records": 1, "forms": 0, "api": 2, "hf": 3, "train": 5, "bench": 5, "serve": 5}
 RANKS |= {"cli": 6, "__main__": 7}
 PUBLIC_API = 4  # `import skipstone` itself: below those that use it, above what it re-exports
 LOOP = ("skipstone.core.decode", "skipstone.core.generation")

@@ -27,6 +27,8 @@ if TYPE_CHECKING:
     from skipstone.methods.autoregressive import Autoregressive as Autoregressive
     from skipstone.methods.early_exit import EarlyExit as EarlyExit
     from skipstone.methods.layerskip import LayerSkip as LayerSkip
+    from skipstone.methods.self_speculative import SelfSpeculative as SelfSpeculative
+    from skipstone.methods.swift import Swift as Swift
 
 __version__ = "0.1.0"
 
@@ -44,6 +46,8 @@ _NAMES = {
     "methods.autoregressive": ("Autoregressive",),
     "methods.early_exit": ("EarlyExit",),
     "methods.layerskip": ("LayerSkip",),
+    "methods.self_speculative": ("SelfSpeculative",),
+    "methods.swift": ("Swift",),
 }
 _HOME = {name: module for module, names in _NAMES.items() for name in names}
 __all__ = [*_HOME]

@@ -15,7 +15,7 @@ from transformers.generation.stopping_criteria import StoppingCriteriaList, Stop
 
 from skipstone.core import generation
 from skipstone.core.fields import OWN_FIELD
-from skipstone.core.model import LayeredModel
+from skipstone.core.model import LayeredModel, unwrapped
 from skipstone.core.options import Call, prepare
 from skipstone.core.protocol import Method
 from skipstone.core.types import Output, Step
@@ -113,7 +113,7 @@ def unwrap(model: Any) -> PreTrainedModel:
 
     ValueError for what is no transformers model with a language-modelling head.
     """
-    inner = model.get_base_model() if hasattr(model, "get_base_model") else model
+    inner = unwrapped(model)
     if not isinstance(inner, PreTrainedModel) or not inner.can_generate():
         raise ValueError(
             f"model must be a transformers model with a language-modelling head (AutoModelForCausalLM or skipstone.load), "

@@ -102,7 +102,7 @@ class Pace:
     def bound(self) -> float | None:
         """Speed-up if a plain step cost one draft pass and one scoring pass: no plain step costs more."""
         s = self.stats
-        seconds = s.seconds_draft + s.seconds_score + s.seconds_other
+        seconds = s.seconds_search + s.seconds_draft + s.seconds_score + s.seconds_other
         if not s.turns or not seconds or not s.draft_steps:
             return None
         passes = max(s.draft_steps / s.steps, 1.0)
@@ -114,7 +114,7 @@ class Pace:
         s = self.stats
         if not s.probes or not s.turns:
             return None
-        seconds = s.seconds_draft + s.seconds_score + s.seconds_other
+        seconds = s.seconds_search + s.seconds_draft + s.seconds_score + s.seconds_other
         return s.mean_acceptance_length * (s.seconds_probe / s.probes) / (seconds / s.turns)
 
 
@@ -173,6 +173,9 @@ class Decoder:
         session = self.session
         clock = Clock(session.model.device)
         probe = self.probing and session.sampler.greedy and self.pace.wants_probe()
+        if not probe:
+            session.optimise()
+        clock.mark()
         draft = session.draft([0] * session.rows if probe else self._limits())
         clock.mark()
         scores = session.score(draft)
@@ -182,7 +185,7 @@ class Decoder:
         step = self._step(verdicts, draft, scores)
         session.commit(draft, verdicts)
         step.probe = probe
-        step.seconds_draft, step.seconds_score, step.seconds_other = clock.stop()
+        step.seconds_search, step.seconds_draft, step.seconds_score, step.seconds_other = clock.stop()
         self.pace.add(step)
         return self._retire(step)
 

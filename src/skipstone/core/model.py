@@ -30,12 +30,17 @@ class SkipSet:
     mlp: frozenset[int] = frozenset()
 
 
+def unwrapped(model: Any) -> Any:
+    """The transformers model inside a PEFT wrapper (its adapters live in the layers), or the model itself."""
+    return model.get_base_model() if hasattr(model, "get_base_model") else model
+
+
 class LayeredModel:
     """The facts and modules of one model. ValueError for a model that skipstone cannot decode exactly."""
 
     def __init__(self, model: PreTrainedModel) -> None:
         wrapper: Any = model
-        inner: Any = wrapper.get_base_model() if hasattr(model, "get_base_model") else model  # a PEFT wrapper
+        inner = unwrapped(model)
         refuse_state(wrapper, inner)
         self.model, self.config = inner, inner.config
         self.family = family_of(inner)
@@ -121,14 +126,18 @@ class LayeredModel:
             return table[0][None, span], table[1][None, span]
         return table[0][at.positions], table[1][at.positions]
 
+    def check_skippable(self) -> None:
+        """ValueError for a model whose sublayers cannot be left out."""
+        if not self.family.skippable(self.config):
+            raise ValueError("sublayers of a post-norm model cannot be skipped: its norms follow the residual sum")
+
     @contextmanager
     def skipping(self, skip: SkipSet) -> Iterator[None]:
         """Make the sublayers of a skip set contribute nothing, by instance attributes that are put back afterwards.
 
         Exact wherever a sublayer's output is added to the residual stream. ValueError for post-norm layers (OPT-350m).
         """
-        if not self.family.skippable(self.config):
-            raise ValueError("sublayers of a post-norm model cannot be skipped: its norms follow the residual sum")
+        self.check_skippable()
         replaced: list[tuple[nn.Module, Any]] = []
         try:
             for index in skip.attention ^ skip.mlp:

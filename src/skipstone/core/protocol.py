@@ -53,6 +53,10 @@ class Method:
         """What lives across requests (a search, thresholds, measured costs); None where nothing does."""
         return None
 
+    def report(self, model: PreTrainedModel) -> dict[str, Any]:
+        """What the method has learnt about a model across requests, as plain JSON values; empty where it learns nothing."""
+        return {}
+
     def start(self, model: LayeredModel, rows: int, capacity: int, state: Any = None) -> Session:
         """A session for `rows` rows of at most `capacity` tokens each."""
         raise NotImplementedError

@@ -165,6 +165,9 @@ class Session:
         """A new frontier that holds the last committed token of every live row, with room for `most` draft tokens a row."""
         return Frontier(self.model, self.store, self.root, self.alive, most)
 
+    def optimise(self) -> None:
+        """What a method does now and then for its later steps (SWIFT's search); timed apart from drafting."""
+
     def draft(self, limit: list[int]) -> Draft:
         """Propose tokens. limit: most draft tokens per row, 0 for plain decoding of that row."""
         raise NotImplementedError

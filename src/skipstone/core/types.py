@@ -168,7 +168,8 @@ class Step:
     draft_steps counts passes of the drafter, drafted the tokens submitted, verified_nodes the scored nodes (leaves too).
     prefill: the step ran a part of a prompt. probe: a plain step taken to learn what plain decoding costs. finished: rows that
     ended in this step.
-    Seconds are wall-clock; on CUDA those of drafting and scoring are device time, and other is what is left of the step.
+    Seconds are wall-clock; on CUDA those of searching, drafting and scoring are device time, and other is what is left of the
+    step. seconds_search: spent for later steps (`Session.optimise`).
     """
 
     tokens: list[list[int]]
@@ -180,6 +181,7 @@ class Step:
     verified_nodes: int = 0
     prefill: bool = False
     probe: bool = False
+    seconds_search: float = 0.0
     seconds_draft: float = 0.0
     seconds_score: float = 0.0
     seconds_other: float = 0.0
@@ -190,7 +192,7 @@ class Step:
 
     @property
     def seconds(self) -> float:
-        return self.seconds_draft + self.seconds_score + self.seconds_other
+        return self.seconds_search + self.seconds_draft + self.seconds_score + self.seconds_other
 
 
 @dataclass(slots=True)
@@ -211,6 +213,7 @@ class Stats:
     verified_nodes: int = 0
     probes: int = 0
     seconds_prefill: float = 0.0
+    seconds_search: float = 0.0
     seconds_draft: float = 0.0
     seconds_score: float = 0.0
     seconds_other: float = 0.0
@@ -238,6 +241,7 @@ class Stats:
         self.accepted += sum(step.accepted)
         self.overruled += sum(step.overruled)
         self.verified_nodes += step.verified_nodes
+        self.seconds_search += step.seconds_search
         self.seconds_draft += step.seconds_draft
         self.seconds_score += step.seconds_score
         self.seconds_other += step.seconds_other
@@ -245,7 +249,7 @@ class Stats:
     @property
     def seconds(self) -> float:
         """Decoding time without the prefill."""
-        return self.seconds_draft + self.seconds_score + self.seconds_other + self.seconds_probe
+        return self.seconds_search + self.seconds_draft + self.seconds_score + self.seconds_other + self.seconds_probe
 
     @property
     def acceptance_rate(self) -> float:
@@ -276,6 +280,7 @@ class Stats:
             "acceptance_histogram": {str(k): self.histogram[k] for k in sorted(self.histogram)},
             "tokens_per_second": self.tokens_per_second,
             "seconds_prefill": self.seconds_prefill,
+            "seconds_search": self.seconds_search,
             "seconds_draft": self.seconds_draft,
             "seconds_score": self.seconds_score,
             "seconds_other": self.seconds_other,

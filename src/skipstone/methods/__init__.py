@@ -12,6 +12,7 @@ from skipstone.core.protocol import Method
 from skipstone.methods.autoregressive import Autoregressive
 from skipstone.methods.early_exit import EarlyExit
 from skipstone.methods.layerskip import LayerSkip
+from skipstone.methods.self_speculative import SelfSpeculative
 from skipstone.methods.swift import Swift
 
 METHODS: dict[str, type[Method]] = {
@@ -19,6 +20,7 @@ METHODS: dict[str, type[Method]] = {
     "early_exit": EarlyExit,
     "layerskip": LayerSkip,
     "swift": Swift,
+    "self_speculative": SelfSpeculative,
 }
 
 

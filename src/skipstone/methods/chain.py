@@ -118,12 +118,12 @@ class Confidence:
         if not self.adaptive:
             return
         for row, verdict in enumerate(verdicts):
-            if not verdict.drafted:
+            if not verdict.draft_steps:
                 continue
             rate = self.SMOOTH_RATE * self._rates[row]
-            rate += (1 - self.SMOOTH_RATE) * len(verdict.path) / verdict.drafted
+            rate += (1 - self.SMOOTH_RATE) * len(verdict.path) / verdict.draft_steps
             old = self._values[row]
-            step = self.STEP if rate < self.TARGET else 0.0 if verdict.drafted == self.most else -self.STEP
+            step = self.STEP if rate < self.TARGET else 0.0 if verdict.draft_steps == self.most else -self.STEP
             self._rates[row] = rate
             moved = self.SMOOTH_THRESHOLD * old + (1 - self.SMOOTH_THRESHOLD) * (old + step)
             self._values[row] = min(max(moved, 0.0), 1.0)

@@ -16,9 +16,10 @@ from weakref import WeakKeyDictionary
 import torch
 
 from skipstone.core.kvstore import Pass
-from skipstone.core.model import LayeredModel, SkipSet
+from skipstone.core.model import LayeredModel, SkipSet, unwrapped
 from skipstone.core.types import Draft, RowVerdict
-from skipstone.methods.skip_search import SEARCHES, Costs, Cusum, Objective, Search, Space, Z, expected_speedup
+from skipstone.methods import profiles
+from skipstone.methods.skip_search import SEARCHES, Costs, Cusum, FixedSearch, Objective, Search, Space, Z, expected_speedup
 
 if TYPE_CHECKING:
     from skipstone.methods.swift import Swift, SwiftSession
@@ -44,6 +45,12 @@ def of(method: Swift, model: LayeredModel) -> SkipState:
     if method not in known:
         known[method] = SkipState(method, model)
     return known[method]
+
+
+def known(method: Swift, model: Any) -> dict[str, Any]:
+    """What there is to say of a method's state on a model; empty before its first request."""
+    state = _STATES.get(unwrapped(model), {}).get(method)
+    return {} if state is None else state.report()
 
 
 class Timings:
@@ -104,10 +111,16 @@ class SkipState:
         self.costs = _by_weight(model, self.space)
         self.timings: Timings | None = Timings(self.space)
         objective = Objective(self.costs, method.objective)
-        self.search: Search = SEARCHES[method.search](self.space, self.space.count(self.ratio), objective, method.search_seed)
+        if method.profile is None:
+            count = self.space.count(self.ratio)
+            self.search: Search = SEARCHES[method.search](self.space, count, objective, method.search_seed)
+        else:
+            found = profiles.load(method.profile, model.model)
+            self.search = FixedSearch(self.space, self.space.from_skip_set(found.skip))
+            self.ratio = self.search.count / self.space.size
         self.cusum = Cusum()
         self.slack, self.tokens, self.spent = START, 0.0, {"draft": 0.0, "score": 0.0, "search": 0.0, "timing": 0.0}
-        self.evaluations = self.since_better = self.limit = 0
+        self.evaluations = self.since_better = self.steps = self.drafted_steps = 0
         self.searching = self.search.adaptive and method.max_steps > 0
         self.limit = method.max_steps
         self.recent: deque[tuple[int, float]] = deque(maxlen=RECENT)
@@ -173,8 +186,10 @@ class SkipState:
         self.spent["draft"] += c
         self.spent["score"] += v
         self._earn(tokens, c + v)
+        self.steps += 1
         if not steps:
             return
+        self.drafted_steps += 1
         self.recent.append((tokens, c + v))
         accepted, drafted = sum(len(one.path) for one in live), sum(one.draft_steps for one in live)
         self._follow(accepted, drafted)
@@ -233,6 +248,23 @@ class SkipState:
         self.spent_before += self.spent["search"]
         self.spent["search"] = 0.0
         self._take(self.search.best())
+
+    def report(self) -> dict[str, Any]:
+        """Plain JSON values. Costs are in plain steps, spent too."""
+        return {
+            "matchness": self.matchness,
+            "skip_ratio": self.ratio,
+            "skipped": {"attention": sorted(self.skip.attention), "mlp": sorted(self.skip.mlp)},
+            "evaluations": self.evaluations,
+            "searching": self.searching,
+            "timed": self.timings is None,
+            "cost_of_a_draft": self.costs.draft(self.z),
+            "cost_of_scoring": [self.costs.score(tokens) for tokens in (2, 4, 8, 16, 26)],
+            "spent": {**self.spent, "search": self.spent["search"] + self.spent_before},
+            "drafted_steps": self.drafted_steps,
+            "steps": self.steps,
+            "history": self.history,
+        }
 
     # ---------------------------------------------------------------------------------------------- costs
 

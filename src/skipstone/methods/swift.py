@@ -18,18 +18,21 @@ from typing import Any, ClassVar, Literal
 
 import torch
 from torch import Tensor
+from transformers import PreTrainedModel
 
+from skipstone.core.host import on_device
 from skipstone.core.kvstore import Pass, Tree
 from skipstone.core.model import LayeredModel, SkipSet
 from skipstone.core.protocol import Method, whole_number
 from skipstone.core.sampling import Scores
 from skipstone.core.session import Request, Session
 from skipstone.core.types import Draft, RowVerdict, Verdict
-from skipstone.methods import skip_state
-from skipstone.methods.chain import Chain, Confidence, check_threshold
-from skipstone.methods.leaves import MOST_NODES, RANKS, with_leaves
-from skipstone.methods.skip_search import SEARCHES, Space
+from skipstone.methods import profiles, skip_state
+from skipstone.methods.chain import check_threshold
+from skipstone.methods.leaves import MOST_LEAVES, RANKS, with_leaves
+from skipstone.methods.skip_search import SEARCHES, Space, Z
 from skipstone.methods.skip_state import SkipState
+from skipstone.methods.skipping import SkippingSession
 
 
 @dataclass(frozen=True)
@@ -87,67 +90,67 @@ class Swift(Method):
             raise ValueError(f"unknown search {self.search!r}; there are {', '.join(SEARCHES)}")
         if self.objective not in ("speed", "matchness"):
             raise ValueError(f'objective must be "speed" or "matchness", found {self.objective!r}')
-        if not model.family.skippable(model.config):
-            raise ValueError("sublayers of a post-norm model cannot be skipped: its norms follow the residual sum")
+        model.check_skippable()
+        if self.profile is not None:
+            space.from_skip_set(profiles.load(self.profile, model.model).skip)
 
     def new_state(self, model: LayeredModel) -> SkipState:
         return skip_state.of(self, model)
+
+    def report(self, model: PreTrainedModel) -> dict[str, Any]:
+        return skip_state.known(self, model)
 
     def start(self, model: LayeredModel, rows: int, capacity: int, state: Any = None) -> Session:
         return SwiftSession(self, model, rows, capacity, state or SkipState(self, model))
 
 
-class SwiftSession(Session):
+class SwiftSession(SkippingSession):
     """Drafts with the layer set of a state that outlives it, and lets that state learn from what is written."""
 
     def __init__(self, method: Swift, model: LayeredModel, rows: int, capacity: int, state: SkipState) -> None:
-        super().__init__(model, rows, capacity, coupled=True, scratch=max(MOST_NODES, method.context_window))
-        self.state, self.most, self.window = state, method.num_speculative_tokens, method.context_window
-        self.ranks = RANKS if method.dynamic_verification else 1
-        self.confidence = Confidence(method.confidence_threshold, rows, model.device, self.most)
-        room = capacity + 1
-        self.text = torch.zeros((rows, room), dtype=torch.long, device=model.device)  # committed tokens by position ...
+        super().__init__(
+            model,
+            rows,
+            capacity,
+            most=method.num_speculative_tokens,
+            threshold=method.confidence_threshold,
+            ranks=RANKS if method.dynamic_verification else 1,
+            scratch=max(method.num_speculative_tokens + MOST_LEAVES, method.context_window),
+        )
+        self.state, self.window = state, method.context_window
+        self.text = torch.zeros((rows, capacity + 1), dtype=torch.long, device=model.device)  # committed tokens by position ...
         self.choice = torch.zeros_like(self.text)  # ... and what the target itself would have said there
         self.written = [0] * rows
         self._picks: Tensor | None = None
-        self._judged: tuple[Any, Tensor] | None = None
+        self._judged: tuple[Z, Tensor] | None = None
         self._turn = 0
 
     def admit(self, row: int, request: Request) -> None:
         super().admit(row, request)
-        self.confidence.reset(row)
         self.written[row] = 0
 
+    def optimise(self) -> None:
+        """An optimisation step (section 4.1), where the state wants one: a layer set is judged by the last tokens of one row."""
+        rows = [row for row, alive in enumerate(self.alive) if alive and self.written[row] > self.window]
+        if not rows or (z := self.state.due(self)) is None:
+            return
+        self._turn += 1
+        row = rows[self._turn % len(rows)]
+        end = self.store.length[row]
+        choice = self.judge(row, end - self.window, self.state.space.to_skip_set(z)).argmax(-1)
+        self._judged = (z, (choice == self.choice[row, end - self.window + 1 : end + 1]).sum())
+
     def draft(self, limit: list[int]) -> Draft:
-        """An optimisation step where one is due (section 4.1), then a chain with the layer set, then its runners-up (4.2)."""
-        self._optimise()
-        most = [min(self.most, allowed) for allowed in limit]
-        if not self.state.drafts(any(most)):
+        """A chain with the layer set; then its runners-up, all in one tree (section 4.2)."""
+        if not self.state.drafts(any(limit)):
             return Draft.empty(self.rows, self.root.device, self.frontier([0] * self.rows))
-        chain = Chain(most, self.alive, self.model.device)
-        sketch = self.frontier(most)
-        position = sketch.positions[:, 0] + 1
-        ranked: list[Tensor] = []
-        real: list[Tensor] = []
-        for place in range(chain.width):
-            logits = sketch.sketched_logits(self.state.skip)
-            wanted = chain.open_rows() if self.sampler.processed else None
-            found, there, scores = self.sampler.candidates(logits, position + place, sketch.tokens[:, 1:], self.ranks, wanted)
-            sure = self.confidence.of(scores)
-            ranked.append(found)
-            real.append(there)
-            token = found[:, 0]
-            sketch.append(token[:, None], chain.add(token, None, sure))
-            if chain.stop(self.confidence.keep(sure), self.sampler.unfinished(token)):
-                break
-        drafted = chain.draft(sketch)
-        if self.ranks == 1 or not chain.tokens:
-            return drafted
-        nodes = with_leaves(drafted, torch.stack(ranked, 1), torch.stack(real, 1))
-        tree = self.frontier([nodes.width if live else 0 for live in self.alive])
-        tree.append(nodes.tokens, nodes.valid, nodes.parents)
-        nodes.frontier = tree
-        return nodes
+        chain, ranked = self.chain(limit, self.state.skip)
+        if ranked is None or self.ranks == 1:
+            return chain
+        tree = with_leaves(chain, *ranked)
+        tree.frontier = self.frontier([tree.width if alive else 0 for alive in self.alive])
+        tree.frontier.append(tree.tokens, tree.valid, tree.parents)
+        return tree
 
     def verify(self, draft: Draft, scores: Scores) -> Verdict:
         self._picks = scores.logits.argmax(-1)
@@ -156,7 +159,6 @@ class SwiftSession(Session):
     def commit(self, draft: Draft | None, verdicts: list[RowVerdict]) -> None:
         before = list(self.store.length)
         super().commit(draft, verdicts)
-        self.confidence.update(verdicts)
         self._remember(before, draft, verdicts)
         if draft is not None:
             self.state.learn(draft, verdicts)
@@ -166,43 +168,27 @@ class SwiftSession(Session):
             self.state.judged(z, int(matched) / self.window, self.window)
 
     def _remember(self, before: list[int], draft: Draft | None, verdicts: list[RowVerdict]) -> None:
-        """Keep the tokens by position, and the target's own choice there."""
+        """Keep the tokens by position, and the target's own choices there."""
         assert self._picks is not None
+        rows, places, tokens, nodes = [], [], [], []
         for row, verdict in enumerate(verdicts):
-            if not verdict.tokens:
-                continue
             first = self.store.length[row] if draft is None else before[row] + 1
-            place = slice(first, first + len(verdict.tokens))
-            nodes = [-1, *verdict.path][: len(verdict.tokens)]
-            self.text[row, place] = self.root.new_tensor(verdict.tokens)
-            self.choice[row, place] = self._picks[row, [node + 1 for node in nodes]]
+            rows += [row] * len(verdict.tokens)
+            places += range(first, first + len(verdict.tokens))
+            tokens += verdict.tokens
+            nodes += [node + 1 for node in [-1, *verdict.path][: len(verdict.tokens)]]
             self.written[row] += len(verdict.tokens)
+        row, place, token, node = on_device([rows, places, tokens, nodes], self.model.device)
+        self.text[row, place], self.choice[row, place] = token, self._picks[row, node]
 
-    def _optimise(self) -> None:
-        """Judge one layer set by the last tokens of one row, if the state wants to and a row has written enough."""
-        rows = [row for row, alive in enumerate(self.alive) if alive and self.written[row] > self.window]
-        if not rows or self._judged is not None:
-            return
-        z = self.state.due(self)
-        if z is None:
-            return
-        self._turn += 1
-        row = rows[self._turn % len(rows)]
-        end = self.store.length[row]
-        begin = end - self.window
-        hidden = self.evaluate(row, begin, self.state.space.to_skip_set(z))
-        same = hidden.argmax(-1) == self.choice[row, begin + 1 : end + 1]
-        self._judged = (z, same.sum())
-
-    def evaluate(self, row: int, begin: int, skip: SkipSet) -> Tensor:
+    def judge(self, row: int, begin: int, skip: SkipSet) -> Tensor:
         """Logits [n, V] of a row's committed tokens from position `begin` on, through what a skip set leaves, in one pass. It
         reads the target's keys and values before them and writes its own behind everything that is committed."""
         end = self.store.length[row]
-        width = end - begin
+        width, device = end - begin, self.model.device
         self.store.reserve(end + width)
-        device = self.model.device
         positions = torch.arange(begin, end, device=device)[None]
-        base = torch.full((1,), end, device=device)
+        base = on_device([end], device)
         below = torch.ones((1, width, width), dtype=torch.bool, device=device).tril()
         tree = Tree(base, below, positions, seen=base - width)
         at = Pass(positions, positions + width, None, slice(row, row + 1), end + width, end, tree)

@@ -1,0 +1,70 @@
+"""A layer set that was found, in a file that knows which model it is for."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+import torch
+from pydantic import Field, ValidationError
+
+from skipstone.core.model import SkipSet
+from skipstone.forms import Part, first_fault
+
+VERSION = 1
+SAMPLED = 64
+"""Entries of every parameter that the fingerprint looks at."""
+
+
+class Profile(Part):
+    """model: fingerprint of the weights. name: what the model was called. attention, mlp: layers, counted from 0, whose sublayer
+    drafting leaves out. about: how it was found."""
+
+    version: int = VERSION
+    model: str
+    name: str = ""
+    attention: tuple[int, ...] = ()
+    mlp: tuple[int, ...] = ()
+    about: dict[str, Any] = Field(default_factory=dict)
+
+    @property
+    def skip(self) -> SkipSet:
+        return SkipSet(frozenset(self.attention), frozenset(self.mlp))
+
+
+@torch.inference_mode()
+def fingerprint(model: Any) -> str:
+    """A hash of a model's parameters: names, shapes and SAMPLED values of each, in float32, so that dtype and device do not
+    matter much (bfloat16 rounds)."""
+    found = hashlib.sha256()
+    for name, parameter in sorted(model.named_parameters()):
+        flat = parameter.detach().flatten()
+        step = max(1, len(flat) // SAMPLED)
+        values = flat[::step][:SAMPLED].to("cpu", torch.bfloat16).float()
+        found.update(f"{name} {tuple(parameter.shape)}".encode() + values.numpy().tobytes())
+    return found.hexdigest()[:16]
+
+
+def save(path: Path, profile: Profile) -> None:
+    """Write a profile, whole or not at all."""
+    fresh = path.with_name(f".{path.name}.{os.getpid()}")
+    fresh.write_text(json.dumps(profile.model_dump(mode="json"), indent=1) + "\n", encoding="utf-8")
+    fresh.replace(path)
+
+
+def load(path: str | Path, model: Any) -> Profile:
+    """The profile of a model. OSError where there is no file; ValueError for what is no profile, and for another model's."""
+    try:
+        profile = Profile.model_validate(json.loads(Path(path).expanduser().read_text(encoding="utf-8")))
+    except ValidationError as error:
+        raise ValueError(f"{path} is no profile: {first_fault(error)}") from error
+    except (json.JSONDecodeError, UnicodeDecodeError) as error:
+        raise ValueError(f"{path} is no profile: {error}") from error
+    if profile.version != VERSION:
+        raise ValueError(f"{path} is a profile of version {profile.version}, this skipstone reads version {VERSION}")
+    if profile.model != (here := fingerprint(model)):
+        raise ValueError(f"{path} is the profile of another model ({profile.name or profile.model}; this one is {here})")
+    return profile

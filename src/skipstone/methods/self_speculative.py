@@ -1,0 +1,84 @@
+"""Draft & Verify: Lossless Large Language Model Acceleration via Self-Speculative Decoding
+(Zhang et al., ACL 2024, arXiv 2309.08168), sections 3.1 to 3.3.
+
+Draft with the target itself, a fixed set of its sublayers left out, until the drafter is unsure; verify the chain in one pass. The
+set is found before, by `skipstone search`.
+
+Deviation: drafts are coupled to the target's noise and verified by match at every temperature (the released code's sampling
+takes a greedy draft for a drawn one).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, ClassVar, Literal
+
+from skipstone.core.model import LayeredModel, SkipSet
+from skipstone.core.protocol import Method, whole_number
+from skipstone.core.session import Session
+from skipstone.core.types import Draft
+from skipstone.methods import profiles
+from skipstone.methods.chain import check_threshold
+from skipstone.methods.skip_search import Space
+from skipstone.methods.skipping import SkippingSession
+
+
+@dataclass(frozen=True)
+class SelfSpeculative(Method):
+    """skip_attention, skip_mlp: layers (counted from 0, neither the first nor the last) whose sublayer drafting leaves out.
+    profile: a file of `skipstone search` that says so instead. num_speculative_tokens: most drafts a step.
+    stop_threshold: stop after a draft whose probability is below it; "adaptive" is the paper's rule (section 3.3)."""
+
+    name: ClassVar[str] = "self_speculative"
+    aliases: ClassVar[dict[str, str]] = {
+        "num_assistant_tokens": "num_speculative_tokens",
+        "max_step_draft": "num_speculative_tokens",
+    }
+    by_model: ClassVar[tuple[str, ...]] = ("profile",)
+    if_few_accepted: ClassVar[str] = "An acceptance rate that low says that the layer set does not suit the model or the text."
+
+    skip_attention: tuple[int, ...] = ()
+    skip_mlp: tuple[int, ...] = ()
+    profile: str | None = None
+    num_speculative_tokens: int = 12
+    stop_threshold: float | Literal["adaptive"] | None = "adaptive"
+
+    def __post_init__(self) -> None:
+        for name in ("skip_attention", "skip_mlp"):  # YAML and JSON have lists
+            value = getattr(self, name)
+            object.__setattr__(self, name, (value,) if isinstance(value, int) else tuple(value))
+
+    def check(self, model: LayeredModel) -> None:
+        whole_number("num_speculative_tokens", self.num_speculative_tokens, 1)
+        check_threshold(self.stop_threshold)
+        model.check_skippable()
+        Space(model.depth).from_skip_set(self.skip_set(model))
+
+    def skip_set(self, model: LayeredModel) -> SkipSet:
+        """The layer set. ValueError where none is given, or two."""
+        given = SkipSet(frozenset(self.skip_attention), frozenset(self.skip_mlp))
+        if self.profile is not None:
+            if given.attention or given.mlp:
+                raise ValueError("give either a profile or skip_attention and skip_mlp")
+            return profiles.load(self.profile, model.model).skip
+        if not given.attention and not given.mlp:
+            raise ValueError(
+                "no layer set is given: name skip_attention and skip_mlp, or a profile (`skipstone search MODEL` finds one)"
+            )
+        return given
+
+    def start(self, model: LayeredModel, rows: int, capacity: int, state: Any = None) -> Session:
+        return SelfSpeculativeSession(self, model, rows, capacity)
+
+
+class SelfSpeculativeSession(SkippingSession):
+    """Chains of one layer set."""
+
+    def __init__(self, method: SelfSpeculative, model: LayeredModel, rows: int, capacity: int) -> None:
+        most, threshold = method.num_speculative_tokens, method.stop_threshold
+        super().__init__(model, rows, capacity, most=most, threshold=threshold, ranks=1, scratch=0)
+        self.skip = method.skip_set(model)
+
+    def draft(self, limit: list[int]) -> Draft:
+        """Stage 1 of section 3.1: the layers that are left, autoregressively."""
+        return self.chain(limit, self.skip)[0]

@@ -1,0 +1,354 @@
+"""SWIFT and Draft & Verify beyond the conformance suite: what a layer set computes, trees, what is learnt, what is refused."""
+
+from __future__ import annotations
+
+import copy
+import gc
+import json
+import warnings
+import weakref
+from collections.abc import Callable
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+import skipstone
+from skipstone import Autoregressive, SelfSpeculative, Swift
+from skipstone.core.decode import Decoder
+from skipstone.core.model import LayeredModel, SkipSet
+from skipstone.core.session import Request
+from skipstone.core.types import Draft, RowVerdict
+from skipstone.methods import profiles, skip_state
+from skipstone.methods.leaves import MOST_LEAVES, offered, with_leaves
+from skipstone.methods.skip_search import Costs, Z
+from skipstone.methods.skip_state import SkipState
+from skipstone.methods.swift import SwiftSession
+from tests import families
+from tests.machine import llama, prompt
+
+SKIP = SkipSet(frozenset({1, 2}), frozenset({2}))
+METHOD = Swift(0.5, 4, context_window=6, guard=False)
+pytestmark = pytest.mark.filterwarnings("ignore:.*x the speed of plain decoding:RuntimeWarning")
+
+
+def silenced(model: Any, skip: SkipSet) -> Any:
+    """A copy of a Llama whose skipped sublayers write nothing, by their weights."""
+    other = copy.deepcopy(model)
+    with torch.no_grad():
+        for layer in skip.attention:
+            other.model.layers[layer].self_attn.o_proj.weight.zero_()
+        for layer in skip.mlp:
+            other.model.layers[layer].mlp.down_proj.weight.zero_()
+    return other
+
+
+def running(model: Any, method: Any, length: int = 9, new: int = 40, steps: int = 8) -> tuple[Decoder, Tensor]:
+    """A decoder some steps into one greedy request, and the ids that it holds."""
+    layered, asked = LayeredModel(model), prompt(length)
+    decoder = Decoder(method.start(layered, 1, length + new, method.new_state(layered)))
+    decoder.admit(0, Request(asked, new))
+    text: list[int] = []
+    for _ in range(steps):
+        text += decoder.step().tokens[0]
+    return decoder, torch.cat([asked, torch.tensor(text)])
+
+
+def test_a_layer_set_is_judged_by_what_it_would_have_said_after_the_targets_own_prefix() -> None:
+    """Against transformers: the prefix by the whole model, the window by a copy whose skipped sublayers write nothing."""
+    model = llama(layers=6)
+    decoder, ids = running(model, METHOD, steps=14)
+    session: Any = decoder.session
+    end = session.store.length[0]
+    begin = end - 6
+    with torch.no_grad():
+        found = session.judge(0, begin, SKIP)
+        cache = model(ids[None, :begin], use_cache=True).past_key_values
+        wanted = silenced(model, SKIP)(ids[None, begin:end], past_key_values=cache).logits[0]
+        whole = model(ids[None]).logits[0]
+    assert torch.allclose(found, wanted, atol=1e-4)
+    assert not torch.allclose(found, whole[begin:end], atol=1e-2)
+    assert session.choice[0, begin + 1 : end + 1].tolist() == whole.argmax(-1)[begin:end].tolist()
+    assert session.text[0, begin : end + 1].tolist() == ids[begin : end + 1].tolist()
+    session.check(0, ids[: end + 1])
+
+
+def test_drafts_are_the_greedy_text_of_what_is_left() -> None:
+    """...which reads the target's keys and values of what is committed, and its own of the draft."""
+    model = llama(layers=6)
+    method = SelfSpeculative((1, 2), (2,), None, 5, None)
+    decoder, ids = running(model, method, steps=3)
+    session: Any = decoder.session
+    with torch.inference_mode():
+        draft = session.draft([5])
+        end = session.store.length[0]
+        cache = model(ids[None, :end], use_cache=True).past_key_values
+        short, token, wanted = silenced(model, SKIP), ids[None, end : end + 1], []
+        for _ in range(5):
+            token = short(token, past_key_values=cache).logits[:, -1].argmax(-1, keepdim=True)
+            wanted.append(token.item())
+    assert draft.tokens[0].tolist() == wanted
+
+
+def chain(tokens: list[list[int]], confidence: list[list[float]] | None, valid: list[list[bool]] | None = None) -> Draft:
+    made = torch.tensor(tokens)
+    sure = None if confidence is None else torch.tensor(confidence)
+    return Draft(made, torch.ones_like(made, dtype=torch.bool) if valid is None else torch.tensor(valid), None, confidence=sure)
+
+
+def test_a_place_offers_as_many_tokens_as_it_is_unsure() -> None:
+    sure = torch.tensor([[0.1, 0.5, 0.51, 0.8, 0.81, 0.95, 0.96, 1.0]])
+    assert offered(sure).tolist() == [[10, 10, 5, 5, 3, 3, 1, 1]]
+
+
+def test_runners_up_are_leaves_of_the_places_before_theirs() -> None:
+    ranked = torch.tensor([[[7, 8, 9, 1], [5, 6, 7, 2], [3, 4, 8, 9]]])
+    possible = torch.ones_like(ranked, dtype=torch.bool)
+    possible[0, 1, 2] = False
+    tree = with_leaves(chain([[7, 5, 3]], [[0.97, 0.6, 0.9]]), ranked, possible)
+    tree.check()
+    assert tree.parents is not None
+    assert tree.draft_steps is not None
+    nodes = sorted(zip(tree.parents[0].tolist(), tree.tokens[0].tolist(), strict=True))
+    assert nodes == [(-1, 7), (0, 2), (0, 5), (0, 6), (1, 3), (1, 4), (1, 8)]
+    assert tree.tokens[0, :3].tolist() == [7, 5, 3], "the chain comes first"
+    assert tree.draft_steps.tolist() == [3]
+    assert tree.levels == 3
+
+
+def test_ragged_rows_and_the_most_that_a_tree_may_hold() -> None:
+    ranked = torch.arange(2 * 9 * 10).view(2, 9, 10)
+    valid = [[True] * 9, [True] * 2 + [False] * 7]
+    tree = with_leaves(chain(ranked[:, :, 0].tolist(), None, valid), ranked, torch.ones_like(ranked, dtype=torch.bool))
+    tree.check()
+    assert tree.valid.sum(1).tolist() == [9 + MOST_LEAVES, 2 + 18]
+    assert tree.draft_steps is not None
+    assert tree.draft_steps.tolist() == [9, 2]
+
+
+def test_leaves_are_accepted_and_their_keys_and_values_moved() -> None:
+    """More tokens a step than chains commit, the same text, and a store that passes its check after every step."""
+    model = llama(layers=6, head=3.0)
+    asked, lengths = prompt(9), {}
+    plain = skipstone.generate(model, asked, Autoregressive(), max_new_tokens=60, do_sample=False)
+    for dynamic in (True, False):
+        method = Swift(0.5, 5, None, 6, search="uniform", dynamic_verification=dynamic, guard=False)
+        layered = LayeredModel(model)
+        decoder = Decoder(method.start(layered, 1, 70, SkipState(method, layered)))
+        decoder.admit(0, Request(asked, 60))
+        text: list[int] = []
+        while decoder.busy:
+            text += decoder.step().tokens[0]
+            if decoder.busy:
+                decoder.session.check(0, torch.cat([asked, torch.tensor(text)]))
+        assert text == plain.new_tokens[0]
+        lengths[dynamic] = decoder.pace.stats.mean_acceptance_length
+    assert lengths[True] > lengths[False] > 1
+
+
+class World:
+    """Decoding with a state, simulated: matchness of a set -> drafts right with that probability, stopped at the first that is
+    wrong or at `most`."""
+
+    def __init__(self, state: SkipState, matchness: Callable[[Z], float], most: int = 6, seed: int = 0) -> None:
+        self.state, self.matchness, self.most, self.rng = state, matchness, most, np.random.default_rng(seed)
+        self.tokens = self.cost = 0.0
+
+    def step(self) -> None:
+        state = self.state
+        before = sum(state.spent.values()) + state.spent_before
+        if (z := state.due(None)) is not None:  # type: ignore[arg-type]
+            state.judged(z, float(self.rng.binomial(32, self.matchness(z))) / 32, 32)
+        drafted = self.most if state.drafts(True) else 0
+        right = self.rng.random(drafted) < self.matchness(state.z)
+        accepted = int(right.cumprod().sum()) if drafted else 0
+        verdict = RowVerdict(list(range(accepted)), [0] * (accepted + 1), "bonus", drafted, 0, drafted, drafted)
+        state.learn(SimpleNamespace(width=drafted), [verdict])  # type: ignore[arg-type]
+        self.tokens += accepted + 1
+        self.cost += sum(state.spent.values()) + state.spent_before - before
+
+
+def state_of(**settings: Any) -> SkipState:
+    """A state of a model of 24 layers whose passes were timed: a sublayer costs a fiftieth, scoring 4 % a token."""
+    layered: Any = SimpleNamespace(depth=24, layers=LayeredModel(families.cached("llama")).layers)
+    layered.family, layered.head = LayeredModel(families.cached("llama")).family, torch.nn.Linear(1, 1)
+    state = SkipState(Swift(**settings), layered)
+    state.timings = None
+    state.costs = Costs(0.02, 0.02, tuple(1 + 0.04 * extra for extra in range(90)))
+    state.search.objective = type(state.search.objective)(state.costs, "speed")
+    return state
+
+
+def test_where_a_set_pays_it_is_found_and_drafted_with() -> None:
+    """Only the first half of the sublayers matters; a set of the others agrees at .97."""
+
+    def matchness(z: Z) -> float:
+        return 0.97 - 0.04 * int(z[:22].sum())
+
+    state = state_of()
+    world = World(state, matchness)
+    for _ in range(1500):
+        world.step()
+    assert matchness(state.z) > 0.9
+    assert world.tokens / world.cost > 1.3
+    late = World(state, matchness, seed=1)
+    before = state.drafted_steps, state.steps
+    for _ in range(300):
+        late.step()
+    assert state.drafted_steps - before[0] > 0.9 * (state.steps - before[1])
+
+
+@pytest.mark.parametrize("matchness", [0.0, 0.2, 0.4])
+def test_where_nothing_pays_hardly_anything_is_lost(matchness: float) -> None:
+    state = state_of(max_steps=200)
+    world = World(state, lambda z: matchness)
+    with warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter("always")
+        while state.searching:
+            world.step()
+            assert world.cost <= world.tokens / 0.9 + skip_state.START
+        assert world.tokens / world.cost > 0.9
+        after = World(state, lambda z: matchness, seed=1)
+        for _ in range(3000):
+            after.step()
+    assert after.tokens / after.cost > 0.95
+    assert state.evaluations == 200
+    messages = [str(one.message) for one in said if "no layer set that pays" in str(one.message)]
+    assert len(messages) == 1, "it is said once"
+    assert "the best of 200 evaluations leaves out 20 of 44 sublayers" in messages[0]
+
+
+def test_a_changed_task_starts_the_search_again() -> None:
+    good = [0.97]
+    state = state_of(max_steps=150)
+    world = World(state, lambda z: good[0])
+    while state.searching:
+        world.step()
+    done = state.evaluations
+    for _ in range(1000):
+        world.step()
+    assert state.evaluations == done, "nothing is searched for while the task stays"
+    good[0] = 0.75
+    for _ in range(400):
+        world.step()
+    assert state.evaluations > done
+
+
+def test_the_skip_ratio_goes_down_where_few_drafts_are_accepted() -> None:
+    def matchness(z: Z) -> float:
+        return 0.9 if z.sum() <= 14 else 0.75
+
+    state = state_of(max_steps=100, patience=50)
+    world = World(state, matchness, most=3)
+    for _ in range(4000):
+        world.step()
+    assert state.ratio < 0.4
+    assert state.z.sum() == state.space.count(state.ratio)
+    kept = state_of(max_steps=100, patience=50, adjust=False)
+    world = World(kept, matchness, most=3)
+    for _ in range(4000):
+        world.step()
+    assert kept.ratio == 0.45
+
+
+def test_a_state_lives_as_long_as_its_model_and_serves_every_request() -> None:
+    model = llama(layers=6)
+    method = Swift(0.5, 4, context_window=6, guard=False)
+    assert method.report(model) == {}
+    first = skipstone.generate(model, prompt(9), method, max_new_tokens=40, do_sample=False)
+    once = method.report(model)
+    assert once["evaluations"] + 16 >= 1
+    again = skipstone.generate(model, prompt(9), method, max_new_tokens=40, do_sample=False)
+    assert again.new_tokens == first.new_tokens
+    assert method.report(model)["steps"] > once["steps"]
+    assert json.dumps(method.report(model))
+    other = Swift(0.5, 4, context_window=6, guard=False, search_seed=9)
+    assert other.report(model) == {}
+    assert skipstone.generate(model, prompt(9), other, max_new_tokens=40, do_sample=False).new_tokens == first.new_tokens
+    gone = weakref.ref(model)
+    del model
+    gc.collect()
+    assert gone() is None
+
+
+def test_passes_are_timed_and_the_search_runs_on_a_real_model() -> None:
+    model = llama(layers=6)
+    method = Swift(0.5, 4, None, context_window=6, guard=False)
+    out = skipstone.generate(model, prompt(9), method, max_new_tokens=200, do_sample=False)
+    found = method.report(model)
+    assert found["timed"]
+    assert found["evaluations"] > 20
+    assert out.stats is not None
+    assert out.stats.seconds_search > 0
+    assert 0 < found["cost_of_a_draft"] < 1
+    assert found["spent"]["search"] > 0
+    assert found["history"][0]["evaluation"] == 0
+
+
+IMPOSSIBLE: list[tuple[Any, str]] = [
+    (Swift(skip_ratio=1.0), r"skip_ratio must lie in \[0, 1\), found 1.0"),
+    (Swift(skip_ratio=-0.1), r"skip_ratio must lie in \[0, 1\), found -0.1"),
+    (Swift(skip_ratio=0.0), "leaves out 0 of the 4 sublayers"),
+    (Swift(num_speculative_tokens=0), "num_speculative_tokens must be at least 1, found 0"),
+    (Swift(search="grid"), "unknown search 'grid'; there are linear_ts, swift, random, uniform"),
+    (Swift(objective="x"), "objective must be"),  # type: ignore[arg-type]
+    (Swift(enough=2), r"enough is a matchness in \[0, 1\], found 2"),
+    (Swift(confidence_threshold=1.5), r"confidence_threshold must be a number in \[0, 1\]"),
+    (SelfSpeculative(), "no layer set is given: name skip_attention and skip_mlp, or a profile"),
+    (SelfSpeculative((9,)), r"attention of layers 1 to 2 may be skipped in a model of 4 layers.*found \[9\]"),
+    (SelfSpeculative((1, 2), (1, 2)), "skips everything between the first and the last layer"),
+    (SelfSpeculative((1,), (), "x.json"), "give either a profile or skip_attention and skip_mlp"),
+]
+
+
+@pytest.mark.parametrize(("method", "said"), IMPOSSIBLE)
+def test_impossible_settings_are_one_sentence(method: Any, said: str) -> None:
+    with pytest.raises(ValueError, match=said):
+        skipstone.generate(families.cached("llama"), prompt(5, vocab=50), method, max_new_tokens=4)
+
+
+def test_models_without_layers_to_skip_are_refused() -> None:
+    shallow = families.build("llama", layers=3)
+    with pytest.raises(ValueError, match="at least 4 layers, found 3"):
+        skipstone.generate(shallow, prompt(5, vocab=50), Swift(), max_new_tokens=4)
+
+
+def test_a_profile_is_for_one_model(tmp_path: Path) -> None:
+    model, other = llama(layers=6), llama(layers=6, seed=1)
+    path = tmp_path / "profile.json"
+    mark = profiles.fingerprint(model)
+    assert profiles.fingerprint(copy.deepcopy(model)) == mark != profiles.fingerprint(other)
+    assert profiles.fingerprint(copy.deepcopy(model).to(torch.bfloat16)) == mark
+    profiles.save(path, profiles.Profile(model=mark, name="mine", attention=(1, 2), mlp=(2,)))
+    plain = skipstone.generate(model, prompt(9), "autoregressive", max_new_tokens=30, do_sample=False)
+    for method in (SelfSpeculative(profile=str(path)), Swift(profile=str(path), guard=False)):
+        out = skipstone.generate(model, prompt(9), method, max_new_tokens=30, do_sample=False)
+        assert out.new_tokens == plain.new_tokens
+        assert out.stats is not None
+        assert out.stats.accepted > 0
+        with pytest.raises(ValueError, match=r"the profile of another model \(mine; this one is"):
+            skipstone.generate(other, prompt(9), method, max_new_tokens=4)
+    assert Swift(profile=str(path), guard=False).report(model)["skipped"] == {"attention": [1, 2], "mlp": [2]}
+    for text, said in (
+        ("{", "is no profile"),
+        ('{"model": "x", "layers": []}', "is no profile: unknown setting 'layers'"),
+        ('{"model": "x", "version": 9}', "a profile of version 9"),
+    ):
+        path.write_text(text)
+        with pytest.raises(ValueError, match=said):
+            profiles.load(path, model)
+    with pytest.raises(FileNotFoundError):
+        profiles.load(tmp_path / "none.json", model)
+
+
+def test_sessions_take_their_state_from_the_method() -> None:
+    layered = LayeredModel(llama(layers=6))
+    state = METHOD.new_state(layered)
+    assert state is METHOD.new_state(layered)
+    session = METHOD.start(layered, 1, 20, state)
+    assert isinstance(session, SwiftSession)
+    assert session.state is state
