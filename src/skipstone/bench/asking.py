@@ -88,6 +88,7 @@ class Answers:
             "scores": self.scores,
             "texts": self.texts,
             "stats": merged(stats).summary() if stats else None,
+            "known": next((m.known for m in reversed(self.measurements) if m.known), None),
         }
 
 

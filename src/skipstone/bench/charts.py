@@ -13,7 +13,7 @@ from skipstone.bench.lineup import BASELINE
 SIZE = (6.4, 3.6)
 NAME = 20
 """Longer names are wrapped, so that fixed margins hold them: laying out every picture anew is half of a report's time."""
-PARTS = ("draft", "score", "other")
+PARTS = ("search", "draft", "score", "other")
 
 
 def charts(group: Group) -> dict[str, str]:

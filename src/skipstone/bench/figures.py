@@ -21,7 +21,15 @@ from skipstone.core.types import Stats
 EARLY_EXIT = "hf-early-exit"
 REFERENCES = (BASELINE, THEIRS, EARLY_EXIT)
 _SUMMED = ("new_tokens", "prefill_tokens", "steps", "turns", "drafted", "draft_steps", "accepted", "overruled", "probes")
-_SUMMED += ("verified_nodes", "seconds_prefill", "seconds_draft", "seconds_score", "seconds_other", "seconds_probe")
+_SUMMED += (
+    "verified_nodes",
+    "seconds_prefill",
+    "seconds_search",
+    "seconds_draft",
+    "seconds_score",
+    "seconds_other",
+    "seconds_probe",
+)
 
 
 def merged(stats: Sequence[Stats]) -> Stats:
@@ -203,7 +211,7 @@ def _summed(stats: Iterable[Mapping[str, Any]]) -> dict[str, Any]:
     histogram: Counter[str] = Counter()
     for one in stats:
         for name in _SUMMED:
-            total[name] += one[name]
+            total[name] += one.get(name, 0)
         histogram.update(one["acceptance_histogram"])
     return {**total, "acceptance_histogram": {key: histogram[key] for key in sorted(histogram, key=int)}}
 
@@ -212,7 +220,7 @@ def own_figures(total: Mapping[str, Any], seconds: float, setup: float = 0.0) ->
     """M, alpha and where the time of a step went. seconds: wall-clock of the calls; setup: the part of it before first passes;
     untimed_share: of what no span covers."""
     turns = max(total["turns"], 1)
-    spans = setup + sum(total[f"seconds_{part}"] for part in ("prefill", "draft", "score", "other", "probe"))
+    spans = setup + sum(total[f"seconds_{part}"] for part in ("prefill", "search", "draft", "score", "other", "probe"))
     return {
         "mean_acceptance_length": 1 + total["accepted"] / total["steps"] if total["steps"] else 1.0,
         "acceptance_rate": total["accepted"] / total["draft_steps"] if total["draft_steps"] else None,
@@ -221,6 +229,7 @@ def own_figures(total: Mapping[str, Any], seconds: float, setup: float = 0.0) ->
         "accepted": total["accepted"],
         "probes": total["probes"],
         "overruled": total["overruled"],
+        "search_ms_per_step": 1000 * total["seconds_search"] / turns,
         "draft_ms_per_step": 1000 * total["seconds_draft"] / turns,
         "score_ms_per_step": 1000 * total["seconds_score"] / turns,
         "other_ms_per_step": 1000 * total["seconds_other"] / turns,

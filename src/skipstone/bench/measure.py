@@ -29,12 +29,14 @@ WARM_UP_TOKENS = 16
 @dataclass(frozen=True)
 class Emitted:
     """What one call gave: the new ids, without the prompt, and our own figures where the engine is ours. first: when the first
-    new token was there, by `time.perf_counter`; None where nobody looked. setup: seconds before the first pass."""
+    new token was there, by `time.perf_counter`; None where nobody looked. setup: seconds before the first pass.
+    known: what a method has learnt about the model so far."""
 
     tokens: list[int]
     stats: Stats | None = None
     first: float | None = None
     setup: float = 0.0
+    known: dict[str, Any] | None = None
 
 
 class Engine(Protocol):
@@ -69,7 +71,7 @@ class Skipstone:
             tokens += step.tokens[0]
             if first is None and tokens:
                 first = time.perf_counter()
-        return Emitted(tokens, stats, first, setup)
+        return Emitted(tokens, stats, first, setup, self.method.report(model) or None)
 
 
 @dataclass(frozen=True)
@@ -85,7 +87,7 @@ class Row:
 class Measurement:
     """One prompt continued by one row. seconds: wall-clock of the whole call, prefill included, device synchronised. first:
     seconds to the first token. memory: most bytes that the process (on a GPU: the device) held during the call. setup: seconds
-    that the call was checked and prepared for."""
+    that the call was checked and prepared for. known: what a method has learnt about the model so far."""
 
     row: str
     prompt: int
@@ -95,6 +97,7 @@ class Measurement:
     first: float | None = None
     memory: int | None = None
     setup: float = 0.0
+    known: dict[str, Any] | None = None
 
 
 @contextmanager
@@ -140,7 +143,7 @@ def measure(
         seconds = time.perf_counter() - start
     first = None if emitted.first is None else emitted.first - start
     most = memory.peak(model.device) if counted else None
-    return Measurement(row.name, index, emitted.tokens, seconds, emitted.stats, first, most, emitted.setup)
+    return Measurement(row.name, index, emitted.tokens, seconds, emitted.stats, first, most, emitted.setup, emitted.known)
 
 
 def warm_up(model: PreTrainedModel, rows: Sequence[Row], prompt: Tensor, max_new_tokens: int) -> None:

@@ -14,7 +14,7 @@ import typer
 from typer.core import TyperGroup
 
 from skipstone import __version__
-from skipstone.cli import bench, check, demo, env, generate, inspect, methods, train
+from skipstone.cli import bench, check, demo, env, generate, inspect, methods, search, train
 from skipstone.cli.terminal import INTERRUPTED, report
 
 
@@ -68,6 +68,7 @@ app.command("generate", help=generate.HELP, rich_help_panel="Verbs")(generate.de
 app.add_typer(bench.bench, name="bench", rich_help_panel="Verbs")
 app.command("check", help=check.HELP, rich_help_panel="Verbs")(check.described)
 app.command("inspect", rich_help_panel="Verbs")(inspect.inspect)
+app.command("search", rich_help_panel="Verbs")(search.search)
 app.command("methods", rich_help_panel="Verbs")(methods.methods)
 app.command("env", rich_help_panel="Verbs")(env.env)
 app.add_typer(train.train, name="train", rich_help_panel="Verbs")

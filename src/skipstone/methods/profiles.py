@@ -20,8 +20,8 @@ SAMPLED = 64
 
 
 class Profile(Part):
-    """model: fingerprint of the weights. name: what the model was called. attention, mlp: layers, counted from 0, whose sublayer
-    drafting leaves out. about: how it was found."""
+    """model: fingerprint of the weights. name: what the model was called. attention, mlp: layers, counted from 0, whose
+    sublayer drafting leaves out. about: how it was found."""
 
     version: int = VERSION
     model: str

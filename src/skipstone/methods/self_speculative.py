@@ -1,8 +1,8 @@
 """Draft & Verify: Lossless Large Language Model Acceleration via Self-Speculative Decoding
 (Zhang et al., ACL 2024, arXiv 2309.08168), sections 3.1 to 3.3.
 
-Draft with the target itself, a fixed set of its sublayers left out, until the drafter is unsure; verify the chain in one pass. The
-set is found before, by `skipstone search`.
+Draft with the target itself, a fixed set of its sublayers left out, until the drafter is unsure; verify the chain in one pass.
+The set is found before, by `skipstone search`.
 
 Deviation: drafts are coupled to the target's noise and verified by match at every temperature (the released code's sampling
 takes a greedy draft for a drawn one).
@@ -34,7 +34,6 @@ class SelfSpeculative(Method):
         "num_assistant_tokens": "num_speculative_tokens",
         "max_step_draft": "num_speculative_tokens",
     }
-    by_model: ClassVar[tuple[str, ...]] = ("profile",)
     if_few_accepted: ClassVar[str] = "An acceptance rate that low says that the layer set does not suit the model or the text."
 
     skip_attention: tuple[int, ...] = ()

@@ -6,9 +6,9 @@ sublayers is found while decoding: the text that was just written says how often
 Keys and values of the draft lie at the draft's own slots and are overwritten by verification; nothing is cloned.
 
 Deviations, all ours: drafts are deterministic given the seed (coupled to the target's noise), so the tree is verified by match
-at every temperature; `search="linear_ts"` instead of random sets with a Gaussian process (skip_search.py); a set is worth the
-speed-up that it would bring on this machine; what is not known to pay is tried within a bounded loss, a changed task is noticed,
-and where no set pays there is no drafting (skip_state.py).
+at every temperature; `search="linear_ts"` instead of random sets with a Gaussian process (skip_search.py); a set is worth
+the speed-up that it would bring on this machine; what is not known to pay is tried within a bounded loss, a changed task is
+noticed, and where no set pays there is no drafting (skip_state.py).
 """
 
 from __future__ import annotations
@@ -77,8 +77,8 @@ class Swift(Method):
             raise ValueError(f"skip_ratio must lie in [0, 1), found {self.skip_ratio!r}")
         if not 0 < space.count(self.skip_ratio) < space.size:
             raise ValueError(
-                f"skip_ratio={self.skip_ratio} leaves out {space.count(self.skip_ratio)} of the {space.size} sublayers that may "
-                f"be skipped in a model of {model.depth} layers: at least one must go and one must stay"
+                f"skip_ratio={self.skip_ratio} leaves out {space.count(self.skip_ratio)} of the {space.size} sublayers that "
+                f"may be skipped in a model of {model.depth} layers: at least one must go and one must stay"
             )
         for name, least in (("num_speculative_tokens", 1), ("context_window", 1), ("max_steps", 0), ("patience", 1)):
             whole_number(name, getattr(self, name), least)
@@ -130,7 +130,7 @@ class SwiftSession(SkippingSession):
         self.written[row] = 0
 
     def optimise(self) -> None:
-        """An optimisation step (section 4.1), where the state wants one: a layer set is judged by the last tokens of one row."""
+        """An optimisation step (section 4.1), where the state wants one: the last tokens of one row judge a layer set."""
         rows = [row for row, alive in enumerate(self.alive) if alive and self.written[row] > self.window]
         if not rows or (z := self.state.due(self)) is None:
             return

@@ -1,0 +1,135 @@
+"""`skipstone search MODEL`: a layer set to draft with, found by measurement within a time, written into a profile."""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from skipstone.cli import terminal
+from skipstone.cli.options import DTYPES
+
+if TYPE_CHECKING:
+    from skipstone.bench.layer_search import Found
+
+
+def search(
+    ctx: typer.Context,
+    model: Annotated[str | None, typer.Argument(help="A folder or a hub id. Default: the bundled model.")] = None,
+    budget_seconds: Annotated[float, typer.Option(help="How long to search, interrupted runs included.", min=1)] = 60.0,
+    out: Annotated[Path, typer.Option(help="The profile. Its trials stand beside it, so that a search goes on.")] = Path(
+        "profile.json"
+    ),
+    prompt: Annotated[
+        list[str] | None, typer.Option(help="A text to search on; several times. Default: bundled prompts.")
+    ] = None,
+    max_new_tokens: Annotated[int, typer.Option(help="Tokens of each text.", min=4)] = 32,
+    skip_ratio: Annotated[
+        float | None, typer.Option(help="Share of sublayers to leave out. Default: several take turns.", show_default=False)
+    ] = None,
+    num_speculative_tokens: Annotated[int, typer.Option(help="Most drafts a step.", min=1)] = 12,
+    picture: Annotated[Path | None, typer.Option(help="Save the curve of the best so far, as PNG.", show_default=False)] = None,
+    dtype: Annotated[str, typer.Option(help=f"One of {', '.join(DTYPES)}; auto is the checkpoint's.")] = "auto",
+    device: Annotated[str, typer.Option(help="auto is cuda where there is one, else cpu.")] = "auto",
+    seed: Annotated[int, typer.Option(min=0)] = 0,
+    debug: Annotated[bool, typer.Option("--debug", help="Show tracebacks.", hidden=True)] = False,
+) -> None:
+    """Find the layers that drafting can leave out, for --method self_speculative and swift (--profile)."""
+    ctx.obj["debug"] = debug
+    if not out.absolute().parent.is_dir():
+        raise FileNotFoundError(2, "no such folder", str(out.parent))
+    if dtype not in DTYPES:
+        raise ValueError(f"--dtype must be one of {', '.join(DTYPES)}, found {dtype!r}")
+    if skip_ratio is not None and not 0 < skip_ratio < 1:
+        raise ValueError(f"--skip-ratio must lie between 0 and 1, found {skip_ratio}")
+    with terminal.quiet(debug):
+        import torch
+
+        from skipstone.api import token_ids
+        from skipstone.bench.layer_search import RATIOS, Wish
+        from skipstone.bench.layer_search import search as find
+        from skipstone.bench.tasks import named
+        from skipstone.loading import BUNDLED, load, usable
+        from skipstone.methods import profiles
+
+        wanted: Any = dtype if dtype == "auto" else getattr(torch, dtype)
+        network, tokenizer = load(model, dtype=wanted, device=usable(device))
+        task = named("self")
+        texts = prompt or [task.ask(row)[0] for row in task.rows(None)[::5]]
+        ratios = RATIOS if skip_ratio is None else (skip_ratio,)
+        asked = [torch.tensor(token_ids(text, tokenizer)) for text in texts]
+        wish = Wish(asked, max_new_tokens, ratios, num_speculative_tokens, seed=seed)
+        trials = out.with_name(out.name + ".trials")
+        with _progress(budget_seconds) as done:
+            found = find(network, wish, budget_seconds, trials, done)
+        if found.best is None:
+            raise ValueError(f"{budget_seconds:g} seconds are too few: no set was decoded with yet; go on with a larger budget")
+        best = found.best
+        about = {"speed": best.speed, "acceptance": best.acceptance, "matchness": best.matchness, "trials": len(found.trials)}
+        sets = {"attention": tuple(best.attention), "mlp": tuple(best.mlp)}
+        profile = profiles.Profile(model=profiles.fingerprint(network), name=model or BUNDLED, about=about, **sets)
+        profiles.save(out, profile)
+        if picture is not None:
+            _draw(found, picture)
+    _tell(found, out)
+
+
+def _tell(found: Found, out: Path) -> None:
+    best = found.best
+    assert best is not None
+    skipped = len(best.attention) + len(best.mlp)
+    decoded = sum(one.speed is not None for one in found.trials)
+    typer.echo(
+        f"best of {decoded} sets decoded with ({len(found.trials)} tried): {best.speed:.2f} x plain decoding, {skipped} "
+        f"sublayers left out, matchness {best.matchness:.2f}, acceptance rate {best.acceptance:.2f}"
+    )
+    if (best.speed or 0) < 1:
+        typer.echo("No set pays on this model and machine.")
+    typer.echo(f"skipstone generate ... --method self_speculative --profile {out}")
+
+
+class _progress:
+    """A bar of the budget on a terminal, with the best so far; a line at every better set elsewhere."""
+
+    def __init__(self, budget: float) -> None:
+        from rich.console import Console
+        from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
+
+        console = Console(stderr=True)
+        self.terminal, self.best, self.begun = console.is_terminal, 0.0, time.perf_counter()
+        columns = (TextColumn("{task.description}"), BarColumn(), TimeRemainingColumn())
+        self.bar = Progress(*columns, console=console, transient=True, disable=not self.terminal)
+        self.task = self.bar.add_task("searching", total=budget)
+
+    def __enter__(self) -> Any:
+        self.bar.__enter__()
+        return self.done
+
+    def __exit__(self, *error: Any) -> None:
+        self.bar.__exit__(*error)
+
+    def done(self, found: Found, spent: float) -> None:
+        best = found.best
+        speed = 0.0 if best is None or best.speed is None else best.speed
+        told = f"searching: {len(found.trials)} sets, best {speed:.2f} x" if best else f"searching: {len(found.trials)} sets"
+        self.bar.update(self.task, completed=spent, description=told)
+        if speed > self.best and not self.terminal:
+            typer.echo(f"{spent:.0f} s: {speed:.2f} x after {len(found.trials)} sets", err=True)
+        self.best = max(self.best, speed)
+
+
+def _draw(found: Found, path: Path) -> None:
+    try:
+        from matplotlib.figure import Figure
+    except ImportError as error:
+        raise ImportError('pictures need matplotlib: pip install "skipstone[bench]"') from error
+    figure = Figure(figsize=(6.4, 3.6), layout="constrained")
+    axes = figure.subplots()
+    seconds, speeds = zip(*found.curve, strict=True)
+    axes.step(seconds, speeds, where="post")
+    axes.axhline(1, color="black", linewidth=0.8)
+    axes.set_xlabel("seconds of search")
+    axes.set_ylabel("x plain decoding, best so far")
+    figure.savefig(path, format="png", dpi=120)
