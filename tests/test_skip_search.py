@@ -9,20 +9,8 @@ import numpy as np
 import pytest
 
 from skipstone.core.model import SkipSet
-from skipstone.methods.skip_search import (
-    SEARCHES,
-    Costs,
-    Cusum,
-    FixedSearch,
-    LinearThompson,
-    Objective,
-    Search,
-    Space,
-    SwiftSearch,
-    Z,
-    expected_speedup,
-    measured_speedup,
-)
+from skipstone.methods.layer_sets import Costs, Objective, Space, Z, expected_speedup, measured_speedup
+from skipstone.methods.skip_search import SEARCHES, Cusum, FixedSearch, LinearThompson, Search, SwiftSearch
 
 COSTS = Costs(0.015, 0.027, tuple(1 + 0.06 * extra for extra in range(30)))
 

@@ -24,8 +24,8 @@ from skipstone.core.model import LayeredModel, SkipSet
 from skipstone.core.session import Request
 from skipstone.core.types import Draft, RowVerdict
 from skipstone.methods import profiles, skip_state
+from skipstone.methods.layer_sets import Costs, Z
 from skipstone.methods.leaves import MOST_LEAVES, offered, with_leaves
-from skipstone.methods.skip_search import Costs, Z
 from skipstone.methods.skip_state import SkipState
 from skipstone.methods.swift import SwiftSession
 from tests import families

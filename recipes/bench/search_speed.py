@@ -10,7 +10,8 @@ from statistics import median
 
 import numpy as np
 
-from skipstone.methods.skip_search import Costs, LinearThompson, Objective, Space
+from skipstone.methods.layer_sets import Costs, Objective, Space
+from skipstone.methods.skip_search import LinearThompson
 
 
 def main() -> None:

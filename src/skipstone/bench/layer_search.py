@@ -27,9 +27,10 @@ from skipstone.bench.statistics import pooled
 from skipstone.core.kvstore import KVStore, Pass
 from skipstone.core.model import LayeredModel, SkipSet
 from skipstone.methods.autoregressive import Autoregressive
+from skipstone.methods.layer_sets import Costs, Objective, Space, Z
 from skipstone.methods.profiles import fingerprint
 from skipstone.methods.self_speculative import SelfSpeculative
-from skipstone.methods.skip_search import Costs, LinearThompson, Objective, Space, Z
+from skipstone.methods.skip_search import LinearThompson
 
 RATIOS = (0.3, 0.4, 0.45, 0.5)
 """Skip ratios that take turns where none is asked for."""

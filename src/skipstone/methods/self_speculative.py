@@ -19,7 +19,7 @@ from skipstone.core.session import Session
 from skipstone.core.types import Draft
 from skipstone.methods import profiles
 from skipstone.methods.chain import check_threshold
-from skipstone.methods.skip_search import Space
+from skipstone.methods.layer_sets import Space
 from skipstone.methods.skipping import SkippingSession
 
 

@@ -15,8 +15,8 @@ Ranked = tuple[Tensor, Tensor]
 
 
 class SkippingSession(Session):
-    """Chains from what a skip set leaves. Drafts are coupled to the target's noise, deterministic given the seed, so that they are
-    verified by match, as trees too.
+    """Chains from what a skip set leaves. Drafts are coupled to the target's noise, deterministic given the seed, so that
+    match verifies them, as trees too.
 
     most: drafts a step. threshold: of confidence. ranks: tokens that are noted of every place.
     """

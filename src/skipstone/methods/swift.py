@@ -29,8 +29,9 @@ from skipstone.core.session import Request, Session
 from skipstone.core.types import Draft, RowVerdict, Verdict
 from skipstone.methods import profiles, skip_state
 from skipstone.methods.chain import check_threshold
+from skipstone.methods.layer_sets import Space, Z
 from skipstone.methods.leaves import MOST_LEAVES, RANKS, with_leaves
-from skipstone.methods.skip_search import SEARCHES, Space, Z
+from skipstone.methods.skip_search import SEARCHES
 from skipstone.methods.skip_state import SkipState
 from skipstone.methods.skipping import SkippingSession
 

@@ -1,0 +1,125 @@
+"""Which sublayers a draft model leaves out, what that costs and what it is worth.
+
+A layer set z says for every attention and every MLP of the layers in between (the first and the last always run) whether it is
+skipped. Costs are in plain steps.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from skipstone.core.model import SkipSet
+
+Z = NDArray[np.bool_]
+"""[n], n = 2 (L - 2): the attentions of layers 1 to L - 2 (counted from 0), then their MLPs; True is skipped."""
+MOST_DRAFTS = 25
+
+
+@dataclass(frozen=True)
+class Space:
+    """All layer sets of a model of `layers` layers. ValueError for fewer than 4: nothing sensible would be left."""
+
+    layers: int
+
+    def __post_init__(self) -> None:
+        if self.layers < 4:
+            raise ValueError(f"skipping sublayers needs a model of at least 4 layers, found {self.layers}")
+
+    @property
+    def size(self) -> int:
+        """Sublayers that may be skipped, n."""
+        return 2 * (self.layers - 2)
+
+    def count(self, ratio: float) -> int:
+        """|z| for a skip ratio (of the sublayers that may be skipped, as in SWIFT's code)."""
+        return round(ratio * self.size)
+
+    def uniform(self, count: int) -> Z:
+        """`count` sublayers spread evenly over the depth, attention and MLP in turn."""
+        middle = self.layers - 2
+        z = np.zeros(self.size, dtype=bool)
+        by_depth = [place for layer in range(middle) for place in (layer, middle + layer)]
+        for number in range(count):
+            z[by_depth[(2 * number + 1) * self.size // (2 * count)]] = True
+        return z
+
+    def random(self, count: int, rng: np.random.Generator) -> Z:
+        """Any set of `count` sublayers, all equally likely."""
+        z = np.zeros(self.size, dtype=bool)
+        z[rng.permutation(self.size)[:count]] = True
+        return z
+
+    def to_skip_set(self, z: Z) -> SkipSet:
+        """What the model understands."""
+        middle = self.layers - 2
+        attention, mlp = np.flatnonzero(z[:middle]) + 1, np.flatnonzero(z[middle:]) + 1
+        return SkipSet(frozenset(attention.tolist()), frozenset(mlp.tolist()))
+
+    def from_skip_set(self, skip: SkipSet) -> Z:
+        """The way back. ValueError for layers that do not exist or may not be skipped."""
+        z, middle = np.zeros(self.size, dtype=bool), self.layers - 2
+        for kind, first, chosen in (("attention", 0, skip.attention), ("MLP", middle, skip.mlp)):
+            if wrong := sorted(layer for layer in chosen if not 1 <= layer <= middle):
+                raise ValueError(
+                    f"the {kind} of layers 1 to {middle} may be skipped in a model of {self.layers} layers, counted from 0 "
+                    f"(the first and the last always run), found {wrong}"
+                )
+            z[[first + layer - 1 for layer in chosen]] = True
+        if z.all():
+            raise ValueError(
+                "the layer set skips everything between the first and the last layer: nothing is left to draft with"
+            )
+        return z
+
+
+@dataclass(frozen=True)
+class Costs:
+    """Measured costs in plain steps. attention, mlp: of one such sublayer. scoring: v, of a pass over 1, 2, ... tokens."""
+
+    attention: float
+    mlp: float
+    scoring: Sequence[float]
+
+    def draft(self, z: Z) -> float:
+        """c(z), one draft pass."""
+        middle = len(z) // 2
+        return max(1 - self.attention * int(z[:middle].sum()) - self.mlp * int(z[middle:].sum()), 1e-3)
+
+    def score(self, tokens: int) -> float:
+        """v, one pass over so many tokens; the last known value beyond."""
+        return self.scoring[min(tokens, len(self.scoring)) - 1]
+
+
+FLAT = Costs(0.0, 0.0, (1.0,))
+"""Before anything was measured."""
+
+
+def expected_speedup(matchness: Any, draft: Any, costs: Costs, most: int = MOST_DRAFTS) -> Any:
+    """max over k of [(1 - m^(k+1)) / (1 - m)] / (k c + v(k+1)): tokens of a step of k drafts, each right with probability m,
+    over its cost in plain steps; 1 where drafting never pays (k = 0). matchness, draft: numbers, or arrays [a] of them."""
+    m, c = np.clip(np.asarray(matchness, dtype=float), 0, 1 - 1e-9), np.asarray(draft, dtype=float)
+    k = np.arange(1, most + 1)
+    tokens = (1 - m[..., None] ** (k + 1)) / (1 - m[..., None])
+    worth = tokens / (k * c[..., None] + np.array([costs.score(n + 1) for n in k]))
+    return np.maximum(1.0, worth.max(-1))
+
+
+def measured_speedup(mean_length: float, alpha: float, draft: float, score: float) -> float:
+    """E = M / ((M - 1) c / alpha + v): SWIFT's Eq. 6 with the cost of the scoring pass measured too (v = 1 is the paper's)."""
+    return mean_length / ((mean_length - 1) * draft / max(alpha, 1e-9) + score)
+
+
+@dataclass(frozen=True)
+class Objective:
+    """What a search maximises: (matchness, z) -> worth. by: "speed" or the paper's "matchness"."""
+
+    costs: Costs = FLAT
+    by: str = "speed"
+
+    def __call__(self, matchness: float, z: Z) -> float:
+        return matchness if self.by == "matchness" else float(expected_speedup(matchness, self.costs.draft(z), self.costs))

@@ -1,0 +1,82 @@
+"""What passes cost on this machine, timed one by one between the steps of a request."""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+import torch
+
+from skipstone.core.kvstore import Pass
+from skipstone.core.model import LayeredModel, SkipSet
+from skipstone.core.session import Session
+from skipstone.methods.layer_sets import Costs, Space
+
+WIDTHS = (2, 4, 8, 16, 26, 48, 82)
+"""Rows of the scoring passes that are timed; what lies between is interpolated."""
+
+
+class Timings:
+    """Passes timed one by one, each when there is slack for it: a whole one, one without attentions, one without MLPs, and
+    scoring passes of several widths; twice each, the first to warm up."""
+
+    def __init__(self, space: Space) -> None:
+        middle = frozenset(range(1, space.layers - 1))
+        self.space = space
+        self.kinds: dict[Any, tuple[int, SkipSet | None]] = {
+            "plain": (1, None),
+            "no attention": (1, SkipSet(attention=middle)),
+            "no mlp": (1, SkipSet(mlp=middle)),
+            **{width: (width, None) for width in WIDTHS},
+        }
+        self.seconds: dict[Any, float] = {}
+        self.left = [kind for kind in self.kinds for _ in range(2)]
+
+    def next(self, session: Session) -> float:
+        """Time one pass behind everything that is committed. Returns what it cost in plain steps."""
+        kind = self.left.pop(0)
+        width, skip = self.kinds[kind]
+        start = max(session.store.length)
+        model, store = session.model, session.store
+        width = min(width, store.limit - start, model.max_positions - start)
+        store.reserve(start + width)
+        places = torch.arange(start, start + width, device=model.device).expand(store.rows, -1)
+        at = Pass(places, places, None, slice(0, store.rows), start + width, start)
+        began = _now(model.device)
+        hidden = model.embed(torch.zeros_like(places), places)
+        model.logits(model.run(hidden, at, store, range(store.layers), skip))
+        seconds = _now(model.device) - began
+        self.seconds[kind] = min(seconds, self.seconds.get(kind, seconds))
+        return seconds / self.seconds["plain"]
+
+    def costs(self) -> Costs | None:
+        """None while passes are left to be timed."""
+        if self.left:
+            return None
+        plain, middle = self.seconds["plain"], self.space.layers - 2
+        units = [max(1 - self.seconds[kind] / plain, 0.0) / middle for kind in ("no attention", "no mlp")]
+        known = {1: 1.0, **{width: max(self.seconds[width] / plain, 1.0) for width in WIDTHS}}
+        scoring, widths = [], sorted(known)
+        for width in range(1, widths[-1] + 1):
+            high = next(one for one in widths if one >= width)
+            low = max(one for one in widths if one <= width)
+            share = (width - low) / (high - low) if high > low else 0.0
+            scoring.append(known[low] + share * (known[high] - known[low]))
+        return Costs(units[0], units[1], tuple(scoring))
+
+
+def by_weight(model: LayeredModel, space: Space) -> Costs:
+    """Before anything was timed: a sublayer costs what it weighs, and a token more a little."""
+    layer = model.layers[1]
+    attention = sum(one.numel() for one in getattr(layer, model.family.attention).parameters())
+    whole = sum(one.numel() for one in layer.parameters())
+    everything = whole * space.layers + model.head.weight.numel()
+    return Costs(
+        attention / everything, (whole - attention) / everything, tuple(1 + 0.04 * extra for extra in range(WIDTHS[-1]))
+    )
+
+
+def _now(device: torch.device) -> float:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+    return time.perf_counter()
