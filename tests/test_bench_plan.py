@@ -103,7 +103,10 @@ def test_a_peer_without_an_exit_layer_takes_the_models_own_or_says_what_it_needs
 @pytest.mark.parametrize(
     ("given", "said"),
     [
-        ({"methods": ["medusa"]}, "unknown method 'medusa'; there are autoregressive, early_exit, layerskip, hf-generate"),
+        (
+            {"methods": ["medusa"]},
+            "unknown method 'medusa'; there are autoregressive, early_exit, layerskip, swift, self_speculative, hf-generate",
+        ),
         ({"methods": ["layerskip exit=3"]}, "layerskip has no setting 'exit'; it has exit_layer"),
         ({"methods": ["layerskip exit_layer"]}, "key=value or key=value,value; found 'exit_layer'"),
         ({"methods": ["layerskip", "layerskip exit_layer=2"]}, "two methods are called layerskip: give one of them a label"),

@@ -17,8 +17,9 @@ from transformers import PreTrainedModel
 import skipstone
 from skipstone import EarlyExit
 from skipstone.core.kvstore import KVStore, Pass
-from skipstone.core.model import LayeredModel, SkipSet
+from skipstone.core.model import LayeredModel
 from skipstone.core.session import Request, Session
+from skipstone.core.skipping import SkipSet
 from skipstone.core.types import Draft, RowVerdict
 from tests import families, support
 

@@ -41,7 +41,7 @@ class ScriptedSession(Session):
             return Draft.empty(self.rows, self.root.device, frontier)
         tokens = torch.tensor([chain])
         frontier.append(tokens)
-        return Draft(tokens, torch.ones_like(tokens, dtype=torch.bool), frontier, draft_steps=[len(chain) + 1])
+        return Draft(tokens, torch.ones_like(tokens, dtype=torch.bool), frontier, draft_steps=torch.tensor([len(chain) + 1]))
 
 
 def test_origins_and_figures_of_a_trace_made_by_hand() -> None:

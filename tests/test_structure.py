@@ -19,7 +19,21 @@ PUBLIC_API = 4  # `import skipstone` itself: below those that use it, above what
 LOOP = ("skipstone.core.decode", "skipstone.core.generation")
 PUBLIC = (
     *("Autoregressive", "Decoder", "Detokenizer", "Draft", "EarlyExit", "LayerSkip", "LayeredModel", "METHODS", "Method"),
-    *("Output", "Request", "Sampling", "Session", "Stats", "Step", "disable", "enable", "generate", "load", "stream"),
+    *(
+        "Output",
+        "Request",
+        "Sampling",
+        "SelfSpeculative",
+        "Session",
+        "Stats",
+        "Step",
+        "Swift",
+        "disable",
+        "enable",
+        "generate",
+        "load",
+        "stream",
+    ),
 )
 
 
@@ -190,7 +204,7 @@ def test_the_public_names_are_these() -> None:
 def test_a_public_name_is_there_and_says_what_it_is(name: str) -> None:
     value = getattr(skipstone, name)
     if name == "METHODS":
-        assert set(value) == {"autoregressive", "early_exit", "layerskip"}
+        assert set(value) == {"autoregressive", "early_exit", "layerskip", "self_speculative", "swift"}
         return
     own = value.__doc__ or ""
     assert len(own.split()) > 3

@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import gc
 import json
-import warnings
+import threading
 import weakref
 from collections.abc import Callable
 from pathlib import Path
@@ -20,8 +20,9 @@ from torch import Tensor
 import skipstone
 from skipstone import Autoregressive, SelfSpeculative, Swift
 from skipstone.core.decode import Decoder
-from skipstone.core.model import LayeredModel, SkipSet
+from skipstone.core.model import LayeredModel
 from skipstone.core.session import Request
+from skipstone.core.skipping import SkipSet
 from skipstone.core.types import Draft, RowVerdict
 from skipstone.methods import profiles, skip_state
 from skipstone.methods.layer_sets import Costs, Z
@@ -65,7 +66,7 @@ def test_a_layer_set_is_judged_by_what_it_would_have_said_after_the_targets_own_
     session: Any = decoder.session
     end = session.store.length[0]
     begin = end - 6
-    with torch.no_grad():
+    with torch.inference_mode():
         found = session.judge(0, begin, SKIP)
         cache = model(ids[None, :begin], use_cache=True).past_key_values
         wanted = silenced(model, SKIP)(ids[None, begin:end], past_key_values=cache).logits[0]
@@ -160,16 +161,16 @@ class World:
 
     def step(self) -> None:
         state = self.state
-        before = sum(state.spent.values()) + state.spent_before
-        if (z := state.due(None)) is not None:  # type: ignore[arg-type]
+        before = sum(state.spent.values())
+        if (z := state.due(None)) is not None:
             state.judged(z, float(self.rng.binomial(32, self.matchness(z))) / 32, 32)
-        drafted = self.most if state.drafts(True) else 0
+        drafted = state.room(self.most)
         right = self.rng.random(drafted) < self.matchness(state.z)
         accepted = int(right.cumprod().sum()) if drafted else 0
         verdict = RowVerdict(list(range(accepted)), [0] * (accepted + 1), "bonus", drafted, 0, drafted, drafted)
-        state.learn(SimpleNamespace(width=drafted), [verdict])  # type: ignore[arg-type]
+        state.learn(SimpleNamespace(width=drafted, levels=None), [verdict])  # type: ignore[arg-type]
         self.tokens += accepted + 1
-        self.cost += sum(state.spent.values()) + state.spent_before - before
+        self.cost += sum(state.spent.values()) - before
 
 
 def state_of(**settings: Any) -> SkipState:
@@ -184,17 +185,17 @@ def state_of(**settings: Any) -> SkipState:
 
 
 def test_where_a_set_pays_it_is_found_and_drafted_with() -> None:
-    """Only the first half of the sublayers matters; a set of the others agrees at .97."""
+    """Only the MLPs matter; a set of attentions alone agrees at .97."""
 
     def matchness(z: Z) -> float:
-        return 0.97 - 0.04 * int(z[:22].sum())
+        return max(0.97 - 0.04 * int(z[22:].sum()), 0.02)
 
     state = state_of()
     world = World(state, matchness)
     for _ in range(1500):
         world.step()
     assert matchness(state.z) > 0.9
-    assert world.tokens / world.cost > 1.3
+    assert world.tokens / world.cost > 1.2
     late = World(state, matchness, seed=1)
     before = state.drafted_steps, state.steps
     for _ in range(300):
@@ -206,25 +207,23 @@ def test_where_a_set_pays_it_is_found_and_drafted_with() -> None:
 def test_where_nothing_pays_hardly_anything_is_lost(matchness: float) -> None:
     state = state_of(max_steps=200)
     world = World(state, lambda z: matchness)
-    with warnings.catch_warnings(record=True) as said:
-        warnings.simplefilter("always")
-        while state.searching:
-            world.step()
-            assert world.cost <= world.tokens / 0.9 + skip_state.START
-        assert world.tokens / world.cost > 0.9
-        after = World(state, lambda z: matchness, seed=1)
-        for _ in range(3000):
-            after.step()
-    assert after.tokens / after.cost > 0.95
+    while state.searching:
+        world.step()
+        assert world.cost <= 1.08 * world.tokens + skip_state.START + 1e-9
     assert state.evaluations == 200
-    messages = [str(one.message) for one in said if "no layer set that pays" in str(one.message)]
-    assert len(messages) == 1, "it is said once"
-    assert "the best of 200 evaluations leaves out 20 of 44 sublayers" in messages[0]
+    assert world.tokens / world.cost > 0.9
+    after = World(state, lambda z: matchness, seed=1)
+    for _ in range(3000):
+        after.step()
+    assert after.tokens / after.cost > 0.95
+    said = state.remark()
+    assert said is not None
+    assert "the best of 200 evaluations leaves out 20 of 44 sublayers" in said
 
 
 def test_a_changed_task_starts_the_search_again() -> None:
     good = [0.97]
-    state = state_of(max_steps=150)
+    state = state_of(max_steps=150, adjust=False)
     world = World(state, lambda z: good[0])
     while state.searching:
         world.step()
@@ -233,7 +232,7 @@ def test_a_changed_task_starts_the_search_again() -> None:
         world.step()
     assert state.evaluations == done, "nothing is searched for while the task stays"
     good[0] = 0.75
-    for _ in range(400):
+    for _ in range(200):
         world.step()
     assert state.evaluations > done
 
@@ -244,7 +243,7 @@ def test_the_skip_ratio_goes_down_where_few_drafts_are_accepted() -> None:
 
     state = state_of(max_steps=100, patience=50)
     world = World(state, matchness, most=3)
-    for _ in range(4000):
+    for _ in range(6000):
         world.step()
     assert state.ratio < 0.4
     assert state.z.sum() == state.space.count(state.ratio)
@@ -261,7 +260,7 @@ def test_a_state_lives_as_long_as_its_model_and_serves_every_request() -> None:
     assert method.report(model) == {}
     first = skipstone.generate(model, prompt(9), method, max_new_tokens=40, do_sample=False)
     once = method.report(model)
-    assert once["evaluations"] + 16 >= 1
+    assert once["steps"] > 5
     again = skipstone.generate(model, prompt(9), method, max_new_tokens=40, do_sample=False)
     assert again.new_tokens == first.new_tokens
     assert method.report(model)["steps"] > once["steps"]
@@ -273,6 +272,36 @@ def test_a_state_lives_as_long_as_its_model_and_serves_every_request() -> None:
     del model
     gc.collect()
     assert gone() is None
+
+
+def test_threads_do_not_skip_each_others_layers() -> None:
+    """One drafts while another decodes plainly, over and over: the plain text stays the model's, and no forward is left behind."""
+    model = llama(layers=6)
+    plain = skipstone.generate(model, prompt(9), "autoregressive", max_new_tokens=40, do_sample=False).new_tokens
+    found: list[Any] = []
+
+    def run(method: Any) -> None:
+        for _ in range(6):
+            found.append(skipstone.generate(model, prompt(9), method, max_new_tokens=40, do_sample=False).new_tokens)
+
+    threads = [threading.Thread(target=run, args=(one,)) for one in ("autoregressive", METHOD, SelfSpeculative((1, 2), (2,)))]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert found == [plain] * 18
+    assert not any("forward" in vars(module) for module in model.modules())
+
+
+def test_a_found_set_is_saved_and_used_again(tmp_path: Path) -> None:
+    model, path = llama(layers=6), tmp_path / "found.json"
+    with pytest.raises(ValueError, match="nothing to save"):
+        METHOD.save(model, path)
+    skipstone.generate(model, prompt(9), METHOD, max_new_tokens=40, do_sample=False)
+    METHOD.save(model, path)
+    profile = profiles.load(path, model)
+    assert {"attention": list(profile.attention), "mlp": list(profile.mlp)} == METHOD.report(model)["skipped"]
+    assert "matchness" in profile.about
 
 
 def test_passes_are_timed_and_the_search_runs_on_a_real_model() -> None:
@@ -301,6 +330,8 @@ IMPOSSIBLE: list[tuple[Any, str]] = [
     (SelfSpeculative(), "no layer set is given: name skip_attention and skip_mlp, or a profile"),
     (SelfSpeculative((9,)), r"attention of layers 1 to 2 may be skipped in a model of 4 layers.*found \[9\]"),
     (SelfSpeculative((1, 2), (1, 2)), "skips everything between the first and the last layer"),
+    (Swift(search_seed=-1), "search_seed must be at least 0, found -1"),
+    (SelfSpeculative((1,), stop_threshold=2), r"stop_threshold must be a number in \[0, 1\]"),
     (SelfSpeculative((1,), (), "x.json"), "give either a profile or skip_attention and skip_mlp"),
 ]
 
@@ -309,6 +340,12 @@ IMPOSSIBLE: list[tuple[Any, str]] = [
 def test_impossible_settings_are_one_sentence(method: Any, said: str) -> None:
     with pytest.raises(ValueError, match=said):
         skipstone.generate(families.cached("llama"), prompt(5, vocab=50), method, max_new_tokens=4)
+
+
+@pytest.mark.parametrize("layers", [None, "12", (1.5,), True, [1, "2"]])
+def test_layers_that_are_no_numbers_are_one_sentence(layers: Any) -> None:
+    with pytest.raises(ValueError, match="skip_attention must be layer numbers"):
+        SelfSpeculative(skip_attention=layers)
 
 
 def test_models_without_layers_to_skip_are_refused() -> None:
@@ -347,8 +384,8 @@ def test_a_profile_is_for_one_model(tmp_path: Path) -> None:
 
 def test_sessions_take_their_state_from_the_method() -> None:
     layered = LayeredModel(llama(layers=6))
-    state = METHOD.new_state(layered)
-    assert state is METHOD.new_state(layered)
-    session = METHOD.start(layered, 1, 20, state)
-    assert isinstance(session, SwiftSession)
-    assert session.state is state
+    one, two, wide = (METHOD.start(layered, rows, 20) for rows in (1, 1, 3))
+    assert isinstance(one, SwiftSession)
+    assert isinstance(two, SwiftSession)
+    assert isinstance(wide, SwiftSession)
+    assert one.state is two.state is not wide.state, "what a pass costs depends on the batch"

@@ -92,16 +92,35 @@ def test_flags_are_frozen() -> None:
     of_the_verb = """model --prompt --prompt-file --prompt-tokens --chat --method --speculative-config --max-new-tokens
         --temperature --top-k --top-p --min-p --seed --stop --ignore-eos --dtype --device --trust-remote-code --compare
         --repeat --json --stats --color --no-color --debug"""
-    of_methods = "--exit-layer --num-speculative-tokens --confidence-threshold --reuse-cache --rejection-sample-method"
+    of_methods = """--exit-layer --num-speculative-tokens --confidence-threshold --reuse-cache --rejection-sample-method
+        --skip-ratio --context-window --search --objective --max-steps --patience --enough --dynamic-verification --adjust
+        --guard --profile --search-seed --skip-attention --skip-mlp --stop-threshold"""
     assert flags == {*of_the_verb.split(), *of_methods.split()}
     root: Any = typer.main.get_command(app)
-    assert set(root.commands) == {"demo", "generate", "methods", "env", "train", "bench", "check", "inspect"}
+    assert set(root.commands) == {"demo", "generate", "methods", "env", "train", "bench", "check", "inspect", "search"}
     assert set(root.commands["bench"].commands) == {"run", "report", "compare", "surrogate"}
     checks = {name for parameter in check.command().params for name in parameter.opts}
     assert checks == {*CHECK.split(), *of_methods.split()}
     for verb, own in MEASURING.items():
         flags = {name for parameter in root.commands["bench"].commands[verb].params for name in parameter.opts}
         assert flags == {*own.split(), "--debug"}, verb
+    searching = {name for parameter in root.commands["search"].params for name in parameter.opts}
+    assert searching == set(
+        [
+            "model",
+            "--budget-seconds",
+            "--out",
+            "--prompt",
+            "--max-new-tokens",
+            "--skip-ratio",
+            "--num-speculative-tokens",
+            "--picture",
+            "--dtype",
+            "--device",
+            "--seed",
+            "--debug",
+        ]
+    )
     training = root.commands["train"].commands
     assert set(training) == {"layerskip"}
     assert {name for p in training["layerskip"].params for name in (*p.opts, *p.secondary_opts)} >= {
@@ -120,7 +139,7 @@ def test_methods_lists_every_method_with_its_settings() -> None:
     assert list(listed) == list(skipstone.METHODS)
     for name, kind in skipstone.METHODS.items():
         shown = {setting["name"]: setting["default"] for setting in listed[name]["settings"]}
-        assert shown == {field.name: field.default for field in dataclasses.fields(kind)}
+        assert shown == json.loads(json.dumps({field.name: field.default for field in dataclasses.fields(kind)}))
         assert listed[name]["lossless"] is kind.lossless
         assert all(setting["help"] and setting["type"] for setting in listed[name]["settings"]), "undocumented setting"
     assert listed["layerskip"]["paper"] == "Elhoushi et al., ACL 2024, arXiv 2404.16710"

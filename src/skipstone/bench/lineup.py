@@ -111,7 +111,7 @@ def entrants(wishes: Sequence[Wish], model: PreTrainedModel, tune: bool) -> tupl
         if tune:
             given = {**tuning.usual(name, model.config.num_hidden_layers), **given}
         if name in METHODS:
-            engines = [Skipstone(resolve_for(model, {"method": name, **one})) for one in choices(given)]
+            engines = [Skipstone(resolve_for(model, {"method": name, **one})) for one in choices(given, METHODS[name])]
             for engine in engines:
                 engine.method.check(layered)
             if len(engines) > 1 and not METHODS[name].lossless:
@@ -121,7 +121,7 @@ def entrants(wishes: Sequence[Wish], model: PreTrainedModel, tune: bool) -> tupl
                 )
             found.append(Entrant(label(wish), name, tuple(engines), lossless=METHODS[name].lossless))
             continue
-        peers = [_peer(PEERS[name], one, model) for one in choices(given)]
+        peers = [_peer(PEERS[name], one, model) for one in choices(given, PEERS[name])]
         if (reason := peers[0].refusal(model)) is not None:
             refused[label(wish)] = reason
         else:
@@ -131,9 +131,17 @@ def entrants(wishes: Sequence[Wish], model: PreTrainedModel, tune: bool) -> tupl
     return found, refused
 
 
-def choices(settings: Mapping[str, Any]) -> list[Wish]:
-    """Every combination of the values that are lists."""
-    values = [value if isinstance(value, (list, tuple)) else [value] for value in settings.values()]
+def offered(kind: Any, key: str, value: Any) -> bool:
+    """Whether a value is a choice: a list, but for settings that are lists themselves, of which a choice is a list of lists."""
+    fields = {field.name: field for field in dataclasses.fields(kind)}
+    itself = key in fields and isinstance(fields[key].default, tuple)
+    some = value[0] if isinstance(value, (list, tuple)) and value else None
+    return isinstance(some, (list, tuple)) if itself else isinstance(value, (list, tuple))
+
+
+def choices(settings: Mapping[str, Any], kind: Any) -> list[Wish]:
+    """Every combination of the values that are choices."""
+    values = [value if offered(kind, key, value) else [value] for key, value in settings.items()]
     if empty := [key for key, options in zip(settings, values, strict=True) if not options]:
         raise ValueError(f"{empty[0]} has no values to choose from")
     return [dict(zip(settings, one, strict=True)) for one in itertools.product(*values)]

@@ -9,8 +9,10 @@ from typing import Any
 from pydantic import Field, ValidationError, field_validator
 
 from skipstone.bench import lineup, protocols, tasks
+from skipstone.bench.peers import PEERS
 from skipstone.bench.task import Task
 from skipstone.forms import Part, first_fault, mapping
+from skipstone.methods import METHODS as OURS
 
 DTYPES = ("auto", "float32", "bfloat16", "float16")
 METHODS = ("hf-generate", "hf-early-exit", "hf-prompt-lookup", "autoregressive", "layerskip")
@@ -143,7 +145,13 @@ def question(plan: Plan, asked: Asked) -> Question:
 
 def chooses(plan: Plan) -> bool:
     """Whether settings are to be found by measurement."""
-    return plan.tune or any(isinstance(value, (list, tuple)) for wish in plan.methods for value in wish.values())
+    kinds = {**OURS, **PEERS}
+    return plan.tune or any(
+        lineup.offered(kinds[wish["method"]], key, value)
+        for wish in plan.methods
+        for key, value in wish.items()
+        if key != "method"
+    )
 
 
 def resolved(plan: Plan) -> list[tuple[Task, Question]]:

@@ -45,35 +45,49 @@ def search(
     if skip_ratio is not None and not 0 < skip_ratio < 1:
         raise ValueError(f"--skip-ratio must lie between 0 and 1, found {skip_ratio}")
     with terminal.quiet(debug):
-        import torch
-
-        from skipstone.api import token_ids
-        from skipstone.bench.layer_search import RATIOS, Wish
-        from skipstone.bench.layer_search import search as find
-        from skipstone.bench.tasks import named
-        from skipstone.loading import BUNDLED, load, usable
-        from skipstone.methods import profiles
-
-        wanted: Any = dtype if dtype == "auto" else getattr(torch, dtype)
-        network, tokenizer = load(model, dtype=wanted, device=usable(device))
-        task = named("self")
-        texts = prompt or [task.ask(row)[0] for row in task.rows(None)[::5]]
-        ratios = RATIOS if skip_ratio is None else (skip_ratio,)
-        asked = [torch.tensor(token_ids(text, tokenizer)) for text in texts]
-        wish = Wish(asked, max_new_tokens, ratios, num_speculative_tokens, seed=seed)
-        trials = out.with_name(out.name + ".trials")
-        with _progress(budget_seconds) as done:
-            found = find(network, wish, budget_seconds, trials, done)
-        if found.best is None:
-            raise ValueError(f"{budget_seconds:g} seconds are too few: no set was decoded with yet; go on with a larger budget")
-        best = found.best
-        about = {"speed": best.speed, "acceptance": best.acceptance, "matchness": best.matchness, "trials": len(found.trials)}
-        sets = {"attention": tuple(best.attention), "mlp": tuple(best.mlp)}
-        profile = profiles.Profile(model=profiles.fingerprint(network), name=model or BUNDLED, about=about, **sets)
-        profiles.save(out, profile)
+        found = _found(
+            model, prompt, max_new_tokens, skip_ratio, num_speculative_tokens, budget_seconds, out, (dtype, device), seed
+        )
         if picture is not None:
             _draw(found, picture)
     _tell(found, out)
+
+
+def _found(
+    name: str | None,
+    texts: list[str] | None,
+    tokens: int,
+    ratio: float | None,
+    drafts: int,
+    budget: float,
+    out: Path,
+    place: tuple[str, str],
+    seed: int,
+) -> Found:
+    """Search, and write the profile."""
+    import torch
+
+    from skipstone.api import token_ids
+    from skipstone.bench.layer_search import RATIOS, Wish
+    from skipstone.bench.layer_search import search as find
+    from skipstone.bench.tasks import named
+    from skipstone.loading import BUNDLED, load, usable
+    from skipstone.methods import profiles
+
+    dtype: Any = place[0] if place[0] == "auto" else getattr(torch, place[0])
+    model, tokenizer = load(name, dtype=dtype, device=usable(place[1]))
+    task = named("self")
+    texts = texts or [task.ask(row)[0] for row in task.rows(None)[::5]]
+    asked = [torch.tensor(token_ids(text, tokenizer)) for text in texts]
+    wish = Wish(asked, tokens, RATIOS if ratio is None else (ratio,), drafts, seed=seed)
+    with _progress(budget) as done:
+        found = find(model, wish, budget, out.with_name(out.name + ".trials"), done)
+    if (best := found.best) is None:
+        raise ValueError(f"{budget:g} seconds are too few: no set was decoded with yet; go on with a larger budget")
+    about = {"speed": best.speed, "acceptance": best.acceptance, "matchness": best.matchness, "trials": len(found.trials)}
+    sets = {"attention": tuple(best.attention), "mlp": tuple(best.mlp)}
+    profiles.save(out, profiles.Profile(model=profiles.fingerprint(model), name=name or BUNDLED, about=about, **sets))
+    return found
 
 
 def _tell(found: Found, out: Path) -> None:

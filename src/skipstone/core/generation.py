@@ -110,7 +110,9 @@ def _per_token(steps: list[list[Tensor] | None], rows: int, width: int) -> Any:
 
 
 def _warn_if_slower(method: Method, decoder: Decoder, stacklevel: int) -> None:
-    """Warn, with figures, where drafting did not pay or hardly any draft was accepted."""
+    """Warn, with figures, where drafting did not pay or hardly any draft was accepted; say what the session has to say."""
+    if (remark := decoder.session.remark()) is not None:
+        warnings.warn(remark, RuntimeWarning, stacklevel=stacklevel)
     pace, stats = decoder.pace, decoder.pace.stats
     if stats.turns < ENOUGH_TURNS or not stats.draft_steps:
         return

@@ -6,7 +6,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any
 
@@ -20,14 +19,7 @@ from skipstone.core.families import family_of, kinds, max_positions, windows
 from skipstone.core.host import on_device
 from skipstone.core.kvstore import KVStore, MaskForm, Pass, Tree, ancestors
 from skipstone.core.refusals import refuse_state
-
-
-@dataclass(frozen=True)
-class SkipSet:
-    """Sublayers to leave out of a pass: indices of layers whose attention, and whose MLP, contributes nothing."""
-
-    attention: frozenset[int] = frozenset()
-    mlp: frozenset[int] = frozenset()
+from skipstone.core.skipping import SkipSet, instead, no_attention, unchanged
 
 
 def unwrapped(model: Any) -> Any:
@@ -133,42 +125,22 @@ class LayeredModel:
 
     @contextmanager
     def skipping(self, skip: SkipSet) -> Iterator[None]:
-        """Make the sublayers of a skip set contribute nothing, by instance attributes that are put back afterwards.
+        """Make the sublayers of a skip set contribute nothing, in this thread.
 
         Exact wherever a sublayer's output is added to the residual stream. ValueError for post-norm layers (OPT-350m).
         """
         self.check_skippable()
-        replaced: list[tuple[nn.Module, Any]] = []
-        try:
-            for index in skip.attention ^ skip.mlp:
-                layer = self.layers[index]
-                if index in skip.attention:
-                    _replace(getattr(layer, self.family.attention), _no_attention, replaced)
-                else:
-                    *before, last = self.family.mlp
-                    for name in before:
-                        _replace(getattr(layer, name), _unchanged, replaced)
-                    _replace(getattr(layer, last), torch.zeros_like, replaced)
+        forwards: dict[nn.Module, Any] = {}
+        for index in skip.attention ^ skip.mlp:  # a layer without either is not run at all
+            layer = self.layers[index]
+            if index in skip.attention:
+                forwards[getattr(layer, self.family.attention)] = no_attention
+            else:
+                *before, last = self.family.mlp
+                forwards |= {getattr(layer, name): unchanged for name in before}
+                forwards[getattr(layer, last)] = torch.zeros_like
+        with instead(forwards):
             yield
-        finally:
-            for module, previous in reversed(replaced):
-                if previous is None:
-                    del module.forward
-                else:
-                    module.forward = previous
-
-
-def _replace(module: nn.Module, forward: Any, replaced: list[tuple[nn.Module, Any]]) -> None:
-    replaced.append((module, module.__dict__.get("forward")))
-    module.forward = forward
-
-
-def _no_attention(hidden_states: Tensor, *_: Any, **__: Any) -> tuple[Tensor, None]:
-    return torch.zeros_like(hidden_states), None
-
-
-def _unchanged(hidden_states: Tensor) -> Tensor:
-    return hidden_states
 
 
 class Frontier:
@@ -235,7 +207,8 @@ class Frontier:
             assert start == 1, "a tree is appended in one piece, right after the root"
             self.parents, self._reach = parents, ancestors(parents)
             positions = self._base + self._reach.sum(-1) - 1
-            self._positions = positions if self._uniform else positions.clamp(max=self._end - 1)
+            last = min(self._end, self.model.max_positions) - 1  # invalid nodes must not name positions that do not exist
+            self._positions = positions if self._uniform else positions.clamp(max=last)
         if valid is not None or self.valid is not None or self._alive is not None:
             self._extend_valid(start, stop - start, valid)
         self.width = stop

@@ -168,6 +168,10 @@ class Session:
     def optimise(self) -> None:
         """What a method does now and then for its later steps (SWIFT's search); timed apart from drafting."""
 
+    def remark(self) -> str | None:
+        """What a user should be told at the end of a request; None where there is nothing."""
+        return None
+
     def draft(self, limit: list[int]) -> Draft:
         """Propose tokens. limit: most draft tokens per row, 0 for plain decoding of that row."""
         raise NotImplementedError

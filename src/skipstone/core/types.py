@@ -241,10 +241,8 @@ class Stats:
         self.accepted += sum(step.accepted)
         self.overruled += sum(step.overruled)
         self.verified_nodes += step.verified_nodes
-        self.seconds_search += step.seconds_search
-        self.seconds_draft += step.seconds_draft
-        self.seconds_score += step.seconds_score
-        self.seconds_other += step.seconds_other
+        for name in ("seconds_search", "seconds_draft", "seconds_score", "seconds_other"):
+            setattr(self, name, getattr(self, name) + getattr(step, name))
 
     @property
     def seconds(self) -> float:
@@ -279,12 +277,7 @@ class Stats:
             "mean_acceptance_length": self.mean_acceptance_length,
             "acceptance_histogram": {str(k): self.histogram[k] for k in sorted(self.histogram)},
             "tokens_per_second": self.tokens_per_second,
-            "seconds_prefill": self.seconds_prefill,
-            "seconds_search": self.seconds_search,
-            "seconds_draft": self.seconds_draft,
-            "seconds_score": self.seconds_score,
-            "seconds_other": self.seconds_other,
-            "seconds_probe": self.seconds_probe,
+            **{name: getattr(self, name) for name in self.__dataclass_fields__ if name.startswith("seconds_")},
             "probes": self.probes,
         }
 

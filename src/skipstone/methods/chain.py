@@ -130,9 +130,9 @@ class Confidence:
         self._threshold = on_device(self._values, self._threshold.device)
 
 
-def check_threshold(value: Any) -> None:
+def check_threshold(value: Any, name: str = "confidence_threshold") -> None:
     """ValueError unless value is None, "adaptive" or a number in [0, 1]."""
     if value is None or value == "adaptive":
         return
     if isinstance(value, (bool, str)) or not isinstance(value, (int, float)) or not 0 <= value <= 1:
-        raise ValueError(f'confidence_threshold must be a number in [0, 1], "adaptive" or None, found {value!r}')
+        raise ValueError(f'{name} must be a number in [0, 1], "adaptive" or None, found {value!r}')

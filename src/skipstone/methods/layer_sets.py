@@ -8,12 +8,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from skipstone.core.model import SkipSet
+from skipstone.core.skipping import SkipSet
 
 Z = NDArray[np.bool_]
 """[n], n = 2 (L - 2): the attentions of layers 1 to L - 2 (counted from 0), then their MLPs; True is skipped."""
@@ -40,12 +41,12 @@ class Space:
         return round(ratio * self.size)
 
     def uniform(self, count: int) -> Z:
-        """`count` sublayers spread evenly over the depth, attention and MLP in turn."""
+        """As many attentions as MLPs (one more, where `count` is odd), each spread evenly over the depth."""
         middle = self.layers - 2
         z = np.zeros(self.size, dtype=bool)
-        by_depth = [place for layer in range(middle) for place in (layer, middle + layer)]
-        for number in range(count):
-            z[by_depth[(2 * number + 1) * self.size // (2 * count)]] = True
+        for first, number in ((0, count - count // 2), (middle, count // 2)):
+            for place in range(number):
+                z[first + (2 * place + 1) * middle // (2 * number)] = True
         return z
 
     def random(self, count: int, rng: np.random.Generator) -> Z:
@@ -71,9 +72,9 @@ class Space:
                 )
             z[[first + layer - 1 for layer in chosen]] = True
         if z.all():
-            raise ValueError(
-                "the layer set skips everything between the first and the last layer: nothing is left to draft with"
-            )
+            raise ValueError("the layer set skips everything between the first and the last layer")
+        if not z.any():
+            raise ValueError("the layer set skips nothing: drafting with it would be decoding")
         return z
 
 
@@ -94,19 +95,24 @@ class Costs:
         """v, one pass over so many tokens; the last known value beyond."""
         return self.scoring[min(tokens, len(self.scoring)) - 1]
 
+    @cached_property
+    def steps(self) -> NDArray[np.float64]:
+        """v of steps of 1 to MOST_DRAFTS drafts."""
+        return np.array([self.score(drafts + 1) for drafts in range(1, MOST_DRAFTS + 1)])
+
 
 FLAT = Costs(0.0, 0.0, (1.0,))
 """Before anything was measured."""
 
 
 def expected_speedup(matchness: Any, draft: Any, costs: Costs, most: int = MOST_DRAFTS) -> Any:
-    """max over k of [(1 - m^(k+1)) / (1 - m)] / (k c + v(k+1)): tokens of a step of k drafts, each right with probability m,
-    over its cost in plain steps; 1 where drafting never pays (k = 0). matchness, draft: numbers, or arrays [a] of them."""
+    """max over k > 0 of [(1 - m^(k+1)) / (1 - m)] / (k c + v(k+1)): tokens of a step of k drafts, each right with probability m,
+    over its cost in plain steps; under 1 where no draft length pays. matchness, draft: numbers, or arrays [a] of them. most:
+    drafts, at most MOST_DRAFTS."""
     m, c = np.clip(np.asarray(matchness, dtype=float), 0, 1 - 1e-9), np.asarray(draft, dtype=float)
     k = np.arange(1, most + 1)
     tokens = (1 - m[..., None] ** (k + 1)) / (1 - m[..., None])
-    worth = tokens / (k * c[..., None] + np.array([costs.score(n + 1) for n in k]))
-    return np.maximum(1.0, worth.max(-1))
+    return (tokens / (k * c[..., None] + costs.steps[:most])).max(-1)
 
 
 def measured_speedup(mean_length: float, alpha: float, draft: float, score: float) -> float:
@@ -123,3 +129,7 @@ class Objective:
 
     def __call__(self, matchness: float, z: Z) -> float:
         return matchness if self.by == "matchness" else float(expected_speedup(matchness, self.costs.draft(z), self.costs))
+
+    def of_many(self, matchness: NDArray[np.float64], drafts: NDArray[np.float64]) -> NDArray[np.float64]:
+        """The same for many sets. matchness: [a]. drafts: [a], what a draft costs with each."""
+        return matchness if self.by == "matchness" else expected_speedup(matchness, drafts, self.costs)

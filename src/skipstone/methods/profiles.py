@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from pydantic import Field, ValidationError
 
-from skipstone.core.model import SkipSet
+from skipstone.core.skipping import SkipSet
 from skipstone.forms import Part, first_fault
 
 VERSION = 1
@@ -51,7 +51,10 @@ def fingerprint(model: Any) -> str:
 def save(path: Path, profile: Profile) -> None:
     """Write a profile, whole or not at all."""
     fresh = path.with_name(f".{path.name}.{os.getpid()}")
-    fresh.write_text(json.dumps(profile.model_dump(mode="json"), indent=1) + "\n", encoding="utf-8")
+    with fresh.open("w", encoding="utf-8") as file:
+        file.write(json.dumps(profile.model_dump(mode="json"), indent=1) + "\n")
+        file.flush()
+        os.fsync(file.fileno())
     fresh.replace(path)
 
 

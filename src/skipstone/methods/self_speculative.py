@@ -13,9 +13,10 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any, ClassVar, Literal
 
-from skipstone.core.model import LayeredModel, SkipSet
+from skipstone.core.model import LayeredModel
 from skipstone.core.protocol import Method, whole_number
 from skipstone.core.session import Session
+from skipstone.core.skipping import SkipSet
 from skipstone.core.types import Draft
 from skipstone.methods import profiles
 from skipstone.methods.chain import check_threshold
@@ -25,15 +26,14 @@ from skipstone.methods.skipping import SkippingSession
 
 @dataclass(frozen=True)
 class SelfSpeculative(Method):
-    """skip_attention, skip_mlp: layers (counted from 0, neither the first nor the last) whose sublayer drafting leaves out.
-    profile: a file of `skipstone search` that says so instead. num_speculative_tokens: most drafts a step.
-    stop_threshold: stop after a draft whose probability is below it; "adaptive" is the paper's rule (section 3.3)."""
+    """skip_attention: layers, counted from 0, neither the first nor the last, whose attention drafting leaves out.
+
+    skip_mlp: the same for MLPs. profile: a file of `skipstone search` that says so instead. num_speculative_tokens: most drafts a
+    step. stop_threshold: stop after a draft whose probability is below it; "adaptive" is the paper's rule (section 3.3).
+    """
 
     name: ClassVar[str] = "self_speculative"
-    aliases: ClassVar[dict[str, str]] = {
-        "num_assistant_tokens": "num_speculative_tokens",
-        "max_step_draft": "num_speculative_tokens",
-    }
+    aliases: ClassVar[dict[str, str]] = {"num_assistant_tokens": "num_speculative_tokens"}
     if_few_accepted: ClassVar[str] = "An acceptance rate that low says that the layer set does not suit the model or the text."
 
     skip_attention: tuple[int, ...] = ()
@@ -45,11 +45,14 @@ class SelfSpeculative(Method):
     def __post_init__(self) -> None:
         for name in ("skip_attention", "skip_mlp"):  # YAML and JSON have lists
             value = getattr(self, name)
-            object.__setattr__(self, name, (value,) if isinstance(value, int) else tuple(value))
+            layers = [value] if isinstance(value, int) else value
+            if not isinstance(layers, (list, tuple)) or not all(type(layer) is int for layer in layers):
+                raise ValueError(f"{name} must be layer numbers, found {value!r}")
+            object.__setattr__(self, name, tuple(layers))
 
     def check(self, model: LayeredModel) -> None:
         whole_number("num_speculative_tokens", self.num_speculative_tokens, 1)
-        check_threshold(self.stop_threshold)
+        check_threshold(self.stop_threshold, "stop_threshold")
         model.check_skippable()
         Space(model.depth).from_skip_set(self.skip_set(model))
 

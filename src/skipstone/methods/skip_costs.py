@@ -8,8 +8,9 @@ from typing import Any
 import torch
 
 from skipstone.core.kvstore import Pass
-from skipstone.core.model import LayeredModel, SkipSet
+from skipstone.core.model import LayeredModel
 from skipstone.core.session import Session
+from skipstone.core.skipping import SkipSet
 from skipstone.methods.layer_sets import Costs, Space
 
 WIDTHS = (2, 4, 8, 16, 26, 48, 82)
@@ -34,11 +35,12 @@ class Timings:
 
     def next(self, session: Session) -> float:
         """Time one pass behind everything that is committed. Returns what it cost in plain steps."""
-        kind = self.left.pop(0)
-        width, skip = self.kinds[kind]
-        start = max(session.store.length)
+        width, skip = self.kinds[self.left[0]]
         model, store = session.model, session.store
-        width = min(width, store.limit - start, model.max_positions - start)
+        start = max(session.store.length)
+        if width > min(store.limit, model.max_positions) - start:
+            return 0.0  # another request has room for it
+        kind = self.left.pop(0)
         store.reserve(start + width)
         places = torch.arange(start, start + width, device=model.device).expand(store.rows, -1)
         at = Pass(places, places, None, slice(0, store.rows), start + width, start)
@@ -48,6 +50,15 @@ class Timings:
         seconds = _now(model.device) - began
         self.seconds[kind] = min(seconds, self.seconds.get(kind, seconds))
         return seconds / self.seconds["plain"]
+
+    def estimate(self, before: Costs) -> float:
+        """What the next one will cost, by what was timed so far, else by what was thought before."""
+        width, _ = self.kinds[self.left[0]]
+        known = {self.kinds[kind][0]: seconds for kind, seconds in self.seconds.items() if isinstance(kind, int)}
+        if "plain" not in self.seconds or not known:
+            return 1.5 * before.score(width)
+        widest = max(known)
+        return 1.5 * known[widest] / self.seconds["plain"] * max(1.0, width / widest)
 
     def costs(self) -> Costs | None:
         """None while passes are left to be timed."""

@@ -8,12 +8,12 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, field
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import numpy as np
 from numpy.typing import NDArray
 
-from skipstone.methods.layer_sets import Objective, Space, Z, expected_speedup
+from skipstone.methods.layer_sets import Objective, Space, Z
 
 
 @dataclass
@@ -29,9 +29,7 @@ class Search:
 
     def __post_init__(self) -> None:
         if not 0 < self.count < self.space.size:
-            raise ValueError(
-                f"a layer set skips between 1 and {self.space.size - 1} sublayers of this model, found {self.count}"
-            )
+            raise ValueError(f"a layer set skips 1 to {self.space.size - 1} sublayers of this model, found {self.count}")
         self.rng = np.random.default_rng(self.seed)
         self.steps = 0
         self.start()
@@ -54,6 +52,10 @@ class Search:
     def estimate(self, z: Z) -> float | None:
         """What is known of a set's matchness; None where nothing is."""
         return None
+
+    def least(self, z: Z) -> float:
+        """Of a set's matchness, what is nearly certain: two standard errors below the estimate; 0 where nothing is known."""
+        return 0.0
 
     def resize(self, count: int) -> None:
         """Go on with sets of another size."""
@@ -118,16 +120,17 @@ class RandomSearch(Search):
         _, matched, total = self.seen.get(z.tobytes(), (z, 0.0, 0))
         return matched / total if total else None
 
+    def least(self, z: Z) -> float:
+        _, matched, total = self.seen.get(z.tobytes(), (z, 0.0, 0))
+        return matched / total - 2 * _error(matched / total, total) if total else 0.0
+
     def _extreme(self, sign: int) -> Z:
         """The set whose worth is best one standard error above (+1) or below (-1) its mean."""
-
-        def worth(entry: tuple[Z, float, int]) -> float:
-            z, matched, total = entry
-            mean = matched / total
-            error = math.sqrt(max(mean * (1 - mean), 1 / (4 * total)) / total)
-            return self.objective(mean + sign * error, z)
-
-        return max(self.seen.values(), key=worth)[0]
+        entries = list(self.seen.values())
+        matched, total = np.array([one[1] for one in entries]), np.array([one[2] for one in entries])
+        mean = matched / total
+        drafts = np.array([self.objective.costs.draft(z) for z, _, _ in entries])
+        return entries[int(np.argmax(self.objective.of_many(mean + sign * _error(mean, total), drafts)))][0]
 
 
 class SwiftSearch(RandomSearch):
@@ -194,6 +197,10 @@ class LinearThompson(Search):
     def estimate(self, z: Z) -> float | None:
         return float(np.clip(np.append(z, 1.0) @ self.mean, 0, 1)) if self.steps else None
 
+    def least(self, z: Z) -> float:
+        x = np.append(z, 1.0)
+        return float(x @ self.mean - 2 * np.linalg.norm(self.root.T @ x)) if self.steps else 0.0
+
     def resize(self, count: int) -> None:
         self.count = count  # what every sublayer is worth stays
 
@@ -232,21 +239,21 @@ class LinearThompson(Search):
         sums = [np.append(0, np.cumsum(half[by])) for half, by in zip(halves, order, strict=True)]
         attentions = np.arange(max(0, self.count - middle), min(self.count, middle) + 1)
         matchness = weights[-1] + sums[0][attentions] + sums[1][self.count - attentions]
-        best = attentions[int(np.argmax(self._worth(matchness, attentions)))]
+        costs = self.objective.costs
+        drafts = np.maximum(1 - costs.attention * attentions - costs.mlp * (self.count - attentions), 1e-3)
+        best = attentions[int(np.argmax(self.objective.of_many(matchness, drafts)))]
         z = np.zeros(self.space.size, dtype=bool)
         z[order[0][:best]] = True
         z[middle + order[1][: self.count - best]] = True
         return z
 
-    def _worth(self, matchness: NDArray[np.float64], attentions: NDArray[np.int64]) -> NDArray[np.float64]:
-        if self.objective.by == "matchness":
-            return matchness
-        costs = self.objective.costs
-        draft = np.maximum(1 - costs.attention * attentions - costs.mlp * (self.count - attentions), 1e-3)
-        return expected_speedup(matchness, draft, costs)
-
 
 SEARCHES: dict[str, type[Search]] = {kind.name: kind for kind in (LinearThompson, SwiftSearch, RandomSearch, UniformSearch)}
+
+
+def _error(mean: Any, total: Any) -> Any:
+    """Standard error of a share over `total` positions, never quite 0."""
+    return np.sqrt(np.maximum(mean * (1 - mean), 1 / (4 * total)) / total)
 
 
 class Cusum:

@@ -1,18 +1,19 @@
 """What SWIFT knows about a model across requests: the search, what passes cost here, and whether drafting pays.
 
-All costs are in plain steps. What is not known to pay (trials of a layer set, evaluations, timings) is paid from a slack that
-plain decoding and good drafts build up: over any stretch the tokens are at least 1 / (1 + allowance) of what plain decoding
-gives in the same time, but for a first START plain steps.
+All costs are in plain steps. What is not known to pay (drafts of a new layer set, evaluations, timings) is paid from a slack
+that plain decoding and good drafts build up: over any stretch the tokens cost at most 1 + allowance of what plain decoding would
+have spent on them, and START plain steps.
 """
 
 from __future__ import annotations
 
-import warnings
+import threading
 from collections import deque
 from typing import TYPE_CHECKING, Any
 from weakref import WeakKeyDictionary
 
 from skipstone.core.model import LayeredModel, unwrapped
+from skipstone.core.skipping import SkipSet
 from skipstone.core.types import Draft, RowVerdict
 from skipstone.methods import profiles
 from skipstone.methods.layer_sets import Objective, Space, Z, expected_speedup
@@ -25,56 +26,62 @@ if TYPE_CHECKING:
 SEARCHING, SETTLED = 0.08, 0.02
 """Share of time that may be lost while the search goes on, and after it."""
 START, MOST_SLACK, SEARCH_BUDGET = 8.0, 64.0, 800.0
-"""Plain steps: what a model may lose at first, most slack that is kept, and most that one search may cost."""
-PAYS, LEAST_STEPS, RECENT, BETTER = 1.02, 8, 64, 1.01
-"""A layer set must bring so much; judged by its own steps once there are so many, by the latest so many;
-another must be better by so much to take its place."""
+"""Plain steps: what a model may lose at first, most slack that is kept, and most that a guarded search may cost."""
+PAYS, LEAST_STEPS, RECENT = 1.02, 8, 64
+"""A layer set must bring so much, judged by its own steps once there are so many, by the latest so many of them."""
+BETTER, EVALUATIONS = 1.01, 4
+"""Another set must be better by so much to take a set's place; a set is good enough after so many evaluations of it at least."""
 ALPHA_STEPS, ALPHA_LEAST, RATIO_STEP, LEAST_RATIO, MORE_STEPS = 256, 0.7, 0.05, 0.2, 64
 """The skip ratio goes down where alpha over so many draft steps is too low; then the search goes on for some steps."""
-
+KEPT = 500
+"""Points of the history."""
 
 _STATES: WeakKeyDictionary[Any, dict[Any, SkipState]] = WeakKeyDictionary()
 
 
-def of(method: Swift, model: LayeredModel) -> SkipState:
-    """The state of a method on a model: the same one for every request, as long as the model lives."""
-    known = _STATES.setdefault(model.model, {})
-    if method not in known:
-        known[method] = SkipState(method, model)
-    return known[method]
+def of(method: Swift, model: LayeredModel, rows: int) -> SkipState:
+    """The state of a method on a model, where it is now, for a batch of so many rows: the same one for every request, as long as
+    the model lives."""
+    skip = None if method.profile is None else profiles.load(method.profile, model.model).skip
+    states = _STATES.setdefault(model.model, {})
+    key = (method, rows, str(model.device), str(model.dtype), skip)
+    if key not in states:
+        states[key] = SkipState(method, model, skip)
+    return states[key]
 
 
 def known(method: Swift, model: Any) -> dict[str, Any]:
-    """What there is to say of a method's state on a model; empty before its first request."""
-    state = _STATES.get(unwrapped(model), {}).get(method)
-    return {} if state is None else state.report()
+    """What there is to say of a method's busiest state on a model; empty before its first request."""
+    states = [state for key, state in _STATES.get(unwrapped(model), {}).items() if key[0] == method]
+    return max(states, key=lambda state: state.steps).report() if states else {}
 
 
 class SkipState:
-    """See the module. skip: the layer set to draft with."""
+    """See the module. z, skip: the layer set to draft with. profile: a set that was found before; nothing is searched then."""
 
-    def __init__(self, method: Swift, model: LayeredModel) -> None:
+    def __init__(self, method: Swift, model: LayeredModel, profile: SkipSet | None = None) -> None:
         self.method, self.space = method, Space(model.depth)
-        self.ratio = method.skip_ratio
+        self.lock = threading.RLock()
         self.costs = by_weight(model, self.space)
-        self.timings: Timings | None = Timings(self.space)
+        self.timings: Timings | None = Timings(self.space) if method.guard or method.objective == "speed" else None
         objective = Objective(self.costs, method.objective)
-        if method.profile is None:
-            count = self.space.count(self.ratio)
+        if profile is None:
+            self.ratio, count = method.skip_ratio, self.space.count(method.skip_ratio)
             self.search: Search = SEARCHES[method.search](self.space, count, objective, method.search_seed)
         else:
-            found = profiles.load(method.profile, model.model)
-            self.search = FixedSearch(self.space, self.space.from_skip_set(found.skip))
+            self.search = FixedSearch(self.space, self.space.from_skip_set(profile))
             self.ratio = self.search.count / self.space.size
         self.cusum = Cusum()
-        self.slack, self.tokens, self.spent = START, 0.0, {"draft": 0.0, "score": 0.0, "search": 0.0, "timing": 0.0}
+        self.slack, self.tokens = START, 0.0
+        self.spent = {"draft": 0.0, "score": 0.0, "search": 0.0, "timing": 0.0}
+        self.this_search = 0.0
         self.evaluations = self.since_better = self.steps = self.drafted_steps = 0
-        self.searching = self.search.adaptive and method.max_steps > 0
-        self.limit = method.max_steps
-        self.recent: deque[tuple[int, float]] = deque(maxlen=RECENT)
+        self.adaptive = self.search.adaptive and method.max_steps > 0
+        self.searching, self.left = self.adaptive, method.max_steps
+        self.recent: deque[tuple[float, float]] = deque(maxlen=RECENT)
         self.alphas: deque[tuple[int, int]] = deque()
-        self.history: list[dict[str, Any]] = []
-        self.said, self.spent_before = False, 0.0
+        self.history: deque[dict[str, Any]] = deque(maxlen=KEPT)
+        self.paid = 0
         self._take(self.search.best())
 
     # ------------------------------------------------------------------------------------------ what to do
@@ -84,97 +91,103 @@ class SkipState:
         """Share of time that may be lost now."""
         return SEARCHING if self.searching else SETTLED
 
-    def due(self, session: SwiftSession) -> Z | None:
+    def due(self, session: SwiftSession | None) -> Z | None:
         """A layer set to judge now; None where there is nothing to judge, or no slack for it."""
-        if self.timings is not None:
-            if self.slack > 2 or not self.method.guard:
-                self._time(session)
-            return None
-        cost = self.costs.draft(self.z) * self.costs.score(self.method.context_window)
-        if not self.searching or (self.slack < cost and self.method.guard):
-            return None
-        self._lose("search", cost)
-        return self.search.propose()
+        with self.lock:
+            if self.timings is not None:
+                assert session is not None
+                if not self.method.guard or self.slack > self.timings.estimate(self.costs):
+                    self._time(session)
+                return None
+            cost = self.costs.draft(self.z) * self.costs.score(self.method.context_window)
+            if not self.searching or (self.method.guard and self.slack < cost):
+                return None
+            self._lose("search", cost)
+            self.this_search += cost
+            return self.search.propose()
 
-    def drafts(self, allowed: bool) -> bool:
-        """Whether the next step drafts. It does where that pays, and on trial while there is slack."""
-        if not allowed or not self.method.guard or self.pays():
-            return allowed
-        trial = self.slack > self.costs.draft(self.z) + self.costs.score(3)
-        if not trial and not self.searching and not self.said:
-            self.said = True
-            warnings.warn(self._why_not(), RuntimeWarning, stacklevel=2)
-        return trial
+    def room(self, most: int) -> int:
+        """How many drafts the next step may make, 0 to `most`: all where drafting pays, else what the slack allows."""
+        with self.lock:
+            if not self.method.guard or (len(self.recent) >= LEAST_STEPS and self.pays()):
+                return most
+            c, fits = self.costs.draft(self.z), 0
+            while fits < most and (fits + 1) * c + self.costs.score(self._nodes(fits + 1)) - 1 <= self.slack:
+                fits += 1
+            return fits
 
-    def _why_not(self) -> str:
-        seen = "unknown" if self.matchness is None else f"{self.matchness:.2f}"
-        return (
-            f"swift found no layer set that pays here and decodes plainly: the best of {self.evaluations} evaluations leaves "
-            f"out {int(self.z.sum())} of {self.space.size} sublayers, its matchness is {seen}, a draft costs "
-            f"{self.costs.draft(self.z):.2f} plain steps and scoring 4 tokens {self.costs.score(4):.2f}"
-        )
+    def _nodes(self, drafts: int) -> int:
+        """Most tokens that a step of so many drafts scores."""
+        return 1 + (min(10 * drafts, drafts + 57) if self.method.dynamic_verification else drafts)
 
     def pays(self) -> bool:
         """By the latest steps of this layer set, or where there are too few by its matchness."""
         if len(self.recent) >= LEAST_STEPS:
             return sum(tokens for tokens, _ in self.recent) >= PAYS * sum(cost for _, cost in self.recent)
-        return (
-            self.matchness is not None and float(expected_speedup(self.matchness, self.costs.draft(self.z), self.costs)) > PAYS
-        )
+        if self.matchness is None:
+            return False
+        return float(expected_speedup(self.matchness, self.costs.draft(self.z), self.costs)) > PAYS
 
     # ----------------------------------------------------------------------------------------- what is learnt
 
     def learn(self, draft: Draft, verdicts: list[RowVerdict]) -> None:
         """Take over what became of a step."""
         live = [verdict for verdict in verdicts if verdict.tokens]
-        tokens = sum(len(verdict.tokens) for verdict in live) / max(len(live), 1)
-        steps = max((verdict.draft_steps for verdict in live), default=0)
-        c, v = steps * self.costs.draft(self.z), self.costs.score(draft.width + 1)
-        self.tokens += tokens
-        self.spent["draft"] += c
-        self.spent["score"] += v
-        self._earn(tokens, c + v)
-        self.steps += 1
-        if not steps:
-            return
-        self.drafted_steps += 1
-        self.recent.append((tokens, c + v))
-        accepted, drafted = sum(len(one.path) for one in live), sum(one.draft_steps for one in live)
-        self._follow(accepted, drafted)
+        passes = (draft.width if draft.levels is None else draft.levels) if any(one.draft_steps for one in live) else 0
+        with self.lock:
+            tokens = sum(len(verdict.tokens) for verdict in live) / max(len(live), 1)
+            c, v = passes * self.costs.draft(self.z), self.costs.score(draft.width + 1)
+            self.tokens += tokens
+            self.spent["draft"] += c
+            self.spent["score"] += v
+            self.slack = min(self.slack + (1 + self.allowance) * tokens - c - v, MOST_SLACK)
+            self.steps += 1
+            if passes:
+                self.drafted_steps += 1
+                self.recent.append((tokens, c + v))
+                self._follow(sum(len(one.path) for one in live), sum(one.draft_steps for one in live))
 
     def _follow(self, accepted: int, drafted: int) -> None:
-        """The skip ratio goes down where few drafts are accepted; a changed task starts the search again."""
-        if self.searching or not self.search.adaptive:
+        """The skip ratio goes down where few drafts are accepted; a changed task, or a set that no longer pays, starts the
+        search again."""
+        if self.searching or not self.adaptive:
             return
-        self.alphas.append((accepted, drafted))
-        total = sum(count for _, count in self.alphas)
-        if total >= ALPHA_STEPS:
-            alpha = sum(count for count, _ in self.alphas) / total
-            self.alphas.popleft()
-            if self.method.adjust and alpha < ALPHA_LEAST and self.ratio > LEAST_RATIO:
-                self.ratio = max(LEAST_RATIO, self.ratio - RATIO_STEP)
-                self.search.resize(self.space.count(self.ratio))
-                self._again(MORE_STEPS)
-        if self.cusum.add(accepted / max(drafted, 1)):
+        changed = self.cusum.add(accepted / max(drafted, 1))
+        pays = self.pays()
+        if changed or (not pays and self.paid >= RECENT):
             self.search.widen()
             self._again(self.method.max_steps)
+            return
+        self.paid = self.paid + 1 if pays else 0
+        self.alphas.append((accepted, drafted))
+        total = sum(count for _, count in self.alphas)
+        if total < ALPHA_STEPS:
+            return
+        alpha = sum(count for count, _ in self.alphas) / total
+        self.alphas.popleft()
+        if self.method.adjust and alpha < ALPHA_LEAST and self.ratio > LEAST_RATIO:
+            self.ratio = max(LEAST_RATIO, self.ratio - RATIO_STEP)
+            self.search.resize(max(1, self.space.count(self.ratio)))
+            self._again(MORE_STEPS)
 
     def judged(self, z: Z, matchness: float, positions: int) -> None:
         """One evaluation (Eq. 4): the search learns, and the best set is drafted with."""
-        self.search.observe(z, matchness, positions)
-        self.evaluations += 1
-        self.since_better += 1
-        self._consider(self.search.best())
-        self.limit -= 1
-        tired = self.since_better >= self.method.patience or self.spent["search"] > SEARCH_BUDGET
-        if self.limit <= 0 or tired or (self.matchness or 0) > self.method.enough:
-            self.searching = False
-            self.alphas.clear()
+        with self.lock:
+            self.search.observe(z, matchness, positions)
+            self.evaluations += 1
+            self.since_better += 1
+            self.left -= 1
+            self._consider(self.search.best())
+            tired = self.since_better >= self.method.patience
+            dear = self.method.guard and self.this_search > SEARCH_BUDGET
+            enough = self.evaluations >= EVALUATIONS and self.search.least(self.z) > self.method.enough
+            if self.left <= 0 or tired or dear or enough:
+                self.searching, self.paid = False, 0
+                self.alphas.clear()
 
     def _consider(self, z: Z) -> None:
         """Change to a set that is clearly better than the one in use."""
-        mine, new = (self._worth(one) for one in (self.z, z))
-        if (z != self.z).any() and new > BETTER * mine:
+        if (z != self.z).any() and self._worth(z) > BETTER * self._worth(self.z):
             self._take(z)
             self.since_better = 0
         self.matchness = self.search.estimate(self.z)
@@ -187,32 +200,50 @@ class SkipState:
         """Draft with a set from now on."""
         self.z, self.skip, self.matchness = z, self.space.to_skip_set(z), self.search.estimate(z)
         self.recent.clear()
-        places = {"attention": sorted(self.skip.attention), "mlp": sorted(self.skip.mlp)}
-        self.history.append({"evaluation": self.evaluations, "tokens": self.tokens, "matchness": self.matchness, **places})
+        self.history.append(
+            {"evaluation": self.evaluations, "tokens": self.tokens, "matchness": self.matchness, **self._places()}
+        )
 
     def _again(self, steps: int) -> None:
         """Search on."""
-        self.searching, self.limit, self.since_better = True, steps, 0
-        self.spent_before += self.spent["search"]
-        self.spent["search"] = 0.0
+        self.searching, self.left, self.since_better, self.this_search = True, steps, 0, 0.0
         self._take(self.search.best())
+
+    # ------------------------------------------------------------------------------------- what there is to say
+
+    def _places(self) -> dict[str, list[int]]:
+        return {"attention": sorted(self.skip.attention), "mlp": sorted(self.skip.mlp)}
 
     def report(self) -> dict[str, Any]:
         """Plain JSON values. Costs are in plain steps, spent too."""
-        return {
-            "matchness": self.matchness,
-            "skip_ratio": self.ratio,
-            "skipped": {"attention": sorted(self.skip.attention), "mlp": sorted(self.skip.mlp)},
-            "evaluations": self.evaluations,
-            "searching": self.searching,
-            "timed": self.timings is None,
-            "cost_of_a_draft": self.costs.draft(self.z),
-            "cost_of_scoring": [self.costs.score(tokens) for tokens in (2, 4, 8, 16, 26)],
-            "spent": {**self.spent, "search": self.spent["search"] + self.spent_before},
-            "drafted_steps": self.drafted_steps,
-            "steps": self.steps,
-            "history": self.history,
-        }
+        with self.lock:
+            return {
+                "matchness": self.matchness,
+                "skip_ratio": self.ratio,
+                "skipped": self._places(),
+                "evaluations": self.evaluations,
+                "searching": self.searching,
+                "pays": self.pays(),
+                "timed": self.timings is None,
+                "cost_of_a_draft": self.costs.draft(self.z),
+                "cost_of_scoring": {str(tokens): self.costs.score(tokens) for tokens in (2, 4, 8, 16, 26)},
+                "spent": dict(self.spent),
+                "steps": self.steps,
+                "drafted_steps": self.drafted_steps,
+                "history": list(self.history),
+            }
+
+    def remark(self) -> str | None:
+        """What a user should know: that no layer set pays here."""
+        with self.lock:
+            if self.searching or self.timings is not None or not self.method.guard or self.pays():
+                return None
+            seen = "" if self.matchness is None else f", its matchness is {self.matchness:.2f}"
+            return (
+                f"swift found no layer set that pays here and decodes plainly, but for trials: the best of {self.evaluations} "
+                f"evaluations leaves out {int(self.z.sum())} of {self.space.size} sublayers{seen}, a draft costs "
+                f"{self.costs.draft(self.z):.2f} plain steps and scoring 4 tokens {self.costs.score(4):.2f}"
+            )
 
     # ---------------------------------------------------------------------------------------------- costs
 
@@ -223,9 +254,6 @@ class SkipState:
             self.timings, self.costs = None, costs
             self.search.objective = Objective(costs, self.method.objective)
             self.recent.clear()
-
-    def _earn(self, tokens: float, cost: float) -> None:
-        self.slack = min(self.slack + (1 + self.allowance) * tokens - cost, MOST_SLACK)
 
     def _lose(self, what: str, cost: float) -> None:
         self.spent[what] += cost

@@ -5,10 +5,13 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from skipstone.core.model import LayeredModel, SkipSet
+from skipstone.core.model import LayeredModel
 from skipstone.core.session import Request, Session
+from skipstone.core.skipping import SkipSet
 from skipstone.core.types import Draft, RowVerdict
 from skipstone.methods.chain import Chain, Confidence
+
+PATIENCE = 4
 
 Ranked = tuple[Tensor, Tensor]
 """(tokens [B, n, k] of every place, best first, the chain's being the first; which of them are possible [B, n, k] bool)."""
@@ -52,13 +55,21 @@ class SkippingSession(Session):
             logits = frontier.sketched_logits(skip)
             wanted = chain.open_rows() if self.sampler.processed else None
             found, real, scores = self.sampler.candidates(logits, position + place, frontier.tokens[:, 1:], self.ranks, wanted)
-            sure, token = self.confidence.of(scores), found[:, 0]
+            sure, token = scores.softmax(-1).amax(-1) if self.ranks > 1 else self.confidence.of(scores), found[:, 0]
             ranked.append(found)
             possible.append(real)
             frontier.append(token[:, None], chain.add(token, None, sure))
-            if chain.stop(self.confidence.keep(sure), self.sampler.unfinished(token)):
+            keep = self.confidence.keep(sure) if self.confidence.active else None
+            if chain.stop(keep, self.sampler.unfinished(token)) or self._all_stopped(chain, place):
                 break
         return chain.draft(frontier), (torch.stack(ranked, 1), torch.stack(possible, 1)) if ranked else None
+
+    def _all_stopped(self, chain: Chain, place: int) -> bool:
+        """On an accelerator, whether no row drafts on, asked after every PATIENCE passes: that waits for the device, and drafting
+        on unheard would cost more."""
+        if self.model.device.type == "cpu" or not self.confidence.active or place % PATIENCE != PATIENCE - 1:
+            return False
+        return not any(chain.open_rows())
 
     def commit(self, draft: Draft | None, verdicts: list[RowVerdict]) -> None:
         super().commit(draft, verdicts)

@@ -14,6 +14,7 @@ noticed, and where no set pays there is no drafting (skip_state.py).
 from __future__ import annotations
 
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, ClassVar, Literal
 
 import torch
@@ -22,10 +23,11 @@ from transformers import PreTrainedModel
 
 from skipstone.core.host import on_device
 from skipstone.core.kvstore import Pass, Tree
-from skipstone.core.model import LayeredModel, SkipSet
+from skipstone.core.model import LayeredModel, unwrapped
 from skipstone.core.protocol import Method, whole_number
 from skipstone.core.sampling import Scores
 from skipstone.core.session import Request, Session
+from skipstone.core.skipping import SkipSet
 from skipstone.core.types import Draft, RowVerdict, Verdict
 from skipstone.methods import profiles, skip_state
 from skipstone.methods.chain import check_threshold
@@ -42,17 +44,14 @@ class Swift(Method):
 
     num_speculative_tokens: most drafts a step. confidence_threshold: stop after a draft whose probability is below it; None
     never stops early. context_window: generated tokens that a layer set is judged by. search: linear_ts, swift (the paper's),
-    random or uniform (none). objective: "speed" or the paper's "matchness". max_steps, patience, enough: the search ends after
-    so many evaluations, so many without a better set, or at that matchness. dynamic_verification: runners-up are verified too.
-    adjust: lower the skip ratio where few drafts are accepted. guard: draft only where that pays. profile: a file of
-    `skipstone search`, instead of a search. search_seed: of the search; it changes speed and never the text.
+    random or uniform (none). objective: "speed" or the paper's "matchness". max_steps: evaluations after which the search ends.
+    patience: evaluations without a better set after which it ends. enough: matchness at which it ends. dynamic_verification:
+    runners-up are verified too. adjust: lower the skip ratio where few drafts are accepted. guard: draft only where that pays.
+    profile: a file of `skipstone search`, instead of a search. search_seed: of the search; it changes speed and never the text.
     """
 
     name: ClassVar[str] = "swift"
-    aliases: ClassVar[dict[str, str]] = {
-        "num_assistant_tokens": "num_speculative_tokens",
-        "stop_threshold": "confidence_threshold",
-    }
+    aliases: ClassVar[dict[str, str]] = {"num_assistant_tokens": "num_speculative_tokens"}
     if_few_accepted: ClassVar[str] = (
         "An acceptance rate that low says that this model does not bear skipping so many sublayers."
     )
@@ -95,14 +94,19 @@ class Swift(Method):
         if self.profile is not None:
             space.from_skip_set(profiles.load(self.profile, model.model).skip)
 
-    def new_state(self, model: LayeredModel) -> SkipState:
-        return skip_state.of(self, model)
-
     def report(self, model: PreTrainedModel) -> dict[str, Any]:
         return skip_state.known(self, model)
 
     def start(self, model: LayeredModel, rows: int, capacity: int, state: Any = None) -> Session:
-        return SwiftSession(self, model, rows, capacity, state or SkipState(self, model))
+        return SwiftSession(self, model, rows, capacity, state or skip_state.of(self, model, rows))
+
+    def save(self, model: PreTrainedModel, path: Path) -> None:
+        """Write the layer set that was found on a model into a profile. ValueError before its first request."""
+        if not (found := self.report(model)):
+            raise ValueError("there is nothing to save: swift has not decoded with this model and these settings yet")
+        about = {name: found[name] for name in ("matchness", "evaluations", "skip_ratio")}
+        sets = {name: tuple(layers) for name, layers in found["skipped"].items()}
+        profiles.save(path, profiles.Profile(model=profiles.fingerprint(unwrapped(model)), about=about, **sets))
 
 
 class SwiftSession(SkippingSession):
@@ -122,7 +126,7 @@ class SwiftSession(SkippingSession):
         self.text = torch.zeros((rows, capacity + 1), dtype=torch.long, device=model.device)  # committed tokens by position ...
         self.choice = torch.zeros_like(self.text)  # ... and what the target itself would have said there
         self.written = [0] * rows
-        self._picks: Tensor | None = None
+        self._logits: Tensor | None = None
         self._judged: tuple[Z, Tensor] | None = None
         self._turn = 0
 
@@ -143,9 +147,8 @@ class SwiftSession(SkippingSession):
 
     def draft(self, limit: list[int]) -> Draft:
         """A chain with the layer set; then its runners-up, all in one tree (section 4.2)."""
-        if not self.state.drafts(any(limit)):
-            return Draft.empty(self.rows, self.root.device, self.frontier([0] * self.rows))
-        chain, ranked = self.chain(limit, self.state.skip)
+        room = self.state.room(max(limit))
+        chain, ranked = self.chain([min(allowed, room) for allowed in limit], self.state.skip)
         if ranked is None or self.ranks == 1:
             return chain
         tree = with_leaves(chain, *ranked)
@@ -154,8 +157,11 @@ class SwiftSession(SkippingSession):
         return tree
 
     def verify(self, draft: Draft, scores: Scores) -> Verdict:
-        self._picks = scores.logits.argmax(-1)
+        self._logits = scores.logits
         return super().verify(draft, scores)
+
+    def remark(self) -> str | None:
+        return self.state.remark()
 
     def commit(self, draft: Draft | None, verdicts: list[RowVerdict]) -> None:
         before = list(self.store.length)
@@ -170,7 +176,7 @@ class SwiftSession(SkippingSession):
 
     def _remember(self, before: list[int], draft: Draft | None, verdicts: list[RowVerdict]) -> None:
         """Keep the tokens by position, and the target's own choices there."""
-        assert self._picks is not None
+        assert self._logits is not None
         rows, places, tokens, nodes = [], [], [], []
         for row, verdict in enumerate(verdicts):
             first = self.store.length[row] if draft is None else before[row] + 1
@@ -180,7 +186,8 @@ class SwiftSession(SkippingSession):
             nodes += [node + 1 for node in [-1, *verdict.path][: len(verdict.tokens)]]
             self.written[row] += len(verdict.tokens)
         row, place, token, node = on_device([rows, places, tokens, nodes], self.model.device)
-        self.text[row, place], self.choice[row, place] = token, self._picks[row, node]
+        self.text[row, place], self.choice[row, place] = token, self._logits[row, node].argmax(-1)
+        self._logits = None
 
     def judge(self, row: int, begin: int, skip: SkipSet) -> Tensor:
         """Logits [n, V] of a row's committed tokens from position `begin` on, through what a skip set leaves, in one pass. It
