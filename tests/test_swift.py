@@ -275,7 +275,7 @@ def test_a_state_lives_as_long_as_its_model_and_serves_every_request() -> None:
 
 
 def test_threads_do_not_skip_each_others_layers() -> None:
-    """One drafts while another decodes plainly, over and over: the plain text stays the model's, and no forward is left behind."""
+    """One drafts while another decodes plainly, over and over: all texts stay the model's, and no forward is left behind."""
     model = llama(layers=6)
     plain = skipstone.generate(model, prompt(9), "autoregressive", max_new_tokens=40, do_sample=False).new_tokens
     found: list[Any] = []

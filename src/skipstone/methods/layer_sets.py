@@ -106,9 +106,9 @@ FLAT = Costs(0.0, 0.0, (1.0,))
 
 
 def expected_speedup(matchness: Any, draft: Any, costs: Costs, most: int = MOST_DRAFTS) -> Any:
-    """max over k > 0 of [(1 - m^(k+1)) / (1 - m)] / (k c + v(k+1)): tokens of a step of k drafts, each right with probability m,
-    over its cost in plain steps; under 1 where no draft length pays. matchness, draft: numbers, or arrays [a] of them. most:
-    drafts, at most MOST_DRAFTS."""
+    """max over k > 0 of [(1 - m^(k+1)) / (1 - m)] / (k c + v(k+1)): tokens of a step of k drafts, each right with probability
+    m, over its cost in plain steps; under 1 where no draft length pays. matchness, draft: numbers, or arrays [a] of them.
+    most: drafts, at most MOST_DRAFTS."""
     m, c = np.clip(np.asarray(matchness, dtype=float), 0, 1 - 1e-9), np.asarray(draft, dtype=float)
     k = np.arange(1, most + 1)
     tokens = (1 - m[..., None] ** (k + 1)) / (1 - m[..., None])

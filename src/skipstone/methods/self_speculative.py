@@ -28,8 +28,8 @@ from skipstone.methods.skipping import SkippingSession
 class SelfSpeculative(Method):
     """skip_attention: layers, counted from 0, neither the first nor the last, whose attention drafting leaves out.
 
-    skip_mlp: the same for MLPs. profile: a file of `skipstone search` that says so instead. num_speculative_tokens: most drafts a
-    step. stop_threshold: stop after a draft whose probability is below it; "adaptive" is the paper's rule (section 3.3).
+    skip_mlp: the same for MLPs. profile: a file of `skipstone search` that says so instead. num_speculative_tokens: most drafts
+    a step. stop_threshold: stop after a draft whose probability is below it; "adaptive" is the paper's rule (section 3.3).
     """
 
     name: ClassVar[str] = "self_speculative"

@@ -1,8 +1,8 @@
 """What SWIFT knows about a model across requests: the search, what passes cost here, and whether drafting pays.
 
 All costs are in plain steps. What is not known to pay (drafts of a new layer set, evaluations, timings) is paid from a slack
-that plain decoding and good drafts build up: over any stretch the tokens cost at most 1 + allowance of what plain decoding would
-have spent on them, and START plain steps.
+that plain decoding and good drafts build up: over any stretch the tokens cost at most 1 + allowance of what plain decoding
+would have spent on them, and START plain steps.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ START, MOST_SLACK, SEARCH_BUDGET = 8.0, 64.0, 800.0
 PAYS, LEAST_STEPS, RECENT = 1.02, 8, 64
 """A layer set must bring so much, judged by its own steps once there are so many, by the latest so many of them."""
 BETTER, EVALUATIONS = 1.01, 4
-"""Another set must be better by so much to take a set's place; a set is good enough after so many evaluations of it at least."""
+"""Another set must be better by so much to take a set's place; none is good enough before so many evaluations."""
 ALPHA_STEPS, ALPHA_LEAST, RATIO_STEP, LEAST_RATIO, MORE_STEPS = 256, 0.7, 0.05, 0.2, 64
 """The skip ratio goes down where alpha over so many draft steps is too low; then the search goes on for some steps."""
 KEPT = 500
@@ -40,8 +40,8 @@ _STATES: WeakKeyDictionary[Any, dict[Any, SkipState]] = WeakKeyDictionary()
 
 
 def of(method: Swift, model: LayeredModel, rows: int) -> SkipState:
-    """The state of a method on a model, where it is now, for a batch of so many rows: the same one for every request, as long as
-    the model lives."""
+    """The state of a method on a model, where it is now, for a batch of so many rows: the same one for every request, as long
+    as the model lives."""
     skip = None if method.profile is None else profiles.load(method.profile, model.model).skip
     states = _STATES.setdefault(model.model, {})
     key = (method, rows, str(model.device), str(model.dtype), skip)

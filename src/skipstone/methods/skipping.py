@@ -65,8 +65,8 @@ class SkippingSession(Session):
         return chain.draft(frontier), (torch.stack(ranked, 1), torch.stack(possible, 1)) if ranked else None
 
     def _all_stopped(self, chain: Chain, place: int) -> bool:
-        """On an accelerator, whether no row drafts on, asked after every PATIENCE passes: that waits for the device, and drafting
-        on unheard would cost more."""
+        """On an accelerator, whether no row drafts on, asked after every PATIENCE passes: that waits for the device, and
+        drafting on unheard would cost more."""
         if self.model.device.type == "cpu" or not self.confidence.active or place % PATIENCE != PATIENCE - 1:
             return False
         return not any(chain.open_rows())
