@@ -191,12 +191,12 @@ def test_where_a_set_pays_it_is_found_and_drafted_with() -> None:
         return max(0.97 - 0.04 * int(z[22:].sum()), 0.02)
 
     state = state_of()
-    world = World(state, matchness)
+    world = World(state, matchness, most=3)
     for _ in range(1500):
         world.step()
     assert matchness(state.z) > 0.9
     assert world.tokens / world.cost > 1.2
-    late = World(state, matchness, seed=1)
+    late = World(state, matchness, most=3, seed=1)
     before = state.drafted_steps, state.steps
     for _ in range(300):
         late.step()

@@ -184,14 +184,15 @@ class LinearThompson(Search):
 
     name: ClassVar[str] = "linear_ts"
     FORGET: ClassVar[float] = 0.998
-    SPREAD: ClassVar[float] = 0.6
-    """Prior standard deviation of what all skipped sublayers together take from matchness."""
+    LOSS, LEVEL, SPREAD = 0.5, 0.3, 0.15
+    """What all skipped sublayers together are thought to take from matchness at first, and its prior standard deviations: of
+    the level, and of what one set takes more or less than another."""
 
     def start(self) -> None:
         size = self.space.size + 1  # the last entry is what is left when nothing is skipped
-        self.mean = np.full(size, -0.5 / self.count)
+        self.mean = np.full(size, -self.LOSS / self.count)
         self.mean[-1] = 1.0
-        self.root = np.diag(np.append(np.full(size - 1, self.SPREAD / math.sqrt(self.count)), 0.1))
+        self.root = np.diag(np.append(np.full(size - 1, self.SPREAD / math.sqrt(self.count)), self.LEVEL))
         self._widest = float(np.abs(self.root).max())
 
     def estimate(self, z: Z) -> float | None:

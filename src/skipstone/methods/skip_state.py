@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import threading
 from collections import deque
+from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any
 from weakref import WeakKeyDictionary
 
@@ -28,7 +29,7 @@ SEARCHING, SETTLED = 0.08, 0.02
 START, MOST_SLACK, SEARCH_BUDGET = 8.0, 64.0, 800.0
 """Plain steps: what a model may lose at first, most slack that is kept, and most that a guarded search may cost."""
 PAYS, LEAST_STEPS, RECENT = 1.02, 8, 64
-"""A layer set must bring so much, judged by its own steps once there are so many, by the latest so many of them."""
+"""A layer set must bring so much, by the latest steps with it; before there are so many, it is on trial."""
 BETTER, EVALUATIONS = 1.01, 4
 """Another set must be better by so much to take a set's place; none is good enough before so many evaluations."""
 ALPHA_STEPS, ALPHA_LEAST, RATIO_STEP, LEAST_RATIO, MORE_STEPS = 256, 0.7, 0.05, 0.2, 64
@@ -78,7 +79,6 @@ class SkipState:
         self.evaluations = self.since_better = self.steps = self.drafted_steps = 0
         self.adaptive = self.search.adaptive and method.max_steps > 0
         self.searching, self.left = self.adaptive, method.max_steps
-        self.recent: deque[tuple[float, float]] = deque(maxlen=RECENT)
         self.alphas: deque[tuple[int, int]] = deque()
         self.history: deque[dict[str, Any]] = deque(maxlen=KEPT)
         self.paid = 0
@@ -107,10 +107,14 @@ class SkipState:
             return self.search.propose()
 
     def room(self, most: int) -> int:
-        """How many drafts the next step may make, 0 to `most`: all where drafting pays, else what the slack allows."""
+        """How many drafts the next step may make, 0 to `most`: all where drafting pays. What may pay is tried as the slack
+        allows; what does not is tried again only when the search, which needs the slack, is over."""
         with self.lock:
-            if not self.method.guard or (len(self.recent) >= LEAST_STEPS and self.pays()):
+            known = len(self.recent) >= LEAST_STEPS
+            if not self.method.guard or (known and self.pays()):
                 return most
+            if self.searching and (known or not self.pays()):
+                return 0
             c, fits = self.costs.draft(self.z), 0
             while fits < most and (fits + 1) * c + self.costs.score(self._nodes(fits + 1)) - 1 <= self.slack:
                 fits += 1
@@ -121,12 +125,13 @@ class SkipState:
         return 1 + (min(10 * drafts, drafts + 57) if self.method.dynamic_verification else drafts)
 
     def pays(self) -> bool:
-        """By the latest steps of this layer set, or where there are too few by its matchness."""
-        if len(self.recent) >= LEAST_STEPS:
-            return sum(tokens for tokens, _ in self.recent) >= PAYS * sum(cost for _, cost in self.recent)
-        if self.matchness is None:
-            return False
-        return float(expected_speedup(self.matchness, self.costs.draft(self.z), self.costs)) > PAYS
+        """By the latest steps of this layer set, and what its matchness promises, which counts as much as LEAST_STEPS steps."""
+        tokens, cost = (sum(column) for column in zip(*self.recent, strict=True)) if self.recent else (0.0, 0.0)
+        if self.matchness is not None:
+            weight = LEAST_STEPS * (cost / len(self.recent) if self.recent else 1.0)
+            tokens += weight * float(expected_speedup(self.matchness, self.costs.draft(self.z), self.costs))
+            cost += weight
+        return cost > 0 and tokens > PAYS * cost
 
     # ----------------------------------------------------------------------------------------- what is learnt
 
@@ -186,9 +191,10 @@ class SkipState:
                 self.alphas.clear()
 
     def _consider(self, z: Z) -> None:
-        """Change to a set that is clearly better than the one in use."""
+        """Change to a set that is clearly better than the one in use. Where that one pays, its latest steps speak for the
+        other, until that has its own."""
         if (z != self.z).any() and self._worth(z) > BETTER * self._worth(self.z):
-            self._take(z)
+            self._take(z, list(self.recent)[-LEAST_STEPS:] if self.pays() else [])
             self.since_better = 0
         self.matchness = self.search.estimate(self.z)
 
@@ -196,10 +202,10 @@ class SkipState:
         seen = self.search.estimate(z)
         return 0.0 if seen is None else self.search.objective(seen, z)
 
-    def _take(self, z: Z) -> None:
-        """Draft with a set from now on."""
+    def _take(self, z: Z, recent: Iterable[tuple[float, float]] = ()) -> None:
+        """Draft with a set from now on. recent: steps that count as its own."""
         self.z, self.skip, self.matchness = z, self.space.to_skip_set(z), self.search.estimate(z)
-        self.recent.clear()
+        self.recent = deque(recent, maxlen=RECENT)
         self.history.append(
             {"evaluation": self.evaluations, "tokens": self.tokens, "matchness": self.matchness, **self._places()}
         )
