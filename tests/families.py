@@ -111,7 +111,6 @@ _TABLE: dict[str, tuple[str, dict[str, Any], Any]] = {
 }
 NAMES: list[str] = list(_TABLE)
 EAGER_ONLY = ("gemma2",)
-POST_NORM = ("opt_post_norm",)
 
 # what carries a sublayer's contribution into the residual stream: output projections, or the norms that follow them
 _OUTPUTS = ("o_proj", "down_proj", "c_proj", "out_proj", "fc2", "dense", "dense_4h_to_h")

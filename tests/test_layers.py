@@ -27,7 +27,6 @@ EXACT = 1e-5  # of the largest logit: float32 rounding in another order
 IMPLEMENTATIONS = [
     (name, kind) for name in families.NAMES for kind in ("eager", "sdpa") if kind == "eager" or name not in families.EAGER_ONLY
 ]
-SKIPPABLE = [name for name in families.NAMES if name not in families.POST_NORM]
 # where a sublayer hands its result over, inside a decoder layer
 ATTENTION_OUT = ("self_attn.o_proj", "self_attn.out_proj", "attn.c_proj", "attention.dense", "self_attention.dense")
 MLP_OUT = ("mlp.down_proj", "mlp.experts", "mlp.c_proj", "fc2", "mlp.dense_4h_to_h")
@@ -132,7 +131,7 @@ def silenced(model: PreTrainedModel, skip: SkipSet) -> PreTrainedModel:
     return copied
 
 
-@pytest.mark.parametrize("name", SKIPPABLE)
+@pytest.mark.parametrize("name", families.NAMES)
 def test_a_skipped_sublayer_equals_one_whose_output_projection_is_zero(name: str) -> None:
     model, ids = families.cached(name), families.prompts(1)[0][None]
     layered = LayeredModel(model)
@@ -144,13 +143,6 @@ def test_a_skipped_sublayer_equals_one_whose_output_projection_is_zero(name: str
             assert (expected - plain).abs().max() > 0.1, "the skipped sublayers did nothing anyway"
             same(run(layered, ids, [13, 21], skip), expected)
         same(run(layered, ids, [21]), plain)
-
-
-@pytest.mark.parametrize("name", families.POST_NORM)
-def test_skipping_in_a_post_norm_model_is_refused(name: str) -> None:
-    layered = LayeredModel(families.cached(name))
-    with pytest.raises(ValueError, match="post-norm"):
-        run(layered, torch.tensor([[1, 2, 3]]), [3], SkipSet(mlp=frozenset({1})))
 
 
 @pytest.mark.parametrize("name", ["llama", "opt", "falcon", "gemma2"])

@@ -94,9 +94,8 @@ def search(
     model: PreTrainedModel, wish: Wish, budget: float, path: Path, done: Callable[[Found, float], None] = lambda *_: None
 ) -> Found:
     """Search for `budget` seconds, what the file of trials already spent included. done: called after every trial with all that
-    was found and the seconds spent. ValueError for a model without sublayers to skip, and for another search's file."""
+    was found and the seconds spent. ValueError for a model of too few layers, and for another search's file."""
     layered = LayeredModel(model)
-    layered.check_skippable()
     space = Space(layered.depth)
     known = _read(path, _key(model, wish))
     found = Found(known)

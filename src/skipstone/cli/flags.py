@@ -178,7 +178,7 @@ def _documented(text: str, names: list[str]) -> dict[str, str]:
     if not names:
         return {}
     any_name = "|".join(map(re.escape, names))
-    found = re.findall(rf"\b({any_name}): (.*?)(?=\s\b(?:{any_name}): |\Z)", text, flags=re.DOTALL)
+    found = re.findall(rf"\b({any_name}):\s(.*?)(?=\s\b(?:{any_name}):\s|\Z)", text, flags=re.DOTALL)
     return dict.fromkeys(names, "") | {name: " ".join(words.split()) for name, words in found}
 
 

@@ -36,7 +36,8 @@ class Family:
     that `config.layer_types` names. attention_interface: the attention sublayer looks its function up in transformers'
     AttentionInterface. mlp: the module whose output is the MLP sublayer's (the last) and those before it. input_scale: the
     config field that multiplies the embeddings. logits: what happens after the head. refuse: what a config of this family uses
-    that cannot be decoded, or None. skippable: False where norms follow the residual sum, so that no sublayer can be left out.
+    that cannot be decoded, or None. post_norm: norms follow the residual sum, so that a layer is not its input
+    even where both its sublayers are left out.
     """
 
     layers: str = "layers"
@@ -56,7 +57,7 @@ class Family:
     attention_interface: bool = True
     logits: Callable[[Tensor, Any], Tensor] = _same
     refuse: Callable[[Any], str | None] = lambda _: None
-    skippable: Callable[[Any], bool] = lambda _: True
+    post_norm: Callable[[Any], bool] = lambda _: False
 
     def embed(self, decoder: Any, config: Any, tokens: Tensor, positions: Tensor) -> Tensor:
         """Hidden states that enter layer 0. tokens, positions: [B, n] int64. Returns [B, n, d]."""
@@ -128,7 +129,7 @@ FAMILIES: dict[str, Family] = {
         norm="final_layer_norm",
         rotary=None,
         mlp=("fc1", "fc2"),
-        skippable=lambda config: config.do_layer_norm_before,
+        post_norm=lambda config: not config.do_layer_norm_before,
     ),
     "gpt_neox": Family(
         embedding="embed_in",

@@ -74,13 +74,14 @@ class LayeredModel:
     def run(self, hidden: Tensor, at: Pass, store: KVStore, layers: range, skip: SkipSet | None = None) -> Tensor:
         """Run layers over [b, n, d], writing keys and values to the pass's slots. Returns [b, n, d]."""
         cache = {self.family.cache_argument: store.view(at)}
+        absent = self._absent(skip) if skip else frozenset()
         phases = self._position_embeddings(hidden, at, layers)
         attending = attention.in_use(self._attention_config) if self._own_attention else nullcontext()
         few = layers if hidden.shape[0] * hidden.shape[1] <= linear.FEW_ROWS else range(0)
         linears = [pair for index in few for pair in self._linears[index]]
         with attending, linear.in_use(linears), self.skipping(skip) if skip else nullcontext():
             for index in layers:
-                if skip and index in skip.attention and index in skip.mlp:
+                if index in absent:
                     continue
                 output = self.layers[index](
                     hidden,
@@ -118,27 +119,20 @@ class LayeredModel:
             return table[0][None, span], table[1][None, span]
         return table[0][at.positions], table[1][at.positions]
 
-    def check_skippable(self) -> None:
-        """ValueError for a model whose sublayers cannot be left out."""
-        if not self.family.skippable(self.config):
-            raise ValueError("sublayers of a post-norm model cannot be skipped: its norms follow the residual sum")
+    def _absent(self, skip: SkipSet) -> frozenset[int]:
+        """Layers that are their input where both sublayers are left out; none of a post-norm model (OPT-350m)."""
+        return frozenset() if self.family.post_norm(self.config) else skip.attention & skip.mlp
 
     @contextmanager
     def skipping(self, skip: SkipSet) -> Iterator[None]:
-        """Make the sublayers of a skip set contribute nothing, in this thread.
-
-        Exact wherever a sublayer's output is added to the residual stream. ValueError for post-norm layers (OPT-350m).
-        """
-        self.check_skippable()
+        """Make the sublayers of a skip set add nothing to the residual stream, in this thread."""
         forwards: dict[nn.Module, Any] = {}
-        for index in skip.attention ^ skip.mlp:  # a layer without either is not run at all
-            layer = self.layers[index]
-            if index in skip.attention:
-                forwards[getattr(layer, self.family.attention)] = no_attention
-            else:
-                *before, last = self.family.mlp
-                forwards |= {getattr(layer, name): unchanged for name in before}
-                forwards[getattr(layer, last)] = torch.zeros_like
+        absent = self._absent(skip)
+        for index in skip.attention - absent:
+            forwards[getattr(self.layers[index], self.family.attention)] = no_attention
+        for index in skip.mlp - absent:
+            *before, last = (getattr(self.layers[index], name) for name in self.family.mlp)
+            forwards |= dict.fromkeys(before, unchanged) | {last: torch.zeros_like}
         with instead(forwards):
             yield
 

@@ -53,7 +53,6 @@ class SelfSpeculative(Method):
     def check(self, model: LayeredModel) -> None:
         whole_number("num_speculative_tokens", self.num_speculative_tokens, 1)
         check_threshold(self.stop_threshold, "stop_threshold")
-        model.check_skippable()
         Space(model.depth).from_skip_set(self.skip_set(model))
 
     def skip_set(self, model: LayeredModel) -> SkipSet:

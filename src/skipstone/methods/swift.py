@@ -90,7 +90,6 @@ class Swift(Method):
             raise ValueError(f"unknown search {self.search!r}; there are {', '.join(SEARCHES)}")
         if self.objective not in ("speed", "matchness"):
             raise ValueError(f'objective must be "speed" or "matchness", found {self.objective!r}')
-        model.check_skippable()
         if self.profile is not None:
             space.from_skip_set(profiles.load(self.profile, model.model).skip)
 
