@@ -26,11 +26,11 @@ def offered(confidence: Tensor) -> Tensor:
     return count
 
 
-def with_leaves(chain: Draft, ranked: Tensor, real: Tensor) -> Draft:
+def with_leaves(chain: Draft, ranked: Tensor, real: Tensor, most: int = MOST_LEAVES) -> Draft:
     """A chain and its runners-up. ranked: [B, n, k] int64, the tokens of every place, best first, the chain's being the first;
     real: [B, n, k] bool, those that can be drawn at all. Without confidences every place offers RANKS.
 
-    The chain's nodes come first, so that node j of the chain is place j; of the leaves the first MOST_LEAVES are kept.
+    The chain's nodes come first, so that node j of the chain is place j; of the leaves the first `most` are kept.
     """
     rows, width, ranks = ranked.shape
     confidence = torch.zeros_like(ranked[..., 0], dtype=torch.float32) if chain.confidence is None else chain.confidence
@@ -38,7 +38,7 @@ def with_leaves(chain: Draft, ranked: Tensor, real: Tensor) -> Draft:
     wanted = (rank < offered(confidence)[..., None]) & real[..., 1:] & chain.valid[..., None]
     above = torch.arange(-1, width - 1, device=ranked.device)[None, :, None].expand(rows, width, ranks - 1)
     tokens, parents, valid = ranked[..., 1:].flatten(1), above.flatten(1), wanted.flatten(1)
-    most = min(MOST_LEAVES, valid.shape[1])
+    most = min(most, valid.shape[1])
     if host.readable(valid):
         most = min(most, int(valid.sum(1).max()))
     order = (~valid).byte().argsort(dim=1, stable=True)[:, :most]

@@ -1,6 +1,7 @@
 """What SWIFT knows about a model across requests: the search, what passes cost here, and whether drafting pays.
 
-All costs are in plain steps. What is not known to pay (drafts of a new layer set, evaluations, timings) is paid from a slack
+All costs are in plain steps: those of steps by the clock, over what plain steps took; those of single passes, which the search
+needs, were timed once. What is not known to pay (drafts of a new layer set, evaluations, timings) is paid from a slack
 that plain decoding and good drafts build up: over any stretch the tokens cost at most 1 + allowance of what plain decoding
 would have spent on them, and START plain steps.
 """
@@ -10,6 +11,7 @@ from __future__ import annotations
 import threading
 from collections import deque
 from collections.abc import Iterable
+from statistics import fmean, median
 from typing import TYPE_CHECKING, Any
 from weakref import WeakKeyDictionary
 
@@ -18,6 +20,7 @@ from skipstone.core.skipping import SkipSet
 from skipstone.core.types import Draft, RowVerdict
 from skipstone.methods import profiles
 from skipstone.methods.layer_sets import Objective, Space, Z, expected_speedup
+from skipstone.methods.leaves import MOST_LEAVES, RANKS
 from skipstone.methods.skip_costs import Timings, by_weight
 from skipstone.methods.skip_search import SEARCHES, Cusum, FixedSearch, Search
 
@@ -34,6 +37,11 @@ BETTER, EVALUATIONS = 1.01, 4
 """Another set must be better by so much to take a set's place; none is good enough before so many evaluations."""
 ALPHA_STEPS, ALPHA_LEAST, RATIO_STEP, LEAST_RATIO, MORE_STEPS = 256, 0.7, 0.05, 0.2, 64
 """The skip ratio goes down where alpha over so many draft steps is too low; then the search goes on for some steps."""
+PLAIN, REFRESH, SPIKE = 16, 64, 3.0
+"""Plain steps that are remembered; one of so many steps is one, where drafting pays. What takes so many times what was expected
+was something else's doing, and counts as so much."""
+LEAVES = 0.1
+"""Plain steps that the runners-up of a step may cost."""
 KEPT = 500
 """Points of the history."""
 
@@ -80,6 +88,7 @@ class SkipState:
         self.adaptive = self.search.adaptive and method.max_steps > 0
         self.searching, self.left = self.adaptive, method.max_steps
         self.alphas: deque[tuple[int, int]] = deque()
+        self.plain: deque[float] = deque(maxlen=PLAIN)
         self.history: deque[dict[str, Any]] = deque(maxlen=KEPT)
         self.paid = 0
         self._take(self.search.best())
@@ -111,18 +120,26 @@ class SkipState:
         allows; what does not is tried again only when the search, which needs the slack, is over."""
         with self.lock:
             known = len(self.recent) >= LEAST_STEPS
-            if not self.method.guard or (known and self.pays()):
+            if not self.method.guard:
                 return most
+            if known and self.pays():
+                return most if self.steps % REFRESH else 0
             if self.searching and (known or not self.pays()):
                 return 0
             c, fits = self.costs.draft(self.z), 0
-            while fits < most and (fits + 1) * c + self.costs.score(self._nodes(fits + 1)) - 1 <= self.slack:
+            while fits < most and (fits + 1) * c + self.costs.score(2 + fits + self.leaves(fits + 1)) - 1 <= self.slack:
                 fits += 1
             return fits
 
-    def _nodes(self, drafts: int) -> int:
-        """Most tokens that a step of so many drafts scores."""
-        return 1 + (min(10 * drafts, drafts + 57) if self.method.dynamic_verification else drafts)
+    def leaves(self, drafts: int) -> int:
+        """How many runners-up a step of so many drafts may verify."""
+        if not self.method.dynamic_verification:
+            return 0
+        most = min((RANKS - 1) * drafts, MOST_LEAVES)
+        if not self.method.guard:
+            return most
+        allowed = self.costs.score(1 + drafts) + LEAVES
+        return max((n for n in range(most + 1) if self.costs.score(1 + drafts + n) <= allowed), default=0)
 
     def pays(self) -> bool:
         """By the latest steps of this layer set, and what its matchness promises, which counts as much as LEAST_STEPS steps."""
@@ -135,22 +152,32 @@ class SkipState:
 
     # ----------------------------------------------------------------------------------------- what is learnt
 
-    def learn(self, draft: Draft, verdicts: list[RowVerdict]) -> None:
-        """Take over what became of a step."""
+    def learn(self, draft: Draft, verdicts: list[RowVerdict], seconds: float | None = None) -> None:
+        """Take over what became of a step. seconds: that it took; without, it cost what its passes are thought to."""
         live = [verdict for verdict in verdicts if verdict.tokens]
         passes = (draft.width if draft.levels is None else draft.levels) if any(one.draft_steps for one in live) else 0
         with self.lock:
             tokens = sum(len(verdict.tokens) for verdict in live) / max(len(live), 1)
             c, v = passes * self.costs.draft(self.z), self.costs.score(draft.width + 1)
+            factor = self._clocked(c + v, seconds, plain=not passes)
             self.tokens += tokens
-            self.spent["draft"] += c
-            self.spent["score"] += v
-            self.slack = min(self.slack + (1 + self.allowance) * tokens - c - v, MOST_SLACK)
+            self.spent["draft"] += factor * c
+            self.spent["score"] += factor * v
+            self.slack = min(self.slack + (1 + self.allowance) * tokens - factor * (c + v), MOST_SLACK)
             self.steps += 1
             if passes:
                 self.drafted_steps += 1
-                self.recent.append((tokens, c + v))
+                self.recent.append((tokens, factor * (c + v)))
                 self._follow(sum(len(one.path) for one in live), sum(one.draft_steps for one in live))
+
+    def _clocked(self, expected: float, seconds: float | None, plain: bool) -> float:
+        """By the clock, how many times what was expected a step cost."""
+        if seconds is None:
+            return 1.0
+        if plain:
+            self.plain.append(min(seconds, SPIKE * median(self.plain)) if self.plain else seconds)
+            return 1.0
+        return min(seconds / fmean(self.plain) / expected, SPIKE) if self.plain else 1.0
 
     def _follow(self, accepted: int, drafted: int) -> None:
         """The skip ratio goes down where few drafts are accepted; a changed task, or a set that no longer pays, starts the

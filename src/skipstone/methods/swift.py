@@ -13,6 +13,7 @@ noticed, and where no set pays there is no drafting (skip_state.py).
 
 from __future__ import annotations
 
+import time
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar, Literal
@@ -128,6 +129,7 @@ class SwiftSession(SkippingSession):
         self._logits: Tensor | None = None
         self._judged: tuple[Z, Tensor] | None = None
         self._turn = 0
+        self._began = 0.0
 
     def admit(self, row: int, request: Request) -> None:
         super().admit(row, request)
@@ -146,11 +148,12 @@ class SwiftSession(SkippingSession):
 
     def draft(self, limit: list[int]) -> Draft:
         """A chain with the layer set; then its runners-up, all in one tree (section 4.2)."""
+        self._began = time.perf_counter()
         room = self.state.room(max(limit))
         chain, ranked = self.chain([min(allowed, room) for allowed in limit], self.state.skip)
         if ranked is None or self.ranks == 1:
             return chain
-        tree = with_leaves(chain, *ranked)
+        tree = with_leaves(chain, *ranked, self.state.leaves(chain.width))
         tree.frontier = self.frontier([tree.width if alive else 0 for alive in self.alive])
         tree.frontier.append(tree.tokens, tree.valid, tree.parents)
         return tree
@@ -167,7 +170,7 @@ class SwiftSession(SkippingSession):
         super().commit(draft, verdicts)
         self._remember(before, draft, verdicts)
         if draft is not None:
-            self.state.learn(draft, verdicts)
+            self.state.learn(draft, verdicts, time.perf_counter() - self._began)
         if self._judged is not None:  # the step's one transfer is done: nothing is waited for
             z, matched = self._judged
             self._judged = None
