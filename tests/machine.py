@@ -13,7 +13,8 @@ from skipstone.core.decode import PREFILL_CHUNK, Decoder
 from skipstone.core.model import LayeredModel
 from skipstone.core.protocol import Method
 from skipstone.core.session import Request
-from skipstone.core.types import Stats, Step
+from skipstone.core.stats import Stats
+from skipstone.core.types import Step
 
 
 def sharpened(model: Any, exit_layer: int, head: float = 8.0, later: float = 0.45) -> Any:

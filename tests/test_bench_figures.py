@@ -14,7 +14,8 @@ import pytest
 from skipstone.bench import compare, figures, report, tables
 from skipstone.bench.figures import expectation, groups, merged, own_figures
 from skipstone.bench.journal import Journal
-from skipstone.core.types import Stats, Step
+from skipstone.core.stats import Stats
+from skipstone.core.types import Step
 
 
 def stats(new: int, steps: int, accepted: int = 0, drafted: int = 0, **seconds: float) -> dict[str, Any]:

@@ -18,6 +18,8 @@ METHODS = [
     skipstone.LayerSkip(exit_layer=2, num_speculative_tokens=4),
     skipstone.LayerSkip(exit_layer=2, num_speculative_tokens=4, confidence_threshold=0.2),
     skipstone.LayerSkip(exit_layer=2, num_speculative_tokens=4, rejection_sample_method="coupled"),
+    skipstone.SelfSpeculative((1,), (2,), num_speculative_tokens=4),
+    skipstone.Swift(0.5, 4, context_window=6, guard=False, objective="matchness"),
 ]
 
 

@@ -11,7 +11,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers.generation.logits_process import RepetitionPenaltyLogitsProcessor
 
-from skipstone import Autoregressive, LayerSkip, Method, Request, Sampling
+from skipstone import Autoregressive, LayerSkip, Method, Request, Sampling, SelfSpeculative, Swift
 from skipstone.core import host
 from skipstone.core.decode import Decoder, Pace, Row, run
 from skipstone.core.model import LayeredModel
@@ -26,6 +26,8 @@ METHODS: list[Method] = [
     LayerSkip(exit_layer=2, num_speculative_tokens=3, confidence_threshold="adaptive", rejection_sample_method="coupled"),
     LayerSkip(exit_layer=1, num_speculative_tokens=2, confidence_threshold=0.3, reuse_cache=False),
     Trees(nodes=7),
+    SelfSpeculative((1,), (2,), num_speculative_tokens=4),
+    Swift(0.5, 4, context_window=6, guard=False, objective="matchness"),
 ]
 
 
@@ -89,7 +91,8 @@ def test_a_request_on_a_busy_server_gets_the_text_it_gets_alone(method: Method, 
     assert texts == backwards[::-1] == [text for (text,), _ in alone]
     assert len({len(text) for text in texts}) > 3
     for request, trace, (_, (own,)) in zip(requests, traces, alone, strict=True):
-        if request.sampling.temperature > 0 and method.name != "trees":  # greedy rows may be probed, trees know their row
+        # greedy rows may be probed, trees know their row, swift learns
+        if request.sampling.temperature > 0 and method.name not in ("trees", "swift"):
             assert trace == own
 
 
@@ -234,8 +237,10 @@ class Transfers(TorchDispatchMode):
         replace(METHODS[1], rejection_sample_method="coupled"),
         replace(METHODS[1], confidence_threshold=0.3),
         replace(METHODS[1], confidence_threshold="adaptive"),
+        METHODS[-2],
+        METHODS[-1],
     ],
-    ids=["plain", "skip", "coupled", "threshold", "adaptive"],
+    ids=["plain", "skip", "coupled", "threshold", "adaptive", "self_speculative", "swift"],
 )
 def test_a_decoding_step_makes_one_transfer_to_the_host(
     method: Method, temperature: float, model: LayeredModel, monkeypatch: pytest.MonkeyPatch

@@ -14,7 +14,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from skipstone import Autoregressive, EarlyExit, LayerSkip, Method, Request, Sampling
+from skipstone import Autoregressive, EarlyExit, LayerSkip, Method, Request, Sampling, SelfSpeculative, Swift
 from skipstone.core.kvstore import KVStore, Pass
 from skipstone.core.model import LayeredModel
 from tests.machine import decode, llama, mistral, prompt, sharpened, small, start
@@ -127,6 +127,8 @@ METHODS: list[Method] = [
     LayerSkip(exit_layer=2, num_speculative_tokens=4),
     LayerSkip(exit_layer=1, num_speculative_tokens=3, reuse_cache=False, confidence_threshold="adaptive"),
     Trees(nodes=9, peeking=0.4),
+    SelfSpeculative((1,), (2,), num_speculative_tokens=4),
+    Swift(0.5, 4, context_window=4, guard=False, objective="matchness"),
 ]
 
 
@@ -158,7 +160,7 @@ def poison(store: KVStore, dice: torch.Generator) -> None:
 
 
 @pytest.mark.parametrize("build", [llama, lambda: mistral(window=5)], ids=["llama", "mistral"])
-@pytest.mark.parametrize("method", [METHODS[0], METHODS[2], METHODS[4]], ids=lambda method: method.name)
+@pytest.mark.parametrize("method", [METHODS[0], METHODS[2], *METHODS[4:]], ids=lambda method: method.name)
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
 def test_stale_slots_and_the_trash_are_never_read(build: Any, method: Method, temperature: float) -> None:
     layered, requests = LayeredModel(build()), ragged(10, temperature)
@@ -181,7 +183,7 @@ def test_memory_is_one_cache_of_full_length_plus_scratch(method: Method) -> None
     requests = ragged(90)
     capacity = max(len(request.prompt) + request.max_new_tokens for request in requests)
     decoder = start(method, layered, requests)
-    scratch = method.nodes if isinstance(method, Trees) else 0
+    scratch = method.nodes if isinstance(method, Trees) else 4 * 10 if isinstance(method, Swift) else 0
     config: Any = layered.config
     token = 2 * decoder.session.store.layers * config.num_key_value_heads * config.head_dim * 4
     most = 0

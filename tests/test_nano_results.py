@@ -16,7 +16,7 @@ import torch
 import torch.nn.functional as F
 
 import skipstone
-from skipstone.core.types import Stats
+from skipstone.core.stats import Stats
 from skipstone.train.documents import Document, collect, split
 from skipstone.train.recipe_file import read
 from skipstone.train.run import run

@@ -16,9 +16,9 @@ if TYPE_CHECKING:
     from skipstone.core.sampling import Sampling as Sampling
     from skipstone.core.session import Request as Request
     from skipstone.core.session import Session as Session
+    from skipstone.core.stats import Stats as Stats
     from skipstone.core.types import Draft as Draft
     from skipstone.core.types import Output as Output
-    from skipstone.core.types import Stats as Stats
     from skipstone.core.types import Step as Step
     from skipstone.hf import disable as disable
     from skipstone.hf import enable as enable
@@ -39,7 +39,8 @@ _NAMES = {
     "core.protocol": ("Method",),
     "core.sampling": ("Sampling",),
     "core.session": ("Request", "Session"),
-    "core.types": ("Draft", "Output", "Stats", "Step"),
+    "core.stats": ("Stats",),
+    "core.types": ("Draft", "Output", "Step"),
     "hf": ("disable", "enable"),
     "loading": ("load",),
     "methods": ("METHODS",),

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import io
-from collections.abc import Sequence
+import math
+from collections.abc import Mapping, Sequence
 from textwrap import fill
 from typing import Any
 
 from skipstone.bench.figures import Group
+from skipstone.bench.layer_sets import WINDOW, along, learnt, matrix
 from skipstone.bench.lineup import BASELINE
 
 SIZE = (6.4, 3.6)
@@ -27,6 +29,7 @@ def charts(group: Group) -> dict[str, str]:
         "Speed against settings": _settings(group),
         "Speed and score": _pareto(figures),
         "What every exit knows": _exits(group),
+        **_learnt(group),
     }
     return {title: _svg(figure, f"{title}: {group.title}") for title, figure in drawn.items() if figure is not None}
 
@@ -158,6 +161,41 @@ def _exits(group: Group) -> Any:
     other = axes.twinx()
     other.plot(layers, group.exits["agreement"], "s--", color="#a85448")
     other.set_ylabel("agreement with the last layer", color="#a85448")
+    return figure
+
+
+def _learnt(group: Group) -> dict[str, Any]:
+    """SWIFT's Figures 6, 7 and 12: speed and matchness as the text grows, and which layers were left out when."""
+    known = learnt(group)
+    if not known:
+        return {}
+    speeds, matchness = _axes(), _axes()
+    for label in (label for label in group.labels if label != group.called(BASELINE)):
+        places, speed, seen = along(group, label)
+        speeds[1].plot(places, speed, ".-", label=group.shown_as(label))
+        if label in known:
+            matchness[1].plot(places, [math.nan if one is None else one for one in seen], ".-", label=group.shown_as(label))
+    for (_, axes), name in ((speeds, f"x plain decoding, {WINDOW} prompts each"), (matchness, "matchness")):
+        axes.set_xlabel("tokens")
+        axes.set_ylabel(name)
+        axes.legend(fontsize=7)
+    speeds[1].axhline(1, color="black", linewidth=0.8)
+    maps = {f"Layers left out, {group.shown_as(label)}": _map(one, group.about["layers"]) for label, one in known.items()}
+    return {"Speed along the text": speeds[0], "Matchness along the text": matchness[0], **maps}
+
+
+def _map(known: Mapping[str, Any], layers: int) -> Any:
+    """The attentions of all layers, then their MLPs, at every change of the layer set."""
+    evaluations, left_out = matrix(known, layers)
+    if len(evaluations) < 2:
+        return None
+    figure, axes = _axes()
+    axes.imshow(left_out, aspect="auto", interpolation="nearest", cmap="Blues", vmin=0, vmax=1.4)
+    axes.axhline(layers - 0.5, color="black", linewidth=0.8)
+    shown = range(0, len(evaluations), max(1, len(evaluations) // 8))
+    axes.set_xticks(list(shown), [str(evaluations[place]) for place in shown])
+    axes.set_yticks([0, layers - 1, layers, 2 * layers - 1], ["attention 0", str(layers - 1), "MLP 0", str(layers - 1)])
+    axes.set_xlabel("sets judged before the change")
     return figure
 
 

@@ -6,13 +6,13 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from skipstone.bench.cells import Table
 from skipstone.bench.figures import Group
 from skipstone.bench.journal import Line
 from skipstone.bench.lineup import BASELINE, THEIRS
 from skipstone.bench.peers import PEERS
 from skipstone.bench.report import load
 from skipstone.bench.statistics import LOOPING, Estimate, Rate, bootstrap_rate, rate
-from skipstone.bench.tables import Table
 
 
 @dataclass(frozen=True)

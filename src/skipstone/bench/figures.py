@@ -16,20 +16,13 @@ from skipstone.bench.journal import Line
 from skipstone.bench.lineup import BASELINE, THEIRS
 from skipstone.bench.scores import pass_at_k
 from skipstone.bench.statistics import LOOPING, Rate, pooled, predicted_speedup, rate
-from skipstone.core.types import Stats
+from skipstone.core.stats import Stats
 
 EARLY_EXIT = "hf-early-exit"
 REFERENCES = (BASELINE, THEIRS, EARLY_EXIT)
-_SUMMED = ("new_tokens", "prefill_tokens", "steps", "turns", "drafted", "draft_steps", "accepted", "overruled", "probes")
-_SUMMED += (
-    "verified_nodes",
-    "seconds_prefill",
-    "seconds_search",
-    "seconds_draft",
-    "seconds_score",
-    "seconds_other",
-    "seconds_probe",
-)
+_SUMMED = ("new_tokens", "prefill_tokens", "steps", "drafting", "turns", "drafted", "draft_steps", "accepted", "overruled")
+_SUMMED += ("probes", "verified_nodes")
+_SUMMED += tuple(f"seconds_{part}" for part in ("prefill", "search", "draft", "score", "other", "probe"))
 
 
 def merged(stats: Sequence[Stats]) -> Stats:
@@ -225,7 +218,9 @@ def own_figures(total: Mapping[str, Any], seconds: float, setup: float = 0.0) ->
         "mean_acceptance_length": 1 + total["accepted"] / total["steps"] if total["steps"] else 1.0,
         "acceptance_rate": total["accepted"] / total["draft_steps"] if total["draft_steps"] else None,
         "steps": total["steps"],
+        "drafting_share": total["drafting"] / total["steps"] if total["steps"] else 0.0,
         "drafted": total["drafted"],
+        "drafts_per_step": total["draft_steps"] / total["steps"] if total["steps"] else 0.0,
         "accepted": total["accepted"],
         "probes": total["probes"],
         "overruled": total["overruled"],

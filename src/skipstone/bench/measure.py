@@ -21,7 +21,7 @@ from transformers import GenerationConfig, PreTrainedModel
 from skipstone import api
 from skipstone.bench import memory
 from skipstone.core.protocol import Method
-from skipstone.core.types import Stats
+from skipstone.core.stats import Stats
 
 WARM_UP_TOKENS = 16
 

@@ -15,12 +15,13 @@ from rich.console import Console
 from rich.table import Table as RichTable
 
 from skipstone.bench import journal, machine
+from skipstone.bench.cells import NONE, Table
 from skipstone.bench.charts import charts
 from skipstone.bench.figures import Group, groups
 from skipstone.bench.journal import Line, plain
 from skipstone.bench.protocols import preset
 from skipstone.bench.surrogate import calibrated
-from skipstone.bench.tables import LEGEND, NONE, Table, csv_of, tables
+from skipstone.bench.tables import LEGEND, csv_of, tables
 
 WIDTH = 150
 IN_FILES = ("repeats", "TTFT ms", "TPOT ms", "peak MiB", "ceiling")

@@ -5,16 +5,15 @@ from __future__ import annotations
 import csv
 import io
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
 
+from skipstone.bench.cells import NONE, Table, interval, number
 from skipstone.bench.figures import EARLY_EXIT, Group
+from skipstone.bench.layer_sets import by_layer_set
 from skipstone.bench.lineup import BASELINE, THEIRS
 from skipstone.bench.statistics import LOOPING, NGRAM
 
 Figures = Mapping[str, Any]
-NONE = "-"
-
 LEGEND = f"""\
 x plain, x HF, x HF exit: speed-up over {BASELINE}, {THEIRS} and {EARLY_EXIT}, total tokens over total time, prefill included,
 with 95 % paired bootstrap intervals over prompts. Only prompts count whose text has a share of repeated {NGRAM}-grams
@@ -22,45 +21,6 @@ with 95 % paired bootstrap intervals over prompts. Only prompts count whose text
 plain decoding. TTFT, TPOT: to the first token, and for each further one. ms a step: draft + scoring + other. predicted: the
 speed-up that M and these costs allow, prefill apart; reached: the share of it that was reached. equal: greedy texts identical
 to {THEIRS}."""
-
-
-@dataclass(frozen=True)
-class Table:
-    """A title, the columns' names, and rows of texts."""
-
-    title: str
-    columns: Sequence[str]
-    rows: Sequence[Sequence[str]]
-
-    def markdown(self) -> str:
-        """With its title as a heading."""
-        lines = [f"### {self.title}", "", _piped(self.columns), _piped(["---"] * len(self.columns))]
-        return "\n".join([*lines, *map(_piped, self.rows)]) + "\n"
-
-    def csv(self) -> str:
-        """With its title in the first column."""
-        text = io.StringIO()
-        writer = csv.writer(text)
-        writer.writerow(["table", *self.columns])
-        writer.writerows([self.title, *row] for row in self.rows)
-        return text.getvalue()
-
-
-def _piped(cells: Sequence[str]) -> str:
-    return "| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |"
-
-
-def number(value: float | None, digits: int = 2) -> str:
-    """A figure, or a dash where there is none."""
-    return NONE if value is None else f"{value:.{digits}f}"
-
-
-def interval(value: Mapping[str, float] | None, short: bool = False) -> str:
-    """A ratio with its interval."""
-    if value is None:
-        return NONE
-    exact = value["high"] - value["low"] < 1e-9  # a row beside itself, or a single prompt
-    return number(value["value"]) if short or exact else f"{value['value']:.2f} ({value['low']:.2f}-{value['high']:.2f})"
 
 
 def _steps(figures: Figures) -> str:
@@ -246,9 +206,9 @@ LAYOUTS = ("own", "layerskip", "swift", "adadecode", "adasd")
 
 
 def _of_group(group: Group, layout: Callable[[Group], Table]) -> list[Table]:
-    """A group's table and, where it has them, those of its categories and exits."""
-    categories = by_category(group)
-    return [layout(group), *([categories] if categories.rows else []), *([by_exit(group)] if group.exits else [])]
+    """A group's table and, where it has them, those of its categories, layer sets and exits."""
+    found = [layout(group), *(table for table in (by_category(group), by_layer_set(group)) if table.rows)]
+    return [*found, by_exit(group)] if group.exits else found
 
 
 def tables(groups: Sequence[Group], layout: str = "own") -> list[Table]:

@@ -12,7 +12,8 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 import skipstone
 from skipstone.core.protocol import Method
-from skipstone.core.types import Stats, Step
+from skipstone.core.stats import Stats
+from skipstone.core.types import Step
 
 
 @dataclass(frozen=True)

@@ -14,7 +14,8 @@ import torch
 
 from skipstone.core.sampling import Scores
 from skipstone.core.session import Request, Session
-from skipstone.core.types import Draft, RowVerdict, Stats, Step, Verdict
+from skipstone.core.stats import Stats
+from skipstone.core.types import Draft, RowVerdict, Step, Verdict
 
 PREFILL_CHUNK = 512
 NOTHING = RowVerdict([], [], "", 0, 0)  # of a row that took no part

@@ -14,7 +14,8 @@ from skipstone.core.model import LayeredModel
 from skipstone.core.options import Call, requests
 from skipstone.core.record import Keeper
 from skipstone.core.session import Request
-from skipstone.core.types import Output, Stats, Step
+from skipstone.core.stats import Stats
+from skipstone.core.types import Output, Step
 
 if TYPE_CHECKING:
     from skipstone.core.protocol import Method

@@ -164,14 +164,13 @@ class KVStore:
 
     def move(self, row: int, source: Iterable[int], target: Iterable[int]) -> None:
         """Copy slots of a row: compacts an accepted tree path. Rotary phases are baked into the keys, so slots move freely."""
-        src, dst = list(source), list(target)
-        if src == dst:
+        pairs = [(src, dst) for src, dst in zip(source, target, strict=True) if src != dst]
+        held = [buffer for buffer in (*self.keys, *self.values) if buffer is not None]
+        if not pairs or not held:
             return
-        for buffers in (self.keys, self.values):
-            for buffer in buffers:
-                if buffer is not None:
-                    index = on_device([src, dst], buffer.device)
-                    buffer[row, :, index[1]] = buffer[row, :, index[0]]
+        src, dst = on_device(list(zip(*pairs, strict=True)), held[0].device)
+        for buffer in held:
+            buffer[row, :, dst] = buffer[row, :, src]
 
     def bytes(self) -> int:
         """Memory held by all buffers."""

@@ -113,14 +113,15 @@ class SwiftSession(SkippingSession):
     """Drafts with the layer set of a state that outlives it, and lets that state learn from what is written."""
 
     def __init__(self, method: Swift, model: LayeredModel, rows: int, capacity: int, state: SkipState) -> None:
+        most = method.num_speculative_tokens
         super().__init__(
             model,
             rows,
             capacity,
-            most=method.num_speculative_tokens,
+            most=most,
             threshold=method.confidence_threshold,
             ranks=RANKS if method.dynamic_verification else 1,
-            scratch=max(method.num_speculative_tokens + MOST_LEAVES, method.context_window),
+            scratch=max(min(most * RANKS, most + MOST_LEAVES), method.context_window),
         )
         self.state, self.window = state, method.context_window
         self.text = torch.zeros((rows, capacity + 1), dtype=torch.long, device=model.device)  # committed tokens by position ...
@@ -144,7 +145,8 @@ class SwiftSession(SkippingSession):
         row = rows[self._turn % len(rows)]
         end = self.store.length[row]
         choice = self.judge(row, end - self.window, self.state.space.to_skip_set(z)).argmax(-1)
-        self._judged = (z, (choice == self.choice[row, end - self.window + 1 : end + 1]).sum())
+        matched = (choice == self.choice[row, end - self.window + 1 : end + 1]).sum()
+        self._judged = (z, matched.to("cpu", non_blocking=True))
 
     def draft(self, limit: list[int]) -> Draft:
         """A chain with the layer set; then its runners-up, all in one tree (section 4.2)."""
@@ -171,14 +173,17 @@ class SwiftSession(SkippingSession):
         self._remember(before, draft, verdicts)
         if draft is not None:
             self.state.learn(draft, verdicts, time.perf_counter() - self._began)
-        if self._judged is not None:  # the step's one transfer is done: nothing is waited for
+        if self._judged is not None:  # the step's one transfer came after this one, and is done
             z, matched = self._judged
             self._judged = None
-            self.state.judged(z, int(matched) / self.window, self.window)
+            self.state.judged(z, float(matched.numpy()) / self.window, self.window)
 
     def _remember(self, before: list[int], draft: Draft | None, verdicts: list[RowVerdict]) -> None:
-        """Keep the tokens by position, and the target's own choices there."""
+        """Keep the tokens by position, and the target's own choices there, for as long as there is a search."""
         assert self._logits is not None
+        if not self.state.searching:
+            self.written, self._logits = [0] * len(self.written), None
+            return
         rows, places, tokens, nodes = [], [], [], []
         for row, verdict in enumerate(verdicts):
             first = self.store.length[row] if draft is None else before[row] + 1
