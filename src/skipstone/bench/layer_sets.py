@@ -28,10 +28,11 @@ def learnt(group: Group) -> dict[str, Mapping[str, Any]]:
 
 
 def by_layer_set(group: Group) -> Table:
-    """What was left out, how often it was right, and what that should have brought (SWIFT, Eq. 6) beside what it brought."""
+    """What was left out at the end, how often it was right, and what that should have brought (SWIFT, Eq. 6) beside what it
+    brought, over all prompts: the search sees them all."""
     rows = []
     for label, known in learnt(group).items():
-        figures = group.figures(label, group.shown()) or {}
+        figures = group.figures(label, group.lines) or {}
         left_out = sum(len(layers) for layers in known["skipped"].values())
         seconds = [figures.get(f"{part}_ms_per_step", 0.0) for part in ("search", "draft", "score", "other")]
         rows.append(
@@ -47,7 +48,11 @@ def by_layer_set(group: Group) -> Table:
             ]
         )
     columns = ["method", "skip ratio", "left out", "matchness", "judged", "steps that drafted", "time in search"]
-    return Table(f"{group.subject}, {group.name}: layer sets", [*columns, "c", "v", "E, v = 1", "E", "decode speed-up"], rows)
+    return Table(
+        f"{group.subject}, {group.name}: layer sets, all prompts",
+        [*columns, "c", "v", "E, v = 1", "E", "decode speed-up"],
+        rows,
+    )
 
 
 def _percent(share: float | None, digits: int = 0) -> str:

@@ -38,8 +38,11 @@ def search(
 ) -> None:
     """Find the layers that drafting can leave out, for --method self_speculative and swift (--profile)."""
     ctx.obj["debug"] = debug
-    if not out.absolute().parent.is_dir():
-        raise FileNotFoundError(2, "no such folder", str(out.parent))
+    for path in (out, *([picture] if picture is not None else [])):
+        if not path.absolute().parent.is_dir():
+            raise FileNotFoundError(2, "no such folder", str(path.parent))
+        if path.is_dir():
+            raise ValueError(f"{path} is a folder; name a file")
     if dtype not in DTYPES:
         raise ValueError(f"--dtype must be one of {', '.join(DTYPES)}, found {dtype!r}")
     if skip_ratio is not None and not 0 < skip_ratio < 1:

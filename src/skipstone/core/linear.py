@@ -52,16 +52,19 @@ def _few_rows(module: nn.Linear) -> Callable[[Tensor], Tensor]:
         product = weight @ columns if bias is None else torch.addmm(bias[:, None], weight, columns)
         return product.t().reshape(*x.shape[:-1], -1).contiguous()
 
+    forward.passing = True  # pyright: ignore[reportFunctionMemberAccess]
     return forward
 
 
 @contextmanager
 def in_use(replaced: Sequence[Replacement]) -> Iterator[None]:
-    """Use the replacements until the block ends. A thread that loses them early gets nn.Linear's own forward: as right."""
+    """Use the replacements until the block ends, where nobody else has put one. A thread that loses them early gets
+    nn.Linear's own forward: as right."""
     for module, forward in replaced:
-        module.__dict__["forward"] = forward
+        module.__dict__.setdefault("forward", forward)
     try:
         yield
     finally:
-        for module, _ in replaced:
-            module.__dict__.pop("forward", None)
+        for module, forward in replaced:
+            if module.__dict__.get("forward") is forward:
+                module.__dict__.pop("forward", None)

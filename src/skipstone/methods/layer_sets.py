@@ -19,6 +19,8 @@ from skipstone.core.skipping import SkipSet
 Z = NDArray[np.bool_]
 """[n], n = 2 (L - 2): the attentions of layers 1 to L - 2 (counted from 0), then their MLPs; True is skipped."""
 MOST_DRAFTS = 25
+UNKNOWN_SLOPE = 0.04
+"""What a token more in a scoring pass is thought to cost before anything was timed."""
 
 
 @dataclass(frozen=True)
@@ -92,8 +94,12 @@ class Costs:
         return max(1 - self.attention * int(z[:middle].sum()) - self.mlp * int(z[middle:].sum()), 1e-3)
 
     def score(self, tokens: int) -> float:
-        """v, one pass over so many tokens; the last known value beyond."""
-        return self.scoring[min(tokens, len(self.scoring)) - 1]
+        """v, one pass over so many tokens; beyond the last known value on the line from the first to it."""
+        known = len(self.scoring)
+        if tokens <= known:
+            return self.scoring[tokens - 1]
+        slope = (self.scoring[-1] - self.scoring[0]) / (known - 1) if known > 1 else UNKNOWN_SLOPE
+        return self.scoring[-1] + slope * (tokens - known)
 
     @cached_property
     def steps(self) -> NDArray[np.float64]:
@@ -109,10 +115,19 @@ def expected_speedup(matchness: Any, draft: Any, costs: Costs, most: int = MOST_
     """max over k > 0 of [(1 - m^(k+1)) / (1 - m)] / (k c + v(k+1)): tokens of a step of k drafts, each right with probability
     m, over its cost in plain steps; under 1 where no draft length pays. matchness, draft: numbers, or arrays [a] of them.
     most: drafts, at most MOST_DRAFTS."""
+    return _by_length(matchness, draft, costs, most).max(-1)
+
+
+def best_length(matchness: float, draft: float, costs: Costs, most: int = MOST_DRAFTS) -> int:
+    """The k of the maximum above."""
+    return int(_by_length(matchness, draft, costs, most).argmax()) + 1
+
+
+def _by_length(matchness: Any, draft: Any, costs: Costs, most: int) -> NDArray[np.float64]:
     m, c = np.clip(np.asarray(matchness, dtype=float), 0, 1 - 1e-9), np.asarray(draft, dtype=float)
-    k = np.arange(1, most + 1)
+    k = np.arange(1, min(most, MOST_DRAFTS) + 1)
     tokens = (1 - m[..., None] ** (k + 1)) / (1 - m[..., None])
-    return (tokens / (k * c[..., None] + costs.steps[:most])).max(-1)
+    return tokens / (k * c[..., None] + costs.steps[: len(k)])
 
 
 def measured_speedup(mean_length: float, alpha: float, draft: float, score: float) -> float:
@@ -122,14 +137,19 @@ def measured_speedup(mean_length: float, alpha: float, draft: float, score: floa
 
 @dataclass(frozen=True)
 class Objective:
-    """What a search maximises: (matchness, z) -> worth. by: "speed" or the paper's "matchness"."""
+    """What a search maximises: (matchness, z) -> worth. by: "speed" or the paper's "matchness". most: drafts a step."""
 
     costs: Costs = FLAT
     by: str = "speed"
+    most: int = MOST_DRAFTS
 
     def __call__(self, matchness: float, z: Z) -> float:
-        return matchness if self.by == "matchness" else float(expected_speedup(matchness, self.costs.draft(z), self.costs))
+        return matchness if self.by == "matchness" else self.speedup(matchness, z)
+
+    def speedup(self, matchness: float, z: Z) -> float:
+        """What a set of that matchness is expected to bring."""
+        return float(expected_speedup(matchness, self.costs.draft(z), self.costs, self.most))
 
     def of_many(self, matchness: NDArray[np.float64], drafts: NDArray[np.float64]) -> NDArray[np.float64]:
         """The same for many sets. matchness: [a]. drafts: [a], what a draft costs with each."""
-        return matchness if self.by == "matchness" else expected_speedup(matchness, drafts, self.costs)
+        return matchness if self.by == "matchness" else expected_speedup(matchness, drafts, self.costs, self.most)

@@ -12,7 +12,6 @@ RANKS = 10
 CANDIDATES = ((0.95, 1), (0.8, 3), (0.5, 5))
 """Above which confidence a place offers how many tokens in all, the chain's among them; RANKS below."""
 MOST_LEAVES = 57
-MOST_NODES = 25 + MOST_LEAVES
 
 
 def offered(confidence: Tensor) -> Tensor:

@@ -7,6 +7,7 @@ import json
 import os
 from pathlib import Path
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch
 from pydantic import Field, ValidationError
@@ -17,6 +18,9 @@ from skipstone.forms import Part, first_fault
 VERSION = 1
 SAMPLED = 64
 """Entries of every parameter that the fingerprint looks at."""
+
+
+_KNOWN: WeakKeyDictionary[Any, tuple[int, str]] = WeakKeyDictionary()
 
 
 class Profile(Part):
@@ -37,8 +41,15 @@ class Profile(Part):
 
 @torch.inference_mode()
 def fingerprint(model: Any) -> str:
-    """A hash of a model's parameters: names, shapes and SAMPLED values of each, in float32, so that dtype and device do not
-    matter much (bfloat16 rounds)."""
+    """A hash of a model's parameters: names, shapes and SAMPLED values of each, in bfloat16: the device does not matter,
+    nor whether the weights are float32 or bfloat16. Counted again only when a parameter has changed."""
+    state = sum(one._version for one in model.parameters() if not one.is_inference())
+    if model not in _KNOWN or _KNOWN[model][0] != state:
+        _KNOWN[model] = (state, _fingerprint(model))
+    return _KNOWN[model][1]
+
+
+def _fingerprint(model: Any) -> str:
     found = hashlib.sha256()
     for name, parameter in sorted(model.named_parameters()):
         flat = parameter.detach().flatten()

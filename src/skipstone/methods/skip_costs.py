@@ -11,7 +11,7 @@ from skipstone.core.kvstore import Pass
 from skipstone.core.model import LayeredModel
 from skipstone.core.session import Session
 from skipstone.core.skipping import SkipSet
-from skipstone.methods.layer_sets import Costs, Space
+from skipstone.methods.layer_sets import UNKNOWN_SLOPE, Costs, Space
 
 WIDTHS = (2, 4, 8, 16, 26, 48, 82)
 """Rows of the scoring passes that are timed; what lies between is interpolated."""
@@ -39,7 +39,8 @@ class Timings:
         model, store = session.model, session.store
         start = max(session.store.length)
         if width > min(store.limit, model.max_positions) - start:
-            return 0.0  # another request has room for it
+            self.left = [one for one in self.left if one != self.left[0]]  # the others say what it may cost
+            return 0.0
         kind = self.left.pop(0)
         store.reserve(start + width)
         places = torch.arange(start, start + width, device=model.device).expand(store.rows, -1)
@@ -66,7 +67,7 @@ class Timings:
             return None
         plain, middle = self.seconds["plain"], self.space.layers - 2
         units = [max(1 - self.seconds[kind] / plain, 0.0) / middle for kind in ("no attention", "no mlp")]
-        known = {1: 1.0, **{width: max(self.seconds[width] / plain, 1.0) for width in WIDTHS}}
+        known = {1: 1.0, **{width: max(self.seconds[width] / plain, 1.0) for width in WIDTHS if width in self.seconds}}
         scoring, widths = [], sorted(known)
         for width in range(1, widths[-1] + 1):
             high = next(one for one in widths if one >= width)
@@ -83,7 +84,9 @@ def by_weight(model: LayeredModel, space: Space) -> Costs:
     whole = sum(one.numel() for one in layer.parameters())
     everything = whole * space.layers + model.head.weight.numel()
     return Costs(
-        attention / everything, (whole - attention) / everything, tuple(1 + 0.04 * extra for extra in range(WIDTHS[-1]))
+        attention / everything,
+        (whole - attention) / everything,
+        tuple(1 + UNKNOWN_SLOPE * extra for extra in range(WIDTHS[-1])),
     )
 
 

@@ -101,7 +101,9 @@ class RandomSearch(Search):
         self.seen: dict[bytes, tuple[Z, float, int]] = {}
 
     def propose(self) -> Z:
-        if self.steps % self.AGAIN == self.AGAIN - 1 and self.seen:
+        if not self.seen:
+            return self.space.uniform(self.count)
+        if self.steps % self.AGAIN == self.AGAIN - 1:
             return self._extreme(+1)
         return self._fresh()
 
@@ -225,7 +227,7 @@ class LinearThompson(Search):
         noise = max(matchness * (1 - matchness), 0.02) / positions
         self.root /= math.sqrt(self.FORGET)
         rows = np.sqrt((self.root**2).sum(1))
-        self.root *= np.minimum(1, self._widest / np.maximum(rows, 1e-12))[:, None]  # never wider than at the start
+        self.root *= np.minimum(1, self._widest / np.maximum(rows, 1e-12))[:, None]  # never wider than the level was
         seen = self.root.T @ x
         gain = 1 / (seen @ seen + noise)
         direction = self.root @ seen

@@ -11,15 +11,14 @@ from __future__ import annotations
 import threading
 from collections import deque
 from collections.abc import Iterable
-from statistics import fmean, median
+from dataclasses import replace
+from statistics import median
 from typing import TYPE_CHECKING, Any
-from weakref import WeakKeyDictionary
 
-from skipstone.core.model import LayeredModel, unwrapped
+from skipstone.core.model import LayeredModel
 from skipstone.core.skipping import SkipSet
 from skipstone.core.types import Draft, RowVerdict
-from skipstone.methods import profiles
-from skipstone.methods.layer_sets import Objective, Space, Z, expected_speedup
+from skipstone.methods.layer_sets import MOST_DRAFTS, Objective, Space, Z, best_length
 from skipstone.methods.leaves import MOST_LEAVES, RANKS
 from skipstone.methods.skip_costs import Timings, by_weight
 from skipstone.methods.skip_search import SEARCHES, Cusum, FixedSearch, Search
@@ -31,8 +30,11 @@ SEARCHING, SETTLED = 0.08, 0.02
 """Share of time that may be lost while the search goes on, and after it."""
 START, MOST_SLACK, SEARCH_BUDGET = 8.0, 64.0, 800.0
 """Plain steps: what a model may lose at first, most slack that is kept, and most that a guarded search may cost."""
-PAYS, LEAST_STEPS, RECENT = 1.02, 8, 64
-"""A layer set must bring so much, by the latest steps with it; before there are so many, it is on trial."""
+PAYS, LOSES, LEAST_STEPS, RECENT = 1.02, 0.98, 8, 64
+"""A layer set must bring so much to be drafted with, and is given up when it brings so little, by the latest steps with it;
+before there are so many, it is on trial, in turns with evaluations."""
+TRIAL, HOPE = 3, 0.8
+"""Most drafts of a step on trial, and the matchness that is hoped for where nothing was judged."""
 BETTER, EVALUATIONS = 1.01, 4
 """Another set must be better by so much to take a set's place; none is good enough before so many evaluations."""
 ALPHA_STEPS, ALPHA_LEAST, RATIO_STEP, LEAST_RATIO, MORE_STEPS = 256, 0.7, 0.05, 0.2, 64
@@ -45,42 +47,25 @@ LEAVES = 0.1
 KEPT = 500
 """Points of the history."""
 
-_STATES: WeakKeyDictionary[Any, dict[Any, SkipState]] = WeakKeyDictionary()
-
-
-def of(method: Swift, model: LayeredModel, rows: int) -> SkipState:
-    """The state of a method on a model, where it is now, for a batch of so many rows: the same one for every request, as long
-    as the model lives."""
-    skip = None if method.profile is None else profiles.load(method.profile, model.model).skip
-    states = _STATES.setdefault(model.model, {})
-    key = (method, rows, str(model.device), str(model.dtype), skip)
-    if key not in states:
-        states[key] = SkipState(method, model, skip)
-    return states[key]
-
-
-def known(method: Swift, model: Any) -> dict[str, Any]:
-    """What there is to say of a method's busiest state on a model; empty before its first request."""
-    states = [state for key, state in _STATES.get(unwrapped(model), {}).items() if key[0] == method]
-    return max(states, key=lambda state: state.steps).report() if states else {}
-
 
 class SkipState:
-    """See the module. z, skip: the layer set to draft with. profile: a set that was found before; nothing is searched then."""
+    """See the module. z, skip: the layer set to draft with. profile: a set that was found before; nothing is searched then.
+    rows: of the batch."""
 
-    def __init__(self, method: Swift, model: LayeredModel, profile: SkipSet | None = None) -> None:
+    def __init__(self, method: Swift, model: LayeredModel, profile: SkipSet | None = None, rows: int = 1) -> None:
         self.method, self.space = method, Space(model.depth)
         self.lock = threading.RLock()
         self.costs = by_weight(model, self.space)
         self.timings: Timings | None = Timings(self.space) if method.guard or method.objective == "speed" else None
-        objective = Objective(self.costs, method.objective)
+        self.judging = -(-method.context_window // rows)  # tokens of a pass of all rows that is as large as a judging one
+        objective = Objective(self.costs, method.objective, min(method.num_speculative_tokens, MOST_DRAFTS))
         if profile is None:
             self.ratio, count = method.skip_ratio, self.space.count(method.skip_ratio)
             self.search: Search = SEARCHES[method.search](self.space, count, objective, method.search_seed)
         else:
             self.search = FixedSearch(self.space, self.space.from_skip_set(profile))
             self.ratio = self.search.count / self.space.size
-        self.cusum = Cusum()
+        self.cusum, self.trial_next = Cusum(), False
         self.slack, self.tokens = START, 0.0
         self.spent = {"draft": 0.0, "score": 0.0, "search": 0.0, "timing": 0.0}
         self.this_search = 0.0
@@ -105,31 +90,32 @@ class SkipState:
         with self.lock:
             if self.timings is not None:
                 assert session is not None
-                if not self.method.guard or self.slack > self.timings.estimate(self.costs):
+                if not self.method.guard or self.slack > min(self.timings.estimate(self.costs), MOST_SLACK / 2):
                     self._time(session)
                 return None
-            cost = self.costs.draft(self.z) * self.costs.score(self.method.context_window)
-            if not self.searching or (self.method.guard and self.slack < cost):
+            cost = self.costs.draft(self.z) * self.costs.score(self.judging)
+            turn = self.trial_next and len(self.recent) < LEAST_STEPS and self.pays()
+            if not self.searching or (self.method.guard and (turn or self.slack < min(cost, MOST_SLACK / 2))):
                 return None
             self._lose("search", cost)
             self.this_search += cost
             return self.search.propose()
 
     def room(self, most: int) -> int:
-        """How many drafts the next step may make, 0 to `most`: all where drafting pays. What may pay is tried as the slack
-        allows; what does not is tried again only when the search, which needs the slack, is over."""
+        """How many drafts the next step may make, 0 to `most`: all where drafting pays. What may pay is tried, with chains of
+        the length that should pay most, as the slack allows; what does not only after the search, which needs the slack."""
         with self.lock:
             known = len(self.recent) >= LEAST_STEPS
             if not self.method.guard:
                 return most
             if known and self.pays():
                 return most if self.steps % REFRESH else 0
-            if self.searching and (known or not self.pays()):
+            if self.timings is not None or (self.searching and (known or not self.pays())):
                 return 0
-            c, fits = self.costs.draft(self.z), 0
-            while fits < most and (fits + 1) * c + self.costs.score(2 + fits + self.leaves(fits + 1)) - 1 <= self.slack:
-                fits += 1
-            return fits
+            c = self.costs.draft(self.z)
+            drafts = min(most, TRIAL, best_length(HOPE if self.matchness is None else self.matchness, c, self.costs))
+            cost = drafts * c + self.costs.score(1 + drafts + self.leaves(drafts)) - 1
+            return drafts if cost <= self.slack else 0
 
     def leaves(self, drafts: int) -> int:
         """How many runners-up a step of so many drafts may verify."""
@@ -141,14 +127,15 @@ class SkipState:
         allowed = self.costs.score(1 + drafts) + LEAVES
         return max((n for n in range(most + 1) if self.costs.score(1 + drafts + n) <= allowed), default=0)
 
-    def pays(self) -> bool:
-        """By the latest steps of this layer set, and what its matchness promises, which counts as much as LEAST_STEPS steps."""
+    def pays(self, least: float = PAYS) -> bool:
+        """Whether the layer set brings at least so much, by its latest steps and what its matchness promises, which counts as
+        much as LEAST_STEPS steps."""
         tokens, cost = (sum(column) for column in zip(*self.recent, strict=True)) if self.recent else (0.0, 0.0)
         if self.matchness is not None:
             weight = LEAST_STEPS * (cost / len(self.recent) if self.recent else 1.0)
-            tokens += weight * float(expected_speedup(self.matchness, self.costs.draft(self.z), self.costs))
+            tokens += weight * self.search.objective.speedup(self.matchness, self.z)
             cost += weight
-        return cost > 0 and tokens > PAYS * cost
+        return cost > 0 and tokens > least * cost
 
     # ----------------------------------------------------------------------------------------- what is learnt
 
@@ -167,6 +154,7 @@ class SkipState:
             self.steps += 1
             if passes:
                 self.drafted_steps += 1
+                self.trial_next = False
                 self.recent.append((tokens, factor * (c + v)))
                 self._follow(sum(len(one.path) for one in live), sum(one.draft_steps for one in live))
 
@@ -177,7 +165,7 @@ class SkipState:
         if plain:
             self.plain.append(min(seconds, SPIKE * median(self.plain)) if self.plain else seconds)
             return 1.0
-        return min(seconds / fmean(self.plain) / expected, SPIKE) if self.plain else 1.0
+        return min(seconds / median(self.plain) / expected, SPIKE) if self.plain else 1.0
 
     def _follow(self, accepted: int, drafted: int) -> None:
         """The skip ratio goes down where few drafts are accepted; a changed task, or a set that no longer pays, starts the
@@ -185,7 +173,7 @@ class SkipState:
         if self.searching or not self.adaptive:
             return
         changed = self.cusum.add(accepted / max(drafted, 1))
-        pays = self.pays()
+        pays = self.pays(LOSES)
         if changed or (not pays and self.paid >= RECENT):
             self.search.widen()
             self._again(self.method.max_steps)
@@ -206,6 +194,7 @@ class SkipState:
         """One evaluation (Eq. 4): the search learns, and the best set is drafted with."""
         with self.lock:
             self.search.observe(z, matchness, positions)
+            self.trial_next = True
             self.evaluations += 1
             self.since_better += 1
             self.left -= 1
@@ -240,6 +229,7 @@ class SkipState:
     def _again(self, steps: int) -> None:
         """Search on."""
         self.searching, self.left, self.since_better, self.this_search = True, steps, 0, 0.0
+        self.cusum = Cusum()
         self._take(self.search.best())
 
     # ------------------------------------------------------------------------------------- what there is to say
@@ -269,7 +259,8 @@ class SkipState:
     def remark(self) -> str | None:
         """What a user should know: that no layer set pays here."""
         with self.lock:
-            if self.searching or self.timings is not None or not self.method.guard or self.pays():
+            tried = self.timings is None and len(self.recent) >= LEAST_STEPS
+            if self.searching or not tried or not self.method.guard or self.pays():
                 return None
             seen = "" if self.matchness is None else f", its matchness is {self.matchness:.2f}"
             return (
@@ -282,10 +273,11 @@ class SkipState:
 
     def _time(self, session: SwiftSession) -> None:
         assert self.timings is not None
-        self._lose("timing", self.timings.next(session))
+        estimate = self.timings.estimate(self.costs)
+        self._lose("timing", min(self.timings.next(session), SPIKE * estimate))  # a first pass may load kernels
         if (costs := self.timings.costs()) is not None:
             self.timings, self.costs = None, costs
-            self.search.objective = Objective(costs, self.method.objective)
+            self.search.objective = replace(self.search.objective, costs=costs)
             self.recent.clear()
 
     def _lose(self, what: str, cost: float) -> None:

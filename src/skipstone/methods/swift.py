@@ -30,7 +30,7 @@ from skipstone.core.sampling import Scores
 from skipstone.core.session import Request, Session
 from skipstone.core.skipping import SkipSet
 from skipstone.core.types import Draft, RowVerdict, Verdict
-from skipstone.methods import profiles, skip_state
+from skipstone.methods import profiles, skip_states
 from skipstone.methods.chain import check_threshold
 from skipstone.methods.layer_sets import Space, Z
 from skipstone.methods.leaves import MOST_LEAVES, RANKS, with_leaves
@@ -85,7 +85,10 @@ class Swift(Method):
             whole_number(name, getattr(self, name), least)
         whole_number("search_seed", self.search_seed, 0)
         check_threshold(self.confidence_threshold)
-        if not 0 <= self.enough <= 1:
+        for name in ("dynamic_verification", "adjust", "guard"):
+            if not isinstance(getattr(self, name), bool):
+                raise ValueError(f"{name} must be true or false, found {getattr(self, name)!r}")
+        if isinstance(self.enough, bool) or not isinstance(self.enough, (int, float)) or not 0 <= self.enough <= 1:
             raise ValueError(f"enough is a matchness in [0, 1], found {self.enough!r}")
         if self.search not in SEARCHES:
             raise ValueError(f"unknown search {self.search!r}; there are {', '.join(SEARCHES)}")
@@ -95,18 +98,18 @@ class Swift(Method):
             space.from_skip_set(profiles.load(self.profile, model.model).skip)
 
     def report(self, model: PreTrainedModel) -> dict[str, Any]:
-        return skip_state.known(self, model)
+        return skip_states.known(self, model)
 
     def start(self, model: LayeredModel, rows: int, capacity: int, state: Any = None) -> Session:
-        return SwiftSession(self, model, rows, capacity, state or skip_state.of(self, model, rows))
+        return SwiftSession(self, model, rows, capacity, state or skip_states.of(self, model, rows))
 
-    def save(self, model: PreTrainedModel, path: Path) -> None:
+    def save(self, model: PreTrainedModel, path: str | Path) -> None:
         """Write the layer set that was found on a model into a profile. ValueError before its first request."""
         if not (found := self.report(model)):
             raise ValueError("there is nothing to save: swift has not decoded with this model and these settings yet")
         about = {name: found[name] for name in ("matchness", "evaluations", "skip_ratio")}
         sets = {name: tuple(layers) for name, layers in found["skipped"].items()}
-        profiles.save(path, profiles.Profile(model=profiles.fingerprint(unwrapped(model)), about=about, **sets))
+        profiles.save(Path(path), profiles.Profile(model=profiles.fingerprint(unwrapped(model)), about=about, **sets))
 
 
 class SwiftSession(SkippingSession):
@@ -124,8 +127,9 @@ class SwiftSession(SkippingSession):
             scratch=max(min(most * RANKS, most + MOST_LEAVES), method.context_window),
         )
         self.state, self.window = state, method.context_window
-        self.text = torch.zeros((rows, capacity + 1), dtype=torch.long, device=model.device)  # committed tokens by position ...
-        self.choice = torch.zeros_like(self.text)  # ... and what the target itself would have said there
+        # committed tokens by position, and what the target itself would have said there
+        self.text = torch.zeros((rows, min(capacity, model.max_positions) + 1), dtype=torch.long, device=model.device)
+        self.choice = torch.zeros_like(self.text)
         self.written = [0] * rows
         self._logits: Tensor | None = None
         self._judged: tuple[Z, Tensor] | None = None
@@ -155,7 +159,9 @@ class SwiftSession(SkippingSession):
         chain, ranked = self.chain([min(allowed, room) for allowed in limit], self.state.skip)
         if ranked is None or self.ranks == 1:
             return chain
-        tree = with_leaves(chain, *ranked, self.state.leaves(chain.width))
+        if not (leaves := self.state.leaves(chain.width)):
+            return chain
+        tree = with_leaves(chain, *ranked, leaves)
         tree.frontier = self.frontier([tree.width if alive else 0 for alive in self.alive])
         tree.frontier.append(tree.tokens, tree.valid, tree.parents)
         return tree
@@ -172,7 +178,8 @@ class SwiftSession(SkippingSession):
         super().commit(draft, verdicts)
         self._remember(before, draft, verdicts)
         if draft is not None:
-            self.state.learn(draft, verdicts, time.perf_counter() - self._began)
+            # on an accelerator the step has waited for the judging pass before it, too
+            self.state.learn(draft, verdicts, None if self._judged is not None else time.perf_counter() - self._began)
         if self._judged is not None:  # the step's one transfer came after this one, and is done
             z, matched = self._judged
             self._judged = None
