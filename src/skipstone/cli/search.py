@@ -88,8 +88,9 @@ def _found(
     if (best := found.best) is None:
         raise ValueError(f"{budget:g} seconds are too few: no set was decoded with yet; go on with a larger budget")
     about = {"speed": best.speed, "acceptance": best.acceptance, "matchness": best.matchness, "trials": len(found.trials)}
-    sets = {"attention": tuple(best.attention), "mlp": tuple(best.mlp)}
-    profiles.save(out, profiles.Profile(model=profiles.fingerprint(model), name=name or BUNDLED, about=about, **sets))
+    attention, mlp = tuple(best.attention), tuple(best.mlp)
+    key = profiles.fingerprint(model)
+    profiles.save(out, profiles.Profile(model=key, name=name or BUNDLED, about=about, attention=attention, mlp=mlp))
     return found
 
 

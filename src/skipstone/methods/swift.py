@@ -108,8 +108,9 @@ class Swift(Method):
         if not (found := self.report(model)):
             raise ValueError("there is nothing to save: swift has not decoded with this model and these settings yet")
         about = {name: found[name] for name in ("matchness", "evaluations", "skip_ratio")}
-        sets = {name: tuple(layers) for name, layers in found["skipped"].items()}
-        profiles.save(Path(path), profiles.Profile(model=profiles.fingerprint(unwrapped(model)), about=about, **sets))
+        attention, mlp = (tuple(found["skipped"][kind]) for kind in ("attention", "mlp"))
+        key = profiles.fingerprint(unwrapped(model))
+        profiles.save(Path(path), profiles.Profile(model=key, about=about, attention=attention, mlp=mlp))
 
 
 class SwiftSession(SkippingSession):
