@@ -33,7 +33,8 @@ class Row:
 
     same_text: rules under which sampling gives the text of plain sampling with the same seeds ("standard" where drafts are
     deterministic). oracle: for a lossy method, the model whose text it should give. variant: a setting of a method that has a
-    row already; beyond Llama it runs in the full product only.
+    row already; beyond Llama it runs in the full product only. learns: the drafter grows better, so that of a short text's
+    drafts all may be right.
     """
 
     make: Callable[[int, Any], Method]
@@ -41,6 +42,7 @@ class Row:
     same_text: tuple[str, ...] = ("coupled",)
     oracle: Callable[[str], PreTrainedModel] | None = None
     variant: bool = False
+    learns: bool = False
 
 
 @functools.cache
@@ -70,12 +72,13 @@ ROWS: dict[str, Row] = {
         lambda d, rule: LayerSkip(EXIT, d, confidence_threshold=0.2, rejection_sample_method=rule),
         variant=True,
     ),
-    "swift": Row(lambda d, rule: SWIFT(num_speculative_tokens=d), same_text=("standard",)),
+    "swift": Row(lambda d, rule: SWIFT(num_speculative_tokens=d), same_text=("standard",), learns=True),
     "self_speculative": Row(lambda d, rule: SelfSpeculative((1,), (2,), None, d), same_text=("standard",)),
     "swift, chains that never stop early": Row(
         lambda d, rule: SWIFT(skip_ratio=0.75, num_speculative_tokens=d, confidence_threshold=None, dynamic_verification=False),
         same_text=("standard",),
         variant=True,
+        learns=True,
     ),
 }
 LOSSLESS = [name for name, row in ROWS.items() if row.oracle is None]
@@ -98,7 +101,8 @@ def assert_not_vacuous(row: Row, output: Output) -> None:
     if row.speculative:
         assert stats.drafted > 0
         assert stats.accepted > 0, "no draft was ever accepted"
-        assert stats.drafted > stats.accepted or stats.drafted < 20, "no draft was ever rejected"
+        few = row.learns and stats.drafted < 20
+        assert stats.drafted > stats.accepted or few, "no draft was ever rejected"
     else:
         assert stats.drafted == 0
 

@@ -29,14 +29,12 @@ WARM_UP_TOKENS = 16
 @dataclass(frozen=True)
 class Emitted:
     """What one call gave: the new ids, without the prompt, and our own figures where the engine is ours. first: when the first
-    new token was there, by `time.perf_counter`; None where nobody looked. setup: seconds before the first pass.
-    known: what a method has learnt about the model so far."""
+    new token was there, by `time.perf_counter`; None where nobody looked. setup: seconds before the first pass."""
 
     tokens: list[int]
     stats: Stats | None = None
     first: float | None = None
     setup: float = 0.0
-    known: dict[str, Any] | None = None
 
 
 class Engine(Protocol):
@@ -71,7 +69,7 @@ class Skipstone:
             tokens += step.tokens[0]
             if first is None and tokens:
                 first = time.perf_counter()
-        return Emitted(tokens, stats, first, setup, self.method.report(model) or None)
+        return Emitted(tokens, stats, first, setup)
 
 
 @dataclass(frozen=True)
@@ -143,7 +141,8 @@ def measure(
         seconds = time.perf_counter() - start
     first = None if emitted.first is None else emitted.first - start
     most = memory.peak(model.device) if counted else None
-    return Measurement(row.name, index, emitted.tokens, seconds, emitted.stats, first, most, emitted.setup, emitted.known)
+    known = (row.engine.method.report(model) or None) if isinstance(row.engine, Skipstone) else None
+    return Measurement(row.name, index, emitted.tokens, seconds, emitted.stats, first, most, emitted.setup, known)
 
 
 def warm_up(model: PreTrainedModel, rows: Sequence[Row], prompt: Tensor, max_new_tokens: int) -> None:

@@ -2,8 +2,8 @@
 
 All costs are in plain steps: those of steps by the clock, over what plain steps took; those of single passes, which the search
 needs, were timed once. What is not known to pay (drafts of a new layer set, evaluations, timings) is paid from a slack
-that plain decoding and good drafts build up: over any stretch the tokens cost at most 1 + allowance of what plain decoding
-would have spent on them, and START plain steps.
+that plain decoding and good drafts build up: what is tried costs at most an allowance, a share of the plain steps that the
+tokens would have taken, and START plain steps.
 """
 
 from __future__ import annotations
