@@ -119,8 +119,8 @@ def test_the_best_set_of_a_linear_model_is_found_exactly() -> None:
             z = np.zeros(8, dtype=bool)
             z[list(chosen)] = True
             every.append(objective(float(weights[:-1][z].sum() + 1), z))
-        found = search._argmax(weights)
-        assert objective(float(weights[:-1][found].sum() + 1), found) == pytest.approx(max(every))
+        found, worth = search._argmax(weights, 4)
+        assert objective(float(weights[:-1][found].sum() + 1), found) == pytest.approx(max(every)) == pytest.approx(worth)
 
 
 def test_the_posterior_is_that_of_bayesian_linear_regression() -> None:
@@ -166,6 +166,23 @@ def test_a_gaussian_process_proposes_near_what_was_good() -> None:
         z = good if number == 5 else space.random(8, np.random.default_rng(number))
         search.observe(z, 0.95 if number == 5 else 0.3, 320)
     assert (search.propose() & good).sum() >= 7
+
+
+def test_other_sizes_are_promised_what_their_best_set_is_worth() -> None:
+    space, dice = Space(24), np.random.default_rng(3)
+    search, matchness = LinearThompson(space, 20, Objective(COSTS), 0), landscape(3)
+    assert search.promise(22) == 0.0, "nothing is known yet"
+    for _ in range(40):
+        z = search.propose()
+        search.observe(z, dice.binomial(32, matchness(z)) / 32, 32)
+    promised = {count: search.promise(count) for count in (18, 20, 22)}
+    for count, worth in promised.items():
+        search.resize(count)
+        best = search.best()
+        assert best.sum() == count
+        seen = search.estimate(best)
+        assert seen is not None
+        assert worth == pytest.approx(search.objective(seen, best), rel=0.02)
 
 
 def test_another_size_keeps_what_was_learnt_of_sublayers() -> None:

@@ -5,13 +5,15 @@ import json
 import pytest
 import torch
 
-from skipstone.bench import journal, surrogate
+from skipstone.bench import journal, shapes, surrogate
 from skipstone.bench.plan import read
 from skipstone.bench.report import report
 from skipstone.bench.statistics import repeated_share
 from skipstone.bench.synthetic import run_surrogate
+from skipstone.core.kvstore import KVStore, Pass
+from skipstone.core.model import LayeredModel
 
-SMALL = surrogate.parse("layers=4,hidden=64,vocab=256", 2, 0.8)
+SMALL = shapes.parse("layers=4,hidden=64,vocab=256", 2, 0.8)
 
 
 def test_surrogate_agrees_at_the_wanted_rate_and_is_reproducible():
@@ -29,9 +31,32 @@ def test_surrogate_agrees_at_the_wanted_rate_and_is_reproducible():
         early = made.model(fresh).logits.argmax(-1)
         made.model.config.num_hidden_layers = 4
     counted = (early == late)[:, surrogate.START :].float().mean().item()
-    assert surrogate.measure_agreement(made.model, 2, fresh)[0].value == pytest.approx(counted)
+    assert surrogate.measure_agreement(made.model, SMALL.rest, fresh)[0].value == pytest.approx(counted)
     assert counted == pytest.approx(0.8, abs=0.06)
     assert made.report()["realised_agreement"]["value"] == made.agreement.value
+
+
+def test_a_layer_set_may_be_what_agrees():
+    """Counted with the engine's own skipping, which the calibration does not use."""
+    wide = shapes.parse("layers=6,hidden=64,vocab=256", None, 0.8, 0.5)
+    made = surrogate.calibrate(wide, seed=0, sequences=48, length=48)
+    assert made.agreement.low - 0.03 <= 0.8 <= made.agreement.high + 0.03
+    assert (len(wide.rest.attention), len(wide.rest.mlp)) == (2, 2)
+    fresh = surrogate.contexts(made.model, 1, 100, seed=78)
+    model = LayeredModel(made.model)
+    places = torch.arange(100)[None]
+    found = []
+    for skip in (None, wide.rest):
+        store = KVStore(1, 6, 128)
+        store.reserve(100)
+        at = Pass(places, places, None, slice(0, 1), 100, 0)
+        with torch.inference_mode():
+            logits = model.logits(model.run(model.embed(fresh, places), at, store, range(6), skip))
+        found.append(logits[0].argmax(-1))
+    counted = (found[0] == found[1])[surrogate.START :].double().mean().item()
+    assert surrogate.measure_agreement(made.model, wide.rest, fresh)[0].value == pytest.approx(counted)
+    assert counted < 1
+    assert "all but a share of 0.5 agree with all at" in surrogate.calibrated(made.report())
 
 
 def test_surrogate_text_does_not_loop_and_its_prompts_repeat_with_the_seed():
@@ -90,12 +115,12 @@ def test_a_file_of_another_run_is_refused_before_anything_is_calibrated(tmp_path
     out = run_surrogate(SMALL, asked, tmp_path / "s.jsonl", ["x"], lambda _: None)
     monkeypatch.setattr(surrogate, "calibrate", None)
     with pytest.raises(ValueError, match="holds another run: surrogate differ"):
-        run_surrogate(surrogate.parse("layers=4,hidden=64,vocab=256", 2, 0.7), asked, out, ["x"])
+        run_surrogate(shapes.parse("layers=4,hidden=64,vocab=256", 2, 0.7), asked, out, ["x"])
 
 
 def test_a_named_shape_without_agreement_is_for_plain_decoding(tmp_path, monkeypatch):
-    monkeypatch.setitem(surrogate.NAMED, "llama-3.2-1b", SMALL.config)
-    shape = surrogate.parse("llama-3.2-1b")
+    monkeypatch.setitem(shapes.NAMED, "llama-3.2-1b", SMALL.config)
+    shape = shapes.parse("llama-3.2-1b")
     asked = plan(methods=["hf-generate", "autoregressive"], dtype="bfloat16")
     lines = journal.read(run_surrogate(shape, asked, tmp_path / "s.jsonl", ["x"], lambda _: None))
     model = next(line for line in lines if line["kind"] == "model")
@@ -104,7 +129,7 @@ def test_a_named_shape_without_agreement_is_for_plain_decoding(tmp_path, monkeyp
 
 def test_named_shapes_have_the_parameters_of_their_names():
     billions = {}
-    for name, config in surrogate.NAMED.items():
+    for name, config in shapes.NAMED.items():
         with torch.device("meta"):
             model = surrogate.LlamaForCausalLM(surrogate.LlamaConfig(**config))
         billions[name] = round(sum(p.numel() for p in model.parameters()) / 1e9, 1)
@@ -115,7 +140,10 @@ def test_named_shapes_have_the_parameters_of_their_names():
     ("arguments", "message"),
     [
         (("layers=4,hidden=64", 4, 0.8), "must lie between 1 and 3"),
-        (("layers=4,hidden=64", 2, None), "go together"),
+        (("layers=4,hidden=64", 2, None), "goes with --exit-layer or --skip-ratio"),
+        (("layers=4,hidden=64", 2, 0.8, 0.5), "either --exit-layer or --skip-ratio"),
+        (("layers=4,hidden=64", None, 0.8, 1.0), "--skip-ratio must leave out some"),
+        (("llama-3-8b,layers=0", 2, 0.8), "one of llama-3.2-1b, "),
         (("layers=4,hidden=64", 2, 1.5), "between 0 and 1"),
         (("layers=4",), "lacks hidden"),
         (("layers=4,depth=3",), "found 'layers=4,depth=3'"),
@@ -126,23 +154,27 @@ def test_named_shapes_have_the_parameters_of_their_names():
 )
 def test_impossible_shapes_are_refused(arguments, message):
     with pytest.raises(ValueError, match=message):
-        surrogate.parse(*arguments)
+        shapes.parse(*arguments)
+
+
+def test_a_named_shape_may_have_fewer_layers():
+    assert shapes.parse("llama-3-8b,layers=5").config == shapes.NAMED["llama-3-8b"] | {"num_hidden_layers": 5}
 
 
 def test_a_config_file_is_a_shape(tmp_path):
     path = tmp_path / "config.json"
     surrogate.LlamaConfig(**SMALL.config).to_json_file(path, use_diff=False)
-    assert surrogate.build(surrogate.parse(str(path)), 0).config.hidden_size == 64
+    assert surrogate.build(shapes.parse(str(path)), 0).config.hidden_size == 64
     written = json.loads(path.read_text())
     path.write_text(json.dumps({**written, "dtype": "bfloat16", "torch_dtype": "bfloat16"}))
-    made = surrogate.plain(surrogate.parse(str(path)), 0, torch.float32, "cpu")
+    made = surrogate.plain(shapes.parse(str(path)), 0, torch.float32, "cpu")
     assert (made.dtype, made.config.hidden_size) == (torch.float32, 64)
     path.write_text("{")
     with pytest.raises(ValueError, match=r"config.json is no JSON"):
-        surrogate.parse(str(path))
+        shapes.parse(str(path))
     path.write_text('{"model_type": "llama", "hidden_size": 64}')
     with pytest.raises(ValueError, match="the config of a Llama has num_hidden_layers"):
-        surrogate.parse(str(path))
+        shapes.parse(str(path))
     path.write_text('{"model_type": "mamba", "hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 1}')
     with pytest.raises(ValueError, match="a surrogate is a Llama, found model_type 'mamba'"):
-        surrogate.parse(str(path))
+        shapes.parse(str(path))

@@ -13,37 +13,47 @@ from skipstone.bench.dialogue import Reader
 from skipstone.bench.journal import Journal
 from skipstone.bench.plan import Plan, resolved
 from skipstone.bench.run import Say, Subject, enter, measure_task
-from skipstone.bench.surrogate import Shape
+from skipstone.bench.shapes import Shape
 from skipstone.bench.task import Task
 from skipstone.core.fields import OWN_FIELD
 from skipstone.loading import usable
 
+CONTEXTS = 128
+"""Of a measurement while calibrating."""
 
-def run_surrogate(shape: Shape, plan: Plan, path: Path, argv: list[str], say: Say = print, fresh: bool = False) -> Path:
-    """Measure what is not in the file yet. The model's early exit is its method's default. ValueError where the file holds
+
+def run_surrogate(
+    shape: Shape, plan: Plan, path: Path, argv: list[str], say: Say = print, fresh: bool = False, contexts: int = CONTEXTS
+) -> Path:
+    """Measure what is not in the file yet. The calibrated part is its method's default. contexts: of a measurement while
+    calibrating. ValueError where the file holds
     another run, or the wanted agreement cannot be had."""
     if plan.threads is not None:
         torch.set_num_threads(plan.threads)
     ((_, question),) = resolved(plan)
     assert question.num_prompts is not None
     assert question.prompt_tokens is not None
-    wanted = {"shape": shape.name, "exit_layer": shape.exit_layer, "agreement": shape.agreement}
+    wanted: dict[str, Any] = {"shape": shape.name, "exit_layer": shape.exit_layer, "agreement": shape.agreement}
+    if shape.skip_ratio is not None:
+        wanted["skip_ratio"] = shape.skip_ratio
+    if shape.agreement is not None and contexts != CONTEXTS:
+        wanted["contexts"] = contexts
     kept = {**plan.model_dump(mode="json"), "surrogate": wanted}
     with Journal(path, kept, machine.provenance(argv, plan.seed), fresh) as journal:
-        model, about = _made(journal, shape, plan, say)
+        model, about = _made(journal, shape, plan, say, contexts)
         count = plan.tune_prompts + question.num_prompts
         if shape.agreement is None:
-            contexts = surrogate.random_prompts(model.config.vocab_size, count, question.prompt_tokens, plan.seed)
+            prompts = surrogate.random_prompts(model.config.vocab_size, count, question.prompt_tokens, plan.seed)
         else:
-            contexts = surrogate.sampled_prompts(model, count, question.prompt_tokens, plan.seed + 1)
+            prompts = surrogate.sampled_prompts(model, count, question.prompt_tokens, plan.seed + 1)
         entrants = enter(journal, Subject(plan.models[0], model, None, about), plan, say)
         task = Task("synthetic", None, "", (), "none", lambda row: [])
         cell = Cell(plan.models[0], 0, task, question, Reader(None, False, question.prompt_tokens), plan)
-        measure_task(journal, model, cell, entrants, (contexts[: plan.tune_prompts], contexts[plan.tune_prompts :]), say)
+        measure_task(journal, model, cell, entrants, (prompts[: plan.tune_prompts], prompts[plan.tune_prompts :]), say)
     return path
 
 
-def _made(journal: Journal, shape: Shape, plan: Plan, say: Say) -> tuple[Any, dict[str, Any]]:
+def _made(journal: Journal, shape: Shape, plan: Plan, say: Say, contexts: int) -> tuple[Any, dict[str, Any]]:
     """(the model, what is said of it): calibrated, as the file says or now."""
     dtype = torch.float32 if plan.dtype == "auto" else getattr(torch, plan.dtype)
     device = usable(plan.device)
@@ -51,12 +61,12 @@ def _made(journal: Journal, shape: Shape, plan: Plan, say: Say) -> tuple[Any, di
         return surrogate.plain(shape, plan.seed, dtype, device), {"shape": shape.name, "contexts": "random ids"}
     known = next(journal.of("calibrated"), None)
     if known is None:
-        say(f"calibrating {shape.name}: layers[:{shape.exit_layer}] are to agree with all at {shape.agreement}")
-        made = surrogate.calibrate(shape, plan.seed, dtype=dtype, device=device)
+        say(f"calibrating {shape.name}: {shape.part} are to agree with all at {shape.agreement}")
+        made = surrogate.calibrate(shape, plan.seed, sequences=contexts, dtype=dtype, device=device, say=say)
         model, about = made.model, made.report()
         journal.add({"kind": "calibrated", "model": plan.models[0], "factor": made.factor, "about": about})
     else:
         model, about = surrogate.scaled(shape, plan.seed, known["factor"], dtype, device), known["about"]
-    setattr(model.generation_config, OWN_FIELD, {"method": "layerskip", "exit_layer": shape.exit_layer})
+    setattr(model.generation_config, OWN_FIELD, shape.method)
     say(surrogate.calibrated(about))
     return model, about

@@ -83,9 +83,11 @@ _OURS = ("ctx", "plan", "out", "fresh", "debug")
 @bench.command("surrogate")
 def surrogate(
     ctx: typer.Context,
-    shape: Annotated[str, typer.Argument(help="llama-3.2-1b, llama-3-8b, ..., a config.json, or layers=24,hidden=192.")],
-    agreement: Annotated[float | None, typer.Option(help="Share of tokens at which the exit is to agree.")] = None,
+    shape: Annotated[str, typer.Argument(help="llama-3.2-1b; llama-3-8b,layers=16; a config.json; layers=24,hidden=192.")],
+    agreement: Annotated[float | None, typer.Option(help="Share of tokens at which the part is to agree.")] = None,
     exit_layer: Annotated[int | None, typer.Option(help="The exit that is to agree so often.", min=1)] = None,
+    skip_ratio: Annotated[float | None, _o("Or the share of sublayers without which the model is to agree.")] = None,
+    contexts: Annotated[int, _o("Sampled texts of each measurement while calibrating.", min=4)] = 128,
     methods: Methods = None,
     out: Annotated[Path, typer.Option(help="The file of results; a killed run goes on with it.")] = Path("surrogate.jsonl"),
     num_prompts: Annotated[int, typer.Option(min=1)] = 16,
@@ -104,12 +106,15 @@ def surrogate(
     with terminal.quiet(debug):
         from skipstone.bench import plan as plans
         from skipstone.bench.report import show
-        from skipstone.bench.surrogate import parse
+        from skipstone.bench.shapes import parse
         from skipstone.bench.synthetic import run_surrogate
 
-        wanted = parse(shape, exit_layer, agreement)
+        wanted = parse(shape, exit_layer, agreement, skip_ratio)
         default = ["hf-generate", "autoregressive"]
-        if wanted.agreement is not None:
+        if wanted.skip_ratio is not None:
+            # a surrogate is never sure of anything
+            default += ["swift confidence_threshold=none num_speculative_tokens=4,8,12"]
+        elif wanted.agreement is not None:
             default = [
                 "hf-generate",
                 "hf-early-exit num_assistant_tokens=4,6,8 confidence_threshold=0.0,0.4",
@@ -121,7 +126,7 @@ def surrogate(
         given |= {"models": [f"surrogate {shape}"], "methods": methods or default, "threads": threads}
         chosen = plans.read(None, {name: value for name, value in given.items() if value is not None})
         _writable(out)
-        run_surrogate(wanted, chosen, out, command_line(), lambda text: typer.echo(text, err=True), fresh)
+        run_surrogate(wanted, chosen, out, command_line(), lambda text: typer.echo(text, err=True), fresh, contexts)
         show([out], terminal.console())
 
 

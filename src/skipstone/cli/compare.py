@@ -47,11 +47,12 @@ class Totals:
             "tokens_per_second": self.pace,
             "mean_acceptance_length": 1 + total["accepted"] / total["steps"] if drafting else None,
             "acceptance_rate": total["accepted"] / total["draft_steps"] if drafting else None,
-            **{f"ms_per_step_{part}": 1000 * total[f"seconds_{part}"] / turns for part in ("draft", "score", "other")},
+            **{f"ms_per_step_{part}": 1000 * total[f"seconds_{part}"] / turns for part in _PARTS},
         }
 
 
-_POOLED = ("turns", "steps", "draft_steps", "accepted", "seconds_draft", "seconds_score", "seconds_other")
+_PARTS = ("search", "draft", "score", "other")
+_POOLED = ("turns", "steps", "draft_steps", "accepted", *(f"seconds_{part}" for part in _PARTS))
 
 
 @dataclass(frozen=True)
@@ -118,10 +119,11 @@ class Comparison:
         }
 
     def table(self) -> Table:
-        table = Table("", *(name for name, _, _ in _COLUMNS))
-        for totals in (self.plain, self.other):
-            figures = totals.figures() | {"speed_up": totals.pace / self.plain.pace}
-            cells = ["-" if figures[key] is None else form.format(figures[key]) for _, key, form in _COLUMNS]
+        rows = [totals.figures() | {"speed_up": totals.pace / self.plain.pace} for totals in (self.plain, self.other)]
+        columns = [one for one in _COLUMNS if one[1] != "ms_per_step_search" or any(figures[one[1]] for figures in rows)]
+        table = Table("", *(name for name, _, _ in columns))
+        for totals, figures in zip((self.plain, self.other), rows, strict=True):
+            cells = ["-" if figures[key] is None else form.format(figures[key]) for _, key, form in columns]
             table.add_row(totals.name, *cells)
         for column in table.columns[1:]:
             column.justify = "right"
@@ -135,9 +137,7 @@ _COLUMNS = (
     ("speed-up", "speed_up", "{:.2f}"),
     ("M", "mean_acceptance_length", "{:.2f}"),
     ("alpha", "acceptance_rate", "{:.2f}"),
-    ("draft\nms/step", "ms_per_step_draft", "{:.2f}"),
-    ("score\nms/step", "ms_per_step_score", "{:.2f}"),
-    ("other\nms/step", "ms_per_step_other", "{:.2f}"),
+    *((f"{part}\nms/step", f"ms_per_step_{part}", "{:.2f}") for part in _PARTS),
 )
 
 

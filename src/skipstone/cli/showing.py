@@ -97,8 +97,8 @@ def figures(job: Job, method: Method, run: Run) -> list[str]:
         f"{job.ids.shape[1]} prompt tokens, {len(run.tokens)} new in {run.seconds:.2f} s ({stats.seconds_prefill:.2f} s of it "
         f"prefill), {pace:.1f} tokens/s, ended by {finish_reason(run, job)}"
     ]
-    parts = ((name, getattr(stats, f"seconds_{name}")) for name in ("draft", "score", "other"))
-    spent = ", ".join(f"{name} {1000 * seconds / turns:.2f}" for name, seconds in parts)
+    parts = ((name, getattr(stats, f"seconds_{name}")) for name in ("search", "draft", "score", "other"))
+    spent = ", ".join(f"{name} {1000 * seconds / turns:.2f}" for name, seconds in parts if name != "search" or seconds)
     if stats.draft_steps:
         lines.append(
             f"{stats.steps} steps: M {stats.mean_acceptance_length:.2f} tokens a step, alpha {stats.acceptance_rate:.2f} "

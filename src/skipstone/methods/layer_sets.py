@@ -82,16 +82,22 @@ class Space:
 
 @dataclass(frozen=True)
 class Costs:
-    """Measured costs in plain steps. attention, mlp: of one such sublayer. scoring: v, of a pass over 1, 2, ... tokens."""
+    """Measured costs in plain steps. attention, mlp: of one such sublayer. scoring: v, of a pass over 1, 2, ... tokens.
+    layer: what leaving out both of a layer saves besides."""
 
     attention: float
     mlp: float
     scoring: Sequence[float]
+    layer: float = 0.0
 
     def draft(self, z: Z) -> float:
         """c(z), one draft pass."""
         middle = len(z) // 2
-        return max(1 - self.attention * int(z[:middle].sum()) - self.mlp * int(z[middle:].sum()), 1e-3)
+        return float(self.drafts(z[:middle].sum(), z[middle:].sum(), (z[:middle] & z[middle:]).sum()))
+
+    def drafts(self, attentions: Any, mlps: Any, both: Any) -> Any:
+        """c by how many attentions and MLPs are left out, and of how many layers both: numbers, or arrays [a] of them."""
+        return np.maximum(1 - self.attention * attentions - self.mlp * mlps - self.layer * both, 1e-3)
 
     def score(self, tokens: int) -> float:
         """v, one pass over so many tokens; beyond the last known value on the line from the first to it."""
@@ -115,19 +121,10 @@ def expected_speedup(matchness: Any, draft: Any, costs: Costs, most: int = MOST_
     """max over k > 0 of [(1 - m^(k+1)) / (1 - m)] / (k c + v(k+1)): tokens of a step of k drafts, each right with probability
     m, over its cost in plain steps; under 1 where no draft length pays. matchness, draft: numbers, or arrays [a] of them.
     most: drafts, at most MOST_DRAFTS."""
-    return _by_length(matchness, draft, costs, most).max(-1)
-
-
-def best_length(matchness: float, draft: float, costs: Costs, most: int = MOST_DRAFTS) -> int:
-    """The k of the maximum above."""
-    return int(_by_length(matchness, draft, costs, most).argmax()) + 1
-
-
-def _by_length(matchness: Any, draft: Any, costs: Costs, most: int) -> NDArray[np.float64]:
     m, c = np.clip(np.asarray(matchness, dtype=float), 0, 1 - 1e-9), np.asarray(draft, dtype=float)
     k = np.arange(1, min(most, MOST_DRAFTS) + 1)
     tokens = (1 - m[..., None] ** (k + 1)) / (1 - m[..., None])
-    return tokens / (k * c[..., None] + costs.steps[: len(k)])
+    return (tokens / (k * c[..., None] + costs.steps[: len(k)])).max(-1)
 
 
 def measured_speedup(mean_length: float, alpha: float, draft: float, score: float) -> float:

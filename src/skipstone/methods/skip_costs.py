@@ -15,11 +15,13 @@ from skipstone.methods.layer_sets import UNKNOWN_SLOPE, Costs, Space
 
 WIDTHS = (2, 4, 8, 16, 26, 48, 82)
 """Rows of the scoring passes that are timed; what lies between is interpolated."""
+ROUNDS, DEAR = 3, 1.8
+"""How often every pass is timed, the first time to warm up; and from how many plain steps on wider ones are not."""
 
 
 class Timings:
-    """Passes timed one by one, each when there is slack for it: a whole one, one without attentions, one without MLPs, and
-    scoring passes of several widths; twice each, the first to warm up."""
+    """Passes timed one by one, each when there is slack for it: a whole one, one without attentions, one without MLPs, one
+    without both, and scoring passes of several widths, up to the first that is dear."""
 
     def __init__(self, space: Space) -> None:
         middle = frozenset(range(1, space.layers - 1))
@@ -28,10 +30,11 @@ class Timings:
             "plain": (1, None),
             "no attention": (1, SkipSet(attention=middle)),
             "no mlp": (1, SkipSet(mlp=middle)),
+            "neither": (1, SkipSet(middle, middle)),
             **{width: (width, None) for width in WIDTHS},
         }
         self.seconds: dict[Any, float] = {}
-        self.left = [kind for kind in self.kinds for _ in range(2)]
+        self.left = [kind for _ in range(ROUNDS) for kind in self.kinds]
 
     def next(self, session: Session) -> float:
         """Time one pass behind everything that is committed. Returns what it cost in plain steps."""
@@ -42,6 +45,7 @@ class Timings:
             self.left = [one for one in self.left if one != self.left[0]]  # the others say what it may cost
             return 0.0
         kind = self.left.pop(0)
+        warm = kind in self.seconds
         store.reserve(start + width)
         places = torch.arange(start, start + width, device=model.device).expand(store.rows, -1)
         at = Pass(places, places, None, slice(0, store.rows), start + width, start)
@@ -50,10 +54,14 @@ class Timings:
         model.logits(model.run(hidden, at, store, range(store.layers), skip))
         seconds = _now(model.device) - began
         self.seconds[kind] = min(seconds, self.seconds.get(kind, seconds))
+        if warm and skip is None and self.seconds[kind] > DEAR * self.seconds["plain"]:
+            self.left = [one for one in self.left if self.kinds[one][0] <= width]
         return seconds / self.seconds["plain"]
 
     def estimate(self, before: Costs) -> float:
         """What the next one will cost, by what was timed so far, else by what was thought before."""
+        if self.left[0] in self.seconds:
+            return 1.5 * self.seconds[self.left[0]] / self.seconds["plain"]
         width, _ = self.kinds[self.left[0]]
         known = {self.kinds[kind][0]: seconds for kind, seconds in self.seconds.items() if isinstance(kind, int)}
         if "plain" not in self.seconds or not known:
@@ -66,7 +74,9 @@ class Timings:
         if self.left:
             return None
         plain, middle = self.seconds["plain"], self.space.layers - 2
-        units = [max(1 - self.seconds[kind] / plain, 0.0) / middle for kind in ("no attention", "no mlp")]
+        attention, mlp, whole = (
+            max(1 - self.seconds[kind] / plain, 0.0) / middle for kind in ("no attention", "no mlp", "neither")
+        )
         known = {1: 1.0, **{width: max(self.seconds[width] / plain, 1.0) for width in WIDTHS if width in self.seconds}}
         scoring, widths = [], sorted(known)
         for width in range(1, widths[-1] + 1):
@@ -74,7 +84,7 @@ class Timings:
             low = max(one for one in widths if one <= width)
             share = (width - low) / (high - low) if high > low else 0.0
             scoring.append(known[low] + share * (known[high] - known[low]))
-        return Costs(units[0], units[1], tuple(scoring))
+        return Costs(attention, mlp, tuple(scoring), max(whole - attention - mlp, 0.0))
 
 
 def by_weight(model: LayeredModel, space: Space) -> Costs:

@@ -57,6 +57,10 @@ class Search:
         """Of a set's matchness, what is nearly certain: two standard errors below the estimate; 0 where nothing is known."""
         return 0.0
 
+    def promise(self, count: int) -> float:
+        """What the best set of so many sublayers is expected to be worth; 0 where nothing is known of such."""
+        return 0.0
+
     def resize(self, count: int) -> None:
         """Go on with sets of another size."""
         self.count = count
@@ -177,8 +181,8 @@ class SwiftSearch(RandomSearch):
 
 
 class LinearThompson(Search):
-    """Thompson sampling on a Bayesian linear model of matchness over the skip indicator; the exact best set of a draw follows
-    from sorting, for only the number of attentions among the skipped decides what a set costs.
+    """Thompson sampling on a Bayesian linear model of matchness over the skip indicator; the best set of a draw follows from
+    sorting, for only the number of attentions among the skipped decides what a set costs, but for layers left out whole.
 
     The posterior is kept as mean and square root of the covariance, both updated in O(n^2) (Potter's square-root filter).
     FORGET: what an observation keeps of its weight when the next one comes.
@@ -216,10 +220,13 @@ class LinearThompson(Search):
     def propose(self) -> Z:
         if not self.steps:
             return self.space.uniform(self.count)
-        return self._argmax(self.mean + self.root @ self.rng.standard_normal(len(self.mean)))
+        return self._argmax(self.mean + self.root @ self.rng.standard_normal(len(self.mean)), self.count)[0]
 
     def best(self) -> Z:
-        return self._argmax(self.mean) if self.steps else self.space.uniform(self.count)
+        return self._argmax(self.mean, self.count)[0] if self.steps else self.space.uniform(self.count)
+
+    def promise(self, count: int) -> float:
+        return self._argmax(self.mean, count)[1] if self.steps else 0.0
 
     def observe(self, z: Z, matchness: float, positions: int) -> None:
         super().observe(z, matchness, positions)
@@ -234,21 +241,22 @@ class LinearThompson(Search):
         self.mean = self.mean + direction * (gain * (matchness - x @ self.mean))
         self.root -= np.outer(direction, seen) * (gain / (1 + math.sqrt(gain * noise)))
 
-    def _argmax(self, weights: NDArray[np.float64]) -> Z:
-        """The best set of a linear model: for every split between attentions and MLPs the ones that cost least matchness."""
+    def _argmax(self, weights: NDArray[np.float64], count: int) -> tuple[Z, float]:
+        """The best set of a linear model, and its worth: for every split between attentions and MLPs the ones that cost least
+        matchness, as if the two overlapped by chance."""
         middle = self.space.size // 2
         halves = (weights[:middle], weights[middle:-1])
         order = [np.argsort(-half, kind="stable") for half in halves]
         sums = [np.append(0, np.cumsum(half[by])) for half, by in zip(halves, order, strict=True)]
-        attentions = np.arange(max(0, self.count - middle), min(self.count, middle) + 1)
-        matchness = weights[-1] + sums[0][attentions] + sums[1][self.count - attentions]
-        costs = self.objective.costs
-        drafts = np.maximum(1 - costs.attention * attentions - costs.mlp * (self.count - attentions), 1e-3)
-        best = attentions[int(np.argmax(self.objective.of_many(matchness, drafts)))]
+        attentions = np.arange(max(0, count - middle), min(count, middle) + 1)
+        matchness = weights[-1] + sums[0][attentions] + sums[1][count - attentions]
+        mlps = count - attentions
+        worths = self.objective.of_many(matchness, self.objective.costs.drafts(attentions, mlps, attentions * mlps / middle))
+        best = int(np.argmax(worths))
         z = np.zeros(self.space.size, dtype=bool)
-        z[order[0][:best]] = True
-        z[middle + order[1][: self.count - best]] = True
-        return z
+        z[order[0][: attentions[best]]] = True
+        z[middle + order[1][: mlps[best]]] = True
+        return z, float(worths[best])
 
 
 SEARCHES: dict[str, type[Search]] = {kind.name: kind for kind in (LinearThompson, SwiftSearch, RandomSearch, UniformSearch)}
@@ -268,15 +276,15 @@ class Cusum:
     DRIFT, ALARM, BLOCK, ARMED = 0.05, 4.0, 8, 32
 
     def __init__(self) -> None:
-        self._block: list[float] = []
+        self._block: list[tuple[float, float]] = []
         self._total, self._blocks, self._sum = 0.0, 0, 0.0
 
-    def add(self, share: float) -> bool:
-        """One step's accepted / drafted. Returns whether the task has changed; it starts anew then."""
-        self._block.append(share)
+    def add(self, share: float, weight: float = 1.0) -> bool:
+        """One step's share, and of how many drafts. Returns whether the task has changed; it starts anew then."""
+        self._block.append((share * weight, weight))
         if len(self._block) < self.BLOCK:
             return False
-        value = sum(self._block) / self.BLOCK
+        value = sum(right for right, _ in self._block) / sum(weight for _, weight in self._block)
         self._block.clear()
         if self._blocks >= self.ARMED:
             self._sum = max(0.0, self._sum + self._total / self._blocks - value - self.DRIFT)

@@ -1,47 +1,40 @@
-"""What SWIFT knows about a model across requests: the search, what passes cost here, and whether drafting pays.
+"""What SWIFT knows about a model across requests: the search, what passes cost here, and what drafting brought.
 
 All costs are in plain steps: those of steps by the clock, over what plain steps took; those of single passes, which the search
-needs, were timed once. What is not known to pay (drafts of a new layer set, evaluations, timings) is paid from a slack
-that plain decoding and good drafts build up: what is tried costs at most an allowance, a share of the plain steps that the
-tokens would have taken, and START plain steps.
+needs, were timed once. First the uniform set is tried (with a guard), then passes are timed, then there is a search.
 """
 
 from __future__ import annotations
 
 import threading
 from collections import deque
-from collections.abc import Iterable
 from dataclasses import replace
-from statistics import median
 from typing import TYPE_CHECKING, Any
 
 from skipstone.core.model import LayeredModel
 from skipstone.core.skipping import SkipSet
 from skipstone.core.types import Draft, RowVerdict
-from skipstone.methods.layer_sets import MOST_DRAFTS, Objective, Space, Z, best_length
+from skipstone.methods.layer_sets import MOST_DRAFTS, Costs, Objective, Space, Z
 from skipstone.methods.leaves import MOST_LEAVES, RANKS
 from skipstone.methods.skip_costs import Timings, by_weight
+from skipstone.methods.skip_guard import PROBE, SPIKE, START, Guard
 from skipstone.methods.skip_search import SEARCHES, Cusum, FixedSearch, Search
 
 if TYPE_CHECKING:
     from skipstone.methods.swift import Swift, SwiftSession
 
-SEARCHING, SETTLED = 0.08, 0.02
+SEARCHING, SETTLED = 0.06, 0.02
 """Share of time that may be lost while the search goes on, and after it."""
-START, MOST_SLACK, SEARCH_BUDGET = 8.0, 64.0, 800.0
-"""Plain steps: what a model may lose at first, most slack that is kept, and most that a guarded search may cost."""
-PAYS, LOSES, LEAST_STEPS, RECENT = 1.02, 0.98, 8, 64
-"""A layer set must bring so much to be drafted with, and is given up when it brings so little, by the latest steps with it;
-before there are so many, it is on trial, in turns with evaluations."""
-TRIAL, HOPE = 3, 0.8
-"""Most drafts of a step on trial, and the matchness that is hoped for where nothing was judged."""
+SEARCH_BUDGET, FIRST = 700.0, 4
+"""Plain steps that a guarded search may cost at most; steps that draft before anything is timed."""
 BETTER, EVALUATIONS = 1.01, 4
 """Another set must be better by so much to take a set's place; none is good enough before so many evaluations."""
-ALPHA_STEPS, ALPHA_LEAST, RATIO_STEP, LEAST_RATIO, MORE_STEPS = 256, 0.7, 0.05, 0.2, 64
+ALPHA_STEPS, ALPHA_LEAST, MORE_STEPS = 256, 0.7, 64
 """The skip ratio goes down where alpha over so many draft steps is too low; then the search goes on for some steps."""
-PLAIN, REFRESH, SPIKE = 16, 64, 3.0
-"""Plain steps that are remembered; one of so many steps is one, where drafting pays. What takes so many times what was expected
-was something else's doing, and counts as so much."""
+PAID, LOST = 1.1, 0.85
+"""Where a layer set was worth so much and then is worth so little, by its latest steps, there is a new search."""
+RATIO_STEP, LEAST_RATIO, MOST_RATIO, RESIZED = 0.05, 0.2, 0.8, 16
+"""How far the skip ratio moves at once (one sublayer at least), in which bounds, and every how many evaluations."""
 LEAVES = 0.1
 """Plain steps that the runners-up of a step may cost."""
 KEPT = 500
@@ -49,8 +42,8 @@ KEPT = 500
 
 
 class SkipState:
-    """See the module. z, skip: the layer set to draft with. profile: a set that was found before; nothing is searched then.
-    rows: of the batch."""
+    """See the module. z, skip: the layer set to draft with; c: what a draft costs with it. profile: a set that was found
+    before; nothing is searched then. rows: of the batch."""
 
     def __init__(self, method: Swift, model: LayeredModel, profile: SkipSet | None = None, rows: int = 1) -> None:
         self.method, self.space = method, Space(model.depth)
@@ -60,62 +53,61 @@ class SkipState:
         self.judging = -(-method.context_window // rows)  # tokens of a pass of all rows that is as large as a judging one
         objective = Objective(self.costs, method.objective, min(method.num_speculative_tokens, MOST_DRAFTS))
         if profile is None:
-            self.ratio, count = method.skip_ratio, self.space.count(method.skip_ratio)
+            count = self.space.count(method.skip_ratio)
             self.search: Search = SEARCHES[method.search](self.space, count, objective, method.search_seed)
         else:
             self.search = FixedSearch(self.space, self.space.from_skip_set(profile))
-            self.ratio = self.search.count / self.space.size
-        self.cusum, self.trial_next = Cusum(), False
-        self.slack, self.tokens = START, 0.0
+        self.cusum, self.judged_last, self.paid = Cusum(), False, False
         self.spent = {"draft": 0.0, "score": 0.0, "search": 0.0, "timing": 0.0}
-        self.this_search = 0.0
+        self.this_search, self.since = 0.0, 0.0
         self.evaluations = self.since_better = self.steps = self.drafted_steps = 0
         self.adaptive = self.search.adaptive and method.max_steps > 0
         self.searching, self.left = self.adaptive, method.max_steps
+        self.guard, self.tokens = Guard(SEARCHING if self.searching else SETTLED), 0.0
         self.alphas: deque[tuple[int, int]] = deque()
-        self.plain: deque[float] = deque(maxlen=PLAIN)
         self.history: deque[dict[str, Any]] = deque(maxlen=KEPT)
-        self.paid = 0
         self._take(self.search.best())
 
     # ------------------------------------------------------------------------------------------ what to do
 
     @property
-    def allowance(self) -> float:
-        """Share of time that may be lost now."""
-        return SEARCHING if self.searching else SETTLED
+    def learning(self) -> bool:
+        """Whether there is anything to time or to judge."""
+        return self.searching or self.timings is not None
 
-    def due(self, session: SwiftSession | None) -> Z | None:
-        """A layer set to judge now; None where there is nothing to judge, or no slack for it."""
+    def due(self, session: SwiftSession | None, ready: bool = True) -> Z | None:
+        """A layer set to judge now; None where there is nothing to judge, or no slack for it. ready: whether there is text to
+        judge by; timings need none."""
         with self.lock:
+            guarded = self.method.guard
             if self.timings is not None:
                 assert session is not None
-                if not self.method.guard or self.slack > min(self.timings.estimate(self.costs), MOST_SLACK / 2):
+                tried = self.drafted_steps >= FIRST and self.guard.affords(self.timings.estimate(self.costs))
+                if tried or not guarded:
                     self._time(session)
                 return None
-            cost = self.costs.draft(self.z) * self.costs.score(self.judging)
-            turn = self.trial_next and len(self.recent) < LEAST_STEPS and self.pays()
-            if not self.searching or (self.method.guard and (turn or self.slack < min(cost, MOST_SLACK / 2))):
+            cost = self.c * self.costs.score(self.judging)
+            waits = self.judged_last and self.guard.probes()  # in turns, or the one would leave no slack for the other
+            if not self.searching or not ready or (guarded and (waits or not self._affordable(cost))):
                 return None
             self._lose("search", cost)
             self.this_search += cost
             return self.search.propose()
 
+    def _affordable(self, cost: float) -> bool:
+        """Whether a judging pass may be made: there is slack for it, and the search keeps to its share of the time, also where
+        drafting pays and there is plenty."""
+        return self.guard.affords(cost) and self.this_search + cost <= SEARCHING * (self.tokens - self.since) + START
+
     def room(self, most: int) -> int:
-        """How many drafts the next step may make, 0 to `most`: all where drafting pays. What may pay is tried, with chains of
-        the length that should pay most, as the slack allows; what does not only after the search, which needs the slack."""
+        """How many drafts the next step may make, 0 to `most`."""
         with self.lock:
-            known = len(self.recent) >= LEAST_STEPS
             if not self.method.guard:
                 return most
-            if known and self.pays():
-                return most if self.steps % REFRESH else 0
-            if self.timings is not None or (self.searching and (known or not self.pays())):
-                return 0
-            c = self.costs.draft(self.z)
-            drafts = min(most, TRIAL, best_length(HOPE if self.matchness is None else self.matchness, c, self.costs))
-            cost = drafts * c + self.costs.score(1 + drafts + self.leaves(drafts)) - 1
-            return drafts if cost <= self.slack else 0
+            most = min(most, self.method.num_speculative_tokens)
+            drafts = min(most, PROBE)
+            cost = drafts * self.c + self.costs.score(1 + drafts + self.leaves(drafts)) - 1
+            return self.guard.room(most, cost)
 
     def leaves(self, drafts: int) -> int:
         """How many runners-up a step of so many drafts may verify."""
@@ -127,16 +119,6 @@ class SkipState:
         allowed = self.costs.score(1 + drafts) + LEAVES
         return max((n for n in range(most + 1) if self.costs.score(1 + drafts + n) <= allowed), default=0)
 
-    def pays(self, least: float = PAYS) -> bool:
-        """Whether the layer set brings at least so much, by its latest steps and what its matchness promises, which counts as
-        much as LEAST_STEPS steps."""
-        tokens, cost = (sum(column) for column in zip(*self.recent, strict=True)) if self.recent else (0.0, 0.0)
-        if self.matchness is not None:
-            weight = LEAST_STEPS * (cost / len(self.recent) if self.recent else 1.0)
-            tokens += weight * self.search.objective.speedup(self.matchness, self.z)
-            cost += weight
-        return cost > 0 and tokens > least * cost
-
     # ----------------------------------------------------------------------------------------- what is learnt
 
     def learn(self, draft: Draft, verdicts: list[RowVerdict], seconds: float | None = None) -> None:
@@ -145,72 +127,82 @@ class SkipState:
         passes = (draft.width if draft.levels is None else draft.levels) if any(one.draft_steps for one in live) else 0
         with self.lock:
             tokens = sum(len(verdict.tokens) for verdict in live) / max(len(live), 1)
-            c, v = passes * self.costs.draft(self.z), self.costs.score(draft.width + 1)
-            factor = self._clocked(c + v, seconds, plain=not passes)
+            c, v = passes * self.c, self.costs.score(draft.width + 1)
+            factor = self.guard.clocked(c + v, seconds, plain=not passes)
             self.tokens += tokens
             self.spent["draft"] += factor * c
             self.spent["score"] += factor * v
-            self.slack = min(self.slack + (1 + self.allowance) * tokens - factor * (c + v), MOST_SLACK)
             self.steps += 1
+            self.drafted_steps += passes > 0
+            self.guard.learn(tokens, factor * (c + v), passes > 0)
             if passes:
-                self.drafted_steps += 1
-                self.trial_next = False
-                self.recent.append((tokens, factor * (c + v)))
-                self._follow(sum(len(one.path) for one in live), sum(one.draft_steps for one in live))
+                self.judged_last = False
+                accepted, drafted = sum(len(one.path) for one in live), sum(one.draft_steps for one in live)
+                wrong = sum(len(one.path) < one.draft_steps for one in live)
+                self._follow(accepted, drafted, accepted + wrong)
 
-    def _clocked(self, expected: float, seconds: float | None, plain: bool) -> float:
-        """By the clock, how many times what was expected a step cost."""
-        if seconds is None:
-            return 1.0
-        if plain:
-            self.plain.append(min(seconds, SPIKE * median(self.plain)) if self.plain else seconds)
-            return 1.0
-        return min(seconds / median(self.plain) / expected, SPIKE) if self.plain else 1.0
-
-    def _follow(self, accepted: int, drafted: int) -> None:
-        """The skip ratio goes down where few drafts are accepted; a changed task, or a set that no longer pays, starts the
-        search again."""
+    def _follow(self, accepted: int, drafted: int, judged: int) -> None:
+        """A changed task starts the search again; the skip ratio goes down where few drafts are accepted. judged: accepted and
+        rejected; the share of the accepted among those does not depend on how many were drafted."""
         if self.searching or not self.adaptive:
             return
-        changed = self.cusum.add(accepted / max(drafted, 1))
-        pays = self.pays(LOSES)
-        if changed or (not pays and self.paid >= RECENT):
+        worth = self.guard.worth()
+        self.paid = self.paid or (worth is not None and worth >= PAID)
+        lost = self.paid and worth is not None and worth < LOST
+        if self.cusum.add(accepted / max(judged, 1), max(judged, 1)) or lost:
             self.search.widen()
             self._again(self.method.max_steps)
             return
-        self.paid = self.paid + 1 if pays else 0
         self.alphas.append((accepted, drafted))
         total = sum(count for _, count in self.alphas)
         if total < ALPHA_STEPS:
             return
         alpha = sum(count for count, _ in self.alphas) / total
         self.alphas.popleft()
-        if self.method.adjust and alpha < ALPHA_LEAST and self.ratio > LEAST_RATIO:
-            self.ratio = max(LEAST_RATIO, self.ratio - RATIO_STEP)
-            self.search.resize(max(1, self.space.count(self.ratio)))
+        fewer = min(self._sizes())
+        low = self.method.adjust and alpha < ALPHA_LEAST and fewer < self.search.count
+        if low and self.search.promise(fewer) >= self.search.promise(self.search.count):  # both 0 where it cannot tell
+            self.search.resize(fewer)
             self._again(MORE_STEPS)
+
+    def _sizes(self) -> list[int]:
+        """How many sublayers may be left out after a change of the skip ratio: fewer, more."""
+        size, now = self.space.size, self.search.count
+        step, least, most = max(1, round(RATIO_STEP * size)), max(1, round(LEAST_RATIO * size)), round(MOST_RATIO * size)
+        return [min(max(now - step, least), most), min(max(now + step, least), most)]
 
     def judged(self, z: Z, matchness: float, positions: int) -> None:
         """One evaluation (Eq. 4): the search learns, and the best set is drafted with."""
         with self.lock:
             self.search.observe(z, matchness, positions)
-            self.trial_next = True
+            self.judged_last = True
             self.evaluations += 1
             self.since_better += 1
             self.left -= 1
+            resized = self._suit()
             self._consider(self.search.best())
             tired = self.since_better >= self.method.patience
             dear = self.method.guard and self.this_search > SEARCH_BUDGET
-            enough = self.evaluations >= EVALUATIONS and self.search.least(self.z) > self.method.enough
+            enough = self.evaluations >= EVALUATIONS and self.search.least(self.z) > self.method.enough and not resized
             if self.left <= 0 or tired or dear or enough:
-                self.searching, self.paid = False, 0
+                self.searching, self.guard.allowance, self.paid = False, SETTLED, False
                 self.alphas.clear()
 
+    def _suit(self) -> bool:
+        """Move the skip ratio to where the search expects more of it. Returns whether it would."""
+        if not self.method.adjust or self.method.objective != "speed":
+            return False
+        promised, count = max((self.search.promise(count), count) for count in self._sizes())
+        if promised <= self.search.promise(self.search.count):
+            return False
+        if self.evaluations % RESIZED == 0:
+            self.search.resize(count)
+        return True
+
     def _consider(self, z: Z) -> None:
-        """Change to a set that is clearly better than the one in use. Where that one pays, its latest steps speak for the
-        other, until that has its own."""
+        """Change to a set that is clearly better than the one in use."""
         if (z != self.z).any() and self._worth(z) > BETTER * self._worth(self.z):
-            self._take(z, list(self.recent)[-LEAST_STEPS:] if self.pays() else [])
+            self._take(z)
             self.since_better = 0
         self.matchness = self.search.estimate(self.z)
 
@@ -218,19 +210,23 @@ class SkipState:
         seen = self.search.estimate(z)
         return 0.0 if seen is None else self.search.objective(seen, z)
 
-    def _take(self, z: Z, recent: Iterable[tuple[float, float]] = ()) -> None:
-        """Draft with a set from now on. recent: steps that count as its own."""
+    def _take(self, z: Z) -> None:
+        """Draft with a set from now on. Where the last one pays, its steps speak for this one, until that has its own."""
         self.z, self.skip, self.matchness = z, self.space.to_skip_set(z), self.search.estimate(z)
-        self.recent = deque(recent, maxlen=RECENT)
+        self.c = self.costs.draft(z)
+        if not self.guard.pays():
+            self.guard.another_set()
         self.history.append(
             {"evaluation": self.evaluations, "tokens": self.tokens, "matchness": self.matchness, **self._places()}
         )
 
     def _again(self, steps: int) -> None:
         """Search on."""
-        self.searching, self.left, self.since_better, self.this_search = True, steps, 0, 0.0
+        self.searching, self.left, self.since_better = True, steps, 0
+        self.this_search, self.since, self.guard.allowance = 0.0, self.tokens, SEARCHING
         self.cusum = Cusum()
-        self._take(self.search.best())
+        if ((best := self.search.best()) != self.z).any():
+            self._take(best)
 
     # ------------------------------------------------------------------------------------- what there is to say
 
@@ -242,13 +238,13 @@ class SkipState:
         with self.lock:
             return {
                 "matchness": self.matchness,
-                "skip_ratio": self.ratio,
+                "skip_ratio": round(int(self.z.sum()) / self.space.size, 4),
                 "skipped": self._places(),
                 "evaluations": self.evaluations,
                 "searching": self.searching,
-                "pays": self.pays(),
+                "pays": self.guard.pays(),
                 "timed": self.timings is None,
-                "cost_of_a_draft": self.costs.draft(self.z),
+                "cost_of_a_draft": self.c,
                 "cost_of_scoring": {str(tokens): self.costs.score(tokens) for tokens in (2, 4, 8, 16, 26)},
                 "spent": dict(self.spent),
                 "steps": self.steps,
@@ -259,14 +255,14 @@ class SkipState:
     def remark(self) -> str | None:
         """What a user should know: that no layer set pays here."""
         with self.lock:
-            tried = self.timings is None and len(self.recent) >= LEAST_STEPS
-            if self.searching or not tried or not self.method.guard or self.pays():
+            worth = self.guard.worth()
+            if self.learning or not self.method.guard or worth is None or worth >= 1:
                 return None
             seen = "" if self.matchness is None else f", its matchness is {self.matchness:.2f}"
             return (
                 f"swift found no layer set that pays here and decodes plainly, but for trials: the best of {self.evaluations} "
                 f"evaluations leaves out {int(self.z.sum())} of {self.space.size} sublayers{seen}, a draft costs "
-                f"{self.costs.draft(self.z):.2f} plain steps and scoring 4 tokens {self.costs.score(4):.2f}"
+                f"{self.c:.2f} plain steps and scoring 4 tokens {self.costs.score(4):.2f}"
             )
 
     # ---------------------------------------------------------------------------------------------- costs
@@ -276,10 +272,14 @@ class SkipState:
         estimate = self.timings.estimate(self.costs)
         self._lose("timing", min(self.timings.next(session), SPIKE * estimate))  # a first pass may load kernels
         if (costs := self.timings.costs()) is not None:
-            self.timings, self.costs = None, costs
-            self.search.objective = replace(self.search.objective, costs=costs)
-            self.recent.clear()
+            self.timings = None
+            self.price(costs)
+
+    def price(self, costs: Costs) -> None:
+        """Take over what passes cost."""
+        self.costs, self.c = costs, costs.draft(self.z)
+        self.search.objective = replace(self.search.objective, costs=costs)
 
     def _lose(self, what: str, cost: float) -> None:
         self.spent[what] += cost
-        self.slack -= cost
+        self.guard.lose(cost)

@@ -47,7 +47,7 @@ class Swift(Method):
     never stops early. context_window: generated tokens that a layer set is judged by. search: linear_ts, swift (the paper's),
     random or uniform (none). objective: "speed" or the paper's "matchness". max_steps: evaluations after which the search ends.
     patience: evaluations without a better set after which it ends. enough: matchness at which it ends. dynamic_verification:
-    runners-up are verified too. adjust: lower the skip ratio where few drafts are accepted. guard: draft only where that pays.
+    runners-up are verified too. adjust: the skip ratio moves to where more is expected. guard: draft only where that pays.
     profile: a file of `skipstone search`, instead of a search. search_seed: of the search; it changes speed and never the text.
     """
 
@@ -140,11 +140,12 @@ class SwiftSession(SkippingSession):
     def admit(self, row: int, request: Request) -> None:
         super().admit(row, request)
         self.written[row] = 0
+        self.state.guard.another_text()
 
     def optimise(self) -> None:
         """An optimisation step (section 4.1), where the state wants one: the last tokens of one row judge a layer set."""
         rows = [row for row, alive in enumerate(self.alive) if alive and self.written[row] > self.window]
-        if not rows or (z := self.state.due(self)) is None:
+        if not any(self.alive) or (z := self.state.due(self, bool(rows))) is None:
             return
         self._turn += 1
         row = rows[self._turn % len(rows)]
@@ -180,16 +181,17 @@ class SwiftSession(SkippingSession):
         self._remember(before, draft, verdicts)
         if draft is not None:
             # on an accelerator the step has waited for the judging pass before it, too
-            self.state.learn(draft, verdicts, None if self._judged is not None else time.perf_counter() - self._began)
+            waited = self._judged is not None and self.model.device.type != "cpu"
+            self.state.learn(draft, verdicts, None if waited else time.perf_counter() - self._began)
         if self._judged is not None:  # the step's one transfer came after this one, and is done
             z, matched = self._judged
             self._judged = None
             self.state.judged(z, float(matched.numpy()) / self.window, self.window)
 
     def _remember(self, before: list[int], draft: Draft | None, verdicts: list[RowVerdict]) -> None:
-        """Keep the tokens by position, and the target's own choices there, for as long as there is a search."""
+        """Keep the tokens by position, and the target's own choices there, for as long as anything is learnt."""
         assert self._logits is not None
-        if not self.state.searching:
+        if not self.state.learning:
             self.written, self._logits = [0] * len(self.written), None
             return
         rows, places, tokens, nodes = [], [], [], []
