@@ -98,7 +98,7 @@ def test_inspect_shows_every_layer_and_says_what_would_pay(folder: Path, tmp_pat
         (("bench", "run", "--allow-code-execution"), "--allow-code-execution has no effect"),
         (("bench", "run", "--plan", "nowhere.yaml"), "nowhere.yaml: No such file"),
         (("bench", "surrogate", "llama-9b"), "a surrogate is one of llama-3.2-1b"),
-        (("bench", "surrogate", "layers=2,hidden=64", "--agreement", "0.5"), "go together"),
+        (("bench", "surrogate", "layers=2,hidden=64", "--agreement", "0.5"), "goes with --exit-layer or --skip-ratio"),
         (("bench", "report", "nowhere.jsonl"), "nowhere.jsonl: No such file"),
         (("bench", "report", "RESULTS", "--pictures", "DIR", "--format", "md"), "--pictures writes pictures and nothing else"),
         (("inspect", "--out", "a.svg"), "--out is a .png file or a .html page, found a.svg"),

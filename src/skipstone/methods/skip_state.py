@@ -27,7 +27,7 @@ SEARCHING, SETTLED = 0.06, 0.02
 """Share of time that may be lost while the search goes on, and after it."""
 SEARCH_BUDGET, FIRST = 700.0, 4
 """Plain steps that a guarded search may cost at most; steps that draft before anything is timed."""
-BETTER, EVALUATIONS = 1.01, 4
+BETTER, EVALUATIONS = 1.01, 16
 """Another set must be better by so much to take a set's place; none is good enough before so many evaluations."""
 ALPHA_STEPS, ALPHA_LEAST, MORE_STEPS = 256, 0.7, 64
 """The skip ratio goes down where alpha over so many draft steps is too low; then the search goes on for some steps."""
@@ -49,6 +49,7 @@ class SkipState:
         self.method, self.space = method, Space(model.depth)
         self.lock = threading.RLock()
         self.costs = by_weight(model, self.space)
+        self.most_leaves: dict[int, int] = {}  # by number of drafts
         self.timings: Timings | None = Timings(self.space) if method.guard or method.objective == "speed" else None
         self.judging = -(-method.context_window // rows)  # tokens of a pass of all rows that is as large as a judging one
         objective = Objective(self.costs, method.objective, min(method.num_speculative_tokens, MOST_DRAFTS))
@@ -74,6 +75,11 @@ class SkipState:
     def learning(self) -> bool:
         """Whether there is anything to time or to judge."""
         return self.searching or self.timings is not None
+
+    def another_text(self) -> None:
+        """A request begins."""
+        with self.lock:
+            self.guard.another_text()
 
     def due(self, session: SwiftSession | None, ready: bool = True) -> Z | None:
         """A layer set to judge now; None where there is nothing to judge, or no slack for it. ready: whether there is text to
@@ -116,8 +122,11 @@ class SkipState:
         most = min((RANKS - 1) * drafts, MOST_LEAVES)
         if not self.method.guard:
             return most
-        allowed = self.costs.score(1 + drafts) + LEAVES
-        return max((n for n in range(most + 1) if self.costs.score(1 + drafts + n) <= allowed), default=0)
+        if drafts not in self.most_leaves:
+            allowed = self.costs.score(1 + drafts) + LEAVES
+            kept = (n for n in range(most + 1) if self.costs.score(1 + drafts + n) <= allowed)
+            self.most_leaves[drafts] = max(kept, default=0)
+        return self.most_leaves[drafts]
 
     # ----------------------------------------------------------------------------------------- what is learnt
 
@@ -278,6 +287,7 @@ class SkipState:
     def price(self, costs: Costs) -> None:
         """Take over what passes cost."""
         self.costs, self.c = costs, costs.draft(self.z)
+        self.most_leaves.clear()
         self.search.objective = replace(self.search.objective, costs=costs)
 
     def _lose(self, what: str, cost: float) -> None:

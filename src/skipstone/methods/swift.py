@@ -140,7 +140,7 @@ class SwiftSession(SkippingSession):
     def admit(self, row: int, request: Request) -> None:
         super().admit(row, request)
         self.written[row] = 0
-        self.state.guard.another_text()
+        self.state.another_text()
 
     def optimise(self) -> None:
         """An optimisation step (section 4.1), where the state wants one: the last tokens of one row judge a layer set."""
