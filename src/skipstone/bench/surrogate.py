@@ -29,7 +29,7 @@ from skipstone.core.skipping import SkipSet
 
 GAIN, SHARPNESS = 2.0, 3.0
 BISECTIONS = 12
-LEAST = 1e-4  # factor, between which and 1 the bisection looks, by ratio
+LEAST = 1e-7  # factor, between which and 1 the bisection looks, by ratio
 TOLERANCE = 0.003
 FEW = 8  # contexts whose distributions are held at once
 START = 4  # random tokens that a sampled context begins with
