@@ -24,9 +24,10 @@ from skipstone.core.model import LayeredModel
 from skipstone.core.session import Request
 from skipstone.core.skipping import SkipSet
 from skipstone.core.types import Draft, RowVerdict
-from skipstone.methods import profiles, skip_guard, skip_state
-from skipstone.methods.layer_sets import Costs, Z
+from skipstone.methods import profiles, skip_costs, skip_guard, skip_state
+from skipstone.methods.layer_sets import Costs, Space, Z
 from skipstone.methods.leaves import MOST_LEAVES, offered, with_leaves
+from skipstone.methods.skip_costs import Timings
 from skipstone.methods.skip_state import SkipState
 from skipstone.methods.swift import SwiftSession
 from tests import families
@@ -345,6 +346,35 @@ def test_a_found_set_is_saved_and_used_again(tmp_path: Path) -> None:
     profile = profiles.load(path, model)
     assert {"attention": list(profile.attention), "mlp": list(profile.mlp)} == METHOD.report(model)["skipped"]
     assert "matchness" in profile.about
+
+
+@pytest.mark.parametrize(
+    ("plain", "slow", "timed"),
+    [
+        (0.001, {}, 3 * 11),  # short: three times each
+        (0.1, {}, 11),  # long: once
+        (0.001, {4: 9.0}, 3 * 11),  # a cold pass at first strikes nothing out
+        (0.001, {4: 9.0, 15: 9.0}, 3 * 11 - 2 * 6),  # a dear one does: the six wider ones are timed once only
+    ],
+)
+def test_what_is_timed_and_how_often(monkeypatch: Any, plain: float, slow: dict[int, float], timed: int) -> None:
+    """By a clock that says what a pass took: `plain` seconds, or `slow` times as many for the pass of that number. Passes are
+    plain, three that leave out something, then 2, 4, 8, 16, 26, 48 and 82 rows."""
+    decoder, _ = running(llama(layers=6), METHOD, length=9, new=110, steps=1)
+    timings, session, clock, calls = Timings(Space(6)), decoder.session, [0.0], [0]
+
+    def now(device: torch.device) -> float:
+        if calls[0] % 2:  # the end of a pass
+            clock[0] += plain * slow.get(calls[0] // 2, 1.0)
+        calls[0] += 1
+        return clock[0]
+
+    monkeypatch.setattr(skip_costs, "_now", now)
+    while timings.costs() is None:
+        with torch.inference_mode():
+            timings.next(session)
+    assert calls[0] / 2 == timed
+    assert timings.seconds["plain"] == pytest.approx(plain)
 
 
 def test_passes_are_timed_and_the_search_runs_on_a_real_model() -> None:

@@ -15,8 +15,9 @@ from skipstone.methods.layer_sets import UNKNOWN_SLOPE, Costs, Space
 
 WIDTHS = (2, 4, 8, 16, 26, 48, 82)
 """Rows of the scoring passes that are timed; what lies between is interpolated."""
-ROUNDS, DEAR = 3, 1.8
-"""How often every pass is timed, the first time to warm up; and from how many plain steps on wider ones are not."""
+ROUNDS, LONG, DEAR = 3, 0.05, 1.8
+"""How often every pass is timed, the first time to warm up; how many seconds a plain one takes where once is enough; and from
+how many plain steps on wider ones are not timed."""
 
 
 class Timings:
@@ -45,7 +46,7 @@ class Timings:
             self.left = [one for one in self.left if one != self.left[0]]  # the others say what it may cost
             return 0.0
         kind = self.left.pop(0)
-        warm = kind in self.seconds
+        again = kind in self.seconds
         store.reserve(start + width)
         places = torch.arange(start, start + width, device=model.device).expand(store.rows, -1)
         at = Pass(places, places, None, slice(0, store.rows), start + width, start)
@@ -54,7 +55,9 @@ class Timings:
         model.logits(model.run(hidden, at, store, range(store.layers), skip))
         seconds = _now(model.device) - began
         self.seconds[kind] = min(seconds, self.seconds.get(kind, seconds))
-        if warm and skip is None and self.seconds[kind] > DEAR * self.seconds["plain"]:
+        if long := self.seconds["plain"] > LONG:
+            self.left = [one for one in self.left if one not in self.seconds]
+        if (again or long) and skip is None and self.seconds[kind] > DEAR * self.seconds["plain"]:
             self.left = [one for one in self.left if self.kinds[one][0] <= width]
         return seconds / self.seconds["plain"]
 
