@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Sequence
 from typing import Any
 
@@ -13,6 +14,7 @@ from skipstone.core.decode import PREFILL_CHUNK, Decoder
 from skipstone.core.model import LayeredModel
 from skipstone.core.protocol import Method
 from skipstone.core.session import Request
+from skipstone.core.skipping import SkipSet
 from skipstone.core.stats import Stats
 from skipstone.core.types import Step
 
@@ -95,3 +97,25 @@ def check_rows(decoder: Decoder, requests: Sequence[Request], texts: Sequence[li
     for row, alive in enumerate(decoder.session.alive):
         if alive:
             decoder.session.check(row, torch.cat([requests[row].prompt, torch.tensor(texts[row])]))
+
+
+def silenced(model: Any, skip: SkipSet) -> Any:
+    """A copy of a Llama whose skipped sublayers write nothing, by their weights."""
+    other = copy.deepcopy(model)
+    with torch.no_grad():
+        for layer in skip.attention:
+            other.model.layers[layer].self_attn.o_proj.weight.zero_()
+        for layer in skip.mlp:
+            other.model.layers[layer].mlp.down_proj.weight.zero_()
+    return other
+
+
+def running(model: Any, method: Any, length: int = 9, new: int = 40, steps: int = 8) -> tuple[Decoder, Tensor]:
+    """A decoder some steps into one greedy request, and the ids that it holds."""
+    layered, asked = LayeredModel(model), prompt(length)
+    decoder = Decoder(method.start(layered, 1, length + new, method.new_state(layered)))
+    decoder.admit(0, Request(asked, new))
+    text: list[int] = []
+    for _ in range(steps):
+        text += decoder.step().tokens[0]
+    return decoder, torch.cat([asked, torch.tensor(text)])

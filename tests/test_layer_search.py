@@ -16,9 +16,9 @@ from skipstone.core.model import LayeredModel
 from skipstone.core.skipping import SkipSet
 from tests import support
 from tests.cli.helpers import assert_refused, run, succeed
-from tests.machine import llama, prompt
-from tests.test_swift import SKIP, silenced
+from tests.machine import llama, prompt, silenced
 
+SKIP = SkipSet(frozenset({1, 2}), frozenset({2}))
 WISH = Wish([prompt(9), prompt(5, 1)], tokens=12, ratios=(0.25, 0.5), drafts=4)
 
 

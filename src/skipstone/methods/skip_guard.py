@@ -2,9 +2,9 @@
 
 Drafting goes on as long as its latest steps brought more tokens than plain steps would have in the same time, by the clock.
 Where they did not, single steps draft as probes, each failure doubling the wait for the next; a success is enough to draft on
-until what it brought is lost. What is not known to pay
-(probes, evaluations, timings) is paid from a slack that plain decoding and good drafts build up: what is tried costs at most
-an allowance, a share of the plain steps that the tokens would have taken, and START plain steps.
+until what it brought is lost. What is not known to pay (probes, evaluations, timings) is paid from a slack that plain decoding
+and good drafts build up: what is tried costs at most an allowance, a share of the plain steps that the tokens would have taken,
+and START plain steps.
 """
 
 from __future__ import annotations

@@ -71,11 +71,6 @@ class SkipState:
 
     # ------------------------------------------------------------------------------------------ what to do
 
-    @property
-    def learning(self) -> bool:
-        """Whether there is anything to time or to judge."""
-        return self.searching or self.timings is not None
-
     def another_text(self) -> None:
         """A request begins."""
         with self.lock:
@@ -188,17 +183,17 @@ class SkipState:
             self.evaluations += 1
             self.since_better += 1
             self.left -= 1
-            resized = self._suit()
+            unsettled = self._suit()
             self._consider(self.search.best())
             tired = self.since_better >= self.method.patience
             dear = self.method.guard and self.this_search > SEARCH_BUDGET
-            enough = self.evaluations >= EVALUATIONS and self.search.least(self.z) > self.method.enough and not resized
+            enough = self.evaluations >= EVALUATIONS and self.search.least(self.z) > self.method.enough and not unsettled
             if self.left <= 0 or tired or dear or enough:
                 self.searching, self.guard.allowance, self.paid = False, SETTLED, False
                 self.alphas.clear()
 
     def _suit(self) -> bool:
-        """Move the skip ratio to where the search expects more of it. Returns whether it would."""
+        """Move the skip ratio, now and then, to where the search expects more. Returns whether it expects more elsewhere."""
         if not self.method.adjust or self.method.objective != "speed":
             return False
         promised, count = max((self.search.promise(count), count) for count in self._sizes())
@@ -265,7 +260,7 @@ class SkipState:
         """What a user should know: that no layer set pays here."""
         with self.lock:
             worth = self.guard.worth()
-            if self.learning or not self.method.guard or worth is None or worth >= 1:
+            if self.searching or self.timings is not None or not self.method.guard or worth is None or worth >= 1:
                 return None
             seen = "" if self.matchness is None else f", its matchness is {self.matchness:.2f}"
             return (

@@ -14,6 +14,7 @@ noticed, and where no set pays there is no drafting (skip_state.py).
 from __future__ import annotations
 
 import time
+from collections import deque
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar, Literal
@@ -128,30 +129,27 @@ class SwiftSession(SkippingSession):
             scratch=max(min(most * RANKS, most + MOST_LEAVES), method.context_window),
         )
         self.state, self.window = state, method.context_window
-        # committed tokens by position, and what the target itself would have said there
-        self.text = torch.zeros((rows, min(capacity, model.max_positions) + 1), dtype=torch.long, device=model.device)
-        self.choice = torch.zeros_like(self.text)
-        self.written = [0] * rows
-        self._logits: Tensor | None = None
+        self.latest = [Latest(self.window) for _ in range(rows)]
+        self._said: Tensor | None = None
         self._judged: tuple[Z, Tensor] | None = None
         self._turn = 0
         self._began = 0.0
 
     def admit(self, row: int, request: Request) -> None:
         super().admit(row, request)
-        self.written[row] = 0
+        self.latest[row].clear()
         self.state.another_text()
 
     def optimise(self) -> None:
         """An optimisation step (section 4.1), where the state wants one: the last tokens of one row judge a layer set."""
-        rows = [row for row, alive in enumerate(self.alive) if alive and self.written[row] > self.window]
+        rows = [row for row, alive in enumerate(self.alive) if alive and self.latest[row].enough]
         if not any(self.alive) or (z := self.state.due(self, bool(rows))) is None:
             return
         self._turn += 1
         row = rows[self._turn % len(rows)]
-        end = self.store.length[row]
-        choice = self.judge(row, end - self.window, self.state.space.to_skip_set(z)).argmax(-1)
-        matched = (choice == self.choice[row, end - self.window + 1 : end + 1]).sum()
+        tokens, said = self.latest[row].window()
+        choice = self.judge(row, tokens[:-1], self.state.space.to_skip_set(z)).argmax(-1)
+        matched = (choice == said).sum()
         self._judged = (z, matched.to("cpu", non_blocking=True))
 
     def draft(self, limit: list[int]) -> Draft:
@@ -169,16 +167,20 @@ class SwiftSession(SkippingSession):
         return tree
 
     def verify(self, draft: Draft, scores: Scores) -> Verdict:
-        self._logits = scores.logits
+        self._said = scores.logits.argmax(-1) if self.state.searching else None
         return super().verify(draft, scores)
 
     def remark(self) -> str | None:
         return self.state.remark()
 
     def commit(self, draft: Draft | None, verdicts: list[RowVerdict]) -> None:
-        before = list(self.store.length)
         super().commit(draft, verdicts)
-        self._remember(before, draft, verdicts)
+        for row, verdict in enumerate(verdicts):
+            if self._said is None:
+                self.latest[row].clear()
+            elif verdict.tokens:
+                self.latest[row].add(verdict, self._said[row])
+        self._said = None
         if draft is not None:
             # on an accelerator the step has waited for the judging pass before it, too
             waited = self._judged is not None and self.model.device.type != "cpu"
@@ -188,34 +190,49 @@ class SwiftSession(SkippingSession):
             self._judged = None
             self.state.judged(z, float(matched.numpy()) / self.window, self.window)
 
-    def _remember(self, before: list[int], draft: Draft | None, verdicts: list[RowVerdict]) -> None:
-        """Keep the tokens by position, and the target's own choices there, for as long as anything is learnt."""
-        assert self._logits is not None
-        if not self.state.learning:
-            self.written, self._logits = [0] * len(self.written), None
-            return
-        rows, places, tokens, nodes = [], [], [], []
-        for row, verdict in enumerate(verdicts):
-            first = self.store.length[row] if draft is None else before[row] + 1
-            rows += [row] * len(verdict.tokens)
-            places += range(first, first + len(verdict.tokens))
-            tokens += verdict.tokens
-            nodes += [node + 1 for node in [-1, *verdict.path][: len(verdict.tokens)]]
-            self.written[row] += len(verdict.tokens)
-        row, place, token, node = on_device([rows, places, tokens, nodes], self.model.device)
-        self.text[row, place], self.choice[row, place] = token, self._logits[row, node].argmax(-1)
-        self._logits = None
-
-    def judge(self, row: int, begin: int, skip: SkipSet) -> Tensor:
-        """Logits [n, V] of a row's committed tokens from position `begin` on, through what a skip set leaves, in one pass. It
-        reads the target's keys and values before them and writes its own behind everything that is committed."""
-        end = self.store.length[row]
-        width, device = end - begin, self.model.device
+    def judge(self, row: int, tokens: list[int], skip: SkipSet) -> Tensor:
+        """Logits [n, V] of n tokens, a row's latest but the newest, through what a skip set leaves, in one pass. It reads the
+        target's keys and values before them and writes its own behind everything that is committed."""
+        end, width, device = self.store.length[row], len(tokens), self.model.device
         self.store.reserve(end + width)
-        positions = torch.arange(begin, end, device=device)[None]
+        positions = torch.arange(end - width, end, device=device)[None]
         base = on_device([end], device)
         below = torch.ones((1, width, width), dtype=torch.bool, device=device).tril()
         tree = Tree(base, below, positions, seen=base - width)
         at = Pass(positions, positions + width, None, slice(row, row + 1), end + width, end, tree)
-        hidden = self.model.embed(self.text[row : row + 1, begin:end], positions)
+        hidden = self.model.embed(on_device([tokens], device), positions)
         return self.model.logits(self.model.run(hidden, at, self.store, range(self.store.layers), skip))[0]
+
+
+class Latest:
+    """What a row has written lately, and what the target itself would have said there. size: tokens that are judged at once."""
+
+    def __init__(self, size: int) -> None:
+        self.size = size
+        self.clear()
+
+    def clear(self) -> None:
+        self.steps: deque[tuple[list[int], Tensor, list[int]]] = deque(maxlen=self.size + 1)
+        self.tokens = 0
+
+    def add(self, verdict: RowVerdict, said: Tensor) -> None:
+        """Take over a step. said: [1 + n] int64, the target's choice after the root and after every draft of it."""
+        self.steps.append((verdict.tokens, said, [0, *(node + 1 for node in verdict.path)][: len(verdict.tokens)]))
+        self.tokens += len(verdict.tokens)
+
+    @property
+    def enough(self) -> bool:
+        """Whether so many tokens are there, and one before them."""
+        return self.tokens > self.size
+
+    def window(self) -> tuple[list[int], Tensor]:
+        """The latest 1 + size tokens, and the target's choices [size] int64 for all but the first."""
+        tokens: list[int] = []
+        nodes: list[int] = []
+        first = 0
+        for text, said, places in self.steps:
+            tokens += text
+            nodes += [first + place for place in places]
+            first += len(said)
+        said = torch.cat([said for _, said, _ in self.steps])
+        return tokens[-self.size - 1 :], said[on_device(nodes[-self.size :], said.device)]
