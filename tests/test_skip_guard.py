@@ -116,10 +116,20 @@ def test_another_text_is_compared_with_its_own_plain_steps() -> None:
     guard.learn(4, 2, drafted=True)
     guard.another_text()
     assert guard.room(8, COST) == 0
-    guard.clocked(1.0, 0.1, plain=True)
+    guard.clocked(1.0, 0.45, plain=True)
     assert guard.room(8, COST) == 8
-    for _ in range(2):
+    assert guard.clocked(1.0, 0.5, plain=False) == 1.0
+
+
+def test_a_text_whose_plain_steps_cost_something_else_is_compared_with_three_of_its_own() -> None:
+    guard = warmed()
+    guard.learn(4, 2, drafted=True)
+    guard.another_text()
+    for left in (2, 1, 0):
+        assert guard.room(8, COST) == 0
         guard.clocked(1.0, 0.1, plain=True)
+        assert len(guard.plain) == LEAST_PLAIN - left
+    assert guard.room(8, COST) == 8
     assert guard.clocked(1.0, 0.1, plain=False) == 1.0
 
 

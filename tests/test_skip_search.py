@@ -9,8 +9,9 @@ import numpy as np
 import pytest
 
 from skipstone.core.skipping import SkipSet
+from skipstone.methods.cusum import Cusum
 from skipstone.methods.layer_sets import Costs, Objective, Space, Z, expected_speedup, measured_speedup
-from skipstone.methods.skip_search import SEARCHES, Cusum, FixedSearch, LinearThompson, Search, SwiftSearch
+from skipstone.methods.skip_search import SEARCHES, FixedSearch, LinearThompson, Search, SwiftSearch
 
 COSTS = Costs(0.015, 0.027, tuple(1 + 0.06 * extra for extra in range(30)))
 

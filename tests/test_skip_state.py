@@ -142,7 +142,7 @@ def test_the_skip_ratio_goes_down_where_the_search_expects_more_of_fewer_and_the
     assert not state.searching
 
 
-def test_matchness_alone_moves_no_ratio() -> None:
+def test_a_search_for_matchness_alone_moves_no_ratio() -> None:
     """It is always better with fewer."""
     state = state_of(objective="matchness", max_steps=150)
     world = World(state, lambda z: 0.98 - 0.01 * int(z.sum()))
@@ -170,15 +170,16 @@ def test_the_skip_ratio_goes_up_where_more_may_be_left_out(search: str, ratio: f
 @pytest.mark.parametrize(
     ("plain", "slow", "timed"),
     [
-        (0.001, {}, 3 * 11),  # short: three times each
-        (0.1, {}, 11),  # long: once
-        (0.001, {4: 9.0}, 3 * 11),  # a cold pass at first strikes nothing out
-        (0.001, {4: 9.0, 15: 9.0}, 3 * 11 - 2 * 6),  # a dear one does: the six wider ones are timed once only
+        (0.001, {}, 1 + 3 * 11),  # short: three times each
+        (0.1, {}, 2 + 10),  # long: once, the plain pass twice
+        (0.001, {0: 90.0}, 1 + 3 * 11),  # a stall at first is none
+        (0.001, {5: 9.0}, 1 + 3 * 11),  # a cold pass at first strikes nothing out
+        (0.001, {5: 9.0, 16: 9.0}, 1 + 3 * 11 - 2 * 6),  # a dear one does: the six wider ones are timed once only
     ],
 )
 def test_what_is_timed_and_how_often(monkeypatch: Any, plain: float, slow: dict[int, float], timed: int) -> None:
     """By a clock that says what a pass took: `plain` seconds, or `slow` times as many for the pass of that number. Passes are
-    plain, three that leave out something, then 2, 4, 8, 16, 26, 48 and 82 rows."""
+    plain, plain again, three that leave out something, then 2, 4, 8, 16, 26, 48 and 82 rows."""
     decoder, _ = running(llama(layers=6), Swift(0.5, 4), length=9, new=110, steps=1)
     timings, session, clock, calls = Timings(Space(6)), decoder.session, [0.0], [0]
 
@@ -194,3 +195,44 @@ def test_what_is_timed_and_how_often(monkeypatch: Any, plain: float, slow: dict[
             timings.next(session)
     assert calls[0] / 2 == timed
     assert timings.seconds["plain"] == pytest.approx(plain)
+
+
+def test_runners_up_are_not_right_drafts() -> None:
+    """A chain of three, the first right, then a runner-up (node 5) in the place of the second."""
+    state = state_of(max_steps=0)
+    state.adaptive, told = True, []
+    state._follow = lambda *given: told.append(given)  # type: ignore[method-assign]
+    verdict = RowVerdict([0, 5], [7, 8, 9], "recovered", 3, 0, 6, 3)
+    state.learn(SimpleNamespace(width=6, levels=3), [verdict], None)  # type: ignore[arg-type]
+    assert told == [(1, 3, 2)]
+
+
+@pytest.mark.parametrize("search", ["random", "linear_ts"])
+def test_a_new_search_begins_with_the_set_in_use_and_needs_evaluations_of_its_own(search: str) -> None:
+    state = state_of(search=search, adjust=False, enough=0.5)
+    rng = np.random.default_rng(0)
+    good = state.space.random(20, rng)
+    for _ in range(skip_state.EVALUATIONS + 4):
+        state.judged(good, 1.0, 32)
+    assert not state.searching
+    assert (state.z == good).all()
+    state.search.widen()
+    state._again(100)
+    assert (state.z == good).all()
+    state.judged(state.space.uniform(20), 0.9, 32)
+    assert (state.z == good).all()
+    for _ in range(skip_state.EVALUATIONS - 2):
+        state.judged(good, 1.0, 32)
+        assert state.searching
+    state.judged(good, 1.0, 32)
+    assert not state.searching
+
+
+def test_where_hardly_any_step_drafts_it_is_said_also_while_searching() -> None:
+    state = state_of()
+    world = World(state, lambda z: 0.0)
+    while (said := state.remark()) is None:
+        assert state.steps < 200
+        world.step()
+    assert state.searching
+    assert "found no layer set that pays here so far and decodes plainly" in said

@@ -30,7 +30,7 @@ from skipstone.core.kvstore import KVStore, Pass
 from skipstone.core.model import LayeredModel
 from skipstone.core.skipping import SkipSet
 from skipstone.methods.autoregressive import Autoregressive
-from skipstone.methods.layer_sets import Costs, Objective, Space, Z
+from skipstone.methods.layer_sets import MOST_DRAFTS, Costs, Objective, Space, Z
 from skipstone.methods.profiles import fingerprint
 from skipstone.methods.self_speculative import SelfSpeculative
 from skipstone.methods.skip_search import LinearThompson
@@ -102,6 +102,8 @@ def search(
     was found and the seconds spent. ValueError for a model of too few layers, and for another search's file."""
     layered = LayeredModel(model)
     space = Space(layered.depth)
+    for ratio in wish.ratios:
+        LinearThompson(space, space.count(ratio))  # ValueError where nothing would be left out, or nothing left
     known = _read(path, _key(model, wish))
     found = Found(known)
     begun = time.perf_counter() - (known[-1].seconds if known else 0.0)
@@ -110,7 +112,7 @@ def search(
         if not path.stat().st_size:
             file.write(json.dumps(_key(model, wish)) + "\n")
         judged = [_Text(layered, model, text, wish.tokens) for text in wish.texts]
-        objective = Objective(_costs(layered, len(wish.texts[0])))
+        objective = Objective(_costs(layered, len(wish.texts[0])), most=min(wish.drafts, MOST_DRAFTS))
         learner = LinearThompson(space, space.count(wish.ratios[0]), objective, wish.seed + len(known))
         for trial in known:
             learner.observe(space.from_skip_set(_set(trial)), trial.matchness, wish.tokens * len(judged))
@@ -213,7 +215,7 @@ def _costs(layered: LayeredModel, length: int) -> Costs:
     store = KVStore(1, layered.depth, length + 1)
     store.reserve(length + 1)
     places = torch.full((1, 1), length, device=layered.device)
-    at, ids = Pass(places, places, None, slice(0, 1), length + 1, length), torch.zeros_like(places)
+    at, ids = Pass(places, places, None, slice(0, 1), length + 1, length), places % layered.embeddings
 
     def once(skip: SkipSet | None) -> float:
         def run() -> Any:

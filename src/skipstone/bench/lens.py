@@ -133,7 +133,7 @@ def measure_costs(layered: LayeredModel, length: int) -> Costs:
 
     def run(width: int, layers: range) -> Callable[[], Any]:
         positions = torch.arange(length, length + width, device=layered.device)[None]
-        hidden = layered.embed(torch.zeros_like(positions), positions)
+        hidden = layered.embed(positions % layered.embeddings, positions)
         at = Pass(positions, positions, None, slice(0, 1), length + width, length)
         return lambda: layered.run(hidden, at, store, layers)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -47,13 +48,15 @@ def search(
         raise ValueError(f"--dtype must be one of {', '.join(DTYPES)}, found {dtype!r}")
     if skip_ratio is not None and not 0 < skip_ratio < 1:
         raise ValueError(f"--skip-ratio must lie between 0 and 1, found {skip_ratio}")
+    if picture is not None and find_spec("matplotlib") is None:
+        raise ImportError('pictures need matplotlib: pip install "skipstone[bench]"')
     with terminal.quiet(debug):
         found = _found(
             model, prompt, max_new_tokens, skip_ratio, num_speculative_tokens, budget_seconds, out, (dtype, device), seed
         )
         if picture is not None:
             _draw(found, picture)
-    _tell(found, out)
+    _tell(found, out, num_speculative_tokens)
 
 
 def _found(
@@ -94,7 +97,9 @@ def _found(
     return found
 
 
-def _tell(found: Found, out: Path) -> None:
+def _tell(found: Found, out: Path, drafts: int) -> None:
+    from skipstone.methods.self_speculative import SelfSpeculative
+
     best = found.best
     assert best is not None
     skipped = len(best.attention) + len(best.mlp)
@@ -105,7 +110,8 @@ def _tell(found: Found, out: Path) -> None:
     )
     if (best.speed or 0) < 1:
         typer.echo("No set pays on this model and machine.")
-    typer.echo(f"skipstone generate ... --method self_speculative --profile {out}")
+    flag = "" if drafts == SelfSpeculative.num_speculative_tokens else f" --num-speculative-tokens {drafts}"
+    typer.echo(f"skipstone generate ... --method self_speculative --profile {out}{flag}")
 
 
 class _progress:
@@ -139,10 +145,8 @@ class _progress:
 
 
 def _draw(found: Found, path: Path) -> None:
-    try:
-        from matplotlib.figure import Figure
-    except ImportError as error:
-        raise ImportError('pictures need matplotlib: pip install "skipstone[bench]"') from error
+    from matplotlib.figure import Figure
+
     figure = Figure(figsize=(6.4, 3.6), layout="constrained")
     axes = figure.subplots()
     seconds, speeds = zip(*found.curve, strict=True)

@@ -42,7 +42,8 @@ class Profile(Part):
 @torch.inference_mode()
 def fingerprint(model: Any) -> str:
     """A hash of a model's parameters: names, shapes and SAMPLED values of each, in bfloat16: the device does not matter,
-    nor whether the weights are float32 or bfloat16. Counted again only when a parameter has changed."""
+    nor whether the weights are float32 or bfloat16. Counted again only when a parameter has changed (what is written through
+    `.data` goes unnoticed until then)."""
     state = sum(one._version for one in model.parameters() if not one.is_inference())
     if model not in _KNOWN or _KNOWN[model][0] != state:
         _KNOWN[model] = (state, _fingerprint(model))
@@ -71,6 +72,8 @@ def save(path: Path, profile: Profile) -> None:
 
 def load(path: str | Path, model: Any) -> Profile:
     """The profile of a model. OSError where there is no file; ValueError for what is no profile, and for another model's."""
+    if not isinstance(path, (str, Path)):
+        raise ValueError(f"profile must be the name of a file, found {path!r}")
     try:
         profile = Profile.model_validate(json.loads(Path(path).expanduser().read_text(encoding="utf-8")))
     except ValidationError as error:

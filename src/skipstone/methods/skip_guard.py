@@ -3,8 +3,8 @@
 Drafting goes on as long as its latest steps brought more tokens than plain steps would have in the same time, by the clock.
 Where they did not, single steps draft as probes, each failure doubling the wait for the next; a success is enough to draft on
 until what it brought is lost. What is not known to pay (probes, evaluations, timings) is paid from a slack that plain decoding
-and good drafts build up: what is tried costs at most an allowance, a share of the plain steps that the tokens would have taken,
-and START plain steps.
+and good drafts build up: an allowance, a share of the plain steps that the tokens would have taken, and START plain steps. What
+is tried goes beyond it by one step or pass at most.
 """
 
 from __future__ import annotations
@@ -18,9 +18,10 @@ START, MOST_SLACK = 6.0, 64.0
 RECENT, LATELY, LEAST_LATELY, MOST_WAIT, PROBE = 12, 64, 24, 16, 3
 """Latest drafting steps that decide; that tell what a layer set is worth, at most and at least; most plain steps between two
 probes, and most drafts of a probe."""
-PLAIN, LEAST_PLAIN, REFRESH, SPIKE = 8, 3, 48, 3.0
+PLAIN, LEAST_PLAIN, REFRESH, SPIKE, UNLIKE = 8, 3, 48, 3.0, 1.25
 """Plain steps that are remembered, and needed to compare with; one of so many steps is one, where drafting pays. What takes
-so many times what was expected was something else's doing, and counts as so much."""
+so many times what was expected was something else's doing, and counts as so much. A plain step of another request is unlike
+that of the last one from so many times on."""
 
 
 class Guard:
@@ -30,12 +31,14 @@ class Guard:
         self.allowance, self.slack = allowance, START
         self.plain: deque[float] = deque(maxlen=PLAIN)
         self.another_set()
-        self._steps, self._factor = 0, 1.0
+        self._steps, self._factor, self._unsure = 0, 1.0, False
 
     def another_text(self) -> None:
-        """A request begins, where plain steps may cost something else: one at least is made anew."""
+        """A request begins, where plain steps may cost something else: one at least is made anew, as many as at first where
+        that one is unlike the last request's."""
         while len(self.plain) >= LEAST_PLAIN:
             self.plain.popleft()
+        self._unsure = True
 
     def another_set(self) -> None:
         """Other sublayers are left out from now on: nothing is known of them."""
@@ -76,6 +79,9 @@ class Guard:
         step that drafted speaks for this one."""
         if plain:
             if seconds is not None:
+                if self._unsure and self.plain and not 1 / UNLIKE < seconds / median(self.plain) < UNLIKE:
+                    self.plain.clear()
+                self._unsure = False
                 self.plain.append(min(seconds, SPIKE * median(self.plain)) if self.plain else seconds)
             return 1.0
         if seconds is not None and self.plain:

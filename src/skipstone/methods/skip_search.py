@@ -1,7 +1,8 @@
 """Searches for the sublayers that a draft model may leave out, pure and seeded.
 
 A set's worth is the share of tokens that the remaining model chooses as the whole one does (matchness, SWIFT, arXiv 2410.06916,
-Eq. 4), or the speed-up that this share and the measured costs allow. All searches keep the number of skipped sublayers fixed.
+Eq. 4), or the speed-up that this share and the measured costs allow. A search keeps the number of skipped sublayers, but for
+`resize`.
 """
 
 from __future__ import annotations
@@ -118,6 +119,14 @@ class RandomSearch(Search):
         super().observe(z, matchness, positions)
         _, matched, total = self.seen.get(z.tobytes(), (z, 0.0, 0))
         self.seen[z.tobytes()] = (z, matched + matchness * positions, total + positions)
+
+    def widen(self) -> None:
+        best = self.best()
+        known = self.seen.get(best.tobytes())
+        self.start()
+        if known is not None:
+            _, matched, total = known
+            self.seen[best.tobytes()] = (best, matched / total, 1)
 
     def best(self) -> Z:
         return self._extreme(-1) if self.seen else self.space.uniform(self.count)
@@ -265,31 +274,3 @@ SEARCHES: dict[str, type[Search]] = {kind.name: kind for kind in (LinearThompson
 def _error(mean: Any, total: Any) -> Any:
     """Standard error of a share over `total` positions, never quite 0."""
     return np.sqrt(np.maximum(mean * (1 - mean), 1 / (4 * total)) / total)
-
-
-class Cusum:
-    """Has the task changed? A one-sided CUSUM (Page, Biometrika 1954) on the share of accepted drafts, over blocks of steps.
-
-    Its reference is the mean since it was armed. DRIFT: a loss of less is none. ALARM: at which sum it says so.
-    """
-
-    DRIFT, ALARM, BLOCK, ARMED = 0.05, 4.0, 8, 32
-
-    def __init__(self) -> None:
-        self._block: list[tuple[float, float]] = []
-        self._total, self._blocks, self._sum = 0.0, 0, 0.0
-
-    def add(self, share: float, weight: float = 1.0) -> bool:
-        """One step's share, and of how many drafts. Returns whether the task has changed; it starts anew then."""
-        self._block.append((share * weight, weight))
-        if len(self._block) < self.BLOCK:
-            return False
-        value = sum(right for right, _ in self._block) / sum(weight for _, weight in self._block)
-        self._block.clear()
-        if self._blocks >= self.ARMED:
-            self._sum = max(0.0, self._sum + self._total / self._blocks - value - self.DRIFT)
-        self._total, self._blocks = self._total + value, self._blocks + 1
-        if self._sum > self.ALARM:
-            self.__init__()
-            return True
-        return False

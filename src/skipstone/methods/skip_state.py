@@ -14,11 +14,12 @@ from typing import TYPE_CHECKING, Any
 from skipstone.core.model import LayeredModel
 from skipstone.core.skipping import SkipSet
 from skipstone.core.types import Draft, RowVerdict
+from skipstone.methods.cusum import Cusum
 from skipstone.methods.layer_sets import MOST_DRAFTS, Costs, Objective, Space, Z
 from skipstone.methods.leaves import MOST_LEAVES, RANKS
 from skipstone.methods.skip_costs import Timings, by_weight
 from skipstone.methods.skip_guard import PROBE, SPIKE, START, Guard
-from skipstone.methods.skip_search import SEARCHES, Cusum, FixedSearch, Search
+from skipstone.methods.skip_search import SEARCHES, FixedSearch, Search
 
 if TYPE_CHECKING:
     from skipstone.methods.swift import Swift, SwiftSession
@@ -37,8 +38,8 @@ RATIO_STEP, LEAST_RATIO, MOST_RATIO, RESIZED = 0.05, 0.2, 0.8, 16
 """How far the skip ratio moves at once (one sublayer at least), in which bounds, and every how many evaluations."""
 LEAVES = 0.1
 """Plain steps that the runners-up of a step may cost."""
-KEPT = 500
-"""Points of the history."""
+KEPT, TOLD = 500, 96
+"""Points of the history; steps before anything is said of whether drafting pays."""
 
 
 class SkipState:
@@ -61,7 +62,7 @@ class SkipState:
         self.cusum, self.judged_last, self.paid = Cusum(), False, False
         self.spent = {"draft": 0.0, "score": 0.0, "search": 0.0, "timing": 0.0}
         self.this_search, self.since = 0.0, 0.0
-        self.evaluations = self.since_better = self.steps = self.drafted_steps = 0
+        self.evaluations = self.begun = self.since_better = self.steps = self.drafted_steps = 0
         self.adaptive = self.search.adaptive and method.max_steps > 0
         self.searching, self.left = self.adaptive, method.max_steps
         self.guard, self.tokens = Guard(SEARCHING if self.searching else SETTLED), 0.0
@@ -107,11 +108,15 @@ class SkipState:
                 return most
             most = min(most, self.method.num_speculative_tokens)
             drafts = min(most, PROBE)
-            cost = drafts * self.c + self.costs.score(1 + drafts + self.leaves(drafts)) - 1
+            cost = drafts * self.c + self.costs.score(1 + drafts + self._leaves(drafts)) - 1
             return self.guard.room(most, cost)
 
     def leaves(self, drafts: int) -> int:
         """How many runners-up a step of so many drafts may verify."""
+        with self.lock:
+            return self._leaves(drafts)
+
+    def _leaves(self, drafts: int) -> int:
         if not self.method.dynamic_verification:
             return 0
         most = min((RANKS - 1) * drafts, MOST_LEAVES)
@@ -141,13 +146,14 @@ class SkipState:
             self.guard.learn(tokens, factor * (c + v), passes > 0)
             if passes:
                 self.judged_last = False
-                accepted, drafted = sum(len(one.path) for one in live), sum(one.draft_steps for one in live)
-                wrong = sum(len(one.path) < one.draft_steps for one in live)
-                self._follow(accepted, drafted, accepted + wrong)
+                right = [sum(node < one.draft_steps for node in one.path) for one in live]  # runners-up come behind the chain
+                drafted = [one.draft_steps for one in live]
+                wrong = sum(fewer < most for fewer, most in zip(right, drafted, strict=True))
+                self._follow(sum(right), sum(drafted), sum(right) + wrong)
 
     def _follow(self, accepted: int, drafted: int, judged: int) -> None:
-        """A changed task starts the search again; the skip ratio goes down where few drafts are accepted. judged: accepted and
-        rejected; the share of the accepted among those does not depend on how many were drafted."""
+        """A changed task starts the search again; the skip ratio goes down where few drafts are right. judged: right and wrong;
+        the share of the right among those does not depend on how many were drafted."""
         if self.searching or not self.adaptive:
             return
         worth = self.guard.worth()
@@ -167,6 +173,7 @@ class SkipState:
         low = self.method.adjust and alpha < ALPHA_LEAST and fewer < self.search.count
         if low and self.search.promise(fewer) >= self.search.promise(self.search.count):  # both 0 where it cannot tell
             self.search.resize(fewer)
+            self._take(self.search.best())
             self._again(MORE_STEPS)
 
     def _sizes(self) -> list[int]:
@@ -187,7 +194,11 @@ class SkipState:
             self._consider(self.search.best())
             tired = self.since_better >= self.method.patience
             dear = self.method.guard and self.this_search > SEARCH_BUDGET
-            enough = self.evaluations >= EVALUATIONS and self.search.least(self.z) > self.method.enough and not unsettled
+            enough = (
+                self.evaluations - self.begun >= EVALUATIONS
+                and self.search.least(self.z) > self.method.enough
+                and not unsettled
+            )
             if self.left <= 0 or tired or dear or enough:
                 self.searching, self.guard.allowance, self.paid = False, SETTLED, False
                 self.alphas.clear()
@@ -226,11 +237,8 @@ class SkipState:
 
     def _again(self, steps: int) -> None:
         """Search on."""
-        self.searching, self.left, self.since_better = True, steps, 0
-        self.this_search, self.since, self.guard.allowance = 0.0, self.tokens, SEARCHING
-        self.cusum = Cusum()
-        if ((best := self.search.best()) != self.z).any():
-            self._take(best)
+        self.searching, self.left, self.since_better, self.cusum = True, steps, 0, Cusum()
+        self.begun, self.this_search, self.since, self.guard.allowance = self.evaluations, 0.0, self.tokens, SEARCHING
 
     # ------------------------------------------------------------------------------------- what there is to say
 
@@ -259,14 +267,16 @@ class SkipState:
     def remark(self) -> str | None:
         """What a user should know: that no layer set pays here."""
         with self.lock:
-            worth = self.guard.worth()
-            if self.searching or self.timings is not None or not self.method.guard or worth is None or worth >= 1:
+            worth, some = self.guard.worth(), 4 * self.drafted_steps > self.steps
+            if not self.method.guard or self.guard.pays() or self.steps < TOLD or (some if worth is None else worth >= 1):
                 return None
             seen = "" if self.matchness is None else f", its matchness is {self.matchness:.2f}"
+            judged = f"the best of {self.evaluations} evaluations" if self.evaluations else "the one there is"
+            so_far = " so far" if self.searching else ""
             return (
-                f"swift found no layer set that pays here and decodes plainly, but for trials: the best of {self.evaluations} "
-                f"evaluations leaves out {int(self.z.sum())} of {self.space.size} sublayers{seen}, a draft costs "
-                f"{self.c:.2f} plain steps and scoring 4 tokens {self.costs.score(4):.2f}"
+                f"swift found no layer set that pays here{so_far} and decodes plainly, but for trials: {judged} leaves out "
+                f"{int(self.z.sum())} of {self.space.size} sublayers{seen}, a draft costs {self.c:.2f} plain steps and scoring "
+                f"4 tokens {self.costs.score(4):.2f}"
             )
 
     # ---------------------------------------------------------------------------------------------- costs

@@ -11,7 +11,8 @@ from skipstone.core.skipping import SkipSet
 from skipstone.core.types import Draft, RowVerdict
 from skipstone.methods.chain import Chain, Confidence
 
-PATIENCE = 4
+LOOK_EVERY = 4
+"""Passes on an accelerator between two looks at whether anybody drafts on."""
 
 Ranked = tuple[Tensor, Tensor]
 """(tokens [B, n, k] of every place, best first, the chain's being the first; which of them are possible [B, n, k] bool)."""
@@ -65,9 +66,9 @@ class SkippingSession(Session):
         return chain.draft(frontier), (torch.stack(ranked, 1), torch.stack(possible, 1)) if ranked else None
 
     def _all_stopped(self, chain: Chain, place: int) -> bool:
-        """On an accelerator, whether no row drafts on, asked after every PATIENCE passes: that waits for the device, and
+        """On an accelerator, whether no row drafts on, asked after every LOOK_EVERY passes: that waits for the device, and
         drafting on unheard would cost more."""
-        if self.model.device.type == "cpu" or not self.confidence.active or place % PATIENCE != PATIENCE - 1:
+        if self.model.device.type == "cpu" or not self.confidence.active or place % LOOK_EVERY != LOOK_EVERY - 1:
             return False
         return not any(chain.open_rows())
 

@@ -154,14 +154,16 @@ class SwiftSession(SkippingSession):
 
     def draft(self, limit: list[int]) -> Draft:
         """A chain with the layer set; then its runners-up, all in one tree (section 4.2)."""
-        self._began = time.perf_counter()
         room = self.state.room(max(limit))
+        self._began = time.perf_counter()
         chain, ranked = self.chain([min(allowed, room) for allowed in limit], self.state.skip)
         if ranked is None or self.ranks == 1:
             return chain
         if not (leaves := self.state.leaves(chain.width)):
             return chain
         tree = with_leaves(chain, *ranked, leaves)
+        if tree.width == chain.width:
+            return chain
         tree.frontier = self.frontier([tree.width if alive else 0 for alive in self.alive])
         tree.frontier.append(tree.tokens, tree.valid, tree.parents)
         return tree
