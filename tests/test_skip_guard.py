@@ -7,7 +7,7 @@ import math
 from hypothesis import given
 from hypothesis import strategies as st
 
-from skipstone.methods.skip_guard import LEAST_LATELY, LEAST_PLAIN, MOST_SLACK, MOST_WAIT, PROBE, REFRESH, START, Guard
+from skipstone.methods.skip_guard import LEAST_LATELY, LEAST_PLAIN, MOST_SLACK, MOST_WAIT, PROBE, REFRESH, SEVERAL, START, Guard
 
 COST = 2.0
 
@@ -60,6 +60,17 @@ def test_failures_double_the_wait_and_a_success_ends_it() -> None:
     assert math.isclose(worth, (2 + LEAST_LATELY - 1) / (1.9 + 8 * 1.1 + (LEAST_LATELY - 9) * 1.25))
 
 
+def test_steps_that_clearly_gain_need_no_slack() -> None:
+    """Timings may have spent it; three steps are not enough, nor is a small gain."""
+    for tokens, cost, steps, drafts in ((3, 2.5, 4, 8), (3, 2.5, 3, 0), (3, 2.9, 6, 0)):
+        guard = warmed()
+        for _ in range(steps):
+            guard.learn(tokens, cost, drafted=True)
+        guard.lose(40)
+        assert guard.pays()
+        assert guard.room(8, COST) == drafts
+
+
 def test_old_steps_are_forgotten() -> None:
     guard = warmed()
     for _ in range(40):
@@ -97,7 +108,7 @@ def test_the_clock_counts_and_spikes_do_not() -> None:
 
 def test_where_it_pays_and_the_slack_is_spent_drafting_comes_back_soon() -> None:
     guard = warmed(0.02)
-    for _ in range(6):
+    for _ in range(SEVERAL - 1):
         guard.learn(4, 2, drafted=True)
     guard.lose(guard.slack + 7)
     waited = 0

@@ -18,6 +18,8 @@ START, MOST_SLACK = 6.0, 64.0
 RECENT, LATELY, LEAST_LATELY, MOST_WAIT, PROBE = 12, 64, 24, 16, 3
 """Latest drafting steps that decide; that tell what a layer set is worth, at most and at least; most plain steps between two
 probes, and most drafts of a probe."""
+SEVERAL, GAIN = 4, 1.05
+"""So many latest steps that brought so much go on without any slack (after timings, which spend it at once)."""
 PLAIN, LEAST_PLAIN, REFRESH, SPIKE, UNLIKE = 8, 3, 48, 3.0, 1.25
 """Plain steps that are remembered, and needed to compare with; one of so many steps is one, where drafting pays. What takes
 so many times what was expected was something else's doing, and counts as so much. A plain step of another request is unlike
@@ -50,6 +52,10 @@ class Guard:
         """Whether the latest steps that drafted were worth it."""
         return _speed(self.recent) > 1
 
+    def gains(self) -> bool:
+        """Whether they brought so much, several of them, that they need no slack: they build it up."""
+        return len(self.recent) >= SEVERAL and _speed(self.recent) >= GAIN
+
     def worth(self) -> float | None:
         """What drafting lately brought with this layer set, as a speed-up, probes among it; None before LEAST_LATELY steps."""
         return _speed(self.lately) if len(self.lately) >= LEAST_LATELY else None
@@ -58,12 +64,12 @@ class Guard:
         """How many drafts the next step may make, 0 to `most`. cost: of a probe of PROBE drafts that are all rejected."""
         if len(self.plain) < LEAST_PLAIN:
             return 0
-        if self.pays() and self.slack >= 0:
+        if self.pays() and (self.slack >= 0 or self.gains()):
             return most if self._steps % REFRESH else 0
         return min(most, PROBE) if self.probes() and (self.affords(cost) or self.pays()) else 0
 
     def probes(self) -> bool:
-        """Whether it is time for a probe: where drafting does not pay, or pays and the slack is spent."""
+        """Whether it is time for a probe: where drafting does not pay, or hardly pays and the slack is spent."""
         return self.waited >= (MOST_WAIT if self.pays() else self.wait) and len(self.plain) >= LEAST_PLAIN
 
     def affords(self, cost: float) -> bool:
