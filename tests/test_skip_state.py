@@ -236,3 +236,17 @@ def test_where_hardly_any_step_drafts_it_is_said_also_while_searching() -> None:
         world.step()
     assert state.searching
     assert "found no layer set that pays here so far and decodes plainly" in said
+
+
+def test_a_set_that_works_is_not_left_for_one_that_was_never_tried() -> None:
+    """MLPs cost three times as much as attentions: after one evaluation of the uniform set the model thinks MLPs as good."""
+    state = state_of(skip_ratio=0.5, adjust=False)
+    state.price(Costs(0.01, 0.03, tuple(1 + 0.04 * extra for extra in range(90))))
+    first = state.z.copy()
+    state.guard.learn(4, 2, drafted=True)
+    state.judged(first, 0.97, 32)
+    assert (state.search.best() != first).any()
+    assert (state.z == first).all()
+    for _ in range(8):
+        state.judged(state.search.best(), 0.97, 32)
+    assert (state.z != first).any()

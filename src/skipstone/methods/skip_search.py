@@ -58,6 +58,11 @@ class Search:
         """Of a set's matchness, what is nearly certain: two standard errors below the estimate; 0 where nothing is known."""
         return 0.0
 
+    def likely(self, z: Z) -> float:
+        """One standard error below the estimate: what a set that was never tried itself may be hoped to have."""
+        seen = self.estimate(z)
+        return 0.0 if seen is None else (seen + self.least(z)) / 2
+
     def promise(self, count: int) -> float:
         """What the best set of so many sublayers is expected to be worth; 0 where nothing is known of such."""
         return 0.0

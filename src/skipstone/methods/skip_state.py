@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 from skipstone.core.model import LayeredModel
 from skipstone.core.skipping import SkipSet
 from skipstone.core.types import Draft, RowVerdict
+from skipstone.methods import skip_report
 from skipstone.methods.cusum import Cusum
 from skipstone.methods.layer_sets import MOST_DRAFTS, Costs, Objective, Space, Z
 from skipstone.methods.leaves import MOST_LEAVES, RANKS
@@ -38,8 +39,8 @@ RATIO_STEP, LEAST_RATIO, MOST_RATIO, RESIZED = 0.05, 0.2, 0.8, 16
 """How far the skip ratio moves at once (one sublayer at least), in which bounds, and every how many evaluations."""
 LEAVES = 0.1
 """Plain steps that the runners-up of a step may cost."""
-KEPT, TOLD = 500, 96
-"""Points of the history; steps before anything is said of whether drafting pays."""
+KEPT = 500
+"""Points of the history."""
 
 
 class SkipState:
@@ -215,8 +216,9 @@ class SkipState:
         return True
 
     def _consider(self, z: Z) -> None:
-        """Change to a set that is clearly better than the one in use."""
-        if (z != self.z).any() and self._worth(z) > BETTER * self._worth(self.z):
+        """Change to a set that is clearly better than the one in use; one that pays is left only for one that is likely so."""
+        hoped = self.search.objective(self.search.likely(z), z) if self.guard.pays() else self._worth(z)
+        if (z != self.z).any() and hoped > BETTER * self._worth(self.z):
             self._take(z)
             self.since_better = 0
         self.matchness = self.search.estimate(self.z)
@@ -248,36 +250,12 @@ class SkipState:
     def report(self) -> dict[str, Any]:
         """Plain JSON values. Costs are in plain steps, spent too."""
         with self.lock:
-            return {
-                "matchness": self.matchness,
-                "skip_ratio": round(int(self.z.sum()) / self.space.size, 4),
-                "skipped": self._places(),
-                "evaluations": self.evaluations,
-                "searching": self.searching,
-                "pays": self.guard.pays(),
-                "timed": self.timings is None,
-                "cost_of_a_draft": self.c,
-                "cost_of_scoring": {str(tokens): self.costs.score(tokens) for tokens in (2, 4, 8, 16, 26)},
-                "spent": dict(self.spent),
-                "steps": self.steps,
-                "drafted_steps": self.drafted_steps,
-                "history": list(self.history),
-            }
+            return skip_report.report(self)
 
     def remark(self) -> str | None:
         """What a user should know: that no layer set pays here."""
         with self.lock:
-            worth, some = self.guard.worth(), 4 * self.drafted_steps > self.steps
-            if not self.method.guard or self.guard.pays() or self.steps < TOLD or (some if worth is None else worth >= 1):
-                return None
-            seen = "" if self.matchness is None else f", its matchness is {self.matchness:.2f}"
-            judged = f"the best of {self.evaluations} evaluations" if self.evaluations else "the one there is"
-            so_far = " so far" if self.searching else ""
-            return (
-                f"swift found no layer set that pays here{so_far} and decodes plainly, but for trials: {judged} leaves out "
-                f"{int(self.z.sum())} of {self.space.size} sublayers{seen}, a draft costs {self.c:.2f} plain steps and scoring "
-                f"4 tokens {self.costs.score(4):.2f}"
-            )
+            return skip_report.remark(self)
 
     # ---------------------------------------------------------------------------------------------- costs
 
