@@ -4,7 +4,8 @@
 
 PROMPTS: .jsonl files with a "prompt", taken in turns. Every prompt is continued by both, one right after the other, in changing
 order. Speed is decoding without the prefill. "search": judging and timing passes, proposals. "bookkeeping": what SWIFT's state
-does at every step but for timing passes, proposals again among it.
+does at every step but for timing passes, proposals again among it. "rest": what a step has besides passes more than a plain
+one, verifying a tree and keeping what was written among it.
 """
 
 from __future__ import annotations
@@ -80,8 +81,8 @@ def main() -> None:
         part["own"] = watch.seconds
         part["known"] = swift.report(model)
         parts.append(part)
-    print("| tokens | evaluations | searching | steps that drafted | x plain | search | bookkeeping |")
-    print("| --- | --- | --- | --- | --- | --- | --- |")
+    print("| tokens | evaluations | searching | steps that drafted | x plain | search | bookkeeping | rest |")
+    print("| --- | --- | --- | --- | --- | --- | --- | --- |")
     size = -(-len(parts) // given.windows)
     for first in range(0, len(parts), size):
         print(row(parts[first : first + size], sum(one["swift"][1].tokens for one in parts[: first + size])))
@@ -95,11 +96,13 @@ def row(parts: list[dict[str, Any]], until: Any) -> str:
     plain = sum(one.seconds for one in base) / sum(one.tokens for one in base)
     search = sum(one.seconds_search for one in mine) / seconds
     own = sum(part["own"] for part in parts) / seconds
+    plain_rest = sum(one.seconds_other for one in base) / sum(one.turns for one in base)
+    rest = sum(one.seconds_other - plain_rest * one.turns for one in mine) / seconds
     drafted = sum(one.drafting for one in mine) / sum(one.steps for one in mine)
     known = parts[-1]["known"]
     return (
         f"| {until} | {known['evaluations']} | {'yes' if known['searching'] else 'no'} | {100 * drafted:.0f} % "
-        f"| {plain * tokens / seconds:.2f} | {100 * search:.1f} % | {100 * own:.1f} % |"
+        f"| {plain * tokens / seconds:.2f} | {100 * search:.1f} % | {100 * own:.1f} % | {100 * rest:.1f} % |"
     )
 
 

@@ -16,7 +16,7 @@ def report(state: SkipState) -> dict[str, Any]:
     return {
         "matchness": state.matchness,
         "skip_ratio": round(int(state.z.sum()) / state.space.size, 4),
-        "skipped": {"attention": sorted(state.skip.attention), "mlp": sorted(state.skip.mlp)},
+        "skipped": state.places(),
         "evaluations": state.evaluations,
         "searching": state.searching,
         "pays": state.guard.pays(),

@@ -234,7 +234,7 @@ class SkipState:
         if not self.guard.pays():
             self.guard.another_set()
         self.history.append(
-            {"evaluation": self.evaluations, "tokens": self.tokens, "matchness": self.matchness, **self._places()}
+            {"evaluation": self.evaluations, "tokens": self.tokens, "matchness": self.matchness, **self.places()}
         )
 
     def _again(self, steps: int) -> None:
@@ -244,7 +244,8 @@ class SkipState:
 
     # ------------------------------------------------------------------------------------- what there is to say
 
-    def _places(self) -> dict[str, list[int]]:
+    def places(self) -> dict[str, list[int]]:
+        """The sublayers that drafting leaves out."""
         return {"attention": sorted(self.skip.attention), "mlp": sorted(self.skip.mlp)}
 
     def report(self) -> dict[str, Any]:
