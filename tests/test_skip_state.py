@@ -146,20 +146,20 @@ def test_a_search_for_matchness_alone_moves_no_ratio() -> None:
     """It is always better with fewer."""
     state = state_of(objective="matchness", max_steps=150)
     world = World(state, lambda z: 0.98 - 0.01 * int(z.sum()))
-    for _ in range(1500):
+    for _ in range(2400):
         world.step()
     assert state.evaluations > 40
     assert state.search.count == 20
 
 
-@pytest.mark.parametrize(("search", "ratio"), [("linear_ts", 0.8), ("random", 0.45)])
-def test_the_skip_ratio_goes_up_where_more_may_be_left_out(search: str, ratio: float) -> None:
+@pytest.mark.parametrize(("search", "least", "most"), [("linear_ts", 0.65, 0.8), ("random", 0.45, 0.45)])
+def test_the_skip_ratio_goes_up_where_more_may_be_left_out(search: str, least: float, most: float) -> None:
     """Nothing is lost by leaving out sublayers: as many as allowed, as far as the search says so."""
     state = state_of(search=search, enough=1.0)
     world = World(state, lambda z: 0.96, most=6)
     for _ in range(2500):
         world.step()
-    assert state.search.count == round(ratio * state.space.size)
+    assert round(least * state.space.size) <= state.search.count <= round(most * state.space.size)
     fixed = state_of(search=search, adjust=False)
     world = World(fixed, lambda z: 0.96, most=6)
     for _ in range(500):

@@ -59,6 +59,39 @@ def test_a_layer_set_may_be_what_agrees():
     assert "all but a share of 0.5 agree with all at" in surrogate.calibrated(made.report())
 
 
+def test_sure_tokens_have_a_successor_and_a_part_may_still_disagree():
+    """What real text is like: most tokens follow nearly surely, a few are open, and on those the part errs."""
+    shape = shapes.parse("layers=6,hidden=192,vocab=2048", None, 0.9, 0.5, sure=0.8)
+    made = surrogate.calibrate(shape, seed=0, sequences=16, length=48)
+    assert made.agreement.low - 0.03 <= 0.9 <= made.agreement.high + 0.03
+    ids = surrogate.contexts(made.model, 16, 48, seed=9)
+    with torch.no_grad():
+        likely = made.model(ids).logits[:, surrogate.START :].softmax(-1).amax(-1)
+        plain = surrogate.build(shapes.parse("layers=6,hidden=192,vocab=2048"), 0)(ids).logits.softmax(-1).amax(-1)
+    assert (likely > 0.5).float().mean() == pytest.approx(0.8, abs=0.06)
+    assert (plain > 0.5).float().mean() < 0.2
+    assert made.report()["sure"] == 0.8
+    assert made.alone.value > 0.99, "float32 decides alike in every width"
+    assert "when it is run token by token" in surrogate.calibrated(made.report())
+
+
+def test_a_model_that_chooses_otherwise_token_by_token_is_said_to():
+    """As bfloat16's kernels do where two logits are close; planted here in half of the passes of one token."""
+    model = surrogate.build(SMALL, seed=0)
+    ids = surrogate.contexts(model, 3, 54, seed=3)
+    assert surrogate.measure_alone(model, ids).value == 1.0
+    passes = []
+
+    def turn(_module, inputs, output):
+        passes.append(inputs[0].shape[1])
+        return -output if passes[-1] == 1 and len(passes) % 2 else output
+
+    with model.lm_head.register_forward_hook(turn):
+        found = surrogate.measure_alone(model, ids)
+    assert found.value == pytest.approx(0.5, abs=0.02)
+    assert passes.count(1) == ids.numel()
+
+
 def test_surrogate_text_does_not_loop_and_its_prompts_repeat_with_the_seed():
     model = surrogate.build(SMALL, seed=1)
     chosen = surrogate.sampled_prompts(model, 4, 40, seed=5)
@@ -145,6 +178,8 @@ def test_named_shapes_have_the_parameters_of_their_names():
         (("layers=4,hidden=64", None, 0.8, 1.0), "--skip-ratio must leave out some"),
         (("llama-3-8b,layers=0", 2, 0.8), "one of llama-3.2-1b, "),
         (("layers=4,hidden=64", 2, 1.5), "between 0 and 1"),
+        (("layers=4,hidden=64", 2, 0.8, None, 1.5), "--sure must lie between 0 and 1"),
+        (("layers=4,hidden=64", None, None, None, 0.5), "--sure goes with --agreement"),
         (("layers=4",), "lacks hidden"),
         (("layers=4,depth=3",), "found 'layers=4,depth=3'"),
         (("layers=4,hidden=65",), "multiple of 64"),

@@ -21,7 +21,7 @@ from skipstone.core.session import Request
 from skipstone.core.skipping import SkipSet
 from skipstone.core.types import Draft
 from skipstone.methods import profiles
-from skipstone.methods.leaves import MOST_LEAVES, offered, with_leaves
+from skipstone.methods.leaves import MOST_LEAVES, chances, offered, with_leaves
 from skipstone.methods.skip_state import SkipState
 from skipstone.methods.swift import SwiftSession
 from tests import families
@@ -95,6 +95,22 @@ def test_runners_up_are_leaves_of_the_places_before_theirs() -> None:
     assert tree.tokens[0, :3].tolist() == [7, 5, 3], "the chain comes first"
     assert tree.draft_steps.tolist() == [3]
     assert tree.levels == 3
+
+
+def test_the_likeliest_runners_up_are_kept_and_none_that_is_not_worth_its_cost() -> None:
+    """By hand: the chain is right up to a place with the product of its confidences; rank r has 2^-r of what is left there."""
+    sure = torch.tensor([[0.9, 0.4, 0.5]])
+    by_hand = [[0.1 * 0.5, 0.1 * 0.25], [0.9 * 0.6 * 0.5, 0.9 * 0.6 * 0.25], [0.36 * 0.5 * 0.5, 0.36 * 0.5 * 0.25]]
+    torch.testing.assert_close(chances(sure, 3)[0], torch.tensor(by_hand))
+    ranked = torch.tensor([[[7, 8, 9], [5, 6, 4], [3, 2, 1]]])
+    possible = torch.ones_like(ranked, dtype=torch.bool)
+    for most, least, kept in ((2, 0.0, [6, 4]), (9, 0.06, [6, 4, 2]), (9, 0.04, [6, 4, 2, 8, 1]), (9, 0.3, [])):
+        tree = with_leaves(chain([[7, 5, 3]], sure.tolist()), ranked, possible, most, least)
+        tree.check()
+        assert tree.tokens[0].tolist() == [7, 5, 3, *kept]
+        assert tree.parents is not None
+        above = {8: -1, 9: -1, 6: 0, 4: 0, 2: 1, 1: 1}
+        assert tree.parents[0, 3:].tolist() == [above[token] for token in kept]
 
 
 def test_ragged_rows_and_the_most_that_a_tree_may_hold() -> None:

@@ -63,13 +63,14 @@ NAMED: dict[str, dict[str, Any]] = {
 class Shape:
     """A surrogate. name: as it was asked for. config: of a Llama. exit_layer: E; or skip_ratio: of a uniform layer set.
     agreement: P(argmax of that part is the model's) per token, on contexts sampled at T = 1; None calibrates nothing, for plain
-    decoding only."""
+    decoding only. sure: share of the tokens whose successor is nearly certain, as in most of a real text."""
 
     name: str
     config: dict[str, Any]
     exit_layer: int | None = None
     agreement: float | None = None
     skip_ratio: float | None = None
+    sure: float = 0.0
 
     def __post_init__(self) -> None:
         depth = self.config["num_hidden_layers"]
@@ -83,6 +84,10 @@ class Shape:
             raise ValueError(f"--skip-ratio must leave out some of the sublayers and not all, found {self.skip_ratio}")
         if self.agreement is not None and not 0.0 < self.agreement < 1.0:
             raise ValueError(f"--agreement must lie between 0 and 1, found {self.agreement}")
+        if not 0.0 <= self.sure <= 1.0:
+            raise ValueError(f"--sure must lie between 0 and 1, found {self.sure}")
+        if self.sure and self.agreement is None:
+            raise ValueError("--sure goes with --agreement: without one nothing is sampled from the surrogate")
 
     @property
     def rest(self) -> SkipSet:
@@ -108,10 +113,16 @@ class Shape:
         return {"method": "swift", "skip_ratio": self.skip_ratio}
 
 
-def parse(text: str, exit_layer: int | None = None, agreement: float | None = None, skip_ratio: float | None = None) -> Shape:
+def parse(
+    text: str,
+    exit_layer: int | None = None,
+    agreement: float | None = None,
+    skip_ratio: float | None = None,
+    sure: float = 0.0,
+) -> Shape:
     """A name, with `,layers=16` for fewer layers of it; a config.json of a Llama; or `layers=24,hidden=192[,vocab=4096]`.
     ValueError names the wrong or missing key."""
-    asked = (exit_layer, agreement, skip_ratio)
+    asked = (exit_layer, agreement, skip_ratio, sure)
     named, comma, layers = text.partition(",layers=")
     if named in NAMED and (not comma or (layers.isdecimal() and int(layers) > 0)):
         return Shape(text, NAMED[named] | ({"num_hidden_layers": int(layers)} if comma else {}), *asked)

@@ -26,8 +26,7 @@ def run_surrogate(
     shape: Shape, plan: Plan, path: Path, argv: list[str], say: Say = print, fresh: bool = False, contexts: int = CONTEXTS
 ) -> Path:
     """Measure what is not in the file yet. The calibrated part is its method's default. contexts: of a measurement while
-    calibrating. ValueError where the file holds
-    another run, or the wanted agreement cannot be had."""
+    calibrating. ValueError where the file holds another run, or the wanted agreement cannot be had."""
     if plan.threads is not None:
         torch.set_num_threads(plan.threads)
     ((_, question),) = resolved(plan)
@@ -36,6 +35,8 @@ def run_surrogate(
     wanted: dict[str, Any] = {"shape": shape.name, "exit_layer": shape.exit_layer, "agreement": shape.agreement}
     if shape.skip_ratio is not None:
         wanted["skip_ratio"] = shape.skip_ratio
+    if shape.sure:
+        wanted["sure"] = shape.sure
     if shape.agreement is not None and contexts != CONTEXTS:
         wanted["contexts"] = contexts
     kept = {**plan.model_dump(mode="json"), "surrogate": wanted}

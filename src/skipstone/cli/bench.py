@@ -87,6 +87,7 @@ def surrogate(
     agreement: Annotated[float | None, typer.Option(help="Share of tokens at which the part is to agree.")] = None,
     exit_layer: Annotated[int | None, typer.Option(help="The exit that is to agree so often.", min=1)] = None,
     skip_ratio: Annotated[float | None, _o("Or the share of sublayers without which the model is to agree.")] = None,
+    sure: Annotated[float, _o("Share of the tokens whose successor is nearly certain, as in most of a text.")] = 0.0,
     contexts: Annotated[int, _o("Sampled texts of each measurement while calibrating.", min=4)] = 128,
     methods: Methods = None,
     out: Annotated[Path, typer.Option(help="The file of results; a killed run goes on with it.")] = Path("surrogate.jsonl"),
@@ -109,7 +110,7 @@ def surrogate(
         from skipstone.bench.shapes import parse
         from skipstone.bench.synthetic import run_surrogate
 
-        wanted = parse(shape, exit_layer, agreement, skip_ratio)
+        wanted = parse(shape, exit_layer, agreement, skip_ratio, sure)
         default = ["hf-generate", "autoregressive"]
         if wanted.skip_ratio is not None:
             # a surrogate is never sure of anything

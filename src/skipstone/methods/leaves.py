@@ -25,22 +25,36 @@ def offered(confidence: Tensor) -> Tensor:
     return count
 
 
-def with_leaves(chain: Draft, ranked: Tensor, real: Tensor, most: int = MOST_LEAVES) -> Draft:
+def chances(confidence: Tensor, ranks: int) -> Tensor:
+    """How likely a runner-up is the target's token and is reached: the chain is right before it and wrong at its place, and
+    every further rank is half as likely as the one before.
+
+    confidence: [B, n], of the chain's tokens. Returns [B, n, ranks - 1] float32.
+    """
+    reached = torch.nn.functional.pad(confidence.float().cumprod(1), (1, -1), value=1.0)
+    return (reached * (1 - confidence))[..., None] * 0.5 ** torch.arange(1, ranks, device=confidence.device)
+
+
+def with_leaves(chain: Draft, ranked: Tensor, real: Tensor, most: int = MOST_LEAVES, least: float = 0.0) -> Draft:
     """A chain and its runners-up. ranked: [B, n, k] int64, the tokens of every place, best first, the chain's being the first;
     real: [B, n, k] bool, those that can be drawn at all. Without confidences every place offers RANKS.
 
-    The chain's nodes come first, so that node j of the chain is place j; of the leaves the first `most` are kept.
+    The chain's nodes come first, so that node j of the chain is place j; then at most `most` leaves, the likeliest ones, none
+    with a chance below `least`.
     """
     rows, width, ranks = ranked.shape
-    confidence = torch.zeros_like(ranked[..., 0], dtype=torch.float32) if chain.confidence is None else chain.confidence
+    unknown = chain.confidence is None
+    confidence = torch.full(ranked.shape[:2], 0.5, device=ranked.device) if unknown else chain.confidence
     rank = torch.arange(1, ranks, device=ranked.device)
-    wanted = (rank < offered(confidence)[..., None]) & real[..., 1:] & chain.valid[..., None]
+    chance = chances(confidence, ranks)
+    wanted = (rank < offered(0 * confidence if unknown else confidence)[..., None]) & real[..., 1:] & chain.valid[..., None]
+    wanted &= chance >= least
     above = torch.arange(-1, width - 1, device=ranked.device)[None, :, None].expand(rows, width, ranks - 1)
     tokens, parents, valid = ranked[..., 1:].flatten(1), above.flatten(1), wanted.flatten(1)
     most = min(most, valid.shape[1])
     if host.readable(valid):
         most = min(most, int(valid.sum(1).max()))
-    order = (~valid).byte().argsort(dim=1, stable=True)[:, :most]
+    order = torch.where(wanted, chance, -1.0).flatten(1).argsort(dim=1, descending=True, stable=True)[:, :most]
     spine = torch.arange(-1, width - 1, device=ranked.device).expand(rows, width)
     return Draft(
         torch.cat([chain.tokens, tokens.gather(1, order)], 1),

@@ -25,7 +25,7 @@ from skipstone.methods.skip_search import SEARCHES, FixedSearch, Search
 if TYPE_CHECKING:
     from skipstone.methods.swift import Swift, SwiftSession
 
-SEARCHING, SETTLED = 0.06, 0.02
+SEARCHING, SETTLED = 0.04, 0.02
 """Share of time that may be lost while the search goes on, and after it."""
 SEARCH_BUDGET, FIRST = 700.0, 4
 """Plain steps that a guarded search may cost at most; steps that draft before anything is timed."""
@@ -112,10 +112,13 @@ class SkipState:
             cost = drafts * self.c + self.costs.score(1 + drafts + self._leaves(drafts)) - 1
             return self.guard.room(most, cost)
 
-    def leaves(self, drafts: int) -> int:
-        """How many runners-up a step of so many drafts may verify."""
+    def leaves(self, drafts: int) -> tuple[int, float]:
+        """(how many runners-up a step of so many drafts may verify, how likely one must be to be worth its cost: it brings a
+        token)."""
         with self.lock:
-            return self._leaves(drafts)
+            most, width = self._leaves(drafts), 1 + drafts
+            guarded = self.method.guard and most > 0
+            return most, (self.costs.score(width + most) - self.costs.score(width)) / most if guarded else 0.0
 
     def _leaves(self, drafts: int) -> int:
         if not self.method.dynamic_verification:

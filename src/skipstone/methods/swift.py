@@ -159,9 +159,10 @@ class SwiftSession(SkippingSession):
         chain, ranked = self.chain([min(allowed, room) for allowed in limit], self.state.skip)
         if ranked is None or self.ranks == 1:
             return chain
-        if not (leaves := self.state.leaves(chain.width)):
+        leaves, least = self.state.leaves(chain.width)
+        if not leaves:
             return chain
-        tree = with_leaves(chain, *ranked, leaves)
+        tree = with_leaves(chain, *ranked, leaves, least)
         if tree.width == chain.width:
             return chain
         tree.frontier = self.frontier([tree.width if alive else 0 for alive in self.alive])
