@@ -142,6 +142,42 @@ def test_the_skip_ratio_goes_down_where_the_search_expects_more_of_fewer_and_the
     assert not state.searching
 
 
+def test_a_judging_pass_costs_what_it_took_by_the_clock() -> None:
+    """Twice what was thought here, in plain steps of a second: paid, counted for the share of the search, and believed next."""
+    state = state_of()
+    state.took(9.0)
+    assert state.judged_at == 1.0, "nothing to compare with yet"
+    world = World(state, lambda z: 0.5)
+    for _ in range(3):
+        world.step()
+    thought, slack, spent = state.c * state.costs.score(state.judging), state.guard.slack, state.spent["search"]
+    before = state.this_search
+    state.took(2 * thought)
+    assert state.spent["search"] - spent == pytest.approx(thought)
+    assert slack - state.guard.slack == pytest.approx(thought)
+    assert state.this_search - before == pytest.approx(thought)
+    state.guard.slack, state.tokens, state.judged_last = 60.0, 1e6, False
+    spent = state.spent["search"]
+    assert state.due(None) is not None
+    assert state.spent["search"] - spent == pytest.approx(2 * thought)
+    state.took(1000 * thought)
+    assert state.judged_at == pytest.approx(2 * skip_guard.SPIKE), "a stall is something else's doing"
+
+
+def test_passes_are_timed_up_to_the_width_that_will_be_needed() -> None:
+    for settings, widest in (({}, 32), ({"context_window": 12}, 32), ({"num_speculative_tokens": 3, "context_window": 7}, 8)):
+        timings = state_timings(Swift(**settings))
+        assert max(one for one in timings.left if isinstance(one, int)) == widest
+    assert max(one for one in state_timings(Swift(guard=False)).left if isinstance(one, int)) == 82
+    assert [one for one in Timings(Space(6), 1).left if isinstance(one, int)] == [2, 2, 2]
+
+
+def state_timings(method: Swift) -> Timings:
+    state = SkipState(method, LayeredModel(families.cached("llama")))
+    assert state.timings is not None
+    return state.timings
+
+
 def test_a_search_for_matchness_alone_moves_no_ratio() -> None:
     """It is always better with fewer."""
     state = state_of(objective="matchness", max_steps=150)
@@ -179,7 +215,7 @@ def test_the_skip_ratio_goes_up_where_more_may_be_left_out(search: str, least: f
 )
 def test_what_is_timed_and_how_often(monkeypatch: Any, plain: float, slow: dict[int, float], timed: int) -> None:
     """By a clock that says what a pass took: `plain` seconds, or `slow` times as many for the pass of that number. Passes are
-    plain, plain again, three that leave out something, then 2, 4, 8, 16, 26, 48 and 82 rows."""
+    plain, plain again, three that leave out something, then 2, 4, 8, 16, 32, 48 and 82 rows."""
     decoder, _ = running(llama(layers=6), Swift(0.5, 4), length=9, new=110, steps=1)
     timings, session, clock, calls = Timings(Space(6)), decoder.session, [0.0], [0]
 

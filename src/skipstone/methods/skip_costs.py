@@ -13,8 +13,8 @@ from skipstone.core.session import Session
 from skipstone.core.skipping import SkipSet
 from skipstone.methods.layer_sets import UNKNOWN_SLOPE, Costs, Space
 
-WIDTHS = (2, 4, 8, 16, 26, 48, 82)
-"""Rows of the scoring passes that are timed; what lies between is interpolated."""
+WIDTHS = (2, 4, 8, 16, 32, 48, 82)
+"""Rows of the scoring passes that are timed, up to what is needed; what lies between is interpolated."""
 ROUNDS, LONG, DEAR = 3, 0.05, 1.8
 """How often every pass is timed, the first time to warm up; how many seconds a plain one takes where once is enough; and from
 how many plain steps on wider ones are not timed."""
@@ -22,17 +22,18 @@ how many plain steps on wider ones are not timed."""
 
 class Timings:
     """Passes timed one by one, each when there is slack for it: a whole one, one without attentions, one without MLPs, one
-    without both, and scoring passes of several widths, up to the first that is dear."""
+    without both, and scoring passes of several widths, up to the first that is dear or as wide as any will be."""
 
-    def __init__(self, space: Space) -> None:
+    def __init__(self, space: Space, widest: int = WIDTHS[-1]) -> None:
         middle = frozenset(range(1, space.layers - 1))
         self.space = space
+        self.widths = [width for width, before in zip(WIDTHS, (0, *WIDTHS), strict=False) if before < widest]
         self.kinds: dict[Any, tuple[int, SkipSet | None]] = {
             "plain": (1, None),
             "no attention": (1, SkipSet(attention=middle)),
             "no mlp": (1, SkipSet(mlp=middle)),
             "neither": (1, SkipSet(middle, middle)),
-            **{width: (width, None) for width in WIDTHS},
+            **{width: (width, None) for width in self.widths},
         }
         self.seconds: dict[Any, float] = {}
         self.left = ["plain", *(kind for _ in range(ROUNDS) for kind in self.kinds)]  # twice at first: one may be a stall
@@ -80,7 +81,7 @@ class Timings:
         attention, mlp, whole = (
             max(1 - self.seconds[kind] / plain, 0.0) / middle for kind in ("no attention", "no mlp", "neither")
         )
-        known = {1: 1.0, **{width: max(self.seconds[width] / plain, 1.0) for width in WIDTHS if width in self.seconds}}
+        known = {1: 1.0, **{width: max(self.seconds[width] / plain, 1.0) for width in self.widths if width in self.seconds}}
         scoring, widths = [], sorted(known)
         for width in range(1, widths[-1] + 1):
             high = next(one for one in widths if one >= width)

@@ -91,8 +91,12 @@ class Guard:
                 self.plain.append(min(seconds, SPIKE * median(self.plain)) if self.plain else seconds)
             return 1.0
         if seconds is not None and self.plain:
-            self._factor = min(seconds / median(self.plain) / expected, SPIKE)
+            self._factor = min(self.in_plain(seconds) / expected, SPIKE)
         return self._factor
+
+    def in_plain(self, seconds: float) -> float:
+        """Seconds in plain steps; there must have been one."""
+        return seconds / median(self.plain)
 
     def learn(self, tokens: float, cost: float, drafted: bool) -> None:
         """Take over what a step brought, and what it cost."""

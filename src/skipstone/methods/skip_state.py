@@ -52,8 +52,10 @@ class SkipState:
         self.lock = threading.RLock()
         self.costs = by_weight(model, self.space)
         self.most_leaves: dict[int, int] = {}  # by number of drafts
-        self.timings: Timings | None = Timings(self.space) if method.guard or method.objective == "speed" else None
         self.judging = -(-method.context_window // rows)  # tokens of a pass of all rows that is as large as a judging one
+        self.judged_at = 1.0  # what a judging pass lately took, over what it was thought to
+        widest = max(1 + method.num_speculative_tokens + (0 if method.guard else MOST_LEAVES), self.judging)
+        self.timings = Timings(self.space, widest) if method.guard or method.objective == "speed" else None
         objective = Objective(self.costs, method.objective, min(method.num_speculative_tokens, MOST_DRAFTS))
         if profile is None:
             count = self.space.count(method.skip_ratio)
@@ -89,13 +91,27 @@ class SkipState:
                 if tried or not guarded:
                     self._time(session)
                 return None
-            cost = self.c * self.costs.score(self.judging)
+            cost = self._judging()
             waits = self.judged_last and self.guard.probes()  # in turns, or the one would leave no slack for the other
             if not self.searching or not ready or (guarded and (waits or not self._affordable(cost))):
                 return None
             self._lose("search", cost)
             self.this_search += cost
             return self.search.propose()
+
+    def _judging(self) -> float:
+        """What a judging pass costs."""
+        return self.judged_at * self.c * self.costs.score(self.judging)
+
+    def took(self, seconds: float) -> None:
+        """What the latest judging pass took, where somebody could look: more or less was lost than thought."""
+        with self.lock:
+            if not self.guard.plain:
+                return
+            thought = self._judging()
+            self.judged_at *= min(self.guard.in_plain(seconds) / thought, SPIKE)
+            self._lose("search", more := self._judging() - thought)
+            self.this_search += more
 
     def _affordable(self, cost: float) -> bool:
         """Whether a judging pass may be made: there is slack for it, and the search keeps to its share of the time, also where

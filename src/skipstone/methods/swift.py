@@ -145,12 +145,15 @@ class SwiftSession(SkippingSession):
         rows = [row for row, alive in enumerate(self.alive) if alive and self.latest[row].enough]
         if not any(self.alive) or (z := self.state.due(self, bool(rows))) is None:
             return
+        began = time.perf_counter()
         self._turn += 1
         row = rows[self._turn % len(rows)]
         tokens, said = self.latest[row].window()
         choice = self.judge(row, tokens[:-1], self.state.space.to_skip_set(z)).argmax(-1)
         matched = (choice == said).sum()
         self._judged = (z, matched.to("cpu", non_blocking=True))
+        if self.model.device.type == "cpu":
+            self.state.took(time.perf_counter() - began)
 
     def draft(self, limit: list[int]) -> Draft:
         """A chain with the layer set; then its runners-up, all in one tree (section 4.2)."""
