@@ -79,7 +79,7 @@ MEASURING = {
     "run": """models --plan --method --task --protocol --data-dir --out --num-prompts --prompt-tokens --max-new-tokens
         --temperature --top-p --samples --shots --chat --tune --tune-prompts --tune-tokens --ignore-eos --perplexity
         --allow-code-execution --dtype --device --threads --seed --fresh""",
-    "surrogate": """shape --agreement --exit-layer --skip-ratio --contexts --method --out --num-prompts --prompt-tokens
+    "surrogate": """shape --agreement --exit-layer --skip-ratio --sure --contexts --method --out --num-prompts --prompt-tokens
         --max-new-tokens --tune-prompts --dtype --device --threads --seed --fresh""",
     "report": "files --format --layout --out --pictures",
     "compare": "before after --tolerance",

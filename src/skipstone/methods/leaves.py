@@ -43,12 +43,9 @@ def with_leaves(chain: Draft, ranked: Tensor, real: Tensor, most: int = MOST_LEA
     with a chance below `least`.
     """
     rows, width, ranks = ranked.shape
-    unknown = chain.confidence is None
-    confidence = torch.full(ranked.shape[:2], 0.5, device=ranked.device) if unknown else chain.confidence
-    rank = torch.arange(1, ranks, device=ranked.device)
-    chance = chances(confidence, ranks)
-    wanted = (rank < offered(0 * confidence if unknown else confidence)[..., None]) & real[..., 1:] & chain.valid[..., None]
-    wanted &= chance >= least
+    confidence = torch.full(ranked.shape[:2], 0.5, device=ranked.device) if chain.confidence is None else chain.confidence
+    rank, chance = torch.arange(1, ranks, device=ranked.device), chances(confidence, ranks)
+    wanted = (rank < offered(confidence)[..., None]) & (chance >= least) & real[..., 1:] & chain.valid[..., None]
     above = torch.arange(-1, width - 1, device=ranked.device)[None, :, None].expand(rows, width, ranks - 1)
     tokens, parents, valid = ranked[..., 1:].flatten(1), above.flatten(1), wanted.flatten(1)
     most = min(most, valid.shape[1])
