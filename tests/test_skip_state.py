@@ -11,7 +11,9 @@ import pytest
 import torch
 
 from skipstone import Swift
+from skipstone.core.decode import Decoder
 from skipstone.core.model import LayeredModel
+from skipstone.core.session import Request
 from skipstone.core.types import RowVerdict
 from skipstone.methods import skip_costs, skip_guard, skip_state
 from skipstone.methods.layer_sets import Costs, Space, Z
@@ -148,9 +150,10 @@ def test_a_judging_pass_costs_what_it_took_by_the_clock() -> None:
     state.took(9.0)
     assert state.judged_at == 1.0, "nothing to compare with yet"
     world = World(state, lambda z: 0.5)
-    for _ in range(3):
+    while not state.charged:
         world.step()
     thought, slack, spent = state.c * state.costs.score(state.judging), state.guard.slack, state.spent["search"]
+    assert state.charged == pytest.approx(thought)
     before = state.this_search
     state.took(2 * thought)
     assert state.spent["search"] - spent == pytest.approx(thought)
@@ -170,6 +173,33 @@ def test_passes_are_timed_up_to_the_width_that_will_be_needed() -> None:
         assert max(one for one in timings.left if isinstance(one, int)) == widest
     assert max(one for one in state_timings(Swift(guard=False)).left if isinstance(one, int)) == 82
     assert [one for one in Timings(Space(6), 1).left if isinstance(one, int)] == [2, 2, 2]
+
+
+def test_how_many_runners_up_and_how_likely() -> None:
+    """A row costs .04 here: two cost less than a tenth of a plain step. The paper's are bounded by what a tree may hold."""
+    most, least = state_of().leaves(3)
+    assert (most, least) == (2, pytest.approx(0.04))
+    assert state_of(guard=False).leaves(3) == (27, 0.0)
+    assert state_of(dynamic_verification=False).leaves(3) == (0, 0.0)
+    flat = state_of()
+    flat.price(Costs(0.02, 0.02, tuple(1 + 0.0005 * extra for extra in range(32))))
+    assert flat.leaves(25)[0] == 32 - 26, "what a wider pass costs was not timed"
+
+
+def test_every_judging_pass_of_a_session_is_clocked(monkeypatch: Any) -> None:
+    asked = []
+    monkeypatch.setattr(SkipState, "took", lambda self, seconds: asked.append(seconds))
+    model, method = (
+        LayeredModel(llama(layers=6)),
+        Swift(0.5, 4, context_window=6, guard=False, objective="matchness", search="random"),
+    )
+    state = SkipState(method, model)
+    decoder = Decoder(method.start(model, 1, 60, state))
+    decoder.admit(0, Request(torch.arange(1, 10), 40))
+    while decoder.busy:
+        decoder.step()
+    assert len(asked) == state.evaluations > 5
+    assert min(asked) > 0
 
 
 def state_timings(method: Swift) -> Timings:

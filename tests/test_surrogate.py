@@ -72,7 +72,19 @@ def test_sure_tokens_have_a_successor_and_a_part_may_still_disagree():
     assert (plain > 0.5).float().mean() < 0.2
     assert made.report()["sure"] == 0.8
     assert made.alone.value > 0.99, "float32 decides alike in every width"
-    assert "when it is run token by token" in surrogate.calibrated(made.report())
+    said = surrogate.calibrated(made.report())
+    assert "when it is run token by token; 80 % of the vocabulary have a sure successor" in said
+
+
+def test_a_tied_shape_of_which_the_first_layers_agree_may_have_sure_tokens_too(tmp_path):
+    path = tmp_path / "config.json"
+    surrogate.LlamaConfig(**{**SMALL.config, "tie_word_embeddings": True}).to_json_file(path, use_diff=False)
+    model = surrogate.build(shapes.parse(str(path), 2, 0.8, None, 0.7), 0)
+    assert model.lm_head.weight.data_ptr() != model.model.embed_tokens.weight.data_ptr()
+    with torch.no_grad():
+        likely = model(surrogate.contexts(model, 16, 48, seed=9)).logits.softmax(-1).amax(-1)
+    assert (likely > 0.5).float().mean() > 0.4
+    assert surrogate.build(shapes.parse(str(path)), 0).config.tie_word_embeddings
 
 
 def test_a_model_that_chooses_otherwise_token_by_token_is_said_to():
@@ -178,7 +190,7 @@ def test_named_shapes_have_the_parameters_of_their_names():
         (("layers=4,hidden=64", None, 0.8, 1.0), "--skip-ratio must leave out some"),
         (("llama-3-8b,layers=0", 2, 0.8), "one of llama-3.2-1b, "),
         (("layers=4,hidden=64", 2, 1.5), "between 0 and 1"),
-        (("layers=4,hidden=64", 2, 0.8, None, 1.5), "--sure must lie between 0 and 1"),
+        (("layers=4,hidden=64", 2, 0.8, None, 1.5), r"--sure must lie in \[0, 1\)"),
         (("layers=4,hidden=64", None, None, None, 0.5), "--sure goes with --agreement"),
         (("layers=4",), "lacks hidden"),
         (("layers=4,depth=3",), "found 'layers=4,depth=3'"),

@@ -84,8 +84,8 @@ class Shape:
             raise ValueError(f"--skip-ratio must leave out some of the sublayers and not all, found {self.skip_ratio}")
         if self.agreement is not None and not 0.0 < self.agreement < 1.0:
             raise ValueError(f"--agreement must lie between 0 and 1, found {self.agreement}")
-        if not 0.0 <= self.sure <= 1.0:
-            raise ValueError(f"--sure must lie between 0 and 1, found {self.sure}")
+        if not 0.0 <= self.sure < 1.0:
+            raise ValueError(f"--sure must lie in [0, 1), found {self.sure}")
         if self.sure and self.agreement is None:
             raise ValueError("--sure goes with --agreement: without one nothing is sampled from the surrogate")
 

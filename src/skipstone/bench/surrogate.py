@@ -10,9 +10,9 @@ entropy). The output projections of the other sublayers are multiplied by one fa
 identity and the part always agrees with the model, at 1 hardly ever.
 
 The two largest of 128,000 such logits lie close together, closer than a language model's; in bfloat16 a pass of one row and one
-of several then often choose differently, whatever was skipped. So with `sure` a share of the tokens gets a successor that is
-nearly certain: the embeddings are as strong as what all layers write, and the successor's row of the head has a part along the
-embedding (SURENESS).
+of several then often choose differently, whatever was skipped. So with `sure` a share of the vocabulary gets a successor that
+is nearly certain: the embeddings are as strong as what half of the layers write, and the successor's row of the head, which is
+none of the embeddings' then, has a part along the embedding (SURENESS). In a text that share may be another.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ class Calibrated:
 
     agreement: realised, on contexts that the calibration did not see, interval over contexts. overlap: mean of sum(min(p, q))
     there, the acceptance that sampling at T = 1 would have. alone: how often the whole chooses in passes of one token what it
-    chooses in one pass over all: no draft can agree more often in this dtype on this machine.
+    chooses in one pass over all: about as often as a draft can be expected to agree in this dtype on this machine.
     """
 
     model: LlamaForCausalLM
@@ -132,6 +132,8 @@ def calibrated(about: dict[str, Any]) -> str:
     )
     if alone := about.get("agreement_of_the_whole_token_by_token"):
         said += f"; the whole agrees with itself at {alone['value']:.3f} when it is run token by token"
+    if about.get("sure"):
+        said += f"; {100 * about['sure']:.0f} % of the vocabulary have a sure successor"
     return said
 
 
@@ -152,7 +154,8 @@ def build(shape: Shape, seed: int, dtype: torch.dtype = torch.float32, device: s
 
 
 def _make_sure(model: Any, share: float) -> None:
-    """Give that share of the tokens a successor that is nearly certain. Successors follow a permutation: no short loops."""
+    """Give that share of the tokens a successor that is nearly certain. Every successor has one predecessor: short loops are
+    few, and rarely entered."""
     embedding, head = model.model.embed_tokens.weight, model.lm_head.weight
     if not (count := round(share * len(head))):
         return

@@ -113,7 +113,7 @@ def surrogate(
         wanted = parse(shape, exit_layer, agreement, skip_ratio, sure)
         default = ["hf-generate", "autoregressive"]
         if wanted.skip_ratio is not None:
-            # a surrogate is never sure of anything
+            # how sure a surrogate is says little of whether its part is right
             default += ["swift confidence_threshold=none num_speculative_tokens=4,8,12"]
         elif wanted.agreement is not None:
             default = [

@@ -39,18 +39,18 @@ def with_leaves(chain: Draft, ranked: Tensor, real: Tensor, most: int = MOST_LEA
     """A chain and its runners-up. ranked: [B, n, k] int64, the tokens of every place, best first, the chain's being the first;
     real: [B, n, k] bool, those that can be drawn at all. Without confidences every place offers RANKS.
 
-    The chain's nodes come first, so that node j of the chain is place j; then at most `most` leaves, the likeliest ones, none
-    with a chance below `least`.
+    The chain's nodes come first, so that node j of the chain is place j; then at most `most` leaves, the likeliest ones. Where
+    it is known how many have a chance of at least `least` (on the CPU), the tree is no wider than that.
     """
     rows, width, ranks = ranked.shape
     confidence = torch.full(ranked.shape[:2], 0.5, device=ranked.device) if chain.confidence is None else chain.confidence
     rank, chance = torch.arange(1, ranks, device=ranked.device), chances(confidence, ranks)
-    wanted = (rank < offered(confidence)[..., None]) & (chance >= least) & real[..., 1:] & chain.valid[..., None]
+    wanted = (rank < offered(confidence)[..., None]) & real[..., 1:] & chain.valid[..., None]
     above = torch.arange(-1, width - 1, device=ranked.device)[None, :, None].expand(rows, width, ranks - 1)
     tokens, parents, valid = ranked[..., 1:].flatten(1), above.flatten(1), wanted.flatten(1)
     most = min(most, valid.shape[1])
     if host.readable(valid):
-        most = min(most, int(valid.sum(1).max()))
+        most = min(most, int((valid & (chance >= least).flatten(1)).sum(1).max()))
     order = torch.where(wanted, chance, -1.0).flatten(1).argsort(dim=1, descending=True, stable=True)[:, :most]
     spine = torch.arange(-1, width - 1, device=ranked.device).expand(rows, width)
     return Draft(

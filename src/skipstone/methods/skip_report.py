@@ -22,7 +22,7 @@ def report(state: SkipState) -> dict[str, Any]:
         "pays": state.guard.pays(),
         "timed": state.timings is None,
         "cost_of_a_draft": state.c,
-        "cost_of_scoring": {str(tokens): state.costs.score(tokens) for tokens in (2, 4, 8, 16, 26)},
+        "cost_of_scoring": {str(tokens): state.costs.score(tokens) for tokens in (2, 4, 8, 16, 32)},
         "spent": dict(state.spent),
         "steps": state.steps,
         "drafted_steps": state.drafted_steps,

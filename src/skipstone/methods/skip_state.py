@@ -53,8 +53,9 @@ class SkipState:
         self.costs = by_weight(model, self.space)
         self.most_leaves: dict[int, int] = {}  # by number of drafts
         self.judging = -(-method.context_window // rows)  # tokens of a pass of all rows that is as large as a judging one
-        self.judged_at = 1.0  # what a judging pass lately took, over what it was thought to
-        widest = max(1 + method.num_speculative_tokens + (0 if method.guard else MOST_LEAVES), self.judging)
+        self.judged_at, self.charged = 1.0, 0.0  # what a judging pass lately took over what it should; what the last one was to
+        leaves = MOST_LEAVES if method.dynamic_verification and not method.guard else 0  # a guard has no more than are timed
+        widest = max(1 + method.num_speculative_tokens + leaves, self.judging)
         self.timings = Timings(self.space, widest) if method.guard or method.objective == "speed" else None
         objective = Objective(self.costs, method.objective, min(method.num_speculative_tokens, MOST_DRAFTS))
         if profile is None:
@@ -96,7 +97,7 @@ class SkipState:
             if not self.searching or not ready or (guarded and (waits or not self._affordable(cost))):
                 return None
             self._lose("search", cost)
-            self.this_search += cost
+            self.this_search, self.charged = self.this_search + cost, cost
             return self.search.propose()
 
     def _judging(self) -> float:
@@ -106,11 +107,11 @@ class SkipState:
     def took(self, seconds: float) -> None:
         """What the latest judging pass took, where somebody could look: more or less was lost than thought."""
         with self.lock:
-            if not self.guard.plain:
+            if not self.guard.plain or not self.charged:
                 return
-            thought = self._judging()
-            self.judged_at *= min(self.guard.in_plain(seconds) / thought, SPIKE)
-            self._lose("search", more := self._judging() - thought)
+            factor = min(max(self.guard.in_plain(seconds) / self.charged, 1 / SPIKE), SPIKE)
+            self._lose("search", more := (factor - 1) * self.charged)
+            self.judged_at *= factor
             self.this_search += more
 
     def _affordable(self, cost: float) -> bool:
@@ -132,7 +133,7 @@ class SkipState:
         """(how many runners-up a step of so many drafts may verify, how likely one must be to be worth its cost: it brings a
         token)."""
         with self.lock:
-            most, width = self._leaves(drafts), 1 + drafts
+            most, width = self._leaves(drafts), 1 + drafts  # a token may be worth more than a plain step: then a little low
             guarded = self.method.guard and most > 0
             return most, (self.costs.score(width + most) - self.costs.score(width)) / most if guarded else 0.0
 
@@ -144,6 +145,7 @@ class SkipState:
             return most
         if drafts not in self.most_leaves:
             allowed = self.costs.score(1 + drafts) + LEAVES
+            most = min(most, max(len(self.costs.scoring) - 1 - drafts, 0))  # what a wider pass costs nobody knows
             kept = (n for n in range(most + 1) if self.costs.score(1 + drafts + n) <= allowed)
             self.most_leaves[drafts] = max(kept, default=0)
         return self.most_leaves[drafts]
