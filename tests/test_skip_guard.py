@@ -146,18 +146,26 @@ def test_a_text_whose_plain_steps_cost_something_else_is_compared_with_three_of_
 
 @given(st.lists(st.tuples(st.integers(0, 6), st.floats(0, 2)), min_size=50, max_size=400), st.floats(0, 0.1))
 def test_what_is_lost_is_bounded(luck: list[tuple[int, float]], allowance: float) -> None:
-    """Whatever drafts bring (accepted tokens, cost of the step beyond a plain one) and whatever else is tried."""
+    """Whatever drafts bring (accepted tokens, cost of the step beyond a plain one) and whatever else is tried: the allowance, what
+    there is at first, a step beyond it; without any slack a probe now and then (`hoped`), or drafts that gain until one step
+    ends that (`dared`)."""
     guard = warmed(allowance)
-    tokens, spent, hoped = float(LEAST_PLAIN), float(LEAST_PLAIN), 0.0
+    tokens, spent, hoped, dared = float(LEAST_PLAIN), float(LEAST_PLAIN), 0.0, 0.0
+    runs = 0
     for accepted, more in luck:
         if guard.affords(more):
             guard.lose(more)
             spent += more
-        before, drafted = guard.slack, guard.room(6, COST)
+        gaining, spendable, drafted = guard.gains(), guard.slack >= 0, guard.room(6, COST)
         dear = more if drafted == PROBE else 3 * more  # the longer the dearer
         brought, cost = (1 + accepted, 1 + dear) if drafted else (1, 1.0)
         guard.learn(brought, cost, drafted > 0)
         tokens, spent = tokens + brought, spent + cost
-        hoped += COST if drafted and before < 0 else 0.0
-        assert spent <= (1 + allowance) * tokens + START + 3 * COST + hoped
+        if drafted and not spendable:
+            hoped += 0.0 if gaining else COST
+            ended = gaining and not guard.gains()
+            runs += ended
+            dared += max(cost - brought, 0.0) if ended else 0.0
+        assert spent <= (1 + allowance) * tokens + START + 3 * COST + hoped + dared
     assert hoped <= COST * (1 + len(luck) / MOST_WAIT)
+    assert runs <= 1 + len(luck) / SEVERAL
