@@ -146,9 +146,9 @@ def test_a_text_whose_plain_steps_cost_something_else_is_compared_with_three_of_
 
 @given(st.lists(st.tuples(st.integers(0, 6), st.floats(0, 2)), min_size=50, max_size=400), st.floats(0, 0.1))
 def test_what_is_lost_is_bounded(luck: list[tuple[int, float]], allowance: float) -> None:
-    """Whatever drafts bring (accepted tokens, cost of the step beyond a plain one) and whatever else is tried: the allowance, what
-    there is at first, a step beyond it; without any slack a probe now and then (`hoped`), or drafts that gain until one step
-    ends that (`dared`)."""
+    """Whatever drafts bring (accepted tokens, cost of the step beyond a plain one) and whatever else is tried: the allowance,
+    what there is at first, a step beyond it; without any slack a probe now and then (`hoped`), or drafts that gain until one
+    step ends that (`dared`)."""
     guard = warmed(allowance)
     tokens, spent, hoped, dared = float(LEAST_PLAIN), float(LEAST_PLAIN), 0.0, 0.0
     runs = 0
