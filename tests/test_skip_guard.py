@@ -150,8 +150,7 @@ def test_what_is_lost_is_bounded(luck: list[tuple[int, float]], allowance: float
     what there is at first, a step beyond it; without any slack a probe now and then (`hoped`), or drafts that gain until one
     step ends that (`dared`)."""
     guard = warmed(allowance)
-    tokens, spent, hoped, dared = float(LEAST_PLAIN), float(LEAST_PLAIN), 0.0, 0.0
-    runs = 0
+    tokens, spent, hoped, dared, runs = float(LEAST_PLAIN), float(LEAST_PLAIN), 0.0, 0.0, 0
     for accepted, more in luck:
         if guard.affords(more):
             guard.lose(more)

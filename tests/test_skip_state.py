@@ -189,10 +189,8 @@ def test_how_many_runners_up_and_how_likely() -> None:
 def test_every_judging_pass_of_a_session_is_clocked(monkeypatch: Any) -> None:
     asked = []
     monkeypatch.setattr(SkipState, "took", lambda self, seconds: asked.append(seconds))
-    model, method = (
-        LayeredModel(llama(layers=6)),
-        Swift(0.5, 4, context_window=6, guard=False, objective="matchness", search="random"),
-    )
+    model = LayeredModel(llama(layers=6))
+    method = Swift(0.5, 4, context_window=6, guard=False, objective="matchness", search="random")
     state = SkipState(method, model)
     decoder = Decoder(method.start(model, 1, 60, state))
     decoder.admit(0, Request(torch.arange(1, 10), 40))
