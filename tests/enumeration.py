@@ -136,8 +136,8 @@ def loop_law(
 class Double(LayeredModel):
     """A model in float64 throughout, logits included, so that laws can be compared to 1e-9."""
 
-    def logits(self, hidden: Tensor) -> Tensor:
-        return self.head(self.family.finish(self.decoder, hidden))
+    def project(self, normed: Tensor, head: Any = None) -> Tensor:
+        return (head or self.head)(normed)
 
 
 def target(model: Any, prompt: Tensor, processors: Sequence[Any] = ()) -> Callable[..., list[float]]:

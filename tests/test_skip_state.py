@@ -15,7 +15,7 @@ from skipstone.core.decode import Decoder
 from skipstone.core.model import LayeredModel
 from skipstone.core.session import Request
 from skipstone.core.types import RowVerdict
-from skipstone.methods import skip_costs, skip_guard, skip_state
+from skipstone.methods import guard, skip_costs, skip_state
 from skipstone.methods.layer_sets import Costs, Space, Z
 from skipstone.methods.skip_costs import Timings
 from skipstone.methods.skip_state import SkipState
@@ -83,7 +83,7 @@ def test_where_nothing_pays_hardly_anything_is_lost(matchness: float) -> None:
     longest = 6 * state.costs.draft(state.z) + state.costs.score(7)  # a step in vain that began with some slack
     while state.searching:
         world.step()
-        assert world.cost <= (1 + skip_state.SEARCHING) * world.tokens + skip_guard.START + longest
+        assert world.cost <= (1 + skip_state.SEARCHING) * world.tokens + guard.START + longest
     assert state.evaluations == 200
     assert world.tokens / world.cost > 0.9
     after = World(state, lambda z: matchness, seed=1)
@@ -164,7 +164,7 @@ def test_a_judging_pass_costs_what_it_took_by_the_clock() -> None:
     assert state.due(None) is not None
     assert state.spent["search"] - spent == pytest.approx(2 * thought)
     state.took(1000 * thought)
-    assert state.judged_at == pytest.approx(2 * skip_guard.SPIKE), "a stall is something else's doing"
+    assert state.judged_at == pytest.approx(2 * guard.SPIKE), "a stall is something else's doing"
 
 
 def test_passes_are_timed_up_to_the_width_that_will_be_needed() -> None:

@@ -18,11 +18,11 @@ CHANGES = 40
 
 
 def learnt(group: Group) -> dict[str, Mapping[str, Any]]:
-    """Label -> what a method knew after the group's last prompt, of methods that report something."""
+    """Label -> what a method knew after the group's last prompt, of methods that leave out layers."""
     found = {}
     for label in group.labels:
         said = [line["rows"][label].get("known") for line in group.lines if label in line["rows"]]
-        if said and said[-1]:
+        if said and said[-1] and "skipped" in said[-1]:
             found[label] = said[-1]
     return found
 

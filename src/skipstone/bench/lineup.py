@@ -114,12 +114,13 @@ def entrants(wishes: Sequence[Wish], model: PreTrainedModel, tune: bool) -> tupl
             engines = [Skipstone(resolve_for(model, {"method": name, **one})) for one in choices(given, METHODS[name])]
             for engine in engines:
                 engine.method.check(layered)
-            if len(engines) > 1 and not METHODS[name].lossless:
+            lossless = all(engine.method.lossless for engine in engines)
+            if len(engines) > 1 and not lossless:
                 raise ValueError(
                     f"{name} may change the text, so a choice by speed would be none: name every setting as a method of its "
                     "own with a label=..."
                 )
-            found.append(Entrant(label(wish), name, tuple(engines), lossless=METHODS[name].lossless))
+            found.append(Entrant(label(wish), name, tuple(engines), lossless=lossless))
             continue
         peers = [_peer(PEERS[name], one, model) for one in choices(given, PEERS[name])]
         if (reason := peers[0].refusal(model)) is not None:

@@ -37,7 +37,7 @@ def collect() -> list[dict[str, Any]]:
     return [
         {
             "name": name,
-            "lossless": kind.lossless,
+            "lossless": kind().lossless,
             "paper": citation(sys.modules[kind.__module__].__doc__ or ""),
             "settings": [
                 {"name": s.name, "flag": flags.flag(s.name), "type": s.type, "default": s.default, "help": s.help}

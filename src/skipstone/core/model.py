@@ -66,9 +66,16 @@ class LayeredModel:
 
     def logits(self, hidden: Tensor) -> Tensor:
         """g(.): final norm, LM head and what the family does after it. [B, n, d] -> [B, n, V] float32."""
-        hidden = self.family.finish(self.decoder, hidden)
+        return self.project(self.normed(hidden))
+
+    def normed(self, hidden: Tensor) -> Tensor:
+        """What the LM head reads: states after the final norm (and OPT-350m's projection). [B, n, d] -> [B, n, d']."""
+        return self.family.finish(self.decoder, hidden)
+
+    def project(self, normed: Tensor, head: nn.Module | None = None) -> Tensor:
+        """LM head and what the family does after it. [B, n, d'] -> [B, n, V] float32. head: instead of the model's own."""
         with linear.in_use(self._head_linear):
-            scores = self.head(hidden)
+            scores = (self.head if head is None else head)(normed)
         return self.family.logits(scores, self.config).float()
 
     def run(self, hidden: Tensor, at: Pass, store: KVStore, layers: range, skip: SkipSet | None = None) -> Tensor:
@@ -143,7 +150,7 @@ class Frontier:
     Column 0 is the last committed token of every row, further columns are draft tokens. Slot of column c = base + c; position
     the same on a chain, base + tree depth in a tree. `depth` [B, n] (host) says how many layers a token has been through.
     alive: rows taking part; the others are invalid throughout. most: draft tokens each row has room for. top: the layer that
-    `finish` goes up to.
+    `finish` goes up to. passes: what was run so far, (from layer, to layer, columns).
     """
 
     def __init__(self, model: LayeredModel, store: KVStore, root: Tensor, alive: list[bool], most: list[int]) -> None:
@@ -164,6 +171,7 @@ class Frontier:
         self._tokens = root.new_empty((self.rows, room))
         self._depth = np.zeros((self.rows, room), dtype=np.int64)
         self._hidden: Tensor | None = None
+        self.passes: list[tuple[int, int, int]] = []
         self.valid: Tensor | None = None
         self.parents: Tensor | None = None
         self.width = 0
@@ -220,14 +228,17 @@ class Frontier:
             old = torch.ones((self.rows, start), dtype=torch.bool, device=self.device)
         self.valid = torch.cat([old, new], 1)
 
-    def advance(self, to: int) -> None:
-        """Run every token that is not `to` layers deep yet; deeper ones join where they wait."""
+    def advance(self, to: int, rows: list[bool] | None = None) -> None:
+        """Run every token that is not `to` layers deep yet; deeper ones join where they wait. rows: that take part, None for
+        all."""
         depth, hidden = self.depth, self.hidden
-        levels = sorted(level for level in set(depth.ravel().tolist()) if level < to)
+        taking = np.ones((self.rows, 1), dtype=bool) if rows is None else np.array(rows)[:, None]
+        levels = sorted(level for level in set(depth[taking[:, 0]].ravel().tolist()) if level < to)
         for low, high in pairwise([*levels, to]):
-            running = depth <= low
+            running = (depth <= low) & taking
             columns = np.flatnonzero(running.any(0))
             first, last = int(columns[0]), int(columns[-1]) + 1
+            self.passes.append((low, high, len(columns)))
             if running[:, first:last].all():
                 part = slice(first, last)
                 hidden[:, part] = self._run(part, None, range(low, high))

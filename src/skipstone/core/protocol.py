@@ -28,16 +28,20 @@ RejectionRule = Literal["standard", "coupled"]
 class Method:
     """Base of all methods. Fields of subclasses are the paper's hyper-parameters with the paper's defaults.
 
-    name: how users call it. lossless: whether the text (or its law) is the target's own. aliases: other packages' spellings of
+    name: how users call it. aliases: other packages' spellings of
     fields, accepted with a warning. if_few_accepted: what it means for this method that hardly any draft is accepted.
     by_model: fields that have no default but a model's own; None leaves them to it.
     """
 
     name: ClassVar[str]
-    lossless: ClassVar[bool] = True
     aliases: ClassVar[dict[str, str]] = {}
     if_few_accepted: ClassVar[str] = ""
     by_model: ClassVar[tuple[str, ...]] = ()
+
+    @property
+    def lossless(self) -> bool:
+        """Whether the text (or its law) is the target's own."""
+        return True
 
     def completed(self, default: Any) -> Self:
         """This method with the fields that it leaves to the model, from a model's default (`generation_config.skipstone`)."""
@@ -88,6 +92,14 @@ def layer_in_range(name: str, value: Any, model: LayeredModel) -> None:
     whole_number(name, value, 1)
     if value >= model.depth:
         raise ValueError(f"{name} must lie between 1 and {model.depth - 1} for a model of {model.depth} layers, found {value}")
+
+
+def layer_numbers(name: str, value: Any) -> tuple[int, ...]:
+    """Layers as a tuple: YAML and JSON have lists. ValueError for what are no whole numbers."""
+    layers = [value] if type(value) is int else value
+    if not isinstance(layers, (list, tuple)) or not all(type(layer) is int for layer in layers):
+        raise ValueError(f"{name} must be layer numbers, found {value!r}")
+    return tuple(layers)
 
 
 def whole_number(name: str, value: Any, least: int) -> None:

@@ -218,12 +218,18 @@ class Sampler:
         for confidences).
         """
         scores = self.process(logits, path, wanted)
+        return *self.drawn(scores, position, path, wanted), scores
+
+    def drawn(
+        self, scores: Tensor, position: Tensor, path: Tensor, wanted: Sequence[bool] | None = None
+    ) -> tuple[Tensor, Tensor | None]:
+        """The draw of `propose`, from processed logits [B, V]."""
         if self.greedy:
-            return scores.argmax(-1), None, scores
+            return scores.argmax(-1), None
         q = self.warped(scores, path, wanted)
         if self.coupled:
-            return self.noise.draw(q, position, TARGET), None, scores
-        return self.noise.draw(q, position, substream(DRAFT, path.shape[1])), q, scores
+            return self.noise.draw(q, position, TARGET), None
+        return self.noise.draw(q, position, substream(DRAFT, path.shape[1])), q
 
     def candidates(
         self, logits: Tensor, position: Tensor, path: Tensor, count: int, wanted: Sequence[bool] | None = None

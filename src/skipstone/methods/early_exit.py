@@ -20,11 +20,14 @@ class EarlyExit(Method):
     """exit_layer: E, the number of layers that run; 1 <= E < L."""
 
     name: ClassVar[str] = "early_exit"
-    lossless: ClassVar[bool] = False
     by_model: ClassVar[tuple[str, ...]] = ("exit_layer",)
     aliases: ClassVar[dict[str, str]] = {"assistant_early_exit": "exit_layer"}
 
     exit_layer: int | None = None
+
+    @property
+    def lossless(self) -> bool:
+        return False
 
     def check(self, model: LayeredModel) -> None:
         layer_in_range("exit_layer", self.exit_layer, model)

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from typing import Any, ClassVar, Literal
 
 from skipstone.core.model import LayeredModel
-from skipstone.core.protocol import Method, whole_number
+from skipstone.core.protocol import Method, layer_numbers, whole_number
 from skipstone.core.session import Session
 from skipstone.core.skipping import SkipSet
 from skipstone.core.types import Draft
@@ -43,12 +43,8 @@ class SelfSpeculative(Method):
     stop_threshold: float | Literal["adaptive"] | None = "adaptive"
 
     def __post_init__(self) -> None:
-        for name in ("skip_attention", "skip_mlp"):  # YAML and JSON have lists
-            value = getattr(self, name)
-            layers = [value] if isinstance(value, int) else value
-            if not isinstance(layers, (list, tuple)) or not all(type(layer) is int for layer in layers):
-                raise ValueError(f"{name} must be layer numbers, found {value!r}")
-            object.__setattr__(self, name, tuple(layers))
+        for name in ("skip_attention", "skip_mlp"):
+            object.__setattr__(self, name, layer_numbers(name, getattr(self, name)))
 
     def check(self, model: LayeredModel) -> None:
         whole_number("num_speculative_tokens", self.num_speculative_tokens, 1)

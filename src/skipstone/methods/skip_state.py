@@ -16,10 +16,10 @@ from skipstone.core.skipping import SkipSet
 from skipstone.core.types import Draft, RowVerdict
 from skipstone.methods import skip_report
 from skipstone.methods.cusum import Cusum
+from skipstone.methods.guard import PROBE, SPIKE, START, Guard
 from skipstone.methods.layer_sets import MOST_DRAFTS, Costs, Objective, Space, Z
 from skipstone.methods.leaves import MOST_LEAVES, RANKS
 from skipstone.methods.skip_costs import Timings, by_weight
-from skipstone.methods.skip_guard import PROBE, SPIKE, START, Guard
 from skipstone.methods.skip_search import SEARCHES, FixedSearch, Search
 
 if TYPE_CHECKING:

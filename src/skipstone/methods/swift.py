@@ -31,7 +31,7 @@ from skipstone.core.sampling import Scores
 from skipstone.core.session import Request, Session
 from skipstone.core.skipping import SkipSet
 from skipstone.core.types import Draft, RowVerdict, Verdict
-from skipstone.methods import profiles, skip_states
+from skipstone.methods import profiles, states
 from skipstone.methods.chain import check_threshold
 from skipstone.methods.layer_sets import Space, Z
 from skipstone.methods.leaves import MOST_LEAVES, RANKS, with_leaves
@@ -99,10 +99,14 @@ class Swift(Method):
             space.from_skip_set(profiles.load(self.profile, model.model).skip)
 
     def report(self, model: PreTrainedModel) -> dict[str, Any]:
-        return skip_states.known(self, model)
+        return states.known(self, model)
 
     def start(self, model: LayeredModel, rows: int, capacity: int, state: Any = None) -> Session:
-        return SwiftSession(self, model, rows, capacity, state or skip_states.of(self, model, rows))
+        return SwiftSession(self, model, rows, capacity, state or self._state(model, rows))
+
+    def _state(self, model: LayeredModel, rows: int) -> SkipState:
+        skip = None if self.profile is None else profiles.load(self.profile, model.model).skip
+        return states.of(self, model, rows, skip, lambda: SkipState(self, model, skip, rows))
 
     def save(self, model: PreTrainedModel, path: str | Path) -> None:
         """Write the layer set that was found on a model into a profile. ValueError before its first request."""

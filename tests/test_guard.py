@@ -7,7 +7,7 @@ import math
 from hypothesis import given
 from hypothesis import strategies as st
 
-from skipstone.methods.skip_guard import LEAST_LATELY, LEAST_PLAIN, MOST_SLACK, MOST_WAIT, PROBE, REFRESH, SEVERAL, START, Guard
+from skipstone.methods.guard import LEAST_LATELY, LEAST_PLAIN, MOST_SLACK, MOST_WAIT, PROBE, REFRESH, SEVERAL, START, Guard
 
 COST = 2.0
 

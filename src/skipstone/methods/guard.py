@@ -1,4 +1,4 @@
-"""Where SWIFT drafts at all, and what it may try. All costs are in plain steps.
+"""Where a method that learns (SWIFT, AdaDecode) drafts at all, and what it may try. All costs are in plain steps.
 
 Drafting goes on as long as its latest steps brought more tokens than plain steps would have in the same time, by the clock.
 Where they did not, single steps draft as probes, each failure doubling the wait for the next; a success is enough to draft on
@@ -16,8 +16,8 @@ from statistics import median
 START, MOST_SLACK = 6.0, 64.0
 """What may be lost at first, and most slack that is kept."""
 RECENT, LATELY, LEAST_LATELY, MOST_WAIT, PROBE = 12, 64, 24, 16, 3
-"""Latest drafting steps that decide; that tell what a layer set is worth, at most and at least; most plain steps between two
-probes, and most drafts of a probe."""
+"""Latest drafting steps that decide; that tell what one way of drafting is worth, at most and at least; most plain steps
+between two probes, and most drafts of a probe."""
 SEVERAL, GAIN = 4, 1.05
 """So many latest steps that brought so much go on without any slack (after timings, which spend it at once)."""
 PLAIN, LEAST_PLAIN, REFRESH, SPIKE, UNLIKE = 8, 3, 48, 3.0, 1.25
@@ -43,7 +43,7 @@ class Guard:
         self._unsure = True
 
     def another_set(self) -> None:
-        """Other sublayers are left out from now on: nothing is known of them."""
+        """Drafts are made in another way from now on (other sublayers, another threshold): nothing is known of them."""
         self.recent: deque[tuple[float, float]] = deque(maxlen=RECENT)
         self.wait = self.waited = 1
         self.lately: deque[tuple[float, float]] = deque(maxlen=LATELY)
@@ -57,7 +57,7 @@ class Guard:
         return len(self.recent) >= SEVERAL and _speed(self.recent) >= GAIN
 
     def worth(self) -> float | None:
-        """What drafting lately brought with this layer set, as a speed-up, probes among it; None before LEAST_LATELY steps."""
+        """what drafting lately brought in this way, as a speed-up, probes among it; None before LEAST_LATELY steps."""
         return _speed(self.lately) if len(self.lately) >= LEAST_LATELY else None
 
     def room(self, most: int, cost: float) -> int:
