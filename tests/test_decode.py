@@ -11,7 +11,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers.generation.logits_process import RepetitionPenaltyLogitsProcessor
 
-from skipstone import Autoregressive, LayerSkip, Method, Request, Sampling, SelfSpeculative, Swift
+from skipstone import AdaDecode, Autoregressive, LayerSkip, Method, Request, Sampling, SelfSpeculative, Swift
 from skipstone.core import host
 from skipstone.core.decode import Decoder, Pace, Row, run
 from skipstone.core.model import LayeredModel
@@ -22,6 +22,7 @@ from tests.trees import Trees
 METHODS: list[Method] = [
     Autoregressive(),
     LayerSkip(exit_layer=2, num_speculative_tokens=4),
+    AdaDecode("original", 0.3, 4, exit_layers=(1, 2, 3), guard=False),
     LayerSkip(exit_layer=2, num_speculative_tokens=5, confidence_threshold="adaptive"),
     LayerSkip(exit_layer=2, num_speculative_tokens=3, confidence_threshold="adaptive", rejection_sample_method="coupled"),
     LayerSkip(exit_layer=1, num_speculative_tokens=2, confidence_threshold=0.3, reuse_cache=False),

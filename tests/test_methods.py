@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 from transformers import PreTrainedModel
 
-from skipstone import METHODS, Autoregressive, EarlyExit, LayerSkip, Method, Output, SelfSpeculative, Swift
+from skipstone import METHODS, AdaDecode, Autoregressive, EarlyExit, LayerSkip, Method, Output, SelfSpeculative, Swift
 from tests import families
 from tests.support import decode, margin, references
 
@@ -74,6 +74,13 @@ ROWS: dict[str, Row] = {
     ),
     "swift": Row(lambda d, rule: SWIFT(num_speculative_tokens=d), same_text=("standard",), learns=True),
     "self_speculative": Row(lambda d, rule: SelfSpeculative((1,), (2,), None, d), same_text=("standard",)),
+    "adadecode": Row(
+        lambda d, rule: AdaDecode("original", 0.3, d, exit_layers=(1, EXIT), guard=False, rejection_sample_method=rule),
+    ),
+    "adadecode, deeper heads look again": Row(
+        lambda d, rule: AdaDecode("original", 0.2, d, recheck=True, guard=False, rejection_sample_method=rule),
+        variant=True,
+    ),
     "swift, chains that never stop early": Row(
         lambda d, rule: SWIFT(skip_ratio=0.75, num_speculative_tokens=d, confidence_threshold=None, dynamic_verification=False),
         same_text=("standard",),

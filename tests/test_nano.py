@@ -13,8 +13,8 @@ import torch
 from safetensors import safe_open
 
 import skipstone
+from skipstone.assets import NANO
 from skipstone.bench import statistics
-from skipstone.loading import NANO
 from skipstone.train.recipe_file import read
 
 RECIPES = Path(__file__).parents[1] / "recipes"

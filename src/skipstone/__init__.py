@@ -24,8 +24,10 @@ if TYPE_CHECKING:
     from skipstone.hf import enable as enable
     from skipstone.loading import load as load
     from skipstone.methods import METHODS as METHODS
+    from skipstone.methods.adadecode import AdaDecode as AdaDecode
     from skipstone.methods.autoregressive import Autoregressive as Autoregressive
     from skipstone.methods.early_exit import EarlyExit as EarlyExit
+    from skipstone.methods.exit_heads import ExitHeads as ExitHeads
     from skipstone.methods.layerskip import LayerSkip as LayerSkip
     from skipstone.methods.self_speculative import SelfSpeculative as SelfSpeculative
     from skipstone.methods.swift import Swift as Swift
@@ -44,8 +46,10 @@ _NAMES = {
     "hf": ("disable", "enable"),
     "loading": ("load",),
     "methods": ("METHODS",),
+    "methods.adadecode": ("AdaDecode",),
     "methods.autoregressive": ("Autoregressive",),
     "methods.early_exit": ("EarlyExit",),
+    "methods.exit_heads": ("ExitHeads",),
     "methods.layerskip": ("LayerSkip",),
     "methods.self_speculative": ("SelfSpeculative",),
     "methods.swift": ("Swift",),

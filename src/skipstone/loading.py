@@ -11,8 +11,8 @@ import torch
 from safetensors import SafetensorError
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 
-NANO = Path(__file__).parent / "assets" / "nano"
-"""The bundled model: recipes/nano.yaml makes it."""
+from skipstone.assets import NANO
+
 BUNDLED = "skipstone-nano"
 LAYER = re.compile(r"\b(?:layers|h)\.(\d+)\.")
 """A parameter's name inside a layer list, with the layer's number."""

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from pathlib import Path
 
+from skipstone.assets import PROMPTS
 from skipstone.bench import scores
 from skipstone.bench.task import Row, Score, Task
 from skipstone.records import OnHub
@@ -198,7 +199,6 @@ TASKS = {
 
 
 SELF = "self"
-_PROMPTS = Path(__file__).parents[1] / "assets" / "prompts.jsonl"
 
 
 def named(name: str) -> Task:
@@ -207,7 +207,7 @@ def named(name: str) -> Task:
     if name in TASKS:
         return TASKS[name]
     if name == SELF:
-        return Task(SELF, None, str(_PROMPTS), ("prompt",), "Apache-2.0", _own)
+        return Task(SELF, None, str(PROMPTS), ("prompt",), "Apache-2.0", _own)
     path = Path(name).expanduser()
     if path.suffix != ".jsonl":
         raise ValueError(f"unknown task {name!r}; there are {', '.join((SELF, *TASKS))}, or any .jsonl file of prompts")

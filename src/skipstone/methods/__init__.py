@@ -9,6 +9,7 @@ from typing import Any
 
 from skipstone.core.fields import OWN_FIELD
 from skipstone.core.protocol import Method
+from skipstone.methods.adadecode import AdaDecode
 from skipstone.methods.autoregressive import Autoregressive
 from skipstone.methods.early_exit import EarlyExit
 from skipstone.methods.layerskip import LayerSkip
@@ -21,6 +22,7 @@ METHODS: dict[str, type[Method]] = {
     "layerskip": LayerSkip,
     "swift": Swift,
     "self_speculative": SelfSpeculative,
+    "adadecode": AdaDecode,
 }
 
 

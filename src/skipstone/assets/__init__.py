@@ -1,0 +1,10 @@
+"""Where the things lie that come with the package."""
+
+from pathlib import Path
+
+ASSETS = Path(__file__).parent
+NANO = ASSETS / "nano"
+"""The bundled model: recipes/nano.yaml makes it."""
+HEADS = {"nano-code": NANO / "heads" / "code", "nano-maths": NANO / "heads" / "maths"}
+"""Its exit heads by name: recipes/nano-heads-code.yaml and recipes/nano-heads-maths.yaml make them."""
+PROMPTS = ASSETS / "prompts.jsonl"
