@@ -1,4 +1,4 @@
-"""`skipstone train layerskip RECIPE`: a training run from one file."""
+"""`skipstone train layerskip RECIPE`: a training run from one file. `skipstone train heads MODEL`: light heads for a model."""
 
 from __future__ import annotations
 
@@ -42,4 +42,56 @@ def layerskip(
             folder = run(recipe, output, fresh, data_dir, say=lambda text: typer.echo(text, err=True))
         except ImportError as error:  # an optional package of a setting: peft, or what an optimiser needs
             raise ValueError(str(error)) from error
+    typer.echo(str(folder))
+
+
+@train.command("heads")
+def heads(
+    ctx: typer.Context,
+    model: Annotated[
+        str | None, typer.Argument(help="A folder or a hub id. Default: the recipe's, else the bundled model.")
+    ] = None,
+    recipe: Annotated[Path | None, typer.Option(help="A recipe, a YAML file (see recipes/).", show_default=False)] = None,
+    prompts: Annotated[
+        list[Path] | None, typer.Option(help='JSON lines with a "prompt", in the place of a recipe; several times.')
+    ] = None,
+    output: Annotated[Path | None, typer.Option(help="Folder of the run, instead of the recipe's.", show_default=False)] = None,
+    preset: Annotated[
+        str | None, typer.Option(help="quick, or paper: 100 epochs in batches of 128.", show_default=False)
+    ] = None,
+    max_disk: Annotated[float, typer.Option(help="Most GiB of stored states.", min=0)] = 20.0,
+    data_dir: Annotated[
+        Path | None,
+        typer.Option(help="Folder with JSON lines for the data sets of the hub that the recipe names.", show_default=False),
+    ] = None,
+    device: Annotated[str, typer.Option(help="auto is cuda where there is one, else cpu.")] = "auto",
+    fresh: Annotated[bool, typer.Option(help="Refuse to go on with an earlier run: the folder must be empty.")] = False,
+    debug: Annotated[bool, typer.Option(help="Show tracebacks.", hidden=True)] = False,
+) -> None:
+    """Train AdaDecode's exit heads on the model's own answers; an interrupted run goes on where it stopped."""
+    state: dict[str, Any] = ctx.obj
+    state["debug"] = debug
+    for path in (*([recipe] if recipe else []), *(prompts or [])):
+        if not path.is_file():
+            raise FileNotFoundError(2, "no such file", str(path))
+    if (recipe is None) == (not prompts):
+        raise ValueError("give either --recipe or --prompts: the texts whose answers the heads learn from")
+    if recipe is None and output is None:
+        raise ValueError("--prompts needs --output, the folder of the run")
+    if data_dir is not None and not data_dir.is_dir():
+        raise FileNotFoundError(2, "no such folder", str(data_dir))
+    if missing := [name for name in PACKAGES if find_spec(name) is None]:
+        raise ValueError(f'training needs more packages ({", ".join(missing)}): pip install "skipstone[train]"')
+    with quiet(debug):
+        from skipstone.train.features import GIB
+        from skipstone.train.heads import run
+        from skipstone.train.heads_recipe import of_prompts, read
+
+        wish = of_prompts(prompts or [], output, preset) if recipe is None else read(recipe, preset, data_dir)
+        if model is not None:
+            wish = wish.model_copy(update={"model": model, "name": None})
+        base = Path.cwd() if recipe is None else recipe.parent
+        folder = run(
+            wish, base, output, max_disk=max_disk * GIB, device=device, fresh=fresh, say=lambda text: typer.echo(text, err=True)
+        )
     typer.echo(str(folder))
