@@ -9,7 +9,9 @@ import pytest
 import torch
 
 from skipstone.bench import lens
+from skipstone.bench.head_lens import through
 from skipstone.bench.lens import Costs, Expected, expectations, look
+from skipstone.methods.exit_heads import ExitHeads, card_of
 from tests import families
 from tests.machine import prompt
 
@@ -82,3 +84,36 @@ def test_pictures_are_written(tmp_path: Path) -> None:
     (page,) = save(found, words, ["<b>"] * 6, tmp_path / "a.html")
     assert page.read_text().count("data:image/png;base64") == 2
     assert "<b>" not in page.read_text()
+
+
+def test_through_exit_heads_each_exit_is_read_by_its_own() -> None:
+    """Against float64 softmax over E* T norm(h), with states by transformers' own hidden_states."""
+    model = families.cached("llama")
+    layered = lens.LayeredModel(model)
+    heads = ExitHeads(card_of(layered, (1, 3), "square"))
+    torch.manual_seed(0)
+    with torch.no_grad():
+        for one in heads.parameters():
+            one += 0.05 * torch.randn_like(one)
+    pairs = [(torch.as_tensor(ids), torch.tensor([3, 7, 5 + place])) for place, ids in enumerate(families.prompts(2))]
+    found = through(model, heads, pairs)
+    assert found.layers == [1, 3, 4]
+    transforms = [head.weight.double() for head in heads.heads]
+    for reading, read in ((found.own, [torch.eye(32).double()] * 2), (found.trained, transforms)):
+        rows = []
+        for prompt_ids, new in pairs:
+            with torch.no_grad():
+                out = model(torch.cat([prompt_ids, new])[None], output_hidden_states=True)
+                span = slice(len(prompt_ids) - 1, len(prompt_ids) + 2)
+                normed = [model.model.norm(out.hidden_states[layer][0, span]).double() for layer in (1, 3)]
+                said = [state @ one.T @ model.lm_head.weight.double().T for state, one in zip(normed, read, strict=True)]
+                rows.append([*(one.log_softmax(-1) for one in said), out.logits[0, span].double().log_softmax(-1)])
+        final = torch.cat([row[-1] for row in rows])
+        new = torch.cat([new for _, new in pairs])
+        for place in range(3):
+            said = torch.cat([row[place] for row in rows])
+            divergence = (final.exp() * (final - said)).sum(-1).mean()
+            assert reading.probability[place] == pytest.approx(said[range(6), new].exp().tolist(), rel=1e-4)
+            assert reading.divergence[place] == pytest.approx(float(divergence), rel=1e-3, abs=1e-9)
+            assert reading.agreement[place] == pytest.approx(float((said.argmax(-1) == final.argmax(-1)).double().mean()))
+    assert found.trained.divergence[0] != pytest.approx(found.own.divergence[0], rel=1e-2)

@@ -8,7 +8,10 @@ from typing import Any
 
 import pytest
 
+import skipstone
+from skipstone import ExitHeads, LayeredModel
 from skipstone.bench import journal
+from skipstone.methods.exit_heads import card_of
 from tests.cli.helpers import LAYERSKIP, assert_refused, document, run, succeed
 
 SMALL = ("--num-prompts", 3, "--tune-prompts", 2, "--tune-tokens", 6, "--max-new-tokens", 10, "--ignore-eos")
@@ -86,6 +89,14 @@ def test_inspect_shows_every_layer_and_says_what_would_pay(folder: Path, tmp_pat
     assert (found["model"], found["dtype"], found["device"]) == (str(folder), "float32", "cpu")
     succeed("inspect", folder, "--prompt", "abc", "--max-new-tokens", 4, "--out", tmp_path / "a.html")
     assert (tmp_path / "a.html").stat().st_size > 10_000
+    model = LayeredModel(skipstone.load(folder)[0])
+    ExitHeads(card_of(model, (1, 2), "square")).save(tmp_path / "heads")
+    look = ("inspect", folder, "--prompt", "abc", "--max-new-tokens", 4, "--heads", tmp_path / "heads")
+    assert "KL, exit head" in succeed(*look, "--out", tmp_path / "a.png").stdout
+    assert sorted(path.name for path in tmp_path.glob("*.png")) == ["a-heads.png", "a-layers.png", "a.png"]
+    heads = document(*look)["heads"]
+    assert heads["layers"] == [1, 2, 4]
+    assert heads["own"] == heads["trained"], "a new T is the identity"
 
 
 @pytest.mark.parametrize(

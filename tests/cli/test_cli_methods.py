@@ -86,6 +86,12 @@ MEASURING = {
 }
 
 
+TRAINING = {
+    "layerskip": "recipe --output --fresh --data-dir",
+    "heads": "model --recipe --prompts --output --preset --max-disk --data-dir --device --fresh",
+}
+
+
 def test_flags_are_frozen() -> None:
     """A flag that goes or changes its name breaks scripts: change this list only on purpose."""
     flags = {name for parameter in generate.command().params for name in (*parameter.opts, *parameter.secondary_opts)}
@@ -94,7 +100,8 @@ def test_flags_are_frozen() -> None:
         --repeat --json --stats --color --no-color --debug"""
     of_methods = """--exit-layer --num-speculative-tokens --confidence-threshold --reuse-cache --rejection-sample-method
         --skip-ratio --context-window --search --objective --max-steps --patience --enough --dynamic-verification --adjust
-        --guard --profile --search-seed --skip-attention --skip-mlp --stop-threshold"""
+        --guard --profile --search-seed --skip-attention --skip-mlp --stop-threshold --heads --threshold
+        --max-pending --exit-layers --verification --recheck"""
     assert flags == {*of_the_verb.split(), *of_methods.split()}
     root: Any = typer.main.get_command(app)
     assert set(root.commands) == {"demo", "generate", "methods", "env", "train", "bench", "check", "inspect", "search"}
@@ -109,13 +116,15 @@ def test_flags_are_frozen() -> None:
         *("model", "--budget-seconds", "--out", "--prompt", "--max-new-tokens", "--skip-ratio", "--num-speculative-tokens"),
         *("--picture", "--dtype", "--device", "--seed", "--debug"),
     }
-    training = root.commands["train"].commands
-    assert set(training) == {"layerskip"}
-    assert {name for p in training["layerskip"].params for name in (*p.opts, *p.secondary_opts)} >= {
-        "--output",
-        "--fresh",
-        "--data-dir",
+    looking = {name for parameter in root.commands["inspect"].params for name in parameter.opts}
+    assert looking == {
+        *("model", "--prompt", "--max-new-tokens", "--heads", "--out", "--dtype", "--device", "--json", "--debug"),
     }
+    training = root.commands["train"].commands
+    assert set(training) == {"layerskip", "heads"}
+    for verb, own in TRAINING.items():
+        flags = {name for parameter in training[verb].params for name in parameter.opts}
+        assert flags == {*own.split(), "--debug"}, verb
     assert {name for verb in ("methods", "env") for p in root.commands[verb].params for name in p.opts} == {"--json"}
 
 
@@ -128,7 +137,7 @@ def test_methods_lists_every_method_with_its_settings() -> None:
     for name, kind in skipstone.METHODS.items():
         shown = {setting["name"]: setting["default"] for setting in listed[name]["settings"]}
         assert shown == json.loads(json.dumps({field.name: field.default for field in dataclasses.fields(kind)}))
-        assert listed[name]["lossless"] is kind.lossless
+        assert listed[name]["lossless"] is kind().lossless
         assert all(setting["help"] and setting["type"] for setting in listed[name]["settings"]), "undocumented setting"
     assert listed["layerskip"]["paper"] == "Elhoushi et al., ACL 2024, arXiv 2404.16710"
     table = succeed("methods").stdout

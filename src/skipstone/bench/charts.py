@@ -8,6 +8,7 @@ from collections.abc import Mapping, Sequence
 from textwrap import fill
 from typing import Any
 
+from skipstone.bench.early_predictions import by_threshold
 from skipstone.bench.figures import Group
 from skipstone.bench.layer_sets import WINDOW, along, learnt, matrix
 from skipstone.bench.lineup import BASELINE
@@ -29,6 +30,7 @@ def charts(group: Group) -> dict[str, str]:
         "Speed against settings": _settings(group),
         "Speed and score": _pareto(figures),
         "What every exit knows": _exits(group),
+        "Speed and early predictions by threshold": _thresholds(group),
         **_learnt(group),
     }
     return {title: _svg(figure, f"{title}: {group.title}") for title, figure in drawn.items() if figure is not None}
@@ -161,6 +163,19 @@ def _exits(group: Group) -> Any:
     other = axes.twinx()
     other.plot(layers, group.exits["agreement"], "s--", color="#a85448")
     other.set_ylabel("agreement with the last layer", color="#a85448")
+    return figure
+
+
+def _thresholds(group: Group) -> Any:
+    """AdaDecode's Figure 5: speed-up, early predictions and rejections against the threshold."""
+    if not (curves := by_threshold(group)):
+        return None
+    figure, axes = _axes()
+    for (name, points), style in zip(curves.items(), ("o-", "s--", "^:"), strict=True):
+        axes.plot(*_columns(points), style, label=name)
+    axes.axhline(1, color="black", linewidth=0.8)
+    axes.set_xlabel("threshold")
+    axes.legend(fontsize=7)
     return figure
 
 

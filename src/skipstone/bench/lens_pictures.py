@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from skipstone.bench.head_lens import HeadLens
 from skipstone.bench.lens import Lens
 
 SHOWN = 40
@@ -67,9 +68,27 @@ def layer_figures(lens: Lens) -> Any:
     return figure
 
 
-def save(lens: Lens, texts: Sequence[Sequence[str]], final: Sequence[str], path: Path) -> list[Path]:
-    """Both pictures as PNG files, or one page of HTML where the path ends in .html. Returns what was written."""
+def head_maps(seen: HeadLens, final: Sequence[str]) -> Any:
+    """A matplotlib figure: probability of the generated tokens after every exit, by the model's own head and by exit heads."""
+    count = min(SHOWN, len(final))
+    figure, axes = _figure((2.2 + 0.3 * count, 2 + 0.5 * len(seen.layers)), 2)
+    for axis, (title, reading) in zip(axes, (("LM head", seen.own), ("exit heads", seen.trained)), strict=True):
+        image = axis.imshow([row[:count] for row in reading.probability], aspect="auto", origin="lower", vmin=0, vmax=1)
+        axis.set_xticks(range(count), [_short(text) for text in final[:count]], rotation=60, fontsize=7)
+        axis.set_yticks(range(len(seen.layers)), [str(layer) for layer in seen.layers])
+        axis.set_ylabel("after layer")
+        axis.set_title(title, loc="left", fontsize=9)
+    figure.colorbar(image, ax=axes, label="probability of the generated token")
+    return figure
+
+
+def save(
+    lens: Lens, texts: Sequence[Sequence[str]], final: Sequence[str], path: Path, heads: HeadLens | None = None
+) -> list[Path]:
+    """The pictures as PNG files, or one page of HTML where the path ends in .html. Returns what was written."""
     drawn = {"lens": heat_map(lens, texts, final), "layers": layer_figures(lens)}
+    if heads is not None:
+        drawn["heads"] = head_maps(heads, final)
     if path.suffix == ".html":
         body = "".join(f'<img alt="{name}" src="data:image/png;base64,{_base64(figure)}">' for name, figure in drawn.items())
         text = html.escape("".join(final))

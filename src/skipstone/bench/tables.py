@@ -8,6 +8,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from skipstone.bench.cells import NONE, Table, interval, number
+from skipstone.bench.early_predictions import by_exit_head
 from skipstone.bench.figures import EARLY_EXIT, Group
 from skipstone.bench.layer_sets import by_layer_set
 from skipstone.bench.lineup import BASELINE, THEIRS
@@ -206,8 +207,8 @@ LAYOUTS = ("own", "layerskip", "swift", "adadecode", "adasd")
 
 
 def _of_group(group: Group, layout: Callable[[Group], Table]) -> list[Table]:
-    """A group's table and, where it has them, those of its categories, layer sets and exits."""
-    found = [layout(group), *(table for table in (by_category(group), by_layer_set(group)) if table.rows)]
+    """A group's table and, where it has them, those of its categories, layer sets, exit heads and exits."""
+    found = [layout(group), *(table for table in (by_category(group), by_layer_set(group), by_exit_head(group)) if table.rows)]
     return [*found, by_exit(group)] if group.exits else found
 
 

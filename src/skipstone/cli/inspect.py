@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import json
+from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -12,6 +13,7 @@ from skipstone.cli import terminal
 from skipstone.cli.options import DTYPES
 
 if TYPE_CHECKING:
+    from skipstone.bench.head_lens import HeadLens
     from skipstone.bench.lens import Lens
 
 
@@ -24,6 +26,10 @@ def inspect(
         list[str] | None, typer.Option(help="What to continue; may be given several times. Default: bundled prompts.")
     ] = None,
     max_new_tokens: Annotated[int, typer.Option(help="Tokens to look at, of each prompt.", min=1)] = 32,
+    heads: Annotated[
+        str | None,
+        typer.Option(help="Look through AdaDecode's exit heads too: a folder, a hub id, or a name.", show_default=False),
+    ] = None,
     out: Annotated[
         Path | None, typer.Option(help="Save the pictures: a .png file, or a .html page.", show_default=False)
     ] = None,
@@ -35,52 +41,78 @@ def inspect(
     """The logit lens: each layer's best token, agreement, similarity and time, and what drafting with its first layers would
     bring on this machine."""
     ctx.obj["debug"] = debug
-    with terminal.quiet(debug):
-        _run(model, prompt, max_new_tokens, out, dtype, device, json_)
-
-
-def _run(
-    name: str | None, texts: list[str] | None, count: int, out: Path | None, dtype: str, device: str, as_json: bool
-) -> None:
-    import torch
-
-    from skipstone.api import token_ids
-    from skipstone.bench.lens import look
-    from skipstone.bench.tasks import named
-    from skipstone.loading import BUNDLED, load, usable
-
     if dtype not in DTYPES:
         raise ValueError(f"--dtype must be one of {', '.join(DTYPES)}, found {dtype!r}")
     if out is not None and out.suffix not in (".png", ".html"):
         raise ValueError(f"--out is a .png file or a .html page, found {out}")
     if out is not None and not out.parent.is_dir():
         raise FileNotFoundError(2, "no such folder", str(out.parent))
-    wanted = dtype if dtype == "auto" else getattr(torch, dtype)
-    model, tokenizer = load(name, dtype=wanted, device=usable(device))
+    with terminal.quiet(debug):
+        import torch
+
+        from skipstone.loading import BUNDLED, load, usable
+
+        wanted = dtype if dtype == "auto" else getattr(torch, dtype)
+        loaded, tokenizer = load(model, dtype=wanted, device=usable(device))
+        seen = _look(loaded, tokenizer, prompt, max_new_tokens, heads)
+        if out is not None:
+            from skipstone.bench.lens_pictures import save
+
+            for path in save(seen.lens, seen.words, seen.final, out, seen.heads):
+                print(f"skipstone: {path}", file=terminal.sys.stderr)
+        if json_:
+            dtype, device = str(loaded.dtype).removeprefix("torch."), str(loaded.device)
+            about = {"kind": "skipstone-inspect", "model": model or BUNDLED, "dtype": dtype, "device": device}
+            print(json.dumps({**about, **seen.report()}))
+        else:
+            show(seen)
+
+
+@dataclass(frozen=True)
+class Seen:
+    """prompts: what was asked. words: [L][n], the best tokens as texts; final: [n], those that were generated."""
+
+    prompts: list[str]
+    lens: Lens
+    words: list[list[str]]
+    final: list[str]
+    heads: HeadLens | None
+
+    def report(self) -> dict[str, Any]:
+        """Plain JSON values."""
+        texts = {"prompts": self.prompts, "texts": self.final, "top_texts": self.words}
+        return {**texts, **self.lens.report(), **({"heads": self.heads.report()} if self.heads else {})}
+
+
+def _look(model: Any, tokenizer: Any, texts: list[str] | None, count: int, heads: str | None) -> Seen:
+    import torch
+
+    from skipstone.api import token_ids
+    from skipstone.bench.head_lens import through
+    from skipstone.bench.lens import look
+    from skipstone.bench.tasks import named
+    from skipstone.core.model import LayeredModel
+    from skipstone.methods import exit_heads
+
+    read_by = None if heads is None else exit_heads.load(heads, LayeredModel(model))
     task = named("self")
     asked = texts or [task.ask(row)[0] for row in task.rows(None)[::5]]
     prompts = [torch.tensor(token_ids(text, tokenizer)) for text in asked]
     lens = look(model, prompts, count)
     words = [[str(tokenizer.decode([token])) for token in row] for row in lens.top]
     final = [str(tokenizer.decode([token])) for token in lens.tokens]
-    if out is not None:
-        from skipstone.bench.lens_pictures import save
-
-        for path in save(lens, words, final, out):
-            print(f"skipstone: {path}", file=terminal.sys.stderr)
-    if as_json:
-        about = {
-            "model": name or BUNDLED,
-            "dtype": str(model.dtype).removeprefix("torch."),
-            "device": str(model.device),
-        }
-        texts_of = {"texts": final, "top_texts": words}
-        print(json.dumps({"kind": "skipstone-inspect", **about, "prompts": asked, **texts_of, **lens.report()}))
-    else:
-        show(lens)
+    pairs = zip(prompts, torch.tensor(lens.tokens).tensor_split(lens.breaks[1:]), strict=True)
+    return Seen(asked, lens, words, final, None if read_by is None else through(model, read_by, list(pairs)))
 
 
-def show(lens: Lens) -> None:
+def show(seen: Seen) -> None:
+    """What there is to print."""
+    show_layers(seen.lens)
+    if seen.heads is not None:
+        show_heads(seen.heads)
+
+
+def show_layers(lens: Lens) -> None:
     """A line a layer, and the answer."""
     from rich import box
     from rich.table import Table
@@ -111,3 +143,17 @@ def show(lens: Lens) -> None:
         )
     else:
         console.print("No early exit of this model pays: its layers agree too late. Train one, or use a method without exits.")
+
+
+def show_heads(seen: HeadLens) -> None:
+    """A line an exit: as the model's own head reads it, and as the exit head does."""
+    from rich import box
+    from rich.table import Table
+
+    table = Table(box=box.SIMPLE_HEAD, padding=(0, 1), pad_edge=False)
+    for title in ("exit", "KL, LM head", "KL, exit head", "agreement, LM head", "agreement, exit head"):
+        table.add_column(title, justify="right")
+    columns = (seen.own.divergence, seen.trained.divergence, seen.own.agreement, seen.trained.agreement)
+    for layer, *figures in zip(seen.layers[:-1], *(column[:-1] for column in columns), strict=True):
+        table.add_row(str(layer), *(f"{one:.3f}" for one in figures[:2]), *(f"{one:.2f}" for one in figures[2:]))
+    terminal.console().print(table)

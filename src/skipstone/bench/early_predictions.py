@@ -1,0 +1,107 @@
+"""What a run says of AdaDecode's exits: how often they predicted and were wrong, and speed against threshold (Figure 5)."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from skipstone.bench.cells import NONE, Table, number
+from skipstone.bench.figures import Group
+from skipstone.bench.lineup import BASELINE
+
+METHOD = "adadecode"
+
+
+def tallies(group: Group, label: str) -> dict[int, dict[str, int]]:
+    """Exit layer -> tests, predicted, accepted and rejected over the group's prompts but the first, whose end is what the
+    counts begin with (a state may have been through other tasks)."""
+    said = [line["rows"][label].get("known") for line in group.lines if label in line["rows"]]
+    known = [one for one in said if one and "exits" in one]
+    if len(known) < 2:
+        return {}
+    first, last = known[0]["exits"], known[-1]["exits"]
+    counts = ("tests", "predicted", "accepted", "rejected")
+    return {int(layer): {name: last[layer][name] - first[layer][name] for name in counts} for layer in last}
+
+
+def rates(group: Group, label: str) -> tuple[float | None, float | None]:
+    """(accepted early predictions a token, rejected a judged prediction): Figures 5b and 5c."""
+    lines = [line for line in group.lines if label in line["rows"]]
+    tokens = sum(line["rows"][label]["tokens"] for line in lines[1:])
+    found = tallies(group, label).values()
+    accepted, rejected = (sum(one[name] for one in found) for name in ("accepted", "rejected"))
+    judged = accepted + rejected
+    return (accepted / tokens if found and tokens else None), (rejected / judged if judged else None)
+
+
+def by_exit_head(group: Group) -> Table:
+    """A row for every AdaDecode: its threshold at the end, its predictions, and those of every exit."""
+    rows = []
+    for label in group.labels:
+        if not (found := tallies(group, label)):
+            continue
+        early, wrong = rates(group, label)
+        figures = group.figures(label, group.lines) or {}
+        last = group.lines[-1]["rows"][label]["known"]
+        exits = ", ".join(f"{layer}: {_share(one)}" for layer, one in found.items())
+        speed = number(figures.get("decode_speedup"))
+        rows.append(
+            [
+                group.shown_as(label),
+                number(last["threshold"]),
+                _percent(early),
+                _percent(wrong),
+                exits,
+                _same(group, label),
+                speed,
+            ]
+        )
+    columns = ["method", "threshold", "predicted early", "rejected", "of the tests at each exit (rejected)", "same texts"]
+    return Table(f"{group.subject}, {group.name}: early predictions, all prompts", [*columns, "decode speed-up"], rows)
+
+
+def by_threshold(group: Group) -> dict[str, list[tuple[float, float]]]:
+    """Figure 5: name -> (threshold, value) of the rows that differ in their threshold alone; empty with fewer than three."""
+    points: list[tuple[float, float, float, float]] = []
+    for label in group.labels:
+        about: Mapping[str, Any] = group.about["methods"][label]
+        settings = group.settings(label)
+        if about["method"] != METHOD or settings.get("guard", True) or set(settings) - {"heads", "guard", "threshold"}:
+            continue
+        early, wrong = rates(group, label)
+        speed = (group.figures(label, group.lines) or {}).get("decode_speedup")
+        if early is not None and speed is not None and settings.get("heads") == _heads(group):
+            points.append((settings.get("threshold", 0.75), speed, early, wrong or 0.0))
+    if len({one[0] for one in points}) < 3:
+        return {}
+    points.sort()
+    names = ("x plain decoding", "predicted early", "rejected")
+    return {name: [(one[0], one[place]) for one in points] for place, name in enumerate(names, 1)}
+
+
+def _heads(group: Group) -> Any:
+    """The heads of the first AdaDecode."""
+    return next((group.settings(label).get("heads") for label in group.labels if _is(group, label)), None)
+
+
+def _is(group: Group, label: str) -> bool:
+    return group.about["methods"][label]["method"] == METHOD
+
+
+def _share(one: Mapping[str, int]) -> str:
+    judged = one["accepted"] + one["rejected"]
+    shares = one["predicted"] / one["tests"] if one["tests"] else None, one["rejected"] / judged if judged else None
+    return "{} ({})".format(*map(_percent, shares))
+
+
+def _same(group: Group, label: str) -> str:
+    """The consistency ratio: texts that are those of plain decoding."""
+    plain = group.called(BASELINE)
+    lines = [line for line in group.lines if label in line["rows"] and plain in line["rows"]]
+    if not lines or group.temperature:
+        return NONE
+    return f"{sum(line['rows'][label]['digests'] == line['rows'][plain]['digests'] for line in lines)}/{len(lines)}"
+
+
+def _percent(share: float | None) -> str:
+    return NONE if share is None else f"{100 * share:.0f} %"
