@@ -88,7 +88,13 @@ def test_concepts_snippets_hold(checkpoint):
 
 @pytest.mark.parametrize(
     ("page", "least"),
-    [("methods/layerskip.md", 10), ("methods/swift.md", 10), ("methods/self_speculative.md", 4), ("training.md", 10)],
+    [
+        ("methods/layerskip.md", 10),
+        ("methods/swift.md", 10),
+        ("methods/adadecode.md", 10),
+        ("methods/self_speculative.md", 4),
+        ("training.md", 10),
+    ],
 )
 def test_pages_quote_lines_that_are_in_the_code(page, least):
     quoted = [row for row in table_rows(DOCS / page) if row[-1].endswith(".py`")]
