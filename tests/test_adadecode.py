@@ -126,9 +126,27 @@ def test_rows_predict_on_their_own_and_wait_for_the_end_of_a_sweep(calls: list[t
     assert draft.valid.tolist() == [[True, False], [True, True]]
     assert draft.exit_layer[0, 0] == 1
     assert draft.exit_layer[1].tolist() == [2, 1]
-    layers = [layer for layer, _ in calls]
-    assert layers == [1, 2, 1, 2, 1, 2, 3]
+    assert calls == [(1, 1), (2, 1), (1, 1), (2, 2), (1, 1), (2, 2), (3, 3)]
     session.commit(draft, session.verify(draft, session.score(draft)).tolist(draft))
+
+
+def test_a_finished_row_costs_no_pass(calls: list[tuple[int, int]]) -> None:
+    """Figure 2's step again, beside a row that has ended: its stale tokens wait at no depth."""
+    model = figure2()
+    heads = scripted(model, (1, 2), [False, True, True, False, False])
+    decoder = Decoder(AdaDecode(heads, guard=False).start(LayeredModel(model), 2, 40))
+    decoder.admit(0, Request(prompt(7), 20))
+    decoder.admit(1, Request(prompt(4), 1))
+    while decoder.session.prefilling:
+        decoder.step()
+    assert decoder.session.alive == [True, False]
+    calls.clear()
+    session: Any = decoder.session
+    with torch.inference_mode():
+        draft = session.draft([5, 0])
+        session.score(draft)
+    assert calls == [(1, 1), (2, 1), (1, 1), (1, 1), (2, 2), (3, 3)]
+    assert draft.frontier.passes == [(0, 1, 1), (1, 2, 1), (0, 1, 1), (0, 1, 1), (1, 2, 2), (2, 3, 3)]
 
 
 def test_one_original_head_at_threshold_0_is_layerskip() -> None:
@@ -329,13 +347,18 @@ def test_a_guard_that_is_off_learns_and_changes_nothing() -> None:
 
 def test_exits_that_hardly_ever_predict_are_hardly_ever_tested() -> None:
     state = state_of()
+    assert state.test_seconds > 0
+    state.test_seconds = 1e-4
+    state.guard.plain.extend([0.01] * 3)
     asked = {2: 0, 4: 0}
     for _ in range(exit_state.FEW_TESTS + 640):
         for _, layer in state.worth_testing():
             asked[layer] += 1
-            state.tested(layer, [layer == 4], None)
+            state.tested(layer, [layer == 4])
     assert asked[4] == exit_state.FEW_TESTS + 640
     assert asked[2] == exit_state.FEW_TESTS + 640 // exit_state.EXPLORE
+    reports = [state.report()["tested"] for _ in range(2 * exit_state.EXPLORE)]
+    assert reports == [[4]] * len(reports), "whoever looks changes nothing"
 
 
 def test_a_prediction_behind_a_rejected_one_is_neither_right_nor_wrong() -> None:

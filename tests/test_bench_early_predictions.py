@@ -51,10 +51,18 @@ def test_counts_are_of_this_group_alone_and_rates_by_hand(tmp_path: Path) -> Non
     table = by_exit_head(group)
     assert [row[0] for row in table.rows] == ["a", "b", "c"]
     cells = dict(zip(table.columns, table.rows[0], strict=True))
-    assert (cells["threshold"], cells["predicted early"], cells["rejected"]) == ("0.20", "20 %", "17 %")
+    assert (cells["threshold"], cells["tokens predicted early"], cells["rejected"]) == ("0.20", "20 %", "17 %")
     assert cells["of the tests at each exit (rejected)"] == "6: 50 % (25 %), 12: 50 % (0 %)"
     assert cells["same texts"] == "2/3", "the first prompt's text is another"
     assert cells["decode speed-up"] == "2.22", "1.0 s of plain decoding against .45"
+
+
+def test_counts_that_began_anew_when_a_run_was_gone_on_with_are_counted_from_0(tmp_path: Path) -> None:
+    """The last prompt's process was another: what it says is its own prompt's alone."""
+    found = early(settings())
+    found[-1]["rows"]["a"]["known"] = known(0.2, 0)
+    _, (group,) = report.load([written(tmp_path / "a.jsonl", found)])
+    assert tallies(group, "a")[6] == {"tests": 40 + 7, "predicted": 20 + 3, "accepted": 12 + 2, "rejected": 4 + 1}
 
 
 def test_figure_5_is_of_rows_that_differ_in_their_threshold_alone(tmp_path: Path) -> None:

@@ -22,11 +22,11 @@ from tests.trees import Trees
 METHODS: list[Method] = [
     Autoregressive(),
     LayerSkip(exit_layer=2, num_speculative_tokens=4),
-    AdaDecode("original", 0.3, 4, exit_layers=(1, 2, 3), guard=False),
     LayerSkip(exit_layer=2, num_speculative_tokens=5, confidence_threshold="adaptive"),
     LayerSkip(exit_layer=2, num_speculative_tokens=3, confidence_threshold="adaptive", rejection_sample_method="coupled"),
     LayerSkip(exit_layer=1, num_speculative_tokens=2, confidence_threshold=0.3, reuse_cache=False),
     Trees(nodes=7),
+    AdaDecode("original", 0.3, 4, exit_layers=(1, 2, 3), guard=False),
     SelfSpeculative((1,), (2,), num_speculative_tokens=4),
     Swift(0.5, 4, context_window=6, guard=False, objective="matchness"),
 ]
@@ -238,15 +238,17 @@ class Transfers(TorchDispatchMode):
         replace(METHODS[1], rejection_sample_method="coupled"),
         replace(METHODS[1], confidence_threshold=0.3),
         replace(METHODS[1], confidence_threshold="adaptive"),
+        METHODS[-3],
         METHODS[-2],
         METHODS[-1],
     ],
-    ids=["plain", "skip", "coupled", "threshold", "adaptive", "self_speculative", "swift"],
+    ids=["plain", "skip", "coupled", "threshold", "adaptive", "adadecode", "self_speculative", "swift"],
 )
 def test_a_decoding_step_makes_one_transfer_to_the_host(
     method: Method, temperature: float, model: LayeredModel, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Verdict.tolist, once. What is asked on the CPU only is switched off, as on an accelerator."""
+    """Verdict.tolist, once; AdaDecode once more for every test of an exit, for what runs next depends on it. What is asked on
+    the CPU only is switched off, as on an accelerator."""
     monkeypatch.setattr(host, "readable", lambda tensor: False)
     listed: list[str] = []
     own, ours = torch.Tensor.tolist, Verdict.tolist
@@ -255,14 +257,18 @@ def test_a_decoding_step_makes_one_transfer_to_the_host(
     eos = frozenset({0, 1})
     requests = [Request(prompt(n, n), 24, eos=eos, sampling=Sampling(temperature, seed=n)) for n in (4, 9, 6)]
     decoder = start(method, model, requests)
+    session: Any = decoder.session
     decoder.step()
     for _ in range(4):
         listed.clear()
+        tested = session.state.tests if isinstance(method, AdaDecode) else 0
         with Transfers() as counted:
             decoder.step()
         assert counted.found == []
         assert listed.count("verdict") == 1
-        assert listed.count("tensor") == 1
+        asked = (session.state.tests - tested) if isinstance(method, AdaDecode) else 0
+        assert (asked > 0) == isinstance(method, AdaDecode)
+        assert listed.count("tensor") == 1 + asked
 
 
 @pytest.mark.parametrize("rule", ["standard", "coupled"])

@@ -5,12 +5,14 @@ from __future__ import annotations
 import json
 import os
 import socket
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file
 
 from skipstone.train.recipe import LayerDropout
 from tests.training import (
@@ -71,6 +73,20 @@ def from_file(folder: Path) -> dict[str, Any]:
     return {"model": str(run(recipe(folder / str(os.environ["RANK"])), folder / "out", say=said.append)), "said": said}
 
 
+def heads(folder: Path) -> dict[str, Any]:
+    """AdaDecode's exit heads: the first process writes answers and features, both train."""
+    from skipstone.train import heads
+    from tests.test_train_heads import prepared, recipe
+
+    if os.environ.get("RANK", "0") == "0":
+        prepared(folder / "base")
+        (folder / "ready").touch()
+    while not (folder / "ready").exists():
+        time.sleep(0.05)
+    said: list[str] = []
+    return {"heads": str(heads.run(recipe(folder / "base", folder / "run"), folder / "base", say=said.append)), "said": said}
+
+
 def rank(number: int, port: int, folder: Path) -> None:
     """One of the two processes: all of the work, one after the other. What it finds is written to NAME-RANK.json."""
     world = {"RANK": number, "LOCAL_RANK": number, "WORLD_SIZE": 2, "LOCAL_WORLD_SIZE": 2, "MASTER_PORT": port}
@@ -82,6 +98,7 @@ def rank(number: int, port: int, folder: Path) -> None:
         "dropping_accumulated": lambda: dropping(folder / "dropping_accumulated", 2),
         "resumed": lambda: resumed(folder / "resumed"),
         "from_file": lambda: from_file(folder / "from_file"),
+        "heads": lambda: heads(folder / "heads"),
     }
     for name, do in work.items():
         (folder / f"{name}-{number}.json").write_text(json.dumps(do()))
@@ -160,3 +177,14 @@ def test_a_run_from_one_file(two: Any) -> None:
     entries = [entry for entry in logged(first["folder"] / "out") if "loss" in entry]
     assert [entry["step"] for entry in entries] == [1, 2, 3, 4]
     assert tiny().config.num_hidden_layers == model.config.num_hidden_layers
+
+
+def test_exit_heads_are_those_of_one_process(two: Any, tmp_path: Path) -> None:
+    first, second = two("heads")
+    assert first["heads"] == second["heads"]
+    assert first["said"] != second["said"] == []
+    alone = heads(tmp_path)
+    for name in ("heads.0.weight", "heads.1.weight"):
+        one, other = (load_file(Path(each["heads"]) / "exit_heads.safetensors")[name] for each in (first, alone))
+        torch.testing.assert_close(one, other, rtol=1e-3, atol=1e-5)
+        assert not torch.equal(one, torch.eye(len(one))), "something was learnt"

@@ -6,11 +6,13 @@ from __future__ import annotations
 import errno
 import hashlib
 import json
+from collections import namedtuple
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file
 
 import skipstone
 from skipstone import AdaDecode, ExitHeads
@@ -30,16 +32,20 @@ from tests.machine import llama, prompt
 pytestmark = pytest.mark.filterwarnings("ignore:.*x the speed of plain decoding:RuntimeWarning")
 
 
-@pytest.fixture(scope="module")
-def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def prepared(folder: Path) -> Path:
     """A folder with a model of 6 layers and its tokenizer, and a file of 24 prompts."""
-    folder = tmp_path_factory.mktemp("base")
+    folder.mkdir(parents=True, exist_ok=True)
     llama(layers=6, head=2.0).save_pretrained(folder / "model")
     support.tokenizer().save_pretrained(folder / "model")
     letters = [chr(97 + place) for place in range(26)]
     texts = [" ".join(letters[(start + step * 3) % 26] for step in range(4)) for start in range(24)]
     (folder / "prompts.jsonl").write_text("".join(json.dumps({"prompt": text}) + "\n" for text in texts))
     return folder
+
+
+@pytest.fixture(scope="module")
+def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return prepared(tmp_path_factory.mktemp("base"))
 
 
 def recipe(base: Path, output: Path, **changes: Any) -> Any:
@@ -212,11 +218,17 @@ def test_a_full_disk_leaves_nothing_half_written(base: Path, tmp_path: Path, mon
     def full(*_: Any) -> None:
         raise OSError(errno.ENOSPC, "No space left on device")
 
-    with monkeypatch.context() as patch:
-        patch.setattr(extracting.os, "fsync", full)
-        with pytest.raises(OSError, match="the disk is full, nothing of the features is left"):
-            extracting.extract(layered, [Answer([5, 6], [7, 8])], (2, 4), tmp_path, 1e9, quiet)
-    assert list(tmp_path.iterdir()) == []
+    usage = namedtuple("usage", "free")
+    for module, name, failing in (
+        (extracting.os, "fsync", full),
+        (extracting.shutil, "disk_usage", lambda _: usage(10)),
+        (extracting, "_states", lambda *_: torch.full((2, 3, 32), torch.inf)),
+    ):
+        with monkeypatch.context() as patch:
+            patch.setattr(module, name, failing)
+            with pytest.raises((OSError, ValueError), match=r"nothing of the features is left|states do not fit into"):
+                extracting.extract(layered, [Answer([5, 6], [7, 8])], (2, 4), tmp_path, 1e9, quiet)
+        assert list(tmp_path.iterdir()) == [], name
     assert extracting.extract(layered, [Answer([5, 6], [7, 8])], (2, 4), tmp_path, 1e9, quiet).bounds == [0, 2]
 
 
@@ -300,3 +312,40 @@ def test_answers_are_written_by_the_fastest_lossless_method(
     lossy = Answers(max_new_tokens=4, method={"method": "early_exit", "exit_layer": 1})
     with pytest.raises(ValueError, match=r"^early_exit may change the text"):
         answering.write(model, prompts, lossy, tmp_path / "refused.jsonl", set(), quiet)
+
+
+@pytest.mark.parametrize("shape", [{"kind": "square"}, {"kind": "low_rank", "rank": 2}, {"kind": "full"}])
+def test_heads_of_a_model_in_bfloat16_learn_in_float32(base: Path, tmp_path: Path, shape: dict[str, Any]) -> None:
+    """A step of the optimiser is smaller than bfloat16 can tell; what is saved is the model's dtype, and decodes as it is."""
+    wish = recipe(base, tmp_path / "run", model_dtype="bfloat16", heads=shape, training={"learning_rate": 1e-3})
+    folder = training.run(wish, base, say=quiet)
+    card = json.loads((folder / "exit_heads.json").read_text())
+    for figures in card["metrics"].values():
+        assert figures["divergence"] < figures["before"]["divergence"]
+    weights = load_file(folder / "exit_heads.safetensors")
+    assert {one.dtype for one in weights.values()} == {torch.bfloat16}
+    model, _ = skipstone.load(base / "model", dtype=torch.bfloat16)
+    for heads in (str(folder), exit_heads.load(folder, LayeredModel(model)).float()):
+        wanted = AdaDecode(heads, threshold=0.05)
+        assert skipstone.generate(model, prompt(9), wanted, max_new_tokens=8, do_sample=False).new_tokens
+    other, mine = LayeredModel(llama(layers=6, vocab=20)), AdaDecode(exit_heads.load(folder, LayeredModel(model)))
+    with pytest.raises(ValueError, match=r"^heads= holds heads for a vocabulary of"):
+        mine.check(other)
+
+
+def test_the_seed_decides_low_rank_heads_from_the_first(base: Path, tmp_path: Path) -> None:
+    shape, made_of = {"kind": "low_rank", "rank": 2}, []
+    for name, seed in (("a", 1), ("b", 1), ("c", 2)):
+        torch.manual_seed(len(made_of))
+        wish = recipe(base, tmp_path / name, heads=shape, seed=seed, training={"epochs": 1})
+        made_of.append(digests(training.run(wish, base, say=quiet))[exit_heads.WEIGHTS])
+    assert made_of[0] == made_of[1] != made_of[2]
+
+
+def test_features_of_another_model_with_the_same_answers_are_made_anew(base: Path, tmp_path: Path) -> None:
+    answers = [Answer([3, 4], [5, 6, 7]), Answer([4], [6, 8])]
+    found = [
+        extracting.extract(LayeredModel(llama(layers=6, seed=seed)), answers, (2, 4), tmp_path, 1e9, quiet).states.clone()
+        for seed in (1, 2)
+    ]
+    assert not torch.equal(*found)

@@ -88,7 +88,7 @@ MEASURING = {
 
 TRAINING = {
     "layerskip": "recipe --output --fresh --data-dir",
-    "heads": "model --recipe --prompts --output --preset --max-disk --data-dir --device --fresh",
+    "heads": "model --recipe --prompts --output --preset --max-disk --data-dir --dtype --device --fresh",
 }
 
 

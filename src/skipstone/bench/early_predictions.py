@@ -3,29 +3,35 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from itertools import pairwise
 from typing import Any
 
 from skipstone.bench.cells import NONE, Table, number
 from skipstone.bench.figures import Group
 from skipstone.bench.lineup import BASELINE
+from skipstone.methods.adadecode import AdaDecode
 
-METHOD = "adadecode"
+METHOD = AdaDecode.name
+COUNTS = ("tests", "predicted", "accepted", "rejected")
 
 
 def tallies(group: Group, label: str) -> dict[int, dict[str, int]]:
     """Exit layer -> tests, predicted, accepted and rejected over the group's prompts but the first, whose end is what the
-    counts begin with (a state may have been through other tasks)."""
+    counts begin with (a state may have been through other tasks). Where a run was gone on with, they began anew."""
     said = [line["rows"][label].get("known") for line in group.lines if label in line["rows"]]
-    known = [one for one in said if one and "exits" in one]
-    if len(known) < 2:
-        return {}
-    first, last = known[0]["exits"], known[-1]["exits"]
-    counts = ("tests", "predicted", "accepted", "rejected")
-    return {int(layer): {name: last[layer][name] - first[layer][name] for name in counts} for layer in last}
+    known = [one["exits"] for one in said if one and "exits" in one]
+    found: dict[int, dict[str, int]] = {}
+    for before, after in pairwise(known):
+        for layer, counts in after.items():
+            grown = all(counts[name] >= before[layer][name] for name in COUNTS)
+            total = found.setdefault(int(layer), dict.fromkeys(COUNTS, 0))
+            for name in COUNTS:
+                total[name] += counts[name] - before[layer][name] if grown else counts[name]
+    return found
 
 
 def rates(group: Group, label: str) -> tuple[float | None, float | None]:
-    """(accepted early predictions a token, rejected a judged prediction): Figures 5b and 5c."""
+    """(share of tokens that were predicted early, share of judged predictions that were rejected): Figures 5b and 5c."""
     lines = [line for line in group.lines if label in line["rows"]]
     tokens = sum(line["rows"][label]["tokens"] for line in lines[1:])
     found = tallies(group, label).values()
@@ -42,7 +48,7 @@ def by_exit_head(group: Group) -> Table:
             continue
         early, wrong = rates(group, label)
         figures = group.figures(label, group.lines) or {}
-        last = group.lines[-1]["rows"][label]["known"]
+        last = next(line["rows"][label]["known"] for line in reversed(group.lines) if label in line["rows"])
         exits = ", ".join(f"{layer}: {_share(one)}" for layer, one in found.items())
         speed = number(figures.get("decode_speedup"))
         rows.append(
@@ -56,7 +62,14 @@ def by_exit_head(group: Group) -> Table:
                 speed,
             ]
         )
-    columns = ["method", "threshold", "predicted early", "rejected", "of the tests at each exit (rejected)", "same texts"]
+    columns = [
+        "method",
+        "threshold",
+        "tokens predicted early",
+        "rejected",
+        "of the tests at each exit (rejected)",
+        "same texts",
+    ]
     return Table(f"{group.subject}, {group.name}: early predictions, all prompts", [*columns, "decode speed-up"], rows)
 
 
@@ -71,7 +84,7 @@ def by_threshold(group: Group) -> dict[str, list[tuple[float, float]]]:
         early, wrong = rates(group, label)
         speed = (group.figures(label, group.lines) or {}).get("decode_speedup")
         if early is not None and speed is not None and settings.get("heads") == _heads(group):
-            points.append((settings.get("threshold", 0.75), speed, early, wrong or 0.0))
+            points.append((settings.get("threshold", AdaDecode.threshold), speed, early, wrong or 0.0))
     if len({one[0] for one in points}) < 3:
         return {}
     points.sort()

@@ -72,6 +72,7 @@ def head_maps(seen: HeadLens, final: Sequence[str]) -> Any:
     """A matplotlib figure: probability of the generated tokens after every exit, by the model's own head and by exit heads."""
     count = min(SHOWN, len(final))
     figure, axes = _figure((2.2 + 0.3 * count, 2 + 0.5 * len(seen.layers)), 2)
+    image = None
     for axis, (title, reading) in zip(axes, (("LM head", seen.own), ("exit heads", seen.trained)), strict=True):
         image = axis.imshow([row[:count] for row in reading.probability], aspect="auto", origin="lower", vmin=0, vmax=1)
         axis.set_xticks(range(count), [_short(text) for text in final[:count]], rotation=60, fontsize=7)

@@ -8,6 +8,7 @@ from typing import Annotated, Any
 
 import typer
 
+from skipstone.cli.options import DTYPES
 from skipstone.cli.terminal import quiet
 
 train = typer.Typer(help="Train what a method needs.", no_args_is_help=True)
@@ -64,6 +65,7 @@ def heads(
         Path | None,
         typer.Option(help="Folder with JSON lines for the data sets of the hub that the recipe names.", show_default=False),
     ] = None,
+    dtype: Annotated[str | None, typer.Option(help=f"The model's, one of {', '.join(DTYPES)}.", show_default=False)] = None,
     device: Annotated[str, typer.Option(help="auto is cuda where there is one, else cpu.")] = "auto",
     fresh: Annotated[bool, typer.Option(help="Refuse to go on with an earlier run: the folder must be empty.")] = False,
     debug: Annotated[bool, typer.Option(help="Show tracebacks.", hidden=True)] = False,
@@ -87,11 +89,11 @@ def heads(
         from skipstone.train.heads import run
         from skipstone.train.heads_recipe import of_prompts, read
 
-        wish = of_prompts(prompts or [], output, preset) if recipe is None else read(recipe, preset, data_dir)
-        if model is not None:
-            wish = wish.model_copy(update={"model": model, "name": None})
+        here = str(Path(model).absolute()) if model and Path(model).is_dir() else model
+        given = {name: value for name, value in {"model": here, "model_dtype": dtype}.items() if value is not None}
+        file = None if recipe is None else read(recipe, preset, data_dir, **given)
+        wish = file or of_prompts(prompts or [], output, preset, **given)
         base = Path.cwd() if recipe is None else recipe.parent
-        folder = run(
-            wish, base, output, max_disk=max_disk * GIB, device=device, fresh=fresh, say=lambda text: typer.echo(text, err=True)
-        )
+        options: dict[str, Any] = {"max_disk": max_disk * GIB, "device": device, "fresh": fresh}
+        folder = run(wish, base, output, **options, say=lambda text: typer.echo(text, err=True))
     typer.echo(str(folder))

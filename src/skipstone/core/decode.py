@@ -81,7 +81,7 @@ class Pace:
     """Does speculation pay here? Plain steps taken now and then tell what plain decoding costs.
 
     A probe commits a token like any step, so it costs little; it is taken only where the text cannot depend on it (greedy rows)
-    and where steps commit few tokens. Which steps are probes follows from the tokens, never from the time.
+    and where steps commit few tokens, not in lossy modes. Which steps are probes follows from the tokens, never from the time.
     """
 
     WARM_UP, SPACING, PROBES, FEW_TOKENS = 8, 6, 3, 1.75

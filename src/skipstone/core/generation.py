@@ -33,7 +33,7 @@ def start(method: Method, call: Call, keeper: Keeper | None = None) -> tuple[Dec
     chunk = call.config.prefill_chunk_size
     if chunk is not None and chunk < 1:
         raise ValueError(f"prefill_chunk_size must be at least 1, found {chunk}")
-    decoder = Decoder(session, chunk=chunk or PREFILL_CHUNK, recorder=keeper, probing=True)
+    decoder = Decoder(session, chunk=chunk or PREFILL_CHUNK, recorder=keeper, probing=method.lossless)
     for row, request in enumerate(admitted):
         decoder.admit(row, request)
     return decoder, admitted

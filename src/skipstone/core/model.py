@@ -163,6 +163,7 @@ class Frontier:
         store.reserve(self._end)
         self._uniform = all(alive) and len(set(self.base)) == 1
         self._alive = None if all(alive) else on_device(alive, self.device)[:, None]
+        self._taking = np.array(alive)
         room = max(most) + 1
         self._base = on_device(self.base, self.device)[:, None]
         self._slots = self._base + torch.arange(room, device=self.device)
@@ -230,16 +231,16 @@ class Frontier:
 
     def advance(self, to: int, rows: list[bool] | None = None) -> None:
         """Run every token that is not `to` layers deep yet; deeper ones join where they wait. rows: that take part, None for
-        all."""
+        all that are alive."""
         depth, hidden = self.depth, self.hidden
-        taking = np.ones((self.rows, 1), dtype=bool) if rows is None else np.array(rows)[:, None]
-        levels = sorted(level for level in set(depth[taking[:, 0]].ravel().tolist()) if level < to)
+        taking = self._taking if rows is None else self._taking & rows
+        levels = sorted(level for level in set(depth[taking].ravel().tolist()) if level < to)
         for low, high in pairwise([*levels, to]):
-            running = (depth <= low) & taking
+            running = (depth <= low) & taking[:, None]
             columns = np.flatnonzero(running.any(0))
             first, last = int(columns[0]), int(columns[-1]) + 1
             self.passes.append((low, high, len(columns)))
-            if running[:, first:last].all():
+            if running[self._taking, first:last].all():  # what becomes of rows that are not alive does not matter
                 part = slice(first, last)
                 hidden[:, part] = self._run(part, None, range(low, high))
             else:

@@ -86,8 +86,8 @@ class AdaDecode(Method):
         if self.heads == exit_heads.ORIGINAL:
             return exit_heads.original(model, self.exit_layers)
         if isinstance(self.heads, ExitHeads):
-            heads = self.heads
-        elif (source := self.heads or exit_heads.for_model(model)) is None:
+            heads = exit_heads.fitting(self.heads, model)
+        elif (source := exit_heads.for_model(model) if self.heads is None else self.heads) is None:
             raise ValueError(
                 "no exit heads for this model: `skipstone train heads MODEL` makes some, to be given as heads=FOLDER "
                 '(heads="original" predicts with the model\'s own head)'
@@ -106,7 +106,7 @@ class AdaDecode(Method):
 
     def _state(self, model: LayeredModel, rows: int) -> ExitState:
         heads = self._heads(model)
-        return states.of(self, model, rows, heads, lambda: ExitState(self, model, heads))
+        return states.of(self, model, rows, heads, lambda: ExitState(self, model, heads, rows))
 
 
 @dataclass
@@ -140,7 +140,7 @@ class AdaDecodeSession(Session):
     @property
     def _follows(self) -> bool:
         """Whether what was learnt may decide: where no text can depend on it."""
-        return self.sampler.greedy or self.coupled
+        return self.method.verification and (self.sampler.greedy or self.coupled)
 
     def draft(self, limit: list[int]) -> Draft:
         """Algorithm 1 up to the verification."""
@@ -189,15 +189,13 @@ class AdaDecodeSession(Session):
         waiting = list(open_rows)
         for index, layer in exits:
             frontier.advance(layer, None if waiting == self.alive else waiting)
-            began = time.perf_counter()
             logits = self.state.heads.logits(self.model, index, frontier.hidden[:, -1:])[:, 0]
             path, asked = frontier.tokens[:, 1:], waiting if self.sampler.processed else None
             scores = self.sampler.process(logits, path, asked)
             sure = scores.softmax(-1).amax(-1)
             predicts = (sure > threshold) & on_device(waiting, sure.device)
             here = predicts.tolist()  # on an accelerator the one thing waited for: what runs next depends on it
-            took = time.perf_counter() - began if sure.device.type == "cpu" else None
-            self.state.tested(layer, [one for one, waits in zip(here, waiting, strict=True) if waits], took)
+            self.state.tested(layer, [one for one, waits in zip(here, waiting, strict=True) if waits])
             if self.method.recheck:
                 found.warned = self._warned(frontier, index, layer, waiting, threshold, found.warned)
             if any(here):
@@ -211,14 +209,20 @@ class AdaDecodeSession(Session):
     def _warned(
         self, frontier: Frontier, index: int, layer: int, rows: list[bool], threshold: float, before: list[bool]
     ) -> list[bool]:
-        """Rows for one of whose pending tokens, which came by here just now, this head is sure of another successor."""
-        passed = (frontier.depth[:, :-1] == layer) & [[row] for row in rows]
-        if not passed.any():
-            return before
-        scores = self.state.heads.logits(self.model, index, frontier.hidden[:, :-1]).softmax(-1)
-        sure, other = scores.max(-1)
-        doubt = (sure > threshold) & (other != frontier.tokens[:, 1:]) & on_device(passed.tolist(), sure.device)
-        return [old or new for old, new in zip(before, doubt.any(1).tolist(), strict=True)]
+        """Rows for one of whose pending tokens, predicted below and now come by here, this head is sure of another token."""
+        doubts = []
+        for place in range(frontier.width - 1):
+            passed = [
+                waits and frontier.depth[row, place] == layer and self._exits[row][place] < layer
+                for row, waits in enumerate(rows)
+            ]
+            if any(passed):
+                logits = self.state.heads.logits(self.model, index, frontier.hidden[:, place : place + 1])[:, 0]
+                scores = self.sampler.process(logits, frontier.tokens[:, 1 : place + 1], passed)
+                sure, other = scores.softmax(-1).max(-1)
+                doubts.append((sure > threshold) & (other != frontier.tokens[:, place + 1]) & on_device(passed, sure.device))
+        found = torch.stack(doubts).any(0).tolist() if doubts else before
+        return [old or new for old, new in zip(before, found, strict=True)]
 
     def verify(self, draft: Draft, scores: Scores) -> Verdict:
         """Eq. 2; without verification every early prediction is kept, and the target adds its own token."""

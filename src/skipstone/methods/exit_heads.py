@@ -6,9 +6,11 @@ softmax(E* T h): E* is the model's own LM head, T one small matrix a layer.
 
 from __future__ import annotations
 
+import copy
 import json
 import os
 import shutil
+import threading
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Literal
@@ -29,6 +31,7 @@ VERSION = 1
 WEIGHTS, CARD = "exit_heads.safetensors", "exit_heads.json"
 ORIGINAL = "original"
 _LOADED: WeakKeyDictionary[Any, dict[Any, ExitHeads]] = WeakKeyDictionary()
+_LOCK = threading.Lock()
 Kind = Literal["square", "low_rank", "full", "original"]
 
 
@@ -88,9 +91,15 @@ class ExitHeads(nn.Module):
         return self.read(model, index, model.normed(hidden))
 
     def read(self, model: LayeredModel, index: int, normed: Tensor) -> Tensor:
-        """The same of states that went through the final norm already."""
+        """The same of states that went through the final norm already. Heads under training may be finer than the model."""
         own = self.heads[index] if self.card.kind == "full" else None
-        return model.project(self.states(index, normed), own)
+        states = self.states(index, normed if self.dtype is None else normed.to(self.dtype))
+        return model.project(states if own is not None else states.to(normed.dtype), own)
+
+    @property
+    def dtype(self) -> torch.dtype | None:
+        """Of the weights; None where there are none."""
+        return next((one.dtype for one in self.parameters()), None)
 
     def start_from(self, model: LayeredModel) -> None:
         """Begin full heads as copies of the model's own."""
@@ -112,8 +121,11 @@ class ExitHeads(nn.Module):
                 with path.open("rb") as file:
                     os.fsync(file.fileno())
             folder.mkdir(parents=True, exist_ok=True)
-            for name in (WEIGHTS, CARD):  # the card last: without it a folder holds no heads
+            (folder / CARD).unlink(missing_ok=True)  # without it a folder holds no heads
+            for name in (WEIGHTS, CARD):
                 os.replace(fresh / name, folder / name)
+        except SafetensorError as error:
+            raise OSError(f"the heads could not be written to {folder}: {error}") from error
         finally:
             shutil.rmtree(fresh, ignore_errors=True)
 
@@ -160,12 +172,27 @@ def original(model: LayeredModel, layers: tuple[int, ...] = ()) -> ExitHeads:
     return _once(model, (ORIGINAL, chosen), lambda: ExitHeads(card_of(model, chosen, ORIGINAL)))
 
 
+def fitting(heads: ExitHeads, model: LayeredModel) -> ExitHeads:
+    """Heads on a model's device and in its dtype, a copy where they are not. ValueError for another model's."""
+    _check_model(heads.card, model, "heads=")
+    one = next(heads.parameters(), None)
+    if one is None or (one.device, one.dtype) == (model.device, model.dtype):
+        return heads
+    return _once(model, heads, lambda: _ready(copy.deepcopy(heads), model))
+
+
+def _ready(heads: ExitHeads, model: LayeredModel) -> ExitHeads:
+    return heads.to(model.device, model.dtype).eval().requires_grad_(False)
+
+
 def _once(model: LayeredModel, key: Any, make: Callable[[], ExitHeads]) -> ExitHeads:
     """Heads that are made once for a model, where it is now."""
-    known, where = _LOADED.setdefault(model.model, {}), (str(model.device), str(model.dtype), key)
-    if where not in known:
-        known[where] = make()
-    return known[where]
+    where = (str(model.device), str(model.dtype), key)
+    with _LOCK:
+        known = _LOADED.setdefault(model.model, {})
+        if where not in known:
+            known[where] = make()
+        return known[where]
 
 
 def card_of(model: LayeredModel, layers: tuple[int, ...], kind: Kind, rank: int | None = None, name: str = "") -> HeadsCard:
@@ -208,7 +235,7 @@ def _load(source: str | Path, model: LayeredModel) -> ExitHeads:
         raise ValueError(f"{source}: {WEIGHTS} is damaged or does not fit its {CARD}: {error}") from error
     if not all(bool(one.isfinite().all()) for one in weights.values()):
         raise ValueError(f"{source}: {WEIGHTS} holds numbers that are not finite")
-    return heads.to(model.device, model.dtype).eval().requires_grad_(False)
+    return _ready(heads, model)
 
 
 def for_model(model: LayeredModel) -> str | None:

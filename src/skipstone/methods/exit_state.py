@@ -7,9 +7,12 @@ Costs are in plain steps. Only steps whose text cannot depend on it (greedy, or 
 from __future__ import annotations
 
 import threading
+import time
 from dataclasses import asdict, dataclass
 from statistics import median
 from typing import TYPE_CHECKING, Any
+
+import torch
 
 from skipstone.core.model import LayeredModel
 from skipstone.core.types import RowVerdict
@@ -24,8 +27,9 @@ LOSS = 0.02
 SHARPER, MOST_THRESHOLD, RELAX = 0.5, 0.99, 1024
 """What is left of 1 - threshold where drafting does not pay, the highest threshold, and the steps after which one lower is
 tried again."""
-FEW_TESTS, FORGET, EXPLORE = 32, 1 / 64, 16
-"""Tests before an exit is judged, the weight of its latest one, and one sweep of so many that tests every exit."""
+FEW_TESTS, FORGET, EXPLORE, TIMED = 32, 1 / 64, 16, 5
+"""Tests before an exit is judged, the weight of its latest one, one step of so many that tests every exit,
+and tests that are timed."""
 
 
 @dataclass
@@ -54,16 +58,21 @@ class Tally:
 class ExitState:
     """See the module. exits: (number of the head, layer) of every candidate. threshold: as it is now."""
 
-    def __init__(self, method: AdaDecode, model: LayeredModel, heads: ExitHeads) -> None:
+    def __init__(self, method: AdaDecode, model: LayeredModel, heads: ExitHeads, rows: int = 1) -> None:
         self.method, self.heads, self.depth = method, heads, model.depth
         wanted = method.exit_layers or heads.card.layers
         self.exits = [(index, layer) for index, layer in enumerate(heads.card.layers) if layer in wanted]
         self.tallies = {layer: Tally() for _, layer in self.exits}
         self.lock = threading.RLock()
         self.guard, self.threshold, self.raised = Guard(LOSS), method.threshold, 0
-        self.steps = self.drafted_steps = self.sweeps = self._since = 0
-        self.test_cost = _head_share(model)
+        self.steps = self.drafted_steps = self.turns = self.tests = self._since = 0
+        self.test_seconds = _timed(model, heads, rows) if method.guard else 0.0
         self.passes: dict[tuple[int, int, int], int] = {}
+
+    @property
+    def test_cost(self) -> float:
+        """Of one test, in plain steps; nothing before one of those was clocked."""
+        return min(self.test_seconds / median(self.guard.plain), 1.0) if self.guard.plain else 0.0
 
     def another_text(self) -> None:
         """A request begins."""
@@ -78,29 +87,30 @@ class ExitState:
             return self.guard.room(most, PROBE * (self.exits[0][1] / self.depth + self.test_cost))
 
     def worth_testing(self) -> list[tuple[int, int]]:
-        """The exits that pay for their tests by what they save up to the next one; now and then all."""
+        """The exits that pay for their tests by what they save up to the next one; in one step of EXPLORE all."""
         with self.lock:
-            self.sweeps += 1
-            if not self.method.guard or self.sweeps % EXPLORE == 0:
-                return self.exits
-            kept: list[tuple[int, int]] = []
-            above = self.depth
-            for index, layer in reversed(self.exits):
-                tally = self.tallies[layer]
-                saved = tally.rate * tally.right * (above - layer) / self.depth
-                if tally.tests < FEW_TESTS or saved >= self.test_cost:
-                    kept.insert(0, (index, layer))
-                    above = layer
-            return kept
+            self.turns += 1
+            return self.exits if self.turns % EXPLORE == 0 else self._paying()
 
-    def tested(self, layer: int, predicted: list[bool], seconds: float | None) -> None:
-        """Take over one test, one entry for each row that was asked. seconds: that it took, where that can be told."""
+    def _paying(self) -> list[tuple[int, int]]:
+        if not self.method.guard:
+            return self.exits
+        kept: list[tuple[int, int]] = []
+        above = self.depth
+        for index, layer in reversed(self.exits):
+            tally = self.tallies[layer]
+            saved = tally.rate * tally.right * (above - layer) / self.depth
+            if tally.tests < FEW_TESTS or saved >= self.test_cost:
+                kept.insert(0, (index, layer))
+                above = layer
+        return kept
+
+    def tested(self, layer: int, predicted: list[bool]) -> None:
+        """Take over one test, one entry for each row that was asked."""
         with self.lock:
+            self.tests += 1
             for one in predicted:
                 self.tallies[layer].test(one)
-            if seconds is not None and self.guard.plain:
-                found = min(seconds / median(self.guard.plain), 1.0)
-                self.test_cost += FORGET * (found - self.test_cost)
 
     def learn(
         self,
@@ -153,8 +163,9 @@ class ExitState:
                 "steps": self.steps,
                 "drafted_steps": self.drafted_steps,
                 "pays": self.guard.pays(),
-                "test_cost": self.test_cost,
-                "tested": [layer for _, layer in self.worth_testing()],
+                "tests": self.tests,
+                "test_cost": self.test_cost if self.method.guard else None,
+                "tested": [layer for _, layer in self._paying()],
                 "exits": {str(layer): asdict(tally) for layer, tally in self.tallies.items()},
                 "passes": [[*one, count] for one, count in sorted(self.passes.items())],
             }
@@ -172,8 +183,13 @@ class ExitState:
             )
 
 
-def _head_share(model: LayeredModel) -> float:
-    """What reading a state costs before anything was timed: the share that the LM head has in the weights of a pass."""
-    layers = sum(one.numel() for layer in model.layers for one in layer.parameters())
-    head = model.head.weight.numel()
-    return head / (layers + head)
+@torch.inference_mode()
+def _timed(model: LayeredModel, heads: ExitHeads, rows: int) -> float:
+    """Seconds of one test of so many rows: the median of TIMED, on an accelerator as well."""
+    ids = torch.zeros((rows, 1), dtype=torch.int64, device=model.device)
+    hidden, taken = model.embed(ids, ids), []
+    for _ in range(TIMED + 1):
+        began = time.perf_counter()
+        heads.logits(model, 0, hidden)[:, 0].softmax(-1).amax(-1).tolist()
+        taken.append(time.perf_counter() - began)
+    return median(taken[1:])

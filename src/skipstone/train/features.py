@@ -22,6 +22,7 @@ import torch
 from torch import Tensor
 
 from skipstone.core.model import LayeredModel
+from skipstone.methods.profiles import fingerprint
 from skipstone.train.answers import Answer, digest
 
 BATCH = 16
@@ -60,6 +61,7 @@ def extract(
     needed = size(answers, len(layers), width)
     kind = torch.bfloat16 if model.dtype == torch.bfloat16 else torch.float16
     about = {
+        "model": fingerprint(model.model),
         "answers": digest([[one.prompt, one.tokens] for one in answers]),
         "layers": list(layers),
         "width": width,
@@ -96,17 +98,18 @@ def _make(
     say: Say,
 ) -> None:
     made = folder / PARTIAL
-    made.mkdir(parents=True, exist_ok=True)
-    if not _there(made, about):
-        shutil.rmtree(made)
-        made.mkdir()
-        (made / DATA).touch()
-        (made / ABOUT).write_text(json.dumps(about), encoding="utf-8")
     row = (len(layers) + 1) * about["width"] * 2
-    had = (made / DATA).stat().st_size
-    starts = range(0, len(answers), BATCH)
-    begin = max((first for first in starts if bounds[first] * row <= had), default=0)
     try:
+        made.mkdir(parents=True, exist_ok=True)
+        if not _there(made, about):
+            shutil.rmtree(made)
+            made.mkdir()
+            (made / DATA).touch()
+            (made / ABOUT).write_text(json.dumps(about), encoding="utf-8")
+        had = (made / DATA).stat().st_size
+        if (free := shutil.disk_usage(made).free) < bounds[-1] * row - had:
+            raise OSError(errno.ENOSPC, f"{free / GIB:.2f} GiB are free")
+        begin = max((first for first in range(0, len(answers), BATCH) if bounds[first] * row <= had), default=0)
         with (made / DATA).open("r+b") as file:
             file.truncate(bounds[begin] * row)
             file.seek(0, os.SEEK_END)
@@ -121,9 +124,9 @@ def _make(
                     say(f"features: {first + BATCH} of {len(answers)} answers")
             file.flush()
             os.fsync(file.fileno())
-    except OSError as error:
+    except (OSError, ValueError) as error:
         shutil.rmtree(made, ignore_errors=True)
-        if error.errno in (errno.ENOSPC, errno.EDQUOT):
+        if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT):
             raise OSError(
                 error.errno, f"the disk is full, nothing of the features is left: {error.strerror}", str(folder)
             ) from error

@@ -9,11 +9,13 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
 import torch
 from accelerate import PartialState
+from accelerate.utils import set_seed
 
 from skipstone.core.model import LayeredModel
 from skipstone.loading import BUNDLED, load, usable
@@ -25,6 +27,8 @@ from skipstone.train.heads_recipe import HeadsRecipe
 from skipstone.train.heads_training import split, train
 
 HEADS, ANSWERS = "heads", "answers.jsonl"
+PATIENCE = timedelta(days=7)
+"""How long processes wait for the first, which writes the answers and the features."""
 Say = Callable[[str], None]
 
 
@@ -47,10 +51,11 @@ def run(
     if fresh and folder.exists() and any(folder.iterdir()):
         raise ValueError(f"{folder} is not empty: remove it, or let the run go on with it")
     place = usable(device)
-    processes = PartialState(cpu=place.type == "cpu")
+    processes = PartialState(cpu=place.type == "cpu", timeout=PATIENCE)
     say = say if processes.is_main_process else _nothing
     place = place if processes.num_processes == 1 else processes.device or place
-    model, tokenizer = load(_beside(recipe.model, base), device=place)
+    dtype = recipe.model_dtype if recipe.model_dtype == "auto" else getattr(torch, recipe.model_dtype)
+    model, tokenizer = load(_beside(recipe.model, base), dtype=dtype, device=place)
     layered = LayeredModel(model.eval().requires_grad_(False))
     heads = _untrained(recipe, layered)
     say(f"{sum(one.numel() for one in heads.parameters()) / 1e6:.2f} M parameters after layers {heads.card.layers}")
@@ -70,9 +75,8 @@ def run(
     about = _account(recipe, len(written), features.bounds[-1], found["epochs"], seconds)
     metrics = {layer: {"before": found["before"][layer], **figures} for layer, figures in found["after"].items()}
     heads.card = heads.card.model_copy(update={"training": about, "metrics": metrics})
-    dtype = layered.dtype if recipe.dtype is None else getattr(torch, recipe.dtype)
     if processes.is_main_process:
-        heads.save(folder / HEADS, dtype)
+        heads.save(folder / HEADS, layered.dtype if recipe.dtype is None else getattr(torch, recipe.dtype))
     processes.wait_for_everyone()
     for layer, one in metrics.items():
         old, new = (f"divergence {of['divergence']:.3f}, agreement {of['agreement']:.3f}" for of in (one["before"], one))
@@ -82,7 +86,8 @@ def run(
 
 def _untrained(recipe: HeadsRecipe, model: LayeredModel) -> ExitHeads:
     layers = recipe.heads.layers or exit_heads.usual_layers(model.depth)
-    name = recipe.name or recipe.model or BUNDLED
+    name = recipe.name or (Path(recipe.model).name if recipe.model and Path(recipe.model).is_dir() else recipe.model) or BUNDLED
+    set_seed(recipe.seed)
     heads = ExitHeads(exit_heads.card_of(model, layers, recipe.heads.kind, recipe.heads.rank, name))
     heads.start_from(model)
     return heads.to(model.device)

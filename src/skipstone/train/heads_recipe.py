@@ -35,7 +35,7 @@ class Answers(Part):
 class Shape(Part):
     """Heads after `layers` (None: L/4, L/2, 3L/4), of a `kind`, with a rank where that is low_rank."""
 
-    layers: tuple[int, ...] | None = None
+    layers: tuple[int, ...] | None = Field(default=None, min_length=1)
     kind: Kind = "square"
     rank: int | None = None
 
@@ -66,7 +66,8 @@ class Schedule(Part):
 
 class HeadsRecipe(Part):
     """output: the run's folder; the heads stand in its `heads`. model: a folder or hub id, None for the bundled one. prompts:
-    sources, each text (with what stands before it) one prompt. dtype: the saved weights'; None is the model's."""
+    sources, each text (with what stands before it) one prompt. model_dtype: of the model, "auto" for its checkpoint's; dtype:
+    of the heads on the disk, None for the model's."""
 
     output: str = Field(min_length=1)
     model: str | None = None
@@ -75,20 +76,24 @@ class HeadsRecipe(Part):
     answers: Answers = Answers()
     heads: Shape = Shape()
     training: Schedule = Schedule()
+    model_dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
     dtype: Literal["float32", "bfloat16", "float16"] | None = None
     seed: int = Field(default=0, ge=0)
 
 
-def read(path: Path, preset: str | None = None, data_dir: Path | None = None) -> HeadsRecipe:
+def read(path: Path, preset: str | None = None, data_dir: Path | None = None, **given: Any) -> HeadsRecipe:
     """A recipe from a file. preset: "paper" or "quick", in the place of what the file says of it. data_dir: of files that stand
-    for data sets of the hub. ValueError names what is unknown, missing or impossible."""
-    return made(mapping(path), str(path), preset, data_dir)
+    for data sets of the hub. given: fields that count instead of the file's. ValueError names what is unknown, missing or
+    impossible."""
+    own = mapping(path)
+    name = {} if "model" not in given else {"name": None}  # the file's is another model's
+    return made({**own, **name, **given}, str(path), preset, data_dir)
 
 
-def of_prompts(paths: Sequence[Path], output: Path | None, preset: str | None = None) -> HeadsRecipe:
-    """A recipe for prompts in files of JSON lines, with nothing else said. ValueError as `read`."""
+def of_prompts(paths: Sequence[Path], output: Path | None, preset: str | None = None, **given: Any) -> HeadsRecipe:
+    """A recipe for prompts in files of JSON lines, with nothing else said but `given`. ValueError as `read`."""
     sources = [{"kind": "jsonl", "path": str(path.absolute()), "template": "{prompt}"} for path in paths]
-    return made({"output": str(output), "prompts": sources}, "--prompts", preset)
+    return made({"output": str(output), "prompts": sources, **given}, "--prompts", preset)
 
 
 def made(values: dict[str, Any], where: str, preset: str | None = None, data_dir: Path | None = None) -> HeadsRecipe:

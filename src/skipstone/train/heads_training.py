@@ -18,7 +18,7 @@ from typing import Any
 
 import torch
 from accelerate import Accelerator
-from accelerate.utils import set_seed
+from accelerate.utils import broadcast_object_list
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
@@ -105,8 +105,8 @@ def train(
     """Train heads in place, to the weights that were best on the held-out answers, each head for itself, the ones that it began
     with among them. Returns what there is
     to report. A folder with checkpoints of the same run is gone on from; ValueError for another run's."""
-    accelerator = Accelerator(cpu=model.device.type == "cpu", mixed_precision=_precision(schedule, model))
-    set_seed(seed)
+    on_cpu = model.device.type == "cpu"
+    accelerator = Accelerator(cpu=on_cpu, mixed_precision=_precision(schedule, model), device_placement=False)
     taught, held = split(len(features.bounds) - 1, schedule.held_out, seed)
     run = _Run(heads, model, features, schedule, accelerator, taught, held, seed)
     if (last := checkpoint.latest(folder)) is not None:
@@ -119,7 +119,7 @@ def train(
         run.judge(before)
     while run.epoch < schedule.epochs and not run.done:
         run.one_epoch()
-        found = quality(heads, model, features, held)
+        (found,) = broadcast_object_list([quality(heads, model, features, held)])  # all processes end with the same epoch
         run.judge(found)
         shown = ", ".join(f"E={layer} {value:.3f}" for layer, value in zip(heads.card.layers, found.divergence, strict=True))
         say(f"epoch {run.epoch}: held-out divergence {shown}")
