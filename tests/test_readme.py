@@ -70,6 +70,7 @@ def test_stream_snippet_names_every_origin_that_occurs(checkpoint, capsys):
 def test_command_line_runs(words, checkpoint, monkeypatch, capsys, tmp_path):
     """In this process, through the console script's entry point."""
     monkeypatch.chdir(tmp_path)
+    Path("prompts.jsonl").write_text('{"prompt": "def f("}\n{"prompt": "import"}\n')
     (script,) = entry_points(group="console_scripts", name="skipstone")
     arguments = [str(checkpoint) if word == MODEL else word for word in words]
     arguments += SHORT.get(words[0], [])
@@ -99,7 +100,7 @@ def test_methods_table_is_the_registry():
     rows = {row[0].strip("`"): row[-1] for row in table_rows(README) if row[0].strip("`") in skipstone.METHODS}
     assert set(rows) == set(skipstone.METHODS)
     for name, kind in skipstone.METHODS.items():
-        assert ("lossless = False" in rows[name]) == (not kind.lossless)
+        assert ("lossless = False" in rows[name]) == (not kind().lossless)
 
 
 def test_supported_models_are_the_family_table():
