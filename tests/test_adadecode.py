@@ -335,6 +335,52 @@ def test_the_threshold_rises_where_early_predictions_do_not_pay() -> None:
     assert "threshold rose from 0.75 to" in said
 
 
+def test_the_threshold_stays_where_no_prediction_is_wrong() -> None:
+    """What is slow for other reasons is decoded plainly; surer heads would not mend it."""
+    state = state_of()
+    plain = 0
+    for _ in range(1000):
+        if state.room(5):
+            state.learn([[2]], [verdict(1, 1)], [(0, 2, 1), (0, 8, 2)], 0.03)
+        else:
+            state.learn([[]], [verdict(0, 0)], [(0, 8, 1)], 0.01)
+            plain += 1
+    assert state.threshold == 0.75
+    assert plain > 800
+    assert state.report()["pays"] is False
+
+
+def test_an_exit_that_is_left_out_gives_the_others_a_new_start() -> None:
+    """Before, the useless tests at layer 2 spoil what layer 4 brings."""
+    state = state_of()
+    state.guard.plain.extend([0.01] * 3)
+    state.test_seconds = 1e-3
+    for step in range(exit_state.FEW_TESTS):
+        state.learn([[4]], [verdict(1, 1)], [(0, 2, 1), (2, 4, 1), (0, 8, 2)], 0.05)
+        state.tested(2, [False])
+        state.tested(4, [True])
+        if step < exit_state.FEW_TESTS - 1:
+            assert state.guard.lately
+    state.learn([[4]], [verdict(1, 1)], [(0, 2, 1), (2, 4, 1), (0, 8, 2)], 0.05)
+    assert not state.guard.lately
+    assert state.report()["tested"] == [4]
+    state.learn([[4]], [verdict(1, 1)], [(0, 4, 1), (0, 8, 2)], 0.01)
+    assert len(state.guard.lately) == 1, "once"
+
+
+def test_an_exit_whose_predictions_are_too_often_wrong_is_left_out() -> None:
+    """Sure in half of its tests: what is right saves up to 2 of 8 layers, what is wrong lets the next token run 4 in vain."""
+    for right, kept in ((0.9, [2, 4]), (0.6, [4])):
+        state = state_of()
+        state.guard.plain.extend([0.01] * 3)
+        state.test_seconds = 1e-5
+        for number in range(100):
+            state.tested(2, [number % 2 == 0])
+            state.tested(4, [True])
+            state.learn([[2]], [verdict(int(number % 10 < 10 * right), 1)], [], None)
+        assert state.report()["tested"] == kept
+
+
 def test_a_guard_that_is_off_learns_and_changes_nothing() -> None:
     state = state_of(guard=False)
     for _ in range(200):

@@ -24,9 +24,9 @@ if TYPE_CHECKING:
 
 LOSS = 0.02
 """Share of time that may be lost on trials of what does not pay."""
-SHARPER, MOST_THRESHOLD, RELAX = 0.5, 0.99, 1024
-"""What is left of 1 - threshold where drafting does not pay, the highest threshold, and the steps after which one lower is
-tried again."""
+SHARPER, MOST_THRESHOLD, RELAX, MANY_REJECTED = 0.5, 0.99, 1024, 0.05
+"""What is left of 1 - threshold where drafting does not pay, the highest threshold, the steps after which one lower is tried
+again, and the share of rejected predictions from which on they may be to blame."""
 FEW_TESTS, FORGET, EXPLORE, TIMED = 32, 1 / 64, 16, 5
 """Tests before an exit is judged, the weight of its latest one, one step of so many that tests every exit,
 and tests that are timed."""
@@ -68,6 +68,8 @@ class ExitState:
         self.steps = self.drafted_steps = self.turns = self.tests = self._since = 0
         self.test_seconds = _timed(model, heads, rows) if method.guard else 0.0
         self.passes: dict[tuple[int, int, int], int] = {}
+        self._judged = self._wrong = 0
+        self._useless: set[int] = set()
 
     @property
     def test_cost(self) -> float:
@@ -99,7 +101,8 @@ class ExitState:
         above = self.depth
         for index, layer in reversed(self.exits):
             tally = self.tallies[layer]
-            saved = tally.rate * tally.right * (above - layer) / self.depth
+            lost = kept[-1][1] if kept else layer  # what a wrong one lets the token behind it run in vain
+            saved = tally.rate * (tally.right * (above - layer) - (1 - tally.right) * lost) / self.depth
             if tally.tests < FEW_TESTS or saved >= self.test_cost:
                 kept.insert(0, (index, layer))
                 above = layer
@@ -125,8 +128,11 @@ class ExitState:
             for of_row, verdict in zip(exits, verdicts, strict=True):
                 for layer in of_row[: len(verdict.path)]:
                     self.tallies[layer].accepted += 1
+                self._judged += len(verdict.path)
                 if verdict.tokens and not verdict.finished and len(verdict.path) < len(of_row):
                     self.tallies[of_row[len(verdict.path)]].rejected += 1
+                    self._judged += 1
+                    self._wrong += 1
             for one in passes:
                 self.passes[one] = self.passes.get(one, 0) + 1
             drafted = any(exits)
@@ -144,14 +150,22 @@ class ExitState:
         self.guard.learn(tokens, factor * max(expected, 1.0), tried)
         self._since += 1
         worth = self.guard.worth()
-        if worth is not None and worth < 1 and self.threshold < MOST_THRESHOLD:
+        if useless := {layer for _, layer in self.exits} - {layer for _, layer in self._paying()} - self._useless:
+            self._useless |= useless
+            self.guard.another_set()
+        elif worth is not None and worth < 1 and self.threshold < MOST_THRESHOLD and self._rejected() >= MANY_REJECTED:
             self._change(min(1 - SHARPER * (1 - self.threshold), MOST_THRESHOLD))
             self.raised += 1
         elif self._since >= RELAX and self.threshold > self.method.threshold:
             self._change(max(1 - (1 - self.threshold) / SHARPER, self.method.threshold))
 
+    def _rejected(self) -> float:
+        """Share of the predictions judged at this threshold that were rejected."""
+        return self._wrong / self._judged if self._judged else 0.0
+
     def _change(self, threshold: float) -> None:
         self.threshold, self._since = threshold, 0
+        self._judged = self._wrong = 0
         self.guard.another_set()
 
     def report(self) -> dict[str, Any]:
