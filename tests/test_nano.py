@@ -13,12 +13,16 @@ import torch
 from safetensors import safe_open
 
 import skipstone
-from skipstone.assets import NANO
+from skipstone import AdaDecode, LayeredModel
+from skipstone.assets import HEADS, NANO
 from skipstone.bench import statistics
+from skipstone.methods import exit_heads
+from skipstone.train import heads_recipe
 from skipstone.train.recipe_file import read
 
 RECIPES = Path(__file__).parents[1] / "recipes"
 MOST_BYTES = 24_000_000
+MOST_BYTES_OF_HEADS = 1_000_000
 REQUESTS = 20
 
 Nano = tuple[Any, Any]
@@ -103,6 +107,27 @@ def test_recipe_model_and_card_agree(nano: Nano) -> None:
     facts += [f"E = {recipe.decoding['exit_layer']}", f"{recipe.decoding['num_speculative_tokens']} draft"]
     for fact in facts:
         assert fact in card, fact
+
+
+@pytest.mark.parametrize(
+    ("name", "text"), [("code", "def read_lines(path):"), ("maths", "Question: Tom has 3 apples.\nAnswer:")]
+)
+def test_exit_heads_are_what_their_recipes_made_and_predict_early(nano: Nano, name: str, text: str) -> None:
+    recipe = heads_recipe.read(RECIPES / f"nano-heads-{name}.yaml")
+    folder = HEADS[f"nano-{name}"]
+    assert sum(path.stat().st_size for path in folder.iterdir()) <= MOST_BYTES_OF_HEADS
+    heads = exit_heads.load(f"nano-{name}", LayeredModel(nano[0]))
+    told = heads.card.training
+    assert {key: told[key] for key in recipe.training.model_dump()} == recipe.training.model_dump()
+    assert (told["prompts"], heads.card.name) == ([source.name for source in recipe.prompts], recipe.name)
+    for figures in heads.card.metrics.values():
+        assert figures["divergence"] < figures["before"]["divergence"]
+        assert figures["agreement"] > figures["before"]["agreement"]
+    out = greedy(nano, text, AdaDecode(f"nano-{name}", guard=False), 48)
+    assert out.text == greedy(nano, text, "autoregressive", 48).text
+    assert out.stats.accepted > 5
+    assert out.stats.acceptance_rate > 0.8
+    assert exit_heads.for_model(LayeredModel(nano[0])) == "nano-code", "what adadecode takes unasked"
 
 
 def test_the_cards_results_are_those_of_the_readme() -> None:
