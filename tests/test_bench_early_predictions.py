@@ -15,11 +15,10 @@ LABELS = {"a": 0.2, "b": 0.75, "c": 0.9}
 """Label -> threshold."""
 
 
-def known(threshold: float, index: int) -> dict[str, Any]:
-    """Counts that grow by the same with every prompt, on top of those of another task."""
-    first = {"tests": 40 * index + 7, "predicted": 20 * index + 3, "accepted": 12 * index + 2, "rejected": 4 * index + 1}
-    second = {"tests": 20 * index + 5, "predicted": 10 * index, "accepted": 8 * index, "rejected": 0}
-    return {"threshold": threshold, "exits": {"6": {**first, "rate": 0.5}, "12": {**second, "rate": 0.5}}}
+EXITS = {
+    "6": {"tests": 40, "predicted": 20, "accepted": 12, "rejected": 4},
+    "12": {"tests": 20, "predicted": 10, "accepted": 8, "rejected": 0},
+}
 
 
 def early(settings: dict[str, dict[str, Any]]) -> list[dict[str, Any]]:
@@ -31,7 +30,8 @@ def early(settings: dict[str, dict[str, Any]]) -> list[dict[str, Any]]:
     for line in (line for line in found if "rows" in line):
         layerskip = line["rows"].pop("layerskip")
         for label, one in settings.items():
-            line["rows"][label] = {**layerskip, "known": known(one.get("threshold", 0.75), line["index"])}
+            known = {"threshold": one.get("threshold", 0.75), "exits": EXITS}
+            line["rows"][label] = {**layerskip, "known": known, "grown": {"exits": EXITS}}
     return found
 
 
@@ -39,14 +39,14 @@ def settings(**changes: Any) -> dict[str, dict[str, Any]]:
     return {label: {"heads": "mine", "guard": False, "threshold": threshold, **changes} for label, threshold in LABELS.items()}
 
 
-def test_counts_are_of_this_group_alone_and_rates_by_hand(tmp_path: Path) -> None:
-    """Two prompts of 101 tokens after the first: 40 predictions accepted, 8 of 48 rejected."""
+def test_counts_are_of_this_group_and_rates_by_hand(tmp_path: Path) -> None:
+    """Three prompts of 101 tokens: 60 predictions accepted, 12 of 72 rejected."""
     _, (group,) = report.load([written(tmp_path / "a.jsonl", early(settings()))])
     assert tallies(group, "a") == {
-        6: {"tests": 80, "predicted": 40, "accepted": 24, "rejected": 8},
-        12: {"tests": 40, "predicted": 20, "accepted": 16, "rejected": 0},
+        6: {"tests": 120, "predicted": 60, "accepted": 36, "rejected": 12},
+        12: {"tests": 60, "predicted": 30, "accepted": 24, "rejected": 0},
     }
-    assert rates(group, "a") == (pytest.approx(40 / 202), pytest.approx(8 / 48))
+    assert rates(group, "a") == (pytest.approx(60 / 303), pytest.approx(12 / 72))
     assert rates(group, "autoregressive") == (None, None)
     table = by_exit_head(group)
     assert [row[0] for row in table.rows] == ["a", "b", "c"]
@@ -57,18 +57,10 @@ def test_counts_are_of_this_group_alone_and_rates_by_hand(tmp_path: Path) -> Non
     assert cells["decode speed-up"] == "2.22", "1.0 s of plain decoding against .45"
 
 
-def test_counts_that_began_anew_when_a_run_was_gone_on_with_are_counted_from_0(tmp_path: Path) -> None:
-    """The last prompt's process was another: what it says is its own prompt's alone."""
-    found = early(settings())
-    found[-1]["rows"]["a"]["known"] = known(0.2, 0)
-    _, (group,) = report.load([written(tmp_path / "a.jsonl", found)])
-    assert tallies(group, "a")[6] == {"tests": 40 + 7, "predicted": 20 + 3, "accepted": 12 + 2, "rejected": 4 + 1}
-
-
 def test_figure_5_is_of_rows_that_differ_in_their_threshold_alone(tmp_path: Path) -> None:
     curves = by_threshold(report.load([written(tmp_path / "a.jsonl", early(settings()))])[1][0])
     assert [point[0] for point in curves["predicted early"]] == [0.2, 0.75, 0.9]
-    assert curves["rejected"][0][1] == pytest.approx(8 / 48)
+    assert curves["rejected"][0][1] == pytest.approx(12 / 72)
     page = report.report([tmp_path / "a.jsonl"], "html")
     assert "Speed and early predictions by threshold" in page
     for number, change in enumerate(({"guard": True}, {"max_pending": 2}, {"recheck": True})):

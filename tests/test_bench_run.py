@@ -12,10 +12,11 @@ from typing import Any
 import pytest
 
 from skipstone.bench import asking, journal, tuning
-from skipstone.bench.asking import Answers, Cell, _score
+from skipstone.bench.asking import Answers, Cell, _added, _score
 from skipstone.bench.dialogue import Conversation, Reader
 from skipstone.bench.figures import groups
 from skipstone.bench.journal import Journal
+from skipstone.bench.measure import growth
 from skipstone.bench.plan import Plan, Question, read
 from skipstone.bench.run import run
 from skipstone.bench.sandbox import Outcome
@@ -278,3 +279,20 @@ def test_killed_ten_times_it_measures_every_prompt_once(folder: Path, tmp_path: 
     assert in_processes(go, (folder, out, None)) == [0]
     assert out.read_bytes().startswith(before)
     assert len(journal.read(out)) == len(lines) + 1, "nothing is left to measure"
+
+
+def test_what_a_call_added_to_a_methods_counts() -> None:
+    """Rows of the same settings share a state, and a run that is gone on with begins with a new one: growth is of one call."""
+    before = {"steps": 3, "pays": False, "threshold": 0.5, "exits": {"2": {"tests": 1, "rate": 0.5}}, "passes": [[1, 2]]}
+    after = {
+        "steps": 5,
+        "pays": True,
+        "threshold": 0.7,
+        "exits": {"2": {"tests": 4, "rate": 0.1}, "4": {"tests": 2}},
+        "passes": [],
+    }
+    one = growth(before, after)
+    assert one == {"steps": 2, "exits": {"2": {"tests": 3}, "4": {"tests": 2}}}
+    assert growth({}, after) == {"steps": 5, "exits": {"2": {"tests": 4}, "4": {"tests": 2}}}
+    assert _added([one, one, {"steps": 1}]) == {"steps": 5, "exits": {"2": {"tests": 6}, "4": {"tests": 4}}}
+    assert _added([]) is None

@@ -2,8 +2,8 @@
 
     python recipes/bench/exit_test.py nano llama-3.2-1b,layers=2 llama-3-8b,layers=2 [--dtype bfloat16]
 
-LM-head pass: final norm, LM head, the best token, to the host. Test: final norm, T, LM head, the greatest probability, compared,
-to the host. In turns, medians.
+LM-head pass: final norm, LM head, the best token, to the host. Test: final norm, T, LM head, the greatest probability,
+compared, to the host. In turns, medians.
 """
 
 from __future__ import annotations

@@ -89,7 +89,17 @@ class Answers:
             "texts": self.texts,
             "stats": merged(stats).summary() if stats else None,
             "known": next((m.known for m in reversed(self.measurements) if m.known), None),
+            "grown": _added([m.grown for m in self.measurements if m.grown]),
         }
+
+
+def _added(counts: Sequence[dict[str, Any]]) -> dict[str, Any] | None:
+    """The sums of counts, at any depth."""
+    if not counts:
+        return None
+    names = list(dict.fromkeys(name for one in counts for name in one))
+    columns = {name: [one[name] for one in counts if name in one] for name in names}
+    return {name: _added(column) if isinstance(column[0], dict) else sum(column) for name, column in columns.items()}
 
 
 def ask(model: PreTrainedModel, rows: Sequence[Row], one: Conversation, index: int, cell: Cell) -> Line:

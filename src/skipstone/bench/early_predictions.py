@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from itertools import pairwise
 from typing import Any
 
 from skipstone.bench.cells import NONE, Table, number
@@ -16,24 +15,20 @@ COUNTS = ("tests", "predicted", "accepted", "rejected")
 
 
 def tallies(group: Group, label: str) -> dict[int, dict[str, int]]:
-    """Exit layer -> tests, predicted, accepted and rejected over the group's prompts but the first, whose end is what the
-    counts begin with (a state may have been through other tasks). Where a run was gone on with, they began anew."""
-    said = [line["rows"][label].get("known") for line in group.lines if label in line["rows"]]
-    known = [one["exits"] for one in said if one and "exits" in one]
+    """Exit layer -> tests, predicted, accepted and rejected over the group's prompts."""
     found: dict[int, dict[str, int]] = {}
-    for before, after in pairwise(known):
-        for layer, counts in after.items():
-            grown = all(counts[name] >= before[layer][name] for name in COUNTS)
+    for line in group.lines:
+        grown = line["rows"].get(label, {}).get("grown") or {}
+        for layer, counts in grown.get("exits", {}).items():
             total = found.setdefault(int(layer), dict.fromkeys(COUNTS, 0))
             for name in COUNTS:
-                total[name] += counts[name] - before[layer][name] if grown else counts[name]
+                total[name] += counts[name]
     return found
 
 
 def rates(group: Group, label: str) -> tuple[float | None, float | None]:
     """(share of tokens that were predicted early, share of judged predictions that were rejected): Figures 5b and 5c."""
-    lines = [line for line in group.lines if label in line["rows"]]
-    tokens = sum(line["rows"][label]["tokens"] for line in lines[1:])
+    tokens = sum(line["rows"][label]["tokens"] for line in group.lines if label in line["rows"])
     found = tallies(group, label).values()
     accepted, rejected = (sum(one[name] for one in found) for name in ("accepted", "rejected"))
     judged = accepted + rejected

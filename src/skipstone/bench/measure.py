@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import time
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from typing import Any, Protocol
@@ -85,7 +85,8 @@ class Row:
 class Measurement:
     """One prompt continued by one row. seconds: wall-clock of the whole call, prefill included, device synchronised. first:
     seconds to the first token. memory: most bytes that the process (on a GPU: the device) held during the call. setup: seconds
-    that the call was checked and prepared for. known: what a method has learnt about the model so far."""
+    that the call was checked and prepared for. known: what a method has learnt about the model so far; grown: what this call
+    added to its counts."""
 
     row: str
     prompt: int
@@ -96,6 +97,18 @@ class Measurement:
     memory: int | None = None
     setup: float = 0.0
     known: dict[str, Any] | None = None
+    grown: dict[str, Any] | None = None
+
+
+def growth(before: Mapping[str, Any], after: Mapping[str, Any]) -> dict[str, Any]:
+    """What was added to counts, whole numbers at any depth; others are left out, and what is new began at 0."""
+    found: dict[str, Any] = {}
+    for name, value in after.items():
+        if isinstance(value, Mapping):
+            found[name] = growth(before.get(name) or {}, value)
+        elif type(value) is int:
+            found[name] = value - (before.get(name) or 0)
+    return found
 
 
 @contextmanager
@@ -133,6 +146,7 @@ def measure(
         # the warning that speculation does not pay is what the table is there to show
         warnings.simplefilter("ignore", RuntimeWarning)
         torch.manual_seed(seed)
+        before = _known(row, model)
         counted = memory.reset(model.device)
         synchronise(model.device)
         start = time.perf_counter()
@@ -141,8 +155,13 @@ def measure(
         seconds = time.perf_counter() - start
     first = None if emitted.first is None else emitted.first - start
     most = memory.peak(model.device) if counted else None
-    known = (row.engine.method.report(model) or None) if isinstance(row.engine, Skipstone) else None
-    return Measurement(row.name, index, emitted.tokens, seconds, emitted.stats, first, most, emitted.setup, known)
+    known = _known(row, model)
+    grown = growth(before or {}, known) if known else None
+    return Measurement(row.name, index, emitted.tokens, seconds, emitted.stats, first, most, emitted.setup, known, grown)
+
+
+def _known(row: Row, model: PreTrainedModel) -> dict[str, Any] | None:
+    return (row.engine.method.report(model) or None) if isinstance(row.engine, Skipstone) else None
 
 
 def warm_up(model: PreTrainedModel, rows: Sequence[Row], prompt: Tensor, max_new_tokens: int) -> None:
