@@ -363,6 +363,7 @@ def test_an_exit_that_is_left_out_gives_the_others_a_new_start() -> None:
             assert state.guard.lately
     state.learn([[4]], [verdict(1, 1)], [(0, 2, 1), (2, 4, 1), (0, 8, 2)], 0.05)
     assert not state.guard.lately
+    assert state._rejected() == 0
     assert state.report()["tested"] == [4]
     state.learn([[4]], [verdict(1, 1)], [(0, 4, 1), (0, 8, 2)], 0.01)
     assert len(state.guard.lately) == 1, "once"

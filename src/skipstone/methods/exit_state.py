@@ -152,7 +152,7 @@ class ExitState:
         worth = self.guard.worth()
         if useless := {layer for _, layer in self.exits} - {layer for _, layer in self._paying()} - self._useless:
             self._useless |= useless
-            self.guard.another_set()
+            self._change(self.threshold)  # what was lost and rejected there says nothing of the others
         elif worth is not None and worth < 1 and self.threshold < MOST_THRESHOLD and self._rejected() >= MANY_REJECTED:
             self._change(min(1 - SHARPER * (1 - self.threshold), MOST_THRESHOLD))
             self.raised += 1
