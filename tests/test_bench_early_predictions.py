@@ -36,7 +36,10 @@ def early(settings: dict[str, dict[str, Any]]) -> list[dict[str, Any]]:
 
 
 def settings(**changes: Any) -> dict[str, dict[str, Any]]:
-    return {label: {"heads": "mine", "guard": False, "threshold": threshold, **changes} for label, threshold in LABELS.items()}
+    return {
+        label: {"heads": "mine", "guard": False, "threshold": threshold, "max_pending": 5, "recheck": False, **changes}
+        for label, threshold in LABELS.items()
+    }
 
 
 def test_counts_are_of_this_group_and_rates_by_hand(tmp_path: Path) -> None:

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping
-from typing import Any
 
 from skipstone.bench.cells import NONE, Table, number
 from skipstone.bench.figures import Group
@@ -69,27 +69,22 @@ def by_exit_head(group: Group) -> Table:
 
 
 def by_threshold(group: Group) -> dict[str, list[tuple[float, float]]]:
-    """Figure 5: name -> (threshold, value) of the rows that differ in their threshold alone; empty with fewer than three."""
-    points: list[tuple[float, float, float, float]] = []
-    for label in group.labels:
-        about: Mapping[str, Any] = group.about["methods"][label]
+    """Figure 5: name -> (threshold, value) of the rows that differ in their threshold alone, without the guard, which moves it;
+    empty with fewer than three."""
+    families: dict[str, dict[float, tuple[float, float, float]]] = {}
+    for label in (label for label in group.labels if _is(group, label) and label not in group.tuned):
         settings = group.settings(label)
-        if about["method"] != METHOD or settings.get("guard", True) or set(settings) - {"heads", "guard", "threshold"}:
-            continue
         early, wrong = rates(group, label)
         speed = (group.figures(label, group.lines) or {}).get("decode_speedup")
-        if early is not None and speed is not None and settings.get("heads") == _heads(group):
-            points.append((settings.get("threshold", AdaDecode.threshold), speed, early, wrong or 0.0))
-    if len({one[0] for one in points}) < 3:
+        if settings.get("guard", AdaDecode.guard) or early is None or speed is None:
+            continue
+        rest = json.dumps({name: value for name, value in settings.items() if name != "threshold"}, sort_keys=True)
+        families.setdefault(rest, {})[settings.get("threshold", AdaDecode.threshold)] = (speed, early, wrong or 0.0)
+    points = max(families.values(), key=len, default={})
+    if len(points) < 3:
         return {}
-    points.sort()
     names = ("x plain decoding", "predicted early", "rejected")
-    return {name: [(one[0], one[place]) for one in points] for place, name in enumerate(names, 1)}
-
-
-def _heads(group: Group) -> Any:
-    """The heads of the first AdaDecode."""
-    return next((group.settings(label).get("heads") for label in group.labels if _is(group, label)), None)
+    return {name: [(one, points[one][place]) for one in sorted(points)] for place, name in enumerate(names)}
 
 
 def _is(group: Group, label: str) -> bool:
