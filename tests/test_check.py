@@ -40,7 +40,10 @@ def checked(method: Method, dtype: torch.dtype = torch.float32) -> Report:
         Autoregressive(),
         LayerSkip(exit_layer=2, num_speculative_tokens=3),
         LayerSkip(exit_layer=2, num_speculative_tokens=4, rejection_sample_method="coupled"),
-        LayerSkip(exit_layer=1, num_speculative_tokens=4, confidence_threshold="adaptive", reuse_cache=False),
+        pytest.param(
+            LayerSkip(exit_layer=1, num_speculative_tokens=4, confidence_threshold="adaptive", reuse_cache=False),
+            marks=pytest.mark.slow,
+        ),
     ],
     ids=str,
 )

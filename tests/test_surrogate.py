@@ -154,6 +154,7 @@ def test_a_surrogate_run_is_labelled_synthetic_throughout(tmp_path, monkeypatch)
     assert again[1]["rows"]["layerskip"]["digests"] == prompts[1]["rows"]["layerskip"]["digests"]
 
 
+@pytest.mark.slow
 def test_a_file_of_another_run_is_refused_before_anything_is_calibrated(tmp_path, monkeypatch):
     monkeypatch.setattr(surrogate, "TOLERANCE", 0.05)
     asked = plan(methods=["autoregressive"], tune_prompts=None)

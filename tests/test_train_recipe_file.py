@@ -9,6 +9,7 @@ import pytest
 
 from skipstone import Autoregressive
 from skipstone.methods import resolve
+from skipstone.train import heads_recipe
 from skipstone.train import run as running
 from skipstone.train.recipe import PRESETS, EarlyExitLoss, LayerDropout
 from skipstone.train.recipe_file import arguments, read
@@ -192,7 +193,19 @@ class TestFile:
         assert all(one.template == other.template for one, other in zip(there[1:3], here[1:3], strict=True))
 
 
-@pytest.mark.parametrize("path", sorted((Path(__file__).parents[1] / "recipes").glob("*.yaml")), ids=lambda path: path.name)
+RECIPES = sorted((Path(__file__).parents[1] / "recipes").glob("*.yaml"))
+HEADS = [path for path in RECIPES if "-heads-" in path.name]
+
+
+@pytest.mark.parametrize("path", HEADS, ids=lambda path: path.name)
+def test_the_recipes_of_exit_heads_are_in_order(path: Path, tmp_path: Path) -> None:
+    made = heads_recipe.read(path, data_dir=tmp_path)
+    assert made.answers.batch_size >= 16
+    assert f"skipstone train heads --recipe recipes/{path.name}" in path.read_text(encoding="utf-8")
+    assert made.output == f"runs/{path.stem}"
+
+
+@pytest.mark.parametrize("path", [path for path in RECIPES if path not in HEADS], ids=lambda path: path.name)
 def test_the_recipes_of_the_repository_are_in_order(path: Path) -> None:
     made = read(path)
     args = arguments(made, Path("x"))

@@ -83,7 +83,9 @@ def train(folder: Path, kind: str, moment: int | str | None) -> None:
     folder.with_suffix(".json").write_text(json.dumps({"digest": digest(one.model), "step": one.state.global_step}))
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(
+    "kind", [pytest.param(kind, marks=[pytest.mark.slow] if place else []) for place, kind in enumerate(KINDS)]
+)
 def test_killed_at_ten_random_moments(tmp_path: Path, kind: str) -> None:
     """Three are chosen, so that no run of the dice misses them."""
     dice, named = random.Random(kind), (BEFORE_THE_RENAME, AFTER_THE_RENAME, IN_THE_ROTATION)
