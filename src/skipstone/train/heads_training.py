@@ -107,19 +107,18 @@ def train(
     to report. A folder with checkpoints of the same run is gone on from; ValueError for another run's."""
     on_cpu = model.device.type == "cpu"
     accelerator = Accelerator(cpu=on_cpu, mixed_precision=_precision(schedule, model), device_placement=False)
-    taught, held = split(len(features.bounds) - 1, schedule.held_out, seed)
-    run = _Run(heads, model, features, schedule, accelerator, taught, held, seed)
+    run = _Run(heads, model, features, schedule, accelerator, seed)
     if (last := checkpoint.latest(folder)) is not None:
         checkpoint.verify(last, fingerprint)
         run.restore(last)
         say(f"going on after epoch {run.epoch}")
     if run.epoch == 0:
-        before = quality(heads, model, features, held)
+        before = quality(heads, model, features, run.held)
         run.before = before.at(heads.card.layers)
         run.judge(before)
     while run.epoch < schedule.epochs and not run.done:
         run.one_epoch()
-        (found,) = broadcast_object_list([quality(heads, model, features, held)])  # all processes end with the same epoch
+        (found,) = broadcast_object_list([quality(heads, model, features, run.held)])  # all processes end with the same epoch
         run.judge(found)
         shown = ", ".join(f"E={layer} {value:.3f}" for layer, value in zip(heads.card.layers, found.divergence, strict=True))
         say(f"epoch {run.epoch}: held-out divergence {shown}")
@@ -129,7 +128,7 @@ def train(
             run.save(folder, fingerprint)
         accelerator.wait_for_everyone()
     heads.load_state_dict(run.best)
-    after = quality(heads, model, features, held)
+    after = quality(heads, model, features, run.held)
     return {"epochs": run.epoch, "before": run.before, "after": after.at(heads.card.layers)}
 
 
@@ -162,15 +161,14 @@ class _Run:
         features: Features,
         schedule: Schedule,
         accelerator: Accelerator,
-        taught: list[int],
-        held: list[int],
         seed: int,
     ) -> None:
         self.heads, self.model, self.features, self.schedule, self.accelerator = heads, model, features, schedule, accelerator
-        self.taught, self.held, self.seed = taught, held, seed
+        self.taught, self.held = split(len(features.bounds) - 1, schedule.held_out, seed)
+        self.seed = seed
         optimizer = torch.optim.Adam(heads.parameters(), lr=schedule.learning_rate)
         self.module, self.optimizer = accelerator.prepare(Divergence(heads, model), optimizer)
-        self.steps_an_epoch = -(-len(taught) // schedule.batch_size)
+        self.steps_an_epoch = -(-len(self.taught) // schedule.batch_size)
         self.epoch = 0
         self.before: dict[str, Any] = {}
         self.least = [math.inf] * len(heads.card.layers)
