@@ -276,9 +276,9 @@ def test_a_profile_is_for_one_model(tmp_path: Path) -> None:
             skipstone.generate(other, prompt(9), method, max_new_tokens=4)
     assert Swift(profile=str(path), guard=False).report(model)["skipped"] == {"attention": [1, 2], "mlp": [2]}
     for text, said in (
-        ("{", "is no profile"),
-        ('{"model": "x", "layers": []}', "is no profile: unknown setting 'layers'"),
-        ('{"model": "x", "version": 9}', "a profile of version 9"),
+        ("{", "is damaged"),
+        ('{"model": "x", "layers": []}', "says nothing of a layer set: unknown setting 'layers'"),
+        ('{"model": "x", "version": 9}', "a layer set of version 9"),
     ):
         path.write_text(text)
         with pytest.raises(ValueError, match=said):

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import yaml
 from pydantic import BaseModel, ConfigDict, ValidationError, model_validator
@@ -20,6 +21,9 @@ class Part(BaseModel):
         if isinstance(values, dict) and (unknown := [name for name in values if name not in cls.model_fields]):
             raise ValueError(f"unknown setting {unknown[0]!r}: expected one of {', '.join(cls.model_fields)}")
         return values
+
+
+Form = TypeVar("Form", bound=Part)
 
 
 class _Loader(yaml.SafeLoader):
@@ -41,6 +45,24 @@ def mapping(path: Path) -> dict[str, Any]:
     if not isinstance(values, dict):
         raise ValueError(f"{path} must hold a mapping of settings, found {type(values).__name__}")
     return values
+
+
+def read_json(path: Path, form: type[Form], version: int, what: str, source: object = None) -> Form:
+    """A file of JSON, checked. what: what it describes; source: what a user called it.
+
+    OSError where there is no file; ValueError for one that is damaged, says something else, or is of another version.
+    """
+    source = path if source is None else source
+    try:
+        values = json.loads(path.read_text(encoding="utf-8"))
+        found = form.model_validate(values)
+    except ValidationError as error:
+        raise ValueError(f"{source}: {path.name} says nothing of {what}: {first_fault(error)}") from error
+    except (json.JSONDecodeError, UnicodeDecodeError) as error:
+        raise ValueError(f"{source}: {path.name} is damaged: {error}") from error
+    if (other := values.get("version", version)) != version:
+        raise ValueError(f"{source}: {path.name} holds {what} of version {other}, this skipstone reads version {version}")
+    return found
 
 
 def first_fault(error: ValidationError) -> str:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable
-from contextlib import ExitStack
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -14,6 +13,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from skipstone.core.model import LayeredModel
+from skipstone.core.watching import watched
 
 
 @dataclass(frozen=True)
@@ -33,18 +33,10 @@ class ExitFigures:
 @torch.inference_mode()
 def states(model: PreTrainedModel, layered: LayeredModel, ids: Tensor) -> list[Tensor]:
     """[T] int64 -> what enters layer 0 and what leaves every layer, L + 1 tensors [1, T, d], by the model's own forward."""
-    found: list[Tensor] = []
-
-    def note(_: Any, given: tuple[Any, ...], output: Any) -> None:
-        if not found:
-            found.append(given[0])
-        found.append(output[0] if isinstance(output, tuple) else output)
-
-    with ExitStack() as stack:
-        for layer in layered.layers:
-            stack.callback(layer.register_forward_hook(note).remove)
+    exits = range(layered.depth + 1)
+    with watched(layered, exits) as found:
         model(ids[None].to(model.device), use_cache=False)
-    return found
+    return [found[exit] for exit in exits]
 
 
 @torch.inference_mode()

@@ -17,14 +17,14 @@ from typing import Any, Literal
 from weakref import WeakKeyDictionary
 
 import torch
-from pydantic import Field, ValidationError
+from pydantic import Field
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
 from skipstone.assets import HEADS
 from skipstone.core.model import LayeredModel
-from skipstone.forms import Part, first_fault
+from skipstone.forms import Part, read_json
 from skipstone.methods.profiles import fingerprint
 
 VERSION = 1
@@ -266,15 +266,7 @@ def _folder(source: str | Path) -> Path:
 
 
 def _card(folder: Path, source: str | Path) -> HeadsCard:
-    try:
-        card = HeadsCard.model_validate(json.loads((folder / CARD).read_text(encoding="utf-8")))
-    except ValidationError as error:
-        raise ValueError(f"{source}: {CARD} says nothing of exit heads: {first_fault(error)}") from error
-    except (json.JSONDecodeError, UnicodeDecodeError) as error:
-        raise ValueError(f"{source}: {CARD} is damaged: {error}") from error
-    if card.version != VERSION:
-        raise ValueError(f"{source} holds exit heads of version {card.version}, this skipstone reads version {VERSION}")
-    return card
+    return read_json(folder / CARD, HeadsCard, VERSION, "exit heads", source)
 
 
 def _check_model(card: HeadsCard, model: LayeredModel, source: str | Path) -> None:

@@ -10,10 +10,10 @@ from typing import Any
 from weakref import WeakKeyDictionary
 
 import torch
-from pydantic import Field, ValidationError
+from pydantic import Field
 
 from skipstone.core.skipping import SkipSet
-from skipstone.forms import Part, first_fault
+from skipstone.forms import Part, read_json
 
 VERSION = 1
 SAMPLED = 64
@@ -74,14 +74,7 @@ def load(path: str | Path, model: Any) -> Profile:
     """The profile of a model. OSError where there is no file; ValueError for what is no profile, and for another model's."""
     if not isinstance(path, (str, Path)):
         raise ValueError(f"profile must be the name of a file, found {path!r}")
-    try:
-        profile = Profile.model_validate(json.loads(Path(path).expanduser().read_text(encoding="utf-8")))
-    except ValidationError as error:
-        raise ValueError(f"{path} is no profile: {first_fault(error)}") from error
-    except (json.JSONDecodeError, UnicodeDecodeError) as error:
-        raise ValueError(f"{path} is no profile: {error}") from error
-    if profile.version != VERSION:
-        raise ValueError(f"{path} is a profile of version {profile.version}, this skipstone reads version {VERSION}")
+    profile = read_json(Path(path).expanduser(), Profile, VERSION, "a layer set", path)
     if profile.model != (here := fingerprint(model)):
         raise ValueError(f"{path} is the profile of another model ({profile.name or profile.model}; this one is {here})")
     return profile

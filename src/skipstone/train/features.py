@@ -11,8 +11,7 @@ import errno
 import json
 import os
 import shutil
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -22,6 +21,7 @@ import torch
 from torch import Tensor
 
 from skipstone.core.model import LayeredModel
+from skipstone.core.watching import watched
 from skipstone.methods.profiles import fingerprint
 from skipstone.train.answers import Answer, digest
 
@@ -143,7 +143,7 @@ def _states(model: LayeredModel, answers: Sequence[Answer], layers: Sequence[int
     texts = [torch.tensor(one.prompt + one.tokens[:-1]) for one in answers]
     ids = torch.nn.utils.rnn.pad_sequence(texts, batch_first=True).to(model.device)
     real = torch.nn.utils.rnn.pad_sequence([torch.ones_like(text) for text in texts], batch_first=True).to(model.device)
-    with _kept(model, [*layers, model.depth]) as kept:
+    with watched(model, [*layers, model.depth]) as kept:
         model.decoder(input_ids=ids, attention_mask=real, use_cache=False)
     parts = [
         torch.stack(
@@ -153,22 +153,3 @@ def _states(model: LayeredModel, answers: Sequence[Answer], layers: Sequence[int
         for row, one in enumerate(answers)
     ]
     return model.normed(torch.cat(parts))
-
-
-@contextmanager
-def _kept(model: LayeredModel, layers: Sequence[int]) -> Iterator[dict[int, Tensor]]:
-    """The states that leave the last of the first E layers, by E, while the model runs."""
-    found: dict[int, Tensor] = {}
-
-    def keep(layer: int) -> Callable[..., None]:
-        def hook(module: Any, given: Any, output: Any) -> None:
-            found[layer] = output[0] if isinstance(output, tuple) else output
-
-        return hook
-
-    handles = [model.layers[layer - 1].register_forward_hook(keep(layer)) for layer in layers]
-    try:
-        yield found
-    finally:
-        for handle in handles:
-            handle.remove()
