@@ -259,10 +259,11 @@ def go(folder: Path, out: Path, left: int | None) -> None:
     run(plan(folder, methods=["autoregressive", "layerskip exit_layer=1,2"]), out, ["x"], quiet)
 
 
-def test_killed_ten_times_it_measures_every_prompt_once(folder: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize("moments", [(5, 12), pytest.param(KILLS, marks=pytest.mark.slow)], ids=["few", "ten"])
+def test_killed_again_and_again_it_measures_every_prompt_once(folder: Path, tmp_path: Path, moments: Any) -> None:
     out = tmp_path / "results.jsonl"
     reached: list[list[str]] = []
-    for moment in KILLS:
+    for moment in moments:
         assert in_processes(go, (folder, out, moment)) == [-9]
         reached.append([line["kind"] for line in journal.read(out)])
         assert len(reached) == 1 or reached[-1][: len(reached[-2])] == reached[-2], "nothing that was written is lost"

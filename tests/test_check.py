@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib
 import pkgutil
 import sys
+from collections.abc import Callable
 
 import pytest
 import torch
@@ -13,13 +14,14 @@ from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel
 from skipstone import Autoregressive, EarlyExit, LayerSkip, Method
 from skipstone.bench import laws
 from skipstone.bench.check import Checker
-from skipstone.bench.findings import Report, Scale
+from skipstone.bench.findings import Finding, Report, Scale
 from skipstone.bench.ties import Judge
 from skipstone.methods.layerskip import LayerSkipSession
 from tests import bugs
 from tests.bugs.base import broken
 from tests.machine import prompt, sharpened, small
 
+SCALE = Scale(max_new_tokens=24, samples=200)
 PROMPTS = [prompt(length, seed=length) for length in (9, 14, 6, 11)]
 
 
@@ -31,7 +33,7 @@ def agreeing() -> PreTrainedModel:
 
 
 def checked(method: Method, dtype: torch.dtype = torch.float32) -> Report:
-    return Checker(agreeing().to(dtype), method, PROMPTS, Scale(max_new_tokens=24, samples=200)).run()
+    return Checker(agreeing().to(dtype), method, PROMPTS, SCALE).run()
 
 
 @pytest.mark.parametrize(
@@ -86,10 +88,29 @@ FOUND_BY = {
 """The probe that is there for the bug, among those that find it."""
 
 
+class Partly(Checker):
+    """Some of the probes, after plain decoding's own."""
+
+    only: tuple[str, ...] = ()
+
+    def _probes(self) -> list[tuple[str, Callable[[Finding], None]]]:
+        return [one for number, one in enumerate(super()._probes()) if number == 0 or one[0] in self.only]
+
+
+def probed(method: Method, only: str, dtype: torch.dtype = torch.float32) -> Report:
+    checker = Partly(agreeing().to(dtype), method, PROMPTS, SCALE)
+    checker.only = (only,)
+    report = checker.run()
+    assert [finding.name for finding in report.findings][1:] == [only]
+    return report
+
+
+@pytest.mark.parametrize("probes", ["its own", pytest.param("all", marks=pytest.mark.slow)])
 @pytest.mark.parametrize("name", BUGS)
-def test_a_planted_bug_is_found_by_what_it_does(name: str) -> None:
+def test_a_planted_bug_is_found_by_what_it_does(name: str, probes: str) -> None:
     """An exception inside the method would be found too, and would prove nothing."""
-    report = checked(importlib.import_module(f"tests.bugs.{name}").METHOD)
+    method = importlib.import_module(f"tests.bugs.{name}").METHOD
+    report = checked(method) if probes == "all" else probed(method, FOUND_BY[name])
     found = {finding.name: finding.bugs for finding in report.findings if finding.bugs}
     assert FOUND_BY[name] in found, found
     assert any("Error: " not in bug for bug in found[FOUND_BY[name]])
@@ -97,10 +118,9 @@ def test_a_planted_bug_is_found_by_what_it_does(name: str) -> None:
 
 
 def test_in_bfloat16_a_right_method_passes_and_a_wrong_one_does_not() -> None:
-    for method in (Autoregressive(), LayerSkip(exit_layer=2, num_speculative_tokens=3)):
-        report = checked(method, torch.bfloat16)
-        assert report.passed, [(finding.name, finding.bugs) for finding in report.findings if finding.bugs]
-    wrong = checked(importlib.import_module("tests.bugs.stale_kv").METHOD, torch.bfloat16)
+    report = checked(LayerSkip(exit_layer=2, num_speculative_tokens=3), torch.bfloat16)
+    assert report.passed, [(finding.name, finding.bugs) for finding in report.findings if finding.bugs]
+    wrong = probed(importlib.import_module("tests.bugs.stale_kv").METHOD, FOUND_BY["stale_kv"], torch.bfloat16)
     assert any("layer" in bug for finding in wrong.findings for bug in finding.bugs)
 
 

@@ -96,6 +96,9 @@ def test_an_endless_loop_and_one_that_ignores_sigterm_are_killed(short: Limits) 
     assert_ended(deaf + "while True:\n    try: time.sleep(9)\n    except BaseException: pass", "more than 1.5 seconds", short)
 
 
+@pytest.mark.parametrize(
+    "limits", [True, pytest.param(False, marks=pytest.mark.slow)], ids=["namespaces", "limits"], indirect=True
+)
 def test_a_fork_bomb_is_put_out(short: Limits) -> None:
     assert_ended("while True:\n    try: os.fork()\n    except OSError: pass", "more than", short)
 
