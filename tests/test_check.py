@@ -36,11 +36,28 @@ def checked(method: Method, dtype: torch.dtype = torch.float32) -> Report:
     return Checker(agreeing().to(dtype), method, PROMPTS, SCALE).run()
 
 
+class Partly(Checker):
+    """Some of the probes, after plain decoding's own."""
+
+    only: tuple[str, ...] = ()
+
+    def _probes(self) -> list[tuple[str, Callable[[Finding], None]]]:
+        return [one for number, one in enumerate(super()._probes()) if number == 0 or one[0] in self.only]
+
+
+def probed(method: Method, only: str, dtype: torch.dtype = torch.float32) -> Report:
+    checker = Partly(agreeing().to(dtype), method, PROMPTS, SCALE)
+    checker.only = (only,)
+    report = checker.run()
+    assert [finding.name for finding in report.findings][1:] == [only]
+    return report
+
+
 @pytest.mark.parametrize(
     "method",
     [
         Autoregressive(),
-        LayerSkip(exit_layer=2, num_speculative_tokens=3),
+        pytest.param(LayerSkip(exit_layer=2, num_speculative_tokens=3), marks=pytest.mark.slow),  # the bugs' control is one
         LayerSkip(exit_layer=2, num_speculative_tokens=4, rejection_sample_method="coupled"),
         pytest.param(
             LayerSkip(exit_layer=1, num_speculative_tokens=4, confidence_threshold="adaptive", reuse_cache=False),
@@ -59,7 +76,7 @@ def test_a_right_method_passes_every_probe(method: Method) -> None:
 
 
 def test_a_lossy_method_is_found_out() -> None:
-    report = checked(EarlyExit(exit_layer=2))
+    report = probed(EarlyExit(exit_layer=2), "greedy texts")
     assert not report.passed
     assert report.findings[0].bugs == [], "plain decoding is right"
     assert report.findings[1].bugs
@@ -86,23 +103,6 @@ FOUND_BY = {
     "wrong_residual": "the law of sampled texts, temperature 0.7, top_p 0.9",
 }
 """The probe that is there for the bug, among those that find it."""
-
-
-class Partly(Checker):
-    """Some of the probes, after plain decoding's own."""
-
-    only: tuple[str, ...] = ()
-
-    def _probes(self) -> list[tuple[str, Callable[[Finding], None]]]:
-        return [one for number, one in enumerate(super()._probes()) if number == 0 or one[0] in self.only]
-
-
-def probed(method: Method, only: str, dtype: torch.dtype = torch.float32) -> Report:
-    checker = Partly(agreeing().to(dtype), method, PROMPTS, SCALE)
-    checker.only = (only,)
-    report = checker.run()
-    assert [finding.name for finding in report.findings][1:] == [only]
-    return report
 
 
 @pytest.mark.parametrize("probes", ["its own", pytest.param("all", marks=pytest.mark.slow)])

@@ -82,8 +82,19 @@ def serve(method: Method, model: LayeredModel, requests: list[Request], chunk: i
     return texts, traces
 
 
-@pytest.mark.parametrize("method", METHODS, ids=lambda method: method.name)
-@pytest.mark.parametrize("build", [llama, lambda: mistral(window=5)], ids=["llama", "sliding"])
+SERVED = [pytest.param(llama, method, id=f"llama-{number}-{method.name}") for number, method in enumerate(METHODS)]
+SERVED += [
+    pytest.param(
+        lambda: mistral(window=5),
+        method,
+        id=f"sliding-{number}-{method.name}",
+        marks=[] if number in (1, 5) else pytest.mark.slow,
+    )
+    for number, method in enumerate(METHODS)
+]
+
+
+@pytest.mark.parametrize(("build", "method"), SERVED)
 def test_a_request_on_a_busy_server_gets_the_text_it_gets_alone(method: Method, build: Any) -> None:
     layered, requests = LayeredModel(build()), queue()
     alone = [serve(method, layered, [request]) for request in requests]

@@ -33,7 +33,7 @@ class Row:
 
     same_text: rules under which sampling gives the text of plain sampling with the same seeds ("standard" where drafts are
     deterministic). oracle: for a lossy method, the model whose text it should give. variant: a setting of a method that has a
-    row already; beyond Llama it runs in the full product only. learns: the drafter grows better, so that of a short text's
+    row already: one cell of the grid, all in the full product. learns: the drafter grows better, so that of a short text's
     drafts all may be right.
     """
 
@@ -90,7 +90,8 @@ ROWS: dict[str, Row] = {
 }
 LOSSLESS = [name for name, row in ROWS.items() if row.oracle is None]
 MAIN = [name for name in LOSSLESS if not ROWS[name].variant]
-GRID = [(name, rows, d) for name in LOSSLESS for rows in (1, 3) for d in (DRAFTS if ROWS[name].speculative else (1,))]
+GRID = [(name, rows, d) for name in MAIN for rows in (1, 3) for d in (DRAFTS if ROWS[name].speculative else (1,))]
+GRID += [(name, 3, 4) for name in LOSSLESS if ROWS[name].variant]
 
 PROCESSORS: dict[str, Any] = {
     "repetition_penalty": 1.3,

@@ -207,7 +207,9 @@ def test_passes_are_timed_and_the_search_runs_on_a_real_model() -> None:
     assert found["history"][0]["evaluation"] == 0
 
 
-@pytest.mark.parametrize("family", ["llama", "mistral", "gemma2", "opt", "mixtral"])
+@pytest.mark.parametrize(
+    "family", ["llama", *(pytest.param(name, marks=pytest.mark.slow) for name in ("mistral", "gemma2", "opt", "mixtral"))]
+)
 def test_timings_probes_and_searches_change_no_text(family: str) -> None:
     """Ragged rows, greedy and sampled, of the method as users have it, and where it drafts at every step."""
     model, asked = families.cached(family), families.padded([prompt(length, length, vocab=50) for length in (9, 4, 13)])
