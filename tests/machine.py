@@ -57,6 +57,17 @@ def mistral(window: int, vocab: int = 97, hidden: int = 32, layers: int = 4, see
     return sharpened(MistralForCausalLM(config), layers // 2)
 
 
+def near(model: PreTrainedModel, noise: float, seed: int = 1) -> PreTrainedModel:
+    """A copy whose weights are a little off: as a draft model it is often right."""
+    other: Any = copy.deepcopy(model)
+    generator = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for weight in other.parameters():
+            if weight.ndim > 1:
+                weight += noise * weight.std() * torch.randn(weight.shape, generator=generator, dtype=weight.dtype)
+    return other
+
+
 def prompt(length: int, seed: int = 0, vocab: int = 97) -> Tensor:
     """[length] random ids."""
     return torch.randint(0, vocab, (length,), generator=torch.Generator().manual_seed(seed))
@@ -65,7 +76,7 @@ def prompt(length: int, seed: int = 0, vocab: int = 97) -> Tensor:
 def start(method: Method, model: LayeredModel, requests: Sequence[Request], chunk: int = PREFILL_CHUNK) -> Decoder:
     """A decoder with every request admitted."""
     capacity = max(len(request.prompt) + request.max_new_tokens for request in requests)
-    decoder = Decoder(method.start(model, len(requests), capacity), chunk=chunk, probing=True)
+    decoder = Decoder(method.start(model, len(requests), capacity), chunk=chunk, probing=method.lossless)
     for row, request in enumerate(requests):
         decoder.admit(row, request)
     return decoder

@@ -11,14 +11,29 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers.generation.logits_process import RepetitionPenaltyLogitsProcessor
 
-from skipstone import AdaDecode, Autoregressive, LayerSkip, Method, Request, Sampling, SelfSpeculative, Swift
+from skipstone import (
+    AdaDecode,
+    AdaSD,
+    Autoregressive,
+    Jacobi,
+    LayerSkip,
+    Lookahead,
+    Method,
+    PromptLookup,
+    Request,
+    Sampling,
+    SelfSpeculative,
+    Speculative,
+    Swift,
+)
 from skipstone.core import host
 from skipstone.core.decode import Decoder, Pace, Row, run
 from skipstone.core.model import LayeredModel
 from skipstone.core.types import RowVerdict, Verdict
-from tests.machine import decode, llama, mistral, prompt, start
+from tests.machine import decode, llama, mistral, near, prompt, start
 from tests.trees import Trees
 
+HELPER = near(llama(), 0.1)
 METHODS: list[Method] = [
     Autoregressive(),
     LayerSkip(exit_layer=2, num_speculative_tokens=4),
@@ -26,6 +41,12 @@ METHODS: list[Method] = [
     LayerSkip(exit_layer=2, num_speculative_tokens=3, confidence_threshold="adaptive", rejection_sample_method="coupled"),
     LayerSkip(exit_layer=1, num_speculative_tokens=2, confidence_threshold=0.3, reuse_cache=False),
     Trees(nodes=7),
+    Speculative(HELPER, 3),
+    Speculative(HELPER, 2, "heuristic", rejection_sample_method="coupled"),
+    AdaSD(HELPER, 6, relaxed=False),
+    PromptLookup(),
+    Jacobi(4),
+    Lookahead(3, 3, 2),
     AdaDecode("original", 0.3, 4, exit_layers=(1, 2, 3), guard=False),
     SelfSpeculative((1,), (2,), num_speculative_tokens=4),
     Swift(0.5, 4, context_window=6, guard=False, objective="matchness"),
@@ -83,6 +104,7 @@ def serve(method: Method, model: LayeredModel, requests: list[Request], chunk: i
 
 
 SERVED = [pytest.param(llama, method, id=f"llama-{number}-{method.name}") for number, method in enumerate(METHODS)]
+SERVED += [pytest.param(llama, AdaSD(HELPER, 6), id="llama-adasd-relaxed")]
 SERVED += [
     pytest.param(
         lambda: mistral(window=5),
@@ -249,11 +271,9 @@ class Transfers(TorchDispatchMode):
         replace(METHODS[1], rejection_sample_method="coupled"),
         replace(METHODS[1], confidence_threshold=0.3),
         replace(METHODS[1], confidence_threshold="adaptive"),
-        METHODS[-3],
-        METHODS[-2],
-        METHODS[-1],
+        *METHODS[-9:],
     ],
-    ids=["plain", "skip", "coupled", "threshold", "adaptive", "adadecode", "self_speculative", "swift"],
+    ids=lambda method: method.name,
 )
 def test_a_decoding_step_makes_one_transfer_to_the_host(
     method: Method, temperature: float, model: LayeredModel, monkeypatch: pytest.MonkeyPatch

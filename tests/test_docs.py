@@ -93,6 +93,9 @@ def test_concepts_snippets_hold(checkpoint):
         ("methods/swift.md", 10),
         ("methods/adadecode.md", 10),
         ("methods/self_speculative.md", 4),
+        ("methods/speculative.md", 6),
+        ("methods/adasd.md", 8),
+        ("methods/lookahead.md", 5),
         ("training.md", 10),
     ],
 )

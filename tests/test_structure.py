@@ -13,7 +13,7 @@ import skipstone
 
 ROOT = Path(__file__).parents[1]
 PACKAGE = ROOT / "src" / "skipstone"
-RANKS = {"core": 0, "methods": 1, "loading": 1, "records": 1, "forms": 0, "assets": 0, "api": 2, "hf": 3}
+RANKS = {"core": 0, "methods": 1, "loading": 0, "records": 1, "forms": 0, "assets": -1, "api": 2, "hf": 3}
 RANKS |= {"train": 5, "bench": 5, "serve": 5, "cli": 6, "__main__": 7}
 PUBLIC_API = 4  # `import skipstone` itself: below those that use it, above what it re-exports
 LOOP = ("skipstone.core.decode", "skipstone.core.generation")
@@ -29,7 +29,12 @@ PUBLIC = (
         "Step",
         "Swift",
         "AdaDecode",
+        "AdaSD",
         "ExitHeads",
+        "Jacobi",
+        "Lookahead",
+        "PromptLookup",
+        "Speculative",
         "disable",
         "enable",
         "generate",
@@ -206,7 +211,10 @@ def test_the_public_names_are_these() -> None:
 def test_a_public_name_is_there_and_says_what_it_is(name: str) -> None:
     value = getattr(skipstone, name)
     if name == "METHODS":
-        assert set(value) == {"adadecode", "autoregressive", "early_exit", "layerskip", "self_speculative", "swift"}
+        assert set(value) == {
+            *("adadecode", "adasd", "autoregressive", "early_exit", "jacobi", "layerskip", "lookahead", "prompt_lookup"),
+            *("self_speculative", "speculative", "swift"),
+        }
         return
     own = value.__doc__ or ""
     assert len(own.split()) > 3

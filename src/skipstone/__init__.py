@@ -25,11 +25,16 @@ if TYPE_CHECKING:
     from skipstone.loading import load as load
     from skipstone.methods import METHODS as METHODS
     from skipstone.methods.adadecode import AdaDecode as AdaDecode
+    from skipstone.methods.adasd import AdaSD as AdaSD
     from skipstone.methods.autoregressive import Autoregressive as Autoregressive
     from skipstone.methods.early_exit import EarlyExit as EarlyExit
     from skipstone.methods.exit_heads import ExitHeads as ExitHeads
+    from skipstone.methods.jacobi import Jacobi as Jacobi
     from skipstone.methods.layerskip import LayerSkip as LayerSkip
+    from skipstone.methods.lookahead import Lookahead as Lookahead
+    from skipstone.methods.prompt_lookup import PromptLookup as PromptLookup
     from skipstone.methods.self_speculative import SelfSpeculative as SelfSpeculative
+    from skipstone.methods.speculative import Speculative as Speculative
     from skipstone.methods.swift import Swift as Swift
 
 __version__ = "0.1.0"
@@ -47,11 +52,16 @@ _NAMES = {
     "loading": ("load",),
     "methods": ("METHODS",),
     "methods.adadecode": ("AdaDecode",),
+    "methods.adasd": ("AdaSD",),
     "methods.autoregressive": ("Autoregressive",),
     "methods.early_exit": ("EarlyExit",),
     "methods.exit_heads": ("ExitHeads",),
+    "methods.jacobi": ("Jacobi",),
     "methods.layerskip": ("LayerSkip",),
+    "methods.lookahead": ("Lookahead",),
+    "methods.prompt_lookup": ("PromptLookup",),
     "methods.self_speculative": ("SelfSpeculative",),
+    "methods.speculative": ("Speculative",),
     "methods.swift": ("Swift",),
 }
 _HOME = {name: module for module, names in _NAMES.items() for name in names}

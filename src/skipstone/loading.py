@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import re
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -82,6 +83,17 @@ def load_model(
 def load_tokenizer(name: str | Path, trust_remote_code: bool = False) -> PreTrainedTokenizerBase:
     """The tokenizer alone, as `load` loads it."""
     return AutoTokenizer.from_pretrained(_located(name), trust_remote_code=trust_remote_code)
+
+
+@lru_cache(maxsize=8)
+def vocabulary(name: str) -> dict[str, int] | None:
+    """Token -> id of a tokenizer that lies on this machine, in a folder or in the hub's cache; None where none does."""
+    if not name:
+        return None
+    try:
+        return dict(AutoTokenizer.from_pretrained(name, local_files_only=True).get_vocab())
+    except (OSError, ValueError, KeyError):
+        return None
 
 
 def look_up(name: str | Path) -> None:

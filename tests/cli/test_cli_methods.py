@@ -101,7 +101,9 @@ def test_flags_are_frozen() -> None:
     of_methods = """--exit-layer --num-speculative-tokens --confidence-threshold --reuse-cache --rejection-sample-method
         --skip-ratio --context-window --search --objective --max-steps --patience --enough --dynamic-verification --adjust
         --guard --profile --search-seed --skip-attention --skip-mlp --stop-threshold --heads --threshold
-        --max-pending --exit-layers --verification --recheck"""
+        --max-pending --exit-layers --verification --recheck --draft-model --schedule --draft-device --draft-dtype
+        --max-window --relaxed --adaptive-length --fixed-window --variant --prompt-lookup-max --prompt-lookup-min --prefer
+        --block --window --ngram --guesses"""
     assert flags == {*of_the_verb.split(), *of_methods.split()}
     root: Any = typer.main.get_command(app)
     assert set(root.commands) == {"demo", "generate", "methods", "env", "train", "bench", "check", "inspect", "search"}

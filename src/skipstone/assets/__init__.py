@@ -7,4 +7,6 @@ NANO = ASSETS / "nano"
 """The bundled model: recipes/nano.yaml makes it."""
 HEADS = {"nano-code": NANO / "heads" / "code", "nano-maths": NANO / "heads" / "maths"}
 """Its exit heads by name: recipes/nano-heads-code.yaml and recipes/nano-heads-maths.yaml make them."""
+DRAFTS = {"nano-draft": ASSETS / "nano-draft"}
+"""Draft models by name: recipes/nano-draft.yaml makes it."""
 PROMPTS = ASSETS / "prompts.jsonl"

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict
 from functools import partial
 from typing import Any
 
@@ -65,7 +64,7 @@ class Checker:
                 findings.append(finding := Finding(title))
                 self._survive(probe, finding)
                 told(finding)
-        named = {"method": self.method.name, **asdict(self.method)}
+        named = {"method": self.method.name, **self.method.settings}
         return Report(named, str(self.model.dtype).removeprefix("torch."), str(self.model.device), findings)
 
     @property

@@ -11,7 +11,7 @@ import time
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from typing import Any, Protocol
 
 import torch
@@ -57,7 +57,7 @@ class Skipstone:
 
     @property
     def settings(self) -> dict[str, Any]:
-        return asdict(self.method)
+        return self.method.settings
 
     def generate(self, model: PreTrainedModel, prompt: Tensor, options: dict[str, Any], seed: int) -> Emitted:
         stats, tokens, first = Stats(), [], None

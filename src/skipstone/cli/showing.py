@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import sys
-from dataclasses import asdict
 from typing import Any
 
 from rich.color import ColorSystem
@@ -83,14 +82,14 @@ def tell(options: Options, job: Job, method: Method, run: Run, comparison: Compa
 
 def spelled(method: Method) -> dict[str, Any]:
     """A method as --speculative-config would ask for it."""
-    return {"method": method.name, **asdict(method)}
+    return {"method": method.name, **method.settings}
 
 
 def figures(job: Job, method: Method, run: Run) -> list[str]:
     """The run in two or three lines."""
     stats = run.stats
     turns = max(stats.turns, 1)
-    settings = " ".join(f"{name}={value}" for name, value in asdict(method).items())
+    settings = " ".join(f"{name}={value}" for name, value in method.settings.items())
     pace = len(run.tokens) / run.seconds if run.seconds else 0.0
     lines = [
         f"{method.name}{' ' if settings else ''}{settings}: {'' if method.lossless else 'lossy, '}"

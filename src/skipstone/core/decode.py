@@ -13,11 +13,10 @@ from itertools import pairwise
 import torch
 
 from skipstone.core.sampling import Scores
-from skipstone.core.session import Request, Session
+from skipstone.core.session import PREFILL_CHUNK, Request, Session
 from skipstone.core.stats import Stats
 from skipstone.core.types import Draft, RowVerdict, Step, Verdict
 
-PREFILL_CHUNK = 512
 NOTHING = RowVerdict([], [], "", 0, 0)  # of a row that took no part
 
 Recorder = Callable[[Step, Draft, Scores, list[RowVerdict]], None]

@@ -14,6 +14,11 @@ def on_device(values: Sequence[Any], device: torch.device, dtype: torch.dtype | 
     return torch.tensor(values, dtype=dtype).to(device, non_blocking=True)
 
 
+def across(tensor: Tensor, device: torch.device) -> Tensor:
+    """A tensor on another device. Only the way to the host waits: what it would read is not there before."""
+    return tensor.to(device, non_blocking=device.type != "cpu")
+
+
 def readable(tensor: Tensor) -> bool:
     """Whether reading a value of the tensor costs nothing. On an accelerator it would wait for all that is under way."""
     return tensor.device.type == "cpu"

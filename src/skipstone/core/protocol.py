@@ -7,7 +7,7 @@ The loop knows methods only through this file and `Session`. A method is also th
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from typing import Any, ClassVar, Literal, Self
 
 from torch import LongTensor, Tensor
@@ -42,6 +42,16 @@ class Method:
     def lossless(self) -> bool:
         """Whether the text (or its law) is the target's own."""
         return True
+
+    @property
+    def settings(self) -> dict[str, Any]:
+        """The hyper-parameters by name, as plain JSON values: a model that was given as an object is called what it is."""
+        values = {field.name: getattr(self, field.name) for field in fields(self)}
+        plain = (str, int, float, bool, tuple, list, dict, type(None))
+        return {
+            name: one if isinstance(one, plain) else getattr(one, "name_or_path", "") or type(one).__name__
+            for name, one in values.items()
+        }
 
     def completed(self, default: Any) -> Self:
         """This method with the fields that it leaves to the model, from a model's default (`generation_config.skipstone`)."""

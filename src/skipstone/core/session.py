@@ -19,6 +19,8 @@ from skipstone.core.model import Frontier, LayeredModel
 from skipstone.core.sampling import Sampler, Sampling, Scores
 from skipstone.core.types import Draft, RowVerdict, Verdict
 
+PREFILL_CHUNK = 512
+"""Prompt tokens that a row runs in one pass, unless told."""
 Criterion = Callable[[Tensor, None], Tensor]
 """A transformers StoppingCriteria: (ids [1, T], None) -> bool tensor [1]."""
 
@@ -106,6 +108,10 @@ class Session:
         self.store.length[row] = 0
         self.sampler.release(row)
 
+    def resume(self, row: int, tokens: Tensor) -> None:
+        """Run further committed tokens [T] of a row, T >= 1, in the prefills that follow: its store had fallen behind."""
+        self._waiting[row] = tokens
+
     def prefill(self, chunk: int) -> tuple[Scores | None, list[int]]:
         """Run up to `chunk` prompt tokens of each of the first waiting rows.
 
@@ -182,17 +188,21 @@ class Session:
         position = on_device(self.store.length, self.model.device) + 1
         return Scores(draft.frontier.finish(), self.sampler, position, list(self.alive))
 
+    def waived(self, draft: Draft, scores: Scores) -> Tensor | None:
+        """Draft tokens [B, n] bool that are accepted whatever the acceptance rule says; None, always, of a lossless method."""
+        return None
+
     def verify(self, draft: Draft, scores: Scores) -> Verdict:
         """Apply the acceptance rule: `leviathan` for drafts drawn at random, `match` for all others."""
-        noise = self.sampler.noise
+        noise, waived = self.sampler.noise, self.waived(draft, scores)
         if draft.q is not None:
             everywhere = scores.everywhere()
             p = scores.p if everywhere is None else everywhere
-            return verify.leviathan(draft, p, scores.position, noise)
+            return verify.leviathan(draft, p, scores.position, noise, waived)
         picks = scores.picks()
         if picks is not None:
-            return verify.match_greedy(draft, picks)
-        return verify.match(draft, scores.p, scores.position, noise)
+            return verify.match_greedy(draft, picks, waived)
+        return verify.match(draft, scores.p, scores.position, noise, waived)
 
     def commit(self, draft: Draft | None, verdicts: list[RowVerdict]) -> None:
         """Take over what was decided: move lengths, compact tree paths, remember the last token. Nothing is cloned.

@@ -30,7 +30,7 @@ class Draft:
     source, exit_layer: [B, n] int64 and confidence: [B, n] float, for reports only.
     draft_steps: [B] int64, passes of the drafter each row took part in; None means one per token that may be accepted.
     levels: most nodes on one path, where the builder of a tree knows; None means as many as there are nodes.
-    Law: no two valid siblings carry the same token.
+    Law: no two siblings that may be accepted carry the same token.
     """
 
     tokens: Tensor
@@ -74,6 +74,9 @@ class Draft:
                 parent = int(self.parents[row, node])
                 assert -1 <= parent < node, f"node {node} of row {row} has parent {parent}"
                 assert parent < 0 or bool(self.valid[row, parent]), "a valid node has a valid parent"
+                if not self.offered[row, node]:
+                    continue
+                assert parent < 0 or bool(self.offered[row, parent]), "what may be accepted hangs on what may be accepted"
                 key = (parent, int(self.tokens[row, node]))
                 assert key not in seen, f"siblings of row {row} share token {key[1]}"
                 seen.add(key)
@@ -86,12 +89,14 @@ class Verdict:
     path: [B, n] int64, the accepted nodes in order (only the first `accepted` entries of a row mean anything).
     tokens: [B, n+1] int64, the accepted tokens followed by the recovered or bonus token.
     accepted: [B] int64. overruled: [B] int64, tokens accepted against the target's own choice (AdaSD), or None.
+    notes: [B, k] int64, what else a method wants on the host: it travels with the verdict, in the same transfer.
     """
 
     path: Tensor
     tokens: Tensor
     accepted: Tensor
     overruled: Tensor | None = None
+    notes: Tensor | None = None
 
     @property
     def next_token(self) -> Tensor:
@@ -110,10 +115,12 @@ class Verdict:
         overruled = torch.zeros_like(drafted) if self.overruled is None else self.overruled[:, None]
         passes = drafted if draft.draft_steps is None else draft.draft_steps[:, None]
         columns = [self.accepted[:, None], drafted, passes, nodes, offered, overruled, self.path, self.tokens]
+        columns += [] if self.notes is None else [self.notes]
         verdicts = []
         for accepted, count, steps, scored, more, against, *rest in torch.cat(columns, dim=1).tolist():
-            path, tokens = rest[:accepted], rest[width : width + accepted + 1]
-            verdicts.append(RowVerdict(path, tokens, "recovered" if more else "bonus", count, against, scored, steps))
+            path, tokens, notes = rest[:accepted], rest[width : width + accepted + 1], rest[2 * width + 1 :]
+            final = "recovered" if more else "bonus"
+            verdicts.append(RowVerdict(path, tokens, final, count, against, scored, steps, notes=notes))
         return verdicts
 
 
@@ -123,7 +130,7 @@ class RowVerdict:
 
     path: accepted nodes. tokens: committed tokens, accepted ones first. final: what the token after the accepted ones is.
     drafted: draft tokens that could be accepted. nodes: draft tokens scored. draft_steps: passes of the drafter. finished: set
-    by the stopping rules.
+    by the stopping rules. notes: those of the verdict.
     """
 
     path: list[int]
@@ -134,6 +141,7 @@ class RowVerdict:
     nodes: int = 0
     draft_steps: int = 0
     finished: bool = False
+    notes: list[int] = field(default_factory=list)
 
     def cut(self, kept: int) -> None:
         """Keep the first `kept` tokens only."""

@@ -24,13 +24,16 @@ Rows that do not walk any more may be answered with anything: their path is no r
 """
 
 
-def match(draft: Draft, p: Probability, position: Tensor, noise: Noise) -> Verdict:
+def match(draft: Draft, p: Probability, position: Tensor, noise: Noise, waived: Tensor | None = None) -> Verdict:
     """Draw x from p at the root; while x is a child of the current node, move there and draw again.
 
-    position: [B], the position the first new token will have. Same seed, same text as plain sampling.
+    position: [B], the position the first new token will have. Same seed, same text as plain sampling. waived: [B, n] bool,
+    tokens of a chain that are accepted whatever x is, where the walk gets to them; None: none.
     """
     rows, width = draft.tokens.shape
+    assert waived is None or draft.parents is None, "only tokens of a chain can be waived"
     node = draft.tokens.new_full((rows,), -1)
+    overruled = None if waived is None else torch.zeros_like(node)
     walking = torch.ones_like(node, dtype=torch.bool)
     accepted, path, tokens = torch.zeros_like(node), [], []
     chain = torch.arange(width, device=node.device) - 1
@@ -39,6 +42,9 @@ def match(draft: Draft, p: Probability, position: Tensor, noise: Noise) -> Verdi
     for depth in range(levels + 1):
         so_far = torch.stack(tokens, 1) if tokens else node.new_empty((rows, 0))
         x = noise.draw(p(node, so_far, walking), position + depth, TARGET)
+        if waived is not None and overruled is not None and depth < width:
+            against = walking & waived[:, depth] & draft.offered[:, depth] & (draft.tokens[:, depth] != x)
+            x, overruled = torch.where(against, draft.tokens[:, depth], x), overruled + against
         tokens.append(x)
         if depth == levels:
             break
@@ -50,18 +56,20 @@ def match(draft: Draft, p: Probability, position: Tensor, noise: Noise) -> Verdi
         accepted = accepted + walking
         if _idle(walking):
             break
-    return _verdict(path, tokens, accepted, width)
+    verdict = _verdict(path, tokens, accepted, width)
+    verdict.overruled = overruled
+    return verdict
 
 
-def match_greedy(draft: Draft, picks: Tensor) -> Verdict:
+def match_greedy(draft: Draft, picks: Tensor, waived: Tensor | None = None) -> Verdict:
     """`match` at T = 0 with the target's picks already known: picks [B, n+1] int64, the root's first."""
     rows, width = draft.tokens.shape
-    if draft.parents is None and draft.candidate is None:
+    if draft.parents is None and draft.candidate is None and waived is None:
         same = (draft.tokens == picks[:, :-1]) & draft.valid
         accepted = same.long().cumprod(1).sum(1) if width else torch.zeros_like(picks[:, 0])
         path = torch.arange(width, device=picks.device).expand(rows, width)
         return Verdict(path, picks, accepted)
-    return match(draft, lambda node, *_: picks.gather(1, node[:, None] + 1), picks[:, 0], _PICKED)
+    return match(draft, lambda node, *_: picks.gather(1, node[:, None] + 1), picks[:, 0], _PICKED, waived)
 
 
 class _Picked(Noise):
@@ -72,26 +80,30 @@ class _Picked(Noise):
 _PICKED = _Picked(torch.zeros(1, dtype=torch.long))
 
 
-def leviathan(draft: Draft, p: Probability | Tensor, position: Tensor, noise: Noise) -> Verdict:
+def leviathan(draft: Draft, p: Probability | Tensor, position: Tensor, noise: Noise, waived: Tensor | None = None) -> Verdict:
     """Accept each draft token x with probability min(1, p(x) / q(x)); at the first rejection draw from the residual
     norm(max(0, p - q)), after a full acceptance from p.
 
     draft: a chain with q [B, n, V]. p: after every node [B, n+1, V], the root first, or a function that is asked node by node
-    as the walk gets there. position: [B], the position the first new token will have.
+    as the walk gets there. position: [B], the position the first new token will have. waived: [B, n] bool, tokens that are
+    accepted whatever the rule says, where the walk gets to them; None: none.
     """
     assert draft.q is not None, "leviathan wants the distributions the draft was drawn from"
     assert draft.parents is None, "leviathan wants a chain"
     rows, width = draft.tokens.shape
     q = one_hot_where(draft)
+    free = torch.zeros_like(draft.valid) if waived is None else waived & draft.offered
     if isinstance(p, Tensor):
-        accepted = _passes(draft, p[:, :-1], q, 0, position, noise).long().cumprod(1).sum(1)
+        passed = _passes(draft, p[:, :-1], q, 0, position, noise)
+        accepted = (passed | free).long().cumprod(1).sum(1)
         target = p[torch.arange(rows, device=p.device), accepted]
     else:
         walking = torch.ones(rows, dtype=torch.bool, device=draft.tokens.device)
         accepted = draft.tokens.new_zeros(rows)
-        target = p(accepted - 1, draft.tokens[:, :0], walking)
+        target, passed = p(accepted - 1, draft.tokens[:, :0], walking), torch.ones_like(draft.valid)
         for depth in range(width):
-            walking = walking & _passes(draft, target[:, None], q, depth, position, noise)[:, 0]
+            passed[:, depth] = _passes(draft, target[:, None], q, depth, position, noise)[:, 0]
+            walking = walking & (passed[:, depth] | free[:, depth])
             accepted = accepted + walking
             if _idle(walking):
                 break
@@ -103,7 +115,8 @@ def leviathan(draft: Draft, p: Probability | Tensor, position: Tensor, noise: No
     last = noise.draw(rest, position + accepted, TARGET)
     tokens = torch.cat([draft.tokens, torch.zeros_like(last)[:, None]], 1).scatter(1, accepted[:, None], last[:, None])
     path = torch.arange(width, device=tokens.device).expand(rows, width)
-    return Verdict(path, tokens, accepted)
+    overruled = None if waived is None else (~passed & (path < accepted[:, None])).sum(1)
+    return Verdict(path, tokens, accepted, overruled)
 
 
 def _passes(draft: Draft, p: Tensor, q: Tensor, first: int, position: Tensor, noise: Noise) -> Tensor:
@@ -142,6 +155,16 @@ def js_distance(p: Tensor, q: Tensor) -> Tensor:
     """Square root of the Jensen-Shannon divergence in bits, over the last dimension; in [0, 1]."""
     divergence = entropy((p + q) / 2) - (entropy(p) + entropy(q)) / 2
     return divergence.clamp(0, 1).sqrt()
+
+
+def entropy_of(logits: Tensor) -> Tensor:
+    """`entropy` in bits of softmax(logits), over the last dimension."""
+    return entropy(logits.softmax(-1))
+
+
+def js_distance_of(one: Tensor, other: Tensor) -> Tensor:
+    """`js_distance` of softmax(one) and softmax(other), over the last dimension."""
+    return js_distance(one.softmax(-1), other.softmax(-1))
 
 
 def _idle(walking: Tensor) -> bool:

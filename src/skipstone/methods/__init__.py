@@ -10,10 +10,15 @@ from typing import Any
 from skipstone.core.fields import OWN_FIELD
 from skipstone.core.protocol import Method
 from skipstone.methods.adadecode import AdaDecode
+from skipstone.methods.adasd import AdaSD
 from skipstone.methods.autoregressive import Autoregressive
 from skipstone.methods.early_exit import EarlyExit
+from skipstone.methods.jacobi import Jacobi
 from skipstone.methods.layerskip import LayerSkip
+from skipstone.methods.lookahead import Lookahead
+from skipstone.methods.prompt_lookup import PromptLookup
 from skipstone.methods.self_speculative import SelfSpeculative
+from skipstone.methods.speculative import Speculative
 from skipstone.methods.swift import Swift
 
 METHODS: dict[str, type[Method]] = {
@@ -23,6 +28,11 @@ METHODS: dict[str, type[Method]] = {
     "swift": Swift,
     "self_speculative": SelfSpeculative,
     "adadecode": AdaDecode,
+    "speculative": Speculative,
+    "adasd": AdaSD,
+    "prompt_lookup": PromptLookup,
+    "jacobi": Jacobi,
+    "lookahead": Lookahead,
 }
 
 

@@ -28,10 +28,14 @@ def cross_entropy(head: Head, hidden: Tensor, targets: Tensor, chunk: int = CHUN
     return torch.stack([_recomputed(_cross_entropy, head, states, own) for states, own in parts]).sum()
 
 
-def divergence(head: Head, hidden: Tensor, last: Tensor, targets: Tensor, chunk: int = CHUNK) -> Tensor:
-    """Sum of KL(g(last) || g(hidden)) where targets are not IGNORED, float32 or wider. last, the teacher, gets no gradient."""
+def divergence(
+    head: Head, hidden: Tensor, last: Tensor, targets: Tensor, chunk: int = CHUNK, teacher: Head | None = None
+) -> Tensor:
+    """Sum of KL(g(last) || g(hidden)) where targets are not IGNORED, float32 or wider. last, [N, d'], the teacher's, gets no
+    gradient; teacher: its g(.), where it is another model."""
+    own = head if teacher is None else teacher
     parts = zip(hidden.split(chunk), last.split(chunk), targets.split(chunk), strict=True)
-    return torch.stack([_recomputed(_divergence, head, states, top, own) for states, top, own in parts]).sum()
+    return torch.stack([_recomputed(_divergence, head, states, own, top, wanted) for states, top, wanted in parts]).sum()
 
 
 def _recomputed(function: Callable[..., Tensor], *args: object) -> Tensor:
@@ -51,9 +55,9 @@ def _cross_entropy(head: Head, hidden: Tensor, targets: Tensor) -> Tensor:
     return F.cross_entropy(_logits(head, hidden), targets, ignore_index=IGNORED, reduction="sum")
 
 
-def _divergence(head: Head, hidden: Tensor, last: Tensor, targets: Tensor) -> Tensor:
+def _divergence(head: Head, hidden: Tensor, own: Head, last: Tensor, targets: Tensor) -> Tensor:
     with torch.no_grad():
-        teacher = _logits(head, last).log_softmax(-1)
+        teacher = _logits(own, last).log_softmax(-1)
     student = _logits(head, hidden).log_softmax(-1)
     each = F.kl_div(student, teacher, reduction="none", log_target=True).sum(-1)
     return (each * (targets != IGNORED)).sum()

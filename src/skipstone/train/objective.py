@@ -35,7 +35,11 @@ class Stack:
 
     def logits(self, hidden: Tensor) -> Tensor:
         """g(.): [..., d] -> [..., V]."""
-        return self.family.logits(self.head(self.family.finish(self.decoder, hidden)), self.causal.config)
+        return self.projected(self.family.finish(self.decoder, hidden))
+
+    def projected(self, normed: Tensor) -> Tensor:
+        """LM head and what the family does after it, of states after the final norm: [..., d] -> [..., V]."""
+        return self.family.logits(self.head(normed), self.causal.config)
 
     @contextmanager
     def recorded(self, wanted: Callable[[int], bool], rows: Callable[[int], list[int] | None]) -> Iterator[dict[int, Tensor]]:
@@ -69,12 +73,23 @@ class Objective:
     """LayerSkip's loss for one model. `step` and `micro` must be set before every forward: optimiser step, and forward passes
     so far within the run (they differ under gradient accumulation).
 
-    steps: T of the whole run. seed: of the layer dropout. chunk: positions whose logits exist at once. ValueError for a model
-    or a run that the recipe does not cover.
+    steps: T of the whole run. seed: of the layer dropout. chunk: positions whose logits exist at once. teacher: a frozen model
+    of the same vocabulary whose distribution takes the place of the labels (distillation). ValueError for a model or a run that
+    the recipe does not cover.
     """
 
-    def __init__(self, model: PreTrainedModel, recipe: LayerSkipRecipe, steps: int, seed: int, chunk: int = CHUNK) -> None:
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        recipe: LayerSkipRecipe,
+        steps: int,
+        seed: int,
+        chunk: int = CHUNK,
+        teacher: PreTrainedModel | None = None,
+    ) -> None:
         self.stack, self.recipe, self.steps, self.seed, self.chunk = Stack(model), recipe, steps, seed, chunk
+        self.teacher = None if teacher is None else Stack(teacher)
+        self._taught: Tensor | None = None
         self.layers = len(self.stack.layers)
         recipe.check(self.layers, steps)
         if chunk < 1:
@@ -129,6 +144,10 @@ class Objective:
         active = self.recipe.exits.active(self.step, self.layers, self.steps)
         with self.stack.recorded(active.__getitem__, lambda layer: None if kept is None else kept[layer]) as states:
             self.stack.decoder(input_ids=ids, attention_mask=mask, **{**kwargs, "use_cache": False})
+        if self.teacher is not None:
+            with torch.no_grad():
+                output = self.teacher.decoder(input_ids=ids, attention_mask=mask, **{**kwargs, "use_cache": False})
+            self._taught = output.last_hidden_state.flatten(0, 1)
         targets = shifted(labels).flatten()
         count = (targets != IGNORED).sum().clamp(min=1) if predicted is None else predicted
         flat = {layer: state.flatten(0, 1) for layer, state in states.items()}
@@ -141,21 +160,25 @@ class Objective:
     def _towards_labels(self, states: dict[int, Tensor], targets: Tensor) -> Tensor:
         """The paper's loss: sum of e~(t, l) CE over the active exits, summed over tokens."""
         weights = self.recipe.exits.weights(self.step, self.layers, self.steps)
-        losses = {
-            layer: cross_entropy(self.stack.logits, states[layer], targets, self.chunk) for layer in states if weights[layer]
-        }
+        losses = {layer: self._wrong(states[layer], targets) for layer in states if weights[layer]}
         self._keep(losses.get(self.layers - 1), None)
         return torch.stack([weights[layer] * loss for layer, loss in losses.items()]).sum()
 
     def _towards_last(self, states: dict[int, Tensor], targets: Tensor) -> Tensor:
-        """Ours: CE of the last layer + kl_weight x the mean divergence of the active exits from it, summed over tokens."""
+        """Ours: the loss of the last layer + kl_weight x the mean divergence of the active exits from it, summed."""
         last = states.pop(self.layers - 1)
-        total = cross_entropy(self.stack.logits, last, targets, self.chunk)
+        total = self._wrong(last, targets)
         apart = [divergence(self.stack.logits, state, last, targets, self.chunk) for state in states.values()]
         mean = torch.stack(apart).mean() if apart else None
         self._keep(total, mean)
         weight = self.recipe.exits.kl_weight
         return total if mean is None or weight is None else total + weight * mean
+
+    def _wrong(self, hidden: Tensor, targets: Tensor) -> Tensor:
+        """How far states [N, d] are from what they should say, summed: cross-entropy, or divergence from the teacher."""
+        if self.teacher is None or self._taught is None:
+            return cross_entropy(self.stack.logits, hidden, targets, self.chunk)
+        return divergence(self.stack.logits, hidden, self._taught, targets, self.chunk, self.teacher.projected)
 
     def _keep(self, last: Tensor | None, apart: Tensor | None) -> None:
         """What the log tells apart; read only when something is logged."""

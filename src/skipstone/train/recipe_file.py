@@ -65,7 +65,8 @@ class Data(Part):
 
 class Recipe(Part):
     """A training run. preset: where dropout, exits and schedule come from unless given (recipe.PRESETS). training: fields of
-    transformers' TrainingArguments and of LayerSkipArguments. decoding: the trained model's `generation_config.skipstone`.
+    transformers' TrainingArguments and of LayerSkipArguments. teacher: a model (folder or hub id) whose distribution takes the
+    place of the labels: the way to a draft model. decoding: the trained model's `generation_config.skipstone`.
     dtype: what the finished model's weights are saved in; they are trained in float32."""
 
     output: str = Field(min_length=1)
@@ -76,6 +77,7 @@ class Recipe(Part):
     dropout: dict[str, Any] = Field(default_factory=dict)
     exits: dict[str, Any] = Field(default_factory=dict)
     training: dict[str, Any] = Field(default_factory=dict)
+    teacher: str | None = None
     decoding: dict[str, Any] = Field(default_factory=dict)
     dtype: Literal["float32", "bfloat16", "float16"] = "float32"
     seed: int = Field(default=0, ge=0)

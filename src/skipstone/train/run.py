@@ -5,7 +5,6 @@
 
 from __future__ import annotations
 
-import difflib
 import json
 import os
 import shutil
@@ -14,11 +13,8 @@ from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 
-import torch
-from huggingface_hub.errors import StrictDataclassError
 from safetensors import SafetensorError
 from transformers import (
-    CONFIG_MAPPING,
     AutoConfig,
     AutoModelForCausalLM,
     GenerationConfig,
@@ -29,15 +25,16 @@ from transformers import (
 
 from skipstone.core.fields import OWN_FIELD
 from skipstone.core.model import LayeredModel
-from skipstone.loading import load_model, load_tokenizer
+from skipstone.loading import load_tokenizer
 from skipstone.methods import resolve
-from skipstone.train import checkpoint
+from skipstone.methods.profiles import fingerprint as weights_of
+from skipstone.train import checkpoint, start
 from skipstone.train.arguments import LayerSkipArguments
 from skipstone.train.data import Plan, Prepared, Rows, prepare
 from skipstone.train.documents import Document, collect, deduplicate, fingerprint, split
 from skipstone.train.metrics import Curves, JsonLog, Progress
 from skipstone.train.recipe_file import Recipe, arguments, read
-from skipstone.train.tokenizer import check_fits, train_bpe
+from skipstone.train.tokenizer import train_bpe
 from skipstone.train.trainer import LayerSkipTrainer, check
 
 TOKENIZER = "tokenizer"
@@ -45,7 +42,6 @@ CACHE = "data"
 MODEL = "model"
 ADAPTER = "adapter"
 MADE_FROM = "made_from.json"
-SPECIAL = ("bos", "eos", "pad")
 
 Say = Callable[[str], None]
 
@@ -68,7 +64,8 @@ def run(path: Path, output: Path | None = None, fresh: bool = False, data_dir: P
     documents = collect(recipe.data.sources, path.parent)
     with settings.main_process_first(local=False):
         tokenizer = _tokenizer(recipe, documents, path.parent, folder)
-    model = _model(recipe, path.parent, tokenizer)
+    model = start.model(recipe, path.parent, tokenizer)
+    teacher = start.teacher(recipe, path.parent, tokenizer, model)
     check(model, settings)  # before the data, which take time
     _check_length(recipe.data.length, model)
     if recipe.decoding:
@@ -79,7 +76,7 @@ def run(path: Path, output: Path | None = None, fresh: bool = False, data_dir: P
         raise ValueError("training.eval_strategy asks for evaluations, but nothing is held out that fills a row")
     trained = sum(p.numel() for p in model.parameters() if p.requires_grad)
     say("\n".join([*_told(prepared), f"{trained / 1e6:.1f} M parameters to train"]))
-    trainer = _trainer(recipe, model, settings, prepared, folder)
+    trainer = _trainer(recipe, model, settings, prepared, folder, teacher)
     last = _last(trainer, folder)
     if last is None or not (folder / MODEL).is_dir():
         _train(trainer, say)
@@ -97,8 +94,8 @@ def _started(recipe: Recipe, path: Path, data_dir: Path | None, say: Say) -> Rec
     if recipe.model.recipe is None:
         return recipe
     model = run(path.parent / recipe.model.recipe, data_dir=data_dir, say=say)
-    start = recipe.model.model_copy(update={"pretrained": str(model.absolute()), "recipe": None})
-    return recipe.model_copy(update={"model": start})
+    begun = recipe.model.model_copy(update={"pretrained": str(model.absolute()), "recipe": None})
+    return recipe.model_copy(update={"model": begun})
 
 
 def _nothing(text: str) -> None:
@@ -132,8 +129,11 @@ def _told(prepared: Prepared) -> list[str]:
     ]
 
 
-def _trainer(recipe: Recipe, model: Any, settings: LayerSkipArguments, prepared: Prepared, folder: Path) -> LayerSkipTrainer:
-    start = {"pretrained": recipe.model.pretrained, "lora": recipe.model.lora}
+def _trainer(
+    recipe: Recipe, model: Any, settings: LayerSkipArguments, prepared: Prepared, folder: Path, teacher: Any
+) -> LayerSkipTrainer:
+    taught = None if teacher is None else weights_of(teacher)
+    begun = {"pretrained": recipe.model.pretrained, "lora": recipe.model.lora, "teacher": taught}
     trainer = LayerSkipTrainer(
         model,
         settings,
@@ -141,8 +141,9 @@ def _trainer(recipe: Recipe, model: Any, settings: LayerSkipArguments, prepared:
         eval_dataset={name: Rows(own[: recipe.data.eval_rows]) for name, own in prepared.held_out.items()} or None,
         fingerprint={
             "data": prepared.report["sha256"],
-            **{key: value for key, value in start.items() if value is not None},  # a config is part of every fingerprint
+            **{key: value for key, value in begun.items() if value is not None},  # a config is part of every fingerprint
         },
+        teacher=teacher,
         callbacks=[JsonLog(folder / "metrics.jsonl"), Curves(folder / "curves.png")],
     )
     for callback in (ProgressCallback, PrinterCallback):  # these print every log entry as it is, on stdout
@@ -156,9 +157,9 @@ def _last(trainer: LayerSkipTrainer, folder: Path) -> Path | None:
     return last if last is not None and checkpoint.verify(last, trainer.fingerprint) >= trainer.args.max_steps else None
 
 
-def _as_wished(recipe: Recipe, start: Any, folder: Path) -> bool:
+def _as_wished(recipe: Recipe, first: Any, folder: Path) -> bool:
     """Whether the finished model has the recipe's dtype and decoding defaults (or those that it started with)."""
-    wished = recipe.decoding or getattr(start.generation_config, OWN_FIELD, None)
+    wished = recipe.decoding or getattr(first.generation_config, OWN_FIELD, None)
     found = getattr(GenerationConfig.from_pretrained(folder), OWN_FIELD, None)
     return found == wished and str(AutoConfig.from_pretrained(folder).dtype) == f"torch.{recipe.dtype}"
 
@@ -187,7 +188,7 @@ def _tokenizer(recipe: Recipe, documents: list[Document], base: Path, folder: Pa
     """The run's tokenizer. A new one is trained on the training documents once and kept in the run's folder."""
     source = recipe.tokenizer.pretrained or (None if recipe.tokenizer.vocab_size else recipe.model.pretrained)
     if source is not None:
-        return load_tokenizer(_beside(source, base))
+        return load_tokenizer(start.beside(source, base))
     if recipe.tokenizer.vocab_size is None:
         raise ValueError("a model from scratch needs tokenizer.pretrained or tokenizer.vocab_size")
     own = {"vocab_size": recipe.tokenizer.vocab_size, "held_out": recipe.data.held_out, "seed": recipe.seed}
@@ -204,55 +205,6 @@ def _tokenizer(recipe: Recipe, documents: list[Document], base: Path, folder: Pa
             train_bpe(train, recipe.tokenizer.vocab_size).save_pretrained(made)
             (made / MADE_FROM).write_text(json.dumps(wish), encoding="utf-8")
     return load_tokenizer(kept)
-
-
-def _beside(name: str, base: Path) -> str:
-    """A folder beside the recipe, or the name as it is: of another folder or on the hub."""
-    return str(base / name) if (base / name).is_dir() else name
-
-
-def _model(recipe: Recipe, base: Path, tokenizer: PreTrainedTokenizerBase) -> Any:
-    """The model at the first step, in float32."""
-    torch.manual_seed(recipe.seed)
-    if recipe.model.pretrained is not None:
-        model: Any = load_model(_beside(recipe.model.pretrained, base), dtype=torch.float32)
-    else:
-        assert recipe.model.config is not None
-        model = AutoModelForCausalLM.from_config(_config(recipe.model.config, tokenizer), dtype=torch.float32)
-    check_fits(tokenizer, model.config)
-    return model if recipe.model.lora is None else _adapted(model, recipe.model.lora)
-
-
-def _config(given: dict[str, Any], tokenizer: PreTrainedTokenizerBase) -> Any:
-    """ValueError for settings that the family does not have: transformers would take them and do nothing with them."""
-    settings = {**given}
-    kind = settings.pop("model_type", None)
-    if not isinstance(kind, str) or kind not in CONFIG_MAPPING:
-        raise ValueError(f"model.config needs a model_type that transformers knows, for example llama, found {kind!r}")
-    if dtype := settings.keys() & {"dtype", "torch_dtype"}:
-        raise ValueError(f"model.config.{min(dtype)}: weights are trained in float32; training.bf16 computes in bfloat16")
-    plain = CONFIG_MAPPING[kind]()
-    older = {"rope_theta", "rope_scaling", "partial_rotary_factor"}  # spellings that become rope_parameters
-    if unknown := [name for name in settings if not hasattr(plain, name) and name not in older]:
-        near = difflib.get_close_matches(unknown[0], plain.to_dict(), 1)
-        raise ValueError(f"unknown model.config setting {unknown[0]!r} for {kind}" + (f": is it {near[0]}?" if near else ""))
-    ids = {"vocab_size": len(tokenizer)} | {f"{name}_token_id": getattr(tokenizer, f"{name}_token_id") for name in SPECIAL}
-    try:
-        return AutoConfig.for_model(kind, **{**ids, **settings})
-    except (StrictDataclassError, TypeError, ArithmeticError) as error:
-        raise ValueError(f"model.config: {error}") from error
-
-
-def _adapted(model: Any, lora: dict[str, Any]) -> Any:
-    """The model with trainable adapters; its own weights are frozen."""
-    try:
-        from peft import LoraConfig, get_peft_model
-    except ImportError as error:
-        raise ImportError('model.lora needs peft: pip install "skipstone[train]"') from error
-    try:
-        return get_peft_model(model, LoraConfig(**{"task_type": "CAUSAL_LM", **lora}))
-    except TypeError as error:
-        raise ValueError(f"model.lora: {error}; expected fields of PEFT's LoraConfig") from error
 
 
 def _save(

@@ -38,6 +38,7 @@ class LayerSkipTrainer(Trainer):
 
     train_dataset: items with input_ids and labels [T], labels IGNORED (-100) where nothing is learned. eval_dataset: the same,
     or a dict of several. fingerprint: what else a run must have in common with a checkpoint to resume from it (hashes of data).
+    teacher: a frozen model of the same vocabulary to learn from instead of the labels.
     `train(resume_from_checkpoint=True)` resumes from the latest checkpoint, or starts where there is none.
     """
 
@@ -51,6 +52,7 @@ class LayerSkipTrainer(Trainer):
         args: LayerSkipArguments,
         *more: Any,
         fingerprint: dict[str, Any] | None = None,
+        teacher: PreTrainedModel | None = None,
         **options: Any,
     ) -> None:
         if not isinstance(args, LayerSkipArguments):
@@ -58,6 +60,9 @@ class LayerSkipTrainer(Trainer):
         super().__init__(model, args, *more, **options)
         self._refuse()
         self.recipe = check(self.model, args)
+        self._teacher: Any = teacher
+        if teacher is not None:
+            self._teacher.to(args.device).eval().requires_grad_(False)
         # of the installed forward, whatever the model's own is like: it takes num_items_in_batch, and shifts labels
         self.model_accepts_loss_kwargs = self._loss_shifts_labels = True
         own = {
@@ -95,7 +100,8 @@ class LayerSkipTrainer(Trainer):
         checkpoints with those that are there."""
         self._resumed, self._tally = self._source(resume_from_checkpoint), Tally()
         source = None if self._resumed is None else str(self._resumed)
-        self.objective = Objective(self.model, self.recipe, self._steps(), self.args.seed, self.args.loss_chunk)
+        chunk = self.args.loss_chunk
+        self.objective = Objective(self.model, self.recipe, self._steps(), self.args.seed, chunk, self._teacher)
         with self.objective.installed():
             return super().train(source, trial, ignore_keys_for_eval)
 

@@ -1,0 +1,177 @@
+"""AdaSD: Adaptive Speculative Decoding for Efficient Language Model Inference
+(Lu, Hong & Liu, 2025, arXiv 2512.11280), section 4, appendices A and B.
+
+A draft model drafts until the entropy of its newest token is above that of the drafts that were rejected so far; the target
+keeps a draft token where its distribution is near the draft model's, nearer than half-way between what was kept and what was
+rejected so far, or else where the ordinary rule keeps it. Neither threshold is set by anyone.
+
+The second threshold keeps tokens that the target would not have said: this method may change the text (`lossless` is False).
+`relaxed=False` leaves it out and is exact (the paper's Gen-Only), `adaptive_length=False` leaves the first one out
+(Verify-Only).
+
+Our reading, where the paper is silent: what is far is judged by the ordinary rule; a threshold without data is none; the means
+are a request's own; entropy and distance are of what processors leave, at temperature 1, before top-k and its kin.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from skipstone.core.model import LayeredModel
+from skipstone.core.protocol import Method, RejectionRule, whole_number
+from skipstone.core.sampling import Scores
+from skipstone.core.session import Request, Session
+from skipstone.core.types import Draft, RowVerdict, Verdict
+from skipstone.core.verify import entropy_of, js_distance_of
+from skipstone.methods import draft_model as draft_models
+from skipstone.methods import states
+from skipstone.methods.drafting import DraftingSession
+from skipstone.methods.thresholds import GenerationThreshold, Ledger, Variant, VerificationThreshold
+
+
+@dataclass(frozen=True)
+class AdaSD(Method):
+    """draft_model: a folder, a hub id, a bundled name or a model, with the target's vocabulary; None is the bundled one where
+    there is one of the target's vocabulary.
+
+    max_window: most drafts a step. relaxed: keep drafts whose distribution is near the target's (section 4.4; lossy).
+    adaptive_length: stop drafting at an uncertain token (section 4.3). fixed_window: drafts a step without adaptive_length.
+    variant: A, B or C of appendix B, of how near is near enough. draft_device: where a named draft model is loaded, where the
+    target is if none is given. draft_dtype: in what, the target's if none is given. rejection_sample_method: the ordinary rule,
+    "standard" or "coupled" (drafts are drawn from the target's own noise).
+    """
+
+    name: ClassVar[str] = "adasd"
+    by_model: ClassVar[tuple[str, ...]] = ("draft_model",)
+    aliases: ClassVar[dict[str, str]] = {
+        "model": "draft_model",
+        "assistant_model": "draft_model",
+        "num_speculative_tokens": "max_window",
+        "num_assistant_tokens": "max_window",
+    }
+    if_few_accepted: ClassVar[str] = (
+        "An acceptance rate that low says that the draft model does not suit the target or the text."
+    )
+
+    draft_model: str | PreTrainedModel | None = None
+    max_window: int = 20
+    relaxed: bool = True
+    adaptive_length: bool = True
+    fixed_window: int = 5
+    variant: Variant | None = None
+    draft_device: str | None = None
+    draft_dtype: str | None = None
+    rejection_sample_method: RejectionRule = "standard"
+
+    @property
+    def lossless(self) -> bool:
+        return not self.relaxed
+
+    @property
+    def window(self) -> int:
+        """Most drafts a step."""
+        return self.max_window if self.adaptive_length else self.fixed_window
+
+    def check(self, model: LayeredModel) -> None:
+        for name in ("max_window", "fixed_window"):
+            whole_number(name, getattr(self, name), 1)
+        for name in ("relaxed", "adaptive_length"):
+            if not isinstance(getattr(self, name), bool):
+                raise ValueError(f"{name} must be true or false, found {getattr(self, name)!r}")
+        if self.variant not in (None, "A", "B", "C"):
+            raise ValueError(f"variant must be A, B, C or none, found {self.variant!r}")
+        if self.variant is not None and not self.relaxed:
+            raise ValueError("a variant says how near is near enough: it goes with relaxed=True")
+        if self.rejection_sample_method not in ("standard", "coupled"):
+            raise ValueError(f'rejection_sample_method must be "standard" or "coupled", found {self.rejection_sample_method!r}')
+        self._helper(model)
+
+    def _helper(self, model: LayeredModel) -> draft_models.DraftModel:
+        return draft_models.of(self.draft_model, model, self.draft_device, self.draft_dtype)
+
+    def report(self, model: PreTrainedModel) -> dict[str, Any]:
+        return states.known(self, model)
+
+    def start(self, model: LayeredModel, rows: int, capacity: int, state: Any = None) -> Session:
+        ledger = state or states.of(self, model, rows, None, lambda: Ledger(model.device))
+        return AdaSDSession(self, model, self._helper(model), rows, capacity, ledger)
+
+
+class AdaSDSession(DraftingSession):
+    """Drafts and verifies by thresholds that every row sets for itself. ledger: the figures of all requests, for reports."""
+
+    def __init__(
+        self, method: AdaSD, model: LayeredModel, helper: draft_models.DraftModel, rows: int, capacity: int, ledger: Ledger
+    ) -> None:
+        super().__init__(model, helper, rows, capacity, coupled=method.rejection_sample_method == "coupled")
+        self.method, self.ledger = method, ledger
+        self.enough = GenerationThreshold(rows, model.device)
+        self.near = VerificationThreshold(rows, model.device, method.variant)
+        self._said: list[Tensor] = []
+        self._entropies: list[Tensor] = []
+        self._distances: Tensor | None = None
+
+    def admit(self, row: int, request: Request) -> None:
+        super().admit(row, request)
+        self.enough.reset(row)
+        self.near.reset(row)
+
+    def draft(self, limit: list[int]) -> Draft:
+        """Generation: until a token is more uncertain than those that were rejected, or the window is full."""
+        self._said, self._entropies, self._distances = [], [], None
+        return self.chain([min(self.method.window, allowed) for allowed in limit], self._observe)
+
+    def _observe(self, scores: Tensor) -> tuple[Tensor | None, Tensor | None]:
+        if self.method.relaxed:
+            self._said.append(scores)
+        if not self.method.adaptive_length:
+            return None, None
+        self._entropies.append(entropy_of(scores))
+        return None, self._entropies[-1] <= self.enough.value
+
+    def waived(self, draft: Draft, scores: Scores) -> Tensor | None:
+        """Verification: where the two distributions are near enough, the token stands, whatever it is."""
+        if not self.method.relaxed or not draft.width:
+            return None
+        self._distances = js_distance_of(self._processed(draft, scores), torch.stack(self._said, 1))
+        return self._distances < self.near.value[:, None]
+
+    def _processed(self, draft: Draft, scores: Scores) -> Tensor:
+        """What the target says before every draft token, [B, n, V], after processors, which saw these texts while drafting."""
+        raw = scores.logits[:, :-1]
+        if not self.sampler.processed:
+            return raw
+        valid = draft.valid.tolist()
+        places = [
+            self.sampler.process(raw[:, place], draft.tokens[:, :place], [row[place] for row in valid])
+            for place in range(draft.width)
+        ]
+        return torch.stack(places, 1)
+
+    def verify(self, draft: Draft, scores: Scores) -> Verdict:
+        verdict = super().verify(draft, scores)
+        if draft.width:
+            self._update(draft, verdict)
+        return verdict
+
+    def _update(self, draft: Draft, verdict: Verdict) -> None:
+        """Update: what was accepted, and the first that was not; what follows counts in neither."""
+        place, end = torch.arange(draft.width, device=draft.tokens.device), verdict.accepted[:, None]
+        accepted, rejected = place < end, (place == end) & draft.valid
+        if self._distances is not None:
+            self.ledger.distances(self._distances, accepted, rejected, self.near.value)
+            self.near.add(self._distances, accepted, rejected)
+        if self._entropies:
+            entropies = torch.stack(self._entropies, 1)
+            self.ledger.entropies(entropies, accepted, rejected, self.enough.value)
+            self.enough.add(entropies, rejected)
+
+    def commit(self, draft: Draft | None, verdicts: list[RowVerdict]) -> None:
+        super().commit(draft, verdicts)
+        if draft is not None:
+            self.ledger.add(verdicts)

@@ -1,0 +1,89 @@
+"""Accelerating Transformer Inference for Translation via Parallel Decoding
+(Santilli et al., ACL 2023, arXiv 2305.10427), section 3.1: Jacobi decoding, in blocks.
+
+A block of guesses stands behind the text. Every pass computes the target's token at all places at once; guesses that agree from
+the first on are the text, and what the pass said at the later places is the next block of guesses, until they agree too.
+
+The guesses are a chain draft and `match` commits them, so sampled texts are exact as well. Our reading: new guesses are the
+target's likeliest tokens at every temperature; where none is left, and at first, they are tokens of the prompt, drawn by the
+row's seed.
+"""
+
+from __future__ import annotations
+
+import random
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor
+
+from skipstone.core.host import on_device
+from skipstone.core.model import LayeredModel
+from skipstone.core.protocol import Method, whole_number
+from skipstone.core.sampling import Scores
+from skipstone.core.session import Request, Session
+from skipstone.core.types import Draft, RowVerdict, Verdict
+
+
+@dataclass(frozen=True)
+class Jacobi(Method):
+    """block: guesses that every pass refines."""
+
+    name: ClassVar[str] = "jacobi"
+    aliases: ClassVar[dict[str, str]] = {"num_speculative_tokens": "block"}
+    if_few_accepted: ClassVar[str] = "Guesses of Jacobi decoding are rarely right before their turn; lookahead keeps them."
+
+    block: int = 16
+
+    def check(self, model: LayeredModel) -> None:
+        whole_number("block", self.block, 1)
+
+    def start(self, model: LayeredModel, rows: int, capacity: int, state: Any = None) -> Session:
+        return JacobiSession(self, model, rows, capacity)
+
+
+class JacobiSession(Session):
+    """guesses: [B, block], of what follows the last committed token. They never leave the device."""
+
+    def __init__(self, method: Jacobi, model: LayeredModel, rows: int, capacity: int) -> None:
+        super().__init__(model, rows, capacity)
+        self.block = method.block
+        self._first = [[0] * self.block for _ in range(rows)]
+        self.guesses = on_device(self._first, model.device)
+        self._said: Tensor | None = None
+
+    def admit(self, row: int, request: Request) -> None:
+        super().admit(row, request)
+        words = request.prompt.tolist()
+        dice = random.Random(request.sampling.seed)
+        self._first[row] = [dice.choice(words) for _ in range(self.block)]
+        fresh = on_device([at == row for at in range(self.rows)], self.model.device)[:, None]
+        self.guesses = torch.where(fresh, on_device(self._first, self.model.device), self.guesses)
+
+    def draft(self, limit: list[int]) -> Draft:
+        """The block, as far as there is room."""
+        most = [min(self.block, allowed) if alive else 0 for allowed, alive in zip(limit, self.alive, strict=True)]
+        width, frontier = max(most), self.frontier(most)
+        if not width:
+            return Draft.empty(self.rows, self.model.device, frontier)
+        tokens = self.guesses[:, :width]
+        valid = torch.arange(width, device=tokens.device) < on_device(most, tokens.device)[:, None]
+        frontier.append(tokens, None if min(most) == width else valid)
+        return Draft(tokens, valid, frontier)
+
+    def verify(self, draft: Draft, scores: Scores) -> Verdict:
+        self._said = scores.logits.argmax(-1)
+        return super().verify(draft, scores)
+
+    def commit(self, draft: Draft | None, verdicts: list[RowVerdict]) -> None:
+        super().commit(draft, verdicts)
+        if draft is None or self._said is None:
+            return
+        # what was said at the places behind the committed ones; then tokens of the prompt
+        said, device = self._said, self.model.device
+        begin = on_device([len(verdict.tokens) for verdict in verdicts], device)[:, None]
+        end = on_device([verdict.drafted + 1 for verdict in verdicts], device)[:, None]
+        place = begin + torch.arange(self.block, device=device)
+        known = said.gather(1, place.clamp(max=said.shape[1] - 1))
+        self.guesses = torch.where(place < end, known, on_device(self._first, device))

@@ -1,0 +1,150 @@
+"""Break the Sequential Dependency of LLM Inference Using Lookahead Decoding
+(Fu, Bailis, Stoica & Zhang, ICML 2024, arXiv 2402.02057), section 3 and Algorithm 2.
+
+Every pass does two things at once, under one mask. The lookahead branch refines W guesses of what follows, as Jacobi decoding
+does, and keeps the last N - 1 versions of each: read downwards, W n-grams of N tokens that the model itself wrote. The
+verification branch tries n-grams that begin with the last committed token. Both are one tree: the window's first row is a
+chain behind the last token, each later row hangs below the one before it, the tried n-grams are merged into a trie.
+
+The trie is verified by `match`, so sampled texts are exact too; nodes of the window are never accepted (`candidate`). The
+window moves by the target's likeliest tokens at every temperature. N-grams of the prompt are in the pool from the start.
+Deviation: all rows of the window have W tokens (the released code shortens the first one by one).
+"""
+
+from __future__ import annotations
+
+import random
+from collections import OrderedDict
+from dataclasses import dataclass, field
+from typing import Any, ClassVar
+
+from skipstone.core.model import LayeredModel
+from skipstone.core.protocol import Method, whole_number
+from skipstone.core.sampling import Scores
+from skipstone.core.session import Request, Session
+from skipstone.core.types import Draft, RowVerdict, Verdict
+from skipstone.methods.proposals import Nodes, ProposingSession
+
+
+@dataclass(frozen=True)
+class Lookahead(Method):
+    """window: W, guesses a pass refines.
+
+    ngram: N, tokens of an n-gram. guesses: G, n-grams that are kept, and tried, for each first token.
+    """
+
+    name: ClassVar[str] = "lookahead"
+    if_few_accepted: ClassVar[str] = "An acceptance rate that low says that the model's own n-grams do not come again."
+
+    window: int = 7
+    ngram: int = 5
+    guesses: int = 7
+
+    def check(self, model: LayeredModel) -> None:
+        whole_number("window", self.window, 1)
+        whole_number("ngram", self.ngram, 2)
+        whole_number("guesses", self.guesses, 1)
+
+    def start(self, model: LayeredModel, rows: int, capacity: int, state: Any = None) -> Session:
+        return LookaheadSession(self, model, rows, capacity)
+
+
+class Pool:
+    """N-grams by their first token, the `most` latest of each."""
+
+    def __init__(self, most: int) -> None:
+        self.most = most
+        self._kept: dict[int, OrderedDict[tuple[int, ...], None]] = {}
+
+    def add(self, gram: tuple[int, ...]) -> None:
+        """Keep an n-gram, the newest of its first token."""
+        kept = self._kept.setdefault(gram[0], OrderedDict())
+        kept[gram[1:]] = None
+        kept.move_to_end(gram[1:])
+        if len(kept) > self.most:
+            kept.popitem(last=False)
+
+    def after(self, token: int) -> list[tuple[int, ...]]:
+        """What may follow a token, the newest first."""
+        return list(reversed(self._kept.get(token, ())))
+
+
+@dataclass
+class Window:
+    """levels: up to N - 1 rows of W guesses, the oldest first. bottom: number of the last row's first node in this step's
+    tree; None where the window is not in it."""
+
+    levels: list[list[int]] = field(default_factory=list)
+    bottom: int | None = None
+
+    def hang(self, nodes: Nodes) -> None:
+        """Add the window to a row's tree."""
+        above: list[int] = []
+        for number, level in enumerate(self.levels):
+            self.bottom = len(nodes.tokens)
+            numbers: list[int] = []
+            for column, token in enumerate(level):
+                parent = above[column] if number else numbers[-1] if numbers else -1
+                numbers.append(nodes.add(token, parent, candidate=False))
+            above = numbers
+
+    def move(self, fresh: list[int], size: int, pool: Pool) -> None:
+        """Take over what the model said behind the last row. A full window gives its n-grams away and loses its oldest row."""
+        self.levels.append(fresh)
+        if len(self.levels) == size:
+            for gram in zip(*self.levels, strict=True):
+                pool.add(gram)
+            del self.levels[0]
+
+
+class LookaheadSession(ProposingSession):
+    """A window and a pool for every row."""
+
+    def __init__(self, method: Lookahead, model: LayeredModel, rows: int, capacity: int) -> None:
+        self.size, self.width = method.ngram, method.window
+        super().__init__(model, rows, capacity, scratch=(self.size - 1) * (method.window + method.guesses))
+        self.most = method.guesses
+        self.pools = [Pool(self.most) for _ in range(rows)]
+        self.windows = [Window() for _ in range(rows)]
+
+    def admit(self, row: int, request: Request) -> None:
+        super().admit(row, request)
+        words, pool = self.text[row], Pool(self.most)
+        for start in range(len(words) - self.size + 1):
+            pool.add(tuple(words[start : start + self.size]))
+        dice = random.Random(request.sampling.seed)
+        self.pools[row], self.windows[row] = pool, Window([[dice.choice(words) for _ in range(self.width)]])
+
+    def draft(self, limit: list[int]) -> Draft:
+        """Both branches of every row."""
+        rows = [self._nodes(row, allowed) for row, allowed in enumerate(limit)]
+        return self.propose(rows, tree=True, levels=self.size - 1)
+
+    def _nodes(self, row: int, allowed: int) -> Nodes:
+        nodes, window = Nodes(), self.windows[row]
+        window.bottom = None
+        if not self.alive[row] or not allowed:
+            return nodes
+        children: dict[tuple[int, int], int] = {}
+        for gram in self.pools[row].after(self.text[row][-1]):
+            parent = -1
+            for token in gram[:allowed]:
+                if (parent, token) not in children:
+                    children[parent, token] = nodes.add(token, parent)
+                parent = children[parent, token]
+        window.hang(nodes)
+        return nodes
+
+    def verify(self, draft: Draft, scores: Scores) -> Verdict:
+        verdict = super().verify(draft, scores)
+        verdict.notes = scores.logits.argmax(-1)
+        return verdict
+
+    def commit(self, draft: Draft | None, verdicts: list[RowVerdict]) -> None:
+        super().commit(draft, verdicts)
+        if draft is None:
+            return
+        for window, pool, verdict in zip(self.windows, self.pools, verdicts, strict=True):
+            if window.bottom is not None and verdict.notes:
+                fresh = verdict.notes[1 + window.bottom : 1 + window.bottom + self.width]
+                window.move(fresh, self.size, pool)

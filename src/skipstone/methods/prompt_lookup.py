@@ -1,0 +1,121 @@
+"""Prompt lookup decoding (Saxena, 2023, github.com/apoorvumang/prompt-lookup-decoding).
+
+The last tokens of the text stood somewhere in it before: what followed them there is the draft. No model drafts, so a draft
+costs its verification alone; it pays where answers repeat their prompts (editing, summaries, questions about a document).
+
+Deviations: of several places the latest, whose surroundings are likelier to be alike (`prefer="first"` takes the earliest, as
+transformers does); where what followed reaches the end of the text, it goes on with itself, so that a loop fills a draft.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, ClassVar, Literal
+
+from skipstone.core.model import LayeredModel
+from skipstone.core.protocol import Method, whole_number
+from skipstone.core.session import Request, Session
+from skipstone.core.types import Draft, RowVerdict
+from skipstone.methods.proposals import Nodes, ProposingSession
+
+Place = Literal["recent", "first"]
+
+
+@dataclass(frozen=True)
+class PromptLookup(Method):
+    """prompt_lookup_max: longest n-gram that is looked for, before shorter ones.
+
+    prompt_lookup_min: shortest. num_speculative_tokens: most drafts a step. prefer: of several places the most "recent" one or
+    the "first" (transformers' way).
+    """
+
+    name: ClassVar[str] = "prompt_lookup"
+    aliases: ClassVar[dict[str, str]] = {
+        "prompt_lookup_num_tokens": "num_speculative_tokens",
+        "max_matching_ngram_size": "prompt_lookup_max",
+    }
+    if_few_accepted: ClassVar[str] = "An acceptance rate that low says that this text does not repeat itself or its prompt."
+
+    prompt_lookup_max: int = 3
+    prompt_lookup_min: int = 1
+    num_speculative_tokens: int = 10
+    prefer: Place = "recent"
+
+    def check(self, model: LayeredModel) -> None:
+        for name in ("prompt_lookup_max", "prompt_lookup_min", "num_speculative_tokens"):
+            whole_number(name, getattr(self, name), 1)
+        if self.prompt_lookup_min > self.prompt_lookup_max:
+            raise ValueError(
+                f"prompt_lookup_min={self.prompt_lookup_min} is more than prompt_lookup_max={self.prompt_lookup_max}"
+            )
+        if self.prefer not in ("recent", "first"):
+            raise ValueError(f'prefer must be "recent" or "first", found {self.prefer!r}')
+
+    def start(self, model: LayeredModel, rows: int, capacity: int, state: Any = None) -> Session:
+        return PromptLookupSession(self, model, rows, capacity)
+
+
+class Index:
+    """Where every n-gram of a growing text was last (or first) followed by something: constant work for every new token."""
+
+    def __init__(self, shortest: int, longest: int, prefer: Place) -> None:
+        self.sizes = range(shortest, longest + 1)
+        self.first = prefer == "first"
+        self.text: list[int] = []
+        self._after: dict[tuple[int, ...], int] = {}
+
+    def extend(self, tokens: list[int]) -> None:
+        """More of the text."""
+        for token in tokens:
+            here = len(self.text)
+            for size in self.sizes:
+                if size > here:
+                    break
+                gram = tuple(self.text[here - size :])
+                if not self.first or gram not in self._after:
+                    self._after[gram] = here
+            self.text.append(token)
+
+    def find(self, most: int) -> list[int]:
+        """What followed the longest n-gram that ends the text and was there before, up to `most` tokens; [] for none."""
+        text = self.text
+        for size in reversed(self.sizes):
+            if size <= len(text) and (start := self._after.get(tuple(text[-size:]))) is not None:
+                found = text[start : start + most]
+                while not self.first and len(found) < most:
+                    found += found[: most - len(found)]
+                return found
+        return []
+
+
+class PromptLookupSession(ProposingSession):
+    """Chains out of the row's own text, which end before an end of sequence: what follows one belongs to another text."""
+
+    def __init__(self, method: PromptLookup, model: LayeredModel, rows: int, capacity: int) -> None:
+        super().__init__(model, rows, capacity)
+        self.method = method
+        self.index = [self._index() for _ in range(rows)]
+
+    def _index(self) -> Index:
+        method = self.method
+        return Index(method.prompt_lookup_min, method.prompt_lookup_max, method.prefer)
+
+    def admit(self, row: int, request: Request) -> None:
+        super().admit(row, request)
+        self.index[row] = self._index()
+        self.index[row].extend(self.text[row])
+
+    def draft(self, limit: list[int]) -> Draft:
+        """The best match of every row."""
+        return self.propose([self._nodes(row, allowed) for row, allowed in enumerate(limit)])
+
+    def _nodes(self, row: int, allowed: int) -> Nodes:
+        most = min(self.method.num_speculative_tokens, allowed)
+        found = self.index[row].find(most) if self.alive[row] and most else []
+        end = next((place for place, token in enumerate(found) if token in self.sampler.eos[row]), len(found))
+        return Nodes().chain(found[:end])
+
+    def commit(self, draft: Draft | None, verdicts: list[RowVerdict]) -> None:
+        super().commit(draft, verdicts)
+        for row, verdict in enumerate(verdicts):
+            self.index[row].extend(verdict.tokens)

@@ -1,0 +1,117 @@
+"""Fast Inference from Transformers via Speculative Decoding
+(Leviathan, Kalman & Matias, ICML 2023, arXiv 2211.17192), Algorithm 1.
+
+A smaller model with the same vocabulary drafts token by token; the target scores the whole draft in one pass and keeps what its
+own distribution bears (`core/verify.py`). The draft model keeps its own keys and values at the same positions.
+
+`schedule="constant"` with five tokens is AdaSD's baseline "Vanilla"; "heuristic" is transformers' schedule (two more after a
+draft that was accepted whole, one fewer after any other); "confidence" stops after a token that the draft model is unsure of,
+as transformers' assisted generation does.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, ClassVar, Literal
+
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from skipstone.core.model import LayeredModel
+from skipstone.core.protocol import Method, RejectionRule, whole_number
+from skipstone.core.session import Request, Session
+from skipstone.core.types import Draft, RowVerdict
+from skipstone.methods import draft_model as draft_models
+from skipstone.methods.chain import Confidence, check_threshold
+from skipstone.methods.drafting import DraftingSession
+
+Schedule = Literal["constant", "heuristic", "confidence"]
+MORE, FEWER = 2, 1
+"""What the heuristic schedule adds after a draft that was accepted whole, and takes away after any other."""
+SURE = 0.4
+"""transformers' `assistant_confidence_threshold`."""
+
+
+@dataclass(frozen=True)
+class Speculative(Method):
+    """draft_model: a folder, a hub id, a bundled name or a model, with the target's vocabulary; None is the bundled one where
+    there is one of the target's vocabulary.
+
+    num_speculative_tokens: drafts a step; with the heuristic schedule, of the first. schedule: constant, heuristic or
+    confidence. confidence_threshold: of the confidence schedule, stop after a token whose probability is below it; 0.4 where
+    none is given. draft_device: where a named draft model is loaded, where the target is if none is given. draft_dtype: in what,
+    the target's if none is given. rejection_sample_method: "standard" is the paper's rule; "coupled" draws drafts from the
+    target's own noise: same seed, same text as plain sampling.
+    """
+
+    name: ClassVar[str] = "speculative"
+    by_model: ClassVar[tuple[str, ...]] = ("draft_model",)
+    aliases: ClassVar[dict[str, str]] = {
+        "model": "draft_model",
+        "assistant_model": "draft_model",
+        "num_assistant_tokens": "num_speculative_tokens",
+        "num_assistant_tokens_schedule": "schedule",
+        "assistant_confidence_threshold": "confidence_threshold",
+    }
+    if_few_accepted: ClassVar[str] = (
+        "An acceptance rate that low says that the draft model does not suit the target or the text."
+    )
+
+    draft_model: str | PreTrainedModel | None = None
+    num_speculative_tokens: int = 5
+    schedule: Schedule = "constant"
+    confidence_threshold: float | Literal["adaptive"] | None = None
+    draft_device: str | None = None
+    draft_dtype: str | None = None
+    rejection_sample_method: RejectionRule = "standard"
+
+    def check(self, model: LayeredModel) -> None:
+        whole_number("num_speculative_tokens", self.num_speculative_tokens, 1)
+        if self.schedule not in ("constant", "heuristic", "confidence"):
+            raise ValueError(f'schedule must be "constant", "heuristic" or "confidence", found {self.schedule!r}')
+        check_threshold(self.confidence_threshold)
+        if self.confidence_threshold is not None and self.schedule != "confidence":
+            raise ValueError(f'confidence_threshold goes with schedule="confidence", found schedule="{self.schedule}"')
+        if self.rejection_sample_method not in ("standard", "coupled"):
+            raise ValueError(f'rejection_sample_method must be "standard" or "coupled", found {self.rejection_sample_method!r}')
+        self._helper(model)
+
+    def _helper(self, model: LayeredModel) -> draft_models.DraftModel:
+        return draft_models.of(self.draft_model, model, self.draft_device, self.draft_dtype)
+
+    def start(self, model: LayeredModel, rows: int, capacity: int, state: Any = None) -> Session:
+        return SpeculativeSession(self, model, self._helper(model), rows, capacity)
+
+
+class SpeculativeSession(DraftingSession):
+    """Chains of the draft model, as long as the schedule says."""
+
+    def __init__(
+        self, method: Speculative, model: LayeredModel, helper: draft_models.DraftModel, rows: int, capacity: int
+    ) -> None:
+        super().__init__(model, helper, rows, capacity, coupled=method.rejection_sample_method == "coupled")
+        self.most, self.heuristic = method.num_speculative_tokens, method.schedule == "heuristic"
+        self.wanted = [self.most] * rows
+        threshold = SURE if method.confidence_threshold is None else method.confidence_threshold
+        self.confidence = Confidence(threshold if method.schedule == "confidence" else None, rows, model.device, self.most)
+
+    def admit(self, row: int, request: Request) -> None:
+        super().admit(row, request)
+        self.wanted[row] = self.most
+        self.confidence.reset(row)
+
+    def draft(self, limit: list[int]) -> Draft:
+        """Lines 1 to 5: the draft model runs autoregressively."""
+        return self.chain([min(wanted, allowed) for wanted, allowed in zip(self.wanted, limit, strict=True)], self._observe)
+
+    def _observe(self, scores: Tensor) -> tuple[Tensor | None, Tensor | None]:
+        sure = self.confidence.of(scores)
+        return sure, self.confidence.keep(sure)
+
+    def commit(self, draft: Draft | None, verdicts: list[RowVerdict]) -> None:
+        super().commit(draft, verdicts)
+        self.confidence.update(verdicts)
+        for row, verdict in enumerate(verdicts):
+            if self.heuristic and verdict.draft_steps:
+                whole = len(verdict.path) == verdict.drafted
+                self.wanted[row] = self.wanted[row] + MORE if whole else max(1, self.wanted[row] - FEWER)
