@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import math
 from dataclasses import dataclass, field
 from statistics import mean
 from typing import Any
@@ -260,13 +259,18 @@ def test_a_waived_token_stands_where_the_walk_gets_to_it(lazily: bool, stochasti
         assert int(verdict.overruled) == against
 
 
-def test_entropy_and_distance_of_logits_are_scipys() -> None:
+@pytest.mark.parametrize("at_once", [1, 1100, 10**9])
+def test_entropy_and_distance_of_logits_are_scipys(at_once: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(verify, "CACHED", at_once)
     dice = torch.Generator().manual_seed(0)
     one, other = (torch.randn(4, 3, 500, generator=dice) * 4 for _ in range(2))
     other[0, 0] = one[0, 0]
     one[1, 1, 40:] = float("-inf")
     p, q = one.double().softmax(-1), other.double().softmax(-1)
     expected = jensenshannon(p, q, base=2, axis=-1)
-    assert verify.js_distance_of(one, other).double().numpy() == pytest.approx(expected, abs=2e-3)
-    assert verify.entropy_of(one).double().numpy() == pytest.approx(scipy_entropy(p, base=2, axis=-1), abs=1e-4)
-    assert math.isclose(float(verify.js_distance_of(one[0, 1], one[0, 1])), 0.0, abs_tol=1e-3)
+    said, entropies = verify.spread(other)
+    assert said.double().numpy() == pytest.approx(q.numpy(), abs=1e-6)
+    assert entropies.double().numpy() == pytest.approx(scipy_entropy(q, base=2, axis=-1), abs=1e-4)
+    assert verify.js_distances(one, said, entropies).double().numpy() == pytest.approx(expected, abs=2e-3)
+    assert verify.spread(one)[1].double().numpy() == pytest.approx(scipy_entropy(p, base=2, axis=-1), abs=1e-4)
+    assert torch.equal(verify.spread(other)[0], said), "nothing is written into what is given"

@@ -49,8 +49,8 @@ class Row:
     same_text: rules under which sampling gives the text of plain sampling with the same seeds ("standard" where drafts are
     deterministic). oracle: for a lossy method, the model whose text it should give. variant: a setting of a method that has a
     row already: one cell of the grid, all in the full product. learns: the drafter grows better, so that of a short text's
-    drafts all may be right. rare: it drafts what stood there before, which random models hardly ever say again: that some of
-    it is accepted is shown elsewhere.
+    drafts all may be right. rare: it drafts what stood there before, which random models hardly ever say again: where they do,
+    tests/test_lookups.py asks for drafts that were accepted, family by family.
     """
 
     make: Callable[[int, Any], Method]
@@ -145,7 +145,7 @@ def assert_not_vacuous(row: Row, output: Output) -> None:
     assert stats is not None
     if row.speculative:
         assert stats.drafted > 0
-        assert stats.accepted > 0, "no draft was ever accepted"
+        assert stats.accepted > 0 or row.rare, "no draft was ever accepted"
         few = row.learns and stats.drafted < 20
         assert stats.drafted > stats.accepted or few, "no draft was ever rejected"
     else:

@@ -122,6 +122,35 @@ def test_loss_and_all_gradients_equal_a_naive_reference(name: str, tied: bool) -
             assert_same(model, loss, naive(name, model, batch, step, kl) / count)
 
 
+@pytest.mark.parametrize(("name", "other"), [("llama", "gemma2"), ("gemma2", "opt_projected")])
+@pytest.mark.parametrize(
+    "exits", [EarlyExitLoss(0.0, "none", None), CE, TOWARDS_LAST], ids=["last alone", "exits", "towards the last"]
+)
+def test_a_teachers_distribution_takes_the_place_of_the_labels(name: str, other: str, exits: EarlyExitLoss) -> None:
+    """KL(teacher || student) at every place that predicts something; a teacher of another family and size, left as it is."""
+    model, teacher, batch = families.build(name).train(), families.build(other).eval().requires_grad_(False), inputs()
+    own = Objective(model, LayerSkipRecipe(PLAIN, exits), STEPS, SEED, 7, teacher)
+    own.step = 1
+    with own.installed():
+        loss = model(**batch).loss
+    given = {key: value for key, value in batch.items() if key != "labels"}
+    out = model(**given, output_hidden_states=True, use_cache=False)
+    logits = {layer: HEADS[name](model, out.hidden_states[layer + 1]) for layer in range(LAYERS - 1)} | {LAYERS - 1: out.logits}
+    kept = batch["labels"][:, 1:] != IGNORED
+    said = teacher(**given, use_cache=False).logits[:, :-1].log_softmax(-1)[kept]
+    p = {layer: each[:, :-1].log_softmax(-1)[kept] for layer, each in logits.items()}
+    wrong = {layer: (said.exp() * (said - each)).sum() for layer, each in p.items()}
+    if exits.kl_weight is None:
+        weights = exits.weights(1, LAYERS, STEPS)
+        expected = torch.stack([weight * wrong[layer] for layer, weight in enumerate(weights)]).sum()
+    else:
+        last, among = p[LAYERS - 1].detach(), [layer for layer in (1,) if layer in p]
+        apart = [(last.exp() * (last - p[layer])).sum() for layer in among]
+        expected = wrong[LAYERS - 1] + KL * sum(apart, torch.zeros(())) / len(apart)
+    assert_same(model, loss, expected / int(kept.sum()))
+    assert all(weight.grad is None for weight in teacher.parameters())
+
+
 @pytest.mark.parametrize("name", ["llama", "gpt2", "falcon", "gemma2", "qwen3_moe", "opt"])
 def test_with_dropped_rows_loss_and_gradients_are_those_of_each_row_alone(name: str) -> None:
     model, batch = build(name), inputs(4)

@@ -301,6 +301,38 @@ def test_a_recipe_goes_on_from_another_ones_model(tmp_path: Path, monkeypatch: p
     assert [line.endswith("nothing is left to train") for line in said if "finished" in line] == [True, True]
 
 
+def test_a_draft_model_learns_from_its_target(finished: Path, tmp_path: Path) -> None:
+    """A recipe with a teacher: the student comes nearer to it; a run with another teacher does not resume; a teacher of another
+    vocabulary is refused."""
+    target = finished.parent / "out" / "model"
+    vocabulary = {"pretrained": str(target)}
+    training = {"max_steps": 60, "per_device_train_batch_size": 8, "logging_steps": 20, "save_steps": 60, "learning_rate": 0.02}
+    path = recipe(
+        tmp_path,
+        teacher=str(target),
+        tokenizer=vocabulary,
+        training=training,
+        exits={"e_scale": 0.0, "curriculum": "none"},
+        dropout={"p_max": 0.0},
+    )
+    run(path, say=quiet)
+    found = losses(tmp_path / "out")
+    assert found[-1] < 0.5 * found[0], "in nats from the teacher, not from the text"
+    student = AutoModelForCausalLM.from_pretrained(tmp_path / "out" / "model")
+    teacher = AutoModelForCausalLM.from_pretrained(target)
+    ids = torch.randint(1, 200, (4, 16), generator=torch.Generator().manual_seed(0))
+    with torch.no_grad():
+        p, q = (model(ids).logits.log_softmax(-1) for model in (teacher, student))
+    assert float((p.exp() * (p - q)).sum(-1).mean()) < 0.5
+    values = yaml.safe_load(path.read_text())
+    path.write_text(yaml.safe_dump({**values, "teacher": str(tmp_path / "out" / "model")}))
+    with pytest.raises(ValueError, match="teacher"):
+        run(path, say=quiet)
+    own = recipe(tmp_path / "own", teacher=str(target), tokenizer={"vocab_size": 300})
+    with pytest.raises(ValueError, match="has another vocabulary: its distributions mean nothing to this model"):
+        run(own, say=quiet)
+
+
 def test_a_tokenizer_stays_the_same_wherever_the_documents_lie(finished: Path, tmp_path: Path) -> None:
     shutil.copytree(finished.parent, tmp_path / "moved")
     made = yaml.safe_load(finished.read_text())

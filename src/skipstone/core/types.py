@@ -76,7 +76,6 @@ class Draft:
                 assert parent < 0 or bool(self.valid[row, parent]), "a valid node has a valid parent"
                 if not self.offered[row, node]:
                     continue
-                assert parent < 0 or bool(self.offered[row, parent]), "what may be accepted hangs on what may be accepted"
                 key = (parent, int(self.tokens[row, node]))
                 assert key not in seen, f"siblings of row {row} share token {key[1]}"
                 seen.add(key)

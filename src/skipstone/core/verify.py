@@ -17,6 +17,8 @@ from skipstone.core import host
 from skipstone.core.noise import ACCEPT, TARGET, Noise, substream
 from skipstone.core.types import Draft, Verdict
 
+CACHED = 2**17
+"""Entries of distributions that a CPU works on at once where it has a choice."""
 Probability = Callable[[Tensor, Tensor, Tensor], Tensor]
 """(node [B], -1 for the root; tokens of the path so far [B, k]; walking [B] bool) -> p after that node [B, V].
 
@@ -157,14 +159,35 @@ def js_distance(p: Tensor, q: Tensor) -> Tensor:
     return divergence.clamp(0, 1).sqrt()
 
 
-def entropy_of(logits: Tensor) -> Tensor:
-    """`entropy` in bits of softmax(logits), over the last dimension."""
-    return entropy(logits.softmax(-1))
+def spread(logits: Tensor) -> tuple[Tensor, Tensor]:
+    """softmax(logits) and its `entropy` in bits. logits: [..., V]. Returns ([..., V], [...]).
+
+    H = log(sum of exp) - sum of p x: no second logarithm of every entry.
+    """
+    p = logits.softmax(-1)
+    total = logits.amax(-1) - p.amax(-1).log()
+    mean = torch.linalg.vecdot(p, logits.clamp_min(torch.finfo(logits.dtype).min))  # 0 times -inf is 0 here
+    return p, (total - mean).clamp_min(0) / math.log(2)
 
 
-def js_distance_of(one: Tensor, other: Tensor) -> Tensor:
-    """`js_distance` of softmax(one) and softmax(other), over the last dimension."""
-    return js_distance(one.softmax(-1), other.softmax(-1))
+def js_distances(logits: Tensor, q: Tensor, entropy_q: Tensor) -> Tensor:
+    """`js_distance` of softmax(logits) and q, whose entropy in bits is known. logits, q: [B, n, V]. Returns [B, n].
+
+    On a CPU a few distributions at a time, so that what is computed of them stays in its cache. In float32 with 128k entries
+    good to about 1e-3.
+    """
+    rows, width, size = logits.shape
+    step = max(1, CACHED // size) if host.readable(logits) else rows * width
+    parts = zip(logits.flatten(0, 1).split(step), q.flatten(0, 1).split(step), entropy_q.flatten().split(step), strict=True)
+    return torch.cat([_js_distances(*part) for part in parts]).view(rows, width)
+
+
+def _js_distances(logits: Tensor, q: Tensor, entropy_q: Tensor) -> Tensor:
+    p, entropy_p = spread(logits)
+    middle = p.add_(q).mul_(0.5)
+    logarithm = middle.clamp_min(torch.finfo(p.dtype).tiny).log_()
+    divergence = -torch.linalg.vecdot(middle, logarithm) / math.log(2) - (entropy_p + entropy_q) / 2
+    return divergence.clamp(0, 1).sqrt()
 
 
 def _idle(walking: Tensor) -> bool:

@@ -27,7 +27,7 @@ from skipstone.core.protocol import Method, RejectionRule, whole_number
 from skipstone.core.sampling import Scores
 from skipstone.core.session import Request, Session
 from skipstone.core.types import Draft, RowVerdict, Verdict
-from skipstone.core.verify import entropy_of, js_distance_of
+from skipstone.core.verify import js_distances, spread
 from skipstone.methods import draft_model as draft_models
 from skipstone.methods import states
 from skipstone.methods.drafting import DraftingSession
@@ -127,18 +127,18 @@ class AdaSDSession(DraftingSession):
         return self.chain([min(self.method.window, allowed) for allowed in limit], self._observe)
 
     def _observe(self, scores: Tensor) -> tuple[Tensor | None, Tensor | None]:
+        q, entropy = spread(scores)
         if self.method.relaxed:
-            self._said.append(scores)
-        if not self.method.adaptive_length:
-            return None, None
-        self._entropies.append(entropy_of(scores))
-        return None, self._entropies[-1] <= self.enough.value
+            self._said.append(q)
+        self._entropies.append(entropy)
+        return None, entropy <= self.enough.value if self.method.adaptive_length else None
 
     def waived(self, draft: Draft, scores: Scores) -> Tensor | None:
         """Verification: where the two distributions are near enough, the token stands, whatever it is."""
         if not self.method.relaxed or not draft.width:
             return None
-        self._distances = js_distance_of(self._processed(draft, scores), torch.stack(self._said, 1))
+        said, entropies = torch.stack(self._said, 1), torch.stack(self._entropies, 1)
+        self._distances = js_distances(self._processed(draft, scores), said, entropies)
         return self._distances < self.near.value[:, None]
 
     def _processed(self, draft: Draft, scores: Scores) -> Tensor:
@@ -166,10 +166,9 @@ class AdaSDSession(DraftingSession):
         if self._distances is not None:
             self.ledger.distances(self._distances, accepted, rejected, self.near.value)
             self.near.add(self._distances, accepted, rejected)
-        if self._entropies:
-            entropies = torch.stack(self._entropies, 1)
-            self.ledger.entropies(entropies, accepted, rejected, self.enough.value)
-            self.enough.add(entropies, rejected)
+        entropies = torch.stack(self._entropies, 1)
+        self.ledger.entropies(entropies, accepted, rejected, self.enough.value)
+        self.enough.add(entropies, rejected)
 
     def commit(self, draft: Draft | None, verdicts: list[RowVerdict]) -> None:
         super().commit(draft, verdicts)
