@@ -167,4 +167,4 @@ def test_a_draft_model_of_transformers_gives_the_same_text_and_gets_its_settings
 
 def test_every_peer_is_listed_under_its_name():
     assert all(kind.name == name for name, kind in PEERS.items())
-    assert {name for name, kind in PEERS.items() if kind.sampled} == {"hf-generate", "hf-generate-static"}
+    assert {name for name, kind in PEERS.items() if kind.sampled} == {"hf-generate", "hf-generate-static", "draft-alone"}

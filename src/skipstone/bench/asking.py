@@ -7,12 +7,14 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
 from skipstone.bench.dialogue import Conversation, Reader, Said, digest
 from skipstone.bench.figures import merged
 from skipstone.bench.journal import Line
+from skipstone.bench.likelihood import log_likelihood
 from skipstone.bench.measure import Measurement, Row, measure, rotated
 from skipstone.bench.plan import Plan, Question
 from skipstone.bench.statistics import repeated_share
@@ -66,9 +68,11 @@ class Answers:
     prompts: list[list[int]] = field(default_factory=list)
     texts: list[str] = field(default_factory=list)
     scores: list[dict[str, float]] = field(default_factory=list)
+    log_likelihood: float | None = None
 
     def report(self) -> dict[str, Any]:
-        """Plain JSON values. seconds, first_seconds, setup_seconds: summed over calls; repeated_share: weighed by tokens."""
+        """Plain JSON values. seconds, first_seconds, setup_seconds: summed over calls; repeated_share: weighed by tokens;
+        log_likelihood: of all tokens under the target, where that was asked for."""
         tokens = [token for m in self.measurements for token in m.tokens]
         looped = sum(
             repeated_share(prompt, m.tokens) * len(m.tokens) for prompt, m in zip(self.prompts, self.measurements, strict=True)
@@ -85,6 +89,7 @@ class Answers:
             "digests": [digest(m.tokens) for m in self.measurements],
             "repeated_share": looped / len(tokens) if tokens else 0.0,
             "memory": max(memory) if memory else None,
+            "log_likelihood": self.log_likelihood,
             "scores": self.scores,
             "texts": self.texts,
             "stats": merged(stats).summary() if stats else None,
@@ -121,6 +126,8 @@ def ask(model: PreTrainedModel, rows: Sequence[Row], one: Conversation, index: i
                 answers[row.name].texts.append(cell.reader.text(found.tokens))
             said.append(("" if one.ids is not None else one.turns[turn], answers[rows[0].name].texts[-1]))
     _score(answers, one, cell)
+    if not all(row.engine.lossless for row in rows):
+        _weigh(model, answers)
     return {
         "kind": "prompt",
         **cell.key(),
@@ -132,6 +139,19 @@ def ask(model: PreTrainedModel, rows: Sequence[Row], one: Conversation, index: i
         "cut": cut,
         "rows": {name: found.report() for name, found in answers.items()},
     }
+
+
+def _weigh(model: PreTrainedModel, answers: dict[str, Answers]) -> None:
+    """How likely the target finds every row's texts; the same text is asked for once."""
+    known: dict[str, float] = {}
+    for found in answers.values():
+        total = 0.0
+        for prompt, measured in zip(found.prompts, found.measurements, strict=True):
+            key = digest([*prompt, -1, *measured.tokens])
+            if key not in known:
+                known[key] = log_likelihood(model, torch.tensor(prompt), measured.tokens)
+            total += known[key]
+        found.log_likelihood = total
 
 
 def _score(answers: dict[str, Answers], one: Conversation, cell: Cell) -> None:

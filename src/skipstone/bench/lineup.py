@@ -128,7 +128,8 @@ def entrants(wishes: Sequence[Wish], model: PreTrainedModel, tune: bool) -> tupl
         else:
             for peer in peers:
                 peer.check(model)
-            found.append(Entrant(label(wish), name, tuple(peers), sampled=PEERS[name].sampled))
+            kind = PEERS[name]
+            found.append(Entrant(label(wish), name, tuple(peers), sampled=kind.sampled, lossless=kind.lossless))
     return found, refused
 
 

@@ -38,10 +38,13 @@ class Emitted:
 
 
 class Engine(Protocol):
-    """Something that decodes. settings: what to print of it."""
+    """Something that decodes. settings: what to print of it. lossless: its text is the model's own."""
 
     @property
     def settings(self) -> dict[str, Any]: ...
+
+    @property
+    def lossless(self) -> bool: ...
 
     def generate(self, model: PreTrainedModel, prompt: Tensor, options: dict[str, Any], seed: int) -> Emitted:
         """Continue a prompt [1, T] under options of `model.generate`. seed: for engines with random numbers of their own;
@@ -58,6 +61,10 @@ class Skipstone:
     @property
     def settings(self) -> dict[str, Any]:
         return self.method.settings
+
+    @property
+    def lossless(self) -> bool:
+        return self.method.lossless
 
     def generate(self, model: PreTrainedModel, prompt: Tensor, options: dict[str, Any], seed: int) -> Emitted:
         stats, tokens, first = Stats(), [], None
@@ -101,12 +108,13 @@ class Measurement:
 
 
 def growth(before: Mapping[str, Any], after: Mapping[str, Any]) -> dict[str, Any]:
-    """What was added to counts, whole numbers at any depth; others are left out, and what is new began at 0."""
+    """What was added to counts, whole numbers at any depth, and to what is called a sum; others are left out, and what is new
+    began at 0."""
     found: dict[str, Any] = {}
     for name, value in after.items():
         if isinstance(value, Mapping):
             found[name] = growth(before.get(name) or {}, value)
-        elif type(value) is int:
+        elif type(value) is int or name == "sum":
             found[name] = value - (before.get(name) or 0)
     return found
 

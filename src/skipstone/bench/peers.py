@@ -1,4 +1,4 @@
-"""What people use today: transformers' own decoding, as methods of the benchmark.
+"""What people use today: transformers' own decoding, as methods of the benchmark; and a draft model by itself.
 
 Traps (see the tests): `num_assistant_tokens` and `assistant_confidence_threshold` given to `generate` are ignored, they are
 read from the model's generation config; early exit leaves `config.num_hidden_layers` cut after an exception; families that do
@@ -19,20 +19,24 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel, StaticCache, StoppingCriteria, StoppingCriteriaList
 
-from skipstone.bench.measure import Emitted, synchronise
+from skipstone.assets import DRAFTS
+from skipstone.bench.measure import Emitted, Skipstone, neutral_defaults, synchronise
 from skipstone.core.model import LayeredModel
 from skipstone.core.protocol import whole_number
 from skipstone.loading import load_model
+from skipstone.methods import draft_model as draft_models
+from skipstone.methods.autoregressive import Autoregressive
 
 
 @dataclass(frozen=True)
 class Peer:
     """Base of transformers' ways of decoding; fields of subclasses are what can be set. sampled: it may sample too.
-    long_warm_up: it is to be warmed up with as many tokens as will be asked for."""
+    lossless: its text is the model's own. long_warm_up: it is to be warmed up with as many tokens as will be asked for."""
 
     name: ClassVar[str]
     sampled: ClassVar[bool] = True
     long_warm_up: ClassVar[bool] = False
+    lossless: ClassVar[bool] = True
 
     @property
     def settings(self) -> dict[str, Any]:
@@ -127,8 +131,8 @@ class HFEarlyExit(Peer):
 class HFAssisted(Peer):
     """`assistant_model`: transformers' speculative decoding with a draft model.
 
-    assistant: its folder or hub id. num_assistant_tokens: drafts a step, constant schedule. confidence_threshold: drafting
-    stops after a token whose probability is below it, 0 never stops.
+    assistant: its folder, hub id or bundled name. num_assistant_tokens: drafts a step, constant schedule. confidence_threshold:
+    drafting stops after a token whose probability is below it, 0 never stops.
     """
 
     name: ClassVar[str] = "hf-assisted"
@@ -149,6 +153,29 @@ class HFAssisted(Peer):
 
 
 @dataclass(frozen=True)
+class DraftAlone(Peer):
+    """The draft model without its target, decoded plainly by skipstone: how fast it is, and what its text is worth."""
+
+    name: ClassVar[str] = "draft-alone"
+    lossless: ClassVar[bool] = False
+
+    draft_model: str | None = None
+
+    def check(self, model: PreTrainedModel) -> None:
+        super().check(model)
+        self._helper(model)
+
+    def _helper(self, model: PreTrainedModel) -> Any:
+        return draft_models.of(self.draft_model, LayeredModel(model), None, None)
+
+    def generate(self, model: PreTrainedModel, prompt: Tensor, options: dict[str, Any], seed: int) -> Emitted:
+        helper = self._helper(model).model
+        stop: Any = model.generation_config
+        with neutral_defaults(helper, stop.eos_token_id is not None):
+            return Skipstone(Autoregressive()).generate(helper, prompt.to(helper.device), options, seed)
+
+
+@dataclass(frozen=True)
 class HFPromptLookup(Peer):
     """`prompt_lookup_num_tokens`: drafts are what followed the last n-gram earlier in the text (Saxena, 2023)."""
 
@@ -162,7 +189,7 @@ class HFPromptLookup(Peer):
 
 
 PEERS: dict[str, type[Peer]] = {
-    kind.name: kind for kind in (HFGenerate, HFGenerateStatic, HFEarlyExit, HFPromptLookup, HFAssisted)
+    kind.name: kind for kind in (HFGenerate, HFGenerateStatic, HFEarlyExit, HFPromptLookup, HFAssisted, DraftAlone)
 }
 
 
@@ -207,7 +234,7 @@ def drafting(config: Any, num_assistant_tokens: int, confidence_threshold: float
 @cache
 def _assistant(name: str, dtype: torch.dtype, device: str) -> PreTrainedModel:
     """The draft model, loaded once."""
-    return load_model(name, dtype=dtype, device=device)
+    return load_model(DRAFTS.get(name, name), dtype=dtype, device=device)
 
 
 @contextmanager

@@ -8,6 +8,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from skipstone.bench.cells import NONE, Table, interval, number
+from skipstone.bench.draft_models import by_draft_model
 from skipstone.bench.early_predictions import by_exit_head
 from skipstone.bench.figures import EARLY_EXIT, Group
 from skipstone.bench.layer_sets import by_layer_set
@@ -206,9 +207,13 @@ def by_exit(group: Group) -> Table:
 LAYOUTS = ("own", "layerskip", "swift", "adadecode", "adasd")
 
 
+def _parts(group: Group) -> tuple[Table, ...]:
+    return by_category(group), by_layer_set(group), by_exit_head(group), by_draft_model(group)
+
+
 def _of_group(group: Group, layout: Callable[[Group], Table]) -> list[Table]:
-    """A group's table and, where it has them, those of its categories, layer sets, exit heads and exits."""
-    found = [layout(group), *(table for table in (by_category(group), by_layer_set(group), by_exit_head(group)) if table.rows)]
+    """A group's table and, where it has them, those of its categories, layer sets, exit heads, draft models and exits."""
+    found = [layout(group), *(table for table in _parts(group) if table.rows)]
     return [*found, by_exit(group)] if group.exits else found
 
 
