@@ -12,6 +12,9 @@ from skipstone.core.host import on_device
 from skipstone.core.model import Frontier
 from skipstone.core.types import Draft, RowVerdict
 
+LOOK_EVERY = 4
+"""Passes on an accelerator between two looks at whether anybody drafts on."""
+
 
 class Chain:
     """A chain under construction.
@@ -65,6 +68,13 @@ class Chain:
             return False
         open_rows = self._going & (self._most > len(self.tokens))
         return not bool(open_rows.any())
+
+    def all_stopped(self) -> bool:
+        """On an accelerator, whether no row drafts on, asked after every LOOK_EVERY tokens: that waits for the device, and to
+        draft on unheard would cost more."""
+        if self._most.device.type == "cpu" or len(self.tokens) % LOOK_EVERY:
+            return False
+        return not any(self.open_rows())
 
     def draft(self, frontier: Frontier, exit_layer: int | None = None) -> Draft:
         """The finished chain. exit_layer: what all its tokens were drafted at, for reports."""

@@ -125,7 +125,8 @@ class DraftingSession(Session):
             noted, keep = observe(scores)
             valid = chain.add(token, q, noted)
             frontier.append(token[:, None], valid)
-            if chain.stop(keep, self.sampler.unfinished(token)) or place + 1 == chain.width:
+            stopped = chain.stop(keep, self.sampler.unfinished(token)) or (keep is not None and chain.all_stopped())
+            if stopped or place + 1 == chain.width:
                 break
             there = self.helper.device
             ahead.append(across(token[:, None], there), None if valid is None else across(valid, there))

@@ -11,9 +11,6 @@ from skipstone.core.skipping import SkipSet
 from skipstone.core.types import Draft, RowVerdict
 from skipstone.methods.chain import Chain, Confidence
 
-LOOK_EVERY = 4
-"""Passes on an accelerator between two looks at whether anybody drafts on."""
-
 Ranked = tuple[Tensor, Tensor]
 """(tokens [B, n, k] of every place, best first, the chain's being the first; which of them are possible [B, n, k] bool)."""
 
@@ -61,16 +58,9 @@ class SkippingSession(Session):
             possible.append(real)
             frontier.append(token[:, None], chain.add(token, None, sure))
             keep = self.confidence.keep(sure) if self.confidence.active else None
-            if chain.stop(keep, self.sampler.unfinished(token)) or self._all_stopped(chain, place):
+            if chain.stop(keep, self.sampler.unfinished(token)) or (self.confidence.active and chain.all_stopped()):
                 break
         return chain.draft(frontier), (torch.stack(ranked, 1), torch.stack(possible, 1)) if ranked else None
-
-    def _all_stopped(self, chain: Chain, place: int) -> bool:
-        """On an accelerator, whether no row drafts on, asked after every LOOK_EVERY passes: that waits for the device, and
-        drafting on unheard would cost more."""
-        if self.model.device.type == "cpu" or not self.confidence.active or place % LOOK_EVERY != LOOK_EVERY - 1:
-            return False
-        return not any(chain.open_rows())
 
     def commit(self, draft: Draft | None, verdicts: list[RowVerdict]) -> None:
         super().commit(draft, verdicts)
