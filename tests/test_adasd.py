@@ -256,7 +256,13 @@ def test_a_waived_token_stands_where_the_walk_gets_to_it(lazily: bool, stochasti
         count = int(verdict.accepted)
         assert verdict.tokens[0, : count + 1].tolist() == [*kept, final]
         assert verdict.overruled is not None
-        assert int(verdict.overruled) == against
+        assert int(verdict.overruled.sum()) == against
+        (row,) = verdict.tolist(draft)
+        assert (row.overruled, row.tokens) == (against, [*kept, final])
+        row.cut(2)
+        assert row.overruled == sum(place < 2 for place, token in enumerate(kept) if token != place + 1), (
+            "what is cut is not counted"
+        )
 
 
 @pytest.mark.parametrize("at_once", [1, 1100, 10**9])
@@ -274,3 +280,17 @@ def test_entropy_and_distance_of_logits_are_scipys(at_once: int, monkeypatch: py
     assert verify.js_distances(one, said, entropies).double().numpy() == pytest.approx(expected, abs=2e-3)
     assert verify.spread(one)[1].double().numpy() == pytest.approx(scipy_entropy(p, base=2, axis=-1), abs=1e-4)
     assert torch.equal(verify.spread(other)[0], said), "nothing is written into what is given"
+
+
+def test_with_a_large_vocabulary_and_an_offset_they_are_scipys_still() -> None:
+    """128k entries; logits of a model may all be large; a pair that hardly differs is far from 0 by rounding only."""
+    dice = torch.Generator().manual_seed(1)
+    one = torch.randn(1, 4, 128_256, generator=dice) * 3
+    noise = torch.tensor([0.0, 0.001, 0.05, 0.8])[None, :, None] * torch.randn(1, 4, 128_256, generator=dice)
+    for offset in (0.0, 20.0, 100.0):
+        said, entropies = verify.spread(one + noise + offset)
+        expected = jensenshannon(one.double().softmax(-1), (one + noise).double().softmax(-1), base=2, axis=-1)
+        assert entropies.double().numpy() == pytest.approx(
+            scipy_entropy((one + noise).double().softmax(-1), base=2, axis=-1), abs=1e-3
+        )
+        assert verify.js_distances(one + offset, said, entropies).double().numpy() == pytest.approx(expected, abs=3e-3)

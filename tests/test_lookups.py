@@ -13,6 +13,7 @@ from transformers.generation.candidate_generator import PromptLookupCandidateGen
 
 import skipstone
 from skipstone import Autoregressive, Jacobi, Lookahead, Method, PromptLookup
+from skipstone.core import host
 from skipstone.core.model import LayeredModel
 from skipstone.core.session import Request
 from skipstone.methods.lookahead import LookaheadSession, Pool, Window
@@ -98,6 +99,8 @@ def test_a_draft_ends_before_an_end_and_within_its_room(model: Any) -> None:
         index.extend(asked.tolist())
         session.index[0], session.alive[0] = index, True
         assert len(session._nodes(0, new - 2).tokens) == drafted, "7 and 8, for 9 is an end"
+        assert session._nodes(0, 1).tokens == [7]
+        assert session._nodes(0, 0).tokens == []
 
 
 def looping(model: Any, length: int = 40) -> torch.Tensor:
@@ -265,6 +268,19 @@ def test_the_prompts_n_grams_are_tried_at_once(model: Any) -> None:
     assert out.stats is not None
     assert out.stats.accepted > 0
     assert out.stats.verified_nodes > out.stats.drafted
+
+
+@pytest.mark.parametrize("method", [Lookahead(), Lookahead(1, 3, 1), Lookahead(3, 9, 2), Jacobi(), PromptLookup()], ids=str)
+@pytest.mark.parametrize("readable", [True, False])
+def test_up_to_the_last_position(method: Method, readable: bool, model: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A window reaches beyond what is left; also where nothing is asked of an accelerator."""
+    if not readable:
+        monkeypatch.setattr(host, "readable", lambda tensor: False)
+    asked = looping(model, 40).repeat(13)[:500]
+    for rows in ([asked], [asked, asked], [asked, asked[30:]]):
+        plain = skipstone.generate(model, families.padded(rows), Autoregressive(), max_new_tokens=12, do_sample=False)
+        out = skipstone.generate(model, families.padded(rows), method, max_new_tokens=12, do_sample=False)
+        assert out.new_tokens == plain.new_tokens
 
 
 IMPOSSIBLE: list[tuple[Method, str]] = [

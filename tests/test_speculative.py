@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import copy
+import gc
+import weakref
 from pathlib import Path
 from typing import Any
 
@@ -119,7 +121,7 @@ def test_steps_without_drafts_are_caught_up_with(model: Any, draft: Any) -> None
     limits, turn = decoder._limits, 0
     decoder._limits = lambda: [0 if turn % 5 else limits()[0], limits()[1]]  # type: ignore[method-assign]
     texts: list[list[int]] = [[], []]
-    behind = set()
+    behind: set[int] = set()
     while decoder.busy:
         turn += 1
         session: Any = decoder.session
@@ -128,12 +130,14 @@ def test_steps_without_drafts_are_caught_up_with(model: Any, draft: Any) -> None
                 behind.add(len(session.follower.text[row]) - session.follower.side.store.length[row])
         for row, tokens in enumerate(decoder.step().tokens):
             texts[row] += tokens
+            if session.alive[row]:
+                check_follower(session, row, session.follower.text[row])
     for row, other in enumerate(alone):
         mine: list[int] = []
         while other.busy:
             mine += other.step().tokens[0]
         assert mine == texts[row]
-    assert {1, 2} <= behind
+    assert {1, 2, 3, 4, 5} <= behind
 
 
 def test_probe_steps_let_it_fall_behind_and_it_catches_up(model: Any) -> None:
@@ -286,11 +290,13 @@ def test_pairs_that_cannot_be_are_one_sentence(tmp_path: Path, model: Any, draft
         )
         refused(make("no/such/folder"), "the draft model no/such/folder for .*target is not there", OSError)
         refused(make(), "no draft model for .*target: pass draft_model=")
-        refused(make(7), "draft_model must be a folder, a hub id, one of nano-draft or a model, found 7")
+        refused(make(7), "draft_model must be a folder, a hub id, one of nano-draft or a model of transformers, found 7")
         refused(make(draft, draft_device="cpu"), "one that is given as an object stays")
         refused(
             make(str(here), draft_dtype="int8"), "draft_dtype must be one of float32, bfloat16, float16 or none, found 'int8'"
         )
+    refused(Speculative(target.model), r"has no LM head \(LlamaModel\): load it with AutoModelForCausalLM")
+    refused(Speculative(draft_device=[]), "draft_device must be the name of a device or none")  # type: ignore[arg-type]
     refused(Speculative(draft, 0), "num_speculative_tokens must be at least 1, found 0")
     refused(Speculative(draft, schedule="linear"), "schedule must be", target=model)  # type: ignore[arg-type]
     refused(Speculative(draft, confidence_threshold=0.4), 'confidence_threshold goes with schedule="confidence"', target=model)
@@ -306,6 +312,28 @@ def test_settings_of_a_method_never_copy_a_model(draft: Any) -> None:
     assert found["draft_model"] == "LlamaForCausalLM"
     assert found["num_speculative_tokens"] == 5
     assert Speculative("a/b").settings["draft_model"] == "a/b"
+
+
+def test_ids_that_the_draft_model_does_not_have_are_no_matter(tmp_path: Path) -> None:
+    """The target's padding, in the prompt and in what is said."""
+    model, _ = skipstone.load(saved(tmp_path / "target", 97, 128, 4))
+    asked = torch.tensor([3, 120, 4, 127])
+    for wish in ({"do_sample": False}, {"do_sample": True, "temperature": 2.0, "seed": 3}):
+        options = {"max_new_tokens": 40, **wish}
+        method = Speculative(str(saved(tmp_path / "draft", 97, 97)), 3, rejection_sample_method="coupled")
+        out = skipstone.generate(model, asked, method, **options)
+        assert out.new_tokens == skipstone.generate(model, asked, "autoregressive", **options).new_tokens
+
+
+def test_a_method_keeps_no_model_alive(model: Any) -> None:
+    helper = near(model, 0.1)
+    alive = weakref.ref(helper)
+    out = skipstone.generate(model, prompt(9), AdaSD(helper), max_new_tokens=20)
+    assert out.stats is not None
+    assert AdaSD(helper).report(model)["drafted"] == out.stats.drafted > 0
+    del helper
+    gc.collect()
+    assert alive() is None
 
 
 def test_logits_of_a_draft_model_are_brought_to_the_targets_vocabulary() -> None:

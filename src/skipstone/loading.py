@@ -85,15 +85,20 @@ def load_tokenizer(name: str | Path, trust_remote_code: bool = False) -> PreTrai
     return AutoTokenizer.from_pretrained(_located(name), trust_remote_code=trust_remote_code)
 
 
-@lru_cache(maxsize=8)
 def vocabulary(name: str) -> dict[str, int] | None:
-    """Token -> id of a tokenizer that lies on this machine, in a folder or in the hub's cache; None where none does."""
+    """Token -> id of a tokenizer that lies on this machine, in a folder or in the hub's cache; None where none does, or it
+    would run code of its own."""
     if not name:
         return None
     try:
-        return dict(AutoTokenizer.from_pretrained(name, local_files_only=True).get_vocab())
-    except (OSError, ValueError, KeyError):
+        return _vocabulary(name)
+    except (OSError, ValueError, LookupError, TypeError, AttributeError):
         return None
+
+
+@lru_cache(maxsize=8)
+def _vocabulary(name: str) -> dict[str, int]:
+    return dict(AutoTokenizer.from_pretrained(name, local_files_only=True, trust_remote_code=False).get_vocab())
 
 
 def look_up(name: str | Path) -> None:

@@ -105,9 +105,21 @@ def figures(job: Job, method: Method, run: Run) -> list[str]:
         )
     else:
         lines.append(f"{stats.steps} steps; ms a step: {spent}")
+    if not method.lossless and stats.drafted:
+        near = ", ".join(f"{name} {value:.3f}" for name, value in distances(method, job).items())
+        lines.append(
+            f"{stats.overruled} of {len(run.tokens)} tokens overruled the model{near and '; mean JS distance: '}{near}"
+        )
     if job.sampled:
         lines.append(f"seed {job.seed}")
     return lines
+
+
+def distances(method: Method, job: Job) -> dict[str, float]:
+    """Mean Jensen-Shannon distances of accepted and rejected drafts, where the method knows them."""
+    known = method.report(job.model).get("means", {})
+    names = {"accepted": "distance_accepted", "rejected": "distance_rejected"}
+    return {name: known[one]["sum"] / known[one]["count"] for name, one in names.items() if known.get(one, {}).get("count")}
 
 
 def document(options: Options, job: Job, method: Method, run: Run, comparison: Comparison | None) -> dict[str, Any]:
@@ -119,6 +131,7 @@ def document(options: Options, job: Job, method: Method, run: Run, comparison: C
         "device": str(job.model.device),
         "method": spelled(method),
         "lossless": method.lossless,
+        **({} if method.lossless else {"mean_js_distance": distances(method, job)}),
         "decoding": {**job.options, "seed": job.seed if job.sampled else None},
         "prompt_tokens": job.ids.shape[1],
         "text": job.text(run.tokens),

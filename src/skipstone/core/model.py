@@ -210,8 +210,8 @@ class Frontier:
             assert start == 1, "a tree is appended in one piece, right after the root"
             self.parents, self._reach = parents, ancestors(parents)
             positions = self._base + self._reach.sum(-1) - 1
-            last = min(self._end, self.model.max_positions) - 1  # invalid nodes must not name positions that do not exist
-            self._positions = positions if self._uniform else positions.clamp(max=last)
+            last = min(self._end, self.model.max_positions) - 1  # nor nodes that nobody may accept
+            self._positions = positions.clamp(max=last)
         if valid is not None or self.valid is not None or self._alive is not None:
             self._extend_valid(start, stop - start, valid)
         self.width = stop

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, fields, replace
+from pathlib import Path
 from typing import Any, ClassVar, Literal, Self
 
 from torch import LongTensor, Tensor
@@ -48,10 +49,7 @@ class Method:
         """The hyper-parameters by name, as plain JSON values: a model that was given as an object is called what it is."""
         values = {field.name: getattr(self, field.name) for field in fields(self)}
         plain = (str, int, float, bool, tuple, list, dict, type(None))
-        return {
-            name: one if isinstance(one, plain) else getattr(one, "name_or_path", "") or type(one).__name__
-            for name, one in values.items()
-        }
+        return {name: one if isinstance(one, plain) else _called(one) for name, one in values.items()}
 
     def completed(self, default: Any) -> Self:
         """This method with the fields that it leaves to the model, from a model's default (`generation_config.skipstone`)."""
@@ -90,6 +88,10 @@ class Method:
         call = options.Call(model, input_ids, logits_processor, stopping_criteria, generation_config, seed, model_kwargs)
         output = generation.complete(self.completed(getattr(generation_config, OWN_FIELD, None)), call)
         return output if generation_config.return_dict_in_generate else output.sequences  # type: ignore[return-value]
+
+
+def _called(value: Any) -> str:
+    return str(value) if isinstance(value, Path) else getattr(value, "name_or_path", "") or type(value).__name__
 
 
 def layer_in_range(name: str, value: Any, model: LayeredModel) -> None:

@@ -87,7 +87,7 @@ class Verdict:
 
     path: [B, n] int64, the accepted nodes in order (only the first `accepted` entries of a row mean anything).
     tokens: [B, n+1] int64, the accepted tokens followed by the recovered or bonus token.
-    accepted: [B] int64. overruled: [B] int64, tokens accepted against the target's own choice (AdaSD), or None.
+    accepted: [B] int64. overruled: [B, n] bool, tokens accepted against the target's own choice (AdaSD), or None.
     notes: [B, k] int64, what else a method wants on the host: it travels with the verdict, in the same transfer.
     """
 
@@ -111,15 +111,18 @@ class Verdict:
             offered = torch.nn.functional.pad(draft.offered, (0, 1)).gather(1, self.accepted[:, None]).long()
         else:
             offered = (draft.offered & (draft.parents == last)).any(1, keepdim=True).long()
-        overruled = torch.zeros_like(drafted) if self.overruled is None else self.overruled[:, None]
         passes = drafted if draft.draft_steps is None else draft.draft_steps[:, None]
-        columns = [self.accepted[:, None], drafted, passes, nodes, offered, overruled, self.path, self.tokens]
+        columns = [self.accepted[:, None], drafted, passes, nodes, offered, self.path, self.tokens]
+        columns += [] if self.overruled is None else [self.overruled.long()]
         columns += [] if self.notes is None else [self.notes]
+        behind = 2 * width + 1
         verdicts = []
-        for accepted, count, steps, scored, more, against, *rest in torch.cat(columns, dim=1).tolist():
-            path, tokens, notes = rest[:accepted], rest[width : width + accepted + 1], rest[2 * width + 1 :]
-            final = "recovered" if more else "bonus"
-            verdicts.append(RowVerdict(path, tokens, final, count, against, scored, steps, notes=notes))
+        for accepted, count, steps, scored, more, *rest in torch.cat(columns, dim=1).tolist():
+            path, tokens, notes = rest[:accepted], rest[width : width + accepted + 1], rest[behind:]
+            final, against = "recovered" if more else "bonus", notes[: 0 if self.overruled is None else width]
+            mine = RowVerdict(path, tokens, final, count, sum(against), scored, steps, notes=notes[len(against) :])
+            mine.against = against
+            verdicts.append(mine)
         return verdicts
 
 
@@ -129,7 +132,7 @@ class RowVerdict:
 
     path: accepted nodes. tokens: committed tokens, accepted ones first. final: what the token after the accepted ones is.
     drafted: draft tokens that could be accepted. nodes: draft tokens scored. draft_steps: passes of the drafter. finished: set
-    by the stopping rules. notes: those of the verdict.
+    by the stopping rules. notes: those of the verdict. against: 1 for what was accepted against the target's choice.
     """
 
     path: list[int]
@@ -141,11 +144,13 @@ class RowVerdict:
     draft_steps: int = 0
     finished: bool = False
     notes: list[int] = field(default_factory=list)
+    against: list[int] = field(default_factory=list)
 
     def cut(self, kept: int) -> None:
         """Keep the first `kept` tokens only."""
         self.tokens = self.tokens[:kept]
         self.path = self.path[:kept]
+        self.overruled = sum(self.against[: len(self.path)])
 
     @property
     def origin(self) -> list[str]:

@@ -35,18 +35,18 @@ def match(draft: Draft, p: Probability, position: Tensor, noise: Noise, waived: 
     rows, width = draft.tokens.shape
     assert waived is None or draft.parents is None, "only tokens of a chain can be waived"
     node = draft.tokens.new_full((rows,), -1)
-    overruled = None if waived is None else torch.zeros_like(node)
+    overruled = None if waived is None else torch.zeros_like(draft.valid)
     walking = torch.ones_like(node, dtype=torch.bool)
     accepted, path, tokens = torch.zeros_like(node), [], []
     chain = torch.arange(width, device=node.device) - 1
     parents = chain.expand(rows, width) if draft.parents is None else draft.parents
-    levels = width if draft.levels is None else draft.levels
+    levels = width if draft.levels is None else min(draft.levels, width)
     for depth in range(levels + 1):
         so_far = torch.stack(tokens, 1) if tokens else node.new_empty((rows, 0))
         x = noise.draw(p(node, so_far, walking), position + depth, TARGET)
         if waived is not None and overruled is not None and depth < width:
             against = walking & waived[:, depth] & draft.offered[:, depth] & (draft.tokens[:, depth] != x)
-            x, overruled = torch.where(against, draft.tokens[:, depth], x), overruled + against
+            x, overruled[:, depth] = torch.where(against, draft.tokens[:, depth], x), against
         tokens.append(x)
         if depth == levels:
             break
@@ -66,11 +66,16 @@ def match(draft: Draft, p: Probability, position: Tensor, noise: Noise, waived: 
 def match_greedy(draft: Draft, picks: Tensor, waived: Tensor | None = None) -> Verdict:
     """`match` at T = 0 with the target's picks already known: picks [B, n+1] int64, the root's first."""
     rows, width = draft.tokens.shape
-    if draft.parents is None and draft.candidate is None and waived is None:
-        same = (draft.tokens == picks[:, :-1]) & draft.valid
-        accepted = same.long().cumprod(1).sum(1) if width else torch.zeros_like(picks[:, 0])
+    if draft.parents is None and draft.candidate is None:
+        same = draft.tokens == picks[:, :-1]
+        kept = (same if waived is None else same | waived) & draft.valid
+        accepted = kept.long().cumprod(1).sum(1) if width else torch.zeros_like(picks[:, 0])
         path = torch.arange(width, device=picks.device).expand(rows, width)
-        return Verdict(path, picks, accepted)
+        if waived is None:
+            return Verdict(path, picks, accepted)
+        drafted = path < accepted[:, None]
+        tokens = torch.cat([torch.where(drafted, draft.tokens, picks[:, :-1]), picks[:, -1:]], 1)
+        return Verdict(path, tokens, accepted, drafted & ~same)
     return match(draft, lambda node, *_: picks.gather(1, node[:, None] + 1), picks[:, 0], _PICKED, waived)
 
 
@@ -117,7 +122,7 @@ def leviathan(draft: Draft, p: Probability | Tensor, position: Tensor, noise: No
     last = noise.draw(rest, position + accepted, TARGET)
     tokens = torch.cat([draft.tokens, torch.zeros_like(last)[:, None]], 1).scatter(1, accepted[:, None], last[:, None])
     path = torch.arange(width, device=tokens.device).expand(rows, width)
-    overruled = None if waived is None else (~passed & (path < accepted[:, None])).sum(1)
+    overruled = None if waived is None else ~passed & (path < accepted[:, None])
     return Verdict(path, tokens, accepted, overruled)
 
 
@@ -162,12 +167,12 @@ def js_distance(p: Tensor, q: Tensor) -> Tensor:
 def spread(logits: Tensor) -> tuple[Tensor, Tensor]:
     """softmax(logits) and its `entropy` in bits. logits: [..., V]. Returns ([..., V], [...]).
 
-    H = log(sum of exp) - sum of p x: no second logarithm of every entry.
+    H = - sum of p (x - log(sum of exp)): no logarithm of every entry.
     """
     p = logits.softmax(-1)
-    total = logits.amax(-1) - p.amax(-1).log()
-    mean = torch.linalg.vecdot(p, logits.clamp_min(torch.finfo(logits.dtype).min))  # 0 times -inf is 0 here
-    return p, (total - mean).clamp_min(0) / math.log(2)
+    total = logits.amax(-1, keepdim=True) - p.amax(-1, keepdim=True).log()
+    logarithm = (logits - total).clamp_min_(torch.finfo(logits.dtype).min)  # 0 times -inf is 0 here
+    return p, torch.linalg.vecdot(p, logarithm).neg_().clamp_min_(0) / math.log(2)
 
 
 def js_distances(logits: Tensor, q: Tensor, entropy_q: Tensor) -> Tensor:

@@ -99,7 +99,7 @@ class AdaDecode(Method):
         return heads
 
     def report(self, model: PreTrainedModel) -> dict[str, Any]:
-        return states.known(self, model)
+        return states.known(self, None, model)
 
     def start(self, model: LayeredModel, rows: int, capacity: int, state: Any = None) -> Session:
         return AdaDecodeSession(self, model, rows, capacity, state or self._state(model, rows))

@@ -15,13 +15,15 @@ are a request's own; entropy and distance are of what processors leave, at tempe
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import weakref
+from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
+from skipstone.core.fields import OWN_FIELD
 from skipstone.core.model import LayeredModel
 from skipstone.core.protocol import Method, RejectionRule, whole_number
 from skipstone.core.sampling import Scores
@@ -51,8 +53,6 @@ class AdaSD(Method):
     aliases: ClassVar[dict[str, str]] = {
         "model": "draft_model",
         "assistant_model": "draft_model",
-        "num_speculative_tokens": "max_window",
-        "num_assistant_tokens": "max_window",
     }
     if_few_accepted: ClassVar[str] = (
         "An acceptance rate that low says that the draft model does not suit the target or the text."
@@ -94,11 +94,19 @@ class AdaSD(Method):
     def _helper(self, model: LayeredModel) -> draft_models.DraftModel:
         return draft_models.of(self.draft_model, model, self.draft_device, self.draft_dtype)
 
+    def _key(self) -> tuple[AdaSD, Any]:
+        """What the figures of all requests are kept under: nothing that would keep a model alive."""
+        if isinstance(self.draft_model, PreTrainedModel):
+            return replace(self, draft_model=None), weakref.ref(self.draft_model)
+        return self, None
+
     def report(self, model: PreTrainedModel) -> dict[str, Any]:
-        return states.known(self, model)
+        method = self.completed(getattr(model.generation_config, OWN_FIELD, None))
+        return states.known(*method._key(), model)
 
     def start(self, model: LayeredModel, rows: int, capacity: int, state: Any = None) -> Session:
-        ledger = state or states.of(self, model, rows, None, lambda: Ledger(model.device))
+        own, more = self._key()
+        ledger = state or states.of(own, model, rows, more, lambda: Ledger(model.device))
         return AdaSDSession(self, model, self._helper(model), rows, capacity, ledger)
 
 
@@ -112,6 +120,7 @@ class AdaSDSession(DraftingSession):
         self.method, self.ledger = method, ledger
         self.enough = GenerationThreshold(rows, model.device)
         self.near = VerificationThreshold(rows, model.device, method.variant)
+        self._most_uncertain = self.enough.value
         self._said: list[Tensor] = []
         self._entropies: list[Tensor] = []
         self._distances: Tensor | None = None
@@ -124,6 +133,7 @@ class AdaSDSession(DraftingSession):
     def draft(self, limit: list[int]) -> Draft:
         """Generation: until a token is more uncertain than those that were rejected, or the window is full."""
         self._said, self._entropies, self._distances = [], [], None
+        self._most_uncertain = self.enough.value
         return self.chain([min(self.method.window, allowed) for allowed in limit], self._observe)
 
     def _observe(self, scores: Tensor) -> tuple[Tensor | None, Tensor | None]:
@@ -131,7 +141,7 @@ class AdaSDSession(DraftingSession):
         if self.method.relaxed:
             self._said.append(q)
         self._entropies.append(entropy)
-        return None, entropy <= self.enough.value if self.method.adaptive_length else None
+        return None, entropy <= self._most_uncertain if self.method.adaptive_length else None
 
     def waived(self, draft: Draft, scores: Scores) -> Tensor | None:
         """Verification: where the two distributions are near enough, the token stands, whatever it is."""

@@ -52,10 +52,15 @@ def check_place(device: Any, dtype: Any, given: Any) -> None:
     """ValueError for where a draft model cannot be, and for moving one that was given as an object."""
     if dtype is not None and dtype not in DTYPES:
         raise ValueError(f"draft_dtype must be one of {', '.join(DTYPES)} or none, found {dtype!r}")
+    if device is not None and not isinstance(device, str):
+        raise ValueError(f"draft_device must be the name of a device or none, found {device!r}")
     if isinstance(given, PreTrainedModel) and (device is not None or dtype is not None):
         raise ValueError("draft_device and draft_dtype go with the name of a draft model: one that is given as an object stays")
     if given is not None and not isinstance(given, (str, Path, PreTrainedModel)):
-        raise ValueError(f"draft_model must be a folder, a hub id, one of {', '.join(DRAFTS)} or a model, found {given!r}")
+        raise ValueError(
+            f"draft_model must be a folder, a hub id, one of {', '.join(DRAFTS)} or a model of transformers, "
+            f"found {given if isinstance(given, (int, float, bool)) else type(given).__name__}"
+        )
 
 
 def of(given: str | PreTrainedModel | None, target: LayeredModel, device: str | None, dtype: str | None) -> DraftModel:
@@ -65,9 +70,9 @@ def of(given: str | PreTrainedModel | None, target: LayeredModel, device: str | 
     """
     check_place(device, dtype, given)
     if isinstance(given, PreTrainedModel):
-        _same_vocabulary(given, called(given), target)
-        return DraftModel(given, target.head.weight.shape[0])
-    key = (given, device, dtype, str(target.device), str(target.dtype))
+        return _fitting(given, called(given), target)
+    given = None if given is None else str(given)
+    key = (given, target.head.weight.shape[0], device, dtype, str(target.device), str(target.dtype))
     with _LOCK:
         known = _LOADED.setdefault(target.model, {})
         if key not in known:
@@ -79,16 +84,26 @@ def _made(given: str | None, target: LayeredModel, device: str | None, dtype: st
     name = given or _bundled(target)
     if name is None:
         raise ValueError(
-            f"no draft model for {called(target.model)}: pass draft_model=, a folder or hub id of a smaller one with the same "
-            "tokenizer"
+            f"no draft model for {called(target.model)}: pass draft_model= (--draft-model), a folder or hub id of a smaller "
+            "one with the same tokenizer"
         )
     kind = target.dtype if dtype is None else getattr(torch, dtype)
     try:
         model = load_model(DRAFTS.get(str(name), name), dtype=kind, device=device or target.device)
     except OSError as error:
         raise OSError(f"the draft model {name} for {called(target.model)} is not there: {error}") from error
-    _same_vocabulary(model, str(name), target)
-    return DraftModel(model, target.head.weight.shape[0])
+    return _fitting(model, str(name), target)
+
+
+def _fitting(model: PreTrainedModel, name: str, target: LayeredModel) -> DraftModel:
+    """ValueError for a model that cannot draft for the target, or that skipstone cannot decode."""
+    if model.get_output_embeddings() is None:
+        raise ValueError(f"the draft model {name} has no LM head ({type(model).__name__}): load it with AutoModelForCausalLM")
+    _same_vocabulary(model, name, target)
+    try:
+        return DraftModel(model, target.head.weight.shape[0])
+    except ValueError as error:
+        raise ValueError(f"the draft model {name} for {called(target.model)} cannot draft: {error}") from error
 
 
 def _bundled(target: LayeredModel) -> str | None:
@@ -97,11 +112,15 @@ def _bundled(target: LayeredModel) -> str | None:
     return next((name for name, folder in DRAFTS.items() if own is not None and own == vocabulary(str(folder))), None)
 
 
+def _logits(model: Any) -> int:
+    return int(model.get_output_embeddings().weight.shape[0])
+
+
 def _same_vocabulary(model: PreTrainedModel, name: str, target: LayeredModel) -> None:
     """ValueError where the two models do not mean the same by the same number, as far as their tokenizers can be found."""
     theirs = target.model
     mine, other = vocabulary(_place(model)), vocabulary(_place(theirs))
-    sizes = [int(one.get_output_embeddings().weight.shape[0]) for one in (model, theirs)]
+    sizes = [_logits(one) for one in (model, theirs)]
     pair = f"the draft model {name} and the target {called(theirs)}"
     if mine is not None and other is not None:
         if mine != other:

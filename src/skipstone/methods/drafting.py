@@ -4,8 +4,8 @@ of what it would say."""
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 
-import torch
 from torch import Tensor
 
 from skipstone.core.host import across, on_device
@@ -31,11 +31,12 @@ class Follower:
         self.model = model
         self.side = Session(model, rows, capacity)
         self.text: list[list[int]] = [[] for _ in range(rows)]
+        self.last_id = model.embeddings - 1  # the target may have more, which mean nothing to anybody
         self._fed: int | None = None
 
     def admit(self, row: int, request: Request) -> None:
         """Follow a new row from its prompt on."""
-        self.side.admit(row, request)
+        self.side.admit(row, replace(request, prompt=request.prompt.clamp(max=self.last_id)))
         self.text[row] = request.prompt.tolist()
 
     def release(self, row: int) -> None:
@@ -53,7 +54,7 @@ class Follower:
         for row in live:  # a row that lacks one token only runs another once more
             store.length[row] = len(self.text[row]) - lag
         lacking = [text[-lag:] if lives else [0] * lag for text, lives in zip(self.text, alive, strict=True)]
-        columns = on_device(lacking, self.model.device)
+        columns = on_device(lacking, self.model.device).clamp_(max=self.last_id)
         frontier = Frontier(self.model, store, columns[:, 0], alive, [count + lag - 1 for count in most])
         if lag > 1:
             frontier.append(columns[:, 1:])
@@ -62,7 +63,7 @@ class Follower:
     def _catch_up(self, row: int) -> None:
         """Run all that a row lacks but its last token."""
         known = self.side.store.length[row]
-        self.side.resume(row, torch.tensor(self.text[row][known:-1], device=self.model.device))
+        self.side.resume(row, on_device(self.text[row][known:-1], self.model.device).clamp_(max=self.last_id))
         while self.side.prefilling:
             self.side.prefill(PREFILL_CHUNK)
 
@@ -129,7 +130,9 @@ class DraftingSession(Session):
             if stopped or place + 1 == chain.width:
                 break
             there = self.helper.device
-            ahead.append(across(token[:, None], there), None if valid is None else across(valid, there))
+            ahead.append(
+                across(token[:, None].clamp(max=self.follower.last_id), there), None if valid is None else across(valid, there)
+            )
         self.follower.drafted(ahead.width - lag)
         return chain.draft(frontier)
 

@@ -38,10 +38,10 @@ class Speculative(Method):
     there is one of the target's vocabulary.
 
     num_speculative_tokens: drafts a step; with the heuristic schedule, of the first. schedule: constant, heuristic or
-    confidence. confidence_threshold: of the confidence schedule, stop after a token whose probability is below it; 0.4 where
-    none is given. draft_device: where a named draft model is loaded, where the target is if none is given. draft_dtype: in
-    what, the target's if none is given. rejection_sample_method: "standard" is the paper's; "coupled" draws drafts from the
-    target's own noise: same seed, same text as plain sampling.
+    confidence. confidence_threshold: of the confidence schedule, stop where the most probable token has less than it; 0.4 where
+    none is given. draft_device: where a named draft model is loaded, where the target is if none is given.
+    draft_dtype: in what, the target's if none is given. rejection_sample_method: "standard" is the paper's rule; "coupled"
+    draws drafts from the target's own noise: same seed, same text as plain sampling.
     """
 
     name: ClassVar[str] = "speculative"

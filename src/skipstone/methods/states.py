@@ -38,8 +38,13 @@ def of(method: Method, model: LayeredModel, rows: int, more: Any, make: Callable
         return states[key]
 
 
-def known(method: Method, model: Any) -> dict[str, Any]:
-    """What there is to say of a method's busiest state on a model; empty before its first request."""
+def known(method: Method, more: Any, model: Any) -> dict[str, Any]:
+    """What there is to say of a method's busiest state on a model; empty before its first request.
+    more: as in `of`, None for any."""
     with _LOCK:
-        states = [state for key, state in _STATES.get(unwrapped(model), {}).items() if key[0] == method]
+        states = [
+            state
+            for key, state in _STATES.get(unwrapped(model), {}).items()
+            if key[0] == method and (more is None or key[-1] == more)
+        ]
     return max(states, key=lambda state: state.steps).report() if states else {}

@@ -99,7 +99,7 @@ class Swift(Method):
             space.from_skip_set(profiles.load(self.profile, model.model).skip)
 
     def report(self, model: PreTrainedModel) -> dict[str, Any]:
-        return states.known(self, model)
+        return states.known(self, None, model)
 
     def start(self, model: LayeredModel, rows: int, capacity: int, state: Any = None) -> Session:
         return SwiftSession(self, model, rows, capacity, state or self._state(model, rows))

@@ -37,7 +37,10 @@ def teacher(recipe: Recipe, base: Path, tokenizer: PreTrainedTokenizerBase, mode
     teacher = load_model(place, dtype=torch.float32)
     same = load_tokenizer(place).get_vocab() == tokenizer.get_vocab()
     if not same or teacher.config.vocab_size != model.config.vocab_size:
-        raise ValueError(f"the teacher {recipe.teacher} has another vocabulary: its distributions mean nothing to this model")
+        raise ValueError(
+            f"the teacher {recipe.teacher} has another vocabulary: its distributions mean nothing to this model "
+            f"({teacher.config.vocab_size} and {model.config.vocab_size} logits, tokenizers {'alike' if same else 'different'})"
+        )
     return teacher
 
 
