@@ -1,6 +1,7 @@
 """What needs a GPU; skipped without one. Everything else of the suite runs on the CPU."""
 
 import warnings
+from dataclasses import fields, replace
 
 import pytest
 import torch
@@ -20,7 +21,19 @@ METHODS = [
     skipstone.LayerSkip(exit_layer=2, num_speculative_tokens=4, rejection_sample_method="coupled"),
     skipstone.SelfSpeculative((1,), (2,), num_speculative_tokens=4),
     skipstone.Swift(0.5, 4, context_window=6, guard=False, objective="matchness"),
+    skipstone.PromptLookup(),
+    skipstone.Jacobi(5),
+    skipstone.Lookahead(3, 3, 3),
+    skipstone.Speculative(None, 4),
+    skipstone.Speculative(None, 4, "confidence", 0.2, rejection_sample_method="coupled"),
+    skipstone.AdaSD(None, 4, relaxed=False),
 ]
+
+
+def paired(method: skipstone.Method, device: str = "cuda") -> skipstone.Method:
+    """With a draft model on a device, where the method wants one."""
+    second = any(field.name == "draft_model" for field in fields(method))
+    return replace(method, draft_model=families.build("llama").to(device)) if second else method  # type: ignore[call-arg]
 
 
 @pytest.fixture(scope="module", params=["llama", "gemma2", "gpt2"])
@@ -32,7 +45,7 @@ def model(request: pytest.FixtureRequest) -> PreTrainedModel:
 def test_greedy_text_on_the_gpu_is_that_of_generate(model: PreTrainedModel, method: skipstone.Method) -> None:
     ids = torch.randint(1, 97, (1, 12), device="cuda", generator=torch.Generator("cuda").manual_seed(0))
     expected = model.generate(ids, max_new_tokens=24, do_sample=False)
-    found = skipstone.generate(model, ids, method, max_new_tokens=24, do_sample=False)
+    found = skipstone.generate(model, ids, paired(method), max_new_tokens=24, do_sample=False)
     assert torch.equal(found.sequences, expected)
 
 
@@ -41,7 +54,7 @@ def test_greedy_text_on_the_gpu_is_that_of_generate(model: PreTrainedModel, meth
 def test_a_decode_step_synchronises_once(model: PreTrainedModel, method: skipstone.Method, sampling: dict) -> None:
     ids = torch.randint(1, 97, (2, 12), device="cuda", generator=torch.Generator("cuda").manual_seed(1))
     call = prepare(model, ids, seed=3, max_new_tokens=40, **sampling)
-    decoder, _ = generation.start(method, call)
+    decoder, _ = generation.start(paired(method), call)
     for _ in range(3):  # prefill and warm-up
         decoder.step()
     torch.cuda.synchronize()
@@ -64,7 +77,7 @@ def test_ragged_rows_with_processors_from_ids_on_the_cpu(model: PreTrainedModel,
     mask[1, :5], mask[2, :11] = 0, 0
     options = {"do_sample": False, "eos_token_id": 5, "min_new_tokens": 6, "repetition_penalty": 1.2, "max_new_tokens": 20}
     options |= {"encoder_repetition_penalty": 1.1}
-    found = skipstone.generate(model, ids, method, attention_mask=mask, **options)
+    found = skipstone.generate(model, ids, paired(method), attention_mask=mask, **options)
     plain = skipstone.generate(model, ids, "autoregressive", attention_mask=mask, **options)
     assert found.new_tokens == plain.new_tokens
     assert all(len(tokens) >= 6 for tokens in found.new_tokens)
@@ -72,7 +85,7 @@ def test_ragged_rows_with_processors_from_ids_on_the_cpu(model: PreTrainedModel,
 
 @pytest.mark.parametrize("method", METHODS[1:], ids=repr)
 def test_sampled_rows_of_different_settings_end_where_they_end(model: PreTrainedModel, method: skipstone.Method) -> None:
-    session = method.start(skipstone.LayeredModel(model), 3, 64)
+    session = paired(method).start(skipstone.LayeredModel(model), 3, 64)
     decoder = skipstone.Decoder(session)
     for row, temperature in enumerate((0.0, 0.7, 1.1)):
         prompt = torch.arange(1, 9 + 3 * row)
@@ -83,3 +96,10 @@ def test_sampled_rows_of_different_settings_end_where_they_end(model: PreTrained
         for text, tokens in zip(texts, decoder.step().tokens, strict=True):
             text += tokens
     assert all(3 not in text[:-1] and (len(text) == 10 + 4 * row or text[-1] == 3) for row, text in enumerate(texts))
+
+
+@pytest.mark.parametrize("method", METHODS[-3:], ids=repr)
+def test_the_draft_model_may_lie_on_the_cpu(model: PreTrainedModel, method: skipstone.Method) -> None:
+    ids = torch.randint(1, 97, (2, 12), device="cuda", generator=torch.Generator("cuda").manual_seed(0))
+    found = skipstone.generate(model, ids, paired(method, "cpu"), max_new_tokens=24, do_sample=False)
+    assert found.new_tokens == skipstone.generate(model, ids, "autoregressive", max_new_tokens=24, do_sample=False).new_tokens

@@ -122,8 +122,8 @@ def coupled_draft_on_its_own_noise(patch: Patch) -> None:
 def one_draft_too_many(patch: Patch) -> None:
     own = verify.match_greedy
 
-    def greedy(draft: Draft, picks: Tensor) -> Verdict:
-        verdict = own(draft, picks)
+    def greedy(draft: Draft, picks: Tensor, waived: Tensor | None = None) -> Verdict:
+        verdict = own(draft, picks, waived)
         verdict.accepted = (verdict.accepted + 1).clamp(max=draft.width)
         return verdict
 

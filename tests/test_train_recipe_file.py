@@ -38,7 +38,7 @@ def untrained(monkeypatch: pytest.MonkeyPatch) -> None:
     ("change", "part"),
     [
         ({"colour": 1}, "recipe.yaml: unknown setting 'colour': expected one of output, model, data"),
-        ({"model__colour": 1}, "model: unknown setting 'colour': expected one of pretrained, recipe, config, lora"),
+        ({"model__colour": 1}, "model: unknown setting 'colour': expected one of pretrained, recipe, config, layers, lora"),
         ({"data__colour": 1}, "data: unknown setting 'colour'"),
         ({"tokenizer__colour": 1}, "tokenizer: unknown setting 'colour'"),
         (
@@ -210,7 +210,7 @@ def test_the_recipes_of_the_repository_are_in_order(path: Path) -> None:
     made = read(path)
     args = arguments(made, Path("x"))
     assert args.max_steps >= 1000
-    assert resolve(made.decoding).name == ("autoregressive" if "plain" in path.name else "layerskip")
+    assert resolve(made.decoding).name == ("autoregressive" if path.stem in ("nano-plain", "nano-draft") else "layerskip")
     named = f"skipstone train layerskip recipes/{path.name}"
     assert named in path.read_text(encoding="utf-8")
     assert f"recipes/{path.name}" in (path.parents[1] / "docs" / "training.md").read_text(encoding="utf-8")

@@ -333,6 +333,26 @@ def test_a_draft_model_learns_from_its_target(finished: Path, tmp_path: Path) ->
         run(own, say=quiet)
 
 
+def test_a_draft_model_begins_as_its_targets_first_layers(finished: Path, tmp_path: Path) -> None:
+    target = finished.parent / "out" / "model"
+    still = {"max_steps": 2, "per_device_train_batch_size": 2, "save_steps": 2, "learning_rate": 0.0}
+    start = {"pretrained": str(target), "layers": 2}
+    path = recipe(tmp_path, model=start, tokenizer=..., teacher=str(target), training=still, exits={"dilation": 1})
+    made = AutoModelForCausalLM.from_pretrained(run(path, say=quiet))
+    whole = AutoModelForCausalLM.from_pretrained(target)
+    assert made.config.num_hidden_layers == len(made.model.layers) == 2
+    expected = {name: value for name, value in whole.state_dict().items() if ".layers.2." not in name}
+    assert made.state_dict().keys() == expected.keys()
+    assert all(torch.equal(value, expected[name]) for name, value in made.state_dict().items())
+    for layers, said in ((3, "must be less than the model's 3 layers, found 3"), (0, "greater than or equal to 1")):
+        wrong = recipe(tmp_path / str(layers), model={"pretrained": str(target), "layers": layers}, tokenizer=...)
+        with pytest.raises(ValueError, match=said):
+            run(wrong, say=quiet)
+    scratch = recipe(tmp_path / "scratch", model__layers=2)
+    with pytest.raises(ValueError, match="a config says num_hidden_layers itself"):
+        run(scratch, say=quiet)
+
+
 def test_a_tokenizer_stays_the_same_wherever_the_documents_lie(finished: Path, tmp_path: Path) -> None:
     shutil.copytree(finished.parent, tmp_path / "moved")
     made = yaml.safe_load(finished.read_text())

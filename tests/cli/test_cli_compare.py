@@ -63,10 +63,10 @@ def test_compare_names_the_first_difference_of_a_lossy_method(folder: Path) -> N
 def test_compare_notices_a_broken_verification(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     honest = verify.match_greedy
 
-    def gullible(draft: Any, picks: Any) -> Any:
+    def gullible(draft: Any, picks: Any, waived: Any) -> Any:
         believed = picks.clone()
         believed[:, : draft.width] = draft.tokens
-        return honest(draft, believed)
+        return honest(draft, believed, waived)
 
     monkeypatch.setattr(verify, "match_greedy", gullible)
     result = succeed("generate", folder, "--prompt", PROMPT, "--max-new-tokens", 24, *LAYERSKIP, "--compare")

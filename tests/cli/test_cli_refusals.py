@@ -81,7 +81,8 @@ BAD = [
     ("--prompt x --method layerskip", "exit_layer is not set"),
     (
         "--prompt x --method early_exit --num-speculative-tokens 3",
-        "early_exit has no --num-speculative-tokens; layerskip and swift and self_speculative have it",
+        "early_exit has no --num-speculative-tokens; layerskip and swift and self_speculative and speculative and "
+        "prompt_lookup have it",
     ),
     (
         "--prompt x --method autoregressive --exit-layer 2",

@@ -285,8 +285,11 @@ class Scores:
             return None
         return warp(self.logits, self.sampler.warping)
 
+    @cached_property
+    def best(self) -> Tensor:
+        """argmax of the raw logits of every node [B, n+1], the root first."""
+        return self.logits.argmax(-1)
+
     def picks(self) -> Tensor | None:
-        """argmax of every node [B, n+1] where that is all there is to know (all rows greedy, no processors)."""
-        if self.sampler.greedy and not self.sampler.processed:
-            return self.logits.argmax(-1)
-        return None
+        """The same where it is all there is to know (all rows greedy, no processors)."""
+        return self.best if self.sampler.greedy and not self.sampler.processed else None

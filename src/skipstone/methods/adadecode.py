@@ -237,7 +237,7 @@ class AdaDecodeSession(Session):
         tokens = torch.cat([draft.tokens, last[:, None]], 1).scatter(1, accepted[:, None], last[:, None])
         against = (scores.logits[:, :-1].argmax(-1) != draft.tokens) & draft.valid
         path = torch.arange(draft.width, device=accepted.device).expand(self.rows, -1)
-        return Verdict(path, tokens, accepted, overruled=against.sum(1))
+        return Verdict(path, tokens, accepted, overruled=against)
 
     def commit(self, draft: Draft | None, verdicts: list[RowVerdict]) -> None:
         super().commit(draft, verdicts)

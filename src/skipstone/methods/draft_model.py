@@ -45,7 +45,7 @@ def called(model: Any) -> str:
 
 def _place(model: Any) -> str:
     """Where a model was loaded from; empty for one that was not."""
-    return str(getattr(model.config, "_name_or_path", "") or "")
+    return str(getattr(model.config, "name_or_path", "") or "")
 
 
 def check_place(device: Any, dtype: Any, given: Any) -> None:

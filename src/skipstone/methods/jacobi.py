@@ -73,12 +73,15 @@ class JacobiSession(Session):
         return Draft(tokens, valid, frontier)
 
     def verify(self, draft: Draft, scores: Scores) -> Verdict:
-        self._said = scores.logits.argmax(-1)
+        self._said = scores.best
         return super().verify(draft, scores)
 
     def commit(self, draft: Draft | None, verdicts: list[RowVerdict]) -> None:
         super().commit(draft, verdicts)
         if draft is None or self._said is None:
+            return
+        if not draft.width:  # a plain step: the block is one token nearer
+            self.guesses = torch.cat([self.guesses[:, 1:], self.guesses[:, :1]], 1)
             return
         # what was said at the places behind the committed ones; then tokens of the prompt
         said, device = self._said, self.model.device

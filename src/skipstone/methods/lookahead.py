@@ -137,7 +137,7 @@ class LookaheadSession(ProposingSession):
 
     def verify(self, draft: Draft, scores: Scores) -> Verdict:
         verdict = super().verify(draft, scores)
-        verdict.notes = scores.logits.argmax(-1)
+        verdict.notes = scores.best
         return verdict
 
     def commit(self, draft: Draft | None, verdicts: list[RowVerdict]) -> None:

@@ -177,7 +177,7 @@ class SwiftSession(SkippingSession):
         return tree
 
     def verify(self, draft: Draft, scores: Scores) -> Verdict:
-        self._said = scores.logits.argmax(-1) if self.state.searching else None
+        self._said = scores.best if self.state.searching else None
         return super().verify(draft, scores)
 
     def remark(self) -> str | None:

@@ -154,6 +154,7 @@ class Objective:
         total = (
             self._towards_labels(flat, targets) if self.recipe.exits.kl_weight is None else self._towards_last(flat, targets)
         )
+        self._taught = None
         self.parts = {name: part / count for name, part in self.parts.items()}
         return total / count
 

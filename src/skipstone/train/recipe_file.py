@@ -23,12 +23,13 @@ NO_EFFECT = {
 
 class Start(Part):
     """What to train: a model to go on from (a folder or hub id), the model of another recipe of the same folder, which is run
-    first, or a config to start from scratch with (`model_type` and its fields). Exactly one of them. lora: PEFT's LoraConfig
-    fields, to train adapters only."""
+    first, or a config to start from scratch with (`model_type` and its fields). Exactly one of them. layers: only so many of
+    its first layers, to begin a draft model with. lora: PEFT's LoraConfig fields, to train adapters only."""
 
     pretrained: str | None = None
     recipe: str | None = None
     config: dict[str, Any] | None = None
+    layers: int | None = Field(default=None, ge=1)
     lora: dict[str, Any] | None = None
 
     @model_validator(mode="after")
@@ -37,6 +38,8 @@ class Start(Part):
             raise ValueError(
                 "expected either `pretrained` (a folder or hub id), `recipe` (to go on from its model) or `config`"
             )
+        if self.layers is not None and self.config is not None:
+            raise ValueError("`layers` shortens a trained model; a config says num_hidden_layers itself")
         return self
 
 

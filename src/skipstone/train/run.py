@@ -133,7 +133,7 @@ def _trainer(
     recipe: Recipe, model: Any, settings: LayerSkipArguments, prepared: Prepared, folder: Path, teacher: Any
 ) -> LayerSkipTrainer:
     taught = None if teacher is None else weights_of(teacher)
-    begun = {"pretrained": recipe.model.pretrained, "lora": recipe.model.lora, "teacher": taught}
+    begun = {"pretrained": recipe.model.pretrained, "lora": recipe.model.lora, "teacher": taught, "layers": recipe.model.layers}
     trainer = LayerSkipTrainer(
         model,
         settings,

@@ -11,6 +11,7 @@ from huggingface_hub.errors import StrictDataclassError
 from transformers import CONFIG_MAPPING, AutoConfig, AutoModelForCausalLM, PreTrainedTokenizerBase
 
 from skipstone.loading import load_model, load_tokenizer
+from skipstone.train.objective import Stack
 from skipstone.train.recipe_file import Recipe
 from skipstone.train.tokenizer import check_fits
 
@@ -22,11 +23,24 @@ def model(recipe: Recipe, base: Path, tokenizer: PreTrainedTokenizerBase) -> Any
     torch.manual_seed(recipe.seed)
     if recipe.model.pretrained is not None:
         model: Any = load_model(beside(recipe.model.pretrained, base), dtype=torch.float32)
+        if recipe.model.layers is not None:
+            shorten(model, recipe.model.layers)
     else:
         assert recipe.model.config is not None
         model = AutoModelForCausalLM.from_config(_config(recipe.model.config, tokenizer), dtype=torch.float32)
     check_fits(tokenizer, model.config)
     return model if recipe.model.lora is None else _adapted(model, recipe.model.lora)
+
+
+def shorten(model: Any, layers: int) -> None:
+    """Leave a model its first layers only. ValueError where it has no more than that."""
+    stack, config = Stack(model), model.config
+    if layers >= len(stack.layers):
+        raise ValueError(f"model.layers must be less than the model's {len(stack.layers)} layers, found {layers}")
+    setattr(stack.decoder, stack.family.layers, torch.nn.ModuleList(stack.layers[:layers]))
+    config.num_hidden_layers = layers
+    if getattr(config, "layer_types", None) is not None:
+        config.layer_types = list(config.layer_types)[:layers]
 
 
 def teacher(recipe: Recipe, base: Path, tokenizer: PreTrainedTokenizerBase, model: Any) -> Any:
