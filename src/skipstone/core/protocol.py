@@ -94,6 +94,12 @@ def _called(value: Any) -> str:
     return str(value) if isinstance(value, Path) else getattr(value, "name_or_path", "") or type(value).__name__
 
 
+def check_rule(value: Any) -> None:
+    """ValueError unless value is a RejectionRule."""
+    if value not in ("standard", "coupled"):
+        raise ValueError(f'rejection_sample_method must be "standard" or "coupled", found {value!r}')
+
+
 def layer_in_range(name: str, value: Any, model: LayeredModel) -> None:
     """ValueError unless value is an int in [1, L-1]."""
     if value is None:

@@ -24,7 +24,7 @@ from transformers import PreTrainedModel
 from skipstone.core.host import on_device
 from skipstone.core.model import Frontier, LayeredModel
 from skipstone.core.noise import TARGET
-from skipstone.core.protocol import Method, RejectionRule, layer_numbers, whole_number
+from skipstone.core.protocol import Method, RejectionRule, check_rule, layer_numbers, whole_number
 from skipstone.core.sampling import Scores
 from skipstone.core.session import Request, Session
 from skipstone.core.types import Draft, RowVerdict, Verdict
@@ -77,8 +77,7 @@ class AdaDecode(Method):
         for name in ("verification", "recheck", "guard"):
             if not isinstance(getattr(self, name), bool):
                 raise ValueError(f"{name} must be true or false, found {getattr(self, name)!r}")
-        if self.rejection_sample_method not in ("standard", "coupled"):
-            raise ValueError(f'rejection_sample_method must be "standard" or "coupled", found {self.rejection_sample_method!r}')
+        check_rule(self.rejection_sample_method)
         self._heads(model)
 
     def _heads(self, model: LayeredModel) -> ExitHeads:

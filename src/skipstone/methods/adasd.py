@@ -25,19 +25,19 @@ from transformers import PreTrainedModel
 
 from skipstone.core.fields import OWN_FIELD
 from skipstone.core.model import LayeredModel
-from skipstone.core.protocol import Method, RejectionRule, whole_number
+from skipstone.core.protocol import whole_number
 from skipstone.core.sampling import Scores
 from skipstone.core.session import Request, Session
 from skipstone.core.types import Draft, RowVerdict, Verdict
 from skipstone.core.verify import js_distances, spread
-from skipstone.methods import draft_model as draft_models
 from skipstone.methods import states
-from skipstone.methods.drafting import DraftingSession
+from skipstone.methods.draft_model import DraftModel
+from skipstone.methods.drafting import DraftingSession, Paired
 from skipstone.methods.thresholds import GenerationThreshold, Ledger, Variant, VerificationThreshold
 
 
 @dataclass(frozen=True)
-class AdaSD(Method):
+class AdaSD(Paired):
     """draft_model: a folder, a hub id, a bundled name or a model, with the target's vocabulary; None is the bundled one where
     there is one of the target's vocabulary.
 
@@ -49,24 +49,12 @@ class AdaSD(Method):
     """
 
     name: ClassVar[str] = "adasd"
-    by_model: ClassVar[tuple[str, ...]] = ("draft_model",)
-    aliases: ClassVar[dict[str, str]] = {
-        "model": "draft_model",
-        "assistant_model": "draft_model",
-    }
-    if_few_accepted: ClassVar[str] = (
-        "An acceptance rate that low says that the draft model does not suit the target or the text."
-    )
 
-    draft_model: str | PreTrainedModel | None = None
     max_window: int = 20
     relaxed: bool = True
     adaptive_length: bool = True
     fixed_window: int = 5
     variant: Variant | None = None
-    draft_device: str | None = None
-    draft_dtype: str | None = None
-    rejection_sample_method: RejectionRule = "standard"
 
     @property
     def lossless(self) -> bool:
@@ -87,12 +75,7 @@ class AdaSD(Method):
             raise ValueError(f"variant must be A, B, C or none, found {self.variant!r}")
         if self.variant is not None and not self.relaxed:
             raise ValueError("a variant says how near is near enough: it goes with relaxed=True")
-        if self.rejection_sample_method not in ("standard", "coupled"):
-            raise ValueError(f'rejection_sample_method must be "standard" or "coupled", found {self.rejection_sample_method!r}')
-        self._helper(model)
-
-    def _helper(self, model: LayeredModel) -> draft_models.DraftModel:
-        return draft_models.of(self.draft_model, model, self.draft_device, self.draft_dtype)
+        super().check(model)
 
     def _key(self) -> tuple[AdaSD, Any]:
         """What the figures of all requests are kept under: nothing that would keep a model alive."""
@@ -107,14 +90,14 @@ class AdaSD(Method):
     def start(self, model: LayeredModel, rows: int, capacity: int, state: Any = None) -> Session:
         own, more = self._key()
         ledger = state or states.of(own, model, rows, more, lambda: Ledger(model.device))
-        return AdaSDSession(self, model, self._helper(model), rows, capacity, ledger)
+        return AdaSDSession(self, model, self.helper(model), rows, capacity, ledger)
 
 
 class AdaSDSession(DraftingSession):
     """Drafts and verifies by thresholds that every row sets for itself. ledger: the figures of all requests, for reports."""
 
     def __init__(
-        self, method: AdaSD, model: LayeredModel, helper: draft_models.DraftModel, rows: int, capacity: int, ledger: Ledger
+        self, method: AdaSD, model: LayeredModel, helper: DraftModel, rows: int, capacity: int, ledger: Ledger
     ) -> None:
         super().__init__(model, helper, rows, capacity, coupled=method.rejection_sample_method == "coupled")
         self.method, self.ledger = method, ledger

@@ -4,20 +4,48 @@ of what it would say."""
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
+from typing import ClassVar
 
 from torch import Tensor
+from transformers import PreTrainedModel
 
 from skipstone.core.host import across, on_device
 from skipstone.core.model import Frontier, LayeredModel
+from skipstone.core.protocol import Method, RejectionRule, check_rule
 from skipstone.core.sampling import Scores
 from skipstone.core.session import PREFILL_CHUNK, Request, Session
 from skipstone.core.types import Draft, RowVerdict
+from skipstone.methods import draft_model as draft_models
 from skipstone.methods.chain import Chain
 from skipstone.methods.draft_model import DraftModel, called
 
 Observe = Callable[[Tensor], tuple[Tensor | None, Tensor | None]]
 """Processed draft logits [B, V] that a token was drawn from -> (what is noted of it [B], rows that may draft on [B] bool)."""
+
+
+@dataclass(frozen=True)
+class Paired(Method):
+    """What methods with a draft model share: which one, where it lies, and the ordinary acceptance rule."""
+
+    by_model: ClassVar[tuple[str, ...]] = ("draft_model",)
+    aliases: ClassVar[dict[str, str]] = {"model": "draft_model", "assistant_model": "draft_model"}
+    if_few_accepted: ClassVar[str] = (
+        "An acceptance rate that low says that the draft model does not suit the target or the text."
+    )
+
+    draft_model: str | PreTrainedModel | None = None
+    draft_device: str | None = field(default=None, kw_only=True)
+    draft_dtype: str | None = field(default=None, kw_only=True)
+    rejection_sample_method: RejectionRule = field(default="standard", kw_only=True)
+
+    def check(self, model: LayeredModel) -> None:
+        check_rule(self.rejection_sample_method)
+        self.helper(model)
+
+    def helper(self, model: LayeredModel) -> DraftModel:
+        """The draft model for a target. OSError where there is none of that name, ValueError where the two do not fit."""
+        return draft_models.of(self.draft_model, model, self.draft_device, self.draft_dtype)
 
 
 class Follower:

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from typing import Any, ClassVar, Literal
 
 from skipstone.core.model import LayeredModel
-from skipstone.core.protocol import Method, RejectionRule, layer_in_range, whole_number
+from skipstone.core.protocol import Method, RejectionRule, check_rule, layer_in_range, whole_number
 from skipstone.core.session import Request, Session
 from skipstone.core.types import Draft, RowVerdict
 from skipstone.methods.chain import Chain, Confidence, check_threshold
@@ -50,8 +50,7 @@ class LayerSkip(Method):
         layer_in_range("exit_layer", self.exit_layer, model)
         whole_number("num_speculative_tokens", self.num_speculative_tokens, 1)
         check_threshold(self.confidence_threshold)
-        if self.rejection_sample_method not in ("standard", "coupled"):
-            raise ValueError(f'rejection_sample_method must be "standard" or "coupled", found {self.rejection_sample_method!r}')
+        check_rule(self.rejection_sample_method)
 
     def start(self, model: LayeredModel, rows: int, capacity: int, state: Any = None) -> Session:
         return LayerSkipSession(self, model, rows, capacity)

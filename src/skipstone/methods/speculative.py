@@ -15,15 +15,14 @@ from dataclasses import dataclass
 from typing import Any, ClassVar, Literal
 
 from torch import Tensor
-from transformers import PreTrainedModel
 
 from skipstone.core.model import LayeredModel
-from skipstone.core.protocol import Method, RejectionRule, whole_number
+from skipstone.core.protocol import whole_number
 from skipstone.core.session import Request, Session
 from skipstone.core.types import Draft, RowVerdict
-from skipstone.methods import draft_model as draft_models
 from skipstone.methods.chain import Confidence, check_threshold
-from skipstone.methods.drafting import DraftingSession
+from skipstone.methods.draft_model import DraftModel
+from skipstone.methods.drafting import DraftingSession, Paired
 
 Schedule = Literal["constant", "heuristic", "confidence"]
 MORE, FEWER = 2, 1
@@ -33,7 +32,7 @@ SURE = 0.4
 
 
 @dataclass(frozen=True)
-class Speculative(Method):
+class Speculative(Paired):
     """draft_model: a folder, a hub id, a bundled name or a model, with the target's vocabulary; None is the bundled one where
     there is one of the target's vocabulary.
 
@@ -45,25 +44,15 @@ class Speculative(Method):
     """
 
     name: ClassVar[str] = "speculative"
-    by_model: ClassVar[tuple[str, ...]] = ("draft_model",)
-    aliases: ClassVar[dict[str, str]] = {
-        "model": "draft_model",
-        "assistant_model": "draft_model",
+    aliases: ClassVar[dict[str, str]] = Paired.aliases | {
         "num_assistant_tokens": "num_speculative_tokens",
         "num_assistant_tokens_schedule": "schedule",
         "assistant_confidence_threshold": "confidence_threshold",
     }
-    if_few_accepted: ClassVar[str] = (
-        "An acceptance rate that low says that the draft model does not suit the target or the text."
-    )
 
-    draft_model: str | PreTrainedModel | None = None
     num_speculative_tokens: int = 5
     schedule: Schedule = "constant"
     confidence_threshold: float | Literal["adaptive"] | None = None
-    draft_device: str | None = None
-    draft_dtype: str | None = None
-    rejection_sample_method: RejectionRule = "standard"
 
     def check(self, model: LayeredModel) -> None:
         whole_number("num_speculative_tokens", self.num_speculative_tokens, 1)
@@ -72,23 +61,16 @@ class Speculative(Method):
         check_threshold(self.confidence_threshold)
         if self.confidence_threshold is not None and self.schedule != "confidence":
             raise ValueError(f'confidence_threshold goes with schedule="confidence", found schedule="{self.schedule}"')
-        if self.rejection_sample_method not in ("standard", "coupled"):
-            raise ValueError(f'rejection_sample_method must be "standard" or "coupled", found {self.rejection_sample_method!r}')
-        self._helper(model)
-
-    def _helper(self, model: LayeredModel) -> draft_models.DraftModel:
-        return draft_models.of(self.draft_model, model, self.draft_device, self.draft_dtype)
+        super().check(model)
 
     def start(self, model: LayeredModel, rows: int, capacity: int, state: Any = None) -> Session:
-        return SpeculativeSession(self, model, self._helper(model), rows, capacity)
+        return SpeculativeSession(self, model, self.helper(model), rows, capacity)
 
 
 class SpeculativeSession(DraftingSession):
     """Chains of the draft model, as long as the schedule says."""
 
-    def __init__(
-        self, method: Speculative, model: LayeredModel, helper: draft_models.DraftModel, rows: int, capacity: int
-    ) -> None:
+    def __init__(self, method: Speculative, model: LayeredModel, helper: DraftModel, rows: int, capacity: int) -> None:
         super().__init__(model, helper, rows, capacity, coupled=method.rejection_sample_method == "coupled")
         self.most, self.heuristic = method.num_speculative_tokens, method.schedule == "heuristic"
         self.wanted = [self.most] * rows
