@@ -272,6 +272,7 @@ class Transfers(TorchDispatchMode):
         replace(METHODS[1], confidence_threshold=0.3),
         replace(METHODS[1], confidence_threshold="adaptive"),
         *METHODS[-9:],
+        AdaSD(HELPER, 6),
     ],
     ids=lambda method: method.name,
 )

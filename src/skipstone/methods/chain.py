@@ -49,6 +49,11 @@ class Chain:
             self.confidence.append(confidence)
         return None if valid is None else valid[:, None]
 
+    @property
+    def ragged(self) -> bool:
+        """Whether some row may lack a token that others have."""
+        return any(column is not None for column in self.valid)
+
     def open_rows(self) -> list[bool]:
         """Rows that will draft one more token, on the host."""
         going = [True] * len(self.most) if self._going is None else self._going.tolist()

@@ -146,14 +146,14 @@ class DraftingSession(Session):
         if not chain.width:
             return chain.draft(frontier)
         ahead, lag = self.follower.frontier(chain.most, self.alive)
-        position = frontier.positions[:, 0] + 1
+        position, path = frontier.positions[:, 0] + 1, frontier.tokens.new_empty((self.rows, chain.width))
         for place in range(chain.width):
             logits = across(ahead.exit_logits(self.helper.depth), self.model.device)
             wanted = chain.open_rows() if self.sampler.processed else None
-            token, q, scores = self.sampler.propose(logits, position + place, frontier.tokens[:, 1:], wanted)
+            token, q, scores = self.sampler.propose(logits, position + place, path[:, :place], wanted)
+            path[:, place] = token
             noted, keep = observe(scores)
             valid = chain.add(token, q, noted)
-            frontier.append(token[:, None], valid)
             stopped = chain.stop(keep, self.sampler.unfinished(token)) or (keep is not None and chain.all_stopped())
             if stopped or place + 1 == chain.width:
                 break
@@ -162,7 +162,9 @@ class DraftingSession(Session):
                 across(token[:, None].clamp(max=self.follower.last_id), there), None if valid is None else across(valid, there)
             )
         self.follower.drafted(ahead.width - lag)
-        return chain.draft(frontier)
+        draft = chain.draft(frontier)
+        frontier.append(draft.tokens, draft.valid if chain.ragged else None)
+        return draft
 
     def commit(self, draft: Draft | None, verdicts: list[RowVerdict]) -> None:
         super().commit(draft, verdicts)
