@@ -58,6 +58,19 @@ def _references(name: str, rows: int, options: str) -> tuple[list[Tensor], list[
     return prompts, expected, dropped
 
 
+def plainly(name: str, rows: int, **options: Any) -> tuple[list[Tensor], list[list[int]]]:
+    """Ragged prompts of a family and what our own plain decoding says to them, for options that JSON can name."""
+    return _plainly(name, rows, json.dumps(options))
+
+
+@functools.cache
+def _plainly(name: str, rows: int, options: str) -> tuple[list[Tensor], list[list[int]]]:
+    prompts = families.prompts(rows)
+    output = decode(families.cached(name), prompts, skipstone.Autoregressive(), **json.loads(options))
+    assert output.new_tokens is not None
+    return prompts, output.new_tokens
+
+
 def left_padded(prompts: Sequence[Tensor], pad: int = 0) -> dict[str, Tensor]:
     """input_ids and attention_mask [B, T] as a tokenizer with padding_side="left" makes them."""
     width = max(map(len, prompts))

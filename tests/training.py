@@ -13,6 +13,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 import yaml
 from torch import Tensor
@@ -22,6 +23,7 @@ from skipstone.train.arguments import LayerSkipArguments
 from skipstone.train.loss import IGNORED
 from skipstone.train.metrics import JsonLog, entries
 from skipstone.train.recipe import EarlyExitLoss, LayerDropout
+from skipstone.train.run import run
 from skipstone.train.trainer import LayerSkipTrainer
 
 VOCAB, LENGTH, LAYERS = 61, 12, 3
@@ -150,6 +152,10 @@ class Steps(TrainerCallback):
         self.call(state.global_step)
 
 
+DECODING = {"method": "layerskip", "exit_layer": 2, "num_speculative_tokens": 3}
+EVALUATED: dict[str, Any] = {"training__eval_strategy": "steps", "training__eval_steps": 2, "decoding": DECODING}
+
+
 class Interrupted(Exception):
     """An interruption of a test's own."""
 
@@ -218,3 +224,26 @@ def recipe(folder: Path, **changes: Any) -> Path:
     path = folder / "recipe.yaml"
     path.write_text(yaml.safe_dump(values))
     return path
+
+
+def quiet(text: str) -> None:
+    """Says nothing."""
+
+
+def finished_run(folder: Path) -> Path:
+    """Train what `recipe` says, with evaluations. Returns the recipe; the run is in `out` beside it."""
+    path = recipe(folder, **EVALUATED)
+    assert run(path, say=quiet) == folder / "out" / "model"
+    return path
+
+
+def stop_at(monkeypatch: pytest.MonkeyPatch, wanted: int) -> None:
+    """Interrupt whatever is trained at the beginning of a step."""
+    real = LayerSkipTrainer.training_step
+
+    def training_step(self: LayerSkipTrainer, *args: Any) -> Tensor:
+        if self.state.global_step == wanted:
+            raise Interrupted
+        return real(self, *args)
+
+    monkeypatch.setattr(LayerSkipTrainer, "training_step", training_step)
