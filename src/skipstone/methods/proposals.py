@@ -67,5 +67,6 @@ class ProposingSession(Session):
         parents = padded([row.parents for row in rows], -1) if tree else None
         candidate = padded([list(map(int, row.candidate)) for row in rows], 0).bool() if tree else None
         frontier = self.frontier([width if tree else len(row.tokens) for row in rows])
-        frontier.append(tokens, valid, parents)
+        even = all(len(row.tokens) == width for row in rows)
+        frontier.append(tokens, None if even else valid, parents)
         return Draft(tokens, valid, frontier, parents=parents, candidate=candidate, levels=levels)
