@@ -69,10 +69,12 @@ def test_unasked_it_drafts_for_nano_and_is_often_right(method: Method, nano: Any
     model, tokenizer = nano
     helper = method.helper(LayeredModel(model))  # type: ignore[attr-defined]
     assert (Path(helper.name), helper.dtype) == (FOLDER, torch.float32), "in what the target computes with"
+    accepted = tried = 0
     for asked in ASKED:
         wish: dict[str, Any] = {"tokenizer": tokenizer, "max_new_tokens": 48, "do_sample": False}
         out = skipstone.generate(model, asked, method, **wish)
         assert out.text == skipstone.generate(model, asked, "autoregressive", **wish).text
         assert out.stats is not None
-        assert out.stats.drafted > 10
-        assert out.stats.acceptance_rate > 0.3
+        accepted, tried = accepted + out.stats.accepted, tried + out.stats.draft_steps
+    assert accepted > 30
+    assert accepted / tried > 0.3
