@@ -55,6 +55,7 @@ def test_what_drafts_cost_stands_beside_the_speed(tmp_path: Path) -> None:
     own = shown["adasd (lossy)"]
     assert (own["JSD accepted"], own["JSD rejected"], own["threshold"]) == ("0.150", "0.490", "-")
     assert (own["#cand"], own["#match"], own["AccRate"]) == ("2.00", "1.00", "0.500"), "100 and 50 in 50 steps"
+    assert float(own["tokens/s"]) > float(shown["autoregressive"]["tokens/s"]) > 0
     assert (own["overruled"], own["log-likelihood"], own["score"]) == ("5.0 %", "-2.000", "exact_match 0.333")
     assert shown["autoregressive"]["log-likelihood"] == "-1.000"
     assert "drafts, and what keeping them costs" in report.report([tmp_path / "a.jsonl"], "md")

@@ -103,7 +103,19 @@ def serve(method: Method, model: LayeredModel, requests: list[Request], chunk: i
     return texts, traces
 
 
-SERVED = [pytest.param(llama, method, id=f"llama-{number}-{method.name}") for number, method in enumerate(METHODS)]
+SETTINGS = (2, 3, 4)
+"""Places in METHODS of what only has other settings than a row before it: `make test-all` serves and probes those too."""
+
+
+def unless_a_setting(number: int) -> Any:
+    """The marks of a row of METHODS."""
+    return pytest.mark.slow if number in SETTINGS else []
+
+
+SERVED = [
+    pytest.param(llama, method, id=f"llama-{number}-{method.name}", marks=unless_a_setting(number))
+    for number, method in enumerate(METHODS)
+]
 SERVED += [pytest.param(llama, AdaSD(HELPER, 6), id="llama-adasd-relaxed")]
 SERVED += [
     pytest.param(
@@ -200,7 +212,13 @@ def test_closing_the_iterator_leaves_the_decoder_ready_to_go_on(model: LayeredMo
     assert text + [token for step in run(decoder) for token in step.tokens[0]] == expected
 
 
-@pytest.mark.parametrize("method", METHODS[1:], ids=lambda method: method.name)
+@pytest.mark.parametrize(
+    "method",
+    [
+        pytest.param(method, id=f"{number}-{method.name}", marks=unless_a_setting(number))
+        for number, method in enumerate(METHODS[1:], 1)
+    ],
+)
 def test_probe_steps_never_change_the_text(method: Method, model: LayeredModel, monkeypatch: pytest.MonkeyPatch) -> None:
     requests = [Request(prompt(n, n), 20) for n in (4, 9, 6)]
     sampled = [replace(requests[0], sampling=Sampling(1.0)), *requests[1:]]

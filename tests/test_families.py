@@ -105,7 +105,14 @@ def test_sampled_text_is_what_the_models_own_distributions_and_the_seed_give(nam
     assert_speculated(drafted)
 
 
-@pytest.mark.parametrize("name", [n for n in families.NAMES if n not in families.EAGER_ONLY])
+EAGER = [
+    pytest.param(name, marks=[] if name in ("llama", "mistral", "gpt2", "falcon", "qwen3_moe") else pytest.mark.slow)
+    for name in families.NAMES
+    if name not in families.EAGER_ONLY
+]
+
+
+@pytest.mark.parametrize("name", EAGER)
 def test_eager_attention_gives_the_text_of_generate(name: str) -> None:
     assert_speculated(greedy(families.build(name, attn_implementation="eager"), rows=2, new=24))
 

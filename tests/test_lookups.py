@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import functools
 import random
 from collections.abc import Callable
 from typing import Any
@@ -123,18 +124,27 @@ METHODS: list[Method] = [
 ]
 
 
+WISH: dict[str, Any] = {"max_new_tokens": 70, "eos_token_id": None}
+
+
+@functools.cache
+def repeating(family: str, forgets: bool) -> tuple[Any, Any, list[tuple[dict[str, Any], Any]]]:
+    """A model, three rows that go on with what they were saying, and what it says to them plainly: greedily, and sampled at a
+    low temperature."""
+    model = forgetful(families.cached(family)) if forgets else families.cached(family)
+    asked = families.padded([looping(model, length) for length in (40, 31, 22)])
+    ways: list[dict[str, Any]] = [{"do_sample": False}, {"do_sample": True, "temperature": 0.5, "seed": 3}]
+    return model, asked, [(way, skipstone.generate(model, asked, Autoregressive(), **WISH, **way).new_tokens) for way in ways]
+
+
 @pytest.mark.parametrize("family", FAMILIES)
 @pytest.mark.parametrize("method", METHODS, ids=str)
 def test_where_texts_repeat_themselves_drafts_are_accepted(method: Method, family: str) -> None:
-    """Greedy and sampled at a low temperature, three rows that go on with what they were saying."""
-    model, wish = families.cached(family), {"max_new_tokens": 100, "eos_token_id": None}
-    if not isinstance(method, Jacobi):  # of what follows from the last token alone, nothing can be guessed before it is there
-        model = forgetful(model)
-    asked = families.padded([looping(model, length) for length in (40, 31, 22)])
+    """Not Jacobi of a forgetful model: of what follows from the last token alone, nothing can be guessed before it is there."""
+    model, asked, said = repeating(family, not isinstance(method, Jacobi))
     accepted = drafted = 0
-    for sampled in ({"do_sample": False}, {"do_sample": True, "temperature": 0.5, "seed": 3}):
-        plain = skipstone.generate(model, asked, Autoregressive(), **wish, **sampled).new_tokens
-        out = skipstone.generate(model, asked, method, **wish, **sampled)
+    for way, plain in said:
+        out = skipstone.generate(model, asked, method, **WISH, **way)
         assert out.new_tokens == plain
         assert out.stats is not None
         accepted, drafted = accepted + out.stats.accepted, drafted + out.stats.drafted
@@ -271,7 +281,7 @@ def test_the_prompts_n_grams_are_tried_at_once(model: Any) -> None:
 
 
 @pytest.mark.parametrize("method", [Lookahead(), Lookahead(1, 3, 1), Lookahead(3, 9, 2), Jacobi(), PromptLookup()], ids=str)
-@pytest.mark.parametrize("readable", [True, False])
+@pytest.mark.parametrize("readable", [pytest.param(True, marks=pytest.mark.slow), False])
 def test_up_to_the_last_position(method: Method, readable: bool, model: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """A window reaches beyond what is left; also where nothing is asked of an accelerator."""
     if not readable:

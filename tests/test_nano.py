@@ -23,7 +23,7 @@ from skipstone.train.recipe_file import read
 RECIPES = Path(__file__).parents[1] / "recipes"
 MOST_BYTES = 24_000_000
 MOST_BYTES_OF_HEADS = 1_000_000
-REQUESTS = 20
+REQUESTS = 12
 
 Nano = tuple[Any, Any]
 

@@ -121,7 +121,7 @@ def two(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], list[dict[s
     return found
 
 
-@pytest.mark.parametrize("name", ["batches", "accumulated"])
+@pytest.mark.parametrize("name", ["batches", pytest.param("accumulated", marks=pytest.mark.slow)])
 def test_the_loss_is_that_of_one_process_with_twice_the_batch(two: Any, tmp_path: Path, name: str) -> None:
     """Rows differ in how many of their tokens are learned: a mean of the processes' means would be another loss."""
     first, second = two(name)

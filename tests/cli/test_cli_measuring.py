@@ -11,6 +11,7 @@ import pytest
 import skipstone
 from skipstone import ExitHeads, LayeredModel
 from skipstone.bench import journal
+from skipstone.bench.check import Checker
 from skipstone.methods.exit_heads import card_of
 from tests.cli.helpers import LAYERSKIP, assert_refused, document, run, succeed
 
@@ -65,18 +66,21 @@ def test_a_surrogate_says_that_it_is_one(tmp_path: Path) -> None:
     assert "SYNTHETIC MODEL" in shown
 
 
-def test_check_passes_what_is_right_and_fails_what_is_not(folder: Path) -> None:
+def test_check_passes_what_is_right_and_fails_what_is_not(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     small = ("--num-prompts", 3, "--max-new-tokens", 12, "--samples", 100)
     shown = succeed("check", folder, *LAYERSKIP, *small).stdout
     assert shown.count("\nok  ") + shown.startswith("ok  ") == 9
     assert shown.rstrip().endswith("no bug found")
-    found = document("check", folder, *LAYERSKIP, *small)
-    assert found["passed"] is True
-    assert found["method"]["exit_layer"] == 2
-    lossy = run("check", folder, "--method", "early_exit", "--exit-layer", 1, *small)
+    wrong = ("check", folder, "--method", "early_exit", "--exit-layer", 1, *small)
+    monkeypatch.setattr(Checker, "_probes", lambda self, real=Checker._probes: real(self)[:2])  # the others find it too
+    lossy = run(*wrong)
     assert lossy.exit_code == 1
     assert "BUG  greedy texts" in lossy.stdout
     assert lossy.stdout.rstrip().endswith("NOT LOSSLESS")
+    found = run(*wrong, "--json")
+    assert found.exit_code == 1
+    assert json.loads(found.stdout)["passed"] is False
+    assert json.loads(found.stdout)["method"]["exit_layer"] == 1
 
 
 def test_inspect_shows_every_layer_and_says_what_would_pay(folder: Path, tmp_path: Path) -> None:

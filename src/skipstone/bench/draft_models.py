@@ -42,7 +42,7 @@ def by_draft_model(group: Group) -> Table:
     known = {label: means(group, label) for label in group.labels}
     nats = {label: likelihood(group, label) for label in group.labels}
     title = f"{group.subject}, {group.name}: drafts, and what keeping them costs, all prompts"
-    columns = ["method", "#cand", "#match", "AccRate", *MEANS, "overruled", "log-likelihood", "score"]
+    columns = ["method", "tokens/s", "#cand", "#match", "AccRate", *MEANS, "overruled", "log-likelihood", "score"]
     if not any(known.values()) and not any(value is not None for value in nats.values()):
         return Table(title, columns, [])
     rows = []
@@ -54,5 +54,16 @@ def by_draft_model(group: Group) -> Table:
         shown = [number(known[label].get(name), 3) for name in MEANS.values()]
         score = ", ".join(f"{name} {value:.3f}" for name, value in (figures.get("scores") or {}).items()) or NONE
         rate = number(figures.get("acceptance_rate"), 3) if steps and figures["drafted"] else NONE
-        rows.append([group.shown_as(label), *per_step, rate, *shown, overruled, number(nats[label], 3), score])
+        rows.append(
+            [
+                group.shown_as(label),
+                number(figures.get("tokens_per_second"), 1),
+                *per_step,
+                rate,
+                *shown,
+                overruled,
+                number(nats[label], 3),
+                score,
+            ]
+        )
     return Table(title, columns, rows)
