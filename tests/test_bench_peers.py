@@ -165,6 +165,15 @@ def test_a_draft_model_of_transformers_gives_the_same_text_and_gets_its_settings
     assert drafter.generation_config.to_dict() == before
 
 
+def test_without_scikit_learn_a_threshold_that_moves_is_refused(llama, monkeypatch):
+    """transformers then leaves the threshold where it is, and says nothing."""
+    monkeypatch.setattr("skipstone.bench.peers.is_sklearn_available", lambda: False)
+    assert "which is not installed" in HFAssisted("x", 5, 0.4).refusal(llama)
+    assert HFAssisted("x", 5, 0.0).refusal(llama) is None
+    monkeypatch.setattr("skipstone.bench.peers.is_sklearn_available", lambda: True)
+    assert HFAssisted("x", 5, 0.4).refusal(llama) is None
+
+
 def test_every_peer_is_listed_under_its_name():
     assert all(kind.name == name for name, kind in PEERS.items())
     assert {name for name, kind in PEERS.items() if kind.sampled} == {"hf-generate", "hf-generate-static", "draft-alone"}

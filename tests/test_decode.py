@@ -30,6 +30,7 @@ from skipstone.core import host
 from skipstone.core.decode import Decoder, Pace, Row, run
 from skipstone.core.model import LayeredModel
 from skipstone.core.types import RowVerdict, Verdict
+from skipstone.methods.chain import LOOK_EVERY
 from tests.machine import decode, llama, mistral, near, prompt, start
 from tests.trees import Trees
 
@@ -297,8 +298,9 @@ class Transfers(TorchDispatchMode):
 def test_a_decoding_step_makes_one_transfer_to_the_host(
     method: Method, temperature: float, model: LayeredModel, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Verdict.tolist, once; AdaDecode once more for every test of an exit, for what runs next depends on it. What is asked on
-    the CPU only is switched off, as on an accelerator."""
+    """Verdict.tolist, once; AdaDecode once more for every test of an exit, for what runs next depends on it, and what drafts
+    until it is unsure once more for every four drafts but the last. What is asked on the CPU only is switched off, as on an
+    accelerator."""
     monkeypatch.setattr(host, "readable", lambda tensor: False)
     listed: list[str] = []
     own, ours = torch.Tensor.tolist, Verdict.tolist
@@ -318,7 +320,8 @@ def test_a_decoding_step_makes_one_transfer_to_the_host(
         assert listed.count("verdict") == 1
         asked = (session.state.tests - tested) if isinstance(method, AdaDecode) else 0
         assert (asked > 0) == isinstance(method, AdaDecode)
-        assert listed.count("tensor") == 1 + asked
+        looks = (method.window - 1) // LOOK_EVERY if isinstance(method, AdaSD) else 0
+        assert listed.count("tensor") == 1 + asked + looks
 
 
 @pytest.mark.parametrize("rule", ["standard", "coupled"])

@@ -2,7 +2,7 @@
 
 Greedy text is that of `model.generate` on each row alone, token for token. Sampled text is that of our own plain decoding with
 the same seeds, under every rule for which a method promises it. A lossy method has an oracle of its own. No cell may pass
-without drafts that were accepted and drafts that were rejected.
+without drafts that were rejected, and none but those of `rare` rows without drafts that were accepted.
 """
 
 from __future__ import annotations

@@ -37,7 +37,7 @@ def draft() -> Any:
     return skipstone.load(FOLDER)[0]
 
 
-def test_it_is_small_and_costs_little(nano: Any, draft: Any) -> None:
+def test_it_is_small(nano: Any, draft: Any) -> None:
     assert sum(path.stat().st_size for path in FOLDER.iterdir()) <= MOST_BYTES
     assert draft.config.num_hidden_layers <= 2
     small, large = (sum(parameter.numel() for parameter in model.parameters()) for model in (draft, nano[0]))

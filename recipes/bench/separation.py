@@ -61,15 +61,14 @@ def drawn(samples: list[Tokens], path: Path) -> None:
             points = [(number, mean(one)) for number, one in enumerate(values) if one]
             axis.scatter(*zip(*points, strict=True), c=colour, marker=marker, label="accepted" if accepted else "rejected")
         axis.set(xlabel="prompt", ylabel=name)
-        axis.legend()
     for accepted, colour in ((True, "tab:blue"), (False, "tab:orange")):
         values = [one[2] for sample in samples for one in sample if one[0] is accepted]
         right.hist(
             values, 40, range=(0, 1), color=colour, alpha=0.6, density=True, label="accepted" if accepted else "rejected"
         )
     right.set(xlabel="JS distance", ylabel="density")
-    right.legend()
-    figure.tight_layout()
+    figure.legend(*right.get_legend_handles_labels(), loc="upper center", ncols=2)
+    figure.tight_layout(rect=(0, 0, 1, 0.92))
     figure.savefig(path, dpi=110)
 
 

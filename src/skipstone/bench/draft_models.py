@@ -48,12 +48,12 @@ def by_draft_model(group: Group) -> Table:
     rows = []
     for label in group.labels:
         figures: dict[str, Any] = group.figures(label, group.lines) or {}
-        steps, tokens = figures.get("steps"), figures.get("tokens")
-        per_step = [number(figures[name] / steps, 2) if steps else NONE for name in ("drafted", "accepted")]
-        overruled = f"{100 * figures['overruled'] / tokens:.1f} %" if tokens and "overruled" in figures else NONE
+        drafts = bool(figures.get("drafted"))
+        per_step = [number(figures[name] / figures["steps"], 2) if drafts else NONE for name in ("drafted", "accepted")]
+        overruled = f"{100 * figures['overruled'] / figures['tokens']:.1f} %" if drafts else NONE
         shown = [number(known[label].get(name), 3) for name in MEANS.values()]
         score = ", ".join(f"{name} {value:.3f}" for name, value in (figures.get("scores") or {}).items()) or NONE
-        rate = number(figures.get("acceptance_rate"), 3) if steps and figures["drafted"] else NONE
+        rate = number(figures.get("acceptance_rate"), 3) if drafts else NONE
         rows.append(
             [
                 group.shown_as(label),

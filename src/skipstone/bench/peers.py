@@ -18,6 +18,7 @@ from weakref import WeakKeyDictionary
 import torch
 from torch import Tensor
 from transformers import PreTrainedModel, StaticCache, StoppingCriteria, StoppingCriteriaList
+from transformers.utils import is_sklearn_available
 
 from skipstone.assets import DRAFTS
 from skipstone.bench.measure import Emitted, Skipstone, neutral_defaults, synchronise
@@ -132,7 +133,8 @@ class HFAssisted(Peer):
     """`assistant_model`: transformers' speculative decoding with a draft model.
 
     assistant: its folder, hub id or bundled name. num_assistant_tokens: drafts a step, constant schedule. confidence_threshold:
-    drafting stops after a token whose probability is below it, 0 never stops.
+    drafting stops after a token whose probability is below it, 0 never stops; transformers moves it as it goes, for which it
+    needs scikit-learn.
     """
 
     name: ClassVar[str] = "hf-assisted"
@@ -145,6 +147,14 @@ class HFAssisted(Peer):
     def check(self, model: PreTrainedModel) -> None:
         super().check(model)
         _assistant(self.assistant, model.dtype, str(model.device))  # loaded now, and not within a timed call
+
+    def refusal(self, model: PreTrainedModel) -> str | None:
+        if self.confidence_threshold and not is_sklearn_available():
+            return (
+                "transformers moves its confidence threshold with scikit-learn, which is not installed: "
+                'pip install "skipstone[bench]", or confidence_threshold=0.0 for drafts of one length'
+            )
+        return None
 
     def generate(self, model: PreTrainedModel, prompt: Tensor, options: dict[str, Any], seed: int) -> Emitted:
         helper = _assistant(self.assistant, model.dtype, str(model.device))

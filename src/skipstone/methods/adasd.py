@@ -81,7 +81,7 @@ class AdaSD(Paired):
         """What the figures of all requests are kept under: nothing that would keep a model alive."""
         if isinstance(self.draft_model, PreTrainedModel):
             return replace(self, draft_model=None), weakref.ref(self.draft_model)
-        return self, None
+        return self, "by name"
 
     def report(self, model: PreTrainedModel) -> dict[str, Any]:
         method = self.completed(getattr(model.generation_config, OWN_FIELD, None))

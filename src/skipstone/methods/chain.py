@@ -50,6 +50,11 @@ class Chain:
         return None if valid is None else valid[:, None]
 
     @property
+    def full(self) -> bool:
+        """Whether no row has room for another token."""
+        return len(self.tokens) == self.width
+
+    @property
     def ragged(self) -> bool:
         """Whether some row may lack a token that others have."""
         return any(column is not None for column in self.valid)
@@ -77,7 +82,7 @@ class Chain:
     def all_stopped(self) -> bool:
         """On an accelerator, whether no row drafts on, asked after every LOOK_EVERY tokens: that waits for the device, and to
         draft on unheard would cost more."""
-        if self._most.device.type == "cpu" or len(self.tokens) % LOOK_EVERY:
+        if host.readable(self._most) or len(self.tokens) % LOOK_EVERY:
             return False
         return not any(self.open_rows())
 

@@ -92,13 +92,18 @@ def _made(given: str | None, target: LayeredModel, device: str | None, dtype: st
         model = load_model(DRAFTS.get(str(name), name), dtype=kind, device=device or target.device)
     except OSError as error:
         raise OSError(f"the draft model {name} for {called(target.model)} is not there: {error}") from error
+    except (ValueError, RuntimeError) as error:
+        raise ValueError(f"the draft model {name} for {called(target.model)} cannot be loaded: {error}") from error
     return _fitting(model, str(name), target)
 
 
 def _fitting(model: PreTrainedModel, name: str, target: LayeredModel) -> DraftModel:
     """ValueError for a model that cannot draft for the target, or that skipstone cannot decode."""
     if model.get_output_embeddings() is None:
-        raise ValueError(f"the draft model {name} has no LM head ({type(model).__name__}): load it with AutoModelForCausalLM")
+        raise ValueError(
+            f"the draft model {name} for {called(target.model)} has no LM head ({type(model).__name__}): load it with "
+            "AutoModelForCausalLM"
+        )
     _same_vocabulary(model, name, target)
     try:
         return DraftModel(model, target.head.weight.shape[0])

@@ -154,8 +154,7 @@ class DraftingSession(Session):
             path[:, place] = token
             noted, keep = observe(scores)
             valid = chain.add(token, q, noted)
-            stopped = chain.stop(keep, self.sampler.unfinished(token)) or (keep is not None and chain.all_stopped())
-            if stopped or place + 1 == chain.width:
+            if chain.full or chain.stop(keep, self.sampler.unfinished(token)) or (keep is not None and chain.all_stopped()):
                 break
             there = self.helper.device
             ahead.append(

@@ -58,7 +58,8 @@ class SkippingSession(Session):
             possible.append(real)
             frontier.append(token[:, None], chain.add(token, None, sure))
             keep = self.confidence.keep(sure) if self.confidence.active else None
-            if chain.stop(keep, self.sampler.unfinished(token)) or (self.confidence.active and chain.all_stopped()):
+            stopped = chain.full or chain.stop(keep, self.sampler.unfinished(token))
+            if stopped or (self.confidence.active and chain.all_stopped()):
                 break
         return chain.draft(frontier), (torch.stack(ranked, 1), torch.stack(possible, 1)) if ranked else None
 
