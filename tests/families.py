@@ -110,6 +110,14 @@ _TABLE: dict[str, tuple[str, dict[str, Any], Any]] = {
     ),
 }
 NAMES: list[str] = list(_TABLE)
+
+
+def slides(name: str) -> bool:
+    """Whether a family has layers with a sliding window."""
+    _, settings, more = _TABLE[name]
+    return bool({**settings, **(more(4) if more else {})}.get("sliding_window"))
+
+
 EAGER_ONLY = ("gemma2",)
 
 # what carries a sublayer's contribution into the residual stream: output projections, or the norms that follow them

@@ -167,10 +167,10 @@ def test_a_draft_model_of_transformers_gives_the_same_text_and_gets_its_settings
 
 def test_without_scikit_learn_a_threshold_that_moves_is_refused(llama, monkeypatch):
     """transformers then leaves the threshold where it is, and says nothing."""
-    monkeypatch.setattr("skipstone.bench.peers.is_sklearn_available", lambda: False)
+    monkeypatch.setattr("skipstone.bench.peers.find_spec", lambda name: None)
     assert "which is not installed" in HFAssisted("x", 5, 0.4).refusal(llama)
     assert HFAssisted("x", 5, 0.0).refusal(llama) is None
-    monkeypatch.setattr("skipstone.bench.peers.is_sklearn_available", lambda: True)
+    monkeypatch.setattr("skipstone.bench.peers.find_spec", lambda name: name)
     assert HFAssisted("x", 5, 0.4).refusal(llama) is None
 
 

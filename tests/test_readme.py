@@ -20,7 +20,7 @@ README = ROOT / "README.md"
 TOKENS = 64
 SHORT = {
     "generate": ["--max-new-tokens", "12"],
-    "check": ["--num-prompts", "2", "--max-new-tokens", "8", "--samples", "40"],
+    "check": ["--num-prompts", "2", "--max-new-tokens", "8", "--samples", "100"],
     "inspect": ["--max-new-tokens", "4"],
     "bench": ["--num-prompts", "2", "--tune-prompts", "2", "--tune-tokens", "4", "--max-new-tokens", "8"],
 }

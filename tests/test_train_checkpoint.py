@@ -161,7 +161,11 @@ def full(monkeypatch: pytest.MonkeyPatch, place: str) -> None:
 
 
 class TestFullDisk:
-    @pytest.mark.parametrize("place", ["300", "20000", "60000", "Path.mkdir", "Path.write_text", "os.fsync", "os.replace"])
+    @pytest.mark.parametrize(
+        "place",
+        ["300", "60000", "Path.write_text", "os.replace"]
+        + [pytest.param(place, marks=pytest.mark.slow) for place in ("20000", "Path.mkdir", "os.fsync")],
+    )
     def test_the_last_good_checkpoint_stays_and_is_named(
         self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, place: str
     ) -> None:

@@ -12,13 +12,13 @@ from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, dataclass
 from functools import cache
+from importlib.util import find_spec
 from typing import Any, ClassVar
 from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor
 from transformers import PreTrainedModel, StaticCache, StoppingCriteria, StoppingCriteriaList
-from transformers.utils import is_sklearn_available
 
 from skipstone.assets import DRAFTS
 from skipstone.bench.measure import Emitted, Skipstone, neutral_defaults, synchronise
@@ -149,7 +149,7 @@ class HFAssisted(Peer):
         _assistant(self.assistant, model.dtype, str(model.device))  # loaded now, and not within a timed call
 
     def refusal(self, model: PreTrainedModel) -> str | None:
-        if self.confidence_threshold and not is_sklearn_available():
+        if self.confidence_threshold and find_spec("sklearn") is None:
             return (
                 "transformers moves its confidence threshold with scikit-learn, which is not installed: "
                 'pip install "skipstone[bench]", or confidence_threshold=0.0 for drafts of one length'
