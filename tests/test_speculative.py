@@ -295,6 +295,10 @@ def test_pairs_that_cannot_be_are_one_sentence(tmp_path: Path, model: Any, draft
         refused(make(7), "draft_model must be a folder, a hub id, one of nano-draft or a model of transformers, found 7")
         refused(make(draft, draft_device="cpu"), "one that is given as an object stays")
         refused(
+            make(str(here), draft_device="nowhere"),
+            rf"draft model {here} for .*target cannot be loaded: device 'nowhere' cannot be",
+        )
+        refused(
             make(str(here), draft_dtype="int8"), "draft_dtype must be one of float32, bfloat16, float16 or none, found 'int8'"
         )
     refused(Speculative(target.model), r"for .*target has no LM head \(LlamaModel\): load it with AutoModelForCausalLM")
