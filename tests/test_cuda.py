@@ -8,9 +8,9 @@ import torch
 from transformers import PreTrainedModel
 
 import skipstone
-from skipstone.core import generation
-from skipstone.core.options import prepare
-from tests import families
+from skipstone.hf import generation
+from skipstone.hf.call import prepare
+from tests.helpers import families
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 

@@ -10,59 +10,73 @@ if TYPE_CHECKING:
     from skipstone.api import Detokenizer as Detokenizer
     from skipstone.api import generate as generate
     from skipstone.api import stream as stream
-    from skipstone.core.decode import Decoder as Decoder
-    from skipstone.core.model import LayeredModel as LayeredModel
-    from skipstone.core.protocol import Method as Method
-    from skipstone.core.sampling import Sampling as Sampling
-    from skipstone.core.session import Request as Request
-    from skipstone.core.session import Session as Session
-    from skipstone.core.stats import Stats as Stats
-    from skipstone.core.types import Draft as Draft
-    from skipstone.core.types import Output as Output
-    from skipstone.core.types import Step as Step
-    from skipstone.hf import disable as disable
-    from skipstone.hf import enable as enable
+    from skipstone.decoding.draft import Draft as Draft
+    from skipstone.decoding.loop import Decoder as Decoder
+    from skipstone.decoding.method import Method as Method
+    from skipstone.decoding.sampling import Sampling as Sampling
+    from skipstone.decoding.session import Request as Request
+    from skipstone.decoding.session import Session as Session
+    from skipstone.decoding.stats import Stats as Stats
+    from skipstone.decoding.step import Step as Step
+    from skipstone.hf.custom_generate import custom_generate as custom_generate
+    from skipstone.hf.enable import disable as disable
+    from skipstone.hf.enable import enable as enable
+    from skipstone.hf.output import Output as Output
     from skipstone.loading import load as load
     from skipstone.methods import METHODS as METHODS
-    from skipstone.methods.adadecode import AdaDecode as AdaDecode
-    from skipstone.methods.adasd import AdaSD as AdaSD
+    from skipstone.methods.adadecode.adadecode import AdaDecode as AdaDecode
+    from skipstone.methods.adadecode.heads import ExitHeads as ExitHeads
+    from skipstone.methods.adasd.adasd import AdaSD as AdaSD
     from skipstone.methods.autoregressive import Autoregressive as Autoregressive
     from skipstone.methods.early_exit import EarlyExit as EarlyExit
-    from skipstone.methods.exit_heads import ExitHeads as ExitHeads
     from skipstone.methods.jacobi import Jacobi as Jacobi
     from skipstone.methods.layerskip import LayerSkip as LayerSkip
     from skipstone.methods.lookahead import Lookahead as Lookahead
     from skipstone.methods.prompt_lookup import PromptLookup as PromptLookup
     from skipstone.methods.self_speculative import SelfSpeculative as SelfSpeculative
     from skipstone.methods.speculative import Speculative as Speculative
-    from skipstone.methods.swift import Swift as Swift
+    from skipstone.methods.swift.swift import Swift as Swift
+    from skipstone.models.layered import LayeredModel as LayeredModel
 
 __version__ = "0.1.0"
 
 _NAMES = {
-    "api": ("Detokenizer", "generate", "stream"),
-    "core.decode": ("Decoder",),
-    "core.model": ("LayeredModel",),
-    "core.protocol": ("Method",),
-    "core.sampling": ("Sampling",),
-    "core.session": ("Request", "Session"),
-    "core.stats": ("Stats",),
-    "core.types": ("Draft", "Output", "Step"),
-    "hf": ("disable", "enable"),
+    "api": (
+        "Detokenizer",
+        "generate",
+        "stream",
+    ),
+    "decoding.draft": ("Draft",),
+    "decoding.loop": ("Decoder",),
+    "decoding.method": ("Method",),
+    "decoding.sampling": ("Sampling",),
+    "decoding.session": (
+        "Request",
+        "Session",
+    ),
+    "decoding.stats": ("Stats",),
+    "decoding.step": ("Step",),
+    "hf.custom_generate": ("custom_generate",),
+    "hf.enable": (
+        "disable",
+        "enable",
+    ),
+    "hf.output": ("Output",),
     "loading": ("load",),
     "methods": ("METHODS",),
-    "methods.adadecode": ("AdaDecode",),
-    "methods.adasd": ("AdaSD",),
+    "methods.adadecode.adadecode": ("AdaDecode",),
+    "methods.adadecode.heads": ("ExitHeads",),
+    "methods.adasd.adasd": ("AdaSD",),
     "methods.autoregressive": ("Autoregressive",),
     "methods.early_exit": ("EarlyExit",),
-    "methods.exit_heads": ("ExitHeads",),
     "methods.jacobi": ("Jacobi",),
     "methods.layerskip": ("LayerSkip",),
     "methods.lookahead": ("Lookahead",),
     "methods.prompt_lookup": ("PromptLookup",),
     "methods.self_speculative": ("SelfSpeculative",),
     "methods.speculative": ("Speculative",),
-    "methods.swift": ("Swift",),
+    "methods.swift.swift": ("Swift",),
+    "models.layered": ("LayeredModel",),
 }
 _HOME = {name: module for module, names in _NAMES.items() for name in names}
 __all__ = [*_HOME]
@@ -73,7 +87,7 @@ def __getattr__(name: str) -> Any:
         value = getattr(import_module(f"skipstone.{_HOME[name]}"), name)
         globals()[name] = value
         return value
-    if name in ("api", "core", "hf", "methods"):
+    if name in ("api", "decoding", "hf", "methods", "models"):
         return import_module(f"skipstone.{name}")
     raise AttributeError(f"module 'skipstone' has no attribute {name!r}")
 

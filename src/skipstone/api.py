@@ -2,30 +2,19 @@
 
 from __future__ import annotations
 
-import copy
-import threading
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
 from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import GenerationConfig, PreTrainedModel, PreTrainedTokenizerBase
-from transformers.generation.stopping_criteria import StoppingCriteriaList, StopStringCriteria
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from skipstone.core import generation
-from skipstone.core.fields import OWN_FIELD
-from skipstone.core.model import LayeredModel, unwrapped
-from skipstone.core.options import Call, prepare
-from skipstone.core.protocol import Method
-from skipstone.core.types import Output, Step
-from skipstone.methods import resolve
-
-_PREPARING = threading.RLock()
-"""Held while a model's own stop strings are out of its generation config."""
+from skipstone.decoding.step import Step
+from skipstone.hf import generation
+from skipstone.hf.call import MethodLike, prepare_call, resolve_for
+from skipstone.hf.output import Output
 
 Inputs = Tensor | str | Sequence[Any] | Mapping[str, Any]
-MethodLike = Method | str | Mapping[str, Any] | None
 
 
 def generate(
@@ -73,67 +62,6 @@ def stream(
     chosen = resolve_for(model, method, options.get("generation_config"))
     ids, options = _encode(inputs, tokenizer, options)
     return generation.steps(chosen, prepare_call(model, ids, tokenizer, seed, options), record)
-
-
-def resolve_for(model: PreTrainedModel, method: MethodLike, config: GenerationConfig | None = None) -> Method:
-    """The method a user asked for, completed by the defaults in `config.skipstone` or `model.generation_config.skipstone`."""
-    own = getattr(unwrap(model).generation_config, OWN_FIELD, None)
-    return resolve(method, getattr(config, OWN_FIELD, None) or own)
-
-
-def prepare_call(
-    model: PreTrainedModel, ids: Tensor | None, tokenizer: Any, seed: int | list[int] | None, options: dict[str, Any]
-) -> Call:
-    """A prepared call on a model that can be decoded. ValueError for what the user got wrong, before any forward."""
-    layered = LayeredModel(model)
-    inner, options = layered.model, dict(options)
-    with _PREPARING:
-        call = _prepared(inner, ids, tokenizer, seed, options)
-    call.layered = layered
-    return call
-
-
-def _prepared(inner: PreTrainedModel, ids: Tensor | None, tokenizer: Any, seed: Any, options: dict[str, Any]) -> Call:
-    given = options.get("generation_config")
-    strings = options.pop("stop_strings", None) or getattr(given, "stop_strings", None) or inner.generation_config.stop_strings
-    if strings:  # transformers gives custom decoding no tokenizer, so stop strings become a criterion here
-        if tokenizer is None:
-            raise ValueError(f"stop_strings={strings!r} need the tokenizer: pass tokenizer=")
-        criteria = [*(options.pop("stopping_criteria", None) or []), StopStringCriteria(tokenizer, strings)]
-        options["stopping_criteria"] = StoppingCriteriaList(criteria)
-        if given is not None:
-            options["generation_config"] = copy.deepcopy(given)
-            options["generation_config"].stop_strings = None
-    with _without_stop_strings(inner):
-        return prepare(inner, ids, seed, **options)
-
-
-def unwrap(model: Any) -> PreTrainedModel:
-    """The transformers model inside a PEFT wrapper (its adapters live in the layers), or the model itself.
-
-    ValueError for what is no transformers model with a language-modelling head.
-    """
-    inner = unwrapped(model)
-    if not isinstance(inner, PreTrainedModel) or not inner.can_generate():
-        raise ValueError(
-            f"model must be a transformers model with a language-modelling head (AutoModelForCausalLM or skipstone.load), "
-            f"found {type(inner).__name__}"
-        )
-    return inner
-
-
-@contextmanager
-def _without_stop_strings(model: PreTrainedModel) -> Iterator[None]:
-    own = model.generation_config
-    if own.stop_strings is None:
-        yield
-        return
-    model.generation_config = copy.deepcopy(own)
-    model.generation_config.stop_strings = None
-    try:
-        yield
-    finally:
-        model.generation_config = own
 
 
 def _encode(inputs: Inputs, tokenizer: Any, options: dict[str, Any]) -> tuple[Tensor, dict[str, Any]]:

@@ -11,8 +11,8 @@ import pytest
 import skipstone
 from skipstone.cli.compare import first_divergence
 from skipstone.cli.decoding import Run
-from skipstone.core import verify
-from tests.cli.helpers import LAYERSKIP, PROMPT, document, expected, job, succeed
+from skipstone.decoding import verify
+from tests.helpers.commandline import LAYERSKIP, PROMPT, document, expected, job, succeed
 
 
 def test_compare_counts_both_runs_alike(folder: Path) -> None:

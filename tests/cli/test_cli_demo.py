@@ -12,7 +12,7 @@ import pytest
 from rich.console import Console
 
 from skipstone.cli import demo, terminal
-from tests.cli.helpers import PROMPT, assert_refused, document, expected, run, succeed
+from tests.helpers.commandline import PROMPT, assert_refused, document, expected, run, succeed
 
 DEFAULT = {"method": "layerskip", "exit_layer": 2, "num_speculative_tokens": 3}
 

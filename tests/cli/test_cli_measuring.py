@@ -11,9 +11,9 @@ import pytest
 import skipstone
 from skipstone import ExitHeads, LayeredModel
 from skipstone.bench import journal
-from skipstone.bench.check import Checker
-from skipstone.methods.exit_heads import card_of
-from tests.cli.helpers import LAYERSKIP, assert_refused, document, run, succeed
+from skipstone.check.check import Checker
+from skipstone.methods.adadecode.heads import card_of
+from tests.helpers.commandline import LAYERSKIP, assert_refused, document, run, succeed
 
 SMALL = ("--num-prompts", 3, "--tune-prompts", 2, "--tune-tokens", 6, "--max-new-tokens", 10, "--ignore-eos")
 METHODS = ("--method", "hf-generate", "--method", "autoregressive", "--method", "layerskip exit_layer=1,2")

@@ -15,7 +15,7 @@ import typer.main
 
 import skipstone
 from skipstone.cli import app, check, generate
-from tests.cli.helpers import LAYERSKIP, PROMPT, assert_refused, document, run, succeed
+from tests.helpers.commandline import LAYERSKIP, PROMPT, assert_refused, document, run, succeed
 
 
 def test_json_settings_and_flags_ask_for_the_same(folder: Path) -> None:

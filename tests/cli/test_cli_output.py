@@ -13,8 +13,8 @@ import pytest
 
 from skipstone.cli import terminal
 from skipstone.cli.showing import Painter
-from skipstone.core.types import Step
-from tests.cli.helpers import LAYERSKIP, PROMPT, document, expected, job, succeed
+from skipstone.decoding.step import Step
+from tests.helpers.commandline import LAYERSKIP, PROMPT, document, expected, job, succeed
 
 
 @pytest.mark.parametrize("method", ["autoregressive", "layerskip"])

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 import skipstone
-from tests.cli.helpers import LAYERSKIP, PROMPT, expected, run
+from tests.helpers.commandline import LAYERSKIP, PROMPT, expected, run
 
 
 def test_interrupted_json_holds_what_there_is(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:

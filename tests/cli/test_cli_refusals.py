@@ -13,9 +13,9 @@ from typing import Any
 import pytest
 from safetensors.torch import load_file, save_file
 
-from skipstone.core import verify
-from skipstone.core.decode import Pace
-from tests.cli.helpers import LAYERSKIP, PROMPT, assert_refused, run, succeed
+from skipstone.decoding import verify
+from skipstone.decoding.pace import Pace
+from tests.helpers.commandline import LAYERSKIP, PROMPT, assert_refused, run, succeed
 
 
 def _truncate(path: Path) -> None:

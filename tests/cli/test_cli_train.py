@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 
 from skipstone.train import metrics
-from tests.cli.helpers import assert_refused, run, succeed
-from tests.training import recipe
+from tests.helpers.commandline import assert_refused, run, succeed
+from tests.helpers.training import recipe
 
 
 def train(*arguments: Any) -> Any:

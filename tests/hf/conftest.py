@@ -9,7 +9,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 import skipstone
-from tests import families
+from tests.helpers import families
 
 
 @pytest.fixture

@@ -20,9 +20,9 @@ from transformers.generation.utils import GenerateDecoderOnlyOutput
 
 import skipstone
 from skipstone import Autoregressive, EarlyExit, LayerSkip
-from tests import families
-from tests.hf import COUPLED, QUIET, SAMPLING, SKIP
-from tests.support import alone, forwards, left_padded, tokenizer
+from tests.helpers import families
+from tests.helpers.settings_hf import COUPLED, QUIET, SAMPLING, SKIP
+from tests.helpers.support import alone, forwards, left_padded, tokenizer
 
 pytestmark = QUIET
 
@@ -139,8 +139,15 @@ class TestEnable:
         skipstone.enable(model, SKIP)
         assert model.generate(prompt[None], custom_generate=custom, max_new_tokens=7) == "theirs"
         assert given["length"] == len(prompt) + 7
-        seeded = model.generate(prompt[None], custom_generate=COUPLED, seed=3, max_new_tokens=7, **SAMPLING)
-        assert torch.equal(seeded, model.generate(prompt[None], custom_generate=COUPLED, seed=3, max_new_tokens=7, **SAMPLING))
+        seeded = model.generate(
+            prompt[None], custom_generate=skipstone.custom_generate(COUPLED), seed=3, max_new_tokens=7, **SAMPLING
+        )
+        assert torch.equal(
+            seeded,
+            model.generate(
+                prompt[None], custom_generate=skipstone.custom_generate(COUPLED), seed=3, max_new_tokens=7, **SAMPLING
+            ),
+        )
 
     def test_an_assistant_model_passes_through(self, model: PreTrainedModel, prompt: Tensor) -> None:
         expected = model.generate(prompt[None], max_new_tokens=10)

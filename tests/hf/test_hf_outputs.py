@@ -17,9 +17,9 @@ from transformers import (
 )
 
 import skipstone
-from tests import families
-from tests.hf import COUPLED, QUIET, SAMPLING, SKIP
-from tests.support import alone, forwards, left_padded, tokenizer
+from tests.helpers import families
+from tests.helpers.settings_hf import COUPLED, QUIET, SAMPLING, SKIP
+from tests.helpers.support import alone, forwards, left_padded, tokenizer
 
 pytestmark = QUIET
 
@@ -175,7 +175,7 @@ class TestWrappers:
         output = wrapper.generate(input_ids=prompt[None], max_new_tokens=16, return_dict_in_generate=True)
         assert output.method == "layerskip"
         assert torch.equal(output.sequences, expected)
-        passed_on = wrapper.generate(prompt[None], custom_generate=SKIP, max_new_tokens=16)
+        passed_on = wrapper.generate(prompt[None], custom_generate=skipstone.custom_generate(SKIP), max_new_tokens=16)
         assert torch.equal(passed_on, expected)
         skipstone.disable(wrapper)
         assert torch.equal(wrapper.generate(input_ids=prompt[None], max_new_tokens=16), expected)
@@ -184,7 +184,7 @@ class TestWrappers:
         settings = peft.PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=3)
         wrapper: Any = peft.get_peft_model(families.build("llama"), settings).eval()
         with pytest.raises(ValueError, match=r"PROMPT_TUNING.* virtual tokens"):
-            wrapper.generate(input_ids=prompt[None], custom_generate=SKIP, max_new_tokens=3)
+            wrapper.generate(input_ids=prompt[None], custom_generate=skipstone.custom_generate(SKIP), max_new_tokens=3)
 
     def test_a_device_map_on_one_device(self, prompt: Tensor, tmp_path: Path) -> None:
         families.cached("llama").save_pretrained(tmp_path)

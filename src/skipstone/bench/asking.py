@@ -11,14 +11,14 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from skipstone.bench.dialogue import Conversation, Reader, Said, digest
-from skipstone.bench.figures import merged
 from skipstone.bench.journal import Line
 from skipstone.bench.likelihood import log_likelihood
-from skipstone.bench.measure import Measurement, Row, measure, rotated
 from skipstone.bench.plan import Plan, Question
-from skipstone.bench.statistics import repeated_share
-from skipstone.bench.task import Task, tabbed, untabbed
+from skipstone.bench.report.figures import merged
+from skipstone.tasks.dialogue import Conversation, Reader, Said, digest
+from skipstone.tasks.task import Task, tabbed, untabbed
+from skipstone.timing.measure import Measurement, Row, measure, rotated
+from skipstone.timing.statistics import repeated_share
 
 
 @dataclass(frozen=True)

@@ -7,9 +7,9 @@ from collections.abc import Sequence
 from itertools import zip_longest
 from pathlib import Path
 
-from skipstone.bench.dialogue import Conversation, digest
 from skipstone.bench.plan import Plan, Question, chooses
-from skipstone.bench.task import Row, Task, prompt_of, tabbed
+from skipstone.tasks.dialogue import Conversation, digest
+from skipstone.tasks.task import Row, Task, prompt_of, tabbed
 
 USUAL_PROMPTS = 20
 

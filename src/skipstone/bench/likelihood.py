@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from skipstone.core.model import LayeredModel
+from skipstone.models.layered import LayeredModel
 
 CHUNK = 256
 """Positions whose logits exist at once."""

@@ -17,11 +17,11 @@ from transformers import PreTrainedModel
 
 from skipstone.api import resolve_for
 from skipstone.bench import tuning
-from skipstone.bench.measure import Engine, Skipstone
 from skipstone.bench.peers import PEERS
-from skipstone.core.fields import OWN_FIELD
-from skipstone.core.model import LayeredModel
+from skipstone.decoding.method import OWN_FIELD
 from skipstone.methods import METHODS
+from skipstone.models.layered import LayeredModel
+from skipstone.timing.measure import Engine, Skipstone
 
 Wish = dict[str, Any]
 BASELINE, THEIRS = "autoregressive", "hf-generate"

@@ -21,12 +21,12 @@ from torch import Tensor
 from transformers import PreTrainedModel, StaticCache, StoppingCriteria, StoppingCriteriaList
 
 from skipstone.assets import DRAFTS
-from skipstone.bench.measure import Emitted, Skipstone, neutral_defaults, synchronise
-from skipstone.core.model import LayeredModel
-from skipstone.core.protocol import whole_number
+from skipstone.decoding.settings import whole_number
 from skipstone.loading import load_model
-from skipstone.methods import draft_model as draft_models
 from skipstone.methods.autoregressive import Autoregressive
+from skipstone.methods.shared import draft_model as draft_models
+from skipstone.models.layered import LayeredModel
+from skipstone.timing.measure import Emitted, Skipstone, neutral_defaults, synchronise
 
 
 @dataclass(frozen=True)

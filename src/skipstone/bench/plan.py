@@ -8,11 +8,13 @@ from typing import Any
 
 from pydantic import Field, ValidationError, field_validator
 
-from skipstone.bench import lineup, protocols, tasks
+from skipstone.bench import lineup
 from skipstone.bench.peers import PEERS
-from skipstone.bench.task import Task
 from skipstone.forms import Part, first_fault, mapping
 from skipstone.methods import METHODS as OURS
+from skipstone.tasks import protocols
+from skipstone.tasks import sets as tasks
+from skipstone.tasks.task import Task
 
 DTYPES = ("auto", "float32", "bfloat16", "float16")
 METHODS = ("hf-generate", "hf-early-exit", "hf-prompt-lookup", "autoregressive", "layerskip")

@@ -13,17 +13,19 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from skipstone.bench import exits, lineup, machine, sandbox, tuning
+from skipstone.bench import lineup, tuning
 from skipstone.bench.asking import Cell, ask
-from skipstone.bench.dialogue import Conversation, Reader
 from skipstone.bench.draw import conversations, fingerprint
 from skipstone.bench.journal import Journal, Line, check
 from skipstone.bench.lineup import Entrant
-from skipstone.bench.measure import Row, neutral_defaults, warm_up
 from skipstone.bench.plan import Plan, resolved
-from skipstone.bench.task import Task
-from skipstone.core.model import LayeredModel
 from skipstone.loading import BUNDLED, load, look_up, usable
+from skipstone.models.layered import LayeredModel
+from skipstone.tasks import exits, sandbox
+from skipstone.tasks.dialogue import Conversation, Reader
+from skipstone.tasks.task import Task
+from skipstone.timing import machine
+from skipstone.timing.measure import Row, neutral_defaults, warm_up
 
 Say = Callable[[str], None]
 

@@ -16,8 +16,8 @@ from typing import Any
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from skipstone.bench.measure import Engine, Row, measure
-from skipstone.bench.statistics import pooled
+from skipstone.timing.measure import Engine, Row, measure
+from skipstone.timing.statistics import pooled
 
 Done = Callable[[int, int, int, float], None]
 KEPT = 3  # one in so many survives a rung

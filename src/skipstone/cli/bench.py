@@ -67,7 +67,7 @@ def run(
     ctx.obj["debug"] = debug
     with terminal.quiet(debug):
         from skipstone.bench import plan as plans
-        from skipstone.bench.report import show
+        from skipstone.bench.report.report import show
         from skipstone.bench.run import run as measure
 
         chosen = plans.read(plan, {**given, **({"data_dir": str(data_dir)} if data_dir is not None else {})})
@@ -106,9 +106,9 @@ def surrogate(
     ctx.obj["debug"] = debug
     with terminal.quiet(debug):
         from skipstone.bench import plan as plans
-        from skipstone.bench.report import show
-        from skipstone.bench.shapes import parse
-        from skipstone.bench.synthetic import run_surrogate
+        from skipstone.bench.report.report import show
+        from skipstone.synthetic.benchmark import run_surrogate
+        from skipstone.synthetic.shapes import parse
 
         wanted = parse(shape, exit_layer, agreement, skip_ratio, sure)
         default = ["hf-generate", "autoregressive"]
@@ -146,7 +146,7 @@ def report(
     """Tables and pictures of runs."""
     ctx.obj["debug"] = debug
     with terminal.quiet(debug):
-        from skipstone.bench import report as reports
+        from skipstone.bench.report import report as reports
 
         if pictures is not None:
             if form or out or layout != "own":
@@ -176,7 +176,7 @@ def compare(
     """Two runs on the same prompts, with intervals. Exit code 1 where a method has become slower, or its texts worse."""
     ctx.obj["debug"] = debug
     with terminal.quiet(debug):
-        from skipstone.bench import compare as comparing
+        from skipstone.bench.report import compare as comparing
 
         changes = comparing.compare(before, after)
         print(comparing.table(changes, tolerance).markdown())

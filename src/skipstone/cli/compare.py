@@ -11,8 +11,8 @@ import torch
 from rich.table import Table
 
 from skipstone.cli.decoding import Job, Run, decode, dtype_name, warm_up
-from skipstone.core.protocol import Method
-from skipstone.core.types import Step
+from skipstone.decoding.method import Method
+from skipstone.decoding.step import Step
 from skipstone.methods.autoregressive import Autoregressive
 
 

@@ -11,9 +11,9 @@ from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 import skipstone
-from skipstone.core.protocol import Method
-from skipstone.core.stats import Stats
-from skipstone.core.types import Step
+from skipstone.decoding.method import Method
+from skipstone.decoding.stats import Stats
+from skipstone.decoding.step import Step
 
 
 @dataclass(frozen=True)

@@ -25,8 +25,8 @@ if TYPE_CHECKING:
 
     from skipstone.cli.compare import Comparison
     from skipstone.cli.decoding import Job
-    from skipstone.core.protocol import Method
-    from skipstone.core.types import Step
+    from skipstone.decoding.method import Method
+    from skipstone.decoding.step import Step
 
 FRAME = 1 / 15  # seconds between two pictures
 CODE = '''import json
@@ -85,7 +85,7 @@ def show(model: str | None, as_json: bool, svg: Path | None) -> None:
 
     from skipstone.api import resolve_for
     from skipstone.cli.showing import spelled
-    from skipstone.core.fields import OWN_FIELD
+    from skipstone.decoding.method import OWN_FIELD
     from skipstone.loading import load
 
     loaded, tokenizer = load(model)

@@ -31,7 +31,7 @@ def collect() -> dict[str, Any]:
     """The facts as plain JSON values, None where one does not apply."""
     import torch
 
-    from skipstone.bench.machine import cpu
+    from skipstone.timing.machine import cpu
 
     facts: dict[str, Any] = {name: _version(name) for name in PACKAGES}
     return facts | {

@@ -17,7 +17,7 @@ import typer
 from rich.markup import escape
 
 from skipstone.cli import terminal
-from skipstone.core.protocol import Method
+from skipstone.decoding.method import Method
 from skipstone.methods import METHODS
 
 PANEL = "Method settings"

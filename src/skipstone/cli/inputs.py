@@ -14,8 +14,7 @@ from skipstone.api import resolve_for, token_ids
 from skipstone.cli import flags
 from skipstone.cli.decoding import Job
 from skipstone.cli.options import DTYPES, Options
-from skipstone.core.fields import OWN_FIELD
-from skipstone.core.protocol import Method
+from skipstone.decoding.method import OWN_FIELD, Method
 from skipstone.loading import bos_prefix, load, usable
 from skipstone.methods import METHODS, resolve
 

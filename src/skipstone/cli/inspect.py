@@ -13,8 +13,8 @@ from skipstone.cli import terminal
 from skipstone.cli.options import DTYPES
 
 if TYPE_CHECKING:
-    from skipstone.bench.head_lens import HeadLens
-    from skipstone.bench.lens import Lens
+    from skipstone.lens.heads import HeadLens
+    from skipstone.lens.lens import Lens
 
 
 def inspect(
@@ -56,7 +56,7 @@ def inspect(
         loaded, tokenizer = load(model, dtype=wanted, device=usable(device))
         seen = _look(loaded, tokenizer, prompt, max_new_tokens, heads)
         if out is not None:
-            from skipstone.bench.lens_pictures import save
+            from skipstone.lens.pictures import save
 
             for path in save(seen.lens, seen.words, seen.final, out, seen.heads):
                 print(f"skipstone: {path}", file=terminal.sys.stderr)
@@ -88,11 +88,11 @@ def _look(model: Any, tokenizer: Any, texts: list[str] | None, count: int, heads
     import torch
 
     from skipstone.api import token_ids
-    from skipstone.bench.head_lens import through
-    from skipstone.bench.lens import look
-    from skipstone.bench.tasks import named
-    from skipstone.core.model import LayeredModel
-    from skipstone.methods import exit_heads
+    from skipstone.lens.heads import through
+    from skipstone.lens.lens import look
+    from skipstone.methods.adadecode import heads as exit_heads
+    from skipstone.models.layered import LayeredModel
+    from skipstone.tasks.sets import named
 
     read_by = None if heads is None else exit_heads.load(heads, LayeredModel(model))
     task = named("self")

@@ -13,7 +13,7 @@ from skipstone.cli import terminal
 from skipstone.cli.options import DTYPES
 
 if TYPE_CHECKING:
-    from skipstone.bench.layer_search import Found
+    from skipstone.search.search import Found
 
 
 def search(
@@ -74,11 +74,11 @@ def _found(
     import torch
 
     from skipstone.api import token_ids
-    from skipstone.bench.layer_search import RATIOS, Wish
-    from skipstone.bench.layer_search import search as find
-    from skipstone.bench.tasks import named
     from skipstone.loading import BUNDLED, load, usable
-    from skipstone.methods import profiles
+    from skipstone.methods.shared import profiles
+    from skipstone.search.search import RATIOS, Wish
+    from skipstone.search.search import search as find
+    from skipstone.tasks.sets import named
 
     dtype: Any = place[0] if place[0] == "auto" else getattr(torch, place[0])
     model, tokenizer = load(name, dtype=dtype, device=usable(place[1]))

@@ -17,8 +17,8 @@ from skipstone.cli import terminal
 from skipstone.cli.compare import Comparison
 from skipstone.cli.decoding import Job, Run, dtype_name, finish_reason
 from skipstone.cli.options import Options
-from skipstone.core.protocol import Method
-from skipstone.core.types import Step
+from skipstone.decoding.method import Method
+from skipstone.decoding.step import Step
 
 ACCEPTED = Style(color="green", underline=True)  # underlined too: colour alone does not reach everybody
 

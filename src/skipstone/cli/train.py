@@ -37,7 +37,7 @@ def layerskip(
     if missing := [name for name in PACKAGES if find_spec(name) is None]:
         raise ValueError(f'training needs more packages ({", ".join(missing)}): pip install "skipstone[train]"')
     with quiet(debug):
-        from skipstone.train.run import run
+        from skipstone.train.layerskip.run import run
 
         try:
             folder = run(recipe, output, fresh, data_dir, say=lambda text: typer.echo(text, err=True))
@@ -85,9 +85,9 @@ def heads(
     if missing := [name for name in PACKAGES if find_spec(name) is None]:
         raise ValueError(f'training needs more packages ({", ".join(missing)}): pip install "skipstone[train]"')
     with quiet(debug):
-        from skipstone.train.features import GIB
-        from skipstone.train.heads import run
-        from skipstone.train.heads_recipe import of_prompts, read
+        from skipstone.train.heads.features import GIB
+        from skipstone.train.heads.recipe import of_prompts, read
+        from skipstone.train.heads.run import run
 
         here = str(Path(model).absolute()) if model and Path(model).is_dir() else model
         given = {name: value for name, value in {"model": here, "model_dtype": dtype}.items() if value is not None}

@@ -7,10 +7,9 @@ import warnings
 from collections.abc import Mapping
 from typing import Any
 
-from skipstone.core.fields import OWN_FIELD
-from skipstone.core.protocol import Method
-from skipstone.methods.adadecode import AdaDecode
-from skipstone.methods.adasd import AdaSD
+from skipstone.decoding.method import OWN_FIELD, Method
+from skipstone.methods.adadecode.adadecode import AdaDecode
+from skipstone.methods.adasd.adasd import AdaSD
 from skipstone.methods.autoregressive import Autoregressive
 from skipstone.methods.early_exit import EarlyExit
 from skipstone.methods.jacobi import Jacobi
@@ -19,7 +18,7 @@ from skipstone.methods.lookahead import Lookahead
 from skipstone.methods.prompt_lookup import PromptLookup
 from skipstone.methods.self_speculative import SelfSpeculative
 from skipstone.methods.speculative import Speculative
-from skipstone.methods.swift import Swift
+from skipstone.methods.swift.swift import Swift
 
 METHODS: dict[str, type[Method]] = {
     "autoregressive": Autoregressive,

@@ -5,10 +5,10 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
-from skipstone.core.model import LayeredModel
-from skipstone.core.protocol import Method
-from skipstone.core.session import Session
-from skipstone.core.types import Draft
+from skipstone.decoding.draft import Draft
+from skipstone.decoding.method import Method
+from skipstone.decoding.session import Session
+from skipstone.models.layered import LayeredModel
 
 
 @dataclass(frozen=True)

@@ -9,10 +9,11 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
-from skipstone.core.model import LayeredModel
-from skipstone.core.protocol import Method, layer_in_range
-from skipstone.core.session import Session
+from skipstone.decoding.method import Method
+from skipstone.decoding.session import Session
+from skipstone.decoding.settings import layer_in_range
 from skipstone.methods.autoregressive import PlainSession
+from skipstone.models.layered import LayeredModel
 
 
 @dataclass(frozen=True)

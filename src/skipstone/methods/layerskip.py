@@ -14,11 +14,13 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any, ClassVar, Literal
 
-from skipstone.core.model import LayeredModel
-from skipstone.core.protocol import Method, RejectionRule, check_rule, layer_in_range, whole_number
-from skipstone.core.session import Request, Session
-from skipstone.core.types import Draft, RowVerdict
-from skipstone.methods.chain import Chain, Confidence, check_threshold
+from skipstone.decoding.draft import Draft, RowVerdict
+from skipstone.decoding.method import Method
+from skipstone.decoding.session import Request, Session
+from skipstone.decoding.settings import RejectionRule, check_rule, layer_in_range, whole_number
+from skipstone.methods.shared.chain import Chain
+from skipstone.methods.shared.confidence import Confidence, check_threshold
+from skipstone.models.layered import LayeredModel
 
 
 @dataclass(frozen=True)

@@ -18,12 +18,13 @@ from collections import OrderedDict
 from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
-from skipstone.core.model import LayeredModel
-from skipstone.core.protocol import Method, whole_number
-from skipstone.core.sampling import Scores
-from skipstone.core.session import Request, Session
-from skipstone.core.types import Draft, RowVerdict, Verdict
-from skipstone.methods.proposals import Nodes, ProposingSession
+from skipstone.decoding.draft import Draft, RowVerdict, Verdict
+from skipstone.decoding.method import Method
+from skipstone.decoding.sampling import Scores
+from skipstone.decoding.session import Request, Session
+from skipstone.decoding.settings import whole_number
+from skipstone.methods.shared.proposals import Nodes, ProposingSession
+from skipstone.models.layered import LayeredModel
 
 
 @dataclass(frozen=True)

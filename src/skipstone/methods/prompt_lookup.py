@@ -12,11 +12,12 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any, ClassVar, Literal
 
-from skipstone.core.model import LayeredModel
-from skipstone.core.protocol import Method, whole_number
-from skipstone.core.session import Request, Session
-from skipstone.core.types import Draft, RowVerdict
-from skipstone.methods.proposals import Nodes, ProposingSession
+from skipstone.decoding.draft import Draft, RowVerdict
+from skipstone.decoding.method import Method
+from skipstone.decoding.session import Request, Session
+from skipstone.decoding.settings import whole_number
+from skipstone.methods.shared.proposals import Nodes, ProposingSession
+from skipstone.models.layered import LayeredModel
 
 Place = Literal["recent", "first"]
 

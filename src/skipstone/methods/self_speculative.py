@@ -13,15 +13,16 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any, ClassVar, Literal
 
-from skipstone.core.model import LayeredModel
-from skipstone.core.protocol import Method, layer_numbers, whole_number
-from skipstone.core.session import Session
-from skipstone.core.skipping import SkipSet
-from skipstone.core.types import Draft
-from skipstone.methods import profiles
-from skipstone.methods.chain import check_threshold
-from skipstone.methods.layer_sets import Space
-from skipstone.methods.skipping import SkippingSession
+from skipstone.decoding.draft import Draft
+from skipstone.decoding.method import Method
+from skipstone.decoding.session import Session
+from skipstone.decoding.settings import layer_numbers, whole_number
+from skipstone.methods.shared import profiles
+from skipstone.methods.shared.confidence import check_threshold
+from skipstone.methods.shared.layer_sets import Space
+from skipstone.methods.shared.skipping import SkippingSession
+from skipstone.models.layered import LayeredModel
+from skipstone.models.skipping import SkipSet
 
 
 @dataclass(frozen=True)

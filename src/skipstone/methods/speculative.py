@@ -16,13 +16,13 @@ from typing import Any, ClassVar, Literal
 
 from torch import Tensor
 
-from skipstone.core.model import LayeredModel
-from skipstone.core.protocol import whole_number
-from skipstone.core.session import Request, Session
-from skipstone.core.types import Draft, RowVerdict
-from skipstone.methods.chain import Confidence, check_threshold
-from skipstone.methods.draft_model import DraftModel
-from skipstone.methods.drafting import DraftingSession, Paired
+from skipstone.decoding.draft import Draft, RowVerdict
+from skipstone.decoding.session import Request, Session
+from skipstone.decoding.settings import whole_number
+from skipstone.methods.shared.confidence import Confidence, check_threshold
+from skipstone.methods.shared.draft_model import DraftModel
+from skipstone.methods.shared.second_model import DraftingSession, Paired
+from skipstone.models.layered import LayeredModel
 
 Schedule = Literal["constant", "heuristic", "confidence"]
 MORE, FEWER = 2, 1

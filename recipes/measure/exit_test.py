@@ -1,0 +1,60 @@
+"""What a test of an exit costs beside one LM-head pass of plain decoding, at the shapes of real models (random weights).
+
+    python recipes/measure/exit_test.py nano llama-3.2-1b,layers=2 llama-3-8b,layers=2 [--dtype bfloat16]
+
+LM-head pass: final norm, LM head, the best token, to the host. Test: final norm, T, LM head, the greatest probability,
+compared, to the host. In turns, medians.
+"""
+
+from __future__ import annotations
+
+import argparse
+import time
+from statistics import median
+from typing import Any
+
+import torch
+
+import skipstone
+from skipstone.methods.adadecode.heads import ExitHeads, card_of
+from skipstone.models.layered import LayeredModel
+from skipstone.synthetic import shapes, surrogate
+
+TURNS = 60
+
+
+@torch.inference_mode()
+def costs(model: Any) -> tuple[float, float]:
+    """Seconds of an LM-head pass and of a test, of one row."""
+    layered = LayeredModel(model)
+    heads = ExitHeads(card_of(layered, (1,), "square")).to(layered.device, layered.dtype)
+    place = torch.zeros((1, 1), dtype=torch.int64, device=layered.device)
+    hidden = layered.embed(place, place)
+    taken: tuple[list[float], list[float]] = ([], [])
+    for _ in range(TURNS):
+        began = time.perf_counter()
+        layered.logits(hidden)[:, 0].argmax(-1).tolist()
+        between = time.perf_counter()
+        (heads.logits(layered, 0, hidden)[:, 0].softmax(-1).amax(-1) > 0.75).tolist()
+        taken[0].append(between - began)
+        taken[1].append(time.perf_counter() - between)
+    return median(taken[0]), median(taken[1])
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("shapes", nargs="+", help='"nano", or as in `skipstone bench surrogate`')
+    parser.add_argument("--dtype", default="bfloat16")
+    given = parser.parse_args()
+    print("| shape | ms LM-head pass | ms test | ratio |\n| --- | --- | --- | --- |")
+    for name in given.shapes:
+        if name == "nano":
+            model: Any = skipstone.load()[0]
+        else:
+            model = surrogate.plain(shapes.parse(name), 0, getattr(torch, given.dtype), "cpu")
+        head, test = costs(model)
+        print(f"| {name} | {1000 * head:.3f} | {1000 * test:.3f} | {test / head:.2f} |")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,50 @@
+"""What training made of exit heads, from their own cards: divergence from the last layer and agreement with it on held-out
+answers, by the model's own head at the exit (before) and by the exit head (after), and where the time went.
+
+    python recipes/measure/heads_results.py FOLDER...     # runs of `skipstone train heads`, or folders of heads
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+from pathlib import Path
+from typing import Any
+
+from skipstone.methods.adadecode.heads import CARD, HeadsCard, parameters
+
+
+def card(folder: Path) -> HeadsCard:
+    """The card of a run's heads, or of the heads in a folder."""
+    place = next(one for one in (folder / "heads" / CARD, folder / CARD) if one.is_file())
+    return HeadsCard.model_validate(json.loads(place.read_text(encoding="utf-8")))
+
+
+def table(columns: list[str], rows: list[list[Any]]) -> str:
+    """Markdown."""
+    lines = [columns, ["---"] * len(columns), *rows]
+    return "\n".join(f"| {' | '.join(map(str, line))} |" for line in lines)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("folders", type=Path, nargs="+")
+    cards = {folder: card(folder) for folder in parser.parse_args().folders}
+    quality, times = [], []
+    for folder, one in cards.items():
+        size = parameters(one.kind, len(one.layers), one.hidden_size, one.vocab_size, one.rank)
+        for layer, after in one.metrics.items():
+            before = after["before"]
+            pairs = [f"{before[name]:.3f} -> {after[name]:.3f}" for name in ("divergence", "agreement", "sure", "right")]
+            quality.append([folder, layer, *pairs])
+        spent = one.training["seconds"]
+        about = [one.training[name] for name in ("answers", "held_out_answers", "tokens", "epochs_trained")]
+        times.append([folder, one.kind, size, *about, *(f"{spent[part]:.0f}" for part in ("answers", "features", "training"))])
+    print(table(["heads", "exit", "KL", "top-1", "sure (> .75)", "right where sure"], quality))
+    print()
+    answers = ["answers", "held out", "tokens", "epochs"]
+    print(table(["heads", "kind", "parameters", *answers, "s answers", "s features", "s training"], times))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,261 @@
+"""The figures of skipstone-nano: quality of every exit, exact match and speed on commands, code that parses.
+
+    python recipes/measure/nano_results.py exits MODEL [TWIN]     # the shape of the paper's Table 1
+    python recipes/measure/nano_results.py commands MODEL         # Tables 6 and 11
+    python recipes/measure/nano_results.py parse MODEL            # continuations that parse, and that loop
+    python recipes/measure/nano_results.py prompts MODEL FOLDER   # prompts for recipes/measure/nano.yaml
+
+Each prints a table in Markdown and, as its last line, one JSON document. MODEL, TWIN: folders. TWIN is the model of the same
+recipe trained plainly (recipes/train/nano-plain.yaml). All but `commands` read the held-out data, take the --data-dir of
+the training, and stop where the model's own account says that these are others than what its training held out.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import statistics
+import sys
+import time
+import warnings
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+
+import skipstone
+from skipstone.timing.statistics import repeated_share
+from skipstone.train.data.documents import Document, collect, deduplicate, split
+from skipstone.train.data.rows import Rows, pack
+from skipstone.train.layerskip.evaluation import exit_quality
+from skipstone.train.layerskip.recipe_file import Recipe, read
+
+sys.path.insert(0, str(Path(__file__).parent))
+sys.path.insert(0, str(Path(__file__).parents[1] / "data"))
+import commands
+import nano_python
+
+EXITS = (3, 4, 6, 12, 18)
+PARSED_TOKENS = 128
+
+
+def held_out(recipe: Path, data_dir: Path | None) -> tuple[Recipe, dict[str, list[Document]]]:
+    """The documents of a recipe that its training never sees, by source."""
+    made = read(recipe, data_dir)
+    kept, _ = deduplicate(collect(made.data.sources, recipe.parent))
+    _, out = split(kept, made.data.held_out, made.seed)
+    return made, {source.name: [d for d in out if d.source == source.name] for source in made.data.sources}
+
+
+# ------------------------------------------------------------------------------------------------ exits
+
+
+def exits(model: str, twin: str | None, recipe: Path, data_dir: Path | None, rows: int) -> dict[str, Any]:
+    """Perplexity, bits per byte and agreement of every exit on held-out text, with the recipe and without."""
+    made, documents = held_out(recipe, data_dir)
+    folders = {"nano": model, **({"plain": twin} if twin else {})}
+    for folder in folders.values():
+        check_unseen(Path(folder), documents)
+    found: dict[str, Any] = {}
+    for name, folder in folders.items():
+        network, tokenizer = skipstone.load(folder, dtype=torch.float32)
+        for source, own in documents.items():
+            packed = pack(own, tokenizer, made.data.length, made.seed, tokenizer.eos_token_id)[:rows]
+            quality = exit_quality(network, Rows(packed), 8)
+            predicted = packed[:, 1:][packed[:, 1:] >= 0].tolist()
+            letters = tokenizer.convert_ids_to_tokens(predicted, skip_special_tokens=True)  # a letter stands for a byte
+            found.setdefault(source, {})[name] = {
+                "tokens": quality.tokens,
+                "bits_per_byte": math.log2(quality.perplexity[max(quality.perplexity)])
+                * quality.tokens
+                / sum(map(len, letters)),
+                "perplexity": quality.perplexity,
+                "agreement": quality.agreement,
+            }
+    print("| held-out | model | exit | perplexity | agreement with the last layer |\n| --- | --- | --- | --- | --- |")
+    for source, by_model in found.items():
+        for name, values in by_model.items():
+            depth = max(values["perplexity"])
+            for layer in sorted({*(e for e in EXITS if e < depth), depth}):
+                perplexity, agreement = values["perplexity"][layer], values["agreement"][layer]
+                print(f"| {source} | {name} | {layer} | {perplexity:.2f} | {agreement:.2f} |")
+    return found
+
+
+def check_unseen(model: Path, documents: dict[str, list[Document]]) -> None:
+    """ValueError where a model's own account of its data (data.json) knows other held-out documents: with another Python or
+    other files, some of these may have been trained on."""
+    account = json.loads((model / "data.json").read_text())["sources"]
+    for source, own in documents.items():
+        here = {"documents": len(own), "bytes": sum(len(document.text.encode()) for document in own)}
+        there = {key: account[source]["held_out"][key] for key in here}
+        if here != there:
+            raise ValueError(f"the held-out part of {source!r} is {here} here and was {there} in training")
+
+
+# --------------------------------------------------------------------------------------------- commands
+
+
+@dataclass
+class Line:
+    """One decoding method over all requests. outputs: (answer, output) of each."""
+
+    name: str
+    method: skipstone.Method
+    outputs: list[tuple[str, str]] = field(default_factory=list)
+    tokens: int = 0
+    seconds: float = 0.0
+    accepted: int = 0
+    drafted: int = 0
+
+
+def requests(model: str, count: int, layers: Sequence[int], lengths: int) -> dict[str, Any]:
+    """Exact match, acceptance and time per token on test requests: plain, early exit and LayerSkip at several exits, taking
+    turns request by request."""
+    network, tokenizer = skipstone.load(model, dtype=torch.float32)
+    lines = [Line("autoregressive", skipstone.Autoregressive())]
+    lines += [Line(f"early exit, E = {e}", skipstone.EarlyExit(exit_layer=e)) for e in layers]
+    lines += [Line(f"LayerSkip, E = {e}", skipstone.LayerSkip(exit_layer=e, num_speculative_tokens=lengths)) for e in layers]
+    for line in lines:  # what a first call costs is no part of the figures
+        _continue(replace(line, outputs=[]), network, tokenizer, torch.tensor([tokenizer.encode("> call home\n")]), "")
+    for number, example in enumerate(commands.examples("test", count, 0)):
+        ids = torch.tensor([tokenizer.encode(example.prompt)])
+        turn = number % len(lines)
+        for line in [*lines[turn:], *lines[:turn]]:
+            _continue(line, network, tokenizer, ids, example.answer)
+    plain = lines[0].seconds / lines[0].tokens
+    rows = {
+        line.name: {
+            "exact_match": commands.score(line.outputs)["exact_match"],
+            "acceptance": line.accepted / line.drafted if line.drafted else None,
+            "ms_per_token": 1000 * line.seconds / line.tokens,
+            "speed_up": plain / (line.seconds / line.tokens),
+            "same_text": sum(a[1] == b[1] for a, b in zip(line.outputs, lines[0].outputs, strict=True)),
+        }
+        for line in lines
+    }
+    print("| generation | EM | token acceptance | time per token (ms) | speed-up | texts as autoregressive |")
+    print("| --- | --- | --- | --- | --- | --- |")
+    for name, row in rows.items():
+        acceptance = "-" if row["acceptance"] is None else f"{100 * row['acceptance']:.1f} %"
+        print(
+            f"| {name} | {100 * row['exact_match']:.1f} | {acceptance} | {row['ms_per_token']:.2f} | {row['speed_up']:.2f} x "
+            f"| {row['same_text']}/{count} |"
+        )
+    return {"requests": count, "num_speculative_tokens": lengths, "rows": rows}
+
+
+def _continue(line: Line, network: Any, tokenizer: Any, ids: torch.Tensor, answer: str) -> None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", RuntimeWarning)
+        started = time.perf_counter()
+        out = skipstone.generate(network, ids, line.method, max_new_tokens=120, do_sample=False)
+        line.seconds += time.perf_counter() - started
+    assert out.new_tokens is not None
+    assert out.stats is not None
+    line.tokens += len(out.new_tokens[0])
+    line.accepted += out.stats.accepted
+    line.drafted += out.stats.draft_steps
+    line.outputs.append((answer, tokenizer.decode(out.new_tokens[0], skip_special_tokens=True)))
+
+
+# ------------------------------------------------------------------------------------------------ parse
+
+
+def parse(model: str, recipe: Path, data_dir: Path | None, count: int, temperatures: Sequence[float]) -> dict[str, Any]:
+    """The share of continuations that parse and the median share of repeated 8-grams: of the files' own next tokens, and of
+    the model's at every temperature."""
+    _, documents = held_out(recipe, data_dir)
+    check_unseen(Path(model), documents)
+    network, tokenizer = skipstone.load(model, dtype=torch.float32)
+    beginnings = nano_python.beginnings(documents["code"], count, 0)
+    rows: dict[str, dict[str, float]] = {}
+    for temperature in (None, *temperatures):
+        good, shares = 0, []
+        for number, (prefix, rest) in enumerate(beginnings):
+            ids = tokenizer.encode(prefix)
+            if temperature is None:
+                tokens = tokenizer.encode(rest, add_special_tokens=False)[:PARSED_TOKENS]
+            else:
+                options = {"do_sample": True, "temperature": temperature, "top_k": 0, "seed": number}
+                out = skipstone.generate(network, torch.tensor([ids]), None, max_new_tokens=PARSED_TOKENS, **options)
+                assert out.new_tokens is not None
+                tokens = out.new_tokens[0]
+            good += nano_python.parses(prefix, tokenizer.decode(tokens, skip_special_tokens=True))
+            shares.append(repeated_share(ids, tokens))
+        name = "the files themselves" if temperature is None else f"T = {temperature:g}"
+        rows[name] = {"parse": good, "median_repeated_8_grams": statistics.median(shares)}
+    print(f"| {count} continuations | parse | median share of repeated 8-grams |\n| --- | --- | --- |")
+    for name, row in rows.items():
+        print(f"| {name} | {row['parse']} | {row['median_repeated_8_grams']:.2f} |")
+    return {"count": count, "rows": rows}
+
+
+# ---------------------------------------------------------------------------------------------- prompts
+
+
+def prompts(model: str, folder: Path, recipe: Path, data_dir: Path | None, count: int) -> dict[str, Any]:
+    """Prompt files for the benchmark (recipes/measure/nano.yaml): test requests with their answers, and beginnings of held-out
+    functions."""
+    _, documents = held_out(recipe, data_dir)
+    check_unseen(Path(model), documents)
+    folder.mkdir(parents=True, exist_ok=True)
+    examples = commands.examples("test", count, 1)
+    sets: dict[str, list[dict[str, str]]] = {
+        "commands": [{"prompt": example.prompt, "reference": example.answer} for example in examples],
+        "code": [{"prompt": prefix} for prefix, _ in nano_python.beginnings(documents["code"], count, 1)],
+    }
+    for name, records in sets.items():
+        (folder / f"{name}.jsonl").write_text("".join(json.dumps(record) + "\n" for record in records))
+        print(f"{folder / name}.jsonl: {len(records)} prompts")
+    return {name: len(records) for name, records in sets.items()}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    verbs = parser.add_subparsers(dest="verb", required=True)
+    verb: Callable[..., argparse.ArgumentParser] = verbs.add_parser
+
+    def about_data(verb: argparse.ArgumentParser) -> None:
+        verb.add_argument("--recipe", type=Path, default=Path(__file__).parents[1] / "train" / "nano.yaml")
+        verb.add_argument("--data-dir", type=Path, help="JSON lines for the data sets of the hub, as in training")
+
+    one = verb("exits")
+    one.add_argument("model")
+    one.add_argument("twin", nargs="?")
+    about_data(one)
+    one.add_argument("--rows", type=int, default=64, help="rows of held-out text a source")
+    two = verb("commands")
+    two.add_argument("model")
+    two.add_argument("--count", type=int, default=100)
+    two.add_argument("--exit-layers", default=",".join(map(str, EXITS)))
+    two.add_argument("--num-speculative-tokens", type=int, default=7)
+    three = verb("parse")
+    three.add_argument("model")
+    about_data(three)
+    three.add_argument("--count", type=int, default=100)
+    three.add_argument("--temperatures", default="0.2,0.8,1")
+    four = verb("prompts")
+    four.add_argument("model")
+    four.add_argument("folder", type=Path)
+    about_data(four)
+    four.add_argument("--count", type=int, default=100)
+    given = parser.parse_args()
+    if given.verb == "exits":
+        document = exits(given.model, given.twin, given.recipe, given.data_dir, given.rows)
+    elif given.verb == "commands":
+        layers = [int(layer) for layer in given.exit_layers.split(",")]
+        document = requests(given.model, given.count, layers, given.num_speculative_tokens)
+    elif given.verb == "parse":
+        temperatures = [float(temperature) for temperature in given.temperatures.split(",")]
+        document = parse(given.model, given.recipe, given.data_dir, given.count, temperatures)
+    else:
+        document = prompts(given.model, given.folder, given.recipe, given.data_dir, given.count)
+    print(json.dumps({"kind": f"nano-{given.verb}", **document}))
+
+
+if __name__ == "__main__":
+    main()

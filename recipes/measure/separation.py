@@ -1,0 +1,121 @@
+"""Do entropy and Jensen-Shannon distance tell drafts apart that are kept from those that are not (AdaSD, Figures 2 and 3)?
+
+    python recipes/measure/separation.py gsm8k --data-dir FOLDER --picture docs/figures/adasd-separation.png [--draft PATH]
+
+Drafts of nano-draft for nano, verified by the ordinary rule at temperature 1 (`--temperature 0`: greedily), windows of 20.
+Prints a table in Markdown and, as its last line, one JSON document; nearer than half-way: the share whose distance is below the
+middle of the two means. In the picture every prompt's means, and all tokens' distances.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import warnings
+from pathlib import Path
+from statistics import mean
+from typing import Any
+
+import torch
+
+import skipstone
+from skipstone import AdaSD
+from skipstone.bench.draw import conversations
+from skipstone.bench.plan import read, resolved
+from skipstone.decoding.draft import Draft, Verdict
+from skipstone.methods.adasd import adasd
+from skipstone.methods.adasd.adasd import AdaSDSession
+from skipstone.tasks.dialogue import Reader
+
+Tokens = list[tuple[bool, float, float]]
+"""(accepted, entropy in bits, distance) of every draft token that was judged."""
+
+
+class Looking(AdaSDSession):
+    """Keeps what was computed, and waives nothing."""
+
+    seen: Tokens = []  # noqa: RUF012 - one list for all sessions of this script
+
+    def waived(self, draft: Draft, scores: Any) -> None:
+        super().waived(draft, scores)
+
+    def _update(self, draft: Draft, verdict: Verdict) -> None:
+        super()._update(draft, verdict)
+        assert self._distances is not None
+        entropies, kept = torch.stack(self._entropies, 1), int(verdict.accepted[0])
+        for place in range(min(kept + 1, int(draft.valid.sum()))):
+            self.seen.append((place < kept, float(entropies[0, place]), float(self._distances[0, place])))
+
+
+def drawn(samples: list[Tokens], path: Path) -> None:
+    """Figures 2 and 3."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    figure, (left, middle, right) = pyplot.subplots(1, 3, figsize=(13, 3.8))
+    for axis, place, name in ((left, 1, "mean entropy (bits)"), (middle, 2, "mean JS distance")):
+        for accepted, colour, marker in ((True, "tab:blue", "o"), (False, "tab:orange", "x")):
+            values = [[one[place] for one in sample if one[0] is accepted] for sample in samples]
+            points = [(number, mean(one)) for number, one in enumerate(values) if one]
+            axis.scatter(*zip(*points, strict=True), c=colour, marker=marker, label="accepted" if accepted else "rejected")
+        axis.set(xlabel="prompt", ylabel=name)
+    for accepted, colour in ((True, "tab:blue"), (False, "tab:orange")):
+        values = [one[2] for sample in samples for one in sample if one[0] is accepted]
+        right.hist(
+            values, 40, range=(0, 1), color=colour, alpha=0.6, density=True, label="accepted" if accepted else "rejected"
+        )
+    right.set(xlabel="JS distance", ylabel="density")
+    figure.legend(*right.get_legend_handles_labels(), loc="upper center", ncols=2)
+    figure.tight_layout(rect=(0, 0, 1, 0.92))
+    figure.savefig(path, dpi=110)
+
+
+def table(samples: list[Tokens]) -> None:
+    """Counts and means of accepted and of rejected drafts."""
+    tokens = [one for sample in samples for one in sample]
+    half = mean(mean(one[2] for one in tokens if one[0] is accepted) for accepted in (True, False))
+    columns = ["drafts", "tokens", "mean entropy (bits)", "mean JS distance", "nearer than half-way"]
+    print(f"| {' | '.join(columns)} |\n|{' --- |' * len(columns)}")
+    for accepted in (True, False):
+        own = [one for one in tokens if one[0] is accepted]
+        figures = [f"{mean(one[1] for one in own):.2f}", f"{mean(one[2] for one in own):.3f}"]
+        figures.append(f"{mean(one[2] < half for one in own):.2f}")
+        print(f"| {'accepted' if accepted else 'rejected'} | {len(own)} | {' | '.join(figures)} |")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("task")
+    parser.add_argument("--data-dir", type=Path)
+    parser.add_argument("--draft", default=None)
+    parser.add_argument("--num-prompts", type=int, default=20)
+    parser.add_argument("--max-new-tokens", type=int, default=200)
+    parser.add_argument("--temperature", type=float, default=1.0)
+    parser.add_argument("--picture", type=Path)
+    given = parser.parse_args()
+    model, tokenizer = skipstone.load()
+    wish = {"task": given.task, "num_prompts": given.num_prompts, "max_new_tokens": given.max_new_tokens}
+    plan = read(None, {"methods": ["autoregressive"], "tasks": [wish]})
+    ((task, question),) = resolved(plan)
+    _, asked = conversations(task, question, plan, given.data_dir)
+    reader = Reader(tokenizer, question.chat, 2048 - given.max_new_tokens)
+    adasd.AdaSDSession = Looking  # type: ignore[misc]
+    sampling = {"do_sample": True, "temperature": given.temperature} if given.temperature else {"do_sample": False}
+    samples: list[Tokens] = []
+    for seed, one in enumerate(asked):
+        Looking.seen = []
+        options = {"max_new_tokens": given.max_new_tokens, "seed": seed, "eos_token_id": None, "top_k": 0, **sampling}
+        with warnings.catch_warnings():  # that windows of 20 do not pay is no news
+            warnings.simplefilter("ignore", RuntimeWarning)
+            skipstone.generate(model, reader.ids(one), AdaSD(given.draft, adaptive_length=False, fixed_window=20), **options)
+        samples.append(Looking.seen)
+    table(samples)
+    if given.picture is not None:
+        drawn(samples, given.picture)
+    print(json.dumps({"prompts": len(samples), "tokens": sum(map(len, samples))}))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,1 @@
+"""Result files as tables, figures and pages."""

@@ -1,0 +1,262 @@
+"""From the lines of a run to figures: per model, task and temperature one group, per method one set of figures.
+
+Totals over totals everywhere, never means of ratios. The headline takes the prompts on which no method repeats itself: looping
+text flatters all that draft.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass, field, replace
+from typing import Any
+
+from skipstone.bench.journal import Line
+from skipstone.bench.lineup import BASELINE, THEIRS
+from skipstone.decoding.stats import Stats
+from skipstone.tasks.scores import pass_at_k
+from skipstone.timing.statistics import LOOPING, Rate, pooled, predicted_speedup, rate
+
+EARLY_EXIT = "hf-early-exit"
+REFERENCES = (BASELINE, THEIRS, EARLY_EXIT)
+_SUMMED = ("new_tokens", "prefill_tokens", "steps", "drafting", "turns", "drafted", "draft_steps", "accepted", "overruled")
+_SUMMED += ("probes", "verified_nodes")
+_SUMMED += tuple(f"seconds_{part}" for part in ("prefill", "search", "draft", "score", "other", "probe"))
+
+
+def merged(stats: Sequence[Stats]) -> Stats:
+    """The sum of several calls' figures."""
+    total = Stats()
+    for one in stats:
+        for name in Stats.__dataclass_fields__:
+            setattr(total, name, getattr(total, name) + getattr(one, name))
+    return total
+
+
+@dataclass
+class Group:
+    """The lines of one task at one temperature on one model. question: a hash of how it was asked. about: the model's line.
+    tuned: label -> what was chosen. exits: how well every exit predicts the task's answers, where that was asked for."""
+
+    model: str
+    task: str
+    number: int
+    temperature: float
+    question: str
+    about: Line
+    lines: list[Line]
+    tuned: dict[str, Line]
+    seed: int
+    exits: Line | None = None
+    _known: dict[Any, Any] = field(default_factory=dict, init=False, repr=False, compare=False)
+
+    @property
+    def title(self) -> str:
+        """What stands above its table."""
+        sampled = "" if self.temperature else ", greedy"
+        looping = "" if self.headline() else ", all prompts: every one loops somewhere"
+        return f"{self.subject}, {self.name}{sampled}{looping}"
+
+    @property
+    def subject(self) -> str:
+        """The model as it is to be called everywhere."""
+        return f"SYNTHETIC MODEL: {self.model}" if self.about["synthetic"] else self.model
+
+    @property
+    def name(self) -> str:
+        """The task, and its temperature where it samples."""
+        return f"{self.task}, T = {self.temperature:g}" if self.temperature else self.task
+
+    def shown_as(self, label: str) -> str:
+        """A method as it is to be called everywhere."""
+        return label if self.about["methods"][label]["lossless"] else f"{label} (lossy)"
+
+    @property
+    def labels(self) -> list[str]:
+        """The methods in the order in which they were named."""
+        return list(dict.fromkeys(label for line in self.lines for label in line["rows"]))
+
+    def called(self, method: str) -> str | None:
+        """The label of a method, the first one's where several have it; None where it took no part."""
+        return next((label for label, about in self.about["methods"].items() if about["method"] == method), None)
+
+    def settings(self, label: str) -> dict[str, Any]:
+        """A method's settings, chosen or given."""
+        return self.tuned[label]["chosen"] if label in self.tuned else self.about["methods"][label]["settings"] or {}
+
+    def shown(self) -> list[Line]:
+        """The headline's lines; all, where none is left."""
+        return self.headline() or self.lines
+
+    def by_category(self) -> list[Group]:
+        """A group for every category of its prompts, in the order of their names; none where there is at most one."""
+        names = sorted({line.get("category") or "" for line in self.lines})
+        if len(names) < 2:
+            return []
+        return [replace(self, task=name, lines=[x for x in self.lines if (x.get("category") or "") == name]) for name in names]
+
+    def headline(self) -> list[Line]:
+        """Lines on which no method repeats itself."""
+        return [line for line in self.lines if all(row["repeated_share"] < LOOPING for row in line["rows"].values())]
+
+    def figures(self, label: str, lines: Sequence[Line]) -> dict[str, Any] | None:
+        """One method's figures over some lines as plain JSON values; None where it has none of them. Counted once."""
+        key = (label, *(line["index"] for line in lines))
+        if key not in self._known:
+            self._known[key] = self._figures(label, lines)
+        return self._known[key]
+
+    def _figures(self, label: str, lines: Sequence[Line]) -> dict[str, Any] | None:
+        lines = [line for line in lines if label in line["rows"]]
+        if not lines:
+            return None
+        rows = [line["rows"][label] for line in lines]
+        tokens, seconds = ([float(row[name]) for row in rows] for name in ("tokens", "seconds"))
+        found: dict[str, Any] = {
+            "prompts": len(rows),
+            "tokens": sum(tokens),
+            "seconds": sum(seconds),
+            "tokens_per_second": pooled(tokens, seconds),
+            "repeated_share": pooled([row["repeated_share"] * row["tokens"] for row in rows], tokens),
+            "share_of_ceiling": pooled(tokens, seconds) / self.about["ceiling"]["tokens_per_second"],
+            "peak_memory": max((row["memory"] for row in rows if row["memory"] is not None), default=None),
+            **_latency(rows),
+            "speedups": {},
+            "equal": {},
+            "scores": _scores(rows),
+            "lossless": self.about["methods"][label]["lossless"],
+        }
+        for reference in REFERENCES:
+            theirs = self.called(reference)
+            base = [line["rows"][theirs] for line in lines if theirs in line["rows"]]
+            if len(base) != len(lines):
+                continue
+            faster = self._rate(label, lines) / self._rate(str(theirs), lines)
+            found["speedups"][reference] = asdict(faster.estimate())
+            if self.temperature == 0:
+                found["equal"][reference] = sum(a["digests"] == b["digests"] for a, b in zip(rows, base, strict=True))
+        if all(row["stats"] for row in rows):
+            total = _summed(row["stats"] for row in rows)
+            found |= own_figures(total, sum(seconds), sum(row.get("setup_seconds", 0.0) for row in rows))
+            baseline = self.called(BASELINE)
+            plain = [line["rows"].get(baseline) for line in lines]
+            if total["draft_steps"] and all(row and row["stats"] for row in plain):
+                found |= expectation(total, rows, [row for row in plain if row])
+        return found
+
+    def _rate(self, label: str, lines: Sequence[Line]) -> Rate:
+        """A method's tokens a second over lines on which it took part. Counted once."""
+        key = ("rate", label, *(line["index"] for line in lines))
+        if key not in self._known:
+            rows = [line["rows"][label] for line in lines]
+            self._known[key] = rate([row["tokens"] for row in rows], [row["seconds"] for row in rows], self.seed)
+        return self._known[key]
+
+
+def groups(lines: Sequence[Line]) -> list[Group]:
+    """The groups of a run's lines, in their order."""
+    about = {line["model"]: line for line in lines if line["kind"] == "model"}
+    seed = lines[0]["plan"]["seed"] if lines else 0
+    found: dict[tuple[Any, ...], Group] = {}
+    for line in (line for line in lines if line["kind"] in ("tuned", "exits", "prompt")):
+        key = (line["model"], line["number"], line["task"], line["temperature"], line["question"])
+        if key not in found:
+            model, number, task, temperature, question = key
+            found[key] = Group(model, task, number, temperature, question, about[model], [], {}, seed)
+        if line["kind"] == "prompt":
+            found[key].lines.append(line)
+        elif line["kind"] == "exits":
+            found[key].exits = line
+        else:
+            found[key].tuned[line["method"]] = line
+    return [group for group in found.values() if group.lines]
+
+
+def _latency(rows: Sequence[Mapping[str, Any]]) -> dict[str, float | None]:
+    """Milliseconds to the first token, and for every further one; calls pooled."""
+    if any(row["first_seconds"] is None for row in rows):
+        return {"ttft_ms": None, "tpot_ms": None}
+    first, calls = sum(row["first_seconds"] for row in rows), sum(row["calls"] for row in rows)
+    rest, further = sum(row["seconds"] for row in rows) - first, sum(row["tokens"] for row in rows) - calls
+    return {"ttft_ms": 1000 * first / calls, "tpot_ms": 1000 * rest / further if further > 0 else None}
+
+
+def _scores(rows: Sequence[Mapping[str, Any]]) -> dict[str, float]:
+    """Mean scores over prompts; of tasks that pass or fail and have several samples, pass@k."""
+    found: dict[str, float] = {}
+    names = dict.fromkeys(name for row in rows for one in row["scores"] for name in one)
+    for name in names:
+        per_prompt = [[one[name] for one in row["scores"] if name in one] for row in rows]
+        per_prompt = [values for values in per_prompt if values]
+        samples = min(map(len, per_prompt))
+        if name == "pass":
+            for k in sorted({1, samples}):
+                shares = [pass_at_k(len(values), round(sum(values)), k) for values in per_prompt]
+                found[f"pass@{k}"] = sum(shares) / len(shares)
+        else:
+            found[name] = sum(sum(values) / len(values) for values in per_prompt) / len(per_prompt)
+    return found
+
+
+def _summed(stats: Iterable[Mapping[str, Any]]) -> dict[str, Any]:
+    total: dict[str, Any] = dict.fromkeys(_SUMMED, 0)
+    histogram: Counter[str] = Counter()
+    for one in stats:
+        for name in _SUMMED:
+            total[name] += one.get(name, 0)
+        histogram.update(one["acceptance_histogram"])
+    return {**total, "acceptance_histogram": {key: histogram[key] for key in sorted(histogram, key=int)}}
+
+
+def own_figures(total: Mapping[str, Any], seconds: float, setup: float = 0.0) -> dict[str, Any]:
+    """M, alpha and where the time of a step went. seconds: wall-clock of the calls; setup: the part of it before first passes;
+    untimed_share: of what no span covers."""
+    turns = max(total["turns"], 1)
+    spans = setup + sum(total[f"seconds_{part}"] for part in ("prefill", "search", "draft", "score", "other", "probe"))
+    return {
+        "mean_acceptance_length": 1 + total["accepted"] / total["steps"] if total["steps"] else 1.0,
+        "acceptance_rate": total["accepted"] / total["draft_steps"] if total["draft_steps"] else None,
+        "steps": total["steps"],
+        "drafting_share": total["drafting"] / total["steps"] if total["steps"] else 0.0,
+        "drafted": total["drafted"],
+        "drafts_per_step": total["draft_steps"] / total["steps"] if total["steps"] else 0.0,
+        "accepted": total["accepted"],
+        "probes": total["probes"],
+        "overruled": total["overruled"],
+        "search_ms_per_step": 1000 * total["seconds_search"] / turns,
+        "draft_ms_per_step": 1000 * total["seconds_draft"] / turns,
+        "score_ms_per_step": 1000 * total["seconds_score"] / turns,
+        "other_ms_per_step": 1000 * total["seconds_other"] / turns,
+        "setup_seconds": setup,
+        "prefill_seconds": total["seconds_prefill"],
+        "untimed_share": max(0.0, 1 - spans / seconds),
+        "acceptance_histogram": total["acceptance_histogram"],
+    }
+
+
+def expectation(total: Mapping[str, Any], mine: Sequence[Line], plain: Sequence[Line]) -> dict[str, float]:
+    """The speed-up that the method's own costs, M and alpha predict, and what decoding reached, prefill apart.
+
+    predicted = plain seconds a token x tokens a step / (draft + scoring seconds a step); plain: our autoregressive on the same
+    prompts. decode speed-up = the two rows' decode seconds a token, wall-clock less prefill. Probe steps are left out of the
+    prediction, not of the measurement.
+    """
+    base, own = _decode_seconds_per_token(plain), _decode_seconds_per_token(mine)
+    decoded = total["new_tokens"] - total["prefill_tokens"] - total["probes"]
+    tokens_per_step = decoded / total["steps"] if total["steps"] else 1.0
+    step = (total["seconds_draft"] + total["seconds_score"]) / total["turns"] if total["turns"] else 0.0
+    predicted = predicted_speedup(base, tokens_per_step, step)
+    reached = base / own if own else math.nan
+    return {
+        "plain_ms_per_token": 1000 * base,
+        "tokens_per_step": tokens_per_step,
+        "predicted_speedup": predicted,
+        "decode_speedup": reached,
+        "measured_over_predicted": reached / predicted,
+    }
+
+
+def _decode_seconds_per_token(rows: Sequence[Line]) -> float:
+    seconds = [row["seconds"] - row["stats"]["seconds_prefill"] for row in rows]
+    return pooled(seconds, [row["tokens"] - row["stats"]["prefill_tokens"] for row in rows])

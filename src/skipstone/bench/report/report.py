@@ -1,0 +1,205 @@
+"""`skipstone bench report`: result files as Markdown, CSV, JSON, or one page of HTML that needs nothing else."""
+
+from __future__ import annotations
+
+import html
+import json
+import re
+from collections import Counter
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from rich import box
+from rich.console import Console
+from rich.table import Table as RichTable
+
+from skipstone.bench import journal
+from skipstone.bench.journal import Line, plain
+from skipstone.bench.report.cells import NONE, Table, calibrated
+from skipstone.bench.report.charts import charts
+from skipstone.bench.report.figures import Group, groups
+from skipstone.bench.report.tables import LEGEND, csv_of, tables
+from skipstone.tasks.protocols import preset
+from skipstone.timing import machine
+
+WIDTH = 150
+IN_FILES = ("repeats", "TTFT ms", "TPOT ms", "peak MiB", "ceiling")
+"""Columns that a terminal has no room for."""
+FORMATS = ("md", "csv", "json", "html")
+STYLE = """
+:root { color-scheme: light dark; }
+body { font: 15px/1.5 system-ui, sans-serif; margin: 2rem auto; max-width: 80rem; padding: 0 1rem; }
+table { border-collapse: collapse; font-variant-numeric: tabular-nums; } .wide { overflow-x: auto; }
+th, td { padding: .25rem .7rem; text-align: right; border-bottom: 1px solid #8884; white-space: nowrap; }
+th:first-child, td:first-child { text-align: left; } figure { display: inline-block; margin: 1rem 1rem 1rem 0; }
+svg { background: white; max-width: 100%; } pre { white-space: pre-wrap; } .synthetic { color: #b00; font-weight: bold; }
+"""
+
+
+def load(paths: Sequence[Path]) -> tuple[list[Line], list[Group]]:
+    """(all lines, groups) of result files. ValueError for what is none, and for a file without a measured prompt."""
+    lines: list[Line] = []
+    found: list[Group] = []
+    for path in paths:
+        own = journal.read(path)
+        journal.check(path, own)
+        made = groups(own)
+        if not made:
+            raise ValueError(f"{path} holds no measured prompt yet")
+        lines += own
+        found += made
+    return lines, found
+
+
+def report(paths: Sequence[Path], form: str, layout: str = "own") -> str:
+    """The report as text. form: one of FORMATS."""
+    lines, found = load(paths)
+    if form == "md":
+        legend = [LEGEND, ""] if layout == "own" else []
+        shown = (table.markdown() for table in tables(found, layout))
+        return "\n".join([*_ceilings(lines), "", *shown, *legend, *_notes(lines)]) + "\n"
+    if form == "csv":
+        return csv_of(found) if layout == "own" else "\n".join(table.csv() for table in tables(found, layout))
+    if form == "json":
+        return json.dumps(plain({"runs": _runs(lines), "groups": [_figures(group) for group in found]}), indent=1) + "\n"
+    if form == "html":
+        return page(lines, found, tables(found, layout))
+    raise ValueError(f"unknown format {form!r}; there are {', '.join(FORMATS)}")
+
+
+def _runs(lines: Sequence[Line]) -> list[Line]:
+    return [line for line in lines if line["kind"] in ("run", "resumed", "model", "tuned")]
+
+
+def _figures(group: Group) -> dict[str, Any]:
+    return {
+        "title": group.title,
+        "model": group.model,
+        "task": group.task,
+        "temperature": group.temperature,
+        "exits": group.exits and {name: group.exits[name] for name in ("prompts", "tokens", "perplexity", "agreement")},
+        "categories": {part.task: _methods(part) for part in group.by_category()},
+        "methods": _methods(group),
+    }
+
+
+def _methods(group: Group) -> dict[str, Any]:
+    headline = group.headline()
+    return {
+        label: {"headline": group.figures(label, headline), "all_prompts": group.figures(label, group.lines)}
+        for label in group.labels
+    }
+
+
+def _ceilings(lines: Sequence[Line]) -> list[str]:
+    """What the machine allows, first of all."""
+    return [machine.told(line["model"], line["ceiling"], line) for line in lines if line["kind"] == "model"]
+
+
+def _notes(lines: Sequence[Line]) -> list[str]:
+    """What a table alone does not say: chosen settings, what is missing or was cut, where it was measured."""
+    notes = []
+    cut = Counter((line["model"], line["task"]) for line in lines if line["kind"] == "prompt" and line.get("cut"))
+    for (model, task), count in cut.items():
+        notes.append(f"{model}, {task}: {count} prompts lost their beginning, for the model or --prompt-tokens.")
+    for line in lines:
+        if line["kind"] == "model":
+            if line["synthetic"] and "realised_agreement" in line["synthetic"]:
+                notes.append(f"SYNTHETIC MODEL: {calibrated(line['synthetic'])}.")
+            notes += [f"{label}: no row, {reason}." for label, reason in line["refused"].items()]
+        if line["kind"] == "tuned":
+            settings = ", ".join(f"{name}={value}" for name, value in line["chosen"].items())
+            notes.append(f"{line['task']}, {line['method']}: {settings} (best of {line['candidates']}, {line['calls']} calls).")
+        if line["kind"] == "run":
+            notes += _presets(line["plan"])
+        if line["kind"] in ("run", "resumed"):
+            made = line["provenance"]
+            packages = ", ".join(f"{name} {version}" for name, version in made["packages"].items() if version)
+            sha = f", {made['git']['sha'][:12]}{' changed' if made['git']['dirty'] else ''}" if made["git"] else ""
+            again = "gone on with " if line["kind"] == "resumed" else ""
+            notes.append(f"{again}`{' '.join(made['argv'])}`: {made['cpu']}, {made['threads']} threads, {packages}{sha}.")
+    return notes
+
+
+def _presets(plan: Line) -> list[str]:
+    """What a paper leaves open of the protocols that were asked for, and what was taken instead."""
+    notes = []
+    for asked in plan.get("tasks", ()):
+        protocol = asked.get("protocol") or plan.get("protocol")
+        if protocol and (ours := preset(protocol, asked["task"]).ours):
+            notes.append(f"{asked['task']} as {protocol} asks it; not stated there and ours: {ours}.")
+    return notes
+
+
+def page(lines: Sequence[Line], found: Sequence[Group], shown: Sequence[Table]) -> str:
+    """One self-contained page of HTML. Every text in it is escaped."""
+    parts = [f"<!doctype html><html lang=en><meta charset=utf-8><title>skipstone bench</title><style>{STYLE}</style>"]
+    parts.append("<h1>skipstone bench</h1>")
+    if any(group.about["synthetic"] for group in found):
+        parts.append("<p class=synthetic>SYNTHETIC MODEL: random weights. Nothing here is about a language model.</p>")
+    parts += [f"<p>{html.escape(text)}</p>" for text in _ceilings(lines)]
+    for table in shown:
+        parts += [f"<h2>{html.escape(table.title)}</h2>", _html(table)]
+    for group in found:
+        parts += [f"<figure>{svg}</figure>" for svg in charts(group).values()]
+    parts.append(f"<p>{html.escape(LEGEND)}</p>")
+    parts += [f"<pre>{html.escape(note)}</pre>" for note in _notes(lines)]
+    return "\n".join(parts) + "\n"
+
+
+def pictures(paths: Sequence[Path], folder: Path) -> list[Path]:
+    """The page's pictures as files of SVG, named after task and picture, and after the model where there are several. Returns
+    their paths."""
+    _, found = load(paths)
+    several = len({group.model for group in found}) > 1
+    folder.mkdir(parents=True, exist_ok=True)
+    written: list[Path] = []
+    stems: Counter[str] = Counter()
+    for group in found:
+        for title, svg in charts(group).items():
+            words = " ".join([group.subject if several or group.about["synthetic"] else "", group.name, title])
+            stem = re.sub(r"[^a-z0-9.]+", "-", words.lower()).strip("-")
+            stems[stem] += 1
+            path = folder / (f"{stem}-{stems[stem]}.svg" if stems[stem] > 1 else f"{stem}.svg")
+            path.write_text(svg + "\n", encoding="utf-8")
+            written.append(path)
+    return written
+
+
+def _html(table: Table) -> str:
+    head = "".join(f"<th>{html.escape(column)}" for column in table.columns)
+    rows = "".join("<tr>" + "".join(f"<td>{html.escape(cell)}" for cell in row) for row in table.rows)
+    return f"<div class=wide><table><tr>{head}{rows}</table></div>"
+
+
+def _narrow(table: Table) -> Table:
+    """Without columns that are in files only, or say nothing."""
+    kept = [
+        index
+        for index, column in enumerate(table.columns)
+        if column not in IN_FILES and (not index or any(row[index] != NONE for row in table.rows))
+    ]
+    return Table(table.title, [table.columns[i] for i in kept], [[row[i] for i in kept] for row in table.rows])
+
+
+def show(paths: Sequence[Path], console: Console, layout: str = "own") -> None:
+    """The tables on a terminal, without the columns that it has no room for."""
+    lines, found = load(paths)
+    shown = [_narrow(table) for table in tables(found, layout)]
+    if not console.is_terminal:
+        console.width = WIDTH
+    for text in _ceilings(lines):
+        console.print(text, highlight=False, markup=False)
+    for table in shown:
+        drawn = RichTable(title=table.title, box=box.SIMPLE_HEAD, padding=(0, 1), pad_edge=False, title_justify="left")
+        for index, column in enumerate(table.columns):
+            least = 11 if column.startswith("x ") else None  # an interval stays in one piece
+            drawn.add_column(column, justify="right" if index else "left", overflow="fold", no_wrap=not index, min_width=least)
+        for row in table.rows:
+            drawn.add_row(*row)
+        console.print(drawn)
+    for note in _notes(lines):
+        console.print(note, highlight=False, markup=False)
+    if layout == "own":
+        console.print(LEGEND, highlight=False, markup=False)

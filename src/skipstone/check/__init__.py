@@ -1,0 +1,1 @@
+"""Whether a method writes what the model alone would write."""

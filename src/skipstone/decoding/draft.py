@@ -1,0 +1,156 @@
+"""The nouns that every stage of the loop speaks: Draft -> Scores -> Verdict -> Step -> Stats, and the Output of a call.
+
+Shapes: B rows, n draft tokens, V vocabulary. p is the target's processed distribution, q the draft's.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+if TYPE_CHECKING:
+    from skipstone.models.frontier import Frontier
+
+
+@dataclass(slots=True)
+class Draft:
+    """Tokens proposed for one step, one row of nodes per batch row.
+
+    tokens: [B, n] int64. valid: [B, n] bool, False where a row proposed fewer.
+    parents: [B, n] int64, the index of the node's parent, -1 for the root (the last committed token); None is a chain.
+    q: [B, n, V] float, the processed distribution each token was drawn from; None means every q is one-hot
+        (a deterministic drafter, or one whose draws are coupled to the target's).
+    stochastic: [B, n] bool, only beside q: False marks a node whose q is one-hot whatever `q` holds.
+    candidate: [B, n] bool, False for nodes that are scored but may never be accepted (Lookahead's window).
+    source, exit_layer: [B, n] int64 and confidence: [B, n] float, for reports only.
+    draft_steps: [B] int64, passes of the drafter each row took part in; None means one per token that may be accepted.
+    levels: most nodes on one path, where the builder of a tree knows; None means as many as there are nodes.
+    Law: no two siblings that may be accepted carry the same token.
+    """
+
+    tokens: Tensor
+    valid: Tensor
+    frontier: Frontier | None
+    parents: Tensor | None = None
+    q: Tensor | None = None
+    stochastic: Tensor | None = None
+    candidate: Tensor | None = None
+    source: Tensor | None = None
+    exit_layer: Tensor | None = None
+    confidence: Tensor | None = None
+    draft_steps: Tensor | None = None
+    levels: int | None = None
+
+    @classmethod
+    def empty(cls, rows: int, device: torch.device, frontier: Frontier | None = None) -> Draft:
+        """No proposal: the step is plain decoding."""
+        nothing = torch.empty((rows, 0), dtype=torch.long, device=device)
+        return cls(nothing, nothing.bool(), frontier)
+
+    @property
+    def width(self) -> int:
+        return self.tokens.shape[1]
+
+    @property
+    def offered(self) -> Tensor:
+        """[B, n] bool: the nodes that may be accepted."""
+        return self.valid if self.candidate is None else self.valid & self.candidate
+
+    def check(self) -> None:
+        """Assert the invariants (for tests; it synchronises with the device)."""
+        assert self.tokens.shape == self.valid.shape, (self.tokens.shape, self.valid.shape)
+        assert self.q is None or self.parents is None, "stochastic drafts are chains"
+        if self.parents is None:
+            assert bool((self.valid[:, 1:] <= self.valid[:, :-1]).all()), "a chain is valid up to its end"
+            return
+        for row in range(self.tokens.shape[0]):
+            seen = set()
+            for node in self.valid[row].nonzero().flatten().tolist():
+                parent = int(self.parents[row, node])
+                assert -1 <= parent < node, f"node {node} of row {row} has parent {parent}"
+                assert parent < 0 or bool(self.valid[row, parent]), "a valid node has a valid parent"
+                if not self.offered[row, node]:
+                    continue
+                key = (parent, int(self.tokens[row, node]))
+                assert key not in seen, f"siblings of row {row} share token {key[1]}"
+                seen.add(key)
+
+
+@dataclass(slots=True)
+class Verdict:
+    """What the target says of a draft.
+
+    path: [B, n] int64, the accepted nodes in order (only the first `accepted` entries of a row mean anything).
+    tokens: [B, n+1] int64, the accepted tokens followed by the recovered or bonus token.
+    accepted: [B] int64. overruled: [B, n] bool, tokens accepted against the target's own choice (AdaSD), or None.
+    notes: [B, k] int64, what else a method wants on the host: it travels with the verdict, in the same transfer.
+    """
+
+    path: Tensor
+    tokens: Tensor
+    accepted: Tensor
+    overruled: Tensor | None = None
+    notes: Tensor | None = None
+
+    @property
+    def next_token(self) -> Tensor:
+        """[B] int64: the recovered token after a rejection, the bonus token after a full acceptance."""
+        return self.tokens.gather(1, self.accepted[:, None]).squeeze(1)
+
+    def tolist(self, draft: Draft) -> list[RowVerdict]:
+        """The verdict on the host, in one transfer from the device: the only synchronisation of a step."""
+        width = self.path.shape[1]
+        nodes, drafted = draft.valid.sum(1, keepdim=True), draft.offered.sum(1, keepdim=True)
+        last = torch.cat([torch.full_like(drafted, -1), self.path], 1).gather(1, self.accepted[:, None])
+        if draft.parents is None:
+            offered = torch.nn.functional.pad(draft.offered, (0, 1)).gather(1, self.accepted[:, None]).long()
+        else:
+            offered = (draft.offered & (draft.parents == last)).any(1, keepdim=True).long()
+        passes = drafted if draft.draft_steps is None else draft.draft_steps[:, None]
+        columns = [self.accepted[:, None], drafted, passes, nodes, offered, self.path, self.tokens]
+        columns += [] if self.overruled is None else [self.overruled.long()]
+        columns += [] if self.notes is None else [self.notes]
+        behind = 2 * width + 1
+        verdicts = []
+        for accepted, count, steps, scored, more, *rest in torch.cat(columns, dim=1).tolist():
+            path, tokens, notes = rest[:accepted], rest[width : width + accepted + 1], rest[behind:]
+            final, against = "recovered" if more else "bonus", notes[: 0 if self.overruled is None else width]
+            mine = RowVerdict(path, tokens, final, count, sum(against), scored, steps, notes=notes[len(against) :])
+            mine.against = against
+            verdicts.append(mine)
+        return verdicts
+
+
+@dataclass(slots=True)
+class RowVerdict:
+    """One row's verdict on the host.
+
+    path: accepted nodes. tokens: committed tokens, accepted ones first. final: what the token after the accepted ones is.
+    drafted: draft tokens that could be accepted. nodes: draft tokens scored. draft_steps: passes of the drafter. finished: set
+    by the stopping rules. notes: those of the verdict. against: 1 for what was accepted against the target's choice.
+    """
+
+    path: list[int]
+    tokens: list[int]
+    final: str
+    drafted: int
+    overruled: int
+    nodes: int = 0
+    draft_steps: int = 0
+    finished: bool = False
+    notes: list[int] = field(default_factory=list)
+    against: list[int] = field(default_factory=list)
+
+    def cut(self, kept: int) -> None:
+        """Keep the first `kept` tokens only."""
+        self.tokens = self.tokens[:kept]
+        self.path = self.path[:kept]
+        self.overruled = sum(self.against[: len(self.path)])
+
+    @property
+    def origin(self) -> list[str]:
+        accepted = len(self.path)
+        return ["draft"] * accepted + [self.final] * (len(self.tokens) - accepted)

@@ -1,0 +1,167 @@
+"""The only decoding loop of the project, and the stopping rules.
+
+prompt -> prefill -> [ draft -> score -> verify -> commit ]* -> tokens
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator
+from itertools import pairwise
+
+import torch
+
+from skipstone.decoding.draft import Draft, RowVerdict, Verdict
+from skipstone.decoding.pace import Pace
+from skipstone.decoding.sampling import Scores
+from skipstone.decoding.session import PREFILL_CHUNK, Request, Session
+from skipstone.decoding.step import Step
+from skipstone.decoding.stopping import Row
+
+NOTHING = RowVerdict([], [], "", 0, 0)  # of a row that took no part
+
+Recorder = Callable[[Step, Draft, Scores, list[RowVerdict]], None]
+"""Called before the commit of every step; adds to the Step what its caller wants kept."""
+
+
+class Clock:
+    """Splits one step into its stages and the rest, without a synchronisation of its own.
+
+    On CUDA the stages are timed by events, which have passed once the step's one transfer to the host has returned.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self.stream = torch.cuda.current_stream(device) if device.type == "cuda" else None
+        self.events: list[torch.cuda.Event] = []
+        self.times: list[float] = []
+        self.mark()
+
+    def mark(self) -> None:
+        """End a stage (the first mark, made at construction, begins one)."""
+        self.times.append(time.perf_counter())
+        if self.stream is not None:
+            self.events.append(torch.cuda.Event(enable_timing=True))
+            self.events[-1].record(self.stream)
+
+    def stop(self) -> list[float]:
+        """Seconds of every stage, then of the rest of the step up to now."""
+        total = time.perf_counter() - self.times[0]
+        if self.stream is None:
+            stages = [b - a for a, b in pairwise(self.times)]
+        else:
+            stages = [a.elapsed_time(b) / 1000 for a, b in pairwise(self.events)]
+        return [*stages, max(0.0, total - sum(stages))]
+
+
+class Decoder:
+    """Rows of a session under the loop. `admit` and `release` may be called between two steps.
+
+    chunk: prompt tokens a row runs in one step. recorder: called with every step's verdict. probing: take probe steps (`Pace`).
+    """
+
+    def __init__(
+        self, session: Session, *, chunk: int = PREFILL_CHUNK, recorder: Recorder | None = None, probing: bool = False
+    ) -> None:
+        self.session, self.chunk, self.recorder, self.probing = session, chunk, recorder, probing
+        self.rows: list[Row | None] = [None] * session.rows
+        self.pace = Pace()
+
+    def admit(self, row: int, request: Request) -> None:
+        """Start a request on a free row."""
+        self.session.admit(row, request)
+        self.rows[row] = Row(request)
+
+    def release(self, row: int) -> Row | None:
+        """Take a row out, finished or not. Returns what it has generated."""
+        state, self.rows[row] = self.rows[row], None
+        self.session.release(row)
+        return state
+
+    @property
+    def busy(self) -> bool:
+        """Whether any row has work left."""
+        return self.session.prefilling or any(self.session.alive)
+
+    @torch.inference_mode()
+    def step(self) -> Step:
+        """One turn of the loop over all rows; finished rows are released and named in `Step.finished`."""
+        return self._prefill() if self.session.prefilling else self._decode()
+
+    def _prefill(self) -> Step:
+        """One chunk of the waiting prompts, and the first token of those that it completes."""
+        session, started = self.session, time.perf_counter()
+        scores, ready = session.prefill(self.chunk)
+        draft = Draft.empty(session.rows, session.root.device)
+        if scores is None:
+            step = self._step([NOTHING] * session.rows, draft)
+        else:
+            verdicts = self._settle(draft, session.verify(draft, scores), ready)
+            for row in ready:
+                verdicts[row].final = "prefill"
+            step = self._step(verdicts, draft, scores)
+            session.commit(None, verdicts)
+        step.prefill = True
+        step.seconds_score = time.perf_counter() - started  # a chunk that completes no prompt is not waited for
+        return self._retire(step)
+
+    def _decode(self) -> Step:
+        session = self.session
+        clock = Clock(session.model.device)
+        probe = self.probing and session.sampler.greedy and self.pace.wants_probe()
+        if not probe:
+            session.optimise()
+        clock.mark()
+        draft = session.draft([0] * session.rows if probe else self._limits())
+        clock.mark()
+        scores = session.score(draft)
+        clock.mark()
+        live = [row for row, alive in enumerate(session.alive) if alive]
+        verdicts = self._settle(draft, session.verify(draft, scores), live)
+        step = self._step(verdicts, draft, scores)
+        session.commit(draft, verdicts)
+        step.probe = probe
+        step.seconds_search, step.seconds_draft, step.seconds_score, step.seconds_other = clock.stop()
+        self.pace.add(step)
+        return self._retire(step)
+
+    def _limits(self) -> list[int]:
+        """Most draft tokens per row: the token that verification adds must fit too."""
+        rows = zip(self.rows, self.session.alive, strict=True)
+        return [row.request.max_new_tokens - len(row.tokens) - 1 if row and alive else 0 for row, alive in rows]
+
+    def _settle(self, draft: Draft, verdict: Verdict, live: list[int]) -> list[RowVerdict]:
+        """The verdict on the host, cut by the stopping rules; nothing for rows that took no part."""
+        verdicts, taking_part = verdict.tolist(draft), set(live)
+        for row, mine in enumerate(verdicts):
+            state = self.rows[row]
+            if state is None or row not in taking_part:
+                verdicts[row] = NOTHING
+            else:
+                state.take(mine)
+        return verdicts
+
+    def _step(self, verdicts: list[RowVerdict], draft: Draft, scores: Scores | None = None) -> Step:
+        step = Step(
+            tokens=[v.tokens for v in verdicts],
+            origin=[v.origin for v in verdicts],
+            drafted=[v.drafted for v in verdicts],
+            draft_steps=[v.draft_steps for v in verdicts],
+            accepted=[len(v.path) for v in verdicts],
+            overruled=[v.overruled for v in verdicts],
+            verified_nodes=sum(v.nodes for v in verdicts),
+            finished=[row for row, v in enumerate(verdicts) if v.finished],
+        )
+        if self.recorder is not None and scores is not None:
+            self.recorder(step, draft, scores, verdicts)
+        return step
+
+    def _retire(self, step: Step) -> Step:
+        for row in step.finished:
+            self.session.release(row)
+        return step
+
+
+def run(decoder: Decoder) -> Iterator[Step]:
+    """Turn the loop until no row is alive. Closing the generator early leaves model and session as they are."""
+    while decoder.busy:
+        yield decoder.step()

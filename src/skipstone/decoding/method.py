@@ -1,0 +1,73 @@
+"""What a decoding method is: a frozen dataclass of hyper-parameters that starts sessions.
+
+The loop knows methods only through this file and `Session`. A method is also the callable that transformers'
+`generate(custom_generate=...)` wants.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, fields, replace
+from pathlib import Path
+from typing import Any, ClassVar, Self
+
+from transformers import PreTrainedModel
+
+from skipstone.decoding.session import Session
+from skipstone.models.layered import LayeredModel
+
+OWN_FIELD = "skipstone"
+"""Where a model's generation_config names its default method."""
+
+
+@dataclass(frozen=True)
+class Method:
+    """Base of all methods. Fields of subclasses are the paper's hyper-parameters with the paper's defaults.
+
+    name: how users call it. aliases: other packages' spellings of
+    fields, accepted with a warning. if_few_accepted: what it means for this method that hardly any draft is accepted.
+    by_model: fields that have no default but a model's own; None leaves them to it.
+    """
+
+    name: ClassVar[str]
+    aliases: ClassVar[dict[str, str]] = {}
+    if_few_accepted: ClassVar[str] = ""
+    by_model: ClassVar[tuple[str, ...]] = ()
+
+    @property
+    def lossless(self) -> bool:
+        """Whether the text (or its law) is the target's own."""
+        return True
+
+    @property
+    def settings(self) -> dict[str, Any]:
+        """The hyper-parameters by name, as plain JSON values: a model that was given as an object is called what it is."""
+        values = {field.name: getattr(self, field.name) for field in fields(self)}
+        plain = (str, int, float, bool, tuple, list, dict, type(None))
+        return {name: one if isinstance(one, plain) else _called(one) for name, one in values.items()}
+
+    def completed(self, default: Any) -> Self:
+        """This method with the fields that it leaves to the model, from a model's default (`generation_config.skipstone`)."""
+        if not isinstance(default, Mapping) or default.get("method") != self.name:
+            return self
+        left = {name: default[name] for name in self.by_model if getattr(self, name) is None and name in default}
+        return replace(self, **left)
+
+    def check(self, model: LayeredModel) -> None:
+        """Raise ValueError where the settings do not fit the model. Called before any work."""
+
+    def new_state(self, model: LayeredModel) -> Any:
+        """What lives across requests (a search, thresholds, measured costs); None where nothing does."""
+        return None
+
+    def report(self, model: PreTrainedModel) -> dict[str, Any]:
+        """What the method has learnt about a model across requests, as plain JSON values; empty where it learns nothing."""
+        return {}
+
+    def start(self, model: LayeredModel, rows: int, capacity: int, state: Any = None) -> Session:
+        """A session for `rows` rows of at most `capacity` tokens each."""
+        raise NotImplementedError
+
+
+def _called(value: Any) -> str:
+    return str(value) if isinstance(value, Path) else getattr(value, "name_or_path", "") or type(value).__name__

@@ -1,0 +1,295 @@
+"""From logits to tokens, row by row: every row has its own processors, temperature, top-k, top-p, min-p and seed.
+
+Processors (repetition penalty and kin) see one row's own ids, unpadded; warpers are vectorised over rows. Temperature 0 gives
+a one-hot distribution, so greedy decoding is the limit of sampling and no second branch.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+
+import torch
+from torch import Tensor
+
+from skipstone.decoding.noise import DRAFT, TARGET, Noise, substream
+from skipstone.models import host
+from skipstone.models.host import on_device
+
+Processor = Callable[[Tensor, Tensor], Tensor]
+"""A transformers LogitsProcessor: (ids [1, T] int64, scores [1, V] float32) -> scores [1, V]. Must be a pure function."""
+
+AT_ONCE = 1 << 16  # scores of a step: up to here a CPU spends more on calling operators than in them
+
+
+@dataclass(frozen=True)
+class Sampling:
+    """How one row samples. temperature 0 is greedy; top_k 0, top_p 1 and min_p 0 are off (HF's meanings and order).
+
+    processors run before the warpers. warpers: transformers' own list, temperature included, for a row that uses one without a
+    vectorised form (typical_p, epsilon_cutoff, eta_cutoff, top_h); it replaces the vectorised ones for that row.
+    """
+
+    temperature: float = 0.0
+    top_k: int = 0
+    top_p: float = 1.0
+    min_p: float = 0.0
+    seed: int = 0
+    processors: Sequence[Processor] = ()
+    warpers: Sequence[Processor] = ()
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.temperature < math.inf:  # nor NaN
+            raise ValueError(f"temperature must be a finite number that is not negative, found {self.temperature}; 0 is greedy")
+        if isinstance(self.top_k, bool) or not isinstance(self.top_k, int) or self.top_k < 0:
+            raise ValueError(f"top_k must be a whole number that is not negative, found {self.top_k!r}; 0 takes all tokens")
+        for name in ("top_p", "min_p"):
+            if not 0 <= getattr(self, name) <= 1:
+                raise ValueError(f"{name} must lie between 0 and 1, found {getattr(self, name)}")
+
+
+class Warping:
+    """The warper settings of all rows: columns [B] on the device, and on the host what is in use at all."""
+
+    def __init__(self, rows: Sequence[Sampling], device: torch.device) -> None:
+        def column(values: list[float], dtype: torch.dtype) -> Tensor:
+            return on_device(values, device, dtype)
+
+        self.greedy = column([row.temperature == 0 for row in rows], torch.bool)
+        self.temperature = column([row.temperature or 1.0 for row in rows], torch.float32)
+        self.top_k = column([row.top_k or 1 << 30 for row in rows], torch.long)
+        # rounded once, after the subtraction, as transformers does: where tokens tie, the last bit decides
+        self.tail = column([1 - row.top_p for row in rows], torch.float32)
+        self.min_p = column([row.min_p for row in rows], torch.float32)
+        self.any_greedy = any(row.temperature == 0 for row in rows)
+        self.largest_k = max(row.top_k for row in rows)
+        self.any_top_p = any(row.top_p < 1 for row in rows)
+        self.any_min_p = any(row.min_p > 0 for row in rows)
+
+
+def warp(logits: Tensor, rows: Warping) -> Tensor:
+    """Temperature, top-k, top-p, min-p, in HF's order. logits: [B, V] or [B, n, V]. Returns p of the same shape.
+
+    Rows with temperature 0 become one-hot at their argmax.
+    """
+    shape = (-1, *[1] * (logits.ndim - 1))
+    scores = logits / rows.temperature.view(shape)
+    if rows.largest_k:
+        ordered = scores.topk(min(rows.largest_k, scores.shape[-1]), dim=-1).values
+        place = (rows.top_k.clamp(max=ordered.shape[-1]) - 1).view(shape).expand(*ordered.shape[:-1], 1)
+        limited = (rows.top_k < scores.shape[-1]).view(shape)
+        scores = scores.masked_fill((scores < ordered.gather(-1, place)) & limited, float("-inf"))
+    if rows.any_top_p:
+        ordered, order = scores.sort(dim=-1)
+        tail = ordered.softmax(-1).cumsum(-1) <= rows.tail.view(shape)
+        tail[..., -1] = False
+        tail &= (rows.tail > 0).view(shape)
+        scores = scores.masked_fill(torch.zeros_like(tail).scatter(-1, order, tail), float("-inf"))
+    p = scores.softmax(-1)
+    if rows.any_min_p:
+        least = rows.min_p.view(shape) * p.amax(-1, keepdim=True)
+        p = scores.masked_fill(p < least, float("-inf")).softmax(-1)
+    if rows.any_greedy:
+        best = torch.zeros_like(p).scatter(-1, logits.argmax(-1, keepdim=True), 1.0)
+        p = torch.where(rows.greedy.view(shape), best, p)
+    return p
+
+
+@dataclass
+class Sampler:
+    """The sampling settings of all rows, and the ids their processors look at.
+
+    rows: batch size. coupled: drafts draw from the target's own noise (Gumbel coupling), so they are deterministic given the
+    seed and `verify.match` is exact for them.
+    """
+
+    rows: int
+    device: torch.device
+    coupled: bool = False
+    noise_type: type[Noise] = Noise
+    settings: list[Sampling | None] = field(init=False)
+    eos: list[frozenset[int]] = field(init=False)
+    ids: list[Tensor] = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.settings = [None] * self.rows
+        self.eos = [frozenset()] * self.rows
+        self.ids = [torch.empty(0, dtype=torch.long, device=self.device)] * self.rows
+
+    def admit(self, row: int, sampling: Sampling, prompt: Tensor, eos: frozenset[int] = frozenset()) -> None:
+        """Take over a row. prompt: [T] int64 ids. eos: ids after which nothing is asked of the row's processors."""
+        self.settings[row], self.ids[row], self.eos[row] = sampling, prompt.to(self.device), eos
+        self._changed()
+
+    def release(self, row: int) -> None:
+        """Forget a row."""
+        self.settings[row], self.eos[row] = None, frozenset()
+        self._changed()
+
+    def extend(self, row: int, tokens: list[int]) -> None:
+        """Append committed tokens to the ids that processors see."""
+        if self.processed:
+            self.ids[row] = torch.cat([self.ids[row], on_device(tokens, self.device)])
+
+    def _changed(self) -> None:
+        """Forget what was derived from the settings; it is made anew when asked for, once for a whole batch of requests."""
+        for name in ("greedy", "processed", "warping", "noise", "_ends"):
+            self.__dict__.pop(name, None)
+
+    @cached_property
+    def greedy(self) -> bool:
+        """Whether no row samples; one with warpers of its own does, whatever its temperature says."""
+        return all(row is None or (row.temperature == 0 and not row.warpers) for row in self.settings)
+
+    @cached_property
+    def processed(self) -> bool:
+        """Whether any row has processors or warpers of its own."""
+        return any(row is not None and (row.processors or row.warpers) for row in self.settings)
+
+    @cached_property
+    def warping(self) -> Warping:
+        return Warping([row or Sampling() for row in self.settings], self.device)
+
+    @cached_property
+    def noise(self) -> Noise:
+        seeds = [0 if row is None else row.seed for row in self.settings]
+        return self.noise_type(on_device(seeds, self.device))
+
+    @cached_property
+    def _ends(self) -> Tensor | None:
+        """The rows' end-of-sequence ids [B, k], -1 where a row has fewer; None where no row has any."""
+        most = max(map(len, self.eos))
+        return on_device([[*ids, *[-1] * (most - len(ids))] for ids in self.eos], self.device) if most else None
+
+    def unfinished(self, tokens: Tensor) -> Tensor | None:
+        """Rows [B] bool whose token [B] does not end them, for drafters to stop at. None where nobody asks: on an accelerator
+        a draft that runs on past the end costs less than telling rows apart; what follows is cut after verification."""
+        if self._ends is None or not host.readable(tokens):
+            return None
+        return (tokens[:, None] != self._ends).all(1)
+
+    def _asked(self, row: int, path: Tensor, wanted: Sequence[bool] | None) -> bool:
+        """Whether a row's processors are to be called after path [B, k]: never past the end, where plain decoding stops."""
+        if wanted is not None and not wanted[row]:
+            return False
+        return not self.eos[row] or self.eos[row].isdisjoint(path[row].tolist())
+
+    def process(self, logits: Tensor, path: Tensor, wanted: Sequence[bool] | None = None) -> Tensor:
+        """Apply every row's processors. logits: [B, V] raw; path: [B, k], tokens after the committed ones. Returns [B, V].
+
+        wanted: rows whose processors may be called, None for all; the others' logits come back as they are.
+        """
+        if not self.processed:
+            return logits
+        rows = []
+        for row, sampling in enumerate(self.settings):
+            scores = logits[row : row + 1]
+            if sampling is not None and sampling.processors and self._asked(row, path, wanted):
+                ids = torch.cat([self.ids[row], path[row]])[None]
+                scores = scores.clone()
+                for processor in sampling.processors:
+                    scores = processor(ids, scores)
+            rows.append(scores)
+        return torch.cat(rows)
+
+    def warped(self, scores: Tensor, path: Tensor, wanted: Sequence[bool] | None = None) -> Tensor:
+        """p [B, V] of processed scores [B, V]. path, wanted: as in `process`."""
+        p = warp(scores, self.warping)
+        for row, sampling in enumerate(self.settings):
+            if sampling is not None and sampling.warpers and self._asked(row, path, wanted):
+                ids, own = torch.cat([self.ids[row], path[row]])[None], scores[row : row + 1]
+                for warper in sampling.warpers:
+                    own = warper(ids, own)
+                p[row] = own[0].softmax(-1)
+        return p
+
+    def distribution(self, logits: Tensor, path: Tensor, wanted: Sequence[bool] | None = None) -> Tensor:
+        """p of raw logits [B, V], processed and warped. path, wanted: as in `process`."""
+        return self.warped(self.process(logits, path, wanted), path, wanted)
+
+    def propose(
+        self, logits: Tensor, position: Tensor, path: Tensor, wanted: Sequence[bool] | None = None
+    ) -> tuple[Tensor, Tensor | None, Tensor]:
+        """Draw a draft token. logits: [B, V] raw; position: [B] the token will have; path: [B, k] the draft so far.
+
+        wanted: as in `process`. Returns (tokens [B], q [B, V] or None where the draw is deterministic, processed logits [B, V]
+        for confidences).
+        """
+        scores = self.process(logits, path, wanted)
+        return *self.drawn(scores, position, path, wanted), scores
+
+    def drawn(
+        self, scores: Tensor, position: Tensor, path: Tensor, wanted: Sequence[bool] | None = None
+    ) -> tuple[Tensor, Tensor | None]:
+        """The draw of `propose`, from processed logits [B, V]."""
+        if self.greedy:
+            return scores.argmax(-1), None
+        q = self.warped(scores, path, wanted)
+        if self.coupled:
+            return self.noise.draw(q, position, TARGET), None
+        return self.noise.draw(q, position, substream(DRAFT, path.shape[1])), q
+
+    def candidates(
+        self, logits: Tensor, position: Tensor, path: Tensor, count: int, wanted: Sequence[bool] | None = None
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """The tokens that the target would draw if it thought as the drafter does, in the order of its own noise (greedy rows:
+        of the scores). Arguments as in `propose`. Returns (tokens [B, k], possible [B, k] bool, False where q is 0, processed
+        logits [B, V]); k = min(count, V).
+        """
+        scores = self.process(logits, path, wanted)
+        order = scores
+        if not self.greedy:
+            order = self.noise.race(self.warped(scores, path, wanted), position, TARGET)
+            if self.warping.any_greedy:
+                order = torch.where(self.warping.greedy[:, None], scores.double(), order)
+        best = order.topk(min(count, order.shape[-1]))
+        return best.indices, best.values > float("-inf"), scores
+
+
+@dataclass
+class Scores:
+    """The target's raw logits [B, n+1, V] float32 (index 0 after the root), turned into distributions on demand.
+
+    position: [B] int64, the position the first new token will have. live: rows whose logits mean anything.
+    """
+
+    logits: Tensor
+    sampler: Sampler
+    position: Tensor
+    live: Sequence[bool]
+
+    def p(self, node: Tensor, path: Tensor, walking: Tensor) -> Tensor:
+        """Processed distribution after a node [B] (-1: the root) reached by path [B, k]. Returns [B, V].
+
+        walking: [B] bool. Lazy: processors are called only for live rows that walk, at the nodes that the walk reaches.
+        """
+        return self.sampler.distribution(self.at(node), path, self.wanted(walking))
+
+    def wanted(self, walking: Tensor) -> list[bool] | None:
+        """Rows whose processors are to be called, on the host; None (nobody asks) without row processors."""
+        if not self.sampler.processed:
+            return None
+        return [live and walks for live, walks in zip(self.live, walking.tolist(), strict=True)]
+
+    def at(self, node: Tensor) -> Tensor:
+        """Raw logits after a node [B], -1 for the root. Returns [B, V]."""
+        index = (node + 1)[:, None, None].expand(-1, 1, self.logits.shape[2])
+        return self.logits.gather(1, index).squeeze(1)
+
+    def everywhere(self) -> Tensor | None:
+        """p after every node [B, n+1, V], the root first, in one go. None where processors must not see nodes that the walk
+        does not reach, and on the CPU where it reaches too few of them for that to be cheaper."""
+        if self.sampler.processed or (host.readable(self.logits) and self.logits.numel() > AT_ONCE):
+            return None
+        return warp(self.logits, self.sampler.warping)
+
+    @cached_property
+    def best(self) -> Tensor:
+        """argmax of the raw logits of every node [B, n+1], the root first."""
+        return self.logits.argmax(-1)
+
+    def picks(self) -> Tensor | None:
+        """The same where it is all there is to know (all rows greedy, no processors)."""
+        return self.best if self.sampler.greedy and not self.sampler.processed else None

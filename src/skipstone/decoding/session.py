@@ -1,0 +1,234 @@
+"""What a method has while it decodes: a store, a sampler, the last committed token of every row.
+
+`Session` does everything but drafting; a method's session overrides `draft` (and what else it must). A batch row is a slot:
+`admit` a request, `prefill` its prompt, take part in steps, `release`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from skipstone.decoding import verify
+from skipstone.decoding.draft import Draft, RowVerdict, Verdict
+from skipstone.decoding.sampling import Sampler, Sampling, Scores
+from skipstone.models.frontier import Frontier
+from skipstone.models.host import on_device
+from skipstone.models.kvstore import KVStore
+from skipstone.models.layered import LayeredModel
+from skipstone.models.passes import Pass
+
+PREFILL_CHUNK = 512
+"""Prompt tokens that a row runs in one pass, unless told."""
+Criterion = Callable[[Tensor, None], Tensor]
+"""A transformers StoppingCriteria: (ids [1, T], None) -> bool tensor [1]."""
+
+
+@dataclass(frozen=True)
+class Request:
+    """One sequence to generate.
+
+    prompt: [T] int64, T >= 1. max_new_tokens >= 1. eos: ids that end the row (kept in the output). criteria: evaluated after
+    every new token on the row's own unpadded ids.
+    """
+
+    prompt: Tensor
+    max_new_tokens: int
+    eos: frozenset[int] = frozenset()
+    sampling: Sampling = field(default_factory=Sampling)
+    criteria: Sequence[Criterion] = ()
+
+
+class Session:
+    """The state of one batch. model: the target. rows: batch size. capacity: most tokens a row may hold.
+
+    depth: layers of the target that count (early_exit stops sooner). coupled: draw drafts from the target's noise.
+    scratch: slots beyond the capacity that a step may use for tree nodes.
+    """
+
+    def __init__(
+        self,
+        model: LayeredModel,
+        rows: int,
+        capacity: int,
+        *,
+        depth: int | None = None,
+        coupled: bool = False,
+        scratch: int = 0,
+    ) -> None:
+        self.model, self.capacity = model, capacity
+        self.store = KVStore(rows, depth or model.depth, capacity + scratch)
+        self.sampler = Sampler(rows, model.device, coupled)
+        self.last = [0] * rows
+        self.root = on_device(self.last, model.device)
+        self.alive = [False] * rows
+        self._waiting: list[Tensor | None] = [None] * rows
+
+    @property
+    def rows(self) -> int:
+        return self.store.rows
+
+    @property
+    def prefilling(self) -> bool:
+        """Whether a row still has prompt tokens to run."""
+        return any(prompt is not None for prompt in self._waiting)
+
+    def admit(self, row: int, request: Request) -> None:
+        """Give a free row to a request. ValueError, before anything changed, for one that cannot be decoded."""
+        taken = self.alive[row] or self._waiting[row] is not None
+        assert not taken, f"row {row} is taken"
+        self._check(request)
+        self.store.length[row] = 0
+        self._waiting[row] = request.prompt.to(self.model.device)
+        self.sampler.admit(row, request.sampling, request.prompt, request.eos)
+
+    def _check(self, request: Request) -> None:
+        length, most = len(request.prompt), request.max_new_tokens
+        if length < 1:
+            raise ValueError("the prompt is empty: there is no token to start from")
+        if most < 1:
+            raise ValueError(f"max_new_tokens must be at least 1, found {most}")
+        needed = f"prompt of {length} tokens + max_new_tokens={most} is more than the"
+        if length + most > self.model.max_positions:
+            raise ValueError(f"{needed} model's {self.model.max_positions} positions ({self.model.max_positions_source})")
+        if length + most > self.capacity:
+            raise ValueError(
+                f"{needed} {self.capacity} tokens a row of this session was made for; start it with a larger capacity"
+            )
+        size, low, high = self.model.embeddings, int(request.prompt.min()), int(request.prompt.max())
+        if low < 0 or high >= size:
+            wrong = low if low < 0 else high
+            raise ValueError(f"token id {wrong} is out of range: the model's vocabulary has {size} entries, 0 to {size - 1}")
+
+    def release(self, row: int) -> None:
+        """Free a row. Its slots are overwritten by the next request."""
+        self.alive[row] = False
+        self._waiting[row] = None
+        self.store.length[row] = 0
+        self.sampler.release(row)
+
+    def resume(self, row: int, tokens: Tensor) -> None:
+        """Run further committed tokens [T] of a row, T >= 1, in the prefills that follow: its store had fallen behind."""
+        self._waiting[row] = tokens
+
+    def prefill(self, chunk: int) -> tuple[Scores | None, list[int]]:
+        """Run up to `chunk` prompt tokens of each of the first waiting rows.
+
+        Returns (scores [B, 1, V], rows whose prompt is done), (None, []) while no prompt is.
+        """
+        first = next(row for row, prompt in enumerate(self._waiting) if prompt is not None)
+        stop = first
+        while stop < self.rows and self._waiting[stop] is not None:
+            stop += 1
+        rows = range(first, stop)
+        parts = [prompt[:chunk] for row in rows if (prompt := self._waiting[row]) is not None]
+        counts = [len(part) for part in parts]
+        tokens = torch.nn.utils.rnn.pad_sequence(parts, batch_first=True)
+        at = self._prefill_pass(rows, counts)
+        hidden = self.model.embed(tokens, at.positions)
+        hidden = self.model.run(hidden, at, self.store, range(self.store.layers))
+        done = []
+        for row, count in zip(rows, counts, strict=True):
+            self.store.length[row] += count
+            rest = self._waiting[row]
+            assert rest is not None
+            self._waiting[row] = rest[count:] if len(rest) > count else None
+            if self._waiting[row] is None:
+                done.append(row)
+                self.alive[row] = True
+        if not done:
+            return None, []
+        last = on_device(counts, hidden.device) - 1
+        logits = self.model.logits(hidden[torch.arange(len(rows), device=hidden.device), last][:, None])
+        return self._prefill_scores(logits, rows, done), done
+
+    def _prefill_pass(self, rows: range, counts: list[int]) -> Pass:
+        bases = [self.store.length[row] for row in rows]
+        end = max(base + count for base, count in zip(bases, counts, strict=True))
+        self.store.reserve(end)
+        width = max(counts)
+        device = self.model.device
+        positions = on_device(bases, device)[:, None] + torch.arange(width, device=device)
+        even = len(set(counts)) == 1
+        valid = None if even else torch.arange(width, device=device) < on_device(counts, device)[:, None]
+        if valid is not None:  # padding repeats a real position, so that position tables are never overrun
+            positions = torch.where(valid, positions, 0)
+        start = bases[0] if even and len(set(bases)) == 1 else None
+        return Pass(positions, positions, valid, slice(rows.start, rows.stop), end, start)
+
+    def _prefill_scores(self, logits: Tensor, rows: range, done: list[int]) -> Scores:
+        full = logits
+        if len(rows) < self.rows:
+            full = logits.new_zeros((self.rows, *logits.shape[1:]))
+            full[rows.start : rows.stop] = logits
+        live = [False] * self.rows
+        for row in done:
+            live[row] = True
+        return Scores(full, self.sampler, on_device(self.store.length, full.device), live)
+
+    def frontier(self, most: list[int]) -> Frontier:
+        """A new frontier that holds the last committed token of every live row, with room for `most` draft tokens a row."""
+        return Frontier(self.model, self.store, self.root, self.alive, most)
+
+    def optimise(self) -> None:
+        """What a method does now and then for its later steps (SWIFT's search); timed apart from drafting."""
+
+    def remark(self) -> str | None:
+        """What a user should be told at the end of a request; None where there is nothing."""
+        return None
+
+    def draft(self, limit: list[int]) -> Draft:
+        """Propose tokens. limit: most draft tokens per row, 0 for plain decoding of that row."""
+        raise NotImplementedError
+
+    def score(self, draft: Draft) -> Scores:
+        """The one scoring pass, the same for every method."""
+        assert draft.frontier is not None, "a draft to be scored carries its frontier"
+        position = on_device(self.store.length, self.model.device) + 1
+        return Scores(draft.frontier.finish(), self.sampler, position, list(self.alive))
+
+    def waived(self, draft: Draft, scores: Scores) -> Tensor | None:
+        """Draft tokens [B, n] bool that are accepted whatever the acceptance rule says; None, always, of a lossless method."""
+        return None
+
+    def verify(self, draft: Draft, scores: Scores) -> Verdict:
+        """Apply the acceptance rule: `leviathan` for drafts drawn at random, `match` for all others."""
+        noise, waived = self.sampler.noise, self.waived(draft, scores)
+        if draft.q is not None:
+            everywhere = scores.everywhere()
+            p = scores.p if everywhere is None else everywhere
+            return verify.leviathan(draft, p, scores.position, noise, waived)
+        picks = scores.picks()
+        if picks is not None:
+            return verify.match_greedy(draft, picks, waived)
+        return verify.match(draft, scores.p, scores.position, noise, waived)
+
+    def commit(self, draft: Draft | None, verdicts: list[RowVerdict]) -> None:
+        """Take over what was decided: move lengths, compact tree paths, remember the last token. Nothing is cloned.
+
+        draft: None for the token that ends a prefill. verdicts: per row, cut by the stopping rules; without tokens for rows
+        that took no part.
+        """
+        for row, verdict in enumerate(verdicts):
+            if not verdict.tokens:
+                continue
+            self.last[row] = verdict.tokens[-1]
+            self.sampler.extend(row, verdict.tokens)
+            if draft is None:
+                continue
+            root, nodes = self.store.length[row], verdict.path
+            if draft.parents is not None:
+                self.store.move(row, [root + 1 + node for node in nodes], range(root + 1, root + 1 + len(nodes)))
+            self.store.length[row] = root + len(verdict.tokens)
+        self.root = on_device(self.last, self.root.device)
+
+    def check(self, row: int, tokens: Tensor, tolerance: float = 1e-4) -> None:
+        """Assert the invariant of a row against a forward over its committed tokens [T] from scratch (for tests)."""
+        assert self.store.length[row] == len(tokens) - 1, "the last committed token is not in the store yet"
+        fresh = Session(self.model, 1, len(tokens) + 1, depth=self.store.layers)
+        fresh.admit(0, Request(tokens, 1))
+        fresh.prefill(len(tokens))
+        self.store.check(fresh.store, row, 0, tolerance)

@@ -1,0 +1,100 @@
+"""What decoding did, added up: Step -> Stats."""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import dataclass, field
+from typing import Any
+
+from skipstone.decoding.step import Step
+
+
+@dataclass(slots=True)
+class Stats:
+    """A fold over Steps. The prefill token belongs to no step; ratios are pooled, never means of means.
+
+    steps counts (row, step) pairs that committed tokens by decoding, drafting those of them that drafted; probe steps are
+    counted apart. Times are seconds.
+    """
+
+    tokens: int = 0
+    prefill_tokens: int = 0
+    steps: int = 0
+    drafting: int = 0
+    turns: int = 0
+    drafted: int = 0
+    draft_steps: int = 0
+    accepted: int = 0
+    overruled: int = 0
+    verified_nodes: int = 0
+    probes: int = 0
+    seconds_prefill: float = 0.0
+    seconds_search: float = 0.0
+    seconds_draft: float = 0.0
+    seconds_score: float = 0.0
+    seconds_other: float = 0.0
+    seconds_probe: float = 0.0
+    histogram: Counter[int] = field(default_factory=Counter)
+
+    def add(self, step: Step) -> None:
+        """Count one step."""
+        if step.prefill:
+            self.prefill_tokens += sum(map(len, step.tokens))
+            self.seconds_prefill += step.seconds
+            return
+        self.tokens += sum(map(len, step.tokens))
+        if step.probe:
+            self.probes += 1
+            self.seconds_probe += step.seconds
+            return
+        self.turns += 1
+        for row, tokens in enumerate(step.tokens):
+            if tokens:
+                self.steps += 1
+                self.drafting += step.draft_steps[row] > 0
+                self.histogram[step.accepted[row]] += 1
+        self.drafted += sum(step.drafted)
+        self.draft_steps += sum(step.draft_steps)
+        self.accepted += sum(step.accepted)
+        self.overruled += sum(step.overruled)
+        self.verified_nodes += step.verified_nodes
+        for name in ("seconds_search", "seconds_draft", "seconds_score", "seconds_other"):
+            setattr(self, name, getattr(self, name) + getattr(step, name))
+
+    @property
+    def seconds(self) -> float:
+        """Decoding time without the prefill."""
+        return self.seconds_search + self.seconds_draft + self.seconds_score + self.seconds_other + self.seconds_probe
+
+    @property
+    def acceptance_rate(self) -> float:
+        """alpha = accepted / draft steps; 0 when nothing was drafted."""
+        return self.accepted / self.draft_steps if self.draft_steps else 0.0
+
+    @property
+    def mean_acceptance_length(self) -> float:
+        """M = 1 + accepted / steps, pooled over steps."""
+        return 1 + self.accepted / self.steps if self.steps else 1.0
+
+    @property
+    def tokens_per_second(self) -> float:
+        """All new tokens over all time, prefill included."""
+        seconds = self.seconds + self.seconds_prefill
+        return (self.tokens + self.prefill_tokens) / seconds if seconds else 0.0
+
+    def summary(self) -> dict[str, Any]:
+        """The figures as plain JSON values."""
+        return {
+            "new_tokens": self.tokens + self.prefill_tokens,
+            "prefill_tokens": self.prefill_tokens,
+            "steps": self.steps,
+            "drafting": self.drafting,
+            "turns": self.turns,
+            **{name: getattr(self, name) for name in ("drafted", "draft_steps", "accepted", "overruled", "verified_nodes")},
+            "acceptance_rate": self.acceptance_rate,
+            "mean_acceptance_length": self.mean_acceptance_length,
+            "acceptance_histogram": {str(k): self.histogram[k] for k in sorted(self.histogram)},
+            "tokens_per_second": self.tokens_per_second,
+            **{name: getattr(self, name) for name in self.__dataclass_fields__ if name.startswith("seconds_")},
+            "probes": self.probes,
+        }

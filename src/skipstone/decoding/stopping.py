@@ -1,0 +1,34 @@
+"""The stopping rules: where the text of a row ends."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import torch
+
+from skipstone.decoding.draft import RowVerdict
+from skipstone.decoding.session import Request
+
+
+@dataclass
+class Row:
+    """A request while it runs: its new tokens, on the host."""
+
+    request: Request
+    tokens: list[int] = field(default_factory=list)
+
+    def take(self, verdict: RowVerdict) -> None:
+        """Append the new tokens up to the first that ends the row, and cut the verdict there. The one place that stops."""
+        for count, token in enumerate(verdict.tokens, 1):
+            self.tokens.append(token)
+            if len(self.tokens) >= self.request.max_new_tokens or token in self.request.eos or self._criteria_met():
+                verdict.cut(count)
+                verdict.finished = True
+                return
+
+    def _criteria_met(self) -> bool:
+        if not self.request.criteria:
+            return False
+        prompt = self.request.prompt
+        ids = torch.cat([prompt, torch.tensor(self.tokens, device=prompt.device)])[None]
+        return any(bool(torch.as_tensor(criterion(ids, None)).all()) for criterion in self.request.criteria)

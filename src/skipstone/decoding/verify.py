@@ -1,0 +1,211 @@
+"""Acceptance rules, pure: a draft, the target's scores and noise in, a Verdict out.
+
+`match` is exact for any deterministic drafter and any tree: the target draws its own token at every node and walks along the
+draft while the draft agrees. `leviathan` is exact in law for a stochastic chain (Leviathan, Kalman, Matias, arXiv 2211.17192,
+Algorithm 1). Greedy decoding is the limit T -> 0 of both, where p is one-hot.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from skipstone.decoding.draft import Draft, Verdict
+from skipstone.decoding.noise import ACCEPT, TARGET, Noise, substream
+from skipstone.models import host
+
+CACHED = 2**17
+"""Entries of distributions that a CPU works on at once where it has a choice."""
+Probability = Callable[[Tensor, Tensor, Tensor], Tensor]
+"""(node [B], -1 for the root; tokens of the path so far [B, k]; walking [B] bool) -> p after that node [B, V].
+
+Rows that do not walk any more may be answered with anything: their path is no real one.
+"""
+
+
+def match(draft: Draft, p: Probability, position: Tensor, noise: Noise, waived: Tensor | None = None) -> Verdict:
+    """Draw x from p at the root; while x is a child of the current node, move there and draw again.
+
+    position: [B], the position the first new token will have. Same seed, same text as plain sampling. waived: [B, n] bool,
+    tokens of a chain that are accepted whatever x is, where the walk gets to them; None: none.
+    """
+    rows, width = draft.tokens.shape
+    assert waived is None or draft.parents is None, "only tokens of a chain can be waived"
+    node = draft.tokens.new_full((rows,), -1)
+    overruled = None if waived is None else torch.zeros_like(draft.valid)
+    walking = torch.ones_like(node, dtype=torch.bool)
+    accepted, path, tokens = torch.zeros_like(node), [], []
+    chain = torch.arange(width, device=node.device) - 1
+    parents = chain.expand(rows, width) if draft.parents is None else draft.parents
+    levels = width if draft.levels is None else min(draft.levels, width)
+    for depth in range(levels + 1):
+        so_far = torch.stack(tokens, 1) if tokens else node.new_empty((rows, 0))
+        x = noise.draw(p(node, so_far, walking), position + depth, TARGET)
+        if waived is not None and overruled is not None and depth < width:
+            against = walking & waived[:, depth] & draft.offered[:, depth] & (draft.tokens[:, depth] != x)
+            x, overruled[:, depth] = torch.where(against, draft.tokens[:, depth], x), against
+        tokens.append(x)
+        if depth == levels:
+            break
+        child = draft.offered & (parents == node[:, None]) & (draft.tokens == x[:, None])
+        found, where = child.max(1)
+        walking = walking & found
+        node = torch.where(walking, where, node)
+        path.append(node)
+        accepted = accepted + walking
+        if _idle(walking):
+            break
+    verdict = _verdict(path, tokens, accepted, width)
+    verdict.overruled = overruled
+    return verdict
+
+
+def match_greedy(draft: Draft, picks: Tensor, waived: Tensor | None = None) -> Verdict:
+    """`match` at T = 0 with the target's picks already known: picks [B, n+1] int64, the root's first."""
+    rows, width = draft.tokens.shape
+    if draft.parents is None and draft.candidate is None:
+        same = draft.tokens == picks[:, :-1]
+        kept = (same if waived is None else same | waived) & draft.valid
+        accepted = kept.long().cumprod(1).sum(1) if width else torch.zeros_like(picks[:, 0])
+        path = torch.arange(width, device=picks.device).expand(rows, width)
+        if waived is None:
+            return Verdict(path, picks, accepted)
+        drafted = path < accepted[:, None]
+        tokens = torch.cat([torch.where(drafted, draft.tokens, picks[:, :-1]), picks[:, -1:]], 1)
+        return Verdict(path, tokens, accepted, drafted & ~same)
+    return match(draft, lambda node, *_: picks.gather(1, node[:, None] + 1), picks[:, 0], _PICKED, waived)
+
+
+class _Picked(Noise):
+    def draw(self, p: Tensor, position: Tensor, stream: int) -> Tensor:
+        return p.squeeze(1)
+
+
+_PICKED = _Picked(torch.zeros(1, dtype=torch.long))
+
+
+def leviathan(draft: Draft, p: Probability | Tensor, position: Tensor, noise: Noise, waived: Tensor | None = None) -> Verdict:
+    """Accept each draft token x with probability min(1, p(x) / q(x)); at the first rejection draw from the residual
+    norm(max(0, p - q)), after a full acceptance from p.
+
+    draft: a chain with q [B, n, V]. p: after every node [B, n+1, V], the root first, or a function that is asked node by node
+    as the walk gets there. position: [B], the position the first new token will have. waived: [B, n] bool, tokens that are
+    accepted whatever the rule says, where the walk gets to them; None: none.
+    """
+    assert draft.q is not None, "leviathan wants the distributions the draft was drawn from"
+    assert draft.parents is None, "leviathan wants a chain"
+    rows, width = draft.tokens.shape
+    q = one_hot_where(draft)
+    free = torch.zeros_like(draft.valid) if waived is None else waived & draft.offered
+    if isinstance(p, Tensor):
+        passed = _passes(draft, p[:, :-1], q, 0, position, noise)
+        accepted = (passed | free).long().cumprod(1).sum(1)
+        target = p[torch.arange(rows, device=p.device), accepted]
+    else:
+        walking = torch.ones(rows, dtype=torch.bool, device=draft.tokens.device)
+        accepted = draft.tokens.new_zeros(rows)
+        target, passed = p(accepted - 1, draft.tokens[:, :0], walking), torch.ones_like(draft.valid)
+        for depth in range(width):
+            passed[:, depth] = _passes(draft, target[:, None], q, depth, position, noise)[:, 0]
+            walking = walking & (passed[:, depth] | free[:, depth])
+            accepted = accepted + walking
+            if _idle(walking):
+                break
+            after = p(accepted - 1, draft.tokens[:, : depth + 1], walking)
+            target = torch.where(walking[:, None], after, target)
+    # behind the end of a row's draft q = 0: the residual is p itself, the bonus draw
+    offered = torch.nn.functional.pad(q * draft.offered[:, :, None], (0, 0, 0, 1))
+    rest = residual(target, offered[torch.arange(rows, device=q.device), accepted])
+    last = noise.draw(rest, position + accepted, TARGET)
+    tokens = torch.cat([draft.tokens, torch.zeros_like(last)[:, None]], 1).scatter(1, accepted[:, None], last[:, None])
+    path = torch.arange(width, device=tokens.device).expand(rows, width)
+    overruled = None if waived is None else ~passed & (path < accepted[:, None])
+    return Verdict(path, tokens, accepted, overruled)
+
+
+def _passes(draft: Draft, p: Tensor, q: Tensor, first: int, position: Tensor, noise: Noise) -> Tensor:
+    """The acceptance test of the draft tokens from number `first` on, each for itself. p: [B, k, V] before each of them.
+    q: [B, n, V]. Returns [B, k] bool."""
+    places = torch.arange(first, first + p.shape[1], device=p.device)
+    x = draft.tokens[:, first : first + p.shape[1], None]
+    ratio = p.gather(2, x) / q[:, first : first + p.shape[1]].gather(2, x)
+    passes = noise.accept(ratio.squeeze(2), position[:, None] + places, substream(ACCEPT, places))
+    return passes & draft.offered[:, first : first + p.shape[1]]
+
+
+def one_hot_where(draft: Draft) -> Tensor:
+    """q of every draft token [B, n, V], one-hot where the token was not drawn at random."""
+    assert draft.q is not None
+    if draft.stochastic is None:
+        return draft.q
+    one_hot = torch.zeros_like(draft.q).scatter(2, draft.tokens[:, :, None], 1.0)
+    return torch.where(draft.stochastic[:, :, None], draft.q, one_hot)
+
+
+def residual(p: Tensor, q: Tensor) -> Tensor:
+    """norm(max(0, p - q)) over the last dimension; p itself where the difference vanishes (p = q: never drawn in exact
+    arithmetic, possible in floating point)."""
+    rest = (p - q).clamp_min(0)
+    total = rest.sum(-1, keepdim=True)
+    return torch.where(total > 0, rest / total, p)
+
+
+def entropy(p: Tensor, base: float = 2.0) -> Tensor:
+    """Shannon entropy over the last dimension, in bits by default; 0 log 0 = 0."""
+    return -torch.xlogy(p, p).sum(-1) / math.log(base)
+
+
+def js_distance(p: Tensor, q: Tensor) -> Tensor:
+    """Square root of the Jensen-Shannon divergence in bits, over the last dimension; in [0, 1]."""
+    divergence = entropy((p + q) / 2) - (entropy(p) + entropy(q)) / 2
+    return divergence.clamp(0, 1).sqrt()
+
+
+def spread(logits: Tensor) -> tuple[Tensor, Tensor]:
+    """softmax(logits) and its `entropy` in bits. logits: [..., V]. Returns ([..., V], [...]).
+
+    H = - sum of p (x - log(sum of exp)): no logarithm of every entry.
+    """
+    p = logits.softmax(-1)
+    total = logits.amax(-1, keepdim=True) - p.amax(-1, keepdim=True).log()
+    logarithm = (logits - total).clamp_min_(torch.finfo(logits.dtype).min)  # 0 times -inf is 0 here
+    return p, torch.linalg.vecdot(p, logarithm).neg_().clamp_min_(0) / math.log(2)
+
+
+def js_distances(logits: Tensor, q: Tensor, entropy_q: Tensor) -> Tensor:
+    """`js_distance` of softmax(logits) and q, whose entropy in bits is known. logits, q: [B, n, V]. Returns [B, n].
+
+    On a CPU a few distributions at a time, so that what is computed of them stays in its cache. In float32 with 128k entries
+    good to about 1e-3.
+    """
+    rows, width, size = logits.shape
+    step = max(1, CACHED // size) if host.readable(logits) else rows * width
+    parts = zip(logits.flatten(0, 1).split(step), q.flatten(0, 1).split(step), entropy_q.flatten().split(step), strict=True)
+    return torch.cat([_js_distances(*part) for part in parts]).view(rows, width)
+
+
+def _js_distances(logits: Tensor, q: Tensor, entropy_q: Tensor) -> Tensor:
+    p, entropy_p = spread(logits)
+    middle = p.add_(q).mul_(0.5)
+    logarithm = middle.clamp_min(torch.finfo(p.dtype).tiny).log_()
+    divergence = -torch.linalg.vecdot(middle, logarithm) / math.log(2) - (entropy_p + entropy_q) / 2
+    return divergence.clamp(0, 1).sqrt()
+
+
+def _idle(walking: Tensor) -> bool:
+    """Whether no row walks on, where that can be asked for nothing."""
+    return host.readable(walking) and not bool(walking.any())
+
+
+def _verdict(path: list[Tensor], tokens: list[Tensor], accepted: Tensor, width: int) -> Verdict:
+    """Pad the walked steps to the full width."""
+    rows = accepted.shape[0]
+    missing = width - len(path)
+    nodes = torch.stack(path, 1) if path else accepted.new_empty((rows, 0))
+    nodes = torch.cat([nodes, nodes.new_zeros((rows, missing))], 1) if missing > 0 else nodes[:, :width]
+    drawn = torch.stack(tokens, 1)
+    pad = width + 1 - drawn.shape[1]
+    return Verdict(nodes, torch.cat([drawn, drawn.new_zeros((rows, pad))], 1) if pad else drawn, accepted)

@@ -1,0 +1,85 @@
+"""skipstone behind `model.generate`: `enable` a method on a model, `disable` it again."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from torch import LongTensor, Tensor
+from transformers import GenerationConfig, PreTrainedModel
+
+from skipstone.decoding.method import Method
+from skipstone.hf import generation
+from skipstone.hf.call import MethodLike, prepare_call, resolve_for
+from skipstone.hf.output import Output
+from skipstone.models.layered import LayeredModel
+
+_OTHER_ENGINES = ("custom_generate", "assistant_model")
+
+
+def enable(model: PreTrainedModel, method: MethodLike = None) -> PreTrainedModel:
+    """Make `model.generate` decode with a method, streamers and stop strings included. A second call changes the method.
+
+    method: as in `skipstone.generate`; ValueError where it does not fit the model. `model.generate` then also takes `seed`, and
+    options that skipstone does not support are a ValueError. Calls that ask for another engine (`custom_generate`,
+    `assistant_model`) go to transformers as before. Returns the model.
+    """
+    chosen = resolve_for(model, method)
+    chosen.check(LayeredModel(model))
+    before = model.__dict__.get("generate")
+    if isinstance(before, _Generate):
+        before = before.before
+    model.__dict__["generate"] = _Generate(model, chosen, before)
+    return model
+
+
+def disable(model: PreTrainedModel) -> PreTrainedModel:
+    """Give `model.generate` back to transformers. Does nothing where no method is enabled. Returns the model."""
+    enabled = model.__dict__.get("generate")
+    if isinstance(enabled, _Generate):
+        del model.__dict__["generate"]
+        if enabled.before is not None:
+            model.__dict__["generate"] = enabled.before
+    return model
+
+
+@dataclass(eq=False)
+class _Generate:
+    """What `model.generate` is while a method is enabled; an object, so that a copied or pickled model gets its own.
+
+    before: the `generate` that the instance itself had, None where it had its class's.
+    """
+
+    model: PreTrainedModel
+    method: Method
+    before: Any
+
+    def __call__(
+        self,
+        inputs: Tensor | None = None,
+        generation_config: GenerationConfig | None = None,
+        logits_processor: Any = None,
+        stopping_criteria: Any = None,
+        *,
+        streamer: Any = None,
+        tokenizer: Any = None,
+        seed: int | list[int] | None = None,
+        **options: Any,
+    ) -> Output | LongTensor:
+        """Arguments and results are those of transformers' `generate`."""
+        named = {
+            "generation_config": generation_config,
+            "logits_processor": logits_processor,
+            "stopping_criteria": stopping_criteria,
+        }
+        options |= {name: value for name, value in named.items() if value is not None}
+        if any(options.get(name) is not None for name in _OTHER_ENGINES):
+            own = {"streamer": streamer, "tokenizer": tokenizer, "seed": seed}
+            options |= {name: value for name, value in own.items() if value is not None}
+            kind: Any = type(self.model)
+            return self.before(inputs, **options) if self.before else kind.generate(self.model, inputs, **options)
+        if inputs is None:
+            inputs = options.pop("input_ids", None)
+        call = prepare_call(self.model, inputs, tokenizer, seed, options)
+        output = generation.complete(self.method, call, streamer)
+        return output if call.config.return_dict_in_generate else output.sequences  # type: ignore[return-value]

@@ -1,0 +1,136 @@
+"""Hugging Face's side of the loop: a prepared call in, Steps or an Output out."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from skipstone.decoding.loop import PREFILL_CHUNK, Decoder, run
+from skipstone.decoding.record import Keeper
+from skipstone.decoding.session import Request
+from skipstone.decoding.stats import Stats
+from skipstone.decoding.step import Step
+from skipstone.hf.call import Call, requests
+from skipstone.hf.output import Output
+from skipstone.models.layered import LayeredModel
+
+if TYPE_CHECKING:
+    from skipstone.decoding.method import Method
+
+SLOWER, FEW_ACCEPTED, ENOUGH_TURNS = 0.95, 0.1, 16
+
+
+def start(method: Method, call: Call, keeper: Keeper | None = None) -> tuple[Decoder, list[Request]]:
+    """Check everything, then admit every row of the call. All errors of the user's making are raised here."""
+    layered = call.layered or LayeredModel(call.model)
+    method.check(layered)
+    admitted = requests(call)
+    needed = max(len(request.prompt) + request.max_new_tokens for request in admitted)
+    session = method.start(layered, len(admitted), needed, method.new_state(layered))
+    chunk = call.config.prefill_chunk_size
+    if chunk is not None and chunk < 1:
+        raise ValueError(f"prefill_chunk_size must be at least 1, found {chunk}")
+    decoder = Decoder(session, chunk=chunk or PREFILL_CHUNK, recorder=keeper, probing=method.lossless)
+    for row, request in enumerate(admitted):
+        decoder.admit(row, request)
+    return decoder, admitted
+
+
+def steps(method: Method, call: Call, record: bool = False) -> Iterator[Step]:
+    """The loop as an iterator of Steps. Errors are raised at the call, not at the first step."""
+    decoder, _ = start(method, call, Keeper(record=True) if record else None)
+    return _watched(method, decoder)
+
+
+def _watched(method: Method, decoder: Decoder) -> Iterator[Step]:
+    """The loop, and the warning at its end."""
+    yield from run(decoder)
+    _warn_if_slower(method, decoder, stacklevel=3)
+
+
+def complete(method: Method, call: Call, streamer: Any = None, record: bool = False) -> Output:
+    """Decode a call to its end. streamer: a transformers streamer (one row), fed the prompt and 1-D chunks of new tokens."""
+    if streamer is not None and call.input_ids.shape[0] > 1:
+        raise ValueError(f"streamers take one row, found a batch of {call.input_ids.shape[0]}")
+    keeper = _keeper(call, record)
+    decoder, admitted = start(method, call, keeper)
+    if streamer is not None:
+        streamer.put(call.input_ids.cpu())
+    stats, kept = Stats(), []
+    new: list[list[int]] = [[] for _ in admitted]
+    for step in run(decoder):
+        stats.add(step)
+        for tokens, more in zip(new, step.tokens, strict=True):
+            tokens.extend(more)
+        if streamer is not None and step.tokens[0]:
+            streamer.put(torch.tensor(step.tokens[0]))
+        if keeper is not None:
+            kept.append(step)
+    if streamer is not None:
+        streamer.end()
+    _warn_if_slower(method, decoder, stacklevel=4)
+    output = Output(
+        sequences=_sequences(call, new),  # type: ignore[arg-type]
+        stats=stats,
+        new_tokens=new,
+        method=method.name,
+        lossless=method.lossless,
+        steps=kept if record else None,
+    )
+    width = max(map(len, new))
+    if call.config.output_logits:
+        output.logits = _per_token([step.logits for step in kept], len(new), width)
+    if call.config.output_scores:
+        output.scores = _per_token([step.scores for step in kept], len(new), width)
+    return output
+
+
+def _keeper(call: Call, record: bool) -> Keeper | None:
+    keeper = Keeper(record, bool(call.config.output_logits), bool(call.config.output_scores))
+    return keeper if keeper.record or keeper.logits or keeper.scores else None
+
+
+def _sequences(call: Call, new: list[list[int]]) -> Tensor:
+    """[B, T] prompt as given and new tokens, finished rows filled with the pad id (HF's rule)."""
+    ids = call.input_ids
+    pad: Any = call.config._pad_token_tensor
+    width = max(map(len, new))
+    fill = 0 if pad is None else int(pad)
+    rows = [tokens + [fill] * (width - len(tokens)) for tokens in new]
+    return torch.cat([ids, torch.tensor(rows, dtype=ids.dtype, device=ids.device)], dim=1)
+
+
+def _per_token(steps: list[list[Tensor] | None], rows: int, width: int) -> Any:
+    """Rows' [k, V] pieces -> one [B, V] per new token, 0 for rows already finished."""
+    columns = [torch.cat([step[row] for step in steps if step is not None]) for row in range(rows)]
+    padded = [torch.cat([c, c.new_zeros((width - len(c), c.shape[1]))]) for c in columns]
+    return tuple(torch.stack(padded, 1))
+
+
+def _warn_if_slower(method: Method, decoder: Decoder, stacklevel: int) -> None:
+    """Warn, with figures, where drafting did not pay or hardly any draft was accepted; say what the session has to say."""
+    if (remark := decoder.session.remark()) is not None:
+        warnings.warn(remark, RuntimeWarning, stacklevel=stacklevel)
+    pace, stats = decoder.pace, decoder.pace.stats
+    if stats.turns < ENOUGH_TURNS or not stats.draft_steps:
+        return
+    measured = pace.estimate()
+    ratio = pace.bound() if measured is None else measured
+    few = stats.acceptance_rate < FEW_ACCEPTED
+    if ratio is None or (ratio >= SLOWER and not few):
+        return
+    how = "at most " if measured is None else ""
+    why = f" {method.if_few_accepted}" if few and method.if_few_accepted else ""
+    advice = " Other settings (or method='autoregressive') would be faster." if ratio < SLOWER else ""
+    warnings.warn(
+        f"{method.name} ran at {how}{ratio:.2f} x the speed of plain decoding here: acceptance rate "
+        f"{stats.acceptance_rate:.2f}, {stats.mean_acceptance_length:.2f} tokens a step, draft "
+        f"{1000 * stats.seconds_draft / stats.turns:.1f} ms + scoring {1000 * stats.seconds_score / stats.turns:.1f} ms a step."
+        f"{why}{advice}",
+        RuntimeWarning,
+        stacklevel=stacklevel,
+    )

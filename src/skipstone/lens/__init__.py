@@ -1,0 +1,1 @@
+"""What every layer already knows of a text."""

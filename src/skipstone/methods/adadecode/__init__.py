@@ -1,0 +1,1 @@
+"""AdaDecode: adaptive layer parallelism (arXiv 2506.03700)."""

@@ -1,0 +1,281 @@
+"""Light LM heads at middle layers, which AdaDecode predicts with (section 2.1): what they are, their files, their model.
+
+A head reads the state after a layer as the model's own head reads the last one, after the final norm, and predicts with
+softmax(E* T h): E* is the model's own LM head, T one small matrix a layer.
+"""
+
+from __future__ import annotations
+
+import copy
+import json
+import os
+import shutil
+import threading
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, Literal
+from weakref import WeakKeyDictionary
+
+import torch
+from pydantic import Field
+from safetensors import SafetensorError
+from safetensors.torch import load_file, save_file
+from torch import Tensor, nn
+
+from skipstone.assets import HEADS
+from skipstone.forms import Part, read_json
+from skipstone.models.fingerprint import fingerprint
+from skipstone.models.layered import LayeredModel
+
+VERSION = 1
+WEIGHTS, CARD = "exit_heads.safetensors", "exit_heads.json"
+ORIGINAL = "original"
+_LOADED: WeakKeyDictionary[Any, dict[Any, ExitHeads]] = WeakKeyDictionary()
+_LOCK = threading.Lock()
+Kind = Literal["square", "low_rank", "full", "original"]
+
+
+class HeadsCard(Part):
+    """What a folder of heads is for, and how it was made.
+
+    model: fingerprint of the weights; name: what the model was called. layers: E of every head, those that ran before it.
+    kind: "square" T (d x d, the paper's), "low_rank" T = I + B A, "full" V x d heads of their own, "original": none at all.
+    hidden_size: d, what the LM head reads. norm: what is done to a state first: the model's "final" norm. training, metrics:
+    for people.
+    """
+
+    version: int = VERSION
+    model: str
+    name: str = ""
+    layers: tuple[int, ...] = Field(min_length=1)
+    kind: Kind = "square"
+    rank: int | None = None
+    hidden_size: int = Field(ge=1)
+    vocab_size: int = Field(ge=1)
+    norm: Literal["final"] = "final"
+    training: dict[str, Any] = Field(default_factory=dict)
+    metrics: dict[str, Any] = Field(default_factory=dict)
+
+
+class LowRank(nn.Module):
+    """T = I + B A, A: [r, d] random, B: [d, r] zero at first."""
+
+    def __init__(self, size: int, rank: int) -> None:
+        super().__init__()
+        self.down, self.up = nn.Linear(size, rank, bias=False), nn.Linear(rank, size, bias=False)
+        nn.init.zeros_(self.up.weight)
+
+    def forward(self, states: Tensor) -> Tensor:
+        """[..., d] -> [..., d]."""
+        return states + self.up(self.down(states))
+
+
+class ExitHeads(nn.Module):
+    """One head for each of `card.layers`. A new T is the identity, a new full head zero until `start_from` copies E*."""
+
+    def __init__(self, card: HeadsCard) -> None:
+        super().__init__()
+        if (card.kind == "low_rank") != (card.rank is not None) or (card.rank or 1) < 1:
+            raise ValueError(
+                f"heads of kind {card.kind!r} and rank={card.rank}: low_rank needs a rank of at least 1, no other has one"
+            )
+        self.card = card
+        self.heads = nn.ModuleList(_head(card) for _ in card.layers)
+
+    def states(self, index: int, normed: Tensor) -> Tensor:
+        """T h of head number `index`, where it has a T. [..., d] -> [..., d]."""
+        return normed if self.card.kind in ("full", ORIGINAL) else self.heads[index](normed)
+
+    def logits(self, model: LayeredModel, index: int, hidden: Tensor) -> Tensor:
+        """What head number `index` says of states after its layer. [B, n, d] -> [B, n, V] float32."""
+        return self.read(model, index, model.normed(hidden))
+
+    def read(self, model: LayeredModel, index: int, normed: Tensor) -> Tensor:
+        """The same of states that went through the final norm already. Heads under training may be finer than the model."""
+        own = self.heads[index] if self.card.kind == "full" else None
+        states = self.states(index, normed if self.dtype is None else normed.to(self.dtype))
+        return model.project(states if own is not None else states.to(normed.dtype), own)
+
+    @property
+    def dtype(self) -> torch.dtype | None:
+        """Of the weights; None where there are none."""
+        return next((one.dtype for one in self.parameters()), None)
+
+    def start_from(self, model: LayeredModel) -> None:
+        """Begin full heads as copies of the model's own."""
+        if self.card.kind == "full":
+            with torch.no_grad():
+                for head in self.heads:
+                    head.weight.copy_(model.head.weight)  # type: ignore[operator, union-attr]
+
+    def save(self, folder: Path, dtype: torch.dtype | None = None) -> None:
+        """Write a folder of heads, whole or not at all. dtype: of the weights in it, theirs where None."""
+        fresh = folder.with_name(f".{folder.name}.{os.getpid()}")
+        shutil.rmtree(fresh, ignore_errors=True)
+        fresh.mkdir(parents=True)
+        try:
+            weights = {name: one.detach().to("cpu", dtype).contiguous() for name, one in self.state_dict().items()}
+            save_file(weights, fresh / WEIGHTS, metadata={"format": "pt"})
+            (fresh / CARD).write_text(json.dumps(self.card.model_dump(mode="json"), indent=1) + "\n", encoding="utf-8")
+            for path in fresh.iterdir():
+                with path.open("rb") as file:
+                    os.fsync(file.fileno())
+            folder.mkdir(parents=True, exist_ok=True)
+            (folder / CARD).unlink(missing_ok=True)  # without it a folder holds no heads
+            for name in (WEIGHTS, CARD):
+                os.replace(fresh / name, folder / name)
+        except SafetensorError as error:
+            raise OSError(f"the heads could not be written to {folder}: {error}") from error
+        finally:
+            shutil.rmtree(fresh, ignore_errors=True)
+
+    def push_to_hub(self, repo_id: str, private: bool | None = None, token: str | None = None) -> str:
+        """Upload the two files to a model repository of the hub, made where there is none. Returns its address."""
+        import tempfile
+
+        from huggingface_hub import HfApi
+
+        api = HfApi(token=token)
+        repo = api.create_repo(repo_id, private=private, exist_ok=True)
+        with tempfile.TemporaryDirectory() as place:
+            self.save(Path(place) / "heads")
+            api.upload_folder(repo_id=repo.repo_id, folder_path=Path(place) / "heads", commit_message="Exit heads of skipstone")
+        return str(repo)
+
+
+def _head(card: HeadsCard) -> nn.Module:
+    size = card.hidden_size
+    if card.kind == ORIGINAL:
+        return nn.Identity()
+    if card.kind == "low_rank":
+        return LowRank(size, card.rank or 1)
+    head = nn.Linear(size, size if card.kind == "square" else card.vocab_size, bias=False)
+    with torch.no_grad():
+        (nn.init.eye_ if card.kind == "square" else nn.init.zeros_)(head.weight)
+    return head
+
+
+def parameters(kind: Kind, layers: int, size: int, vocab: int, rank: int | None = None) -> int:
+    """How many parameters heads at so many layers have, by the model's shape."""
+    each = {"square": size * size, "low_rank": 2 * size * (rank or 0), "full": vocab * size, ORIGINAL: 0}
+    return layers * each[kind]
+
+
+def usual_layers(depth: int) -> tuple[int, ...]:
+    """The paper's candidates, 8, 16 and 24 of 32: L/4, L/2 and 3L/4."""
+    return tuple(sorted({max(1, round(depth * quarter / 4)) for quarter in (1, 2, 3)} - {depth}))
+
+
+def original(model: LayeredModel, layers: tuple[int, ...] = ()) -> ExitHeads:
+    """No heads: the model's own at middle layers (the ablation of Table 3)."""
+    chosen = layers or usual_layers(model.depth)
+    return _once(model, (ORIGINAL, chosen), lambda: ExitHeads(card_of(model, chosen, ORIGINAL)))
+
+
+def fitting(heads: ExitHeads, model: LayeredModel) -> ExitHeads:
+    """Heads on a model's device and in its dtype, a copy where they are not. ValueError for another model's."""
+    _check_model(heads.card, model, "heads=")
+    one = next(heads.parameters(), None)
+    if one is None or (one.device, one.dtype) == (model.device, model.dtype):
+        return heads
+    return _once(model, heads, lambda: _ready(copy.deepcopy(heads), model))
+
+
+def _ready(heads: ExitHeads, model: LayeredModel) -> ExitHeads:
+    return heads.to(model.device, model.dtype).eval().requires_grad_(False)
+
+
+def _once(model: LayeredModel, key: Any, make: Callable[[], ExitHeads]) -> ExitHeads:
+    """Heads that are made once for a model, where it is now."""
+    where = (str(model.device), str(model.dtype), key)
+    with _LOCK:
+        known = _LOADED.setdefault(model.model, {})
+        if where not in known:
+            known[where] = make()
+        return known[where]
+
+
+def card_of(model: LayeredModel, layers: tuple[int, ...], kind: Kind, rank: int | None = None, name: str = "") -> HeadsCard:
+    """The card of new heads for a model. ValueError for layers that it does not have between its first and its last."""
+    check_layers(layers, model.depth)
+    vocab, size = model.head.weight.shape
+    return HeadsCard(
+        model=fingerprint(model.model), name=name, layers=layers, kind=kind, rank=rank, hidden_size=size, vocab_size=vocab
+    )
+
+
+def check_layers(layers: tuple[int, ...], depth: int) -> None:
+    """ValueError unless the layers grow, from 1 to L - 1."""
+    if list(layers) != sorted(set(layers)) or not layers or layers[0] < 1 or layers[-1] >= depth:
+        raise ValueError(f"exit heads stand after layers 1 to {depth - 1} of this model, in order, found {list(layers)}")
+
+
+def load(source: str | Path, model: LayeredModel) -> ExitHeads:
+    """Heads of a model, on its device and in its dtype, from a folder, the hub, or by a name of HEADS.
+
+    OSError where nothing is found; ValueError for what is no heads or damaged, and for another model's. Read again only when
+    the file was written anew.
+    """
+    if not isinstance(source, (str, Path)):
+        raise ValueError(f"heads must be a folder, a hub id or one of {', '.join(HEADS)}, found {source!r}")
+    place = HEADS.get(str(source), Path(source).expanduser()) / WEIGHTS
+    written = place.stat().st_mtime_ns if place.is_file() else None
+    return _once(model, (str(source), written, fingerprint(model.model)), lambda: _load(source, model))
+
+
+def _load(source: str | Path, model: LayeredModel) -> ExitHeads:
+    folder = _folder(source)
+    card = _card(folder, source)
+    _check_model(card, model, source)
+    try:
+        weights = load_file(folder / WEIGHTS) if card.kind != ORIGINAL or (folder / WEIGHTS).exists() else {}
+        heads = ExitHeads(card)
+        heads.load_state_dict(weights)
+    except (SafetensorError, RuntimeError, KeyError) as error:
+        raise ValueError(f"{source}: {WEIGHTS} is damaged or does not fit its {CARD}: {error}") from error
+    if not all(bool(one.isfinite().all()) for one in weights.values()):
+        raise ValueError(f"{source}: {WEIGHTS} holds numbers that are not finite")
+    return _ready(heads, model)
+
+
+def for_model(model: LayeredModel) -> str | None:
+    """The name of bundled heads of a model; None where there are none."""
+    for name, folder in HEADS.items():
+        if (folder / CARD).is_file() and _card(folder, name).model == fingerprint(model.model):
+            return name
+    return None
+
+
+def _folder(source: str | Path) -> Path:
+    if source in HEADS:
+        return HEADS[str(source)]
+    folder = Path(source).expanduser()
+    if folder.is_dir():
+        if not (folder / CARD).is_file():
+            raise FileNotFoundError(2, f"no exit heads ({CARD}) in the folder", str(source))
+        return folder
+    if folder.exists() or len(folder.parts) != 2 or folder.is_absolute():
+        raise FileNotFoundError(2, f"no folder of exit heads, and no hub id; bundled are {', '.join(HEADS)}", str(source))
+    from huggingface_hub import snapshot_download
+    from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
+
+    try:
+        return Path(snapshot_download(str(source), allow_patterns=[WEIGHTS, CARD]))
+    except (HfHubHTTPError, HFValidationError, LocalEntryNotFoundError) as error:
+        raise OSError(f"no folder {source}, and the hub has no heads of that name: {error}") from error
+
+
+def _card(folder: Path, source: str | Path) -> HeadsCard:
+    return read_json(folder / CARD, HeadsCard, VERSION, "exit heads", source)
+
+
+def _check_model(card: HeadsCard, model: LayeredModel, source: str | Path) -> None:
+    vocab, size = model.head.weight.shape
+    if (card.vocab_size, card.hidden_size) != (vocab, size):
+        raise ValueError(
+            f"{source} holds heads for a vocabulary of {card.vocab_size} and states of {card.hidden_size}, this model has "
+            f"{vocab} and {size}"
+        )
+    check_layers(card.layers, model.depth)
+    if card.model != (here := fingerprint(model.model)):
+        raise ValueError(f"{source} holds the heads of another model ({card.name or card.model}; this one is {here})")

@@ -1,0 +1,1 @@
+"""AdaSD: adaptive speculative decoding (arXiv 2512.11280)."""

@@ -1,0 +1,134 @@
+"""AdaSD's two thresholds (arXiv 2512.11280, sections 4.3 and 4.4, appendix B): means over what became of earlier drafts, for
+every row of a batch from its own start on. Tensors in, tensors out: nothing waits for the device."""
+
+from __future__ import annotations
+
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+
+from skipstone.decoding.draft import RowVerdict
+
+MEANS = tuple(f"{what}_{whose}" for what in ("entropy", "distance") for whose in ("accepted", "rejected", "threshold"))
+Variant = Literal["A", "B", "C"]
+
+
+class Mean:
+    """Running means of masked values, one a row. total: [B] float64, count: [B] int64."""
+
+    def __init__(self, rows: int, device: torch.device) -> None:
+        self.total = torch.zeros(rows, dtype=torch.float64, device=device)
+        self.count = torch.zeros(rows, dtype=torch.int64, device=device)
+
+    def add(self, values: Tensor, where: Tensor) -> None:
+        """values: [B, n]; where: [B, n] bool, the values that count."""
+        self.total = self.total + torch.where(where, values.double(), 0.0).sum(1)
+        self.count = self.count + where.sum(1)
+
+    def reset(self, row: int) -> None:
+        """A row starts anew."""
+        others = torch.arange(len(self.count), device=self.count.device) != row
+        self.total, self.count = self.total * others, self.count * others
+
+    @property
+    def value(self) -> Tensor:
+        """[B] float64, 0 where nothing was counted."""
+        return self.total / self.count.clamp(min=1)
+
+
+class GenerationThreshold:
+    """tau_g: the mean entropy of all draft tokens that were rejected. Drafting stops behind a token of more."""
+
+    def __init__(self, rows: int, device: torch.device) -> None:
+        self._rejected = Mean(rows, device)
+
+    @property
+    def value(self) -> Tensor:
+        """[B] float64 in bits; infinite where nothing was rejected yet."""
+        return torch.where(self._rejected.count > 0, self._rejected.value, float("inf"))
+
+    def add(self, entropies: Tensor, rejected: Tensor) -> None:
+        """entropies: [B, n] bits, of the draft model where it drew the token. rejected: [B, n] bool."""
+        self._rejected.add(entropies, rejected)
+
+    def reset(self, row: int) -> None:
+        """A new request starts on a row."""
+        self._rejected.reset(row)
+
+
+class VerificationThreshold:
+    """tau_v: half-way between the mean Jensen-Shannon distances of accepted and of rejected draft tokens. A draft token whose
+    distance is below it is accepted, whatever the target would have said.
+
+    variant: of appendix B. "A": the accepted ones' mean; "B": the mean over all; "C": weighted by the numbers of drafts that
+    held an accepted and a rejected one.
+    """
+
+    def __init__(self, rows: int, device: torch.device, variant: Variant | None = None) -> None:
+        self.variant = variant
+        self.accepted, self.rejected = Mean(rows, device), Mean(rows, device)
+        self._drafts = [torch.zeros(rows, dtype=torch.int64, device=device) for _ in range(2)]
+
+    @property
+    def value(self) -> Tensor:
+        """[B] float64 in [0, 1]; 0, which no distance is below, until there is an accepted and a rejected one."""
+        kept, lost = self.accepted, self.rejected
+        shares: tuple[Tensor | float, Tensor | float] = (0.5, 0.5)
+        if self.variant == "A":
+            shares = (1.0, 0.0)
+        elif self.variant is not None:
+            counts = [one.double() for one in ((kept.count, lost.count) if self.variant == "B" else self._drafts)]
+            total = (counts[0] + counts[1]).clamp(min=1)
+            shares = (counts[0] / total, counts[1] / total)
+        middle = shares[0] * kept.value + shares[1] * lost.value
+        return torch.where((kept.count > 0) & (lost.count > 0), middle, 0.0)
+
+    def add(self, distances: Tensor, accepted: Tensor, rejected: Tensor) -> None:
+        """One draft a row. distances: [B, n]; accepted, rejected: [B, n] bool, neither where a token was not reached."""
+        self.accepted.add(distances, accepted)
+        self.rejected.add(distances, rejected)
+        self._drafts = [old + which.any(1) for old, which in zip(self._drafts, (accepted, rejected), strict=True)]
+
+    def reset(self, row: int) -> None:
+        """A new request starts on a row."""
+        others = torch.arange(len(self.accepted.count), device=self.accepted.count.device) != row
+        self._drafts = [old * others for old in self._drafts]
+        self.accepted.reset(row)
+        self.rejected.reset(row)
+
+
+class Ledger:
+    """What became of drafts over all requests, for reports: read only when somebody asks."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.steps = self.drafted = self.accepted = self.overruled = 0
+        self._means = {name: Mean(1, device) for name in MEANS}
+
+    def add(self, verdicts: list[RowVerdict]) -> None:
+        """One step, row by row."""
+        drafting = [verdict for verdict in verdicts if verdict.drafted]
+        self.steps += len(drafting)
+        self.drafted += sum(verdict.drafted for verdict in drafting)
+        self.accepted += sum(len(verdict.path) for verdict in drafting)
+        self.overruled += sum(verdict.overruled for verdict in drafting)
+
+    def distances(self, values: Tensor, accepted: Tensor, rejected: Tensor, threshold: Tensor) -> None:
+        """values: [B, n]; accepted, rejected: [B, n] bool; threshold: [B], 0 where there was none."""
+        self._note("distance", values, accepted, rejected, threshold, threshold > 0)
+
+    def entropies(self, values: Tensor, accepted: Tensor, rejected: Tensor, threshold: Tensor) -> None:
+        """The same; threshold: infinite where there was none."""
+        self._note("entropy", values, accepted, rejected, threshold, threshold.isfinite())
+
+    def _note(self, what: str, values: Tensor, accepted: Tensor, rejected: Tensor, threshold: Tensor, known: Tensor) -> None:
+        for name, where in (("accepted", accepted), ("rejected", rejected)):
+            self._means[f"{what}_{name}"].add(values.reshape(1, -1), where.reshape(1, -1))
+        judged = known & (accepted | rejected).any(1)
+        self._means[f"{what}_threshold"].add(threshold.reshape(1, -1), judged.reshape(1, -1))
+
+    def report(self) -> dict[str, Any]:
+        """Counts, and means as {"sum", "count"}, so that several can be pooled."""
+        counts = {name: getattr(self, name) for name in ("steps", "drafted", "accepted", "overruled")}
+        pooled = {name: {"sum": float(mean.total), "count": int(mean.count)} for name, mean in self._means.items()}
+        return {**counts, "means": pooled}

@@ -1,0 +1,72 @@
+"""Drafts that are known on the host beforehand: no model drafts them, so they cost nothing but their verification."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+
+from torch import Tensor
+
+from skipstone.decoding.draft import Draft, RowVerdict
+from skipstone.decoding.session import Request, Session
+from skipstone.models.host import on_device
+from skipstone.models.layered import LayeredModel
+
+
+@dataclass
+class Nodes:
+    """A row's draft. parents: of every token, the number of an earlier one, -1 for the last committed token. candidate: False
+    for tokens that are scored and never accepted."""
+
+    tokens: list[int] = field(default_factory=list)
+    parents: list[int] = field(default_factory=list)
+    candidate: list[bool] = field(default_factory=list)
+
+    def add(self, token: int, parent: int, candidate: bool = True) -> int:
+        """A further token. Returns its number."""
+        self.tokens.append(token)
+        self.parents.append(parent)
+        self.candidate.append(candidate)
+        return len(self.tokens) - 1
+
+    def chain(self, tokens: Iterable[int]) -> Nodes:
+        """Add tokens one after the other, behind the last committed one."""
+        parent = -1
+        for token in tokens:
+            parent = self.add(token, parent)
+        return self
+
+
+class ProposingSession(Session):
+    """A session that knows every row's text on the host."""
+
+    def __init__(self, model: LayeredModel, rows: int, capacity: int, scratch: int = 0) -> None:
+        super().__init__(model, rows, capacity, scratch=scratch)
+        self.text: list[list[int]] = [[] for _ in range(rows)]
+
+    def admit(self, row: int, request: Request) -> None:
+        super().admit(row, request)
+        self.text[row] = request.prompt.tolist()
+
+    def commit(self, draft: Draft | None, verdicts: list[RowVerdict]) -> None:
+        super().commit(draft, verdicts)
+        for row, verdict in enumerate(verdicts):
+            self.text[row] += verdict.tokens
+
+    def propose(self, rows: list[Nodes], tree: bool = False, levels: int | None = None) -> Draft:
+        """Drafts of all rows in one. tree: they are no mere chains. levels: most accepted tokens."""
+        width, device = max(len(row.tokens) for row in rows), self.model.device
+        if not width:
+            return Draft.empty(self.rows, device, self.frontier([0] * self.rows))
+
+        def padded(values: list[list[int]], fill: int) -> Tensor:
+            return on_device([one + [fill] * (width - len(one)) for one in values], device)
+
+        tokens = padded([row.tokens for row in rows], 0)
+        valid = padded([[1] * len(row.tokens) for row in rows], 0).bool()
+        parents = padded([row.parents for row in rows], -1) if tree else None
+        candidate = padded([list(map(int, row.candidate)) for row in rows], 0).bool() if tree else None
+        frontier = self.frontier([width if tree else len(row.tokens) for row in rows])
+        even = all(len(row.tokens) == width for row in rows)
+        frontier.append(tokens, None if even else valid, parents)
+        return Draft(tokens, valid, frontier, parents=parents, candidate=candidate, levels=levels)

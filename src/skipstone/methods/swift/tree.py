@@ -1,0 +1,64 @@
+"""Dynamic verification: a drafted chain with the runners-up of every place as leaves, one tree (SWIFT, section 4.2)."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from skipstone.decoding.draft import Draft
+from skipstone.models import host
+
+RANKS = 10
+CANDIDATES = ((0.95, 1), (0.8, 3), (0.5, 5))
+"""Above which confidence a place offers how many tokens in all, the chain's among them; RANKS below."""
+MOST_LEAVES = 57
+
+
+def offered(confidence: Tensor) -> Tensor:
+    """How many tokens a place offers: 10, 5, 3, 1 for a confidence in (0, .5], (.5, .8], (.8, .95], (.95, 1].
+
+    confidence: [B, n]. Returns [B, n] int64.
+    """
+    count = torch.full_like(confidence, RANKS, dtype=torch.long)
+    for above, tokens in reversed(CANDIDATES):
+        count = torch.where(confidence > above, tokens, count)
+    return count
+
+
+def chances(confidence: Tensor, ranks: int) -> Tensor:
+    """How likely a runner-up is the target's token and is reached: the chain is right before it and wrong at its place, and
+    every further rank is half as likely as the one before.
+
+    confidence: [B, n], of the chain's tokens. Returns [B, n, ranks - 1] float32.
+    """
+    reached = torch.nn.functional.pad(confidence.float().cumprod(1), (1, -1), value=1.0)
+    return (reached * (1 - confidence))[..., None] * 0.5 ** torch.arange(1, ranks, device=confidence.device)
+
+
+def with_leaves(chain: Draft, ranked: Tensor, real: Tensor, most: int = MOST_LEAVES, least: float = 0.0) -> Draft:
+    """A chain and its runners-up. ranked: [B, n, k] int64, the tokens of every place, best first, the chain's being the first;
+    real: [B, n, k] bool, those that can be drawn at all. Without confidences every place offers RANKS.
+
+    The chain's nodes come first, so that node j of the chain is place j; then at most `most` leaves, the likeliest ones. Where
+    it is known how many have a chance of at least `least` (on the CPU), the tree is no wider than that.
+    """
+    rows, width, ranks = ranked.shape
+    confidence = torch.full(ranked.shape[:2], 0.5, device=ranked.device) if chain.confidence is None else chain.confidence
+    rank, chance = torch.arange(1, ranks, device=ranked.device), chances(confidence, ranks)
+    wanted = (rank < offered(confidence)[..., None]) & real[..., 1:] & chain.valid[..., None]
+    above = torch.arange(-1, width - 1, device=ranked.device)[None, :, None].expand(rows, width, ranks - 1)
+    tokens, parents, valid = ranked[..., 1:].flatten(1), above.flatten(1), wanted.flatten(1)
+    most = min(most, valid.shape[1])
+    if host.readable(valid):
+        most = min(most, int((valid & (chance >= least).flatten(1)).sum(1).max()))
+    order = torch.where(wanted, chance, -1.0).flatten(1).argsort(dim=1, descending=True, stable=True)[:, :most]
+    spine = torch.arange(-1, width - 1, device=ranked.device).expand(rows, width)
+    return Draft(
+        torch.cat([chain.tokens, tokens.gather(1, order)], 1),
+        torch.cat([chain.valid, valid.gather(1, order)], 1),
+        chain.frontier,
+        parents=torch.cat([spine, parents.gather(1, order)], 1),
+        confidence=None,
+        draft_steps=chain.valid.sum(1),
+        levels=width,
+    )

@@ -1,0 +1,256 @@
+"""One table of facts per model family: where a decoder keeps its parts and which scalars surround its layers.
+
+transformers owns the modelling code; this file only names its modules. To add a family see docs/add-a-family.md.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from torch import Tensor
+from transformers import PreTrainedModel
+from transformers.cache_utils import get_layer_types_and_kwargs
+
+from skipstone.models import attention
+
+
+def _same(logits: Tensor, _: Any) -> Tensor:
+    return logits
+
+
+def _softcap(logits: Tensor, config: Any) -> Tensor:
+    """cap * tanh(logits / cap) where the config sets a cap (Gemma 2, arXiv 2408.00118, section 2)."""
+    cap = getattr(config, "final_logit_softcapping", None)
+    return logits if cap is None else (logits / cap).tanh() * cap
+
+
+@dataclass(frozen=True)
+class Family:
+    """Facts about one family. Paths are attributes of `model.get_decoder()`, sublayers attributes of one decoder layer.
+
+    positions: the learned position embedding, or None for rotary ones. rotary_by_kind: the rotary module wants the layer kind.
+    cache_argument: the layer's name for the KV cache. arguments: what else a layer must be given. window: which layers the
+    model's own forward gives a sliding-window mask, as soon as `config.sliding_window` is set: "none", "every" one, or those
+    that `config.layer_types` names. attention_interface: the attention sublayer looks its function up in transformers'
+    AttentionInterface. mlp: the module whose output is the MLP sublayer's (the last) and those before it. input_scale: the
+    config field that multiplies the embeddings. logits: what happens after the head. refuse: what a config of this family uses
+    that cannot be decoded, or None. post_norm: norms follow the residual sum, so that a layer is not its input
+    even where both its sublayers are left out.
+    """
+
+    layers: str = "layers"
+    embedding: str = "embed_tokens"
+    positions: str | None = None
+    project_in: str | None = None
+    project_out: str | None = None
+    input_scale: str | None = None
+    norm: str = "norm"
+    rotary: str | None = "rotary_emb"
+    rotary_by_kind: bool = False
+    attention: str = "self_attn"
+    mlp: tuple[str, ...] = ("mlp",)
+    cache_argument: str = "past_key_values"
+    arguments: tuple[tuple[str, Any], ...] = ()
+    window: Literal["none", "every", "by_layer"] = "none"
+    attention_interface: bool = True
+    logits: Callable[[Tensor, Any], Tensor] = _same
+    refuse: Callable[[Any], str | None] = lambda _: None
+    post_norm: Callable[[Any], bool] = lambda _: False
+
+    def embed(self, decoder: Any, config: Any, tokens: Tensor, positions: Tensor) -> Tensor:
+        """Hidden states that enter layer 0. tokens, positions: [B, n] int64. Returns [B, n, d]."""
+        hidden = getattr(decoder, self.embedding)(tokens)
+        if self.project_in is not None and (projection := getattr(decoder, self.project_in)) is not None:
+            hidden = projection(hidden)
+        if self.input_scale is not None:
+            hidden = hidden * getattr(config, self.input_scale)
+        if self.positions == "embed_positions":  # OPT's module takes a mask first and adds its own offset
+            return hidden + decoder.embed_positions(None, position_ids=positions)
+        return hidden if self.positions is None else hidden + getattr(decoder, self.positions)(positions)
+
+    def finish(self, decoder: Any, hidden: Tensor) -> Tensor:
+        """Final norm (and OPT's projection) before the LM head. hidden: [..., d]."""
+        norm = getattr(decoder, self.norm)
+        hidden = hidden if norm is None else norm(hidden)
+        if self.project_out is not None and (projection := getattr(decoder, self.project_out)) is not None:
+            hidden = projection(hidden)
+        return hidden
+
+
+def _no_alibi(config: Any) -> str | None:
+    return "alibi position biases" if config.alibi else None
+
+
+def _no_cross_attention(config: Any) -> str | None:
+    return "cross-attention" if config.add_cross_attention else None
+
+
+def _no_bidirection(config: Any) -> str | None:
+    return "bidirectional attention" if config.use_bidirectional_attention else None
+
+
+_LLAMA = Family()
+_SLIDING = Family(window="every")
+_MIXED = Family(window="by_layer")
+FAMILIES: dict[str, Family] = {
+    "llama": _LLAMA,
+    "mistral": _SLIDING,
+    "qwen2": _MIXED,
+    "qwen3": _MIXED,
+    "gemma": Family(refuse=_no_bidirection),
+    "gemma2": Family(window="by_layer", logits=_softcap, refuse=_no_bidirection),
+    "gemma3_text": Family(window="by_layer", logits=_softcap, rotary_by_kind=True, refuse=_no_bidirection),
+    "phi3": _SLIDING,
+    "olmo2": _LLAMA,
+    "granite": Family(
+        input_scale="embedding_multiplier",
+        logits=lambda logits, config: logits / config.logits_scaling,
+    ),
+    "cohere": Family(logits=lambda logits, config: logits * config.logit_scale),
+    "smollm3": _MIXED,
+    "starcoder2": _SLIDING,
+    "mixtral": _SLIDING,
+    "qwen3_moe": _SLIDING,
+    "gpt2": Family(
+        layers="h",
+        embedding="wte",
+        positions="wpe",
+        norm="ln_f",
+        rotary=None,
+        attention="attn",
+        refuse=_no_cross_attention,
+    ),
+    "opt": Family(
+        positions="embed_positions",
+        project_in="project_in",
+        project_out="project_out",
+        norm="final_layer_norm",
+        rotary=None,
+        mlp=("fc1", "fc2"),
+        post_norm=lambda config: not config.do_layer_norm_before,
+    ),
+    "gpt_neox": Family(
+        embedding="embed_in",
+        norm="final_layer_norm",
+        attention="attention",
+        cache_argument="layer_past",
+    ),
+    "falcon": Family(
+        layers="h",
+        embedding="word_embeddings",
+        norm="ln_f",
+        attention="self_attention",
+        cache_argument="layer_past",
+        arguments=(("alibi", None),),
+        attention_interface=False,
+        refuse=_no_alibi,
+    ),
+}
+
+_TYPES = {"full_attention", "sliding_attention"}
+_ATTENTION = ("sdpa", "eager")
+
+
+def family_of(model: PreTrainedModel) -> Family:
+    """The facts for a model. ValueError where skipstone cannot decode it, saying what was found, why and what to do."""
+    config: Any = model.config
+    kind = config.model_type
+    if reason := _beyond(model, config):
+        raise ValueError(f"{kind} {reason}")
+    if kind not in FAMILIES:
+        raise ValueError(
+            f"unknown model family {kind!r}: skipstone knows {', '.join(sorted(FAMILIES))}. "
+            f"To add it, enter its module names in FAMILIES (src/skipstone/core/families.py) and one row in "
+            f"tests/families.py; docs/add-a-family.md shows how"
+        )
+    family = FAMILIES[kind]
+    if reason := family.refuse(config):
+        raise ValueError(f"this {kind} model uses {reason}, which skipstone does not support")
+    origin = type(model).forward.__module__
+    if not origin.startswith("transformers."):
+        raise ValueError(
+            f"the forward of {type(model).__name__} comes from {origin}; skipstone knows transformers' own {kind} only: "
+            f"load with trust_remote_code=False"
+        )
+    if model.get_output_embeddings() is None:
+        raise ValueError(f"{type(model).__name__} has no LM head: load with AutoModelForCausalLM")
+    _check_windows(config)
+    implementation = attention.implementation(config)
+    if implementation not in _ATTENTION:
+        raise ValueError(
+            f"attention {implementation!r} cannot take the masks of speculative decoding; "
+            f'load with attn_implementation="sdpa" (or "eager")'
+        )
+    return family
+
+
+def _beyond(model: Any, config: Any) -> str | None:
+    """What a model is built of that no entry in FAMILIES could describe, or None."""
+    if getattr(config, "is_encoder_decoder", False):
+        return "is an encoder-decoder; skipstone decodes decoder-only models"
+    if not hasattr(config, "num_hidden_layers"):
+        return "is a composite model (its layers are those of a model inside it); load the text model by itself"
+    if config.per_layer_attributes:
+        return f"has layers that differ in {sorted(config.per_layer_attributes)}; skipstone knows uniform stacks only"
+    if any(getattr(config, "kv_sharing_modes", None) or ()) or getattr(config, "num_kv_shared_layers", 0):
+        return "shares keys and values between layers; early exits and skipped layers need each layer's own"
+    if getattr(config, "kv_lora_rank", None):
+        return "uses multi-head latent attention (MLA); skipstone stores plain keys and values"
+    types = set(kinds(config))
+    if not types <= _TYPES:
+        return f"has layers of type {sorted(types - _TYPES)}; skipstone handles {sorted(_TYPES)}"
+    if model._is_stateful:
+        return "keeps a recurrent state, which cannot be rolled back after a rejected draft"
+    if config.model_type == "bloom" or getattr(getattr(config, "attn_config", None), "alibi", False):
+        return "uses alibi position biases, which skipstone's masks do not carry"
+    return None
+
+
+def _check_windows(config: Any) -> None:
+    """ValueError where the layer types, which transformers' caches follow, contradict the masks that the model builds."""
+    found = kinds(config)
+    masked = ["full_attention" if window is None else "sliding_attention" for window in windows(config, found)]
+    if found != masked:
+        raise ValueError(
+            f"this {config.model_type} config contradicts itself: its layer types are {found}, but with "
+            f"sliding_window={getattr(config, 'sliding_window', None)} the model masks its layers as {masked}, so that "
+            f"transformers' own cached and uncached results differ; correct layer_types or sliding_window"
+        )
+
+
+def windows(config: Any, kinds: Sequence[str]) -> list[int | None]:
+    """The sliding window of every layer in tokens, a token itself included; None for full attention. kinds: its layers'."""
+    rule, window = FAMILIES[config.model_type].window, getattr(config, "sliding_window", None)
+    slides = {"none": (), "every": tuple(_TYPES), "by_layer": ("sliding_attention",)}[rule]
+    return [window if kind in slides else None for kind in kinds]
+
+
+def kinds(config: Any) -> list[str]:
+    """The layer type of every layer, "full_attention" or "sliding_attention" in families that are known."""
+    return get_layer_types_and_kwargs(config)[0][: config.num_hidden_layers]
+
+
+def _rope_settings(config: Any) -> list[dict[str, Any]]:
+    """The rotary settings, one per layer type where these differ."""
+    parameters = getattr(config, "rope_parameters", None) or {}
+    nested = [value for value in parameters.values() if isinstance(value, dict)]
+    return nested or [parameters]
+
+
+def max_positions(config: Any) -> tuple[int, str]:
+    """(most positions a sequence may have, where that number comes from).
+
+    Rotary variants that change the phases of *earlier* tokens once a sequence grows (longrope, dynamic NTK) would invalidate
+    stored keys inside a request; they are limited to the length below which nothing switches: longrope's original length,
+    and `max_position_embeddings` for dynamic NTK.
+    """
+    limit, source = getattr(config, "max_position_embeddings", None) or 1 << 20, "max_position_embeddings"
+    for settings in _rope_settings(config):
+        kind, original = settings.get("rope_type", "default"), settings.get("original_max_position_embeddings")
+        if kind == "longrope" and original and original < limit:
+            limit, source = original, "original_max_position_embeddings: beyond it longrope would switch inside the request"
+        elif kind == "dynamic":
+            source = "max_position_embeddings: beyond it dynamic RoPE would switch inside the request"
+    return limit, source

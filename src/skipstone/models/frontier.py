@@ -1,0 +1,160 @@
+"""The tokens of one step on their way up the layers."""
+
+from __future__ import annotations
+
+from itertools import pairwise
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from skipstone.models.host import on_device
+from skipstone.models.kvstore import KVStore
+from skipstone.models.layered import LayeredModel
+from skipstone.models.passes import Pass, Tree, ancestors
+from skipstone.models.skipping import SkipSet
+
+
+class Frontier:
+    """Tokens on their way up the stack, one step's worth.
+
+    Column 0 is the last committed token of every row, further columns are draft tokens. Slot of column c = base + c; position
+    the same on a chain, base + tree depth in a tree. `depth` [B, n] (host) says how many layers a token has been through.
+    alive: rows taking part; the others are invalid throughout. most: draft tokens each row has room for. top: the layer that
+    `finish` goes up to. passes: what was run so far, (from layer, to layer, columns).
+    """
+
+    def __init__(self, model: LayeredModel, store: KVStore, root: Tensor, alive: list[bool], most: list[int]) -> None:
+        self.model, self.store = model, store
+        self.rows, self.device = root.shape[0], root.device
+        self.top = store.layers
+        self.base = [length if live else 0 for length, live in zip(store.length, alive, strict=True)]
+        self._start = max(self.base)
+        self._end = max(base + room + 1 for base, room, live in zip(self.base, most, alive, strict=True) if live)
+        store.reserve(self._end)
+        self._uniform = all(alive) and len(set(self.base)) == 1
+        self._alive = None if all(alive) else on_device(alive, self.device)[:, None]
+        self._taking = np.array(alive)
+        room = max(most) + 1
+        self._base = on_device(self.base, self.device)[:, None]
+        self._slots = self._base + torch.arange(room, device=self.device)
+        # a row with less room than others must not name positions that the model does not have
+        self._positions = self._slots if self._uniform else self._slots.clamp(max=self._end - 1)
+        self._tokens = root.new_empty((self.rows, room))
+        self._depth = np.zeros((self.rows, room), dtype=np.int64)
+        self._hidden: Tensor | None = None
+        self.passes: list[tuple[int, int, int]] = []
+        self.valid: Tensor | None = None
+        self.parents: Tensor | None = None
+        self.width = 0
+        self.append(root[:, None])
+
+    @property
+    def tokens(self) -> Tensor:
+        """[B, n] int64, n = `width` columns so far."""
+        return self._tokens[:, : self.width]
+
+    @property
+    def positions(self) -> Tensor:
+        """[B, n] int64."""
+        return self._positions[:, : self.width]
+
+    @property
+    def depth(self) -> np.ndarray:
+        """[B, n] on the host: layers that each token has been through."""
+        return self._depth[:, : self.width]
+
+    @property
+    def hidden(self) -> Tensor:
+        """[B, n, d]: the state of every token at its depth."""
+        assert self._hidden is not None
+        return self._hidden[:, : self.width]
+
+    def append(self, tokens: Tensor, valid: Tensor | None = None, parents: Tensor | None = None) -> None:
+        """Add columns at depth 0. tokens: [B, m] int64. valid: [B, m] bool, None for all.
+
+        parents: [B, m] int64 over draft nodes, -1 for the root; None continues the chain. A tree comes in one call.
+        """
+        start, stop = self.width, self.width + tokens.shape[1]
+        assert self.parents is None, "nothing follows a tree"
+        if parents is not None:
+            assert start == 1, "a tree is appended in one piece, right after the root"
+            self.parents, self._reach = parents, ancestors(parents)
+            positions = self._base + self._reach.sum(-1) - 1
+            last = min(self._end, self.model.max_positions) - 1  # nor nodes that nobody may accept
+            self._positions = positions.clamp(max=last)
+        if valid is not None or self.valid is not None or self._alive is not None:
+            self._extend_valid(start, stop - start, valid)
+        self.width = stop
+        self._tokens[:, start:stop] = tokens
+        entering = self.model.embed(tokens, self._positions[:, start:stop])
+        if self._hidden is None:
+            self._hidden = entering.new_empty((self.rows, self._tokens.shape[1], entering.shape[2]))
+        self._hidden[:, start:stop] = entering
+
+    def _extend_valid(self, start: int, width: int, valid: Tensor | None) -> None:
+        new = torch.ones((self.rows, width), dtype=torch.bool, device=self.device) if valid is None else valid
+        new = new if self._alive is None else new & self._alive
+        old = self.valid
+        if old is None:
+            old = torch.ones((self.rows, start), dtype=torch.bool, device=self.device)
+        self.valid = torch.cat([old, new], 1)
+
+    def advance(self, to: int, rows: list[bool] | None = None) -> None:
+        """Run every token that is not `to` layers deep yet; deeper ones join where they wait. rows: that take part, None for
+        all that are alive."""
+        depth, hidden = self.depth, self.hidden
+        taking = self._taking if rows is None else self._taking & rows
+        levels = sorted(level for level in set(depth[taking].ravel().tolist()) if level < to)
+        for low, high in pairwise([*levels, to]):
+            running = (depth <= low) & taking[:, None]
+            columns = np.flatnonzero(running.any(0))
+            first, last = int(columns[0]), int(columns[-1]) + 1
+            self.passes.append((low, high, len(columns)))
+            if running[self._taking, first:last].all():  # what becomes of rows that are not alive does not matter
+                part = slice(first, last)
+                hidden[:, part] = self._run(part, None, range(low, high))
+            else:
+                index = on_device(columns.tolist(), self.device)
+                keep = on_device(running[:, columns].tolist(), self.device)
+                new = self._run(index, keep, range(low, high))
+                hidden[:, index] = torch.where(keep[:, :, None], new, hidden[:, index])
+            depth[running] = high
+
+    def _run(self, columns: slice | Tensor, keep: Tensor | None, layers: range) -> Tensor:
+        return self.model.run(self.hidden[:, columns], self._pass(columns, keep), self.store, layers)
+
+    def _pass(self, columns: slice | Tensor, keep: Tensor | None) -> Pass:
+        valid = None if self.valid is None else self.valid[:, columns]
+        if keep is not None:
+            valid = keep if valid is None else valid & keep
+        positions, slots, rows = self._positions[:, columns], self._slots[:, columns], slice(0, self.rows)
+        if self.parents is not None:
+            tree = Tree(self._base.squeeze(1), self._reach[:, columns], self.positions)
+            return Pass(positions, slots, valid, rows, min(self._start + self.width, self._end), tree=tree)
+        if not isinstance(columns, slice):
+            return Pass(positions, slots, valid, rows, min(self._start + self.width, self._end))
+        start = self._start + columns.start if self._uniform and valid is None else None
+        return Pass(positions, slots, valid, rows, min(self._start + columns.stop, self._end), start)
+
+    def exit_logits(self, exit_layer: int) -> Tensor:
+        """g(x_E) of the newest column [B, V] float32, after bringing it to depth E. The states stay for `finish`."""
+        self.advance(exit_layer)
+        return self.model.logits(self.hidden[:, -1:])[:, 0]
+
+    def sketched_logits(self, skip: SkipSet) -> Tensor:
+        """Logits of the newest column [B, V] float32 through what a skip set leaves of the model. Every token stays at depth 0:
+        the keys and values that this writes lie in the column's own slots and are overwritten by the scoring pass."""
+        newest = slice(self.width - 1, self.width)
+        at = self._pass(newest, None)
+        return self.model.logits(self.model.run(self.hidden[:, newest], at, self.store, range(self.top), skip))[:, 0]
+
+    def restart(self) -> None:
+        """Forget the exit states: every token is at depth 0 again (LayerSkip's ablation without cache reuse)."""
+        self.hidden[:] = self.model.embed(self.tokens, self.positions)
+        self.depth[:] = 0
+
+    def finish(self) -> Tensor:
+        """The scoring pass: bring every token to the top. Returns raw logits [B, n+1, V] float32."""
+        self.advance(self.top)
+        return self.model.logits(self.hidden)

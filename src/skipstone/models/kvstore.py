@@ -1,0 +1,114 @@
+"""Keys and values addressed by position.
+
+Per layer one preallocated buffer [rows, kv_heads, capacity, head_dim]. Slots [0, length) of a row hold its committed tokens,
+slot = position. Slots from length on are scratch: a chain draft sits at slot = position, the nodes of a tree one after the
+other. The last slot is the trash: invalid entries write there and nobody reads it. Rolling back is moving a length.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import torch
+from torch import Tensor
+
+from skipstone.models.host import on_device
+from skipstone.models.passes import Pass
+
+
+class KVStore:
+    """Buffers of every layer and the length of every row.
+
+    rows: slots for sequences. limit: most slots a row may ever need, the trash not counted. Buffers start small and double
+    (`reserve`), so a request that ends early never pays for its limit.
+    """
+
+    def __init__(self, rows: int, layers: int, limit: int) -> None:
+        self.rows, self.layers, self.limit = rows, layers, limit
+        self.length = [0] * rows
+        self.capacity = 0
+        self.keys: list[Tensor | None] = [None] * layers
+        self.values: list[Tensor | None] = [None] * layers
+
+    @property
+    def trash(self) -> int:
+        return self.capacity
+
+    def reserve(self, slots: int) -> None:
+        """Make room for `slots` slots a row. ValueError beyond the limit that the store was made for."""
+        if slots <= self.capacity:
+            return
+        if slots > self.limit:
+            raise ValueError(f"the KV store was made for {self.limit} slots a row, {slots} are needed")
+        self.capacity = min(self.limit, max(64, 1 << (slots - 1).bit_length()))
+        for buffers in (self.keys, self.values):
+            for layer, old in enumerate(buffers):
+                if old is not None:
+                    new = old.new_zeros((*old.shape[:2], self.capacity + 1, old.shape[3]))
+                    new[:, :, : old.shape[2] - 1] = old[:, :, :-1]
+                    buffers[layer] = new
+
+    def view(self, at: Pass) -> PassView:
+        """What the layers of one pass write to and read from, in the place of a transformers cache."""
+        return PassView(self, at)
+
+    def move(self, row: int, source: Iterable[int], target: Iterable[int]) -> None:
+        """Copy slots of a row: compacts an accepted tree path. Rotary phases are baked into the keys, so slots move freely."""
+        pairs = [(src, dst) for src, dst in zip(source, target, strict=True) if src != dst]
+        held = [buffer for buffer in (*self.keys, *self.values) if buffer is not None]
+        if not pairs or not held:
+            return
+        src, dst = on_device(list(zip(*pairs, strict=True)), held[0].device)
+        for buffer in held:
+            buffer[row, :, dst] = buffer[row, :, src]
+
+    def bytes(self) -> int:
+        """Memory held by all buffers."""
+        return sum(b.numel() * b.element_size() for b in (*self.keys, *self.values) if b is not None)
+
+    def check(self, reference: KVStore, row: int, reference_row: int = 0, tolerance: float = 1e-4) -> None:
+        """Assert that the committed slots of a row equal a reference's (for tests).
+
+        The tolerance is relative to the reference's largest entry of the layer.
+        """
+        length = self.length[row]
+        assert reference.length[reference_row] >= length, "the reference is shorter than the row"
+        for kind, mine, theirs in (("keys", self.keys, reference.keys), ("values", self.values, reference.values)):
+            for layer, (a, b) in enumerate(zip(mine, theirs, strict=True)):
+                if a is None or b is None:
+                    assert a is b, f"layer {layer} has {kind} on one side only"
+                    continue
+                found, expected = a[row, :, :length], b[reference_row, :, :length]
+                error = (found - expected).abs().max().item() if length else 0.0
+                scale = expected.abs().max().item() if length else 1.0
+                assert error <= tolerance * max(scale, 1e-6), f"layer {layer} {kind} of row {row} differ by {error:.3g}"
+
+
+class PassView:
+    """Duck type of a transformers cache for the layer calls of one pass."""
+
+    def __init__(self, store: KVStore, at: Pass) -> None:
+        self.store, self.at = store, at
+        self.slots = at.slots
+        if at.valid is not None:
+            self.slots = torch.where(at.valid, at.slots, store.trash)
+        self.row_index: Tensor | None = None
+        if at.start is None:
+            self.row_index = torch.arange(at.rows.start, at.rows.stop, device=at.slots.device)[:, None]
+
+    def update(self, key: Tensor, value: Tensor, layer_idx: int, *_: object, **__: object) -> tuple[Tensor, Tensor]:
+        """Write [b, heads, n, dim] to the pass's slots and return all that may be attended to, [b, heads, extent, dim]."""
+        store = self.store
+        return self._write(store.keys, key, layer_idx), self._write(store.values, value, layer_idx)
+
+    def _write(self, buffers: list[Tensor | None], new: Tensor, layer: int) -> Tensor:
+        buffer = buffers[layer]
+        if buffer is None:
+            shape = (self.store.rows, new.shape[1], self.store.capacity + 1, new.shape[3])
+            buffer = buffers[layer] = new.new_zeros(shape)
+        rows, start = self.at.rows, self.at.start
+        if start is not None:
+            buffer[rows, :, start : start + new.shape[2]] = new
+        else:
+            buffer[self.row_index, :, self.slots] = new.transpose(1, 2)
+        return buffer[rows, :, : self.at.extent]

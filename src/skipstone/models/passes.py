@@ -1,0 +1,118 @@
+"""One forward pass: which tokens, at which positions, into which slots, and who sees whom."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class MaskForm:
+    """What an attention implementation takes: torch.bool (True attends) or the float dtype of an additive mask; optional: None
+    where it does the same without a mask."""
+
+    dtype: torch.dtype
+    optional: bool
+
+
+@dataclass(slots=True)
+class Tree:
+    """How the nodes of a tree see one another.
+
+    base: [b] int64, the slot of column 0. ancestors: [b, n, N] bool, which of the N columns each query column may attend to
+    (itself included). column_positions: [b, N] int64. seen: [b] int64, the slots below are seen by all; None is base.
+    """
+
+    base: Tensor
+    ancestors: Tensor
+    column_positions: Tensor
+    seen: Tensor | None = None
+
+
+@dataclass(slots=True)
+class Pass:
+    """One forward: which tokens, at which positions, writing to which slots.
+
+    positions, slots: [b, n] int64. valid: [b, n] bool, or None when every entry counts. rows: the rows of the store taking
+    part, b of them. extent: slots [0, extent) hold all that may be attended to (known on the host). start: all rows write
+    slots [start, start + n), so slices do instead of indices; None otherwise. tree: None for chains.
+    """
+
+    positions: Tensor
+    slots: Tensor
+    valid: Tensor | None
+    rows: slice
+    extent: int
+    start: int | None = None
+    tree: Tree | None = None
+    _masks: dict[tuple[int | None, torch.dtype, int], Tensor] = field(default_factory=dict)
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        return self.positions.shape[0], self.positions.shape[1]
+
+    def mask(self, window: int | None, form: MaskForm, groups: int = 1) -> Tensor | None:
+        """The attention mask of a layer kind, built once per pass: [b, 1, groups * n, extent].
+
+        window: size of the sliding window, None for full attention. groups: how often each query row is repeated (query heads
+        per key/value head where the attention packs them).
+        """
+        if form.optional and self._plain(window):
+            return None
+        key = (window, form.dtype, groups)
+        mask = self._masks.get(key)
+        if mask is None:
+            visible = self._visible(window)[:, None]
+            if form.dtype == torch.bool:
+                mask = visible
+            else:
+                lowest = torch.finfo(form.dtype).min
+                mask = torch.zeros(visible.shape, dtype=form.dtype, device=visible.device).masked_fill_(~visible, lowest)
+            mask = self._masks[key] = mask.repeat(1, 1, groups, 1) if groups > 1 else mask
+        return mask
+
+    def _plain(self, window: int | None) -> bool:
+        """One query that sees everything, or a prompt from its first token on (causal)."""
+        if self.start is None or self.tree is not None or (window is not None and self.extent > window):
+            return False
+        width = self.positions.shape[1]
+        return self.extent == self.start + width and (width == 1 or self.start == 0)
+
+    def _visible(self, window: int | None) -> Tensor:
+        slot = torch.arange(self.extent, device=self.positions.device)
+        query = self.positions[:, :, None]
+        if self.tree is None:
+            position = slot.expand(1, 1, -1)
+            seen = position <= query
+        else:
+            relative = slot[None] - self.tree.base[:, None]  # [b, extent]
+            columns = self.tree.ancestors.shape[2]
+            inside = (relative >= 0) & (relative < columns)
+            index = relative.clamp(0, columns - 1)
+            below = self.tree.ancestors.gather(2, index[:, None].expand(-1, query.shape[1], -1))
+            before = relative < 0 if self.tree.seen is None else slot[None] < self.tree.seen[:, None]
+            seen = before[:, None] | (below & inside[:, None])
+            position = torch.where(inside, self.tree.column_positions.gather(1, index), slot[None])[:, None]
+        if window is not None:
+            seen = seen & (position > query - window)
+        if self.valid is not None:
+            seen = torch.where(self.valid[:, :, None], seen, (slot == 0)[None, None])
+        return seen
+
+
+def ancestors(parents: Tensor) -> Tensor:
+    """Which columns each column descends from, itself and the root included.
+
+    parents: [B, n] int64 over nodes, -1 for the root. Returns [B, n+1, n+1] bool with the root as column 0.
+    """
+    rows, width = parents.shape
+    reach = torch.eye(width + 1, device=parents.device).repeat(rows, 1, 1)
+    nodes = torch.arange(1, width + 1, device=parents.device)
+    reach[:, nodes] = reach[:, nodes].scatter(2, parents[:, :, None] + 1, 1.0)
+    steps = 1
+    while steps < width:  # after i squarings: ancestors up to 2^i steps away
+        reach = ((reach @ reach) > 0).float()
+        steps *= 2
+    return reach > 0

@@ -1,0 +1,1 @@
+"""Layer sets for a model, found before they are used."""

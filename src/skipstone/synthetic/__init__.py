@@ -1,0 +1,1 @@
+"""Models with random weights and a wanted agreement, and their benchmark."""

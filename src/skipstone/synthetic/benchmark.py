@@ -1,0 +1,75 @@
+"""A whole benchmark of a synthetic model, on contexts that it sampled itself."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from skipstone.bench.asking import Cell
+from skipstone.bench.journal import Journal
+from skipstone.bench.plan import Plan, resolved
+from skipstone.bench.report.cells import calibrated
+from skipstone.bench.run import Say, Subject, enter, measure_task
+from skipstone.decoding.method import OWN_FIELD
+from skipstone.loading import usable
+from skipstone.synthetic import surrogate
+from skipstone.synthetic.shapes import Shape
+from skipstone.tasks.dialogue import Reader
+from skipstone.tasks.task import Task
+from skipstone.timing import machine
+
+CONTEXTS = 128
+"""Of a measurement while calibrating."""
+
+
+def run_surrogate(
+    shape: Shape, plan: Plan, path: Path, argv: list[str], say: Say = print, fresh: bool = False, contexts: int = CONTEXTS
+) -> Path:
+    """Measure what is not in the file yet. The calibrated part is its method's default. contexts: of a measurement while
+    calibrating. ValueError where the file holds another run, or the wanted agreement cannot be had."""
+    if plan.threads is not None:
+        torch.set_num_threads(plan.threads)
+    ((_, question),) = resolved(plan)
+    assert question.num_prompts is not None
+    assert question.prompt_tokens is not None
+    wanted: dict[str, Any] = {"shape": shape.name, "exit_layer": shape.exit_layer, "agreement": shape.agreement}
+    if shape.skip_ratio is not None:
+        wanted["skip_ratio"] = shape.skip_ratio
+    if shape.sure:
+        wanted["sure"] = shape.sure
+    if shape.agreement is not None and contexts != CONTEXTS:
+        wanted["contexts"] = contexts
+    kept = {**plan.model_dump(mode="json"), "surrogate": wanted}
+    with Journal(path, kept, machine.provenance(argv, plan.seed), fresh) as journal:
+        model, about = _made(journal, shape, plan, say, contexts)
+        count = plan.tune_prompts + question.num_prompts
+        if shape.agreement is None:
+            prompts = surrogate.random_prompts(model.config.vocab_size, count, question.prompt_tokens, plan.seed)
+        else:
+            prompts = surrogate.sampled_prompts(model, count, question.prompt_tokens, plan.seed + 1)
+        entrants = enter(journal, Subject(plan.models[0], model, None, about), plan, say)
+        task = Task("synthetic", None, "", (), "none", lambda row: [])
+        cell = Cell(plan.models[0], 0, task, question, Reader(None, False, question.prompt_tokens), plan)
+        measure_task(journal, model, cell, entrants, (prompts[: plan.tune_prompts], prompts[plan.tune_prompts :]), say)
+    return path
+
+
+def _made(journal: Journal, shape: Shape, plan: Plan, say: Say, contexts: int) -> tuple[Any, dict[str, Any]]:
+    """(the model, what is said of it): calibrated, as the file says or now."""
+    dtype = torch.float32 if plan.dtype == "auto" else getattr(torch, plan.dtype)
+    device = usable(plan.device)
+    if shape.agreement is None:
+        return surrogate.plain(shape, plan.seed, dtype, device), {"shape": shape.name, "contexts": "random ids"}
+    known = next(journal.of("calibrated"), None)
+    if known is None:
+        say(f"calibrating {shape.name}: {shape.part} are to agree with all at {shape.agreement}")
+        made = surrogate.calibrate(shape, plan.seed, sequences=contexts, dtype=dtype, device=device, say=say)
+        model, about = made.model, made.report()
+        journal.add({"kind": "calibrated", "model": plan.models[0], "factor": made.factor, "about": about})
+    else:
+        model, about = surrogate.scaled(shape, plan.seed, known["factor"], dtype, device), known["about"]
+    setattr(model.generation_config, OWN_FIELD, shape.method)
+    say(calibrated(about))
+    return model, about

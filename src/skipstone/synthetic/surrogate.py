@@ -1,0 +1,230 @@
+"""Synthetic models: random weights of a wanted shape, of which a part agrees with the whole at a wanted rate: the first E
+layers, or what a uniform layer set leaves.
+
+They show how much of an expected speed-up the engine delivers on this machine, without a trained model. Nothing they give is a
+result about a language model, and every output says so.
+
+Construction: a Llama with weights of spread GAIN / sqrt(fan-in) (attention sharp enough that the next token depends on the
+context, so greedy text does not fall into loops at once) and a head whose logits have a spread of SHARPNESS (some four nats of
+entropy). The output projections of the other sublayers are multiplied by one factor, found by bisection: at 0 those are the
+identity and the part always agrees with the model, at 1 hardly ever.
+
+The two largest of 128,000 such logits lie close together, closer than a language model's; in bfloat16 a pass of one row and one
+of several then often choose differently, whatever was skipped. So with `sure` a share of the vocabulary gets a successor that
+is nearly certain: the embeddings are as strong as what half of the layers write, and the successor's row of the head, which is
+none of the embeddings' then, has a part along the embedding (SURENESS). In a text that share may be another.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import ExitStack
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import DynamicCache, LlamaConfig, LlamaForCausalLM
+
+from skipstone import api
+from skipstone.models.skipping import SkipSet
+from skipstone.synthetic.shapes import Shape
+from skipstone.tasks.dialogue import Conversation
+from skipstone.timing.statistics import LOOPING, Estimate, bootstrap_rate, repeated_share
+
+GAIN, SHARPNESS = 2.0, 3.0
+BISECTIONS = 12
+LEAST = 1e-7  # factor, between which and 1 the bisection looks, by ratio
+TOLERANCE = 0.003
+FEW = 8  # contexts whose distributions are held at once
+START = 4  # random tokens that a sampled context begins with
+WRITTEN = 6.0  # spread of what a layer of that GAIN adds to the residual stream, measured at 8B shape
+SURENESS = 32.0  # logits that a sure successor gets, were the last hidden state the embedding alone
+ROWS = 16_384  # of the head, changed at once
+ALONE = 2  # contexts that are also decoded token by token
+
+
+@dataclass(frozen=True)
+class Calibrated:
+    """A surrogate, what it measures like, and prompts for it.
+
+    agreement: realised, on contexts that the calibration did not see, interval over contexts. overlap: mean of sum(min(p, q))
+    there, the acceptance that sampling at T = 1 would have. alone: how often the whole chooses in passes of one token what it
+    chooses in one pass over all: about as often as a draft can be expected to agree in this dtype on this machine.
+    """
+
+    model: LlamaForCausalLM
+    shape: Shape
+    factor: float
+    agreement: Estimate
+    overlap: Estimate
+    alone: Estimate
+
+    def report(self) -> dict[str, Any]:
+        """The figures as plain JSON values."""
+        return {
+            "shape": self.shape.name,
+            "exit_layer": self.shape.exit_layer,
+            "skip_ratio": self.shape.skip_ratio,
+            "part": self.shape.part,
+            "agreement": self.shape.agreement,
+            "sure": self.shape.sure,
+            "factor": self.factor,
+            "realised_agreement": asdict(self.agreement),
+            "overlap_at_temperature_1": asdict(self.overlap),
+            "agreement_of_the_whole_token_by_token": asdict(self.alone),
+            "contexts": "sampled at T = 1 from the surrogate itself",
+        }
+
+
+def calibrate(
+    shape: Shape,
+    seed: int,
+    *,
+    sequences: int = 128,
+    length: int = 96,
+    dtype: torch.dtype = torch.float32,
+    device: str | torch.device = "cpu",
+    say: Callable[[str], None] = lambda text: None,
+) -> Calibrated:
+    """Build a surrogate and scale the rest of its sublayers until its part agrees with the whole at the wanted rate.
+
+    sequences, length: contexts of each measurement; the one reported uses twice as many, from other seeds. ValueError
+    where the wanted agreement cannot be had.
+    """
+    assert shape.agreement is not None
+    model = build(shape, seed, dtype, device)
+    weights = [module.weight for module in _outputs(model, shape.rest)]
+    full = [weight.detach().clone() for weight in weights]
+    low, high, factor = LEAST, 1.0, 1.0
+    for _ in range(BISECTIONS):
+        factor = (low * high) ** 0.5
+        _scale(weights, full, factor)
+        agree, _ = measure_agreement(model, shape.rest, contexts(model, sequences, length, seed))
+        say(f"factor {factor:.4f}: agreement {agree}")
+        if abs(agree.value - shape.agreement) < max(TOLERANCE, (agree.high - agree.low) / 4):  # within a standard error
+            break
+        low, high = (factor, high) if agree.value > shape.agreement else (low, factor)
+    fresh = contexts(model, 2 * sequences, length, seed + 1_000_000)
+    agreement, overlap = measure_agreement(model, shape.rest, fresh)
+    if not agreement.low - 0.05 <= shape.agreement <= agreement.high + 0.05:
+        raise ValueError(
+            f"an agreement of {shape.agreement} cannot be had with {shape.name} and {shape.part}: the nearest is {agreement}"
+        )
+    return Calibrated(model, shape, factor, agreement, overlap, measure_alone(model, fresh[:ALONE]))
+
+
+def scaled(shape: Shape, seed: int, factor: float, dtype: torch.dtype, device: str | torch.device) -> LlamaForCausalLM:
+    """A surrogate whose factor is known."""
+    model = build(shape, seed, dtype, device)
+    weights = [module.weight for module in _outputs(model, shape.rest)]
+    _scale(weights, weights, factor)
+    return model
+
+
+def build(shape: Shape, seed: int, dtype: torch.dtype = torch.float32, device: str | torch.device = "cpu") -> LlamaForCausalLM:
+    """A random Llama whose logits are those of a model that is neither sure nor clueless, drawn on the CPU in its dtype."""
+    config = LlamaConfig(**shape.config, bos_token_id=None, eos_token_id=None, pad_token_id=None)
+    config.tie_word_embeddings = config.tie_word_embeddings and not shape.sure
+    with torch.random.fork_rng(devices=[]), torch.no_grad():
+        torch.manual_seed(seed)
+        model: Any = LlamaForCausalLM._from_config(config, dtype=dtype).eval()
+        for weight in (parameter for parameter in model.parameters() if parameter.ndim == 2):
+            weight.normal_(0, GAIN / weight.shape[1] ** 0.5)
+        width = config.hidden_size
+        model.model.embed_tokens.weight.normal_(0, SHARPNESS / width**0.5 if config.tie_word_embeddings else 1)
+        model.lm_head.weight.normal_(0, SHARPNESS / width**0.5)
+        _make_sure(model, shape.sure)
+    return model.to(device)
+
+
+def _make_sure(model: Any, share: float) -> None:
+    """Give that share of the tokens a successor that is nearly certain. Every successor has one predecessor: short loops are
+    few, and rarely entered."""
+    embedding, head = model.model.embed_tokens.weight, model.lm_head.weight
+    if not (count := round(share * len(head))):
+        return
+    embedding.mul_(WRITTEN * (model.config.num_hidden_layers / 2) ** 0.5)
+    sure, successors = torch.randperm(len(head))[:count], torch.randperm(len(head))[:count]
+    for tokens, following in zip(sure.split(ROWS), successors.split(ROWS), strict=True):
+        along = torch.nn.functional.normalize(embedding[tokens].float(), dim=-1)
+        head[following] = (head[following].float() + SURENESS / along.shape[-1] ** 0.5 * along).to(head.dtype)
+
+
+def plain(shape: Shape, seed: int, dtype: torch.dtype, device: str | torch.device) -> LlamaForCausalLM:
+    """Random weights of a shape as transformers draws them, in the dtype from the start. Its early exits mean nothing."""
+    config = LlamaConfig(**shape.config, bos_token_id=None, eos_token_id=None, pad_token_id=None, dtype=dtype)
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        model: Any = LlamaForCausalLM._from_config(config, dtype=dtype)
+    return model.to(device).eval()
+
+
+def _outputs(model: Any, rest: SkipSet) -> list[torch.nn.Linear]:
+    """The projections through which those sublayers write to the residual stream."""
+    layers = model.model.layers
+    attentions, mlps = sorted(rest.attention), sorted(rest.mlp)
+    return [layers[i].self_attn.o_proj for i in attentions] + [layers[i].mlp.down_proj for i in mlps]
+
+
+@torch.no_grad()
+def _scale(weights: list[Tensor], full: list[Tensor], factor: float) -> None:
+    for weight, original in zip(weights, full, strict=True):
+        weight.copy_(original * factor)
+
+
+def contexts(model: Any, sequences: int, length: int, seed: int) -> Tensor:
+    """[sequences, length] int64 ids, sampled from the model itself at T = 1 after a few random tokens. Reproducible."""
+    generator = torch.Generator().manual_seed(seed)
+    start = torch.randint(model.config.vocab_size, (sequences, START), generator=generator).to(model.device)
+    options = {"do_sample": True, "temperature": 1.0, "top_k": 0, "top_p": 1.0, "eos_token_id": None, "pad_token_id": 0}
+    return api.generate(model, start, "autoregressive", seed=seed, max_new_tokens=length - START, **options).sequences
+
+
+def _silence(_module: Any, _inputs: Any, output: Any) -> Tensor:
+    return torch.zeros_like(output)
+
+
+@torch.inference_mode()
+def measure_agreement(model: Any, rest: SkipSet, ids: Tensor) -> tuple[Estimate, Estimate]:
+    """(agreement, overlap) of a model without some sublayers with the whole on sampled contexts [S, T], teacher-forced, over
+    the tokens that follow the random start; bootstrap over contexts."""
+    same, overlap, count = [], [], float(ids.shape[1] - START)
+    for part in ids.split(FEW):  # distributions are large
+        late = model(part, use_cache=False).logits[:, START:].float()
+        with ExitStack() as silent:
+            for module in _outputs(model, rest):
+                silent.enter_context(module.register_forward_hook(_silence))
+            early = model(part, use_cache=False).logits[:, START:].float()
+        same += (early.argmax(-1) == late.argmax(-1)).double().sum(1).tolist()
+        overlap += torch.minimum(early.softmax(-1), late.softmax(-1)).sum(-1).double().sum(1).tolist()
+    return bootstrap_rate(same, [count] * len(same)), bootstrap_rate(overlap, [count] * len(same))
+
+
+@torch.inference_mode()
+def measure_alone(model: Any, ids: Tensor) -> Estimate:
+    """How often a model chooses for contexts [S, T] in passes of one token what it chooses in one pass over each, after the
+    random start."""
+    same = []
+    for row in ids:
+        together = model(row[None], use_cache=False).logits[0, START:].argmax(-1)
+        cache = DynamicCache(config=model.config)
+        logits = [model(token, past_key_values=cache).logits[0] for token in row[None].split(1, dim=1)]
+        same.append(float((torch.cat(logits)[START:].argmax(-1) == together).sum()))
+    return bootstrap_rate(same, [float(ids.shape[1] - START)] * len(same))
+
+
+def sampled_prompts(model: Any, count: int, length: int, seed: int) -> list[Conversation]:
+    """`count` contexts of `length` tokens. ValueError where even sampled text loops: nothing measured on it means anything."""
+    rows = contexts(model, count, length, seed).cpu()
+    shares = [repeated_share(row[:START].tolist(), row[START:].tolist()) for row in rows]
+    if (mean := sum(shares) / len(shares)) >= LOOPING:
+        raise ValueError(f"the surrogate's sampled text loops (share of repeated 8-grams {mean:.2f}); use a larger vocab")
+    return [Conversation(f"sampled at T = 1, number {index}", ids=row.clone()) for index, row in enumerate(rows)]
+
+
+def random_prompts(vocab: int, count: int, length: int, seed: int) -> list[Conversation]:
+    """`count` prompts of uniformly random ids."""
+    generator = torch.Generator().manual_seed(seed)
+    rows = torch.randint(vocab, (count, length), generator=generator)
+    return [Conversation(f"random ids, number {index}", ids=row.clone()) for index, row in enumerate(rows)]

@@ -1,0 +1,144 @@
+"""What the machine could do at best, and what it is: the ceiling and the provenance of a run."""
+
+from __future__ import annotations
+
+import os
+import platform
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from datetime import UTC, datetime
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import PreTrainedModel
+
+from skipstone.decoding.session import Request
+from skipstone.methods.autoregressive import Autoregressive
+from skipstone.models.layered import LayeredModel
+from skipstone.timing.measure import synchronise
+
+PACKAGES = ("skipstone", "torch", "transformers", "tokenizers", "numpy", "scikit-learn")
+
+
+def bandwidth(device: torch.device, megabytes: int | None = None, repeats: int = 5) -> float:
+    """Bytes per second that the device's memory delivers: the better of a copy (read and write) and a matrix-vector product.
+
+    megabytes: size of the buffer, larger than any cache (256 on CPU, 1024 on CUDA unless told).
+    """
+    size = (megabytes or (1024 if device.type == "cuda" else 256)) << 20
+    width = 4096
+    source = torch.ones((max(size // 4 // width, 1), width), device=device)
+    target, vector = torch.empty_like(source), torch.ones(width, device=device)
+    held = source.numel() * source.element_size()
+    copy = min(timings(lambda: target.copy_(source), device, repeats))
+    product = min(timings(lambda: torch.mv(source, vector), device, repeats))
+    return max(2 * held / copy, held / product)
+
+
+def timings(work: Callable[[], Any], device: torch.device, repeats: int) -> list[float]:
+    """Seconds of each of some runs, after one that is left out."""
+    times = []
+    for _ in range(repeats + 1):
+        synchronise(device)
+        start = time.perf_counter()
+        work()
+        synchronise(device)
+        times.append(time.perf_counter() - start)
+    return times[1:]
+
+
+def weight_bytes(model: PreTrainedModel) -> int:
+    """Bytes of weights that one token must read: everything but an embedding table that is not the head too, of which it reads
+    one row. (For a mixture of experts this counts all experts, an upper bound.)"""
+    embedding: Any = model.get_input_embeddings()
+    head: Any = model.get_output_embeddings()
+    total = sum(p.numel() * p.element_size() for p in model.parameters())  # shared tensors are listed once
+    tied = head is not None and head.weight.data_ptr() == embedding.weight.data_ptr()
+    return total if tied else total - embedding.weight.numel() * embedding.weight.element_size()
+
+
+def kv_bytes(model: PreTrainedModel) -> int:
+    """Bytes of keys and values of one token in all layers, as our store holds them."""
+    session = Autoregressive().start(LayeredModel(model), 1, 2)
+    session.admit(0, Request(torch.zeros(1, dtype=torch.long), 1))
+    with torch.inference_mode():
+        session.prefill(1)
+    return session.store.bytes() // (session.store.capacity + 1)
+
+
+def told(name: str, found: dict[str, Any], about: dict[str, Any] | None = None) -> str:
+    """The ceiling in a sentence. about: the model's line, where its dtype and device are to be said."""
+    mark = "SYNTHETIC MODEL (random weights): " if about and about["synthetic"] else ""
+    where = f", {about['dtype']}, {about['device']}" if about else ""
+    return (
+        f"{mark}{name}{where}: {found['bandwidth_gb_per_second']:.1f} GB/s of memory allow plain decoding at most "
+        f"{found['tokens_per_second']:.0f} tokens/s."
+    )
+
+
+def ceiling(model: PreTrainedModel, mean_length: float, megabytes: int | None = None) -> dict[str, Any]:
+    """Most tokens per second at batch 1 if memory were all that counts: bytes of weights and KV a token over the bandwidth.
+
+    mean_length: tokens in the store at a typical step. A model that fits into the caches may exceed it.
+    """
+    speed = bandwidth(model.device, megabytes)
+    weights, kv = weight_bytes(model), kv_bytes(model) * mean_length
+    return {
+        "bandwidth_gb_per_second": speed / 1e9,
+        "weight_bytes_per_token": weights,
+        "kv_bytes_per_token": kv,
+        "tokens_per_second": speed / (weights + kv),
+    }
+
+
+def provenance(argv: list[str], seed: int) -> dict[str, Any]:
+    """Where and how a run was made, as plain JSON values."""
+    packages = {}
+    for name in PACKAGES:
+        try:
+            packages[name] = version(name)
+        except PackageNotFoundError:
+            packages[name] = None
+    return {
+        "time": datetime.now(UTC).isoformat(timespec="seconds"),
+        "argv": argv,
+        "seed": seed,
+        "git": _git(),
+        "python": platform.python_version(),
+        "packages": packages,
+        "platform": platform.platform(),
+        "cpu": cpu(),
+        "cpus": os.cpu_count(),
+        "threads": torch.get_num_threads(),
+        "load": os.getloadavg()[0] if hasattr(os, "getloadavg") else None,
+        "cuda": torch.cuda.get_device_name() if torch.cuda.is_available() else None,
+    }
+
+
+def _git() -> dict[str, Any] | None:
+    """Commit of the source tree and whether it was changed since; None for an installed package."""
+    here = Path(__file__).resolve().parent
+
+    def ask(*arguments: str) -> str:
+        command = ["git", "-C", str(here), *arguments]
+        return subprocess.run(command, capture_output=True, text=True, check=True, timeout=10).stdout.strip()
+
+    try:
+        ask("ls-files", "--error-unmatch", Path(__file__).name)  # the repository around us may be another project's
+        return {"sha": ask("rev-parse", "HEAD"), "dirty": bool(ask("status", "--porcelain", "--untracked-files=no"))}
+    except (OSError, subprocess.SubprocessError):
+        return None
+
+
+def cpu() -> str:
+    """The processor's name; `platform` knows only its architecture on Linux."""
+    listing = Path("/proc/cpuinfo")
+    if listing.exists():
+        for line in listing.read_text(errors="replace").splitlines():
+            if line.startswith("model name"):
+                return line.partition(":")[2].strip()
+    return platform.processor() or platform.machine() or sys.platform

@@ -1,0 +1,203 @@
+"""Documents before they are tokens: collected from sources, without duplicates, split into training and held-out ones.
+
+Nothing depends on the order of a folder, and the split of a document depends on that document alone.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections import Counter, defaultdict
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+from numpy.typing import NDArray
+
+from skipstone.train.data.sources import Source
+
+SHINGLE = 8
+"""Words that stand next to each other: what two documents are compared by."""
+FEWEST_WORDS = 50
+"""A shorter document is compared as a whole only: a handful of shingles says little about it."""
+NEAR = 0.8
+"""Near duplicates share at least so much of their shingles (Jaccard similarity of the sets)."""
+BANDS, BAND_ROWS = 32, 4
+"""Of the MinHash signature. Two documents share no band with probability (1 - J^4)^32: 5e-8 at J = .8, .13 at J = .5."""
+LIKELY = 0.6
+"""Share of equal signature entries from which a candidate is compared exactly: 5.6 standard deviations below NEAR."""
+
+Hashes = NDArray[np.uint64]
+Signature = NDArray[np.uint32]
+
+
+@dataclass(frozen=True, slots=True)
+class Document:
+    """A text, the name of its source and its name there. given: its first characters that are read, not predicted."""
+
+    text: str
+    source: str
+    name: str
+    given: int = 0
+
+    def rank(self, seed: int, purpose: str) -> float:
+        """A number in [0, 1) that is as good as random, the same wherever and among whatever the document stands."""
+        parts = (str(seed), purpose, self.source, self.name, self.text)
+        return int.from_bytes(hashlib.sha256("\0".join(parts).encode("utf-8", "surrogatepass")).digest()[:6], "big") / 2**48
+
+
+def collect(sources: Sequence[Source], base: Path) -> list[Document]:
+    """The documents of all sources, in the recipe's order; blank ones are left out and every line ends in a plain newline.
+
+    base: the recipe's folder, which relative paths belong to (else to the current directory). FileNotFoundError for what is
+    not there, ValueError for a source without a text, a text that UTF-8 cannot hold, and two sources of one name.
+    """
+    counts = Counter(source.name for source in sources)
+    if not counts:
+        raise ValueError("there are no sources: expected at least one, such as {kind: text, path: folder}")
+    if twice := [name for name, count in counts.items() if count > 1]:
+        raise ValueError(f"two sources are called {twice[0]!r}: give each a name of its own")
+    documents = []
+    for source in sources:
+        before = len(documents)
+        for name, *parts in source.read(base):
+            text, prompt = (_plain(part, source.name, name) for part in parts)
+            if text.strip():
+                documents.append(Document(prompt + text, source.name, name, len(prompt)))
+        if len(documents) == before:
+            raise ValueError(f"source {source.name!r} ({source.path}) has no documents: what it gives is blank or nothing")
+    return documents
+
+
+def fingerprint(documents: Iterable[Document]) -> str:
+    """A hash of documents in their order, the same wherever they were read from."""
+    whole = hashlib.sha256()
+    for one in documents:
+        parts = (one.source, one.name, one.text, str(one.given))
+        whole.update(hashlib.sha256("\0".join(parts).encode("utf-8", "surrogatepass")).digest())
+    return whole.hexdigest()
+
+
+def _plain(text: str, source: str, name: str) -> str:
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        raise ValueError(
+            f"source {source!r}, document {name}: half a surrogate pair at letter {error.start} is no text; mend it or leave "
+            "it out"
+        ) from error
+    return text.replace("\r\n", "\n").replace("\r", "\n")
+
+
+def deduplicate(documents: Iterable[Document]) -> tuple[list[Document], dict[str, dict[str, int]]]:
+    """The documents that equal no earlier one, nor nearly, in their order, and source -> {documents, exact, near, kept}.
+
+    Equal: the same words, whatever the whitespace. Nearly: a Jaccard similarity of at least NEAR between the sets of
+    SHINGLE-word shingles, of two documents of FEWEST_WORDS words or more. Candidates come from MinHash signatures and locality
+    sensitive hashing (Broder 1997; Leskovec et al., Mining of Massive Datasets, chapter 3), and are compared exactly.
+    """
+    seen: set[bytes] = set()
+    near = _NearDuplicates()
+    kept: list[Document] = []
+    report: dict[str, dict[str, int]] = {}
+    for document in documents:
+        words = document.text.split()
+        whole = hashlib.sha256(" ".join(words).encode()).digest()
+        fate = "exact" if whole in seen else "near" if near.found(words) else "kept"
+        seen.add(whole)
+        counts = report.setdefault(document.source, dict.fromkeys(("documents", "exact", "near", "kept"), 0))
+        counts["documents"] += 1
+        counts[fate] += 1
+        if fate == "kept":
+            kept.append(document)
+    return kept, report
+
+
+class _WordHashes(dict[str, int]):
+    """Word -> 64 bits, the same in every process."""
+
+    def __missing__(self, word: str) -> int:
+        self[word] = int.from_bytes(hashlib.blake2b(word.encode(), digest_size=8).digest(), "big")
+        return self[word]
+
+
+class _NearDuplicates:
+    """The documents so far, found again by the bands of their signatures."""
+
+    def __init__(self) -> None:
+        rng = np.random.default_rng(0)
+        self._multipliers = rng.integers(1, 2**32, (BANDS * BAND_ROWS, 1), dtype=np.uint32) | np.uint32(1)
+        self._powers = [np.uint64(power) for power in rng.integers(1, 2**64, SHINGLE, dtype=np.uint64) | np.uint64(1)]
+        self._words = _WordHashes()
+        self._shingles: list[Hashes] = []
+        self._signatures: list[Signature] = []
+        self._buckets: defaultdict[tuple[int, bytes], list[int]] = defaultdict(list)
+
+    def found(self, words: list[str]) -> bool:
+        """Whether an earlier document is nearly the same; if none is, this one is remembered."""
+        if len(words) < FEWEST_WORDS:
+            return False
+        shingles = self._hashed(words)
+        signature = self._signature(shingles)
+        bands = [(band, row.tobytes()) for band, row in enumerate(signature.reshape(BANDS, BAND_ROWS))]
+        candidates = sorted({one for band in bands for one in self._buckets.get(band, ())})
+        if candidates:
+            alike = (np.stack([self._signatures[one] for one in candidates]) == signature).mean(axis=1)
+            for one in (candidates[i] for i in np.flatnonzero(alike >= LIKELY)):
+                if jaccard(shingles, self._shingles[one]) >= NEAR:
+                    return True
+        for band in bands:
+            self._buckets[band].append(len(self._shingles))
+        self._shingles.append(shingles)
+        self._signatures.append(signature)
+        return False
+
+    def _hashed(self, words: list[str]) -> Hashes:
+        """The set of the document's shingles, as sorted hashes."""
+        codes = np.fromiter(map(self._words.__getitem__, words), np.uint64, len(words))
+        count = len(words) - SHINGLE + 1
+        mixed = np.zeros(count, np.uint64)
+        for offset, power in enumerate(self._powers):
+            mixed += codes[offset : offset + count] * power
+        mixed ^= mixed >> np.uint64(29)  # a sum of products is linear, which multiplying again would not hide
+        mixed *= self._powers[0]
+        mixed ^= mixed >> np.uint64(32)
+        mixed.sort()  # np.unique is ten times slower
+        return mixed[np.concatenate(([True], mixed[1:] != mixed[:-1]))]
+
+    def _signature(self, shingles: Hashes) -> Signature:
+        """[BANDS * BAND_ROWS]: the smallest value of every hash function over the shingles, of which 32 bits do."""
+        short = shingles.astype(np.uint32)
+        smallest = np.full(len(self._multipliers), np.iinfo(np.uint32).max, np.uint32)
+        for start in range(0, len(short), 4096):  # what the processor's cache holds
+            np.minimum(smallest, (self._multipliers * short[start : start + 4096]).min(axis=1), out=smallest)
+        return smallest
+
+
+def jaccard(one: Hashes, other: Hashes) -> float:
+    """Shared elements over all elements of two sets, given as arrays without repetitions."""
+    shared = np.intersect1d(one, other, assume_unique=True).size
+    return shared / (len(one) + len(other) - shared)
+
+
+def split(documents: Sequence[Document], held_out: float = 0.02, seed: int = 0) -> tuple[list[Document], list[Document]]:
+    """(training, held-out) documents, each in the given order.
+
+    A document is held out where its own hash falls below the share `held_out`, whatever else there is. So that every source can
+    be evaluated, one with two documents or more holds out at least one (that of the lowest hash) and trains on at least one.
+    ValueError for a share that is not in [0, 1).
+    """
+    if not 0 <= held_out < 1:
+        raise ValueError(f"held_out is the share of documents kept from training: expected 0 <= held_out < 1, found {held_out}")
+    groups: defaultdict[str, list[tuple[float, int]]] = defaultdict(list)
+    for index, document in enumerate(documents):
+        groups[document.source].append((document.rank(seed, "split"), index))
+    chosen: set[int] = set()
+    for group in groups.values():
+        if held_out == 0 or len(group) == 1:
+            continue
+        group.sort()
+        count = sum(rank < held_out for rank, _ in group)
+        chosen.update(index for _, index in group[: min(max(count, 1), len(group) - 1)])
+    training = [document for index, document in enumerate(documents) if index not in chosen]
+    return training, [documents[index] for index in sorted(chosen)]

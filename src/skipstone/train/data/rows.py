@@ -1,0 +1,232 @@
+"""The data of a training run: documents -> token ids -> rows of one length -> a mixed training order, kept in a cache.
+
+Everything follows from the documents, the tokenizer and the seed. Rows are full: documents stand one after the other, each
+ended by the tokenizer's end token, and a row may hold the end of one and the beginning of the next. In a row, ~id (negative)
+stands for a token that is read but not predicted.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import warnings
+import zlib
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from fractions import Fraction
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from pydantic import BaseModel, ConfigDict, Field
+from torch import Tensor
+from torch.utils.data import Dataset
+from transformers import PreTrainedTokenizerBase
+
+from skipstone.loading import bos_prefix
+from skipstone.train import cache as caching
+from skipstone.train.data.documents import Document, deduplicate, fingerprint, split
+from skipstone.train.layerskip.loss import IGNORED
+
+BATCH = 256
+"""Documents that are tokenised in one call."""
+
+
+class Plan(BaseModel):
+    """How documents become rows. length: tokens a row. rows: of the whole training order. held_out: share of documents."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    length: int = Field(ge=2)
+    rows: int = Field(ge=1)
+    held_out: float = Field(default=0.02, ge=0, lt=1)
+    seed: int = Field(default=0, ge=0)
+
+
+@dataclass(frozen=True)
+class Prepared:
+    """train: [rows, length] int64, in training order. held_out: source -> [N, length] int64. report: counts for the model card.
+
+    report: what JSON holds: the plan, `tokens` and `sha256` of the training order, `held_rows` of each source, and `sources`:
+    name -> documents, exact and near (duplicates), kept; train and held_out: {documents, bytes, tokens} before they are cut
+    into rows; rows (its part of the training order), epochs.
+    """
+
+    train: Tensor
+    held_out: dict[str, Tensor]
+    report: dict[str, Any]
+
+
+class Rows(Dataset[dict[str, Tensor]]):
+    """Rows [N, length] int64 as a model takes them: {"input_ids": [length], "labels": the same, IGNORED where a token is not
+    to be predicted}; models shift labels."""
+
+    def __init__(self, rows: Tensor) -> None:
+        if rows.dim() != 2 or rows.dtype != torch.long:
+            raise ValueError(f"expected rows [N, length] of int64, found {rows.dtype} of shape {list(rows.shape)}")
+        self.rows = rows
+
+    def __len__(self) -> int:
+        return len(self.rows)
+
+    def __getitem__(self, index: int) -> dict[str, Tensor]:
+        row = self.rows[index]
+        given = row < 0
+        return {"input_ids": torch.where(given, ~row, row), "labels": row.masked_fill(given, IGNORED)}
+
+
+def pack(documents: Sequence[Document], tokenizer: PreTrainedTokenizerBase, length: int, seed: int, eos_id: int) -> Tensor:
+    """[N, length] int64: the documents in an order drawn by `seed`, `eos_id` after each, cut into rows; the rest is dropped.
+
+    The order depends on the documents alone, not on the order they come in. Special tokens that stand in a text are text; a
+    tokenizer that begins texts with a bos token of its own begins every document with one, which is not predicted. A document
+    with a prompt begins a row of its own where it does not fit into the one before, which is filled up with end tokens that are
+    not predicted; of one longer than a row only the first row is kept. ValueError where there is not enough for one row.
+    """
+    return _cut(_tokens(documents, tokenizer, length, seed, eos_id), length, f"{len(documents)} documents")
+
+
+def _tokens(
+    documents: Sequence[Document], tokenizer: PreTrainedTokenizerBase, length: int, seed: int, eos_id: int
+) -> NDArray[np.int64]:
+    """One stream of ids, [T]. A prompt's tokens are its own, as when decoding starts from it."""
+    ordered = sorted(documents, key=lambda one: one.rank(seed, "order"))
+    first = [token for token in bos_prefix(tokenizer) if token != eos_id]  # else the end of the document before is one
+    parts: list[NDArray[np.int64]] = []
+    total = 0
+    for start in range(0, len(ordered), BATCH):
+        batch = ordered[start : start + BATCH]
+        texts = _encoded([one.text[one.given :] for one in batch], tokenizer)
+        prompts = _encoded([one.text[: one.given] for one in batch], tokenizer)
+        for given, ids in zip(prompts, texts, strict=True):
+            tokens = [*(~i for i in (*first, *given)), *ids, eos_id]
+            if given:
+                tokens = tokens[:length]  # what stands in a later row would be predicted without its prompt
+                if (place := total % length) + len(tokens) > length:
+                    tokens = [~eos_id] * (length - place) + tokens
+            parts.append(np.array(tokens, np.int64))
+            total += len(tokens)
+    return np.concatenate(parts) if parts else np.empty(0, np.int64)
+
+
+def _encoded(texts: list[str], tokenizer: PreTrainedTokenizerBase) -> list[list[int]]:
+    batch: Any = tokenizer(
+        texts,
+        add_special_tokens=False,
+        split_special_tokens=True,
+        return_attention_mask=False,
+        verbose=False,  # says that a document is longer than the model's context, which rows are not
+    )
+    return batch["input_ids"]
+
+
+def _cut(tokens: NDArray[np.int64], length: int, what: str) -> Tensor:
+    """Rows, but for those that predict nothing."""
+    count = len(tokens) // length
+    rows = tokens[: count * length].reshape(count, length)
+    rows = rows[(rows[:, 1:] >= 0).any(axis=1)]
+    if not len(rows):
+        raise ValueError(
+            f"{what} make {len(tokens)} tokens, not one row of {length} with something to predict: give more text or another "
+            "length"
+        )
+    return torch.from_numpy(rows)
+
+
+def mix(packed: Mapping[str, Tensor], weights: Mapping[str, float], rows: int, seed: int) -> tuple[Tensor, dict[str, float]]:
+    """A training order [rows, length] int64 with every source's share by weight, and how often each source's rows come: epochs.
+
+    packed: source -> [N, length] int64. Shares are exact, by largest remainders. A source whose share is more than it has is
+    repeated in whole epochs, each in an order of its own; which source comes when is shuffled. ValueError where a source would
+    get no row, and for weights that are not positive or belong to other sources.
+    """
+    counts = _shares(packed, weights, rows)
+    turns = np.repeat(np.arange(len(packed)), list(counts.values()))
+    np.random.default_rng([seed, 0]).shuffle(turns)
+    order = torch.empty((rows, next(iter(packed.values())).shape[1]), dtype=torch.long)
+    for index, (name, own) in enumerate(packed.items()):
+        rng = np.random.default_rng([seed, 1, zlib.crc32(name.encode())])  # no other source moves it
+        epochs = [rng.permutation(len(own)) for _ in range(-(-counts[name] // len(own)))]
+        picked = torch.from_numpy(np.concatenate(epochs)[: counts[name]])
+        order[torch.from_numpy(np.flatnonzero(turns == index))] = own[picked]
+    return order, {name: counts[name] / len(own) for name, own in packed.items()}
+
+
+def _shares(packed: Mapping[str, Tensor], weights: Mapping[str, float], rows: int) -> dict[str, int]:
+    """Rows of each source, in the order of `packed`; of equal remainders the earlier source has the row."""
+    if not packed or set(packed) != set(weights) or not all(weight > 0 for weight in weights.values()):
+        raise ValueError(f"expected a positive weight for each of {sorted(packed)}, found {dict(weights)}")
+    exact = {name: Fraction(str(float(weights[name]))) for name in packed}  # 0.1 is a tenth
+    total = sum(exact.values())
+    exact = {name: rows * weight / total for name, weight in exact.items()}
+    counts = {name: int(share) for name, share in exact.items()}
+    by_remainder = sorted(packed, key=lambda name: counts[name] - exact[name])
+    for name in by_remainder[: rows - sum(counts.values())]:
+        counts[name] += 1
+    if empty := [name for name, count in counts.items() if not count]:
+        raise ValueError(f"source {empty[0]!r} would get none of the {rows} rows: raise its weight or train on more rows")
+    return counts
+
+
+def prepare(
+    documents: Sequence[Document],
+    weights: Mapping[str, float],
+    tokenizer: PreTrainedTokenizerBase,
+    plan: Plan,
+    cache: Path | None = None,
+) -> Prepared:
+    """Everything from documents to rows: deduplicate, split, pack each source, mix.
+
+    weights: of every source, by name. cache: a folder for results, one for each combination of documents, weights, plan and
+    tokenizer. A damaged result is made anew, with a warning. ValueError as the steps have it, and where a source is too small
+    for one row to train on; one whose held-out documents do not fill a row is not evaluated, with a warning.
+    """
+    _end(tokenizer)  # before any work
+    if cache is None:
+        return _build(documents, weights, tokenizer, plan)
+    key = caching.key([fingerprint(documents), [*weights.items()], plan.model_dump(mode="json")], tokenizer)
+    if (found := caching.load(cache / key)) is not None:
+        (train, *held_out), report = found
+        return Prepared(train, dict(zip(report["held_rows"], held_out, strict=True)), report)
+    built = _build(documents, weights, tokenizer, plan)
+    caching.save(cache / key, [built.train, *built.held_out.values()], built.report)
+    return built
+
+
+def _end(tokenizer: PreTrainedTokenizerBase) -> int:
+    if not isinstance(tokenizer.eos_token_id, int):
+        raise ValueError("the tokenizer has no eos_token, which ends every document: set tokenizer.eos_token")
+    return tokenizer.eos_token_id
+
+
+def _build(
+    documents: Sequence[Document], weights: Mapping[str, float], tokenizer: PreTrainedTokenizerBase, plan: Plan
+) -> Prepared:
+    eos_id = _end(tokenizer)
+    kept, duplicates = deduplicate(documents)
+    parts = dict(zip(("train", "held_out"), split(kept, plan.held_out, plan.seed), strict=True))
+    report: dict[str, dict[str, Any]] = {name: {**duplicates[name]} for name in weights}
+    packed: dict[str, dict[str, Tensor]] = {part: {} for part in parts}
+    for name in weights:
+        for part, of_part in parts.items():
+            own = [document for document in of_part if document.source == name]
+            if not own and part == "held_out":  # none asked for, or a source of one document
+                continue
+            tokens = _tokens(own, tokenizer, plan.length, plan.seed, eos_id)
+            what = f"source {name!r}: the {len(own)} {part} documents (held_out={plan.held_out})"
+            try:
+                packed[part][name] = _cut(tokens, plan.length, what)
+            except ValueError as error:
+                if part == "train":
+                    raise
+                warnings.warn(f"{error}; not evaluated", stacklevel=2)
+            size = sum(len(document.text.encode()) for document in own)
+            report[name][part] = {"documents": len(own), "bytes": size, "tokens": len(tokens)}
+    train, epochs = mix(packed["train"], weights, plan.rows, plan.seed)
+    for name, own in packed["train"].items():
+        report[name] |= {"rows": round(epochs[name] * len(own)), "epochs": epochs[name]}
+    sha256 = hashlib.sha256(train.numpy().data).hexdigest()
+    held_rows = {name: len(rows) for name, rows in packed["held_out"].items()}
+    facts = {**plan.model_dump(), "tokens": train.numel(), "sha256": sha256, "held_rows": held_rows}
+    return Prepared(train, packed["held_out"], {**facts, "sources": report})

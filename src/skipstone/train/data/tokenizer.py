@@ -1,0 +1,99 @@
+"""A small tokenizer for a small model: byte-level byte-pair encoding with single digits and indentation as tokens."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from typing import Any
+
+from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
+from tokenizers.processors import TemplateProcessing
+from transformers import PreTrainedConfig, PreTrainedTokenizerBase, PreTrainedTokenizerFast
+
+from skipstone.train.data.documents import Document
+
+END = "<|end|>"
+"""Stands between documents, so it begins a text as well as ending one, and pads a batch; id 0."""
+BYTES = 256
+
+PIECES = "|".join(
+    (
+        r"(?:[ \t]*\r?\n)+[ \t]*",  # the ends of lines with the indentation that follows
+        r" ?[\p{L}_][\p{L}\p{M}_]*",  # a word or name, with the space before it
+        r" ?[^\s\p{L}\p{N}_]+",  # punctuation
+        r"\p{N}",  # one digit
+        r"\s+(?!\S)|\s+",  # other whitespace, but for a last space that belongs to what follows
+    )
+)
+"""What a token may not reach across."""
+
+
+def train_bpe(documents: Iterable[Document | str], vocab_size: int) -> PreTrainedTokenizerFast:
+    """A tokenizer with at most `vocab_size` entries (fewer where nothing is left to merge), the same for the same text.
+
+    Every byte is an entry, so that whatever UTF-8 can hold comes back from its tokens. <|end|> is id 0, the end of a document
+    (eos), what a text begins with (bos), and the padding. ValueError for a vocabulary without room for the bytes, and for no
+    text.
+    """
+    if vocab_size <= BYTES:
+        raise ValueError(
+            f"vocab_size must be at least {BYTES + 1}, an entry for every byte and one for {END}, found {vocab_size}"
+        )
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
+        [
+            pre_tokenizers.Split(Regex(PIECES), behavior="isolated"),
+            pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False),
+        ]
+    )
+    tokenizer.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=vocab_size,
+        min_frequency=2,
+        special_tokens=[END],
+        initial_alphabet=sorted(pre_tokenizers.ByteLevel.alphabet()),
+        show_progress=False,
+    )
+    texts = _Counted(document if isinstance(document, str) else document.text for document in documents)
+    tokenizer.train_from_iterator(texts, trainer)
+    if not texts.letters:
+        raise ValueError("there is no text to train a tokenizer on: expected at least one document that is not empty")
+    end = tokenizer.token_to_id(END)
+    tokenizer.post_processor = TemplateProcessing(single=f"{END} $A", pair=f"{END} $A $B", special_tokens=[(END, end)])
+    own = {"bos_token": END, "eos_token": END, "pad_token": END}
+    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, **own, clean_up_tokenization_spaces=False)
+
+
+class _Counted:
+    """Passes texts on and counts their letters."""
+
+    def __init__(self, texts: Iterable[str]) -> None:
+        self._texts = texts
+        self.letters = 0
+
+    def __iter__(self) -> Iterator[str]:
+        for text in self._texts:
+            self.letters += len(text)
+            yield text
+
+
+def check_fits(tokenizer: PreTrainedTokenizerBase, config: PreTrainedConfig) -> None:
+    """ValueError where a tokenizer can give ids that the model has no embedding for, or has no end of a document."""
+    text = config.get_text_config()
+    size: int = text.vocab_size
+    largest = max(tokenizer.get_vocab().values(), default=0)
+    if largest >= size:
+        raise ValueError(
+            f"the tokenizer gives ids up to {largest}, the model's vocab_size is {size}: "
+            f"set vocab_size to at least {largest + 1}, or give the model the tokenizer that belongs to it"
+        )
+    if tokenizer.eos_token_id is None:
+        raise ValueError("the tokenizer has no eos_token, which ends every document: set tokenizer.eos_token")
+    for name in ("eos_token_id", "pad_token_id"):
+        for owner in (tokenizer, text):
+            value: Any = getattr(owner, name, None)
+            for one in value if isinstance(value, list | tuple) else [value]:
+                if one is not None and not 0 <= one < size:
+                    raise ValueError(
+                        f"{name} {one} of the {'tokenizer' if owner is tokenizer else 'model'} lies outside the model's "
+                        f"vocabulary: expected 0 to {size - 1}"
+                    )

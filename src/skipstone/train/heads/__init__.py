@@ -1,0 +1,1 @@
+"""Training of AdaDecode's exit heads."""

@@ -1,0 +1,113 @@
+"""A recipe for AdaDecode's exit heads: which model, which prompts, which heads, how long. Arguments of `skipstone train heads`
+take the place of a file where one is enough."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, Literal
+
+from pydantic import Field, ValidationError, model_validator
+
+from skipstone.forms import Part, first_fault, mapping
+from skipstone.methods.adadecode.heads import Kind
+from skipstone.train.data.records import HubDataset
+from skipstone.train.data.sources import Source
+
+PAPER: dict[str, Any] = {"epochs": 100, "batch_size": 128, "learning_rate": 5e-3, "warmup": 0.03, "patience": None}
+"""Appendix D: Adam, 100 epochs, batches of 128, 5e-3, cosine, 3 % warm-up. batch_size counts answers."""
+QUICK: dict[str, Any] = {"epochs": 40, "batch_size": 16, "learning_rate": 1e-3, "warmup": 0.03, "patience": 3}
+"""Ours, the default: smaller batches, smaller steps, and an end where nothing grows better."""
+PRESETS = {"quick": QUICK, "paper": PAPER}
+
+
+class Answers(Part):
+    """How the model writes what heads learn from: greedily, so many tokens a prompt, batch_size prompts at once, with a
+    lossless `method` (None: its own default or plain decoding, whichever is faster). chat: a prompt is a user's turn of the
+    chat template."""
+
+    max_new_tokens: int = Field(default=128, ge=1)
+    batch_size: int = Field(default=32, ge=1)
+    method: str | dict[str, Any] | None = None
+    chat: bool = False
+
+
+class Shape(Part):
+    """Heads after `layers` (None: L/4, L/2, 3L/4), of a `kind`, with a rank where that is low_rank."""
+
+    layers: tuple[int, ...] | None = Field(default=None, min_length=1)
+    kind: Kind = "square"
+    rank: int | None = None
+
+    @model_validator(mode="after")
+    def _trained(self) -> Shape:
+        if self.kind == "original":
+            raise ValueError('kind "original" has nothing to train: decode with heads="original"')
+        if (self.kind == "low_rank") != (self.rank is not None) or (self.rank is not None and self.rank < 1):
+            raise ValueError(
+                f"a rank of at least 1 belongs to kind low_rank and to no other, found {self.kind} and {self.rank}"
+            )
+        return self
+
+
+class Schedule(Part):
+    """epochs: most passes over the answers. batch_size: answers a step. warmup: share of all steps. patience: epochs without a
+    lower divergence on the held-out answers after which a head is done; None trains to the end. held_out: share of answers.
+    mixed_precision: None is bf16 on CUDA and none on the CPU."""
+
+    epochs: int = Field(default=QUICK["epochs"], ge=1)
+    batch_size: int = Field(default=QUICK["batch_size"], ge=1)
+    learning_rate: float = Field(default=QUICK["learning_rate"], gt=0, allow_inf_nan=False)
+    warmup: float = Field(default=QUICK["warmup"], ge=0, lt=1)
+    patience: int | None = Field(default=QUICK["patience"], ge=1)
+    held_out: float = Field(default=0.05, gt=0, lt=1)
+    mixed_precision: Literal["no", "bf16"] | None = None
+
+
+class HeadsRecipe(Part):
+    """output: the run's folder; the heads stand in its `heads`. model: a folder or hub id, None for the bundled one. prompts:
+    sources, each text (with what stands before it) one prompt. model_dtype: of the model, "auto" for its checkpoint's; dtype:
+    of the heads on the disk, None for the model's."""
+
+    output: str = Field(min_length=1)
+    model: str | None = None
+    name: str | None = None
+    prompts: list[Source] = Field(min_length=1)
+    answers: Answers = Answers()
+    heads: Shape = Shape()
+    training: Schedule = Schedule()
+    model_dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
+    dtype: Literal["float32", "bfloat16", "float16"] | None = None
+    seed: int = Field(default=0, ge=0)
+
+
+def read(path: Path, preset: str | None = None, data_dir: Path | None = None, **given: Any) -> HeadsRecipe:
+    """A recipe from a file. preset: "paper" or "quick", in the place of what the file says of it. data_dir: of files that stand
+    for data sets of the hub. given: fields that count instead of the file's. ValueError names what is unknown, missing or
+    impossible."""
+    own = mapping(path)
+    name = {} if "model" not in given else {"name": None}  # the file's is another model's
+    return made({**own, **name, **given}, str(path), preset, data_dir)
+
+
+def of_prompts(paths: Sequence[Path], output: Path | None, preset: str | None = None, **given: Any) -> HeadsRecipe:
+    """A recipe for prompts in files of JSON lines, with nothing else said but `given`. ValueError as `read`."""
+    sources = [{"kind": "jsonl", "path": str(path.absolute()), "template": "{prompt}"} for path in paths]
+    return made({"output": str(output), "prompts": sources, **given}, "--prompts", preset)
+
+
+def made(values: dict[str, Any], where: str, preset: str | None = None, data_dir: Path | None = None) -> HeadsRecipe:
+    """A recipe from its values; see `read`."""
+    if preset is not None and preset not in PRESETS:
+        raise ValueError(f"unknown preset {preset!r}: expected one of {', '.join(PRESETS)}")
+    try:
+        given = values.get("training", {})
+        under = PRESETS[preset] if preset is not None else {}
+        merged = {**values, "training": {**given, **under} if isinstance(given, dict) else given}
+        recipe = HeadsRecipe.model_validate(merged)
+    except ValidationError as error:
+        raise ValueError(f"{where}: {first_fault(error)}") from error
+    if data_dir is None:
+        return recipe
+    sources = [one.local(data_dir) if isinstance(one, HubDataset) else one for one in recipe.prompts]
+    return recipe.model_copy(update={"prompts": sources})

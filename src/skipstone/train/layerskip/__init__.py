@@ -1,0 +1,1 @@
+"""LayerSkip's training recipe, its loss and its trainer."""

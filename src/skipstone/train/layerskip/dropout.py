@@ -1,0 +1,71 @@
+"""Layer dropout per sample (arXiv 2404.16710, section 4.1.1): the rows that a layer drops are left out of its batch, so that
+what is dropped is not computed.
+
+Which rows a layer drops is a pure function of (seed, step, layer), the same on every rank: nothing needs to be saved to resume,
+and all ranks of a data-parallel run drop the same number of rows.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from skipstone.decoding.noise import uniform
+
+_STREAM = 3  # any number: these draws share nothing with decoding
+
+
+def kept_rows(rows: int, rates: Sequence[float], seed: int, step: int) -> list[list[int]]:
+    """The rows that every layer keeps. rates: dropout rate per layer. step: counts forward passes, not optimiser steps."""
+    layers = len(rates)
+    place = torch.arange(layers) + step * layers
+    draws = uniform(torch.full((layers,), seed), place, _STREAM, rows).tolist()
+    return [[row for row in range(rows) if own[row] >= rate] for own, rate in zip(draws, rates, strict=True)]
+
+
+def run_rows(forward: Callable[..., Any], rows: list[int], hidden: Tensor, *args: Any, **kwargs: Any) -> Any:
+    """A layer over some rows of a batch; the others pass by. hidden: [B, T, d]. Arguments with one entry a row are cut alike.
+
+    Eq. 1 with M drawn per row; no rescaling by 1 / (1 - p), in training or inference, as in the paper. Returns what the layer
+    returns: its output, or a tuple that begins with it and whose rest is of the kept rows only. Without rows: `hidden` itself.
+    """
+    batch = hidden.shape[0]
+    if len(rows) == batch:
+        return forward(hidden, *args, **kwargs)
+    if not rows:
+        return hidden
+    index = torch.tensor(rows, device=hidden.device)
+    args = tuple(_cut(value, index, batch) for value in args)
+    output = forward(hidden[index], *args, **{name: _cut(value, index, batch) for name, value in kwargs.items()})
+    kept = output[0] if isinstance(output, tuple) else output
+    merged = hidden.index_copy(0, index, kept.to(hidden.dtype))
+    return (merged, *output[1:]) if isinstance(output, tuple) else merged
+
+
+def _cut(value: Any, index: Tensor, batch: int) -> Any:
+    if isinstance(value, Tensor) and value.ndim > 1 and value.shape[0] == batch:
+        return value[index]
+    if isinstance(value, tuple):
+        return tuple(_cut(part, index, batch) for part in value)
+    return value
+
+
+@contextmanager
+def layers_replaced(
+    layers: Sequence[nn.Module], wrap: Callable[[int, Callable[..., Any]], Callable[..., Any]]
+) -> Iterator[None]:
+    """Let layer l run wrap(l, its own forward) until the block ends; what was there before is put back."""
+    before = [layer.__dict__.get("forward") for layer in layers]
+    for index, layer in enumerate(layers):
+        layer.forward = wrap(index, layer.forward)
+    try:
+        yield
+    finally:
+        for layer, own in zip(layers, before, strict=True):
+            layer.__dict__.pop("forward")
+            if own is not None:
+                layer.forward = own

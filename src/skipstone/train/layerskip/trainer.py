@@ -1,0 +1,273 @@
+"""`LayerSkipTrainer`: transformers' Trainer with LayerSkip's loss, exact resume and a report on every exit.
+
+What the paper adds to training is in recipe.py, dropout.py and loss.py; what remains (data loading, mixed precision, DDP, FSDP,
+DeepSpeed, schedulers, gradient accumulation) is transformers' and accelerate's.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, NoReturn
+
+import torch
+from accelerate.utils import broadcast_object_list
+from safetensors import SafetensorError
+from torch import Tensor, nn
+from torch.utils.data import Dataset
+from transformers import PreTrainedModel, Trainer, TrainerCallback, TrainerControl, TrainerState, TrainingArguments
+
+from skipstone.train import checkpoint
+from skipstone.train.layerskip.arguments import LayerSkipArguments
+from skipstone.train.layerskip.evaluation import exit_quality
+from skipstone.train.layerskip.objective import Objective, Stack
+from skipstone.train.layerskip.optimizer import muon_with_adamw
+from skipstone.train.layerskip.recipe import LayerSkipRecipe
+from skipstone.train.metrics import Tally
+
+TALLY = "tally.json"
+"""In a checkpoint: what the next log entry will be a mean of."""
+_TORCH_WRITER = ("PytorchStreamWriter", "inline_container")
+"""What a RuntimeError of torch.save speaks of where the disk is full; safetensors has an error of its own for it."""
+
+
+class LayerSkipTrainer(Trainer):
+    """Train a causal language model with layer dropout and early exits.
+
+    train_dataset: items with input_ids and labels [T], labels IGNORED (-100) where nothing is learned. eval_dataset: the same,
+    or a dict of several. fingerprint: what else a run must have in common with a checkpoint to resume from it (hashes of data).
+    teacher: a frozen model of the same vocabulary to learn from instead of the labels.
+    `train(resume_from_checkpoint=True)` resumes from the latest checkpoint, or starts where there is none.
+    """
+
+    args: LayerSkipArguments
+    model: PreTrainedModel  # type: ignore[assignment]
+    loss_is_scaled_for_ga = True  # the loss is a mean over the tokens of all accumulated batches
+
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        args: LayerSkipArguments,
+        *more: Any,
+        fingerprint: dict[str, Any] | None = None,
+        teacher: PreTrainedModel | None = None,
+        **options: Any,
+    ) -> None:
+        if not isinstance(args, LayerSkipArguments):
+            raise ValueError(f"args must be LayerSkipArguments, found {type(args).__name__}")
+        super().__init__(model, args, *more, **options)
+        self._refuse()
+        self.recipe = check(self.model, args)
+        self._teacher: Any = teacher
+        if teacher is not None:
+            self._teacher.to(args.device).eval().requires_grad_(False)
+        # of the installed forward, whatever the model's own is like: it takes num_items_in_batch, and shifts labels
+        self.model_accepts_loss_kwargs = self._loss_shifts_labels = True
+        own = {
+            "recipe": repr(self.recipe),
+            "seed": args.seed,
+            "model": model.config.to_json_string(),
+            "training": args.deciding(),
+            **(checkpoint.frozen(model) if self.is_world_process_zero() else {}),  # others may load no weights of their own
+            **(fingerprint or {}),
+        }
+        self.fingerprint = broadcast_object_list([own])[0]
+        self.objective: Objective | None = None
+        self._saving: Path | None = None
+        self._resumed: Path | None = None
+        self._tally = Tally()
+        self.add_callback(_Schedule)
+
+    def _refuse(self) -> None:
+        """ValueError for parts of a Trainer that this one would not use."""
+        for name in ("model_init", "compute_loss_func", "compute_metrics", "preprocess_logits_for_metrics"):
+            if getattr(self, name) is not None:
+                raise ValueError(f"{name} is not supported: LayerSkip's loss and the report on its exits are built in")
+        if self.args.muon_learning_rate is not None and (self.optimizer or self.optimizer_cls_and_kwargs):
+            raise ValueError("give either an optimiser or muon_learning_rate, which makes one")
+        if self.args.n_gpu > 1:
+            raise ValueError(
+                f"found {self.args.n_gpu} devices and one process: start one process a device with `accelerate launch`, or "
+                "show it one device (CUDA_VISIBLE_DEVICES=0)"
+            )
+
+    def train(
+        self, resume_from_checkpoint: str | Path | bool | None = None, trial: Any = None, ignore_keys_for_eval: Any = None
+    ) -> Any:
+        """Run the recipe. ValueError for a checkpoint that is damaged or of another run, and where a fresh start would mix its
+        checkpoints with those that are there."""
+        self._resumed, self._tally = self._source(resume_from_checkpoint), Tally()
+        source = None if self._resumed is None else str(self._resumed)
+        chunk = self.args.loss_chunk
+        self.objective = Objective(self.model, self.recipe, self._steps(), self.args.seed, chunk, self._teacher)
+        with self.objective.installed():
+            return super().train(source, trial, ignore_keys_for_eval)
+
+    def _source(self, wanted: str | Path | bool | None) -> Path | None:
+        """The checkpoint to resume from, verified."""
+        run = Path(str(self.args.output_dir))
+        folder = Path(wanted) if isinstance(wanted, (str, Path)) else checkpoint.latest(run)
+        if folder is None:
+            return None
+        if not wanted:
+            if self.args.save_strategy == "no":
+                return None
+            raise ValueError(
+                f"{run} holds {folder.name} of an earlier run: resume from it with resume_from_checkpoint=True, or start anew "
+                "in another output_dir"
+            )
+        checkpoint.verify(folder, self.fingerprint)
+        return folder
+
+    def _steps(self) -> int:
+        """T: optimiser steps of the whole run."""
+        if self.args.max_steps > 0:
+            return self.args.max_steps
+        loader = self.get_train_dataloader()
+        return self.set_initial_training_values(self.args, loader)[-1]
+
+    def training_step(self, model: nn.Module, inputs: dict[str, Any], num_items_in_batch: Any = None) -> Tensor:
+        assert self.objective is not None
+        if self._resumed is not None:
+            self._restore_tally(self._resumed)
+            self._resumed = None
+        step = self.state.global_step
+        if step != self.objective.step or self.objective.micro < step * self.args.gradient_accumulation_steps:
+            self.objective.step, self.objective.micro = step, step * self.args.gradient_accumulation_steps
+        if isinstance(num_items_in_batch, Tensor):
+            num_items_in_batch = num_items_in_batch.clamp(min=1)  # a step without anything to predict is one of loss 0
+        loss = super().training_step(model, inputs, num_items_in_batch)
+        self.objective.micro += 1
+        scale = self.accelerator.num_processes if self.args.average_tokens_across_devices else 1  # compute_loss has the same
+        self._tally.add(step, {name: part * scale for name, part in self.objective.parts.items()})
+        return loss
+
+    def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
+        if "loss" in logs:  # of training: the mean since the last entry, as are its parts
+            parts = {name: float(self._mean(total)) / steps for name, (total, steps) in self._tally.state().items()}
+            self._tally = Tally()
+            logs = {**logs, **parts}
+            self._check_finite(logs["loss"])
+        super().log(logs, start_time)
+
+    def _check_finite(self, loss: float) -> None:
+        """ValueError for a loss that says that the weights are lost, before they are saved."""
+        if not math.isfinite(loss):
+            self._lost(f"the loss is {loss}")
+
+    def _lost(self, what: str) -> NoReturn:
+        run = Path(str(self.args.output_dir))
+        last = checkpoint.latest_good(run, self.fingerprint)
+        raise ValueError(
+            f"{what} at step {self.state.global_step}: lower the learning rate, or look at the data; "
+            + (f"{run / last.name} is from before" if last else "no checkpoint was written yet")
+        )
+
+    def _mean(self, value: Tensor) -> Tensor:
+        """Over the processes."""
+        mean = self.accelerator.reduce(value.detach().clone(), reduction="mean")
+        assert isinstance(mean, Tensor)
+        return mean
+
+    def create_optimizer(self, model: Any = None) -> torch.optim.Optimizer:
+        args = self.args
+        if self.optimizer is None and args.muon_learning_rate is not None:
+            rates, betas = (args.muon_learning_rate, args.learning_rate), (args.adam_beta1, args.adam_beta2)
+            self.optimizer = muon_with_adamw(self.model, *rates, betas, args.weight_decay, args.adam_epsilon)
+        return super().create_optimizer(model)
+
+    def evaluate(self, eval_dataset: Any = None, ignore_keys: Any = None, metric_key_prefix: str = "eval") -> dict[str, float]:
+        """Perplexity and agreement of every exit on the held-out rows, by data set where there are several. Every process
+        measures all rows."""
+        chosen = eval_dataset if eval_dataset is not None else self.eval_dataset
+        if chosen is None or (isinstance(chosen, dict) and not chosen):
+            raise ValueError("evaluation needs an eval_dataset, found none")
+        metrics: dict[str, float] = {}
+        for name, rows in chosen.items() if isinstance(chosen, dict) else [("", chosen)]:
+            prefix = f"{metric_key_prefix}_{name}" if name else metric_key_prefix
+            batches = _Batches(rows, self.args.per_device_eval_batch_size, self.data_collator)
+            quality = exit_quality(self.model, batches, None, self.args.eval_exits, self.args.loss_chunk)  # type: ignore[arg-type]
+            metrics |= {f"{prefix}_{key}": value for key, value in quality.flat().items()}
+        self.log(metrics)
+        self.control = self.callback_handler.on_evaluate(self.args, self.state, self.control, metrics)
+        return metrics
+
+    def _get_output_dir(self, trial: Any) -> str:
+        return str(self._saving) if self._saving is not None else super()._get_output_dir(trial)
+
+    def _save_checkpoint(self, model: nn.Module, trial: Any) -> None:
+        """transformers' checkpoint, made whole before it has its name (checkpoint.py). OSError where the disk is full."""
+        run = Path(super()._get_output_dir(trial))
+        step = self.state.global_step
+        self._check_finite(float(self._tr_loss))
+        if not all(bool(parameter.isfinite().all()) for parameter in model.parameters() if parameter.requires_grad):
+            self._lost("some weights are no finite numbers")
+        try:
+            self._saving = checkpoint.partial_folder(run) if self.args.should_save else run / checkpoint.PARTIAL
+            self.accelerator.wait_for_everyone()
+            super()._save_checkpoint(model, trial)
+            self._save_tally(self._saving / f"checkpoint-{step}")
+            self.accelerator.wait_for_everyone()
+            if self.args.should_save:
+                checkpoint.publish(self._saving / f"checkpoint-{step}", run, step, self.fingerprint)
+                checkpoint.keep_latest(run, self.args.save_total_limit or 0)
+        except (OSError, RuntimeError, SafetensorError) as error:
+            if isinstance(error, RuntimeError) and not any(name in str(error) for name in _TORCH_WRITER):
+                raise
+            if self.args.should_save:
+                checkpoint.clear(run)
+            last = checkpoint.latest_good(run, self.fingerprint)
+            raise OSError(
+                f"the checkpoint of step {step} could not be written to {run}: {error}; "
+                + (f"the last good one is {last.name}" if last else "there is none yet")
+            ) from error
+        finally:
+            self._saving = None
+
+    def _save_tally(self, folder: Path) -> None:
+        parts = {name: (float(self._mean(total)), steps) for name, (total, steps) in self._tally.state().items()}
+        content = {"logged": self._globalstep_last_logged, "loss": float(self._mean(self._tr_loss)), "parts": parts}
+        if self.args.should_save:
+            (folder / TALLY).write_text(json.dumps(content), encoding="utf-8")
+
+    def _restore_tally(self, folder: Path) -> None:
+        """Without it, the first entry after a resume would be a mean over fewer steps than in a run that was not stopped."""
+        content = json.loads((folder / TALLY).read_text(encoding="utf-8"))
+        self._globalstep_last_logged = content["logged"]
+        self._tr_loss += content["loss"]
+        device = self.args.device
+        self._tally.restore({name: (torch.tensor(total, device=device), n) for name, (total, n) in content["parts"].items()})
+
+
+def check(model: PreTrainedModel, args: LayerSkipArguments) -> LayerSkipRecipe:
+    """The recipe of a run. ValueError for a model that it does not cover, for a run too short, for exits that do not exist."""
+    recipe, depth = LayerSkipRecipe(args.dropout, args.exits), len(Stack(model).layers)
+    recipe.check(depth, args.max_steps if args.max_steps > 0 else depth + 1)  # without max_steps: again when T is known
+    if wrong := [exit_layer for exit_layer in args.eval_exits or () if not 1 <= exit_layer <= depth]:
+        raise ValueError(f"eval_exits must lie between 1 and {depth}, the model's layers, found {wrong}")
+    return recipe
+
+
+class _Schedule(TrainerCallback):
+    """The arguments say when to log, evaluate and save, also after a resume, where transformers asks the checkpoint."""
+
+    def on_train_begin(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:
+        state.compute_steps(args, state.max_steps)
+
+
+class _Batches(Dataset[dict[str, Tensor]]):
+    """A data set by whole batches."""
+
+    def __init__(self, rows: Any, size: int, collate: Callable[[list[Any]], dict[str, Tensor]]) -> None:
+        self.rows, self.size, self.collate = rows, size, collate
+
+    def __len__(self) -> int:
+        return -(-len(self.rows) // self.size)
+
+    def __getitem__(self, index: int) -> dict[str, Tensor]:
+        if not 0 <= index < len(self):
+            raise IndexError(index)
+        places = range(index * self.size, min((index + 1) * self.size, len(self.rows)))
+        return self.collate([self.rows[place] for place in places])

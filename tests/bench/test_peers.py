@@ -1,0 +1,180 @@
+"""Timed calls, and transformers' own decoding beside ours."""
+
+from pathlib import Path
+
+import pytest
+import torch
+
+import skipstone
+from skipstone.bench import peers
+from skipstone.bench.peers import (
+    PEERS,
+    HFAssisted,
+    HFEarlyExit,
+    HFGenerate,
+    HFGenerateStatic,
+    HFPromptLookup,
+    early_exit_refusal,
+)
+from skipstone.timing import measure
+from skipstone.timing.measure import Row, Skipstone, neutral_defaults, options_for
+from tests.helpers import families, support
+
+ENGINES = [
+    HFGenerate(),
+    HFGenerateStatic(),
+    HFEarlyExit(2, 3, 0.4),
+    HFPromptLookup(3),
+    Skipstone(skipstone.Autoregressive()),
+    Skipstone(skipstone.LayerSkip(exit_layer=2, num_speculative_tokens=3)),
+]
+
+
+@pytest.fixture
+def llama():
+    model = families.build("llama")
+    yield model
+    assert model.config.num_hidden_layers == 4, "a peer left the model cut"
+
+
+def test_all_greedy_rows_emit_the_same_ids_and_ignore_eos_alike(llama):
+    prompt = families.prompts(1)[0]
+    with neutral_defaults(llama):
+        plain = HFGenerate().generate(llama, prompt[None], options_for(0.0, 24), 0).tokens
+    llama.generation_config.eos_token_id = plain[7]
+    stop = plain.index(plain[7]) + 1
+    for ends, expected in ((False, plain), (True, plain[:stop])):
+        with neutral_defaults(llama, stop_at_eos=ends):
+            for engine in ENGINES:
+                got = measure.measure(llama, Row("row", engine), prompt, 0, 24, seed=0)
+                assert got.tokens == expected, (engine, ends)
+
+
+def test_rows_ignore_a_models_own_sampling_defaults_and_give_them_back(llama):
+    own = llama.generation_config
+    own.do_sample, own.temperature, own.top_k, own.repetition_penalty = True, 5.0, 2, 3.0
+    prompt, results = families.prompts(1)[0], []
+    with neutral_defaults(llama):
+        results = [measure.measure(llama, Row("row", engine), prompt, 0, 16, seed=0).tokens for engine in ENGINES]
+    assert all(
+        tokens == support.alone(families.cached("llama"), prompt, max_new_tokens=16, do_sample=False) for tokens in results
+    )
+    assert llama.generation_config is own
+    with pytest.raises(KeyError), neutral_defaults(llama):
+        raise KeyError
+    assert llama.generation_config is own
+
+
+def test_sampled_rows_draw_from_the_whole_distribution_and_repeat_with_the_seed(llama):
+    prompt = families.prompts(1)[0]
+    with neutral_defaults(llama):
+        for engine in (HFGenerate(), ENGINES[-1]):
+            state = torch.get_rng_state()
+            first, again, other = (
+                measure.measure(llama, Row("row", engine, 30.0), prompt, 0, 120, seed).tokens for seed in (1, 1, 2)
+            )
+            assert first == again != other
+            assert len(set(first)) > 57, "at temperature 30 nearly every token is as likely; top-k or top-p would show"
+            assert torch.equal(state, torch.get_rng_state())
+
+
+@pytest.mark.parametrize(("drafts", "threshold", "widest"), [(3, 0.0, 4), (6, 0.0, 7), (6, 1.0, 2)])
+def test_early_exit_of_transformers_really_uses_the_settings_given(llama, drafts, threshold, widest):
+    widths, prompt = [], families.prompts(1)[0]
+    last = llama.model.layers[-1].register_forward_pre_hook(lambda _, args: widths.append(args[0].shape[1]))
+    with neutral_defaults(llama):
+        HFEarlyExit(2, drafts, threshold).generate(llama, prompt[None], options_for(0.0, 24), 0)
+    last.remove()
+    # only scoring passes reach the last layer: the root and its drafts, and the first time the prompt too
+    assert max(widths[1:]) == widest
+    assert widths[0] == len(prompt) + widest - 1
+
+
+def test_early_exit_of_transformers_leaves_the_model_as_it_was_even_after_an_error(llama):
+    own = llama.generation_config
+
+    def fail(ids, scores):
+        assert llama.config.num_hidden_layers == 2, "the error happens while drafting, with the model cut"
+        raise RuntimeError("from a processor")
+
+    before = own.to_dict()
+    engine, options = HFEarlyExit(2, 3, 0.0), {**options_for(0.0, 8), "logits_processor": [fail]}
+    with pytest.raises(RuntimeError, match="from a processor"):
+        engine.generate(llama, families.prompts(1)[0][None], options, 0)
+    assert llama.config.num_hidden_layers == 4
+    engine.generate(llama, families.prompts(1)[0][None], options_for(0.0, 8), 0)
+    assert llama.config.num_hidden_layers == 4
+    assert llama.generation_config is own
+    assert own.to_dict() == before
+
+
+@pytest.mark.parametrize("name", ["llama", "gemma3_text", "gpt2", "opt", "gpt_neox", "falcon"])
+def test_early_exit_of_transformers_is_refused_where_the_family_does_not_slice_its_layers(name):
+    model = families.cached(name)
+    reason = early_exit_refusal(model)
+    assert model.config.num_hidden_layers == 4
+    if name in ("llama", "gemma3_text"):
+        assert reason is None
+    else:
+        assert "config.num_hidden_layers" in str(reason)
+        with pytest.raises((IndexError, RuntimeError, AttributeError, ValueError)), neutral_defaults(model):
+            HFEarlyExit(3).generate(model, families.prompts(1)[0][None], options_for(0.0, 8), 0)
+        assert model.config.num_hidden_layers == 4
+
+
+def test_first_tokens_and_memory_are_measured_for_every_engine(llama):
+    prompt = families.prompts(1)[0]
+    with neutral_defaults(llama):
+        for engine in ENGINES:
+            got = measure.measure(llama, Row("row", engine), prompt, 0, 24, seed=0)
+            assert 0 < got.first < got.seconds, engine
+            assert (got.memory is None) == (not Path("/proc/self/clear_refs").exists())
+            assert got.memory is None or got.memory > 1_000_000
+
+
+def test_a_static_cache_is_warmed_up_at_the_size_that_is_timed(llama, monkeypatch):
+    """...and never becomes smaller, so that nothing is compiled within a timed call."""
+    sizes = []
+    real = peers.StaticCache
+    monkeypatch.setattr(peers, "StaticCache", lambda **more: sizes.append(more["max_cache_len"]) or real(**more))
+    prompt = families.prompts(1)[0]
+    with neutral_defaults(llama):
+        measure.warm_up(llama, [Row("static", HFGenerateStatic())], prompt, 100)
+        for length in (3, len(prompt)):
+            measure.measure(llama, Row("static", HFGenerateStatic()), prompt[:length], 0, 100, seed=0)
+    assert sizes == [128] * 3
+
+
+def test_every_row_is_warmed_up_with_few_tokens(llama, monkeypatch):
+    asked = []
+    monkeypatch.setattr(measure, "measure", lambda _model, row, _prompt, _index, count, seed: asked.append((row.name, count)))
+    rows = [Row(str(number), engine) for number, engine in enumerate(ENGINES)]
+    measure.warm_up(llama, rows, families.prompts(1)[0], 99)
+    assert asked == [(row.name, 99 if isinstance(row.engine, HFGenerateStatic) else 16) for row in rows]
+
+
+def test_a_draft_model_of_transformers_gives_the_same_text_and_gets_its_settings_back(llama, tmp_path, monkeypatch):
+    drafter = families.build("llama", seed=1)
+    monkeypatch.setattr("skipstone.bench.peers.load_model", lambda name, **_: drafter)
+    before, prompt = drafter.generation_config.to_dict(), families.prompts(1)[0]
+    with neutral_defaults(llama):
+        plain, assisted = (
+            measure.measure(llama, Row("row", engine), prompt, 0, 16, seed=0).tokens
+            for engine in (HFGenerate(), HFAssisted(str(tmp_path), 3, 0.0))
+        )
+    assert assisted == plain
+    assert drafter.generation_config.to_dict() == before
+
+
+def test_without_scikit_learn_a_threshold_that_moves_is_refused(llama, monkeypatch):
+    """transformers then leaves the threshold where it is, and says nothing."""
+    monkeypatch.setattr("skipstone.bench.peers.find_spec", lambda name: None)
+    assert "which is not installed" in HFAssisted("x", 5, 0.4).refusal(llama)
+    assert HFAssisted("x", 5, 0.0).refusal(llama) is None
+    monkeypatch.setattr("skipstone.bench.peers.find_spec", lambda name: name)
+    assert HFAssisted("x", 5, 0.4).refusal(llama) is None
+
+
+def test_every_peer_is_listed_under_its_name():
+    assert all(kind.name == name for name, kind in PEERS.items())
+    assert {name for name, kind in PEERS.items() if kind.sampled} == {"hf-generate", "hf-generate-static", "draft-alone"}

@@ -1,0 +1,250 @@
+"""Plans: what is asked for becomes engines and questions, or one clear sentence."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from skipstone.bench import lineup, plan
+from skipstone.bench.draw import conversations, drawn
+from skipstone.bench.peers import HFEarlyExit
+from skipstone.tasks.dialogue import VICUNA, Conversation, Reader
+from skipstone.tasks.sets import TASKS
+from skipstone.tasks.task import untabbed
+from skipstone.timing.measure import Skipstone
+from tests.helpers import families
+
+TASKS_HERE = Path(__file__).parents[1] / "helpers" / "records"
+
+
+@pytest.mark.parametrize(
+    ("text", "wish"),
+    [
+        ("autoregressive", {"method": "autoregressive"}),
+        (
+            "layerskip exit_layer=3,6 confidence_threshold=none,0.4 reuse_cache=false label=ours",
+            {
+                "method": "layerskip",
+                "exit_layer": [3, 6],
+                "confidence_threshold": [None, 0.4],
+                "reuse_cache": False,
+                "label": "ours",
+            },
+        ),
+        (
+            "layerskip exit-layer=3 confidence_threshold=adaptive",
+            {"method": "layerskip", "exit_layer": 3, "confidence_threshold": "adaptive"},
+        ),
+        ('{"method": "layerskip", "exit_layer": [1, 2]}', {"method": "layerskip", "exit_layer": [1, 2]}),
+    ],
+)
+def test_wishes(text: str, wish: dict[str, Any]) -> None:
+    assert lineup.parse(text) == wish
+
+
+def test_every_combination_of_choices_is_a_candidate() -> None:
+    model = families.cached("llama")
+    wishes = [
+        lineup.parse("layerskip exit_layer=1,2 num_speculative_tokens=2,3,4"),
+        lineup.parse("hf-early-exit exit_layer=1,3"),
+    ]
+    found, refused = lineup.entrants(wishes, model, tune=False)
+    assert refused == {}
+    ours = [engine.settings for engine in found[0].candidates if isinstance(engine, Skipstone)]
+    assert {(one["exit_layer"], one["num_speculative_tokens"]) for one in ours} == {(e, d) for e in (1, 2) for d in (2, 3, 4)}
+    assert found[1].candidates == (HFEarlyExit(1), HFEarlyExit(3))
+    assert (found[0].sampled, found[1].sampled) == (True, False)
+
+
+def test_tuning_chooses_what_is_left_open_and_nothing_else() -> None:
+    (entrant,), _ = lineup.entrants([lineup.parse("layerskip exit_layer=2")], families.cached("llama"), tune=True)
+    assert {engine.settings["exit_layer"] for engine in entrant.candidates} == {2}
+    assert len(entrant.candidates) == 30
+
+
+def test_a_family_without_early_exits_in_transformers_gets_a_reason_instead() -> None:
+    wishes = [lineup.parse("hf-early-exit exit_layer=2"), lineup.parse("autoregressive")]
+    found, refused = lineup.entrants(wishes, families.cached("gpt2"), tune=False)
+    assert [entrant.label for entrant in found] == ["autoregressive"]
+    assert "config.num_hidden_layers" in refused["hf-early-exit"]
+
+
+@pytest.mark.parametrize(
+    ("wish", "said"),
+    [
+        ("layerskip exit_layer=2,4", "between 1 and 3"),
+        ("hf-early-exit exit_layer=2,4", "between 1 and 3"),
+        ("hf-early-exit exit_layer=abc", "exit_layer must be an integer, found 'abc'"),
+        ("hf-early-exit exit_layer=2 num_assistant_tokens=0", "num_assistant_tokens must be at least 1, found 0"),
+        (
+            "hf-early-exit exit_layer=2 confidence_threshold=1.5",
+            r"must be a number in \[0, 1\], found 1.5",
+        ),
+        ("hf-prompt-lookup prompt_lookup_num_tokens=abc", "prompt_lookup_num_tokens must be an integer, found 'abc'"),
+        ("early_exit exit_layer=1,2", "a choice by speed would be none"),
+    ],
+)
+def test_settings_that_do_not_fit_are_refused_before_anything_is_measured(wish: str, said: str) -> None:
+    with pytest.raises(ValueError, match=said):
+        lineup.entrants([lineup.parse(wish)], families.cached("llama"), tune=False)
+
+
+def test_a_peer_without_an_exit_layer_takes_the_models_own_or_says_what_it_needs() -> None:
+    model = families.build("llama")
+    with pytest.raises(ValueError, match=r"hf-early-exit needs exit_layer=\.\.\."):
+        lineup.entrants([lineup.parse("hf-early-exit")], model, tune=False)
+    model.generation_config.skipstone = {"method": "layerskip", "exit_layer": 3}
+    (entrant,), _ = lineup.entrants([lineup.parse("hf-early-exit")], model, tune=False)
+    assert entrant.candidates == (HFEarlyExit(3),)
+
+
+@pytest.mark.parametrize(
+    ("given", "said"),
+    [
+        (
+            {"methods": ["medusa"]},
+            "unknown method 'medusa'; there are autoregressive, early_exit, layerskip, swift, self_speculative",
+        ),
+        ({"methods": ["layerskip exit=3"]}, "layerskip has no setting 'exit'; it has exit_layer"),
+        ({"methods": ["layerskip exit_layer"]}, "key=value or key=value,value; found 'exit_layer'"),
+        ({"methods": ["layerskip", "layerskip exit_layer=2"]}, "two methods are called layerskip: give one of them a label"),
+        ({"methods": ["layerskip label=hf-generate"]}, "label=hf-generate is another method's name"),
+        ({"methods": [" "]}, "found nothing"),
+        ({"methods": ["layerskip exit_layer=[1,2]"]}, "is no value"),
+        ({"methods": '{"exit_layer": 3}'}, "expected a list of methods"),
+        ({"methods": ['{"exit_layer": 3}']}, "names itself"),
+        ({"tasks": ["gsm9k"]}, "unknown task 'gsm9k'; there are self, humaneval"),
+        ({"tasks": []}, "expected a list of tasks"),
+        ({"tasks": ["gsm8k"], "protocol": "layerskip"}, "protocol layerskip has no task 'gsm8k'"),
+        ({"num_prompts": 0}, "num_prompts: Input should be greater than or equal to 1 (found 0)"),
+        ({"top_p": 0.5}, "top_p=0.5 means nothing at temperature 0"),
+        ({"tune_prompts": 3}, "tune_prompts has no effect: no setting is to be chosen"),
+        ({"methods": ["layerskip exit_layer=3 exit-layer=4"]}, "exit-layer is given twice after layerskip"),
+        ({"samples": 5}, "5 samples at temperature 0 would all be the same text"),
+        ({"dtype": "int8"}, "expected one of auto, float32, bfloat16, float16, found 'int8'"),
+        ({"prompts": 5}, "unknown setting 'prompts': expected one of"),
+    ],
+)
+def test_mistakes_are_one_sentence(given: dict[str, Any], said: str) -> None:
+    with pytest.raises(ValueError) as error:
+        plan.read(None, given)
+    assert said in str(error.value)
+    assert "\n" not in str(error.value)
+
+
+def test_a_plan_from_a_file_is_overridden_by_flags_task_by_task(tmp_path: Path) -> None:
+    path = tmp_path / "plan.yaml"
+    path.write_text(
+        "methods: [autoregressive, {method: layerskip, exit_layer: [1, 2]}]\nmax_new_tokens: 32\n"
+        "tasks:\n  - {task: gsm8k, protocol: swift, num_prompts: 50}\n  - humaneval\n"
+    )
+    found = plan.read(path, {"temperature": 0.5})
+    first, second = (question for _, question in plan.resolved(found))
+    assert (first.shots, first.num_prompts, first.max_new_tokens, first.temperature) == (5, 50, 32, 0.5)
+    assert (second.shots, second.num_prompts, second.max_new_tokens) == (0, None, 32)
+    first, second = (question for _, question in plan.resolved(plan.read(path, {"num_prompts": 2, "protocol": "swift"})))
+    assert (first.num_prompts, second.num_prompts, second.max_new_tokens) == (2, 2, 32), "flags go over a task's own say"
+    path.write_text("methods: [autoregressive]\nmethods: [layerskip]\n")
+    with pytest.raises(ValueError, match="'methods' is given twice"):
+        plan.read(path, {})
+
+
+def test_prompts_to_tune_and_to_report_are_drawn_by_the_seed_and_share_none() -> None:
+    def drawn(**more: Any) -> Any:
+        asked = {"tune_prompts": 8} if "tune" in more else {}
+        made = plan.read(None, {"tasks": ["self"], "num_prompts": 30, **asked, **more})
+        ((task, question),) = plan.resolved(made)
+        return conversations(task, question, made, None)
+
+    tune, report = drawn(tune=True)
+    assert (len(tune), len(report)) == (8, 30)
+    assert not {one.digest for one in tune} & {one.digest for one in report}
+    assert [one.digest for one in report] == [one.digest for one in drawn()[1]] != [one.digest for one in drawn(seed=1)[1]]
+    assert drawn()[0] == [], "nothing is put aside where nothing is chosen"
+    assert len(drawn(num_prompts=38, tune=True)[0]) == 2, "what is left"
+    with pytest.raises(ValueError, match="self has 40 in all: lower num_prompts or tune_prompts"):
+        drawn(num_prompts=40, tune=True)
+    with pytest.raises(ValueError, match="task self has 40 prompts, 41 are asked for"):
+        drawn(num_prompts=41)
+
+
+def test_categories_take_turns() -> None:
+    """As many of each as possible: two of every one in six, of which the rare one has only one."""
+    names = ["a"] * 40 + ["b"] * 2 + ["c"] * 9 + [None]
+    for seed in range(5):
+        places = drawn(names, seed)
+        assert sorted(places) == list(range(52))
+        assert sorted(str(names[place]) for place in places[:7]) == ["None", "a", "a", "b", "b", "c", "c"]
+    assert drawn(names, 1) != drawn(names, 2)
+    made = plan.read(None, {"tasks": ["spec-bench"], "num_prompts": 3, "data_dir": str(TASKS_HERE)})
+    ((task, question),) = plan.resolved(made)
+    assert len({one.row["category"] for one in conversations(task, question, made, TASKS_HERE)[1]}) == 3
+
+
+def test_layerskip_scores_programs_by_what_they_share_with_the_solution() -> None:
+    given = {"tasks": ["humaneval"], "num_prompts": 1, "data_dir": str(TASKS_HERE)}
+    ((task, _),) = plan.resolved(plan.read(None, {**given, "protocol": "layerskip"}))
+    row = task.rows(TASKS_HERE)[0]
+    assert task.score is not None
+    assert task.score.of(row, row["canonical_solution"]) == {"rouge_2": 1.0, "rouge_l": 1.0}
+    assert not task.score.executes
+    ((usual, _),) = plan.resolved(plan.read(None, given))
+    assert usual is TASKS["humaneval"]
+
+
+def test_swift_gives_programs_with_tabs() -> None:
+    """...and as often as the paper samples them."""
+    for protocol, samples in (("swift", 1), ("swift-pass10", 10)):
+        made = plan.read(None, {"tasks": ["humaneval"], "num_prompts": 1, "protocol": protocol, "data_dir": str(TASKS_HERE)})
+        ((task, question),) = plan.resolved(made)
+        assert (question.samples, question.temperature, question.top_p) == ((10, 0.6, 0.95) if samples > 1 else (1, 0, 1))
+        (one,) = conversations(task, question, made, TASKS_HERE)[1]
+        assert '\n\t"""' in one.turns[0]
+        assert untabbed(one.turns[0]) == one.row["prompt"]
+
+
+def test_shots_stand_before_every_question() -> None:
+    made = plan.read(None, {"tasks": ["gsm8k"], "num_prompts": 2, "shots": 2, "data_dir": str(TASKS_HERE)})
+    ((task, question),) = plan.resolved(made)
+    _, report = conversations(task, question, made, TASKS_HERE)
+    assert all(one.turns[0].count("Question:") == 3 for one in report)
+    assert task is TASKS["gsm8k"]
+
+
+class Chatting:
+    """A tokenizer of letters with a chat template."""
+
+    chat_template = "own"
+    bos_token_id = eos_token_id = None
+
+    def __call__(self, text: str, **_: Any) -> dict[str, list[int]]:
+        return {"input_ids": [ord(letter) for letter in text]}
+
+    def apply_chat_template(self, turns: list[dict[str, str]], **_: Any) -> dict[str, list[int]]:
+        return self("".join(f"<{turn['role'][0]}>{turn['content']}" for turn in turns) + "<a>")
+
+    def decode(self, ids: list[int], **_: Any) -> str:
+        return "".join(map(chr, ids))
+
+
+def read(reader: Reader, said: Any = ()) -> str:
+    return "".join(map(chr, reader.ids(Conversation("c", ("one", "two")), said).tolist()))
+
+
+def test_turns_become_prompts_with_and_without_a_template(monkeypatch: pytest.MonkeyPatch) -> None:
+    tokenizer: Any = Chatting()
+    monkeypatch.setattr("skipstone.tasks.dialogue.bos_prefix", lambda _: [])
+    assert read(Reader(tokenizer, True, 99)) == "<u>one<a>"
+    assert read(Reader(tokenizer, True, 99), [("one", "yes")]) == "<u>one<a>yes<u>two<a>"
+    assert read(Reader(tokenizer, False, 99)) == "one"
+    assert read(Reader(tokenizer, False, 99), [("one", " yes")]) == "one yes\n\ntwo"
+    assert read(Reader(tokenizer, False, 2)) == "ne", "a long prompt loses its beginning"
+    tokenizer.chat_template = None
+    assert read(Reader(tokenizer, True, 999), [("one", "yes")]) == f"{VICUNA} USER: one ASSISTANT: yes USER: two ASSISTANT:"
+
+
+def test_the_first_token_stays_where_the_tokenizer_begins_with_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("skipstone.tasks.dialogue.bos_prefix", lambda _: [111])  # "o"
+    assert read(Reader(Chatting(), False, 2)) == "oe"  # type: ignore[arg-type]

@@ -1,0 +1,303 @@
+"""Whole benchmarks on a tiny model: what is written of every prompt, what follows from it, and what a kill leaves."""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import signal
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from skipstone.bench import asking, journal, tuning
+from skipstone.bench.asking import Answers, Cell, _added, _score
+from skipstone.bench.journal import Journal
+from skipstone.bench.plan import Plan, Question, read
+from skipstone.bench.report.figures import groups
+from skipstone.bench.run import run
+from skipstone.loading import load
+from skipstone.tasks.dialogue import Conversation, Reader
+from skipstone.tasks.sandbox import Outcome
+from skipstone.tasks.task import Score, Task
+from skipstone.timing.measure import growth
+from tests.helpers import families, support
+from tests.helpers.training import in_processes
+
+WORDS = ["stop", "abc", " the", "ab", "bc", "xst", *"defghijklm"]
+METHODS = [
+    "hf-generate",
+    "hf-early-exit exit_layer=1,2 num_assistant_tokens=2 confidence_threshold=0.0",
+    "hf-prompt-lookup",
+    "autoregressive",
+    "layerskip exit_layer=1,2 num_speculative_tokens=2,3",
+    "early_exit exit_layer=2",
+]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A model with its tokenizer, and a file of prompts with references."""
+    place = tmp_path_factory.mktemp("bench")
+    model = families.build("llama", max_position_embeddings=128)
+    model.config.eos_token_id = model.generation_config.eos_token_id = 5
+    model.save_pretrained(place / "model")
+    support.tokenizer().save_pretrained(place / "model")
+    dice = random.Random(0)
+    records = [{"prompt": "".join(dice.choices(WORDS, k=12)), "reference": "x"} for _ in range(9)]
+    records[0] = {"turns": ["abc the stop", "ab bc"]}
+    (place / "mine.jsonl").write_text("".join(json.dumps(record) + "\n" for record in records))
+    return place
+
+
+def plan(folder: Path, **more: Any) -> Plan:
+    choice = any("," in method for method in more.get("methods", METHODS))
+    usual = {
+        "models": [str(folder / "model")],
+        "methods": METHODS,
+        "tasks": [str(folder / "mine.jsonl")],
+        "num_prompts": 6,
+        **({"tune_prompts": 2, "tune_tokens": 8} if choice else {}),
+        "max_new_tokens": 20,
+        "ignore_eos": True,
+        "seed": 3,
+    }
+    return read(None, {**usual, **more})
+
+
+def quiet(text: str) -> None:
+    """Says nothing."""
+
+
+@pytest.fixture(scope="module")
+def results(folder: Path) -> Path:
+    return run(plan(folder), folder / "results.jsonl", ["skipstone", "bench", "run"], quiet)
+
+
+def test_every_prompt_has_a_line_with_all_methods(results: Path) -> None:
+    lines = journal.read(results)
+    prompts = [line for line in lines if line["kind"] == "prompt"]
+    assert [line["index"] for line in prompts] == list(range(6))
+    labels = [text.split()[0] for text in METHODS]
+    for line in prompts:
+        assert sorted(line["rows"]) == sorted(labels)
+        calls = len(line["prompt_tokens"])
+        for name, row in line["rows"].items():
+            assert row["tokens"] == 20 * calls, "EOS is ignored, every row emits the same number of tokens"
+            assert row["calls"] == calls
+            assert 0 < row["first_seconds"] < row["seconds"]
+            assert (row["stats"] is None) == name.startswith("hf-") == (row["setup_seconds"] == 0)
+            assert row["memory"] is None or row["memory"] > 10_000_000
+    lossless = [name for name in labels if name != "early_exit"]
+    same = [len({json.dumps(line["rows"][name]["digests"]) for name in lossless}) for line in prompts]
+    assert same == [1] * 6
+    assert any(line["rows"]["early_exit"]["digests"] != line["rows"]["autoregressive"]["digests"] for line in prompts)
+    (model,) = (line for line in lines if line["kind"] == "model")
+    assert [name for name, about in model["methods"].items() if not about["lossless"]] == ["early_exit"]
+    assert model["methods"]["early_exit"]["settings"] == {"exit_layer": 2}
+    assert {line["method"] for line in lines if line["kind"] == "tuned"} == {"hf-early-exit", "layerskip"}
+
+
+def test_figures_follow_from_the_lines(results: Path) -> None:
+    lines = journal.read(results)
+    (group,) = groups(lines)
+    rows = [line["rows"] for line in group.lines]
+    for label in group.labels:
+        figures = group.figures(label, group.lines)
+        assert figures is not None
+        rate = sum(row[label]["tokens"] for row in rows) / sum(row[label]["seconds"] for row in rows)
+        plain = sum(row["autoregressive"]["tokens"] for row in rows) / sum(row["autoregressive"]["seconds"] for row in rows)
+        assert figures["tokens_per_second"] == pytest.approx(rate)
+        assert figures["speedups"]["autoregressive"]["value"] == pytest.approx(rate / plain)
+        assert figures["equal"]["hf-generate"] == (6 if label != "early_exit" else pytest.approx(0, abs=5))
+    own = group.figures("layerskip", group.lines)
+    assert own is not None
+    stats = [row["layerskip"]["stats"] for row in rows]
+    assert own["acceptance_rate"] == pytest.approx(sum(s["accepted"] for s in stats) / sum(s["draft_steps"] for s in stats))
+    assert own["mean_acceptance_length"] == pytest.approx(
+        1 + sum(s["accepted"] for s in stats) / sum(s["steps"] for s in stats)
+    )
+    assert own["measured_over_predicted"] == pytest.approx(own["decode_speedup"] / own["predicted_speedup"])
+
+
+def test_a_model_that_is_not_there_stops_the_run_before_anything_is_written(folder: Path, tmp_path: Path) -> None:
+    out, missing = tmp_path / "results.jsonl", str(tmp_path / "nothing")
+    with pytest.raises(FileNotFoundError, match="nothing"):
+        run(plan(folder, models=[str(folder / "model"), missing]), out, [], quiet)
+    assert not out.exists()
+
+
+def test_programs_that_were_asked_for_with_tabs_are_scored_with_spaces(folder: Path) -> None:
+    seen = []
+
+    def score(row: Any, text: str) -> dict[str, float]:
+        seen.append(text)
+        return {"good": 1.0}
+
+    task = Task("t", None, "", (), "", lambda row: [row["prompt"]], Score(("good",), score))
+    one = Conversation("t 0", ("ab",), row={"prompt": "ab"})
+    for tabs in (False, True):
+        cell = Cell("m", 0, task, Question(tabs=tabs), Reader(None, False, 9), plan(folder))
+        _score({"plain": Answers(texts=["\treturn 1"])}, one, cell)
+    assert seen == ["\treturn 1", "    return 1"]
+
+
+def test_rows_take_turns_with_seeds_of_their_own_at_a_temperature(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Two samples of three prompts; what is chosen is chosen at that temperature."""
+    asked: list[tuple[str, int, int, int]] = []
+    tuned: list[float] = []
+    real, timed = asking.measure, tuning.measure
+
+    def measured(model: Any, row: Any, ids: Any, index: int, count: int, seed: int, top_p: float) -> Any:
+        asked.append((row.name, index, seed, len(ids)))
+        assert (row.temperature, count, top_p) == (0.7, 20, 0.9)
+        return real(model, row, ids, index, count, seed, top_p)
+
+    def tried(model: Any, row: Any, *more: Any) -> Any:
+        tuned.append(row.temperature)
+        return timed(model, row, *more)
+
+    monkeypatch.setattr(asking, "measure", measured)
+    monkeypatch.setattr(tuning, "measure", tried)
+    methods = ["hf-generate", "autoregressive", "layerskip exit_layer=1,2", "hf-early-exit exit_layer=1"]
+    sampled = {"num_prompts": 3, "samples": 2, "temperature": 0.7, "top_p": 0.9, "seed": 0}
+    said: list[str] = []
+    out = run(plan(folder, methods=methods, **sampled), tmp_path / "results.jsonl", [], said.append)
+    assert any("without hf-early-exit, measured greedily only" in text for text in said)
+    assert "GB/s of memory allow plain decoding at most" in said[0], "the ceiling comes first"
+    assert set(tuned) == {0.7}
+    prompts = [line for line in journal.read(out) if line["kind"] == "prompt"]
+    order = ["hf-generate", "autoregressive", "layerskip"]
+    expected = []
+    for line in prompts:
+        turns = len(line["prompt_tokens"]) // 2
+        for sample in range(2):
+            for turn in range(turns):
+                first = (line["index"] + sample + turn) % 3
+                seed, length = 1000 * line["index"] + sample, line["prompt_tokens"][sample * turns + turn]
+                expected += [(name, line["index"], seed, length) for name in order[first:] + order[:first]]
+    assert asked == expected
+    for line in prompts:
+        for row in line["rows"].values():
+            assert row["calls"] == len(row["texts"]) == len(row["digests"]) == len(line["prompt_tokens"])
+    assert any(row["digests"][0] != row["digests"][-1] for line in prompts for row in line["rows"].values())
+
+
+def test_a_second_turn_follows_the_first_rows_answer(folder: Path, tmp_path: Path) -> None:
+    methods = ["early_exit exit_layer=1", "autoregressive"]
+    out = run(plan(folder, num_prompts=9, methods=methods), tmp_path / "a.jsonl", [], quiet)
+    (line,) = (line for line in journal.read(out) if line["kind"] == "prompt" and len(line["prompt_tokens"]) == 2)
+    first = line["rows"]["early_exit"]["texts"][0]
+    assert first != line["rows"]["autoregressive"]["texts"][0]
+    _, tokenizer = load(folder / "model")
+    assert line["prompt_tokens"][1] == len(tokenizer(f"abc the stop{first}\n\nab bc")["input_ids"])
+
+
+def test_programs_are_run_with_leave_alone(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    data = {
+        "tasks": ["humaneval"],
+        "data_dir": str(Path(__file__).parents[1] / "helpers" / "records"),
+        "methods": ["autoregressive"],
+    }
+    said: list[str] = []
+    out = run(plan(folder, **data, num_prompts=1), tmp_path / "a.jsonl", [], said.append)
+    assert any("humaneval: no score, programs run under --allow-code-execution only" in text for text in said)
+    allowed = plan(folder, **data, num_prompts=1, allow_code_execution=True)
+    scored = run(allowed, tmp_path / "b.jsonl", [], quiet)
+    for path, wanted in ((out, []), (scored, [{"pass": 0.0}])):
+        (line,) = (line for line in journal.read(path) if line["kind"] == "prompt")
+        assert line["rows"]["autoregressive"]["scores"] == wanted
+    monkeypatch.setattr("skipstone.bench.run.sandbox.run", lambda _: Outcome(False, "ValueError: no limits here", True))
+    with pytest.raises(OSError, match="every program would fail: ValueError: no limits here"):
+        run(allowed, tmp_path / "c.jsonl", [], quiet)
+
+
+def test_a_run_refused_by_the_model_leaves_no_file_in_the_way(folder: Path, tmp_path: Path) -> None:
+    out = tmp_path / "results.jsonl"
+    for wrong in ({"methods": ["layerskip exit_layer=99"]}, {"max_new_tokens": 100_000}):
+        with pytest.raises(ValueError, match=r"between 1 and 3|leave no room"):
+            run(plan(folder, **wrong), out, [], quiet)
+    run(plan(folder, methods=["autoregressive"], num_prompts=1), out, [], quiet)
+    assert [line["kind"] for line in journal.read(out)] == ["run", "model", "prompt"]
+
+
+def test_going_on_with_other_code_is_said(folder: Path, tmp_path: Path) -> None:
+    out, asked = tmp_path / "results.jsonl", plan(folder, methods=["autoregressive"], num_prompts=1)
+    run(asked, out, [], quiet)
+    lines = journal.read(out)
+    lines[0]["provenance"]["git"] = {"sha": "0123456789abcdef", "dirty": False}
+    out.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    said: list[str] = []
+    run(asked, out, [], said.append)
+    assert any("begun with other code (commit 0123456789ab)" in text for text in said)
+
+
+KILLS = (1, 4, 5, 5, 5, 4, 3, 3, 4, 3)
+"""Before which line or tuning call each of ten processes kills itself: before the first line, while settings are chosen, before
+the choice is written, and between prompts."""
+
+
+def go(folder: Path, out: Path, left: int | None) -> None:
+    """A process: run, and be killed by SIGKILL."""
+    real, timed = Journal.add, tuning.measure
+
+    def tick() -> None:
+        nonlocal left
+        if left is not None:
+            left -= 1
+            if not left:
+                os.kill(os.getpid(), signal.SIGKILL)
+
+    def add(self: Journal, line: Any) -> None:
+        tick()
+        real(self, line)
+
+    def measure(*given: Any) -> Any:
+        tick()
+        return timed(*given)
+
+    Journal.add, tuning.measure = add, measure  # type: ignore[method-assign]
+    run(plan(folder, methods=["autoregressive", "layerskip exit_layer=1,2"]), out, ["x"], quiet)
+
+
+@pytest.mark.parametrize("moments", [(5, 12), pytest.param(KILLS, marks=pytest.mark.slow)], ids=["few", "ten"])
+def test_killed_again_and_again_it_measures_every_prompt_once(folder: Path, tmp_path: Path, moments: Any) -> None:
+    out = tmp_path / "results.jsonl"
+    reached: list[list[str]] = []
+    for moment in moments:
+        assert in_processes(go, (folder, out, moment)) == [-9]
+        reached.append([line["kind"] for line in journal.read(out)])
+        assert len(reached) == 1 or reached[-1][: len(reached[-2])] == reached[-2], "nothing that was written is lost"
+    assert any(kinds.count("trial") and not kinds.count("tuned") for kinds in reached), "killed while settings were chosen"
+    assert any(0 < kinds.count("prompt") < 6 for kinds in reached), "killed between prompts"
+    assert in_processes(go, (folder, out, None)) == [0]
+    lines = journal.read(out)
+    trials = [(line["candidate"], line["prompt"]) for line in lines if line["kind"] == "trial"]
+    assert len(trials) == len(set(trials)) == tuning.budget(2, 2)
+    assert [line["index"] for line in lines if line["kind"] == "prompt"] == list(range(6))
+    assert sum(line["kind"] == "tuned" for line in lines) == 1
+    assert sum(line["kind"] == "model" for line in lines) == 1
+    before = out.read_bytes()
+    assert in_processes(go, (folder, out, None)) == [0]
+    assert out.read_bytes().startswith(before)
+    assert len(journal.read(out)) == len(lines) + 1, "nothing is left to measure"
+
+
+def test_what_a_call_added_to_a_methods_counts() -> None:
+    """Rows of the same settings share a state, and a run that is gone on with begins with a new one: growth is of one call."""
+    before = {"steps": 3, "pays": False, "threshold": 0.5, "exits": {"2": {"tests": 1, "rate": 0.5}}, "passes": [[1, 2]]}
+    after = {
+        "steps": 5,
+        "pays": True,
+        "threshold": 0.7,
+        "exits": {"2": {"tests": 4, "rate": 0.1}, "4": {"tests": 2}},
+        "passes": [],
+    }
+    one = growth(before, after)
+    assert one == {"steps": 2, "exits": {"2": {"tests": 3}, "4": {"tests": 2}}}
+    assert growth({}, after) == {"steps": 5, "exits": {"2": {"tests": 4}, "4": {"tests": 2}}}
+    assert _added([one, one, {"steps": 1}]) == {"steps": 5, "exits": {"2": {"tests": 6}, "4": {"tests": 4}}}
+    assert _added([]) is None

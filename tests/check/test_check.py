@@ -1,0 +1,180 @@
+"""`check` passes what is right and finds what is wrong, on a model of a few thousand parameters."""
+
+from __future__ import annotations
+
+import importlib
+import pkgutil
+import sys
+from collections.abc import Callable
+
+import pytest
+import torch
+from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel
+
+from skipstone import Autoregressive, EarlyExit, LayerSkip, Method
+from skipstone.check import laws
+from skipstone.check.check import Checker
+from skipstone.check.findings import Finding, Report, Scale
+from skipstone.check.ties import Judge
+from skipstone.methods.layerskip import LayerSkipSession
+from tests.helpers import bugs
+from tests.helpers.bugs.base import broken
+from tests.helpers.machine import prompt, sharpened, small
+
+SCALE = Scale(max_new_tokens=24, samples=200)
+PROMPTS = [prompt(length, seed=length) for length in (9, 14, 6, 11)]
+
+
+def agreeing() -> PreTrainedModel:
+    """A model whose early exits are right more often than not, and wrong often enough: with drafts that are nearly all
+    rejected, a method may do with them what it likes."""
+    torch.manual_seed(0)
+    return sharpened(LlamaForCausalLM(small(LlamaConfig, vocab=97, hidden=32, layers=4)), 2, head=6.0, later=0.2)
+
+
+def checked(method: Method, dtype: torch.dtype = torch.float32) -> Report:
+    return Checker(agreeing().to(dtype), method, PROMPTS, SCALE).run()
+
+
+class Partly(Checker):
+    """Some of the probes, after plain decoding's own."""
+
+    only: tuple[str, ...] = ()
+
+    def _probes(self) -> list[tuple[str, Callable[[Finding], None]]]:
+        return [one for number, one in enumerate(super()._probes()) if number == 0 or one[0] in self.only]
+
+
+def probed(method: Method, only: str, dtype: torch.dtype = torch.float32) -> Report:
+    checker = Partly(agreeing().to(dtype), method, PROMPTS, SCALE)
+    checker.only = (only,)
+    report = checker.run()
+    assert [finding.name for finding in report.findings][1:] == [only]
+    return report
+
+
+@pytest.mark.parametrize(
+    "method",
+    [
+        Autoregressive(),
+        pytest.param(LayerSkip(exit_layer=2, num_speculative_tokens=3), marks=pytest.mark.slow),  # the bugs' control is one
+        LayerSkip(exit_layer=2, num_speculative_tokens=4, rejection_sample_method="coupled"),
+        pytest.param(
+            LayerSkip(exit_layer=1, num_speculative_tokens=4, confidence_threshold="adaptive", reuse_cache=False),
+            marks=pytest.mark.slow,
+        ),
+    ],
+    ids=str,
+)
+def test_a_right_method_passes_every_probe(method: Method) -> None:
+    report = checked(method)
+    assert report.passed, [finding.bugs for finding in report.findings]
+    assert len(report.findings) == 9
+    assert all(finding.tested for finding in report.findings)
+    assert report.proves
+    assert (sum(finding.drafted for finding in report.findings) > 0) == (method.name == "layerskip")
+
+
+def test_a_lossy_method_is_found_out() -> None:
+    report = probed(EarlyExit(exit_layer=2), "greedy texts")
+    assert not report.passed
+    assert report.findings[0].bugs == [], "plain decoding is right"
+    assert report.findings[1].bugs
+
+
+BUGS = sorted(module.name for module in pkgutil.iter_modules(bugs.__path__) if module.name != "base")
+
+
+def test_there_are_ten_bugs_and_what_they_are_built_on_is_right() -> None:
+    assert len(BUGS) == 10
+    assert checked(broken(LayerSkipSession)).passed
+
+
+FOUND_BY = {
+    "bonus_from_raw_logits": "the law of sampled texts, temperature 0.7, top_p 0.9",
+    "drawn_token_dropped": "the law of sampled texts, temperature 1",
+    "duplicate_siblings": "every step: drafts and the key/value store",
+    "eos_overrun": "texts that end inside a draft",
+    "noise_coupled_between_rows": "the law of sampled texts, temperature 1",
+    "processor_wrong_prefix": "greedy texts under a repetition penalty and without repeated trigrams",
+    "skipped_position": "every step: drafts and the key/value store",
+    "stale_kv": "every step: drafts and the key/value store",
+    "threshold_on_the_drawn_token": "the law of sampled texts, temperature 1",
+    "wrong_residual": "the law of sampled texts, temperature 0.7, top_p 0.9",
+}
+"""The probe that is there for the bug, among those that find it."""
+
+
+@pytest.mark.parametrize("probes", ["its own", pytest.param("all", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("name", BUGS)
+def test_a_planted_bug_is_found_by_what_it_does(name: str, probes: str) -> None:
+    """An exception inside the method would be found too, and would prove nothing."""
+    method = importlib.import_module(f"tests.helpers.bugs.{name}").METHOD
+    report = checked(method) if probes == "all" else probed(method, FOUND_BY[name])
+    found = {finding.name: finding.bugs for finding in report.findings if finding.bugs}
+    assert FOUND_BY[name] in found, found
+    assert any("Error: " not in bug for bug in found[FOUND_BY[name]])
+    assert "plain decoding is transformers' own" not in found
+
+
+def test_in_bfloat16_a_right_method_passes_and_a_wrong_one_does_not() -> None:
+    report = checked(LayerSkip(exit_layer=2, num_speculative_tokens=3), torch.bfloat16)
+    assert report.passed, [(finding.name, finding.bugs) for finding in report.findings if finding.bugs]
+    wrong = probed(importlib.import_module("tests.helpers.bugs.stale_kv").METHOD, FOUND_BY["stale_kv"], torch.bfloat16)
+    assert any("layer" in bug for finding in wrong.findings for bug in finding.bugs)
+
+
+def test_a_tie_is_told_from_a_bug() -> None:
+    """A token whose row of the head is another's but for rounding ties with it; any other does not."""
+    model = agreeing()
+    with torch.no_grad():
+        best = int(model(PROMPTS[0][None]).logits[0, -1].argmax())
+        twin = (best + 1) % 97
+        model.lm_head.weight[twin] = model.lm_head.weight[best] * (1 - 1e-7)
+        ranked = model(PROMPTS[0][None]).logits[0, -1].argsort(descending=True).tolist()
+    judge = Judge(model)
+    for other, tie in ((twin, True), (ranked[2], False), (ranked[50], False)):
+        parted = judge.compare(0, PROMPTS[0], [best, 1], [other, 1], {})
+        assert parted is not None
+        assert (parted.position, parted.expected, parted.found, parted.tie) == (0, best, other, tie)
+    assert judge.compare(0, PROMPTS[0], [best], [best], {}) is None
+    ended = judge.compare(0, PROMPTS[0], [best, 5], [best], {})
+    assert ended is not None
+    assert (ended.position, ended.found, ended.tie) == (1, None, False)
+
+
+def test_draws_from_their_law_pass_and_others_do_not() -> None:
+    dice = torch.Generator().manual_seed(0)
+    p = torch.rand(4000, 40, generator=dice).softmax(-1)
+    right = torch.multinomial(p, 1, generator=dice).squeeze(1)
+    for tokens, same in ((right, True), (torch.where(torch.rand(4000, generator=dice) < 0.1, p.argmax(1), right), False)):
+        drawn = laws.Drawn()
+        drawn.add(p[:2000], tokens[:2000])
+        drawn.add(p[2000:], tokens[2000:])
+        assert drawn.law().same is same
+    barred = p.clone()
+    barred.scatter_(1, right[:, None], 0.0)
+    drawn = laws.Drawn()
+    drawn.add(barred, right)
+    assert "probability 0" in drawn.law().where
+
+
+def test_samples_of_one_law_are_told_from_those_of_another() -> None:
+    dice = torch.Generator().manual_seed(1)
+
+    def texts(first: float) -> list[list[int]]:
+        return [[int(torch.rand(1, generator=dice) < first), int(torch.rand(1, generator=dice) < 0.5)] for _ in range(1500)]
+
+    assert laws.compare(texts(0.5), texts(0.5)).same
+    assert not laws.compare(texts(0.5), texts(0.65)).same
+    assert laws.compare([[1]] * 50, [[1]] * 50).tests == 0
+
+
+def test_what_cannot_be_checked_is_said_before_anything_runs(monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(ValueError, match="between 1 and 3"):
+        checked(LayerSkip(exit_layer=9))
+    with pytest.raises(ValueError, match="more than the model's 512 positions"):
+        Checker(agreeing(), Autoregressive(), PROMPTS, Scale(max_new_tokens=510))
+    monkeypatch.setitem(sys.modules, "scipy.stats", None)
+    with pytest.raises(ImportError, match=r"scipy: pip install \"skipstone\[bench\]"):
+        checked(Autoregressive())

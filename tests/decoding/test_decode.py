@@ -1,0 +1,343 @@
+"""The loop: rows as slots of a server, chunked prefill, where tokens come from, what stops a row, transfers to the host."""
+
+from __future__ import annotations
+
+from collections import deque
+from dataclasses import dataclass, field, replace
+from typing import Any, ClassVar
+
+import pytest
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+from transformers.generation.logits_process import RepetitionPenaltyLogitsProcessor
+
+from skipstone import (
+    AdaDecode,
+    AdaSD,
+    Autoregressive,
+    Jacobi,
+    LayerSkip,
+    Lookahead,
+    Method,
+    PromptLookup,
+    Request,
+    Sampling,
+    SelfSpeculative,
+    Speculative,
+    Swift,
+)
+from skipstone.decoding.draft import RowVerdict, Verdict
+from skipstone.decoding.loop import Decoder, run
+from skipstone.decoding.pace import Pace
+from skipstone.decoding.stopping import Row
+from skipstone.methods.shared.chain import LOOK_EVERY
+from skipstone.models import host
+from skipstone.models.layered import LayeredModel
+from tests.helpers.machine import decode, llama, mistral, near, prompt, start
+from tests.helpers.trees import Trees
+
+HELPER = near(llama(), 0.1)
+METHODS: list[Method] = [
+    Autoregressive(),
+    LayerSkip(exit_layer=2, num_speculative_tokens=4),
+    LayerSkip(exit_layer=2, num_speculative_tokens=5, confidence_threshold="adaptive"),
+    LayerSkip(exit_layer=2, num_speculative_tokens=3, confidence_threshold="adaptive", rejection_sample_method="coupled"),
+    LayerSkip(exit_layer=1, num_speculative_tokens=2, confidence_threshold=0.3, reuse_cache=False),
+    Trees(nodes=7),
+    Speculative(HELPER, 3),
+    Speculative(HELPER, 2, "heuristic", rejection_sample_method="coupled"),
+    AdaSD(HELPER, 6, relaxed=False),
+    PromptLookup(),
+    Jacobi(4),
+    Lookahead(3, 3, 2),
+    AdaDecode("original", 0.3, 4, exit_layers=(1, 2, 3), guard=False),
+    SelfSpeculative((1,), (2,), num_speculative_tokens=4),
+    Swift(0.5, 4, context_window=6, guard=False, objective="matchness"),
+]
+
+
+@pytest.fixture(scope="module")
+def model() -> LayeredModel:
+    return LayeredModel(llama())
+
+
+def queue() -> list[Request]:
+    """Seven requests with lengths, settings, seeds and ends of their own."""
+    penalty: Any = RepetitionPenaltyLogitsProcessor(1.3)
+    settings = [
+        Sampling(),
+        Sampling(temperature=1.0, seed=7),
+        Sampling(temperature=0.7, top_k=12, seed=7),
+        Sampling(processors=[penalty]),
+        Sampling(temperature=1.2, top_p=0.9, min_p=0.01, seed=1),
+        Sampling(temperature=1.0, seed=3, processors=[penalty]),
+        Sampling(),
+    ]
+    sizes = [(5, 14), (11, 3), (1, 9), (30, 12), (7, 10), (4, 17), (19, 1)]
+    return [
+        Request(prompt(length, 50 + index), new, eos=frozenset({index, 90}), sampling=setting)
+        for index, ((length, new), setting) in enumerate(zip(sizes, settings, strict=True))
+    ]
+
+
+def serve(method: Method, model: LayeredModel, requests: list[Request], chunk: int = 4) -> tuple[list[list[int]], list[Any]]:
+    """A server's life: three rows, a request admitted as soon as one is free.
+
+    Returns, in the order of the requests, their texts and their traces: what each step drafted and where its tokens came from.
+    """
+    decoder = Decoder(method.start(model, 3, 48), chunk=chunk)
+    waiting, owner = deque(range(len(requests))), dict[int, int]()
+    texts: list[list[int]] = [[] for _ in requests]
+    traces: list[list[Any]] = [[] for _ in requests]
+    while waiting or decoder.busy:
+        for row in range(3):
+            if row not in owner and waiting:
+                owner[row] = waiting.popleft()
+                decoder.admit(row, requests[owner[row]])
+        step = decoder.step()
+        for row, tokens in enumerate(step.tokens):
+            if tokens:
+                texts[owner[row]] += tokens
+                traces[owner[row]].append((step.drafted[row], step.origin[row]))
+        for row in step.finished:
+            state = decoder.release(row)
+            assert state is not None
+            assert state.tokens == texts[owner.pop(row)]
+    return texts, traces
+
+
+SETTINGS = (2, 3, 4)
+"""Places in METHODS of what only has other settings than a row before it: `make test-all` serves and probes those too."""
+
+
+def unless_a_setting(number: int) -> Any:
+    """The marks of a row of METHODS."""
+    return pytest.mark.slow if number in SETTINGS else []
+
+
+SERVED = [
+    pytest.param(llama, method, id=f"llama-{number}-{method.name}", marks=unless_a_setting(number))
+    for number, method in enumerate(METHODS)
+]
+SERVED += [pytest.param(llama, AdaSD(HELPER, 6), id="llama-adasd-relaxed")]
+SERVED += [
+    pytest.param(
+        lambda: mistral(window=5),
+        method,
+        id=f"sliding-{number}-{method.name}",
+        marks=[] if number in (1, 5) else pytest.mark.slow,
+    )
+    for number, method in enumerate(METHODS)
+]
+
+
+@pytest.mark.parametrize(("build", "method"), SERVED)
+def test_a_request_on_a_busy_server_gets_the_text_it_gets_alone(method: Method, build: Any) -> None:
+    layered, requests = LayeredModel(build()), queue()
+    alone = [serve(method, layered, [request]) for request in requests]
+    texts, traces = serve(method, layered, requests)
+    backwards, _ = serve(method, layered, requests[::-1], chunk=100)
+    assert texts == backwards[::-1] == [text for (text,), _ in alone]
+    assert len({len(text) for text in texts}) > 3
+    for request, trace, (_, (own,)) in zip(requests, traces, alone, strict=True):
+        # greedy rows may be probed, trees know their row, swift learns
+        if request.sampling.temperature > 0 and method.name not in ("trees", "swift"):
+            assert trace == own
+
+
+def test_a_row_released_in_the_middle_disturbs_nobody(model: LayeredModel) -> None:
+    method, requests = METHODS[1], [Request(prompt(n, n), 16, sampling=Sampling(1.0, seed=n)) for n in (4, 9, 6, 3)]
+    alone = [decode(method, model, [request])[0][0] for request in requests]
+    decoder = start(method, model, requests[:3])
+    texts: list[list[int]] = [[] for _ in requests]
+    for turn in range(100):
+        if turn == 4:
+            gone = decoder.release(1)
+            assert gone is not None
+            assert gone.tokens == texts[1] == alone[1][: len(texts[1])]
+        if turn == 6:
+            decoder.admit(1, requests[3])
+        if not decoder.busy:
+            break
+        for row, tokens in enumerate(decoder.step().tokens):
+            texts[3 if row == 1 and turn >= 6 else row] += tokens
+    assert [texts[0], texts[2], texts[3]] == [alone[0], alone[2], alone[3]]
+    assert 0 < len(texts[1]) < 16
+
+
+def test_a_request_that_cannot_fit_is_refused_before_anything_changes(model: LayeredModel) -> None:
+    decoder = Decoder(Autoregressive().start(model, 2, 20))
+    with pytest.raises(ValueError, match=r"prompt of 12 tokens \+ max_new_tokens=9 is more than the 20 tokens"):
+        decoder.admit(0, Request(prompt(12), 9))
+    assert not decoder.busy
+    decoder.admit(0, Request(prompt(12), 8))
+    assert sum(len(step.tokens[0]) for step in run(decoder)) == 8
+
+
+@pytest.mark.parametrize("chunk", [1, 2, 5, 16])
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_chunked_prefill_equals_one_chunk(chunk: int, temperature: float) -> None:
+    layered = LayeredModel(mistral(window=6))
+    requests = [Request(prompt(n, n), 6, sampling=Sampling(temperature, seed=n)) for n in (13, 2, 7)]
+    expected, _, whole = decode(METHODS[1], layered, requests)
+    texts, _, steps = decode(METHODS[1], layered, requests, chunk=chunk, check=True)
+    assert texts == expected
+    assert sum(step.prefill for step in whole) == 1
+    assert -(-13 // chunk) <= sum(step.prefill for step in steps) <= sum(-(-n // chunk) for n in (13, 2, 7))
+
+
+def test_a_prefill_step_leaves_decoding_rows_where_they_are(model: LayeredModel) -> None:
+    method = METHODS[1]
+    requests = [Request(prompt(5), 12), Request(prompt(9), 12)]
+    decoder = Decoder(method.start(model, 2, 40), chunk=4)
+    decoder.admit(0, requests[0])
+    first = [decoder.step(), decoder.step()]
+    length = decoder.session.store.length[0]
+    decoder.admit(1, requests[1])
+    prefill = [decoder.step() for _ in range(3)]
+    assert [step.prefill for step in prefill] == [True] * 3
+    assert [step.tokens[0] for step in prefill] == [[], [], []]
+    assert [len(step.tokens[1]) for step in prefill] == [0, 0, 1]
+    assert prefill[-1].origin == [[], ["prefill"]]
+    assert decoder.session.store.length == [length, 9]
+    rest = list(run(decoder))
+    for row, request in enumerate(requests):
+        text = [token for step in (*first, *prefill, *rest) for token in step.tokens[row]]
+        assert text == decode(method, model, [request])[0][0]
+
+
+def test_closing_the_iterator_leaves_the_decoder_ready_to_go_on(model: LayeredModel) -> None:
+    expected = decode(METHODS[1], model, [Request(prompt(5), 20)])[0][0]
+    decoder = start(METHODS[1], model, [Request(prompt(5), 20)])
+    steps: Any = run(decoder)
+    text = [token for _ in range(3) for token in next(steps).tokens[0]]
+    steps.close()
+    assert text + [token for step in run(decoder) for token in step.tokens[0]] == expected
+
+
+@pytest.mark.parametrize(
+    "method",
+    [
+        pytest.param(method, id=f"{number}-{method.name}", marks=unless_a_setting(number))
+        for number, method in enumerate(METHODS[1:], 1)
+    ],
+)
+def test_probe_steps_never_change_the_text(method: Method, model: LayeredModel, monkeypatch: pytest.MonkeyPatch) -> None:
+    requests = [Request(prompt(n, n), 20) for n in (4, 9, 6)]
+    sampled = [replace(requests[0], sampling=Sampling(1.0)), *requests[1:]]
+    monkeypatch.setattr(Pace, "wants_probe", lambda self: False)
+    expected, none, _ = decode(method, model, requests)
+    mixed, _, _ = decode(method, model, sampled)
+    monkeypatch.setattr(Pace, "wants_probe", lambda self: self.since_probe >= 1)
+    texts, figures, steps = decode(method, model, requests, check=True)
+    assert texts == expected
+    assert none.probes == 0
+    assert figures.probes > 3
+    assert all(sum(step.drafted) == 0 for step in steps if step.probe)
+    again, _, steps = decode(method, model, sampled)
+    assert again == mixed
+    end = next(index for index, step in enumerate(steps) if 0 in step.finished)
+    assert not any(step.probe for step in steps[: end + 1]), "a probe while a sampled row takes part"
+
+
+def test_the_stopping_rules_cut_in_one_place() -> None:
+    """Length, end tokens and criteria; a criterion sees the row's own ids after every single token."""
+    seen: list[list[int]] = []
+
+    def criterion(ids: Any, _: None) -> torch.Tensor:
+        seen.append(ids[0].tolist())
+        return torch.tensor([ids[0, -1] == 8])
+
+    def taken(tokens: list[int], **given: Any) -> RowVerdict:
+        request = Request(torch.tensor([1, 2]), **{"max_new_tokens": 9, **given})
+        verdict = RowVerdict(list(range(len(tokens) - 1)), tokens, "bonus", 3, 0)
+        Row(request).take(verdict)
+        return verdict
+
+    whole = taken([5, 6, 7])
+    assert (whole.tokens, whole.finished, whole.origin) == ([5, 6, 7], False, ["draft", "draft", "bonus"])
+    long = taken([5, 6, 7], max_new_tokens=2)
+    assert (long.tokens, long.path, long.finished, long.origin) == ([5, 6], [0, 1], True, ["draft", "draft"])
+    ended = taken([5, 6, 7], eos=frozenset({5}))
+    assert (ended.tokens, ended.path, ended.finished) == ([5], [0], True)
+    last = taken([5, 6, 7], eos=frozenset({7}))
+    assert (last.tokens, last.finished, last.origin) == ([5, 6, 7], True, ["draft", "draft", "bonus"])
+    stopped = taken([5, 8, 7], criteria=[criterion])
+    assert (stopped.tokens, stopped.finished) == ([5, 8], True)
+    assert seen == [[1, 2, 5], [1, 2, 5, 8]]
+
+
+@dataclass
+class Transfers(TorchDispatchMode):
+    """Counts the operations that an accelerator would have to wait for."""
+
+    waits: ClassVar[tuple[str, ...]] = ("_local_scalar_dense", "nonzero", "masked_select", "equal", "is_nonzero")
+    found: list[str] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        super().__init__()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func.overloadpacket.__name__ in self.waits:
+            self.found.append(str(func))
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+@pytest.mark.parametrize(
+    "method",
+    [
+        METHODS[0],
+        METHODS[1],
+        replace(METHODS[1], rejection_sample_method="coupled"),
+        replace(METHODS[1], confidence_threshold=0.3),
+        replace(METHODS[1], confidence_threshold="adaptive"),
+        *METHODS[-9:],
+        AdaSD(HELPER, 6),
+    ],
+    ids=lambda method: method.name,
+)
+def test_a_decoding_step_makes_one_transfer_to_the_host(
+    method: Method, temperature: float, model: LayeredModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Verdict.tolist, once; AdaDecode once more for every test of an exit, for what runs next depends on it, and what drafts
+    until it is unsure once more for every four drafts but the last. What is asked on the CPU only is switched off, as on an
+    accelerator."""
+    monkeypatch.setattr(host, "readable", lambda tensor: False)
+    listed: list[str] = []
+    own, ours = torch.Tensor.tolist, Verdict.tolist
+    monkeypatch.setattr(torch.Tensor, "tolist", lambda self: listed.append("tensor") or own(self))
+    monkeypatch.setattr(Verdict, "tolist", lambda self, draft: listed.append("verdict") or ours(self, draft))
+    eos = frozenset({0, 1})
+    requests = [Request(prompt(n, n), 24, eos=eos, sampling=Sampling(temperature, seed=n)) for n in (4, 9, 6)]
+    decoder = start(method, model, requests)
+    session: Any = decoder.session
+    decoder.step()
+    for _ in range(4):
+        listed.clear()
+        tested = session.state.tests if isinstance(method, AdaDecode) else 0
+        with Transfers() as counted:
+            decoder.step()
+        assert counted.found == []
+        assert listed.count("verdict") == 1
+        asked = (session.state.tests - tested) if isinstance(method, AdaDecode) else 0
+        assert (asked > 0) == isinstance(method, AdaDecode)
+        looks = (method.window - 1) // LOOK_EVERY if isinstance(method, AdaSD) else 0
+        assert listed.count("tensor") == 1 + asked + looks
+
+
+@pytest.mark.parametrize("rule", ["standard", "coupled"])
+@pytest.mark.parametrize("threshold", [None, 0.3, "adaptive"])
+@pytest.mark.parametrize("temperature", [0.0, 1.2])
+def test_what_is_asked_on_the_cpu_only_changes_no_text(
+    rule: Any, threshold: Any, temperature: float, model: LayeredModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Where asking costs nothing drafts end sooner, or nodes are decided one by one; the tokens are those of an accelerator."""
+    method = LayerSkip(2, 5, threshold, True, rule)
+
+    eos = frozenset({5, 60})
+    requests = [Request(prompt(n, n), 24, eos=eos, sampling=Sampling(temperature, seed=n)) for n in (4, 9, 6)]
+    asked, stats, _ = decode(method, model, requests)
+    assert stats.drafted > stats.accepted > 0
+    monkeypatch.setattr(host, "readable", lambda tensor: False)
+    assert decode(method, model, requests)[0] == asked

@@ -1,0 +1,234 @@
+"""Edge cases of decoding: where a row ends, odd prompts, neighbours, interruptions."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+
+import skipstone
+from skipstone import Autoregressive, LayerSkip, Output, Step
+from tests.helpers import families
+from tests.helpers.settings_edges import COUPLED, QUIET, SAMPLING, SKIP
+from tests.helpers.support import alone, decode, left_padded, tokenizer
+
+pytestmark = QUIET
+
+
+def inside_a_draft(model: PreTrainedModel, method: Any, **options: Any) -> tuple[Tensor, list[int], int]:
+    """(prompt, text, place): the token at `place` is new to the text and was accepted in the middle of a draft."""
+    for seed in range(20):
+        prompt = families.prompts(1, seed=seed)[0]
+        output = decode(model, [prompt], method, record=True, max_new_tokens=40, **options)
+        assert output.steps is not None
+        assert output.new_tokens is not None
+        text, end = output.new_tokens[0], 0
+        for step in output.steps:
+            start, end = end, end + len(step.tokens[0])
+            for place in range(start + 1, start + step.accepted[0] - 1):
+                if text[place] not in text[:place]:
+                    return prompt, text, place
+    raise AssertionError("no prompt has a fresh token in the middle of an accepted draft")
+
+
+def one_row_steps(output: Output) -> Iterator[Step]:
+    assert output.steps is not None
+    yield from (step for step in output.steps if not step.prefill)
+
+
+class TestEndOfSequence:
+    def test_eos_inside_a_draft_ends_the_row_there(self, model: PreTrainedModel) -> None:
+        prompt, text, place = inside_a_draft(model, SKIP)
+        eos = text[place]
+        output = decode(model, [prompt], SKIP, eos_token_id=eos, record=True, max_new_tokens=40)
+        assert output.new_tokens == [text[: place + 1]]
+        assert output.new_tokens == [alone(model, prompt, eos_token_id=eos, max_new_tokens=40)]
+        last = list(one_row_steps(output))[-1]
+        assert last.origin[0] == ["draft"] * len(last.tokens[0]), "the row should have ended inside the draft"
+        assert last.drafted[0] == len(last.tokens[0]), "nothing is drafted past the end"
+
+    def test_tokens_after_eos_are_neither_counted_nor_emitted(self, model: PreTrainedModel) -> None:
+        prompt, text, place = inside_a_draft(model, SKIP)
+        output = decode(model, [prompt], SKIP, eos_token_id=text[place], record=True, max_new_tokens=40)
+        stats = output.stats
+        assert stats is not None
+        assert stats.tokens + stats.prefill_tokens == place + 1
+        assert stats.accepted == sum(step.accepted[0] for step in one_row_steps(output))
+        assert stats.accepted == sum(step.origin[0].count("draft") for step in one_row_steps(output))
+        assert output.sequences.shape == (1, len(prompt) + place + 1)
+
+    def test_eos_inside_a_sampled_draft_ends_the_row_there(self, model: PreTrainedModel) -> None:
+        prompt, text, place = inside_a_draft(model, COUPLED, seed=3, **SAMPLING)
+        options = {"seed": 3, "eos_token_id": text[place], "max_new_tokens": 40, **SAMPLING}
+        assert decode(model, [prompt], COUPLED, **options).new_tokens == [text[: place + 1]]
+        assert decode(model, [prompt], Autoregressive(), **options).new_tokens == [text[: place + 1]]
+
+    def test_the_first_of_several_eos_ids_ends_the_row(self, model: PreTrainedModel) -> None:
+        prompt, text, place = inside_a_draft(model, SKIP)
+        never = next(token for token in range(1, 97) if token not in text)
+        later = next(token for token in text[place + 1 :] if token not in text[: place + 1])
+        output = decode(model, [prompt], SKIP, eos_token_id=[never, later, text[place]], max_new_tokens=40)
+        assert output.new_tokens == [text[: place + 1]]
+
+    def test_eos_as_the_very_first_token_needs_no_decoding_step(self, model: PreTrainedModel, batch: list[Tensor]) -> None:
+        first = alone(model, batch[0], max_new_tokens=1)
+        output = decode(model, batch[:1], SKIP, eos_token_id=first)
+        assert output.new_tokens == [first]
+        assert output.stats is not None
+        assert output.stats.steps == 0
+
+    def test_rows_end_at_different_times_and_are_padded(self, model: PreTrainedModel, batch: list[Tensor]) -> None:
+        free = [alone(model, prompt, max_new_tokens=30) for prompt in batch]
+        eos = sorted({free[0][12], free[1][4]})
+        expected = [alone(model, prompt, max_new_tokens=30, eos_token_id=eos) for prompt in batch]
+        assert len(set(map(len, expected))) > 1
+        output = decode(model, batch, SKIP, eos_token_id=eos, pad_token_id=96, max_new_tokens=30)
+        assert output.new_tokens == expected
+        width = max(map(len, expected))
+        tail = output.sequences[:, len(batch[0]) :].tolist()
+        assert tail == [row + [96] * (width - len(row)) for row in expected]
+
+    def test_sequences_equal_those_of_generate_on_the_padded_batch(self, model: PreTrainedModel, batch: list[Tensor]) -> None:
+        free = [alone(model, prompt, max_new_tokens=30) for prompt in batch]
+        options: dict[str, Any] = {"max_new_tokens": 30, "eos_token_id": [free[0][12], free[1][4]], "pad_token_id": 3}
+        assert torch.equal(decode(model, batch, SKIP, **options).sequences, model.generate(**left_padded(batch), **options))
+
+
+class TestStopStrings:
+    @staticmethod
+    def across_tokens(text: list[int], place: int) -> str:
+        """The end of the text up to and including `place`, as short as it can be to be new there."""
+        words = tokenizer()
+        before, upto = words.decode(text[:place]), words.decode(text[: place + 1])
+        for length in range(2, len(upto)):
+            if upto[-length:] not in before and upto.count(upto[-length:]) == 1:
+                return upto[-length:]
+        raise AssertionError("no stop string is new there")
+
+    def test_a_stop_string_inside_a_draft_ends_the_row_there(self, model: PreTrainedModel) -> None:
+        prompt, text, place = inside_a_draft(model, SKIP)
+        stop = self.across_tokens(text, place)
+        options: dict[str, Any] = {"stop_strings": stop, "tokenizer": tokenizer(), "max_new_tokens": 40}
+        output = decode(model, [prompt], SKIP, **options)
+        assert output.new_tokens == [text[: place + 1]]
+        assert output.new_tokens == [alone(model, prompt, **options)]
+
+    def test_a_stop_string_over_several_tokens(self, model: PreTrainedModel, batch: list[Tensor]) -> None:
+        text = alone(model, batch[0], max_new_tokens=30)
+        stop = tokenizer().decode(text[10:13])
+        options: dict[str, Any] = {"stop_strings": [stop, "never"], "tokenizer": tokenizer(), "max_new_tokens": 30}
+        expected = [alone(model, prompt, **options) for prompt in batch]
+        assert len(expected[0]) < 30
+        assert decode(model, batch, SKIP, **options).new_tokens == expected
+
+    def test_a_stop_string_within_one_token(self, model: PreTrainedModel, batch: list[Tensor]) -> None:
+        bias = {"sequence_bias": {(tokenizer().convert_tokens_to_ids("xst"),): 25.0}}
+        options: dict[str, Any] = {"stop_strings": "st", "tokenizer": tokenizer(), "max_new_tokens": 12, **bias}
+        expected = alone(model, batch[0], **options)
+        assert len(expected) == 1
+        assert decode(model, batch[:1], SKIP, **options).new_tokens == [expected]
+
+    def test_stop_strings_of_the_models_own_config(self, batch: list[Tensor]) -> None:
+        model = families.build("llama")
+        text = alone(model, batch[0], max_new_tokens=20)
+        stop = tokenizer().decode(text[6:8])
+        expected = alone(model, batch[0], max_new_tokens=20, stop_strings=stop, tokenizer=tokenizer())
+        model.generation_config.stop_strings = stop
+        own = model.generation_config
+        given = skipstone.generate(model, batch[0], SKIP, tokenizer=tokenizer(), max_new_tokens=20)
+        fresh = type(own)(max_new_tokens=20)
+        merged = skipstone.generate(model, batch[0], SKIP, tokenizer=tokenizer(), generation_config=fresh)
+        assert len(expected) < 20
+        assert given.new_tokens == merged.new_tokens == [expected]
+        assert model.generation_config is own
+        assert own.stop_strings == stop
+
+
+class TestLengths:
+    @pytest.mark.parametrize("method", [Autoregressive(), SKIP], ids=["autoregressive", "layerskip"])
+    def test_one_new_token_is_the_prefills(self, method: Any, model: PreTrainedModel, batch: list[Tensor]) -> None:
+        output = decode(model, batch, method, max_new_tokens=1)
+        assert output.new_tokens == [alone(model, prompt, max_new_tokens=1) for prompt in batch]
+        assert output.stats is not None
+        assert (output.stats.steps, output.stats.drafted, output.stats.prefill_tokens) == (0, 0, 3)
+
+    def test_a_draft_longer_than_what_is_left_is_cut(self, model: PreTrainedModel, batch: list[Tensor]) -> None:
+        output = decode(model, batch, LayerSkip(2, 50), max_new_tokens=6)
+        assert output.new_tokens == [alone(model, prompt, max_new_tokens=6) for prompt in batch]
+        assert output.stats is not None
+        assert output.stats.drafted > 0
+
+    def test_max_length_counts_the_padded_prompt_as_in_transformers(self, model: PreTrainedModel, batch: list[Tensor]) -> None:
+        inputs = left_padded(batch)
+        expected = model.generate(**inputs, max_length=30)
+        output = skipstone.generate(model, inputs, SKIP, max_length=30)
+        assert output.sequences.shape[1] == 30
+        assert torch.equal(output.sequences, expected)
+
+    @pytest.mark.parametrize("length", [1, 2, 1500])
+    def test_prompts_of_extreme_lengths(self, length: int, model: PreTrainedModel) -> None:
+        prompt = torch.randint(1, 97, (length,), generator=torch.Generator().manual_seed(length))
+        output = decode(model, [prompt], SKIP)
+        assert output.new_tokens == [alone(model, prompt, max_new_tokens=24)]
+        assert output.stats is not None
+        assert 0 < output.stats.accepted < output.stats.drafted
+
+    def test_prompts_of_one_and_of_1500_tokens_side_by_side(self, model: PreTrainedModel) -> None:
+        generator = torch.Generator().manual_seed(5)
+        prompts = [torch.randint(1, 97, (length,), generator=generator) for length in (1, 1500, 600)]
+        expected = [alone(model, prompt, max_new_tokens=12) for prompt in prompts]
+        assert decode(model, prompts, SKIP, max_new_tokens=12).new_tokens == expected
+
+    @pytest.mark.parametrize("family", ["llama", "gpt2", "opt", "mistral"])
+    def test_a_request_may_fill_the_models_positions_to_the_last(self, family: str) -> None:
+        size = {"n_positions": 32} if family == "gpt2" else {"max_position_embeddings": 32}
+        model = families.build(family, **size)
+        prompts = families.prompts(2, longest=20)
+        expected = [alone(model, prompt, max_new_tokens=12) for prompt in prompts]
+        assert decode(model, prompts, LayerSkip(2, 7), max_new_tokens=12).new_tokens == expected
+
+
+class TestPadding:
+    def test_the_pad_id_may_be_a_frequent_real_token(self, model: PreTrainedModel, batch: list[Tensor]) -> None:
+        texts = [alone(model, prompt, max_new_tokens=24) for prompt in batch]
+        everything = [token for text in texts for token in text]
+        pad = max(set(everything), key=everything.count)
+        prompts = [prompt.clone() for prompt in batch]
+        for prompt in prompts:
+            prompt[len(prompt) // 2] = pad
+        expected = [
+            alone(model, prompt, max_new_tokens=24, pad_token_id=pad, attention_mask=torch.ones_like(prompt)[None])
+            for prompt in prompts
+        ]
+        assert any(pad in text for text in expected)
+        inputs = left_padded(prompts, pad)
+        output = skipstone.generate(model, inputs, SKIP, pad_token_id=pad, max_new_tokens=24)
+        assert output.new_tokens == expected
+
+    def test_pad_ids_of_a_prompt_without_a_mask_are_masked_as_in_transformers(
+        self, model: PreTrainedModel, batch: list[Tensor]
+    ) -> None:
+        prompt = batch[0].clone()
+        prompt[3:6] = 9
+        expected = model.generate(prompt[None], pad_token_id=9, max_new_tokens=16)
+        unmasked = model.generate(prompt[None], attention_mask=torch.ones_like(prompt)[None], pad_token_id=9, max_new_tokens=16)
+        assert not torch.equal(expected, unmasked)
+        assert torch.equal(skipstone.generate(model, prompt, SKIP, pad_token_id=9, max_new_tokens=16).sequences, expected)
+
+    def test_token_0_is_a_token_like_any_other(self, model: PreTrainedModel, batch: list[Tensor]) -> None:
+        prompts = [torch.cat([prompt.new_zeros(2), prompt[2:], prompt.new_zeros(1)]) for prompt in batch]
+        options: dict[str, Any] = {"max_new_tokens": 24, "sequence_bias": {(0,): 4.0}, "eos_token_id": 1}
+        expected = [alone(model, p, attention_mask=torch.ones_like(p)[None], **options) for p in prompts]
+        assert any(0 in text for text in expected)
+        assert decode(model, prompts, SKIP, **options).new_tokens == expected
+
+    def test_heavy_left_padding_changes_nothing(self, model: PreTrainedModel, batch: list[Tensor]) -> None:
+        ids = torch.cat([torch.zeros(40, dtype=torch.long), batch[0]])[None]
+        mask = torch.cat([torch.zeros(40, dtype=torch.long), torch.ones_like(batch[0])])[None]
+        output = skipstone.generate(model, ids, SKIP, attention_mask=mask, max_new_tokens=24)
+        assert output.new_tokens == [alone(model, batch[0], max_new_tokens=24)]
+        assert torch.equal(output.sequences[:, : ids.shape[1]], ids)

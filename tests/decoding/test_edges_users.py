@@ -1,0 +1,195 @@
+"""Users' own processors, criteria and time limits, and what they leave behind when they raise."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+from transformers.generation.logits_process import LogitsProcessor, LogitsProcessorList, RepetitionPenaltyLogitsProcessor
+from transformers.generation.stopping_criteria import MaxLengthCriteria, StoppingCriteria, StoppingCriteriaList
+
+import skipstone
+from tests.helpers import families
+from tests.helpers.settings_edges import QUIET, SKIP
+from tests.helpers.support import alone, decode, left_padded
+
+pytestmark = QUIET
+
+
+class Ban(LogitsProcessor):
+    """Bans the token that the last two name: depends on the path."""
+
+    def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
+        scores = scores.clone()
+        scores[torch.arange(len(scores)), (input_ids[:, -1] + input_ids[:, -2] + 1) % scores.shape[1]] = -float("inf")
+        scores[:, 60:70] -= 10
+        return scores
+
+
+class StopAfter(StoppingCriteria):
+    """Stops a row once it holds `count` tokens above 48; answers in the way a user may."""
+
+    def __init__(self, count: int, answer: Callable[[Tensor], Any]) -> None:
+        self.count, self.answer = count, answer
+
+    def __call__(self, input_ids: Tensor, scores: Any, **_: Any) -> Any:
+        return self.answer((input_ids > 48).sum(1) >= self.count)
+
+
+class TestUsersObjects:
+    def test_a_custom_processor(self, model: PreTrainedModel, batch: list[Tensor]) -> None:
+        processors = LogitsProcessorList([Ban()])
+        expected = [alone(model, prompt, logits_processor=processors, max_new_tokens=24) for prompt in batch]
+        assert expected != [alone(model, prompt, max_new_tokens=24) for prompt in batch]
+        output = decode(model, batch, SKIP, logits_processor=processors)
+        assert output.new_tokens == expected
+        assert output.stats is not None
+        assert 0 < output.stats.accepted < output.stats.drafted
+
+    def test_a_custom_processor_between_those_of_the_options(self, model: PreTrainedModel, batch: list[Tensor]) -> None:
+        options: dict[str, Any] = {"repetition_penalty": 1.4, "suppress_tokens": [3, 5], "max_new_tokens": 24}
+        options["logits_processor"] = LogitsProcessorList([Ban()])
+        assert decode(model, batch, SKIP, **options).new_tokens == [alone(model, prompt, **options) for prompt in batch]
+
+    def test_a_custom_processor_replaces_the_options_processor_of_its_type(
+        self, model: PreTrainedModel, batch: list[Tensor]
+    ) -> None:
+        options: dict[str, Any] = {"repetition_penalty": 2.0, "max_new_tokens": 24}
+        options["logits_processor"] = LogitsProcessorList([RepetitionPenaltyLogitsProcessor(1.1)])
+        expected = [alone(model, prompt, **options) for prompt in batch]
+        assert expected == [alone(model, prompt, repetition_penalty=1.1, max_new_tokens=24) for prompt in batch]
+        assert expected != [alone(model, prompt, repetition_penalty=2.2, max_new_tokens=24) for prompt in batch]
+        assert decode(model, batch, SKIP, **options).new_tokens == expected
+
+    def test_prefix_allowed_tokens_fn_on_one_row(self, model: PreTrainedModel, batch: list[Tensor]) -> None:
+        def allowed(_: int, ids: Tensor) -> list[int]:
+            return [token for token in range(97) if token % 3 == len(ids) % 3]
+
+        options: dict[str, Any] = {"prefix_allowed_tokens_fn": allowed, "max_new_tokens": 24}
+        expected = alone(model, batch[0], **options)
+        assert expected != alone(model, batch[0], max_new_tokens=24)
+        assert decode(model, batch[:1], SKIP, **options).new_tokens == [expected]
+
+    def test_prefix_allowed_tokens_fn_is_told_the_row_of_the_batch(self, model: PreTrainedModel, batch: list[Tensor]) -> None:
+        def allowed(row: int, _: Tensor) -> list[int]:
+            return list(range(row * 30, row * 30 + 30))
+
+        inputs = left_padded(batch)
+        expected = model.generate(**inputs, prefix_allowed_tokens_fn=allowed, max_new_tokens=16)
+        output = skipstone.generate(model, inputs, SKIP, prefix_allowed_tokens_fn=allowed, max_new_tokens=16)
+        assert torch.equal(output.sequences, expected)
+        assert output.new_tokens is not None
+        assert all(row * 30 <= token < row * 30 + 30 for row, text in enumerate(output.new_tokens) for token in text)
+
+    @pytest.mark.parametrize(
+        "answer", [lambda done: done, lambda done: bool(done.all())], ids=["a tensor per row", "one plain bool"]
+    )
+    def test_custom_stopping_criteria(
+        self, answer: Callable[[Tensor], Any], model: PreTrainedModel, batch: list[Tensor]
+    ) -> None:
+        criteria = StoppingCriteriaList([StopAfter(15, answer)])
+        expected = [alone(model, prompt, stopping_criteria=criteria, max_new_tokens=30) for prompt in batch]
+        assert any(len(text) < 30 for text in expected)
+        assert decode(model, batch, SKIP, stopping_criteria=criteria, max_new_tokens=30).new_tokens == expected
+
+    def test_a_users_own_length_criterion(self, model: PreTrainedModel, batch: list[Tensor]) -> None:
+        criteria = StoppingCriteriaList([MaxLengthCriteria(len(batch[0]) + 9)])
+        expected = alone(model, batch[0], stopping_criteria=criteria, max_new_tokens=30)
+        assert len(expected) == 9
+        assert decode(model, batch[:1], SKIP, stopping_criteria=criteria, max_new_tokens=30).new_tokens == [expected]
+
+
+class TestMaxTime:
+    def test_the_time_is_asked_after_every_token(
+        self, model: PreTrainedModel, batch: list[Tensor], monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        free = alone(model, batch[0], max_new_tokens=30)
+        now = iter(range(10_000))
+        monkeypatch.setattr("transformers.generation.stopping_criteria.time.time", lambda: next(now))
+        output = decode(model, batch[:1], SKIP, max_new_tokens=30, max_time=6.5)
+        assert output.new_tokens == [free[:7]]
+
+    def test_enough_time_changes_nothing(self, model: PreTrainedModel, batch: list[Tensor]) -> None:
+        assert decode(model, batch, SKIP, max_time=3600.0).new_tokens == decode(model, batch, SKIP).new_tokens
+
+
+def state(model: PreTrainedModel) -> Any:
+    """All that a decoding call might leave behind: attributes and hooks of every module, both configs, the mode."""
+    modules = {
+        name: (sorted(module.__dict__), len(module._forward_hooks), len(module._forward_pre_hooks), module.training)
+        for name, module in model.named_modules()
+    }
+    configs = model.config.to_dict(), model.config._attn_implementation, model.generation_config.to_dict()
+    return modules, configs, id(model.config), id(model.generation_config)
+
+
+class Interrupted(Exception):
+    """What a user's object raises in these tests."""
+
+
+class Bomb:
+    """A streamer, processor or criterion that raises at its fourth call."""
+
+    def __init__(self, error: type[BaseException]) -> None:
+        self.error, self.calls = error, 0
+
+    def __call__(self, _: Tensor, scores: Any, **__: Any) -> Any:
+        self.put(None)
+        return torch.tensor([False]) if scores is None else scores
+
+    def put(self, _: Any) -> None:
+        self.calls += 1
+        if self.calls == 4:
+            raise self.error
+
+    def end(self) -> None:
+        raise AssertionError("the stream was interrupted, not ended")
+
+
+class TestInterruptions:
+    @pytest.mark.parametrize("error", [KeyboardInterrupt, Interrupted])
+    @pytest.mark.parametrize("place", ["streamer", "logits_processor", "stopping_criteria"])
+    def test_an_interrupted_call_leaves_the_model_as_it_was(
+        self, place: str, error: type[BaseException], model: PreTrainedModel, batch: list[Tensor]
+    ) -> None:
+        before, text = state(model), alone(model, batch[0], max_new_tokens=16)
+        bomb = Bomb(error)
+        with pytest.raises(error):
+            skipstone.generate(model, batch[0], SKIP, max_new_tokens=16, **{place: bomb if place == "streamer" else [bomb]})
+        assert bomb.calls == 4
+        assert state(model) == before
+        assert alone(model, batch[0], max_new_tokens=16) == text
+        assert decode(model, batch[:1], SKIP, max_new_tokens=16).new_tokens == [text]
+
+    def test_an_interrupted_enabled_model_stays_enabled(self, batch: list[Tensor]) -> None:
+        model = families.build("llama")
+        text = alone(model, batch[0], max_new_tokens=16)
+        skipstone.enable(model, SKIP)
+        before = state(model)
+        with pytest.raises(KeyboardInterrupt):
+            model.generate(batch[0][None], streamer=Bomb(KeyboardInterrupt), max_new_tokens=16)
+        assert state(model) == before
+        assert alone(model, batch[0], max_new_tokens=16) == text
+
+    def test_a_stream_closed_early_leaves_the_model_as_it_was(self, model: PreTrainedModel, batch: list[Tensor]) -> None:
+        before, text = state(model), alone(model, batch[0], max_new_tokens=16)
+        steps = skipstone.stream(model, batch[0], SKIP, max_new_tokens=16)
+        taken = next(steps).tokens[0] + next(steps).tokens[0]
+        steps.close()  # type: ignore[attr-defined]
+        assert list(steps) == []
+        assert taken == text[: len(taken)]
+        assert state(model) == before
+        assert alone(model, batch[0], max_new_tokens=16) == text
+
+    def test_two_streams_over_one_model_do_not_disturb_each_other(self, model: PreTrainedModel, batch: list[Tensor]) -> None:
+        texts: list[list[int]] = [[], []]
+        streams = [skipstone.stream(model, prompt, SKIP, max_new_tokens=16) for prompt in batch[:2]]
+        for steps in itertools.zip_longest(*streams):
+            for text, step in zip(texts, steps, strict=True):
+                text += [] if step is None else step.tokens[0]
+        assert texts == [alone(model, prompt, max_new_tokens=16) for prompt in batch[:2]]

@@ -1,0 +1,188 @@
+"""Noise is a pure function of (seed, position, stream), uniform and without visible correlation."""
+
+from __future__ import annotations
+
+from itertools import product
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from scipy import stats
+from torch import Tensor
+
+from skipstone.decoding import noise
+from skipstone.decoding.noise import ACCEPT, DRAFT, STREAMS, TARGET, Noise, substream, uniform
+
+STREAM_IDS = (TARGET, ACCEPT, DRAFT, substream(ACCEPT, 1), substream(DRAFT, 1), substream(DRAFT, 30))
+# A chi-square or KS test below fails a right generator with this probability, and each is run on fixed seeds.
+ALPHA = 1e-6
+
+
+GOLDEN_TARGET = [
+    [0.781761297722585, 0.15244848637403235],
+    [0.7732732076254678, 0.8143471913931726],
+    [0.36285614886105877, 0.8681895156516695],
+    [0.3587180740973547, 0.3009629211425695],
+]
+GOLDEN_ACCEPT, GOLDEN_DRAFT = 0.6115865891127698, 0.6930182190499421
+
+
+def column(*values: int) -> Tensor:
+    return torch.tensor(values, dtype=torch.long)
+
+
+def spread(seeds: int = 1, positions: int = 1, stream: int = TARGET, size: int = 1, first: int = 0) -> np.ndarray:
+    """[seeds, positions, size] numbers."""
+    grid = torch.tensor(list(product(range(first, first + seeds), range(positions))))
+    return uniform(grid[:, 0], grid[:, 1], stream, size).reshape(seeds, positions, size).numpy()
+
+
+def test_the_same_arguments_give_the_same_numbers_and_leave_no_state() -> None:
+    first = uniform(column(3, 9), column(5, 5), DRAFT, 7)
+    uniform(column(3, 9), column(6, 2), ACCEPT, 50)
+    torch.manual_seed(1)
+    assert torch.equal(first, uniform(column(3, 9), column(5, 5), DRAFT, 7))
+
+
+def test_a_row_does_not_depend_on_its_neighbours_or_on_how_many_numbers_are_asked_for() -> None:
+    seeds, positions = column(11, 4, 11, 900), column(3, 8, 4, 0)
+    together = uniform(seeds, positions, TARGET, 20)
+    for row in range(4):
+        alone = uniform(seeds[row : row + 1], positions[row : row + 1], TARGET, 5)
+        assert torch.equal(together[row, :5], alone[0])
+
+
+def test_golden_values_stay_what_they_are() -> None:
+    """A text is reproducible from its seed across versions of skipstone: these may not change."""
+    assert uniform(column(0, 0, 1, 2**62), column(0, 1, 0, 4096), TARGET, 2).tolist() == GOLDEN_TARGET
+    assert uniform(column(0), column(0), ACCEPT).item() == GOLDEN_ACCEPT
+    assert uniform(column(0), column(0), substream(DRAFT, 5)).item() == GOLDEN_DRAFT
+
+
+def mixed(x: int) -> int:
+    x &= 2**64 - 1
+    x = (x ^ x >> 30) * 0xBF58476D1CE4E5B9 % 2**64
+    x = (x ^ x >> 27) * 0x94D049BB133111EB % 2**64
+    return x ^ x >> 31
+
+
+def in_plain_python(seed: int, position: int, stream: int, place: int) -> float:
+    start = mixed(seed + 0x9E3779B97F4A7C15)
+    steps = place * 0x9E3779B97F4A7C15 + position * 0xD6E8FEB86659FD93 + stream * 0xDA942042E4DD58B5
+    bits = mixed(start + steps)
+    return float(bits - 2**64 if bits >= 2**63 else bits) * (2.0**-64 * (1 - 2.0**-52)) + 0.5
+
+
+def test_integer_arithmetic_that_wraps_around_is_that_of_unsigned_numbers() -> None:
+    for seed, position, stream in product((0, 1, 77, 2**63 - 1, -5), (0, 3, 9000), (0, 1, 2, 35)):
+        found = uniform(column(seed), column(position), stream, 6)[0].tolist()
+        assert found == [in_plain_python(seed, position, stream, place) for place in range(6)]
+
+
+def test_streams_of_the_three_kinds_and_all_offsets_are_distinct() -> None:
+    ids = [substream(kind, offset) for kind in (TARGET, ACCEPT, DRAFT) for offset in range(100)]
+    assert len(set(ids)) == 3 * 100
+    assert STREAMS == 3
+
+
+@pytest.mark.parametrize("bits", [0, -1, 1, 1 << 62])
+def test_the_range_is_open_whatever_bits_the_generator_yields(bits: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """-log u must be positive and finite: all ones used to round up to exactly 1."""
+    monkeypatch.setattr(noise, "_mix", lambda x: torch.full_like(x, bits))
+    u = uniform(column(1), column(1), TARGET, 3)
+    assert bool((u > 0).all())
+    assert bool((u < 1).all())
+
+
+@pytest.mark.parametrize("axis", ["seeds", "positions", "size"])
+def test_numbers_are_uniform_along_every_axis(axis: str) -> None:
+    for stream in STREAM_IDS:
+        numbers = spread(**{axis: 20_000}, stream=stream).ravel()
+        assert stats.kstest(numbers, "uniform").pvalue > ALPHA
+        low_bits = (numbers * 2**40 % 256).astype(int)
+        assert stats.chisquare(np.bincount(low_bits, minlength=256)).pvalue > ALPHA
+
+
+def test_consecutive_numbers_fill_the_square_evenly() -> None:
+    """Pairs along every axis in a 16 x 16 grid: sees serial dependence that a one-dimensional test misses."""
+    for axis in ("seeds", "positions", "size"):
+        numbers = spread(**{axis: 40_001}).ravel()
+        cell = (numbers[:-1] * 16).astype(int) * 16 + (numbers[1:] * 16).astype(int)
+        for start in (0, 1):  # disjoint pairs, so that counts are independent
+            assert stats.chisquare(np.bincount(cell[start::2], minlength=256)).pvalue > ALPHA
+
+
+def test_streams_positions_and_seeds_are_uncorrelated() -> None:
+    """|r| of two independent series of N is under 5.5 / sqrt(N) but for a chance of 4e-8 each."""
+    count = 30_000
+    series = [spread(positions=count, stream=stream).ravel() for stream in STREAM_IDS]
+    series += [spread(positions=count, first=seed).ravel() for seed in (1, 2, 3)]
+    series += [spread(positions=count + shift).ravel()[shift:] for shift in (1, 2, 3)]
+    matrix = np.corrcoef(np.stack(series)) - np.eye(len(series))
+    assert np.abs(matrix).max() < 5.5 / np.sqrt(count)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_draw_follows_p(dtype: torch.dtype) -> None:
+    p = torch.tensor([0.5, 0.25, 0.125, 0.0, 0.0625, 0.0625], dtype=dtype)
+    count = 40_000
+    source = Noise(torch.arange(count))
+    tokens = source.draw(p.expand(count, -1), torch.full((count,), 17), TARGET)
+    found = np.bincount(tokens.numpy(), minlength=6)
+    assert found[3] == 0
+    support = p.numpy() > 0
+    assert stats.chisquare(found[support], p.double().numpy()[support] * count).pvalue > ALPHA
+
+
+def test_draw_needs_no_normalised_weights() -> None:
+    p = torch.rand((500, 13), generator=torch.Generator().manual_seed(0), dtype=torch.double)
+    source, position = Noise(torch.arange(500)), torch.arange(500)
+    assert torch.equal(source.draw(p, position, DRAFT), source.draw(p * 64, position, DRAFT))
+
+
+def test_draw_never_gives_a_token_of_probability_zero_and_follows_a_one_hot() -> None:
+    rows, vocab = 2_000, 50
+    generator = torch.Generator().manual_seed(3)
+    p = torch.rand((rows, vocab), generator=generator) * (torch.rand((rows, vocab), generator=generator) < 0.1)
+    p[:, 7] += 1e-30  # a row may hold nothing but one tiny weight
+    source, position = Noise(torch.arange(rows)), torch.arange(rows)
+    tokens = source.draw(p, position, TARGET)
+    assert bool((p.gather(1, tokens[:, None]) > 0).all())
+    one_hot = torch.zeros(rows, vocab).scatter(1, (position % vocab)[:, None], 1.0)
+    assert torch.equal(source.draw(one_hot, position, TARGET), position % vocab)
+
+
+def test_accept_is_a_bernoulli_draw_with_sure_ends() -> None:
+    count = 40_000
+    source, position = Noise(torch.arange(count)), torch.zeros(count, 1, dtype=torch.long)
+    for probability in (0.03, 0.5, 0.9):
+        yes = int(source.accept(torch.full((count, 1), probability), position, ACCEPT).sum())
+        assert stats.binomtest(yes, count, probability).pvalue > ALPHA
+    assert bool(source.accept(torch.full((count, 1), 1.0), position, ACCEPT).all())
+    assert bool(source.accept(torch.full((count, 1), 3.0), position, ACCEPT).all())
+    assert not bool(source.accept(torch.zeros(count, 1), position, ACCEPT).any())
+    assert not bool(source.accept(torch.full((count, 1), float("nan")), position, ACCEPT).any())
+
+
+def test_acceptance_tests_of_many_places_at_once_are_those_of_each_alone() -> None:
+    source, probability = Noise(torch.arange(50)), torch.rand(50, 4, generator=torch.Generator().manual_seed(1))
+    position = torch.arange(50)[:, None] * 7 + torch.arange(4)
+    together = source.accept(probability, position, substream(ACCEPT, torch.arange(4)))
+    for place in range(4):
+        column = slice(place, place + 1)
+        alone = source.accept(probability[:, column], position[:, column], substream(ACCEPT, place))
+        assert torch.equal(alone, together[:, column])
+    assert 0 < int(together.sum()) < together.numel()
+
+
+def test_the_acceptance_test_and_the_draft_draw_of_a_place_are_independent() -> None:
+    """Leviathan's rule needs u independent of the drafted token: 2 x V table of (accepted, token)."""
+    count, vocab = 40_000, 5
+    source, position = Noise(torch.arange(count)), torch.full((count,), 9)
+    token = source.draw(torch.ones(count, vocab), position, substream(DRAFT, 2)).numpy()
+    passed = source.accept(torch.full((count, 1), 0.5), position[:, None], substream(ACCEPT, 2))[:, 0].numpy()
+    recovered = source.draw(torch.ones(count, vocab), position, TARGET).numpy()
+    for table in (np.bincount(passed * vocab + token), np.bincount(token * vocab + recovered)):
+        found: Any = stats.chi2_contingency(table.reshape(-1, vocab))
+        assert found.pvalue > ALPHA

@@ -1,0 +1,251 @@
+"""From logits to distributions: transformers' warpers row by row, processors on a row's own ids, and only where the walk is."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+from transformers import GenerationConfig
+from transformers.generation.logits_process import (
+    EpsilonLogitsWarper,
+    EtaLogitsWarper,
+    LogitsProcessor,
+    MinPLogitsWarper,
+    NoRepeatNGramLogitsProcessor,
+    RepetitionPenaltyLogitsProcessor,
+    TemperatureLogitsWarper,
+    TopKLogitsWarper,
+    TopPLogitsWarper,
+    TypicalLogitsWarper,
+)
+
+from skipstone import LayerSkip, Request, Sampling
+from skipstone.decoding.sampling import Sampler, Warping, warp
+from skipstone.models.layered import LayeredModel
+from tests.helpers.machine import decode, llama, prompt
+from tests.helpers.trees import Trees, reference
+
+CPU = torch.device("cpu")
+
+
+def theirs(scores: Tensor, row: Sampling) -> Tensor:
+    """One row [V] through transformers' objects, in the order in which `generate` lists them."""
+    if row.temperature == 0:
+        return torch.nn.functional.one_hot(scores.argmax(), len(scores)).to(scores.dtype)
+    chain: list[Any] = [TemperatureLogitsWarper(row.temperature)] if row.temperature != 1 else []
+    chain += [TopKLogitsWarper(row.top_k)] if row.top_k else []
+    chain += [TopPLogitsWarper(row.top_p)] if row.top_p < 1 else []
+    chain += [MinPLogitsWarper(row.min_p)] if row.min_p else []
+    ids, scores = torch.zeros(1, 1, dtype=torch.long), scores[None].clone()
+    for warper in chain:
+        scores = warper(ids, scores)
+    return scores.softmax(-1)[0]
+
+
+samplings = st.builds(
+    Sampling,
+    temperature=st.sampled_from([0.0, 0.3, 0.7, 1.0, 1.7]),
+    top_k=st.sampled_from([0, 0, 1, 2, 5, 17, 1000]),
+    top_p=st.sampled_from([1.0, 1.0, 0.95, 0.9, 0.8, 0.5, 0.1, 0.05]),
+    min_p=st.sampled_from([0.0, 0.0, 0.01, 0.1, 0.5, 1.0]),
+)
+
+
+@settings(derandomize=True, deadline=None, max_examples=150)
+@given(st.lists(samplings, min_size=1, max_size=6), st.integers(0, 10_000), st.sampled_from([None, 4.0, 1.0, 0.0]))
+def test_warp_is_transformers_chain_row_by_row(rows: list[Sampling], seed: int, grain: float | None) -> None:
+    """Rows with different settings in one tensor, to the bit what each is alone.
+
+    grain: logits rounded to multiples, so that ties are common (0: all equal).
+    """
+    logits = 3 * torch.randn(len(rows), 40, generator=torch.Generator().manual_seed(seed))
+    if grain is not None:
+        logits = (logits * grain).round()
+    found = warp(logits, Warping(rows, CPU))
+    for row, sampling in enumerate(rows):
+        expected = theirs(logits[row], sampling)
+        assert torch.equal(found[row] > 0, expected > 0), "the same tokens are left"
+        assert torch.allclose(found[row], expected, rtol=1e-5, atol=1e-7)
+        assert torch.equal(found[row], warp(logits[row : row + 1], Warping([sampling], CPU))[0])
+    assert torch.allclose(found.sum(-1), torch.ones(len(rows)), atol=1e-5)
+
+
+@pytest.mark.parametrize("top_p", [0.9, 0.8, 0.7, 0.6, 0.3, 0.2, 0.1])
+def test_top_p_cuts_ties_where_transformers_does(top_p: float) -> None:
+    """Ten equal tokens put cumulative sums on the threshold, where the last bit of 1 - top_p decides."""
+    logits = torch.zeros(1, 10)
+    row = Sampling(temperature=1.0, top_p=top_p)
+    assert torch.equal(warp(logits, Warping([row], CPU))[0] > 0, theirs(logits[0], row) > 0)
+
+
+def test_the_order_of_warpers_is_that_of_generate() -> None:
+    model: Any = llama()
+    config = GenerationConfig(do_sample=True, temperature=0.7, top_k=9, top_p=0.8, min_p=0.1)
+    config._eos_token_tensor = None
+    built = model._get_logits_processor(generation_config=config, input_ids_seq_length=1, device="cpu", model_kwargs={})
+    assert [type(warper) for warper in built] == [TemperatureLogitsWarper, TopKLogitsWarper, TopPLogitsWarper, MinPLogitsWarper]
+    logits = torch.randn(1, 97, generator=torch.Generator().manual_seed(0))
+    expected = built(torch.zeros(1, 1, dtype=torch.long), logits.clone()).softmax(-1)
+    found = warp(logits, Warping([Sampling(temperature=0.7, top_k=9, top_p=0.8, min_p=0.1)], CPU))
+    assert torch.allclose(found, expected, rtol=1e-5)
+    assert 1 < int((found > 0).sum()) < 9
+
+
+def test_greedy_is_the_limit_of_sampling() -> None:
+    """One-hot at the argmax, the first of equal ones, whatever the other settings of the row and its neighbours'."""
+    logits = torch.tensor([[1.0, 5.0, 5.0, 0.0]] * 2)
+    rows = [Sampling(temperature=0.0, top_k=3, top_p=0.1, min_p=0.9), Sampling(temperature=1.0)]
+    p = warp(logits, Warping(rows, CPU))
+    assert p[0].tolist() == [0, 1, 0, 0]
+    assert torch.allclose(p[1], logits[1].softmax(-1))
+    assert torch.allclose(warp(logits, Warping([Sampling(temperature=1e-4)] * 2, CPU))[0], torch.tensor([0, 0.5, 0.5, 0]))
+
+
+@pytest.mark.parametrize("warper", [TypicalLogitsWarper(0.6), EpsilonLogitsWarper(0.02), EtaLogitsWarper(0.05)])
+def test_a_row_with_its_own_warpers_uses_them_and_leaves_its_neighbours_alone(warper: Any) -> None:
+    logits = 2 * torch.randn(3, 30, generator=torch.Generator().manual_seed(1))
+    chain = [TemperatureLogitsWarper(0.7), warper]
+    sampler = Sampler(3, CPU)
+    ids = torch.tensor([1, 2])
+    sampler.admit(0, Sampling(temperature=0.7, warpers=chain), ids)
+    sampler.admit(1, Sampling(temperature=0.7), ids)
+    sampler.admit(2, Sampling(), ids)
+    p = sampler.distribution(logits, torch.empty(3, 0, dtype=torch.long))
+    expected = logits[:1].clone()
+    for part in chain:
+        expected = part(ids[None], expected)
+    assert torch.allclose(p[:1], expected.softmax(-1))
+    assert int((p[0] > 0).sum()) < 30
+    assert torch.allclose(p[1], (logits[1] / 0.7).softmax(-1))
+    assert p[2].max() == 1
+
+
+def test_processors_run_in_order_on_unpadded_ids_and_path() -> None:
+    """A chain whose order matters, on rows of different lengths, against transformers' own calls."""
+    logits = torch.randn(3, 12, generator=torch.Generator().manual_seed(2))
+    prompts = [torch.tensor([3, 4, 3]), torch.tensor([7]), torch.tensor([1, 2, 1, 2, 1])]
+    path = torch.tensor([[4, 5], [7, 7], [2, 0]])
+    chains: list[list[Any]] = [
+        [RepetitionPenaltyLogitsProcessor(2.0), NoRepeatNGramLogitsProcessor(2)],
+        [],
+        [NoRepeatNGramLogitsProcessor(3), RepetitionPenaltyLogitsProcessor(1.5)],
+    ]
+    sampler = Sampler(3, CPU)
+    for row, ids in enumerate(prompts):
+        sampler.admit(row, Sampling(processors=chains[row]), ids[:-1])
+        sampler.extend(row, ids[-1:].tolist())
+    before = logits.clone()
+    found = sampler.process(logits, path)
+    for row, ids in enumerate(prompts):
+        scores = before[row : row + 1].clone()
+        for processor in chains[row]:
+            scores = processor(torch.cat([ids, path[row]])[None], scores)
+        assert torch.equal(found[row], scores[0])
+    assert torch.equal(logits, before), "the raw logits are left as they are"
+    assert not torch.equal(found[0], before[0])
+    assert torch.equal(found[1], before[1])
+
+
+def test_propose_returns_what_the_draft_was_drawn_from() -> None:
+    logits = 2 * torch.randn(2, 9, generator=torch.Generator().manual_seed(3))
+    position, path = torch.tensor([4, 6]), torch.empty(2, 0, dtype=torch.long)
+    sampled, greedy, coupled = Sampler(2, CPU), Sampler(2, CPU), Sampler(2, CPU, coupled=True)
+    for row in range(2):
+        sampled.admit(row, Sampling(temperature=0.8, top_k=4, seed=row), torch.tensor([1]))
+        coupled.admit(row, Sampling(temperature=0.8, top_k=4, seed=row), torch.tensor([1]))
+        greedy.admit(row, Sampling(seed=row), torch.tensor([1]))
+    token, q, scores = sampled.propose(logits, position, path)
+    assert q is not None
+    assert torch.equal(q, sampled.distribution(logits, path))
+    assert bool((q.gather(1, token[:, None]) > 0).all())
+    assert torch.equal(scores, logits)
+    assert greedy.propose(logits, position, path)[0].tolist() == logits.argmax(-1).tolist()
+    assert greedy.propose(logits, position, path)[1] is None
+    assert coupled.propose(logits, position, path)[1] is None
+
+
+class Watching(LogitsProcessor):
+    """Changes nothing that matters and keeps every text it was shown."""
+
+    def __init__(self) -> None:
+        self.texts: list[tuple[int, ...]] = []
+
+    def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
+        self.texts.append(tuple(input_ids[0].tolist()))
+        return scores
+
+
+def watched(temperature: float, tokens: int, lengths: tuple[int, ...] = (4, 9, 6)) -> tuple[list[Request], list[Watching]]:
+    eyes = [Watching() for _ in lengths]
+    requests = [
+        Request(prompt(length, length), tokens - row, sampling=Sampling(temperature, seed=row, processors=[eyes[row]]))
+        for row, length in enumerate(lengths)
+    ]
+    return requests, eyes
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_processors_are_called_at_the_nodes_the_walk_reaches_and_nowhere_else(temperature: float) -> None:
+    """A tree's session draws no drafts itself, so every call is the walk's: one per committed token and row, on the very text
+    before that token. Chunked prefill and rows that stopped early add none."""
+    layered = LayeredModel(llama())
+    plain, _ = watched(temperature, 18)
+    texts, _, _ = decode(Trees(nodes=0), layered, plain)
+    paths = tuple(reference(request.prompt, text) for request, text in zip(plain, texts, strict=True))
+    requests, eyes = watched(temperature, 18)
+    found, figures, _ = decode(Trees(nodes=10, references=paths), layered, requests, chunk=2)
+    assert found == texts
+    assert figures.accepted > 10
+    assert figures.verified_nodes > figures.accepted + 40
+    for row, request in enumerate(requests):
+        whole = reference(request.prompt, texts[row])
+        assert eyes[row].texts == [whole[: len(request.prompt) + place] for place in range(len(texts[row]))]
+
+
+def test_a_row_with_warpers_samples_alone_and_in_company() -> None:
+    """Its temperature is theirs: the default 0 beside them must not make it greedy when all its neighbours are."""
+    layered = LayeredModel(llama())
+    warpers: list[Any] = [TemperatureLogitsWarper(1.5)]
+    request = Request(prompt(6), 12, sampling=Sampling(seed=4, warpers=warpers))
+    method = LayerSkip(exit_layer=2, num_speculative_tokens=3)
+    (alone,), _, _ = decode(method, layered, [request])
+    together, _, _ = decode(method, layered, [request, Request(prompt(4), 14, sampling=Sampling(1.0))])
+    (sampled,), _, _ = decode(method, layered, [replace(request, sampling=Sampling(1.5, seed=4))])
+    assert alone == together[0] == sampled
+    assert alone != decode(method, layered, [Request(prompt(6), 12)])[0][0]
+
+
+def test_a_sampler_row_is_forgotten_when_released() -> None:
+    sampler = Sampler(2, CPU)
+    eye = Watching()
+    sampler.admit(0, Sampling(temperature=1.0, seed=5, processors=[eye]), torch.tensor([1, 2]))
+    assert sampler.processed
+    assert not sampler.greedy
+    sampler.release(0)
+    assert not sampler.processed
+    assert sampler.greedy
+    sampler.process(torch.zeros(2, 3), torch.empty(2, 0, dtype=torch.long))
+    assert eye.texts == []
+
+
+@pytest.mark.parametrize(
+    ("settings", "part"),
+    [
+        ({"temperature": -1.0}, "temperature must be a finite number"),
+        ({"temperature": float("nan")}, "temperature must be a finite number"),
+        ({"temperature": float("inf")}, "temperature must be a finite number"),
+        ({"top_k": -1}, "top_k must be a whole number .* found -1"),
+        ({"top_k": 2.5}, "top_k must be a whole number"),
+        ({"top_p": 1.5}, "top_p must lie between 0 and 1, found 1.5"),
+        ({"top_p": float("nan")}, "top_p must lie between 0 and 1"),
+        ({"min_p": 2.0}, "min_p must lie between 0 and 1"),
+    ],
+)
+def test_settings_that_mean_nothing(settings: dict[str, Any], part: str) -> None:
+    with pytest.raises(ValueError, match=part):
+        Sampling(**settings)

@@ -1,0 +1,116 @@
+"""Random trees through the real loop: whatever is proposed, the text is the target's own, token for token."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+from transformers.generation.logits_process import NoRepeatNGramLogitsProcessor, RepetitionPenaltyLogitsProcessor
+
+from skipstone import Autoregressive, Request, Sampling, Stats, Step
+from skipstone.models.layered import LayeredModel
+from tests.helpers.machine import decode, llama, mistral, prompt
+from tests.helpers.trees import Trees, reference
+
+MODELS = [pytest.param(llama, id="llama"), pytest.param(lambda: mistral(window=7), id="sliding")]
+SAMPLING = [
+    pytest.param({}, id="greedy"),
+    pytest.param({"temperature": 1.0}, id="sampled"),
+    pytest.param({"temperature": 0.8, "top_p": 0.9}, id="warped"),
+]
+PROCESSORS: tuple[Any, ...] = (RepetitionPenaltyLogitsProcessor(1.3), NoRepeatNGramLogitsProcessor(3))
+
+
+def requests(lengths: tuple[int, ...], tokens: int = 16, **sampling: Any) -> list[Request]:
+    """Rows that end at different times, one seed each."""
+    return [
+        Request(prompt(length, length), tokens + 3 * row, sampling=Sampling(seed=40 + row, **sampling))
+        for row, length in enumerate(lengths)
+    ]
+
+
+def references(layered: LayeredModel, asked: list[Request]) -> tuple[list[list[int]], tuple[tuple[int, ...], ...]]:
+    """(what plain decoding says, the same as texts to peek at)."""
+    texts, _, _ = decode(Autoregressive(), layered, asked)
+    return texts, tuple(reference(request.prompt, text) for request, text in zip(asked, texts, strict=True))
+
+
+def proves(build: Any, asked: list[Request], method: Trees, check: bool = False) -> tuple[Stats, list[Step]]:
+    """Assert equality with plain decoding, and that drafts were accepted and rejected on the way."""
+    layered = LayeredModel(build())
+    expected, paths = references(layered, asked)
+    texts, figures, steps = decode(replace(method, references=paths), layered, asked, check=check)
+    assert texts == expected
+    assert figures.drafted > 0
+    assert figures.accepted > 0
+    assert figures.drafted > figures.accepted
+    assert any("recovered" in origin for step in steps for origin in step.origin)
+    return figures, steps
+
+
+@pytest.mark.parametrize("build", MODELS)
+@pytest.mark.parametrize("lengths", [(9,), (4, 17, 9)], ids=["one row", "three rows"])
+@pytest.mark.parametrize("processors", [(), PROCESSORS], ids=["plain", "processors"])
+@pytest.mark.parametrize("sampling", SAMPLING)
+def test_random_trees_do_not_change_the_text(build: Any, lengths: tuple[int, ...], processors: Any, sampling: Any) -> None:
+    asked = requests(lengths, tokens=40 if len(lengths) == 1 else 16, processors=processors, **sampling)
+    figures, _ = proves(build, asked, Trees(nodes=16, branching=0.4, peeking=0.75), check=True)
+    assert max(figures.histogram) >= 3, "a deep path was accepted"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("build", MODELS)
+@pytest.mark.parametrize("sampling", SAMPLING)
+@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize("nodes", [1, 4, 30])
+def test_many_random_trees_do_not_change_the_text(build: Any, sampling: Any, seed: int, nodes: int) -> None:
+    proves(build, requests((6, 2, 23), 40, processors=PROCESSORS, **sampling), Trees(nodes=nodes, seed=seed), check=True)
+
+
+@pytest.mark.parametrize("branching", [0.0, 1.0], ids=["chains", "bushes"])
+def test_chains_and_bushes_are_trees_too(branching: float) -> None:
+    proves(llama, requests((4, 17, 9), temperature=1.0), Trees(nodes=12, branching=branching), check=True)
+
+
+def test_nodes_that_may_not_be_accepted_change_nothing() -> None:
+    """Barred nodes are scored, count in verified_nodes and are never accepted nor counted as drafts."""
+    figures, steps = proves(llama, requests((4, 17, 9), temperature=1.0), Trees(nodes=12, barred=0.4), check=True)
+    assert figures.verified_nodes > figures.drafted
+    _, paths = references(layered := LayeredModel(llama()), requests((8,)))
+    _, figures, steps = decode(Trees(nodes=12, barred=1.0, references=paths), layered, requests((8,)))
+    assert figures.verified_nodes > 20
+    assert (figures.drafted, figures.accepted) == (0, 0)
+    assert {origin for step in steps for row in step.origin for origin in row} == {"prefill", "bonus"}
+
+
+@pytest.mark.parametrize("sampling", SAMPLING)
+def test_an_end_token_inside_a_tree_ends_the_row_there(sampling: Any) -> None:
+    """The end token of each row is one that lies inside an accepted path: what follows it in the path is cut."""
+    layered = LayeredModel(llama())
+    asked = requests((4, 17, 9), **sampling)
+    texts, paths = references(layered, asked)
+    cuts = 0
+    for place in range(1, 14):
+        ends = [frozenset({text[place]}) for text in texts]
+        ending = [replace(request, eos=eos) for request, eos in zip(asked, ends, strict=True)]
+        expected = [
+            text[: 1 + next(i for i, token in enumerate(text) if token in eos)] for text, eos in zip(texts, ends, strict=True)
+        ]
+        found, _, steps = decode(Trees(nodes=10, references=paths), layered, ending, check=True)
+        assert found == expected
+        for step in steps:
+            assert all(len(origin) == len(tokens) for origin, tokens in zip(step.origin, step.tokens, strict=True))
+            cuts += sum(step.origin[row][-1] == "draft" for row in step.finished)
+    assert cuts > 3, "a row ended on an accepted draft"
+
+
+@pytest.mark.parametrize("tokens", [1, 2, 3])
+def test_short_requests_leave_no_room_for_drafts(tokens: int) -> None:
+    layered = LayeredModel(llama())
+    asked = [Request(prompt(5), tokens), Request(prompt(3), 1)]
+    expected, paths = references(layered, asked)
+    texts, figures, _ = decode(Trees(nodes=10, branching=0.0, references=paths), layered, asked)
+    assert texts == expected
+    assert [len(text) for text in texts] == [tokens, 1]
+    assert figures.accepted <= max(0, tokens - 2)

@@ -1,0 +1,179 @@
+"""The walk along a draft: equality with plain Python, rows apart from one another, and the name of what comes after it."""
+
+from __future__ import annotations
+
+import random
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+from skipstone.decoding import verify
+from skipstone.decoding.draft import Draft, Verdict
+from skipstone.decoding.noise import TARGET, Noise
+from tests.helpers.tables import Table, as_probability, contextual, double, random_draft
+
+
+def walk(draft: Draft, row: int, table: Table, seed: int, position: int) -> tuple[list[int], list[int]]:
+    """`match` in plain Python, for one row: (accepted nodes, tokens)."""
+    parents = range(-1, draft.width - 1) if draft.parents is None else draft.parents[row].tolist()
+    node, path, tokens = -1, [], []
+    while True:
+        p = double([table(tokens)])
+        tokens.append(int(Noise(torch.tensor([seed])).draw(p, torch.tensor([position + len(path)]), TARGET)))
+        for child in range(draft.width):
+            offered = bool(draft.valid[row, child]) and (draft.candidate is None or bool(draft.candidate[row, child]))
+            if offered and parents[child] == node and int(draft.tokens[row, child]) == tokens[-1]:
+                node = child
+                path.append(child)
+                break
+        else:
+            return path, tokens
+
+
+@pytest.mark.parametrize("chain", [False, True], ids=["tree", "chain"])
+def test_match_equals_a_plain_python_walk(chain: bool) -> None:
+    """Random ragged drafts over three tokens, 4 rows at once: same path, same tokens. Nodes barred by `candidate` stop it."""
+    dice = random.Random(5)
+    deepest = barred = 0
+    for trial in range(150):
+        rows = [[dice.random() ** 3 for _ in range(3)] for _ in range(7)]
+        draft = random_draft(dice, rows=4, width=dice.randint(1, 12), vocab=3, chain=chain)
+        seeds, position = torch.arange(4) + 10 * trial, torch.tensor([3, 9, 4, 100])
+        verdict = verify.match(draft, as_probability(contextual(rows)), position, Noise(seeds))
+        assert verdict.path.shape == draft.tokens.shape
+        assert verdict.tokens.shape == (4, draft.width + 1)
+        for row in range(4):
+            path, tokens = walk(draft, row, contextual(rows), int(seeds[row]), int(position[row]))
+            count = int(verdict.accepted[row])
+            assert verdict.path[row, :count].tolist() == path
+            assert verdict.tokens[row, : count + 1].tolist() == tokens
+            assert int(verdict.next_token[row]) == tokens[-1]
+            deepest = max(deepest, count)
+            assert draft.candidate is not None
+            barred += not bool(draft.candidate[row].all())
+            assert bool(draft.candidate[row, path].all())
+    assert deepest >= 3
+    assert barred > 100
+
+
+@pytest.mark.parametrize("barred", [False, True])
+@pytest.mark.parametrize("chain", [False, True], ids=["tree", "chain"])
+def test_match_greedy_equals_match_at_temperature_zero(chain: bool, barred: bool) -> None:
+    """Known picks per node against one-hot distributions; on a plain chain that is the fast path."""
+    dice = random.Random(8)
+    accepted = 0
+    for _ in range(120):
+        draft = random_draft(dice, rows=3, width=dice.randint(0, 7), vocab=3, chain=chain)
+        if not barred:
+            draft.candidate = None
+        picks = torch.tensor([[dice.randrange(3) for _ in range(draft.width + 1)] for _ in range(3)])
+        one_hot = torch.nn.functional.one_hot(picks, 3).double()
+
+        def p(node: Tensor, _path: Tensor, *_: Any, table: Tensor = one_hot) -> Tensor:
+            return table[torch.arange(3), node + 1]
+
+        fast = verify.match_greedy(draft, picks)
+        slow = verify.match(draft, p, torch.zeros(3, dtype=torch.long), Noise(torch.arange(3)))
+        assert torch.equal(fast.accepted, slow.accepted)
+        for row, count in enumerate(fast.accepted.tolist()):
+            assert fast.path[row, :count].tolist() == slow.path[row, :count].tolist()
+            assert fast.tokens[row, : count + 1].tolist() == slow.tokens[row, : count + 1].tolist()
+        accepted += int(fast.accepted.sum())
+    assert accepted > 30
+
+
+def drawn_chains(dice: np.random.Generator, rows: int, width: int, vocab: int) -> tuple[Draft, Tensor]:
+    """(ragged chains with q and some given tokens, p of every node [rows, width + 1, vocab])."""
+    q = double(dice.dirichlet([0.7] * vocab, (rows, width)))
+    tokens = torch.multinomial(q.flatten(0, 1), 1, generator=torch.Generator().manual_seed(0)).reshape(rows, width)
+    lengths = torch.tensor(dice.integers(0, width + 1, rows))
+    valid = torch.arange(width) < lengths[:, None]
+    draft = Draft(tokens, valid, None, q=q, stochastic=torch.tensor(dice.random((rows, width)) < 0.8))
+    p = double(dice.dirichlet([0.7] * vocab, (rows, width + 1)))
+    p[:, :-1] = 0.5 * p[:, :-1] + 0.5 * q
+    return draft, p
+
+
+def test_leviathan_treats_every_row_as_it_would_alone() -> None:
+    """Ragged chains in one batch: a row's verdict does not depend on its neighbours, nor on the padding behind its end."""
+    rows, width = 64, 5
+    draft, p = drawn_chains(np.random.default_rng(0), rows, width, vocab=4)
+    seeds, position = torch.arange(rows), torch.arange(rows) * 3
+    together = verify.leviathan(draft, lambda node, *_: p[torch.arange(rows), node + 1], position, Noise(seeds))
+    assert draft.q is not None
+    assert draft.stochastic is not None
+    outcomes = set()
+    for row in range(rows):
+        length = int(draft.valid[row].sum())
+        cut = (slice(row, row + 1), slice(0, length))
+        alone = Draft(draft.tokens[cut], draft.valid[cut], None, q=draft.q[cut], stochastic=draft.stochastic[cut])
+        own = verify.leviathan(
+            alone,
+            lambda node, *_, row=row: p[row : row + 1, int(node) + 1],
+            position[row : row + 1],
+            Noise(seeds[row : row + 1]),
+        )
+        count = int(own.accepted)
+        assert count == int(together.accepted[row]) <= length
+        assert own.tokens[0, : count + 1].tolist() == together.tokens[row, : count + 1].tolist()
+        outcomes.add((count == length, count > 0))
+    assert outcomes == {(True, True), (True, False), (False, True), (False, False)}
+
+
+def test_leviathan_on_all_of_p_at_once_is_the_walk_node_by_node() -> None:
+    draft, p = drawn_chains(np.random.default_rng(1), rows=200, width=5, vocab=4)
+    seeds, position = torch.arange(200), torch.arange(200) * 3
+    at_once = verify.leviathan(draft, p, position, Noise(seeds))
+    walked = verify.leviathan(draft, lambda node, *_: p[torch.arange(200), node + 1], position, Noise(seeds))
+    assert torch.equal(at_once.accepted, walked.accepted)
+    assert torch.equal(at_once.tokens, walked.tokens)
+    assert set(at_once.accepted.tolist()) == {0, 1, 2, 3, 4, 5}
+
+
+def test_leviathan_never_accepts_a_node_that_is_no_candidate() -> None:
+    """p = q accepts everything that may be accepted: the walk ends at the barred node, whose place is drawn from p."""
+    q = torch.full((1, 3, 4), 0.25, dtype=torch.double)
+    draft = Draft(torch.tensor([[0, 1, 2]]), torch.ones(1, 3, dtype=torch.bool), None, q=q)
+    draft.candidate = torch.tensor([[True, False, True]])
+    seen = set()
+    for seed in range(60):
+        noise = Noise(torch.tensor([seed]))
+        verdict = verify.leviathan(draft, lambda *_: q[:, 0], torch.tensor([4]), noise)
+        assert int(verdict.accepted) == 1
+        seen.add(int(verdict.next_token))
+    assert seen == {0, 1, 2, 3}
+
+
+def test_what_follows_the_accepted_tokens_is_named() -> None:
+    """A rejected candidate makes the next token recovered; without one on offer it is the bonus token."""
+    tokens, valid = torch.tensor([[5, 6]] * 4), torch.tensor([[True, True], [True, True], [True, False], [False, False]])
+    chain = Draft(tokens, valid, None)
+    verdict = Verdict(torch.tensor([[0, 1]] * 4), torch.tensor([[5, 6, 7]] * 4), torch.tensor([1, 2, 1, 0]))
+    assert [row.final for row in verdict.tolist(chain)] == ["recovered", "bonus", "bonus", "bonus"]
+    assert [row.drafted for row in verdict.tolist(chain)] == [2, 2, 1, 0]
+    origins = [row.origin for row in verdict.tolist(chain)]
+    assert origins == [["draft", "recovered"], ["draft", "draft", "bonus"], ["draft", "bonus"], ["bonus"]]
+    chain.candidate = torch.tensor([[True, False]] * 4)
+    assert [row.final for row in verdict.tolist(chain)] == ["bonus"] * 4
+    tree = Draft(tokens, valid, None, parents=torch.tensor([[-1, -1]] * 4))
+    assert [row.final for row in verdict.tolist(tree)] == ["bonus", "bonus", "bonus", "bonus"]
+    verdict.accepted = torch.zeros(4, dtype=torch.long)
+    assert [row.final for row in verdict.tolist(tree)] == ["recovered", "recovered", "recovered", "bonus"]
+
+
+def test_nodes_that_may_not_be_accepted_are_no_drafts() -> None:
+    """Lookahead's window is scored but never offered: a step with nothing else in it is plain decoding."""
+    draft = Draft(
+        torch.tensor([[5, 6], [5, 6]]),
+        torch.tensor([[True, True], [True, True]]),
+        None,
+        parents=torch.tensor([[-1, -1], [-1, -1]]),
+        candidate=torch.tensor([[False, False], [True, False]]),
+    )
+    verdict = Verdict(torch.zeros(2, 2, dtype=torch.long), torch.full((2, 3), 9), torch.zeros(2, dtype=torch.long))
+    window, mixed = verdict.tolist(draft)
+    assert (window.drafted, window.nodes, window.final) == (0, 2, "bonus")
+    assert (mixed.drafted, mixed.nodes, mixed.final) == (1, 2, "recovered")

@@ -1,0 +1,163 @@
+"""The documents say what is so: their Python runs, their links resolve, their quotations of the code are in the code."""
+
+from __future__ import annotations
+
+import importlib.util
+import sys
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+import torch
+
+import skipstone
+from tests.helpers import families
+from tests.helpers.snippets import ROOT, anchors, blocks, links, pages, run_python, table_rows, tiny_checkpoint, tree
+from tests.methods import test_methods as test_methods
+
+DOCS = ROOT / "docs"
+PACKAGE = ROOT / "src" / "skipstone"
+ADD_A_METHOD = DOCS / "add-a-method.md"
+
+# how fast a tiny model runs is no matter here, and the tutorial's method has no default of its own
+pytestmark = pytest.mark.filterwarnings("ignore:.* x the speed of plain decoding:RuntimeWarning")
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tiny_checkpoint(tmp_path_factory.mktemp("tiny"))
+
+
+def _marked(mark: str) -> str:
+    (code,) = (block.code for block in blocks(ADD_A_METHOD, "python") if block.mark == mark)
+    return code
+
+
+@pytest.fixture(scope="module")
+def tutorial(tmp_path_factory: pytest.TempPathFactory) -> ModuleType:
+    """The file that docs/add-a-method.md shows, imported."""
+    path = tmp_path_factory.mktemp("tutorial") / "bigram.py"
+    path.write_text(_marked("<!-- file -->"))
+    spec = importlib.util.spec_from_file_location("bigram", path)
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules["bigram"] = module
+    spec.loader.exec_module(module)
+    return module
+
+
+@pytest.fixture
+def registered(tutorial: ModuleType, monkeypatch: pytest.MonkeyPatch) -> ModuleType:
+    """The tutorial's registry line, in force."""
+    entry = eval("{" + _marked("<!-- registry -->") + "}", vars(tutorial))
+    assert set(entry) == {tutorial.BigramLookup.name}, "the registry key is the method's name"
+    monkeypatch.setitem(skipstone.METHODS, *entry.popitem())
+    return tutorial
+
+
+@pytest.mark.parametrize("page", pages(), ids=lambda page: page.name)
+def test_links_of_a_page_resolve(page):
+    for target in links(page):
+        if target.startswith(("http://", "https://")):
+            continue
+        path, _, anchor = target.partition("#")
+        other = (page.parent / path).resolve() if path else page
+        assert other.exists(), f"{page.name} links to {target}"
+        assert not anchor or anchor in anchors(other), f"{page.name} links to {target}, found {sorted(anchors(other))}"
+
+
+def test_every_page_is_reachable_from_the_readme():
+    seen, waiting = set(), [ROOT / "README.md"]
+    while waiting:
+        page = waiting.pop()
+        if page in seen:
+            continue
+        seen.add(page)
+        local = [target.partition("#")[0] for target in links(page) if "://" not in target]
+        waiting += [(page.parent / path).resolve() for path in local if path.endswith(".md")]
+    assert set(DOCS.rglob("*.md")) <= seen, sorted(page.name for page in set(DOCS.rglob("*.md")) - seen)
+
+
+def test_concepts_snippets_hold(checkpoint):
+    namespace = run_python(DOCS / "concepts.md", checkpoint)
+    fast = namespace["fast"]
+    assert fast.stats.accepted > 0
+    assert fast.stats.drafted > fast.stats.accepted
+    assert fast.text != namespace["alone"].text
+
+
+@pytest.mark.parametrize(
+    ("page", "least"),
+    [
+        ("methods/layerskip.md", 10),
+        ("methods/swift.md", 10),
+        ("methods/adadecode.md", 10),
+        ("methods/self_speculative.md", 4),
+        ("methods/speculative.md", 6),
+        ("methods/adasd.md", 8),
+        ("methods/lookahead.md", 5),
+        ("training.md", 10),
+    ],
+)
+def test_pages_quote_lines_that_are_in_the_code(page, least):
+    quoted = [row for row in table_rows(DOCS / page) if row[-1].endswith(".py`")]
+    assert len(quoted) >= least
+    for paper, code, file in quoted:
+        assert code.strip("`") in (PACKAGE / file.strip("`")).read_text(), f"{paper}: {code} is not in {file}"
+
+
+def test_every_method_page_belongs_to_a_method():
+    assert {page.stem for page in (DOCS / "methods").glob("*.md")} <= set(skipstone.METHODS)
+
+
+def test_module_map_names_every_file_of_the_package():
+    (block,) = blocks(DOCS / "design.md", "text")
+    entries = tree(block.code)
+    named = {path for path in entries if not path.endswith("/")}
+    assert [path for path in named if not entries[path]] == []
+    present = {str(path.relative_to(ROOT)) for path in PACKAGE.rglob("*.py") if path.name != "__init__.py"}
+    assert {path for path in named if not path.endswith("__init__.py")} == present
+    assert [path for path in entries if not (ROOT / path).exists()] == []
+
+
+def test_design_page_names_tests_that_exist():
+    names = [name.strip(" `") for row in table_rows(DOCS / "design.md") for name in row[1].split(",") if "tests/" in name]
+    assert len(names) >= 8
+    assert [name for name in names if not (ROOT / name).exists()] == []
+
+
+def test_tutorial_method_runs_under_its_name_and_its_snippet_holds(registered, checkpoint):
+    namespace = run_python(ADD_A_METHOD, checkpoint)
+    assert namespace["out"].method == "bigram"
+
+
+def test_tutorial_method_is_refused_unknown_keys(registered):
+    with pytest.raises(ValueError, match="bigram has no setting 'ngram'"):
+        skipstone.generate(families.cached("llama"), torch.tensor([[5]]), {"method": "bigram", "ngram": 3})
+    with pytest.raises(ValueError, match="num_speculative_tokens must be at least 1"):
+        skipstone.generate(families.cached("llama"), torch.tensor([[5]]), {"method": "bigram", "num_speculative_tokens": 0})
+
+
+def test_tutorial_method_passes_the_conformance_suite(tutorial):
+    """The page's test row, through the suite's own assertions: greedy and sampled, alone and in ragged batches."""
+    names = {**vars(test_methods), **vars(tutorial)}
+    ((name, row),) = eval("{" + _marked("<!-- test row -->") + "}", names).items()
+    assert name == tutorial.BigramLookup.name
+    assert row.make(3, "standard") == tutorial.BigramLookup(3)
+    options = {"max_new_tokens": 40}
+    sampled = {**options, "do_sample": True, "temperature": 0.7}
+    for rows in (1, 3):
+        test_methods.assert_greedy_equals_alone(row, "llama", rows, 4, options)
+        test_methods.assert_sampling_equals_plain(row, "llama", rows, 4, "standard", sampled)
+
+
+def test_tutorial_drafts_save_steps(tutorial):
+    model, (prompt,) = families.cached("llama"), families.prompts(1)
+    plain = skipstone.generate(model, prompt, "autoregressive", max_new_tokens=60)
+    fast = skipstone.generate(model, prompt, tutorial.BigramLookup(), max_new_tokens=60)
+    assert fast.new_tokens == plain.new_tokens
+    assert fast.stats is not None
+    assert plain.stats is not None
+    assert fast.stats.accepted > 0
+    assert fast.stats.steps + fast.stats.probes == plain.stats.steps - fast.stats.accepted

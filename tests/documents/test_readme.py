@@ -1,0 +1,139 @@
+"""README.md does what it says, on a tiny model: its Python, its cheap command lines, its tree, its tables."""
+
+from __future__ import annotations
+
+import re
+import shlex
+import sys
+import tomllib
+from importlib.metadata import entry_points
+from pathlib import Path
+
+import pytest
+import torch
+
+import skipstone
+from skipstone.models.families import FAMILIES
+from tests.helpers.snippets import MODEL, ROOT, blocks, run_python, table_rows, tiny_checkpoint, tree
+
+README = ROOT / "README.md"
+TOKENS = 64
+SHORT = {
+    "generate": ["--max-new-tokens", "12"],
+    "check": ["--num-prompts", "2", "--max-new-tokens", "8", "--samples", "100"],
+    "inspect": ["--max-new-tokens", "4"],
+    "bench": ["--num-prompts", "2", "--tune-prompts", "2", "--tune-tokens", "4", "--max-new-tokens", "8"],
+}
+"""What keeps a command of the README short."""
+
+pytestmark = pytest.mark.filterwarnings("ignore:.* x the speed of plain decoding:RuntimeWarning")
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tiny_checkpoint(tmp_path_factory.mktemp("tiny"))
+
+
+def commands() -> list[list[str]]:
+    """The shell lines of the README as words, comments dropped."""
+    lines = [line for block in blocks(README, "sh") for line in block.code.splitlines()]
+    return [words for line in lines if (words := shlex.split(line, comments=True))]
+
+
+def skipstone_commands() -> list[list[str]]:
+    return [words[1:] for words in commands() if Path(words[0]).name == "skipstone"]
+
+
+def test_python_runs_and_drafting_leaves_the_text_alone(checkpoint):
+    run = run_python(README, checkpoint)
+    model, tokenizer, out = run["model"], run["tokenizer"], run["out"]
+    plain = skipstone.generate(model, "def fibonacci(n):", "autoregressive", tokenizer=tokenizer, max_new_tokens=TOKENS)
+    assert out.text == plain.text
+    assert out.lossless
+    assert out.stats.accepted > 0
+    assert torch.equal(run["ids"], plain.sequences), "custom_generate"
+    assert torch.equal(run["stopped"][0], plain.sequences[0, : run["stopped"].shape[1]]), "enable"
+    assert "generate" not in vars(model), "disable gives model.generate back"
+
+
+def test_stream_snippet_names_every_origin_that_occurs(checkpoint, capsys):
+    run_python(README, checkpoint)
+    (remark,) = (line for block in blocks(README, "python") for line in block.code.splitlines() if "# origin:" in line)
+    printed = capsys.readouterr().out
+    for origin in ("prefill", "draft", "recovered", "bonus"):
+        assert f'"{origin}"' in remark
+    seen = {word for word in ("prefill", "draft", "recovered", "bonus") if f"'{word}'" in printed}
+    assert {"prefill", "draft", "recovered"} <= seen
+
+
+@pytest.mark.parametrize("words", skipstone_commands(), ids=lambda words: " ".join(words[:2]))
+def test_command_line_runs(words, checkpoint, monkeypatch, capsys, tmp_path):
+    """In this process, through the console script's entry point."""
+    monkeypatch.chdir(tmp_path)
+    Path("prompts.jsonl").write_text('{"prompt": "def f("}\n{"prompt": "import"}\n')
+    (script,) = entry_points(group="console_scripts", name="skipstone")
+    arguments = [str(checkpoint) if word == MODEL else word for word in words]
+    arguments += SHORT.get(words[0], [])
+    monkeypatch.setattr(sys, "argv", ["skipstone", *arguments])
+    with pytest.raises(SystemExit) as left:
+        script.load()()
+    printed = capsys.readouterr()
+    assert left.value.code in (0, None), printed.err
+    assert printed.out.strip()
+    if "--compare" in words:
+        assert "identical" in printed.out + printed.err
+    if words == ["--version"]:
+        assert skipstone.__version__ in printed.out
+    if words == ["methods"]:
+        assert all(name in printed.out for name in skipstone.METHODS)
+
+
+def test_every_other_command_is_a_target_of_the_makefile():
+    makefile = (ROOT / "Makefile").read_text()
+    others = [words for words in commands() if Path(words[0]).name != "skipstone"]
+    assert {words[0] for words in others} == {"make"}
+    assert {words[1] for words in others} == {"demo", "test", "test-all", "lint", "bench"}
+    assert all(f"\n{target}: " in makefile for _, target, *_ in others)
+
+
+def test_methods_table_is_the_registry():
+    rows = {row[0].strip("`"): row[-1] for row in table_rows(README) if row[0].strip("`") in skipstone.METHODS}
+    assert set(rows) == set(skipstone.METHODS)
+    for name, kind in skipstone.METHODS.items():
+        assert ("lossless = False" in rows[name]) == (not kind().lossless)
+
+
+def test_supported_models_are_the_family_table():
+    def squeezed(name: str) -> str:
+        return "".join(filter(str.isalnum, name.lower()))
+
+    section = README.read_text().split("## Supported models")[1].split(", with `sdpa`")[0]
+    named = re.split(r",| and ", section.replace("\n", " "))
+    assert sorted(map(squeezed, named)) == sorted(map(squeezed, FAMILIES))
+
+
+def test_tree_names_what_is_there():
+    (block,) = blocks(README, "text")
+    entries = tree(block.code)
+    assert all(remark for remark in entries.values())
+    for path in entries:
+        found = ROOT / path
+        assert found.is_dir() if path.endswith("/") else found.is_file(), f"{path} is not there"
+
+
+def test_tree_misses_no_directory_of_sources():
+    (block,) = blocks(README, "text")
+    named = set(tree(block.code))
+    tops = [path for path in ROOT.iterdir() if path.is_dir() and path.name not in ("build", "dist", "runs")]
+    tops = [path for path in tops if path.name == ".ci" or not path.name.startswith(".")]
+    files = [file for top in tops for kind in ("*.py", "*.md", "run") for file in top.rglob(kind)]
+    present = {f"{file.parent.relative_to(ROOT)}/" for file in files}
+    missing = {path for path in present if path not in named and path != "src/"}
+    assert missing == set()
+
+
+def test_files_that_the_package_metadata_names_exist():
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    assert (ROOT / project["readme"]).read_text().startswith(f"# {project['name']}\n")
+    assert f"## [{project['version']}]" in (ROOT / "CHANGELOG.md").read_text()
+    assert project["version"] == skipstone.__version__

@@ -1,0 +1,17 @@
+"""All rows draw from the same noise."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from skipstone.decoding.session import Request
+from skipstone.methods.layerskip import LayerSkipSession
+from tests.helpers.bugs.base import broken
+
+
+class Broken(LayerSkipSession):
+    def admit(self, row: int, request: Request) -> None:
+        super().admit(row, replace(request, sampling=replace(request.sampling, seed=7)))
+
+
+METHOD = broken(Broken)

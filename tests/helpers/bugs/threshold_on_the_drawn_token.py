@@ -1,0 +1,19 @@
+"""A drawn token that its own drafter thought unlikely is taken back."""
+
+from __future__ import annotations
+
+from skipstone.decoding.draft import Draft
+from skipstone.methods.layerskip import LayerSkipSession
+from tests.helpers.bugs.base import broken
+
+
+class Broken(LayerSkipSession):
+    def draft(self, limit: list[int]) -> Draft:
+        draft = super().draft(limit)
+        if draft.q is not None:
+            likely = draft.q.gather(2, draft.tokens[:, :, None]).squeeze(2) > 0.3
+            draft.valid = draft.valid & likely.long().cumprod(1).bool()
+        return draft
+
+
+METHOD = broken(Broken)

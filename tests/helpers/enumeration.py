@@ -1,0 +1,222 @@
+"""Exact laws by enumeration: a noise that explores every outcome of every draw, each with its weight.
+
+`explore(run)` calls `run` once per path through the tree of outcomes. Instead of drawing, `run` asks the Chooser it is given;
+its result is counted with the product of the weights of the choices taken. What comes back is the exact law of the result.
+"""
+
+from __future__ import annotations
+
+from collections import Counter, defaultdict
+from collections.abc import Callable, Hashable, Sequence
+from functools import cache
+from itertools import product
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor
+from transformers.generation.logits_process import LogitsProcessor
+
+from skipstone.decoding.loop import Decoder
+from skipstone.decoding.method import Method
+from skipstone.decoding.sampling import Sampling
+from skipstone.decoding.session import Request
+from skipstone.decoding.step import Step
+from skipstone.models.layered import LayeredModel
+
+Outcome = TypeVar("Outcome", bound=Hashable)
+Law = dict[tuple[int, ...], float]
+EXACT = 1e-9
+VOCAB, NEW = 3, 4  # four tokens: one from the prefill, then steps that have room for two drafts
+PROMPT = torch.tensor([1, 0, 2])
+NEGLIGIBLE = 1e-14  # branches that floating point opens where exact arithmetic has none
+
+
+class Chooser:
+    """One path through the tree of outcomes: the first choices are given, later ones take the first open branch."""
+
+    def __init__(self, given: Sequence[int]) -> None:
+        self.given = given
+        self.taken: list[int] = []
+        self.others: list[list[int]] = []
+        self.weight = 1.0
+        self._used: set[Hashable] = set()
+
+    def choose(self, weights: Sequence[float], key: Hashable) -> int:
+        """An index with positive weight. key: what the noise is addressed by; asking for it twice would tie draws together."""
+        assert key not in self._used, f"the noise of (position, stream) {key} is used twice"
+        self._used.add(key)
+        place = len(self.taken)
+        if place < len(self.given):
+            pick = self.given[place]
+        else:
+            pick, *rest = [index for index, weight in enumerate(weights) if weight > NEGLIGIBLE]
+            self.others += [[*self.taken, other] for other in rest]
+        self.weight *= weights[pick]
+        self.taken.append(pick)
+        return pick
+
+
+class Tracking:
+    """Stands in for `Noise` with one row."""
+
+    def __init__(self, chooser: Chooser) -> None:
+        self.chooser = chooser
+
+    def draw(self, p: Tensor, position: Tensor, stream: int) -> Tensor:
+        assert p.shape[0] == 1
+        weights = (p[0].double() / p[0].double().sum()).tolist()
+        return torch.tensor([self.chooser.choose(weights, (int(position), stream))])
+
+    def accept(self, probability: Tensor, position: Tensor, stream: int | Tensor) -> Tensor:
+        """Every place has a draw of its own, also behind one that failed."""
+        streams = torch.as_tensor(stream).expand_as(position)
+        places = zip(probability[0].tolist(), position[0].tolist(), streams[0].tolist(), strict=True)
+        return torch.tensor([[self._accepts(ratio, (at, stream)) for ratio, at, stream in places]], dtype=torch.bool)
+
+    def _accepts(self, ratio: float, key: Hashable) -> bool:
+        sure = min(1.0, ratio)
+        return self.chooser.choose([1 - sure, sure], key) == 1
+
+
+def explore(run: Callable[[Chooser], Outcome]) -> dict[Outcome, float]:
+    """The exact law of what `run` returns."""
+    law: dict[Outcome, float] = defaultdict(float)
+    open_paths: list[list[int]] = [[]]
+    while open_paths:
+        chooser = Chooser(open_paths.pop())
+        outcome = run(chooser)
+        law[outcome] += chooser.weight
+        open_paths += chooser.others
+    return dict(law)
+
+
+def exact_law(p: Callable[[tuple[int, ...]], Sequence[float]], tokens: int, vocab: int) -> Law:
+    """The law of `tokens` tokens drawn one by one. p: a prefix of tokens -> the distribution of the next."""
+    law: Law = {}
+    for text in product(range(vocab), repeat=tokens):
+        weight = 1.0
+        for place in range(tokens):
+            weight *= p(text[:place])[text[place]] if weight > 0 else 0.0
+        law[text] = weight
+    return law
+
+
+def distance(found: Law, expected: Law) -> float:
+    """Largest difference of a probability."""
+    return max(abs(found.get(text, 0.0) - expected.get(text, 0.0)) for text in found.keys() | expected.keys())
+
+
+def loop_law(
+    method: Method,
+    model: LayeredModel,
+    prompt: Tensor,
+    tokens: int,
+    sampling: Sampling,
+    watch: Callable[[Step], None] = lambda _: None,
+) -> Law:
+    """The exact law of the text that the real loop produces. watch: sees every step of every path."""
+
+    request = Request(prompt, tokens, sampling=sampling)
+
+    def run(chooser: Chooser) -> tuple[int, ...]:
+        session = method.start(model, 1, len(prompt) + tokens)
+        session.sampler.noise_type = lambda seed: Tracking(chooser)  # type: ignore[assignment]
+        decoder = Decoder(session)
+        decoder.admit(0, request)
+        text: list[int] = []
+        while decoder.busy:
+            step = decoder.step()
+            watch(step)
+            text += step.tokens[0]
+        return tuple(text)
+
+    return explore(run)
+
+
+class Double(LayeredModel):
+    """A model in float64 throughout, logits included, so that laws can be compared to 1e-9."""
+
+    def project(self, normed: Tensor, head: Any = None) -> Tensor:
+        return (head or self.head)(normed)
+
+
+def target(model: Any, prompt: Tensor, processors: Sequence[Any] = ()) -> Callable[..., list[float]]:
+    """The exact distribution of the next token, by transformers' own forward and processors: prefix -> [V]."""
+
+    @cache
+    def p(prefix: tuple[int, ...]) -> list[float]:
+        ids = torch.cat([prompt, torch.tensor(prefix, dtype=torch.long)])[None]
+        scores = model(input_ids=ids).logits[:, -1]
+        for processor in processors:
+            scores = processor(ids, scores)
+        return scores[0].softmax(-1).tolist()
+
+    return p
+
+
+class Tabled:
+    """Stands in for a LayeredModel of two layers whose p and q are the same after every token.
+
+    p: [V] weights at the top. q: [V] weights after layer 0.
+    """
+
+    depth, device, max_positions = 2, torch.device("cpu"), 64
+
+    def __init__(self, p: Sequence[float], q: Sequence[float]) -> None:
+        self.embeddings = 64
+        self._scores = torch.tensor([q, p], dtype=torch.double).log()
+
+    def embed(self, tokens: Tensor, positions: Tensor) -> Tensor:
+        return torch.zeros(*tokens.shape, 1, dtype=torch.double)
+
+    def run(self, hidden: Tensor, at: Any, store: Any, layers: range, *_: Any, **__: Any) -> Tensor:
+        return hidden + len(layers)
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        return self._scores[hidden.squeeze(-1).long() - 1]
+
+
+class Seen:
+    """Counts what happened on all paths, so that no proof is about drafts that never were."""
+
+    def __init__(self) -> None:
+        self.steps: Counter[tuple[int, int]] = Counter()
+
+    def __call__(self, step: Step) -> None:
+        self.steps[step.drafted[0], step.accepted[0]] += 1
+
+    @property
+    def lengths(self) -> set[int]:
+        return {drafted for drafted, _ in self.steps}
+
+
+class Pushing(LogitsProcessor):
+    """A processor that depends on the whole text, order included."""
+
+    def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
+        assert input_ids.shape[0] == 1
+        weights = torch.arange(1, input_ids.shape[1] + 1)
+        return scores + torch.nn.functional.one_hot((input_ids[0] * weights).sum() % VOCAB, VOCAB)
+
+
+def proves(
+    model: Any,
+    method: Method,
+    processors: Sequence[Any] = (),
+    warpers: Sequence[Any] = (),
+    own: Sequence[Any] = (),
+    new: int = NEW,
+    **sampling: Any,
+) -> Seen:
+    """Assert that the loop's law is the exact one.
+
+    model: a transformers model in float64. processors run in the loop and in the reference, and so do `own` warpers; `warpers`
+    are transformers' objects for the reference alone, where `sampling` says the same to the loop.
+    """
+    seen = Seen()
+    settings = Sampling(**{"temperature": 1.0, "processors": processors, "warpers": own, **sampling})
+    found = loop_law(method, Double(model), PROMPT, new, settings, seen)
+    expected = exact_law(target(model, PROMPT, [*processors, *warpers, *own]), new, VOCAB)
+    assert abs(sum(found.values()) - 1) < EXACT, "the weights of all paths add up to one"
+    assert distance(found, expected) < EXACT, "the loop's law is the target's"
+    return seen

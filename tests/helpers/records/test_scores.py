@@ -1,0 +1,137 @@
+"""Scores against hand-made answers, against the papers' definitions, and against the references' own solutions."""
+
+from __future__ import annotations
+
+import itertools
+
+import pytest
+
+from skipstone.tasks import scores
+
+
+@pytest.mark.parametrize(
+    ("text", "number"),
+    [
+        ("16 - 3 - 4 = <<16-3-4=9>>9 eggs a day.\n9 * 2 = $18\n#### 18", 18),
+        ("#### 1,234", 1234),
+        ("#### -7.50 dollars", -7.5),
+        ("first #### 3\n\nQuestion: 2 + 2?\nAnswer: 4\n#### 4", 3),
+        ("it is 7.\n\nQuestion: 2 + 2?\nAnswer: 4", 7),
+        ("So she makes $18.", 18),
+        ("The answer is 1,000,000 people, all told.", 1_000_000),
+        ("in 2024 it was 3.5%", 3.5),
+        ("#### none of them, so 5", 5),
+        ("12 #### nothing", 12),
+        ("no number at all", None),
+        ("", None),
+    ],
+)
+def test_final_numbers(text: str, number: float | None) -> None:
+    assert scores.final_number(text) == number
+
+
+def test_sums_are_right_when_they_end_in_the_same_number() -> None:
+    reference = "5 + 5 = <<5+5=10>>10\n#### 10"
+    assert scores.same_number("it is 10.", reference)
+    assert scores.same_number("it is $10.00", reference)
+    assert not scores.same_number("10, or rather 11", reference)
+    assert not scores.same_number("ten", reference)
+    with pytest.raises(ValueError, match="ends in no number"):
+        scores.same_number("10", "ten")
+
+
+@pytest.mark.parametrize(
+    ("text", "letter"),
+    [
+        ("B", "B"),
+        (" B. The second one", "B"),
+        ("The answer is (c).", "C"),
+        ("A tough question. Answer: D", "D"),
+        ("The answer is a prime number, so C", "C"),
+        ("(A)", "A"),
+        ("ABBA", None),
+        ("neither", None),
+    ],
+)
+def test_choices(text: str, letter: str | None) -> None:
+    assert scores.choice(text) == letter
+
+
+def test_exact_match_forgives_white_space_around_only() -> None:
+    assert scores.exact(' {"a": 1}\n', '{"a": 1}')
+    assert not scores.exact('{"a":1}', '{"a": 1}')
+
+
+def test_rouge_is_that_of_bigrams_and_longest_common_subsequences() -> None:
+    found = scores.rouge("the cat sat down", "the cat lay down")
+    assert found["rouge_2"] == pytest.approx(1 / 3)  # "the cat" of three bigrams on either side
+    assert found["rouge_l"] == pytest.approx(3 / 4)  # the, cat, down of four
+    assert scores.rouge("dogs", "cats") == {"rouge_2": 0.0, "rouge_l": 0.0}
+
+
+def test_without_rouge_score_it_is_said_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
+    import sys
+
+    for name in ("rouge_score", "rouge_score.rouge_scorer"):
+        monkeypatch.setitem(sys.modules, name, None)
+    with pytest.raises(ImportError, match=r"skipstone\[bench\]"):
+        scores.rouge("a", "b")
+
+
+@pytest.mark.parametrize(("samples", "passed"), [(5, 0), (5, 2), (5, 5), (7, 1)])
+def test_pass_at_k_is_the_share_of_draws_that_hold_a_pass(samples: int, passed: int) -> None:
+    """By enumeration of all draws of k samples."""
+    for k in range(1, samples + 1):
+        draws = list(itertools.combinations([1] * passed + [0] * (samples - passed), k))
+        assert scores.pass_at_k(samples, passed, k) == pytest.approx(sum(map(any, draws)) / len(draws))
+
+
+def test_impossible_counts_are_refused() -> None:
+    for samples, passed, k in ((3, 4, 1), (3, 1, 4), (3, 1, 0), (3, -1, 1)):
+        with pytest.raises(ValueError, match="pass@k needs"):
+            scores.pass_at_k(samples, passed, k)
+
+
+ROW = {
+    "prompt": 'from typing import List\n\n\ndef total(xs: List[int]) -> int:\n    """Sum. total([1, 2]) is 3."""\n',
+    "entry_point": "total",
+    "test": "def check(candidate):\n    assert candidate([1, 2]) == 3\n    assert candidate([]) == 0\n",
+}
+
+
+@pytest.mark.parametrize(
+    ("output", "passed"),
+    [
+        ("    return sum(xs)\n", True),
+        ("    return sum(xs)\n\n\ndef other():\n    this is no Python", True),
+        ("    return sum(xs)\nprint(1 / 0)", True),
+        ("    return sum(xs)\n\nif __name__ == '__main__':\n    total(", True),
+        ("    return 3\n", False),
+        ("    return sum(xs", False),
+        ('    return sum(xs)\n\n\ndef total(xs: List[int]) -> int:\n    """The su', True),
+        ("", False),
+        (
+            "Here it is:\n```python\nfrom typing import List\n\ndef total(xs: List[int]) -> int:\n    return sum(xs)\n```",
+            True,
+        ),
+        ("```\ndef total(xs):\n    return 1\n```", False),
+    ],
+)
+def test_completions_of_human_eval_run_against_its_tests(output: str, passed: bool) -> None:
+    assert scores.passes(scores.human_eval_program(ROW, output)).passed is passed
+
+
+def test_answers_of_mbpp_run_against_its_asserts() -> None:
+    row = {"test_setup_code": "K = double(1)", "test_list": ["assert double(2) == 4", "assert double(K) == 4"]}
+    assert scores.passes(scores.mbpp_program(row, "def double(x):\r\n\treturn 2 * x\n[DONE]\nthis is no Python")).passed
+    assert scores.passes(scores.mbpp_program(row, "Sure:\n```python\ndef double(x):\n    return x + x\n```")).passed
+    assert not scores.passes(scores.mbpp_program(row, "def double(x):\n    return x")).passed
+
+
+def test_a_completion_that_goes_on_with_a_fenced_block_is_still_a_completion() -> None:
+    """What comes after it is cut off; a chat answer in a block stands for itself."""
+    row = {"prompt": "def total(xs):\n", "entry_point": "total", "test": "def check(f):\n    assert f([1]) == 1\n"}
+    block = "```python\ndef total(xs):\n    return sum(xs)\n```"
+    program = scores.human_eval_program(row, f"    return sum(xs)\n\n{block}")
+    assert program.startswith("def total(xs):\n    return sum(xs)\n\n\ndef check")
+    assert "pass\n\ndef total(xs):\n    return sum(xs)" in scores.human_eval_program(row, f"Here it is:\n{block}")

@@ -1,0 +1,117 @@
+"""What several test files share: references, a tiny tokenizer, a counter of forward passes."""
+
+from __future__ import annotations
+
+import functools
+import json
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+from torch import Tensor
+from transformers import PreTrainedModel, PreTrainedTokenizerFast
+
+import skipstone
+from tests.helpers import families
+
+TIE = 1e-4
+"""A greedy reference whose smallest top-2 margin is below this share of the logits' deviation proves nothing."""
+
+
+def alone(model: PreTrainedModel, prompt: Tensor, **options: Any) -> list[int]:
+    """The new tokens of `model.generate` for one row by itself. prompt: [T]."""
+    return model.generate(prompt[None], **options)[0, len(prompt) :].tolist()
+
+
+def margin(model: PreTrainedModel, prompt: Tensor, **options: Any) -> tuple[list[int], float]:
+    """New tokens of greedy `model.generate` for one row, and the smallest top-2 margin on the way, in deviations."""
+    output = model.generate(prompt[None], return_dict_in_generate=True, output_scores=True, do_sample=False, **options)
+    smallest = float("inf")
+    for scores in output.scores:
+        allowed = scores[0][scores[0].isfinite()]
+        if len(allowed) > 1:
+            best, second = allowed.topk(2).values.tolist()
+            smallest = min(smallest, (best - second) / max(allowed.std().item(), 1e-9))
+    return output.sequences[0, len(prompt) :].tolist(), smallest
+
+
+def references(name: str, rows: int, **options: Any) -> tuple[list[Tensor], list[list[int]], int]:
+    """Ragged prompts of a family whose greedy references are no near-ties: (prompts, references, how many were dropped)."""
+    return _references(name, rows, json.dumps(options))
+
+
+@functools.cache
+def _references(name: str, rows: int, options: str) -> tuple[list[Tensor], list[list[int]], int]:
+    model, dropped = families.cached(name), 0
+    prompts, expected = [], []
+    for prompt in families.prompts(rows + 3, longest=21 + 7 * rows):
+        tokens, smallest = margin(model, prompt, **json.loads(options))
+        if smallest < TIE:
+            dropped += 1
+            continue
+        prompts.append(prompt)
+        expected.append(tokens)
+        if len(prompts) == rows:
+            break
+    return prompts, expected, dropped
+
+
+def plainly(name: str, rows: int, **options: Any) -> tuple[list[Tensor], list[list[int]]]:
+    """Ragged prompts of a family and what our own plain decoding says to them, for options that JSON can name."""
+    return _plainly(name, rows, json.dumps(options))
+
+
+@functools.cache
+def _plainly(name: str, rows: int, options: str) -> tuple[list[Tensor], list[list[int]]]:
+    prompts = families.prompts(rows)
+    output = decode(families.cached(name), prompts, skipstone.Autoregressive(), **json.loads(options))
+    assert output.new_tokens is not None
+    return prompts, output.new_tokens
+
+
+def left_padded(prompts: Sequence[Tensor], pad: int = 0) -> dict[str, Tensor]:
+    """input_ids and attention_mask [B, T] as a tokenizer with padding_side="left" makes them."""
+    width = max(map(len, prompts))
+    ids = torch.full((len(prompts), width), pad)
+    mask = torch.zeros_like(ids)
+    for row, prompt in enumerate(prompts):
+        ids[row, width - len(prompt) :] = prompt
+        mask[row, width - len(prompt) :] = 1
+    return {"input_ids": ids, "attention_mask": mask}
+
+
+@functools.cache
+def tokenizer(size: int = 97) -> PreTrainedTokenizerFast:
+    """Single letters, some words that hide stop strings in one token, and enough filler for `size` ids."""
+    letters = [chr(97 + i) for i in range(26)]
+    vocabulary = ["<pad>", "<eos>", " ", *letters, "ab", "bc", "abc", " the", "stop", "xst", "op!"]
+    vocabulary += [f"<{i}>" for i in range(size - len(vocabulary))]
+    core = Tokenizer(models.BPE({word: i for i, word in enumerate(vocabulary)}, [], fuse_unk=False))
+    core.pre_tokenizer = pre_tokenizers.Split("", "isolated")
+    core.decoder = decoders.Fuse()
+    wrapped = PreTrainedTokenizerFast(tokenizer_object=core, pad_token="<pad>", eos_token="<eos>", padding_side="left")
+    wrapped.chat_template = "{% for m in messages %}{{ m['content'] }} {% endfor %}{% if add_generation_prompt %}z{% endif %}"
+    return wrapped
+
+
+def decode(model: PreTrainedModel, prompts: Sequence[Tensor], method: Any, **options: Any) -> skipstone.Output:
+    """One left-padded batch through a method; 24 new tokens unless told."""
+    return skipstone.generate(model, left_padded(prompts), method, **{"max_new_tokens": 24, **options})
+
+
+@contextmanager
+def forwards(model: PreTrainedModel) -> Iterator[list[int]]:
+    """Counts, in the list's one entry, how often any module of the model runs."""
+    count = [0]
+
+    def tick(*_: Any) -> None:
+        count[0] += 1
+
+    handles = [module.register_forward_pre_hook(tick) for module in model.modules()]
+    try:
+        yield count
+    finally:
+        for handle in handles:
+            handle.remove()

@@ -1,0 +1,115 @@
+"""A synthetic method that proposes random trees: what the store, the masks, the walk and the loop must cope with.
+
+A tree's tokens are random, but branches peek at a reference text where one is given, so that deep paths are accepted. Rows
+differ in size, rows without a draft occur, invalid nodes lie between valid ones, and some nodes may be marked as never to be
+accepted. Whatever is proposed, the text must be the target's own.
+"""
+
+from __future__ import annotations
+
+import random
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor
+
+from skipstone.decoding.draft import Draft, RowVerdict
+from skipstone.decoding.method import Method
+from skipstone.decoding.session import Request, Session
+from skipstone.models.layered import LayeredModel
+
+ROOT = -1
+
+
+@dataclass(frozen=True)
+class Trees(Method):
+    """nodes: most nodes a row. branching: chance that a node hangs off any earlier node instead of the newest; 0 makes chains.
+
+    references: texts (prompt and continuation) to peek at. peeking: chance that a node on a reference's path gets its token.
+    barred: chance that a node may not be accepted.
+    """
+
+    name: ClassVar[str] = "trees"
+
+    nodes: int = 8
+    branching: float = 0.5
+    peeking: float = 0.6
+    barred: float = 0.0
+    seed: int = 0
+    references: tuple[tuple[int, ...], ...] = ()
+
+    def start(self, model: LayeredModel, rows: int, capacity: int, state: Any = None) -> Session:
+        return TreeSession(self, model, rows, capacity)
+
+
+class TreeSession(Session):
+    """Proposes one random tree per row and step."""
+
+    def __init__(self, method: Trees, model: LayeredModel, rows: int, capacity: int) -> None:
+        super().__init__(model, rows, capacity, scratch=method.nodes)
+        self.method = method
+        self.texts: list[list[int]] = [[] for _ in range(rows)]
+
+    def admit(self, row: int, request: Request) -> None:
+        super().admit(row, request)
+        self.texts[row] = request.prompt.tolist()
+
+    def commit(self, draft: Draft | None, verdicts: list[RowVerdict]) -> None:
+        super().commit(draft, verdicts)
+        for row, verdict in enumerate(verdicts):
+            self.texts[row] += verdict.tokens
+
+    def draft(self, limit: list[int]) -> Draft:
+        trees = [self._tree(row, limit[row] if alive else 0) for row, alive in enumerate(self.alive)]
+        width = max(len(tree) for tree in trees)
+        if width == 0:
+            return Draft.empty(self.rows, self.root.device, self.frontier([0] * self.rows))
+        tokens = torch.zeros((self.rows, width), dtype=torch.long)
+        parents = torch.full_like(tokens, ROOT)
+        valid, candidate = torch.zeros_like(tokens, dtype=torch.bool), torch.ones_like(tokens, dtype=torch.bool)
+        for row, tree in enumerate(trees):
+            dice = self._dice("holes", row)
+            places = [ROOT, *sorted(dice.sample(range(width), len(tree)))]
+            for node, (parent, token) in enumerate(tree):
+                place = places[node + 1]
+                tokens[row, place], parents[row, place], valid[row, place] = token, places[parent + 1], True
+                candidate[row, place] = dice.random() >= self.method.barred
+        frontier = self.frontier([width] * self.rows)
+        frontier.append(tokens, valid, parents)
+        draft = Draft(tokens, valid, frontier, parents=parents, candidate=candidate if self.method.barred else None)
+        draft.check()
+        return draft
+
+    def _tree(self, row: int, depth: int) -> list[tuple[int, int]]:
+        """(parent, token) per node; no node deeper than `depth`."""
+        method, dice = self.method, self._dice("tree", row)
+        nodes: list[tuple[int, int]] = []
+        paths: dict[int, list[int]] = {ROOT: []}
+        for _ in range(dice.randint(0, method.nodes) if depth > 0 else 0):
+            newest = len(nodes) - 1
+            parent = dice.choice(list(paths)) if dice.random() < method.branching else newest
+            taken = {token for above, token in nodes if above == parent}
+            free = [token for token in range(self.model.embeddings) if token not in taken]
+            if len(paths[parent]) >= depth or not free:
+                continue
+            right = self._peek([*self.texts[row], *paths[parent]])
+            token = right if right in free and dice.random() < method.peeking else dice.choice(free)
+            paths[newest + 1] = [*paths[parent], token]
+            nodes.append((parent, token))
+        return nodes
+
+    def _dice(self, use: str, row: int) -> random.Random:
+        return random.Random(f"{use} {self.method.seed} {row} {self.texts[row]}")
+
+    def _peek(self, text: list[int]) -> int | None:
+        """What a reference continues a text with."""
+        for reference in self.method.references:
+            if list(reference[: len(text)]) == text and len(reference) > len(text):
+                return reference[len(text)]
+        return None
+
+
+def reference(prompt: Tensor, new_tokens: list[int]) -> tuple[int, ...]:
+    """A text for `Trees.references`."""
+    return (*prompt.tolist(), *new_tokens)

@@ -1,0 +1,278 @@
+"""Every private or internal API of transformers that src uses, and what is expected of it. Where a new version of transformers
+breaks one, this file says so before anything else fails in a stranger way."""
+
+from __future__ import annotations
+
+import ast
+import inspect
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from transformers import GenerationConfig, LlamaConfig, LlamaForCausalLM, PreTrainedModel
+from transformers.cache_utils import get_layer_types_and_kwargs
+from transformers.generation.logits_process import (
+    LogitNormalization,
+    LogitsProcessorList,
+    PrefixConstrainedLogitsProcessor,
+)
+from transformers.generation.stopping_criteria import (
+    EosTokenCriteria,
+    MaxLengthCriteria,
+    StoppingCriteriaList,
+    StopStringCriteria,
+)
+from transformers.generation.utils import GenerateDecoderOnlyOutput
+from transformers.masking_utils import AttentionMaskInterface, sdpa_mask
+from transformers.modeling_outputs import CausalLMOutput
+from transformers.modeling_utils import AttentionInterface
+from transformers.utils import logging
+
+from tests.helpers import families
+from tests.helpers.support import tokenizer
+
+TRAINER = {
+    "training_step": ["model", "inputs", "num_items_in_batch"],
+    "log": ["logs", "start_time"],
+    "create_optimizer": ["model"],
+    "evaluate": ["eval_dataset", "ignore_keys", "metric_key_prefix"],
+    "set_initial_training_values": ["args", "dataloader"],
+    "_get_output_dir": ["trial"],
+    "_save_checkpoint": ["model", "trial"],
+}
+SOURCE = Path(__file__).parents[2] / "src" / "skipstone"
+
+
+def prepared(**options: Any) -> dict[str, Any]:
+    """What `model.generate` hands to a custom decoding function."""
+    given: dict[str, Any] = {}
+
+    def capture(
+        model: Any, input_ids: Any, logits_processor: Any, stopping_criteria: Any, generation_config: Any, **model_kwargs: Any
+    ) -> Any:
+        given.update(
+            model=model,
+            input_ids=input_ids,
+            logits_processor=logits_processor,
+            stopping_criteria=stopping_criteria,
+            config=generation_config,
+            model_kwargs=model_kwargs,
+        )
+        return given
+
+    ids = torch.tensor([[5, 6, 7]])
+    options = {"max_new_tokens": 4, **options}
+    assert families.cached("llama").generate(ids, custom_generate=capture, **options) is given
+    return given
+
+
+def logits_processor() -> None:
+    names = list(inspect.signature(LlamaForCausalLM._get_logits_processor).parameters)
+    wanted = {"generation_config", "input_ids_seq_length", "encoder_input_ids", "device", "model_kwargs"}
+    assert wanted <= set(names)
+    built = prepared(repetition_penalty=1.2, suppress_tokens=[3])["logits_processor"]
+    assert [type(one).__name__ for one in built] == ["RepetitionPenaltyLogitsProcessor", "SuppressTokensLogitsProcessor"]
+
+
+def default_generation_params() -> None:
+    defaults = GenerationConfig._get_default_generation_params()
+    assert (defaults["max_length"], defaults["top_k"], defaults["num_beams"]) == (20, 50, 1)
+
+
+def prefix_allowed_tokens_fn() -> None:
+    def allowed(_: int, __: Any) -> list[int]:
+        return [1]
+
+    assert PrefixConstrainedLogitsProcessor(allowed, 1)._prefix_allowed_tokens_fn is allowed
+
+
+def attention_implementation() -> None:
+    config: Any = families.cached("llama").config
+    assert config._attn_implementation == config._attn_implementation_internal == "sdpa"
+
+
+def special_token_tensors() -> None:
+    config = prepared(eos_token_id=[4, 9], pad_token_id=2, max_new_tokens=3)["config"]
+    assert config._eos_token_tensor.tolist() == [4, 9]
+    assert int(config._pad_token_tensor) == 2
+    assert prepared(max_new_tokens=3)["config"]._eos_token_tensor is None
+
+
+def stateful_models() -> None:
+    assert PreTrainedModel._is_stateful is False
+
+
+def from_config() -> None:
+    config = LlamaConfig(hidden_size=16, intermediate_size=16, num_hidden_layers=1, num_attention_heads=2, vocab_size=17)
+    assert isinstance(LlamaForCausalLM._from_config(config), LlamaForCausalLM)
+
+
+def training() -> None:
+    """What LayerSkipTrainer overrides, and the output that its forward gives."""
+    assert CausalLMOutput(loss=torch.tensor(1.0))["loss"] == 1
+    for name, parameters in TRAINER.items():
+        assert list(inspect.signature(getattr(transformers.Trainer, name)).parameters)[1:] == parameters
+
+
+def saved_generation_config() -> None:
+    """One that stems from the model's config is made anew when it is saved, which would lose a method of its own."""
+    assert GenerationConfig.from_model_config(LlamaConfig())._from_model_config is True
+    assert not GenerationConfig(skipstone={"method": "layerskip"})._from_model_config
+
+
+def loading_a_checkpoint() -> None:
+    parameters = list(inspect.signature(transformers.Trainer._load_from_checkpoint).parameters)
+    assert parameters[:2] == ["self", "resume_from_checkpoint"]
+
+
+PRIVATE: dict[str, Callable[[], None]] = {
+    "_get_logits_processor": logits_processor,
+    "_get_default_generation_params": default_generation_params,
+    "_prefix_allowed_tokens_fn": prefix_allowed_tokens_fn,
+    "_attn_implementation": attention_implementation,
+    "_attn_implementation_internal": attention_implementation,
+    "_pad_token_tensor": special_token_tensors,
+    "_eos_token_tensor": special_token_tensors,
+    "_is_stateful": stateful_models,
+    "_from_config": from_config,
+    "_from_model_config": saved_generation_config,
+    "_load_from_checkpoint": loading_a_checkpoint,
+}
+
+
+def layer_types() -> None:
+    types, arguments = get_layer_types_and_kwargs(families.cached("mistral").config)
+    assert types == ["sliding_attention"] * 4
+    assert [one["sliding_window"] for one in arguments] == [families.WINDOW] * 4
+    assert get_layer_types_and_kwargs(families.cached("llama").config)[0] == ["full_attention"] * 4
+
+
+def processors() -> None:
+    assert isinstance(prepared()["logits_processor"], LogitsProcessorList)
+    scores = torch.tensor([[1.0, 2.0]])
+    torch.testing.assert_close(LogitNormalization()(torch.zeros(1, 1), scores), scores.log_softmax(-1))
+
+
+def criteria() -> None:
+    found = prepared(eos_token_id=[4, 9], max_new_tokens=3)["stopping_criteria"]
+    assert isinstance(found, StoppingCriteriaList)
+    assert [c.max_length for c in found if isinstance(c, MaxLengthCriteria)] == [6]
+    assert [c.eos_token_id.tolist() for c in found if isinstance(c, EosTokenCriteria)] == [[4, 9]]
+    stop = StopStringCriteria(tokenizer(), ["abc"])
+    assert stop(torch.tensor([tokenizer()("xabc")["input_ids"]]), None).tolist() == [True]
+
+
+def output() -> None:
+    assert {"sequences", "scores", "logits"} <= set(inspect.signature(GenerateDecoderOnlyOutput).parameters)
+
+
+def attention() -> None:
+    assert isinstance(inspect.getattr_static(AttentionInterface, "register"), classmethod)
+    assert isinstance(inspect.getattr_static(AttentionMaskInterface, "register"), classmethod)
+    assert callable(sdpa_mask)
+
+
+def log_level() -> None:
+    level = logging.get_verbosity()
+    logging.set_verbosity_error()
+    assert logging.get_verbosity() == logging.ERROR
+    logging.set_verbosity(level)
+
+
+INTERNAL: dict[str, Callable[[], None]] = {
+    "transformers.cache_utils.get_layer_types_and_kwargs": layer_types,
+    "transformers.generation.logits_process.LogitsProcessorList": processors,
+    "transformers.generation.logits_process.LogitNormalization": processors,
+    "transformers.generation.logits_process.PrefixConstrainedLogitsProcessor": prefix_allowed_tokens_fn,
+    "transformers.generation.stopping_criteria.StoppingCriteriaList": criteria,
+    "transformers.generation.stopping_criteria.StopStringCriteria": criteria,
+    "transformers.generation.stopping_criteria.EosTokenCriteria": criteria,
+    "transformers.generation.stopping_criteria.MaxLengthCriteria": criteria,
+    "transformers.generation.utils.GenerateDecoderOnlyOutput": output,
+    "transformers.masking_utils.AttentionMaskInterface": attention,
+    "transformers.masking_utils.sdpa_mask": attention,
+    "transformers.modeling_outputs.CausalLMOutput": training,
+    "transformers.modeling_utils.AttentionInterface": attention,
+    "transformers.utils.logging": log_level,
+}
+
+
+def trees() -> Iterator[ast.Module]:
+    for path in sorted(SOURCE.rglob("*.py")):
+        yield ast.parse(path.read_text(encoding="utf-8"))
+
+
+def own_names() -> set[str]:
+    """Private names that src defines itself: functions, classes, module and class variables, attributes of self."""
+    names: set[str] = set()
+    for node in (node for tree in trees() for node in ast.walk(tree)):
+        match node:
+            case ast.FunctionDef(name=name) | ast.ClassDef(name=name) | ast.AnnAssign(target=ast.Name(id=name)):
+                names.add(name)
+            case ast.Attribute(value=ast.Name(id="self"), attr=name, ctx=ast.Store()):
+                names.add(name)
+            case ast.Assign(targets=targets):
+                names |= {target.id for target in targets if isinstance(target, ast.Name)}
+            case _:
+                pass
+    return names
+
+
+def used_names() -> set[str]:
+    """Private names that src looks up on any object: by attribute, by getattr, in a dictionary."""
+    names: set[str] = set()
+    for node in (node for tree in trees() for node in ast.walk(tree)):
+        match node:
+            case ast.Attribute(value=ast.Name(id="os"), attr="_exit"):
+                pass  # documented, for all its underscore
+            case ast.Attribute(attr=name):
+                names.add(name)
+            case ast.Call(func=ast.Name(id="getattr" | "hasattr" | "setattr"), args=[_, ast.Constant(value=str(name)), *_]):
+                names.add(name)
+            case ast.Subscript(slice=ast.Constant(value=str(name))):
+                names.add(name)
+            case _:
+                pass
+    return {name for name in names if name.startswith("_") and not name.startswith("__")}
+
+
+def test_this_file_names_every_private_name_that_src_uses() -> None:
+    assert used_names() - own_names() == set(PRIVATE)
+
+
+def test_this_file_names_every_import_from_inside_transformers() -> None:
+    found = {
+        f"{node.module}.{alias.name}"
+        for tree in trees()
+        for node in ast.walk(tree)
+        if isinstance(node, ast.ImportFrom) and node.module is not None and node.module.startswith("transformers.")
+        for alias in node.names
+    }
+    assert found == set(INTERNAL)
+
+
+@pytest.mark.parametrize("name", [*PRIVATE, *INTERNAL])
+def test_what_is_expected_of(name: str) -> None:
+    {**PRIVATE, **INTERNAL}[name]()
+
+
+def test_custom_generate_is_given_what_is_expected() -> None:
+    given = prepared(attention_mask=torch.tensor([[0, 1, 1]]), do_sample=True, temperature=0.5, max_new_tokens=4)
+    assert given["model"] is families.cached("llama")
+    assert given["input_ids"].tolist() == [[5, 6, 7]]
+    assert given["config"].max_length == 7
+    assert given["config"] is not families.cached("llama").generation_config
+    known = {"attention_mask", "position_ids", "past_key_values", "use_cache", "logits_to_keep"}
+    assert set(given["model_kwargs"]) <= known
+    assert given["model_kwargs"]["attention_mask"].tolist() == [[0, 1, 1]]
+    assert given["model_kwargs"]["past_key_values"].get_seq_length() == 0
+    assert [type(one).__name__ for one in given["logits_processor"]] == ["TemperatureLogitsWarper", "TopKLogitsWarper"]
+    assert prepared(attention_mask=torch.ones((1, 3)), max_new_tokens=4)["model_kwargs"]["attention_mask"] is None
+
+
+def test_the_version_is_one_that_the_package_asks_for() -> None:
+    major, minor = map(int, transformers.__version__.split(".")[:2])
+    assert (5, 20) <= (major, minor) < (6, 0)

@@ -1,0 +1,201 @@
+"""Every supported option means what it means in transformers: the same text, the same law."""
+
+from __future__ import annotations
+
+import copy
+from dataclasses import dataclass, field
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from transformers import GenerationConfig, PreTrainedModel
+
+import skipstone
+from skipstone import Autoregressive, LayerSkip
+from tests.helpers import families
+from tests.helpers.support import alone, left_padded, tokenizer
+
+SKIP = LayerSkip(exit_layer=2, num_speculative_tokens=4)
+SAMPLING: dict[str, Any] = {"do_sample": True, "temperature": 2.0, "top_k": 0}
+# how fast a tiny model runs is no matter here
+pytestmark = pytest.mark.filterwarnings("ignore:.*x the speed of plain decoding:RuntimeWarning")
+
+
+@dataclass(frozen=True)
+class Case:
+    """An option that changes greedy text. base: what else is set, with and without it. prompts: how many tokens each has."""
+
+    options: dict[str, Any]
+    base: dict[str, Any] = field(default_factory=dict)
+    lengths: tuple[int, ...] = (21, 14)
+
+
+EOS = {"eos_token_id": [60, 72]}
+TEXT: dict[str, Case] = {
+    "max_new_tokens": Case({"max_new_tokens": 7}),
+    "min_length": Case({"min_length": 30}, EOS),
+    "min_new_tokens": Case({"min_new_tokens": 9}, EOS),
+    "max_time": Case({"max_time": 1e-9}),
+    "stop_strings": Case({"stop_strings": ["<23>", "abc"]}),
+    "eos_token_id": Case({"eos_token_id": [60, 72]}),
+    "forced_eos_token_id": Case({"forced_eos_token_id": 33}),
+    "forced_bos_token_id": Case({"forced_bos_token_id": 33}, lengths=(1, 1)),
+    "repetition_penalty": Case({"repetition_penalty": 1.5}),
+    "encoder_repetition_penalty": Case({"encoder_repetition_penalty": 2.5}),
+    "no_repeat_ngram_size": Case({"no_repeat_ngram_size": 2}),
+    "encoder_no_repeat_ngram_size": Case({"encoder_no_repeat_ngram_size": 1}),
+    "bad_words_ids": Case({"bad_words_ids": [[60], [72, 41]]}),
+    "sequence_bias": Case({"sequence_bias": [[[13], 5.0], [[60, 60], -9.0]]}),
+    "suppress_tokens": Case({"suppress_tokens": [60, 72, 5]}),
+    "begin_suppress_tokens": Case({"begin_suppress_tokens": [60, 55, 72, 0]}),
+    "exponential_decay_length_penalty": Case({"exponential_decay_length_penalty": (4, 1.4)}, {"eos_token_id": 96}),
+}
+LAW: dict[str, dict[str, Any]] = {
+    "do_sample": {},
+    "temperature": {"temperature": 1.2},
+    "top_k": {"top_k": 4},
+    "top_p": {"top_p": 0.6},
+    "min_p": {"min_p": 0.1},
+    "top_h": {"top_h": 0.5},
+    "typical_p": {"typical_p": 0.5},
+    "epsilon_cutoff": {"epsilon_cutoff": 0.03},
+    "eta_cutoff": {"eta_cutoff": 0.05},
+}
+ELSEWHERE = {
+    "max_length": "test_edges.py: counts the padded prompt",
+    "num_return_sequences": "test_edges.py, test_hf.py",
+    "return_dict_in_generate": "test_hf.py",
+    "output_scores": "test_hf.py",
+    "output_logits": "test_hf.py",
+    "remove_invalid_values": "below",
+    "renormalize_logits": "below",
+    "pad_token_id": "below",
+    "bos_token_id": "below",
+    "prefill_chunk_size": "below",
+    "use_cache": "below",
+    "transformers_version": "a record of who wrote the file",
+}
+
+
+@pytest.fixture(scope="module")
+def model() -> PreTrainedModel:
+    return families.cached("llama")
+
+
+def generate(model: PreTrainedModel, prompts: list[Tensor], method: Any = SKIP, **options: Any) -> Any:
+    return skipstone.generate(model, left_padded(prompts), method, tokenizer=tokenizer(), **options)
+
+
+@pytest.mark.parametrize("name", TEXT)
+def test_a_field_changes_the_text_as_in_transformers_on_every_route(name: str, model: PreTrainedModel) -> None:
+    case = TEXT[name]
+    prompts = [prompt[:length] for prompt, length in zip(families.prompts(2), case.lengths, strict=True)]
+    base = {"max_new_tokens": 16, **case.base}
+    words = {"tokenizer": tokenizer()} if name == "stop_strings" else {}
+    expected = [alone(model, prompt, **{**base, **case.options}, **words) for prompt in prompts]
+    assert expected != [alone(model, prompt, **base) for prompt in prompts], "the option changes nothing here"
+    assert generate(model, prompts, **{**base, **case.options}).new_tokens == expected
+    config = GenerationConfig(**{**base, **case.options})
+    assert generate(model, prompts, generation_config=config).new_tokens == expected
+    own = model.generation_config
+    try:
+        model.generation_config = copy.deepcopy(own)
+        model.generation_config.update(**{**base, **case.options})
+        assert generate(model, prompts).new_tokens == expected
+    finally:
+        model.generation_config = own
+
+
+@pytest.mark.parametrize("name", LAW)
+def test_a_field_changes_the_law_as_in_transformers(name: str, model: PreTrainedModel) -> None:
+    """The distribution the first tokens are drawn from is transformers' own."""
+    prompt = families.prompts(1)[0]
+    options = {**SAMPLING, **LAW[name], "max_new_tokens": 1, "output_scores": True, "return_dict_in_generate": True}
+    theirs = model.generate(prompt[None], **options).scores[0].softmax(-1)
+    mine = generate(model, [prompt], Autoregressive(), **options).scores[0].exp()
+    torch.testing.assert_close(mine, theirs, atol=1e-6, rtol=1e-4)
+    plain = {**options, **SAMPLING} if LAW[name] else {**options, "do_sample": False}
+    if LAW[name]:
+        for other in set(LAW[name]) - set(SAMPLING):
+            plain.pop(other)
+        before = model.generate(prompt[None], **plain).scores[0].softmax(-1)
+        assert (before - theirs).abs().max() > 1e-3, "the option changes nothing here"
+    else:
+        assert ((mine > 1e-3).sum() > 1).all(), "sampling should leave more than one token"
+
+
+def test_invalid_scores_are_removed_as_in_transformers() -> None:
+    model = families.build("llama")
+    model.lm_head.weight.data[5] = float("inf")
+    prompts = families.prompts(2)
+    options: dict[str, Any] = {"remove_invalid_values": True, "max_new_tokens": 12}
+    expected = [alone(model, prompt, **options) for prompt in prompts]
+    assert expected != [alone(model, prompt, max_new_tokens=12) for prompt in prompts]
+    assert generate(model, prompts, **options).new_tokens == expected
+
+
+@pytest.mark.parametrize("more", [{}, {"repetition_penalty": 1.3}], ids=["alone", "after a processor"])
+def test_renormalised_scores_are_log_probabilities_as_in_transformers(more: dict[str, Any], model: PreTrainedModel) -> None:
+    prompt = families.prompts(1)[0]
+    options = {"max_new_tokens": 8, "output_scores": True, "return_dict_in_generate": True, "renormalize_logits": True, **more}
+    theirs, mine = model.generate(prompt[None], **options), generate(model, [prompt], **options)
+    torch.testing.assert_close(torch.stack(mine.scores), torch.stack(theirs.scores), atol=1e-4, rtol=1e-4)
+    torch.testing.assert_close(mine.scores[0].exp().sum(-1), torch.ones(1))
+
+
+def test_the_pad_id_fills_finished_rows(model: PreTrainedModel) -> None:
+    prompts = families.prompts(2)
+    free = [alone(model, prompt, max_new_tokens=12) for prompt in prompts]
+    for pad in (96, 0):
+        output = generate(model, prompts, eos_token_id=free[0][2], pad_token_id=pad, max_new_tokens=12)
+        lengths = list(map(len, output.new_tokens))
+        assert min(lengths) < max(lengths)
+        short = lengths.index(min(lengths))
+        assert output.sequences[short, len(prompts[0]) + min(lengths) :].tolist() == [pad] * (max(lengths) - min(lengths))
+
+
+def test_a_prompt_left_out_is_the_bos_token() -> None:
+    model = families.build("llama")
+    expected = model.generate(bos_token_id=44, max_new_tokens=8)
+    assert expected[0, 0] == 44
+    skipstone.enable(model, SKIP)
+    assert torch.equal(model.generate(bos_token_id=44, max_new_tokens=8), expected)
+
+
+def test_the_prompt_runs_in_chunks_of_prefill_chunk_size(model: PreTrainedModel) -> None:
+    prompt = families.prompts(1, longest=30)[0]
+    expected = alone(model, prompt, max_new_tokens=8)
+    for size, count in ((7, 5), (30, 1), (None, 1)):
+        output = generate(model, [prompt], max_new_tokens=8, prefill_chunk_size=size, record=True)
+        assert sum(step.prefill for step in output.steps) == count
+        assert output.new_tokens == [expected]
+
+
+def test_the_config_given_wins_over_the_models_and_keywords_over_both(model: PreTrainedModel) -> None:
+    prompt = families.prompts(1)[0]
+    own = model.generation_config
+    try:
+        model.generation_config = GenerationConfig(max_new_tokens=9, repetition_penalty=1.5, num_beams=3)
+        config = GenerationConfig(max_new_tokens=6, num_beams=1)
+        expected = alone(model, prompt, generation_config=config)
+        assert len(expected) == 6
+        assert generate(model, [prompt], generation_config=config).new_tokens == [expected]
+        again = generate(model, [prompt], generation_config=config, max_new_tokens=4, repetition_penalty=1.0)
+        assert again.new_tokens == [alone(model, prompt, generation_config=config, max_new_tokens=4, repetition_penalty=1.0)]
+        with pytest.raises(ValueError, match="num_beams=3 is not supported"):
+            generate(model, [prompt], max_new_tokens=4)
+    finally:
+        model.generation_config = own
+
+
+@pytest.mark.parametrize("settings", [{"use_cache": False}, {"guidance_scale": 1.0}, {"cache_implementation": "static"}])
+def test_what_changes_no_text_is_no_wish(settings: dict[str, Any]) -> None:
+    """Also in a model's own config, where training leaves `use_cache: false`."""
+    model, prompt = families.cached("llama"), families.prompts(1)[0][None]
+    plain = skipstone.generate(model, prompt, SKIP, max_new_tokens=12)
+    assert torch.equal(skipstone.generate(model, prompt, SKIP, max_new_tokens=12, **settings).sequences, plain.sequences)
+    own = families.build("llama")
+    for name, value in settings.items():
+        setattr(own.generation_config, name, value)
+    assert torch.equal(skipstone.generate(own, prompt, SKIP, max_new_tokens=12).sequences, plain.sequences)

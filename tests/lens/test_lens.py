@@ -1,0 +1,119 @@
+"""What every layer knows, by hooks of its own, and what an exit is expected to bring."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+
+from skipstone.lens import lens
+from skipstone.lens.heads import through
+from skipstone.lens.lens import Costs, Expected, expectations, look
+from skipstone.methods.adadecode.heads import ExitHeads, card_of
+from tests.helpers import families
+from tests.helpers.machine import prompt
+
+
+@pytest.mark.parametrize("name", ["llama", "gemma2", "gpt2", "opt"])
+def test_the_last_layer_writes_the_text_and_others_are_models_cut_short(name: str) -> None:
+    model = families.cached(name)
+    asked = [torch.as_tensor(one) for one in families.prompts(2)]
+    found = look(model, asked, 8)
+    assert found.top[-1] == found.tokens
+    assert len(found.tokens) == 16
+    assert found.breaks == [0, 8]
+    assert found.agreement[-1] == 1.0
+    assert all(1 <= layer <= 4 for layer in found.first)
+    assert all(found.top[layer - 1][i] == found.tokens[i] for i, layer in enumerate(found.first))
+    assert all(found.top[layer - 2][i] != found.tokens[i] for i, layer in enumerate(found.first) if layer > 1)
+    assert all(0 < value <= 1 for row in found.probability for value in row)
+    assert all(-1 <= value <= 1.0001 for value in found.similarity)
+    json.dumps(found.report())
+
+
+def test_layers_in_between_are_those_of_a_model_cut_there() -> None:
+    model, ids = families.build("llama"), prompt(9, vocab=50)
+    found = look(model, [ids], 6)
+    text = torch.cat([ids, torch.tensor(found.tokens)])[None]
+    for exit_layer in (1, 2, 3):
+        model.config.num_hidden_layers = exit_layer
+        with torch.no_grad():
+            best = model(text).logits[0, 8:-1].softmax(-1).max(-1)
+        model.config.num_hidden_layers = 4
+        assert best.indices.tolist() == found.top[exit_layer - 1]
+        assert best.values.tolist() == pytest.approx(found.probability[exit_layer - 1], rel=1e-4)
+
+
+def test_expected_speed_ups_by_hand() -> None:
+    """Ten layers of 1, a head of 1, scoring at the price of one token."""
+    costs = Costs([1.0] * 10, 1.0, {1: 10.0, 3: 10.0})
+    found = expectations([0.0, 0.5, 1.0] + [1.0] * 7, costs)
+    assert len(found) == 9
+    assert found[0] == Expected(1, 0.0, 1, pytest.approx(11 / (2 + 1 + 9 + 1)))
+    two = {d: (1 - 0.5 ** (d + 1)) / 0.5 * 11 / (3 * d + 2 + 8 + 1) for d in (1, 3)}
+    assert found[1] == Expected(2, 0.5, max(two, key=two.__getitem__), pytest.approx(max(two.values())))
+    assert found[2] == Expected(3, 1.0, 3, pytest.approx(4 * 11 / (3 * 4 + 3 + 7 + 1)))
+
+
+@pytest.mark.parametrize("name", ["llama", "gpt2"])
+def test_a_prompt_up_to_the_end_of_the_models_positions_can_be_looked_at(name: str) -> None:
+    model = families.build(name, max_position_embeddings=32)
+    assert len(look(model, [prompt(28, vocab=50)], 4).tokens) == 4
+
+
+def test_costs_are_of_every_layer() -> None:
+    found = lens.measure_costs(lens.LayeredModel(families.cached("llama")), 12)
+    assert len(found.layers) == 4
+    assert min(found.layers) > 0
+    assert found.plain > found.head > 0
+    assert set(found.rows) == set(lens.LENGTHS)
+
+
+def test_pictures_are_written(tmp_path: Path) -> None:
+    from matplotlib.image import imread
+
+    from skipstone.lens.pictures import save
+
+    found = look(families.cached("llama"), [torch.as_tensor(families.prompts(1)[0])], 6)
+    words = [[f"t{token}$" for token in row] for row in found.top]
+    written = save(found, words, words[-1], tmp_path / "a.png")
+    assert [path.name for path in written] == ["a.png", "a-layers.png"]
+    assert all(imread(path).std() > 0.05 for path in written)
+    (page,) = save(found, words, ["<b>"] * 6, tmp_path / "a.html")
+    assert page.read_text().count("data:image/png;base64") == 2
+    assert "<b>" not in page.read_text()
+
+
+def test_through_exit_heads_each_exit_is_read_by_its_own() -> None:
+    """Against float64 softmax over E* T norm(h), with states by transformers' own hidden_states."""
+    model = families.cached("llama")
+    layered = lens.LayeredModel(model)
+    heads = ExitHeads(card_of(layered, (1, 3), "square"))
+    torch.manual_seed(0)
+    with torch.no_grad():
+        for one in heads.parameters():
+            one += 0.05 * torch.randn_like(one)
+    pairs = [(torch.as_tensor(ids), torch.tensor([3, 7, 5 + place])) for place, ids in enumerate(families.prompts(2))]
+    found = through(model, heads, pairs)
+    assert found.layers == [1, 3, 4]
+    transforms = [head.weight.double() for head in heads.heads]
+    for reading, read in ((found.own, [torch.eye(32).double()] * 2), (found.trained, transforms)):
+        rows = []
+        for prompt_ids, new in pairs:
+            with torch.no_grad():
+                out = model(torch.cat([prompt_ids, new])[None], output_hidden_states=True)
+                span = slice(len(prompt_ids) - 1, len(prompt_ids) + 2)
+                normed = [model.model.norm(out.hidden_states[layer][0, span]).double() for layer in (1, 3)]
+                said = [state @ one.T @ model.lm_head.weight.double().T for state, one in zip(normed, read, strict=True)]
+                rows.append([*(one.log_softmax(-1) for one in said), out.logits[0, span].double().log_softmax(-1)])
+        final = torch.cat([row[-1] for row in rows])
+        new = torch.cat([new for _, new in pairs])
+        for place in range(3):
+            said = torch.cat([row[place] for row in rows])
+            divergence = (final.exp() * (final - said)).sum(-1).mean()
+            assert reading.probability[place] == pytest.approx(said[range(6), new].exp().tolist(), rel=1e-4)
+            assert reading.divergence[place] == pytest.approx(float(divergence), rel=1e-3, abs=1e-9)
+            assert reading.agreement[place] == pytest.approx(float((said.argmax(-1) == final.argmax(-1)).double().mean()))
+    assert found.trained.divergence[0] != pytest.approx(found.own.divergence[0], rel=1e-2)

@@ -1,0 +1,340 @@
+"""AdaDecode beyond the conformance suite: Algorithm 1's schedule, the law, what is learnt, what is refused."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import skipstone
+from skipstone import AdaDecode, Autoregressive, ExitHeads, LayerSkip
+from skipstone.decoding.loop import Decoder
+from skipstone.decoding.session import Request
+from skipstone.methods.adadecode import heads as exit_heads
+from skipstone.methods.adadecode.adadecode import AdaDecodeSession, Sweep
+from skipstone.methods.adadecode.heads import HeadsCard, card_of
+from skipstone.models.frontier import Frontier
+from skipstone.models.layered import LayeredModel
+from tests.helpers import families, support
+from tests.helpers.enumeration import VOCAB, proves
+from tests.helpers.machine import llama, prompt, running
+
+ORIGINAL = AdaDecode("original", guard=False)
+pytestmark = pytest.mark.filterwarnings("ignore:.*x the speed of plain decoding:RuntimeWarning")
+
+
+class Scripted(ExitHeads):
+    """Heads that are sure when a script says so: at every test its next entry."""
+
+    def __init__(self, card: HeadsCard, script: list[bool]) -> None:
+        super().__init__(card)
+        self.script = iter(script)
+
+    def logits(self, model: LayeredModel, index: int, hidden: Tensor) -> Tensor:
+        """[B, n, V]: token 1 for certain, or anything."""
+        said = torch.zeros(*hidden.shape[:2], model.head.weight.shape[0])
+        said[..., 1] = 100.0 if next(self.script) else 0.0
+        return said
+
+
+def scripted(model: Any, layers: tuple[int, ...], script: list[bool]) -> Scripted:
+    return Scripted(card_of(LayeredModel(model), layers, "original"), script)
+
+
+@pytest.fixture
+def calls(request: pytest.FixtureRequest) -> Iterator[list[tuple[int, int]]]:
+    """(layer, tokens) of every call of a layer of the model `figure2`, while the list is not cleared."""
+    model = figure2()
+    seen: list[tuple[int, int]] = []
+    hooks = [
+        layer.register_forward_pre_hook(lambda _, given, index=index: seen.append((index + 1, given[0].shape[1])))
+        for index, layer in enumerate(model.model.layers)
+    ]
+    yield seen
+    for hook in hooks:
+        hook.remove()
+
+
+@functools.cache
+def figure2() -> Any:
+    return llama(layers=3)
+
+
+def step_of(model: Any, method: AdaDecode, length: int = 7, new: int = 20) -> tuple[Decoder, Any]:
+    """A decoder after its prefill, and its session."""
+    decoder, _ = running(model, method, length, new, steps=1)
+    return decoder, decoder.session
+
+
+def test_deferred_layers_run_jointly_as_in_figure_2(calls: list[tuple[int, int]]) -> None:
+    """t1 predicts t2 at layer 2, t2 predicts t3 at layer 1, t3 goes to the top: layer 2 of t2 and t3 is one call, and so is
+    layer 3 of all three."""
+    model = figure2()
+    heads = scripted(model, (1, 2), [False, True, True, False, False])
+    _, session = step_of(model, AdaDecode(heads, guard=False))
+    calls.clear()
+    with torch.inference_mode():
+        draft = session.draft([5])
+        session.score(draft)
+    assert calls == [(1, 1), (2, 1), (1, 1), (1, 1), (2, 2), (3, 3)]
+    assert draft.exit_layer.tolist() == [[2, 1]]
+    assert draft.frontier.passes == [(0, 1, 1), (1, 2, 1), (0, 1, 1), (0, 1, 1), (1, 2, 2), (2, 3, 3)]
+
+
+def test_with_max_pending_predictions_the_newest_token_is_not_tested(calls: list[tuple[int, int]]) -> None:
+    """Two predictions at layer 1; the third token goes up at once, with both on their way."""
+    model = figure2()
+    heads = scripted(model, (1, 2), [True, True])
+    _, session = step_of(model, AdaDecode(heads, max_pending=2, guard=False))
+    calls.clear()
+    with torch.inference_mode():
+        session.score(session.draft([5]))
+    assert calls == [(1, 1), (1, 1), (1, 1), (2, 3), (3, 3)]
+
+
+def test_rows_predict_on_their_own_and_wait_for_the_end_of_a_sweep(calls: list[tuple[int, int]]) -> None:
+    """Row 0 predicts at layer 1, row 1 at layer 2; then row 0 nowhere, so that row 1 goes on alone."""
+    model = figure2()
+
+    class ByRow(Scripted):
+        def logits(self, model: LayeredModel, index: int, hidden: Tensor) -> Tensor:
+            said = torch.zeros(2, 1, model.head.weight.shape[0])
+            said[:, 0, 1] = torch.tensor([100.0 if one else 0.0 for one in next(self.script)])  # type: ignore[attr-defined]
+            return said
+
+    script: Any = [(True, False), (True, True), (False, True), (False, False), (True, False), (True, False)]
+    heads = ByRow(card_of(LayeredModel(model), (1, 2), "original"), script)
+    layered = LayeredModel(model)
+    decoder = Decoder(AdaDecode(heads, guard=False).start(layered, 2, 40))
+    for row, length in enumerate((7, 4)):
+        decoder.admit(row, Request(prompt(length, row), 20))
+    while decoder.session.prefilling:
+        decoder.step()
+    calls.clear()
+    session: Any = decoder.session
+    with torch.inference_mode():
+        draft = session.draft([5, 5])
+        session.score(draft)
+    # sweep 1: both, then row 1 alone goes to layer 2. sweep 2: both at layer 1, where row 1 predicts; row 0's tokens go on to
+    # layer 2, where it fails. sweep 3: row 1 alone predicts nowhere
+    assert draft.valid.tolist() == [[True, False], [True, True]]
+    assert draft.exit_layer[0, 0] == 1
+    assert draft.exit_layer[1].tolist() == [2, 1]
+    assert calls == [(1, 1), (2, 1), (1, 1), (2, 2), (1, 1), (2, 2), (3, 3)]
+    session.commit(draft, session.verify(draft, session.score(draft)).tolist(draft))
+
+
+def test_a_finished_row_costs_no_pass(calls: list[tuple[int, int]]) -> None:
+    """Figure 2's step again, beside a row that has ended: its stale tokens wait at no depth."""
+    model = figure2()
+    heads = scripted(model, (1, 2), [False, True, True, False, False])
+    decoder = Decoder(AdaDecode(heads, guard=False).start(LayeredModel(model), 2, 40))
+    decoder.admit(0, Request(prompt(7), 20))
+    decoder.admit(1, Request(prompt(4), 1))
+    while decoder.session.prefilling:
+        decoder.step()
+    assert decoder.session.alive == [True, False]
+    calls.clear()
+    session: Any = decoder.session
+    with torch.inference_mode():
+        draft = session.draft([5, 0])
+        session.score(draft)
+    assert calls == [(1, 1), (2, 1), (1, 1), (1, 1), (2, 2), (3, 3)]
+    assert draft.frontier.passes == [(0, 1, 1), (1, 2, 1), (0, 1, 1), (0, 1, 1), (1, 2, 2), (2, 3, 3)]
+
+
+def test_one_original_head_at_threshold_0_is_layerskip() -> None:
+    """The same drafts, accepted and rejected alike: the staged run is one."""
+    model, layered = llama(layers=6), LayeredModel(llama(layers=6))
+    found = []
+    for method in (AdaDecode("original", 0.0, 4, exit_layers=(3,), guard=False), LayerSkip(3, 4)):
+        decoder = Decoder(method.start(layered, 1, 80))
+        decoder.admit(0, Request(prompt(9), 60))
+        steps = []
+        while decoder.busy:
+            step = decoder.step()
+            steps.append((step.tokens, step.drafted, step.accepted))
+        found.append(steps)
+    assert found[0] == found[1]
+    assert any(0 < one[2][0] < one[1][0] for one in found[0])
+    assert model is not layered.model
+
+
+@dataclass(frozen=True)
+class Kind:
+    """Heads of a family: T = sharpness * (I + noise)."""
+
+    noise: float
+    sharpness: float
+
+    def heads(self, model: Any) -> ExitHeads:
+        layered = LayeredModel(model)
+        heads = ExitHeads(card_of(layered, (1, 2, 3), "square"))
+        capped = getattr(model.config, "final_logit_softcapping", None)  # sharper logits would all be at the cap
+        noise, sharpness = (self.noise / 3, 1.0) if capped else (self.noise, self.sharpness)
+        generator = torch.Generator().manual_seed(3)
+        with torch.no_grad():
+            for head in heads.heads:
+                weight: Any = head.weight
+                weight += noise * torch.randn(weight.shape, generator=generator) / weight.shape[0] ** 0.5
+                weight *= sharpness
+        return heads
+
+
+IDENTITY, RANDOM = Kind(0.0, 1.0), Kind(0.3, 3.0)
+FEW_REJECTED = ("gemma2", "gemma3_text", "granite")
+"""Families whose heads are hardly ever sure and wrong: they write more."""
+UNLIKE = ("gemma2", "opt_projected", "falcon_new", "mixtral")
+"""Families that differ most in what an exit passes: norms, projections, soft caps, parallel blocks, experts."""
+
+
+def usually(name: str, kind: Kind, threshold: float) -> bool:
+    """Whether a cell is tried in `make test`; tests/test_methods.py has every family's own head."""
+    return name == "llama" or (name in UNLIKE and (kind, threshold) == (IDENTITY, 0.3))
+
+
+CELLS = [
+    pytest.param(name, kind, threshold, marks=[] if usually(name, kind, threshold) else pytest.mark.slow)
+    for name in families.NAMES
+    for kind in (IDENTITY, RANDOM)
+    for threshold in (0.0, 0.3, 0.75)
+]
+
+
+@pytest.mark.parametrize(("family", "kind", "threshold"), CELLS)
+def test_every_family_keeps_its_text(family: str, kind: Kind, threshold: float) -> None:
+    """At least 30 % of the tokens are predicted early, 20 predictions accepted and 20 rejected."""
+    new = 200 if family in FEW_REJECTED and threshold == 0.75 else 80
+    asked, expected, _ = support.references(family, 3, max_new_tokens=new)
+    model = families.cached(family)
+    method = AdaDecode(kind.heads(model), threshold, exit_layers=(2, 3), guard=False)
+    out = support.decode(model, asked, method, max_new_tokens=new)
+    assert out.new_tokens == expected
+    found = method.report(model)["exits"].values()
+    accepted, rejected = (sum(one[what] for one in found) for what in ("accepted", "rejected"))
+    assert out.stats is not None
+    assert sum(one["predicted"] for one in found) >= 0.3 * out.stats.tokens
+    assert accepted >= 20
+    assert rejected >= 20
+
+
+@pytest.fixture(scope="module")
+def three() -> Any:
+    return llama(vocab=VOCAB, hidden=8, layers=3, head=2.0, seed=2).double()
+
+
+@pytest.mark.parametrize(
+    "threshold", [pytest.param(0.0, marks=pytest.mark.slow), 0.5, pytest.param(0.7, marks=pytest.mark.slow)]
+)
+def test_the_law_is_exact(three: Any, threshold: float) -> None:
+    seen = proves(three, AdaDecode("original", threshold, 2, exit_layers=(1, 2)))
+    assert any(accepted for _, accepted in seen.steps)
+    assert any(accepted < drafted for drafted, accepted in seen.steps)
+
+
+@dataclass(frozen=True)
+class Literal(AdaDecode):
+    """Eq. 1 read literally: the drawn token's own probability is tested."""
+
+    def start(self, model: LayeredModel, rows: int, capacity: int, state: Any = None) -> Any:
+        return LiteralSession(self, model, rows, capacity, self._state(model, rows))
+
+
+class LiteralSession(AdaDecodeSession):
+    def _sweep(
+        self, frontier: Frontier, position: Tensor, open_rows: list[bool], exits: list[tuple[int, int]], threshold: float
+    ) -> Sweep:
+        found = Sweep([0], frontier.tokens[:, -1], warned=[False])
+        frontier.advance(exits[0][1])
+        logits = self.state.heads.logits(self.model, exits[0][0], frontier.hidden[:, -1:])[:, 0]
+        found.token, found.q, _ = self.sampler.propose(logits, position, frontier.tokens[:, 1:])
+        assert found.q is not None
+        if found.q[0, found.token].item() > threshold:
+            found.layer = [exits[0][1]]
+        return found
+
+
+def test_a_threshold_on_the_drawn_token_would_bias_the_law(three: Any) -> None:
+    """p = q = (.8, .2) with a threshold of .75 would emit (.96, .04): what is drawn and not kept is drawn again."""
+    with pytest.raises(AssertionError):
+        proves(three, Literal("original", 0.5, 2, exit_layers=(1,)), new=3)
+    proves(three, AdaDecode("original", 0.5, 2, exit_layers=(1,)), new=3)
+
+
+def test_without_verification_the_text_is_what_sure_heads_say() -> None:
+    """Against transformers' hidden states: at every place the first exit that is sure, but for tokens that follow five pending
+    ones, else the last layer."""
+    model = llama(layers=6)
+    method = AdaDecode("original", 0.6, 3, exit_layers=(2, 4), verification=False, guard=False)
+    assert not method.lossless
+    asked = prompt(9)
+    out = skipstone.generate(model, asked, method, max_new_tokens=40, do_sample=False)
+    assert out.lossless is False
+    plain = skipstone.generate(model, asked, Autoregressive(), max_new_tokens=40, do_sample=False).new_tokens[0]
+    ids, pending, wanted = asked, 0, []
+    for place in range(40):
+        with torch.no_grad():
+            states = model(ids[None], output_hidden_states=True).hidden_states
+        said = [model.lm_head(model.model.norm(states[layer][0, -1])).softmax(-1) for layer in (2, 4)]
+        last = model.lm_head(states[6][0, -1])
+        early = next((one for one in said if one.max() > 0.6), None)
+        if place == 0 or pending == min(3, 39 - place + pending) or early is None:
+            token, pending = last.argmax().item(), 0
+        else:
+            token, pending = early.argmax().item(), pending + 1
+        wanted.append(token)
+        ids = torch.cat([ids, torch.tensor([token])])
+    assert out.new_tokens[0] == wanted
+    assert wanted != plain
+    assert out.stats is not None
+    assert 0 < out.stats.overruled < out.stats.accepted == out.stats.drafted
+
+
+def test_deeper_heads_that_are_sure_of_another_token_end_predicting() -> None:
+    model = llama(layers=6)
+    base = AdaDecode("original", 0.6, 5, exit_layers=(1, 3, 5), guard=False)
+    plain = skipstone.generate(model, prompt(9), Autoregressive(), max_new_tokens=60, do_sample=False)
+    found = {}
+    for recheck in (False, True):
+        out = skipstone.generate(model, prompt(9), replace(base, recheck=recheck), max_new_tokens=60, do_sample=False)
+        assert out.new_tokens == plain.new_tokens
+        assert out.stats is not None
+        found[recheck] = out.stats
+    assert found[True].drafted < found[False].drafted
+    assert found[True].acceptance_rate > found[False].acceptance_rate
+
+
+IMPOSSIBLE: list[tuple[Any, str]] = [
+    (AdaDecode("original", threshold=1.5), r"threshold must be a number in \[0, 1\], found 1.5"),
+    (AdaDecode("original", threshold=float("nan")), r"threshold must be a number in \[0, 1\]"),
+    (AdaDecode("original", max_pending=0), "max_pending must be at least 1, found 0"),
+    (AdaDecode("original", exit_layers=(4,)), r"after layers 1 to 3 of this model, in order, found \[4\]"),
+    (AdaDecode("original", exit_layers=(0, 2)), r"after layers 1 to 3 of this model, in order, found \[0, 2\]"),
+    (AdaDecode("original", exit_layers=[3, 2]), r"in order, found \[3, 2\]"),  # type: ignore[arg-type]
+    (AdaDecode("original", recheck=1), "recheck must be true or false, found 1"),  # type: ignore[arg-type]
+    (AdaDecode("original", rejection_sample_method="x"), 'must be "standard" or "coupled"'),  # type: ignore[arg-type]
+    (AdaDecode(), "no exit heads for this model: `skipstone train heads MODEL` makes some"),
+    (AdaDecode(3), "heads must be a folder, a hub id or one of nano-code, nano-maths, found 3"),  # type: ignore[arg-type]
+]
+
+
+@pytest.mark.parametrize(("method", "said"), IMPOSSIBLE)
+def test_impossible_settings_are_one_sentence(method: Any, said: str) -> None:
+    with pytest.raises(ValueError, match=said):
+        skipstone.generate(families.cached("llama"), prompt(5, vocab=50), method, max_new_tokens=4)
+
+
+def test_heads_have_as_many_parameters_as_the_paper_says() -> None:
+    """Llama-3.1-8B: d = 4096, V = 128256; three T make 48 M, in units of 1024^2 (section 2.1)."""
+    assert exit_heads.parameters("square", 3, 4096, 128256) == 50_331_648 == 48 * 1024**2
+    assert exit_heads.parameters("full", 3, 4096, 128256) == 3 * 4096 * 128256
+    card = HeadsCard(model="x", layers=(8, 16, 24), hidden_size=4096, vocab_size=128256)
+    with torch.device("meta"):
+        assert sum(one.numel() for one in ExitHeads(card).parameters()) == 50_331_648
+    assert exit_heads.usual_layers(32) == (8, 16, 24)
+    assert exit_heads.usual_layers(4) == (1, 2, 3)

@@ -1,0 +1,157 @@
+"""Files of exit heads: written whole, read back, refused where they are another model's or damaged."""
+
+from __future__ import annotations
+
+import copy
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import skipstone
+from skipstone import AdaDecode, ExitHeads
+from skipstone.methods.adadecode import heads as exit_heads
+from skipstone.methods.adadecode.heads import card_of
+from skipstone.models.layered import LayeredModel
+from tests.helpers.machine import llama, prompt
+
+
+def layered(**shape: Any) -> LayeredModel:
+    return LayeredModel(llama(**{"layers": 6, **shape}))
+
+
+def disturbed(model: LayeredModel, kind: Any = "square", rank: int | None = None) -> ExitHeads:
+    heads = ExitHeads(card_of(model, (2, 4), kind, rank, "mine"))
+    heads.start_from(model)
+    torch.manual_seed(0)
+    with torch.no_grad():
+        for one in heads.parameters():
+            one += 0.05 * torch.randn_like(one)
+    return heads
+
+
+@pytest.mark.parametrize(("kind", "rank"), [("square", None), ("low_rank", 3), ("full", None)])
+def test_what_is_saved_is_what_is_loaded(kind: Any, rank: int | None, tmp_path: Path) -> None:
+    model = layered()
+    heads = disturbed(model, kind, rank)
+    heads.save(tmp_path / "heads")
+    assert sorted(path.name for path in (tmp_path / "heads").iterdir()) == ["exit_heads.json", "exit_heads.safetensors"]
+    again = exit_heads.load(tmp_path / "heads", model)
+    assert again.card == heads.card
+    hidden = torch.randn(2, 3, 32)
+    with torch.no_grad():
+        for index in range(2):
+            assert torch.equal(again.logits(model, index, hidden), heads.logits(model, index, hidden))
+    out = skipstone.generate(
+        model.model, prompt(9), AdaDecode(str(tmp_path / "heads"), 0.1), max_new_tokens=30, do_sample=False
+    )
+    plain = skipstone.generate(model.model, prompt(9), "autoregressive", max_new_tokens=30, do_sample=False)
+    assert out.new_tokens == plain.new_tokens
+    assert out.stats is not None
+    assert out.stats.drafted > 0
+
+
+@pytest.mark.parametrize(("kind", "rank"), [("square", None), ("low_rank", 3), ("full", None), ("original", None)])
+def test_new_heads_say_what_the_models_own_head_says(kind: Any, rank: int | None) -> None:
+    model = layered()
+    heads = ExitHeads(card_of(model, (2, 4), kind, rank))
+    heads.start_from(model)
+    hidden = torch.randn(2, 3, 32)
+    with torch.no_grad():
+        assert torch.allclose(heads.logits(model, 1, hidden), model.logits(hidden), atol=1e-5)
+
+
+def test_heads_of_another_model_or_vocabulary_are_refused(tmp_path: Path) -> None:
+    model, folder = layered(), tmp_path / "heads"
+    disturbed(model).save(folder)
+    assert exit_heads.load(folder, LayeredModel(copy.deepcopy(model.model))).card.name == "mine"
+    with pytest.raises(ValueError, match=r"holds the heads of another model \(mine; this one is"):
+        exit_heads.load(folder, layered(seed=1))
+    with pytest.raises(ValueError, match="heads for a vocabulary of 97 and states of 32, this model has 50 and 32"):
+        exit_heads.load(folder, layered(vocab=50))
+    with pytest.raises(ValueError, match=r"after layers 1 to 3 of this model, in order, found \[2, 4\]"):
+        exit_heads.load(folder, layered(layers=4))
+    with pytest.raises(ValueError, match=r"exit_layers must be among the heads' layers, \[2, 4\], found \[3\]"):
+        AdaDecode(str(folder), exit_layers=(2, 3)).check(model)
+
+
+def test_damaged_heads_are_one_sentence(tmp_path: Path) -> None:
+    model, folder = layered(), tmp_path / "heads"
+    disturbed(model).save(folder)
+    weights, card = folder / exit_heads.WEIGHTS, folder / exit_heads.CARD
+    whole, said = weights.read_bytes(), card.read_text()
+    for data in (whole[:-7], b"", whole.replace(b"heads.0", b"heads.9")):
+        weights.write_bytes(data)
+        with pytest.raises(ValueError, match=r"exit_heads.safetensors is damaged or does not fit"):
+            exit_heads.load(folder, model)
+    broken = disturbed(model)
+    with torch.no_grad():
+        next(broken.parameters())[0, 0] = torch.nan
+    broken.save(folder)
+    with pytest.raises(ValueError, match="holds numbers that are not finite"):
+        exit_heads.load(folder, model)
+    weights.write_bytes(whole)
+    for text, message in (
+        ("{", "exit_heads.json is damaged"),
+        ("{}", "says nothing of exit heads: model is missing"),
+        (json.dumps({**json.loads(said), "version": 9}), "of version 9, this skipstone reads version 1"),
+        (json.dumps({**json.loads(said), "depth": 9}), "unknown setting 'depth'"),
+    ):
+        card.write_text(text)
+        with pytest.raises(ValueError, match=message):
+            exit_heads.load(folder, model)
+    weights.unlink()
+    card.write_text(said)
+    with pytest.raises(FileNotFoundError):
+        exit_heads.load(folder, model)
+    card.unlink()
+    with pytest.raises(FileNotFoundError, match="no exit heads"):
+        exit_heads.load(folder, model)
+    with pytest.raises(FileNotFoundError, match="bundled are nano-code, nano-maths"):
+        exit_heads.load(tmp_path / "none", model)
+
+
+def test_heads_that_were_written_anew_are_read_anew(tmp_path: Path) -> None:
+    model, folder = layered(), tmp_path / "heads"
+    disturbed(model).save(folder)
+    first = exit_heads.load(folder, model)
+    assert exit_heads.load(folder, model) is first
+    ExitHeads(card_of(model, (3,), "square")).save(folder)
+    assert exit_heads.load(folder, model).card.layers == (3,)
+
+
+def test_an_interrupted_save_leaves_the_heads_that_were_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    model, folder = layered(), tmp_path / "heads"
+    disturbed(model).save(folder)
+    before = {path.name: path.read_bytes() for path in folder.iterdir()}
+
+    def full(*_: Any, **__: Any) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(exit_heads, "save_file", full)
+    with pytest.raises(OSError, match="No space left"):
+        disturbed(model, "full").save(folder)
+    assert {path.name: path.read_bytes() for path in folder.iterdir()} == before
+    assert [path.name for path in tmp_path.iterdir()] == ["heads"]
+
+
+def test_heads_are_uploaded_as_two_files(monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: dict[str, Any] = {}
+
+    class Hub:
+        def __init__(self, token: str | None = None) -> None:
+            seen["token"] = token
+
+        def create_repo(self, repo_id: str, **more: Any) -> Any:
+            seen["repo"], seen["more"] = repo_id, more
+            return type("Url", (str,), {"repo_id": repo_id})(f"hub/{repo_id}")
+
+        def upload_folder(self, *, repo_id: str, folder_path: Path, **_: Any) -> None:
+            seen["files"] = sorted(path.name for path in folder_path.iterdir())
+
+    monkeypatch.setattr("huggingface_hub.HfApi", Hub)
+    assert disturbed(layered()).push_to_hub("me/heads", private=True) == "hub/me/heads"
+    assert seen["files"] == ["exit_heads.json", "exit_heads.safetensors"]
+    assert seen["more"] == {"private": True, "exist_ok": True}

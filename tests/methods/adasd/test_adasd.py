@@ -1,0 +1,296 @@
+"""AdaSD against the paper's algorithm written out once more, with lists, float64 and transformers' own forward."""
+
+from __future__ import annotations
+
+import copy
+from dataclasses import dataclass, field
+from statistics import mean
+from typing import Any
+
+import pytest
+import torch
+from scipy.spatial.distance import jensenshannon
+from scipy.stats import entropy as scipy_entropy
+from torch import Tensor
+from transformers import LogitsProcessorList, RepetitionPenaltyLogitsProcessor
+
+import skipstone
+from skipstone import AdaSD, Autoregressive
+from skipstone.decoding import verify
+from skipstone.decoding.draft import Draft
+from skipstone.decoding.noise import Noise
+from tests.helpers import support
+from tests.helpers.machine import llama, near, prompt
+
+pytestmark = pytest.mark.filterwarnings("ignore:.*x the speed of plain decoding:RuntimeWarning")
+NEW = 40
+
+
+@pytest.fixture(scope="module")
+def model() -> Any:
+    return llama()
+
+
+@pytest.fixture(scope="module")
+def draft(model: Any) -> Any:
+    return near(model, 0.12)
+
+
+@dataclass
+class Trace:
+    """Algorithm 1 for one greedy request: three lists, two thresholds."""
+
+    target: Any
+    draft: Any
+    method: AdaSD
+    processors: LogitsProcessorList = field(default_factory=LogitsProcessorList)
+    rejected_entropy: list[float] = field(default_factory=list)
+    accepted_distance: list[float] = field(default_factory=list)
+    rejected_distance: list[float] = field(default_factory=list)
+    drafts_with: list[int] = field(default_factory=lambda: [0, 0])
+    overruled: int = 0
+    drafted: int = 0
+    accepted: int = 0
+
+    def scores(self, model: Any, text: list[int]) -> Tensor:
+        ids = torch.tensor([text])
+        return self.processors(ids, model(ids).logits[:, -1].float())[0]  # type: ignore[arg-type]
+
+    def tau_v(self) -> float | None:
+        a, r = self.accepted_distance, self.rejected_distance
+        if not self.method.relaxed or not a or not r:
+            return None
+        if self.method.variant == "A":
+            return mean(a)
+        if self.method.variant == "B":
+            return mean(a + r)
+        s_a, s_r = self.drafts_with if self.method.variant == "C" else (1, 1)
+        return (s_a * mean(a) + s_r * mean(r)) / (s_a + s_r)
+
+    def step(self, text: list[int], room: int) -> list[int]:
+        """Generation, verification, update. Returns what is committed."""
+        tokens: list[int] = []
+        entropies: list[float] = []
+        said: list[Tensor] = []
+        window = self.method.max_window if self.method.adaptive_length else self.method.fixed_window
+        while len(tokens) < min(window, room):
+            said.append(self.scores(self.draft, text + tokens))
+            entropies.append(float(scipy_entropy(said[-1].double().softmax(-1), base=2)))
+            tokens.append(int(said[-1].argmax()))
+            if self.method.adaptive_length and self.rejected_entropy and entropies[-1] > mean(self.rejected_entropy):
+                break
+        self.drafted += len(tokens)
+        threshold, final, kept = self.tau_v(), None, 0
+        gone: list[tuple[float, float]] = []
+        distances: list[float] = []
+        for place, token in enumerate(tokens):
+            p = self.scores(self.target, text + tokens[:place])
+            distance = float(jensenshannon(p.double().softmax(-1), said[place].double().softmax(-1), base=2))
+            near_enough = threshold is not None and distance < threshold
+            if not near_enough and int(p.argmax()) != token:
+                final = int(p.argmax())
+                gone.append((entropies[place], distance))
+                break
+            self.overruled += int(p.argmax()) != token
+            distances.append(distance)
+            kept += 1
+        if final is None:
+            final = int(self.scores(self.target, text + tokens).argmax())
+        self.accepted += kept
+        self.accepted_distance += distances
+        self.rejected_entropy += [one for one, _ in gone]
+        self.rejected_distance += [one for _, one in gone]
+        self.drafts_with = [self.drafts_with[0] + bool(distances), self.drafts_with[1] + bool(gone)]
+        return [*tokens[:kept], final]
+
+    def write(self, text: list[int], new: int) -> list[int]:
+        said: list[int] = [int(self.scores(self.target, text).argmax())]
+        while len(said) < new:
+            said += self.step(text + said, new - len(said) - 1)
+        return said
+
+
+SETTINGS: list[dict[str, Any]] = [
+    {},
+    {"variant": "A"},
+    {"variant": "B"},
+    {"variant": "C"},
+    {"adaptive_length": False, "fixed_window": 5},
+    {"max_window": 4},
+    {"relaxed": False},
+]
+
+
+@pytest.mark.parametrize("settings", SETTINGS, ids=lambda one: " ".join(f"{k}={v}" for k, v in one.items()) or "both")
+def test_text_counts_and_means_are_the_papers(model: Any, draft: Any, settings: dict[str, Any]) -> None:
+    """Two rows of different lengths at once; every row's thresholds are its own."""
+    # a better draft model where the text cannot depend on it: else plain steps would be taken in between, to see what pays
+    method = AdaSD(draft if settings.get("relaxed", True) else near(model, 0.04), **settings)
+    asked = [prompt(9), prompt(4, 1)]
+    traces = [Trace(model, method.draft_model, method) for _ in asked]
+    expected = [trace.write(one.tolist(), NEW) for trace, one in zip(traces, asked, strict=True)]
+    out = skipstone.generate(model, support.left_padded(asked), method, max_new_tokens=NEW, do_sample=False, eos_token_id=None)
+    assert out.new_tokens == expected
+    assert out.lossless is not method.relaxed
+    stats: Any = out.stats
+    for name in ("drafted", "accepted", "overruled"):
+        assert getattr(stats, name) == sum(getattr(trace, name) for trace in traces)
+    means = method.report(model)["means"]
+    if method.relaxed:
+        together = [one for trace in traces for one in trace.accepted_distance]
+        assert means["distance_accepted"]["count"] == len(together)
+        assert means["distance_accepted"]["sum"] == pytest.approx(sum(together), abs=1e-3)
+        assert means["distance_threshold"]["count"] > 0
+    if method.adaptive_length:
+        gone = [one for trace in traces for one in trace.rejected_entropy]
+        assert means["entropy_rejected"]["sum"] == pytest.approx(sum(gone), abs=1e-3)
+    plain = skipstone.generate(
+        model, support.left_padded(asked), Autoregressive(), max_new_tokens=NEW, do_sample=False, eos_token_id=None
+    )
+    same = plain.new_tokens == out.new_tokens
+    assert same == (stats.overruled == 0)
+    assert (stats.overruled > 0) == (method.relaxed and method.variant != "A"), "A hardly relaxes at all"
+    assert stats.accepted > 20
+    assert stats.drafted > stats.accepted
+
+
+def test_processors_are_part_of_what_is_compared(model: Any, draft: Any) -> None:
+    method = AdaSD(draft)
+    trace = Trace(model, draft, method, LogitsProcessorList([RepetitionPenaltyLogitsProcessor(1.3)]))
+    expected = trace.write(prompt(9).tolist(), NEW)
+    out = skipstone.generate(
+        model, prompt(9), method, max_new_tokens=NEW, do_sample=False, repetition_penalty=1.3, eos_token_id=None
+    )
+    assert out.new_tokens == [expected]
+    assert out.stats is not None
+    assert (out.stats.overruled, out.stats.accepted) == (trace.overruled, trace.accepted)
+    assert trace.accepted > 5
+
+
+def test_a_draft_model_that_is_the_target_overrules_nothing(model: Any) -> None:
+    same = copy.deepcopy(model)
+    for sampled in (False, True):
+        wish = {"max_new_tokens": NEW, "do_sample": sampled, "seed": 3}
+        out = skipstone.generate(model, prompt(9), AdaSD(same), **wish)
+        assert out.stats is not None
+        assert out.stats.overruled == 0
+        assert out.stats.accepted == out.stats.drafted > 20
+
+
+def test_a_request_knows_nothing_of_the_one_before(model: Any, draft: Any) -> None:
+    """Nor does a row of the row that was in its place."""
+    method = AdaSD(draft)
+    first = skipstone.generate(model, prompt(9), method, max_new_tokens=NEW, do_sample=False)
+    skipstone.generate(model, prompt(7, 5), method, max_new_tokens=NEW, do_sample=False)
+    again = skipstone.generate(model, prompt(9), method, max_new_tokens=NEW, do_sample=False)
+    assert again.new_tokens == first.new_tokens
+    assert first.stats is not None
+    assert first.stats.overruled > 0
+
+
+def test_sampled_texts_keep_what_is_near_and_say_so(model: Any, draft: Any) -> None:
+    """Overruled are tokens that the ordinary rule would have refused; without the relaxed rule there are none."""
+    for relaxed in (True, False):
+        method = AdaSD(draft, relaxed=relaxed)
+        overruled = accepted = 0
+        for seed in range(4):
+            wish = {"max_new_tokens": NEW, "do_sample": True, "temperature": 0.9, "seed": seed}
+            out = skipstone.generate(model, prompt(9), method, **wish)
+            assert out.stats is not None
+            overruled, accepted = overruled + out.stats.overruled, accepted + out.stats.accepted
+        assert (overruled > 0) == relaxed
+        assert accepted > 20
+
+
+# ------------------------------------------------------------------------------------------------- the rule, alone
+
+
+def chained(tokens: list[int], q: Tensor | None = None) -> Draft:
+    ids = torch.tensor([tokens])
+    return Draft(ids, torch.ones_like(ids, dtype=torch.bool), None, q=q)
+
+
+class Scripted(Noise):
+    """Accepts what is likely; draws the likeliest token."""
+
+    def __init__(self) -> None:
+        super().__init__(torch.zeros(1, dtype=torch.long))
+
+    def accept(self, probability: Tensor, position: Tensor, stream: Any) -> Tensor:
+        return probability >= 0.5
+
+    def draw(self, p: Tensor, position: Tensor, stream: int) -> Tensor:
+        return p.argmax(-1)
+
+
+@pytest.mark.parametrize("lazily", [False, True])
+@pytest.mark.parametrize("stochastic", [False, True])
+def test_a_waived_token_stands_where_the_walk_gets_to_it(lazily: bool, stochastic: bool) -> None:
+    """The target says 1 2 3 4 5 wherever it is asked; the draft 1 7 3 8 5. Waiving the second gets to the fourth, waiving the
+    fourth alone nowhere."""
+    p = torch.full((1, 6, 9), 0.01)
+    for place in range(6):
+        p[0, place, place + 1] = 1.0
+    p = p / p.sum(-1, keepdim=True)
+    tokens = [1, 7, 3, 8, 5]
+    q = torch.nn.functional.one_hot(torch.tensor([tokens]), 9).float() if stochastic else None
+
+    def at(node: Tensor, *_: Tensor) -> Tensor:
+        return p[:, int(node) + 1]
+
+    for waived, kept, final, against in (
+        ([], [1], 2, 0),
+        ([1], [1, 7, 3], 4, 1),
+        ([3], [1], 2, 0),
+        ([1, 3], [1, 7, 3, 8, 5], 6, 2),
+        ([0, 1, 2, 3, 4], [1, 7, 3, 8, 5], 6, 2),
+    ):
+        mask = torch.tensor([[place in waived for place in range(5)]])
+        draft, position = chained(tokens, q), torch.tensor([10])
+        if stochastic:
+            verdict = verify.leviathan(draft, at if lazily else p, position, Scripted(), mask)
+        elif lazily:
+            verdict = verify.match(draft, at, position, Scripted(), mask)
+        else:
+            verdict = verify.match_greedy(draft, p.argmax(-1), mask)
+        count = int(verdict.accepted)
+        assert verdict.tokens[0, : count + 1].tolist() == [*kept, final]
+        assert verdict.overruled is not None
+        assert int(verdict.overruled.sum()) == against
+        (row,) = verdict.tolist(draft)
+        assert (row.overruled, row.tokens) == (against, [*kept, final])
+        row.cut(2)
+        assert row.overruled == sum(place < 2 for place, token in enumerate(kept) if token != place + 1), (
+            "what is cut is not counted"
+        )
+
+
+@pytest.mark.parametrize("at_once", [1, 1100, 10**9])
+def test_entropy_and_distance_of_logits_are_scipys(at_once: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(verify, "CACHED", at_once)
+    dice = torch.Generator().manual_seed(0)
+    one, other = (torch.randn(4, 3, 500, generator=dice) * 4 for _ in range(2))
+    other[0, 0] = one[0, 0]
+    one[1, 1, 40:] = float("-inf")
+    p, q = one.double().softmax(-1), other.double().softmax(-1)
+    expected = jensenshannon(p, q, base=2, axis=-1)
+    said, entropies = verify.spread(other)
+    assert said.double().numpy() == pytest.approx(q.numpy(), abs=1e-6)
+    assert entropies.double().numpy() == pytest.approx(scipy_entropy(q, base=2, axis=-1), abs=1e-4)
+    assert verify.js_distances(one, said, entropies).double().numpy() == pytest.approx(expected, abs=2e-3)
+    assert verify.spread(one)[1].double().numpy() == pytest.approx(scipy_entropy(p, base=2, axis=-1), abs=1e-4)
+    assert torch.equal(verify.spread(other)[0], said), "nothing is written into what is given"
+
+
+def test_with_a_large_vocabulary_and_an_offset_they_are_scipys_still() -> None:
+    """128k entries; logits of a model may all be large; a pair that hardly differs is far from 0 by rounding only."""
+    dice = torch.Generator().manual_seed(1)
+    one = torch.randn(1, 4, 128_256, generator=dice) * 3
+    noise = torch.tensor([0.0, 0.001, 0.05, 0.8])[None, :, None] * torch.randn(1, 4, 128_256, generator=dice)
+    for offset in (0.0, 20.0, 100.0):
+        said, entropies = verify.spread(one + noise + offset)
+        expected = jensenshannon(one.double().softmax(-1), (one + noise).double().softmax(-1), base=2, axis=-1)
+        assert entropies.double().numpy() == pytest.approx(
+            scipy_entropy((one + noise).double().softmax(-1), base=2, axis=-1), abs=1e-3
+        )
+        assert verify.js_distances(one + offset, said, entropies).double().numpy() == pytest.approx(expected, abs=3e-3)

@@ -1,0 +1,234 @@
+"""Searches over layer sets: what a set is, what it is worth, and which search finds a good one."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable
+
+import numpy as np
+import pytest
+
+from skipstone.methods.shared.layer_sets import Costs, Objective, Space, Z, expected_speedup, measured_speedup
+from skipstone.methods.swift.cusum import Cusum
+from skipstone.methods.swift.search import SEARCHES, FixedSearch, LinearThompson, Search, SwiftSearch
+from skipstone.models.skipping import SkipSet
+
+COSTS = Costs(0.015, 0.027, tuple(1 + 0.06 * extra for extra in range(30)))
+
+
+def landscape(seed: int, layers: int = 24) -> Callable[[Z], float]:
+    """A synthetic matchness: every sublayer takes its share, some much more than others, and pairs interact."""
+    rng = np.random.default_rng(1000 + seed)
+    size = 2 * (layers - 2)
+    weight = rng.gamma(0.5, 1, size)
+    weight *= 1.6 / weight.sum()
+    pairs = rng.normal(0, 0.006, (size, size))
+    return lambda z: float(np.clip(np.exp(-max(weight[z].sum() + pairs[np.ix_(z, z)].sum() / 2, 0)), 0.02, 0.99))
+
+
+def searched(name: str, seed: int, steps: int = 300) -> float:
+    """What the set is truly worth that a search ends with, after noisy evaluations over 32 positions each."""
+    matchness, space, dice = landscape(seed), Space(24), np.random.default_rng(seed)
+    search = SEARCHES[name](space, space.count(0.45), Objective(COSTS), seed)
+    for _ in range(steps if search.adaptive else 0):
+        z = search.propose()
+        assert z.sum() == search.count
+        search.observe(z, dice.binomial(32, matchness(z)) / 32, 32)
+    best = search.best()
+    assert best.sum() == search.count
+    return float(expected_speedup(matchness(best), COSTS.draft(best), COSTS))
+
+
+@pytest.mark.slow
+def test_linear_thompson_is_at_least_as_good_as_the_others_on_20_problems() -> None:
+    found = {name: np.array([searched(name, seed) for seed in range(20)]) for name in SEARCHES}
+    assert (found["linear_ts"] >= found["random"]).all()
+    assert (found["linear_ts"] >= found["uniform"]).all()
+    assert found["linear_ts"].mean() > found["swift"].mean() + 0.1 > found["random"].mean()
+    assert found["linear_ts"].mean() > 1.25
+
+
+def test_searches_repeat_with_their_seed() -> None:
+    for name in SEARCHES:
+        assert searched(name, 3, 60) == searched(name, 3, 60)
+
+
+def test_a_set_is_sublayers_of_the_layers_in_between() -> None:
+    space = Space(6)
+    assert space.size == 8
+    assert [space.count(ratio) for ratio in (0, 0.45, 0.5)] == [0, 4, 4]
+    skip = SkipSet(frozenset({1, 4}), frozenset({2}))
+    z = space.from_skip_set(skip)
+    assert z.tolist() == [True, False, False, True, False, True, False, False]
+    assert space.to_skip_set(z) == skip
+    for wrong in (SkipSet(frozenset({0})), SkipSet(frozenset(), frozenset({5})), SkipSet(frozenset({-1}))):
+        with pytest.raises(ValueError, match="of layers 1 to 4 may be skipped in a model of 6 layers"):
+            space.from_skip_set(wrong)
+    with pytest.raises(ValueError, match="skips nothing"):
+        space.from_skip_set(SkipSet())
+    with pytest.raises(ValueError, match="skips everything between the first and the last layer"):
+        space.from_skip_set(SkipSet(frozenset(range(1, 5)), frozenset(range(1, 5))))
+    with pytest.raises(ValueError, match="at least 4 layers, found 3"):
+        Space(3)
+
+
+@pytest.mark.parametrize("layers", [4, 7, 24, 82])
+def test_uniform_sets_are_spread_evenly_over_the_depth(layers: int) -> None:
+    space = Space(layers)
+    for count in range(1, space.size):
+        z = space.uniform(count)
+        assert z.sum() == count
+        middle = layers - 2
+        assert 0 <= z[:middle].sum() - z[middle:].sum() <= 1, "as many attentions as MLPs"
+        for half in (z[:middle], z[middle:]):
+            gaps = np.diff(np.flatnonzero(half))
+            assert not len(gaps) or gaps.max() - gaps.min() <= 1
+
+
+def test_expected_speed_up_by_hand() -> None:
+    """m = .5, c = .25, v(2) = 1.2, v(3) = 1.4: 1.5 / (.25 + 1.2) against 1.75 / (.5 + 1.4)."""
+    costs = Costs(0, 0, (1.0, 1.2, 1.4))
+    assert expected_speedup(0.5, 0.25, costs, most=2) == pytest.approx(max(1.5 / 1.45, 1.75 / 1.9))
+    assert expected_speedup(0.1, 0.9, costs) == pytest.approx(1.1 / 2.1), "under 1 where drafting does not pay"
+    many = expected_speedup(np.array([0.5, 0.1]), np.array([0.25, 0.9]), costs, most=2)
+    assert many.tolist() == pytest.approx([1.5 / 1.45, 1.1 / 2.1])
+    assert expected_speedup(1.0, 0.1, Costs(0, 0, (1.0, 1.0)), most=4) == pytest.approx(5 / 1.4)
+
+
+def test_swifts_own_formula_is_the_case_of_free_scoring() -> None:
+    """Eq. 6: M alpha / ((M - 1) c + alpha)."""
+    mean_length, alpha, c = 4.2, 0.9, 0.55
+    assert measured_speedup(mean_length, alpha, c, 1.0) == pytest.approx(mean_length * alpha / ((mean_length - 1) * c + alpha))
+
+
+def test_costs_are_of_what_is_left() -> None:
+    costs = Costs(0.02, 0.05, (1.0, 1.1))
+    z = Space(6).from_skip_set(SkipSet(frozenset({1, 2, 3}), frozenset({4})))
+    assert costs.draft(z) == pytest.approx(1 - 3 * 0.02 - 0.05)
+    assert [costs.score(1), costs.score(2), costs.score(9)] == pytest.approx([1.0, 1.1, 1.8])
+
+
+def test_the_best_set_of_a_linear_model_is_found_exactly() -> None:
+    """Against all sets of 4 of 8 sublayers, for random weights."""
+    space = Space(6)
+    for seed in range(10):
+        rng = np.random.default_rng(seed)
+        objective = Objective(Costs(0.03, 0.08, tuple(1 + 0.1 * extra for extra in range(9))))
+        search = LinearThompson(space, 4, objective, seed)
+        weights = np.append(-rng.random(8) / 6, 1.0)
+        every = []
+        for chosen in itertools.combinations(range(8), 4):
+            z = np.zeros(8, dtype=bool)
+            z[list(chosen)] = True
+            every.append(objective(float(weights[:-1][z].sum() + 1), z))
+        found, worth = search._argmax(weights, 4)
+        assert objective(float(weights[:-1][found].sum() + 1), found) == pytest.approx(max(every)) == pytest.approx(worth)
+
+
+def test_the_posterior_is_that_of_bayesian_linear_regression() -> None:
+    """Mean and covariance against the normal equations, nothing forgotten."""
+    space, rng = Space(6), np.random.default_rng(0)
+
+    class Remembering(LinearThompson):
+        FORGET = 1.0
+
+    search = Remembering(space, 4, Objective(COSTS), 0)
+    prior_mean, prior = search.mean.copy(), search.root @ search.root.T
+    precision, shift = np.linalg.inv(prior), np.linalg.inv(prior) @ prior_mean
+    for _ in range(40):
+        z, m = space.random(4, rng), float(rng.uniform(0.3, 0.9))
+        search.observe(z, m, 32)
+        x, noise = np.append(z, 1.0), m * (1 - m) / 32
+        precision, shift = precision + np.outer(x, x) / noise, shift + x * m / noise
+    covariance = np.linalg.inv(precision)
+    assert search.mean == pytest.approx(covariance @ shift)
+    assert search.root @ search.root.T == pytest.approx(covariance)
+    assert search.estimate(z) == pytest.approx(float(np.append(z, 1.0) @ covariance @ shift))
+
+
+def test_a_lucky_set_is_found_out() -> None:
+    """One evaluation of full marks does not make the best set of a search by chance."""
+    space = Space(8)
+    for name in ("random", "swift"):
+        search = SEARCHES[name](space, 5, Objective(by="matchness"), 0)
+        steady, lucky = space.uniform(5), space.random(5, np.random.default_rng(1))
+        for _ in range(8):
+            search.observe(steady, 0.8, 32)
+        search.observe(lucky, 0.82, 32)
+        assert (search.best() == steady).all()
+        again = [search.propose() for _ in range(4) if search.observe(space.random(5, search.rng), 0.1, 32) is None]
+        assert any((z == lucky).all() for z in again), "it is looked at again"
+
+
+def test_a_gaussian_process_proposes_near_what_was_good() -> None:
+    space = Space(12)
+    search = SwiftSearch(space, 8, Objective(by="matchness"), 0)
+    good = space.uniform(8)
+    for number in range(24):
+        z = good if number == 5 else space.random(8, np.random.default_rng(number))
+        search.observe(z, 0.95 if number == 5 else 0.3, 320)
+    assert (search.propose() & good).sum() >= 7
+
+
+def test_other_sizes_are_promised_what_their_best_set_is_worth() -> None:
+    space, dice = Space(24), np.random.default_rng(3)
+    search, matchness = LinearThompson(space, 20, Objective(COSTS), 0), landscape(3)
+    assert search.promise(22) == 0.0, "nothing is known yet"
+    for _ in range(40):
+        z = search.propose()
+        search.observe(z, dice.binomial(32, matchness(z)) / 32, 32)
+    promised = {count: search.promise(count) for count in (18, 20, 22)}
+    for count, worth in promised.items():
+        search.resize(count)
+        best = search.best()
+        assert best.sum() == count
+        seen = search.estimate(best)
+        assert seen is not None
+        assert worth == pytest.approx(search.objective(seen, best), rel=0.02)
+
+
+def test_another_size_keeps_what_was_learnt_of_sublayers() -> None:
+    search = LinearThompson(Space(10), 8, Objective(COSTS), 0)
+    matchness = landscape(1, 10)
+    for _ in range(60):
+        z = search.propose()
+        search.observe(z, matchness(z), 32)
+    before = search.mean.copy()
+    search.resize(6)
+    assert search.best().sum() == search.propose().sum() == 6
+    search.widen()
+    assert search.mean == pytest.approx(before)
+    assert search.root == pytest.approx(LinearThompson(Space(10), 6, Objective(COSTS), 0).root)
+
+
+@pytest.mark.parametrize("count", [0, 8, 9])
+def test_impossible_sizes_are_refused(count: int) -> None:
+    with pytest.raises(ValueError, match="skips 1 to 7 sublayers of this model"):
+        LinearThompson(Space(6), count)
+
+
+def test_a_fixed_set_is_kept() -> None:
+    z = Space(6).uniform(3)
+    search: Search = FixedSearch(Space(6), z)
+    assert (search.best() == z).all()
+    assert not search.adaptive
+
+
+def shares(rng: np.random.Generator, mean: float, spread: float, count: int) -> list[float]:
+    """Accepted / drafted of steps; spread None: one draft a step, right or wrong."""
+    if spread < 0:
+        return (rng.random(count) < mean).astype(float).tolist()
+    return np.clip(rng.normal(mean, spread, count), 0, 1).tolist()
+
+
+@pytest.mark.parametrize("spread", [0.15, 0.35, -1.0])
+def test_a_changed_task_is_noticed_soon_and_an_unchanged_one_never(spread: float) -> None:
+    for seed in range(5):
+        rng, quiet = np.random.default_rng(seed), Cusum()
+        assert not any(quiet.add(value) for value in shares(rng, 0.75, spread, 20_000))
+        alarm = Cusum()
+        assert not any(alarm.add(value) for value in shares(rng, 0.8, spread, 2000))
+        after = [alarm.add(value) for value in shares(rng, 0.45, spread, 200)]
+        assert any(after)
+        better = Cusum()
+        assert not any(better.add(value) for value in shares(rng, 0.5, spread, 2000) + shares(rng, 0.9, spread, 2000))

@@ -1,0 +1,298 @@
+"""SWIFT and Draft & Verify beyond the conformance suite: what a layer set computes, trees, what is learnt, what is refused."""
+
+from __future__ import annotations
+
+import copy
+import gc
+import json
+import threading
+import weakref
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import skipstone
+from skipstone import Autoregressive, SelfSpeculative, Swift
+from skipstone.decoding.draft import Draft
+from skipstone.decoding.loop import Decoder
+from skipstone.decoding.session import Request
+from skipstone.methods.shared import profiles
+from skipstone.methods.swift.state import SkipState
+from skipstone.methods.swift.swift import SwiftSession
+from skipstone.methods.swift.tree import MOST_LEAVES, chances, offered, with_leaves
+from skipstone.models.layered import LayeredModel
+from skipstone.models.skipping import SkipSet
+from tests.helpers import families
+from tests.helpers.machine import llama, prompt, running, silenced
+
+SKIP = SkipSet(frozenset({1, 2}), frozenset({2}))
+METHOD = Swift(0.5, 4, context_window=6, guard=False)
+pytestmark = pytest.mark.filterwarnings(
+    "ignore:.*x the speed of plain decoding:RuntimeWarning", "ignore:swift found no layer set:RuntimeWarning"
+)
+
+
+def test_a_layer_set_is_judged_by_what_it_would_have_said_after_the_targets_own_prefix() -> None:
+    """Against transformers: the prefix by the whole model, the window by a copy whose skipped sublayers write nothing."""
+    model = llama(layers=6)
+    decoder, ids = running(model, METHOD, steps=14)
+    session: Any = decoder.session
+    end = session.store.length[0]
+    begin = end - 6
+    with torch.inference_mode():
+        tokens, said = session.latest[0].window()
+        found = session.judge(0, tokens[:-1], SKIP)
+        cache = model(ids[None, :begin], use_cache=True).past_key_values
+        wanted = silenced(model, SKIP)(ids[None, begin:end], past_key_values=cache).logits[0]
+        whole = model(ids[None]).logits[0]
+    assert torch.allclose(found, wanted, atol=1e-4)
+    assert not torch.allclose(found, whole[begin:end], atol=1e-2)
+    assert said.tolist() == whole.argmax(-1)[begin:end].tolist()
+    assert tokens == ids[begin : end + 1].tolist()
+    session.check(0, ids[: end + 1])
+
+
+def test_drafts_are_the_greedy_text_of_what_is_left() -> None:
+    """...which reads the target's keys and values of what is committed, and its own of the draft."""
+    model = llama(layers=6)
+    method = SelfSpeculative((1, 2), (2,), None, 5, None)
+    decoder, ids = running(model, method, steps=3)
+    session: Any = decoder.session
+    with torch.inference_mode():
+        draft = session.draft([5])
+        end = session.store.length[0]
+        cache = model(ids[None, :end], use_cache=True).past_key_values
+        short, token, wanted = silenced(model, SKIP), ids[None, end : end + 1], []
+        for _ in range(5):
+            token = short(token, past_key_values=cache).logits[:, -1].argmax(-1, keepdim=True)
+            wanted.append(token.item())
+    assert draft.tokens[0].tolist() == wanted
+
+
+def chain(tokens: list[list[int]], confidence: list[list[float]] | None, valid: list[list[bool]] | None = None) -> Draft:
+    made = torch.tensor(tokens)
+    sure = None if confidence is None else torch.tensor(confidence)
+    return Draft(made, torch.ones_like(made, dtype=torch.bool) if valid is None else torch.tensor(valid), None, confidence=sure)
+
+
+def test_a_place_offers_as_many_tokens_as_it_is_unsure() -> None:
+    sure = torch.tensor([[0.1, 0.5, 0.51, 0.8, 0.81, 0.95, 0.96, 1.0]])
+    assert offered(sure).tolist() == [[10, 10, 5, 5, 3, 3, 1, 1]]
+
+
+def test_runners_up_are_leaves_of_the_places_before_theirs() -> None:
+    ranked = torch.tensor([[[7, 8, 9, 1], [5, 6, 7, 2], [3, 4, 8, 9]]])
+    possible = torch.ones_like(ranked, dtype=torch.bool)
+    possible[0, 1, 2] = False
+    tree = with_leaves(chain([[7, 5, 3]], [[0.97, 0.6, 0.9]]), ranked, possible)
+    tree.check()
+    assert tree.parents is not None
+    assert tree.draft_steps is not None
+    nodes = sorted(zip(tree.parents[0].tolist(), tree.tokens[0].tolist(), strict=True))
+    assert nodes == [(-1, 7), (0, 2), (0, 5), (0, 6), (1, 3), (1, 4), (1, 8)]
+    assert tree.tokens[0, :3].tolist() == [7, 5, 3], "the chain comes first"
+    assert tree.draft_steps.tolist() == [3]
+    assert tree.levels == 3
+
+
+def test_the_likeliest_runners_up_are_kept_and_none_that_is_not_worth_its_cost() -> None:
+    """By hand: the chain is right up to a place with the product of its confidences; rank r has 2^-r of what is left there."""
+    sure = torch.tensor([[0.9, 0.4, 0.5]])
+    by_hand = [[0.1 * 0.5, 0.1 * 0.25], [0.9 * 0.6 * 0.5, 0.9 * 0.6 * 0.25], [0.36 * 0.5 * 0.5, 0.36 * 0.5 * 0.25]]
+    torch.testing.assert_close(chances(sure, 3)[0], torch.tensor(by_hand))
+    ranked = torch.tensor([[[7, 8, 9], [5, 6, 4], [3, 2, 1]]])
+    possible = torch.ones_like(ranked, dtype=torch.bool)
+    for most, least, kept in ((2, 0.0, [6, 4]), (9, 0.06, [6, 4, 2]), (9, 0.04, [6, 4, 2, 8, 1]), (9, 0.3, [])):
+        tree = with_leaves(chain([[7, 5, 3]], sure.tolist()), ranked, possible, most, least)
+        tree.check()
+        assert tree.tokens[0].tolist() == [7, 5, 3, *kept]
+        assert tree.parents is not None
+        above = {8: -1, 9: -1, 6: 0, 4: 0, 2: 1, 1: 1}
+        assert tree.parents[0, 3:].tolist() == [above[token] for token in kept]
+
+
+def test_ragged_rows_and_the_most_that_a_tree_may_hold() -> None:
+    ranked = torch.arange(2 * 9 * 10).view(2, 9, 10)
+    valid = [[True] * 9, [True] * 2 + [False] * 7]
+    tree = with_leaves(chain(ranked[:, :, 0].tolist(), None, valid), ranked, torch.ones_like(ranked, dtype=torch.bool))
+    tree.check()
+    assert tree.valid.sum(1).tolist() == [9 + MOST_LEAVES, 2 + 18]
+    assert tree.draft_steps is not None
+    assert tree.draft_steps.tolist() == [9, 2]
+
+
+def test_leaves_are_accepted_and_their_keys_and_values_moved() -> None:
+    """More tokens a step than chains commit, the same text, and a store that passes its check after every step."""
+    model = llama(layers=6, head=3.0)
+    asked, lengths = prompt(9), {}
+    plain = skipstone.generate(model, asked, Autoregressive(), max_new_tokens=60, do_sample=False)
+    for dynamic in (True, False):
+        method = Swift(0.5, 5, None, 6, search="uniform", dynamic_verification=dynamic, guard=False)
+        layered = LayeredModel(model)
+        decoder = Decoder(method.start(layered, 1, 70, SkipState(method, layered)))
+        decoder.admit(0, Request(asked, 60))
+        text: list[int] = []
+        while decoder.busy:
+            text += decoder.step().tokens[0]
+            if decoder.busy:
+                decoder.session.check(0, torch.cat([asked, torch.tensor(text)]))
+        assert text == plain.new_tokens[0]
+        lengths[dynamic] = decoder.pace.stats.mean_acceptance_length
+    assert lengths[True] > lengths[False] > 1
+
+
+def test_a_state_lives_as_long_as_its_model_and_serves_every_request() -> None:
+    model = llama(layers=6)
+    method = Swift(0.5, 4, context_window=6, guard=False)
+    assert method.report(model) == {}
+    first = skipstone.generate(model, prompt(9), method, max_new_tokens=40, do_sample=False)
+    once = method.report(model)
+    assert once["steps"] > 5
+    again = skipstone.generate(model, prompt(9), method, max_new_tokens=40, do_sample=False)
+    assert again.new_tokens == first.new_tokens
+    assert method.report(model)["steps"] > once["steps"]
+    assert json.dumps(method.report(model))
+    other = Swift(0.5, 4, context_window=6, guard=False, search_seed=9)
+    assert other.report(model) == {}
+    assert skipstone.generate(model, prompt(9), other, max_new_tokens=40, do_sample=False).new_tokens == first.new_tokens
+    gone = weakref.ref(model)
+    del model
+    gc.collect()
+    assert gone() is None
+
+
+def test_threads_do_not_skip_each_others_layers() -> None:
+    """One drafts while another decodes plainly, over and over: all texts stay the model's, and no forward is left behind."""
+    model = llama(layers=6)
+    plain = skipstone.generate(model, prompt(9), "autoregressive", max_new_tokens=40, do_sample=False).new_tokens
+    found: list[Any] = []
+
+    def run(method: Any) -> None:
+        for _ in range(6):
+            found.append(skipstone.generate(model, prompt(9), method, max_new_tokens=40, do_sample=False).new_tokens)
+
+    threads = [threading.Thread(target=run, args=(one,)) for one in ("autoregressive", METHOD, SelfSpeculative((1, 2), (2,)))]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert found == [plain] * 18
+    assert not any("forward" in vars(module) for module in model.modules())
+
+
+def test_a_found_set_is_saved_and_used_again(tmp_path: Path) -> None:
+    model, path = llama(layers=6), tmp_path / "found.json"
+    with pytest.raises(ValueError, match="nothing to save"):
+        METHOD.save(model, path)
+    skipstone.generate(model, prompt(9), METHOD, max_new_tokens=40, do_sample=False)
+    METHOD.save(model, path)
+    profile = profiles.load(path, model)
+    assert {"attention": list(profile.attention), "mlp": list(profile.mlp)} == METHOD.report(model)["skipped"]
+    assert "matchness" in profile.about
+
+
+def test_passes_are_timed_and_the_search_runs_on_a_real_model() -> None:
+    model = llama(layers=6)
+    method = Swift(0.5, 4, None, context_window=6, guard=False)
+    out = skipstone.generate(model, prompt(9), method, max_new_tokens=200, do_sample=False)
+    found = method.report(model)
+    assert found["timed"]
+    assert found["evaluations"] > 20
+    assert out.stats is not None
+    assert out.stats.seconds_search > 0
+    assert 0 < found["cost_of_a_draft"] <= 1
+    assert found["spent"]["search"] > 0
+    assert found["history"][0]["evaluation"] == 0
+
+
+@pytest.mark.parametrize(
+    "family", ["llama", *(pytest.param(name, marks=pytest.mark.slow) for name in ("mistral", "gemma2", "opt", "mixtral"))]
+)
+def test_timings_probes_and_searches_change_no_text(family: str) -> None:
+    """Ragged rows, greedy and sampled, of the method as users have it, and where it drafts at every step."""
+    model, asked = families.cached(family), families.padded([prompt(length, length, vocab=50) for length in (9, 4, 13)])
+    for sampled in ({"do_sample": False}, {"do_sample": True, "temperature": 0.7, "seed": 3}):
+        wish: dict[str, Any] = {"max_new_tokens": 60, **sampled}
+        plain = skipstone.generate(model, asked, Autoregressive(), **wish).new_tokens
+        for guard in (True, False):
+            method = Swift(0.5, 4, 0.1, context_window=6, guard=guard)
+            for _ in range(2):
+                assert skipstone.generate(model, asked, method, **wish).new_tokens == plain
+            found = method.report(model)
+            assert guard or (found["timed"] and found["evaluations"] > 5 and found["drafted_steps"] > 20)
+
+
+IMPOSSIBLE: list[tuple[Any, str]] = [
+    (Swift(skip_ratio=1.0), r"skip_ratio must lie in \[0, 1\), found 1.0"),
+    (Swift(skip_ratio=-0.1), r"skip_ratio must lie in \[0, 1\), found -0.1"),
+    (Swift(skip_ratio=0.0), "leaves out 0 of the 4 sublayers"),
+    (Swift(num_speculative_tokens=0), "num_speculative_tokens must be at least 1, found 0"),
+    (Swift(search="grid"), "unknown search 'grid'; there are linear_ts, swift, random, uniform"),
+    (Swift(profile=5), "profile must be the name of a file, found 5"),  # type: ignore[arg-type]
+    (Swift(objective="x"), "objective must be"),  # type: ignore[arg-type]
+    (Swift(enough=2), r"enough is a matchness in \[0, 1\], found 2"),
+    (Swift(confidence_threshold=1.5), r"confidence_threshold must be a number in \[0, 1\]"),
+    (SelfSpeculative(), "no layer set is given: name skip_attention and skip_mlp, or a profile"),
+    (SelfSpeculative((9,)), r"attention of layers 1 to 2 may be skipped in a model of 4 layers.*found \[9\]"),
+    (SelfSpeculative((1, 2), (1, 2)), "skips everything between the first and the last layer"),
+    (Swift(search_seed=-1), "search_seed must be at least 0, found -1"),
+    (SelfSpeculative((1,), stop_threshold=2), r"stop_threshold must be a number in \[0, 1\]"),
+    (SelfSpeculative((1,), (), "x.json"), "give either a profile or skip_attention and skip_mlp"),
+]
+
+
+@pytest.mark.parametrize(("method", "said"), IMPOSSIBLE)
+def test_impossible_settings_are_one_sentence(method: Any, said: str) -> None:
+    with pytest.raises(ValueError, match=said):
+        skipstone.generate(families.cached("llama"), prompt(5, vocab=50), method, max_new_tokens=4)
+
+
+@pytest.mark.parametrize("layers", [None, "12", (1.5,), True, [1, "2"]])
+def test_layers_that_are_no_numbers_are_one_sentence(layers: Any) -> None:
+    with pytest.raises(ValueError, match="skip_attention must be layer numbers"):
+        SelfSpeculative(skip_attention=layers)
+
+
+def test_models_without_layers_to_skip_are_refused() -> None:
+    shallow = families.build("llama", layers=3)
+    with pytest.raises(ValueError, match="at least 4 layers, found 3"):
+        skipstone.generate(shallow, prompt(5, vocab=50), Swift(), max_new_tokens=4)
+
+
+def test_a_profile_is_for_one_model(tmp_path: Path) -> None:
+    model, other = llama(layers=6), llama(layers=6, seed=1)
+    path = tmp_path / "profile.json"
+    mark = profiles.fingerprint(model)
+    assert profiles.fingerprint(copy.deepcopy(model)) == mark != profiles.fingerprint(other)
+    assert profiles.fingerprint(copy.deepcopy(model).to(torch.bfloat16)) == mark
+    profiles.save(path, profiles.Profile(model=mark, name="mine", attention=(1, 2), mlp=(2,)))
+    plain = skipstone.generate(model, prompt(9), "autoregressive", max_new_tokens=30, do_sample=False)
+    for method in (SelfSpeculative(profile=str(path)), Swift(profile=str(path), guard=False)):
+        out = skipstone.generate(model, prompt(9), method, max_new_tokens=30, do_sample=False)
+        assert out.new_tokens == plain.new_tokens
+        assert out.stats is not None
+        assert out.stats.accepted > 0
+        with pytest.raises(ValueError, match=r"the profile of another model \(mine; this one is"):
+            skipstone.generate(other, prompt(9), method, max_new_tokens=4)
+    assert Swift(profile=str(path), guard=False).report(model)["skipped"] == {"attention": [1, 2], "mlp": [2]}
+    for text, said in (
+        ("{", "is damaged"),
+        ('{"model": "x", "layers": []}', "says nothing of a layer set: unknown setting 'layers'"),
+        ('{"model": "x", "version": 9}', "a layer set of version 9"),
+    ):
+        path.write_text(text)
+        with pytest.raises(ValueError, match=said):
+            profiles.load(path, model)
+    with pytest.raises(FileNotFoundError):
+        profiles.load(tmp_path / "none.json", model)
+
+
+def test_sessions_take_their_state_from_the_method() -> None:
+    layered = LayeredModel(llama(layers=6))
+    one, two, wide = (METHOD.start(layered, rows, 20) for rows in (1, 1, 3))
+    assert isinstance(one, SwiftSession)
+    assert isinstance(two, SwiftSession)
+    assert isinstance(wide, SwiftSession)
+    assert one.state is two.state is not wide.state, "what a pass costs depends on the batch"

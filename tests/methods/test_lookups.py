@@ -1,0 +1,311 @@
+"""Drafts without a drafter: what stood in the text before, blocks of guesses, windows and pools of n-grams."""
+
+from __future__ import annotations
+
+import copy
+import functools
+import random
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from transformers.generation.candidate_generator import PromptLookupCandidateGenerator
+
+import skipstone
+from skipstone import Autoregressive, Jacobi, Lookahead, Method, PromptLookup
+from skipstone.decoding.session import Request
+from skipstone.methods.lookahead import LookaheadSession, Pool, Window
+from skipstone.methods.prompt_lookup import Index
+from skipstone.methods.shared.proposals import Nodes
+from skipstone.models import host
+from skipstone.models.layered import LayeredModel
+from tests.helpers import families
+from tests.helpers.machine import llama, prompt, start
+
+pytestmark = pytest.mark.filterwarnings("ignore:.*x the speed of plain decoding:RuntimeWarning")
+
+
+def forgetful(model: Any) -> Any:
+    """A copy that hardly looks back: what it says follows from its last token, so that it soon repeats itself."""
+    other = copy.deepcopy(model)
+    layered = LayeredModel(other)
+    for layer in layered.layers:
+        getattr(layer, layered.family.attention).register_forward_hook(quieter)
+    return other
+
+
+def quieter(_: Any, given: Any, output: Any) -> Any:
+    """A tenth of what attention says."""
+    return (0.1 * output[0], *output[1:]) if isinstance(output, tuple) else 0.1 * output
+
+
+@pytest.fixture(scope="module")
+def model() -> Any:
+    return forgetful(llama())
+
+
+# ------------------------------------------------------------------------------------------------- prompt lookup
+
+
+def sought(text: list[int], shortest: int, longest: int, most: int, first: bool) -> list[int]:
+    """What `Index.find` returns, by looking everywhere."""
+    for size in range(min(longest, len(text) - 1), shortest - 1, -1):
+        places = [at for at in range(len(text) - size) if text[at : at + size] == text[-size:]]
+        if places:
+            start = (places[0] if first else places[-1]) + size
+            found = text[start : start + most]
+            period = len(text) - start
+            return found if first else [text[start + i % period] for i in range(most)]
+    return []
+
+
+@pytest.mark.parametrize("prefer", ["recent", "first"])
+def test_the_index_finds_what_a_search_finds(prefer: Any) -> None:
+    dice, hits = random.Random(1), 0
+    for _ in range(200):
+        longest = dice.randint(1, 4)
+        shortest, most, words = dice.randint(1, longest), dice.randint(1, 6), dice.randint(1, 6)
+        index, text = Index(shortest, longest, prefer), []
+        for _ in range(dice.randint(1, 8)):
+            more = [dice.randrange(words) for _ in range(dice.randint(0, 5))]
+            text += more
+            index.extend(more)
+            expected = sought(text, shortest, longest, most, prefer == "first") if text else []
+            assert index.find(most) == expected
+            hits += bool(expected)
+    assert hits > 300
+
+
+def test_the_first_place_is_where_transformers_finds_it() -> None:
+    dice, hits = random.Random(2), 0
+    for _ in range(150):
+        text = [dice.randrange(5) for _ in range(dice.randint(2, 30))]
+        theirs = PromptLookupCandidateGenerator(num_output_tokens=4, max_matching_ngram_size=3, max_length=1000)
+        ids, _ = theirs.get_candidates(torch.tensor([text]))
+        index = Index(1, 3, "first")
+        index.extend(text)
+        assert index.find(4) == ids[0, len(text) :].tolist()
+        hits += bool(index.find(4))
+    assert hits > 100
+
+
+def test_a_draft_ends_before_an_end_and_within_its_room(model: Any) -> None:
+    asked = torch.tensor([5, 6, 7, 8, 9, 10, 5, 6])
+    for new, drafted in ((4, 2), (12, 2), (30, 2)):
+        decoder = start(PromptLookup(), LayeredModel(model), [Request(asked, new, frozenset({9}))])
+        session: Any = decoder.session
+        decoder.step()
+        index = Index(1, 3, "recent")
+        index.extend(asked.tolist())
+        session.index[0], session.alive[0] = index, True
+        assert len(session._nodes(0, new - 2).tokens) == drafted, "7 and 8, for 9 is an end"
+        assert session._nodes(0, 1).tokens == [7]
+        assert session._nodes(0, 0).tokens == []
+
+
+def looping(model: Any, length: int = 40) -> torch.Tensor:
+    """What a model says when it is asked for long."""
+    said = skipstone.generate(model, prompt(9), Autoregressive(), max_new_tokens=3 * length, do_sample=False, eos_token_id=None)
+    assert said.new_tokens is not None
+    return torch.tensor(said.new_tokens[0][-length:])
+
+
+FAMILIES = [pytest.param(name, marks=[] if name == "llama" else pytest.mark.slow) for name in families.NAMES]
+METHODS: list[Method] = [
+    PromptLookup(),
+    PromptLookup(prefer="first"),
+    PromptLookup(2, 2, 4),
+    Jacobi(),
+    Jacobi(3),
+    Lookahead(),
+    Lookahead(3, 2, 2),
+    Lookahead(1, 3, 1),
+]
+
+
+WISH: dict[str, Any] = {"max_new_tokens": 70, "eos_token_id": None}
+
+
+@functools.cache
+def repeating(family: str, forgets: bool) -> tuple[Any, Any, list[tuple[dict[str, Any], Any]]]:
+    """A model, three rows that go on with what they were saying, and what it says to them plainly: greedily, and sampled at a
+    low temperature."""
+    model = forgetful(families.cached(family)) if forgets else families.cached(family)
+    asked = families.padded([looping(model, length) for length in (40, 31, 22)])
+    ways: list[dict[str, Any]] = [{"do_sample": False}, {"do_sample": True, "temperature": 0.5, "seed": 3}]
+    return model, asked, [(way, skipstone.generate(model, asked, Autoregressive(), **WISH, **way).new_tokens) for way in ways]
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("method", METHODS, ids=str)
+def test_where_texts_repeat_themselves_drafts_are_accepted(method: Method, family: str) -> None:
+    """Not Jacobi of a forgetful model: of what follows from the last token alone, nothing can be guessed before it is there."""
+    model, asked, said = repeating(family, not isinstance(method, Jacobi))
+    accepted = drafted = 0
+    for way, plain in said:
+        out = skipstone.generate(model, asked, method, **WISH, **way)
+        assert out.new_tokens == plain
+        assert out.stats is not None
+        accepted, drafted = accepted + out.stats.accepted, drafted + out.stats.drafted
+    assert accepted >= 5
+    assert drafted - accepted >= 20
+
+
+# ------------------------------------------------------------------------------------------------- Jacobi
+
+
+def argmax(model: Any, text: list[int]) -> list[int]:
+    """transformers' likeliest token after every prefix of a text."""
+    return model(torch.tensor([text])).logits[0].argmax(-1).tolist()
+
+
+def test_jacobi_refines_the_blocks_that_the_paper_says() -> None:
+    """Algorithm by hand: guess, compute all places, keep what agrees, guess what was said behind it."""
+    model = llama()
+    block, asked, new = 5, looping(model), 90
+    decoder = start(Jacobi(block), LayeredModel(model), [Request(asked, new)])
+    decoder.probing = False
+    session: Any = decoder.session
+    text = asked.tolist()
+    text += decoder.step().tokens[0]
+    first = session._first[0]
+    guesses, accepted = list(first), 0
+    assert set(guesses) <= set(asked.tolist())
+    while decoder.busy:
+        room = min(block, new - (len(text) - len(asked)) - 1)
+        said = argmax(model, text + guesses[:room])[len(text) - 1 :]
+        kept = next((at for at in range(room) if guesses[at] != said[at]), room)
+        assert session.guesses[0].tolist() == guesses
+        step = decoder.step()
+        assert step.tokens[0] == said[: kept + 1]
+        assert step.drafted[0] == room
+        text += said[: kept + 1]
+        behind = said[kept + 1 :]
+        guesses = [*behind, *first[len(behind) :]] if len(behind) < block else behind[:block]
+        accepted += kept
+    assert accepted > 1
+
+
+# ------------------------------------------------------------------------------------------------- lookahead
+
+
+def test_a_pool_keeps_the_latest_of_every_first_token() -> None:
+    pool = Pool(2)
+    for gram in ((1, 2, 3), (1, 4, 5), (9, 1, 1), (1, 2, 3), (1, 6, 7)):
+        pool.add(gram)
+    assert pool.after(1) == [(6, 7), (2, 3)], "(4, 5) was used least lately"
+    assert pool.after(9) == [(1, 1)]
+    assert pool.after(2) == []
+
+
+def test_a_window_gives_its_columns_away_and_drops_its_oldest_row() -> None:
+    pool, window = Pool(5), Window([[1, 2]])
+    window.move([3, 4], 3, pool)
+    assert window.levels == [[1, 2], [3, 4]]
+    assert pool.after(1) == []
+    window.move([5, 6], 3, pool)
+    assert window.levels == [[3, 4], [5, 6]]
+    assert pool.after(1) == [(3, 5)]
+    assert pool.after(2) == [(4, 6)]
+    window.move([7, 8], 3, pool)
+    assert pool.after(3) == [(5, 7)]
+
+
+def test_a_window_hangs_row_under_row() -> None:
+    nodes, window = Nodes().chain([40, 41]), Window([[1, 2, 3], [4, 5, 6], [7, 8, 9]])
+    window.hang(nodes)
+    assert nodes.tokens[2:] == [1, 2, 3, 4, 5, 6, 7, 8, 9]
+    assert nodes.parents == [-1, 0, -1, 2, 3, 2, 3, 4, 5, 6, 7]
+    assert nodes.candidate == [True] * 2 + [False] * 9
+    assert window.bottom == 8
+
+
+def branch(nodes: Any, node: int) -> list[int]:
+    """Tokens from the root down to a node."""
+    path: list[int] = []
+    while node >= 0:
+        path.insert(0, nodes.tokens[node])
+        node = nodes.parents[node]
+    return path
+
+
+@pytest.mark.parametrize("build", [llama, lambda: families.cached("mistral")], ids=["llama", "sliding window"])
+def test_one_mask_serves_both_branches(build: Callable[[], Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    """What the window's last row is told is what transformers says after the text and that column's own path; the n-grams that
+    it gives away are the columns; n-grams are merged into a trie. Two rows of different lengths."""
+    model = build()
+    requests = [Request(prompt(20, 3, vocab=50), 24), Request(prompt(6, 4, vocab=50), 24)]
+    decoder = start(Lookahead(4, 4, 3), LayeredModel(model), requests)
+    session: Any = decoder.session
+    assert isinstance(session, LookaheadSession)
+    trees: dict[int, Any] = {}
+    real = session._nodes
+    monkeypatch.setattr(session, "_nodes", lambda row, allowed: trees.setdefault(row, real(row, allowed)))
+    texts, checked, tried = [request.prompt.tolist() for request in requests], 0, 0
+    while decoder.busy:
+        trees.clear()
+        before = [[list(level) for level in window.levels] for window in session.windows]
+        prefilling = session.prefilling
+        step = decoder.step()
+        for row, nodes in trees.items():
+            if prefilling or row in step.finished or session.windows[row].bottom is None:
+                continue
+            first = session.windows[row].bottom
+            said = [argmax(model, texts[row] + branch(nodes, first + column))[-1] for column in range(4)]
+            levels = [*before[row], said]
+            assert session.windows[row].levels == (levels[1:] if len(levels) == 4 else levels)
+            if len(levels) == 4:
+                column = tuple(level[0] for level in levels)
+                assert column[1:] in session.pools[row].after(column[0])
+            children = [(nodes.parents[at], nodes.tokens[at]) for at in range(len(nodes.tokens)) if nodes.candidate[at]]
+            assert len(children) == len(set(children))
+            tried += len(children)
+            checked += 1
+        for row, tokens in enumerate(step.tokens):
+            texts[row] += tokens
+    assert checked > 20
+    assert tried > 0
+
+
+def test_the_prompts_n_grams_are_tried_at_once(model: Any) -> None:
+    asked = looping(model)
+    out = skipstone.generate(
+        model, asked, Lookahead(2, 4, 4), max_new_tokens=12, do_sample=False, record=True, eos_token_id=None
+    )
+    assert out.steps is not None
+    assert out.steps[1].drafted[0] > 0
+    assert out.stats is not None
+    assert out.stats.accepted > 0
+    assert out.stats.verified_nodes > out.stats.drafted
+
+
+@pytest.mark.parametrize("method", [Lookahead(), Lookahead(1, 3, 1), Lookahead(3, 9, 2), Jacobi(), PromptLookup()], ids=str)
+@pytest.mark.parametrize("readable", [pytest.param(True, marks=pytest.mark.slow), False])
+def test_up_to_the_last_position(method: Method, readable: bool, model: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A window reaches beyond what is left; also where nothing is asked of an accelerator."""
+    if not readable:
+        monkeypatch.setattr(host, "readable", lambda tensor: False)
+    asked = looping(model, 40).repeat(13)[:500]
+    for rows in ([asked], [asked, asked], [asked, asked[30:]]):
+        plain = skipstone.generate(model, families.padded(rows), Autoregressive(), max_new_tokens=12, do_sample=False)
+        out = skipstone.generate(model, families.padded(rows), method, max_new_tokens=12, do_sample=False)
+        assert out.new_tokens == plain.new_tokens
+
+
+IMPOSSIBLE: list[tuple[Method, str]] = [
+    (PromptLookup(0), "prompt_lookup_max must be at least 1, found 0"),
+    (PromptLookup(2, 3), "prompt_lookup_min=3 is more than prompt_lookup_max=2"),
+    (PromptLookup(num_speculative_tokens=0), "num_speculative_tokens must be at least 1, found 0"),
+    (PromptLookup(prefer="last"), 'prefer must be "recent" or "first", found'),  # type: ignore[arg-type]
+    (Jacobi(0), "block must be at least 1, found 0"),
+    (Lookahead(0), "window must be at least 1, found 0"),
+    (Lookahead(7, 1), "ngram must be at least 2, found 1"),
+    (Lookahead(guesses=True), "guesses must be an integer, found True"),
+]
+
+
+@pytest.mark.parametrize(("method", "said"), IMPOSSIBLE)
+def test_impossible_settings_are_one_sentence(model: Any, method: Method, said: str) -> None:
+    with pytest.raises(ValueError, match=said):
+        skipstone.generate(model, prompt(5), method, max_new_tokens=4)

@@ -1,0 +1,353 @@
+"""Speculative decoding with a draft model: its exact law, its two stores, its schedules, and which pairs it refuses."""
+
+from __future__ import annotations
+
+import copy
+import gc
+import weakref
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel
+from transformers.generation.logits_process import RepetitionPenaltyLogitsProcessor
+
+import skipstone
+from skipstone import AdaSD, Autoregressive, Method, Speculative
+from skipstone.decoding.loop import Decoder
+from skipstone.decoding.sampling import Sampling
+from skipstone.decoding.session import Request, Session
+from skipstone.methods.adasd.thresholds import VerificationThreshold
+from skipstone.methods.shared import draft_model as draft_models
+from skipstone.methods.shared.draft_model import DraftModel
+from skipstone.methods.shared.second_model import DraftingSession
+from skipstone.models.layered import LayeredModel
+from tests.helpers import support
+from tests.helpers.enumeration import VOCAB, Pushing, proves
+from tests.helpers.machine import llama, mistral, near, prompt, small, start
+
+pytestmark = pytest.mark.filterwarnings("ignore:.*x the speed of plain decoding:RuntimeWarning")
+
+
+@pytest.fixture(scope="module")
+def model() -> PreTrainedModel:
+    return llama()
+
+
+@pytest.fixture(scope="module")
+def draft(model: PreTrainedModel) -> PreTrainedModel:
+    return near(model, 0.1)
+
+
+# ------------------------------------------------------------------------------------------------- the law
+
+
+@pytest.fixture
+def exactly(monkeypatch: pytest.MonkeyPatch) -> tuple[Any, Any]:
+    """Target and draft model of three tokens in float64, the draft model's logits too."""
+    monkeypatch.setattr(DraftModel, "project", lambda self, normed, head=None: self.head(normed))
+    target = llama(vocab=VOCAB, hidden=8, layers=2, head=2.0, seed=2).double()
+    return target, near(target, 0.6)
+
+
+LAWFUL: list[Any] = [
+    pytest.param(lambda draft: Speculative(draft, 2), 3, id="constant, shorter"),
+    pytest.param(lambda draft: Speculative(draft, 2), 4, id="constant", marks=pytest.mark.slow),
+    pytest.param(lambda draft: Speculative(draft, 2, "heuristic"), 4, id="heuristic", marks=pytest.mark.slow),
+    pytest.param(lambda draft: Speculative(draft, 2, "confidence", 0.55), 4, id="confidence", marks=pytest.mark.slow),
+    pytest.param(lambda draft: AdaSD(draft, 2, relaxed=False), 4, id="adasd"),  # drafts as the others do, and may stop sooner
+]
+
+
+@pytest.mark.parametrize(("make", "new"), LAWFUL)
+def test_the_law_is_exact(make: Any, new: int, exactly: tuple[Any, Any]) -> None:
+    model, draft = exactly
+    seen = proves(model, make(draft), new=new)
+    most = new - 2
+    assert {(most, accepted) for accepted in range(most + 1)} <= set(seen.steps)
+    assert {1, most} <= seen.lengths
+
+
+@pytest.mark.slow
+def test_processors_keep_the_law(exactly: tuple[Any, Any]) -> None:
+    model, draft = exactly
+    seen = proves(model, Speculative(draft, 2), processors=[RepetitionPenaltyLogitsProcessor(1.7), Pushing()])
+    assert {(2, 0), (2, 2)} <= set(seen.steps)
+
+
+def test_a_relaxed_rule_has_another_law(exactly: tuple[Any, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    """The proof can fail: what AdaSD keeps against the target's wish moves the law."""
+    monkeypatch.setattr(VerificationThreshold, "value", torch.tensor([0.9]))
+    model, draft = exactly
+    with pytest.raises(AssertionError, match="the loop's law is the target's"):
+        proves(model, AdaSD(draft, 1, adaptive_length=False, fixed_window=1))
+
+
+# ------------------------------------------------------------------------------------------------- the second store
+
+
+def check_follower(session: DraftingSession, row: int, text: list[int]) -> int:
+    """The draft model's store holds what a fresh forward over the row's text gives. Returns how many tokens it lacks."""
+    follower = session.follower
+    assert follower.text[row] == text
+    known = follower.side.store.length[row]
+    fresh = Session(follower.model, 1, len(text) + 1)
+    fresh.admit(0, Request(torch.tensor(text), 1))
+    fresh.prefill(len(text))
+    follower.side.store.check(fresh.store, row)
+    return len(text) - known
+
+
+@pytest.mark.parametrize("temperature", [0.0, 0.8])
+def test_after_every_commit_the_draft_models_store_is_that_of_a_fresh_forward(model: Any, temperature: float) -> None:
+    """Ragged rows, some drafts accepted whole and some not: the store lacks one token or two."""
+    requests = [Request(prompt(n, n), 30, sampling=Sampling(temperature, seed=n)) for n in (4, 9, 600 // 12)]
+    decoder = start(Speculative(near(model, 0.02), 3), LayeredModel(model), requests, chunk=7)
+    texts, lags = [request.prompt.tolist() for request in requests], set()
+    while decoder.busy:
+        step = decoder.step()
+        for row, tokens in enumerate(step.tokens):
+            texts[row] += tokens
+            if tokens and row not in step.finished and not step.prefill:
+                lags.add(check_follower(decoder.session, row, texts[row]))  # type: ignore[arg-type]
+    assert lags == {1, 2}
+
+
+def test_steps_without_drafts_are_caught_up_with(model: Any, draft: Any) -> None:
+    """Plain steps leave the draft model behind; a row may be four tokens behind and its neighbour one."""
+    method, layered = Speculative(draft, 3), LayeredModel(model)
+    decoder = start(method, layered, [Request(prompt(5), 40), Request(prompt(8, 1), 40)])
+    alone = [start(method, layered, [Request(prompt(5), 40)]), start(method, layered, [Request(prompt(8, 1), 40)])]
+    limits, turn = decoder._limits, 0
+    decoder._limits = lambda: [0 if turn % 5 else limits()[0], limits()[1]]  # type: ignore[method-assign]
+    texts: list[list[int]] = [[], []]
+    behind: set[int] = set()
+    while decoder.busy:
+        turn += 1
+        session: Any = decoder.session
+        for row in range(2):
+            if session.alive[row]:
+                behind.add(len(session.follower.text[row]) - session.follower.side.store.length[row])
+        for row, tokens in enumerate(decoder.step().tokens):
+            texts[row] += tokens
+            if session.alive[row]:
+                check_follower(session, row, session.follower.text[row])
+    for row, other in enumerate(alone):
+        mine: list[int] = []
+        while other.busy:
+            mine += other.step().tokens[0]
+        assert mine == texts[row]
+    assert {1, 2, 3, 4, 5} <= behind
+
+
+def test_probe_steps_let_it_fall_behind_and_it_catches_up(model: Any) -> None:
+    """A draft model that is nearly always wrong: plain steps are taken in between."""
+    wrong = llama(seed=7)
+    out = skipstone.generate(model, prompt(9), Speculative(wrong, 2), max_new_tokens=60, do_sample=False)
+    plain = skipstone.generate(model, prompt(9), Autoregressive(), max_new_tokens=60, do_sample=False)
+    assert out.new_tokens == plain.new_tokens
+    assert out.stats is not None
+    assert out.stats.probes > 0
+
+
+def test_the_first_pass_feeds_what_is_lacking_and_no_more(model: Any) -> None:
+    """With a draft model that is always right: two tokens, then one by one; the last draft token is never fed."""
+    same, fed = copy.deepcopy(model), []
+    same.model.layers[0].register_forward_pre_hook(lambda _, given: fed.append(given[0].shape[1]))
+    out = skipstone.generate(
+        model, prompt(9), Speculative(same, 3), max_new_tokens=1 + 3 * 4, do_sample=False, eos_token_id=None
+    )
+    assert out.stats is not None
+    assert out.stats.accepted == out.stats.drafted == 9
+    assert fed == [9, 1, 1, 1, 2, 1, 1, 2, 1, 1]
+
+
+# ------------------------------------------------------------------------------------------------- schedules
+
+
+def test_the_heuristic_schedule_is_transformers(model: Any, draft: Any) -> None:
+    """Two more after a draft that was accepted whole, one fewer after any other, never below one (candidate_generator.py)."""
+    decoder = start(Speculative(draft, 2, "heuristic"), LayeredModel(model), [Request(prompt(9), 300)])
+    wanted, seen = 2, []
+    while decoder.busy:
+        step = decoder.step()
+        if step.prefill or not step.drafted[0]:
+            continue
+        assert step.drafted[0] == min(wanted, decoder_room(step, decoder))
+        seen.append(step.drafted[0])
+        wanted = wanted + 2 if step.accepted[0] == step.drafted[0] else max(1, wanted - 1)
+    assert len(set(seen)) > 4
+
+
+def decoder_room(step: Any, decoder: Decoder) -> int:
+    """What a row could draft at most before a step that has just been taken."""
+    row = decoder.rows[0]
+    return 10**6 if row is None else row.request.max_new_tokens - (len(row.tokens) - len(step.tokens[0])) - 1
+
+
+def test_the_confidence_schedule_stops_behind_an_unsure_token(model: Any, draft: Any) -> None:
+    """Against the draft model's own probabilities."""
+    out = skipstone.generate(
+        model, prompt(9), Speculative(draft, 6, "confidence", 0.5), max_new_tokens=60, do_sample=False, record=True
+    )
+    assert out.new_tokens is not None
+    assert out.steps is not None
+    text, stopped = prompt(9).tolist(), 0
+    for step in out.steps:
+        assert step.records is not None
+        drafts = [one for one in step.records[0] if one.q is not None]
+        chain = [one.token for one in drafts]
+        for place, token in enumerate(chain):
+            said = draft(torch.tensor([text + chain[:place]])).logits[0, -1]
+            assert int(said.argmax()) == token
+            sure = float(said.softmax(-1).max()) >= 0.5
+            assert sure or place == len(chain) - 1, "it stops behind the first unsure one"
+            stopped += not sure
+        text += step.tokens[0]
+    assert stopped > 5
+
+
+# ------------------------------------------------------------------------------------------------- pairs
+
+
+@pytest.mark.parametrize("sampled", [False, True])
+def test_another_family_in_another_dtype_drafts(model: Any, sampled: bool) -> None:
+    helper = mistral(window=6, seed=0).to(torch.bfloat16)
+    asked = support.left_padded([prompt(9), prompt(4, 1), prompt(14, 2)])
+    wish: dict[str, Any] = {"max_new_tokens": 40, "do_sample": sampled, **({"temperature": 0.8, "seed": 4} if sampled else {})}
+    method = Speculative(helper, 3, rejection_sample_method="coupled")
+    out = skipstone.generate(model, asked, method, **wish)
+    plain = skipstone.generate(model, asked, "autoregressive", **wish)
+    assert out.new_tokens == plain.new_tokens
+    assert out.stats is not None
+    assert out.stats.drafted > out.stats.accepted > 0
+    assert helper.dtype == torch.bfloat16
+
+
+def saved(folder: Path, vocab: int, size: int, layers: int = 2, seed: int = 0, positions: int = 512) -> Path:
+    """A model with a tokenizer of `vocab` tokens and `size` logits."""
+    torch.manual_seed(seed)
+    config = small(LlamaConfig, size, 32, layers)
+    config.max_position_embeddings = positions
+    LlamaForCausalLM(config).save_pretrained(folder)
+    support.tokenizer(vocab).save_pretrained(folder)
+    return folder
+
+
+@pytest.mark.parametrize(("target_size", "draft_size"), [(97, 97), (97, 128), (128, 97)])
+def test_padding_of_the_embedding_does_not_matter(tmp_path: Path, target_size: int, draft_size: int) -> None:
+    """The same tokenizer, other numbers of logits (Qwen2.5 0.5B has 151936, 7B 152064)."""
+    model, _ = skipstone.load(saved(tmp_path / "target", 97, target_size, 4))
+    other = str(saved(tmp_path / "draft", 97, draft_size, 2))
+    padding = [[token] for token in range(97, target_size)] or None  # the target's own padding is nothing to say
+    for wish in ({"do_sample": False}, {"do_sample": True, "temperature": 1.5, "seed": 3}):
+        method = Speculative(other, 3, rejection_sample_method="coupled")
+        options = {"max_new_tokens": 30, "bad_words_ids": padding, **wish}
+        out = skipstone.generate(model, prompt(9), method, **options)
+        assert out.new_tokens == skipstone.generate(model, prompt(9), "autoregressive", **options).new_tokens
+        assert out.stats is not None
+        assert out.stats.drafted > 0
+
+
+def test_a_named_draft_model_is_loaded_once_where_it_is_wanted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    model, _ = skipstone.load(saved(tmp_path / "target", 97, 97, 4))
+    name, loaded = str(saved(tmp_path / "draft", 97, 97)), []
+    real = draft_models.load_model
+    monkeypatch.setattr(draft_models, "load_model", lambda *given, **more: loaded.append(more["dtype"]) or real(*given, **more))
+    for method in (Speculative(name), Speculative(name, 3), AdaSD(name), Speculative(name, draft_dtype="bfloat16")):
+        skipstone.generate(model, prompt(9), method, max_new_tokens=8)
+    assert loaded == [torch.float32, torch.bfloat16]
+    model.generation_config.skipstone = {"method": "speculative", "draft_model": name}
+    assert skipstone.generate(model, prompt(9), max_new_tokens=8).method == "speculative"
+    assert skipstone.generate(model, prompt(9), Speculative(), max_new_tokens=8).stats.drafted > 0  # type: ignore[union-attr]
+
+
+def test_pairs_that_cannot_be_are_one_sentence(tmp_path: Path, model: Any, draft: Any) -> None:
+    here = saved(tmp_path / "target", 97, 97, 4)
+    target, _ = skipstone.load(here)
+
+    def refused(method: Method, said: str, kind: type[Exception] = ValueError, target: Any = target, new: int = 8) -> None:
+        with pytest.raises(kind, match=said) as found:
+            skipstone.generate(target, prompt(9), method, max_new_tokens=new)
+        assert "Traceback" not in str(found.value)
+
+    for make in (Speculative, AdaSD):
+        renamed = saved(tmp_path / f"renamed-{make.name}", 97, 97)
+        tokens = (renamed / "tokenizer.json").read_text()
+        (renamed / "tokenizer.json").write_text(tokens.replace('"stop"', '"halt"'))
+        refused(
+            make(str(renamed)), rf"{renamed.name} and the target .*/target have different vocabularies \(97 and 97 tokens, 1 of"
+        )
+        smaller = saved(tmp_path / f"smaller-{make.name}", 90, 90)
+        refused(make(str(smaller)), r"smaller-.* and the target .*target have different vocabularies \(90 and 97 tokens")
+        refused(make(llama(vocab=50)), "LlamaForCausalLM and the target .* have vocabularies of different sizes, 50 and 97")
+        short = saved(tmp_path / f"short-{make.name}", 97, 97, positions=32)
+        refused(
+            make(str(short)),
+            r"prompt of 9 tokens \+ max_new_tokens=30 is more than the 32 positions of the draft model .*short.*; the target "
+            r".*target has 512",
+            new=30,
+        )
+        refused(make("no/such/folder"), "the draft model no/such/folder for .*target is not there", OSError)
+        refused(make(), "no draft model for .*target: pass draft_model=")
+        refused(make(7), "draft_model must be a folder, a hub id, one of nano-draft or a model of transformers, found 7")
+        refused(make(draft, draft_device="cpu"), "one that is given as an object stays")
+        refused(
+            make(str(here), draft_device="nowhere"),
+            rf"draft model {here} for .*target cannot be loaded: device 'nowhere' cannot be",
+        )
+        refused(
+            make(str(here), draft_dtype="int8"), "draft_dtype must be one of float32, bfloat16, float16 or none, found 'int8'"
+        )
+    refused(Speculative(target.model), r"for .*target has no LM head \(LlamaModel\): load it with AutoModelForCausalLM")
+    refused(Speculative(draft_device=[]), "draft_device must be the name of a device or none")  # type: ignore[arg-type]
+    refused(Speculative(draft, 0), "num_speculative_tokens must be at least 1, found 0")
+    refused(Speculative(draft, schedule="linear"), "schedule must be", target=model)  # type: ignore[arg-type]
+    refused(Speculative(draft, confidence_threshold=0.4), 'confidence_threshold goes with schedule="confidence"', target=model)
+    refused(AdaSD(draft, 0), "max_window must be at least 1, found 0", target=model)
+    refused(AdaSD(draft, fixed_window=0), "fixed_window must be at least 1, found 0", target=model)
+    refused(AdaSD(draft, variant="D"), "variant must be A, B, C or none, found 'D'", target=model)  # type: ignore[arg-type]
+    refused(AdaSD(draft, variant="A", relaxed=False), "it goes with relaxed=True", target=model)
+    refused(AdaSD(draft, relaxed=1), "relaxed must be true or false, found 1", target=model)  # type: ignore[arg-type]
+
+
+def test_settings_of_a_method_never_copy_a_model(draft: Any) -> None:
+    found = Speculative(draft).settings
+    assert found["draft_model"] == "LlamaForCausalLM"
+    assert found["num_speculative_tokens"] == 5
+    assert Speculative("a/b").settings["draft_model"] == "a/b"
+
+
+def test_ids_that_the_draft_model_does_not_have_are_no_matter(tmp_path: Path) -> None:
+    """The target's padding, in the prompt and in what is said."""
+    model, _ = skipstone.load(saved(tmp_path / "target", 97, 128, 4))
+    asked = torch.tensor([3, 120, 4, 127])
+    for wish in ({"do_sample": False}, {"do_sample": True, "temperature": 2.0, "seed": 3}):
+        options = {"max_new_tokens": 40, **wish}
+        method = Speculative(str(saved(tmp_path / "draft", 97, 97)), 3, rejection_sample_method="coupled")
+        out = skipstone.generate(model, asked, method, **options)
+        assert out.new_tokens == skipstone.generate(model, asked, "autoregressive", **options).new_tokens
+
+
+def test_a_method_keeps_no_model_alive(model: Any) -> None:
+    helper = near(model, 0.1)
+    alive = weakref.ref(helper)
+    out = skipstone.generate(model, prompt(9), AdaSD(helper), max_new_tokens=20)
+    assert out.stats is not None
+    assert AdaSD(helper).report(model)["drafted"] == out.stats.drafted > 0
+    del helper
+    gc.collect()
+    assert alive() is None
+
+
+def test_logits_of_a_draft_model_are_brought_to_the_targets_vocabulary() -> None:
+    own = llama(vocab=50)
+    states: Tensor = torch.randn(1, 2, 32)
+    said = LayeredModel(own).project(states)
+    for size in (40, 50, 60):
+        found = DraftModel(own, size).project(states)
+        assert found.shape == (1, 2, size)
+        assert torch.equal(found[..., : min(size, 50)], said[..., : min(size, 50)])
+        assert bool((found[..., 50:] == float("-inf")).all())

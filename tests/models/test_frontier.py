@@ -1,0 +1,220 @@
+"""Tokens on their way up the stack: whatever depth each one waits at, finishing gives what a full forward gives."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from skipstone import Autoregressive, Request
+from skipstone.decoding.session import Session
+from skipstone.models.frontier import Frontier
+from skipstone.models.layered import LayeredModel
+from tests.helpers.machine import llama, mistral, prompt, start
+
+LENGTHS = (5, 12, 8)
+
+
+def close(found: Tensor, expected: Tensor) -> None:
+    """Logits are of size 10 to 50 here."""
+    torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-3)
+
+
+@dataclass
+class Bench:
+    """A session whose prompts are in the store, and what the target says of any continuation, by transformers' forward."""
+
+    layered: LayeredModel
+    session: Session
+    texts: list[Tensor]
+
+    @torch.inference_mode()
+    def expected(self, row: int, path: list[int]) -> Tensor:
+        """Logits after the row's text and a path [V]."""
+        ids = torch.cat([self.texts[row], torch.tensor(path, dtype=torch.long)])[None]
+        return self.layered.model(input_ids=ids).logits[0, -1]
+
+    @torch.inference_mode()
+    def expected_exit(self, row: int, path: list[int], layers: int) -> Tensor:
+        ids = torch.cat([self.texts[row], torch.tensor(path, dtype=torch.long)])[None]
+        state = self.layered.model(input_ids=ids, output_hidden_states=True).hidden_states[layers][0, -1]
+        return self.layered.head(self.layered.decoder.norm(state))
+
+
+def bench(model: Any, lengths: tuple[int, ...] = LENGTHS, room: int = 40) -> Bench:
+    layered = LayeredModel(model)
+    requests = [Request(prompt(length, length), room) for length in lengths]
+    decoder = start(Autoregressive(), layered, requests)
+    first = decoder.step().tokens
+    return Bench(
+        layered, decoder.session, [torch.cat([r.prompt, torch.tensor(t)]) for r, t in zip(requests, first, strict=True)]
+    )
+
+
+def raise_rows(frontier: Frontier, rows: list[int], to: int) -> None:
+    """`advance` for some rows only: the others look as if they were up already, so their tokens stay where they wait."""
+    kept = frontier.depth.copy()
+    for row in set(range(frontier.rows)) - set(rows):
+        frontier.depth[row] = frontier.top
+    frontier.advance(to)
+    for row in set(range(frontier.rows)) - set(rows):
+        frontier.depth[row] = kept[row]
+
+
+MODELS = [pytest.param(llama, id="llama"), pytest.param(lambda: mistral(window=6), id="sliding")]
+
+
+@pytest.mark.parametrize("build", MODELS)
+@pytest.mark.parametrize("apart", [False, True], ids=["rows alike", "rows apart"])
+@torch.inference_mode()
+def test_tokens_waiting_at_mixed_depths_finish_like_a_full_forward(build: Any, apart: bool) -> None:
+    """AdaDecode's pattern: a new token climbs to some layer while older ones ride along; depths 0 to 3 of 4 all occur, in one
+    row and across rows."""
+    dice, mixes = random.Random(3), []
+    for trial in range(6):
+        b, width = bench(build()), 5
+        frontier = b.session.frontier([width] * 3)
+        tokens = torch.tensor([[dice.randrange(97) for _ in range(width)] for _ in range(3)])
+        for column in range(width + 1):
+            falling = (3, 3, 2, 1, 1, 0)[column]
+            for rows in [[0], [1], [2]] if apart else [[0, 1, 2]]:
+                raise_rows(frontier, rows, falling if trial == 0 and 0 in rows else dice.randint(0, 3))
+            if column < width:
+                frontier.append(tokens[:, column : column + 1])
+        mixes.append(frontier.depth.tolist())
+        logits = frontier.finish()
+        assert frontier.depth.min() == 4
+        for row in range(3):
+            for column in range(width + 1):
+                close(logits[row, column], b.expected(row, tokens[row, :column].tolist()))
+    assert [3, 3, 2, 1, 1, 0] in mixes[0]
+    assert apart == any(mix[0] != mix[1] for mix in mixes)
+
+
+@pytest.mark.parametrize("build", MODELS)
+@torch.inference_mode()
+def test_a_tree_finishes_like_a_forward_over_each_of_its_paths(build: Any) -> None:
+    """Ragged random trees with invalid nodes, rows of different lengths, a dead row; half of the way up, then to the top."""
+    dice = random.Random(1)
+    for _ in range(6):
+        b = bench(build())
+        b.session.alive[1] = False
+        width = 9
+        parents = torch.tensor([[dice.randrange(-1, node) if node else -1 for node in range(width)] for _ in range(3)])
+        tokens = torch.randint(0, 97, (3, width), generator=torch.Generator().manual_seed(dice.randrange(99)))
+        valid = torch.ones(3, width, dtype=torch.bool)
+        for row in range(3):
+            for node in range(width):
+                above = int(parents[row, node])
+                valid[row, node] = dice.random() < 0.85 and (above < 0 or bool(valid[row, above]))
+        frontier = b.session.frontier([width] * 3)
+        frontier.append(tokens, valid, parents)
+        frontier.advance(2)
+        logits = frontier.finish()
+        assert bool(logits.isfinite().all())
+        for row in (0, 2):
+            paths: dict[int, list[int]] = {-1: []}
+            for node in range(width):
+                paths[node] = [*paths[int(parents[row, node])], int(tokens[row, node])]
+            for node in [-1, *valid[row].nonzero().flatten().tolist()]:
+                close(logits[row, node + 1], b.expected(row, paths[node]))
+
+
+@torch.inference_mode()
+def test_exit_logits_are_the_heads_view_of_the_newest_token() -> None:
+    b = bench(llama())
+    frontier = b.session.frontier([3] * 3)
+    path: list[int] = []
+    for token in (11, 50, 7):
+        logits = frontier.exit_logits(2)
+        assert frontier.depth.tolist() == [[2] * (len(path) + 1)] * 3
+        for row in range(3):
+            close(logits[row], b.expected_exit(row, path, 2))
+        frontier.append(torch.full((3, 1), token))
+        path.append(token)
+
+
+@torch.inference_mode()
+def test_advancing_to_where_everyone_is_changes_nothing() -> None:
+    b = bench(llama())
+    frontier = b.session.frontier([1] * 3)
+    frontier.append(torch.ones(3, 1, dtype=torch.long))
+    frontier.advance(0)
+    assert frontier.depth.max() == 0
+    frontier.advance(3)
+    state = frontier.hidden.clone()
+    frontier.advance(2)
+    frontier.advance(3)
+    assert torch.equal(frontier.hidden, state)
+    assert frontier.depth.tolist() == [[3, 3]] * 3
+    assert torch.equal(frontier.finish(), frontier.finish())
+
+
+class Counted(LayeredModel):
+    """Counts how often a token went through a layer."""
+
+    work = 0
+
+    def run(self, hidden: Tensor, at: Any, store: Any, layers: range, *args: Any, **kwargs: Any) -> Tensor:
+        self.work += hidden.shape[1] * len(layers)
+        return super().run(hidden, at, store, layers, *args, **kwargs)
+
+
+@torch.inference_mode()
+def test_every_token_goes_through_every_layer_once_and_restart_repeats_all() -> None:
+    """Drafting at depth 2 and scoring the rest costs what one full pass costs; the ablation pays the draft again."""
+    b = bench(llama())
+    counted: Any = Counted(b.layered.model)
+    b.session.model = counted
+    tokens = torch.randint(0, 97, (3, 3), generator=torch.Generator().manual_seed(5))
+    results, work = [], []
+    for again in (False, True):
+        counted.work = 0
+        frontier = b.session.frontier([3] * 3)
+        for column in range(3):
+            frontier.exit_logits(2)
+            frontier.append(tokens[:, column : column + 1])
+        if again:
+            frontier.restart()
+            assert frontier.depth.max() == 0
+        results.append(frontier.finish())
+        work.append(counted.work)
+    assert work == [4 * 4, 3 * 2 + 4 * 4]
+    close(results[0], results[1])
+    for row in range(3):
+        close(results[1][row, 3], b.expected(row, tokens[row].tolist()))
+
+
+@torch.inference_mode()
+def test_a_frontier_leaves_committed_entries_and_dead_rows_alone() -> None:
+    b = bench(llama())
+    b.session.alive[2] = False
+    store = b.session.store
+    before = [buffer.clone() for buffer in (*store.keys, *store.values) if buffer is not None]
+    frontier = b.session.frontier([4, 4, 4])
+    frontier.append(torch.zeros(3, 4, dtype=torch.long), torch.tensor([[1, 1, 0, 0]] * 3).bool())
+    frontier.finish()
+    after = [buffer for buffer in (*store.keys, *store.values) if buffer is not None]
+    for old, new in zip(before, after, strict=True):
+        for row, length in enumerate(LENGTHS):
+            written = range(length, length + 3) if row < 2 else range(0)
+            same = [slot for slot in range(store.trash) if slot not in written]
+            assert torch.equal(old[row, :, same], new[row, :, same])
+            assert all(not torch.equal(old[row, :, slot], new[row, :, slot]) for slot in written)
+
+
+@torch.inference_mode()
+def test_a_row_without_room_names_no_position_beyond_the_model() -> None:
+    """Learned positions would be read out of range: the short row drafts up to the long row's last position only."""
+    b = bench(llama(), lengths=(4, 10))
+    frontier = b.session.frontier([6, 0])
+    frontier.append(torch.zeros(2, 6, dtype=torch.long), torch.tensor([[True] * 6, [False] * 6]))
+    assert int(frontier.positions.max()) == 10
+    assert frontier.positions[0].tolist() == list(range(4, 11))
+    logits = frontier.finish()
+    close(logits[0, 6], b.expected(0, [0] * 6))
+    close(logits[1, 0], b.expected(1, []))

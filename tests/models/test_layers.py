@@ -1,0 +1,220 @@
+"""What is promised of every family below the text: logits at every depth, skipped sublayers and trees equal what transformers'
+own forward gives, and a pass leaves the model as it was.
+"""
+
+from __future__ import annotations
+
+import copy
+import random
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+
+import skipstone
+from skipstone import EarlyExit
+from skipstone.decoding.draft import Draft, RowVerdict
+from skipstone.decoding.session import Request, Session
+from skipstone.models.kvstore import KVStore
+from skipstone.models.layered import LayeredModel
+from skipstone.models.passes import Pass
+from skipstone.models.skipping import SkipSet
+from tests.helpers import families, support
+
+EXACT = 1e-5  # of the largest logit: float32 rounding in another order
+IMPLEMENTATIONS = [
+    (name, kind) for name in families.NAMES for kind in ("eager", "sdpa") if kind == "eager" or name not in families.EAGER_ONLY
+]
+# where a sublayer hands its result over, inside a decoder layer
+ATTENTION_OUT = ("self_attn.o_proj", "self_attn.out_proj", "attn.c_proj", "attention.dense", "self_attention.dense")
+MLP_OUT = ("mlp.down_proj", "mlp.experts", "mlp.c_proj", "fc2", "mlp.dense_4h_to_h")
+
+
+def run(layered: LayeredModel, ids: Tensor, bounds: list[int], skip: SkipSet | None = None, depth: int | None = None) -> Tensor:
+    """Logits [1, T, V] of ids [1, T], layer by layer, the tokens in chunks that end at `bounds`."""
+    layers = layered.depth if depth is None else depth
+    store, parts, start = KVStore(1, layers, ids.shape[1]), [], 0
+    store.reserve(ids.shape[1])
+    for stop in bounds:
+        positions = torch.arange(start, stop)[None]
+        at = Pass(positions, positions, None, slice(0, 1), stop, start)
+        hidden = layered.embed(ids[:, start:stop], positions)
+        for layer in range(layers):
+            hidden = layered.run(hidden, at, store, range(layer, layer + 1), skip)
+        parts.append(layered.logits(hidden))
+        start = stop
+    return torch.cat(parts, 1)
+
+
+def same(found: Tensor, expected: Tensor) -> None:
+    """Assert equality up to rounding, and that there is something to compare."""
+    assert found.shape == expected.shape
+    assert expected.std() > 0.1, "the reference is degenerate"
+    error, scale = (found - expected).abs().max().item(), expected.abs().max().item()
+    assert error <= EXACT * scale, f"logits of size {scale:.3g} differ by {error:.3g}"
+
+
+@pytest.mark.parametrize(("name", "kind"), IMPLEMENTATIONS)
+def test_logits_layer_by_layer_equal_the_models_own(name: str, kind: str) -> None:
+    model = families.build(name, attn_implementation=kind)
+    layered, ids = LayeredModel(model), families.prompts(1)[0][None]
+    with torch.no_grad():
+        expected = model(ids).logits
+        same(run(layered, ids, [21]), expected)
+        same(run(layered, ids, [13, 21]), expected)
+        same(run(layered, ids, [*range(1, 22)]), expected)
+
+
+# a fact of FAMILIES (or the windows) got wrong, in a model that shows it
+WRONG: dict[str, tuple[str, dict[str, Any]]] = {
+    "a window forgotten": ("mistral", {"windows": [None] * 4}),
+    "a window too large": ("starcoder2", {"windows": [families.WINDOW + 1] * 4}),
+    "a window on every layer": ("qwen2", {"windows": [families.WINDOW] * 4}),
+    "one RoPE for both layer kinds": ("gemma3_text", {"kinds": ["full_attention"] * 4}),
+    "no logit soft-cap": ("gemma2", {"logits": lambda logits, _: logits}),
+    "no logit scale": ("cohere", {"logits": lambda logits, _: logits}),
+    "no logits scaling": ("granite", {"logits": lambda logits, _: logits}),
+    "no embedding multiplier": ("granite", {"input_scale": None}),
+    "no learned positions": ("gpt2", {"positions": None}),
+}
+
+
+@pytest.mark.parametrize("mistake", WRONG)
+def test_a_wrong_fact_would_be_noticed(mistake: str) -> None:
+    name, changes = WRONG[mistake]
+    model, ids = families.cached(name), families.prompts(1)[0][None]
+    layered = LayeredModel(model)
+    for attribute in ("windows", "kinds"):
+        setattr(layered, attribute, changes.get(attribute, getattr(layered, attribute)))
+    facts = {key: value for key, value in changes.items() if key not in ("windows", "kinds")}
+    layered.family = replace(layered.family, **facts)
+    with torch.no_grad(), pytest.raises(AssertionError, match="differ by"):
+        same(run(layered, ids, [13, 21]), model(ids).logits)
+
+
+def truncated(model: PreTrainedModel, depth: int) -> PreTrainedModel:
+    """A copy of the model with its first layers only."""
+    short: Any = copy.deepcopy(model)
+    decoder = short.get_decoder()
+    name = "layers" if hasattr(decoder, "layers") else "h"
+    setattr(decoder, name, getattr(decoder, name)[:depth])
+    short.config.num_hidden_layers = depth
+    if getattr(short.config, "layer_types", None):
+        short.config.layer_types = short.config.layer_types[:depth]
+    return short
+
+
+@pytest.mark.parametrize("name", families.NAMES)
+def test_early_exit_is_the_model_cut_down_to_its_first_layers(name: str) -> None:
+    model = families.cached(name)
+    short, ids = truncated(model, 3), families.prompts(1)[0][None]
+    with torch.no_grad():
+        same(run(LayeredModel(model), ids, [13, 21], depth=3), short(ids).logits)
+    out = skipstone.generate(model, ids, EarlyExit(exit_layer=3), max_new_tokens=12)
+    assert out.new_tokens == [support.alone(short, ids[0], max_new_tokens=12, do_sample=False)]
+    assert out.lossless is False
+
+
+def silenced(model: PreTrainedModel, skip: SkipSet) -> PreTrainedModel:
+    """A copy of the model in which the output projections of a skip set are zero."""
+    copied: Any = copy.deepcopy(model)
+    decoder = copied.get_decoder()
+    layers = decoder.layers if hasattr(decoder, "layers") else decoder.h
+    for indices, names in ((skip.attention, ATTENTION_OUT), (skip.mlp, MLP_OUT)):
+        for index in indices:
+            found = [module for path, module in layers[index].named_modules() if path in names]
+            assert len(found) == 1, f"output projection of layer {index}: {found}"
+            for parameter in found[0].parameters():
+                torch.nn.init.zeros_(parameter)
+    return copied
+
+
+@pytest.mark.parametrize("name", families.NAMES)
+def test_a_skipped_sublayer_equals_one_whose_output_projection_is_zero(name: str) -> None:
+    model, ids = families.cached(name), families.prompts(1)[0][None]
+    layered = LayeredModel(model)
+    with torch.no_grad():
+        plain = model(ids).logits
+        for attention, mlp in (({1}, set()), (set(), {1}), ({0, 2}, {2, 3})):
+            skip = SkipSet(frozenset(attention), frozenset(mlp))
+            expected = silenced(model, skip)(ids).logits
+            assert (expected - plain).abs().max() > 0.1, "the skipped sublayers did nothing anyway"
+            same(run(layered, ids, [13, 21], skip), expected)
+        same(run(layered, ids, [21]), plain)
+
+
+@pytest.mark.parametrize("name", ["llama", "opt", "falcon", "gemma2"])
+def test_an_exception_inside_a_pass_leaves_every_module_as_it_was(name: str) -> None:
+    model: Any = families.build(name)
+    layered, implementation = LayeredModel(model), model.config._attn_implementation
+    wrapped = getattr(layered.layers[1], layered.family.attention)
+    own = wrapped.forward
+    wrapped.forward = lambda *args, **kwargs: own(*args, **kwargs)  # as accelerate's hooks do
+    before = {path: module.__dict__.get("forward") for path, module in model.named_modules()}
+
+    def fail(*_: Any) -> None:
+        raise RuntimeError("a full disk, say")
+
+    handle = layered.layers[3].register_forward_pre_hook(fail)
+    with pytest.raises(RuntimeError, match="full disk"):
+        run(layered, torch.tensor([[1, 2, 3]]), [3], SkipSet(frozenset({0, 1}), frozenset({1, 2})), depth=4)
+    handle.remove()
+    assert {path: module.__dict__.get("forward") for path, module in model.named_modules()} == before
+    assert model.config._attn_implementation == implementation
+
+
+@pytest.mark.parametrize("name", families.NAMES)
+def test_a_tree_gives_each_node_the_logits_of_its_branch(name: str) -> None:
+    model, nodes, dice = families.cached(name), 24, random.Random(3)
+    layered, prompts = LayeredModel(model), families.prompts(3)
+    session = prefilled(layered, prompts, scratch=nodes)
+    parents = torch.tensor([[dice.randint(max(-1, i - 4), i - 1) for i in range(nodes)] for _ in prompts])
+    tokens = torch.randint(1, 97, parents.shape, generator=torch.Generator().manual_seed(4))
+    valid = torch.ones_like(tokens, dtype=torch.bool)
+    valid[2, nodes // 2 :] = False
+    with torch.no_grad():
+        frontier = session.frontier([nodes] * len(prompts))
+        frontier.append(tokens, valid, parents)
+        frontier.advance(2)
+        logits = frontier.finish()
+        for row, prompt in enumerate(prompts):
+            branches = [branch(parents[row].tolist(), node) for node in range(nodes) if valid[row, node]]
+            deepest = max(branches, key=len)
+            for path in [*branches[::5], deepest]:
+                text = torch.cat([prompt, session.root[row : row + 1], tokens[row, path]])
+                columns = [0, *(node + 1 for node in path)]
+                same(logits[row, columns], model(text[None]).logits[0, len(prompt) :])
+            assert len(deepest) + 1 > 4, "the tree is shallow"
+            committed(session, row, prompt, tokens, parents, deepest)
+
+
+def prefilled(layered: LayeredModel, prompts: list[Tensor], scratch: int) -> Session:
+    """A session whose rows hold their prompts, with token 7 + row as the last committed one."""
+    session = Session(layered, len(prompts), max(map(len, prompts)) + 40, scratch=scratch)
+    for row, prompt in enumerate(prompts):
+        session.admit(row, Request(prompt, 40))
+    with torch.no_grad():
+        session.prefill(512)
+    session.commit(None, [RowVerdict([], [7 + row], "prefill", 0, 0) for row in range(len(prompts))])
+    return session
+
+
+def branch(parents: list[int], node: int) -> list[int]:
+    """The nodes from the root's child down to a node."""
+    path = [node]
+    while parents[path[0]] >= 0:
+        path.insert(0, parents[path[0]])
+    return path
+
+
+def committed(session: Session, row: int, prompt: Tensor, tokens: Tensor, parents: Tensor, path: list[int]) -> None:
+    """Accept a path of a row's tree, then compare the row's keys and values with a fresh forward over its text."""
+    draft = Draft(tokens, torch.ones_like(tokens, dtype=torch.bool), None, parents=parents)
+    verdicts = [RowVerdict([], [], "", 0, 0) for _ in session.alive]
+    verdicts[row] = RowVerdict(path, [*tokens[row, path].tolist(), 1], "bonus", len(path), 0)
+    root = session.root[row : row + 1].clone()
+    session.commit(draft, verdicts)
+    session.check(row, torch.cat([prompt, root, tokens[row, path], torch.tensor([1])]))

@@ -1,0 +1,170 @@
+"""Masks: what every query of a pass may see, entry by entry against the definition."""
+
+from __future__ import annotations
+
+import itertools
+import random
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import skipstone
+from skipstone.models.frontier import Frontier
+from skipstone.models.kvstore import KVStore
+from skipstone.models.passes import MaskForm, Pass, ancestors
+from tests.helpers import families
+from tests.helpers.enumeration import Tabled
+
+BOOL = MaskForm(torch.bool, optional=False)
+ROOT = -1
+
+
+def descends(parents: list[int], node: int, ancestor: int) -> bool:
+    """Whether `ancestor` (a node, or the root) is the node itself or above it."""
+    while node != ancestor and node != ROOT:
+        node = parents[node]
+    return node == ancestor
+
+
+def depth_of(parents: list[int], node: int) -> int:
+    return 0 if node == ROOT else 1 + depth_of(parents, parents[node])
+
+
+def visible(base: int, parents: list[int], node: int, slot: int, window: int | None) -> bool:
+    """The definition. Slots below `base` hold committed tokens, slot base the root, base + 1 + i node i of this step."""
+    if slot < base:
+        position = slot
+    else:
+        other = slot - base - 1
+        if other >= len(parents) or not descends(parents, node, other):
+            return False
+        position = base + depth_of(parents, other)
+    return window is None or base + depth_of(parents, node) - position < window
+
+
+class Spied(Tabled):
+    """A fake model that keeps the passes it was asked to run."""
+
+    def __init__(self) -> None:
+        super().__init__([0.5, 0.5], [0.5, 0.5])
+        self.depth = 4
+        self.passes: list[Pass] = []
+
+    def run(self, hidden: Tensor, at: Any, store: Any, layers: range, *_: Any, **__: Any) -> Tensor:
+        self.passes.append(at)
+        return hidden + len(layers)
+
+
+def spied(lengths: list[int], alive: list[bool], width: int) -> tuple[Any, Frontier, KVStore]:
+    model: Any = Spied()
+    store = KVStore(len(lengths), 4, 64)
+    store.length = list(lengths)
+    return model, Frontier(model, store, torch.zeros(len(lengths), dtype=torch.long), alive, [width] * len(lengths)), store
+
+
+def random_parents(dice: random.Random, rows: int, width: int) -> list[list[int]]:
+    return [[dice.randrange(-1, node) if node else ROOT for node in range(width)] for _ in range(rows)]
+
+
+@pytest.mark.parametrize("window", [None, 1, 3, 8])
+@pytest.mark.parametrize("shape", ["chain", "tree"])
+def test_a_scoring_pass_sees_what_the_definition_says(shape: str, window: int | None) -> None:
+    """Ragged rows, dead rows and invalid nodes: every entry of the mask against the definition, and every slot written."""
+    dice = random.Random(f"{shape} {window}")
+    seen_both = set()
+    for _ in range(25):
+        rows, width = dice.randint(1, 3), dice.randint(1, 9)
+        lengths = [dice.randint(0, 12) for _ in range(rows)]
+        alive = [row == 0 or dice.random() < 0.8 for row in range(rows)]
+        model, frontier, store = spied(lengths, alive, width)
+        chain = [list(range(-1, width - 1))] * rows
+        parents = chain if shape == "chain" else random_parents(dice, rows, width)
+        valid = torch.tensor([[dice.random() < 0.8 for _ in range(width)] for _ in range(rows)])
+        if shape == "chain":
+            valid = valid.long().cumprod(1).bool()
+        given = None if shape == "chain" else torch.tensor(parents)
+        frontier.append(torch.zeros(rows, width, dtype=torch.long), valid, given)
+        frontier.advance(4)
+        (at,) = model.passes
+        mask = at.mask(window, BOOL)
+        assert mask.shape == (rows, 1, width + 1, at.extent)
+        slots = store.view(at).slots
+        for row, column in itertools.product(range(rows), range(width + 1)):
+            node, base = column - 1, lengths[row]
+            real = alive[row] and (node == ROOT or bool(valid[row, node]))
+            assert int(slots[row, column]) == (base + column if real else store.trash)
+            for slot in range(at.extent):
+                expected = visible(base, parents[row], node, slot, window) if real else slot == 0
+                assert bool(mask[row, 0, column, slot]) == expected, (row, column, slot)
+                seen_both.add((real, expected))
+        assert at.extent <= store.trash, "the trash lies beyond everything that can be attended to"
+    assert len(seen_both) == 4
+
+
+def test_a_mask_names_the_same_slots_in_every_form() -> None:
+    _, frontier, _ = spied([5, 2], [True, True], 3)
+    frontier.append(torch.zeros(2, 3, dtype=torch.long), None, torch.tensor([[-1, 0, 0], [-1, -1, 1]]))
+    at = frontier._pass(slice(0, 4), None)
+    seen = at.mask(4, BOOL)
+    added = at.mask(4, MaskForm(torch.float32, optional=False))
+    grouped = at.mask(4, BOOL, groups=3)
+    assert seen is not None
+    assert added is not None
+    assert grouped is not None
+    assert torch.equal(added == 0, seen)
+    assert bool((added[~seen] == torch.finfo(torch.float32).min).all())
+    assert torch.equal(grouped, torch.cat([seen] * 3, 2))
+    assert at.mask(4, BOOL) is seen, "built once per pass and layer kind"
+    assert at.mask(None, BOOL) is not seen
+
+
+def test_a_mask_is_left_out_only_where_attention_needs_none() -> None:
+    """`optional` promises that no mask means: one query that sees all, or causal from the first token on."""
+    form = MaskForm(torch.bool, optional=True)
+    for start_at, width, window in itertools.product((0, 1, 6), (1, 2, 5), (None, 1, 3, 20)):
+        positions = torch.arange(start_at, start_at + width)[None]
+        at = Pass(positions, positions, None, slice(0, 1), start_at + width, start_at)
+        full = at.mask(window, BOOL)
+        assert full is not None
+        plain = torch.ones(width, start_at + width).tril(start_at).bool()
+        needless = torch.equal(full[0, 0], plain) and (width == 1 or start_at == 0)
+        assert (at.mask(window, form) is None) == needless
+    slots = torch.arange(3)[None]
+    assert Pass(slots, slots, None, slice(0, 1), 3, 0).mask(None, form) is None
+    assert Pass(slots, slots, torch.ones(1, 3).bool(), slice(0, 1), 3).mask(None, form) is not None
+
+
+def test_ancestors_follow_parents() -> None:
+    dice = random.Random(0)
+    for width in (1, 2, 7, 20):
+        parents = random_parents(dice, 3, width)
+        parents[0] = list(range(-1, width - 1))  # as deep as can be
+        reach = ancestors(torch.tensor(parents))
+        for row, node, other in itertools.product(range(3), range(-1, width), range(-1, width)):
+            assert bool(reach[row, node + 1, other + 1]) == descends(parents[row], node, other)
+
+
+def test_a_pass_over_all_layers_builds_one_mask_per_kind(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Gemma 3's layers have two kinds: in a step of decoding, each is built once a pass, whatever the number of layers."""
+    built: list[int | None] = []
+    passes: list[int] = []
+    visible, run = Pass._visible, Pass.__init__
+
+    def counted(self: Pass, window: int | None) -> torch.Tensor:
+        built.append(window)
+        return visible(self, window)
+
+    def started(self: Pass, *arguments: Any, **options: Any) -> None:
+        passes.append(len(built))
+        run(self, *arguments, **options)
+
+    monkeypatch.setattr(Pass, "_visible", counted)
+    monkeypatch.setattr(Pass, "__init__", started)
+    model, prompts = families.cached("gemma3_text"), families.prompts(2)
+    skipstone.generate(model, families.padded(prompts), skipstone.Autoregressive(), max_new_tokens=6)
+    per_pass = [built[first:last] for first, last in zip(passes, [*passes[1:], len(built)], strict=True)]
+    assert len(per_pass) >= 6
+    assert all(len(one) == len(set(one)) for one in per_pass), "a mask was built twice in a pass"
+    assert any(len(one) == 2 for one in per_pass), "both kinds were needed"

@@ -1,0 +1,127 @@
+"""Adapters of PEFT: those that live in the modules decode exactly, all others are refused by name."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import peft
+import pytest
+import torch
+from transformers import PreTrainedModel
+
+import skipstone
+from skipstone import LayerSkip
+from skipstone.models.layered import LayeredModel
+from skipstone.models.refusals import ADAPTERS
+from tests.helpers import families, support
+
+pytestmark = pytest.mark.filterwarnings("ignore:.*x the speed of plain decoding:RuntimeWarning")
+NEW = 24
+METHOD = LayerSkip(exit_layer=2, num_speculative_tokens=4)
+QV = ["q_proj", "v_proj"]
+INSIDE: dict[str, peft.PeftConfig] = {
+    "LoRA": peft.LoraConfig(target_modules=[*QV, "down_proj"], r=4),
+    "LoRA on the head": peft.LoraConfig(target_modules=[*QV, "lm_head"], r=4),
+    "LoRA with a head of its own": peft.LoraConfig(target_modules=QV, modules_to_save=["lm_head"]),
+    "DoRA": peft.LoraConfig(target_modules=QV, use_dora=True),
+    "IA3": peft.IA3Config(target_modules=["k_proj", "down_proj"], feedforward_modules=["down_proj"]),
+    "LoHa": peft.LoHaConfig(target_modules=QV),
+    "LN tuning": peft.LNTuningConfig(target_modules=["input_layernorm"]),
+    "VeRA": peft.VeraConfig(target_modules=["q_proj"]),
+    "trainable tokens": peft.TrainableTokensConfig(token_indices=[1, 2, 3, 4, 5, 6]),
+}
+OUTSIDE: dict[str, tuple[peft.PeftConfig, str]] = {
+    "prompt tuning": (peft.PromptTuningConfig(num_virtual_tokens=4), "PROMPT_TUNING.* virtual tokens"),
+    "prefix tuning": (peft.PrefixTuningConfig(num_virtual_tokens=4), "PREFIX_TUNING.* virtual tokens"),
+    "p-tuning": (peft.PromptEncoderConfig(num_virtual_tokens=4), "P_TUNING.* virtual tokens"),
+    "activated LoRA": (
+        peft.LoraConfig("CAUSAL_LM", target_modules=QV, alora_invocation_tokens=[5]),
+        "LORA.* invocation tok",
+    ),
+    "LLaMA-Adapter": (peft.AdaptionPromptConfig(adapter_len=4, adapter_layers=2), "ADAPTION_PROMPT.* tested types .*LORA"),
+    "Poly": (peft.PolyConfig(target_modules=["q_proj"], n_tasks=2), "POLY.* merge it"),
+}
+
+
+def adapted(config: peft.PeftConfig, name: str = "llama") -> Any:
+    """A tiny model with an adapter whose weights are random: fresh ones often do nothing."""
+    config.task_type = peft.TaskType.CAUSAL_LM
+    wrapper: Any = peft.get_peft_model(families.build(name), config)
+    generator = torch.Generator().manual_seed(0)
+    for parameter in wrapper.parameters():
+        if parameter.requires_grad:
+            parameter.data += 0.3 * torch.randn(parameter.shape, generator=generator)
+    return wrapper.eval()
+
+
+def own_text(model: PreTrainedModel, rows: int) -> tuple[list[torch.Tensor], list[list[int]]]:
+    """Prompts and the text of the wrapper's own `generate` on each alone, near-ties left out."""
+    prompts, texts = [], []
+    for prompt in families.prompts(rows + 2):
+        text, smallest = support.margin(model, prompt, max_new_tokens=NEW)
+        if smallest >= support.TIE and len(prompts) < rows:
+            prompts.append(prompt)
+            texts.append(text)
+    return prompts, texts
+
+
+@pytest.mark.parametrize("adapter", INSIDE)
+def test_an_adapter_inside_the_modules_decodes_as_its_own_generate_does(adapter: str) -> None:
+    model = adapted(INSIDE[adapter])
+    prompts, expected = own_text(model, 2)
+    base = families.cached("llama")
+    without = [support.alone(base, prompt, max_new_tokens=NEW, do_sample=False) for prompt in prompts]
+    assert without != expected, "the adapter does nothing"
+    out = skipstone.generate(model, families.padded(prompts), METHOD, max_new_tokens=NEW)
+    assert out.new_tokens == expected
+    assert out.stats is not None
+    assert out.stats.drafted > out.stats.accepted > 0
+
+
+def test_every_admitted_adapter_type_has_a_row_here() -> None:
+    assert {peft.PeftType(config.peft_type).value for config in INSIDE.values()} == set(ADAPTERS)
+
+
+@pytest.mark.parametrize("name", ["gpt2", "opt", "falcon", "mixtral"])
+def test_lora_decodes_exactly_in_families_built_otherwise(name: str) -> None:
+    targets = {"gpt2": ["c_attn"], "falcon": ["query_key_value"]}.get(name, QV)
+    model = adapted(peft.LoraConfig(target_modules=targets, fan_in_fan_out=name == "gpt2"), name)
+    prompts, expected = own_text(model, 2)
+    assert skipstone.generate(model, families.padded(prompts), METHOD, max_new_tokens=NEW).new_tokens == expected
+
+
+def test_an_enabled_lora_model_decodes_exactly_and_a_disabled_adapter_gives_the_base_model() -> None:
+    model = adapted(INSIDE["LoRA"])
+    (prompt, *_), (expected, *_) = own_text(model, 1)
+    base = support.alone(families.cached("llama"), prompt, max_new_tokens=NEW, do_sample=False)
+    skipstone.enable(model, METHOD)
+    try:
+        assert support.alone(model, prompt, max_new_tokens=NEW, do_sample=False) == expected
+        with model.disable_adapter():
+            assert support.alone(model, prompt, max_new_tokens=NEW, do_sample=False) == base != expected
+    finally:
+        skipstone.disable(model)
+
+
+def test_an_adapter_that_transformers_itself_added_decodes_exactly() -> None:
+    model: Any = families.build("llama")
+    model.add_adapter(peft.LoraConfig(target_modules=QV))
+    generator = torch.Generator().manual_seed(0)
+    for parameter in model.parameters():
+        if parameter.requires_grad:
+            parameter.data += 0.3 * torch.randn(parameter.shape, generator=generator)
+    prompts, expected = own_text(model.eval(), 2)
+    assert skipstone.generate(model, families.padded(prompts), METHOD, max_new_tokens=NEW).new_tokens == expected
+
+
+@pytest.mark.parametrize("adapter", OUTSIDE)
+def test_an_adapter_outside_the_modules_is_refused_by_name(adapter: str) -> None:
+    config, words = OUTSIDE[adapter]
+    model = adapted(config)
+    for attempt in (
+        lambda: LayeredModel(model),
+        lambda: skipstone.generate(model, torch.tensor([[1, 2, 3]]), METHOD, max_new_tokens=2),
+        lambda: skipstone.enable(model, METHOD),
+    ):
+        with pytest.raises(ValueError, match=words):
+            attempt()

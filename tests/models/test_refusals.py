@@ -1,0 +1,199 @@
+"""Models that skipstone does not decode exactly are refused before any forward pass, by what was found and why."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from huggingface_hub.errors import StrictDataclassError
+from torch import nn
+from transformers import AutoConfig, AutoModel, AutoModelForCausalLM, AutoModelForSeq2SeqLM, LlamaConfig, LlamaForCausalLM
+
+import skipstone
+from skipstone.models.layered import LayeredModel
+from tests.helpers import families, support
+
+SMALL: dict[str, Any] = {
+    "vocab_size": 97,
+    "hidden_size": 32,
+    "intermediate_size": 64,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "num_hidden_layers": 4,
+    "head_dim": 8,
+    "max_position_embeddings": 128,
+    "pad_token_id": 0,
+    "bos_token_id": None,
+    "eos_token_id": None,
+}
+_BART = {f"{side}_{part}": size for side in ("encoder", "decoder") for part, size in
+         {"layers": 1, "attention_heads": 2, "ffn_dim": 32}.items()}  # fmt: skip
+_SHARING = {"num_kv_shared_layers": 2, "vocab_size_per_layer_input": 97, "hidden_size_per_layer_input": 8}
+_GEMMA4 = {"layer_types": ["sliding_attention", "full_attention"] * 2, "sliding_window": 8, "global_head_dim": 8}
+_MLA = {"num_key_value_heads": 4, "kv_lora_rank": 8, "q_lora_rank": 16, "qk_rope_head_dim": 4, "qk_nope_head_dim": 4,
+        "v_head_dim": 8, "n_routed_experts": 4, "num_experts_per_tok": 2, "n_group": 1, "topk_group": 1,
+        "moe_intermediate_size": 16}  # fmt: skip
+
+
+def made(kind: str, auto: Any = AutoModelForCausalLM, **fields: Any) -> Callable[[], Any]:
+    """A builder of a tiny model of any family."""
+    return lambda: auto.from_config(AutoConfig.for_model(kind, **fields)).eval()
+
+
+def changed(change: Callable[[Any], Any], name: str = "llama", **fields: Any) -> Callable[[], Any]:
+    """A builder of a supported model on which `change` is then called; what that returns, if anything, is used instead."""
+
+    def build() -> Any:
+        model = families.build(name, **fields)
+        return change(model) or model
+
+    return build
+
+
+def setting(path: str, value: Any) -> Callable[[Any], None]:
+    """Sets an attribute, `config.` in front for one of the config."""
+
+    def change(model: Any) -> None:
+        *owner, name = path.split(".")
+        setattr(getattr(model, owner[0]) if owner else model, name, value)
+
+    return change
+
+
+class OwnLlama(LlamaForCausalLM):
+    """As from a repository with remote code."""
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        return super().forward(*args, **kwargs)
+
+
+def half_on_meta(model: Any) -> None:
+    model.model.layers[3].to("meta")
+
+
+def in_integers(model: Any) -> None:
+    projection = model.model.layers[0].mlp.down_proj
+    projection.weight = nn.Parameter(projection.weight.data.to(torch.int8), requires_grad=False)
+
+
+def sharded(model: Any) -> None:
+    class DTensor(torch.Tensor):
+        pass
+
+    projection = model.model.layers[0].mlp.down_proj
+    projection.weight = nn.Parameter(projection.weight.data.as_subclass(DTensor))
+
+
+def quantised(model: Any) -> None:
+    model.hf_quantizer = object()
+    model.config.quantization_config = SimpleNamespace(quant_method="bitsandbytes")
+
+
+# what: (builder, words the message must hold)
+REFUSED: dict[str, tuple[Callable[[], Any], tuple[str, ...]]] = {
+    "T5": (made("t5", AutoModelForSeq2SeqLM, d_model=32, d_kv=8, d_ff=64, num_layers=1, num_heads=4, vocab_size=97),
+           ("t5", "encoder-decoder")),
+    "BART": (made("bart", AutoModelForSeq2SeqLM, d_model=32, vocab_size=97, **_BART), ("bart", "encoder-decoder")),
+    "Qwen3-Next": (made("qwen3_next", **SMALL), ("qwen3_next", "linear_attention")),
+    "Mamba": (made("mamba", hidden_size=32, num_hidden_layers=1, vocab_size=97, state_size=4), ("mamba", "linear_attention")),
+    "RWKV": (made("rwkv", hidden_size=32, num_hidden_layers=2, vocab_size=97), ("rwkv", "recurrent state")),
+    "Falcon-H1": (made("falcon_h1", **SMALL), ("falcon_h1", "hybrid")),
+    "Llama 4": (made("llama4_text", **SMALL, intermediate_size_mlp=64, num_local_experts=2), ("llama4", "chunked_attention")),
+    "Gemma 3n": (made("gemma3n_text", **SMALL, **_SHARING, laurel_rank=4), ("gemma3n_text", "shares keys and values")),
+    "Gemma 4": (made("gemma4_text", **SMALL, **_SHARING, **_GEMMA4), ("gemma4_text", "shares keys and values")),
+    "DeepSeek-V3": (made("deepseek_v3", **{**SMALL, **_MLA}), ("deepseek_v3", "latent attention")),
+    "Falcon with alibi": (changed(lambda _: None, "falcon", alibi=True), ("falcon", "alibi")),
+    "BLOOM": (made("bloom", hidden_size=32, n_layer=1, n_head=4, vocab_size=97), ("bloom", "alibi")),
+    "MPT": (made("mpt", d_model=32, n_layers=1, n_heads=4, vocab_size=97), ("mpt", "alibi")),
+    "an unknown family": (made("gptj", n_embd=32, n_layer=1, n_head=4, vocab_size=97, rotary_dim=4),
+                          ("unknown model family 'gptj'", "llama", "FAMILIES", "tests/families.py", "docs/add-a-family.md")),
+    "GPT-2 with cross-attention": (changed(lambda _: None, "gpt2", add_cross_attention=True), ("gpt2", "cross-attention")),
+    "Gemma seen both ways": (changed(lambda _: None, "gemma", use_bidirectional_attention=True), ("gemma", "bidirectional")),
+    "Gemma 2 seen both ways": (changed(lambda _: None, "gemma2", use_bidirectional_attention=True),
+                               ("gemma2", "bidirectional")),
+    "Gemma 3 seen both ways": (changed(lambda _: None, "gemma3_text", use_bidirectional_attention=True),
+                               ("gemma3_text", "bidirectional")),
+    "flash attention": (changed(setting("config._attn_implementation", "flash_attention_2")),
+                        ("flash_attention_2", 'load with attn_implementation="sdpa"')),
+    "flex attention": (changed(setting("config._attn_implementation", "flex_attention")),
+                       ("flex_attention", 'load with attn_implementation="sdpa"')),
+    "a window that the masks of Llama ignore": (changed(lambda _: None, sliding_window=8),
+                                                ("llama", "contradicts itself", "sliding_window=8")),
+    "layer types that the masks of Mistral ignore": (
+        changed(lambda _: None, "mistral", layer_types=["full_attention", "sliding_attention"] * 2),
+        ("mistral", "contradicts itself", "layer_types")),
+    "sliding layers without a window": (
+        changed(lambda _: None, "qwen2", use_sliding_window=False, layer_types=["sliding_attention"] * 4),
+        ("qwen2", "sliding_window=None")),
+    "layers of different shapes": (changed(setting("config.per_layer_config", {1: {"intermediate_size": 32}})),
+                                   ("llama", "layers that differ", "intermediate_size")),
+    "a model without a head": (made("llama", AutoModel, **SMALL), ("LlamaModel", "no LM head", "AutoModelForCausalLM")),
+    "a forward of the user's own": (lambda: OwnLlama(LlamaConfig(**SMALL)).eval(),
+                                    ("OwnLlama", "test_refusals", "trust_remote_code")),
+    "training mode": (changed(lambda model: model.train()), ("training mode", "model.eval()")),
+    "a quantiser of transformers": (changed(quantised), ("quantised", "bitsandbytes")),
+    "integer weights": (changed(in_integers), ("quantised", "torch.int8")),
+    "sharded weights": (changed(sharded), ("DTensor", "plain tensors")),
+    "a device map over two devices": (changed(setting("hf_device_map", {"model.layers.0": 0, "lm_head": "cpu"})),
+                                      ("spread over 0, cpu", "one device")),
+    "weights on the meta device": (changed(lambda model: model.to("meta")), ("meta device", "one device")),
+    "offloaded weights": (changed(half_on_meta), ("meta device", "offloaded")),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_a_model_that_cannot_be_decoded_exactly_is_refused_by_name(case: str) -> None:
+    builder, words = REFUSED[case]
+    model = builder()
+    with support.forwards(model) as count, pytest.raises(ValueError) as error:
+        LayeredModel(model)
+    assert not [word for word in words if word not in str(error.value)], str(error.value)
+    assert count == [0]
+
+
+@pytest.mark.parametrize("case", ["Mamba", "DeepSeek-V3", "training mode", "flash attention", "an unknown family"])
+def test_generate_and_enable_refuse_with_the_same_words(case: str) -> None:
+    builder, words = REFUSED[case]
+    model = builder()
+    for attempt in (
+        lambda: skipstone.generate(model, torch.tensor([[1, 2, 3]]), "autoregressive", max_new_tokens=2),
+        lambda: skipstone.stream(model, torch.tensor([[1, 2, 3]]), "autoregressive", max_new_tokens=2),
+        lambda: skipstone.enable(model, "autoregressive"),
+    ):
+        with pytest.raises(ValueError, match=words[0].replace("(", r"\(")):
+            attempt()
+
+
+@pytest.mark.parametrize("name", families.EAGER_ONLY)
+def test_transformers_itself_refuses_sdpa_for_a_family_tested_with_eager_attention_only(name: str) -> None:
+    with pytest.raises(ValueError, match="scaled_dot_product_attention"):
+        families.build(name, attn_implementation="sdpa")
+
+
+@pytest.mark.parametrize("kind", ["gemma3", "llava", "qwen2_vl"])
+def test_a_multimodal_model_is_refused_with_the_advice_to_load_its_text_model(kind: str) -> None:
+    config = AutoConfig.for_model(kind)
+    shell: Any = SimpleNamespace(config=config, training=False, parameters=lambda: iter(()), _is_stateful=False)
+    with pytest.raises(ValueError, match=rf"{kind} is a composite model .* load the text model"):
+        LayeredModel(shell)
+
+
+def test_every_causal_language_model_of_transformers_is_either_known_or_refused_in_words() -> None:
+    """No config makes the checks stumble: whatever is not in FAMILIES ends in a ValueError that names the family."""
+    known = set()
+    for kind in transformers.models.auto.modeling_auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES:
+        try:
+            config = AutoConfig.for_model(kind)
+        except StrictDataclassError:  # a config that its own defaults contradict
+            continue
+        if config.model_type in skipstone.models.families.FAMILIES:
+            known.add(config.model_type)
+            continue
+        shell: Any = SimpleNamespace(config=config, training=False, parameters=lambda: iter(()), _is_stateful=False)
+        with pytest.raises(ValueError, match=config.model_type):
+            LayeredModel(shell)
+    assert known == set(skipstone.models.families.FAMILIES)

@@ -1,0 +1,138 @@
+"""The bundled model: that it is what its card says, does what it was trained for, and that its drafts change nothing."""
+
+from __future__ import annotations
+
+import json
+import re
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors import safe_open
+
+import skipstone
+from skipstone import AdaDecode, LayeredModel
+from skipstone.assets import HEADS, NANO
+from skipstone.methods.adadecode import heads as exit_heads
+from skipstone.timing import statistics
+from skipstone.train.heads import recipe as heads_recipe
+from skipstone.train.layerskip.recipe_file import read
+
+RECIPES = Path(__file__).parents[2] / "recipes" / "train"
+MOST_BYTES = 24_000_000
+MOST_BYTES_OF_HEADS = 1_000_000
+REQUESTS = 12
+
+Nano = tuple[Any, Any]
+
+
+@pytest.fixture(scope="module")
+def nano() -> Nano:
+    return skipstone.load()
+
+
+@pytest.fixture(scope="module")
+def examples() -> list[Any]:
+    sys.path.insert(0, str(RECIPES.parent / "data"))
+    try:
+        import commands
+    finally:
+        sys.path.pop(0)
+    return list(commands.examples("test", REQUESTS, 5))
+
+
+def greedy(nano: Nano, prompt: str, method: Any = None, tokens: int = 96) -> Any:
+    model, tokenizer = nano
+    return skipstone.generate(model, prompt, method, tokenizer=tokenizer, max_new_tokens=tokens, do_sample=False)
+
+
+def test_weights_are_small_and_computed_with_in_float32(nano: Nano) -> None:
+    assert (NANO / "model.safetensors").stat().st_size <= MOST_BYTES
+    with safe_open(NANO / "model.safetensors", "pt") as weights:
+        names = weights.keys()
+        assert {weights.get_tensor(name).dtype for name in names} == {torch.bfloat16}
+    assert nano[0].dtype == torch.float32
+    assert not nano[0].training
+
+
+def test_requests_become_json_with_and_without_drafts(nano: Nano, examples: list[Any]) -> None:
+    """On fillers and combinations that training never had; the answer is exact or it does not count."""
+    drafted = [greedy(nano, example.prompt) for example in examples]
+    plain = [greedy(nano, example.prompt, "autoregressive") for example in examples]
+    assert [out.text for out in drafted] == [out.text for out in plain]
+    exact = sum(_same_json(out.text, example.answer) for out, example in zip(drafted, examples, strict=True))
+    assert exact >= 0.8 * REQUESTS
+    accepted, tried = (sum(getattr(out.stats, name) for out in drafted) for name in ("accepted", "draft_steps"))
+    assert accepted / tried > 0.6
+    assert all(out.new_tokens[0][-1] == nano[1].eos_token_id for out in drafted), "an answer ends by itself"
+
+
+def _same_json(one: str, other: str) -> bool:
+    try:
+        return json.loads(one) == json.loads(other)
+    except json.JSONDecodeError:
+        return False
+
+
+def test_code_is_what_transformers_writes_and_no_mere_loop(nano: Nano) -> None:
+    model, tokenizer = nano
+    prompt = 'def read_lines(path):\n    """Return the lines of a file."""\n'
+    ids = tokenizer(prompt, return_tensors="pt")["input_ids"]
+    theirs = model.generate(ids, max_new_tokens=64, do_sample=False)
+    ours = greedy(nano, prompt, tokens=64)
+    assert torch.equal(ours.sequences, theirs)
+    assert statistics.repeated_share(ids[0].tolist(), ours.new_tokens[0]) < 0.5  # the model itself repeats: .29 here
+
+
+def test_recipe_model_and_card_agree(nano: Nano) -> None:
+    recipe = read(RECIPES / "nano.yaml")
+    assert nano[0].generation_config.skipstone == recipe.decoding
+    shape = recipe.model.config or {}
+    assert {name: getattr(nano[0].config, name) for name in shape} == shape
+    account = json.loads((NANO / "data.json").read_text(encoding="utf-8"))
+    assert set(account["sources"]) == {source.name for source in recipe.data.sources}
+    assert account["tokens"] >= 8_000_000
+    card = (NANO / "README.md").read_text(encoding="utf-8")
+    manifest = json.loads((RECIPES.parent / "data" / "stdlib.json").read_text(encoding="utf-8"))
+    code = account["sources"]["code"]
+    assert manifest["count"] == code["documents"]
+    facts = [
+        account["sha256"],
+        manifest["python"],
+        f"{account['tokens']:,}",
+        f"{sum(p.numel() for p in nano[0].parameters()):,}",
+    ]
+    facts += [f"E = {recipe.decoding['exit_layer']}", f"{recipe.decoding['num_speculative_tokens']} draft"]
+    for fact in facts:
+        assert fact in card, fact
+
+
+@pytest.mark.parametrize(
+    ("name", "text"), [("code", "def read_lines(path):"), ("maths", "Question: Tom has 3 apples.\nAnswer:")]
+)
+def test_exit_heads_are_what_their_recipes_made_and_predict_early(nano: Nano, name: str, text: str) -> None:
+    recipe = heads_recipe.read(RECIPES / f"nano-heads-{name}.yaml")
+    folder = HEADS[f"nano-{name}"]
+    assert sum(path.stat().st_size for path in folder.iterdir()) <= MOST_BYTES_OF_HEADS
+    heads = exit_heads.load(f"nano-{name}", LayeredModel(nano[0]))
+    told = heads.card.training
+    assert {key: told[key] for key in recipe.training.model_dump()} == recipe.training.model_dump()
+    assert (told["prompts"], heads.card.name) == ([source.name for source in recipe.prompts], recipe.name)
+    for figures in heads.card.metrics.values():
+        assert figures["divergence"] < figures["before"]["divergence"]
+        assert figures["agreement"] > figures["before"]["agreement"]
+    out = greedy(nano, text, AdaDecode(f"nano-{name}", guard=False), 48)
+    assert out.text == greedy(nano, text, "autoregressive", 48).text
+    assert out.stats.accepted > 5
+    assert out.stats.acceptance_rate > 0.8
+    assert exit_heads.for_model(LayeredModel(nano[0])) == "nano-code", "what adadecode takes unasked"
+
+
+def test_the_cards_results_are_those_of_the_readme() -> None:
+    """One run, told twice: rows that name the same thing are the same rows."""
+    card, readme = ((folder / "README.md").read_text(encoding="utf-8") for folder in (NANO, RECIPES.parents[1]))
+    rows = re.findall(r"^\| (?:layerskip|autoregressive|hf-[a-z-]+)\b.*\|$", readme, re.MULTILINE)
+    assert rows
+    assert [row for row in rows if row not in card] == []

@@ -1,0 +1,230 @@
+"""How the figures of skipstone-nano are counted: every exit's quality, exact match, what parses, which prompts."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import math
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+import skipstone
+from skipstone.decoding.stats import Stats
+from skipstone.train.data.documents import Document, collect, split
+from skipstone.train.layerskip.recipe_file import read
+from skipstone.train.layerskip.run import run
+from tests.helpers.training import recipe
+
+FILE = Path(__file__).parents[2] / "recipes" / "measure" / "nano_results.py"
+
+
+@pytest.fixture(scope="module")
+def results() -> Any:
+    spec = importlib.util.spec_from_file_location("nano_results", FILE)
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    before = [*sys.path]
+    sys.modules["nano_results"] = module  # its dataclasses look themselves up
+    spec.loader.exec_module(module)
+    sys.path[:] = before
+    return module
+
+
+GOOD = {
+    "a line being written is left out": "    return x\n    foo(ba",
+    "a bracket left open": "    y = 1\n    z = foo(1,\n        2,",
+    "a string left open": '    y = 1\n    """All about\nnothing',
+    "a block without a body": "    y = 1\n    if y:\n",
+    "nested blocks without a body": "    for y in x:\n        if y:\n            pass\n    while x:\n        if x:\n",
+    "try without except": "    y = 1\n    try:\n        y = 2\n",
+    "a decorator": "    return x\n\n\n@cache\n",
+    "comments and blank lines": "    # nothing\n\n    return x\n    # more\n",
+}
+BAD = {
+    "a plain mistake": "    return x x\n    y = 1\n",
+    "a mistake in the middle": "    y = = 1\n    z = 2\n    w = 3\n    v = 4\n    u = 5\n    t = 6\n",
+    "an unindent that matches nothing": "    if x:\n        y = 1\n      z = 2\n    return y\n",
+    "an indent out of nowhere": "    y = 1\n        z = 2\n    return y\n",
+    "nothing complete": '    """All about',
+    "nothing new at all": "",
+    "a bracket closed that was not open": "    y = 1)\n    z = 2\n",
+}
+
+
+@pytest.mark.parametrize("name", GOOD)
+def test_python_up_to_the_last_full_statement(results: Any, name: str) -> None:
+    assert results.nano_python.parses("def f(x):", "\n" + GOOD[name])
+
+
+@pytest.mark.parametrize("name", BAD)
+def test_what_is_no_python_or_says_nothing(results: Any, name: str) -> None:
+    assert not results.nano_python.parses("def f(x):", "\n" + BAD[name])
+
+
+def test_beginnings_of_definitions_end_before_their_line_break(results: Any) -> None:
+    """...which the rest begins with; neither is indented, and the two are the definition."""
+    body = "".join(f"        y{n} = {n}\n" for n in range(9))
+    text = "import os\n\x0c\nclass A:\n    def f(self):\n" + body + "\n    def short(self):\n        pass\n"
+    found = dict(results.nano_python.beginnings([Document(text, "code", "a.py")], 2, seed=0))
+    outer, inner = (
+        "class A:\n    def f(self):\n        y0 = 0\n        y1 = 1",
+        "def f(self):\n    y0 = 0\n    y1 = 1\n    y2 = 2",
+    )
+    assert found.keys() == {outer, inner}
+    assert outer + found[outer] == text[text.index("class A") :]
+    assert found[inner] == "".join(f"\n    y{n} = {n}" for n in range(3, 9)) + "\n"
+    assert all(results.nano_python.parses(*both) for both in found.items())
+    with pytest.raises(ValueError, match="2 functions and classes long enough, 3 are needed"):
+        results.nano_python.beginnings([Document(text, "code", "a.py")], 3, seed=0)
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The recipe of a run on functions of ten lines and a data set of the hub that lies beside it."""
+    hub = {"kind": "hub", "path": "nobody/sums", "split": "train", "file": "sums.jsonl"}
+    own = {"code": {"kind": "jsonl", "path": "code.jsonl"}, "sums": hub}
+    sources = [{"name": name, "template": "{text}", **source} for name, source in own.items()]
+    path = recipe(tmp_path_factory.mktemp("results"), training__max_steps=2, data__held_out=0.2, data__sources=sources)
+    functions = [f"def f{i}(x):\n" + "".join(f"    x += {i * n}\n" for n in range(9)) for i in range(40)]
+    (path.parent / "code.jsonl").write_text("".join(json.dumps({"text": text}) + "\n" for text in functions))
+    run(path, data_dir=path.parent, say=lambda _: None)
+    return path
+
+
+@pytest.fixture
+def model(trained: Path) -> str:
+    return str(trained.parent / "out" / "model")
+
+
+def documents(trained: Path) -> dict[str, list[Document]]:
+    """What the training held out."""
+    _, out = split(collect(read(trained, trained.parent).data.sources, trained.parent), 0.2, 0)
+    return {name: [one for one in out if one.source == name] for name in ("code", "sums")}
+
+
+def test_quality_of_exits_is_that_of_their_own_logits(
+    results: Any, trained: Path, model: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Perplexity and bits per byte by hand, over rows whose predicted text is decoded; a twin has rows of its own."""
+    found = results.exits(model, model, trained, trained.parent, 2)
+    network, tokenizer = skipstone.load(model)
+    for source, own in documents(trained).items():
+        assert found[source]["plain"] == found[source]["nano"]
+        (rows,) = {tuple(map(tuple, results.pack(own, tokenizer, 16, 0, tokenizer.eos_token_id)[:2].tolist()))}
+        ids = torch.tensor(rows)
+        with torch.no_grad():
+            logits = network(ids).logits[:, :-1]
+        nats = F.cross_entropy(logits.flatten(0, 1).double(), ids[:, 1:].flatten(), reduction="sum").item()
+        text = "".join(tokenizer.decode(row[1:], skip_special_tokens=True) for row in ids)
+        values = found[source]["nano"]
+        assert values["tokens"] == 2 * 15
+        assert values["perplexity"][3] == pytest.approx(math.exp(nats / 30), rel=1e-5)
+        assert values["bits_per_byte"] == pytest.approx(nats / math.log(2) / len(text.encode()), rel=1e-5)
+        assert values["agreement"][3] == 1
+    lines = [line for line in capsys.readouterr().out.splitlines() if line.startswith("| code")]
+    perplexity = f"{found['code']['nano']['perplexity'][3]:.2f}"
+    assert lines == [f"| code | {name} | 3 | {perplexity} | 1.00 |" for name in ("nano", "plain")]
+
+
+@pytest.mark.parametrize("verb", ["exits", "parse", "prompts"])
+def test_other_documents_than_those_of_the_training_are_refused(
+    results: Any, trained: Path, model: str, tmp_path: Path, verb: str
+) -> None:
+    account = json.loads((Path(model) / "data.json").read_text())
+    account["sources"]["code"]["held_out"]["bytes"] += 1
+    (tmp_path / "data.json").write_text(json.dumps(account))
+    calls: dict[str, Callable[[], Any]] = {
+        "exits": lambda: results.exits(str(tmp_path), None, trained, trained.parent, 2),
+        "parse": lambda: results.parse(str(tmp_path), trained, trained.parent, 2, [0.2]),
+        "prompts": lambda: results.prompts(str(tmp_path), tmp_path / "to", trained, trained.parent, 2),
+    }
+    with pytest.raises(ValueError, match=r"the held-out part of 'code' is .* here and was .* in training"):
+        calls[verb]()
+    assert not (tmp_path / "to").exists()
+
+
+def answering(tokenizer: Any, answer: Callable[[str, Any], str], asked: list[Any]) -> Any:
+    """In the place of `skipstone.generate`: writes answer(prompt, method), three of four draft steps accepted."""
+
+    def generate(_: Any, ids: torch.Tensor, method: Any, **options: Any) -> Any:
+        asked.append(options)
+        text = answer(tokenizer.decode(ids[0], skip_special_tokens=True), method)
+        stats = Stats(accepted=3, drafted=9, draft_steps=4)
+        return SimpleNamespace(new_tokens=[tokenizer.encode(text, add_special_tokens=False)], stats=stats)
+
+    return generate
+
+
+def test_exact_match_is_counted_for_every_method_on_requests_of_the_test_split(
+    results: Any, model: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    _, tokenizer = skipstone.load(model)
+    answers = {one.prompt: one.answer for one in results.commands.examples("test", 4, 0)}
+    first = next(iter(answers))
+
+    def answer(prompt: str, method: Any) -> str:
+        knows = method.name == "layerskip" or (method.name == "autoregressive" and prompt != first)
+        return answers.get(prompt, "") if knows else "{}"
+
+    monkeypatch.setattr(skipstone, "generate", answering(tokenizer, answer, []))
+    found = results.requests(model, 4, [1, 2], 5)
+    rows = found["rows"]
+    assert {name: row["exact_match"] for name, row in rows.items()} == {
+        "autoregressive": 0.75,
+        "early exit, E = 1": 0,
+        "early exit, E = 2": 0,
+        "LayerSkip, E = 1": 1,
+        "LayerSkip, E = 2": 1,
+    }
+    assert [row["same_text"] for row in rows.values()] == [4, 1, 1, 3, 3]
+    assert {row["acceptance"] for row in rows.values()} == {0.75}
+    assert rows["autoregressive"]["speed_up"] == 1
+    assert "| LayerSkip, E = 2 | 100.0 | 75.0 % |" in capsys.readouterr().out
+
+
+def test_texts_of_layerskip_are_those_of_plain_decoding_and_early_exits_draft_nothing(results: Any, model: str) -> None:
+    rows = results.requests(model, 3, [1], 4)["rows"]
+    assert [row["acceptance"] is None for row in rows.values()] == [True, True, False]
+    assert rows["LayerSkip, E = 1"]["same_text"] == 3
+    assert rows["early exit, E = 1"]["same_text"] < 3
+
+
+def test_continuations_that_parse_are_counted(
+    results: Any, trained: Path, model: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    _, tokenizer = skipstone.load(model)
+    wanted: list[str] = [prefix for prefix, _ in results.nano_python.beginnings(documents(trained)["code"], 3, 0)]
+    given = ["\n    return x\n", "\n    x y z\n    return x\n", "\n" + "    x += 1\n" * 20]
+    texts = dict(zip(wanted, given, strict=True))
+    asked: list[Any] = []
+    monkeypatch.setattr(skipstone, "generate", answering(tokenizer, lambda prompt, _: texts[prompt], asked))
+    found = results.parse(model, trained, trained.parent, 3, [0.2, 1.0])
+    assert {name: row["parse"] for name, row in found["rows"].items()} == {"the files themselves": 3, "T = 0.2": 2, "T = 1": 2}
+    looping = results.repeated_share([], tokenizer.encode(given[2], add_special_tokens=False))
+    assert found["rows"]["T = 1"]["median_repeated_8_grams"] < 0.5 < looping
+    assert [(one["seed"], one["temperature"]) for one in asked] == [(seed, t) for t in (0.2, 1.0) for seed in range(3)]
+    assert all(one["max_new_tokens"] == 128 for one in asked)
+    assert "| T = 0.2 | 2 | " in capsys.readouterr().out
+
+
+def test_prompts_come_from_what_training_never_saw(results: Any, trained: Path, model: str, tmp_path: Path) -> None:
+    counts = results.prompts(model, tmp_path / "to", trained, trained.parent, 2)
+    assert counts == {"commands": 2, "code": 2}
+    records = {
+        name: [json.loads(line) for line in (tmp_path / "to" / f"{name}.jsonl").read_text().splitlines()] for name in counts
+    }
+    read_back = {name: [record["prompt"] for record in found] for name, found in records.items()}
+    held_out = [one.text for one in documents(trained)["code"]]
+    assert all(any(text.startswith(prompt) for text in held_out) for prompt in read_back["code"])
+    answers = {one.prompt: one.answer for one in results.commands.examples("test", 2, 1)}
+    assert {record["prompt"]: record["reference"] for record in records["commands"]} == answers
+    trained_on = {one.prompt for one in results.commands.examples("train", 2000, 0)}
+    assert not trained_on & {*read_back["commands"]}

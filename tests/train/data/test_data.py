@@ -1,0 +1,292 @@
+"""From tokens to a training order: packed rows, shares, epochs, the whole way through and the cache."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from tokenizers.processors import TemplateProcessing
+from transformers import PreTrainedTokenizerFast
+
+from skipstone.train.data import rows as data
+from skipstone.train.data.documents import Document, collect
+from skipstone.train.data.rows import Plan, Prepared, Rows, mix, pack, prepare
+from skipstone.train.data.sources import TextFiles
+from skipstone.train.data.tokenizer import train_bpe
+
+BYTES = train_bpe(["x"], 257)
+"""One token a byte: <|end|> is 0, the printable ASCII letters follow from ! as 1."""
+END = 0
+
+
+def ids(text: str) -> list[int]:
+    return [ord(letter) - ord("!") + 1 for letter in text]
+
+
+def named(*texts: str) -> list[Document]:
+    return [Document(text, "s", f"{index}") for index, text in enumerate(texts)]
+
+
+def made(sources: Any, tokenizer: Any, plan: Plan, base: Path, cache: Path | None = None) -> Prepared:
+    return prepare(collect(sources, base), {source.name: source.weight for source in sources}, tokenizer, plan, cache)
+
+
+class TestPack:
+    def test_one_document_by_hand(self) -> None:
+        rows = pack(named("abcd"), BYTES, 2, seed=0, eos_id=END)
+        assert rows.dtype == torch.long
+        assert rows.tolist() == [ids("ab"), ids("cd")]  # the end token is the rest that fills no row
+        assert pack(named("abcd"), BYTES, 5, seed=0, eos_id=END).tolist() == [[*ids("abcd"), END]]
+
+    def test_what_is_given_is_marked(self) -> None:
+        """~id, negative; the prompt's tokens are those of the prompt alone."""
+        rows = pack([Document("abcd", "s", "0", given=3)], BYTES, 5, seed=0, eos_id=END)
+        assert rows.tolist() == [[*(-1 - one for one in ids("abc")), *ids("d"), END]]
+        merged = train_bpe(["ab" * 9], 258)  # knows ab
+        assert pack([Document("xab", "s", "0", given=2)], merged, 4, 0, END)[0, 2:].tolist() == [merged.encode("b")[-1], END]
+
+    def test_what_is_predicted_is_never_parted_from_its_prompt(self) -> None:
+        """A document that does not fit begins the next row, one longer than a row ends with it; a row without anything to
+        predict is left out."""
+        given = [~one for one in ids("pq")]
+        two = [Document("pqa", "s", "0", given=2), Document("pqa", "s", "1", given=2)]
+        assert pack(two, BYTES, 6, 0, END).tolist() == [[*given, *ids("a"), END, ~END, ~END]]
+        assert pack([*two, Document("pqa", "s", "2", given=2)], BYTES, 6, 0, END).shape == (2, 6)
+        assert pack(two, BYTES, 4, 0, END).tolist() == [[*given, *ids("a"), END]] * 2
+        assert pack([Document("pqabcdef", "s", "0", given=2)], BYTES, 4, 0, END).tolist() == [[*given, *ids("ab")]]
+        with pytest.raises(ValueError, match="not one row of 2 with something to predict"):
+            pack([Document("pqabcdef", "s", "0", given=2)], BYTES, 2, 0, END)
+
+    def test_a_tokenizer_that_begins_texts_with_bos_begins_every_document_with_one(self) -> None:
+        own = train_bpe(["x"], 257)
+        own.add_special_tokens({"bos_token": "<|begin|>"})
+        begin = own.bos_token_id
+        own.backend_tokenizer.post_processor = TemplateProcessing(single="<|begin|> $A", special_tokens=[("<|begin|>", begin)])
+        seen = {tuple(pack(named("ab", "c"), own, 7, seed, END)[0].tolist()) for seed in range(12)}
+        assert seen == {
+            (~begin, *ids("ab"), END, ~begin, *ids("c"), END),
+            (~begin, *ids("c"), END, ~begin, *ids("ab"), END),
+        }
+
+    def test_documents_follow_one_another_each_with_its_end(self) -> None:
+        seen = {tuple(pack(named("ab", "c"), BYTES, 5, seed, END)[0].tolist()) for seed in range(12)}
+        assert seen == {(*ids("ab"), END, *ids("c"), END), (*ids("c"), END, *ids("ab"), END)}
+
+    def test_the_order_depends_on_the_seed_and_not_on_the_order_given(self) -> None:
+        documents = named(*"abcdefgh")
+        rows = pack(documents, BYTES, 16, 1, END)
+        assert torch.equal(rows, pack(documents[::-1], BYTES, 16, 1, END))
+        assert not torch.equal(rows, pack(documents, BYTES, 16, 2, END))
+        assert sorted(rows[0, ::2].tolist()) == ids("abcdefgh")
+        assert rows[0, 1::2].tolist() == [END] * 8
+
+    def test_more_documents_than_one_batch(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        documents = named(*(chr(ord("!") + i % 90) * (1 + i % 3) for i in range(50)))
+        whole = pack(documents, BYTES, 7, 0, END)
+        monkeypatch.setattr(data, "BATCH", 3)
+        assert torch.equal(whole, pack(documents, BYTES, 7, 0, END))
+        assert len(whole) == sum(2 + i % 3 for i in range(50)) // 7
+
+    def test_the_end_token_in_a_text_is_text(self) -> None:
+        text = "a<|end|>b"
+        rows = pack(named(text), BYTES, len(text) + 1, 0, END)
+        assert rows.tolist() == [[*ids(text), END]]
+
+    def test_a_tokenizer_that_adds_a_beginning_adds_none_here(self) -> None:
+        greeting = train_bpe(["x"], 257)
+        greeting.backend_tokenizer.post_processor = TemplateProcessing(single="<|end|> $A", special_tokens=[("<|end|>", END)])
+        assert greeting("ab")["input_ids"] == [END, *ids("ab")]
+        assert pack(named("ab"), greeting, 3, 0, END).tolist() == [[*ids("ab"), END]]
+
+    @given(st.lists(st.text("abc", min_size=1, max_size=9), min_size=1, max_size=12), st.integers(2, 9), st.integers(0, 5))
+    def test_nothing_is_lost_but_less_than_a_row(self, texts: list[str], length: int, seed: int) -> None:
+        tokens = sum(len(text) + 1 for text in texts)
+        if tokens < length:
+            with pytest.raises(ValueError, match=f"{len(texts)} documents make {tokens} tokens, not one row of {length}"):
+                pack(named(*texts), BYTES, length, seed, END)
+            return
+        rows = pack(named(*texts), BYTES, length, seed, END)
+        assert rows.shape == (tokens // length, length)
+        pieces = Counter("".join("." if i == END else chr(i + 32) for i in rows.flatten().tolist()).split(".")[:-1])
+        assert not pieces - Counter(texts)
+        assert sum(pieces.values()) >= len(texts) - length
+
+    def test_no_documents_make_no_row(self) -> None:
+        with pytest.raises(ValueError, match="0 documents make 0 tokens, not one row of 4 with something to predict"):
+            pack([], BYTES, 4, 0, END)
+
+
+def numbered(first: int, count: int) -> torch.Tensor:
+    """Rows [count, 2] that tell which one they are."""
+    return torch.arange(first, first + count)[:, None].repeat(1, 2)
+
+
+class TestMix:
+    def test_shares_are_exact(self) -> None:
+        packed = {"a": numbered(0, 100), "b": numbered(100, 100), "c": numbered(200, 100)}
+        order, epochs = mix(packed, {"a": 0.5, "b": 0.3, "c": 0.2}, 10, seed=0)
+        assert order.shape == (10, 2)
+        assert order.dtype == torch.long
+        assert Counter((order[:, 0] // 100).tolist()) == {0: 5, 1: 3, 2: 2}
+        assert epochs == {"a": 0.05, "b": 0.03, "c": 0.02}
+        assert len(set(order[:, 0].tolist())) == 10
+
+    def test_largest_remainders_get_the_rows_left_over(self) -> None:
+        packed = {name: numbered(0, 9) for name in "abc"}
+        assert data._shares(packed, {"a": 1, "b": 1, "c": 1}, 8) == {"a": 3, "b": 3, "c": 2}  # 2.67 each
+        assert data._shares(packed, {"a": 6, "b": 3, "c": 1}, 8) == {"a": 5, "b": 2, "c": 1}  # 4.8, 2.4, 0.8
+
+    @given(st.dictionaries(st.sampled_from("abcdef"), st.floats(0.1, 10), min_size=1), st.integers(1000, 2000))
+    def test_every_share_is_within_a_row_of_its_weight(self, weights: dict[str, float], rows: int) -> None:
+        counts = data._shares({name: numbered(0, 1) for name in weights}, weights, rows)
+        assert sum(counts.values()) == rows
+        assert all(abs(counts[name] - rows * weight / sum(weights.values())) < 1 for name, weight in weights.items())
+
+    def test_a_small_source_is_repeated_in_whole_epochs_each_in_its_own_order(self) -> None:
+        packed = {"small": numbered(0, 6), "large": numbered(100, 500)}
+        order, epochs = mix(packed, {"small": 1, "large": 4}, 200, seed=3)
+        small = [row for row in order[:, 0].tolist() if row < 100]
+        large = [row for row in order[:, 0].tolist() if row >= 100]
+        assert (len(small), len(large), len(set(large))) == (40, 160, 160)
+        assert epochs == {"small": 40 / 6, "large": 160 / 500}
+        chunks = [small[start : start + 6] for start in range(0, 36, 6)]
+        assert all(sorted(chunk) == list(range(6)) for chunk in chunks)
+        assert len({tuple(chunk) for chunk in chunks}) > 3
+        assert len(set(small[36:])) == 4
+
+    def test_sources_are_interleaved(self) -> None:
+        order, _ = mix({"a": numbered(0, 200), "b": numbered(200, 200)}, {"a": 1, "b": 1}, 200, seed=0)
+        halves = (order[:, 0] < 200).float().view(2, 100).mean(dim=1)
+        assert halves.min() > 0.3
+        assert order[:, 0].tolist() != sorted(order[:, 0].tolist())
+
+    def test_the_seed_decides(self) -> None:
+        packed = {"a": numbered(0, 50), "b": numbered(100, 50)}
+        first = mix(packed, {"a": 1, "b": 1}, 60, seed=5)[0]
+        assert torch.equal(first, mix(packed, {"a": 1, "b": 1}, 60, seed=5)[0])
+        assert not torch.equal(first, mix(packed, {"a": 1, "b": 1}, 60, seed=6)[0])
+
+    @pytest.mark.parametrize(
+        ("weights", "rows", "error"),
+        [
+            ({"a": 1}, 4, r"expected a positive weight for each of \['a', 'b'\], found {'a': 1}"),
+            ({"a": 1, "b": 0}, 4, "expected a positive weight"),
+            ({"a": 1, "b": 0.01}, 4, "source 'b' would get none of the 4 rows: raise its weight or train on more rows"),
+        ],
+    )
+    def test_impossible_shares_are_refused(self, weights: dict[str, float], rows: int, error: str) -> None:
+        with pytest.raises(ValueError, match=error):
+            mix({"a": numbered(0, 4), "b": numbered(0, 4)}, weights, rows, 0)
+
+
+def test_rows_are_items_of_a_model() -> None:
+    rows = Rows(numbered(0, 3))
+    assert len(rows) == 3
+    assert {name: value.tolist() for name, value in rows[2].items()} == {"input_ids": [2, 2], "labels": [2, 2]}
+    given = Rows(torch.tensor([[~5, ~0, 0, 7]]))[0]
+    assert {name: value.tolist() for name, value in given.items()} == {
+        "input_ids": [5, 0, 0, 7],
+        "labels": [-100, -100, 0, 7],
+    }
+    with pytest.raises(ValueError, match=r"expected rows \[N, length\] of int64, found torch.float32 of shape \[3\]"):
+        Rows(torch.zeros(3))
+
+
+WORDS = [f"word{index}" for index in range(300)]
+
+
+@pytest.fixture
+def recipe(tmp_path: Path) -> Path:
+    """A recipe's folder with two sources: `big` of 40 files (one a copy of another) and `small` of 4."""
+    rng = np.random.default_rng(0)
+    for name, count in (("big", 39), ("small", 4)):
+        (tmp_path / name).mkdir()
+        for index in range(count):
+            (tmp_path / name / f"{index:02}.txt").write_text(" ".join(rng.choice(WORDS, 60)), encoding="utf-8")
+    (tmp_path / "big" / "copy.txt").write_text((tmp_path / "big" / "07.txt").read_text() + "\n", encoding="utf-8")
+    return tmp_path
+
+
+SOURCES = (TextFiles(path="big", weight=3), TextFiles(path="small", weight=1))
+PLAN = Plan(length=32, rows=80, held_out=0.1, seed=1)
+
+
+def test_prepared_rows_and_their_report(recipe: Path) -> None:
+    prepared = made(SOURCES, BYTES, PLAN, recipe)
+    assert prepared.train.shape == (80, 32)
+    assert set(prepared.held_out) == {"big", "small"}
+    big, small = (prepared.report["sources"][name] for name in ("big", "small"))
+    assert (big["documents"], big["exact"], big["near"], big["kept"]) == (40, 1, 0, 39)
+    assert (big["rows"], small["rows"], prepared.report["tokens"]) == (60, 20, 80 * 32)
+    for counts in (big, small):
+        assert counts["train"]["documents"] + counts["held_out"]["documents"] == counts["kept"]
+        assert counts["held_out"]["documents"] >= 1
+        for part in ("train", "held_out"):  # a byte a token, and an end for each document
+            assert counts[part]["tokens"] == counts[part]["bytes"] + counts[part]["documents"]
+    assert small["epochs"] == 20 / (small["train"]["tokens"] // 32)
+    assert prepared.report["held_rows"]["small"] == len(prepared.held_out["small"]) == small["held_out"]["tokens"] // 32
+    words = b"".join(token.to_bytes(8, "little") for token in prepared.train.flatten().tolist())
+    assert prepared.report["sha256"] == hashlib.sha256(words).hexdigest()
+    assert json.loads(json.dumps(prepared.report)) == prepared.report
+
+
+@pytest.fixture
+def letters(tmp_path: Path) -> list[TextFiles]:
+    """Sixty documents, each with a letter of its own."""
+    for index in range(60):
+        (tmp_path / f"{index}.txt").write_text(chr(ord("!") + index) * (40 + index), encoding="utf-8")
+    return [TextFiles(path=str(tmp_path), name="letters")]
+
+
+def test_no_held_out_text_is_trained_on(letters: list[TextFiles]) -> None:
+    prepared = made(letters, BYTES, PLAN, Path())
+    trained, held_out = (set(rows.flatten().tolist()) - {END} for rows in (prepared.train, prepared.held_out["letters"]))
+    assert not trained & held_out
+    assert len(held_out) >= 2
+    assert len(trained) + len(held_out) >= 58  # but for the rests that fill no row
+
+
+def test_the_plans_seed_decides_what_is_held_out_and_the_order(letters: list[TextFiles]) -> None:
+    one, same, other = (made(letters, BYTES, PLAN.model_copy(update={"seed": seed}), Path()) for seed in (1, 1, 2))
+    assert torch.equal(one.train, same.train)
+    assert not torch.equal(one.train, other.train)
+    assert set(one.held_out["letters"].flatten().tolist()) != set(other.held_out["letters"].flatten().tolist())
+
+
+def test_without_held_out_documents_there_are_no_held_out_rows(recipe: Path) -> None:
+    assert made(SOURCES, BYTES, PLAN.model_copy(update={"held_out": 0.0}), recipe).held_out == {}
+
+
+def test_a_source_too_small_for_a_row_is_refused_or_not_evaluated(recipe: Path) -> None:
+    plan = PLAN.model_copy(update={"length": 500})
+    told = r"source 'small': the 1 held_out documents \(held_out=0.1\) make \d+ tokens, not one row of 500 .*; not evaluated"
+    with pytest.warns(UserWarning, match=told):
+        found = made(SOURCES[1:], BYTES, plan, recipe)
+    assert found.held_out == {}
+    assert found.report["sources"]["small"]["held_out"]["documents"] == 1
+    assert len(found.train) == plan.rows
+    error = r"source 'small': the \d+ train documents \(held_out=0.1\) make \d+ tokens, not one row of 100000"
+    with pytest.raises(ValueError, match=error):
+        made(SOURCES[1:], BYTES, PLAN.model_copy(update={"length": 100_000}), recipe)
+
+
+def test_a_tokenizer_without_an_end_is_refused(recipe: Path) -> None:
+    endless = PreTrainedTokenizerFast(tokenizer_object=BYTES.backend_tokenizer)
+    with pytest.raises(ValueError, match="the tokenizer has no eos_token"):
+        made(SOURCES, endless, PLAN, recipe)
+
+
+@pytest.mark.parametrize(
+    "wrong", [{"length": 1}, {"rows": 0}, {"held_out": 1.0}, {"held_out": -0.1}, {"seed": -1}, {"rowz": 3}]
+)
+def test_an_impossible_plan_is_refused(wrong: dict[str, Any]) -> None:
+    with pytest.raises(ValueError, match=next(iter(wrong))):
+        Plan(**{"length": 32, "rows": 80, **wrong})

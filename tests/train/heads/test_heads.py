@@ -1,0 +1,351 @@
+"""Training of exit heads: the model's own answers, its states, the divergence; all of it resumable, none of it touching the
+model."""
+
+from __future__ import annotations
+
+import errno
+import hashlib
+import json
+from collections import namedtuple
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+import skipstone
+from skipstone import AdaDecode, ExitHeads
+from skipstone.methods.adadecode import heads as exit_heads
+from skipstone.methods.adadecode.heads import card_of
+from skipstone.models.layered import LayeredModel
+from skipstone.train.heads import answers as answering
+from skipstone.train.heads import features as extracting
+from skipstone.train.heads import run as training
+from skipstone.train.heads import training as heads_training
+from skipstone.train.heads.answers import Answer
+from skipstone.train.heads.recipe import Answers, Schedule, made, read
+from tests.helpers import support
+from tests.helpers.commandline import assert_refused, run, succeed
+from tests.helpers.machine import llama, prompt
+
+pytestmark = pytest.mark.filterwarnings("ignore:.*x the speed of plain decoding:RuntimeWarning")
+
+
+def prepared(folder: Path) -> Path:
+    """A folder with a model of 6 layers and its tokenizer, and a file of 24 prompts."""
+    folder.mkdir(parents=True, exist_ok=True)
+    llama(layers=6, head=2.0).save_pretrained(folder / "model")
+    support.tokenizer().save_pretrained(folder / "model")
+    letters = [chr(97 + place) for place in range(26)]
+    texts = [" ".join(letters[(start + step * 3) % 26] for step in range(4)) for start in range(24)]
+    (folder / "prompts.jsonl").write_text("".join(json.dumps({"prompt": text}) + "\n" for text in texts))
+    return folder
+
+
+@pytest.fixture(scope="module")
+def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return prepared(tmp_path_factory.mktemp("base"))
+
+
+def recipe(base: Path, output: Path, **changes: Any) -> Any:
+    values: dict[str, Any] = {
+        "output": str(output),
+        "model": str(base / "model"),
+        "prompts": [{"kind": "jsonl", "path": str(base / "prompts.jsonl"), "template": "{prompt}"}],
+        "answers": {"max_new_tokens": 12, "batch_size": 8},
+        "heads": {"layers": [2, 4]},
+        "training": {"epochs": 6, "batch_size": 4, "patience": None, "held_out": 0.2},
+    }
+    for name, change in changes.items():
+        values[name] = {**values[name], **change} if isinstance(change, dict) else change
+    return made(values, "test")
+
+
+def quiet(_: str) -> None:
+    pass
+
+
+def digests(folder: Path) -> dict[str, str]:
+    return {path.name: hashlib.sha256(path.read_bytes()).hexdigest() for path in sorted(folder.iterdir())}
+
+
+def test_training_brings_heads_nearer_and_never_touches_the_model(base: Path, tmp_path: Path) -> None:
+    before = digests(base / "model")
+    folder = training.run(recipe(base, tmp_path / "run"), base, say=quiet)
+    assert digests(base / "model") == before
+    card = json.loads((folder / "exit_heads.json").read_text())
+    for figures in card["metrics"].values():
+        assert figures["divergence"] < 0.9 * figures["before"]["divergence"]
+    assert card["training"]["answers"] + card["training"]["held_out_answers"] == 24
+    lines = (tmp_path / "run" / "answers.jsonl").read_text().splitlines()
+    assert card["training"]["tokens"] == sum(len(json.loads(line)["tokens"]) for line in lines[1:])
+    model, _ = skipstone.load(base / "model")
+    own = exit_heads.load(folder, LayeredModel(model))
+    assert not all(torch.equal(head.weight, torch.eye(32)) for head in own.heads)  # type: ignore[arg-type]
+    out = skipstone.generate(model, prompt(9), AdaDecode(str(folder), 0.2, guard=False), max_new_tokens=20, do_sample=False)
+    assert (
+        out.new_tokens == skipstone.generate(model, prompt(9), "autoregressive", max_new_tokens=20, do_sample=False).new_tokens
+    )
+
+
+@pytest.mark.parametrize("heads", [{"kind": "low_rank", "rank": 4}, {"kind": "full"}, {"layers": [3]}])
+def test_every_kind_of_heads_is_trained(base: Path, tmp_path: Path, heads: dict[str, Any]) -> None:
+    folder = training.run(recipe(base, tmp_path / "run", heads=heads), base, say=quiet)
+    card = json.loads((folder / "exit_heads.json").read_text())
+    assert all(one["divergence"] < one["before"]["divergence"] for one in card["metrics"].values())
+
+
+def test_the_divergence_is_that_of_the_formula(base: Path) -> None:
+    """KL(p* || p_theta) in float64, from the model's own logits."""
+    model, _ = skipstone.load(base / "model")
+    layered = LayeredModel(model)
+    heads = ExitHeads(card_of(layered, (2, 4), "square"))
+    torch.manual_seed(1)
+    with torch.no_grad():
+        for head in heads.heads:
+            head.weight += 0.1 * torch.randn_like(head.weight)  # type: ignore[operator, arg-type]
+    ids = prompt(12)
+    with torch.no_grad():
+        states = model(ids[None], output_hidden_states=True).hidden_states
+        stored = torch.stack([model.model.norm(states[2][0]), model.model.norm(states[4][0]), states[6][0]], 1)
+        found = heads_training.Divergence(heads, layered)(stored)
+        embedding = model.lm_head.weight.double()
+        target = (stored[:, 2].double() @ embedding.T).log_softmax(-1)
+        for index in range(2):
+            said = (stored[:, index].double() @ heads.heads[index].weight.double().T @ embedding.T).log_softmax(-1)  # type: ignore[operator, union-attr]
+            wanted = (target.exp() * (target - said)).sum()
+            assert found[index].item() == pytest.approx(wanted.item(), rel=1e-4)
+
+
+def test_features_are_the_states_behind_the_models_own_answers(base: Path, tmp_path: Path) -> None:
+    """Of every position whose next token is an answer's, in ragged batches, against transformers one by one."""
+    model, _ = skipstone.load(base / "model")
+    layered = LayeredModel(model)
+    dice = torch.Generator().manual_seed(0)
+    answers = [
+        Answer(prompt(int(length), seed).tolist(), prompt(int(new), 50 + seed).tolist())
+        for seed, (length, new) in enumerate(torch.randint(1, 9, (21, 2), generator=dice).tolist())
+    ]
+    features = extracting.extract(layered, answers, (2, 4), tmp_path, 1e9, quiet)
+    assert (tmp_path / extracting.DATA).stat().st_size == extracting.size(answers, 2, 32)
+    for index, one in enumerate(answers):
+        ids = torch.tensor([one.prompt + one.tokens])
+        with torch.no_grad():
+            out = model(ids, output_hidden_states=True)
+        span = slice(len(one.prompt) - 1, ids.shape[1] - 1)
+        wanted = [model.model.norm(out.hidden_states[2][0, span]), model.model.norm(out.hidden_states[4][0, span])]
+        found = features.of([index])
+        assert torch.allclose(found.float(), torch.stack([*wanted, out.hidden_states[6][0, span]], 1), atol=2e-2)
+        own = layered.project(found[None, :, -1].float())[0]
+        assert torch.allclose(own, out.logits[0, span], atol=5e-2)
+
+
+def test_answers_are_the_models_greedy_ones_and_are_not_asked_twice(base: Path, tmp_path: Path) -> None:
+    model, tokenizer = skipstone.load(base / "model")
+    prompts = answering.prompt_ids(["a b c", "d", "a b c", "b c d e f"], tokenizer, chat=False)
+    assert [len(one) for one in prompts] == [1, 5, 9]
+    path, wish = tmp_path / "answers.jsonl", Answers(max_new_tokens=8, batch_size=2)
+    found, seconds = answering.write(model, prompts, wish, path, {1}, quiet)
+    for one in found:
+        alone = model.generate(torch.tensor([one.prompt]), max_new_tokens=8, do_sample=False, eos_token_id=1, pad_token_id=0)
+        assert one.tokens == alone[0, len(one.prompt) :].tolist()
+    with path.open("r+b") as file:  # killed while it wrote the last line
+        file.truncate(path.stat().st_size - 5)
+    again, more = answering.write(model, prompts, wish, path, {1}, quiet)
+    assert again == found
+    assert more > 0
+    with pytest.raises(ValueError, match=r"holds other answers \(prompts differ\)"):
+        answering.write(model, prompts[:2], wish, path, {1}, quiet)
+    assert seconds > 0
+
+
+class Killed(BaseException):
+    """Nothing catches it."""
+
+
+def test_a_run_that_is_killed_anywhere_ends_with_the_same_heads(
+    base: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    wanted = digests(training.run(recipe(base, tmp_path / "whole"), base, say=quiet))[exit_heads.WEIGHTS]
+    kills = [
+        (answering, "padded", 2),
+        (extracting, "_states", 1),
+        (heads_training, "quality", 3),
+        (heads_training._Run, "save", 1),
+        (heads_training._Run, "_step", 7),
+    ]
+    for owner, name, after in kills:
+        with monkeypatch.context() as patch:
+            plain, count = getattr(owner, name), [0]
+
+            def dies(*given: Any, plain: Any = plain, count: list[int] = count, after: int = after) -> Any:
+                count[0] += 1
+                if count[0] > after:
+                    raise Killed
+                return plain(*given)
+
+            patch.setattr(owner, name, dies)
+            with pytest.raises(Killed):
+                training.run(recipe(base, tmp_path / "killed"), base, say=quiet)
+    folder = training.run(recipe(base, tmp_path / "killed"), base, say=quiet)
+    assert digests(folder)[exit_heads.WEIGHTS] == wanted
+
+
+def test_heads_that_grow_no_better_end_the_run_and_the_best_are_kept(base: Path, tmp_path: Path) -> None:
+    said: list[str] = []
+    wild = recipe(base, tmp_path / "run", training={"epochs": 50, "learning_rate": 0.3, "patience": 2, "warmup": 0.0})
+    folder = training.run(wild, base, say=said.append)
+    card = json.loads((folder / "exit_heads.json").read_text())
+    assert card["training"]["epochs_trained"] < 50
+    epochs = [line for line in said if line.startswith("epoch")]
+    assert len(epochs) == card["training"]["epochs_trained"]
+    for layer, figures in card["metrics"].items():
+        seen = [float(line.split(f"E={layer} ")[1].split(",")[0]) for line in epochs]
+        assert figures["divergence"] == pytest.approx(min(*seen, figures["before"]["divergence"]), abs=6e-4)
+    assert exit_heads.load(folder, LayeredModel(skipstone.load(base / "model")[0])) is not None
+
+
+def test_features_beyond_the_disk_are_refused_before_they_are_made(base: Path, tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=r"the features of 24 answers take 0.00 GiB, more than --max-disk"):
+        training.run(recipe(base, tmp_path / "run"), base, max_disk=1000, say=quiet)
+    assert [path.name for path in (tmp_path / "run").iterdir()] == ["answers.jsonl"]
+
+
+def test_a_full_disk_leaves_nothing_half_written(base: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    layered = LayeredModel(skipstone.load(base / "model")[0])
+
+    def full(*_: Any) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    usage = namedtuple("usage", "free")
+    for module, name, failing in (
+        (extracting.os, "fsync", full),
+        (extracting.shutil, "disk_usage", lambda _: usage(10)),
+        (extracting, "_states", lambda *_: torch.full((2, 3, 32), torch.inf)),
+    ):
+        with monkeypatch.context() as patch:
+            patch.setattr(module, name, failing)
+            with pytest.raises((OSError, ValueError), match=r"nothing of the features is left|states do not fit into"):
+                extracting.extract(layered, [Answer([5, 6], [7, 8])], (2, 4), tmp_path, 1e9, quiet)
+        assert list(tmp_path.iterdir()) == [], name
+    assert extracting.extract(layered, [Answer([5, 6], [7, 8])], (2, 4), tmp_path, 1e9, quiet).bounds == [0, 2]
+
+
+def test_another_run_in_the_same_folder_is_refused(base: Path, tmp_path: Path) -> None:
+    training.run(recipe(base, tmp_path / "run"), base, say=quiet)
+    with pytest.raises(ValueError, match=r"belongs to another run, training.learning_rate differ"):
+        training.run(recipe(base, tmp_path / "run", training={"learning_rate": 0.1}), base, say=quiet)
+    with pytest.raises(ValueError, match="is not empty"):
+        training.run(recipe(base, tmp_path / "run"), base, fresh=True, say=quiet)
+
+
+WRONG: list[tuple[dict[str, Any], str]] = [
+    ({"heads": {"layers": [2, 6]}}, r"after layers 1 to 5 of this model, in order, found \[2, 6\]"),
+    ({"heads": {"kind": "low_rank"}}, "a rank of at least 1 belongs to kind low_rank"),
+    ({"heads": {"kind": "original"}}, "has nothing to train"),
+    ({"training": {"epochs": 0}}, "training.epochs: Input should be greater than or equal to 1"),
+    ({"training": {"lr": 1}}, "training: unknown setting 'lr'"),
+    ({"answers": {"max_new_tokens": 600}}, "no prompt leaves room for 600 new tokens"),
+    ({"prompts": []}, "prompts: List should have at least 1 item"),
+]
+
+
+@pytest.mark.parametrize(("changes", "said"), WRONG)
+def test_impossible_recipes_are_one_sentence(base: Path, tmp_path: Path, changes: dict[str, Any], said: str) -> None:
+    with pytest.raises(ValueError, match=said):
+        training.run(recipe(base, tmp_path / "run", **changes), base, say=quiet)
+
+
+def test_presets_and_the_recipes_that_come_along(base: Path) -> None:
+    paper = made({"output": "x", "prompts": [{"kind": "jsonl", "path": "p"}]}, "test", "paper").training
+    assert paper == Schedule(epochs=100, batch_size=128, learning_rate=5e-3, warmup=0.03, patience=None)
+    with pytest.raises(ValueError, match="unknown preset 'long': expected one of quick, paper"):
+        made({}, "test", "long")
+    recipes = Path(__file__).parents[3] / "recipes" / "train"
+    tasks = Path(__file__).parents[2] / "helpers" / "records"
+    for name in ("code", "maths"):
+        one = read(recipes / f"nano-heads-{name}.yaml", None, tasks)
+        assert [text for source in one.prompts for text in source.read(recipes)]
+
+
+def test_the_command_trains_heads(base: Path, tmp_path: Path) -> None:
+    small = recipe(base, tmp_path / "run", training={"epochs": 1}).model_dump(mode="json")
+    path = tmp_path / "recipe.yaml"
+    path.write_text(json.dumps(small))
+    shown = succeed("train", "heads", "--recipe", str(path))
+    assert shown.stdout.strip().endswith(str(tmp_path / "run" / "heads"))
+    assert_refused(run("train", "heads"), "give either --recipe or --prompts")
+    assert_refused(run("train", "heads", "--prompts", base / "prompts.jsonl"), "--prompts needs --output")
+
+
+def test_answers_are_written_by_the_fastest_lossless_method(
+    base: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The first batches try the model's own default and plain decoding; a lossy default is left out, a lossy wish refused."""
+    used: list[str] = []
+    clock = iter(range(10**6))
+    costs = {"layerskip": 5, "autoregressive": 1}
+
+    def generate(model: Any, rows: Any, method: Any, **options: Any) -> Any:
+        used.append(method.name)
+        for _ in range(costs[method.name]):
+            next(clock)
+        return whole(model, rows, method, **options)
+
+    whole = answering.api.generate
+    monkeypatch.setattr(answering.api, "generate", generate)
+    monkeypatch.setattr(answering.time, "perf_counter", lambda: float(next(clock)))
+    model = skipstone.load(base / "model")[0]
+    prompts = [[5 + number, 6, 7] for number in range(10)]
+    wish = Answers(max_new_tokens=4, batch_size=2)
+    model.generation_config.skipstone = {"method": "layerskip", "exit_layer": 1}
+    first, _ = answering.write(model, prompts, wish, tmp_path / "own.jsonl", set(), quiet)
+    assert used == ["layerskip", *["autoregressive"] * 4]
+    costs["autoregressive"] = 9
+    second, _ = answering.write(model, prompts, wish, tmp_path / "plain.jsonl", set(), quiet)
+    assert used[5:] == ["layerskip", "autoregressive", *["layerskip"] * 3]
+    assert first == second, "all of them lossless"
+    model.generation_config.skipstone = {"method": "early_exit", "exit_layer": 1}
+    answering.write(model, prompts, wish, tmp_path / "lossy.jsonl", set(), quiet)
+    assert set(used[10:]) == {"autoregressive"}
+    lossy = Answers(max_new_tokens=4, method={"method": "early_exit", "exit_layer": 1})
+    with pytest.raises(ValueError, match=r"^early_exit may change the text"):
+        answering.write(model, prompts, lossy, tmp_path / "refused.jsonl", set(), quiet)
+
+
+@pytest.mark.parametrize("shape", [{"kind": "square"}, {"kind": "low_rank", "rank": 2}, {"kind": "full"}])
+def test_heads_of_a_model_in_bfloat16_learn_in_float32(base: Path, tmp_path: Path, shape: dict[str, Any]) -> None:
+    """A step of the optimiser is smaller than bfloat16 can tell; what is saved is the model's dtype, and decodes as it is."""
+    wish = recipe(base, tmp_path / "run", model_dtype="bfloat16", heads=shape, training={"learning_rate": 1e-3})
+    folder = training.run(wish, base, say=quiet)
+    card = json.loads((folder / "exit_heads.json").read_text())
+    for figures in card["metrics"].values():
+        assert figures["divergence"] < figures["before"]["divergence"]
+    weights = load_file(folder / "exit_heads.safetensors")
+    assert {one.dtype for one in weights.values()} == {torch.bfloat16}
+    model, _ = skipstone.load(base / "model", dtype=torch.bfloat16)
+    for heads in (str(folder), exit_heads.load(folder, LayeredModel(model)).float()):
+        wanted = AdaDecode(heads, threshold=0.05)
+        assert skipstone.generate(model, prompt(9), wanted, max_new_tokens=8, do_sample=False).new_tokens
+    other, mine = LayeredModel(llama(layers=6, vocab=20)), AdaDecode(exit_heads.load(folder, LayeredModel(model)))
+    with pytest.raises(ValueError, match=r"^heads= holds heads for a vocabulary of"):
+        mine.check(other)
+
+
+def test_the_seed_decides_low_rank_heads_from_the_first(base: Path, tmp_path: Path) -> None:
+    shape, made_of = {"kind": "low_rank", "rank": 2}, []
+    for name, seed in (("a", 1), ("b", 1), ("c", 2)):
+        torch.manual_seed(len(made_of))
+        wish = recipe(base, tmp_path / name, heads=shape, seed=seed, training={"epochs": 1})
+        made_of.append(digests(training.run(wish, base, say=quiet))[exit_heads.WEIGHTS])
+    assert made_of[0] == made_of[1] != made_of[2]
+
+
+def test_features_of_another_model_with_the_same_answers_are_made_anew(base: Path, tmp_path: Path) -> None:
+    answers = [Answer([3, 4], [5, 6, 7]), Answer([4], [6, 8])]
+    found = [
+        extracting.extract(LayeredModel(llama(layers=6, seed=seed)), answers, (2, 4), tmp_path, 1e9, quiet).states.clone()
+        for seed in (1, 2)
+    ]
+    assert not torch.equal(*found)

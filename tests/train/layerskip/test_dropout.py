@@ -1,0 +1,287 @@
+"""Layer dropout: which rows are dropped, and that a batch with dropped rows is its rows run one by one through fewer layers."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from skipstone.train.layerskip.dropout import kept_rows, layers_replaced, run_rows
+from skipstone.train.layerskip.objective import Objective, Stack
+from skipstone.train.layerskip.recipe import EarlyExitLoss, LayerDropout, LayerSkipRecipe
+from tests.helpers import families
+
+PLAN = [[0, 1, 2], [0, 2], [], [1]]  # rows that each of four layers keeps
+LENGTHS = (11, 4, 10)  # the sliding windows are 8 tokens
+LAYERS, ROWS, STEPS = 4, 16, 400
+
+
+def batch(lengths: Sequence[int] = LENGTHS) -> dict[str, Tensor]:
+    generator = torch.Generator().manual_seed(3)
+    return families.padded([torch.randint(1, 97, (length,), generator=generator) for length in lengths])
+
+
+def dropped(rates: Sequence[float], seed: int = 0, steps: int = STEPS, rows: int = ROWS) -> Tensor:
+    """[steps, layers, rows] float64: 1 where a layer drops a row."""
+    out = torch.ones(steps, len(rates), rows).double()
+    for step in range(steps):
+        for layer, kept in enumerate(kept_rows(rows, rates, seed, step)):
+            out[step, layer, kept] = 0
+    return out
+
+
+# which rows
+
+
+def test_rows_are_dropped_as_often_as_the_rates_say() -> None:
+    rates = [0.0, 0.03, 0.25, 0.5, 0.9, 1.0]
+    found = dropped(rates).mean((0, 2)).tolist()
+    for rate, share in zip(rates, found, strict=True):
+        assert abs(share - rate) <= 5 * math.sqrt(rate * (1 - rate) / (STEPS * ROWS))
+
+
+def test_draws_of_other_layers_steps_rows_and_seeds_are_independent() -> None:
+    draws = dropped([0.5] * LAYERS) - 0.5
+    places = draws.flatten(0, 1)  # layer after layer, step after step
+    for lag in range(1, 2 * LAYERS + 1):
+        together = places[lag:] * places[:-lag]
+        assert abs(together.mean()) < 5 * 0.25 / math.sqrt(together.numel()), f"{lag} layers apart"
+    for lag in range(1, ROWS):
+        for shift in (0, 1, LAYERS):  # also diagonally
+            together = places[shift:, lag:] * places[: len(places) - shift, :-lag]
+            assert abs(together.mean()) < 5 * 0.25 / math.sqrt(together.numel()), f"{lag} rows and {shift} layers apart"
+    together = draws * (dropped([0.5] * LAYERS, seed=1) - 0.5)
+    assert abs(together.mean()) < 5 * 0.25 / math.sqrt(together.numel())
+
+
+def test_how_many_rows_a_layer_drops_is_binomial() -> None:
+    counts = dropped([0.25]).sum(2)
+    assert counts.var().item() == pytest.approx(ROWS * 0.25 * 0.75, rel=0.3)
+
+
+def test_rows_depend_on_seed_and_step_alone() -> None:
+    rates = [0.0, 0.3, 0.6]
+    torch.manual_seed(1)
+    state = torch.random.get_rng_state()
+    first = kept_rows(8, rates, 5, 7)
+    torch.rand(3)
+    assert kept_rows(8, rates, 5, 7) == first
+    torch.random.set_rng_state(state)
+    kept_rows(8, rates, 5, 7)
+    assert torch.random.get_rng_state().equal(state), "the global generator was used"
+    assert [[row for row in kept if row < 3] for kept in first] == kept_rows(3, rates, 5, 7), "other rows of a larger batch"
+    assert len({str(kept_rows(8, rates, seed, step)) for seed in range(5) for step in range(5)}) == 25
+
+
+def test_the_rows_of_a_seed_and_step_never_change() -> None:
+    """A run resumes to the same losses only if another version of this package drops the same rows."""
+    assert kept_rows(6, [0.0, 0.25, 0.5, 0.75], seed=7, step=11) == [[0, 1, 2, 3, 4, 5], [0, 3, 5], [1, 2, 4], [2, 3, 5]]
+
+
+def test_a_higher_rate_drops_the_same_rows_and_more() -> None:
+    before = {0, 1, 2, 3, 4, 5, 6, 7}
+    for rate in (0.0, 0.2, 0.5, 0.8, 1.0):
+        kept = set(kept_rows(8, [0.0, rate], 3, 0)[1])
+        assert kept <= before
+        before = kept
+    assert not before
+
+
+# a layer over some rows
+
+
+def halved(hidden: Tensor, mask: Tensor | None = None, **others: Any) -> Tensor:
+    return hidden * 0.5 if mask is None else hidden * 0.5 + mask[..., None]
+
+
+def test_kept_rows_are_computed_dropped_rows_pass_and_nothing_is_rescaled() -> None:
+    hidden = torch.arange(6.0).reshape(3, 1, 2).requires_grad_()
+    out = run_rows(halved, [0, 2], hidden)
+    assert out.tolist() == [[[0, 0.5]], [[2, 3]], [[2, 2.5]]]
+    out.sum().backward()
+    assert hidden.grad is not None
+    assert hidden.grad.tolist() == [[[0.5, 0.5]], [[1, 1]], [[0.5, 0.5]]]
+
+
+def test_without_rows_nothing_is_run_and_with_all_rows_the_layer_is_run_as_it_is() -> None:
+    hidden = torch.randn(3, 2, 4)
+    assert run_rows(lambda *_: pytest.fail("the layer was run"), [], hidden) is hidden
+    seen: list[Any] = []
+    mask = torch.ones(3, 1, 2, 2)
+    run_rows(lambda *args, **kwargs: seen.append((*args, kwargs["mask"])) or hidden, [0, 1, 2], hidden, mask=mask)
+    assert seen[0][0] is hidden
+    assert seen[0][1] is mask
+
+
+def test_arguments_with_one_entry_a_row_are_cut_and_others_are_left_alone() -> None:
+    hidden, rows = 10 * torch.arange(3.0).reshape(3, 1, 1).expand(3, 5, 2), [2, 0]
+    each, every, vector = torch.arange(15).reshape(3, 5), torch.arange(5)[None], torch.arange(3)
+    seen: dict[str, Any] = {}
+
+    def layer(kept: Tensor, position: Tensor, **given: Any) -> Tensor:
+        seen.update(given, kept=kept, position=position)
+        return kept + 1
+
+    more: dict[str, Any] = {"every": every, "vector": vector, "pair": (each, every, None), "none": None, "flag": True}
+    out = run_rows(layer, rows, hidden, each, each=each, **more)
+    assert out[:, 0, 0].tolist() == [1, 10, 21]
+    assert seen["kept"].equal(hidden[rows])
+    assert seen["position"].equal(each[rows])
+    assert seen["each"].equal(each[rows])
+    assert seen["pair"][0].equal(each[rows])
+    assert seen["pair"][1:] == (every, None)
+    assert seen["every"] is every
+    assert seen["vector"] is vector
+    assert (seen["none"], seen["flag"]) == (None, True)
+
+
+def test_a_layer_that_returns_a_tuple_returns_one_for_some_rows_too() -> None:
+    out = run_rows(lambda hidden: (hidden + 1, "weights"), [1], torch.zeros(2, 1, 1))
+    assert isinstance(out, tuple)
+    assert out[0].flatten().tolist() == [0, 1]
+    assert out[1] == "weights"
+
+
+def test_a_layer_of_lower_precision_leaves_the_stream_as_it_was() -> None:
+    out = run_rows(lambda hidden: hidden.bfloat16() * 3, [1], torch.full((2, 1, 1), 1 / 3))
+    assert out.dtype == torch.float32
+    assert out[0].item() == pytest.approx(1 / 3, abs=1e-7)
+
+
+# layers that are replaced
+
+
+def test_layers_have_their_own_forward_again_also_after_an_error_and_when_nested() -> None:
+    layers = [nn.Linear(2, 2) for _ in range(2)]
+    own = layers[1].forward = lambda x: x * 2  # type: ignore[method-assign]
+
+    def plus(_: int, forward: Any) -> Any:
+        return lambda x: forward(x) + 1
+
+    with layers_replaced(layers, plus), layers_replaced(layers, plus):
+        assert layers[1](torch.zeros(1)).item() == 2
+    assert "forward" not in layers[0].__dict__
+    assert layers[1].__dict__["forward"] is own
+    with pytest.raises(KeyError), layers_replaced(layers, plus):
+        raise KeyError
+    assert "forward" not in layers[0].__dict__
+    assert layers[1].__dict__["forward"] is own
+
+
+@pytest.mark.parametrize("name", ["llama", "falcon"])
+def test_an_error_inside_a_layer_leaves_the_model_whole(name: str) -> None:
+    model, inputs = families.cached(name), batch()
+    expected = model(**inputs).logits
+    stack = Stack(model)
+    handle = stack.layers[2].register_forward_pre_hook(lambda *_: (_ for _ in ()).throw(MemoryError))
+    try:
+        with pytest.raises(MemoryError), stack.recorded(lambda _: True, lambda _: [0]):
+            stack.decoder(**inputs, use_cache=False)
+    finally:
+        handle.remove()
+    assert all("forward" not in layer.__dict__ for layer in stack.layers)
+    assert model(**inputs).logits.equal(expected)
+
+
+# families
+
+
+@contextmanager
+def outputs(layers: Sequence[nn.Module]) -> Iterator[dict[int, Tensor]]:
+    """What the layers return, seen from outside."""
+    seen: dict[int, Tensor] = {}
+
+    def keep(layer: int) -> Any:
+        return lambda _module, _args, out: seen.__setitem__(layer, out[0] if isinstance(out, tuple) else out)
+
+    with ExitStack() as hooks:
+        for index, layer in enumerate(layers):
+            hooks.callback(layer.register_forward_hook(keep(index)).remove)
+        yield seen
+
+
+def alone(stack: Stack, inputs: dict[str, Tensor], row: int, kept: Sequence[bool]) -> tuple[dict[int, Tensor], Tensor]:
+    """One row by itself through the layers that are kept: ({layer: x_{l+1} [T, d]}, last hidden state [T, d])."""
+    falcon = stack.causal.config.model_type == "falcon"
+    with pytest.MonkeyPatch.context() as patch, outputs(stack.layers) as seen:
+        for layer, on in zip(stack.layers, kept, strict=True):
+            if not on:
+                patch.setattr(layer, "forward", (lambda x, *_, **__: (x,)) if falcon else (lambda x, *_, **__: x))
+        last = stack.decoder(**{key: value[row : row + 1] for key, value in inputs.items()}, use_cache=False)
+    return {layer: state[0] for layer, state in seen.items()}, last.last_hidden_state[0]
+
+
+@pytest.mark.parametrize("name", families.NAMES)
+@torch.no_grad()
+def test_a_batch_with_dropped_rows_is_each_row_alone_through_the_layers_that_keep_it(name: str) -> None:
+    model, inputs = families.cached(name), batch()
+    stack = Stack(model)
+    with stack.recorded(lambda _: True, PLAN.__getitem__) as states:
+        found = stack.decoder(**inputs, use_cache=False).last_hidden_state
+    plain = stack.decoder(**inputs, use_cache=False).last_hidden_state
+    assert list(states) == [0, 1, 2, 3]
+    for row in range(3):
+        real = inputs["attention_mask"][row].bool()
+        own, last = alone(stack, inputs, row, [row in kept for kept in PLAN])
+        for layer, state in own.items():
+            torch.testing.assert_close(states[layer][row][real], state[real], atol=2e-5, rtol=1e-5)
+        torch.testing.assert_close(found[row][real], last[real], atol=2e-5, rtol=1e-5)
+        assert (found[row] - plain[row])[real].abs().max() > 1e-2, "the dropped layers do nothing"
+
+
+def rows_into(seen: dict[int, int], layer: int) -> Any:
+    return lambda _module, args, kwargs: seen.__setitem__(layer, len((*args, *kwargs.values())[0]))
+
+
+@pytest.mark.parametrize("name", ["llama", "gpt2", "opt", "falcon", "gemma2", "mixtral"])
+@torch.no_grad()
+def test_a_dropped_row_is_not_computed(name: str) -> None:
+    model, seen = families.cached(name), dict[int, int]()
+    stack = Stack(model)
+    with ExitStack() as hooks:
+        for index, layer in enumerate(stack.layers):
+            inside = getattr(layer, stack.family.attention)
+            hooks.callback(inside.register_forward_pre_hook(rows_into(seen, index), with_kwargs=True).remove)
+        with stack.recorded(lambda _: False, PLAN.__getitem__) as states:
+            stack.decoder(**batch(), use_cache=False)
+    assert seen == {0: 3, 1: 2, 3: 1}
+    assert not states
+
+
+@pytest.mark.parametrize("name", ["llama", "falcon", "gemma3_text"])
+@torch.no_grad()
+def test_nothing_dropped_is_the_plain_forward_bit_by_bit(name: str) -> None:
+    model, inputs = families.cached(name), batch()
+    stack = Stack(model)
+    plain = stack.decoder(**inputs, use_cache=False).last_hidden_state
+    for rows in (None, [0, 1, 2]):
+        with stack.recorded(lambda _: True, lambda _, rows=rows: rows) as states:
+            last = stack.decoder(**inputs, use_cache=False).last_hidden_state
+        assert last.equal(plain)
+        assert stack.logits(states[3]).equal(model(**inputs).logits)
+
+
+def rows_of_the_last_layer(p_max: float, ids: Tensor, step: int, micro: int) -> list[int]:
+    """Which rows of a batch the last of four layers is run for."""
+    recipe = LayerSkipRecipe(LayerDropout(p_max, "exponential"), EarlyExitLoss(0.2, "none"))
+    objective = Objective(families.cached("llama"), recipe, steps=10, seed=4)
+    objective.step, objective.micro = step, micro
+    with torch.no_grad(), outputs(objective.stack.layers) as seen:
+        objective.loss(ids, None, ids)
+    return [row for row in range(len(ids)) if not seen[3][row].equal(seen[2][row])]
+
+
+def test_the_loss_drops_rows_by_the_rates_of_the_step_and_the_draws_of_the_pass() -> None:
+    ids = torch.randint(1, 97, (8, 5), generator=torch.Generator().manual_seed(0))
+    assert rows_of_the_last_layer(1.0, ids, 0, 3) == list(range(8)), "S(0) = 0"
+    assert rows_of_the_last_layer(1.0, ids, 9, 3) == [], "S(T - 1) D(L - 1) p_max = 1"
+    assert rows_of_the_last_layer(0.0, ids, 9, 3) == list(range(8))
+    expected = [kept_rows(8, [0, 0.13, 0.29, 0.5], seed=4, step=micro)[3] for micro in range(6)]
+    assert len({str(rows) for rows in expected}) > 3
+    for content in (ids, ids.flip(1)):
+        assert [rows_of_the_last_layer(0.5, content, 9, micro) for micro in range(6)] == expected

@@ -1,0 +1,187 @@
+"""The chunked losses equal the textbook formulas over all logits at once, with their gradients, and never hold all logits."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+from scipy.special import logsumexp, rel_entr
+from torch import Tensor, nn
+
+from skipstone.train.layerskip.loss import IGNORED, cross_entropy, divergence, shifted
+
+N, WIDTH, VOCAB = 23, 6, 11
+CHUNKS = [1, 2, 7, 22, 23, 24, 1000]
+
+
+class Head(nn.Module):
+    """A norm, a sharp matrix and a soft cap; remembers how many positions it was given."""
+
+    def __init__(self, dropout: float = 0.0) -> None:
+        super().__init__()
+        generator = torch.Generator().manual_seed(0)
+        self.norm, self.dropout = nn.LayerNorm(WIDTH, dtype=torch.float64), nn.Dropout(dropout)
+        self.weight = nn.Parameter(3 * torch.randn(VOCAB, WIDTH, generator=generator, dtype=torch.float64))
+        self.given: list[int] = []
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        self.given.append(len(hidden))
+        return 8 * (self.dropout(self.norm(hidden)) @ self.weight.T / 8).tanh()
+
+
+def case() -> tuple[Head, Tensor, Tensor, Tensor]:
+    """(head, hidden [N, d], last [N, d], targets [N] of which some are ignored)."""
+    generator = torch.Generator().manual_seed(1)
+    hidden, last = torch.randn(2, N, WIDTH, generator=generator, dtype=torch.float64)
+    targets = torch.randint(VOCAB, (N,), generator=generator)
+    targets[[0, 8, 9, 22]] = IGNORED
+    return Head(), hidden.requires_grad_(), last.requires_grad_(), targets
+
+
+def gradients(loss: Tensor, head: Head, *inputs: Tensor) -> list[Tensor]:
+    return list(torch.autograd.grad(loss, [*inputs, *head.parameters()]))
+
+
+def naive(head: Head, hidden: Tensor, targets: Tensor) -> Tensor:
+    """-log p of every target, one by one."""
+    odds = head(hidden).exp()
+    p = odds / odds.sum(-1, keepdim=True)
+    return torch.stack([-p[n, token].log() for n, token in enumerate(targets.tolist()) if token != IGNORED]).sum()
+
+
+def naive_divergence(head: Head, hidden: Tensor, last: Tensor, targets: Tensor) -> Tensor:
+    """sum p (log p - log q), p of the last layer without its gradient."""
+    p, q = head(last).softmax(-1).detach(), head(hidden).softmax(-1)
+    return (p * (p.log() - q.log())).sum(-1)[targets != IGNORED].sum()
+
+
+def test_every_position_predicts_its_right_neighbour_and_the_last_one_nothing() -> None:
+    labels = torch.tensor([[5, 6, 7], [IGNORED, 8, IGNORED]])
+    assert shifted(labels).tolist() == [[6, 7, IGNORED], [8, IGNORED, IGNORED]]
+    assert shifted(labels[:, :1]).tolist() == [[IGNORED], [IGNORED]]
+
+
+@pytest.mark.parametrize("chunk", CHUNKS)
+def test_chunked_cross_entropy_and_its_gradients_are_those_of_all_logits_at_once(chunk: int) -> None:
+    head, hidden, _, targets = case()
+    loss = cross_entropy(head, hidden, targets, chunk)
+    reference = naive(head, hidden, targets)
+    torch.testing.assert_close(loss, reference, rtol=1e-12, atol=0)
+    own, expected = gradients(loss, head, hidden), gradients(reference, head, hidden)
+    torch.testing.assert_close(own, expected, rtol=1e-9, atol=1e-12)
+    assert own[0][[0, 8, 9, 22]].abs().max() == 0 < own[0][[1, 7, 10, 21]].abs().min()
+
+
+def test_cross_entropy_against_scipy() -> None:
+    head, hidden, _, targets = case()
+    logits = head(hidden).detach().numpy()
+    kept = (targets != IGNORED).numpy()
+    picked = np.take_along_axis(logits, targets.clamp(min=0).numpy()[:, None], 1)[:, 0]
+    expected = (logsumexp(logits, axis=1) - picked)[kept].sum()
+    assert cross_entropy(head, hidden, targets, 5).item() == pytest.approx(expected, rel=1e-12)
+
+
+@pytest.mark.parametrize("chunk", CHUNKS)
+def test_chunked_divergence_and_its_gradients_are_those_of_all_logits_at_once(chunk: int) -> None:
+    head, hidden, last, targets = case()
+    loss = divergence(head, hidden, last, targets, chunk)
+    reference = naive_divergence(head, hidden, last, targets)
+    torch.testing.assert_close(loss, reference, rtol=1e-12, atol=0)
+    torch.testing.assert_close(gradients(loss, head, hidden), gradients(reference, head, hidden), rtol=1e-9, atol=1e-12)
+
+
+def test_divergence_is_kl_from_the_last_layer_to_the_exit() -> None:
+    head, hidden, last, targets = case()
+    p, q = head(last).softmax(-1).detach().numpy(), head(hidden).softmax(-1).detach().numpy()
+    kept = (targets != IGNORED).numpy()
+    expected, reverse = rel_entr(p, q)[kept].sum(), rel_entr(q, p)[kept].sum()
+    assert abs(expected - reverse) > 0.1
+    assert divergence(head, hidden, last, targets, 5).item() == pytest.approx(expected, rel=1e-12)
+    assert divergence(head, hidden, hidden, targets, 5).item() == pytest.approx(0, abs=1e-12)
+
+
+def test_the_teacher_gets_no_gradient() -> None:
+    head, hidden, last, targets = case()
+    divergence(head, hidden, last, targets, 5).backward()
+    assert last.grad is None
+    assert hidden.grad is not None
+    assert hidden.grad.abs().max() > 0
+    # where teacher and student agree, the head is at a minimum, too: a gradient through the teacher would not vanish
+    head.zero_grad()
+    divergence(head, hidden, hidden.detach(), targets, 5).backward()
+    assert head.weight.grad is not None
+    assert head.weight.grad.abs().max() < 1e-12
+
+
+def test_the_gradient_of_the_head_comes_through_the_student_alone() -> None:
+    head, hidden, last, targets = case()
+    teacher = head(last).softmax(-1)  # with its gradient: what must not be counted
+    through = (teacher * (teacher.log() - head(hidden).softmax(-1).log())).sum(-1)[targets != IGNORED].sum()
+    own = gradients(divergence(head, hidden, last, targets, 5), head)
+    assert all((a - b).abs().max() > 1e-3 for a, b in zip(own, gradients(through, head), strict=True))
+
+
+@pytest.mark.parametrize("kind", ["cross-entropy", "divergence"])
+def test_only_one_chunk_of_logits_exists_at_once_and_none_is_kept_for_the_gradient(kind: str) -> None:
+    head, hidden, last, targets = case()
+    kept: list[torch.Size] = []
+
+    def keep(tensor: Tensor) -> Tensor:
+        kept.append(tensor.shape)
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+        loss = (
+            cross_entropy(head, hidden, targets, 7) if kind == "cross-entropy" else divergence(head, hidden, last, targets, 7)
+        )
+    assert [shape for shape in kept if shape[-1:] == (VOCAB,)] == [], "logits were kept"
+    heads = 1 if kind == "cross-entropy" else 2
+    assert sorted(head.given) == sorted(heads * [7, 7, 7, 2])
+    loss.backward()
+    assert sorted(head.given) == sorted(2 * heads * [7, 7, 7, 2]), "once for the loss, once more for its gradient"
+
+
+def test_without_anything_to_predict_the_loss_is_zero_and_has_a_gradient() -> None:
+    head, hidden, last, targets = case()
+    for loss in (
+        cross_entropy(head, hidden, torch.full_like(targets, IGNORED), 5),
+        divergence(head, hidden, last, torch.full_like(targets, IGNORED), 5),
+        cross_entropy(head, hidden[:0], targets[:0], 5),
+    ):
+        assert loss.item() == 0
+        assert all(gradient.abs().max() == 0 for gradient in gradients(loss, head, hidden))
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_logits_of_low_precision_are_summed_up_in_float32(dtype: torch.dtype) -> None:
+    generator = torch.Generator().manual_seed(0)
+    weight = torch.randn(64, WIDTH, generator=generator).to(dtype)
+    hidden, last = torch.randn(2, 300, WIDTH, generator=generator).to(dtype)
+    targets = torch.randint(64, (300,), generator=generator)
+    logits, teacher = (hidden @ weight.T).double(), (last @ weight.T).double()
+
+    def head(states: Tensor) -> Tensor:
+        return states @ weight.T
+
+    for loss, expected in (
+        (cross_entropy(head, hidden, targets, 100), F.cross_entropy(logits, targets, reduction="sum")),
+        (
+            divergence(head, hidden, last, targets, 100),
+            F.kl_div(logits.log_softmax(-1), teacher.log_softmax(-1), log_target=True, reduction="sum"),
+        ),
+    ):
+        assert loss.dtype == torch.float32
+        assert loss.item() == pytest.approx(expected.item(), rel=1e-5)
+
+
+def test_a_head_with_dropout_is_differentiated_with_the_draws_of_its_loss() -> None:
+    head, hidden, _, targets = case()
+    head.dropout.p = 0.5
+    torch.manual_seed(3)
+    loss = cross_entropy(head, hidden, targets, 7)
+    torch.manual_seed(3)
+    parts = zip(hidden.split(7), targets.split(7), strict=True)
+    reference = torch.stack([F.cross_entropy(head(x), y, ignore_index=IGNORED, reduction="sum") for x, y in parts]).sum()
+    torch.testing.assert_close(loss, reference)
+    torch.testing.assert_close(gradients(loss, head, hidden), gradients(reference, head, hidden))

@@ -1,0 +1,307 @@
+"""LayerSkip's loss on a model: value and gradients equal a naive reference that holds every logit and runs every row alone."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from skipstone.train.layerskip.dropout import kept_rows
+from skipstone.train.layerskip.loss import IGNORED
+from skipstone.train.layerskip.objective import Objective, Stack
+from skipstone.train.layerskip.recipe import EarlyExitLoss, LayerDropout, LayerSkipRecipe
+from tests.helpers import families
+from tests.train.layerskip.test_dropout import alone
+
+LAYERS, STEPS, SEED = 4, 10, 2
+# L = 4, e_scale = .5, R = 2, the last layer always: e = 0, .5, 1.5 and 3 + .5 x 3, by hand
+WEIGHTS = [{0: 0, 2: 0.25, 3: 0.75}, {1: 0.1, 3: 0.9}]
+KL = 1.5
+PLAIN, RATE = LayerDropout(0.0), LayerDropout(0.9)
+RATES = [0, 0.9 * (2 ** (1 / 3) - 1), 0.9 * (2 ** (2 / 3) - 1), 0.9]
+CE = EarlyExitLoss(0.5, "rotational", 2)
+TOWARDS_LAST = EarlyExitLoss(0.5, "rotational", 2, kl_weight=KL)
+NO_DROPOUT = {
+    "gpt2": {"embd_pdrop": 0.0, "resid_pdrop": 0.0, "attn_pdrop": 0.0},
+    "opt": {"dropout": 0.0},
+    "opt_projected": {"dropout": 0.0},
+}
+SINGLE = ("gemma2", "qwen3_moe")  # its attention masks overflow in float64; its grouped products know no float64
+
+Heads = dict[str, Callable[[Any, Tensor], Tensor]]
+# g(.) by hand: what this family does between a layer's output and its logits
+HEADS: Heads = {
+    "llama": lambda m, x: m.lm_head(m.model.norm(x)),
+    "qwen3": lambda m, x: m.lm_head(m.model.norm(x)),
+    "qwen3_moe": lambda m, x: m.lm_head(m.model.norm(x)),
+    "gemma2": lambda m, x: 20 * torch.tanh(m.lm_head(m.model.norm(x)) / 20),
+    "gemma3_text": lambda m, x: 20 * torch.tanh(m.lm_head(m.model.norm(x)) / 20),
+    "granite": lambda m, x: m.lm_head(m.model.norm(x)) / 2,
+    "cohere": lambda m, x: m.lm_head(m.model.norm(x)) * 0.6,
+    "gpt2": lambda m, x: m.lm_head(m.transformer.ln_f(x)),
+    "falcon": lambda m, x: m.lm_head(m.transformer.ln_f(x)),
+    "opt": lambda m, x: m.lm_head(m.model.decoder.final_layer_norm(x)),
+    "opt_projected": lambda m, x: m.lm_head(m.model.decoder.project_out(m.model.decoder.final_layer_norm(x))),
+}
+MODELS = [(name, tied) for name in HEADS for tied in (False, True) if not tied or name in ("llama", "gemma2", "gpt2")]
+
+
+def build(name: str, tied: bool = False) -> PreTrainedModel:
+    """A model of four layers in training mode, in float64 where its kernels can, without any dropout of its own."""
+    model = families.build(name, tie_word_embeddings=tied, **NO_DROPOUT.get(name, {})).train()
+    return model if name in SINGLE else model.double()
+
+
+def inputs(rows: int = 3) -> dict[str, Tensor]:
+    """Left-padded rows with labels: nothing for the padding, nor for two tokens more."""
+    generator = torch.Generator().manual_seed(5)
+    batch = families.padded([torch.randint(1, 97, (length,), generator=generator) for length in (11, 5, 10, 11)[:rows]])
+    labels = batch["input_ids"].masked_fill(batch["attention_mask"] == 0, IGNORED)
+    labels[0, 3] = labels[-1, -1] = IGNORED
+    return {**batch, "labels": labels}
+
+
+def objective(model: PreTrainedModel, exits: EarlyExitLoss, dropout: LayerDropout = PLAIN, chunk: int = 7) -> Objective:
+    return Objective(model, LayerSkipRecipe(dropout, exits), STEPS, SEED, chunk)
+
+
+def combined(logits: dict[int, Tensor], labels: Tensor, weights: dict[int, float], kl: bool) -> Tensor:
+    """The loss summed over tokens, from all logits {exit: [B, T, V]}."""
+    targets = labels[:, 1:]
+    kept = targets != IGNORED
+    p = {layer: each[:, :-1].log_softmax(-1)[kept] for layer, each in logits.items()}
+    chosen = {layer: -each.gather(1, targets[kept][:, None]).sum() for layer, each in p.items()}
+    if not kl:
+        return torch.stack([weight * chosen[layer] for layer, weight in weights.items()]).sum()
+    teacher = p[LAYERS - 1].detach()
+    apart = [(teacher.exp() * (teacher - p[layer])).sum() for layer in weights if layer < LAYERS - 1]
+    return chosen[LAYERS - 1] + KL * sum(apart, torch.zeros(())) / len(apart)
+
+
+def naive(name: str, model: Any, batch: dict[str, Tensor], step: int, kl: bool) -> Tensor:
+    """Summed over tokens, by the hidden states and last logits that the model itself gives out."""
+    given = {key: value for key, value in batch.items() if key not in ("labels", "num_items_in_batch")}
+    out = model(**given, output_hidden_states=True, use_cache=False)
+    logits = {layer: HEADS[name](model, out.hidden_states[layer + 1]) for layer in range(LAYERS - 1)}
+    return combined({**logits, LAYERS - 1: out.logits}, batch["labels"], WEIGHTS[step % 2], kl)
+
+
+def gradients(model: Any, loss: Tensor) -> dict[str, Tensor]:
+    model.zero_grad()
+    loss.backward()
+    return {name: torch.zeros_like(p) if p.grad is None else p.grad.clone() for name, p in model.named_parameters()}
+
+
+def assert_same(model: Any, own: Tensor, reference: Tensor) -> None:
+    """Loss and all gradients."""
+    digits = 1e-5 if model.dtype == torch.float32 else 1e-6  # norms compute in float32 in either case
+    torch.testing.assert_close(own, reference, rtol=digits, atol=0, check_dtype=False)
+    found, expected = gradients(model, own), gradients(model, reference)
+    largest = {name: float(gradient.abs().max()) for name, gradient in expected.items()}
+    for name, gradient in expected.items():  # what should be 0 (a bias of the keys) is noise beside the others
+        noise = digits * largest[name] + digits * 1e-2 * max(largest.values())
+        torch.testing.assert_close(found[name], gradient, rtol=100 * digits, atol=noise, msg=name)
+    assert sum(size > 0 for size in largest.values()) > 5
+
+
+@pytest.mark.parametrize(("name", "tied"), MODELS)
+def test_loss_and_all_gradients_equal_a_naive_reference(name: str, tied: bool) -> None:
+    model, batch = build(name, tied), inputs()
+    count = int((batch["labels"][:, 1:] != IGNORED).sum())
+    for exits, kl in ((CE, False), (TOWARDS_LAST, True)):
+        recipe = objective(model, exits)
+        for step in (0, 1, 5):
+            recipe.step = step
+            with recipe.installed():
+                loss = model(**batch).loss
+            assert_same(model, loss, naive(name, model, batch, step, kl) / count)
+
+
+@pytest.mark.parametrize(("name", "other"), [("llama", "gemma2"), ("gemma2", "opt_projected")])
+@pytest.mark.parametrize(
+    "exits", [EarlyExitLoss(0.0, "none", None), CE, TOWARDS_LAST], ids=["last alone", "exits", "towards the last"]
+)
+def test_a_teachers_distribution_takes_the_place_of_the_labels(name: str, other: str, exits: EarlyExitLoss) -> None:
+    """KL(teacher || student) at every place that predicts something; a teacher of another family and size, left as it is."""
+    model, teacher, batch = families.build(name).train(), families.build(other).eval().requires_grad_(False), inputs()
+    own = Objective(model, LayerSkipRecipe(PLAIN, exits), STEPS, SEED, 7, teacher)
+    own.step = 1
+    with own.installed():
+        loss = model(**batch).loss
+    given = {key: value for key, value in batch.items() if key != "labels"}
+    out = model(**given, output_hidden_states=True, use_cache=False)
+    logits = {layer: HEADS[name](model, out.hidden_states[layer + 1]) for layer in range(LAYERS - 1)} | {LAYERS - 1: out.logits}
+    kept = batch["labels"][:, 1:] != IGNORED
+    said = teacher(**given, use_cache=False).logits[:, :-1].log_softmax(-1)[kept]
+    p = {layer: each[:, :-1].log_softmax(-1)[kept] for layer, each in logits.items()}
+    wrong = {layer: (said.exp() * (said - each)).sum() for layer, each in p.items()}
+    if exits.kl_weight is None:
+        weights = exits.weights(1, LAYERS, STEPS)
+        expected = torch.stack([weight * wrong[layer] for layer, weight in enumerate(weights)]).sum()
+    else:
+        last, among = p[LAYERS - 1].detach(), [layer for layer in (1,) if layer in p]
+        apart = [(last.exp() * (last - p[layer])).sum() for layer in among]
+        expected = wrong[LAYERS - 1] + KL * sum(apart, torch.zeros(())) / len(apart)
+    assert_same(model, loss, expected / int(kept.sum()))
+    assert all(weight.grad is None for weight in teacher.parameters())
+
+
+@pytest.mark.parametrize("name", ["llama", "gpt2", "falcon", "gemma2", "qwen3_moe", "opt"])
+def test_with_dropped_rows_loss_and_gradients_are_those_of_each_row_alone(name: str) -> None:
+    model, batch = build(name), inputs(4)
+    count = int((batch["labels"][:, 1:] != IGNORED).sum())
+    given = {key: value for key, value in batch.items() if key != "labels"}
+    recipe, micro = objective(model, CE, RATE), 9
+    plan = kept_rows(4, RATES, SEED, micro)
+    assert 0 < min(map(len, plan[1:3])) < 4
+    assert plan[3] == []
+    recipe.step, recipe.micro = 0, micro
+    with recipe.installed():
+        loss = model(**batch).loss
+    rows = []
+    for row in range(4):
+        states, _ = alone(Stack(model), given, row, [row in kept for kept in plan])
+        logits = {layer: HEADS[name](model, state[None]) for layer, state in states.items()}
+        rows.append(combined(logits, batch["labels"][row : row + 1], WEIGHTS[0], kl=False))
+    assert_same(model, loss, torch.stack(rows).sum() / count)
+
+
+def test_without_a_mask_and_with_one_of_ones_the_loss_is_the_same_and_positions_are_passed_on() -> None:
+    model = build("llama")
+    batch = {key: value[:1] for key, value in inputs().items()}
+    recipe, caches = objective(model, CE), []
+    layer = recipe.stack.layers[0]
+    layer.register_forward_pre_hook(lambda _module, _args, given: caches.append(given["past_key_values"]), with_kwargs=True)
+    with recipe.installed():
+        masked = model(**batch).loss
+        bare = model(input_ids=batch["input_ids"], labels=batch["labels"], use_cache=True).loss
+        moved = {**batch, "position_ids": 3 * torch.arange(11)[None]}
+        far = model(**moved).loss
+    assert caches == [None] * 3, "training needs no KV cache"
+    torch.testing.assert_close(masked, bare)
+    assert abs(far - bare) > 1e-4
+    count = int((batch["labels"][:, 1:] != IGNORED).sum())
+    torch.testing.assert_close(far, naive("llama", model, moved, 0, False) / count, check_dtype=False, rtol=1e-6, atol=0)
+
+
+@pytest.mark.parametrize("exits", [CE, TOWARDS_LAST])
+def test_a_given_number_of_items_is_what_the_sum_is_divided_by(exits: EarlyExitLoss) -> None:
+    model, batch = build("llama"), inputs()
+    reference = naive("llama", model, batch, 0, exits is TOWARDS_LAST)
+    recipe = objective(model, exits)
+    with recipe.installed():
+        for items in (50, torch.tensor(50)):
+            loss = model(**batch, num_items_in_batch=items).loss
+            torch.testing.assert_close(loss, reference / 50, check_dtype=False, rtol=1e-6, atol=0)
+    # the loss of a batch is the sum of those of its micro-batches
+    parts = [{key: value[rows] for key, value in batch.items()} for rows in (slice(0, 1), slice(1, 3))]
+    with recipe.installed():
+        total = sum(model(**part, num_items_in_batch=50).loss for part in parts)
+    torch.testing.assert_close(total, loss, check_dtype=False, rtol=1e-6, atol=0)
+
+
+def test_what_the_log_is_told() -> None:
+    model, batch = build("llama"), inputs()
+    count = int((batch["labels"][:, 1:] != IGNORED).sum())
+    last = combined({3: model(batch["input_ids"], batch["attention_mask"]).logits}, batch["labels"], {3: 1}, False) / count
+    recipe = objective(model, TOWARDS_LAST)
+    loss = recipe.loss(batch["input_ids"], batch["attention_mask"], batch["labels"])
+    parts = {name: part.item() for name, part in recipe.parts.items()}
+    assert parts == {"loss_last_layer": pytest.approx(last.item(), rel=1e-6), "divergence": pytest.approx(parts["divergence"])}
+    assert loss.item() == pytest.approx(parts["loss_last_layer"] + KL * parts["divergence"], rel=1e-6)
+    assert not any(part.requires_grad for part in recipe.parts.values())
+    recipe = objective(model, CE)
+    recipe.loss(batch["input_ids"], batch["attention_mask"], batch["labels"], 50)
+    assert recipe.parts.keys() == {"loss_last_layer"}
+    assert recipe.parts["loss_last_layer"].item() == pytest.approx(last.item() * count / 50, rel=1e-6)
+
+
+def test_only_active_exits_with_a_weight_reach_the_head_a_chunk_at_a_time() -> None:
+    model, batch = build("llama"), inputs()
+    given: list[int] = []
+    head: Any = model.get_output_embeddings()
+    handle = head.register_forward_pre_hook(lambda _module, args: given.append(args[0].numel() // args[0].shape[-1]))
+    try:
+        # {0, 2, 3}: e(0) = 0, and a KL needs the teacher's logits beside each exit's; {1, 3}
+        for exits, step, times in ((CE, 0, 2), (CE, 1, 2), (TOWARDS_LAST, 0, 5), (TOWARDS_LAST, 1, 3)):
+            recipe = objective(model, exits, chunk=10)
+            recipe.step = step
+            given.clear()
+            recipe.loss(batch["input_ids"], batch["attention_mask"], batch["labels"])
+            assert sorted(given) == sorted(times * [10, 10, 10, 3])
+    finally:
+        handle.remove()
+
+
+def test_labels_that_predict_nothing_give_a_loss_of_zero() -> None:
+    model, batch = build("llama"), inputs()
+    batch["labels"] = torch.full_like(batch["labels"], IGNORED)
+    for exits in (CE, TOWARDS_LAST):
+        recipe = objective(model, exits)
+        with recipe.installed():
+            loss = model(**batch).loss
+        assert loss.item() == 0
+        assert all(gradient.abs().max() == 0 for gradient in gradients(model, loss).values())
+
+
+# the model's own forward
+
+
+def test_in_eval_mode_or_without_labels_the_models_own_forward_answers() -> None:
+    model, batch = build("llama"), inputs()
+    ids, mask, embedded = batch["input_ids"], batch["attention_mask"], model.get_input_embeddings()(batch["input_ids"])
+    expected, items = model(**batch), model(**batch, num_items_in_batch=50).loss
+    recipe = objective(model, CE, RATE)
+    own = inspect.signature(model.forward)
+    with recipe.installed():
+        assert inspect.signature(model.forward) == own
+        for answer in (
+            model(ids, mask),
+            model(input_ids=ids, attention_mask=mask, labels=None),
+            model(ids, mask, mask.cumsum(-1).sub(1).clamp(min=0) * 0 + torch.arange(11)),
+            model(inputs_embeds=embedded, attention_mask=mask),
+        ):
+            torch.testing.assert_close(answer.logits, expected.logits)
+        assert getattr(model(**batch), "logits", None) is None, "in training mode the loss is LayerSkip's"
+        model.eval()
+        assert model(**batch).loss.item() == expected.loss.item()
+        assert model(**batch, num_items_in_batch=50).loss.item() == items.item() != expected.loss.item()
+        text = model.generate(ids[:1], max_new_tokens=3, do_sample=False)
+    assert text.equal(model.generate(ids[:1], max_new_tokens=3, do_sample=False))
+
+
+def test_forward_is_put_back_also_after_an_error_and_where_it_had_been_replaced_before() -> None:
+    model: Any = build("llama")
+    recipe = objective(model, CE)
+    with pytest.raises(KeyError), recipe.installed():
+        raise KeyError
+    assert "forward" not in model.__dict__
+    before = model.forward = lambda **_: "mine"
+    with recipe.installed():
+        assert model(input_ids=None) == "mine"
+        assert model.forward is not before
+    assert model.__dict__["forward"] is before
+    assert all("forward" not in layer.__dict__ for layer in recipe.stack.layers)
+
+
+# refusals
+
+
+def test_what_the_recipe_does_not_cover_is_refused_before_training() -> None:
+    for model, exits, options, words in (
+        (families.build("qwen3_moe", output_router_logits=True), CE, {}, "no router loss: set output_router_logits=False"),
+        (families.build("opt", layerdrop=0.1), CE, {}, r"layerdrop=0\.1.* set layerdrop=0"),
+        (families.build("llama", layers=1), EarlyExitLoss(0.5, "none"), {}, "at least 2 layers, found 1"),
+        (families.cached("llama"), EarlyExitLoss(0.5, "rotational", 8), {}, "at most the 4 layers, found 8"),
+        (families.cached("llama"), EarlyExitLoss(kl_weight=1, curriculum="none", exits=(9,)), {}, r"0 to 3, found \[9\]"),
+        (families.cached("llama"), CE, {"chunk": 0}, "loss_chunk must be at least 1 position, found 0"),
+    ):
+        with pytest.raises(ValueError, match=words):
+            objective(model, exits, **options)
+    with pytest.raises(ValueError, match="at least 2 steps, found 1"):
+        Objective(families.cached("llama"), LayerSkipRecipe(LayerDropout(0.1, "exponential"), CE), 1, 0)

@@ -1,0 +1,289 @@
+"""LayerSkip's formulas against numbers worked out by hand, the paper's settings, and every setting that must be refused."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from itertools import pairwise
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from skipstone.train.layerskip.recipe import (
+    PRESETS,
+    EarlyExitLoss,
+    LayerDropout,
+    LayerSkipRecipe,
+    dropout_by_layer,
+    dropout_by_step,
+    exit_scale,
+    gradual,
+    normalised,
+    rotational,
+)
+
+# L = 5, T = 10, e_scale = .2 by hand: D(l) = 2^(l/4) - 1, S(t) = 2^(t/9) - 1,
+# e = 0, .2 x 1, .2 x (1 + 2), .2 x (1 + 2 + 3), and for the last layer 4 + .2 x (1 + 2 + 3)
+L, T = 5, 10
+BY_LAYER = [0, 0.18920712, 0.41421356, 0.68179283, 1]
+BY_STEP = [0, 0.08005974, 0.16652904, 0.25992105, 0.36079000, 0.46973449, 0.58740105, 0.71448797, 0.85174942, 1]
+SCALES = [0, 0.2, 0.6, 1.2, 5.2]
+NAN = float("nan")
+
+
+def about(values: Any) -> Any:
+    return pytest.approx(values, abs=1e-8)
+
+
+def layers_of(active: list[bool]) -> list[int]:
+    return [layer for layer, on in enumerate(active) if on]
+
+
+def test_the_rate_of_a_layer_grows_from_0_to_1() -> None:
+    assert [dropout_by_layer(layer, L) for layer in range(L)] == about(BY_LAYER)
+    assert dropout_by_layer(31, 32) == 1
+    assert dropout_by_layer(12, 25) == about(math.sqrt(2) - 1)
+
+
+def test_the_rate_of_a_step_grows_from_0_to_1() -> None:
+    assert [dropout_by_step(step, T) for step in range(T)] == about(BY_STEP)
+
+
+def test_the_scale_of_an_exit_is_the_sum_of_the_layers_up_to_it_and_the_last_one_has_its_own() -> None:
+    assert [exit_scale(layer, L, 0.2) for layer in range(L)] == about(SCALES)
+    assert [exit_scale(layer, L, 0.0) for layer in range(L)] == [0, 0, 0, 0, 4]
+    assert [exit_scale(layer, L, 1.0) for layer in range(L)] == [0, 1, 3, 6, 10]
+
+
+def test_the_rotation_enables_every_third_layer_and_moves_by_one() -> None:
+    found = [layers_of(rotational(step, L, 3)) for step in range(5)]
+    assert found == [[0, 3], [1, 4], [2], [0, 3], [1, 4]]
+    assert layers_of(rotational(39, 40, 39)) == layers_of(rotational(0, 40, 39)) == [0, 39]
+
+
+def test_the_gradual_curriculum_adds_a_layer_from_the_top_every_t_over_2l_steps() -> None:
+    assert [layers_of(gradual(step, L, T)) for step in range(5)] == [[4], [3, 4], [2, 3, 4], [1, 2, 3, 4], [0, 1, 2, 3, 4]]
+    assert layers_of(gradual(9, L, T)) == [0, 1, 2, 3, 4]
+    assert [sum(gradual(step, L, 40)) for step in (0, 3, 4, 7, 8, 15, 16, 39)] == [1, 1, 2, 2, 3, 4, 5, 5]
+    assert [sum(gradual(step, L, 15)) for step in range(7)] == [1, 1, 2, 3, 3, 4, 5]  # a layer every 1.5 steps
+
+
+def test_rates_are_the_product_of_layer_step_and_maximum() -> None:
+    flat = LayerDropout(0.1)
+    assert flat.rates(0, L, T) == flat.rates(9, L, T) == about([0, 0.018920712, 0.041421356, 0.068179283, 0.1])
+    growing = LayerDropout(0.4, "exponential")
+    assert growing.rates(0, L, T) == [0] * L
+    assert growing.rates(3, L, T) == about([0.4 * 0.25992105 * rate for rate in BY_LAYER])
+    assert growing.rates(9, L, T) == about([0.4 * rate for rate in BY_LAYER])
+
+
+def test_normalised_weights_of_the_rotation() -> None:
+    kept = EarlyExitLoss(0.2, "rotational", 3)
+    assert kept.weights(0, L, T) == about([0, 0, 0, 3 / 16, 13 / 16])  # {0, 3, 4}: 1.2 and 5.2 of 6.4
+    assert kept.weights(1, L, T) == about([0, 1 / 27, 0, 0, 26 / 27])  # {1, 4}: .2 and 5.2 of 5.4
+    assert kept.weights(2, L, T) == about([0, 0, 3 / 29, 0, 26 / 29])  # {2, 4}: .6 and 5.2 of 5.8
+    assert kept.weights(3, L, T) == kept.weights(0, L, T)
+    paper = EarlyExitLoss(0.2, "rotational", 3, keep_last=False)
+    assert paper.weights(0, L, T) == about([0, 0, 0, 1, 0])
+    assert paper.weights(1, L, T) == about([0, 1 / 27, 0, 0, 26 / 27])
+    assert paper.weights(2, L, T) == about([0, 0, 1, 0, 0])
+
+
+def test_normalised_weights_of_the_other_curricula() -> None:
+    every = [0, 1 / 36, 1 / 12, 1 / 6, 13 / 18]  # .2, .6, 1.2 and 5.2 of 7.2
+    assert EarlyExitLoss(0.2, "none").weights(7, L, T) == about(every)
+    gradually = EarlyExitLoss(0.2, "gradual")
+    assert gradually.weights(0, L, T) == [0, 0, 0, 0, 1]
+    assert gradually.weights(1, L, T) == about([0, 0, 0, 3 / 16, 13 / 16])
+    assert gradually.weights(2, L, T) == about([0, 0, 3 / 35, 6 / 35, 26 / 35])
+    assert gradually.weights(4, L, T) == about(every)
+
+
+def test_without_a_dilation_the_rotation_has_one_layer_less_than_the_model() -> None:
+    exits = EarlyExitLoss(0.2, "rotational", None)
+    assert [layers_of(exits.active(step, L, T)) for step in range(5)] == [[0, 4], [1, 4], [2, 4], [3, 4], [0, 4]]
+    assert exits.active(1, 2, T) == [True, True]
+
+
+def test_named_exits_are_what_the_curriculum_ranges_over() -> None:
+    rotating = EarlyExitLoss(0.2, "rotational", 2, exits=(5, 1, 3, 1))
+    assert [layers_of(rotating.active(step, 8, T)) for step in range(3)] == [[1, 5, 7], [3, 7], [1, 5, 7]]
+    whole = EarlyExitLoss(0.2, "rotational", None, exits=(1, 2, 3))  # R = 2
+    assert [layers_of(whole.active(step, 8, T)) for step in range(3)] == [[1, 3, 7], [2, 7], [1, 3, 7]]
+    assert [layers_of(EarlyExitLoss(0.2, "gradual", exits=(1, 2)).active(step, 8, 8)) for step in (0, 1, 2)] == [
+        [2, 7],
+        [2, 7],
+        [1, 2, 7],
+    ]
+    assert layers_of(EarlyExitLoss(0.2, "none", exits=(0, 2), keep_last=False).active(0, 8, T)) == [0, 2]
+
+
+@given(layers=st.integers(2, 40), steps=st.integers(2, 200), data=st.data())
+@settings(max_examples=150, deadline=None)
+def test_weights_sum_to_one_and_the_last_layer_weighs_most(layers: int, steps: int, data: st.DataObject) -> None:
+    curriculum = data.draw(st.sampled_from(["rotational", "gradual", "none"]))
+    exits = EarlyExitLoss(data.draw(st.floats(0, 1)), curriculum, data.draw(st.none() | st.integers(1, layers)))
+    LayerSkipRecipe(LayerDropout(), exits).check(layers, steps)
+    step = data.draw(st.integers(0, steps - 1))
+    weights, active = exits.weights(step, layers, steps), exits.active(step, layers, steps)
+    assert math.fsum(weights) == pytest.approx(1, abs=1e-12)
+    assert weights[-1] == max(weights) > 0 == weights[0]
+    assert all(on or not weight for on, weight in zip(active, weights, strict=True))
+    trained = [weight for weight, on in zip(weights, active, strict=True) if on]
+    assert trained == sorted(trained)
+
+
+@given(layers=st.integers(2, 48), data=st.data())
+@settings(max_examples=100, deadline=None)
+def test_the_rotation_trains_each_layer_once_in_r_steps_with_at_most_l_over_r_heads_a_step(
+    layers: int, data: st.DataObject
+) -> None:
+    dilation, first = data.draw(st.integers(1, layers)), data.draw(st.integers(0, 100))
+    turns = [layers_of(rotational(step, layers, dilation)) for step in range(first, first + dilation)]
+    assert sorted(layer for turn in turns for layer in turn) == list(range(layers))
+    assert {len(turn) for turn in turns} <= {layers // dilation, -(-layers // dilation)}
+
+
+@given(layers=st.integers(2, 40), data=st.data())
+@settings(max_examples=100, deadline=None)
+def test_the_gradual_curriculum_only_grows_and_trains_every_layer_from_half_time_on(layers: int, data: st.DataObject) -> None:
+    steps = data.draw(st.integers(2 * layers, 500))
+    sets = [set(layers_of(gradual(step, layers, steps))) for step in range(steps)]
+    assert sets[0] == {layers - 1}
+    assert all(len(after - before) <= 1 and before <= after for before, after in pairwise(sets))
+    assert len(sets[steps // 2 + steps % 2]) == layers
+    assert len(sets[steps // (2 * layers)]) <= 2
+
+
+@given(layers=st.integers(2, 60), steps=st.integers(2, 1000), p_max=st.floats(0, 1), data=st.data())
+@settings(max_examples=100, deadline=None)
+def test_rates_grow_with_layer_and_step_and_stay_below_the_maximum(
+    layers: int, steps: int, p_max: float, data: st.DataObject
+) -> None:
+    step = data.draw(st.integers(1, steps - 1))
+    dropout = LayerDropout(p_max, "exponential")
+    before, now = dropout.rates(step - 1, layers, steps), dropout.rates(step, layers, steps)
+    assert now == sorted(now)
+    assert now[0] == 0
+    assert all(a <= b for a, b in zip(before, now, strict=True))
+    assert dropout.rates(steps - 1, layers, steps)[-1] == pytest.approx(p_max)
+
+
+def test_normalised_refuses_sets_without_weight() -> None:
+    assert normalised([True, False, True], [1.0, 5.0, 3.0]) == [0.25, 0, 0.75]
+    with pytest.raises(ValueError, match=r"exits \[0\] have no weight .*keep_last"):
+        normalised([True, False], [0.0, 1.0])
+
+
+def test_the_presets_carry_the_papers_settings() -> None:
+    """Section 5, tables 8, 9 and 10: p_max, S(t), e_scale, C, R, learning rate, batch, context, steps."""
+    found = {
+        name: (
+            preset.recipe.dropout.p_max,
+            preset.recipe.dropout.curriculum,
+            preset.recipe.exits.e_scale,
+            preset.recipe.exits.curriculum,
+            preset.recipe.exits.dilation,
+            preset.learning_rate,
+            preset.batch_size,
+            preset.context,
+            preset.steps,
+        )
+        for name, preset in PRESETS.items()
+    }
+    assert found == {
+        "continual": (0.1, "none", 0.2, "rotational", 8, 3e-5, 4, 4096, 50_000),
+        "continual-13b": (0.1, "none", 0.1, "rotational", 39, 2e-5, 4, 4096, 50_000),
+        "continual-llama3": (0.1, "none", 0.1, "rotational", 8, 3e-5, 4, 4096, 50_000),
+        "scratch-7b": (0.2, "exponential", 0.2, "rotational", None, 8e-4, 4, 4096, 50_000),
+        "scratch": (0.1, "exponential", 0.2, "rotational", None, 8e-4, 4, 4096, 50_000),
+        "code": (0.1, "none", 1.0, "rotational", 16, 1e-4, 4, 2048, 10_000),
+        "task": (0.2, "none", 1.0, "gradual", None, 1e-4, 32, 4096, 5_800),
+    }
+    assert all(p.recipe.exits.kl_weight is None and p.recipe.exits.exits is None for p in PRESETS.values())
+    assert layers_of(PRESETS["scratch"].recipe.exits.active(3, 24, 50_000)) == [3, 23]  # R = 23 of 24 layers
+    layers = {"continual-13b": 40, "scratch": 24, "task": 24}
+    for name in PRESETS:
+        PRESETS[name].recipe.check(layers.get(name, 32), PRESETS[name].steps)
+
+
+REFUSED: dict[str, tuple[Callable[[], object], str]] = {
+    **{f"p_max {value!r}": (lambda value=value: LayerDropout(value), "p_max .* between 0 and 1, found")
+       for value in (-0.01, 1.01, NAN, math.inf, True, "0.1", None)},
+    **{f"e_scale {value!r}": (lambda value=value: EarlyExitLoss(value), "e_scale .* between 0 and 1, found")
+       for value in (-0.01, 1.01, NAN, math.inf, False, "1e-1")},
+    **{f"dilation {value!r}": (lambda value=value: EarlyExitLoss(dilation=value), "dilation .R. must .* found")
+       for value in (0, -1, 2.5, 8.0, NAN, True, "8")},
+    **{f"kl_weight {value!r}": (lambda value=value: EarlyExitLoss(kl_weight=value), "kl_weight must .* found")
+       for value in (0, -1.0, NAN, math.inf, True, "1.5")},
+    **{f"keep_last {value!r}": (lambda value=value: EarlyExitLoss(keep_last=value), "keep_last must .* found")
+       for value in (0, "no", None)},
+    **{f"exits {value!r}": (lambda value=value: EarlyExitLoss(exits=value), "exits must be a tuple .* found")
+       for value in ((), [1, 2], 3, (1, -1), (1.0,), (True,), ("1",), (NAN,))},
+    "curriculum": (lambda: EarlyExitLoss(curriculum="rotate"), "one of rotational, gradual, none, found 'rotate'"),
+    "no curriculum": (lambda: EarlyExitLoss(curriculum=None), "found None"),
+    "dropout curriculum": (lambda: LayerDropout(0.1, "linear"), "one of exponential, none, found 'linear'"),
+    "kl without the last layer": (lambda: EarlyExitLoss(kl_weight=1.0, keep_last=False), "keep_last=True"),
+    "D(l) of one layer": (lambda: dropout_by_layer(0, 1), "at least 2 layers, found 1"),
+    "S(t) of one step": (lambda: dropout_by_step(0, 1), "at least 2 steps, found 1"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_an_impossible_setting_is_refused_when_it_is_made(case: str) -> None:
+    make, words = REFUSED[case]
+    with pytest.raises(ValueError, match=words):
+        make()
+
+
+CHECKED: dict[str, tuple[LayerDropout, EarlyExitLoss, tuple[int, int], str]] = {
+    "L = 1": (LayerDropout(0), EarlyExitLoss(0.2, "none"), (1, 9), "at least 2 layers, found 1"),
+    "T = 1": (LayerDropout(0.1, "exponential"), EarlyExitLoss(0.2, "none"), (4, 1), "at least 2 steps, found 1"),
+    "T = 0": (LayerDropout(), EarlyExitLoss(0.2, "none"), (4, 0), "at least 1 step, found 0"),
+    "R > L": (LayerDropout(), EarlyExitLoss(0.2, "rotational", 5), (4, 9), "at most the 4 layers, found 5"),
+    "R > exits": (LayerDropout(), EarlyExitLoss(0.2, "rotational", 3, exits=(1, 2)), (4, 9), "at most the 2 exits, found 3"),
+    "no scale at a later step": (  # {0, 3} first, then {1}
+        LayerDropout(),
+        EarlyExitLoss(0, "rotational", 3, keep_last=False),
+        (4, 9),
+        r"exits \[1\] have no weight",
+    ),
+    "{0} at step 0": (
+        LayerDropout(),
+        EarlyExitLoss(0.2, "rotational", 4, keep_last=False),
+        (4, 9),
+        r"exits \[0\] have no weight",
+    ),
+    "no scale": (LayerDropout(), EarlyExitLoss(0, "rotational", 2, keep_last=False), (4, 9), r"exits \[0, 2\] have no weight"),
+    "exits beyond": (LayerDropout(), EarlyExitLoss(0.2, "none", exits=(1, 4)), (4, 9), r"layers from 0 to 3, found \[4\]"),
+    "exits beyond, KL": (
+        LayerDropout(),
+        EarlyExitLoss(0.2, "none", kl_weight=1, exits=(1, 4)),
+        (4, 9),
+        r"layers from 0 to 3, found \[4\]",
+    ),
+    "exits without weight": (LayerDropout(), EarlyExitLoss(0.2, "none", exits=(0,)), (4, 9), "train nothing but the last"),
+    "exits without scale": (LayerDropout(), EarlyExitLoss(0, "none", exits=(1, 2)), (4, 9), "train nothing but the last"),
+    "only the last, KL": (LayerDropout(), EarlyExitLoss(0.2, "none", kl_weight=1, exits=(3,)), (4, 9), "nothing but the last"),
+}
+
+
+@pytest.mark.parametrize("case", CHECKED)
+def test_a_recipe_that_does_not_fit_the_model_or_the_run_is_refused_before_it(case: str) -> None:
+    dropout, exits, (layers, steps), words = CHECKED[case]
+    with pytest.raises(ValueError, match=words):
+        LayerSkipRecipe(dropout, exits).check(layers, steps)
+
+
+def test_what_is_possible_is_accepted() -> None:
+    for dropout, exits, layers, steps in (
+        (LayerDropout(0), EarlyExitLoss(0, "none"), 2, 1),  # layer dropout off, early exits off
+        (LayerDropout(1, "exponential"), EarlyExitLoss(1, "rotational", 1), 2, 2),
+        (LayerDropout(np.float32(0.5)), EarlyExitLoss(np.float64(0.5), "rotational", np.int64(3)), 3, 5),
+        (LayerDropout(), EarlyExitLoss(0.2, "rotational", 3, keep_last=False), 4, 9),  # {0, 3}, {1}, {2}
+        (LayerDropout(), EarlyExitLoss(0, "none", kl_weight=2, exits=(0,)), 4, 9),  # KL gives layer 0 a weight
+    ):
+        LayerSkipRecipe(dropout, exits).check(layers, steps)

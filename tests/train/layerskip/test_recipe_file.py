@@ -1,0 +1,264 @@
+"""What a recipe may say: every unknown key and impossible value is an error that names it, before any work is done."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from skipstone import Autoregressive
+from skipstone.methods import resolve
+from skipstone.train.heads import recipe as heads_recipe
+from skipstone.train.layerskip import run as running
+from skipstone.train.layerskip.recipe import PRESETS, EarlyExitLoss, LayerDropout
+from skipstone.train.layerskip.recipe_file import arguments, read
+from skipstone.train.layerskip.run import run
+from tests.helpers.training import recipe
+
+SHAPE = {"model_type": "llama", "num_hidden_layers": 3, "hidden_size": 16, "intermediate_size": 32, "num_attention_heads": 2}
+SOURCE = {"name": "code", "kind": "jsonl", "path": "code.jsonl", "template": "{text}"}
+
+
+def quiet(text: str) -> None:
+    """Says nothing."""
+
+
+@pytest.fixture(autouse=True)
+def untrained(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nothing here may come so far."""
+
+    def fail(*_: Any) -> None:
+        raise AssertionError("it was trained")
+
+    monkeypatch.setattr(running, "_train", fail)
+
+
+@pytest.mark.parametrize(
+    ("change", "part"),
+    [
+        ({"colour": 1}, "recipe.yaml: unknown setting 'colour': expected one of output, model, data"),
+        ({"model__colour": 1}, "model: unknown setting 'colour': expected one of pretrained, recipe, config, layers, lora"),
+        ({"data__colour": 1}, "data: unknown setting 'colour'"),
+        ({"tokenizer__colour": 1}, "tokenizer: unknown setting 'colour'"),
+        (
+            {"data__sources": [{**SOURCE, "colour": 1}]},
+            r"data\.sources\.0\.jsonl: unknown setting 'colour': expected one of path, name",
+        ),
+        ({"dropout": {"colour": 1}}, "unknown dropout setting 'colour': expected p_max, curriculum"),
+        ({"exits": {"colour": 1}}, "unknown exits setting 'colour': expected e_scale"),
+        ({"training__colour": 1}, "unknown training setting 'colour'"),
+        ({"training__dropout": {}}, r"training\.dropout: dropout is a part of its own"),
+        ({"model__config": {**SHAPE, "num_hidden_layer": 3}}, "'num_hidden_layer' for llama: is it num_hidden_layers?"),
+        ({"decoding": {"method": "layerskip", "exit_layers": 2}}, "layerskip has no setting 'exit_layers'"),
+        ({"decoding": {"method": "magic"}}, "unknown method 'magic'"),
+        ({"preset": "magic"}, "unknown preset 'magic': expected one of continual, continual-13b,"),
+        ({"training__output_dir": "x"}, r"training\.output_dir is set by the recipe itself"),
+        ({"training__seed": 1}, r"training\.seed is set by the recipe itself"),
+        ({"training__save_strategy": "no"}, "a run without checkpoints could not be resumed"),
+        ({"training__muon_learning_rate": 0.1, "training__optim": "sgd"}, "optim=.*muon_learning_rate makes the optimiser"),
+        ({"exits": {"curriculum": "none", "dilation": 2}}, r"exits\.dilation has no effect with curriculum none"),
+        ({"exits": {"kl_weight": 1.0, "e_scale": 0.5}}, r"exits\.e_scale has no effect beside kl_weight"),
+        ({"training__num_train_epochs": 2}, r"training\.num_train_epochs has no effect"),
+        ({"training__resume_from_checkpoint": "x"}, "has no effect"),
+    ],
+)
+def test_unknown_keys_and_what_would_be_ignored(tmp_path: Path, change: dict[str, Any], part: str) -> None:
+    with pytest.raises(ValueError, match=part):
+        run(recipe(tmp_path, **change), say=quiet)
+
+
+@pytest.mark.parametrize(
+    ("change", "part"),
+    [
+        ({"exits": {"dilation": 0}}, r"dilation \(R\) must be .* at least 1.*found 0"),
+        ({"exits": {"dilation": 4}}, r"dilation \(R\) must be at most the 3 layers"),
+        ({"exits": {"dilation": "two"}}, r"exits\.dilation: .*found 'two'"),
+        ({"exits": {"exits": [1, 3]}}, r"exits must be layers .*found \[3\]"),
+        ({"exits": {"curriculum": "up"}}, r"exits\.curriculum.*found 'up'"),
+        ({"dropout": {"p_max": 1.5}}, r"p_max must .* between 0 and 1, found 1\.5"),
+        ({"dropout": {"p_max": True}}, r"dropout\.p_max: expected .*float.*, found True"),
+        ({"dropout": {"curriculum": "linear"}}, r"dropout\.curriculum.*found 'linear'"),
+        ({"model__config": {**SHAPE, "num_hidden_layers": 1}, "exits": {"dilation": 1}}, "at least 2 layers, found 1"),
+        ({"training__max_steps": ...}, r"training\.max_steps must be given"),
+        ({"training__max_steps": 0}, r"training\.max_steps must be given"),
+        ({"training__max_steps": 1.5}, r"training\.max_steps: .*found 1.5"),
+        ({"training__max_steps": 1, "dropout": {"curriculum": "exponential"}}, "at least 2 steps, found 1"),
+        ({"training__learning_rate": "fast"}, r"training\.learning_rate: .*found 'fast'"),
+        ({"training__per_device_train_batch_size": 0}, "per_device_train_batch_size must be at least 1"),
+        ({"training__eval_exits": [2, 9]}, r"eval_exits must lie between 1 and 3.*found \[9\]"),
+        ({"decoding": {"method": "layerskip", "exit_layer": 3}}, "exit_layer must lie between 1 and 2"),
+        ({"seed": -1}, "seed: Input should be greater than or equal to 0"),
+        ({"data__held_out": 1}, r"data\.held_out"),
+        ({"data__length": 1}, r"data\.length"),
+        ({"data__length": 2000}, "not one row of 2000"),
+        ({"data__length": 5000}, "at most the model's 2048 positions, found 5000"),
+        ({"data__length": ...}, "data.length is missing"),
+        ({"data__sources": []}, r"data\.sources"),
+        ({"output": ""}, "output"),
+        ({"model": {}}, "model: expected either `pretrained`"),
+        ({"model": {"pretrained": "x"}}, "tokenizer.vocab_size goes with model.config"),
+        ({"model__pretrained": "x"}, "model: expected either `pretrained`"),
+        ({"tokenizer__pretrained": "x"}, "expected either `pretrained` .* or `vocab_size`"),
+        ({"tokenizer": {}}, "a model from scratch needs tokenizer.pretrained or tokenizer.vocab_size"),
+        ({"model__config": {**SHAPE, "model_type": "lama"}}, "a model_type that transformers knows.*found 'lama'"),
+        ({"model__config": {**SHAPE, "hidden_size": "big"}}, r"model\.config: .*hidden_size"),
+        ({"model__config": {**SHAPE, "hidden_size": 15}}, "not a multiple of the number of attention heads"),
+        ({"model__config": {**SHAPE, "vocab_size": 100}}, "the tokenizer gives ids up to 269, the model's vocab_size is 100"),
+        ({"model__config": {**SHAPE, "dtype": "bfloat16"}}, "weights are trained in float32"),
+        ({"model__config": {"model_type": "bert"}}, "(?i)bert"),
+        ({"model__lora": {"rank": 4}}, r"model\.lora: .*rank.*expected fields of PEFT's LoraConfig"),
+        ({"model__lora": {"r": 0}}, "`r` should be a positive integer"),
+        ({"model__lora": {"target_modules": ["nothing"]}}, "nothing"),
+    ],
+)
+def test_impossible_values(tmp_path: Path, change: dict[str, Any], part: str) -> None:
+    with pytest.raises(ValueError, match=part):
+        run(recipe(tmp_path, **change), say=quiet)
+    assert not (tmp_path / "out" / "model").exists()
+    assert not list((tmp_path / "out").glob("checkpoint*"))
+
+
+def test_missing_and_empty_data(tmp_path: Path) -> None:
+    (tmp_path / "empty.jsonl").write_text("")
+    (tmp_path / "folder").mkdir()
+    with pytest.raises(FileNotFoundError, match=r"nowhere.jsonl does not exist"):
+        run(recipe(tmp_path, data__sources=[{**SOURCE, "path": "nowhere.jsonl"}]), say=quiet)
+    with pytest.raises(ValueError, match="has no documents: it is empty"):
+        run(recipe(tmp_path, data__sources=[{**SOURCE, "path": "empty.jsonl"}]), say=quiet)
+    with pytest.raises(FileNotFoundError, match=r"no file in .* fits glob"):
+        run(recipe(tmp_path, data__sources=[{"kind": "text", "path": "folder"}]), say=quiet)
+    with pytest.raises(FileNotFoundError, match="no such folder"):
+        run(recipe(tmp_path, model={"pretrained": "./nowhere"}, tokenizer=...), say=quiet)
+
+
+class TestFile:
+    @pytest.mark.parametrize(
+        ("text", "part"),
+        [
+            ("output: [", "is not valid YAML"),
+            ("- a\n- b", "must hold a mapping of settings, found list"),
+            ("", "must hold a mapping of settings, found NoneType"),
+            ("output: x\nseed: 1\nseed: 2", "'seed' is given twice"),
+            ("output: x\ntraining: {max_steps: 1, max_steps: 2}", "'max_steps' is given twice"),
+            ("output: x\ntraining: {1: 2}", "model is missing"),
+            ("output: !!python/object/apply:os.getcwd []", "is not valid YAML"),
+        ],
+    )
+    def test_that_is_none(self, tmp_path: Path, text: str, part: str) -> None:
+        (tmp_path / "bad.yaml").write_text(text)
+        with pytest.raises(ValueError, match=f"bad.yaml.*{part}") as caught:
+            read(tmp_path / "bad.yaml")
+        assert caught.value.args
+        (tmp_path / "bad.yaml").write_bytes(b"output: \xff")
+        with pytest.raises(ValueError, match=r"bad.yaml is not valid YAML"):
+            read(tmp_path / "bad.yaml")
+
+    @pytest.mark.parametrize("name", PRESETS)
+    def test_presets_are_the_papers_settings_until_something_else_is_said(self, tmp_path: Path, name: str) -> None:
+        preset = PRESETS[name]
+        args = arguments(read(recipe(tmp_path, preset=name, training=..., exits=...)), tmp_path)
+        assert (args.dropout, args.exits) == (preset.recipe.dropout, preset.recipe.exits)
+        assert (args.learning_rate, args.max_steps) == (preset.learning_rate, preset.steps)
+        assert args.per_device_train_batch_size == preset.batch_size
+        changed = {"training": {"max_steps": 7}, "exits": {"keep_last": True}, "dropout": {"p_max": 0.05}}
+        made = read(recipe(tmp_path, preset=name, **changed, data__length=...))
+        args = arguments(made, tmp_path)
+        assert (args.max_steps, args.exits.keep_last, args.dropout.p_max) == (7, True, 0.05)
+        assert made.data.length == preset.context
+        assert (args.learning_rate, args.exits.e_scale) == (preset.learning_rate, preset.recipe.exits.e_scale)
+
+    def test_without_a_preset_and_numbers_that_yaml_takes_for_texts(self, tmp_path: Path) -> None:
+        path = recipe(tmp_path, exits=..., training__eval_exits=[1, 2])
+        path.write_text(path.read_text().replace("training:", "training:\n  learning_rate: 3e-4\n  muon_learning_rate: 2e-2"))
+        args = arguments(read(path), tmp_path / "x")
+        assert (args.dropout, args.exits) == (LayerDropout(), EarlyExitLoss())
+        assert (args.learning_rate, args.muon_learning_rate, args.eval_exits) == (3e-4, 2e-2, (1, 2))
+        assert (args.save_total_limit, args.disable_tqdm, args.output_dir) == (2, False, str(tmp_path / "x"))
+
+    def test_the_bundled_models_recipe(self) -> None:
+        path = Path(__file__).parents[3] / "recipes" / "train" / "nano.yaml"
+        args = arguments(read(path), Path("x"))
+        assert args.muon_learning_rate == 0.02
+        assert args.exits == EarlyExitLoss(curriculum="rotational", dilation=2, kl_weight=1.5, exits=(2, 3, 5, 8, 11, 17))
+        assert args.dropout == LayerDropout(0.1, "exponential")
+
+    def test_its_data_from_the_hub_or_from_a_folder(self, tmp_path: Path) -> None:
+        path = Path(__file__).parents[3] / "recipes" / "train" / "nano.yaml"
+        there, here = read(path).data.sources, read(path, tmp_path).data.sources
+        assert [source.kind for source in there] == ["script", "hub", "hub", "script"]
+        assert [source.kind for source in here] == ["script", "jsonl", "jsonl", "script"]
+        assert [Path(source.path) for source in here[1:3]] == [tmp_path / "mbpp.jsonl", tmp_path / "gsm8k_train.jsonl"]
+        assert [(s.name, s.weight) for s in here] == [(s.name, s.weight) for s in there]
+        assert all(one.template == other.template for one, other in zip(there[1:3], here[1:3], strict=True))
+
+
+RECIPES = sorted((Path(__file__).parents[3] / "recipes" / "train").glob("*.yaml"))
+HEADS = [path for path in RECIPES if "-heads-" in path.name]
+
+
+@pytest.mark.parametrize("path", HEADS, ids=lambda path: path.name)
+def test_the_recipes_of_exit_heads_are_in_order(path: Path, tmp_path: Path) -> None:
+    made = heads_recipe.read(path, data_dir=tmp_path)
+    assert made.answers.batch_size >= 16
+    assert f"skipstone train heads --recipe recipes/train/{path.name}" in path.read_text(encoding="utf-8")
+    assert made.output == f"runs/{path.stem}"
+
+
+@pytest.mark.parametrize("path", [path for path in RECIPES if path not in HEADS], ids=lambda path: path.name)
+def test_the_recipes_of_the_repository_are_in_order(path: Path) -> None:
+    made = read(path)
+    args = arguments(made, Path("x"))
+    assert args.max_steps >= 1000
+    assert resolve(made.decoding).name == ("autoregressive" if path.stem in ("nano-plain", "nano-draft") else "layerskip")
+    named = f"skipstone train layerskip recipes/train/{path.name}"
+    assert named in path.read_text(encoding="utf-8")
+    assert f"recipes/train/{path.name}" in (path.parents[2] / "docs" / "training.md").read_text(encoding="utf-8")
+
+
+def test_a_recipe_extends_another_part_by_part(tmp_path: Path) -> None:
+    base = recipe(tmp_path, exits={"e_scale": 0.5, "dilation": 2}, training__learning_rate=1e-3)
+    own = tmp_path / "own.yaml"
+    own.write_text(f"extends: {base.name}\noutput: elsewhere\nexits: {{dilation: 1}}\ntraining: {{max_steps: 7}}\n")
+    made, old = read(own), read(base)
+    assert made.exits == {"e_scale": 0.5, "dilation": 1}
+    assert made.training == {**old.training, "max_steps": 7}
+    assert (made.output, made.data, made.model) == ("elsewhere", old.data, old.model)
+    own.write_text("extends: own.yaml\n")
+    with pytest.raises(ValueError, match="extends itself"):
+        read(own)
+    own.write_text("extends: nothing.yaml\n")
+    with pytest.raises(FileNotFoundError, match=r"nothing\.yaml"):
+        read(own)
+
+
+def test_a_recipe_that_goes_on_from_itself(tmp_path: Path) -> None:
+    one, other = (recipe(tmp_path / name, model={"recipe": "../two/recipe.yaml"}, tokenizer=...) for name in ("one", "two"))
+    other.write_text(other.read_text().replace("../two/", "../one/"))
+    with pytest.raises(ValueError, match=r"goes on from \.\./two/recipe\.yaml, and that from \.\./one/recipe\.yaml again"):
+        read(one)
+
+
+def test_a_recipe_extends_only_those_of_its_folder(tmp_path: Path) -> None:
+    (tmp_path / "own.yaml").write_text("extends: ../other/base.yaml\n")
+    with pytest.raises(ValueError, match=r"extends \.\./other/base\.yaml: expected a recipe of the same folder"):
+        read(tmp_path / "own.yaml")
+
+
+def test_a_data_folder_that_no_source_reads(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=r"--data-dir .* has no effect"):
+        read(recipe(tmp_path), tmp_path)
+
+
+def test_the_plain_twin_of_nano_is_nano_without_the_recipe() -> None:
+    """Same data, model and schedule; the last layer's cross-entropy is all there is, at every step."""
+    folder = Path(__file__).parents[3] / "recipes" / "train"
+    nano, twin = read(folder / "nano.yaml"), read(folder / "nano-plain.yaml")
+    assert (twin.data, twin.tokenizer, twin.training, twin.seed) == (nano.data, nano.tokenizer, nano.training, nano.seed)
+    assert twin.model == nano.model
+    assert resolve(twin.decoding) == Autoregressive()
+    exits, dropout = arguments(twin, Path("x")).exits, arguments(twin, Path("x")).dropout
+    for step in (0, 1, 500, 1999):
+        assert exits.weights(step, 24, 2000) == [0.0] * 23 + [1.0]
+        assert dropout.rates(step, 24, 2000) == [0.0] * 24
+    assert any(arguments(nano, Path("x")).dropout.rates(1999, 24, 2000))

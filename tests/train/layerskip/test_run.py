@@ -1,0 +1,269 @@
+"""One run from one file, from the recipe to a model that decodes: finished, interrupted, continued, adapted."""
+
+from __future__ import annotations
+
+import json
+import random
+import shutil
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import yaml
+
+import skipstone
+from skipstone import api
+from skipstone.methods import LayerSkip
+from skipstone.train.layerskip import run as running
+from skipstone.train.layerskip.run import run
+from skipstone.train.layerskip.trainer import LayerSkipTrainer
+from skipstone.train.metrics import Progress, curves, draw, entries
+from tests.helpers.training import DECODING, EVALUATED, Interrupted, finished_run, losses, quiet, recipe, stop_at
+
+
+def content(folder: Path) -> dict[str, bytes]:
+    return {path.relative_to(folder).as_posix(): path.read_bytes() for path in sorted(folder.rglob("*")) if path.is_file()}
+
+
+@pytest.fixture(scope="module")
+def finished(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The recipe of a finished run; the run is in `out` beside it. Tests that change it change a copy."""
+    return finished_run(tmp_path_factory.mktemp("finished"))
+
+
+@pytest.fixture
+def copied(finished: Path, tmp_path: Path) -> Path:
+    shutil.copytree(finished.parent, tmp_path / "copy")
+    text = (tmp_path / "copy" / "recipe.yaml").read_text()
+    (tmp_path / "copy" / "recipe.yaml").write_text(text.replace(str(finished.parent), str(tmp_path / "copy")))
+    return tmp_path / "copy" / "recipe.yaml"
+
+
+class TestFinished:
+    def test_the_model_loads_and_decodes_with_its_own_defaults(self, finished: Path) -> None:
+        model, tokenizer = skipstone.load(finished.parent / "out" / "model")
+        assert api.resolve_for(model, None) == LayerSkip(exit_layer=2, num_speculative_tokens=3)
+        assert model.config.use_cache, "transformers' Trainer turns it off"
+        output = skipstone.generate(model, "def f3(x)", tokenizer=tokenizer, max_new_tokens=12, do_sample=False)
+        plain = skipstone.generate(
+            model, "def f3(x)", "autoregressive", tokenizer=tokenizer, max_new_tokens=12, do_sample=False
+        )
+        assert output.new_tokens == plain.new_tokens
+        assert output.stats.drafted > 0
+
+    def test_weights_are_saved_in_the_recipes_dtype(self, finished: Path, tmp_path: Path) -> None:
+        folder = run(recipe(tmp_path, **EVALUATED, dtype="bfloat16"), say=quiet)
+        rounded, whole = skipstone.load(folder)[0], skipstone.load(finished.parent / "out" / "model")[0]
+        assert rounded.dtype == torch.bfloat16
+        assert whole.dtype == torch.float32
+        assert rounded.generation_config.skipstone == DECODING
+        found, expected = rounded.state_dict(), whole.state_dict()
+        assert found.keys() == expected.keys()
+        assert all(torch.equal(found[name], expected[name].bfloat16()) for name in found)
+        files = {path.name for path in (finished.parent / "out" / "model").iterdir()}
+        assert {"model.safetensors", "tokenizer.json", "generation_config.json", "data.json"} <= files
+        assert "training_args.bin" not in files
+
+    def test_every_evaluation_reports_every_exit_of_every_source(self, finished: Path) -> None:
+        found = [entry for entry in entries(finished.parent / "out" / "metrics.jsonl") if "eval_code_loss" in entry]
+        assert [entry["step"] for entry in found] == [2, 4], "once a step: the last one is not measured twice"
+        for entry in found:
+            for source in ("code", "sums"):
+                assert entry[f"eval_{source}_perplexity"] == entry[f"eval_{source}_perplexity_exit_3"] > 1
+                assert all(0 <= entry[f"eval_{source}_agreement_exit_{layer}"] <= 1 for layer in (1, 2))
+                assert entry[f"eval_{source}_agreement_exit_3"] == 1
+
+    def test_the_curves_are_a_picture_of_all_of_it(self, finished: Path, tmp_path: Path) -> None:
+        from matplotlib.image import imread
+
+        picture = imread(finished.parent / "out" / "curves.png")
+        assert picture.shape == (500, 1500, 4)
+        assert len({tuple(pixel) for pixel in (picture[::2, ::2, :3] * 15).round().astype(int).reshape(-1, 3)}) > 20
+        history = entries(finished.parent / "out" / "metrics.jsonl")
+        axes = curves(history).axes
+        named = [{line.get_label(): line.get_xydata().tolist() for line in axis.lines} for axis in axes]
+        assert named[0]["loss"] == [[entry["step"], entry["loss"]] for entry in history if "loss" in entry]
+        assert set(named[0]) == {"loss", "loss_last_layer"}
+        assert set(named[1]) == set(named[2]) == {f"{source} E={layer}" for source in ("code", "sums") for layer in (1, 2, 3)}
+        measured = [entry for entry in history if "eval_sums_loss" in entry]
+        assert named[2]["sums E=2"] == [[entry["step"], entry["eval_sums_agreement_exit_2"]] for entry in measured]
+        assert len({(line.get_color(), line.get_linestyle()) for line in axes[1].lines}) == 6
+        assert draw([], tmp_path / "empty.png"), "before anything was logged"
+
+    def test_without_matplotlib_a_warning_says_what_is_missing(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setitem(sys.modules, "matplotlib.backends.backend_agg", None)
+        with pytest.warns(UserWarning, match=r"curves.png is not drawn without matplotlib: pip install \"skipstone\[train\]"):
+            assert not draw([], tmp_path / "curves.png")
+        assert not (tmp_path / "curves.png").exists()
+
+    def test_again_neither_trains_nor_changes_anything(self, copied: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        before, said = content(copied.parent), []
+        with monkeypatch.context() as patch:
+            patch.setattr(LayerSkipTrainer, "train", None)
+            patch.setattr(LayerSkipTrainer, "evaluate", None)
+            assert run(copied, say=said.append) == copied.parent / "out" / "model"
+        assert content(copied.parent) == before
+        assert "is finished: nothing is left to train" in said[-1]
+        shutil.rmtree(copied.parent / "out" / "model")  # killed after the last step, before the model was written
+        stop_at(monkeypatch, 4)
+        run(copied, say=quiet)
+        written = content(copied.parent / "out" / "model")
+        assert {f"out/model/{name}": value for name, value in written.items()}.items() <= before.items()
+        with pytest.raises(ValueError, match="is not empty: remove it, or let the run resume"):
+            run(copied, fresh=True, say=quiet)
+
+    def test_a_finished_model_takes_new_decoding_defaults_and_nothing_else(self, copied: Path) -> None:
+        """The best ones are known only once it is trained."""
+        before = content(copied.parent / "out")
+        made = yaml.safe_load(copied.read_text())
+        copied.write_text(yaml.safe_dump({**made, "decoding": {**DECODING, "exit_layer": 1}}))
+        model, _ = skipstone.load(run(copied, say=quiet))
+        assert model.generation_config.skipstone == {**DECODING, "exit_layer": 1}
+        after = content(copied.parent / "out")
+        assert {name for name in after if after[name] != before.get(name)} == {"model/generation_config.json"}
+        assert after.keys() == before.keys()
+        copied.write_text(yaml.safe_dump({key: value for key, value in made.items() if key != "decoding"}))
+        assert not hasattr(skipstone.load(run(copied, say=quiet))[0].generation_config, "skipstone"), "taken back"
+
+    def test_a_finished_model_is_saved_again_in_another_dtype(self, copied: Path) -> None:
+        made, before = yaml.safe_load(copied.read_text()), content(copied.parent / "out")
+        copied.write_text(yaml.safe_dump({**made, "dtype": "bfloat16"}))
+        assert skipstone.load(run(copied, say=quiet))[0].dtype == torch.bfloat16
+        copied.write_text(yaml.safe_dump(made))
+        assert skipstone.load(run(copied, say=quiet))[0].dtype == torch.float32
+        assert content(copied.parent / "out") == before, "from the checkpoint, not from the rounded weights"
+
+    @pytest.mark.parametrize(
+        ("change", "part"),
+        [
+            ({"training__learning_rate": 0.5}, "training.learning_rate differ"),
+            ({"training__max_steps": 6}, "data, training.max_steps differ"),
+            ({"exits": {"dilation": 3}}, "recipe differ"),
+            ({"seed": 1}, r"was made from something else \(seed differ\)"),
+            ({"tokenizer__vocab_size": 280}, r"was made from something else \(vocab_size differ\)"),
+            ({"data__length": 12}, "data differ"),
+        ],
+    )
+    def test_a_changed_recipe_is_another_run(self, copied: Path, change: dict[str, Any], part: str) -> None:
+        before = content(copied.parent / "out")
+        path = recipe(copied.parent, **EVALUATED, **change)
+        with pytest.raises(ValueError, match=part):
+            run(path, say=quiet)
+        after = content(copied.parent / "out")
+        assert before.items() <= after.items(), "nothing is lost"
+        assert {name.split("/")[0] for name in after.keys() - before.keys()} <= {"data"}
+
+
+class TestInterrupted:
+    def test_a_run_resumes_to_the_same_end(self, finished: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        path = recipe(tmp_path, **EVALUATED)
+        for step in (1, 3):
+            with monkeypatch.context() as patch:
+                stop_at(patch, step)
+                with pytest.raises(Interrupted):
+                    run(path, say=quiet)
+        with (tmp_path / "out" / "metrics.jsonl").open("a") as file:
+            file.write('{"step": 3, "lo')
+        run(path, say=quiet)
+        one, other = (folder / "out" for folder in (finished.parent, tmp_path))
+        assert (one / "model" / "model.safetensors").read_bytes() == (other / "model" / "model.safetensors").read_bytes()
+        assert losses(one) == losses(other)
+
+    def test_while_the_tokenizer_is_written(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        path = recipe(tmp_path)
+        with monkeypatch.context() as patch:
+            patch.setattr(running, "fingerprint", lambda _: object())
+            with pytest.raises(TypeError):
+                run(path, say=quiet)
+        assert not (tmp_path / "out" / "tokenizer").exists()
+        stop_at(monkeypatch, 0)
+        with pytest.raises(Interrupted):
+            run(path, say=quiet)
+        assert {"tokenizer.json", "made_from.json"} <= {one.name for one in (tmp_path / "out" / "tokenizer").iterdir()}
+
+
+def test_the_loss_of_a_source_with_a_prompt_is_that_of_the_answers(tmp_path: Path) -> None:
+    """Answers that are all the same are learnt; prompts of random letters are not asked for, so the loss goes to nothing."""
+    rng = random.Random(0)
+    records = [{"q": "".join(rng.choices("abcdefgh", k=6)), "a": "x"} for _ in range(60)]
+    path = recipe(
+        tmp_path,
+        data={
+            "length": 16,
+            "held_out": 0.1,
+            "sources": [{"kind": "jsonl", "path": "own.jsonl", "prompt": "{q}", "template": "{a}"}],
+        },
+        training={"max_steps": 40, "per_device_train_batch_size": 8, "learning_rate": 0.03, "logging_steps": 1},
+    )
+    (tmp_path / "own.jsonl").write_text("".join(json.dumps(record) + "\n" for record in records))
+    run(path, say=quiet)
+    found = [entry for entry in entries(tmp_path / "out" / "metrics.jsonl") if "eval_own_perplexity" in entry]
+    assert found[-1]["eval_own_perplexity"] < 1.1
+    assert losses(tmp_path / "out")[-1] < 0.1
+
+
+def test_a_tokenizer_stays_the_same_wherever_the_documents_lie(finished: Path, tmp_path: Path) -> None:
+    shutil.copytree(finished.parent, tmp_path / "moved")
+    made = yaml.safe_load(finished.read_text())
+    for source in made["data"]["sources"]:
+        source["path"] = str(tmp_path / "moved" / source["path"])
+    made["output"] = str(tmp_path / "moved" / "out")
+    (tmp_path / "elsewhere.yaml").write_text(yaml.safe_dump(made))
+    said: list[str] = []
+    run(tmp_path / "elsewhere.yaml", say=said.append)
+    assert said[-1].endswith("is finished: nothing is left to train")
+    (tmp_path / "moved" / "sums.jsonl").write_text('{"text": "other"}\n' * 9 + '{"text": "another text"}\n')
+    with pytest.raises(ValueError, match=r"was made from something else \(documents differ\)"):
+        run(tmp_path / "elsewhere.yaml", say=quiet)
+
+
+def test_a_single_document_trains_without_evaluation(tmp_path: Path) -> None:
+    (tmp_path / "book.txt").write_text("It was a dark night. " * 60)
+    said: list[str] = []
+    source = {"data__sources": [{"kind": "text", "path": "book.txt"}]}
+    run(recipe(tmp_path, **source), say=said.append)
+    assert said[-1].startswith("nothing was held out, so nothing is evaluated")
+    assert json.loads((tmp_path / "out" / "model" / "data.json").read_text())["held_rows"] == {}
+    with pytest.raises(ValueError, match=r"eval_strategy asks for evaluations, but nothing is held out"):
+        run(
+            recipe(
+                tmp_path / "other",
+                training__eval_strategy="steps",
+                data__sources=[{"kind": "text", "path": str(tmp_path / "book.txt")}],
+            ),
+            say=quiet,
+        )
+
+
+class TestProgress:
+    def test_a_bar_with_the_time_left_and_a_line_for_each_evaluation(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        import io
+        import sys
+
+        from transformers import TrainerState
+
+        class Terminal(io.StringIO):
+            def isatty(self) -> bool:
+                return True
+
+        screen, plain = Terminal(), io.StringIO()
+        monkeypatch.setattr(sys, "stderr", screen)
+        monkeypatch.setattr(sys, "stdout", plain)
+        state, bar, none = TrainerState(global_step=10, max_steps=20, is_world_process_zero=True), Progress(), None
+        bar.on_train_begin(none, state, none)  # type: ignore[arg-type]
+        for step in (11, 12):
+            state.global_step = step
+            bar.on_log(none, state, none, logs={"loss": 2.3456})  # type: ignore[arg-type]
+            bar.bar.start_t -= 3  # as if a step took three seconds
+            bar.on_step_end(none, state, none)  # type: ignore[arg-type]
+        bar.bar.refresh()
+        metrics = {"eval_a_perplexity": 5.0, "eval_a_agreement_exit_1": 0.5, "eval_a_agreement_exit_2": 1.0}
+        bar.on_evaluate(none, state, none, metrics=metrics)  # type: ignore[arg-type]
+        bar.close()
+        shown = screen.getvalue()
+        assert "12/20 [00:06<00:2" in shown, "2 of 10 steps took 6 s: 24 s are left"
+        assert "loss=2.346" in shown
+        assert "step 12: a: perplexity 5.00, agreement E=1 0.50 E=2 1.00\n" in shown
+        assert plain.getvalue() == ""

@@ -1,0 +1,283 @@
+"""Checkpoints: whole or not there, verified before use, kept by step; a full disk; the metrics file after an interruption."""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+import resource
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from transformers import TrainerControl, TrainerState
+
+from skipstone.train import checkpoint
+from skipstone.train.layerskip.recipe import EarlyExitLoss
+from skipstone.train.metrics import JsonLog, entries
+from tests.helpers.training import Interrupted, arguments, interrupt_at, logged, rows, tiny, trainer
+
+PRINT = {"recipe": "a", "model": '{"layers": 3,\n "transformers_version": "5.20.0"}', "training": {"max_steps": 4, "rate": 0.1}}
+
+
+def written(run: Path, step: int, fingerprint: dict[str, Any] = PRINT, content: str = "weights") -> Path:
+    folder = checkpoint.partial_folder(run) / f"checkpoint-{step}"
+    (folder / "deep").mkdir(parents=True)
+    (folder / "model").write_text(content * 100)
+    (folder / "deep" / "state").write_text(f"{step}")
+    return checkpoint.publish(folder, run, step, fingerprint)
+
+
+def content(folder: Path) -> dict[str, bytes]:
+    return {path.relative_to(folder).as_posix(): path.read_bytes() for path in sorted(folder.rglob("*")) if path.is_file()}
+
+
+class TestVerify:
+    def test_what_was_written_is_found_again(self, tmp_path: Path) -> None:
+        folder = written(tmp_path, 7)
+        assert folder == checkpoint.latest(tmp_path) == tmp_path / "checkpoint-7"
+        assert checkpoint.verify(folder, PRINT) == 7
+        assert sorted(content(folder)) == ["deep/state", "manifest.json", "model"]
+        assert os.listdir(tmp_path) == ["checkpoint-7"], "nothing else is left"
+
+    @pytest.mark.parametrize(
+        ("damage", "part"),
+        [
+            (lambda folder: (folder / "model").write_bytes(b"x" + (folder / "model").read_bytes()[1:]), "model is damaged"),
+            (lambda folder: (folder / "model").write_bytes((folder / "model").read_bytes()[:-1]), "model is damaged"),
+            (lambda folder: (folder / "deep" / "state").unlink(), "state is damaged: .* found nothing"),
+            (lambda folder: (folder / "manifest.json").unlink(), "no checkpoint of skipstone"),
+            (lambda folder: (folder / "manifest.json").write_text('{"step": 4'), "missing or unreadable"),
+            (lambda folder: (folder / "manifest.json").write_text("[1]"), "missing or unreadable"),
+            (lambda folder: (folder / "manifest.json").write_text('{"step": 4, "fingerprint": 0, "files": 1}'), "unreadable"),
+            (lambda folder: (folder / "manifest.json").write_bytes(b"\xff\x00"), "missing or unreadable"),
+        ],
+    )
+    def test_damage(self, tmp_path: Path, damage: Callable[[Path], Any], part: str) -> None:
+        older, newer = written(tmp_path, 2), written(tmp_path, 4)
+        damage(newer)
+        before = content(tmp_path)
+        with pytest.raises(ValueError, match=part):
+            checkpoint.verify(newer, PRINT)
+        assert checkpoint.latest_good(tmp_path, PRINT) == older
+        assert content(tmp_path) == before, "nothing is removed"
+
+    @pytest.mark.parametrize(
+        ("change", "part"),
+        [
+            ({"recipe": "b"}, "recipe differ .recipe: the checkpoint has a, this run b"),
+            ({"data": "x"}, "data differ .data: the checkpoint has None, this run x"),
+            ({"model": '{"layers": 4}'}, "model differ"),
+            (
+                {"training": {"max_steps": 4, "rate": 0.2}},
+                "training.rate differ .training.rate: the checkpoint has 0.1, this run 0.2",
+            ),
+            ({"recipe": "b", "training": {"max_steps": 5, "rate": 0.1}}, "recipe, training.max_steps differ"),
+        ],
+    )
+    def test_another_run(self, tmp_path: Path, change: dict[str, Any], part: str) -> None:
+        folder = written(tmp_path, 4)
+        with pytest.raises(ValueError, match=f"belongs to another run, {part}.*use another output folder"):
+            checkpoint.verify(folder, PRINT | change)
+
+    def test_what_is_no_difference(self, tmp_path: Path) -> None:
+        """Another version of transformers, and tuples for lists."""
+        newer = PRINT["model"].replace("5.20.0", "5.99.1")
+        assert (
+            checkpoint.verify(written(tmp_path, 4, {**PRINT, "exits": [1, 2]}), {**PRINT, "model": newer, "exits": (1, 2)}) == 4
+        )
+
+    def test_long_values_are_shown_where_they_part(self, tmp_path: Path) -> None:
+        long = json.dumps({f"key{i}": i for i in range(100)}, indent=1)
+        folder = written(tmp_path, 4, {"model": long})
+        with pytest.raises(ValueError, match=r'"key49": 49, "key50": 50,.*"key49": 49, "key50": 7,') as caught:
+            checkpoint.verify(folder, {"model": long.replace('"key50": 50', '"key50": 7')})
+        assert len(str(caught.value)) < 500 + len(str(folder))
+
+
+class TestPublish:
+    def test_the_latest_by_step_are_kept(self, tmp_path: Path) -> None:
+        for step in (2, 10, 9):
+            written(tmp_path, step)
+        (tmp_path / "checkpoint-notes").mkdir()
+        assert checkpoint.latest(tmp_path) == tmp_path / "checkpoint-10"
+        checkpoint.keep_latest(tmp_path, 0)
+        assert len(os.listdir(tmp_path)) == 4, "0 keeps all"
+        checkpoint.keep_latest(tmp_path, 2)
+        assert sorted(os.listdir(tmp_path)) == ["checkpoint-10", "checkpoint-9", "checkpoint-notes"]
+
+    def test_leftovers_are_cleared_and_the_same_step_replaced(self, tmp_path: Path) -> None:
+        written(tmp_path, 4, content="old")
+        for name in (".partial/checkpoint-6", ".discarded/deep"):
+            (tmp_path / name).mkdir(parents=True)
+            (tmp_path / name / "junk").write_text("junk")
+        folder = written(tmp_path, 4, content="new")
+        assert (folder / "model").read_text() == "new" * 100
+        assert checkpoint.verify(folder, PRINT) == 4
+        assert os.listdir(tmp_path) == ["checkpoint-4"]
+
+    def test_a_half_removed_checkpoint_has_no_name(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        written(tmp_path, 2)
+        written(tmp_path, 4)
+        real = shutil.rmtree
+
+        def rmtree(path: Path, ignore_errors: bool = False) -> None:
+            if ignore_errors:
+                real(path, ignore_errors=True)
+            else:
+                (Path(path) / "model").unlink()
+                raise Interrupted
+
+        monkeypatch.setattr(shutil, "rmtree", rmtree)
+        with pytest.raises(Interrupted):
+            checkpoint.keep_latest(tmp_path, 1)
+        monkeypatch.undo()
+        assert checkpoint.latest_good(tmp_path, PRINT) == tmp_path / "checkpoint-4"
+        assert list(tmp_path.glob("checkpoint-*")) == [tmp_path / "checkpoint-4"]
+        checkpoint.partial_folder(tmp_path)
+        assert sorted(os.listdir(tmp_path)) == [".partial", "checkpoint-4"]
+
+
+def full(monkeypatch: pytest.MonkeyPatch, place: str) -> None:
+    """A disk that is full at one place of a save."""
+    if place.isdecimal():  # really: no file may grow beyond so many bytes
+        real = checkpoint.partial_folder
+
+        def partial_folder(run: Path) -> Path:
+            folder = real(run)
+            resource.setrlimit(resource.RLIMIT_FSIZE, (int(place), resource.RLIM_INFINITY))
+            return folder
+
+        monkeypatch.setattr(checkpoint, "partial_folder", partial_folder)
+        return
+
+    def refuse(*_: Any, **__: Any) -> Any:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    where, _, name = place.rpartition(".")
+    monkeypatch.setattr({"os": os, "Path": Path, "checkpoint": checkpoint}[where], name, refuse)
+
+
+class TestFullDisk:
+    @pytest.mark.parametrize(
+        "place",
+        ["300", "60000", "Path.write_text", "os.replace"]
+        + [pytest.param(place, marks=pytest.mark.slow) for place in ("20000", "Path.mkdir", "os.fsync")],
+    )
+    def test_the_last_good_checkpoint_stays_and_is_named(
+        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, place: str
+    ) -> None:
+        """300 bytes are less than the config, 20000 less than the weights, 60000 less than the optimiser's state."""
+        changes: dict[str, Any] = {"save_strategy": "steps", "save_steps": 2, "exits": EarlyExitLoss(0.5, "none")}
+        with pytest.raises(Interrupted):
+            trainer(tmp_path, callbacks=[interrupt_at(3)], **changes).train()
+        limit = resource.getrlimit(resource.RLIMIT_FSIZE)
+        one = trainer(tmp_path, **changes)
+        save = one._save_checkpoint
+
+        def save_on_a_full_disk(*args: Any) -> None:
+            with pytest.MonkeyPatch.context() as patch:
+                full(patch, place)
+                save(*args)
+
+        monkeypatch.setattr(one, "_save_checkpoint", save_on_a_full_disk)
+        try:
+            with pytest.raises(OSError, match=r"checkpoint of step 4 could not be .* the last good one is checkpoint-2$"):
+                one.train(resume_from_checkpoint=True)
+        finally:
+            resource.setrlimit(resource.RLIMIT_FSIZE, limit)
+        assert checkpoint.verify(tmp_path / "checkpoint-2", one.fingerprint) == 2
+        assert sorted(os.listdir(tmp_path)) == ["checkpoint-2", "metrics.jsonl"], "what was half written is no longer there"
+        trainer(tmp_path, **changes).train(resume_from_checkpoint=True)
+        assert [entry["step"] for entry in logged(tmp_path)] == [1, 2, 3, 4]
+
+    def test_another_error_is_not_called_one_of_the_disk(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        one = trainer(tmp_path, save_strategy="steps", save_steps=2)
+
+        def fail(*_: Any) -> None:
+            raise RuntimeError("no kernel for it")
+
+        monkeypatch.setattr(one, "_save_optimizer_and_scheduler", fail)
+        with pytest.raises(RuntimeError, match=r"^no kernel for it$"):
+            one.train()
+
+
+class TestResume:
+    def test_a_damaged_or_foreign_checkpoint_is_refused_and_nothing_is_touched(self, tmp_path: Path) -> None:
+        changes: dict[str, Any] = {"save_strategy": "steps", "save_steps": 2}
+        trainer(tmp_path, fingerprint={"data": "x"}, **changes).train()
+        before = content(tmp_path)
+        others: list[tuple[dict[str, Any], str]] = [
+            ({"exits": EarlyExitLoss(0.3, "none")}, "recipe"),
+            ({"seed": 4}, "seed"),
+            ({"model": tiny(intermediate_size=16)}, "model"),
+            ({"fingerprint": {"data": "y"}}, "data"),
+            ({"learning_rate": 0.02}, "training.learning_rate"),
+            ({"max_steps": 6}, "training.max_steps"),
+            ({"per_device_train_batch_size": 2}, "training.per_device_train_batch_size"),
+        ]
+        for change, name in others:
+            with pytest.raises(ValueError, match=f"belongs to another run, {name} differ"):
+                trainer(tmp_path, **({"fingerprint": {"data": "x"}} | changes | change)).train(resume_from_checkpoint=True)
+        (tmp_path / "checkpoint-4" / "optimizer.pt").write_bytes(b"")
+        before["checkpoint-4/optimizer.pt"] = b""
+        one = trainer(tmp_path, fingerprint={"data": "x"}, **changes)
+        with pytest.raises(ValueError, match=r"optimizer.pt is damaged.*remove checkpoint-4"):
+            one.train(resume_from_checkpoint=True)
+        with pytest.raises(ValueError, match="no checkpoint of skipstone"):
+            one.train(resume_from_checkpoint=str(tmp_path / "nowhere"))
+        assert content(tmp_path) == before
+        one.train(resume_from_checkpoint=tmp_path / "checkpoint-2")
+        assert one.state.global_step == 4
+
+    @pytest.mark.parametrize(("limit", "kept"), [(None, [1, 2, 3, 4]), (1, [4]), (3, [2, 3, 4])])
+    def test_save_total_limit(self, tmp_path: Path, limit: int | None, kept: list[int]) -> None:
+        one = trainer(tmp_path, save_strategy="steps", save_steps=1, save_total_limit=limit)
+        one.train()
+        assert sorted(path.name for path in tmp_path.glob("checkpoint*")) == [f"checkpoint-{step}" for step in kept]
+        assert all(checkpoint.verify(tmp_path / f"checkpoint-{step}", one.fingerprint) == step for step in kept)
+
+    def test_the_arguments_say_when_to_log_and_save_not_the_checkpoint(self, tmp_path: Path) -> None:
+        with pytest.raises(Interrupted):
+            trainer(tmp_path, save_strategy="steps", save_steps=2, max_steps=8, callbacks=[interrupt_at(3)]).train()
+        one = trainer(tmp_path, save_strategy="steps", save_steps=3, max_steps=8, logging_steps=2, data=rows(16))
+        one.train(resume_from_checkpoint=True)
+        assert [entry["step"] for entry in logged(tmp_path)] == [1, 2, 4, 6, 8]
+        assert sorted(path.name for path in tmp_path.glob("check*")) == [f"checkpoint-{step}" for step in (2, 3, 6, 8)]
+
+
+class TestMetrics:
+    def test_a_line_that_was_cut_off_ends_the_file(self, tmp_path: Path) -> None:
+        path = tmp_path / "metrics.jsonl"
+        assert entries(path) == []
+        for tail in ('{"step": 3, "lo', '{"step', "3", "[1]", "\0\0\0", '{"loss": 1}'):
+            path.write_text('{"step": 1, "loss": 2.5}\n{"step": 2, "loss": 2.25}\n' + tail)
+            assert entries(path) == [{"step": 1, "loss": 2.5}, {"step": 2, "loss": 2.25}]
+
+    def test_the_file_is_written_anew_from_the_checkpoints_history(
+        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        path = tmp_path / "metrics.jsonl"
+        state = TrainerState(global_step=2, log_history=[{"loss": 2.5, "step": 1}, {"loss": 0.1 + 0.2, "step": 2}])
+        for before in (None, '{"step": 1, "loss": 9}\n{"step": 3, "loss": 1}\n{"st'):
+            if before is not None:
+                path.write_text(before)
+            JsonLog(path).on_train_begin(arguments(tmp_path), state, TrainerControl())
+            JsonLog(path).on_log(arguments(tmp_path), state, TrainerControl(), {"loss": 1.5})
+            assert path.read_text() == (
+                '{"step": 1, "loss": 2.5}\n{"step": 2, "loss": 0.30000000000000004}\n{"step": 2, "loss": 1.5}\n'
+            )
+        monkeypatch.setattr(os, "replace", lambda *_: None)  # killed before the rename: the file is as it was
+        JsonLog(path).on_train_begin(arguments(tmp_path), TrainerState(), TrainerControl())
+        assert len(entries(path)) == 3
+
+    def test_what_is_no_number_is_null(self, tmp_path: Path) -> None:
+        path = tmp_path / "metrics.jsonl"
+        figures = {"eval_perplexity": float("inf"), "grad_norm": float("nan"), "loss": 1.5, "name": "a"}
+        JsonLog(path).on_log(
+            arguments(tmp_path), TrainerState(global_step=2, is_world_process_zero=True), TrainerControl(), figures
+        )
+        assert "Infinity" not in path.read_text()
+        assert entries(path) == [{"step": 2, "eval_perplexity": None, "grad_norm": None, "loss": 1.5, "name": "a"}]
