@@ -124,7 +124,7 @@ def silenced(model: Any, skip: SkipSet) -> Any:
 def running(model: Any, method: Any, length: int = 9, new: int = 40, steps: int = 8) -> tuple[Decoder, Tensor]:
     """A decoder some steps into one greedy request, and the ids that it holds."""
     layered, asked = LayeredModel(model), prompt(length)
-    decoder = Decoder(method.start(layered, 1, length + new, method.new_state(layered)))
+    decoder = Decoder(method.start(layered, 1, length + new))
     decoder.admit(0, Request(asked, new))
     text: list[int] = []
     for _ in range(steps):

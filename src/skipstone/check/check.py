@@ -245,7 +245,7 @@ class Checker:
     @torch.inference_mode()
     def _audit(self, layered: LayeredModel, requests: list[Request], tolerance: float) -> int:
         capacity = max(len(request.prompt) + request.max_new_tokens for request in requests)
-        session = self.method.start(layered, len(requests), capacity, self.method.new_state(layered))
+        session = self.method.start(layered, len(requests), capacity)
         decoder, own, steps = Decoder(session), session.draft, 0
 
         def draft(limit: list[int]) -> Draft:

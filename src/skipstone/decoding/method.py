@@ -56,15 +56,11 @@ class Method:
     def check(self, model: LayeredModel) -> None:
         """Raise ValueError where the settings do not fit the model. Called before any work."""
 
-    def new_state(self, model: LayeredModel) -> Any:
-        """What lives across requests (a search, thresholds, measured costs); None where nothing does."""
-        return None
-
     def report(self, model: PreTrainedModel) -> dict[str, Any]:
         """What the method has learnt about a model across requests, as plain JSON values; empty where it learns nothing."""
         return {}
 
-    def start(self, model: LayeredModel, rows: int, capacity: int, state: Any = None) -> Session:
+    def start(self, model: LayeredModel, rows: int, capacity: int) -> Session:
         """A session for `rows` rows of at most `capacity` tokens each."""
         raise NotImplementedError
 

@@ -2,11 +2,17 @@
 
 from __future__ import annotations
 
+from dataclasses import field
 from typing import Any, Literal
 
 from skipstone.models.layered import LayeredModel
 
 RejectionRule = Literal["standard", "coupled"]
+
+
+def setting(default: Any, help: str, *, kw_only: bool = False) -> Any:
+    """A field of a method: its default, and one line that says what it is, for `skipstone methods NAME`."""
+    return field(default=default, kw_only=kw_only, metadata={"help": help})
 
 
 def check_rule(value: Any) -> None:

@@ -30,7 +30,7 @@ def start(method: Method, call: Call, keeper: Keeper | None = None) -> tuple[Dec
     method.check(layered)
     admitted = requests(call)
     needed = max(len(request.prompt) + request.max_new_tokens for request in admitted)
-    session = method.start(layered, len(admitted), needed, method.new_state(layered))
+    session = method.start(layered, len(admitted), needed)
     chunk = call.config.prefill_chunk_size
     if chunk is not None and chunk < 1:
         raise ValueError(f"prefill_chunk_size must be at least 1, found {chunk}")

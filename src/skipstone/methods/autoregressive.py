@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import ClassVar
 
 from skipstone.decoding.draft import Draft
 from skipstone.decoding.method import Method
@@ -17,7 +17,7 @@ class Autoregressive(Method):
 
     name: ClassVar[str] = "autoregressive"
 
-    def start(self, model: LayeredModel, rows: int, capacity: int, state: Any = None) -> Session:
+    def start(self, model: LayeredModel, rows: int, capacity: int) -> Session:
         return PlainSession(model, rows, capacity)
 
 

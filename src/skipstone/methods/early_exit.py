@@ -7,24 +7,24 @@ section 4.2, Tables 1-6 and 11. Its oracle is the model cut down to its first E 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import ClassVar
 
 from skipstone.decoding.method import Method
 from skipstone.decoding.session import Session
-from skipstone.decoding.settings import layer_in_range
+from skipstone.decoding.settings import layer_in_range, setting
 from skipstone.methods.autoregressive import PlainSession
 from skipstone.models.layered import LayeredModel
 
 
 @dataclass(frozen=True)
 class EarlyExit(Method):
-    """exit_layer: E, the number of layers that run; 1 <= E < L."""
+    """Early exit without correction: the first E layers decode alone."""
 
     name: ClassVar[str] = "early_exit"
     by_model: ClassVar[tuple[str, ...]] = ("exit_layer",)
     aliases: ClassVar[dict[str, str]] = {"assistant_early_exit": "exit_layer"}
 
-    exit_layer: int | None = None
+    exit_layer: int | None = setting(None, "E, the number of layers that run; 1 <= E < L.")
 
     @property
     def lossless(self) -> bool:
@@ -33,5 +33,5 @@ class EarlyExit(Method):
     def check(self, model: LayeredModel) -> None:
         layer_in_range("exit_layer", self.exit_layer, model)
 
-    def start(self, model: LayeredModel, rows: int, capacity: int, state: Any = None) -> Session:
+    def start(self, model: LayeredModel, rows: int, capacity: int) -> Session:
         return PlainSession(model, rows, capacity, depth=self.exit_layer)

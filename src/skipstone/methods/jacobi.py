@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import random
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import ClassVar
 
 import torch
 from torch import Tensor
@@ -22,25 +22,25 @@ from skipstone.decoding.draft import Draft, RowVerdict, Verdict
 from skipstone.decoding.method import Method
 from skipstone.decoding.sampling import Scores
 from skipstone.decoding.session import Request, Session
-from skipstone.decoding.settings import whole_number
+from skipstone.decoding.settings import setting, whole_number
 from skipstone.models.host import on_device
 from skipstone.models.layered import LayeredModel
 
 
 @dataclass(frozen=True)
 class Jacobi(Method):
-    """block: guesses that every pass refines."""
+    """Jacobi decoding in blocks of guesses."""
 
     name: ClassVar[str] = "jacobi"
     aliases: ClassVar[dict[str, str]] = {"num_speculative_tokens": "block"}
     if_few_accepted: ClassVar[str] = "Guesses of Jacobi decoding are rarely right before their turn; lookahead keeps them."
 
-    block: int = 16
+    block: int = setting(16, "guesses that every pass refines.")
 
     def check(self, model: LayeredModel) -> None:
         whole_number("block", self.block, 1)
 
-    def start(self, model: LayeredModel, rows: int, capacity: int, state: Any = None) -> Session:
+    def start(self, model: LayeredModel, rows: int, capacity: int) -> Session:
         return JacobiSession(self, model, rows, capacity)
 
 

@@ -12,12 +12,12 @@ off by default; "adaptive" is Draft & Verify's rule, arXiv 2309.08168).
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, ClassVar, Literal
+from typing import ClassVar, Literal
 
 from skipstone.decoding.draft import Draft, RowVerdict
 from skipstone.decoding.method import Method
 from skipstone.decoding.session import Request, Session
-from skipstone.decoding.settings import RejectionRule, check_rule, layer_in_range, whole_number
+from skipstone.decoding.settings import RejectionRule, check_rule, layer_in_range, setting, whole_number
 from skipstone.methods.shared.chain import Chain
 from skipstone.methods.shared.confidence import Confidence, check_threshold
 from skipstone.models.layered import LayeredModel
@@ -25,12 +25,7 @@ from skipstone.models.layered import LayeredModel
 
 @dataclass(frozen=True)
 class LayerSkip(Method):
-    """exit_layer: E, layers that draft, 1 <= E < L. num_speculative_tokens: d, most drafts a step.
-
-    confidence_threshold: stop drafting after a token whose probability is below it; None never stops early.
-    reuse_cache: False scores from layer 0 again, the ablation of Table 7. rejection_sample_method: "standard" is Leviathan's
-    rule; "coupled" draws drafts from the target's own noise: same seed, same text as plain sampling.
-    """
+    """LayerSkip's self-speculative decoding: the first E layers draft, the others verify."""
 
     name: ClassVar[str] = "layerskip"
     by_model: ClassVar[tuple[str, ...]] = ("exit_layer",)
@@ -42,11 +37,16 @@ class LayerSkip(Method):
     }
     if_few_accepted: ClassVar[str] = "An acceptance rate that low says that the model's early exits are not trained."
 
-    exit_layer: int | None = None
-    num_speculative_tokens: int = 6
-    confidence_threshold: float | Literal["adaptive"] | None = None
-    reuse_cache: bool = True
-    rejection_sample_method: RejectionRule = "standard"
+    exit_layer: int | None = setting(None, "E, layers that draft, 1 <= E < L.")
+    num_speculative_tokens: int = setting(6, "d, most drafts a step.")
+    confidence_threshold: float | Literal["adaptive"] | None = setting(
+        None, "stop drafting after a token whose probability is below it; None never stops early."
+    )
+    reuse_cache: bool = setting(True, "False scores from layer 0 again, the ablation of Table 7.")
+    rejection_sample_method: RejectionRule = setting(
+        "standard",
+        "'standard' is Leviathan's rule; 'coupled' draws drafts from the target's own noise: same seed, same text as plain",
+    )
 
     def check(self, model: LayeredModel) -> None:
         layer_in_range("exit_layer", self.exit_layer, model)
@@ -54,7 +54,7 @@ class LayerSkip(Method):
         check_threshold(self.confidence_threshold)
         check_rule(self.rejection_sample_method)
 
-    def start(self, model: LayeredModel, rows: int, capacity: int, state: Any = None) -> Session:
+    def start(self, model: LayeredModel, rows: int, capacity: int) -> Session:
         return LayerSkipSession(self, model, rows, capacity)
 
 

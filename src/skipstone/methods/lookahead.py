@@ -16,37 +16,34 @@ from __future__ import annotations
 import random
 from collections import OrderedDict
 from dataclasses import dataclass, field
-from typing import Any, ClassVar
+from typing import ClassVar
 
 from skipstone.decoding.draft import Draft, RowVerdict, Verdict
 from skipstone.decoding.method import Method
 from skipstone.decoding.sampling import Scores
 from skipstone.decoding.session import Request, Session
-from skipstone.decoding.settings import whole_number
+from skipstone.decoding.settings import setting, whole_number
 from skipstone.methods.shared.proposals import Nodes, ProposingSession
 from skipstone.models.layered import LayeredModel
 
 
 @dataclass(frozen=True)
 class Lookahead(Method):
-    """window: W, guesses a pass refines.
-
-    ngram: N, tokens of an n-gram. guesses: G, n-grams that are kept, and tried, for each first token.
-    """
+    """Lookahead decoding: a window of guesses and a pool of n-grams."""
 
     name: ClassVar[str] = "lookahead"
     if_few_accepted: ClassVar[str] = "An acceptance rate that low says that the model's own n-grams do not come again."
 
-    window: int = 7
-    ngram: int = 5
-    guesses: int = 7
+    window: int = setting(7, "W, guesses a pass refines.")
+    ngram: int = setting(5, "N, tokens of an n-gram.")
+    guesses: int = setting(7, "G, n-grams that are kept, and tried, for each first token.")
 
     def check(self, model: LayeredModel) -> None:
         whole_number("window", self.window, 1)
         whole_number("ngram", self.ngram, 2)
         whole_number("guesses", self.guesses, 1)
 
-    def start(self, model: LayeredModel, rows: int, capacity: int, state: Any = None) -> Session:
+    def start(self, model: LayeredModel, rows: int, capacity: int) -> Session:
         return LookaheadSession(self, model, rows, capacity)
 
 

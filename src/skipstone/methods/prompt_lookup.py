@@ -10,12 +10,12 @@ transformers does); where what followed reaches the end of the text, it goes on 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, ClassVar, Literal
+from typing import ClassVar, Literal
 
 from skipstone.decoding.draft import Draft, RowVerdict
 from skipstone.decoding.method import Method
 from skipstone.decoding.session import Request, Session
-from skipstone.decoding.settings import whole_number
+from skipstone.decoding.settings import setting, whole_number
 from skipstone.methods.shared.proposals import Nodes, ProposingSession
 from skipstone.models.layered import LayeredModel
 
@@ -24,11 +24,7 @@ Place = Literal["recent", "first"]
 
 @dataclass(frozen=True)
 class PromptLookup(Method):
-    """prompt_lookup_max: longest n-gram that is looked for, before shorter ones.
-
-    prompt_lookup_min: shortest. num_speculative_tokens: most drafts a step. prefer: of several places the most "recent" one or
-    the "first" (transformers' way).
-    """
+    """Prompt lookup: what followed the last n-gram earlier in the text is the draft."""
 
     name: ClassVar[str] = "prompt_lookup"
     aliases: ClassVar[dict[str, str]] = {
@@ -37,10 +33,10 @@ class PromptLookup(Method):
     }
     if_few_accepted: ClassVar[str] = "An acceptance rate that low says that this text does not repeat itself or its prompt."
 
-    prompt_lookup_max: int = 3
-    prompt_lookup_min: int = 1
-    num_speculative_tokens: int = 10
-    prefer: Place = "recent"
+    prompt_lookup_max: int = setting(3, "longest n-gram that is looked for, before shorter ones.")
+    prompt_lookup_min: int = setting(1, "shortest.")
+    num_speculative_tokens: int = setting(10, "most drafts a step.")
+    prefer: Place = setting("recent", 'of several places the most "recent" one or the "first" (transformers\' way).')
 
     def check(self, model: LayeredModel) -> None:
         for name in ("prompt_lookup_max", "prompt_lookup_min", "num_speculative_tokens"):
@@ -52,7 +48,7 @@ class PromptLookup(Method):
         if self.prefer not in ("recent", "first"):
             raise ValueError(f'prefer must be "recent" or "first", found {self.prefer!r}')
 
-    def start(self, model: LayeredModel, rows: int, capacity: int, state: Any = None) -> Session:
+    def start(self, model: LayeredModel, rows: int, capacity: int) -> Session:
         return PromptLookupSession(self, model, rows, capacity)
 
 

@@ -11,12 +11,12 @@ takes a greedy draft for a drawn one).
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, ClassVar, Literal
+from typing import ClassVar, Literal
 
 from skipstone.decoding.draft import Draft
 from skipstone.decoding.method import Method
 from skipstone.decoding.session import Session
-from skipstone.decoding.settings import layer_numbers, whole_number
+from skipstone.decoding.settings import layer_numbers, setting, whole_number
 from skipstone.methods.shared import profiles
 from skipstone.methods.shared.confidence import check_threshold
 from skipstone.methods.shared.layer_sets import Space
@@ -27,21 +27,21 @@ from skipstone.models.skipping import SkipSet
 
 @dataclass(frozen=True)
 class SelfSpeculative(Method):
-    """skip_attention: layers, counted from 0, neither the first nor the last, whose attention drafting leaves out.
-
-    skip_mlp: the same for MLPs. profile: a file of `skipstone search` that says so instead. num_speculative_tokens: most drafts
-    a step. stop_threshold: stop after a draft whose probability is below it; "adaptive" is the paper's rule (section 3.3).
-    """
+    """Draft & Verify: the target without a fixed set of its sublayers drafts."""
 
     name: ClassVar[str] = "self_speculative"
     aliases: ClassVar[dict[str, str]] = {"num_assistant_tokens": "num_speculative_tokens"}
     if_few_accepted: ClassVar[str] = "An acceptance rate that low says that the layer set does not suit the model or the text."
 
-    skip_attention: tuple[int, ...] = ()
-    skip_mlp: tuple[int, ...] = ()
-    profile: str | None = None
-    num_speculative_tokens: int = 12
-    stop_threshold: float | Literal["adaptive"] | None = "adaptive"
+    skip_attention: tuple[int, ...] = setting(
+        (), "layers, counted from 0, neither the first nor the last, whose attention drafting leaves out."
+    )
+    skip_mlp: tuple[int, ...] = setting((), "the same for MLPs.")
+    profile: str | None = setting(None, "a file of `skipstone search` that says so instead.")
+    num_speculative_tokens: int = setting(12, "most drafts a step.")
+    stop_threshold: float | Literal["adaptive"] | None = setting(
+        "adaptive", 'stop after a draft whose probability is below it; "adaptive" is the paper\'s rule (section 3.3).'
+    )
 
     def __post_init__(self) -> None:
         for name in ("skip_attention", "skip_mlp"):
@@ -65,7 +65,7 @@ class SelfSpeculative(Method):
             )
         return given
 
-    def start(self, model: LayeredModel, rows: int, capacity: int, state: Any = None) -> Session:
+    def start(self, model: LayeredModel, rows: int, capacity: int) -> Session:
         return SelfSpeculativeSession(self, model, rows, capacity)
 
 

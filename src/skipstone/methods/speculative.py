@@ -12,13 +12,13 @@ as transformers' assisted generation does.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, ClassVar, Literal
+from typing import ClassVar, Literal
 
 from torch import Tensor
 
 from skipstone.decoding.draft import Draft, RowVerdict
 from skipstone.decoding.session import Request, Session
-from skipstone.decoding.settings import whole_number
+from skipstone.decoding.settings import setting, whole_number
 from skipstone.methods.shared.confidence import Confidence, check_threshold
 from skipstone.methods.shared.draft_model import DraftModel
 from skipstone.methods.shared.second_model import DraftingSession, Paired
@@ -33,15 +33,7 @@ SURE = 0.4
 
 @dataclass(frozen=True)
 class Speculative(Paired):
-    """draft_model: a folder, a hub id, a bundled name or a model, with the target's vocabulary; None is the bundled one where
-    there is one of the target's vocabulary.
-
-    num_speculative_tokens: drafts a step; with the heuristic schedule, of the first. schedule: constant, heuristic or
-    confidence. confidence_threshold: of the confidence schedule, stop where the most probable token has less than it; 0.4 where
-    none is given. draft_device: where a named draft model is loaded, where the target is if none is given.
-    draft_dtype: in what, the target's if none is given. rejection_sample_method: "standard" is the paper's rule; "coupled"
-    draws drafts from the target's own noise: same seed, same text as plain sampling.
-    """
+    """Speculative decoding with a draft model."""
 
     name: ClassVar[str] = "speculative"
     aliases: ClassVar[dict[str, str]] = Paired.aliases | {
@@ -50,9 +42,11 @@ class Speculative(Paired):
         "assistant_confidence_threshold": "confidence_threshold",
     }
 
-    num_speculative_tokens: int = 5
-    schedule: Schedule = "constant"
-    confidence_threshold: float | Literal["adaptive"] | None = None
+    num_speculative_tokens: int = setting(5, "drafts a step; with the heuristic schedule, of the first.")
+    schedule: Schedule = setting("constant", "constant, heuristic or confidence.")
+    confidence_threshold: float | Literal["adaptive"] | None = setting(
+        None, "of the confidence schedule, stop where the most probable token has less than it; 0.4 where none is given."
+    )
 
     def check(self, model: LayeredModel) -> None:
         whole_number("num_speculative_tokens", self.num_speculative_tokens, 1)
@@ -63,7 +57,7 @@ class Speculative(Paired):
             raise ValueError(f'confidence_threshold goes with schedule="confidence", found schedule="{self.schedule}"')
         super().check(model)
 
-    def start(self, model: LayeredModel, rows: int, capacity: int, state: Any = None) -> Session:
+    def start(self, model: LayeredModel, rows: int, capacity: int) -> Session:
         return SpeculativeSession(self, model, self.helper(model), rows, capacity)
 
 

@@ -26,7 +26,7 @@ from skipstone.decoding.method import Method
 from skipstone.decoding.noise import TARGET
 from skipstone.decoding.sampling import Scores
 from skipstone.decoding.session import Request, Session
-from skipstone.decoding.settings import RejectionRule, check_rule, layer_numbers, whole_number
+from skipstone.decoding.settings import RejectionRule, check_rule, layer_numbers, setting, whole_number
 from skipstone.methods.adadecode import heads as exit_heads
 from skipstone.methods.adadecode.heads import ExitHeads
 from skipstone.methods.adadecode.state import ExitState
@@ -39,15 +39,7 @@ from skipstone.models.layered import LayeredModel
 
 @dataclass(frozen=True)
 class AdaDecode(Method):
-    """heads: a folder or hub id of heads that `skipstone train heads` made, a name of bundled ones, or "original": the model's
-    own head at middle layers (Table 3). None takes bundled heads where the model has some.
-
-    threshold: gamma, predict early where the most probable token has more than this. max_pending: early predictions a step.
-    exit_layers: candidates among the heads' layers; empty for all. verification: False keeps every early prediction (Table 3;
-    lossy). recheck: deeper heads look again at pending predictions; one that is sure of another token ends predicting.
-    guard: raise the threshold and leave out tests where they do not pay. rejection_sample_method: "standard" is Eq. 2,
-    "coupled" draws drafts from the target's own noise: same seed, same text as plain sampling.
-    """
+    """AdaDecode: light heads at middle layers predict early."""
 
     name: ClassVar[str] = "adadecode"
     aliases: ClassVar[dict[str, str]] = {
@@ -57,14 +49,22 @@ class AdaDecode(Method):
     }
     if_few_accepted: ClassVar[str] = "An acceptance rate that low says that the heads are not trained for this model or text."
 
-    heads: str | ExitHeads | None = None
-    threshold: float = 0.75
-    max_pending: int = 5
-    exit_layers: tuple[int, ...] = ()
-    verification: bool = True
-    recheck: bool = False
-    guard: bool = True
-    rejection_sample_method: RejectionRule = "standard"
+    heads: str | ExitHeads | None = setting(
+        None,
+        "a folder, a hub id or a bundled name of heads, or 'original': the model's own head; none: bundled heads",
+    )
+    threshold: float = setting(0.75, "gamma, predict early where the most probable token has more than this.")
+    max_pending: int = setting(5, "early predictions a step.")
+    exit_layers: tuple[int, ...] = setting((), "candidates among the heads' layers; empty for all.")
+    verification: bool = setting(True, "False keeps every early prediction (Table 3; lossy).")
+    recheck: bool = setting(
+        False, "deeper heads look again at pending predictions; one that is sure of another token ends predicting."
+    )
+    guard: bool = setting(True, "raise the threshold and leave out tests where they do not pay.")
+    rejection_sample_method: RejectionRule = setting(
+        "standard",
+        '"standard" is Eq. 2, "coupled" draws drafts from the target\'s own noise: same seed, same text as plain sampling.',
+    )
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "exit_layers", layer_numbers("exit_layers", self.exit_layers))
@@ -103,8 +103,8 @@ class AdaDecode(Method):
     def report(self, model: PreTrainedModel) -> dict[str, Any]:
         return states.known(self, None, model)
 
-    def start(self, model: LayeredModel, rows: int, capacity: int, state: Any = None) -> Session:
-        return AdaDecodeSession(self, model, rows, capacity, state or self._state(model, rows))
+    def start(self, model: LayeredModel, rows: int, capacity: int) -> Session:
+        return AdaDecodeSession(self, model, rows, capacity, self._state(model, rows))
 
     def _state(self, model: LayeredModel, rows: int) -> ExitState:
         heads = self._heads(model)

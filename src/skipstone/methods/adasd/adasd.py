@@ -27,7 +27,7 @@ from skipstone.decoding.draft import Draft, RowVerdict, Verdict
 from skipstone.decoding.method import OWN_FIELD
 from skipstone.decoding.sampling import Scores
 from skipstone.decoding.session import Request, Session
-from skipstone.decoding.settings import whole_number
+from skipstone.decoding.settings import setting, whole_number
 from skipstone.decoding.verify import js_distances, spread
 from skipstone.methods.adasd.thresholds import GenerationThreshold, Ledger, Variant, VerificationThreshold
 from skipstone.methods.shared import states
@@ -38,23 +38,15 @@ from skipstone.models.layered import LayeredModel
 
 @dataclass(frozen=True)
 class AdaSD(Paired):
-    """draft_model: a folder, a hub id, a bundled name or a model, with the target's vocabulary; None is the bundled one where
-    there is one of the target's vocabulary.
-
-    max_window: most drafts a step. relaxed: keep drafts whose distribution is near the target's (section 4.4; lossy).
-    adaptive_length: stop drafting at an uncertain token (section 4.3). fixed_window: drafts a step without adaptive_length.
-    variant: A, B or C of appendix B, of how near is near enough. draft_device: where a named draft model is loaded, where the
-    target is if none is given. draft_dtype: in what, the target's if none is given. rejection_sample_method: the ordinary rule,
-    "standard" or "coupled" (drafts are drawn from the target's own noise).
-    """
+    """AdaSD: a draft model with two thresholds that set themselves."""
 
     name: ClassVar[str] = "adasd"
 
-    max_window: int = 20
-    relaxed: bool = True
-    adaptive_length: bool = True
-    fixed_window: int = 5
-    variant: Variant | None = None
+    max_window: int = setting(20, "most drafts a step.")
+    relaxed: bool = setting(True, "keep drafts whose distribution is near the target's (section 4.4; lossy).")
+    adaptive_length: bool = setting(True, "stop drafting at an uncertain token (section 4.3).")
+    fixed_window: int = setting(5, "drafts a step without adaptive_length.")
+    variant: Variant | None = setting(None, "A, B or C of appendix B, of how near is near enough.")
 
     @property
     def lossless(self) -> bool:
@@ -87,9 +79,9 @@ class AdaSD(Paired):
         method = self.completed(getattr(model.generation_config, OWN_FIELD, None))
         return states.known(*method._key(), model)
 
-    def start(self, model: LayeredModel, rows: int, capacity: int, state: Any = None) -> Session:
+    def start(self, model: LayeredModel, rows: int, capacity: int) -> Session:
         own, more = self._key()
-        ledger = state or states.of(own, model, rows, more, lambda: Ledger(model.device))
+        ledger = states.of(own, model, rows, more, lambda: Ledger(model.device))
         return AdaSDSession(self, model, self.helper(model), rows, capacity, ledger)
 
 

@@ -4,7 +4,7 @@ of what it would say."""
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import ClassVar
 
 from torch import Tensor
@@ -14,7 +14,7 @@ from skipstone.decoding.draft import Draft, RowVerdict
 from skipstone.decoding.method import Method
 from skipstone.decoding.sampling import Scores
 from skipstone.decoding.session import PREFILL_CHUNK, Request, Session
-from skipstone.decoding.settings import RejectionRule, check_rule
+from skipstone.decoding.settings import RejectionRule, check_rule, setting
 from skipstone.methods.shared import draft_model as draft_models
 from skipstone.methods.shared.chain import Chain
 from skipstone.methods.shared.draft_model import DraftModel, called
@@ -36,10 +36,15 @@ class Paired(Method):
         "An acceptance rate that low says that the draft model does not suit the target or the text."
     )
 
-    draft_model: str | PreTrainedModel | None = None
-    draft_device: str | None = field(default=None, kw_only=True)
-    draft_dtype: str | None = field(default=None, kw_only=True)
-    rejection_sample_method: RejectionRule = field(default="standard", kw_only=True)
+    draft_model: str | PreTrainedModel | None = setting(
+        None,
+        "a folder, a hub id, a bundled name or a model object with the target's vocabulary; none: the bundled one that fits",
+    )
+    draft_device: str | None = setting(None, "where a named draft model is loaded; none: where the target is", kw_only=True)
+    draft_dtype: str | None = setting(None, "the dtype a named draft model is loaded in; none: the target's", kw_only=True)
+    rejection_sample_method: RejectionRule = setting(
+        "standard", '"standard" is Leviathan\'s rule; "coupled" draws drafts from the target\'s own noise', kw_only=True
+    )
 
     def check(self, model: LayeredModel) -> None:
         check_rule(self.rejection_sample_method)

@@ -27,7 +27,7 @@ from skipstone.decoding.draft import Draft, RowVerdict, Verdict
 from skipstone.decoding.method import Method
 from skipstone.decoding.sampling import Scores
 from skipstone.decoding.session import Request, Session
-from skipstone.decoding.settings import whole_number
+from skipstone.decoding.settings import setting, whole_number
 from skipstone.methods.shared import profiles, states
 from skipstone.methods.shared.confidence import check_threshold
 from skipstone.methods.shared.layer_sets import Space, Z
@@ -43,15 +43,7 @@ from skipstone.models.skipping import SkipSet
 
 @dataclass(frozen=True)
 class Swift(Method):
-    """skip_ratio: share of the sublayers between the first and the last layer that drafting leaves out, at the start.
-
-    num_speculative_tokens: most drafts a step. confidence_threshold: stop after a draft whose probability is below it; None
-    never stops early. context_window: generated tokens that a layer set is judged by. search: linear_ts, swift (the paper's),
-    random or uniform (none). objective: "speed" or the paper's "matchness". max_steps: evaluations after which the search ends.
-    patience: evaluations without a better set after which it ends. enough: matchness at which it ends. dynamic_verification:
-    runners-up are verified too. adjust: the skip ratio moves to where more is expected. guard: draft only where that pays.
-    profile: a file of `skipstone search`, instead of a search. search_seed: of the search; it changes speed and never the text.
-    """
+    """SWIFT: the target without sublayers that it finds while decoding drafts."""
 
     name: ClassVar[str] = "swift"
     aliases: ClassVar[dict[str, str]] = {"num_assistant_tokens": "num_speculative_tokens"}
@@ -59,20 +51,24 @@ class Swift(Method):
         "An acceptance rate that low says that this model does not bear skipping so many sublayers."
     )
 
-    skip_ratio: float = 0.45
-    num_speculative_tokens: int = 25
-    confidence_threshold: float | Literal["adaptive"] | None = 0.8
-    context_window: int = 32
-    search: str = "linear_ts"
-    objective: Literal["speed", "matchness"] = "speed"
-    max_steps: int = 1000
-    patience: int = 300
-    enough: float = 0.95
-    dynamic_verification: bool = True
-    adjust: bool = True
-    guard: bool = True
-    profile: str | None = None
-    search_seed: int = 0
+    skip_ratio: float = setting(
+        0.45, "share of the sublayers between the first and the last layer that drafting leaves out, at the start."
+    )
+    num_speculative_tokens: int = setting(25, "most drafts a step.")
+    confidence_threshold: float | Literal["adaptive"] | None = setting(
+        0.8, "stop after a draft whose probability is below it; None never stops early."
+    )
+    context_window: int = setting(32, "generated tokens that a layer set is judged by.")
+    search: str = setting("linear_ts", "linear_ts, swift (the paper's), random or uniform (none).")
+    objective: Literal["speed", "matchness"] = setting("speed", '"speed" or the paper\'s "matchness".')
+    max_steps: int = setting(1000, "evaluations after which the search ends.")
+    patience: int = setting(300, "evaluations without a better set after which it ends.")
+    enough: float = setting(0.95, "matchness at which it ends.")
+    dynamic_verification: bool = setting(True, "runners-up are verified too.")
+    adjust: bool = setting(True, "the skip ratio moves to where more is expected.")
+    guard: bool = setting(True, "draft only where that pays.")
+    profile: str | None = setting(None, "a file of `skipstone search`, instead of a search.")
+    search_seed: int = setting(0, "of the search; it changes speed and never the text.")
 
     def check(self, model: LayeredModel) -> None:
         space = Space(model.depth)
@@ -102,8 +98,8 @@ class Swift(Method):
     def report(self, model: PreTrainedModel) -> dict[str, Any]:
         return states.known(self, None, model)
 
-    def start(self, model: LayeredModel, rows: int, capacity: int, state: Any = None) -> Session:
-        return SwiftSession(self, model, rows, capacity, state or self._state(model, rows))
+    def start(self, model: LayeredModel, rows: int, capacity: int) -> Session:
+        return SwiftSession(self, model, rows, capacity, self._state(model, rows))
 
     def _state(self, model: LayeredModel, rows: int) -> SkipState:
         skip = None if self.profile is None else profiles.load(self.profile, model.model).skip
