@@ -54,7 +54,7 @@ def test_greedy_text_on_the_gpu_is_that_of_generate(model: PreTrainedModel, meth
 def test_a_decode_step_synchronises_once(model: PreTrainedModel, method: skipstone.Method, sampling: dict) -> None:
     ids = torch.randint(1, 97, (2, 12), device="cuda", generator=torch.Generator("cuda").manual_seed(1))
     call = prepare(model, ids, seed=3, max_new_tokens=40, **sampling)
-    decoder, _ = generation.start(paired(method), call)
+    decoder, _ = generation.admitted(paired(method), call)
     for _ in range(3):  # prefill and warm-up
         decoder.step()
     torch.cuda.synchronize()

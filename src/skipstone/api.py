@@ -31,9 +31,10 @@ def generate(
     """Generate with a decoding method.
 
     inputs: ids [B, T] (left-padded, with attention_mask=), a text, a list of texts, a chat (list of {"role", "content"}), or a
-    list of chats; text needs `tokenizer`. method: a Method, a name, {"method": name, ...}, or None for the model's default.
-    seed: row i of the batch draws from seed + i, or from its own when a list is given. record: keep per-token figures in
-    `output.steps`. options: `GenerationConfig` fields and keyword arguments of `model.generate`, with HF's meaning.
+    list of chats; text needs `tokenizer`. method: a Method, a name with settings ("layerskip exit_layer=4"), a mapping
+    {"method": name, ...}, or None for the model's default. seed: of the first row, from which every further row gets its own;
+    or a list with one per row. record: keep per-token figures in `output.steps`. options: `GenerationConfig` fields and keyword
+    arguments of `model.generate`, with HF's meaning.
 
     Returns an `Output`: sequences [B, T_total] int64, new_tokens per row, stats, and text when text came in.
     ValueError for anything that is not supported, before any work is done.

@@ -29,7 +29,7 @@ from skipstone import (
 from skipstone.decoding.draft import RowVerdict, Verdict
 from skipstone.decoding.loop import Decoder, run
 from skipstone.decoding.pace import Pace
-from skipstone.decoding.stopping import Row
+from skipstone.decoding.stopping import RunningRequest
 from skipstone.methods.shared.chain import LOOK_EVERY
 from skipstone.models import host
 from skipstone.models.layered import LayeredModel
@@ -251,7 +251,7 @@ def test_the_stopping_rules_cut_in_one_place() -> None:
     def taken(tokens: list[int], **given: Any) -> RowVerdict:
         request = Request(torch.tensor([1, 2]), **{"max_new_tokens": 9, **given})
         verdict = RowVerdict(list(range(len(tokens) - 1)), tokens, "bonus", 3, 0)
-        Row(request).take(verdict)
+        RunningRequest(request).take(verdict)
         return verdict
 
     whole = taken([5, 6, 7])

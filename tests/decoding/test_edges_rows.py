@@ -10,6 +10,7 @@ from transformers import PreTrainedModel
 
 from skipstone import Autoregressive, Decoder, LayeredModel, LayerSkip, Request, Sampling
 from skipstone.decoding.loop import run
+from skipstone.decoding.noise import row_seed
 from tests.helpers import families
 from tests.helpers.settings_edges import COUPLED, QUIET, SAMPLING, SKIP
 from tests.helpers.support import alone, decode
@@ -65,17 +66,22 @@ class TestNeighbours:
 
         assert texts(fresh(), *requests) == [texts(fresh(), request)[0] for request in requests]
 
-    def test_a_seed_counts_up_over_the_rows(self, model: PreTrainedModel, batch: list[Tensor]) -> None:
-        counted = decode(model, batch, SKIP, seed=5, **SAMPLING).new_tokens
-        assert counted == decode(model, batch, SKIP, seed=[5, 6, 7], **SAMPLING).new_tokens
-        assert counted != decode(model, batch, SKIP, seed=[5, 5, 5], **SAMPLING).new_tokens
+    def test_a_seed_gives_every_row_its_own(self, model: PreTrainedModel, batch: list[Tensor]) -> None:
+        derived = decode(model, batch, SKIP, seed=5, **SAMPLING).new_tokens
+        assert derived == decode(model, batch, SKIP, seed=[5, row_seed(5, 1), row_seed(5, 2)], **SAMPLING).new_tokens
+        assert derived != decode(model, batch, SKIP, seed=[5, 5, 5], **SAMPLING).new_tokens
+
+    def test_calls_with_neighbouring_seeds_share_no_row(self, model: PreTrainedModel, batch: list[Tensor]) -> None:
+        same = [batch[0]] * 3
+        rows = [tuple(row) for seed in (5, 6, 7) for row in decode(model, same, SKIP, seed=seed, **SAMPLING).new_tokens or []]
+        assert len(set(rows)) == 9
 
     def test_num_return_sequences_are_rows_with_seeds_of_their_own(self, model: PreTrainedModel, batch: list[Tensor]) -> None:
         output = decode(model, batch[:2], SKIP, num_return_sequences=3, seed=20, **SAMPLING)
         assert output.new_tokens is not None
         assert output.sequences.shape[0] == 6
         for row, text in enumerate(output.new_tokens):
-            assert [text] == decode(model, [batch[row // 3]], SKIP, seed=20 + row, **SAMPLING).new_tokens
+            assert [text] == decode(model, [batch[row // 3]], SKIP, seed=row_seed(20, row), **SAMPLING).new_tokens
         assert len(set(map(tuple, output.new_tokens))) > 2
 
 

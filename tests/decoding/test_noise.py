@@ -12,7 +12,7 @@ from scipy import stats
 from torch import Tensor
 
 from skipstone.decoding import noise
-from skipstone.decoding.noise import ACCEPT, DRAFT, STREAMS, TARGET, Noise, substream, uniform
+from skipstone.decoding.noise import ACCEPT, DRAFT, STREAMS, TARGET, Noise, row_seed, substream, uniform
 
 STREAM_IDS = (TARGET, ACCEPT, DRAFT, substream(ACCEPT, 1), substream(DRAFT, 1), substream(DRAFT, 30))
 # A chi-square or KS test below fails a right generator with this probability, and each is run on fixed seeds.
@@ -186,3 +186,23 @@ def test_the_acceptance_test_and_the_draft_draw_of_a_place_are_independent() -> 
     for table in (np.bincount(passed * vocab + token), np.bincount(token * vocab + recovered)):
         found: Any = stats.chi2_contingency(table.reshape(-1, vocab))
         assert found.pvalue > ALPHA
+
+
+class TestRowSeeds:
+    def test_the_first_row_has_the_seed_of_the_call(self) -> None:
+        assert [row_seed(seed, 0) for seed in (0, 7, (1 << 63) + 7)] == [0, 7, 7]
+
+    def test_further_rows_are_hashed_from_seed_and_row_as_written_here(self) -> None:
+        def mixed(x: int) -> int:
+            x = ((x ^ (x >> 30)) * 0xBF58476D1CE4E5B9) % (1 << 64)
+            x = ((x ^ (x >> 27)) * 0x94D049BB133111EB) % (1 << 64)
+            return x ^ (x >> 31)
+
+        golden = 0x9E3779B97F4A7C15
+        for seed, row in [(0, 1), (5, 1), (5, 2), (-3, 9), ((1 << 63) - 1, 4095)]:
+            inner = mixed((seed + golden) % (1 << 64))
+            assert row_seed(seed, row) == mixed((inner + row * golden) % (1 << 64)) % (1 << 63)
+
+    def test_no_two_of_many_neighbouring_seeds_and_rows_are_alike(self) -> None:
+        seeds = {row_seed(seed, row) for seed in range(64) for row in range(64)}
+        assert len(seeds) == 64 * 64

@@ -16,7 +16,7 @@ from skipstone.decoding.draft import Draft, RowVerdict, Verdict
 from skipstone.decoding.noise import DRAFT
 from skipstone.decoding.sampling import Sampler, Scores, Warping
 from skipstone.decoding.session import Session
-from skipstone.decoding.stopping import Row
+from skipstone.decoding.stopping import RunningRequest
 from skipstone.methods.layerskip import LayerSkipSession
 from skipstone.methods.shared.confidence import Confidence
 from skipstone.models import layered as model_module
@@ -168,11 +168,11 @@ def trash_in_slot_zero(patch: Patch) -> None:
 
 
 def only_the_last_token_can_end(patch: Patch) -> None:
-    def take(self: Row, verdict: RowVerdict) -> None:
+    def take(self: RunningRequest, verdict: RowVerdict) -> None:
         self.tokens += verdict.tokens
         verdict.finished = len(self.tokens) >= self.request.max_new_tokens or self.tokens[-1] in self.request.eos
 
-    patch.setattr(Row, "take", take)
+    patch.setattr(RunningRequest, "take", take)
 
 
 def threshold_left_by_the_last_request(patch: Patch) -> None:

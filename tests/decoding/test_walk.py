@@ -50,7 +50,7 @@ def test_match_equals_a_plain_python_walk(chain: bool) -> None:
             count = int(verdict.accepted[row])
             assert verdict.path[row, :count].tolist() == path
             assert verdict.tokens[row, : count + 1].tolist() == tokens
-            assert int(verdict.next_token[row]) == tokens[-1]
+            assert int(verdict.tokens[row, verdict.accepted[row]]) == tokens[-1]
             deepest = max(deepest, count)
             assert draft.candidate is not None
             barred += not bool(draft.candidate[row].all())
@@ -143,7 +143,7 @@ def test_leviathan_never_accepts_a_node_that_is_no_candidate() -> None:
         noise = Noise(torch.tensor([seed]))
         verdict = verify.leviathan(draft, lambda *_: q[:, 0], torch.tensor([4]), noise)
         assert int(verdict.accepted) == 1
-        seen.add(int(verdict.next_token))
+        seen.add(int(verdict.tokens[0, verdict.accepted[0]]))
     assert seen == {0, 1, 2, 3}
 
 

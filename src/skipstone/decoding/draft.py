@@ -1,4 +1,4 @@
-"""The nouns that every stage of the loop speaks: Draft -> Scores -> Verdict -> Step -> Stats, and the Output of a call.
+"""What is proposed, and what became of it: Draft -> Verdict on the device -> RowVerdict on the host.
 
 Shapes: B rows, n draft tokens, V vocabulary. p is the target's processed distribution, q the draft's.
 """
@@ -6,13 +6,11 @@ Shapes: B rows, n draft tokens, V vocabulary. p is the target's processed distri
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
-if TYPE_CHECKING:
-    from skipstone.models.frontier import Frontier
+from skipstone.models.frontier import Frontier
 
 
 @dataclass(slots=True)
@@ -25,7 +23,8 @@ class Draft:
         (a deterministic drafter, or one whose draws are coupled to the target's).
     stochastic: [B, n] bool, only beside q: False marks a node whose q is one-hot whatever `q` holds.
     candidate: [B, n] bool, False for nodes that are scored but may never be accepted (Lookahead's window).
-    source, exit_layer: [B, n] int64 and confidence: [B, n] float, for reports only.
+    exit_layer: [B, n] int64, the layer that each token was drafted at, for reports only.
+    confidence: [B, n] float, the drafter's probability of each token.
     draft_steps: [B] int64, passes of the drafter each row took part in; None means one per token that may be accepted.
     levels: most nodes on one path, where the builder of a tree knows; None means as many as there are nodes.
     Law: no two siblings that may be accepted carry the same token.
@@ -38,7 +37,6 @@ class Draft:
     q: Tensor | None = None
     stochastic: Tensor | None = None
     candidate: Tensor | None = None
-    source: Tensor | None = None
     exit_layer: Tensor | None = None
     confidence: Tensor | None = None
     draft_steps: Tensor | None = None
@@ -94,11 +92,6 @@ class Verdict:
     accepted: Tensor
     overruled: Tensor | None = None
     notes: Tensor | None = None
-
-    @property
-    def next_token(self) -> Tensor:
-        """[B] int64: the recovered token after a rejection, the bonus token after a full acceptance."""
-        return self.tokens.gather(1, self.accepted[:, None]).squeeze(1)
 
     def tolist(self, draft: Draft) -> list[RowVerdict]:
         """The verdict on the host, in one transfer from the device: the only synchronisation of a step."""

@@ -16,9 +16,9 @@ from skipstone.decoding.pace import Pace
 from skipstone.decoding.sampling import Scores
 from skipstone.decoding.session import PREFILL_CHUNK, Request, Session
 from skipstone.decoding.step import Step
-from skipstone.decoding.stopping import Row
+from skipstone.decoding.stopping import RunningRequest
 
-NOTHING = RowVerdict([], [], "", 0, 0)  # of a row that took no part
+NOTHING = RowVerdict([], [], "", 0, 0)  # the verdict of a row that took no part in a step
 
 Recorder = Callable[[Step, Draft, Scores, list[RowVerdict]], None]
 """Called before the commit of every step; adds to the Step what its caller wants kept."""
@@ -63,15 +63,15 @@ class Decoder:
         self, session: Session, *, chunk: int = PREFILL_CHUNK, recorder: Recorder | None = None, probing: bool = False
     ) -> None:
         self.session, self.chunk, self.recorder, self.probing = session, chunk, recorder, probing
-        self.rows: list[Row | None] = [None] * session.rows
+        self.rows: list[RunningRequest | None] = [None] * session.rows
         self.pace = Pace()
 
     def admit(self, row: int, request: Request) -> None:
         """Start a request on a free row."""
         self.session.admit(row, request)
-        self.rows[row] = Row(request)
+        self.rows[row] = RunningRequest(request)
 
-    def release(self, row: int) -> Row | None:
+    def release(self, row: int) -> RunningRequest | None:
         """Take a row out, finished or not. Returns what it has generated."""
         state, self.rows[row] = self.rows[row], None
         self.session.release(row)
@@ -125,9 +125,8 @@ class Decoder:
         return self._retire(step)
 
     def _limits(self) -> list[int]:
-        """Most draft tokens per row: the token that verification adds must fit too."""
-        rows = zip(self.rows, self.session.alive, strict=True)
-        return [row.request.max_new_tokens - len(row.tokens) - 1 if row and alive else 0 for row, alive in rows]
+        """Most draft tokens per row."""
+        return [row.room if row and alive else 0 for row, alive in zip(self.rows, self.session.alive, strict=True)]
 
     def _settle(self, draft: Draft, verdict: Verdict, live: list[int]) -> list[RowVerdict]:
         """The verdict on the host, cut by the stopping rules; nothing for rows that took no part."""

@@ -1,7 +1,6 @@
 """What a decoding method is: a frozen dataclass of hyper-parameters that starts sessions.
 
-The loop knows methods only through this file and `Session`. A method is also the callable that transformers'
-`generate(custom_generate=...)` wants.
+The loop knows methods only through this file and `Session`.
 """
 
 from __future__ import annotations
@@ -24,9 +23,9 @@ OWN_FIELD = "skipstone"
 class Method:
     """Base of all methods. Fields of subclasses are the paper's hyper-parameters with the paper's defaults.
 
-    name: how users call it. aliases: other packages' spellings of
-    fields, accepted with a warning. if_few_accepted: what it means for this method that hardly any draft is accepted.
-    by_model: fields that have no default but a model's own; None leaves them to it.
+    name: how users call it. aliases: other packages' spellings of fields, accepted with a warning. if_few_accepted: what it
+    means for this method that hardly any draft is accepted. by_model: fields whose default is the model's own; None leaves
+    them to it.
     """
 
     name: ClassVar[str]

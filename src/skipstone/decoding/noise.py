@@ -17,7 +17,7 @@ from torch import Tensor
 TARGET = 0  # the draw that decides the token at a position (plain, recovered, bonus, and both sides of a coupled draw)
 ACCEPT = 1  # Leviathan's acceptance test
 DRAFT = 2  # the drafter's own draw
-STREAMS = 3
+STREAMS = 3  # how many there are
 
 
 Index = TypeVar("Index", int, Tensor)
@@ -58,6 +58,18 @@ def _mix(x: Tensor) -> Tensor:
 def _unit(bits: Tensor) -> Tensor:
     """Hashed int64 -> float64 in the open interval (0, 1): the scale keeps the ends half a step away."""
     return bits.double().mul_(_SCALE).add_(0.5)
+
+
+def row_seed(seed: int, row: int) -> int:
+    """The seed of a row of a batch, in [0, 2^63).
+
+    Row 0 has the call's own seed. Every further row has one hashed from (seed, row), so that two calls with neighbouring
+    seeds share no row.
+    """
+    if row == 0:
+        return seed % (1 << 63)
+    hashed = _mix(_mix(torch.tensor([_signed(seed % (1 << 64))]) + _PLACE) + row * _PLACE)  # [1] int64
+    return int(hashed) % (1 << 63)
 
 
 def uniform(seed: Tensor, position: Tensor, stream: int, size: int = 1) -> Tensor:

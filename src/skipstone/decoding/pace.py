@@ -1,48 +1,53 @@
-"""Does speculation pay here? What steps cost, and plain steps taken now and then to compare them with."""
+"""Does speculation pay here? The loop counts what steps cost and takes a few plain steps to compare them with."""
 
 from __future__ import annotations
 
 from skipstone.decoding.stats import Stats
 from skipstone.decoding.step import Step
 
+WARM_UP = 8  # turns of the loop before the first probe
+SPACING = 6  # turns between two probes
+PROBES = 3  # most probes of one run
+FEW_TOKENS = 1.75  # mean tokens a step from which on nobody doubts that drafting pays
+
 
 class Pace:
-    """Does speculation pay here? Plain steps taken now and then tell what plain decoding costs.
+    """What the steps of one run cost, and a few plain steps ("probes") that tell what plain decoding costs.
 
-    A probe commits a token like any step, so it costs little; it is taken only where the text cannot depend on it (greedy rows)
-    and where steps commit few tokens, not in lossy modes. Which steps are probes follows from the tokens, never from the time.
+    A probe commits a token like any step, so it costs little. It is taken only where the text cannot depend on it (greedy rows
+    of a lossless method) and where steps commit few tokens. Which steps are probes follows from the tokens, never from the
+    time, so that a call takes the same steps every time.
     """
-
-    WARM_UP, SPACING, PROBES, FEW_TOKENS = 8, 6, 3, 1.75
 
     def __init__(self) -> None:
         self.stats = Stats()
         self.since_probe = 0
 
     def add(self, step: Step) -> None:
+        """Count a decoding step."""
         self.stats.add(step)
         self.since_probe = 0 if step.probe else self.since_probe + 1
 
     def wants_probe(self) -> bool:
+        """Whether the next step should be a plain one."""
         s = self.stats
-        if s.turns < self.WARM_UP or s.probes >= self.PROBES or self.since_probe < self.SPACING:
+        if s.turns < WARM_UP or s.probes >= PROBES or self.since_probe < SPACING:
             return False
-        return s.draft_steps > 0 and s.mean_acceptance_length < self.FEW_TOKENS
+        return s.draft_steps > 0 and s.mean_acceptance_length < FEW_TOKENS
 
     def bound(self) -> float | None:
-        """Speed-up if a plain step cost one draft pass and one scoring pass: no plain step costs more."""
+        """The speed-up over plain decoding if a plain step cost one draft pass and one scoring pass. No plain step costs more,
+        so the true speed-up is at most this. None before anything was drafted."""
         s = self.stats
-        seconds = s.seconds_search + s.seconds_draft + s.seconds_score + s.seconds_other
-        if not s.turns or not seconds or not s.draft_steps:
+        if not s.turns or not s.seconds_drafting or not s.draft_steps:
             return None
         passes = max(s.draft_steps / s.steps, 1.0)
         plain = (s.seconds_draft / passes + s.seconds_score) / s.turns
-        return s.mean_acceptance_length * plain / (seconds / s.turns)
+        return s.mean_acceptance_length * plain / (s.seconds_drafting / s.turns)
 
     def estimate(self) -> float | None:
-        """Measured speed-up over plain steps of the same run; None without probes."""
+        """The speed-up over the plain steps of the same run; None without probes."""
         s = self.stats
         if not s.probes or not s.turns:
             return None
-        seconds = s.seconds_search + s.seconds_draft + s.seconds_score + s.seconds_other
-        return s.mean_acceptance_length * (s.seconds_probe / s.probes) / (seconds / s.turns)
+        return s.mean_acceptance_length * (s.seconds_probe / s.probes) / (s.seconds_drafting / s.turns)

@@ -21,7 +21,7 @@ from skipstone.models.host import on_device
 Processor = Callable[[Tensor, Tensor], Tensor]
 """A transformers LogitsProcessor: (ids [1, T] int64, scores [1, V] float32) -> scores [1, V]. Must be a pure function."""
 
-AT_ONCE = 1 << 16  # scores of a step: up to here a CPU spends more on calling operators than in them
+AT_ONCE = 1 << 16  # logits of a step up to which a CPU spends more time on calling operators than in them
 
 
 @dataclass(frozen=True)

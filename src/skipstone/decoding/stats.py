@@ -62,9 +62,14 @@ class Stats:
             setattr(self, name, getattr(self, name) + getattr(step, name))
 
     @property
+    def seconds_drafting(self) -> float:
+        """Time of all decoding steps but the probes."""
+        return self.seconds_search + self.seconds_draft + self.seconds_score + self.seconds_other
+
+    @property
     def seconds(self) -> float:
         """Decoding time without the prefill."""
-        return self.seconds_search + self.seconds_draft + self.seconds_score + self.seconds_other + self.seconds_probe
+        return self.seconds_drafting + self.seconds_probe
 
     @property
     def acceptance_rate(self) -> float:

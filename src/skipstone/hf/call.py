@@ -1,4 +1,4 @@
-"""Hugging Face's options, with Hugging Face's meaning: a prepared `generate` call in, one Request per row out."""
+"""A `generate` call, prepared by transformers itself: its options are merged and validated there, and refused here."""
 
 from __future__ import annotations
 
@@ -15,17 +15,12 @@ from torch import Tensor
 from transformers import GenerationConfig, PreTrainedModel
 from transformers.generation.logits_process import LogitsProcessorList
 from transformers.generation.stopping_criteria import (
-    EosTokenCriteria,
-    MaxLengthCriteria,
     StoppingCriteriaList,
     StopStringCriteria,
 )
 
 from skipstone.decoding.method import OWN_FIELD, Method
-from skipstone.decoding.sampling import Sampling
-from skipstone.decoding.session import Request
-from skipstone.hf.fields import EXOTIC, FIELDS, merged_fields, refuse_fields
-from skipstone.hf.processors import RowProcessors, warpers
+from skipstone.hf.fields import FIELDS, merged_fields, refuse_fields
 from skipstone.methods import resolve
 from skipstone.models.layered import LayeredModel, unwrapped
 
@@ -40,7 +35,7 @@ ARGUMENTS = (
 )
 """Keyword arguments of `model.generate` that are no fields of GenerationConfig and that skipstone takes."""
 
-_REFUSED = {
+REFUSED_ARGUMENTS = {
     "past_key_values": "skipstone keeps its own KV store",
     "inputs_embeds": "skipstone needs token ids",
     "assistant_model": "skipstone drafts with its own methods; an enabled model.generate passes such calls on",
@@ -50,8 +45,6 @@ _REFUSED = {
     "synced_gpus": "skipstone decodes on one device",
     "token_type_ids": "skipstone hands nothing but token ids to the model; tokenise with return_token_type_ids=False",
 }
-_PREPARED = ("attention_mask", "position_ids", "past_key_values", "use_cache", "logits_to_keep")
-"""What transformers prepares for the model's forward, and what `_check_inputs` looks at."""
 
 
 @dataclass
@@ -59,8 +52,8 @@ class Call:
     """A `generate` call as transformers hands it to a custom decoding function: everything prepared for the padded batch.
 
     input_ids: [B, T] int64, left-padded. logits_processor, stopping_criteria: prepared lists, user's objects included.
-    seed: of row 0, row i gets seed + i; or one seed per row; None draws one from torch's generator. layered: the model's
-    modules and facts, where the caller has looked them up already.
+    seed: of row 0, from which further rows get their own (`noise.row_seed`); a list has one per row; None draws one from
+    torch's generator. layered: the model's modules and facts, where the caller has looked them up already.
     """
 
     model: PreTrainedModel
@@ -149,7 +142,7 @@ def prepare(model: PreTrainedModel, input_ids: Tensor | None, seed: int | list[i
     """
     _check_arguments(model, kwargs)
     if input_ids is not None:
-        _check_shapes(input_ids, kwargs.get("attention_mask"))
+        check_shapes(input_ids, kwargs.get("attention_mask"))
 
     def capture(
         model: PreTrainedModel,
@@ -165,40 +158,22 @@ def prepare(model: PreTrainedModel, input_ids: Tensor | None, seed: int | list[i
     return kind.generate(model, input_ids, custom_generate=capture, **kwargs)
 
 
-def requests(call: Call) -> list[Request]:
-    """One Request per row. ValueError for what skipstone does not support and for inputs that cannot be decoded."""
-    refuse_fields(call.config.to_dict())
-    _check_inputs(call)
-    max_new_tokens = _max_new_tokens(call)
-    eos = frozenset(
-        token for c in call.stopping_criteria if isinstance(c, EosTokenCriteria) for token in c.eos_token_id.tolist()
-    )
-    criteria = [c for c in call.stopping_criteria if not isinstance(c, (EosTokenCriteria, MaxLengthCriteria))]
-    prompts = call.prompts
-    seeds = _seeds(call, len(prompts))
-    processors = RowProcessors(call.model, call.config, call.input_ids, call.model_kwargs, call.logits_processor)
-    return [
-        Request(prompt, max_new_tokens, eos, _sampling(call, seeds[row], processors.of(row, prompt, max_new_tokens)), criteria)
-        for row, prompt in enumerate(prompts)
-    ]
-
-
 def _check_arguments(model: PreTrainedModel, kwargs: dict[str, Any]) -> None:
     """ValueError for an argument that transformers would not know, would drop, or that skipstone does not support."""
     for name, value in kwargs.items():
         if name in FIELDS or name in ARGUMENTS:
             continue
-        if name in _REFUSED:
+        if name in REFUSED_ARGUMENTS:
             if value is None or value is False:
                 continue
-            raise ValueError(f"{name} is not supported: {_REFUSED[name]}")
+            raise ValueError(f"{name} is not supported: {REFUSED_ARGUMENTS[name]}")
         close = difflib.get_close_matches(name, [*FIELDS, *ARGUMENTS], n=1)
         hint = f"did you mean {close[0]}?" if close else "a method's own settings go into method={'method': name, ...}"
         raise ValueError(f"unknown option {name}={reprlib.repr(value)}; {hint}")
     refuse_fields(merged_fields(model.generation_config, kwargs.get("generation_config"), kwargs))
 
 
-def _check_shapes(ids: Tensor, mask: Any) -> None:
+def check_shapes(ids: Tensor, mask: Any) -> None:
     if ids.ndim != 2 or ids.shape[1] == 0 or ids.shape[0] == 0:
         raise ValueError(f"input_ids must be [batch, length] with at least one token, found shape {list(ids.shape)}")
     if ids.is_floating_point() or ids.is_complex() or ids.dtype == torch.bool:
@@ -206,62 +181,3 @@ def _check_shapes(ids: Tensor, mask: Any) -> None:
     if mask is not None and (not isinstance(mask, Tensor) or mask.shape != ids.shape):
         found = list(mask.shape) if isinstance(mask, Tensor) else type(mask).__name__
         raise ValueError(f"attention_mask must have the shape of input_ids, {list(ids.shape)}, found {found}")
-
-
-def _check_inputs(call: Call) -> None:
-    ids, extra = call.input_ids, call.model_kwargs
-    mask = extra.get("attention_mask")
-    _check_shapes(ids, mask)
-    for name, value in extra.items():
-        if name not in _PREPARED and value is not None and value is not False:
-            reason = _REFUSED.get(name, "skipstone hands nothing but token ids to the model")
-            raise ValueError(f"{name} is not supported: {reason}")
-    cache = extra.get("past_key_values")
-    if cache is not None and cache.get_seq_length() > 0:
-        raise ValueError(f"past_key_values of {cache.get_seq_length()} tokens are not supported: {_REFUSED['past_key_values']}")
-    real = torch.ones_like(ids) if mask is None else (mask != 0).long()
-    if not bool(real.any(1).all()):
-        row = int(real.any(1).int().argmin())
-        raise ValueError(f"row {row} of the batch is all padding; every row needs at least one token")
-    positions = extra.get("position_ids")
-    if positions is not None and not bool(((positions == real.cumsum(1) - 1) | (real == 0)).all()):
-        raise ValueError("position_ids other than 0, 1, 2, ... over the unpadded tokens of a row are not supported")
-
-
-def _max_new_tokens(call: Call) -> int:
-    limits = [c.max_length for c in call.stopping_criteria if isinstance(c, MaxLengthCriteria)]
-    limits = limits or [call.config.max_length]
-    count = min(limits) - call.input_ids.shape[1]
-    if count < 1:
-        raise ValueError(f"max_new_tokens must be at least 1, found {count} (max_length less the prompt)")
-    return count
-
-
-def _seeds(call: Call, rows: int) -> list[int]:
-    seed = call.seed
-    if seed is None:  # greedy rows draw nothing, so torch's generator stays where it is
-        seed = int(torch.randint(1 << 62, ()).item()) if call.config.do_sample else 0
-    if isinstance(seed, int) and not isinstance(seed, bool):
-        return [(seed + row) % (1 << 63) for row in range(rows)]
-    if isinstance(seed, list) and len(seed) == rows and all(type(s) is int for s in seed):
-        return [s % (1 << 63) for s in seed]
-    raise ValueError(f"seed must be an integer or a list of {rows} integers, one per row, found {seed!r}")
-
-
-def _sampling(call: Call, seed: int, processors: list[Any]) -> Sampling:
-    config = call.config
-    if not config.do_sample:
-        return Sampling(seed=seed, processors=processors)
-    temperature = 1.0 if config.temperature is None else config.temperature
-    if temperature <= 0:
-        raise ValueError(f"temperature must be positive when do_sample=True, found {temperature}; greedy is do_sample=False")
-    exotic = any(getattr(config, name, None) not in (None, neutral) for name, neutral in EXOTIC.items())
-    return Sampling(
-        temperature=temperature,
-        top_k=config.top_k or 0,
-        top_p=1.0 if config.top_p is None else config.top_p,
-        min_p=config.min_p or 0.0,
-        seed=seed,
-        processors=processors,
-        warpers=warpers(call.model, config) if exotic else [],
-    )

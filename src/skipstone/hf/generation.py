@@ -4,45 +4,46 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Iterator
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from skipstone.decoding.loop import PREFILL_CHUNK, Decoder, run
+from skipstone.decoding.method import Method
 from skipstone.decoding.record import Keeper
 from skipstone.decoding.session import Request
 from skipstone.decoding.stats import Stats
 from skipstone.decoding.step import Step
-from skipstone.hf.call import Call, requests
+from skipstone.hf.call import Call
 from skipstone.hf.output import Output
+from skipstone.hf.requests import requests
 from skipstone.models.layered import LayeredModel
 
-if TYPE_CHECKING:
-    from skipstone.decoding.method import Method
+SLOWER = 0.95  # speed-ups below this are warned about
+FEW_ACCEPTED = 0.1  # acceptance rates below this are warned about
+ENOUGH_TURNS = 16  # turns of the loop before a run is judged
 
-SLOWER, FEW_ACCEPTED, ENOUGH_TURNS = 0.95, 0.1, 16
 
-
-def start(method: Method, call: Call, keeper: Keeper | None = None) -> tuple[Decoder, list[Request]]:
-    """Check everything, then admit every row of the call. All errors of the user's making are raised here."""
+def admitted(method: Method, call: Call, keeper: Keeper | None = None) -> tuple[Decoder, list[Request]]:
+    """A decoder with every row of a call admitted, and the rows' requests. All errors of the user's making are raised here."""
     layered = call.layered or LayeredModel(call.model)
     method.check(layered)
-    admitted = requests(call)
-    needed = max(len(request.prompt) + request.max_new_tokens for request in admitted)
-    session = method.start(layered, len(admitted), needed)
+    wanted = requests(call)
+    needed = max(len(request.prompt) + request.max_new_tokens for request in wanted)
+    session = method.start(layered, len(wanted), needed)
     chunk = call.config.prefill_chunk_size
     if chunk is not None and chunk < 1:
         raise ValueError(f"prefill_chunk_size must be at least 1, found {chunk}")
     decoder = Decoder(session, chunk=chunk or PREFILL_CHUNK, recorder=keeper, probing=method.lossless)
-    for row, request in enumerate(admitted):
+    for row, request in enumerate(wanted):
         decoder.admit(row, request)
-    return decoder, admitted
+    return decoder, wanted
 
 
 def steps(method: Method, call: Call, record: bool = False) -> Iterator[Step]:
     """The loop as an iterator of Steps. Errors are raised at the call, not at the first step."""
-    decoder, _ = start(method, call, Keeper(record=True) if record else None)
+    decoder, _ = admitted(method, call, Keeper(record=True) if record else None)
     return _watched(method, decoder)
 
 
@@ -57,11 +58,11 @@ def complete(method: Method, call: Call, streamer: Any = None, record: bool = Fa
     if streamer is not None and call.input_ids.shape[0] > 1:
         raise ValueError(f"streamers take one row, found a batch of {call.input_ids.shape[0]}")
     keeper = _keeper(call, record)
-    decoder, admitted = start(method, call, keeper)
+    decoder, wanted = admitted(method, call, keeper)
     if streamer is not None:
         streamer.put(call.input_ids.cpu())
     stats, kept = Stats(), []
-    new: list[list[int]] = [[] for _ in admitted]
+    new: list[list[int]] = [[] for _ in wanted]
     for step in run(decoder):
         stats.add(step)
         for tokens, more in zip(new, step.tokens, strict=True):

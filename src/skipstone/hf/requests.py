@@ -1,0 +1,97 @@
+"""A prepared call as one Request per row: what it stops at, how it samples, which processors it has."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from transformers.generation.stopping_criteria import EosTokenCriteria, MaxLengthCriteria
+
+from skipstone.decoding.noise import row_seed
+from skipstone.decoding.sampling import Sampling
+from skipstone.decoding.session import Request
+from skipstone.hf.call import REFUSED_ARGUMENTS, Call, check_shapes
+from skipstone.hf.fields import EXOTIC, refuse_fields
+from skipstone.hf.processors import RowProcessors, warpers
+
+_PREPARED = ("attention_mask", "position_ids", "past_key_values", "use_cache", "logits_to_keep")
+"""What transformers prepares for the model's forward, and what `_check_inputs` looks at."""
+
+
+def requests(call: Call) -> list[Request]:
+    """One Request per row. ValueError for what skipstone does not support and for inputs that cannot be decoded."""
+    refuse_fields(call.config.to_dict())
+    _check_inputs(call)
+    max_new_tokens = _max_new_tokens(call)
+    eos = frozenset(
+        token for c in call.stopping_criteria if isinstance(c, EosTokenCriteria) for token in c.eos_token_id.tolist()
+    )
+    criteria = [c for c in call.stopping_criteria if not isinstance(c, (EosTokenCriteria, MaxLengthCriteria))]
+    prompts = call.prompts
+    seeds = _seeds(call, len(prompts))
+    processors = RowProcessors(call.model, call.config, call.input_ids, call.model_kwargs, call.logits_processor)
+    return [
+        Request(prompt, max_new_tokens, eos, _sampling(call, seeds[row], processors.of(row, prompt, max_new_tokens)), criteria)
+        for row, prompt in enumerate(prompts)
+    ]
+
+
+def _check_inputs(call: Call) -> None:
+    ids, extra = call.input_ids, call.model_kwargs
+    mask = extra.get("attention_mask")
+    check_shapes(ids, mask)
+    for name, value in extra.items():
+        if name not in _PREPARED and value is not None and value is not False:
+            reason = REFUSED_ARGUMENTS.get(name, "skipstone hands nothing but token ids to the model")
+            raise ValueError(f"{name} is not supported: {reason}")
+    cache = extra.get("past_key_values")
+    if cache is not None and cache.get_seq_length() > 0:
+        raise ValueError(
+            f"past_key_values of {cache.get_seq_length()} tokens are not supported: {REFUSED_ARGUMENTS['past_key_values']}"
+        )
+    real = torch.ones_like(ids) if mask is None else (mask != 0).long()
+    if not bool(real.any(1).all()):
+        row = int(real.any(1).int().argmin())
+        raise ValueError(f"row {row} of the batch is all padding; every row needs at least one token")
+    positions = extra.get("position_ids")
+    if positions is not None and not bool(((positions == real.cumsum(1) - 1) | (real == 0)).all()):
+        raise ValueError("position_ids other than 0, 1, 2, ... over the unpadded tokens of a row are not supported")
+
+
+def _max_new_tokens(call: Call) -> int:
+    limits = [c.max_length for c in call.stopping_criteria if isinstance(c, MaxLengthCriteria)]
+    limits = limits or [call.config.max_length]
+    count = min(limits) - call.input_ids.shape[1]
+    if count < 1:
+        raise ValueError(f"max_new_tokens must be at least 1, found {count} (max_length less the prompt)")
+    return count
+
+
+def _seeds(call: Call, rows: int) -> list[int]:
+    seed = call.seed
+    if seed is None:  # greedy rows draw nothing, so torch's generator stays where it is
+        seed = int(torch.randint(1 << 62, ()).item()) if call.config.do_sample else 0
+    if isinstance(seed, int) and not isinstance(seed, bool):
+        return [row_seed(seed, row) for row in range(rows)]
+    if isinstance(seed, list) and len(seed) == rows and all(type(s) is int for s in seed):
+        return [s % (1 << 63) for s in seed]
+    raise ValueError(f"seed must be an integer or a list of {rows} integers, one per row, found {seed!r}")
+
+
+def _sampling(call: Call, seed: int, processors: list[Any]) -> Sampling:
+    config = call.config
+    if not config.do_sample:
+        return Sampling(seed=seed, processors=processors)
+    temperature = 1.0 if config.temperature is None else config.temperature
+    if temperature <= 0:
+        raise ValueError(f"temperature must be positive when do_sample=True, found {temperature}; greedy is do_sample=False")
+    exotic = any(getattr(config, name, None) not in (None, neutral) for name, neutral in EXOTIC.items())
+    return Sampling(
+        temperature=temperature,
+        top_k=config.top_k or 0,
+        top_p=1.0 if config.top_p is None else config.top_p,
+        min_p=config.min_p or 0.0,
+        seed=seed,
+        processors=processors,
+        warpers=warpers(call.model, config) if exotic else [],
+    )
