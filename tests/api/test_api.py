@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import threading
 from typing import Any
 
 import pytest
@@ -10,8 +9,7 @@ import torch
 from transformers import BatchEncoding, PreTrainedModel
 
 import skipstone
-from skipstone import METHODS, Autoregressive, Detokenizer, EarlyExit, LayerSkip, api
-from skipstone.api import prepare_call
+from skipstone import METHODS, Autoregressive, Detokenizer, EarlyExit, LayerSkip
 from skipstone.methods import resolve
 from tests.helpers import families
 from tests.helpers.support import alone, left_padded, tokenizer
@@ -166,27 +164,6 @@ class TestFigures:
             rejected += len(records) - len(tokens)
             assert all(0 < (record.q or 0) <= 1 for record in [*records[: step.accepted[0]], *records[len(tokens) :]])
         assert rejected > 0
-
-
-def test_stop_strings_of_a_model_hold_for_calls_that_overlap() -> None:
-    """While one call is prepared the model's own stop strings are out of its config; another must not miss them."""
-    model, words = families.build("llama"), tokenizer()
-    model.generation_config.stop_strings = ["abc"]
-    found: list[Any] = []
-    call = prepare_call(model, words("hello", return_tensors="pt")["input_ids"], words, 0, {"max_new_tokens": 4})
-    expected = [type(one).__name__ for one in call.stopping_criteria]
-    assert "StopStringCriteria" in expected
-    with api._without_stop_strings(model), api._PREPARING:
-        other = threading.Thread(
-            target=lambda: found.append(
-                prepare_call(model, words("hello", return_tensors="pt")["input_ids"], words, 0, {"max_new_tokens": 4})
-            )
-        )
-        other.start()
-        other.join(0.1)
-        assert not found, "it waits"
-    other.join(10)
-    assert [type(one).__name__ for one in found[0].stopping_criteria] == expected
 
 
 class TestResolve:

@@ -19,8 +19,9 @@ from skipstone.decoding.session import Session
 from skipstone.decoding.stopping import RunningRequest
 from skipstone.methods.layerskip import LayerSkipSession
 from skipstone.methods.shared.confidence import Confidence
-from skipstone.models import layered as model_module
+from skipstone.models import frontier
 from skipstone.models.kvstore import KVStore
+from skipstone.models.layered import LayeredModel
 from skipstone.models.passes import Pass
 from tests.decoding import test_decode as test_decode
 from tests.decoding import test_law as test_law
@@ -155,7 +156,7 @@ def siblings_see_one_another(patch: Patch) -> None:
         rows, width = parents.shape
         return torch.ones(rows, width + 1, width + 1).tril().bool()
 
-    patch.setattr(model_module, "ancestors", earlier)
+    patch.setattr(frontier, "ancestors", earlier)
 
 
 def window_one_too_wide(patch: Patch) -> None:
@@ -192,19 +193,19 @@ def top_p_rounded_twice(patch: Patch) -> None:
 
 def draft_not_run_again(patch: Patch) -> None:
     """The scoring pass takes exit states for granted although the tokens are to start over."""
-    patch.setattr(model_module.Frontier, "restart", lambda self: None)
+    patch.setattr(frontier.Frontier, "restart", lambda self: None)
 
 
 def waiting_tokens_left_behind(patch: Patch) -> None:
     """A token that waits deeper down is declared done without running the layers between."""
-    own = model_module.Frontier.advance
+    own = frontier.Frontier.advance
 
-    def advance(self: model_module.Frontier, to: int) -> None:
+    def advance(self: frontier.Frontier, to: int) -> None:
         waiting = (self.depth > 0) & (self.depth < to)
         self.depth[waiting] = to
         own(self, to)
 
-    patch.setattr(model_module.Frontier, "advance", advance)
+    patch.setattr(frontier.Frontier, "advance", advance)
 
 
 COOL = {"warpers": [TemperatureLogitsWarper(0.5)], "temperature": 0.5}
@@ -248,8 +249,8 @@ CASES: list[Case] = [
 ]
 
 
-def layered() -> model_module.LayeredModel:
-    return model_module.LayeredModel(llama())
+def layered() -> LayeredModel:
+    return LayeredModel(llama())
 
 
 def sliding() -> Any:

@@ -12,6 +12,7 @@ import pytest
 import torch
 
 from skipstone import Autoregressive, Draft, Method, Request, Sampling, Session, Stats, Step
+from skipstone.decoding import pace
 from skipstone.decoding.pace import Pace
 from skipstone.models.layered import LayeredModel
 from tests.helpers.machine import decode, llama, prompt
@@ -153,6 +154,6 @@ def test_probes_wait_for_doubt_and_keep_their_distance() -> None:
             doubtful.add(stepped(tokens=[[1]], drafted=[0], draft_steps=[0], accepted=[0], probe=True))
         else:
             doubtful.add(one_row(0))
-    assert taken[0] == Pace.WARM_UP
-    assert len(taken) == Pace.PROBES
-    assert [b - a for a, b in pairwise(taken)] == [Pace.SPACING + 1] * (Pace.PROBES - 1)
+    assert taken[0] == pace.WARM_UP
+    assert len(taken) == pace.PROBES
+    assert [b - a for a, b in pairwise(taken)] == [pace.SPACING + 1] * (pace.PROBES - 1)

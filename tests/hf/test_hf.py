@@ -46,7 +46,7 @@ class TestReturnTypes:
     @pytest.mark.parametrize("enabled", [False, True], ids=["custom_generate", "enabled"])
     def test_a_tensor_by_default_and_an_output_on_request(self, enabled: bool, model: PreTrainedModel, prompt: Tensor) -> None:
         expected = model.generate(prompt[None], max_new_tokens=12)
-        extra = {} if enabled else {"custom_generate": SKIP}
+        extra = {} if enabled else {"custom_generate": skipstone.custom_generate(SKIP)}
         if enabled:
             skipstone.enable(model, SKIP)
         with forwards(model) as count:
@@ -82,7 +82,7 @@ class TestReturnTypes:
         assert seen
 
     def test_the_methods_seed_passes_through_custom_generate(self, model: PreTrainedModel, prompt: Tensor) -> None:
-        options = {"custom_generate": COUPLED, "max_new_tokens": 12, **SAMPLING}
+        options = {"custom_generate": skipstone.custom_generate(COUPLED), "max_new_tokens": 12, **SAMPLING}
         first = model.generate(prompt[None], seed=5, **options)
         assert torch.equal(first, model.generate(prompt[None], seed=5, **options))
         assert not torch.equal(first, model.generate(prompt[None], seed=6, **options))

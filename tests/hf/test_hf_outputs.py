@@ -17,6 +17,7 @@ from transformers import (
 )
 
 import skipstone
+from skipstone.decoding.noise import row_seed
 from tests.helpers import families
 from tests.helpers.settings_hf import COUPLED, QUIET, SAMPLING, SKIP
 from tests.helpers.support import alone, forwards, left_padded, tokenizer
@@ -96,7 +97,7 @@ class TestSeeds:
         skipstone.enable(model, SKIP)
         found = model.generate(prompt[None], num_return_sequences=3, seed=9, max_new_tokens=12, **SAMPLING)
         assert found.shape == (3, len(prompt) + 12)
-        alone = [skipstone.generate(model, prompt, SKIP, seed=9 + i, max_new_tokens=12, **SAMPLING) for i in range(3)]
+        alone = [skipstone.generate(model, prompt, SKIP, seed=row_seed(9, i), max_new_tokens=12, **SAMPLING) for i in range(3)]
         assert torch.equal(found, torch.cat([output.sequences for output in alone]))  # type: ignore[arg-type]
 
 

@@ -68,7 +68,7 @@ def row_seed(seed: int, row: int) -> int:
     """
     if row == 0:
         return seed % (1 << 63)
-    hashed = _mix(_mix(torch.tensor([_signed(seed % (1 << 64))]) + _PLACE) + row * _PLACE)  # [1] int64
+    hashed = _mix(_mix(torch.tensor([_signed(seed % (1 << 64))]) + _PLACE) + _signed(row * _PLACE % (1 << 64)))  # [1] int64
     return int(hashed) % (1 << 63)
 
 
