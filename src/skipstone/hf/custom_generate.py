@@ -12,6 +12,7 @@ from transformers.generation.stopping_criteria import StoppingCriteriaList
 
 from skipstone.hf import generation
 from skipstone.hf.call import Call, MethodLike, resolve_for
+from skipstone.hf.fields import refuse_fields
 from skipstone.hf.output import Output
 
 
@@ -30,6 +31,7 @@ def custom_generate(method: MethodLike = None) -> Callable[..., Output | LongTen
         seed: int | list[int] | None = None,
         **model_kwargs: Any,
     ) -> Output | LongTensor:
+        refuse_fields(generation_config.to_dict())
         chosen = resolve_for(model, method, generation_config)
         call = Call(model, input_ids, logits_processor, stopping_criteria, generation_config, seed, model_kwargs)
         output = generation.complete(chosen, call)

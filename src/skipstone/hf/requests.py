@@ -11,7 +11,7 @@ from skipstone.decoding.noise import row_seed
 from skipstone.decoding.sampling import Sampling
 from skipstone.decoding.session import Request
 from skipstone.hf.call import REFUSED_ARGUMENTS, Call, check_shapes
-from skipstone.hf.fields import EXOTIC, refuse_fields
+from skipstone.hf.fields import EXOTIC
 from skipstone.hf.processors import RowProcessors, warpers
 
 _PREPARED = ("attention_mask", "position_ids", "past_key_values", "use_cache", "logits_to_keep")
@@ -20,7 +20,6 @@ _PREPARED = ("attention_mask", "position_ids", "past_key_values", "use_cache", "
 
 def requests(call: Call) -> list[Request]:
     """One Request per row. ValueError for what skipstone does not support and for inputs that cannot be decoded."""
-    refuse_fields(call.config.to_dict())
     _check_inputs(call)
     max_new_tokens = _max_new_tokens(call)
     eos = frozenset(
