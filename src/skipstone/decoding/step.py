@@ -3,12 +3,8 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
 
 from torch import Tensor
-
-if TYPE_CHECKING:
-    pass
 
 
 @dataclass(slots=True)

@@ -3,15 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from transformers.generation.utils import GenerateDecoderOnlyOutput
 
 from skipstone.decoding.stats import Stats
 from skipstone.decoding.step import Step
-
-if TYPE_CHECKING:
-    from skipstone.decoding.stats import Stats
 
 
 @dataclass
