@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import re
 from dataclasses import dataclass
 from pathlib import Path
@@ -98,3 +99,23 @@ def table_rows(page: Path) -> list[list[str]]:
     """The cells of every Markdown table row of a page, header and rule lines included."""
     rows = [line for line in page.read_text().splitlines() if line.startswith("| ")]
     return [[cell.strip() for cell in re.split(r"(?<!\\)\|", row)[1:-1]] for row in rows]
+
+
+def symbols(path: Path) -> set[str]:
+    """What a module defines at its top level and in its classes, dotted: `Frontier`, `Frontier.advance`, `METHODS`."""
+    found: set[str] = set()
+
+    def visit(body: list[ast.stmt], above: str) -> None:
+        for node in body:
+            if isinstance(node, (ast.FunctionDef, ast.ClassDef)):
+                found.add(above + node.name)
+                visit(node.body if isinstance(node, ast.ClassDef) else [], f"{above}{node.name}.")
+            elif isinstance(node, ast.AnnAssign):
+                found.add(above + ast.unparse(node.target))
+            elif isinstance(node, ast.Assign):
+                found.update(
+                    above + name.id for target in node.targets for name in ast.walk(target) if isinstance(name, ast.Name)
+                )
+
+    visit(ast.parse(path.read_text(encoding="utf-8")).body, "")
+    return found
