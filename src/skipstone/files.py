@@ -49,33 +49,42 @@ def file_digest(path: Path) -> str:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 
-def flush(path: Path) -> None:
-    """Return when a file, or a folder with all that is in it, is on the disk."""
-    for one in (*path.rglob("*"), path) if path.is_dir() else (path,):
-        if one.is_dir() and os.name == "nt":
+def _flush(*paths: Path) -> None:
+    """Return when the contents of files, and the lists of what is in folders, are on the disk."""
+    for path in paths:
+        if path.is_dir() and os.name == "nt":
             continue  # Windows opens no folder
-        handle = os.open(one, os.O_RDONLY)
+        handle = os.open(path, os.O_RDONLY)
         try:
             os.fsync(handle)
         finally:
             os.close(handle)
 
 
+def publish(written: Path, place: Path) -> None:
+    """Give a file or folder that was written under another name its own, all at once, in the place of what bears it."""
+    _flush(*written.rglob("*"), written)
+    if place.is_dir():
+        discard(place)
+    os.replace(written, place)
+    _flush(place.parent)
+
+
 def write_whole(path: Path, content: str | bytes) -> None:
     """Write a file, whole or not at all: until all of it is on the disk, what was there before stays. A text is UTF-8.
 
-    What is no plain file (/dev/stdout, a pipe) is written to as it is. OSError where the disk is full or the folder is missing.
+    One process at a time. What is no plain file (/dev/stdout, a pipe) is written to as it is. OSError where the disk is full or
+    the folder is missing.
     """
     data = content.encode() if isinstance(content, str) else content
     path = Path(os.path.realpath(path))  # a link stays one
     if path.exists() and not path.is_file():
         path.write_bytes(data)
         return
-    hidden = path.with_name(f".{path.name}.{os.getpid()}")
+    hidden = path.with_name(f".{path.name}")  # one name, so that what a killed process left is written over
     try:
         hidden.write_bytes(data)
-        flush(hidden)
-        os.replace(hidden, path)
+        publish(hidden, path)
     finally:
         hidden.unlink(missing_ok=True)
 
@@ -103,9 +112,7 @@ def whole_folder(folder: Path) -> Iterator[Path]:
     """A hidden folder that takes the place of `folder`, and of all that was in it, when the block ends without an error."""
     with hidden_folder(folder) as hidden:
         yield hidden
-        flush(hidden)
-        discard(folder)
-        os.replace(hidden, folder)
+        publish(hidden, folder)
 
 
 @contextmanager
@@ -114,22 +121,24 @@ def first_folder(folder: Path) -> Iterator[Path]:
     folder is that of the first one to end, the others' are removed."""
     with hidden_folder(folder, f".{folder.name}-{uuid.uuid4().hex}") as hidden:
         yield hidden
-        flush(hidden)
+        _flush(*hidden.rglob("*"), hidden)
         try:
             os.rename(hidden, folder)
         except OSError:
             if not folder.is_dir():
                 raise
+        _flush(folder.parent)
 
 
 def install(hidden: Path, folder: Path, names: Sequence[str]) -> None:
     """Move finished files from a hidden folder to `folder`, which keeps whatever else it holds. The last of them is what tells
     readers that all are there: it is the first to be removed and the last to come."""
-    flush(hidden)
+    _flush(*hidden.rglob("*"))
     folder.mkdir(parents=True, exist_ok=True)
     (folder / names[-1]).unlink(missing_ok=True)
     for name in names:
         os.replace(hidden / name, folder / name)
+    _flush(folder)
 
 
 def discard(folder: Path) -> None:

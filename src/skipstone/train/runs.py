@@ -23,7 +23,7 @@ def beside(name: str, base: Path) -> str:
 def refuse_used(folder: Path) -> None:
     """ValueError where a folder holds something, for a run that is not to go on with another."""
     if folder.exists() and any(folder.iterdir()):
-        raise ValueError(f"{folder} is not empty: remove it, or let the run go on with it")
+        raise ValueError(f"{folder} is not empty: remove it, or let the run resume from it")
 
 
 def from_folder(sources: Sequence[Source], data_dir: Path | None) -> list[Source]:

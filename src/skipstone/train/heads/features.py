@@ -11,7 +11,7 @@ import errno
 import json
 import os
 import shutil
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -20,16 +20,17 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from skipstone.files import digest, install
 from skipstone.models.fingerprint import fingerprint
 from skipstone.models.layered import LayeredModel
 from skipstone.models.watching import watched
-from skipstone.train.heads.answers import Answer, digest
+from skipstone.train.heads.answers import Answer
+from skipstone.train.runs import Say
 
 BATCH = 16
 """Answers of one forward."""
 DATA, ABOUT, PARTIAL = "features.bin", "features.json", ".features.partial"
 GIB = 2**30
-Say = Callable[[str], None]
 
 
 @dataclass(frozen=True)
@@ -40,7 +41,7 @@ class Features:
     states: Tensor
     bounds: list[int]
 
-    def of(self, answers: Sequence[int]) -> Tensor:
+    def states_of(self, answers: Sequence[int]) -> Tensor:
         """[n, k + 1, d] of some answers, one after the other."""
         return torch.cat([self.states[self.bounds[one] : self.bounds[one + 1]] for one in answers])
 
@@ -122,8 +123,8 @@ def _make(
                 file.write(states.view(torch.int16).cpu().numpy().tobytes())
                 if first // BATCH % 16 == 15:
                     say(f"features: {first + BATCH} of {len(answers)} answers")
-            file.flush()
-            os.fsync(file.fileno())
+        install(made, folder, (DATA, ABOUT))
+        made.rmdir()
     except (OSError, ValueError) as error:
         shutil.rmtree(made, ignore_errors=True)
         if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT):
@@ -131,10 +132,6 @@ def _make(
                 error.errno, f"the disk is full, nothing of the features is left: {error.strerror}", str(folder)
             ) from error
         raise
-    (folder / ABOUT).unlink(missing_ok=True)  # features without it are none
-    os.replace(made / DATA, folder / DATA)
-    os.replace(made / ABOUT, folder / ABOUT)
-    made.rmdir()
 
 
 @torch.inference_mode()

@@ -10,7 +10,7 @@ from __future__ import annotations
 import copy
 import json
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
@@ -27,12 +27,12 @@ from skipstone.models.layered import LayeredModel
 from skipstone.train import checkpoint
 from skipstone.train.heads.features import Features
 from skipstone.train.heads.recipe import Schedule
+from skipstone.train.runs import Say
 
 LOGITS = 2**24
 """Most logits of one head that exist at once."""
 SURE = 0.75
 """The paper's threshold, for the report on how often a head is sure."""
-Say = Callable[[str], None]
 
 
 class Divergence(nn.Module):
@@ -78,7 +78,7 @@ def quality(heads: ExitHeads, model: LayeredModel, features: Features, answers: 
     """How good heads are on some answers."""
     count = len(heads.card.layers)
     sums, positions = torch.zeros(4, count, dtype=torch.double), 0
-    for states in _chunks(features.of(answers), model):
+    for states in _chunks(features.states_of(answers), model):
         target = model.project(states[None, :, -1])[0].log_softmax(-1)
         positions += len(states)
         for index in range(count):
@@ -102,9 +102,9 @@ def train(
     seed: int,
     say: Say,
 ) -> dict[str, Any]:
-    """Train heads in place, to the weights that were best on the held-out answers, each head for itself, the ones that it began
-    with among them. Returns what there is
-    to report. A folder with checkpoints of the same run is gone on from; ValueError for another run's."""
+    """Train heads in place, to the weights that were best on the held-out answers, each head for itself; those that it
+    began with count, too. Returns what there is to report. A folder with checkpoints of the same run is gone on from;
+    ValueError for another run's."""
     on_cpu = model.device.type == "cpu"
     accelerator = Accelerator(cpu=on_cpu, mixed_precision=_precision(schedule, model), device_placement=False)
     run = _Run(heads, model, features, schedule, accelerator, seed)
@@ -194,7 +194,8 @@ class _Run:
 
     def _step(self, answers: list[int], positions: int) -> None:
         """One step; gradients of all processes are those of the mean over the positions of the whole batch."""
-        parts = _chunks(self.features.of(answers), self.model) if answers else _chunks(self.features.states[:1], self.model)
+        states = self.features.states_of(answers) if answers else self.features.states[:1]
+        parts = _chunks(states, self.model)
         weight = self.accelerator.num_processes / positions if answers else 0.0
         for number, part in enumerate(parts):
             quiet = number + 1 < len(parts)

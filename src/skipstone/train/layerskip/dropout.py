@@ -69,3 +69,33 @@ def layers_replaced(
             layer.__dict__.pop("forward")
             if own is not None:
                 layer.forward = own
+
+
+@contextmanager
+def layers_recorded(
+    layers: Sequence[nn.Module], wanted: Callable[[int], bool], rows: Callable[[int], list[int] | None]
+) -> Iterator[dict[int, Tensor]]:
+    """Keep the outputs x_{l+1} [B, T, d] of the wanted layers by l, and run each layer over some rows only (None: all).
+
+    Layer 0 must keep a row (D(0) = 0): it shows whether this family's layers return tuples, before a layer drops all rows.
+    """
+    states: dict[int, Tensor] = {}
+    tuples = False
+
+    def wrap(layer: int, forward: Callable[..., Any]) -> Callable[..., Any]:
+        def run(hidden: Tensor, *args: Any, **kwargs: Any) -> Any:
+            nonlocal tuples
+            kept = rows(layer)
+            output = forward(hidden, *args, **kwargs) if kept is None else run_rows(forward, kept, hidden, *args, **kwargs)
+            if kept is None or kept:
+                tuples = isinstance(output, tuple)
+            elif tuples:
+                output = (output,)
+            if wanted(layer):
+                states[layer] = output[0] if isinstance(output, tuple) else output
+            return output
+
+        return run
+
+    with layers_replaced(layers, wrap):
+        yield states

@@ -16,57 +16,11 @@ from torch import Tensor
 from transformers import PreTrainedModel
 from transformers.modeling_outputs import CausalLMOutput
 
-from skipstone.models.families import family_of
-from skipstone.train.layerskip.dropout import kept_rows, layers_replaced, run_rows
-from skipstone.train.layerskip.loss import CHUNK, IGNORED, cross_entropy, divergence, shifted
+from skipstone.models.modules import DecoderModules
+from skipstone.train.labels import IGNORED, shifted
+from skipstone.train.layerskip.dropout import kept_rows, layers_recorded
+from skipstone.train.layerskip.loss import CHUNK, cross_entropy, divergence
 from skipstone.train.layerskip.recipe import LayerSkipRecipe
-
-
-class Stack:
-    """The parts of a decoder that training touches: its layers, and g(.) from a layer's output to logits."""
-
-    def __init__(self, model: PreTrainedModel) -> None:
-        wrapper: Any = model
-        self.causal: Any = wrapper.get_base_model() if hasattr(model, "get_base_model") else model  # a PEFT wrapper
-        self.family = family_of(self.causal)
-        self.decoder: Any = self.causal.get_decoder()
-        self.layers = list(getattr(self.decoder, self.family.layers))
-        self.head: Any = self.causal.get_output_embeddings()
-
-    def logits(self, hidden: Tensor) -> Tensor:
-        """g(.): [..., d] -> [..., V]."""
-        return self.projected(self.family.finish(self.decoder, hidden))
-
-    def projected(self, normed: Tensor) -> Tensor:
-        """LM head and what the family does after it, of states after the final norm: [..., d] -> [..., V]."""
-        return self.family.logits(self.head(normed), self.causal.config)
-
-    @contextmanager
-    def recorded(self, wanted: Callable[[int], bool], rows: Callable[[int], list[int] | None]) -> Iterator[dict[int, Tensor]]:
-        """Keep the outputs x_{l+1} [B, T, d] of the wanted layers, and run each layer over some rows only (None: all).
-
-        Layer 0 must keep a row (D(0) = 0): it shows whether this family's layers return tuples, before a layer drops all rows.
-        """
-        states: dict[int, Tensor] = {}
-        tuples = False
-
-        def wrap(layer: int, forward: Callable[..., Any]) -> Callable[..., Any]:
-            def run(hidden: Tensor, *args: Any, **kwargs: Any) -> Any:
-                nonlocal tuples
-                kept = rows(layer)
-                output = forward(hidden, *args, **kwargs) if kept is None else run_rows(forward, kept, hidden, *args, **kwargs)
-                if kept is None or kept:
-                    tuples = isinstance(output, tuple)
-                elif tuples:
-                    output = (output,)
-                if wanted(layer):
-                    states[layer] = output[0] if isinstance(output, tuple) else output
-                return output
-
-            return run
-
-        with layers_replaced(self.layers, wrap):
-            yield states
 
 
 class Objective:
@@ -87,14 +41,14 @@ class Objective:
         chunk: int = CHUNK,
         teacher: PreTrainedModel | None = None,
     ) -> None:
-        self.stack, self.recipe, self.steps, self.seed, self.chunk = Stack(model), recipe, steps, seed, chunk
-        self.teacher = None if teacher is None else Stack(teacher)
+        self.modules, self.recipe, self.steps, self.seed, self.chunk = DecoderModules(model), recipe, steps, seed, chunk
+        self.teacher = None if teacher is None else DecoderModules(teacher)
         self._taught: Tensor | None = None
-        self.layers = len(self.stack.layers)
+        self.layers = len(self.modules.layers)
         recipe.check(self.layers, steps)
         if chunk < 1:
             raise ValueError(f"loss_chunk must be at least 1 position, found {chunk}")
-        config = self.stack.causal.config
+        config = self.modules.model.config
         if getattr(config, "output_router_logits", False):
             raise ValueError("LayerSkip's loss carries no router loss: set output_router_logits=False in the model's config")
         if rate := getattr(config, "layerdrop", 0):
@@ -105,7 +59,7 @@ class Objective:
     @contextmanager
     def installed(self) -> Iterator[None]:
         """Replace the model's forward until the block ends."""
-        causal = self.stack.causal
+        causal = self.modules.model
         before = causal.__dict__.get("forward")
         causal.forward = self._switch(causal.forward)
         try:
@@ -118,7 +72,7 @@ class Objective:
     def _switch(self, plain: Callable[..., Any]) -> Callable[..., Any]:
         @functools.wraps(plain)  # whoever asks for the signature is given the model's own
         def forward(*args: Any, **kwargs: Any) -> Any:
-            if kwargs.get("labels") is None or not self.stack.causal.training:
+            if kwargs.get("labels") is None or not self.modules.model.training:
                 return plain(*args, **kwargs)
             return CausalLMOutput(loss=train(*args, **kwargs))
 
@@ -142,8 +96,9 @@ class Objective:
         rates = self.recipe.dropout.rates(self.step, self.layers, self.steps)
         kept = kept_rows(ids.shape[0], rates, self.seed, self.micro) if any(rates) else None
         active = self.recipe.exits.active(self.step, self.layers, self.steps)
-        with self.stack.recorded(active.__getitem__, lambda layer: None if kept is None else kept[layer]) as states:
-            self.stack.decoder(input_ids=ids, attention_mask=mask, **{**kwargs, "use_cache": False})
+        rows = kept.__getitem__ if kept is not None else lambda _: None
+        with layers_recorded(self.modules.layers, active.__getitem__, rows) as states:
+            self.modules.decoder(input_ids=ids, attention_mask=mask, **{**kwargs, "use_cache": False})
         if self.teacher is not None:
             with torch.no_grad():
                 output = self.teacher.decoder(input_ids=ids, attention_mask=mask, **{**kwargs, "use_cache": False})
@@ -169,7 +124,7 @@ class Objective:
         """Ours: the loss of the last layer + kl_weight x the mean divergence of the active exits from it, summed."""
         last = states.pop(self.layers - 1)
         total = self._wrong(last, targets)
-        apart = [divergence(self.stack.logits, state, last, targets, self.chunk) for state in states.values()]
+        apart = [divergence(self.modules.logits, state, last, targets, self.chunk) for state in states.values()]
         mean = torch.stack(apart).mean() if apart else None
         self._keep(total, mean)
         weight = self.recipe.exits.kl_weight
@@ -178,8 +133,8 @@ class Objective:
     def _wrong(self, hidden: Tensor, targets: Tensor) -> Tensor:
         """How far states [N, d] are from what they should say, summed: cross-entropy, or divergence from the teacher."""
         if self.teacher is None or self._taught is None:
-            return cross_entropy(self.stack.logits, hidden, targets, self.chunk)
-        return divergence(self.stack.logits, hidden, self._taught, targets, self.chunk, self.teacher.projected)
+            return cross_entropy(self.modules.logits, hidden, targets, self.chunk)
+        return divergence(self.modules.logits, hidden, self._taught, targets, self.chunk, self.teacher.project)
 
     def _keep(self, last: Tensor | None, apart: Tensor | None) -> None:
         """What the log tells apart; read only when something is logged."""
