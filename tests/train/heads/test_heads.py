@@ -100,7 +100,7 @@ def test_features_are_the_states_behind_the_models_own_answers(base: Path, tmp_p
         for seed, (length, new) in enumerate(torch.randint(1, 9, (21, 2), generator=dice).tolist())
     ]
     features = extracting.extract(layered, answers, (2, 4), tmp_path, 1e9, quiet)
-    assert (tmp_path / extracting.DATA).stat().st_size == extracting.size(answers, 2, 32)
+    assert (tmp_path / extracting.DATA).stat().st_size == 2 * 3 * 32 * sum(len(one.tokens) for one in answers)
     for index, one in enumerate(answers):
         ids = torch.tensor([one.prompt + one.tokens])
         with torch.no_grad():

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from skipstone.models.modules import DecoderModules
-from skipstone.train.layerskip.dropout import kept_rows, layers_recorded, layers_replaced, run_rows
+from skipstone.train.layerskip.dropout import forwards_replaced, kept_rows, layers_recorded, run_rows
 from skipstone.train.layerskip.objective import Objective
 from skipstone.train.layerskip.recipe import EarlyExitLoss, LayerDropout, LayerSkipRecipe
 from tests.helpers import families
@@ -165,11 +165,11 @@ def test_layers_have_their_own_forward_again_also_after_an_error_and_when_nested
     def plus(_: int, forward: Any) -> Any:
         return lambda x: forward(x) + 1
 
-    with layers_replaced(layers, plus), layers_replaced(layers, plus):
+    with forwards_replaced(layers, plus), forwards_replaced(layers, plus):
         assert layers[1](torch.zeros(1)).item() == 2
     assert "forward" not in layers[0].__dict__
     assert layers[1].__dict__["forward"] is own
-    with pytest.raises(KeyError), layers_replaced(layers, plus):
+    with pytest.raises(KeyError), forwards_replaced(layers, plus):
         raise KeyError
     assert "forward" not in layers[0].__dict__
     assert layers[1].__dict__["forward"] is own
@@ -249,7 +249,7 @@ def rows_of_the_last_layer(p_max: float, ids: Tensor, step: int, micro: int) -> 
     objective = Objective(families.cached("llama"), recipe, steps=10, seed=4)
     objective.step, objective.micro = step, micro
     with torch.no_grad(), outputs(objective.modules.layers) as seen:
-        objective.loss(ids, None, ids)
+        objective.loss(ids, labels=ids)
     return [row for row in range(len(ids)) if not seen[3][row].equal(seen[2][row])]
 
 

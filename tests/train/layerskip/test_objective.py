@@ -140,13 +140,13 @@ def test_what_the_log_is_told() -> None:
     count = int((batch["labels"][:, 1:] != IGNORED).sum())
     last = combined({3: model(batch["input_ids"], batch["attention_mask"]).logits}, batch["labels"], {3: 1}, False) / count
     recipe = objective(model, TOWARDS_LAST)
-    loss = recipe.loss(batch["input_ids"], batch["attention_mask"], batch["labels"])
+    loss = recipe.loss(batch["input_ids"], batch["attention_mask"], labels=batch["labels"])
     parts = {name: part.item() for name, part in recipe.parts.items()}
     assert parts == {"loss_last_layer": pytest.approx(last.item(), rel=1e-6), "divergence": pytest.approx(parts["divergence"])}
     assert loss.item() == pytest.approx(parts["loss_last_layer"] + KL * parts["divergence"], rel=1e-6)
     assert not any(part.requires_grad for part in recipe.parts.values())
     recipe = objective(model, CE)
-    recipe.loss(batch["input_ids"], batch["attention_mask"], batch["labels"], 50)
+    recipe.loss(batch["input_ids"], batch["attention_mask"], labels=batch["labels"], num_items_in_batch=50)
     assert recipe.parts.keys() == {"loss_last_layer"}
     assert recipe.parts["loss_last_layer"].item() == pytest.approx(last.item() * count / 50, rel=1e-6)
 
@@ -162,7 +162,7 @@ def test_only_active_exits_with_a_weight_reach_the_head_a_chunk_at_a_time() -> N
             recipe = objective(model, exits, chunk=10)
             recipe.step = step
             given.clear()
-            recipe.loss(batch["input_ids"], batch["attention_mask"], batch["labels"])
+            recipe.loss(batch["input_ids"], batch["attention_mask"], labels=batch["labels"])
             assert sorted(given) == sorted(times * [10, 10, 10, 3])
     finally:
         handle.remove()

@@ -29,7 +29,14 @@ from skipstone.train.runs import Say
 
 BATCH = 16
 """Answers of one forward."""
-DATA, ABOUT, PARTIAL = "features.bin", "features.json", ".features.partial"
+BYTES = 2
+"""Of a number in the file, bfloat16 or float16."""
+DATA = "features.bin"
+"""The states, [N, k + 1, d] numbers one after the other."""
+ABOUT = "features.json"
+"""What the states are of; the file that tells that they are complete."""
+PARTIAL = ".features.partial"
+"""The folder in which they grow."""
 GIB = 2**30
 
 
@@ -46,11 +53,6 @@ class Features:
         return torch.cat([self.states[self.bounds[one] : self.bounds[one + 1]] for one in answers])
 
 
-def size(answers: Sequence[Answer], layers: int, width: int) -> int:
-    """Bytes on the disk: 2 for every number of k + 1 states of every predicted token."""
-    return sum(len(one.tokens) for one in answers) * (layers + 1) * width * 2
-
-
 def extract(
     model: LayeredModel, answers: Sequence[Answer], layers: Sequence[int], folder: Path, max_disk: float, say: Say
 ) -> Features:
@@ -58,8 +60,7 @@ def extract(
 
     ValueError where they would take more, OSError where the disk is full: nothing of them is left then.
     """
-    width = model.head.weight.shape[1]
-    needed = size(answers, len(layers), width)
+    width = model.head.weight.shape[1]  # d
     kind = torch.bfloat16 if model.dtype == torch.bfloat16 else torch.float16
     about = {
         "model": fingerprint(model.model),
@@ -69,6 +70,7 @@ def extract(
         "dtype": str(kind),
     }
     bounds = [0, *np.cumsum([len(one.tokens) for one in answers]).tolist()]
+    needed = bounds[-1] * (len(layers) + 1) * width * BYTES
     if not _there(folder, about):
         say(f"features: {bounds[-1]} positions, {needed / GIB:.2f} GiB on the disk")
         if needed > max_disk:
@@ -99,7 +101,7 @@ def _make(
     say: Say,
 ) -> None:
     made = folder / PARTIAL
-    row = (len(layers) + 1) * about["width"] * 2
+    row = (len(layers) + 1) * about["width"] * BYTES  # bytes of a position
     try:
         made.mkdir(parents=True, exist_ok=True)
         if not _there(made, about):

@@ -16,7 +16,8 @@ from torch import Tensor, nn
 
 from skipstone.decoding.noise import uniform
 
-_STREAM = 3  # any number: these draws share nothing with decoding
+_STREAM = 3
+"""The stream of the noise that rows are dropped by; decoding draws from none of this number."""
 
 
 def kept_rows(rows: int, rates: Sequence[float], seed: int, step: int) -> list[list[int]]:
@@ -55,20 +56,20 @@ def _cut(value: Any, index: Tensor, batch: int) -> Any:
 
 
 @contextmanager
-def layers_replaced(
-    layers: Sequence[nn.Module], wrap: Callable[[int, Callable[..., Any]], Callable[..., Any]]
+def forwards_replaced(
+    modules: Sequence[nn.Module], wrap: Callable[[int, Callable[..., Any]], Callable[..., Any]]
 ) -> Iterator[None]:
-    """Let layer l run wrap(l, its own forward) until the block ends; what was there before is put back."""
-    before = [layer.__dict__.get("forward") for layer in layers]
-    for index, layer in enumerate(layers):
-        layer.forward = wrap(index, layer.forward)
+    """Let module i run wrap(i, its own forward) until the block ends; what was there before is put back."""
+    before = [module.__dict__.get("forward") for module in modules]
+    for index, module in enumerate(modules):
+        module.forward = wrap(index, module.forward)
     try:
         yield
     finally:
-        for layer, own in zip(layers, before, strict=True):
-            layer.__dict__.pop("forward")
+        for module, own in zip(modules, before, strict=True):
+            module.__dict__.pop("forward", None)
             if own is not None:
-                layer.forward = own
+                module.forward = own
 
 
 @contextmanager
@@ -97,5 +98,5 @@ def layers_recorded(
 
         return run
 
-    with layers_replaced(layers, wrap):
+    with forwards_replaced(layers, wrap):
         yield states
