@@ -18,8 +18,10 @@ from torch import nn
 from skipstone import files
 
 MANIFEST = "manifest.json"
+"""File in a checkpoint: its step, its run's fingerprint, and the SHA-256 of every other file."""
 _PREFIX = "checkpoint-"
 PARTIAL = ".partial"
+"""Folder in that of a run: the checkpoint that is being written."""
 SAMPLE = 16
 """How many entries of a frozen parameter tell it from another model's."""
 

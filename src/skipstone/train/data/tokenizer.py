@@ -14,6 +14,7 @@ from skipstone.train.data.documents import Document
 END = "<|end|>"
 """Stands between documents, so it begins a text as well as ending one, and pads a batch; id 0."""
 BYTES = 256
+"""Entries of the vocabulary that are single bytes."""
 
 PIECES = "|".join(
     (

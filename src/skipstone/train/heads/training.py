@@ -55,8 +55,8 @@ class Divergence(nn.Module):
 
 @torch.no_grad()
 def quality(heads: ExitHeads, model: LayeredModel, features: Features, answers: Sequence[int]) -> list[dict[str, float]]:
-    """Of every head on some answers: divergence in nats a token, agreement, the share of positions where its first choice is the
-    last layer's, sure, the share where it gives that choice more than SURE, and right, the share of those where it agrees."""
+    """Of every head on some answers: divergence (nats a token), agreement (share of positions where its first choice is the last
+    layer's), sure (share where it gives its choice more than SURE) and right (share of those where it agrees)."""
     sums = torch.zeros(len(heads.card.layers), 4, dtype=torch.double)  # divergence, agreeing, sure, both, by head
     positions = 0
     for states in _chunks(features.states_of(answers), model):
@@ -105,9 +105,8 @@ def train(
         run.judge(before)
     while run.epoch < schedule.epochs and not run.done:
         run.one_epoch()
-        (found,) = broadcast_object_list(
-            [quality(heads, model, features, run.held_out)]
-        )  # all processes end with the same epoch
+        found = quality(heads, model, features, run.held_out)
+        (found,) = broadcast_object_list([found])  # all processes end with the same epoch
         run.judge(found)
         divergences = [one["divergence"] for one in found]
         shown = ", ".join(f"E={layer} {value:.3f}" for layer, value in zip(heads.card.layers, divergences, strict=True))
@@ -144,9 +143,9 @@ def _chunks(states: Tensor, model: LayeredModel) -> list[Tensor]:
 class _Run:
     """A training run between two epochs.
 
-    training, held_out: numbers of the answers that heads learn from, and are measured on. least_divergence: of every head on the
-    held-out answers so far, nats a token. epochs_without_gain: since then. best: weights by name, each head's from then. before:
-    figures of the untrained heads, by layer.
+    training, held_out: numbers of the answers that heads learn from, and that they are measured on. least_divergence: of every
+    head on the held-out answers so far, nats a token. epochs_without_gain: of every head since then. best: weights by name, each
+    head's from then. before: figures of the untrained heads, by layer.
     """
 
     def __init__(
