@@ -55,8 +55,8 @@ class Divergence(nn.Module):
 
 @torch.no_grad()
 def quality(heads: ExitHeads, model: LayeredModel, features: Features, answers: Sequence[int]) -> list[dict[str, float]]:
-    """Of every head on some answers: divergence (nats a token), agreement (share of positions where its first choice is the last
-    layer's), sure (share where it gives its choice more than SURE) and right (share of those where it agrees)."""
+    """Of every head on some answers: divergence (nats a token), agreement (share of positions where its first choice is the
+    last layer's), sure (share where it gives its choice more than SURE) and right (share of those where it agrees)."""
     sums = torch.zeros(len(heads.card.layers), 4, dtype=torch.double)  # divergence, agreeing, sure, both, by head
     positions = 0
     for states in _chunks(features.states_of(answers), model):
@@ -144,8 +144,8 @@ class _Run:
     """A training run between two epochs.
 
     training, held_out: numbers of the answers that heads learn from, and that they are measured on. least_divergence: of every
-    head on the held-out answers so far, nats a token. epochs_without_gain: of every head since then. best: weights by name, each
-    head's from then. before: figures of the untrained heads, by layer.
+    head on the held-out answers so far, nats a token. epochs_without_gain: of every head since then. best: weights by name,
+    each head's from then. before: figures of the untrained heads, by layer.
     """
 
     def __init__(
