@@ -29,7 +29,7 @@ import torch
 import skipstone
 from skipstone.timing.statistics import repeated_share
 from skipstone.train.data.documents import Document, collect, deduplicate, split
-from skipstone.train.data.rows import Rows, pack
+from skipstone.train.data.rows import TokenRows, pack
 from skipstone.train.layerskip.evaluation import exit_quality
 from skipstone.train.layerskip.recipe_file import Recipe, read
 
@@ -64,7 +64,7 @@ def exits(model: str, twin: str | None, recipe: Path, data_dir: Path | None, row
         network, tokenizer = skipstone.load(folder, dtype=torch.float32)
         for source, own in documents.items():
             packed = pack(own, tokenizer, made.data.length, made.seed, tokenizer.eos_token_id)[:rows]
-            quality = exit_quality(network, Rows(packed), 8)
+            quality = exit_quality(network, TokenRows(packed), 8)
             predicted = packed[:, 1:][packed[:, 1:] >= 0].tolist()
             letters = tokenizer.convert_ids_to_tokens(predicted, skip_special_tokens=True)  # a letter stands for a byte
             found.setdefault(source, {})[name] = {

@@ -56,7 +56,7 @@ def variants(network: Any, layers: int) -> dict[str, Callable[[Tensor, int], Ten
 
         def loss(ids: Tensor, step: int) -> Tensor:
             objective.step = objective.micro = step
-            return objective.loss(ids, None, ids)
+            return objective.loss(ids, labels=ids)
 
         return loss
 

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from skipstone.train import metrics
+from skipstone.train.layerskip import metrics
 from tests.helpers.commandline import assert_refused, run, succeed
 from tests.helpers.training import recipe
 

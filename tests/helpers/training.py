@@ -19,12 +19,18 @@ import yaml
 from torch import Tensor
 from transformers import LlamaConfig, LlamaForCausalLM, TrainerCallback
 
+from skipstone.files import read_lines
+from skipstone.train.data.documents import collect
+from skipstone.train.data.rows import Prepared, RowPlan, prepare
+from skipstone.train.heads.recipe import HeadsRecipe, made
+from skipstone.train.labels import IGNORED
 from skipstone.train.layerskip.arguments import LayerSkipArguments
-from skipstone.train.layerskip.loss import IGNORED
+from skipstone.train.layerskip.metrics import JsonLog
 from skipstone.train.layerskip.recipe import EarlyExitLoss, LayerDropout
 from skipstone.train.layerskip.run import run
 from skipstone.train.layerskip.trainer import LayerSkipTrainer
-from skipstone.train.metrics import JsonLog, entries
+from tests.helpers import support
+from tests.helpers.machine import llama
 
 VOCAB, LENGTH, LAYERS = 61, 12, 3
 PRELOADED = ["torch", "transformers", "skipstone.train.layerskip.run"]
@@ -97,7 +103,7 @@ def trainer(folder: Path, model: Any = None, data: Any = None, callbacks: Any = 
 
 def logged(folder: Path) -> list[dict[str, Any]]:
     """All that a run logged, but for how long it took."""
-    return [entry for entry in entries(folder / "metrics.jsonl") if "train_runtime" not in entry]
+    return [entry for entry in read_lines(folder / "metrics.jsonl") if "train_runtime" not in entry]
 
 
 def losses(folder: Path, name: str = "loss") -> list[float]:
@@ -247,3 +253,34 @@ def stop_at(monkeypatch: pytest.MonkeyPatch, wanted: int) -> None:
         return real(self, *args)
 
     monkeypatch.setattr(LayerSkipTrainer, "training_step", training_step)
+
+
+def prepared_rows(sources: Any, tokenizer: Any, plan: RowPlan, base: Path, cache: Path | None = None) -> Prepared:
+    """Rows of the documents that sources have, by the sources' own weights."""
+    return prepare(collect(sources, base), {source.name: source.weight for source in sources}, tokenizer, plan, cache)
+
+
+def heads_base(folder: Path) -> Path:
+    """A folder with a model of 6 layers and its tokenizer, and a file of 24 prompts."""
+    folder.mkdir(parents=True, exist_ok=True)
+    llama(layers=6, head=2.0).save_pretrained(folder / "model")
+    support.tokenizer().save_pretrained(folder / "model")
+    letters = [chr(97 + place) for place in range(26)]
+    texts = [" ".join(letters[(start + step * 3) % 26] for step in range(4)) for start in range(24)]
+    (folder / "prompts.jsonl").write_text("".join(json.dumps({"prompt": text}) + "\n" for text in texts))
+    return folder
+
+
+def heads_recipe(base: Path, output: Path, **changes: Any) -> HeadsRecipe:
+    """A small recipe for exit heads in a folder that `heads_base` has made. changes: parts, or settings within them."""
+    values: dict[str, Any] = {
+        "output": str(output),
+        "model": str(base / "model"),
+        "prompts": [{"kind": "jsonl", "path": str(base / "prompts.jsonl"), "template": "{prompt}"}],
+        "answers": {"max_new_tokens": 12, "batch_size": 8},
+        "heads": {"layers": [2, 4]},
+        "training": {"epochs": 6, "batch_size": 4, "patience": None, "held_out": 0.2},
+    }
+    for name, change in changes.items():
+        values[name] = {**values[name], **change} if isinstance(change, dict) else change
+    return made(values, "test")

@@ -14,9 +14,10 @@ from typing import Any
 import pytest
 from transformers import TrainerControl, TrainerState
 
+from skipstone.files import read_lines
 from skipstone.train import checkpoint
+from skipstone.train.layerskip.metrics import JsonLog
 from skipstone.train.layerskip.recipe import EarlyExitLoss
-from skipstone.train.metrics import JsonLog, entries
 from tests.helpers.training import Interrupted, arguments, interrupt_at, logged, rows, tiny, trainer
 
 PRINT = {"recipe": "a", "model": '{"layers": 3,\n "transformers_version": "5.20.0"}', "training": {"max_steps": 4, "rate": 0.1}}
@@ -249,13 +250,6 @@ class TestResume:
 
 
 class TestMetrics:
-    def test_a_line_that_was_cut_off_ends_the_file(self, tmp_path: Path) -> None:
-        path = tmp_path / "metrics.jsonl"
-        assert entries(path) == []
-        for tail in ('{"step": 3, "lo', '{"step', "3", "[1]", "\0\0\0", '{"loss": 1}'):
-            path.write_text('{"step": 1, "loss": 2.5}\n{"step": 2, "loss": 2.25}\n' + tail)
-            assert entries(path) == [{"step": 1, "loss": 2.5}, {"step": 2, "loss": 2.25}]
-
     def test_the_file_is_written_anew_from_the_checkpoints_history(
         self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     ) -> None:
@@ -271,7 +265,7 @@ class TestMetrics:
             )
         monkeypatch.setattr(os, "replace", lambda *_: None)  # killed before the rename: the file is as it was
         JsonLog(path).on_train_begin(arguments(tmp_path), TrainerState(), TrainerControl())
-        assert len(entries(path)) == 3
+        assert len(read_lines(path)) == 3
 
     def test_what_is_no_number_is_null(self, tmp_path: Path) -> None:
         path = tmp_path / "metrics.jsonl"
@@ -280,4 +274,4 @@ class TestMetrics:
             arguments(tmp_path), TrainerState(global_step=2, is_world_process_zero=True), TrainerControl(), figures
         )
         assert "Infinity" not in path.read_text()
-        assert entries(path) == [{"step": 2, "eval_perplexity": None, "grad_norm": None, "loss": 1.5, "name": "a"}]
+        assert read_lines(path) == [{"step": 2, "eval_perplexity": None, "grad_norm": None, "loss": 1.5, "name": "a"}]

@@ -1,5 +1,4 @@
-"""The file of a run: JSON lines that only grow, each on the disk before the next begins, so that a killed run loses the line it
-was writing and nothing else.
+"""The file of a run: JSON lines that only grow (`files.LineFile`), so that a killed run goes on where it stopped.
 
 The first line says what is run and where (kind "run"). Then come a line a model ("model"; "calibrated" for a synthetic one),
 calls made to choose settings ("trial") and what was chosen ("tuned"), how well exits predict a task's answers ("exits"), a line
@@ -8,14 +7,13 @@ a prompt ("prompt") and, after an interruption, what the run went on with ("resu
 
 from __future__ import annotations
 
-import fcntl
-import json
-import math
-import os
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import Any
+
+from skipstone import files
+from skipstone.files import plain
 
 VERSION = 1
 MACHINE = ("cpu", "cuda", "threads", "packages")
@@ -35,19 +33,7 @@ NEEDED: dict[str, tuple[str, ...]] = {
 }
 """Kind of a line -> what it must say."""
 _ROW = ("tokens", "seconds", "first_seconds", "calls", "digests", "repeated_share", "memory", "scores", "stats")
-BEGINNING = b'{"kind": "run"'
 Line = dict[str, Any]
-
-
-def plain(value: Any) -> Any:
-    """JSON values only: tuples as lists, and None for what is not a finite number."""
-    if isinstance(value, dict):
-        return {str(key): plain(entry) for key, entry in value.items()}
-    if isinstance(value, (list, tuple)):
-        return [plain(entry) for entry in value]
-    if isinstance(value, float) and not math.isfinite(value):
-        return None
-    return value
 
 
 def read(path: Path) -> list[Line]:
@@ -55,17 +41,11 @@ def read(path: Path) -> list[Line]:
 
     ValueError for what is no such file, or a damaged one.
     """
-    lines = []
-    for number, data in enumerate(_whole(path.read_bytes()).split(b"\n")[:-1], 1):
-        try:
-            line = json.loads(data)
-        except ValueError as error:
-            raise ValueError(f"{path}, line {number} is damaged: {error}") from error
-        if number == 1 and (not isinstance(line, dict) or line.get("kind") != "run"):
-            raise ValueError(f"{path} is no file of results: it must begin with a line of kind run")
-        if number == 1 and line.get("version") != VERSION:
-            raise ValueError(f"{path} is of version {line.get('version')}, this skipstone reads version {VERSION}")
-        lines.append(line)
+    lines = files.read_lines(path)
+    if lines and (not isinstance(lines[0], dict) or lines[0].get("kind") != "run"):
+        raise ValueError(f"{path} is no file of results: it must begin with a line of kind run")
+    if lines and lines[0].get("version") != VERSION:
+        raise ValueError(f"{path} is of version {lines[0].get('version')}, this skipstone reads version {VERSION}")
     return lines
 
 
@@ -100,39 +80,31 @@ def _fault(line: Any, models: Mapping[str, Line]) -> str | None:
     return None
 
 
-def _whole(data: bytes) -> bytes:
-    """Up to the last end of a line."""
-    return data[: data.rfind(b"\n") + 1]
-
-
 class Journal:
-    """A run's file, open to be written on. `with` closes it."""
+    """A run's file, open to be written on. lines: those of the run so far. `with` closes it."""
 
     def __init__(self, path: Path, plan: Line, provenance: Line, fresh: bool = False) -> None:
         """Begin a file, or go on with one of the same plan on the same machine; fresh begins anew in any case.
 
         ValueError where it holds another run, with what differs, something else altogether, or is being written.
         """
-        self.path = path
-        self._file = path.open("a+b")
+        self.path, self._file = path, files.LineFile(path)
         try:
-            fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError as error:
+            self.lines: list[Line] = [] if fresh else read(path)
+            if all(line["kind"] in UNMEASURED for line in self.lines):
+                self.lines = []
+            if self.lines:
+                self._same(plain(plan), plain(provenance))
+                self._file.go_on()
+                self.add({"kind": "resumed", "provenance": provenance})
+            else:
+                head = plain({"kind": "run", "version": VERSION, "plan": plan, "provenance": provenance})
+                refusal = f"{path} is no file of results: give another --out, or --fresh to overwrite it"
+                self._file.begin(head, None if fresh else refusal)
+                self.lines.append(head)
+        except BaseException:
             self._file.close()
-            raise ValueError(f"{path} is being written by another run") from error
-        self.lines: list[Line] = [] if fresh else read(path)
-        if all(line["kind"] in UNMEASURED for line in self.lines):
-            self.lines = []
-        begun, plan = bool(self.lines), plain(plan)
-        if begun:
-            self._same(plan, plain(provenance))
-        elif not fresh and path.stat().st_size and not BEGINNING.startswith(path.read_bytes()[: len(BEGINNING)]):
-            raise ValueError(f"{path} is no file of results: give another --out, or --fresh to overwrite it")
-        self._file.truncate(len(_whole(path.read_bytes())) if begun else 0)
-        if begun:
-            self.add({"kind": "resumed", "provenance": provenance})
-        else:
-            self.add({"kind": "run", "version": VERSION, "plan": plan, "provenance": provenance})
+            raise
 
     def _same(self, plan: Line, provenance: Line) -> None:
         """ValueError where the file's run differs in what is measured, or in what it is measured on."""
@@ -153,11 +125,8 @@ class Journal:
 
     def add(self, line: Line) -> None:
         """Write a line; when this returns, it is on the disk. OSError where the disk is full: what was there stays whole."""
-        line = plain(line)
-        self._file.write(json.dumps(line, ensure_ascii=False).encode() + b"\n")
-        self._file.flush()
-        os.fsync(self._file.fileno())
-        self.lines.append(line)
+        self._file.add(line)
+        self.lines.append(plain(line))
 
     def of(self, kind: str) -> Iterator[Line]:
         """All lines of a kind."""

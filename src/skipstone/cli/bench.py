@@ -9,6 +9,7 @@ from typing import Annotated, Any
 import typer
 
 from skipstone.cli import terminal
+from skipstone.files import write_whole
 
 bench = typer.Typer(help="Measure methods on your model and machine, and tell the truth about it.", no_args_is_help=True)
 
@@ -162,7 +163,7 @@ def report(
         if out is None:
             sys.stdout.write(text)
         else:
-            out.write_text(text, encoding="utf-8")
+            write_whole(out, text)
 
 
 @bench.command("compare")

@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from skipstone.cli import terminal
+from skipstone.files import write_whole
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -102,7 +103,7 @@ def show(model: str | None, as_json: bool, svg: Path | None) -> None:
         found.append(_both(job, method, None, None) if as_json else _shown(console, job, method, scene, camera))
     if svg is not None and camera is not None:
         picture = camera.export_svg(title="skipstone demo")
-        svg.write_text(re.sub(r"@font-face \{.*?\}", "", picture, flags=re.DOTALL))  # fonts would be fetched
+        write_whole(svg, re.sub(r"@font-face \{.*?\}", "", picture, flags=re.DOTALL))  # fonts would be fetched
     if as_json:
         scenes = [{**asdict(scene), **comparison.document()} for scene, comparison in zip(SCENES, found, strict=True)]
         print(json.dumps({"method": spelled(method), "scenes": scenes}))

@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from skipstone.files import write_whole
 from skipstone.lens.heads import HeadLens
 from skipstone.lens.lens import Lens
 
@@ -87,19 +88,20 @@ def save(
     lens: Lens, texts: Sequence[Sequence[str]], final: Sequence[str], path: Path, heads: HeadLens | None = None
 ) -> list[Path]:
     """The pictures as PNG files, or one page of HTML where the path ends in .html. Returns what was written."""
-    drawn = {"lens": heat_map(lens, texts, final), "layers": layer_figures(lens)}
+    figures = {"lens": heat_map(lens, texts, final), "layers": layer_figures(lens)}
     if heads is not None:
-        drawn["heads"] = head_maps(heads, final)
+        figures["heads"] = head_maps(heads, final)
+    drawn = {name: _png(figure) for name, figure in figures.items()}
     if path.suffix == ".html":
-        body = "".join(f'<img alt="{name}" src="data:image/png;base64,{_base64(figure)}">' for name, figure in drawn.items())
+        encoded = {name: base64.b64encode(image).decode() for name, image in drawn.items()}
+        body = "".join(f'<img alt="{name}" src="data:image/png;base64,{image}">' for name, image in encoded.items())
         text = html.escape("".join(final))
-        path.write_text(f"<!doctype html><meta charset=utf-8><title>skipstone inspect</title><pre>{text}</pre>{body}\n")
+        write_whole(path, f"<!doctype html><meta charset=utf-8><title>skipstone inspect</title><pre>{text}</pre>{body}\n")
         return [path]
-    written = []
-    for name, figure in drawn.items():
-        written.append(path if name == "lens" else path.with_name(f"{path.stem}-{name}{path.suffix or '.png'}"))
-        figure.savefig(written[-1], format="png", dpi=120)
-    return written
+    named = {name: path if name == "lens" else path.with_name(f"{path.stem}-{name}{path.suffix or '.png'}") for name in drawn}
+    for name, place in named.items():
+        write_whole(place, drawn[name])
+    return [*named.values()]
 
 
 def _figure(size: tuple[float, float], rows: int = 1, columns: int = 1) -> tuple[Any, Any]:
@@ -111,10 +113,10 @@ def _figure(size: tuple[float, float], rows: int = 1, columns: int = 1) -> tuple
     return figure, figure.subplots(rows, columns)
 
 
-def _base64(figure: Any) -> str:
+def _png(figure: Any) -> bytes:
     data = io.BytesIO()
     figure.savefig(data, format="png", dpi=120)
-    return base64.b64encode(data.getvalue()).decode()
+    return data.getvalue()
 
 
 def _short(text: str) -> str:

@@ -13,30 +13,21 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from skipstone.models import attention, linear
-from skipstone.models.families import family_of, kinds, max_positions, windows
+from skipstone.models.families import kinds, max_positions, windows
 from skipstone.models.kvstore import KVStore
+from skipstone.models.modules import DecoderModules, unwrapped
 from skipstone.models.passes import MaskForm, Pass
 from skipstone.models.refusals import refuse_state
 from skipstone.models.skipping import SkipSet, instead, no_attention, unchanged
 
 
-def unwrapped(model: Any) -> Any:
-    """The transformers model inside a PEFT wrapper (its adapters live in the layers), or the model itself."""
-    return model.get_base_model() if hasattr(model, "get_base_model") else model
-
-
-class LayeredModel:
+class LayeredModel(DecoderModules):
     """The facts and modules of one model. ValueError for a model that skipstone cannot decode exactly."""
 
     def __init__(self, model: PreTrainedModel) -> None:
-        wrapper: Any = model
         inner = unwrapped(model)
-        refuse_state(wrapper, inner)
-        self.model, self.config = inner, inner.config
-        self.family = family_of(inner)
-        self.decoder: Any = inner.get_decoder()
-        self.layers = list(getattr(self.decoder, self.family.layers))[: self.config.num_hidden_layers]
-        self.head: Any = inner.get_output_embeddings()
+        refuse_state(model, inner)
+        super().__init__(inner)
         self.kinds = kinds(self.config)
         self.windows = windows(self.config, self.kinds)
         self.max_positions, self.max_positions_source = max_positions(self.config)
@@ -53,22 +44,9 @@ class LayeredModel:
         self._fixed = dict(self.family.arguments)
         self._phases: dict[str, tuple[Tensor, Tensor]] = {}
 
-    @property
-    def depth(self) -> int:
-        """Number of layers, L."""
-        return len(self.layers)
-
     def embed(self, tokens: Tensor, positions: Tensor) -> Tensor:
         """[B, n] ids and positions -> [B, n, d], the states that enter layer 0."""
         return self.family.embed(self.decoder, self.config, tokens, positions)
-
-    def logits(self, hidden: Tensor) -> Tensor:
-        """g(.): final norm, LM head and what the family does after it. [B, n, d] -> [B, n, V] float32."""
-        return self.project(self.normed(hidden))
-
-    def normed(self, hidden: Tensor) -> Tensor:
-        """What the LM head reads: states after the final norm (and OPT-350m's projection). [B, n, d] -> [B, n, d']."""
-        return self.family.finish(self.decoder, hidden)
 
     def project(self, normed: Tensor, head: nn.Module | None = None) -> Tensor:
         """LM head and what the family does after it. [B, n, d'] -> [B, n, V] float32. head: instead of the model's own."""

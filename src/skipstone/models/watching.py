@@ -8,11 +8,11 @@ from typing import Any
 
 from torch import Tensor
 
-from skipstone.models.layered import LayeredModel
+from skipstone.models.modules import DecoderModules
 
 
 @contextmanager
-def watched(model: LayeredModel, exits: Iterable[int]) -> Iterator[dict[int, Tensor]]:
+def watched(model: DecoderModules, exits: Iterable[int]) -> Iterator[dict[int, Tensor]]:
     """E -> [B, T, d], the states that leave the first E layers, of the last forward of the model itself inside. E = 0: those
     that enter the first one."""
     found: dict[int, Tensor] = {}

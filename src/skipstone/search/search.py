@@ -8,7 +8,6 @@ interrupted goes on with them.
 
 from __future__ import annotations
 
-import json
 import math
 import time
 from collections.abc import Callable, Sequence
@@ -22,6 +21,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
+from skipstone.files import LineFile, read_lines
 from skipstone.methods.autoregressive import Autoregressive
 from skipstone.methods.self_speculative import SelfSpeculative
 from skipstone.methods.shared.layer_sets import MOST_DRAFTS, Costs, Objective, Space, Z
@@ -105,13 +105,15 @@ def search(
     space = Space(layered.depth)
     for ratio in wish.ratios:
         LinearThompson(space, space.count(ratio))  # ValueError where nothing would be left out, or nothing left
-    known = _read(path, _key(model, wish))
-    found = Found(known)
-    begun = time.perf_counter() - (known[-1].seconds if known else 0.0)
-    _mended(path)
-    with neutral_defaults(model), path.open("a", encoding="utf-8") as file:
-        if not path.stat().st_size:
-            file.write(json.dumps(_key(model, wish)) + "\n")
+    key = _key(model, wish)
+    with neutral_defaults(model), LineFile(path) as file:
+        known = _read(path, key)
+        found = Found(known)
+        begun = time.perf_counter() - (known[-1].seconds if known else 0.0)
+        if known:
+            file.go_on()
+        else:
+            file.begin(key, f"{path} is no file of trials: name another --out, or remove it")
         judged = [_Text(layered, model, text, wish.tokens) for text in wish.texts]
         objective = Objective(_costs(layered, len(wish.texts[0])), most=min(wish.drafts, MOST_DRAFTS))
         learner = LinearThompson(space, space.count(wish.ratios[0]), objective, wish.seed + len(known))
@@ -129,8 +131,7 @@ def search(
             kind = "decoded" if decode else "judged"
             spent = time.perf_counter() - begun
             found.trials.append(Trial(kind, sorted(skip.attention), sorted(skip.mlp), matchness, spent, speed, acceptance))
-            file.write(json.dumps(asdict(found.trials[-1])) + "\n")
-            file.flush()
+            file.add(asdict(found.trials[-1]))
             number += 1
             done(found, spent)
     return found
@@ -156,24 +157,10 @@ def _key(model: PreTrainedModel, wish: Wish) -> dict[str, Any]:
     return {"kind": "search", "model": fingerprint(model), **place, **asked, "texts": [text.tolist() for text in wish.texts]}
 
 
-def _mended(path: Path) -> None:
-    """Without the line that was being written when a search was killed."""
-    if path.exists():
-        data = path.read_bytes()
-        whole = data[: data.rfind(b"\n") + 1]
-        if whole != data:
-            path.write_bytes(whole)
-
-
 def _read(path: Path, key: dict[str, Any]) -> list[Trial]:
-    """The trials of a file that was begun with the same key; a line that was being written is left out."""
-    if not path.exists() or not path.stat().st_size:
-        return []
-    lines = path.read_text(encoding="utf-8").split("\n")[:-1]
-    if not lines:
-        return []
+    """The trials of a file that was begun with the same key."""
     try:
-        first, *rest = [json.loads(line) for line in lines]
+        first, *rest = read_lines(path) or [key]
         trials = [Trial(**one) for one in rest]
     except (ValueError, TypeError) as error:
         raise ValueError(f"{path} is no file of trials: {error}") from error

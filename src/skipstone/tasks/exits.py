@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Iterable
 from dataclasses import asdict, dataclass
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 from transformers import PreTrainedModel
 
+from skipstone.models.exits import ExitTally
 from skipstone.models.layered import LayeredModel
 from skipstone.models.watching import watched
 
@@ -46,18 +45,12 @@ def answered(
     """Perplexity of answers after their prompts at every exit. pairs: ([T], [A]) int64, T and A at least 1. done: called after
     each. Accumulated in float64. ValueError where there is no answer at all."""
     layered = LayeredModel(model)
-    nats, same, tokens = torch.zeros(layered.depth).double(), torch.zeros(layered.depth).double(), 0
+    tally = ExitTally(layered, range(1, layered.depth + 1))
     for prompt, answer in pairs:
         span = slice(len(prompt) - 1, len(prompt) + len(answer) - 1)
-        wanted, best = answer.to(model.device), None
-        for layer, state in reversed(list(enumerate(states(model, layered, torch.cat([prompt, answer]))[1:]))):
-            logits = layered.logits(state[:, span])[0]
-            best = logits.argmax(-1) if best is None else best
-            nats[layer] += F.cross_entropy(logits.double(), wanted, reduction="sum").cpu()
-            same[layer] += (logits.argmax(-1) == best).sum().cpu()
-        tokens += len(answer)
+        found = states(model, layered, torch.cat([prompt, answer]))
+        tally.add({exit: found[exit][0, span] for exit in tally.exits}, answer.to(model.device))
         done()
-    if not tokens:
+    if not tally.tokens:
         raise ValueError("there is no answer to measure")
-    perplexity = [math.exp(value) if value < 700 else math.inf for value in (nats / tokens).tolist()]
-    return ExitFigures(tokens, perplexity, (same / tokens).tolist())
+    return ExitFigures(tally.tokens, [*tally.perplexity().values()], [*tally.agreement().values()])

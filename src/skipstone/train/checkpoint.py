@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import os
 import re
 import shutil
 from itertools import takewhile
@@ -16,10 +15,13 @@ from typing import Any
 
 from torch import nn
 
+from skipstone import files
+
 MANIFEST = "manifest.json"
+"""File in a checkpoint: its step, its run's fingerprint, and the SHA-256 of every other file."""
 _PREFIX = "checkpoint-"
 PARTIAL = ".partial"
-_DISCARDED = ".discarded"
+"""Folder in that of a run: the checkpoint that is being written."""
 SAMPLE = 16
 """How many entries of a frozen parameter tell it from another model's."""
 
@@ -34,21 +36,18 @@ def partial_folder(run: Path) -> Path:
 
 def clear(run: Path) -> None:
     """Remove what interrupted saves have left behind."""
-    for name in (PARTIAL, _DISCARDED):
+    for name in (PARTIAL, files.DISCARDED):
         shutil.rmtree(run / name, ignore_errors=True)
 
 
 def publish(partial: Path, run: Path, step: int, fingerprint: dict[str, Any]) -> Path:
     """Give a written checkpoint its name, all at once. fingerprint: what a run must have in common to resume from it."""
-    files = {path.relative_to(partial).as_posix(): _digest(path) for path in sorted(partial.rglob("*")) if path.is_file()}
-    manifest = {"step": step, "fingerprint": fingerprint, "files": files}
+    written = [path for path in sorted(partial.rglob("*")) if path.is_file()]
+    digests = {path.relative_to(partial).as_posix(): files.file_digest(path) for path in written}
+    manifest = {"step": step, "fingerprint": fingerprint, "files": digests}
     (partial / MANIFEST).write_text(json.dumps(manifest, indent=1), encoding="utf-8")
-    flush(partial)
     final = run / f"{_PREFIX}{step}"
-    if final.exists():  # the same step again, after resuming from an earlier one
-        _discard(final)
-    os.replace(partial, final)
-    _flush(run)
+    files.publish(partial, final)
     clear(run)
     return final
 
@@ -56,7 +55,7 @@ def publish(partial: Path, run: Path, step: int, fingerprint: dict[str, Any]) ->
 def keep_latest(run: Path, count: int) -> None:
     """Remove all but the latest `count` checkpoints; none where count is 0."""
     for _, folder in _numbered(run)[:-count]:
-        _discard(folder)
+        files.discard(folder)
 
 
 def latest(run: Path) -> Path | None:
@@ -80,12 +79,12 @@ def verify(folder: Path, fingerprint: dict[str, Any]) -> int:
     """The step of a checkpoint. ValueError where a file is missing or damaged, or where it belongs to another run."""
     try:
         manifest = json.loads((folder / MANIFEST).read_text(encoding="utf-8"))
-        step, saved, files = int(manifest["step"]), dict(manifest["fingerprint"]), dict(manifest["files"])
+        step, saved, listed = int(manifest["step"]), dict(manifest["fingerprint"]), dict(manifest["files"])
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise ValueError(f"{folder} is no checkpoint of skipstone: its {MANIFEST} is missing or unreadable") from error
-    for name, digest in files.items():
+    for name, digest in listed.items():
         path = folder / name
-        found = _digest(path) if path.is_file() else "nothing"
+        found = files.file_digest(path) if path.is_file() else "nothing"
         if found != digest:
             raise ValueError(
                 f"{path} is damaged: expected SHA-256 {digest:.12}, found {found:.12}; "
@@ -135,34 +134,7 @@ def _contrast(old: Any, new: Any) -> tuple[str, str]:
     return one[cut : cut + 80], other[cut : cut + 80]
 
 
-def _discard(folder: Path) -> None:
-    """Remove a checkpoint: its name first, so that nothing half removed looks like one."""
-    hidden = folder.with_name(_DISCARDED)
-    shutil.rmtree(hidden, ignore_errors=True)
-    os.rename(folder, hidden)
-    shutil.rmtree(hidden)
-
-
 def _numbered(run: Path) -> list[tuple[int, Path]]:
     """The checkpoints of a run by step."""
     found = [(path.name.removeprefix(_PREFIX), path) for path in run.glob(f"{_PREFIX}*") if path.is_dir()]
     return sorted((int(number), path) for number, path in found if number.isdecimal())
-
-
-def _digest(path: Path) -> str:
-    with path.open("rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()
-
-
-def flush(folder: Path) -> None:
-    """Make sure that a folder and all that is in it are on the disk."""
-    for path in (*folder.rglob("*"), folder):
-        _flush(path)
-
-
-def _flush(path: Path) -> None:
-    handle = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)

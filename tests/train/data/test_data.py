@@ -17,10 +17,11 @@ from tokenizers.processors import TemplateProcessing
 from transformers import PreTrainedTokenizerFast
 
 from skipstone.train.data import rows as data
-from skipstone.train.data.documents import Document, collect
-from skipstone.train.data.rows import Plan, Prepared, Rows, mix, pack, prepare
+from skipstone.train.data.documents import Document
+from skipstone.train.data.rows import RowPlan, TokenRows, mix, pack
 from skipstone.train.data.sources import TextFiles
 from skipstone.train.data.tokenizer import train_bpe
+from tests.helpers.training import prepared_rows
 
 BYTES = train_bpe(["x"], 257)
 """One token a byte: <|end|> is 0, the printable ASCII letters follow from ! as 1."""
@@ -33,10 +34,6 @@ def ids(text: str) -> list[int]:
 
 def named(*texts: str) -> list[Document]:
     return [Document(text, "s", f"{index}") for index, text in enumerate(texts)]
-
-
-def made(sources: Any, tokenizer: Any, plan: Plan, base: Path, cache: Path | None = None) -> Prepared:
-    return prepare(collect(sources, base), {source.name: source.weight for source in sources}, tokenizer, plan, cache)
 
 
 class TestPack:
@@ -188,16 +185,16 @@ class TestMix:
 
 
 def test_rows_are_items_of_a_model() -> None:
-    rows = Rows(numbered(0, 3))
+    rows = TokenRows(numbered(0, 3))
     assert len(rows) == 3
     assert {name: value.tolist() for name, value in rows[2].items()} == {"input_ids": [2, 2], "labels": [2, 2]}
-    given = Rows(torch.tensor([[~5, ~0, 0, 7]]))[0]
+    given = TokenRows(torch.tensor([[~5, ~0, 0, 7]]))[0]
     assert {name: value.tolist() for name, value in given.items()} == {
         "input_ids": [5, 0, 0, 7],
         "labels": [-100, -100, 0, 7],
     }
     with pytest.raises(ValueError, match=r"expected rows \[N, length\] of int64, found torch.float32 of shape \[3\]"):
-        Rows(torch.zeros(3))
+        TokenRows(torch.zeros(3))
 
 
 WORDS = [f"word{index}" for index in range(300)]
@@ -216,11 +213,11 @@ def recipe(tmp_path: Path) -> Path:
 
 
 SOURCES = (TextFiles(path="big", weight=3), TextFiles(path="small", weight=1))
-PLAN = Plan(length=32, rows=80, held_out=0.1, seed=1)
+PLAN = RowPlan(length=32, rows=80, held_out=0.1, seed=1)
 
 
 def test_prepared_rows_and_their_report(recipe: Path) -> None:
-    prepared = made(SOURCES, BYTES, PLAN, recipe)
+    prepared = prepared_rows(SOURCES, BYTES, PLAN, recipe)
     assert prepared.train.shape == (80, 32)
     assert set(prepared.held_out) == {"big", "small"}
     big, small = (prepared.report["sources"][name] for name in ("big", "small"))
@@ -247,7 +244,7 @@ def letters(tmp_path: Path) -> list[TextFiles]:
 
 
 def test_no_held_out_text_is_trained_on(letters: list[TextFiles]) -> None:
-    prepared = made(letters, BYTES, PLAN, Path())
+    prepared = prepared_rows(letters, BYTES, PLAN, Path())
     trained, held_out = (set(rows.flatten().tolist()) - {END} for rows in (prepared.train, prepared.held_out["letters"]))
     assert not trained & held_out
     assert len(held_out) >= 2
@@ -255,33 +252,33 @@ def test_no_held_out_text_is_trained_on(letters: list[TextFiles]) -> None:
 
 
 def test_the_plans_seed_decides_what_is_held_out_and_the_order(letters: list[TextFiles]) -> None:
-    one, same, other = (made(letters, BYTES, PLAN.model_copy(update={"seed": seed}), Path()) for seed in (1, 1, 2))
+    one, same, other = (prepared_rows(letters, BYTES, PLAN.model_copy(update={"seed": seed}), Path()) for seed in (1, 1, 2))
     assert torch.equal(one.train, same.train)
     assert not torch.equal(one.train, other.train)
     assert set(one.held_out["letters"].flatten().tolist()) != set(other.held_out["letters"].flatten().tolist())
 
 
 def test_without_held_out_documents_there_are_no_held_out_rows(recipe: Path) -> None:
-    assert made(SOURCES, BYTES, PLAN.model_copy(update={"held_out": 0.0}), recipe).held_out == {}
+    assert prepared_rows(SOURCES, BYTES, PLAN.model_copy(update={"held_out": 0.0}), recipe).held_out == {}
 
 
 def test_a_source_too_small_for_a_row_is_refused_or_not_evaluated(recipe: Path) -> None:
     plan = PLAN.model_copy(update={"length": 500})
     told = r"source 'small': the 1 held_out documents \(held_out=0.1\) make \d+ tokens, not one row of 500 .*; not evaluated"
     with pytest.warns(UserWarning, match=told):
-        found = made(SOURCES[1:], BYTES, plan, recipe)
+        found = prepared_rows(SOURCES[1:], BYTES, plan, recipe)
     assert found.held_out == {}
     assert found.report["sources"]["small"]["held_out"]["documents"] == 1
     assert len(found.train) == plan.rows
     error = r"source 'small': the \d+ train documents \(held_out=0.1\) make \d+ tokens, not one row of 100000"
     with pytest.raises(ValueError, match=error):
-        made(SOURCES[1:], BYTES, PLAN.model_copy(update={"length": 100_000}), recipe)
+        prepared_rows(SOURCES[1:], BYTES, PLAN.model_copy(update={"length": 100_000}), recipe)
 
 
 def test_a_tokenizer_without_an_end_is_refused(recipe: Path) -> None:
     endless = PreTrainedTokenizerFast(tokenizer_object=BYTES.backend_tokenizer)
     with pytest.raises(ValueError, match="the tokenizer has no eos_token"):
-        made(SOURCES, endless, PLAN, recipe)
+        prepared_rows(SOURCES, endless, PLAN, recipe)
 
 
 @pytest.mark.parametrize(
@@ -289,4 +286,4 @@ def test_a_tokenizer_without_an_end_is_refused(recipe: Path) -> None:
 )
 def test_an_impossible_plan_is_refused(wrong: dict[str, Any]) -> None:
     with pytest.raises(ValueError, match=next(iter(wrong))):
-        Plan(**{"length": 32, "rows": 80, **wrong})
+        RowPlan(**{"length": 32, "rows": 80, **wrong})

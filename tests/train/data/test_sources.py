@@ -12,8 +12,7 @@ from typing import Any
 import pytest
 from pydantic import TypeAdapter, ValidationError
 
-from skipstone.train.data.reading import Text, resolve
-from skipstone.train.data.sources import HubDataset, JsonLines, Script, Source, TextFiles
+from skipstone.train.data.sources import HubDataset, JsonLines, Script, Source, Text, TextFiles, resolve
 
 ROOT = Path(__file__).parents[3]
 

@@ -25,45 +25,17 @@ from skipstone.train.heads import run as training
 from skipstone.train.heads import training as heads_training
 from skipstone.train.heads.answers import Answer
 from skipstone.train.heads.recipe import Answers, Schedule, made, read
-from tests.helpers import support
 from tests.helpers.commandline import assert_refused, run, succeed
 from tests.helpers.machine import llama, prompt
+from tests.helpers.training import heads_base, quiet
+from tests.helpers.training import heads_recipe as recipe
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*x the speed of plain decoding:RuntimeWarning")
 
 
-def prepared(folder: Path) -> Path:
-    """A folder with a model of 6 layers and its tokenizer, and a file of 24 prompts."""
-    folder.mkdir(parents=True, exist_ok=True)
-    llama(layers=6, head=2.0).save_pretrained(folder / "model")
-    support.tokenizer().save_pretrained(folder / "model")
-    letters = [chr(97 + place) for place in range(26)]
-    texts = [" ".join(letters[(start + step * 3) % 26] for step in range(4)) for start in range(24)]
-    (folder / "prompts.jsonl").write_text("".join(json.dumps({"prompt": text}) + "\n" for text in texts))
-    return folder
-
-
 @pytest.fixture(scope="module")
 def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return prepared(tmp_path_factory.mktemp("base"))
-
-
-def recipe(base: Path, output: Path, **changes: Any) -> Any:
-    values: dict[str, Any] = {
-        "output": str(output),
-        "model": str(base / "model"),
-        "prompts": [{"kind": "jsonl", "path": str(base / "prompts.jsonl"), "template": "{prompt}"}],
-        "answers": {"max_new_tokens": 12, "batch_size": 8},
-        "heads": {"layers": [2, 4]},
-        "training": {"epochs": 6, "batch_size": 4, "patience": None, "held_out": 0.2},
-    }
-    for name, change in changes.items():
-        values[name] = {**values[name], **change} if isinstance(change, dict) else change
-    return made(values, "test")
-
-
-def quiet(_: str) -> None:
-    pass
+    return heads_base(tmp_path_factory.mktemp("base"))
 
 
 def digests(folder: Path) -> dict[str, str]:
@@ -128,14 +100,14 @@ def test_features_are_the_states_behind_the_models_own_answers(base: Path, tmp_p
         for seed, (length, new) in enumerate(torch.randint(1, 9, (21, 2), generator=dice).tolist())
     ]
     features = extracting.extract(layered, answers, (2, 4), tmp_path, 1e9, quiet)
-    assert (tmp_path / extracting.DATA).stat().st_size == extracting.size(answers, 2, 32)
+    assert (tmp_path / extracting.DATA).stat().st_size == 2 * 3 * 32 * sum(len(one.tokens) for one in answers)
     for index, one in enumerate(answers):
         ids = torch.tensor([one.prompt + one.tokens])
         with torch.no_grad():
             out = model(ids, output_hidden_states=True)
         span = slice(len(one.prompt) - 1, ids.shape[1] - 1)
         wanted = [model.model.norm(out.hidden_states[2][0, span]), model.model.norm(out.hidden_states[4][0, span])]
-        found = features.of([index])
+        found = features.states_of([index])
         assert torch.allclose(found.float(), torch.stack([*wanted, out.hidden_states[6][0, span]], 1), atol=2e-2)
         own = layered.project(found[None, :, -1].float())[0]
         assert torch.allclose(own, out.logits[0, span], atol=5e-2)
@@ -169,7 +141,7 @@ def test_a_run_that_is_killed_anywhere_ends_with_the_same_heads(
 ) -> None:
     wanted = digests(training.run(recipe(base, tmp_path / "whole"), base, say=quiet))[exit_heads.WEIGHTS]
     kills = [
-        (answering, "padded", 2),
+        (answering, "left_padded", 2),
         (extracting, "_states", 1),
         (heads_training, "quality", 3),
         (heads_training._Run, "save", 1),

@@ -18,6 +18,8 @@ from skipstone.train.layerskip.recipe import LayerDropout
 from tests.helpers.training import (
     OFF,
     Interrupted,
+    heads_base,
+    heads_recipe,
     in_processes,
     interrupt_at,
     logged,
@@ -76,15 +78,17 @@ def from_file(folder: Path) -> dict[str, Any]:
 def heads(folder: Path) -> dict[str, Any]:
     """AdaDecode's exit heads: the first process writes answers and features, both train."""
     from skipstone.train.heads import run as heads
-    from tests.train.heads.test_heads import prepared, recipe
 
     if os.environ.get("RANK", "0") == "0":
-        prepared(folder / "base")
+        heads_base(folder / "base")
         (folder / "ready").touch()
     while not (folder / "ready").exists():
         time.sleep(0.05)
     said: list[str] = []
-    return {"heads": str(heads.run(recipe(folder / "base", folder / "run"), folder / "base", say=said.append)), "said": said}
+    return {
+        "heads": str(heads.run(heads_recipe(folder / "base", folder / "run"), folder / "base", say=said.append)),
+        "said": said,
+    }
 
 
 def rank(number: int, port: int, folder: Path) -> None:

@@ -3,18 +3,20 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Sequence
+from contextlib import ExitStack
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
 
-from skipstone.train.layerskip.dropout import kept_rows, layers_replaced, run_rows
-from skipstone.train.layerskip.objective import Objective, Stack
+from skipstone.models.modules import DecoderModules
+from skipstone.train.layerskip.dropout import forwards_replaced, kept_rows, layers_recorded, run_rows
+from skipstone.train.layerskip.objective import Objective
 from skipstone.train.layerskip.recipe import EarlyExitLoss, LayerDropout, LayerSkipRecipe
 from tests.helpers import families
+from tests.helpers.objectives import alone, outputs
 
 PLAN = [[0, 1, 2], [0, 2], [], [1]]  # rows that each of four layers keeps
 LENGTHS = (11, 4, 10)  # the sliding windows are 8 tokens
@@ -163,11 +165,11 @@ def test_layers_have_their_own_forward_again_also_after_an_error_and_when_nested
     def plus(_: int, forward: Any) -> Any:
         return lambda x: forward(x) + 1
 
-    with layers_replaced(layers, plus), layers_replaced(layers, plus):
+    with forwards_replaced(layers, plus), forwards_replaced(layers, plus):
         assert layers[1](torch.zeros(1)).item() == 2
     assert "forward" not in layers[0].__dict__
     assert layers[1].__dict__["forward"] is own
-    with pytest.raises(KeyError), layers_replaced(layers, plus):
+    with pytest.raises(KeyError), forwards_replaced(layers, plus):
         raise KeyError
     assert "forward" not in layers[0].__dict__
     assert layers[1].__dict__["forward"] is own
@@ -177,57 +179,32 @@ def test_layers_have_their_own_forward_again_also_after_an_error_and_when_nested
 def test_an_error_inside_a_layer_leaves_the_model_whole(name: str) -> None:
     model, inputs = families.cached(name), batch()
     expected = model(**inputs).logits
-    stack = Stack(model)
-    handle = stack.layers[2].register_forward_pre_hook(lambda *_: (_ for _ in ()).throw(MemoryError))
+    modules = DecoderModules(model)
+    handle = modules.layers[2].register_forward_pre_hook(lambda *_: (_ for _ in ()).throw(MemoryError))
     try:
-        with pytest.raises(MemoryError), stack.recorded(lambda _: True, lambda _: [0]):
-            stack.decoder(**inputs, use_cache=False)
+        with pytest.raises(MemoryError), layers_recorded(modules.layers, lambda _: True, lambda _: [0]):
+            modules.decoder(**inputs, use_cache=False)
     finally:
         handle.remove()
-    assert all("forward" not in layer.__dict__ for layer in stack.layers)
+    assert all("forward" not in layer.__dict__ for layer in modules.layers)
     assert model(**inputs).logits.equal(expected)
 
 
 # families
 
 
-@contextmanager
-def outputs(layers: Sequence[nn.Module]) -> Iterator[dict[int, Tensor]]:
-    """What the layers return, seen from outside."""
-    seen: dict[int, Tensor] = {}
-
-    def keep(layer: int) -> Any:
-        return lambda _module, _args, out: seen.__setitem__(layer, out[0] if isinstance(out, tuple) else out)
-
-    with ExitStack() as hooks:
-        for index, layer in enumerate(layers):
-            hooks.callback(layer.register_forward_hook(keep(index)).remove)
-        yield seen
-
-
-def alone(stack: Stack, inputs: dict[str, Tensor], row: int, kept: Sequence[bool]) -> tuple[dict[int, Tensor], Tensor]:
-    """One row by itself through the layers that are kept: ({layer: x_{l+1} [T, d]}, last hidden state [T, d])."""
-    falcon = stack.causal.config.model_type == "falcon"
-    with pytest.MonkeyPatch.context() as patch, outputs(stack.layers) as seen:
-        for layer, on in zip(stack.layers, kept, strict=True):
-            if not on:
-                patch.setattr(layer, "forward", (lambda x, *_, **__: (x,)) if falcon else (lambda x, *_, **__: x))
-        last = stack.decoder(**{key: value[row : row + 1] for key, value in inputs.items()}, use_cache=False)
-    return {layer: state[0] for layer, state in seen.items()}, last.last_hidden_state[0]
-
-
 @pytest.mark.parametrize("name", families.NAMES)
 @torch.no_grad()
 def test_a_batch_with_dropped_rows_is_each_row_alone_through_the_layers_that_keep_it(name: str) -> None:
     model, inputs = families.cached(name), batch()
-    stack = Stack(model)
-    with stack.recorded(lambda _: True, PLAN.__getitem__) as states:
-        found = stack.decoder(**inputs, use_cache=False).last_hidden_state
-    plain = stack.decoder(**inputs, use_cache=False).last_hidden_state
+    modules = DecoderModules(model)
+    with layers_recorded(modules.layers, lambda _: True, PLAN.__getitem__) as states:
+        found = modules.decoder(**inputs, use_cache=False).last_hidden_state
+    plain = modules.decoder(**inputs, use_cache=False).last_hidden_state
     assert list(states) == [0, 1, 2, 3]
     for row in range(3):
         real = inputs["attention_mask"][row].bool()
-        own, last = alone(stack, inputs, row, [row in kept for kept in PLAN])
+        own, last = alone(modules, inputs, row, [row in kept for kept in PLAN])
         for layer, state in own.items():
             torch.testing.assert_close(states[layer][row][real], state[real], atol=2e-5, rtol=1e-5)
         torch.testing.assert_close(found[row][real], last[real], atol=2e-5, rtol=1e-5)
@@ -242,13 +219,13 @@ def rows_into(seen: dict[int, int], layer: int) -> Any:
 @torch.no_grad()
 def test_a_dropped_row_is_not_computed(name: str) -> None:
     model, seen = families.cached(name), dict[int, int]()
-    stack = Stack(model)
+    modules = DecoderModules(model)
     with ExitStack() as hooks:
-        for index, layer in enumerate(stack.layers):
-            inside = getattr(layer, stack.family.attention)
+        for index, layer in enumerate(modules.layers):
+            inside = getattr(layer, modules.family.attention)
             hooks.callback(inside.register_forward_pre_hook(rows_into(seen, index), with_kwargs=True).remove)
-        with stack.recorded(lambda _: False, PLAN.__getitem__) as states:
-            stack.decoder(**batch(), use_cache=False)
+        with layers_recorded(modules.layers, lambda _: False, PLAN.__getitem__) as states:
+            modules.decoder(**batch(), use_cache=False)
     assert seen == {0: 3, 1: 2, 3: 1}
     assert not states
 
@@ -257,13 +234,13 @@ def test_a_dropped_row_is_not_computed(name: str) -> None:
 @torch.no_grad()
 def test_nothing_dropped_is_the_plain_forward_bit_by_bit(name: str) -> None:
     model, inputs = families.cached(name), batch()
-    stack = Stack(model)
-    plain = stack.decoder(**inputs, use_cache=False).last_hidden_state
+    modules = DecoderModules(model)
+    plain = modules.decoder(**inputs, use_cache=False).last_hidden_state
     for rows in (None, [0, 1, 2]):
-        with stack.recorded(lambda _: True, lambda _, rows=rows: rows) as states:
-            last = stack.decoder(**inputs, use_cache=False).last_hidden_state
+        with layers_recorded(modules.layers, lambda _: True, lambda _, rows=rows: rows) as states:
+            last = modules.decoder(**inputs, use_cache=False).last_hidden_state
         assert last.equal(plain)
-        assert stack.logits(states[3]).equal(model(**inputs).logits)
+        assert modules.logits(states[3]).equal(model(**inputs).logits)
 
 
 def rows_of_the_last_layer(p_max: float, ids: Tensor, step: int, micro: int) -> list[int]:
@@ -271,8 +248,8 @@ def rows_of_the_last_layer(p_max: float, ids: Tensor, step: int, micro: int) -> 
     recipe = LayerSkipRecipe(LayerDropout(p_max, "exponential"), EarlyExitLoss(0.2, "none"))
     objective = Objective(families.cached("llama"), recipe, steps=10, seed=4)
     objective.step, objective.micro = step, micro
-    with torch.no_grad(), outputs(objective.stack.layers) as seen:
-        objective.loss(ids, None, ids)
+    with torch.no_grad(), outputs(objective.modules.layers) as seen:
+        objective.loss(ids, labels=ids)
     return [row for row in range(len(ids)) if not seen[3][row].equal(seen[2][row])]
 
 

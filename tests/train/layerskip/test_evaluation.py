@@ -11,10 +11,10 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
+from skipstone.train.labels import IGNORED
 from skipstone.train.layerskip.evaluation import ExitQuality, exit_quality
-from skipstone.train.layerskip.loss import IGNORED
 from tests.helpers import families
-from tests.train.layerskip.test_objective import HEADS
+from tests.helpers.objectives import HEADS
 
 ROWS, LENGTH = 5, 12
 Rows = list[dict[str, Tensor]]

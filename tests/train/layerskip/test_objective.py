@@ -3,110 +3,40 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
-from transformers import PreTrainedModel
 
+from skipstone.models.modules import DecoderModules
+from skipstone.train.labels import IGNORED
 from skipstone.train.layerskip.dropout import kept_rows
-from skipstone.train.layerskip.loss import IGNORED
-from skipstone.train.layerskip.objective import Objective, Stack
+from skipstone.train.layerskip.objective import Objective
 from skipstone.train.layerskip.recipe import EarlyExitLoss, LayerDropout, LayerSkipRecipe
 from tests.helpers import families
-from tests.train.layerskip.test_dropout import alone
+from tests.helpers.objectives import (
+    CE,
+    HEADS,
+    KL,
+    LAYERS,
+    PLAIN,
+    RATE,
+    RATES,
+    SEED,
+    STEPS,
+    TOWARDS_LAST,
+    WEIGHTS,
+    alone,
+    assert_same,
+    build,
+    combined,
+    gradients,
+    inputs,
+    naive,
+    objective,
+)
 
-LAYERS, STEPS, SEED = 4, 10, 2
-# L = 4, e_scale = .5, R = 2, the last layer always: e = 0, .5, 1.5 and 3 + .5 x 3, by hand
-WEIGHTS = [{0: 0, 2: 0.25, 3: 0.75}, {1: 0.1, 3: 0.9}]
-KL = 1.5
-PLAIN, RATE = LayerDropout(0.0), LayerDropout(0.9)
-RATES = [0, 0.9 * (2 ** (1 / 3) - 1), 0.9 * (2 ** (2 / 3) - 1), 0.9]
-CE = EarlyExitLoss(0.5, "rotational", 2)
-TOWARDS_LAST = EarlyExitLoss(0.5, "rotational", 2, kl_weight=KL)
-NO_DROPOUT = {
-    "gpt2": {"embd_pdrop": 0.0, "resid_pdrop": 0.0, "attn_pdrop": 0.0},
-    "opt": {"dropout": 0.0},
-    "opt_projected": {"dropout": 0.0},
-}
-SINGLE = ("gemma2", "qwen3_moe")  # its attention masks overflow in float64; its grouped products know no float64
-
-Heads = dict[str, Callable[[Any, Tensor], Tensor]]
-# g(.) by hand: what this family does between a layer's output and its logits
-HEADS: Heads = {
-    "llama": lambda m, x: m.lm_head(m.model.norm(x)),
-    "qwen3": lambda m, x: m.lm_head(m.model.norm(x)),
-    "qwen3_moe": lambda m, x: m.lm_head(m.model.norm(x)),
-    "gemma2": lambda m, x: 20 * torch.tanh(m.lm_head(m.model.norm(x)) / 20),
-    "gemma3_text": lambda m, x: 20 * torch.tanh(m.lm_head(m.model.norm(x)) / 20),
-    "granite": lambda m, x: m.lm_head(m.model.norm(x)) / 2,
-    "cohere": lambda m, x: m.lm_head(m.model.norm(x)) * 0.6,
-    "gpt2": lambda m, x: m.lm_head(m.transformer.ln_f(x)),
-    "falcon": lambda m, x: m.lm_head(m.transformer.ln_f(x)),
-    "opt": lambda m, x: m.lm_head(m.model.decoder.final_layer_norm(x)),
-    "opt_projected": lambda m, x: m.lm_head(m.model.decoder.project_out(m.model.decoder.final_layer_norm(x))),
-}
 MODELS = [(name, tied) for name in HEADS for tied in (False, True) if not tied or name in ("llama", "gemma2", "gpt2")]
-
-
-def build(name: str, tied: bool = False) -> PreTrainedModel:
-    """A model of four layers in training mode, in float64 where its kernels can, without any dropout of its own."""
-    model = families.build(name, tie_word_embeddings=tied, **NO_DROPOUT.get(name, {})).train()
-    return model if name in SINGLE else model.double()
-
-
-def inputs(rows: int = 3) -> dict[str, Tensor]:
-    """Left-padded rows with labels: nothing for the padding, nor for two tokens more."""
-    generator = torch.Generator().manual_seed(5)
-    batch = families.padded([torch.randint(1, 97, (length,), generator=generator) for length in (11, 5, 10, 11)[:rows]])
-    labels = batch["input_ids"].masked_fill(batch["attention_mask"] == 0, IGNORED)
-    labels[0, 3] = labels[-1, -1] = IGNORED
-    return {**batch, "labels": labels}
-
-
-def objective(model: PreTrainedModel, exits: EarlyExitLoss, dropout: LayerDropout = PLAIN, chunk: int = 7) -> Objective:
-    return Objective(model, LayerSkipRecipe(dropout, exits), STEPS, SEED, chunk)
-
-
-def combined(logits: dict[int, Tensor], labels: Tensor, weights: dict[int, float], kl: bool) -> Tensor:
-    """The loss summed over tokens, from all logits {exit: [B, T, V]}."""
-    targets = labels[:, 1:]
-    kept = targets != IGNORED
-    p = {layer: each[:, :-1].log_softmax(-1)[kept] for layer, each in logits.items()}
-    chosen = {layer: -each.gather(1, targets[kept][:, None]).sum() for layer, each in p.items()}
-    if not kl:
-        return torch.stack([weight * chosen[layer] for layer, weight in weights.items()]).sum()
-    teacher = p[LAYERS - 1].detach()
-    apart = [(teacher.exp() * (teacher - p[layer])).sum() for layer in weights if layer < LAYERS - 1]
-    return chosen[LAYERS - 1] + KL * sum(apart, torch.zeros(())) / len(apart)
-
-
-def naive(name: str, model: Any, batch: dict[str, Tensor], step: int, kl: bool) -> Tensor:
-    """Summed over tokens, by the hidden states and last logits that the model itself gives out."""
-    given = {key: value for key, value in batch.items() if key not in ("labels", "num_items_in_batch")}
-    out = model(**given, output_hidden_states=True, use_cache=False)
-    logits = {layer: HEADS[name](model, out.hidden_states[layer + 1]) for layer in range(LAYERS - 1)}
-    return combined({**logits, LAYERS - 1: out.logits}, batch["labels"], WEIGHTS[step % 2], kl)
-
-
-def gradients(model: Any, loss: Tensor) -> dict[str, Tensor]:
-    model.zero_grad()
-    loss.backward()
-    return {name: torch.zeros_like(p) if p.grad is None else p.grad.clone() for name, p in model.named_parameters()}
-
-
-def assert_same(model: Any, own: Tensor, reference: Tensor) -> None:
-    """Loss and all gradients."""
-    digits = 1e-5 if model.dtype == torch.float32 else 1e-6  # norms compute in float32 in either case
-    torch.testing.assert_close(own, reference, rtol=digits, atol=0, check_dtype=False)
-    found, expected = gradients(model, own), gradients(model, reference)
-    largest = {name: float(gradient.abs().max()) for name, gradient in expected.items()}
-    for name, gradient in expected.items():  # what should be 0 (a bias of the keys) is noise beside the others
-        noise = digits * largest[name] + digits * 1e-2 * max(largest.values())
-        torch.testing.assert_close(found[name], gradient, rtol=100 * digits, atol=noise, msg=name)
-    assert sum(size > 0 for size in largest.values()) > 5
 
 
 @pytest.mark.parametrize(("name", "tied"), MODELS)
@@ -165,7 +95,7 @@ def test_with_dropped_rows_loss_and_gradients_are_those_of_each_row_alone(name: 
         loss = model(**batch).loss
     rows = []
     for row in range(4):
-        states, _ = alone(Stack(model), given, row, [row in kept for kept in plan])
+        states, _ = alone(DecoderModules(model), given, row, [row in kept for kept in plan])
         logits = {layer: HEADS[name](model, state[None]) for layer, state in states.items()}
         rows.append(combined(logits, batch["labels"][row : row + 1], WEIGHTS[0], kl=False))
     assert_same(model, loss, torch.stack(rows).sum() / count)
@@ -175,7 +105,7 @@ def test_without_a_mask_and_with_one_of_ones_the_loss_is_the_same_and_positions_
     model = build("llama")
     batch = {key: value[:1] for key, value in inputs().items()}
     recipe, caches = objective(model, CE), []
-    layer = recipe.stack.layers[0]
+    layer = recipe.modules.layers[0]
     layer.register_forward_pre_hook(lambda _module, _args, given: caches.append(given["past_key_values"]), with_kwargs=True)
     with recipe.installed():
         masked = model(**batch).loss
@@ -210,13 +140,13 @@ def test_what_the_log_is_told() -> None:
     count = int((batch["labels"][:, 1:] != IGNORED).sum())
     last = combined({3: model(batch["input_ids"], batch["attention_mask"]).logits}, batch["labels"], {3: 1}, False) / count
     recipe = objective(model, TOWARDS_LAST)
-    loss = recipe.loss(batch["input_ids"], batch["attention_mask"], batch["labels"])
+    loss = recipe.loss(batch["input_ids"], batch["attention_mask"], labels=batch["labels"])
     parts = {name: part.item() for name, part in recipe.parts.items()}
     assert parts == {"loss_last_layer": pytest.approx(last.item(), rel=1e-6), "divergence": pytest.approx(parts["divergence"])}
     assert loss.item() == pytest.approx(parts["loss_last_layer"] + KL * parts["divergence"], rel=1e-6)
     assert not any(part.requires_grad for part in recipe.parts.values())
     recipe = objective(model, CE)
-    recipe.loss(batch["input_ids"], batch["attention_mask"], batch["labels"], 50)
+    recipe.loss(batch["input_ids"], batch["attention_mask"], labels=batch["labels"], num_items_in_batch=50)
     assert recipe.parts.keys() == {"loss_last_layer"}
     assert recipe.parts["loss_last_layer"].item() == pytest.approx(last.item() * count / 50, rel=1e-6)
 
@@ -232,7 +162,7 @@ def test_only_active_exits_with_a_weight_reach_the_head_a_chunk_at_a_time() -> N
             recipe = objective(model, exits, chunk=10)
             recipe.step = step
             given.clear()
-            recipe.loss(batch["input_ids"], batch["attention_mask"], batch["labels"])
+            recipe.loss(batch["input_ids"], batch["attention_mask"], labels=batch["labels"])
             assert sorted(given) == sorted(times * [10, 10, 10, 3])
     finally:
         handle.remove()
@@ -286,7 +216,7 @@ def test_forward_is_put_back_also_after_an_error_and_where_it_had_been_replaced_
         assert model(input_ids=None) == "mine"
         assert model.forward is not before
     assert model.__dict__["forward"] is before
-    assert all("forward" not in layer.__dict__ for layer in recipe.stack.layers)
+    assert all("forward" not in layer.__dict__ for layer in recipe.modules.layers)
 
 
 # refusals

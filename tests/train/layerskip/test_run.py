@@ -15,11 +15,12 @@ import yaml
 
 import skipstone
 from skipstone import api
+from skipstone.files import read_lines
 from skipstone.methods import LayerSkip
 from skipstone.train.layerskip import run as running
+from skipstone.train.layerskip.metrics import Progress, curves, draw
 from skipstone.train.layerskip.run import run
 from skipstone.train.layerskip.trainer import LayerSkipTrainer
-from skipstone.train.metrics import Progress, curves, draw, entries
 from tests.helpers.training import DECODING, EVALUATED, Interrupted, finished_run, losses, quiet, recipe, stop_at
 
 
@@ -67,7 +68,7 @@ class TestFinished:
         assert "training_args.bin" not in files
 
     def test_every_evaluation_reports_every_exit_of_every_source(self, finished: Path) -> None:
-        found = [entry for entry in entries(finished.parent / "out" / "metrics.jsonl") if "eval_code_loss" in entry]
+        found = [entry for entry in read_lines(finished.parent / "out" / "metrics.jsonl") if "eval_code_loss" in entry]
         assert [entry["step"] for entry in found] == [2, 4], "once a step: the last one is not measured twice"
         for entry in found:
             for source in ("code", "sums"):
@@ -81,7 +82,7 @@ class TestFinished:
         picture = imread(finished.parent / "out" / "curves.png")
         assert picture.shape == (500, 1500, 4)
         assert len({tuple(pixel) for pixel in (picture[::2, ::2, :3] * 15).round().astype(int).reshape(-1, 3)}) > 20
-        history = entries(finished.parent / "out" / "metrics.jsonl")
+        history = read_lines(finished.parent / "out" / "metrics.jsonl")
         axes = curves(history).axes
         named = [{line.get_label(): line.get_xydata().tolist() for line in axis.lines} for axis in axes]
         assert named[0]["loss"] == [[entry["step"], entry["loss"]] for entry in history if "loss" in entry]
@@ -199,7 +200,7 @@ def test_the_loss_of_a_source_with_a_prompt_is_that_of_the_answers(tmp_path: Pat
     )
     (tmp_path / "own.jsonl").write_text("".join(json.dumps(record) + "\n" for record in records))
     run(path, say=quiet)
-    found = [entry for entry in entries(tmp_path / "out" / "metrics.jsonl") if "eval_own_perplexity" in entry]
+    found = [entry for entry in read_lines(tmp_path / "out" / "metrics.jsonl") if "eval_own_perplexity" in entry]
     assert found[-1]["eval_own_perplexity"] < 1.1
     assert losses(tmp_path / "out")[-1] < 0.1
 

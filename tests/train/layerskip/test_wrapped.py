@@ -9,10 +9,10 @@ import pytest
 import torch
 import torch.nn.functional as F
 
+from skipstone.train.labels import IGNORED
 from skipstone.train.layerskip.dropout import kept_rows
-from skipstone.train.layerskip.loss import IGNORED
 from skipstone.train.layerskip.recipe import EarlyExitLoss
-from tests.train.layerskip.test_objective import (
+from tests.helpers.objectives import (
     CE,
     RATE,
     RATES,
@@ -51,7 +51,7 @@ def test_activation_checkpointing_changes_nothing(name: str, exits: EarlyExitLos
     recipe = objective(model, exits, RATE)
     recipe.micro = 9
     runs: list[int] = []
-    mlp: Any = recipe.stack.layers[2].mlp
+    mlp: Any = recipe.modules.layers[2].mlp
     mlp.register_forward_pre_hook(lambda _module, args: runs.append(len(args[0])))
     results = []
     for enable in (None, getattr(model, "activation_checkpointing_enable", model.gradient_checkpointing_enable)):

@@ -15,11 +15,12 @@ from rich.console import Console
 from rich.table import Table as RichTable
 
 from skipstone.bench import journal
-from skipstone.bench.journal import Line, plain
+from skipstone.bench.journal import Line
 from skipstone.bench.report.cells import NONE, Table, calibrated
 from skipstone.bench.report.charts import charts
 from skipstone.bench.report.figures import Group, groups
 from skipstone.bench.report.tables import LEGEND, csv_of, tables
+from skipstone.files import plain, write_whole
 from skipstone.tasks.protocols import preset
 from skipstone.timing import machine
 
@@ -162,7 +163,7 @@ def pictures(paths: Sequence[Path], folder: Path) -> list[Path]:
             stem = re.sub(r"[^a-z0-9.]+", "-", words.lower()).strip("-")
             stems[stem] += 1
             path = folder / (f"{stem}-{stems[stem]}.svg" if stems[stem] > 1 else f"{stem}.svg")
-            path.write_text(svg + "\n", encoding="utf-8")
+            write_whole(path, svg + "\n")
             written.append(path)
     return written
 

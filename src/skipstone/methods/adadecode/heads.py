@@ -7,9 +7,6 @@ softmax(E* T h): E* is the model's own LM head, T one small matrix a layer.
 from __future__ import annotations
 
 import copy
-import json
-import os
-import shutil
 import threading
 from collections.abc import Callable
 from pathlib import Path
@@ -23,6 +20,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
 from skipstone.assets import HEADS
+from skipstone.files import hidden_folder, install, write_json
 from skipstone.forms import Part, read_json
 from skipstone.models.fingerprint import fingerprint
 from skipstone.models.layered import LayeredModel
@@ -110,24 +108,14 @@ class ExitHeads(nn.Module):
 
     def save(self, folder: Path, dtype: torch.dtype | None = None) -> None:
         """Write a folder of heads, whole or not at all. dtype: of the weights in it, theirs where None."""
-        fresh = folder.with_name(f".{folder.name}.{os.getpid()}")
-        shutil.rmtree(fresh, ignore_errors=True)
-        fresh.mkdir(parents=True)
+        weights = {name: one.detach().to("cpu", dtype).contiguous() for name, one in self.state_dict().items()}
         try:
-            weights = {name: one.detach().to("cpu", dtype).contiguous() for name, one in self.state_dict().items()}
-            save_file(weights, fresh / WEIGHTS, metadata={"format": "pt"})
-            (fresh / CARD).write_text(json.dumps(self.card.model_dump(mode="json"), indent=1) + "\n", encoding="utf-8")
-            for path in fresh.iterdir():
-                with path.open("rb") as file:
-                    os.fsync(file.fileno())
-            folder.mkdir(parents=True, exist_ok=True)
-            (folder / CARD).unlink(missing_ok=True)  # without it a folder holds no heads
-            for name in (WEIGHTS, CARD):
-                os.replace(fresh / name, folder / name)
+            with hidden_folder(folder) as made:
+                save_file(weights, made / WEIGHTS, metadata={"format": "pt"})
+                write_json(made / CARD, self.card.model_dump(mode="json"))
+                install(made, folder, (WEIGHTS, CARD))
         except SafetensorError as error:
             raise OSError(f"the heads could not be written to {folder}: {error}") from error
-        finally:
-            shutil.rmtree(fresh, ignore_errors=True)
 
     def push_to_hub(self, repo_id: str, private: bool | None = None, token: str | None = None) -> str:
         """Upload the two files to a model repository of the hub, made where there is none. Returns its address."""

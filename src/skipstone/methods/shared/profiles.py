@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import json
-import os
 from pathlib import Path
 from typing import Any
 
 from pydantic import Field
 
+from skipstone.files import write_json
 from skipstone.forms import Part, read_json
 from skipstone.models.fingerprint import fingerprint
 from skipstone.models.skipping import SkipSet
@@ -34,12 +33,7 @@ class Profile(Part):
 
 def save(path: Path, profile: Profile) -> None:
     """Write a profile, whole or not at all."""
-    fresh = path.with_name(f".{path.name}.{os.getpid()}")
-    with fresh.open("w", encoding="utf-8") as file:
-        file.write(json.dumps(profile.model_dump(mode="json"), indent=1) + "\n")
-        file.flush()
-        os.fsync(file.fileno())
-    fresh.replace(path)
+    write_json(path, profile.model_dump(mode="json"))
 
 
 def load(path: str | Path, model: Any) -> Profile:

@@ -22,8 +22,11 @@ FEWEST_WORDS = 50
 """A shorter document is compared as a whole only: a handful of shingles says little about it."""
 NEAR = 0.8
 """Near duplicates share at least so much of their shingles (Jaccard similarity of the sets)."""
-BANDS, BAND_ROWS = 32, 4
-"""Of the MinHash signature. Two documents share no band with probability (1 - J^4)^32: 5e-8 at J = .8, .13 at J = .5."""
+BANDS = 32
+"""Bands of a MinHash signature. Two documents of similarity J share none with probability (1 - J^4)^32: 5e-8 at J = .8, .13 at
+J = .5."""
+BAND_ROWS = 4
+"""Entries of the signature in a band."""
 LIKELY = 0.6
 """Share of equal signature entries from which a candidate is compared exactly: 5.6 standard deviations below NEAR."""
 

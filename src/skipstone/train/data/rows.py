@@ -25,15 +25,15 @@ from torch.utils.data import Dataset
 from transformers import PreTrainedTokenizerBase
 
 from skipstone.loading import bos_prefix
-from skipstone.train import cache as caching
+from skipstone.train.data import cache as caching
 from skipstone.train.data.documents import Document, deduplicate, fingerprint, split
-from skipstone.train.layerskip.loss import IGNORED
+from skipstone.train.labels import IGNORED
 
 BATCH = 256
 """Documents that are tokenised in one call."""
 
 
-class Plan(BaseModel):
+class RowPlan(BaseModel):
     """How documents become rows. length: tokens a row. rows: of the whole training order. held_out: share of documents."""
 
     model_config = ConfigDict(extra="forbid", frozen=True)
@@ -58,9 +58,9 @@ class Prepared:
     report: dict[str, Any]
 
 
-class Rows(Dataset[dict[str, Tensor]]):
-    """Rows [N, length] int64 as a model takes them: {"input_ids": [length], "labels": the same, IGNORED where a token is not
-    to be predicted}; models shift labels."""
+class TokenRows(Dataset[dict[str, Tensor]]):
+    """Rows [N, length] int64 as a model takes them: {"input_ids": [length], "labels": the same, IGNORED where a token is not to
+    be predicted}; models shift labels."""
 
     def __init__(self, rows: Tensor) -> None:
         if rows.dim() != 2 or rows.dtype != torch.long:
@@ -173,7 +173,7 @@ def prepare(
     documents: Sequence[Document],
     weights: Mapping[str, float],
     tokenizer: PreTrainedTokenizerBase,
-    plan: Plan,
+    plan: RowPlan,
     cache: Path | None = None,
 ) -> Prepared:
     """Everything from documents to rows: deduplicate, split, pack each source, mix.
@@ -201,7 +201,7 @@ def _end(tokenizer: PreTrainedTokenizerBase) -> int:
 
 
 def _build(
-    documents: Sequence[Document], weights: Mapping[str, float], tokenizer: PreTrainedTokenizerBase, plan: Plan
+    documents: Sequence[Document], weights: Mapping[str, float], tokenizer: PreTrainedTokenizerBase, plan: RowPlan
 ) -> Prepared:
     eos_id = _end(tokenizer)
     kept, duplicates = deduplicate(documents)

@@ -7,19 +7,64 @@ split when other documents come or go.
 
 from __future__ import annotations
 
+import hashlib
 import inspect
+import string
 import sys
+import sysconfig
 from collections.abc import Callable, Iterable, Iterator
 from fnmatch import fnmatchcase
 from pathlib import Path, PurePath
 from types import ModuleType
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, NamedTuple
 
-from pydantic import Field, field_validator
+from pydantic import Field, field_validator, model_validator
 
-from skipstone.records import decoded
-from skipstone.train.data.reading import Origin, Text, digest, resolve
-from skipstone.train.data.records import HubDataset, JsonLines
+from skipstone.forms import Part
+from skipstone.records import OnHub, decoded, json_lines, value
+
+STDLIB = "{stdlib}"
+"""Stands in a path for the folder of Python's standard library."""
+
+
+class Text(NamedTuple):
+    """What a source gives. prompt: what stands before the text and is only read, not predicted."""
+
+    name: str
+    text: str
+    prompt: str = ""
+
+
+def resolve(path: str, base: Path) -> Path:
+    """An existing file or folder: absolute, or relative to the recipe's folder `base`, else to the current directory.
+
+    FileNotFoundError that names what was tried.
+    """
+    wanted = Path(path.replace(STDLIB, sysconfig.get_paths()["stdlib"])).expanduser()
+    tried = list(dict.fromkeys(folder.resolve() / wanted for folder in (base, Path.cwd())))  # absolute: its folder is ignored
+    found = next((candidate for candidate in tried if candidate.exists()), None)
+    if found is None:
+        raise FileNotFoundError(
+            f"{path} does not exist: tried {' and '.join(map(str, tried))}; expected a path relative to the recipe's folder or "
+            "to the current directory, or an absolute one"
+        )
+    return found
+
+
+class Origin(Part):
+    """What all sources have. weight: the source's share of the training rows, relative to the others'."""
+
+    path: str = Field(min_length=1)
+    name: str = ""
+    weight: float = Field(default=1.0, gt=0, allow_inf_nan=False)
+
+    @model_validator(mode="before")
+    @classmethod
+    def _named(cls, values: Any) -> Any:
+        """Without a name, a source is called after its file, folder or data set."""
+        if isinstance(values, dict) and isinstance(values.get("path"), str) and values.get("name") in (None, ""):
+            values = {**values, "name": PurePath(values["path"]).stem.strip("{}") or values["path"]}
+        return values
 
 
 class TextFiles(Origin):
@@ -52,6 +97,113 @@ class TextFiles(Origin):
             yield Text(name, decoded(files[name].read_bytes(), str(files[name]), "convert it, or leave it out with exclude"))
 
 
+class _Records(Origin):
+    """Documents made of records.
+
+    template: the document, with the keys of a record in braces ({{ and }} are braces). A list of texts stands one per line.
+    prompt: what stands before it, such as a question, and is read but not predicted: the loss is the answer's alone.
+    where: key -> values that are taken; [low, high] among them takes what lies between, both included.
+    limit: only the first so many that are taken.
+    """
+
+    template: str = "{text}"
+    prompt: str | None = None
+    where: dict[str, list[Any]] | None = None
+    limit: int | None = Field(default=None, ge=1)
+
+    @field_validator("template", "prompt")
+    @classmethod
+    def _plain_keys(cls, template: str | None) -> str | None:
+        for _, key, form, conversion in string.Formatter().parse(template or ""):
+            if key == "" or form or conversion:
+                raise ValueError(f"expected plain keys such as {{question}} in the template, found {template!r}")
+        return template
+
+    @field_validator("template")
+    @classmethod
+    def _has_keys(cls, template: str) -> str:
+        if not _keys(template):
+            raise ValueError(f"the template {template!r} names no key in braces: every document would be the same")
+        return template
+
+    @field_validator("where")
+    @classmethod
+    def _has_values(cls, where: dict[str, list[Any]] | None) -> dict[str, list[Any]] | None:
+        for key, wanted in (where or {}).items():
+            if not wanted:
+                raise ValueError(f"where[{key!r}] is empty, so that nothing would be taken; expected at least one value")
+            for span in (one for one in wanted if isinstance(one, list)):
+                if len(span) != 2 or not all(map(_is_number, span)) or span[0] > span[1]:
+                    raise ValueError(f"where[{key!r}]: expected [low, high], two numbers with low <= high, found {span}")
+        return where
+
+    def _texts(self, records: Iterable[tuple[str, Any]]) -> Iterator[Text]:
+        """The texts of the (place, record) that are taken. ValueError that names the place, or says that none was taken."""
+        seen = taken = 0
+        for place, record in records:
+            seen += 1
+            if not isinstance(record, dict):
+                raise ValueError(f"{place}: expected an object with the key {_keys(self.template)[0]!r}, found {record!r:.80}")
+            if all(_fits(value(record, key, place, "where"), wanted) for key, wanted in (self.where or {}).items()):
+                prompt = "" if self.prompt is None else self._filled(self.prompt, record, place)
+                text = self._filled(self.template, record, place)
+                taken += 1
+                yield Text(name_of(prompt + text), text, prompt)
+                if taken == self.limit:
+                    return
+        if not taken:
+            reason = f"none of its {seen} records fits where={self.where}" if seen else "it is empty"
+            raise ValueError(f"source {self.name!r} ({self.path}) has no documents: {reason}")
+
+    def _filled(self, template: str, record: dict[str, Any], place: str) -> str:
+        parts = []
+        for literal, key, _, _ in string.Formatter().parse(template):
+            parts += [literal, "" if key is None else _text(value(record, key, place, "template"), key, place)]
+        return "".join(parts)
+
+
+class JsonLines(_Records):
+    """A file of JSON lines, one document a line."""
+
+    kind: Literal["jsonl"] = "jsonl"
+    template: str = "{question}\n{answer}"
+
+    def read(self, base: Path) -> Iterator[Text]:
+        """Texts in the file's order. ValueError with the number of the line that is no JSON or lacks a key."""
+        path = resolve(self.path, base)
+        if not path.is_file():
+            raise FileNotFoundError(f"source {self.name!r}: expected a file of JSON lines, found the folder {path}")
+        return self._texts(json_lines(path))
+
+
+class HubDataset(_Records):
+    """A split of a data set of the Hugging Face hub, read with the package `datasets`. revision: a commit to stay at.
+
+    file: what the same records are called as a file of JSON lines, in a data folder of those who have no hub.
+    """
+
+    kind: Literal["hub"] = "hub"
+    split: str
+    config: str | None = None
+    revision: str | None = None
+    file: str | None = None
+
+    def local(self, folder: Path) -> JsonLines | HubDataset:
+        """The source that reads the records from `folder`; itself where it names no file. Both give the same documents."""
+        if self.file is None:
+            return self
+        shared = self.model_dump(include=set(_Records.model_fields) - {"path"})
+        return JsonLines(path=str((folder / self.file).absolute()), **shared)
+
+    def read(self, base: Path) -> Iterator[Text]:
+        """Texts in the data set's order. ImportError that says what to install where `datasets` is missing."""
+        files = f"give the folder of {self.file} with --data-dir, " if self.file else ""
+        otherwise = f"{files}or make it a source of kind jsonl"
+        records = OnHub(self.path, self.split, self.config, self.revision)
+        # a part of a large data set is read without fetching the whole
+        return self._texts(records.read(f"source {self.name!r}", otherwise, streaming=self.limit is not None))
+
+
 class Script(Origin):
     """A Python file of the recipe, which is run: its function `documents(**arguments)` gives texts, or pairs of a prompt that
     is only read and the text that follows it."""
@@ -73,7 +225,7 @@ class Script(Origin):
             prompt, text = given if isinstance(given, tuple) and len(given) == 2 else ("", given)
             if not isinstance(prompt, str) or not isinstance(text, str):
                 raise ValueError(f"{path}: document {number} is {type(given).__name__}, expected str or a pair of str")
-            yield Text(digest(prompt + text), text, prompt)
+            yield Text(name_of(prompt + text), text, prompt)
 
 
 Source = Annotated[TextFiles | JsonLines | HubDataset | Script, Field(discriminator="kind")]
@@ -84,7 +236,7 @@ def _run(path: Path) -> ModuleType:
     """The module of a file, which finds its neighbours by import, as a script does; no compiled file is left behind."""
     if not path.is_file():
         raise FileNotFoundError(f"expected a Python file, found the folder {path}")
-    module = ModuleType(f"skipstone_recipe_{path.stem}_{digest(str(path.resolve()))}")
+    module = ModuleType(f"skipstone_recipe_{path.stem}_{name_of(str(path.resolve()))}")
     module.__file__ = str(path)
     sys.modules[module.__name__] = module  # dataclasses look their module up
     sys.path.append(str(path.parent))
@@ -103,3 +255,31 @@ def _check_arguments(function: Callable[..., Any], arguments: dict[str, Any], pa
         raise ValueError(
             f"{path}: documents{signature} does not take arguments={arguments}: {error}; change them in the recipe"
         ) from error
+
+
+def name_of(text: str) -> str:
+    """A short hash of a text, its name where it has no other."""
+    return hashlib.sha256(text.encode("utf-8", "surrogatepass")).hexdigest()[:16]
+
+
+def _keys(template: str) -> list[str]:
+    return [key for _, key, _, _ in string.Formatter().parse(template) if key]
+
+
+def _text(value: Any, key: str, place: str) -> str:
+    if isinstance(value, list) and all(isinstance(line, str) for line in value):
+        return "\n".join(value)
+    if isinstance(value, str) or _is_number(value):
+        return str(value)
+    raise ValueError(f"{place}: expected a text, a number or a list of texts under {key!r}, found {value!r:.80}")
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool)
+
+
+def _fits(value: Any, wanted: list[Any]) -> bool:
+    """Whether a value is one of those, or lies in one of their [low, high]; True is not 1."""
+    spans = [one for one in wanted if isinstance(one, list)] if _is_number(value) else []
+    same = any(value == one and isinstance(value, bool) == isinstance(one, bool) for one in wanted)
+    return same or any(low <= value <= high for low, high in spans)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from typing import Any
 
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
@@ -14,6 +14,7 @@ from skipstone.train.data.documents import Document
 END = "<|end|>"
 """Stands between documents, so it begins a text as well as ending one, and pads a batch; id 0."""
 BYTES = 256
+"""Entries of the vocabulary that are single bytes."""
 
 PIECES = "|".join(
     (
@@ -38,6 +39,9 @@ def train_bpe(documents: Iterable[Document | str], vocab_size: int) -> PreTraine
         raise ValueError(
             f"vocab_size must be at least {BYTES + 1}, an entry for every byte and one for {END}, found {vocab_size}"
         )
+    texts = [document if isinstance(document, str) else document.text for document in documents]
+    if not any(texts):
+        raise ValueError("there is no text to train a tokenizer on: expected at least one document that is not empty")
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
         [
@@ -53,27 +57,11 @@ def train_bpe(documents: Iterable[Document | str], vocab_size: int) -> PreTraine
         initial_alphabet=sorted(pre_tokenizers.ByteLevel.alphabet()),
         show_progress=False,
     )
-    texts = _Counted(document if isinstance(document, str) else document.text for document in documents)
     tokenizer.train_from_iterator(texts, trainer)
-    if not texts.letters:
-        raise ValueError("there is no text to train a tokenizer on: expected at least one document that is not empty")
     end = tokenizer.token_to_id(END)
     tokenizer.post_processor = TemplateProcessing(single=f"{END} $A", pair=f"{END} $A $B", special_tokens=[(END, end)])
     own = {"bos_token": END, "eos_token": END, "pad_token": END}
     return PreTrainedTokenizerFast(tokenizer_object=tokenizer, **own, clean_up_tokenization_spaces=False)
-
-
-class _Counted:
-    """Passes texts on and counts their letters."""
-
-    def __init__(self, texts: Iterable[str]) -> None:
-        self._texts = texts
-        self.letters = 0
-
-    def __iter__(self) -> Iterator[str]:
-        for text in self._texts:
-            self.letters += len(text)
-            yield text
 
 
 def check_fits(tokenizer: PreTrainedTokenizerBase, config: PreTrainedConfig) -> None:

@@ -9,27 +9,23 @@ only the prompts' lengths decide.
 
 from __future__ import annotations
 
-import hashlib
-import json
-import os
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import torch
-from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from skipstone import api
 from skipstone.decoding.method import OWN_FIELD, Method
+from skipstone.files import LineFile, digest, read_lines
 from skipstone.methods import resolve
 from skipstone.models.fingerprint import fingerprint
 from skipstone.models.layered import LayeredModel
+from skipstone.models.padding import left_padded
 from skipstone.train.heads.recipe import Answers
-
-Say = Callable[[str], None]
+from skipstone.train.runs import Say
 
 
 @dataclass(frozen=True)
@@ -60,20 +56,24 @@ def write(
     if len(asked) < len(prompts):
         say(f"{len(prompts) - len(asked)} prompts are empty or too long and left out")
     key = {"model": fingerprint(model), "prompts": digest(asked), "max_new_tokens": wish.max_new_tokens}
-    done, seconds = _read(path, key)
     methods = _methods(model, wish)
-    rates: list[float] = []
-    with path.open("a", encoding="utf-8") as file:
-        if not path.stat().st_size:
-            _append(file, [key])
+    rates: list[float] = []  # tokens a second of each method on its first batch
+    with LineFile(path) as file:
+        done, seconds = _read(path, key)
+        if done:
+            file.go_on()
+        else:
+            file.begin(key, f"{path} is no file of answers: remove it to have them written again")
         while len(done) < len(asked):
             began = time.perf_counter()
             part = asked[len(done) : len(done) + wish.batch_size]
             method = methods[len(rates)] if len(rates) < len(methods) else methods[rates.index(max(rates))]
+            ids, mask = left_padded(part)
             out = api.generate(
                 model,
-                padded(part),
+                ids,
                 method,
+                attention_mask=mask,
                 max_new_tokens=wish.max_new_tokens,
                 do_sample=False,
                 eos_token_id=sorted(eos) or None,
@@ -84,7 +84,7 @@ def write(
             if len(rates) < len(methods):
                 rates.append(sum(map(len, out.new_tokens)) / took)
             answers = [Answer(ids, tokens) for ids, tokens in zip(part, out.new_tokens, strict=True)]
-            _append(file, [{"prompt": one.prompt, "tokens": one.tokens, "seconds": seconds} for one in answers])
+            file.add(*({"prompt": one.prompt, "tokens": one.tokens, "seconds": seconds} for one in answers))
             done += answers
             say(f"answers: {len(done)} of {len(asked)}, {seconds:.0f} s")
     return done, seconds
@@ -100,36 +100,10 @@ def _methods(model: PreTrainedModel, wish: Answers) -> list[Method]:
     return [asked]
 
 
-def padded(rows: Sequence[Sequence[int]]) -> dict[str, Tensor]:
-    """Left-padded input_ids and attention_mask [B, T]."""
-    width = max(map(len, rows))
-    ids = torch.tensor([[0] * (width - len(row)) + list(row) for row in rows])
-    return {"input_ids": ids, "attention_mask": torch.tensor([[0] * (width - len(row)) + [1] * len(row) for row in rows])}
-
-
-def digest(values: Any) -> str:
-    """A short hash of plain values."""
-    return hashlib.sha256(json.dumps(values).encode()).hexdigest()[:16]
-
-
-def _append(file: Any, lines: list[dict[str, Any]]) -> None:
-    file.write("".join(json.dumps(line) + "\n" for line in lines))
-    file.flush()
-    os.fsync(file.fileno())
-
-
 def _read(path: Path, key: dict[str, Any]) -> tuple[list[Answer], float]:
-    """The answers of a file that was begun with the same key; a line that was being written is cut off."""
-    if not path.exists():
-        return [], 0.0
-    data = path.read_bytes()
-    whole = data[: data.rfind(b"\n") + 1]
-    if whole != data:
-        os.truncate(path, len(whole))
-    if not whole:
-        return [], 0.0
+    """The answers of a file that was begun with the same key."""
     try:
-        first, *rest = [json.loads(line) for line in whole.splitlines()]
+        first, *rest = read_lines(path) or [key]
         answers = [Answer(one["prompt"], one["tokens"]) for one in rest]
         seconds = float(rest[-1]["seconds"]) if rest else 0.0
     except (ValueError, TypeError, KeyError) as error:

@@ -11,7 +11,7 @@ import errno
 import json
 import os
 import shutil
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -20,16 +20,24 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from skipstone.files import digest, install
 from skipstone.models.fingerprint import fingerprint
 from skipstone.models.layered import LayeredModel
 from skipstone.models.watching import watched
-from skipstone.train.heads.answers import Answer, digest
+from skipstone.train.heads.answers import Answer
+from skipstone.train.runs import Say
 
 BATCH = 16
 """Answers of one forward."""
-DATA, ABOUT, PARTIAL = "features.bin", "features.json", ".features.partial"
+BYTES = 2
+"""Of a number in the file, bfloat16 or float16."""
+DATA = "features.bin"
+"""The states, [N, k + 1, d] numbers one after the other."""
+ABOUT = "features.json"
+"""What the states are of; the file that tells that they are complete."""
+PARTIAL = ".features.partial"
+"""The folder in which they grow."""
 GIB = 2**30
-Say = Callable[[str], None]
 
 
 @dataclass(frozen=True)
@@ -40,14 +48,9 @@ class Features:
     states: Tensor
     bounds: list[int]
 
-    def of(self, answers: Sequence[int]) -> Tensor:
+    def states_of(self, answers: Sequence[int]) -> Tensor:
         """[n, k + 1, d] of some answers, one after the other."""
         return torch.cat([self.states[self.bounds[one] : self.bounds[one + 1]] for one in answers])
-
-
-def size(answers: Sequence[Answer], layers: int, width: int) -> int:
-    """Bytes on the disk: 2 for every number of k + 1 states of every predicted token."""
-    return sum(len(one.tokens) for one in answers) * (layers + 1) * width * 2
 
 
 def extract(
@@ -57,8 +60,7 @@ def extract(
 
     ValueError where they would take more, OSError where the disk is full: nothing of them is left then.
     """
-    width = model.head.weight.shape[1]
-    needed = size(answers, len(layers), width)
+    width = model.head.weight.shape[1]  # d
     kind = torch.bfloat16 if model.dtype == torch.bfloat16 else torch.float16
     about = {
         "model": fingerprint(model.model),
@@ -68,6 +70,7 @@ def extract(
         "dtype": str(kind),
     }
     bounds = [0, *np.cumsum([len(one.tokens) for one in answers]).tolist()]
+    needed = bounds[-1] * (len(layers) + 1) * width * BYTES
     if not _there(folder, about):
         say(f"features: {bounds[-1]} positions, {needed / GIB:.2f} GiB on the disk")
         if needed > max_disk:
@@ -98,7 +101,7 @@ def _make(
     say: Say,
 ) -> None:
     made = folder / PARTIAL
-    row = (len(layers) + 1) * about["width"] * 2
+    row = (len(layers) + 1) * about["width"] * BYTES  # bytes of a position
     try:
         made.mkdir(parents=True, exist_ok=True)
         if not _there(made, about):
@@ -122,8 +125,8 @@ def _make(
                 file.write(states.view(torch.int16).cpu().numpy().tobytes())
                 if first // BATCH % 16 == 15:
                     say(f"features: {first + BATCH} of {len(answers)} answers")
-            file.flush()
-            os.fsync(file.fileno())
+        install(made, folder, (DATA, ABOUT))
+        made.rmdir()
     except (OSError, ValueError) as error:
         shutil.rmtree(made, ignore_errors=True)
         if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT):
@@ -131,10 +134,6 @@ def _make(
                 error.errno, f"the disk is full, nothing of the features is left: {error.strerror}", str(folder)
             ) from error
         raise
-    (folder / ABOUT).unlink(missing_ok=True)  # features without it are none
-    os.replace(made / DATA, folder / DATA)
-    os.replace(made / ABOUT, folder / ABOUT)
-    made.rmdir()
 
 
 @torch.inference_mode()

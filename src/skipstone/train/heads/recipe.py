@@ -11,8 +11,8 @@ from pydantic import Field, ValidationError, model_validator
 
 from skipstone.forms import Part, first_fault, mapping
 from skipstone.methods.adadecode.heads import Kind
-from skipstone.train.data.records import HubDataset
 from skipstone.train.data.sources import Source
+from skipstone.train.runs import from_folder
 
 PAPER: dict[str, Any] = {"epochs": 100, "batch_size": 128, "learning_rate": 5e-3, "warmup": 0.03, "patience": None}
 """Appendix D: Adam, 100 epochs, batches of 128, 5e-3, cosine, 3 % warm-up. batch_size counts answers."""
@@ -107,7 +107,4 @@ def made(values: dict[str, Any], where: str, preset: str | None = None, data_dir
         recipe = HeadsRecipe.model_validate(merged)
     except ValidationError as error:
         raise ValueError(f"{where}: {first_fault(error)}") from error
-    if data_dir is None:
-        return recipe
-    sources = [one.local(data_dir) if isinstance(one, HubDataset) else one for one in recipe.prompts]
-    return recipe.model_copy(update={"prompts": sources})
+    return recipe.model_copy(update={"prompts": from_folder(recipe.prompts, data_dir)})

@@ -8,7 +8,6 @@ The model is read and never written: neither its weights nor its files.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -17,6 +16,7 @@ import torch
 from accelerate import PartialState
 from accelerate.utils import set_seed
 
+from skipstone.files import digest
 from skipstone.loading import BUNDLED, load, usable
 from skipstone.methods.adadecode import heads as exit_heads
 from skipstone.methods.adadecode.heads import ExitHeads
@@ -25,11 +25,14 @@ from skipstone.train.heads import answers as answering
 from skipstone.train.heads import features as extracting
 from skipstone.train.heads.recipe import HeadsRecipe
 from skipstone.train.heads.training import split, train
+from skipstone.train.runs import Say, beside, refuse_used, silent
 
-HEADS, ANSWERS = "heads", "answers.jsonl"
+HEADS = "heads"
+"""Folder in that of the run: the finished heads."""
+ANSWERS = "answers.jsonl"
+"""File in the folder of the run: the model's own answers."""
 PATIENCE = timedelta(days=7)
 """How long processes wait for the first, which writes the answers and the features."""
-Say = Callable[[str], None]
 
 
 def run(
@@ -48,14 +51,14 @@ def run(
     ValueError for a recipe that cannot be and for a folder of another run; OSError for missing data and for a full disk.
     """
     folder = output or Path(recipe.output)
-    if fresh and folder.exists() and any(folder.iterdir()):
-        raise ValueError(f"{folder} is not empty: remove it, or let the run go on with it")
+    if fresh:
+        refuse_used(folder)
     place = usable(device)
     processes = PartialState(cpu=place.type == "cpu", timeout=PATIENCE)
-    say = say if processes.is_main_process else _nothing
+    say = say if processes.is_main_process else silent
     place = place if processes.num_processes == 1 else processes.device or place
     dtype = recipe.model_dtype if recipe.model_dtype == "auto" else getattr(torch, recipe.model_dtype)
-    model, tokenizer = load(_beside(recipe.model, base), dtype=dtype, device=place)
+    model, tokenizer = load(None if recipe.model is None else beside(recipe.model, base), dtype=dtype, device=place)
     layered = LayeredModel(model.eval().requires_grad_(False))
     heads = _untrained(recipe, layered)
     say(f"{sum(one.numel() for one in heads.parameters()) / 1e6:.2f} M parameters after layers {heads.card.layers}")
@@ -69,7 +72,7 @@ def run(
         features = extracting.extract(layered, written, heads.card.layers, folder, max_disk, say)
     extracted = time.perf_counter()
     wish = {"training": recipe.training.model_dump(), "heads": recipe.heads.model_dump(), "seed": recipe.seed}
-    key = {**wish, "model": heads.card.model, "answers": answering.digest([one.tokens for one in written])}
+    key = {**wish, "model": heads.card.model, "answers": digest([one.tokens for one in written])}
     found = train(heads, layered, features, recipe.training, folder, key, recipe.seed, say)
     seconds = {"answers": wrote, "features": extracted - began, "training": time.perf_counter() - extracted}
     about = _account(recipe, len(written), features.bounds[-1], found["epochs"], seconds)
@@ -106,15 +109,6 @@ def _account(recipe: HeadsRecipe, answers: int, tokens: int, epochs: int, second
         "seed": recipe.seed,
         "seconds": {name: round(value, 1) for name, value in seconds.items()},
     }
-
-
-def _beside(name: str | None, base: Path) -> Any:
-    """A folder beside the recipe, or the name as it is: of another folder, on the hub, or None for the bundled model."""
-    return base / name if name is not None and (base / name).is_dir() else name
-
-
-def _nothing(text: str) -> None:
-    """What processes but the first say."""
 
 
 def _many(value: Any) -> list[Any]:

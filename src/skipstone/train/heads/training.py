@@ -10,9 +10,8 @@ from __future__ import annotations
 import copy
 import json
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -27,12 +26,12 @@ from skipstone.models.layered import LayeredModel
 from skipstone.train import checkpoint
 from skipstone.train.heads.features import Features
 from skipstone.train.heads.recipe import Schedule
+from skipstone.train.runs import Say
 
 LOGITS = 2**24
 """Most logits of one head that exist at once."""
 SURE = 0.75
 """The paper's threshold, for the report on how often a head is sure."""
-Say = Callable[[str], None]
 
 
 class Divergence(nn.Module):
@@ -54,42 +53,30 @@ class Divergence(nn.Module):
         return torch.stack([(target.exp() * (target - one)).sum() for one in said])
 
 
-@dataclass
-class Quality:
-    """Of every head on held-out answers: divergence in nats a token, share of positions where its first choice is the last
-    layer's, share where it is sure (more than SURE), and of those the share where it agrees."""
-
-    divergence: list[float]
-    agreement: list[float]
-    sure: list[float]
-    right: list[float]
-
-    def at(self, layers: Sequence[int]) -> dict[str, dict[str, float]]:
-        """By layer, as plain values."""
-        columns = {"divergence": self.divergence, "agreement": self.agreement, "sure": self.sure, "right": self.right}
-        return {
-            str(layer): {name: round(column[index], 4) for name, column in columns.items()}
-            for index, layer in enumerate(layers)
-        }
-
-
 @torch.no_grad()
-def quality(heads: ExitHeads, model: LayeredModel, features: Features, answers: Sequence[int]) -> Quality:
-    """How good heads are on some answers."""
-    count = len(heads.card.layers)
-    sums, positions = torch.zeros(4, count, dtype=torch.double), 0
-    for states in _chunks(features.of(answers), model):
-        target = model.project(states[None, :, -1])[0].log_softmax(-1)
+def quality(heads: ExitHeads, model: LayeredModel, features: Features, answers: Sequence[int]) -> list[dict[str, float]]:
+    """Of every head on some answers: divergence (nats a token), agreement (share of positions where its first choice is the
+    last layer's), sure (share where it gives its choice more than SURE) and right (share of those where it agrees)."""
+    sums = torch.zeros(len(heads.card.layers), 4, dtype=torch.double)  # divergence, agreeing, sure, both, by head
+    positions = 0
+    for states in _chunks(features.states_of(answers), model):
+        target = model.project(states[None, :, -1])[0].log_softmax(-1)  # [n, V]
         positions += len(states)
-        for index in range(count):
-            said = heads.read(model, index, states[None, :, index])[0].log_softmax(-1)
-            same, sure = said.argmax(-1) == target.argmax(-1), said.amax(-1).exp() > SURE
-            sums[0, index] += (target.exp() * (target - said)).sum().double().cpu()
-            for row, value in enumerate((same, sure, same & sure), 1):
-                sums[row, index] += value.sum().double().cpu()
-    right = (sums[3] / sums[2].clamp(min=1)).tolist()
-    divergence, agreement, sure = (sums[:3] / max(positions, 1)).tolist()
-    return Quality(divergence, agreement, sure, right)
+        for index, own in enumerate(sums):
+            said = heads.read(model, index, states[None, :, index])[0].log_softmax(-1)  # [n, V]
+            agrees, sure = said.argmax(-1) == target.argmax(-1), said.amax(-1).exp() > SURE
+            apart = (target.exp() * (target - said)).sum().double()
+            own += torch.stack([apart, *(one.sum().double() for one in (agrees, sure, agrees & sure))]).cpu()
+    divergence, agreement, sure = (sums[:, :3] / max(positions, 1)).T.tolist()
+    right = (sums[:, 3] / sums[:, 2].clamp(min=1)).tolist()
+    names = ("divergence", "agreement", "sure", "right")
+    return [dict(zip(names, one, strict=True)) for one in zip(divergence, agreement, sure, right, strict=True)]
+
+
+def _by_layer(found: list[dict[str, float]], layers: Sequence[int]) -> dict[str, dict[str, float]]:
+    """For people: figures of every head by its layer."""
+    rounded = [{name: round(value, 4) for name, value in one.items()} for one in found]
+    return {str(layer): one for layer, one in zip(layers, rounded, strict=True)}
 
 
 def train(
@@ -102,9 +89,9 @@ def train(
     seed: int,
     say: Say,
 ) -> dict[str, Any]:
-    """Train heads in place, to the weights that were best on the held-out answers, each head for itself, the ones that it began
-    with among them. Returns what there is
-    to report. A folder with checkpoints of the same run is gone on from; ValueError for another run's."""
+    """Train heads in place, to the weights that were best on the held-out answers, each head for itself; those that it
+    began with count, too. Returns what there is to report. A folder with checkpoints of the same run is gone on from;
+    ValueError for another run's."""
     on_cpu = model.device.type == "cpu"
     accelerator = Accelerator(cpu=on_cpu, mixed_precision=_precision(schedule, model), device_placement=False)
     run = _Run(heads, model, features, schedule, accelerator, seed)
@@ -113,23 +100,25 @@ def train(
         run.restore(last)
         say(f"going on after epoch {run.epoch}")
     if run.epoch == 0:
-        before = quality(heads, model, features, run.held)
-        run.before = before.at(heads.card.layers)
+        before = quality(heads, model, features, run.held_out)
+        run.before = _by_layer(before, heads.card.layers)
         run.judge(before)
     while run.epoch < schedule.epochs and not run.done:
         run.one_epoch()
-        (found,) = broadcast_object_list([quality(heads, model, features, run.held)])  # all processes end with the same epoch
+        found = quality(heads, model, features, run.held_out)
+        (found,) = broadcast_object_list([found])  # all processes end with the same epoch
         run.judge(found)
-        shown = ", ".join(f"E={layer} {value:.3f}" for layer, value in zip(heads.card.layers, found.divergence, strict=True))
+        divergences = [one["divergence"] for one in found]
+        shown = ", ".join(f"E={layer} {value:.3f}" for layer, value in zip(heads.card.layers, divergences, strict=True))
         say(f"epoch {run.epoch}: held-out divergence {shown}")
-        if not all(map(math.isfinite, found.divergence)):
+        if not all(map(math.isfinite, divergences)):
             raise ValueError(f"the divergence is not finite after epoch {run.epoch}: lower training.learning_rate")
         if accelerator.is_main_process:
             run.save(folder, fingerprint)
         accelerator.wait_for_everyone()
     heads.load_state_dict(run.best)
-    after = quality(heads, model, features, run.held)
-    return {"epochs": run.epoch, "before": run.before, "after": after.at(heads.card.layers)}
+    after = quality(heads, model, features, run.held_out)
+    return {"epochs": run.epoch, "before": run.before, "after": _by_layer(after, heads.card.layers)}
 
 
 def split(answers: int, held_out: float, seed: int) -> tuple[list[int], list[int]]:
@@ -152,7 +141,12 @@ def _chunks(states: Tensor, model: LayeredModel) -> list[Tensor]:
 
 
 class _Run:
-    """A training run between two epochs. best: weights by name, each head's where its divergence was least."""
+    """A training run between two epochs.
+
+    training, held_out: numbers of the answers that heads learn from, and that they are measured on. least_divergence: of every
+    head on the held-out answers so far, nats a token. epochs_without_gain: of every head since then. best: weights by name,
+    each head's from then. before: figures of the untrained heads, by layer.
+    """
 
     def __init__(
         self,
@@ -164,26 +158,26 @@ class _Run:
         seed: int,
     ) -> None:
         self.heads, self.model, self.features, self.schedule, self.accelerator = heads, model, features, schedule, accelerator
-        self.taught, self.held = split(len(features.bounds) - 1, schedule.held_out, seed)
+        self.training, self.held_out = split(len(features.bounds) - 1, schedule.held_out, seed)
         self.seed = seed
         optimizer = torch.optim.Adam(heads.parameters(), lr=schedule.learning_rate)
         self.module, self.optimizer = accelerator.prepare(Divergence(heads, model), optimizer)
-        self.steps_an_epoch = -(-len(self.taught) // schedule.batch_size)
+        self.steps_an_epoch = -(-len(self.training) // schedule.batch_size)
         self.epoch = 0
         self.before: dict[str, Any] = {}
-        self.least = [math.inf] * len(heads.card.layers)
-        self.waited = [0] * len(heads.card.layers)
+        self.least_divergence = [math.inf] * len(heads.card.layers)
+        self.epochs_without_gain = [0] * len(heads.card.layers)
         self.best = copy.deepcopy(heads.state_dict())
 
     @property
     def done(self) -> bool:
         """Whether no head has become better lately."""
-        return self.schedule.patience is not None and min(self.waited) >= self.schedule.patience
+        return self.schedule.patience is not None and min(self.epochs_without_gain) >= self.schedule.patience
 
     def one_epoch(self) -> None:
         """All answers once, in an order of the epoch's own."""
         generator = torch.Generator().manual_seed(self.seed * 1_000_003 + self.epoch)
-        order = [self.taught[place] for place in torch.randperm(len(self.taught), generator=generator).tolist()]
+        order = [self.training[place] for place in torch.randperm(len(self.training), generator=generator).tolist()]
         ranks, rank = self.accelerator.num_processes, self.accelerator.process_index
         for step in range(self.steps_an_epoch):
             batch = order[step * self.schedule.batch_size : (step + 1) * self.schedule.batch_size]
@@ -194,7 +188,8 @@ class _Run:
 
     def _step(self, answers: list[int], positions: int) -> None:
         """One step; gradients of all processes are those of the mean over the positions of the whole batch."""
-        parts = _chunks(self.features.of(answers), self.model) if answers else _chunks(self.features.states[:1], self.model)
+        states = self.features.states_of(answers) if answers else self.features.states[:1]
+        parts = _chunks(states, self.model)
         weight = self.accelerator.num_processes / positions if answers else 0.0
         for number, part in enumerate(parts):
             quiet = number + 1 < len(parts)
@@ -209,13 +204,13 @@ class _Run:
         warm = max(1, round(self.schedule.warmup * total))
         return (step + 1) / warm if step < warm else 0.5 * (1 + math.cos(math.pi * (step - warm) / max(1, total - warm)))
 
-    def judge(self, found: Quality) -> None:
+    def judge(self, found: list[dict[str, float]]) -> None:
         """Keep the heads that became better."""
         weights = self.heads.state_dict()
-        for index, value in enumerate(found.divergence):
-            self.waited[index] += 1
-            if value < self.least[index]:
-                self.least[index], self.waited[index] = value, 0
+        for index, figures in enumerate(found):
+            self.epochs_without_gain[index] += 1
+            if figures["divergence"] < self.least_divergence[index]:
+                self.least_divergence[index], self.epochs_without_gain[index] = figures["divergence"], 0
                 names = [name for name in weights if name.startswith(f"heads.{index}.")]
                 self.best |= {name: weights[name].detach().clone() for name in names}
 
@@ -225,7 +220,8 @@ class _Run:
         save_file({name: one.contiguous() for name, one in self.heads.state_dict().items()}, made / "heads.safetensors")
         save_file({name: one.contiguous() for name, one in self.best.items()}, made / "best.safetensors")
         torch.save(self.optimizer.state_dict(), made / "optimizer.pt")
-        progress = {"epoch": self.epoch, "least": self.least, "waited": self.waited, "before": self.before}
+        own = {"least": self.least_divergence, "waited": self.epochs_without_gain}
+        progress = {"epoch": self.epoch, **own, "before": self.before}
         (made / "progress.json").write_text(json.dumps(progress), encoding="utf-8")
         checkpoint.publish(made, folder, self.epoch, fingerprint)
         checkpoint.keep_latest(folder, 1)
@@ -236,5 +232,5 @@ class _Run:
         self.best = load_file(folder / "best.safetensors", device=str(self.model.device))
         self.optimizer.load_state_dict(torch.load(folder / "optimizer.pt", weights_only=True, map_location=self.model.device))
         progress = json.loads((folder / "progress.json").read_text(encoding="utf-8"))
-        self.epoch, self.least, self.waited = progress["epoch"], progress["least"], progress["waited"]
-        self.before = progress["before"]
+        self.epoch, self.before = progress["epoch"], progress["before"]
+        self.least_divergence, self.epochs_without_gain = progress["least"], progress["waited"]

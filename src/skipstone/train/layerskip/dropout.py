@@ -16,7 +16,8 @@ from torch import Tensor, nn
 
 from skipstone.decoding.noise import uniform
 
-_STREAM = 3  # any number: these draws share nothing with decoding
+_STREAM = 3
+"""The stream of the noise that rows are dropped by; decoding draws from none of this number."""
 
 
 def kept_rows(rows: int, rates: Sequence[float], seed: int, step: int) -> list[list[int]]:
@@ -55,17 +56,47 @@ def _cut(value: Any, index: Tensor, batch: int) -> Any:
 
 
 @contextmanager
-def layers_replaced(
-    layers: Sequence[nn.Module], wrap: Callable[[int, Callable[..., Any]], Callable[..., Any]]
+def forwards_replaced(
+    modules: Sequence[nn.Module], wrap: Callable[[int, Callable[..., Any]], Callable[..., Any]]
 ) -> Iterator[None]:
-    """Let layer l run wrap(l, its own forward) until the block ends; what was there before is put back."""
-    before = [layer.__dict__.get("forward") for layer in layers]
-    for index, layer in enumerate(layers):
-        layer.forward = wrap(index, layer.forward)
+    """Let module i run wrap(i, its own forward) until the block ends; what was there before is put back."""
+    before = [module.__dict__.get("forward") for module in modules]
+    for index, module in enumerate(modules):
+        module.forward = wrap(index, module.forward)
     try:
         yield
     finally:
-        for layer, own in zip(layers, before, strict=True):
-            layer.__dict__.pop("forward")
+        for module, own in zip(modules, before, strict=True):
+            module.__dict__.pop("forward", None)
             if own is not None:
-                layer.forward = own
+                module.forward = own
+
+
+@contextmanager
+def layers_recorded(
+    layers: Sequence[nn.Module], wanted: Callable[[int], bool], rows: Callable[[int], list[int] | None]
+) -> Iterator[dict[int, Tensor]]:
+    """Keep the outputs x_{l+1} [B, T, d] of the wanted layers by l, and run each layer over some rows only (None: all).
+
+    Layer 0 must keep a row (D(0) = 0): it shows whether this family's layers return tuples, before a layer drops all rows.
+    """
+    states: dict[int, Tensor] = {}
+    tuples = False
+
+    def wrap(layer: int, forward: Callable[..., Any]) -> Callable[..., Any]:
+        def run(hidden: Tensor, *args: Any, **kwargs: Any) -> Any:
+            nonlocal tuples
+            kept = rows(layer)
+            output = forward(hidden, *args, **kwargs) if kept is None else run_rows(forward, kept, hidden, *args, **kwargs)
+            if kept is None or kept:
+                tuples = isinstance(output, tuple)
+            elif tuples:
+                output = (output,)
+            if wanted(layer):
+                states[layer] = output[0] if isinstance(output, tuple) else output
+            return output
+
+        return run
+
+    with forwards_replaced(layers, wrap):
+        yield states

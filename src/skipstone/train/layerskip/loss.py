@@ -10,16 +10,13 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
-IGNORED = -100
-CHUNK = 4096  # positions whose logits exist at once
+from skipstone.train.labels import IGNORED
+
+CHUNK = 4096
+"""Positions whose logits exist at once."""
 
 Head = Callable[[Tensor], Tensor]
 """g(.): states [N, d] -> logits [N, V], final norm and what the family does to logits included."""
-
-
-def shifted(labels: Tensor) -> Tensor:
-    """labels [B, T] -> what every position predicts [B, T]: its right neighbour's label, nothing at the end."""
-    return F.pad(labels[:, 1:], (0, 1), value=IGNORED)
 
 
 def cross_entropy(head: Head, hidden: Tensor, targets: Tensor, chunk: int = CHUNK) -> Tensor:

@@ -16,57 +16,14 @@ from torch import Tensor
 from transformers import PreTrainedModel
 from transformers.modeling_outputs import CausalLMOutput
 
-from skipstone.models.families import family_of
-from skipstone.train.layerskip.dropout import kept_rows, layers_replaced, run_rows
-from skipstone.train.layerskip.loss import CHUNK, IGNORED, cross_entropy, divergence, shifted
+from skipstone.models.modules import DecoderModules
+from skipstone.train.labels import IGNORED, shifted
+from skipstone.train.layerskip.dropout import forwards_replaced, kept_rows, layers_recorded
+from skipstone.train.layerskip.loss import CHUNK, cross_entropy, divergence
 from skipstone.train.layerskip.recipe import LayerSkipRecipe
 
-
-class Stack:
-    """The parts of a decoder that training touches: its layers, and g(.) from a layer's output to logits."""
-
-    def __init__(self, model: PreTrainedModel) -> None:
-        wrapper: Any = model
-        self.causal: Any = wrapper.get_base_model() if hasattr(model, "get_base_model") else model  # a PEFT wrapper
-        self.family = family_of(self.causal)
-        self.decoder: Any = self.causal.get_decoder()
-        self.layers = list(getattr(self.decoder, self.family.layers))
-        self.head: Any = self.causal.get_output_embeddings()
-
-    def logits(self, hidden: Tensor) -> Tensor:
-        """g(.): [..., d] -> [..., V]."""
-        return self.projected(self.family.finish(self.decoder, hidden))
-
-    def projected(self, normed: Tensor) -> Tensor:
-        """LM head and what the family does after it, of states after the final norm: [..., d] -> [..., V]."""
-        return self.family.logits(self.head(normed), self.causal.config)
-
-    @contextmanager
-    def recorded(self, wanted: Callable[[int], bool], rows: Callable[[int], list[int] | None]) -> Iterator[dict[int, Tensor]]:
-        """Keep the outputs x_{l+1} [B, T, d] of the wanted layers, and run each layer over some rows only (None: all).
-
-        Layer 0 must keep a row (D(0) = 0): it shows whether this family's layers return tuples, before a layer drops all rows.
-        """
-        states: dict[int, Tensor] = {}
-        tuples = False
-
-        def wrap(layer: int, forward: Callable[..., Any]) -> Callable[..., Any]:
-            def run(hidden: Tensor, *args: Any, **kwargs: Any) -> Any:
-                nonlocal tuples
-                kept = rows(layer)
-                output = forward(hidden, *args, **kwargs) if kept is None else run_rows(forward, kept, hidden, *args, **kwargs)
-                if kept is None or kept:
-                    tuples = isinstance(output, tuple)
-                elif tuples:
-                    output = (output,)
-                if wanted(layer):
-                    states[layer] = output[0] if isinstance(output, tuple) else output
-                return output
-
-            return run
-
-        with layers_replaced(self.layers, wrap):
-            yield states
+Parts = tuple[Tensor, dict[str, Tensor]]
+"""A loss, and the parts of it that the log tells apart."""
 
 
 class Objective:
@@ -87,14 +44,13 @@ class Objective:
         chunk: int = CHUNK,
         teacher: PreTrainedModel | None = None,
     ) -> None:
-        self.stack, self.recipe, self.steps, self.seed, self.chunk = Stack(model), recipe, steps, seed, chunk
-        self.teacher = None if teacher is None else Stack(teacher)
-        self._taught: Tensor | None = None
-        self.layers = len(self.stack.layers)
+        self.modules, self.recipe, self.steps, self.seed, self.chunk = DecoderModules(model), recipe, steps, seed, chunk
+        self.teacher = None if teacher is None else DecoderModules(teacher)
+        self.layers = len(self.modules.layers)
         recipe.check(self.layers, steps)
         if chunk < 1:
             raise ValueError(f"loss_chunk must be at least 1 position, found {chunk}")
-        config = self.stack.causal.config
+        config = self.modules.model.config
         if getattr(config, "output_router_logits", False):
             raise ValueError("LayerSkip's loss carries no router loss: set output_router_logits=False in the model's config")
         if rate := getattr(config, "layerdrop", 0):
@@ -104,84 +60,69 @@ class Objective:
 
     @contextmanager
     def installed(self) -> Iterator[None]:
-        """Replace the model's forward until the block ends."""
-        causal = self.stack.causal
-        before = causal.__dict__.get("forward")
-        causal.forward = self._switch(causal.forward)
-        try:
+        """Let the model's forward return LayerSkip's loss, in training mode and with labels, until the block ends."""
+        with forwards_replaced([self.modules.model], lambda _, plain: self._switch(plain)):
             yield
-        finally:
-            causal.__dict__.pop("forward", None)
-            if before is not None:
-                causal.forward = before
 
     def _switch(self, plain: Callable[..., Any]) -> Callable[..., Any]:
         @functools.wraps(plain)  # whoever asks for the signature is given the model's own
         def forward(*args: Any, **kwargs: Any) -> Any:
-            if kwargs.get("labels") is None or not self.stack.causal.training:
+            if kwargs.get("labels") is None or not self.modules.model.training:
                 return plain(*args, **kwargs)
-            return CausalLMOutput(loss=train(*args, **kwargs))
-
-        def train(
-            input_ids: Tensor,
-            attention_mask: Tensor | None = None,
-            *,
-            labels: Tensor,
-            num_items_in_batch: Tensor | int | None = None,
-            **kwargs: Any,
-        ) -> Tensor:
-            return self.loss(input_ids, attention_mask, labels, num_items_in_batch, **kwargs)
+            return CausalLMOutput(loss=self.loss(*args, **kwargs))
 
         return forward
 
     def loss(
-        self, ids: Tensor, mask: Tensor | None, labels: Tensor, predicted: Tensor | int | None = None, **kwargs: Any
+        self,
+        input_ids: Tensor,
+        attention_mask: Tensor | None = None,
+        *,
+        labels: Tensor,
+        num_items_in_batch: Tensor | int | None = None,
+        **kwargs: Any,
     ) -> Tensor:
-        """J(X, Y, t), eq. 5: a mean over `predicted` tokens, those of this batch by default; 0 where there are none.
-        ids, mask, labels: [B, T]; labels are IGNORED where nothing is predicted."""
+        """J(X, Y, t), eq. 5: a mean over `num_items_in_batch` predicted tokens, those of this batch by default; 0 where there
+        are none. input_ids, attention_mask, labels: [B, T]; labels are IGNORED where nothing is predicted."""
+        inputs = {**kwargs, "input_ids": input_ids, "attention_mask": attention_mask, "use_cache": False}
         rates = self.recipe.dropout.rates(self.step, self.layers, self.steps)
-        kept = kept_rows(ids.shape[0], rates, self.seed, self.micro) if any(rates) else None
+        kept = kept_rows(input_ids.shape[0], rates, self.seed, self.micro) if any(rates) else None
         active = self.recipe.exits.active(self.step, self.layers, self.steps)
-        with self.stack.recorded(active.__getitem__, lambda layer: None if kept is None else kept[layer]) as states:
-            self.stack.decoder(input_ids=ids, attention_mask=mask, **{**kwargs, "use_cache": False})
+        rows = kept.__getitem__ if kept is not None else lambda _: None
+        with layers_recorded(self.modules.layers, active.__getitem__, rows) as states:
+            self.modules.decoder(**inputs)
+        taught = None  # [B * T, d'] what the teacher's LM head reads
         if self.teacher is not None:
             with torch.no_grad():
-                output = self.teacher.decoder(input_ids=ids, attention_mask=mask, **{**kwargs, "use_cache": False})
-            self._taught = output.last_hidden_state.flatten(0, 1)
-        targets = shifted(labels).flatten()
-        count = (targets != IGNORED).sum().clamp(min=1) if predicted is None else predicted
-        flat = {layer: state.flatten(0, 1) for layer, state in states.items()}
-        total = (
-            self._towards_labels(flat, targets) if self.recipe.exits.kl_weight is None else self._towards_last(flat, targets)
-        )
-        self._taught = None
-        self.parts = {name: part / count for name, part in self.parts.items()}
+                taught = self.teacher.decoder(**inputs).last_hidden_state.flatten(0, 1)
+        targets = shifted(labels).flatten()  # [B * T]
+        flat = {layer: state.flatten(0, 1) for layer, state in states.items()}  # [B * T, d] each
+        combine = self._towards_labels if self.recipe.exits.kl_weight is None else self._towards_last
+        total, parts = combine(flat, targets, taught)
+        count = (targets != IGNORED).sum().clamp(min=1) if num_items_in_batch is None else num_items_in_batch
+        self.parts = {name: part.detach() / count for name, part in parts.items()}
         return total / count
 
-    def _towards_labels(self, states: dict[int, Tensor], targets: Tensor) -> Tensor:
+    def _towards_labels(self, states: dict[int, Tensor], targets: Tensor, taught: Tensor | None) -> Parts:
         """The paper's loss: sum of e~(t, l) CE over the active exits, summed over tokens."""
         weights = self.recipe.exits.weights(self.step, self.layers, self.steps)
-        losses = {layer: self._wrong(states[layer], targets) for layer in states if weights[layer]}
-        self._keep(losses.get(self.layers - 1), None)
-        return torch.stack([weights[layer] * loss for layer, loss in losses.items()]).sum()
+        losses = {layer: self._loss_of(states[layer], targets, taught) for layer in states if weights[layer]}
+        last = self.layers - 1
+        total = torch.stack([weights[layer] * loss for layer, loss in losses.items()]).sum()
+        return total, {"loss_last_layer": losses[last]} if last in losses else {}
 
-    def _towards_last(self, states: dict[int, Tensor], targets: Tensor) -> Tensor:
+    def _towards_last(self, states: dict[int, Tensor], targets: Tensor, taught: Tensor | None) -> Parts:
         """Ours: the loss of the last layer + kl_weight x the mean divergence of the active exits from it, summed."""
         last = states.pop(self.layers - 1)
-        total = self._wrong(last, targets)
-        apart = [divergence(self.stack.logits, state, last, targets, self.chunk) for state in states.values()]
-        mean = torch.stack(apart).mean() if apart else None
-        self._keep(total, mean)
-        weight = self.recipe.exits.kl_weight
-        return total if mean is None or weight is None else total + weight * mean
+        total = self._loss_of(last, targets, taught)
+        apart = [divergence(self.modules.logits, state, last, targets, self.chunk) for state in states.values()]
+        if not apart:
+            return total, {"loss_last_layer": total}
+        mean = torch.stack(apart).mean()
+        return total + (self.recipe.exits.kl_weight or 0.0) * mean, {"loss_last_layer": total, "divergence": mean}
 
-    def _wrong(self, hidden: Tensor, targets: Tensor) -> Tensor:
-        """How far states [N, d] are from what they should say, summed: cross-entropy, or divergence from the teacher."""
-        if self.teacher is None or self._taught is None:
-            return cross_entropy(self.stack.logits, hidden, targets, self.chunk)
-        return divergence(self.stack.logits, hidden, self._taught, targets, self.chunk, self.teacher.projected)
-
-    def _keep(self, last: Tensor | None, apart: Tensor | None) -> None:
-        """What the log tells apart; read only when something is logged."""
-        parts = {"loss_last_layer": last, "divergence": apart}
-        self.parts = {name: part.detach() for name, part in parts.items() if part is not None}
+    def _loss_of(self, hidden: Tensor, targets: Tensor, taught: Tensor | None) -> Tensor:
+        """Of states [N, d], summed over tokens: cross-entropy, or divergence from the teacher where there is one."""
+        if self.teacher is None or taught is None:
+            return cross_entropy(self.modules.logits, hidden, targets, self.chunk)
+        return divergence(self.modules.logits, hidden, taught, targets, self.chunk, self.teacher.project)

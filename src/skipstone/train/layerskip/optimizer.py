@@ -12,7 +12,7 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from skipstone.train.layerskip.objective import Stack
+from skipstone.models.modules import DecoderModules
 
 
 class Together(Optimizer):
@@ -60,7 +60,7 @@ def muon_with_adamw(
     decay: weight decay of both; vectors have none. ValueError where torch is too old to have Muon, or nothing is for Muon."""
     if not hasattr(torch.optim, "Muon"):
         raise ValueError(f"muon_learning_rate needs torch.optim.Muon, which torch {torch.__version__} does not have (2.9 does)")
-    inside = {id(p) for layer in Stack(model).layers for p in layer.parameters()}  # type: ignore[arg-type]
+    inside = {id(p) for layer in DecoderModules(model).layers for p in layer.parameters()}
     trained = [p for p in model.parameters() if p.requires_grad]
     matrices = [p for p in trained if id(p) in inside and p.ndim == 2]
     if not matrices:

@@ -11,9 +11,10 @@ import torch
 from pydantic import Field, TypeAdapter, ValidationError, model_validator
 
 from skipstone.forms import Part, first_fault, mapping
-from skipstone.train.data.sources import HubDataset, Source
+from skipstone.train.data.sources import Source
 from skipstone.train.layerskip.arguments import LayerSkipArguments
 from skipstone.train.layerskip.recipe import PRESETS, EarlyExitLoss, LayerDropout, LayerSkipRecipe
+from skipstone.train.runs import from_folder
 
 NO_EFFECT = {
     "num_train_epochs": "training.max_steps says how long a run is, and sources repeat as their weights ask",
@@ -21,7 +22,7 @@ NO_EFFECT = {
 }
 
 
-class Start(Part):
+class StartingModel(Part):
     """What to train: a model to go on from (a folder or hub id), the model of another recipe of the same folder, which is run
     first, or a config to start from scratch with (`model_type` and its fields). Exactly one of them. layers: only so many of
     its first layers, to begin a draft model with. lora: PEFT's LoraConfig fields, to train adapters only."""
@@ -33,7 +34,7 @@ class Start(Part):
     lora: dict[str, Any] | None = None
 
     @model_validator(mode="after")
-    def _either(self) -> Start:
+    def _either(self) -> StartingModel:
         if sum(one is not None for one in (self.pretrained, self.recipe, self.config)) != 1:
             raise ValueError(
                 "expected either `pretrained` (a folder or hub id), `recipe` (to go on from its model) or `config`"
@@ -73,7 +74,7 @@ class Recipe(Part):
     dtype: what the finished model's weights are saved in; they are trained in float32."""
 
     output: str = Field(min_length=1)
-    model: Start
+    model: StartingModel
     data: Data
     tokenizer: Vocabulary = Vocabulary()
     preset: str | None = None
@@ -114,11 +115,7 @@ def read(path: Path, data_dir: Path | None = None) -> Recipe:
         raise ValueError(f"{path}: {first_fault(error)}") from error
     if recipe.model.recipe is not None:
         _check_chain(path, recipe.model.recipe)
-    if data_dir is None:
-        return recipe
-    if not any(isinstance(source, HubDataset) and source.file for source in recipe.data.sources):
-        raise ValueError(f"--data-dir {data_dir} has no effect: no source of the hub names a `file` that may lie there")
-    sources = [source.local(data_dir) if isinstance(source, HubDataset) else source for source in recipe.data.sources]
+    sources = from_folder(recipe.data.sources, data_dir)
     return recipe.model_copy(update={"data": recipe.data.model_copy(update={"sources": sources})})
 
 

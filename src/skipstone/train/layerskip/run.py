@@ -6,9 +6,7 @@
 from __future__ import annotations
 
 import json
-import os
-import shutil
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
@@ -24,27 +22,32 @@ from transformers import (
 )
 
 from skipstone.decoding.method import OWN_FIELD
+from skipstone.files import whole_folder, write_json
 from skipstone.loading import load_tokenizer
 from skipstone.methods import resolve
 from skipstone.models.fingerprint import fingerprint as weights_of
 from skipstone.models.layered import LayeredModel
 from skipstone.train import checkpoint
 from skipstone.train.data.documents import Document, collect, deduplicate, fingerprint, split
-from skipstone.train.data.rows import Plan, Prepared, Rows, prepare
+from skipstone.train.data.rows import Prepared, RowPlan, TokenRows, prepare
 from skipstone.train.data.tokenizer import train_bpe
-from skipstone.train.layerskip import start
 from skipstone.train.layerskip.arguments import LayerSkipArguments
+from skipstone.train.layerskip.initial import initial_model, teacher_model
+from skipstone.train.layerskip.metrics import Curves, JsonLog, Progress
 from skipstone.train.layerskip.recipe_file import Recipe, arguments, read
 from skipstone.train.layerskip.trainer import LayerSkipTrainer, check
-from skipstone.train.metrics import Curves, JsonLog, Progress
+from skipstone.train.runs import Say, beside, refuse_used, silent
 
 TOKENIZER = "tokenizer"
-CACHE = "data"
-MODEL = "model"
-ADAPTER = "adapter"
+"""Folder in that of the run: the tokenizer that was trained for it."""
 MADE_FROM = "made_from.json"
-
-Say = Callable[[str], None]
+"""File beside that tokenizer: what it was made from."""
+CACHE = "data"
+"""Folder in that of the run: prepared rows."""
+MODEL = "model"
+"""Folder in that of the run: the finished model."""
+ADAPTER = "adapter"
+"""Folder in that of the finished model: the adapter alone, with LoRA."""
 
 
 def run(path: Path, output: Path | None = None, fresh: bool = False, data_dir: Path | None = None, say: Say = print) -> Path:
@@ -58,15 +61,15 @@ def run(path: Path, output: Path | None = None, fresh: bool = False, data_dir: P
     folder = output or Path(recipe.output)
     settings = arguments(recipe, folder)
     first = settings.process_index == 0
-    say = say if first else _nothing
-    if fresh and first and folder.exists() and any(folder.iterdir()):
-        raise ValueError(f"{folder} is not empty: remove it, or let the run resume from it")
+    say = say if first else silent
+    if fresh and first:
+        refuse_used(folder)
     folder.mkdir(parents=True, exist_ok=True)
     documents = collect(recipe.data.sources, path.parent)
     with settings.main_process_first(local=False):
         tokenizer = _tokenizer(recipe, documents, path.parent, folder)
-    model = start.model(recipe, path.parent, tokenizer)
-    teacher = start.teacher(recipe, path.parent, tokenizer, model)
+    model = initial_model(recipe, path.parent, tokenizer)
+    teacher = teacher_model(recipe, path.parent, tokenizer, model)
     check(model, settings)  # before the data, which take time
     _check_length(recipe.data.length, model)
     if recipe.decoding:
@@ -99,10 +102,6 @@ def _started(recipe: Recipe, path: Path, data_dir: Path | None, say: Say) -> Rec
     return recipe.model_copy(update={"model": begun})
 
 
-def _nothing(text: str) -> None:
-    """What processes but the first say."""
-
-
 def _check_length(length: int, model: Any) -> None:
     most = getattr(model.config, "max_position_embeddings", None)
     if most is not None and length > most:
@@ -117,7 +116,7 @@ def _prepared(
     tokenizer: PreTrainedTokenizerBase,
 ) -> Prepared:
     batch = settings.per_device_train_batch_size * settings.gradient_accumulation_steps * settings.world_size
-    plan = Plan(length=recipe.data.length, rows=settings.max_steps * batch, held_out=recipe.data.held_out, seed=recipe.seed)
+    plan = RowPlan(length=recipe.data.length, rows=settings.max_steps * batch, held_out=recipe.data.held_out, seed=recipe.seed)
     weights = {source.name: source.weight for source in recipe.data.sources}
     return prepare(documents, weights, tokenizer, plan, folder / CACHE)
 
@@ -138,8 +137,8 @@ def _trainer(
     trainer = LayerSkipTrainer(
         model,
         settings,
-        train_dataset=Rows(prepared.train),
-        eval_dataset={name: Rows(own[: recipe.data.eval_rows]) for name, own in prepared.held_out.items()} or None,
+        train_dataset=TokenRows(prepared.train),
+        eval_dataset={name: TokenRows(own[: recipe.data.eval_rows]) for name, own in prepared.held_out.items()} or None,
         fingerprint={
             "data": prepared.report["sha256"],
             **{key: value for key, value in begun.items() if value is not None},  # a config is part of every fingerprint
@@ -189,7 +188,7 @@ def _tokenizer(recipe: Recipe, documents: list[Document], base: Path, folder: Pa
     """The run's tokenizer. A new one is trained on the training documents once and kept in the run's folder."""
     source = recipe.tokenizer.pretrained or (None if recipe.tokenizer.vocab_size else recipe.model.pretrained)
     if source is not None:
-        return load_tokenizer(start.beside(source, base))
+        return load_tokenizer(beside(source, base))
     if recipe.tokenizer.vocab_size is None:
         raise ValueError("a model from scratch needs tokenizer.pretrained or tokenizer.vocab_size")
     own = {"vocab_size": recipe.tokenizer.vocab_size, "held_out": recipe.data.held_out, "seed": recipe.seed}
@@ -202,9 +201,9 @@ def _tokenizer(recipe: Recipe, documents: list[Document], base: Path, folder: Pa
             )
     if not (kept / "tokenizer.json").exists():
         train, _ = split(deduplicate(documents)[0], recipe.data.held_out, recipe.seed)
-        with _whole(kept) as made:
+        with whole_folder(kept) as made:
             train_bpe(train, recipe.tokenizer.vocab_size).save_pretrained(made)
-            (made / MADE_FROM).write_text(json.dumps(wish), encoding="utf-8")
+            write_json(made / MADE_FROM, wish)
     return load_tokenizer(kept)
 
 
@@ -220,7 +219,7 @@ def _save(
     if recipe.decoding:
         setattr(causal.generation_config, OWN_FIELD, recipe.decoding)
         causal.generation_config._from_model_config = False  # else it is made anew when it is saved
-    with _whole(folder) if first else nullcontext(folder) as made:
+    with _model_folder(folder) if first else nullcontext(folder) as made:
         if recipe.model.lora is None:
             trainer.save_model(str(made))  # every process: sharded weights are gathered
             (made / "training_args.bin").unlink(missing_ok=True)
@@ -231,22 +230,15 @@ def _save(
             if recipe.dtype != "float32":
                 AutoModelForCausalLM.from_pretrained(made, dtype=recipe.dtype).save_pretrained(made)
             tokenizer.save_pretrained(made)
-            (made / "data.json").write_text(json.dumps(prepared.report, indent=1), encoding="utf-8")
+            write_json(made / "data.json", prepared.report)
     trainer.accelerator.wait_for_everyone()
 
 
 @contextmanager
-def _whole(folder: Path) -> Iterator[Path]:
-    """A folder to write into that becomes `folder` when the block ends, in place of what was there. OSError, full disk."""
-    made = folder.with_name(f".{folder.name}")
-    shutil.rmtree(made, ignore_errors=True)
-    made.mkdir()
+def _model_folder(folder: Path) -> Iterator[Path]:
+    """`whole_folder` for a model. OSError where the disk is full, which safetensors says in an error of its own."""
     try:
-        yield made
-        checkpoint.flush(made)
-        shutil.rmtree(folder, ignore_errors=True)
-        os.replace(made, folder)
+        with whole_folder(folder) as made:
+            yield made
     except SafetensorError as error:
         raise OSError(f"{folder} could not be written: {error}; the last checkpoint is whole, so run it again") from error
-    finally:
-        shutil.rmtree(made, ignore_errors=True)

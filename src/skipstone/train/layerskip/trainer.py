@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -16,16 +15,16 @@ import torch
 from accelerate.utils import broadcast_object_list
 from safetensors import SafetensorError
 from torch import Tensor, nn
-from torch.utils.data import Dataset
 from transformers import PreTrainedModel, Trainer, TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
+from skipstone.models.modules import DecoderModules
 from skipstone.train import checkpoint
 from skipstone.train.layerskip.arguments import LayerSkipArguments
 from skipstone.train.layerskip.evaluation import exit_quality
-from skipstone.train.layerskip.objective import Objective, Stack
+from skipstone.train.layerskip.metrics import Tally
+from skipstone.train.layerskip.objective import Objective
 from skipstone.train.layerskip.optimizer import muon_with_adamw
 from skipstone.train.layerskip.recipe import LayerSkipRecipe
-from skipstone.train.metrics import Tally
 
 TALLY = "tally.json"
 """In a checkpoint: what the next log entry will be a mean of."""
@@ -187,8 +186,8 @@ class LayerSkipTrainer(Trainer):
         metrics: dict[str, float] = {}
         for name, rows in chosen.items() if isinstance(chosen, dict) else [("", chosen)]:
             prefix = f"{metric_key_prefix}_{name}" if name else metric_key_prefix
-            batches = _Batches(rows, self.args.per_device_eval_batch_size, self.data_collator)
-            quality = exit_quality(self.model, batches, None, self.args.eval_exits, self.args.loss_chunk)  # type: ignore[arg-type]
+            size = self.args.per_device_eval_batch_size
+            quality = exit_quality(self.model, rows, size, self.args.eval_exits, self.args.loss_chunk, self.data_collator)
             metrics |= {f"{prefix}_{key}": value for key, value in quality.flat().items()}
         self.log(metrics)
         self.control = self.callback_handler.on_evaluate(self.args, self.state, self.control, metrics)
@@ -243,7 +242,7 @@ class LayerSkipTrainer(Trainer):
 
 def check(model: PreTrainedModel, args: LayerSkipArguments) -> LayerSkipRecipe:
     """The recipe of a run. ValueError for a model that it does not cover, for a run too short, for exits that do not exist."""
-    recipe, depth = LayerSkipRecipe(args.dropout, args.exits), len(Stack(model).layers)
+    recipe, depth = LayerSkipRecipe(args.dropout, args.exits), DecoderModules(model).depth
     recipe.check(depth, args.max_steps if args.max_steps > 0 else depth + 1)  # without max_steps: again when T is known
     if wrong := [exit_layer for exit_layer in args.eval_exits or () if not 1 <= exit_layer <= depth]:
         raise ValueError(f"eval_exits must lie between 1 and {depth}, the model's layers, found {wrong}")
@@ -255,19 +254,3 @@ class _Schedule(TrainerCallback):
 
     def on_train_begin(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:
         state.compute_steps(args, state.max_steps)
-
-
-class _Batches(Dataset[dict[str, Tensor]]):
-    """A data set by whole batches."""
-
-    def __init__(self, rows: Any, size: int, collate: Callable[[list[Any]], dict[str, Tensor]]) -> None:
-        self.rows, self.size, self.collate = rows, size, collate
-
-    def __len__(self) -> int:
-        return -(-len(self.rows) // self.size)
-
-    def __getitem__(self, index: int) -> dict[str, Tensor]:
-        if not 0 <= index < len(self):
-            raise IndexError(index)
-        places = range(index * self.size, min((index + 1) * self.size, len(self.rows)))
-        return self.collate([self.rows[place] for place in places])

@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import json
-import math
-import os
 import re
 import sys
 import warnings
@@ -14,6 +11,8 @@ from typing import Any
 from torch import Tensor
 from tqdm import tqdm
 from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
+
+from skipstone.files import json_line, write_whole
 
 _EXIT = re.compile(r"eval_(?:(.+)_)?(perplexity|agreement)_exit_(\d+)")
 """A figure of an evaluation: data set, kind, exit layer E."""
@@ -55,36 +54,12 @@ class JsonLog(TrainerCallback):
 
     def on_train_begin(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:
         if state.is_world_process_zero:
-            made = self.path.with_name(f".{self.path.name}")
-            made.write_text("".join(map(_line_of, state.log_history)), encoding="utf-8")
-            os.replace(made, self.path)
+            write_whole(self.path, "".join(json_line({"step": entry["step"], **entry}) for entry in state.log_history))
 
     def on_log(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, logs: Any = None, **_: Any) -> None:
         if state.is_world_process_zero and logs:
             with self.path.open("a", encoding="utf-8") as file:
-                file.write(_line_of({**logs, "step": state.global_step}))
-
-
-def _line_of(entry: dict[str, Any]) -> str:
-    """JSON has no infinity, which a perplexity may be: null."""
-    known = {name: None if isinstance(value, float) and not math.isfinite(value) else value for name, value in entry.items()}
-    return json.dumps({"step": entry["step"], **known}) + "\n"
-
-
-def entries(path: Path) -> list[dict[str, Any]]:
-    """The lines of a metrics file up to the first that was cut off while being written; none where there is no file."""
-    if not path.exists():
-        return []
-    found: list[dict[str, Any]] = []
-    for line in path.read_text(encoding="utf-8", errors="replace").splitlines():
-        try:
-            entry = json.loads(line)
-        except ValueError:
-            break
-        if not isinstance(entry, dict) or "step" not in entry:
-            break
-        found.append(entry)
-    return found
+                file.write(json_line({"step": state.global_step, **logs}))
 
 
 class Progress(TrainerCallback):

@@ -1,21 +1,20 @@
-"""Results on disk, one folder each, complete or not there at all; arrays are mapped into memory, not read."""
+"""Prepared data on the disk: a folder for each result, complete or not there; arrays are mapped into memory, not read."""
 
 from __future__ import annotations
 
-import hashlib
 import json
-import os
 import shutil
-import uuid
 import warnings
 from collections.abc import Sequence
 from pathlib import Path
-from typing import IO, Any
+from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase
+
+from skipstone.files import digest, file_digest, first_folder, write_json
 
 FORMAT = 2
 """Part of every key: raise it when the same documents give other rows."""
@@ -31,36 +30,17 @@ def key(facts: list[Any], tokenizer: PreTrainedTokenizerBase) -> str:
             f"prepared data are kept for tokenizers of the tokenizers package (PreTrainedTokenizerFast), whose content can be "
             f"compared, found {type(tokenizer).__name__}"
         )
-    parts = [FORMAT, facts, backend.to_str(), tokenizer.eos_token_id]
-    return hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()[:32]
+    return digest([FORMAT, facts, backend.to_str(), tokenizer.eos_token_id], 32)
 
 
 def save(folder: Path, arrays: Sequence[Tensor], report: dict[str, Any]) -> None:
-    """Write tensors and a report that JSON can hold, under a temporary name that becomes `folder` when all is on disk.
-
-    Where another process was faster, its result stays. OSError (a full disk) leaves nothing behind.
-    """
-    folder.parent.mkdir(parents=True, exist_ok=True)
-    temporary = folder.with_name(f".{folder.name}-{uuid.uuid4().hex}")
-    temporary.mkdir()
-    try:
-        files = {}
+    """Write tensors and a report that JSON can hold. Where another process was faster, its result stays. OSError (a full disk)
+    leaves nothing behind."""
+    with first_folder(folder) as made:
         for index, tensor in enumerate(arrays):
-            path = temporary / f"{index}.npy"
-            with path.open("wb") as file:
-                np.save(file, tensor.numpy(), allow_pickle=False)
-                _to_disk(file)
-            files[path.name] = _hash(path)
-        with (temporary / CONTENTS).open("w", encoding="utf-8") as file:
-            json.dump({"files": files, "report": report}, file, indent=1)
-            _to_disk(file)
-        try:
-            temporary.rename(folder)
-        except OSError:
-            if not folder.is_dir():
-                raise
-    finally:
-        shutil.rmtree(temporary, ignore_errors=True)
+            np.save(made / f"{index}.npy", tensor.numpy(), allow_pickle=False)
+        files = {f"{index}.npy": file_digest(made / f"{index}.npy") for index in range(len(arrays))}
+        write_json(made / CONTENTS, {"files": files, "report": report})
 
 
 def load(folder: Path) -> tuple[list[Tensor], dict[str, Any]] | None:
@@ -79,17 +59,7 @@ def load(folder: Path) -> tuple[list[Tensor], dict[str, Any]] | None:
         return None
 
 
-def _to_disk(file: IO[Any]) -> None:
-    file.flush()
-    os.fsync(file.fileno())
-
-
 def _mapped(path: Path, sha256: str) -> Tensor:
-    if (found := _hash(path)) != sha256:
+    if (found := file_digest(path)) != sha256:
         raise ValueError(f"{path.name} has the SHA-256 {found:.12}, expected {sha256:.12}")
     return torch.from_numpy(np.load(path, mmap_mode="c", allow_pickle=False))  # "c": torch wants an array it may write to
-
-
-def _hash(path: Path) -> str:
-    with path.open("rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()

@@ -11,14 +11,15 @@ from huggingface_hub.errors import StrictDataclassError
 from transformers import CONFIG_MAPPING, AutoConfig, AutoModelForCausalLM, PreTrainedTokenizerBase
 
 from skipstone.loading import load_model, load_tokenizer
+from skipstone.models.modules import DecoderModules
 from skipstone.train.data.tokenizer import check_fits
-from skipstone.train.layerskip.objective import Stack
 from skipstone.train.layerskip.recipe_file import Recipe
+from skipstone.train.runs import beside
 
 SPECIAL = ("bos", "eos", "pad")
 
 
-def model(recipe: Recipe, base: Path, tokenizer: PreTrainedTokenizerBase) -> Any:
+def initial_model(recipe: Recipe, base: Path, tokenizer: PreTrainedTokenizerBase) -> Any:
     """The model at the first step, in float32."""
     torch.manual_seed(recipe.seed)
     if recipe.model.pretrained is not None:
@@ -34,16 +35,16 @@ def model(recipe: Recipe, base: Path, tokenizer: PreTrainedTokenizerBase) -> Any
 
 def shorten(model: Any, layers: int) -> None:
     """Leave a model its first layers only. ValueError where it has no more than that."""
-    stack, config = Stack(model), model.config
-    if layers >= len(stack.layers):
-        raise ValueError(f"model.layers must be less than the model's {len(stack.layers)} layers, found {layers}")
-    setattr(stack.decoder, stack.family.layers, torch.nn.ModuleList(stack.layers[:layers]))
+    modules, config = DecoderModules(model), model.config
+    if layers >= modules.depth:
+        raise ValueError(f"model.layers must be less than the model's {modules.depth} layers, found {layers}")
+    setattr(modules.decoder, modules.family.layers, torch.nn.ModuleList(modules.layers[:layers]))
     config.num_hidden_layers = layers
     if getattr(config, "layer_types", None) is not None:
         config.layer_types = list(config.layer_types)[:layers]
 
 
-def teacher(recipe: Recipe, base: Path, tokenizer: PreTrainedTokenizerBase, model: Any) -> Any:
+def teacher_model(recipe: Recipe, base: Path, tokenizer: PreTrainedTokenizerBase, model: Any) -> Any:
     """The model to learn from, if there is one. ValueError for one of another vocabulary."""
     if recipe.teacher is None:
         return None
@@ -56,11 +57,6 @@ def teacher(recipe: Recipe, base: Path, tokenizer: PreTrainedTokenizerBase, mode
             f"({teacher.config.vocab_size} and {model.config.vocab_size} logits, tokenizers {'alike' if same else 'different'})"
         )
     return teacher
-
-
-def beside(name: str, base: Path) -> str:
-    """A folder beside the recipe, or the name as it is: of another folder or on the hub."""
-    return str(base / name) if (base / name).is_dir() else name
 
 
 def _config(given: dict[str, Any], tokenizer: PreTrainedTokenizerBase) -> Any:

@@ -11,16 +11,16 @@ import numpy as np
 import pytest
 import torch
 
-from skipstone.train import cache as caching
+from skipstone.train.data import cache as caching
 from skipstone.train.data import rows as data
-from skipstone.train.data.rows import Plan, Prepared
+from skipstone.train.data.rows import Prepared, RowPlan
 from skipstone.train.data.sources import TextFiles
 from skipstone.train.data.tokenizer import train_bpe
-from tests.train.data.test_data import made
+from tests.helpers.training import prepared_rows
 
 BYTES = train_bpe(["x"], 257)
 SOURCES = (TextFiles(path="big", weight=3), TextFiles(path="small", weight=1))
-PLAN = Plan(length=32, rows=80, held_out=0.1, seed=1)
+PLAN = RowPlan(length=32, rows=80, held_out=0.1, seed=1)
 
 
 @pytest.fixture
@@ -46,10 +46,10 @@ def numbered(first: int, count: int) -> torch.Tensor:
 
 def test_a_hit_equals_what_is_made_anew_and_tokenises_nothing(recipe: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     cache = recipe / "cache"
-    fresh = made(SOURCES, BYTES, PLAN, recipe)
-    assert same(made(SOURCES, BYTES, PLAN, recipe, cache), fresh)
+    fresh = prepared_rows(SOURCES, BYTES, PLAN, recipe)
+    assert same(prepared_rows(SOURCES, BYTES, PLAN, recipe, cache), fresh)
     monkeypatch.setattr(data, "_build", None)  # cannot be called
-    assert same(made(SOURCES, BYTES, PLAN, recipe, cache), fresh)
+    assert same(prepared_rows(SOURCES, BYTES, PLAN, recipe, cache), fresh)
     assert [path.is_dir() for path in cache.iterdir()] == [True]
 
 
@@ -62,11 +62,13 @@ def test_whatever_the_rows_depend_on_changes_the_key(recipe: Path) -> None:
     (changed / "small" / "00.txt").write_text("changed " * 60, encoding="utf-8")
     for count, change in enumerate(
         (
-            lambda: made(SOURCES, BYTES, PLAN, recipe, cache),
-            lambda: made(SOURCES, BYTES, PLAN.model_copy(update={"seed": 2}), recipe, cache),
-            lambda: made((SOURCES[0], TextFiles(path="small", weight=2)), BYTES, PLAN, recipe, cache),
-            lambda: made(SOURCES, other, PLAN, recipe, cache),
-            lambda: (recipe / "small" / "00.txt").write_text("changed " * 60) and made(SOURCES, BYTES, PLAN, recipe, cache),
+            lambda: prepared_rows(SOURCES, BYTES, PLAN, recipe, cache),
+            lambda: prepared_rows(SOURCES, BYTES, PLAN.model_copy(update={"seed": 2}), recipe, cache),
+            lambda: prepared_rows((SOURCES[0], TextFiles(path="small", weight=2)), BYTES, PLAN, recipe, cache),
+            lambda: prepared_rows(SOURCES, other, PLAN, recipe, cache),
+            lambda: (
+                (recipe / "small" / "00.txt").write_text("changed " * 60) and prepared_rows(SOURCES, BYTES, PLAN, recipe, cache)
+            ),
         ),
         1,
     ):
@@ -77,7 +79,7 @@ def test_whatever_the_rows_depend_on_changes_the_key(recipe: Path) -> None:
 @pytest.mark.parametrize("damage", ["a byte", "cut", "contents", "missing"])
 def test_what_is_damaged_is_made_anew_with_a_warning(recipe: Path, damage: str) -> None:
     cache = recipe / "cache"
-    fresh = made(SOURCES, BYTES, PLAN, recipe, cache)
+    fresh = prepared_rows(SOURCES, BYTES, PLAN, recipe, cache)
     (folder,) = cache.iterdir()
     path = folder / (caching.CONTENTS if damage == "contents" else "0.npy")
     content = bytearray(path.read_bytes())
@@ -86,8 +88,8 @@ def test_what_is_damaged_is_made_anew_with_a_warning(recipe: Path, damage: str) 
     if damage == "missing":
         path.unlink()
     with pytest.warns(UserWarning, match=rf"the cached data in .*{folder.name} is damaged \(.+\) and is made anew"):
-        assert same(made(SOURCES, BYTES, PLAN, recipe, cache), fresh)
-    assert same(made(SOURCES, BYTES, PLAN, recipe, cache), fresh)
+        assert same(prepared_rows(SOURCES, BYTES, PLAN, recipe, cache), fresh)
+    assert same(prepared_rows(SOURCES, BYTES, PLAN, recipe, cache), fresh)
 
 
 def test_a_full_disk_leaves_nothing_behind(recipe: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -101,7 +103,7 @@ def test_a_full_disk_leaves_nothing_behind(recipe: Path, monkeypatch: pytest.Mon
 
     monkeypatch.setattr(np, "save", full)
     with pytest.raises(OSError, match="No space left on device"):
-        made(SOURCES, BYTES, PLAN, recipe, cache)
+        prepared_rows(SOURCES, BYTES, PLAN, recipe, cache)
     assert len(calls) == 2
     assert list(cache.iterdir()) == []
 
@@ -130,4 +132,4 @@ def test_a_tokenizer_that_cannot_be_compared_is_refused(recipe: Path) -> None:
         eos_token_id = 0
 
     with pytest.raises(ValueError, match=r"prepared data are kept for tokenizers of the tokenizers package .* found Slow"):
-        made(SOURCES, Slow(), PLAN, recipe, recipe / "cache")  # type: ignore[arg-type]
+        prepared_rows(SOURCES, Slow(), PLAN, recipe, recipe / "cache")  # type: ignore[arg-type]

@@ -1,0 +1,53 @@
+"""How good the exits of a model are at given tokens: perplexity, and agreement with the last layer."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from skipstone.models.modules import DecoderModules
+
+
+class ExitTally:
+    """For every exit E (layers[:E]), how much the tokens so far surprise it and how often it agrees with the last layer.
+
+    exits: the layers E to measure; the last one, L, is always among them. Sums are kept in float64.
+    """
+
+    def __init__(self, modules: DecoderModules, exits: Iterable[int]) -> None:
+        self.modules = modules
+        self.exits = sorted({*exits, modules.depth})
+        self.tokens = 0
+        self._nats = dict.fromkeys(self.exits, 0.0)
+        self._agreed = dict.fromkeys(self.exits, 0)
+
+    @torch.no_grad()
+    def add(self, states: Mapping[int, Tensor], tokens: Tensor) -> None:
+        """states: E -> [N, d], what leaves layers[:E] before each token. tokens: [N] int64."""
+        best = None
+        for exit_layer in reversed(self.exits):
+            logits = self.modules.logits(states[exit_layer]).float()  # [N, V]
+            own = logits.argmax(-1)
+            best = own if best is None else best
+            self._nats[exit_layer] += F.cross_entropy(logits, tokens, reduction="none").double().sum().item()
+            self._agreed[exit_layer] += int((own == best).sum())
+        self.tokens += len(tokens)
+
+    def perplexity(self) -> dict[int, float]:
+        """E -> perplexity of a token, teacher-forced; infinite where an exit knows nothing."""
+        return {exit_layer: _exp(nats / self.tokens) for exit_layer, nats in self._nats.items()}
+
+    def agreement(self) -> dict[int, float]:
+        """E -> share of the tokens at which an exit's best one is the last layer's."""
+        return {exit_layer: agreed / self.tokens for exit_layer, agreed in self._agreed.items()}
+
+
+def _exp(value: float) -> float:
+    try:
+        return math.exp(value)
+    except OverflowError:
+        return math.inf
