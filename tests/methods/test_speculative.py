@@ -21,8 +21,7 @@ from skipstone.decoding.sampling import Sampling
 from skipstone.decoding.session import Request, Session
 from skipstone.methods.adasd.thresholds import VerificationThreshold
 from skipstone.methods.shared import draft_model as draft_models
-from skipstone.methods.shared.draft_model import DraftModel
-from skipstone.methods.shared.second_model import DraftingSession
+from skipstone.methods.shared.draft_model import DraftModel, DraftModelSession
 from skipstone.models.layered import LayeredModel
 from tests.helpers import support
 from tests.helpers.enumeration import VOCAB, Pushing, proves
@@ -88,7 +87,7 @@ def test_a_relaxed_rule_has_another_law(exactly: tuple[Any, Any], monkeypatch: p
 # ------------------------------------------------------------------------------------------------- the second store
 
 
-def check_follower(session: DraftingSession, row: int, text: list[int]) -> int:
+def check_follower(session: DraftModelSession, row: int, text: list[int]) -> int:
     """The draft model's store holds what a fresh forward over the row's text gives. Returns how many tokens it lacks."""
     follower = session.follower
     assert follower.text[row] == text

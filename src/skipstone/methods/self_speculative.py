@@ -2,7 +2,7 @@
 (Zhang et al., ACL 2024, arXiv 2309.08168), sections 3.1 to 3.3.
 
 Draft with the target itself, a fixed set of its sublayers left out, until the drafter is unsure; verify the chain in one pass.
-The set is found before, by `skipstone search`.
+`skipstone search` finds such a set beforehand.
 
 Deviation: drafts are coupled to the target's noise and verified by match at every temperature (the released code's sampling
 takes a greedy draft for a drawn one).
@@ -13,7 +13,6 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import ClassVar, Literal
 
-from skipstone.decoding.draft import Draft
 from skipstone.decoding.method import Method
 from skipstone.decoding.session import Session
 from skipstone.decoding.settings import layer_numbers, setting, whole_number
@@ -70,13 +69,9 @@ class SelfSpeculative(Method):
 
 
 class SelfSpeculativeSession(SkippingSession):
-    """Chains of one layer set."""
+    """Chains of one layer set: stage 1 of section 3.1, the layers that are left, autoregressively."""
 
     def __init__(self, method: SelfSpeculative, model: LayeredModel, rows: int, capacity: int) -> None:
         most, threshold = method.num_speculative_tokens, method.stop_threshold
         super().__init__(model, rows, capacity, most=most, threshold=threshold, ranks=1, scratch=0)
         self.skip = method.skip_set(model)
-
-    def draft(self, limit: list[int]) -> Draft:
-        """Stage 1 of section 3.1: the layers that are left, autoregressively."""
-        return self.chain(limit, self.skip)[0]
