@@ -176,7 +176,7 @@ class DraftAlone(Peer):
         self._helper(model)
 
     def _helper(self, model: PreTrainedModel) -> Any:
-        return draft_model_for(self.draft_model, LayeredModel(model), None, None)
+        return draft_model_for(self.draft_model, LayeredModel(model))
 
     def generate(self, model: PreTrainedModel, prompt: Tensor, options: dict[str, Any], seed: int) -> Emitted:
         helper = self._helper(model).model

@@ -12,7 +12,7 @@ off by default; "adaptive" is Draft & Verify's rule, arXiv 2309.08168).
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import ClassVar, Literal
+from typing import ClassVar
 
 from torch import Tensor
 
@@ -21,7 +21,7 @@ from skipstone.decoding.method import Method
 from skipstone.decoding.session import Session
 from skipstone.decoding.settings import RejectionRule, check_rule, layer_in_range, setting, whole_number
 from skipstone.methods.shared.chain import Chain, ChainSession
-from skipstone.methods.shared.confidence import check_threshold
+from skipstone.methods.shared.confidence import Threshold, check_threshold
 from skipstone.models.frontier import Frontier
 from skipstone.models.layered import LayeredModel
 
@@ -42,7 +42,7 @@ class LayerSkip(Method):
 
     exit_layer: int | None = setting(None, "E, layers that draft, 1 <= E < L.")
     num_speculative_tokens: int = setting(6, "d, most drafts a step.")
-    confidence_threshold: float | Literal["adaptive"] | None = setting(
+    confidence_threshold: Threshold = setting(
         None, "stop drafting after a token whose probability is below it; None never stops early."
     )
     reuse_cache: bool = setting(True, "False scores from layer 0 again, the ablation of Table 7.")

@@ -89,7 +89,7 @@ class Window:
             above = nodes
 
     def move(self, fresh: list[int], size: int, pool: Pool) -> None:
-        """Take over the next version of the guesses. A full window puts its n-grams into the pool and loses its oldest version."""
+        """Take over the next version of the guesses. A full window gives its n-grams to the pool and drops the oldest."""
         self.levels.append(fresh)
         if len(self.levels) == size:
             for gram in zip(*self.levels, strict=True):
@@ -119,7 +119,7 @@ class LookaheadSession(LookupSession):
         return self.propose(rows, tree=True, levels=self.ngram - 1)
 
     def _row_draft(self, row: int, allowed: int) -> RowDraft:
-        """The n-grams that follow the last committed token, merged into a trie, and the window. allowed: most accepted tokens."""
+        """The n-grams that follow the last committed token, merged into a trie, and the window. allowed: most tokens a path."""
         draft, window = RowDraft(), self.windows[row]
         window.bottom = None
         if not self.alive[row] or not allowed:

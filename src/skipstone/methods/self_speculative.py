@@ -11,13 +11,13 @@ takes a greedy draft for a drawn one).
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import ClassVar, Literal
+from typing import ClassVar
 
 from skipstone.decoding.method import Method
 from skipstone.decoding.session import Session
 from skipstone.decoding.settings import layer_numbers, setting, whole_number
 from skipstone.methods.shared import profiles
-from skipstone.methods.shared.confidence import check_threshold
+from skipstone.methods.shared.confidence import Threshold, check_threshold
 from skipstone.methods.shared.layer_sets import Space
 from skipstone.methods.shared.skipping import SkippingSession
 from skipstone.models.layered import LayeredModel
@@ -38,7 +38,7 @@ class SelfSpeculative(Method):
     skip_mlp: tuple[int, ...] = setting((), "the same for MLPs.")
     profile: str | None = setting(None, "a file of `skipstone search` that says so instead.")
     num_speculative_tokens: int = setting(12, "most drafts a step.")
-    stop_threshold: float | Literal["adaptive"] | None = setting(
+    stop_threshold: Threshold = setting(
         "adaptive", 'stop after a draft whose probability is below it; "adaptive" is the paper\'s rule (section 3.3).'
     )
 

@@ -17,7 +17,7 @@ from typing import ClassVar, Literal
 from skipstone.decoding.draft import Draft, RowVerdict
 from skipstone.decoding.session import Request, Session
 from skipstone.decoding.settings import setting, whole_number
-from skipstone.methods.shared.confidence import check_threshold
+from skipstone.methods.shared.confidence import Threshold, check_threshold
 from skipstone.methods.shared.draft_model import DraftModel, DraftModelMethod, DraftModelSession
 from skipstone.models.layered import LayeredModel
 
@@ -40,7 +40,7 @@ class Speculative(DraftModelMethod):
 
     num_speculative_tokens: int = setting(5, "drafts a step; with the heuristic schedule, of the first.")
     schedule: Schedule = setting("constant", "constant, heuristic or confidence.")
-    confidence_threshold: float | Literal["adaptive"] | None = setting(
+    confidence_threshold: Threshold = setting(
         None, "of the confidence schedule, stop where the most probable token has less than it; 0.4 where none is given."
     )
 
@@ -65,7 +65,7 @@ class SpeculativeSession(DraftModelSession):
         if method.schedule == "confidence":
             threshold = CONFIDENCE_THRESHOLD if method.confidence_threshold is None else method.confidence_threshold
         most, rule = method.num_speculative_tokens, method.rejection_sample_method
-        super().__init__(model, draft_model, rows, capacity, most=most, rule=rule, threshold=threshold)
+        super().__init__(model, draft_model, rows, capacity, most=most, threshold=threshold, rule=rule)
         self.method = method
 
     def admit(self, row: int, request: Request) -> None:

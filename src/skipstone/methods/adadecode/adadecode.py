@@ -113,9 +113,9 @@ class AdaDecode(Method):
 class Sweep:
     """The way of every row's newest token up the candidate layers, and the tokens that heads predicted on it.
 
-    layers: of every row, the layer at which its next token was predicted, 0 where it was not. token [B] int64, q [B, V] or None,
-    confidence [B] float: of the predictions; rows without one hold anything. doubted: rows in which a deeper head is sure that an
-    earlier prediction is wrong (`recheck`); they predict no further.
+    layers: of every row, the layer at which its next token was predicted, 0 where it was not. token: [B] int64, q: [B, V] or
+    None, confidence: [B] float; they mean nothing for rows without a prediction. doubted: rows in which a deeper head is sure
+    that an earlier prediction is wrong (`recheck`); they predict no further.
     """
 
     layers: list[int]

@@ -5,7 +5,7 @@ Two thresholds set themselves. A draft model drafts until the entropy of its new
 drafts that were rejected so far. The target accepts a draft token where its distribution is near the draft model's: their
 Jensen-Shannon distance is below the middle between the mean of the accepted drafts and the mean of the rejected ones.
 
-The second threshold accepts tokens that the target would not have chosen: this method may change the text (`lossless` is False).
+The second threshold accepts tokens that the target would not have chosen, so the text may change (`lossless` is False).
 `relaxed=False` leaves it out and is exact (the paper's Gen-Only); `adaptive_length=False` leaves the first one out
 (Verify-Only).
 
@@ -90,7 +90,8 @@ class AdaSDSession(DraftModelSession):
     def __init__(
         self, method: AdaSD, model: LayeredModel, draft_model: DraftModel, rows: int, capacity: int, ledger: Ledger
     ) -> None:
-        super().__init__(model, draft_model, rows, capacity, most=method.window, rule=method.rejection_sample_method)
+        rule = method.rejection_sample_method
+        super().__init__(model, draft_model, rows, capacity, most=method.window, threshold=None, rule=rule)
         self.method, self.ledger = method, ledger
         self.generation = GenerationThreshold(rows, model.device)
         self.verification = VerificationThreshold(rows, model.device, method.variant)
@@ -150,10 +151,11 @@ class AdaSDSession(DraftModelSession):
         place, end = torch.arange(draft.width, device=draft.tokens.device), verdict.accepted[:, None]
         accepted, rejected = place < end, (place == end) & draft.valid  # [B, n] bool
         if self._distances is not None:
-            self.ledger.distances(self._distances, accepted, rejected, self.verification.value)
+            threshold = self.verification.value
+            self.ledger.add_means("distance", self._distances, accepted, rejected, threshold, threshold > 0)
             self.verification.add(self._distances, accepted, rejected)
-        entropies = torch.stack(self._draft_entropies, 1)  # [B, n]
-        self.ledger.entropies(entropies, accepted, rejected, self.generation.value)
+        entropies, threshold = torch.stack(self._draft_entropies, 1), self.generation.value  # [B, n], [B]
+        self.ledger.add_means("entropy", entropies, accepted, rejected, threshold, threshold.isfinite())
         self.generation.add(entropies, rejected)
 
     def commit(self, draft: Draft | None, verdicts: list[RowVerdict]) -> None:

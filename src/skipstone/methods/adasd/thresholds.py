@@ -19,7 +19,7 @@ Variant = Literal["A", "B", "C"]
 
 
 class Mean:
-    """Running means of masked values, one a row. total: [B] float64, count: [B] int64."""
+    """Running means of masked values, one per row. total: [B] float64, count: [B] int64."""
 
     def __init__(self, rows: int, device: torch.device) -> None:
         self.total = torch.zeros(rows, dtype=torch.float64, device=device)
@@ -41,24 +41,13 @@ class Mean:
         return self.total / self.count.clamp(min=1)
 
 
-class GenerationThreshold:
-    """tau_g: the mean entropy of the rejected draft tokens. Drafting stops after a token with a higher entropy."""
-
-    def __init__(self, rows: int, device: torch.device) -> None:
-        self._rejected = Mean(rows, device)
+class GenerationThreshold(Mean):
+    """tau_g: the mean entropy of the rejected draft tokens, in bits. Drafting stops after a token with a higher entropy."""
 
     @property
     def value(self) -> Tensor:
-        """[B] float64 in bits; infinite where nothing was rejected yet."""
-        return torch.where(self._rejected.count > 0, self._rejected.value, float("inf"))
-
-    def add(self, entropies: Tensor, rejected: Tensor) -> None:
-        """entropies: [B, n] in bits, of the distributions that the tokens were drawn from. rejected: [B, n] bool."""
-        self._rejected.add(entropies, rejected)
-
-    def reset(self, row: int) -> None:
-        """A new request starts on a row."""
-        self._rejected.reset(row)
+        """[B] float64; infinite where nothing was rejected yet."""
+        return torch.where(self.count > 0, super().value, float("inf"))
 
 
 class VerificationThreshold:
@@ -118,17 +107,11 @@ class Ledger:
         self.accepted += sum(len(verdict.path) for verdict in drafting)
         self.overruled += sum(verdict.overruled for verdict in drafting)
 
-    def distances(self, values: Tensor, accepted: Tensor, rejected: Tensor, threshold: Tensor) -> None:
-        """values: [B, n]; accepted, rejected: [B, n] bool; threshold: [B], 0 where there was none."""
-        self._add_means("distance", values, accepted, rejected, threshold, threshold > 0)
-
-    def entropies(self, values: Tensor, accepted: Tensor, rejected: Tensor, threshold: Tensor) -> None:
-        """The same; threshold: infinite where there was none."""
-        self._add_means("entropy", values, accepted, rejected, threshold, threshold.isfinite())
-
-    def _add_means(
+    def add_means(
         self, what: str, values: Tensor, accepted: Tensor, rejected: Tensor, threshold: Tensor, known: Tensor
     ) -> None:
+        """One step. what: "entropy" or "distance". values: [B, n]; accepted, rejected: [B, n] bool; threshold: [B]; known: [B]
+        bool, rows that had a threshold."""
         for name, where in (("accepted", accepted), ("rejected", rejected)):
             self._means[f"{what}_{name}"].add(values.reshape(1, -1), where.reshape(1, -1))
         judged = known & (accepted | rejected).any(1)

@@ -5,6 +5,8 @@ Shapes: B rows, k tokens drafted so far, V vocabulary.
 
 from __future__ import annotations
 
+import functools
+import operator
 from collections.abc import Sequence
 from typing import ClassVar
 
@@ -13,7 +15,7 @@ from torch import Tensor
 
 from skipstone.decoding.draft import Draft, RowVerdict
 from skipstone.decoding.session import Request, Session
-from skipstone.methods.shared.confidence import Confidence
+from skipstone.methods.shared.confidence import Confidence, Threshold
 from skipstone.models import host
 from skipstone.models.frontier import Frontier
 from skipstone.models.host import on_device
@@ -77,28 +79,24 @@ class Chain:
         going = [True] * len(self.most) if self._going is None else self._going.tolist()
         return [len(self) < most and goes for most, goes in zip(self.most, going, strict=True)]
 
-    def stop(self, *may_go_on: Tensor | None) -> bool:
-        """Rows stop unless each of `may_go_on` ([B] bool, None for all rows) lets them draft on. Returns whether none drafts on.
+    def stop(self, *may_go_on: Tensor | None, look: bool = False) -> bool:
+        """Stop the rows that one of `may_go_on` ([B] bool, None for all rows) does not let draft on. Returns whether all have
+        stopped, as far as that is known.
 
-        On an accelerator that cannot be known without waiting: rows that stopped then draft tokens that are not valid.
+        Asking an accelerator waits for it: it is done after every LOOK_EVERY tokens where `look` is set, else never. Until then
+        rows that have stopped draft tokens that are not valid.
         """
-        going = None
-        for rows in may_go_on:
-            if rows is not None:
-                going = rows if going is None else going & rows
-        if going is None or (host.readable(going) and bool(going.all())):
+        reasons = [rows for rows in may_go_on if rows is not None]
+        if not reasons:
+            return False
+        going = functools.reduce(operator.and_, reasons)  # [B]
+        readable = host.readable(going)
+        if readable and bool(going.all()):
             return False
         self._going = going if self._going is None else self._going & going
-        if not host.readable(going):
-            return False
-        return not bool((self._going & (self._most > len(self))).any())
-
-    def all_stopped(self) -> bool:
-        """On an accelerator, whether no row drafts on. It is asked after every LOOK_EVERY tokens only: a look waits for the
-        device, and drafting on for rows that have stopped would cost more."""
-        if host.readable(self._most) or len(self) % LOOK_EVERY:
-            return False
-        return not any(self.open_rows())
+        if readable:
+            return not bool((self._going & (self._most > len(self))).any())
+        return look and len(self) % LOOK_EVERY == 0 and not any(self.open_rows())
 
     def draft(self, frontier: Frontier, exit_layer: int | None = None) -> Draft:
         """The finished chain. exit_layer: what all its tokens were drafted at, for reports."""
@@ -109,7 +107,8 @@ class Chain:
         valid = torch.stack([everyone if column is None else column for column in self._valid], 1)  # [B, n]
         if frontier.valid is not None:
             valid = valid & frontier.valid[:, :1]
-        q = torch.stack([column for column in self._q if column is not None], 1) if self._q[0] is not None else None  # [B, n, V]
+        drawn_from = [column for column in self._q if column is not None]
+        q = torch.stack(drawn_from, 1) if drawn_from else None  # [B, n, V]
         confidence = torch.stack(self._confidence, 1) if self._confidence else None
         exits = None if exit_layer is None else torch.full_like(tokens, exit_layer)
         return Draft(tokens, valid, frontier, q=q, confidence=confidence, exit_layer=exits)
@@ -125,19 +124,10 @@ class ChainSession(Session):
     stops drafting.
     """
 
-    looks: ClassVar[bool] = True
-    """Whether an accelerator is asked now and then if every row has stopped."""
+    looks: ClassVar[bool] = True  # whether an accelerator is asked now and then if every row has stopped
 
     def __init__(
-        self,
-        model: LayeredModel,
-        rows: int,
-        capacity: int,
-        *,
-        most: int,
-        threshold: float | str | None = None,
-        coupled: bool = False,
-        scratch: int = 0,
+        self, model: LayeredModel, rows: int, capacity: int, *, most: int, threshold: Threshold, coupled: bool, scratch: int = 0
     ) -> None:
         super().__init__(model, rows, capacity, coupled=coupled, scratch=scratch)
         self.most = [most] * rows
@@ -160,9 +150,7 @@ class ChainSession(Session):
             confidence, sure = self.observe(scores)
             chain.add(token, q, confidence)
             path = self.append(chain, frontier)
-            if chain.full or chain.stop(sure, self.sampler.unfinished(token)):
-                break
-            if self.looks and sure is not None and chain.all_stopped():
+            if chain.full or chain.stop(sure, self.sampler.unfinished(token), look=self.looks):
                 break
         return self.finish(chain, frontier)
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
@@ -10,12 +10,15 @@ from torch import Tensor
 from skipstone.decoding.draft import RowVerdict
 from skipstone.models.host import on_device
 
+Threshold = float | Literal["adaptive"] | None
+"""A number in [0, 1]; "adaptive", one per row that follows the share of accepted drafts; None never stops drafting."""
+
 
 class Confidence:
     """Stops drafting after a token whose distribution has its top probability below a threshold.
 
-    threshold: a number in [0, 1]; "adaptive", one per row that follows the share of accepted drafts (Draft & Verify,
-    arXiv 2309.08168, section 3.3; constants of its released code); None never stops. most: most draft tokens a step.
+    The adaptive rule is that of Draft & Verify (arXiv 2309.08168, section 3.3; constants of its released code). most: most
+    draft tokens a step.
     """
 
     FIRST = 0.6  # threshold of a new request
@@ -24,11 +27,11 @@ class Confidence:
     SMOOTH_RATE = 0.5  # share of the old acceptance rate in the new one
     SMOOTH_THRESHOLD = 0.9  # share of the old threshold in the new one
 
-    def __init__(self, threshold: float | str | None, rows: int, device: torch.device, most: int) -> None:
+    def __init__(self, threshold: Threshold, rows: int, device: torch.device, most: int) -> None:
         self.active = threshold is not None
         self.adaptive = threshold == "adaptive"
         self.most = most
-        first = self.FIRST if isinstance(threshold, str) or threshold is None else threshold
+        first = self.FIRST if threshold is None or threshold == "adaptive" else threshold
         self.thresholds = [first] * rows
         self._acceptance_rates = [self.TARGET] * rows
         self._on_device = on_device(self.thresholds, device)  # [B]

@@ -21,6 +21,7 @@ from skipstone.decoding.session import PREFILL_CHUNK, Request, Session
 from skipstone.decoding.settings import RejectionRule, check_rule, setting
 from skipstone.loading import load_model, vocabulary
 from skipstone.methods.shared.chain import Chain, ChainSession
+from skipstone.methods.shared.confidence import Threshold
 from skipstone.models.frontier import Frontier
 from skipstone.models.host import across, on_device
 from skipstone.models.layered import LayeredModel
@@ -73,7 +74,9 @@ def _check_choice(device: Any, dtype: Any, given: Any) -> None:
         )
 
 
-def draft_model_for(given: str | PreTrainedModel | None, target: LayeredModel, device: str | None, dtype: str | None) -> DraftModel:
+def draft_model_for(
+    given: str | PreTrainedModel | None, target: LayeredModel, device: str | None = None, dtype: str | None = None
+) -> DraftModel:
     """The draft model for a target, loaded once. given: its name, a model object, or None for the bundled one of the target's
     vocabulary.
 
@@ -138,8 +141,8 @@ def _check_vocabularies(model: PreTrainedModel, name: str, target: LayeredModel)
         if own != targets:
             differ = sum(own.get(token) != number for token, number in targets.items())
             raise ValueError(
-                f"{pair} have different vocabularies ({len(own)} and {len(targets)} tokens, {differ} of the target's mean other "
-                "or none): a draft's tokens must be the target's"
+                f"{pair} have different vocabularies ({len(own)} and {len(targets)} tokens, {differ} of the target's mean "
+                "other or none): a draft's tokens must be the target's"
             )
         if (fewer := min(own_size, target_size)) <= max(own.values()):
             raise ValueError(f"{pair}: {fewer} logits are too few for their {max(own.values()) + 1} tokens")
@@ -176,77 +179,16 @@ class DraftModelMethod(Method):
         return draft_model_for(self.draft_model, target, self.draft_device, self.draft_dtype)
 
 
-class Follower:
-    """The draft model's own keys and values of what was committed, row by row.
-
-    After a step its store lacks the last committed token, or two of them: where a whole draft was accepted, the last of it
-    never went through the draft model. Steps without drafts let it fall behind further; it catches up when it drafts next.
-
-    side: the session that holds the store. text: every row's tokens so far. last_id: the highest token id that the draft model
-    has. The target may have more, which mean nothing; the draft model is fed this one in their place.
-    """
-
-    def __init__(self, model: DraftModel, rows: int, capacity: int) -> None:
-        self.model = model
-        self.side = Session(model, rows, capacity)
-        self.text: list[list[int]] = [[] for _ in range(rows)]
-        self.last_id = model.embeddings - 1
-        self._frontier: Frontier | None = None  # of this step's draft
-        self._lacking = 0  # columns of it that hold committed tokens; the others hold draft tokens
-
-    def admit(self, row: int, request: Request) -> None:
-        """Follow a new row from its prompt on."""
-        self.side.admit(row, replace(request, prompt=request.prompt.clamp(max=self.last_id)))
-        self.text[row] = request.prompt.tolist()
-
-    def start(self, most: list[int], alive: list[bool]) -> None:
-        """Begin a draft of at most `most` tokens a row with what every live row lacks: one token, or two."""
-        store, live = self.side.store, [row for row, lives in enumerate(alive) if lives]
-        for row in live:
-            if len(self.text[row]) - store.length[row] > 2:
-                self._catch_up(row)
-        lacking = max(len(self.text[row]) - store.length[row] for row in live)
-        for row in live:  # where rows differ, one that lacks a single token runs the one before it once more
-            store.length[row] = len(self.text[row]) - lacking
-        tokens = [text[-lacking:] if lives else [0] * lacking for text, lives in zip(self.text, alive, strict=True)]
-        columns = on_device(tokens, self.model.device).clamp_(max=self.last_id)  # [B, 1 or 2]
-        self._frontier = Frontier(self.model, store, columns[:, 0], alive, [count + lacking - 1 for count in most])
-        self._lacking = lacking
-        if lacking > 1:
-            self._frontier.append(columns[:, 1:])
-
-    def _catch_up(self, row: int) -> None:
-        """Run all that a row lacks but its last token."""
-        known = self.side.store.length[row]
-        self.side.resume(row, on_device(self.text[row][known:-1], self.model.device).clamp_(max=self.last_id))
-        while self.side.prefilling:
-            self.side.prefill(PREFILL_CHUNK)
-
-    def feed(self, tokens: Tensor, valid: Tensor | None) -> None:
-        """Give the draft model a token of its own draft. tokens: [B, 1]; valid: [B, 1] bool, None for all."""
-        assert self._frontier is not None
-        device = self.model.device
-        tokens = across(tokens.clamp(max=self.last_id), device)
-        self._frontier.append(tokens, None if valid is None else across(valid, device))
-
-    def logits(self) -> Tensor:
-        """What the draft model says after the newest token, [B, V] float32, on its own device."""
-        assert self._frontier is not None
-        return self._frontier.exit_logits(self.model.depth)
-
-    def commit(self, verdicts: list[RowVerdict]) -> None:
-        """Take over what was decided: lengths move, nothing is run."""
-        for row, verdict in enumerate(verdicts):
-            if verdict.tokens:
-                if self._frontier is not None:
-                    fed = self._frontier.width - self._lacking
-                    self.side.store.length[row] = len(self.text[row]) + min(len(verdict.path), fed)
-                self.text[row] += verdict.tokens
-        self._frontier = None
-
-
 class DraftModelSession(ChainSession):
-    """A session whose drafts come from a draft model."""
+    """A session whose drafts come from a draft model, which has keys and values of its own for what was committed.
+
+    After a step the draft model's store lacks the last committed token, or two of them: where a whole draft was accepted, the
+    last of it never went through the draft model. Steps without drafts let it fall behind further; it catches up when it drafts
+    next.
+
+    side: the session that holds the draft model's store. text: every row's tokens so far. last_id: the highest token id that
+    the draft model has. The target may have more, which mean nothing; the draft model reads this one in their place.
+    """
 
     def __init__(
         self,
@@ -256,13 +198,18 @@ class DraftModelSession(ChainSession):
         capacity: int,
         *,
         most: int,
-        rule: RejectionRule,
-        threshold: float | str | None = None,
+        threshold: Threshold,
+        rule: str,
     ) -> None:
         super().__init__(model, rows, capacity, most=most, threshold=threshold, coupled=rule == "coupled")
         self.draft_model = draft_model
-        self.follower = Follower(draft_model, rows, capacity)
-        self._path = self.root.new_empty((rows, 0))  # [B, width] tokens of this step's draft
+        self.side = Session(draft_model, rows, capacity)
+        self.text: list[list[int]] = [[] for _ in range(rows)]
+        self.last_id = draft_model.embeddings - 1
+        # of this step's draft
+        self._ahead: Frontier | None = None  # what the draft model reads: committed tokens, then draft tokens
+        self._committed = 0  # columns of it that hold committed tokens
+        self._path = self.root.new_empty((rows, 0))  # [B, width], draft tokens where the target is
 
     def _check(self, request: Request) -> None:
         super()._check(request)
@@ -276,24 +223,52 @@ class DraftModelSession(ChainSession):
 
     def admit(self, row: int, request: Request) -> None:
         super().admit(row, request)
-        self.follower.admit(row, request)
+        self.side.admit(row, replace(request, prompt=request.prompt.clamp(max=self.last_id)))
+        self.text[row] = request.prompt.tolist()
 
     def release(self, row: int) -> None:
         super().release(row)
-        self.follower.side.release(row)
+        self.side.release(row)
 
     def prefill(self, chunk: int) -> tuple[Scores | None, list[int]]:
-        self.follower.side.prefill(chunk)
+        self.side.prefill(chunk)
         return super().prefill(chunk)
 
     def next_logits(self, chain: Chain, frontier: Frontier) -> Tensor:
-        """What the draft model says, once it has read the newest token. The last token of a chain is never fed to it."""
-        if len(chain):
-            self.follower.feed(*chain.newest)
-        else:
-            self.follower.start(chain.most, self.alive)
+        """What the draft model says once it has read the newest token. The last token of a chain is never read."""
+        device = self.draft_model.device
+        if self._ahead is None:
+            self._ahead = self._what_is_lacking(chain.most)
             self._path = frontier.tokens.new_empty((self.rows, chain.width))
-        return across(self.follower.logits(), self.model.device)
+        else:
+            tokens, valid = chain.newest
+            tokens = across(tokens.clamp(max=self.last_id), device)
+            self._ahead.append(tokens, None if valid is None else across(valid, device))
+        return across(self._ahead.exit_logits(self.draft_model.depth), self.model.device)
+
+    def _what_is_lacking(self, most: list[int]) -> Frontier:
+        """What every live row lacks, one token or two, with room for a draft of at most `most` tokens a row."""
+        lengths, live = self.side.store.length, [row for row, alive in enumerate(self.alive) if alive]
+        for row in live:
+            if len(self.text[row]) - lengths[row] > 2:
+                self._catch_up(row)
+        lacking = self._committed = max(len(self.text[row]) - lengths[row] for row in live)
+        for row in live:  # where rows differ, one that lacks a single token runs the one before it once more
+            lengths[row] = len(self.text[row]) - lacking
+        tokens = [text[-lacking:] if alive else [0] * lacking for text, alive in zip(self.text, self.alive, strict=True)]
+        columns = on_device(tokens, self.draft_model.device).clamp_(max=self.last_id)  # [B, lacking]
+        room = [count + lacking - 1 for count in most]
+        ahead = Frontier(self.draft_model, self.side.store, columns[:, 0], self.alive, room)
+        if lacking > 1:
+            ahead.append(columns[:, 1:])
+        return ahead
+
+    def _catch_up(self, row: int) -> None:
+        """Run all that a row lacks but its last token."""
+        known = self.side.store.length[row]
+        self.side.resume(row, on_device(self.text[row][known:-1], self.draft_model.device).clamp_(max=self.last_id))
+        while self.side.prefilling:
+            self.side.prefill(PREFILL_CHUNK)
 
     def append(self, chain: Chain, frontier: Frontier) -> Tensor:
         self._path[:, len(chain) - 1 : len(chain)] = chain.newest[0]
@@ -307,5 +282,12 @@ class DraftModelSession(ChainSession):
         return draft
 
     def commit(self, draft: Draft | None, verdicts: list[RowVerdict]) -> None:
+        """Lengths of the draft model's store move as well; nothing is run."""
         super().commit(draft, verdicts)
-        self.follower.commit(verdicts)
+        for row, verdict in enumerate(verdicts):
+            if verdict.tokens:
+                if self._ahead is not None:
+                    read = self._ahead.width - self._committed  # draft tokens that the draft model has read
+                    self.side.store.length[row] = len(self.text[row]) + min(len(verdict.path), read)
+                self.text[row] += verdict.tokens
+        self._ahead = None

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from skipstone.decoding.draft import Draft
 from skipstone.methods.shared.chain import Chain, ChainSession
+from skipstone.methods.shared.confidence import Threshold
 from skipstone.models.frontier import Frontier
 from skipstone.models.layered import LayeredModel
 from skipstone.models.skipping import SkipSet
@@ -27,15 +28,7 @@ class SkippingSession(ChainSession):
     skip: SkipSet
 
     def __init__(
-        self,
-        model: LayeredModel,
-        rows: int,
-        capacity: int,
-        *,
-        most: int,
-        threshold: float | str | None,
-        ranks: int,
-        scratch: int,
+        self, model: LayeredModel, rows: int, capacity: int, *, most: int, threshold: Threshold, ranks: int, scratch: int
     ) -> None:
         super().__init__(model, rows, capacity, most=most, threshold=threshold, coupled=True, scratch=scratch)
         self.ranks = ranks
