@@ -65,7 +65,7 @@ class SpeculativeSession(DraftModelSession):
         if method.schedule == "confidence":
             threshold = CONFIDENCE_THRESHOLD if method.confidence_threshold is None else method.confidence_threshold
         most, rule = method.num_speculative_tokens, method.rejection_sample_method
-        super().__init__(model, draft_model, rows, capacity, most=most, threshold=threshold, rule=rule)
+        super().__init__(model, draft_model, rows, capacity, most, threshold, rule)
         self.method = method
 
     def admit(self, row: int, request: Request) -> None:

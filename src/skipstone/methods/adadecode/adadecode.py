@@ -49,8 +49,7 @@ class AdaDecode(Method):
     if_few_accepted: ClassVar[str] = "An acceptance rate that low says that the heads are not trained for this model or text."
 
     heads: str | ExitHeads | None = setting(
-        None,
-        "a folder, a hub id or a bundled name of heads, or 'original': the model's own head; none: bundled heads",
+        None, "a folder, a hub id or a bundled name of heads, or 'original': the model's own head; none: bundled heads"
     )
     threshold: float = setting(0.75, "gamma, predict early where the most probable token has more than this.")
     max_pending: int = setting(5, "early predictions a step.")

@@ -90,8 +90,7 @@ class AdaSDSession(DraftModelSession):
     def __init__(
         self, method: AdaSD, model: LayeredModel, draft_model: DraftModel, rows: int, capacity: int, ledger: Ledger
     ) -> None:
-        rule = method.rejection_sample_method
-        super().__init__(model, draft_model, rows, capacity, most=method.window, threshold=None, rule=rule)
+        super().__init__(model, draft_model, rows, capacity, method.window, None, method.rejection_sample_method)
         self.method, self.ledger = method, ledger
         self.generation = GenerationThreshold(rows, model.device)
         self.verification = VerificationThreshold(rows, model.device, method.variant)

@@ -191,15 +191,7 @@ class DraftModelSession(ChainSession):
     """
 
     def __init__(
-        self,
-        model: LayeredModel,
-        draft_model: DraftModel,
-        rows: int,
-        capacity: int,
-        *,
-        most: int,
-        threshold: Threshold,
-        rule: str,
+        self, model: LayeredModel, draft_model: DraftModel, rows: int, capacity: int, most: int, threshold: Threshold, rule: str
     ) -> None:
         super().__init__(model, rows, capacity, most=most, threshold=threshold, coupled=rule == "coupled")
         self.draft_model = draft_model
