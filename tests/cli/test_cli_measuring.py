@@ -12,7 +12,7 @@ import skipstone
 from skipstone import ExitHeads, LayeredModel
 from skipstone.bench import journal
 from skipstone.check.check import Checker
-from skipstone.methods.adadecode.heads import card_of
+from skipstone.methods.adadecode.heads import new_card
 from tests.helpers.commandline import LAYERSKIP, assert_refused, document, run, succeed
 
 SMALL = ("--num-prompts", 3, "--tune-prompts", 2, "--tune-tokens", 6, "--max-new-tokens", 10, "--ignore-eos")
@@ -94,7 +94,7 @@ def test_inspect_shows_every_layer_and_says_what_would_pay(folder: Path, tmp_pat
     succeed("inspect", folder, "--prompt", "abc", "--max-new-tokens", 4, "--out", tmp_path / "a.html")
     assert (tmp_path / "a.html").stat().st_size > 10_000
     model = LayeredModel(skipstone.load(folder)[0])
-    ExitHeads(card_of(model, (1, 2), "square")).save(tmp_path / "heads")
+    ExitHeads(new_card(model, (1, 2), "square")).save(tmp_path / "heads")
     look = ("inspect", folder, "--prompt", "abc", "--max-new-tokens", 4, "--heads", tmp_path / "heads")
     assert "KL, exit head" in succeed(*look, "--out", tmp_path / "a.png").stdout
     assert sorted(path.name for path in tmp_path.glob("*.png")) == ["a-heads.png", "a-layers.png", "a.png"]

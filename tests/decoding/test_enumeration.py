@@ -71,7 +71,7 @@ def test_an_adaptive_confidence_threshold_keeps_the_law(model: Any, monkeypatch:
 
     def watching(self: Confidence, verdicts: Any) -> None:
         update(self, verdicts)
-        watched.append(self._values[0])
+        watched.append(self.thresholds[0])
 
     monkeypatch.setattr(Confidence, "update", watching)
     seen = proves(model, LayerSkip(exit_layer=1, num_speculative_tokens=2, confidence_threshold="adaptive"))

@@ -11,7 +11,7 @@ import torch
 from skipstone.lens import lens
 from skipstone.lens.heads import through
 from skipstone.lens.lens import Costs, Expected, expectations, look
-from skipstone.methods.adadecode.heads import ExitHeads, card_of
+from skipstone.methods.adadecode.heads import ExitHeads, new_card
 from tests.helpers import families
 from tests.helpers.machine import prompt
 
@@ -90,7 +90,7 @@ def test_through_exit_heads_each_exit_is_read_by_its_own() -> None:
     """Against float64 softmax over E* T norm(h), with states by transformers' own hidden_states."""
     model = families.cached("llama")
     layered = lens.LayeredModel(model)
-    heads = ExitHeads(card_of(layered, (1, 3), "square"))
+    heads = ExitHeads(new_card(layered, (1, 3), "square"))
     torch.manual_seed(0)
     with torch.no_grad():
         for one in heads.parameters():

@@ -17,7 +17,7 @@ from skipstone import Autoregressive, Jacobi, Lookahead, Method, PromptLookup
 from skipstone.decoding.session import Request
 from skipstone.methods.lookahead import LookaheadSession, Pool, Window
 from skipstone.methods.prompt_lookup import Index
-from skipstone.methods.shared.proposals import Nodes
+from skipstone.methods.shared.lookups import RowDraft
 from skipstone.models import host
 from skipstone.models.layered import LayeredModel
 from tests.helpers import families
@@ -99,9 +99,9 @@ def test_a_draft_ends_before_an_end_and_within_its_room(model: Any) -> None:
         index = Index(1, 3, "recent")
         index.extend(asked.tolist())
         session.index[0], session.alive[0] = index, True
-        assert len(session._nodes(0, new - 2).tokens) == drafted, "7 and 8, for 9 is an end"
-        assert session._nodes(0, 1).tokens == [7]
-        assert session._nodes(0, 0).tokens == []
+        assert len(session._row_draft(0, new - 2).tokens) == drafted, "7 and 8, for 9 is an end"
+        assert session._row_draft(0, 1).tokens == [7]
+        assert session._row_draft(0, 0).tokens == []
 
 
 def looping(model: Any, length: int = 40) -> torch.Tensor:
@@ -169,7 +169,7 @@ def test_jacobi_refines_the_blocks_that_the_paper_says() -> None:
     session: Any = decoder.session
     text = asked.tolist()
     text += decoder.step().tokens[0]
-    first = session._first[0]
+    first = session.first_guesses[0]
     guesses, accepted = list(first), 0
     assert set(guesses) <= set(asked.tolist())
     while decoder.busy:
@@ -213,8 +213,8 @@ def test_a_window_gives_its_columns_away_and_drops_its_oldest_row() -> None:
 
 
 def test_a_window_hangs_row_under_row() -> None:
-    nodes, window = Nodes().chain([40, 41]), Window([[1, 2, 3], [4, 5, 6], [7, 8, 9]])
-    window.hang(nodes)
+    nodes, window = RowDraft().chain([40, 41]), Window([[1, 2, 3], [4, 5, 6], [7, 8, 9]])
+    window.add_to(nodes)
     assert nodes.tokens[2:] == [1, 2, 3, 4, 5, 6, 7, 8, 9]
     assert nodes.parents == [-1, 0, -1, 2, 3, 2, 3, 4, 5, 6, 7]
     assert nodes.candidate == [True] * 2 + [False] * 9
@@ -240,8 +240,8 @@ def test_one_mask_serves_both_branches(build: Callable[[], Any], monkeypatch: py
     session: Any = decoder.session
     assert isinstance(session, LookaheadSession)
     trees: dict[int, Any] = {}
-    real = session._nodes
-    monkeypatch.setattr(session, "_nodes", lambda row, allowed: trees.setdefault(row, real(row, allowed)))
+    real = session._row_draft
+    monkeypatch.setattr(session, "_row_draft", lambda row, allowed: trees.setdefault(row, real(row, allowed)))
     texts, checked, tried = [request.prompt.tolist() for request in requests], 0, 0
     while decoder.busy:
         trees.clear()

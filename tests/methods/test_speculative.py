@@ -21,8 +21,7 @@ from skipstone.decoding.sampling import Sampling
 from skipstone.decoding.session import Request, Session
 from skipstone.methods.adasd.thresholds import VerificationThreshold
 from skipstone.methods.shared import draft_model as draft_models
-from skipstone.methods.shared.draft_model import DraftModel
-from skipstone.methods.shared.second_model import DraftingSession
+from skipstone.methods.shared.draft_model import DraftModel, DraftModelSession
 from skipstone.models.layered import LayeredModel
 from tests.helpers import support
 from tests.helpers.enumeration import VOCAB, Pushing, proves
@@ -88,15 +87,14 @@ def test_a_relaxed_rule_has_another_law(exactly: tuple[Any, Any], monkeypatch: p
 # ------------------------------------------------------------------------------------------------- the second store
 
 
-def check_follower(session: DraftingSession, row: int, text: list[int]) -> int:
+def check_side(session: DraftModelSession, row: int, text: list[int]) -> int:
     """The draft model's store holds what a fresh forward over the row's text gives. Returns how many tokens it lacks."""
-    follower = session.follower
-    assert follower.text[row] == text
-    known = follower.side.store.length[row]
-    fresh = Session(follower.model, 1, len(text) + 1)
+    assert session.text[row] == text
+    known = session.side.store.length[row]
+    fresh = Session(session.draft_model, 1, len(text) + 1)
     fresh.admit(0, Request(torch.tensor(text), 1))
     fresh.prefill(len(text))
-    follower.side.store.check(fresh.store, row)
+    session.side.store.check(fresh.store, row)
     return len(text) - known
 
 
@@ -111,7 +109,7 @@ def test_after_every_commit_the_draft_models_store_is_that_of_a_fresh_forward(mo
         for row, tokens in enumerate(step.tokens):
             texts[row] += tokens
             if tokens and row not in step.finished and not step.prefill:
-                lags.add(check_follower(decoder.session, row, texts[row]))  # type: ignore[arg-type]
+                lags.add(check_side(decoder.session, row, texts[row]))  # type: ignore[arg-type]
     assert lags == {1, 2}
 
 
@@ -129,11 +127,11 @@ def test_steps_without_drafts_are_caught_up_with(model: Any, draft: Any) -> None
         session: Any = decoder.session
         for row in range(2):
             if session.alive[row]:
-                behind.add(len(session.follower.text[row]) - session.follower.side.store.length[row])
+                behind.add(len(session.text[row]) - session.side.store.length[row])
         for row, tokens in enumerate(decoder.step().tokens):
             texts[row] += tokens
             if session.alive[row]:
-                check_follower(session, row, session.follower.text[row])
+                check_side(session, row, session.text[row])
     for row, other in enumerate(alone):
         mine: list[int] = []
         while other.busy:

@@ -116,7 +116,7 @@ def test_exit_heads_are_what_their_recipes_made_and_predict_early(nano: Nano, na
     recipe = heads_recipe.read(RECIPES / f"nano-heads-{name}.yaml")
     folder = HEADS[f"nano-{name}"]
     assert sum(path.stat().st_size for path in folder.iterdir()) <= MOST_BYTES_OF_HEADS
-    heads = exit_heads.load(f"nano-{name}", LayeredModel(nano[0]))
+    heads = exit_heads.load_heads(f"nano-{name}", LayeredModel(nano[0]))
     told = heads.card.training
     assert {key: told[key] for key in recipe.training.model_dump()} == recipe.training.model_dump()
     assert (told["prompts"], heads.card.name) == ([source.name for source in recipe.prompts], recipe.name)
@@ -127,7 +127,7 @@ def test_exit_heads_are_what_their_recipes_made_and_predict_early(nano: Nano, na
     assert out.text == greedy(nano, text, "autoregressive", 48).text
     assert out.stats.accepted > 5
     assert out.stats.acceptance_rate > 0.8
-    assert exit_heads.for_model(LayeredModel(nano[0])) == "nano-code", "what adadecode takes unasked"
+    assert exit_heads.bundled_name_for(LayeredModel(nano[0])) == "nano-code", "what adadecode takes unasked"
 
 
 def test_the_cards_results_are_those_of_the_readme() -> None:

@@ -67,7 +67,7 @@ def test_recipe_model_and_card_agree(draft: Any) -> None:
 @pytest.mark.parametrize("method", [Speculative(), AdaSD(relaxed=False)], ids=lambda one: one.name)
 def test_unasked_it_drafts_for_nano_and_is_often_right(method: Method, nano: Any) -> None:
     model, tokenizer = nano
-    helper = method.helper(LayeredModel(model))  # type: ignore[attr-defined]
+    helper = method.draft_model_for(LayeredModel(model))  # type: ignore[attr-defined]
     assert (Path(helper.name), helper.dtype) == (FOLDER, torch.float32), "in what the target computes with"
     accepted = tried = 0
     for asked in ASKED:

@@ -24,7 +24,7 @@ from skipstone.assets import DRAFTS
 from skipstone.decoding.settings import whole_number
 from skipstone.loading import load_model
 from skipstone.methods.autoregressive import Autoregressive
-from skipstone.methods.shared import draft_model as draft_models
+from skipstone.methods.shared.draft_model import draft_model_for
 from skipstone.models.layered import LayeredModel
 from skipstone.timing.measure import Emitted, Skipstone, neutral_defaults, synchronise
 
@@ -176,7 +176,7 @@ class DraftAlone(Peer):
         self._helper(model)
 
     def _helper(self, model: PreTrainedModel) -> Any:
-        return draft_models.of(self.draft_model, LayeredModel(model), None, None)
+        return draft_model_for(self.draft_model, LayeredModel(model))
 
     def generate(self, model: PreTrainedModel, prompt: Tensor, options: dict[str, Any], seed: int) -> Emitted:
         helper = self._helper(model).model

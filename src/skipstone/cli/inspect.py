@@ -94,7 +94,7 @@ def _look(model: Any, tokenizer: Any, texts: list[str] | None, count: int, heads
     from skipstone.models.layered import LayeredModel
     from skipstone.tasks.sets import named
 
-    read_by = None if heads is None else exit_heads.load(heads, LayeredModel(model))
+    read_by = None if heads is None else exit_heads.load_heads(heads, LayeredModel(model))
     task = named("self")
     asked = texts or [task.ask(row)[0] for row in task.rows(None)[::5]]
     prompts = [torch.tensor(token_ids(text, tokenizer)) for text in asked]

@@ -21,6 +21,12 @@ def check_rule(value: Any) -> None:
         raise ValueError(f'rejection_sample_method must be "standard" or "coupled", found {value!r}')
 
 
+def check_flag(name: str, value: Any) -> None:
+    """ValueError unless value is a bool."""
+    if not isinstance(value, bool):
+        raise ValueError(f"{name} must be true or false, found {value!r}")
+
+
 def layer_in_range(name: str, value: Any, model: LayeredModel) -> None:
     """ValueError unless value is an int in [1, L-1]."""
     if value is None:

@@ -1,8 +1,8 @@
 """Accelerating Transformer Inference for Translation via Parallel Decoding
 (Santilli et al., ACL 2023, arXiv 2305.10427), section 3.1: Jacobi decoding, in blocks.
 
-A block of guesses stands behind the text. Every pass computes the target's token at all places at once; guesses that agree from
-the first on are the text, and what the pass said at the later places is the next block of guesses, until they agree too.
+A block of guesses stands behind the text. Every pass computes the target's token at all places at once. Guesses that agree with
+the target from the first on are the text; the target's tokens at the later places are the next block of guesses.
 
 The guesses are a chain draft and `match` commits them, so sampled texts are exact as well. Our reading: new guesses are the
 target's likeliest tokens at every temperature; where none is left, and at first, they are tokens of the prompt, drawn by the
@@ -11,7 +11,6 @@ row's seed.
 
 from __future__ import annotations
 
-import random
 from dataclasses import dataclass
 from typing import ClassVar
 
@@ -23,6 +22,7 @@ from skipstone.decoding.method import Method
 from skipstone.decoding.sampling import Scores
 from skipstone.decoding.session import Request, Session
 from skipstone.decoding.settings import setting, whole_number
+from skipstone.methods.shared.lookups import tokens_of_prompt
 from skipstone.models.host import on_device
 from skipstone.models.layered import LayeredModel
 
@@ -45,22 +45,20 @@ class Jacobi(Method):
 
 
 class JacobiSession(Session):
-    """guesses: [B, block], of what follows the last committed token. They never leave the device."""
+    """guesses: [B, block] int64, of what follows the last committed token. They never leave the device."""
 
     def __init__(self, method: Jacobi, model: LayeredModel, rows: int, capacity: int) -> None:
         super().__init__(model, rows, capacity)
         self.block = method.block
-        self._first = [[0] * self.block for _ in range(rows)]
-        self.guesses = on_device(self._first, model.device)
-        self._said: Tensor | None = None
+        self.first_guesses = [[0] * self.block for _ in range(rows)]
+        self.guesses = on_device(self.first_guesses, model.device)
+        self._target_tokens: Tensor | None = None  # [B, n + 1], the target's likeliest after the root and after every guess
 
     def admit(self, row: int, request: Request) -> None:
         super().admit(row, request)
-        words = request.prompt.tolist()
-        dice = random.Random(request.sampling.seed)
-        self._first[row] = [dice.choice(words) for _ in range(self.block)]
-        fresh = on_device([at == row for at in range(self.rows)], self.model.device)[:, None]
-        self.guesses = torch.where(fresh, on_device(self._first, self.model.device), self.guesses)
+        self.first_guesses[row] = tokens_of_prompt(request, self.block)
+        fresh = on_device([one == row for one in range(self.rows)], self.model.device)[:, None]  # [B, 1]
+        self.guesses = torch.where(fresh, on_device(self.first_guesses, self.model.device), self.guesses)
 
     def draft(self, limit: list[int]) -> Draft:
         """The block, as far as there is room."""
@@ -74,20 +72,20 @@ class JacobiSession(Session):
         return Draft(tokens, valid, frontier)
 
     def verify(self, draft: Draft, scores: Scores) -> Verdict:
-        self._said = scores.best
+        self._target_tokens = scores.best
         return super().verify(draft, scores)
 
     def commit(self, draft: Draft | None, verdicts: list[RowVerdict]) -> None:
         super().commit(draft, verdicts)
-        if draft is None or self._said is None:
+        if draft is None or self._target_tokens is None:
             return
         if not draft.width:  # a plain step: the block is one token nearer
             self.guesses = torch.cat([self.guesses[:, 1:], self.guesses[:, :1]], 1)
             return
-        # what was said at the places behind the committed ones; then tokens of the prompt
-        said, device = self._said, self.model.device
-        begin = on_device([len(verdict.tokens) for verdict in verdicts], device)[:, None]
+        # the target's tokens at the places behind the committed ones; where there are none, tokens of the prompt
+        targets, device = self._target_tokens, self.model.device
+        begin = on_device([len(verdict.tokens) for verdict in verdicts], device)[:, None]  # [B, 1]
         end = on_device([verdict.drafted + 1 for verdict in verdicts], device)[:, None]
-        place = begin + torch.arange(self.block, device=device)
-        known = said.gather(1, place.clamp(max=said.shape[1] - 1))
-        self.guesses = torch.where(place < end, known, on_device(self._first, device))
+        place = begin + torch.arange(self.block, device=device)  # [B, block]
+        known = targets.gather(1, place.clamp(max=targets.shape[1] - 1))
+        self.guesses = torch.where(place < end, known, on_device(self.first_guesses, device))

@@ -12,14 +12,17 @@ off by default; "adaptive" is Draft & Verify's rule, arXiv 2309.08168).
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import ClassVar, Literal
+from typing import ClassVar
 
-from skipstone.decoding.draft import Draft, RowVerdict
+from torch import Tensor
+
+from skipstone.decoding.draft import Draft
 from skipstone.decoding.method import Method
-from skipstone.decoding.session import Request, Session
+from skipstone.decoding.session import Session
 from skipstone.decoding.settings import RejectionRule, check_rule, layer_in_range, setting, whole_number
-from skipstone.methods.shared.chain import Chain
-from skipstone.methods.shared.confidence import Confidence, check_threshold
+from skipstone.methods.shared.chain import Chain, ChainSession
+from skipstone.methods.shared.confidence import Threshold, check_threshold
+from skipstone.models.frontier import Frontier
 from skipstone.models.layered import LayeredModel
 
 
@@ -39,7 +42,7 @@ class LayerSkip(Method):
 
     exit_layer: int | None = setting(None, "E, layers that draft, 1 <= E < L.")
     num_speculative_tokens: int = setting(6, "d, most drafts a step.")
-    confidence_threshold: float | Literal["adaptive"] | None = setting(
+    confidence_threshold: Threshold = setting(
         None, "stop drafting after a token whose probability is below it; None never stops early."
     )
     reuse_cache: bool = setting(True, "False scores from layer 0 again, the ablation of Table 7.")
@@ -58,37 +61,24 @@ class LayerSkip(Method):
         return LayerSkipSession(self, model, rows, capacity)
 
 
-class LayerSkipSession(Session):
+class LayerSkipSession(ChainSession):
     """Drafts at depth E; the scoring pass runs layers[E:] on the n+1 exit states that drafting left behind."""
 
+    looks = False  # to draft on for rows that have stopped costs only E layers
+
     def __init__(self, method: LayerSkip, model: LayeredModel, rows: int, capacity: int) -> None:
-        super().__init__(model, rows, capacity, coupled=method.rejection_sample_method == "coupled")
+        most, threshold = method.num_speculative_tokens, method.confidence_threshold
+        coupled = method.rejection_sample_method == "coupled"
+        super().__init__(model, rows, capacity, most=most, threshold=threshold, coupled=coupled)
         assert method.exit_layer is not None
-        self.exit_layer, self.most, self.reuse_cache = method.exit_layer, method.num_speculative_tokens, method.reuse_cache
-        self.confidence = Confidence(method.confidence_threshold, rows, model.device, self.most)
+        self.exit_layer, self.reuse_cache = method.exit_layer, method.reuse_cache
 
-    def admit(self, row: int, request: Request) -> None:
-        super().admit(row, request)
-        self.confidence.reset(row)
+    def next_logits(self, chain: Chain, frontier: Frontier) -> Tensor:
+        """Self-drafting (section 4.3.1): layers[:E] and the shared LM head, on the newest token. Returns [B, V]."""
+        return frontier.exit_logits(self.exit_layer)
 
-    def draft(self, limit: list[int]) -> Draft:
-        """Self-drafting (section 4.3.1): layers[:E] and the shared LM head, autoregressively."""
-        most = [min(self.most, allowed) for allowed in limit]
-        chain = Chain(most, self.alive, self.model.device)
-        frontier = self.frontier(most)
-        position = frontier.positions[:, 0] + 1
-        for place in range(chain.width):
-            logits = frontier.exit_logits(self.exit_layer)
-            wanted = chain.open_rows() if self.sampler.processed else None
-            token, q, scores = self.sampler.propose(logits, position + place, frontier.tokens[:, 1:], wanted)
-            sure = self.confidence.of(scores)
-            frontier.append(token[:, None], chain.add(token, q, sure))
-            if chain.stop(self.confidence.keep(sure), self.sampler.unfinished(token)):
-                break
+    def finish(self, chain: Chain, frontier: Frontier) -> Draft:
+        """Self-verification (section 4.3.2) goes on from the exit states, or without cache reuse from layer 0."""
         if not self.reuse_cache:
             frontier.restart()
         return chain.draft(frontier, exit_layer=self.exit_layer)
-
-    def commit(self, draft: Draft | None, verdicts: list[RowVerdict]) -> None:
-        super().commit(draft, verdicts)
-        self.confidence.update(verdicts)

@@ -13,7 +13,6 @@ Deviation: all rows of the window have W tokens (the released code shortens the 
 
 from __future__ import annotations
 
-import random
 from collections import OrderedDict
 from dataclasses import dataclass, field
 from typing import ClassVar
@@ -23,7 +22,7 @@ from skipstone.decoding.method import Method
 from skipstone.decoding.sampling import Scores
 from skipstone.decoding.session import Request, Session
 from skipstone.decoding.settings import setting, whole_number
-from skipstone.methods.shared.proposals import Nodes, ProposingSession
+from skipstone.methods.shared.lookups import LookupSession, RowDraft, tokens_of_prompt
 from skipstone.models.layered import LayeredModel
 
 
@@ -48,7 +47,7 @@ class Lookahead(Method):
 
 
 class Pool:
-    """N-grams by their first token, the `most` latest of each."""
+    """N-grams by their first token, the `most` (G) latest of each."""
 
     def __init__(self, most: int) -> None:
         self.most = most
@@ -69,25 +68,28 @@ class Pool:
 
 @dataclass
 class Window:
-    """levels: up to N - 1 rows of W guesses, the oldest first. bottom: number of the last row's first node in this step's
-    tree; None where the window is not in it."""
+    """The lookahead branch of a row.
+
+    levels: up to N - 1 versions of the W guesses, the oldest first. bottom: number of the newest version's first node in this
+    step's tree; None where the window is not in it.
+    """
 
     levels: list[list[int]] = field(default_factory=list)
     bottom: int | None = None
 
-    def hang(self, nodes: Nodes) -> None:
-        """Add the window to a row's tree."""
+    def add_to(self, draft: RowDraft) -> None:
+        """Add the window to a row's draft: the oldest version is a chain, every later guess hangs below the one before it."""
         above: list[int] = []
         for number, level in enumerate(self.levels):
-            self.bottom = len(nodes.tokens)
-            numbers: list[int] = []
+            self.bottom = len(draft.tokens)
+            nodes: list[int] = []
             for column, token in enumerate(level):
-                parent = above[column] if number else numbers[-1] if numbers else -1
-                numbers.append(nodes.add(token, parent, candidate=False))
-            above = numbers
+                parent = above[column] if number else nodes[-1] if nodes else -1
+                nodes.append(draft.add(token, parent, candidate=False))
+            above = nodes
 
     def move(self, fresh: list[int], size: int, pool: Pool) -> None:
-        """Take over what the model said behind the last row. A full window gives its n-grams away and loses its oldest row."""
+        """Take over the next version of the guesses. A full window gives its n-grams to the pool and drops the oldest."""
         self.levels.append(fresh)
         if len(self.levels) == size:
             for gram in zip(*self.levels, strict=True):
@@ -95,47 +97,46 @@ class Window:
             del self.levels[0]
 
 
-class LookaheadSession(ProposingSession):
+class LookaheadSession(LookupSession):
     """A window and a pool for every row."""
 
     def __init__(self, method: Lookahead, model: LayeredModel, rows: int, capacity: int) -> None:
-        self.size, self.width = method.ngram, method.window
-        super().__init__(model, rows, capacity, scratch=(self.size - 1) * (method.window + method.guesses))
-        self.most = method.guesses
-        self.pools = [Pool(self.most) for _ in range(rows)]
+        self.ngram, self.width, self.guesses = method.ngram, method.window, method.guesses
+        super().__init__(model, rows, capacity, scratch=(self.ngram - 1) * (self.width + self.guesses))
+        self.pools = [Pool(self.guesses) for _ in range(rows)]
         self.windows = [Window() for _ in range(rows)]
 
     def admit(self, row: int, request: Request) -> None:
         super().admit(row, request)
-        words, pool = self.text[row], Pool(self.most)
-        for start in range(len(words) - self.size + 1):
-            pool.add(tuple(words[start : start + self.size]))
-        dice = random.Random(request.sampling.seed)
-        self.pools[row], self.windows[row] = pool, Window([[dice.choice(words) for _ in range(self.width)]])
+        words, pool = self.text[row], Pool(self.guesses)
+        for first in range(len(words) - self.ngram + 1):
+            pool.add(tuple(words[first : first + self.ngram]))
+        self.pools[row], self.windows[row] = pool, Window([tokens_of_prompt(request, self.width)])
 
     def draft(self, limit: list[int]) -> Draft:
         """Both branches of every row."""
-        rows = [self._nodes(row, allowed) for row, allowed in enumerate(limit)]
-        return self.propose(rows, tree=True, levels=self.size - 1)
+        rows = [self._row_draft(row, allowed) for row, allowed in enumerate(limit)]
+        return self.propose(rows, tree=True, levels=self.ngram - 1)
 
-    def _nodes(self, row: int, allowed: int) -> Nodes:
-        nodes, window = Nodes(), self.windows[row]
+    def _row_draft(self, row: int, allowed: int) -> RowDraft:
+        """The n-grams that follow the last committed token, merged into a trie, and the window. allowed: most tokens a path."""
+        draft, window = RowDraft(), self.windows[row]
         window.bottom = None
         if not self.alive[row] or not allowed:
-            return nodes
-        children: dict[tuple[int, int], int] = {}
+            return draft
+        children: dict[tuple[int, int], int] = {}  # (parent, token) -> node
         for gram in self.pools[row].after(self.text[row][-1]):
             parent = -1
             for token in gram[:allowed]:
                 if (parent, token) not in children:
-                    children[parent, token] = nodes.add(token, parent)
+                    children[parent, token] = draft.add(token, parent)
                 parent = children[parent, token]
-        window.hang(nodes)
-        return nodes
+        window.add_to(draft)
+        return draft
 
     def verify(self, draft: Draft, scores: Scores) -> Verdict:
         verdict = super().verify(draft, scores)
-        verdict.notes = scores.best
+        verdict.notes = scores.best  # [B, n + 1]
         return verdict
 
     def commit(self, draft: Draft | None, verdicts: list[RowVerdict]) -> None:
@@ -145,4 +146,4 @@ class LookaheadSession(ProposingSession):
         for window, pool, verdict in zip(self.windows, self.pools, verdicts, strict=True):
             if window.bottom is not None and verdict.notes:
                 fresh = verdict.notes[1 + window.bottom : 1 + window.bottom + self.width]
-                window.move(fresh, self.size, pool)
+                window.move(fresh, self.ngram, pool)

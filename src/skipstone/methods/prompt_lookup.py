@@ -16,7 +16,7 @@ from skipstone.decoding.draft import Draft, RowVerdict
 from skipstone.decoding.method import Method
 from skipstone.decoding.session import Request, Session
 from skipstone.decoding.settings import setting, whole_number
-from skipstone.methods.shared.proposals import Nodes, ProposingSession
+from skipstone.methods.shared.lookups import LookupSession, RowDraft
 from skipstone.models.layered import LayeredModel
 
 Place = Literal["recent", "first"]
@@ -53,64 +53,67 @@ class PromptLookup(Method):
 
 
 class Index:
-    """Where every n-gram of a growing text was last (or first) followed by something: constant work for every new token."""
+    """Where every n-gram of a growing text was last (or first) followed by something. Each new token is constant work.
+
+    shortest, longest: tokens of an n-gram.
+    """
 
     def __init__(self, shortest: int, longest: int, prefer: Place) -> None:
         self.sizes = range(shortest, longest + 1)
-        self.first = prefer == "first"
+        self.prefer_first = prefer == "first"
         self.text: list[int] = []
-        self._after: dict[tuple[int, ...], int] = {}
+        self._place_after: dict[tuple[int, ...], int] = {}  # n-gram -> place of the token that followed it
 
     def extend(self, tokens: list[int]) -> None:
         """More of the text."""
         for token in tokens:
-            here = len(self.text)
+            place = len(self.text)
             for size in self.sizes:
-                if size > here:
+                if size > place:
                     break
-                gram = tuple(self.text[here - size :])
-                if not self.first or gram not in self._after:
-                    self._after[gram] = here
+                gram = tuple(self.text[place - size :])
+                if not self.prefer_first or gram not in self._place_after:
+                    self._place_after[gram] = place
             self.text.append(token)
 
     def find(self, most: int) -> list[int]:
         """What followed the longest n-gram that ends the text and was there before, up to `most` tokens; [] for none."""
         text = self.text
         for size in reversed(self.sizes):
-            if size <= len(text) and (start := self._after.get(tuple(text[-size:]))) is not None:
-                found = text[start : start + most]
-                while not self.first and len(found) < most:
-                    found += found[: most - len(found)]
-                return found
+            if size <= len(text) and (place := self._place_after.get(tuple(text[-size:]))) is not None:
+                followed = text[place : place + most]
+                while not self.prefer_first and len(followed) < most:
+                    followed += followed[: most - len(followed)]
+                return followed
         return []
 
 
-class PromptLookupSession(ProposingSession):
+class PromptLookupSession(LookupSession):
     """Chains out of the row's own text, which end before an end of sequence: what follows one belongs to another text."""
 
     def __init__(self, method: PromptLookup, model: LayeredModel, rows: int, capacity: int) -> None:
         super().__init__(model, rows, capacity)
         self.method = method
-        self.index = [self._index() for _ in range(rows)]
+        self.index = [self._new_index() for _ in range(rows)]
 
-    def _index(self) -> Index:
+    def _new_index(self) -> Index:
         method = self.method
         return Index(method.prompt_lookup_min, method.prompt_lookup_max, method.prefer)
 
     def admit(self, row: int, request: Request) -> None:
         super().admit(row, request)
-        self.index[row] = self._index()
+        self.index[row] = self._new_index()
         self.index[row].extend(self.text[row])
 
     def draft(self, limit: list[int]) -> Draft:
         """The best match of every row."""
-        return self.propose([self._nodes(row, allowed) for row, allowed in enumerate(limit)])
+        return self.propose([self._row_draft(row, allowed) for row, allowed in enumerate(limit)])
 
-    def _nodes(self, row: int, allowed: int) -> Nodes:
+    def _row_draft(self, row: int, allowed: int) -> RowDraft:
         most = min(self.method.num_speculative_tokens, allowed)
-        found = self.index[row].find(most) if self.alive[row] and most else []
-        end = next((place for place, token in enumerate(found) if token in self.sampler.eos[row]), len(found))
-        return Nodes().chain(found[:end])
+        tokens = self.index[row].find(most) if self.alive[row] and most else []
+        end = next((place for place, token in enumerate(tokens) if token in self.sampler.eos[row]), len(tokens))
+        return RowDraft().chain(tokens[:end])
 
     def commit(self, draft: Draft | None, verdicts: list[RowVerdict]) -> None:
         super().commit(draft, verdicts)

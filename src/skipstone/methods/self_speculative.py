@@ -2,7 +2,7 @@
 (Zhang et al., ACL 2024, arXiv 2309.08168), sections 3.1 to 3.3.
 
 Draft with the target itself, a fixed set of its sublayers left out, until the drafter is unsure; verify the chain in one pass.
-The set is found before, by `skipstone search`.
+`skipstone search` finds such a set beforehand.
 
 Deviation: drafts are coupled to the target's noise and verified by match at every temperature (the released code's sampling
 takes a greedy draft for a drawn one).
@@ -11,14 +11,13 @@ takes a greedy draft for a drawn one).
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import ClassVar, Literal
+from typing import ClassVar
 
-from skipstone.decoding.draft import Draft
 from skipstone.decoding.method import Method
 from skipstone.decoding.session import Session
 from skipstone.decoding.settings import layer_numbers, setting, whole_number
 from skipstone.methods.shared import profiles
-from skipstone.methods.shared.confidence import check_threshold
+from skipstone.methods.shared.confidence import Threshold, check_threshold
 from skipstone.methods.shared.layer_sets import Space
 from skipstone.methods.shared.skipping import SkippingSession
 from skipstone.models.layered import LayeredModel
@@ -39,7 +38,7 @@ class SelfSpeculative(Method):
     skip_mlp: tuple[int, ...] = setting((), "the same for MLPs.")
     profile: str | None = setting(None, "a file of `skipstone search` that says so instead.")
     num_speculative_tokens: int = setting(12, "most drafts a step.")
-    stop_threshold: float | Literal["adaptive"] | None = setting(
+    stop_threshold: Threshold = setting(
         "adaptive", 'stop after a draft whose probability is below it; "adaptive" is the paper\'s rule (section 3.3).'
     )
 
@@ -70,13 +69,9 @@ class SelfSpeculative(Method):
 
 
 class SelfSpeculativeSession(SkippingSession):
-    """Chains of one layer set."""
+    """Chains of one layer set: stage 1 of section 3.1, the layers that are left, autoregressively."""
 
     def __init__(self, method: SelfSpeculative, model: LayeredModel, rows: int, capacity: int) -> None:
         most, threshold = method.num_speculative_tokens, method.stop_threshold
         super().__init__(model, rows, capacity, most=most, threshold=threshold, ranks=1, scratch=0)
         self.skip = method.skip_set(model)
-
-    def draft(self, limit: list[int]) -> Draft:
-        """Stage 1 of section 3.1: the layers that are left, autoregressively."""
-        return self.chain(limit, self.skip)[0]

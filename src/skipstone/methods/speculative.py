@@ -2,7 +2,7 @@
 (Leviathan, Kalman & Matias, ICML 2023, arXiv 2211.17192), Algorithm 1.
 
 A smaller model with the same vocabulary drafts token by token; the target scores the whole draft in one pass and keeps what its
-own distribution bears (`core/verify.py`). The draft model keeps its own keys and values at the same positions.
+own distribution bears (`decoding/verify.py`). The draft model keeps its own keys and values at the same positions.
 
 `schedule="constant"` with five tokens is AdaSD's baseline "Vanilla"; "heuristic" is transformers' schedule (two more after a
 draft that was accepted whole, one fewer after any other); "confidence" stops after a token that the draft model is unsure of,
@@ -14,29 +14,25 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import ClassVar, Literal
 
-from torch import Tensor
-
 from skipstone.decoding.draft import Draft, RowVerdict
 from skipstone.decoding.session import Request, Session
 from skipstone.decoding.settings import setting, whole_number
-from skipstone.methods.shared.confidence import Confidence, check_threshold
-from skipstone.methods.shared.draft_model import DraftModel
-from skipstone.methods.shared.second_model import DraftingSession, Paired
+from skipstone.methods.shared.confidence import Threshold, check_threshold
+from skipstone.methods.shared.draft_model import DraftModel, DraftModelMethod, DraftModelSession
 from skipstone.models.layered import LayeredModel
 
 Schedule = Literal["constant", "heuristic", "confidence"]
-MORE, FEWER = 2, 1
-"""What the heuristic schedule adds after a draft that was accepted whole, and takes away after any other."""
-SURE = 0.4
-"""transformers' `assistant_confidence_threshold`."""
+MORE = 2  # draft tokens that the heuristic schedule adds after a draft that was accepted whole
+FEWER = 1  # draft tokens that it takes away after any other
+CONFIDENCE_THRESHOLD = 0.4  # transformers' `assistant_confidence_threshold`
 
 
 @dataclass(frozen=True)
-class Speculative(Paired):
+class Speculative(DraftModelMethod):
     """Speculative decoding with a draft model."""
 
     name: ClassVar[str] = "speculative"
-    aliases: ClassVar[dict[str, str]] = Paired.aliases | {
+    aliases: ClassVar[dict[str, str]] = DraftModelMethod.aliases | {
         "num_assistant_tokens": "num_speculative_tokens",
         "num_assistant_tokens_schedule": "schedule",
         "assistant_confidence_threshold": "confidence_threshold",
@@ -44,7 +40,7 @@ class Speculative(Paired):
 
     num_speculative_tokens: int = setting(5, "drafts a step; with the heuristic schedule, of the first.")
     schedule: Schedule = setting("constant", "constant, heuristic or confidence.")
-    confidence_threshold: float | Literal["adaptive"] | None = setting(
+    confidence_threshold: Threshold = setting(
         None, "of the confidence schedule, stop where the most probable token has less than it; 0.4 where none is given."
     )
 
@@ -58,36 +54,28 @@ class Speculative(Paired):
         super().check(model)
 
     def start(self, model: LayeredModel, rows: int, capacity: int) -> Session:
-        return SpeculativeSession(self, model, self.helper(model), rows, capacity)
+        return SpeculativeSession(self, model, self.draft_model_for(model), rows, capacity)
 
 
-class SpeculativeSession(DraftingSession):
-    """Chains of the draft model, as long as the schedule says."""
+class SpeculativeSession(DraftModelSession):
+    """Chains of the draft model (lines 1 to 5), as long as the schedule says."""
 
-    def __init__(self, method: Speculative, model: LayeredModel, helper: DraftModel, rows: int, capacity: int) -> None:
-        super().__init__(model, helper, rows, capacity, coupled=method.rejection_sample_method == "coupled")
-        self.most, self.heuristic = method.num_speculative_tokens, method.schedule == "heuristic"
-        self.wanted = [self.most] * rows
-        threshold = SURE if method.confidence_threshold is None else method.confidence_threshold
-        self.confidence = Confidence(threshold if method.schedule == "confidence" else None, rows, model.device, self.most)
+    def __init__(self, method: Speculative, model: LayeredModel, draft_model: DraftModel, rows: int, capacity: int) -> None:
+        threshold = None
+        if method.schedule == "confidence":
+            threshold = CONFIDENCE_THRESHOLD if method.confidence_threshold is None else method.confidence_threshold
+        most, rule = method.num_speculative_tokens, method.rejection_sample_method
+        super().__init__(model, draft_model, rows, capacity, most, threshold, rule)
+        self.method = method
 
     def admit(self, row: int, request: Request) -> None:
         super().admit(row, request)
-        self.wanted[row] = self.most
-        self.confidence.reset(row)
-
-    def draft(self, limit: list[int]) -> Draft:
-        """Lines 1 to 5: the draft model runs autoregressively."""
-        return self.chain([min(wanted, allowed) for wanted, allowed in zip(self.wanted, limit, strict=True)], self._observe)
-
-    def _observe(self, scores: Tensor) -> tuple[Tensor | None, Tensor | None]:
-        sure = self.confidence.of(scores)
-        return sure, self.confidence.keep(sure)
+        self.most[row] = self.method.num_speculative_tokens
 
     def commit(self, draft: Draft | None, verdicts: list[RowVerdict]) -> None:
         super().commit(draft, verdicts)
-        self.confidence.update(verdicts)
-        for row, verdict in enumerate(verdicts):
-            if self.heuristic and verdict.draft_steps:
-                whole = len(verdict.path) == verdict.drafted
-                self.wanted[row] = self.wanted[row] + MORE if whole else max(1, self.wanted[row] - FEWER)
+        if self.method.schedule == "heuristic":
+            for row, verdict in enumerate(verdicts):
+                if verdict.draft_steps:
+                    accepted_whole = len(verdict.path) == verdict.drafted
+                    self.most[row] = self.most[row] + MORE if accepted_whole else max(1, self.most[row] - FEWER)

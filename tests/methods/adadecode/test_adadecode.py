@@ -17,7 +17,7 @@ from skipstone.decoding.loop import Decoder
 from skipstone.decoding.session import Request
 from skipstone.methods.adadecode import heads as exit_heads
 from skipstone.methods.adadecode.adadecode import AdaDecodeSession, Sweep
-from skipstone.methods.adadecode.heads import HeadsCard, card_of
+from skipstone.methods.adadecode.heads import HeadsCard, new_card
 from skipstone.models.frontier import Frontier
 from skipstone.models.layered import LayeredModel
 from tests.helpers import families, support
@@ -43,7 +43,7 @@ class Scripted(ExitHeads):
 
 
 def scripted(model: Any, layers: tuple[int, ...], script: list[bool]) -> Scripted:
-    return Scripted(card_of(LayeredModel(model), layers, "original"), script)
+    return Scripted(new_card(LayeredModel(model), layers, "original"), script)
 
 
 @pytest.fixture
@@ -108,7 +108,7 @@ def test_rows_predict_on_their_own_and_wait_for_the_end_of_a_sweep(calls: list[t
             return said
 
     script: Any = [(True, False), (True, True), (False, True), (False, False), (True, False), (True, False)]
-    heads = ByRow(card_of(LayeredModel(model), (1, 2), "original"), script)
+    heads = ByRow(new_card(LayeredModel(model), (1, 2), "original"), script)
     layered = LayeredModel(model)
     decoder = Decoder(AdaDecode(heads, guard=False).start(layered, 2, 40))
     for row, length in enumerate((7, 4)):
@@ -174,7 +174,7 @@ class Kind:
 
     def heads(self, model: Any) -> ExitHeads:
         layered = LayeredModel(model)
-        heads = ExitHeads(card_of(layered, (1, 2, 3), "square"))
+        heads = ExitHeads(new_card(layered, (1, 2, 3), "square"))
         capped = getattr(model.config, "final_logit_softcapping", None)  # sharper logits would all be at the cap
         noise, sharpness = (self.noise / 3, 1.0) if capped else (self.noise, self.sharpness)
         generator = torch.Generator().manual_seed(3)
@@ -249,13 +249,13 @@ class LiteralSession(AdaDecodeSession):
     def _sweep(
         self, frontier: Frontier, position: Tensor, open_rows: list[bool], exits: list[tuple[int, int]], threshold: float
     ) -> Sweep:
-        found = Sweep([0], frontier.tokens[:, -1], warned=[False])
+        found = Sweep([0], frontier.tokens[:, -1], doubted=[False])
         frontier.advance(exits[0][1])
         logits = self.state.heads.logits(self.model, exits[0][0], frontier.hidden[:, -1:])[:, 0]
         found.token, found.q, _ = self.sampler.propose(logits, position, frontier.tokens[:, 1:])
         assert found.q is not None
         if found.q[0, found.token].item() > threshold:
-            found.layer = [exits[0][1]]
+            found.layers = [exits[0][1]]
         return found
 
 
@@ -331,10 +331,9 @@ def test_impossible_settings_are_one_sentence(method: Any, said: str) -> None:
 
 def test_heads_have_as_many_parameters_as_the_paper_says() -> None:
     """Llama-3.1-8B: d = 4096, V = 128256; three T make 48 M, in units of 1024^2 (section 2.1)."""
-    assert exit_heads.parameters("square", 3, 4096, 128256) == 50_331_648 == 48 * 1024**2
-    assert exit_heads.parameters("full", 3, 4096, 128256) == 3 * 4096 * 128256
-    card = HeadsCard(model="x", layers=(8, 16, 24), hidden_size=4096, vocab_size=128256)
-    with torch.device("meta"):
-        assert sum(one.numel() for one in ExitHeads(card).parameters()) == 50_331_648
+    shape: dict[str, Any] = {"model": "x", "layers": (8, 16, 24), "hidden_size": 4096, "vocab_size": 128256}
+    for card, count in ((HeadsCard(**shape), 48 * 1024**2), (HeadsCard(**shape, kind="full"), 3 * 4096 * 128256)):
+        with torch.device("meta"):
+            assert sum(one.numel() for one in ExitHeads(card).parameters()) == count
     assert exit_heads.usual_layers(32) == (8, 16, 24)
     assert exit_heads.usual_layers(4) == (1, 2, 3)

@@ -13,7 +13,7 @@ import torch
 import skipstone
 from skipstone import AdaDecode, ExitHeads
 from skipstone.methods.adadecode import heads as exit_heads
-from skipstone.methods.adadecode.heads import card_of
+from skipstone.methods.adadecode.heads import new_card
 from skipstone.models.layered import LayeredModel
 from tests.helpers.machine import llama, prompt
 
@@ -23,7 +23,7 @@ def layered(**shape: Any) -> LayeredModel:
 
 
 def disturbed(model: LayeredModel, kind: Any = "square", rank: int | None = None) -> ExitHeads:
-    heads = ExitHeads(card_of(model, (2, 4), kind, rank, "mine"))
+    heads = ExitHeads(new_card(model, (2, 4), kind, rank, "mine"))
     heads.start_from(model)
     torch.manual_seed(0)
     with torch.no_grad():
@@ -38,7 +38,7 @@ def test_what_is_saved_is_what_is_loaded(kind: Any, rank: int | None, tmp_path: 
     heads = disturbed(model, kind, rank)
     heads.save(tmp_path / "heads")
     assert sorted(path.name for path in (tmp_path / "heads").iterdir()) == ["exit_heads.json", "exit_heads.safetensors"]
-    again = exit_heads.load(tmp_path / "heads", model)
+    again = exit_heads.load_heads(tmp_path / "heads", model)
     assert again.card == heads.card
     hidden = torch.randn(2, 3, 32)
     with torch.no_grad():
@@ -56,7 +56,7 @@ def test_what_is_saved_is_what_is_loaded(kind: Any, rank: int | None, tmp_path: 
 @pytest.mark.parametrize(("kind", "rank"), [("square", None), ("low_rank", 3), ("full", None), ("original", None)])
 def test_new_heads_say_what_the_models_own_head_says(kind: Any, rank: int | None) -> None:
     model = layered()
-    heads = ExitHeads(card_of(model, (2, 4), kind, rank))
+    heads = ExitHeads(new_card(model, (2, 4), kind, rank))
     heads.start_from(model)
     hidden = torch.randn(2, 3, 32)
     with torch.no_grad():
@@ -66,13 +66,13 @@ def test_new_heads_say_what_the_models_own_head_says(kind: Any, rank: int | None
 def test_heads_of_another_model_or_vocabulary_are_refused(tmp_path: Path) -> None:
     model, folder = layered(), tmp_path / "heads"
     disturbed(model).save(folder)
-    assert exit_heads.load(folder, LayeredModel(copy.deepcopy(model.model))).card.name == "mine"
+    assert exit_heads.load_heads(folder, LayeredModel(copy.deepcopy(model.model))).card.name == "mine"
     with pytest.raises(ValueError, match=r"holds the heads of another model \(mine; this one is"):
-        exit_heads.load(folder, layered(seed=1))
+        exit_heads.load_heads(folder, layered(seed=1))
     with pytest.raises(ValueError, match="heads for a vocabulary of 97 and states of 32, this model has 50 and 32"):
-        exit_heads.load(folder, layered(vocab=50))
+        exit_heads.load_heads(folder, layered(vocab=50))
     with pytest.raises(ValueError, match=r"after layers 1 to 3 of this model, in order, found \[2, 4\]"):
-        exit_heads.load(folder, layered(layers=4))
+        exit_heads.load_heads(folder, layered(layers=4))
     with pytest.raises(ValueError, match=r"exit_layers must be among the heads' layers, \[2, 4\], found \[3\]"):
         AdaDecode(str(folder), exit_layers=(2, 3)).check(model)
 
@@ -85,13 +85,13 @@ def test_damaged_heads_are_one_sentence(tmp_path: Path) -> None:
     for data in (whole[:-7], b"", whole.replace(b"heads.0", b"heads.9")):
         weights.write_bytes(data)
         with pytest.raises(ValueError, match=r"exit_heads.safetensors is damaged or does not fit"):
-            exit_heads.load(folder, model)
+            exit_heads.load_heads(folder, model)
     broken = disturbed(model)
     with torch.no_grad():
         next(broken.parameters())[0, 0] = torch.nan
     broken.save(folder)
     with pytest.raises(ValueError, match="holds numbers that are not finite"):
-        exit_heads.load(folder, model)
+        exit_heads.load_heads(folder, model)
     weights.write_bytes(whole)
     for text, message in (
         ("{", "exit_heads.json is damaged"),
@@ -101,25 +101,25 @@ def test_damaged_heads_are_one_sentence(tmp_path: Path) -> None:
     ):
         card.write_text(text)
         with pytest.raises(ValueError, match=message):
-            exit_heads.load(folder, model)
+            exit_heads.load_heads(folder, model)
     weights.unlink()
     card.write_text(said)
     with pytest.raises(FileNotFoundError):
-        exit_heads.load(folder, model)
+        exit_heads.load_heads(folder, model)
     card.unlink()
     with pytest.raises(FileNotFoundError, match="no exit heads"):
-        exit_heads.load(folder, model)
+        exit_heads.load_heads(folder, model)
     with pytest.raises(FileNotFoundError, match="bundled are nano-code, nano-maths"):
-        exit_heads.load(tmp_path / "none", model)
+        exit_heads.load_heads(tmp_path / "none", model)
 
 
 def test_heads_that_were_written_anew_are_read_anew(tmp_path: Path) -> None:
     model, folder = layered(), tmp_path / "heads"
     disturbed(model).save(folder)
-    first = exit_heads.load(folder, model)
-    assert exit_heads.load(folder, model) is first
-    ExitHeads(card_of(model, (3,), "square")).save(folder)
-    assert exit_heads.load(folder, model).card.layers == (3,)
+    first = exit_heads.load_heads(folder, model)
+    assert exit_heads.load_heads(folder, model) is first
+    ExitHeads(new_card(model, (3,), "square")).save(folder)
+    assert exit_heads.load_heads(folder, model).card.layers == (3,)
 
 
 def test_an_interrupted_save_leaves_the_heads_that_were_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -118,10 +118,11 @@ def test_a_mean_of_nothing_is_0() -> None:
 
 def test_a_ledger_pools_rows_and_requests() -> None:
     ledger = Ledger(CPU)
-    ledger.distances(torch.tensor([[0.1, 0.5], [0.3, 0.7]]), bools("x.", "x."), bools(".x", ".."), torch.tensor([0.0, 0.4]))
-    ledger.entropies(
-        torch.tensor([[1.0, 2.0], [3.0, 4.0]]), bools("x.", "x."), bools(".x", ".."), torch.tensor([9.0, math.inf])
-    )
+    accepted, rejected = bools("x.", "x."), bools(".x", "..")
+    threshold, known = torch.tensor([0.0, 0.4]), torch.tensor([False, True])
+    ledger.add_means("distance", torch.tensor([[0.1, 0.5], [0.3, 0.7]]), accepted, rejected, threshold, known)
+    threshold, known = torch.tensor([9.0, math.inf]), torch.tensor([True, False])
+    ledger.add_means("entropy", torch.tensor([[1.0, 2.0], [3.0, 4.0]]), accepted, rejected, threshold, known)
     ledger.add(
         [RowVerdict([0], [5, 6], "recovered", 2, 1), RowVerdict([0], [5, 7], "recovered", 2, 0), RowVerdict([], [], "", 0, 0)]
     )

@@ -17,7 +17,7 @@ from safetensors.torch import load_file
 import skipstone
 from skipstone import AdaDecode, ExitHeads
 from skipstone.methods.adadecode import heads as exit_heads
-from skipstone.methods.adadecode.heads import card_of
+from skipstone.methods.adadecode.heads import new_card
 from skipstone.models.layered import LayeredModel
 from skipstone.train.heads import answers as answering
 from skipstone.train.heads import features as extracting
@@ -53,7 +53,7 @@ def test_training_brings_heads_nearer_and_never_touches_the_model(base: Path, tm
     lines = (tmp_path / "run" / "answers.jsonl").read_text().splitlines()
     assert card["training"]["tokens"] == sum(len(json.loads(line)["tokens"]) for line in lines[1:])
     model, _ = skipstone.load(base / "model")
-    own = exit_heads.load(folder, LayeredModel(model))
+    own = exit_heads.load_heads(folder, LayeredModel(model))
     assert not all(torch.equal(head.weight, torch.eye(32)) for head in own.heads)  # type: ignore[arg-type]
     out = skipstone.generate(model, prompt(9), AdaDecode(str(folder), 0.2, guard=False), max_new_tokens=20, do_sample=False)
     assert (
@@ -72,7 +72,7 @@ def test_the_divergence_is_that_of_the_formula(base: Path) -> None:
     """KL(p* || p_theta) in float64, from the model's own logits."""
     model, _ = skipstone.load(base / "model")
     layered = LayeredModel(model)
-    heads = ExitHeads(card_of(layered, (2, 4), "square"))
+    heads = ExitHeads(new_card(layered, (2, 4), "square"))
     torch.manual_seed(1)
     with torch.no_grad():
         for head in heads.heads:
@@ -175,7 +175,7 @@ def test_heads_that_grow_no_better_end_the_run_and_the_best_are_kept(base: Path,
     for layer, figures in card["metrics"].items():
         seen = [float(line.split(f"E={layer} ")[1].split(",")[0]) for line in epochs]
         assert figures["divergence"] == pytest.approx(min(*seen, figures["before"]["divergence"]), abs=6e-4)
-    assert exit_heads.load(folder, LayeredModel(skipstone.load(base / "model")[0])) is not None
+    assert exit_heads.load_heads(folder, LayeredModel(skipstone.load(base / "model")[0])) is not None
 
 
 def test_features_beyond_the_disk_are_refused_before_they_are_made(base: Path, tmp_path: Path) -> None:
@@ -297,10 +297,10 @@ def test_heads_of_a_model_in_bfloat16_learn_in_float32(base: Path, tmp_path: Pat
     weights = load_file(folder / "exit_heads.safetensors")
     assert {one.dtype for one in weights.values()} == {torch.bfloat16}
     model, _ = skipstone.load(base / "model", dtype=torch.bfloat16)
-    for heads in (str(folder), exit_heads.load(folder, LayeredModel(model)).float()):
+    for heads in (str(folder), exit_heads.load_heads(folder, LayeredModel(model)).float()):
         wanted = AdaDecode(heads, threshold=0.05)
         assert skipstone.generate(model, prompt(9), wanted, max_new_tokens=8, do_sample=False).new_tokens
-    other, mine = LayeredModel(llama(layers=6, vocab=20)), AdaDecode(exit_heads.load(folder, LayeredModel(model)))
+    other, mine = LayeredModel(llama(layers=6, vocab=20)), AdaDecode(exit_heads.load_heads(folder, LayeredModel(model)))
     with pytest.raises(ValueError, match=r"^heads= holds heads for a vocabulary of"):
         mine.check(other)
 

@@ -2,8 +2,8 @@
 (Wei et al., ICML 2025, arXiv 2506.03700), section 2 and Algorithm 1.
 
 A token goes up the layers stage by stage. Where the light head of a candidate layer is sure of the next token, that token
-starts at once; the layers that are left of the earlier ones are run with the later ones, as they come by. When the newest token
-reaches the top, everything has, and all early predictions are verified at once.
+starts at once, and the earlier token waits at that layer. A later token that comes by takes the waiting ones along. When the
+newest token reaches the top, all tokens have, and all early predictions are verified at once.
 
 Deviations: the threshold is asked of the head's most probable token before anything is drawn (Eq. 1, read literally, asks it of
 the drawn token, which biases sampling); a depth's list is emptied when it is run (Algorithm 1 as printed never does); with
@@ -26,9 +26,8 @@ from skipstone.decoding.method import Method
 from skipstone.decoding.noise import TARGET
 from skipstone.decoding.sampling import Scores
 from skipstone.decoding.session import Request, Session
-from skipstone.decoding.settings import RejectionRule, check_rule, layer_numbers, setting, whole_number
-from skipstone.methods.adadecode import heads as exit_heads
-from skipstone.methods.adadecode.heads import ExitHeads
+from skipstone.decoding.settings import RejectionRule, check_flag, check_rule, layer_numbers, setting, whole_number
+from skipstone.methods.adadecode.heads import ORIGINAL, ExitHeads, bundled_name_for, heads_fitting, load_heads, original_heads
 from skipstone.methods.adadecode.state import ExitState
 from skipstone.methods.shared import states
 from skipstone.methods.shared.chain import Chain
@@ -50,8 +49,7 @@ class AdaDecode(Method):
     if_few_accepted: ClassVar[str] = "An acceptance rate that low says that the heads are not trained for this model or text."
 
     heads: str | ExitHeads | None = setting(
-        None,
-        "a folder, a hub id or a bundled name of heads, or 'original': the model's own head; none: bundled heads",
+        None, "a folder, a hub id or a bundled name of heads, or 'original': the model's own head; none: bundled heads"
     )
     threshold: float = setting(0.75, "gamma, predict early where the most probable token has more than this.")
     max_pending: int = setting(5, "early predictions a step.")
@@ -78,24 +76,23 @@ class AdaDecode(Method):
             raise ValueError(f"threshold must be a number in [0, 1], found {self.threshold!r}")
         whole_number("max_pending", self.max_pending, 1)
         for name in ("verification", "recheck", "guard"):
-            if not isinstance(getattr(self, name), bool):
-                raise ValueError(f"{name} must be true or false, found {getattr(self, name)!r}")
+            check_flag(name, getattr(self, name))
         check_rule(self.rejection_sample_method)
         self._heads(model)
 
     def _heads(self, model: LayeredModel) -> ExitHeads:
         """The heads of a model. ValueError where they are another's, OSError where there are none."""
-        if self.heads == exit_heads.ORIGINAL:
-            return exit_heads.original(model, self.exit_layers)
+        if self.heads == ORIGINAL:
+            return original_heads(model, self.exit_layers)
         if isinstance(self.heads, ExitHeads):
-            heads = exit_heads.fitting(self.heads, model)
-        elif (source := exit_heads.for_model(model) if self.heads is None else self.heads) is None:
+            heads = heads_fitting(self.heads, model)
+        elif (source := bundled_name_for(model) if self.heads is None else self.heads) is None:
             raise ValueError(
                 "no exit heads for this model: `skipstone train heads MODEL` makes some, to be given as heads=FOLDER "
                 '(heads="original" predicts with the model\'s own head)'
             )
         else:
-            heads = exit_heads.load(source, model)
+            heads = load_heads(source, model)
         if wrong := [layer for layer in self.exit_layers if layer not in heads.card.layers]:
             raise ValueError(f"exit_layers must be among the heads' layers, {list(heads.card.layers)}, found {wrong}")
         return heads
@@ -113,147 +110,155 @@ class AdaDecode(Method):
 
 @dataclass
 class Sweep:
-    """What one token's way up came to. layer: where each row's next token was predicted, 0 where it was not. token [B],
-    q [B, V] or None, confidence [B]: of the predictions, anything for other rows. warned: rows that are to stop (`recheck`)."""
+    """The way of every row's newest token up the candidate layers, and the tokens that heads predicted on it.
 
-    layer: list[int]
+    layers: of every row, the layer at which its next token was predicted, 0 where it was not. token: [B] int64, q: [B, V] or
+    None, confidence: [B] float; they mean nothing for rows without a prediction. doubted: rows in which a deeper head is sure
+    that an earlier prediction is wrong (`recheck`); they predict no further.
+    """
+
+    layers: list[int]
     token: Tensor
     q: Tensor | None = None
     confidence: Tensor | None = None
-    warned: list[bool] = field(default_factory=list)
+    doubted: list[bool] = field(default_factory=list)
+
+    def take(self, layer: int, predicts: list[bool], token: Tensor, q: Tensor | None, confidence: Tensor, rows: Tensor) -> None:
+        """Take over the predictions of a layer's head for some rows: `predicts` on the host, `rows` [B] bool on the device."""
+        self.layers = [layer if here else before for here, before in zip(predicts, self.layers, strict=True)]
+        self.token = torch.where(rows, token, self.token)
+        self.confidence = confidence if self.confidence is None else torch.where(rows, confidence, self.confidence)
+        if q is not None:
+            self.q = q if self.q is None else torch.where(rows[:, None], q, self.q)
 
 
 class AdaDecodeSession(Session):
-    """Drafts at mixed depths; the scoring pass brings everything to the top. A row predicts on its own and waits for the end of
-    a sweep over the stages; it is closed when its newest token fails the last test."""
+    """Drafts at mixed depths; the scoring pass brings everything to the top. Every row predicts on its own, and waits until all
+    rows are through a sweep. A row drafts no further once no head is sure of what follows its newest token."""
 
     def __init__(self, method: AdaDecode, model: LayeredModel, rows: int, capacity: int, state: ExitState) -> None:
         self.coupled = method.rejection_sample_method == "coupled"
         super().__init__(model, rows, capacity, coupled=self.coupled)
         self.method, self.state = method, state
-        self._exits: list[list[int]] = [[] for _ in range(rows)]
-        self._passes: list[tuple[int, int, int]] = []
-        self._began = 0.0
+        # of this step
+        self._predicted_at: list[list[int]] = [[] for _ in range(rows)]  # of every row, the layers of its predictions
+        self._passes: list[tuple[int, int, int]] = []  # (from layer, to layer, tokens)
+        self._began = 0.0  # seconds, by the clock
 
     def admit(self, row: int, request: Request) -> None:
         super().admit(row, request)
         self.state.another_text()
 
     @property
-    def _follows(self) -> bool:
-        """Whether what was learnt may decide: where no text can depend on it."""
+    def _uses_state(self) -> bool:
+        """Whether what was learnt from earlier steps decides: only where no text can depend on it."""
         return self.method.verification and (self.sampler.greedy or self.coupled)
 
     def draft(self, limit: list[int]) -> Draft:
-        """Algorithm 1 up to the verification."""
+        """Algorithm 1 up to the verification: sweep after sweep, each for one further token."""
         self._began = time.perf_counter()
-        state, follows = self.state, self._follows
-        room = state.room(self.method.max_pending) if follows else self.method.max_pending
-        most = [min(room, allowed) for allowed in limit]
-        chain = Chain(most, self.alive, self.model.device)
-        frontier = self.frontier(most)
-        self._exits, self._passes = [[] for _ in range(self.rows)], frontier.passes
-        exits = state.worth_testing() if follows else state.exits
-        threshold = state.threshold if follows else self.method.threshold
-        position = frontier.positions[:, 0] + 1
-        open_rows = [count > 0 for count in chain.most]
-        places: list[list[int]] = []
+        state, exits, threshold, most = self.state, self.state.exits, self.method.threshold, self.method.max_pending
+        if self._uses_state:
+            most, exits, threshold = state.room(most), state.worth_testing(), state.threshold
+        chain = Chain([min(most, allowed) for allowed in limit], self.alive, self.model.device)
+        frontier = self.frontier(chain.most)
+        self._predicted_at, self._passes = [[] for _ in range(self.rows)], frontier.passes
+        position = frontier.positions[:, 0] + 1  # [B]
+        open_rows = chain.open_rows()
+        layers: list[list[int]] = []  # of every place, as in Sweep
         for place in range(chain.width):
             sweep = self._sweep(frontier, position + place, open_rows, exits, threshold)
-            if not any(sweep.layer):
+            if not any(sweep.layers):
                 break
-            places.append(sweep.layer)
-            chain.stop(on_device([layer > 0 for layer in sweep.layer], self.model.device))
-            frontier.append(sweep.token[:, None], chain.add(sweep.token, sweep.q, sweep.confidence))
-            for row, layer in enumerate(sweep.layer):
-                if layer:
-                    self._exits[row].append(layer)
-                else:
-                    frontier.depth[row, -1] = frontier.top  # there is no token: nothing is to be run
-            goes_on = self.sampler.unfinished(sweep.token)
-            ended = [False] * self.rows if goes_on is None else (~goes_on).tolist()
-            open_rows = [
-                layer > 0 and not over and not warned and place + 1 < count
-                for layer, over, warned, count in zip(sweep.layer, ended, sweep.warned, chain.most, strict=True)
-            ]
+            layers.append(sweep.layers)
+            open_rows = self._add(chain, frontier, sweep)
             if not any(open_rows):
                 break
         draft = chain.draft(frontier)
-        if places:
-            draft.exit_layer = on_device(places, self.model.device).t()
+        if layers:
+            draft.exit_layer = on_device(layers, self.model.device).t()  # [B, n]
         return draft
+
+    def _add(self, chain: Chain, frontier: Frontier, sweep: Sweep) -> list[bool]:
+        """Add the predictions of a sweep to the draft. Returns which rows may predict another token."""
+        chain.stop(on_device([layer > 0 for layer in sweep.layers], self.model.device))
+        chain.add(sweep.token, sweep.q, sweep.confidence)
+        frontier.append(*chain.newest)
+        for row, layer in enumerate(sweep.layers):
+            if layer:
+                self._predicted_at[row].append(layer)
+            else:
+                frontier.depth[row, -1] = frontier.top  # there is no token in this column, so no layer is run
+        unfinished = self.sampler.unfinished(sweep.token)
+        goes_on = [True] * self.rows if unfinished is None else unfinished.tolist()
+        return [
+            layer > 0 and unended and not doubted and len(chain) < most
+            for layer, unended, doubted, most in zip(sweep.layers, goes_on, sweep.doubted, chain.most, strict=True)
+        ]
 
     def _sweep(
         self, frontier: Frontier, position: Tensor, open_rows: list[bool], exits: list[tuple[int, int]], threshold: float
     ) -> Sweep:
-        """The newest token of every open row on its way up, with all that waits at the same depths, until a head is sure."""
-        found = Sweep([0] * self.rows, frontier.tokens[:, -1], warned=[False] * self.rows)
-        waiting = list(open_rows)
+        """Bring the newest token of every open row up from one candidate layer to the next, and what waits there along, until
+        a head is sure of the next token. exits: (number of the head, its layer)."""
+        sweep = Sweep([0] * self.rows, frontier.tokens[:, -1], doubted=[False] * self.rows)
+        climbing = list(open_rows)  # rows without a prediction so far
         for index, layer in exits:
-            frontier.advance(layer, None if waiting == self.alive else waiting)
-            logits = self.state.heads.logits(self.model, index, frontier.hidden[:, -1:])[:, 0]
-            path, asked = frontier.tokens[:, 1:], waiting if self.sampler.processed else None
-            scores = self.sampler.process(logits, path, asked)
-            sure = scores.softmax(-1).amax(-1)
-            predicts = (sure > threshold) & on_device(waiting, sure.device)
-            here = predicts.tolist()  # on an accelerator the one thing waited for: what runs next depends on it
-            self.state.tested(layer, [one for one, waits in zip(here, waiting, strict=True) if waits])
+            frontier.advance(layer, None if climbing == self.alive else climbing)
+            logits = self.state.heads.logits(self.model, index, frontier.hidden[:, -1:])[:, 0]  # [B, V]
+            path, wanted = frontier.tokens[:, 1:], climbing if self.sampler.processed else None
+            scores = self.sampler.process(logits, path, wanted)
+            confidence = scores.softmax(-1).amax(-1)  # [B]
+            rows = (confidence > threshold) & on_device(climbing, confidence.device)
+            predicts = rows.tolist()  # on an accelerator this waits: what runs next depends on it
+            self.state.tested(layer, [sure for sure, asked in zip(predicts, climbing, strict=True) if asked])
             if self.method.recheck:
-                found.warned = self._warned(frontier, index, layer, waiting, threshold, found.warned)
-            if any(here):
-                _take(found, predicts, *self.sampler.drawn(scores, position, path, asked), sure)
-                found.layer = [layer if one else before for one, before in zip(here, found.layer, strict=True)]
-                waiting = [waits and not one for waits, one in zip(waiting, here, strict=True)]
-                if not any(waiting):
+                doubts = self._doubts(frontier, index, layer, climbing, threshold)
+                sweep.doubted = [old or new for old, new in zip(sweep.doubted, doubts, strict=True)]
+            if any(predicts):
+                sweep.take(layer, predicts, *self.sampler.drawn(scores, position, path, wanted), confidence, rows)
+                climbing = [asked and not sure for asked, sure in zip(climbing, predicts, strict=True)]
+                if not any(climbing):
                     break
-        return found
+        return sweep
 
-    def _warned(
-        self, frontier: Frontier, index: int, layer: int, rows: list[bool], threshold: float, before: list[bool]
-    ) -> list[bool]:
-        """Rows for one of whose pending tokens, predicted below and now come by here, this head is sure of another token."""
-        doubts = []
+    def _doubts(self, frontier: Frontier, index: int, layer: int, rows: list[bool], threshold: float) -> list[bool]:
+        """Rows in which this head is sure of another token than a shallower head predicted, for a prediction whose
+        predecessor has come up to this layer."""
+        doubts: list[Tensor] = []  # one [B] bool per place
         for place in range(frontier.width - 1):
-            passed = [
-                waits and frontier.depth[row, place] == layer and self._exits[row][place] < layer
-                for row, waits in enumerate(rows)
+            here = [
+                climbs and frontier.depth[row, place] == layer and self._predicted_at[row][place] < layer
+                for row, climbs in enumerate(rows)
             ]
-            if any(passed):
-                logits = self.state.heads.logits(self.model, index, frontier.hidden[:, place : place + 1])[:, 0]
-                scores = self.sampler.process(logits, frontier.tokens[:, 1 : place + 1], passed)
-                sure, other = scores.softmax(-1).max(-1)
-                doubts.append((sure > threshold) & (other != frontier.tokens[:, place + 1]) & on_device(passed, sure.device))
-        found = torch.stack(doubts).any(0).tolist() if doubts else before
-        return [old or new for old, new in zip(before, found, strict=True)]
+            if any(here):
+                logits = self.state.heads.logits(self.model, index, frontier.hidden[:, place : place + 1])[:, 0]  # [B, V]
+                scores = self.sampler.process(logits, frontier.tokens[:, 1 : place + 1], here)
+                confidence, token = scores.softmax(-1).max(-1)
+                differs = token != frontier.tokens[:, place + 1]
+                doubts.append((confidence > threshold) & differs & on_device(here, differs.device))
+        return torch.stack(doubts).any(0).tolist() if doubts else [False] * self.rows
 
     def verify(self, draft: Draft, scores: Scores) -> Verdict:
         """Eq. 2; without verification every early prediction is kept, and the target adds its own token."""
         if self.method.verification:
             return super().verify(draft, scores)
-        accepted = draft.valid.sum(1)
+        accepted = draft.valid.sum(1)  # [B]
         last = torch.zeros_like(accepted)
         for depth in range(draft.width + 1):  # rows end at different places, and processors see a row's own prefix
             ends = accepted == depth
             p = scores.p(torch.full_like(accepted, depth - 1), draft.tokens[:, :depth], ends)
             last = torch.where(ends, self.sampler.noise.draw(p, scores.position + depth, TARGET), last)
-        tokens = torch.cat([draft.tokens, last[:, None]], 1).scatter(1, accepted[:, None], last[:, None])
-        against = (scores.logits[:, :-1].argmax(-1) != draft.tokens) & draft.valid
+        tokens = torch.cat([draft.tokens, last[:, None]], 1).scatter(1, accepted[:, None], last[:, None])  # [B, n + 1]
+        overruled = (scores.logits[:, :-1].argmax(-1) != draft.tokens) & draft.valid
         path = torch.arange(draft.width, device=accepted.device).expand(self.rows, -1)
-        return Verdict(path, tokens, accepted, overruled=against)
+        return Verdict(path, tokens, accepted, overruled=overruled)
 
     def commit(self, draft: Draft | None, verdicts: list[RowVerdict]) -> None:
         super().commit(draft, verdicts)
         if draft is not None:
-            seconds = time.perf_counter() - self._began if self._follows and self.method.guard else None
-            self.state.learn(self._exits, verdicts, self._passes, seconds)
+            seconds = time.perf_counter() - self._began if self._uses_state and self.method.guard else None
+            self.state.learn(self._predicted_at, verdicts, self._passes, seconds)
 
     def remark(self) -> str | None:
         return self.state.remark()
-
-
-def _take(found: Sweep, predicts: Tensor, token: Tensor, q: Tensor | None, sure: Tensor) -> None:
-    """Put the predictions of some rows [B] bool where those of other rows may be already."""
-    found.token = torch.where(predicts, token, found.token)
-    found.confidence = sure if found.confidence is None else torch.where(predicts, sure, found.confidence)
-    if q is not None:
-        found.q = q if found.q is None else torch.where(predicts[:, None], q, found.q)

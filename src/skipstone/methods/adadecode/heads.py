@@ -1,7 +1,7 @@
-"""Light LM heads at middle layers, which AdaDecode predicts with (section 2.1): what they are, their files, their model.
+"""Light LM heads at middle layers, which AdaDecode predicts with (section 2.1), and their files.
 
-A head reads the state after a layer as the model's own head reads the last one, after the final norm, and predicts with
-softmax(E* T h): E* is the model's own LM head, T one small matrix a layer.
+A head reads the state h after its layer, put through the model's final norm, and predicts with softmax(E* T h). E* is the
+model's own LM head; T is one small matrix per layer.
 """
 
 from __future__ import annotations
@@ -25,9 +25,10 @@ from skipstone.forms import Part, read_json
 from skipstone.models.fingerprint import fingerprint
 from skipstone.models.layered import LayeredModel
 
-VERSION = 1
-WEIGHTS, CARD = "exit_heads.safetensors", "exit_heads.json"
-ORIGINAL = "original"
+VERSION = 1  # of the format of a card
+WEIGHTS = "exit_heads.safetensors"
+CARD = "exit_heads.json"
+ORIGINAL = "original"  # the kind of heads that are the model's own LM head
 _LOADED: WeakKeyDictionary[Any, dict[Any, ExitHeads]] = WeakKeyDictionary()
 _LOCK = threading.Lock()
 Kind = Literal["square", "low_rank", "full", "original"]
@@ -81,15 +82,16 @@ class ExitHeads(nn.Module):
         self.heads = nn.ModuleList(_head(card) for _ in card.layers)
 
     def states(self, index: int, normed: Tensor) -> Tensor:
-        """T h of head number `index`, where it has a T. [..., d] -> [..., d]."""
+        """T h of head number `index`; h where the head has no T. normed: [..., d]. Returns [..., d]."""
         return normed if self.card.kind in ("full", ORIGINAL) else self.heads[index](normed)
 
     def logits(self, model: LayeredModel, index: int, hidden: Tensor) -> Tensor:
-        """What head number `index` says of states after its layer. [B, n, d] -> [B, n, V] float32."""
+        """Logits of head number `index` from states after its layer. hidden: [B, n, d]. Returns [B, n, V] float32."""
         return self.read(model, index, model.normed(hidden))
 
     def read(self, model: LayeredModel, index: int, normed: Tensor) -> Tensor:
-        """The same of states that went through the final norm already. Heads under training may be finer than the model."""
+        """The same from states that went through the final norm already. Heads in training may have a finer dtype than the
+        model."""
         own = self.heads[index] if self.card.kind == "full" else None
         states = self.states(index, normed if self.dtype is None else normed.to(self.dtype))
         return model.project(states if own is not None else states.to(normed.dtype), own)
@@ -143,28 +145,22 @@ def _head(card: HeadsCard) -> nn.Module:
     return head
 
 
-def parameters(kind: Kind, layers: int, size: int, vocab: int, rank: int | None = None) -> int:
-    """How many parameters heads at so many layers have, by the model's shape."""
-    each = {"square": size * size, "low_rank": 2 * size * (rank or 0), "full": vocab * size, ORIGINAL: 0}
-    return layers * each[kind]
-
-
 def usual_layers(depth: int) -> tuple[int, ...]:
     """The paper's candidates, 8, 16 and 24 of 32: L/4, L/2 and 3L/4."""
     return tuple(sorted({max(1, round(depth * quarter / 4)) for quarter in (1, 2, 3)} - {depth}))
 
 
-def original(model: LayeredModel, layers: tuple[int, ...] = ()) -> ExitHeads:
-    """No heads: the model's own at middle layers (the ablation of Table 3)."""
+def original_heads(model: LayeredModel, layers: tuple[int, ...] = ()) -> ExitHeads:
+    """The model's own LM head at middle layers (the ablation of Table 3)."""
     chosen = layers or usual_layers(model.depth)
-    return _once(model, (ORIGINAL, chosen), lambda: ExitHeads(card_of(model, chosen, ORIGINAL)))
+    return _once(model, (ORIGINAL, chosen), lambda: ExitHeads(new_card(model, chosen, ORIGINAL)))
 
 
-def fitting(heads: ExitHeads, model: LayeredModel) -> ExitHeads:
+def heads_fitting(heads: ExitHeads, model: LayeredModel) -> ExitHeads:
     """Heads on a model's device and in its dtype, a copy where they are not. ValueError for another model's."""
     _check_model(heads.card, model, "heads=")
-    one = next(heads.parameters(), None)
-    if one is None or (one.device, one.dtype) == (model.device, model.dtype):
+    weight = next(heads.parameters(), None)
+    if weight is None or (weight.device, weight.dtype) == (model.device, model.dtype):
         return heads
     return _once(model, heads, lambda: _ready(copy.deepcopy(heads), model))
 
@@ -183,7 +179,7 @@ def _once(model: LayeredModel, key: Any, make: Callable[[], ExitHeads]) -> ExitH
         return known[where]
 
 
-def card_of(model: LayeredModel, layers: tuple[int, ...], kind: Kind, rank: int | None = None, name: str = "") -> HeadsCard:
+def new_card(model: LayeredModel, layers: tuple[int, ...], kind: Kind, rank: int | None = None, name: str = "") -> HeadsCard:
     """The card of new heads for a model. ValueError for layers that it does not have between its first and its last."""
     check_layers(layers, model.depth)
     vocab, size = model.head.weight.shape
@@ -193,27 +189,27 @@ def card_of(model: LayeredModel, layers: tuple[int, ...], kind: Kind, rank: int 
 
 
 def check_layers(layers: tuple[int, ...], depth: int) -> None:
-    """ValueError unless the layers grow, from 1 to L - 1."""
+    """ValueError unless the layers are in increasing order and lie between 1 and L - 1."""
     if list(layers) != sorted(set(layers)) or not layers or layers[0] < 1 or layers[-1] >= depth:
         raise ValueError(f"exit heads stand after layers 1 to {depth - 1} of this model, in order, found {list(layers)}")
 
 
-def load(source: str | Path, model: LayeredModel) -> ExitHeads:
+def load_heads(source: str | Path, model: LayeredModel) -> ExitHeads:
     """Heads of a model, on its device and in its dtype, from a folder, the hub, or by a name of HEADS.
 
-    OSError where nothing is found; ValueError for what is no heads or damaged, and for another model's. Read again only when
-    the file was written anew.
+    OSError where nothing is found; ValueError for files that are damaged or no heads, and for another model's heads. A file is
+    read again only when it was written anew.
     """
     if not isinstance(source, (str, Path)):
         raise ValueError(f"heads must be a folder, a hub id or one of {', '.join(HEADS)}, found {source!r}")
     place = HEADS.get(str(source), Path(source).expanduser()) / WEIGHTS
     written = place.stat().st_mtime_ns if place.is_file() else None
-    return _once(model, (str(source), written, fingerprint(model.model)), lambda: _load(source, model))
+    return _once(model, (str(source), written, fingerprint(model.model)), lambda: _read(source, model))
 
 
-def _load(source: str | Path, model: LayeredModel) -> ExitHeads:
-    folder = _folder(source)
-    card = _card(folder, source)
+def _read(source: str | Path, model: LayeredModel) -> ExitHeads:
+    folder = _folder_of(source)
+    card = _read_card(folder, source)
     _check_model(card, model, source)
     try:
         weights = load_file(folder / WEIGHTS) if card.kind != ORIGINAL or (folder / WEIGHTS).exists() else {}
@@ -226,15 +222,15 @@ def _load(source: str | Path, model: LayeredModel) -> ExitHeads:
     return _ready(heads, model)
 
 
-def for_model(model: LayeredModel) -> str | None:
-    """The name of bundled heads of a model; None where there are none."""
+def bundled_name_for(model: LayeredModel) -> str | None:
+    """The name of the bundled heads of a model; None where there are none."""
     for name, folder in HEADS.items():
-        if (folder / CARD).is_file() and _card(folder, name).model == fingerprint(model.model):
+        if (folder / CARD).is_file() and _read_card(folder, name).model == fingerprint(model.model):
             return name
     return None
 
 
-def _folder(source: str | Path) -> Path:
+def _folder_of(source: str | Path) -> Path:
     if source in HEADS:
         return HEADS[str(source)]
     folder = Path(source).expanduser()
@@ -253,7 +249,7 @@ def _folder(source: str | Path) -> Path:
         raise OSError(f"no folder {source}, and the hub has no heads of that name: {error}") from error
 
 
-def _card(folder: Path, source: str | Path) -> HeadsCard:
+def _read_card(folder: Path, source: str | Path) -> HeadsCard:
     return read_json(folder / CARD, HeadsCard, VERSION, "exit heads", source)
 
 

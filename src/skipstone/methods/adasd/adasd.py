@@ -1,16 +1,17 @@
 """AdaSD: Adaptive Speculative Decoding for Efficient Language Model Inference
 (Lu, Hong & Liu, 2025, arXiv 2512.11280), section 4, appendices A and B.
 
-A draft model drafts until the entropy of its newest token is above that of the drafts that were rejected so far; the target
-keeps a draft token where its distribution is near the draft model's, nearer than half-way between what was kept and what was
-rejected so far, or else where the ordinary rule keeps it. Neither threshold is set by anyone.
+Two thresholds set themselves. A draft model drafts until the entropy of its newest token is above the mean entropy of the
+drafts that were rejected so far. The target accepts a draft token where its distribution is near the draft model's: their
+Jensen-Shannon distance is below the middle between the mean of the accepted drafts and the mean of the rejected ones.
 
-The second threshold keeps tokens that the target would not have said: this method may change the text (`lossless` is False).
-`relaxed=False` leaves it out and is exact (the paper's Gen-Only), `adaptive_length=False` leaves the first one out
+The second threshold accepts tokens that the target would not have chosen, so the text may change (`lossless` is False).
+`relaxed=False` leaves it out and is exact (the paper's Gen-Only); `adaptive_length=False` leaves the first one out
 (Verify-Only).
 
-Our reading, where the paper is silent: what is far is judged by the ordinary rule; a threshold without data is none; the means
-are a request's own; entropy and distance are of what processors leave, at temperature 1, before top-k and its kin.
+Our reading, where the paper is silent: tokens that are not near are judged by the ordinary rule; there is no threshold before
+there is data; the means are a request's own; entropy and distance are of processed logits at temperature 1, before top-k and
+the other warpers.
 """
 
 from __future__ import annotations
@@ -27,17 +28,16 @@ from skipstone.decoding.draft import Draft, RowVerdict, Verdict
 from skipstone.decoding.method import OWN_FIELD
 from skipstone.decoding.sampling import Scores
 from skipstone.decoding.session import Request, Session
-from skipstone.decoding.settings import setting, whole_number
+from skipstone.decoding.settings import check_flag, setting, whole_number
 from skipstone.decoding.verify import js_distances, spread
 from skipstone.methods.adasd.thresholds import GenerationThreshold, Ledger, Variant, VerificationThreshold
 from skipstone.methods.shared import states
-from skipstone.methods.shared.draft_model import DraftModel
-from skipstone.methods.shared.second_model import DraftingSession, Paired
+from skipstone.methods.shared.draft_model import DraftModel, DraftModelMethod, DraftModelSession
 from skipstone.models.layered import LayeredModel
 
 
 @dataclass(frozen=True)
-class AdaSD(Paired):
+class AdaSD(DraftModelMethod):
     """AdaSD: a draft model with two thresholds that set themselves."""
 
     name: ClassVar[str] = "adasd"
@@ -61,8 +61,7 @@ class AdaSD(Paired):
         for name in ("max_window", "fixed_window"):
             whole_number(name, getattr(self, name), 1)
         for name in ("relaxed", "adaptive_length"):
-            if not isinstance(getattr(self, name), bool):
-                raise ValueError(f"{name} must be true or false, found {getattr(self, name)!r}")
+            check_flag(name, getattr(self, name))
         if self.variant not in (None, "A", "B", "C"):
             raise ValueError(f"variant must be A, B, C or none, found {self.variant!r}")
         if self.variant is not None and not self.relaxed:
@@ -70,7 +69,7 @@ class AdaSD(Paired):
         super().check(model)
 
     def _key(self) -> tuple[AdaSD, Any]:
-        """What the figures of all requests are kept under: nothing that would keep a model alive."""
+        """What the ledger of all requests is kept under; it must not keep a draft model alive."""
         if isinstance(self.draft_model, PreTrainedModel):
             return replace(self, draft_model=None), weakref.ref(self.draft_model)
         return self, "by name"
@@ -80,54 +79,56 @@ class AdaSD(Paired):
         return states.known(*method._key(), model)
 
     def start(self, model: LayeredModel, rows: int, capacity: int) -> Session:
-        own, more = self._key()
-        ledger = states.of(own, model, rows, more, lambda: Ledger(model.device))
-        return AdaSDSession(self, model, self.helper(model), rows, capacity, ledger)
+        key, draft_model = self._key()
+        ledger = states.of(key, model, rows, draft_model, lambda: Ledger(model.device))
+        return AdaSDSession(self, model, self.draft_model_for(model), rows, capacity, ledger)
 
 
-class AdaSDSession(DraftingSession):
+class AdaSDSession(DraftModelSession):
     """Drafts and verifies by thresholds that every row sets for itself. ledger: the figures of all requests, for reports."""
 
     def __init__(
-        self, method: AdaSD, model: LayeredModel, helper: DraftModel, rows: int, capacity: int, ledger: Ledger
+        self, method: AdaSD, model: LayeredModel, draft_model: DraftModel, rows: int, capacity: int, ledger: Ledger
     ) -> None:
-        super().__init__(model, helper, rows, capacity, coupled=method.rejection_sample_method == "coupled")
+        super().__init__(model, draft_model, rows, capacity, method.window, None, method.rejection_sample_method)
         self.method, self.ledger = method, ledger
-        self.enough = GenerationThreshold(rows, model.device)
-        self.near = VerificationThreshold(rows, model.device, method.variant)
-        self._most_uncertain = self.enough.value
-        self._said: list[Tensor] = []
-        self._entropies: list[Tensor] = []
-        self._distances: Tensor | None = None
+        self.generation = GenerationThreshold(rows, model.device)
+        self.verification = VerificationThreshold(rows, model.device, method.variant)
+        # of this step
+        self._entropy_limit = self.generation.value  # [B]
+        self._draft_distributions: list[Tensor] = []  # one [B, V] per place, processed, at temperature 1
+        self._draft_entropies: list[Tensor] = []  # one [B] per place, in bits
+        self._distances: Tensor | None = None  # [B, n], between draft model and target
 
     def admit(self, row: int, request: Request) -> None:
         super().admit(row, request)
-        self.enough.reset(row)
-        self.near.reset(row)
+        self.generation.reset(row)
+        self.verification.reset(row)
 
     def draft(self, limit: list[int]) -> Draft:
         """Generation: until a token is more uncertain than those that were rejected, or the window is full."""
-        self._said, self._entropies, self._distances = [], [], None
-        self._most_uncertain = self.enough.value
-        return self.chain([min(self.method.window, allowed) for allowed in limit], self._observe)
+        self._draft_distributions, self._draft_entropies, self._distances = [], [], None
+        self._entropy_limit = self.generation.value
+        return super().draft(limit)
 
-    def _observe(self, scores: Tensor) -> tuple[Tensor | None, Tensor | None]:
-        q, entropy = spread(scores)
+    def observe(self, scores: Tensor) -> tuple[Tensor | None, Tensor | None]:
+        """Notes distribution and entropy; a row drafts on while its entropy is within the limit."""
+        distribution, entropy = spread(scores)
         if self.method.relaxed:
-            self._said.append(q)
-        self._entropies.append(entropy)
-        return None, entropy <= self._most_uncertain if self.method.adaptive_length else None
+            self._draft_distributions.append(distribution)
+        self._draft_entropies.append(entropy)
+        return None, entropy <= self._entropy_limit if self.method.adaptive_length else None
 
     def waived(self, draft: Draft, scores: Scores) -> Tensor | None:
-        """Verification: where the two distributions are near enough, the token stands, whatever it is."""
+        """Verification: draft tokens [B, n] bool where the two distributions are near; the target's own choice is waived."""
         if not self.method.relaxed or not draft.width:
             return None
-        said, entropies = torch.stack(self._said, 1), torch.stack(self._entropies, 1)
-        self._distances = js_distances(self._processed(draft, scores), said, entropies)
-        return self._distances < self.near.value[:, None]
+        q, entropies = torch.stack(self._draft_distributions, 1), torch.stack(self._draft_entropies, 1)  # [B, n, V], [B, n]
+        self._distances = js_distances(self._processed_target_logits(draft, scores), q, entropies)
+        return self._distances < self.verification.value[:, None]
 
-    def _processed(self, draft: Draft, scores: Scores) -> Tensor:
-        """What the target says before every draft token, [B, n, V], after processors, which saw these texts while drafting."""
+    def _processed_target_logits(self, draft: Draft, scores: Scores) -> Tensor:
+        """The target's logits before every draft token, [B, n, V], after the same processors as the draft model's."""
         raw = scores.logits[:, :-1]
         if not self.sampler.processed:
             return raw
@@ -145,15 +146,16 @@ class AdaSDSession(DraftingSession):
         return verdict
 
     def _update(self, draft: Draft, verdict: Verdict) -> None:
-        """Update: what was accepted, and the first that was not; what follows counts in neither."""
+        """Update: the accepted tokens and the first rejected one count; the tokens behind that one count as neither."""
         place, end = torch.arange(draft.width, device=draft.tokens.device), verdict.accepted[:, None]
-        accepted, rejected = place < end, (place == end) & draft.valid
+        accepted, rejected = place < end, (place == end) & draft.valid  # [B, n] bool
         if self._distances is not None:
-            self.ledger.distances(self._distances, accepted, rejected, self.near.value)
-            self.near.add(self._distances, accepted, rejected)
-        entropies = torch.stack(self._entropies, 1)
-        self.ledger.entropies(entropies, accepted, rejected, self.enough.value)
-        self.enough.add(entropies, rejected)
+            threshold = self.verification.value
+            self.ledger.add_means("distance", self._distances, accepted, rejected, threshold, threshold > 0)
+            self.verification.add(self._distances, accepted, rejected)
+        entropies, threshold = torch.stack(self._draft_entropies, 1), self.generation.value  # [B, n], [B]
+        self.ledger.add_means("entropy", entropies, accepted, rejected, threshold, threshold.isfinite())
+        self.generation.add(entropies, rejected)
 
     def commit(self, draft: Draft | None, verdicts: list[RowVerdict]) -> None:
         super().commit(draft, verdicts)

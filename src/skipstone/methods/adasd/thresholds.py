@@ -1,5 +1,8 @@
-"""AdaSD's two thresholds (arXiv 2512.11280, sections 4.3 and 4.4, appendix B): means over what became of earlier drafts, for
-every row of a batch from its own start on. Tensors in, tensors out: nothing waits for the device."""
+"""AdaSD's two thresholds (arXiv 2512.11280, sections 4.3 and 4.4, appendix B).
+
+Each is made of running means over the draft tokens of a request that were accepted or rejected. Every row of a batch has its
+own. Tensors in, tensors out: nothing waits for the device.
+"""
 
 from __future__ import annotations
 
@@ -10,12 +13,13 @@ from torch import Tensor
 
 from skipstone.decoding.draft import RowVerdict
 
-MEANS = tuple(f"{what}_{whose}" for what in ("entropy", "distance") for whose in ("accepted", "rejected", "threshold"))
+MEANS = tuple(f"{what}_{of}" for what in ("entropy", "distance") for of in ("accepted", "rejected", "threshold"))
+"""Names of the means that a report has."""
 Variant = Literal["A", "B", "C"]
 
 
 class Mean:
-    """Running means of masked values, one a row. total: [B] float64, count: [B] int64."""
+    """Running means of masked values, one per row. total: [B] float64, count: [B] int64."""
 
     def __init__(self, rows: int, device: torch.device) -> None:
         self.total = torch.zeros(rows, dtype=torch.float64, device=device)
@@ -27,7 +31,7 @@ class Mean:
         self.count = self.count + where.sum(1)
 
     def reset(self, row: int) -> None:
-        """A row starts anew."""
+        """Forget what was counted for a row."""
         others = torch.arange(len(self.count), device=self.count.device) != row
         self.total, self.count = self.total * others, self.count * others
 
@@ -37,52 +41,42 @@ class Mean:
         return self.total / self.count.clamp(min=1)
 
 
-class GenerationThreshold:
-    """tau_g: the mean entropy of all draft tokens that were rejected. Drafting stops behind a token of more."""
-
-    def __init__(self, rows: int, device: torch.device) -> None:
-        self._rejected = Mean(rows, device)
+class GenerationThreshold(Mean):
+    """tau_g: the mean entropy of the rejected draft tokens, in bits. Drafting stops after a token with a higher entropy."""
 
     @property
     def value(self) -> Tensor:
-        """[B] float64 in bits; infinite where nothing was rejected yet."""
-        return torch.where(self._rejected.count > 0, self._rejected.value, float("inf"))
-
-    def add(self, entropies: Tensor, rejected: Tensor) -> None:
-        """entropies: [B, n] bits, of the draft model where it drew the token. rejected: [B, n] bool."""
-        self._rejected.add(entropies, rejected)
-
-    def reset(self, row: int) -> None:
-        """A new request starts on a row."""
-        self._rejected.reset(row)
+        """[B] float64; infinite where nothing was rejected yet."""
+        return torch.where(self.count > 0, super().value, float("inf"))
 
 
 class VerificationThreshold:
-    """tau_v: half-way between the mean Jensen-Shannon distances of accepted and of rejected draft tokens. A draft token whose
-    distance is below it is accepted, whatever the target would have said.
+    """tau_v: the middle between the mean Jensen-Shannon distances of accepted and of rejected draft tokens. A draft token whose
+    distance is below it is accepted, whatever the target would have chosen.
 
-    variant: of appendix B. "A": the accepted ones' mean; "B": the mean over all; "C": weighted by the numbers of drafts that
-    held an accepted and a rejected one.
+    variant: of appendix B. "A": the mean of the accepted tokens alone. "B": the mean over all tokens. "C": the two means,
+    weighted by the numbers of drafts that held an accepted and a rejected token.
     """
 
     def __init__(self, rows: int, device: torch.device, variant: Variant | None = None) -> None:
         self.variant = variant
         self.accepted, self.rejected = Mean(rows, device), Mean(rows, device)
+        # [B] each: drafts that held an accepted token, drafts that held a rejected one
         self._drafts = [torch.zeros(rows, dtype=torch.int64, device=device) for _ in range(2)]
 
     @property
     def value(self) -> Tensor:
         """[B] float64 in [0, 1]; 0, which no distance is below, until there is an accepted and a rejected one."""
-        kept, lost = self.accepted, self.rejected
-        shares: tuple[Tensor | float, Tensor | float] = (0.5, 0.5)
+        accepted, rejected = self.accepted, self.rejected
+        weights: tuple[Tensor | float, Tensor | float] = (0.5, 0.5)
         if self.variant == "A":
-            shares = (1.0, 0.0)
+            weights = (1.0, 0.0)
         elif self.variant is not None:
-            counts = [one.double() for one in ((kept.count, lost.count) if self.variant == "B" else self._drafts)]
+            counts = [one.double() for one in ((accepted.count, rejected.count) if self.variant == "B" else self._drafts)]
             total = (counts[0] + counts[1]).clamp(min=1)
-            shares = (counts[0] / total, counts[1] / total)
-        middle = shares[0] * kept.value + shares[1] * lost.value
-        return torch.where((kept.count > 0) & (lost.count > 0), middle, 0.0)
+            weights = (counts[0] / total, counts[1] / total)
+        mean = weights[0] * accepted.value + weights[1] * rejected.value
+        return torch.where((accepted.count > 0) & (rejected.count > 0), mean, 0.0)
 
     def add(self, distances: Tensor, accepted: Tensor, rejected: Tensor) -> None:
         """One draft a row. distances: [B, n]; accepted, rejected: [B, n] bool, neither where a token was not reached."""
@@ -99,7 +93,7 @@ class VerificationThreshold:
 
 
 class Ledger:
-    """What became of drafts over all requests, for reports: read only when somebody asks."""
+    """Counts and means over all requests, for reports. It stays on the device until `report` reads it."""
 
     def __init__(self, device: torch.device) -> None:
         self.steps = self.drafted = self.accepted = self.overruled = 0
@@ -113,15 +107,11 @@ class Ledger:
         self.accepted += sum(len(verdict.path) for verdict in drafting)
         self.overruled += sum(verdict.overruled for verdict in drafting)
 
-    def distances(self, values: Tensor, accepted: Tensor, rejected: Tensor, threshold: Tensor) -> None:
-        """values: [B, n]; accepted, rejected: [B, n] bool; threshold: [B], 0 where there was none."""
-        self._note("distance", values, accepted, rejected, threshold, threshold > 0)
-
-    def entropies(self, values: Tensor, accepted: Tensor, rejected: Tensor, threshold: Tensor) -> None:
-        """The same; threshold: infinite where there was none."""
-        self._note("entropy", values, accepted, rejected, threshold, threshold.isfinite())
-
-    def _note(self, what: str, values: Tensor, accepted: Tensor, rejected: Tensor, threshold: Tensor, known: Tensor) -> None:
+    def add_means(
+        self, what: str, values: Tensor, accepted: Tensor, rejected: Tensor, threshold: Tensor, known: Tensor
+    ) -> None:
+        """One step. what: "entropy" or "distance". values: [B, n]; accepted, rejected: [B, n] bool; threshold: [B]; known: [B]
+        bool, rows that had a threshold."""
         for name, where in (("accepted", accepted), ("rejected", rejected)):
             self._means[f"{what}_{name}"].add(values.reshape(1, -1), where.reshape(1, -1))
         judged = known & (accepted | rejected).any(1)

@@ -1,17 +1,28 @@
-"""Building a chain draft token by token, for every method that drafts autoregressively."""
+"""Drafting a chain token by token: the one loop of all methods that draft autoregressively.
+
+Shapes: B rows, k tokens drafted so far, V vocabulary.
+"""
 
 from __future__ import annotations
+
+import functools
+import operator
+from collections.abc import Sequence
+from typing import ClassVar
 
 import torch
 from torch import Tensor
 
-from skipstone.decoding.draft import Draft
+from skipstone.decoding.draft import Draft, RowVerdict
+from skipstone.decoding.session import Request, Session
+from skipstone.methods.shared.confidence import Confidence, Threshold
 from skipstone.models import host
 from skipstone.models.frontier import Frontier
 from skipstone.models.host import on_device
+from skipstone.models.layered import LayeredModel
 
 LOOK_EVERY = 4
-"""Passes on an accelerator between two looks at whether anybody drafts on."""
+"""Drafted tokens between two looks at whether every row has stopped. On an accelerator a look waits for the device."""
 
 
 class Chain:
@@ -24,76 +35,152 @@ class Chain:
     def __init__(self, most: list[int], alive: list[bool], device: torch.device) -> None:
         self.most = [count if live else 0 for count, live in zip(most, alive, strict=True)]
         self.width = max(self.most)
-        self._everyone = min((count for count, live in zip(most, alive, strict=True) if live), default=0)
-        self._most = on_device(self.most, device)
-        self._going: Tensor | None = None
-        self.tokens: list[Tensor] = []
-        self.valid: list[Tensor | None] = []
-        self.q: list[Tensor | None] = []
-        self.confidence: list[Tensor] = []
+        self._all_valid_below = min((count for count, live in zip(most, alive, strict=True) if live), default=0)
+        self._most = on_device(self.most, device)  # [B]
+        self._going: Tensor | None = None  # [B] bool, rows that have not stopped; None while all go on
+        self._tokens: list[Tensor] = []  # one [B] per place, and so are the next three
+        self._valid: list[Tensor | None] = []
+        self._q: list[Tensor | None] = []
+        self._confidence: list[Tensor] = []
 
-    def add(self, token: Tensor, q: Tensor | None, confidence: Tensor | None = None) -> Tensor | None:
-        """Take a drawn token [B]. Returns which rows it is valid for, [B, 1] bool, or None for all."""
-        place = len(self.tokens)
-        valid = None
-        if place >= self._everyone:
-            valid = self._most > place
-        if self._going is not None:
-            valid = self._going if valid is None else valid & self._going
-        self.tokens.append(token)
-        self.q.append(q)
-        self.valid.append(valid)
-        if confidence is not None:
-            self.confidence.append(confidence)
-        return None if valid is None else valid[:, None]
+    def __len__(self) -> int:
+        return len(self._tokens)
 
     @property
     def full(self) -> bool:
         """Whether no row has room for another token."""
-        return len(self.tokens) == self.width
+        return len(self) == self.width
 
     @property
     def ragged(self) -> bool:
         """Whether some row may lack a token that others have."""
-        return any(column is not None for column in self.valid)
+        return any(column is not None for column in self._valid)
+
+    @property
+    def newest(self) -> tuple[Tensor, Tensor | None]:
+        """The newest token of every row, as a frontier takes it: (tokens [B, 1], valid [B, 1] bool or None for all)."""
+        valid = self._valid[-1]
+        return self._tokens[-1][:, None], None if valid is None else valid[:, None]
+
+    def add(self, token: Tensor, q: Tensor | None, confidence: Tensor | None = None) -> None:
+        """Take a drawn token [B], the distribution q [B, V] that it was drawn from, and its confidence [B]."""
+        place = len(self)
+        valid = self._most > place if place >= self._all_valid_below else None
+        if self._going is not None:
+            valid = self._going if valid is None else valid & self._going
+        self._tokens.append(token)
+        self._valid.append(valid)
+        self._q.append(q)
+        if confidence is not None:
+            self._confidence.append(confidence)
 
     def open_rows(self) -> list[bool]:
         """Rows that will draft one more token, on the host."""
         going = [True] * len(self.most) if self._going is None else self._going.tolist()
-        return [len(self.tokens) < most and goes for most, goes in zip(self.most, going, strict=True)]
+        return [len(self) < most and goes for most, goes in zip(self.most, going, strict=True)]
 
-    def stop(self, *reasons: Tensor | None) -> bool:
-        """reasons: rows [B] bool that may draft on, None where all may. Returns whether no row may; where the answer
-        cannot be read for nothing, the rows that stopped draft on unheard."""
-        keep = None
-        for reason in reasons:
-            if reason is not None:
-                keep = reason if keep is None else keep & reason
-        if keep is None or (host.readable(keep) and bool(keep.all())):
-            return False
-        self._going = keep if self._going is None else self._going & keep
-        if not host.readable(keep):
-            return False
-        open_rows = self._going & (self._most > len(self.tokens))
-        return not bool(open_rows.any())
+    def stop(self, *may_go_on: Tensor | None, look: bool = False) -> bool:
+        """Stop the rows that one of `may_go_on` ([B] bool, None for all rows) does not let draft on. Returns whether all have
+        stopped, as far as that is known.
 
-    def all_stopped(self) -> bool:
-        """On an accelerator, whether no row drafts on, asked after every LOOK_EVERY tokens: that waits for the device, and to
-        draft on unheard would cost more."""
-        if host.readable(self._most) or len(self.tokens) % LOOK_EVERY:
+        Asking an accelerator waits for it: it is done after every LOOK_EVERY tokens where `look` is set, else never. Until then
+        rows that have stopped draft tokens that are not valid.
+        """
+        reasons = [rows for rows in may_go_on if rows is not None]
+        if not reasons:
             return False
-        return not any(self.open_rows())
+        going = functools.reduce(operator.and_, reasons)  # [B]
+        readable = host.readable(going)
+        if readable and bool(going.all()):
+            return False
+        self._going = going if self._going is None else self._going & going
+        if readable:
+            return not bool((self._going & (self._most > len(self))).any())
+        return look and len(self) % LOOK_EVERY == 0 and not any(self.open_rows())
 
     def draft(self, frontier: Frontier, exit_layer: int | None = None) -> Draft:
         """The finished chain. exit_layer: what all its tokens were drafted at, for reports."""
-        if not self.tokens:
+        if not self._tokens:
             return Draft.empty(frontier.rows, frontier.device, frontier)
-        tokens = torch.stack(self.tokens, 1)
-        everyone = torch.ones_like(self.tokens[0], dtype=torch.bool)
-        valid = torch.stack([everyone if column is None else column for column in self.valid], 1)
+        tokens = torch.stack(self._tokens, 1)  # [B, n]
+        everyone = torch.ones_like(self._tokens[0], dtype=torch.bool)
+        valid = torch.stack([everyone if column is None else column for column in self._valid], 1)  # [B, n]
         if frontier.valid is not None:
             valid = valid & frontier.valid[:, :1]
-        q = torch.stack([column for column in self.q if column is not None], 1) if self.q[0] is not None else None
-        confidence = torch.stack(self.confidence, 1) if self.confidence else None
+        drawn_from = [column for column in self._q if column is not None]
+        q = torch.stack(drawn_from, 1) if drawn_from else None  # [B, n, V]
+        confidence = torch.stack(self._confidence, 1) if self._confidence else None
         exits = None if exit_layer is None else torch.full_like(tokens, exit_layer)
         return Draft(tokens, valid, frontier, q=q, confidence=confidence, exit_layer=exits)
+
+
+class ChainSession(Session):
+    """A session that drafts token by token.
+
+    A subclass says where the logits of the newest token come from (`next_logits`), and where it differs: how a token is
+    proposed from them (`propose`), what is observed of them (`observe`), and what reads a drafted token (`append`, `finish`).
+
+    most: most draft tokens of a row in a step; `self.most` has one for every row. threshold: confidence below which a row
+    stops drafting.
+    """
+
+    looks: ClassVar[bool] = True  # whether an accelerator is asked now and then if every row has stopped
+
+    def __init__(
+        self, model: LayeredModel, rows: int, capacity: int, *, most: int, threshold: Threshold, coupled: bool, scratch: int = 0
+    ) -> None:
+        super().__init__(model, rows, capacity, coupled=coupled, scratch=scratch)
+        self.most = [most] * rows
+        self.confidence = Confidence(threshold, rows, model.device, most)
+
+    def admit(self, row: int, request: Request) -> None:
+        super().admit(row, request)
+        self.confidence.reset(row)
+
+    def draft(self, limit: list[int]) -> Draft:
+        """Logits, a token, what was observed; again, until no row drafts on."""
+        most = [min(own, allowed) for own, allowed in zip(self.most, limit, strict=True)]
+        chain, frontier = Chain(most, self.alive, self.model.device), self.frontier(most)
+        position = frontier.positions[:, 0] + 1  # [B]
+        path = frontier.tokens[:, 1:]  # [B, k], empty here
+        for place in range(chain.width):
+            logits = self.next_logits(chain, frontier)
+            wanted = chain.open_rows() if self.sampler.processed else None
+            token, q, scores = self.propose(logits, position + place, path, wanted)
+            confidence, sure = self.observe(scores)
+            chain.add(token, q, confidence)
+            path = self.append(chain, frontier)
+            if chain.full or chain.stop(sure, self.sampler.unfinished(token), look=self.looks):
+                break
+        return self.finish(chain, frontier)
+
+    def next_logits(self, chain: Chain, frontier: Frontier) -> Tensor:
+        """Raw logits [B, V] float32 of what follows the newest token."""
+        raise NotImplementedError
+
+    def propose(
+        self, logits: Tensor, position: Tensor, path: Tensor, wanted: Sequence[bool] | None
+    ) -> tuple[Tensor, Tensor | None, Tensor]:
+        """(tokens [B]; q [B, V] that they were drawn from, None where they are deterministic; processed logits [B, V]).
+
+        Arguments as in `Sampler.propose`.
+        """
+        return self.sampler.propose(logits, position, path, wanted)
+
+    def observe(self, scores: Tensor) -> tuple[Tensor | None, Tensor | None]:
+        """Processed logits [B, V] -> (confidence [B] or None, rows [B] bool sure enough to draft on, None for all)."""
+        confidence = self.confidence.of(scores)
+        return confidence, self.confidence.keep(confidence)
+
+    def append(self, chain: Chain, frontier: Frontier) -> Tensor:
+        """Hand the newest token to what drafts, the target's own frontier. Returns all tokens drafted so far, [B, k]."""
+        frontier.append(*chain.newest)
+        return frontier.tokens[:, 1:]
+
+    def finish(self, chain: Chain, frontier: Frontier) -> Draft:
+        """The draft, its tokens in the frontier that the target scores."""
+        return chain.draft(frontier)
+
+    def commit(self, draft: Draft | None, verdicts: list[RowVerdict]) -> None:
+        super().commit(draft, verdicts)
+        self.confidence.update(verdicts)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
@@ -10,38 +10,45 @@ from torch import Tensor
 from skipstone.decoding.draft import RowVerdict
 from skipstone.models.host import on_device
 
+Threshold = float | Literal["adaptive"] | None
+"""A number in [0, 1]; "adaptive", one per row that follows the share of accepted drafts; None never stops drafting."""
+
 
 class Confidence:
-    """When to stop drafting: after a token whose distribution has its top probability below a threshold.
+    """Stops drafting after a token whose distribution has its top probability below a threshold.
 
-    threshold: a number in [0, 1]; "adaptive", one per row that follows the share of accepted drafts (Draft & Verify,
-    arXiv 2309.08168, section 3.3; constants of its released code); None never stops.
+    The adaptive rule is that of Draft & Verify (arXiv 2309.08168, section 3.3; constants of its released code). most: most
+    draft tokens a step.
     """
 
-    START, TARGET, STEP, SMOOTH_RATE, SMOOTH_THRESHOLD = 0.6, 0.9, 0.01, 0.5, 0.9
+    FIRST = 0.6  # threshold of a new request
+    TARGET = 0.9  # share of accepted drafts that the threshold is steered to; also what a new request is thought to have
+    STEP = 0.01  # how far the threshold wants to move after a step
+    SMOOTH_RATE = 0.5  # share of the old acceptance rate in the new one
+    SMOOTH_THRESHOLD = 0.9  # share of the old threshold in the new one
 
-    def __init__(self, threshold: float | str | None, rows: int, device: torch.device, most: int) -> None:
+    def __init__(self, threshold: Threshold, rows: int, device: torch.device, most: int) -> None:
         self.active = threshold is not None
         self.adaptive = threshold == "adaptive"
         self.most = most
-        start = self.START if isinstance(threshold, str) or threshold is None else threshold
-        self._values = [start] * rows
-        self._rates = [self.TARGET] * rows
-        self._threshold = on_device(self._values, device)
+        first = self.FIRST if threshold is None or threshold == "adaptive" else threshold
+        self.thresholds = [first] * rows
+        self._acceptance_rates = [self.TARGET] * rows
+        self._on_device = on_device(self.thresholds, device)  # [B]
 
     def reset(self, row: int) -> None:
         """A new request starts on the row: nothing is carried over, so its text does not depend on what ran before."""
         if self.adaptive:
-            self._values[row], self._rates[row] = self.START, self.TARGET
-            self._threshold = on_device(self._values, self._threshold.device)  # anew: it may be an inference tensor
+            self.thresholds[row], self._acceptance_rates[row] = self.FIRST, self.TARGET
+            self._on_device = on_device(self.thresholds, self._on_device.device)  # anew: it may be an inference tensor
 
     def of(self, scores: Tensor) -> Tensor | None:
-        """Top probability [B] at temperature 1 of processed, unwarped logits [B, V]; None when nobody asks."""
+        """Top probability [B] at temperature 1 of processed, unwarped logits [B, V]; None where there is no threshold."""
         return scores.softmax(-1).amax(-1) if self.active else None
 
     def keep(self, confidence: Tensor | None) -> Tensor | None:
-        """Rows [B] that are sure enough to draft on; None where all are."""
-        return None if confidence is None else confidence >= self._threshold
+        """Rows [B] bool that are sure enough to draft on; None where all are."""
+        return None if confidence is None or not self.active else confidence >= self._on_device
 
     def update(self, verdicts: list[RowVerdict]) -> None:
         """Move every row's threshold by what became of its draft."""
@@ -50,14 +57,14 @@ class Confidence:
         for row, verdict in enumerate(verdicts):
             if not verdict.draft_steps:
                 continue
-            rate = self.SMOOTH_RATE * self._rates[row]
+            rate = self.SMOOTH_RATE * self._acceptance_rates[row]
             rate += (1 - self.SMOOTH_RATE) * len(verdict.path) / verdict.draft_steps
-            old = self._values[row]
+            old = self.thresholds[row]
             step = self.STEP if rate < self.TARGET else 0.0 if verdict.draft_steps == self.most else -self.STEP
-            self._rates[row] = rate
+            self._acceptance_rates[row] = rate
             moved = self.SMOOTH_THRESHOLD * old + (1 - self.SMOOTH_THRESHOLD) * (old + step)
-            self._values[row] = min(max(moved, 0.0), 1.0)
-        self._threshold = on_device(self._values, self._threshold.device)
+            self.thresholds[row] = min(max(moved, 0.0), 1.0)
+        self._on_device = on_device(self.thresholds, self._on_device.device)
 
 
 def check_threshold(value: Any, name: str = "confidence_threshold") -> None:

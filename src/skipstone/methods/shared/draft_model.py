@@ -1,10 +1,12 @@
-"""The second model of speculative decoding: which one it is, and whether it fits the target."""
+"""Drafting with a second model: which one it is and whether it fits the target, its own keys and values, and chains of what it
+would say."""
 
 from __future__ import annotations
 
 import threading
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 from weakref import WeakKeyDictionary
 
 import torch
@@ -12,7 +14,16 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from skipstone.assets import DRAFTS
+from skipstone.decoding.draft import Draft, RowVerdict
+from skipstone.decoding.method import Method
+from skipstone.decoding.sampling import Scores
+from skipstone.decoding.session import PREFILL_CHUNK, Request, Session
+from skipstone.decoding.settings import RejectionRule, check_rule, setting
 from skipstone.loading import load_model, vocabulary
+from skipstone.methods.shared.chain import Chain, ChainSession
+from skipstone.methods.shared.confidence import Threshold
+from skipstone.models.frontier import Frontier
+from skipstone.models.host import across, on_device
 from skipstone.models.layered import LayeredModel
 
 DTYPES = ("float32", "bfloat16", "float16")
@@ -21,35 +32,35 @@ _LOCK = threading.Lock()
 
 
 class DraftModel(LayeredModel):
-    """A model that drafts for another one. target: the vocabulary that its logits are brought to."""
+    """A model that drafts for another one. vocabulary_size: that of the target, which its logits are brought to."""
 
-    def __init__(self, model: PreTrainedModel, size: int) -> None:
+    def __init__(self, model: PreTrainedModel, vocabulary_size: int) -> None:
         super().__init__(model)
-        self.name = called(model)
-        self._missing = size - self.head.weight.shape[0]
-        self._size = size
+        self.name = name_of(model)
+        self._missing = vocabulary_size - self.head.weight.shape[0]
+        self._vocabulary_size = vocabulary_size
 
     def project(self, normed: Tensor, head: Any = None) -> Tensor:
-        """Logits over the target's vocabulary, [B, n, V] float32: of models with the same tokenizer some pad
-        their embedding further than others, and nobody draws from the padding."""
+        """Logits over the target's vocabulary, [B, n, V] float32. Models with the same tokenizer pad their embeddings to
+        different sizes; the padding is cut off, or added with a probability of 0."""
         logits = super().project(normed, head)
         if self._missing <= 0:
-            return logits[..., : self._size]
+            return logits[..., : self._vocabulary_size]
         return torch.nn.functional.pad(logits, (0, self._missing), value=float("-inf"))
 
 
-def called(model: Any) -> str:
-    """What to call a model in an error."""
-    return _place(model) or type(model).__name__
+def name_of(model: Any) -> str:
+    """What a model is called in an error."""
+    return _folder_or_hub_id(model) or type(model).__name__
 
 
-def _place(model: Any) -> str:
+def _folder_or_hub_id(model: Any) -> str:
     """Where a model was loaded from; empty for one that was not."""
     return str(getattr(model.config, "name_or_path", "") or "")
 
 
-def check_place(device: Any, dtype: Any, given: Any) -> None:
-    """ValueError for where a draft model cannot be, and for moving one that was given as an object."""
+def _check_choice(device: Any, dtype: Any, given: Any) -> None:
+    """ValueError for settings that name no draft model, device or dtype, or that would move a model given as an object."""
     if dtype is not None and dtype not in DTYPES:
         raise ValueError(f"draft_dtype must be one of {', '.join(DTYPES)} or none, found {dtype!r}")
     if device is not None and not isinstance(device, str):
@@ -63,78 +74,212 @@ def check_place(device: Any, dtype: Any, given: Any) -> None:
         )
 
 
-def of(given: str | PreTrainedModel | None, target: LayeredModel, device: str | None, dtype: str | None) -> DraftModel:
-    """The draft model for a target, loaded once: by its name, the object itself, or the bundled one of the same vocabulary.
+def draft_model_for(
+    given: str | PreTrainedModel | None, target: LayeredModel, device: str | None = None, dtype: str | None = None
+) -> DraftModel:
+    """The draft model for a target, loaded once. given: its name, a model object, or None for the bundled one of the target's
+    vocabulary.
 
-    OSError where nothing is found, ValueError for none and for one of another vocabulary.
+    OSError where nothing is found; ValueError where none is bundled, and for one of another vocabulary.
     """
-    check_place(device, dtype, given)
+    _check_choice(device, dtype, given)
     if isinstance(given, PreTrainedModel):
-        return _fitting(given, called(given), target)
+        return _checked(given, name_of(given), target)
     given = None if given is None else str(given)
     key = (given, target.head.weight.shape[0], device, dtype, str(target.device), str(target.dtype))
     with _LOCK:
         known = _LOADED.setdefault(target.model, {})
         if key not in known:
-            known[key] = _made(given, target, device, dtype)
+            known[key] = _loaded(given, target, device, dtype)
         return known[key]
 
 
-def _made(given: str | None, target: LayeredModel, device: str | None, dtype: str | None) -> DraftModel:
-    name = given or _bundled(target)
+def _loaded(given: str | None, target: LayeredModel, device: str | None, dtype: str | None) -> DraftModel:
+    name = given or _bundled_name(target)
     if name is None:
         raise ValueError(
-            f"no draft model for {called(target.model)}: pass draft_model= (--draft-model), a folder or hub id of a smaller "
+            f"no draft model for {name_of(target.model)}: pass draft_model= (--draft-model), a folder or hub id of a smaller "
             "one with the same tokenizer"
         )
     kind = target.dtype if dtype is None else getattr(torch, dtype)
     try:
         model = load_model(DRAFTS.get(str(name), name), dtype=kind, device=device or target.device)
     except OSError as error:
-        raise OSError(f"the draft model {name} for {called(target.model)} is not there: {error}") from error
+        raise OSError(f"the draft model {name} for {name_of(target.model)} is not there: {error}") from error
     except (ValueError, RuntimeError) as error:
-        raise ValueError(f"the draft model {name} for {called(target.model)} cannot be loaded: {error}") from error
-    return _fitting(model, str(name), target)
+        raise ValueError(f"the draft model {name} for {name_of(target.model)} cannot be loaded: {error}") from error
+    return _checked(model, str(name), target)
 
 
-def _fitting(model: PreTrainedModel, name: str, target: LayeredModel) -> DraftModel:
-    """ValueError for a model that cannot draft for the target, or that skipstone cannot decode."""
+def _checked(model: PreTrainedModel, name: str, target: LayeredModel) -> DraftModel:
+    """The model as a draft model. ValueError where it cannot draft for the target, or skipstone cannot decode it."""
     if model.get_output_embeddings() is None:
         raise ValueError(
-            f"the draft model {name} for {called(target.model)} has no LM head ({type(model).__name__}): load it with "
+            f"the draft model {name} for {name_of(target.model)} has no LM head ({type(model).__name__}): load it with "
             "AutoModelForCausalLM"
         )
-    _same_vocabulary(model, name, target)
+    _check_vocabularies(model, name, target)
     try:
         return DraftModel(model, target.head.weight.shape[0])
     except ValueError as error:
-        raise ValueError(f"the draft model {name} for {called(target.model)} cannot draft: {error}") from error
+        raise ValueError(f"the draft model {name} for {name_of(target.model)} cannot draft: {error}") from error
 
 
-def _bundled(target: LayeredModel) -> str | None:
-    """The bundled draft model of a target's vocabulary."""
-    own = vocabulary(_place(target.model))
+def _bundled_name(target: LayeredModel) -> str | None:
+    """The name of the bundled draft model of a target's vocabulary; None where there is none."""
+    own = vocabulary(_folder_or_hub_id(target.model))
     return next((name for name, folder in DRAFTS.items() if own is not None and own == vocabulary(str(folder))), None)
 
 
-def _logits(model: Any) -> int:
-    return int(model.get_output_embeddings().weight.shape[0])
-
-
-def _same_vocabulary(model: PreTrainedModel, name: str, target: LayeredModel) -> None:
+def _check_vocabularies(model: PreTrainedModel, name: str, target: LayeredModel) -> None:
     """ValueError where the two models do not mean the same by the same number, as far as their tokenizers can be found."""
-    theirs = target.model
-    mine, other = vocabulary(_place(model)), vocabulary(_place(theirs))
-    sizes = [_logits(one) for one in (model, theirs)]
-    pair = f"the draft model {name} and the target {called(theirs)}"
-    if mine is not None and other is not None:
-        if mine != other:
-            differ = sum(mine.get(token) != place for token, place in other.items())
+    own, targets = vocabulary(_folder_or_hub_id(model)), vocabulary(_folder_or_hub_id(target.model))
+    head: Any = model.get_output_embeddings()
+    own_size, target_size = int(head.weight.shape[0]), int(target.head.weight.shape[0])
+    pair = f"the draft model {name} and the target {name_of(target.model)}"
+    if own is not None and targets is not None:
+        if own != targets:
+            differ = sum(own.get(token) != number for token, number in targets.items())
             raise ValueError(
-                f"{pair} have different vocabularies ({len(mine)} and {len(other)} tokens, {differ} of the target's mean other "
-                "or none): a draft's tokens must be the target's"
+                f"{pair} have different vocabularies ({len(own)} and {len(targets)} tokens, {differ} of the target's mean "
+                "other or none): a draft's tokens must be the target's"
             )
-        if min(sizes) <= max(mine.values()):
-            raise ValueError(f"{pair}: {min(sizes)} logits are too few for their {max(mine.values()) + 1} tokens")
-    elif sizes[0] != sizes[1]:
-        raise ValueError(f"{pair} have vocabularies of different sizes, {sizes[0]} and {sizes[1]}")
+        if (fewer := min(own_size, target_size)) <= max(own.values()):
+            raise ValueError(f"{pair}: {fewer} logits are too few for their {max(own.values()) + 1} tokens")
+    elif own_size != target_size:
+        raise ValueError(f"{pair} have vocabularies of different sizes, {own_size} and {target_size}")
+
+
+@dataclass(frozen=True)
+class DraftModelMethod(Method):
+    """What methods with a draft model share: which one, where it lies, and the ordinary acceptance rule."""
+
+    by_model: ClassVar[tuple[str, ...]] = ("draft_model",)
+    aliases: ClassVar[dict[str, str]] = {"model": "draft_model", "assistant_model": "draft_model"}
+    if_few_accepted: ClassVar[str] = (
+        "An acceptance rate that low says that the draft model does not suit the target or the text."
+    )
+
+    draft_model: str | PreTrainedModel | None = setting(
+        None,
+        "a folder, a hub id, a bundled name or a model object with the target's vocabulary; none: the bundled one that fits",
+    )
+    draft_device: str | None = setting(None, "where a named draft model is loaded; none: where the target is", kw_only=True)
+    draft_dtype: str | None = setting(None, "the dtype a named draft model is loaded in; none: the target's", kw_only=True)
+    rejection_sample_method: RejectionRule = setting(
+        "standard", '"standard" is Leviathan\'s rule; "coupled" draws drafts from the target\'s own noise', kw_only=True
+    )
+
+    def check(self, model: LayeredModel) -> None:
+        check_rule(self.rejection_sample_method)
+        self.draft_model_for(model)
+
+    def draft_model_for(self, target: LayeredModel) -> DraftModel:
+        """The draft model for a target. OSError where there is none of that name, ValueError where the two do not fit."""
+        return draft_model_for(self.draft_model, target, self.draft_device, self.draft_dtype)
+
+
+class DraftModelSession(ChainSession):
+    """A session whose drafts come from a draft model, which has keys and values of its own for what was committed.
+
+    After a step the draft model's store lacks the last committed token, or two of them: where a whole draft was accepted, the
+    last of it never went through the draft model. Steps without drafts let it fall behind further; it catches up when it drafts
+    next.
+
+    side: the session that holds the draft model's store. text: every row's tokens so far. last_id: the highest token id that
+    the draft model has. The target may have more, which mean nothing; the draft model reads this one in their place.
+    """
+
+    def __init__(
+        self, model: LayeredModel, draft_model: DraftModel, rows: int, capacity: int, most: int, threshold: Threshold, rule: str
+    ) -> None:
+        super().__init__(model, rows, capacity, most=most, threshold=threshold, coupled=rule == "coupled")
+        self.draft_model = draft_model
+        self.side = Session(draft_model, rows, capacity)
+        self.text: list[list[int]] = [[] for _ in range(rows)]
+        self.last_id = draft_model.embeddings - 1
+        # of this step's draft
+        self._ahead: Frontier | None = None  # what the draft model reads: committed tokens, then draft tokens
+        self._committed = 0  # columns of it that hold committed tokens
+        self._path = self.root.new_empty((rows, 0))  # [B, width], draft tokens where the target is
+
+    def _check(self, request: Request) -> None:
+        super()._check(request)
+        length, most, limit = len(request.prompt), request.max_new_tokens, self.draft_model.max_positions
+        if length + most > limit:
+            raise ValueError(
+                f"prompt of {length} tokens + max_new_tokens={most} is more than the {limit} positions of the draft model "
+                f"{self.draft_model.name} ({self.draft_model.max_positions_source}); the target {name_of(self.model.model)} "
+                f"has {self.model.max_positions}"
+            )
+
+    def admit(self, row: int, request: Request) -> None:
+        super().admit(row, request)
+        self.side.admit(row, replace(request, prompt=request.prompt.clamp(max=self.last_id)))
+        self.text[row] = request.prompt.tolist()
+
+    def release(self, row: int) -> None:
+        super().release(row)
+        self.side.release(row)
+
+    def prefill(self, chunk: int) -> tuple[Scores | None, list[int]]:
+        self.side.prefill(chunk)
+        return super().prefill(chunk)
+
+    def next_logits(self, chain: Chain, frontier: Frontier) -> Tensor:
+        """What the draft model says once it has read the newest token. The last token of a chain is never read."""
+        device = self.draft_model.device
+        if self._ahead is None:
+            self._ahead = self._what_is_lacking(chain.most)
+            self._path = frontier.tokens.new_empty((self.rows, chain.width))
+        else:
+            tokens, valid = chain.newest
+            tokens = across(tokens.clamp(max=self.last_id), device)
+            self._ahead.append(tokens, None if valid is None else across(valid, device))
+        return across(self._ahead.exit_logits(self.draft_model.depth), self.model.device)
+
+    def _what_is_lacking(self, most: list[int]) -> Frontier:
+        """What every live row lacks, one token or two, with room for a draft of at most `most` tokens a row."""
+        lengths, live = self.side.store.length, [row for row, alive in enumerate(self.alive) if alive]
+        for row in live:
+            if len(self.text[row]) - lengths[row] > 2:
+                self._catch_up(row)
+        lacking = self._committed = max(len(self.text[row]) - lengths[row] for row in live)
+        for row in live:  # where rows differ, one that lacks a single token runs the one before it once more
+            lengths[row] = len(self.text[row]) - lacking
+        tokens = [text[-lacking:] if alive else [0] * lacking for text, alive in zip(self.text, self.alive, strict=True)]
+        columns = on_device(tokens, self.draft_model.device).clamp_(max=self.last_id)  # [B, lacking]
+        room = [count + lacking - 1 for count in most]
+        ahead = Frontier(self.draft_model, self.side.store, columns[:, 0], self.alive, room)
+        if lacking > 1:
+            ahead.append(columns[:, 1:])
+        return ahead
+
+    def _catch_up(self, row: int) -> None:
+        """Run all that a row lacks but its last token."""
+        known = self.side.store.length[row]
+        self.side.resume(row, on_device(self.text[row][known:-1], self.draft_model.device).clamp_(max=self.last_id))
+        while self.side.prefilling:
+            self.side.prefill(PREFILL_CHUNK)
+
+    def append(self, chain: Chain, frontier: Frontier) -> Tensor:
+        self._path[:, len(chain) - 1 : len(chain)] = chain.newest[0]
+        return self._path[:, : len(chain)]
+
+    def finish(self, chain: Chain, frontier: Frontier) -> Draft:
+        """The target reads all tokens of the draft at once."""
+        draft = chain.draft(frontier)
+        if draft.width:
+            frontier.append(draft.tokens, draft.valid if chain.ragged else None)
+        return draft
+
+    def commit(self, draft: Draft | None, verdicts: list[RowVerdict]) -> None:
+        """Lengths of the draft model's store move as well; nothing is run."""
+        super().commit(draft, verdicts)
+        for row, verdict in enumerate(verdicts):
+            if verdict.tokens:
+                if self._ahead is not None:
+                    read = self._ahead.width - self._committed  # draft tokens that the draft model has read
+                    self.side.store.length[row] = len(self.text[row]) + min(len(verdict.path), read)
+                self.text[row] += verdict.tokens
+        self._ahead = None

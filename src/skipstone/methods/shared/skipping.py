@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 
-from skipstone.decoding.draft import Draft, RowVerdict
-from skipstone.decoding.session import Request, Session
-from skipstone.methods.shared.chain import Chain
-from skipstone.methods.shared.confidence import Confidence
+from skipstone.decoding.draft import Draft
+from skipstone.methods.shared.chain import Chain, ChainSession
+from skipstone.methods.shared.confidence import Threshold
+from skipstone.models.frontier import Frontier
 from skipstone.models.layered import LayeredModel
 from skipstone.models.skipping import SkipSet
 
@@ -16,54 +18,46 @@ Ranked = tuple[Tensor, Tensor]
 """(tokens [B, n, k] of every place, best first, the chain's being the first; which of them are possible [B, n, k] bool)."""
 
 
-class SkippingSession(Session):
+class SkippingSession(ChainSession):
     """Chains from what a skip set leaves. Drafts are coupled to the target's noise, deterministic given the seed, so that
-    match verifies them, as trees too.
+    match verifies them, as trees too. Scoring runs them from layer 0 on, over the keys and values that drafting left there.
 
-    most: drafts a step. threshold: of confidence. ranks: tokens that are noted of every place.
+    skip: what drafting leaves out. most: drafts a step. threshold: of confidence. ranks: tokens that are noted of every place.
     """
 
-    def __init__(
-        self,
-        model: LayeredModel,
-        rows: int,
-        capacity: int,
-        *,
-        most: int,
-        threshold: float | str | None,
-        ranks: int,
-        scratch: int,
-    ) -> None:
-        super().__init__(model, rows, capacity, coupled=True, scratch=scratch)
-        self.most, self.ranks = most, ranks
-        self.confidence = Confidence(threshold, rows, model.device, most)
+    skip: SkipSet
 
-    def admit(self, row: int, request: Request) -> None:
-        super().admit(row, request)
-        self.confidence.reset(row)
+    def __init__(
+        self, model: LayeredModel, rows: int, capacity: int, *, most: int, threshold: Threshold, ranks: int, scratch: int
+    ) -> None:
+        super().__init__(model, rows, capacity, most=most, threshold=threshold, coupled=True, scratch=scratch)
+        self.ranks = ranks
+        self._ranked: list[Tensor] = []  # one [B, ranks] per place
+        self._possible: list[Tensor] = []
+
+    def draft(self, limit: list[int]) -> Draft:
+        """A chain of what `self.skip` leaves."""
+        self._ranked, self._possible = [], []
+        return super().draft(limit)
 
     def chain(self, limit: list[int], skip: SkipSet) -> tuple[Draft, Ranked | None]:
-        """A chain with its frontier, which scoring runs from layer 0 on, over the keys and values that drafting left there."""
-        most = [min(self.most, allowed) for allowed in limit]
-        chain = Chain(most, self.alive, self.model.device)
-        frontier = self.frontier(most)
-        position = frontier.positions[:, 0] + 1
-        ranked: list[Tensor] = []
-        possible: list[Tensor] = []
-        for place in range(chain.width):
-            logits = frontier.sketched_logits(skip)
-            wanted = chain.open_rows() if self.sampler.processed else None
-            found, real, scores = self.sampler.candidates(logits, position + place, frontier.tokens[:, 1:], self.ranks, wanted)
-            sure, token = scores.softmax(-1).amax(-1) if self.ranks > 1 else self.confidence.of(scores), found[:, 0]
-            ranked.append(found)
-            possible.append(real)
-            frontier.append(token[:, None], chain.add(token, None, sure))
-            keep = self.confidence.keep(sure) if self.confidence.active else None
-            stopped = chain.full or chain.stop(keep, self.sampler.unfinished(token))
-            if stopped or (self.confidence.active and chain.all_stopped()):
-                break
-        return chain.draft(frontier), (torch.stack(ranked, 1), torch.stack(possible, 1)) if ranked else None
+        """A chain of a skip set, and the tokens that were considered at each of its places; None for an empty chain."""
+        self.skip = skip
+        draft = SkippingSession.draft(self, limit)
+        return draft, (torch.stack(self._ranked, 1), torch.stack(self._possible, 1)) if self._ranked else None
 
-    def commit(self, draft: Draft | None, verdicts: list[RowVerdict]) -> None:
-        super().commit(draft, verdicts)
-        self.confidence.update(verdicts)
+    def next_logits(self, chain: Chain, frontier: Frontier) -> Tensor:
+        return frontier.sketched_logits(self.skip)
+
+    def propose(
+        self, logits: Tensor, position: Tensor, path: Tensor, wanted: Sequence[bool] | None
+    ) -> tuple[Tensor, Tensor | None, Tensor]:
+        ranked, possible, scores = self.sampler.candidates(logits, position, path, self.ranks, wanted)
+        self._ranked.append(ranked)
+        self._possible.append(possible)
+        return ranked[:, 0], None, scores
+
+    def observe(self, scores: Tensor) -> tuple[Tensor | None, Tensor | None]:
+        """As always; but a tree of runners-up is built by confidences, so they are noted without a threshold as well."""
+        confidence = scores.softmax(-1).amax(-1) if self.ranks > 1 else self.confidence.of(scores)
+        return confidence, self.confidence.keep(confidence)

@@ -91,7 +91,7 @@ def _untrained(recipe: HeadsRecipe, model: LayeredModel) -> ExitHeads:
     layers = recipe.heads.layers or exit_heads.usual_layers(model.depth)
     name = recipe.name or (Path(recipe.model).name if recipe.model and Path(recipe.model).is_dir() else recipe.model) or BUNDLED
     set_seed(recipe.seed)
-    heads = ExitHeads(exit_heads.card_of(model, layers, recipe.heads.kind, recipe.heads.rank, name))
+    heads = ExitHeads(exit_heads.new_card(model, layers, recipe.heads.kind, recipe.heads.rank, name))
     heads.start_from(model)
     return heads.to(model.device)
 

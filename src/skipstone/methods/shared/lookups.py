@@ -1,7 +1,8 @@
-"""Drafts that are known on the host beforehand: no model drafts them, so they cost nothing but their verification."""
+"""Drafts that are looked up on the host: no model drafts them, so they cost nothing but their verification."""
 
 from __future__ import annotations
 
+import random
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 
@@ -14,9 +15,12 @@ from skipstone.models.layered import LayeredModel
 
 
 @dataclass
-class Nodes:
-    """A row's draft. parents: of every token, the number of an earlier one, -1 for the last committed token. candidate: False
-    for tokens that are scored and never accepted."""
+class RowDraft:
+    """The draft of one row, a tree of tokens.
+
+    parents: of every token, the number of an earlier one, -1 for the last committed token. candidate: False for tokens that
+    are scored and never accepted.
+    """
 
     tokens: list[int] = field(default_factory=list)
     parents: list[int] = field(default_factory=list)
@@ -29,7 +33,7 @@ class Nodes:
         self.candidate.append(candidate)
         return len(self.tokens) - 1
 
-    def chain(self, tokens: Iterable[int]) -> Nodes:
+    def chain(self, tokens: Iterable[int]) -> RowDraft:
         """Add tokens one after the other, behind the last committed one."""
         parent = -1
         for token in tokens:
@@ -37,7 +41,13 @@ class Nodes:
         return self
 
 
-class ProposingSession(Session):
+def tokens_of_prompt(request: Request, count: int) -> list[int]:
+    """The first guesses of a row that has nothing better: so many tokens of its prompt, drawn by its own seed."""
+    words, dice = request.prompt.tolist(), random.Random(request.sampling.seed)
+    return [dice.choice(words) for _ in range(count)]
+
+
+class LookupSession(Session):
     """A session that knows every row's text on the host."""
 
     def __init__(self, model: LayeredModel, rows: int, capacity: int, scratch: int = 0) -> None:
@@ -53,13 +63,13 @@ class ProposingSession(Session):
         for row, verdict in enumerate(verdicts):
             self.text[row] += verdict.tokens
 
-    def propose(self, rows: list[Nodes], tree: bool = False, levels: int | None = None) -> Draft:
-        """Drafts of all rows in one. tree: they are no mere chains. levels: most accepted tokens."""
+    def propose(self, rows: list[RowDraft], tree: bool = False, levels: int | None = None) -> Draft:
+        """The drafts of all rows as one. tree: False where every row's draft is a chain. levels: most nodes on one path."""
         width, device = max(len(row.tokens) for row in rows), self.model.device
         if not width:
             return Draft.empty(self.rows, device, self.frontier([0] * self.rows))
 
-        def padded(values: list[list[int]], fill: int) -> Tensor:
+        def padded(values: list[list[int]], fill: int) -> Tensor:  # [B, width]
             return on_device([one + [fill] * (width - len(one)) for one in values], device)
 
         tokens = padded([row.tokens for row in rows], 0)
