@@ -108,7 +108,8 @@ class AdaDecode(Method):
 
     def _state(self, model: LayeredModel, rows: int) -> ExitState:
         heads = self._heads(model)
-        return states.of(self, model, rows, heads, lambda: ExitState(self, model, heads, rows))
+        settings = self.exit_layers, self.threshold, self.guard
+        return states.of(self, model, rows, heads, lambda: ExitState(model, heads, *settings, rows))
 
 
 @dataclass
@@ -137,7 +138,7 @@ class AdaDecodeSession(Session):
 
     def admit(self, row: int, request: Request) -> None:
         super().admit(row, request)
-        self.state.another_text()
+        self.state.payoff.begin_text()
 
     @property
     def _follows(self) -> bool:
@@ -148,7 +149,7 @@ class AdaDecodeSession(Session):
         """Algorithm 1 up to the verification."""
         self._began = time.perf_counter()
         state, follows = self.state, self._follows
-        room = state.room(self.method.max_pending) if follows else self.method.max_pending
+        room = state.most_drafts(self.method.max_pending) if follows else self.method.max_pending
         most = [min(room, allowed) for allowed in limit]
         chain = Chain(most, self.alive, self.model.device)
         frontier = self.frontier(most)
@@ -245,7 +246,7 @@ class AdaDecodeSession(Session):
         super().commit(draft, verdicts)
         if draft is not None:
             seconds = time.perf_counter() - self._began if self._follows and self.method.guard else None
-            self.state.learn(self._exits, verdicts, self._passes, seconds)
+            self.state.record(self._exits, verdicts, self._passes, seconds)
 
     def remark(self) -> str | None:
         return self.state.remark()

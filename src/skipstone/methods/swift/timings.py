@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import time
-from typing import Any
 
+import numpy as np
 import torch
 
 from skipstone.decoding.session import Session
@@ -13,11 +13,12 @@ from skipstone.models.layered import LayeredModel
 from skipstone.models.passes import Pass
 from skipstone.models.skipping import SkipSet
 
-WIDTHS = (2, 4, 8, 16, 32, 48, 82)
-"""Rows of the scoring passes that are timed, up to what is needed; what lies between is interpolated."""
-ROUNDS, LONG, DEAR = 3, 0.05, 1.8
-"""How often every pass is timed, the first time to warm up; how many seconds a plain one takes where once is enough; and from
-how many plain steps on wider ones are not timed."""
+WIDTHS = (2, 4, 8, 16, 32, 48, 82)  # tokens of the scoring passes that are timed; what lies between is interpolated
+ROUNDS = 3  # times that every pass is timed, the first time to warm up
+LONG = 0.05  # seconds of a plain pass from which on once is enough
+DEAR = 1.8  # plain steps that a pass costs from which on wider ones are not timed
+CAUTION = 1.5  # times what a pass is thought to cost that is asked for before it is timed
+PLAIN = "plain"
 
 
 class Timings:
@@ -28,26 +29,26 @@ class Timings:
         middle = frozenset(range(1, space.layers - 1))
         self.space = space
         self.widths = [width for width, before in zip(WIDTHS, (0, *WIDTHS), strict=False) if before < widest]
-        self.kinds: dict[Any, tuple[int, SkipSet | None]] = {
-            "plain": (1, None),
+        self.passes: dict[str | int, tuple[int, SkipSet | None]] = {  # name -> (tokens, what is left out)
+            PLAIN: (1, None),
             "no attention": (1, SkipSet(attention=middle)),
             "no mlp": (1, SkipSet(mlp=middle)),
             "neither": (1, SkipSet(middle, middle)),
             **{width: (width, None) for width in self.widths},
         }
-        self.seconds: dict[Any, float] = {}
-        self.left = ["plain", *(kind for _ in range(ROUNDS) for kind in self.kinds)]  # twice at first: one may be a stall
+        self.seconds: dict[str | int, float] = {}  # the shortest of each
+        self.left = [PLAIN, *(name for _ in range(ROUNDS) for name in self.passes)]  # plain twice at first: one may be a stall
 
     def next(self, session: Session) -> float:
         """Time one pass behind everything that is committed. Returns what it cost in plain steps."""
-        width, skip = self.kinds[self.left[0]]
+        width, skip = self.passes[self.left[0]]
         model, store = session.model, session.store
         start = max(session.store.length)
         if width > min(store.limit, model.max_positions) - start:
-            self.left = [one for one in self.left if one != self.left[0]]  # the others say what it may cost
+            self.left = [name for name in self.left if name != self.left[0]]  # the others say what it may cost
             return 0.0
-        kind = self.left.pop(0)
-        again, settled = kind in self.seconds, kind != "plain" or "plain" in self.seconds
+        name = self.left.pop(0)
+        again, settled = name in self.seconds, name != PLAIN or PLAIN in self.seconds
         store.reserve(start + width)
         places = torch.arange(start, start + width, device=model.device).expand(store.rows, -1)
         at = Pass(places, places, None, slice(0, store.rows), start + width, start)
@@ -55,53 +56,47 @@ class Timings:
         hidden = model.embed(places % model.embeddings, places)  # different tokens, for the sake of mixtures of experts
         model.logits(model.run(hidden, at, store, range(store.layers), skip))
         seconds = _now(model.device) - began
-        self.seconds[kind] = min(seconds, self.seconds.get(kind, seconds))
-        if long := settled and self.seconds["plain"] > LONG:
-            self.left = [one for one in self.left if one not in self.seconds]
-        if (again or long) and skip is None and self.seconds[kind] > DEAR * self.seconds["plain"]:
-            self.left = [one for one in self.left if self.kinds[one][0] <= width]
-        return seconds / self.seconds["plain"]
+        self.seconds[name] = min(seconds, self.seconds.get(name, seconds))
+        plain = self.seconds[PLAIN]
+        if long := settled and plain > LONG:
+            self.left = [name for name in self.left if name not in self.seconds]
+        if (again or long) and skip is None and self.seconds[name] > DEAR * plain:
+            self.left = [name for name in self.left if self.passes[name][0] <= width]
+        return seconds / plain
 
     def estimate(self, before: Costs) -> float:
-        """What the next one will cost, by what was timed so far, else by what was thought before."""
-        if self.left[0] in self.seconds:
-            return 1.5 * self.seconds[self.left[0]] / self.seconds["plain"]
-        width, _ = self.kinds[self.left[0]]
-        known = {self.kinds[kind][0]: seconds for kind, seconds in self.seconds.items() if isinstance(kind, int)}
-        if "plain" not in self.seconds or not known:
-            return 1.5 * before.score(width)
+        """What the next one may cost, by what was timed so far, else by what was thought before."""
+        name, plain = self.left[0], self.seconds.get(PLAIN, 0.0)
+        if name in self.seconds:
+            return CAUTION * self.seconds[name] / plain
+        width, _ = self.passes[name]
+        if not (known := [one for one in self.seconds if isinstance(one, int)]):
+            return CAUTION * before.score(width)
         widest = max(known)
-        return 1.5 * known[widest] / self.seconds["plain"] * max(1.0, width / widest)
+        return CAUTION * self.seconds[widest] / plain * max(1.0, width / widest)
 
     def costs(self) -> Costs | None:
         """None while passes are left to be timed."""
         if self.left:
             return None
-        plain, middle = self.seconds["plain"], self.space.layers - 2
+        plain, middle = self.seconds[PLAIN], self.space.layers - 2
         attention, mlp, whole = (
-            max(1 - self.seconds[kind] / plain, 0.0) / middle for kind in ("no attention", "no mlp", "neither")
+            max(1 - self.seconds[name] / plain, 0.0) / middle for name in ("no attention", "no mlp", "neither")
         )
-        known = {1: 1.0, **{width: max(self.seconds[width] / plain, 1.0) for width in self.widths if width in self.seconds}}
-        scoring, widths = [], sorted(known)
-        for width in range(1, widths[-1] + 1):
-            high = next(one for one in widths if one >= width)
-            low = max(one for one in widths if one <= width)
-            share = (width - low) / (high - low) if high > low else 0.0
-            scoring.append(known[low] + share * (known[high] - known[low]))
-        return Costs(attention, mlp, tuple(scoring), max(whole - attention - mlp, 0.0))
+        timed = [width for width in self.widths if width in self.seconds]
+        scores = [1.0, *(max(self.seconds[width] / plain, 1.0) for width in timed)]
+        scoring = np.interp(range(1, max(timed, default=1) + 1), [1, *timed], scores)
+        return Costs(attention, mlp, tuple(scoring.tolist()), max(whole - attention - mlp, 0.0))
 
 
-def by_weight(model: LayeredModel, space: Space) -> Costs:
+def costs_by_weight(model: LayeredModel, space: Space) -> Costs:
     """Before anything was timed: a sublayer costs what it weighs, and a token more a little."""
     layer = model.layers[1]
     attention = sum(one.numel() for one in getattr(layer, model.family.attention).parameters())
     whole = sum(one.numel() for one in layer.parameters())
     everything = whole * space.layers + model.head.weight.numel()
-    return Costs(
-        attention / everything,
-        (whole - attention) / everything,
-        tuple(1 + UNKNOWN_SLOPE * extra for extra in range(WIDTHS[-1])),
-    )
+    scoring = tuple(1 + UNKNOWN_SLOPE * extra for extra in range(WIDTHS[-1]))
+    return Costs(attention / everything, (whole - attention) / everything, scoring)
 
 
 def _now(device: torch.device) -> float:
