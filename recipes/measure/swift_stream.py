@@ -67,7 +67,7 @@ def main() -> None:
     watch = Watch()
     for name in ("time_pass", "candidate", "most_drafts", "leaves", "record", "evaluated"):
         watch.on(SwiftState, name)
-    watch.on(Timings, "next", counted=False)
+    watch.on(Timings, "time_next", counted=False)
     for index, text in enumerate(texts):
         ids = tokenizer(text, return_tensors="pt")["input_ids"][0][:512]
         order = [("plain", Autoregressive()), ("swift", swift)]

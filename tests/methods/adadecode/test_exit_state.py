@@ -70,13 +70,13 @@ def test_an_exit_that_is_left_out_gives_the_others_a_new_start() -> None:
         state.tested(2, [False])
         state.tested(4, [True])
         if step < exit_state.LEAST_TESTS - 1:
-            assert state.payoff.judged
+            assert state.payoff.speedup_steps
     state.record([[4]], [verdict(1, 1)], [(0, 2, 1), (2, 4, 1), (0, 8, 2)], 0.05)
-    assert not state.payoff.judged
+    assert not state.payoff.speedup_steps
     assert state._rejected == 0
     assert state.report()["tested"] == [4]
     state.record([[4]], [verdict(1, 1)], [(0, 4, 1), (0, 8, 2)], 0.01)
-    assert len(state.payoff.judged) == 1, "once"
+    assert len(state.payoff.speedup_steps) == 1, "once"
 
 
 def test_an_exit_whose_predictions_are_too_often_wrong_is_left_out() -> None:

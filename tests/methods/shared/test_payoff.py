@@ -9,9 +9,9 @@ from hypothesis import strategies as st
 
 from skipstone.methods.shared.payoff import (
     FIRST_SLACK,
-    GAINING,
-    LEAST_JUDGED,
+    GAIN_STEPS,
     LEAST_PLAIN,
+    LEAST_SPEEDUP_STEPS,
     MOST_SLACK,
     MOST_WAIT,
     PROBE,
@@ -61,13 +61,13 @@ def test_failures_double_the_wait_and_a_success_ends_it() -> None:
     while not payoff.most_drafts(8, COST):
         payoff.record(1, 1, drafted=False)
     payoff.record(2, 1.9, drafted=True)
-    assert payoff.wait == 1
+    assert payoff.probe_wait == 1
     assert payoff.pays(), "what was lost before is forgotten"
-    for _ in range(LEAST_JUDGED - 9):
+    for _ in range(LEAST_SPEEDUP_STEPS - 9):
         payoff.record(1, 1.25, drafted=True)
     speedup = payoff.speedup()
     assert speedup is not None
-    assert math.isclose(speedup, (2 + LEAST_JUDGED - 1) / (1.9 + 8 * 1.1 + (LEAST_JUDGED - 9) * 1.25))
+    assert math.isclose(speedup, (2 + LEAST_SPEEDUP_STEPS - 1) / (1.9 + 8 * 1.1 + (LEAST_SPEEDUP_STEPS - 9) * 1.25))
 
 
 def test_steps_that_clearly_gain_need_no_slack() -> None:
@@ -92,7 +92,7 @@ def test_old_steps_are_forgotten() -> None:
     assert lost == 8, "4 steps that brought 3 too many, 8 that brought 2 too few"
     payoff.forget_drafts()
     assert not payoff.pays()
-    assert payoff.wait == payoff.waited == 1
+    assert payoff.probe_wait == payoff.since_probe == 1
 
 
 def test_nothing_is_tried_without_slack_but_dear_things_are_possible() -> None:
@@ -118,7 +118,7 @@ def test_the_clock_counts_and_spikes_do_not() -> None:
 
 def test_where_it_pays_and_the_slack_is_spent_drafting_comes_back_soon() -> None:
     payoff = warmed(0.02)
-    for _ in range(GAINING - 1):
+    for _ in range(GAIN_STEPS - 1):
         payoff.record(4, 2, drafted=True)
     payoff.spend(payoff.slack + 7)
     waited = 0
@@ -177,4 +177,4 @@ def test_what_is_lost_is_bounded(luck: list[tuple[int, float]], allowance: float
             dared += max(cost - brought, 0.0) if ended else 0.0
         assert spent <= (1 + allowance) * tokens + FIRST_SLACK + 3 * COST + hoped + dared
     assert hoped <= COST * (1 + len(luck) / MOST_WAIT)
-    assert runs <= 1 + len(luck) / GAINING
+    assert runs <= 1 + len(luck) / GAIN_STEPS

@@ -266,7 +266,7 @@ def test_what_is_timed_and_how_often(monkeypatch: Any, plain: float, slow: dict[
     monkeypatch.setattr(pass_timings, "_now", now)
     while timings.costs() is None:
         with torch.inference_mode():
-            timings.next(session)
+            timings.time_next(session)
     assert calls[0] / 2 == timed
     assert timings.seconds["plain"] == pytest.approx(plain)
 

@@ -18,11 +18,11 @@ from statistics import median
 FIRST_SLACK = 6.0  # plain steps of slack at first
 MOST_SLACK = 64.0  # plain steps of slack that are kept at most
 RECENT = 12  # drafting steps that decide whether drafting pays
-MOST_JUDGED = 64  # drafting steps that tell the speed-up of one way to draft, at most
-LEAST_JUDGED = 24  # drafting steps that tell it, at least
+SPEEDUP_STEPS = 64  # drafting steps that tell the speed-up of one way to draft, at most
+LEAST_SPEEDUP_STEPS = 24  # drafting steps that tell it, at least
 PROBE = 3  # tokens that a probe drafts at most
 MOST_WAIT = 16  # plain steps between two probes at most
-GAINING = 4  # recent drafting steps that are needed for a clear gain
+GAIN_STEPS = 4  # recent drafting steps that are needed for a clear gain
 GAIN = 1.05  # their speed-up from which on the gain is clear
 MOST_PLAIN = 8  # plain steps whose seconds are remembered
 LEAST_PLAIN = 3  # plain steps that must be clocked before a drafting step is compared with them
@@ -57,8 +57,8 @@ class Payoff:
     def forget_drafts(self) -> None:
         """Drafts are made in another way from now on (other sublayers, another threshold), of which nothing is known."""
         self.recent: deque[tuple[float, float]] = deque(maxlen=RECENT)  # (tokens, cost) of drafting steps
-        self.judged: deque[tuple[float, float]] = deque(maxlen=MOST_JUDGED)
-        self.wait = self.waited = 1  # plain steps before the next probe, and since the last one
+        self.speedup_steps: deque[tuple[float, float]] = deque(maxlen=SPEEDUP_STEPS)
+        self.probe_wait = self.since_probe = 1  # plain steps before the next probe, and since the last one
 
     # ---------------------------------------------------------------------------------------------- what is known
 
@@ -68,11 +68,11 @@ class Payoff:
 
     def gains(self) -> bool:
         """Whether they gain so clearly that they need no slack: they build it up."""
-        return len(self.recent) >= GAINING and _speedup(self.recent) >= GAIN
+        return len(self.recent) >= GAIN_STEPS and _speedup(self.recent) >= GAIN
 
     def speedup(self) -> float | None:
-        """The speed-up of drafting in this way, probes included; None before LEAST_JUDGED steps."""
-        return _speedup(self.judged) if len(self.judged) >= LEAST_JUDGED else None
+        """The speed-up of drafting in this way, probes included; None before LEAST_SPEEDUP_STEPS steps."""
+        return _speedup(self.speedup_steps) if len(self.speedup_steps) >= LEAST_SPEEDUP_STEPS else None
 
     # ------------------------------------------------------------------------------------------ what may be tried
 
@@ -88,7 +88,7 @@ class Payoff:
 
     def probe_is_due(self) -> bool:
         """Whether it is time for a probe, where drafting does not pay or the slack is spent."""
-        return self.waited >= (MOST_WAIT if self.pays() else self.wait) and len(self.plain_seconds) >= LEAST_PLAIN
+        return self.since_probe >= (MOST_WAIT if self.pays() else self.probe_wait) and len(self.plain_seconds) >= LEAST_PLAIN
 
     def affords(self, cost: float) -> bool:
         """Whether there is slack for a trial. Half of all the slack that is kept is enough for the dearest one."""
@@ -124,13 +124,13 @@ class Payoff:
         self._steps += 1
         self.slack = min(self.slack + (1 + self.loss_share) * tokens - cost, MOST_SLACK)
         if not drafted:
-            self.waited += 1
+            self.since_probe += 1
             return
         if tokens > cost and not self.pays():
             self.recent.clear()
         self.recent.append((tokens, cost))
-        self.judged.append((tokens, cost))
-        self.wait, self.waited = 1 if tokens > cost else min(2 * self.wait, MOST_WAIT), 0
+        self.speedup_steps.append((tokens, cost))
+        self.probe_wait, self.since_probe = 1 if tokens > cost else min(2 * self.probe_wait, MOST_WAIT), 0
 
 
 def _speedup(steps: Sequence[tuple[float, float]]) -> float:

@@ -41,10 +41,13 @@ class Optimisation:
 
     def choose(self, cautious: bool) -> bool:
         """Change to the best set where it is clearly better. Returns whether it was. cautious: the set in use works, and is
-        left only for one that is likely to be better, rather than on average."""
-        best = self.search.best()
-        hoped = self.search.objective(self.search.likely(best), best) if cautious else self._worth(best)
-        better = bool((best != self.skipped).any()) and hoped > BETTER * self._worth(self.skipped)
+        left only for one that is better by its matchness less a standard error."""
+        search, best = self.search, self.search.best()
+        hoped, now = search.estimate(best) or 0.0, search.estimate(self.skipped)
+        if cautious:
+            hoped = (hoped + search.nearly_certain(best)) / 2
+        worth = 0.0 if now is None else search.objective(now, self.skipped)
+        better = bool((best != self.skipped).any()) and search.objective(hoped, best) > BETTER * worth
         if better:
             self.since_better = 0
         self.use(best if better else self.skipped)
@@ -55,7 +58,3 @@ class Optimisation:
         good_enough = good_enough and self.evaluations - self.begun_at >= LEAST_EVALUATIONS
         found = good_enough and self.search.nearly_certain(self.skipped) > self.enough
         return self.steps_left <= 0 or self.since_better >= self.patience or found
-
-    def _worth(self, skipped: LayerMask) -> float:
-        seen = self.search.estimate(skipped)
-        return 0.0 if seen is None else self.search.objective(seen, skipped)

@@ -59,11 +59,6 @@ class Search:
         """Two standard errors below the estimate of a set's matchness; 0 where nothing is known."""
         return 0.0
 
-    def likely(self, skipped: LayerMask) -> float:
-        """One standard error below it: the matchness to hope for of a set that was never tried itself."""
-        seen = self.estimate(skipped)
-        return 0.0 if seen is None else (seen + self.nearly_certain(skipped)) / 2
-
     def best_worth(self, count: int) -> float:
         """The expected worth of the best set of so many sublayers; 0 where the search cannot tell."""
         return 0.0

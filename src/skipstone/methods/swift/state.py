@@ -78,10 +78,10 @@ class SwiftState:
     def time_pass(self, session: Session) -> None:
         """Time one more pass, where it can be paid for. The last one makes the costs known."""
         assert self.timings is not None
-        estimate, payoff = self.timings.estimate(self.costs), self.payoff
+        estimate, payoff = self.timings.next_cost(self.costs), self.payoff
         if payoff.enabled and (self.drafted_steps < FIRST_DRAFTS or not payoff.affords(estimate)):
             return
-        self._spend("timing", min(self.timings.next(session), SPIKE * estimate))  # a first pass may load kernels
+        self._spend("timing", min(self.timings.time_next(session), SPIKE * estimate))  # a first pass may load kernels
         if (costs := self.timings.costs()) is not None:
             self.timings = None
             self.set_costs(costs)

@@ -39,7 +39,7 @@ class Timings:
         self.seconds: dict[str | int, float] = {}  # the shortest of each
         self.left = [PLAIN, *(name for _ in range(ROUNDS) for name in self.passes)]  # plain twice at first: one may be a stall
 
-    def next(self, session: Session) -> float:
+    def time_next(self, session: Session) -> float:
         """Time one pass behind everything that is committed. Returns what it cost in plain steps."""
         width, skip = self.passes[self.left[0]]
         model, store = session.model, session.store
@@ -64,7 +64,7 @@ class Timings:
             self.left = [name for name in self.left if self.passes[name][0] <= width]
         return seconds / plain
 
-    def estimate(self, before: Costs) -> float:
+    def next_cost(self, before: Costs) -> float:
         """What the next one may cost, by what was timed so far, else by what was thought before."""
         name, plain = self.left[0], self.seconds.get(PLAIN, 0.0)
         if name in self.seconds:
