@@ -56,8 +56,9 @@ class SwiftState:
             self.search = Search(self.space, int(first.sum()), objective, first=first)
         self.optimisation = Optimisation(self.search, method.max_steps, method.patience, method.enough)
         self.payoff = Payoff(SEARCH_LOSS if self.optimisation.searching else SETTLED_LOSS, method.guard)
-        self.evaluation_width = -(-method.context_window // rows)  # tokens a row of a pass as large as an evaluation
-        leaves = MOST_LEAVES if method.dynamic_verification and not method.guard else 0  # a guard has no more than are timed
+        # an evaluation is a pass of one row, costs are those of passes of all rows: so many tokens a row are as many in all
+        self.evaluation_width = -(-method.context_window // rows)
+        leaves = MOST_LEAVES if method.dynamic_verification and not method.guard else 0  # a guard allows as many as are timed
         widest = max(1 + method.num_speculative_tokens + leaves, self.evaluation_width)
         self.timings = Timings(self.space, widest) if method.guard or method.objective == "speed" else None
         self.evaluation_ratio = 1.0  # measured over expected cost of the latest evaluation

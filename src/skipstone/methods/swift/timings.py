@@ -18,7 +18,9 @@ ROUNDS = 3  # times that every pass is timed, the first time to warm up
 LONG = 0.05  # seconds of a plain pass from which on once is enough
 DEAR = 1.8  # plain steps that a pass costs from which on wider ones are not timed
 CAUTION = 1.5  # times what a pass is thought to cost that is asked for before it is timed
-PLAIN = "plain"
+TimedPass = tuple[int, SkipSet | None]
+"""(tokens, what is left out)."""
+PLAIN: TimedPass = (1, None)
 
 
 class Timings:
@@ -26,29 +28,23 @@ class Timings:
     without both, and scoring passes of several widths, up to the first that is dear or as wide as any will be."""
 
     def __init__(self, space: Space, widest: int = WIDTHS[-1]) -> None:
-        middle = frozenset(range(1, space.layers - 1))
-        self.space = space
-        self.widths = [width for width, before in zip(WIDTHS, (0, *WIDTHS), strict=False) if before < widest]
-        self.passes: dict[str | int, tuple[int, SkipSet | None]] = {  # name -> (tokens, what is left out)
-            PLAIN: (1, None),
-            "no attention": (1, SkipSet(attention=middle)),
-            "no mlp": (1, SkipSet(mlp=middle)),
-            "neither": (1, SkipSet(middle, middle)),
-            **{width: (width, None) for width in self.widths},
-        }
-        self.seconds: dict[str | int, float] = {}  # the shortest of each
-        self.left = [PLAIN, *(name for _ in range(ROUNDS) for name in self.passes)]  # plain twice at first: one may be a stall
+        self.middle = frozenset(range(1, space.layers - 1))
+        self.without = (SkipSet(attention=self.middle), SkipSet(mlp=self.middle), SkipSet(self.middle, self.middle))
+        widths = [width for width, before in zip(WIDTHS, (0, *WIDTHS), strict=False) if before < widest]
+        passes: list[TimedPass] = [PLAIN, *((1, skip) for skip in self.without), *((width, None) for width in widths)]
+        self.left = [PLAIN, *ROUNDS * passes]  # plain twice at first: one may be a stall
+        self.seconds: dict[TimedPass, float] = {}  # the shortest of each
 
     def time_next(self, session: Session) -> float:
         """Time one pass behind everything that is committed. Returns what it cost in plain steps."""
-        width, skip = self.passes[self.left[0]]
+        width, skip = timed = self.left[0]
         model, store = session.model, session.store
         start = max(session.store.length)
         if width > min(store.limit, model.max_positions) - start:
-            self.left = [name for name in self.left if name != self.left[0]]  # the others say what it may cost
+            self.left = [one for one in self.left if one != timed]  # the others say what it may cost
             return 0.0
-        name = self.left.pop(0)
-        again, settled = name in self.seconds, name != PLAIN or PLAIN in self.seconds
+        del self.left[0]
+        again = timed in self.seconds
         store.reserve(start + width)
         places = torch.arange(start, start + width, device=model.device).expand(store.rows, -1)
         at = Pass(places, places, None, slice(0, store.rows), start + width, start)
@@ -56,36 +52,36 @@ class Timings:
         hidden = model.embed(places % model.embeddings, places)  # different tokens, for the sake of mixtures of experts
         model.logits(model.run(hidden, at, store, range(store.layers), skip))
         seconds = _now(model.device) - began
-        self.seconds[name] = min(seconds, self.seconds.get(name, seconds))
+        self.seconds[timed] = min(seconds, self.seconds.get(timed, seconds))
         plain = self.seconds[PLAIN]
-        if long := settled and plain > LONG:
-            self.left = [name for name in self.left if name not in self.seconds]
-        if (again or long) and skip is None and self.seconds[name] > DEAR * plain:
-            self.left = [name for name in self.left if self.passes[name][0] <= width]
+        if long := plain > LONG and (again or timed != PLAIN):
+            self.left = [one for one in self.left if one not in self.seconds]
+        if (again or long) and skip is None and self.seconds[timed] > DEAR * plain:
+            self.left = [(tokens, skip) for tokens, skip in self.left if tokens <= width]
         return seconds / plain
 
     def next_cost(self, before: Costs) -> float:
         """What the next one may cost, by what was timed so far, else by what was thought before."""
-        name, plain = self.left[0], self.seconds.get(PLAIN, 0.0)
-        if name in self.seconds:
-            return CAUTION * self.seconds[name] / plain
-        width, _ = self.passes[name]
-        if not (known := [one for one in self.seconds if isinstance(one, int)]):
+        width, _ = self.left[0]
+        if self.left[0] in self.seconds:
+            return CAUTION * self.seconds[self.left[0]] / self.seconds[PLAIN]
+        if not (known := self._scoring()):
             return CAUTION * before.score(width)
         widest = max(known)
-        return CAUTION * self.seconds[widest] / plain * max(1.0, width / widest)
+        return CAUTION * known[widest] * max(1.0, width / widest)
+
+    def _scoring(self) -> dict[int, float]:
+        """Tokens of the scoring passes that were timed -> their cost."""
+        return {tokens: seconds / self.seconds[PLAIN] for (tokens, _), seconds in self.seconds.items() if tokens > 1}
 
     def costs(self) -> Costs | None:
         """None while passes are left to be timed."""
         if self.left:
             return None
-        plain, middle = self.seconds[PLAIN], self.space.layers - 2
-        attention, mlp, whole = (
-            max(1 - self.seconds[name] / plain, 0.0) / middle for name in ("no attention", "no mlp", "neither")
-        )
-        timed = [width for width in self.widths if width in self.seconds]
-        scores = [1.0, *(max(self.seconds[width] / plain, 1.0) for width in timed)]
-        scoring = np.interp(range(1, max(timed, default=1) + 1), [1, *timed], scores)
+        saved = [max(1 - self.seconds[1, skip] / self.seconds[PLAIN], 0.0) for skip in self.without]
+        attention, mlp, whole = (cost / len(self.middle) for cost in saved)
+        known = {1: 1.0, **{tokens: max(cost, 1.0) for tokens, cost in sorted(self._scoring().items())}}
+        scoring = np.interp(range(1, max(known) + 1), list(known), list(known.values()))
         return Costs(attention, mlp, tuple(scoring.tolist()), max(whole - attention - mlp, 0.0))
 
 
