@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import math
 
+import numpy as np
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -17,6 +19,7 @@ from skipstone.methods.shared.payoff import (
     PROBE,
     REFRESH,
     Payoff,
+    TextChange,
 )
 
 COST = 2.0
@@ -178,3 +181,23 @@ def test_what_is_lost_is_bounded(luck: list[tuple[int, float]], allowance: float
         assert spent <= (1 + allowance) * tokens + FIRST_SLACK + 3 * COST + hoped + dared
     assert hoped <= COST * (1 + len(luck) / MOST_WAIT)
     assert runs <= 1 + len(luck) / GAIN_STEPS
+
+
+def shares(rng: np.random.Generator, mean: float, spread: float, count: int) -> list[float]:
+    """Accepted / drafted of steps; spread None: one draft a step, right or wrong."""
+    if spread < 0:
+        return (rng.random(count) < mean).astype(float).tolist()
+    return np.clip(rng.normal(mean, spread, count), 0, 1).tolist()
+
+
+@pytest.mark.parametrize("spread", [0.15, 0.35, -1.0])
+def test_a_changed_task_is_noticed_soon_and_an_unchanged_one_never(spread: float) -> None:
+    for seed in range(5):
+        rng, quiet = np.random.default_rng(seed), TextChange()
+        assert not any(quiet.add(value) for value in shares(rng, 0.75, spread, 20_000))
+        alarm = TextChange()
+        assert not any(alarm.add(value) for value in shares(rng, 0.8, spread, 2000))
+        after = [alarm.add(value) for value in shares(rng, 0.45, spread, 200)]
+        assert any(after)
+        better = TextChange()
+        assert not any(better.add(value) for value in shares(rng, 0.5, spread, 2000) + shares(rng, 0.9, spread, 2000))

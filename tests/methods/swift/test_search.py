@@ -9,7 +9,6 @@ import numpy as np
 import pytest
 
 from skipstone.methods.shared.layer_sets import Costs, LayerMask, Objective, Space, expected_speedup, measured_speedup
-from skipstone.methods.shared.payoff import TextChange
 from skipstone.methods.swift.search import SEARCHES, LinearThompson, Search, SwiftSearch
 from skipstone.models.skipping import SkipSet
 
@@ -212,23 +211,3 @@ def test_a_fixed_set_is_kept() -> None:
     search = Search(Space(6), 3, first=z)
     assert (search.best() == z).all()
     assert not search.adaptive
-
-
-def shares(rng: np.random.Generator, mean: float, spread: float, count: int) -> list[float]:
-    """Accepted / drafted of steps; spread None: one draft a step, right or wrong."""
-    if spread < 0:
-        return (rng.random(count) < mean).astype(float).tolist()
-    return np.clip(rng.normal(mean, spread, count), 0, 1).tolist()
-
-
-@pytest.mark.parametrize("spread", [0.15, 0.35, -1.0])
-def test_a_changed_task_is_noticed_soon_and_an_unchanged_one_never(spread: float) -> None:
-    for seed in range(5):
-        rng, quiet = np.random.default_rng(seed), TextChange()
-        assert not any(quiet.add(value) for value in shares(rng, 0.75, spread, 20_000))
-        alarm = TextChange()
-        assert not any(alarm.add(value) for value in shares(rng, 0.8, spread, 2000))
-        after = [alarm.add(value) for value in shares(rng, 0.45, spread, 200)]
-        assert any(after)
-        better = TextChange()
-        assert not any(better.add(value) for value in shares(rng, 0.5, spread, 2000) + shares(rng, 0.9, spread, 2000))
