@@ -23,7 +23,7 @@ import yaml
 
 import skipstone
 from skipstone import Autoregressive, Swift
-from skipstone.methods.swift.state import SkipState
+from skipstone.methods.swift.state import SwiftState
 from skipstone.methods.swift.timings import Timings
 
 
@@ -65,9 +65,9 @@ def main() -> None:
     texts = [text for turn in itertools.zip_longest(*files) for text in turn if text is not None]
     parts: list[dict[str, Any]] = []
     watch = Watch()
-    for name in ("another_text", "due", "room", "leaves", "learn", "judged"):
-        watch.on(SkipState, name)
-    watch.on(Timings, "next", counted=False)
+    for name in ("time_pass", "candidate", "most_drafts", "leaves", "record", "evaluated"):
+        watch.on(SwiftState, name)
+    watch.on(Timings, "time_next", counted=False)
     for index, text in enumerate(texts):
         ids = tokenizer(text, return_tensors="pt")["input_ids"][0][:512]
         order = [("plain", Autoregressive()), ("swift", swift)]

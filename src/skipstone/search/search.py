@@ -24,7 +24,7 @@ from transformers import PreTrainedModel
 from skipstone.files import LineFile, read_lines
 from skipstone.methods.autoregressive import Autoregressive
 from skipstone.methods.self_speculative import SelfSpeculative
-from skipstone.methods.shared.layer_sets import MOST_DRAFTS, Costs, Objective, Space, Z
+from skipstone.methods.shared.layer_sets import MOST_DRAFTS, Costs, LayerMask, Objective, Space
 from skipstone.methods.swift.search import LinearThompson
 from skipstone.models.fingerprint import fingerprint
 from skipstone.models.kvstore import KVStore
@@ -137,7 +137,7 @@ def search(
     return found
 
 
-def _most_promising(learner: LinearThompson, space: Space, wish: Wish) -> Z:
+def _most_promising(learner: LinearThompson, space: Space, wish: Wish) -> LayerMask:
     """Of every size the best by what is known, and of those the one of most worth."""
     sets = []
     for ratio in wish.ratios:

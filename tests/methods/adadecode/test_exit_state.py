@@ -21,7 +21,7 @@ def verdict(accepted: int, drafted: int) -> RowVerdict:
 def state_of(**settings: Any) -> ExitState:
     layered = LayeredModel(llama(layers=8))
     method = AdaDecode("original", exit_layers=(2, 4), **settings)
-    return ExitState(method, layered, method._heads(layered))
+    return ExitState(layered, method._heads(layered), method.exit_layers, method.threshold, method.guard)
 
 
 def test_the_threshold_rises_where_early_predictions_do_not_pay() -> None:
@@ -29,11 +29,11 @@ def test_the_threshold_rises_where_early_predictions_do_not_pay() -> None:
     state = state_of()
     lost = plain = 0.0
     for _ in range(2000):
-        if state.room(5):
-            state.learn([[2]], [verdict(0, 1)], [(0, 2, 1), (0, 8, 2)], 0.0125)
+        if state.most_drafts(5):
+            state.record([[2]], [verdict(0, 1)], [(0, 2, 1), (0, 8, 2)], 0.0125)
             lost += 0.25
         else:
-            state.learn([[]], [verdict(0, 0)], [(0, 8, 1)], 0.01)
+            state.record([[]], [verdict(0, 0)], [(0, 8, 1)], 0.01)
         plain += 1
     found = state.report()
     assert found["threshold"] > 0.95
@@ -50,10 +50,10 @@ def test_the_threshold_stays_where_no_prediction_is_wrong() -> None:
     state = state_of()
     plain = 0
     for _ in range(1000):
-        if state.room(5):
-            state.learn([[2]], [verdict(1, 1)], [(0, 2, 1), (0, 8, 2)], 0.03)
+        if state.most_drafts(5):
+            state.record([[2]], [verdict(1, 1)], [(0, 2, 1), (0, 8, 2)], 0.03)
         else:
-            state.learn([[]], [verdict(0, 0)], [(0, 8, 1)], 0.01)
+            state.record([[]], [verdict(0, 0)], [(0, 8, 1)], 0.01)
             plain += 1
     assert state.threshold == 0.75
     assert plain > 800
@@ -63,41 +63,41 @@ def test_the_threshold_stays_where_no_prediction_is_wrong() -> None:
 def test_an_exit_that_is_left_out_gives_the_others_a_new_start() -> None:
     """Before, the useless tests at layer 2 spoil what layer 4 brings."""
     state = state_of()
-    state.guard.plain.extend([0.01] * 3)
+    state.payoff.plain_seconds.extend([0.01] * 3)
     state.test_seconds = 1e-3
-    for step in range(exit_state.FEW_TESTS):
-        state.learn([[4]], [verdict(1, 1)], [(0, 2, 1), (2, 4, 1), (0, 8, 2)], 0.05)
+    for step in range(exit_state.LEAST_TESTS):
+        state.record([[4]], [verdict(1, 1)], [(0, 2, 1), (2, 4, 1), (0, 8, 2)], 0.05)
         state.tested(2, [False])
         state.tested(4, [True])
-        if step < exit_state.FEW_TESTS - 1:
-            assert state.guard.lately
-    state.learn([[4]], [verdict(1, 1)], [(0, 2, 1), (2, 4, 1), (0, 8, 2)], 0.05)
-    assert not state.guard.lately
-    assert state._rejected() == 0
+        if step < exit_state.LEAST_TESTS - 1:
+            assert state.payoff.speedup_steps
+    state.record([[4]], [verdict(1, 1)], [(0, 2, 1), (2, 4, 1), (0, 8, 2)], 0.05)
+    assert not state.payoff.speedup_steps
+    assert state._rejected == 0
     assert state.report()["tested"] == [4]
-    state.learn([[4]], [verdict(1, 1)], [(0, 4, 1), (0, 8, 2)], 0.01)
-    assert len(state.guard.lately) == 1, "once"
+    state.record([[4]], [verdict(1, 1)], [(0, 4, 1), (0, 8, 2)], 0.01)
+    assert len(state.payoff.speedup_steps) == 1, "once"
 
 
 def test_an_exit_whose_predictions_are_too_often_wrong_is_left_out() -> None:
     """Sure in half of its tests: what is right saves up to 2 of 8 layers, what is wrong lets the next token run 4 in vain."""
     for right, kept in ((0.9, [2, 4]), (0.6, [4])):
         state = state_of()
-        state.guard.plain.extend([0.01] * 3)
+        state.payoff.plain_seconds.extend([0.01] * 3)
         state.test_seconds = 1e-5
         for number in range(100):
             state.tested(2, [number % 2 == 0])
             state.tested(4, [True])
-            state.learn([[2]], [verdict(int(number % 10 < 10 * right), 1)], [], None)
+            state.record([[2]], [verdict(int(number % 10 < 10 * right), 1)], [], None)
         assert state.report()["tested"] == kept
 
 
 def test_a_guard_that_is_off_learns_and_changes_nothing() -> None:
     state = state_of(guard=False)
     for _ in range(200):
-        assert state.room(5) == 5
+        assert state.most_drafts(5) == 5
         assert state.worth_testing() == state.exits
-        state.learn([[2]], [verdict(0, 1)], [(0, 2, 1), (0, 8, 2)], None)
+        state.record([[2]], [verdict(0, 1)], [(0, 2, 1), (0, 8, 2)], None)
     assert state.threshold == 0.75
     assert state.remark() is None
 
@@ -106,21 +106,21 @@ def test_exits_that_hardly_ever_predict_are_hardly_ever_tested() -> None:
     state = state_of()
     assert state.test_seconds > 0
     state.test_seconds = 1e-4
-    state.guard.plain.extend([0.01] * 3)
+    state.payoff.plain_seconds.extend([0.01] * 3)
     asked = {2: 0, 4: 0}
-    for _ in range(exit_state.FEW_TESTS + 640):
+    for _ in range(exit_state.LEAST_TESTS + 640):
         for _, layer in state.worth_testing():
             asked[layer] += 1
             state.tested(layer, [layer == 4])
-    assert asked[4] == exit_state.FEW_TESTS + 640
-    assert asked[2] == exit_state.FEW_TESTS + 640 // exit_state.EXPLORE
+    assert asked[4] == exit_state.LEAST_TESTS + 640
+    assert asked[2] == exit_state.LEAST_TESTS + 640 // exit_state.EXPLORE
     reports = [state.report()["tested"] for _ in range(2 * exit_state.EXPLORE)]
     assert reports == [[4]] * len(reports), "whoever looks changes nothing"
 
 
 def test_a_prediction_behind_a_rejected_one_is_neither_right_nor_wrong() -> None:
     state = state_of()
-    state.learn([[2, 4, 2, 4]], [verdict(1, 4)], [], None)
+    state.record([[2, 4, 2, 4]], [verdict(1, 4)], [], None)
     tallies = state.report()["exits"]
     assert (tallies["2"]["accepted"], tallies["2"]["rejected"]) == (1, 0)
     assert (tallies["4"]["accepted"], tallies["4"]["rejected"]) == (0, 1)

@@ -19,7 +19,7 @@ from skipstone.decoding.draft import Draft
 from skipstone.decoding.loop import Decoder
 from skipstone.decoding.session import Request
 from skipstone.methods.shared import profiles
-from skipstone.methods.swift.state import SkipState
+from skipstone.methods.swift.state import SwiftState
 from skipstone.methods.swift.swift import SwiftSession
 from skipstone.methods.swift.tree import MOST_LEAVES, chances, offered, with_leaves
 from skipstone.models.layered import LayeredModel
@@ -42,15 +42,15 @@ def test_a_layer_set_is_judged_by_what_it_would_have_said_after_the_targets_own_
     end = session.store.length[0]
     begin = end - 6
     with torch.inference_mode():
-        tokens, said = session.latest[0].window()
-        found = session.judge(0, tokens[:-1], SKIP)
+        tokens, said = zip(*session.windows[0], strict=True)
+        found = session.logits_without(SKIP, 0, tokens[:-1])
         cache = model(ids[None, :begin], use_cache=True).past_key_values
         wanted = silenced(model, SKIP)(ids[None, begin:end], past_key_values=cache).logits[0]
         whole = model(ids[None]).logits[0]
     assert torch.allclose(found, wanted, atol=1e-4)
     assert not torch.allclose(found, whole[begin:end], atol=1e-2)
-    assert said.tolist() == whole.argmax(-1)[begin:end].tolist()
-    assert tokens == ids[begin : end + 1].tolist()
+    assert torch.stack(said[1:]).tolist() == whole.argmax(-1)[begin:end].tolist()
+    assert list(tokens) == ids[begin : end + 1].tolist()
     session.check(0, ids[: end + 1])
 
 
@@ -131,7 +131,7 @@ def test_leaves_are_accepted_and_their_keys_and_values_moved() -> None:
     for dynamic in (True, False):
         method = Swift(0.5, 5, None, 6, search="uniform", dynamic_verification=dynamic, guard=False)
         layered = LayeredModel(model)
-        decoder = Decoder(method.start(layered, 1, 70, SkipState(method, layered)))
+        decoder = Decoder(SwiftSession(method, layered, 1, 70, SwiftState(method, layered)))
         decoder.admit(0, Request(asked, 60))
         text: list[int] = []
         while decoder.busy:

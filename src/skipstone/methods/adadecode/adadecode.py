@@ -105,7 +105,8 @@ class AdaDecode(Method):
 
     def _state(self, model: LayeredModel, rows: int) -> ExitState:
         heads = self._heads(model)
-        return states.of(self, model, rows, heads, lambda: ExitState(self, model, heads, rows))
+        settings = self.exit_layers, self.threshold, self.guard
+        return states.of(self, model, rows, heads, lambda: ExitState(model, heads, *settings, rows))
 
 
 @dataclass
@@ -147,7 +148,7 @@ class AdaDecodeSession(Session):
 
     def admit(self, row: int, request: Request) -> None:
         super().admit(row, request)
-        self.state.another_text()
+        self.state.payoff.begin_text()
 
     @property
     def _uses_state(self) -> bool:
@@ -159,7 +160,7 @@ class AdaDecodeSession(Session):
         self._began = time.perf_counter()
         state, exits, threshold, most = self.state, self.state.exits, self.method.threshold, self.method.max_pending
         if self._uses_state:
-            most, exits, threshold = state.room(most), state.worth_testing(), state.threshold
+            most, exits, threshold = state.most_drafts(most), state.worth_testing(), state.threshold
         chain = Chain([min(most, allowed) for allowed in limit], self.alive, self.model.device)
         frontier = self.frontier(chain.most)
         self._predicted_at, self._passes = [[] for _ in range(self.rows)], frontier.passes
@@ -258,7 +259,7 @@ class AdaDecodeSession(Session):
         super().commit(draft, verdicts)
         if draft is not None:
             seconds = time.perf_counter() - self._began if self._uses_state and self.method.guard else None
-            self.state.learn(self._predicted_at, verdicts, self._passes, seconds)
+            self.state.record(self._predicted_at, verdicts, self._passes, seconds)
 
     def remark(self) -> str | None:
         return self.state.remark()

@@ -1,41 +1,38 @@
 """What AdaDecode knows about a model across requests: its heads, how often every exit predicts and is right, which exits are
-worth a test.
+worth a test, and whether predicting pays (`Payoff`).
 
-Costs are in plain steps. Only steps whose text cannot depend on it (greedy, or coupled draws) follow what was learnt.
+Every cost is in plain steps. Only steps whose text cannot depend on it (greedy, or coupled draws) follow what was learnt.
 """
 
 from __future__ import annotations
 
-import threading
 import time
 from dataclasses import asdict, dataclass
 from statistics import median
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
 from skipstone.decoding.draft import RowVerdict
 from skipstone.methods.adadecode.heads import ExitHeads
-from skipstone.methods.shared.guard import PROBE, Guard
+from skipstone.methods.shared.payoff import PROBE, Payoff
 from skipstone.models.layered import LayeredModel
 
-if TYPE_CHECKING:
-    from skipstone.methods.adadecode.adadecode import AdaDecode
-
-LOSS = 0.02
-"""Share of time that may be lost on trials of what does not pay."""
-SHARPER, MOST_THRESHOLD, RELAX, MANY_REJECTED = 0.5, 0.99, 1024, 0.05
-"""What is left of 1 - threshold where drafting does not pay, the highest threshold, the steps after which one lower is tried
-again, and the share of rejected predictions from which on they may be to blame."""
-FEW_TESTS, FORGET, EXPLORE, TIMED = 32, 1 / 64, 16, 5
-"""Tests before an exit is judged, the weight of its latest one, one step of so many that tests every exit,
-and tests that are timed."""
+LOSS = 0.02  # share of time that may be lost on trials
+SHARPER = 0.5  # what is left of 1 - threshold when the threshold rises
+MOST_THRESHOLD = 0.99  # the highest threshold that it rises to
+RELAX = 1024  # steps after which a risen threshold is lowered again
+MANY_REJECTED = 0.05  # share of rejected predictions from which on they may be why drafting does not pay
+LEAST_TESTS = 32  # tests before an exit is judged
+FORGET = 1 / 64  # weight of the latest test in an exit's rate of predictions
+EXPLORE = 16  # steps, one of which tests every exit
+TIMED = 5  # tests that are timed
 
 
 @dataclass
 class Tally:
-    """Of one exit. tests: how often it was asked; predicted: how often it was sure; what became of those predictions (those
-    behind a rejected one are neither). rate: tests that ended in a prediction, lately."""
+    """Of one exit. tests: how often it was asked. predicted: how often it was sure. accepted, rejected: what became of those
+    predictions; those behind a rejected one are neither. rate: share of the latest tests that ended in a prediction."""
 
     tests: int = 0
     predicted: int = 0
@@ -56,66 +53,63 @@ class Tally:
 
 
 class ExitState:
-    """See the module. exits: (number of the head, layer) of every candidate. threshold: as it is now."""
+    """See the module. layers: the candidates; none for all of the heads'. threshold: at first, and never less. guard: False
+    keeps the threshold, drafts at every step and tests every exit. rows: of the batch.
 
-    def __init__(self, method: AdaDecode, model: LayeredModel, heads: ExitHeads, rows: int = 1) -> None:
-        self.method, self.heads, self.depth = method, heads, model.depth
-        wanted = method.exit_layers or heads.card.layers
+    exits: (number of the head, layer) of every candidate.
+    """
+
+    def __init__(
+        self, model: LayeredModel, heads: ExitHeads, layers: tuple[int, ...], threshold: float, guard: bool, rows: int = 1
+    ) -> None:
+        self.heads, self.depth = heads, model.depth
+        wanted = layers or heads.card.layers
         self.exits = [(index, layer) for index, layer in enumerate(heads.card.layers) if layer in wanted]
         self.tallies = {layer: Tally() for _, layer in self.exits}
-        self.lock = threading.RLock()
-        self.guard, self.threshold, self.raised = Guard(LOSS), method.threshold, 0
-        self.steps = self.drafted_steps = self.turns = self.tests = self._since = 0
-        self.test_seconds = _timed(model, heads, rows) if method.guard else 0.0
-        self.passes: dict[tuple[int, int, int], int] = {}
-        self._judged = self._wrong = 0
-        self._useless: set[int] = set()
+        self.payoff = Payoff(LOSS, guard)
+        self.threshold = self.least_threshold = threshold
+        self.raised = 0  # times that the threshold rose
+        self.steps = self.drafted_steps = self.tests = self._turns = 0
+        self.test_seconds = _timed(model, heads, rows) if guard else 0.0
+        self.passes: dict[tuple[int, int, int], int] = {}  # (from layer, to layer, tokens) -> how often
+        self._steps_here = self._judged = self._rejected = 0  # steps, judged and rejected predictions at this threshold
+        self._useless: set[int] = set()  # layers that were found not worth their tests
 
     @property
     def test_cost(self) -> float:
         """Of one test, in plain steps; nothing before one of those was clocked."""
-        return min(self.test_seconds / median(self.guard.plain), 1.0) if self.guard.plain else 0.0
+        return min(self.payoff.in_plain_steps(self.test_seconds), 1.0) if self.payoff.plain_seconds else 0.0
 
-    def another_text(self) -> None:
-        """A request begins."""
-        with self.lock:
-            self.guard.another_text()
-
-    def room(self, most: int) -> int:
-        """How many early predictions the next step may make, 0 to `most`."""
-        with self.lock:
-            if not self.method.guard or not self.exits:
-                return most
-            return self.guard.room(most, PROBE * (self.exits[0][1] / self.depth + self.test_cost))
+    def most_drafts(self, limit: int) -> int:
+        """How many early predictions the next step may make, 0 to `limit`."""
+        return self.payoff.most_drafts(limit, PROBE * (self.exits[0][1] / self.depth + self.test_cost)) if self.exits else limit
 
     def worth_testing(self) -> list[tuple[int, int]]:
         """The exits that pay for their tests by what they save up to the next one; in one step of EXPLORE all."""
-        with self.lock:
-            self.turns += 1
-            return self.exits if self.turns % EXPLORE == 0 else self._paying()
+        self._turns += 1
+        return self.exits if self._turns % EXPLORE == 0 else self._paying()
 
     def _paying(self) -> list[tuple[int, int]]:
-        if not self.method.guard:
+        if not self.payoff.enabled:
             return self.exits
         kept: list[tuple[int, int]] = []
         above = self.depth
         for index, layer in reversed(self.exits):
             tally = self.tallies[layer]
-            lost = kept[-1][1] if kept else layer  # what a wrong one lets the token behind it run in vain
-            saved = tally.rate * (tally.right * (above - layer) - (1 - tally.right) * lost) / self.depth
-            if tally.tests < FEW_TESTS or saved >= self.test_cost:
+            in_vain = kept[-1][1] if kept else layer  # layers that the token behind a wrong prediction runs for nothing
+            saved = tally.rate * (tally.right * (above - layer) - (1 - tally.right) * in_vain) / self.depth
+            if tally.tests < LEAST_TESTS or saved >= self.test_cost:
                 kept.insert(0, (index, layer))
                 above = layer
         return kept
 
     def tested(self, layer: int, predicted: list[bool]) -> None:
         """Take over one test, one entry for each row that was asked."""
-        with self.lock:
-            self.tests += 1
-            for one in predicted:
-                self.tallies[layer].test(one)
+        self.tests += 1
+        for one in predicted:
+            self.tallies[layer].test(one)
 
-    def learn(
+    def record(
         self,
         exits: list[list[int]],
         verdicts: list[RowVerdict],
@@ -123,78 +117,72 @@ class ExitState:
         seconds: float | None,
     ) -> None:
         """Take over what became of a step. exits: of every row, the layers that its drafts were predicted at. seconds: that it
-        took; None where the guard is not to know of it."""
-        with self.lock:
-            for of_row, verdict in zip(exits, verdicts, strict=True):
-                for layer in of_row[: len(verdict.path)]:
-                    self.tallies[layer].accepted += 1
-                self._judged += len(verdict.path)
-                if verdict.tokens and not verdict.finished and len(verdict.path) < len(of_row):
-                    self.tallies[of_row[len(verdict.path)]].rejected += 1
-                    self._judged += 1
-                    self._wrong += 1
-            for one in passes:
-                self.passes[one] = self.passes.get(one, 0) + 1
-            drafted = any(exits)
-            self.steps += 1
-            self.drafted_steps += drafted
-            if seconds is not None:
-                self._judge(verdicts, passes, seconds, drafted)
+        took; None where it did not follow what was learnt, and nothing is to follow from it."""
+        for of_row, verdict in zip(exits, verdicts, strict=True):
+            for layer in of_row[: len(verdict.path)]:
+                self.tallies[layer].accepted += 1
+            self._judged += len(verdict.path)
+            if verdict.tokens and not verdict.finished and len(verdict.path) < len(of_row):
+                self.tallies[of_row[len(verdict.path)]].rejected += 1
+                self._judged += 1
+                self._rejected += 1
+        for one in passes:
+            self.passes[one] = self.passes.get(one, 0) + 1
+        drafted = any(exits)
+        self.steps += 1
+        self.drafted_steps += drafted
+        if seconds is not None:
+            live = [len(verdict.tokens) for verdict in verdicts if verdict.tokens]
+            expected = sum(high - low for low, high, _ in passes) / self.depth
+            tried = expected > 1 or drafted or len(passes) > 1  # also in vain
+            cost = max(expected, 1.0)
+            self.payoff.record(sum(live) / max(len(live), 1), self.payoff.clock(cost, seconds, tried) * cost, tried)
+            self._move_threshold()
 
-    def _judge(self, verdicts: list[RowVerdict], passes: list[tuple[int, int, int]], seconds: float, drafted: bool) -> None:
-        live = [verdict for verdict in verdicts if verdict.tokens]
-        tokens = sum(len(verdict.tokens) for verdict in live) / max(len(live), 1)
-        expected = sum(high - low for low, high, _ in passes) / self.depth
-        tried = expected > 1 or drafted or len(passes) > 1  # also in vain
-        factor = self.guard.clocked(max(expected, 1.0), seconds, plain=not tried)
-        self.guard.learn(tokens, factor * max(expected, 1.0), tried)
-        self._since += 1
-        worth = self.guard.worth()
+    def _move_threshold(self) -> None:
+        """Up, where drafting does not pay and predictions are rejected; down again after a while. An exit that turns out
+        useless gives the others a new start: what was lost and rejected there says nothing of them."""
+        self._steps_here += 1
+        speedup, wrong = self.payoff.speedup(), self._rejected / max(self._judged, 1)
         if useless := {layer for _, layer in self.exits} - {layer for _, layer in self._paying()} - self._useless:
             self._useless |= useless
-            self._change(self.threshold)  # what was lost and rejected there says nothing of the others
-        elif worth is not None and worth < 1 and self.threshold < MOST_THRESHOLD and self._rejected() >= MANY_REJECTED:
-            self._change(min(1 - SHARPER * (1 - self.threshold), MOST_THRESHOLD))
+            self._begin_at(self.threshold)
+        elif speedup is not None and speedup < 1 and self.threshold < MOST_THRESHOLD and wrong >= MANY_REJECTED:
+            self._begin_at(min(1 - SHARPER * (1 - self.threshold), MOST_THRESHOLD))
             self.raised += 1
-        elif self._since >= RELAX and self.threshold > self.method.threshold:
-            self._change(max(1 - (1 - self.threshold) / SHARPER, self.method.threshold))
+        elif self._steps_here >= RELAX and self.threshold > self.least_threshold:
+            self._begin_at(max(1 - (1 - self.threshold) / SHARPER, self.least_threshold))
 
-    def _rejected(self) -> float:
-        """Share of the predictions judged at this threshold that were rejected."""
-        return self._wrong / self._judged if self._judged else 0.0
-
-    def _change(self, threshold: float) -> None:
-        self.threshold, self._since = threshold, 0
-        self._judged = self._wrong = 0
-        self.guard.another_set()
+    def _begin_at(self, threshold: float) -> None:
+        self.threshold = threshold
+        self._steps_here = self._judged = self._rejected = 0
+        self.payoff.forget_drafts()
 
     def report(self) -> dict[str, Any]:
         """Plain JSON values. passes: (from layer, to layer, tokens, how often)."""
-        with self.lock:
-            return {
-                "threshold": self.threshold,
-                "raised": self.raised,
-                "steps": self.steps,
-                "drafted_steps": self.drafted_steps,
-                "pays": self.guard.pays(),
-                "tests": self.tests,
-                "test_cost": self.test_cost if self.method.guard else None,
-                "tested": [layer for _, layer in self._paying()],
-                "exits": {str(layer): asdict(tally) for layer, tally in self.tallies.items()},
-                "passes": [[*one, count] for one, count in sorted(self.passes.items())],
-            }
+        return {
+            "threshold": self.threshold,
+            "raised": self.raised,
+            "steps": self.steps,
+            "drafted_steps": self.drafted_steps,
+            "pays": self.payoff.pays(),
+            "tests": self.tests,
+            "test_cost": self.test_cost if self.payoff.enabled else None,
+            "tested": [layer for _, layer in self._paying()],
+            "exits": {str(layer): asdict(tally) for layer, tally in self.tallies.items()},
+            "passes": [[*one, count] for one, count in sorted(self.passes.items())],
+        }
 
     def remark(self) -> str | None:
         """What a user should know: that the heads do not pay here."""
-        with self.lock:
-            if not self.method.guard or self.guard.pays() or not self.raised:
-                return None
-            judged = sum(tally.accepted + tally.rejected for tally in self.tallies.values())
-            wrong = sum(tally.rejected for tally in self.tallies.values())
-            return (
-                f"adadecode's early predictions do not pay here: {wrong} of {judged} were rejected; its threshold rose from "
-                f"{self.method.threshold:g} to {self.threshold:g}, and it decodes plainly but for trials"
-            )
+        if not self.payoff.enabled or self.payoff.pays() or not self.raised:
+            return None
+        rejected = sum(tally.rejected for tally in self.tallies.values())
+        judged = rejected + sum(tally.accepted for tally in self.tallies.values())
+        return (
+            f"adadecode's early predictions do not pay here: {rejected} of {judged} were rejected; its threshold rose from "
+            f"{self.least_threshold:g} to {self.threshold:g}, and it decodes plainly but for trials"
+        )
 
 
 @torch.inference_mode()

@@ -1,8 +1,8 @@
 """Searches for the sublayers that a draft model may leave out, pure and seeded.
 
-A set's worth is the share of tokens that the remaining model chooses as the whole one does (matchness, SWIFT, arXiv 2410.06916,
-Eq. 4), or the speed-up that this share and the measured costs allow. A search keeps the number of skipped sublayers, but for
-`resize`.
+A search is told the matchness of the sets that it proposes: the share of tokens that the remaining model chooses as the whole
+one does (SWIFT, arXiv 2410.06916, Eq. 4). The worth of a set is its matchness, or the speed-up that this and the costs allow
+(`Objective`). A search keeps the number of skipped sublayers, but for `resize`.
 """
 
 from __future__ import annotations
@@ -14,237 +14,214 @@ from typing import Any, ClassVar
 import numpy as np
 from numpy.typing import NDArray
 
-from skipstone.methods.shared.layer_sets import Objective, Space, Z
+from skipstone.methods.shared.layer_sets import LayerMask, Objective, Space
 
 
 @dataclass
 class Search:
-    """A search over sets of `count` sublayers: propose, observe, best. seed: of all its draws."""
+    """No search, and the base of all others: sets of `count` sublayers. seed: of all draws. first: the set to begin with, which
+    this one keeps; None is the uniform one."""
 
     space: Space
     count: int
     objective: Objective = field(default_factory=Objective)
     seed: int = 0
-    name: ClassVar[str]
-    adaptive: ClassVar[bool] = True
+    first: LayerMask | None = None
+    adaptive: ClassVar[bool] = False
 
     def __post_init__(self) -> None:
         if not 0 < self.count < self.space.size:
             raise ValueError(f"a layer set skips 1 to {self.space.size - 1} sublayers of this model, found {self.count}")
         self.rng = np.random.default_rng(self.seed)
-        self.steps = 0
-        self.start()
+        self.observations = 0
+        self.forget()
 
-    def start(self) -> None:
+    def forget(self) -> None:
         """Forget everything that was observed."""
 
-    def propose(self) -> Z:
+    def propose(self) -> LayerMask:
         """The next set to try."""
         raise NotImplementedError
 
-    def observe(self, z: Z, matchness: float, positions: int) -> None:
-        """Take over what was seen of a set at so many positions."""
-        self.steps += 1
+    def observe(self, skipped: LayerMask, matchness: float, positions: int) -> None:
+        """Take over the matchness of a set over so many positions."""
+        self.observations += 1
 
-    def best(self) -> Z:
+    def best(self) -> LayerMask:
         """The set to draft with."""
-        raise NotImplementedError
+        return self.space.uniform(self.count) if self.first is None else self.first
 
-    def estimate(self, z: Z) -> float | None:
+    def estimate(self, skipped: LayerMask) -> float | None:
         """What is known of a set's matchness; None where nothing is."""
         return None
 
-    def least(self, z: Z) -> float:
-        """Of a set's matchness, what is nearly certain: two standard errors below the estimate; 0 where nothing is known."""
+    def nearly_certain(self, skipped: LayerMask) -> float:
+        """Two standard errors below the estimate of a set's matchness; 0 where nothing is known."""
         return 0.0
 
-    def likely(self, z: Z) -> float:
-        """One standard error below the estimate: what a set that was never tried itself may be hoped to have."""
-        seen = self.estimate(z)
-        return 0.0 if seen is None else (seen + self.least(z)) / 2
-
-    def promise(self, count: int) -> float:
-        """What the best set of so many sublayers is expected to be worth; 0 where nothing is known of such."""
+    def best_worth(self, count: int) -> float:
+        """The expected worth of the best set of so many sublayers; 0 where the search cannot tell."""
         return 0.0
 
     def resize(self, count: int) -> None:
         """Go on with sets of another size."""
         self.count = count
-        self.start()
+        self.forget()
 
-    def widen(self) -> None:
-        """The task has changed: what was learnt counts for little."""
-        self.start()
-
-
-class FixedSearch(Search):
-    """A set that was found before."""
-
-    name: ClassVar[str] = "fixed"
-    adaptive: ClassVar[bool] = False
-
-    def __init__(self, space: Space, z: Z) -> None:
-        self.z = z
-        super().__init__(space, int(z.sum()))
-
-    def best(self) -> Z:
-        return self.z
-
-
-class UniformSearch(Search):
-    """No search: the uniform set (the ablation "no optimisation")."""
-
-    name: ClassVar[str] = "uniform"
-    adaptive: ClassVar[bool] = False
-
-    def best(self) -> Z:
-        return self.space.uniform(self.count)
+    def doubt(self) -> None:
+        """The texts have changed: what was learnt counts for little."""
+        self.forget()
 
 
 class RandomSearch(Search):
     """Random sets; every fourth proposal looks again at the set that may be the best, so that luck is found out."""
 
-    name: ClassVar[str] = "random"
-    AGAIN: ClassVar[int] = 4
+    adaptive: ClassVar[bool] = True
+    AGAIN: ClassVar[int] = 4  # proposals, one of which is of a set that was seen
 
-    def start(self) -> None:
-        self.seen: dict[bytes, tuple[Z, float, int]] = {}
+    def forget(self) -> None:
+        self.seen: dict[bytes, tuple[LayerMask, float, int]] = {}  # (set, positions that matched, positions)
 
-    def propose(self) -> Z:
+    def propose(self) -> LayerMask:
         if not self.seen:
-            return self.space.uniform(self.count)
-        if self.steps % self.AGAIN == self.AGAIN - 1:
+            return super().best()
+        if self.observations % self.AGAIN == self.AGAIN - 1:
             return self._extreme(+1)
-        return self._fresh()
-
-    def _fresh(self) -> Z:
         return self.space.random(self.count, self.rng)
 
-    def observe(self, z: Z, matchness: float, positions: int) -> None:
-        super().observe(z, matchness, positions)
-        _, matched, total = self.seen.get(z.tobytes(), (z, 0.0, 0))
-        self.seen[z.tobytes()] = (z, matched + matchness * positions, total + positions)
+    def observe(self, skipped: LayerMask, matchness: float, positions: int) -> None:
+        super().observe(skipped, matchness, positions)
+        matched, total = self._counts(skipped)
+        self.seen[skipped.tobytes()] = (skipped, matched + matchness * positions, total + positions)
 
-    def widen(self) -> None:
+    def doubt(self) -> None:
+        """The best set is still thought the best, by one position."""
         best = self.best()
-        known = self.seen.get(best.tobytes())
-        self.start()
-        if known is not None:
-            _, matched, total = known
+        matched, total = self._counts(best)
+        self.forget()
+        if total:
             self.seen[best.tobytes()] = (best, matched / total, 1)
 
-    def best(self) -> Z:
-        return self._extreme(-1) if self.seen else self.space.uniform(self.count)
+    def best(self) -> LayerMask:
+        return self._extreme(-1) if self.seen else super().best()
 
-    def estimate(self, z: Z) -> float | None:
-        _, matched, total = self.seen.get(z.tobytes(), (z, 0.0, 0))
+    def estimate(self, skipped: LayerMask) -> float | None:
+        matched, total = self._counts(skipped)
         return matched / total if total else None
 
-    def least(self, z: Z) -> float:
-        _, matched, total = self.seen.get(z.tobytes(), (z, 0.0, 0))
+    def nearly_certain(self, skipped: LayerMask) -> float:
+        matched, total = self._counts(skipped)
         return matched / total - 2 * _error(matched / total, total) if total else 0.0
 
-    def _extreme(self, sign: int) -> Z:
+    def _counts(self, skipped: LayerMask) -> tuple[float, int]:
+        return self.seen.get(skipped.tobytes(), (skipped, 0.0, 0))[1:]
+
+    def _extreme(self, sign: int) -> LayerMask:
         """The set whose worth is best one standard error above (+1) or below (-1) its mean."""
-        entries = list(self.seen.values())
-        matched, total = np.array([one[1] for one in entries]), np.array([one[2] for one in entries])
-        mean = matched / total
-        drafts = np.array([self.objective.costs.draft(z) for z, _, _ in entries])
-        return entries[int(np.argmax(self.objective.of_many(mean + sign * _error(mean, total), drafts)))][0]
+        sets, matched, total = zip(*self.seen.values(), strict=True)
+        mean = np.array(matched) / np.array(total)  # [a]
+        drafts = np.array([self.objective.costs.draft(skipped) for skipped in sets])
+        return sets[int(np.argmax(self.objective.of_many(mean + sign * _error(mean, np.array(total)), drafts)))]
 
 
 class SwiftSearch(RandomSearch):
-    """The paper's: random sets, every `interval`-th by the upper confidence bound of a Gaussian process over what was seen
-    (section 4.1; kappa and noise of the released code). The best is by mean and error here, the code keeps the luckiest."""
+    """The paper's (Eq. 2): random sets, and at intervals the upper confidence bound of a Gaussian process over what was seen.
 
-    name: ClassVar[str] = "swift"
-    INTERVAL: ClassVar[int] = 25
-    KAPPA, NOISE, POINTS, CANDIDATES = 2.5, 1e-2, 200, 256
+    Bound and noise are those of the released code, which keeps the luckiest set; here the best is by mean and error.
+    """
 
-    def propose(self) -> Z:
-        if self.steps % self.INTERVAL == self.INTERVAL - 1 and len(self.seen) > 2:
+    INTERVAL: ClassVar[int] = 25  # beta, proposals, one of which is Bayesian
+    KAPPA: ClassVar[float] = 2.5  # standard deviations of the upper confidence bound
+    NOISE: ClassVar[float] = 1e-2  # variance of an observation, in variances of all
+    POINTS: ClassVar[int] = 200  # latest sets that the Gaussian process knows
+    CANDIDATES: ClassVar[int] = 256  # sets that the bound is taken of
+
+    def propose(self) -> LayerMask:
+        if self.observations % self.INTERVAL == self.INTERVAL - 1 and len(self.seen) > 2:
             return self._by_gaussian_process()
         return super().propose()
 
-    def _by_gaussian_process(self) -> Z:
+    def _by_gaussian_process(self) -> LayerMask:
         """Among random sets and neighbours of the best one."""
         seen = list(self.seen.values())[-self.POINTS :]
-        known = np.stack([z for z, _, _ in seen]).astype(float)
-        values = np.array([self.objective(matched / total, z) for z, matched, total in seen])
-        best = self.best()
-        candidates = [self._neighbour(best) if i % 2 else self._fresh() for i in range(self.CANDIDATES)]
-        asked = np.stack(candidates).astype(float)
+        known = np.stack([skipped for skipped, _, _ in seen]).astype(float)  # [a, n]
+        values = np.array([self.objective(matched / total, skipped) for skipped, matched, total in seen])
+        best, rng = self.best(), self.rng
+        candidates = [
+            self._neighbour(best) if number % 2 else self.space.random(self.count, rng) for number in range(self.CANDIDATES)
+        ]
+        asked = np.stack(candidates).astype(float)  # [b, n]
         scale = values.std() or 1.0
         inverse = np.linalg.inv(self._kernel(known, known) + self.NOISE * np.eye(len(known)))
-        cross = self._kernel(asked, known)
+        cross = self._kernel(asked, known)  # [b, a]
         mean = cross @ inverse @ ((values - values.mean()) / scale)
         variance = np.maximum(1 - np.einsum("ij,jk,ik->i", cross, inverse, cross), 0)
         return candidates[int(np.argmax(mean + self.KAPPA * np.sqrt(variance)))]
 
     def _kernel(self, a: NDArray[np.float64], b: NDArray[np.float64]) -> NDArray[np.float64]:
-        """exp(-h / l), h the number of sublayers that differ, l an eighth of all."""
+        """exp(-h / l), h the number of sublayers that differ, l an eighth of all. a: [i, n], b: [j, n]. Returns [i, j]."""
         differ = a.sum(1)[:, None] + b.sum(1)[None] - 2 * a @ b.T
         return np.exp(-differ / (self.space.size / 8))
 
-    def _neighbour(self, z: Z) -> Z:
+    def _neighbour(self, skipped: LayerMask) -> LayerMask:
         """One sublayer exchanged for another."""
-        near = z.copy()
-        near[self.rng.choice(np.flatnonzero(z))] = False
-        near[self.rng.choice(np.flatnonzero(~z))] = True
+        near = skipped.copy()
+        near[self.rng.choice(np.flatnonzero(skipped))] = False
+        near[self.rng.choice(np.flatnonzero(~skipped))] = True
         return near
 
 
 class LinearThompson(Search):
-    """Thompson sampling on a Bayesian linear model of matchness over the skip indicator; the best set of a draw follows from
-    sorting, for only the number of attentions among the skipped decides what a set costs, but for layers left out whole.
+    """Thompson sampling on a Bayesian linear model: every skipped sublayer takes something from matchness.
 
-    The posterior is kept as mean and square root of the covariance, both updated in O(n^2) (Potter's square-root filter).
-    FORGET: what an observation keeps of its weight when the next one comes.
+    The best set of a draw follows from sorting, for only the number of attentions among the skipped sublayers decides what a
+    set costs (but for layers left out whole). The posterior is kept as its mean and a square root of its covariance; both are
+    updated in O(n^2) (Potter's square-root filter).
     """
 
-    name: ClassVar[str] = "linear_ts"
-    FORGET: ClassVar[float] = 0.998
-    LOSS, LEVEL, SPREAD = 0.5, 0.3, 0.15
-    """What all skipped sublayers together are thought to take from matchness at first, and its prior standard deviations: of
-    the level, and of what one set takes more or less than another."""
+    adaptive: ClassVar[bool] = True
+    FORGET: ClassVar[float] = 0.998  # weight that an observation keeps when the next one comes
+    LOSS: ClassVar[float] = 0.5  # matchness that all skipped sublayers together are thought to take at first
+    LEVEL: ClassVar[float] = 0.3  # prior standard deviation of the matchness of all sets
+    SPREAD: ClassVar[float] = 0.15  # prior standard deviation of what one set takes more or less than another
 
-    def start(self) -> None:
-        size = self.space.size + 1  # the last entry is what is left when nothing is skipped
+    def forget(self) -> None:
+        size = self.space.size + 1  # the last entry is the matchness where nothing is skipped
         self.mean = np.full(size, -self.LOSS / self.count)
         self.mean[-1] = 1.0
         self.root = np.diag(np.append(np.full(size - 1, self.SPREAD / math.sqrt(self.count)), self.LEVEL))
         self._widest = float(np.abs(self.root).max())
 
-    def estimate(self, z: Z) -> float | None:
-        return float(np.clip(np.append(z, 1.0) @ self.mean, 0, 1)) if self.steps else None
+    def estimate(self, skipped: LayerMask) -> float | None:
+        return float(np.clip(np.append(skipped, 1.0) @ self.mean, 0, 1)) if self.observations else None
 
-    def least(self, z: Z) -> float:
-        x = np.append(z, 1.0)
-        return float(x @ self.mean - 2 * np.linalg.norm(self.root.T @ x)) if self.steps else 0.0
+    def nearly_certain(self, skipped: LayerMask) -> float:
+        x = np.append(skipped, 1.0)
+        return float(x @ self.mean - 2 * np.linalg.norm(self.root.T @ x)) if self.observations else 0.0
 
     def resize(self, count: int) -> None:
-        self.count = count  # what every sublayer is worth stays
+        self.count = count  # what every sublayer takes stays
 
-    def widen(self) -> None:
+    def doubt(self) -> None:
         """The mean stays, its certainty goes."""
         mean = self.mean
-        self.start()
+        self.forget()
         self.mean = mean
 
-    def propose(self) -> Z:
-        if not self.steps:
-            return self.space.uniform(self.count)
+    def propose(self) -> LayerMask:
+        if not self.observations:
+            return super().best()
         return self._argmax(self.mean + self.root @ self.rng.standard_normal(len(self.mean)), self.count)[0]
 
-    def best(self) -> Z:
-        return self._argmax(self.mean, self.count)[0] if self.steps else self.space.uniform(self.count)
+    def best(self) -> LayerMask:
+        return self._argmax(self.mean, self.count)[0] if self.observations else super().best()
 
-    def promise(self, count: int) -> float:
-        return self._argmax(self.mean, count)[1] if self.steps else 0.0
+    def best_worth(self, count: int) -> float:
+        return self._argmax(self.mean, count)[1] if self.observations else 0.0
 
-    def observe(self, z: Z, matchness: float, positions: int) -> None:
-        super().observe(z, matchness, positions)
-        x = np.append(z, 1.0)
+    def observe(self, skipped: LayerMask, matchness: float, positions: int) -> None:
+        super().observe(skipped, matchness, positions)
+        x = np.append(skipped, 1.0)  # [n + 1]
         noise = max(matchness * (1 - matchness), 0.02) / positions
         self.root /= math.sqrt(self.FORGET)
         rows = np.sqrt((self.root**2).sum(1))
@@ -255,25 +232,30 @@ class LinearThompson(Search):
         self.mean = self.mean + direction * (gain * (matchness - x @ self.mean))
         self.root -= np.outer(direction, seen) * (gain / (1 + math.sqrt(gain * noise)))
 
-    def _argmax(self, weights: NDArray[np.float64], count: int) -> tuple[Z, float]:
-        """The best set of a linear model, and its worth: for every split between attentions and MLPs the ones that cost least
-        matchness, as if the two overlapped by chance."""
+    def _argmax(self, weights: NDArray[np.float64], count: int) -> tuple[LayerMask, float]:
+        """The best set of a linear model [n + 1], and its worth. For every split between attentions and MLPs it has those that
+        cost least matchness, and the two are taken to fall on the same layers by chance."""
         middle = self.space.size // 2
         halves = (weights[:middle], weights[middle:-1])
         order = [np.argsort(-half, kind="stable") for half in halves]
         sums = [np.append(0, np.cumsum(half[by])) for half, by in zip(halves, order, strict=True)]
-        attentions = np.arange(max(0, count - middle), min(count, middle) + 1)
-        matchness = weights[-1] + sums[0][attentions] + sums[1][count - attentions]
+        attentions = np.arange(max(0, count - middle), min(count, middle) + 1)  # [a], one for every split
         mlps = count - attentions
+        matchness = weights[-1] + sums[0][attentions] + sums[1][mlps]
         worths = self.objective.of_many(matchness, self.objective.costs.drafts(attentions, mlps, attentions * mlps / middle))
         best = int(np.argmax(worths))
-        z = np.zeros(self.space.size, dtype=bool)
-        z[order[0][: attentions[best]]] = True
-        z[middle + order[1][: mlps[best]]] = True
-        return z, float(worths[best])
+        skipped = np.zeros(self.space.size, dtype=bool)
+        skipped[order[0][: attentions[best]]] = True
+        skipped[middle + order[1][: mlps[best]]] = True
+        return skipped, float(worths[best])
 
 
-SEARCHES: dict[str, type[Search]] = {kind.name: kind for kind in (LinearThompson, SwiftSearch, RandomSearch, UniformSearch)}
+SEARCHES: dict[str, type[Search]] = {
+    "linear_ts": LinearThompson,
+    "swift": SwiftSearch,
+    "random": RandomSearch,
+    "uniform": Search,
+}
 
 
 def _error(mean: Any, total: Any) -> Any:

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import time
-from typing import Any
 
+import numpy as np
 import torch
 
 from skipstone.decoding.session import Session
@@ -13,11 +13,14 @@ from skipstone.models.layered import LayeredModel
 from skipstone.models.passes import Pass
 from skipstone.models.skipping import SkipSet
 
-WIDTHS = (2, 4, 8, 16, 32, 48, 82)
-"""Rows of the scoring passes that are timed, up to what is needed; what lies between is interpolated."""
-ROUNDS, LONG, DEAR = 3, 0.05, 1.8
-"""How often every pass is timed, the first time to warm up; how many seconds a plain one takes where once is enough; and from
-how many plain steps on wider ones are not timed."""
+WIDTHS = (2, 4, 8, 16, 32, 48, 82)  # tokens of the scoring passes that are timed; what lies between is interpolated
+ROUNDS = 3  # times that every pass is timed, the first time to warm up
+LONG = 0.05  # seconds of a plain pass from which on once is enough
+DEAR = 1.8  # plain steps that a pass costs from which on wider ones are not timed
+CAUTION = 1.5  # times what a pass is thought to cost that is asked for before it is timed
+TimedPass = tuple[int, SkipSet | None]
+"""(tokens, what is left out)."""
+PLAIN: TimedPass = (1, None)
 
 
 class Timings:
@@ -25,29 +28,23 @@ class Timings:
     without both, and scoring passes of several widths, up to the first that is dear or as wide as any will be."""
 
     def __init__(self, space: Space, widest: int = WIDTHS[-1]) -> None:
-        middle = frozenset(range(1, space.layers - 1))
-        self.space = space
-        self.widths = [width for width, before in zip(WIDTHS, (0, *WIDTHS), strict=False) if before < widest]
-        self.kinds: dict[Any, tuple[int, SkipSet | None]] = {
-            "plain": (1, None),
-            "no attention": (1, SkipSet(attention=middle)),
-            "no mlp": (1, SkipSet(mlp=middle)),
-            "neither": (1, SkipSet(middle, middle)),
-            **{width: (width, None) for width in self.widths},
-        }
-        self.seconds: dict[Any, float] = {}
-        self.left = ["plain", *(kind for _ in range(ROUNDS) for kind in self.kinds)]  # twice at first: one may be a stall
+        self.middle = frozenset(range(1, space.layers - 1))
+        self.without = (SkipSet(attention=self.middle), SkipSet(mlp=self.middle), SkipSet(self.middle, self.middle))
+        widths = [width for width, before in zip(WIDTHS, (0, *WIDTHS), strict=False) if before < widest]
+        passes: list[TimedPass] = [PLAIN, *((1, skip) for skip in self.without), *((width, None) for width in widths)]
+        self.left = [PLAIN, *ROUNDS * passes]  # plain twice at first: one may be a stall
+        self.seconds: dict[TimedPass, float] = {}  # the shortest of each
 
-    def next(self, session: Session) -> float:
+    def time_next(self, session: Session) -> float:
         """Time one pass behind everything that is committed. Returns what it cost in plain steps."""
-        width, skip = self.kinds[self.left[0]]
+        width, skip = timed = self.left[0]
         model, store = session.model, session.store
         start = max(session.store.length)
         if width > min(store.limit, model.max_positions) - start:
-            self.left = [one for one in self.left if one != self.left[0]]  # the others say what it may cost
+            self.left = [one for one in self.left if one != timed]  # the others say what it may cost
             return 0.0
-        kind = self.left.pop(0)
-        again, settled = kind in self.seconds, kind != "plain" or "plain" in self.seconds
+        del self.left[0]
+        again = timed in self.seconds
         store.reserve(start + width)
         places = torch.arange(start, start + width, device=model.device).expand(store.rows, -1)
         at = Pass(places, places, None, slice(0, store.rows), start + width, start)
@@ -55,53 +52,47 @@ class Timings:
         hidden = model.embed(places % model.embeddings, places)  # different tokens, for the sake of mixtures of experts
         model.logits(model.run(hidden, at, store, range(store.layers), skip))
         seconds = _now(model.device) - began
-        self.seconds[kind] = min(seconds, self.seconds.get(kind, seconds))
-        if long := settled and self.seconds["plain"] > LONG:
+        self.seconds[timed] = min(seconds, self.seconds.get(timed, seconds))
+        plain = self.seconds[PLAIN]
+        if long := plain > LONG and (again or timed != PLAIN):
             self.left = [one for one in self.left if one not in self.seconds]
-        if (again or long) and skip is None and self.seconds[kind] > DEAR * self.seconds["plain"]:
-            self.left = [one for one in self.left if self.kinds[one][0] <= width]
-        return seconds / self.seconds["plain"]
+        if (again or long) and skip is None and self.seconds[timed] > DEAR * plain:
+            self.left = [(tokens, skip) for tokens, skip in self.left if tokens <= width]
+        return seconds / plain
 
-    def estimate(self, before: Costs) -> float:
-        """What the next one will cost, by what was timed so far, else by what was thought before."""
+    def next_cost(self, before: Costs) -> float:
+        """What the next one may cost, by what was timed so far, else by what was thought before."""
+        width, _ = self.left[0]
         if self.left[0] in self.seconds:
-            return 1.5 * self.seconds[self.left[0]] / self.seconds["plain"]
-        width, _ = self.kinds[self.left[0]]
-        known = {self.kinds[kind][0]: seconds for kind, seconds in self.seconds.items() if isinstance(kind, int)}
-        if "plain" not in self.seconds or not known:
-            return 1.5 * before.score(width)
+            return CAUTION * self.seconds[self.left[0]] / self.seconds[PLAIN]
+        if not (known := self._scoring()):
+            return CAUTION * before.score(width)
         widest = max(known)
-        return 1.5 * known[widest] / self.seconds["plain"] * max(1.0, width / widest)
+        return CAUTION * known[widest] * max(1.0, width / widest)
+
+    def _scoring(self) -> dict[int, float]:
+        """Tokens of the scoring passes that were timed -> their cost."""
+        return {tokens: seconds / self.seconds[PLAIN] for (tokens, _), seconds in self.seconds.items() if tokens > 1}
 
     def costs(self) -> Costs | None:
         """None while passes are left to be timed."""
         if self.left:
             return None
-        plain, middle = self.seconds["plain"], self.space.layers - 2
-        attention, mlp, whole = (
-            max(1 - self.seconds[kind] / plain, 0.0) / middle for kind in ("no attention", "no mlp", "neither")
-        )
-        known = {1: 1.0, **{width: max(self.seconds[width] / plain, 1.0) for width in self.widths if width in self.seconds}}
-        scoring, widths = [], sorted(known)
-        for width in range(1, widths[-1] + 1):
-            high = next(one for one in widths if one >= width)
-            low = max(one for one in widths if one <= width)
-            share = (width - low) / (high - low) if high > low else 0.0
-            scoring.append(known[low] + share * (known[high] - known[low]))
-        return Costs(attention, mlp, tuple(scoring), max(whole - attention - mlp, 0.0))
+        saved = [max(1 - self.seconds[1, skip] / self.seconds[PLAIN], 0.0) for skip in self.without]
+        attention, mlp, whole = (cost / len(self.middle) for cost in saved)
+        known = {1: 1.0, **{tokens: max(cost, 1.0) for tokens, cost in sorted(self._scoring().items())}}
+        scoring = np.interp(range(1, max(known) + 1), list(known), list(known.values()))
+        return Costs(attention, mlp, tuple(scoring.tolist()), max(whole - attention - mlp, 0.0))
 
 
-def by_weight(model: LayeredModel, space: Space) -> Costs:
+def costs_by_weight(model: LayeredModel, space: Space) -> Costs:
     """Before anything was timed: a sublayer costs what it weighs, and a token more a little."""
     layer = model.layers[1]
     attention = sum(one.numel() for one in getattr(layer, model.family.attention).parameters())
     whole = sum(one.numel() for one in layer.parameters())
     everything = whole * space.layers + model.head.weight.numel()
-    return Costs(
-        attention / everything,
-        (whole - attention) / everything,
-        tuple(1 + UNKNOWN_SLOPE * extra for extra in range(WIDTHS[-1])),
-    )
+    scoring = tuple(1 + UNKNOWN_SLOPE * extra for extra in range(WIDTHS[-1]))
+    return Costs(attention / everything, (whole - attention) / everything, scoring)
 
 
 def _now(device: torch.device) -> float:

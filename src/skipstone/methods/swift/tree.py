@@ -8,10 +8,9 @@ from torch import Tensor
 from skipstone.decoding.draft import Draft
 from skipstone.models import host
 
-RANKS = 10
-CANDIDATES = ((0.95, 1), (0.8, 3), (0.5, 5))
-"""Above which confidence a place offers how many tokens in all, the chain's among them; RANKS below."""
-MOST_LEAVES = 57
+CANDIDATES = ((0.95, 1), (0.8, 3), (0.5, 5))  # (confidence, tokens that a place offers above it, the chain's among them)
+RANKS = 10  # tokens that a place of no more confidence offers
+MOST_LEAVES = 57  # runners-up in a tree
 
 
 def offered(confidence: Tensor) -> Tensor:
@@ -26,7 +25,7 @@ def offered(confidence: Tensor) -> Tensor:
 
 
 def chances(confidence: Tensor, ranks: int) -> Tensor:
-    """How likely a runner-up is the target's token and is reached: the chain is right before it and wrong at its place, and
+    """How likely a runner-up is reached and is the target's token: the chain is right before its place and wrong there, and
     every further rank is half as likely as the one before.
 
     confidence: [B, n], of the chain's tokens. Returns [B, n, ranks - 1] float32.
@@ -36,29 +35,29 @@ def chances(confidence: Tensor, ranks: int) -> Tensor:
 
 
 def with_leaves(chain: Draft, ranked: Tensor, real: Tensor, most: int = MOST_LEAVES, least: float = 0.0) -> Draft:
-    """A chain and its runners-up. ranked: [B, n, k] int64, the tokens of every place, best first, the chain's being the first;
-    real: [B, n, k] bool, those that can be drawn at all. Without confidences every place offers RANKS.
+    """A chain and its runners-up. The chain's nodes come first, so that node j of the chain is place j; then come at most
+    `most` leaves, the likeliest ones. On the CPU, where it costs nothing to know how many have a chance of at least `least`,
+    the tree is no wider than that.
 
-    The chain's nodes come first, so that node j of the chain is place j; then at most `most` leaves, the likeliest ones. Where
-    it is known how many have a chance of at least `least` (on the CPU), the tree is no wider than that.
+    ranked: [B, n, k] int64, the tokens of every place, best first, which is the chain's. real: [B, n, k] bool, those that can
+    be drawn at all. Without confidences every place offers RANKS.
     """
     rows, width, ranks = ranked.shape
-    confidence = torch.full(ranked.shape[:2], 0.5, device=ranked.device) if chain.confidence is None else chain.confidence
-    rank, chance = torch.arange(1, ranks, device=ranked.device), chances(confidence, ranks)
-    wanted = (rank < offered(confidence)[..., None]) & real[..., 1:] & chain.valid[..., None]
-    above = torch.arange(-1, width - 1, device=ranked.device)[None, :, None].expand(rows, width, ranks - 1)
-    tokens, parents, valid = ranked[..., 1:].flatten(1), above.flatten(1), wanted.flatten(1)
+    device = ranked.device
+    confidence = torch.full(ranked.shape[:2], 0.5, device=device) if chain.confidence is None else chain.confidence
+    rank, chance = torch.arange(1, ranks, device=device), chances(confidence, ranks)
+    wanted = (rank < offered(confidence)[..., None]) & real[..., 1:] & chain.valid[..., None]  # [B, n, k - 1]
+    above = torch.arange(-1, width - 1, device=device)  # [n], the node before every place
+    tokens, valid = ranked[..., 1:].flatten(1), wanted.flatten(1)  # [B, n (k - 1)]
     most = min(most, valid.shape[1])
     if host.readable(valid):
         most = min(most, int((valid & (chance >= least).flatten(1)).sum(1).max()))
     order = torch.where(wanted, chance, -1.0).flatten(1).argsort(dim=1, descending=True, stable=True)[:, :most]
-    spine = torch.arange(-1, width - 1, device=ranked.device).expand(rows, width)
     return Draft(
         torch.cat([chain.tokens, tokens.gather(1, order)], 1),
         torch.cat([chain.valid, valid.gather(1, order)], 1),
         chain.frontier,
-        parents=torch.cat([spine, parents.gather(1, order)], 1),
-        confidence=None,
+        parents=torch.cat([above.expand(rows, width), above[order // (ranks - 1)]], 1),
         draft_steps=chain.valid.sum(1),
         levels=width,
     )
