@@ -10,11 +10,9 @@ import copy
 import json
 import os
 import shutil
-import threading
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Literal
-from weakref import WeakKeyDictionary
 
 import torch
 from pydantic import Field
@@ -26,12 +24,12 @@ from skipstone.assets import HEADS
 from skipstone.forms import Part, read_json
 from skipstone.models.fingerprint import fingerprint
 from skipstone.models.layered import LayeredModel
+from skipstone.models.memo import Memo
 
 VERSION = 1
 WEIGHTS, CARD = "exit_heads.safetensors", "exit_heads.json"
 ORIGINAL = "original"
-_LOADED: WeakKeyDictionary[Any, dict[Any, ExitHeads]] = WeakKeyDictionary()
-_LOCK = threading.Lock()
+_LOADED: Memo[ExitHeads] = Memo()
 Kind = Literal["square", "low_rank", "full", "original"]
 
 
@@ -187,12 +185,7 @@ def _ready(heads: ExitHeads, model: LayeredModel) -> ExitHeads:
 
 def _once(model: LayeredModel, key: Any, make: Callable[[], ExitHeads]) -> ExitHeads:
     """Heads that are made once for a model, where it is now."""
-    where = (str(model.device), str(model.dtype), key)
-    with _LOCK:
-        known = _LOADED.setdefault(model.model, {})
-        if where not in known:
-            known[where] = make()
-        return known[where]
+    return _LOADED.get(model.model, (str(model.device), str(model.dtype), key), make)
 
 
 def card_of(model: LayeredModel, layers: tuple[int, ...], kind: Kind, rank: int | None = None, name: str = "") -> HeadsCard:

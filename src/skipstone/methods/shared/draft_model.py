@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import threading
 from pathlib import Path
 from typing import Any
-from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor
@@ -14,10 +12,10 @@ from transformers import PreTrainedModel
 from skipstone.assets import DRAFTS
 from skipstone.loading import load_model, vocabulary
 from skipstone.models.layered import LayeredModel
+from skipstone.models.memo import Memo
 
 DTYPES = ("float32", "bfloat16", "float16")
-_LOADED: WeakKeyDictionary[Any, dict[Any, DraftModel]] = WeakKeyDictionary()
-_LOCK = threading.Lock()
+_LOADED: Memo[DraftModel] = Memo()
 
 
 class DraftModel(LayeredModel):
@@ -73,11 +71,7 @@ def of(given: str | PreTrainedModel | None, target: LayeredModel, device: str | 
         return _fitting(given, called(given), target)
     given = None if given is None else str(given)
     key = (given, target.head.weight.shape[0], device, dtype, str(target.device), str(target.dtype))
-    with _LOCK:
-        known = _LOADED.setdefault(target.model, {})
-        if key not in known:
-            known[key] = _made(given, target, device, dtype)
-        return known[key]
+    return _LOADED.get(target.model, key, lambda: _made(given, target, device, dtype))
 
 
 def _made(given: str | None, target: LayeredModel, device: str | None, dtype: str | None) -> DraftModel:
