@@ -1,4 +1,4 @@
-"""What skipstone puts on a model's modules: nothing of it shows outside a pass, copies have their own, `disable` takes it off."""
+"""What skipstone puts on a model's modules: outside a pass nothing shows, copies have their own, `disable` takes it off."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ SKIP = SelfSpeculative(skip_attention=(1, 2), skip_mlp=(2,))
 NAMES = ["llama", "opt", "falcon", "gpt2", "gemma3_text", "gemma2"]
 
 
-def decode(model: Any, method: Any = SKIP) -> list[list[int]]:
+def decode(model: Any, method: Any = SKIP) -> list[list[int]] | None:
     return skipstone.generate(model, IDS, method, max_new_tokens=12, do_sample=False).new_tokens
 
 
@@ -119,7 +119,7 @@ def test_what_changes_a_model_is_seen() -> None:
     assert LayeredModel(model).embeddings == 120
     model.float()
     assert decode(model, "autoregressive") != text
-    adapted = peft.get_peft_model(model, peft.LoraConfig(target_modules=["q_proj"]))
+    adapted: Any = peft.get_peft_model(model, peft.LoraConfig(target_modules=["q_proj"]))
     LayeredModel(adapted.eval())
     added = model.model.layers[0].self_attn.q_proj.lora_A["default"]
     assert "forward" in vars(added) or not linear.pays(added)
@@ -226,8 +226,8 @@ def test_an_exception_inside_a_pass_leaves_the_models_forward_intact(name: str) 
     store, positions = KVStore(1, 4, 3), torch.arange(3)[None]
     store.reserve(3)
     at = Pass(positions, positions, None, slice(0, 1), 3, 0)
+    hidden = layered.embed(IDS[:, :3], positions)
     with pytest.raises(RuntimeError, match="full disk"):
-        hidden = layered.embed(IDS[:, :3], positions)
         layered.run(hidden, at, store, range(4), SkipSet(frozenset({0, 1}), frozenset({1, 2})))
     handle.remove()
     assert same(own(model), before)

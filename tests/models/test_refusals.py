@@ -74,7 +74,8 @@ class OwnLlama(LlamaForCausalLM):
 class Shell(SimpleNamespace):
     """What the checks look at of a model that is too large to be built here."""
 
-    __hash__ = object.__hash__
+    def __hash__(self) -> int:  # type: ignore[override]
+        return id(self)
 
 
 def half_on_meta(model: Any) -> None:

@@ -60,10 +60,11 @@ class FewRows(Forward):
 
     __slots__ = ()
 
-    def __call__(self, *given: Any, **more: Any) -> Tensor:
+    def __call__(self, input: Tensor) -> Tensor:
+        module: Any = self._module()
         if self.running.passing:
-            return linear.few_rows(self._module(), *given, **more)  # type: ignore[arg-type]
-        return self.own(*given, **more)
+            return linear.few_rows(module, input)
+        return nn.Linear.forward(module, input) if self.before is None else self.before(input)
 
 
 class Skippable(Forward):
