@@ -71,6 +71,13 @@ class OwnLlama(LlamaForCausalLM):
         return super().forward(*args, **kwargs)
 
 
+class Shell(SimpleNamespace):
+    """What the checks look at of a model that is too large to be built here."""
+
+    def __hash__(self) -> int:  # type: ignore[override]
+        return id(self)
+
+
 def half_on_meta(model: Any) -> None:
     model.model.layers[3].to("meta")
 
@@ -155,6 +162,33 @@ def test_a_model_that_cannot_be_decoded_exactly_is_refused_by_name(case: str) ->
     assert count == [0]
 
 
+# states that a model may come into after it was decoded with
+LATER: dict[str, Callable[[Any], Any]] = {
+    "training mode": lambda model: model.train(),
+    "flash attention": setting("config._attn_implementation", "flash_attention_2"),
+    "a quantiser of transformers": quantised,
+    "integer weights": in_integers,
+    "sharded weights": sharded,
+    "a device map over two devices": setting("hf_device_map", {"model.layers.0": 0, "lm_head": "cpu"}),
+    "weights on the meta device": lambda model: model.to("meta"),
+    "offloaded weights": half_on_meta,
+}
+
+
+@pytest.mark.parametrize("case", LATER)
+def test_a_model_that_was_decoded_with_is_refused_once_its_state_forbids_it(case: str) -> None:
+    model, ids = families.build("llama"), torch.tensor([[1, 2, 3]])
+    skipstone.generate(model, ids, "autoregressive", max_new_tokens=2)
+    LATER[case](model)
+    for attempt in (
+        lambda: LayeredModel(model),
+        lambda: skipstone.generate(model, ids, "autoregressive", max_new_tokens=2),
+    ):
+        with pytest.raises(ValueError) as error:
+            attempt()
+        assert not [word for word in REFUSED[case][1] if word not in str(error.value)], str(error.value)
+
+
 @pytest.mark.parametrize("case", ["Mamba", "DeepSeek-V3", "training mode", "flash attention", "an unknown family"])
 def test_generate_and_enable_refuse_with_the_same_words(case: str) -> None:
     builder, words = REFUSED[case]
@@ -177,7 +211,7 @@ def test_transformers_itself_refuses_sdpa_for_a_family_tested_with_eager_attenti
 @pytest.mark.parametrize("kind", ["gemma3", "llava", "qwen2_vl"])
 def test_a_multimodal_model_is_refused_with_the_advice_to_load_its_text_model(kind: str) -> None:
     config = AutoConfig.for_model(kind)
-    shell: Any = SimpleNamespace(config=config, training=False, parameters=lambda: iter(()), _is_stateful=False)
+    shell: Any = Shell(config=config, training=False, parameters=lambda: iter(()), _is_stateful=False)
     with pytest.raises(ValueError, match=rf"{kind} is a composite model .* load the text model"):
         LayeredModel(shell)
 
@@ -193,7 +227,7 @@ def test_every_causal_language_model_of_transformers_is_either_known_or_refused_
         if config.model_type in skipstone.models.families.FAMILIES:
             known.add(config.model_type)
             continue
-        shell: Any = SimpleNamespace(config=config, training=False, parameters=lambda: iter(()), _is_stateful=False)
+        shell: Any = Shell(config=config, training=False, parameters=lambda: iter(()), _is_stateful=False)
         with pytest.raises(ValueError, match=config.model_type):
             LayeredModel(shell)
     assert known == set(skipstone.models.families.FAMILIES)

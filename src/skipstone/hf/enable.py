@@ -12,7 +12,8 @@ from skipstone.decoding.method import Method
 from skipstone.hf import generation
 from skipstone.hf.call import MethodLike, prepare_call, resolve_for
 from skipstone.hf.output import Output
-from skipstone.models.layered import LayeredModel
+from skipstone.models.layered import LayeredModel, unwrapped
+from skipstone.models.patches import take_off
 
 _OTHER_ENGINES = ("custom_generate", "assistant_model")
 
@@ -34,7 +35,11 @@ def enable(model: PreTrainedModel, method: MethodLike = None) -> PreTrainedModel
 
 
 def disable(model: PreTrainedModel) -> PreTrainedModel:
-    """Give `model.generate` back to transformers. Does nothing where no method is enabled. Returns the model."""
+    """Give `model.generate` back to transformers, and to the model's modules the forwards that skipstone has covered.
+
+    Decoding another text with skipstone covers them again. Returns the model.
+    """
+    take_off(unwrapped(model))
     enabled = model.__dict__.get("generate")
     if isinstance(enabled, _Generate):
         del model.__dict__["generate"]

@@ -13,8 +13,6 @@ from torch import Tensor
 from transformers import PreTrainedModel
 from transformers.cache_utils import get_layer_types_and_kwargs
 
-from skipstone.models import attention
-
 
 def _same(logits: Tensor, _: Any) -> Tensor:
     return logits
@@ -177,7 +175,7 @@ def family_of(model: PreTrainedModel) -> Family:
     if model.get_output_embeddings() is None:
         raise ValueError(f"{type(model).__name__} has no LM head: load with AutoModelForCausalLM")
     _check_windows(config)
-    implementation = attention.implementation(config)
+    implementation = config._attn_implementation
     if implementation not in _ATTENTION:
         raise ValueError(
             f"attention {implementation!r} cannot take the masks of speculative decoding; "

@@ -4,27 +4,29 @@ from __future__ import annotations
 
 import hashlib
 from typing import Any
-from weakref import WeakKeyDictionary
 
 import torch
 
+from skipstone.models.memo import Memo
+
 SAMPLED = 64
 """Entries of every parameter that the fingerprint looks at."""
-_KNOWN: WeakKeyDictionary[Any, tuple[int, str]] = WeakKeyDictionary()
+_FOUND: Memo[tuple[int, str]] = Memo()
+"""(sum of the versions that torch counts of the parameters, the hash of these weights)."""
+
+
+def fingerprint(model: Any) -> str:
+    """A hash of a model's parameters: names, shapes and SAMPLED values of each in bfloat16, so that neither the device matters
+    nor whether the weights are float32 or bfloat16.
+
+    It is counted again only when a parameter has changed; what is written through `.data` goes unnoticed until then.
+    """
+    versions = sum(one._version for one in model.parameters() if not one.is_inference())
+    return _FOUND.get(model, None, lambda: (versions, _hash(model)), lambda found: found[0] == versions)[1]
 
 
 @torch.inference_mode()
-def fingerprint(model: Any) -> str:
-    """A hash of a model's parameters: names, shapes and SAMPLED values of each, in bfloat16: the device does not matter,
-    nor whether the weights are float32 or bfloat16. Counted again only when a parameter has changed (what is written through
-    `.data` goes unnoticed until then)."""
-    state = sum(one._version for one in model.parameters() if not one.is_inference())
-    if model not in _KNOWN or _KNOWN[model][0] != state:
-        _KNOWN[model] = (state, _fingerprint(model))
-    return _KNOWN[model][1]
-
-
-def _fingerprint(model: Any) -> str:
+def _hash(model: Any) -> str:
     found = hashlib.sha256()
     for name, parameter in sorted(model.named_parameters()):
         flat = parameter.detach().flatten()

@@ -4,44 +4,45 @@ way up the stack.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from skipstone.models import attention, linear
-from skipstone.models.families import kinds, max_positions, windows
+from skipstone.models.facts import Facts
 from skipstone.models.kvstore import KVStore
+from skipstone.models.memo import Memo
 from skipstone.models.modules import DecoderModules, unwrapped
-from skipstone.models.passes import MaskForm, Pass
+from skipstone.models.passes import Pass
 from skipstone.models.refusals import refuse_state
-from skipstone.models.skipping import SkipSet, instead, no_attention, unchanged
+from skipstone.models.skipping import SkipSet
+
+_FACTS: Memo[Facts] = Memo()
+_NOTHING = SkipSet()
 
 
 class LayeredModel(DecoderModules):
-    """The facts and modules of one model. ValueError for a model that skipstone cannot decode exactly."""
+    """The facts and modules of one model. ValueError for a model that skipstone cannot decode exactly.
+
+    Making one is cheap: what has to be searched for is found once per model, and again when its modules, its weights' places
+    and types or its config have changed. One thread at a time may use a model; a server owns its model.
+
+    model: the transformers model; head: its LM head; layers: its decoder layers; kinds, windows: their layer types and sliding
+    windows (None for full attention); embeddings: how many ids the input embedding knows.
+    """
 
     def __init__(self, model: PreTrainedModel) -> None:
         inner = unwrapped(model)
         refuse_state(model, inner)
-        super().__init__(inner)
-        self.kinds = kinds(self.config)
-        self.windows = windows(self.config, self.kinds)
-        self.max_positions, self.max_positions_source = max_positions(self.config)
-        self.device, self.dtype = inner.device, inner.dtype
-        sdpa = attention.implementation(self.config) == "sdpa"
-        self._own_attention = sdpa and self.family.attention_interface
-        self._form = MaskForm(torch.bool if sdpa and not self._own_attention else self.dtype, self._own_attention)
-        sublayers = [getattr(layer, self.family.attention) for layer in self.layers]
-        self._groups = [getattr(s, "num_key_value_groups", 1) if self._own_attention else 1 for s in sublayers]
-        self._attention_config = getattr(sublayers[0], "config", self.config)
-        self.embeddings: int = inner.get_input_embeddings().weight.shape[0]
-        self._linears = [linear.replacements(layer) for layer in self.layers]
-        self._head_linear = linear.replacements(self.head)
-        self._fixed = dict(self.family.arguments)
+        facts = _FACTS.get(inner, None, lambda: Facts(inner), lambda known: known.hold(inner))
+        self.model, self.config, self._facts = inner, inner.config, facts
+        self.family, self.decoder, self.head = facts.family, facts.decoder, facts.head
+        self.layers, self.kinds, self.windows = facts.layers, facts.kinds, facts.windows
+        self.max_positions, self.max_positions_source = facts.max_positions, facts.max_positions_source
+        self.embeddings, self.device, self.dtype = facts.embeddings, facts.device, facts.dtype
+        self._running = facts.running
+        self._fixed = dict(facts.family.arguments)
         self._phases: dict[str, tuple[Tensor, Tensor]] = {}
 
     def embed(self, tokens: Tensor, positions: Tensor) -> Tensor:
@@ -50,32 +51,47 @@ class LayeredModel(DecoderModules):
 
     def project(self, normed: Tensor, head: nn.Module | None = None) -> Tensor:
         """LM head and what the family does after it. [B, n, d'] -> [B, n, V] float32. head: instead of the model's own."""
-        with linear.in_use(self._head_linear):
+        self._begin()
+        try:
             scores = (self.head if head is None else head)(normed)
+        finally:
+            self._running.passing = False
         return self.family.logits(scores, self.config).float()
 
     def run(self, hidden: Tensor, at: Pass, store: KVStore, layers: range, skip: SkipSet | None = None) -> Tensor:
-        """Run layers over [b, n, d], writing keys and values to the pass's slots. Returns [b, n, d]."""
-        cache = {self.family.cache_argument: store.view(at)}
+        """Run layers over [b, n, d], writing keys and values to the pass's slots. Returns [b, n, d].
+
+        skip: sublayers that add nothing to the residual stream in this pass.
+        """
+        facts, cache = self._facts, {self.family.cache_argument: store.view(at)}
         absent = self._absent(skip) if skip else frozenset()
         phases = self._position_embeddings(hidden, at, layers)
-        attending = attention.in_use(self._attention_config) if self._own_attention else nullcontext()
-        few = layers if hidden.shape[0] * hidden.shape[1] <= linear.FEW_ROWS else range(0)
-        linears = [pair for index in few for pair in self._linears[index]]
-        with attending, linear.in_use(linears), self.skipping(skip) if skip else nullcontext():
+        self._begin(skip)
+        try:
             for index in layers:
                 if index in absent:
                     continue
                 output = self.layers[index](
                     hidden,
-                    attention_mask=at.mask(self.windows[index], self._form, self._groups[index]),
+                    attention_mask=at.mask(self.windows[index], facts.form, facts.groups[index]),
                     position_ids=at.positions,
                     position_embeddings=phases[self.kinds[index]],
                     **cache,
                     **self._fixed,
                 )
                 hidden = output[0] if isinstance(output, tuple) else output
+        finally:
+            self._running.passing = False
         return hidden
+
+    def _begin(self, skip: SkipSet | None = None) -> None:
+        """Let the model's patches know of a pass; `_running.passing = False` ends it."""
+        running = self._running
+        if not running.on:
+            self._facts.patch()
+        if skip and not running.skippable:
+            self._facts.patch_sublayers()
+        running.skip, running.passing = skip or _NOTHING, True
 
     def _position_embeddings(self, hidden: Tensor, at: Pass, layers: range) -> dict[str, Any]:
         if self.family.rotary is None:
@@ -105,16 +121,3 @@ class LayeredModel(DecoderModules):
     def _absent(self, skip: SkipSet) -> frozenset[int]:
         """Layers that are their input where both sublayers are left out; none of a post-norm model (OPT-350m)."""
         return frozenset() if self.family.post_norm(self.config) else skip.attention & skip.mlp
-
-    @contextmanager
-    def skipping(self, skip: SkipSet) -> Iterator[None]:
-        """Make the sublayers of a skip set add nothing to the residual stream, in this thread."""
-        forwards: dict[nn.Module, Any] = {}
-        absent = self._absent(skip)
-        for index in skip.attention - absent:
-            forwards[getattr(self.layers[index], self.family.attention)] = no_attention
-        for index in skip.mlp - absent:
-            *before, last = (getattr(self.layers[index], name) for name in self.family.mlp)
-            forwards |= dict.fromkeys(before, unchanged) | {last: torch.zeros_like}
-        with instead(forwards):
-            yield

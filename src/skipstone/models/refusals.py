@@ -24,7 +24,6 @@ def refuse_state(wrapper: Any, model: Any) -> None:
     adapters = {name: one for place in (model, wrapper, lender) for name, one in getattr(place, "peft_config", {}).items()}
     for name, adapter in adapters.items():
         _refuse_adapter(name, adapter)
-    _refuse_weights(model)
 
 
 def _refuse_adapter(name: str, adapter: Any) -> None:
@@ -40,7 +39,8 @@ def _refuse_adapter(name: str, adapter: Any) -> None:
     raise ValueError(f"the PEFT adapter {name!r} ({kind}) {reason}")
 
 
-def _refuse_weights(model: Any) -> None:
+def refuse_weights(model: Any) -> None:
+    """ValueError for weights that are quantised, sharded, not there, or on several devices. Walks all parameters."""
     config = getattr(model.config, "quantization_config", None)
     method = config.get("quant_method") if isinstance(config, dict) else getattr(config, "quant_method", None)
     method = getattr(method, "value", method)

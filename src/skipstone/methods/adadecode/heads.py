@@ -7,11 +7,9 @@ model's own LM head; T is one small matrix per layer.
 from __future__ import annotations
 
 import copy
-import threading
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Literal
-from weakref import WeakKeyDictionary
 
 import torch
 from pydantic import Field
@@ -24,13 +22,13 @@ from skipstone.files import hidden_folder, install, write_json
 from skipstone.forms import Part, read_json
 from skipstone.models.fingerprint import fingerprint
 from skipstone.models.layered import LayeredModel
+from skipstone.models.memo import Memo
 
 VERSION = 1  # of the format of a card
 WEIGHTS = "exit_heads.safetensors"
 CARD = "exit_heads.json"
 ORIGINAL = "original"  # the kind of heads that are the model's own LM head
-_LOADED: WeakKeyDictionary[Any, dict[Any, ExitHeads]] = WeakKeyDictionary()
-_LOCK = threading.Lock()
+_LOADED: Memo[ExitHeads] = Memo()
 Kind = Literal["square", "low_rank", "full", "original"]
 
 
@@ -171,12 +169,7 @@ def _ready(heads: ExitHeads, model: LayeredModel) -> ExitHeads:
 
 def _once(model: LayeredModel, key: Any, make: Callable[[], ExitHeads]) -> ExitHeads:
     """Heads that are made once for a model, where it is now."""
-    where = (str(model.device), str(model.dtype), key)
-    with _LOCK:
-        known = _LOADED.setdefault(model.model, {})
-        if where not in known:
-            known[where] = make()
-        return known[where]
+    return _LOADED.get(model.model, (str(model.device), str(model.dtype), key), make)
 
 
 def new_card(model: LayeredModel, layers: tuple[int, ...], kind: Kind, rank: int | None = None, name: str = "") -> HeadsCard:

@@ -3,11 +3,9 @@ would say."""
 
 from __future__ import annotations
 
-import threading
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, ClassVar
-from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor
@@ -25,10 +23,10 @@ from skipstone.methods.shared.confidence import Threshold
 from skipstone.models.frontier import Frontier
 from skipstone.models.host import across, on_device
 from skipstone.models.layered import LayeredModel
+from skipstone.models.memo import Memo
 
 DTYPES = ("float32", "bfloat16", "float16")
-_LOADED: WeakKeyDictionary[Any, dict[Any, DraftModel]] = WeakKeyDictionary()
-_LOCK = threading.Lock()
+_LOADED: Memo[DraftModel] = Memo()
 
 
 class DraftModel(LayeredModel):
@@ -87,11 +85,7 @@ def draft_model_for(
         return _checked(given, name_of(given), target)
     given = None if given is None else str(given)
     key = (given, target.head.weight.shape[0], device, dtype, str(target.device), str(target.dtype))
-    with _LOCK:
-        known = _LOADED.setdefault(target.model, {})
-        if key not in known:
-            known[key] = _loaded(given, target, device, dtype)
-        return known[key]
+    return _LOADED.get(target.model, key, lambda: _loaded(given, target, device, dtype))
 
 
 def _loaded(given: str | None, target: LayeredModel, device: str | None, dtype: str | None) -> DraftModel:

@@ -1,0 +1,27 @@
+"""What is made once per model and key, for as long as the model lives."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, Generic, TypeVar
+from weakref import WeakKeyDictionary
+
+V = TypeVar("V")
+
+
+class Memo(Generic[V]):
+    """Values by model and key. A value must not refer to its model, which would then never be freed."""
+
+    def __init__(self) -> None:
+        self._made: WeakKeyDictionary[Any, dict[Any, V]] = WeakKeyDictionary()
+
+    def get(self, model: Any, key: Any, make: Callable[[], V], holds: Callable[[V], bool] | None = None) -> V:
+        """The value of a key on a model. `make` makes it the first time, and again where `holds` says no of the old one."""
+        made = self._made.setdefault(model, {})
+        if key not in made or (holds is not None and not holds(made[key])):
+            made[key] = make()
+        return made[key]
+
+    def known(self, model: Any) -> dict[Any, V]:
+        """All values of a model by their keys."""
+        return self._made.get(model, {})

@@ -1,0 +1,162 @@
+"""What skipstone puts on the modules of a transformers model: set once per model, taken off by `take_off` (`disable`).
+
+A patch is an object among an instance's own attributes: a `forward`, or the `config` of an attention module. It asks the
+`Running` of its model whether skipstone is running a pass, and answers as transformers does where not: the model's own forward
+stays what it was, bit for bit. A patch knows its module (no closure would), so that copied and pickled models have their own.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field
+from typing import Any, Literal
+from weakref import ref
+
+import torch
+from torch import Tensor, nn
+
+from skipstone.models import attention, linear
+from skipstone.models.skipping import SkipSet
+
+Part = Literal["attention", "mlp", "before"]
+
+
+@dataclass(slots=True, eq=False)
+class Running:
+    """What the patches of one model look at; `LayeredModel` sets it.
+
+    passing: skipstone is running layers or the LM head right now. skip: the sublayers that this pass leaves out. on: the linear
+    layers and the attention are patched. skippable: so are the sublayers, which only skip sets need.
+    """
+
+    passing: bool = False
+    skip: SkipSet = field(default_factory=SkipSet)
+    on: bool = False
+    skippable: bool = False
+
+
+class Forward:
+    """A forward in the place of a module's own. before: the instance's own forward that it covers (accelerate sets such), None
+    where it had its class's. The module is held weakly, so that a model is freed with its last reference."""
+
+    __slots__ = ("_module", "before", "running")
+
+    def __init__(self, module: nn.Module, running: Running, before: Any) -> None:
+        self._module, self.running, self.before = ref(module), running, before
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return type(self), (self._module(), self.running, self.before)
+
+    def own(self, *given: Any, **more: Any) -> Any:
+        """What the module computes without the patch."""
+        if self.before is not None:
+            return self.before(*given, **more)
+        module: Any = self._module()
+        return type(module).forward(module, *given, **more)
+
+
+class FewRows(Forward):
+    """A linear layer that `linear.few_rows` runs in a pass."""
+
+    __slots__ = ()
+
+    def __call__(self, input: Tensor) -> Tensor:
+        module: Any = self._module()
+        if self.running.passing:
+            return linear.few_rows(module, input)
+        return nn.Linear.forward(module, input) if self.before is None else self.before(input)
+
+
+class Skippable(Forward):
+    """A module of a sublayer that a pass can leave out.
+
+    part: "attention", which then adds nothing to the residual stream and stores no keys and values; "mlp", whose output is the
+    MLP sublayer's and then nothing; "before", on the way to that one, which then hands on its input.
+    """
+
+    __slots__ = ("layer", "part")
+
+    def __init__(self, module: nn.Module, running: Running, before: Any, part: Part, layer: int) -> None:
+        super().__init__(module, running, before)
+        self.part, self.layer = part, layer
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return type(self), (self._module(), self.running, self.before, self.part, self.layer)
+
+    def __call__(self, *given: Any, **more: Any) -> Any:
+        running = self.running
+        if running.passing and self.layer in (running.skip.attention if self.part == "attention" else running.skip.mlp):
+            hidden: Tensor = given[0] if given else more["hidden_states"]
+            if self.part == "before":
+                return hidden
+            nothing = torch.zeros_like(hidden)
+            return (nothing, None) if self.part == "attention" else nothing
+        return self.own(*given, **more)
+
+
+class AttentionConfig:
+    """The config that an attention module sees: the model's own, but while a pass runs sdpa is `attention.attend`."""
+
+    __slots__ = ("before", "running")
+
+    def __init__(self, before: Any, running: Running) -> None:
+        object.__setattr__(self, "before", before)
+        object.__setattr__(self, "running", running)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return type(self), (self.before, self.running)
+
+    @property
+    def _attn_implementation(self) -> str:
+        name = self.before._attn_implementation
+        return attention.NAME if self.running.passing and name == "sdpa" else name
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__"):  # copying and pickling ask for methods that the config's class may have
+            raise AttributeError(name)
+        return getattr(self.before, name)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        setattr(self.before, name, value)
+
+
+def put_on(modules: Iterable[nn.Module], attentions: Iterable[nn.Module], running: Running) -> None:
+    """Patch the linear layers inside `modules` where that pays, and the configs of attention sublayers."""
+    for part in (part for module in modules for part in module.modules()):
+        forward = part.__dict__.get("forward")
+        if linear.pays(part) and (forward is None or isinstance(forward, Forward)):
+            cover(part, FewRows, running)
+    for sublayer in attentions:
+        if not _has(sublayer, AttentionConfig, running):
+            sublayer.__dict__["config"] = AttentionConfig(sublayer.__dict__["config"], running)
+    running.on = True
+
+
+def cover(module: nn.Module, kind: type[Forward], running: Running, *more: Any) -> None:
+    """Put a forward of a kind on a module, unless it is there. more: what else the kind wants to know."""
+    if not _has(module, kind, running):
+        module.__dict__["forward"] = kind(module, running, module.__dict__.get("forward"), *more)
+
+
+def take_off(model: nn.Module) -> None:
+    """Give every module of a model what it had before. The next pass of skipstone puts the patches on again."""
+    for module in model.modules():
+        for name, patch in _patches(module):
+            patch.running.on = patch.running.skippable = False
+            if patch.before is None:
+                del module.__dict__[name]
+            else:
+                module.__dict__[name] = patch.before
+
+
+def _patches(module: nn.Module) -> Iterator[tuple[str, Forward | AttentionConfig]]:
+    """(name of the attribute, patch) of a module, the outermost first."""
+    for name in ("forward", "config"):
+        patch = module.__dict__.get(name)
+        while isinstance(patch, (Forward, AttentionConfig)):
+            yield name, patch
+            patch = patch.before
+
+
+def _has(module: nn.Module, kind: type[Any], running: Running) -> bool:
+    return any(type(patch) is kind and patch.running is running for _, patch in _patches(module))

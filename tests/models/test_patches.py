@@ -1,0 +1,253 @@
+"""What skipstone puts on a model's modules: outside a pass nothing shows, copies have their own, `disable` takes it off."""
+
+from __future__ import annotations
+
+import copy
+import gc
+import io
+import weakref
+from pathlib import Path
+from typing import Any
+
+import peft
+import pytest
+import torch
+from torch import Tensor, nn
+from transformers import AttentionInterface
+
+import skipstone
+from skipstone import LayerSkip, SelfSpeculative
+from skipstone.models import attention, linear
+from skipstone.models.kvstore import KVStore
+from skipstone.models.layered import LayeredModel
+from skipstone.models.passes import Pass
+from skipstone.models.skipping import SkipSet
+from tests.helpers import families
+
+IDS = families.prompts(1)[0][None]
+SKIP = SelfSpeculative(skip_attention=(1, 2), skip_mlp=(2,))
+NAMES = ["llama", "opt", "falcon", "gpt2", "gemma3_text", "gemma2"]
+
+
+def decode(model: Any, method: Any = SKIP) -> list[list[int]] | None:
+    return skipstone.generate(model, IDS, method, max_new_tokens=12, do_sample=False).new_tokens
+
+
+def own(model: Any) -> tuple[Tensor, Tensor]:
+    """(what the model's own forward says of a text, what its own `generate` makes of a prompt)."""
+    with torch.no_grad():
+        found = type(model).generate(model, IDS, max_new_tokens=12, output_logits=True, return_dict_in_generate=True)
+        return model(IDS).logits, torch.stack(found.logits)
+
+
+def attributes(model: Any) -> dict[str, dict[str, Any]]:
+    """The attributes of every module's instance, by their identity where they can be replaced."""
+    return {path: {name: id(value) for name, value in vars(module).items()} for path, module in model.named_modules()}
+
+
+def same(found: tuple[Tensor, Tensor], expected: tuple[Tensor, Tensor]) -> bool:
+    return all(torch.equal(*pair) for pair in zip(found, expected, strict=True))
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_the_models_own_forward_is_bit_for_bit_the_same_before_while_and_after(name: str) -> None:
+    model = families.build(name)
+    before, modules = own(model), attributes(model)
+    text = decode(model)
+    assert attributes(model) != modules
+    assert same(own(model), before)
+    skipstone.enable(model, SKIP)
+    assert same(own(model), before)
+    steps = skipstone.stream(model, IDS, SKIP, max_new_tokens=12)
+    next(steps)
+    assert same(own(model), before), "between the steps of a text"
+    skipstone.disable(model)
+    assert attributes(model) == modules
+    assert same(own(model), before)
+    assert decode(model) == text, "decoding again puts the patches on again"
+
+
+def test_disabling_in_the_middle_of_a_text_does_not_change_it() -> None:
+    model = families.build("llama")
+    expected = decode(model)
+    steps = skipstone.stream(model, IDS, SKIP, max_new_tokens=12, do_sample=False)
+    text = list(next(steps).tokens[0])
+    skipstone.disable(model)
+    for step in steps:
+        text += step.tokens[0]
+    assert [text] == expected
+
+
+def test_patches_are_set_once_and_only_where_they_are_needed() -> None:
+    model: Any = families.build("llama")
+    decode(model, LayerSkip(exit_layer=2))
+    linears = [module for module in model.modules() if "forward" in vars(module)]
+    assert len(linears) == 7 * 4 + 1 or not torch.backends.mkl.is_available()
+    assert all(type(module) is nn.Linear for module in linears)
+    once = attributes(model)
+    decode(model, LayerSkip(exit_layer=2))
+    assert attributes(model) == once
+    decode(model)
+    assert "forward" in vars(model.model.layers[0].mlp)
+    twice = attributes(model)
+    decode(model)
+    LayeredModel(model)
+    assert attributes(model) == twice
+
+
+def test_modules_are_looked_for_once_per_model(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = families.build("llama")
+    layers = LayeredModel(model).layers
+    for walk in ("modules", "named_modules", "parameters", "named_parameters"):
+        monkeypatch.setattr(nn.Module, walk, lambda *_, **__: pytest.fail("walked again"))
+    assert LayeredModel(model).layers is layers
+
+
+def test_what_changes_a_model_is_seen() -> None:
+    model: Any = families.build("llama")
+    text, layers = decode(model), LayeredModel(model).layers
+    model.set_attn_implementation("eager")
+    assert decode(model) == text
+    model.set_attn_implementation("sdpa")
+    model.model.layers = model.model.layers[:2]
+    model.config.num_hidden_layers = 2
+    assert LayeredModel(model).layers == layers[:2]
+    model.to(torch.bfloat16)
+    assert LayeredModel(model).dtype == torch.bfloat16
+    assert not any("forward" in vars(module) for module in model.modules())
+    model.resize_token_embeddings(120, mean_resizing=False)
+    assert LayeredModel(model).embeddings == 120
+    model.float()
+    assert decode(model, "autoregressive") != text
+    adapted: Any = peft.get_peft_model(model, peft.LoraConfig(target_modules=["q_proj"]))
+    LayeredModel(adapted.eval())
+    added = model.model.layers[0].self_attn.q_proj.lora_A["default"]
+    assert "forward" in vars(added) or not linear.pays(added)
+
+
+@pytest.mark.parametrize("how", ["deepcopy", "pickle"])
+@pytest.mark.parametrize("name", ["llama", "opt"])
+def test_a_copy_has_its_own_weights_and_patches(how: str, name: str) -> None:
+    model = families.build(name)
+    text, before = decode(model), own(model)
+    if how == "deepcopy":
+        other = copy.deepcopy(model)
+    else:
+        torch.save(model, buffer := io.BytesIO())
+        buffer.seek(0)
+        other = torch.load(buffer, weights_only=False)
+    assert same(own(other), before)
+    assert decode(other) == text
+    with torch.no_grad():
+        for parameter in other.parameters():
+            parameter += 0.1 * torch.randn(parameter.shape, generator=torch.Generator().manual_seed(0))
+    assert decode(other) != text
+    assert not same(own(other), before)
+    assert decode(model) == text
+    skipstone.disable(other)
+    assert same(own(model), before)
+    assert decode(model) == text
+    del model
+    gc.collect()
+    decode(other)
+
+
+def test_two_models_may_share_their_layers() -> None:
+    model: Any = families.build("llama")
+    other: Any = copy.copy(model)
+    other._modules = dict(model._modules)
+    other.lm_head = copy.deepcopy(model.lm_head)
+    with torch.no_grad():
+        other.lm_head.weight.neg_()
+    texts = decode(model), decode(other)
+    assert texts[0] != texts[1]
+    assert (decode(model), decode(other)) == texts
+    skipstone.disable(other)
+    assert (decode(model), decode(other)) == texts
+
+
+def test_a_model_is_freed_with_its_last_reference() -> None:
+    model = families.build("llama")
+    gc.collect()
+    gc.disable()
+    try:
+        decode(model)
+        layer = weakref.ref(LayeredModel(model).layers[1].mlp)
+        del model
+        assert layer() is None
+    finally:
+        gc.enable()
+
+
+def test_a_saved_config_knows_nothing_of_skipstone(tmp_path: Path) -> None:
+    model = families.build("llama")
+    model.save_pretrained(tmp_path / "before")
+    decode(model)
+    model.save_pretrained(tmp_path / "after")
+    for name in ("config.json", "generation_config.json"):
+        assert (tmp_path / "before" / name).read_bytes() == (tmp_path / "after" / name).read_bytes()
+    assert model.config._attn_implementation == "sdpa"
+    assert attention.NAME not in repr(model.config)
+
+
+def test_the_config_of_an_attention_module_is_the_models() -> None:
+    model: Any = families.build("llama")
+    decode(model)
+    config = model.model.layers[0].self_attn.config
+    assert config.hidden_size == model.config.hidden_size
+    assert config._attn_implementation == "sdpa"
+    config.hidden_act = "relu"
+    assert model.config.hidden_act == "relu"
+    assert not hasattr(config, "nonsense")
+
+
+def test_a_models_own_forward_can_still_be_compiled_whole() -> None:
+    model = families.build("llama")
+    before = own(model)
+    decode(model)
+    with torch.no_grad():
+        compiled = torch.compile(model.model, backend="eager", fullgraph=True)
+        assert torch.equal(model.lm_head(compiled(IDS, use_cache=False).last_hidden_state), before[0])
+
+
+@pytest.mark.parametrize("name", ["llama", "opt", "falcon", "gemma2"])
+def test_an_exception_inside_a_pass_leaves_the_models_forward_intact(name: str) -> None:
+    model: Any = families.build(name)
+    before, modules = own(model), attributes(model)
+    layered = LayeredModel(model)
+    wrapped = getattr(layered.layers[1], layered.family.attention)
+    inner = wrapped.forward
+    wrapped.forward = cover = lambda *args, **kwargs: inner(*args, **kwargs)  # as accelerate's hooks do
+
+    def fail(*_: Any) -> None:
+        raise RuntimeError("a full disk, say")
+
+    handle = layered.layers[3].register_forward_pre_hook(fail)
+    store, positions = KVStore(1, 4, 3), torch.arange(3)[None]
+    store.reserve(3)
+    at = Pass(positions, positions, None, slice(0, 1), 3, 0)
+    hidden = layered.embed(IDS[:, :3], positions)
+    with pytest.raises(RuntimeError, match="full disk"):
+        layered.run(hidden, at, store, range(4), SkipSet(frozenset({0, 1}), frozenset({1, 2})))
+    handle.remove()
+    assert same(own(model), before)
+    skipstone.disable(model)
+    assert wrapped.forward is cover
+    del wrapped.forward
+    assert attributes(model) == modules
+
+
+def test_a_forward_that_was_put_on_a_module_is_called() -> None:
+    model: Any = families.build("llama")
+    plain, calls = decode(model), []
+    for module in (model.model.layers[0].mlp, model.model.layers[0].mlp.up_proj):
+        skipstone.disable(model)
+        inner = module.forward
+        module.forward = lambda *given, _inner=inner, **more: calls.append(1) or _inner(*given, **more)
+        assert decode(model) == plain
+        assert calls
+        calls.clear()
+
+
+def test_the_attention_is_registered_under_its_name() -> None:
+    assert AttentionInterface()[attention.NAME] is attention.attend
