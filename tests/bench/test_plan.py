@@ -112,7 +112,7 @@ def test_a_peer_without_an_exit_layer_takes_the_models_own_or_says_what_it_needs
         ({"methods": ["layerskip", "layerskip exit_layer=2"]}, "two methods are called layerskip: give one of them a label"),
         ({"methods": ["layerskip label=hf-generate"]}, "label=hf-generate is another method's name"),
         ({"methods": [" "]}, "found nothing"),
-        ({"methods": ["layerskip exit_layer=[1,2]"]}, r"exit_layer takes int\|none, found '\[1'"),
+        ({"methods": ["layerskip exit_layer=[1,2]"]}, "exit_layer takes int|none, found '[1'"),
         ({"methods": '{"exit_layer": 3}'}, "expected a list of methods"),
         ({"methods": ['{"exit_layer": 3}']}, "names itself"),
         ({"tasks": ["gsm9k"]}, "unknown task 'gsm9k'; there are self, humaneval"),

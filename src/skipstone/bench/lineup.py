@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
+from collections import ChainMap
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -24,7 +25,7 @@ from skipstone.models.layered import LayeredModel
 from skipstone.timing.measure import Engine, Skipstone
 
 Wish = dict[str, Any]
-KINDS: dict[str, type] = {**METHODS, **PEERS}
+KINDS: Mapping[str, type] = ChainMap(PEERS, METHODS)
 BASELINE, THEIRS = "autoregressive", "hf-generate"
 
 
@@ -63,8 +64,9 @@ def check(wishes: Sequence[Wish]) -> None:
     for wish in wishes:
         name = wish.get("method")
         kind = methods.find(name, KINDS)
-        for key in wish.keys() - {"method", "label"}:
-            methods.find_setting(kind, key)
+        for key in wish:
+            if key not in ("method", "label"):
+                methods.find_setting(kind, key)
         if label(wish) != name and label(wish) in KINDS:
             raise ValueError(f"label={label(wish)} is another method's name")
     labels = [label(wish) for wish in wishes]

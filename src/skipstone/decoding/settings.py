@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import shlex
 from collections.abc import Callable
 from functools import cache
 from types import NoneType, UnionType
@@ -74,9 +75,9 @@ def settings_of(kind: type) -> dict[str, Setting]:
 
 
 def spell_value(value: Any) -> str:
-    """The text that `Setting.parse` reads as a value."""
+    """A value as it stands in a spelled text, strings with spaces in quotes."""
     if isinstance(value, str):
-        return value
+        return shlex.quote(value) if set(value) & set(" \t\n'\"") else value
     return "none" if value is None else json.dumps(value, separators=(",", ":"))
 
 

@@ -60,7 +60,7 @@ def resolve(method: MethodLike, defaults: str | Mapping[str, Any] | None = None)
     own, settings = _read(defaults, f"generation_config.{OWN_FIELD}") if defaults else (None, {})
     kind, given = (own, {}) if method is None else _read(method, "method", own)
     if kind is None:
-        raise MethodMissing(f"no method given and the model names no default; pass method= one of {', '.join(METHODS)}")
+        raise MethodMissing(f"no method given and the model names no default; pass one of {', '.join(METHODS)}")
     return kind(**({**settings, **given} if kind is own else given))
 
 
@@ -105,8 +105,7 @@ def parse(
 
 def spell(method: Method) -> str:
     """The text that `resolve` reads as this method. A draft model that was given as an object is called by its name."""
-    pairs = [f"{name}={spell_value(value)}" for name, value in method.settings.items()]
-    return " ".join([method.name, *(shlex.quote(pair) if set(pair) & set(" \t\n'\"") else pair for pair in pairs)])
+    return " ".join([method.name, *(f"{name}={spell_value(value)}" for name, value in method.settings.items())])
 
 
 def find(name: Any, kinds: Mapping[str, type] = METHODS, place: str = "method") -> type:
@@ -118,7 +117,7 @@ def find(name: Any, kinds: Mapping[str, type] = METHODS, place: str = "method") 
 
 
 def find_setting(kind: Any, key: str) -> Setting:
-    """A setting by its own name or another package's. ValueError names those that the method has, and the methods that have it."""
+    """A setting by its own name or another package's. ValueError says which there are, and which methods have this one."""
     known = settings_of(kind)
     name = getattr(kind, "aliases", {}).get(key, key)
     if name not in known:
