@@ -76,11 +76,11 @@ TABLE: dict[str, Wrong] = {
         r'rejection_sample_method must be "standard" or "coupled", found \'magic\'',
         method=LayerSkip(2, rejection_sample_method="magic"),  # type: ignore[arg-type]
     ),
-    "unknown method": Wrong(r"unknown method 'swiftly' in method; there are autoregressive.*layerskip", method="swiftly"),
+    "unknown method": Wrong(r"unknown method 'swiftly'; there are autoregressive.*layerskip", method="swiftly"),
     "method without a name": Wrong(r"the key 'method' is missing in method=.*; there are", method={"exit_layer": 2}),
     "method name of a strange type": Wrong(r"unknown method \['layerskip'\]", method={"method": ["layerskip"]}),
     "method of a strange type": Wrong(r"method must be a Method, a name or a mapping.*found 7", method=7),
-    "no method": Wrong("no method given and the model names no default; pass method= one of autoregressive", method=None),
+    "no method": Wrong("no method given and the model names no default; pass one of autoregressive", method=None),
     "unknown setting": Wrong(
         r"layerskip has no setting 'exit_layers'; it has exit_layer, num_speculative_tokens",
         method={"method": "layerskip", "exit_layers": 2},

@@ -9,8 +9,7 @@ from typing import Any
 import pytest
 
 import skipstone
-from skipstone.cli.compare import first_divergence
-from skipstone.cli.decoding import Run
+from skipstone.cli.runs import Run, first_divergence
 from skipstone.decoding import verify
 from tests.helpers.commandline import LAYERSKIP, PROMPT, document, expected, job, succeed
 
@@ -51,7 +50,7 @@ def test_compare_warms_both_up_and_takes_turns(folder: Path, monkeypatch: pytest
 
 def test_compare_names_the_first_difference_of_a_lossy_method(folder: Path) -> None:
     common = ("generate", folder, "--prompt", PROMPT, "--max-new-tokens", 24)
-    found = document(*common, "--method", "early_exit", "--exit-layer", 1, "--compare")
+    found = document(*common, "--method", "early_exit exit_layer=1", "--compare")
     plain, lossy = expected(folder)[0], found["tokens"]
     at = next(i for i in range(24) if plain[i] != lossy[i])
     gap = found["comparison"]["divergence"]
@@ -75,11 +74,11 @@ def test_compare_notices_a_broken_verification(folder: Path, monkeypatch: pytest
 
 
 def test_compare_under_sampling_compares_tokens_only_where_they_must_agree(folder: Path) -> None:
-    common = ("generate", folder, "--prompt", PROMPT, "--max-new-tokens", 24, *LAYERSKIP, "--temperature", 1, "--seed", 3)
-    standard = document(*common, "--compare")["comparison"]
+    common = ("generate", folder, "--prompt", PROMPT, "--max-new-tokens", 24, "--temperature", 1, "--seed", 3, "--compare")
+    standard = document(*common, *LAYERSKIP)["comparison"]
     assert (standard["identical"], standard["divergence"]) == (None, None)
     assert "equal in law only" in standard["verdict"]
-    coupled = document(*common, "--compare", "--rejection-sample-method", "coupled")
+    coupled = document(*common, "--method", f"{LAYERSKIP[1]} rejection_sample_method=coupled")
     assert coupled["comparison"]["identical"] is True
     assert {"draft", "recovered"} <= set(coupled["origin"])
 

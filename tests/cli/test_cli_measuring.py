@@ -71,7 +71,7 @@ def test_check_passes_what_is_right_and_fails_what_is_not(folder: Path, monkeypa
     shown = succeed("check", folder, *LAYERSKIP, *small).stdout
     assert shown.count("\nok  ") + shown.startswith("ok  ") == 9
     assert shown.rstrip().endswith("no bug found")
-    wrong = ("check", folder, "--method", "early_exit", "--exit-layer", 1, *small)
+    wrong = ("check", folder, "--method", "early_exit exit_layer=1", *small)
     monkeypatch.setattr(Checker, "_probes", lambda self, real=Checker._probes: real(self)[:2])  # the others find it too
     lossy = run(*wrong)
     assert lossy.exit_code == 1

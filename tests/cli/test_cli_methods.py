@@ -14,63 +14,85 @@ import torch
 import typer.main
 
 import skipstone
-from skipstone.cli import app, check, generate
-from tests.helpers.commandline import LAYERSKIP, PROMPT, assert_refused, document, run, succeed
+from skipstone.cli import app
+from skipstone.decoding.settings import setting
+from tests.helpers.commandline import PROMPT, assert_refused, document, run, succeed
 
 
-def test_json_settings_and_flags_ask_for_the_same(folder: Path) -> None:
+def test_text_and_json_ask_for_the_same(folder: Path) -> None:
     config = '{"method": "layerskip", "exit_layer": 2, "num_speculative_tokens": 3}'
+    text = "layerskip exit-layer=2 num_speculative_tokens=3"
     common = ("generate", folder, "--prompt", PROMPT, "--max-new-tokens", 4)
-    whole = document(*common, "--speculative-config", config)
-    mixed = document(
-        *common, "--num-speculative-tokens", 3, "--exit-layer", 2, "--speculative-config", '{"method": "layerskip"}'
-    )
-    agreeing = document(*common, "--exit-layer", 2, "--speculative-config", config)
-    assert whole["method"] == mixed["method"] == agreeing["method"]
-    assert whole["method"]["num_speculative_tokens"] == 3
+    ways = [
+        ("--speculative-config", config),
+        ("--method", config),
+        ("--method", text),
+        ("--method", "num_speculative_tokens=3 exit_layer=2", "--speculative-config", '{"method": "layerskip"}'),
+        ("--method", text, "--speculative-config", config),
+    ]
+    first, *others = [document(*common, *way)["method"] for way in ways]
+    assert others == [first] * 4
+    assert first["num_speculative_tokens"] == 3
 
 
-def test_a_models_own_default_is_used_and_flags_change_it(variant: Callable[..., Path]) -> None:
+def test_a_models_own_method_is_used_and_text_without_a_name_changes_it(variant: Callable[..., Path]) -> None:
     default = {"method": "layerskip", "exit_layer": 1, "num_speculative_tokens": 2}
     own = variant("generation_config.json", skipstone=default, _from_model_config=False)
     common = ("generate", own, "--prompt", PROMPT, "--max-new-tokens", 4)
     assert document(*common)["method"]["exit_layer"] == 1
-    changed = document(*common, "--exit-layer", 3, "--confidence-threshold", "adaptive")["method"]
-    assert (changed["exit_layer"], changed["num_speculative_tokens"], changed["confidence_threshold"]) == (3, 2, "adaptive")
-    other = document(*common, "--method", "early_exit", "--exit-layer", 3)["method"]
+    for text in ("exit_layer=3 confidence_threshold=adaptive", "layerskip exit_layer=3 confidence_threshold=adaptive"):
+        changed = document(*common, "--method", text)["method"]
+        assert (changed["exit_layer"], changed["num_speculative_tokens"]) == (3, 2)
+        assert changed["confidence_threshold"] == "adaptive"
+    other = document(*common, "--method", "early_exit exit_layer=3")["method"]
     assert other == {"method": "early_exit", "exit_layer": 3}
 
 
-def test_flag_values_arrive_with_their_fields_types(folder: Path) -> None:
-    flags = ("--confidence-threshold", "0.5", "--reuse-cache", "false", "--rejection-sample-method", "coupled")
-    method = document("generate", folder, "--prompt", "x", *LAYERSKIP, *flags, "--max-new-tokens", 2)["method"]
+def test_values_arrive_with_their_fields_types(folder: Path) -> None:
+    text = "layerskip exit_layer=2 confidence_threshold=0.5 reuse_cache=false rejection_sample_method=coupled"
+    method = document("generate", folder, "--prompt", "x", "--method", text, "--max-new-tokens", 2)["method"]
     assert method == {
         "method": "layerskip",
         "exit_layer": 2,
-        "num_speculative_tokens": 4,
+        "num_speculative_tokens": 6,
         "confidence_threshold": 0.5,
         "reuse_cache": False,
         "rejection_sample_method": "coupled",
     }
 
 
+def test_every_verb_that_takes_a_method_understands_the_one_spelling(folder: Path, tmp_path: Path) -> None:
+    """A setting that does not exist is found out everywhere, in the same words, before any work."""
+    said = "layerskip has no setting 'depth'; it has exit_layer, num_speculative_tokens"
+    for verb in (("generate", folder, "--prompt", "x"), ("check", folder), ("bench", "run", folder), SURROGATE):
+        out = ("--out", tmp_path / "results.jsonl") if verb[0] == "bench" else ()
+        for text in ("layerskip depth=3", '{"method": "layerskip", "depth": 3}'):
+            assert_refused(run(*verb, *out, "--method", text), said)
+        assert_refused(run(*verb, *out, "--method", "layerskip exit_layer=two"), "exit_layer takes int|none, found 'two'")
+
+
+SURROGATE = ("bench", "surrogate", "layers=2,hidden=64,vocab=128")
+
+
 @dataclasses.dataclass(frozen=True)
 class Invented(skipstone.Autoregressive):
-    """fancy_width: how wide. never_mind: what for."""
+    """A method of this test."""
 
     name: ClassVar[str] = "invented"
-    fancy_width: int = 7
-    never_mind: float | None = None
+    fancy_width: int = setting(7, "how wide.")
+    never_mind: float | None = setting(None, "what for.")
 
 
-def test_a_new_method_brings_its_flags_along(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_new_method_brings_its_settings_along(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(skipstone.METHODS, "invented", Invented)
-    found = document("generate", folder, "--prompt", "x", "--max-new-tokens", 2, "--method", "invented", "--fancy-width", 9)
+    common = ("generate", folder, "--prompt", "x", "--max-new-tokens", 2, "--method")
+    found = document(*common, "invented fancy_width=9")
     assert found["method"] == {"method": "invented", "fancy_width": 9, "never_mind": None}
-    ended = run("generate", folder, "--prompt", "x", *LAYERSKIP, "--fancy-width", 9)
-    assert ended.stderr == "skipstone: layerskip has no --fancy-width; invented has it\n"
-    help_text = " ".join(succeed("generate", "--help").stdout.replace("│", " ").split())
-    assert "invented: how wide. [int, default 7]" in help_text
+    said = "layerskip has no setting 'fancy_width'; it has exit_layer, num_speculative_tokens, "
+    assert_refused(run(*common, "layerskip fancy_width=9"), said)
+    assert "(fancy_width is a setting of invented)" in run(*common, "layerskip fancy_width=9").stderr
+    explained = succeed("methods", "invented").stdout
+    assert "fancy_width=7   int; default of skipstone.Invented\n      how wide." in explained
 
 
 CHECK = """model --method --speculative-config --prompts --num-prompts --prompt-tokens --max-new-tokens --samples --seed --dtype
@@ -94,22 +116,16 @@ TRAINING = {
 
 def test_flags_are_frozen() -> None:
     """A flag that goes or changes its name breaks scripts: change this list only on purpose."""
-    flags = {name for parameter in generate.command().params for name in (*parameter.opts, *parameter.secondary_opts)}
+    root: Any = typer.main.get_command(app)
+    generate = {name for p in root.commands["generate"].params for name in (*p.opts, *p.secondary_opts)}
     of_the_verb = """model --prompt --prompt-file --prompt-tokens --chat --method --speculative-config --max-new-tokens
         --temperature --top-k --top-p --min-p --seed --stop --ignore-eos --dtype --device --trust-remote-code --compare
         --repeat --json --stats --color --no-color --debug"""
-    of_methods = """--exit-layer --num-speculative-tokens --confidence-threshold --reuse-cache --rejection-sample-method
-        --skip-ratio --context-window --search --objective --max-steps --patience --enough --dynamic-verification --adjust
-        --guard --profile --search-seed --skip-attention --skip-mlp --stop-threshold --heads --threshold
-        --max-pending --exit-layers --verification --recheck --draft-model --schedule --draft-device --draft-dtype
-        --max-window --relaxed --adaptive-length --fixed-window --variant --prompt-lookup-max --prompt-lookup-min --prefer
-        --block --window --ngram --guesses"""
-    assert flags == {*of_the_verb.split(), *of_methods.split()}
-    root: Any = typer.main.get_command(app)
+    assert generate == {*of_the_verb.split()}
     assert set(root.commands) == {"demo", "generate", "methods", "env", "train", "bench", "check", "inspect", "search"}
     assert set(root.commands["bench"].commands) == {"run", "report", "compare", "surrogate"}
-    checks = {name for parameter in check.command().params for name in parameter.opts}
-    assert checks == {*CHECK.split(), *of_methods.split()}
+    checks = {name for parameter in root.commands["check"].params for name in parameter.opts}
+    assert checks == {*CHECK.split()}
     for verb, own in MEASURING.items():
         flags = {name for parameter in root.commands["bench"].commands[verb].params for name in parameter.opts}
         assert flags == {*own.split(), "--debug"}, verb
@@ -127,7 +143,8 @@ def test_flags_are_frozen() -> None:
     for verb, own in TRAINING.items():
         flags = {name for parameter in training[verb].params for name in parameter.opts}
         assert flags == {*own.split(), "--debug"}, verb
-    assert {name for verb in ("methods", "env") for p in root.commands[verb].params for name in p.opts} == {"--json"}
+    assert {name for parameter in root.commands["methods"].params for name in parameter.opts} == {"name", "--json"}
+    assert {name for parameter in root.commands["env"].params for name in parameter.opts} == {"--json"}
 
 
 # the other verbs
@@ -144,6 +161,25 @@ def test_methods_lists_every_method_with_its_settings() -> None:
     assert listed["layerskip"]["paper"] == "Elhoushi et al., ACL 2024, arXiv 2404.16710"
     table = succeed("methods").stdout
     assert all(word in table for word in (*listed, "num_speculative_tokens = 6", "exact", "lossy"))
+
+
+@pytest.mark.parametrize("name", skipstone.METHODS)
+def test_a_method_is_explained_setting_by_setting(name: str) -> None:
+    kind, said = skipstone.METHODS[name], succeed("methods", name).stdout
+    found = json.loads(succeed("methods", name, "--json").stdout)
+    assert found in json.loads(succeed("methods", "--json").stdout)
+    assert [one["name"] for one in found["settings"]] == [field.name for field in dataclasses.fields(kind)]
+    for one in found["settings"]:
+        own = one["name"] in kind.by_model
+        assert one["from"] == ("generation_config.skipstone" if own else f"skipstone.{kind.__name__}")
+        assert all(f"{one[part]}" in said for part in ("name", "type", "from", "help"))
+    assert all(alias in said for alias in kind.aliases)
+    assert f"{name}: " in said
+    assert found["paper"] is None or found["paper"] in said
+
+
+def test_a_method_that_does_not_exist_is_not_explained() -> None:
+    assert_refused(run("methods", "medusa"), "unknown method 'medusa'; there are autoregressive, early_exit")
 
 
 def test_env_tells_versions_and_nothing_about_the_user() -> None:

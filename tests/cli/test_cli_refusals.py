@@ -59,7 +59,6 @@ def test_checkpoints_that_cannot_be_used(variant: Callable[..., Path], damage: C
     assert_refused(run("generate", path, "--prompt", "x", *LAYERSKIP), part)
 
 
-LAYERS = "--method layerskip --exit-layer"
 CONFIG = "--prompt x --speculative-config"
 BAD = [
     # the prompt
@@ -75,25 +74,30 @@ BAD = [
     ("--prompt x --json --stats", "--json holds what --stats prints"),
     # the method
     ("--prompt x --method nope", "unknown method 'nope'; there are autoregressive, early_exit, layerskip"),
-    (f"--prompt x {LAYERS} 4", "between 1 and 3 for a model of 4 layers, found 4"),
-    (f"--prompt x {LAYERS} 0", "at least 1, found 0"),
-    (f"--prompt x {LAYERS} 1.5", "--exit-layer takes int|none, found '1.5'"),
+    ("--prompt x --method 'layerskip exit_layer=4'", "between 1 and 3 for a model of 4 layers, found 4"),
+    ("--prompt x --method 'layerskip exit_layer=0'", "at least 1, found 0"),
+    ("--prompt x --method 'layerskip exit_layer=1.5'", "exit_layer takes int|none, found '1.5'"),
     ("--prompt x --method layerskip", "exit_layer is not set"),
     (
-        "--prompt x --method early_exit --num-speculative-tokens 3",
-        "early_exit has no --num-speculative-tokens; layerskip and swift and self_speculative and speculative and "
-        "prompt_lookup have it",
+        "--prompt x --method 'early_exit num_speculative_tokens=3'",
+        "early_exit has no setting 'num_speculative_tokens'; it has exit_layer (num_speculative_tokens is a setting of "
+        "layerskip, swift, self_speculative, speculative, prompt_lookup)",
     ),
     (
-        "--prompt x --method autoregressive --exit-layer 2",
-        "autoregressive has no --exit-layer; early_exit and layerskip have it",
+        "--prompt x --method 'autoregressive exit_layer=2'",
+        "autoregressive has no setting 'exit_layer'; it has none (exit_layer is a setting of early_exit, layerskip)",
     ),
-    (f"--prompt x {LAYERS} 2 --num-speculative-tokens 0", "at least 1, found 0"),
-    (f"--prompt x {LAYERS} 2 --num-speculative-tokens many", "takes int, found 'many'"),
-    (f"--prompt x {LAYERS} 2 --confidence-threshold 2", "in [0, 1]"),
-    (f"--prompt x {LAYERS} 2 --confidence-threshold high", "takes float|adaptive|none, found 'high'"),
-    (f"--prompt x {LAYERS} 2 --rejection-sample-method block", "takes standard|coupled, found 'block'"),
-    (f"--prompt x {LAYERS} 2 --reuse-cache maybe", "takes true|false, found 'maybe'"),
+    ("--prompt x --method 'layerskip exit_layer=2 num_speculative_tokens=0'", "at least 1, found 0"),
+    ("--prompt x --method 'layerskip exit_layer=2 num_speculative_tokens=many'", "takes int, found 'many'"),
+    ("--prompt x --method 'layerskip exit_layer=2 confidence_threshold=2'", "in [0, 1]"),
+    ("--prompt x --method 'layerskip exit_layer=2 confidence_threshold=high'", "takes float|adaptive|none, found 'high'"),
+    ("--prompt x --method 'layerskip exit_layer=2 rejection_sample_method=block'", "takes standard|coupled, found 'block'"),
+    ("--prompt x --method 'layerskip exit_layer=2 reuse_cache=maybe'", "takes true|false, found 'maybe'"),
+    ("--prompt x --method 'layerskip exit_layer'", "settings of a method are key=value; found 'exit_layer' after layerskip"),
+    ("--prompt x --method 'layerskip exit_layer=1 exit_layer=2'", "exit_layer is given twice after layerskip"),
+    ("--prompt x --method ''", "a method is a name with settings, such as `layerskip exit_layer=4`; found nothing"),
+    ("""--prompt x --method "self_speculative profile='a b" """, "a quote is not closed in"),
+    ("--prompt x --method '{layerskip}'", "a method that begins with a brace is a JSON object"),
     (f"{CONFIG} '{{'", "--speculative-config is not JSON"),
     (f"{CONFIG} []", "must be an object"),
     (f'{CONFIG} \'{{"method": ["a"]}}\'', "unknown method ['a']"),
@@ -103,8 +107,8 @@ BAD = [
     ),
     (f'{CONFIG} \'{{"method": "layerskip", "exit_layer": "2"}}\'', "must be an integer, found '2'"),
     (
-        f'{CONFIG} \'{{"method": "layerskip", "exit_layer": 2}}\' --exit-layer 3',
-        "--exit-layer says 3, --speculative-config says 2",
+        f'{CONFIG} \'{{"method": "layerskip", "exit_layer": 2}}\' --method "exit_layer=3"',
+        "--method says exit_layer=3, --speculative-config says 2",
     ),
     (f'{CONFIG} \'{{"method": "layerskip"}}\' --method early_exit', "--method says 'early_exit'"),
     # decoding and output
@@ -119,7 +123,11 @@ BAD = [
     ("--prompt x --dtype int8", "--dtype must be one of auto, float32"),
     ("--prompt x --device abacus", "device 'abacus' cannot be used here"),
     # flags that there are not
-    ("--prompt x --exit-layr 2", "No such option: --exit-layr"),
+    ("--prompt x --exit-layr 2", "No such option: --exit-layr (see skipstone generate --help)"),
+    (
+        "--prompt x --stop-threshold 0.5",
+        'No such option: --stop-threshold; settings are part of the method: --method "self_speculative stop_threshold=..."',
+    ),
 ]
 
 
@@ -147,7 +155,8 @@ def test_bad_verbs_are_one_sentence(folder: Path, monkeypatch: pytest.MonkeyPatc
 
 def test_a_model_without_a_default_needs_a_method(folder: Path) -> None:
     assert_refused(
-        run("generate", folder, "--prompt", "x", "--exit-layer", 2), "pass --method, one of autoregressive, early_exit"
+        run("generate", folder, "--prompt", "x", "--method", "exit_layer=2"),
+        "'exit_layer=2' names no method; there are autoregressive, early_exit",
     )
 
 
@@ -162,7 +171,7 @@ def test_bytes_that_are_no_text(folder: Path) -> None:
 
 
 def test_debug_shows_the_traceback_and_keeps_the_exit_code(folder: Path) -> None:
-    result = run("generate", folder, "--prompt", "x", "--method", "layerskip", "--exit-layer", 9, "--debug")
+    result = run("generate", folder, "--prompt", "x", "--method", "layerskip exit_layer=9", "--debug")
     assert result.exit_code == 2
     assert "Traceback" in result.stderr
     assert result.stderr.endswith("found 9\n")

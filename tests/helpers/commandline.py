@@ -13,10 +13,10 @@ from typer.testing import CliRunner, Result
 
 import skipstone
 from skipstone.cli import app
-from skipstone.cli.decoding import Job
+from skipstone.cli.runs import Job
 
 PROMPT = "def add(a, b):\n    return a"
-LAYERSKIP = ("--method", "layerskip", "--exit-layer", "2", "--num-speculative-tokens", "4")
+LAYERSKIP = ("--method", "layerskip exit_layer=2 num_speculative_tokens=4")
 
 
 def run(*arguments: Any, stdin: bytes | str | None = None) -> Result:

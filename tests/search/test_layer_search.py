@@ -102,7 +102,7 @@ def test_a_profile_is_found_and_used(tmp_path: Path, monkeypatch: pytest.MonkeyP
     asked = ("search", folder, "--prompt", "abc", "--max-new-tokens", 8, "--out", out, "--picture", tmp_path / "curve.png")
     told = succeed(*asked, "--budget-seconds", 4).stdout
     assert "x plain decoding" in told
-    assert f"--method self_speculative --profile {out}" in told
+    assert f"--method \"self_speculative profile={out}\"" in told
     assert (tmp_path / "curve.png").read_bytes().startswith(b"\x89PNG")
     profile = json.loads(out.read_text())
     assert profile["attention"] or profile["mlp"]

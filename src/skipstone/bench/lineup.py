@@ -8,13 +8,14 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
+from collections import ChainMap
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-import yaml
 from transformers import PreTrainedModel
 
+from skipstone import methods
 from skipstone.api import resolve_for
 from skipstone.bench import tuning
 from skipstone.bench.peers import PEERS
@@ -24,6 +25,7 @@ from skipstone.models.layered import LayeredModel
 from skipstone.timing.measure import Engine, Skipstone
 
 Wish = dict[str, Any]
+KINDS: Mapping[str, type] = ChainMap(PEERS, METHODS)
 BASELINE, THEIRS = "autoregressive", "hf-generate"
 
 
@@ -46,35 +48,10 @@ class Entrant:
 
 def parse(text: str) -> Wish:
     """`layerskip exit_layer=3,6 confidence_threshold=none,0.4`, or JSON. ValueError for anything else."""
-    if text.lstrip().startswith("{"):
-        wish = _yaml(text)
-        if not isinstance(wish, dict) or "method" not in wish:
-            raise ValueError(f'a method as JSON names itself, {{"method": "layerskip", ...}}; found {text!r}')
-        return wish
-    if not text.strip():
-        raise ValueError("a method is a name with settings, such as `layerskip exit_layer=3,6`; found nothing")
-    name, *pairs = text.split()
-    wish: Wish = {"method": name}
-    for pair in pairs:
-        key, equals, value = pair.partition("=")
-        if not equals or not value:
-            raise ValueError(f"settings of a method are key=value or key=value,value; found {pair!r} after {name}")
-        if key.replace("-", "_") in wish:
-            raise ValueError(f"{key} is given twice after {name}")
-        values = [_value(one) for one in value.split(",")]
-        wish[key.replace("-", "_")] = values if len(values) > 1 else values[0]
+    wish = methods.parse(text, KINDS, labels=("label",), several=True)
+    if "method" not in wish:
+        raise ValueError(f'a method as JSON names itself, {{"method": "layerskip", ...}}; found {text!r}')
     return wish
-
-
-def _value(text: str) -> Any:
-    return None if text.lower() == "none" else _yaml(text)
-
-
-def _yaml(text: str) -> Any:
-    try:
-        return yaml.safe_load(text)
-    except yaml.YAMLError as error:
-        raise ValueError(f"{text!r} is no value of a setting") from error
 
 
 def label(wish: Wish) -> str:
@@ -86,13 +63,11 @@ def check(wishes: Sequence[Wish]) -> None:
     """ValueError for methods and settings that do not exist and labels that are given twice, before any model is loaded."""
     for wish in wishes:
         name = wish.get("method")
-        if name not in METHODS and name not in PEERS:
-            raise ValueError(f"unknown method {name!r}; there are {', '.join((*METHODS, *PEERS))}")
-        kind: Any = METHODS.get(str(name)) or PEERS[str(name)]
-        known = [field.name for field in dataclasses.fields(kind)]
-        if unknown := [key for key in wish if key not in (*known, *getattr(kind, "aliases", {}), "method", "label")]:
-            raise ValueError(f"{name} has no setting {unknown[0]!r}; it has {', '.join(known) or 'none'}")
-        if label(wish) != name and label(wish) in (*METHODS, *PEERS):
+        kind = methods.find(name, KINDS)
+        for key in wish:
+            if key not in ("method", "label"):
+                methods.find_setting(kind, key)
+        if label(wish) != name and label(wish) in KINDS:
             raise ValueError(f"label={label(wish)} is another method's name")
     labels = [label(wish) for wish in wishes]
     if twice := [name for name in labels if labels.count(name) > 1]:

@@ -9,9 +9,7 @@ from typing import Any
 from pydantic import Field, ValidationError, field_validator
 
 from skipstone.bench import lineup
-from skipstone.bench.peers import PEERS
 from skipstone.forms import Part, first_fault, mapping
-from skipstone.methods import METHODS as OURS
 from skipstone.tasks import protocols
 from skipstone.tasks import sets as tasks
 from skipstone.tasks.task import Task
@@ -147,9 +145,8 @@ def question(plan: Plan, asked: Asked) -> Question:
 
 def chooses(plan: Plan) -> bool:
     """Whether settings are to be found by measurement."""
-    kinds = {**OURS, **PEERS}
     return plan.tune or any(
-        lineup.offered(kinds[wish["method"]], key, value)
+        lineup.offered(lineup.KINDS[wish["method"]], key, value)
         for wish in plan.methods
         for key, value in wish.items()
         if key != "method"

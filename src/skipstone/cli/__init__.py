@@ -1,7 +1,7 @@
 """The command line: `skipstone VERB`, one file per verb.
 
 Nothing here imports torch or transformers before a verb needs them, so that help, `--version` and shell completion answer at
-once. The flags of `generate` and `check` derive from the methods' dataclasses; they are added when the verb is asked for.
+once.
 """
 
 from __future__ import annotations
@@ -19,12 +19,7 @@ from skipstone.cli.terminal import INTERRUPTED, report
 
 
 class Verbs(TyperGroup):
-    """The root command: completes verbs on demand, and turns every error into one line and an exit code."""
-
-    def resolve_command(self, ctx: Any, args: list[str]) -> Any:
-        name, command, rest = super().resolve_command(ctx, args)
-        derived = {"generate": generate.command, "check": check.command}
-        return name, derived[name]() if name in derived else command, rest
+    """The root command: turns every error into one line and an exit code."""
 
     def main(self, *args: Any, **extra: Any) -> Any:
         """Run, then leave with 0, or 2 for a user's mistake, 1 for a defect or a machine's limits, 130 after Ctrl-C."""
@@ -64,9 +59,9 @@ def root(
 
 
 app.command("demo", rich_help_panel="Verbs")(demo.demo)
-app.command("generate", help=generate.HELP, rich_help_panel="Verbs")(generate.described)
+app.command("generate", rich_help_panel="Verbs")(generate.generate)
 app.add_typer(bench.bench, name="bench", rich_help_panel="Verbs")
-app.command("check", help=check.HELP, rich_help_panel="Verbs")(check.described)
+app.command("check", rich_help_panel="Verbs")(check.check)
 app.command("inspect", rich_help_panel="Verbs")(inspect.inspect)
 app.command("search", rich_help_panel="Verbs")(search.search)
 app.command("methods", rich_help_panel="Verbs")(methods.methods)

@@ -2,87 +2,57 @@
 
 from __future__ import annotations
 
-import dataclasses
 import json
+import sys
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from skipstone.cli import terminal
-from skipstone.cli.options import DTYPES
+from skipstone.cli import options, terminal
 
 if TYPE_CHECKING:
     from skipstone.check.findings import Finding
 
-HELP = "Prove on your model, machine and dtype that a method is lossless, or show where it is not. Exit code 1 for a bug."
 
-
-def _option(text: str, *names: str, **more: Any) -> Any:
-    return typer.Option(*names, help=text, **more)
-
-
-@dataclasses.dataclass(frozen=True)
-class Options:
-    """The flags that belong to no method."""
-
-    model: Annotated[str | None, typer.Argument(help="A folder or a hub id. Default: the bundled model.", metavar="MODEL")] = (
-        None
-    )
-    method: Annotated[str | None, _option("See `skipstone methods`. Default: the model's own.")] = None
-    speculative_config: Annotated[str | None, _option("The method as JSON, as in vLLM.")] = None
-    prompts: Annotated[Path | None, _option("Your own prompts, JSON lines with the key prompt. Default: bundled ones.")] = None
-    num_prompts: Annotated[int, _option("How many of them.", min=2)] = 8
-    prompt_tokens: Annotated[int, _option("Longer prompts lose their beginning.", min=4)] = 128
-    max_new_tokens: Annotated[int, _option("Of every greedy text.", min=8)] = 64
-    samples: Annotated[int, _option("Sampled texts of each law, and as many plain ones.", min=100)] = 400
-    seed: Annotated[int, _option("Of all draws.", min=0)] = 0
-    dtype: Annotated[str, _option(f"One of {', '.join(DTYPES)}; auto is the checkpoint's.")] = "auto"
-    device: Annotated[str, _option("auto is cuda where there is one, else cpu.")] = "auto"
-    json: Annotated[bool, _option("Print one JSON document instead.", "--json")] = False
-    debug: Annotated[bool, _option("Show tracebacks.", "--debug", hidden=True)] = False
-
-
-def described() -> None:
-    """Stands for the verb in the list of verbs; `command` makes the real one."""
-    raise AssertionError("resolved in skipstone.cli.Verbs")
-
-
-def command() -> Any:
-    """The verb with the flags of every method."""
-    from skipstone.cli import flags
-
-    return flags.command("check", HELP, Options, run)
-
-
-def run(options: Options, given: dict[str, str | None]) -> None:
-    """Load, check, tell; leave with 1 for a bug."""
-    import torch
-
+def check(
+    model: options.Model = None,
+    method: options.MethodText = None,
+    speculative_config: options.MethodConfig = None,
+    prompts: Annotated[
+        Path | None, typer.Option(help="Your own prompts, JSON lines with the key prompt. Default: bundled ones.")
+    ] = None,
+    num_prompts: Annotated[int, typer.Option(help="How many of them.", min=2)] = 8,
+    prompt_tokens: Annotated[int, typer.Option(help="Longer prompts lose their beginning.", min=4)] = 128,
+    max_new_tokens: Annotated[int, typer.Option(help="Of every greedy text.", min=8)] = 64,
+    samples: Annotated[int, typer.Option(help="Sampled texts of each law, and as many plain ones.", min=100)] = 400,
+    seed: Annotated[int, typer.Option(help="Of all draws.", min=0)] = 0,
+    dtype: options.Dtype = "auto",
+    device: options.Device = "auto",
+    as_json: options.AsJson = False,
+    debug: options.Debug = False,
+) -> None:
+    """Prove on your model, machine and dtype that a method is lossless, or show where it is not. Exit code 1 for a bug."""
+    options.check_dtype(dtype)
     from skipstone.api import resolve_for
     from skipstone.check.check import Checker
     from skipstone.check.findings import Scale
-    from skipstone.cli import flags
-    from skipstone.loading import load, usable
     from skipstone.tasks.dialogue import Conversation, Reader
     from skipstone.tasks.sets import named
 
-    if options.dtype not in DTYPES:
-        raise ValueError(f"--dtype must be one of {', '.join(DTYPES)}, found {options.dtype!r}")
-    task = named("self" if options.prompts is None else str(options.prompts))
+    task = named("self" if prompts is None else str(prompts))
     rows = task.rows(None)
-    if len(rows) < options.num_prompts:
-        raise ValueError(f"--num-prompts {options.num_prompts}: there are {len(rows)} prompts")
-    wanted = flags.wish(options.method, given, options.speculative_config)
-    dtype = options.dtype if options.dtype == "auto" else getattr(torch, options.dtype)
-    model, tokenizer = load(options.model, dtype=dtype, device=usable(options.device))
-    method = resolve_for(model, wanted or None)
-    reader = Reader(tokenizer, False, options.prompt_tokens)
-    spread = rows[:: len(rows) // options.num_prompts][: options.num_prompts]
-    prompts = [reader.ids(Conversation(task.name, (task.ask(row)[0],))) for row in spread]
-    checker = Checker(model, method, prompts, Scale(options.max_new_tokens, options.samples, options.seed))
-    report = checker.run((lambda _: None) if options.json else tell)
-    if options.json:
+    if len(rows) < num_prompts:
+        raise ValueError(f"--num-prompts {num_prompts}: there are {len(rows)} prompts")
+    asked = options.asked_method(method, speculative_config)
+    loaded, tokenizer = options.load(model, dtype, device)
+    chosen = resolve_for(loaded, asked)
+    reader = Reader(tokenizer, False, prompt_tokens)
+    spread = rows[:: len(rows) // num_prompts][:num_prompts]
+    texts = [reader.ids(Conversation(task.name, (task.ask(row)[0],))) for row in spread]
+    checker = Checker(loaded, chosen, texts, Scale(max_new_tokens, samples, seed))
+    report = checker.run((lambda _: None) if as_json else tell)
+    if as_json:
         found = [finding.report() for finding in report.findings]
         document = {"kind": "skipstone-check", "passed": report.passed, "proves": report.proves, "method": report.method}
         print(json.dumps({**document, "dtype": report.dtype, "device": report.device, "findings": found}))
@@ -90,9 +60,7 @@ def run(options: Options, given: dict[str, str | None]) -> None:
         verdict = "no bug found" if report.passed else "NOT LOSSLESS"
         print(f"{report.method['method']}, {report.dtype} on {report.device}: {verdict}")
     if not report.proves:
-        print(
-            "skipstone: warning: drafts were never accepted or never rejected, so this proves little", file=terminal.sys.stderr
-        )
+        print("skipstone: warning: drafts were never accepted or never rejected, so this proves little", file=sys.stderr)
     if not report.passed:
         raise typer.Exit(terminal.DEFECT)
 

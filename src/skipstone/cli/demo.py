@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import errno
 import json
 import os
 import re
 import shutil
 import sys
 import time
-import warnings
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from io import StringIO
@@ -18,14 +16,13 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from skipstone.cli import terminal
+from skipstone.cli import options, terminal
 from skipstone.files import write_whole
 
 if TYPE_CHECKING:
     from rich.console import Console
 
-    from skipstone.cli.compare import Comparison
-    from skipstone.cli.decoding import Job
+    from skipstone.cli.runs import Comparison, Job
     from skipstone.decoding.method import Method
     from skipstone.decoding.step import Step
 
@@ -56,57 +53,52 @@ SCENES = (
 NEXT = """
 What to type next:
   {program} generate --prompt $'> play some quiet jazz in the kitchen\\n' --compare
-  {program} generate MODEL --prompt "..." --method layerskip --exit-layer 4 --compare
+  {program} generate MODEL --prompt "..." --method "layerskip exit_layer=4" --compare
 docs/training.md tells how early exits are trained into a model of your own.
 """
 
 
 def demo(
-    ctx: typer.Context,
-    model: Annotated[
-        str | None, typer.Argument(help="A folder or a hub id. Default: the bundled model.", metavar="MODEL")
-    ] = None,
-    json_: Annotated[bool, typer.Option("--json", help="Print the figures as one JSON document instead.")] = False,
+    model: options.Model = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print the figures as one JSON document instead.")] = False,
     svg: Annotated[Path | None, typer.Option(help="Save the picture to this file too.", show_default=False)] = None,
-    debug: Annotated[bool, typer.Option("--debug", help="Show tracebacks.", hidden=True)] = False,
+    debug: options.Debug = False,
 ) -> None:
     """The same text twice, plainly and with LayerSkip: live, side by side, with what each cost."""
-    ctx.obj["debug"] = debug
-    with terminal.quiet(debug):
-        show(model, json_, svg)
+    show(model, as_json, svg)
 
 
 def show(model: str | None, as_json: bool, svg: Path | None) -> None:
     """Decode every scene both ways, show it, and say what came out."""
     if as_json and svg is not None:
         raise ValueError("--svg saves the picture, --json shows none: give one of them")
-    if svg is not None and not svg.parent.is_dir():
-        raise FileNotFoundError(errno.ENOENT, "no such folder", str(svg.parent))
+    options.check_folder_of(svg)
     from rich.console import Console
 
     from skipstone.api import resolve_for
-    from skipstone.cli.showing import spelled
+    from skipstone.cli.runs import compared
     from skipstone.decoding.method import OWN_FIELD
-    from skipstone.loading import load
 
-    loaded, tokenizer = load(model)
+    loaded, tokenizer = options.load(model, "auto", "auto")
     if not getattr(loaded.generation_config, OWN_FIELD, None):
         raise ValueError(
             "this model names no method of its own (generation_config.skipstone); use `skipstone generate --compare`"
         )
     method = resolve_for(loaded, None)
-    console, camera, found = terminal.console(), None, []
+    console, camera, scenes = terminal.console(), None, []
     if svg is not None:  # records what is there at the end of each scene: a live display is printed many times
         camera = Console(record=True, file=StringIO(), width=console.width, force_terminal=True, highlight=False, markup=False)
     for scene in SCENES:
         job = _job(loaded, tokenizer, scene)
-        found.append(_both(job, method, None, None) if as_json else _shown(console, job, method, scene, camera))
+        comparison = compared(job, method)[1] if as_json else _shown(console, job, method, scene, camera)
+        if comparison is None:
+            raise KeyboardInterrupt
+        scenes.append({**asdict(scene), **comparison.document()})
     if svg is not None and camera is not None:
         picture = camera.export_svg(title="skipstone demo")
         write_whole(svg, re.sub(r"@font-face \{.*?\}", "", picture, flags=re.DOTALL))  # fonts would be fetched
     if as_json:
-        scenes = [{**asdict(scene), **comparison.document()} for scene, comparison in zip(SCENES, found, strict=True)]
-        print(json.dumps({"method": spelled(method), "scenes": scenes}))
+        print(json.dumps({"method": {"method": method.name, **method.settings}, "scenes": scenes}))
     else:
         console.print(NEXT.format(program=_program()), soft_wrap=True)
 
@@ -122,27 +114,10 @@ def _program() -> str:
 def _job(model: Any, tokenizer: Any, scene: Scene) -> Job:
     import torch
 
-    from skipstone.cli.decoding import Job
+    from skipstone.cli.runs import Job
 
     ids = torch.tensor([tokenizer.encode(scene.prompt)], device=model.device)
     return Job(model, tokenizer, ids, {"max_new_tokens": scene.max_new_tokens, "do_sample": False}, seed=0)
-
-
-def _both(job: Job, method: Method, left: Callable[[Step], None] | None, right: Callable[[Step], None] | None) -> Comparison:
-    """Plain decoding, then the method, after both were warmed up. Showing is no part of either's time."""
-    from skipstone.cli.compare import judged
-    from skipstone.cli.decoding import decode, warm_up
-    from skipstone.methods.autoregressive import Autoregressive
-
-    plain = Autoregressive()
-    for one in (plain, method):
-        warm_up(job, one)
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", message=".* the speed of plain decoding")  # here it is measured
-        runs = [decode(job, one, seen) for one, seen in ((plain, left), (method, right))]
-    if any(run.interrupted for run in runs):
-        raise KeyboardInterrupt
-    return judged(job, method, [runs[0]], [runs[1]])
 
 
 class Column:
@@ -188,7 +163,9 @@ class Stage:
         return table
 
     def play(self, job: Job, method: Method, show: Callable[[], None]) -> Comparison:
-        """Decode both ways. show: called as the picture changes, but not for every token."""
+        """Decode both ways. show: called as the picture changes, but not for every token. Neither side's time has it in it."""
+        from skipstone.cli.runs import compared
+
         last = 0.0
 
         def seen(side: Column) -> Callable[[Step], None]:
@@ -201,16 +178,18 @@ class Stage:
 
             return add
 
-        comparison = _both(job, method, *map(seen, self.sides))
+        plain, drafted = map(seen, self.sides)
+        _, comparison = compared(job, method, show=drafted, show_plain=plain)
+        if comparison is None:
+            raise KeyboardInterrupt
         for side in self.sides:
             side.end()
         return comparison
 
 
-def _shown(console: Console, job: Job, method: Method, scene: Scene, camera: Console | None = None) -> Comparison:
+def _shown(console: Console, job: Job, method: Method, scene: Scene, camera: Console | None) -> Comparison:
     """Both sides, live where there is a terminal, then the figures. camera: a console that is shown the end only."""
     from rich.live import Live
-    from rich.rule import Rule
 
     stage = Stage(job, method)
     console.rule(scene.title)
@@ -223,8 +202,8 @@ def _shown(console: Console, job: Job, method: Method, scene: Scene, camera: Con
         console.print(stage.picture())
     console.print(verdict(comparison))
     if camera is not None:
-        for part in (Rule(scene.title), stage.picture(), verdict(comparison)):
-            camera.print(part)
+        camera.rule(scene.title)
+        camera.print(stage.picture(), verdict(comparison), sep="\n")
     return comparison
 
 

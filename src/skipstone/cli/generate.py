@@ -2,45 +2,134 @@
 
 from __future__ import annotations
 
-from typing import Any
+import json
+import secrets
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Annotated, Any
 
 import typer
 
-from skipstone.cli import terminal
-from skipstone.cli.options import Options
+from skipstone.cli import options, terminal
 
-HELP = "Continue a prompt: --prompt, --prompt-file or standard input. The text goes to stdout, all else to stderr."
-
-
-def described() -> None:
-    """Stands for the verb in the list of verbs, where its flags are not needed; `command` makes the real one."""
-    raise AssertionError("resolved in skipstone.cli.Verbs")
+SAMPLING = ("top_k", "top_p", "min_p")  # options that mean nothing without a temperature
 
 
-def command() -> Any:
-    """The verb as a typer command, with the flags of `Options` and of every method."""
-    from skipstone.cli import flags
-
-    return flags.command("generate", HELP, Options, run)
+def _option(panel: str, text: str, *names: str, **more: Any) -> Any:
+    return typer.Option(*names, help=text, rich_help_panel=panel, **more)
 
 
-def run(options: Options, given: dict[str, str | None]) -> None:
-    """Read, load, decode, show."""
-    from skipstone.cli.compare import compare
-    from skipstone.cli.decoding import decode
-    from skipstone.cli.inputs import prepare
-    from skipstone.cli.showing import Painter, tell
+def generate(
+    model: options.Model = None,
+    prompt: Annotated[str | None, _option("Prompt", "The text to continue.")] = None,
+    prompt_file: Annotated[Path | None, _option("Prompt", "A file to continue (UTF-8).")] = None,
+    prompt_tokens: Annotated[int | None, _option("Prompt", "Keep the prompt's last N tokens only.", min=1)] = None,
+    chat: Annotated[bool, _option("Prompt", "Wrap the prompt in the model's chat template.", "--chat")] = False,
+    method: options.MethodText = None,
+    speculative_config: options.MethodConfig = None,
+    max_new_tokens: Annotated[int, _option("Decoding", "Most tokens to add.", min=1)] = 128,
+    temperature: Annotated[float, _option("Decoding", "0 is greedy.", min=0.0)] = 0.0,
+    top_k: Annotated[int | None, _option("Decoding", "Default: the model's own, or transformers' 50.", min=0)] = None,
+    top_p: Annotated[float | None, _option("Decoding", "Default: the model's own, or 1.", min=0.0, max=1.0)] = None,
+    min_p: Annotated[float | None, _option("Decoding", "Default: the model's own, or 0.", min=0.0, max=1.0)] = None,
+    seed: Annotated[int | None, _option("Decoding", "Of random draws. Default: a new one, named by --stats.", min=0)] = None,
+    stop: Annotated[list[str] | None, _option("Decoding", "Stop after this text (may be given several times).")] = None,
+    ignore_eos: Annotated[bool, _option("Decoding", "Go on after the end-of-text token.", "--ignore-eos")] = False,
+    dtype: options.Dtype = "auto",
+    device: options.Device = "auto",
+    trust_remote_code: Annotated[bool, typer.Option("--trust-remote-code", help="Run the checkpoint's own code.")] = False,
+    compare: Annotated[bool, _option("Output", "Decode plainly too, in turn; compare speed and text.", "--compare")] = False,
+    repeat: Annotated[int, _option("Output", "With --compare: runs of each.", min=1)] = 1,
+    as_json: Annotated[bool, _option("Output", "Print one JSON document instead of the text.", "--json")] = False,
+    stats: Annotated[bool, _option("Output", "Print figures of the run on stderr.", "--stats")] = False,
+    color: Annotated[
+        bool | None, _option("Output", "Mark accepted drafts. Default: where stdout is a terminal.", show_default=False)
+    ] = None,
+    debug: options.Debug = False,
+) -> None:
+    """Continue a prompt: --prompt, --prompt-file or standard input. The text goes to stdout, all else to stderr."""
+    flags = SimpleNamespace(**locals())
+    _refuse_contradictions(flags)
+    asked = options.asked_method(method, speculative_config)
+    text = _prompt(prompt, prompt_file)
+    loaded, tokenizer = options.load(model, dtype, device, trust_remote_code=trust_remote_code)
 
-    job, method = prepare(options, given)
-    painter = None if options.json else Painter(job, options.color)
-    show = painter.show if painter is not None else None
-    comparison = None
-    if options.compare:
-        done, comparison = compare(job, method, options.repeat, show)
+    from skipstone.api import resolve_for
+    from skipstone.cli.runs import compared, decode
+    from skipstone.cli.showing import Painter, document, tell
+
+    chosen = resolve_for(loaded, asked)
+    job = _job(flags, loaded, tokenizer, text)
+    painter = None if as_json else Painter(job, color)
+    show = None if painter is None else painter.show
+    run, comparison = compared(job, chosen, repeat, show) if compare else (decode(job, chosen, show), None)
+    if painter is None:
+        print(json.dumps(document(model, job, chosen, run, comparison), ensure_ascii=False))
     else:
-        done = decode(job, method, show)
-    if painter is not None:
         painter.end()
-    tell(options, job, method, done, comparison)
-    if done.interrupted:
+        tell(job, chosen, run, comparison, stats)
+    if run.interrupted:
         raise typer.Exit(terminal.INTERRUPTED)
+
+
+def _refuse_contradictions(flags: Any) -> None:
+    """ValueError for options that would be ignored, or that exclude one another."""
+    options.check_dtype(flags.dtype)
+    if flags.prompt is not None and flags.prompt_file is not None:
+        raise ValueError("give --prompt or --prompt-file, not both")
+    if flags.chat and flags.prompt_tokens is not None:
+        raise ValueError("--prompt-tokens would cut the chat template off: it does not go with --chat")
+    if flags.repeat > 1 and not flags.compare:
+        raise ValueError("--repeat counts the runs of --compare: give both")
+    if flags.as_json and flags.color:
+        raise ValueError("--color marks text, --json prints none: give one of them")
+    if flags.as_json and flags.stats:
+        raise ValueError("--json holds what --stats prints: give one of them")
+    if "" in (flags.stop or []):
+        raise ValueError("--stop takes a text, found an empty one")
+    for name in (*SAMPLING, "seed"):
+        if flags.temperature == 0 and getattr(flags, name) is not None:
+            raise ValueError(f"--{name.replace('_', '-')} has no effect at temperature 0: pass --temperature too")
+
+
+def _prompt(text: str | None, file: Path | None) -> str:
+    """The prompt's text, exactly as it was given. An empty one is refused later, where it has no token either."""
+    if text is not None:
+        data, source = text.encode(errors="surrogateescape"), "--prompt"
+    elif file is not None:
+        data, source = file.read_bytes(), str(file)
+    elif sys.stdin is None or sys.stdin.isatty():
+        raise ValueError("no prompt: pass --prompt or --prompt-file, or pipe a text in")
+    else:
+        data, source = sys.stdin.buffer.read(), "standard input"
+    try:
+        return data.decode()
+    except UnicodeDecodeError as error:
+        raise ValueError(f"{source} is not UTF-8 (byte {error.start} is {data[error.start]:#04x})") from None
+
+
+def _job(flags: Any, model: Any, tokenizer: Any, text: str) -> Any:
+    """The prompt as token ids, and the decoding options as fields of GenerationConfig: what is not given is the model's own."""
+    import torch
+
+    from skipstone.api import token_ids
+    from skipstone.cli.runs import Job
+    from skipstone.loading import bos_prefix
+
+    ids = token_ids([{"role": "user", "content": text}] if flags.chat else text, tokenizer)
+    if not ids:
+        raise ValueError("the prompt is empty: there is no token to start from")
+    if flags.prompt_tokens is not None:
+        first = bos_prefix(tokenizer)
+        ids = [*first, *ids[len(first) :][-flags.prompt_tokens :]]
+    if flags.ignore_eos:
+        model.generation_config.eos_token_id = None
+    fields: dict[str, Any] = {"max_new_tokens": flags.max_new_tokens, "do_sample": flags.temperature > 0}
+    if flags.temperature > 0:
+        given = {name: getattr(flags, name) for name in ("temperature", *SAMPLING)}
+        fields |= {name: value for name, value in given.items() if value is not None}
+    if flags.stop:
+        fields["stop_strings"] = flags.stop
+    seed = secrets.randbits(32) if flags.seed is None else flags.seed
+    return Job(model, tokenizer, torch.tensor([ids], device=model.device), fields, seed)

@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import json
+import sys
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from skipstone.cli import terminal
-from skipstone.cli.options import DTYPES
+from skipstone.cli import options, terminal
+from skipstone.cli.options import option
 
 if TYPE_CHECKING:
     from skipstone.lens.heads import HeadLens
@@ -18,54 +19,40 @@ if TYPE_CHECKING:
 
 
 def inspect(
-    ctx: typer.Context,
-    model: Annotated[
-        str | None, typer.Argument(help="A folder or a hub id. Default: the bundled model.", metavar="MODEL")
-    ] = None,
+    model: options.Model = None,
     prompt: Annotated[
         list[str] | None, typer.Option(help="What to continue; may be given several times. Default: bundled prompts.")
     ] = None,
     max_new_tokens: Annotated[int, typer.Option(help="Tokens to look at, of each prompt.", min=1)] = 32,
-    heads: Annotated[
-        str | None,
-        typer.Option(help="Look through AdaDecode's exit heads too: a folder, a hub id, or a name.", show_default=False),
-    ] = None,
-    out: Annotated[
-        Path | None, typer.Option(help="Save the pictures: a .png file, or a .html page.", show_default=False)
-    ] = None,
-    dtype: Annotated[str, typer.Option(help=f"One of {', '.join(DTYPES)}; auto is the checkpoint's.")] = "auto",
-    device: Annotated[str, typer.Option(help="auto is cuda where there is one, else cpu.")] = "auto",
-    json_: Annotated[bool, typer.Option("--json", help="Print one JSON document instead.")] = False,
-    debug: Annotated[bool, typer.Option("--debug", help="Show tracebacks.", hidden=True)] = False,
+    heads: Annotated[str | None, option("Look through AdaDecode's exit heads too: a folder, a hub id, or a name.")] = None,
+    out: Annotated[Path | None, option("Save the pictures: a .png file, or a .html page.")] = None,
+    dtype: options.Dtype = "auto",
+    device: options.Device = "auto",
+    as_json: options.AsJson = False,
+    debug: options.Debug = False,
 ) -> None:
     """The logit lens: each layer's best token, agreement, similarity and time, and what drafting with its first layers would
     bring on this machine."""
-    ctx.obj["debug"] = debug
-    if dtype not in DTYPES:
-        raise ValueError(f"--dtype must be one of {', '.join(DTYPES)}, found {dtype!r}")
+    options.check_dtype(dtype)
     if out is not None and out.suffix not in (".png", ".html"):
         raise ValueError(f"--out is a .png file or a .html page, found {out}")
-    if out is not None and not out.parent.is_dir():
-        raise FileNotFoundError(2, "no such folder", str(out.parent))
-    with terminal.quiet(debug):
-        import torch
+    options.check_folder_of(out)
+    from skipstone.loading import BUNDLED
 
-        from skipstone.loading import BUNDLED, load, usable
+    loaded, tokenizer = options.load(model, dtype, device)
+    seen = _look(loaded, tokenizer, prompt, max_new_tokens, heads)
+    if out is not None:
+        from skipstone.lens.pictures import save
 
-        wanted = dtype if dtype == "auto" else getattr(torch, dtype)
-        loaded, tokenizer = load(model, dtype=wanted, device=usable(device))
-        seen = _look(loaded, tokenizer, prompt, max_new_tokens, heads)
-        if out is not None:
-            from skipstone.lens.pictures import save
-
-            for path in save(seen.lens, seen.words, seen.final, out, seen.heads):
-                print(f"skipstone: {path}", file=terminal.sys.stderr)
-        if json_:
-            dtype, device = str(loaded.dtype).removeprefix("torch."), str(loaded.device)
-            about = {"kind": "skipstone-inspect", "model": model or BUNDLED, "dtype": dtype, "device": device}
-            print(json.dumps({**about, **seen.report()}))
-        else:
-            show(seen)
+        for path in save(seen.lens, seen.words, seen.final, out, seen.heads):
+            print(f"skipstone: {path}", file=sys.stderr)
+    if as_json:
+        about = {"dtype": str(loaded.dtype).removeprefix("torch."), "device": str(loaded.device)}
+        print(json.dumps({"kind": "skipstone-inspect", "model": model or BUNDLED, **about, **seen.report()}))
+        return
+    show_layers(seen.lens)
+    if seen.heads is not None:
+        show_heads(seen.heads)
 
 
 @dataclass(frozen=True)
@@ -87,17 +74,13 @@ class Seen:
 def _look(model: Any, tokenizer: Any, texts: list[str] | None, count: int, heads: str | None) -> Seen:
     import torch
 
-    from skipstone.api import token_ids
     from skipstone.lens.heads import through
     from skipstone.lens.lens import look
     from skipstone.methods.adadecode import heads as exit_heads
     from skipstone.models.layered import LayeredModel
-    from skipstone.tasks.sets import named
 
     read_by = None if heads is None else exit_heads.load_heads(heads, LayeredModel(model))
-    task = named("self")
-    asked = texts or [task.ask(row)[0] for row in task.rows(None)[::5]]
-    prompts = [torch.tensor(token_ids(text, tokenizer)) for text in asked]
+    asked, prompts = options.texts_or_bundled(texts, tokenizer)
     lens = look(model, prompts, count)
     words = [[str(tokenizer.decode([token])) for token in row] for row in lens.top]
     final = [str(tokenizer.decode([token])) for token in lens.tokens]
@@ -105,21 +88,9 @@ def _look(model: Any, tokenizer: Any, texts: list[str] | None, count: int, heads
     return Seen(asked, lens, words, final, None if read_by is None else through(model, read_by, list(pairs)))
 
 
-def show(seen: Seen) -> None:
-    """What there is to print."""
-    show_layers(seen.lens)
-    if seen.heads is not None:
-        show_heads(seen.heads)
-
-
 def show_layers(lens: Lens) -> None:
     """A line a layer, and the answer."""
-    from rich import box
-    from rich.table import Table
-
-    table = Table(box=box.SIMPLE_HEAD, padding=(0, 1), pad_edge=False)
-    for title in ("layer", "agreement", "final from here on", "cosine", "ms", "draft length", "expected x plain"):
-        table.add_column(title, justify="right")
+    table = _table("layer", "agreement", "final from here on", "cosine", "ms", "draft length", "expected x plain")
     best = max(lens.expected, key=lambda one: one.speed_up, default=None)
     for index, agreement in enumerate(lens.agreement):
         one = lens.expected[index] if index < len(lens.expected) else None
@@ -137,9 +108,9 @@ def show_layers(lens: Lens) -> None:
     console.print(table)
     if best is not None and best.speed_up > 1:
         console.print(
-            f"LayerSkip would pay most with --exit-layer {best.exit_layer} --num-speculative-tokens "
-            f"{best.num_speculative_tokens}: {best.speed_up:.2f} x plain decoding, were agreement {best.agreement:.2f} at "
-            "every token."
+            f'LayerSkip would pay most with --method "layerskip exit_layer={best.exit_layer} '
+            f'num_speculative_tokens={best.num_speculative_tokens}": {best.speed_up:.2f} x plain decoding, were agreement '
+            f"{best.agreement:.2f} at every token."
         )
     else:
         console.print("No early exit of this model pays: its layers agree too late. Train one, or use a method without exits.")
@@ -147,13 +118,19 @@ def show_layers(lens: Lens) -> None:
 
 def show_heads(seen: HeadLens) -> None:
     """A line an exit: as the model's own head reads it, and as the exit head does."""
-    from rich import box
-    from rich.table import Table
-
-    table = Table(box=box.SIMPLE_HEAD, padding=(0, 1), pad_edge=False)
-    for title in ("exit", "KL, LM head", "KL, exit head", "agreement, LM head", "agreement, exit head"):
-        table.add_column(title, justify="right")
+    table = _table("exit", "KL, LM head", "KL, exit head", "agreement, LM head", "agreement, exit head")
     columns = (seen.own.divergence, seen.trained.divergence, seen.own.agreement, seen.trained.agreement)
     for layer, *figures in zip(seen.layers[:-1], *(column[:-1] for column in columns), strict=True):
         table.add_row(str(layer), *(f"{one:.3f}" for one in figures[:2]), *(f"{one:.2f}" for one in figures[2:]))
     terminal.console().print(table)
+
+
+def _table(*titles: str) -> Any:
+    """A table of figures without rules between its rows."""
+    from rich import box
+    from rich.table import Table
+
+    table = Table(box=box.SIMPLE_HEAD, padding=(0, 1), pad_edge=False)
+    for title in titles:
+        table.add_column(title, justify="right")
+    return table

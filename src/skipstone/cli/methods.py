@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import json
 import re
 import sys
@@ -13,43 +14,77 @@ from skipstone.cli import terminal
 
 
 def methods(
+    name: Annotated[str | None, typer.Argument(help="The method whose settings are to be explained.", metavar="NAME")] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON document.")] = False,
 ) -> None:
     """The decoding methods: their papers, whether they keep the text, and their settings with defaults."""
-    listed = collect()
+    from skipstone.methods import METHODS, find
+
+    found = [described(kind) for kind in (METHODS.values() if name is None else [find(name)])]
     if as_json:
-        typer.echo(json.dumps(listed, indent=2))
-        return
-    from rich.table import Table
-
-    table = Table("method", "text", "paper", "settings")
-    for method in listed:
-        shown = "\n".join(f"{setting['name']} = {json.dumps(setting['default'])}" for setting in method["settings"])
-        table.add_row(method["name"], "exact" if method["lossless"] else "lossy", method["paper"] or "-", shown or "-")
-    terminal.console().print(table)
+        typer.echo(json.dumps(found if name is None else found[0], indent=2))
+    elif name is None:
+        _list(found)
+    else:
+        _explain(found[0])
 
 
-def collect() -> list[dict[str, Any]]:
-    """Every method as plain JSON values."""
-    from skipstone.cli import flags
-    from skipstone.methods import METHODS
+def described(kind: Any) -> dict[str, Any]:
+    """A method as plain JSON values. from: whose default a setting has: the class's, or the model's own."""
+    from skipstone.decoding.method import OWN_FIELD
+    from skipstone.decoding.settings import settings_of
 
-    return [
-        {
-            "name": name,
-            "lossless": kind().lossless,
-            "paper": citation(sys.modules[kind.__module__].__doc__ or ""),
-            "settings": [
-                {"name": s.name, "flag": flags.flag(s.name), "type": s.type, "default": s.default, "help": s.help}
-                for s in flags.settings(kind)
-            ],
-            "aliases": dict(kind.aliases),
-        }
-        for name, kind in METHODS.items()
-    ]
+    return {
+        "name": kind.name,
+        "about": (inspect.getdoc(kind) or "").partition("\n")[0],
+        "lossless": kind().lossless,
+        "paper": citation(sys.modules[kind.__module__].__doc__ or ""),
+        "settings": [
+            {
+                "name": setting.name,
+                "type": setting.type,
+                "default": setting.default,
+                "from": f"generation_config.{OWN_FIELD}" if setting.name in kind.by_model else f"skipstone.{kind.__name__}",
+                "help": setting.help,
+            }
+            for setting in settings_of(kind).values()
+        ],
+        "aliases": dict(kind.aliases),
+    }
 
 
 def citation(text: str) -> str | None:
     """The first paper a module docstring names: "Authors, venue, arXiv id"."""
     found = re.search(r"\(([^()]*arXiv \d{4}\.\d{5})\)", text)
     return " ".join(found[1].split()) if found else None
+
+
+def _list(found: list[dict[str, Any]]) -> None:
+    """All methods, a row each."""
+    from rich.table import Table
+
+    table = Table("method", "text", "paper", "settings")
+    for method in found:
+        shown = "\n".join(f"{setting['name']} = {json.dumps(setting['default'])}" for setting in method["settings"])
+        table.add_row(method["name"], _text(method), method["paper"] or "-", shown or "-")
+    terminal.console().print(table)
+
+
+def _explain(method: dict[str, Any]) -> None:
+    """One method: what it is, and two lines for each of its settings."""
+    from skipstone.decoding.settings import spell_value
+
+    typer.echo(f"{method['name']}: {method['about']}")
+    typer.echo(f"text: {_text(method)}; paper: {method['paper'] or 'none'}")
+    for one in method["settings"]:
+        typer.echo(f"\n  {one['name']}={spell_value(one['default'])}   {one['type']}; default of {one['from']}")
+        typer.echo(f"      {one['help']}")
+    if method["settings"]:
+        first = method["settings"][0]
+        typer.echo(f'\n--method "{method["name"]} {first["name"]}={first["type"].partition("|")[0].upper()}"')
+    for alias, name in method["aliases"].items():
+        typer.echo(f"{alias} is accepted for {name}, with a warning")
+
+
+def _text(method: dict[str, Any]) -> str:
+    return "exact" if method["lossless"] else "lossy"

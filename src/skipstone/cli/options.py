@@ -1,55 +1,115 @@
-"""The flags of `skipstone generate` that belong to no method."""
+"""The options that several verbs have, and what they stand for: a model, a method, a quiet or a talkative run."""
 
 from __future__ import annotations
 
-import dataclasses
+import json
+import warnings
+from contextlib import suppress
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 
+from skipstone.cli import terminal
+
 DTYPES = ("auto", "float32", "bfloat16", "float16")
 
 
-def _option(text: str, panel: str, *names: str, **more: Any) -> Any:
-    return typer.Option(*names, help=text, rich_help_panel=panel, **more)
+def option(text: str, *names: str, **more: Any) -> Any:
+    """An option with its help. Its default is shown only where the help says so."""
+    return typer.Option(*names, help=text, show_default=False, **more)
 
 
-@dataclasses.dataclass(frozen=True)
-class Options:
-    """Each flag, its type, its default and its help, once; those of the methods derive from their dataclasses."""
+def _set_up(ctx: typer.Context, debug: bool) -> bool:
+    """Before a verb runs: whether tracebacks are shown, and whether libraries keep quiet until it has ended."""
+    ctx.obj["debug"] = debug
+    ctx.with_resource(terminal.quiet(debug))
+    return debug
 
-    model: Annotated[
-        str | None,
-        typer.Argument(help="A folder or a hub id. Default: the bundled model.", metavar="MODEL"),
-    ] = None
-    prompt: Annotated[str | None, _option("The text to continue.", "Prompt")] = None
-    prompt_file: Annotated[Path | None, _option("A file to continue (UTF-8).", "Prompt")] = None
-    prompt_tokens: Annotated[int | None, _option("Keep the prompt's last N tokens only.", "Prompt", min=1)] = None
-    chat: Annotated[bool, _option("Wrap the prompt in the model's chat template.", "Prompt", "--chat")] = False
-    method: Annotated[str | None, _option("See `skipstone methods`. Default: the model's own.", "Method")] = None
-    speculative_config: Annotated[
-        str | None,
-        _option(
-            'The method as JSON, as in vLLM: {"method": "layerskip", "exit_layer": 4}. Flags must not contradict it.', "Method"
-        ),
-    ] = None
-    max_new_tokens: Annotated[int, _option("Most tokens to add.", "Decoding", min=1)] = 128
-    temperature: Annotated[float, _option("0 is greedy.", "Decoding", min=0.0)] = 0.0
-    top_k: Annotated[int | None, _option("Default: the model's own, or transformers' 50.", "Decoding", min=0)] = None
-    top_p: Annotated[float | None, _option("Default: the model's own, or 1.", "Decoding", min=0.0, max=1.0)] = None
-    min_p: Annotated[float | None, _option("Default: the model's own, or 0.", "Decoding", min=0.0, max=1.0)] = None
-    seed: Annotated[int | None, _option("Of the random draws. Default: a new one, named by --stats.", "Decoding", min=0)] = None
-    stop: Annotated[list[str] | None, _option("Stop after this text (may be given several times).", "Decoding")] = None
-    ignore_eos: Annotated[bool, _option("Go on after the end-of-text token.", "Decoding", "--ignore-eos")] = False
-    dtype: Annotated[str, _option(f"One of {', '.join(DTYPES)}; auto is the checkpoint's.", "Model")] = "auto"
-    device: Annotated[str, _option("auto is cuda where there is one, else cpu.", "Model")] = "auto"
-    trust_remote_code: Annotated[bool, _option("Run the checkpoint's own code.", "Model", "--trust-remote-code")] = False
-    compare: Annotated[bool, _option("Decode plainly too, in turn, and compare speed and text.", "Output", "--compare")] = False
-    repeat: Annotated[int, _option("With --compare: runs of each.", "Output", min=1)] = 1
-    json: Annotated[bool, _option("Print one JSON document instead of the text.", "Output", "--json")] = False
-    stats: Annotated[bool, _option("Print figures of the run on stderr.", "Output", "--stats")] = False
-    color: Annotated[
-        bool | None, _option("Mark accepted drafts. Default: where stdout is a terminal.", "Output", show_default=False)
-    ] = None
-    debug: Annotated[bool, _option("Show tracebacks and the libraries' own messages.", "Output", "--debug")] = False
+
+Model = Annotated[str | None, typer.Argument(help="A folder or a hub id. Default: the bundled model.", metavar="MODEL")]
+Dtype = Annotated[str, typer.Option(help=f"One of {', '.join(DTYPES)}; auto is the checkpoint's.")]
+Device = Annotated[str, typer.Option(help="auto is cuda where there is one, else cpu.")]
+AsJson = Annotated[bool, typer.Option("--json", help="Print one JSON document instead.")]
+Debug = Annotated[bool, typer.Option("--debug", callback=_set_up, help="Show tracebacks.", hidden=True)]
+MethodText = Annotated[
+    str | None,
+    typer.Option(
+        "--method",
+        help='"layerskip exit_layer=4", or JSON; `skipstone methods` lists all. Default: the model\'s own.',
+        rich_help_panel="Method",
+    ),
+]
+MethodConfig = Annotated[
+    str | None,
+    typer.Option(
+        "--speculative-config",
+        help='The method as JSON, as in vLLM: {"method": "layerskip", "exit_layer": 4}. It must not contradict --method.',
+        rich_help_panel="Method",
+    ),
+]
+
+
+def check_dtype(dtype: str) -> None:
+    """ValueError for a dtype that there is not."""
+    if dtype not in DTYPES:
+        raise ValueError(f"--dtype must be one of {', '.join(DTYPES)}, found {dtype!r}")
+
+
+def check_folder_of(*files: Path | None) -> None:
+    """FileNotFoundError where a file that is to be written would lie in no folder."""
+    for file in files:
+        if file is not None and not file.absolute().parent.is_dir():
+            raise FileNotFoundError(2, "no such folder", str(file.parent))
+
+
+def load(model: str | None, dtype: str, device: str, **options: Any) -> tuple[Any, Any]:
+    """The model, and its tokenizer."""
+    import torch
+
+    from skipstone import loading
+
+    wanted = dtype if dtype == "auto" else getattr(torch, dtype)
+    return loading.load(model, dtype=wanted, device=loading.usable(device), **options)
+
+
+def texts_or_bundled(texts: list[str] | None, tokenizer: Any) -> tuple[list[str], list[Any]]:
+    """The texts of --prompt, or every fifth bundled one; and their token ids, [T] int64 each."""
+    import torch
+
+    from skipstone.api import token_ids
+    from skipstone.tasks.sets import named
+
+    task = named("self")
+    texts = texts or [task.ask(row)[0] for row in task.rows(None)[::5]]
+    return texts, [torch.tensor(token_ids(text, tokenizer)) for text in texts]
+
+
+def asked_method(text: str | None, config: str | None) -> Any:
+    """What --method and --speculative-config ask for. ValueError for what is wrong whatever the model is."""
+    from skipstone.methods import MethodMissing, resolve
+
+    asked = text if config is None else _merged(text, config)
+    with warnings.catch_warnings(), suppress(MethodMissing):
+        warnings.simplefilter("ignore")  # it is resolved again with the model's own method, and warns then
+        resolve(asked)
+    return asked
+
+
+def _merged(text: str | None, config: str) -> dict[str, Any]:
+    """--speculative-config, with what --method says besides. Where they contradict one another, neither wins silently."""
+    from skipstone.methods import METHODS, parse
+
+    try:
+        merged = json.loads(config)
+    except json.JSONDecodeError as error:
+        raise ValueError(f"--speculative-config is not JSON ({error}), found {config!r}") from None
+    if not isinstance(merged, dict):
+        raise ValueError(f'--speculative-config must be an object such as {{"method": "layerskip"}}, found {config!r}')
+    own = merged.get("method")
+    said = {} if text is None else parse(text, own=METHODS.get(own) if isinstance(own, str) else None)
+    for key, value in said.items():
+        if merged.setdefault(key, value) != value:
+            name = "" if key == "method" else f"{key}="
+            raise ValueError(f"--method says {name}{value!r}, --speculative-config says {merged[key]!r}: give one of them")
+    return merged

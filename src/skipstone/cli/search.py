@@ -9,16 +9,15 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from skipstone.cli import terminal
-from skipstone.cli.options import DTYPES
+from skipstone.cli import options
+from skipstone.cli.options import option
 
 if TYPE_CHECKING:
-    from skipstone.search.search import Found
+    from skipstone.search.search import Found, Trial
 
 
 def search(
-    ctx: typer.Context,
-    model: Annotated[str | None, typer.Argument(help="A folder or a hub id. Default: the bundled model.")] = None,
+    model: options.Model = None,
     budget_seconds: Annotated[float, typer.Option(help="How long to search, interrupted runs included.", min=1)] = 60.0,
     out: Annotated[Path, typer.Option(help="The profile. Its trials stand beside it, so that a search goes on.")] = Path(
         "profile.json"
@@ -27,81 +26,54 @@ def search(
         list[str] | None, typer.Option(help="A text to search on; several times. Default: bundled prompts.")
     ] = None,
     max_new_tokens: Annotated[int, typer.Option(help="Tokens of each text.", min=4)] = 32,
-    skip_ratio: Annotated[
-        float | None, typer.Option(help="Share of sublayers to leave out. Default: several take turns.", show_default=False)
-    ] = None,
+    skip_ratio: Annotated[float | None, option("Share of sublayers to leave out. Default: several take turns.")] = None,
     num_speculative_tokens: Annotated[int, typer.Option(help="Most drafts a step.", min=1)] = 12,
-    picture: Annotated[Path | None, typer.Option(help="Save the curve of the best so far, as PNG.", show_default=False)] = None,
-    dtype: Annotated[str, typer.Option(help=f"One of {', '.join(DTYPES)}; auto is the checkpoint's.")] = "auto",
-    device: Annotated[str, typer.Option(help="auto is cuda where there is one, else cpu.")] = "auto",
+    picture: Annotated[Path | None, option("Save the curve of the best so far, as PNG.")] = None,
+    dtype: options.Dtype = "auto",
+    device: options.Device = "auto",
     seed: Annotated[int, typer.Option(min=0)] = 0,
-    debug: Annotated[bool, typer.Option("--debug", help="Show tracebacks.", hidden=True)] = False,
+    debug: options.Debug = False,
 ) -> None:
-    """Find the layers that drafting can leave out, for --method self_speculative and swift (--profile)."""
-    ctx.obj["debug"] = debug
-    for path in (out, *([picture] if picture is not None else [])):
-        if not path.absolute().parent.is_dir():
-            raise FileNotFoundError(2, "no such folder", str(path.parent))
-        if path.is_dir():
+    """Find the layers that drafting can leave out, for the methods self_speculative and swift (their setting `profile`)."""
+    options.check_dtype(dtype)
+    options.check_folder_of(out, picture)
+    for path in (out, picture):
+        if path is not None and path.is_dir():
             raise ValueError(f"{path} is a folder; name a file")
-    if dtype not in DTYPES:
-        raise ValueError(f"--dtype must be one of {', '.join(DTYPES)}, found {dtype!r}")
     if skip_ratio is not None and not 0 < skip_ratio < 1:
         raise ValueError(f"--skip-ratio must lie between 0 and 1, found {skip_ratio}")
     if picture is not None and find_spec("matplotlib") is None:
         raise ImportError('pictures need matplotlib: pip install "skipstone[bench]"')
-    with terminal.quiet(debug):
-        found = _found(
-            model, prompt, max_new_tokens, skip_ratio, num_speculative_tokens, budget_seconds, out, (dtype, device), seed
-        )
-        if picture is not None:
-            _draw(found, picture)
-    _tell(found, out, num_speculative_tokens)
+    from skipstone.search import search as searching
+
+    loaded, tokenizer = options.load(model, dtype, device)
+    _, texts = options.texts_or_bundled(prompt, tokenizer)
+    ratios = searching.RATIOS if skip_ratio is None else (skip_ratio,)
+    wish = searching.Wish(texts, max_new_tokens, ratios, num_speculative_tokens, seed=seed)
+    with _progress(budget_seconds) as done:
+        found = searching.search(loaded, wish, budget_seconds, out.with_name(out.name + ".trials"), done)
+    if found.best is None:
+        raise ValueError(f"{budget_seconds:g} seconds are too few: no set was decoded with yet; go on with a larger budget")
+    _save(found, found.best, loaded, model, out)
+    if picture is not None:
+        _draw(found, picture)
+    _tell(found, found.best, out, num_speculative_tokens)
 
 
-def _found(
-    name: str | None,
-    texts: list[str] | None,
-    tokens: int,
-    ratio: float | None,
-    drafts: int,
-    budget: float,
-    out: Path,
-    place: tuple[str, str],
-    seed: int,
-) -> Found:
-    """Search, and write the profile."""
-    import torch
-
-    from skipstone.api import token_ids
-    from skipstone.loading import BUNDLED, load, usable
+def _save(found: Found, best: Trial, model: Any, name: str | None, out: Path) -> None:
+    """Write the best layer set as a profile."""
+    from skipstone.loading import BUNDLED
     from skipstone.methods.shared import profiles
-    from skipstone.search.search import RATIOS, Wish
-    from skipstone.search.search import search as find
-    from skipstone.tasks.sets import named
 
-    dtype: Any = place[0] if place[0] == "auto" else getattr(torch, place[0])
-    model, tokenizer = load(name, dtype=dtype, device=usable(place[1]))
-    task = named("self")
-    texts = texts or [task.ask(row)[0] for row in task.rows(None)[::5]]
-    asked = [torch.tensor(token_ids(text, tokenizer)) for text in texts]
-    wish = Wish(asked, tokens, RATIOS if ratio is None else (ratio,), drafts, seed=seed)
-    with _progress(budget) as done:
-        found = find(model, wish, budget, out.with_name(out.name + ".trials"), done)
-    if (best := found.best) is None:
-        raise ValueError(f"{budget:g} seconds are too few: no set was decoded with yet; go on with a larger budget")
     about = {"speed": best.speed, "acceptance": best.acceptance, "matchness": best.matchness, "trials": len(found.trials)}
-    attention, mlp = tuple(best.attention), tuple(best.mlp)
-    key = profiles.fingerprint(model)
+    key, attention, mlp = profiles.fingerprint(model), tuple(best.attention), tuple(best.mlp)
     profiles.save(out, profiles.Profile(model=key, name=name or BUNDLED, about=about, attention=attention, mlp=mlp))
-    return found
 
 
-def _tell(found: Found, out: Path, drafts: int) -> None:
+def _tell(found: Found, best: Trial, out: Path, drafts: int) -> None:
+    from skipstone.decoding.settings import spell_value
     from skipstone.methods.self_speculative import SelfSpeculative
 
-    best = found.best
-    assert best is not None
     skipped = len(best.attention) + len(best.mlp)
     decoded = sum(one.speed is not None for one in found.trials)
     typer.echo(
@@ -110,8 +82,8 @@ def _tell(found: Found, out: Path, drafts: int) -> None:
     )
     if (best.speed or 0) < 1:
         typer.echo("No set pays on this model and machine.")
-    flag = "" if drafts == SelfSpeculative.num_speculative_tokens else f" --num-speculative-tokens {drafts}"
-    typer.echo(f"skipstone generate ... --method self_speculative --profile {out}{flag}")
+    more = "" if drafts == SelfSpeculative.num_speculative_tokens else f" num_speculative_tokens={drafts}"
+    typer.echo(f'skipstone generate ... --method "self_speculative profile={spell_value(str(out))}{more}"')
 
 
 class _progress:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import sys
 from typing import Any
@@ -14,11 +13,10 @@ from rich.text import Text
 from skipstone import __version__
 from skipstone.api import Detokenizer
 from skipstone.cli import terminal
-from skipstone.cli.compare import Comparison
-from skipstone.cli.decoding import Job, Run, dtype_name, finish_reason
-from skipstone.cli.options import Options
+from skipstone.cli.runs import PARTS, Comparison, Job, Run, dtype_name, finish_reason
 from skipstone.decoding.method import Method
 from skipstone.decoding.step import Step
+from skipstone.methods import spell
 
 ACCEPTED = Style(color="green", underline=True)  # underlined too: colour alone does not reach everybody
 
@@ -66,45 +64,34 @@ class Painter:
         self.out.write(piece)
 
 
-def tell(options: Options, job: Job, method: Method, run: Run, comparison: Comparison | None) -> None:
-    """Everything but the text: JSON on stdout, or figures and a table on stderr."""
-    if options.json:
-        print(json.dumps(document(options, job, method, run, comparison), ensure_ascii=False))
-        return
+def tell(job: Job, method: Method, run: Run, comparison: Comparison | None, stats: bool) -> None:
+    """Figures, where they are asked for, and the comparison's table, on stderr."""
     console = terminal.console(stderr=True)
-    if options.stats:
-        for line in figures(job, method, run):
-            console.print(Text(line), soft_wrap=True)
+    for line in figures(job, method, run) if stats else []:
+        console.print(Text(line), soft_wrap=True)
     if comparison is not None:
         console.print(comparison.table())
         console.print(Text(comparison.verdict()), soft_wrap=True)
 
 
-def spelled(method: Method) -> dict[str, Any]:
-    """A method as --speculative-config would ask for it."""
-    return {"method": method.name, **method.settings}
-
-
 def figures(job: Job, method: Method, run: Run) -> list[str]:
     """The run in two or three lines."""
     stats = run.stats
-    turns = max(stats.turns, 1)
-    settings = " ".join(f"{name}={value}" for name, value in method.settings.items())
     pace = len(run.tokens) / run.seconds if run.seconds else 0.0
     lines = [
-        f"{method.name}{' ' if settings else ''}{settings}: {'' if method.lossless else 'lossy, '}"
+        f"{spell(method)}: {'' if method.lossless else 'lossy, '}"
         f"{job.ids.shape[1]} prompt tokens, {len(run.tokens)} new in {run.seconds:.2f} s ({stats.seconds_prefill:.2f} s of it "
         f"prefill), {pace:.1f} tokens/s, ended by {finish_reason(run, job)}"
     ]
-    parts = ((name, getattr(stats, f"seconds_{name}")) for name in ("search", "draft", "score", "other"))
-    spent = ", ".join(f"{name} {1000 * seconds / turns:.2f}" for name, seconds in parts if name != "search" or seconds)
+    drafts = ""
     if stats.draft_steps:
-        lines.append(
-            f"{stats.steps} steps: M {stats.mean_acceptance_length:.2f} tokens a step, alpha {stats.acceptance_rate:.2f} "
-            f"({stats.accepted} of {stats.draft_steps} drafts accepted); ms a step: {spent}"
+        drafts = (
+            f": M {stats.mean_acceptance_length:.2f} tokens a step, alpha {stats.acceptance_rate:.2f} "
+            f"({stats.accepted} of {stats.draft_steps} drafts accepted)"
         )
-    else:
-        lines.append(f"{stats.steps} steps; ms a step: {spent}")
+    seconds = {name: getattr(stats, f"seconds_{name}") for name in PARTS}
+    spent = [f"{name} {1000 * one / max(stats.turns, 1):.2f}" for name, one in seconds.items() if name != "search" or one]
+    lines.append(f"{stats.steps} steps{drafts}; ms a step: {', '.join(spent)}")
     if not method.lossless and stats.drafted:
         near = ", ".join(f"{name} {value:.3f}" for name, value in distances(method, job).items())
         lines.append(
@@ -122,14 +109,14 @@ def distances(method: Method, job: Job) -> dict[str, float]:
     return {name: known[one]["sum"] / known[one]["count"] for name, one in names.items() if known.get(one, {}).get("count")}
 
 
-def document(options: Options, job: Job, method: Method, run: Run, comparison: Comparison | None) -> dict[str, Any]:
+def document(model: str | None, job: Job, method: Method, run: Run, comparison: Comparison | None) -> dict[str, Any]:
     """The one JSON document of --json."""
     return {
         "skipstone": __version__,
-        "model": options.model,
+        "model": model,
         "dtype": dtype_name(job.model),
         "device": str(job.model.device),
-        "method": spelled(method),
+        "method": {"method": method.name, **method.settings},
         "lossless": method.lossless,
         **({} if method.lossless else {"mean_js_distance": distances(method, job)}),
         "decoding": {**job.options, "seed": job.seed if job.sampled else None},

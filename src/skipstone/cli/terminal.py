@@ -39,8 +39,23 @@ def report(error: Exception) -> int:
 
 def _usage(error: Any) -> str:
     context = getattr(error, "ctx", None)
-    hint = f" (see {context.command_path} --help)" if context is not None else ""
-    return error.format_message() + hint
+    if context is None:
+        return error.format_message()
+    if (setting := _setting(error, context)) is not None:
+        return f"{error.format_message()}; settings are part of the method: {setting}"
+    return f"{error.format_message()} (see {context.command_path} --help)"
+
+
+def _setting(error: Any, context: Any) -> str | None:
+    """How to say an unknown option that is a setting of a method, where the verb takes a method."""
+    name = (getattr(error, "option_name", None) or "").lstrip("-").replace("-", "_")
+    if not name or not any("--method" in parameter.opts for parameter in context.command.params):
+        return None
+    from skipstone.decoding.settings import settings_of
+    from skipstone.methods import METHODS
+
+    owner = next((one for one, kind in METHODS.items() if name in settings_of(kind)), None)
+    return owner and f'--method "{owner} {name}=..."'
 
 
 @contextmanager

@@ -8,92 +8,79 @@ from typing import Annotated, Any
 
 import typer
 
-from skipstone.cli.options import DTYPES
-from skipstone.cli.terminal import quiet
+from skipstone.cli import options
+from skipstone.cli.options import option
 
 train = typer.Typer(help="Train what a method needs.", no_args_is_help=True)
 PACKAGES = ("accelerate", "yaml", "tqdm")
 
+Output = Annotated[Path | None, option("Folder of the run, instead of the recipe's.")]
+DataDir = Annotated[Path | None, option("Folder with JSON lines for the data sets of the hub that the recipe names.")]
+
 
 @train.command("layerskip")
 def layerskip(
-    ctx: typer.Context,
     recipe: Annotated[Path, typer.Argument(help="The recipe, a YAML file (see recipes/).", show_default=False)],
-    output: Annotated[Path | None, typer.Option(help="Folder of the run, instead of the recipe's.", show_default=False)] = None,
-    data_dir: Annotated[
-        Path | None,
-        typer.Option(help="Folder with JSON lines for the data sets of the hub that the recipe names.", show_default=False),
-    ] = None,
+    output: Output = None,
+    data_dir: DataDir = None,
     fresh: Annotated[bool, typer.Option(help="Refuse to resume: the folder must be empty.")] = False,
-    debug: Annotated[bool, typer.Option(help="Show tracebacks.", hidden=True)] = False,
+    debug: options.Debug = False,
 ) -> None:
     """Train with layer dropout and early exits; an interrupted run resumes where it stopped."""
-    state: dict[str, Any] = ctx.obj
-    state["debug"] = debug
-    if not recipe.is_file():
-        raise FileNotFoundError(2, "no such recipe", str(recipe))
-    if data_dir is not None and not data_dir.is_dir():
-        raise FileNotFoundError(2, "no such folder", str(data_dir))
-    if missing := [name for name in PACKAGES if find_spec(name) is None]:
-        raise ValueError(f'training needs more packages ({", ".join(missing)}): pip install "skipstone[train]"')
-    with quiet(debug):
-        from skipstone.train.layerskip.run import run
+    _check_inputs([recipe], data_dir, "no such recipe")
+    from skipstone.train.layerskip.run import run
 
-        try:
-            folder = run(recipe, output, fresh, data_dir, say=lambda text: typer.echo(text, err=True))
-        except ImportError as error:  # an optional package of a setting: peft, or what an optimiser needs
-            raise ValueError(str(error)) from error
+    try:
+        folder = run(recipe, output, fresh, data_dir, say=lambda text: typer.echo(text, err=True))
+    except ImportError as error:  # an optional package of a setting: peft, or what an optimiser needs
+        raise ValueError(str(error)) from error
     typer.echo(str(folder))
 
 
 @train.command("heads")
 def heads(
-    ctx: typer.Context,
     model: Annotated[
         str | None, typer.Argument(help="A folder or a hub id. Default: the recipe's, else the bundled model.")
     ] = None,
-    recipe: Annotated[Path | None, typer.Option(help="A recipe, a YAML file (see recipes/).", show_default=False)] = None,
+    recipe: Annotated[Path | None, option("A recipe, a YAML file (see recipes/).")] = None,
     prompts: Annotated[
-        list[Path] | None, typer.Option(help='JSON lines with a "prompt", in the place of a recipe; several times.')
+        list[Path] | None, option('JSON lines with a "prompt", in the place of a recipe; several times.')
     ] = None,
-    output: Annotated[Path | None, typer.Option(help="Folder of the run, instead of the recipe's.", show_default=False)] = None,
-    preset: Annotated[
-        str | None, typer.Option(help="quick, or paper: 100 epochs in batches of 128.", show_default=False)
-    ] = None,
+    output: Output = None,
+    preset: Annotated[str | None, option("quick, or paper: 100 epochs in batches of 128.")] = None,
     max_disk: Annotated[float, typer.Option(help="Most GiB of stored states.", min=0)] = 20.0,
-    data_dir: Annotated[
-        Path | None,
-        typer.Option(help="Folder with JSON lines for the data sets of the hub that the recipe names.", show_default=False),
-    ] = None,
-    dtype: Annotated[str | None, typer.Option(help=f"The model's, one of {', '.join(DTYPES)}.", show_default=False)] = None,
-    device: Annotated[str, typer.Option(help="auto is cuda where there is one, else cpu.")] = "auto",
+    data_dir: DataDir = None,
+    dtype: Annotated[str | None, option(f"The model's, one of {', '.join(options.DTYPES)}.")] = None,
+    device: options.Device = "auto",
     fresh: Annotated[bool, typer.Option(help="Refuse to go on with an earlier run: the folder must be empty.")] = False,
-    debug: Annotated[bool, typer.Option(help="Show tracebacks.", hidden=True)] = False,
+    debug: options.Debug = False,
 ) -> None:
     """Train AdaDecode's exit heads on the model's own answers; an interrupted run goes on where it stopped."""
-    state: dict[str, Any] = ctx.obj
-    state["debug"] = debug
-    for path in (*([recipe] if recipe else []), *(prompts or [])):
-        if not path.is_file():
-            raise FileNotFoundError(2, "no such file", str(path))
     if (recipe is None) == (not prompts):
         raise ValueError("give either --recipe or --prompts: the texts whose answers the heads learn from")
     if recipe is None and output is None:
         raise ValueError("--prompts needs --output, the folder of the run")
+    _check_inputs([recipe] if recipe else prompts or [], data_dir, "no such file")
+    from skipstone.train.heads.features import GIB
+    from skipstone.train.heads.recipe import of_prompts, read
+    from skipstone.train.heads.run import run
+
+    here = str(Path(model).absolute()) if model and Path(model).is_dir() else model
+    given = {name: value for name, value in {"model": here, "model_dtype": dtype}.items() if value is not None}
+    file = None if recipe is None else read(recipe, preset, data_dir, **given)
+    wish = file or of_prompts(prompts or [], output, preset, **given)
+    base = Path.cwd() if recipe is None else recipe.parent
+    settings: dict[str, Any] = {"max_disk": max_disk * GIB, "device": device, "fresh": fresh}
+    folder = run(wish, base, output, **settings, say=lambda text: typer.echo(text, err=True))
+    typer.echo(str(folder))
+
+
+def _check_inputs(files: list[Path], data_dir: Path | None, missing: str) -> None:
+    """FileNotFoundError for what is to be read and is not there, ValueError for packages that training needs."""
+    for file in files:
+        if not file.is_file():
+            raise FileNotFoundError(2, missing, str(file))
     if data_dir is not None and not data_dir.is_dir():
         raise FileNotFoundError(2, "no such folder", str(data_dir))
-    if missing := [name for name in PACKAGES if find_spec(name) is None]:
-        raise ValueError(f'training needs more packages ({", ".join(missing)}): pip install "skipstone[train]"')
-    with quiet(debug):
-        from skipstone.train.heads.features import GIB
-        from skipstone.train.heads.recipe import of_prompts, read
-        from skipstone.train.heads.run import run
-
-        here = str(Path(model).absolute()) if model and Path(model).is_dir() else model
-        given = {name: value for name, value in {"model": here, "model_dtype": dtype}.items() if value is not None}
-        file = None if recipe is None else read(recipe, preset, data_dir, **given)
-        wish = file or of_prompts(prompts or [], output, preset, **given)
-        base = Path.cwd() if recipe is None else recipe.parent
-        options: dict[str, Any] = {"max_disk": max_disk * GIB, "device": device, "fresh": fresh}
-        folder = run(wish, base, output, **options, say=lambda text: typer.echo(text, err=True))
-    typer.echo(str(folder))
+    if absent := [name for name in PACKAGES if find_spec(name) is None]:
+        raise ValueError(f'training needs more packages ({", ".join(absent)}): pip install "skipstone[train]"')

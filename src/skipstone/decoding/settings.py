@@ -1,18 +1,104 @@
-"""What the settings of a method may be: the checks that several methods share."""
+"""The settings of methods: how they are declared, described and read from text, and the checks that several methods share."""
 
 from __future__ import annotations
 
-from dataclasses import field
-from typing import Any, Literal
+import dataclasses
+import json
+import shlex
+from collections.abc import Callable
+from functools import cache
+from types import NoneType, UnionType
+from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 
 from skipstone.models.layered import LayeredModel
 
 RejectionRule = Literal["standard", "coupled"]
 
+_BOOLEANS = {"true": True, "yes": True, "on": True, "false": False, "no": False, "off": False}
+
 
 def setting(default: Any, help: str, *, kw_only: bool = False) -> Any:
     """A field of a method: its default, and one line that says what it is, for `skipstone methods NAME`."""
-    return field(default=default, kw_only=kw_only, metadata={"help": help})
+    return dataclasses.field(default=default, kw_only=kw_only, metadata={"help": help})
+
+
+@dataclasses.dataclass(frozen=True)
+class Setting:
+    """One setting of a method as users meet it. hint: its Python type. default: None also where it has none."""
+
+    name: str
+    hint: Any
+    default: Any
+    help: str
+
+    @property
+    def members(self) -> tuple[Any, ...]:
+        """The alternatives of the type: (float, Literal["adaptive"], None) for `float | Literal["adaptive"] | None`."""
+        return get_args(self.hint) if get_origin(self.hint) in (Union, UnionType) else (self.hint,)
+
+    @property
+    def is_list(self) -> bool:
+        """Whether a value is a list of whole numbers, such as layers."""
+        return any(get_origin(member) is tuple for member in self.members)
+
+    @property
+    def type(self) -> str:
+        """The type in a user's words, such as "float|adaptive|none". Python objects are left out: no text means one."""
+        names = {int: ["int"], float: ["float"], str: ["text"], bool: ["true", "false"], NoneType: ["none"]}
+        words: list[str] = []
+        for member in self.members:
+            if get_origin(member) is Literal:
+                words += map(str, get_args(member))
+            else:
+                words += ["int,..."] if get_origin(member) is tuple else names.get(member, [])
+        return "|".join(words)
+
+    def parse(self, text: str) -> Any:
+        """The value that a text means: `none`, `0.4`, `adaptive`; lists as `3,6` or `[3,6]`. ValueError names the type."""
+        for member in sorted(self.members, key=lambda member: member is not NoneType):
+            try:
+                return _value(member, text)
+            except ValueError:
+                continue
+        raise ValueError(f"{self.name} takes {self.type}, found {text!r}")
+
+
+@cache
+def settings_of(kind: type) -> dict[str, Setting]:
+    """The settings of a method's class by name, in the order of its fields."""
+    hints = get_type_hints(kind)
+    found = {}
+    for field in dataclasses.fields(kind):
+        default = None if field.default is dataclasses.MISSING else field.default
+        found[field.name] = Setting(field.name, hints[field.name], default, field.metadata.get("help", ""))
+    return found
+
+
+def spell_value(value: Any) -> str:
+    """A value as it stands in a spelled text, strings with spaces in quotes."""
+    if isinstance(value, str):
+        return shlex.quote(value) if set(value) & set(" \t\n'\"") else value
+    return "none" if value is None else json.dumps(value, separators=(",", ":"))
+
+
+def _value(member: Any, text: str) -> Any:
+    """A text as a value of one type. ValueError where it is none."""
+    if get_origin(member) is Literal:
+        choices = {str(choice): choice for choice in get_args(member)}
+    elif member is bool:
+        choices, text = _BOOLEANS, text.lower()
+    elif member is NoneType:
+        choices, text = {"none": None, "null": None}, text.lower()
+    elif get_origin(member) is tuple:
+        return json.loads(text) if text.startswith("[") else [int(one) for one in text.split(",")]
+    else:
+        readers: dict[Any, Callable[[str], Any]] = {int: int, float: float, str: str}
+        if member not in readers:
+            raise ValueError
+        return readers[member](text)
+    if text not in choices:
+        raise ValueError
+    return choices[text]
 
 
 def check_rule(value: Any) -> None:

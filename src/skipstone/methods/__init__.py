@@ -1,13 +1,19 @@
-"""All decoding methods, written out, and how a user's wish becomes one of them."""
+"""All decoding methods, written out, and how one is named.
+
+A method is said in one way everywhere: as text, `layerskip exit_layer=4 confidence_threshold=none`, or as a JSON object,
+`{"method": "layerskip", "exit_layer": 4}`. Python code may also give the mapping or the Method itself.
+"""
 
 from __future__ import annotations
 
-import dataclasses
+import json
+import shlex
 import warnings
 from collections.abc import Mapping
 from typing import Any
 
 from skipstone.decoding.method import OWN_FIELD, Method
+from skipstone.decoding.settings import Setting, settings_of, spell_value
 from skipstone.methods.adadecode.adadecode import AdaDecode
 from skipstone.methods.adasd.adasd import AdaSD
 from skipstone.methods.autoregressive import Autoregressive
@@ -34,56 +40,127 @@ METHODS: dict[str, type[Method]] = {
     "lookahead": Lookahead,
 }
 
+MethodLike = Method | str | Mapping[str, Any] | None
+"""How a method can be given: itself, its spelled text, a mapping with the key "method", or None for the model's own."""
 
-Wish = Method | str | Mapping[str, Any] | None
+
+class MethodMissing(ValueError):
+    """No method is named, so only a model's own default can say which one is meant."""
 
 
-def resolve(wish: Wish, defaults: str | Mapping[str, Any] | None = None) -> Method:
-    """A method from an object, a name or a vLLM-style {"method": name, ...}.
+def resolve(method: MethodLike, defaults: str | Mapping[str, Any] | None = None) -> Method:
+    """The method that is meant, as an object.
 
-    defaults: a name or such a mapping, a model's own (`generation_config.skipstone`); it fills in what the wish leaves open
-    when both are the same method, and is the method where the wish names none. Of a Method object only what has no other
-    default (`by_model`) is left open. ValueError for unknown methods and settings.
+    defaults: a model's own method, as text or a mapping (`generation_config.skipstone`). It is the method where none is named,
+    and it fills in the settings that are left open where the same method is named. A Method object leaves open only the fields
+    in `by_model`. ValueError for unknown methods and settings, MethodMissing where nothing names a method.
     """
-    if isinstance(wish, Method):
-        return wish.completed(defaults)
-    if wish is None and not defaults:
-        raise ValueError(f"no method given and the model names no default; pass method= one of {', '.join(METHODS)}")
-    if not defaults:
-        kind, settings = _read(wish, "method")
-        return kind(**settings)
-    kind, settings = own = _read(defaults, f"generation_config.{OWN_FIELD}")
-    if wish is not None:
-        kind, settings = _read({"method": own[0].name, **wish} if isinstance(wish, Mapping) else wish, "method")
-    return kind(**{**(own[1] if kind is own[0] else {}), **settings})
-
-
-def _read(wish: Any, place: str) -> tuple[type[Method], dict[str, Any]]:
-    """The class and the settings that a name or a mapping stands for. place: where it was found, for errors."""
-    if not isinstance(wish, (str, Mapping)):
-        raise ValueError(f"{place} must be a Method, a name or a mapping with the key 'method', found {wish!r}")
-    settings: dict[str, Any] = {"method": wish} if isinstance(wish, str) else dict(wish)
-    if "method" not in settings:
-        raise ValueError(f"the key 'method' is missing in {place}={wish!r}; there are {', '.join(METHODS)}")
-    name = settings.pop("method")
-    kind = METHODS.get(name) if isinstance(name, str) else None
+    if isinstance(method, Method):
+        return method.completed(defaults)
+    own, settings = _read(defaults, f"generation_config.{OWN_FIELD}") if defaults else (None, {})
+    kind, given = (own, {}) if method is None else _read(method, "method", own)
     if kind is None:
-        raise ValueError(f"unknown method {name!r} in {place}; there are {', '.join(METHODS)}")
-    settings = _spelled(kind, settings)
-    known = [field.name for field in dataclasses.fields(kind)]
-    if unknown := [key for key in settings if key not in known]:
-        raise ValueError(f"{name} has no setting {unknown[0]!r}; it has {', '.join(known) or 'none'}")
-    return kind, settings
+        raise MethodMissing(f"no method given and the model names no default; pass one of {', '.join(METHODS)}")
+    return kind(**({**settings, **given} if kind is own else given))
 
 
-def _spelled(kind: type[Method], settings: dict[str, Any]) -> dict[str, Any]:
-    """Settings under their own names, other packages' spellings warned about."""
-    spelled: dict[str, Any] = {}
+def parse(
+    text: str, kinds: Mapping[str, type] = METHODS, own: type | None = None, labels: tuple[str, ...] = (), several: bool = False
+) -> dict[str, Any]:
+    """{"method": name, setting: value} from a spelled text or a JSON object.
+
+    kinds: the classes by name; the types of their fields tell how values are read. own: the class that a text without a name
+    sets, as in `exit_layer=4`. labels: keys that are no settings and stay texts. several: `exit_layer=3,6` is a list of values
+    to choose from. Values with spaces stand in quotes. ValueError for anything else.
+    """
+    if text.lstrip().startswith("{"):
+        return _json_object(text)
+    words = _words(text)
+    if not words:
+        raise ValueError("a method is a name with settings, such as `layerskip exit_layer=4`; found nothing")
+    if "=" not in words[0]:
+        kind = find(words[0], kinds)
+    elif own is None:
+        raise MethodMissing(f"{text!r} names no method; there are {', '.join(kinds)}")
+    else:
+        kind = own
+    name = getattr(kind, "name", "")
+    found: dict[str, Any] = {"method": name}
+    for word in words[0 if "=" in words[0] else 1 :]:
+        key, _, value = word.partition("=")
+        key = key.replace("-", "_")
+        if not value:
+            how = "key=value or key=value,value" if several else "key=value"
+            raise ValueError(f"settings of a method are {how}; found {word!r} after {name}")
+        if key in found:
+            raise ValueError(f"{key} is given twice after {name}")
+        if key in labels:
+            found[key] = value
+            continue
+        setting = find_setting(kind, key)
+        values = value.split(",") if several and not setting.is_list else [value]
+        found[key] = [setting.parse(one) for one in values] if len(values) > 1 else setting.parse(value)
+    return found
+
+
+def spell(method: Method) -> str:
+    """The text that `resolve` reads as this method. A draft model that was given as an object is called by its name."""
+    return " ".join([method.name, *(f"{name}={spell_value(value)}" for name, value in method.settings.items())])
+
+
+def find(name: Any, kinds: Mapping[str, type] = METHODS, place: str = "method") -> type:
+    """The class of a name. ValueError names those that exist. place: where the name was found, for errors."""
+    kind = kinds.get(name) if isinstance(name, str) else None
+    if kind is None:
+        raise ValueError(f"unknown method {name!r}{'' if place == 'method' else f' in {place}'}; there are {', '.join(kinds)}")
+    return kind
+
+
+def find_setting(kind: Any, key: str) -> Setting:
+    """A setting by its own name or another package's. ValueError says which there are, and which methods have this one."""
+    known = settings_of(kind)
+    name = getattr(kind, "aliases", {}).get(key, key)
+    if name not in known:
+        owners = ", ".join(other for other in METHODS if name in settings_of(METHODS[other]))
+        hint = f" ({name} is a setting of {owners})" if owners else ""
+        raise ValueError(f"{kind.name} has no setting {key!r}; it has {', '.join(known) or 'none'}{hint}")
+    return known[name]
+
+
+def _read(given: Any, place: str, own: type[Method] | None = None) -> tuple[type[Method], dict[str, Any]]:
+    """The class and the settings that a text or a mapping stands for. own: the class where no method is named."""
+    if not isinstance(given, (str, Mapping)):
+        raise ValueError(f"{place} must be a Method, a name or a mapping with the key 'method', found {given!r}")
+    settings = dict(parse(given, own=own) if isinstance(given, str) else given)
+    if "method" in settings:
+        kind: Any = find(settings.pop("method"), place=place)
+    elif own is not None:
+        kind = own
+    else:
+        raise MethodMissing(f"the key 'method' is missing in {place}={given!r}; there are {', '.join(METHODS)}")
+    named: dict[str, Any] = {}
     for key, value in settings.items():
-        name = kind.aliases.get(key, key)
+        name = find_setting(kind, key).name
         if name != key:
-            warnings.warn(f"{key} is called {name} in skipstone", FutureWarning, stacklevel=5)
-        if name in spelled:
+            warnings.warn(f"{key} is called {name} in skipstone", FutureWarning, stacklevel=4)
+        if name in named:
             raise ValueError(f"{name} is given twice")
-        spelled[name] = value
-    return spelled
+        named[name] = value
+    return kind, named
+
+
+def _json_object(text: str) -> dict[str, Any]:
+    try:
+        return json.loads(text)
+    except json.JSONDecodeError as error:
+        raise ValueError(f"a method that begins with a brace is a JSON object ({error}), found {text!r}") from None
+
+
+def _words(text: str) -> list[str]:
+    """The words of a text, split at spaces outside quotes."""
+    lexer = shlex.shlex(text, posix=True)
+    lexer.whitespace_split, lexer.escape, lexer.commenters = True, "", ""  # a backslash may stand in a path
+    try:
+        return list(lexer)
+    except ValueError:
+        raise ValueError(f"a quote is not closed in {text!r}") from None

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from skipstone.models import patches
 from skipstone.models.families import kinds, max_positions, windows
@@ -39,6 +39,7 @@ class Facts:
         self._attentions: list[nn.Module] = attentions if own else []
         self.groups: list[int] = [getattr(one, "num_key_value_groups", 1) if own else 1 for one in attentions]
         self.form = MaskForm(torch.bool if sdpa and not own else self.dtype, own)
+        self.phases: dict[str, tuple[Tensor, Tensor]] = {}  # layer type -> cos and sin [positions, rotary_dim]
         self.running = patches.Running()
         patches.take_off(model)  # those of the model that this one is a copy of, or of an earlier state
         self.patch()

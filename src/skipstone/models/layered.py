@@ -43,7 +43,7 @@ class LayeredModel(DecoderModules):
         self.embeddings, self.device, self.dtype = facts.embeddings, facts.device, facts.dtype
         self._running = facts.running
         self._fixed = dict(facts.family.arguments)
-        self._phases: dict[str, tuple[Tensor, Tensor]] = {}
+        self._phases = facts.phases
 
     def embed(self, tokens: Tensor, positions: Tensor) -> Tensor:
         """[B, n] ids and positions -> [B, n, d], the states that enter layer 0."""

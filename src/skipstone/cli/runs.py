@@ -1,19 +1,117 @@
-"""`--compare`: the method and plain decoding of the same prompt, interleaved in one process, counted alike."""
+"""A prompt decoded and timed, and the same prompt decoded by a method and plainly in turn: `generate`, `--compare`, `demo`."""
 
 from __future__ import annotations
 
+import time
 import warnings
-from collections.abc import Callable
-from dataclasses import asdict, dataclass
+from collections.abc import Callable, Iterator
+from dataclasses import asdict, dataclass, field
 from typing import Any
 
 import torch
 from rich.table import Table
+from torch import Tensor
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from skipstone.cli.decoding import Job, Run, decode, dtype_name, warm_up
+import skipstone
 from skipstone.decoding.method import Method
+from skipstone.decoding.stats import Stats
 from skipstone.decoding.step import Step
 from skipstone.methods.autoregressive import Autoregressive
+
+PARTS = ("search", "draft", "score", "other")
+"""What the time of a step is spent on."""
+POOLED = ("turns", "steps", "draft_steps", "accepted", *(f"seconds_{part}" for part in PARTS))
+"""Figures that are added up over runs."""
+COLUMNS = (
+    ("tokens", "tokens", "{}"),
+    ("s", "seconds", "{:.2f}"),
+    ("tokens/s", "tokens_per_second", "{:.1f}"),
+    ("speed-up", "speed_up", "{:.2f}"),
+    ("M", "mean_acceptance_length", "{:.2f}"),
+    ("alpha", "acceptance_rate", "{:.2f}"),
+    *((f"{part}\nms/step", f"ms_per_step_{part}", "{:.2f}") for part in PARTS),
+)
+"""Columns of the table: title, figure, format."""
+
+
+@dataclass(frozen=True)
+class Job:
+    """What is decoded. ids: [1, T] int64. options: `GenerationConfig` fields. seed: the same for every run."""
+
+    model: PreTrainedModel
+    tokenizer: PreTrainedTokenizerBase
+    ids: Tensor
+    options: dict[str, Any]
+    seed: int
+
+    @property
+    def sampled(self) -> bool:
+        return bool(self.options["do_sample"])
+
+    def steps(self, method: Method) -> Iterator[Step]:
+        return skipstone.stream(self.model, self.ids, method, tokenizer=self.tokenizer, seed=self.seed, **self.options)
+
+    def text(self, tokens: list[int]) -> str:
+        return str(self.tokenizer.decode(tokens, skip_special_tokens=True))
+
+
+@dataclass
+class Run:
+    """One decoding of a job. seconds: wall-clock from the call to the last token, the time spent on showing text left out."""
+
+    tokens: list[int] = field(default_factory=list)
+    origin: list[str] = field(default_factory=list)
+    stats: Stats = field(default_factory=Stats)
+    seconds: float = 0.0
+    interrupted: bool = False
+
+
+def decode(job: Job, method: Method, show: Callable[[Step], None] | None = None) -> Run:
+    """Decode a job to its end, or to Ctrl-C, which ends the run and keeps what there is. show: called with every step."""
+    run = Run()
+    try:
+        started = time.perf_counter()
+        steps = job.steps(method)
+        while True:
+            step = next(steps, None)
+            run.seconds += time.perf_counter() - started
+            if step is None:
+                return run
+            run.tokens += step.tokens[0]
+            run.origin += step.origin[0]
+            run.stats.add(step)
+            if show is not None:
+                show(step)
+            started = time.perf_counter()
+    except KeyboardInterrupt:
+        run.interrupted = True
+        return run
+
+
+def warm_up(job: Job, method: Method, steps: int = 3) -> None:
+    """The first steps of a run, thrown away: lazy set-up is paid here and not by whoever is timed first."""
+    begun = job.steps(method)
+    for _ in range(steps):
+        next(begun, None)
+
+
+def finish_reason(run: Run, job: Job) -> str:
+    """Why a run ended: "interrupted", "eos", "stop" (a stop string) or "length"."""
+    if run.interrupted:
+        return "interrupted"
+    ends = job.model.generation_config.eos_token_id  # type: ignore[union-attr]
+    if run.tokens and run.tokens[-1] in (ends if isinstance(ends, list) else [ends]):
+        return "eos"
+    stops = job.options.get("stop_strings") or []
+    if len(run.tokens) < job.options["max_new_tokens"] or any(stop in job.text(run.tokens) for stop in stops):
+        return "stop"
+    return "length"
+
+
+def dtype_name(model: PreTrainedModel) -> str:
+    """The dtype of the weights as the command line spells it: "float32"."""
+    return str(model.dtype).removeprefix("torch.")
 
 
 @dataclass(frozen=True)
@@ -38,7 +136,7 @@ class Totals:
 
     def figures(self) -> dict[str, Any]:
         """Counts and times as plain JSON values. alpha and M are None where nothing was drafted."""
-        total = {name: sum(getattr(run.stats, name) for run in self.runs) for name in _POOLED}
+        total = {name: sum(getattr(run.stats, name) for run in self.runs) for name in POOLED}
         turns = max(total["turns"], 1)
         drafting = total["draft_steps"] > 0
         return {
@@ -47,12 +145,8 @@ class Totals:
             "tokens_per_second": self.pace,
             "mean_acceptance_length": 1 + total["accepted"] / total["steps"] if drafting else None,
             "acceptance_rate": total["accepted"] / total["draft_steps"] if drafting else None,
-            **{f"ms_per_step_{part}": 1000 * total[f"seconds_{part}"] / turns for part in _PARTS},
+            **{f"ms_per_step_{part}": 1000 * total[f"seconds_{part}"] / turns for part in PARTS},
         }
-
-
-_PARTS = ("search", "draft", "score", "other")
-_POOLED = ("turns", "steps", "draft_steps", "accepted", *(f"seconds_{part}" for part in _PARTS))
 
 
 @dataclass(frozen=True)
@@ -120,7 +214,7 @@ class Comparison:
 
     def table(self) -> Table:
         rows = [totals.figures() | {"speed_up": totals.pace / self.plain.pace} for totals in (self.plain, self.other)]
-        columns = [one for one in _COLUMNS if one[1] != "ms_per_step_search" or any(figures[one[1]] for figures in rows)]
+        columns = [one for one in COLUMNS if one[1] != "ms_per_step_search" or any(figures[one[1]] for figures in rows)]
         table = Table("", *(name for name, _, _ in columns))
         for totals, figures in zip((self.plain, self.other), rows, strict=True):
             cells = ["-" if figures[key] is None else form.format(figures[key]) for _, key, form in columns]
@@ -130,23 +224,18 @@ class Comparison:
         return table
 
 
-_COLUMNS = (
-    ("tokens", "tokens", "{}"),
-    ("s", "seconds", "{:.2f}"),
-    ("tokens/s", "tokens_per_second", "{:.1f}"),
-    ("speed-up", "speed_up", "{:.2f}"),
-    ("M", "mean_acceptance_length", "{:.2f}"),
-    ("alpha", "acceptance_rate", "{:.2f}"),
-    *((f"{part}\nms/step", f"ms_per_step_{part}", "{:.2f}") for part in _PARTS),
-)
+def compared(
+    job: Job,
+    method: Method,
+    repeat: int = 1,
+    show: Callable[[Step], None] | None = None,
+    show_plain: Callable[[Step], None] | None = None,
+) -> tuple[Run, Comparison | None]:
+    """Warm both up, then decode plainly and with the method in turn, `repeat` times. The first runs are shown.
 
-
-def compare(job: Job, method: Method, repeat: int, show: Callable[[Step], None] | None) -> tuple[Run, Comparison | None]:
-    """Warm both up, then plain and method in turn, `repeat` times. The method's first run is shown and returned.
-
-    The comparison is None where Ctrl-C came in between; the run is then what there is of the method's first one.
+    Returns the method's first run. The comparison is None where Ctrl-C came in between; the run is then what there is.
     """
-    plain, shown, runs = Autoregressive(), Run(), ([], [])
+    plain, runs = Autoregressive(), ([], [])
     try:
         for one in (plain, method):
             warm_up(job, one)
@@ -155,23 +244,16 @@ def compare(job: Job, method: Method, repeat: int, show: Callable[[Step], None] 
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message=".* the speed of plain decoding")  # here it is measured
         for number in range(repeat):
-            for kind, kept in zip((plain, method), runs, strict=True):
-                first = kind is method and number == 0
-                run = decode(job, kind, show if first else None)
-                kept.append(run)
-                if first:
-                    shown = run
-                if run.interrupted:
-                    shown.interrupted = True
-                    return shown, None
-    return shown, judged(job, method, *runs)
-
-
-def judged(job: Job, method: Method, plain: list[Run], other: list[Run]) -> Comparison:
-    """What runs of both, made in turn, say about speed and text."""
+            for one, shown, kept in zip((plain, method), (show_plain, show), runs, strict=True):
+                kept.append(decode(job, one, shown if number == 0 else None))
+                if kept[-1].interrupted:
+                    first = runs[1][0] if runs[1] else Run()
+                    first.interrupted = True
+                    return first, None
     law_only = job.sampled and getattr(method, "rejection_sample_method", None) == "standard"
-    divergence = None if law_only else first_divergence(job, plain, other)
-    return Comparison(job, method, Totals("plain", plain), Totals(method.name, other), law_only, divergence)
+    divergence = None if law_only else first_divergence(job, *runs)
+    totals = Totals("plain", runs[0]), Totals(method.name, runs[1])
+    return runs[1][0], Comparison(job, method, *totals, law_only, divergence)
 
 
 def first_divergence(job: Job, plain: list[Run], other: list[Run]) -> Divergence | None:
