@@ -25,17 +25,17 @@ from skipstone.decoding.loop import Decoder
 from skipstone.decoding.method import Method
 from skipstone.decoding.sampling import Sampling
 from skipstone.decoding.session import Request
+from skipstone.hf.defaults import neutral_defaults
 from skipstone.models.layered import LayeredModel
-from skipstone.timing.measure import neutral_defaults
 
 PROCESSORS = {"repetition_penalty": 1.3, "no_repeat_ngram_size": 3}
 LAWS: tuple[dict[str, Any], ...] = ({"temperature": 1.0}, {"temperature": 0.7, "top_p": 0.9})
-SHORT, LONG = 6, 24
-"""Tokens of an audited text, and of a sampled one."""
-ROWS, FEW = 100, 10
-"""Sampled texts at once, and texts whose distributions are held at once."""
-BATCH = 3
-"""Prompts at once, of different lengths."""
+AUDITED = 6  # tokens of which the texts of an audited batch have two, three and four times as many
+SAMPLED = 24  # tokens of a sampled text
+ROWS = 100  # texts sampled at once
+HELD = 10  # texts whose distributions are held at once
+BATCH = 3  # prompts at once, of different lengths
+ROUNDING = 30  # units in the last place by which a stored key or value may differ from a fresh one
 
 
 class Checker:
@@ -49,7 +49,7 @@ class Checker:
         layered, longest = LayeredModel(model), max(map(len, self.prompts))
         method.check(layered)
         laws.ready()
-        most = max(scale.max_new_tokens, LONG, SHORT * (BATCH + 1))
+        most = max(scale.max_new_tokens, SAMPLED, AUDITED * (BATCH + 1))
         if longest + most > layered.max_positions:
             raise ValueError(
                 f"a prompt of {longest} tokens + {most} new ones is more than the model's {layered.max_positions} positions"
@@ -121,8 +121,7 @@ class Checker:
     def batched(self, finding: Finding) -> None:
         """Prompts of different lengths at once."""
         for start in range(0, len(self.prompts), BATCH):
-            # unequal lengths, whatever the prompts are like
-            part = [prompt[: max(1, len(prompt) - 2 * i)] for i, prompt in enumerate(self.prompts[start : start + BATCH])]
+            part = _uneven(self.prompts[start : start + BATCH])
             texts = self._texts(self.method, part, {}, finding)
             for number, (prompt, found) in enumerate(zip(part, texts, strict=True), start):
                 expected = self._texts("autoregressive", [prompt], {}, None)[0]
@@ -155,19 +154,13 @@ class Checker:
     ) -> None:
         finding.tested += 1
         ids = self.prompts[number] if prompt is None else prompt
-        parted = self.judge.compare(number, ids, expected, found, options)
+        parted = self.judge.compare(ids, expected, found, options, number)
         if parted is None:
             return
         if parted.tie:
             finding.ties.append(parted)
-            return
-        far = (
-            ""
-            if parted.gap is None
-            else f", {parted.gap:.3g} below the best score where rounding explains {parted.allowed:.2g}"
-        )
-        names = ("the end" if one is None else f"token {one}" for one in (parted.expected, parted.found))
-        finding.bugs.append("prompt {}, new token {}: expected {}, found {}{}".format(number, parted.position, *names, far))
+        else:
+            finding.bugs.append(str(parted))
 
     # ------------------------------------------------------------------------------------------------ sampled
 
@@ -195,8 +188,8 @@ class Checker:
         if "top_p" in settings:
             warpers.append(TopPLogitsWarper(settings["top_p"]))
         drawn = laws.Drawn(rare=laws.RARE if self._exact else laws.ROUNDED)
-        for start in range(0, len(texts), FEW):
-            new = torch.tensor(texts[start : start + FEW])
+        for start in range(0, len(texts), HELD):
+            new = torch.tensor(texts[start : start + HELD])
             ids = torch.cat([prompt.expand(len(new), -1), new], 1).to(self.model.device)
             logits = self.model(ids, use_cache=False).logits[:, len(prompt) - 1 : -1].flatten(0, 1).float()
             drawn.add(warpers(ids, logits).softmax(-1), new.flatten().to(logits.device))  # type: ignore[arg-type]
@@ -220,7 +213,7 @@ class Checker:
         self, method: Method | str, prompt: Tensor, settings: Mapping[str, Any], seeds: Sequence[int], finding: Finding | None
     ) -> list[list[int]]:
         texts: list[list[int]] = []
-        options = {"do_sample": True, "top_k": 0, "max_new_tokens": LONG, **settings}
+        options = {"do_sample": True, "top_k": 0, "max_new_tokens": SAMPLED, **settings}
         for start in range(0, len(seeds), ROWS):
             part = list(seeds[start : start + ROWS])
             texts += self._generate(method, [prompt] * len(part), options, finding, part)
@@ -231,11 +224,11 @@ class Checker:
     def audited(self, finding: Finding) -> None:
         """Every step of a batch: limits and laws of drafts, and the store against a fresh forward."""
         layered = LayeredModel(self.model)
-        tolerance = max(1e-3, 30 * torch.finfo(self.model.dtype).eps)
+        tolerance = max(1e-3, ROUNDING * torch.finfo(self.model.dtype).eps)
         for temperature in (0.0, 1.0):
             requests = [
-                Request(prompt[: max(1, len(prompt) - 2 * i)], SHORT * (2 + i), sampling=Sampling(temperature, seed=i))
-                for i, prompt in enumerate(self.prompts[:BATCH])
+                Request(prompt, AUDITED * (2 + i), sampling=Sampling(temperature, seed=i))
+                for i, prompt in enumerate(_uneven(self.prompts[:BATCH]))
             ]
             try:
                 finding.tested += self._audit(layered, requests, tolerance)
@@ -296,3 +289,8 @@ class Checker:
             finding.drafted += output.stats.drafted
             finding.accepted += output.stats.accepted
         return output.new_tokens
+
+
+def _uneven(prompts: Sequence[Tensor]) -> list[Tensor]:
+    """Prompts cut to different lengths, whatever they are like."""
+    return [prompt[: max(1, len(prompt) - 2 * place)] for place, prompt in enumerate(prompts)]

@@ -10,29 +10,29 @@ from skipstone.check.ties import Divergence
 
 @dataclass(frozen=True)
 class Scale:
-    """How much is tested. samples: texts for each law and side."""
+    """How much is tested."""
 
-    max_new_tokens: int = 64
-    samples: int = 400
+    max_new_tokens: int = 64  # of a greedy text
+    samples: int = 400  # texts for each law and side
     seed: int = 0
 
 
 @dataclass
 class Finding:
-    """One probe: what it compared, how often, and what it found. drafted, accepted: draft tokens in it, for only texts with
-    drafts accepted and rejected prove anything."""
+    """What one probe compared, and what it found."""
 
     name: str
-    tested: int = 0
+    tested: int = 0  # comparisons
     ties: list[Divergence] = field(default_factory=list)
     bugs: list[str] = field(default_factory=list)
     note: str = ""
-    drafted: int = 0
+    drafted: int = 0  # draft tokens: only texts with drafts accepted and rejected prove anything
     accepted: int = 0
 
     def report(self) -> dict[str, Any]:
         """Plain JSON values."""
-        return {**asdict(self), "passed": not self.bugs}
+        ties = [{name: value for name, value in asdict(one).items() if name != "texts"} for one in self.ties]
+        return {**asdict(self), "ties": ties, "passed": not self.bugs}
 
 
 @dataclass

@@ -70,7 +70,7 @@ def run(options: Options, given: dict[str, str | None]) -> None:
     if options.dtype not in DTYPES:
         raise ValueError(f"--dtype must be one of {', '.join(DTYPES)}, found {options.dtype!r}")
     task = named("self" if options.prompts is None else str(options.prompts))
-    rows = task.rows(None)
+    rows = task.records(None)
     if len(rows) < options.num_prompts:
         raise ValueError(f"--num-prompts {options.num_prompts}: there are {len(rows)} prompts")
     wanted = flags.wish(options.method, given, options.speculative_config)

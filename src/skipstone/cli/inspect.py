@@ -13,8 +13,7 @@ from skipstone.cli import terminal
 from skipstone.cli.options import DTYPES
 
 if TYPE_CHECKING:
-    from skipstone.lens.heads import HeadLens
-    from skipstone.lens.lens import Lens
+    from skipstone.lens.lens import HeadLens, Lens
 
 
 def inspect(
@@ -88,15 +87,14 @@ def _look(model: Any, tokenizer: Any, texts: list[str] | None, count: int, heads
     import torch
 
     from skipstone.api import token_ids
-    from skipstone.lens.heads import through
-    from skipstone.lens.lens import look
+    from skipstone.lens.lens import look, through
     from skipstone.methods.adadecode import heads as exit_heads
     from skipstone.models.layered import LayeredModel
     from skipstone.tasks.sets import named
 
     read_by = None if heads is None else exit_heads.load(heads, LayeredModel(model))
     task = named("self")
-    asked = texts or [task.ask(row)[0] for row in task.rows(None)[::5]]
+    asked = texts or [task.ask(row)[0] for row in task.records(None)[::5]]
     prompts = [torch.tensor(token_ids(text, tokenizer)) for text in asked]
     lens = look(model, prompts, count)
     words = [[str(tokenizer.decode([token])) for token in row] for row in lens.top]

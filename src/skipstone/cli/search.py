@@ -76,18 +76,18 @@ def _found(
     from skipstone.api import token_ids
     from skipstone.loading import BUNDLED, load, usable
     from skipstone.methods.shared import profiles
-    from skipstone.search.search import RATIOS, Wish
+    from skipstone.search.search import RATIOS, SearchSettings
     from skipstone.search.search import search as find
     from skipstone.tasks.sets import named
 
     dtype: Any = place[0] if place[0] == "auto" else getattr(torch, place[0])
     model, tokenizer = load(name, dtype=dtype, device=usable(place[1]))
     task = named("self")
-    texts = texts or [task.ask(row)[0] for row in task.rows(None)[::5]]
+    texts = texts or [task.ask(row)[0] for row in task.records(None)[::5]]
     asked = [torch.tensor(token_ids(text, tokenizer)) for text in texts]
-    wish = Wish(asked, tokens, RATIOS if ratio is None else (ratio,), drafts, seed=seed)
+    settings = SearchSettings(asked, tokens, RATIOS if ratio is None else (ratio,), drafts, seed=seed)
     with _progress(budget) as done:
-        found = find(model, wish, budget, out.with_name(out.name + ".trials"), done)
+        found = find(model, settings, budget, out.with_name(out.name + ".trials"), done)
     if (best := found.best) is None:
         raise ValueError(f"{budget:g} seconds are too few: no set was decoded with yet; go on with a larger budget")
     about = {"speed": best.speed, "acceptance": best.acceptance, "matchness": best.matchness, "trials": len(found.trials)}
