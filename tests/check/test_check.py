@@ -13,8 +13,7 @@ from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel
 
 from skipstone import Autoregressive, EarlyExit, LayerSkip, Method
 from skipstone.check import laws
-from skipstone.check.check import Checker
-from skipstone.check.findings import Finding, Report, Scale
+from skipstone.check.check import Checker, Report, Scale
 from skipstone.check.ties import Judge
 from skipstone.methods.layerskip import LayerSkipSession
 from tests.helpers import bugs
@@ -41,7 +40,7 @@ class Partly(Checker):
 
     only: tuple[str, ...] = ()
 
-    def _probes(self) -> list[tuple[str, Callable[[Finding], None]]]:
+    def _probes(self) -> list[tuple[str, Callable[[], None]]]:
         return [one for number, one in enumerate(super()._probes()) if number == 0 or one[0] in self.only]
 
 

@@ -13,7 +13,7 @@ from skipstone.cli import terminal
 from skipstone.cli.options import DTYPES
 
 if TYPE_CHECKING:
-    from skipstone.check.findings import Finding
+    from skipstone.check.check import Finding
 
 HELP = "Prove on your model, machine and dtype that a method is lossless, or show where it is not. Exit code 1 for a bug."
 
@@ -60,8 +60,7 @@ def run(options: Options, given: dict[str, str | None]) -> None:
     import torch
 
     from skipstone.api import resolve_for
-    from skipstone.check.check import Checker
-    from skipstone.check.findings import Scale
+    from skipstone.check.check import Checker, Scale
     from skipstone.cli import flags
     from skipstone.loading import load, usable
     from skipstone.tasks.dialogue import Conversation, Reader
