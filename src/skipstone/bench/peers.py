@@ -63,15 +63,24 @@ class Peer:
         """Why this model cannot be decoded so, None where it can."""
         return None
 
+    def options(self, model: PreTrainedModel, tokens: int) -> dict[str, Any]:
+        """What `model.generate` is told besides. tokens: most that the text may have, the prompt's included."""
+        return {}
+
+    def generate(self, model: PreTrainedModel, prompt: Tensor, options: dict[str, Any], seed: int) -> Emitted:
+        """As `Engine.generate`."""
+        kind: Any = type(model)  # the class's own generate: `skipstone.enable` may have put another on the instance
+        clock, width = _Clock(), prompt.shape[1]
+        own = self.options(model, width + options["max_new_tokens"])
+        sequences = kind.generate(model, prompt, stopping_criteria=StoppingCriteriaList([clock]), **options, **own)
+        return Emitted(sequences[0, width:].tolist(), first_at=clock.first_at)
+
 
 @dataclass(frozen=True)
 class HFGenerate(Peer):
     """`model.generate` with its dynamic cache."""
 
     name: ClassVar[str] = "hf-generate"
-
-    def generate(self, model: PreTrainedModel, prompt: Tensor, options: dict[str, Any], seed: int) -> Emitted:
-        return _generate(model, prompt, options)
 
 
 _CACHE_SIZES: WeakKeyDictionary[PreTrainedModel, int] = WeakKeyDictionary()
@@ -89,11 +98,9 @@ class HFGenerateStatic(Peer):
     name: ClassVar[str] = "hf-generate-static"
     long_warm_up: ClassVar[bool] = True
 
-    def generate(self, model: PreTrainedModel, prompt: Tensor, options: dict[str, Any], seed: int) -> Emitted:
-        needed = prompt.shape[1] + options["max_new_tokens"]
-        size = _CACHE_SIZES[model] = max(1 << (needed - 1).bit_length(), _CACHE_SIZES.get(model, 0))
-        cache = StaticCache(config=model.config, max_cache_len=size)
-        return _generate(model, prompt, {**options, "past_key_values": cache})
+    def options(self, model: PreTrainedModel, tokens: int) -> dict[str, Any]:
+        size = _CACHE_SIZES[model] = max(1 << (tokens - 1).bit_length(), _CACHE_SIZES.get(model, 0))
+        return {"past_key_values": StaticCache(config=model.config, max_cache_len=size)}
 
 
 @dataclass(frozen=True)
@@ -125,7 +132,7 @@ class HFEarlyExit(Peer):
         config = _base_config(model)  # transformers leaves its depth cut after an error
         whole = changed(config, num_hidden_layers=config.num_hidden_layers)
         with whole, changed(model.generation_config, **_drafting(self)):
-            return _generate(model, prompt, {**options, "assistant_early_exit": self.exit_layer})
+            return super().generate(model, prompt, {**options, "assistant_early_exit": self.exit_layer}, seed)
 
 
 @dataclass(frozen=True)
@@ -156,7 +163,7 @@ class HFAssisted(Peer):
     def generate(self, model: PreTrainedModel, prompt: Tensor, options: dict[str, Any], seed: int) -> Emitted:
         helper = _assistant(self.assistant, model.dtype, str(model.device))
         with changed(helper.generation_config, **_drafting(self)):
-            return _generate(model, prompt, {**options, "assistant_model": helper})
+            return super().generate(model, prompt, {**options, "assistant_model": helper}, seed)
 
 
 @dataclass(frozen=True)
@@ -191,8 +198,8 @@ class HFPromptLookup(Peer):
 
     prompt_lookup_num_tokens: int = 10
 
-    def generate(self, model: PreTrainedModel, prompt: Tensor, options: dict[str, Any], seed: int) -> Emitted:
-        return _generate(model, prompt, {**options, "prompt_lookup_num_tokens": self.prompt_lookup_num_tokens})
+    def options(self, model: PreTrainedModel, tokens: int) -> dict[str, Any]:
+        return {"prompt_lookup_num_tokens": self.prompt_lookup_num_tokens}
 
 
 PEERS: dict[str, type[Peer]] = {
@@ -211,13 +218,6 @@ class _Clock(StoppingCriteria):
             synchronise(input_ids.device)
             self.first_at = time.perf_counter()
         return torch.zeros(input_ids.shape[0], dtype=torch.bool, device=input_ids.device)
-
-
-def _generate(model: PreTrainedModel, prompt: Tensor, options: dict[str, Any]) -> Emitted:
-    kind: Any = type(model)  # the class's own generate: `skipstone.enable` may have put another on the instance
-    clock = _Clock()
-    sequences = kind.generate(model, prompt, stopping_criteria=StoppingCriteriaList([clock]), **options)
-    return Emitted(sequences[0, prompt.shape[1] :].tolist(), first_at=clock.first_at)
 
 
 @contextmanager

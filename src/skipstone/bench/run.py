@@ -64,7 +64,7 @@ def run(plan: Plan, path: Path, argv: list[str], say: Say = print, fresh: bool =
         if (begun := journal.other_code()) is not None:
             say(f"skipstone: warning: {path} was begun with other code (commit {begun[:12]}); --fresh begins anew")
         for name in plan.models or (None,):
-            subject = _loaded(name, plan, device)
+            subject = Subject(name or BUNDLED, *load(name, dtype=plan.dtype, device=device))
             entrants = enter(journal, subject, plan, say)
             for number, ((task, settings), both) in enumerate(zip(tasks, asked, strict=True)):
                 limit = LayeredModel(subject.model).max_positions - settings.max_new_tokens
@@ -77,12 +77,6 @@ def run(plan: Plan, path: Path, argv: list[str], say: Say = print, fresh: bool =
                     measure_exits(journal, subject.model, task_run, both[1], say)
                 measure_task(journal, subject.model, task_run, entrants, both, say)
     return path
-
-
-def _loaded(name: str | None, plan: Plan, device: torch.device) -> Subject:
-    dtype = plan.dtype if plan.dtype == "auto" else getattr(torch, plan.dtype)
-    model, tokenizer = load(name, dtype=dtype, device=device)
-    return Subject(name or BUNDLED, model, tokenizer)
 
 
 def check_scores(plan: Plan, tasks: Sequence[Task], say: Say) -> None:

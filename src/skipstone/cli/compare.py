@@ -12,6 +12,7 @@ from rich.table import Table
 
 from skipstone.cli.decoding import Job, Run, decode, dtype_name, warm_up
 from skipstone.decoding.method import Method
+from skipstone.decoding.stats import Stats
 from skipstone.decoding.step import Step
 from skipstone.methods.autoregressive import Autoregressive
 
@@ -38,21 +39,18 @@ class Totals:
 
     def figures(self) -> dict[str, Any]:
         """Counts and times as plain JSON values. alpha and M are None where nothing was drafted."""
-        total = {name: sum(getattr(run.stats, name) for run in self.runs) for name in _POOLED}
-        turns = max(total["turns"], 1)
-        drafting = total["draft_steps"] > 0
+        total = Stats.total(run.stats for run in self.runs)
         return {
             "tokens": self.tokens,
             "seconds": self.seconds,
             "tokens_per_second": self.pace,
-            "mean_acceptance_length": 1 + total["accepted"] / total["steps"] if drafting else None,
-            "acceptance_rate": total["accepted"] / total["draft_steps"] if drafting else None,
-            **{f"ms_per_step_{part}": 1000 * total[f"seconds_{part}"] / turns for part in _PARTS},
+            "mean_acceptance_length": total.mean_acceptance_length if total.draft_steps else None,
+            "acceptance_rate": total.acceptance_rate if total.draft_steps else None,
+            **{f"ms_per_step_{part}": spent for part, spent in total.step_milliseconds().items()},
         }
 
 
 _PARTS = ("search", "draft", "score", "other")
-_POOLED = ("turns", "steps", "draft_steps", "accepted", *(f"seconds_{part}" for part in _PARTS))
 
 
 @dataclass(frozen=True)
