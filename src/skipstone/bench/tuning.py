@@ -45,6 +45,7 @@ def usual(method: str, depth: int) -> dict[str, Sequence[Any]]:
 class Trial:
     """One candidate and what it has done so far."""
 
+    number: int
     engine: Engine
     tokens: list[int] = field(default_factory=list)
     seconds: list[float] = field(default_factory=list)
@@ -55,6 +56,7 @@ class Trial:
         return pooled(self.tokens, self.seconds)
 
     def report(self) -> dict[str, Any]:
+        """Plain JSON values."""
         return {"settings": self.engine.settings, "prompts": len(self.tokens), "tokens_per_second": self.speed}
 
 
@@ -93,8 +95,7 @@ def tune(
     (tokens, seconds) of calls that need not be repeated.
     """
     rng, known = random.Random(seed), known or {}
-    trials = [Trial(engine) for engine in candidates]
-    numbers = {id(trial): number for number, trial in enumerate(trials)}
+    trials = [Trial(number, engine) for number, engine in enumerate(candidates)]
     if not trials:
         raise ValueError("there is nothing to tune: the grid is empty")
     for count, span in rungs(len(trials), len(prompts)):
@@ -102,13 +103,12 @@ def tune(
         running = trials[:count]
         for index in span:
             for trial in rng.sample(running, len(running)):
-                number = numbers[id(trial)]
-                if (number, index) in known:
-                    tokens, seconds = known[number, index]
+                if (trial.number, index) in known:
+                    tokens, seconds = known[trial.number, index]
                 else:
                     found = measure(model, trial.engine, prompts[index], options, seed + index)
                     tokens, seconds = len(found.tokens), found.seconds
-                    done(number, index, tokens, seconds)
+                    done(trial.number, index, tokens, seconds)
                 trial.tokens.append(tokens)
                 trial.seconds.append(seconds)
     trials = ranked(trials)

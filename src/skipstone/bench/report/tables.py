@@ -39,9 +39,9 @@ def _megabytes(figures: Figures) -> str:
     return NONE if figures["peak_memory"] is None else f"{figures['peak_memory'] / 2**20:.0f}"
 
 
-def _speed_up(reference: str, short: bool = False) -> Cell:
+def _speed_up(reference: str, short: bool = False) -> Callable[[Figures | None], str]:
     """The speed-up over a method, with its interval; short: without."""
-    return lambda figures: interval(figures["speedups"].get(reference), short)
+    return lambda figures: NONE if figures is None else interval(figures["speedups"].get(reference), short)
 
 
 def _times(figures: Figures) -> str:
@@ -82,6 +82,7 @@ def own(group: Group) -> Table:
 
 
 LENGTHS = ("num_speculative_tokens", "num_assistant_tokens", "prompt_lookup_num_tokens")
+"""How methods call the drafts of a step."""
 
 
 def layerskip(group: Group) -> Table:
@@ -133,38 +134,14 @@ def _overall(label: str, groups: Sequence[Group]) -> list[str]:
     return [number(rates[0]), f"{rates[0] / rates[1]:.2f}x"]
 
 
-def swift(title: str, groups: Sequence[Group]) -> Table:
-    """The shape of SWIFT's Tables 2, 3 and 8."""
-    cells = {"M": COLUMNS["M"], "alpha": COLUMNS["alpha"], "Acc.": scores, "Speedup": _times}
-    return _across(title, groups, cells, overall=True)
+def _consistency(figures: Figures) -> str:
+    """The share of greedy texts that are plain decoding's."""
+    same = figures["equal"].get(BASELINE)
+    return NONE if same is None else number(same / figures["prompts"], 3)
 
 
-def adadecode(title: str, groups: Sequence[Group]) -> Table:
-    """The shape of AdaDecode's Tables 2 and 3; its consistency ratio is the share of texts that are plain decoding's."""
-
-    def consistency(figures: Figures) -> str:
-        same = figures["equal"].get(BASELINE)
-        return NONE if same is None else number(same / figures["prompts"], 3)
-
-    cells = {"Throughput (Tokens/s)": COLUMNS["tokens/s"], "Speedup (vs. Vanilla)": _times, "Consistency": consistency}
-    return _across(title, groups, cells, overall=False)
-
-
-def adasd(title: str, groups: Sequence[Group]) -> Table:
-    """The shape of AdaSD's Tables 1 and 2: #cand and #match are draft tokens submitted and accepted a step."""
-
-    def per_step(name: str) -> Cell:
-        return lambda f: NONE if not f.get("steps") else number(f[name] / f["steps"], 3)
-
-    cells = {
-        "tks/sec": lambda f: number(f["tokens_per_second"], 3),
-        "acc": scores,
-        "#cand": per_step("drafted"),
-        "#match": per_step("accepted"),
-        "AccRate": lambda f: number(f.get("acceptance_rate"), 3),
-        "speedup": lambda f: number((f["speedups"].get(BASELINE) or {}).get("value"), 3),
-    }
-    return _across(title, groups, cells, overall=False)
+def _per_step(name: str) -> Cell:
+    return lambda f: number(f[name] / f["steps"], 3) if f.get("steps") else NONE
 
 
 def by_category(group: Group) -> Table:
@@ -176,8 +153,9 @@ def by_category(group: Group) -> Table:
         headline = part.headline()
         found = [part.figures(label, headline) for label in labels]
         every = [part.figures(label, part.lines) for label in labels]
-        cells = [NONE if one is None else _speed_up(BASELINE)(one) for one in found]
-        over_all = [NONE if one is None else _speed_up(BASELINE, short=True)(one) for one in every]
+        cells, over_all = (
+            [_speed_up(BASELINE, short)(one) for one in these] for these, short in ((found, False), (every, True))
+        )
         rows.append([part.task or NONE, str(len(headline)), *cells, str(len(part.lines)), *over_all])
     names = [group.shown_as(label) for label in labels]
     columns = ["category", "n", *names, "n, all", *(f"{name}, all" for name in names)]
@@ -194,7 +172,22 @@ def by_exit(group: Group) -> Table:
 
 
 BY_GROUP: dict[str, Callable[[Group], Table]] = {"own": own, "layerskip": layerskip}
-ACROSS_TASKS: dict[str, Callable[[str, Sequence[Group]], Table]] = {"swift": swift, "adadecode": adadecode, "adasd": adasd}
+ACROSS_TASKS: dict[str, dict[str, Cell]] = {
+    # SWIFT's Tables 2, 3 and 8
+    "swift": {"M": COLUMNS["M"], "alpha": COLUMNS["alpha"], "Acc.": scores, "Speedup": _times},
+    # AdaDecode's Tables 2 and 3
+    "adadecode": {"Throughput (Tokens/s)": COLUMNS["tokens/s"], "Speedup (vs. Vanilla)": _times, "Consistency": _consistency},
+    # AdaSD's Tables 1 and 2: #cand and #match are draft tokens submitted and accepted a step
+    "adasd": {
+        "tks/sec": lambda f: number(f["tokens_per_second"], 3),
+        "acc": scores,
+        "#cand": _per_step("drafted"),
+        "#match": _per_step("accepted"),
+        "AccRate": lambda f: number(f.get("acceptance_rate"), 3),
+        "speedup": lambda f: number((f["speedups"].get(BASELINE) or {}).get("value"), 3),
+    },
+}
+"""Layout -> the cells that every method has for every task."""
 LAYOUTS = (*BY_GROUP, *ACROSS_TASKS)
 
 
@@ -207,7 +200,7 @@ def tables(groups: Sequence[Group], layout: str = "own") -> list[Table]:
     by_model: dict[str, list[Group]] = {}
     for group in groups:
         by_model.setdefault(group.subject, []).append(group)
-    return [ACROSS_TASKS[layout](model, own_groups) for model, own_groups in by_model.items()]
+    return [_across(model, own_groups, ACROSS_TASKS[layout], layout == "swift") for model, own_groups in by_model.items()]
 
 
 def _of_group(group: Group, layout: Callable[[Group], Table]) -> list[Table]:
