@@ -20,8 +20,8 @@ import torch
 
 import skipstone
 from skipstone import AdaSD
-from skipstone.bench.draw import conversations
 from skipstone.bench.plan import read, resolved
+from skipstone.bench.prompts import conversations
 from skipstone.decoding.draft import Draft, Verdict
 from skipstone.methods.adasd import adasd
 from skipstone.methods.adasd.adasd import AdaSDSession
@@ -98,9 +98,9 @@ def main() -> None:
     model, tokenizer = skipstone.load()
     wish = {"task": given.task, "num_prompts": given.num_prompts, "max_new_tokens": given.max_new_tokens}
     plan = read(None, {"methods": ["autoregressive"], "tasks": [wish]})
-    ((task, question),) = resolved(plan)
-    _, asked = conversations(task, question, plan, given.data_dir)
-    reader = Reader(tokenizer, question.chat, 2048 - given.max_new_tokens)
+    ((task, settings),) = resolved(plan)
+    _, asked = conversations(task, settings, plan, given.data_dir)
+    reader = Reader(tokenizer, settings.chat, 2048 - given.max_new_tokens)
     adasd.AdaSDSession = Looking  # type: ignore[misc]
     sampling = {"do_sample": True, "temperature": given.temperature} if given.temperature else {"do_sample": False}
     samples: list[Tokens] = []

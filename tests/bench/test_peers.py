@@ -16,8 +16,9 @@ from skipstone.bench.peers import (
     HFPromptLookup,
     early_exit_refusal,
 )
+from skipstone.hf.defaults import neutral_defaults
 from skipstone.timing import measure
-from skipstone.timing.measure import Row, Skipstone, neutral_defaults, options_for
+from skipstone.timing.measure import Skipstone, options_for
 from tests.helpers import families, support
 
 ENGINES = [
@@ -37,25 +38,25 @@ def llama():
     assert model.config.num_hidden_layers == 4, "a peer left the model cut"
 
 
-def test_all_greedy_rows_emit_the_same_ids_and_ignore_eos_alike(llama):
+def test_all_greedy_engines_emit_the_same_ids_and_ignore_eos_alike(llama):
     prompt = families.prompts(1)[0]
     with neutral_defaults(llama):
-        plain = HFGenerate().generate(llama, prompt[None], options_for(0.0, 24), 0).tokens
+        plain = HFGenerate().generate(llama, prompt[None], options_for(24), 0).tokens
     llama.generation_config.eos_token_id = plain[7]
     stop = plain.index(plain[7]) + 1
     for ends, expected in ((False, plain), (True, plain[:stop])):
         with neutral_defaults(llama, stop_at_eos=ends):
             for engine in ENGINES:
-                got = measure.measure(llama, Row("row", engine), prompt, 0, 24, seed=0)
+                got = measure.measure(llama, engine, prompt, options_for(24), seed=0)
                 assert got.tokens == expected, (engine, ends)
 
 
-def test_rows_ignore_a_models_own_sampling_defaults_and_give_them_back(llama):
+def test_engines_ignore_a_models_own_sampling_defaults_and_give_them_back(llama):
     own = llama.generation_config
     own.do_sample, own.temperature, own.top_k, own.repetition_penalty = True, 5.0, 2, 3.0
     prompt, results = families.prompts(1)[0], []
     with neutral_defaults(llama):
-        results = [measure.measure(llama, Row("row", engine), prompt, 0, 16, seed=0).tokens for engine in ENGINES]
+        results = [measure.measure(llama, engine, prompt, options_for(16), seed=0).tokens for engine in ENGINES]
     assert all(
         tokens == support.alone(families.cached("llama"), prompt, max_new_tokens=16, do_sample=False) for tokens in results
     )
@@ -65,13 +66,13 @@ def test_rows_ignore_a_models_own_sampling_defaults_and_give_them_back(llama):
     assert llama.generation_config is own
 
 
-def test_sampled_rows_draw_from_the_whole_distribution_and_repeat_with_the_seed(llama):
+def test_sampled_engines_draw_from_the_whole_distribution_and_repeat_with_the_seed(llama):
     prompt = families.prompts(1)[0]
     with neutral_defaults(llama):
         for engine in (HFGenerate(), ENGINES[-1]):
             state = torch.get_rng_state()
             first, again, other = (
-                measure.measure(llama, Row("row", engine, 30.0), prompt, 0, 120, seed).tokens for seed in (1, 1, 2)
+                measure.measure(llama, engine, prompt, options_for(120, 30.0), seed).tokens for seed in (1, 1, 2)
             )
             assert first == again != other
             assert len(set(first)) > 57, "at temperature 30 nearly every token is as likely; top-k or top-p would show"
@@ -83,7 +84,7 @@ def test_early_exit_of_transformers_really_uses_the_settings_given(llama, drafts
     widths, prompt = [], families.prompts(1)[0]
     last = llama.model.layers[-1].register_forward_pre_hook(lambda _, args: widths.append(args[0].shape[1]))
     with neutral_defaults(llama):
-        HFEarlyExit(2, drafts, threshold).generate(llama, prompt[None], options_for(0.0, 24), 0)
+        HFEarlyExit(2, drafts, threshold).generate(llama, prompt[None], options_for(24), 0)
     last.remove()
     # only scoring passes reach the last layer: the root and its drafts, and the first time the prompt too
     assert max(widths[1:]) == widest
@@ -98,11 +99,11 @@ def test_early_exit_of_transformers_leaves_the_model_as_it_was_even_after_an_err
         raise RuntimeError("from a processor")
 
     before = own.to_dict()
-    engine, options = HFEarlyExit(2, 3, 0.0), {**options_for(0.0, 8), "logits_processor": [fail]}
+    engine, options = HFEarlyExit(2, 3, 0.0), {**options_for(8), "logits_processor": [fail]}
     with pytest.raises(RuntimeError, match="from a processor"):
         engine.generate(llama, families.prompts(1)[0][None], options, 0)
     assert llama.config.num_hidden_layers == 4
-    engine.generate(llama, families.prompts(1)[0][None], options_for(0.0, 8), 0)
+    engine.generate(llama, families.prompts(1)[0][None], options_for(8), 0)
     assert llama.config.num_hidden_layers == 4
     assert llama.generation_config is own
     assert own.to_dict() == before
@@ -118,7 +119,7 @@ def test_early_exit_of_transformers_is_refused_where_the_family_does_not_slice_i
     else:
         assert "config.num_hidden_layers" in str(reason)
         with pytest.raises((IndexError, RuntimeError, AttributeError, ValueError)), neutral_defaults(model):
-            HFEarlyExit(3).generate(model, families.prompts(1)[0][None], options_for(0.0, 8), 0)
+            HFEarlyExit(3).generate(model, families.prompts(1)[0][None], options_for(8), 0)
         assert model.config.num_hidden_layers == 4
 
 
@@ -126,8 +127,8 @@ def test_first_tokens_and_memory_are_measured_for_every_engine(llama):
     prompt = families.prompts(1)[0]
     with neutral_defaults(llama):
         for engine in ENGINES:
-            got = measure.measure(llama, Row("row", engine), prompt, 0, 24, seed=0)
-            assert 0 < got.first < got.seconds, engine
+            got = measure.measure(llama, engine, prompt, options_for(24), seed=0)
+            assert 0 < got.first_seconds < got.seconds, engine
             assert (got.memory is None) == (not Path("/proc/self/clear_refs").exists())
             assert got.memory is None or got.memory > 1_000_000
 
@@ -139,18 +140,19 @@ def test_a_static_cache_is_warmed_up_at_the_size_that_is_timed(llama, monkeypatc
     monkeypatch.setattr(peers, "StaticCache", lambda **more: sizes.append(more["max_cache_len"]) or real(**more))
     prompt = families.prompts(1)[0]
     with neutral_defaults(llama):
-        measure.warm_up(llama, [Row("static", HFGenerateStatic())], prompt, 100)
+        measure.warm_up(llama, [HFGenerateStatic()], prompt, options_for(100))
         for length in (3, len(prompt)):
-            measure.measure(llama, Row("static", HFGenerateStatic()), prompt[:length], 0, 100, seed=0)
+            measure.measure(llama, HFGenerateStatic(), prompt[:length], options_for(100), seed=0)
     assert sizes == [128] * 3
 
 
-def test_every_row_is_warmed_up_with_few_tokens(llama, monkeypatch):
+def test_every_engine_is_warmed_up_with_few_tokens(llama, monkeypatch):
     asked = []
-    monkeypatch.setattr(measure, "measure", lambda _model, row, _prompt, _index, count, seed: asked.append((row.name, count)))
-    rows = [Row(str(number), engine) for number, engine in enumerate(ENGINES)]
-    measure.warm_up(llama, rows, families.prompts(1)[0], 99)
-    assert asked == [(row.name, 99 if isinstance(row.engine, HFGenerateStatic) else 16) for row in rows]
+    monkeypatch.setattr(
+        measure, "measure", lambda _model, engine, _prompt, options, seed: asked.append((engine, options["max_new_tokens"]))
+    )
+    measure.warm_up(llama, ENGINES, families.prompts(1)[0], options_for(99))
+    assert asked == [(engine, 99 if isinstance(engine, HFGenerateStatic) else 16) for engine in ENGINES]
 
 
 def test_a_draft_model_of_transformers_gives_the_same_text_and_gets_its_settings_back(llama, tmp_path, monkeypatch):
@@ -159,7 +161,7 @@ def test_a_draft_model_of_transformers_gives_the_same_text_and_gets_its_settings
     before, prompt = drafter.generation_config.to_dict(), families.prompts(1)[0]
     with neutral_defaults(llama):
         plain, assisted = (
-            measure.measure(llama, Row("row", engine), prompt, 0, 16, seed=0).tokens
+            measure.measure(llama, engine, prompt, options_for(16), seed=0).tokens
             for engine in (HFGenerate(), HFAssisted(str(tmp_path), 3, 0.0))
         )
     assert assisted == plain

@@ -1,4 +1,4 @@
-"""Plans: what is asked for becomes engines and questions, or one clear sentence."""
+"""Plans: what is asked for becomes engines and settings, or one clear sentence."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 
 from skipstone.bench import lineup, plan
-from skipstone.bench.draw import conversations, drawn
 from skipstone.bench.peers import HFEarlyExit
+from skipstone.bench.prompts import conversations, drawn
 from skipstone.tasks.dialogue import VICUNA, Conversation, Reader
 from skipstone.tasks.sets import TASKS
 from skipstone.tasks.task import untabbed
@@ -141,10 +141,10 @@ def test_a_plan_from_a_file_is_overridden_by_flags_task_by_task(tmp_path: Path) 
         "tasks:\n  - {task: gsm8k, protocol: swift, num_prompts: 50}\n  - humaneval\n"
     )
     found = plan.read(path, {"temperature": 0.5})
-    first, second = (question for _, question in plan.resolved(found))
+    first, second = (settings for _, settings in plan.resolved(found))
     assert (first.shots, first.num_prompts, first.max_new_tokens, first.temperature) == (5, 50, 32, 0.5)
     assert (second.shots, second.num_prompts, second.max_new_tokens) == (0, None, 32)
-    first, second = (question for _, question in plan.resolved(plan.read(path, {"num_prompts": 2, "protocol": "swift"})))
+    first, second = (settings for _, settings in plan.resolved(plan.read(path, {"num_prompts": 2, "protocol": "swift"})))
     assert (first.num_prompts, second.num_prompts, second.max_new_tokens) == (2, 2, 32), "flags go over a task's own say"
     path.write_text("methods: [autoregressive]\nmethods: [layerskip]\n")
     with pytest.raises(ValueError, match="'methods' is given twice"):
@@ -155,8 +155,8 @@ def test_prompts_to_tune_and_to_report_are_drawn_by_the_seed_and_share_none() ->
     def drawn(**more: Any) -> Any:
         asked = {"tune_prompts": 8} if "tune" in more else {}
         made = plan.read(None, {"tasks": ["self"], "num_prompts": 30, **asked, **more})
-        ((task, question),) = plan.resolved(made)
-        return conversations(task, question, made, None)
+        ((task, settings),) = plan.resolved(made)
+        return conversations(task, settings, made, None)
 
     tune, report = drawn(tune=True)
     assert (len(tune), len(report)) == (8, 30)
@@ -179,16 +179,16 @@ def test_categories_take_turns() -> None:
         assert sorted(str(names[place]) for place in places[:7]) == ["None", "a", "a", "b", "b", "c", "c"]
     assert drawn(names, 1) != drawn(names, 2)
     made = plan.read(None, {"tasks": ["spec-bench"], "num_prompts": 3, "data_dir": str(TASKS_HERE)})
-    ((task, question),) = plan.resolved(made)
-    assert len({one.row["category"] for one in conversations(task, question, made, TASKS_HERE)[1]}) == 3
+    ((task, settings),) = plan.resolved(made)
+    assert len({one.record["category"] for one in conversations(task, settings, made, TASKS_HERE)[1]}) == 3
 
 
 def test_layerskip_scores_programs_by_what_they_share_with_the_solution() -> None:
     given = {"tasks": ["humaneval"], "num_prompts": 1, "data_dir": str(TASKS_HERE)}
     ((task, _),) = plan.resolved(plan.read(None, {**given, "protocol": "layerskip"}))
-    row = task.rows(TASKS_HERE)[0]
+    row = task.records(TASKS_HERE)[0]
     assert task.score is not None
-    assert task.score.of(row, row["canonical_solution"]) == {"rouge_2": 1.0, "rouge_l": 1.0}
+    assert task.score.grade(row, row["canonical_solution"]) == {"rouge_2": 1.0, "rouge_l": 1.0}
     assert not task.score.executes
     ((usual, _),) = plan.resolved(plan.read(None, given))
     assert usual is TASKS["humaneval"]
@@ -198,17 +198,17 @@ def test_swift_gives_programs_with_tabs() -> None:
     """...and as often as the paper samples them."""
     for protocol, samples in (("swift", 1), ("swift-pass10", 10)):
         made = plan.read(None, {"tasks": ["humaneval"], "num_prompts": 1, "protocol": protocol, "data_dir": str(TASKS_HERE)})
-        ((task, question),) = plan.resolved(made)
-        assert (question.samples, question.temperature, question.top_p) == ((10, 0.6, 0.95) if samples > 1 else (1, 0, 1))
-        (one,) = conversations(task, question, made, TASKS_HERE)[1]
+        ((task, settings),) = plan.resolved(made)
+        assert (settings.samples, settings.temperature, settings.top_p) == ((10, 0.6, 0.95) if samples > 1 else (1, 0, 1))
+        (one,) = conversations(task, settings, made, TASKS_HERE)[1]
         assert '\n\t"""' in one.turns[0]
-        assert untabbed(one.turns[0]) == one.row["prompt"]
+        assert untabbed(one.turns[0]) == one.record["prompt"]
 
 
 def test_shots_stand_before_every_question() -> None:
     made = plan.read(None, {"tasks": ["gsm8k"], "num_prompts": 2, "shots": 2, "data_dir": str(TASKS_HERE)})
-    ((task, question),) = plan.resolved(made)
-    _, report = conversations(task, question, made, TASKS_HERE)
+    ((task, settings),) = plan.resolved(made)
+    _, report = conversations(task, settings, made, TASKS_HERE)
     assert all(one.turns[0].count("Question:") == 3 for one in report)
     assert task is TASKS["gsm8k"]
 

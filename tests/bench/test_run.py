@@ -11,17 +11,18 @@ from typing import Any
 
 import pytest
 
-from skipstone.bench import asking, journal, tuning
-from skipstone.bench.asking import Answers, Cell, _added, _score
+from skipstone.bench import journal, prompts, tuning
 from skipstone.bench.journal import Journal
-from skipstone.bench.plan import Plan, Question, read
+from skipstone.bench.plan import Plan, read
+from skipstone.bench.prompts import Answers, TaskRun, _added, _score
 from skipstone.bench.report.figures import groups
 from skipstone.bench.run import run
 from skipstone.loading import load
 from skipstone.tasks.dialogue import Conversation, Reader
+from skipstone.tasks.protocols import TaskSettings
 from skipstone.tasks.sandbox import Outcome
-from skipstone.tasks.task import Score, Task
-from skipstone.timing.measure import growth
+from skipstone.tasks.task import Score, Source, Task
+from skipstone.timing.measure import Skipstone, growth
 from tests.helpers import families, support
 from tests.helpers.training import in_processes
 
@@ -131,15 +132,15 @@ def test_a_model_that_is_not_there_stops_the_run_before_anything_is_written(fold
 def test_programs_that_were_asked_for_with_tabs_are_scored_with_spaces(folder: Path) -> None:
     seen = []
 
-    def score(row: Any, text: str) -> dict[str, float]:
+    def score(record: Any, text: str) -> dict[str, float]:
         seen.append(text)
         return {"good": 1.0}
 
-    task = Task("t", None, "", (), "", lambda row: [row["prompt"]], Score(("good",), score))
-    one = Conversation("t 0", ("ab",), row={"prompt": "ab"})
+    task = Task("t", Source(None, ""), (), "", lambda record: [record["prompt"]], Score(score))
+    one = Conversation("t 0", ("ab",), record={"prompt": "ab"})
     for tabs in (False, True):
-        cell = Cell("m", 0, task, Question(tabs=tabs), Reader(None, False, 9), plan(folder))
-        _score({"plain": Answers(texts=["\treturn 1"])}, one, cell)
+        run_ = TaskRun("m", 0, task, TaskSettings(tabs=tabs), Reader(None, False, 9), plan(folder))
+        _score({"plain": Answers(texts=["\treturn 1"])}, one, run_)
     assert seen == ["\treturn 1", "    return 1"]
 
 
@@ -147,20 +148,20 @@ def test_rows_take_turns_with_seeds_of_their_own_at_a_temperature(
     folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Two samples of three prompts; what is chosen is chosen at that temperature."""
-    asked: list[tuple[str, int, int, int]] = []
+    asked: list[tuple[str, int, int]] = []
     tuned: list[float] = []
-    real, timed = asking.measure, tuning.measure
+    real, timed = prompts.measure, tuning.measure
 
-    def measured(model: Any, row: Any, ids: Any, index: int, count: int, seed: int, top_p: float) -> Any:
-        asked.append((row.name, index, seed, len(ids)))
-        assert (row.temperature, count, top_p) == (0.7, 20, 0.9)
-        return real(model, row, ids, index, count, seed, top_p)
+    def measured(model: Any, engine: Any, ids: Any, options: Any, seed: int) -> Any:
+        asked.append((engine.method.name if isinstance(engine, Skipstone) else engine.name, seed, len(ids)))
+        assert options == {"max_new_tokens": 20, "do_sample": True, "temperature": 0.7, "top_k": 0, "top_p": 0.9}
+        return real(model, engine, ids, options, seed)
 
-    def tried(model: Any, row: Any, *more: Any) -> Any:
-        tuned.append(row.temperature)
-        return timed(model, row, *more)
+    def tried(model: Any, engine: Any, ids: Any, options: Any, seed: int) -> Any:
+        tuned.append(options["temperature"])
+        return timed(model, engine, ids, options, seed)
 
-    monkeypatch.setattr(asking, "measure", measured)
+    monkeypatch.setattr(prompts, "measure", measured)
     monkeypatch.setattr(tuning, "measure", tried)
     methods = ["hf-generate", "autoregressive", "layerskip exit_layer=1,2", "hf-early-exit exit_layer=1"]
     sampled = {"num_prompts": 3, "samples": 2, "temperature": 0.7, "top_p": 0.9, "seed": 0}
@@ -169,21 +170,21 @@ def test_rows_take_turns_with_seeds_of_their_own_at_a_temperature(
     assert any("without hf-early-exit, measured greedily only" in text for text in said)
     assert "GB/s of memory allow plain decoding at most" in said[0], "the ceiling comes first"
     assert set(tuned) == {0.7}
-    prompts = [line for line in journal.read(out) if line["kind"] == "prompt"]
+    lines = [line for line in journal.read(out) if line["kind"] == "prompt"]
     order = ["hf-generate", "autoregressive", "layerskip"]
     expected = []
-    for line in prompts:
+    for line in lines:
         turns = len(line["prompt_tokens"]) // 2
         for sample in range(2):
             for turn in range(turns):
                 first = (line["index"] + sample + turn) % 3
                 seed, length = 1000 * line["index"] + sample, line["prompt_tokens"][sample * turns + turn]
-                expected += [(name, line["index"], seed, length) for name in order[first:] + order[:first]]
+                expected += [(name, seed, length) for name in order[first:] + order[:first]]
     assert asked == expected
-    for line in prompts:
+    for line in lines:
         for row in line["rows"].values():
             assert row["calls"] == len(row["texts"]) == len(row["digests"]) == len(line["prompt_tokens"])
-    assert any(row["digests"][0] != row["digests"][-1] for line in prompts for row in line["rows"].values())
+    assert any(row["digests"][0] != row["digests"][-1] for line in lines for row in line["rows"].values())
 
 
 def test_a_second_turn_follows_the_first_rows_answer(folder: Path, tmp_path: Path) -> None:

@@ -13,8 +13,7 @@ from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel
 
 from skipstone import Autoregressive, EarlyExit, LayerSkip, Method
 from skipstone.check import laws
-from skipstone.check.check import Checker
-from skipstone.check.findings import Finding, Report, Scale
+from skipstone.check.check import Checker, Report, Scale
 from skipstone.check.ties import Judge
 from skipstone.methods.layerskip import LayerSkipSession
 from tests.helpers import bugs
@@ -41,7 +40,7 @@ class Partly(Checker):
 
     only: tuple[str, ...] = ()
 
-    def _probes(self) -> list[tuple[str, Callable[[Finding], None]]]:
+    def _probes(self) -> list[tuple[str, Callable[[], None]]]:
         return [one for number, one in enumerate(super()._probes()) if number == 0 or one[0] in self.only]
 
 
@@ -134,13 +133,21 @@ def test_a_tie_is_told_from_a_bug() -> None:
         ranked = model(PROMPTS[0][None]).logits[0, -1].argsort(descending=True).tolist()
     judge = Judge(model)
     for other, tie in ((twin, True), (ranked[2], False), (ranked[50], False)):
-        parted = judge.compare(0, PROMPTS[0], [best, 1], [other, 1], {})
+        parted = judge.compare(PROMPTS[0], [best, 1], [other, 1])
         assert parted is not None
         assert (parted.position, parted.expected, parted.found, parted.tie) == (0, best, other, tie)
-    assert judge.compare(0, PROMPTS[0], [best], [best], {}) is None
-    ended = judge.compare(0, PROMPTS[0], [best, 5], [best], {})
+        assert parted.message().startswith("a tie" if tie else "A BUG")
+        assert f"{parted.margin:.3g} apart" in parted.message()
+    assert judge.compare(PROMPTS[0], [best], [best]) is None
+    ended = judge.compare(PROMPTS[0], [best, 5], [best], number=3)
     assert ended is not None
     assert (ended.position, ended.found, ended.tie) == (1, None, False)
+    assert ended.message().splitlines() == [
+        "A BUG",
+        "prompt 3, new token 1: expected token 5, found the end",
+        f"expected: [{best}] >>> [5]",
+        f"   found: [{best}] >>> the end",
+    ]
 
 
 def test_draws_from_their_law_pass_and_others_do_not() -> None:

@@ -8,10 +8,10 @@ from pathlib import Path
 import pytest
 import torch
 
-from skipstone.lens import lens
-from skipstone.lens.heads import through
-from skipstone.lens.lens import Costs, Expected, expectations, look
+from skipstone.lens.lens import Expected, expectations, look, through
 from skipstone.methods.adadecode.heads import ExitHeads, new_card
+from skipstone.models.layered import LayeredModel
+from skipstone.timing.passes import LENGTHS, PassTimes, TimedPasses, measure_passes
 from tests.helpers import families
 from tests.helpers.machine import prompt
 
@@ -48,7 +48,7 @@ def test_layers_in_between_are_those_of_a_model_cut_there() -> None:
 
 def test_expected_speed_ups_by_hand() -> None:
     """Ten layers of 1, a head of 1, scoring at the price of one token."""
-    costs = Costs([1.0] * 10, 1.0, {1: 10.0, 3: 10.0})
+    costs = PassTimes([1.0] * 10, 1.0, {1: 10.0, 3: 10.0})
     found = expectations([0.0, 0.5, 1.0] + [1.0] * 7, costs)
     assert len(found) == 9
     assert found[0] == Expected(1, 0.0, 1, pytest.approx(11 / (2 + 1 + 9 + 1)))
@@ -64,11 +64,11 @@ def test_a_prompt_up_to_the_end_of_the_models_positions_can_be_looked_at(name: s
 
 
 def test_costs_are_of_every_layer() -> None:
-    found = lens.measure_costs(lens.LayeredModel(families.cached("llama")), 12)
+    found = measure_passes(TimedPasses(LayeredModel(families.cached("llama")), 12))
     assert len(found.layers) == 4
     assert min(found.layers) > 0
     assert found.plain > found.head > 0
-    assert set(found.rows) == set(lens.LENGTHS)
+    assert set(found.rows) == set(LENGTHS)
 
 
 def test_pictures_are_written(tmp_path: Path) -> None:
@@ -89,7 +89,7 @@ def test_pictures_are_written(tmp_path: Path) -> None:
 def test_through_exit_heads_each_exit_is_read_by_its_own() -> None:
     """Against float64 softmax over E* T norm(h), with states by transformers' own hidden_states."""
     model = families.cached("llama")
-    layered = lens.LayeredModel(model)
+    layered = LayeredModel(model)
     heads = ExitHeads(new_card(layered, (1, 3), "square"))
     torch.manual_seed(0)
     with torch.no_grad():

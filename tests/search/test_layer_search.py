@@ -13,13 +13,13 @@ import skipstone
 from skipstone.models.layered import LayeredModel
 from skipstone.models.skipping import SkipSet
 from skipstone.search import search as layer_search
-from skipstone.search.search import Found, Trial, Wish, search
+from skipstone.search.search import Found, SearchSettings, Trial, search
 from tests.helpers import support
 from tests.helpers.commandline import assert_refused, run, succeed
 from tests.helpers.machine import llama, prompt, silenced
 
 SKIP = SkipSet(frozenset({1, 2}), frozenset({2}))
-WISH = Wish([prompt(9), prompt(5, 1)], tokens=12, ratios=(0.25, 0.5), drafts=4)
+SETTINGS = SearchSettings([prompt(9), prompt(5, 1)], tokens=12, ratios=(0.25, 0.5), drafts=4)
 
 
 class Clock:
@@ -37,7 +37,9 @@ class Clock:
 def model(monkeypatch: pytest.MonkeyPatch) -> Any:
     """A model whose speeds are made up: the more sublayers are left out, the faster."""
     monkeypatch.setattr(layer_search, "time", Clock())
-    monkeypatch.setattr(layer_search, "_decoded", lambda model, wish, skip: (1 + len(skip.attention) + len(skip.mlp) / 2, 0.5))
+    monkeypatch.setattr(
+        layer_search, "_decoded", lambda model, settings, skip: (1 + len(skip.attention) + len(skip.mlp) / 2, 0.5)
+    )
     return llama(layers=6)
 
 
@@ -56,16 +58,16 @@ def test_matchness_is_the_share_of_tokens_that_what_is_left_would_have_chosen() 
 
 def test_a_search_ends_with_its_budget_and_goes_on_with_a_larger_one(model: Any, tmp_path: Path) -> None:
     path, seen = tmp_path / "trials", list[int]()
-    found = search(model, WISH, 8.0, path, lambda found, spent: seen.append(len(found.trials)))
+    found = search(model, SETTINGS, 8.0, path, lambda found, spent: seen.append(len(found.trials)))
     assert seen == list(range(1, len(found.trials) + 1))
     assert [one.kind for one in found.trials[:14]] == ["judged"] * 12 + ["decoded", "judged"]
     assert {len(one.attention) + len(one.mlp) for one in found.trials} == {2, 4}, "the ratios take turns"
     assert found.best is not None
     assert found.best.speed == max(one.speed or 0 for one in found.trials)
     assert [speed for _, speed in found.curve] == sorted(speed for _, speed in found.curve)
-    assert search(model, WISH, 8.0, path).trials == found.trials, "the budget was spent"
+    assert search(model, SETTINGS, 8.0, path).trials == found.trials, "the budget was spent"
     path.write_text(path.read_text() + '{"kind": "jud')
-    more = search(model, WISH, 16.0, path)
+    more = search(model, SETTINGS, 16.0, path)
     assert more.trials[: len(found.trials)] == found.trials
     assert len(more.trials) > len(found.trials)
     assert len(path.read_text().splitlines()) == 1 + len(more.trials)
@@ -73,14 +75,14 @@ def test_a_search_ends_with_its_budget_and_goes_on_with_a_larger_one(model: Any,
 
 def test_trials_of_another_search_are_refused(model: Any, tmp_path: Path) -> None:
     path = tmp_path / "trials"
-    search(model, WISH, 1.0, path)
+    search(model, SETTINGS, 1.0, path)
     with pytest.raises(ValueError, match="holds the trials of another search"):
-        search(model, Wish(WISH.texts, tokens=13), 1.0, path)
+        search(model, SearchSettings(SETTINGS.texts, tokens=13), 1.0, path)
     path.write_text("{}\nno\n")
     with pytest.raises(ValueError, match="is no file of trials"):
-        search(model, WISH, 1.0, path)
+        search(model, SETTINGS, 1.0, path)
     with pytest.raises(ValueError, match="at least 4 layers, found 3"):
-        search(llama(layers=3), WISH, 1.0, tmp_path / "other")
+        search(llama(layers=3), SETTINGS, 1.0, tmp_path / "other")
 
 
 def test_the_best_set_is_that_of_the_best_mean_not_the_luckiest() -> None:
@@ -102,7 +104,7 @@ def test_a_profile_is_found_and_used(tmp_path: Path, monkeypatch: pytest.MonkeyP
     asked = ("search", folder, "--prompt", "abc", "--max-new-tokens", 8, "--out", out, "--picture", tmp_path / "curve.png")
     told = succeed(*asked, "--budget-seconds", 4).stdout
     assert "x plain decoding" in told
-    assert f"--method \"self_speculative profile={out}\"" in told
+    assert f'--method "self_speculative profile={out}"' in told
     assert (tmp_path / "curve.png").read_bytes().startswith(b"\x89PNG")
     profile = json.loads(out.read_text())
     assert profile["attention"] or profile["mlp"]

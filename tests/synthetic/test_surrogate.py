@@ -7,8 +7,7 @@ import torch
 
 from skipstone.bench import journal
 from skipstone.bench.plan import read
-from skipstone.bench.report.cells import calibrated
-from skipstone.bench.report.report import report
+from skipstone.bench.report.report import calibrated, report
 from skipstone.models.kvstore import KVStore
 from skipstone.models.layered import LayeredModel
 from skipstone.models.passes import Pass

@@ -6,7 +6,7 @@ import itertools
 
 import pytest
 
-from skipstone.tasks import scores
+from skipstone.tasks import sandbox, scores
 
 
 @pytest.mark.parametrize(
@@ -118,14 +118,14 @@ ROW = {
     ],
 )
 def test_completions_of_human_eval_run_against_its_tests(output: str, passed: bool) -> None:
-    assert scores.passes(scores.human_eval_program(ROW, output)).passed is passed
+    assert sandbox.run(scores.human_eval_program(ROW, output)).passed is passed
 
 
 def test_answers_of_mbpp_run_against_its_asserts() -> None:
     row = {"test_setup_code": "K = double(1)", "test_list": ["assert double(2) == 4", "assert double(K) == 4"]}
-    assert scores.passes(scores.mbpp_program(row, "def double(x):\r\n\treturn 2 * x\n[DONE]\nthis is no Python")).passed
-    assert scores.passes(scores.mbpp_program(row, "Sure:\n```python\ndef double(x):\n    return x + x\n```")).passed
-    assert not scores.passes(scores.mbpp_program(row, "def double(x):\n    return x")).passed
+    assert sandbox.run(scores.mbpp_program(row, "def double(x):\r\n\treturn 2 * x\n[DONE]\nthis is no Python")).passed
+    assert sandbox.run(scores.mbpp_program(row, "Sure:\n```python\ndef double(x):\n    return x + x\n```")).passed
+    assert not sandbox.run(scores.mbpp_program(row, "def double(x):\n    return x")).passed
 
 
 def test_a_completion_that_goes_on_with_a_fenced_block_is_still_a_completion() -> None:

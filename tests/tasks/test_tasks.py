@@ -1,6 +1,6 @@
 """Tasks in their true schema: what is asked, what is shown, what an answer is worth, and what is said where one cannot be had.
 
-tests/tasks holds records of our own writing, three of each data set or so, with the keys and types of the real ones.
+tests/helpers/records holds records of our own writing, three of each data set or so, with the keys and types of the real ones.
 """
 
 from __future__ import annotations
@@ -34,9 +34,9 @@ ANSWERS: dict[str, Callable[[dict[str, Any]], str]] = {
 
 def test_every_task_reads_its_records_and_asks() -> None:
     for name, task in TASKS.items():
-        rows = task.rows(FOLDER)
+        rows = task.records(FOLDER)
         assert len(rows) == 3, name
-        assert len(task.rows(FOLDER, limit=2)) == 2
+        assert len(task.records(FOLDER, limit=2)) == 2
         turns = [task.ask(row) for row in rows]
         assert all(turn for one in turns for turn in one)
         assert len({one[0] for one in turns}) == 3
@@ -45,7 +45,7 @@ def test_every_task_reads_its_records_and_asks() -> None:
 
 def test_the_prompts_are_those_of_the_papers() -> None:
     def asked(name: str) -> list[str]:
-        return TASKS[name].ask(TASKS[name].rows(FOLDER)[0])
+        return TASKS[name].ask(TASKS[name].records(FOLDER)[0])
 
     assert asked("humaneval") == ['def add(a, b):\n    """The sum of a and b."""\n']
     assert asked("gsm8k") == ["Question: Ann has 3 apples and buys 4. How many has she?\nAnswer:"]
@@ -56,19 +56,19 @@ def test_the_prompts_are_those_of_the_papers() -> None:
     assert asked("spec-bench") == ["Write one line about rain.", "Now as a question."]
     assert asked("topv2") == ["set an alarm for 6 am\n"]
     assert asked("mbpp")[0].endswith("pass these tests:\n\nassert double(2) == 4\nassert double(0) == 0\n[BEGIN]\n")
-    polite = TASKS["alpaca"].rows(FOLDER)[1]
+    polite = TASKS["alpaca"].records(FOLDER)[1]
     assert TASKS["alpaca"].ask(polite) == ["Make this polite.\n\nGive me the salt."]
 
 
 def test_only_the_test_part_of_mbpp_is_asked() -> None:
-    assert [row["task_id"] for row in TASKS["mbpp"].rows(FOLDER)] == [11, 12, 510]
+    assert [row["task_id"] for row in TASKS["mbpp"].records(FOLDER)] == [11, 12, 510]
     assert [row["task_id"] for row in TASKS["mbpp"].examples(3, FOLDER)] == [2]
 
 
-@pytest.mark.parametrize("name", [name for name, task in TASKS.items() if task.shown and name != "mbpp"])
+@pytest.mark.parametrize("name", [name for name, task in TASKS.items() if task.examples_source and name != "mbpp"])
 def test_solved_examples_stand_before_the_question(name: str) -> None:
     task = TASKS[name]
-    row, shown = task.rows(FOLDER)[0], task.examples(2, FOLDER)
+    row, shown = task.records(FOLDER)[0], task.examples(2, FOLDER)
     assert task.answer is not None
     (prompt,) = prompt_of(task, row, shown)
     first, second, question = prompt.split("\n\n")
@@ -82,9 +82,8 @@ def test_solved_examples_stand_before_the_question(name: str) -> None:
 def test_a_right_answer_has_full_marks_and_another_has_not(name: str) -> None:
     task = TASKS[name]
     assert task.score is not None
-    for row in task.rows(FOLDER):
-        full, none = task.score.of(row, ANSWERS[name](row)), task.score.of(row, "    pass\n")
-        assert tuple(full) == task.score.names
+    for row in task.records(FOLDER):
+        full, none = task.score.grade(row, ANSWERS[name](row)), task.score.grade(row, "    pass\n")
         assert set(full.values()) == {1.0}
         assert max(none.values()) < 0.2
 
@@ -101,7 +100,7 @@ def test_records_come_from_the_hub_by_name(monkeypatch: pytest.MonkeyPatch) -> N
         return [{"question": "1 + 1?", "answer": "#### 2"}] * 5
 
     monkeypatch.setitem(sys.modules, "datasets", SimpleNamespace(load_dataset=load_dataset))
-    assert len(TASKS["gsm8k"].rows(None, limit=2)) == 2
+    assert len(TASKS["gsm8k"].records(None, limit=2)) == 2
     assert len(TASKS["gsm8k"].examples(3, None)) == 3
     wanted = {"name": "main", "revision": None, "streaming": True}
     assert asked == [("openai/gsm8k", {**wanted, "split": "test"}), ("openai/gsm8k", {**wanted, "split": "train"})]
@@ -111,29 +110,29 @@ def test_what_cannot_be_had_says_how_to_get_it(monkeypatch: pytest.MonkeyPatch, 
     with pytest.raises(
         FileNotFoundError, match=r"holds no gsm8k_test.jsonl.*load_dataset\(\"openai/gsm8k\", \"main\", split=\"test\"\)"
     ):
-        TASKS["gsm8k"].rows(tmp_path)
+        TASKS["gsm8k"].records(tmp_path)
     for folder in (None, tmp_path):
         with pytest.raises(FileNotFoundError, match=r"question\.jsonl of the repository hemingkx/Spec-Bench"):
-            TASKS["spec-bench"].rows(folder)
+            TASKS["spec-bench"].records(folder)
     monkeypatch.setitem(sys.modules, "datasets", None)
     with pytest.raises(ImportError, match=r'task xsum: .* pip install "skipstone\[bench\]"'):
-        TASKS["xsum"].rows(None)
+        TASKS["xsum"].records(None)
 
     def unreachable(*_: Any, **__: Any) -> None:
         raise ConnectionError("no route")
 
     monkeypatch.setitem(sys.modules, "datasets", SimpleNamespace(load_dataset=unreachable))
     with pytest.raises(OSError, match=r"EdinburghNLP/xsum could not be had from the hub \(no route\).*--data-dir"):
-        TASKS["xsum"].rows(None)
+        TASKS["xsum"].records(None)
 
 
 def test_records_of_another_schema_are_refused_by_line(tmp_path: Path) -> None:
     (tmp_path / "gsm8k_test.jsonl").write_text('{"question": "?", "answer": "#### 1"}\n{"question": "?"}\n')
     with pytest.raises(ValueError, match=r"gsm8k_test.jsonl, line 2: task gsm8k needs question, answer; 'answer' is missing"):
-        TASKS["gsm8k"].rows(tmp_path)
+        TASKS["gsm8k"].records(tmp_path)
     (tmp_path / "humaneval.jsonl").write_text("")
     with pytest.raises(ValueError, match="no records"):
-        TASKS["humaneval"].rows(tmp_path)
+        TASKS["humaneval"].records(tmp_path)
     with pytest.raises(ValueError, match="humaneval has no examples to show"):
         TASKS["humaneval"].examples(1, FOLDER)
 
@@ -143,10 +142,10 @@ def test_any_file_of_prompts_is_a_task(tmp_path: Path) -> None:
     records = [{"prompt": "a"}, {"text": "b", "reference": "c"}, {"turns": ["d", "e"]}]
     path.write_text("".join(json.dumps(record) + "\n" for record in records))
     task: Task = tasks.named(str(path))
-    rows = task.rows(Path("/"))
+    rows = task.records(Path("/"))
     assert [task.ask(row) for row in rows] == [["a"], ["b"], ["d", "e"]]
     assert task.score is not None
-    assert [task.score.of(row, " c\n") for row in rows] == [{}, {"exact_match": 1.0}, {}]
+    assert [task.score.grade(row, " c\n") for row in rows] == [{}, {"exact_match": 1.0}, {}]
     for record, said in {
         '{"question": "?"}': "line 1: expected a text under prompt or text, or a list of texts under turns, found question",
         '{"prompt": "a", "category": 1}': "line 1: category must be a text, found 1",
@@ -156,7 +155,7 @@ def test_any_file_of_prompts_is_a_task(tmp_path: Path) -> None:
     }.items():
         path.write_text(record + "\n")
         with pytest.raises(ValueError, match=said):
-            task.rows(Path("/"))
+            task.records(Path("/"))
     with pytest.raises(ValueError, match=r"unknown task 'gsm9k'; there are self, humaneval, "):
         tasks.named("gsm9k")
     with pytest.raises(FileNotFoundError, match="no such file of prompts"):
@@ -166,13 +165,13 @@ def test_any_file_of_prompts_is_a_task(tmp_path: Path) -> None:
 
 def test_protocols_are_about_tasks_that_exist_and_can_show_what_they_ask_for() -> None:
     for name, presets in protocols.PROTOCOLS.items():
-        for task, preset in presets.items():
+        for task, asked in presets.items():
             assert task in TASKS, name
-            assert preset is protocols.preset(name, task)
-            assert not preset.shots or TASKS[task].shown
-    swift = protocols.preset("swift", "gsm8k")
+            assert asked is protocols.settings(name, task)
+            assert not asked.shots or TASKS[task].examples_source
+    swift = protocols.settings("swift", "gsm8k")
     assert (swift.shots, swift.max_new_tokens, swift.num_prompts, swift.temperature) == (5, 64, 1000, 0.0)
     with pytest.raises(ValueError, match="unknown protocol 'medusa'; there are layerskip, swift"):
-        protocols.preset("medusa", "gsm8k")
+        protocols.settings("medusa", "gsm8k")
     with pytest.raises(ValueError, match="protocol adadecode has no task 'mmlu'; it has xsum, humaneval, gsm8k"):
-        protocols.preset("adadecode", "mmlu")
+        protocols.settings("adadecode", "mmlu")

@@ -10,9 +10,14 @@ import torch
 from skipstone.bench import tuning
 from skipstone.bench.peers import HFPromptLookup
 from skipstone.timing import machine
-from skipstone.timing.measure import Measurement
-from skipstone.timing.statistics import BLOCKS, bootstrap_rate, bootstrap_speedup, pooled, predicted_speedup, repeated_share
+from skipstone.timing.measure import Measurement, options_for
+from skipstone.timing.statistics import BLOCKS, Estimate, pooled, predicted_speedup, rate, repeated_share
 from tests.helpers import families
+
+
+def speed_up(tokens, seconds, base_tokens, base_seconds, **more) -> Estimate:
+    """The paired ratio of two pooled rates."""
+    return (rate(tokens, seconds, **more) / rate(base_tokens, base_seconds, **more)).estimate()
 
 
 @pytest.mark.parametrize(
@@ -40,7 +45,7 @@ def test_repeated_share_counts_8_grams_unless_told():
 
 def test_speedup_is_total_over_total_and_not_a_mean_of_ratios():
     tokens, seconds, base = [100, 100], [1.0, 9.0], [2.0, 9.0]
-    estimate = bootstrap_speedup(tokens, seconds, tokens, base)
+    estimate = speed_up(tokens, seconds, tokens, base)
     assert estimate.value == pytest.approx(11 / 10)  # the mean of the prompts' ratios would be 1.5
     assert (estimate.low, estimate.high) == (pytest.approx(1.0), pytest.approx(2.0))  # one prompt twice, at either end
 
@@ -57,7 +62,7 @@ def test_paired_interval_agrees_with_scipy():
     theirs = scipy.stats.bootstrap(
         (tokens, seconds, base), statistic, paired=True, vectorized=False, n_resamples=10_000, method="percentile", rng=rng
     ).confidence_interval
-    ours = bootstrap_speedup(tokens, seconds, tokens, base)
+    ours = speed_up(tokens, seconds, tokens, base)
     assert ours.low == pytest.approx(theirs.low, abs=0.01)
     assert ours.high == pytest.approx(theirs.high, abs=0.01)
     assert ours.low < ours.value < ours.high
@@ -67,8 +72,8 @@ def test_pairing_takes_the_difficulty_of_prompts_out_of_the_interval():
     rng = np.random.default_rng(1)
     base = rng.lognormal(0, 1, 40)
     seconds, tokens = base / 1.5, np.full(40, 96.0)
-    paired = bootstrap_speedup(tokens, seconds, tokens, base)
-    shuffled = bootstrap_speedup(tokens, rng.permutation(seconds), tokens, base)
+    paired = speed_up(tokens, seconds, tokens, base)
+    shuffled = speed_up(tokens, rng.permutation(seconds), tokens, base)
     assert paired.high - paired.low < 1e-9 < 0.1 < shuffled.high - shuffled.low
 
 
@@ -77,14 +82,14 @@ def test_interval_covers_the_truth_as_often_as_it_says():
     for trial in range(trials):
         base = rng.lognormal(0, 0.5, 40)
         seconds = base * rng.lognormal(-(0.2**2) / 2, 0.2, 40) / 1.3  # mean of the factor is 1: the true speed-up is 1.3
-        estimate = bootstrap_speedup(np.ones(40), seconds, np.ones(40), base, seed=trial, resamples=400)
+        estimate = speed_up(np.ones(40), seconds, np.ones(40), base, seed=trial, resamples=400)
         covered += estimate.low <= 1.3 <= estimate.high
     assert 0.90 <= covered / trials <= 0.98  # 0.95 nominal, binomial deviation .011, small-sample undercoverage allowed for
 
 
 def test_rate_interval_agrees_with_the_normal_approximation():
     hits = np.random.default_rng(3).binomial(90, 0.85, 64)
-    estimate = bootstrap_rate(hits, [90.0] * 64)
+    estimate = rate(hits, [90.0] * 64).estimate()
     deviation = hits.std() / 90 / math.sqrt(64)
     assert estimate.value == pytest.approx(hits.sum() / (90 * 64))
     assert estimate.high - estimate.low == pytest.approx(2 * 1.96 * deviation, rel=0.1)
@@ -92,14 +97,14 @@ def test_rate_interval_agrees_with_the_normal_approximation():
 
 def test_bootstrap_refuses_unpaired_and_empty_columns():
     with pytest.raises(ValueError, match="same prompts on both sides"):
-        bootstrap_speedup([1.0], [1.0], [1.0, 2.0], [1.0, 2.0])
+        speed_up([1.0], [1.0], [1.0, 2.0], [1.0, 2.0])
     with pytest.raises(ValueError, match="at least one"):
-        bootstrap_rate([], [])
+        rate([], [])
 
 
 def test_same_seed_same_interval():
     seconds, base = np.random.default_rng(0).lognormal(0, 0.3, (2, 20))
-    estimates = [bootstrap_speedup([96] * 20, seconds, [96] * 20, base, seed=seed, resamples=100) for seed in (4, 4, 5)]
+    estimates = [speed_up([96] * 20, seconds, [96] * 20, base, seed=seed, resamples=100) for seed in (4, 4, 5)]
     assert estimates[0] == estimates[1] != estimates[2]
 
 
@@ -128,15 +133,15 @@ def test_budget_of_tuning_is_known_beforehand(candidates, prompts, plan, calls):
 def test_tuning_finds_the_fastest_and_spends_its_budget(monkeypatch):
     calls = []
 
-    def timed(model, row, prompt, index, max_new_tokens, seed, *temperature):
-        calls.append((row.engine.prompt_lookup_num_tokens, index))
+    def timed(model, engine, prompt, options, seed):
+        calls.append((engine.prompt_lookup_num_tokens, seed))  # the prompt's number is added to the seed, 0
         # number 4 is the fastest on every prompt but the first, where 7 has a lucky moment
-        seconds = 0.5 if calls[-1] == (7, 0) else 1.0 + abs(row.engine.prompt_lookup_num_tokens - 4) / 10
-        return Measurement(row.name, index, [0] * max_new_tokens, seconds)
+        seconds = 0.5 if calls[-1] == (7, 0) else 1.0 + abs(engine.prompt_lookup_num_tokens - 4) / 10
+        return Measurement([0] * options["max_new_tokens"], seconds)
 
     monkeypatch.setattr(tuning, "measure", timed)
     candidates = [HFPromptLookup(number) for number in range(1, 10)]
-    best, trials = tuning.tune(families.cached("llama"), candidates, [torch.tensor([1])] * 6, 8, seed=0)
+    best, trials = tuning.tune(families.cached("llama"), candidates, [torch.tensor([1])] * 6, options_for(8), seed=0)
     assert best == HFPromptLookup(4)
     assert len(calls) == tuning.budget(9, 6) == 30
     assert sorted(len(trial.tokens) for trial in trials) == [2] * 6 + [6] * 3
@@ -184,7 +189,7 @@ def test_many_units_are_resampled_in_blocks_to_the_same_interval():
     base = rng.lognormal(0, 0.5, 4 * BLOCKS)
     seconds = base * rng.lognormal(0, 0.2, 4 * BLOCKS) / 1.3
     tokens = np.full(4 * BLOCKS, 64.0)
-    blocked = bootstrap_speedup(tokens, seconds, tokens, base, resamples=2000)
+    blocked = speed_up(tokens, seconds, tokens, base, resamples=2000)
     weights = rng.multinomial(4 * BLOCKS, np.full(4 * BLOCKS, 1 / (4 * BLOCKS)), size=2000)
     low, high = np.quantile((weights @ base) / (weights @ seconds), [0.025, 0.975])
     assert blocked.value == pytest.approx(base.sum() / seconds.sum())

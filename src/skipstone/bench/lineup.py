@@ -31,14 +31,13 @@ BASELINE, THEIRS = "autoregressive", "hf-generate"
 
 @dataclass(frozen=True)
 class Entrant:
-    """One method in the table, called `label` there. candidates: its engine, or those that are to be chosen from. sampled: it
-    takes part in rows at a temperature too. lossless: its text is the model's own."""
+    """One method in the table."""
 
-    label: str
+    label: str  # what the table calls it
     method: str
-    candidates: tuple[Engine, ...]
-    sampled: bool = True
-    lossless: bool = True
+    candidates: tuple[Engine, ...]  # its engine, or those that are to be chosen from
+    sampled: bool = True  # it takes part at a temperature too
+    lossless: bool = True  # its text is the model's own
 
     def about(self) -> dict[str, Any]:
         """What the file of results says of it. settings: None where they are chosen."""

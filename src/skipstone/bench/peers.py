@@ -22,22 +22,23 @@ from transformers import PreTrainedModel, StaticCache, StoppingCriteria, Stoppin
 
 from skipstone.assets import DRAFTS
 from skipstone.decoding.settings import whole_number
+from skipstone.hf.defaults import neutral_defaults
 from skipstone.loading import load_model
 from skipstone.methods.autoregressive import Autoregressive
 from skipstone.methods.shared.draft_model import draft_model_for
 from skipstone.models.layered import LayeredModel
-from skipstone.timing.measure import Emitted, Skipstone, neutral_defaults, synchronise
+from skipstone.timing.measure import Emitted, Skipstone
+from skipstone.timing.passes import synchronise
 
 
 @dataclass(frozen=True)
 class Peer:
-    """Base of transformers' ways of decoding; fields of subclasses are what can be set. sampled: it may sample too.
-    lossless: its text is the model's own. long_warm_up: it is to be warmed up with as many tokens as will be asked for."""
+    """Base of transformers' ways of decoding; fields of subclasses are what can be set."""
 
     name: ClassVar[str]
-    sampled: ClassVar[bool] = True
-    long_warm_up: ClassVar[bool] = False
-    lossless: ClassVar[bool] = True
+    sampled: ClassVar[bool] = True  # it may sample too
+    long_warm_up: ClassVar[bool] = False  # it is to be warmed up with as many tokens as will be asked for
+    lossless: ClassVar[bool] = True  # its text is the model's own
 
     @property
     def settings(self) -> dict[str, Any]:
@@ -62,6 +63,18 @@ class Peer:
         """Why this model cannot be decoded so, None where it can."""
         return None
 
+    def options(self, model: PreTrainedModel, tokens: int) -> dict[str, Any]:
+        """What `model.generate` is told besides. tokens: most that the text may have, the prompt's included."""
+        return {}
+
+    def generate(self, model: PreTrainedModel, prompt: Tensor, options: dict[str, Any], seed: int) -> Emitted:
+        """As `Engine.generate`."""
+        kind: Any = type(model)  # the class's own generate: `skipstone.enable` may have put another on the instance
+        clock, width = _Clock(), prompt.shape[1]
+        own = self.options(model, width + options["max_new_tokens"])
+        sequences = kind.generate(model, prompt, stopping_criteria=StoppingCriteriaList([clock]), **options, **own)
+        return Emitted(sequences[0, width:].tolist(), first_at=clock.first_at)
+
 
 @dataclass(frozen=True)
 class HFGenerate(Peer):
@@ -69,11 +82,9 @@ class HFGenerate(Peer):
 
     name: ClassVar[str] = "hf-generate"
 
-    def generate(self, model: PreTrainedModel, prompt: Tensor, options: dict[str, Any], seed: int) -> Emitted:
-        return _generate(model, prompt, options)
 
-
-_SIZES: WeakKeyDictionary[PreTrainedModel, int] = WeakKeyDictionary()
+_CACHE_SIZES: WeakKeyDictionary[PreTrainedModel, int] = WeakKeyDictionary()
+"""Model -> tokens that its latest static cache holds."""
 
 
 @dataclass(frozen=True)
@@ -87,27 +98,21 @@ class HFGenerateStatic(Peer):
     name: ClassVar[str] = "hf-generate-static"
     long_warm_up: ClassVar[bool] = True
 
-    def generate(self, model: PreTrainedModel, prompt: Tensor, options: dict[str, Any], seed: int) -> Emitted:
-        needed = prompt.shape[1] + options["max_new_tokens"]
-        size = _SIZES[model] = max(1 << (needed - 1).bit_length(), _SIZES.get(model, 0))
-        cache = StaticCache(config=model.config, max_cache_len=size)
-        return _generate(model, prompt, {**options, "past_key_values": cache})
+    def options(self, model: PreTrainedModel, tokens: int) -> dict[str, Any]:
+        size = _CACHE_SIZES[model] = max(1 << (tokens - 1).bit_length(), _CACHE_SIZES.get(model, 0))
+        return {"past_key_values": StaticCache(config=model.config, max_cache_len=size)}
 
 
 @dataclass(frozen=True)
 class HFEarlyExit(Peer):
-    """`assistant_early_exit`: transformers' self-speculative decoding (its blog post "layerskip", 2024).
-
-    exit_layer: E. num_assistant_tokens: drafts a step, constant schedule. confidence_threshold: drafting stops after a token
-    whose probability is below it, 0 never stops.
-    """
+    """`assistant_early_exit`: transformers' self-speculative decoding (its blog post "layerskip", 2024)."""
 
     name: ClassVar[str] = "hf-early-exit"
     sampled: ClassVar[bool] = False  # its drafts are judged by another q than they were drawn from (transformers#32867)
 
     exit_layer: int
-    num_assistant_tokens: int = 20
-    confidence_threshold: float = 0.4
+    num_assistant_tokens: int = 20  # drafts a step, constant schedule
+    confidence_threshold: float = 0.4  # drafting stops after a token whose probability is below it, 0 never stops
 
     @classmethod
     def defaults(cls, own: Mapping[str, Any]) -> dict[str, Any]:
@@ -124,25 +129,24 @@ class HFEarlyExit(Peer):
         return early_exit_refusal(model)
 
     def generate(self, model: PreTrainedModel, prompt: Tensor, options: dict[str, Any], seed: int) -> Emitted:
-        with restored_depth(model), drafting(model.generation_config, self.num_assistant_tokens, self.confidence_threshold):
-            return _generate(model, prompt, {**options, "assistant_early_exit": self.exit_layer})
+        config = _base_config(model)  # transformers leaves its depth cut after an error
+        whole = changed(config, num_hidden_layers=config.num_hidden_layers)
+        with whole, changed(model.generation_config, **_drafting(self)):
+            return super().generate(model, prompt, {**options, "assistant_early_exit": self.exit_layer}, seed)
 
 
 @dataclass(frozen=True)
 class HFAssisted(Peer):
-    """`assistant_model`: transformers' speculative decoding with a draft model.
-
-    assistant: its folder, hub id or bundled name. num_assistant_tokens: drafts a step, constant schedule. confidence_threshold:
-    drafting stops after a token whose probability is below it, 0 never stops; transformers moves it as it goes, for which it
-    needs scikit-learn.
-    """
+    """`assistant_model`: transformers' speculative decoding with a draft model."""
 
     name: ClassVar[str] = "hf-assisted"
     sampled: ClassVar[bool] = False  # as for hf-early-exit
 
-    assistant: str
-    num_assistant_tokens: int = 20
+    assistant: str  # the draft model's folder, hub id or bundled name
+    num_assistant_tokens: int = 20  # drafts a step, constant schedule
     confidence_threshold: float = 0.4
+    """Drafting stops after a token whose probability is below it, 0 never stops; transformers moves it as it goes, for which it
+    needs scikit-learn."""
 
     def check(self, model: PreTrainedModel) -> None:
         super().check(model)
@@ -158,8 +162,8 @@ class HFAssisted(Peer):
 
     def generate(self, model: PreTrainedModel, prompt: Tensor, options: dict[str, Any], seed: int) -> Emitted:
         helper = _assistant(self.assistant, model.dtype, str(model.device))
-        with drafting(helper.generation_config, self.num_assistant_tokens, self.confidence_threshold):
-            return _generate(model, prompt, {**options, "assistant_model": helper})
+        with changed(helper.generation_config, **_drafting(self)):
+            return super().generate(model, prompt, {**options, "assistant_model": helper}, seed)
 
 
 @dataclass(frozen=True)
@@ -194,8 +198,8 @@ class HFPromptLookup(Peer):
 
     prompt_lookup_num_tokens: int = 10
 
-    def generate(self, model: PreTrainedModel, prompt: Tensor, options: dict[str, Any], seed: int) -> Emitted:
-        return _generate(model, prompt, {**options, "prompt_lookup_num_tokens": self.prompt_lookup_num_tokens})
+    def options(self, model: PreTrainedModel, tokens: int) -> dict[str, Any]:
+        return {"prompt_lookup_num_tokens": self.prompt_lookup_num_tokens}
 
 
 PEERS: dict[str, type[Peer]] = {
@@ -207,55 +211,47 @@ class _Clock(StoppingCriteria):
     """Notes when the first new tokens are there. Stops nothing."""
 
     def __init__(self) -> None:
-        self.first: float | None = None
+        self.first_at: float | None = None
 
     def __call__(self, input_ids: Tensor, scores: Any, **_: Any) -> Any:
-        if self.first is None:
+        if self.first_at is None:
             synchronise(input_ids.device)
-            self.first = time.perf_counter()
+            self.first_at = time.perf_counter()
         return torch.zeros(input_ids.shape[0], dtype=torch.bool, device=input_ids.device)
 
 
-def _generate(model: PreTrainedModel, prompt: Tensor, options: dict[str, Any]) -> Emitted:
-    kind: Any = type(model)  # the class's own generate: `skipstone.enable` may have put another on the instance
-    clock = _Clock()
-    sequences = kind.generate(model, prompt, stopping_criteria=StoppingCriteriaList([clock]), **options)
-    return Emitted(sequences[0, prompt.shape[1] :].tolist(), first=clock.first)
-
-
 @contextmanager
-def drafting(config: Any, num_assistant_tokens: int, confidence_threshold: float) -> Iterator[None]:
-    """Drafting settings on a generation config, where alone transformers reads them; put back afterwards."""
-    wanted = {
-        "num_assistant_tokens": num_assistant_tokens,
-        "num_assistant_tokens_schedule": "constant",
-        "assistant_confidence_threshold": confidence_threshold,
-    }
-    before = {name: getattr(config, name) for name in wanted}
+def changed(owner: Any, **wanted: Any) -> Iterator[None]:
+    """Attributes of an object; they are put back afterwards, whatever happens inside."""
+    before = {name: getattr(owner, name) for name in wanted}
     try:
         for name, value in wanted.items():
-            setattr(config, name, value)
+            setattr(owner, name, value)
         yield
     finally:
         for name, value in before.items():
-            setattr(config, name, value)
+            setattr(owner, name, value)
+
+
+def _drafting(peer: HFEarlyExit | HFAssisted) -> dict[str, Any]:
+    """Drafting settings as transformers reads them, from a generation config alone."""
+    return {
+        "num_assistant_tokens": peer.num_assistant_tokens,
+        "num_assistant_tokens_schedule": "constant",
+        "assistant_confidence_threshold": peer.confidence_threshold,
+    }
+
+
+def _base_config(model: PreTrainedModel) -> Any:
+    """The config whose depth transformers cuts."""
+    base: Any = getattr(model, model.base_model_prefix)
+    return base.config
 
 
 @cache
 def _assistant(name: str, dtype: torch.dtype, device: str) -> PreTrainedModel:
     """The draft model, loaded once."""
     return load_model(DRAFTS.get(name, name), dtype=dtype, device=device)
-
-
-@contextmanager
-def restored_depth(model: PreTrainedModel) -> Iterator[None]:
-    """Put `num_hidden_layers` back, whatever happens inside."""
-    base: Any = getattr(model, model.base_model_prefix)
-    depth = base.config.num_hidden_layers
-    try:
-        yield
-    finally:
-        base.config.num_hidden_layers = depth
 
 
 @torch.inference_mode()
@@ -265,15 +261,13 @@ def early_exit_refusal(model: PreTrainedModel) -> str | None:
     It sets `config.num_hidden_layers`; whether that cuts the stack is tried out with a forward over one token.
     """
     layers = LayeredModel(model).layers
-    base: Any = getattr(model, model.base_model_prefix)
     wanted, ran = len(layers) - 1, []
     if not wanted:
         return "the model has one layer"
     with ExitStack() as stack:
-        stack.enter_context(restored_depth(model))
+        stack.enter_context(changed(_base_config(model), num_hidden_layers=wanted))
         for layer in layers:
             stack.callback(layer.register_forward_pre_hook(lambda *_: ran.append(1)).remove)
-        base.config.num_hidden_layers = wanted
         try:
             model(torch.zeros((1, 1), dtype=torch.long, device=model.device), use_cache=True)
         except (IndexError, AttributeError, RuntimeError, ValueError) as error:

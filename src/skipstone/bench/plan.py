@@ -10,21 +10,17 @@ from pydantic import Field, ValidationError, field_validator
 
 from skipstone.bench import lineup
 from skipstone.forms import Part, first_fault, mapping
-from skipstone.tasks import protocols
-from skipstone.tasks import sets as tasks
+from skipstone.tasks import protocols, sets
+from skipstone.tasks.protocols import USUAL, TaskSettings
 from skipstone.tasks.task import Task
 
 DTYPES = ("auto", "float32", "bfloat16", "float16")
-METHODS = ("hf-generate", "hf-early-exit", "hf-prompt-lookup", "autoregressive", "layerskip")
+USUAL_METHODS = ("hf-generate", "hf-early-exit", "hf-prompt-lookup", "autoregressive", "layerskip")
 
 
-class Asking(Part):
-    """How a task is asked. None leaves it to the task's protocol, and where it has none to the usual.
-
-    shots: solved examples before the question. num_prompts: how many are reported. prompt_tokens: longer prompts lose their
-    beginning. max_new_tokens: of every turn. temperature: 0 is greedy. samples: outputs of each prompt, for pass@k. chat:
-    prompts are turns in the model's chat template.
-    """
+class TaskOptions(Part):
+    """How a task is to be asked, as in `TaskSettings`. None leaves it to the task's protocol, and where it has none to the
+    usual."""
 
     shots: int | None = Field(default=None, ge=0)
     num_prompts: int | None = Field(default=None, ge=1)
@@ -37,29 +33,24 @@ class Asking(Part):
     protocol: str | None = None
 
 
-class Asked(Asking):
+class PlannedTask(TaskOptions):
     """One task of a plan."""
 
     task: str
 
 
-class Plan(Asking):
-    """A whole benchmark; its own `Asking` holds for all tasks that say nothing else.
+class Plan(TaskOptions):
+    """A whole benchmark; its own options hold for all tasks that say nothing else."""
 
-    models: folders or hub ids, none for the bundled model. methods: names, `name key=value,value` or mappings; several values
-    of a setting are a choice. tune: choose what is left open, too. tune_prompts, tune_tokens: what choices are made on, never
-    reported. ignore_eos: all texts have max_new_tokens tokens. perplexity: how well every exit predicts
-    the tasks' answers, too.
-    """
-
-    models: tuple[str, ...] = ()
-    methods: tuple[dict[str, Any], ...] = Field(default=tuple({"method": name} for name in METHODS), min_length=1)
-    tasks: tuple[Asked, ...] = (Asked(task="self"),)
-    tune: bool = False
-    tune_prompts: int = Field(default=6, ge=1)
-    tune_tokens: int = Field(default=48, ge=1)
-    ignore_eos: bool = False
-    perplexity: bool = False
+    models: tuple[str, ...] = ()  # folders or hub ids, none for the bundled model
+    methods: tuple[dict[str, Any], ...] = Field(default=tuple({"method": name} for name in USUAL_METHODS), min_length=1)
+    """Names, `name key=value,value` or mappings; several values of a setting are a choice."""
+    tasks: tuple[PlannedTask, ...] = (PlannedTask(task="self"),)
+    tune: bool = False  # choose what is left open, too
+    tune_prompts: int = Field(default=6, ge=1)  # prompts on which choices are made, never reported
+    tune_tokens: int = Field(default=48, ge=1)  # new tokens of a call of theirs
+    ignore_eos: bool = False  # all texts have max_new_tokens tokens
+    perplexity: bool = False  # how well every exit predicts the tasks' answers, too
     allow_code_execution: bool = False
     data_dir: str | None = None
     dtype: str = "auto"
@@ -95,26 +86,10 @@ class Plan(Asking):
         return value
 
 
-class Question(Part):
-    """How a task is asked, everything decided."""
-
-    shots: int = 0
-    num_prompts: int | None = None
-    prompt_tokens: int | None = None
-    max_new_tokens: int = 128
-    temperature: float = 0.0
-    top_p: float = 1.0
-    samples: int = 1
-    chat: bool = False
-    tabs: bool = False
-    rouge: bool = False
-    protocol: str | None = None
-
-
 def read(path: Path | None, given: dict[str, Any]) -> Plan:
     """A plan from a file, with what flags say on top. ValueError names what is unknown, missing or impossible."""
     values = {**(mapping(path) if path is not None else {}), **given}
-    over = {name: value for name, value in given.items() if name in Asking.model_fields}
+    over = {name: value for name, value in given.items() if name in TaskOptions.model_fields}
     if path is not None and over and isinstance(values.get("tasks"), list):  # a task's own say would hide the flag's
         values["tasks"] = [{**({"task": one} if isinstance(one, str) else one), **over} for one in values["tasks"]]
     try:
@@ -127,20 +102,18 @@ def read(path: Path | None, given: dict[str, Any]) -> Plan:
     return plan
 
 
-def question(plan: Plan, asked: Asked) -> Question:
-    """A task's settings: its own, else the plan's, else its protocol's, else the usual. ValueError where that is impossible."""
-    own, shared = (one.model_dump(include=set(Asking.model_fields), exclude_none=True) for one in (asked, plan))
-    protocol = own.get("protocol", shared.get("protocol"))
-    below: dict[str, Any] = {}
-    if protocol is not None:
-        preset = protocols.preset(protocol, asked.task)
-        below = {name: value for name, value in vars(preset).items() if name != "ours"}
-    merged = {**below, **shared, **own}
-    if merged.get("temperature", 0.0) == 0 and "top_p" in {**shared, **own} and merged["top_p"] < 1:
-        raise ValueError(f"task {asked.task}: top_p={merged['top_p']} means nothing at temperature 0")
-    if merged.get("temperature", 0.0) == 0 and merged.get("samples", 1) > 1:
-        raise ValueError(f"task {asked.task}: {merged['samples']} samples at temperature 0 would all be the same text")
-    return Question.model_validate(merged)
+def settings(plan: Plan, asked: PlannedTask) -> TaskSettings:
+    """How a task is asked: by its own options, else the plan's, else its protocol, else as usual. ValueError where that is
+    impossible."""
+    own, shared = (one.model_dump(include=set(TaskOptions.model_fields), exclude_none=True) for one in (asked, plan))
+    given = {**shared, **own}
+    protocol = given.get("protocol")
+    found = replace(USUAL if protocol is None else protocols.settings(protocol, asked.task), **given)
+    if found.temperature == 0 and given.get("top_p", 1) < 1:
+        raise ValueError(f"task {asked.task}: top_p={found.top_p} means nothing at temperature 0")
+    if found.temperature == 0 and found.samples > 1:
+        raise ValueError(f"task {asked.task}: {found.samples} samples at temperature 0 would all be the same text")
+    return found
 
 
 def chooses(plan: Plan) -> bool:
@@ -153,10 +126,10 @@ def chooses(plan: Plan) -> bool:
     )
 
 
-def resolved(plan: Plan) -> list[tuple[Task, Question]]:
+def resolved(plan: Plan) -> list[tuple[Task, TaskSettings]]:
     """Every task of a plan with how it is asked, and scored as its protocol wants."""
     found = []
     for asked in plan.tasks:
-        task, how = tasks.named(asked.task), question(plan, asked)
-        found.append((replace(task, score=tasks.rouge(task.rouge)) if how.rouge and task.rouge else task, how))
+        task, how = sets.named(asked.task), settings(plan, asked)
+        found.append((replace(task, score=sets.rouge(task.rouge)) if how.rouge and task.rouge else task, how))
     return found

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -14,30 +14,33 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from skipstone.bench import lineup, tuning
-from skipstone.bench.asking import Cell, ask
-from skipstone.bench.draw import conversations, fingerprint
 from skipstone.bench.journal import Journal, Line, check
 from skipstone.bench.lineup import Entrant
+from skipstone.bench.perplexity import at_every_exit
 from skipstone.bench.plan import Plan, resolved
+from skipstone.bench.prompts import Both, TaskRun, ask, conversations, fingerprint
+from skipstone.hf.defaults import neutral_defaults
 from skipstone.loading import BUNDLED, load, look_up, usable
 from skipstone.models.layered import LayeredModel
-from skipstone.tasks import exits, sandbox
+from skipstone.tasks import sandbox
 from skipstone.tasks.dialogue import Conversation, Reader
 from skipstone.tasks.task import Task
 from skipstone.timing import machine
-from skipstone.timing.measure import Row, neutral_defaults, warm_up
+from skipstone.timing.measure import Engine, warm_up
 
 Say = Callable[[str], None]
+"""Tells a user what is being done."""
+MOST_TRIALS = 20  # best candidates whose speeds are written down
 
 
 @dataclass
 class Subject:
-    """A model under test. tokenizer: None for one without words. about: what is synthetic of it."""
+    """A model under test."""
 
     name: str
     model: PreTrainedModel
-    tokenizer: PreTrainedTokenizerBase | None
-    about: dict[str, Any] | None = None
+    tokenizer: PreTrainedTokenizerBase | None  # None for one without words
+    synthetic: dict[str, Any] | None = None  # what is synthetic of it
 
 
 def run(plan: Plan, path: Path, argv: list[str], say: Say = print, fresh: bool = False) -> Path:
@@ -48,10 +51,10 @@ def run(plan: Plan, path: Path, argv: list[str], say: Say = print, fresh: bool =
     """
     if plan.threads is not None:
         torch.set_num_threads(plan.threads)
-    questions = resolved(plan)
+    tasks = resolved(plan)
     data = None if plan.data_dir is None else Path(plan.data_dir)
-    asked = [conversations(task, question, plan, data) for task, question in questions]
-    check_scores(plan, [task for task, _ in questions], say)
+    asked = [conversations(task, settings, plan, data) for task, settings in tasks]
+    check_scores(plan, [task for task, _ in tasks], say)
     device = usable(plan.device)
     kept = {**plan.model_dump(mode="json"), "device": str(device), "asked": [fingerprint(both) for both in asked]}
     for name in plan.models:
@@ -61,25 +64,19 @@ def run(plan: Plan, path: Path, argv: list[str], say: Say = print, fresh: bool =
         if (begun := journal.other_code()) is not None:
             say(f"skipstone: warning: {path} was begun with other code (commit {begun[:12]}); --fresh begins anew")
         for name in plan.models or (None,):
-            subject = _loaded(name, plan, device)
+            subject = Subject(name or BUNDLED, *load(name, dtype=plan.dtype, device=device))
             entrants = enter(journal, subject, plan, say)
-            for number, ((task, question), both) in enumerate(zip(questions, asked, strict=True)):
-                limit = LayeredModel(subject.model).max_positions - question.max_new_tokens
-                limit = min(limit, question.prompt_tokens or limit)
+            for number, ((task, settings), both) in enumerate(zip(tasks, asked, strict=True)):
+                limit = LayeredModel(subject.model).max_positions - settings.max_new_tokens
+                limit = min(limit, settings.prompt_tokens or limit)
                 if limit < 1:
-                    raise ValueError(f"{task.name}: {question.max_new_tokens} new tokens a turn leave no room for a prompt")
-                reader = Reader(subject.tokenizer, question.chat, limit)
-                cell = Cell(subject.name, number, task, question, reader, plan)
+                    raise ValueError(f"{task.name}: {settings.max_new_tokens} new tokens a turn leave no room for a prompt")
+                reader = Reader(subject.tokenizer, settings.chat, limit)
+                task_run = TaskRun(subject.name, number, task, settings, reader, plan)
                 if plan.perplexity:
-                    measure_exits(journal, subject.model, cell, both[1], say)
-                measure_task(journal, subject.model, cell, entrants, both, say)
+                    measure_exits(journal, subject.model, task_run, both[1], say)
+                measure_task(journal, subject.model, task_run, entrants, both, say)
     return path
-
-
-def _loaded(name: str | None, plan: Plan, device: torch.device) -> Subject:
-    dtype = plan.dtype if plan.dtype == "auto" else getattr(torch, plan.dtype)
-    model, tokenizer = load(name, dtype=dtype, device=device)
-    return Subject(name or BUNDLED, model, tokenizer)
 
 
 def check_scores(plan: Plan, tasks: Sequence[Task], say: Say) -> None:
@@ -123,7 +120,7 @@ def enter(journal: Journal, subject: Subject, plan: Plan, say: Say) -> list[Entr
                 "dtype": str(subject.model.dtype).removeprefix("torch."),
                 "device": str(subject.model.device),
                 "ceiling": ceiling,
-                "synthetic": subject.about,
+                "synthetic": subject.synthetic,
                 "refused": refused,
                 "methods": {entrant.label: entrant.about() for entrant in entrants},
             }
@@ -132,89 +129,75 @@ def enter(journal: Journal, subject: Subject, plan: Plan, say: Say) -> list[Entr
 
 
 def measure_task(
-    journal: Journal,
-    model: PreTrainedModel,
-    cell: Cell,
-    entrants: Sequence[Entrant],
-    both: tuple[list[Conversation], list[Conversation]],
-    say: Say,
+    journal: Journal, model: PreTrainedModel, task_run: TaskRun, entrants: Sequence[Entrant], both: Both, say: Say
 ) -> None:
-    """One task on one model: choose what is open, then all rows prompt by prompt."""
+    """One task on one model: choose what is open, then ask everybody prompt by prompt."""
     tune, report = both
-    done = {line["index"] for line in journal.of("prompt") if cell.owns(line)}
+    settings = task_run.settings
+    done = {line["index"] for line in journal.of("prompt") if task_run.owns(line)}
     if len(done) == len(report):
         return
-    taking = [entrant for entrant in entrants if entrant.sampled or not cell.question.temperature]
+    taking = [entrant for entrant in entrants if entrant.sampled or not settings.temperature]
     if left_out := [entrant.label for entrant in entrants if entrant not in taking]:
-        say(f"{cell.task.name}, T = {cell.question.temperature:g}: without {', '.join(left_out)}, measured greedily only")
+        say(f"{task_run.task.name}, T = {settings.temperature:g}: without {', '.join(left_out)}, measured greedily only")
     if not taking:
         return
-    with neutral_defaults(model, not cell.plan.ignore_eos):
-        rows = [_row(journal, model, cell, entrant, tune) for entrant in taking]
-        first = max((cell.reader.ids(one) for one in report), key=len)
-        warm_up(model, rows, first, cell.question.max_new_tokens)
+    with neutral_defaults(model, not task_run.plan.ignore_eos):
+        engines = {entrant.label: _chosen(journal, model, task_run, entrant, tune) for entrant in taking}
+        longest = max((task_run.reader.ids(one) for one in report), key=len)
+        warm_up(model, engines.values(), longest, task_run.options(settings.max_new_tokens))
         left = [index for index in range(len(report)) if index not in done]
-        with progress(f"{cell.model}, {cell.task.name}", len(left)) as step:
+        with progress(f"{task_run.model}, {task_run.task.name}", len(left)) as step:
             for index in left:
-                journal.add(ask(model, rows, report[index], index, cell))
+                journal.add(ask(model, engines, report[index], index, task_run))
                 step()
 
 
-def measure_exits(journal: Journal, model: PreTrainedModel, cell: Cell, report: Sequence[Conversation], say: Say) -> None:
+def measure_exits(
+    journal: Journal, model: PreTrainedModel, task_run: TaskRun, report: Sequence[Conversation], say: Say
+) -> None:
     """How well every exit predicts the task's answers, where it has answers; one line."""
-    if any(cell.owns(line) for line in journal.of("exits")):
+    if any(task_run.owns(line) for line in journal.of("exits")):
         return
-    pairs = cell.answers(report, LayeredModel(model).max_positions)
+    pairs = task_run.answers(report, LayeredModel(model).max_positions)
     if not pairs:
-        say(f"{cell.task.name}: no perplexity, its records hold no answers")
+        say(f"{task_run.task.name}: no perplexity, its records hold no answers")
         return
-    with progress(f"{cell.model}, {cell.task.name}: every exit's perplexity", len(pairs)) as step:
-        found = exits.answered(model, pairs, step)
-    journal.add({"kind": "exits", **cell.key(), "prompts": len(pairs), **found.report()})
+    with progress(f"{task_run.model}, {task_run.task.name}: every exit's perplexity", len(pairs)) as step:
+        found = at_every_exit(model, pairs, step)
+    journal.add({"kind": "exits", **task_run.key(), "prompts": len(pairs), **asdict(found)})
 
 
-def _row(journal: Journal, model: PreTrainedModel, cell: Cell, entrant: Entrant, tune: Sequence[Conversation]) -> Row:
+def _chosen(
+    journal: Journal, model: PreTrainedModel, task_run: TaskRun, entrant: Entrant, tune: Sequence[Conversation]
+) -> Engine:
     """An entrant with its settings: as the file has them, or chosen now."""
-    row = Row(entrant.label, entrant.candidates[0], cell.question.temperature)
     if len(entrant.candidates) == 1:
-        return row
-    for line in journal.of("tuned"):
-        if cell.owns(line) and line["method"] == entrant.label:
-            return replace(row, engine=entrant.candidates[line["candidate"]])
-    ids = [cell.reader.ids(one) for one in tune]
+        return entrant.candidates[0]
+
+    def own(kind: str) -> list[Line]:
+        return [line for line in journal.of(kind) if task_run.owns(line) and line["method"] == entrant.label]
+
+    if earlier := own("tuned"):
+        return entrant.candidates[earlier[0]["candidate"]]
+    ids = [task_run.reader.ids(one) for one in tune]
     calls = tuning.budget(len(entrant.candidates), len(ids))
-    key = {**cell.key(), "method": entrant.label}
-    known = {
-        (line["candidate"], line["prompt"]): (line["tokens"], line["seconds"])
-        for line in journal.of("trial")
-        if cell.owns(line) and line["method"] == entrant.label
-    }
-    warm_up(model, [row], ids[0], cell.plan.tune_tokens)
-    with progress(f"{cell.model}, {cell.task.name}: choosing settings of {entrant.label}", calls - len(known)) as step:
+    key = {**task_run.key(), "method": entrant.label}
+    known = {(line["candidate"], line["prompt"]): (line["tokens"], line["seconds"]) for line in own("trial")}
+    options = task_run.options(task_run.plan.tune_tokens)
+    warm_up(model, entrant.candidates[:1], ids[0], options)
+    with progress(f"{task_run.model}, {task_run.task.name}: choosing settings of {entrant.label}", calls - len(known)) as step:
 
         def done(candidate: int, prompt: int, tokens: int, seconds: float) -> None:
             trial = {"candidate": candidate, "prompt": prompt, "tokens": tokens, "seconds": seconds}
             journal.add({"kind": "trial", **key, **trial})
             step()
 
-        ways = (cell.question.temperature, cell.question.top_p)
-        best, trials = tuning.tune(model, entrant.candidates, ids, cell.plan.tune_tokens, cell.plan.seed, done, known, ways)
-    journal.add(tuned_line(cell, entrant, best, trials, calls))
-    return replace(row, engine=best)
-
-
-def tuned_line(cell: Cell, entrant: Entrant, best: Any, trials: Sequence[tuning.Trial], calls: int) -> Line:
-    """What was chosen, among how many, at which cost."""
-    return {
-        "kind": "tuned",
-        **cell.key(),
-        "method": entrant.label,
-        "candidate": entrant.candidates.index(best),
-        "chosen": best.settings,
-        "candidates": len(entrant.candidates),
-        "calls": calls,
-        "trials": [trial.report() for trial in trials[:20]],
-    }
+        best, trials = tuning.tune(model, entrant.candidates, ids, options, task_run.plan.seed, done, known)
+    chosen = {"candidate": entrant.candidates.index(best), "chosen": best.settings, "candidates": len(entrant.candidates)}
+    told = [trial.report() for trial in trials[:MOST_TRIALS]]
+    journal.add({"kind": "tuned", **key, **chosen, "calls": calls, "trials": told})
+    return best
 
 
 @contextmanager

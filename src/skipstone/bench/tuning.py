@@ -16,17 +16,18 @@ from typing import Any
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from skipstone.timing.measure import Engine, Row, measure
+from skipstone.timing.measure import Engine, measure
 from skipstone.timing.statistics import pooled
 
 Done = Callable[[int, int, int, float], None]
-KEPT = 3  # one in so many survives a rung
+"""Called with the candidate's number, the prompt's, tokens and seconds."""
+KEPT = 3  # one in so many candidates survives a rung
 RUNG = 2  # prompts a rung
-DEPTHS = (1 / 8, 3 / 16, 1 / 4, 3 / 8, 1 / 2)
-LENGTHS = (2, 3, 4, 6, 8)
-THRESHOLDS = (None, 0.2, 0.3, 0.4, 0.5, 0.6)
-PEER_THRESHOLDS = (0.0, 0.2, 0.4, 0.6)
-LOOKUPS = (3, 5, 10)
+DEPTHS = (1 / 8, 3 / 16, 1 / 4, 3 / 8, 1 / 2)  # exit layers, as shares of the layers
+LENGTHS = (2, 3, 4, 6, 8)  # draft tokens a step
+THRESHOLDS = (None, 0.2, 0.3, 0.4, 0.5, 0.6)  # confidence below which our drafting stops
+PEER_THRESHOLDS = (0.0, 0.2, 0.4, 0.6)  # the same for transformers, 0 never stops
+LOOKUPS = (3, 5, 10)  # draft tokens a step of prompt lookup
 
 
 def usual(method: str, depth: int) -> dict[str, Sequence[Any]]:
@@ -44,6 +45,7 @@ def usual(method: str, depth: int) -> dict[str, Sequence[Any]]:
 class Trial:
     """One candidate and what it has done so far."""
 
+    number: int
     engine: Engine
     tokens: list[int] = field(default_factory=list)
     seconds: list[float] = field(default_factory=list)
@@ -54,6 +56,7 @@ class Trial:
         return pooled(self.tokens, self.seconds)
 
     def report(self) -> dict[str, Any]:
+        """Plain JSON values."""
         return {"settings": self.engine.settings, "prompts": len(self.tokens), "tokens_per_second": self.speed}
 
 
@@ -81,20 +84,18 @@ def tune(
     model: PreTrainedModel,
     candidates: Sequence[Engine],
     prompts: Sequence[Tensor],
-    max_new_tokens: int,
+    options: Mapping[str, Any],
     seed: int,
     done: Done = lambda *_: None,
     known: Mapping[tuple[int, int], tuple[int, float]] | None = None,
-    sampling: tuple[float, float] = (0.0, 1.0),
 ) -> tuple[Engine, list[Trial]]:
-    """The fastest candidate, and all trials, best first. prompts: [T] int64 each. sampling: temperature (0 is greedy), top_p.
+    """The fastest candidate of those that saw the most prompts, and all trials, best first.
 
-    Fastest of those that saw the most prompts; a single candidate is returned untried. done: called after every call with
-    candidate, prompt, tokens and seconds. known: (candidate, prompt) -> (tokens, seconds) of calls that need not be repeated.
+    prompts: [T] int64 each. options: of `model.generate`. A single candidate is returned untried. known: (candidate, prompt) ->
+    (tokens, seconds) of calls that need not be repeated.
     """
-    rng = random.Random(seed)
-    trials = [Trial(engine) for engine in candidates]
-    numbers = {id(trial): number for number, trial in enumerate(trials)}
+    rng, known = random.Random(seed), known or {}
+    trials = [Trial(number, engine) for number, engine in enumerate(candidates)]
     if not trials:
         raise ValueError("there is nothing to tune: the grid is empty")
     for count, span in rungs(len(trials), len(prompts)):
@@ -102,14 +103,12 @@ def tune(
         running = trials[:count]
         for index in span:
             for trial in rng.sample(running, len(running)):
-                number = numbers[id(trial)]
-                if (number, index) in (known or {}):
-                    tokens, seconds = (known or {})[number, index]
+                if (trial.number, index) in known:
+                    tokens, seconds = known[trial.number, index]
                 else:
-                    row = Row("tuning", trial.engine, sampling[0])
-                    got = measure(model, row, prompts[index], index, max_new_tokens, seed + index, sampling[1])
-                    tokens, seconds = len(got.tokens), got.seconds
-                    done(number, index, tokens, seconds)
+                    found = measure(model, trial.engine, prompts[index], options, seed + index)
+                    tokens, seconds = len(found.tokens), found.seconds
+                    done(trial.number, index, tokens, seconds)
                 trial.tokens.append(tokens)
                 trial.seconds.append(seconds)
     trials = ranked(trials)

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass, field
 from functools import partial
 from typing import Any
 
@@ -18,51 +19,108 @@ from transformers import LogitsProcessorList, PreTrainedModel, TemperatureLogits
 
 from skipstone import api
 from skipstone.check import laws
-from skipstone.check.findings import Finding, Report, Scale
-from skipstone.check.ties import Judge
+from skipstone.check.ties import Divergence, Judge
 from skipstone.decoding.draft import Draft
 from skipstone.decoding.loop import Decoder
 from skipstone.decoding.method import Method
 from skipstone.decoding.sampling import Sampling
 from skipstone.decoding.session import Request
+from skipstone.hf.defaults import neutral_defaults
 from skipstone.models.layered import LayeredModel
-from skipstone.timing.measure import neutral_defaults
 
 PROCESSORS = {"repetition_penalty": 1.3, "no_repeat_ngram_size": 3}
 LAWS: tuple[dict[str, Any], ...] = ({"temperature": 1.0}, {"temperature": 0.7, "top_p": 0.9})
-SHORT, LONG = 6, 24
-"""Tokens of an audited text, and of a sampled one."""
-ROWS, FEW = 100, 10
-"""Sampled texts at once, and texts whose distributions are held at once."""
-BATCH = 3
-"""Prompts at once, of different lengths."""
+AUDITED = 6  # tokens of which the texts of an audited batch have two, three and four times as many
+SAMPLED = 24  # tokens of a sampled text
+ROWS = 100  # texts sampled at once
+HELD = 10  # texts whose distributions are held at once
+BATCH = 3  # prompts at once, of different lengths
+ROUNDING = 30  # units in the last place by which a stored key or value may differ from a fresh one
+
+
+@dataclass(frozen=True)
+class Scale:
+    """How much is tested."""
+
+    max_new_tokens: int = 64  # of a greedy text
+    samples: int = 400  # texts for each law and side
+    seed: int = 0
+
+
+@dataclass
+class Finding:
+    """What one probe compared, and what it found."""
+
+    name: str
+    tested: int = 0  # comparisons
+    ties: list[Divergence] = field(default_factory=list)
+    bugs: list[str] = field(default_factory=list)
+    note: str = ""
+    drafted: int = 0  # draft tokens: only texts with drafts accepted and rejected prove anything
+    accepted: int = 0
+
+    def report(self) -> dict[str, Any]:
+        """Plain JSON values."""
+        ties = [{name: value for name, value in asdict(one).items() if name != "texts"} for one in self.ties]
+        return {**asdict(self), "ties": ties, "passed": not self.bugs}
+
+
+@dataclass
+class Report:
+    """All probes of a method on a model."""
+
+    method: dict[str, Any]
+    dtype: str
+    device: str
+    findings: list[Finding]
+
+    @property
+    def passed(self) -> bool:
+        """Whether no probe found a bug. Ties are no bugs."""
+        return not any(finding.bugs for finding in self.findings)
+
+    @property
+    def proves(self) -> bool:
+        """Whether drafts were both accepted and rejected somewhere, or the method drafts nothing."""
+        drafted, accepted = (sum(getattr(one, name) for one in self.findings) for name in ("drafted", "accepted"))
+        return not drafted or 0 < accepted < drafted
 
 
 class Checker:
-    """A model and a method under test. prompts: [T] int64 ids each, at least two of different texts."""
+    """A model and a method under test."""
 
     def __init__(self, model: PreTrainedModel, method: Method, prompts: Sequence[Tensor], scale: Scale) -> None:
+        """prompts: [T] int64 ids each, at least two of different texts. ValueError where a prompt is too long for the model, or
+        the method does not fit it; ImportError without scipy."""
         self.model, self.method, self.scale = model, method, scale
         self.prompts = [prompt.cpu() for prompt in prompts]
         self.judge = Judge(model)
-        self.plain: list[list[int]] = []
+        self.plain: list[list[int]] = []  # greedy texts of plain decoding
+        self.finding = Finding("")  # of the probe that runs
         layered, longest = LayeredModel(model), max(map(len, self.prompts))
         method.check(layered)
         laws.ready()
-        most = max(scale.max_new_tokens, LONG, SHORT * (BATCH + 1))
+        most = max(scale.max_new_tokens, SAMPLED, AUDITED * (BATCH + 1))
         if longest + most > layered.max_positions:
             raise ValueError(
                 f"a prompt of {longest} tokens + {most} new ones is more than the model's {layered.max_positions} positions"
             )
 
     def run(self, told: Callable[[Finding], None] = lambda _: None) -> Report:
-        """All probes, one after the other. told: called after each."""
+        """All probes, one after the other. told: called after each. That the method fails altogether is a bug, too."""
         findings = []
         with neutral_defaults(self.model), warnings.catch_warnings():
             warnings.simplefilter("ignore", RuntimeWarning)  # that speculation does not pay is no question here
             for title, probe in self._probes():
                 findings.append(finding := Finding(title))
-                self._survive(probe, finding)
+                self.finding = finding
+                try:
+                    probe()
+                except torch.OutOfMemoryError:
+                    raise  # the machine's fault
+                except (ArithmeticError, AssertionError, LookupError, RuntimeError, TypeError, ValueError) as error:
+                    finding.tested += 1
+                    finding.bugs.append(f"{type(error).__name__}: {error}")
                 told(finding)
         named = {"method": self.method.name, **self.method.settings}
         return Report(named, str(self.model.dtype).removeprefix("torch."), str(self.model.device), findings)
@@ -72,14 +130,8 @@ class Checker:
         """Whether the dtype's rounding is too small to move a draw in a while."""
         return self.model.dtype in (torch.float32, torch.float64)
 
-    def _probes(self) -> list[tuple[str, Callable[[Finding], None]]]:
-        laws_of = [
-            (
-                "the law of sampled texts, " + ", ".join(f"{name} {value:g}" for name, value in one.items()),
-                partial(self.law, one),
-            )
-            for one in LAWS
-        ]
+    def _probes(self) -> list[tuple[str, Callable[[], None]]]:
+        laws_of = [("the law of sampled texts, " + ", ".join(f"{k} {v:g}" for k, v in one.items()), one) for one in LAWS]
         return [
             ("plain decoding is transformers' own", self.against_transformers),
             ("greedy texts", self.greedy),
@@ -87,97 +139,68 @@ class Checker:
             ("greedy texts under a repetition penalty and without repeated trigrams", self.processed),
             ("texts that end inside a draft", self.ended),
             ("every step: drafts and the key/value store", self.audited),
-            *laws_of,
+            *((title, partial(self.law, settings)) for title, settings in laws_of),
             ("sampled texts alone and in a batch", self.neighbours),
         ]
 
-    def _survive(self, probe: Callable[[Finding], None], finding: Finding) -> None:
-        """Probe; that the method failed altogether is found too."""
-        try:
-            probe(finding)
-        except torch.OutOfMemoryError:
-            raise  # the machine's fault
-        except (ArithmeticError, AssertionError, LookupError, RuntimeError, TypeError, ValueError) as error:
-            finding.tested += 1
-            finding.bugs.append(f"{type(error).__name__}: {error}")
-
     # ------------------------------------------------------------------------------------------------- greedy
 
-    def against_transformers(self, finding: Finding) -> None:
+    def against_transformers(self) -> None:
         """Our plain decoding is `model.generate`'s: what all else is compared with."""
         kind: Any = type(self.model)
         for number, prompt in enumerate(self.prompts):
             ids = prompt[None].to(self.model.device)
             options = {"max_new_tokens": self.scale.max_new_tokens, "do_sample": False}
             expected = kind.generate(self.model, ids, attention_mask=torch.ones_like(ids), **options)[0, len(prompt) :].tolist()
-            self.plain.append(self._texts("autoregressive", [prompt], {}, finding)[0])
-            self._compare(finding, number, expected, self.plain[-1], {})
+            self.plain.append(self._greedy("autoregressive", prompt))
+            self._compare(number, prompt, expected, self.plain[-1])
 
-    def greedy(self, finding: Finding) -> None:
+    def greedy(self) -> None:
         """One prompt at a time."""
         for number, prompt in enumerate(self.prompts):
-            self._compare(finding, number, self.plain[number], self._texts(self.method, [prompt], {}, finding)[0], {})
+            self._compare(number, prompt, self.plain[number], self._greedy(self.method, prompt))
 
-    def batched(self, finding: Finding) -> None:
+    def batched(self) -> None:
         """Prompts of different lengths at once."""
         for start in range(0, len(self.prompts), BATCH):
-            # unequal lengths, whatever the prompts are like
-            part = [prompt[: max(1, len(prompt) - 2 * i)] for i, prompt in enumerate(self.prompts[start : start + BATCH])]
-            texts = self._texts(self.method, part, {}, finding)
+            part = _uneven(self.prompts[start : start + BATCH])
+            texts = self._generate(self.method, part, self._greedy_options)
             for number, (prompt, found) in enumerate(zip(part, texts, strict=True), start):
-                expected = self._texts("autoregressive", [prompt], {}, None)[0]
-                self._compare(finding, number, expected, found, {}, prompt)
+                self._compare(number, prompt, self._greedy("autoregressive", prompt), found)
 
-    def processed(self, finding: Finding) -> None:
+    def processed(self) -> None:
         """Processors that look at all tokens so far, the draft's included."""
         for number, prompt in enumerate(self.prompts):
-            expected = self._texts("autoregressive", [prompt], PROCESSORS, None)[0]
-            found = self._texts(self.method, [prompt], PROCESSORS, finding)[0]
-            self._compare(finding, number, expected, found, PROCESSORS)
+            expected, found = (self._greedy(one, prompt, **PROCESSORS) for one in ("autoregressive", self.method))
+            self._compare(number, prompt, expected, found, PROCESSORS)
 
-    def ended(self, finding: Finding) -> None:
+    def ended(self) -> None:
         """A token of each text is made its end: the text stops right there."""
         for number, prompt in enumerate(self.prompts):
             text = self.plain[number]
             for end in dict.fromkeys(text[len(text) // 3 :: max(1, len(text) // 4)]):
-                expected = text[: text.index(end) + 1]
-                found = self._texts(self.method, [prompt], {"eos_token_id": end, "pad_token_id": end}, finding)[0]
-                self._compare(finding, number, expected, found, {})
+                found = self._greedy(self.method, prompt, eos_token_id=end, pad_token_id=end)
+                self._compare(number, prompt, text[: text.index(end) + 1], found)
 
     def _compare(
-        self,
-        finding: Finding,
-        number: int,
-        expected: list[int],
-        found: list[int],
-        options: Mapping[str, Any],
-        prompt: Tensor | None = None,
+        self, number: int, prompt: Tensor, expected: list[int], found: list[int], options: Mapping[str, Any] | None = None
     ) -> None:
-        finding.tested += 1
-        ids = self.prompts[number] if prompt is None else prompt
-        parted = self.judge.compare(number, ids, expected, found, options)
-        if parted is None:
-            return
-        if parted.tie:
-            finding.ties.append(parted)
-            return
-        far = (
-            ""
-            if parted.gap is None
-            else f", {parted.gap:.3g} below the best score where rounding explains {parted.allowed:.2g}"
-        )
-        names = ("the end" if one is None else f"token {one}" for one in (parted.expected, parted.found))
-        finding.bugs.append("prompt {}, new token {}: expected {}, found {}{}".format(number, parted.position, *names, far))
+        self.finding.tested += 1
+        parted = self.judge.compare(prompt, expected, found, options, number)
+        if parted is not None and parted.tie:
+            self.finding.ties.append(parted)
+        elif parted is not None:
+            self.finding.bugs.append(str(parted))
 
     # ------------------------------------------------------------------------------------------------ sampled
 
-    def law(self, settings: Mapping[str, Any], finding: Finding) -> None:
+    def law(self, settings: Mapping[str, Any]) -> None:
         """Texts of one prompt by the method: each token against its own law, and all against plain decoding's from other
         seeds."""
-        prompt, count = self.prompts[0], self.scale.samples
-        mine = self._sampled(self.method, prompt, settings, range(self.scale.seed, self.scale.seed + count), finding)
+        prompt, count, finding = self.prompts[0], self.scale.samples, self.finding
+        mine = self._sampled(self.method, prompt, settings, range(self.scale.seed, self.scale.seed + count))
         other = range(self.scale.seed + count, self.scale.seed + 2 * count)
-        sample = laws.compare(mine, self._sampled("autoregressive", prompt, settings, other, None))
+        sample = laws.compare(mine, self._sampled("autoregressive", prompt, settings, other))
         exact = self._drawn(prompt, mine, settings).law()
         finding.tested = count
         finding.note = (
@@ -195,52 +218,52 @@ class Checker:
         if "top_p" in settings:
             warpers.append(TopPLogitsWarper(settings["top_p"]))
         drawn = laws.Drawn(rare=laws.RARE if self._exact else laws.ROUNDED)
-        for start in range(0, len(texts), FEW):
-            new = torch.tensor(texts[start : start + FEW])
+        for start in range(0, len(texts), HELD):
+            new = torch.tensor(texts[start : start + HELD])
             ids = torch.cat([prompt.expand(len(new), -1), new], 1).to(self.model.device)
             logits = self.model(ids, use_cache=False).logits[:, len(prompt) - 1 : -1].flatten(0, 1).float()
             drawn.add(warpers(ids, logits).softmax(-1), new.flatten().to(logits.device))  # type: ignore[arg-type]
         return drawn
 
-    def neighbours(self, finding: Finding) -> None:
+    def neighbours(self) -> None:
         """A seed's text does not depend on what is decoded beside it. In half precision rounding moves draws: nothing is
         compared."""
         if not self._exact:
-            finding.note = "rounding in this dtype moves draws"
+            self.finding.note = "rounding in this dtype moves draws"
             return
         settings, seeds = LAWS[0], range(self.scale.seed, self.scale.seed + 2 * BATCH)
-        together = self._sampled(self.method, self.prompts[0], settings, seeds, finding)
+        together = self._sampled(self.method, self.prompts[0], settings, seeds)
         for seed, found in zip(seeds, together, strict=True):
-            (alone,) = self._sampled(self.method, self.prompts[0], settings, [seed], None)
-            finding.tested += 1
+            (alone,) = self._sampled(self.method, self.prompts[0], settings, [seed])
+            self.finding.tested += 1
             if alone != found:
-                finding.bugs.append(f"seed {seed}: {found} in a batch, {alone} alone")
+                self.finding.bugs.append(f"seed {seed}: {found} in a batch, {alone} alone")
 
     def _sampled(
-        self, method: Method | str, prompt: Tensor, settings: Mapping[str, Any], seeds: Sequence[int], finding: Finding | None
+        self, method: Method | str, prompt: Tensor, settings: Mapping[str, Any], seeds: Sequence[int]
     ) -> list[list[int]]:
         texts: list[list[int]] = []
-        options = {"do_sample": True, "top_k": 0, "max_new_tokens": LONG, **settings}
+        options = {"do_sample": True, "top_k": 0, "max_new_tokens": SAMPLED, **settings}
         for start in range(0, len(seeds), ROWS):
             part = list(seeds[start : start + ROWS])
-            texts += self._generate(method, [prompt] * len(part), options, finding, part)
+            texts += self._generate(method, [prompt] * len(part), options, part)
         return texts
 
     # ------------------------------------------------------------------------------------------------- audit
 
-    def audited(self, finding: Finding) -> None:
+    def audited(self) -> None:
         """Every step of a batch: limits and laws of drafts, and the store against a fresh forward."""
         layered = LayeredModel(self.model)
-        tolerance = max(1e-3, 30 * torch.finfo(self.model.dtype).eps)
+        tolerance = max(1e-3, ROUNDING * torch.finfo(self.model.dtype).eps)
         for temperature in (0.0, 1.0):
             requests = [
-                Request(prompt[: max(1, len(prompt) - 2 * i)], SHORT * (2 + i), sampling=Sampling(temperature, seed=i))
-                for i, prompt in enumerate(self.prompts[:BATCH])
+                Request(prompt, AUDITED * (2 + i), sampling=Sampling(temperature, seed=i))
+                for i, prompt in enumerate(_uneven(self.prompts[:BATCH]))
             ]
             try:
-                finding.tested += self._audit(layered, requests, tolerance)
+                self.finding.tested += self._audit(layered, requests, tolerance)
             except AssertionError as error:
-                finding.bugs.append(f"temperature {temperature:g}: {error}")
+                self.finding.bugs.append(f"temperature {temperature:g}: {error}")
 
     @torch.inference_mode()
     def _audit(self, layered: LayeredModel, requests: list[Request], tolerance: float) -> int:
@@ -271,20 +294,17 @@ class Checker:
 
     # ---------------------------------------------------------------------------------------------- decoding
 
-    def _texts(
-        self, method: Method | str, prompts: Sequence[Tensor], options: Mapping[str, Any], finding: Finding | None
-    ) -> list[list[int]]:
-        wanted = {"max_new_tokens": self.scale.max_new_tokens, "do_sample": False, **options}
-        return self._generate(method, prompts, wanted, finding, None)
+    @property
+    def _greedy_options(self) -> dict[str, Any]:
+        return {"max_new_tokens": self.scale.max_new_tokens, "do_sample": False}
+
+    def _greedy(self, method: Method | str, prompt: Tensor, **options: Any) -> list[int]:
+        return self._generate(method, [prompt], {**self._greedy_options, **options})[0]
 
     def _generate(
-        self,
-        method: Method | str,
-        prompts: Sequence[Tensor],
-        options: dict[str, Any],
-        finding: Finding | None,
-        seed: list[int] | None,
+        self, method: Method | str, prompts: Sequence[Tensor], options: dict[str, Any], seed: list[int] | None = None
     ) -> list[list[int]]:
+        """New tokens of every prompt. Drafts are counted."""
         width = max(map(len, prompts))
         ids = torch.stack([torch.cat([prompt.new_zeros(width - len(prompt)), prompt]) for prompt in prompts])
         mask = torch.stack([(torch.arange(width) >= width - len(prompt)).long() for prompt in prompts])
@@ -292,7 +312,11 @@ class Checker:
         output = api.generate(self.model, ids.to(device), method, attention_mask=mask.to(device), seed=seed, **options)
         assert output.new_tokens is not None
         assert output.stats is not None
-        if finding is not None:
-            finding.drafted += output.stats.drafted
-            finding.accepted += output.stats.accepted
+        self.finding.drafted += output.stats.drafted
+        self.finding.accepted += output.stats.accepted
         return output.new_tokens
+
+
+def _uneven(prompts: Sequence[Tensor]) -> list[Tensor]:
+    """Prompts cut to different lengths, whatever they are like."""
+    return [prompt[: max(1, len(prompt) - 2 * place)] for place, prompt in enumerate(prompts)]

@@ -8,7 +8,6 @@ faults than comparing samples does.
 
 from __future__ import annotations
 
-import importlib
 import math
 from collections import Counter
 from collections.abc import Hashable, Iterator, Sequence
@@ -18,48 +17,49 @@ from typing import Any
 import torch
 from torch import Tensor
 
-LEAST = 5.0
-"""Expected count of a cell; what is rarer is pooled."""
-ALPHA = 1e-6
-"""A false alarm in a million checks, all tests of a check together."""
+from skipstone.extras import installed
 
-BITS, SIGNS = 8, 8
-"""Halves of the vocabulary that are counted: by the lowest bits of the ids, and at random."""
-RARE, ROUNDED = 1e-3, 2e-2
-"""Share of impossible tokens that rounding at the edge of top-p explains, in float32 and in half precision."""
+LEAST = 5.0  # expected count of a cell; what is rarer is pooled
+ALPHA = 1e-6  # a false alarm in a million checks, all tests of a check together
+BITS = 8  # halves of the vocabulary that are counted by the lowest bits of the ids
+SIGNS = 8  # halves of the vocabulary that are drawn at random
+RARE = 1e-3  # share of impossible tokens that rounding at the edge of top-p explains, in float32
+ROUNDED = 2e-2  # the same in half precision
+LEAST_P = 1e-9  # a probability below it counts as this one in logarithms
 
 Texts = Sequence[Sequence[int]]
 
 
 @dataclass(frozen=True)
 class Law:
-    """The smallest p-value over all tests, times their number (Bonferroni), and which test it was. tests: how many there were;
-    0 means that the texts left nothing to compare."""
+    """The verdict of several tests of "both follow the same law"."""
 
-    p_value: float
-    where: str
-    tests: int
+    p_value: float  # the smallest, times the number of tests (Bonferroni)
+    where: str  # which test that was
+    tests: int  # how many there were; 0 means that the texts left nothing to compare
 
     @property
     def same(self) -> bool:
+        """Whether no test stands out."""
         return self.p_value >= ALPHA
+
+
+def _smallest(found: Sequence[tuple[float, str]]) -> Law:
+    """found: (p-value, which test) of every test."""
+    if not found:
+        return Law(1.0, "", 0)
+    p_value, where = min(found)
+    return Law(min(1.0, p_value * len(found)), where, len(found))
 
 
 def ready() -> Any:
     """scipy.stats. ImportError that says what to install without it."""
-    try:
-        return importlib.import_module("scipy.stats")
-    except ImportError as error:
-        raise ImportError('comparing laws needs scipy: pip install "skipstone[bench]"') from error
+    return installed("scipy.stats", "comparing laws needs scipy")
 
 
 def compare(one: Texts, other: Texts) -> Law:
     """Two samples of texts of the same prompt."""
-    found = [(p, where) for where, a, b in _tables(one, other) if (p := homogeneity(a, b)) is not None]
-    if not found:
-        return Law(1.0, "", 0)
-    smallest, where = min(found)
-    return Law(min(1.0, smallest * len(found)), where, len(found))
+    return _smallest([(p, where) for where, a, b in _tables(one, other) if (p := homogeneity(a, b)) is not None])
 
 
 def _tables(one: Texts, other: Texts) -> Iterator[tuple[str, Counter[Any], Counter[Any]]]:
@@ -111,9 +111,9 @@ class Drawn:
         drawn = p.gather(1, tokens[:, None]).squeeze(1)
         self.tokens += len(tokens)
         self.impossible += int((drawn == 0).sum())
-        log_p = p.clamp_min(1e-9).log()
+        log_p = p.clamp_min(LEAST_P).log()
         best, where = p.max(1)
-        self._count("log-probabilities", drawn.clamp_min(1e-9).log(), (p * log_p).sum(1), (p * log_p**2).sum(1))
+        self._count("log-probabilities", drawn.clamp_min(LEAST_P).log(), (p * log_p).sum(1), (p * log_p**2).sum(1))
         self._count("the best token", (tokens == where).double(), best, best)
         halves = _halves(p.shape[1], self.seed).to(p)
         expected = p @ halves
@@ -133,10 +133,7 @@ class Drawn:
             if variance > LEAST:
                 z = self.surplus[name] / variance**0.5
                 found.append((math.erfc(abs(z) / 2**0.5), f"{name}, z = {z:.1f}"))
-        if not found:
-            return Law(1.0, "", 0)
-        smallest, which = min(found)
-        return Law(min(1.0, smallest * len(found)), which, len(found))
+        return _smallest(found)
 
 
 def _halves(size: int, seed: int) -> Tensor:

@@ -12,7 +12,7 @@ import typer
 from skipstone.cli import options, terminal
 
 if TYPE_CHECKING:
-    from skipstone.check.findings import Finding
+    from skipstone.check.check import Finding
 
 
 def check(
@@ -35,13 +35,12 @@ def check(
     """Prove on your model, machine and dtype that a method is lossless, or show where it is not. Exit code 1 for a bug."""
     options.check_dtype(dtype)
     from skipstone.api import resolve_for
-    from skipstone.check.check import Checker
-    from skipstone.check.findings import Scale
+    from skipstone.check.check import Checker, Scale
     from skipstone.tasks.dialogue import Conversation, Reader
     from skipstone.tasks.sets import named
 
     task = named("self" if prompts is None else str(prompts))
-    rows = task.rows(None)
+    rows = task.records(None)
     if len(rows) < num_prompts:
         raise ValueError(f"--num-prompts {num_prompts}: there are {len(rows)} prompts")
     asked = options.asked_method(method, speculative_config)

@@ -14,8 +14,7 @@ from skipstone.cli import options, terminal
 from skipstone.cli.options import option
 
 if TYPE_CHECKING:
-    from skipstone.lens.heads import HeadLens
-    from skipstone.lens.lens import Lens
+    from skipstone.lens.lens import HeadLens, Lens
 
 
 def inspect(
@@ -74,8 +73,7 @@ class Seen:
 def _look(model: Any, tokenizer: Any, texts: list[str] | None, count: int, heads: str | None) -> Seen:
     import torch
 
-    from skipstone.lens.heads import through
-    from skipstone.lens.lens import look
+    from skipstone.lens.lens import look, through
     from skipstone.methods.adadecode import heads as exit_heads
     from skipstone.models.layered import LayeredModel
 

@@ -81,7 +81,7 @@ def texts_or_bundled(texts: list[str] | None, tokenizer: Any) -> tuple[list[str]
     from skipstone.tasks.sets import named
 
     task = named("self")
-    texts = texts or [task.ask(row)[0] for row in task.rows(None)[::5]]
+    texts = texts or [task.ask(row)[0] for row in task.records(None)[::5]]
     return texts, [torch.tensor(token_ids(text, tokenizer)) for text in texts]
 
 

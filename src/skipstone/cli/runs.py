@@ -21,8 +21,6 @@ from skipstone.methods.autoregressive import Autoregressive
 
 PARTS = ("search", "draft", "score", "other")
 """What the time of a step is spent on."""
-POOLED = ("turns", "steps", "draft_steps", "accepted", *(f"seconds_{part}" for part in PARTS))
-"""Figures that are added up over runs."""
 COLUMNS = (
     ("tokens", "tokens", "{}"),
     ("s", "seconds", "{:.2f}"),
@@ -136,16 +134,14 @@ class Totals:
 
     def figures(self) -> dict[str, Any]:
         """Counts and times as plain JSON values. alpha and M are None where nothing was drafted."""
-        total = {name: sum(getattr(run.stats, name) for run in self.runs) for name in POOLED}
-        turns = max(total["turns"], 1)
-        drafting = total["draft_steps"] > 0
+        total = Stats.total(run.stats for run in self.runs)
         return {
             "tokens": self.tokens,
             "seconds": self.seconds,
             "tokens_per_second": self.pace,
-            "mean_acceptance_length": 1 + total["accepted"] / total["steps"] if drafting else None,
-            "acceptance_rate": total["accepted"] / total["draft_steps"] if drafting else None,
-            **{f"ms_per_step_{part}": 1000 * total[f"seconds_{part}"] / turns for part in PARTS},
+            "mean_acceptance_length": total.mean_acceptance_length if total.draft_steps else None,
+            "acceptance_rate": total.acceptance_rate if total.draft_steps else None,
+            **{f"ms_per_step_{part}": spent for part, spent in total.step_milliseconds().items()},
         }
 
 

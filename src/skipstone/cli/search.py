@@ -49,9 +49,9 @@ def search(
     loaded, tokenizer = options.load(model, dtype, device)
     _, texts = options.texts_or_bundled(prompt, tokenizer)
     ratios = searching.RATIOS if skip_ratio is None else (skip_ratio,)
-    wish = searching.Wish(texts, max_new_tokens, ratios, num_speculative_tokens, seed=seed)
+    settings = searching.SearchSettings(texts, max_new_tokens, ratios, num_speculative_tokens, seed=seed)
     with _progress(budget_seconds) as done:
-        found = searching.search(loaded, wish, budget_seconds, out.with_name(out.name + ".trials"), done)
+        found = searching.search(loaded, settings, budget_seconds, out.with_name(out.name + ".trials"), done)
     if found.best is None:
         raise ValueError(f"{budget_seconds:g} seconds are too few: no set was decoded with yet; go on with a larger budget")
     _save(found, found.best, loaded, model, out)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -61,6 +62,19 @@ class Stats:
         for name in ("seconds_search", "seconds_draft", "seconds_score", "seconds_other"):
             setattr(self, name, getattr(self, name) + getattr(step, name))
 
+    def merge(self, other: Stats) -> None:
+        """Count all that another call did."""
+        for name in self.__dataclass_fields__:
+            setattr(self, name, getattr(self, name) + getattr(other, name))
+
+    @classmethod
+    def total(cls, calls: Iterable[Stats]) -> Stats:
+        """Several calls counted together."""
+        found = cls()
+        for one in calls:
+            found.merge(one)
+        return found
+
     @property
     def seconds_drafting(self) -> float:
         """Time of all decoding steps but the probes."""
@@ -87,6 +101,11 @@ class Stats:
         seconds = self.seconds + self.seconds_prefill
         return (self.tokens + self.prefill_tokens) / seconds if seconds else 0.0
 
+    def step_milliseconds(self) -> dict[str, float]:
+        """Where the time of a mean step went: part -> milliseconds. Probes are left out."""
+        turns = max(self.turns, 1)
+        return {part: 1000 * getattr(self, f"seconds_{part}") / turns for part in ("search", "draft", "score", "other")}
+
     def summary(self) -> dict[str, Any]:
         """The figures as plain JSON values."""
         return {
@@ -103,3 +122,11 @@ class Stats:
             **{name: getattr(self, name) for name in self.__dataclass_fields__ if name.startswith("seconds_")},
             "probes": self.probes,
         }
+
+    @classmethod
+    def from_summary(cls, summary: Mapping[str, Any]) -> Stats:
+        """What a `summary` was made of; a count that an older one does not hold is 0."""
+        known = {name: summary.get(name, 0) for name in cls.__dataclass_fields__}
+        known["tokens"] = summary["new_tokens"] - summary["prefill_tokens"]
+        known["histogram"] = Counter({int(key): count for key, count in summary["acceptance_histogram"].items()})
+        return cls(**known)

@@ -10,12 +10,11 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from skipstone.extras import installed
 from skipstone.files import write_whole
-from skipstone.lens.heads import HeadLens
-from skipstone.lens.lens import Lens
+from skipstone.lens.lens import HeadLens, Lens
 
-SHOWN = 40
-"""Tokens across one heat map."""
+SHOWN = 40  # tokens across one heat map
 
 
 def heat_map(lens: Lens, texts: Sequence[Sequence[str]], final: Sequence[str]) -> Any:
@@ -105,11 +104,7 @@ def save(
 
 
 def _figure(size: tuple[float, float], rows: int = 1, columns: int = 1) -> tuple[Any, Any]:
-    try:
-        from matplotlib.figure import Figure
-    except ImportError as error:
-        raise ImportError('pictures need matplotlib: pip install "skipstone[bench]"') from error
-    figure = Figure(figsize=size, layout="constrained")
+    figure = installed("matplotlib.figure", "pictures need matplotlib").Figure(figsize=size, layout="constrained")
     return figure, figure.subplots(rows, columns)
 
 

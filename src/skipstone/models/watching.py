@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from skipstone.models.modules import DecoderModules
@@ -32,3 +33,12 @@ def watched(model: DecoderModules, exits: Iterable[int]) -> Iterator[dict[int, T
             hook = layer.register_forward_hook(leaves(exit)) if exit else layer.register_forward_pre_hook(enters)
             stack.callback(hook.remove)
         yield found
+
+
+@torch.inference_mode()
+def layer_states(model: DecoderModules, ids: Tensor) -> list[Tensor]:
+    """[T] int64 -> what enters layer 0 and what leaves every layer, L + 1 tensors [1, T, d], by the model's own forward."""
+    exits = range(model.depth + 1)
+    with watched(model, exits) as found:
+        model.model(ids[None].to(model.model.device), use_cache=False)
+    return [found[exit] for exit in exits]

@@ -7,21 +7,20 @@ from typing import Any
 
 import torch
 
-from skipstone.bench.asking import Cell
 from skipstone.bench.journal import Journal
 from skipstone.bench.plan import Plan, resolved
-from skipstone.bench.report.cells import calibrated
+from skipstone.bench.prompts import TaskRun
+from skipstone.bench.report.report import calibrated
 from skipstone.bench.run import Say, Subject, enter, measure_task
 from skipstone.decoding.method import OWN_FIELD
 from skipstone.loading import usable
 from skipstone.synthetic import surrogate
 from skipstone.synthetic.shapes import Shape
 from skipstone.tasks.dialogue import Reader
-from skipstone.tasks.task import Task
+from skipstone.tasks.task import Source, Task
 from skipstone.timing import machine
 
-CONTEXTS = 128
-"""Of a measurement while calibrating."""
+CONTEXTS = 128  # sampled texts of a measurement while calibrating
 
 
 def run_surrogate(
@@ -31,9 +30,9 @@ def run_surrogate(
     calibrating. ValueError where the file holds another run, or the wanted agreement cannot be had."""
     if plan.threads is not None:
         torch.set_num_threads(plan.threads)
-    ((_, question),) = resolved(plan)
-    assert question.num_prompts is not None
-    assert question.prompt_tokens is not None
+    ((_, settings),) = resolved(plan)
+    assert settings.num_prompts is not None
+    assert settings.prompt_tokens is not None
     wanted: dict[str, Any] = {"shape": shape.name, "exit_layer": shape.exit_layer, "agreement": shape.agreement}
     if shape.skip_ratio is not None:
         wanted["skip_ratio"] = shape.skip_ratio
@@ -44,15 +43,15 @@ def run_surrogate(
     kept = {**plan.model_dump(mode="json"), "surrogate": wanted}
     with Journal(path, kept, machine.provenance(argv, plan.seed), fresh) as journal:
         model, about = _made(journal, shape, plan, say, contexts)
-        count = plan.tune_prompts + question.num_prompts
+        count = plan.tune_prompts + settings.num_prompts
         if shape.agreement is None:
-            prompts = surrogate.random_prompts(model.config.vocab_size, count, question.prompt_tokens, plan.seed)
+            prompts = surrogate.random_prompts(model.config.vocab_size, count, settings.prompt_tokens, plan.seed)
         else:
-            prompts = surrogate.sampled_prompts(model, count, question.prompt_tokens, plan.seed + 1)
+            prompts = surrogate.sampled_prompts(model, count, settings.prompt_tokens, plan.seed + 1)
         entrants = enter(journal, Subject(plan.models[0], model, None, about), plan, say)
-        task = Task("synthetic", None, "", (), "none", lambda row: [])
-        cell = Cell(plan.models[0], 0, task, question, Reader(None, False, question.prompt_tokens), plan)
-        measure_task(journal, model, cell, entrants, (prompts[: plan.tune_prompts], prompts[plan.tune_prompts :]), say)
+        task = Task("synthetic", Source(None, ""), (), "none", lambda record: [])
+        task_run = TaskRun(plan.models[0], 0, task, settings, Reader(None, False, settings.prompt_tokens), plan)
+        measure_task(journal, model, task_run, entrants, (prompts[: plan.tune_prompts], prompts[plan.tune_prompts :]), say)
     return path
 
 

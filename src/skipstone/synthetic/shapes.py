@@ -12,65 +12,44 @@ from transformers import LlamaConfig
 from skipstone.methods.shared.layer_sets import Space
 from skipstone.models.skipping import SkipSet
 
-HEAD_DIM = 64
-_LLAMA_3 = {"vocab_size": 128_256, "rope_parameters": {"rope_type": "default", "rope_theta": 500_000.0}, "head_dim": 128}
-_LLAMA_3 |= {"num_key_value_heads": 8, "max_position_embeddings": 8192}
-NAMED: dict[str, dict[str, Any]] = {
-    "llama-3.2-1b": {
-        **_LLAMA_3,
-        "hidden_size": 2048,
-        "intermediate_size": 8192,
-        "num_hidden_layers": 16,
-        "num_attention_heads": 32,
-        "head_dim": 64,
-        "tie_word_embeddings": True,
-    },
-    "llama-3.2-3b": {
-        **_LLAMA_3,
-        "hidden_size": 3072,
-        "intermediate_size": 8192,
-        "num_hidden_layers": 28,
-        "num_attention_heads": 24,
-        "tie_word_embeddings": True,
-    },
-    "llama-3-8b": {
-        **_LLAMA_3,
-        "hidden_size": 4096,
-        "intermediate_size": 14336,
-        "num_hidden_layers": 32,
-        "num_attention_heads": 32,
-    },
-    "llama-2-7b": {
-        "vocab_size": 32_000,
-        "hidden_size": 4096,
-        "intermediate_size": 11008,
-        "num_hidden_layers": 32,
-        "num_attention_heads": 32,
-        "max_position_embeddings": 4096,
-    },
-    "llama-2-13b": {
-        "vocab_size": 32_000,
-        "hidden_size": 5120,
-        "intermediate_size": 13824,
-        "num_hidden_layers": 40,
-        "num_attention_heads": 40,
-        "max_position_embeddings": 4096,
-    },
+HEAD_DIM = 64  # of shapes given by layers and hidden size
+SHAPE_KEYS = ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads")
+_LLAMA_3 = {
+    "rope_parameters": {"rope_type": "default", "rope_theta": 500_000.0},
+    "head_dim": 128,
+    "num_key_value_heads": 8,
+    "max_position_embeddings": 8192,
 }
+_LLAMA_2 = {"max_position_embeddings": 4096}
+
+
+def _llama(*shape: int, **more: Any) -> dict[str, Any]:
+    """A Llama's config. shape: the values of SHAPE_KEYS."""
+    return {**dict(zip(SHAPE_KEYS, shape, strict=True)), **more}
+
+
+NAMED: dict[str, dict[str, Any]] = {
+    "llama-3.2-1b": _llama(128_256, 2048, 8192, 16, 32, **_LLAMA_3 | {"head_dim": 64, "tie_word_embeddings": True}),
+    "llama-3.2-3b": _llama(128_256, 3072, 8192, 28, 24, **_LLAMA_3, tie_word_embeddings=True),
+    "llama-3-8b": _llama(128_256, 4096, 14_336, 32, 32, **_LLAMA_3),
+    "llama-2-7b": _llama(32_000, 4096, 11_008, 32, 32, **_LLAMA_2),
+    "llama-2-13b": _llama(32_000, 5120, 13_824, 40, 40, **_LLAMA_2),
+}
+"""Shapes of real models."""
 
 
 @dataclass(frozen=True)
 class Shape:
-    """A surrogate. name: as it was asked for. config: of a Llama. exit_layer: E; or skip_ratio: of a uniform layer set.
-    agreement: P(argmax of that part is the model's) per token, on contexts sampled at T = 1; None calibrates nothing, for plain
-    decoding only. sure: share of the tokens whose successor is nearly certain, as in most of a real text."""
+    """A surrogate."""
 
-    name: str
-    config: dict[str, Any]
-    exit_layer: int | None = None
+    name: str  # as it was asked for
+    config: dict[str, Any]  # of a Llama
+    exit_layer: int | None = None  # E, of the part that is to agree
     agreement: float | None = None
-    skip_ratio: float | None = None
-    sure: float = 0.0
+    """P(argmax of that part is the model's) per token, on contexts sampled at T = 1; None calibrates nothing, for plain
+    decoding only."""
+    skip_ratio: float | None = None  # of a uniform layer set, instead of an exit layer
+    sure: float = 0.0  # share of the tokens whose successor is nearly certain, as in most of a real text
 
     def __post_init__(self) -> None:
         depth = self.config["num_hidden_layers"]
@@ -142,16 +121,9 @@ def parse(
         raise ValueError(f"the surrogate lacks {missing[0]}, for example {missing[0]}=24")
     if values["hidden"] % HEAD_DIM:
         raise ValueError(f"hidden must be a multiple of {HEAD_DIM}, found {values['hidden']}")
-    config = {
-        "vocab_size": values["vocab"],
-        "hidden_size": values["hidden"],
-        "intermediate_size": round(8 / 3 * values["hidden"]),
-        "num_hidden_layers": values["layers"],
-        "num_attention_heads": values["hidden"] // HEAD_DIM,
-        "num_key_value_heads": 1,
-        "head_dim": HEAD_DIM,
-        "max_position_embeddings": 2048,
-    }
+    layers, hidden, vocab = values["layers"], values["hidden"], values["vocab"]
+    more = {"num_key_value_heads": 1, "head_dim": HEAD_DIM, "max_position_embeddings": 2048}
+    config = _llama(vocab, hidden, round(8 / 3 * hidden), layers, hidden // HEAD_DIM, **more)
     return Shape(text, config, *asked)
 
 

@@ -30,12 +30,14 @@ from skipstone import api
 from skipstone.models.skipping import SkipSet
 from skipstone.synthetic.shapes import Shape
 from skipstone.tasks.dialogue import Conversation
-from skipstone.timing.statistics import LOOPING, Estimate, bootstrap_rate, repeated_share
+from skipstone.timing.statistics import LOOPING, Estimate, rate, repeated_share
 
-GAIN, SHARPNESS = 2.0, 3.0
-BISECTIONS = 12
+GAIN = 2.0  # spread of the weights, times the square root of the fan-in
+SHARPNESS = 3.0  # spread of the logits
+BISECTIONS = 12  # at most
 LEAST = 1e-7  # factor, between which and 1 the bisection looks, by ratio
-TOLERANCE = 0.003
+TOLERANCE = 0.003  # by which an agreement may miss the wanted one
+NEARLY = 0.05  # by which the interval of the agreement found at last may miss the wanted one
 FEW = 8  # contexts whose distributions are held at once
 START = 4  # random tokens that a sampled context begins with
 WRITTEN = 6.0  # spread of what a layer of that GAIN adds to the residual stream, measured at 8B shape
@@ -46,19 +48,16 @@ ALONE = 2  # contexts that are also decoded token by token
 
 @dataclass(frozen=True)
 class Calibrated:
-    """A surrogate, what it measures like, and prompts for it.
-
-    agreement: realised, on contexts that the calibration did not see, interval over contexts. overlap: mean of sum(min(p, q))
-    there, the acceptance that sampling at T = 1 would have. alone: how often the whole chooses in passes of one token what it
-    chooses in one pass over all: about as often as a draft can be expected to agree in this dtype on this machine.
-    """
+    """A surrogate, and what it measures like on contexts that the calibration did not see; intervals are over contexts."""
 
     model: LlamaForCausalLM
     shape: Shape
-    factor: float
-    agreement: Estimate
-    overlap: Estimate
+    factor: float  # of the output projections that are no part of what agrees
+    agreement: Estimate  # realised
+    overlap: Estimate  # mean of sum(min(p, q)), the acceptance that sampling at T = 1 would have
     alone: Estimate
+    """How often the whole chooses in passes of one token what it chooses in one pass over all: about as often as a draft can be
+    expected to agree in this dtype on this machine."""
 
     def report(self) -> dict[str, Any]:
         """The figures as plain JSON values."""
@@ -107,7 +106,7 @@ def calibrate(
         low, high = (factor, high) if agree.value > shape.agreement else (low, factor)
     fresh = contexts(model, 2 * sequences, length, seed + 1_000_000)
     agreement, overlap = measure_agreement(model, shape.rest, fresh)
-    if not agreement.low - 0.05 <= shape.agreement <= agreement.high + 0.05:
+    if not agreement.low - NEARLY <= shape.agreement <= agreement.high + NEARLY:
         raise ValueError(
             f"an agreement of {shape.agreement} cannot be had with {shape.name} and {shape.part}: the nearest is {agreement}"
         )
@@ -181,6 +180,11 @@ def contexts(model: Any, sequences: int, length: int, seed: int) -> Tensor:
     return api.generate(model, start, "autoregressive", seed=seed, max_new_tokens=length - START, **options).sequences
 
 
+def _mean(sums: list[float], tokens: int) -> Estimate:
+    """The mean over the tokens of contexts, with its interval over contexts. sums: of each context."""
+    return rate(sums, [float(tokens)] * len(sums)).estimate()
+
+
 def _silence(_module: Any, _inputs: Any, output: Any) -> Tensor:
     return torch.zeros_like(output)
 
@@ -189,7 +193,7 @@ def _silence(_module: Any, _inputs: Any, output: Any) -> Tensor:
 def measure_agreement(model: Any, rest: SkipSet, ids: Tensor) -> tuple[Estimate, Estimate]:
     """(agreement, overlap) of a model without some sublayers with the whole on sampled contexts [S, T], teacher-forced, over
     the tokens that follow the random start; bootstrap over contexts."""
-    same, overlap, count = [], [], float(ids.shape[1] - START)
+    same, overlap, count = [], [], ids.shape[1] - START
     for part in ids.split(FEW):  # distributions are large
         late = model(part, use_cache=False).logits[:, START:].float()
         with ExitStack() as silent:
@@ -198,7 +202,7 @@ def measure_agreement(model: Any, rest: SkipSet, ids: Tensor) -> tuple[Estimate,
             early = model(part, use_cache=False).logits[:, START:].float()
         same += (early.argmax(-1) == late.argmax(-1)).double().sum(1).tolist()
         overlap += torch.minimum(early.softmax(-1), late.softmax(-1)).sum(-1).double().sum(1).tolist()
-    return bootstrap_rate(same, [count] * len(same)), bootstrap_rate(overlap, [count] * len(same))
+    return _mean(same, count), _mean(overlap, count)
 
 
 @torch.inference_mode()
@@ -211,7 +215,7 @@ def measure_alone(model: Any, ids: Tensor) -> Estimate:
         cache = DynamicCache(config=model.config)
         logits = [model(token, past_key_values=cache).logits[0] for token in row[None].split(1, dim=1)]
         same.append(float((torch.cat(logits)[START:].argmax(-1) == together).sum()))
-    return bootstrap_rate(same, [float(ids.shape[1] - START)] * len(same))
+    return _mean(same, ids.shape[1] - START)
 
 
 def sampled_prompts(model: Any, count: int, length: int, seed: int) -> list[Conversation]:

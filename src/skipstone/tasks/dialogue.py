@@ -13,7 +13,7 @@ from transformers import PreTrainedTokenizerBase
 
 from skipstone.api import token_ids
 from skipstone.loading import bos_prefix
-from skipstone.tasks.task import Row
+from skipstone.tasks.task import Record
 
 VICUNA = (
     "A chat between a curious user and an artificial intelligence assistant. "
@@ -32,13 +32,12 @@ def digest(tokens: Sequence[int]) -> str:
 
 @dataclass(frozen=True)
 class Conversation:
-    """source: where it comes from. turns: what the user says; or ids [T] int64 as they are, for models without words. row: the
-    record that it was made of, for scores."""
+    """What is asked: the user's turns, or ids as they are."""
 
-    source: str
-    turns: tuple[str, ...] = ()
-    ids: Tensor | None = None
-    row: Row = field(default_factory=dict)
+    source: str  # where it comes from
+    turns: tuple[str, ...] = ()  # what the user says
+    ids: Tensor | None = None  # [T] int64, instead of turns, for models without words
+    record: Record = field(default_factory=dict)  # what it was made of, for scores
 
     def __len__(self) -> int:
         return 1 if self.ids is not None else len(self.turns)

@@ -17,20 +17,19 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 INSIDE = Path(__file__).with_name("sandboxed.py")
-PATIENCE = 500  # hundredths of a second
+KILLS = 500  # how often the process group is killed again, a hundredth of a second apart, until nothing of it is left
 GRACE = 5.0  # seconds for the sandbox itself, beyond the program's
 
 
 @dataclass(frozen=True)
 class Limits:
-    """seconds: of wall-clock. memory_mb: address space of each process. disk_mb: of each file, and of all files where the
-    system allows a file system of its own. processes: at once. namespaces: whether the system is asked for them."""
+    """What a program may use."""
 
-    seconds: float = 10.0
-    memory_mb: int = 512
-    disk_mb: int = 4
-    processes: int = 16
-    namespaces: bool = True
+    seconds: float = 10.0  # of wall-clock
+    memory_mb: int = 512  # address space of each process
+    disk_mb: int = 4  # of each file, and of all files where the system allows a file system of its own
+    processes: int = 16  # at once
+    namespaces: bool = True  # whether the system is asked for namespaces of the program's own
 
 
 USUAL = Limits()
@@ -38,12 +37,11 @@ USUAL = Limits()
 
 @dataclass(frozen=True)
 class Outcome:
-    """What became of a program. reason: "passed", the exception, or which limit ended it. isolated: it had namespaces of its
-    own (no network, a file system of its own), and not limits alone."""
+    """What became of a program."""
 
     passed: bool
-    reason: str
-    isolated: bool
+    reason: str  # "passed", the exception, or which limit ended it
+    isolated: bool  # it had namespaces of its own (no network, a file system of its own), and not limits alone
 
 
 def run(program: str, limits: Limits = USUAL) -> Outcome:
@@ -81,7 +79,7 @@ def _end(process: subprocess.Popen[bytes]) -> None:
     with suppress(ProcessLookupError, PermissionError):
         os.killpg(process.pid, signal.SIGKILL)
         process.wait()
-        for _ in range(PATIENCE):
+        for _ in range(KILLS):
             os.killpg(process.pid, signal.SIGKILL)  # what was being forked meanwhile, and what has not died yet
             time.sleep(0.01)
     process.wait()

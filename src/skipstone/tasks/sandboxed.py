@@ -17,11 +17,17 @@ import sys
 import time
 from typing import Any, NoReturn
 
-USER, MOUNT, IPC, NETWORK, PROCESSES = 0x10000000, 0x00020000, 0x08000000, 0x40000000, 0x20000000
-MOUNT_SETATTR, AT_FDCWD, AT_RECURSIVE, READ_ONLY, PRIVATE = 442, -100, 0x8000, 1, 1 << 18
-DEATH_SIGNAL, SUBREAPER = 1, 36
-POLL = 0.05
-MEBIBYTE = 1 << 20
+NAMESPACES = 0x10000000 | 0x00020000 | 0x08000000 | 0x40000000 | 0x20000000
+"""CLONE_NEWUSER, NEWNS (mounts), NEWIPC, NEWNET and NEWPID of unshare(2)."""
+MOUNT_SETATTR = 442  # number of the system call
+AT_FDCWD = -100  # paths are relative to the working directory
+AT_RECURSIVE = 0x8000  # all mounts below, too
+READ_ONLY = 1  # MOUNT_ATTR_RDONLY
+PRIVATE = 1 << 18  # MS_PRIVATE: mounts are not passed on to other namespaces
+DEATH_SIGNAL = 1  # PR_SET_PDEATHSIG of prctl(2)
+SUBREAPER = 36  # PR_SET_CHILD_SUBREAPER of prctl(2)
+POLL = 0.05  # seconds between two looks at the program
+MEBIBYTE = 1 << 20  # bytes
 
 
 class MountAttributes(ctypes.Structure):
@@ -35,7 +41,7 @@ def isolate(folder: str, limits: dict[str, Any]) -> bool:
     if not sys.platform.startswith("linux"):
         return False
     libc, uid, gid = ctypes.CDLL(None, use_errno=True), os.getuid(), os.getgid()
-    if libc.unshare(USER | MOUNT | IPC | NETWORK | PROCESSES):
+    if libc.unshare(NAMESPACES):
         return False
     try:
         for name, text in (("setgroups", "deny"), ("uid_map", f"0 {uid} 1"), ("gid_map", f"0 {gid} 1")):

@@ -1,16 +1,12 @@
-"""What an output is worth: final answers, choices, overlap with references, programs that pass their tests.
-
-Pure, but for the last: `passes` executes model code, and only `--allow-code-execution` leads there.
-"""
+"""What an output is worth: final answers, choices, overlap with references, and the programs that test a completion."""
 
 from __future__ import annotations
 
-import importlib
 import math
 import re
 from typing import Any
 
-from skipstone.tasks.sandbox import USUAL, Limits, Outcome, run
+from skipstone.extras import installed
 
 CODE_ENDS = ("\nclass ", "\ndef ", "\n#", "\nif ", "\nprint(", "\nassert ", "\n```", "\n@")
 """Where a completion of a function ends at the latest (HumanEval's stop sequences and their kin)."""
@@ -52,10 +48,7 @@ def exact(output: str, reference: str) -> bool:
 
 def rouge_scorer() -> Any:
     """The module rouge_scorer. ImportError that says what to install without rouge-score."""
-    try:
-        return importlib.import_module("rouge_score.rouge_scorer")
-    except ImportError as error:
-        raise ImportError('ROUGE needs rouge-score: pip install "skipstone[bench]"') from error
+    return installed("rouge_score.rouge_scorer", "ROUGE needs rouge-score")
 
 
 def rouge(output: str, reference: str) -> dict[str, float]:
@@ -83,21 +76,16 @@ def fenced(output: str) -> str:
     return block[1] if block else output.partition("[DONE]")[0]
 
 
-def human_eval_program(row: dict[str, Any], output: str) -> str:
+def human_eval_program(record: dict[str, Any], output: str) -> str:
     """HumanEval's test of one completion: prompt, completion, test, call. A chat answer that repeats the function stands for
     itself."""
     whole = fenced(output)
     continues = output.lstrip("\n").startswith((" ", "\t"))
-    told = f"def {row['entry_point']}(" in whole and not continues
-    program = f"{row['prompt']}\n    pass\n\n{whole}" if told else row["prompt"] + completion(output)
-    return f"{program}\n\n{row['test']}\n\ncheck({row['entry_point']})\n"
+    told = f"def {record['entry_point']}(" in whole and not continues
+    program = f"{record['prompt']}\n    pass\n\n{whole}" if told else record["prompt"] + completion(output)
+    return f"{program}\n\n{record['test']}\n\ncheck({record['entry_point']})\n"
 
 
-def mbpp_program(row: dict[str, Any], output: str) -> str:
+def mbpp_program(record: dict[str, Any], output: str) -> str:
     """MBPP's test of one answer: program, set-up (which uses the program's classes), its asserts."""
-    return "\n".join([fenced(output), row.get("test_setup_code") or "", *row["test_list"]]) + "\n"
-
-
-def passes(program: str, limits: Limits = USUAL) -> Outcome:
-    """Execute a program in the sandbox."""
-    return run(program, limits)
+    return "\n".join([fenced(output), record.get("test_setup_code") or "", *record["test_list"]]) + "\n"

@@ -10,104 +10,103 @@ from typing import Any
 
 from skipstone.records import OnHub, json_lines
 
-Row = dict[str, Any]
-INDENT = " " * 4
+Record = dict[str, Any]
+"""One record of a data set, in the data set's own schema."""
+INDENT = " " * 4  # what one tab stands for in a program
 
 
 @dataclass(frozen=True)
 class Score:
-    """How an output is worth something.
+    """How an output is scored."""
 
-    names: of the figures. of: (row, output) -> figures, each between 0 and 1. executes: it runs model code. ready: raises
-    ImportError where a package is missing.
-    """
+    grade: Callable[[Record, str], dict[str, float]]  # (record, output) -> figures, each between 0 and 1
+    executes: bool = False  # whether it runs the model's code
+    ready: Callable[[], object] = lambda: None  # raises ImportError where a package is missing
 
-    names: tuple[str, ...]
-    of: Callable[[Row, str], dict[str, float]]
-    executes: bool = False
-    ready: Callable[[], object] = lambda: None
+
+@dataclass(frozen=True)
+class Source:
+    """Where records lie."""
+
+    hub: OnHub | None  # None where the hub has none
+    file: str  # of JSON lines, in a data folder; an absolute path stands for itself
 
 
 @dataclass(frozen=True)
 class Task:
-    """One data set.
-
-    hub: None where the hub has none. file: its records as JSON lines, in a data folder. fields: keys that every record must
-    have. ask: record -> the user's turns. answer: record -> what stands after the prompt in an example that is shown, and
-    whose perplexity is measured; None for a record without. shown: where examples come from, and their file; None takes none.
-    keep: which records are asked. fault: record -> what is wrong with it. category: record -> the kind of its question, for
-    tables of their own; None has none. rouge: the field that an output's ROUGE may be measured against, where a protocol wants
-    that instead of the score. obtain: how to get it without the hub.
-    """
+    """One data set."""
 
     name: str
-    hub: OnHub | None
-    file: str
-    fields: tuple[str, ...]
+    source: Source
+    fields: tuple[str, ...]  # keys that every record must have
     licence: str
-    ask: Callable[[Row], list[str]]
+    ask: Callable[[Record], list[str]]  # record -> the user's turns
     score: Score | None = None
-    answer: Callable[[Row], str | None] | None = None
-    shown: tuple[OnHub, str] | None = None
-    keep: Callable[[Row], bool] | None = None
-    fault: Callable[[Row], str | None] = lambda row: None
-    category: Callable[[Row], str | None] = lambda row: None
+    answer: Callable[[Record], str | None] | None = None
+    """Record -> what stands after the prompt in an example that is shown, and whose perplexity is measured; None for a record
+    without an answer."""
+    examples_source: Source | None = None  # where solved examples come from; None shows none
+    keep: Callable[[Record], bool] | None = None  # which records are asked
+    fault: Callable[[Record], str | None] = lambda record: None  # what is wrong with a record
+    category: Callable[[Record], str | None] = lambda record: None  # the kind of its question, for tables of their own
     rouge: str | None = None
-    obtain: str = ""
+    """The field against which an output's ROUGE is measured where a protocol wants that instead of the score."""
+    obtain: str = ""  # how to get it without the hub
 
-    def rows(self, data_dir: Path | None, limit: int | None = None) -> list[Row]:
+    def records(self, data_dir: Path | None, limit: int | None = None) -> list[Record]:
         """Its records in their order. FileNotFoundError or OSError that says how to get them, ValueError for another schema."""
-        taken = filter(self.keep, self._read(self.hub, self.file, data_dir, limit is not None))
-        rows = list(islice(taken, limit))
-        if not rows:
-            raise ValueError(f"task {self.name} has no records in {data_dir / self.file if data_dir else self.hub}")
-        return rows
+        taken = filter(self.keep, self._read(self.source, data_dir, limit is not None))
+        found = list(islice(taken, limit))
+        if not found:
+            raise ValueError(
+                f"task {self.name} has no records in {data_dir / self.source.file if data_dir else self.source.hub}"
+            )
+        return found
 
-    def examples(self, count: int, data_dir: Path | None) -> list[Row]:
+    def examples(self, count: int, data_dir: Path | None) -> list[Record]:
         """The first `count` records to show before the question. ValueError for a task that shows none."""
-        if count and self.shown is None:
-            raise ValueError(f"task {self.name} has no examples to show: give no shots")
-        if not count or self.shown is None:
+        if not count:
             return []
-        hub, file = self.shown
-        return list(islice(self._read(hub, file, data_dir, True), count))
+        if self.examples_source is None:
+            raise ValueError(f"task {self.name} has no examples to show: give no shots")
+        return list(islice(self._read(self.examples_source, data_dir, True), count))
 
-    def _read(self, hub: OnHub | None, file: str, data_dir: Path | None, streaming: bool) -> Iterator[Row]:
-        if data_dir is not None or Path(file).is_absolute():
-            place = (data_dir or Path()) / file  # an absolute path stands for itself
-            if not place.is_file():
-                raise FileNotFoundError(f"task {self.name}: {data_dir} holds no {file}. {self.how()}")
-            records = json_lines(place)
-        elif hub is None:
-            raise FileNotFoundError(f"task {self.name} is not on the hub. {self.how()}")
+    def _read(self, source: Source, data_dir: Path | None, streaming: bool) -> Iterator[Record]:
+        if data_dir is not None or Path(source.file).is_absolute():
+            path = (data_dir or Path()) / source.file
+            if not path.is_file():
+                raise FileNotFoundError(f"task {self.name}: {data_dir} holds no {source.file}. {self._how_to_get_it()}")
+            placed = json_lines(path)
+        elif source.hub is None:
+            raise FileNotFoundError(f"task {self.name} is not on the hub. {self._how_to_get_it()}")
         else:
-            records = hub.read(f"task {self.name}", "or give a folder of files with --data-dir", streaming)
-        return (self._checked(*one) for one in records)
+            placed = source.hub.read(f"task {self.name}", "or give a folder of files with --data-dir", streaming)
+        return (self._checked(*one) for one in placed)
 
-    def _checked(self, place: str, row: Any) -> Row:
-        if missing := [name for name in self.fields if not isinstance(row, dict) or name not in row]:
+    def _checked(self, place: str, record: Any) -> Record:
+        if missing := [name for name in self.fields if not isinstance(record, dict) or name not in record]:
             raise ValueError(f"{place}: task {self.name} needs {', '.join(self.fields)}; {missing[0]!r} is missing")
-        if not isinstance(row, dict):
-            raise ValueError(f"{place}: expected an object, found {row!r:.60}")
-        if (fault := self.fault(row)) is not None:
+        if not isinstance(record, dict):
+            raise ValueError(f"{place}: expected an object, found {record!r:.60}")
+        if (fault := self.fault(record)) is not None:
             raise ValueError(f"{place}: {fault}")
-        return row
+        return record
 
-    def how(self) -> str:
+    def _how_to_get_it(self) -> str:
         """How to get the records into a data folder."""
-        if self.obtain:
+        hub = self.source.hub
+        if self.obtain or hub is None:
             return self.obtain
-        assert self.hub is not None
-        name = f', "{self.hub.config}"' if self.hub.config else ""
+        name = f', "{hub.config}"' if hub.config else ""
         return (
-            f'With a network: datasets.load_dataset("{self.hub.path}"{name}, split="{self.hub.split}").to_json("{self.file}"), '
+            f'With a network: datasets.load_dataset("{hub.path}"{name}, split="{hub.split}").to_json("{self.source.file}"), '
             "then --data-dir with the folder of that file"
         )
 
 
-def prompt_of(task: Task, row: Row, shown: Sequence[Row]) -> list[str]:
+def prompt_of(task: Task, record: Record, shown: Sequence[Record]) -> list[str]:
     """The turns of a record, with solved examples before the first."""
-    turns = task.ask(row)
+    turns = task.ask(record)
     if task.answer is None or not shown:
         return turns
     before = "".join(f"{task.ask(one)[0]}{task.answer(one)}\n\n" for one in shown)
@@ -120,5 +119,5 @@ def tabbed(text: str) -> str:
 
 
 def untabbed(text: str) -> str:
-    """The way back."""
+    """Indented by spaces again."""
     return text.replace("\t", INDENT)

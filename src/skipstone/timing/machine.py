@@ -6,8 +6,6 @@ import os
 import platform
 import subprocess
 import sys
-import time
-from collections.abc import Callable
 from datetime import UTC, datetime
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
@@ -16,15 +14,14 @@ from typing import Any
 import torch
 from transformers import PreTrainedModel
 
-from skipstone.decoding.session import Request
-from skipstone.methods.autoregressive import Autoregressive
 from skipstone.models.layered import LayeredModel
-from skipstone.timing.measure import synchronise
+from skipstone.timing.passes import run_tokens, store_for, timings
 
 PACKAGES = ("skipstone", "torch", "transformers", "tokenizers", "numpy", "scikit-learn")
+"""Those whose versions a run names."""
 
 
-def bandwidth(device: torch.device, megabytes: int | None = None, repeats: int = 5) -> float:
+def bandwidth(device: torch.device, megabytes: int | None = None) -> float:
     """Bytes per second that the device's memory delivers: the better of a copy (read and write) and a matrix-vector product.
 
     megabytes: size of the buffer, larger than any cache (256 on CPU, 1024 on CUDA unless told).
@@ -34,21 +31,9 @@ def bandwidth(device: torch.device, megabytes: int | None = None, repeats: int =
     source = torch.ones((max(size // 4 // width, 1), width), device=device)
     target, vector = torch.empty_like(source), torch.ones(width, device=device)
     held = source.numel() * source.element_size()
-    copy = min(timings(lambda: target.copy_(source), device, repeats))
-    product = min(timings(lambda: torch.mv(source, vector), device, repeats))
+    copy = min(timings(lambda: target.copy_(source), device))
+    product = min(timings(lambda: torch.mv(source, vector), device))
     return max(2 * held / copy, held / product)
-
-
-def timings(work: Callable[[], Any], device: torch.device, repeats: int) -> list[float]:
-    """Seconds of each of some runs, after one that is left out."""
-    times = []
-    for _ in range(repeats + 1):
-        synchronise(device)
-        start = time.perf_counter()
-        work()
-        synchronise(device)
-        times.append(time.perf_counter() - start)
-    return times[1:]
 
 
 def weight_bytes(model: PreTrainedModel) -> int:
@@ -63,11 +48,11 @@ def weight_bytes(model: PreTrainedModel) -> int:
 
 def kv_bytes(model: PreTrainedModel) -> int:
     """Bytes of keys and values of one token in all layers, as our store holds them."""
-    session = Autoregressive().start(LayeredModel(model), 1, 2)
-    session.admit(0, Request(torch.zeros(1, dtype=torch.long), 1))
+    layered = LayeredModel(model)
+    store = store_for(layered, 1)
     with torch.inference_mode():
-        session.prefill(1)
-    return session.store.bytes() // (session.store.capacity + 1)
+        run_tokens(layered, store, torch.zeros((1, 1), dtype=torch.long, device=layered.device), 0)
+    return store.bytes() // (store.capacity + 1)
 
 
 def told(name: str, found: dict[str, Any], about: dict[str, Any] | None = None) -> str:

@@ -1,50 +1,55 @@
-"""One timed call, and the order of all of them.
+"""One timed call.
 
-Every row of the benchmark is an engine behind the same two lines: a prompt and transformers' options in, emitted ids out. The
-tokens counted are those ids; nothing is tokenised again. Rows take turns prompt by prompt in rotating order, so that a machine
-that slows down slows all of them.
+Everything that the benchmark compares is an engine behind the same two lines: a prompt and transformers' options in, emitted
+ids out. The tokens counted are those ids; nothing is tokenised again.
 """
 
 from __future__ import annotations
 
 import time
 import warnings
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Iterable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, Protocol
 
 import torch
 from torch import Tensor
-from transformers import GenerationConfig, PreTrainedModel
+from transformers import PreTrainedModel
 
 from skipstone import api
 from skipstone.decoding.method import Method
 from skipstone.decoding.stats import Stats
-from skipstone.timing import memory
+from skipstone.timing.passes import synchronise
 
-WARM_UP_TOKENS = 16
+WARM_UP_TOKENS = 16  # new tokens of an untimed call
+_CLEAR, _STATUS = Path("/proc/self/clear_refs"), Path("/proc/self/status")
+_RESET_PEAK = "5"  # proc(5): written to _CLEAR, sets the peak of the resident set to what it is now
 
 
 @dataclass(frozen=True)
 class Emitted:
-    """What one call gave: the new ids, without the prompt, and our own figures where the engine is ours. first: when the first
-    new token was there, by `time.perf_counter`; None where nobody looked. setup: seconds before the first pass."""
+    """What one call gave."""
 
-    tokens: list[int]
-    stats: Stats | None = None
-    first: float | None = None
-    setup: float = 0.0
+    tokens: list[int]  # the new ids, without the prompt
+    stats: Stats | None = None  # our own figures, where the engine is ours
+    first_at: float | None = None  # when the first new token was there, by `time.perf_counter`; None where nobody looked
+    setup_seconds: float = 0.0  # before the first pass
 
 
 class Engine(Protocol):
-    """Something that decodes. settings: what to print of it. lossless: its text is the model's own."""
+    """Something that decodes."""
 
     @property
-    def settings(self) -> dict[str, Any]: ...
+    def settings(self) -> dict[str, Any]:
+        """What to print of it."""
+        ...
 
     @property
-    def lossless(self) -> bool: ...
+    def lossless(self) -> bool:
+        """Whether its text is the model's own."""
+        ...
 
     def generate(self, model: PreTrainedModel, prompt: Tensor, options: dict[str, Any], seed: int) -> Emitted:
         """Continue a prompt [1, T] under options of `model.generate`. seed: for engines with random numbers of their own;
@@ -67,44 +72,30 @@ class Skipstone:
         return self.method.lossless
 
     def generate(self, model: PreTrainedModel, prompt: Tensor, options: dict[str, Any], seed: int) -> Emitted:
-        stats, tokens, first = Stats(), [], None
+        stats, tokens, first_at = Stats(), [], None
         started = time.perf_counter()
         steps = api.stream(model, prompt, self.method, seed=seed, **options)
         setup = time.perf_counter() - started
         for step in steps:
             stats.add(step)
             tokens += step.tokens[0]
-            if first is None and tokens:
-                first = time.perf_counter()
-        return Emitted(tokens, stats, first, setup)
-
-
-@dataclass(frozen=True)
-class Row:
-    """One row of the table. temperature 0 is greedy; otherwise plain sampling at that temperature."""
-
-    name: str
-    engine: Engine
-    temperature: float = 0.0
+            if first_at is None and tokens:
+                first_at = time.perf_counter()
+        return Emitted(tokens, stats, first_at, setup)
 
 
 @dataclass(frozen=True)
 class Measurement:
-    """One prompt continued by one row. seconds: wall-clock of the whole call, prefill included, device synchronised. first:
-    seconds to the first token. memory: most bytes that the process (on a GPU: the device) held during the call. setup: seconds
-    that the call was checked and prepared for. known: what a method has learnt about the model so far; grown: what this call
-    added to its counts."""
+    """One prompt continued by one engine. Times are seconds of wall-clock, the device synchronised."""
 
-    row: str
-    prompt: int
     tokens: list[int]
-    seconds: float
+    seconds: float  # of the whole call, prefill included
     stats: Stats | None = None
-    first: float | None = None
-    memory: int | None = None
-    setup: float = 0.0
-    known: dict[str, Any] | None = None
-    grown: dict[str, Any] | None = None
+    first_seconds: float | None = None  # to the first token
+    setup_seconds: float = 0.0  # the part in which the call was checked and prepared for
+    memory: int | None = None  # most bytes that the process (on a GPU: the device) held during the call
+    known: dict[str, Any] | None = None  # what a method has learnt about the model so far
+    grown: dict[str, Any] | None = None  # what this call added to the counts of that
 
 
 def growth(before: Mapping[str, Any], after: Mapping[str, Any]) -> dict[str, Any]:
@@ -119,74 +110,74 @@ def growth(before: Mapping[str, Any], after: Mapping[str, Any]) -> dict[str, Any
     return found
 
 
-@contextmanager
-def neutral_defaults(model: PreTrainedModel, stop_at_eos: bool = False) -> Iterator[None]:
-    """The same options for all rows: the model's own generation defaults are out of the way, and put back afterwards.
-
-    stop_at_eos: False ignores the end-of-sequence token in every row, so that all rows emit the same number of tokens.
-    """
-    own: Any = model.generation_config
-    eos = own.eos_token_id if stop_at_eos else None
-    model.generation_config = GenerationConfig(
-        eos_token_id=eos, pad_token_id=0 if own.pad_token_id is None else own.pad_token_id
-    )
-    try:
-        yield
-    finally:
-        model.generation_config = own
-
-
-def options_for(temperature: float, max_new_tokens: int, top_p: float = 1.0) -> dict[str, Any]:
-    """Options of `model.generate`, the same for every engine; nothing but top_p cuts the distribution."""
+def options_for(max_new_tokens: int, temperature: float = 0.0, top_p: float = 1.0) -> dict[str, Any]:
+    """Options of `model.generate`, the same for every engine; nothing but top_p cuts the distribution. temperature: 0 is
+    greedy."""
     if temperature == 0:
         return {"max_new_tokens": max_new_tokens, "do_sample": False}
     return {"max_new_tokens": max_new_tokens, "do_sample": True, "temperature": temperature, "top_k": 0, "top_p": top_p}
 
 
-def measure(
-    model: PreTrainedModel, row: Row, prompt: Tensor, index: int, max_new_tokens: int, seed: int, top_p: float = 1.0
-) -> Measurement:
-    """Time one call. prompt: [T] int64. seed: of its random numbers. Torch's generator is left as it was."""
-    ids = prompt[None].to(model.device)
-    options = {**options_for(row.temperature, max_new_tokens, top_p), "attention_mask": torch.ones_like(ids)}
+def measure(model: PreTrainedModel, engine: Engine, prompt: Tensor, options: Mapping[str, Any], seed: int) -> Measurement:
+    """Time one call. prompt: [T] int64. options: of `model.generate`. seed: of its random numbers. Torch's generator is left as
+    it was."""
+    ids = prompt[None].to(model.device)  # [1, T]
     cuda = [model.device] if model.device.type == "cuda" else []
     with torch.random.fork_rng(devices=cuda), warnings.catch_warnings():
         # the warning that speculation does not pay is what the table is there to show
         warnings.simplefilter("ignore", RuntimeWarning)
         torch.manual_seed(seed)
-        before = _known(row, model)
-        counted = memory.reset(model.device)
+        before = _known(engine, model)
+        counted = _forget_peak(model.device)
         synchronise(model.device)
         start = time.perf_counter()
-        emitted = row.engine.generate(model, ids, options, seed)
+        emitted = engine.generate(model, ids, {**options, "attention_mask": torch.ones_like(ids)}, seed)
         synchronise(model.device)
         seconds = time.perf_counter() - start
-    first = None if emitted.first is None else emitted.first - start
-    most = memory.peak(model.device) if counted else None
-    known = _known(row, model)
-    grown = growth(before or {}, known) if known else None
-    return Measurement(row.name, index, emitted.tokens, seconds, emitted.stats, first, most, emitted.setup, known, grown)
+    most = _peak(model.device) if counted else None
+    known = _known(engine, model)
+    return Measurement(
+        emitted.tokens,
+        seconds,
+        emitted.stats,
+        None if emitted.first_at is None else emitted.first_at - start,
+        emitted.setup_seconds,
+        most,
+        known,
+        growth(before or {}, known) if known else None,
+    )
 
 
-def _known(row: Row, model: PreTrainedModel) -> dict[str, Any] | None:
-    return (row.engine.method.report(model) or None) if isinstance(row.engine, Skipstone) else None
+def _known(engine: Engine, model: PreTrainedModel) -> dict[str, Any] | None:
+    return (engine.method.report(model) or None) if isinstance(engine, Skipstone) else None
 
 
-def warm_up(model: PreTrainedModel, rows: Sequence[Row], prompt: Tensor, max_new_tokens: int) -> None:
-    """Run every row once, untimed: first calls allocate, compile kernels and fill caches. max_new_tokens: of the calls to come;
-    few do, but for engines whose shapes depend on it."""
-    for row in rows:
-        whole = getattr(row.engine, "long_warm_up", False)
-        measure(model, row, prompt, -1, max_new_tokens if whole else min(WARM_UP_TOKENS, max_new_tokens), seed=0)
+def warm_up(model: PreTrainedModel, engines: Iterable[Engine], prompt: Tensor, options: Mapping[str, Any]) -> None:
+    """Run every engine once, untimed: first calls allocate, compile kernels and fill caches. options: of the calls to come; a
+    few tokens do, but for engines whose shapes depend on how many are asked for (`long_warm_up`)."""
+    few = {**options, "max_new_tokens": min(WARM_UP_TOKENS, options["max_new_tokens"])}
+    for engine in engines:
+        measure(model, engine, prompt, options if getattr(engine, "long_warm_up", False) else few, seed=0)
 
 
-def rotated(rows: Sequence[Row], by: int) -> list[Row]:
-    """The rows in order, starting at number `by`."""
-    first = by % len(rows)
-    return [*rows[first:], *rows[:first]]
-
-
-def synchronise(device: torch.device) -> None:
-    """Wait for the device."""
+def _forget_peak(device: torch.device) -> bool:
+    """Forget earlier peaks of memory. False where the system cannot."""
     if device.type == "cuda":
-        torch.cuda.synchronize(device)
+        torch.cuda.reset_peak_memory_stats(device)
+        return True
+    with suppress(OSError):
+        _CLEAR.write_text(_RESET_PEAK)
+        return True
+    return False
+
+
+def _peak(device: torch.device) -> int | None:
+    """The most bytes held at once since they were forgotten: on a GPU by torch's allocator, on a CPU the process's resident set
+    (Linux); None where the system does not tell."""
+    if device.type == "cuda":
+        return torch.cuda.max_memory_allocated(device)
+    with suppress(OSError):
+        for line in _STATUS.read_text().splitlines():
+            if line.startswith("VmHWM:"):
+                return int(line.split()[1]) * 1024
+    return None

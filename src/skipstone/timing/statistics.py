@@ -12,10 +12,10 @@ from functools import lru_cache
 import numpy as np
 from numpy.typing import NDArray
 
-NGRAM = 8
+NGRAM = 8  # tokens in a row that count as repeated when they occurred before
 LOOPING = 0.2  # prompts with at least this share of repeated output are kept out of the headline
-RESAMPLES = 10_000
-LEVEL = 0.95
+RESAMPLES = 10_000  # of a bootstrap
+LEVEL = 0.95  # coverage of an interval
 BLOCKS = 200
 """More units than this are resampled in so many random blocks: the interval is the same, the work is not."""
 
@@ -24,7 +24,7 @@ Column = Sequence[float] | NDArray[np.float64]
 
 @dataclass(frozen=True)
 class Estimate:
-    """A value with its interval. level: the interval's coverage, 0.95 unless told."""
+    """A value with the interval that covers it with probability LEVEL."""
 
     value: float
     low: float
@@ -69,9 +69,13 @@ class Rate:
 
     value: float
     resampled: NDArray[np.float64]
+    units: int
 
     def __truediv__(self, other: Rate) -> Rate:
-        return Rate(self.value / other.value if other.value else float("nan"), self.resampled / other.resampled)
+        """The paired ratio of two rates. ValueError for rates over different units."""
+        if self.units != other.units:
+            raise ValueError(f"a paired comparison needs the same prompts on both sides, found {self.units} and {other.units}")
+        return Rate(self.value / other.value if other.value else float("nan"), self.resampled / other.resampled, self.units)
 
     def estimate(self) -> Estimate:
         """The rate with its percentile bootstrap interval."""
@@ -83,27 +87,7 @@ def rate(amounts: Column, costs: Column, seed: int = 0, resamples: int = RESAMPL
     """sum(amounts) / sum(costs), and of every resample of the entries. ValueError without an entry."""
     blocks = np.stack(_blocked([amounts, costs], seed), 1)
     sums = _resampled(len(blocks), seed, resamples) @ blocks
-    return Rate(pooled(amounts, costs), sums[:, 0] / sums[:, 1])
-
-
-def bootstrap_rate(amounts: Column, costs: Column, seed: int = 0, resamples: int = RESAMPLES) -> Estimate:
-    """A pooled rate with its percentile bootstrap interval over units (prompts, sequences)."""
-    return rate(amounts, costs, seed, resamples).estimate()
-
-
-def bootstrap_speedup(
-    tokens: Column, seconds: Column, base_tokens: Column, base_seconds: Column, seed: int = 0, resamples: int = RESAMPLES
-) -> Estimate:
-    """Ratio of two pooled rates, (tokens / seconds) / (base_tokens / base_seconds), with a paired bootstrap interval.
-
-    Entry i of all four columns belongs to prompt i. ValueError for columns of different lengths.
-    """
-    lengths = {len(tokens), len(seconds), len(base_tokens), len(base_seconds)}
-    if len(lengths) != 1:
-        raise ValueError(
-            f"a paired comparison needs the same prompts on both sides, found columns of {sorted(lengths)} entries"
-        )
-    return (rate(tokens, seconds, seed, resamples) / rate(base_tokens, base_seconds, seed, resamples)).estimate()
+    return Rate(pooled(amounts, costs), sums[:, 0] / sums[:, 1], len(amounts))
 
 
 def predicted_speedup(plain_seconds_per_token: float, tokens_per_step: float, seconds_per_step: float) -> float:

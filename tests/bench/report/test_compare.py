@@ -8,9 +8,12 @@ from typing import Any
 import pytest
 
 from skipstone.bench.report import compare
-from tests.bench.report.test_figures import lines, results, written
+from tests.helpers.results import lines, written
 
-__all__ = ["results"]
+
+@pytest.fixture
+def results(tmp_path: Path) -> Path:
+    return written(tmp_path / "a.jsonl", lines())
 
 
 def slowed(by: float, everything: bool) -> list[dict[str, Any]]:

@@ -10,15 +10,15 @@ import pytest
 import torch
 
 from skipstone import AdaSD, Autoregressive
-from skipstone.bench.likelihood import log_likelihood
 from skipstone.bench.lineup import entrants
 from skipstone.bench.peers import DraftAlone
+from skipstone.bench.perplexity import log_likelihood
 from skipstone.bench.report import report
-from skipstone.bench.report.draft_models import by_draft_model, likelihood, means
-from skipstone.timing.measure import Row, Skipstone, growth, measure
-from tests.bench.report.test_figures import lines, written
+from skipstone.bench.report.by_method import by_draft_model, likelihood, means
+from skipstone.timing.measure import Skipstone, growth, measure, options_for
 from tests.helpers import families
 from tests.helpers.machine import llama, near, prompt
+from tests.helpers.results import lines, written
 
 MEANS = {
     "distance_accepted": {"sum": 3.0, "count": 20},
@@ -28,7 +28,7 @@ MEANS = {
 
 
 def adasd() -> list[dict[str, Any]]:
-    """The run of test_bench_figures with AdaSD in the place of LayerSkip: 303 tokens, 15 of them overruled."""
+    """The run of tests/helpers/results.py with AdaSD in the place of LayerSkip: 303 tokens, 15 of them overruled."""
     found = copy.deepcopy(lines())
     found[0]["methods"]["adasd"] = {
         **found[0]["methods"].pop("layerskip"),
@@ -69,7 +69,7 @@ def test_a_run_of_lossless_methods_has_no_such_table(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("family", ["llama", "gemma2", "opt_projected"])
 def test_the_likelihood_of_a_text_is_transformers(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("skipstone.bench.likelihood.CHUNK", 3)
+    monkeypatch.setattr("skipstone.bench.perplexity.CHUNK", 3)
     model, asked, answer = families.cached(family), prompt(6, vocab=50), prompt(8, 1, vocab=50).tolist()
     said = model(torch.cat([asked, torch.tensor(answer)])[None]).logits[0, 5:-1].double().log_softmax(-1)
     expected = said.gather(1, torch.tensor(answer)[:, None]).sum()
@@ -86,10 +86,10 @@ def test_sums_grow_as_counts_do() -> None:
 def test_a_draft_model_alone_says_what_it_says_alone() -> None:
     model = llama()
     helper = near(model, 0.3)
-    row = Row("draft", DraftAlone(helper))  # type: ignore[arg-type]
-    found = measure(model, row, prompt(9), 0, 30, 0)
-    assert found.tokens == measure(helper, Row("plain", Skipstone(Autoregressive())), prompt(9), 0, 30, 0).tokens
-    assert found.tokens != measure(model, Row("plain", Skipstone(Autoregressive())), prompt(9), 0, 30, 0).tokens
+    plain, options = Skipstone(Autoregressive()), options_for(30)
+    found = measure(model, DraftAlone(helper), prompt(9), options, 0)  # type: ignore[arg-type]
+    assert found.tokens == measure(helper, plain, prompt(9), options, 0).tokens
+    assert found.tokens != measure(model, plain, prompt(9), options, 0).tokens
     wishes = [{"method": "autoregressive"}, {"method": "draft-alone", "draft_model": helper}]
     entered, _ = entrants(wishes, model, False)
     assert [one.lossless for one in entered] == [True, False]
@@ -98,7 +98,7 @@ def test_a_draft_model_alone_says_what_it_says_alone() -> None:
 def test_what_a_call_adds_to_adasds_means_is_its_own() -> None:
     model = llama()
     method = AdaSD(near(model, 0.12))
-    first, second = (measure(model, Row("adasd", Skipstone(method)), prompt(n, n), 0, 40, 0) for n in (9, 5))
+    first, second = (measure(model, Skipstone(method), prompt(n, n), options_for(40), 0) for n in (9, 5))
     assert first.grown is not None
     assert second.grown is not None
     both = method.report(model)["means"]["distance_accepted"]

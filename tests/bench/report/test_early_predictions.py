@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 
 from skipstone.bench.report import report
-from skipstone.bench.report.early_predictions import by_exit_head, by_threshold, rates, tallies
-from tests.bench.report.test_figures import lines, written
+from skipstone.bench.report.by_method import by_exit_head, by_threshold, rates, tallies
+from tests.helpers.results import lines, written
 
 LABELS = {"a": 0.2, "b": 0.75, "c": 0.9}
 """Label -> threshold."""
@@ -22,7 +22,7 @@ EXITS = {
 
 
 def early(settings: dict[str, dict[str, Any]]) -> list[dict[str, Any]]:
-    """The run of test_bench_figures with AdaDecode in the place of LayerSkip, once for every label."""
+    """The run of tests/helpers/results.py with AdaDecode in the place of LayerSkip, once for every label."""
     found = lines()
     own = found[0]["methods"]["layerskip"]
     found[0]["methods"] |= {label: {**own, "method": "adadecode", "settings": one} for label, one in settings.items()}

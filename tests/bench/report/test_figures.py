@@ -13,103 +13,10 @@ import pytest
 
 from skipstone.bench.journal import Journal
 from skipstone.bench.report import compare, figures, report, tables
-from skipstone.bench.report.figures import expectation, groups, merged, own_figures
+from skipstone.bench.report.figures import expectation, groups, own_figures
 from skipstone.decoding.stats import Stats
 from skipstone.decoding.step import Step
-
-
-def stats(new: int, steps: int, accepted: int = 0, drafted: int = 0, **seconds: float) -> dict[str, Any]:
-    one = Stats(
-        tokens=new - 1, prefill_tokens=1, steps=steps, turns=steps, accepted=accepted, draft_steps=drafted, drafted=drafted
-    )
-    for name, value in seconds.items():
-        setattr(one, f"seconds_{name}", value)
-    one.histogram.update([accepted // max(steps, 1)] * steps)
-    return one.summary()
-
-
-def row(tokens: int, seconds: float, digest: str, summary: Any = None, **more: Any) -> dict[str, Any]:
-    usual = {"first_seconds": 0.1, "calls": 1, "repeated_share": 0.0, "memory": 1 << 20, "scores": [], "text": "t"}
-    return {"tokens": tokens, "seconds": seconds, "digests": [digest], "stats": summary, **usual, **more}
-
-
-def about() -> list[dict[str, Any]]:
-    """What stands before the prompts: the model's line, and what was chosen for layerskip."""
-    return [
-        {
-            "kind": "model",
-            "model": "m",
-            "type": "llama",
-            "layers": 4,
-            "dtype": "float32",
-            "device": "cpu",
-            "ceiling": {"tokens_per_second": 400.0, "bandwidth_gb_per_second": 10.0},
-            "synthetic": None,
-            "refused": {"hf-early-exit": "it cannot"},
-            "methods": {
-                name: {"method": name, "settings": {}, "lossless": True}
-                for name in ("hf-generate", "autoregressive", "layerskip")
-            },
-        },
-        {
-            "kind": "tuned",
-            "model": "m",
-            "number": 0,
-            "task": "sums",
-            "temperature": 0.0,
-            "question": "q",
-            "method": "layerskip",
-            "candidate": 0,
-            "chosen": {"exit_layer": 2},
-            "candidates": 2,
-            "calls": 4,
-            "trials": [{"settings": {"exit_layer": e}, "prompts": 2, "tokens_per_second": 10.0 * e} for e in (1, 2)],
-        },
-    ]
-
-
-def lines(**changes: Any) -> list[dict[str, Any]]:
-    """Three prompts, three methods; the last prompt loops for one of them; layerskip is twice as fast as plain decoding."""
-    found = about()
-    for index in range(3):
-        plain = stats(101, 100, prefill=0.1, score=0.9)
-        own = stats(101, 50, 50, 100, prefill=0.1, draft=0.15, score=0.25, other=0.01)
-        rows = {
-            "hf-generate": row(101, 1.25, f"a{index}"),
-            "autoregressive": row(101, 1.0 + 0.1, f"a{index}", plain, scores=[{"exact_match": float(index == 0)}]),
-            "layerskip": row(
-                101,
-                0.5 + 0.05,
-                f"a{index}" if index else "other",
-                own,
-                repeated_share=0.9 * (index == 2),
-                scores=[{"exact_match": float(index == 0)}],
-            ),
-        }
-        found.append(
-            {
-                "kind": "prompt",
-                "model": "m",
-                "number": 0,
-                "task": "sums",
-                "temperature": 0.0,
-                "question": "q",
-                "index": index,
-                "source": f"sums {index}",
-                "digest": f"d{index}",
-                "prompt_tokens": [7],
-                "rows": {**rows, **changes},
-            }
-        )
-    return found
-
-
-def written(path: Path, found: list[dict[str, Any]]) -> Path:
-    provenance = {"argv": ["skipstone", "bench"], "packages": {"torch": "2"}, "cpu": "c", "threads": 2, "git": None}
-    with Journal(path, {"seed": 0}, provenance, fresh=True) as file:
-        for line in found:
-            file.add(line)
-    return path
+from tests.helpers.results import lines, row, stats, written
 
 
 @pytest.fixture
@@ -148,7 +55,8 @@ def test_several_samples_are_pass_at_k() -> None:
 
 
 def test_own_costs_predict_with_the_prefill_apart() -> None:
-    total = {**stats(101, 40, 60, 80, prefill=0.2, draft=0.2, score=0.3, other=0.1)}
+    summary = stats(101, 40, 60, 80, prefill=0.2, draft=0.2, score=0.3, other=0.1)
+    total = Stats.from_summary(summary)
     own = own_figures(total, 0.85)
     assert own_figures(total, 0.85, setup=0.04)["untimed_share"] == pytest.approx((0.85 - 0.84) / 0.85)
     assert own["draft_ms_per_step"] == pytest.approx(5.0)
@@ -156,7 +64,7 @@ def test_own_costs_predict_with_the_prefill_apart() -> None:
     assert own["other_ms_per_step"] == pytest.approx(2.5)
     assert own["untimed_share"] == pytest.approx((0.85 - 0.8) / 0.85)
     plain = [row(101, 1.5, "a", stats(101, 100, prefill=0.5, score=0.9))]
-    found = expectation(total, [row(101, 0.85, "a", total)], plain)
+    found = expectation(total, [row(101, 0.85, "a", summary)], plain)
     assert found["plain_ms_per_token"] == pytest.approx(10.0)  # (1.5 - .5) / 100: everything but the prefill
     assert found["tokens_per_step"] == pytest.approx(2.5)
     assert found["predicted_speedup"] == pytest.approx(0.01 * 2.5 / (0.5 / 40))
@@ -169,10 +77,11 @@ def test_statistics_of_several_calls_are_pooled() -> None:
         one.add(Step([[5] * (accepted + 1)], [origin], [4], [4], [accepted], [0], seconds_draft=0.5))
         return one
 
-    total = merged([call(0), call(4), call(4)])
+    total = Stats.total([call(0), call(4), call(4)])
     assert (total.tokens, total.accepted, total.draft_steps, total.turns) == (11, 8, 12, 3)
     assert dict(total.histogram) == {0: 1, 4: 2}
     assert total.seconds_draft == 1.5
+    assert Stats.from_summary(total.summary()) == total
 
 
 def test_the_reports_say_the_same_in_every_format(results: Path) -> None:

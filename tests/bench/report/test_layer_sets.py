@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 
 from skipstone.bench.report import report
-from skipstone.bench.report.layer_sets import along, by_layer_set, learnt, matrix
-from tests.bench.report.test_figures import lines, written
+from skipstone.bench.report.by_method import along, by_layer_set, learnt, matrix
+from tests.helpers.results import lines, written
 
 HISTORY = [
     {"evaluation": 0, "tokens": 0.0, "matchness": None, "attention": [1], "mlp": [2]},
@@ -20,7 +20,7 @@ KNOWN = {"skip_ratio": 0.5, "skipped": {"attention": [1, 2], "mlp": []}, "matchn
 
 
 def skipping() -> list[dict[str, Any]]:
-    """The run of test_bench_figures, its layerskip reporting a layer set, with a fifth of its time spent in search."""
+    """The run of tests/helpers/results.py, its layerskip reporting a layer set, with a fifth of its time spent in search."""
     found = lines()
     for line in found:
         for label, row in line.get("rows", {}).items():

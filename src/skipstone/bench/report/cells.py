@@ -1,4 +1,4 @@
-"""Tables of texts, and figures as such."""
+"""Tables of texts, and how a figure is written in one."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-NONE = "-"
+NONE = "-"  # stands where there is no figure
 
 
 @dataclass(frozen=True)
@@ -50,16 +50,11 @@ def interval(value: Mapping[str, float] | None, short: bool = False) -> str:
     return number(value["value"]) if short or exact else f"{value['value']:.2f} ({value['low']:.2f}-{value['high']:.2f})"
 
 
-def calibrated(about: dict[str, Any]) -> str:
-    """One sentence about what was calibrated."""
-    found = about["realised_agreement"]
-    part = about.get("part") or f"layers[:{about['exit_layer']}]"  # so in older files
-    said = (
-        f"{about['shape']}: {part} agree with all at {found['value']:.3f} "
-        f"({found['low']:.3f}-{found['high']:.3f}) on fresh contexts; {about['agreement']} was wanted"
-    )
-    if alone := about.get("agreement_of_the_whole_token_by_token"):
-        said += f"; the whole agrees with itself at {alone['value']:.3f} when it is run token by token"
-    if about.get("sure"):
-        said += f"; {100 * about['sure']:.0f} % of the vocabulary have a sure successor"
-    return said
+def percent(share: float | None, digits: int = 0) -> str:
+    """A share in percent, or a dash where there is none."""
+    return NONE if share is None else f"{100 * share:.{digits}f} %"
+
+
+def scores(figures: Mapping[str, Any]) -> str:
+    """A method's scores by name."""
+    return ", ".join(f"{name} {value:.3f}" for name, value in (figures.get("scores") or {}).items()) or NONE

@@ -9,14 +9,14 @@ from textwrap import fill
 from typing import Any
 
 from skipstone.bench.lineup import BASELINE
-from skipstone.bench.report.early_predictions import by_threshold
+from skipstone.bench.report.by_method import WINDOW, along, by_threshold, learnt, matrix
 from skipstone.bench.report.figures import Group
-from skipstone.bench.report.layer_sets import WINDOW, along, learnt, matrix
+from skipstone.extras import installed
 
-SIZE = (6.4, 3.6)
+SIZE = (6.4, 3.6)  # inches
 NAME = 20
 """Longer names are wrapped, so that fixed margins hold them: laying out every picture anew is half of a report's time."""
-PARTS = ("search", "draft", "score", "other")
+PARTS = ("search", "draft", "score", "other")  # of a step
 
 
 def charts(group: Group) -> dict[str, str]:
@@ -36,14 +36,16 @@ def charts(group: Group) -> dict[str, str]:
     return {title: _svg(figure, f"{title}: {group.title}") for title, figure in drawn.items() if figure is not None}
 
 
-def _axes(left: float = 0.12) -> tuple[Any, Any]:
-    """left: the margin, as a share of the width."""
-    try:
-        from matplotlib.figure import Figure
-    except ImportError as error:
-        raise ImportError('pictures need matplotlib: pip install "skipstone[bench]"') from error
-    figure = Figure(figsize=SIZE)
-    return figure, figure.subplots(gridspec_kw={"left": left, "right": 0.9, "bottom": 0.22, "top": 0.9})
+def _axes(x: str = "", y: str = "", left: float = 0.12, line: float | None = None) -> tuple[Any, Any]:
+    """A figure and its axes. x, y: what stands at them. left: the margin, as a share of the width. line: a height at which
+    a line is drawn."""
+    figure = installed("matplotlib.figure", "pictures need matplotlib").Figure(figsize=SIZE)
+    axes = figure.subplots(gridspec_kw={"left": left, "right": 0.9, "bottom": 0.22, "top": 0.9})
+    axes.set_xlabel(x)
+    axes.set_ylabel(y)
+    if line is not None:
+        axes.axhline(line, color="black", linewidth=0.8)
+    return figure, axes
 
 
 def _names(figures: dict[str, Any]) -> list[str]:
@@ -68,13 +70,11 @@ def _speedups(figures: dict[str, Any]) -> Any:
     found = {label: one["speedups"][BASELINE] for label, one in figures.items() if BASELINE in one["speedups"]}
     if len(found) < 2:
         return None
-    figure, axes = _axes()
+    figure, axes = _axes(y="x plain decoding", line=1)
     values = [one["value"] for one in found.values()]
     below = [one["value"] - one["low"] for one in found.values()]
     above = [one["high"] - one["value"] for one in found.values()]
     axes.bar(_names(found), values, yerr=[below, above], capsize=4, color="#4878a8")
-    axes.axhline(1, color="black", linewidth=0.8)
-    axes.set_ylabel("x plain decoding")
     axes.tick_params(axis="x", labelrotation=20)
     return figure
 
@@ -84,14 +84,12 @@ def _lengths(figures: dict[str, Any]) -> Any:
     found = {label: one["acceptance_histogram"] for label, one in figures.items() if one.get("acceptance_rate") is not None}
     if not found:
         return None
-    figure, axes = _axes()
+    figure, axes = _axes("tokens a step", "share of steps")
     width = 0.8 / len(found)
     for index, (label, histogram) in enumerate(found.items()):
         total = sum(histogram.values())
         places = [int(accepted) + 1 + (index - (len(found) - 1) / 2) * width for accepted in histogram]
         axes.bar(places, [count / total for count in histogram.values()], width, label=label)
-    axes.set_xlabel("tokens a step")
-    axes.set_ylabel("share of steps")
     axes.legend()
     return figure
 
@@ -101,13 +99,12 @@ def _breakdown(figures: dict[str, Any]) -> Any:
     found = {label: one for label, one in figures.items() if "draft_ms_per_step" in one}
     if not found:
         return None
-    figure, axes = _axes(left=0.27)
+    figure, axes = _axes("ms a step", left=0.27)
     bottom = [0.0] * len(found)
     for part in PARTS:
         values = [one[f"{part}_ms_per_step"] for one in found.values()]
         axes.barh(_names(found), values, left=bottom, label=part)
         bottom = [low + value for low, value in zip(bottom, values, strict=True)]
-    axes.set_xlabel("ms a step")
     axes.legend()
     return figure
 
@@ -119,7 +116,7 @@ def _settings(group: Group) -> Any:
     name = next((one for one in names if len({trial["settings"].get(one) for _, trial in trials} - {None}) > 1), None)
     if name is None:
         return None
-    figure, axes = _axes()
+    figure, axes = _axes(name, "tokens/s while tuning")
     for label in dict.fromkeys(label for label, _ in trials):
         points = [
             (trial["settings"][name], trial["tokens_per_second"])
@@ -128,8 +125,6 @@ def _settings(group: Group) -> Any:
         ]
         if points:
             axes.plot(*_columns(sorted(points, key=str)), "o", label=label)
-    axes.set_xlabel(name)
-    axes.set_ylabel("tokens/s while tuning")
     axes.legend()
     return figure
 
@@ -140,13 +135,11 @@ def _pareto(figures: dict[str, Any]) -> Any:
     found = {label: (one["tokens_per_second"], next(iter(one["scores"].values()))) for label, one in scored.items()}
     if len(found) < 2 or all(figures[label]["lossless"] for label in found):
         return None
-    figure, axes = _axes()
+    figure, axes = _axes("tokens/s", next(name for one in figures.values() for name in one["scores"]))
     for label, (speed, score) in found.items():
         beaten = any(a >= speed and b >= score and (a, b) != (speed, score) for a, b in found.values())
         axes.plot(speed, score, "o", alpha=0.35 if beaten else 1)
         axes.annotate(label, (speed, score), textcoords="offset points", xytext=(5, 5))
-    axes.set_xlabel("tokens/s")
-    axes.set_ylabel(next(name for one in figures.values() for name in one["scores"]))
     return figure
 
 
@@ -154,11 +147,10 @@ def _exits(group: Group) -> Any:
     """Perplexity of the task's answers at every exit, and how often an exit agrees with the last."""
     if group.exits is None:
         return None
-    figure, axes = _axes()
+    figure, axes = _axes("exit layer")
     layers = range(1, len(group.exits["perplexity"]) + 1)
     axes.plot(layers, group.exits["perplexity"], "o-", color="#4878a8")
     axes.set_yscale("log")
-    axes.set_xlabel("exit layer")
     axes.set_ylabel("perplexity", color="#4878a8")
     other = axes.twinx()
     other.plot(layers, group.exits["agreement"], "s--", color="#a85448")
@@ -170,11 +162,9 @@ def _thresholds(group: Group) -> Any:
     """AdaDecode's Figure 5: speed-up, early predictions and rejections against the threshold."""
     if not (curves := by_threshold(group)):
         return None
-    figure, axes = _axes()
+    figure, axes = _axes("threshold", line=1)
     for (name, points), style in zip(curves.items(), ("o-", "s--", "^:"), strict=True):
         axes.plot(*_columns(points), style, label=name)
-    axes.axhline(1, color="black", linewidth=0.8)
-    axes.set_xlabel("threshold")
     axes.legend(fontsize=7)
     return figure
 
@@ -184,17 +174,14 @@ def _learnt(group: Group) -> dict[str, Any]:
     known = learnt(group)
     if not known:
         return {}
-    speeds, matchness = _axes(), _axes()
+    speeds, matchness = _axes("tokens", f"x plain decoding, {WINDOW} prompts each", line=1), _axes("tokens", "matchness")
     for label in (label for label in group.labels if label != group.called(BASELINE)):
         places, speed, seen = along(group, label)
         speeds[1].plot(places, speed, ".-", label=group.shown_as(label))
         if label in known:
             matchness[1].plot(places, [math.nan if one is None else one for one in seen], ".-", label=group.shown_as(label))
-    for (_, axes), name in ((speeds, f"x plain decoding, {WINDOW} prompts each"), (matchness, "matchness")):
-        axes.set_xlabel("tokens")
-        axes.set_ylabel(name)
+    for _, axes in (speeds, matchness):
         axes.legend(fontsize=7)
-    speeds[1].axhline(1, color="black", linewidth=0.8)
     maps = {f"Layers left out, {group.shown_as(label)}": _map(one, group.about["layers"]) for label, one in known.items()}
     return {"Speed along the text": speeds[0], "Matchness along the text": matchness[0], **maps}
 
@@ -204,13 +191,11 @@ def _map(known: Mapping[str, Any], layers: int) -> Any:
     evaluations, left_out = matrix(known, layers)
     if len(evaluations) < 2:
         return None
-    figure, axes = _axes()
+    figure, axes = _axes("sets judged before the change", line=layers - 0.5)
     axes.imshow(left_out, aspect="auto", interpolation="nearest", cmap="Blues", vmin=0, vmax=1.4)
-    axes.axhline(layers - 0.5, color="black", linewidth=0.8)
     shown = range(0, len(evaluations), max(1, len(evaluations) // 8))
     axes.set_xticks(list(shown), [str(evaluations[place]) for place in shown])
     axes.set_yticks([0, layers - 1, layers, 2 * layers - 1], ["attention 0", str(layers - 1), "MLP 0", str(layers - 1)])
-    axes.set_xlabel("sets judged before the change")
     return figure
 
 

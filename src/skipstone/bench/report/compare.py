@@ -10,31 +10,26 @@ from skipstone.bench.journal import Line
 from skipstone.bench.lineup import BASELINE, THEIRS
 from skipstone.bench.peers import PEERS
 from skipstone.bench.report.cells import Table
-from skipstone.bench.report.figures import Group
+from skipstone.bench.report.figures import Group, speed
 from skipstone.bench.report.report import load
-from skipstone.timing.statistics import LOOPING, Estimate, Rate, bootstrap_rate, rate
+from skipstone.timing.statistics import LOOPING, Estimate, Rate, rate
 
 
 @dataclass(frozen=True)
 class Change:
-    """One method on one task in two runs.
-
-    speed: tokens a second of the second run over those of the first. relative: the same, each over its own run's yardstick
-    (transformers' `generate`, else our plain decoding), which takes the machine's mood out of it; None where a run has none.
-    by_theirs: that yardstick is transformers'. same: prompts, of `prompts`, whose texts are the same. faithful: greedy texts of
-    a lossless method that are the yardstick's, in either run. scores: name -> mean change with its interval.
-    """
+    """One method on one task in two runs. The yardstick is transformers' `generate`, else our plain decoding."""
 
     title: str
     label: str
     method: str
     prompts: int
-    speed: Estimate
+    speed: Estimate  # tokens a second of the second run over those of the first
     relative: Estimate | None
-    by_theirs: bool
-    same: int
-    faithful: tuple[int, int] | None
-    scores: dict[str, Estimate]
+    """The same, each over its own run's yardstick, which takes the machine's mood out of it; None where a run has none."""
+    by_theirs: bool  # the yardstick is transformers'
+    same: int  # prompts whose texts are the same
+    faithful: tuple[int, int] | None  # greedy texts of a lossless method that are the yardstick's, in either run
+    scores: dict[str, Estimate]  # name -> mean change with its interval
 
     def slower(self, tolerance: float) -> bool:
         """Whether it certainly lost more than the tolerance. What is not ours to change is never slower; over our own plain
@@ -96,17 +91,20 @@ def _change(group: Group, label: str, both: Sequence[tuple[Line, Line]]) -> Chan
         ruled = [(x[yardstick], y[yardstick]) for x, y in both]
         relative = (faster / _faster(ruled)).estimate()
         if about["lossless"] and not group.temperature:
-            equal = [
-                [m["digests"] == r["digests"] for m, r in zip(one, two, strict=True)]
-                for one, two in zip(mine, ruled, strict=True)
-            ]
-            faithful = (sum(one for one, _ in equal), sum(two for _, two in equal))
-    same = sum(x["digests"] == y["digests"] for x, y in mine)
-    by_theirs = yardstick is not None and yardstick == group.called(THEIRS)
-    speed = faster.estimate()
-    scores = _score_changes(mine)
+            pairs = list(zip(mine, ruled, strict=True))
+            before, after = (sum(own[run]["digests"] == other[run]["digests"] for own, other in pairs) for run in (0, 1))
+            faithful = (before, after)
     return Change(
-        group.title, group.shown_as(label), about["method"], len(mine), speed, relative, by_theirs, same, faithful, scores
+        group.title,
+        group.shown_as(label),
+        about["method"],
+        len(mine),
+        faster.estimate(),
+        relative,
+        yardstick is not None and yardstick == group.called(THEIRS),
+        sum(x["digests"] == y["digests"] for x, y in mine),
+        faithful,
+        _score_changes(mine),
     )
 
 
@@ -117,15 +115,12 @@ def _score_changes(mine: Sequence[tuple[Line, Line]]) -> dict[str, Estimate]:
         for name in {name for one in old["scores"] for name in one} & {name for one in new["scores"] for name in one}:
             before, after = ([one[name] for one in row["scores"] if name in one] for row in (old, new))
             changes.setdefault(name, []).append(sum(after) / len(after) - sum(before) / len(before))
-    return {name: bootstrap_rate(values, [1.0] * len(values)) for name, values in changes.items()}
+    return {name: rate(values, [1.0] * len(values)).estimate() for name, values in changes.items()}
 
 
 def _faster(both: Sequence[tuple[Line, Line]]) -> Rate:
     """The second run's tokens a second over the first's."""
-    first, second = (
-        rate([float(row["tokens"]) for row in rows], [float(row["seconds"]) for row in rows])
-        for rows in zip(*both, strict=True)
-    )
+    first, second = (speed(rows) for rows in zip(*both, strict=True))
     return second / first
 
 

@@ -7,8 +7,7 @@ text flatters all that draft.
 from __future__ import annotations
 
 import math
-from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
@@ -20,35 +19,22 @@ from skipstone.timing.statistics import LOOPING, Rate, pooled, predicted_speedup
 
 EARLY_EXIT = "hf-early-exit"
 REFERENCES = (BASELINE, THEIRS, EARLY_EXIT)
-_SUMMED = ("new_tokens", "prefill_tokens", "steps", "drafting", "turns", "drafted", "draft_steps", "accepted", "overruled")
-_SUMMED += ("probes", "verified_nodes")
-_SUMMED += tuple(f"seconds_{part}" for part in ("prefill", "search", "draft", "score", "other", "probe"))
-
-
-def merged(stats: Sequence[Stats]) -> Stats:
-    """The sum of several calls' figures."""
-    total = Stats()
-    for one in stats:
-        for name in Stats.__dataclass_fields__:
-            setattr(total, name, getattr(total, name) + getattr(one, name))
-    return total
 
 
 @dataclass
 class Group:
-    """The lines of one task at one temperature on one model. question: a hash of how it was asked. about: the model's line.
-    tuned: label -> what was chosen. exits: how well every exit predicts the task's answers, where that was asked for."""
+    """The lines of one task at one temperature on one model."""
 
     model: str
     task: str
-    number: int
+    number: int  # the task's place in the plan
     temperature: float
-    question: str
-    about: Line
-    lines: list[Line]
-    tuned: dict[str, Line]
+    question: str  # a hash of how it was asked
+    about: Line  # the model's line
+    lines: list[Line]  # one a prompt
+    tuned: dict[str, Line]  # label -> what was chosen
     seed: int
-    exits: Line | None = None
+    exits: Line | None = None  # how well every exit predicts the task's answers, where that was asked for
     _known: dict[Any, Any] = field(default_factory=dict, init=False, repr=False, compare=False)
 
     @property
@@ -81,6 +67,10 @@ class Group:
         """The label of a method, the first one's where several have it; None where it took no part."""
         return next((label for label, about in self.about["methods"].items() if about["method"] == method), None)
 
+    def rows(self, label: str) -> list[Line]:
+        """What a method did, prompt by prompt, where it took part."""
+        return [line["rows"][label] for line in self.lines if label in line["rows"]]
+
     def settings(self, label: str) -> dict[str, Any]:
         """A method's settings, chosen or given."""
         return self.tuned[label]["chosen"] if label in self.tuned else self.about["methods"][label]["settings"] or {}
@@ -112,14 +102,14 @@ class Group:
         if not lines:
             return None
         rows = [line["rows"][label] for line in lines]
-        tokens, seconds = ([float(row[name]) for row in rows] for name in ("tokens", "seconds"))
+        tokens, seconds = (sum(row[name] for row in rows) for name in ("tokens", "seconds"))
         found: dict[str, Any] = {
             "prompts": len(rows),
-            "tokens": sum(tokens),
-            "seconds": sum(seconds),
-            "tokens_per_second": pooled(tokens, seconds),
-            "repeated_share": pooled([row["repeated_share"] * row["tokens"] for row in rows], tokens),
-            "share_of_ceiling": pooled(tokens, seconds) / self.about["ceiling"]["tokens_per_second"],
+            "tokens": float(tokens),
+            "seconds": float(seconds),
+            "tokens_per_second": tokens_per_second(rows),
+            "repeated_share": pooled([row["repeated_share"] * row["tokens"] for row in rows], [row["tokens"] for row in rows]),
+            "share_of_ceiling": tokens_per_second(rows) / self.about["ceiling"]["tokens_per_second"],
             "peak_memory": max((row["memory"] for row in rows if row["memory"] is not None), default=None),
             **_latency(rows),
             "speedups": {},
@@ -137,11 +127,11 @@ class Group:
             if self.temperature == 0:
                 found["equal"][reference] = sum(a["digests"] == b["digests"] for a, b in zip(rows, base, strict=True))
         if all(row["stats"] for row in rows):
-            total = _summed(row["stats"] for row in rows)
-            found |= own_figures(total, sum(seconds), sum(row.get("setup_seconds", 0.0) for row in rows))
+            total = Stats.total(Stats.from_summary(row["stats"]) for row in rows)
+            found |= own_figures(total, seconds, sum(row.get("setup_seconds", 0.0) for row in rows))
             baseline = self.called(BASELINE)
             plain = [line["rows"].get(baseline) for line in lines]
-            if total["draft_steps"] and all(row and row["stats"] for row in plain):
+            if total.draft_steps and all(row and row["stats"] for row in plain):
                 found |= expectation(total, rows, [row for row in plain if row])
         return found
 
@@ -149,9 +139,18 @@ class Group:
         """A method's tokens a second over lines on which it took part. Counted once."""
         key = ("rate", label, *(line["index"] for line in lines))
         if key not in self._known:
-            rows = [line["rows"][label] for line in lines]
-            self._known[key] = rate([row["tokens"] for row in rows], [row["seconds"] for row in rows], self.seed)
+            self._known[key] = speed([line["rows"][label] for line in lines], self.seed)
         return self._known[key]
+
+
+def speed(rows: Sequence[Line], seed: int = 0) -> Rate:
+    """Tokens a second over all of some prompts, and its resamples."""
+    return rate([row["tokens"] for row in rows], [row["seconds"] for row in rows], seed)
+
+
+def tokens_per_second(rows: Sequence[Line]) -> float:
+    """Tokens a second over all of some prompts."""
+    return pooled([row["tokens"] for row in rows], [row["seconds"] for row in rows])
 
 
 def groups(lines: Sequence[Line]) -> list[Group]:
@@ -199,43 +198,29 @@ def _scores(rows: Sequence[Mapping[str, Any]]) -> dict[str, float]:
     return found
 
 
-def _summed(stats: Iterable[Mapping[str, Any]]) -> dict[str, Any]:
-    total: dict[str, Any] = dict.fromkeys(_SUMMED, 0)
-    histogram: Counter[str] = Counter()
-    for one in stats:
-        for name in _SUMMED:
-            total[name] += one.get(name, 0)
-        histogram.update(one["acceptance_histogram"])
-    return {**total, "acceptance_histogram": {key: histogram[key] for key in sorted(histogram, key=int)}}
-
-
-def own_figures(total: Mapping[str, Any], seconds: float, setup: float = 0.0) -> dict[str, Any]:
+def own_figures(total: Stats, seconds: float, setup: float = 0.0) -> dict[str, Any]:
     """M, alpha and where the time of a step went. seconds: wall-clock of the calls; setup: the part of it before first passes;
     untimed_share: of what no span covers."""
-    turns = max(total["turns"], 1)
-    spans = setup + sum(total[f"seconds_{part}"] for part in ("prefill", "search", "draft", "score", "other", "probe"))
+    steps = max(total.steps, 1)
     return {
-        "mean_acceptance_length": 1 + total["accepted"] / total["steps"] if total["steps"] else 1.0,
-        "acceptance_rate": total["accepted"] / total["draft_steps"] if total["draft_steps"] else None,
-        "steps": total["steps"],
-        "drafting_share": total["drafting"] / total["steps"] if total["steps"] else 0.0,
-        "drafted": total["drafted"],
-        "drafts_per_step": total["draft_steps"] / total["steps"] if total["steps"] else 0.0,
-        "accepted": total["accepted"],
-        "probes": total["probes"],
-        "overruled": total["overruled"],
-        "search_ms_per_step": 1000 * total["seconds_search"] / turns,
-        "draft_ms_per_step": 1000 * total["seconds_draft"] / turns,
-        "score_ms_per_step": 1000 * total["seconds_score"] / turns,
-        "other_ms_per_step": 1000 * total["seconds_other"] / turns,
+        "mean_acceptance_length": total.mean_acceptance_length,
+        "acceptance_rate": total.acceptance_rate if total.draft_steps else None,
+        "steps": total.steps,
+        "drafting_share": total.drafting / steps,
+        "drafted": total.drafted,
+        "drafts_per_step": total.draft_steps / steps,
+        "accepted": total.accepted,
+        "probes": total.probes,
+        "overruled": total.overruled,
+        **{f"{part}_ms_per_step": spent for part, spent in total.step_milliseconds().items()},
         "setup_seconds": setup,
-        "prefill_seconds": total["seconds_prefill"],
-        "untimed_share": max(0.0, 1 - spans / seconds),
-        "acceptance_histogram": total["acceptance_histogram"],
+        "prefill_seconds": total.seconds_prefill,
+        "untimed_share": max(0.0, 1 - (setup + total.seconds_prefill + total.seconds) / seconds),
+        "acceptance_histogram": total.summary()["acceptance_histogram"],
     }
 
 
-def expectation(total: Mapping[str, Any], mine: Sequence[Line], plain: Sequence[Line]) -> dict[str, float]:
+def expectation(total: Stats, mine: Sequence[Line], plain: Sequence[Line]) -> dict[str, float]:
     """The speed-up that the method's own costs, M and alpha predict, and what decoding reached, prefill apart.
 
     predicted = plain seconds a token x tokens a step / (draft + scoring seconds a step); plain: our autoregressive on the same
@@ -243,9 +228,8 @@ def expectation(total: Mapping[str, Any], mine: Sequence[Line], plain: Sequence[
     prediction, not of the measurement.
     """
     base, own = _decode_seconds_per_token(plain), _decode_seconds_per_token(mine)
-    decoded = total["new_tokens"] - total["prefill_tokens"] - total["probes"]
-    tokens_per_step = decoded / total["steps"] if total["steps"] else 1.0
-    step = (total["seconds_draft"] + total["seconds_score"]) / total["turns"] if total["turns"] else 0.0
+    tokens_per_step = (total.tokens - total.probes) / total.steps if total.steps else 1.0
+    step = (total.seconds_draft + total.seconds_score) / total.turns if total.turns else 0.0
     predicted = predicted_speedup(base, tokens_per_step, step)
     reached = base / own if own else math.nan
     return {

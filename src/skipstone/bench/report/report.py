@@ -16,17 +16,17 @@ from rich.table import Table as RichTable
 
 from skipstone.bench import journal
 from skipstone.bench.journal import Line
-from skipstone.bench.report.cells import NONE, Table, calibrated
+from skipstone.bench.report.cells import NONE, Table
 from skipstone.bench.report.charts import charts
 from skipstone.bench.report.figures import Group, groups
 from skipstone.bench.report.tables import LEGEND, csv_of, tables
 from skipstone.files import plain, write_whole
-from skipstone.tasks.protocols import preset
+from skipstone.tasks import protocols
 from skipstone.timing import machine
 
-WIDTH = 150
+WIDTH = 150  # columns of letters, where the output is no terminal
 IN_FILES = ("repeats", "TTFT ms", "TPOT ms", "peak MiB", "ceiling")
-"""Columns that a terminal has no room for."""
+"""Columns for which a terminal has no room."""
 FORMATS = ("md", "csv", "json", "html")
 STYLE = """
 :root { color-scheme: light dark; }
@@ -113,7 +113,7 @@ def _notes(lines: Sequence[Line]) -> list[str]:
             settings = ", ".join(f"{name}={value}" for name, value in line["chosen"].items())
             notes.append(f"{line['task']}, {line['method']}: {settings} (best of {line['candidates']}, {line['calls']} calls).")
         if line["kind"] == "run":
-            notes += _presets(line["plan"])
+            notes += _unstated(line["plan"])
         if line["kind"] in ("run", "resumed"):
             made = line["provenance"]
             packages = ", ".join(f"{name} {version}" for name, version in made["packages"].items() if version)
@@ -123,14 +123,29 @@ def _notes(lines: Sequence[Line]) -> list[str]:
     return notes
 
 
-def _presets(plan: Line) -> list[str]:
+def _unstated(plan: Line) -> list[str]:
     """What a paper leaves open of the protocols that were asked for, and what was taken instead."""
     notes = []
     for asked in plan.get("tasks", ()):
         protocol = asked.get("protocol") or plan.get("protocol")
-        if protocol and (ours := preset(protocol, asked["task"]).ours):
+        if protocol and (ours := protocols.settings(protocol, asked["task"]).ours):
             notes.append(f"{asked['task']} as {protocol} asks it; not stated there and ours: {ours}.")
     return notes
+
+
+def calibrated(about: dict[str, Any]) -> str:
+    """One sentence about what was calibrated."""
+    found = about["realised_agreement"]
+    part = about.get("part") or f"layers[:{about['exit_layer']}]"  # so in older files
+    said = (
+        f"{about['shape']}: {part} agree with all at {found['value']:.3f} "
+        f"({found['low']:.3f}-{found['high']:.3f}) on fresh contexts; {about['agreement']} was wanted"
+    )
+    if alone := about.get("agreement_of_the_whole_token_by_token"):
+        said += f"; the whole agrees with itself at {alone['value']:.3f} when it is run token by token"
+    if about.get("sure"):
+        said += f"; {100 * about['sure']:.0f} % of the vocabulary have a sure successor"
+    return said
 
 
 def page(lines: Sequence[Line], found: Sequence[Group], shown: Sequence[Table]) -> str:

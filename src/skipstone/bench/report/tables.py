@@ -8,14 +8,14 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from skipstone.bench.lineup import BASELINE, THEIRS
-from skipstone.bench.report.cells import NONE, Table, interval, number
-from skipstone.bench.report.draft_models import by_draft_model
-from skipstone.bench.report.early_predictions import by_exit_head
+from skipstone.bench.report.by_method import by_draft_model, by_exit_head, by_layer_set
+from skipstone.bench.report.cells import NONE, Table, interval, number, scores
 from skipstone.bench.report.figures import EARLY_EXIT, Group
-from skipstone.bench.report.layer_sets import by_layer_set
 from skipstone.timing.statistics import LOOPING, NGRAM
 
 Figures = Mapping[str, Any]
+"""What `Group.figures` says of a method."""
+Cell = Callable[[Figures], str]
 LEGEND = f"""\
 x plain, x HF, x HF exit: speed-up over {BASELINE}, {THEIRS} and {EARLY_EXIT}, total tokens over total time, prefill included,
 with 95 % paired bootstrap intervals over prompts. Only prompts count whose text has a share of repeated {NGRAM}-grams
@@ -35,31 +35,33 @@ def _equal(figures: Figures) -> str:
     return NONE if same is None else f"{same}/{figures['prompts']}"
 
 
-def _scores(figures: Figures) -> str:
-    return ", ".join(f"{name} {value:.3f}" for name, value in figures["scores"].items()) or NONE
-
-
 def _megabytes(figures: Figures) -> str:
     return NONE if figures["peak_memory"] is None else f"{figures['peak_memory'] / 2**20:.0f}"
 
 
-def _ratio(reference: str) -> Callable[[Figures], str]:
-    return lambda figures: interval(figures["speedups"].get(reference))
+def _speed_up(reference: str, short: bool = False) -> Callable[[Figures | None], str]:
+    """The speed-up over a method, with its interval; short: without."""
+    return lambda figures: NONE if figures is None else interval(figures["speedups"].get(reference), short)
 
 
-COLUMNS: dict[str, Callable[[Figures], str]] = {
+def _times(figures: Figures) -> str:
+    found = figures["speedups"].get(BASELINE)
+    return NONE if found is None else f"{found['value']:.2f}x"
+
+
+COLUMNS: dict[str, Cell] = {
     "n": lambda f: str(f["prompts"]),
     "tokens/s": lambda f: number(f["tokens_per_second"], 1),
-    "x plain": _ratio(BASELINE),
-    "x HF": _ratio(THEIRS),
-    "x HF exit": _ratio(EARLY_EXIT),
+    "x plain": _speed_up(BASELINE),
+    "x HF": _speed_up(THEIRS),
+    "x HF exit": _speed_up(EARLY_EXIT),
     "M": lambda f: number(f.get("mean_acceptance_length")),
     "alpha": lambda f: number(f.get("acceptance_rate")),
     "ms a step": _steps,
     "predicted": lambda f: number(f.get("predicted_speedup")),
     "reached": lambda f: number(f.get("measured_over_predicted")),
     "equal": _equal,
-    "score": _scores,
+    "score": scores,
     "repeats": lambda f: number(f["repeated_share"]),
     "TTFT ms": lambda f: number(f["ttft_ms"], 1),
     "TPOT ms": lambda f: number(f["tpot_ms"], 1),
@@ -75,42 +77,35 @@ def own(group: Group) -> Table:
         figures, every = group.figures(label, headline), group.figures(label, group.lines)
         assert every is not None
         cells = ["0", *[NONE] * (len(COLUMNS) - 1)] if figures is None else [cell(figures) for cell in COLUMNS.values()]
-        rows.append([group.shown_as(label), *cells, interval(every["speedups"].get(BASELINE), short=True)])
+        rows.append([group.shown_as(label), *cells, _speed_up(BASELINE, short=True)(every)])
     return Table(group.title, ["method", *COLUMNS, "x plain, all"], rows)
 
 
 LENGTHS = ("num_speculative_tokens", "num_assistant_tokens", "prompt_lookup_num_tokens")
+"""How methods call the drafts of a step."""
 
 
 def layerskip(group: Group) -> Table:
     """The shape of LayerSkip's Tables 3 to 6 and 11."""
+    columns = ["Generation", "E", "d", "Score", "Token Acc.", "Tokens per Sec.", "Time per Token (ms)", "Speedup"]
     rows = []
     for label in group.labels:
-        figures = group.figures(label, group.shown())
+        figures, settings = group.figures(label, group.shown()), group.settings(label)
         assert figures is not None
-        settings = group.settings(label)
-        rows.append(
-            [
-                group.shown_as(label),
-                str(settings.get("exit_layer", NONE)),
-                next((str(settings[name]) for name in LENGTHS if name in settings), NONE),
-                _scores(figures),
-                NONE if figures.get("acceptance_rate") is None else f"{100 * figures['acceptance_rate']:.1f}%",
-                number(figures["tokens_per_second"], 1),
-                number(1000 * figures["seconds"] / figures["tokens"], 1),
-                _times(figures),
-            ]
-        )
-    columns = ["Generation", "E", "d", "Score", "Token Acc.", "Tokens per Sec.", "Time per Token (ms)", "Speedup"]
+        cells = [
+            str(settings.get("exit_layer", NONE)),
+            next((str(settings[name]) for name in LENGTHS if name in settings), NONE),
+            scores(figures),
+            NONE if figures.get("acceptance_rate") is None else f"{100 * figures['acceptance_rate']:.1f}%",
+            number(figures["tokens_per_second"], 1),
+            number(1000 * figures["seconds"] / figures["tokens"], 1),
+            _times(figures),
+        ]
+        rows.append([group.shown_as(label), *cells])
     return Table(group.title, columns, rows)
 
 
-def _times(figures: Figures) -> str:
-    found = figures["speedups"].get(BASELINE)
-    return NONE if found is None else f"{found['value']:.2f}x"
-
-
-def _across(title: str, groups: Sequence[Group], cells: Mapping[str, Callable[[Figures], str]], overall: bool) -> Table:
+def _across(title: str, groups: Sequence[Group], cells: Mapping[str, Cell], overall: bool) -> Table:
     """Methods down, tasks across, with the same cells for each; overall: tokens/s and speed-up over all tasks at the end."""
     columns = ["Methods", *(f"{group.name} {name}" for group in groups for name in cells)]
     parts = {group.temperature: [one for one in groups if one.temperature == group.temperature] for group in groups}
@@ -139,43 +134,14 @@ def _overall(label: str, groups: Sequence[Group]) -> list[str]:
     return [number(rates[0]), f"{rates[0] / rates[1]:.2f}x"]
 
 
-def swift(title: str, groups: Sequence[Group]) -> Table:
-    """The shape of SWIFT's Tables 2, 3 and 8."""
-    cells = {
-        "M": COLUMNS["M"],
-        "alpha": COLUMNS["alpha"],
-        "Acc.": _scores,
-        "Speedup": _times,
-    }
-    return _across(title, groups, cells, overall=True)
+def _consistency(figures: Figures) -> str:
+    """The share of greedy texts that are plain decoding's."""
+    same = figures["equal"].get(BASELINE)
+    return NONE if same is None else number(same / figures["prompts"], 3)
 
 
-def adadecode(title: str, groups: Sequence[Group]) -> Table:
-    """The shape of AdaDecode's Tables 2 and 3; its consistency ratio is the share of texts that are plain decoding's."""
-
-    def consistency(figures: Figures) -> str:
-        same = figures["equal"].get(BASELINE)
-        return NONE if same is None else number(same / figures["prompts"], 3)
-
-    cells = {"Throughput (Tokens/s)": COLUMNS["tokens/s"], "Speedup (vs. Vanilla)": _times, "Consistency": consistency}
-    return _across(title, groups, cells, overall=False)
-
-
-def adasd(title: str, groups: Sequence[Group]) -> Table:
-    """The shape of AdaSD's Tables 1 and 2: #cand and #match are draft tokens submitted and accepted a step."""
-
-    def per_step(name: str) -> Callable[[Figures], str]:
-        return lambda f: NONE if not f.get("steps") else number(f[name] / f["steps"], 3)
-
-    cells = {
-        "tks/sec": lambda f: number(f["tokens_per_second"], 3),
-        "acc": _scores,
-        "#cand": per_step("drafted"),
-        "#match": per_step("accepted"),
-        "AccRate": lambda f: number(f.get("acceptance_rate"), 3),
-        "speedup": lambda f: number((f["speedups"].get(BASELINE) or {}).get("value"), 3),
-    }
-    return _across(title, groups, cells, overall=False)
+def _per_step(name: str) -> Cell:
+    return lambda f: number(f[name] / f["steps"], 3) if f.get("steps") else NONE
 
 
 def by_category(group: Group) -> Table:
@@ -185,10 +151,11 @@ def by_category(group: Group) -> Table:
     rows = []
     for part in group.by_category():
         headline = part.headline()
-        figures = [part.figures(label, headline) for label in labels]
-        cells = [NONE if one is None else interval(one["speedups"].get(BASELINE)) for one in figures]
+        found = [part.figures(label, headline) for label in labels]
         every = [part.figures(label, part.lines) for label in labels]
-        over_all = [NONE if one is None else interval(one["speedups"].get(BASELINE), short=True) for one in every]
+        cells, over_all = (
+            [_speed_up(BASELINE, short)(one) for one in these] for these, short in ((found, False), (every, True))
+        )
         rows.append([part.task or NONE, str(len(headline)), *cells, str(len(part.lines)), *over_all])
     names = [group.shown_as(label) for label in labels]
     columns = ["category", "n", *names, "n, all", *(f"{name}, all" for name in names)]
@@ -204,30 +171,43 @@ def by_exit(group: Group) -> Table:
     return Table(title, ["exit layer", "perplexity", "agreement with the last"], rows)
 
 
-LAYOUTS = ("own", "layerskip", "swift", "adadecode", "adasd")
-
-
-def _parts(group: Group) -> tuple[Table, ...]:
-    return by_category(group), by_layer_set(group), by_exit_head(group), by_draft_model(group)
-
-
-def _of_group(group: Group, layout: Callable[[Group], Table]) -> list[Table]:
-    """A group's table and, where it has them, those of its categories, layer sets, exit heads, draft models and exits."""
-    found = [layout(group), *(table for table in _parts(group) if table.rows)]
-    return [*found, by_exit(group)] if group.exits else found
+BY_GROUP: dict[str, Callable[[Group], Table]] = {"own": own, "layerskip": layerskip}
+ACROSS_TASKS: dict[str, dict[str, Cell]] = {
+    # SWIFT's Tables 2, 3 and 8
+    "swift": {"M": COLUMNS["M"], "alpha": COLUMNS["alpha"], "Acc.": scores, "Speedup": _times},
+    # AdaDecode's Tables 2 and 3
+    "adadecode": {"Throughput (Tokens/s)": COLUMNS["tokens/s"], "Speedup (vs. Vanilla)": _times, "Consistency": _consistency},
+    # AdaSD's Tables 1 and 2: #cand and #match are draft tokens submitted and accepted a step
+    "adasd": {
+        "tks/sec": lambda f: number(f["tokens_per_second"], 3),
+        "acc": scores,
+        "#cand": _per_step("drafted"),
+        "#match": _per_step("accepted"),
+        "AccRate": lambda f: number(f.get("acceptance_rate"), 3),
+        "speedup": lambda f: number((f["speedups"].get(BASELINE) or {}).get("value"), 3),
+    },
+}
+"""Layout -> the cells that every method has for every task."""
+LAYOUTS = (*BY_GROUP, *ACROSS_TASKS)
 
 
 def tables(groups: Sequence[Group], layout: str = "own") -> list[Table]:
     """All tables of a run in a layout. ValueError for one that does not exist."""
     if layout not in LAYOUTS:
         raise ValueError(f"unknown layout {layout!r}; there are {', '.join(LAYOUTS)}")
-    if layout in ("own", "layerskip"):
-        return [table for group in groups for table in _of_group(group, {"own": own, "layerskip": layerskip}[layout])]
-    made = {"swift": swift, "adadecode": adadecode, "adasd": adasd}[layout]
+    if layout in BY_GROUP:
+        return [table for group in groups for table in _of_group(group, BY_GROUP[layout])]
     by_model: dict[str, list[Group]] = {}
     for group in groups:
         by_model.setdefault(group.subject, []).append(group)
-    return [made(model, own_groups) for model, own_groups in by_model.items()]
+    return [_across(model, own_groups, ACROSS_TASKS[layout], layout == "swift") for model, own_groups in by_model.items()]
+
+
+def _of_group(group: Group, layout: Callable[[Group], Table]) -> list[Table]:
+    """A group's table and, where it has them, those of its categories, layer sets, exit heads, draft models and exits."""
+    parts = [part(group) for part in (by_category, by_layer_set, by_exit_head, by_draft_model)]
+    exits = [by_exit(group)] if group.exits else []
+    return [layout(group), *(table for table in parts if table.rows), *exits]
 
 
 def csv_of(groups: Sequence[Group]) -> str:

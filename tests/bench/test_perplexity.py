@@ -10,11 +10,11 @@ import pytest
 import torch
 import torch.nn.functional as F
 
+from skipstone.bench import perplexity
 from skipstone.bench.plan import read
 from skipstone.bench.report import report
 from skipstone.bench.run import run
 from skipstone.loading import load
-from skipstone.tasks import exits
 from tests.helpers import families, support
 from tests.helpers.machine import prompt
 
@@ -24,7 +24,7 @@ def test_perplexity_and_agreement_are_those_of_models_cut_there(name: str) -> No
     """By transformers' own forward of the first E layers, over the answers alone."""
     model = families.build(name)
     pairs = [(prompt(9, vocab=50), prompt(4, vocab=50, seed=1)), (prompt(3, vocab=50, seed=2), prompt(7, vocab=50, seed=3))]
-    found = exits.answered(model, pairs)
+    found = perplexity.at_every_exit(model, pairs)
     assert found.tokens == 11
     best = {}
     for depth in (4, 3, 2, 1):
@@ -43,7 +43,7 @@ def test_perplexity_and_agreement_are_those_of_models_cut_there(name: str) -> No
 
 def test_without_an_answer_there_is_nothing_to_measure() -> None:
     with pytest.raises(ValueError, match="there is no answer to measure"):
-        exits.answered(families.cached("llama"), [])
+        perplexity.at_every_exit(families.cached("llama"), [])
 
 
 def test_a_run_measures_the_answers_of_what_it_reports(tmp_path: Path) -> None:
@@ -67,7 +67,7 @@ def test_a_run_measures_the_answers_of_what_it_reports(tmp_path: Path) -> None:
     network, tokenizer = load(tmp_path / "model")
     answer = torch.tensor(tokenizer(" the stop", add_special_tokens=False)["input_ids"])
     pairs = [(torch.tensor(tokenizer(one["prompt"])["input_ids"]), answer) for one in asked]
-    wanted = exits.answered(network, pairs)
+    wanted = perplexity.at_every_exit(network, pairs)
     assert (line["prompts"], line["tokens"]) == (4, wanted.tokens)
     assert line["perplexity"] == pytest.approx(wanted.perplexity)
     assert mine.exits == line

@@ -1,0 +1,226 @@
+"""The prompts of a task: which are asked, and one prompt asked of every engine, timed, scored, and put into one line."""
+
+from __future__ import annotations
+
+import json
+import random
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from itertools import zip_longest
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from skipstone.bench.journal import Line
+from skipstone.bench.perplexity import log_likelihood
+from skipstone.bench.plan import Plan, chooses
+from skipstone.decoding.stats import Stats
+from skipstone.tasks.dialogue import Conversation, Reader, Said, digest
+from skipstone.tasks.protocols import TaskSettings
+from skipstone.tasks.task import Record, Task, prompt_of, tabbed, untabbed
+from skipstone.timing.measure import Engine, Measurement, measure, options_for
+from skipstone.timing.statistics import repeated_share
+
+USUAL_PROMPTS = 20  # how many are reported where neither a plan nor a protocol says
+
+Both = tuple[list[Conversation], list[Conversation]]
+"""Prompts to choose settings on, and prompts to report; none is in both."""
+
+
+def conversations(task: Task, settings: TaskSettings, plan: Plan, data: Path | None) -> Both:
+    """Prompts drawn by the seed; every category of a task gives as many as any, while it has them. ValueError where there are
+    too few."""
+    records, shown = task.records(data), task.examples(settings.shots, data)
+    places = drawn([task.category(record) for record in records], plan.seed)
+    spare = plan.tune_prompts if chooses(plan) else 0
+    usual = len(records) - spare if settings.protocol else min(USUAL_PROMPTS, len(records) - spare)
+    wanted = usual if settings.num_prompts is None else settings.num_prompts
+    tuned = min(spare, max(0, len(records) - wanted))
+    if wanted > len(records):
+        raise ValueError(f"task {task.name} has {len(records)} prompts, {wanted} are asked for")
+    if spare and (wanted < 1 or not tuned):
+        raise ValueError(
+            f"settings are to be chosen on prompts that are not reported, and {task.name} has {len(records)} in all: lower "
+            "num_prompts or tune_prompts, or say which settings to take"
+        )
+
+    def made(place: int) -> Conversation:
+        return _conversation(task, settings, place, records[place], shown)
+
+    return [made(place) for place in places[wanted : wanted + tuned]], [made(place) for place in sorted(places[:wanted])]
+
+
+def drawn(categories: Sequence[str | None], seed: int) -> list[int]:
+    """All places in a random order that takes turns between categories."""
+    places = list(range(len(categories)))
+    random.Random(seed).shuffle(places)
+    piles: dict[str | None, list[int]] = {}
+    for place in places:
+        piles.setdefault(categories[place], []).append(place)
+    return [place for turn in zip_longest(*piles.values()) for place in turn if place is not None]
+
+
+def _conversation(task: Task, settings: TaskSettings, place: int, record: Record, shown: Sequence[Record]) -> Conversation:
+    turns = prompt_of(task, record, shown)
+    return Conversation(f"{task.name} {place}", tuple(map(tabbed, turns) if settings.tabs else turns), record=record)
+
+
+def fingerprint(both: Both) -> str:
+    """A hash of all that is asked, to tell whether a run that goes on asks the same."""
+    return digest([ord(letter) for part in both for one in part for letter in one.digest])
+
+
+@dataclass(frozen=True)
+class TaskRun:
+    """A task of a plan on a model."""
+
+    model: str
+    number: int  # the task's place in the plan, for the same task may stand there twice
+    task: Task
+    settings: TaskSettings
+    reader: Reader
+    plan: Plan
+
+    def key(self) -> dict[str, Any]:
+        """What its lines begin with. question: a hash of how it is asked."""
+        asked = {name: value for name, value in asdict(self.settings).items() if name not in ("num_prompts", "ours")}
+        return {
+            "model": self.model,
+            "number": self.number,
+            "task": self.task.name,
+            "temperature": self.settings.temperature,
+            "question": digest(list(json.dumps({**asked, "ignore_eos": self.plan.ignore_eos}, sort_keys=True).encode())),
+        }
+
+    def owns(self, line: Line) -> bool:
+        """Whether a line belongs to it."""
+        return all(line[name] == value for name, value in self.key().items())
+
+    def options(self, max_new_tokens: int) -> dict[str, Any]:
+        """Options of `model.generate` for its calls."""
+        return options_for(max_new_tokens, self.settings.temperature, self.settings.top_p)
+
+    def answers(self, asked: Sequence[Conversation], most: int) -> list[tuple[Tensor, Tensor]]:
+        """(prompt [T], answer [A]) int64 of conversations of one turn whose record holds an answer, at most `most` positions
+        together."""
+        found = []
+        for one in asked:
+            text = self.task.answer(one.record) if self.task.answer is not None and len(one) == 1 else None
+            if text:
+                prompt = self.reader.ids(one)
+                answer = self.reader.continuation(tabbed(text) if self.settings.tabs else text)[: most - len(prompt)]
+                found.append((prompt, answer))
+        return [(prompt, answer) for prompt, answer in found if len(answer)]
+
+
+@dataclass
+class Answers:
+    """What one engine gave for one prompt, over all turns and samples."""
+
+    measurements: list[Measurement] = field(default_factory=list)
+    prompts: list[list[int]] = field(default_factory=list)
+    texts: list[str] = field(default_factory=list)
+    scores: list[dict[str, float]] = field(default_factory=list)
+    log_likelihood: float | None = None  # of all tokens under the target, in nats, where that was asked for
+
+    def report(self) -> dict[str, Any]:
+        """Plain JSON values. Seconds are summed over calls; repeated_share is weighed by tokens."""
+        calls = self.measurements
+        tokens = sum(len(one.tokens) for one in calls)
+        looped = sum(
+            repeated_share(prompt, one.tokens) * len(one.tokens) for prompt, one in zip(self.prompts, calls, strict=True)
+        )
+        firsts = [one.first_seconds for one in calls if one.first_seconds is not None]
+        stats = [one.stats for one in calls if one.stats is not None]
+        return {
+            "tokens": tokens,
+            "seconds": sum(one.seconds for one in calls),
+            "first_seconds": sum(firsts) if len(firsts) == len(calls) else None,
+            "setup_seconds": sum(one.setup_seconds for one in calls),
+            "calls": len(calls),
+            "digests": [digest(one.tokens) for one in calls],
+            "repeated_share": looped / tokens if tokens else 0.0,
+            "memory": max((one.memory for one in calls if one.memory is not None), default=None),
+            "log_likelihood": self.log_likelihood,
+            "scores": self.scores,
+            "texts": self.texts,
+            "stats": Stats.total(stats).summary() if stats else None,
+            "known": next((one.known for one in reversed(calls) if one.known), None),
+            "grown": _added([one.grown for one in calls if one.grown]),
+        }
+
+
+def _added(counts: Sequence[dict[str, Any]]) -> dict[str, Any] | None:
+    """The sums of counts, at any depth."""
+    if not counts:
+        return None
+    names = list(dict.fromkeys(name for one in counts for name in one))
+    columns = {name: [one[name] for one in counts if name in one] for name in names}
+    return {name: _added(column) if isinstance(column[0], dict) else sum(column) for name, column in columns.items()}
+
+
+def ask(model: PreTrainedModel, engines: Mapping[str, Engine], one: Conversation, index: int, run: TaskRun) -> Line:
+    """Every engine on one prompt, in rotating order, so that a machine that slows down slows all of them.
+
+    The answer that a second turn follows is the first engine's, for all: they are asked the same.
+    """
+    answers = {label: Answers() for label in engines}
+    labels = list(engines)
+    options = run.options(run.settings.max_new_tokens)
+    lengths, cut = [], 0
+    for sample in range(run.settings.samples):
+        said: list[Said] = []
+        for turn in range(len(one)):
+            ids = run.reader.ids(one, said)
+            lengths.append(len(ids))
+            cut += run.reader.cuts(one, said)
+            first = (index + sample + turn) % len(labels)
+            for label in labels[first:] + labels[:first]:
+                found = measure(model, engines[label], ids, options, run.plan.seed + 1000 * index + sample)
+                answers[label].measurements.append(found)
+                answers[label].prompts.append(ids.tolist())
+                answers[label].texts.append(run.reader.text(found.tokens))
+            said.append(("" if one.ids is not None else one.turns[turn], answers[labels[0]].texts[-1]))
+    _score(answers, one, run)
+    if not all(engine.lossless for engine in engines.values()):
+        _weigh(model, answers)
+    return {
+        "kind": "prompt",
+        **run.key(),
+        "index": index,
+        "source": one.source,
+        "category": run.task.category(one.record),
+        "digest": one.digest,
+        "prompt_tokens": lengths,
+        "cut": cut,
+        "rows": {label: found.report() for label, found in answers.items()},
+    }
+
+
+def _weigh(model: PreTrainedModel, answers: dict[str, Answers]) -> None:
+    """How likely the target finds every engine's texts; the same text is asked for once."""
+    known: dict[str, float] = {}
+    for found in answers.values():
+        total = 0.0
+        for prompt, measured in zip(found.prompts, found.measurements, strict=True):
+            key = digest([*prompt, -1, *measured.tokens])
+            if key not in known:
+                known[key] = log_likelihood(model, torch.tensor(prompt), measured.tokens)
+            total += known[key]
+        found.log_likelihood = total
+
+
+def _score(answers: dict[str, Answers], one: Conversation, run: TaskRun) -> None:
+    """Scores of every sample's last turn. The same text is scored once: lossless engines all say the same."""
+    score = run.task.score
+    if score is None or (score.executes and not run.plan.allow_code_execution):
+        return
+    known: dict[str, dict[str, float]] = {}
+    for found in answers.values():
+        for text in found.texts[len(one) - 1 :: len(one)]:
+            if text not in known:
+                known[text] = score.grade(one.record, untabbed(text) if run.settings.tabs else text)
+            found.scores.append(known[text])
