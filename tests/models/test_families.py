@@ -14,7 +14,7 @@ from transformers import PreTrainedModel
 
 import skipstone
 from skipstone import Autoregressive, LayerSkip
-from skipstone.decoding.noise import TARGET, Noise
+from skipstone.decoding.noise import TARGET, Noise, row_seed
 from skipstone.models import families as core_families
 from tests.helpers import families, support
 from tests.helpers.snippets import ROOT, blocks
@@ -98,7 +98,7 @@ def sampled(model: PreTrainedModel, prompt: Tensor, seed: int, temperature: floa
 @pytest.mark.parametrize("name", families.NAMES)
 def test_sampled_text_is_what_the_models_own_distributions_and_the_seed_give(name: str) -> None:
     model, prompts, new, temperature = families.cached(name), families.prompts(2), 20, 2.0
-    expected = [sampled(model, prompt, 5 + row, temperature, new) for row, prompt in enumerate(prompts)]
+    expected = [sampled(model, prompt, row_seed(5, row), temperature, new) for row, prompt in enumerate(prompts)]
     options: dict[str, Any] = {"max_new_tokens": new, "do_sample": True, "temperature": temperature, "top_k": 0, "seed": 5}
     plain = skipstone.generate(model, families.padded(prompts), Autoregressive(), **options)
     coupled = LayerSkip(exit_layer=2, num_speculative_tokens=4, rejection_sample_method="coupled")
