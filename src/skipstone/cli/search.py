@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from importlib.util import find_spec
+from io import BytesIO
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -119,6 +120,8 @@ class _progress:
 def _draw(found: Found, path: Path) -> None:
     from matplotlib.figure import Figure
 
+    from skipstone.files import write_whole
+
     figure = Figure(figsize=(6.4, 3.6), layout="constrained")
     axes = figure.subplots()
     seconds, speeds = zip(*found.curve, strict=True)
@@ -126,4 +129,6 @@ def _draw(found: Found, path: Path) -> None:
     axes.axhline(1, color="black", linewidth=0.8)
     axes.set_xlabel("seconds of search")
     axes.set_ylabel("x plain decoding, best so far")
-    figure.savefig(path, format="png", dpi=120)
+    image = BytesIO()
+    figure.savefig(image, format="png", dpi=120)
+    write_whole(path, image.getvalue())

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 import sys
 import warnings
+from io import BytesIO
 from pathlib import Path
 from typing import Any
 
@@ -131,7 +132,9 @@ def draw(history: list[dict[str, Any]], path: Path) -> bool:
         return False
     figure = curves(history)
     FigureCanvasAgg(figure)
-    figure.savefig(path, dpi=100)
+    image = BytesIO()
+    figure.savefig(image, format="png", dpi=100)
+    write_whole(path, image.getvalue())
     return True
 
 
