@@ -159,7 +159,7 @@ class Journal:
         os.fsync(self._file.fileno())
         self.lines.append(line)
 
-    def of(self, kind: str) -> Iterator[Line]:
+    def lines_of(self, kind: str) -> Iterator[Line]:
         """All lines of a kind."""
         return (line for line in self.lines if line["kind"] == kind)
 
