@@ -23,7 +23,7 @@ def write_all(path: Path, moment: int | None, note: Path) -> None:
     if moment is not None:
         kill_when(path.parent, moment, note)
     with Journal(path, PLAN, {"pid": 1}) as file:
-        done = {line["number"] for line in file.of("prompt")}
+        done = {line["number"] for line in file.lines_of("prompt")}
         for number in range(COUNT):
             if number not in done:
                 sys.audit("training.step")
@@ -55,7 +55,7 @@ def test_a_torn_line_is_cut_off_and_written_again(tmp_path: Path, cut: int) -> N
     path.write_bytes(whole[:-cut])
     assert [line["number"] for line in journal.read(path)[1:]] == [0, 1]
     with Journal(path, PLAN, {}) as file:
-        assert [line["number"] for line in file.of("prompt")] == [0, 1]
+        assert [line["number"] for line in file.lines_of("prompt")] == [0, 1]
         file.add({"kind": "prompt", "number": 2})
     assert [json.loads(line)["kind"] for line in path.read_text().splitlines()] == [
         "run",

@@ -1,4 +1,4 @@
-"""How well exits predict answers: against models cut there, and through a whole run."""
+"""How likely texts are, and how well exits predict answers: against transformers, models cut there, and through a whole run."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from skipstone.bench import perplexity
+from skipstone.bench.perplexity import at_every_exit, log_likelihood
 from skipstone.bench.plan import read
 from skipstone.bench.report import report
 from skipstone.bench.run import run
@@ -24,7 +24,7 @@ def test_perplexity_and_agreement_are_those_of_models_cut_there(name: str) -> No
     """By transformers' own forward of the first E layers, over the answers alone."""
     model = families.build(name)
     pairs = [(prompt(9, vocab=50), prompt(4, vocab=50, seed=1)), (prompt(3, vocab=50, seed=2), prompt(7, vocab=50, seed=3))]
-    found = perplexity.at_every_exit(model, pairs)
+    found = at_every_exit(model, pairs)
     assert found.tokens == 11
     best = {}
     for depth in (4, 3, 2, 1):
@@ -43,7 +43,17 @@ def test_perplexity_and_agreement_are_those_of_models_cut_there(name: str) -> No
 
 def test_without_an_answer_there_is_nothing_to_measure() -> None:
     with pytest.raises(ValueError, match="there is no answer to measure"):
-        perplexity.at_every_exit(families.cached("llama"), [])
+        at_every_exit(families.cached("llama"), [])
+
+
+@pytest.mark.parametrize("family", ["llama", "gemma2", "opt_projected"])
+def test_the_likelihood_of_a_text_is_transformers(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("skipstone.bench.perplexity.CHUNK", 3)
+    model, asked, answer = families.cached(family), prompt(6, vocab=50), prompt(8, 1, vocab=50).tolist()
+    said = model(torch.cat([asked, torch.tensor(answer)])[None]).logits[0, 5:-1].double().log_softmax(-1)
+    expected = said.gather(1, torch.tensor(answer)[:, None]).sum()
+    assert log_likelihood(model, asked, answer) == pytest.approx(float(expected), rel=1e-5)
+    assert log_likelihood(model, asked, []) == 0
 
 
 def test_a_run_measures_the_answers_of_what_it_reports(tmp_path: Path) -> None:
@@ -67,7 +77,7 @@ def test_a_run_measures_the_answers_of_what_it_reports(tmp_path: Path) -> None:
     network, tokenizer = load(tmp_path / "model")
     answer = torch.tensor(tokenizer(" the stop", add_special_tokens=False)["input_ids"])
     pairs = [(torch.tensor(tokenizer(one["prompt"])["input_ids"]), answer) for one in asked]
-    wanted = perplexity.at_every_exit(network, pairs)
+    wanted = at_every_exit(network, pairs)
     assert (line["prompts"], line["tokens"]) == (4, wanted.tokens)
     assert line["perplexity"] == pytest.approx(wanted.perplexity)
     assert mine.exits == line

@@ -32,7 +32,7 @@ def test_surrogate_agrees_at_the_wanted_rate_and_is_reproducible():
         made.model.config.num_hidden_layers = 2  # the model cut down to its first layers
         early = made.model(fresh).logits.argmax(-1)
         made.model.config.num_hidden_layers = 4
-    counted = (early == late)[:, surrogate.START :].float().mean().item()
+    counted = (early == late)[:, surrogate.OPENING :].float().mean().item()
     assert surrogate.measure_agreement(made.model, SMALL.rest, fresh)[0].value == pytest.approx(counted)
     assert counted == pytest.approx(0.8, abs=0.06)
     assert made.report()["realised_agreement"]["value"] == made.agreement.value
@@ -55,7 +55,7 @@ def test_a_layer_set_may_be_what_agrees():
         with torch.inference_mode():
             logits = model.logits(model.run(model.embed(fresh, places), at, store, range(6), skip))
         found.append(logits[0].argmax(-1))
-    counted = (found[0] == found[1])[surrogate.START :].double().mean().item()
+    counted = (found[0] == found[1])[surrogate.OPENING :].double().mean().item()
     assert surrogate.measure_agreement(made.model, wide.rest, fresh)[0].value == pytest.approx(counted)
     assert counted < 1
     assert "all but a share of 0.5 agree with all at" in calibrated(made.report())
@@ -68,7 +68,7 @@ def test_sure_tokens_have_a_successor_and_a_part_may_still_disagree():
     assert made.agreement.low - 0.03 <= 0.9 <= made.agreement.high + 0.03
     ids = surrogate.contexts(made.model, 16, 48, seed=9)
     with torch.no_grad():
-        likely = made.model(ids).logits[:, surrogate.START :].softmax(-1).amax(-1)
+        likely = made.model(ids).logits[:, surrogate.OPENING :].softmax(-1).amax(-1)
         plain = surrogate.build(shapes.parse("layers=6,hidden=192,vocab=2048"), 0)(ids).logits.softmax(-1).amax(-1)
     assert (likely > 0.5).float().mean() == pytest.approx(0.8, abs=0.06)
     assert (plain > 0.5).float().mean() < 0.2

@@ -5,14 +5,8 @@ import math
 import numpy as np
 import pytest
 import scipy.stats
-import torch
 
-from skipstone.bench import tuning
-from skipstone.bench.peers import HFPromptLookup
-from skipstone.timing import machine
-from skipstone.timing.measure import Measurement, options_for
 from skipstone.timing.statistics import BLOCKS, Estimate, pooled, predicted_speedup, rate, repeated_share
-from tests.helpers import families
 
 
 def speed_up(tokens, seconds, base_tokens, base_seconds, **more) -> Estimate:
@@ -113,70 +107,6 @@ def test_prediction_is_the_expected_speedup_of_the_swift_paper():
     draft_steps = (m - 1) / alpha
     step = draft_steps * c * plain + v * plain
     assert predicted_speedup(plain, m, step) == pytest.approx(m / ((m - 1) * c / alpha + v))
-
-
-@pytest.mark.parametrize(
-    ("candidates", "prompts", "plan", "calls"),
-    [
-        (9, 6, [(9, [0, 1]), (3, [2, 3, 4, 5])], 30),
-        (3, 4, [(3, [0, 1, 2, 3])], 12),
-        (150, 6, [(150, [0, 1]), (50, [2, 3]), (17, [4, 5])], 434),
-        (4, 1, [(4, [0])], 4),
-        (1, 6, [], 0),
-    ],
-)
-def test_budget_of_tuning_is_known_beforehand(candidates, prompts, plan, calls):
-    assert [(count, list(span)) for count, span in tuning.rungs(candidates, prompts)] == plan
-    assert tuning.budget(candidates, prompts) == calls
-
-
-def test_tuning_finds_the_fastest_and_spends_its_budget(monkeypatch):
-    calls = []
-
-    def timed(model, engine, prompt, options, seed):
-        calls.append((engine.prompt_lookup_num_tokens, seed))  # the prompt's number is added to the seed, 0
-        # number 4 is the fastest on every prompt but the first, where 7 has a lucky moment
-        seconds = 0.5 if calls[-1] == (7, 0) else 1.0 + abs(engine.prompt_lookup_num_tokens - 4) / 10
-        return Measurement([0] * options["max_new_tokens"], seconds)
-
-    monkeypatch.setattr(tuning, "measure", timed)
-    candidates = [HFPromptLookup(number) for number in range(1, 10)]
-    best, trials = tuning.tune(families.cached("llama"), candidates, [torch.tensor([1])] * 6, options_for(8), seed=0)
-    assert best == HFPromptLookup(4)
-    assert len(calls) == tuning.budget(9, 6) == 30
-    assert sorted(len(trial.tokens) for trial in trials) == [2] * 6 + [6] * 3
-    assert trials[0].speed == pytest.approx(8.0)
-    first = [number for number, index in calls if index == 0]
-    assert sorted(first) == list(range(1, 10)) != first  # everybody's turn, in shuffled order
-
-
-def test_the_usual_values_are_the_same_for_ours_and_for_the_peer():
-    ours, peer = (tuning.usual(name, 16) for name in ("layerskip", "hf-early-exit"))
-    assert ours["exit_layer"] == peer["exit_layer"] == [2, 3, 4, 6, 8]
-    assert ours["num_speculative_tokens"] == peer["num_assistant_tokens"]
-    assert set(ours["confidence_threshold"]) == {None, 0.2, 0.3, 0.4, 0.5, 0.6}
-    assert set(peer["confidence_threshold"]) >= {0.0, 0.4}
-    assert tuning.exit_layers(2) == [1]
-    assert tuning.usual("autoregressive", 16) == {}
-
-
-def test_ceiling_counts_the_bytes_that_a_token_reads():
-    model = families.build("llama", vocab=50)
-    total = sum(p.numel() for p in model.parameters()) * 4
-    assert machine.weight_bytes(model) == total - 50 * 32 * 4  # of an embedding table of its own a token reads one row
-    tied = families.build("llama", vocab=50, tie_word_embeddings=True)
-    assert machine.weight_bytes(tied) == total - 50 * 32 * 4  # the head reads the shared table
-    assert machine.kv_bytes(model) == 2 * 4 * 2 * 8 * 4  # keys and values x layers x heads x dimensions x float32
-    found = machine.ceiling(model, mean_length=10.0, megabytes=4)
-    read = total - 50 * 32 * 4 + 10 * 512
-    assert found["tokens_per_second"] == pytest.approx(found["bandwidth_gb_per_second"] * 1e9 / read)
-
-
-def test_provenance_names_the_versions_and_the_command():
-    found = machine.provenance(["bench", "model", "--quick"], seed=3)
-    assert found["packages"]["torch"] == torch.__version__
-    assert found["argv"] == ["bench", "model", "--quick"]
-    assert (found["seed"], found["threads"]) == (3, torch.get_num_threads())
 
 
 def test_pooled_rate_of_nothing_is_not_a_number():

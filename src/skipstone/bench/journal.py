@@ -128,7 +128,7 @@ class Journal:
         self._file.add(line)
         self.lines.append(plain(line))
 
-    def of(self, kind: str) -> Iterator[Line]:
+    def lines_of(self, kind: str) -> Iterator[Line]:
         """All lines of a kind."""
         return (line for line in self.lines if line["kind"] == kind)
 

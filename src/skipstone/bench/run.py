@@ -107,7 +107,7 @@ def enter(journal: Journal, subject: Subject, plan: Plan, say: Say) -> list[Entr
     entrants, refused = lineup.entrants(plan.methods, subject.model, plan.tune)
     if not entrants:
         raise ValueError(f"no method is left to measure on {subject.name}: {'; '.join(refused.values())}")
-    if not any(line["model"] == subject.name for line in journal.of("model")):
+    if not any(line["model"] == subject.name for line in journal.lines_of("model")):
         config = subject.model.config
         ceiling = machine.ceiling(subject.model, 256)
         say(machine.told(subject.name, ceiling))
@@ -134,7 +134,7 @@ def measure_task(
     """One task on one model: choose what is open, then ask everybody prompt by prompt."""
     tune, report = both
     settings = task_run.settings
-    done = {line["index"] for line in journal.of("prompt") if task_run.owns(line)}
+    done = {line["index"] for line in journal.lines_of("prompt") if task_run.owns(line)}
     if len(done) == len(report):
         return
     taking = [entrant for entrant in entrants if entrant.sampled or not settings.temperature]
@@ -157,7 +157,7 @@ def measure_exits(
     journal: Journal, model: PreTrainedModel, task_run: TaskRun, report: Sequence[Conversation], say: Say
 ) -> None:
     """How well every exit predicts the task's answers, where it has answers; one line."""
-    if any(task_run.owns(line) for line in journal.of("exits")):
+    if any(task_run.owns(line) for line in journal.lines_of("exits")):
         return
     pairs = task_run.answers(report, LayeredModel(model).max_positions)
     if not pairs:
@@ -176,7 +176,7 @@ def _chosen(
         return entrant.candidates[0]
 
     def own(kind: str) -> list[Line]:
-        return [line for line in journal.of(kind) if task_run.owns(line) and line["method"] == entrant.label]
+        return [line for line in journal.lines_of(kind) if task_run.owns(line) and line["method"] == entrant.label]
 
     if earlier := own("tuned"):
         return entrant.candidates[earlier[0]["candidate"]]

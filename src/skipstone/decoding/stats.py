@@ -64,8 +64,9 @@ class Stats:
 
     def merge(self, other: Stats) -> None:
         """Count all that another call did."""
-        for name in self.__dataclass_fields__:
+        for name in _COUNTS:
             setattr(self, name, getattr(self, name) + getattr(other, name))
+        self.histogram.update(other.histogram)
 
     @classmethod
     def total(cls, calls: Iterable[Stats]) -> Stats:
@@ -126,7 +127,10 @@ class Stats:
     @classmethod
     def from_summary(cls, summary: Mapping[str, Any]) -> Stats:
         """What a `summary` was made of; a count that an older one does not hold is 0."""
-        known = {name: summary.get(name, 0) for name in cls.__dataclass_fields__}
+        known = {name: summary.get(name, 0) for name in _COUNTS}
         known["tokens"] = summary["new_tokens"] - summary["prefill_tokens"]
-        known["histogram"] = Counter({int(key): count for key, count in summary["acceptance_histogram"].items()})
-        return cls(**known)
+        return cls(**known, histogram=Counter({int(key): count for key, count in summary["acceptance_histogram"].items()}))
+
+
+_COUNTS = tuple(name for name in Stats.__dataclass_fields__ if name != "histogram")
+"""Names of the plain numbers among the figures."""

@@ -61,7 +61,7 @@ def _made(journal: Journal, shape: Shape, plan: Plan, say: Say, contexts: int) -
     device = usable(plan.device)
     if shape.agreement is None:
         return surrogate.plain(shape, plan.seed, dtype, device), {"shape": shape.name, "contexts": "random ids"}
-    known = next(journal.of("calibrated"), None)
+    known = next(journal.lines_of("calibrated"), None)
     if known is None:
         say(f"calibrating {shape.name}: {shape.part} are to agree with all at {shape.agreement}")
         made = surrogate.calibrate(shape, plan.seed, sequences=contexts, dtype=dtype, device=device, say=say)

@@ -39,7 +39,7 @@ LEAST = 1e-7  # factor, between which and 1 the bisection looks, by ratio
 TOLERANCE = 0.003  # by which an agreement may miss the wanted one
 NEARLY = 0.05  # by which the interval of the agreement found at last may miss the wanted one
 FEW = 8  # contexts whose distributions are held at once
-START = 4  # random tokens that a sampled context begins with
+OPENING = 4  # random tokens that a sampled context begins with
 WRITTEN = 6.0  # spread of what a layer of that GAIN adds to the residual stream, measured at 8B shape
 SURENESS = 32.0  # logits that a sure successor gets, were the last hidden state the embedding alone
 ROWS = 16_384  # of the head, changed at once
@@ -175,9 +175,9 @@ def _scale(weights: list[Tensor], full: list[Tensor], factor: float) -> None:
 def contexts(model: Any, sequences: int, length: int, seed: int) -> Tensor:
     """[sequences, length] int64 ids, sampled from the model itself at T = 1 after a few random tokens. Reproducible."""
     generator = torch.Generator().manual_seed(seed)
-    start = torch.randint(model.config.vocab_size, (sequences, START), generator=generator).to(model.device)
+    start = torch.randint(model.config.vocab_size, (sequences, OPENING), generator=generator).to(model.device)
     options = {"do_sample": True, "temperature": 1.0, "top_k": 0, "top_p": 1.0, "eos_token_id": None, "pad_token_id": 0}
-    return api.generate(model, start, "autoregressive", seed=seed, max_new_tokens=length - START, **options).sequences
+    return api.generate(model, start, "autoregressive", seed=seed, max_new_tokens=length - OPENING, **options).sequences
 
 
 def _mean(sums: list[float], tokens: int) -> Estimate:
@@ -193,13 +193,13 @@ def _silence(_module: Any, _inputs: Any, output: Any) -> Tensor:
 def measure_agreement(model: Any, rest: SkipSet, ids: Tensor) -> tuple[Estimate, Estimate]:
     """(agreement, overlap) of a model without some sublayers with the whole on sampled contexts [S, T], teacher-forced, over
     the tokens that follow the random start; bootstrap over contexts."""
-    same, overlap, count = [], [], ids.shape[1] - START
+    same, overlap, count = [], [], ids.shape[1] - OPENING
     for part in ids.split(FEW):  # distributions are large
-        late = model(part, use_cache=False).logits[:, START:].float()
+        late = model(part, use_cache=False).logits[:, OPENING:].float()
         with ExitStack() as silent:
             for module in _outputs(model, rest):
                 silent.enter_context(module.register_forward_hook(_silence))
-            early = model(part, use_cache=False).logits[:, START:].float()
+            early = model(part, use_cache=False).logits[:, OPENING:].float()
         same += (early.argmax(-1) == late.argmax(-1)).double().sum(1).tolist()
         overlap += torch.minimum(early.softmax(-1), late.softmax(-1)).sum(-1).double().sum(1).tolist()
     return _mean(same, count), _mean(overlap, count)
@@ -211,17 +211,17 @@ def measure_alone(model: Any, ids: Tensor) -> Estimate:
     random start."""
     same = []
     for row in ids:
-        together = model(row[None], use_cache=False).logits[0, START:].argmax(-1)
+        together = model(row[None], use_cache=False).logits[0, OPENING:].argmax(-1)
         cache = DynamicCache(config=model.config)
         logits = [model(token, past_key_values=cache).logits[0] for token in row[None].split(1, dim=1)]
-        same.append(float((torch.cat(logits)[START:].argmax(-1) == together).sum()))
-    return _mean(same, ids.shape[1] - START)
+        same.append(float((torch.cat(logits)[OPENING:].argmax(-1) == together).sum()))
+    return _mean(same, ids.shape[1] - OPENING)
 
 
 def sampled_prompts(model: Any, count: int, length: int, seed: int) -> list[Conversation]:
     """`count` contexts of `length` tokens. ValueError where even sampled text loops: nothing measured on it means anything."""
     rows = contexts(model, count, length, seed).cpu()
-    shares = [repeated_share(row[:START].tolist(), row[START:].tolist()) for row in rows]
+    shares = [repeated_share(row[:OPENING].tolist(), row[OPENING:].tolist()) for row in rows]
     if (mean := sum(shares) / len(shares)) >= LOOPING:
         raise ValueError(f"the surrogate's sampled text loops (share of repeated 8-grams {mean:.2f}); use a larger vocab")
     return [Conversation(f"sampled at T = 1, number {index}", ids=row.clone()) for index, row in enumerate(rows)]

@@ -73,9 +73,9 @@ class Skipstone:
 
     def generate(self, model: PreTrainedModel, prompt: Tensor, options: dict[str, Any], seed: int) -> Emitted:
         stats, tokens, first_at = Stats(), [], None
-        started = time.perf_counter()
+        began = time.perf_counter()
         steps = api.stream(model, prompt, self.method, seed=seed, **options)
-        setup = time.perf_counter() - started
+        setup = time.perf_counter() - began
         for step in steps:
             stats.add(step)
             tokens += step.tokens[0]
@@ -130,17 +130,17 @@ def measure(model: PreTrainedModel, engine: Engine, prompt: Tensor, options: Map
         before = _known(engine, model)
         counted = _forget_peak(model.device)
         synchronise(model.device)
-        start = time.perf_counter()
+        began = time.perf_counter()
         emitted = engine.generate(model, ids, {**options, "attention_mask": torch.ones_like(ids)}, seed)
         synchronise(model.device)
-        seconds = time.perf_counter() - start
+        seconds = time.perf_counter() - began
     most = _peak(model.device) if counted else None
     known = _known(engine, model)
     return Measurement(
         emitted.tokens,
         seconds,
         emitted.stats,
-        None if emitted.first_at is None else emitted.first_at - start,
+        None if emitted.first_at is None else emitted.first_at - began,
         emitted.setup_seconds,
         most,
         known,

@@ -31,10 +31,10 @@ def timings(work: Callable[[], Any], device: torch.device, repeats: int = REPEAT
     times = []
     for _ in range(repeats + 1):
         synchronise(device)
-        start = time.perf_counter()
+        began = time.perf_counter()
         work()
         synchronise(device)
-        times.append(time.perf_counter() - start)
+        times.append(time.perf_counter() - began)
     return times[1:]
 
 
