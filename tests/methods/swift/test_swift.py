@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 import gc
 import json
-import threading
 import weakref
 from pathlib import Path
 from typing import Any
@@ -161,25 +160,6 @@ def test_a_state_lives_as_long_as_its_model_and_serves_every_request() -> None:
     del model
     gc.collect()
     assert gone() is None
-
-
-def test_threads_do_not_skip_each_others_layers() -> None:
-    """One drafts while another decodes plainly, over and over: all texts stay the model's, and no forward is left behind."""
-    model = llama(layers=6)
-    plain = skipstone.generate(model, prompt(9), "autoregressive", max_new_tokens=40, do_sample=False).new_tokens
-    found: list[Any] = []
-
-    def run(method: Any) -> None:
-        for _ in range(6):
-            found.append(skipstone.generate(model, prompt(9), method, max_new_tokens=40, do_sample=False).new_tokens)
-
-    threads = [threading.Thread(target=run, args=(one,)) for one in ("autoregressive", METHOD, SelfSpeculative((1, 2), (2,)))]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert found == [plain] * 18
-    assert not any("forward" in vars(module) for module in model.modules())
 
 
 def test_a_found_set_is_saved_and_used_again(tmp_path: Path) -> None:
