@@ -14,6 +14,7 @@ from transformers.generation.logits_process import LogitsProcessor, LogitsProces
 from transformers.generation.stopping_criteria import MaxLengthCriteria, StoppingCriteria, StoppingCriteriaList
 
 import skipstone
+from skipstone.models.patches import take_off
 from tests.helpers import families
 from tests.helpers.settings_edges import QUIET, SKIP
 from tests.helpers.support import alone, decode, left_padded
@@ -119,7 +120,9 @@ class TestMaxTime:
 
 
 def state(model: PreTrainedModel) -> Any:
-    """All that a decoding call might leave behind: attributes and hooks of every module, both configs, the mode."""
+    """All that a decoding call might leave behind: attributes and hooks of every module, both configs, the mode.
+    Without skipstone's patches, which the next call sets again."""
+    take_off(model)
     modules = {
         name: (sorted(module.__dict__), len(module._forward_hooks), len(module._forward_pre_hooks), module.training)
         for name, module in model.named_modules()

@@ -26,7 +26,6 @@ from transformers.generation.stopping_criteria import (
     StopStringCriteria,
 )
 from transformers.generation.utils import GenerateDecoderOnlyOutput
-from transformers.masking_utils import AttentionMaskInterface, sdpa_mask
 from transformers.modeling_outputs import CausalLMOutput
 from transformers.modeling_utils import AttentionInterface
 from transformers.utils import logging
@@ -91,7 +90,15 @@ def prefix_allowed_tokens_fn() -> None:
 
 def attention_implementation() -> None:
     config: Any = families.cached("llama").config
-    assert config._attn_implementation == config._attn_implementation_internal == "sdpa"
+    assert config._attn_implementation == "sdpa"
+
+
+def places_of_modules_and_parameters() -> None:
+    module = torch.nn.Linear(2, 2)
+    module.add_module("child", torch.nn.ReLU())
+    assert module._modules == {"child": module.child}
+    assert list(module._parameters) == ["weight", "bias"]
+    assert vars(module)["_modules"] is module._modules
 
 
 def special_token_tensors() -> None:
@@ -133,7 +140,8 @@ PRIVATE: dict[str, Callable[[], None]] = {
     "_get_default_generation_params": default_generation_params,
     "_prefix_allowed_tokens_fn": prefix_allowed_tokens_fn,
     "_attn_implementation": attention_implementation,
-    "_attn_implementation_internal": attention_implementation,
+    "_modules": places_of_modules_and_parameters,
+    "_parameters": places_of_modules_and_parameters,
     "_pad_token_tensor": special_token_tensors,
     "_eos_token_tensor": special_token_tensors,
     "_is_stateful": stateful_models,
@@ -171,8 +179,6 @@ def output() -> None:
 
 def attention() -> None:
     assert isinstance(inspect.getattr_static(AttentionInterface, "register"), classmethod)
-    assert isinstance(inspect.getattr_static(AttentionMaskInterface, "register"), classmethod)
-    assert callable(sdpa_mask)
 
 
 def log_level() -> None:
@@ -192,8 +198,6 @@ INTERNAL: dict[str, Callable[[], None]] = {
     "transformers.generation.stopping_criteria.EosTokenCriteria": criteria,
     "transformers.generation.stopping_criteria.MaxLengthCriteria": criteria,
     "transformers.generation.utils.GenerateDecoderOnlyOutput": output,
-    "transformers.masking_utils.AttentionMaskInterface": attention,
-    "transformers.masking_utils.sdpa_mask": attention,
     "transformers.modeling_outputs.CausalLMOutput": training,
     "transformers.modeling_utils.AttentionInterface": attention,
     "transformers.utils.logging": log_level,
@@ -206,7 +210,8 @@ def trees() -> Iterator[ast.Module]:
 
 
 def own_names() -> set[str]:
-    """Private names that src defines itself: functions, classes, module and class variables, attributes of self."""
+    """Private names that src defines itself: functions, classes, module and class variables, attributes of self.
+    Not those that it defines in the place of transformers' own."""
     names: set[str] = set()
     for node in (node for tree in trees() for node in ast.walk(tree)):
         match node:
@@ -218,7 +223,7 @@ def own_names() -> set[str]:
                 names |= {target.id for target in targets if isinstance(target, ast.Name)}
             case _:
                 pass
-    return names
+    return names - {"_attn_implementation"}
 
 
 def used_names() -> set[str]:

@@ -237,6 +237,17 @@ def test_an_exception_inside_a_pass_leaves_the_models_forward_intact(name: str) 
     assert attributes(model) == modules
 
 
+def test_a_pass_inside_of_another_is_refused() -> None:
+    """As where two threads use one model at the same time."""
+    model: Any = families.build("llama")
+    text = decode(model)
+    handle = model.model.layers[2].register_forward_pre_hook(lambda *_: decode(model))
+    with pytest.raises(RuntimeError, match="in the middle of another pass: one thread at a time"):
+        decode(model)
+    handle.remove()
+    assert decode(model) == text
+
+
 def test_a_forward_that_was_put_on_a_module_is_called() -> None:
     model: Any = families.build("llama")
     plain, calls = decode(model), []

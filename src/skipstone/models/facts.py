@@ -44,8 +44,8 @@ class Facts:
         patches.take_off(model)  # those of the model that this one is a copy of, or of an earlier state
         self.patch()
         parts = list(model.modules())
-        self._children = [part._modules for part in parts]
-        self._parameters = [part._parameters for part in parts]
+        self._child_places = [part._modules for part in parts]
+        self._weight_places = [part._parameters for part in parts]
         self._stamp = self._now(model)
 
     def hold(self, model: Any) -> bool:
@@ -53,8 +53,8 @@ class Facts:
         return self._stamp == self._now(model)
 
     def _now(self, model: Any) -> tuple[Any, ...]:
-        children = [id(child) for place in self._children for child in place.values()]
-        found = (one for place in self._parameters for one in place.values() if one is not None)
+        children = [id(child) for place in self._child_places for child in place.values()]
+        found = (one for place in self._weight_places for one in place.values() if one is not None)
         weights = [(id(one), one.dtype, one.device) for one in found]
         placed = repr(getattr(model, "hf_device_map", None))
         return children, weights, repr(vars(model.config)), placed, getattr(model, "hf_quantizer", None)

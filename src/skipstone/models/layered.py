@@ -15,6 +15,7 @@ from skipstone.models.kvstore import KVStore
 from skipstone.models.memo import Memo
 from skipstone.models.modules import DecoderModules, unwrapped
 from skipstone.models.passes import Pass
+from skipstone.models.patches import Running
 from skipstone.models.refusals import refuse_state
 from skipstone.models.skipping import SkipSet
 
@@ -25,11 +26,12 @@ _NOTHING = SkipSet()
 class LayeredModel(DecoderModules):
     """The facts and modules of one model. ValueError for a model that skipstone cannot decode exactly.
 
-    Making one is cheap: what has to be searched for is found once per model, and again when its modules, its weights' places
-    and types or its config have changed. One thread at a time may use a model; a server owns its model.
+    Making one is cheap: what has to be searched for is found once per model, and again after its modules, its config, or the
+    places and dtypes of its weights have changed. One thread at a time may use a model; a server owns its model.
 
-    model: the transformers model; head: its LM head; layers: its decoder layers; kinds, windows: their layer types and sliding
-    windows (None for full attention); embeddings: how many ids the input embedding knows.
+    model: the transformers model. decoder: that without its head. head: the LM head. layers: the decoder layers. kinds: their
+    layer types. windows: their sliding windows in tokens, None for full attention. embeddings: ids that have an embedding.
+    max_positions: most positions of a sequence; max_positions_source: the config field that says so.
     """
 
     def __init__(self, model: PreTrainedModel) -> None:
@@ -41,7 +43,6 @@ class LayeredModel(DecoderModules):
         self.layers, self.kinds, self.windows = facts.layers, facts.kinds, facts.windows
         self.max_positions, self.max_positions_source = facts.max_positions, facts.max_positions_source
         self.embeddings, self.device, self.dtype = facts.embeddings, facts.device, facts.dtype
-        self._running = facts.running
         self._fixed = dict(facts.family.arguments)
         self._phases = facts.phases
 
@@ -51,11 +52,12 @@ class LayeredModel(DecoderModules):
 
     def project(self, normed: Tensor, head: nn.Module | None = None) -> Tensor:
         """LM head and what the family does after it. [B, n, d'] -> [B, n, V] float32. head: instead of the model's own."""
-        self._begin()
+        running = self._patched()
         try:
+            running.passing = True
             scores = (self.head if head is None else head)(normed)
         finally:
-            self._running.passing = False
+            running.passing = False
         return self.family.logits(scores, self.config).float()
 
     def run(self, hidden: Tensor, at: Pass, store: KVStore, layers: range, skip: SkipSet | None = None) -> Tensor:
@@ -66,8 +68,9 @@ class LayeredModel(DecoderModules):
         facts, cache = self._facts, {self.family.cache_argument: store.view(at)}
         absent = self._absent(skip) if skip else frozenset()
         phases = self._position_embeddings(hidden, at, layers)
-        self._begin(skip)
+        running = self._patched(skip)
         try:
+            running.passing = True
             for index in layers:
                 if index in absent:
                     continue
@@ -81,17 +84,23 @@ class LayeredModel(DecoderModules):
                 )
                 hidden = output[0] if isinstance(output, tuple) else output
         finally:
-            self._running.passing = False
+            running.passing = False
         return hidden
 
-    def _begin(self, skip: SkipSet | None = None) -> None:
-        """Let the model's patches know of a pass; `_running.passing = False` ends it."""
-        running = self._running
+    def _patched(self, skip: SkipSet | None = None) -> Running:
+        """What the model's patches look at, ready for a pass. RuntimeError in the middle of another pass."""
+        running = self._facts.running
+        if running.passing:
+            raise RuntimeError(
+                f"this {type(self.model).__name__} is in the middle of another pass: one thread at a time may use a model; let one "
+                "thread own it, or give each thread a copy"
+            )
         if not running.on:
             self._facts.patch()
         if skip and not running.skippable:
             self._facts.patch_sublayers()
-        running.skip, running.passing = skip or _NOTHING, True
+        running.skip = skip or _NOTHING
+        return running
 
     def _position_embeddings(self, hidden: Tensor, at: Pass, layers: range) -> dict[str, Any]:
         if self.family.rotary is None:
