@@ -11,7 +11,7 @@ from transformers import PreTrainedModel
 from skipstone import Autoregressive, Decoder, LayeredModel, LayerSkip, Request, Sampling
 from skipstone.decoding.loop import run
 from tests.helpers import families
-from tests.helpers.settings_edges import COUPLED, QUIET, SAMPLING, SKIP
+from tests.helpers.settings import COUPLED, QUIET, SAMPLING, SKIP
 from tests.helpers.support import alone, decode
 
 pytestmark = QUIET
