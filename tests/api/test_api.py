@@ -12,7 +12,7 @@ import skipstone
 from skipstone import METHODS, Autoregressive, Detokenizer, EarlyExit, LayerSkip
 from skipstone.methods import resolve
 from tests.helpers import families
-from tests.helpers.support import alone, left_padded, tokenizer
+from tests.helpers.support import alone, tokenizer
 
 SKIP = LayerSkip(exit_layer=2, num_speculative_tokens=4)
 # how fast a tiny model runs is no matter here, but where the warning itself is tested
@@ -81,7 +81,7 @@ class TestInputs:
             "ids": prompt[None],
             "one row": prompt,
             "mapping": {"input_ids": prompt[None]},
-            "batch encoding": BatchEncoding(left_padded([prompt])),
+            "batch encoding": BatchEncoding(families.padded([prompt])),
         }[kind]
         output = skipstone.generate(model, inputs, SKIP, max_new_tokens=10)
         assert output.new_tokens == [alone(model, prompt, max_new_tokens=10)]
@@ -102,7 +102,7 @@ class TestStream:
     def test_the_steps_hold_the_text_in_order(self, model: PreTrainedModel) -> None:
         prompts = families.prompts(3)
         texts: list[list[int]] = [[], [], []]
-        steps = list(skipstone.stream(model, left_padded(prompts), SKIP, max_new_tokens=20))
+        steps = list(skipstone.stream(model, families.padded(prompts), SKIP, max_new_tokens=20))
         for step in steps:
             for row, (text, tokens) in enumerate(zip(texts, step.tokens, strict=True)):
                 text += tokens
@@ -132,7 +132,7 @@ class TestStream:
 
 class TestFigures:
     def test_the_stats_are_a_fold_over_the_steps(self, model: PreTrainedModel) -> None:
-        output = skipstone.generate(model, left_padded(families.prompts(3)), SKIP, max_new_tokens=24, record=True)
+        output = skipstone.generate(model, families.padded(families.prompts(3)), SKIP, max_new_tokens=24, record=True)
         stats, steps = output.stats, output.steps
         assert stats is not None
         assert steps is not None

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import deque
 from dataclasses import dataclass, field, replace
 from typing import Any, ClassVar
 
@@ -33,7 +32,7 @@ from skipstone.decoding.stopping import RunningRequest
 from skipstone.methods.shared.chain import LOOK_EVERY
 from skipstone.models import host
 from skipstone.models.layered import LayeredModel
-from tests.helpers.machine import decode, llama, mistral, near, prompt, start
+from tests.helpers.machine import decode, llama, mistral, near, prompt, serve, start
 from tests.helpers.trees import Trees
 
 HELPER = near(llama(), 0.1)
@@ -78,32 +77,6 @@ def queue() -> list[Request]:
         Request(prompt(length, 50 + index), new, eos=frozenset({index, 90}), sampling=setting)
         for index, ((length, new), setting) in enumerate(zip(sizes, settings, strict=True))
     ]
-
-
-def serve(method: Method, model: LayeredModel, requests: list[Request], chunk: int = 4) -> tuple[list[list[int]], list[Any]]:
-    """A server's life: three rows, a request admitted as soon as one is free.
-
-    Returns, in the order of the requests, their texts and their traces: what each step drafted and where its tokens came from.
-    """
-    decoder = Decoder(method.start(model, 3, 48), chunk=chunk)
-    waiting, owner = deque(range(len(requests))), dict[int, int]()
-    texts: list[list[int]] = [[] for _ in requests]
-    traces: list[list[Any]] = [[] for _ in requests]
-    while waiting or decoder.busy:
-        for row in range(3):
-            if row not in owner and waiting:
-                owner[row] = waiting.popleft()
-                decoder.admit(row, requests[owner[row]])
-        step = decoder.step()
-        for row, tokens in enumerate(step.tokens):
-            if tokens:
-                texts[owner[row]] += tokens
-                traces[owner[row]].append((step.drafted[row], step.origin[row]))
-        for row in step.finished:
-            state = decoder.release(row)
-            assert state is not None
-            assert state.tokens == texts[owner.pop(row)]
-    return texts, traces
 
 
 SETTINGS = (2, 3, 4)

@@ -13,8 +13,8 @@ from transformers import PreTrainedModel
 import skipstone
 from skipstone import Autoregressive, LayerSkip, Output, Step
 from tests.helpers import families
-from tests.helpers.settings_edges import COUPLED, QUIET, SAMPLING, SKIP
-from tests.helpers.support import alone, decode, left_padded, tokenizer
+from tests.helpers.settings import COUPLED, QUIET, SAMPLING, SKIP
+from tests.helpers.support import alone, decode, tokenizer
 
 pytestmark = QUIET
 
@@ -95,7 +95,7 @@ class TestEndOfSequence:
     def test_sequences_equal_those_of_generate_on_the_padded_batch(self, model: PreTrainedModel, batch: list[Tensor]) -> None:
         free = [alone(model, prompt, max_new_tokens=30) for prompt in batch]
         options: dict[str, Any] = {"max_new_tokens": 30, "eos_token_id": [free[0][12], free[1][4]], "pad_token_id": 3}
-        assert torch.equal(decode(model, batch, SKIP, **options).sequences, model.generate(**left_padded(batch), **options))
+        assert torch.equal(decode(model, batch, SKIP, **options).sequences, model.generate(**families.padded(batch), **options))
 
 
 class TestStopStrings:
@@ -163,7 +163,7 @@ class TestLengths:
         assert output.stats.drafted > 0
 
     def test_max_length_counts_the_padded_prompt_as_in_transformers(self, model: PreTrainedModel, batch: list[Tensor]) -> None:
-        inputs = left_padded(batch)
+        inputs = families.padded(batch)
         expected = model.generate(**inputs, max_length=30)
         output = skipstone.generate(model, inputs, SKIP, max_length=30)
         assert output.sequences.shape[1] == 30
@@ -205,7 +205,7 @@ class TestPadding:
             for prompt in prompts
         ]
         assert any(pad in text for text in expected)
-        inputs = left_padded(prompts, pad)
+        inputs = families.padded(prompts, pad)
         output = skipstone.generate(model, inputs, SKIP, pad_token_id=pad, max_new_tokens=24)
         assert output.new_tokens == expected
 

@@ -12,7 +12,7 @@ from skipstone import Autoregressive, Decoder, LayeredModel, LayerSkip, Request,
 from skipstone.decoding.loop import run
 from skipstone.decoding.noise import row_seed
 from tests.helpers import families
-from tests.helpers.settings_edges import COUPLED, QUIET, SAMPLING, SKIP
+from tests.helpers.settings import COUPLED, QUIET, SAMPLING, SKIP
 from tests.helpers.support import alone, decode
 
 pytestmark = QUIET

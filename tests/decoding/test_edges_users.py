@@ -16,8 +16,8 @@ from transformers.generation.stopping_criteria import MaxLengthCriteria, Stoppin
 import skipstone
 from skipstone.models.patches import take_off
 from tests.helpers import families
-from tests.helpers.settings_edges import QUIET, SKIP
-from tests.helpers.support import alone, decode, left_padded
+from tests.helpers.settings import QUIET, SKIP
+from tests.helpers.support import alone, decode
 
 pytestmark = QUIET
 
@@ -80,7 +80,7 @@ class TestUsersObjects:
         def allowed(row: int, _: Tensor) -> list[int]:
             return list(range(row * 30, row * 30 + 30))
 
-        inputs = left_padded(batch)
+        inputs = families.padded(batch)
         expected = model.generate(**inputs, prefix_allowed_tokens_fn=allowed, max_new_tokens=16)
         output = skipstone.generate(model, inputs, SKIP, prefix_allowed_tokens_fn=allowed, max_new_tokens=16)
         assert torch.equal(output.sequences, expected)

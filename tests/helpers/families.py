@@ -7,6 +7,7 @@ rejected. Sliding windows are 8 tokens; layer kinds are mixed wherever the famil
 from __future__ import annotations
 
 import functools
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -161,11 +162,14 @@ def prompts(rows: int, vocab: int = 97, longest: int = 21, seed: int = 1) -> lis
     return [torch.randint(1, vocab, (length,), generator=generator) for length in lengths]
 
 
-def padded(rows: list[Tensor]) -> dict[str, Tensor]:
-    """Left-padded input_ids and attention_mask [B, T]."""
+def padded(rows: Sequence[Tensor], pad: int = 0) -> dict[str, Tensor]:
+    """input_ids and attention_mask [B, T] as a tokenizer with padding_side="left" makes them."""
     width = max(map(len, rows))
-    ids = torch.stack([torch.cat([row.new_zeros(width - len(row)), row]) for row in rows])
-    mask = torch.stack([torch.cat([row.new_zeros(width - len(row)), torch.ones_like(row)]) for row in rows])
+    ids = torch.full((len(rows), width), pad)
+    mask = torch.zeros_like(ids)
+    for row, tokens in enumerate(rows):
+        ids[row, width - len(tokens) :] = tokens
+        mask[row, width - len(tokens) :] = 1
     return {"input_ids": ids, "attention_mask": mask}
 
 

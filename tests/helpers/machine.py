@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from collections import deque
 from collections.abc import Sequence
 from typing import Any
 
@@ -101,6 +102,32 @@ def decode(
         if check:
             check_rows(decoder, requests, texts)
     return texts, stats, steps
+
+
+def serve(method: Method, model: LayeredModel, requests: list[Request], chunk: int = 4) -> tuple[list[list[int]], list[Any]]:
+    """A server's life: three rows, a request admitted as soon as one is free.
+
+    Returns, in the order of the requests, their texts and their traces: what each step drafted and where its tokens came from.
+    """
+    decoder = Decoder(method.start(model, 3, 48), chunk=chunk)
+    waiting, owner = deque(range(len(requests))), dict[int, int]()
+    texts: list[list[int]] = [[] for _ in requests]
+    traces: list[list[Any]] = [[] for _ in requests]
+    while waiting or decoder.busy:
+        for row in range(3):
+            if row not in owner and waiting:
+                owner[row] = waiting.popleft()
+                decoder.admit(row, requests[owner[row]])
+        step = decoder.step()
+        for row, tokens in enumerate(step.tokens):
+            if tokens:
+                texts[owner[row]] += tokens
+                traces[owner[row]].append((step.drafted[row], step.origin[row]))
+        for row in step.finished:
+            state = decoder.release(row)
+            assert state is not None
+            assert state.tokens == texts[owner.pop(row)]
+    return texts, traces
 
 
 def check_rows(decoder: Decoder, requests: Sequence[Request], texts: Sequence[list[int]]) -> None:

@@ -8,12 +8,14 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
+import pytest
 import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerFast
 
 import skipstone
+from skipstone.check.ties import Divergence, Judge
 from tests.helpers import families
 
 TIE = 1e-4
@@ -71,15 +73,35 @@ def _plainly(name: str, rows: int, options: str) -> tuple[list[Tensor], list[lis
     return prompts, output.new_tokens
 
 
-def left_padded(prompts: Sequence[Tensor], pad: int = 0) -> dict[str, Tensor]:
-    """input_ids and attention_mask [B, T] as a tokenizer with padding_side="left" makes them."""
-    width = max(map(len, prompts))
-    ids = torch.full((len(prompts), width), pad)
-    mask = torch.zeros_like(ids)
-    for row, prompt in enumerate(prompts):
-        ids[row, width - len(prompt) :] = prompt
-        mask[row, width - len(prompt) :] = 1
-    return {"input_ids": ids, "attention_mask": mask}
+def assert_same_texts(
+    model: PreTrainedModel,
+    prompts: Sequence[Tensor],
+    expected: Sequence[Sequence[int]],
+    output: skipstone.Output,
+    options: dict[str, Any],
+) -> None:
+    """Fail with every row that differs: whether rounding explains it (a tie) or not (a bug), where, and both texts.
+
+    prompts: [T] each. expected: new tokens per row. options: of `generate`; sampled texts of one seed differ by a bug only.
+    """
+    assert output.new_tokens is not None
+    assert len(output.new_tokens) == len(expected)
+    judge, told = Judge(model), []
+    scoring = {name: value for name, value in options.items() if name not in ("max_new_tokens", "min_new_tokens", "seed")}
+    for row, (prompt, wanted, found) in enumerate(zip(prompts, expected, output.new_tokens, strict=True)):
+        if list(wanted) == list(found):
+            continue
+        if options.get("do_sample"):
+            shared = min(len(wanted), len(found))
+            place = next((i for i in range(shared) if wanted[i] != found[i]), shared)
+            one, other = (text[place] if place < len(text) else None for text in (wanted, found))
+            parted = Divergence(row, place, one, other, texts=(list(wanted), list(found)))
+        else:
+            parted = judge.compare(prompt, wanted, found, scoring, row)
+            assert parted is not None
+        told.append(f"row {row}, position {parted.position}: {parted.message()}\n  whole: {list(wanted)}\n     and {list(found)}")
+    if told:
+        pytest.fail("\n".join([f"{output.method} says something else than it should", *told]), pytrace=False)
 
 
 @functools.cache
@@ -98,7 +120,7 @@ def tokenizer(size: int = 97) -> PreTrainedTokenizerFast:
 
 def decode(model: PreTrainedModel, prompts: Sequence[Tensor], method: Any, **options: Any) -> skipstone.Output:
     """One left-padded batch through a method; 24 new tokens unless told."""
-    return skipstone.generate(model, left_padded(prompts), method, **{"max_new_tokens": 24, **options})
+    return skipstone.generate(model, families.padded(prompts), method, **{"max_new_tokens": 24, **options})
 
 
 @contextmanager

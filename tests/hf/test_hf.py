@@ -21,8 +21,8 @@ from transformers.generation.utils import GenerateDecoderOnlyOutput
 import skipstone
 from skipstone import Autoregressive, EarlyExit, LayerSkip
 from tests.helpers import families
-from tests.helpers.settings_hf import COUPLED, QUIET, SAMPLING, SKIP
-from tests.helpers.support import alone, forwards, left_padded, tokenizer
+from tests.helpers.settings import COUPLED, QUIET, SAMPLING, SKIP
+from tests.helpers.support import alone, forwards, tokenizer
 
 pytestmark = QUIET
 
@@ -225,7 +225,7 @@ class TestStreamers:
         thread.join()
 
     def test_a_batch_has_no_streamer(self, model: PreTrainedModel) -> None:
-        inputs = left_padded(families.prompts(2))
+        inputs = families.padded(families.prompts(2))
         with forwards(model) as count, pytest.raises(ValueError, match="streamers take one row, found a batch of 2"):
             skipstone.generate(model, inputs, SKIP, streamer=Recorder(), max_new_tokens=3)
         assert count == [0]

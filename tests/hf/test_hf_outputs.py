@@ -19,8 +19,8 @@ from transformers import (
 import skipstone
 from skipstone.decoding.noise import row_seed
 from tests.helpers import families
-from tests.helpers.settings_hf import COUPLED, QUIET, SAMPLING, SKIP
-from tests.helpers.support import alone, forwards, left_padded, tokenizer
+from tests.helpers.settings import COUPLED, QUIET, SAMPLING, SKIP
+from tests.helpers.support import alone, forwards, tokenizer
 
 pytestmark = QUIET
 
@@ -45,7 +45,7 @@ class TestScoresAndLogits:
         prompts = families.prompts(3)
         free = [alone(model, prompt, max_new_tokens=20) for prompt in prompts]
         asked = {"output_scores": True, "output_logits": True, "eos_token_id": free[1][5], **self.options}
-        output = skipstone.generate(model, left_padded(prompts), SKIP, **asked)
+        output = skipstone.generate(model, families.padded(prompts), SKIP, **asked)
         assert output.new_tokens is not None
         assert len(set(map(len, output.new_tokens))) > 1
         for row, prompt in enumerate(prompts):

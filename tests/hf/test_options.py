@@ -15,8 +15,8 @@ import skipstone
 from skipstone import LayerSkip
 from skipstone.hf.fields import FIELDS, SUPPORTED, refuse_fields
 from tests.helpers import families
-from tests.helpers.support import alone, forwards, left_padded, tokenizer
-from tests.hf.test_options_meaning import ELSEWHERE, LAW, TEXT
+from tests.helpers.options import ELSEWHERE, LAW, TEXT
+from tests.helpers.support import alone, forwards, tokenizer
 
 SKIP = LayerSkip(exit_layer=2, num_speculative_tokens=4)
 SAMPLING: dict[str, Any] = {"do_sample": True, "temperature": 2.0, "top_k": 0}
@@ -67,7 +67,7 @@ def model() -> PreTrainedModel:
 
 
 def generate(model: PreTrainedModel, prompts: list[Tensor], method: Any = SKIP, **options: Any) -> Any:
-    return skipstone.generate(model, left_padded(prompts), method, tokenizer=tokenizer(), **options)
+    return skipstone.generate(model, families.padded(prompts), method, tokenizer=tokenizer(), **options)
 
 
 def fields_of_transformers() -> set[str]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from dataclasses import dataclass, field
+import functools
 from typing import Any
 
 import pytest
@@ -14,68 +14,13 @@ from transformers import GenerationConfig, PreTrainedModel
 import skipstone
 from skipstone import Autoregressive, LayerSkip
 from tests.helpers import families
-from tests.helpers.support import alone, left_padded, tokenizer
+from tests.helpers.options import LAW, TEXT
+from tests.helpers.support import alone, tokenizer
 
 SKIP = LayerSkip(exit_layer=2, num_speculative_tokens=4)
 SAMPLING: dict[str, Any] = {"do_sample": True, "temperature": 2.0, "top_k": 0}
 # how fast a tiny model runs is no matter here
 pytestmark = pytest.mark.filterwarnings("ignore:.*x the speed of plain decoding:RuntimeWarning")
-
-
-@dataclass(frozen=True)
-class Case:
-    """An option that changes greedy text. base: what else is set, with and without it. prompts: how many tokens each has."""
-
-    options: dict[str, Any]
-    base: dict[str, Any] = field(default_factory=dict)
-    lengths: tuple[int, ...] = (21, 14)
-
-
-EOS = {"eos_token_id": [60, 72]}
-TEXT: dict[str, Case] = {
-    "max_new_tokens": Case({"max_new_tokens": 7}),
-    "min_length": Case({"min_length": 30}, EOS),
-    "min_new_tokens": Case({"min_new_tokens": 9}, EOS),
-    "max_time": Case({"max_time": 1e-9}),
-    "stop_strings": Case({"stop_strings": ["<23>", "abc"]}),
-    "eos_token_id": Case({"eos_token_id": [60, 72]}),
-    "forced_eos_token_id": Case({"forced_eos_token_id": 33}),
-    "forced_bos_token_id": Case({"forced_bos_token_id": 33}, lengths=(1, 1)),
-    "repetition_penalty": Case({"repetition_penalty": 1.5}),
-    "encoder_repetition_penalty": Case({"encoder_repetition_penalty": 2.5}),
-    "no_repeat_ngram_size": Case({"no_repeat_ngram_size": 2}),
-    "encoder_no_repeat_ngram_size": Case({"encoder_no_repeat_ngram_size": 1}),
-    "bad_words_ids": Case({"bad_words_ids": [[60], [72, 41]]}),
-    "sequence_bias": Case({"sequence_bias": [[[13], 5.0], [[60, 60], -9.0]]}),
-    "suppress_tokens": Case({"suppress_tokens": [60, 72, 5]}),
-    "begin_suppress_tokens": Case({"begin_suppress_tokens": [60, 55, 72, 0]}),
-    "exponential_decay_length_penalty": Case({"exponential_decay_length_penalty": (4, 1.4)}, {"eos_token_id": 96}),
-}
-LAW: dict[str, dict[str, Any]] = {
-    "do_sample": {},
-    "temperature": {"temperature": 1.2},
-    "top_k": {"top_k": 4},
-    "top_p": {"top_p": 0.6},
-    "min_p": {"min_p": 0.1},
-    "top_h": {"top_h": 0.5},
-    "typical_p": {"typical_p": 0.5},
-    "epsilon_cutoff": {"epsilon_cutoff": 0.03},
-    "eta_cutoff": {"eta_cutoff": 0.05},
-}
-ELSEWHERE = {
-    "max_length": "test_edges.py: counts the padded prompt",
-    "num_return_sequences": "test_edges.py, test_hf.py",
-    "return_dict_in_generate": "test_hf.py",
-    "output_scores": "test_hf.py",
-    "output_logits": "test_hf.py",
-    "remove_invalid_values": "below",
-    "renormalize_logits": "below",
-    "pad_token_id": "below",
-    "bos_token_id": "below",
-    "prefill_chunk_size": "below",
-    "use_cache": "below",
-    "transformers_version": "a record of who wrote the file",
-}
 
 
 @pytest.fixture(scope="module")
@@ -84,17 +29,28 @@ def model() -> PreTrainedModel:
 
 
 def generate(model: PreTrainedModel, prompts: list[Tensor], method: Any = SKIP, **options: Any) -> Any:
-    return skipstone.generate(model, left_padded(prompts), method, tokenizer=tokenizer(), **options)
+    return skipstone.generate(model, families.padded(prompts), method, tokenizer=tokenizer(), **options)
+
+
+@functools.cache
+def said_without(base: tuple[tuple[str, Any], ...], lengths: tuple[int, ...]) -> list[list[int]]:
+    """What transformers says when the option is not set."""
+    return [alone(families.cached("llama"), prompt, **dict(base)) for prompt in prompts_of(lengths)]
+
+
+def prompts_of(lengths: tuple[int, ...]) -> list[Tensor]:
+    return [prompt[:length] for prompt, length in zip(families.prompts(2), lengths, strict=True)]
 
 
 @pytest.mark.parametrize("name", TEXT)
 def test_a_field_changes_the_text_as_in_transformers_on_every_route(name: str, model: PreTrainedModel) -> None:
     case = TEXT[name]
-    prompts = [prompt[:length] for prompt, length in zip(families.prompts(2), case.lengths, strict=True)]
-    base = {"max_new_tokens": 16, **case.base}
+    prompts = prompts_of(case.lengths)
+    base = {"max_new_tokens": 12, **case.base}
     words = {"tokenizer": tokenizer()} if name == "stop_strings" else {}
     expected = [alone(model, prompt, **{**base, **case.options}, **words) for prompt in prompts]
-    assert expected != [alone(model, prompt, **base) for prompt in prompts], "the option changes nothing here"
+    plain = {name: tuple(value) if isinstance(value, list) else value for name, value in base.items()}
+    assert expected != said_without(tuple(plain.items()), case.lengths), "the option changes nothing here"
     assert generate(model, prompts, **{**base, **case.options}).new_tokens == expected
     config = GenerationConfig(**{**base, **case.options})
     assert generate(model, prompts, generation_config=config).new_tokens == expected

@@ -16,8 +16,7 @@ from transformers.generation.logits_process import (
 from skipstone import Autoregressive, LayerSkip, Method, Request, Sampling
 from skipstone.decoding import pace
 from skipstone.models.layered import LayeredModel
-from tests.decoding.test_decode import serve
-from tests.helpers.machine import decode, llama, mistral, prompt
+from tests.helpers.machine import decode, llama, mistral, prompt, serve
 from tests.helpers.trees import Trees, reference
 
 

@@ -23,7 +23,7 @@ from skipstone.methods.adasd.thresholds import VerificationThreshold
 from skipstone.methods.shared import draft_model as draft_models
 from skipstone.methods.shared.draft_model import DraftModel, DraftModelSession
 from skipstone.models.layered import LayeredModel
-from tests.helpers import support
+from tests.helpers import families, support
 from tests.helpers.enumeration import VOCAB, Pushing, proves
 from tests.helpers.machine import llama, mistral, near, prompt, small, start
 
@@ -213,7 +213,7 @@ def test_the_confidence_schedule_stops_behind_an_unsure_token(model: Any, draft:
 @pytest.mark.parametrize("sampled", [False, True])
 def test_another_family_in_another_dtype_drafts(model: Any, sampled: bool) -> None:
     helper = mistral(window=6, seed=0).to(torch.bfloat16)
-    asked = support.left_padded([prompt(9), prompt(4, 1), prompt(14, 2)])
+    asked = families.padded([prompt(9), prompt(4, 1), prompt(14, 2)])
     wish: dict[str, Any] = {"max_new_tokens": 40, "do_sample": sampled, **({"temperature": 0.8, "seed": 4} if sampled else {})}
     method = Speculative(helper, 3, rejection_sample_method="coupled")
     out = skipstone.generate(model, asked, method, **wish)

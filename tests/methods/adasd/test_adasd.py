@@ -19,7 +19,7 @@ from skipstone import AdaSD, Autoregressive
 from skipstone.decoding import verify
 from skipstone.decoding.draft import Draft
 from skipstone.decoding.noise import Noise
-from tests.helpers import support
+from tests.helpers import families
 from tests.helpers.machine import llama, near, prompt
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*x the speed of plain decoding:RuntimeWarning")
@@ -129,7 +129,7 @@ def test_text_counts_and_means_are_the_papers(model: Any, draft: Any, settings: 
     asked = [prompt(9), prompt(4, 1)]
     traces = [Trace(model, method.draft_model, method) for _ in asked]
     expected = [trace.write(one.tolist(), NEW) for trace, one in zip(traces, asked, strict=True)]
-    out = skipstone.generate(model, support.left_padded(asked), method, max_new_tokens=NEW, do_sample=False, eos_token_id=None)
+    out = skipstone.generate(model, families.padded(asked), method, max_new_tokens=NEW, do_sample=False, eos_token_id=None)
     assert out.new_tokens == expected
     assert out.lossless is not method.relaxed
     stats: Any = out.stats
@@ -145,7 +145,7 @@ def test_text_counts_and_means_are_the_papers(model: Any, draft: Any, settings: 
         gone = [one for trace in traces for one in trace.rejected_entropy]
         assert means["entropy_rejected"]["sum"] == pytest.approx(sum(gone), abs=1e-3)
     plain = skipstone.generate(
-        model, support.left_padded(asked), Autoregressive(), max_new_tokens=NEW, do_sample=False, eos_token_id=None
+        model, families.padded(asked), Autoregressive(), max_new_tokens=NEW, do_sample=False, eos_token_id=None
     )
     same = plain.new_tokens == out.new_tokens
     assert same == (stats.overruled == 0)

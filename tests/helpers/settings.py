@@ -1,4 +1,4 @@
-"""Edge cases of decoding, and the settings they are decoded with."""
+"""Settings that the proofs of edges, of options and of transformers' own ways decode with."""
 
 from __future__ import annotations
 

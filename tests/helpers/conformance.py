@@ -1,0 +1,149 @@
+"""What every method promises, as assertions, and a row for each. A new method is one row of ROWS."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from dataclasses import dataclass, fields, replace
+from typing import Any
+
+from transformers import PreTrainedModel
+
+from skipstone import (
+    AdaDecode,
+    AdaSD,
+    Autoregressive,
+    EarlyExit,
+    Jacobi,
+    LayerSkip,
+    Lookahead,
+    Method,
+    Output,
+    PromptLookup,
+    SelfSpeculative,
+    Speculative,
+    Swift,
+)
+from tests.helpers import families
+from tests.helpers.support import assert_same_texts, decode, plainly, references
+
+EXIT = 2
+DRAFTS = (1, 4, 7)
+"""Draft lengths that are tried."""
+
+
+@dataclass(frozen=True)
+class Row:
+    """make: (num_speculative_tokens, rejection_sample_method) -> the method. speculative: it drafts.
+
+    same_text: rules under which sampling gives the text of plain sampling with the same seeds ("standard" where drafts are
+    deterministic). oracle: for a lossy method, the model whose text it should give. variant: a setting of a method that has a
+    row already: one cell of the grid, all in the full product. learns: the drafter grows better, so that of a short text's
+    drafts all may be right. rare: it drafts what stood there before, which random models hardly ever say again: where they do,
+    tests/methods/test_lookups.py asks for drafts that were accepted, family by family.
+    """
+
+    make: Callable[[int, Any], Method]
+    speculative: bool = True
+    same_text: tuple[str, ...] = ("coupled",)
+    oracle: Callable[[str], PreTrainedModel] | None = None
+    variant: bool = False
+    learns: bool = False
+    rare: bool = False
+
+    def method(self, family: str, drafts: int, rule: str) -> Method:
+        """The method for a family's model: what drafts with a second model is given its first layers as one."""
+        method = self.make(drafts, rule)
+        second = any(field.name == "draft_model" for field in fields(method))
+        return replace(method, draft_model=truncated(family)) if second else method  # type: ignore[call-arg]
+
+
+@functools.cache
+def truncated(name: str) -> PreTrainedModel:
+    """The first EXIT layers of a family's model as a model of its own."""
+    full, short = families.cached(name), families.build(name, layers=EXIT)
+    missing, extra = short.load_state_dict(full.state_dict(), strict=False)
+    assert not missing, missing
+    assert extra, "there was nothing to cut off"
+    return short
+
+
+SWIFT = functools.partial(Swift, skip_ratio=0.5, context_window=6, guard=False, objective="matchness")
+"""It always drafts, and judges layer sets from the seventh token on."""
+
+ROWS: dict[str, Row] = {
+    "autoregressive": Row(lambda d, rule: Autoregressive(), speculative=False, same_text=("standard",)),
+    "early_exit": Row(lambda d, rule: EarlyExit(exit_layer=EXIT), speculative=False, same_text=(), oracle=truncated),
+    "layerskip": Row(
+        lambda d, rule: LayerSkip(exit_layer=EXIT, num_speculative_tokens=d, rejection_sample_method=rule),
+    ),
+    "layerskip, cache not reused": Row(
+        lambda d, rule: LayerSkip(EXIT, d, reuse_cache=False, rejection_sample_method=rule),
+        variant=True,
+    ),
+    "layerskip, confident": Row(
+        lambda d, rule: LayerSkip(EXIT, d, confidence_threshold=0.2, rejection_sample_method=rule),
+        variant=True,
+    ),
+    "swift": Row(lambda d, rule: SWIFT(num_speculative_tokens=d), same_text=("standard",), learns=True),
+    "self_speculative": Row(lambda d, rule: SelfSpeculative((1,), (2,), None, d), same_text=("standard",)),
+    "adadecode": Row(
+        lambda d, rule: AdaDecode("original", 0.3, d, exit_layers=(1, EXIT), guard=False, rejection_sample_method=rule),
+    ),
+    "adadecode, deeper heads look again": Row(
+        lambda d, rule: AdaDecode("original", 0.2, d, recheck=True, guard=False, rejection_sample_method=rule),
+        variant=True,
+    ),
+    "speculative": Row(lambda d, rule: Speculative(None, d, rejection_sample_method=rule)),
+    "speculative, heuristic schedule": Row(
+        lambda d, rule: Speculative(None, d, "heuristic", rejection_sample_method=rule), variant=True
+    ),
+    "speculative, confident": Row(
+        lambda d, rule: Speculative(None, d, "confidence", 0.2, rejection_sample_method=rule), variant=True
+    ),
+    "adasd": Row(lambda d, rule: AdaSD(None, d, relaxed=False, rejection_sample_method=rule)),
+    "prompt_lookup": Row(lambda d, rule: PromptLookup(num_speculative_tokens=d), same_text=("standard",), rare=True),
+    "prompt_lookup, first place": Row(
+        lambda d, rule: PromptLookup(num_speculative_tokens=d, prefer="first"), same_text=("standard",), variant=True, rare=True
+    ),
+    "jacobi": Row(lambda d, rule: Jacobi(d), same_text=("standard",), rare=True),
+    "lookahead": Row(lambda d, rule: Lookahead(d, 3, d), same_text=("standard",), rare=True),
+    "swift, chains that never stop early": Row(
+        lambda d, rule: SWIFT(skip_ratio=0.75, num_speculative_tokens=d, confidence_threshold=None, dynamic_verification=False),
+        same_text=("standard",),
+        variant=True,
+        learns=True,
+    ),
+}
+LOSSLESS = [name for name, row in ROWS.items() if row.oracle is None]
+
+
+def is_telling(row: Row, output: Output) -> bool:
+    """Whether drafts were accepted and rejected, as far as a row's method can be asked for that."""
+    stats = output.stats
+    assert stats is not None
+    if not row.speculative:
+        return stats.drafted == 0
+    few = row.learns and stats.drafted < 20
+    accepted, rejected = stats.accepted > 0 or row.rare, stats.drafted > stats.accepted or few
+    return stats.drafted > 0 and accepted and rejected
+
+
+def assert_greedy_equals_alone(row: Row, family: str, rows: int, drafts: int, options: dict[str, Any]) -> None:
+    """The text is that of `model.generate` on each row alone."""
+    model, method = families.cached(family), row.method(family, drafts, "standard")
+    prompts, expected, _ = references(family, rows, **options)
+    output = decode(model, prompts, method, **options)
+    assert_same_texts(model, prompts, expected, output, options)
+    assert is_telling(row, output), f"no draft was accepted or none rejected: {output.stats}"
+
+
+def assert_sampling_equals_plain(
+    row: Row, family: str, rows: int, drafts: int, rule: str, options: dict[str, Any], seed: int = 11
+) -> None:
+    """The text is that of plain sampling with the same seeds."""
+    model, method = families.cached(family), row.method(family, drafts, rule)
+    prompts, expected = plainly(family, rows, seed=seed, **options)
+    output = decode(model, prompts, method, seed=seed, **options)
+    assert_same_texts(model, prompts, expected, output, {**options, "seed": seed})
+    assert is_telling(row, output), f"no draft was accepted or none rejected: {output.stats}"
