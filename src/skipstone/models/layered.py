@@ -92,8 +92,8 @@ class LayeredModel(DecoderModules):
         running = self._facts.running
         if running.passing:
             raise RuntimeError(
-                f"this {type(self.model).__name__} is in the middle of another pass: one thread at a time may use a model; let one "
-                "thread own it, or give each thread a copy"
+                f"this {type(self.model).__name__} is in the middle of another pass: one thread at a time may use a model; let "
+                "one thread own it, or give each thread a copy"
             )
         if not running.on:
             self._facts.patch()
