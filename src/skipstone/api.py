@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-import torch
 from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
@@ -13,6 +12,7 @@ from skipstone.decoding.step import Step
 from skipstone.hf import generation
 from skipstone.hf.call import MethodLike, prepare_call, resolve_for
 from skipstone.hf.output import Output
+from skipstone.models.padding import left_padded
 
 Inputs = Tensor | str | Sequence[Any] | Mapping[str, Any]
 
@@ -84,10 +84,8 @@ def _encode(inputs: Inputs, tokenizer: Any, options: dict[str, Any]) -> tuple[Te
     rows = [token_ids(text, tokenizer) for text in texts]
     if empty := [index for index, row in enumerate(rows) if not row]:
         raise ValueError(f"prompt {empty[0]} is empty: there is no token to start from")
-    width = max(map(len, rows))
     fill = next((i for i in (tokenizer.pad_token_id, tokenizer.eos_token_id) if i is not None), 0)
-    ids = torch.tensor([[fill] * (width - len(row)) + row for row in rows])
-    mask = torch.tensor([[0] * (width - len(row)) + [1] * len(row) for row in rows])
+    ids, mask = left_padded(rows, fill)
     return ids, {"attention_mask": mask, **options}
 
 

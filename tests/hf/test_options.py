@@ -13,7 +13,7 @@ from transformers.generation.configuration_utils import WatermarkingConfig
 
 import skipstone
 from skipstone import LayerSkip
-from skipstone.hf.fields import FIELDS, SUPPORTED, refuse_fields
+from skipstone.hf.fields import FIELDS, refuse_fields
 from tests.helpers import families
 from tests.helpers.options import ELSEWHERE, LAW, TEXT
 from tests.helpers.support import alone, forwards, tokenizer
@@ -80,13 +80,13 @@ def test_the_table_has_exactly_the_fields_of_the_installed_transformers() -> Non
 
 
 def test_every_refused_field_has_a_case_here() -> None:
-    assert set(REFUSED) == {name for name, reason in FIELDS.items() if reason is not SUPPORTED}
+    assert set(REFUSED) == {name for name, reason in FIELDS.items() if reason is not None}
 
 
 def test_every_supported_field_has_a_case_here() -> None:
     named = [*TEXT, *LAW, *ELSEWHERE]
     assert len(named) == len(set(named))
-    assert set(named) == {name for name, reason in FIELDS.items() if reason is SUPPORTED}
+    assert set(named) == {name for name, reason in FIELDS.items() if reason is None}
 
 
 def call_with(route: str, model: PreTrainedModel, name: str) -> None:

@@ -13,90 +13,51 @@ from transformers import GenerationConfig
 EXOTIC = {"typical_p": 1.0, "epsilon_cutoff": 0.0, "eta_cutoff": 0.0, "top_h": None}
 """Warpers without a vectorised form, and the values that turn them off."""
 
-_BEAMS = "skipstone does not search beams"
-_OWN_CACHE = "skipstone keeps its own KV store"
-_ASSISTED = "this is an option of transformers' assisted generation; set the method's own (see docs/migration.md)"
-
-SUPPORTED = None
-FIELDS: dict[str, str | None] = {
+_SUPPORTED = (
     # length and stopping
-    "max_length": SUPPORTED,
-    "max_new_tokens": SUPPORTED,
-    "min_length": SUPPORTED,
-    "min_new_tokens": SUPPORTED,
-    "max_time": SUPPORTED,
-    "stop_strings": SUPPORTED,
-    "eos_token_id": SUPPORTED,
-    "forced_eos_token_id": SUPPORTED,
-    "forced_bos_token_id": SUPPORTED,
+    *("max_length", "max_new_tokens", "min_length", "min_new_tokens", "max_time", "stop_strings"),
+    *("eos_token_id", "forced_eos_token_id", "forced_bos_token_id"),
     # sampling
-    "do_sample": SUPPORTED,
-    "temperature": SUPPORTED,
-    "top_k": SUPPORTED,
-    "top_p": SUPPORTED,
-    "min_p": SUPPORTED,
-    "top_h": SUPPORTED,
-    "typical_p": SUPPORTED,
-    "epsilon_cutoff": SUPPORTED,
-    "eta_cutoff": SUPPORTED,
-    "num_return_sequences": SUPPORTED,
-    "renormalize_logits": SUPPORTED,
+    *("do_sample", "temperature", "top_k", "top_p", "min_p", "top_h", "typical_p", "epsilon_cutoff", "eta_cutoff"),
+    *("num_return_sequences", "renormalize_logits"),
     # processors, one list per row
-    "repetition_penalty": SUPPORTED,
-    "encoder_repetition_penalty": SUPPORTED,
-    "no_repeat_ngram_size": SUPPORTED,
-    "encoder_no_repeat_ngram_size": SUPPORTED,
-    "bad_words_ids": SUPPORTED,
-    "sequence_bias": SUPPORTED,
-    "suppress_tokens": SUPPORTED,
-    "begin_suppress_tokens": SUPPORTED,
-    "exponential_decay_length_penalty": SUPPORTED,
-    "remove_invalid_values": SUPPORTED,
-    # output, tokens, bookkeeping
-    "return_dict_in_generate": SUPPORTED,
-    "output_scores": SUPPORTED,
-    "output_logits": SUPPORTED,
-    "pad_token_id": SUPPORTED,
-    "bos_token_id": SUPPORTED,
-    "prefill_chunk_size": SUPPORTED,
-    "transformers_version": SUPPORTED,
-    # refused where set to something else than the default
-    "num_beams": _BEAMS,
-    "num_beam_groups": _BEAMS,
-    "early_stopping": _BEAMS,
-    "length_penalty": _BEAMS,
-    "diversity_penalty": _BEAMS,
-    "constraints": _BEAMS,
-    "force_words_ids": _BEAMS,
-    "use_cache": SUPPORTED,  # it changes no text; training leaves a False in a model's own config
-    "cache_implementation": _OWN_CACHE,
-    "cache_config": _OWN_CACHE,
-    "max_cache_len": _OWN_CACHE,
-    "low_memory": "contrastive search is not implemented",
-    "penalty_alpha": "contrastive search is not implemented",
-    "dola_layers": "DoLa is not implemented",
-    "guidance_scale": "classifier-free guidance runs the model a second time for every token",
-    "watermarking_config": "watermarks are not implemented",
-    "token_healing": "token healing needs a tokenizer, which transformers does not pass on",
-    "output_attentions": "attention maps are not kept",
-    "output_hidden_states": "hidden states are not kept",
-    "compile_config": "skipstone does not compile the model",
-    "disable_compile": "skipstone does not compile the model",
-    "continuous_batching_config": "continuous batching of transformers does not pass through here",
-    "decoder_start_token_id": "skipstone decodes decoder-only models",
-    "assistant_early_exit": "use method={'method': 'layerskip', 'exit_layer': E} instead (see docs/migration.md)",
-    "assistant_confidence_threshold": _ASSISTED,
-    "assistant_ensemble_weight": _ASSISTED,
-    "assistant_lookbehind": _ASSISTED,
-    "target_lookbehind": _ASSISTED,
-    "num_assistant_tokens": _ASSISTED,
-    "num_assistant_tokens_schedule": _ASSISTED,
-    "is_assistant": _ASSISTED,
-    "prompt_lookup_num_tokens": _ASSISTED,
-    "max_matching_ngram_size": _ASSISTED,
-    "speculation_type": _ASSISTED,
-    "use_mtp": _ASSISTED,
+    *("repetition_penalty", "encoder_repetition_penalty", "no_repeat_ngram_size", "encoder_no_repeat_ngram_size"),
+    *("bad_words_ids", "sequence_bias", "suppress_tokens", "begin_suppress_tokens", "exponential_decay_length_penalty"),
+    "remove_invalid_values",
+    # output, tokens, bookkeeping; use_cache changes no text, and training leaves a False in a model's own config
+    *("return_dict_in_generate", "output_scores", "output_logits", "pad_token_id", "bos_token_id", "prefill_chunk_size"),
+    *("transformers_version", "use_cache"),
+)
+"""Fields with their meaning in transformers."""
+_REFUSED = {
+    "skipstone does not search beams": (
+        *("num_beams", "num_beam_groups", "early_stopping", "length_penalty", "diversity_penalty", "constraints"),
+        "force_words_ids",
+    ),
+    "skipstone keeps its own KV store": ("cache_implementation", "cache_config", "max_cache_len"),
+    "contrastive search is not implemented": ("low_memory", "penalty_alpha"),
+    "DoLa is not implemented": ("dola_layers",),
+    "classifier-free guidance runs the model a second time for every token": ("guidance_scale",),
+    "watermarks are not implemented": ("watermarking_config",),
+    "token healing needs a tokenizer, which transformers does not pass on": ("token_healing",),
+    "attention maps are not kept": ("output_attentions",),
+    "hidden states are not kept": ("output_hidden_states",),
+    "skipstone does not compile the model": ("compile_config", "disable_compile"),
+    "continuous batching of transformers does not pass through here": ("continuous_batching_config",),
+    "skipstone decodes decoder-only models": ("decoder_start_token_id",),
+    "use method='layerskip exit_layer=E' instead (see docs/migration.md)": ("assistant_early_exit",),
+    "this is an option of transformers' assisted generation; set the method's own (see docs/migration.md)": (
+        *("assistant_confidence_threshold", "assistant_ensemble_weight", "assistant_lookbehind", "target_lookbehind"),
+        *("num_assistant_tokens", "num_assistant_tokens_schedule", "is_assistant", "prompt_lookup_num_tokens"),
+        *("max_matching_ngram_size", "speculation_type", "use_mtp"),
+    ),
 }
+"""Why a field is refused -> the fields, where they are set to something else than transformers' default."""
+FIELDS: dict[str, str | None] = {
+    **dict.fromkeys(_SUPPORTED),
+    **{name: reason for reason, names in _REFUSED.items() for name in names},
+}
+"""Every field of GenerationConfig -> why it is refused, None where it is supported."""
 _CHANGES_NOTHING = {
     "cache_implementation": ("dynamic", "dynamic_full", "static", "sliding_window", "hybrid", "hybrid_chunked"),
     "guidance_scale": (1,),
@@ -116,7 +77,7 @@ def refuse_fields(values: Mapping[str, Any]) -> None:
         reason = FIELDS.get(name, "skipstone does not know this option")
         default = defaults.get(name)
         unset = value is None or value == default or (value is False and default is None)
-        if name.startswith("_") or name not in defaults or reason is SUPPORTED or unset:
+        if name.startswith("_") or name not in defaults or reason is None or unset:
             continue
         if value in _CHANGES_NOTHING.get(name, ()):
             continue
