@@ -26,36 +26,28 @@ def _softcap(logits: Tensor, config: Any) -> Tensor:
 
 @dataclass(frozen=True)
 class Family:
-    """Facts about one family. Paths are attributes of `model.get_decoder()`, sublayers attributes of one decoder layer.
-
-    positions: the learned position embedding, or None for rotary ones. rotary_by_kind: the rotary module wants the layer kind.
-    cache_argument: the layer's name for the KV cache. arguments: what else a layer must be given. window: which layers the
-    model's own forward gives a sliding-window mask, as soon as `config.sliding_window` is set: "none", "every" one, or those
-    that `config.layer_types` names. attention_interface: the attention sublayer looks its function up in transformers'
-    AttentionInterface. mlp: the module whose output is the MLP sublayer's (the last) and those before it. input_scale: the
-    config field that multiplies the embeddings. logits: what happens after the head. refuse: what a config of this family uses
-    that cannot be decoded, or None. post_norm: norms follow the residual sum, so that a layer is not its input
-    even where both its sublayers are left out.
-    """
+    """Facts about one family: names of attributes of `model.get_decoder()`, and where said of one decoder layer."""
 
     layers: str = "layers"
     embedding: str = "embed_tokens"
-    positions: str | None = None
-    project_in: str | None = None
-    project_out: str | None = None
-    input_scale: str | None = None
-    norm: str = "norm"
+    positions: str | None = None  # the learned position embedding, None for rotary ones
+    project_in: str | None = None  # from the embedding's size to the layers'
+    project_out: str | None = None  # and back, in front of the LM head
+    input_scale: str | None = None  # field of the config that multiplies the embeddings
+    norm: str = "norm"  # the final one
     rotary: str | None = "rotary_emb"
-    rotary_by_kind: bool = False
-    attention: str = "self_attn"
-    mlp: tuple[str, ...] = ("mlp",)
-    cache_argument: str = "past_key_values"
-    arguments: tuple[tuple[str, Any], ...] = ()
+    rotary_by_kind: bool = False  # the rotary module wants to know the layer type
+    attention: str = "self_attn"  # of a layer: its attention sublayer
+    mlp: tuple[str, ...] = ("mlp",)  # of a layer: the modules of its MLP sublayer in order, whose output is that of the last
+    cache_argument: str = "past_key_values"  # of a layer's forward: the KV cache
+    arguments: tuple[tuple[str, Any], ...] = ()  # of a layer's forward: what else it must be given
     window: Literal["none", "every", "by_layer"] = "none"
-    attention_interface: bool = True
-    logits: Callable[[Tensor, Any], Tensor] = _same
-    refuse: Callable[[Any], str | None] = lambda _: None
-    post_norm: Callable[[Any], bool] = lambda _: False
+    """Layers that the model's own forward gives a sliding-window mask where `config.sliding_window` is set: none, every one, or
+    those that `config.layer_types` names."""
+    attention_interface: bool = True  # the attention looks its function up in transformers' AttentionInterface
+    logits: Callable[[Tensor, Any], Tensor] = _same  # (output of the LM head, config) -> logits
+    refuse: Callable[[Any], str | None] = lambda _: None  # what a config uses that cannot be decoded, None where all can
+    post_norm: Callable[[Any], bool] = lambda _: False  # norms follow the residual sum: even an empty layer changes its input
 
     def embed(self, decoder: Any, config: Any, tokens: Tensor, positions: Tensor) -> Tensor:
         """Hidden states that enter layer 0. tokens, positions: [B, n] int64. Returns [B, n, d]."""
@@ -160,8 +152,8 @@ def family_of(model: PreTrainedModel) -> Family:
     if kind not in FAMILIES:
         raise ValueError(
             f"unknown model family {kind!r}: skipstone knows {', '.join(sorted(FAMILIES))}. "
-            f"To add it, enter its module names in FAMILIES (src/skipstone/core/families.py) and one row in "
-            f"tests/families.py; docs/add-a-family.md shows how"
+            f"To add it, enter its module names in FAMILIES (src/skipstone/models/families.py) and one row in "
+            f"tests/helpers/families.py; docs/add-a-family.md shows how"
         )
     family = FAMILIES[kind]
     if reason := family.refuse(config):
