@@ -69,18 +69,12 @@ class Family:
         return hidden
 
 
-def _no_alibi(config: Any) -> str | None:
-    return "alibi position biases" if config.alibi else None
+def _unless(field: str, what: str) -> Callable[[Any], str | None]:
+    """Refuses configs that set a field, which stands for what cannot be decoded."""
+    return lambda config: what if getattr(config, field) else None
 
 
-def _no_cross_attention(config: Any) -> str | None:
-    return "cross-attention" if config.add_cross_attention else None
-
-
-def _no_bidirection(config: Any) -> str | None:
-    return "bidirectional attention" if config.use_bidirectional_attention else None
-
-
+_one_way = _unless("use_bidirectional_attention", "bidirectional attention")
 _LLAMA = Family()
 _SLIDING = Family(window="every")
 _MIXED = Family(window="by_layer")
@@ -89,9 +83,9 @@ FAMILIES: dict[str, Family] = {
     "mistral": _SLIDING,
     "qwen2": _MIXED,
     "qwen3": _MIXED,
-    "gemma": Family(refuse=_no_bidirection),
-    "gemma2": Family(window="by_layer", logits=_softcap, refuse=_no_bidirection),
-    "gemma3_text": Family(window="by_layer", logits=_softcap, rotary_by_kind=True, refuse=_no_bidirection),
+    "gemma": Family(refuse=_one_way),
+    "gemma2": Family(window="by_layer", logits=_softcap, refuse=_one_way),
+    "gemma3_text": Family(window="by_layer", logits=_softcap, rotary_by_kind=True, refuse=_one_way),
     "phi3": _SLIDING,
     "olmo2": _LLAMA,
     "granite": Family(
@@ -110,7 +104,7 @@ FAMILIES: dict[str, Family] = {
         norm="ln_f",
         rotary=None,
         attention="attn",
-        refuse=_no_cross_attention,
+        refuse=_unless("add_cross_attention", "cross-attention"),
     ),
     "opt": Family(
         positions="embed_positions",
@@ -135,7 +129,7 @@ FAMILIES: dict[str, Family] = {
         cache_argument="layer_past",
         arguments=(("alibi", None),),
         attention_interface=False,
-        refuse=_no_alibi,
+        refuse=_unless("alibi", "alibi position biases"),
     ),
 }
 

@@ -73,10 +73,8 @@ class KVStore:
         return sum(b.numel() * b.element_size() for b in (*self.keys, *self.values) if b is not None)
 
     def check(self, reference: KVStore, row: int, reference_row: int = 0, tolerance: float = 1e-4) -> None:
-        """Assert that the committed slots of a row equal a reference's (for tests).
-
-        The tolerance is relative to the reference's largest entry of the layer.
-        """
+        """AssertionError unless the committed slots of a row equal a reference's. The tolerance is a share of the largest entry
+        that the reference has in a layer."""
         length = self.length[row]
         assert reference.length[reference_row] >= length, "the reference is shorter than the row"
         for kind, mine, theirs in (("keys", self.keys, reference.keys), ("values", self.values, reference.values)):
