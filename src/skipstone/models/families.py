@@ -26,36 +26,28 @@ def _softcap(logits: Tensor, config: Any) -> Tensor:
 
 @dataclass(frozen=True)
 class Family:
-    """Facts about one family. Paths are attributes of `model.get_decoder()`, sublayers attributes of one decoder layer.
-
-    positions: the learned position embedding, or None for rotary ones. rotary_by_kind: the rotary module wants the layer kind.
-    cache_argument: the layer's name for the KV cache. arguments: what else a layer must be given. window: which layers the
-    model's own forward gives a sliding-window mask, as soon as `config.sliding_window` is set: "none", "every" one, or those
-    that `config.layer_types` names. attention_interface: the attention sublayer looks its function up in transformers'
-    AttentionInterface. mlp: the module whose output is the MLP sublayer's (the last) and those before it. input_scale: the
-    config field that multiplies the embeddings. logits: what happens after the head. refuse: what a config of this family uses
-    that cannot be decoded, or None. post_norm: norms follow the residual sum, so that a layer is not its input
-    even where both its sublayers are left out.
-    """
+    """Facts about one family: names of attributes of `model.get_decoder()`, and where said of one decoder layer."""
 
     layers: str = "layers"
     embedding: str = "embed_tokens"
-    positions: str | None = None
-    project_in: str | None = None
-    project_out: str | None = None
-    input_scale: str | None = None
-    norm: str = "norm"
+    positions: str | None = None  # the learned position embedding, None for rotary ones
+    project_in: str | None = None  # from the embedding's size to the layers'
+    project_out: str | None = None  # and back, in front of the LM head
+    input_scale: str | None = None  # field of the config that multiplies the embeddings
+    norm: str = "norm"  # the final one
     rotary: str | None = "rotary_emb"
-    rotary_by_kind: bool = False
-    attention: str = "self_attn"
-    mlp: tuple[str, ...] = ("mlp",)
-    cache_argument: str = "past_key_values"
-    arguments: tuple[tuple[str, Any], ...] = ()
+    rotary_by_kind: bool = False  # the rotary module wants to know the layer type
+    attention: str = "self_attn"  # of a layer: its attention sublayer
+    mlp: tuple[str, ...] = ("mlp",)  # of a layer: the modules of its MLP sublayer in order, whose output is that of the last
+    cache_argument: str = "past_key_values"  # of a layer's forward: the KV cache
+    arguments: tuple[tuple[str, Any], ...] = ()  # of a layer's forward: what else it must be given
     window: Literal["none", "every", "by_layer"] = "none"
-    attention_interface: bool = True
-    logits: Callable[[Tensor, Any], Tensor] = _same
-    refuse: Callable[[Any], str | None] = lambda _: None
-    post_norm: Callable[[Any], bool] = lambda _: False
+    """Layers that the model's own forward gives a sliding-window mask where `config.sliding_window` is set: none, every one, or
+    those that `config.layer_types` names."""
+    attention_interface: bool = True  # the attention looks its function up in transformers' AttentionInterface
+    logits: Callable[[Tensor, Any], Tensor] = _same  # (output of the LM head, config) -> logits
+    refuse: Callable[[Any], str | None] = lambda _: None  # what a config uses that cannot be decoded, None where all can
+    post_norm: Callable[[Any], bool] = lambda _: False  # norms follow the residual sum: even an empty layer changes its input
 
     def embed(self, decoder: Any, config: Any, tokens: Tensor, positions: Tensor) -> Tensor:
         """Hidden states that enter layer 0. tokens, positions: [B, n] int64. Returns [B, n, d]."""
@@ -77,18 +69,12 @@ class Family:
         return hidden
 
 
-def _no_alibi(config: Any) -> str | None:
-    return "alibi position biases" if config.alibi else None
+def _unless(field: str, what: str) -> Callable[[Any], str | None]:
+    """Refuses configs that set a field, which stands for what cannot be decoded."""
+    return lambda config: what if getattr(config, field) else None
 
 
-def _no_cross_attention(config: Any) -> str | None:
-    return "cross-attention" if config.add_cross_attention else None
-
-
-def _no_bidirection(config: Any) -> str | None:
-    return "bidirectional attention" if config.use_bidirectional_attention else None
-
-
+_one_way = _unless("use_bidirectional_attention", "bidirectional attention")
 _LLAMA = Family()
 _SLIDING = Family(window="every")
 _MIXED = Family(window="by_layer")
@@ -97,9 +83,9 @@ FAMILIES: dict[str, Family] = {
     "mistral": _SLIDING,
     "qwen2": _MIXED,
     "qwen3": _MIXED,
-    "gemma": Family(refuse=_no_bidirection),
-    "gemma2": Family(window="by_layer", logits=_softcap, refuse=_no_bidirection),
-    "gemma3_text": Family(window="by_layer", logits=_softcap, rotary_by_kind=True, refuse=_no_bidirection),
+    "gemma": Family(refuse=_one_way),
+    "gemma2": Family(window="by_layer", logits=_softcap, refuse=_one_way),
+    "gemma3_text": Family(window="by_layer", logits=_softcap, rotary_by_kind=True, refuse=_one_way),
     "phi3": _SLIDING,
     "olmo2": _LLAMA,
     "granite": Family(
@@ -118,7 +104,7 @@ FAMILIES: dict[str, Family] = {
         norm="ln_f",
         rotary=None,
         attention="attn",
-        refuse=_no_cross_attention,
+        refuse=_unless("add_cross_attention", "cross-attention"),
     ),
     "opt": Family(
         positions="embed_positions",
@@ -143,7 +129,7 @@ FAMILIES: dict[str, Family] = {
         cache_argument="layer_past",
         arguments=(("alibi", None),),
         attention_interface=False,
-        refuse=_no_alibi,
+        refuse=_unless("alibi", "alibi position biases"),
     ),
 }
 
@@ -160,8 +146,8 @@ def family_of(model: PreTrainedModel) -> Family:
     if kind not in FAMILIES:
         raise ValueError(
             f"unknown model family {kind!r}: skipstone knows {', '.join(sorted(FAMILIES))}. "
-            f"To add it, enter its module names in FAMILIES (src/skipstone/core/families.py) and one row in "
-            f"tests/families.py; docs/add-a-family.md shows how"
+            f"To add it, enter its module names in FAMILIES (src/skipstone/models/families.py) and one row in "
+            f"tests/helpers/families.py; docs/add-a-family.md shows how"
         )
     family = FAMILIES[kind]
     if reason := family.refuse(config):

@@ -16,12 +16,15 @@ from skipstone.models.skipping import SkipSet
 
 
 class Frontier:
-    """Tokens on their way up the stack, one step's worth.
+    """The tokens of one step and their hidden states, each at the depth that it has reached.
 
-    Column 0 is the last committed token of every row, further columns are draft tokens. Slot of column c = base + c; position
-    the same on a chain, base + tree depth in a tree. `depth` [B, n] (host) says how many layers a token has been through.
-    alive: rows taking part; the others are invalid throughout. most: draft tokens each row has room for. top: the layer that
-    `finish` goes up to. passes: what was run so far, (from layer, to layer, columns).
+    Column 0 is the last committed token of every row, further columns are draft tokens. Column c of a row writes the slot
+    base + c of the KV store. Its position is the same number on a chain, and base + its depth in the tree in a tree.
+
+    alive: rows that take part; all columns of the others are invalid. most: draft tokens that each row has room for. base:
+    committed tokens of every row, 0 of a row that does not take part. top: the layer that `finish` goes up to. width: columns
+    so far. valid: [B, n] bool, None where every column counts. parents: of a tree, as in `append`, None for a chain. passes:
+    what was run so far, (from layer, to layer, columns).
     """
 
     def __init__(self, model: LayeredModel, store: KVStore, root: Tensor, alive: list[bool], most: list[int]) -> None:
@@ -29,7 +32,7 @@ class Frontier:
         self.rows, self.device = root.shape[0], root.device
         self.top = store.layers
         self.base = [length if live else 0 for length, live in zip(store.length, alive, strict=True)]
-        self._start = max(self.base)
+        self._highest_base = max(self.base)
         self._end = max(base + room + 1 for base, room, live in zip(self.base, most, alive, strict=True) if live)
         store.reserve(self._end)
         self._uniform = all(alive) and len(set(self.base)) == 1
@@ -38,7 +41,7 @@ class Frontier:
         room = max(most) + 1
         self._base = on_device(self.base, self.device)[:, None]
         self._slots = self._base + torch.arange(room, device=self.device)
-        # a row with less room than others must not name positions that the model does not have
+        # Rows with less room than others have columns too many; these must not name positions that the model does not have.
         self._positions = self._slots if self._uniform else self._slots.clamp(max=self._end - 1)
         self._tokens = root.new_empty((self.rows, room))
         self._depth = np.zeros((self.rows, room), dtype=np.int64)
@@ -81,7 +84,7 @@ class Frontier:
             assert start == 1, "a tree is appended in one piece, right after the root"
             self.parents, self._reach = parents, ancestors(parents)
             positions = self._base + self._reach.sum(-1) - 1
-            last = min(self._end, self.model.max_positions) - 1  # nor nodes that nobody may accept
+            last = min(self._end, self.model.max_positions) - 1  # a tree has nodes deeper than any text may go on
             self._positions = positions.clamp(max=last)
         if valid is not None or self.valid is not None or self._alive is not None:
             self._extend_valid(start, stop - start, valid)
@@ -101,17 +104,17 @@ class Frontier:
         self.valid = torch.cat([old, new], 1)
 
     def advance(self, to: int, rows: list[bool] | None = None) -> None:
-        """Run every token that is not `to` layers deep yet; deeper ones join where they wait. rows: that take part, None for
-        all that are alive."""
+        """Bring every token to a depth of at least `to` layers: the shallowest first, which others join at their own depth, so
+        that each run of layers takes all tokens that need it. rows: that take part, None for all that are alive."""
         depth, hidden = self.depth, self.hidden
         taking = self._taking if rows is None else self._taking & rows
         levels = sorted(level for level in set(depth[taking].ravel().tolist()) if level < to)
         for low, high in pairwise([*levels, to]):
-            running = (depth <= low) & taking[:, None]
+            running = (depth <= low) & taking[:, None]  # [B, n]
             columns = np.flatnonzero(running.any(0))
             first, last = int(columns[0]), int(columns[-1]) + 1
             self.passes.append((low, high, len(columns)))
-            if running[self._taking, first:last].all():  # what becomes of rows that are not alive does not matter
+            if running[self._taking, first:last].all():  # nobody reads the states of rows that are not alive
                 part = slice(first, last)
                 hidden[:, part] = self._run(part, None, range(low, high))
             else:
@@ -131,20 +134,23 @@ class Frontier:
         positions, slots, rows = self._positions[:, columns], self._slots[:, columns], slice(0, self.rows)
         if self.parents is not None:
             tree = Tree(self._base.squeeze(1), self._reach[:, columns], self.positions)
-            return Pass(positions, slots, valid, rows, min(self._start + self.width, self._end), tree=tree)
+            return Pass(positions, slots, valid, rows, min(self._highest_base + self.width, self._end), tree=tree)
         if not isinstance(columns, slice):
-            return Pass(positions, slots, valid, rows, min(self._start + self.width, self._end))
-        start = self._start + columns.start if self._uniform and valid is None else None
-        return Pass(positions, slots, valid, rows, min(self._start + columns.stop, self._end), start)
+            return Pass(positions, slots, valid, rows, min(self._highest_base + self.width, self._end))
+        first_slot = self._highest_base + columns.start if self._uniform and valid is None else None
+        return Pass(positions, slots, valid, rows, min(self._highest_base + columns.stop, self._end), first_slot)
 
     def exit_logits(self, exit_layer: int) -> Tensor:
-        """g(x_E) of the newest column [B, V] float32, after bringing it to depth E. The states stay for `finish`."""
+        """Logits of the newest column after E layers [B, V] float32. Its state stays at depth E for `finish`."""
         self.advance(exit_layer)
         return self.model.logits(self.hidden[:, -1:])[:, 0]
 
     def sketched_logits(self, skip: SkipSet) -> Tensor:
-        """Logits of the newest column [B, V] float32 through what a skip set leaves of the model. Every token stays at depth 0:
-        the keys and values that this writes lie in the column's own slots and are overwritten by the scoring pass."""
+        """Logits of the newest column [B, V] float32 through what a skip set leaves of the model.
+
+        Every token stays at depth 0. The keys and values that this writes lie in the column's own slots, where the scoring pass
+        overwrites them.
+        """
         newest = slice(self.width - 1, self.width)
         at = self._pass(newest, None)
         return self.model.logits(self.model.run(self.hidden[:, newest], at, self.store, range(self.top), skip))[:, 0]

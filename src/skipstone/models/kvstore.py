@@ -1,8 +1,9 @@
 """Keys and values addressed by position.
 
-Per layer one preallocated buffer [rows, kv_heads, capacity, head_dim]. Slots [0, length) of a row hold its committed tokens,
-slot = position. Slots from length on are scratch: a chain draft sits at slot = position, the nodes of a tree one after the
-other. The last slot is the trash: invalid entries write there and nobody reads it. Rolling back is moving a length.
+Every layer has one preallocated buffer for keys and one for values, [rows, kv_heads, capacity + 1, head_dim]. Slots [0, length)
+of a row hold its committed tokens, each in the slot of its position. Slots from `length` on are scratch: the tokens of a chain
+draft lie in the slots of their positions, the nodes of a tree one after the other. The last slot is the trash: invalid entries
+are written there and never read. To roll back is to lower a length.
 """
 
 from __future__ import annotations
@@ -19,8 +20,9 @@ from skipstone.models.passes import Pass
 class KVStore:
     """Buffers of every layer and the length of every row.
 
-    rows: slots for sequences. limit: most slots a row may ever need, the trash not counted. Buffers start small and double
-    (`reserve`), so a request that ends early never pays for its limit.
+    rows: sequences that it has room for. limit: most slots a row may ever need, the trash not counted. length: committed tokens
+    of every row. capacity: slots a row has now, the trash not counted. Buffers start small and double (`reserve`), so that a
+    request that ends early never pays for its limit.
     """
 
     def __init__(self, rows: int, layers: int, limit: int) -> None:
@@ -32,6 +34,7 @@ class KVStore:
 
     @property
     def trash(self) -> int:
+        """The slot that invalid entries write to."""
         return self.capacity
 
     def reserve(self, slots: int) -> None:
@@ -53,7 +56,10 @@ class KVStore:
         return PassView(self, at)
 
     def move(self, row: int, source: Iterable[int], target: Iterable[int]) -> None:
-        """Copy slots of a row: compacts an accepted tree path. Rotary phases are baked into the keys, so slots move freely."""
+        """Copy slots of a row, to lay the accepted path of a tree out as a chain.
+
+        Keys hold their rotary phases already, so a slot may be any token's.
+        """
         pairs = [(src, dst) for src, dst in zip(source, target, strict=True) if src != dst]
         held = [buffer for buffer in (*self.keys, *self.values) if buffer is not None]
         if not pairs or not held:
@@ -67,10 +73,8 @@ class KVStore:
         return sum(b.numel() * b.element_size() for b in (*self.keys, *self.values) if b is not None)
 
     def check(self, reference: KVStore, row: int, reference_row: int = 0, tolerance: float = 1e-4) -> None:
-        """Assert that the committed slots of a row equal a reference's (for tests).
-
-        The tolerance is relative to the reference's largest entry of the layer.
-        """
+        """AssertionError unless the committed slots of a row equal a reference's. The tolerance is a share of the largest entry
+        that the reference has in a layer."""
         length = self.length[row]
         assert reference.length[reference_row] >= length, "the reference is shorter than the row"
         for kind, mine, theirs in (("keys", self.keys, reference.keys), ("values", self.values, reference.values)):
@@ -93,7 +97,7 @@ class PassView:
         if at.valid is not None:
             self.slots = torch.where(at.valid, at.slots, store.trash)
         self.row_index: Tensor | None = None
-        if at.start is None:
+        if at.first_slot is None:
             self.row_index = torch.arange(at.rows.start, at.rows.stop, device=at.slots.device)[:, None]
 
     def update(self, key: Tensor, value: Tensor, layer_idx: int, *_: object, **__: object) -> tuple[Tensor, Tensor]:
@@ -105,10 +109,10 @@ class PassView:
         buffer = buffers[layer]
         if buffer is None:
             shape = (self.store.rows, new.shape[1], self.store.capacity + 1, new.shape[3])
-            buffer = buffers[layer] = new.new_zeros(shape)
-        rows, start = self.at.rows, self.at.start
-        if start is not None:
-            buffer[rows, :, start : start + new.shape[2]] = new
+            buffer = buffers[layer] = new.new_zeros(shape)  # zeros, as what masks hide must be finite
+        rows, first = self.at.rows, self.at.first_slot
+        if first is not None:
+            buffer[rows, :, first : first + new.shape[2]] = new
         else:
             buffer[self.row_index, :, self.slots] = new.transpose(1, 2)
         return buffer[rows, :, : self.at.extent]

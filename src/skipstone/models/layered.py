@@ -1,6 +1,4 @@
-"""A Hugging Face decoder, layer by layer: `LayeredModel.run` is the only caller of its layers, `Frontier` holds tokens on their
-way up the stack.
-"""
+"""A Hugging Face decoder, layer by layer. `LayeredModel.run` is the only caller of its layers."""
 
 from __future__ import annotations
 
@@ -111,7 +109,7 @@ class LayeredModel(DecoderModules):
         return {kind: self._rotary(kind, hidden, at) for kind in used}
 
     def _rotary(self, kind: str, hidden: Tensor, at: Pass) -> tuple[Tensor, Tensor]:
-        """cos and sin of the pass's positions [b, n, rotary_dim], looked up in a table made once."""
+        """cos and sin of the pass's positions, [b, n, rotary_dim] each, from a table that grows with the positions."""
         table = self._phases.get(kind)
         needed = min(max(at.extent, 1), self.max_positions)
         if table is None or table[0].shape[0] < needed:
@@ -122,11 +120,12 @@ class LayeredModel(DecoderModules):
             rotary(hidden, position[:, :1], *extra)  # dynamic RoPE forgets the longer sequences it may have seen
             cos, sin = rotary(hidden, position, *extra)
             table = self._phases[kind] = (cos[0], sin[0])
-        if at.start is not None and at.tree is None:
-            span = slice(at.start, at.start + at.shape[1])
+        if at.first_slot is not None and at.tree is None:
+            span = slice(at.first_slot, at.first_slot + at.shape[1])
             return table[0][None, span], table[1][None, span]
         return table[0][at.positions], table[1][at.positions]
 
     def _absent(self, skip: SkipSet) -> frozenset[int]:
-        """Layers that are their input where both sublayers are left out; none of a post-norm model (OPT-350m)."""
+        """Layers that hand on their input, as both their sublayers are left out. In a post-norm model (OPT-350m) none does: its
+        norms follow the residual sum."""
         return frozenset() if self.family.post_norm(self.config) else skip.attention & skip.mlp

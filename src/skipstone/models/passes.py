@@ -10,8 +10,11 @@ from torch import Tensor
 
 @dataclass(frozen=True, slots=True)
 class MaskForm:
-    """What an attention implementation takes: torch.bool (True attends) or the float dtype of an additive mask; optional: None
-    where it does the same without a mask."""
+    """The masks that an attention implementation takes.
+
+    dtype: torch.bool (True attends), or the float dtype of an additive mask. optional: it takes no mask at all where one query
+    sees everything or a prompt is causal from its first token on, and does the same.
+    """
 
     dtype: torch.dtype
     optional: bool
@@ -21,8 +24,9 @@ class MaskForm:
 class Tree:
     """How the nodes of a tree see one another.
 
-    base: [b] int64, the slot of column 0. ancestors: [b, n, N] bool, which of the N columns each query column may attend to
-    (itself included). column_positions: [b, N] int64. seen: [b] int64, the slots below are seen by all; None is base.
+    base: [b] int64, the slot of column 0; column c writes slot base + c. ancestors: [b, n, N] bool, which of the N columns each
+    of the n query columns may attend to (itself included). column_positions: [b, N] int64. seen: [b] int64, every query sees
+    all slots below it; None means base.
     """
 
     base: Tensor
@@ -35,9 +39,10 @@ class Tree:
 class Pass:
     """One forward: which tokens, at which positions, writing to which slots.
 
-    positions, slots: [b, n] int64. valid: [b, n] bool, or None when every entry counts. rows: the rows of the store taking
-    part, b of them. extent: slots [0, extent) hold all that may be attended to (known on the host). start: all rows write
-    slots [start, start + n), so slices do instead of indices; None otherwise. tree: None for chains.
+    positions, slots: [b, n] int64. valid: [b, n] bool, or None when every entry counts. rows: the b rows of the store that take
+    part. extent: slots [0, extent) hold all that may be attended to (known on the host). first_slot: every row writes the slots
+    [first_slot, first_slot + n), so that slices do instead of indices; None where rows write to different ones. tree: how the
+    nodes of a tree see one another, None for a chain.
     """
 
     positions: Tensor
@@ -45,7 +50,7 @@ class Pass:
     valid: Tensor | None
     rows: slice
     extent: int
-    start: int | None = None
+    first_slot: int | None = None
     tree: Tree | None = None
     _masks: dict[tuple[int | None, torch.dtype, int], Tensor] = field(default_factory=dict)
 
@@ -65,7 +70,7 @@ class Pass:
         mask = self._masks.get(key)
         if mask is None:
             visible = self._visible(window)[:, None]
-            if form.dtype == torch.bool:
+            if form.dtype == torch.bool:  # [b, 1, n, extent]
                 mask = visible
             else:
                 lowest = torch.finfo(form.dtype).min
@@ -75,29 +80,30 @@ class Pass:
 
     def _plain(self, window: int | None) -> bool:
         """One query that sees everything, or a prompt from its first token on (causal)."""
-        if self.start is None or self.tree is not None or (window is not None and self.extent > window):
+        if self.first_slot is None or self.tree is not None or (window is not None and self.extent > window):
             return False
         width = self.positions.shape[1]
-        return self.extent == self.start + width and (width == 1 or self.start == 0)
+        return self.extent == self.first_slot + width and (width == 1 or self.first_slot == 0)
 
     def _visible(self, window: int | None) -> Tensor:
-        slot = torch.arange(self.extent, device=self.positions.device)
-        query = self.positions[:, :, None]
+        """Which slots each query may attend to: [b or 1, n, extent] bool."""
+        slot = torch.arange(self.extent, device=self.positions.device)  # [extent]
+        query = self.positions[:, :, None]  # [b, n, 1]
         if self.tree is None:
-            position = slot.expand(1, 1, -1)
+            position = slot.expand(1, 1, -1)  # [1, 1, extent]: a chain's slots are its positions
             seen = position <= query
         else:
-            relative = slot[None] - self.tree.base[:, None]  # [b, extent]
+            relative = slot[None] - self.tree.base[:, None]  # [b, extent]: the tree's column in a slot, if there is one
             columns = self.tree.ancestors.shape[2]
             inside = (relative >= 0) & (relative < columns)
             index = relative.clamp(0, columns - 1)
-            below = self.tree.ancestors.gather(2, index[:, None].expand(-1, query.shape[1], -1))
+            below = self.tree.ancestors.gather(2, index[:, None].expand(-1, query.shape[1], -1))  # [b, n, extent]
             before = relative < 0 if self.tree.seen is None else slot[None] < self.tree.seen[:, None]
             seen = before[:, None] | (below & inside[:, None])
-            position = torch.where(inside, self.tree.column_positions.gather(1, index), slot[None])[:, None]
+            position = torch.where(inside, self.tree.column_positions.gather(1, index), slot[None])[:, None]  # [b, 1, extent]
         if window is not None:
             seen = seen & (position > query - window)
-        if self.valid is not None:
+        if self.valid is not None:  # an invalid query sees slot 0 alone: no row of a softmax may be empty
             seen = torch.where(self.valid[:, :, None], seen, (slot == 0)[None, None])
         return seen
 
@@ -112,7 +118,7 @@ def ancestors(parents: Tensor) -> Tensor:
     nodes = torch.arange(1, width + 1, device=parents.device)
     reach[:, nodes] = reach[:, nodes].scatter(2, parents[:, :, None] + 1, 1.0)
     steps = 1
-    while steps < width:  # after i squarings: ancestors up to 2^i steps away
+    while steps < width:  # i squarings reach the ancestors up to 2^i steps away
         reach = ((reach @ reach) > 0).float()
         steps *= 2
     return reach > 0

@@ -39,13 +39,13 @@ class Forward:
     """A forward in the place of a module's own. before: the instance's own forward that it covers (accelerate sets such), None
     where it had its class's. The module is held weakly, so that a model is freed with its last reference."""
 
-    __slots__ = ("_module", "before", "running")
+    __slots__ = ("_module", "_more", "before", "running")
 
-    def __init__(self, module: nn.Module, running: Running, before: Any) -> None:
-        self._module, self.running, self.before = ref(module), running, before
+    def __init__(self, module: nn.Module, running: Running, before: Any, *more: Any) -> None:
+        self._module, self.running, self.before, self._more = ref(module), running, before, more
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return type(self), (self._module(), self.running, self.before)
+        return type(self), (self._module(), self.running, self.before, *self._more)
 
     def own(self, *given: Any, **more: Any) -> Any:
         """What the module computes without the patch."""
@@ -77,11 +77,8 @@ class Skippable(Forward):
     __slots__ = ("layer", "part")
 
     def __init__(self, module: nn.Module, running: Running, before: Any, part: Part, layer: int) -> None:
-        super().__init__(module, running, before)
+        super().__init__(module, running, before, part, layer)
         self.part, self.layer = part, layer
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        return type(self), (self._module(), self.running, self.before, self.part, self.layer)
 
     def __call__(self, *given: Any, **more: Any) -> Any:
         running = self.running

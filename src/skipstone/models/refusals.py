@@ -1,6 +1,5 @@
-"""Models that skipstone would decode wrongly, or has never been tested with, refused by name. What depends on the architecture
-alone is in families.py.
-"""
+"""Models that skipstone would decode wrongly, or has never been tested with, are refused by name: here for the state that they
+are in, in families.py for their architecture."""
 
 from __future__ import annotations
 
@@ -9,11 +8,11 @@ from typing import Any
 import torch
 
 ADAPTERS = ("LORA", "IA3", "LOHA", "LN_TUNING", "VERA", "TRAINABLE_TOKENS")
-"""PEFT types that live wholly inside the model's modules, each with a test in tests/test_peft.py."""
+"""PEFT types that live wholly inside the model's modules, each with a test in tests/models/test_peft.py."""
 
 
 def refuse_state(wrapper: Any, model: Any) -> None:
-    """ValueError where a model is in a state in which its layers do not give its own text.
+    """ValueError where a model is in a state in which its layers do not give its own text. Looks at no parameter.
 
     wrapper: what the user passed, a PEFT wrapper or the model itself. model: the transformers model inside.
     """

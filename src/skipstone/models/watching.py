@@ -1,4 +1,4 @@
-"""What a model's layers say while it runs its own forward."""
+"""The states between a model's layers while it runs its own forward."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ from skipstone.models.modules import DecoderModules
 
 @contextmanager
 def watched(model: DecoderModules, exits: Iterable[int]) -> Iterator[dict[int, Tensor]]:
-    """E -> [B, T, d], the states that leave the first E layers, of the last forward of the model itself inside. E = 0: those
-    that enter the first one."""
+    """The states of the last forward that the model itself runs inside: E -> [B, T, d], those that leave the first E layers,
+    and for E = 0 those that enter the first one."""
     found: dict[int, Tensor] = {}
 
     def enters(_: Any, given: tuple[Any, ...]) -> None:
