@@ -79,7 +79,7 @@ def show(model: str | None, as_json: bool, svg: Path | None) -> None:
     from skipstone.cli.runs import compared
     from skipstone.decoding.method import OWN_FIELD
 
-    loaded, tokenizer = options.load(model, "auto", "auto")
+    loaded, tokenizer = options.load(model, "auto", "cpu")
     if not getattr(loaded.generation_config, OWN_FIELD, None):
         raise ValueError(
             "this model names no method of its own (generation_config.skipstone); use `skipstone generate --compare`"

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import sys
-from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -36,54 +35,37 @@ def inspect(
     if out is not None and out.suffix not in (".png", ".html"):
         raise ValueError(f"--out is a .png file or a .html page, found {out}")
     options.check_folder_of(out)
-    from skipstone.loading import BUNDLED
-
-    loaded, tokenizer = options.load(model, dtype, device)
-    seen = _look(loaded, tokenizer, prompt, max_new_tokens, heads)
-    if out is not None:
-        from skipstone.lens.pictures import save
-
-        for path in save(seen.lens, seen.words, seen.final, out, seen.heads):
-            print(f"skipstone: {path}", file=sys.stderr)
-    if as_json:
-        about = {"dtype": str(loaded.dtype).removeprefix("torch."), "device": str(loaded.device)}
-        print(json.dumps({"kind": "skipstone-inspect", "model": model or BUNDLED, **about, **seen.report()}))
-        return
-    show_layers(seen.lens)
-    if seen.heads is not None:
-        show_heads(seen.heads)
-
-
-@dataclass(frozen=True)
-class Seen:
-    """prompts: what was asked. words: [L][n], the best tokens as texts; final: [n], those that were generated."""
-
-    prompts: list[str]
-    lens: Lens
-    words: list[list[str]]
-    final: list[str]
-    heads: HeadLens | None
-
-    def report(self) -> dict[str, Any]:
-        """Plain JSON values."""
-        texts = {"prompts": self.prompts, "texts": self.final, "top_texts": self.words}
-        return {**texts, **self.lens.report(), **({"heads": self.heads.report()} if self.heads else {})}
-
-
-def _look(model: Any, tokenizer: Any, texts: list[str] | None, count: int, heads: str | None) -> Seen:
     import torch
 
     from skipstone.lens.lens import look, through
-    from skipstone.methods.adadecode import heads as exit_heads
+    from skipstone.loading import BUNDLED
+    from skipstone.methods.adadecode.heads import load_heads
     from skipstone.models.layered import LayeredModel
 
-    read_by = None if heads is None else exit_heads.load_heads(heads, LayeredModel(model))
-    asked, prompts = options.texts_or_bundled(texts, tokenizer)
-    lens = look(model, prompts, count)
-    words = [[str(tokenizer.decode([token])) for token in row] for row in lens.top]
-    final = [str(tokenizer.decode([token])) for token in lens.tokens]
-    pairs = zip(prompts, torch.tensor(lens.tokens).tensor_split(lens.breaks[1:]), strict=True)
-    return Seen(asked, lens, words, final, None if read_by is None else through(model, read_by, list(pairs)))
+    loaded, tokenizer = options.load(model, dtype, device)
+    exit_heads = None if heads is None else load_heads(heads, LayeredModel(loaded))
+    asked, prompts = options.texts_or_bundled(prompt, tokenizer)
+    lens = look(loaded, prompts, max_new_tokens)
+    words = [[str(tokenizer.decode([token])) for token in row] for row in lens.top]  # [L][n], every layer's best tokens
+    final = [str(tokenizer.decode([token])) for token in lens.tokens]  # [n], those that were generated
+    seen = None
+    if exit_heads is not None:
+        answers = torch.tensor(lens.tokens).tensor_split(lens.breaks[1:])
+        seen = through(loaded, exit_heads, list(zip(prompts, answers, strict=True)))
+    if out is not None:
+        from skipstone.lens.pictures import save
+
+        for path in save(lens, words, final, out, seen):
+            print(f"skipstone: {path}", file=sys.stderr)
+    if as_json:
+        about = {"dtype": str(loaded.dtype).removeprefix("torch."), "device": str(loaded.device)}
+        texts = {"prompts": asked, "texts": final, "top_texts": words}
+        document = {"kind": "skipstone-inspect", "model": model or BUNDLED, **about, **texts, **lens.report()}
+        print(json.dumps(document if seen is None else {**document, "heads": seen.report()}))
+        return
+    show_layers(lens)
+    if seen is not None:
+        show_heads(seen)
 
 
 def show_layers(lens: Lens) -> None:

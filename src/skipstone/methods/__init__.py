@@ -74,26 +74,25 @@ def parse(
     to choose from. Values with spaces stand in quotes. ValueError for anything else.
     """
     if text.lstrip().startswith("{"):
-        return _json_object(text)
+        try:
+            return json.loads(text)
+        except json.JSONDecodeError as error:
+            raise ValueError(f"a method that begins with a brace is a JSON object ({error}), found {text!r}") from None
     words = _words(text)
     if not words:
         raise ValueError("a method is a name with settings, such as `layerskip exit_layer=4`; found nothing")
-    if "=" not in words[0]:
-        kind = find(words[0], kinds)
-    elif own is None:
+    kind: Any = own if "=" in words[0] else find(words.pop(0), kinds)
+    if kind is None:
         raise MethodMissing(f"{text!r} names no method; there are {', '.join(kinds)}")
-    else:
-        kind = own
-    name = getattr(kind, "name", "")
-    found: dict[str, Any] = {"method": name}
-    for word in words[0 if "=" in words[0] else 1 :]:
+    found: dict[str, Any] = {"method": kind.name}
+    for word in words:
         key, _, value = word.partition("=")
         key = key.replace("-", "_")
         if not value:
             how = "key=value or key=value,value" if several else "key=value"
-            raise ValueError(f"settings of a method are {how}; found {word!r} after {name}")
+            raise ValueError(f"settings of a method are {how}; found {word!r} after {kind.name}")
         if key in found:
-            raise ValueError(f"{key} is given twice after {name}")
+            raise ValueError(f"{key} is given twice after {kind.name}")
         if key in labels:
             found[key] = value
             continue
@@ -147,13 +146,6 @@ def _read(given: Any, place: str, own: type[Method] | None = None) -> tuple[type
             raise ValueError(f"{name} is given twice")
         named[name] = value
     return kind, named
-
-
-def _json_object(text: str) -> dict[str, Any]:
-    try:
-        return json.loads(text)
-    except json.JSONDecodeError as error:
-        raise ValueError(f"a method that begins with a brace is a JSON object ({error}), found {text!r}") from None
 
 
 def _words(text: str) -> list[str]:

@@ -92,7 +92,7 @@ def _loaded(given: str | None, target: LayeredModel, device: str | None, dtype: 
     name = given or _bundled_name(target)
     if name is None:
         raise ValueError(
-            f"no draft model for {name_of(target.model)}: pass draft_model= (--draft-model), a folder or hub id of a smaller "
+            f"no draft model for {name_of(target.model)}: pass draft_model=, a folder or hub id of a smaller "
             "one with the same tokenizer"
         )
     kind = target.dtype if dtype is None else getattr(torch, dtype)
