@@ -32,6 +32,7 @@ from skipstone.decoding.stopping import Row
 from skipstone.methods.shared.chain import LOOK_EVERY
 from skipstone.models import host
 from skipstone.models.layered import LayeredModel
+from tests.helpers import planted
 from tests.helpers.machine import decode, llama, mistral, near, prompt, serve, start
 from tests.helpers.trees import Trees
 
@@ -314,3 +315,13 @@ def test_what_is_asked_on_the_cpu_only_changes_no_text(
     assert stats.drafted > stats.accepted > 0
     monkeypatch.setattr(host, "readable", lambda tensor: False)
     assert decode(method, model, requests)[0] == asked
+
+
+@planted.found_by(
+    (
+        planted.threshold_left_by_the_last_request,
+        lambda: test_a_request_on_a_busy_server_gets_the_text_it_gets_alone(METHODS[2], llama),
+    ),
+)
+def test_planted_bugs_are_found(plant: Any, proof: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    planted.assert_found(plant, proof, monkeypatch)

@@ -23,6 +23,7 @@ from transformers.generation.logits_process import (
 from skipstone import Autoregressive, Draft, LayerSkip, Sampling, Session
 from skipstone.methods.layerskip import LayerSkipSession
 from skipstone.methods.shared.confidence import Confidence
+from tests.helpers import planted
 from tests.helpers.enumeration import EXACT, PROMPT, VOCAB, Law, Pushing, Tabled, distance, exact_law, loop_law, proves
 from tests.helpers.machine import llama
 from tests.helpers.trees import Trees
@@ -171,3 +172,25 @@ def test_dropping_a_drawn_token_biases_the_text() -> None:
     right = loop_law(method, fake, PROMPT, 3, Sampling(temperature=1.0))
     assert second_token(right) == pytest.approx([0.8, 0.2], abs=EXACT)
     assert distance(right, exact_law(lambda _: (0.8, 0.2), 3, 2)) < EXACT
+
+
+SKIP = LayerSkip(exit_layer=1, num_speculative_tokens=2)
+COOL: dict[str, Any] = {"warpers": [TemperatureLogitsWarper(0.5)], "temperature": 0.5}
+
+
+def short(method: Any = SKIP, new: int = 3, **settings: Any) -> None:
+    """One draft accepted or rejected, and what follows."""
+    proves(llama(vocab=VOCAB, hidden=8, layers=2, head=2.0, seed=2).double(), method, new=new, **settings)
+
+
+@planted.found_by(
+    (planted.recovered_from_p, short),
+    (planted.bonus_from_raw_logits, lambda: short(**COOL)),
+    (planted.drawn_token_dropped, short),
+    (planted.q_before_warpers, lambda: short(**COOL)),
+    (planted.processors_blind_to_the_draft, lambda: short(processors=[Pushing()])),
+    (planted.processors_blind_to_the_draft, lambda: short(Trees(nodes=5, branching=0.7, seed=5), 4, processors=[Pushing()])),
+    (planted.noise_used_twice, lambda: short(new=4)),
+)
+def test_planted_bugs_are_found(plant: Any, proof: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    planted.assert_found(plant, proof, monkeypatch)

@@ -15,6 +15,7 @@ from torch import Tensor
 from skipstone import Autoregressive, LayerSkip, Request, Sampling
 from skipstone.decoding.noise import TARGET, Noise
 from skipstone.models.layered import LayeredModel
+from tests.helpers import planted
 from tests.helpers.machine import decode, llama, prompt
 
 ALPHA = 1e-6
@@ -147,3 +148,14 @@ def test_layerskip_standard_passes_a_chi_square() -> None:
     distance = count * float(((shifted - exact) ** 2 / exact).sum())
     assert stats.ncx2.cdf(stats.chi2.isf(ALPHA, cells - 1), cells - 1, distance) < 1e-9
     assert stats.chisquare(observed, exact * count).pvalue > ALPHA
+
+
+@planted.found_by(
+    (planted.recovered_from_p, test_layerskip_standard_passes_a_chi_square),
+    (
+        planted.coupled_draft_on_its_own_noise,
+        lambda: test_coupled_acceptance_of_the_loop_is_what_theory_says(LayeredModel(llama())),
+    ),
+)
+def test_planted_bugs_are_found(plant: Any, proof: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    planted.assert_found(plant, proof, monkeypatch)

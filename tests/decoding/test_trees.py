@@ -10,6 +10,7 @@ from transformers.generation.logits_process import NoRepeatNGramLogitsProcessor,
 
 from skipstone import Autoregressive, Request, Sampling, Stats, Step
 from skipstone.models.layered import LayeredModel
+from tests.helpers import planted
 from tests.helpers.machine import decode, llama, mistral, prompt
 from tests.helpers.trees import Trees, reference
 
@@ -114,3 +115,18 @@ def test_short_requests_leave_no_room_for_drafts(tokens: int) -> None:
     assert texts == expected
     assert [len(text) for text in texts] == [tokens, 1]
     assert figures.accepted <= max(0, tokens - 2)
+
+
+def sampled_trees() -> None:
+    proves(llama, requests((4, 17, 9), temperature=1.0), Trees(nodes=10), check=True)
+
+
+@planted.found_by(
+    (planted.barred_nodes_accepted, test_nodes_that_may_not_be_accepted_change_nothing),
+    (planted.accepted_path_not_moved, sampled_trees),
+    (planted.siblings_see_one_another, sampled_trees),
+    (planted.trash_in_slot_zero, sampled_trees),
+    (planted.only_the_last_token_can_end, lambda: test_an_end_token_inside_a_tree_ends_the_row_there({})),
+)
+def test_planted_bugs_are_found(plant: Any, proof: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    planted.assert_found(plant, proof, monkeypatch)

@@ -18,6 +18,7 @@ from skipstone import Autoregressive, EarlyExit, LayerSkip, Method, Request, Sam
 from skipstone.models.kvstore import KVStore
 from skipstone.models.layered import LayeredModel
 from skipstone.models.passes import Pass
+from tests.helpers import planted
 from tests.helpers.machine import decode, llama, mistral, prompt, sharpened, small, start
 from tests.helpers.trees import Trees, reference
 
@@ -237,3 +238,15 @@ def test_a_request_that_ends_early_never_pays_for_its_limit() -> None:
     for _ in range(20):
         decoder.step()
     assert decoder.session.store.capacity == 64
+
+
+def a_drafts_store_is_right() -> None:
+    test_the_store_holds_what_a_fresh_forward_gives_after_every_commit(METHODS[2], (4, 17, 9), 0.0)
+
+
+@planted.found_by(
+    (planted.one_draft_too_many, a_drafts_store_is_right),
+    (planted.rejected_drafts_kept, a_drafts_store_is_right),
+)
+def test_planted_bugs_are_found(plant: Any, proof: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    planted.assert_found(plant, proof, monkeypatch)
