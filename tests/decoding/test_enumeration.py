@@ -57,6 +57,7 @@ def test_layerskip_without_cache_reuse_has_the_exact_law(model: Any) -> None:
     assert {(2, 0), (2, 1), (2, 2)} <= set(seen.steps)
 
 
+@pytest.mark.slow
 def test_stopping_on_a_fixed_confidence_keeps_the_law(model: Any) -> None:
     seen = proves(model, LayerSkip(exit_layer=1, num_speculative_tokens=2, confidence_threshold=0.6))
     assert seen.steps[1, 0] > 0
@@ -93,29 +94,40 @@ def test_warpers_keep_the_law(model: Any) -> None:
     assert seen.steps[2, 0] > 0
 
 
-def test_row_processors_keep_the_law(model: Any) -> None:
+@pytest.mark.parametrize("new", [3, pytest.param(4, marks=pytest.mark.slow)])
+def test_row_processors_keep_the_law(model: Any, new: int) -> None:
     """Processors see the committed text and the path of the draft, on both sides of the acceptance test."""
     method = LayerSkip(exit_layer=1, num_speculative_tokens=2)
-    seen = proves(model, method, processors=[RepetitionPenaltyLogitsProcessor(1.7), Pushing()])
-    assert seen.steps[2, 2] > 0
-    assert seen.steps[2, 0] > 0
+    seen = proves(model, method, processors=[RepetitionPenaltyLogitsProcessor(1.7), Pushing()], new=new)
+    assert seen.steps[new - 2, new - 2] > 0
+    assert seen.steps[new - 2, 0] > 0
 
 
+@pytest.mark.slow
 def test_warpers_without_a_vectorised_form_keep_the_law(model: Any) -> None:
     own = [TemperatureLogitsWarper(1.5), TypicalLogitsWarper(0.8)]
     seen = proves(model, LayerSkip(exit_layer=1, num_speculative_tokens=2), own=own)
     assert seen.steps[2, 0] > 0
 
 
-MATCHED: list[dict[str, Any]] = [
-    {},
-    {"processors": [RepetitionPenaltyLogitsProcessor(1.7), Pushing()]},
-    {"warpers": [TemperatureLogitsWarper(1.5), TopPLogitsWarper(0.75)], "temperature": 1.5, "top_p": 0.75},
-]
+MATCHED: dict[str, dict[str, Any]] = {
+    "plain": {},
+    "processors": {"processors": [RepetitionPenaltyLogitsProcessor(1.7), Pushing()]},
+    "warpers": {"warpers": [TemperatureLogitsWarper(1.5), TopPLogitsWarper(0.75)], "temperature": 1.5, "top_p": 0.75},
+}
+FAST = (("chain", "plain"), ("tree", "processors"), ("tree", "warpers"))
 
 
-@pytest.mark.parametrize("settings", MATCHED, ids=["plain", "processors", "warpers"])
-@pytest.mark.parametrize(("nodes", "branching"), [(2, 0.0), (5, 0.7)], ids=["chain", "tree"])
+@pytest.mark.parametrize(
+    ("nodes", "branching", "settings"),
+    [
+        pytest.param(
+            nodes, branching, MATCHED[name], id=f"{shape}-{name}", marks=[] if (shape, name) in FAST else pytest.mark.slow
+        )
+        for shape, nodes, branching in (("chain", 2, 0.0), ("tree", 5, 0.7))
+        for name in MATCHED
+    ],
+)
 def test_match_keeps_the_law_for_deterministic_drafts(model: Any, nodes: int, branching: float, settings: Any) -> None:
     seen = proves(model, Trees(nodes=nodes, branching=branching, seed=5), **settings)
     assert any(accepted >= 1 for _, accepted in seen.steps)

@@ -109,7 +109,7 @@ def assert_same(model: Any, own: Tensor, reference: Tensor) -> None:
     assert sum(size > 0 for size in largest.values()) > 5
 
 
-@pytest.mark.parametrize(("name", "tied"), MODELS)
+@pytest.mark.parametrize(("name", "tied"), MODELS[::2] + [pytest.param(*one, marks=pytest.mark.slow) for one in MODELS[1::2]])
 def test_loss_and_all_gradients_equal_a_naive_reference(name: str, tied: bool) -> None:
     model, batch = build(name, tied), inputs()
     count = int((batch["labels"][:, 1:] != IGNORED).sum())
