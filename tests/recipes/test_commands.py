@@ -26,7 +26,7 @@ DIGEST = "07d69588f8c04b6d2beeb9e39f70ee8b3ffc87bed09210ba2c984e9a3782dfd9"
 
 @pytest.fixture(scope="module")
 def train() -> list[Example]:
-    return list(examples("train", 8_000, seed=0))
+    return list(examples("train", 12_000, seed=0))
 
 
 @pytest.fixture(scope="module")
