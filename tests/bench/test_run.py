@@ -144,6 +144,7 @@ def test_programs_that_were_asked_for_with_tabs_are_scored_with_spaces(folder: P
     assert seen == ["\treturn 1", "    return 1"]
 
 
+@pytest.mark.slow
 def test_rows_take_turns_with_seeds_of_their_own_at_a_temperature(
     folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -187,6 +188,7 @@ def test_rows_take_turns_with_seeds_of_their_own_at_a_temperature(
     assert any(row["digests"][0] != row["digests"][-1] for line in lines for row in line["rows"].values())
 
 
+@pytest.mark.slow
 def test_a_second_turn_follows_the_first_rows_answer(folder: Path, tmp_path: Path) -> None:
     methods = ["early_exit exit_layer=1", "autoregressive"]
     out = run(plan(folder, num_prompts=9, methods=methods), tmp_path / "a.jsonl", [], quiet)

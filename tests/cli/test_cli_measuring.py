@@ -59,6 +59,7 @@ def test_comparing_a_run_with_itself_finds_nothing_and_a_slower_one_fails(result
     assert "SLOWER" in worse.stdout
 
 
+@pytest.mark.slow
 def test_a_surrogate_says_that_it_is_one(tmp_path: Path) -> None:
     out = tmp_path / "s.jsonl"
     small = ("--num-prompts", 1, "--prompt-tokens", 8, "--max-new-tokens", 6)

@@ -47,6 +47,7 @@ def _hears_ctrl_c() -> None:
     signal.signal(signal.SIGINT, signal.SIG_DFL)
 
 
+@pytest.mark.slow
 def test_text_goes_through_pipes_untouched(folder: Path) -> None:
     process = _start("generate", folder, *LAYERSKIP, "--max-new-tokens", 24, "--stats")
     out, err = process.communicate(PROMPT.encode(), timeout=120)
@@ -71,6 +72,7 @@ def test_ctrl_c_prints_what_there_is_and_exits_with_130(folder: Path) -> None:
     assert "Traceback" not in err
 
 
+@pytest.mark.slow
 def test_a_reader_that_leaves_is_no_error_message(folder: Path) -> None:
     process = _start("generate", folder, *LAYERSKIP, "--prompt", PROMPT, "--max-new-tokens", 100_000, "--ignore-eos")
     assert process.stdout is not None

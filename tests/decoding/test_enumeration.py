@@ -23,6 +23,7 @@ from transformers.generation.logits_process import (
 from skipstone import Autoregressive, Draft, LayerSkip, Sampling, Session
 from skipstone.methods.layerskip import LayerSkipSession
 from skipstone.methods.shared.confidence import Confidence
+from tests.helpers import planted
 from tests.helpers.enumeration import EXACT, PROMPT, VOCAB, Law, Pushing, Tabled, distance, exact_law, loop_law, proves
 from tests.helpers.machine import llama
 from tests.helpers.trees import Trees
@@ -56,6 +57,7 @@ def test_layerskip_without_cache_reuse_has_the_exact_law(model: Any) -> None:
     assert {(2, 0), (2, 1), (2, 2)} <= set(seen.steps)
 
 
+@pytest.mark.slow
 def test_stopping_on_a_fixed_confidence_keeps_the_law(model: Any) -> None:
     seen = proves(model, LayerSkip(exit_layer=1, num_speculative_tokens=2, confidence_threshold=0.6))
     assert seen.steps[1, 0] > 0
@@ -92,29 +94,40 @@ def test_warpers_keep_the_law(model: Any) -> None:
     assert seen.steps[2, 0] > 0
 
 
-def test_row_processors_keep_the_law(model: Any) -> None:
+@pytest.mark.parametrize("new", [3, pytest.param(4, marks=pytest.mark.slow)])
+def test_row_processors_keep_the_law(model: Any, new: int) -> None:
     """Processors see the committed text and the path of the draft, on both sides of the acceptance test."""
     method = LayerSkip(exit_layer=1, num_speculative_tokens=2)
-    seen = proves(model, method, processors=[RepetitionPenaltyLogitsProcessor(1.7), Pushing()])
-    assert seen.steps[2, 2] > 0
-    assert seen.steps[2, 0] > 0
+    seen = proves(model, method, processors=[RepetitionPenaltyLogitsProcessor(1.7), Pushing()], new=new)
+    assert seen.steps[new - 2, new - 2] > 0
+    assert seen.steps[new - 2, 0] > 0
 
 
+@pytest.mark.slow
 def test_warpers_without_a_vectorised_form_keep_the_law(model: Any) -> None:
     own = [TemperatureLogitsWarper(1.5), TypicalLogitsWarper(0.8)]
     seen = proves(model, LayerSkip(exit_layer=1, num_speculative_tokens=2), own=own)
     assert seen.steps[2, 0] > 0
 
 
-MATCHED: list[dict[str, Any]] = [
-    {},
-    {"processors": [RepetitionPenaltyLogitsProcessor(1.7), Pushing()]},
-    {"warpers": [TemperatureLogitsWarper(1.5), TopPLogitsWarper(0.75)], "temperature": 1.5, "top_p": 0.75},
-]
+MATCHED: dict[str, dict[str, Any]] = {
+    "plain": {},
+    "processors": {"processors": [RepetitionPenaltyLogitsProcessor(1.7), Pushing()]},
+    "warpers": {"warpers": [TemperatureLogitsWarper(1.5), TopPLogitsWarper(0.75)], "temperature": 1.5, "top_p": 0.75},
+}
+FAST = (("chain", "plain"), ("tree", "processors"), ("tree", "warpers"))
 
 
-@pytest.mark.parametrize("settings", MATCHED, ids=["plain", "processors", "warpers"])
-@pytest.mark.parametrize(("nodes", "branching"), [(2, 0.0), (5, 0.7)], ids=["chain", "tree"])
+@pytest.mark.parametrize(
+    ("nodes", "branching", "settings"),
+    [
+        pytest.param(
+            nodes, branching, MATCHED[name], id=f"{shape}-{name}", marks=[] if (shape, name) in FAST else pytest.mark.slow
+        )
+        for shape, nodes, branching in (("chain", 2, 0.0), ("tree", 5, 0.7))
+        for name in MATCHED
+    ],
+)
 def test_match_keeps_the_law_for_deterministic_drafts(model: Any, nodes: int, branching: float, settings: Any) -> None:
     seen = proves(model, Trees(nodes=nodes, branching=branching, seed=5), **settings)
     assert any(accepted >= 1 for _, accepted in seen.steps)
@@ -171,3 +184,25 @@ def test_dropping_a_drawn_token_biases_the_text() -> None:
     right = loop_law(method, fake, PROMPT, 3, Sampling(temperature=1.0))
     assert second_token(right) == pytest.approx([0.8, 0.2], abs=EXACT)
     assert distance(right, exact_law(lambda _: (0.8, 0.2), 3, 2)) < EXACT
+
+
+SKIP = LayerSkip(exit_layer=1, num_speculative_tokens=2)
+COOL: dict[str, Any] = {"warpers": [TemperatureLogitsWarper(0.5)], "temperature": 0.5}
+
+
+def short(method: Any = SKIP, new: int = 3, **settings: Any) -> None:
+    """One draft accepted or rejected, and what follows."""
+    proves(llama(vocab=VOCAB, hidden=8, layers=2, head=2.0, seed=2).double(), method, new=new, **settings)
+
+
+@planted.found_by(
+    (planted.recovered_from_p, short),
+    (planted.bonus_from_raw_logits, lambda: short(**COOL)),
+    (planted.drawn_token_dropped, short),
+    (planted.q_before_warpers, lambda: short(**COOL)),
+    (planted.processors_blind_to_the_draft, lambda: short(processors=[Pushing()])),
+    (planted.processors_blind_to_the_draft, lambda: short(Trees(nodes=5, branching=0.7, seed=5), 4, processors=[Pushing()])),
+    (planted.noise_used_twice, lambda: short(new=4)),
+)
+def test_planted_bugs_are_found(plant: Any, proof: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    planted.assert_found(plant, proof, monkeypatch)

@@ -15,6 +15,7 @@ from torch import Tensor
 from skipstone import Autoregressive, LayerSkip, Request, Sampling
 from skipstone.decoding.noise import TARGET, Noise
 from skipstone.models.layered import LayeredModel
+from tests.helpers import planted
 from tests.helpers.machine import decode, llama, prompt
 
 ALPHA = 1e-6
@@ -34,11 +35,15 @@ def requests(seeds: int, tokens: int, **sampling: Any) -> list[Request]:
 
 
 @pytest.mark.parametrize(
-    "sampling",
-    [{"temperature": 1.0}, {"temperature": 0.5, "top_k": 20}, {"temperature": 1.3, "top_p": 0.9, "min_p": 0.02}],
-    ids=["plain", "top-k", "top-p"],
+    ("sampling", "threshold"),
+    [
+        ({"temperature": 1.0}, "adaptive"),
+        ({"temperature": 0.5, "top_k": 20}, None),
+        ({"temperature": 1.3, "top_p": 0.9, "min_p": 0.02}, "adaptive"),
+        pytest.param({"temperature": 1.0}, None, marks=pytest.mark.slow),
+    ],
+    ids=["plain, adaptive", "top-k", "top-p, adaptive", "plain"],
 )
-@pytest.mark.parametrize("threshold", [None, "adaptive"])
 def test_coupled_drafting_gives_the_text_of_plain_sampling(model: LayeredModel, sampling: Any, threshold: Any) -> None:
     """40 seeds: same seed, same text, with drafts accepted and rejected on the way."""
     wanted, _, _ = decode(Autoregressive(), model, requests(40, 16, **sampling))
@@ -147,3 +152,19 @@ def test_layerskip_standard_passes_a_chi_square() -> None:
     distance = count * float(((shifted - exact) ** 2 / exact).sum())
     assert stats.ncx2.cdf(stats.chi2.isf(ALPHA, cells - 1), cells - 1, distance) < 1e-9
     assert stats.chisquare(observed, exact * count).pvalue > ALPHA
+
+
+@planted.found_by(
+    (
+        planted.coupled_draft_on_its_own_noise,
+        lambda: test_coupled_acceptance_of_the_loop_is_what_theory_says(LayeredModel(llama())),
+    ),
+)
+def test_planted_bugs_are_found(plant: Any, proof: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    planted.assert_found(plant, proof, monkeypatch)
+
+
+@pytest.mark.slow
+@planted.found_by((planted.recovered_from_p, test_layerskip_standard_passes_a_chi_square))
+def test_a_planted_bug_moves_the_chi_square(plant: Any, proof: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    planted.assert_found(plant, proof, monkeypatch)

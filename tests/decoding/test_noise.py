@@ -13,6 +13,7 @@ from torch import Tensor
 
 from skipstone.decoding import noise
 from skipstone.decoding.noise import ACCEPT, DRAFT, STREAMS, TARGET, Noise, row_seed, substream, uniform
+from tests.helpers import planted
 
 STREAM_IDS = (TARGET, ACCEPT, DRAFT, substream(ACCEPT, 1), substream(DRAFT, 1), substream(DRAFT, 30))
 # A chi-square or KS test below fails a right generator with this probability, and each is run on fixed seeds.
@@ -206,3 +207,14 @@ class TestRowSeeds:
     def test_no_two_of_many_neighbouring_seeds_and_rows_are_alike(self) -> None:
         seeds = {row_seed(seed, row) for seed in range(64) for row in range(64)}
         assert len(seeds) == 64 * 64
+
+
+@planted.found_by(
+    (
+        planted.noise_knows_the_batch,
+        test_a_row_does_not_depend_on_its_neighbours_or_on_how_many_numbers_are_asked_for,
+    ),
+    (planted.noise_forgets_the_position, lambda: test_numbers_are_uniform_along_every_axis("positions")),
+)
+def test_planted_bugs_are_found(plant: Any, proof: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    planted.assert_found(plant, proof, monkeypatch)

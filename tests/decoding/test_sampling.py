@@ -27,6 +27,7 @@ from transformers.generation.logits_process import (
 from skipstone import LayerSkip, Request, Sampling
 from skipstone.decoding.sampling import Sampler, Warping, warp
 from skipstone.models.layered import LayeredModel
+from tests.helpers import planted
 from tests.helpers.machine import decode, llama, prompt
 from tests.helpers.trees import Trees, reference
 
@@ -249,3 +250,10 @@ def test_a_sampler_row_is_forgotten_when_released() -> None:
 def test_settings_that_mean_nothing(settings: dict[str, Any], part: str) -> None:
     with pytest.raises(ValueError, match=part):
         Sampling(**settings)
+
+
+@planted.found_by(
+    (planted.top_p_rounded_twice, lambda: test_top_p_cuts_ties_where_transformers_does(0.8)),
+)
+def test_planted_bugs_are_found(plant: Any, proof: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    planted.assert_found(plant, proof, monkeypatch)

@@ -10,7 +10,9 @@ from transformers.generation.logits_process import NoRepeatNGramLogitsProcessor,
 
 from skipstone import Autoregressive, Request, Sampling, Stats, Step
 from skipstone.models.layered import LayeredModel
+from tests.helpers import planted
 from tests.helpers.machine import decode, llama, mistral, prompt
+from tests.helpers.pairwise import crossed
 from tests.helpers.trees import Trees, reference
 
 MODELS = [pytest.param(llama, id="llama"), pytest.param(lambda: mistral(window=7), id="sliding")]
@@ -49,10 +51,12 @@ def proves(build: Any, asked: list[Request], method: Trees, check: bool = False)
     return figures, steps
 
 
-@pytest.mark.parametrize("build", MODELS)
-@pytest.mark.parametrize("lengths", [(9,), (4, 17, 9)], ids=["one row", "three rows"])
-@pytest.mark.parametrize("processors", [(), PROCESSORS], ids=["plain", "processors"])
-@pytest.mark.parametrize("sampling", SAMPLING)
+@crossed(
+    build=MODELS,
+    lengths=[pytest.param((9,), id="one row"), pytest.param((4, 17, 9), id="three rows")],
+    processors=[pytest.param((), id="plain"), pytest.param(PROCESSORS, id="processors")],
+    sampling=SAMPLING,
+)
 def test_random_trees_do_not_change_the_text(build: Any, lengths: tuple[int, ...], processors: Any, sampling: Any) -> None:
     asked = requests(lengths, tokens=40 if len(lengths) == 1 else 16, processors=processors, **sampling)
     figures, _ = proves(build, asked, Trees(nodes=16, branching=0.4, peeking=0.75), check=True)
@@ -84,7 +88,10 @@ def test_nodes_that_may_not_be_accepted_change_nothing() -> None:
     assert {origin for step in steps for row in step.origin for origin in row} == {"prefill", "bonus"}
 
 
-@pytest.mark.parametrize("sampling", SAMPLING)
+AT_AN_END = [SAMPLING[0], *(pytest.param(*one.values, id=one.id, marks=pytest.mark.slow) for one in SAMPLING[1:])]
+
+
+@pytest.mark.parametrize("sampling", AT_AN_END)
 def test_an_end_token_inside_a_tree_ends_the_row_there(sampling: Any) -> None:
     """The end token of each row is one that lies inside an accepted path: what follows it in the path is cut."""
     layered = LayeredModel(llama())
@@ -114,3 +121,18 @@ def test_short_requests_leave_no_room_for_drafts(tokens: int) -> None:
     assert texts == expected
     assert [len(text) for text in texts] == [tokens, 1]
     assert figures.accepted <= max(0, tokens - 2)
+
+
+def sampled_trees() -> None:
+    proves(llama, requests((4, 17, 9), temperature=1.0), Trees(nodes=10), check=True)
+
+
+@planted.found_by(
+    (planted.barred_nodes_accepted, test_nodes_that_may_not_be_accepted_change_nothing),
+    (planted.accepted_path_not_moved, sampled_trees),
+    (planted.siblings_see_one_another, sampled_trees),
+    (planted.trash_in_slot_zero, sampled_trees),
+    (planted.only_the_last_token_can_end, lambda: test_an_end_token_inside_a_tree_ends_the_row_there({})),
+)
+def test_planted_bugs_are_found(plant: Any, proof: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    planted.assert_found(plant, proof, monkeypatch)

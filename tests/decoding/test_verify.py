@@ -16,6 +16,7 @@ from scipy.spatial.distance import jensenshannon
 from skipstone.decoding import verify
 from skipstone.decoding.draft import Draft, Verdict
 from skipstone.decoding.noise import DRAFT, substream
+from tests.helpers import planted
 from tests.helpers.enumeration import Chooser, Tracking, distance, exact_law, explore
 from tests.helpers.tables import Table, as_probability, contextual, double, random_draft
 
@@ -148,3 +149,11 @@ def test_entropy_and_js_distance_are_scipys(pair: list[list[float]]) -> None:
 def test_js_distance_reaches_its_ends() -> None:
     assert verify.js_distance(double([1.0, 0.0]), double([0.0, 1.0])) == 1
     assert verify.js_distance(double([0.3, 0.7]), double([0.3, 0.7])) == 0
+
+
+@planted.found_by(
+    (planted.recovered_from_p, test_accepted_and_residual_mass_add_up_to_p),
+    (planted.given_tokens_taken_as_drawn, test_leviathan_takes_nodes_that_were_not_drawn_as_one_hot),
+)
+def test_planted_bugs_are_found(plant: Any, proof: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    planted.assert_found(plant, proof, monkeypatch)

@@ -13,6 +13,7 @@ from torch import Tensor
 from skipstone.decoding import verify
 from skipstone.decoding.draft import Draft, Verdict
 from skipstone.decoding.noise import TARGET, Noise
+from tests.helpers import planted
 from tests.helpers.tables import Table, as_probability, contextual, double, random_draft
 
 
@@ -177,3 +178,11 @@ def test_nodes_that_may_not_be_accepted_are_no_drafts() -> None:
     window, mixed = verdict.tolist(draft)
     assert (window.drafted, window.nodes, window.final) == (0, 2, "bonus")
     assert (mixed.drafted, mixed.nodes, mixed.final) == (1, 2, "recovered")
+
+
+@planted.found_by(
+    (planted.one_draft_too_many, lambda: test_match_greedy_equals_match_at_temperature_zero(chain=True, barred=False)),
+    (planted.barred_nodes_accepted, lambda: test_match_equals_a_plain_python_walk(chain=False)),
+)
+def test_planted_bugs_are_found(plant: Any, proof: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    planted.assert_found(plant, proof, monkeypatch)

@@ -11,9 +11,8 @@ import pytest
 import torch
 
 import skipstone
-from tests.helpers import families
+from tests.helpers import conformance, families
 from tests.helpers.snippets import ROOT, anchors, blocks, links, pages, run_python, symbols, table_rows, tiny_checkpoint
-from tests.methods import test_methods as test_methods
 
 DOCS = ROOT / "docs"
 PACKAGE = ROOT / "src" / "skipstone"
@@ -139,15 +138,14 @@ def test_tutorial_method_is_refused_unknown_keys(registered):
 
 def test_tutorial_method_passes_the_conformance_suite(tutorial):
     """The page's test row, through the suite's own assertions: greedy and sampled, alone and in ragged batches."""
-    names = {**vars(test_methods), **vars(tutorial)}
+    names = {**vars(conformance), **vars(tutorial)}
     ((name, row),) = eval("{" + _marked("<!-- test row -->") + "}", names).items()
     assert name == tutorial.BigramLookup.name
     assert row.make(3, "standard") == tutorial.BigramLookup(3)
-    options = {"max_new_tokens": 40}
-    sampled = {**options, "do_sample": True, "temperature": 0.7}
+    sampled = {"do_sample": True, "temperature": 0.7}
     for rows in (1, 3):
-        test_methods.assert_greedy_equals_alone(row, "llama", rows, 4, options)
-        test_methods.assert_sampling_equals_plain(row, "llama", rows, 4, "standard", sampled)
+        conformance.assert_greedy_equals_alone(row, "llama", rows, 4, 40, {})
+        conformance.assert_sampling_equals_plain(row, "llama", rows, 4, "standard", 40, sampled)
 
 
 def test_tutorial_drafts_save_steps(tutorial):

@@ -71,3 +71,10 @@ def _slow(param: Any) -> bool:
 def _name(factor: str, value: Any, index: int) -> str:
     """Short values by themselves, others by their factor and place, as pytest does."""
     return str(value) if isinstance(value, (str, int, float, bool, type(None))) else f"{factor}{index}"
+
+
+def all_but(fast: Iterable[Any], values: Iterable[Any]) -> list[Any]:
+    """The values for `pytest.mark.parametrize`: all but those of `fast` are slow. A tuple holds those of several arguments."""
+    chosen, slow = list(fast), pytest.mark.slow
+    several = (value if isinstance(value, tuple) else (value,) for value in values)
+    return [pytest.param(*one, marks=[] if (one if len(one) > 1 else one[0]) in chosen else slow) for one in several]

@@ -98,9 +98,8 @@ def assert_same_texts(
         else:
             parted = judge.compare(prompt, wanted, found, scoring, row)
             assert parted is not None
-        told.append(
-            f"row {row}, position {parted.position}: {parted.message()}\n  whole: {list(wanted)}\n     and {list(found)}"
-        )
+        told.append(f"row {row}, position {parted.position}: {parted.message()}")
+        told.append(f"  expected whole: {list(wanted)}\n     found whole: {list(found)}")
     if told:
         pytest.fail("\n".join([f"{output.method} says something else than it should", *told]), pytrace=False)
 

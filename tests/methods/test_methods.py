@@ -24,15 +24,16 @@ from tests.helpers.conformance import (
     assert_greedy_equals_alone,
     assert_sampling_equals_plain,
 )
-from tests.helpers.pairwise import covering
+from tests.helpers.pairwise import all_but, covering
 from tests.helpers.support import TIE, decode, margin, references
 
-NEW = 24
+NEW = 16
+"""New tokens of a text in the fast run; twice as many where no draft was accepted or none rejected in so few."""
 MAIN = [name for name in LOSSLESS if not ROWS[name].variant]
 PROCESSORS: dict[str, Any] = {
     "repetition_penalty": 1.3,
     "no_repeat_ngram_size": 3,
-    "min_new_tokens": NEW // 2,
+    "min_new_tokens": 12,
     "bad_words_ids": [[7], [11, 12]],
     "eos_token_id": [5, 60],
 }
@@ -52,9 +53,9 @@ def test_lossless_labels_agree_with_the_oracles() -> None:
 
 @pytest.mark.parametrize("family", families.NAMES)
 def test_few_greedy_references_are_near_ties(family: str) -> None:
-    prompts, expected, dropped = references(family, 3, max_new_tokens=NEW)
+    prompts, expected, dropped = references(family, 2, max_new_tokens=NEW)
     assert dropped <= 1
-    assert len(prompts) == len(expected) == 3
+    assert len(prompts) == len(expected) == 2
 
 
 def rotated() -> list[Any]:
@@ -68,15 +69,19 @@ def rotated() -> list[Any]:
 
 @pytest.mark.parametrize(("method", "family", "drafts"), rotated())
 def test_greedy_text_is_that_of_generate_on_each_row_alone(method: str, family: str, drafts: int) -> None:
-    assert_greedy_equals_alone(ROWS[method], family, 3, drafts, {"max_new_tokens": NEW})
+    assert_greedy_equals_alone(ROWS[method], family, 2, drafts, NEW, {})
 
 
 @pytest.mark.parametrize(
-    ("family", "method"), [(family, MAIN[place % len(MAIN)]) for place, family in enumerate(families.NAMES)]
+    ("family", "method"),
+    all_but(
+        [(family, MAIN[place % len(MAIN)]) for place, family in enumerate(families.NAMES[::2])],
+        itertools.product(families.NAMES, MAIN),
+    ),
 )
 def test_sampled_text_is_that_of_plain_sampling(method: str, family: str) -> None:
     for rule in ROWS[method].same_text:
-        assert_sampling_equals_plain(ROWS[method], family, 3, 4, rule, {"max_new_tokens": NEW, **SAMPLING})
+        assert_sampling_equals_plain(ROWS[method], family, 3, 4, rule, NEW, SAMPLING)
 
 
 @pytest.mark.parametrize("family", families.NAMES)
@@ -84,7 +89,7 @@ def test_sampled_text_is_that_of_plain_sampling(method: str, family: str) -> Non
 def test_a_lossy_method_gives_its_oracles_text(method: str, family: str) -> None:
     oracle = ROWS[method].oracle
     assert oracle is not None
-    prompts, plain, _ = references(family, 3, max_new_tokens=NEW)
+    prompts, plain, _ = references(family, 2, max_new_tokens=NEW)
     output = decode(families.cached(family), prompts, ROWS[method].make(4, "standard"), max_new_tokens=NEW)
     found = output.new_tokens
     assert found is not None
@@ -94,7 +99,7 @@ def test_a_lossy_method_gives_its_oracles_text(method: str, family: str) -> None
         if smallest >= TIE:
             assert mine == reference
             proved += 1
-    assert proved >= 2
+    assert proved >= 1
     assert output.lossless is False
     assert found != plain
 
@@ -116,12 +121,12 @@ def grid() -> list[Any]:
 
 @pytest.mark.parametrize(("method", "rows", "drafts", "sampled", "processed"), grid())
 def test_settings_meet_on_a_llama(method: str, rows: int, drafts: int, sampled: bool, processed: bool) -> None:
-    options = {"max_new_tokens": 40, **(PROCESSORS if processed else {})}
+    options = PROCESSORS if processed else {}
     if not sampled:
-        assert_greedy_equals_alone(ROWS[method], "llama", rows, drafts, options)
+        assert_greedy_equals_alone(ROWS[method], "llama", rows, drafts, 24, options)
         return
     for rule in ROWS[method].same_text:
-        assert_sampling_equals_plain(ROWS[method], "llama", rows, drafts, rule, {**options, **SAMPLING})
+        assert_sampling_equals_plain(ROWS[method], "llama", rows, drafts, rule, 24, {**options, **SAMPLING})
 
 
 @pytest.mark.slow
@@ -130,10 +135,9 @@ def test_settings_meet_on_a_llama(method: str, rows: int, drafts: int, sampled: 
 class TestFullProduct:
     def test_greedy(self, method: str, family: str, rows: int) -> None:
         for drafts, options in itertools.product(DRAFTS, ({}, PROCESSORS)):
-            assert_greedy_equals_alone(ROWS[method], family, rows, drafts, {"max_new_tokens": 40, **options})
+            assert_greedy_equals_alone(ROWS[method], family, rows, drafts, 40, options)
 
     def test_sampling(self, method: str, family: str, rows: int) -> None:
         for drafts, options in itertools.product(DRAFTS, ({}, PROCESSORS)):
             for rule in ROWS[method].same_text:
-                settings = {"max_new_tokens": 40, **SAMPLING, **options}
-                assert_sampling_equals_plain(ROWS[method], family, rows, drafts, rule, settings)
+                assert_sampling_equals_plain(ROWS[method], family, rows, drafts, rule, 40, {**SAMPLING, **options})

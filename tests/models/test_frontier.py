@@ -14,6 +14,7 @@ from skipstone import Autoregressive, Request
 from skipstone.decoding.session import Session
 from skipstone.models.frontier import Frontier
 from skipstone.models.layered import LayeredModel
+from tests.helpers import planted
 from tests.helpers.machine import llama, mistral, prompt, start
 
 LENGTHS = (5, 12, 8)
@@ -218,3 +219,19 @@ def test_a_row_without_room_names_no_position_beyond_the_model() -> None:
     logits = frontier.finish()
     close(logits[0, 6], b.expected(0, [0] * 6))
     close(logits[1, 0], b.expected(1, []))
+
+
+@planted.found_by(
+    (planted.siblings_see_one_another, lambda: test_a_tree_finishes_like_a_forward_over_each_of_its_paths(llama)),
+    (
+        planted.window_one_too_wide,
+        lambda: test_a_tree_finishes_like_a_forward_over_each_of_its_paths(lambda: mistral(window=6)),
+    ),
+    (planted.draft_not_run_again, test_every_token_goes_through_every_layer_once_and_restart_repeats_all),
+    (
+        planted.waiting_tokens_left_behind,
+        lambda: test_tokens_waiting_at_mixed_depths_finish_like_a_full_forward(llama, apart=True),
+    ),
+)
+def test_planted_bugs_are_found(plant: Any, proof: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    planted.assert_found(plant, proof, monkeypatch)

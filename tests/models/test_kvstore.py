@@ -18,7 +18,9 @@ from skipstone import Autoregressive, EarlyExit, LayerSkip, Method, Request, Sam
 from skipstone.models.kvstore import KVStore
 from skipstone.models.layered import LayeredModel
 from skipstone.models.passes import Pass
+from tests.helpers import planted
 from tests.helpers.machine import decode, llama, mistral, prompt, sharpened, small, start
+from tests.helpers.pairwise import crossed
 from tests.helpers.trees import Trees, reference
 
 
@@ -133,9 +135,11 @@ METHODS: list[Method] = [
 ]
 
 
-@pytest.mark.parametrize("lengths", [(6,), (5, 11, 3)], ids=["one row", "three rows"])
-@pytest.mark.parametrize("method", METHODS, ids=lambda method: method.name)
-@pytest.mark.parametrize("temperature", [0.0, 1.0])
+@crossed(
+    lengths=[pytest.param((6,), id="one row"), pytest.param((5, 11, 3), id="three rows")],
+    method=[pytest.param(method, id=method.name) for method in METHODS],
+    temperature=[0.0, 1.0],
+)
 def test_the_store_holds_what_a_fresh_forward_gives_after_every_commit(
     method: Method, lengths: tuple[int, ...], temperature: float
 ) -> None:
@@ -160,9 +164,11 @@ def poison(store: KVStore, dice: torch.Generator) -> None:
                 free.copy_(1e3 * torch.randn(free.shape, generator=dice))
 
 
-@pytest.mark.parametrize("build", [llama, lambda: mistral(window=5)], ids=["llama", "mistral"])
-@pytest.mark.parametrize("method", [METHODS[0], METHODS[2], *METHODS[4:]], ids=lambda method: method.name)
-@pytest.mark.parametrize("temperature", [0.0, 1.0])
+@crossed(
+    build=[pytest.param(llama, id="llama"), pytest.param(lambda: mistral(window=5), id="mistral")],
+    method=[pytest.param(method, id=method.name) for method in (METHODS[0], METHODS[2], *METHODS[4:])],
+    temperature=[0.0, 1.0],
+)
 def test_stale_slots_and_the_trash_are_never_read(build: Any, method: Method, temperature: float) -> None:
     layered, requests = LayeredModel(build()), ragged(10, temperature)
     method = peeking(method, layered, requests)
@@ -237,3 +243,15 @@ def test_a_request_that_ends_early_never_pays_for_its_limit() -> None:
     for _ in range(20):
         decoder.step()
     assert decoder.session.store.capacity == 64
+
+
+def a_drafts_store_is_right() -> None:
+    test_the_store_holds_what_a_fresh_forward_gives_after_every_commit(METHODS[2], (4, 17, 9), 0.0)
+
+
+@planted.found_by(
+    (planted.one_draft_too_many, a_drafts_store_is_right),
+    (planted.rejected_drafts_kept, a_drafts_store_is_right),
+)
+def test_planted_bugs_are_found(plant: Any, proof: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    planted.assert_found(plant, proof, monkeypatch)

@@ -9,6 +9,7 @@ import torch
 from torch import nn
 
 from skipstone.models import linear
+from tests.helpers.pairwise import crossed
 
 pytestmark = pytest.mark.skipif(not torch.backends.mkl.is_available(), reason="nothing is replaced without MKL")
 
@@ -21,10 +22,12 @@ def threads() -> Iterator[Callable[[int], None]]:
     torch.set_num_threads(before)
 
 
-@pytest.mark.parametrize("rows", [1, 2, 3, 8, 9, 17])
-@pytest.mark.parametrize("bias", [False, True])
-@pytest.mark.parametrize("count", [1, 2, 3])
-@pytest.mark.parametrize("sizes", [(24, 40), (30, 37), (768, 800)], ids=["small", "prime", "large"])
+@crossed(
+    rows=[1, 2, 3, 8, 9, 17],
+    bias=[False, True],
+    count=[1, 2, 3],
+    sizes=[pytest.param((24, 40), id="small"), pytest.param((30, 37), id="prime"), pytest.param((768, 800), id="large")],
+)
 def test_the_product_is_that_of_nn_linear(
     rows: int, bias: bool, count: int, sizes: tuple[int, int], threads: Callable[[int], None]
 ) -> None:

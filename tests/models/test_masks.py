@@ -14,7 +14,7 @@ import skipstone
 from skipstone.models.frontier import Frontier
 from skipstone.models.kvstore import KVStore
 from skipstone.models.passes import MaskForm, Pass, ancestors
-from tests.helpers import families
+from tests.helpers import families, planted
 from tests.helpers.enumeration import Tabled
 
 BOOL = MaskForm(torch.bool, optional=False)
@@ -168,3 +168,11 @@ def test_a_pass_over_all_layers_builds_one_mask_per_kind(monkeypatch: pytest.Mon
     assert len(per_pass) >= 6
     assert all(len(one) == len(set(one)) for one in per_pass), "a mask was built twice in a pass"
     assert any(len(one) == 2 for one in per_pass), "both kinds were needed"
+
+
+@planted.found_by(
+    (planted.siblings_see_one_another, lambda: test_a_scoring_pass_sees_what_the_definition_says("tree", None)),
+    (planted.window_one_too_wide, lambda: test_a_scoring_pass_sees_what_the_definition_says("chain", 3)),
+)
+def test_planted_bugs_are_found(plant: Any, proof: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    planted.assert_found(plant, proof, monkeypatch)

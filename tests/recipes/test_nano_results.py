@@ -110,6 +110,7 @@ def documents(trained: Path) -> dict[str, list[Document]]:
     return {name: [one for one in out if one.source == name] for name in ("code", "sums")}
 
 
+@pytest.mark.slow
 def test_quality_of_exits_is_that_of_their_own_logits(
     results: Any, trained: Path, model: str, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -66,6 +66,7 @@ def test_documents_are_the_listed_files_in_order() -> None:
     assert [one.text for one in source.read(Path())] == [(LIBRARY / name).read_text(encoding="utf-8") for name in names]
 
 
+@pytest.mark.slow
 def test_a_share_is_a_part_of_the_files(listed: dict[str, str]) -> None:
     part = STDLIB["manifest"](share=0.3)["sha256"]
     assert part.items() < listed.items()
@@ -74,6 +75,7 @@ def test_a_share_is_a_part_of_the_files(listed: dict[str, str]) -> None:
         list(STDLIB["documents"](share=0))
 
 
+@pytest.mark.slow
 def test_the_command_writes_the_manifest(tmp_path: Path, listed: dict[str, str]) -> None:
     subprocess.run([sys.executable, str(PATH), str(tmp_path / "manifest.json")], check=True)
     assert json.loads((tmp_path / "manifest.json").read_text(encoding="utf-8"))["sha256"] == listed

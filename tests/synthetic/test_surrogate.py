@@ -38,6 +38,7 @@ def test_surrogate_agrees_at_the_wanted_rate_and_is_reproducible():
     assert made.report()["realised_agreement"]["value"] == made.agreement.value
 
 
+@pytest.mark.slow
 def test_a_layer_set_may_be_what_agrees():
     """Counted with the engine's own skipping, which the calibration does not use."""
     wide = shapes.parse("layers=6,hidden=64,vocab=256", None, 0.8, 0.5)
@@ -61,6 +62,7 @@ def test_a_layer_set_may_be_what_agrees():
     assert "all but a share of 0.5 agree with all at" in calibrated(made.report())
 
 
+@pytest.mark.slow
 def test_sure_tokens_have_a_successor_and_a_part_may_still_disagree():
     """What real text is like: most tokens follow nearly surely, a few are open, and on those the part errs."""
     shape = shapes.parse("layers=6,hidden=192,vocab=2048", None, 0.9, 0.5, sure=0.8)

@@ -38,6 +38,7 @@ def test_continual_training_starts_where_the_model_stopped(finished: Path, tmp_p
         run(recipe(tmp_path / "misfit", **misfit), say=quiet)
 
 
+@pytest.mark.slow
 def test_lora_trains_adapters_only_and_leaves_a_model_that_decodes(
     finished: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -77,6 +78,7 @@ def test_lora_trains_adapters_only_and_leaves_a_model_that_decodes(
         run(tmp_path / "moved" / "recipe.yaml", say=quiet)
 
 
+@pytest.mark.slow
 def test_a_recipe_goes_on_from_another_ones_model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """One command: the first part is trained, or taken as it is where it is finished."""
     first = recipe(tmp_path)
@@ -95,6 +97,7 @@ def test_a_recipe_goes_on_from_another_ones_model(tmp_path: Path, monkeypatch: p
     assert [line.endswith("nothing is left to train") for line in said if "finished" in line] == [True, True]
 
 
+@pytest.mark.slow
 def test_a_draft_model_learns_from_its_target(finished: Path, tmp_path: Path) -> None:
     """A recipe with a teacher: the student comes nearer to it; a run with another teacher does not resume; a teacher of another
     vocabulary is refused."""

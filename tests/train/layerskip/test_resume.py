@@ -131,7 +131,11 @@ class TestInterrupted:
         ("name", "more"),
         [
             ("entries of several steps", {"logging_steps": 3, "exits": EarlyExitLoss(0.5, "rotational", 3, kl_weight=0.5)}),
-            ("saved by epochs", {"save_strategy": "epoch", "max_steps": -1, "num_train_epochs": 3, "save_total_limit": None}),
+            pytest.param(
+                "saved by epochs",
+                {"save_strategy": "epoch", "max_steps": -1, "num_train_epochs": 3, "save_total_limit": None},
+                marks=pytest.mark.slow,
+            ),
         ],
     )
     def test_ends_the_same(self, tmp_path: Path, name: str, more: dict[str, Any]) -> None:
@@ -147,6 +151,7 @@ class TestInterrupted:
         assert logged(tmp_path / "run") == logged(tmp_path / "whole")
         assert len(logged(tmp_path / "run")) >= STEPS // 3
 
+    @pytest.mark.slow
     def test_resuming_depends_on_every_part_of_the_checkpoint(self, tmp_path: Path) -> None:
         """What proves that the tests above could fail: without random numbers or the optimiser's state all is different."""
         whole = made(tmp_path / "whole", "muon, gradual")

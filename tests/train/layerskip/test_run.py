@@ -54,6 +54,7 @@ class TestFinished:
         assert output.new_tokens == plain.new_tokens
         assert output.stats.drafted > 0
 
+    @pytest.mark.slow
     def test_weights_are_saved_in_the_recipes_dtype(self, finished: Path, tmp_path: Path) -> None:
         folder = run(recipe(tmp_path, **EVALUATED, dtype="bfloat16"), say=quiet)
         rounded, whole = skipstone.load(folder)[0], skipstone.load(finished.parent / "out" / "model")[0]
@@ -172,6 +173,7 @@ class TestInterrupted:
         assert (one / "model" / "model.safetensors").read_bytes() == (other / "model" / "model.safetensors").read_bytes()
         assert losses(one) == losses(other)
 
+    @pytest.mark.slow
     def test_while_the_tokenizer_is_written(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         path = recipe(tmp_path)
         with monkeypatch.context() as patch:
@@ -185,6 +187,7 @@ class TestInterrupted:
         assert {"tokenizer.json", "made_from.json"} <= {one.name for one in (tmp_path / "out" / "tokenizer").iterdir()}
 
 
+@pytest.mark.slow
 def test_the_loss_of_a_source_with_a_prompt_is_that_of_the_answers(tmp_path: Path) -> None:
     """Answers that are all the same are learnt; prompts of random letters are not asked for, so the loss goes to nothing."""
     rng = random.Random(0)

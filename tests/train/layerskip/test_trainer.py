@@ -33,7 +33,7 @@ def by_hand(model: Any, data: list[dict[str, Tensor]]) -> tuple[float, float]:
 
 
 class TestLoss:
-    @pytest.mark.parametrize("accumulate", [1, 2])
+    @pytest.mark.parametrize("accumulate", [pytest.param(1, marks=pytest.mark.slow), 2])
     def test_the_logged_loss_is_the_one_by_hand(self, tmp_path: Path, accumulate: int) -> None:
         """Over all accumulated rows at once, which differ in how much of them is learned."""
         size = 4 // accumulate
@@ -61,6 +61,7 @@ class TestLoss:
             for name, value in found[0][2].items():
                 torch.testing.assert_close(other[2][name], value, rtol=1e-4, atol=1e-5)
 
+    @pytest.mark.slow
     def test_several_steps_log_the_mean_of_their_parts(self, tmp_path: Path) -> None:
         for name, every in (("each", 1), ("all", 4)):
             trainer(
@@ -121,6 +122,7 @@ class TestDroppedRows:
 
 
 class TestUse:
+    @pytest.mark.slow
     def test_rows_of_plain_lists_and_transformers_own_collator(self, tmp_path: Path) -> None:
         data = [{name: value.tolist() for name, value in row.items()} for row in rows(8)]
         one = trainer(tmp_path, data=data, eval_dataset={"a": data[:3], "b": data[3:]}, eval_strategy="steps", eval_steps=2)
@@ -141,6 +143,7 @@ class TestUse:
         assert found[-1]["eval_a_perplexity_exit_3"] == pytest.approx(math.exp(expected), rel=1e-5)
         assert found[-1]["eval_a_agreement_exit_3"] == 1.0
 
+    @pytest.mark.slow
     def test_rows_of_different_lengths_through_a_collator_that_pads_on_the_left(self, tmp_path: Path) -> None:
         data = [{name: value[: 12 - i % 3] for name, value in row.items()} for i, row in enumerate(rows(8))]
         for row in data:  # which the padding before it would predict
@@ -165,6 +168,7 @@ class TestUse:
             measured[side] = [*losses(tmp_path / side), one.evaluate()["eval_perplexity_exit_2"]]
         assert measured["left"] == pytest.approx(measured["right"], rel=1e-4)
 
+    @pytest.mark.slow
     def test_bfloat16_computes_in_it_and_keeps_float32_weights(self, tmp_path: Path) -> None:
         for name, bf16 in (("float32", False), ("bfloat16", True)):
             one = trainer(tmp_path / name, bf16=bf16)
@@ -173,6 +177,7 @@ class TestUse:
         assert losses(tmp_path / "bfloat16") == pytest.approx(losses(tmp_path / "float32"), rel=0.02)
         assert losses(tmp_path / "bfloat16") != losses(tmp_path / "float32")
 
+    @pytest.mark.slow
     def test_activation_checkpointing_changes_nothing(self, tmp_path: Path) -> None:
         """The backward pass runs layers again: over the same rows, and with the same dropout of the attention."""
         found = []
@@ -185,6 +190,7 @@ class TestUse:
         assert found[1][0] == 2 * found[0][0], "nothing was computed again"
         assert found[0][1:] == found[1][1:]
 
+    @pytest.mark.slow
     def test_trained_twice(self, tmp_path: Path) -> None:
         """Without checkpoints the second run goes on from the first's weights; with them it would mix runs, and is refused."""
         one = trainer(tmp_path / "free")
@@ -207,7 +213,7 @@ class TestUse:
             == ["checkpoint-2", "checkpoint-4", "metrics.jsonl"]
         )
 
-    @pytest.mark.parametrize("logging_steps", [1, 100])
+    @pytest.mark.parametrize("logging_steps", [1, pytest.param(100, marks=pytest.mark.slow)])
     def test_a_loss_that_is_no_number_stops_the_run_before_it_is_saved(self, tmp_path: Path, logging_steps: int) -> None:
         one = trainer(tmp_path, save_strategy="steps", save_steps=1, logging_steps=logging_steps)
         poison, usual = one.model.lm_head.weight, one.training_step

@@ -1,4 +1,7 @@
-"""The proofs can fail: each of these bugs, planted into the running code, is found by the proof that is there for it."""
+"""The proofs can fail: each of these bugs, planted into the running code, is found by the proof that is there for it.
+
+A test file names the bugs that its proofs find with `found_by`, so that a proof and what it is there for stand together.
+"""
 
 from __future__ import annotations
 
@@ -8,9 +11,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
-from transformers.generation.logits_process import TemperatureLogitsWarper
 
-from skipstone import LayerSkip
 from skipstone.decoding import noise, sampling, verify
 from skipstone.decoding.draft import Draft, RowVerdict, Verdict
 from skipstone.decoding.noise import DRAFT
@@ -21,39 +22,24 @@ from skipstone.methods.layerskip import LayerSkipSession
 from skipstone.methods.shared.confidence import Confidence
 from skipstone.models import frontier
 from skipstone.models.kvstore import KVStore
-from skipstone.models.layered import LayeredModel
 from skipstone.models.passes import Pass
-from tests.decoding import test_decode as test_decode
-from tests.decoding import test_law as test_law
-from tests.decoding import test_noise as test_noise
-from tests.decoding import test_sampling as test_sampling
-from tests.decoding import test_trees as test_trees
-from tests.decoding import test_verify as test_verify
-from tests.decoding import test_walk as test_walk
-from tests.helpers.enumeration import VOCAB, Pushing, proves
-from tests.helpers.machine import llama, mistral
-from tests.helpers.trees import Trees
-from tests.models import test_frontier as test_frontier
-from tests.models import test_kvstore as test_kvstore
-from tests.models import test_masks as test_masks
 
 Patch = pytest.MonkeyPatch
-Case = tuple[Callable[[Patch], None], Callable[[], object]]
-SKIP = LayerSkip(exit_layer=1, num_speculative_tokens=2)
-ROWS = (4, 17, 9)
+Plant = Callable[[Patch], None]
+Proof = Callable[[], object]
 
 
-def law(method: Any = SKIP, new: int = 3, **settings: Any) -> None:
-    """The enumeration, on three tokens: one draft accepted or rejected, and what follows."""
-    proves(llama(vocab=VOCAB, hidden=8, layers=2, head=2.0, seed=2).double(), method, new=new, **settings)
+def found_by(*cases: tuple[Plant, Proof]) -> pytest.MarkDecorator:
+    """One test for each bug and the proof that finds it; the test is `assert_found(plant, proof, monkeypatch)`."""
+    names = [f"{index} {plant.__name__}" for index, (plant, _) in enumerate(cases)]
+    return pytest.mark.parametrize(("plant", "proof"), cases, ids=names)
 
 
-def trees(**settings: Any) -> None:
-    test_trees.proves(llama, test_trees.requests(ROWS, temperature=1.0), Trees(nodes=10, **settings), check=True)
-
-
-def store(method: Any, temperature: float = 0.0) -> None:
-    test_kvstore.test_the_store_holds_what_a_fresh_forward_gives_after_every_commit(method, ROWS, temperature)
+def assert_found(plant: Plant, proof: Proof, monkeypatch: Patch) -> None:
+    """The proof fails with the bug in place."""
+    plant(monkeypatch)
+    with pytest.raises((AssertionError, pytest.fail.Exception)):
+        proof()
 
 
 def recovered_from_p(patch: Patch) -> None:
@@ -206,65 +192,3 @@ def waiting_tokens_left_behind(patch: Patch) -> None:
         own(self, to)
 
     patch.setattr(frontier.Frontier, "advance", advance)
-
-
-COOL = {"warpers": [TemperatureLogitsWarper(0.5)], "temperature": 0.5}
-CASES: list[Case] = [
-    (recovered_from_p, law),
-    (recovered_from_p, test_verify.test_accepted_and_residual_mass_add_up_to_p),
-    (recovered_from_p, test_law.test_layerskip_standard_passes_a_chi_square),
-    (bonus_from_raw_logits, lambda: law(**COOL)),
-    (drawn_token_dropped, law),
-    (q_before_warpers, lambda: law(**COOL)),
-    (processors_blind_to_the_draft, lambda: law(processors=[Pushing()])),
-    (processors_blind_to_the_draft, lambda: law(Trees(nodes=5, branching=0.7, seed=5), 4, processors=[Pushing()])),
-    (noise_used_twice, lambda: law(new=4)),
-    (given_tokens_taken_as_drawn, test_verify.test_leviathan_takes_nodes_that_were_not_drawn_as_one_hot),
-    (noise_knows_the_batch, test_noise.test_a_row_does_not_depend_on_its_neighbours_or_on_how_many_numbers_are_asked_for),
-    (noise_forgets_the_position, lambda: test_noise.test_numbers_are_uniform_along_every_axis("positions")),
-    (coupled_draft_on_its_own_noise, lambda: test_law.test_coupled_acceptance_of_the_loop_is_what_theory_says(layered())),
-    (one_draft_too_many, lambda: test_walk.test_match_greedy_equals_match_at_temperature_zero(chain=True, barred=False)),
-    (one_draft_too_many, lambda: store(test_kvstore.METHODS[2])),
-    (barred_nodes_accepted, lambda: test_walk.test_match_equals_a_plain_python_walk(chain=False)),
-    (barred_nodes_accepted, test_trees.test_nodes_that_may_not_be_accepted_change_nothing),
-    (accepted_path_not_moved, trees),
-    (rejected_drafts_kept, lambda: store(test_kvstore.METHODS[2])),
-    (siblings_see_one_another, lambda: test_masks.test_a_scoring_pass_sees_what_the_definition_says("tree", None)),
-    (siblings_see_one_another, lambda: test_frontier.test_a_tree_finishes_like_a_forward_over_each_of_its_paths(llama)),
-    (siblings_see_one_another, trees),
-    (window_one_too_wide, lambda: test_masks.test_a_scoring_pass_sees_what_the_definition_says("chain", 3)),
-    (window_one_too_wide, lambda: test_frontier.test_a_tree_finishes_like_a_forward_over_each_of_its_paths(sliding)),
-    (trash_in_slot_zero, trees),
-    (only_the_last_token_can_end, lambda: test_trees.test_an_end_token_inside_a_tree_ends_the_row_there({})),
-    (
-        threshold_left_by_the_last_request,
-        lambda: test_decode.test_a_request_on_a_busy_server_gets_the_text_it_gets_alone(test_decode.METHODS[2], llama),
-    ),
-    (top_p_rounded_twice, lambda: test_sampling.test_top_p_cuts_ties_where_transformers_does(0.8)),
-    (draft_not_run_again, test_frontier.test_every_token_goes_through_every_layer_once_and_restart_repeats_all),
-    (
-        waiting_tokens_left_behind,
-        lambda: test_frontier.test_tokens_waiting_at_mixed_depths_finish_like_a_full_forward(llama, apart=True),
-    ),
-]
-
-
-def layered() -> LayeredModel:
-    return LayeredModel(llama())
-
-
-def sliding() -> Any:
-    return mistral(window=6)
-
-
-@pytest.mark.parametrize(("plant", "proof"), CASES, ids=[f"{index} {plant.__name__}" for index, (plant, _) in enumerate(CASES)])
-def test_a_planted_bug_is_found(plant: Callable[[Patch], None], proof: Callable[[], object], monkeypatch: Patch) -> None:
-    plant(monkeypatch)
-    with pytest.raises(AssertionError):
-        proof()
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("proof", [proof for _, proof in CASES], ids=range(len(CASES)))
-def test_without_the_bug_the_proof_passes(proof: Callable[[], object]) -> None:
-    proof()
