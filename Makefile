@@ -7,7 +7,7 @@ WORKERS ?= auto
 MODEL ?=
 BENCH ?=
 
-.PHONY: demo test test-all lint format bench clean
+.PHONY: demo quick test test-rest test-all lint format bench clean
 
 $(STAMP): pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
@@ -18,11 +18,18 @@ $(STAMP): pyproject.toml constraints.txt
 demo: $(STAMP)  ## MODEL=path or hub id: the same text twice, plainly and with LayerSkip, side by side
 	@$(BIN)/skipstone demo $(MODEL)
 
-test: $(STAMP)  ## the suite without the full product, under six minutes on two cores
-	$(BIN)/python -m pytest -n $(WORKERS) --dist worksteal -m "not slow"
+PYTEST := $(BIN)/python -m pytest -n $(WORKERS) --dist worksteal
+quick: $(STAMP)  ## the inner loop, under a minute: the rooms that decide the text
+	$(PYTEST) -m "not slow" tests/decoding tests/models tests/hf/test_options.py tests/methods/test_spelling.py
+
+test: $(STAMP)  ## the suite without the full product, under four minutes on two cores; prints its ten slowest
+	$(PYTEST) -m "not slow" --durations=10
+
+test-rest: $(STAMP)  ## what `make test` leaves out
+	$(PYTEST) -m slow
 
 test-all: $(STAMP)  ## every method x every family x every setting
-	$(BIN)/python -m pytest -n $(WORKERS) --dist worksteal
+	$(PYTEST)
 
 lint: $(STAMP)
 	$(BIN)/ruff check .

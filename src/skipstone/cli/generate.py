@@ -54,7 +54,6 @@ def generate(
     asked = options.asked_method(method, speculative_config)
     text = _prompt(prompt, prompt_file)
     loaded, tokenizer = options.load(model, dtype, device, trust_remote_code=trust_remote_code)
-
     from skipstone.api import resolve_for
     from skipstone.cli.runs import compared, decode
     from skipstone.cli.showing import Painter, document, tell
@@ -62,7 +61,7 @@ def generate(
     chosen = resolve_for(loaded, asked)
     job = _job(flags, loaded, tokenizer, text)
     painter = None if as_json else Painter(job, color)
-    show = None if painter is None else painter.show
+    show = painter and painter.show
     run, comparison = compared(job, chosen, repeat, show) if compare else (decode(job, chosen, show), None)
     if painter is None:
         print(json.dumps(document(model, job, chosen, run, comparison), ensure_ascii=False))

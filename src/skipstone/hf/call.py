@@ -174,6 +174,7 @@ def _check_arguments(model: PreTrainedModel, kwargs: dict[str, Any]) -> None:
 
 
 def check_shapes(ids: Tensor, mask: Any) -> None:
+    """ValueError unless ids are integers [B, T], at least one token each, and a mask has their shape."""
     if ids.ndim != 2 or ids.shape[1] == 0 or ids.shape[0] == 0:
         raise ValueError(f"input_ids must be [batch, length] with at least one token, found shape {list(ids.shape)}")
     if ids.is_floating_point() or ids.is_complex() or ids.dtype == torch.bool:
