@@ -4,10 +4,12 @@ VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 WORKERS ?= auto
+PYTEST = $(BIN)/python -m pytest -n $(WORKERS) --dist worksteal
+QUICK := not (test_methods or test_families or test_layers or test_peft or test_patches or test_planted) or llama
 MODEL ?=
 BENCH ?=
 
-.PHONY: demo test test-all lint format bench clean
+.PHONY: demo quick test test-rest test-all lint format bench clean
 
 $(STAMP): pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
@@ -18,11 +20,17 @@ $(STAMP): pyproject.toml constraints.txt
 demo: $(STAMP)  ## MODEL=path or hub id: the same text twice, plainly and with LayerSkip, side by side
 	@$(BIN)/skipstone demo $(MODEL)
 
-test: $(STAMP)  ## the suite without the full product, under six minutes on two cores
-	$(BIN)/python -m pytest -n $(WORKERS) --dist worksteal -m "not slow"
+quick: $(STAMP)  ## the inner loop: decoding, its laws, every method on a Llama; under a minute
+	$(PYTEST) -m "not slow" -k "$(QUICK)" tests/decoding tests/models tests/methods/test_methods.py tests/api
 
-test-all: $(STAMP)  ## every method x every family x every setting
-	$(BIN)/python -m pytest -n $(WORKERS) --dist worksteal
+test: $(STAMP)  ## what a change must pass: pairs of method, family and setting; under four minutes on two cores
+	$(PYTEST) -m "not slow" --durations=10
+
+test-rest: $(STAMP)  ## what `make test` leaves out: the full product, and what is proved a second time
+	$(PYTEST) -m slow --durations=10
+
+test-all: $(STAMP)  ## every method x every family x every setting, and all the rest
+	$(PYTEST) --durations=10
 
 lint: $(STAMP)
 	$(BIN)/ruff check .
