@@ -4,8 +4,6 @@ VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 WORKERS ?= auto
-PYTEST = $(BIN)/python -m pytest -n $(WORKERS) --dist worksteal
-QUICK := not (test_methods or test_families or test_layers or test_peft or test_patches or test_planted) or llama
 MODEL ?=
 BENCH ?=
 
@@ -20,17 +18,18 @@ $(STAMP): pyproject.toml constraints.txt
 demo: $(STAMP)  ## MODEL=path or hub id: the same text twice, plainly and with LayerSkip, side by side
 	@$(BIN)/skipstone demo $(MODEL)
 
-quick: $(STAMP)  ## the inner loop: decoding, its laws, every method on a Llama; under a minute
-	$(PYTEST) -m "not slow" -k "$(QUICK)" tests/decoding tests/models tests/methods/test_methods.py tests/api
+PYTEST := $(BIN)/python -m pytest -n $(WORKERS) --dist worksteal
+quick: $(STAMP)  ## the inner loop, under a minute: the rooms that decide the text
+	$(PYTEST) -m "not slow" tests/decoding tests/models tests/hf/test_options.py tests/methods/test_spelling.py
 
-test: $(STAMP)  ## what a change must pass: pairs of method, family and setting; under four minutes on two cores
+test: $(STAMP)  ## the suite without the full product, under four minutes on two cores; prints its ten slowest
 	$(PYTEST) -m "not slow" --durations=10
 
-test-rest: $(STAMP)  ## what `make test` leaves out: the full product, and what is proved a second time
-	$(PYTEST) -m slow --durations=10
+test-rest: $(STAMP)  ## what `make test` leaves out
+	$(PYTEST) -m slow
 
-test-all: $(STAMP)  ## every method x every family x every setting, and all the rest
-	$(PYTEST) --durations=10
+test-all: $(STAMP)  ## every method x every family x every setting
+	$(PYTEST)
 
 lint: $(STAMP)
 	$(BIN)/ruff check .
