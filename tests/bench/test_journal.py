@@ -30,10 +30,11 @@ def write_all(path: Path, moment: int | None, note: Path) -> None:
                 file.add({"kind": "prompt", "number": number, "text": "é\u2028\x85" * 2000})
 
 
-def test_killed_ten_times_it_loses_nothing(tmp_path: Path) -> None:
+@pytest.mark.parametrize("kills", [3, pytest.param(10, marks=pytest.mark.slow)])
+def test_killed_again_and_again_it_loses_nothing(tmp_path: Path, kills: int) -> None:
     dice, path = random.Random(0), tmp_path / "run" / "results.jsonl"
     path.parent.mkdir()
-    for _ in range(10):
+    for _ in range(kills):
         before = [line["number"] for line in journal.read(path) if line["kind"] == "prompt"] if path.exists() else []
         assert in_processes(write_all, (path, dice.randrange(1, 8), tmp_path / "note")) == [-9]
         after = [line["number"] for line in journal.read(path) if line["kind"] == "prompt"] if path.exists() else []
@@ -42,7 +43,7 @@ def test_killed_ten_times_it_loses_nothing(tmp_path: Path) -> None:
     lines = journal.read(path)
     assert [line["number"] for line in lines if line["kind"] == "prompt"] == list(range(COUNT))
     assert lines[0]["plan"] == {"models": ["a"], "seed": 0, "lengths": [2, 4]}
-    assert sum(line["kind"] == "resumed" for line in lines) >= 5
+    assert sum(line["kind"] == "resumed" for line in lines) >= kills // 2
 
 
 @pytest.mark.parametrize("cut", [1, 7, 40])

@@ -261,19 +261,24 @@ class Transfers(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-@pytest.mark.parametrize("temperature", [0.0, 1.0])
+WAITING = [
+    METHODS[0],
+    METHODS[1],
+    replace(METHODS[1], rejection_sample_method="coupled"),
+    replace(METHODS[1], confidence_threshold=0.3),
+    replace(METHODS[1], confidence_threshold="adaptive"),
+    *METHODS[-9:],
+    AdaSD(HELPER, 6),
+]
+
+
 @pytest.mark.parametrize(
-    "method",
+    ("method", "temperature"),
     [
-        METHODS[0],
-        METHODS[1],
-        replace(METHODS[1], rejection_sample_method="coupled"),
-        replace(METHODS[1], confidence_threshold=0.3),
-        replace(METHODS[1], confidence_threshold="adaptive"),
-        *METHODS[-9:],
-        AdaSD(HELPER, 6),
+        pytest.param(method, warm, id=f"{index}-{method.name}-{warm}", marks=[] if index % 2 == place else pytest.mark.slow)
+        for index, method in enumerate(WAITING)
+        for place, warm in enumerate((0.0, 1.0))
     ],
-    ids=lambda method: method.name,
 )
 def test_a_decoding_step_makes_one_transfer_to_the_host(
     method: Method, temperature: float, model: LayeredModel, monkeypatch: pytest.MonkeyPatch

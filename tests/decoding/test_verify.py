@@ -151,6 +151,7 @@ def test_js_distance_reaches_its_ends() -> None:
     assert verify.js_distance(double([0.3, 0.7]), double([0.3, 0.7])) == 0
 
 
+@pytest.mark.slow  # what shrinks a failing example takes its time; the law of the loop finds both
 @planted.found_by(
     (planted.recovered_from_p, test_accepted_and_residual_mass_add_up_to_p),
     (planted.given_tokens_taken_as_drawn, test_leviathan_takes_nodes_that_were_not_drawn_as_one_hot),

@@ -187,6 +187,7 @@ def test_passes_are_timed_and_the_search_runs_on_a_real_model() -> None:
     assert found["history"][0]["evaluation"] == 0
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "family", ["llama", *(pytest.param(name, marks=pytest.mark.slow) for name in ("mistral", "gemma2", "opt", "mixtral"))]
 )

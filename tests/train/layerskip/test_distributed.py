@@ -91,8 +91,8 @@ def heads(folder: Path) -> dict[str, Any]:
     }
 
 
-def rank(number: int, port: int, folder: Path) -> None:
-    """One of the two processes: all of the work, one after the other. What it finds is written to NAME-RANK.json."""
+def rank(number: int, port: int, folder: Path, names: list[str]) -> None:
+    """One of the two processes: the named work, one after the other. What it finds is written to NAME-RANK.json."""
     world = {"RANK": number, "LOCAL_RANK": number, "WORLD_SIZE": 2, "LOCAL_WORLD_SIZE": 2, "MASTER_PORT": port}
     os.environ.update({"MASTER_ADDR": "127.0.0.1", **{name: str(value) for name, value in world.items()}})
     work: dict[str, Callable[[], dict[str, Any]]] = {
@@ -104,25 +104,43 @@ def rank(number: int, port: int, folder: Path) -> None:
         "from_file": lambda: from_file(folder / "from_file"),
         "heads": lambda: heads(folder / "heads"),
     }
-    for name, do in work.items():
-        (folder / f"{name}-{number}.json").write_text(json.dumps(do()))
+    for name in names:
+        (folder / f"{name}-{number}.json").write_text(json.dumps(work[name]()))
     torch.distributed.destroy_process_group()
 
 
-@pytest.fixture(scope="module")
-def two(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], list[dict[str, Any]]]:
+FAST, SLOW = ["batches", "dropping"], ["accumulated", "dropping_accumulated", "resumed", "from_file", "heads"]
+"""Work whose findings the fast run looks at, and the rest."""
+
+
+def together(folder: Path, names: list[str]) -> Callable[[str], list[dict[str, Any]]]:
     """What both processes found, by the name of the work."""
-    folder = tmp_path_factory.mktemp("two")
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
-    codes = in_processes(rank, (0, port, folder), (1, port, folder))
+    codes = in_processes(rank, (0, port, folder, names), (1, port, folder, names))
     assert codes == [0, 0]
 
     def found(name: str) -> list[dict[str, Any]]:
         return [{"folder": folder / name, **json.loads((folder / f"{name}-{number}.json").read_text())} for number in (0, 1)]
 
     return found
+
+
+@pytest.fixture(scope="module")
+def first_two(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], list[dict[str, Any]]]:
+    return together(tmp_path_factory.mktemp("first"), FAST)
+
+
+@pytest.fixture(scope="module")
+def other_two(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], list[dict[str, Any]]]:
+    return together(tmp_path_factory.mktemp("other"), SLOW)
+
+
+@pytest.fixture
+def two(request: pytest.FixtureRequest) -> Callable[[str], list[dict[str, Any]]]:
+    """What both processes found, by the name of the work; all of the fast work is done at once, and so is the rest."""
+    return lambda name: request.getfixturevalue("first_two" if name in FAST else "other_two")(name)
 
 
 @pytest.mark.parametrize("name", ["batches", pytest.param("accumulated", marks=pytest.mark.slow)])
@@ -138,7 +156,7 @@ def test_the_loss_is_that_of_one_process_with_twice_the_batch(two: Any, tmp_path
         torch.testing.assert_close(torch.tensor(first["weights"][weight]), torch.tensor(value), rtol=1e-3, atol=1e-5)
 
 
-@pytest.mark.parametrize(("name", "passes"), [("dropping", 4), ("dropping_accumulated", 8)])
+@pytest.mark.parametrize(("name", "passes"), [("dropping", 4), pytest.param("dropping_accumulated", 8, marks=pytest.mark.slow)])
 def test_both_processes_drop_the_same_rows_at_every_layer_and_step(two: Any, name: str, passes: int) -> None:
     first, second = two(name)
     counts = [[[len(rows) for rows in kept] for kept in one["kept"]] for one in (first, second)]
@@ -159,6 +177,7 @@ def test_every_process_evaluates_and_finds_what_one_would(two: Any) -> None:
     assert first["metrics"]["eval_a_agreement_exit_3"] == 1.0
 
 
+@pytest.mark.slow
 def test_an_interrupted_run_resumes_exactly(two: Any) -> None:
     folder = two("resumed")[0]["folder"]
     assert losses(folder / "run") == pytest.approx(losses(folder / "whole"), rel=1e-6)
@@ -169,6 +188,7 @@ def test_an_interrupted_run_resumes_exactly(two: Any) -> None:
     assert (latest / "model.safetensors").read_bytes() == (folder / "whole" / "checkpoint-6" / "model.safetensors").read_bytes()
 
 
+@pytest.mark.slow
 def test_a_run_from_one_file(two: Any) -> None:
     """The tokenizer is trained once, one process speaks, and what is left loads."""
     first, second = two("from_file")
@@ -183,6 +203,7 @@ def test_a_run_from_one_file(two: Any) -> None:
     assert tiny().config.num_hidden_layers == model.config.num_hidden_layers
 
 
+@pytest.mark.slow
 def test_exit_heads_are_those_of_one_process(two: Any, tmp_path: Path) -> None:
     first, second = two("heads")
     assert first["heads"] == second["heads"]

@@ -15,6 +15,7 @@ import pytest
 
 from skipstone.train import checkpoint
 from skipstone.train.layerskip.recipe import EarlyExitLoss, LayerDropout
+from tests.helpers.pairwise import all_but
 from tests.helpers.training import (
     Interrupted,
     Steps,
@@ -84,12 +85,12 @@ def train(folder: Path, kind: str, moment: int | str | None) -> None:
 
 
 @pytest.mark.parametrize(
-    "kind", [pytest.param(kind, marks=[pytest.mark.slow] if place else []) for place, kind in enumerate(KINDS)]
+    ("kind", "drawn"), all_but([("adamw, rotational", 0)], [(kind, drawn) for kind in KINDS for drawn in (0, 7)])
 )
-def test_killed_at_ten_random_moments(tmp_path: Path, kind: str) -> None:
-    """Three are chosen, so that no run of the dice misses them."""
+def test_killed_at_random_moments(tmp_path: Path, kind: str, drawn: int) -> None:
+    """At three that are chosen, so that no run of the dice misses them, and at others that are drawn."""
     dice, named = random.Random(kind), (BEFORE_THE_RENAME, AFTER_THE_RENAME, IN_THE_ROTATION)
-    moments: list[int | str] = [*named, *(dice.randrange(1, 70) for _ in range(7))]
+    moments: list[int | str] = [*named, *(dice.randrange(1, 70) for _ in range(drawn))]
     dice.shuffle(moments)
     whole, run = tmp_path / "whole", tmp_path / "run"
     assert in_processes(train, (whole, kind, None)) == [0]
@@ -102,7 +103,7 @@ def test_killed_at_ten_random_moments(tmp_path: Path, kind: str) -> None:
     assert reached is not None, "every process began anew"
     assert in_processes(train, (run, kind, None)) == [0]
     killed = (tmp_path / "run.killed").read_text().splitlines()
-    assert len(killed) == 10
+    assert len(killed) == len(moments)
     assert all(any(event.startswith(name) for event in killed) for name in named), killed
     assert (tmp_path / "run.json").read_text() == (tmp_path / "whole.json").read_text()
     assert logged(run) == logged(whole)
@@ -127,6 +128,7 @@ def test_killed_at_many_more(tmp_path: Path, kind: str, seed: int) -> None:
 class TestInterrupted:
     """By an exception, in this process."""
 
+    @pytest.mark.slow
     @pytest.mark.parametrize(
         ("name", "more"),
         [

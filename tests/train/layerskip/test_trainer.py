@@ -73,6 +73,7 @@ class TestLoss:
         assert len(apart) == 3, "step 2 trains no exit but the last layer"
         assert losses(tmp_path / "all", "divergence") == pytest.approx([sum(apart) / 3], rel=1e-6)
 
+    @pytest.mark.slow
     def test_a_step_without_anything_to_learn_changes_nothing(self, tmp_path: Path) -> None:
         data = [{**row, "labels": torch.full_like(row["labels"], IGNORED)} for row in rows(4)]
         before = weights(tiny())
@@ -103,6 +104,7 @@ class TestDroppedRows:
         assert all(kept[0] == [0, 1, 2, 3] for _, kept in found), "D(0) = 0"
         assert any(len(kept[-1]) < 4 for _, kept in found)
 
+    @pytest.mark.slow
     def test_the_curriculum_ends_with_the_run(self, tmp_path: Path) -> None:
         """T is known without max_steps: two epochs of 16 rows, 4 at a time."""
         steps = []
