@@ -16,6 +16,7 @@ from skipstone.assets import DRAFTS, NANO
 from skipstone.loading import vocabulary
 from skipstone.models.layered import LayeredModel
 from skipstone.train.layerskip.recipe_file import read
+from skipstone.train.runs import beside
 from tests.helpers.pairwise import all_but
 
 FOLDER = DRAFTS["nano-draft"]
@@ -55,6 +56,9 @@ def test_its_tokens_are_nanos_and_its_states_are_not_shared(nano: Any, draft: An
 def test_recipe_model_and_card_agree(draft: Any) -> None:
     recipe = read(RECIPES / "nano-draft.yaml")
     assert recipe.model.layers == draft.config.num_hidden_layers
+    for name in (recipe.model.pretrained, recipe.teacher):
+        assert name is not None
+        assert Path(beside(name, RECIPES)).resolve() == NANO.resolve()
     account = json.loads((FOLDER / "data.json").read_text(encoding="utf-8"))
     assert set(account["sources"]) == {source.name for source in recipe.data.sources}
     card = (FOLDER / "README.md").read_text(encoding="utf-8")
