@@ -34,7 +34,7 @@ class RowProcessors:
         prepared: LogitsProcessorList,
     ) -> None:
         self.model, self.config = model, config
-        build: Any = model._get_logits_processor  # private; named in tests/test_canary.py
+        build: Any = model._get_logits_processor  # private; named in tests/hf/test_canary.py
         built = build(
             generation_config=config,
             input_ids_seq_length=input_ids.shape[1],

@@ -194,7 +194,7 @@ UNLIKE = ("gemma2", "opt_projected", "falcon_new", "mixtral")
 
 
 def usually(name: str, kind: Kind, threshold: float) -> bool:
-    """Whether a cell is tried in `make test`; tests/test_methods.py has every family's own head."""
+    """Whether a cell is tried in `make test`; tests/methods/test_methods.py has every family's own head."""
     return name == "llama" and (kind, threshold) in ((IDENTITY, 0.3), (RANDOM, 0.75))
 
 
