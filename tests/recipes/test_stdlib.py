@@ -60,6 +60,7 @@ def test_the_manifest_holds_version_and_hashes(listed: dict[str, str]) -> None:
     assert all(hashlib.sha256((LIBRARY / name).read_bytes()).hexdigest() == listed[name] for name in names)
 
 
+@pytest.mark.slow
 def test_documents_are_the_listed_files_in_order() -> None:
     names = list(STDLIB["manifest"](exclude=["[!j]*"])["sha256"])
     source = Script(path=str(PATH), arguments={"exclude": ["[!j]*"]})

@@ -130,10 +130,19 @@ def plan(**more):
     return read(None, {key: value for key, value in {**usual, **more}.items() if key not in left_out})
 
 
+def quickly(*shape, **more):
+    """Measured on fewer and shorter contexts."""
+    return CALIBRATE(*shape, **{**more, "sequences": 32, "length": 48})
+
+
+CALIBRATE = surrogate.calibrate
+
+
 def test_a_surrogate_run_is_labelled_synthetic_throughout(tmp_path, monkeypatch):
     monkeypatch.setattr(surrogate, "TOLERANCE", 0.05)
     said = []
     methods = ["hf-generate", "hf-early-exit num_assistant_tokens=2", "autoregressive", "layerskip num_speculative_tokens=2,3"]
+    monkeypatch.setattr(surrogate, "calibrate", quickly)
     out = run_surrogate(SMALL, plan(methods=methods), tmp_path / "s.jsonl", ["x"], said.append)
     lines = journal.read(out)
     about = next(line for line in lines if line["kind"] == "model")["synthetic"]

@@ -88,6 +88,9 @@ def assert_ended(program: str, reason: str, limits: Limits) -> None:
     assert marked() == 0
 
 
+@pytest.mark.parametrize(
+    "limits", [True, pytest.param(False, marks=pytest.mark.slow)], ids=["namespaces", "limits"], indirect=True
+)
 def test_an_endless_loop_and_one_that_ignores_sigterm_are_killed(short: Limits) -> None:
     assert_ended("while True: pass", "more than 1 seconds", short)
     deaf = (
@@ -103,10 +106,16 @@ def test_a_fork_bomb_is_put_out(short: Limits) -> None:
     assert_ended("while True:\n    try: os.fork()\n    except OSError: pass", "more than", short)
 
 
+@pytest.mark.parametrize(
+    "limits", [True, pytest.param(False, marks=pytest.mark.slow)], ids=["namespaces", "limits"], indirect=True
+)
 def test_a_child_that_reaches_the_last_line_does_not_pass_for_its_parent(limits: Limits) -> None:
     assert run("import os\nif os.fork(): assert False, 'the parent'", limits).reason == "AssertionError: the parent"
 
 
+@pytest.mark.parametrize(
+    "limits", [True, pytest.param(False, marks=pytest.mark.slow)], ids=["namespaces", "limits"], indirect=True
+)
 def test_what_a_program_leaves_behind_dies_with_it(limits: Limits) -> None:
     assert run(NAMED + "import time\nif not os.fork(): time.sleep(60)", limits).passed
     assert marked() == 0

@@ -99,6 +99,7 @@ class TestDeduplicate:
         assert report["one"] == {"documents": 1, "exact": 0, "near": 0, "kept": 1}
         assert report["two"] == {"documents": 2, "exact": 1, "near": 0, "kept": 1}
 
+    @pytest.mark.slow
     @given(st.integers(0, 10**6))
     def test_the_same_are_found_as_by_comparing_all_with_all(self, seed: int) -> None:
         rng = random.Random(seed)

@@ -143,6 +143,7 @@ def two(request: pytest.FixtureRequest) -> Callable[[str], list[dict[str, Any]]]
     return lambda name: request.getfixturevalue("first_two" if name in FAST else "other_two")(name)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["batches", pytest.param("accumulated", marks=pytest.mark.slow)])
 def test_the_loss_is_that_of_one_process_with_twice_the_batch(two: Any, tmp_path: Path, name: str) -> None:
     """Rows differ in how many of their tokens are learned: a mean of the processes' means would be another loss."""
@@ -156,6 +157,7 @@ def test_the_loss_is_that_of_one_process_with_twice_the_batch(two: Any, tmp_path
         torch.testing.assert_close(torch.tensor(first["weights"][weight]), torch.tensor(value), rtol=1e-3, atol=1e-5)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("name", "passes"), [("dropping", 4), pytest.param("dropping_accumulated", 8, marks=pytest.mark.slow)])
 def test_both_processes_drop_the_same_rows_at_every_layer_and_step(two: Any, name: str, passes: int) -> None:
     first, second = two(name)
@@ -169,6 +171,7 @@ def test_both_processes_drop_the_same_rows_at_every_layer_and_step(two: Any, nam
         assert any(each[-1] == 0 for each in counts[0]), "a layer without any row is part of the test"
 
 
+@pytest.mark.slow
 def test_every_process_evaluates_and_finds_what_one_would(two: Any) -> None:
     first, second = two("dropping")
     assert first["metrics"] == second["metrics"]

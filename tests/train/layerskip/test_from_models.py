@@ -24,6 +24,7 @@ def finished(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return finished_run(tmp_path_factory.mktemp("finished"))
 
 
+@pytest.mark.slow
 def test_continual_training_starts_where_the_model_stopped(finished: Path, tmp_path: Path) -> None:
     shutil.copytree(finished.parent / "out" / "model", tmp_path / "start")
     own = {"model": {"pretrained": "start"}, "tokenizer": ..., "training__learning_rate": 0.0}
