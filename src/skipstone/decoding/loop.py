@@ -1,4 +1,4 @@
-"""The only decoding loop of the project, and the stopping rules.
+"""The only decoding loop of the project. Where a text ends is decided in stopping.py.
 
 prompt -> prefill -> [ draft -> score -> verify -> commit ]* -> tokens
 """

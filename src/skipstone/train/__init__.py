@@ -1,1 +1,1 @@
-"""Training: the LayerSkip recipe, its trainer and its data."""
+"""Training: LayerSkip's recipe, AdaDecode's exit heads, their data, and what both need."""

@@ -8,8 +8,8 @@ Keys and values of the draft lie at the draft's own slots and are overwritten by
 The search is in search.py, its stopping rule in optimisation.py, the tree in tree.py. Deviations, all ours: drafts are
 deterministic given the seed (coupled to the target's noise), so the tree is verified by match at every temperature;
 `search="linear_ts"` stands in for random sets with a Gaussian process; the worth of a set is the speed-up that it would bring
-on this machine. state.py decides what pays: what is not known to pay is tried within a bounded loss, changed texts are noticed,
-and where no set pays there is no drafting.
+on this machine. shared/payoff.py decides what pays: what is not known to pay is tried within a bounded loss, changed texts are
+noticed, and where no set pays there is no drafting.
 """
 
 from __future__ import annotations
