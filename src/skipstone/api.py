@@ -1,7 +1,5 @@
 """Text or tensors in, text or tensors out."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Packages that only an extra of this one brings."""
 
-from __future__ import annotations
-
 import importlib
 from typing import Any
 

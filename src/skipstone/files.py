@@ -4,8 +4,6 @@ A killed process or a full disk leaves either what was there before or all of wh
 a hidden name beside its place, flushed to the disk, and renamed.
 """
 
-from __future__ import annotations
-
 import hashlib
 import json
 import math
@@ -207,7 +205,7 @@ class LineFile:
         """Let others write."""
         self._file.close()
 
-    def __enter__(self) -> LineFile:
+    def __enter__(self) -> "LineFile":
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:

@@ -1,7 +1,5 @@
 """Checked settings, as files of YAML hold them: what is unknown, given twice or of the wrong type is an error that says so."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any, TypeVar

@@ -1,7 +1,5 @@
 """Models and tokenizers from folders and from the hub, complete or not at all."""
 
-from __future__ import annotations
-
 import errno
 import re
 from functools import lru_cache

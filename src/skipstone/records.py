@@ -1,7 +1,5 @@
 """Records with their places: JSON lines on the disk, data sets of the Hugging Face hub, and what can go wrong with them."""
 
-from __future__ import annotations
-
 import importlib
 import json
 from collections.abc import Iterator

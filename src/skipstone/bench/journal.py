@@ -5,8 +5,6 @@ calls made to choose settings ("trial") and what was chosen ("tuned"), how well 
 a prompt ("prompt") and, after an interruption, what the run went on with ("resumed").
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
@@ -132,7 +130,7 @@ class Journal:
         """All lines of a kind."""
         return (line for line in self.lines if line["kind"] == kind)
 
-    def __enter__(self) -> Journal:
+    def __enter__(self) -> "Journal":
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:

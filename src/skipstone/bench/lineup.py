@@ -4,8 +4,6 @@ A wish is a method's name with settings. A setting with several values is a choi
 prompts than those reported (tuning.py).
 """
 
-from __future__ import annotations
-
 import dataclasses
 import itertools
 from collections import ChainMap

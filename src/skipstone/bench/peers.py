@@ -5,8 +5,6 @@ read from the model's generation config; early exit leaves `config.num_hidden_la
 not slice their layers by that field cannot do it at all.
 """
 
-from __future__ import annotations
-
 import time
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager

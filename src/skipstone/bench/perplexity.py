@@ -1,7 +1,5 @@
 """How likely the model itself finds a text: what a lossy method costs, and what every exit knows (LayerSkip, Table 1)."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 

@@ -1,7 +1,5 @@
 """What a benchmark runs: models x methods x tasks, from flags or from one file of YAML."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """The prompts of a task: which are asked, and one prompt asked of every engine, timed, scored, and put into one line."""
 
-from __future__ import annotations
-
 import json
 import random
 from collections.abc import Mapping, Sequence

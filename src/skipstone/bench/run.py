@@ -1,7 +1,5 @@
 """A whole benchmark: models x methods x tasks, prompt by prompt, into one file that a killed run goes on with."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass

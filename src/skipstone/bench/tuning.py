@@ -5,8 +5,6 @@ The first two prompts see every candidate, the next two the fastest third of the
 Candidates take turns prompt by prompt in shuffled order.
 """
 
-from __future__ import annotations
-
 import math
 import random
 from collections.abc import Callable, Mapping, Sequence

@@ -5,8 +5,6 @@ sampled ones by their law and against their neighbours; every step is audited: d
 those of a fresh forward.
 """
 
-from __future__ import annotations
-
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field

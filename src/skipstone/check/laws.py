@@ -6,8 +6,6 @@ surplus over its expectation is a martingale, so sums over all tokens of all tex
 faults than comparing samples does.
 """
 
-from __future__ import annotations
-
 import math
 from collections import Counter
 from collections.abc import Hashable, Iterator, Sequence

@@ -7,8 +7,6 @@ closer than that, either choice is the model's own. Anything farther apart is a 
     assert parted is None or parted.tie, parted.message()
 """
 
-from __future__ import annotations
-
 import copy
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field

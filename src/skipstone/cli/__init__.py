@@ -4,8 +4,6 @@ Nothing here imports torch or transformers before a verb needs them, so that hel
 once.
 """
 
-from __future__ import annotations
-
 import sys
 import traceback
 from typing import Annotated, Any

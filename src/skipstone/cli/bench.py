@@ -1,7 +1,5 @@
 """`skipstone bench`: run, report, compare, surrogate."""
 
-from __future__ import annotations
-
 import sys
 from pathlib import Path
 from typing import Annotated, Any

@@ -1,7 +1,5 @@
 """`skipstone env`: what a bug report needs. Nothing in it identifies the machine or its user."""
 
-from __future__ import annotations
-
 import json
 import os
 import platform

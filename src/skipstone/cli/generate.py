@@ -1,7 +1,5 @@
 """`skipstone generate`: continue a prompt. The text goes to stdout as it is made, everything else to stderr."""
 
-from __future__ import annotations
-
 import json
 import secrets
 import sys

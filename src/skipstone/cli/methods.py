@@ -1,7 +1,5 @@
 """`skipstone methods`: what there is to choose from, derived from the methods' own classes and module docstrings."""
 
-from __future__ import annotations
-
 import inspect
 import json
 import re

@@ -1,7 +1,5 @@
 """The options that several verbs have, and what they stand for: a model, a method, a quiet or a talkative run."""
 
-from __future__ import annotations
-
 import json
 import warnings
 from contextlib import suppress

@@ -1,7 +1,5 @@
 """A prompt decoded and timed, and the same prompt decoded by a method and plainly in turn: `generate`, `--compare`, `demo`."""
 
-from __future__ import annotations
-
 import time
 import warnings
 from collections.abc import Callable, Iterator

@@ -1,7 +1,5 @@
 """What a user sees of a run: text on stdout while it is made, a legend, figures, a table, or one JSON document."""
 
-from __future__ import annotations
-
 import os
 import sys
 from typing import Any

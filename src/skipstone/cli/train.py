@@ -1,7 +1,5 @@
 """`skipstone train layerskip RECIPE`: a training run from one file. `skipstone train heads MODEL`: light heads for a model."""
 
-from __future__ import annotations
-
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Annotated, Any

@@ -3,8 +3,6 @@
 Shapes: B rows, n draft tokens, V vocabulary. p is the target's processed distribution, q the draft's.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass, field
 
 import torch
@@ -43,7 +41,7 @@ class Draft:
     levels: int | None = None
 
     @classmethod
-    def empty(cls, rows: int, device: torch.device, frontier: Frontier | None = None) -> Draft:
+    def empty(cls, rows: int, device: torch.device, frontier: Frontier | None = None) -> "Draft":
         """No proposal: the step is plain decoding."""
         nothing = torch.empty((rows, 0), dtype=torch.long, device=device)
         return cls(nothing, nothing.bool(), frontier)
@@ -93,7 +91,7 @@ class Verdict:
     overruled: Tensor | None = None
     notes: Tensor | None = None
 
-    def tolist(self, draft: Draft) -> list[RowVerdict]:
+    def tolist(self, draft: Draft) -> "list[RowVerdict]":
         """The verdict on the host, in one transfer from the device: the only synchronisation of a step."""
         width = self.path.shape[1]
         nodes, drafted = draft.valid.sum(1, keepdim=True), draft.offered.sum(1, keepdim=True)

@@ -3,8 +3,6 @@
 prompt -> prefill -> [ draft -> score -> verify -> commit ]* -> tokens
 """
 
-from __future__ import annotations
-
 import time
 from collections.abc import Callable, Iterator
 from itertools import pairwise

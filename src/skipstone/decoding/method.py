@@ -3,8 +3,6 @@
 The loop knows methods only through this file and `Session`.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import dataclass, fields, replace
 from pathlib import Path

@@ -5,8 +5,6 @@ The generator is SplitMix64 (Steele, Lea, Flood, OOPSLA 2014): a row's hashed se
 and stream move it by one large odd step each, the finaliser turns it into bits. int64 wraps around alike on every device.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from functools import cached_property
 from typing import TypeVar

@@ -1,7 +1,5 @@
 """How fast a run was beside plain decoding: figures for the warning at its end, from a few plain steps taken on the way."""
 
-from __future__ import annotations
-
 from skipstone.decoding.stats import Stats
 from skipstone.decoding.step import Step
 

@@ -1,7 +1,5 @@
 """What a caller may want kept of every step: probabilities of single tokens, raw logits, processed scores."""
 
-from __future__ import annotations
-
 import math
 from dataclasses import dataclass
 

@@ -4,8 +4,6 @@ Processors (repetition penalty and kin) see one row's own ids, unpadded; warpers
 a one-hot distribution, so greedy decoding is the limit of sampling and no second branch.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field

@@ -4,8 +4,6 @@
 `admit` a request, `prefill` its prompt, take part in steps, `release`.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 

@@ -1,7 +1,5 @@
 """The settings of methods: how they are declared, described and read from text, and the checks that several methods share."""
 
-from __future__ import annotations
-
 import dataclasses
 import json
 import shlex

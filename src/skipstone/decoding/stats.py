@@ -1,7 +1,5 @@
 """What decoding did, added up: Step -> Stats."""
 
-from __future__ import annotations
-
 from collections import Counter
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
@@ -62,14 +60,14 @@ class Stats:
         for name in ("seconds_search", "seconds_draft", "seconds_score", "seconds_other"):
             setattr(self, name, getattr(self, name) + getattr(step, name))
 
-    def merge(self, other: Stats) -> None:
+    def merge(self, other: "Stats") -> None:
         """Count all that another call did."""
         for name in _COUNTS:
             setattr(self, name, getattr(self, name) + getattr(other, name))
         self.histogram.update(other.histogram)
 
     @classmethod
-    def total(cls, calls: Iterable[Stats]) -> Stats:
+    def total(cls, calls: Iterable["Stats"]) -> "Stats":
         """Several calls counted together."""
         found = cls()
         for one in calls:
@@ -125,7 +123,7 @@ class Stats:
         }
 
     @classmethod
-    def from_summary(cls, summary: Mapping[str, Any]) -> Stats:
+    def from_summary(cls, summary: Mapping[str, Any]) -> "Stats":
         """What a `summary` was made of; a count that an older one does not hold is 0."""
         known = {name: summary.get(name, 0) for name in _COUNTS}
         known["tokens"] = summary["new_tokens"] - summary["prefill_tokens"]

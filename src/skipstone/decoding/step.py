@@ -1,7 +1,5 @@
 """One turn of the loop, told on the host: tokens, where each came from, what it cost."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass, field
 
 from torch import Tensor

@@ -1,7 +1,5 @@
 """Where the text of a row ends: the only place that knows the stopping rules."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass, field
 
 import torch

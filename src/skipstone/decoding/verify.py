@@ -5,8 +5,6 @@ draft while the draft agrees. `leviathan` is exact in law for a stochastic chain
 Algorithm 1). Greedy decoding is the limit T -> 0 of both, where p is one-hot.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable
 

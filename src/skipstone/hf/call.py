@@ -1,7 +1,5 @@
 """A `generate` call, prepared by transformers itself: its options are merged and validated there, and refused here."""
 
-from __future__ import annotations
-
 import copy
 import difflib
 import reprlib

@@ -1,7 +1,5 @@
 """A method as the callable that transformers' `generate(custom_generate=...)` wants."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

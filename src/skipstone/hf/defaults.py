@@ -1,7 +1,5 @@
 """A model's own generation defaults, out of the way while it is measured or checked."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any

@@ -1,7 +1,5 @@
 """skipstone behind `model.generate`: `enable` a method on a model, `disable` it again."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from typing import Any
 

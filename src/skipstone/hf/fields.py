@@ -3,8 +3,6 @@
 A test walks over the installed transformers' fields, so none is ever ignored silently.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Hugging Face's side of the loop: a prepared call in, Steps or an Output out."""
 
-from __future__ import annotations
-
 import warnings
 from collections.abc import Iterator
 from typing import Any

@@ -1,7 +1,5 @@
 """What a call returns: Hugging Face's output with our figures."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from typing import Any
 

@@ -1,7 +1,5 @@
 """transformers' logits processors, one list per row: its own list is bound to the padded batch."""
 
-from __future__ import annotations
-
 import copy
 from collections.abc import Callable
 from typing import Any

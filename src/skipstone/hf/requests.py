@@ -1,7 +1,5 @@
 """A prepared call as one Request per row: what it stops at, how it samples, which processors it has."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

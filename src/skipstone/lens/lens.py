@@ -4,8 +4,6 @@ The logit lens: the model's norm and head on the output of each layer (LayerSkip
 arXiv 2506.03700, Figure 3). With the measured time of each layer it follows what drafting with layers[:E] would bring here.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from itertools import pairwise

@@ -1,7 +1,5 @@
 """The lens as pictures: a heat map of layers and tokens with what each would say, and the figures of every layer."""
 
-from __future__ import annotations
-
 import base64
 import html
 import io

@@ -4,8 +4,6 @@ A method is said in one way everywhere: as text, `layerskip exit_layer=4 confide
 `{"method": "layerskip", "exit_layer": 4}`. Python code may also give the mapping or the Method itself.
 """
 
-from __future__ import annotations
-
 import json
 import shlex
 import warnings

@@ -1,7 +1,5 @@
 """Plain decoding, one token per pass: the baseline of every measurement and the oracle of every test."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from typing import ClassVar
 

@@ -4,8 +4,6 @@ LayerSkip: Enabling Early Exit Inference and Self-Speculative Decoding (Elhoushi
 section 4.2, Tables 1-6 and 11. Its oracle is the model cut down to its first E layers.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from typing import ClassVar
 

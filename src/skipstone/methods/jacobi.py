@@ -9,8 +9,6 @@ target's likeliest tokens at every temperature; where none is left, and at first
 row's seed.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from typing import ClassVar
 

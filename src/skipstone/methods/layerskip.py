@@ -9,8 +9,6 @@ acceptance is no special case; drafting may stop early on the confidence of the 
 off by default; "adaptive" is Draft & Verify's rule, arXiv 2309.08168).
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from typing import ClassVar
 

@@ -11,8 +11,6 @@ window moves by the target's likeliest tokens at every temperature. N-grams of t
 Deviation: all rows of the window have W tokens (the released code shortens the first one by one).
 """
 
-from __future__ import annotations
-
 from collections import OrderedDict
 from dataclasses import dataclass, field
 from typing import ClassVar

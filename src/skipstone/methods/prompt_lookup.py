@@ -7,8 +7,6 @@ Deviations: of several places the latest, whose surroundings are likelier to be 
 transformers does); where what followed reaches the end of the text, it goes on with itself, so that a loop fills a draft.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from typing import ClassVar, Literal
 

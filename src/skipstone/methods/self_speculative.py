@@ -8,8 +8,6 @@ Deviation: drafts are coupled to the target's noise and verified by match at eve
 takes a greedy draft for a drawn one).
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from typing import ClassVar
 

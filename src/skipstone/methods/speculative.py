@@ -9,8 +9,6 @@ draft that was accepted whole, one fewer after any other); "confidence" stops af
 as transformers' assisted generation does.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from typing import ClassVar, Literal
 

@@ -4,8 +4,6 @@ With grouped key/value heads and a mask, transformers' sdpa copies every cached 
 Here the queries of a group are laid out as more rows of one head instead, so nothing is copied; the mask comes in that layout.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch.nn.functional as F

@@ -1,7 +1,5 @@
 """How good the exits of a model are at given tokens: perplexity, and agreement with the last layer."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterable, Mapping
 

@@ -1,7 +1,5 @@
 """What is found once per model: its modules, its family, its limits, and that its weights can be decoded with."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

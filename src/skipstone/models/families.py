@@ -3,8 +3,6 @@
 transformers owns the modelling code; this file only names its modules. To add a family see docs/add-a-family.md.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal

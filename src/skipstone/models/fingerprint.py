@@ -1,7 +1,5 @@
 """A hash of a model's weights: files that were made for one model know it by this."""
 
-from __future__ import annotations
-
 import hashlib
 from typing import Any
 

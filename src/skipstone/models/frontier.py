@@ -1,7 +1,5 @@
 """The tokens of one step on their way up the layers."""
 
-from __future__ import annotations
-
 from itertools import pairwise
 
 import numpy as np

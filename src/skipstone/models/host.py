@@ -1,7 +1,5 @@
 """From the host to the device without waiting for it, and when to ask back."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import Any
 

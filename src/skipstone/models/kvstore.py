@@ -6,8 +6,6 @@ draft lie in the slots of their positions, the nodes of a tree one after the oth
 are written there and never read. To roll back is to lower a length.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterable
 
 import torch
@@ -51,7 +49,7 @@ class KVStore:
                     new[:, :, : old.shape[2] - 1] = old[:, :, :-1]
                     buffers[layer] = new
 
-    def view(self, at: Pass) -> PassView:
+    def view(self, at: Pass) -> "PassView":
         """What the layers of one pass write to and read from, in the place of a transformers cache."""
         return PassView(self, at)
 
@@ -72,7 +70,7 @@ class KVStore:
         """Memory held by all buffers."""
         return sum(b.numel() * b.element_size() for b in (*self.keys, *self.values) if b is not None)
 
-    def check(self, reference: KVStore, row: int, reference_row: int = 0, tolerance: float = 1e-4) -> None:
+    def check(self, reference: "KVStore", row: int, reference_row: int = 0, tolerance: float = 1e-4) -> None:
         """AssertionError unless the committed slots of a row equal a reference's. The tolerance is a share of the largest entry
         that the reference has in a layer."""
         length = self.length[row]

@@ -1,7 +1,5 @@
 """A Hugging Face decoder, layer by layer. `LayeredModel.run` is the only caller of its layers."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

@@ -5,8 +5,6 @@ One row against the weights in as many blocks as there are threads, and W x^T fo
 order of summation differs.
 """
 
-from __future__ import annotations
-
 import math
 
 import torch

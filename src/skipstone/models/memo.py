@@ -1,7 +1,5 @@
 """What is made once per model and key, for as long as the model lives."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any, Generic, TypeVar
 from weakref import WeakKeyDictionary

@@ -1,7 +1,5 @@
 """Where a model keeps the parts that skipstone uses: its layers, its final norm and its LM head."""
 
-from __future__ import annotations
-
 from typing import Any
 
 from torch import Tensor

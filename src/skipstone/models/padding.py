@@ -1,7 +1,5 @@
 """Prompts of several lengths as one batch."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 import torch

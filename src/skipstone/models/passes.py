@@ -1,7 +1,5 @@
 """One forward pass: which tokens, at which positions, into which slots, and who sees whom."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass, field
 
 import torch

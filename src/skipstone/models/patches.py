@@ -5,8 +5,6 @@ A patch is an object among an instance's own attributes: a `forward`, or the `co
 stays what it was, bit for bit. A patch knows its module (no closure would), so that copied and pickled models have their own.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import Any, Literal

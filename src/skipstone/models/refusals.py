@@ -1,8 +1,6 @@
 """Models that skipstone would decode wrongly, or has never been tested with, are refused by name: here for the state that they
 are in, in families.py for their architecture."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

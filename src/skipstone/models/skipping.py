@@ -1,7 +1,5 @@
 """Which sublayers a pass leaves out."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 

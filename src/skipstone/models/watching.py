@@ -1,7 +1,5 @@
 """The states between a model's layers while it runs its own forward."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager
 from typing import Any

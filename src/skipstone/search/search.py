@@ -6,8 +6,6 @@ fastest is then decoded with, and the fastest set that was decoded with is kept.
 interrupted goes on with them.
 """
 
-from __future__ import annotations
-
 import math
 import time
 from collections.abc import Callable, Sequence

@@ -1,7 +1,5 @@
 """A whole benchmark of a synthetic model, on contexts that it sampled itself."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

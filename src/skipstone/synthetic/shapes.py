@@ -1,7 +1,5 @@
 """Shapes of synthetic models, and which part of one is to agree with the whole."""
 
-from __future__ import annotations
-
 import json
 from dataclasses import dataclass
 from pathlib import Path

@@ -15,8 +15,6 @@ is nearly certain: the embeddings are as strong as what half of the layers write
 none of the embeddings' then, has a part along the embedding (SURENESS). In a text that share may be another.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass

@@ -1,7 +1,5 @@
 """Conversations: what is asked, turn by turn, as the ids that a model reads."""
 
-from __future__ import annotations
-
 import hashlib
 from collections.abc import Sequence
 from dataclasses import dataclass, field

@@ -3,8 +3,6 @@
 What a paper does not state is marked `ours`, with what is taken instead.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 

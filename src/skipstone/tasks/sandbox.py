@@ -3,8 +3,6 @@
 Only `--allow-code-execution` comes here. It is a fence against accidents of generated code, not against an attacker.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import signal

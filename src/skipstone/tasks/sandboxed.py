@@ -5,8 +5,6 @@ gets namespaces of its own: every file system read-only but for its own empty on
 Everywhere it gets resource limits and a supervisor that kills all of it.
 """
 
-from __future__ import annotations
-
 import ctypes
 import json
 import os

@@ -1,7 +1,5 @@
 """What an output is worth: final answers, choices, overlap with references, and the programs that test a completion."""
 
-from __future__ import annotations
-
 import math
 import re
 from typing import Any

@@ -4,8 +4,6 @@ Records come from the hub or, with a data folder, from files of JSON lines in th
 package but SELF.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """A data set as something to answer: where its records lie, how one asks, how an answer is scored."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import islice

@@ -1,7 +1,5 @@
 """What the machine could do at best, and what it is: the ceiling and the provenance of a run."""
 
-from __future__ import annotations
-
 import os
 import platform
 import subprocess

@@ -4,8 +4,6 @@ Everything that the benchmark compares is an engine behind the same two lines: a
 ids out. The tokens counted are those ids; nothing is tokenised again.
 """
 
-from __future__ import annotations
-
 import time
 import warnings
 from collections.abc import Iterable, Mapping

@@ -1,7 +1,5 @@
 """How long a piece of work takes; what passes over layers, the head and drafts of several lengths cost on this machine."""
 
-from __future__ import annotations
-
 import time
 from collections.abc import Callable
 from dataclasses import dataclass

@@ -3,8 +3,6 @@
 Rates are always total over total (tokens / seconds, accepted / drafted), never means of ratios.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
@@ -71,7 +69,7 @@ class Rate:
     resampled: NDArray[np.float64]
     units: int
 
-    def __truediv__(self, other: Rate) -> Rate:
+    def __truediv__(self, other: "Rate") -> "Rate":
         """The paired ratio of two rates. ValueError for rates over different units."""
         if self.units != other.units:
             raise ValueError(f"a paired comparison needs the same prompts on both sides, found {self.units} and {other.units}")

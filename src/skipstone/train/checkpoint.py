@@ -3,8 +3,6 @@
 transformers' Trainer writes into checkpoint-N directly, so a process killed meanwhile leaves a folder that looks like one.
 """
 
-from __future__ import annotations
-
 import hashlib
 import json
 import re

@@ -1,7 +1,5 @@
 """What a position of a row is to predict."""
 
-from __future__ import annotations
-
 import torch.nn.functional as F
 from torch import Tensor
 

@@ -1,7 +1,5 @@
 """What every training run has: a folder, names in its recipe that lead somewhere, and something to say."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from pathlib import Path
 

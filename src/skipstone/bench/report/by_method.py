@@ -1,8 +1,6 @@
 """What a run says of single kinds of methods, over all its prompts: layer sets (SWIFT, Figures 6, 7 and 12), exit heads
 (AdaDecode, Figure 5), draft models and the price of lossy methods (AdaSD, Tables 1 to 5)."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Mapping
 from typing import Any

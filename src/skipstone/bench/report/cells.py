@@ -1,7 +1,5 @@
 """Tables of texts, and how a figure is written in one."""
 
-from __future__ import annotations
-
 import csv
 import io
 from collections.abc import Mapping, Sequence

@@ -1,7 +1,5 @@
 """The papers' figures out of a run: pictures as SVG, for the report's page."""
 
-from __future__ import annotations
-
 import io
 import math
 from collections.abc import Mapping, Sequence

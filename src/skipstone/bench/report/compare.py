@@ -1,7 +1,5 @@
 """`skipstone bench compare`: two runs of the same prompts, method by method, with a verdict that CI can use."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path

@@ -4,8 +4,6 @@ Totals over totals everywhere, never means of ratios. The headline takes the pro
 text flatters all that draft.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
@@ -79,7 +77,7 @@ class Group:
         """The headline's lines; all, where none is left."""
         return self.headline() or self.lines
 
-    def by_category(self) -> list[Group]:
+    def by_category(self) -> "list[Group]":
         """A group for every category of its prompts, in the order of their names; none where there is at most one."""
         names = sorted({line.get("category") or "" for line in self.lines})
         if len(names) < 2:

@@ -1,7 +1,5 @@
 """`skipstone bench report`: result files as Markdown, CSV, JSON, or one page of HTML that needs nothing else."""
 
-from __future__ import annotations
-
 import html
 import json
 import re

@@ -1,7 +1,5 @@
 """Figures as tables: our own layout, and those of the papers, so that a reader can lay them side by side."""
 
-from __future__ import annotations
-
 import csv
 import io
 from collections.abc import Callable, Mapping, Sequence

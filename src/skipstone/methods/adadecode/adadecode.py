@@ -11,8 +11,6 @@ the drawn token, which biases sampling); a depth's list is emptied when it is ru
 useless tests are left out (`guard`, ours); a deeper head may stop further predictions (`recheck`, ours, off).
 """
 
-from __future__ import annotations
-
 import time
 from dataclasses import dataclass, field
 from typing import Any, ClassVar

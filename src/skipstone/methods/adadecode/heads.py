@@ -4,8 +4,6 @@ A head reads the state h after its layer, put through the model's final norm, an
 model's own LM head; T is one small matrix per layer.
 """
 
-from __future__ import annotations
-
 import copy
 from collections.abc import Callable
 from pathlib import Path
@@ -28,7 +26,7 @@ VERSION = 1  # of the format of a card
 WEIGHTS = "exit_heads.safetensors"
 CARD = "exit_heads.json"
 ORIGINAL = "original"  # the kind of heads that are the model's own LM head
-_LOADED: Memo[ExitHeads] = Memo()
+_LOADED: Memo["ExitHeads"] = Memo()
 Kind = Literal["square", "low_rank", "full", "original"]
 
 

@@ -4,8 +4,6 @@ worth a test, and whether predicting pays (`Payoff`).
 Every cost is in plain steps. Only steps whose text cannot depend on it (greedy, or coupled draws) follow what was learnt.
 """
 
-from __future__ import annotations
-
 import time
 from dataclasses import asdict, dataclass
 from statistics import median

@@ -14,8 +14,6 @@ there is data; the means are a request's own; entropy and distance are of proces
 the other warpers.
 """
 
-from __future__ import annotations
-
 import weakref
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar
@@ -68,7 +66,7 @@ class AdaSD(DraftModelMethod):
             raise ValueError("a variant says how near is near enough: it goes with relaxed=True")
         super().check(model)
 
-    def _key(self) -> tuple[AdaSD, Any]:
+    def _key(self) -> "tuple[AdaSD, Any]":
         """What the ledger of all requests is kept under; it must not keep a draft model alive."""
         if isinstance(self.draft_model, PreTrainedModel):
             return replace(self, draft_model=None), weakref.ref(self.draft_model)

@@ -4,8 +4,6 @@ Each is made of running means over the draft tokens of a request that were accep
 own. Tensors in, tensors out: nothing waits for the device.
 """
 
-from __future__ import annotations
-
 from typing import Any, Literal
 
 import torch

@@ -3,8 +3,6 @@
 Shapes: B rows, k tokens drafted so far, V vocabulary.
 """
 
-from __future__ import annotations
-
 import functools
 import operator
 from collections.abc import Sequence

@@ -1,7 +1,5 @@
 """When a drafter is sure enough to draft on: a threshold on its confidence, fixed or adaptive."""
 
-from __future__ import annotations
-
 from typing import Any, Literal
 
 import torch

@@ -1,8 +1,6 @@
 """Drafting with a second model: which one it is and whether it fits the target, its own keys and values, and chains of what it
 would say."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, ClassVar
@@ -26,7 +24,7 @@ from skipstone.models.layered import LayeredModel
 from skipstone.models.memo import Memo
 
 DTYPES = ("float32", "bfloat16", "float16")
-_LOADED: Memo[DraftModel] = Memo()
+_LOADED: Memo["DraftModel"] = Memo()
 
 
 class DraftModel(LayeredModel):

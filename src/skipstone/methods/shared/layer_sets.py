@@ -4,8 +4,6 @@ A layer set says of every attention and every MLP between the first and the last
 Every cost is in plain steps: one is the time of a step of plain decoding.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property

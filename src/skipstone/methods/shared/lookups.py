@@ -1,7 +1,5 @@
 """Drafts that are looked up on the host: no model drafts them, so they cost nothing but their verification."""
 
-from __future__ import annotations
-
 import random
 from collections.abc import Iterable
 from dataclasses import dataclass, field
@@ -33,7 +31,7 @@ class RowDraft:
         self.candidate.append(candidate)
         return len(self.tokens) - 1
 
-    def chain(self, tokens: Iterable[int]) -> RowDraft:
+    def chain(self, tokens: Iterable[int]) -> "RowDraft":
         """Add tokens one after the other, behind the last committed one."""
         parent = -1
         for token in tokens:

@@ -9,8 +9,6 @@ Every cost is in plain steps: one is the time of a step of plain decoding with t
    it up, as a share of the plain steps that their tokens would have taken. A trial overdraws it by one step or pass at most.
 """
 
-from __future__ import annotations
-
 from collections import deque
 from collections.abc import Sequence
 from statistics import median

@@ -1,7 +1,5 @@
 """A layer set that was found, in a file that knows which model it is for."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

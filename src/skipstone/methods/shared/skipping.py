@@ -1,7 +1,5 @@
 """Drafting with the target itself while some of its sublayers are left out, for every method that does so."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 import torch

@@ -1,7 +1,5 @@
 """What methods learn across requests, for as long as the model lives."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any, Protocol, TypeVar
 

@@ -1,7 +1,5 @@
 """SWIFT's layer set optimisation (section 4.1): which set drafts, and when the search for a better one ends."""
 
-from __future__ import annotations
-
 from skipstone.methods.shared.layer_sets import LayerMask
 from skipstone.methods.swift.search import Search
 

@@ -5,8 +5,6 @@ one does (SWIFT, arXiv 2410.06916, Eq. 4). The worth of a set is its matchness, 
 (`Objective`). A search keeps the number of skipped sublayers, but for `resize`.
 """
 
-from __future__ import annotations
-
 import math
 from dataclasses import dataclass, field
 from typing import Any, ClassVar

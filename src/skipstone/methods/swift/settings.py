@@ -1,7 +1,5 @@
 """What a user may set of SWIFT, and which values are refused."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from typing import ClassVar, Literal
 

@@ -4,8 +4,6 @@ It knows what passes cost here, whether drafting pays (`Payoff`), whether the te
 left out. Every cost is in plain steps. The uniform set drafts first, then passes are timed, then the search begins.
 """
 
-from __future__ import annotations
-
 from collections import deque
 from dataclasses import replace
 from typing import Any

@@ -12,8 +12,6 @@ on this machine. shared/payoff.py decides what pays: what is not known to pay is
 noticed, and where no set pays there is no drafting.
 """
 
-from __future__ import annotations
-
 import time
 from collections import deque
 from collections.abc import Sequence

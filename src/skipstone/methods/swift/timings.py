@@ -1,7 +1,5 @@
 """What passes cost on this machine, timed one by one between the steps of a request."""
 
-from __future__ import annotations
-
 import time
 
 import numpy as np

@@ -1,7 +1,5 @@
 """Dynamic verification: a drafted chain with the runners-up of every place as leaves, one tree (SWIFT, section 4.2)."""
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor
 

@@ -1,7 +1,5 @@
 """Prepared data on the disk: a folder for each result, complete or not there; arrays are mapped into memory, not read."""
 
-from __future__ import annotations
-
 import json
 import shutil
 import warnings

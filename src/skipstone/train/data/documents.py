@@ -3,8 +3,6 @@
 Nothing depends on the order of a folder, and the split of a document depends on that document alone.
 """
 
-from __future__ import annotations
-
 import hashlib
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Sequence

@@ -5,8 +5,6 @@ ended by the tokenizer's end token, and a row may hold the end of one and the be
 stands for a token that is read but not predicted.
 """
 
-from __future__ import annotations
-
 import hashlib
 import warnings
 import zlib

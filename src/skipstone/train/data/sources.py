@@ -5,8 +5,6 @@ file system. What has no name of its own (a line, a script's document) is named 
 split when other documents come or go.
 """
 
-from __future__ import annotations
-
 import hashlib
 import inspect
 import string
@@ -188,7 +186,7 @@ class HubDataset(_Records):
     revision: str | None = None
     file: str | None = None
 
-    def local(self, folder: Path) -> JsonLines | HubDataset:
+    def local(self, folder: Path) -> "JsonLines | HubDataset":
         """The source that reads the records from `folder`; itself where it names no file. Both give the same documents."""
         if self.file is None:
             return self

@@ -1,7 +1,5 @@
 """A small tokenizer for a small model: byte-level byte-pair encoding with single digits and indentation as tokens."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable
 from typing import Any
 

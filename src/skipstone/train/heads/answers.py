@@ -7,8 +7,6 @@ The first line says what is asked of whom; then comes a line a prompt, {"prompt"
 only the prompts' lengths decide.
 """
 
-from __future__ import annotations
-
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass

@@ -5,8 +5,6 @@ One forward over every answer, in batches that the answers alone decide; the fil
 that a killed run goes on with it, and has its name when it is whole.
 """
 
-from __future__ import annotations
-
 import errno
 import json
 import os

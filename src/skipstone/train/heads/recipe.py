@@ -1,8 +1,6 @@
 """A recipe for AdaDecode's exit heads: which model, which prompts, which heads, how long. Arguments of `skipstone train heads`
 take the place of a file where one is enough."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Literal
@@ -40,7 +38,7 @@ class Shape(Part):
     rank: int | None = None
 
     @model_validator(mode="after")
-    def _trained(self) -> Shape:
+    def _trained(self) -> "Shape":
         if self.kind == "original":
             raise ValueError('kind "original" has nothing to train: decode with heads="original"')
         if (self.kind == "low_rank") != (self.rank is not None) or (self.rank is not None and self.rank < 1):

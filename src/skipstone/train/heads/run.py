@@ -5,8 +5,6 @@ prompts -> answers (greedy, resumable) -> features (one frozen pass, on the disk
 The model is read and never written: neither its weights nor its files.
 """
 
-from __future__ import annotations
-
 import time
 from datetime import timedelta
 from pathlib import Path

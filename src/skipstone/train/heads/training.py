@@ -5,8 +5,6 @@ accelerate does what several devices and mixed precision need. A checkpoint is w
 it gives the same heads as one that was never stopped.
 """
 
-from __future__ import annotations
-
 import copy
 import json
 import math

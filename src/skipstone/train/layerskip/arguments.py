@@ -1,7 +1,5 @@
 """`LayerSkipArguments`: transformers' TrainingArguments and the recipe's."""
 
-from __future__ import annotations
-
 from dataclasses import asdict, dataclass, field
 from typing import Any
 

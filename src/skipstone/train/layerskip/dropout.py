@@ -5,8 +5,6 @@ Which rows a layer drops is a pure function of (seed, step, layer), the same on 
 and all ranks of a data-parallel run drop the same number of rows.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any

@@ -1,7 +1,5 @@
 """How good every exit of a model is on held-out text: perplexity, and agreement with the last layer."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass

@@ -1,7 +1,5 @@
 """What a training run starts with: the model at its first step, and the one that it learns from."""
 
-from __future__ import annotations
-
 import difflib
 from pathlib import Path
 from typing import Any

@@ -1,8 +1,6 @@
 """The early-exit loss (arXiv 2404.16710, section 4.1.2): one exit at a time, a chunk of positions at a time, so that the logits
 of all exits and positions never exist together."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 
 import torch

@@ -1,7 +1,5 @@
 """What a run shows and leaves behind of itself: a progress bar, metrics as JSON lines, and curves as a picture."""
 
-from __future__ import annotations
-
 import re
 import sys
 import warnings

@@ -4,8 +4,6 @@ The forward is replaced on the instance, so whatever wraps the model (DDP, FSDP,
 the loss inside.
 """
 
-from __future__ import annotations
-
 import functools
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager

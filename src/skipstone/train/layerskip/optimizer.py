@@ -4,8 +4,6 @@ Muon (Jordan et al., 2024; torch.optim.Muon) orthogonalises the momentum of a ma
 embeddings, heads, norms and biases stay with AdamW, and so do stacked experts (three dimensions), which torch's does not take.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

@@ -4,8 +4,6 @@ Layers l and steps t count from 0, L is the number of layers, T the number of st
 exit that decoding calls E = l + 1.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field

@@ -1,7 +1,5 @@
 """A training run's one file: a recipe in YAML, read and checked, and the trainer's arguments that follow from it."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -34,7 +32,7 @@ class StartingModel(Part):
     lora: dict[str, Any] | None = None
 
     @model_validator(mode="after")
-    def _either(self) -> StartingModel:
+    def _either(self) -> "StartingModel":
         if sum(one is not None for one in (self.pretrained, self.recipe, self.config)) != 1:
             raise ValueError(
                 "expected either `pretrained` (a folder or hub id), `recipe` (to go on from its model) or `config`"
@@ -51,7 +49,7 @@ class Vocabulary(Part):
     vocab_size: int | None = None
 
     @model_validator(mode="after")
-    def _not_both(self) -> Vocabulary:
+    def _not_both(self) -> "Vocabulary":
         if self.pretrained is not None and self.vocab_size is not None:
             raise ValueError("expected either `pretrained` (a folder or hub id) or `vocab_size` (of a new one), found both")
         return self
@@ -98,7 +96,7 @@ class Recipe(Part):
         return {**values, "data": {"length": PRESETS[name].context, **data}} if isinstance(data, dict) else values
 
     @model_validator(mode="after")
-    def _consistent(self) -> Recipe:
+    def _consistent(self) -> "Recipe":
         if self.model.config is None and self.tokenizer.vocab_size is not None:
             raise ValueError(
                 "tokenizer.vocab_size goes with model.config: a new tokenizer's ids mean nothing to a trained model"

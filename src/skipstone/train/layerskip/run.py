@@ -3,8 +3,6 @@
 `run` makes what the recipe describes, resumes where an earlier run of it stopped, and leaves a folder that loads as a model.
 """
 
-from __future__ import annotations
-
 import json
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext

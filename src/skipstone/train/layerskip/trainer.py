@@ -4,8 +4,6 @@ What the paper adds to training is in recipe.py, dropout.py and loss.py; what re
 DeepSpeed, schedulers, gradient accumulation) is transformers' and accelerate's.
 """
 
-from __future__ import annotations
-
 import json
 import math
 from pathlib import Path
