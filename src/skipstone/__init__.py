@@ -41,26 +41,16 @@ if TYPE_CHECKING:
 __version__ = "0.1.0"
 
 _NAMES = {
-    "api": (
-        "Detokenizer",
-        "generate",
-        "stream",
-    ),
+    "api": ("Detokenizer", "generate", "stream"),
     "decoding.draft": ("Draft",),
     "decoding.loop": ("Decoder",),
     "decoding.method": ("Method",),
     "decoding.sampling": ("Sampling",),
-    "decoding.session": (
-        "Request",
-        "Session",
-    ),
+    "decoding.session": ("Request", "Session"),
     "decoding.stats": ("Stats",),
     "decoding.step": ("Step",),
     "hf.custom_generate": ("custom_generate",),
-    "hf.enable": (
-        "disable",
-        "enable",
-    ),
+    "hf.enable": ("disable", "enable"),
     "hf.output": ("Output",),
     "loading": ("load",),
     "methods": ("METHODS",),

@@ -136,7 +136,7 @@ def test_flags_are_frozen() -> None:
     }
     looking = {name for parameter in root.commands["inspect"].params for name in parameter.opts}
     assert looking == {
-        *("model", "--prompt", "--max-new-tokens", "--heads", "--out", "--dtype", "--device", "--json", "--debug"),
+        *("model", "--prompt", "--max-new-tokens", "--heads", "--out", "--dtype", "--device", "--json", "--debug")
     }
     training = root.commands["train"].commands
     assert set(training) == {"layerskip", "heads"}

@@ -98,10 +98,7 @@ SERVED = [
 SERVED += [pytest.param(llama, AdaSD(HELPER, 6), id="llama-adasd-relaxed")]
 SERVED += [
     pytest.param(
-        lambda: mistral(window=5),
-        method,
-        id=f"sliding-{number}-{method.name}",
-        marks=[] if number == 5 else pytest.mark.slow,
+        lambda: mistral(window=5), method, id=f"sliding-{number}-{method.name}", marks=[] if number == 5 else pytest.mark.slow
     )
     for number, method in enumerate(METHODS)
 ]
@@ -325,11 +322,6 @@ def test_what_is_asked_on_the_cpu_only_changes_no_text(
     assert decode(method, model, requests)[0] == asked
 
 
-@planted.found_by(
-    (
-        planted.threshold_left_by_the_last_request,
-        lambda: assert_served_as_alone(METHODS[2], llama, queue()),
-    ),
-)
+@planted.found_by((planted.threshold_left_by_the_last_request, lambda: assert_served_as_alone(METHODS[2], llama, queue())))
 def test_planted_bugs_are_found(plant: Any, proof: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     planted.assert_found(plant, proof, monkeypatch)

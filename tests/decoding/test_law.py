@@ -158,7 +158,7 @@ def test_layerskip_standard_passes_a_chi_square() -> None:
     (
         planted.coupled_draft_on_its_own_noise,
         lambda: test_coupled_acceptance_of_the_loop_is_what_theory_says(LayeredModel(llama())),
-    ),
+    )
 )
 def test_planted_bugs_are_found(plant: Any, proof: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     planted.assert_found(plant, proof, monkeypatch)

@@ -210,10 +210,7 @@ class TestRowSeeds:
 
 
 @planted.found_by(
-    (
-        planted.noise_knows_the_batch,
-        test_a_row_does_not_depend_on_its_neighbours_or_on_how_many_numbers_are_asked_for,
-    ),
+    (planted.noise_knows_the_batch, test_a_row_does_not_depend_on_its_neighbours_or_on_how_many_numbers_are_asked_for),
     (planted.noise_forgets_the_position, lambda: test_numbers_are_uniform_along_every_axis("positions")),
 )
 def test_planted_bugs_are_found(plant: Any, proof: Any, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -252,8 +252,6 @@ def test_settings_that_mean_nothing(settings: dict[str, Any], part: str) -> None
         Sampling(**settings)
 
 
-@planted.found_by(
-    (planted.top_p_rounded_twice, lambda: test_top_p_cuts_ties_where_transformers_does(0.8)),
-)
+@planted.found_by((planted.top_p_rounded_twice, lambda: test_top_p_cuts_ties_where_transformers_does(0.8)))
 def test_planted_bugs_are_found(plant: Any, proof: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     planted.assert_found(plant, proof, monkeypatch)

@@ -51,13 +51,7 @@ def test_origins_and_figures_of_a_trace_made_by_hand() -> None:
     asked = Request(prompt(6, 2), 14, sampling=Sampling(1.0, seed=4))
     text = decode(Autoregressive(), model, [asked])[0][0]
     wrong = next(token for token in range(97) if token not in text)
-    chains = (
-        (text[1], text[2], text[3], wrong),
-        (text[5], text[6]),
-        (wrong,),
-        (),
-        (text[10], text[11], text[12]),
-    )
+    chains = ((text[1], text[2], text[3], wrong), (text[5], text[6]), (wrong,), (), (text[10], text[11], text[12]))
     ending = replace(asked, eos=frozenset({text[11]} - set(text[:11])))
     assert ending.eos, "the end token occurs first where the trace ends"
     found, figures, steps = decode(Scripted(chains), model, [ending], check=True)

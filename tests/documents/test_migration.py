@@ -7,9 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import (
-    PreTrainedModel,
-)
+from transformers import PreTrainedModel
 
 import skipstone
 from skipstone import LayerSkip

@@ -74,25 +74,20 @@ SWIFT = functools.partial(Swift, skip_ratio=0.5, context_window=6, guard=False, 
 ROWS: dict[str, Row] = {
     "autoregressive": Row(lambda d, rule: Autoregressive(), speculative=False, same_text=("standard",)),
     "early_exit": Row(lambda d, rule: EarlyExit(exit_layer=EXIT), speculative=False, same_text=(), oracle=truncated),
-    "layerskip": Row(
-        lambda d, rule: LayerSkip(exit_layer=EXIT, num_speculative_tokens=d, rejection_sample_method=rule),
-    ),
+    "layerskip": Row(lambda d, rule: LayerSkip(exit_layer=EXIT, num_speculative_tokens=d, rejection_sample_method=rule)),
     "layerskip, cache not reused": Row(
-        lambda d, rule: LayerSkip(EXIT, d, reuse_cache=False, rejection_sample_method=rule),
-        variant=True,
+        lambda d, rule: LayerSkip(EXIT, d, reuse_cache=False, rejection_sample_method=rule), variant=True
     ),
     "layerskip, confident": Row(
-        lambda d, rule: LayerSkip(EXIT, d, confidence_threshold=0.2, rejection_sample_method=rule),
-        variant=True,
+        lambda d, rule: LayerSkip(EXIT, d, confidence_threshold=0.2, rejection_sample_method=rule), variant=True
     ),
     "swift": Row(lambda d, rule: SWIFT(num_speculative_tokens=d), same_text=("standard",), learns=True),
     "self_speculative": Row(lambda d, rule: SelfSpeculative((1,), (2,), None, d), same_text=("standard",)),
     "adadecode": Row(
-        lambda d, rule: AdaDecode("original", 0.3, d, exit_layers=(1, EXIT), guard=False, rejection_sample_method=rule),
+        lambda d, rule: AdaDecode("original", 0.3, d, exit_layers=(1, EXIT), guard=False, rejection_sample_method=rule)
     ),
     "adadecode, deeper heads look again": Row(
-        lambda d, rule: AdaDecode("original", 0.2, d, recheck=True, guard=False, rejection_sample_method=rule),
-        variant=True,
+        lambda d, rule: AdaDecode("original", 0.2, d, recheck=True, guard=False, rejection_sample_method=rule), variant=True
     ),
     "speculative": Row(lambda d, rule: Speculative(None, d, rejection_sample_method=rule)),
     "speculative, heuristic schedule": Row(

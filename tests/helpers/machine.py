@@ -84,11 +84,7 @@ def start(method: Method, model: LayeredModel, requests: Sequence[Request], chun
 
 
 def decode(
-    method: Method,
-    model: LayeredModel,
-    requests: Sequence[Request],
-    chunk: int = PREFILL_CHUNK,
-    check: bool = False,
+    method: Method, model: LayeredModel, requests: Sequence[Request], chunk: int = PREFILL_CHUNK, check: bool = False
 ) -> tuple[list[list[int]], Stats, list[Step]]:
     """New tokens of every request, figures and steps. check: assert the store's invariant after every commit."""
     decoder = start(method, model, requests, chunk)

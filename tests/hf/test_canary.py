@@ -14,11 +14,7 @@ import torch
 import transformers
 from transformers import GenerationConfig, LlamaConfig, LlamaForCausalLM, PreTrainedModel
 from transformers.cache_utils import get_layer_types_and_kwargs
-from transformers.generation.logits_process import (
-    LogitNormalization,
-    LogitsProcessorList,
-    PrefixConstrainedLogitsProcessor,
-)
+from transformers.generation.logits_process import LogitNormalization, LogitsProcessorList, PrefixConstrainedLogitsProcessor
 from transformers.generation.stopping_criteria import (
     EosTokenCriteria,
     MaxLengthCriteria,

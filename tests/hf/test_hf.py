@@ -10,12 +10,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
-from transformers import (
-    GenerationConfig,
-    PreTrainedModel,
-    TextIteratorStreamer,
-    TextStreamer,
-)
+from transformers import GenerationConfig, PreTrainedModel, TextIteratorStreamer, TextStreamer
 from transformers.generation.utils import GenerateDecoderOnlyOutput
 
 import skipstone

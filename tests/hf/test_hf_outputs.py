@@ -9,12 +9,7 @@ import peft
 import pytest
 import torch
 from torch import Tensor
-from transformers import (
-    AutoModelForCausalLM,
-    GenerationConfig,
-    PreTrainedModel,
-    pipeline,
-)
+from transformers import AutoModelForCausalLM, GenerationConfig, PreTrainedModel, pipeline
 
 import skipstone
 from skipstone.decoding.noise import row_seed
@@ -63,8 +58,7 @@ class TestScoresAndLogits:
         sequences: Any = output.sequences
         for place, scores in enumerate(output.scores):
             law = model.generate(
-                sequences[:, : len(prompt) + place],
-                **{**self.options, "max_new_tokens": 1, "output_scores": True, **SAMPLING},
+                sequences[:, : len(prompt) + place], **{**self.options, "max_new_tokens": 1, "output_scores": True, **SAMPLING}
             )
             torch.testing.assert_close(scores.exp(), law.scores[0].softmax(-1), atol=1e-5, rtol=1e-3)
 

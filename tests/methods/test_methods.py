@@ -17,13 +17,7 @@ import pytest
 
 from skipstone import METHODS
 from tests.helpers import families
-from tests.helpers.conformance import (
-    DRAFTS,
-    LOSSLESS,
-    ROWS,
-    assert_greedy_equals_alone,
-    assert_sampling_equals_plain,
-)
+from tests.helpers.conformance import DRAFTS, LOSSLESS, ROWS, assert_greedy_equals_alone, assert_sampling_equals_plain
 from tests.helpers.pairwise import all_but, crossed
 from tests.helpers.support import TIE, decode, margin, references
 

@@ -71,10 +71,7 @@ def assert_speculated(out: skipstone.Output) -> None:
     assert stats.drafted > stats.accepted > 0, "nothing was accepted, or nothing rejected: the equality proves little"
 
 
-@pytest.mark.parametrize(
-    "name",
-    all_but(("mistral", "gemma3_text"), families.NAMES),
-)
+@pytest.mark.parametrize("name", all_but(("mistral", "gemma3_text"), families.NAMES))
 def test_greedy_layerskip_gives_the_text_of_generate_far_beyond_the_window(name: str) -> None:
     out = greedy(families.cached(name))
     assert_speculated(out)

@@ -250,8 +250,7 @@ def a_drafts_store_is_right() -> None:
 
 
 @planted.found_by(
-    (planted.one_draft_too_many, a_drafts_store_is_right),
-    (planted.rejected_drafts_kept, a_drafts_store_is_right),
+    (planted.one_draft_too_many, a_drafts_store_is_right), (planted.rejected_drafts_kept, a_drafts_store_is_right)
 )
 def test_planted_bugs_are_found(plant: Any, proof: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     planted.assert_found(plant, proof, monkeypatch)

@@ -35,10 +35,7 @@ OUTSIDE: dict[str, tuple[peft.PeftConfig, str]] = {
     "prompt tuning": (peft.PromptTuningConfig(num_virtual_tokens=4), "PROMPT_TUNING.* virtual tokens"),
     "prefix tuning": (peft.PrefixTuningConfig(num_virtual_tokens=4), "PREFIX_TUNING.* virtual tokens"),
     "p-tuning": (peft.PromptEncoderConfig(num_virtual_tokens=4), "P_TUNING.* virtual tokens"),
-    "activated LoRA": (
-        peft.LoraConfig("CAUSAL_LM", target_modules=QV, alora_invocation_tokens=[5]),
-        "LORA.* invocation tok",
-    ),
+    "activated LoRA": (peft.LoraConfig("CAUSAL_LM", target_modules=QV, alora_invocation_tokens=[5]), "LORA.* invocation tok"),
     "LLaMA-Adapter": (peft.AdaptionPromptConfig(adapter_len=4, adapter_layers=2), "ADAPTION_PROMPT.* tested types .*LORA"),
     "Poly": (peft.PolyConfig(target_modules=["q_proj"], n_tasks=2), "POLY.* merge it"),
 }

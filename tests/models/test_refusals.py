@@ -181,10 +181,7 @@ def test_a_model_that_was_decoded_with_is_refused_once_its_state_forbids_it(case
     model, ids = families.build("llama"), torch.tensor([[1, 2, 3]])
     skipstone.generate(model, ids, "autoregressive", max_new_tokens=2)
     LATER[case](model)
-    for attempt in (
-        lambda: LayeredModel(model),
-        lambda: skipstone.generate(model, ids, "autoregressive", max_new_tokens=2),
-    ):
+    for attempt in (lambda: LayeredModel(model), lambda: skipstone.generate(model, ids, "autoregressive", max_new_tokens=2)):
         with pytest.raises(ValueError) as error:
             attempt()
         assert not [word for word in REFUSED[case][1] if word not in str(error.value)], str(error.value)

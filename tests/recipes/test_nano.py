@@ -113,10 +113,7 @@ def test_recipe_model_and_card_agree(nano: Nano) -> None:
 
 @pytest.mark.parametrize(
     ("name", "text"),
-    [
-        ("code", "def read_lines(path):"),
-        pytest.param("maths", "Question: Tom has 3 apples.\nAnswer:", marks=pytest.mark.slow),
-    ],
+    [("code", "def read_lines(path):"), pytest.param("maths", "Question: Tom has 3 apples.\nAnswer:", marks=pytest.mark.slow)],
 )
 def test_exit_heads_are_what_their_recipes_made_and_predict_early(nano: Nano, name: str, text: str) -> None:
     recipe = heads_recipe.read(RECIPES / f"nano-heads-{name}.yaml")

@@ -110,10 +110,7 @@ ROW = {
         ("    return sum(xs", False),
         ('    return sum(xs)\n\n\ndef total(xs: List[int]) -> int:\n    """The su', True),
         ("", False),
-        (
-            "Here it is:\n```python\nfrom typing import List\n\ndef total(xs: List[int]) -> int:\n    return sum(xs)\n```",
-            True,
-        ),
+        ("Here it is:\n```python\nfrom typing import List\n\ndef total(xs: List[int]) -> int:\n    return sum(xs)\n```", True),
         ("```\ndef total(xs):\n    return 1\n```", False),
     ],
 )

@@ -164,8 +164,7 @@ def full(monkeypatch: pytest.MonkeyPatch, place: str) -> None:
 
 class TestFullDisk:
     @pytest.mark.parametrize(
-        "place",
-        all_but(("60000",), ("300", "20000", "60000", "Path.write_text", "Path.mkdir", "os.replace", "os.fsync")),
+        "place", all_but(("60000",), ("300", "20000", "60000", "Path.write_text", "Path.mkdir", "os.replace", "os.fsync"))
     )
     def test_the_last_good_checkpoint_stays_and_is_named(
         self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, place: str

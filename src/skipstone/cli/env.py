@@ -11,9 +11,7 @@ import typer
 PACKAGES = ("skipstone", "torch", "transformers", "tokenizers", "safetensors", "numpy", "peft", "accelerate")
 
 
-def env(
-    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON document.")] = False,
-) -> None:
+def env(as_json: Annotated[bool, typer.Option("--json", help="Print one JSON document.")] = False) -> None:
     """Versions, processor, threads, GPUs and memory, for a bug report."""
     facts = collect()
     if as_json:

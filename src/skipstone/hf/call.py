@@ -12,10 +12,7 @@ import torch
 from torch import Tensor
 from transformers import GenerationConfig, PreTrainedModel
 from transformers.generation.logits_process import LogitsProcessorList
-from transformers.generation.stopping_criteria import (
-    StoppingCriteriaList,
-    StopStringCriteria,
-)
+from transformers.generation.stopping_criteria import StoppingCriteriaList, StopStringCriteria
 
 from skipstone.decoding.method import OWN_FIELD, Method
 from skipstone.hf.fields import FIELDS, merged_fields, refuse_fields

@@ -7,11 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 from transformers import GenerationConfig, PreTrainedModel
-from transformers.generation.logits_process import (
-    LogitNormalization,
-    LogitsProcessorList,
-    PrefixConstrainedLogitsProcessor,
-)
+from transformers.generation.logits_process import LogitNormalization, LogitsProcessorList, PrefixConstrainedLogitsProcessor
 
 from skipstone.hf.fields import EXOTIC
 

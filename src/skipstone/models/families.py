@@ -86,10 +86,7 @@ FAMILIES: dict[str, Family] = {
     "gemma3_text": Family(window="by_layer", logits=_softcap, rotary_by_kind=True, refuse=_one_way),
     "phi3": _SLIDING,
     "olmo2": _LLAMA,
-    "granite": Family(
-        input_scale="embedding_multiplier",
-        logits=lambda logits, config: logits / config.logits_scaling,
-    ),
+    "granite": Family(input_scale="embedding_multiplier", logits=lambda logits, config: logits / config.logits_scaling),
     "cohere": Family(logits=lambda logits, config: logits * config.logit_scale),
     "smollm3": _MIXED,
     "starcoder2": _SLIDING,
@@ -113,12 +110,7 @@ FAMILIES: dict[str, Family] = {
         mlp=("fc1", "fc2"),
         post_norm=lambda config: not config.do_layer_norm_before,
     ),
-    "gpt_neox": Family(
-        embedding="embed_in",
-        norm="final_layer_norm",
-        attention="attention",
-        cache_argument="layer_past",
-    ),
+    "gpt_neox": Family(embedding="embed_in", norm="final_layer_norm", attention="attention", cache_argument="layer_past"),
     "falcon": Family(
         layers="h",
         embedding="word_embeddings",

@@ -91,11 +91,7 @@ class Shape:
 
 
 def parse(
-    text: str,
-    exit_layer: int | None = None,
-    agreement: float | None = None,
-    skip_ratio: float | None = None,
-    sure: float = 0.0,
+    text: str, exit_layer: int | None = None, agreement: float | None = None, skip_ratio: float | None = None, sure: float = 0.0
 ) -> Shape:
     """A name, with `,layers=16` for fewer layers of it; a config.json of a Llama; or `layers=24,hidden=192[,vocab=4096]`.
     ValueError names the wrong or missing key."""

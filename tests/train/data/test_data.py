@@ -68,10 +68,7 @@ class TestPack:
         begin = own.bos_token_id
         own.backend_tokenizer.post_processor = TemplateProcessing(single="<|begin|> $A", special_tokens=[("<|begin|>", begin)])
         seen = {tuple(pack(named("ab", "c"), own, 7, seed, END)[0].tolist()) for seed in range(12)}
-        assert seen == {
-            (~begin, *ids("ab"), END, ~begin, *ids("c"), END),
-            (~begin, *ids("c"), END, ~begin, *ids("ab"), END),
-        }
+        assert seen == {(~begin, *ids("ab"), END, ~begin, *ids("c"), END), (~begin, *ids("c"), END, ~begin, *ids("ab"), END)}
 
     def test_documents_follow_one_another_each_with_its_end(self) -> None:
         seen = {tuple(pack(named("ab", "c"), BYTES, 5, seed, END)[0].tolist()) for seed in range(12)}
@@ -189,10 +186,7 @@ def test_rows_are_items_of_a_model() -> None:
     assert len(rows) == 3
     assert {name: value.tolist() for name, value in rows[2].items()} == {"input_ids": [2, 2], "labels": [2, 2]}
     given = TokenRows(torch.tensor([[~5, ~0, 0, 7]]))[0]
-    assert {name: value.tolist() for name, value in given.items()} == {
-        "input_ids": [5, 0, 0, 7],
-        "labels": [-100, -100, 0, 7],
-    }
+    assert {name: value.tolist() for name, value in given.items()} == {"input_ids": [5, 0, 0, 7], "labels": [-100, -100, 0, 7]}
     with pytest.raises(ValueError, match=r"expected rows \[N, length\] of int64, found torch.float32 of shape \[3\]"):
         TokenRows(torch.zeros(3))
 

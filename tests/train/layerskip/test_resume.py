@@ -31,10 +31,7 @@ from tests.helpers.training import (
 
 STEPS = 20
 KINDS: dict[str, dict[str, Any]] = {
-    "adamw, rotational": {
-        "dropout": LayerDropout(0.5, "exponential"),
-        "exits": EarlyExitLoss(0.5, "rotational", 2),
-    },
+    "adamw, rotational": {"dropout": LayerDropout(0.5, "exponential"), "exits": EarlyExitLoss(0.5, "rotational", 2)},
     "muon, gradual": {
         "dropout": LayerDropout(0.5),
         "exits": EarlyExitLoss(0.5, "gradual", kl_weight=0.5),

@@ -108,11 +108,7 @@ class ExitState:
             self.tallies[layer].test(one)
 
     def record(
-        self,
-        exits: list[list[int]],
-        verdicts: list[RowVerdict],
-        passes: list[tuple[int, int, int]],
-        seconds: float | None,
+        self, exits: list[list[int]], verdicts: list[RowVerdict], passes: list[tuple[int, int, int]], seconds: float | None
     ) -> None:
         """Take over what became of a step. exits: of every row, the layers that its drafts were predicted at. seconds: that it
         took; None where it did not follow what was learnt, and nothing is to follow from it."""

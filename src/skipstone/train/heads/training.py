@@ -147,13 +147,7 @@ class _Run:
     """
 
     def __init__(
-        self,
-        heads: ExitHeads,
-        model: LayeredModel,
-        features: Features,
-        schedule: Schedule,
-        accelerator: Accelerator,
-        seed: int,
+        self, heads: ExitHeads, model: LayeredModel, features: Features, schedule: Schedule, accelerator: Accelerator, seed: int
     ) -> None:
         self.heads, self.model, self.features, self.schedule, self.accelerator = heads, model, features, schedule, accelerator
         self.training, self.held_out = split(len(features.bounds) - 1, schedule.held_out, seed)

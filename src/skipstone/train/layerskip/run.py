@@ -107,11 +107,7 @@ def _check_length(length: int, model: Any) -> None:
 
 
 def _prepared(
-    recipe: Recipe,
-    documents: list[Document],
-    folder: Path,
-    settings: LayerSkipArguments,
-    tokenizer: PreTrainedTokenizerBase,
+    recipe: Recipe, documents: list[Document], folder: Path, settings: LayerSkipArguments, tokenizer: PreTrainedTokenizerBase
 ) -> Prepared:
     batch = settings.per_device_train_batch_size * settings.gradient_accumulation_steps * settings.world_size
     plan = RowPlan(length=recipe.data.length, rows=settings.max_steps * batch, held_out=recipe.data.held_out, seed=recipe.seed)
