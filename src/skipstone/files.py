@@ -16,8 +16,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
-DISCARDED = ".discarded"
-"""The name of a folder that is being removed."""
+DISCARDED = ".discarded"  # the name of a folder that is being removed
 
 
 def plain(value: Any) -> Any:

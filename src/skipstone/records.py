@@ -7,8 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-Placed = Iterator[tuple[str, Any]]
-"""(place, record): where a record stands, for messages, and what was read there."""
+Placed = Iterator[tuple[str, Any]]  # (place, record): where a record stands, for messages, and what was read there
 
 
 @dataclass(frozen=True)

@@ -14,10 +14,8 @@ from skipstone import files
 from skipstone.files import plain
 
 VERSION = 1
-MACHINE = ("cpu", "cuda", "threads", "packages")
-"""What of the provenance a run that goes on must share with its beginning."""
-UNMEASURED = ("run", "resumed", "model")
-"""Kinds of a file with which nothing is lost."""
+MACHINE = ("cpu", "cuda", "threads", "packages")  # what of the provenance a run that goes on must share with its beginning
+UNMEASURED = ("run", "resumed", "model")  # kinds of a file with which nothing is lost
 _CELL = ("model", "number", "task", "temperature", "question")
 NEEDED: dict[str, tuple[str, ...]] = {
     "run": ("plan", "provenance"),

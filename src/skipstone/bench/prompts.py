@@ -24,8 +24,7 @@ from skipstone.timing.statistics import repeated_share
 
 USUAL_PROMPTS = 20  # how many are reported where neither a plan nor a protocol says
 
-Both = tuple[list[Conversation], list[Conversation]]
-"""Prompts to choose settings on, and prompts to report; none is in both."""
+Both = tuple[list[Conversation], list[Conversation]]  # prompts to choose settings on, and prompts to report; none is in both
 
 
 def conversations(task: Task, settings: TaskSettings, plan: Plan, data: Path | None) -> Both:

@@ -26,8 +26,7 @@ from skipstone.tasks.task import Task
 from skipstone.timing import machine
 from skipstone.timing.measure import Engine, warm_up
 
-Say = Callable[[str], None]
-"""Tells a user what is being done."""
+Say = Callable[[str], None]  # tells a user what is being done
 MOST_TRIALS = 20  # best candidates whose speeds are written down
 
 

@@ -17,8 +17,7 @@ from transformers import PreTrainedModel
 from skipstone.timing.measure import Engine, measure
 from skipstone.timing.statistics import pooled
 
-Done = Callable[[int, int, int, float], None]
-"""Called with the candidate's number, the prompt's, tokens and seconds."""
+Done = Callable[[int, int, int, float], None]  # called with the candidate's number, the prompt's, tokens and seconds
 KEPT = 3  # one in so many candidates survives a rung
 RUNG = 2  # prompts a rung
 DEPTHS = (1 / 8, 3 / 16, 1 / 4, 3 / 8, 1 / 2)  # exit layers, as shares of the layers

@@ -68,8 +68,7 @@ def run(
     show([out], terminal.console())
 
 
-_OURS = ("plan", "out", "fresh", "debug")
-"""What `run` is told that is no part of a plan."""
+_OURS = ("plan", "out", "fresh", "debug")  # what `run` is told that is no part of a plan
 
 
 @bench.command("surrogate")

@@ -17,8 +17,7 @@ from skipstone.decoding.stats import Stats
 from skipstone.decoding.step import Step
 from skipstone.methods.autoregressive import Autoregressive
 
-PARTS = ("search", "draft", "score", "other")
-"""What the time of a step is spent on."""
+PARTS = ("search", "draft", "score", "other")  # what the time of a step is spent on
 COLUMNS = (
     ("tokens", "tokens", "{}"),
     ("s", "seconds", "{:.2f}"),

@@ -13,8 +13,7 @@ from transformers import PreTrainedModel
 from skipstone.decoding.session import Session
 from skipstone.models.layered import LayeredModel
 
-OWN_FIELD = "skipstone"
-"""Where a model's generation_config names its default method."""
+OWN_FIELD = "skipstone"  # where a model's generation_config names its default method
 
 
 @dataclass(frozen=True)

@@ -19,10 +19,8 @@ from skipstone.models.kvstore import KVStore
 from skipstone.models.layered import LayeredModel
 from skipstone.models.passes import Pass
 
-PREFILL_CHUNK = 512
-"""Prompt tokens that a row runs in one pass, unless told."""
-Criterion = Callable[[Tensor, None], Tensor]
-"""A transformers StoppingCriteria: (ids [1, T], None) -> bool tensor [1]."""
+PREFILL_CHUNK = 512  # prompt tokens that a row runs in one pass, unless told
+Criterion = Callable[[Tensor, None], Tensor]  # A transformers StoppingCriteria: (ids [1, T], None) -> bool tensor [1]
 
 
 @dataclass(frozen=True)

@@ -15,8 +15,7 @@ from skipstone.decoding.draft import Draft, Verdict
 from skipstone.decoding.noise import ACCEPT, TARGET, Noise, substream
 from skipstone.models import host
 
-CACHED = 2**17
-"""Entries of distributions that a CPU works on at once where it has a choice."""
+CACHED = 2**17  # entries of distributions that a CPU works on at once where it has a choice
 Probability = Callable[[Tensor, Tensor, Tensor], Tensor]
 """(node [B], -1 for the root; tokens of the path so far [B, k]; walking [B] bool) -> p after that node [B, V].
 

@@ -10,8 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers.modeling_utils import AttentionInterface
 
-NAME = "skipstone"
-"""What `attend` is called in transformers' AttentionInterface."""
+NAME = "skipstone"  # what `attend` is called in transformers' AttentionInterface
 
 
 def attend(

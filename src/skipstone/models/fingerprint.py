@@ -7,10 +7,8 @@ import torch
 
 from skipstone.models.memo import Memo
 
-SAMPLED = 64
-"""Entries of every parameter that the fingerprint looks at."""
-_FOUND: Memo[tuple[int, str]] = Memo()
-"""(sum of the versions that torch counts of the parameters, the hash of these weights)."""
+SAMPLED = 64  # entries of every parameter that the fingerprint looks at
+_FOUND: Memo[tuple[int, str]] = Memo()  # (sum of the versions that torch counts of the parameters, the hash of these weights)
 
 
 def fingerprint(model: Any) -> str:

@@ -32,8 +32,7 @@ from skipstone.models.skipping import SkipSet
 from skipstone.timing.measure import Skipstone, measure, options_for
 from skipstone.timing.passes import TimedPasses, measure_passes, run_tokens, store_for
 
-RATIOS = (0.3, 0.4, 0.45, 0.5)
-"""Skip ratios that take turns where none is asked for."""
+RATIOS = (0.3, 0.4, 0.45, 0.5)  # skip ratios that take turns where none is asked for
 PER_DECODE = 12  # sets judged by matchness for each that is decoded with
 LUCK = 0.05  # standard error of a speed-up that was measured once
 WIDEST = 26  # tokens of the widest scoring pass whose cost is interpolated

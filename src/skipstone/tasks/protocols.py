@@ -24,8 +24,7 @@ class TaskSettings:
     ours: str = ""  # what the paper does not state, and what is taken instead
 
 
-USUAL = TaskSettings(max_new_tokens=128)
-"""Without a protocol."""
+USUAL = TaskSettings(max_new_tokens=128)  # without a protocol
 _ADASD = TaskSettings(temperature=1.0, chat=True, ours="prompt, temperature and 512 new tokens")
 
 PROTOCOLS: dict[str, dict[str, TaskSettings]] = {

@@ -8,8 +8,7 @@ from typing import Any
 
 from skipstone.records import OnHub, json_lines
 
-Record = dict[str, Any]
-"""One record of a data set, in the data set's own schema."""
+Record = dict[str, Any]  # one record of a data set, in the data set's own schema
 INDENT = " " * 4  # what one tab stands for in a program
 
 

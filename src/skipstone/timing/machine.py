@@ -15,8 +15,7 @@ from transformers import PreTrainedModel
 from skipstone.models.layered import LayeredModel
 from skipstone.timing.passes import run_tokens, store_for, timings
 
-PACKAGES = ("skipstone", "torch", "transformers", "tokenizers", "numpy", "scikit-learn")
-"""Those whose versions a run names."""
+PACKAGES = ("skipstone", "torch", "transformers", "tokenizers", "numpy", "scikit-learn")  # those whose versions a run names
 
 
 def bandwidth(device: torch.device, megabytes: int | None = None) -> float:

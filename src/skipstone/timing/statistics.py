@@ -14,8 +14,7 @@ NGRAM = 8  # tokens in a row that count as repeated when they occurred before
 LOOPING = 0.2  # prompts with at least this share of repeated output are kept out of the headline
 RESAMPLES = 10_000  # of a bootstrap
 LEVEL = 0.95  # coverage of an interval
-BLOCKS = 200
-"""More units than this are resampled in so many random blocks: the interval is the same, the work is not."""
+BLOCKS = 200  # more units than this are resampled in so many random blocks: the interval is the same, the work is not
 
 Column = Sequence[float] | NDArray[np.float64]
 

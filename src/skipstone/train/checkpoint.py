@@ -15,13 +15,10 @@ from torch import nn
 
 from skipstone import files
 
-MANIFEST = "manifest.json"
-"""File in a checkpoint: its step, its run's fingerprint, and the SHA-256 of every other file."""
+MANIFEST = "manifest.json"  # file in a checkpoint: its step, its run's fingerprint, and the SHA-256 of every other file
 _PREFIX = "checkpoint-"
-PARTIAL = ".partial"
-"""Folder in that of a run: the checkpoint that is being written."""
-SAMPLE = 16
-"""How many entries of a frozen parameter tell it from another model's."""
+PARTIAL = ".partial"  # folder in that of a run: the checkpoint that is being written
+SAMPLE = 16  # how many entries of a frozen parameter tell it from another model's
 
 
 def partial_folder(run: Path) -> Path:

@@ -3,8 +3,7 @@
 import torch.nn.functional as F
 from torch import Tensor
 
-IGNORED = -100
-"""The label of a token that is not to be predicted, as in transformers."""
+IGNORED = -100  # the label of a token that is not to be predicted, as in transformers
 
 
 def shifted(labels: Tensor) -> Tensor:

@@ -5,8 +5,7 @@ from pathlib import Path
 
 from skipstone.train.data.sources import HubDataset, Source
 
-Say = Callable[[str], None]
-"""Shows a line to whoever started the run."""
+Say = Callable[[str], None]  # shows a line to whoever started the run
 
 
 def silent(_: str) -> None:

@@ -12,8 +12,7 @@ from skipstone.bench.report.figures import Group
 from skipstone.extras import installed
 
 SIZE = (6.4, 3.6)  # inches
-NAME = 20
-"""Longer names are wrapped, so that fixed margins hold them: laying out every picture anew is half of a report's time."""
+NAME = 20  # longer names are wrapped, so that fixed margins hold them: laying out every picture anew is half of a report's time
 PARTS = ("search", "draft", "score", "other")  # of a step
 
 

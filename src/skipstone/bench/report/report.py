@@ -23,8 +23,7 @@ from skipstone.tasks import protocols
 from skipstone.timing import machine
 
 WIDTH = 150  # columns of letters, where the output is no terminal
-IN_FILES = ("repeats", "TTFT ms", "TPOT ms", "peak MiB", "ceiling")
-"""Columns for which a terminal has no room."""
+IN_FILES = ("repeats", "TTFT ms", "TPOT ms", "peak MiB", "ceiling")  # columns for which a terminal has no room
 FORMATS = ("md", "csv", "json", "html")
 STYLE = """
 :root { color-scheme: light dark; }

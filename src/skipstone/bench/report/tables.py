@@ -11,8 +11,7 @@ from skipstone.bench.report.cells import NONE, Table, interval, number, scores
 from skipstone.bench.report.figures import EARLY_EXIT, Group
 from skipstone.timing.statistics import LOOPING, NGRAM
 
-Figures = Mapping[str, Any]
-"""What `Group.figures` says of a method."""
+Figures = Mapping[str, Any]  # what `Group.figures` says of a method
 Cell = Callable[[Figures], str]
 LEGEND = f"""\
 x plain, x HF, x HF exit: speed-up over {BASELINE}, {THEIRS} and {EARLY_EXIT}, total tokens over total time, prefill included,

@@ -16,8 +16,7 @@ ROUNDS = 3  # times that every pass is timed, the first time to warm up
 LONG = 0.05  # seconds of a plain pass from which on once is enough
 DEAR = 1.8  # plain steps that a pass costs from which on wider ones are not timed
 CAUTION = 1.5  # times what a pass is thought to cost that is asked for before it is timed
-TimedPass = tuple[int, SkipSet | None]
-"""(tokens, what is left out)."""
+TimedPass = tuple[int, SkipSet | None]  # (tokens, what is left out)
 PLAIN: TimedPass = (1, None)
 
 

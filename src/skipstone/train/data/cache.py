@@ -14,8 +14,7 @@ from transformers import PreTrainedTokenizerBase
 
 from skipstone.files import digest, file_digest, first_folder, write_json
 
-FORMAT = 2
-"""Part of every key: raise it when the same documents give other rows."""
+FORMAT = 2  # part of every key: raise it when the same documents give other rows
 CONTENTS = "contents.json"
 
 

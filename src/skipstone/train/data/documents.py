@@ -14,19 +14,14 @@ from numpy.typing import NDArray
 
 from skipstone.train.data.sources import Source
 
-SHINGLE = 8
-"""Words that stand next to each other: what two documents are compared by."""
-FEWEST_WORDS = 50
-"""A shorter document is compared as a whole only: a handful of shingles says little about it."""
-NEAR = 0.8
-"""Near duplicates share at least so much of their shingles (Jaccard similarity of the sets)."""
+SHINGLE = 8  # words that stand next to each other: what two documents are compared by
+FEWEST_WORDS = 50  # A shorter document is compared as a whole only: a handful of shingles says little about it
+NEAR = 0.8  # near duplicates share at least so much of their shingles (Jaccard similarity of the sets)
 BANDS = 32
 """Bands of a MinHash signature. Two documents of similarity J share none with probability (1 - J^4)^32: 5e-8 at J = .8, .13 at
 J = .5."""
-BAND_ROWS = 4
-"""Entries of the signature in a band."""
-LIKELY = 0.6
-"""Share of equal signature entries from which a candidate is compared exactly: 5.6 standard deviations below NEAR."""
+BAND_ROWS = 4  # entries of the signature in a band
+LIKELY = 0.6  # share of equal signature entries from which a candidate is compared exactly: 5.6 standard deviations below NEAR
 
 Hashes = NDArray[np.uint64]
 Signature = NDArray[np.uint32]

@@ -27,8 +27,7 @@ from skipstone.train.data import cache as caching
 from skipstone.train.data.documents import Document, deduplicate, fingerprint, split
 from skipstone.train.labels import IGNORED
 
-BATCH = 256
-"""Documents that are tokenised in one call."""
+BATCH = 256  # documents that are tokenised in one call
 
 
 class RowPlan(BaseModel):

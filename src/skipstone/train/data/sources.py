@@ -21,8 +21,7 @@ from pydantic import Field, field_validator, model_validator
 from skipstone.forms import Part
 from skipstone.records import OnHub, decoded, json_lines, value
 
-STDLIB = "{stdlib}"
-"""Stands in a path for the folder of Python's standard library."""
+STDLIB = "{stdlib}"  # stands in a path for the folder of Python's standard library
 
 
 class Text(NamedTuple):

@@ -9,10 +9,8 @@ from transformers import PreTrainedConfig, PreTrainedTokenizerBase, PreTrainedTo
 
 from skipstone.train.data.documents import Document
 
-END = "<|end|>"
-"""Stands between documents, so it begins a text as well as ending one, and pads a batch; id 0."""
-BYTES = 256
-"""Entries of the vocabulary that are single bytes."""
+END = "<|end|>"  # stands between documents, so it begins a text as well as ending one, and pads a batch; id 0
+BYTES = 256  # entries of the vocabulary that are single bytes
 
 PIECES = "|".join(
     (

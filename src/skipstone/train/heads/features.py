@@ -25,16 +25,11 @@ from skipstone.models.watching import watched
 from skipstone.train.heads.answers import Answer
 from skipstone.train.runs import Say
 
-BATCH = 16
-"""Answers of one forward."""
-BYTES = 2
-"""Of a number in the file, bfloat16 or float16."""
-DATA = "features.bin"
-"""The states, [N, k + 1, d] numbers one after the other."""
-ABOUT = "features.json"
-"""What the states are of; the file that tells that they are complete."""
-PARTIAL = ".features.partial"
-"""The folder in which they grow."""
+BATCH = 16  # answers of one forward
+BYTES = 2  # of a number in the file, bfloat16 or float16
+DATA = "features.bin"  # the states, [N, k + 1, d] numbers one after the other
+ABOUT = "features.json"  # what the states are of; the file that tells that they are complete
+PARTIAL = ".features.partial"  # the folder in which they grow
 GIB = 2**30
 
 

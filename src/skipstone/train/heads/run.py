@@ -25,12 +25,9 @@ from skipstone.train.heads.recipe import HeadsRecipe
 from skipstone.train.heads.training import split, train
 from skipstone.train.runs import Say, beside, refuse_used, silent
 
-HEADS = "heads"
-"""Folder in that of the run: the finished heads."""
-ANSWERS = "answers.jsonl"
-"""File in the folder of the run: the model's own answers."""
-PATIENCE = timedelta(days=7)
-"""How long processes wait for the first, which writes the answers and the features."""
+HEADS = "heads"  # folder in that of the run: the finished heads
+ANSWERS = "answers.jsonl"  # file in the folder of the run: the model's own answers
+PATIENCE = timedelta(days=7)  # how long processes wait for the first, which writes the answers and the features
 
 
 def run(

@@ -26,10 +26,8 @@ from skipstone.train.heads.features import Features
 from skipstone.train.heads.recipe import Schedule
 from skipstone.train.runs import Say
 
-LOGITS = 2**24
-"""Most logits of one head that exist at once."""
-SURE = 0.75
-"""The paper's threshold, for the report on how often a head is sure."""
+LOGITS = 2**24  # most logits of one head that exist at once
+SURE = 0.75  # the paper's threshold, for the report on how often a head is sure
 
 
 class Divergence(nn.Module):

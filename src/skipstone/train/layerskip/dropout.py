@@ -14,8 +14,7 @@ from torch import Tensor, nn
 
 from skipstone.decoding.noise import uniform
 
-_STREAM = 3
-"""The stream of the noise that rows are dropped by; decoding draws from none of this number."""
+_STREAM = 3  # the stream of the noise that rows are dropped by; decoding draws from none of this number
 
 
 def kept_rows(rows: int, rates: Sequence[float], seed: int, step: int) -> list[list[int]]:

@@ -10,8 +10,7 @@ from torch.utils.checkpoint import checkpoint
 
 from skipstone.train.labels import IGNORED
 
-CHUNK = 4096
-"""Positions whose logits exist at once."""
+CHUNK = 4096  # positions whose logits exist at once
 
 Head = Callable[[Tensor], Tensor]
 """g(.): states [N, d] -> logits [N, V], final norm and what the family does to logits included."""

@@ -20,8 +20,7 @@ from skipstone.train.layerskip.dropout import forwards_replaced, kept_rows, laye
 from skipstone.train.layerskip.loss import CHUNK, cross_entropy, divergence
 from skipstone.train.layerskip.recipe import LayerSkipRecipe
 
-Parts = tuple[Tensor, dict[str, Tensor]]
-"""A loss, and the parts of it that the log tells apart."""
+Parts = tuple[Tensor, dict[str, Tensor]]  # A loss, and the parts of it that the log tells apart
 
 
 class Objective:

@@ -36,16 +36,11 @@ from skipstone.train.layerskip.recipe_file import Recipe, arguments, read
 from skipstone.train.layerskip.trainer import LayerSkipTrainer, check
 from skipstone.train.runs import Say, beside, refuse_used, silent
 
-TOKENIZER = "tokenizer"
-"""Folder in that of the run: the tokenizer that was trained for it."""
-MADE_FROM = "made_from.json"
-"""File beside that tokenizer: what it was made from."""
-CACHE = "data"
-"""Folder in that of the run: prepared rows."""
-MODEL = "model"
-"""Folder in that of the run: the finished model."""
-ADAPTER = "adapter"
-"""Folder in that of the finished model: the adapter alone, with LoRA."""
+TOKENIZER = "tokenizer"  # folder in that of the run: the tokenizer that was trained for it
+MADE_FROM = "made_from.json"  # file beside that tokenizer: what it was made from
+CACHE = "data"  # folder in that of the run: prepared rows
+MODEL = "model"  # folder in that of the run: the finished model
+ADAPTER = "adapter"  # folder in that of the finished model: the adapter alone, with LoRA
 
 
 def run(path: Path, output: Path | None = None, fresh: bool = False, data_dir: Path | None = None, say: Say = print) -> Path:

@@ -24,8 +24,7 @@ from skipstone.train.layerskip.objective import Objective
 from skipstone.train.layerskip.optimizer import muon_with_adamw
 from skipstone.train.layerskip.recipe import LayerSkipRecipe
 
-TALLY = "tally.json"
-"""In a checkpoint: what the next log entry will be a mean of."""
+TALLY = "tally.json"  # in a checkpoint: what the next log entry will be a mean of
 _TORCH_WRITER = ("PytorchStreamWriter", "inline_container")
 """What a RuntimeError of torch.save speaks of where the disk is full; safetensors has an error of its own for it."""
 
