@@ -11,17 +11,17 @@ if TYPE_CHECKING:
     from skipstone.api import generate as generate
     from skipstone.api import stream as stream
     from skipstone.decoding.draft import Draft as Draft
+    from skipstone.decoding.draft import Step as Step
     from skipstone.decoding.loop import Decoder as Decoder
     from skipstone.decoding.method import Method as Method
     from skipstone.decoding.sampling import Sampling as Sampling
     from skipstone.decoding.session import Request as Request
     from skipstone.decoding.session import Session as Session
     from skipstone.decoding.stats import Stats as Stats
-    from skipstone.decoding.step import Step as Step
-    from skipstone.hf.custom_generate import custom_generate as custom_generate
+    from skipstone.hf.enable import custom_generate as custom_generate
     from skipstone.hf.enable import disable as disable
     from skipstone.hf.enable import enable as enable
-    from skipstone.hf.output import Output as Output
+    from skipstone.hf.generation import Output as Output
     from skipstone.loading import load as load
     from skipstone.methods import METHODS as METHODS
     from skipstone.methods.adadecode.adadecode import AdaDecode as AdaDecode
@@ -42,30 +42,20 @@ __version__ = "0.1.0"
 
 _NAMES = {
     "api": ("Detokenizer", "generate", "stream"),
-    "decoding.draft": ("Draft",),
+    "decoding.draft": ("Draft", "Step"),
     "decoding.loop": ("Decoder",),
     "decoding.method": ("Method",),
     "decoding.sampling": ("Sampling",),
     "decoding.session": ("Request", "Session"),
     "decoding.stats": ("Stats",),
-    "decoding.step": ("Step",),
-    "hf.custom_generate": ("custom_generate",),
-    "hf.enable": ("disable", "enable"),
-    "hf.output": ("Output",),
+    "hf.enable": ("custom_generate", "disable", "enable"),
+    "hf.generation": ("Output",),
     "loading": ("load",),
-    "methods": ("METHODS",),
-    "methods.adadecode.adadecode": ("AdaDecode",),
+    "methods": (
+        *("METHODS", "AdaDecode", "AdaSD", "Autoregressive", "EarlyExit", "Jacobi", "LayerSkip", "Lookahead", "PromptLookup"),
+        *("SelfSpeculative", "Speculative", "Swift"),
+    ),
     "methods.adadecode.heads": ("ExitHeads",),
-    "methods.adasd.adasd": ("AdaSD",),
-    "methods.autoregressive": ("Autoregressive",),
-    "methods.early_exit": ("EarlyExit",),
-    "methods.jacobi": ("Jacobi",),
-    "methods.layerskip": ("LayerSkip",),
-    "methods.lookahead": ("Lookahead",),
-    "methods.prompt_lookup": ("PromptLookup",),
-    "methods.self_speculative": ("SelfSpeculative",),
-    "methods.speculative": ("Speculative",),
-    "methods.swift.swift": ("Swift",),
     "models.layered": ("LayeredModel",),
 }
 _HOME = {name: module for module, names in _NAMES.items() for name in names}

@@ -6,11 +6,11 @@ from typing import Any
 from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from skipstone.decoding.step import Step
+from skipstone.decoding.draft import Step
 from skipstone.hf import generation
 from skipstone.hf.call import MethodLike, prepare_call, resolve_for
-from skipstone.hf.output import Output
-from skipstone.models.padding import left_padded
+from skipstone.hf.generation import Output
+from skipstone.models.host import left_padded
 
 Inputs = Tensor | str | Sequence[Any] | Mapping[str, Any]
 

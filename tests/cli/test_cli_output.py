@@ -13,7 +13,7 @@ import pytest
 
 from skipstone.cli import terminal
 from skipstone.cli.showing import Painter
-from skipstone.decoding.step import Step
+from skipstone.decoding.draft import Step
 from tests.helpers.commandline import LAYERSKIP, PROMPT, document, expected, job, succeed
 
 

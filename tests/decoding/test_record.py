@@ -9,9 +9,9 @@ import pytest
 import torch
 
 from skipstone import Autoregressive, LayerSkip, Method, Request, Sampling, Step
+from skipstone.decoding.draft import TokenRecord
 from skipstone.decoding.loop import Decoder, run
 from skipstone.decoding.record import Keeper
-from skipstone.decoding.step import TokenRecord
 from skipstone.models.layered import LayeredModel
 from tests.helpers.machine import decode, llama, prompt
 from tests.helpers.trees import Trees

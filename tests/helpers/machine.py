@@ -11,13 +11,13 @@ import torch
 from torch import Tensor
 from transformers import LlamaConfig, LlamaForCausalLM, MistralConfig, MistralForCausalLM, PreTrainedModel
 
+from skipstone.decoding.draft import Step
 from skipstone.decoding.loop import PREFILL_CHUNK, Decoder
 from skipstone.decoding.method import Method
 from skipstone.decoding.session import Request
 from skipstone.decoding.stats import Stats
-from skipstone.decoding.step import Step
 from skipstone.models.layered import LayeredModel
-from skipstone.models.skipping import SkipSet
+from skipstone.models.passes import SkipSet
 
 
 def sharpened(model: Any, exit_layer: int, head: float = 8.0, later: float = 0.45) -> Any:

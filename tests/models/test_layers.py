@@ -20,8 +20,7 @@ from skipstone.decoding.draft import Draft, RowVerdict
 from skipstone.decoding.session import Request, Session
 from skipstone.models.kvstore import KVStore
 from skipstone.models.layered import LayeredModel
-from skipstone.models.passes import Pass
-from skipstone.models.skipping import SkipSet
+from skipstone.models.passes import Pass, SkipSet
 from tests.helpers import families, support
 from tests.helpers.pairwise import all_but
 

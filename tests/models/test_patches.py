@@ -20,8 +20,7 @@ from skipstone import LayerSkip, SelfSpeculative
 from skipstone.models import attention, linear
 from skipstone.models.kvstore import KVStore
 from skipstone.models.layered import LayeredModel
-from skipstone.models.passes import Pass
-from skipstone.models.skipping import SkipSet
+from skipstone.models.passes import Pass, SkipSet
 from tests.helpers import families
 
 IDS = families.prompts(1)[0][None]

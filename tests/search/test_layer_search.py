@@ -11,7 +11,7 @@ import torch
 
 import skipstone
 from skipstone.models.layered import LayeredModel
-from skipstone.models.skipping import SkipSet
+from skipstone.models.passes import SkipSet
 from skipstone.search import search as layer_search
 from skipstone.search.search import Found, SearchSettings, Trial, search
 from tests.helpers import support

@@ -7,9 +7,8 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from skipstone.models.exits import ExitTally
+from skipstone.models.exits import ExitTally, layer_states
 from skipstone.models.layered import LayeredModel
-from skipstone.models.watching import layer_states
 
 CHUNK = 256  # positions whose logits exist at once
 

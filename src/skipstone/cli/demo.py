@@ -23,8 +23,8 @@ if TYPE_CHECKING:
     from rich.console import Console
 
     from skipstone.cli.runs import Comparison, Job
+    from skipstone.decoding.draft import Step
     from skipstone.decoding.method import Method
-    from skipstone.decoding.step import Step
 
 FRAME = 1 / 15  # seconds between two pictures
 CODE = '''import json

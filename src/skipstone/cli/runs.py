@@ -12,9 +12,9 @@ from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 import skipstone
+from skipstone.decoding.draft import Step
 from skipstone.decoding.method import Method
 from skipstone.decoding.stats import Stats
-from skipstone.decoding.step import Step
 from skipstone.methods.autoregressive import Autoregressive
 
 PARTS = ("search", "draft", "score", "other")  # what the time of a step is spent on

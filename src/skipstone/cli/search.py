@@ -64,11 +64,10 @@ def search(
 def _save(found: Found, best: Trial, model: Any, name: str | None, out: Path) -> None:
     """Write the best layer set as a profile."""
     from skipstone.loading import BUNDLED
-    from skipstone.methods.shared import profiles
+    from skipstone.methods.shared.layer_sets import save_profile
 
     about = {"speed": best.speed, "acceptance": best.acceptance, "matchness": best.matchness, "trials": len(found.trials)}
-    key, attention, mlp = profiles.fingerprint(model), tuple(best.attention), tuple(best.mlp)
-    profiles.save(out, profiles.Profile(model=key, name=name or BUNDLED, about=about, attention=attention, mlp=mlp))
+    save_profile(out, model, about, best.attention, best.mlp, name or BUNDLED)
 
 
 def _tell(found: Found, best: Trial, out: Path, drafts: int) -> None:

@@ -12,8 +12,8 @@ from skipstone import __version__
 from skipstone.api import Detokenizer
 from skipstone.cli import terminal
 from skipstone.cli.runs import PARTS, Comparison, Job, Run, dtype_name, finish_reason
+from skipstone.decoding.draft import Step
 from skipstone.decoding.method import Method
-from skipstone.decoding.step import Step
 from skipstone.methods import spell
 
 ACCEPTED = Style(color="green", underline=True)  # underlined too: colour alone does not reach everybody

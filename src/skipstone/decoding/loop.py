@@ -9,11 +9,10 @@ from itertools import pairwise
 
 import torch
 
-from skipstone.decoding.draft import Draft, RowVerdict, Verdict
+from skipstone.decoding.draft import Draft, RowVerdict, Step, Verdict
 from skipstone.decoding.pace import Pace
 from skipstone.decoding.sampling import Scores
 from skipstone.decoding.session import PREFILL_CHUNK, Request, Session
-from skipstone.decoding.step import Step
 from skipstone.decoding.stopping import RunningRequest
 
 NOTHING = RowVerdict([], [], "", 0, 0)  # the verdict of a row that took no part in a step

@@ -11,6 +11,7 @@ from typing import Any, ClassVar, Self
 from transformers import PreTrainedModel
 
 from skipstone.decoding.session import Session
+from skipstone.decoding.settings import settings_of
 from skipstone.models.layered import LayeredModel
 
 OWN_FIELD = "skipstone"  # where a model's generation_config names its default method
@@ -50,7 +51,10 @@ class Method:
         return replace(self, **left)
 
     def check(self, model: LayeredModel) -> None:
-        """Raise ValueError where the settings do not fit the model. Called before any work."""
+        """Raise ValueError where the settings are impossible or do not fit the model. Called before any work. Types and ranges
+        are checked here, by the fields; a subclass adds what else there is to say."""
+        for name, one in settings_of(type(self)).items():
+            one.check(getattr(self, name))
 
     def report(self, model: PreTrainedModel) -> dict[str, Any]:
         """What the method has learnt about a model across requests, as plain JSON values; empty where it learns nothing."""

@@ -1,7 +1,7 @@
 """How fast a run was beside plain decoding: figures for the warning at its end, from a few plain steps taken on the way."""
 
+from skipstone.decoding.draft import Step
 from skipstone.decoding.stats import Stats
-from skipstone.decoding.step import Step
 
 WARM_UP = 8  # turns of the loop before the first probe
 SPACING = 6  # turns between two probes

@@ -6,9 +6,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from skipstone.decoding.draft import Draft, RowVerdict
+from skipstone.decoding.draft import Draft, RowVerdict, Step, TokenRecord
 from skipstone.decoding.sampling import Scores
-from skipstone.decoding.step import Step, TokenRecord
 from skipstone.decoding.verify import entropy, one_hot_where
 
 

@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import math
 import shlex
 from collections.abc import Callable
 from functools import cache
@@ -15,19 +16,25 @@ RejectionRule = Literal["standard", "coupled"]
 _BOOLEANS = {"true": True, "yes": True, "on": True, "false": False, "no": False, "off": False}
 
 
-def setting(default: Any, help: str, *, kw_only: bool = False) -> Any:
-    """A field of a method: its default, and one line that says what it is, for `skipstone methods NAME`."""
-    return dataclasses.field(default=default, kw_only=kw_only, metadata={"help": help})
+def setting(
+    default: Any, help: str, *, least: int = 1, within: tuple[float, float] = (-math.inf, math.inf), kw_only: bool = False
+) -> Any:
+    """A field of a method: its default, and one line that says what it is, for `skipstone methods NAME`. least: of a whole
+    number. within: the lowest and the highest value of any other number."""
+    return dataclasses.field(default=default, kw_only=kw_only, metadata={"help": help, "least": least, "within": within})
 
 
 @dataclasses.dataclass(frozen=True)
 class Setting:
-    """One setting of a method as users meet it. hint: its Python type. default: None also where it has none."""
+    """One setting of a method as users meet it. hint: its Python type. default: None also where it has none. help, least,
+    within: as in `setting`."""
 
     name: str
     hint: Any
     default: Any
-    help: str
+    help: str = ""
+    least: int = 1
+    within: tuple[float, float] = (-math.inf, math.inf)
 
     @property
     def members(self) -> tuple[Any, ...]:
@@ -60,6 +67,24 @@ class Setting:
                 continue
         raise ValueError(f"{self.name} takes {self.type}, found {text!r}")
 
+    def check(self, value: Any) -> None:
+        """ValueError for a value that the setting cannot have. What texts, lists and objects may be, the method says."""
+        choices = [choice for member in self.members if get_origin(member) is Literal for choice in get_args(member)]
+        kinds = [member for member in self.members if get_origin(member) is not Literal and member is not NoneType]
+        if (value is None and NoneType in self.members) or (isinstance(value, str) and value in choices):
+            return
+        if kinds == [int]:
+            whole_number(self.name, value, self.least)
+        elif kinds in ([], [bool], [float]):
+            low, high = self.within
+            boolean, number = isinstance(value, bool), isinstance(value, (int, float))
+            if boolean if kinds == [bool] else kinds and number and not boolean and low <= value <= high:
+                return
+            span = "a number" if high == math.inf else f"a number in [{low:g}, {high:g}]"
+            words = {(): [], (bool,): ["true", "false"], (float,): [span]}[tuple(kinds)]
+            *more, last = [*words, *(f'"{choice}"' for choice in choices), *["none"] * (NoneType in self.members)]
+            raise ValueError(f"{self.name} must be {', '.join(more)}{' or ' if more else ''}{last}, found {value!r}")
+
 
 @cache
 def settings_of(kind: type) -> dict[str, Setting]:
@@ -68,7 +93,7 @@ def settings_of(kind: type) -> dict[str, Setting]:
     found = {}
     for field in dataclasses.fields(kind):
         default = None if field.default is dataclasses.MISSING else field.default
-        found[field.name] = Setting(field.name, hints[field.name], default, field.metadata.get("help", ""))
+        found[field.name] = Setting(field.name, hints[field.name], default, **field.metadata)
     return found
 
 
@@ -97,18 +122,6 @@ def _value(member: Any, text: str) -> Any:
     if text not in choices:
         raise ValueError
     return choices[text]
-
-
-def check_rule(value: Any) -> None:
-    """ValueError unless value is a RejectionRule."""
-    if value not in ("standard", "coupled"):
-        raise ValueError(f'rejection_sample_method must be "standard" or "coupled", found {value!r}')
-
-
-def check_flag(name: str, value: Any) -> None:
-    """ValueError unless value is a bool."""
-    if not isinstance(value, bool):
-        raise ValueError(f"{name} must be true or false, found {value!r}")
 
 
 def layer_in_range(name: str, value: Any, model: LayeredModel) -> None:

@@ -5,7 +5,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from skipstone.decoding.step import Step
+from skipstone.decoding.draft import Step
 
 
 @dataclass(slots=True)

@@ -1,15 +1,19 @@
 """skipstone behind `model.generate`: `enable` a method on a model, `disable` it again."""
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
 from torch import LongTensor, Tensor
 from transformers import GenerationConfig, PreTrainedModel
+from transformers.generation.logits_process import LogitsProcessorList
+from transformers.generation.stopping_criteria import StoppingCriteriaList
 
 from skipstone.decoding.method import Method
 from skipstone.hf import generation
-from skipstone.hf.call import MethodLike, prepare_call, resolve_for
-from skipstone.hf.output import Output
+from skipstone.hf.call import Call, MethodLike, prepare_call, resolve_for
+from skipstone.hf.fields import refuse_fields
+from skipstone.hf.generation import Output
 from skipstone.models.layered import LayeredModel, unwrapped
 from skipstone.models.patches import take_off
 
@@ -86,3 +90,27 @@ class _Generate:
         call = prepare_call(self.model, inputs, tokenizer, seed, options)
         output = generation.complete(self.method, call, streamer)
         return output if call.config.return_dict_in_generate else output.sequences  # type: ignore[return-value]
+
+
+def custom_generate(method: MethodLike = None) -> Callable[..., Output | LongTensor]:
+    """What `model.generate(..., custom_generate=skipstone.custom_generate(method))` calls. method: as in `skipstone.generate`.
+
+    transformers drops `streamer` and stop strings on this path; `skipstone.enable` keeps them.
+    """
+
+    def decode(
+        model: PreTrainedModel,
+        input_ids: Tensor,
+        logits_processor: LogitsProcessorList,
+        stopping_criteria: StoppingCriteriaList,
+        generation_config: GenerationConfig,
+        seed: int | list[int] | None = None,
+        **model_kwargs: Any,
+    ) -> Output | LongTensor:
+        refuse_fields(generation_config.to_dict())
+        chosen = resolve_for(model, method, generation_config)
+        call = Call(model, input_ids, logits_processor, stopping_criteria, generation_config, seed, model_kwargs)
+        output = generation.complete(chosen, call)
+        return output if generation_config.return_dict_in_generate else output.sequences  # type: ignore[return-value]
+
+    return decode

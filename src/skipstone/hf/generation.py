@@ -2,25 +2,43 @@
 
 import warnings
 from collections.abc import Iterator
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
+from transformers.generation.utils import GenerateDecoderOnlyOutput
 
+from skipstone.decoding.draft import Step
 from skipstone.decoding.loop import PREFILL_CHUNK, Decoder, run
 from skipstone.decoding.method import Method
 from skipstone.decoding.record import Keeper
 from skipstone.decoding.session import Request
 from skipstone.decoding.stats import Stats
-from skipstone.decoding.step import Step
 from skipstone.hf.call import Call
-from skipstone.hf.output import Output
 from skipstone.hf.requests import requests
 from skipstone.models.layered import LayeredModel
 
 SLOWER = 0.95  # speed-ups below this are warned about
 FEW_ACCEPTED = 0.1  # acceptance rates below this are warned about
 ENOUGH_TURNS = 16  # turns of the loop before a run is judged
+
+
+@dataclass
+class Output(GenerateDecoderOnlyOutput):
+    """What `skipstone.generate` returns: Hugging Face's output with our figures.
+
+    sequences: [B, T] int64, prompt and new tokens, padded by HF's rules. scores, logits: per new token [B, V], when asked
+    for (0 for rows already finished). lossless: False only for modes that may change the text. text: the new text of every row
+    when text came in. stats: `Stats` over all rows. steps: the list of `Step`, with record=True.
+    """
+
+    stats: Stats | None = None
+    new_tokens: list[list[int]] | None = None
+    text: Any = None
+    method: str | None = None
+    lossless: bool | None = None
+    steps: list[Step] | None = None
 
 
 def admitted(method: Method, call: Call, keeper: Keeper | None = None) -> tuple[Decoder, list[Request]]:

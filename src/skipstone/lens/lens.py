@@ -17,8 +17,8 @@ from transformers import PreTrainedModel
 from skipstone import api
 from skipstone.hf.defaults import neutral_defaults
 from skipstone.methods.adadecode.heads import ExitHeads
+from skipstone.models.exits import layer_states
 from skipstone.models.layered import LayeredModel
-from skipstone.models.watching import layer_states
 from skipstone.timing.passes import PassTimes, TimedPasses, measure_passes
 
 

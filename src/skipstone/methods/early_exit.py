@@ -29,6 +29,7 @@ class EarlyExit(Method):
         return False
 
     def check(self, model: LayeredModel) -> None:
+        super().check(model)
         layer_in_range("exit_layer", self.exit_layer, model)
 
     def start(self, model: LayeredModel, rows: int, capacity: int) -> Session:

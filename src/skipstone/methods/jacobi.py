@@ -19,7 +19,7 @@ from skipstone.decoding.draft import Draft, RowVerdict, Verdict
 from skipstone.decoding.method import Method
 from skipstone.decoding.sampling import Scores
 from skipstone.decoding.session import Request, Session
-from skipstone.decoding.settings import setting, whole_number
+from skipstone.decoding.settings import setting
 from skipstone.methods.shared.lookups import tokens_of_prompt
 from skipstone.models.host import on_device
 from skipstone.models.layered import LayeredModel
@@ -34,9 +34,6 @@ class Jacobi(Method):
     if_few_accepted: ClassVar[str] = "Guesses of Jacobi decoding are rarely right before their turn; lookahead keeps them."
 
     block: int = setting(16, "guesses that every pass refines.")
-
-    def check(self, model: LayeredModel) -> None:
-        whole_number("block", self.block, 1)
 
     def start(self, model: LayeredModel, rows: int, capacity: int) -> Session:
         return JacobiSession(self, model, rows, capacity)

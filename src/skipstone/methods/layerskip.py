@@ -17,9 +17,9 @@ from torch import Tensor
 from skipstone.decoding.draft import Draft
 from skipstone.decoding.method import Method
 from skipstone.decoding.session import Session
-from skipstone.decoding.settings import RejectionRule, check_rule, layer_in_range, setting, whole_number
+from skipstone.decoding.settings import RejectionRule, layer_in_range, setting
 from skipstone.methods.shared.chain import Chain, ChainSession
-from skipstone.methods.shared.confidence import Threshold, check_threshold
+from skipstone.methods.shared.confidence import Threshold
 from skipstone.models.frontier import Frontier
 from skipstone.models.layered import LayeredModel
 
@@ -41,7 +41,7 @@ class LayerSkip(Method):
     exit_layer: int | None = setting(None, "E, layers that draft, 1 <= E < L.")
     num_speculative_tokens: int = setting(6, "d, most drafts a step.")
     confidence_threshold: Threshold = setting(
-        None, "stop drafting after a token whose probability is below it; None never stops early."
+        None, "stop drafting after a token whose probability is below it; None never stops early.", within=(0, 1)
     )
     reuse_cache: bool = setting(True, "False scores from layer 0 again, the ablation of Table 7.")
     rejection_sample_method: RejectionRule = setting(
@@ -50,10 +50,8 @@ class LayerSkip(Method):
     )
 
     def check(self, model: LayeredModel) -> None:
+        super().check(model)
         layer_in_range("exit_layer", self.exit_layer, model)
-        whole_number("num_speculative_tokens", self.num_speculative_tokens, 1)
-        check_threshold(self.confidence_threshold)
-        check_rule(self.rejection_sample_method)
 
     def start(self, model: LayeredModel, rows: int, capacity: int) -> Session:
         return LayerSkipSession(self, model, rows, capacity)

@@ -19,7 +19,7 @@ from skipstone.decoding.draft import Draft, RowVerdict, Verdict
 from skipstone.decoding.method import Method
 from skipstone.decoding.sampling import Scores
 from skipstone.decoding.session import Request, Session
-from skipstone.decoding.settings import setting, whole_number
+from skipstone.decoding.settings import setting
 from skipstone.methods.shared.lookups import LookupSession, RowDraft, tokens_of_prompt
 from skipstone.models.layered import LayeredModel
 
@@ -32,13 +32,8 @@ class Lookahead(Method):
     if_few_accepted: ClassVar[str] = "An acceptance rate that low says that the model's own n-grams do not come again."
 
     window: int = setting(7, "W, guesses a pass refines.")
-    ngram: int = setting(5, "N, tokens of an n-gram.")
+    ngram: int = setting(5, "N, tokens of an n-gram.", least=2)
     guesses: int = setting(7, "G, n-grams that are kept, and tried, for each first token.")
-
-    def check(self, model: LayeredModel) -> None:
-        whole_number("window", self.window, 1)
-        whole_number("ngram", self.ngram, 2)
-        whole_number("guesses", self.guesses, 1)
 
     def start(self, model: LayeredModel, rows: int, capacity: int) -> Session:
         return LookaheadSession(self, model, rows, capacity)

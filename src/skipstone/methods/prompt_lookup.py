@@ -13,7 +13,7 @@ from typing import ClassVar, Literal
 from skipstone.decoding.draft import Draft, RowVerdict
 from skipstone.decoding.method import Method
 from skipstone.decoding.session import Request, Session
-from skipstone.decoding.settings import setting, whole_number
+from skipstone.decoding.settings import setting
 from skipstone.methods.shared.lookups import LookupSession, RowDraft
 from skipstone.models.layered import LayeredModel
 
@@ -37,14 +37,11 @@ class PromptLookup(Method):
     prefer: Place = setting("recent", 'of several places the most "recent" one or the "first" (transformers\' way).')
 
     def check(self, model: LayeredModel) -> None:
-        for name in ("prompt_lookup_max", "prompt_lookup_min", "num_speculative_tokens"):
-            whole_number(name, getattr(self, name), 1)
+        super().check(model)
         if self.prompt_lookup_min > self.prompt_lookup_max:
             raise ValueError(
                 f"prompt_lookup_min={self.prompt_lookup_min} is more than prompt_lookup_max={self.prompt_lookup_max}"
             )
-        if self.prefer not in ("recent", "first"):
-            raise ValueError(f'prefer must be "recent" or "first", found {self.prefer!r}')
 
     def start(self, model: LayeredModel, rows: int, capacity: int) -> Session:
         return PromptLookupSession(self, model, rows, capacity)

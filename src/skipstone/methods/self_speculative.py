@@ -13,13 +13,12 @@ from typing import ClassVar
 
 from skipstone.decoding.method import Method
 from skipstone.decoding.session import Session
-from skipstone.decoding.settings import layer_numbers, setting, whole_number
-from skipstone.methods.shared import profiles
-from skipstone.methods.shared.confidence import Threshold, check_threshold
-from skipstone.methods.shared.layer_sets import Space
+from skipstone.decoding.settings import layer_numbers, setting
+from skipstone.methods.shared.confidence import Threshold
+from skipstone.methods.shared.layer_sets import Space, load_profile
 from skipstone.methods.shared.skipping import SkippingSession
 from skipstone.models.layered import LayeredModel
-from skipstone.models.skipping import SkipSet
+from skipstone.models.passes import SkipSet
 
 
 @dataclass(frozen=True)
@@ -37,7 +36,9 @@ class SelfSpeculative(Method):
     profile: str | None = setting(None, "a file of `skipstone search` that says so instead.")
     num_speculative_tokens: int = setting(12, "most drafts a step.")
     stop_threshold: Threshold = setting(
-        "adaptive", 'stop after a draft whose probability is below it; "adaptive" is the paper\'s rule (section 3.3).'
+        "adaptive",
+        'stop after a draft whose probability is below it; "adaptive" is the paper\'s rule (section 3.3).',
+        within=(0, 1),
     )
 
     def __post_init__(self) -> None:
@@ -45,8 +46,7 @@ class SelfSpeculative(Method):
             object.__setattr__(self, name, layer_numbers(name, getattr(self, name)))
 
     def check(self, model: LayeredModel) -> None:
-        whole_number("num_speculative_tokens", self.num_speculative_tokens, 1)
-        check_threshold(self.stop_threshold, "stop_threshold")
+        super().check(model)
         Space(model.depth).from_skip_set(self.skip_set(model))
 
     def skip_set(self, model: LayeredModel) -> SkipSet:
@@ -55,7 +55,7 @@ class SelfSpeculative(Method):
         if self.profile is not None:
             if given.attention or given.mlp:
                 raise ValueError("give either a profile or skip_attention and skip_mlp")
-            return profiles.load(self.profile, model.model).skip
+            return load_profile(self.profile, model.model).skip
         if not given.attention and not given.mlp:
             raise ValueError(
                 "no layer set is given: name skip_attention and skip_mlp, or a profile (`skipstone search MODEL` finds one)"

@@ -14,8 +14,8 @@ from typing import ClassVar, Literal
 
 from skipstone.decoding.draft import Draft, RowVerdict
 from skipstone.decoding.session import Request, Session
-from skipstone.decoding.settings import setting, whole_number
-from skipstone.methods.shared.confidence import Threshold, check_threshold
+from skipstone.decoding.settings import setting
+from skipstone.methods.shared.confidence import Threshold
 from skipstone.methods.shared.draft_model import DraftModel, DraftModelMethod, DraftModelSession
 from skipstone.models.layered import LayeredModel
 
@@ -39,17 +39,15 @@ class Speculative(DraftModelMethod):
     num_speculative_tokens: int = setting(5, "drafts a step; with the heuristic schedule, of the first.")
     schedule: Schedule = setting("constant", "constant, heuristic or confidence.")
     confidence_threshold: Threshold = setting(
-        None, "of the confidence schedule, stop where the most probable token has less than it; 0.4 where none is given."
+        None,
+        "of the confidence schedule, stop where the most probable token has less than it; 0.4 where none is given.",
+        within=(0, 1),
     )
 
     def check(self, model: LayeredModel) -> None:
-        whole_number("num_speculative_tokens", self.num_speculative_tokens, 1)
-        if self.schedule not in ("constant", "heuristic", "confidence"):
-            raise ValueError(f'schedule must be "constant", "heuristic" or "confidence", found {self.schedule!r}')
-        check_threshold(self.confidence_threshold)
+        super().check(model)
         if self.confidence_threshold is not None and self.schedule != "confidence":
             raise ValueError(f'confidence_threshold goes with schedule="confidence", found schedule="{self.schedule}"')
-        super().check(model)
 
     def start(self, model: LayeredModel, rows: int, capacity: int) -> Session:
         return SpeculativeSession(self, model, self.draft_model_for(model), rows, capacity)

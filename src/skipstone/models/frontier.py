@@ -9,8 +9,7 @@ from torch import Tensor
 from skipstone.models.host import on_device
 from skipstone.models.kvstore import KVStore
 from skipstone.models.layered import LayeredModel
-from skipstone.models.passes import Pass, Tree, ancestors
-from skipstone.models.skipping import SkipSet
+from skipstone.models.passes import Pass, SkipSet, Tree, ancestors
 
 
 class Frontier:

@@ -20,3 +20,11 @@ def across(tensor: Tensor, device: torch.device) -> Tensor:
 def readable(tensor: Tensor) -> bool:
     """Whether reading a value of the tensor costs nothing. On an accelerator it would wait for all that is under way."""
     return tensor.device.type == "cpu"
+
+
+def left_padded(rows: Sequence[Sequence[int]], fill: int = 0) -> tuple[Tensor, Tensor]:
+    """(input_ids, attention_mask), both [B, T] int64: rows of ids that end together, with `fill` and mask 0 before them."""
+    width = max(map(len, rows))
+    ids = torch.tensor([[fill] * (width - len(row)) + list(row) for row in rows])
+    mask = torch.tensor([[0] * (width - len(row)) + [1] * len(row) for row in rows])
+    return ids, mask

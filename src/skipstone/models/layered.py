@@ -10,10 +10,9 @@ from skipstone.models.facts import Facts
 from skipstone.models.kvstore import KVStore
 from skipstone.models.memo import Memo
 from skipstone.models.modules import DecoderModules, unwrapped
-from skipstone.models.passes import Pass
+from skipstone.models.passes import Pass, SkipSet
 from skipstone.models.patches import Running
 from skipstone.models.refusals import refuse_state
-from skipstone.models.skipping import SkipSet
 
 _FACTS: Memo[Facts] = Memo()
 _NOTHING = SkipSet()

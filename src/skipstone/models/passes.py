@@ -120,3 +120,11 @@ def ancestors(parents: Tensor) -> Tensor:
         reach = ((reach @ reach) > 0).float()
         steps *= 2
     return reach > 0
+
+
+@dataclass(frozen=True)
+class SkipSet:
+    """Sublayers to leave out of a pass: indices of layers whose attention, and whose MLP, contributes nothing."""
+
+    attention: frozenset[int] = frozenset()
+    mlp: frozenset[int] = frozenset()

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from skipstone.models import attention, linear
-from skipstone.models.skipping import SkipSet
+from skipstone.models.passes import SkipSet
 
 Part = Literal["attention", "mlp", "before"]
 

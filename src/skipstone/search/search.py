@@ -28,7 +28,7 @@ from skipstone.methods.shared.layer_sets import MOST_DRAFTS, Costs, LayerMask, O
 from skipstone.methods.swift.search import LinearThompson
 from skipstone.models.fingerprint import fingerprint
 from skipstone.models.layered import LayeredModel
-from skipstone.models.skipping import SkipSet
+from skipstone.models.passes import SkipSet
 from skipstone.timing.measure import Skipstone, measure, options_for
 from skipstone.timing.passes import TimedPasses, measure_passes, run_tokens, store_for
 

@@ -8,7 +8,7 @@ from typing import Any
 from transformers import LlamaConfig
 
 from skipstone.methods.shared.layer_sets import Space
-from skipstone.models.skipping import SkipSet
+from skipstone.models.passes import SkipSet
 
 HEAD_DIM = 64  # of shapes given by layers and hidden size
 SHAPE_KEYS = ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads")

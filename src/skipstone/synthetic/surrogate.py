@@ -25,7 +25,7 @@ from torch import Tensor
 from transformers import DynamicCache, LlamaConfig, LlamaForCausalLM
 
 from skipstone import api
-from skipstone.models.skipping import SkipSet
+from skipstone.models.passes import SkipSet
 from skipstone.synthetic.shapes import Shape
 from skipstone.tasks.dialogue import Conversation
 from skipstone.timing.statistics import LOOPING, Estimate, rate, repeated_share

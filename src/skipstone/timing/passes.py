@@ -11,8 +11,7 @@ from torch import Tensor
 
 from skipstone.models.kvstore import KVStore
 from skipstone.models.layered import LayeredModel
-from skipstone.models.passes import Pass
-from skipstone.models.skipping import SkipSet
+from skipstone.models.passes import Pass, SkipSet
 
 REPEATS = 7  # how often a pass is timed; the median counts
 LENGTHS = (1, 2, 3, 4, 6, 8, 12)  # draft lengths whose scoring passes are timed

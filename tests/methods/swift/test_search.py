@@ -10,7 +10,7 @@ import pytest
 
 from skipstone.methods.shared.layer_sets import Costs, LayerMask, Objective, Space, expected_speedup, measured_speedup
 from skipstone.methods.swift.search import SEARCHES, LinearThompson, Search, SwiftSearch
-from skipstone.models.skipping import SkipSet
+from skipstone.models.passes import SkipSet
 
 COSTS = Costs(0.015, 0.027, tuple(1 + 0.06 * extra for extra in range(30)))
 

@@ -17,12 +17,13 @@ from skipstone import Autoregressive, SelfSpeculative, Swift
 from skipstone.decoding.draft import Draft
 from skipstone.decoding.loop import Decoder
 from skipstone.decoding.session import Request
-from skipstone.methods.shared import profiles
+from skipstone.methods.shared.layer_sets import load_profile, save_profile
 from skipstone.methods.swift.state import SwiftState
 from skipstone.methods.swift.swift import SwiftSession
 from skipstone.methods.swift.tree import MOST_LEAVES, chances, offered, with_leaves
+from skipstone.models.fingerprint import fingerprint
 from skipstone.models.layered import LayeredModel
-from skipstone.models.skipping import SkipSet
+from skipstone.models.passes import SkipSet
 from tests.helpers import families
 from tests.helpers.machine import llama, prompt, running, silenced
 
@@ -168,7 +169,7 @@ def test_a_found_set_is_saved_and_used_again(tmp_path: Path) -> None:
         METHOD.save(model, path)
     skipstone.generate(model, prompt(9), METHOD, max_new_tokens=40, do_sample=False)
     METHOD.save(model, path)
-    profile = profiles.load(path, model)
+    profile = load_profile(path, model)
     assert {"attention": list(profile.attention), "mlp": list(profile.mlp)} == METHOD.report(model)["skipped"]
     assert "matchness" in profile.about
 
@@ -206,14 +207,14 @@ def test_timings_probes_and_searches_change_no_text(family: str) -> None:
 
 
 IMPOSSIBLE: list[tuple[Any, str]] = [
-    (Swift(skip_ratio=1.0), r"skip_ratio must lie in \[0, 1\), found 1.0"),
-    (Swift(skip_ratio=-0.1), r"skip_ratio must lie in \[0, 1\), found -0.1"),
+    (Swift(skip_ratio=1.0), "leaves out 4 of the 4 sublayers"),
+    (Swift(skip_ratio=-0.1), r"skip_ratio must be a number in \[0, 1\], found -0.1"),
     (Swift(skip_ratio=0.0), "leaves out 0 of the 4 sublayers"),
     (Swift(num_speculative_tokens=0), "num_speculative_tokens must be at least 1, found 0"),
-    (Swift(search="grid"), "unknown search 'grid'; there are linear_ts, swift, random, uniform"),
+    (Swift(search="grid"), 'search must be "linear_ts", "swift", "random" or "uniform", found'),  # type: ignore[arg-type]
     (Swift(profile=5), "profile must be the name of a file, found 5"),  # type: ignore[arg-type]
     (Swift(objective="x"), "objective must be"),  # type: ignore[arg-type]
-    (Swift(enough=2), r"enough is a matchness in \[0, 1\], found 2"),
+    (Swift(enough=2), r"enough must be a number in \[0, 1\], found 2"),
     (Swift(confidence_threshold=1.5), r"confidence_threshold must be a number in \[0, 1\]"),
     (SelfSpeculative(), "no layer set is given: name skip_attention and skip_mlp, or a profile"),
     (SelfSpeculative((9,)), r"attention of layers 1 to 2 may be skipped in a model of 4 layers.*found \[9\]"),
@@ -245,10 +246,10 @@ def test_models_without_layers_to_skip_are_refused() -> None:
 def test_a_profile_is_for_one_model(tmp_path: Path) -> None:
     model, other = llama(layers=6), llama(layers=6, seed=1)
     path = tmp_path / "profile.json"
-    mark = profiles.fingerprint(model)
-    assert profiles.fingerprint(copy.deepcopy(model)) == mark != profiles.fingerprint(other)
-    assert profiles.fingerprint(copy.deepcopy(model).to(torch.bfloat16)) == mark
-    profiles.save(path, profiles.Profile(model=mark, name="mine", attention=(1, 2), mlp=(2,)))
+    mark = fingerprint(model)
+    assert fingerprint(copy.deepcopy(model)) == mark != fingerprint(other)
+    assert fingerprint(copy.deepcopy(model).to(torch.bfloat16)) == mark
+    save_profile(path, model, {}, (1, 2), (2,), "mine")
     plain = skipstone.generate(model, prompt(9), "autoregressive", max_new_tokens=30, do_sample=False)
     for method in (SelfSpeculative(profile=str(path)), Swift(profile=str(path), guard=False)):
         out = skipstone.generate(model, prompt(9), method, max_new_tokens=30, do_sample=False)
@@ -265,9 +266,9 @@ def test_a_profile_is_for_one_model(tmp_path: Path) -> None:
     ):
         path.write_text(text)
         with pytest.raises(ValueError, match=said):
-            profiles.load(path, model)
+            load_profile(path, model)
     with pytest.raises(FileNotFoundError):
-        profiles.load(tmp_path / "none.json", model)
+        load_profile(tmp_path / "none.json", model)
 
 
 def test_sessions_take_their_state_from_the_method() -> None:

@@ -24,7 +24,7 @@ from skipstone.decoding.method import Method
 from skipstone.decoding.noise import TARGET
 from skipstone.decoding.sampling import Scores
 from skipstone.decoding.session import Request, Session
-from skipstone.decoding.settings import RejectionRule, check_flag, check_rule, layer_numbers, setting, whole_number
+from skipstone.decoding.settings import RejectionRule, layer_numbers, setting
 from skipstone.methods.adadecode.heads import ORIGINAL, ExitHeads, bundled_name_for, heads_fitting, load_heads, original_heads
 from skipstone.methods.adadecode.state import ExitState
 from skipstone.methods.shared import states
@@ -49,7 +49,7 @@ class AdaDecode(Method):
     heads: str | ExitHeads | None = setting(
         None, "a folder, a hub id or a bundled name of heads, or 'original': the model's own head; none: bundled heads"
     )
-    threshold: float = setting(0.75, "gamma, predict early where the most probable token has more than this.")
+    threshold: float = setting(0.75, "gamma, predict early where the most probable token has more than this.", within=(0, 1))
     max_pending: int = setting(5, "early predictions a step.")
     exit_layers: tuple[int, ...] = setting((), "candidates among the heads' layers; empty for all.")
     verification: bool = setting(True, "False keeps every early prediction (Table 3; lossy).")
@@ -70,12 +70,7 @@ class AdaDecode(Method):
         return self.verification
 
     def check(self, model: LayeredModel) -> None:
-        if isinstance(self.threshold, bool) or not isinstance(self.threshold, (int, float)) or not 0 <= self.threshold <= 1:
-            raise ValueError(f"threshold must be a number in [0, 1], found {self.threshold!r}")
-        whole_number("max_pending", self.max_pending, 1)
-        for name in ("verification", "recheck", "guard"):
-            check_flag(name, getattr(self, name))
-        check_rule(self.rejection_sample_method)
+        super().check(model)
         self._heads(model)
 
     def _heads(self, model: LayeredModel) -> ExitHeads:

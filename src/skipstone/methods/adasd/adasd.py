@@ -26,7 +26,7 @@ from skipstone.decoding.draft import Draft, RowVerdict, Verdict
 from skipstone.decoding.method import OWN_FIELD
 from skipstone.decoding.sampling import Scores
 from skipstone.decoding.session import Request, Session
-from skipstone.decoding.settings import check_flag, setting, whole_number
+from skipstone.decoding.settings import setting
 from skipstone.decoding.verify import js_distances, spread
 from skipstone.methods.adasd.thresholds import GenerationThreshold, Ledger, Variant, VerificationThreshold
 from skipstone.methods.shared import states
@@ -56,15 +56,9 @@ class AdaSD(DraftModelMethod):
         return self.max_window if self.adaptive_length else self.fixed_window
 
     def check(self, model: LayeredModel) -> None:
-        for name in ("max_window", "fixed_window"):
-            whole_number(name, getattr(self, name), 1)
-        for name in ("relaxed", "adaptive_length"):
-            check_flag(name, getattr(self, name))
-        if self.variant not in (None, "A", "B", "C"):
-            raise ValueError(f"variant must be A, B, C or none, found {self.variant!r}")
+        super().check(model)
         if self.variant is not None and not self.relaxed:
             raise ValueError("a variant says how near is near enough: it goes with relaxed=True")
-        super().check(model)
 
     def _key(self) -> "tuple[AdaSD, Any]":
         """What the ledger of all requests is kept under; it must not keep a draft model alive."""

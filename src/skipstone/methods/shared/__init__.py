@@ -2,5 +2,5 @@
 
 chain: the loop that drafts token by token. confidence: when to stop drafting. draft_model: drafting with a second model.
 skipping: drafting without some sublayers. lookups: drafts that are known beforehand. states: what methods learn from request to
-request. payoff: whether drafting pays. layer_sets, profiles: sets of sublayers, and their files.
+request. payoff: whether drafting pays. layer_sets: sets of sublayers, and their files.
 """

@@ -1,6 +1,6 @@
 """When a drafter is sure enough to draft on: a threshold on its confidence, fixed or adaptive."""
 
-from typing import Any, Literal
+from typing import Literal
 
 import torch
 from torch import Tensor
@@ -63,11 +63,3 @@ class Confidence:
             moved = self.SMOOTH_THRESHOLD * old + (1 - self.SMOOTH_THRESHOLD) * (old + step)
             self.thresholds[row] = min(max(moved, 0.0), 1.0)
         self._on_device = on_device(self.thresholds, self._on_device.device)
-
-
-def check_threshold(value: Any, name: str = "confidence_threshold") -> None:
-    """ValueError unless value is None, "adaptive" or a number in [0, 1]."""
-    if value is None or value == "adaptive":
-        return
-    if isinstance(value, (bool, str)) or not isinstance(value, (int, float)) or not 0 <= value <= 1:
-        raise ValueError(f'{name} must be a number in [0, 1], "adaptive" or None, found {value!r}')

@@ -14,7 +14,7 @@ from skipstone.decoding.draft import Draft, RowVerdict
 from skipstone.decoding.method import Method
 from skipstone.decoding.sampling import Scores
 from skipstone.decoding.session import PREFILL_CHUNK, Request, Session
-from skipstone.decoding.settings import RejectionRule, check_rule, setting
+from skipstone.decoding.settings import RejectionRule, setting
 from skipstone.loading import load_model, vocabulary
 from skipstone.methods.shared.chain import Chain, ChainSession
 from skipstone.methods.shared.confidence import Threshold
@@ -163,7 +163,7 @@ class DraftModelMethod(Method):
     )
 
     def check(self, model: LayeredModel) -> None:
-        check_rule(self.rejection_sample_method)
+        super().check(model)
         self.draft_model_for(model)
 
     def draft_model_for(self, target: LayeredModel) -> DraftModel:

@@ -1,4 +1,4 @@
-"""Which sublayers a draft model leaves out, what that costs and what it is worth.
+"""Which sublayers a draft model leaves out, what that costs and what it is worth, and the files of such sets.
 
 A layer set says of every attention and every MLP between the first and the last layer, which always run, whether it is skipped.
 Every cost is in plain steps: one is the time of a step of plain decoding.
@@ -7,12 +7,17 @@ Every cost is in plain steps: one is the time of a step of plain decoding.
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
+from pydantic import Field
 
-from skipstone.models.skipping import SkipSet
+from skipstone.files import write_json
+from skipstone.forms import Part, read_json
+from skipstone.models.fingerprint import fingerprint
+from skipstone.models.passes import SkipSet
 
 LayerMask = NDArray[np.bool_]
 """A layer set, z in SWIFT: [n], n = 2 (L - 2), the attentions of layers 1 to L - 2 (counted from 0), then their MLPs. True is
@@ -141,3 +146,41 @@ class Objective:
     def of_many(self, matchness: Any, draft: Any) -> Any:
         """The worth of many sets. matchness: [a]. draft: [a], the cost of a draft with each."""
         return matchness if self.by == "matchness" else expected_speedup(matchness, draft, self.costs, self.most)
+
+
+PROFILE_VERSION = 1  # of the format of a profile
+
+
+class Profile(Part):
+    """A layer set's file. model: fingerprint of the weights. name: what the model was called. attention, mlp: layers, counted
+    from 0, whose sublayer drafting leaves out. about: how it was found."""
+
+    version: int = PROFILE_VERSION
+    model: str
+    name: str = ""
+    attention: tuple[int, ...] = ()
+    mlp: tuple[int, ...] = ()
+    about: dict[str, Any] = Field(default_factory=dict)
+
+    @property
+    def skip(self) -> SkipSet:
+        return SkipSet(frozenset(self.attention), frozenset(self.mlp))
+
+
+def save_profile(
+    path: Path, model: Any, about: dict[str, Any], attention: Sequence[int], mlp: Sequence[int], name: str = ""
+) -> None:
+    """Write the profile of a model, whole or not at all. The rest is as in `Profile`."""
+    key = fingerprint(model)
+    profile = Profile(model=key, name=name, attention=tuple(attention), mlp=tuple(mlp), about=about)
+    write_json(path, profile.model_dump(mode="json"))
+
+
+def load_profile(path: str | Path, model: Any) -> Profile:
+    """The profile of a model. OSError where there is no file; ValueError for what is no profile, and for another model's."""
+    if not isinstance(path, (str, Path)):
+        raise ValueError(f"profile must be the name of a file, found {path!r}")
+    profile = read_json(Path(path).expanduser(), Profile, PROFILE_VERSION, "a layer set", path)
+    if profile.model != (here := fingerprint(model)):
+        raise ValueError(f"{path} is the profile of another model ({profile.name or profile.model}; this one is {here})")
+    return profile

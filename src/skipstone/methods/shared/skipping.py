@@ -10,7 +10,7 @@ from skipstone.methods.shared.chain import Chain, ChainSession
 from skipstone.methods.shared.confidence import Threshold
 from skipstone.models.frontier import Frontier
 from skipstone.models.layered import LayeredModel
-from skipstone.models.skipping import SkipSet
+from skipstone.models.passes import SkipSet
 
 Ranked = tuple[Tensor, Tensor]
 """(tokens [B, n, k] of every place, best first, the chain's being the first; which of them are possible [B, n, k] bool)."""

@@ -18,7 +18,7 @@ from skipstone.methods.swift.settings import SwiftSettings
 from skipstone.methods.swift.timings import Timings, costs_by_weight
 from skipstone.methods.swift.tree import MOST_LEAVES, RANKS
 from skipstone.models.layered import LayeredModel
-from skipstone.models.skipping import SkipSet
+from skipstone.models.passes import SkipSet
 
 SEARCH_LOSS = 0.04  # share of time that may be lost while the search goes on
 SETTLED_LOSS = 0.02  # share of time that may be lost after it

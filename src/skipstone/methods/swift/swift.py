@@ -26,16 +26,15 @@ from transformers import PreTrainedModel
 from skipstone.decoding.draft import Draft, RowVerdict, Verdict
 from skipstone.decoding.sampling import Scores
 from skipstone.decoding.session import Request, Session
-from skipstone.methods.shared import profiles, states
-from skipstone.methods.shared.layer_sets import LayerMask
+from skipstone.methods.shared import states
+from skipstone.methods.shared.layer_sets import LayerMask, load_profile, save_profile
 from skipstone.methods.shared.skipping import SkippingSession
 from skipstone.methods.swift.settings import SwiftSettings
 from skipstone.methods.swift.state import SwiftState
 from skipstone.methods.swift.tree import MOST_LEAVES, RANKS, with_leaves
 from skipstone.models.host import on_device
 from skipstone.models.layered import LayeredModel, unwrapped
-from skipstone.models.passes import Pass, Tree
-from skipstone.models.skipping import SkipSet
+from skipstone.models.passes import Pass, SkipSet, Tree
 
 Window = deque[tuple[int, Tensor]]
 
@@ -45,7 +44,7 @@ class Swift(SwiftSettings):
     """SWIFT: the target without sublayers that it finds while decoding drafts."""
 
     def start(self, model: LayeredModel, rows: int, capacity: int) -> Session:
-        skip = None if self.profile is None else profiles.load(self.profile, model.model).skip
+        skip = None if self.profile is None else load_profile(self.profile, model.model).skip
         state = states.of(self, model, rows, skip, lambda: SwiftState(self, model, skip, rows))
         return SwiftSession(self, model, rows, capacity, state)
 
@@ -57,9 +56,7 @@ class Swift(SwiftSettings):
         if not (found := self.report(model)):
             raise ValueError("there is nothing to save: swift has not decoded with this model and these settings yet")
         about = {name: found[name] for name in ("matchness", "evaluations", "skip_ratio")}
-        attention, mlp = (tuple(found["skipped"][kind]) for kind in ("attention", "mlp"))
-        key = profiles.fingerprint(unwrapped(model))
-        profiles.save(Path(path), profiles.Profile(model=key, about=about, attention=attention, mlp=mlp))
+        save_profile(Path(path), unwrapped(model), about, **found["skipped"])
 
 
 class SwiftSession(SkippingSession):

@@ -8,8 +8,7 @@ import torch
 from skipstone.decoding.session import Session
 from skipstone.methods.shared.layer_sets import UNKNOWN_SLOPE, Costs, Space
 from skipstone.models.layered import LayeredModel
-from skipstone.models.passes import Pass
-from skipstone.models.skipping import SkipSet
+from skipstone.models.passes import Pass, SkipSet
 
 WIDTHS = (2, 4, 8, 16, 32, 48, 82)  # tokens of the scoring passes that are timed; what lies between is interpolated
 ROUNDS = 3  # times that every pass is timed, the first time to warm up

@@ -20,8 +20,8 @@ from skipstone.decoding.method import OWN_FIELD, Method
 from skipstone.files import LineFile, digest, read_lines
 from skipstone.methods import resolve
 from skipstone.models.fingerprint import fingerprint
+from skipstone.models.host import left_padded
 from skipstone.models.layered import LayeredModel
-from skipstone.models.padding import left_padded
 from skipstone.train.heads.recipe import Answers
 from skipstone.train.runs import Say
 

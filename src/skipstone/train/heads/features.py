@@ -19,9 +19,9 @@ import torch
 from torch import Tensor
 
 from skipstone.files import digest, install
+from skipstone.models.exits import watched
 from skipstone.models.fingerprint import fingerprint
 from skipstone.models.layered import LayeredModel
-from skipstone.models.watching import watched
 from skipstone.train.heads.answers import Answer
 from skipstone.train.runs import Say
 

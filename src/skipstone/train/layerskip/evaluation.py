@@ -10,9 +10,8 @@ from torch import Tensor
 from torch.utils.data import DataLoader
 from transformers import PreTrainedModel
 
-from skipstone.models.exits import ExitTally
+from skipstone.models.exits import ExitTally, watched
 from skipstone.models.modules import DecoderModules
-from skipstone.models.watching import watched
 from skipstone.train.labels import IGNORED, shifted
 from skipstone.train.layerskip.loss import CHUNK
 
