@@ -108,7 +108,8 @@ class Decoder:
         if not probe:
             session.optimise()
         clock.mark()
-        draft = session.draft([0] * session.rows if probe else self._limits())
+        room = [row.room if row and alive and not probe else 0 for row, alive in zip(self.rows, session.alive, strict=True)]
+        draft = session.draft(room)
         clock.mark()
         scores = session.score(draft)
         clock.mark()
@@ -120,10 +121,6 @@ class Decoder:
         step.seconds_search, step.seconds_draft, step.seconds_score, step.seconds_other = clock.stop()
         self.pace.add(step)
         return self._retire(step)
-
-    def _limits(self) -> list[int]:
-        """Most draft tokens per row."""
-        return [row.room if row and alive else 0 for row, alive in zip(self.rows, self.session.alive, strict=True)]
 
     def _settle(self, draft: Draft, verdict: Verdict, live: list[int]) -> list[RowVerdict]:
         """The verdict on the host, cut by the stopping rules; nothing for rows that took no part."""

@@ -40,8 +40,10 @@ class Method:
     def settings(self) -> dict[str, Any]:
         """The hyper-parameters by name, as plain JSON values: a model that was given as an object is called what it is."""
         values = {field.name: getattr(self, field.name) for field in fields(self)}
-        plain = (str, int, float, bool, tuple, list, dict, type(None))
-        return {name: one if isinstance(one, plain) else _called(one) for name, one in values.items()}
+        for name, one in values.items():
+            if not isinstance(one, (str, int, float, bool, tuple, list, dict, type(None))):
+                values[name] = str(one) if isinstance(one, Path) else getattr(one, "name_or_path", "") or type(one).__name__
+        return values
 
     def completed(self, default: Any) -> Self:
         """This method with the fields that it leaves to the model, from a model's default (`generation_config.skipstone`)."""
@@ -63,7 +65,3 @@ class Method:
     def start(self, model: LayeredModel, rows: int, capacity: int) -> Session:
         """A session for `rows` rows of at most `capacity` tokens each."""
         raise NotImplementedError
-
-
-def _called(value: Any) -> str:
-    return str(value) if isinstance(value, Path) else getattr(value, "name_or_path", "") or type(value).__name__

@@ -60,20 +60,20 @@ def admitted(method: Method, call: Call, keeper: Keeper | None = None) -> tuple[
 def steps(method: Method, call: Call, record: bool = False) -> Iterator[Step]:
     """The loop as an iterator of Steps. Errors are raised at the call, not at the first step."""
     decoder, _ = admitted(method, call, Keeper(record=True) if record else None)
-    return _watched(method, decoder)
 
+    def watched() -> Iterator[Step]:
+        yield from run(decoder)
+        _warn_if_slower(method, decoder, stacklevel=3)
 
-def _watched(method: Method, decoder: Decoder) -> Iterator[Step]:
-    """The loop, and the warning at its end."""
-    yield from run(decoder)
-    _warn_if_slower(method, decoder, stacklevel=3)
+    return watched()
 
 
 def complete(method: Method, call: Call, streamer: Any = None, record: bool = False) -> Output:
     """Decode a call to its end. streamer: a transformers streamer (one row), fed the prompt and 1-D chunks of new tokens."""
     if streamer is not None and call.input_ids.shape[0] > 1:
         raise ValueError(f"streamers take one row, found a batch of {call.input_ids.shape[0]}")
-    keeper = _keeper(call, record)
+    kinds = record, bool(call.config.output_logits), bool(call.config.output_scores)
+    keeper = Keeper(*kinds) if any(kinds) else None
     decoder, wanted = admitted(method, call, keeper)
     if streamer is not None:
         streamer.put(call.input_ids.cpu())
@@ -104,11 +104,6 @@ def complete(method: Method, call: Call, streamer: Any = None, record: bool = Fa
     if call.config.output_scores:
         output.scores = _per_token([step.scores for step in kept], len(new), width)
     return output
-
-
-def _keeper(call: Call, record: bool) -> Keeper | None:
-    keeper = Keeper(record, bool(call.config.output_logits), bool(call.config.output_scores))
-    return keeper if keeper.record or keeper.logits or keeper.scores else None
 
 
 def _sequences(call: Call, new: list[list[int]]) -> Tensor:

@@ -1,6 +1,5 @@
 """How good the exits of a model are at given tokens: perplexity, and agreement with the last layer."""
 
-import math
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from typing import Any
@@ -39,18 +38,11 @@ class ExitTally:
 
     def perplexity(self) -> dict[int, float]:
         """E -> perplexity of a token, teacher-forced; infinite where an exit knows nothing."""
-        return {exit_layer: _exp(nats / self.tokens) for exit_layer, nats in self._nats.items()}
+        return {exit_layer: float(torch.tensor(nats / self.tokens, dtype=torch.float64).exp()) for exit_layer, nats in self._nats.items()}
 
     def agreement(self) -> dict[int, float]:
         """E -> share of the tokens at which an exit's best one is the last layer's."""
         return {exit_layer: agreed / self.tokens for exit_layer, agreed in self._agreed.items()}
-
-
-def _exp(value: float) -> float:
-    try:
-        return math.exp(value)
-    except OverflowError:
-        return math.inf
 
 
 @contextmanager

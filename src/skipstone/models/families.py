@@ -206,13 +206,6 @@ def kinds(config: Any) -> list[str]:
     return get_layer_types_and_kwargs(config)[0][: config.num_hidden_layers]
 
 
-def _rope_settings(config: Any) -> list[dict[str, Any]]:
-    """The rotary settings, one per layer type where these differ."""
-    parameters = getattr(config, "rope_parameters", None) or {}
-    nested = [value for value in parameters.values() if isinstance(value, dict)]
-    return nested or [parameters]
-
-
 def max_positions(config: Any) -> tuple[int, str]:
     """(most positions a sequence may have, where that number comes from).
 
@@ -221,7 +214,8 @@ def max_positions(config: Any) -> tuple[int, str]:
     and `max_position_embeddings` for dynamic NTK.
     """
     limit, source = getattr(config, "max_position_embeddings", None) or 1 << 20, "max_position_embeddings"
-    for settings in _rope_settings(config):
+    rotary = getattr(config, "rope_parameters", None) or {}
+    for settings in [value for value in rotary.values() if isinstance(value, dict)] or [rotary]:  # one per layer type, or one
         kind, original = settings.get("rope_type", "default"), settings.get("original_max_position_embeddings")
         if kind == "longrope" and original and original < limit:
             limit, source = original, "original_max_position_embeddings: beyond it longrope would switch inside the request"

@@ -61,7 +61,8 @@ class LayeredModel(DecoderModules):
         skip: sublayers that add nothing to the residual stream in this pass.
         """
         facts, cache = self._facts, {self.family.cache_argument: store.view(at)}
-        absent = self._absent(skip) if skip else frozenset()
+        # layers without both sublayers hand on their input, but for a post-norm model's (OPT-350m), whose norms follow the sum
+        absent = skip.attention & skip.mlp if skip and not self.family.post_norm(self.config) else frozenset()
         phases = self._position_embeddings(hidden, at, layers)
         running = self._patched(skip)
         try:
@@ -121,8 +122,3 @@ class LayeredModel(DecoderModules):
             span = slice(at.first_slot, at.first_slot + at.shape[1])
             return table[0][None, span], table[1][None, span]
         return table[0][at.positions], table[1][at.positions]
-
-    def _absent(self, skip: SkipSet) -> frozenset[int]:
-        """Layers that hand on their input, as both their sublayers are left out. In a post-norm model (OPT-350m) none does: its
-        norms follow the residual sum."""
-        return frozenset() if self.family.post_norm(self.config) else skip.attention & skip.mlp
