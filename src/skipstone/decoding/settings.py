@@ -77,11 +77,14 @@ class Setting:
             whole_number(self.name, value, self.least)
         elif kinds in ([], [bool], [float]):
             low, high = self.within
-            boolean, number = isinstance(value, bool), isinstance(value, (int, float))
-            if boolean if kinds == [bool] else kinds and number and not boolean and low <= value <= high:
+            fits, words = False, []
+            if kinds == [bool]:
+                fits, words = isinstance(value, bool), ["true", "false"]
+            elif kinds == [float]:
+                fits = isinstance(value, (int, float)) and not isinstance(value, bool) and low <= value <= high
+                words = ["a number" if high == math.inf else f"a number in [{low:g}, {high:g}]"]
+            if fits:
                 return
-            span = "a number" if high == math.inf else f"a number in [{low:g}, {high:g}]"
-            words = {(): [], (bool,): ["true", "false"], (float,): [span]}[tuple(kinds)]
             *more, last = [*words, *(f'"{choice}"' for choice in choices), *["none"] * (NoneType in self.members)]
             raise ValueError(f"{self.name} must be {', '.join(more)}{' or ' if more else ''}{last}, found {value!r}")
 

@@ -38,7 +38,8 @@ class ExitTally:
 
     def perplexity(self) -> dict[int, float]:
         """E -> perplexity of a token, teacher-forced; infinite where an exit knows nothing."""
-        return {exit_layer: float(torch.tensor(nats / self.tokens, dtype=torch.float64).exp()) for exit_layer, nats in self._nats.items()}
+        nats = torch.tensor(list(self._nats.values()), dtype=torch.float64)
+        return dict(zip(self._nats, (nats / self.tokens).exp().tolist(), strict=True))
 
     def agreement(self) -> dict[int, float]:
         """E -> share of the tokens at which an exit's best one is the last layer's."""
