@@ -3,7 +3,7 @@
 import copy
 import difflib
 import reprlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -16,10 +16,9 @@ from transformers.generation.stopping_criteria import StoppingCriteriaList, Stop
 
 from skipstone.decoding.method import OWN_FIELD, Method
 from skipstone.hf.fields import FIELDS, merged_fields, refuse_fields
-from skipstone.methods import resolve
+from skipstone.methods import MethodLike, resolve
 from skipstone.models.layered import LayeredModel, unwrapped
 
-MethodLike = Method | str | Mapping[str, Any] | None
 ARGUMENTS = (
     "generation_config",
     "logits_processor",

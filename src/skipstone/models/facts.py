@@ -27,7 +27,7 @@ class Facts:
         self.family, self.decoder, self.layers, self.head = modules.family, modules.decoder, modules.layers, modules.head
         self.embeddings: int = model.get_input_embeddings().weight.shape[0]
         self.kinds = kinds(config)
-        self.windows = windows(config, self.kinds)
+        self.windows = windows(config)
         self.max_positions, self.max_positions_source = max_positions(config)
         self.device: torch.device = model.device
         self.dtype: torch.dtype = model.dtype

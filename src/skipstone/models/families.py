@@ -3,12 +3,11 @@
 transformers owns the modelling code; this file only names its modules. To add a family see docs/add-a-family.md.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Literal
 
 from torch import Tensor
-from transformers import PreTrainedModel
 from transformers.cache_utils import get_layer_types_and_kwargs
 
 
@@ -123,82 +122,14 @@ FAMILIES: dict[str, Family] = {
     ),
 }
 
-_TYPES = {"full_attention", "sliding_attention"}
-_ATTENTION = ("sdpa", "eager")
+TYPES = {"full_attention", "sliding_attention"}  # of layers
 
 
-def family_of(model: PreTrainedModel) -> Family:
-    """The facts for a model. ValueError where skipstone cannot decode it, saying what was found, why and what to do."""
-    config: Any = model.config
-    kind = config.model_type
-    if reason := _beyond(model, config):
-        raise ValueError(f"{kind} {reason}")
-    if kind not in FAMILIES:
-        raise ValueError(
-            f"unknown model family {kind!r}: skipstone knows {', '.join(sorted(FAMILIES))}. "
-            f"To add it, enter its module names in FAMILIES (src/skipstone/models/families.py) and one row in "
-            f"tests/helpers/families.py; docs/add-a-family.md shows how"
-        )
-    family = FAMILIES[kind]
-    if reason := family.refuse(config):
-        raise ValueError(f"this {kind} model uses {reason}, which skipstone does not support")
-    origin = type(model).forward.__module__
-    if not origin.startswith("transformers."):
-        raise ValueError(
-            f"the forward of {type(model).__name__} comes from {origin}; skipstone knows transformers' own {kind} only: "
-            f"load with trust_remote_code=False"
-        )
-    if model.get_output_embeddings() is None:
-        raise ValueError(f"{type(model).__name__} has no LM head: load with AutoModelForCausalLM")
-    _check_windows(config)
-    implementation = config._attn_implementation
-    if implementation not in _ATTENTION:
-        raise ValueError(
-            f"attention {implementation!r} cannot take the masks of speculative decoding; "
-            f'load with attn_implementation="sdpa" (or "eager")'
-        )
-    return family
-
-
-def _beyond(model: Any, config: Any) -> str | None:
-    """What a model is built of that no entry in FAMILIES could describe, or None."""
-    if getattr(config, "is_encoder_decoder", False):
-        return "is an encoder-decoder; skipstone decodes decoder-only models"
-    if not hasattr(config, "num_hidden_layers"):
-        return "is a composite model (its layers are those of a model inside it); load the text model by itself"
-    if config.per_layer_attributes:
-        return f"has layers that differ in {sorted(config.per_layer_attributes)}; skipstone knows uniform stacks only"
-    if any(getattr(config, "kv_sharing_modes", None) or ()) or getattr(config, "num_kv_shared_layers", 0):
-        return "shares keys and values between layers; early exits and skipped layers need each layer's own"
-    if getattr(config, "kv_lora_rank", None):
-        return "uses multi-head latent attention (MLA); skipstone stores plain keys and values"
-    types = set(kinds(config))
-    if not types <= _TYPES:
-        return f"has layers of type {sorted(types - _TYPES)}; skipstone handles {sorted(_TYPES)}"
-    if model._is_stateful:
-        return "keeps a recurrent state, which cannot be rolled back after a rejected draft"
-    if config.model_type == "bloom" or getattr(getattr(config, "attn_config", None), "alibi", False):
-        return "uses alibi position biases, which skipstone's masks do not carry"
-    return None
-
-
-def _check_windows(config: Any) -> None:
-    """ValueError where the layer types, which transformers' caches follow, contradict the masks that the model builds."""
-    found = kinds(config)
-    masked = ["full_attention" if window is None else "sliding_attention" for window in windows(config, found)]
-    if found != masked:
-        raise ValueError(
-            f"this {config.model_type} config contradicts itself: its layer types are {found}, but with "
-            f"sliding_window={getattr(config, 'sliding_window', None)} the model masks its layers as {masked}, so that "
-            f"transformers' own cached and uncached results differ; correct layer_types or sliding_window"
-        )
-
-
-def windows(config: Any, kinds: Sequence[str]) -> list[int | None]:
-    """The sliding window of every layer in tokens, a token itself included; None for full attention. kinds: its layers'."""
+def windows(config: Any) -> list[int | None]:
+    """The sliding window of every layer in tokens, a token itself included; None for full attention."""
     rule, window = FAMILIES[config.model_type].window, getattr(config, "sliding_window", None)
-    slides = {"none": (), "every": tuple(_TYPES), "by_layer": ("sliding_attention",)}[rule]
-    return [window if kind in slides else None for kind in kinds]
+    slides = {"none": (), "every": tuple(TYPES), "by_layer": ("sliding_attention",)}[rule]
+    return [window if kind in slides else None for kind in kinds(config)]
 
 
 def kinds(config: Any) -> list[str]:

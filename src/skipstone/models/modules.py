@@ -4,7 +4,7 @@ from typing import Any
 
 from torch import Tensor
 
-from skipstone.models.families import family_of
+from skipstone.models.refusals import family_of
 
 
 def unwrapped(model: Any) -> Any:

@@ -1,12 +1,80 @@
-"""Models that skipstone would decode wrongly, or has never been tested with, are refused by name: here for the state that they
-are in, in families.py for their architecture."""
+"""Models that skipstone would decode wrongly, or has never been tested with, are refused by name: for what they are built of,
+for the state that they are in, for their weights."""
 
 from typing import Any
 
 import torch
 
+from skipstone.models.families import FAMILIES, TYPES, Family, kinds, windows
+
 ADAPTERS = ("LORA", "IA3", "LOHA", "LN_TUNING", "VERA", "TRAINABLE_TOKENS")
 """PEFT types that live wholly inside the model's modules, each with a test in tests/models/test_peft.py."""
+
+
+def family_of(model: Any) -> Family:
+    """The facts for a model. ValueError where skipstone cannot decode it, saying what was found, why and what to do."""
+    config = model.config
+    kind = config.model_type
+    if reason := _beyond(model, config):
+        raise ValueError(f"{kind} {reason}")
+    if kind not in FAMILIES:
+        raise ValueError(
+            f"unknown model family {kind!r}: skipstone knows {', '.join(sorted(FAMILIES))}. "
+            f"To add it, enter its module names in FAMILIES (src/skipstone/models/families.py) and one row in "
+            f"tests/helpers/families.py; docs/add-a-family.md shows how"
+        )
+    family = FAMILIES[kind]
+    if reason := family.refuse(config):
+        raise ValueError(f"this {kind} model uses {reason}, which skipstone does not support")
+    origin = type(model).forward.__module__
+    if not origin.startswith("transformers."):
+        raise ValueError(
+            f"the forward of {type(model).__name__} comes from {origin}; skipstone knows transformers' own {kind} only: "
+            f"load with trust_remote_code=False"
+        )
+    if model.get_output_embeddings() is None:
+        raise ValueError(f"{type(model).__name__} has no LM head: load with AutoModelForCausalLM")
+    _check_windows(config)
+    if config._attn_implementation not in ("sdpa", "eager"):
+        raise ValueError(
+            f"attention {config._attn_implementation!r} cannot take the masks of speculative decoding; "
+            f'load with attn_implementation="sdpa" (or "eager")'
+        )
+    return family
+
+
+def _beyond(model: Any, config: Any) -> str | None:
+    """What a model is built of that no entry in FAMILIES could describe, or None."""
+    if getattr(config, "is_encoder_decoder", False):
+        return "is an encoder-decoder; skipstone decodes decoder-only models"
+    if not hasattr(config, "num_hidden_layers"):
+        return "is a composite model (its layers are those of a model inside it); load the text model by itself"
+    if config.per_layer_attributes:
+        return f"has layers that differ in {sorted(config.per_layer_attributes)}; skipstone knows uniform stacks only"
+    if any(getattr(config, "kv_sharing_modes", None) or ()) or getattr(config, "num_kv_shared_layers", 0):
+        return "shares keys and values between layers; early exits and skipped layers need each layer's own"
+    if getattr(config, "kv_lora_rank", None):
+        return "uses multi-head latent attention (MLA); skipstone stores plain keys and values"
+    types = set(kinds(config))
+    if not types <= TYPES:
+        return f"has layers of type {sorted(types - TYPES)}; skipstone handles {sorted(TYPES)}"
+    if model._is_stateful:
+        return "keeps a recurrent state, which cannot be rolled back after a rejected draft"
+    if config.model_type == "bloom" or getattr(getattr(config, "attn_config", None), "alibi", False):
+        return "uses alibi position biases, which skipstone's masks do not carry"
+    return None
+
+
+def _check_windows(config: Any) -> None:
+    """ValueError where the layer types, which transformers' caches follow, contradict the masks that the model builds."""
+    found = kinds(config)
+    masked = ["full_attention" if window is None else "sliding_attention" for window in windows(config)]
+    if found != masked:
+        raise ValueError(
+            f"this {config.model_type} config contradicts itself: its layer types are {found}, but with "
+            f"sliding_window={getattr(config, 'sliding_window', None)} the model masks its layers as {masked}, so that "
+            f"transformers' own cached and uncached results differ; correct layer_types or sliding_window"
+        )
 
 
 def refuse_state(wrapper: Any, model: Any) -> None:
