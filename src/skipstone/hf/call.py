@@ -20,12 +20,8 @@ from skipstone.methods import MethodLike, resolve
 from skipstone.models.layered import LayeredModel, unwrapped
 
 ARGUMENTS = (
-    "generation_config",
-    "logits_processor",
-    "stopping_criteria",
-    "prefix_allowed_tokens_fn",
-    "attention_mask",
-    "position_ids",
+    *("generation_config", "logits_processor", "stopping_criteria", "prefix_allowed_tokens_fn"),
+    *("attention_mask", "position_ids"),
 )
 """Keyword arguments of `model.generate` that are no fields of GenerationConfig and that skipstone takes."""
 

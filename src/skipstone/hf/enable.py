@@ -74,11 +74,8 @@ class _Generate:
         **options: Any,
     ) -> Output | LongTensor:
         """Arguments and results are those of transformers' `generate`."""
-        named = {
-            "generation_config": generation_config,
-            "logits_processor": logits_processor,
-            "stopping_criteria": stopping_criteria,
-        }
+        named = {"generation_config": generation_config, "logits_processor": logits_processor}
+        named["stopping_criteria"] = stopping_criteria
         options |= {name: value for name, value in named.items() if value is not None}
         if any(options.get(name) is not None for name in _OTHER_ENGINES):
             own = {"streamer": streamer, "tokenizer": tokenizer, "seed": seed}

@@ -28,14 +28,7 @@ class RowProcessors:
         prepared: LogitsProcessorList,
     ) -> None:
         self.model, self.config = model, config
-        build: Any = model._get_logits_processor  # private; named in tests/hf/test_canary.py
-        built = build(
-            generation_config=config,
-            input_ids_seq_length=input_ids.shape[1],
-            encoder_input_ids=input_ids,
-            device=str(input_ids.device),
-            model_kwargs=model_kwargs,
-        )
+        built = _built(model, config, input_ids, model_kwargs)
         self._plan = [(processor, _take(built, processor)) for processor in prepared]
         # as transformers does, normalise the scores that a greedy call reports; they change no choice
         self._normalise = bool(config.renormalize_logits and config.output_scores and not config.do_sample)
@@ -63,16 +56,14 @@ def row_processors(model: PreTrainedModel, config: GenerationConfig, prompt: Ten
     config.max_length = len(prompt) + max_new_tokens
     if config.min_new_tokens:  # generate() turned it into a min_length of the padded batch
         config.min_length = 0
-    build: Any = model._get_logits_processor
-    return list(
-        build(
-            generation_config=config,
-            input_ids_seq_length=len(prompt),
-            encoder_input_ids=prompt[None],
-            device=str(prompt.device),
-            model_kwargs={},
-        )
-    )
+    return _built(model, config, prompt[None], {})
+
+
+def _built(model: PreTrainedModel, config: GenerationConfig, ids: Tensor, model_kwargs: dict[str, Any]) -> list[Any]:
+    """transformers' list for ids [B, T]."""
+    build: Any = model._get_logits_processor  # private; named in tests/hf/test_canary.py
+    of_ids = {"input_ids_seq_length": ids.shape[1], "encoder_input_ids": ids, "device": str(ids.device)}
+    return list(build(generation_config=config, model_kwargs=model_kwargs, **of_ids))
 
 
 def warpers(model: PreTrainedModel, config: GenerationConfig) -> list[Callable[[Tensor, Tensor], Tensor]]:

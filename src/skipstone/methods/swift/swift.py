@@ -64,15 +64,9 @@ class SwiftSession(SkippingSession):
 
     def __init__(self, method: SwiftSettings, model: LayeredModel, rows: int, capacity: int, state: SwiftState) -> None:
         most = method.num_speculative_tokens
-        super().__init__(
-            model,
-            rows,
-            capacity,
-            most=most,
-            threshold=method.confidence_threshold,
-            ranks=RANKS if method.dynamic_verification else 1,
-            scratch=max(min(most * RANKS, most + MOST_LEAVES), method.context_window),
-        )
+        ranks, threshold = RANKS if method.dynamic_verification else 1, method.confidence_threshold
+        scratch = max(min(most * RANKS, most + MOST_LEAVES), method.context_window)
+        super().__init__(model, rows, capacity, most=most, threshold=threshold, ranks=ranks, scratch=scratch)
         self.state = state
         self.gamma = method.context_window
         # context accumulation (section 4.1.1): the latest 1 + gamma tokens of every row, and the target's own choice of each
