@@ -16,6 +16,7 @@ from typing import Any
 
 import numpy as np
 import torch
+import torch.nn.functional as F
 from numpy.typing import NDArray
 from pydantic import BaseModel, ConfigDict, Field
 from torch import Tensor
@@ -25,9 +26,9 @@ from transformers import PreTrainedTokenizerBase
 from skipstone.loading import bos_prefix
 from skipstone.train.data import cache as caching
 from skipstone.train.data.documents import Document, deduplicate, fingerprint, split
-from skipstone.train.labels import IGNORED
 
 BATCH = 256  # documents that are tokenised in one call
+IGNORED = -100  # the label of a token that is not to be predicted, as in transformers
 
 
 class RowPlan(BaseModel):
@@ -71,6 +72,11 @@ class TokenRows(Dataset[dict[str, Tensor]]):
         row = self.rows[index]
         given = row < 0
         return {"input_ids": torch.where(given, ~row, row), "labels": row.masked_fill(given, IGNORED)}
+
+
+def shifted(labels: Tensor) -> Tensor:
+    """labels [B, T] -> what every position predicts [B, T]: its right neighbour's label, nothing at the end."""
+    return F.pad(labels[:, 1:], (0, 1), value=IGNORED)
 
 
 def pack(documents: Sequence[Document], tokenizer: PreTrainedTokenizerBase, length: int, seed: int, eos_id: int) -> Tensor:

@@ -5,7 +5,7 @@ from typing import Any
 
 from transformers import TrainingArguments
 
-from skipstone.train.layerskip.loss import CHUNK
+from skipstone.train.layerskip.objective import CHUNK
 from skipstone.train.layerskip.recipe import EarlyExitLoss, LayerDropout
 
 DECIDING = (

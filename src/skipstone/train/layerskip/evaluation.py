@@ -13,8 +13,8 @@ from transformers import PreTrainedModel
 from skipstone.models.exits import ExitTally
 from skipstone.models.modules import DecoderModules
 from skipstone.models.watching import watched
-from skipstone.train.labels import IGNORED, shifted
-from skipstone.train.layerskip.loss import CHUNK
+from skipstone.train.data.rows import IGNORED, shifted
+from skipstone.train.layerskip.objective import CHUNK
 
 
 @dataclass(frozen=True)

@@ -1,7 +1,7 @@
 """`LayerSkipTrainer`: transformers' Trainer with LayerSkip's loss, exact resume and a report on every exit.
 
-What the paper adds to training is in recipe.py, dropout.py and loss.py; what remains (data loading, mixed precision, DDP, FSDP,
-DeepSpeed, schedulers, gradient accumulation) is transformers' and accelerate's.
+What the paper adds to training is in recipe.py, dropout.py and objective.py; what remains (data loading, mixed precision, DDP,
+FSDP, DeepSpeed, schedulers, gradient accumulation) is transformers' and accelerate's.
 """
 
 import json
