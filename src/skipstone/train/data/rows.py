@@ -6,6 +6,8 @@ stands for a token that is read but not predicted.
 """
 
 import hashlib
+import json
+import shutil
 import warnings
 import zlib
 from collections.abc import Mapping, Sequence
@@ -18,23 +20,24 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 from numpy.typing import NDArray
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import Field
 from torch import Tensor
 from torch.utils.data import Dataset
 from transformers import PreTrainedTokenizerBase
 
+from skipstone.files import digest, file_digest, first_folder, write_json
+from skipstone.forms import Part
 from skipstone.loading import bos_prefix
-from skipstone.train.data import cache as caching
 from skipstone.train.data.documents import Document, deduplicate, fingerprint, split
 
 BATCH = 256  # documents that are tokenised in one call
+FORMAT = 2  # part of every cached result's key: raise it when the same documents give other rows
+CONTENTS = "contents.json"
 IGNORED = -100  # the label of a token that is not to be predicted, as in transformers
 
 
-class RowPlan(BaseModel):
+class RowPlan(Part):
     """How documents become rows. length: tokens a row. rows: of the whole training order. held_out: share of documents."""
-
-    model_config = ConfigDict(extra="forbid", frozen=True)
 
     length: int = Field(ge=2)
     rows: int = Field(ge=1)
@@ -188,13 +191,57 @@ def prepare(
     _end(tokenizer)  # before any work
     if cache is None:
         return _build(documents, weights, tokenizer, plan)
-    key = caching.key([fingerprint(documents), [*weights.items()], plan.model_dump(mode="json")], tokenizer)
-    if (found := caching.load(cache / key)) is not None:
-        (train, *held_out), report = found
-        return Prepared(train, dict(zip(report["held_rows"], held_out, strict=True)), report)
+    folder = cache / _key([fingerprint(documents), [*weights.items()], plan.model_dump(mode="json")], tokenizer)
+    if (found := load(folder)) is not None:
+        return found
     built = _build(documents, weights, tokenizer, plan)
-    caching.save(cache / key, [built.train, *built.held_out.values()], built.report)
+    save(folder, built)
     return built
+
+
+def save(folder: Path, prepared: Prepared) -> None:
+    """Write prepared data as a folder that is complete or not there. Where another process was faster, its result stays.
+    OSError (a full disk) leaves nothing behind."""
+    with first_folder(folder) as made:
+        files = {}
+        for index, tensor in enumerate((prepared.train, *prepared.held_out.values())):
+            path = made / f"{index}.npy"
+            np.save(path, tensor.numpy(), allow_pickle=False)
+            files[path.name] = file_digest(path)
+        write_json(made / CONTENTS, {"files": files, "report": prepared.report})
+
+
+def load(folder: Path) -> Prepared | None:
+    """What `save` wrote, arrays mapped from their files, not read; None where there is nothing. What is damaged is removed with
+    a warning, and None."""
+    if not folder.is_dir():
+        return None
+    try:
+        contents = json.loads((folder / CONTENTS).read_text(encoding="utf-8"))
+        train, *held_out = (_mapped(folder / name, sha256) for name, sha256 in contents["files"].items())
+        report = contents["report"]
+        return Prepared(train, dict(zip(report["held_rows"], held_out, strict=True)), report)
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        warnings.warn(f"the cached data in {folder} is damaged ({error}) and is made anew", UserWarning, stacklevel=2)
+        shutil.rmtree(folder)
+        return None
+
+
+def _mapped(path: Path, sha256: str) -> Tensor:
+    if (found := file_digest(path)) != sha256:
+        raise ValueError(f"{path.name} has the SHA-256 {found:.12}, expected {sha256:.12}")
+    return torch.from_numpy(np.load(path, mmap_mode="c", allow_pickle=False))  # "c": torch wants an array it may write to
+
+
+def _key(facts: list[Any], tokenizer: PreTrainedTokenizerBase) -> str:
+    """The name of a result, a hash of all that it depends on. ValueError for a tokenizer that cannot be told from others."""
+    backend = getattr(tokenizer, "backend_tokenizer", None)
+    if backend is None:
+        raise ValueError(
+            f"prepared data are kept for tokenizers of the tokenizers package (PreTrainedTokenizerFast), whose content can be "
+            f"compared, found {type(tokenizer).__name__}"
+        )
+    return digest([FORMAT, facts, backend.to_str(), tokenizer.eos_token_id], 32)
 
 
 def _end(tokenizer: PreTrainedTokenizerBase) -> int:
