@@ -188,7 +188,8 @@ def prepare(
     tokenizer. A damaged result is made anew, with a warning. ValueError as the steps have it, and where a source is too small
     for one row to train on; one whose held-out documents do not fill a row is not evaluated, with a warning.
     """
-    _end(tokenizer)  # before any work
+    if not isinstance(tokenizer.eos_token_id, int):
+        raise ValueError("the tokenizer has no eos_token, which ends every document: set tokenizer.eos_token")
     if cache is None:
         return _build(documents, weights, tokenizer, plan)
     folder = cache / _key([fingerprint(documents), [*weights.items()], plan.model_dump(mode="json")], tokenizer)
@@ -244,16 +245,10 @@ def _key(facts: list[Any], tokenizer: PreTrainedTokenizerBase) -> str:
     return digest([FORMAT, facts, backend.to_str(), tokenizer.eos_token_id], 32)
 
 
-def _end(tokenizer: PreTrainedTokenizerBase) -> int:
-    if not isinstance(tokenizer.eos_token_id, int):
-        raise ValueError("the tokenizer has no eos_token, which ends every document: set tokenizer.eos_token")
-    return tokenizer.eos_token_id
-
-
 def _build(
     documents: Sequence[Document], weights: Mapping[str, float], tokenizer: PreTrainedTokenizerBase, plan: RowPlan
 ) -> Prepared:
-    eos_id = _end(tokenizer)
+    eos_id: Any = tokenizer.eos_token_id
     kept, duplicates = deduplicate(documents)
     parts = dict(zip(("train", "held_out"), split(kept, plan.held_out, plan.seed), strict=True))
     report: dict[str, dict[str, Any]] = {name: {**duplicates[name]} for name in weights}

@@ -81,10 +81,9 @@ def run(
     extracted = time.perf_counter()
     wish = {"training": recipe.training.model_dump(), "heads": recipe.heads.model_dump(), "seed": recipe.seed}
     key = {**wish, "model": heads.card.model, "answers": digest([one.tokens for one in written])}
-    found = train(heads, layered, features, recipe.training, folder, key, recipe.seed, say)
+    epochs, metrics = train(heads, layered, features, recipe.training, folder, key, recipe.seed, say)
     seconds = {"answers": wrote, "features": extracted - began, "training": time.perf_counter() - extracted}
-    about = _account(recipe, len(written), features.bounds[-1], found["epochs"], seconds)
-    metrics = {layer: {"before": found["before"][layer], **figures} for layer, figures in found["after"].items()}
+    about = _account(recipe, len(written), features.bounds[-1], epochs, seconds)
     heads.card = heads.card.model_copy(update={"training": about, "metrics": metrics})
     if processes.is_main_process:
         heads.save(folder / HEADS, layered.dtype if recipe.dtype is None else getattr(torch, recipe.dtype))
@@ -170,10 +169,10 @@ def train(
     fingerprint: dict[str, Any],
     seed: int,
     say: Say,
-) -> dict[str, Any]:
+) -> tuple[int, dict[str, dict[str, Any]]]:
     """Train heads in place, to the weights that were best on the held-out answers, each head for itself; those that it
-    began with count, too. Returns what there is to report. A folder with checkpoints of the same run is gone on from;
-    ValueError for another run's."""
+    began with count, too. Returns the epochs, and figures by layer: after training, and `before`. A folder with checkpoints of
+    the same run is gone on from; ValueError for another run's."""
     place = model.device.type
     precision = schedule.mixed_precision or ("bf16" if place == "cuda" else "no")
     accelerator = Accelerator(cpu=place == "cpu", mixed_precision=precision, device_placement=False)
@@ -201,8 +200,8 @@ def train(
             run.save(folder, fingerprint)
         accelerator.wait_for_everyone()
     heads.load_state_dict(run.best)
-    after = quality(heads, model, features, run.held_out)
-    return {"epochs": run.epoch, "before": run.before, "after": _by_layer(after, heads.card.layers)}
+    after = _by_layer(quality(heads, model, features, run.held_out), heads.card.layers)
+    return run.epoch, {layer: {"before": run.before[layer], **figures} for layer, figures in after.items()}
 
 
 def split(answers: int, held_out: float, seed: int) -> tuple[list[int], list[int]]:

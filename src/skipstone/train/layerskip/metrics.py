@@ -7,7 +7,6 @@ from io import BytesIO
 from pathlib import Path
 from typing import Any
 
-from torch import Tensor
 from tqdm import tqdm
 from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
@@ -15,33 +14,6 @@ from skipstone.files import json_line, write_whole
 
 _EXIT = re.compile(r"eval_(?:(.+)_)?(perplexity|agreement)_exit_(\d+)")
 """A figure of an evaluation: data set, kind, exit layer E."""
-
-
-class Tally:
-    """Means of a loss's parts over the steps between two log entries. A step without a part (the divergence where no exit is
-    active) does not count as one where it is 0."""
-
-    def __init__(self) -> None:
-        self._sums: dict[str, Tensor] = {}
-        self._steps: dict[str, int] = {}
-        self._latest: dict[str, int] = {}
-
-    def add(self, step: int, parts: dict[str, Tensor]) -> None:
-        """parts of one forward pass: what the passes of a step add up to is the step's."""
-        for name, part in parts.items():
-            self._sums[name] = self._sums[name] + part if name in self._sums else part
-            self._steps[name] = self._steps.get(name, 0) + (self._latest.get(name) != step)
-            self._latest[name] = step
-
-    def state(self) -> dict[str, tuple[Tensor, int]]:
-        """Name -> (sum, steps)."""
-        return {name: (total, self._steps[name]) for name, total in self._sums.items()}
-
-    def restore(self, state: dict[str, tuple[Tensor, int]]) -> None:
-        """Go on from a state, between two steps."""
-        self._sums = {name: total for name, (total, _) in state.items()}
-        self._steps = {name: steps for name, (_, steps) in state.items()}
-        self._latest = {}
 
 
 class JsonLog(TrainerCallback):
