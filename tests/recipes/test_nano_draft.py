@@ -15,7 +15,7 @@ from skipstone import AdaSD, Method, Speculative
 from skipstone.assets import DRAFTS, NANO
 from skipstone.loading import vocabulary
 from skipstone.models.layered import LayeredModel
-from skipstone.train.layerskip.recipe_file import read
+from skipstone.train.layerskip.arguments import read
 from skipstone.train.runs import beside
 from tests.helpers.pairwise import all_but
 

@@ -27,9 +27,8 @@ from skipstone.train import checkpoint
 from skipstone.train.data.documents import Document, collect, deduplicate, fingerprint, split
 from skipstone.train.data.rows import Prepared, RowPlan, TokenRows, prepare
 from skipstone.train.data.tokenizer import check_fits, train_bpe
-from skipstone.train.layerskip.arguments import LayerSkipArguments
+from skipstone.train.layerskip.arguments import LayerSkipArguments, Recipe, arguments, read
 from skipstone.train.layerskip.metrics import Curves, JsonLog, Progress
-from skipstone.train.layerskip.recipe_file import Recipe, arguments, read
 from skipstone.train.layerskip.trainer import LayerSkipTrainer, check
 from skipstone.train.runs import Say, beside, refuse_used, silent
 
@@ -254,10 +253,9 @@ def _config(given: dict[str, Any], tokenizer: PreTrainedTokenizerBase) -> Any:
     if unknown := [name for name in settings if not hasattr(plain, name) and name not in older]:
         near = difflib.get_close_matches(unknown[0], plain.to_dict(), 1)
         raise ValueError(f"unknown model.config setting {unknown[0]!r} for {kind}" + (f": is it {near[0]}?" if near else ""))
-    ids = {"vocab_size": len(tokenizer)}
-    ids |= {f"{name}_token_id": getattr(tokenizer, f"{name}_token_id") for name in ("bos", "eos", "pad")}
+    ids = {f"{name}_token_id": getattr(tokenizer, f"{name}_token_id") for name in ("bos", "eos", "pad")}
     try:
-        return CONFIG_MAPPING[kind](**{**ids, **settings})
+        return CONFIG_MAPPING[kind](**{"vocab_size": len(tokenizer), **ids, **settings})
     except (StrictDataclassError, TypeError, ArithmeticError) as error:
         raise ValueError(f"model.config: {error}") from error
 
