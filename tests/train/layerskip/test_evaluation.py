@@ -12,7 +12,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from skipstone.train.data.rows import IGNORED
-from skipstone.train.layerskip.evaluation import ExitQuality, exit_quality
+from skipstone.train.layerskip.metrics import ExitQuality, exit_quality
 from tests.helpers import families
 from tests.helpers.objectives import HEADS
 

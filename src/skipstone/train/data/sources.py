@@ -10,7 +10,7 @@ import inspect
 import string
 import sys
 import sysconfig
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from fnmatch import fnmatchcase
 from pathlib import Path, PurePath
 from types import ModuleType
@@ -214,7 +214,13 @@ class Script(Origin):
         documents = getattr(_run(path), "documents", None)
         if not callable(documents):
             raise ValueError(f"{path} has no function documents(**arguments) that yields texts")
-        _check_arguments(documents, self.arguments, path)
+        signature = inspect.signature(documents)
+        try:
+            signature.bind(**self.arguments)
+        except TypeError as error:
+            raise ValueError(
+                f"{path}: documents{signature} does not take arguments={self.arguments}: {error}; change them in the recipe"
+            ) from error
         texts = documents(**self.arguments)
         if isinstance(texts, str) or not isinstance(texts, Iterable):
             raise ValueError(f"{path}: documents() must give an iterable of texts, found {type(texts).__name__}")
@@ -227,6 +233,15 @@ class Script(Origin):
 
 Source = Annotated[TextFiles | JsonLines | HubDataset | Script, Field(discriminator="kind")]
 """One entry of a recipe's list of sources, told apart by `kind`."""
+
+
+def from_folder(sources: Sequence[Source], data_dir: Path | None) -> list[Source]:
+    """Sources with those of the hub that name a `file` replaced by that file in `data_dir`. ValueError where none names one."""
+    if data_dir is None:
+        return list(sources)
+    if not any(isinstance(source, HubDataset) and source.file for source in sources):
+        raise ValueError(f"--data-dir {data_dir} has no effect: no source of the hub names a `file` that may lie there")
+    return [source.local(data_dir) if isinstance(source, HubDataset) else source for source in sources]
 
 
 def _run(path: Path) -> ModuleType:
@@ -242,16 +257,6 @@ def _run(path: Path) -> ModuleType:
     finally:
         sys.path.remove(str(path.parent))
     return module
-
-
-def _check_arguments(function: Callable[..., Any], arguments: dict[str, Any], path: Path) -> None:
-    signature = inspect.signature(function)
-    try:
-        signature.bind(**arguments)
-    except TypeError as error:
-        raise ValueError(
-            f"{path}: documents{signature} does not take arguments={arguments}: {error}; change them in the recipe"
-        ) from error
 
 
 def name_of(text: str) -> str:

@@ -34,8 +34,8 @@ from skipstone.models.fingerprint import fingerprint
 from skipstone.models.layered import LayeredModel
 from skipstone.models.padding import left_padded
 from skipstone.models.watching import watched
+from skipstone.train import Say
 from skipstone.train.heads.recipe import Answers
-from skipstone.train.runs import Say
 
 BATCH = 16  # answers of one forward
 BYTES = 2  # of a number in the file, bfloat16 or float16

@@ -29,11 +29,10 @@ from skipstone.files import digest
 from skipstone.loading import BUNDLED, load, usable
 from skipstone.methods.adadecode.heads import ExitHeads, new_card, usual_layers
 from skipstone.models.layered import LayeredModel
-from skipstone.train import checkpoint
+from skipstone.train import Say, beside, checkpoint, refuse_used, silent
 from skipstone.train.heads import answers as answering
 from skipstone.train.heads.answers import Features
 from skipstone.train.heads.recipe import HeadsRecipe, Schedule
-from skipstone.train.runs import Say, beside, refuse_used, silent
 
 HEADS = "heads"  # folder in that of the run: the finished heads
 ANSWERS = "answers.jsonl"  # file in the folder of the run: the model's own answers

@@ -11,10 +11,9 @@ from pydantic import Field, TypeAdapter, ValidationError, model_validator
 from transformers import TrainingArguments
 
 from skipstone.forms import Part, first_fault, mapping
-from skipstone.train.data.sources import Source
+from skipstone.train.data.sources import Source, from_folder
 from skipstone.train.layerskip.objective import CHUNK
 from skipstone.train.layerskip.recipe import PRESETS, EarlyExitLoss, LayerDropout, LayerSkipRecipe
-from skipstone.train.runs import from_folder
 
 DECIDING = (
     *("max_steps", "per_device_train_batch_size", "gradient_accumulation_steps", "train_sampling_strategy", "data_seed"),

@@ -23,14 +23,13 @@ from skipstone.methods import resolve
 from skipstone.models.fingerprint import fingerprint as weights_of
 from skipstone.models.layered import LayeredModel
 from skipstone.models.modules import DecoderModules
-from skipstone.train import checkpoint
+from skipstone.train import Say, beside, checkpoint, refuse_used, silent
 from skipstone.train.data.documents import Document, collect, deduplicate, fingerprint, split
 from skipstone.train.data.rows import Prepared, RowPlan, TokenRows, prepare
 from skipstone.train.data.tokenizer import check_fits, train_bpe
 from skipstone.train.layerskip.arguments import LayerSkipArguments, Recipe, arguments, read
 from skipstone.train.layerskip.metrics import Curves, JsonLog, Progress
 from skipstone.train.layerskip.trainer import LayerSkipTrainer, check
-from skipstone.train.runs import Say, beside, refuse_used, silent
 
 TOKENIZER = "tokenizer"  # folder in that of the run: the tokenizer that was trained for it
 MADE_FROM = "made_from.json"  # file beside that tokenizer: what it was made from

@@ -7,7 +7,7 @@ FSDP, DeepSpeed, schedulers, gradient accumulation) is transformers' and acceler
 import json
 import math
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any
 
 import torch
 from accelerate.utils import broadcast_object_list
@@ -19,7 +19,7 @@ from transformers import PreTrainedModel, Trainer, TrainerCallback, TrainerContr
 from skipstone.models.modules import DecoderModules
 from skipstone.train import checkpoint
 from skipstone.train.layerskip.arguments import LayerSkipArguments
-from skipstone.train.layerskip.evaluation import exit_quality
+from skipstone.train.layerskip.metrics import exit_quality
 from skipstone.train.layerskip.objective import Objective
 from skipstone.train.layerskip.recipe import LayerSkipRecipe
 
@@ -138,15 +138,13 @@ class LayerSkipTrainer(Trainer):
         if "loss" in logs:  # of training: the mean since the last entry, as are its parts
             logs = {**logs, **{name: self._mean(total) / steps for name, (total, steps) in self._tally.state().items()}}
             self._tally = Tally({})
-            self._check_finite(logs["loss"])
+            self._check_sound(math.isfinite(logs["loss"]), f"the loss is {logs['loss']}")
         super().log(logs, start_time)
 
-    def _check_finite(self, loss: float) -> None:
-        """ValueError for a loss that says that the weights are lost, before they are saved."""
-        if not math.isfinite(loss):
-            self._lost(f"the loss is {loss}")
-
-    def _lost(self, what: str) -> NoReturn:
+    def _check_sound(self, fine: bool, what: str) -> None:
+        """ValueError where the weights are lost, before they are saved."""
+        if fine:
+            return
         run = Path(str(self.args.output_dir))
         last = checkpoint.latest_good(run, self.fingerprint)
         raise ValueError(
@@ -189,9 +187,10 @@ class LayerSkipTrainer(Trainer):
         """transformers' checkpoint, made whole before it has its name (checkpoint.py). OSError where the disk is full."""
         run = Path(super()._get_output_dir(trial))
         step = self.state.global_step
-        self._check_finite(float(self._tr_loss))
-        if not all(bool(parameter.isfinite().all()) for parameter in model.parameters() if parameter.requires_grad):
-            self._lost("some weights are no finite numbers")
+        loss = float(self._tr_loss)
+        self._check_sound(math.isfinite(loss), f"the loss is {loss}")
+        finite = (bool(parameter.isfinite().all()) for parameter in model.parameters() if parameter.requires_grad)
+        self._check_sound(all(finite), "some weights are no finite numbers")
         try:
             self._saving = checkpoint.partial_folder(run) if self.args.should_save else run / checkpoint.PARTIAL
             self.accelerator.wait_for_everyone()
