@@ -7,6 +7,7 @@ import hashlib
 import json
 import re
 import shutil
+from contextlib import suppress
 from itertools import takewhile
 from pathlib import Path
 from typing import Any
@@ -61,11 +62,9 @@ def latest(run: Path) -> Path | None:
 def latest_good(run: Path, fingerprint: dict[str, Any]) -> Path | None:
     """The checkpoint with the highest step that can be resumed from."""
     for _, folder in reversed(_numbered(run)):
-        try:
+        with suppress(ValueError):
             verify(folder, fingerprint)
-        except ValueError:
-            continue
-        return folder
+            return folder
     return None
 
 

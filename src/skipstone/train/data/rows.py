@@ -117,13 +117,8 @@ def _tokens(
 
 
 def _encoded(texts: list[str], tokenizer: PreTrainedTokenizerBase) -> list[list[int]]:
-    batch: Any = tokenizer(
-        texts,
-        add_special_tokens=False,
-        split_special_tokens=True,
-        return_attention_mask=False,
-        verbose=False,  # says that a document is longer than the model's context, which rows are not
-    )
+    plain = {"add_special_tokens": False, "split_special_tokens": True, "return_attention_mask": False}
+    batch: Any = tokenizer(texts, **plain, verbose=False)  # else: a document is longer than the context, which rows are not
     return batch["input_ids"]
 
 

@@ -16,7 +16,7 @@ from pathlib import Path, PurePath
 from types import ModuleType
 from typing import Annotated, Any, Literal, NamedTuple
 
-from pydantic import Field, field_validator, model_validator
+from pydantic import Field, ValidationInfo, field_validator, model_validator
 
 from skipstone.forms import Part
 from skipstone.records import OnHub, decoded, json_lines, value
@@ -110,16 +110,11 @@ class _Records(Origin):
 
     @field_validator("template", "prompt")
     @classmethod
-    def _plain_keys(cls, template: str | None) -> str | None:
+    def _plain_keys(cls, template: str | None, info: ValidationInfo) -> str | None:
         for _, key, form, conversion in string.Formatter().parse(template or ""):
             if key == "" or form or conversion:
                 raise ValueError(f"expected plain keys such as {{question}} in the template, found {template!r}")
-        return template
-
-    @field_validator("template")
-    @classmethod
-    def _has_keys(cls, template: str) -> str:
-        if not _keys(template):
+        if info.field_name == "template" and not _keys(template or ""):
             raise ValueError(f"the template {template!r} names no key in braces: every document would be the same")
         return template
 

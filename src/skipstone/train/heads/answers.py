@@ -162,7 +162,7 @@ def extract(
                 f"the features of {len(answers)} answers take {needed / GIB:.2f} GiB, more than --max-disk {max_disk / GIB:g}: "
                 "raise it, or take fewer prompts, shorter answers or fewer layers"
             )
-        _make(model, answers, folder, about, bounds, kind, say)
+        _make(model, answers, folder, about, bounds, say)
     raw = np.memmap(folder / DATA, dtype=np.int16, mode="c", shape=shape)
     return Features(torch.from_numpy(raw).view(kind), bounds)
 
@@ -175,15 +175,9 @@ def _there(folder: Path, about: dict[str, Any]) -> bool:
 
 
 def _make(
-    model: LayeredModel,
-    answers: Sequence[Answer],
-    folder: Path,
-    about: dict[str, Any],
-    bounds: list[int],
-    kind: torch.dtype,
-    say: Say,
+    model: LayeredModel, answers: Sequence[Answer], folder: Path, about: dict[str, Any], bounds: list[int], say: Say
 ) -> None:
-    made, layers = folder / PARTIAL, about["layers"]
+    made, layers, dtype = folder / PARTIAL, about["layers"], about["dtype"].removeprefix("torch.")
     row = (len(layers) + 1) * about["width"] * BYTES  # bytes of a position
     try:
         if not _there(made, about):
@@ -198,11 +192,9 @@ def _make(
         with (made / DATA).open("ab") as file:
             file.truncate(bounds[begin] * row)
             for first in range(begin, len(answers), BATCH):
-                states = _states(model, answers[first : first + BATCH], layers).to(kind)
+                states = _states(model, answers[first : first + BATCH], layers).to(getattr(torch, dtype))
                 if not bool(states.isfinite().all()):
-                    raise ValueError(
-                        f"the model's states do not fit into {str(kind).removeprefix('torch.')}: load it as bfloat16"
-                    )
+                    raise ValueError(f"the model's states do not fit into {dtype}: load it as bfloat16")
                 file.write(states.view(torch.int16).cpu().numpy().tobytes())
                 if first // BATCH % 16 == 15:
                     say(f"features: {first + BATCH} of {len(answers)} answers")

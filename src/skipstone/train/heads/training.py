@@ -80,10 +80,10 @@ def run(
     extracted = time.perf_counter()
     wish = {"training": recipe.training.model_dump(), "heads": recipe.heads.model_dump(), "seed": recipe.seed}
     key = {**wish, "model": heads.card.model, "answers": digest([one.tokens for one in written])}
-    epochs, metrics = train(heads, layered, features, recipe.training, folder, key, recipe.seed, say)
+    state = _Run(heads, layered, features, recipe.training, recipe.seed)
+    metrics = state.train(folder, key, say)
     seconds = {"answers": wrote, "features": extracted - began, "training": time.perf_counter() - extracted}
-    about = _account(recipe, len(written), features.bounds[-1], epochs, seconds)
-    heads.card = heads.card.model_copy(update={"training": about, "metrics": metrics})
+    heads.card = heads.card.model_copy(update={"training": _account(recipe, state, seconds), "metrics": metrics})
     if processes.is_main_process:
         heads.save(folder / HEADS, layered.dtype if recipe.dtype is None else getattr(torch, recipe.dtype))
     processes.wait_for_everyone()
@@ -102,16 +102,15 @@ def _untrained(recipe: HeadsRecipe, model: LayeredModel) -> ExitHeads:
     return heads.to(model.device)
 
 
-def _account(recipe: HeadsRecipe, answers: int, tokens: int, epochs: int, seconds: dict[str, float]) -> dict[str, Any]:
+def _account(recipe: HeadsRecipe, state: "_Run", seconds: dict[str, float]) -> dict[str, Any]:
     """How heads were trained, for their card."""
-    taught, held = split(answers, recipe.training.held_out, recipe.seed)
     return {
         **recipe.training.model_dump(),
         "prompts": [source.name for source in recipe.prompts],
-        "answers": len(taught),
-        "held_out_answers": len(held),
-        "tokens": tokens,
-        "epochs_trained": epochs,
+        "answers": len(state.training),
+        "held_out_answers": len(state.held_out),
+        "tokens": state.features.bounds[-1],
+        "epochs_trained": state.epoch,
         "seed": recipe.seed,
         "seconds": {name: round(value, 1) for name, value in seconds.items()},
     }
@@ -130,9 +129,8 @@ class Divergence(nn.Module):
         (model,) = self._model
         with torch.no_grad():
             target = model.project(states[None, :, -1])[0].log_softmax(-1)
-        said = [
-            self.heads.read(model, index, states[None, :, index])[0].log_softmax(-1) for index in range(states.shape[1] - 1)
-        ]
+        count = states.shape[1] - 1
+        said = [self.heads.read(model, index, states[None, :, index])[0].log_softmax(-1) for index in range(count)]
         return torch.stack([(target.exp() * (target - one)).sum() for one in said])
 
 
@@ -153,56 +151,6 @@ def quality(heads: ExitHeads, model: LayeredModel, features: Features, answers: 
     return [dict(zip(("divergence", "agreement", "sure", "right"), one, strict=True)) for one in figures]
 
 
-def _by_layer(found: list[dict[str, float]], layers: Sequence[int]) -> dict[str, dict[str, float]]:
-    """For people: figures of every head by its layer."""
-    rounded = [{name: round(value, 4) for name, value in one.items()} for one in found]
-    return {str(layer): one for layer, one in zip(layers, rounded, strict=True)}
-
-
-def train(
-    heads: ExitHeads,
-    model: LayeredModel,
-    features: Features,
-    schedule: Schedule,
-    folder: Path,
-    fingerprint: dict[str, Any],
-    seed: int,
-    say: Say,
-) -> tuple[int, dict[str, dict[str, Any]]]:
-    """Train heads in place, to the weights that were best on the held-out answers, each head for itself; those that it
-    began with count, too. Returns the epochs, and figures by layer: after training, and `before`. A folder with checkpoints of
-    the same run is gone on from; ValueError for another run's."""
-    place = model.device.type
-    precision = schedule.mixed_precision or ("bf16" if place == "cuda" else "no")
-    accelerator = Accelerator(cpu=place == "cpu", mixed_precision=precision, device_placement=False)
-    run = _Run(heads, model, features, schedule, accelerator, seed)
-    if (last := checkpoint.latest(folder)) is not None:
-        checkpoint.verify(last, fingerprint)
-        run.restore(last)
-        say(f"going on after epoch {run.epoch}")
-    if run.epoch == 0:
-        before = quality(heads, model, features, run.held_out)
-        run.before = _by_layer(before, heads.card.layers)
-        run.judge(before)
-    patience = math.inf if schedule.patience is None else schedule.patience
-    while run.epoch < schedule.epochs and min(run.epochs_without_gain) < patience:
-        run.one_epoch()
-        found = quality(heads, model, features, run.held_out)
-        (found,) = broadcast_object_list([found])  # all processes end with the same epoch
-        run.judge(found)
-        divergences = [one["divergence"] for one in found]
-        shown = ", ".join(f"E={layer} {value:.3f}" for layer, value in zip(heads.card.layers, divergences, strict=True))
-        say(f"epoch {run.epoch}: held-out divergence {shown}")
-        if not all(map(math.isfinite, divergences)):
-            raise ValueError(f"the divergence is not finite after epoch {run.epoch}: lower training.learning_rate")
-        if accelerator.is_main_process:
-            run.save(folder, fingerprint)
-        accelerator.wait_for_everyone()
-    heads.load_state_dict(run.best)
-    after = _by_layer(quality(heads, model, features, run.held_out), heads.card.layers)
-    return run.epoch, {layer: {"before": run.before[layer], **figures} for layer, figures in after.items()}
-
-
 def split(answers: int, held_out: float, seed: int) -> tuple[list[int], list[int]]:
     """(answers to learn from, answers to measure on), at least one of each. ValueError for fewer than two."""
     if answers < 2:
@@ -219,27 +167,63 @@ def _chunks(states: Tensor, model: LayeredModel) -> list[Tensor]:
 
 
 class _Run:
-    """A training run between two epochs.
+    """A training run.
 
     training, held_out: numbers of the answers that heads learn from, and that they are measured on. least_divergence: of every
     head on the held-out answers so far, nats a token. epochs_without_gain: of every head since then. best: weights by name,
     each head's from then. before: figures of the untrained heads, by layer.
     """
 
-    def __init__(
-        self, heads: ExitHeads, model: LayeredModel, features: Features, schedule: Schedule, accelerator: Accelerator, seed: int
-    ) -> None:
-        self.heads, self.model, self.features, self.schedule = heads, model, features, schedule
-        self.accelerator, self.seed = accelerator, seed
+    def __init__(self, heads: ExitHeads, model: LayeredModel, features: Features, schedule: Schedule, seed: int) -> None:
+        self.heads, self.model, self.features, self.schedule, self.seed = heads, model, features, schedule, seed
         self.training, self.held_out = split(len(features.bounds) - 1, schedule.held_out, seed)
+        place = model.device.type
+        precision = schedule.mixed_precision or ("bf16" if place == "cuda" else "no")
+        self.accelerator = Accelerator(cpu=place == "cpu", mixed_precision=precision, device_placement=False)
         optimizer = torch.optim.Adam(heads.parameters(), lr=schedule.learning_rate)
-        self.module, self.optimizer = accelerator.prepare(Divergence(heads, model), optimizer)
+        self.module, self.optimizer = self.accelerator.prepare(Divergence(heads, model), optimizer)
         self.steps_an_epoch = -(-len(self.training) // schedule.batch_size)
         self.epoch = 0
         self.before: dict[str, Any] = {}
         self.least_divergence = [math.inf] * len(heads.card.layers)
         self.epochs_without_gain = [0] * len(heads.card.layers)
         self.best = copy.deepcopy(heads.state_dict())
+
+    def train(self, folder: Path, fingerprint: dict[str, Any], say: Say) -> dict[str, dict[str, Any]]:
+        """Train heads in place, to the weights that were best on the held-out answers, each head for itself; those that it
+        began with count, too. Returns figures by layer: after training, and `before`. A folder with checkpoints of the same run
+        is gone on from; ValueError for another run's."""
+        if (last := checkpoint.latest(folder)) is not None:
+            checkpoint.verify(last, fingerprint)
+            self.restore(last)
+            say(f"going on after epoch {self.epoch}")
+        if self.epoch == 0:
+            before = quality(self.heads, self.model, self.features, self.held_out)
+            self.before = self._by_layer(before)
+            self.judge(before)
+        layers, schedule = self.heads.card.layers, self.schedule
+        patience = math.inf if schedule.patience is None else schedule.patience
+        while self.epoch < schedule.epochs and min(self.epochs_without_gain) < patience:
+            self.one_epoch()
+            found = quality(self.heads, self.model, self.features, self.held_out)
+            (found,) = broadcast_object_list([found])  # all processes end with the same epoch
+            self.judge(found)
+            divergences = [one["divergence"] for one in found]
+            shown = ", ".join(f"E={layer} {value:.3f}" for layer, value in zip(layers, divergences, strict=True))
+            say(f"epoch {self.epoch}: held-out divergence {shown}")
+            if not all(map(math.isfinite, divergences)):
+                raise ValueError(f"the divergence is not finite after epoch {self.epoch}: lower training.learning_rate")
+            if self.accelerator.is_main_process:
+                self.save(folder, fingerprint)
+            self.accelerator.wait_for_everyone()
+        self.heads.load_state_dict(self.best)
+        after = self._by_layer(quality(self.heads, self.model, self.features, self.held_out))
+        return {layer: {"before": self.before[layer], **figures} for layer, figures in after.items()}
+
+    def _by_layer(self, found: list[dict[str, float]]) -> dict[str, dict[str, float]]:
+        """For people: figures of every head by its layer."""
+        rounded = [{name: round(value, 4) for name, value in one.items()} for one in found]
+        return dict(zip(map(str, self.heads.card.layers), rounded, strict=True))
 
     def one_epoch(self) -> None:
         """All answers once, in an order of the epoch's own."""

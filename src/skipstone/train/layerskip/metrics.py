@@ -109,8 +109,7 @@ class JsonLog(TrainerCallback):
 class Progress(TrainerCallback):
     """A bar on stderr with the loss and the time that is left, and a line for every evaluation."""
 
-    def __init__(self) -> None:
-        self.bar: Any = None
+    bar: Any = None
 
     def on_train_begin(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:
         if state.is_world_process_zero:

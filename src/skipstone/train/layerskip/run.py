@@ -204,8 +204,7 @@ def _initial_model(recipe: Recipe, base: Path, tokenizer: PreTrainedTokenizerBas
         if recipe.model.layers is not None:
             _shorten(model, recipe.model.layers)
     else:
-        assert recipe.model.config is not None
-        model = AutoModelForCausalLM.from_config(_config(recipe.model.config, tokenizer), dtype=torch.float32)
+        model = AutoModelForCausalLM.from_config(_config(recipe.model.config or {}, tokenizer), dtype=torch.float32)
     check_fits(tokenizer, model.config)
     most = getattr(model.config, "max_position_embeddings", None)
     if most is not None and recipe.data.length > most:

@@ -106,11 +106,9 @@ class LayerSkipTrainer(Trainer):
         """The checkpoint to resume from, verified."""
         run = Path(str(self.args.output_dir))
         folder = Path(wanted) if isinstance(wanted, (str, Path)) else checkpoint.latest(run)
-        if folder is None:
+        if folder is None or (not wanted and self.args.save_strategy == "no"):
             return None
         if not wanted:
-            if self.args.save_strategy == "no":
-                return None
             raise ValueError(
                 f"{run} holds {folder.name} of an earlier run: resume from it with resume_from_checkpoint=True, or start anew "
                 "in another output_dir"
