@@ -117,7 +117,7 @@ def _tokens(
 
 
 def _encoded(texts: list[str], tokenizer: PreTrainedTokenizerBase) -> list[list[int]]:
-    plain = {"add_special_tokens": False, "split_special_tokens": True, "return_attention_mask": False}
+    plain: dict[str, Any] = {"add_special_tokens": False, "split_special_tokens": True, "return_attention_mask": False}
     batch: Any = tokenizer(texts, **plain, verbose=False)  # else: a document is longer than the context, which rows are not
     return batch["input_ids"]
 

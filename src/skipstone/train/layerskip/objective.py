@@ -39,13 +39,7 @@ class Objective:
     """
 
     def __init__(
-        self,
-        model: PreTrainedModel,
-        recipe: LayerSkipRecipe,
-        steps: int,
-        seed: int,
-        chunk: int = CHUNK,
-        teacher: PreTrainedModel | None = None,
+        self, model: PreTrainedModel, recipe: LayerSkipRecipe, steps: int, seed: int, chunk: int = CHUNK, teacher: Any = None
     ) -> None:
         self.modules, self.recipe, self.steps, self.seed, self.chunk = DecoderModules(model), recipe, steps, seed, chunk
         self.teacher = None if teacher is None else DecoderModules(teacher)

@@ -94,13 +94,12 @@ class LayerSkipTrainer(Trainer):
         """Run the recipe. ValueError for a checkpoint that is damaged or of another run, and where a fresh start would mix its
         checkpoints with those that are there."""
         self._resumed, self._tally = self._source(resume_from_checkpoint), Tally({})
-        source = None if self._resumed is None else str(self._resumed)
         steps = self.args.max_steps  # T, of the whole run
         if steps <= 0:
             steps = self.set_initial_training_values(self.args, self.get_train_dataloader())[-1]
         self.objective = Objective(self.model, self.recipe, steps, self.args.seed, self.args.loss_chunk, self._teacher)
         with self.objective.installed():
-            return super().train(source, trial, ignore_keys_for_eval)
+            return super().train(None if self._resumed is None else str(self._resumed), trial, ignore_keys_for_eval)
 
     def _source(self, wanted: str | Path | bool | None) -> Path | None:
         """The checkpoint to resume from, verified."""
