@@ -145,13 +145,8 @@ def extract(
     """
     width = model.head.weight.shape[1]  # d
     kind = torch.bfloat16 if model.dtype == torch.bfloat16 else torch.float16
-    about = {
-        "model": fingerprint(model.model),
-        "answers": digest([[one.prompt, one.tokens] for one in answers]),
-        "layers": list(layers),
-        "width": width,
-        "dtype": str(kind),
-    }
+    asked = digest([[one.prompt, one.tokens] for one in answers])
+    about = {"model": fingerprint(model.model), "answers": asked, "layers": list(layers), "width": width, "dtype": str(kind)}
     bounds = [0, *accumulate(len(one.tokens) for one in answers)]
     shape = (bounds[-1], len(layers) + 1, width)
     if not _there(folder, about):
