@@ -30,8 +30,8 @@ import skipstone
 from skipstone.timing.statistics import repeated_share
 from skipstone.train.data.documents import Document, collect, deduplicate, split
 from skipstone.train.data.rows import TokenRows, pack
-from skipstone.train.layerskip.evaluation import exit_quality
-from skipstone.train.layerskip.recipe_file import Recipe, read
+from skipstone.train.layerskip.arguments import Recipe, read
+from skipstone.train.layerskip.metrics import exit_quality
 
 sys.path.insert(0, str(Path(__file__).parent))
 sys.path.insert(0, str(Path(__file__).parents[1] / "data"))

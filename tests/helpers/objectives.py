@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from skipstone.models.modules import DecoderModules
-from skipstone.train.labels import IGNORED
+from skipstone.train.data.rows import IGNORED
 from skipstone.train.layerskip.objective import Objective
 from skipstone.train.layerskip.recipe import EarlyExitLoss, LayerDropout, LayerSkipRecipe
 from tests.helpers import families

@@ -21,9 +21,8 @@ from transformers import LlamaConfig, LlamaForCausalLM, TrainerCallback
 
 from skipstone.files import read_lines
 from skipstone.train.data.documents import collect
-from skipstone.train.data.rows import Prepared, RowPlan, prepare
+from skipstone.train.data.rows import IGNORED, Prepared, RowPlan, prepare
 from skipstone.train.heads.recipe import HeadsRecipe, made
-from skipstone.train.labels import IGNORED
 from skipstone.train.layerskip.arguments import LayerSkipArguments
 from skipstone.train.layerskip.metrics import JsonLog
 from skipstone.train.layerskip.recipe import EarlyExitLoss, LayerDropout

@@ -18,7 +18,7 @@ from skipstone.assets import HEADS, NANO
 from skipstone.methods.adadecode import heads as exit_heads
 from skipstone.timing import statistics
 from skipstone.train.heads import recipe as heads_recipe
-from skipstone.train.layerskip.recipe_file import read
+from skipstone.train.layerskip.arguments import read
 
 RECIPES = Path(__file__).parents[2] / "recipes" / "train"
 MOST_BYTES = 24_000_000

@@ -15,8 +15,8 @@ from skipstone import AdaSD, Method, Speculative
 from skipstone.assets import DRAFTS, NANO
 from skipstone.loading import vocabulary
 from skipstone.models.layered import LayeredModel
-from skipstone.train.layerskip.recipe_file import read
-from skipstone.train.runs import beside
+from skipstone.train import beside
+from skipstone.train.layerskip.arguments import read
 from tests.helpers.pairwise import all_but
 
 FOLDER = DRAFTS["nano-draft"]

@@ -18,7 +18,7 @@ import torch.nn.functional as F
 import skipstone
 from skipstone.decoding.stats import Stats
 from skipstone.train.data.documents import Document, collect, split
-from skipstone.train.layerskip.recipe_file import read
+from skipstone.train.layerskip.arguments import read
 from skipstone.train.layerskip.run import run
 from tests.helpers.training import recipe
 

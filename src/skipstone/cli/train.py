@@ -59,9 +59,9 @@ def heads(
     if recipe is None and output is None:
         raise ValueError("--prompts needs --output, the folder of the run")
     _check_inputs([recipe] if recipe else prompts or [], data_dir, "no such file")
-    from skipstone.train.heads.features import GIB
+    from skipstone.train.heads.answers import GIB
     from skipstone.train.heads.recipe import of_prompts, read
-    from skipstone.train.heads.run import run
+    from skipstone.train.heads.training import run
 
     here = str(Path(model).absolute()) if model and Path(model).is_dir() else model
     given = {name: value for name, value in {"model": here, "model_dtype": dtype}.items() if value is not None}

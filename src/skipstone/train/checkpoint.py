@@ -7,6 +7,7 @@ import hashlib
 import json
 import re
 import shutil
+from contextlib import suppress
 from itertools import takewhile
 from pathlib import Path
 from typing import Any
@@ -55,18 +56,15 @@ def keep_latest(run: Path, count: int) -> None:
 
 def latest(run: Path) -> Path | None:
     """The checkpoint with the highest step, None where there is none."""
-    numbered = _numbered(run)
-    return numbered[-1][1] if numbered else None
+    return next((folder for _, folder in reversed(_numbered(run))), None)
 
 
 def latest_good(run: Path, fingerprint: dict[str, Any]) -> Path | None:
     """The checkpoint with the highest step that can be resumed from."""
     for _, folder in reversed(_numbered(run)):
-        try:
+        with suppress(ValueError):
             verify(folder, fingerprint)
-        except ValueError:
-            continue
-        return folder
+            return folder
     return None
 
 
@@ -96,12 +94,12 @@ def verify(folder: Path, fingerprint: dict[str, Any]) -> int:
 
 def frozen(model: nn.Module) -> dict[str, str]:
     """What a checkpoint of adapters does not hold: a digest of a sample of every frozen parameter. Empty where all train."""
-    digest, found = hashlib.sha256(), False
-    for name, parameter in model.named_parameters():
-        if not parameter.requires_grad:
-            digest.update(f"{name} {tuple(parameter.shape)} {parameter.detach().flatten()[:SAMPLE].tolist()}".encode())
-            found = True
-    return {"frozen": digest.hexdigest()} if found else {}
+    samples = [
+        f"{name} {tuple(parameter.shape)} {parameter.detach().flatten()[:SAMPLE].tolist()}"
+        for name, parameter in model.named_parameters()
+        if not parameter.requires_grad
+    ]
+    return {"frozen": hashlib.sha256("".join(samples).encode()).hexdigest()} if samples else {}
 
 
 def _differences(saved: dict[str, Any], now: dict[str, Any]) -> dict[str, tuple[str, str]]:

@@ -11,7 +11,6 @@ import numpy as np
 import pytest
 import torch
 
-from skipstone.train.data import cache as caching
 from skipstone.train.data import rows as data
 from skipstone.train.data.rows import Prepared, RowPlan
 from skipstone.train.data.sources import TextFiles
@@ -81,7 +80,7 @@ def test_what_is_damaged_is_made_anew_with_a_warning(recipe: Path, damage: str) 
     cache = recipe / "cache"
     fresh = prepared_rows(SOURCES, BYTES, PLAN, recipe, cache)
     (folder,) = cache.iterdir()
-    path = folder / (caching.CONTENTS if damage == "contents" else "0.npy")
+    path = folder / (data.CONTENTS if damage == "contents" else "0.npy")
     content = bytearray(path.read_bytes())
     content[-1] ^= 1
     path.write_bytes(content if damage == "a byte" else content[:-9])
@@ -110,21 +109,22 @@ def test_a_full_disk_leaves_nothing_behind(recipe: Path, monkeypatch: pytest.Mon
 
 def test_the_first_of_two_processes_wins(tmp_path: Path) -> None:
     folder = tmp_path / "cache" / "key"
-    caching.save(folder, [numbered(0, 3)], {"who": "first"})
-    caching.save(folder, [numbered(5, 3)], {"who": "second"})
-    found = caching.load(folder)
+    first, second = (Prepared(numbered(start, 3), {}, {"held_rows": {}, "start": start}) for start in (0, 5))
+    data.save(folder, first)
+    data.save(folder, second)
+    found = data.load(folder)
     assert found is not None
-    assert (found[0][0].tolist(), found[1]) == (numbered(0, 3).tolist(), {"who": "first"})
+    assert same(found, first)
     assert [path.name for path in folder.parent.iterdir()] == ["key"]
 
 
 def test_rows_are_mapped_and_may_be_written_to_without_changing_the_file(tmp_path: Path) -> None:
-    caching.save(tmp_path / "key", [numbered(0, 3)], {})
+    data.save(tmp_path / "key", Prepared(numbered(0, 3), {}, {"held_rows": {}}))
     for _ in range(2):
-        found = caching.load(tmp_path / "key")
+        found = data.load(tmp_path / "key")
         assert found is not None
-        assert found[0][0].tolist() == numbered(0, 3).tolist()
-        found[0][0].zero_()
+        assert found.train.tolist() == numbered(0, 3).tolist()
+        found.train.zero_()
 
 
 def test_a_tokenizer_that_cannot_be_compared_is_refused(recipe: Path) -> None:

@@ -6,6 +6,7 @@ from __future__ import annotations
 import errno
 import hashlib
 import json
+import os
 from collections import namedtuple
 from pathlib import Path
 from typing import Any
@@ -20,9 +21,7 @@ from skipstone.methods.adadecode import heads as exit_heads
 from skipstone.methods.adadecode.heads import new_card
 from skipstone.models.layered import LayeredModel
 from skipstone.train.heads import answers as answering
-from skipstone.train.heads import features as extracting
-from skipstone.train.heads import run as training
-from skipstone.train.heads import training as heads_training
+from skipstone.train.heads import training
 from skipstone.train.heads.answers import Answer
 from skipstone.train.heads.recipe import Answers, Schedule, made, read
 from tests.helpers.commandline import assert_refused, run, succeed
@@ -82,7 +81,7 @@ def test_the_divergence_is_that_of_the_formula(base: Path) -> None:
     with torch.no_grad():
         states = model(ids[None], output_hidden_states=True).hidden_states
         stored = torch.stack([model.model.norm(states[2][0]), model.model.norm(states[4][0]), states[6][0]], 1)
-        found = heads_training.Divergence(heads, layered)(stored)
+        found = training.Divergence(heads, layered)(stored)
         embedding = model.lm_head.weight.double()
         target = (stored[:, 2].double() @ embedding.T).log_softmax(-1)
         for index in range(2):
@@ -100,8 +99,8 @@ def test_features_are_the_states_behind_the_models_own_answers(base: Path, tmp_p
         Answer(prompt(int(length), seed).tolist(), prompt(int(new), 50 + seed).tolist())
         for seed, (length, new) in enumerate(torch.randint(1, 9, (21, 2), generator=dice).tolist())
     ]
-    features = extracting.extract(layered, answers, (2, 4), tmp_path, 1e9, quiet)
-    assert (tmp_path / extracting.DATA).stat().st_size == 2 * 3 * 32 * sum(len(one.tokens) for one in answers)
+    features = answering.extract(layered, answers, (2, 4), tmp_path, 1e9, quiet)
+    assert (tmp_path / answering.DATA).stat().st_size == 2 * 3 * 32 * sum(len(one.tokens) for one in answers)
     for index, one in enumerate(answers):
         ids = torch.tensor([one.prompt + one.tokens])
         with torch.no_grad():
@@ -143,10 +142,10 @@ def test_a_run_that_is_killed_anywhere_ends_with_the_same_heads(
     wanted = digests(training.run(recipe(base, tmp_path / "whole"), base, say=quiet))[exit_heads.WEIGHTS]
     kills = [
         (answering, "left_padded", 2),
-        (extracting, "_states", 1),
-        (heads_training, "quality", 3),
-        (heads_training._Run, "save", 1),
-        (heads_training._Run, "_step", 7),
+        (answering, "_states", 1),
+        (training, "quality", 3),
+        (training._Run, "save", 1),
+        (training._Run, "_step", 7),
     ]
     for owner, name, after in kills:
         with monkeypatch.context() as patch:
@@ -193,16 +192,16 @@ def test_a_full_disk_leaves_nothing_half_written(base: Path, tmp_path: Path, mon
 
     usage = namedtuple("usage", "free")
     for module, name, failing in (
-        (extracting.os, "fsync", full),
-        (extracting.shutil, "disk_usage", lambda _: usage(10)),
-        (extracting, "_states", lambda *_: torch.full((2, 3, 32), torch.inf)),
+        (os, "fsync", full),
+        (answering.shutil, "disk_usage", lambda _: usage(10)),
+        (answering, "_states", lambda *_: torch.full((2, 3, 32), torch.inf)),
     ):
         with monkeypatch.context() as patch:
             patch.setattr(module, name, failing)
             with pytest.raises((OSError, ValueError), match=r"nothing of the features is left|states do not fit into"):
-                extracting.extract(layered, [Answer([5, 6], [7, 8])], (2, 4), tmp_path, 1e9, quiet)
+                answering.extract(layered, [Answer([5, 6], [7, 8])], (2, 4), tmp_path, 1e9, quiet)
         assert list(tmp_path.iterdir()) == [], name
-    assert extracting.extract(layered, [Answer([5, 6], [7, 8])], (2, 4), tmp_path, 1e9, quiet).bounds == [0, 2]
+    assert answering.extract(layered, [Answer([5, 6], [7, 8])], (2, 4), tmp_path, 1e9, quiet).bounds == [0, 2]
 
 
 def test_another_run_in_the_same_folder_is_refused(base: Path, tmp_path: Path) -> None:
@@ -321,7 +320,7 @@ def test_the_seed_decides_low_rank_heads_from_the_first(base: Path, tmp_path: Pa
 def test_features_of_another_model_with_the_same_answers_are_made_anew(base: Path, tmp_path: Path) -> None:
     answers = [Answer([3, 4], [5, 6, 7]), Answer([4], [6, 8])]
     found = [
-        extracting.extract(LayeredModel(llama(layers=6, seed=seed)), answers, (2, 4), tmp_path, 1e9, quiet).states.clone()
+        answering.extract(LayeredModel(llama(layers=6, seed=seed)), answers, (2, 4), tmp_path, 1e9, quiet).states.clone()
         for seed in (1, 2)
     ]
     assert not torch.equal(*found)

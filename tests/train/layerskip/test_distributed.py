@@ -77,7 +77,7 @@ def from_file(folder: Path) -> dict[str, Any]:
 
 def heads(folder: Path) -> dict[str, Any]:
     """AdaDecode's exit heads: the first process writes answers and features, both train."""
-    from skipstone.train.heads import run as heads
+    from skipstone.train.heads.training import run as run_heads
 
     if os.environ.get("RANK", "0") == "0":
         heads_base(folder / "base")
@@ -86,7 +86,7 @@ def heads(folder: Path) -> dict[str, Any]:
         time.sleep(0.05)
     said: list[str] = []
     return {
-        "heads": str(heads.run(heads_recipe(folder / "base", folder / "run"), folder / "base", say=said.append)),
+        "heads": str(run_heads(heads_recipe(folder / "base", folder / "run"), folder / "base", say=said.append)),
         "said": said,
     }
 

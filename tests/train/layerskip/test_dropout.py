@@ -182,7 +182,7 @@ def test_an_error_inside_a_layer_leaves_the_model_whole(name: str) -> None:
     modules = DecoderModules(model)
     handle = modules.layers[2].register_forward_pre_hook(lambda *_: (_ for _ in ()).throw(MemoryError))
     try:
-        with pytest.raises(MemoryError), layers_recorded(modules.layers, lambda _: True, lambda _: [0]):
+        with pytest.raises(MemoryError), layers_recorded(modules.layers, [True] * LAYERS, [[0]] * LAYERS):
             modules.decoder(**inputs, use_cache=False)
     finally:
         handle.remove()
@@ -198,7 +198,7 @@ def test_an_error_inside_a_layer_leaves_the_model_whole(name: str) -> None:
 def test_a_batch_with_dropped_rows_is_each_row_alone_through_the_layers_that_keep_it(name: str) -> None:
     model, inputs = families.cached(name), batch()
     modules = DecoderModules(model)
-    with layers_recorded(modules.layers, lambda _: True, PLAN.__getitem__) as states:
+    with layers_recorded(modules.layers, [True] * LAYERS, PLAN) as states:
         found = modules.decoder(**inputs, use_cache=False).last_hidden_state
     plain = modules.decoder(**inputs, use_cache=False).last_hidden_state
     assert list(states) == [0, 1, 2, 3]
@@ -224,7 +224,7 @@ def test_a_dropped_row_is_not_computed(name: str) -> None:
         for index, layer in enumerate(modules.layers):
             inside = getattr(layer, modules.family.attention)
             hooks.callback(inside.register_forward_pre_hook(rows_into(seen, index), with_kwargs=True).remove)
-        with layers_recorded(modules.layers, lambda _: False, PLAN.__getitem__) as states:
+        with layers_recorded(modules.layers, [False] * LAYERS, PLAN) as states:
             modules.decoder(**batch(), use_cache=False)
     assert seen == {0: 3, 1: 2, 3: 1}
     assert not states
@@ -236,11 +236,10 @@ def test_nothing_dropped_is_the_plain_forward_bit_by_bit(name: str) -> None:
     model, inputs = families.cached(name), batch()
     modules = DecoderModules(model)
     plain = modules.decoder(**inputs, use_cache=False).last_hidden_state
-    for rows in (None, [0, 1, 2]):
-        with layers_recorded(modules.layers, lambda _: True, lambda _, rows=rows: rows) as states:
-            last = modules.decoder(**inputs, use_cache=False).last_hidden_state
-        assert last.equal(plain)
-        assert modules.logits(states[3]).equal(model(**inputs).logits)
+    with layers_recorded(modules.layers, [True] * LAYERS, [[0, 1, 2]] * LAYERS) as states:
+        last = modules.decoder(**inputs, use_cache=False).last_hidden_state
+    assert last.equal(plain)
+    assert modules.logits(states[3]).equal(model(**inputs).logits)
 
 
 def rows_of_the_last_layer(p_max: float, ids: Tensor, step: int, micro: int) -> list[int]:

@@ -11,8 +11,8 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from skipstone.train.labels import IGNORED
-from skipstone.train.layerskip.evaluation import ExitQuality, exit_quality
+from skipstone.train.data.rows import IGNORED
+from skipstone.train.layerskip.metrics import ExitQuality, exit_quality
 from tests.helpers import families
 from tests.helpers.objectives import HEADS
 

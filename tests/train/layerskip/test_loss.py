@@ -9,8 +9,8 @@ import torch.nn.functional as F
 from scipy.special import logsumexp, rel_entr
 from torch import Tensor, nn
 
-from skipstone.train.labels import IGNORED, shifted
-from skipstone.train.layerskip.loss import cross_entropy, divergence
+from skipstone.train.data.rows import IGNORED, shifted
+from skipstone.train.layerskip.objective import cross_entropy, divergence
 
 N, WIDTH, VOCAB = 23, 6, 11
 CHUNKS = [1, 2, 7, 22, 23, 24, 1000]

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from skipstone.models.modules import DecoderModules
-from skipstone.train.labels import IGNORED
+from skipstone.train.data.rows import IGNORED
 from skipstone.train.layerskip.dropout import kept_rows
 from skipstone.train.layerskip.objective import Objective
 from skipstone.train.layerskip.recipe import EarlyExitLoss, LayerDropout, LayerSkipRecipe

@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import nn
 
-from skipstone.train.layerskip.optimizer import Together, muon_with_adamw
+from skipstone.train.layerskip.trainer import Together, muon_with_adamw
 from tests.helpers import families
 
 MUON, RATE, BETAS, DECAY = 0.02, 3e-3, (0.9, 0.95), 0.07  # none of them torch's default

@@ -182,11 +182,11 @@ def test_the_presets_carry_the_papers_settings() -> None:
     """Section 5, tables 8, 9 and 10: p_max, S(t), e_scale, C, R, learning rate, batch, context, steps."""
     found = {
         name: (
-            preset.recipe.dropout.p_max,
-            preset.recipe.dropout.curriculum,
-            preset.recipe.exits.e_scale,
-            preset.recipe.exits.curriculum,
-            preset.recipe.exits.dilation,
+            preset.dropout.p_max,
+            preset.dropout.curriculum,
+            preset.exits.e_scale,
+            preset.exits.curriculum,
+            preset.exits.dilation,
             preset.learning_rate,
             preset.batch_size,
             preset.context,
@@ -203,11 +203,11 @@ def test_the_presets_carry_the_papers_settings() -> None:
         "code": (0.1, "none", 1.0, "rotational", 16, 1e-4, 4, 2048, 10_000),
         "task": (0.2, "none", 1.0, "gradual", None, 1e-4, 32, 4096, 5_800),
     }
-    assert all(p.recipe.exits.kl_weight is None and p.recipe.exits.exits is None for p in PRESETS.values())
-    assert layers_of(PRESETS["scratch"].recipe.exits.active(3, 24, 50_000)) == [3, 23]  # R = 23 of 24 layers
+    assert all(p.exits.kl_weight is None and p.exits.exits is None for p in PRESETS.values())
+    assert layers_of(PRESETS["scratch"].exits.active(3, 24, 50_000)) == [3, 23]  # R = 23 of 24 layers
     layers = {"continual-13b": 40, "scratch": 24, "task": 24}
     for name in PRESETS:
-        PRESETS[name].recipe.check(layers.get(name, 32), PRESETS[name].steps)
+        PRESETS[name].check(layers.get(name, 32), PRESETS[name].steps)
 
 
 REFUSED: dict[str, tuple[Callable[[], object], str]] = {

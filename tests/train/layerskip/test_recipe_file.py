@@ -11,8 +11,8 @@ from skipstone import Autoregressive
 from skipstone.methods import resolve
 from skipstone.train.heads import recipe as heads_recipe
 from skipstone.train.layerskip import run as running
+from skipstone.train.layerskip.arguments import arguments, read
 from skipstone.train.layerskip.recipe import PRESETS, EarlyExitLoss, LayerDropout
-from skipstone.train.layerskip.recipe_file import arguments, read
 from skipstone.train.layerskip.run import run
 from tests.helpers.training import recipe
 
@@ -158,7 +158,7 @@ class TestFile:
     def test_presets_are_the_papers_settings_until_something_else_is_said(self, tmp_path: Path, name: str) -> None:
         preset = PRESETS[name]
         args = arguments(read(recipe(tmp_path, preset=name, training=..., exits=...)), tmp_path)
-        assert (args.dropout, args.exits) == (preset.recipe.dropout, preset.recipe.exits)
+        assert (args.dropout, args.exits) == (preset.dropout, preset.exits)
         assert (args.learning_rate, args.max_steps) == (preset.learning_rate, preset.steps)
         assert args.per_device_train_batch_size == preset.batch_size
         changed = {"training": {"max_steps": 7}, "exits": {"keep_last": True}, "dropout": {"p_max": 0.05}}
@@ -166,7 +166,7 @@ class TestFile:
         args = arguments(made, tmp_path)
         assert (args.max_steps, args.exits.keep_last, args.dropout.p_max) == (7, True, 0.05)
         assert made.data.length == preset.context
-        assert (args.learning_rate, args.exits.e_scale) == (preset.learning_rate, preset.recipe.exits.e_scale)
+        assert (args.learning_rate, args.exits.e_scale) == (preset.learning_rate, preset.exits.e_scale)
 
     def test_without_a_preset_and_numbers_that_yaml_takes_for_texts(self, tmp_path: Path) -> None:
         path = recipe(tmp_path, exits=..., training__eval_exits=[1, 2])

@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from transformers import default_data_collator
 
-from skipstone.train.labels import IGNORED
+from skipstone.train.data.rows import IGNORED
 from skipstone.train.layerskip import objective
 from skipstone.train.layerskip.arguments import LayerSkipArguments
 from skipstone.train.layerskip.recipe import EarlyExitLoss, LayerDropout, exit_scale

@@ -9,7 +9,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from skipstone.train.labels import IGNORED
+from skipstone.train.data.rows import IGNORED
 from skipstone.train.layerskip.dropout import kept_rows
 from skipstone.train.layerskip.recipe import EarlyExitLoss
 from tests.helpers.objectives import (

@@ -136,12 +136,10 @@ class _NearDuplicates:
         shingles = self._hashed(words)
         signature = self._signature(shingles)
         bands = [(band, row.tobytes()) for band, row in enumerate(signature.reshape(BANDS, BAND_ROWS))]
-        candidates = sorted({one for band in bands for one in self._buckets.get(band, ())})
-        if candidates:
-            alike = (np.stack([self._signatures[one] for one in candidates]) == signature).mean(axis=1)
-            for one in (candidates[i] for i in np.flatnonzero(alike >= LIKELY)):
-                if jaccard(shingles, self._shingles[one]) >= NEAR:
-                    return True
+        candidates = {one for band in bands for one in self._buckets.get(band, ())}
+        likely = [one for one in candidates if (self._signatures[one] == signature).mean() >= LIKELY]
+        if any(jaccard(shingles, self._shingles[one]) >= NEAR for one in likely):
+            return True
         for band in bands:
             self._buckets[band].append(len(self._shingles))
         self._shingles.append(shingles)
@@ -189,10 +187,7 @@ def split(documents: Sequence[Document], held_out: float = 0.02, seed: int = 0) 
     for index, document in enumerate(documents):
         groups[document.source].append((document.rank(seed, "split"), index))
     chosen: set[int] = set()
-    for group in groups.values():
-        if held_out == 0 or len(group) == 1:
-            continue
-        group.sort()
+    for group in map(sorted, groups.values() if held_out else ()):
         count = sum(rank < held_out for rank, _ in group)
         chosen.update(index for _, index in group[: min(max(count, 1), len(group) - 1)])
     training = [document for index, document in enumerate(documents) if index not in chosen]

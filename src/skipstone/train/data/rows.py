@@ -6,6 +6,8 @@ stands for a token that is read but not predicted.
 """
 
 import hashlib
+import json
+import shutil
 import warnings
 import zlib
 from collections.abc import Mapping, Sequence
@@ -16,24 +18,26 @@ from typing import Any
 
 import numpy as np
 import torch
+import torch.nn.functional as F
 from numpy.typing import NDArray
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import Field
 from torch import Tensor
 from torch.utils.data import Dataset
 from transformers import PreTrainedTokenizerBase
 
+from skipstone.files import digest, file_digest, first_folder, write_json
+from skipstone.forms import Part
 from skipstone.loading import bos_prefix
-from skipstone.train.data import cache as caching
 from skipstone.train.data.documents import Document, deduplicate, fingerprint, split
-from skipstone.train.labels import IGNORED
 
 BATCH = 256  # documents that are tokenised in one call
+FORMAT = 2  # part of every cached result's key: raise it when the same documents give other rows
+CONTENTS = "contents.json"
+IGNORED = -100  # the label of a token that is not to be predicted, as in transformers
 
 
-class RowPlan(BaseModel):
+class RowPlan(Part):
     """How documents become rows. length: tokens a row. rows: of the whole training order. held_out: share of documents."""
-
-    model_config = ConfigDict(extra="forbid", frozen=True)
 
     length: int = Field(ge=2)
     rows: int = Field(ge=1)
@@ -73,6 +77,11 @@ class TokenRows(Dataset[dict[str, Tensor]]):
         return {"input_ids": torch.where(given, ~row, row), "labels": row.masked_fill(given, IGNORED)}
 
 
+def shifted(labels: Tensor) -> Tensor:
+    """labels [B, T] -> what every position predicts [B, T]: its right neighbour's label, nothing at the end."""
+    return F.pad(labels[:, 1:], (0, 1), value=IGNORED)
+
+
 def pack(documents: Sequence[Document], tokenizer: PreTrainedTokenizerBase, length: int, seed: int, eos_id: int) -> Tensor:
     """[N, length] int64: the documents in an order drawn by `seed`, `eos_id` after each, cut into rows; the rest is dropped.
 
@@ -108,13 +117,8 @@ def _tokens(
 
 
 def _encoded(texts: list[str], tokenizer: PreTrainedTokenizerBase) -> list[list[int]]:
-    batch: Any = tokenizer(
-        texts,
-        add_special_tokens=False,
-        split_special_tokens=True,
-        return_attention_mask=False,
-        verbose=False,  # says that a document is longer than the model's context, which rows are not
-    )
+    plain: dict[str, Any] = {"add_special_tokens": False, "split_special_tokens": True, "return_attention_mask": False}
+    batch: Any = tokenizer(texts, **plain, verbose=False)  # else: a document is longer than the context, which rows are not
     return batch["input_ids"]
 
 
@@ -179,28 +183,67 @@ def prepare(
     tokenizer. A damaged result is made anew, with a warning. ValueError as the steps have it, and where a source is too small
     for one row to train on; one whose held-out documents do not fill a row is not evaluated, with a warning.
     """
-    _end(tokenizer)  # before any work
+    if not isinstance(tokenizer.eos_token_id, int):
+        raise ValueError("the tokenizer has no eos_token, which ends every document: set tokenizer.eos_token")
     if cache is None:
         return _build(documents, weights, tokenizer, plan)
-    key = caching.key([fingerprint(documents), [*weights.items()], plan.model_dump(mode="json")], tokenizer)
-    if (found := caching.load(cache / key)) is not None:
-        (train, *held_out), report = found
-        return Prepared(train, dict(zip(report["held_rows"], held_out, strict=True)), report)
+    folder = cache / _key([fingerprint(documents), [*weights.items()], plan.model_dump(mode="json")], tokenizer)
+    if (found := load(folder)) is not None:
+        return found
     built = _build(documents, weights, tokenizer, plan)
-    caching.save(cache / key, [built.train, *built.held_out.values()], built.report)
+    save(folder, built)
     return built
 
 
-def _end(tokenizer: PreTrainedTokenizerBase) -> int:
-    if not isinstance(tokenizer.eos_token_id, int):
-        raise ValueError("the tokenizer has no eos_token, which ends every document: set tokenizer.eos_token")
-    return tokenizer.eos_token_id
+def save(folder: Path, prepared: Prepared) -> None:
+    """Write prepared data as a folder that is complete or not there. Where another process was faster, its result stays.
+    OSError (a full disk) leaves nothing behind."""
+    with first_folder(folder) as made:
+        files = {}
+        for index, tensor in enumerate((prepared.train, *prepared.held_out.values())):
+            path = made / f"{index}.npy"
+            np.save(path, tensor.numpy(), allow_pickle=False)
+            files[path.name] = file_digest(path)
+        write_json(made / CONTENTS, {"files": files, "report": prepared.report})
+
+
+def load(folder: Path) -> Prepared | None:
+    """What `save` wrote, arrays mapped from their files, not read; None where there is nothing. What is damaged is removed with
+    a warning, and None."""
+    if not folder.is_dir():
+        return None
+    try:
+        contents = json.loads((folder / CONTENTS).read_text(encoding="utf-8"))
+        train, *held_out = (_mapped(folder / name, sha256) for name, sha256 in contents["files"].items())
+        report = contents["report"]
+        return Prepared(train, dict(zip(report["held_rows"], held_out, strict=True)), report)
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        warnings.warn(f"the cached data in {folder} is damaged ({error}) and is made anew", UserWarning, stacklevel=2)
+        shutil.rmtree(folder)
+        return None
+
+
+def _mapped(path: Path, sha256: str) -> Tensor:
+    if (found := file_digest(path)) != sha256:
+        raise ValueError(f"{path.name} has the SHA-256 {found:.12}, expected {sha256:.12}")
+    return torch.from_numpy(np.load(path, mmap_mode="c", allow_pickle=False))  # "c": torch wants an array it may write to
+
+
+def _key(facts: list[Any], tokenizer: PreTrainedTokenizerBase) -> str:
+    """The name of a result, a hash of all that it depends on. ValueError for a tokenizer that cannot be told from others."""
+    backend = getattr(tokenizer, "backend_tokenizer", None)
+    if backend is None:
+        raise ValueError(
+            f"prepared data are kept for tokenizers of the tokenizers package (PreTrainedTokenizerFast), whose content can be "
+            f"compared, found {type(tokenizer).__name__}"
+        )
+    return digest([FORMAT, facts, backend.to_str(), tokenizer.eos_token_id], 32)
 
 
 def _build(
     documents: Sequence[Document], weights: Mapping[str, float], tokenizer: PreTrainedTokenizerBase, plan: RowPlan
 ) -> Prepared:
-    eos_id = _end(tokenizer)
+    eos_id: Any = tokenizer.eos_token_id
     kept, duplicates = deduplicate(documents)
     parts = dict(zip(("train", "held_out"), split(kept, plan.held_out, plan.seed), strict=True))
     report: dict[str, dict[str, Any]] = {name: {**duplicates[name]} for name in weights}

@@ -10,13 +10,13 @@ import inspect
 import string
 import sys
 import sysconfig
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from fnmatch import fnmatchcase
 from pathlib import Path, PurePath
 from types import ModuleType
 from typing import Annotated, Any, Literal, NamedTuple
 
-from pydantic import Field, field_validator, model_validator
+from pydantic import Field, ValidationInfo, field_validator, model_validator
 
 from skipstone.forms import Part
 from skipstone.records import OnHub, decoded, json_lines, value
@@ -110,16 +110,11 @@ class _Records(Origin):
 
     @field_validator("template", "prompt")
     @classmethod
-    def _plain_keys(cls, template: str | None) -> str | None:
+    def _plain_keys(cls, template: str | None, info: ValidationInfo) -> str | None:
         for _, key, form, conversion in string.Formatter().parse(template or ""):
             if key == "" or form or conversion:
                 raise ValueError(f"expected plain keys such as {{question}} in the template, found {template!r}")
-        return template
-
-    @field_validator("template")
-    @classmethod
-    def _has_keys(cls, template: str) -> str:
-        if not _keys(template):
+        if info.field_name == "template" and not _keys(template or ""):
             raise ValueError(f"the template {template!r} names no key in braces: every document would be the same")
         return template
 
@@ -214,7 +209,13 @@ class Script(Origin):
         documents = getattr(_run(path), "documents", None)
         if not callable(documents):
             raise ValueError(f"{path} has no function documents(**arguments) that yields texts")
-        _check_arguments(documents, self.arguments, path)
+        signature = inspect.signature(documents)
+        try:
+            signature.bind(**self.arguments)
+        except TypeError as error:
+            raise ValueError(
+                f"{path}: documents{signature} does not take arguments={self.arguments}: {error}; change them in the recipe"
+            ) from error
         texts = documents(**self.arguments)
         if isinstance(texts, str) or not isinstance(texts, Iterable):
             raise ValueError(f"{path}: documents() must give an iterable of texts, found {type(texts).__name__}")
@@ -227,6 +228,15 @@ class Script(Origin):
 
 Source = Annotated[TextFiles | JsonLines | HubDataset | Script, Field(discriminator="kind")]
 """One entry of a recipe's list of sources, told apart by `kind`."""
+
+
+def from_folder(sources: Sequence[Source], data_dir: Path | None) -> list[Source]:
+    """Sources with those of the hub that name a `file` replaced by that file in `data_dir`. ValueError where none names one."""
+    if data_dir is None:
+        return list(sources)
+    if not any(isinstance(source, HubDataset) and source.file for source in sources):
+        raise ValueError(f"--data-dir {data_dir} has no effect: no source of the hub names a `file` that may lie there")
+    return [source.local(data_dir) if isinstance(source, HubDataset) else source for source in sources]
 
 
 def _run(path: Path) -> ModuleType:
@@ -242,16 +252,6 @@ def _run(path: Path) -> ModuleType:
     finally:
         sys.path.remove(str(path.parent))
     return module
-
-
-def _check_arguments(function: Callable[..., Any], arguments: dict[str, Any], path: Path) -> None:
-    signature = inspect.signature(function)
-    try:
-        signature.bind(**arguments)
-    except TypeError as error:
-        raise ValueError(
-            f"{path}: documents{signature} does not take arguments={arguments}: {error}; change them in the recipe"
-        ) from error
 
 
 def name_of(text: str) -> str:

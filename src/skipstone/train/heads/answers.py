@@ -1,29 +1,48 @@
-"""What a model answers to prompts, greedily and in batches, kept in a file that a killed run goes on with: the on-policy data
-of AdaDecode's heads (appendix D).
+"""What heads learn from, in files that a killed run goes on with: a model's own answers, and what it thinks of them.
 
-Speculative decoding pays in small batches and plain decoding in large ones, so the first batches try both.
+Answers (AdaDecode, appendix D: on-policy data): greedily and in batches, a line a prompt, {"prompt": [ids], "tokens": [ids]},
+after a first line that says what is asked of whom, in an order that only the prompts' lengths decide. Speculative decoding pays
+in small batches and plain decoding in large ones, so the first batches try both.
 
-The first line says what is asked of whom; then comes a line a prompt, {"prompt": [ids], "tokens": [ids]}, in an order that
-only the prompts' lengths decide.
+Features: the states that exit heads read, and the last ones, in one file that is mapped into memory. One forward over every
+answer, in batches that the answers alone decide; the file grows batch by batch under a hidden name, and has its name when it is
+whole.
 """
 
+import errno
+import json
+import math
+import shutil
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+import torch
+from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from skipstone import api
 from skipstone.decoding.method import OWN_FIELD, Method
-from skipstone.files import LineFile, digest, read_lines
+from skipstone.files import LineFile, digest, install, read_lines
 from skipstone.methods import resolve
+from skipstone.models.exits import watched
 from skipstone.models.fingerprint import fingerprint
 from skipstone.models.host import left_padded
 from skipstone.models.layered import LayeredModel
+from skipstone.train import Say
 from skipstone.train.heads.recipe import Answers
-from skipstone.train.runs import Say
+
+BATCH = 16  # answers of one forward
+BYTES = 2  # of a number in the file, bfloat16 or float16
+DATA = "features.bin"  # the states, [N, k + 1, d] numbers one after the other
+ABOUT = "features.json"  # what the states are of; the file that tells that they are complete
+PARTIAL = ".features.partial"  # the folder in which they grow
+GIB = 2**30
 
 
 @dataclass(frozen=True)
@@ -54,6 +73,7 @@ def write(
     if len(asked) < len(prompts):
         say(f"{len(prompts) - len(asked)} prompts are empty or too long and left out")
     key = {"model": fingerprint(model), "prompts": digest(asked), "max_new_tokens": wish.max_new_tokens}
+    options = {"max_new_tokens": wish.max_new_tokens, "do_sample": False, "eos_token_id": sorted(eos) or None}
     methods = _methods(model, wish)
     rates: list[float] = []  # tokens a second of each method on its first batch
     with LineFile(path) as file:
@@ -67,21 +87,12 @@ def write(
             part = asked[len(done) : len(done) + wish.batch_size]
             method = methods[len(rates)] if len(rates) < len(methods) else methods[rates.index(max(rates))]
             ids, mask = left_padded(part)
-            out = api.generate(
-                model,
-                ids,
-                method,
-                attention_mask=mask,
-                max_new_tokens=wish.max_new_tokens,
-                do_sample=False,
-                eos_token_id=sorted(eos) or None,
-            )
-            assert out.new_tokens is not None
+            texts = api.generate(model, ids, method, attention_mask=mask, **options).new_tokens or []
             took = time.perf_counter() - began
             seconds += took
             if len(rates) < len(methods):
-                rates.append(sum(map(len, out.new_tokens)) / took)
-            answers = [Answer(ids, tokens) for ids, tokens in zip(part, out.new_tokens, strict=True)]
+                rates.append(sum(map(len, texts)) / took)
+            answers = [Answer(ids, tokens) for ids, tokens in zip(part, texts, strict=True)]
             file.add(*({"prompt": one.prompt, "tokens": one.tokens, "seconds": seconds} for one in answers))
             done += answers
             say(f"answers: {len(done)} of {len(asked)}, {seconds:.0f} s")
@@ -110,3 +121,96 @@ def _read(path: Path, key: dict[str, Any]) -> tuple[list[Answer], float]:
         different = sorted(name for name in key if not isinstance(first, dict) or first.get(name) != key[name])
         raise ValueError(f"{path} holds other answers ({', '.join(different)} differ): use another output folder, or remove it")
     return answers, seconds
+
+
+@dataclass(frozen=True)
+class Features:
+    """states: [N, k + 1, d], what the LM head would read of N positions after each of k exit layers and after the last (after
+    the final norm). bounds: [answers + 1], where in N an answer's positions begin and end."""
+
+    states: Tensor
+    bounds: list[int]
+
+    def states_of(self, answers: Sequence[int]) -> Tensor:
+        """[n, k + 1, d] of some answers, one after the other."""
+        return torch.cat([self.states[self.bounds[one] : self.bounds[one + 1]] for one in answers])
+
+
+def extract(
+    model: LayeredModel, answers: Sequence[Answer], layers: Sequence[int], folder: Path, max_disk: float, say: Say
+) -> Features:
+    """The features of all answers, made or found. max_disk: most bytes they may take.
+
+    ValueError where they would take more, OSError where the disk is full: nothing of them is left then.
+    """
+    width = model.head.weight.shape[1]  # d
+    kind = torch.bfloat16 if model.dtype == torch.bfloat16 else torch.float16
+    asked = digest([[one.prompt, one.tokens] for one in answers])
+    about = {"model": fingerprint(model.model), "answers": asked, "layers": list(layers), "width": width, "dtype": str(kind)}
+    bounds = [0, *accumulate(len(one.tokens) for one in answers)]
+    shape = (bounds[-1], len(layers) + 1, width)
+    if not _there(folder, about):
+        needed = math.prod(shape) * BYTES
+        say(f"features: {bounds[-1]} positions, {needed / GIB:.2f} GiB on the disk")
+        if needed > max_disk:
+            raise ValueError(
+                f"the features of {len(answers)} answers take {needed / GIB:.2f} GiB, more than --max-disk {max_disk / GIB:g}: "
+                "raise it, or take fewer prompts, shorter answers or fewer layers"
+            )
+        _make(model, answers, folder, about, bounds, say)
+    raw = np.memmap(folder / DATA, dtype=np.int16, mode="c", shape=shape)
+    return Features(torch.from_numpy(raw).view(kind), bounds)
+
+
+def _there(folder: Path, about: dict[str, Any]) -> bool:
+    try:
+        return json.loads((folder / ABOUT).read_text(encoding="utf-8")) == about and (folder / DATA).is_file()
+    except (OSError, ValueError):
+        return False
+
+
+def _make(
+    model: LayeredModel, answers: Sequence[Answer], folder: Path, about: dict[str, Any], bounds: list[int], say: Say
+) -> None:
+    made, layers, dtype = folder / PARTIAL, about["layers"], about["dtype"].removeprefix("torch.")
+    row = (len(layers) + 1) * about["width"] * BYTES  # bytes of a position
+    try:
+        if not _there(made, about):
+            shutil.rmtree(made, ignore_errors=True)
+            made.mkdir(parents=True)
+            (made / DATA).touch()
+            (made / ABOUT).write_text(json.dumps(about), encoding="utf-8")
+        had = (made / DATA).stat().st_size
+        if (free := shutil.disk_usage(made).free) < bounds[-1] * row - had:
+            raise OSError(errno.ENOSPC, f"{free / GIB:.2f} GiB are free")
+        begin = max((first for first in range(0, len(answers), BATCH) if bounds[first] * row <= had), default=0)
+        with (made / DATA).open("ab") as file:
+            file.truncate(bounds[begin] * row)
+            for first in range(begin, len(answers), BATCH):
+                states = _states(model, answers[first : first + BATCH], layers).to(getattr(torch, dtype))
+                if not bool(states.isfinite().all()):
+                    raise ValueError(f"the model's states do not fit into {dtype}: load it as bfloat16")
+                file.write(states.view(torch.int16).cpu().numpy().tobytes())
+                if first // BATCH % 16 == 15:
+                    say(f"features: {first + BATCH} of {len(answers)} answers")
+        install(made, folder, (DATA, ABOUT))
+        made.rmdir()
+    except (OSError, ValueError) as error:
+        shutil.rmtree(made, ignore_errors=True)
+        if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT):
+            said = f"the disk is full, nothing of the features is left: {error.strerror}"
+            raise OSError(error.errno, said, str(folder)) from error
+        raise
+
+
+@torch.inference_mode()
+def _states(model: LayeredModel, answers: Sequence[Answer], layers: Sequence[int]) -> Tensor:
+    """[n, k + 1, d] of a batch: of every position whose next token is the answer's."""
+    texts = [torch.tensor(one.prompt + one.tokens[:-1]) for one in answers]
+    ids = pad_sequence(texts, batch_first=True).to(model.device)
+    real = pad_sequence([torch.ones_like(text) for text in texts], batch_first=True).to(model.device)
+    with watched(model, [*layers, model.depth]) as kept:
+        model.decoder(input_ids=ids, attention_mask=real, use_cache=False)
+    spans = [slice(len(one.prompt) - 1, len(one.prompt) + len(one.tokens) - 1) for one in answers]
+    parts = [torch.cat([kept[layer][row, span] for row, span in enumerate(spans)]) for layer in (*layers, model.depth)]
+    return model.normed(torch.stack(parts, 1))

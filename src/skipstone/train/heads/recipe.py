@@ -9,8 +9,7 @@ from pydantic import Field, ValidationError, model_validator
 
 from skipstone.forms import Part, first_fault, mapping
 from skipstone.methods.adadecode.heads import Kind
-from skipstone.train.data.sources import Source
-from skipstone.train.runs import from_folder
+from skipstone.train.data.sources import Source, from_folder
 
 PAPER: dict[str, Any] = {"epochs": 100, "batch_size": 128, "learning_rate": 5e-3, "warmup": 0.03, "patience": None}
 """Appendix D: Adam, 100 epochs, batches of 128, 5e-3, cosine, 3 % warm-up. batch_size counts answers."""

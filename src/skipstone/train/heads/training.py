@@ -1,5 +1,9 @@
-"""Training of exit heads on stored states: KL(p* || p_theta) to the last layer's distribution (AdaDecode, section 2.1 and
-appendix D). The model itself takes no part but for its LM head, which stays as it is.
+"""AdaDecode's exit heads for a model, from a recipe: its own answers, its states, the heads (section 2.1 and appendix D).
+
+prompts -> answers (greedy, resumable) -> features (one frozen pass, on the disk) -> heads (KL, resumable) -> a folder of heads
+
+Heads learn from stored states, by KL(p* || p_theta) to the last layer's distribution. The model is read and never written:
+neither its weights, of which the LM head alone takes part, nor its files.
 
 accelerate does what several devices and mixed precision need. A checkpoint is whole or not there, and a run that goes on from
 it gives the same heads as one that was never stopped.
@@ -8,26 +12,108 @@ it gives the same heads as one that was never stopped.
 import copy
 import json
 import math
+import time
 from collections.abc import Sequence
 from contextlib import nullcontext
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
 import torch
-from accelerate import Accelerator
-from accelerate.utils import broadcast_object_list
+from accelerate import Accelerator, PartialState
+from accelerate.utils import broadcast_object_list, set_seed
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
-from skipstone.methods.adadecode.heads import ExitHeads
+from skipstone.files import digest
+from skipstone.loading import BUNDLED, load, usable
+from skipstone.methods.adadecode.heads import ExitHeads, new_card, usual_layers
 from skipstone.models.layered import LayeredModel
-from skipstone.train import checkpoint
-from skipstone.train.heads.features import Features
-from skipstone.train.heads.recipe import Schedule
-from skipstone.train.runs import Say
+from skipstone.train import Say, beside, checkpoint, refuse_used, silent
+from skipstone.train.heads import answers as answering
+from skipstone.train.heads.answers import Features
+from skipstone.train.heads.recipe import HeadsRecipe, Schedule
 
+HEADS = "heads"  # folder in that of the run: the finished heads
+ANSWERS = "answers.jsonl"  # file in the folder of the run: the model's own answers
+PATIENCE = timedelta(days=7)  # how long processes wait for the first, which writes the answers and the features
 LOGITS = 2**24  # most logits of one head that exist at once
 SURE = 0.75  # the paper's threshold, for the report on how often a head is sure
+
+
+def run(
+    recipe: HeadsRecipe,
+    base: Path,
+    output: Path | None = None,
+    *,
+    max_disk: float = 20 * answering.GIB,
+    device: str = "auto",
+    fresh: bool = False,
+    say: Say = print,
+) -> Path:
+    """Train what a recipe describes, or go on with it. base: the folder that relative paths belong to. output: instead of the
+    recipe's own. max_disk: most bytes of features. fresh: refuse to go on. Returns the folder of the finished heads.
+
+    ValueError for a recipe that cannot be and for a folder of another run; OSError for missing data and for a full disk.
+    """
+    folder = output or Path(recipe.output)
+    if fresh:
+        refuse_used(folder)
+    place = usable(device)
+    processes = PartialState(cpu=place.type == "cpu", timeout=PATIENCE)
+    say = say if processes.is_main_process else silent
+    place = place if processes.num_processes == 1 else processes.device or place
+    dtype = recipe.model_dtype if recipe.model_dtype == "auto" else getattr(torch, recipe.model_dtype)
+    model, tokenizer = load(None if recipe.model is None else beside(recipe.model, base), dtype=dtype, device=place)
+    layered = LayeredModel(model.eval().requires_grad_(False))
+    heads = _untrained(recipe, layered)
+    say(f"{sum(one.numel() for one in heads.parameters()) / 1e6:.2f} M parameters after layers {heads.card.layers}")
+    texts = [one.prompt + one.text for source in recipe.prompts for one in source.read(base)]
+    prompts = answering.prompt_ids(texts, tokenizer, recipe.answers.chat)
+    folder.mkdir(parents=True, exist_ok=True)
+    own: Any = model.generation_config.eos_token_id
+    eos = {one for one in (tokenizer.eos_token_id, *(own if isinstance(own, list) else [own])) if isinstance(one, int)}
+    with processes.main_process_first():  # the others find what it has made
+        written, wrote = answering.write(model, prompts, recipe.answers, folder / ANSWERS, eos, say)
+        began = time.perf_counter()
+        features = answering.extract(layered, written, heads.card.layers, folder, max_disk, say)
+    extracted = time.perf_counter()
+    wish = {"training": recipe.training.model_dump(), "heads": recipe.heads.model_dump(), "seed": recipe.seed}
+    key = {**wish, "model": heads.card.model, "answers": digest([one.tokens for one in written])}
+    state = _Run(heads, layered, features, recipe.training, recipe.seed)
+    metrics = state.train(folder, key, say)
+    seconds = {"answers": wrote, "features": extracted - began, "training": time.perf_counter() - extracted}
+    heads.card = heads.card.model_copy(update={"training": _account(recipe, state, seconds), "metrics": metrics})
+    if processes.is_main_process:
+        heads.save(folder / HEADS, layered.dtype if recipe.dtype is None else getattr(torch, recipe.dtype))
+    processes.wait_for_everyone()
+    for layer, one in metrics.items():
+        old, new = (f"divergence {of['divergence']:.3f}, agreement {of['agreement']:.3f}" for of in (one["before"], one))
+        say(f"E={layer}: {old} -> {new}, sure of {100 * one['sure']:.0f} % of all tokens")
+    return folder / HEADS
+
+
+def _untrained(recipe: HeadsRecipe, model: LayeredModel) -> ExitHeads:
+    layers = recipe.heads.layers or usual_layers(model.depth)
+    name = recipe.name or (Path(recipe.model).name if recipe.model and Path(recipe.model).is_dir() else recipe.model) or BUNDLED
+    set_seed(recipe.seed)
+    heads = ExitHeads(new_card(model, layers, recipe.heads.kind, recipe.heads.rank, name))
+    heads.start_from(model)
+    return heads.to(model.device)
+
+
+def _account(recipe: HeadsRecipe, state: "_Run", seconds: dict[str, float]) -> dict[str, Any]:
+    """How heads were trained, for their card."""
+    return {
+        **recipe.training.model_dump(),
+        "prompts": [source.name for source in recipe.prompts],
+        "answers": len(state.training),
+        "held_out_answers": len(state.held_out),
+        "tokens": state.features.bounds[-1],
+        "epochs_trained": state.epoch,
+        "seed": recipe.seed,
+        "seconds": {name: round(value, 1) for name, value in seconds.items()},
+    }
 
 
 class Divergence(nn.Module):
@@ -43,9 +129,8 @@ class Divergence(nn.Module):
         (model,) = self._model
         with torch.no_grad():
             target = model.project(states[None, :, -1])[0].log_softmax(-1)
-        said = [
-            self.heads.read(model, index, states[None, :, index])[0].log_softmax(-1) for index in range(states.shape[1] - 1)
-        ]
+        count = states.shape[1] - 1
+        said = [self.heads.read(model, index, states[None, :, index])[0].log_softmax(-1) for index in range(count)]
         return torch.stack([(target.exp() * (target - one)).sum() for one in said])
 
 
@@ -54,67 +139,16 @@ def quality(heads: ExitHeads, model: LayeredModel, features: Features, answers: 
     """Of every head on some answers: divergence (nats a token), agreement (share of positions where its first choice is the
     last layer's), sure (share where it gives its choice more than SURE) and right (share of those where it agrees)."""
     sums = torch.zeros(len(heads.card.layers), 4, dtype=torch.double)  # divergence, agreeing, sure, both, by head
-    positions = 0
-    for states in _chunks(features.states_of(answers), model):
-        target = model.project(states[None, :, -1])[0].log_softmax(-1)  # [n, V]
-        positions += len(states)
+    states = features.states_of(answers)
+    for part in _chunks(states, model):
+        target = model.project(part[None, :, -1])[0].log_softmax(-1)  # [n, V]
         for index, own in enumerate(sums):
-            said = heads.read(model, index, states[None, :, index])[0].log_softmax(-1)  # [n, V]
+            said = heads.read(model, index, part[None, :, index])[0].log_softmax(-1)  # [n, V]
             agrees, sure = said.argmax(-1) == target.argmax(-1), said.amax(-1).exp() > SURE
             apart = (target.exp() * (target - said)).sum().double()
             own += torch.stack([apart, *(one.sum().double() for one in (agrees, sure, agrees & sure))]).cpu()
-    divergence, agreement, sure = (sums[:, :3] / max(positions, 1)).T.tolist()
-    right = (sums[:, 3] / sums[:, 2].clamp(min=1)).tolist()
-    names = ("divergence", "agreement", "sure", "right")
-    return [dict(zip(names, one, strict=True)) for one in zip(divergence, agreement, sure, right, strict=True)]
-
-
-def _by_layer(found: list[dict[str, float]], layers: Sequence[int]) -> dict[str, dict[str, float]]:
-    """For people: figures of every head by its layer."""
-    rounded = [{name: round(value, 4) for name, value in one.items()} for one in found]
-    return {str(layer): one for layer, one in zip(layers, rounded, strict=True)}
-
-
-def train(
-    heads: ExitHeads,
-    model: LayeredModel,
-    features: Features,
-    schedule: Schedule,
-    folder: Path,
-    fingerprint: dict[str, Any],
-    seed: int,
-    say: Say,
-) -> dict[str, Any]:
-    """Train heads in place, to the weights that were best on the held-out answers, each head for itself; those that it
-    began with count, too. Returns what there is to report. A folder with checkpoints of the same run is gone on from;
-    ValueError for another run's."""
-    on_cpu = model.device.type == "cpu"
-    accelerator = Accelerator(cpu=on_cpu, mixed_precision=_precision(schedule, model), device_placement=False)
-    run = _Run(heads, model, features, schedule, accelerator, seed)
-    if (last := checkpoint.latest(folder)) is not None:
-        checkpoint.verify(last, fingerprint)
-        run.restore(last)
-        say(f"going on after epoch {run.epoch}")
-    if run.epoch == 0:
-        before = quality(heads, model, features, run.held_out)
-        run.before = _by_layer(before, heads.card.layers)
-        run.judge(before)
-    while run.epoch < schedule.epochs and not run.done:
-        run.one_epoch()
-        found = quality(heads, model, features, run.held_out)
-        (found,) = broadcast_object_list([found])  # all processes end with the same epoch
-        run.judge(found)
-        divergences = [one["divergence"] for one in found]
-        shown = ", ".join(f"E={layer} {value:.3f}" for layer, value in zip(heads.card.layers, divergences, strict=True))
-        say(f"epoch {run.epoch}: held-out divergence {shown}")
-        if not all(map(math.isfinite, divergences)):
-            raise ValueError(f"the divergence is not finite after epoch {run.epoch}: lower training.learning_rate")
-        if accelerator.is_main_process:
-            run.save(folder, fingerprint)
-        accelerator.wait_for_everyone()
-    heads.load_state_dict(run.best)
-    after = quality(heads, model, features, run.held_out)
-    return {"epochs": run.epoch, "before": run.before, "after": _by_layer(after, heads.card.layers)}
+    figures = torch.cat([sums[:, :3] / max(len(states), 1), sums[:, 3:] / sums[:, 2:3].clamp(min=1)], 1).tolist()
+    return [dict(zip(("divergence", "agreement", "sure", "right"), one, strict=True)) for one in figures]
 
 
 def split(answers: int, held_out: float, seed: int) -> tuple[list[int], list[int]]:
@@ -126,10 +160,6 @@ def split(answers: int, held_out: float, seed: int) -> tuple[list[int], list[int
     return sorted(order[count:]), sorted(order[:count])
 
 
-def _precision(schedule: Schedule, model: LayeredModel) -> str:
-    return schedule.mixed_precision or ("bf16" if model.device.type == "cuda" else "no")
-
-
 def _chunks(states: Tensor, model: LayeredModel) -> list[Tensor]:
     """States in parts whose logits fit, on the model's device and in its dtype."""
     rows = max(1, LOGITS // model.head.weight.shape[0])
@@ -137,21 +167,21 @@ def _chunks(states: Tensor, model: LayeredModel) -> list[Tensor]:
 
 
 class _Run:
-    """A training run between two epochs.
+    """A training run.
 
     training, held_out: numbers of the answers that heads learn from, and that they are measured on. least_divergence: of every
     head on the held-out answers so far, nats a token. epochs_without_gain: of every head since then. best: weights by name,
     each head's from then. before: figures of the untrained heads, by layer.
     """
 
-    def __init__(
-        self, heads: ExitHeads, model: LayeredModel, features: Features, schedule: Schedule, accelerator: Accelerator, seed: int
-    ) -> None:
-        self.heads, self.model, self.features, self.schedule, self.accelerator = heads, model, features, schedule, accelerator
+    def __init__(self, heads: ExitHeads, model: LayeredModel, features: Features, schedule: Schedule, seed: int) -> None:
+        self.heads, self.model, self.features, self.schedule, self.seed = heads, model, features, schedule, seed
         self.training, self.held_out = split(len(features.bounds) - 1, schedule.held_out, seed)
-        self.seed = seed
+        place = model.device.type
+        precision = schedule.mixed_precision or ("bf16" if place == "cuda" else "no")
+        self.accelerator = Accelerator(cpu=place == "cpu", mixed_precision=precision, device_placement=False)
         optimizer = torch.optim.Adam(heads.parameters(), lr=schedule.learning_rate)
-        self.module, self.optimizer = accelerator.prepare(Divergence(heads, model), optimizer)
+        self.module, self.optimizer = self.accelerator.prepare(Divergence(heads, model), optimizer)
         self.steps_an_epoch = -(-len(self.training) // schedule.batch_size)
         self.epoch = 0
         self.before: dict[str, Any] = {}
@@ -159,10 +189,41 @@ class _Run:
         self.epochs_without_gain = [0] * len(heads.card.layers)
         self.best = copy.deepcopy(heads.state_dict())
 
-    @property
-    def done(self) -> bool:
-        """Whether no head has become better lately."""
-        return self.schedule.patience is not None and min(self.epochs_without_gain) >= self.schedule.patience
+    def train(self, folder: Path, fingerprint: dict[str, Any], say: Say) -> dict[str, dict[str, Any]]:
+        """Train heads in place, to the weights that were best on the held-out answers, each head for itself; those that it
+        began with count, too. Returns figures by layer: after training, and `before`. A folder with checkpoints of the same run
+        is gone on from; ValueError for another run's."""
+        if (last := checkpoint.latest(folder)) is not None:
+            checkpoint.verify(last, fingerprint)
+            self.restore(last)
+            say(f"going on after epoch {self.epoch}")
+        if self.epoch == 0:
+            before = quality(self.heads, self.model, self.features, self.held_out)
+            self.before = self._by_layer(before)
+            self.judge(before)
+        layers, schedule = self.heads.card.layers, self.schedule
+        patience = math.inf if schedule.patience is None else schedule.patience
+        while self.epoch < schedule.epochs and min(self.epochs_without_gain) < patience:
+            self.one_epoch()
+            found = quality(self.heads, self.model, self.features, self.held_out)
+            (found,) = broadcast_object_list([found])  # all processes end with the same epoch
+            self.judge(found)
+            divergences = [one["divergence"] for one in found]
+            shown = ", ".join(f"E={layer} {value:.3f}" for layer, value in zip(layers, divergences, strict=True))
+            say(f"epoch {self.epoch}: held-out divergence {shown}")
+            if not all(map(math.isfinite, divergences)):
+                raise ValueError(f"the divergence is not finite after epoch {self.epoch}: lower training.learning_rate")
+            if self.accelerator.is_main_process:
+                self.save(folder, fingerprint)
+            self.accelerator.wait_for_everyone()
+        self.heads.load_state_dict(self.best)
+        after = self._by_layer(quality(self.heads, self.model, self.features, self.held_out))
+        return {layer: {"before": self.before[layer], **figures} for layer, figures in after.items()}
+
+    def _by_layer(self, found: list[dict[str, float]]) -> dict[str, dict[str, float]]:
+        """For people: figures of every head by its layer."""
+        rounded = [{name: round(value, 4) for name, value in one.items()} for one in found]
+        return dict(zip(map(str, self.heads.card.layers), rounded, strict=True))
 
     def one_epoch(self) -> None:
         """All answers once, in an order of the epoch's own."""
@@ -210,9 +271,8 @@ class _Run:
         save_file({name: one.contiguous() for name, one in self.heads.state_dict().items()}, made / "heads.safetensors")
         save_file({name: one.contiguous() for name, one in self.best.items()}, made / "best.safetensors")
         torch.save(self.optimizer.state_dict(), made / "optimizer.pt")
-        own = {"least": self.least_divergence, "waited": self.epochs_without_gain}
-        progress = {"epoch": self.epoch, **own, "before": self.before}
-        (made / "progress.json").write_text(json.dumps(progress), encoding="utf-8")
+        figures = {"least": self.least_divergence, "waited": self.epochs_without_gain, "before": self.before}
+        (made / "progress.json").write_text(json.dumps({"epoch": self.epoch, **figures}), encoding="utf-8")
         checkpoint.publish(made, folder, self.epoch, fingerprint)
         checkpoint.keep_latest(folder, 1)
 

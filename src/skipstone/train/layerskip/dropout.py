@@ -71,9 +71,9 @@ def forwards_replaced(
 
 @contextmanager
 def layers_recorded(
-    layers: Sequence[nn.Module], wanted: Callable[[int], bool], rows: Callable[[int], list[int] | None]
+    layers: Sequence[nn.Module], wanted: Sequence[bool], rows: Sequence[list[int]]
 ) -> Iterator[dict[int, Tensor]]:
-    """Keep the outputs x_{l+1} [B, T, d] of the wanted layers by l, and run each layer over some rows only (None: all).
+    """Keep the outputs x_{l+1} [B, T, d] of the wanted layers by l, and run each layer over its rows only.
 
     Layer 0 must keep a row (D(0) = 0): it shows whether this family's layers return tuples, before a layer drops all rows.
     """
@@ -83,13 +83,12 @@ def layers_recorded(
     def wrap(layer: int, forward: Callable[..., Any]) -> Callable[..., Any]:
         def run(hidden: Tensor, *args: Any, **kwargs: Any) -> Any:
             nonlocal tuples
-            kept = rows(layer)
-            output = forward(hidden, *args, **kwargs) if kept is None else run_rows(forward, kept, hidden, *args, **kwargs)
-            if kept is None or kept:
+            output = run_rows(forward, rows[layer], hidden, *args, **kwargs)
+            if rows[layer]:
                 tuples = isinstance(output, tuple)
             elif tuples:
                 output = (output,)
-            if wanted(layer):
+            if wanted[layer]:
                 states[layer] = output[0] if isinstance(output, tuple) else output
             return output
 

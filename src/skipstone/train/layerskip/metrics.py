@@ -1,47 +1,91 @@
-"""What a run shows and leaves behind of itself: a progress bar, metrics as JSON lines, and curves as a picture."""
+"""How good every exit of a model is on held-out text, and what a run shows and leaves behind of itself: a progress bar, metrics
+as JSON lines, and curves as a picture."""
 
+import math
 import re
 import sys
 import warnings
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from io import BytesIO
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch import Tensor
+from torch.utils.data import DataLoader
 from tqdm import tqdm
-from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
+from transformers import PreTrainedModel, TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
 from skipstone.files import json_line, write_whole
+from skipstone.models.exits import ExitTally, watched
+from skipstone.models.modules import DecoderModules
+from skipstone.train.data.rows import IGNORED, shifted
+from skipstone.train.layerskip.objective import CHUNK
 
 _EXIT = re.compile(r"eval_(?:(.+)_)?(perplexity|agreement)_exit_(\d+)")
 """A figure of an evaluation: data set, kind, exit layer E."""
 
 
-class Tally:
-    """Means of a loss's parts over the steps between two log entries. A step without a part (the divergence where no exit is
-    active) does not count as one where it is 0."""
+@dataclass(frozen=True)
+class ExitQuality:
+    """Per exit layer E (layers[:E]): perplexity per token, and the share of positions whose argmax is the last layer's,
+    teacher-forced. tokens: positions measured."""
 
-    def __init__(self) -> None:
-        self._sums: dict[str, Tensor] = {}
-        self._steps: dict[str, int] = {}
-        self._latest: dict[str, int] = {}
+    perplexity: dict[int, float]
+    agreement: dict[int, float]
+    tokens: int
 
-    def add(self, step: int, parts: dict[str, Tensor]) -> None:
-        """parts of one forward pass: what the passes of a step add up to is the step's."""
-        for name, part in parts.items():
-            self._sums[name] = self._sums[name] + part if name in self._sums else part
-            self._steps[name] = self._steps.get(name, 0) + (self._latest.get(name) != step)
-            self._latest[name] = step
+    def flat(self) -> dict[str, float]:
+        """One number per name, for logs. loss: nats a token of the last layer."""
+        last = max(self.perplexity)
+        values = {"loss": math.log(self.perplexity[last]), "perplexity": self.perplexity[last]}
+        for layer in sorted(self.perplexity):
+            values[f"perplexity_exit_{layer}"] = self.perplexity[layer]
+            values[f"agreement_exit_{layer}"] = self.agreement[layer]
+        return values
 
-    def state(self) -> dict[str, tuple[Tensor, int]]:
-        """Name -> (sum, steps)."""
-        return {name: (total, self._steps[name]) for name, total in self._sums.items()}
 
-    def restore(self, state: dict[str, tuple[Tensor, int]]) -> None:
-        """Go on from a state, between two steps."""
-        self._sums = {name: total for name, (total, _) in state.items()}
-        self._steps = {name: steps for name, (_, steps) in state.items()}
-        self._latest = {}
+@torch.no_grad()
+def exit_quality(
+    model: PreTrainedModel,
+    rows: Any,
+    batch_size: int = 8,
+    exits: Sequence[int] | None = None,
+    chunk: int = CHUNK,
+    collate: Callable[[list[Any]], dict[str, Tensor]] | None = None,
+) -> ExitQuality:
+    """Measure exits on a data set of items {input_ids [T], labels [T]}, all of one length, with attention_mask [T] where rows
+    are padded. exits: layers E in 1..L, None for all; L is always among them. chunk: positions whose logits exist at once.
+    collate: makes a batch of items, by default torch's way.
+
+    Accumulated in float64. The model is left in the mode it was in. ValueError for exits that do not exist, and for rows that
+    predict nothing.
+    """
+    modules, training = DecoderModules(model), model.training
+    tally = ExitTally(modules, range(1, modules.depth + 1) if exits is None else exits)
+    if wrong := [layer for layer in tally.exits if not 1 <= layer <= modules.depth]:
+        raise ValueError(f"exits must lie between 1 and {modules.depth}, found {wrong}")
+    if chunk < 1:
+        raise ValueError(f"chunk must be at least 1 position, found {chunk}")
+    model.eval()
+    try:
+        for batch in DataLoader(rows, batch_size=batch_size, collate_fn=collate):
+            ids, targets = batch["input_ids"].to(model.device), shifted(batch["labels"]).flatten().to(model.device)
+            mask = batch["attention_mask"].to(model.device) if "attention_mask" in batch else None
+            with watched(modules, tally.exits) as found:
+                modules.decoder(input_ids=ids, attention_mask=mask, use_cache=False)
+            predicting = targets != IGNORED
+            states = {layer: state.flatten(0, 1)[predicting] for layer, state in found.items()}  # [N, d] each
+            targets = targets[predicting]
+            for first in range(0, len(targets), chunk):
+                part = slice(first, first + chunk)
+                tally.add({layer: state[part] for layer, state in states.items()}, targets[part])
+    finally:
+        model.train(training)
+    if not tally.tokens:
+        raise ValueError("there is nothing to measure: no position of the rows predicts anything")
+    return ExitQuality(tally.perplexity(), tally.agreement(), tally.tokens)
 
 
 class JsonLog(TrainerCallback):
@@ -64,8 +108,7 @@ class JsonLog(TrainerCallback):
 class Progress(TrainerCallback):
     """A bar on stderr with the loss and the time that is left, and a line for every evaluation."""
 
-    def __init__(self) -> None:
-        self.bar: Any = None
+    bar: Any = None
 
     def on_train_begin(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:
         if state.is_world_process_zero:

@@ -1,25 +1,31 @@
-"""The recipe on a model: while it is installed, the model's forward drops rows layer by layer and returns the early-exit loss.
+"""The recipe on a model: while it is installed, the model's forward drops rows layer by layer and returns the early-exit loss
+(arXiv 2404.16710, section 4.1.2).
 
 The forward is replaced on the instance, so whatever wraps the model (DDP, FSDP, autocast, PEFT) sees one forward with all of
-the loss inside.
+the loss inside. It is computed one exit and a chunk of positions at a time: the logits of all never exist together.
 """
 
 import functools
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
+from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
+from torch.utils.checkpoint import checkpoint
 from transformers import PreTrainedModel
 from transformers.modeling_outputs import CausalLMOutput
 
 from skipstone.models.modules import DecoderModules
-from skipstone.train.labels import IGNORED, shifted
+from skipstone.train.data.rows import IGNORED, shifted
 from skipstone.train.layerskip.dropout import forwards_replaced, kept_rows, layers_recorded
-from skipstone.train.layerskip.loss import CHUNK, cross_entropy, divergence
 from skipstone.train.layerskip.recipe import LayerSkipRecipe
 
+CHUNK = 4096  # positions whose logits exist at once
+
+Head = Callable[[Tensor], Tensor]
+"""g(.): states [N, d] -> logits [N, V], final norm and what the family does to logits included."""
 Parts = tuple[Tensor, dict[str, Tensor]]  # A loss, and the parts of it that the log tells apart
 
 
@@ -33,13 +39,7 @@ class Objective:
     """
 
     def __init__(
-        self,
-        model: PreTrainedModel,
-        recipe: LayerSkipRecipe,
-        steps: int,
-        seed: int,
-        chunk: int = CHUNK,
-        teacher: PreTrainedModel | None = None,
+        self, model: PreTrainedModel, recipe: LayerSkipRecipe, steps: int, seed: int, chunk: int = CHUNK, teacher: Any = None
     ) -> None:
         self.modules, self.recipe, self.steps, self.seed, self.chunk = DecoderModules(model), recipe, steps, seed, chunk
         self.teacher = None if teacher is None else DecoderModules(teacher)
@@ -55,13 +55,11 @@ class Objective:
         self.step = self.micro = 0
         self.parts: dict[str, Tensor] = {}
 
-    @contextmanager
-    def installed(self) -> Iterator[None]:
+    def installed(self) -> AbstractContextManager[None]:
         """Let the model's forward return LayerSkip's loss, in training mode and with labels, until the block ends."""
-        with forwards_replaced([self.modules.model], lambda _, plain: self._switch(plain)):
-            yield
+        return forwards_replaced([self.modules.model], self._switch)
 
-    def _switch(self, plain: Callable[..., Any]) -> Callable[..., Any]:
+    def _switch(self, _: int, plain: Callable[..., Any]) -> Callable[..., Any]:
         @functools.wraps(plain)  # whoever asks for the signature is given the model's own
         def forward(*args: Any, **kwargs: Any) -> Any:
             if kwargs.get("labels") is None or not self.modules.model.training:
@@ -83,10 +81,9 @@ class Objective:
         are none. input_ids, attention_mask, labels: [B, T]; labels are IGNORED where nothing is predicted."""
         inputs = {**kwargs, "input_ids": input_ids, "attention_mask": attention_mask, "use_cache": False}
         rates = self.recipe.dropout.rates(self.step, self.layers, self.steps)
-        kept = kept_rows(input_ids.shape[0], rates, self.seed, self.micro) if any(rates) else None
+        kept = kept_rows(input_ids.shape[0], rates, self.seed, self.micro)
         active = self.recipe.exits.active(self.step, self.layers, self.steps)
-        rows = kept.__getitem__ if kept is not None else lambda _: None
-        with layers_recorded(self.modules.layers, active.__getitem__, rows) as states:
+        with layers_recorded(self.modules.layers, active, kept) as states:
             self.modules.decoder(**inputs)
         taught = None  # [B * T, d'] what the teacher's LM head reads
         if self.teacher is not None:
@@ -123,3 +120,39 @@ class Objective:
         if self.teacher is None or taught is None:
             return cross_entropy(self.modules.logits, hidden, targets, self.chunk)
         return divergence(self.modules.logits, hidden, taught, targets, self.chunk, self.teacher.project)
+
+
+def cross_entropy(head: Head, hidden: Tensor, targets: Tensor, chunk: int = CHUNK) -> Tensor:
+    """Sum of CE(g(hidden), targets) over the targets that are not IGNORED, float32 or wider. hidden: [N, d]. targets: [N]."""
+
+    def loss(states: Tensor, wanted: Tensor) -> Tensor:
+        return F.cross_entropy(_logits(head, states), wanted, ignore_index=IGNORED, reduction="sum")
+
+    return _summed(loss, chunk, hidden, targets)
+
+
+def divergence(
+    head: Head, hidden: Tensor, last: Tensor, targets: Tensor, chunk: int = CHUNK, teacher: Head | None = None
+) -> Tensor:
+    """Sum of KL(g(last) || g(hidden)) where targets are not IGNORED, float32 or wider. last, [N, d'], the teacher's, gets no
+    gradient; teacher: its g(.), where it is another model."""
+
+    def loss(states: Tensor, top: Tensor, wanted: Tensor) -> Tensor:
+        with torch.no_grad():
+            taught = _logits(teacher or head, top).log_softmax(-1)
+        each = F.kl_div(_logits(head, states).log_softmax(-1), taught, reduction="none", log_target=True).sum(-1)
+        return (each * (wanted != IGNORED)).sum()
+
+    return _summed(loss, chunk, hidden, last, targets)
+
+
+def _summed(loss: Callable[..., Tensor], chunk: int, *tensors: Tensor) -> Tensor:
+    """A loss over all positions, by chunks whose logits are not kept: they are computed again for the gradient, with the same
+    draws (a LoRA adapter of the head may have dropout)."""
+    parts = zip(*(one.split(chunk) for one in tensors), strict=True)
+    return torch.stack([checkpoint(loss, *part, use_reentrant=False) for part in parts]).sum()
+
+
+def _logits(head: Head, hidden: Tensor) -> Tensor:
+    logits = head(hidden)
+    return logits.to(torch.promote_types(logits.dtype, torch.float32))

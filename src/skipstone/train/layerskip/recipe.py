@@ -6,7 +6,7 @@ exit that decoding calls E = l + 1.
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from numbers import Integral, Real
 from typing import Any, Literal
 
@@ -109,7 +109,7 @@ class EarlyExitLoss:
     dilation: int | None = 8
     keep_last: bool = True
     kl_weight: float | None = None
-    exits: tuple[int, ...] | None = field(default=None)
+    exits: tuple[int, ...] | None = None
 
     def __post_init__(self) -> None:
         _within("e_scale", self.e_scale, 0, 1)
@@ -135,7 +135,8 @@ class EarlyExitLoss:
                 f"dilation (R) must be at most the {len(among)} {'layers' if self.exits is None else 'exits'}, "
                 f"found {self.dilation}: most steps would train no exit"
             )
-        if self.exits is not None and not any(self._trains(layer, layers) for layer in among):
+        trained = [one for one in among if one < layers - 1 and (self.kl_weight or exit_scale(one, layers, self.e_scale))]
+        if self.exits is not None and not trained:
             raise ValueError(
                 f"exits {self.exits} of {layers} layers train nothing but the last layer: name exits below it "
                 f"(e(0) = 0: layer 0 needs kl_weight; e_scale = 0 trains none), or None for all"
@@ -154,17 +155,12 @@ class EarlyExitLoss:
         else:
             chosen = [True] * len(among)
         on = {layer for layer, chose in zip(among, chosen, strict=True) if chose}
-        if self.keep_last:
-            on.add(layers - 1)
-        return [layer in on for layer in range(layers)]
+        return [layer in on or (self.keep_last and layer == layers - 1) for layer in range(layers)]
 
     def weights(self, step: int, layers: int, steps: int) -> list[float]:
         """e~(t, l) of every layer's cross-entropy."""
         scales = [exit_scale(layer, layers, self.e_scale) for layer in range(layers)]
         return normalised(self.active(step, layers, steps), scales)
-
-    def _trains(self, layer: int, layers: int) -> bool:
-        return layer < layers - 1 and (self.kl_weight is not None or exit_scale(layer, layers, self.e_scale) > 0)
 
     def _among(self, layers: int) -> list[int]:
         if self.exits is None:
@@ -190,34 +186,23 @@ class LayerSkipRecipe:
 
 
 @dataclass(frozen=True)
-class Preset:
+class Preset(LayerSkipRecipe):
     """A recipe with the run around it. batch_size: sequences per device; context: tokens a sequence (the model's, table 10)."""
 
-    recipe: LayerSkipRecipe
     learning_rate: float
-    batch_size: int
-    context: int
-    steps: int
-
-
-def _continual(e_scale: float, dilation: int, learning_rate: float) -> Preset:
-    recipe = LayerSkipRecipe(LayerDropout(0.1), EarlyExitLoss(e_scale, "rotational", dilation))
-    return Preset(recipe, learning_rate, batch_size=4, context=4096, steps=50_000)
-
-
-def _scratch(p_max: float) -> Preset:
-    recipe = LayerSkipRecipe(LayerDropout(p_max, "exponential"), EarlyExitLoss(0.2, "rotational", None))
-    return Preset(recipe, 8e-4, batch_size=4, context=4096, steps=50_000)
+    batch_size: int = 4
+    context: int = 4096
+    steps: int = 50_000
 
 
 PRESETS: dict[str, Preset] = {
-    "continual": _continual(0.2, 8, 3e-5),
-    "continual-13b": _continual(0.1, 39, 2e-5),
-    "continual-llama3": _continual(0.1, 8, 3e-5),
-    "scratch": _scratch(0.1),
-    "scratch-7b": _scratch(0.2),
-    "code": Preset(LayerSkipRecipe(LayerDropout(0.1), EarlyExitLoss(1.0, "rotational", 16)), 1e-4, 4, 2048, 10_000),
-    "task": Preset(LayerSkipRecipe(LayerDropout(0.2), EarlyExitLoss(1.0, "gradual", None)), 1e-4, 32, 4096, 5_800),
+    "continual": Preset(LayerDropout(0.1), EarlyExitLoss(0.2, "rotational", 8), 3e-5),
+    "continual-13b": Preset(LayerDropout(0.1), EarlyExitLoss(0.1, "rotational", 39), 2e-5),
+    "continual-llama3": Preset(LayerDropout(0.1), EarlyExitLoss(0.1, "rotational", 8), 3e-5),
+    "scratch": Preset(LayerDropout(0.1, "exponential"), EarlyExitLoss(0.2, "rotational", None), 8e-4),
+    "scratch-7b": Preset(LayerDropout(0.2, "exponential"), EarlyExitLoss(0.2, "rotational", None), 8e-4),
+    "code": Preset(LayerDropout(0.1), EarlyExitLoss(1.0, "rotational", 16), 1e-4, 4, 2048, 10_000),
+    "task": Preset(LayerDropout(0.2), EarlyExitLoss(1.0, "gradual", None), 1e-4, 32, 4096, 5_800),
 }
 """The paper's settings (section 5, tables 8 and 9): continual pre-training of Llama2 7B, Llama2 13B and Llama3 (for which the
 paper names no learning rate or steps: the 7B's), pre-training of a Llama 1.5B and of Llama2 7B from scratch, fine-tuning of

@@ -3,38 +3,33 @@
 `run` makes what the recipe describes, resumes where an earlier run of it stopped, and leaves a folder that loads as a model.
 """
 
+import difflib
 import json
-from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
+import torch
+from huggingface_hub.errors import StrictDataclassError
 from safetensors import SafetensorError
-from transformers import (
-    AutoConfig,
-    AutoModelForCausalLM,
-    GenerationConfig,
-    PreTrainedTokenizerBase,
-    PrinterCallback,
-    ProgressCallback,
-)
+from transformers import CONFIG_MAPPING, AutoConfig, AutoModelForCausalLM, PreTrainedTokenizerBase
+from transformers.trainer_callback import PrinterCallback, ProgressCallback
 
 from skipstone.decoding.method import OWN_FIELD
 from skipstone.files import whole_folder, write_json
-from skipstone.loading import load_tokenizer
+from skipstone.hf.fields import saved_field
+from skipstone.loading import load_model, load_tokenizer
 from skipstone.methods import resolve
 from skipstone.models.fingerprint import fingerprint as weights_of
 from skipstone.models.layered import LayeredModel
-from skipstone.train import checkpoint
+from skipstone.models.modules import DecoderModules
+from skipstone.train import Say, beside, checkpoint, refuse_used, silent
 from skipstone.train.data.documents import Document, collect, deduplicate, fingerprint, split
 from skipstone.train.data.rows import Prepared, RowPlan, TokenRows, prepare
-from skipstone.train.data.tokenizer import train_bpe
-from skipstone.train.layerskip.arguments import LayerSkipArguments
-from skipstone.train.layerskip.initial import initial_model, teacher_model
+from skipstone.train.data.tokenizer import check_fits, train_bpe
+from skipstone.train.layerskip.arguments import LayerSkipArguments, Recipe, arguments, read
 from skipstone.train.layerskip.metrics import Curves, JsonLog, Progress
-from skipstone.train.layerskip.recipe_file import Recipe, arguments, read
 from skipstone.train.layerskip.trainer import LayerSkipTrainer, check
-from skipstone.train.runs import Say, beside, refuse_used, silent
 
 TOKENIZER = "tokenizer"  # folder in that of the run: the tokenizer that was trained for it
 MADE_FROM = "made_from.json"  # file beside that tokenizer: what it was made from
@@ -61,10 +56,9 @@ def run(path: Path, output: Path | None = None, fresh: bool = False, data_dir: P
     documents = collect(recipe.data.sources, path.parent)
     with settings.main_process_first(local=False):
         tokenizer = _tokenizer(recipe, documents, path.parent, folder)
-    model = initial_model(recipe, path.parent, tokenizer)
-    teacher = teacher_model(recipe, path.parent, tokenizer, model)
+    model = _initial_model(recipe, path.parent, tokenizer)
+    teacher = _teacher_model(recipe, path.parent, tokenizer, model)
     check(model, settings)  # before the data, which take time
-    _check_length(recipe.data.length, model)
     if recipe.decoding:
         resolve(recipe.decoding).check(LayeredModel(model.eval()))
     with settings.main_process_first(local=False):
@@ -72,10 +66,13 @@ def run(path: Path, output: Path | None = None, fresh: bool = False, data_dir: P
     if settings.eval_strategy != "no" and not prepared.held_out:
         raise ValueError("training.eval_strategy asks for evaluations, but nothing is held out that fills a row")
     trained = sum(p.numel() for p in model.parameters() if p.requires_grad)
-    say("\n".join([*_told(prepared), f"{trained / 1e6:.1f} M parameters to train"]))
+    for name, facts in prepared.report["sources"].items():
+        tokens = facts["train"]["tokens"] / 1e6
+        say(f"{name}: {facts['kept']} documents, {tokens:.2f} M tokens, {facts['epochs']:.2f} times")
+    say(f"{trained / 1e6:.1f} M parameters to train")
     trainer = _trainer(recipe, model, settings, prepared, folder, teacher)
-    last = _last(trainer, folder)
-    if last is None or not (folder / MODEL).is_dir():
+    last = checkpoint.latest(folder)
+    if last is None or checkpoint.verify(last, trainer.fingerprint) < settings.max_steps or not (folder / MODEL).is_dir():
         _train(trainer, say)
         _save(trainer, tokenizer, recipe, prepared, folder / MODEL)
         return folder / MODEL
@@ -95,12 +92,6 @@ def _started(recipe: Recipe, path: Path, data_dir: Path | None, say: Say) -> Rec
     return recipe.model_copy(update={"model": begun})
 
 
-def _check_length(length: int, model: Any) -> None:
-    most = getattr(model.config, "max_position_embeddings", None)
-    if most is not None and length > most:
-        raise ValueError(f"data.length must be at most the model's {most} positions, found {length}")
-
-
 def _prepared(
     recipe: Recipe, documents: list[Document], folder: Path, settings: LayerSkipArguments, tokenizer: PreTrainedTokenizerBase
 ) -> Prepared:
@@ -110,28 +101,18 @@ def _prepared(
     return prepare(documents, weights, tokenizer, plan, folder / CACHE)
 
 
-def _told(prepared: Prepared) -> list[str]:
-    """What is trained on, a line a source."""
-    return [
-        f"{name}: {facts['kept']} documents, {facts['train']['tokens'] / 1e6:.2f} M tokens, {facts['epochs']:.2f} times"
-        for name, facts in prepared.report["sources"].items()
-    ]
-
-
 def _trainer(
     recipe: Recipe, model: Any, settings: LayerSkipArguments, prepared: Prepared, folder: Path, teacher: Any
 ) -> LayerSkipTrainer:
     taught = None if teacher is None else weights_of(teacher)
     begun = {"pretrained": recipe.model.pretrained, "lora": recipe.model.lora, "teacher": taught, "layers": recipe.model.layers}
+    given = {key: value for key, value in begun.items() if value is not None}  # a config is part of every fingerprint
     trainer = LayerSkipTrainer(
         model,
         settings,
         train_dataset=TokenRows(prepared.train),
         eval_dataset={name: TokenRows(own[: recipe.data.eval_rows]) for name, own in prepared.held_out.items()} or None,
-        fingerprint={
-            "data": prepared.report["sha256"],
-            **{key: value for key, value in begun.items() if value is not None},  # a config is part of every fingerprint
-        },
+        fingerprint={"data": prepared.report["sha256"], **given},
         teacher=teacher,
         callbacks=[JsonLog(folder / "metrics.jsonl"), Curves(folder / "curves.png")],
     )
@@ -140,16 +121,10 @@ def _trainer(
     return trainer
 
 
-def _last(trainer: LayerSkipTrainer, folder: Path) -> Path | None:
-    """The checkpoint of the last step, if this very run has come so far before. ValueError where the folder holds another."""
-    last = checkpoint.latest(folder)
-    return last if last is not None and checkpoint.verify(last, trainer.fingerprint) >= trainer.args.max_steps else None
-
-
 def _as_wished(recipe: Recipe, first: Any, folder: Path) -> bool:
     """Whether the finished model has the recipe's dtype and decoding defaults (or those that it started with)."""
     wished = recipe.decoding or getattr(first.generation_config, OWN_FIELD, None)
-    found = getattr(GenerationConfig.from_pretrained(folder), OWN_FIELD, None)
+    found = saved_field(folder, OWN_FIELD)
     return found == wished and str(AutoConfig.from_pretrained(folder).dtype) == f"torch.{recipe.dtype}"
 
 
@@ -159,15 +134,10 @@ def _train(trainer: LayerSkipTrainer, say: Say) -> None:
         trainer.add_callback(progress)
     try:
         trainer.train(resume_from_checkpoint=True)
-        measured = any(
-            "agreement_exit" in name
-            for entry in trainer.state.log_history
-            if entry["step"] == trainer.state.global_step
-            for name in entry
-        )
+        last = [name for entry in trainer.state.log_history if entry["step"] == trainer.state.global_step for name in entry]
         if trainer.eval_dataset is None:
             say("nothing was held out, so nothing is evaluated: every source is a single document")
-        elif not measured:
+        elif not any("agreement_exit" in name for name in last):
             trainer.evaluate()
     finally:
         progress.close()
@@ -208,26 +178,93 @@ def _save(
     if recipe.decoding:
         setattr(causal.generation_config, OWN_FIELD, recipe.decoding)
         causal.generation_config._from_model_config = False  # else it is made anew when it is saved
-    with _model_folder(folder) if first else nullcontext(folder) as made:
-        if recipe.model.lora is None:
-            trainer.save_model(str(made))  # every process: sharded weights are gathered
-            (made / "training_args.bin").unlink(missing_ok=True)
-        elif first:
-            model.save_pretrained(made / ADAPTER)
-            model.merge_and_unload().save_pretrained(made)
-        if first:
-            if recipe.dtype != "float32":
-                AutoModelForCausalLM.from_pretrained(made, dtype=recipe.dtype).save_pretrained(made)
-            tokenizer.save_pretrained(made)
-            write_json(made / "data.json", prepared.report)
+    try:
+        with whole_folder(folder) if first else nullcontext(folder) as made:
+            if recipe.model.lora is None:
+                trainer.save_model(str(made))  # every process: sharded weights are gathered
+                (made / "training_args.bin").unlink(missing_ok=True)
+            elif first:
+                model.save_pretrained(made / ADAPTER)
+                model.merge_and_unload().save_pretrained(made)
+            if first:
+                if recipe.dtype != "float32":
+                    AutoModelForCausalLM.from_pretrained(made, dtype=recipe.dtype).save_pretrained(made)
+                tokenizer.save_pretrained(made)
+                write_json(made / "data.json", prepared.report)
+    except SafetensorError as error:  # a full disk
+        raise OSError(f"{folder} could not be written: {error}; the last checkpoint is whole, so run it again") from error
     trainer.accelerator.wait_for_everyone()
 
 
-@contextmanager
-def _model_folder(folder: Path) -> Iterator[Path]:
-    """`whole_folder` for a model. OSError where the disk is full, which safetensors says in an error of its own."""
+def _initial_model(recipe: Recipe, base: Path, tokenizer: PreTrainedTokenizerBase) -> Any:
+    """The model at the first step, in float32."""
+    torch.manual_seed(recipe.seed)
+    if recipe.model.pretrained is not None:
+        model: Any = load_model(beside(recipe.model.pretrained, base), dtype=torch.float32)
+        if recipe.model.layers is not None:
+            _shorten(model, recipe.model.layers)
+    else:
+        model = AutoModelForCausalLM.from_config(_config(recipe.model.config or {}, tokenizer), dtype=torch.float32)
+    check_fits(tokenizer, model.config)
+    most = getattr(model.config, "max_position_embeddings", None)
+    if most is not None and recipe.data.length > most:
+        raise ValueError(f"data.length must be at most the model's {most} positions, found {recipe.data.length}")
+    return model if recipe.model.lora is None else _adapted(model, recipe.model.lora)
+
+
+def _shorten(model: Any, layers: int) -> None:
+    """Leave a model its first layers only. ValueError where it has no more than that."""
+    modules, config = DecoderModules(model), model.config
+    if layers >= modules.depth:
+        raise ValueError(f"model.layers must be less than the model's {modules.depth} layers, found {layers}")
+    setattr(modules.decoder, modules.family.layers, torch.nn.ModuleList(modules.layers[:layers]))
+    config.num_hidden_layers = layers
+    if getattr(config, "layer_types", None) is not None:
+        config.layer_types = list(config.layer_types)[:layers]
+
+
+def _teacher_model(recipe: Recipe, base: Path, tokenizer: PreTrainedTokenizerBase, model: Any) -> Any:
+    """The model to learn from, if there is one. ValueError for one of another vocabulary."""
+    if recipe.teacher is None:
+        return None
+    place = beside(recipe.teacher, base)
+    teacher = load_model(place, dtype=torch.float32)
+    same = load_tokenizer(place).get_vocab() == tokenizer.get_vocab()
+    if not same or teacher.config.vocab_size != model.config.vocab_size:
+        raise ValueError(
+            f"the teacher {recipe.teacher} has another vocabulary: its distributions mean nothing to this model "
+            f"({teacher.config.vocab_size} and {model.config.vocab_size} logits, tokenizers {'alike' if same else 'different'})"
+        )
+    return teacher
+
+
+def _config(given: dict[str, Any], tokenizer: PreTrainedTokenizerBase) -> Any:
+    """ValueError for settings that the family does not have: transformers would take them and do nothing with them."""
+    settings = {**given}
+    kind = settings.pop("model_type", None)
+    if not isinstance(kind, str) or kind not in CONFIG_MAPPING:
+        raise ValueError(f"model.config needs a model_type that transformers knows, for example llama, found {kind!r}")
+    if dtype := settings.keys() & {"dtype", "torch_dtype"}:
+        raise ValueError(f"model.config.{min(dtype)}: weights are trained in float32; training.bf16 computes in bfloat16")
+    plain = CONFIG_MAPPING[kind]()
+    older = {"rope_theta", "rope_scaling", "partial_rotary_factor"}  # spellings that become rope_parameters
+    if unknown := [name for name in settings if not hasattr(plain, name) and name not in older]:
+        near = difflib.get_close_matches(unknown[0], plain.to_dict(), 1)
+        raise ValueError(f"unknown model.config setting {unknown[0]!r} for {kind}" + (f": is it {near[0]}?" if near else ""))
+    ids = {f"{name}_token_id": getattr(tokenizer, f"{name}_token_id") for name in ("bos", "eos", "pad")}
     try:
-        with whole_folder(folder) as made:
-            yield made
-    except SafetensorError as error:
-        raise OSError(f"{folder} could not be written: {error}; the last checkpoint is whole, so run it again") from error
+        return CONFIG_MAPPING[kind](**{"vocab_size": len(tokenizer), **ids, **settings})
+    except (StrictDataclassError, TypeError, ArithmeticError) as error:
+        raise ValueError(f"model.config: {error}") from error
+
+
+def _adapted(model: Any, lora: dict[str, Any]) -> Any:
+    """The model with trainable adapters; its own weights are frozen."""
+    try:
+        from peft import LoraConfig, get_peft_model
+    except ImportError as error:
+        raise ImportError('model.lora needs peft: pip install "skipstone[train]"') from error
+    try:
+        return get_peft_model(model, LoraConfig(**{"task_type": "CAUSAL_LM", **lora}))
+    except TypeError as error:
+        raise ValueError(f"model.lora: {error}; expected fields of PEFT's LoraConfig") from error

@@ -1,27 +1,26 @@
 """`LayerSkipTrainer`: transformers' Trainer with LayerSkip's loss, exact resume and a report on every exit.
 
-What the paper adds to training is in recipe.py, dropout.py and loss.py; what remains (data loading, mixed precision, DDP, FSDP,
-DeepSpeed, schedulers, gradient accumulation) is transformers' and accelerate's.
+What the paper adds to training is in recipe.py, dropout.py and objective.py; what remains (data loading, mixed precision, DDP,
+FSDP, DeepSpeed, schedulers, gradient accumulation) is transformers' and accelerate's.
 """
 
 import json
 import math
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any
 
 import torch
 from accelerate.utils import broadcast_object_list
 from safetensors import SafetensorError
 from torch import Tensor, nn
+from torch.optim import Optimizer
 from transformers import PreTrainedModel, Trainer, TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
 from skipstone.models.modules import DecoderModules
 from skipstone.train import checkpoint
 from skipstone.train.layerskip.arguments import LayerSkipArguments
-from skipstone.train.layerskip.evaluation import exit_quality
-from skipstone.train.layerskip.metrics import Tally
+from skipstone.train.layerskip.metrics import exit_quality
 from skipstone.train.layerskip.objective import Objective
-from skipstone.train.layerskip.optimizer import muon_with_adamw
 from skipstone.train.layerskip.recipe import LayerSkipRecipe
 
 TALLY = "tally.json"  # in a checkpoint: what the next log entry will be a mean of
@@ -73,7 +72,7 @@ class LayerSkipTrainer(Trainer):
         self.objective: Objective | None = None
         self._saving: Path | None = None
         self._resumed: Path | None = None
-        self._tally = Tally()
+        self._tally = Tally({})
         self.add_callback(_Schedule)
 
     def _refuse(self) -> None:
@@ -94,35 +93,27 @@ class LayerSkipTrainer(Trainer):
     ) -> Any:
         """Run the recipe. ValueError for a checkpoint that is damaged or of another run, and where a fresh start would mix its
         checkpoints with those that are there."""
-        self._resumed, self._tally = self._source(resume_from_checkpoint), Tally()
-        source = None if self._resumed is None else str(self._resumed)
-        chunk = self.args.loss_chunk
-        self.objective = Objective(self.model, self.recipe, self._steps(), self.args.seed, chunk, self._teacher)
+        self._resumed, self._tally = self._source(resume_from_checkpoint), Tally({})
+        steps = self.args.max_steps  # T, of the whole run
+        if steps <= 0:
+            steps = self.set_initial_training_values(self.args, self.get_train_dataloader())[-1]
+        self.objective = Objective(self.model, self.recipe, steps, self.args.seed, self.args.loss_chunk, self._teacher)
         with self.objective.installed():
-            return super().train(source, trial, ignore_keys_for_eval)
+            return super().train(None if self._resumed is None else str(self._resumed), trial, ignore_keys_for_eval)
 
     def _source(self, wanted: str | Path | bool | None) -> Path | None:
         """The checkpoint to resume from, verified."""
         run = Path(str(self.args.output_dir))
         folder = Path(wanted) if isinstance(wanted, (str, Path)) else checkpoint.latest(run)
-        if folder is None:
+        if folder is None or (not wanted and self.args.save_strategy == "no"):
             return None
         if not wanted:
-            if self.args.save_strategy == "no":
-                return None
             raise ValueError(
                 f"{run} holds {folder.name} of an earlier run: resume from it with resume_from_checkpoint=True, or start anew "
                 "in another output_dir"
             )
         checkpoint.verify(folder, self.fingerprint)
         return folder
-
-    def _steps(self) -> int:
-        """T: optimiser steps of the whole run."""
-        if self.args.max_steps > 0:
-            return self.args.max_steps
-        loader = self.get_train_dataloader()
-        return self.set_initial_training_values(self.args, loader)[-1]
 
     def training_step(self, model: nn.Module, inputs: dict[str, Any], num_items_in_batch: Any = None) -> Tensor:
         assert self.objective is not None
@@ -142,18 +133,15 @@ class LayerSkipTrainer(Trainer):
 
     def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
         if "loss" in logs:  # of training: the mean since the last entry, as are its parts
-            parts = {name: float(self._mean(total)) / steps for name, (total, steps) in self._tally.state().items()}
-            self._tally = Tally()
-            logs = {**logs, **parts}
-            self._check_finite(logs["loss"])
+            logs = {**logs, **{name: self._mean(total) / steps for name, (total, steps) in self._tally.state().items()}}
+            self._tally = Tally({})
+            self._check_sound(math.isfinite(logs["loss"]), f"the loss is {logs['loss']}")
         super().log(logs, start_time)
 
-    def _check_finite(self, loss: float) -> None:
-        """ValueError for a loss that says that the weights are lost, before they are saved."""
-        if not math.isfinite(loss):
-            self._lost(f"the loss is {loss}")
-
-    def _lost(self, what: str) -> NoReturn:
+    def _check_sound(self, fine: bool, what: str) -> None:
+        """ValueError where the weights are lost, before they are saved."""
+        if fine:
+            return
         run = Path(str(self.args.output_dir))
         last = checkpoint.latest_good(run, self.fingerprint)
         raise ValueError(
@@ -161,11 +149,10 @@ class LayerSkipTrainer(Trainer):
             + (f"{run / last.name} is from before" if last else "no checkpoint was written yet")
         )
 
-    def _mean(self, value: Tensor) -> Tensor:
+    def _mean(self, value: Tensor) -> float:
         """Over the processes."""
-        mean = self.accelerator.reduce(value.detach().clone(), reduction="mean")
-        assert isinstance(mean, Tensor)
-        return mean
+        mean: Any = self.accelerator.reduce(value.detach().clone(), reduction="mean")
+        return float(mean)
 
     def create_optimizer(self, model: Any = None) -> torch.optim.Optimizer:
         args = self.args
@@ -197,9 +184,10 @@ class LayerSkipTrainer(Trainer):
         """transformers' checkpoint, made whole before it has its name (checkpoint.py). OSError where the disk is full."""
         run = Path(super()._get_output_dir(trial))
         step = self.state.global_step
-        self._check_finite(float(self._tr_loss))
-        if not all(bool(parameter.isfinite().all()) for parameter in model.parameters() if parameter.requires_grad):
-            self._lost("some weights are no finite numbers")
+        loss = float(self._tr_loss)
+        self._check_sound(math.isfinite(loss), f"the loss is {loss}")
+        finite = (bool(parameter.isfinite().all()) for parameter in model.parameters() if parameter.requires_grad)
+        self._check_sound(all(finite), "some weights are no finite numbers")
         try:
             self._saving = checkpoint.partial_folder(run) if self.args.should_save else run / checkpoint.PARTIAL
             self.accelerator.wait_for_everyone()
@@ -223,8 +211,8 @@ class LayerSkipTrainer(Trainer):
             self._saving = None
 
     def _save_tally(self, folder: Path) -> None:
-        parts = {name: (float(self._mean(total)), steps) for name, (total, steps) in self._tally.state().items()}
-        content = {"logged": self._globalstep_last_logged, "loss": float(self._mean(self._tr_loss)), "parts": parts}
+        parts = {name: (self._mean(total), steps) for name, (total, steps) in self._tally.state().items()}
+        content = {"logged": self._globalstep_last_logged, "loss": self._mean(self._tr_loss), "parts": parts}
         if self.args.should_save:
             (folder / TALLY).write_text(json.dumps(content), encoding="utf-8")
 
@@ -233,8 +221,8 @@ class LayerSkipTrainer(Trainer):
         content = json.loads((folder / TALLY).read_text(encoding="utf-8"))
         self._globalstep_last_logged = content["logged"]
         self._tr_loss += content["loss"]
-        device = self.args.device
-        self._tally.restore({name: (torch.tensor(total, device=device), n) for name, (total, n) in content["parts"].items()})
+        device, parts = self.args.device, content["parts"]
+        self._tally = Tally({name: (torch.tensor(total, device=device), steps) for name, (total, steps) in parts.items()})
 
 
 def check(model: PreTrainedModel, args: LayerSkipArguments) -> LayerSkipRecipe:
@@ -251,3 +239,78 @@ class _Schedule(TrainerCallback):
 
     def on_train_begin(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:
         state.compute_steps(args, state.max_steps)
+
+
+class Tally:
+    """Means of a loss's parts over the steps between two log entries. A step without a part (the divergence where no exit is
+    active) does not count as one where it is 0. state: name -> (sum, steps), to go on from between two steps."""
+
+    def __init__(self, state: dict[str, tuple[Tensor, int]]) -> None:
+        self._sums = {name: total for name, (total, _) in state.items()}
+        self._steps = {name: steps for name, (_, steps) in state.items()}
+        self._latest: dict[str, int] = {}
+
+    def add(self, step: int, parts: dict[str, Tensor]) -> None:
+        """parts of one forward pass: what the passes of a step add up to is the step's."""
+        for name, part in parts.items():
+            self._sums[name] = self._sums[name] + part if name in self._sums else part
+            self._steps[name] = self._steps.get(name, 0) + (self._latest.get(name) != step)
+            self._latest[name] = step
+
+    def state(self) -> dict[str, tuple[Tensor, int]]:
+        """Name -> (sum, steps)."""
+        return {name: (total, self._steps[name]) for name, total in self._sums.items()}
+
+
+class Together(Optimizer):
+    """Optimisers over disjoint parameters that step as one. Their groups are this optimiser's groups, so that a scheduler
+    drives all of them."""
+
+    def __init__(self, *parts: Optimizer) -> None:
+        groups = [group for part in parts for group in part.param_groups]
+        super().__init__([{"params": group["params"]} for group in groups], {})
+        self.parts, self.param_groups = parts, groups
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        if closure is not None:
+            raise ValueError("step takes no closure: compute the loss and its gradients first")
+        for part in self.parts:
+            part.step()
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"parts": [part.state_dict() for part in self.parts]}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """ValueError for the state of another set of optimisers."""
+        if len(state_dict.get("parts", ())) != len(self.parts):
+            raise ValueError(
+                "the saved optimiser state is not that of Muon with AdamW: was the run started with another optimiser?"
+            )
+        for part, state in zip(self.parts, state_dict["parts"], strict=True):
+            part.load_state_dict(state)
+        self.param_groups = [group for part in self.parts for group in part.param_groups]
+
+
+def muon_with_adamw(
+    model: nn.Module, muon_rate: float, rate: float, betas: tuple[float, float], decay: float, epsilon: float = 1e-8
+) -> Together:
+    """Muon for the matrices of the layers, AdamW for everything else.
+
+    Muon (Jordan et al., 2024; torch.optim.Muon) orthogonalises the momentum of a matrix. It is meant for hidden weights:
+    embeddings, heads, norms and biases stay with AdamW, and so do stacked experts (three dimensions), which torch's does not
+    take. muon_rate: learning rate of the matrices, on Muon's own scale (.02). rate, betas, epsilon: AdamW's, for the rest.
+    decay: weight decay of both; vectors have none. ValueError where torch is too old to have Muon, or nothing is for Muon.
+    """
+    if not hasattr(torch.optim, "Muon"):
+        raise ValueError(f"muon_learning_rate needs torch.optim.Muon, which torch {torch.__version__} does not have (2.9 does)")
+    inside = {id(p) for layer in DecoderModules(model).layers for p in layer.parameters() if p.ndim == 2}
+    trained = [p for p in model.parameters() if p.requires_grad]
+    matrices = [p for p in trained if id(p) in inside]
+    if not matrices:
+        raise ValueError("muon_learning_rate is set, but no matrix inside the layers is trained: leave it out")
+    muon = torch.optim.Muon(matrices, lr=muon_rate, weight_decay=decay)
+    rest = [p for p in trained if id(p) not in inside]
+    parts = ((decay, [p for p in rest if p.ndim > 1]), (0.0, [p for p in rest if p.ndim <= 1]))
+    groups = [{"params": part, "weight_decay": own} for own, part in parts if part]  # none: only the layers' adapters train
+    return Together(muon, torch.optim.AdamW(groups, lr=rate, betas=betas, eps=epsilon)) if groups else Together(muon)
