@@ -3,8 +3,6 @@
 import copy
 import difflib
 import reprlib
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -15,6 +13,7 @@ from transformers.generation.logits_process import LogitsProcessorList
 from transformers.generation.stopping_criteria import StoppingCriteriaList, StopStringCriteria
 
 from skipstone.decoding.method import OWN_FIELD, Method
+from skipstone.hf.defaults import defaults_of
 from skipstone.hf.fields import FIELDS, merged_fields, refuse_fields
 from skipstone.methods import MethodLike, resolve
 from skipstone.models.layered import LayeredModel, unwrapped
@@ -76,24 +75,26 @@ def prepare_call(
     """A prepared call on a model that can be decoded. ValueError for what the user got wrong, before any forward."""
     layered = LayeredModel(model)
     inner, options = layered.model, dict(options)
-    call = _prepared(inner, ids, tokenizer, seed, options)
-    call.layered = layered
-    return call
-
-
-def _prepared(inner: PreTrainedModel, ids: Tensor | None, tokenizer: Any, seed: Any, options: dict[str, Any]) -> Call:
-    given = options.get("generation_config")
-    strings = options.pop("stop_strings", None) or getattr(given, "stop_strings", None) or inner.generation_config.stop_strings
+    given, own = options.get("generation_config"), inner.generation_config
+    strings = options.pop("stop_strings", None) or getattr(given, "stop_strings", None) or own.stop_strings
     if strings:  # transformers gives custom decoding no tokenizer, so stop strings become a criterion here
         if tokenizer is None:
             raise ValueError(f"stop_strings={strings!r} need the tokenizer: pass tokenizer=")
         criteria = [*(options.pop("stopping_criteria", None) or []), StopStringCriteria(tokenizer, strings)]
         options["stopping_criteria"] = StoppingCriteriaList(criteria)
         if given is not None:
-            options["generation_config"] = copy.deepcopy(given)
-            options["generation_config"].stop_strings = None
-    with _without_stop_strings(inner):
-        return prepare(inner, ids, seed, **options)
+            options["generation_config"] = _without_stop_strings(given)
+        own = _without_stop_strings(own)
+    with defaults_of(inner, own):
+        call = prepare(inner, ids, seed, **options)
+    call.layered = layered
+    return call
+
+
+def _without_stop_strings(config: GenerationConfig) -> GenerationConfig:
+    bare = copy.deepcopy(config)
+    bare.stop_strings = None
+    return bare
 
 
 def unwrap(model: Any) -> PreTrainedModel:
@@ -108,20 +109,6 @@ def unwrap(model: Any) -> PreTrainedModel:
             f"found {type(inner).__name__}"
         )
     return inner
-
-
-@contextmanager
-def _without_stop_strings(model: PreTrainedModel) -> Iterator[None]:
-    own = model.generation_config
-    if own.stop_strings is None:
-        yield
-        return
-    model.generation_config = copy.deepcopy(own)
-    model.generation_config.stop_strings = None
-    try:
-        yield
-    finally:
-        model.generation_config = own
 
 
 def prepare(model: PreTrainedModel, input_ids: Tensor | None, seed: int | list[int] | None = None, **kwargs: Any) -> Call:

@@ -1,4 +1,4 @@
-"""A model's own generation defaults, out of the way while it is measured or checked."""
+"""A model's own generation defaults, out of the way while others are wanted."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -8,16 +8,21 @@ from transformers import GenerationConfig, PreTrainedModel
 
 
 @contextmanager
-def neutral_defaults(model: PreTrainedModel, stop_at_eos: bool = False) -> Iterator[None]:
-    """The same options for everybody: the model's own generation defaults are left out inside, and put back afterwards.
-
-    stop_at_eos: False ignores the end-of-sequence token, so that all texts have the same number of tokens.
-    """
+def defaults_of(model: PreTrainedModel, wanted: GenerationConfig) -> Iterator[None]:
+    """Other generation defaults inside; the model's own are put back afterwards."""
     own: Any = model.generation_config
-    eos = own.eos_token_id if stop_at_eos else None
-    pad = 0 if own.pad_token_id is None else own.pad_token_id
-    model.generation_config = GenerationConfig(eos_token_id=eos, pad_token_id=pad)
+    model.generation_config = wanted
     try:
         yield
     finally:
         model.generation_config = own
+
+
+def neutral_defaults(model: PreTrainedModel, stop_at_eos: bool = False) -> Any:
+    """A context with the same options for everybody: the model's own generation defaults are left out inside.
+
+    stop_at_eos: False ignores the end-of-sequence token, so that all texts have the same number of tokens.
+    """
+    own: Any = model.generation_config
+    pad = 0 if own.pad_token_id is None else own.pad_token_id
+    return defaults_of(model, GenerationConfig(eos_token_id=own.eos_token_id if stop_at_eos else None, pad_token_id=pad))

@@ -10,10 +10,10 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import transformers
 from huggingface_hub.errors import StrictDataclassError
 from safetensors import SafetensorError
 from transformers import CONFIG_MAPPING, AutoConfig, AutoModelForCausalLM, PreTrainedTokenizerBase
-from transformers.trainer_callback import PrinterCallback, ProgressCallback
 
 from skipstone.decoding.method import OWN_FIELD
 from skipstone.files import whole_folder, write_json
@@ -116,7 +116,10 @@ def _trainer(
         teacher=teacher,
         callbacks=[JsonLog(folder / "metrics.jsonl"), Curves(folder / "curves.png")],
     )
-    for callback in (ProgressCallback, PrinterCallback):  # these print every log entry as it is, on stdout
+    for callback in (
+        transformers.ProgressCallback,
+        transformers.PrinterCallback,
+    ):  # these print every log entry as it is, on stdout
         trainer.remove_callback(callback)
     return trainer
 
