@@ -116,10 +116,7 @@ def _trainer(
         teacher=teacher,
         callbacks=[JsonLog(folder / "metrics.jsonl"), Curves(folder / "curves.png")],
     )
-    for callback in (
-        transformers.ProgressCallback,
-        transformers.PrinterCallback,
-    ):  # these print every log entry as it is, on stdout
+    for callback in (transformers.ProgressCallback, transformers.PrinterCallback):  # these print on stdout
         trainer.remove_callback(callback)
     return trainer
 
