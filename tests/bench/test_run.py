@@ -14,7 +14,7 @@ import pytest
 from skipstone.bench import journal, prompts, tuning
 from skipstone.bench.journal import Journal
 from skipstone.bench.plan import Plan, read
-from skipstone.bench.prompts import Answers, TaskRun, _added, _score
+from skipstone.bench.prompts import Answers, TaskRun, _score, added
 from skipstone.bench.report.figures import groups
 from skipstone.bench.run import run
 from skipstone.loading import load
@@ -291,7 +291,7 @@ def test_killed_again_and_again_it_measures_every_prompt_once(folder: Path, tmp_
     assert len(journal.read(out)) == len(lines) + 1, "nothing is left to measure"
 
 
-def test_what_a_call_added_to_a_methods_counts() -> None:
+def test_what_a_calladded_to_a_methods_counts() -> None:
     """Rows of the same settings share a state, and a run that is gone on with begins with a new one: growth is of one call."""
     before = {"steps": 3, "pays": False, "threshold": 0.5, "exits": {"2": {"tests": 1, "rate": 0.5}}, "passes": [[1, 2]]}
     after = {
@@ -304,5 +304,5 @@ def test_what_a_call_added_to_a_methods_counts() -> None:
     one = growth(before, after)
     assert one == {"steps": 2, "exits": {"2": {"tests": 3}, "4": {"tests": 2}}}
     assert growth({}, after) == {"steps": 5, "exits": {"2": {"tests": 4}, "4": {"tests": 2}}}
-    assert _added([one, one, {"steps": 1}]) == {"steps": 5, "exits": {"2": {"tests": 6}, "4": {"tests": 4}}}
-    assert _added([]) is None
+    assert added([one, one, {"steps": 1}]) == {"steps": 5, "exits": {"2": {"tests": 6}, "4": {"tests": 4}}}
+    assert added([]) is None

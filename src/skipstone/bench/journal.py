@@ -16,16 +16,16 @@ from skipstone.files import plain
 VERSION = 1
 MACHINE = ("cpu", "cuda", "threads", "packages")  # what of the provenance a run that goes on must share with its beginning
 UNMEASURED = ("run", "resumed", "model")  # kinds of a file with which nothing is lost
-_CELL = ("model", "number", "task", "temperature", "question")
+CELL = ("model", "number", "task", "temperature", "question")  # of which task on which model a line tells
 NEEDED: dict[str, tuple[str, ...]] = {
     "run": ("plan", "provenance"),
     "resumed": ("provenance",),
     "model": ("model", "dtype", "device", "ceiling", "synthetic", "refused", "methods"),
     "calibrated": ("model", "factor"),
-    "trial": (*_CELL, "method", "candidate", "prompt", "tokens", "seconds"),
-    "tuned": (*_CELL, "method", "candidate", "chosen", "candidates", "calls", "trials"),
-    "exits": (*_CELL, "prompts", "tokens", "perplexity", "agreement"),
-    "prompt": (*_CELL, "index", "digest", "rows"),
+    "trial": (*CELL, "method", "candidate", "prompt", "tokens", "seconds"),
+    "tuned": (*CELL, "method", "candidate", "chosen", "candidates", "calls", "trials"),
+    "exits": (*CELL, "prompts", "tokens", "perplexity", "agreement"),
+    "prompt": (*CELL, "index", "digest", "rows"),
 }
 """Kind of a line -> what it must say."""
 _ROW = ("tokens", "seconds", "first_seconds", "calls", "digests", "repeated_share", "memory", "scores", "stats")

@@ -146,17 +146,17 @@ class Answers:
             "texts": self.texts,
             "stats": Stats.total(stats).summary() if stats else None,
             "known": next((one.known for one in reversed(calls) if one.known), None),
-            "grown": _added([one.grown for one in calls if one.grown]),
+            "grown": added([one.grown for one in calls if one.grown]),
         }
 
 
-def _added(counts: Sequence[dict[str, Any]]) -> dict[str, Any] | None:
+def added(counts: Sequence[dict[str, Any]]) -> dict[str, Any] | None:
     """The sums of counts, at any depth."""
     if not counts:
         return None
     names = list(dict.fromkeys(name for one in counts for name in one))
     columns = {name: [one[name] for one in counts if name in one] for name in names}
-    return {name: _added(column) if isinstance(column[0], dict) else sum(column) for name, column in columns.items()}
+    return {name: added(column) if isinstance(column[0], dict) else sum(column) for name, column in columns.items()}
 
 
 def ask(model: PreTrainedModel, engines: Mapping[str, Engine], one: Conversation, index: int, run: TaskRun) -> Line:

@@ -13,19 +13,8 @@ from skipstone import AdaSD, Autoregressive
 from skipstone.bench.lineup import entrants
 from skipstone.bench.peers import DraftAlone
 from skipstone.bench.report import report
-from skipstone.bench.report.by_method import (
-    along,
-    by_draft_model,
-    by_exit_head,
-    by_layer_set,
-    by_threshold,
-    learnt,
-    likelihood,
-    matrix,
-    means,
-    rates,
-    tallies,
-)
+from skipstone.bench.report.charts import along, by_threshold, matrix
+from skipstone.bench.report.tables import by_draft_model, by_exit_head, by_layer_set, learnt, likelihood, means, rates, tallies
 from skipstone.timing.measure import Skipstone, growth, measure, options_for
 from tests.helpers.machine import llama, near, prompt
 from tests.helpers.results import lines, written

@@ -7,9 +7,9 @@ from pathlib import Path
 from skipstone.bench.journal import Line
 from skipstone.bench.lineup import BASELINE, THEIRS
 from skipstone.bench.peers import PEERS
-from skipstone.bench.report.cells import Table
 from skipstone.bench.report.figures import Group, speed
 from skipstone.bench.report.report import load
+from skipstone.bench.report.tables import Table
 from skipstone.timing.statistics import LOOPING, Estimate, Rate, rate
 
 

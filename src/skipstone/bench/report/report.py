@@ -14,10 +14,9 @@ from rich.table import Table as RichTable
 
 from skipstone.bench import journal
 from skipstone.bench.journal import Line
-from skipstone.bench.report.cells import NONE, Table
 from skipstone.bench.report.charts import charts
 from skipstone.bench.report.figures import Group, groups
-from skipstone.bench.report.tables import LEGEND, csv_of, tables
+from skipstone.bench.report.tables import LEGEND, NONE, Table, csv_of, tables
 from skipstone.files import plain, write_whole
 from skipstone.tasks import protocols
 from skipstone.timing import machine
