@@ -13,9 +13,9 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from skipstone.bench.journal import Line
-from skipstone.bench.perplexity import log_likelihood
 from skipstone.bench.plan import Plan, chooses
 from skipstone.decoding.stats import Stats
+from skipstone.models.layered import LayeredModel
 from skipstone.tasks.dialogue import Conversation, Reader, Said, digest
 from skipstone.tasks.protocols import TaskSettings
 from skipstone.tasks.task import Record, Task, prompt_of, tabbed, untabbed
@@ -23,6 +23,7 @@ from skipstone.timing.measure import Engine, Measurement, measure, options_for
 from skipstone.timing.statistics import repeated_share
 
 USUAL_PROMPTS = 20  # how many are reported where neither a plan nor a protocol says
+CHUNK = 256  # positions whose logits exist at once
 
 Both = tuple[list[Conversation], list[Conversation]]  # prompts to choose settings on, and prompts to report; none is in both
 
@@ -208,6 +209,21 @@ def _weigh(model: PreTrainedModel, answers: dict[str, Answers]) -> None:
                 known[key] = log_likelihood(model, torch.tensor(prompt), measured.tokens)
             total += known[key]
         found.log_likelihood = total
+
+
+@torch.inference_mode()
+def log_likelihood(model: PreTrainedModel, prompt: Tensor, answer: list[int]) -> float:
+    """Sum over an answer's tokens of log p, in nats, at temperature 1, each after all before it. prompt: [T] int64, T >= 1."""
+    if not answer:
+        return 0.0
+    layered = LayeredModel(model)
+    wanted = torch.tensor(answer, device=layered.device)  # [A]
+    ids = torch.cat([prompt.to(layered.device), wanted[:-1]])[None]  # [1, T + A - 1]
+    states = layered.decoder(input_ids=ids, use_cache=False).last_hidden_state[:, len(prompt) - 1 :]  # [1, A, d]
+    total = torch.zeros((), dtype=torch.double, device=layered.device)
+    for part, tokens in zip(states.split(CHUNK, 1), wanted.split(CHUNK), strict=True):
+        total += layered.project(part)[0].double().log_softmax(-1).gather(1, tokens[:, None]).sum()
+    return float(total)
 
 
 def _score(answers: dict[str, Answers], one: Conversation, run: TaskRun) -> None:

@@ -2,24 +2,25 @@
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from skipstone.bench import lineup, tuning
+from skipstone.bench import tuning
 from skipstone.bench.journal import Journal, Line, check
-from skipstone.bench.lineup import Entrant
-from skipstone.bench.perplexity import at_every_exit
-from skipstone.bench.plan import Plan, resolved
+from skipstone.bench.plan import Entrant, Plan, line_up, resolved
 from skipstone.bench.prompts import Both, TaskRun, ask, conversations, fingerprint
 from skipstone.hf.defaults import neutral_defaults
 from skipstone.loading import BUNDLED, load, look_up, usable
+from skipstone.models.exits import ExitTally
 from skipstone.models.layered import LayeredModel
+from skipstone.models.watching import layer_states
 from skipstone.tasks import sandbox
 from skipstone.tasks.dialogue import Conversation, Reader
 from skipstone.tasks.task import Task
@@ -101,7 +102,7 @@ def check_scores(plan: Plan, tasks: Sequence[Task], say: Say) -> None:
 
 def enter(journal: Journal, subject: Subject, plan: Plan, say: Say) -> list[Entrant]:
     """Who takes part on a model; a line about the model, where the file has none, after its ceiling was said."""
-    entrants, refused = lineup.entrants(plan.methods, subject.model, plan.tune)
+    entrants, refused = line_up(plan.methods, subject.model, plan.tune)
     if not entrants:
         raise ValueError(f"no method is left to measure on {subject.name}: {'; '.join(refused.values())}")
     if not any(line["model"] == subject.name for line in journal.lines_of("model")):
@@ -162,7 +163,25 @@ def measure_exits(
         return
     with progress(f"{task_run.model}, {task_run.task.name}: every exit's perplexity", len(pairs)) as step:
         found = at_every_exit(model, pairs, step)
-    journal.add({"kind": "exits", **task_run.key(), "prompts": len(pairs), **asdict(found)})
+    journal.add({"kind": "exits", **task_run.key(), "prompts": len(pairs), **found})
+
+
+@torch.inference_mode()
+def at_every_exit(model: PreTrainedModel, pairs: Sequence[tuple[Tensor, Tensor]], done: Callable[[], None]) -> dict[str, Any]:
+    """What every exit knows of answers (LayerSkip, Table 1), as their line says it: the perplexity of a token, teacher-forced,
+    and the share of tokens at which an exit's best one is the last layer's; lists of L layers, layers[:1] first.
+
+    pairs: (prompt [T], answer [A]) int64, T and A at least 1, one or more. done: called after each.
+    """
+    layered = LayeredModel(model)
+    tally = ExitTally(layered, range(1, layered.depth + 1))
+    for prompt, answer in pairs:
+        span = slice(len(prompt) - 1, len(prompt) + len(answer) - 1)
+        states = layer_states(layered, torch.cat([prompt, answer]))  # L + 1 of [1, T, d]
+        tally.add({exit: states[exit][0, span] for exit in tally.exits}, answer.to(model.device))
+        done()
+    known = {"perplexity": tally.perplexity(), "agreement": tally.agreement()}
+    return {"tokens": tally.tokens, **{name: [*by_exit.values()] for name, by_exit in known.items()}}
 
 
 def _chosen(

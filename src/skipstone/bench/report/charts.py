@@ -8,7 +8,7 @@ from itertools import accumulate
 from textwrap import fill
 from typing import Any
 
-from skipstone.bench.lineup import BASELINE
+from skipstone.bench.plan import BASELINE
 from skipstone.bench.report.figures import PARTS, Group, tokens_per_second
 from skipstone.bench.report.tables import learnt, rates
 from skipstone.extras import installed

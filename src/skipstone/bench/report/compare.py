@@ -5,8 +5,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from skipstone.bench.journal import Line
-from skipstone.bench.lineup import BASELINE, THEIRS
 from skipstone.bench.peers import PEERS
+from skipstone.bench.plan import BASELINE, THEIRS
 from skipstone.bench.report.figures import Group, speed
 from skipstone.bench.report.report import load
 from skipstone.bench.report.tables import Table

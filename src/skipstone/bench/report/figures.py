@@ -11,7 +11,7 @@ from statistics import fmean
 from typing import Any
 
 from skipstone.bench.journal import CELL, Line
-from skipstone.bench.lineup import BASELINE, THEIRS
+from skipstone.bench.plan import BASELINE, THEIRS
 from skipstone.decoding.stats import Stats
 from skipstone.tasks.scores import pass_at_k
 from skipstone.timing.statistics import LOOPING, Rate, pooled, predicted_speedup, rate

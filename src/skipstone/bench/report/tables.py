@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from skipstone.bench.lineup import BASELINE, THEIRS
+from skipstone.bench.plan import BASELINE, THEIRS
 from skipstone.bench.prompts import added
 from skipstone.bench.report.figures import EARLY_EXIT, PARTS, Group
 from skipstone.methods.shared.layer_sets import measured_speedup
