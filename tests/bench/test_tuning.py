@@ -35,7 +35,9 @@ def test_tuning_finds_the_fastest_and_spends_its_budget(monkeypatch):
 
     monkeypatch.setattr(tuning, "measure", timed)
     candidates = [HFPromptLookup(number) for number in range(1, 10)]
-    best, trials = tuning.tune(families.cached("llama"), candidates, [torch.tensor([1])] * 6, options_for(8), seed=0)
+    best, trials = tuning.tune(
+        families.cached("llama"), candidates, [torch.tensor([1])] * 6, options_for(8), 0, lambda *_: None, {}
+    )
     assert best == HFPromptLookup(4)
     assert len(calls) == tuning.budget(9, 6) == 30
     assert sorted(len(trial.tokens) for trial in trials) == [2] * 6 + [6] * 3
@@ -50,5 +52,5 @@ def test_the_usual_values_are_the_same_for_ours_and_for_the_peer():
     assert ours["num_speculative_tokens"] == peer["num_assistant_tokens"]
     assert set(ours["confidence_threshold"]) == {None, 0.2, 0.3, 0.4, 0.5, 0.6}
     assert set(peer["confidence_threshold"]) >= {0.0, 0.4}
-    assert tuning.exit_layers(2) == [1]
+    assert tuning.usual("layerskip", 2)["exit_layer"] == [1]
     assert tuning.usual("autoregressive", 16) == {}

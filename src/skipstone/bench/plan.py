@@ -237,8 +237,8 @@ def choices(settings: Mapping[str, Any], kind: Any) -> list[Wish]:
 def _peer(kind: Any, settings: Wish, model: PreTrainedModel) -> Any:
     """A peer, with what it takes from the model where nothing is said. ValueError for what is missing."""
     own = getattr(model.generation_config, OWN_FIELD, None) or {}
-    settings = {**kind.defaults(own), **settings}
     needed = [field.name for field in fields(kind) if field.default is MISSING]
+    settings = {**{name: own[name] for name in needed if name in own}, **settings}
     if missing := [name for name in needed if settings.get(name) is None]:
         raise ValueError(f"{kind.name} needs {missing[0]}=..., and this model carries no default for it")
     return kind(**settings)

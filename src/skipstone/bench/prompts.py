@@ -4,6 +4,7 @@ import json
 import random
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
+from functools import cache
 from itertools import zip_longest
 from pathlib import Path
 from typing import Any
@@ -12,13 +13,13 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from skipstone.bench.journal import Line
+from skipstone.bench.journal import Journal, Line
 from skipstone.bench.plan import Plan, chooses
 from skipstone.decoding.stats import Stats
 from skipstone.models.layered import LayeredModel
 from skipstone.tasks.dialogue import Conversation, Reader, Said, digest
 from skipstone.tasks.protocols import TaskSettings
-from skipstone.tasks.task import Record, Task, prompt_of, tabbed, untabbed
+from skipstone.tasks.task import Task, prompt_of, tabbed, untabbed
 from skipstone.timing.measure import Engine, Measurement, measure, options_for
 from skipstone.timing.statistics import repeated_share
 
@@ -32,7 +33,7 @@ def conversations(task: Task, settings: TaskSettings, plan: Plan, data: Path | N
     """Prompts drawn by the seed; every category of a task gives as many as any, while it has them. ValueError where there are
     too few."""
     records, shown = task.records(data), task.examples(settings.shots, data)
-    places = drawn([task.category(record) for record in records], plan.seed)
+    places = drawn([*map(task.category, records)], plan.seed)
     spare = plan.tune_prompts if chooses(plan) else 0
     usual = len(records) - spare if settings.protocol else min(USUAL_PROMPTS, len(records) - spare)
     wanted = usual if settings.num_prompts is None else settings.num_prompts
@@ -46,7 +47,9 @@ def conversations(task: Task, settings: TaskSettings, plan: Plan, data: Path | N
         )
 
     def made(place: int) -> Conversation:
-        return _conversation(task, settings, place, records[place], shown)
+        turns = prompt_of(task, records[place], shown)
+        tabs = tuple(map(tabbed, turns)) if settings.tabs else turns
+        return Conversation(f"{task.name} {place}", tabs, record=records[place])
 
     return [made(place) for place in places[wanted : wanted + tuned]], [made(place) for place in sorted(places[:wanted])]
 
@@ -59,11 +62,6 @@ def drawn(categories: Sequence[str | None], seed: int) -> list[int]:
     for place in places:
         piles.setdefault(categories[place], []).append(place)
     return [place for turn in zip_longest(*piles.values()) for place in turn if place is not None]
-
-
-def _conversation(task: Task, settings: TaskSettings, place: int, record: Record, shown: Sequence[Record]) -> Conversation:
-    turns = prompt_of(task, record, shown)
-    return Conversation(f"{task.name} {place}", tuple(map(tabbed, turns) if settings.tabs else turns), record=record)
 
 
 def fingerprint(both: Both) -> str:
@@ -93,9 +91,10 @@ class TaskRun:
             "question": digest(list(json.dumps({**asked, "ignore_eos": self.plan.ignore_eos}, sort_keys=True).encode())),
         }
 
-    def owns(self, line: Line) -> bool:
-        """Whether a line belongs to it."""
-        return all(line[name] == value for name, value in self.key().items())
+    def lines(self, journal: Journal, kind: str) -> list[Line]:
+        """Its lines of a kind."""
+        key = self.key()
+        return [line for line in journal.lines_of(kind) if all(line[name] == value for name, value in key.items())]
 
     def options(self, max_new_tokens: int) -> dict[str, Any]:
         """Options of `model.generate` for its calls."""
@@ -105,12 +104,11 @@ class TaskRun:
         """(prompt [T], answer [A]) int64 of conversations of one turn whose record holds an answer, at most `most` positions
         together."""
         found = []
-        for one in asked:
-            text = self.task.answer(one.record) if self.task.answer is not None and len(one) == 1 else None
-            if text:
+        for one in asked if self.task.answer is not None else ():
+            if len(one) == 1 and (text := self.task.answer(one.record)):
                 prompt = self.reader.ids(one)
-                answer = self.reader.continuation(tabbed(text) if self.settings.tabs else text)[: most - len(prompt)]
-                found.append((prompt, answer))
+                answer = self.reader.continuation(tabbed(text) if self.settings.tabs else text)
+                found.append((prompt, answer[: most - len(prompt)]))
         return [(prompt, answer) for prompt, answer in found if len(answer)]
 
 
@@ -128,9 +126,8 @@ class Answers:
         """Plain JSON values. Seconds are summed over calls; repeated_share is weighed by tokens."""
         calls = self.measurements
         tokens = sum(len(one.tokens) for one in calls)
-        looped = sum(
-            repeated_share(prompt, one.tokens) * len(one.tokens) for prompt, one in zip(self.prompts, calls, strict=True)
-        )
+        pairs = zip(self.prompts, calls, strict=True)
+        looped = sum(repeated_share(prompt, one.tokens) * len(one.tokens) for prompt, one in pairs)
         firsts = [one.first_seconds for one in calls if one.first_seconds is not None]
         stats = [one.stats for one in calls if one.stats is not None]
         return {
@@ -200,15 +197,14 @@ def ask(model: PreTrainedModel, engines: Mapping[str, Engine], one: Conversation
 
 def _weigh(model: PreTrainedModel, answers: dict[str, Answers]) -> None:
     """How likely the target finds every engine's texts; the same text is asked for once."""
-    known: dict[str, float] = {}
+
+    @cache
+    def nats(prompt: tuple[int, ...], tokens: tuple[int, ...]) -> float:
+        return log_likelihood(model, torch.tensor(prompt), [*tokens])
+
     for found in answers.values():
-        total = 0.0
-        for prompt, measured in zip(found.prompts, found.measurements, strict=True):
-            key = digest([*prompt, -1, *measured.tokens])
-            if key not in known:
-                known[key] = log_likelihood(model, torch.tensor(prompt), measured.tokens)
-            total += known[key]
-        found.log_likelihood = total
+        pairs = zip(found.prompts, found.measurements, strict=True)
+        found.log_likelihood = sum(nats(tuple(prompt), tuple(measured.tokens)) for prompt, measured in pairs)
 
 
 @torch.inference_mode()
@@ -231,9 +227,10 @@ def _score(answers: dict[str, Answers], one: Conversation, run: TaskRun) -> None
     score = run.task.score
     if score is None or (score.executes and not run.plan.allow_code_execution):
         return
-    known: dict[str, dict[str, float]] = {}
+
+    @cache
+    def grade(text: str) -> dict[str, float]:
+        return score.grade(one.record, untabbed(text) if run.settings.tabs else text)
+
     for found in answers.values():
-        for text in found.texts[len(one) - 1 :: len(one)]:
-            if text not in known:
-                known[text] = score.grade(one.record, untabbed(text) if run.settings.tabs else text)
-            found.scores.append(known[text])
+        found.scores += map(grade, found.texts[len(one) - 1 :: len(one)])

@@ -13,7 +13,7 @@ from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from skipstone.bench import tuning
-from skipstone.bench.journal import Journal, Line, check
+from skipstone.bench.journal import Journal, check
 from skipstone.bench.plan import Entrant, Plan, line_up, resolved
 from skipstone.bench.prompts import Both, TaskRun, ask, conversations, fingerprint
 from skipstone.hf.defaults import neutral_defaults
@@ -65,8 +65,8 @@ def run(plan: Plan, path: Path, argv: list[str], say: Say = print, fresh: bool =
             subject = Subject(name or BUNDLED, *load(name, dtype=plan.dtype, device=device))
             entrants = enter(journal, subject, plan, say)
             for number, ((task, settings), both) in enumerate(zip(tasks, asked, strict=True)):
-                limit = LayeredModel(subject.model).max_positions - settings.max_new_tokens
-                limit = min(limit, settings.prompt_tokens or limit)
+                room = LayeredModel(subject.model).max_positions - settings.max_new_tokens
+                limit = min(room, settings.prompt_tokens or room)
                 if limit < 1:
                     raise ValueError(f"{task.name}: {settings.max_new_tokens} new tokens a turn leave no room for a prompt")
                 reader = Reader(subject.tokenizer, settings.chat, limit)
@@ -84,12 +84,12 @@ def check_scores(plan: Plan, tasks: Sequence[Task], say: Say) -> None:
         if task.score is not None:
             task.score.ready()
     executed = [task.name for task in tasks if task.score is not None and task.score.executes]
-    if plan.allow_code_execution and not executed:
-        raise ValueError("--allow-code-execution has no effect: no task of this run is scored by running code")
-    if executed and not plan.allow_code_execution:
-        say(f"{', '.join(executed)}: no score, programs run under --allow-code-execution only")
     if not plan.allow_code_execution:
+        if executed:
+            say(f"{', '.join(executed)}: no score, programs run under --allow-code-execution only")
         return
+    if not executed:
+        raise ValueError("--allow-code-execution has no effect: no task of this run is scored by running code")
     probe = sandbox.run("pass")
     if not probe.passed:
         raise OSError(f"the sandbox does not work here, every program would fail: {probe.reason}")
@@ -132,7 +132,7 @@ def measure_task(
     """One task on one model: choose what is open, then ask everybody prompt by prompt."""
     tune, report = both
     settings = task_run.settings
-    done = {line["index"] for line in journal.lines_of("prompt") if task_run.owns(line)}
+    done = {line["index"] for line in task_run.lines(journal, "prompt")}
     if len(done) == len(report):
         return
     taking = [entrant for entrant in entrants if entrant.sampled or not settings.temperature]
@@ -155,7 +155,7 @@ def measure_exits(
     journal: Journal, model: PreTrainedModel, task_run: TaskRun, report: Sequence[Conversation], say: Say
 ) -> None:
     """How well every exit predicts the task's answers, where it has answers; one line."""
-    if any(task_run.owns(line) for line in journal.lines_of("exits")):
+    if task_run.lines(journal, "exits"):
         return
     pairs = task_run.answers(report, LayeredModel(model).max_positions)
     if not pairs:
@@ -190,16 +190,15 @@ def _chosen(
     """An entrant with its settings: as the file has them, or chosen now."""
     if len(entrant.candidates) == 1:
         return entrant.candidates[0]
-
-    def own(kind: str) -> list[Line]:
-        return [line for line in journal.lines_of(kind) if task_run.owns(line) and line["method"] == entrant.label]
-
-    if earlier := own("tuned"):
+    trials, earlier = (
+        [line for line in task_run.lines(journal, kind) if line["method"] == entrant.label] for kind in ("trial", "tuned")
+    )
+    if earlier:
         return entrant.candidates[earlier[0]["candidate"]]
     ids = [task_run.reader.ids(one) for one in tune]
     calls = tuning.budget(len(entrant.candidates), len(ids))
     key = {**task_run.key(), "method": entrant.label}
-    known = {(line["candidate"], line["prompt"]): (line["tokens"], line["seconds"]) for line in own("trial")}
+    known = {(line["candidate"], line["prompt"]): (line["tokens"], line["seconds"]) for line in trials}
     options = task_run.options(task_run.plan.tune_tokens)
     warm_up(model, entrant.candidates[:1], ids[0], options)
     with progress(f"{task_run.model}, {task_run.task.name}: choosing settings of {entrant.label}", calls - len(known)) as step:
@@ -209,9 +208,9 @@ def _chosen(
             journal.add({"kind": "trial", **key, **trial})
             step()
 
-        best, trials = tuning.tune(model, entrant.candidates, ids, options, task_run.plan.seed, done, known)
+        best, tried = tuning.tune(model, entrant.candidates, ids, options, task_run.plan.seed, done, known)
     chosen = {"candidate": entrant.candidates.index(best), "chosen": best.settings, "candidates": len(entrant.candidates)}
-    told = [trial.report() for trial in trials[:MOST_TRIALS]]
+    told = [trial.report() for trial in tried[:MOST_TRIALS]]
     journal.add({"kind": "tuned", **key, **chosen, "calls": calls, "trials": told})
     return best
 

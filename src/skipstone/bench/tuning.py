@@ -30,7 +30,7 @@ LOOKUPS = (3, 5, 10)  # draft tokens a step of prompt lookup
 def usual(method: str, depth: int) -> dict[str, Sequence[Any]]:
     """The values worth trying for a method on a model of `depth` layers: the same exit layers and draft lengths for our method
     and for the peer, each with its own thresholds."""
-    shared = {"exit_layer": exit_layers(depth)}
+    shared = {"exit_layer": sorted({min(depth - 1, max(1, round(depth * share))) for share in DEPTHS})}
     return {
         "layerskip": {**shared, "num_speculative_tokens": LENGTHS, "confidence_threshold": THRESHOLDS},
         "hf-early-exit": {**shared, "num_assistant_tokens": LENGTHS, "confidence_threshold": PEER_THRESHOLDS},
@@ -57,11 +57,6 @@ class Trial:
         return {"settings": self.engine.settings, "prompts": len(self.tokens), "tokens_per_second": self.speed}
 
 
-def exit_layers(depth: int) -> list[int]:
-    """Exit layers to try for a model of `depth` layers: an eighth to a half of the stack."""
-    return sorted({min(depth - 1, max(1, round(depth * share))) for share in DEPTHS})
-
-
 def rungs(candidates: int, prompts: int) -> list[tuple[int, range]]:
     """The plan: (candidates still in, prompts they run on) per rung. Nothing is run for a single candidate."""
     plan, left, start = [], candidates, 0
@@ -83,20 +78,17 @@ def tune(
     prompts: Sequence[Tensor],
     options: Mapping[str, Any],
     seed: int,
-    done: Done = lambda *_: None,
-    known: Mapping[tuple[int, int], tuple[int, float]] | None = None,
+    done: Done,
+    known: Mapping[tuple[int, int], tuple[int, float]],
 ) -> tuple[Engine, list[Trial]]:
     """The fastest candidate of those that saw the most prompts, and all trials, best first.
 
     prompts: [T] int64 each. options: of `model.generate`. A single candidate is returned untried. known: (candidate, prompt) ->
     (tokens, seconds) of calls that need not be repeated.
     """
-    rng, known = random.Random(seed), known or {}
+    rng = random.Random(seed)
     trials = [Trial(number, engine) for number, engine in enumerate(candidates)]
-    if not trials:
-        raise ValueError("there is nothing to tune: the grid is empty")
     for count, span in rungs(len(trials), len(prompts)):
-        trials = ranked(trials)
         running = trials[:count]
         for index in span:
             for trial in rng.sample(running, len(running)):
@@ -108,10 +100,5 @@ def tune(
                     done(trial.number, index, tokens, seconds)
                 trial.tokens.append(tokens)
                 trial.seconds.append(seconds)
-    trials = ranked(trials)
+        trials.sort(key=lambda trial: (-len(trial.tokens), -trial.speed if trial.tokens else 0.0))
     return trials[0].engine, trials
-
-
-def ranked(trials: Sequence[Trial]) -> list[Trial]:
-    """Those that got furthest first, the fastest first among them."""
-    return sorted(trials, key=lambda trial: (-len(trial.tokens), -trial.speed if trial.tokens else 0.0))
