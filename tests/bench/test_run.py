@@ -13,13 +13,15 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from skipstone.bench import journal, prompts, tuning
+from skipstone.bench import journal, prompts
+from skipstone.bench import run as running
 from skipstone.bench.journal import Journal
+from skipstone.bench.peers import HFPromptLookup
 from skipstone.bench.plan import Plan, read
 from skipstone.bench.prompts import Answers, TaskRun, _score, added, log_likelihood
 from skipstone.bench.report import report
 from skipstone.bench.report.figures import groups
-from skipstone.bench.run import at_every_exit, run
+from skipstone.bench.run import at_every_exit, run, rungs, tune
 from skipstone.loading import load
 from skipstone.tasks.dialogue import Conversation, Reader
 from skipstone.tasks.protocols import TaskSettings
@@ -155,7 +157,7 @@ def test_rows_take_turns_with_seeds_of_their_own_at_a_temperature(
     """Two samples of three prompts; what is chosen is chosen at that temperature."""
     asked: list[tuple[str, int, int]] = []
     tuned: list[float] = []
-    real, timed = prompts.measure, tuning.measure
+    real, timed = prompts.measure, running.measure
 
     def measured(model: Any, engine: Any, ids: Any, options: Any, seed: int) -> Any:
         asked.append((engine.method.name if isinstance(engine, Skipstone) else engine.name, seed, len(ids)))
@@ -167,7 +169,7 @@ def test_rows_take_turns_with_seeds_of_their_own_at_a_temperature(
         return timed(model, engine, ids, options, seed)
 
     monkeypatch.setattr(prompts, "measure", measured)
-    monkeypatch.setattr(tuning, "measure", tried)
+    monkeypatch.setattr(running, "measure", tried)
     methods = ["hf-generate", "autoregressive", "layerskip exit_layer=1,2", "hf-early-exit exit_layer=1"]
     sampled = {"num_prompts": 3, "samples": 2, "temperature": 0.7, "top_p": 0.9, "seed": 0}
     said: list[str] = []
@@ -250,7 +252,7 @@ the choice is written, and between prompts."""
 
 def go(folder: Path, out: Path, left: int | None) -> None:
     """A process: run, and be killed by SIGKILL."""
-    real, timed = Journal.add, tuning.measure
+    real, timed = Journal.add, running.measure
 
     def tick() -> None:
         nonlocal left
@@ -267,7 +269,7 @@ def go(folder: Path, out: Path, left: int | None) -> None:
         tick()
         return timed(*given)
 
-    Journal.add, tuning.measure = add, measure  # type: ignore[method-assign]
+    Journal.add, running.measure = add, measure  # type: ignore[method-assign]
     run(plan(folder, methods=["autoregressive", "layerskip exit_layer=1,2"]), out, ["x"], quiet)
 
 
@@ -285,7 +287,7 @@ def test_killed_again_and_again_it_measures_every_prompt_once(folder: Path, tmp_
     assert in_processes(go, (folder, out, None)) == [0]
     lines = journal.read(out)
     trials = [(line["candidate"], line["prompt"]) for line in lines if line["kind"] == "trial"]
-    assert len(trials) == len(set(trials)) == tuning.budget(2, 2)
+    assert len(trials) == len(set(trials)) == 4
     assert [line["index"] for line in lines if line["kind"] == "prompt"] == list(range(6))
     assert sum(line["kind"] == "tuned" for line in lines) == 1
     assert sum(line["kind"] == "model" for line in lines) == 1
@@ -377,3 +379,38 @@ def test_a_run_measures_the_answers_of_what_it_reports(tmp_path: Path) -> None:
     before = len(lines)
     run(plan, out, [], said.append)
     assert len(report.load([out])[0]) == before + 1, "it is not measured twice"
+
+
+@pytest.mark.parametrize(
+    ("candidates", "prompts", "plan", "calls"),
+    [
+        (9, 6, [(9, [0, 1]), (3, [2, 3, 4, 5])], 30),
+        (3, 4, [(3, [0, 1, 2, 3])], 12),
+        (150, 6, [(150, [0, 1]), (50, [2, 3]), (17, [4, 5])], 434),
+        (4, 1, [(4, [0])], 4),
+        (1, 6, [], 0),
+    ],
+)
+def test_budget_of_tuning_is_known_beforehand(candidates: int, prompts: int, plan: Any, calls: int) -> None:
+    found = rungs(candidates, prompts)
+    assert [(count, list(span)) for count, span in found] == plan
+    assert sum(count * len(span) for count, span in found) == calls
+
+
+def test_tuning_finds_the_fastest_and_spends_its_budget() -> None:
+    calls = []
+    candidates = [HFPromptLookup(number) for number in range(1, 10)]
+
+    def timed(candidate: int, prompt: int) -> tuple[int, float]:
+        number = candidates[candidate].prompt_lookup_num_tokens
+        calls.append((number, prompt))
+        # number 4 is the fastest on every prompt but the first, where 7 has a lucky moment
+        return 8, 0.5 if calls[-1] == (7, 0) else 1.0 + abs(number - 4) / 10
+
+    trials = tune(candidates, 6, 0, timed)
+    assert trials[0].engine == HFPromptLookup(4)
+    assert len(calls) == 30
+    assert sorted(len(trial.tokens) for trial in trials) == [2] * 6 + [6] * 3
+    assert trials[0].speed == pytest.approx(8.0)
+    first = [number for number, index in calls if index == 0]
+    assert sorted(first) == list(range(1, 10)) != first  # everybody's turn, in shuffled order

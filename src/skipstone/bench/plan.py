@@ -2,7 +2,7 @@
 `layerskip exit_layer=3,6` to engines.
 
 A wish is a method's name with settings. A setting with several values is a choice: which of them is best is measured, on other
-prompts than those reported (tuning.py).
+prompts than those reported.
 """
 
 import itertools
@@ -17,7 +17,6 @@ from transformers import PreTrainedModel
 
 from skipstone import methods
 from skipstone.api import resolve_for
-from skipstone.bench import tuning
 from skipstone.bench.peers import PEERS
 from skipstone.decoding.method import OWN_FIELD
 from skipstone.decoding.settings import settings_of
@@ -34,6 +33,11 @@ KINDS: Mapping[str, type] = ChainMap(PEERS, METHODS)
 BASELINE, THEIRS = "autoregressive", "hf-generate"
 NAMING = ("method", "label")  # keys of a wish that are no settings
 DTYPES = ("auto", "float32", "bfloat16", "float16")
+DEPTHS = (1 / 8, 3 / 16, 1 / 4, 3 / 8, 1 / 2)  # exit layers, as shares of the layers
+LENGTHS = (2, 3, 4, 6, 8)  # draft tokens a step
+THRESHOLDS = (None, 0.2, 0.3, 0.4, 0.5, 0.6)  # confidence below which our drafting stops
+PEER_THRESHOLDS = (0.0, 0.2, 0.4, 0.6)  # the same for transformers, 0 never stops
+LOOKUPS = (3, 5, 10)  # draft tokens a step of prompt lookup
 USUAL_METHODS = ("hf-generate", "hf-early-exit", "hf-prompt-lookup", "autoregressive", "layerskip")
 
 
@@ -196,7 +200,7 @@ def line_up(wishes: Sequence[Wish], model: PreTrainedModel, tune: bool) -> tuple
         name = wish["method"]
         given = {key: value for key, value in wish.items() if key not in NAMING}
         if tune:
-            given = {**tuning.usual(name, model.config.num_hidden_layers), **given}
+            given = {**usual(name, model.config.num_hidden_layers), **given}
         every = choices(given, KINDS[name])
         if name in PEERS:
             engines: list[Any] = [_peer(PEERS[name], one, model) for one in every]
@@ -217,6 +221,17 @@ def line_up(wishes: Sequence[Wish], model: PreTrainedModel, tune: bool) -> tuple
         sampled, lossless = (all(getattr(one, of, True) for one in engines) for of in ("sampled", "lossless"))
         found.append(Entrant(label(wish), name, tuple(engines), sampled, lossless))
     return found, refused
+
+
+def usual(method: str, depth: int) -> dict[str, Sequence[Any]]:
+    """The values worth trying for a method on a model of `depth` layers: the same exit layers and draft lengths for our method
+    and for the peer, each with its own thresholds."""
+    shared = {"exit_layer": sorted({min(depth - 1, max(1, round(depth * share))) for share in DEPTHS})}
+    return {
+        "layerskip": {**shared, "num_speculative_tokens": LENGTHS, "confidence_threshold": THRESHOLDS},
+        "hf-early-exit": {**shared, "num_assistant_tokens": LENGTHS, "confidence_threshold": PEER_THRESHOLDS},
+        "hf-prompt-lookup": {"prompt_lookup_num_tokens": LOOKUPS},
+    }.get(method, {})
 
 
 def offered(kind: Any, key: str, value: Any) -> bool:

@@ -48,8 +48,8 @@ def conversations(task: Task, settings: TaskSettings, plan: Plan, data: Path | N
 
     def made(place: int) -> Conversation:
         turns = prompt_of(task, records[place], shown)
-        tabs = tuple(map(tabbed, turns)) if settings.tabs else turns
-        return Conversation(f"{task.name} {place}", tabs, record=records[place])
+        turns = tuple(map(tabbed, turns) if settings.tabs else turns)
+        return Conversation(f"{task.name} {place}", turns, record=records[place])
 
     return [made(place) for place in places[wanted : wanted + tuned]], [made(place) for place in sorted(places[:wanted])]
 
@@ -104,8 +104,8 @@ class TaskRun:
         """(prompt [T], answer [A]) int64 of conversations of one turn whose record holds an answer, at most `most` positions
         together."""
         found = []
-        for one in asked if self.task.answer is not None else ():
-            if len(one) == 1 and (text := self.task.answer(one.record)):
+        for one in asked:
+            if len(one) == 1 and self.task.answer is not None and (text := self.task.answer(one.record)):
                 prompt = self.reader.ids(one)
                 answer = self.reader.continuation(tabbed(text) if self.settings.tabs else text)
                 found.append((prompt, answer[: most - len(prompt)]))
