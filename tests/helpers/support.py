@@ -107,7 +107,7 @@ def assert_same_texts(
             one, other = (text[place] if place < len(text) else None for text in (wanted, found))
             parted = Divergence(row, place, one, other, texts=(list(wanted), list(found)))
         else:
-            parted = judge.compare(prompt, wanted, found, scoring, row)
+            parted = judge.compare(prompt, list(wanted), list(found), scoring, row)
             assert parted is not None
         told.append(f"row {row}, position {parted.position}: {message(parted)}")
         told.append(f"  expected whole: {list(wanted)}\n     found whole: {list(found)}")

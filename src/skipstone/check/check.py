@@ -132,19 +132,14 @@ class Judge:
         return wider.to(wide)
 
     def compare(
-        self,
-        prompt: Tensor,
-        expected: Sequence[int],
-        found: Sequence[int],
-        options: Mapping[str, Any] | None = None,
-        number: int = 0,
+        self, prompt: Tensor, expected: list[int], found: list[int], options: Mapping[str, Any] | None = None, number: int = 0
     ) -> Divergence | None:
         """Where two greedy texts part, and whether rounding explains it; None for equal texts.
 
         prompt: [T] int64. expected, found: new token ids. options: of `model.generate`, those that change scores.
         number: which of several prompts it is, for messages.
         """
-        texts = expected, found = [*expected], [*found]
+        texts = expected, found
         if expected == found:
             return None
         pairs = enumerate(zip_longest(expected, found))

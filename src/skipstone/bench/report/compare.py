@@ -4,6 +4,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import product
 from pathlib import Path
+from statistics import fmean
 
 from skipstone.bench.journal import Line
 from skipstone.bench.peers import PEERS
@@ -82,11 +83,10 @@ def _change(group: Group, label: str, both: Sequence[tuple[Line, Line]]) -> Chan
     faster = _faster(mine)
     relative, faithful = None, None
     if yardstick and about["method"] not in PEERS:
-        ruled = [(x[yardstick], y[yardstick]) for x, y in both]
-        relative = (faster / _faster(ruled)).estimate()
+        relative = (faster / _faster([(x[yardstick], y[yardstick]) for x, y in both])).estimate()
         if about["lossless"] and not group.temperature:
-            pairs = [*zip(mine, ruled, strict=True)]
-            before, after = (sum(own[run]["digests"] == other[run]["digests"] for own, other in pairs) for run in (0, 1))
+            same = ([rows[label]["digests"] == rows[yardstick]["digests"] for rows in pair] for pair in both)
+            before, after = map(sum, zip(*same, strict=True))
             faithful = before, after
     return Change(
         group.title,
@@ -108,7 +108,7 @@ def _score_changes(mine: Sequence[tuple[Line, Line]]) -> dict[str, Estimate]:
     for old, new in mine:
         for name in {name for one in old["scores"] for name in one} & {name for one in new["scores"] for name in one}:
             before, after = ([one[name] for one in row["scores"] if name in one] for row in (old, new))
-            changes.setdefault(name, []).append(sum(after) / len(after) - sum(before) / len(before))
+            changes.setdefault(name, []).append(fmean(after) - fmean(before))
     return {name: rate(values, [1.0] * len(values)).estimate() for name, values in changes.items()}
 
 

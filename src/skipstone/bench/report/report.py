@@ -5,7 +5,6 @@ import json
 import re
 from collections import Counter
 from collections.abc import Sequence
-from itertools import compress
 from pathlib import Path
 from typing import Any
 
@@ -42,9 +41,9 @@ def load(paths: Sequence[Path]) -> tuple[list[Line], list[Group]]:
     for path in paths:
         own = journal.read(path)
         journal.check(path, own)
-        lines += own
         if not (made := groups(own)):
             raise ValueError(f"{path} holds no measured prompt yet")
+        lines += own
         found += made
     return lines, found
 
@@ -167,9 +166,9 @@ def pictures(paths: Sequence[Path], folder: Path) -> list[Path]:
 
 def _narrow(table: Table) -> Table:
     """Without columns that are in files only, or say nothing."""
-    told = [not i or any(row[i] != NONE for row in table.rows) for i in range(len(table.columns))]
-    kept = [one and column not in IN_FILES for one, column in zip(told, table.columns, strict=True)]
-    columns, *rows = ([*compress(cells, kept)] for cells in (table.columns, *table.rows))
+    cells = enumerate(zip(table.columns, *table.rows, strict=True))
+    kept = [column for i, column in cells if column[0] not in IN_FILES and (not i or {*column[1:]} - {NONE})]
+    columns, *rows = zip(*kept, strict=True)
     return Table(table.title, columns, rows)
 
 

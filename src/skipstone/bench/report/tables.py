@@ -26,9 +26,6 @@ speed-up that M and these costs allow, prefill apart; reached: the share of it t
 to {THEIRS}."""
 
 
-# ------------------------------------------------------------------------------------------- tables and cells
-
-
 @dataclass(frozen=True)
 class Table:
     """A title, the columns' names, and rows of texts."""
@@ -112,9 +109,6 @@ def _times(digits: int, unit: str = "") -> Cell:
 
 def _per_step(name: str) -> Cell:
     return lambda f: number(f[name] / f["steps"], 3) if f.get("steps") else NONE
-
-
-# --------------------------------------------------------------------------------------------------- layouts
 
 
 COLUMNS: dict[str, Cell] = {
@@ -371,9 +365,6 @@ def by_draft_model(group: Group) -> Table:
             }
         )
     return _table(f"{group.subject}, {group.name}: drafts, and what keeping them costs, all prompts", rows)
-
-
-# ------------------------------------------------------------------------------------------------ all of them
 
 
 BY_GROUP: dict[str, Callable[[Group], Table]] = {"own": own, "layerskip": layerskip}
