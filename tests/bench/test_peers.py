@@ -7,15 +7,7 @@ import torch
 
 import skipstone
 from skipstone.bench import peers
-from skipstone.bench.peers import (
-    PEERS,
-    HFAssisted,
-    HFEarlyExit,
-    HFGenerate,
-    HFGenerateStatic,
-    HFPromptLookup,
-    early_exit_refusal,
-)
+from skipstone.bench.peers import PEERS, HFAssisted, HFEarlyExit, HFGenerate, HFGenerateStatic, HFPromptLookup
 from skipstone.hf.defaults import neutral_defaults
 from skipstone.timing import measure
 from skipstone.timing.measure import Skipstone, options_for
@@ -112,7 +104,7 @@ def test_early_exit_of_transformers_leaves_the_model_as_it_was_even_after_an_err
 @pytest.mark.parametrize("name", ["llama", "gemma3_text", "gpt2", "opt", "gpt_neox", "falcon"])
 def test_early_exit_of_transformers_is_refused_where_the_family_does_not_slice_its_layers(name):
     model = families.cached(name)
-    reason = early_exit_refusal(model)
+    reason = HFEarlyExit(1).refusal(model)
     assert model.config.num_hidden_layers == 4
     if name in ("llama", "gemma3_text"):
         assert reason is None

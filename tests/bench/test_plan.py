@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from skipstone.bench import lineup, plan
+from skipstone.bench import plan
 from skipstone.bench.peers import HFEarlyExit
 from skipstone.bench.prompts import conversations, drawn
 from skipstone.tasks.dialogue import VICUNA, Conversation, Reader
@@ -41,16 +41,13 @@ TASKS_HERE = Path(__file__).parents[1] / "helpers" / "records"
     ],
 )
 def test_wishes(text: str, wish: dict[str, Any]) -> None:
-    assert lineup.parse(text) == wish
+    assert plan.parse(text) == wish
 
 
 def test_every_combination_of_choices_is_a_candidate() -> None:
     model = families.cached("llama")
-    wishes = [
-        lineup.parse("layerskip exit_layer=1,2 num_speculative_tokens=2,3,4"),
-        lineup.parse("hf-early-exit exit_layer=1,3"),
-    ]
-    found, refused = lineup.entrants(wishes, model, tune=False)
+    wishes = [plan.parse("layerskip exit_layer=1,2 num_speculative_tokens=2,3,4"), plan.parse("hf-early-exit exit_layer=1,3")]
+    found, refused = plan.line_up(wishes, model, tune=False)
     assert refused == {}
     ours = [engine.settings for engine in found[0].candidates if isinstance(engine, Skipstone)]
     assert {(one["exit_layer"], one["num_speculative_tokens"]) for one in ours} == {(e, d) for e in (1, 2) for d in (2, 3, 4)}
@@ -59,14 +56,14 @@ def test_every_combination_of_choices_is_a_candidate() -> None:
 
 
 def test_tuning_chooses_what_is_left_open_and_nothing_else() -> None:
-    (entrant,), _ = lineup.entrants([lineup.parse("layerskip exit_layer=2")], families.cached("llama"), tune=True)
+    (entrant,), _ = plan.line_up([plan.parse("layerskip exit_layer=2")], families.cached("llama"), tune=True)
     assert {engine.settings["exit_layer"] for engine in entrant.candidates} == {2}
     assert len(entrant.candidates) == 30
 
 
 def test_a_family_without_early_exits_in_transformers_gets_a_reason_instead() -> None:
-    wishes = [lineup.parse("hf-early-exit exit_layer=2"), lineup.parse("autoregressive")]
-    found, refused = lineup.entrants(wishes, families.cached("gpt2"), tune=False)
+    wishes = [plan.parse("hf-early-exit exit_layer=2"), plan.parse("autoregressive")]
+    found, refused = plan.line_up(wishes, families.cached("gpt2"), tune=False)
     assert [entrant.label for entrant in found] == ["autoregressive"]
     assert "config.num_hidden_layers" in refused["hf-early-exit"]
 
@@ -85,15 +82,15 @@ def test_a_family_without_early_exits_in_transformers_gets_a_reason_instead() ->
 )
 def test_settings_that_do_not_fit_are_refused_before_anything_is_measured(wish: str, said: str) -> None:
     with pytest.raises(ValueError, match=said):
-        lineup.entrants([lineup.parse(wish)], families.cached("llama"), tune=False)
+        plan.line_up([plan.parse(wish)], families.cached("llama"), tune=False)
 
 
 def test_a_peer_without_an_exit_layer_takes_the_models_own_or_says_what_it_needs() -> None:
     model = families.build("llama")
     with pytest.raises(ValueError, match=r"hf-early-exit needs exit_layer=\.\.\."):
-        lineup.entrants([lineup.parse("hf-early-exit")], model, tune=False)
+        plan.line_up([plan.parse("hf-early-exit")], model, tune=False)
     model.generation_config.skipstone = {"method": "layerskip", "exit_layer": 3}
-    (entrant,), _ = lineup.entrants([lineup.parse("hf-early-exit")], model, tune=False)
+    (entrant,), _ = plan.line_up([plan.parse("hf-early-exit")], model, tune=False)
     assert entrant.candidates == (HFEarlyExit(3),)
 
 
@@ -245,3 +242,13 @@ def test_turns_become_prompts_with_and_without_a_template(monkeypatch: pytest.Mo
 def test_the_first_token_stays_where_the_tokenizer_begins_with_one(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("skipstone.tasks.dialogue.bos_prefix", lambda _: [111])  # "o"
     assert read(Reader(Chatting(), False, 2)) == "oe"  # type: ignore[arg-type]
+
+
+def test_the_usual_values_are_the_same_for_ours_and_for_the_peer() -> None:
+    ours, peer = (plan.usual(name, 16) for name in ("layerskip", "hf-early-exit"))
+    assert ours["exit_layer"] == peer["exit_layer"] == [2, 3, 4, 6, 8]
+    assert ours["num_speculative_tokens"] == peer["num_assistant_tokens"]
+    assert set(ours["confidence_threshold"]) == {None, 0.2, 0.3, 0.4, 0.5, 0.6}
+    assert set(peer["confidence_threshold"]) >= {0.0, 0.4}
+    assert plan.usual("layerskip", 2)["exit_layer"] == [1]
+    assert plan.usual("autoregressive", 16) == {}

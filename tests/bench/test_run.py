@@ -10,13 +10,18 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+import torch.nn.functional as F
 
-from skipstone.bench import journal, prompts, tuning
+from skipstone.bench import journal, prompts
+from skipstone.bench import run as running
 from skipstone.bench.journal import Journal
+from skipstone.bench.peers import HFPromptLookup
 from skipstone.bench.plan import Plan, read
-from skipstone.bench.prompts import Answers, TaskRun, _added, _score
+from skipstone.bench.prompts import Answers, TaskRun, _score, added, log_likelihood
+from skipstone.bench.report import report
 from skipstone.bench.report.figures import groups
-from skipstone.bench.run import run
+from skipstone.bench.run import at_every_exit, run, rungs, tune
 from skipstone.loading import load
 from skipstone.tasks.dialogue import Conversation, Reader
 from skipstone.tasks.protocols import TaskSettings
@@ -24,6 +29,7 @@ from skipstone.tasks.sandbox import Outcome
 from skipstone.tasks.task import Score, Source, Task
 from skipstone.timing.measure import Skipstone, growth
 from tests.helpers import families, support
+from tests.helpers.machine import prompt
 from tests.helpers.training import in_processes
 
 WORDS = ["stop", "abc", " the", "ab", "bc", "xst", *"defghijklm"]
@@ -151,7 +157,7 @@ def test_rows_take_turns_with_seeds_of_their_own_at_a_temperature(
     """Two samples of three prompts; what is chosen is chosen at that temperature."""
     asked: list[tuple[str, int, int]] = []
     tuned: list[float] = []
-    real, timed = prompts.measure, tuning.measure
+    real, timed = prompts.measure, running.measure
 
     def measured(model: Any, engine: Any, ids: Any, options: Any, seed: int) -> Any:
         asked.append((engine.method.name if isinstance(engine, Skipstone) else engine.name, seed, len(ids)))
@@ -163,7 +169,7 @@ def test_rows_take_turns_with_seeds_of_their_own_at_a_temperature(
         return timed(model, engine, ids, options, seed)
 
     monkeypatch.setattr(prompts, "measure", measured)
-    monkeypatch.setattr(tuning, "measure", tried)
+    monkeypatch.setattr(running, "measure", tried)
     methods = ["hf-generate", "autoregressive", "layerskip exit_layer=1,2", "hf-early-exit exit_layer=1"]
     sampled = {"num_prompts": 3, "samples": 2, "temperature": 0.7, "top_p": 0.9, "seed": 0}
     said: list[str] = []
@@ -239,14 +245,14 @@ def test_going_on_with_other_code_is_said(folder: Path, tmp_path: Path) -> None:
     assert any("begun with other code (commit 0123456789ab)" in text for text in said)
 
 
-KILLS = (1, 4, 5, 5, 5, 4, 3, 2, 2, 2)
+KILLS = (1, 5, 5, 5, 5, 4, 3, 2, 2, 2)
 """Before which line or tuning call each of ten processes kills itself: before the first line, while settings are chosen, before
 the choice is written, and between prompts."""
 
 
 def go(folder: Path, out: Path, left: int | None) -> None:
     """A process: run, and be killed by SIGKILL."""
-    real, timed = Journal.add, tuning.measure
+    real, timed = Journal.add, running.measure
 
     def tick() -> None:
         nonlocal left
@@ -255,15 +261,15 @@ def go(folder: Path, out: Path, left: int | None) -> None:
             if not left:
                 os.kill(os.getpid(), signal.SIGKILL)
 
-    def add(self: Journal, line: Any) -> None:
+    def add(self: Journal, *lines: Any) -> None:
         tick()
-        real(self, line)
+        real(self, *lines)
 
     def measure(*given: Any) -> Any:
         tick()
         return timed(*given)
 
-    Journal.add, tuning.measure = add, measure  # type: ignore[method-assign]
+    Journal.add, running.measure = add, measure  # type: ignore[method-assign]
     run(plan(folder, methods=["autoregressive", "layerskip exit_layer=1,2"]), out, ["x"], quiet)
 
 
@@ -281,7 +287,7 @@ def test_killed_again_and_again_it_measures_every_prompt_once(folder: Path, tmp_
     assert in_processes(go, (folder, out, None)) == [0]
     lines = journal.read(out)
     trials = [(line["candidate"], line["prompt"]) for line in lines if line["kind"] == "trial"]
-    assert len(trials) == len(set(trials)) == tuning.budget(2, 2)
+    assert len(trials) == len(set(trials)) == 4
     assert [line["index"] for line in lines if line["kind"] == "prompt"] == list(range(6))
     assert sum(line["kind"] == "tuned" for line in lines) == 1
     assert sum(line["kind"] == "model" for line in lines) == 1
@@ -291,7 +297,7 @@ def test_killed_again_and_again_it_measures_every_prompt_once(folder: Path, tmp_
     assert len(journal.read(out)) == len(lines) + 1, "nothing is left to measure"
 
 
-def test_what_a_call_added_to_a_methods_counts() -> None:
+def test_what_a_calladded_to_a_methods_counts() -> None:
     """Rows of the same settings share a state, and a run that is gone on with begins with a new one: growth is of one call."""
     before = {"steps": 3, "pays": False, "threshold": 0.5, "exits": {"2": {"tests": 1, "rate": 0.5}}, "passes": [[1, 2]]}
     after = {
@@ -304,5 +310,107 @@ def test_what_a_call_added_to_a_methods_counts() -> None:
     one = growth(before, after)
     assert one == {"steps": 2, "exits": {"2": {"tests": 3}, "4": {"tests": 2}}}
     assert growth({}, after) == {"steps": 5, "exits": {"2": {"tests": 4}, "4": {"tests": 2}}}
-    assert _added([one, one, {"steps": 1}]) == {"steps": 5, "exits": {"2": {"tests": 6}, "4": {"tests": 4}}}
-    assert _added([]) is None
+    assert added([one, one, {"steps": 1}]) == {"steps": 5, "exits": {"2": {"tests": 6}, "4": {"tests": 4}}}
+    assert added([]) is None
+
+
+@pytest.mark.parametrize("name", ["llama", "gemma2"])
+def test_perplexity_and_agreement_are_those_of_models_cut_there(name: str) -> None:
+    """By transformers' own forward of the first E layers, over the answers alone."""
+    model = families.build(name)
+    pairs = [(prompt(9, vocab=50), prompt(4, vocab=50, seed=1)), (prompt(3, vocab=50, seed=2), prompt(7, vocab=50, seed=3))]
+    found = at_every_exit(model, pairs, lambda: None)
+    assert found["tokens"] == 11
+    best = {}
+    for depth in (4, 3, 2, 1):
+        model.config.num_hidden_layers = depth
+        nats, same = 0.0, 0
+        for number, (before, answer) in enumerate(pairs):
+            with torch.no_grad():
+                logits = model(torch.cat([before, answer])[None]).logits[0, len(before) - 1 : -1]
+            nats += F.cross_entropy(logits.double(), answer, reduction="sum").item()
+            chosen = logits.argmax(-1)
+            same += int((chosen == best.setdefault(number, chosen)).sum())
+        assert found["perplexity"][depth - 1] == pytest.approx(torch.tensor(nats / 11).exp().item(), rel=1e-4)
+        assert found["agreement"][depth - 1] == pytest.approx(same / 11)
+    assert found["agreement"][3] == 1
+
+
+@pytest.mark.parametrize("family", ["llama", "gemma2", "opt_projected"])
+def test_the_likelihood_of_a_text_is_transformers(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("skipstone.bench.prompts.CHUNK", 3)
+    model, asked, answer = families.cached(family), prompt(6, vocab=50), prompt(8, 1, vocab=50).tolist()
+    said = model(torch.cat([asked, torch.tensor(answer)])[None]).logits[0, 5:-1].double().log_softmax(-1)
+    expected = said.gather(1, torch.tensor(answer)[:, None]).sum()
+    assert log_likelihood(model, asked, answer) == pytest.approx(float(expected), rel=1e-5)
+    assert log_likelihood(model, asked, []) == 0
+
+
+def test_a_run_measures_the_answers_of_what_it_reports(tmp_path: Path) -> None:
+    """One line a task that has answers, in every format of the report; a task without says so."""
+    model = families.build("llama", max_position_embeddings=128)
+    model.save_pretrained(tmp_path / "model")
+    support.tokenizer().save_pretrained(tmp_path / "model")
+    asked = [{"prompt": "abc" * n, "reference": " the stop", "category": "even" if n % 2 else "odd"} for n in range(1, 5)]
+    without = [{"prompt": "ab"}, {"turns": ["a", "b"], "reference": "c"}]
+    for name, records in (("mine", asked), ("bare", without)):
+        (tmp_path / f"{name}.jsonl").write_text("".join(json.dumps(record) + "\n" for record in records))
+    said: list[str] = []
+    settings: dict[str, Any] = {"models": [str(tmp_path / "model")], "methods": ["autoregressive", "layerskip exit_layer=1"]}
+    tasks = [str(tmp_path / f"{name}.jsonl") for name in ("mine", "bare")]
+    plan = read(None, {**settings, "tasks": tasks, "max_new_tokens": 4, "perplexity": True})
+    out = run(plan, tmp_path / "out.jsonl", [], said.append)
+    lines, (mine, bare) = report.load([out])
+    assert said[1:] == ["bare: no perplexity, its records hold no answers"]
+    assert bare.exits is None
+    (line,) = (line for line in lines if line["kind"] == "exits")
+    network, tokenizer = load(tmp_path / "model")
+    answer = torch.tensor(tokenizer(" the stop", add_special_tokens=False)["input_ids"])
+    pairs = [(torch.tensor(tokenizer(one["prompt"])["input_ids"]), answer) for one in asked]
+    wanted = at_every_exit(network, pairs, lambda: None)
+    assert (line["prompts"], line["tokens"]) == (4, wanted["tokens"])
+    assert line["perplexity"] == pytest.approx(wanted["perplexity"])
+    assert mine.exits == line
+    text = report.report([out], "md")
+    assert f"| 4 | {wanted['perplexity'][3]:.2f} | 1.00 |" in text
+    assert "x plain by category" in text
+    assert json.loads(report.report([out], "json"))["groups"][0]["exits"]["agreement"][3] == 1
+    assert "What every exit knows" in report.report([out], "html")
+    before = len(lines)
+    run(plan, out, [], said.append)
+    assert len(report.load([out])[0]) == before + 1, "it is not measured twice"
+
+
+@pytest.mark.parametrize(
+    ("candidates", "prompts", "plan", "calls"),
+    [
+        (9, 6, [(9, [0, 1]), (3, [2, 3, 4, 5])], 30),
+        (3, 4, [(3, [0, 1, 2, 3])], 12),
+        (150, 6, [(150, [0, 1]), (50, [2, 3]), (17, [4, 5])], 434),
+        (4, 1, [(4, [0])], 4),
+        (1, 6, [], 0),
+    ],
+)
+def test_budget_of_tuning_is_known_beforehand(candidates: int, prompts: int, plan: Any, calls: int) -> None:
+    found = rungs(candidates, prompts)
+    assert [(count, list(span)) for count, span in found] == plan
+    assert sum(count * len(span) for count, span in found) == calls
+
+
+def test_tuning_finds_the_fastest_and_spends_its_budget() -> None:
+    calls = []
+    candidates = [HFPromptLookup(number) for number in range(1, 10)]
+
+    def timed(candidate: int, prompt: int) -> tuple[int, float]:
+        number = candidates[candidate].prompt_lookup_num_tokens
+        calls.append((number, prompt))
+        # number 4 is the fastest on every prompt but the first, where 7 has a lucky moment
+        return 8, 0.5 if calls[-1] == (7, 0) else 1.0 + abs(number - 4) / 10
+
+    trials = tune(candidates, 6, 0, timed)
+    assert trials[0].engine == HFPromptLookup(4)
+    assert len(calls) == 30
+    assert sorted(len(trial.tokens) for trial in trials) == [2] * 6 + [6] * 3
+    assert trials[0].speed == pytest.approx(8.0)
+    first = [number for number, index in calls if index == 0]
+    assert sorted(first) == list(range(1, 10)) != first  # everybody's turn, in shuffled order

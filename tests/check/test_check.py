@@ -13,12 +13,12 @@ from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel
 
 from skipstone import Autoregressive, EarlyExit, LayerSkip, Method
 from skipstone.check import laws
-from skipstone.check.check import Checker, Report, Scale
-from skipstone.check.ties import Judge
+from skipstone.check.check import Checker, Judge, Report, Scale
 from skipstone.methods.layerskip import LayerSkipSession
 from tests.helpers import bugs
 from tests.helpers.bugs.base import broken
 from tests.helpers.machine import prompt, sharpened, small
+from tests.helpers.support import message
 
 SCALE = Scale(max_new_tokens=24, samples=200)
 PROMPTS = [prompt(length, seed=length) for length in (9, 14, 6, 11)]
@@ -136,13 +136,13 @@ def test_a_tie_is_told_from_a_bug() -> None:
         parted = judge.compare(PROMPTS[0], [best, 1], [other, 1])
         assert parted is not None
         assert (parted.position, parted.expected, parted.found, parted.tie) == (0, best, other, tie)
-        assert parted.message().startswith("a tie" if tie else "A BUG")
-        assert f"{parted.margin:.3g} apart" in parted.message()
+        assert message(parted).startswith("a tie" if tie else "A BUG")
+        assert f"{parted.margin:.3g} apart" in message(parted)
     assert judge.compare(PROMPTS[0], [best], [best]) is None
     ended = judge.compare(PROMPTS[0], [best, 5], [best], number=3)
     assert ended is not None
     assert (ended.position, ended.found, ended.tie) == (1, None, False)
-    assert ended.message().splitlines() == [
+    assert message(ended).splitlines() == [
         "A BUG",
         "prompt 3, new token 1: expected token 5, found the end",
         f"expected: [{best}] >>> [5]",

@@ -14,7 +14,7 @@ from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerFast
 
 import skipstone
-from skipstone.check.ties import Divergence, Judge
+from skipstone.check.check import Divergence, Judge
 from tests.helpers import families
 
 TIE = 1e-4
@@ -72,6 +72,17 @@ def _plainly(name: str, rows: int, options: str) -> tuple[list[Tensor], list[lis
     return prompts, output.new_tokens
 
 
+def message(parted: Divergence, around: int = 8) -> str:
+    """Tie or bug, where, by how much, and `around` tokens of both texts before and after it, in four lines."""
+    apart = "" if parted.margin is None else f" (the two are {parted.margin:.3g} apart)"
+    lines = [f"{'a tie, which rounding explains' if parted.tie else 'A BUG'}{apart}", str(parted)]
+    first = max(0, parted.position - around)
+    for name, text in zip(("expected", "found"), parted.texts, strict=True):
+        before, after = text[first : parted.position], text[parted.position : parted.position + around]
+        lines.append(f"{name:>8}: {'... ' if first else ''}{before} >>> {after or 'the end'}")
+    return "\n".join(lines)
+
+
 def assert_same_texts(
     model: PreTrainedModel,
     prompts: Sequence[Tensor],
@@ -96,9 +107,9 @@ def assert_same_texts(
             one, other = (text[place] if place < len(text) else None for text in (wanted, found))
             parted = Divergence(row, place, one, other, texts=(list(wanted), list(found)))
         else:
-            parted = judge.compare(prompt, wanted, found, scoring, row)
+            parted = judge.compare(prompt, list(wanted), list(found), scoring, row)
             assert parted is not None
-        told.append(f"row {row}, position {parted.position}: {parted.message()}")
+        told.append(f"row {row}, position {parted.position}: {message(parted)}")
         told.append(f"  expected whole: {list(wanted)}\n     found whole: {list(found)}")
     if told:
         pytest.fail("\n".join([f"{output.method} says something else than it should", *told]), pytrace=False)

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import json
+from dataclasses import asdict
 from pathlib import Path
 
 import pytest
 import torch
 
-from skipstone.lens.lens import Expected, expectations, look, through
+from skipstone.lens.lens import Expected, expectations, look, save, through
 from skipstone.methods.adadecode.heads import ExitHeads, new_card
 from skipstone.models.layered import LayeredModel
 from skipstone.timing.passes import LENGTHS, PassTimes, TimedPasses, measure_passes
@@ -30,7 +31,7 @@ def test_the_last_layer_writes_the_text_and_others_are_models_cut_short(name: st
     assert all(found.top[layer - 2][i] != found.tokens[i] for i, layer in enumerate(found.first) if layer > 1)
     assert all(0 < value <= 1 for row in found.probability for value in row)
     assert all(-1 <= value <= 1.0001 for value in found.similarity)
-    json.dumps(found.report())
+    json.dumps(asdict(found))
 
 
 def test_layers_in_between_are_those_of_a_model_cut_there() -> None:
@@ -73,8 +74,6 @@ def test_costs_are_of_every_layer() -> None:
 
 def test_pictures_are_written(tmp_path: Path) -> None:
     from matplotlib.image import imread
-
-    from skipstone.lens.pictures import save
 
     found = look(families.cached("llama"), [torch.as_tensor(families.prompts(1)[0])], 6)
     words = [[f"t{token}$" for token in row] for row in found.top]

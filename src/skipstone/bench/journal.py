@@ -7,25 +7,23 @@ a prompt ("prompt") and, after an interruption, what the run went on with ("resu
 
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from types import TracebackType
 from typing import Any
 
-from skipstone import files
-from skipstone.files import plain
+from skipstone.files import LineFile, plain, read_lines
 
 VERSION = 1
 MACHINE = ("cpu", "cuda", "threads", "packages")  # what of the provenance a run that goes on must share with its beginning
 UNMEASURED = ("run", "resumed", "model")  # kinds of a file with which nothing is lost
-_CELL = ("model", "number", "task", "temperature", "question")
+CELL = ("model", "number", "task", "temperature", "question")  # of which task on which model a line tells
 NEEDED: dict[str, tuple[str, ...]] = {
     "run": ("plan", "provenance"),
     "resumed": ("provenance",),
     "model": ("model", "dtype", "device", "ceiling", "synthetic", "refused", "methods"),
     "calibrated": ("model", "factor"),
-    "trial": (*_CELL, "method", "candidate", "prompt", "tokens", "seconds"),
-    "tuned": (*_CELL, "method", "candidate", "chosen", "candidates", "calls", "trials"),
-    "exits": (*_CELL, "prompts", "tokens", "perplexity", "agreement"),
-    "prompt": (*_CELL, "index", "digest", "rows"),
+    "trial": (*CELL, "method", "candidate", "prompt", "tokens", "seconds"),
+    "tuned": (*CELL, "method", "candidate", "chosen", "candidates", "calls", "trials"),
+    "exits": (*CELL, "prompts", "tokens", "perplexity", "agreement"),
+    "prompt": (*CELL, "index", "digest", "rows"),
 }
 """Kind of a line -> what it must say."""
 _ROW = ("tokens", "seconds", "first_seconds", "calls", "digests", "repeated_share", "memory", "scores", "stats")
@@ -37,7 +35,7 @@ def read(path: Path) -> list[Line]:
 
     ValueError for what is no such file, or a damaged one.
     """
-    lines = files.read_lines(path)
+    lines = read_lines(path)
     if lines and (not isinstance(lines[0], dict) or lines[0].get("kind") != "run"):
         raise ValueError(f"{path} is no file of results: it must begin with a line of kind run")
     if lines and lines[0].get("version") != VERSION:
@@ -76,7 +74,7 @@ def _fault(line: Any, models: Mapping[str, Line]) -> str | None:
     return None
 
 
-class Journal:
+class Journal(LineFile):
     """A run's file, open to be written on. lines: those of the run so far. `with` closes it."""
 
     def __init__(self, path: Path, plan: Line, provenance: Line, fresh: bool = False) -> None:
@@ -84,22 +82,20 @@ class Journal:
 
         ValueError where it holds another run, with what differs, something else altogether, or is being written.
         """
-        self.path, self._file = path, files.LineFile(path)
+        super().__init__(path)
         try:
             self.lines: list[Line] = [] if fresh else read(path)
-            if all(line["kind"] in UNMEASURED for line in self.lines):
-                self.lines = []
-            if self.lines:
+            if any(line["kind"] not in UNMEASURED for line in self.lines):
                 self._same(plain(plan), plain(provenance))
-                self._file.go_on()
+                self.go_on()
                 self.add({"kind": "resumed", "provenance": provenance})
             else:
-                head = plain({"kind": "run", "version": VERSION, "plan": plan, "provenance": provenance})
+                self.lines = []
                 refusal = f"{path} is no file of results: give another --out, or --fresh to overwrite it"
-                self._file.begin(head, None if fresh else refusal)
-                self.lines.append(head)
+                head = {"kind": "run", "version": VERSION, "plan": plan, "provenance": provenance}
+                self.begin(head, None if fresh else refusal)
         except BaseException:
-            self._file.close()
+            self.close()
             raise
 
     def _same(self, plan: Line, provenance: Line) -> None:
@@ -119,10 +115,9 @@ class Journal:
         shas = [line["provenance"].get("git") or {} for line in self.lines if line["kind"] in ("run", "resumed")]
         return shas[0].get("sha") if any(one != shas[0] for one in shas) else None
 
-    def add(self, line: Line) -> None:
-        """Write a line; when this returns, it is on the disk. OSError where the disk is full: what was there stays whole."""
-        self._file.add(line)
-        self.lines.append(plain(line))
+    def add(self, *lines: Line) -> None:
+        super().add(*lines)
+        self.lines += map(plain, lines)
 
     def lines_of(self, kind: str) -> Iterator[Line]:
         """All lines of a kind."""
@@ -130,6 +125,3 @@ class Journal:
 
     def __enter__(self) -> "Journal":
         return self
-
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
-        self._file.close()

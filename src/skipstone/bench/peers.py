@@ -6,7 +6,7 @@ not slice their layers by that field cannot do it at all.
 """
 
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, dataclass
 from functools import cache
@@ -42,15 +42,10 @@ class Peer:
     def settings(self) -> dict[str, Any]:
         return asdict(self)
 
-    @classmethod
-    def defaults(cls, own: Mapping[str, Any]) -> dict[str, Any]:
-        """Settings that follow from the model's own (`generation_config.skipstone`), where nothing else is said."""
-        return {}
-
     def check(self, model: PreTrainedModel) -> None:
         """ValueError for settings that are impossible, or do not fit the model."""
         for name, value in self.settings.items():
-            if name.endswith("num_tokens") or name == "num_assistant_tokens":
+            if name in ("num_assistant_tokens", "prompt_lookup_num_tokens"):
                 whole_number(f"{self.name}: {name}", value, 1)
             if name == "confidence_threshold":
                 number = isinstance(value, (int, float)) and not isinstance(value, bool)
@@ -112,10 +107,6 @@ class HFEarlyExit(Peer):
     num_assistant_tokens: int = 20  # drafts a step, constant schedule
     confidence_threshold: float = 0.4  # drafting stops after a token whose probability is below it, 0 never stops
 
-    @classmethod
-    def defaults(cls, own: Mapping[str, Any]) -> dict[str, Any]:
-        return {"exit_layer": own["exit_layer"]} if "exit_layer" in own else {}
-
     def check(self, model: PreTrainedModel) -> None:
         super().check(model)
         depth = model.config.num_hidden_layers
@@ -123,11 +114,29 @@ class HFEarlyExit(Peer):
         if self.exit_layer >= depth:
             raise ValueError(f"hf-early-exit: exit_layer must lie between 1 and {depth - 1}, found {self.exit_layer!r}")
 
+    @torch.inference_mode()
     def refusal(self, model: PreTrainedModel) -> str | None:
-        return early_exit_refusal(model)
+        """Transformers sets `config.num_hidden_layers`; whether that cuts the stack is tried out with a forward over one
+        token."""
+        layers, ran = LayeredModel(model).layers, []
+        wanted = len(layers) - 1
+        if not wanted:
+            return "the model has one layer"
+        with ExitStack() as stack:
+            stack.enter_context(changed(model.base_model.config, num_hidden_layers=wanted))
+            for layer in layers:
+                stack.callback(layer.register_forward_pre_hook(lambda *_: ran.append(1)).remove)
+            try:
+                model(torch.zeros((1, 1), dtype=torch.long, device=model.device), use_cache=True)
+                found = f"{len(ran)} of {wanted + 1} layers ran"
+            except (IndexError, AttributeError, RuntimeError, ValueError) as error:
+                found = f"its forward fails with {type(error).__name__}: {error}"
+        if found.startswith(f"{wanted} of"):
+            return None
+        return f"transformers exits early by setting config.num_hidden_layers; with {wanted} on {type(model).__name__} {found}"
 
     def generate(self, model: PreTrainedModel, prompt: Tensor, options: dict[str, Any], seed: int) -> Emitted:
-        config = _base_config(model)  # transformers leaves its depth cut after an error
+        config: Any = model.base_model.config  # transformers leaves its depth cut after an error
         whole = changed(config, num_hidden_layers=config.num_hidden_layers)
         with whole, changed(model.generation_config, **_drafting(self)):
             return super().generate(model, prompt, {**options, "assistant_early_exit": self.exit_layer}, seed)
@@ -174,14 +183,10 @@ class DraftAlone(Peer):
     draft_model: str | None = None
 
     def check(self, model: PreTrainedModel) -> None:
-        super().check(model)
-        self._helper(model)
-
-    def _helper(self, model: PreTrainedModel) -> Any:
-        return draft_model_for(self.draft_model, LayeredModel(model))
+        draft_model_for(self.draft_model, LayeredModel(model))
 
     def generate(self, model: PreTrainedModel, prompt: Tensor, options: dict[str, Any], seed: int) -> Emitted:
-        helper = self._helper(model).model
+        helper: Any = draft_model_for(self.draft_model, LayeredModel(model)).model
         stop: Any = model.generation_config
         with neutral_defaults(helper, stop.eos_token_id is not None):
             return Skipstone(Autoregressive()).generate(helper, prompt.to(helper.device), options, seed)
@@ -240,38 +245,7 @@ def _drafting(peer: HFEarlyExit | HFAssisted) -> dict[str, Any]:
     }
 
 
-def _base_config(model: PreTrainedModel) -> Any:
-    """The config whose depth transformers cuts."""
-    base: Any = getattr(model, model.base_model_prefix)
-    return base.config
-
-
 @cache
 def _assistant(name: str, dtype: torch.dtype, device: str) -> PreTrainedModel:
     """The draft model, loaded once."""
     return load_model(DRAFTS.get(name, name), dtype=dtype, device=device)
-
-
-@torch.inference_mode()
-def early_exit_refusal(model: PreTrainedModel) -> str | None:
-    """Why transformers cannot exit early from this model, or None where it can.
-
-    It sets `config.num_hidden_layers`; whether that cuts the stack is tried out with a forward over one token.
-    """
-    layers = LayeredModel(model).layers
-    wanted, ran = len(layers) - 1, []
-    if not wanted:
-        return "the model has one layer"
-    with ExitStack() as stack:
-        stack.enter_context(changed(_base_config(model), num_hidden_layers=wanted))
-        for layer in layers:
-            stack.callback(layer.register_forward_pre_hook(lambda *_: ran.append(1)).remove)
-        try:
-            model(torch.zeros((1, 1), dtype=torch.long, device=model.device), use_cache=True)
-        except (IndexError, AttributeError, RuntimeError, ValueError) as error:
-            found = f"its forward fails with {type(error).__name__}: {error}"
-        else:
-            found = f"{len(ran)} of {wanted + 1} layers ran"
-    if found.startswith(f"{wanted} of"):
-        return None
-    return f"transformers exits early by setting config.num_hidden_layers; with {wanted} on {type(model).__name__} {found}"

@@ -1,18 +1,43 @@
-"""What a benchmark runs: models x methods x tasks, from flags or from one file of YAML."""
+"""What a benchmark runs: models x methods x tasks, from flags or from one file of YAML; and who takes part: from wishes such as
+`layerskip exit_layer=3,6` to engines.
 
-from dataclasses import replace
+A wish is a method's name with settings. A setting with several values is a choice: which of them is best is measured, on other
+prompts than those reported.
+"""
+
+import itertools
+from collections import ChainMap
+from collections.abc import Mapping, Sequence
+from dataclasses import MISSING, dataclass, fields, replace
 from pathlib import Path
 from typing import Any
 
-from pydantic import Field, ValidationError, field_validator
+from pydantic import Field, ValidationError, ValidationInfo, field_validator
+from transformers import PreTrainedModel
 
-from skipstone.bench import lineup
+from skipstone import methods
+from skipstone.api import resolve_for
+from skipstone.bench.peers import PEERS
+from skipstone.decoding.method import OWN_FIELD
+from skipstone.decoding.settings import settings_of
 from skipstone.forms import Part, first_fault, mapping
+from skipstone.methods import METHODS
+from skipstone.models.layered import LayeredModel
 from skipstone.tasks import protocols, sets
 from skipstone.tasks.protocols import USUAL, TaskSettings
 from skipstone.tasks.task import Task
+from skipstone.timing.measure import Engine, Skipstone
 
+Wish = dict[str, Any]
+KINDS: Mapping[str, type] = ChainMap(PEERS, METHODS)
+BASELINE, THEIRS = "autoregressive", "hf-generate"
+NAMING = ("method", "label")  # keys of a wish that are no settings
 DTYPES = ("auto", "float32", "bfloat16", "float16")
+DEPTHS = (1 / 8, 3 / 16, 1 / 4, 3 / 8, 1 / 2)  # exit layers, as shares of the layers
+LENGTHS = (2, 3, 4, 6, 8)  # draft tokens a step
+THRESHOLDS = (None, 0.2, 0.3, 0.4, 0.5, 0.6)  # confidence below which our drafting stops
+PEER_THRESHOLDS = (0.0, 0.2, 0.4, 0.6)  # the same for transformers, 0 never stops
+LOOKUPS = (3, 5, 10)  # draft tokens a step of prompt lookup
 USUAL_METHODS = ("hf-generate", "hf-early-exit", "hf-prompt-lookup", "autoregressive", "layerskip")
 
 
@@ -56,25 +81,28 @@ class Plan(TaskOptions):
     threads: int | None = Field(default=None, ge=1)
     seed: int = Field(default=0, ge=0)
 
-    @field_validator("methods", mode="before")
+    @field_validator("methods", "tasks", mode="before")
     @classmethod
-    def _wishes(cls, values: Any) -> Any:
-        if not isinstance(values, (list, tuple)):
-            raise ValueError(f"expected a list of methods, found {values!r}")
-        return tuple(lineup.parse(one) if isinstance(one, str) else one for one in values)
+    def _listed(cls, values: Any, info: ValidationInfo) -> Any:
+        tasks = info.field_name == "tasks"
+        if not isinstance(values, (list, tuple)) or (tasks and not values):
+            raise ValueError(f"expected a list of {info.field_name}, found {values!r}")
+        return tuple(one if not isinstance(one, str) else {"task": one} if tasks else parse(one) for one in values)
 
     @field_validator("methods")
     @classmethod
-    def _exist(cls, wishes: tuple[dict[str, Any], ...]) -> Any:
-        lineup.check(wishes)
+    def _exist(cls, wishes: tuple[Wish, ...]) -> tuple[Wish, ...]:
+        """ValueError for methods and settings that do not exist and labels that are given twice."""
+        for wish in wishes:
+            kind = methods.find(wish.get("method"), KINDS)
+            for key in (key for key in wish if key not in NAMING):
+                methods.find_setting(kind, key)
+            if label(wish) != wish["method"] and label(wish) in KINDS:
+                raise ValueError(f"label={label(wish)} is another method's name")
+        labels = [label(wish) for wish in wishes]
+        if twice := [name for name in labels if labels.count(name) > 1]:
+            raise ValueError(f"two methods are called {twice[0]}: give one of them a label=...")
         return wishes
-
-    @field_validator("tasks", mode="before")
-    @classmethod
-    def _named(cls, values: Any) -> Any:
-        if not isinstance(values, (list, tuple)) or not values:
-            raise ValueError(f"expected a list of tasks, found {values!r}")
-        return tuple({"task": one} if isinstance(one, str) else one for one in values)
 
     @field_validator("dtype")
     @classmethod
@@ -117,10 +145,7 @@ def settings(plan: Plan, asked: PlannedTask) -> TaskSettings:
 def chooses(plan: Plan) -> bool:
     """Whether settings are to be found by measurement."""
     return plan.tune or any(
-        lineup.offered(lineup.KINDS[wish["method"]], key, value)
-        for wish in plan.methods
-        for key, value in wish.items()
-        if key != "method"
+        offered(KINDS[wish["method"]], key, value) for wish in plan.methods for key, value in wish.items() if key != "method"
     )
 
 
@@ -131,3 +156,104 @@ def resolved(plan: Plan) -> list[tuple[Task, TaskSettings]]:
         task, how = sets.named(asked.task), settings(plan, asked)
         found.append((replace(task, score=sets.rouge(task.rouge)) if how.rouge and task.rouge else task, how))
     return found
+
+
+# ------------------------------------------------------------------------------------------ who takes part
+
+
+def parse(text: str) -> Wish:
+    """`layerskip exit_layer=3,6 confidence_threshold=none,0.4`, or JSON. ValueError for anything else."""
+    wish = methods.parse(text, KINDS, labels=("label",), several=True)
+    if "method" not in wish:
+        raise ValueError(f'a method as JSON names itself, {{"method": "layerskip", ...}}; found {text!r}')
+    return wish
+
+
+def label(wish: Wish) -> str:
+    """What the table calls it: its own `label`, else the method's name."""
+    return str(wish.get("label") or wish["method"])
+
+
+@dataclass(frozen=True)
+class Entrant:
+    """One method in the table."""
+
+    label: str  # what the table calls it
+    method: str
+    candidates: tuple[Engine, ...]  # its engine, or those that are to be chosen from
+    sampled: bool = True  # it takes part at a temperature too
+    lossless: bool = True  # its text is the model's own
+
+    def about(self) -> dict[str, Any]:
+        """What the file of results says of it. settings: None where they are chosen."""
+        settings = self.candidates[0].settings if len(self.candidates) == 1 else None
+        return {"method": self.method, "settings": settings, "lossless": self.lossless}
+
+
+def line_up(wishes: Sequence[Wish], model: PreTrainedModel, tune: bool) -> tuple[list[Entrant], dict[str, str]]:
+    """(who takes part, label -> why a peer cannot). tune: what a wish leaves open is a choice among the usual values.
+
+    ValueError for settings that do not fit the model.
+    """
+    found, refused, layered = [], {}, LayeredModel(model)
+    for wish in wishes:
+        name = wish["method"]
+        given = {key: value for key, value in wish.items() if key not in NAMING}
+        if tune:
+            given = {**usual(name, model.config.num_hidden_layers), **given}
+        every = choices(given, KINDS[name])
+        if name in PEERS:
+            engines: list[Any] = [_peer(PEERS[name], one, model) for one in every]
+            if (reason := engines[0].refusal(model)) is not None:
+                refused[label(wish)] = reason
+                continue
+            for engine in engines:
+                engine.check(model)
+        else:
+            engines = [Skipstone(resolve_for(model, {"method": name, **one})) for one in every]
+            for engine in engines:
+                engine.method.check(layered)
+            if len(engines) > 1 and not all(engine.lossless for engine in engines):
+                raise ValueError(
+                    f"{name} may change the text, so a choice by speed would be none: name every setting as a method of its "
+                    "own with a label=..."
+                )
+        sampled, lossless = (all(getattr(one, of, True) for one in engines) for of in ("sampled", "lossless"))
+        found.append(Entrant(label(wish), name, tuple(engines), sampled, lossless))
+    return found, refused
+
+
+def usual(method: str, depth: int) -> dict[str, Sequence[Any]]:
+    """The values worth trying for a method on a model of `depth` layers: the same exit layers and draft lengths for our method
+    and for the peer, each with its own thresholds."""
+    shared = {"exit_layer": sorted({min(depth - 1, max(1, round(depth * share))) for share in DEPTHS})}
+    return {
+        "layerskip": {**shared, "num_speculative_tokens": LENGTHS, "confidence_threshold": THRESHOLDS},
+        "hf-early-exit": {**shared, "num_assistant_tokens": LENGTHS, "confidence_threshold": PEER_THRESHOLDS},
+        "hf-prompt-lookup": {"prompt_lookup_num_tokens": LOOKUPS},
+    }.get(method, {})
+
+
+def offered(kind: Any, key: str, value: Any) -> bool:
+    """Whether a value is a choice: a list, but for settings that are lists themselves, of which a choice is a list of lists."""
+    if key in settings_of(kind) and settings_of(kind)[key].is_list:
+        value = value[0] if isinstance(value, (list, tuple)) and value else None
+    return isinstance(value, (list, tuple))
+
+
+def choices(settings: Mapping[str, Any], kind: Any) -> list[Wish]:
+    """Every combination of the values that are choices."""
+    values = [value if offered(kind, key, value) else [value] for key, value in settings.items()]
+    if empty := [key for key, options in zip(settings, values, strict=True) if not options]:
+        raise ValueError(f"{empty[0]} has no values to choose from")
+    return [dict(zip(settings, one, strict=True)) for one in itertools.product(*values)]
+
+
+def _peer(kind: Any, settings: Wish, model: PreTrainedModel) -> Any:
+    """A peer, with what it takes from the model where nothing is said. ValueError for what is missing."""
+    own = getattr(model.generation_config, OWN_FIELD, None) or {}
+    needed = [field.name for field in fields(kind) if field.default is MISSING]
+    settings = {**{name: own[name] for name in needed if name in own}, **settings}
+    if missing := [name for name in needed if settings.get(name) is None]:
+        raise ValueError(f"{kind.name} needs {missing[0]}=..., and this model carries no default for it")
+    return kind(**settings)

@@ -4,6 +4,7 @@ import json
 import random
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
+from functools import cache
 from itertools import zip_longest
 from pathlib import Path
 from typing import Any
@@ -12,17 +13,18 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from skipstone.bench.journal import Line
-from skipstone.bench.perplexity import log_likelihood
+from skipstone.bench.journal import Journal, Line
 from skipstone.bench.plan import Plan, chooses
 from skipstone.decoding.stats import Stats
+from skipstone.models.layered import LayeredModel
 from skipstone.tasks.dialogue import Conversation, Reader, Said, digest
 from skipstone.tasks.protocols import TaskSettings
-from skipstone.tasks.task import Record, Task, prompt_of, tabbed, untabbed
+from skipstone.tasks.task import Task, prompt_of, tabbed, untabbed
 from skipstone.timing.measure import Engine, Measurement, measure, options_for
 from skipstone.timing.statistics import repeated_share
 
 USUAL_PROMPTS = 20  # how many are reported where neither a plan nor a protocol says
+CHUNK = 256  # positions whose logits exist at once
 
 Both = tuple[list[Conversation], list[Conversation]]  # prompts to choose settings on, and prompts to report; none is in both
 
@@ -31,7 +33,7 @@ def conversations(task: Task, settings: TaskSettings, plan: Plan, data: Path | N
     """Prompts drawn by the seed; every category of a task gives as many as any, while it has them. ValueError where there are
     too few."""
     records, shown = task.records(data), task.examples(settings.shots, data)
-    places = drawn([task.category(record) for record in records], plan.seed)
+    places = drawn([*map(task.category, records)], plan.seed)
     spare = plan.tune_prompts if chooses(plan) else 0
     usual = len(records) - spare if settings.protocol else min(USUAL_PROMPTS, len(records) - spare)
     wanted = usual if settings.num_prompts is None else settings.num_prompts
@@ -45,7 +47,9 @@ def conversations(task: Task, settings: TaskSettings, plan: Plan, data: Path | N
         )
 
     def made(place: int) -> Conversation:
-        return _conversation(task, settings, place, records[place], shown)
+        turns = prompt_of(task, records[place], shown)
+        turns = tuple(map(tabbed, turns) if settings.tabs else turns)
+        return Conversation(f"{task.name} {place}", turns, record=records[place])
 
     return [made(place) for place in places[wanted : wanted + tuned]], [made(place) for place in sorted(places[:wanted])]
 
@@ -58,11 +62,6 @@ def drawn(categories: Sequence[str | None], seed: int) -> list[int]:
     for place in places:
         piles.setdefault(categories[place], []).append(place)
     return [place for turn in zip_longest(*piles.values()) for place in turn if place is not None]
-
-
-def _conversation(task: Task, settings: TaskSettings, place: int, record: Record, shown: Sequence[Record]) -> Conversation:
-    turns = prompt_of(task, record, shown)
-    return Conversation(f"{task.name} {place}", tuple(map(tabbed, turns) if settings.tabs else turns), record=record)
 
 
 def fingerprint(both: Both) -> str:
@@ -92,9 +91,10 @@ class TaskRun:
             "question": digest(list(json.dumps({**asked, "ignore_eos": self.plan.ignore_eos}, sort_keys=True).encode())),
         }
 
-    def owns(self, line: Line) -> bool:
-        """Whether a line belongs to it."""
-        return all(line[name] == value for name, value in self.key().items())
+    def lines(self, journal: Journal, kind: str) -> list[Line]:
+        """Its lines of a kind."""
+        key = self.key()
+        return [line for line in journal.lines_of(kind) if all(line[name] == value for name, value in key.items())]
 
     def options(self, max_new_tokens: int) -> dict[str, Any]:
         """Options of `model.generate` for its calls."""
@@ -105,11 +105,10 @@ class TaskRun:
         together."""
         found = []
         for one in asked:
-            text = self.task.answer(one.record) if self.task.answer is not None and len(one) == 1 else None
-            if text:
+            if len(one) == 1 and self.task.answer is not None and (text := self.task.answer(one.record)):
                 prompt = self.reader.ids(one)
-                answer = self.reader.continuation(tabbed(text) if self.settings.tabs else text)[: most - len(prompt)]
-                found.append((prompt, answer))
+                answer = self.reader.continuation(tabbed(text) if self.settings.tabs else text)
+                found.append((prompt, answer[: most - len(prompt)]))
         return [(prompt, answer) for prompt, answer in found if len(answer)]
 
 
@@ -127,9 +126,8 @@ class Answers:
         """Plain JSON values. Seconds are summed over calls; repeated_share is weighed by tokens."""
         calls = self.measurements
         tokens = sum(len(one.tokens) for one in calls)
-        looped = sum(
-            repeated_share(prompt, one.tokens) * len(one.tokens) for prompt, one in zip(self.prompts, calls, strict=True)
-        )
+        pairs = zip(self.prompts, calls, strict=True)
+        looped = sum(repeated_share(prompt, one.tokens) * len(one.tokens) for prompt, one in pairs)
         firsts = [one.first_seconds for one in calls if one.first_seconds is not None]
         stats = [one.stats for one in calls if one.stats is not None]
         return {
@@ -146,17 +144,17 @@ class Answers:
             "texts": self.texts,
             "stats": Stats.total(stats).summary() if stats else None,
             "known": next((one.known for one in reversed(calls) if one.known), None),
-            "grown": _added([one.grown for one in calls if one.grown]),
+            "grown": added([one.grown for one in calls if one.grown]),
         }
 
 
-def _added(counts: Sequence[dict[str, Any]]) -> dict[str, Any] | None:
+def added(counts: Sequence[dict[str, Any]]) -> dict[str, Any] | None:
     """The sums of counts, at any depth."""
     if not counts:
         return None
     names = list(dict.fromkeys(name for one in counts for name in one))
     columns = {name: [one[name] for one in counts if name in one] for name in names}
-    return {name: _added(column) if isinstance(column[0], dict) else sum(column) for name, column in columns.items()}
+    return {name: added(column) if isinstance(column[0], dict) else sum(column) for name, column in columns.items()}
 
 
 def ask(model: PreTrainedModel, engines: Mapping[str, Engine], one: Conversation, index: int, run: TaskRun) -> Line:
@@ -199,15 +197,29 @@ def ask(model: PreTrainedModel, engines: Mapping[str, Engine], one: Conversation
 
 def _weigh(model: PreTrainedModel, answers: dict[str, Answers]) -> None:
     """How likely the target finds every engine's texts; the same text is asked for once."""
-    known: dict[str, float] = {}
+
+    @cache
+    def nats(prompt: tuple[int, ...], tokens: tuple[int, ...]) -> float:
+        return log_likelihood(model, torch.tensor(prompt), [*tokens])
+
     for found in answers.values():
-        total = 0.0
-        for prompt, measured in zip(found.prompts, found.measurements, strict=True):
-            key = digest([*prompt, -1, *measured.tokens])
-            if key not in known:
-                known[key] = log_likelihood(model, torch.tensor(prompt), measured.tokens)
-            total += known[key]
-        found.log_likelihood = total
+        pairs = zip(found.prompts, found.measurements, strict=True)
+        found.log_likelihood = sum(nats(tuple(prompt), tuple(measured.tokens)) for prompt, measured in pairs)
+
+
+@torch.inference_mode()
+def log_likelihood(model: PreTrainedModel, prompt: Tensor, answer: list[int]) -> float:
+    """Sum over an answer's tokens of log p, in nats, at temperature 1, each after all before it. prompt: [T] int64, T >= 1."""
+    if not answer:
+        return 0.0
+    layered = LayeredModel(model)
+    wanted = torch.tensor(answer, device=layered.device)  # [A]
+    ids = torch.cat([prompt.to(layered.device), wanted[:-1]])[None]  # [1, T + A - 1]
+    states = layered.decoder(input_ids=ids, use_cache=False).last_hidden_state[:, len(prompt) - 1 :]  # [1, A, d]
+    total = torch.zeros((), dtype=torch.double, device=layered.device)
+    for part, tokens in zip(states.split(CHUNK, 1), wanted.split(CHUNK), strict=True):
+        total += layered.project(part)[0].double().log_softmax(-1).gather(1, tokens[:, None]).sum()
+    return float(total)
 
 
 def _score(answers: dict[str, Answers], one: Conversation, run: TaskRun) -> None:
@@ -215,9 +227,10 @@ def _score(answers: dict[str, Answers], one: Conversation, run: TaskRun) -> None
     score = run.task.score
     if score is None or (score.executes and not run.plan.allow_code_execution):
         return
-    known: dict[str, dict[str, float]] = {}
+
+    @cache
+    def grade(text: str) -> dict[str, float]:
+        return score.grade(one.record, untabbed(text) if run.settings.tabs else text)
+
     for found in answers.values():
-        for text in found.texts[len(one) - 1 :: len(one)]:
-            if text not in known:
-                known[text] = score.grade(one.record, untabbed(text) if run.settings.tabs else text)
-            found.scores.append(known[text])
+        found.scores += map(grade, found.texts[len(one) - 1 :: len(one)])

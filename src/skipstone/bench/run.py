@@ -1,32 +1,42 @@
-"""A whole benchmark: models x methods x tasks, prompt by prompt, into one file that a killed run goes on with."""
+"""A whole benchmark: models x methods x tasks, prompt by prompt, into one file that a killed run goes on with.
 
+Settings are chosen on other prompts than those reported: a grid under successive halving. The first two prompts see every
+candidate, the next two the fastest third of them, and so on (Jamieson and Talwalkar, AISTATS 2016, with prompts as the
+resource); the last three share all prompts that are left. So the budget in calls is known beforehand. Candidates take turns
+prompt by prompt in shuffled order.
+"""
+
+import math
+import random
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import torch
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from skipstone.bench import lineup, tuning
-from skipstone.bench.journal import Journal, Line, check
-from skipstone.bench.lineup import Entrant
-from skipstone.bench.perplexity import at_every_exit
-from skipstone.bench.plan import Plan, resolved
+from skipstone.bench.journal import Journal, check
+from skipstone.bench.plan import Entrant, Plan, line_up, resolved
 from skipstone.bench.prompts import Both, TaskRun, ask, conversations, fingerprint
 from skipstone.hf.defaults import neutral_defaults
 from skipstone.loading import BUNDLED, load, look_up, usable
+from skipstone.models.exits import ExitTally, layer_states
 from skipstone.models.layered import LayeredModel
 from skipstone.tasks import sandbox
 from skipstone.tasks.dialogue import Conversation, Reader
 from skipstone.tasks.task import Task
 from skipstone.timing import machine
-from skipstone.timing.measure import Engine, warm_up
+from skipstone.timing.measure import Engine, measure, warm_up
+from skipstone.timing.statistics import pooled
 
 Say = Callable[[str], None]  # tells a user what is being done
+KEPT = 3  # one in so many candidates survives a rung
+RUNG = 2  # prompts a rung
 MOST_TRIALS = 20  # best candidates whose speeds are written down
 
 
@@ -64,8 +74,8 @@ def run(plan: Plan, path: Path, argv: list[str], say: Say = print, fresh: bool =
             subject = Subject(name or BUNDLED, *load(name, dtype=plan.dtype, device=device))
             entrants = enter(journal, subject, plan, say)
             for number, ((task, settings), both) in enumerate(zip(tasks, asked, strict=True)):
-                limit = LayeredModel(subject.model).max_positions - settings.max_new_tokens
-                limit = min(limit, settings.prompt_tokens or limit)
+                room = LayeredModel(subject.model).max_positions - settings.max_new_tokens
+                limit = min(room, settings.prompt_tokens or room)
                 if limit < 1:
                     raise ValueError(f"{task.name}: {settings.max_new_tokens} new tokens a turn leave no room for a prompt")
                 reader = Reader(subject.tokenizer, settings.chat, limit)
@@ -83,12 +93,12 @@ def check_scores(plan: Plan, tasks: Sequence[Task], say: Say) -> None:
         if task.score is not None:
             task.score.ready()
     executed = [task.name for task in tasks if task.score is not None and task.score.executes]
-    if plan.allow_code_execution and not executed:
-        raise ValueError("--allow-code-execution has no effect: no task of this run is scored by running code")
-    if executed and not plan.allow_code_execution:
-        say(f"{', '.join(executed)}: no score, programs run under --allow-code-execution only")
     if not plan.allow_code_execution:
+        if executed:
+            say(f"{', '.join(executed)}: no score, programs run under --allow-code-execution only")
         return
+    if not executed:
+        raise ValueError("--allow-code-execution has no effect: no task of this run is scored by running code")
     probe = sandbox.run("pass")
     if not probe.passed:
         raise OSError(f"the sandbox does not work here, every program would fail: {probe.reason}")
@@ -101,7 +111,7 @@ def check_scores(plan: Plan, tasks: Sequence[Task], say: Say) -> None:
 
 def enter(journal: Journal, subject: Subject, plan: Plan, say: Say) -> list[Entrant]:
     """Who takes part on a model; a line about the model, where the file has none, after its ceiling was said."""
-    entrants, refused = lineup.entrants(plan.methods, subject.model, plan.tune)
+    entrants, refused = line_up(plan.methods, subject.model, plan.tune)
     if not entrants:
         raise ValueError(f"no method is left to measure on {subject.name}: {'; '.join(refused.values())}")
     if not any(line["model"] == subject.name for line in journal.lines_of("model")):
@@ -129,9 +139,8 @@ def measure_task(
     journal: Journal, model: PreTrainedModel, task_run: TaskRun, entrants: Sequence[Entrant], both: Both, say: Say
 ) -> None:
     """One task on one model: choose what is open, then ask everybody prompt by prompt."""
-    tune, report = both
-    settings = task_run.settings
-    done = {line["index"] for line in journal.lines_of("prompt") if task_run.owns(line)}
+    (spare, report), settings = both, task_run.settings
+    done = {line["index"] for line in task_run.lines(journal, "prompt")}
     if len(done) == len(report):
         return
     taking = [entrant for entrant in entrants if entrant.sampled or not settings.temperature]
@@ -140,7 +149,7 @@ def measure_task(
     if not taking:
         return
     with neutral_defaults(model, not task_run.plan.ignore_eos):
-        engines = {entrant.label: _chosen(journal, model, task_run, entrant, tune) for entrant in taking}
+        engines = {entrant.label: _chosen(journal, model, task_run, entrant, spare) for entrant in taking}
         longest = max((task_run.reader.ids(one) for one in report), key=len)
         warm_up(model, engines.values(), longest, task_run.options(settings.max_new_tokens))
         left = [index for index in range(len(report)) if index not in done]
@@ -154,7 +163,7 @@ def measure_exits(
     journal: Journal, model: PreTrainedModel, task_run: TaskRun, report: Sequence[Conversation], say: Say
 ) -> None:
     """How well every exit predicts the task's answers, where it has answers; one line."""
-    if any(task_run.owns(line) for line in journal.lines_of("exits")):
+    if task_run.lines(journal, "exits"):
         return
     pairs = task_run.answers(report, LayeredModel(model).max_positions)
     if not pairs:
@@ -162,39 +171,105 @@ def measure_exits(
         return
     with progress(f"{task_run.model}, {task_run.task.name}: every exit's perplexity", len(pairs)) as step:
         found = at_every_exit(model, pairs, step)
-    journal.add({"kind": "exits", **task_run.key(), "prompts": len(pairs), **asdict(found)})
+    journal.add({"kind": "exits", **task_run.key(), "prompts": len(pairs), **found})
+
+
+@torch.inference_mode()
+def at_every_exit(model: PreTrainedModel, pairs: Sequence[tuple[Tensor, Tensor]], done: Callable[[], None]) -> dict[str, Any]:
+    """What every exit knows of answers (LayerSkip, Table 1), as their line says it: the perplexity of a token, teacher-forced,
+    and the share of tokens at which an exit's best one is the last layer's; lists of L layers, layers[:1] first.
+
+    pairs: (prompt [T], answer [A]) int64, T and A at least 1, one or more. done: called after each.
+    """
+    layered = LayeredModel(model)
+    tally = ExitTally(layered, range(1, layered.depth + 1))
+    for prompt, answer in pairs:
+        span = slice(len(prompt) - 1, len(prompt) + len(answer) - 1)
+        states = layer_states(layered, torch.cat([prompt, answer]))  # L + 1 of [1, T, d]
+        tally.add({exit: states[exit][0, span] for exit in tally.exits}, answer.to(model.device))
+        done()
+    known = {"perplexity": tally.perplexity(), "agreement": tally.agreement()}
+    return {"tokens": tally.tokens, **{name: [*by_exit.values()] for name, by_exit in known.items()}}
 
 
 def _chosen(
-    journal: Journal, model: PreTrainedModel, task_run: TaskRun, entrant: Entrant, tune: Sequence[Conversation]
+    journal: Journal, model: PreTrainedModel, task_run: TaskRun, entrant: Entrant, spare: Sequence[Conversation]
 ) -> Engine:
-    """An entrant with its settings: as the file has them, or chosen now."""
+    """An entrant with its settings: as the file has them, or chosen now, on spare prompts."""
     if len(entrant.candidates) == 1:
         return entrant.candidates[0]
-
-    def own(kind: str) -> list[Line]:
-        return [line for line in journal.lines_of(kind) if task_run.owns(line) and line["method"] == entrant.label]
-
-    if earlier := own("tuned"):
+    trials, earlier = (
+        [line for line in task_run.lines(journal, kind) if line["method"] == entrant.label] for kind in ("trial", "tuned")
+    )
+    if earlier:
         return entrant.candidates[earlier[0]["candidate"]]
-    ids = [task_run.reader.ids(one) for one in tune]
-    calls = tuning.budget(len(entrant.candidates), len(ids))
+    ids = [task_run.reader.ids(one) for one in spare]
+    calls = sum(count * len(span) for count, span in rungs(len(entrant.candidates), len(ids)))
     key = {**task_run.key(), "method": entrant.label}
-    known = {(line["candidate"], line["prompt"]): (line["tokens"], line["seconds"]) for line in own("trial")}
+    known = {(line["candidate"], line["prompt"]): (line["tokens"], line["seconds"]) for line in trials}
     options = task_run.options(task_run.plan.tune_tokens)
     warm_up(model, entrant.candidates[:1], ids[0], options)
     with progress(f"{task_run.model}, {task_run.task.name}: choosing settings of {entrant.label}", calls - len(known)) as step:
 
-        def done(candidate: int, prompt: int, tokens: int, seconds: float) -> None:
-            trial = {"candidate": candidate, "prompt": prompt, "tokens": tokens, "seconds": seconds}
-            journal.add({"kind": "trial", **key, **trial})
-            step()
+        def call(candidate: int, prompt: int) -> tuple[int, float]:
+            if (candidate, prompt) not in known:
+                found = measure(model, entrant.candidates[candidate], ids[prompt], options, task_run.plan.seed + prompt)
+                tokens, seconds = known[candidate, prompt] = len(found.tokens), found.seconds
+                told = {"candidate": candidate, "prompt": prompt, "tokens": tokens, "seconds": seconds}
+                journal.add({"kind": "trial", **key, **told})
+                step()
+            return known[candidate, prompt]
 
-        best, trials = tuning.tune(model, entrant.candidates, ids, options, task_run.plan.seed, done, known)
-    chosen = {"candidate": entrant.candidates.index(best), "chosen": best.settings, "candidates": len(entrant.candidates)}
-    told = [trial.report() for trial in trials[:MOST_TRIALS]]
-    journal.add({"kind": "tuned", **key, **chosen, "calls": calls, "trials": told})
-    return best
+        tried = tune(entrant.candidates, len(ids), task_run.plan.seed, call)
+    best = tried[0]
+    chosen = {"candidate": best.number, "chosen": best.engine.settings, "candidates": len(tried), "calls": calls}
+    journal.add({"kind": "tuned", **key, **chosen, "trials": [trial.report() for trial in tried[:MOST_TRIALS]]})
+    return best.engine
+
+
+@dataclass
+class Trial:
+    """One candidate and what it has done so far."""
+
+    number: int
+    engine: Engine
+    tokens: list[int] = field(default_factory=list)
+    seconds: list[float] = field(default_factory=list)
+
+    @property
+    def speed(self) -> float:
+        """Tokens a second over all prompts it has seen."""
+        return pooled(self.tokens, self.seconds)
+
+    def report(self) -> dict[str, Any]:
+        """Plain JSON values."""
+        return {"settings": self.engine.settings, "prompts": len(self.tokens), "tokens_per_second": self.speed}
+
+
+def rungs(candidates: int, prompts: int) -> list[tuple[int, range]]:
+    """The plan: (candidates still in, prompts they run on) per rung. Nothing is run for a single candidate."""
+    plan, left, start = [], candidates, 0
+    while left > 1 and start < prompts:
+        stop = prompts if left <= KEPT else min(start + RUNG, prompts)
+        plan.append((left, range(start, stop)))
+        left, start = math.ceil(left / KEPT), stop
+    return plan
+
+
+def tune(candidates: Sequence[Engine], prompts: int, seed: int, call: Callable[[int, int], tuple[int, float]]) -> list[Trial]:
+    """All candidates, best first: the fastest of those that saw the most prompts. A single one is left untried. call: of a
+    candidate's number and a prompt's, gives tokens and seconds."""
+    rng = random.Random(seed)
+    trials = [Trial(number, engine) for number, engine in enumerate(candidates)]
+    for count, span in rungs(len(trials), prompts):
+        running = trials[:count]
+        for index in span:
+            for trial in rng.sample(running, len(running)):
+                tokens, seconds = call(trial.number, index)
+                trial.tokens.append(tokens)
+                trial.seconds.append(seconds)
+        trials.sort(key=lambda trial: (-len(trial.tokens), -trial.speed if trial.tokens else 0.0))
+    return trials
 
 
 @contextmanager

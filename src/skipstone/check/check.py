@@ -3,12 +3,18 @@
 It knows no method's inside. Greedy texts are compared token for token, alone, in a batch, under processors and up to an end;
 sampled ones by their law and against their neighbours; every step is audited: drafts keep their laws, and keys and values are
 those of a fresh forward.
+
+Where two greedy texts part it is a tie that rounding broke, or a bug. One row and several rows are multiplied in different
+orders, so their scores differ by rounding; where the two best tokens are closer than that, either choice is the model's own.
+Anything farther apart is a bug, whoever made it.
 """
 
+import copy
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
-from functools import partial
+from functools import cached_property, partial
+from itertools import zip_longest
 from typing import Any
 
 import torch
@@ -17,13 +23,13 @@ from transformers import LogitsProcessorList, PreTrainedModel, TemperatureLogits
 
 from skipstone import api
 from skipstone.check import laws
-from skipstone.check.ties import Divergence, Judge
 from skipstone.decoding.draft import Draft
 from skipstone.decoding.loop import Decoder
 from skipstone.decoding.method import Method
 from skipstone.decoding.sampling import Sampling
 from skipstone.decoding.session import Request
 from skipstone.hf.defaults import neutral_defaults
+from skipstone.models.host import left_padded
 from skipstone.models.layered import LayeredModel
 
 PROCESSORS = {"repetition_penalty": 1.3, "no_repeat_ngram_size": 3}
@@ -33,6 +39,7 @@ SAMPLED = 24  # tokens of a sampled text
 ROWS = 100  # texts sampled at once
 HELD = 10  # texts whose distributions are held at once
 BATCH = 3  # prompts at once, of different lengths
+NEAR = 8  # best tokens on which the rounding of scores is measured
 ROUNDING = 30  # units in the last place by which a stored key or value may differ from a fresh one
 
 
@@ -43,6 +50,33 @@ class Scale:
     max_new_tokens: int = 64  # of a greedy text
     samples: int = 400  # texts for each law and side
     seed: int = 0
+
+
+@dataclass(frozen=True)
+class Divergence:
+    """The first token in which two texts of one prompt differ. Gaps are in units of the scores (logits)."""
+
+    prompt: int  # which of several prompts, as the caller numbers them
+    position: int  # the token's index among the new ones
+    expected: int | None  # token id, None where that text had ended
+    found: int | None
+    margin: float | None = None  # by how much the precise scores prefer the better of the two
+    gap: float | None = None  # how far the worse of them is from the best token of all
+    allowed: float | None = None  # the largest gap that rounding in the model's own dtype explains
+    texts: tuple[list[int], list[int]] = field(default=([], []), repr=False)  # expected and found, whole
+
+    @property
+    def tie(self) -> bool:
+        """Whether rounding explains it."""
+        return self.gap is not None and self.allowed is not None and self.gap <= self.allowed
+
+    def __str__(self) -> str:
+        """Where, what, and by how much, in one line."""
+        expected, found = ("the end" if one is None else f"token {one}" for one in (self.expected, self.found))
+        told = f"prompt {self.prompt}, new token {self.position}: expected {expected}, found {found}"
+        if self.gap is None:
+            return told
+        return f"{told}, {self.gap:.3g} below the best score where rounding explains {self.allowed:.2g}"
 
 
 @dataclass
@@ -84,6 +118,54 @@ class Report:
         return not drafted or 0 < accepted < drafted
 
 
+class Judge:
+    """Tells ties from bugs on one model. A copy of it in the next wider dtype is made when it is first needed."""
+
+    def __init__(self, model: PreTrainedModel) -> None:
+        self.model = model
+
+    @cached_property
+    def precise(self) -> PreTrainedModel:
+        """The model in float32, or in float64 where it is in float32 already."""
+        wide = torch.float64 if self.model.dtype in (torch.float32, torch.float64) else torch.float32
+        wider: Any = copy.deepcopy(self.model)
+        return wider.to(wide)
+
+    def compare(
+        self, prompt: Tensor, expected: list[int], found: list[int], options: Mapping[str, Any] | None = None, number: int = 0
+    ) -> Divergence | None:
+        """Where two greedy texts part, and whether rounding explains it; None for equal texts.
+
+        prompt: [T] int64. expected, found: new token ids. options: of `model.generate`, those that change scores.
+        number: which of several prompts it is, for messages.
+        """
+        texts = expected, found
+        if expected == found:
+            return None
+        pairs = enumerate(zip_longest(expected, found))
+        position, (one, other) = next((place, pair) for place, pair in pairs if pair[0] != pair[1])
+        if one is None or other is None:
+            return Divergence(number, position, one, other, texts=texts)
+        before = torch.cat([prompt.cpu(), torch.tensor(expected[:position], dtype=prompt.dtype)])[None]  # [1, T + position]
+        scores, precise = (_next_scores(model, before, options or {}) for model in (self.model, self.precise))  # [V] each
+        best = precise.topk(min(NEAR, len(precise))).indices
+        near = torch.cat([best, torch.tensor([one, other])])
+        differences = (scores[near] - precise[near]).abs()
+        rounding = max(differences[differences.isfinite()].tolist(), default=0.0)
+        unit = torch.finfo(self.model.dtype).eps * float(precise[best[0]].abs())
+        margin = float((precise[one] - precise[other]).abs())
+        gap = float(precise[best[0]] - torch.minimum(precise[one], precise[other]))
+        return Divergence(number, position, one, other, margin, gap, 4 * rounding + 2 * unit, texts)
+
+
+def _next_scores(model: PreTrainedModel, ids: Tensor, options: Mapping[str, Any]) -> Tensor:
+    """[V] float64 on the CPU: the scores of the token after ids [1, T], processors applied, as plain decoding has them."""
+    wanted = {**options, "max_new_tokens": 1, "do_sample": False, "output_scores": True}
+    output = api.generate(model, ids.to(model.device), "autoregressive", **wanted)
+    scores: Any = output.scores
+    return scores[0][0].double().cpu()
+
+
 class Checker:
     """A model and a method under test."""
 
@@ -95,6 +177,7 @@ class Checker:
         self.judge = Judge(model)
         self.plain: list[list[int]] = []  # greedy texts of plain decoding
         self.finding = Finding("")  # of the probe that runs
+        self.greedily: dict[str, Any] = {"max_new_tokens": scale.max_new_tokens, "do_sample": False}
         layered, longest = LayeredModel(model), max(map(len, self.prompts))
         method.check(layered)
         laws.ready()
@@ -148,10 +231,9 @@ class Checker:
         kind: Any = type(self.model)
         for number, prompt in enumerate(self.prompts):
             ids = prompt[None].to(self.model.device)
-            options = {"max_new_tokens": self.scale.max_new_tokens, "do_sample": False}
-            expected = kind.generate(self.model, ids, attention_mask=torch.ones_like(ids), **options)[0, len(prompt) :].tolist()
+            expected = kind.generate(self.model, ids, attention_mask=torch.ones_like(ids), **self.greedily)[0, len(prompt) :]
             self.plain.append(self._greedy("autoregressive", prompt))
-            self._compare(number, prompt, expected, self.plain[-1])
+            self._compare(number, prompt, expected.tolist(), self.plain[-1])
 
     def greedy(self) -> None:
         """One prompt at a time."""
@@ -162,7 +244,7 @@ class Checker:
         """Prompts of different lengths at once."""
         for start in range(0, len(self.prompts), BATCH):
             part = _uneven(self.prompts[start : start + BATCH])
-            texts = self._generate(self.method, part, self._greedy_options)
+            texts = self._generate(self.method, part, self.greedily)
             for number, (prompt, found) in enumerate(zip(part, texts, strict=True), start):
                 self._compare(number, prompt, self._greedy("autoregressive", prompt), found)
 
@@ -184,11 +266,11 @@ class Checker:
         self, number: int, prompt: Tensor, expected: list[int], found: list[int], options: Mapping[str, Any] | None = None
     ) -> None:
         self.finding.tested += 1
-        parted = self.judge.compare(prompt, expected, found, options, number)
-        if parted is not None and parted.tie:
-            self.finding.ties.append(parted)
-        elif parted is not None:
-            self.finding.bugs.append(str(parted))
+        if (parted := self.judge.compare(prompt, expected, found, options, number)) is not None:
+            if parted.tie:
+                self.finding.ties.append(parted)
+            else:
+                self.finding.bugs.append(str(parted))
 
     # ------------------------------------------------------------------------------------------------ sampled
 
@@ -201,13 +283,11 @@ class Checker:
         sample = laws.compare(mine, self._sampled("autoregressive", prompt, settings, other))
         exact = self._drawn(prompt, mine, settings).law()
         finding.tested = count
-        finding.note = (
-            f"{sample.tests} two-sample tests, p = {sample.p_value:.2g}; {exact.tests} exact ones, p = {exact.p_value:.2g}"
-        )
-        if not sample.same:
-            finding.bugs.append(f"{sample.where}: the law differs from plain sampling's, p = {sample.p_value:.2g}")
-        if not exact.same:
-            finding.bugs.append(f"{exact.where}: the law differs from the model's own, p = {exact.p_value:.2g}")
+        kinds = (sample, "two-sample tests", "plain sampling's"), (exact, "exact ones", "the model's own")
+        finding.note = "; ".join(f"{law.tests} {kind}, p = {law.p_value:.2g}" for law, kind, _ in kinds)
+        for law, _, whose in kinds:
+            if not law.same:
+                finding.bugs.append(f"{law.where}: the law differs from {whose}, p = {law.p_value:.2g}")
 
     @torch.inference_mode()
     def _drawn(self, prompt: Tensor, texts: list[list[int]], settings: Mapping[str, Any]) -> laws.Drawn:
@@ -267,7 +347,7 @@ class Checker:
     def _audit(self, layered: LayeredModel, requests: list[Request], tolerance: float) -> int:
         capacity = max(len(request.prompt) + request.max_new_tokens for request in requests)
         session = self.method.start(layered, len(requests), capacity)
-        decoder, own, steps = Decoder(session), session.draft, 0
+        decoder, own = Decoder(session), session.draft
 
         def draft(limit: list[int]) -> Draft:
             found = own(limit)
@@ -279,35 +359,27 @@ class Checker:
         session.draft = draft  # type: ignore[method-assign]
         for row, request in enumerate(requests):
             decoder.admit(row, request)
-        texts: list[list[int]] = [[] for _ in requests]
+        texts = [request.prompt.tolist() for request in requests]
+        steps = 0
         while decoder.busy:
-            step = decoder.step()
             steps += 1
-            for row, more in enumerate(step.tokens):
+            for row, more in enumerate(decoder.step().tokens):
                 texts[row] += more
                 if session.alive[row]:
-                    tokens = torch.cat([requests[row].prompt, torch.tensor(texts[row], dtype=torch.long)])
-                    session.check(row, tokens.to(layered.device), tolerance)
+                    session.check(row, torch.tensor(texts[row], device=layered.device), tolerance)
         return steps
 
     # ---------------------------------------------------------------------------------------------- decoding
 
-    @property
-    def _greedy_options(self) -> dict[str, Any]:
-        return {"max_new_tokens": self.scale.max_new_tokens, "do_sample": False}
-
     def _greedy(self, method: Method | str, prompt: Tensor, **options: Any) -> list[int]:
-        return self._generate(method, [prompt], {**self._greedy_options, **options})[0]
+        return self._generate(method, [prompt], {**self.greedily, **options})[0]
 
     def _generate(
         self, method: Method | str, prompts: Sequence[Tensor], options: dict[str, Any], seed: list[int] | None = None
     ) -> list[list[int]]:
         """New tokens of every prompt. Drafts are counted."""
-        width = max(map(len, prompts))
-        ids = torch.stack([torch.cat([prompt.new_zeros(width - len(prompt)), prompt]) for prompt in prompts])
-        mask = torch.stack([(torch.arange(width) >= width - len(prompt)).long() for prompt in prompts])
-        device = self.model.device
-        output = api.generate(self.model, ids.to(device), method, attention_mask=mask.to(device), seed=seed, **options)
+        ids, mask = (one.to(self.model.device) for one in left_padded([prompt.tolist() for prompt in prompts]))
+        output = api.generate(self.model, ids, method, attention_mask=mask, seed=seed, **options)
         assert output.new_tokens is not None
         assert output.stats is not None
         self.finding.drafted += output.stats.drafted

@@ -7,8 +7,8 @@ faults than comparing samples does.
 """
 
 import math
-from collections import Counter
-from collections.abc import Hashable, Iterator, Sequence
+from collections import Counter, defaultdict
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -62,31 +62,25 @@ def compare(one: Texts, other: Texts) -> Law:
 
 def _tables(one: Texts, other: Texts) -> Iterator[tuple[str, Counter[Any], Counter[Any]]]:
     """Every position, every pair of neighbours, and lengths."""
-    longest = max((len(text) for text in (*one, *other)), default=0)
-    for position in range(longest):
-        yield f"token {position}", _counts(one, position, 1), _counts(other, position, 1)
-    for position in range(longest - 1):
-        yield f"tokens {position} and {position + 1}", _counts(one, position, 2), _counts(other, position, 2)
+    longest = max(map(len, (*one, *other)), default=0)
+    spans = [(place, place + 1) for place in range(longest)] + [(place, place + 2) for place in range(longest - 1)]
+    for first, end in spans:
+        a, b = (Counter(tuple(text[first:end]) for text in texts) for texts in (one, other))
+        yield f"token {first}" if end == first + 1 else f"tokens {first} and {first + 1}", a, b
     yield "length", Counter(map(len, one)), Counter(map(len, other))
-
-
-def _counts(texts: Texts, position: int, width: int) -> Counter[tuple[int, ...]]:
-    return Counter(tuple(text[position : position + width]) for text in texts)
 
 
 def homogeneity(one: Counter[Any], other: Counter[Any]) -> float | None:
     """The p-value of "both counts come from one law" (chi-square, rare values pooled); None where all are one value."""
     total = one + other
     share = min(one.total(), other.total()) / total.total()
-    kept: list[Hashable] = [value for value, count in total.items() if count * share >= LEAST]
-    table = [[counts[value] for value in kept] for counts in (one, other)]
-    rest = [counts.total() - sum(row) for counts, row in zip((one, other), table, strict=True)]
+    columns = [(one[value], other[value]) for value, count in total.items() if count * share >= LEAST]
+    rest = one.total() - sum(count for count, _ in columns), other.total() - sum(count for _, count in columns)
     if sum(rest) * share >= LEAST:
-        table = [[*row, left] for row, left in zip(table, rest, strict=True)]
-    if not table[0] or len(table[0]) < 2:
+        columns.append(rest)
+    if len(columns) < 2:
         return None
-    found: Any = ready().chi2_contingency(table, correction=False)
-    return float(found.pvalue)
+    return float(ready().chi2_contingency([*zip(*columns, strict=True)], correction=False).pvalue)
 
 
 class Drawn:
@@ -99,8 +93,8 @@ class Drawn:
     def __init__(self, rare: float = RARE, seed: int = 0) -> None:
         self.rare, self.seed = rare, seed
         self.tokens = self.impossible = 0
-        self.surplus: dict[str, float] = {}
-        self.variance: dict[str, float] = {}
+        self.surplus: defaultdict[str, float] = defaultdict(float)
+        self.variance: defaultdict[str, float] = defaultdict(float)
 
     def add(self, p: Tensor, tokens: Tensor) -> None:
         """p: [N, V], the distribution of each token; tokens: [N] int64. Rows come from independent texts or follow one another
@@ -119,8 +113,8 @@ class Drawn:
             self._count(f"half {index} of the vocabulary", halves[tokens, index], expected[:, index], torch.ones_like(best))
 
     def _count(self, name: str, value: Tensor, mean: Tensor, square: Tensor) -> None:
-        self.surplus[name] = self.surplus.get(name, 0.0) + float((value - mean).sum())
-        self.variance[name] = self.variance.get(name, 0.0) + float((square - mean**2).clamp_min(0).sum())
+        self.surplus[name] += float((value - mean).sum())
+        self.variance[name] += float((square - mean**2).clamp_min(0).sum())
 
     def law(self) -> Law:
         """The verdict on all that was added."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
+from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -37,7 +38,7 @@ def inspect(
     options.check_folder_of(out)
     import torch
 
-    from skipstone.lens.lens import look, through
+    from skipstone.lens.lens import look, save, through
     from skipstone.loading import BUNDLED
     from skipstone.methods.adadecode.heads import load_heads
     from skipstone.models.layered import LayeredModel
@@ -53,15 +54,13 @@ def inspect(
         answers = torch.tensor(lens.tokens).tensor_split(lens.breaks[1:])
         seen = through(loaded, exit_heads, list(zip(prompts, answers, strict=True)))
     if out is not None:
-        from skipstone.lens.pictures import save
-
         for path in save(lens, words, final, out, seen):
             print(f"skipstone: {path}", file=sys.stderr)
     if as_json:
         about = {"dtype": str(loaded.dtype).removeprefix("torch."), "device": str(loaded.device)}
         texts = {"prompts": asked, "texts": final, "top_texts": words}
-        document = {"kind": "skipstone-inspect", "model": model or BUNDLED, **about, **texts, **lens.report()}
-        print(json.dumps(document if seen is None else {**document, "heads": seen.report()}))
+        document = {"kind": "skipstone-inspect", "model": model or BUNDLED, **about, **texts, **asdict(lens)}
+        print(json.dumps(document if seen is None else {**document, "heads": asdict(seen)}))
         return
     show_layers(lens)
     if seen is not None:

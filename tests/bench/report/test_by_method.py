@@ -10,22 +10,11 @@ from typing import Any
 import pytest
 
 from skipstone import AdaSD, Autoregressive
-from skipstone.bench.lineup import entrants
 from skipstone.bench.peers import DraftAlone
+from skipstone.bench.plan import line_up
 from skipstone.bench.report import report
-from skipstone.bench.report.by_method import (
-    along,
-    by_draft_model,
-    by_exit_head,
-    by_layer_set,
-    by_threshold,
-    learnt,
-    likelihood,
-    matrix,
-    means,
-    rates,
-    tallies,
-)
+from skipstone.bench.report.charts import along, by_threshold, matrix
+from skipstone.bench.report.tables import by_draft_model, by_exit_head, by_layer_set, learnt, likelihood, means, rates, tallies
 from skipstone.timing.measure import Skipstone, growth, measure, options_for
 from tests.helpers.machine import llama, near, prompt
 from tests.helpers.results import lines, written
@@ -229,7 +218,7 @@ def test_a_draft_model_alone_says_what_it_says_alone() -> None:
     assert found.tokens == measure(helper, plain, prompt(9), options, 0).tokens
     assert found.tokens != measure(model, plain, prompt(9), options, 0).tokens
     wishes = [{"method": "autoregressive"}, {"method": "draft-alone", "draft_model": helper}]
-    entered, _ = entrants(wishes, model, False)
+    entered, _ = line_up(wishes, model, False)
     assert [one.lossless for one in entered] == [True, False]
 
 

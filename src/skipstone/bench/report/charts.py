@@ -1,19 +1,23 @@
 """The papers' figures out of a run: pictures as SVG, for the report's page."""
 
 import io
+import json
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
+from itertools import accumulate
 from textwrap import fill
 from typing import Any
 
-from skipstone.bench.lineup import BASELINE
-from skipstone.bench.report.by_method import WINDOW, along, by_threshold, learnt, matrix
-from skipstone.bench.report.figures import Group
+from skipstone.bench.plan import BASELINE
+from skipstone.bench.report.figures import PARTS, Group, tokens_per_second
+from skipstone.bench.report.tables import learnt, rates
 from skipstone.extras import installed
+from skipstone.methods.adadecode.adadecode import AdaDecode
 
 SIZE = (6.4, 3.6)  # inches
 NAME = 20  # longer names are wrapped, so that fixed margins hold them: laying out every picture anew is half of a report's time
-PARTS = ("search", "draft", "score", "other")  # of a step
+WINDOW = 4  # prompts whose tokens and seconds make a point of a curve
+CHANGES = 40  # most changes of a layer set that a picture has room for, the latest
 
 
 def charts(group: Group) -> dict[str, str]:
@@ -45,11 +49,6 @@ def _axes(x: str = "", y: str = "", left: float = 0.12, line: float | None = Non
     return figure, axes
 
 
-def _names(figures: dict[str, Any]) -> list[str]:
-    """Methods' names in lines of at most NAME characters."""
-    return [fill(name, NAME) for name in figures]
-
-
 def _svg(figure: Any, title: str) -> str:
     """Without the XML declaration and a date; words stay words, and the same figures make the same bytes."""
     from matplotlib import rc_context
@@ -68,10 +67,9 @@ def _speedups(figures: dict[str, Any]) -> Any:
     if len(found) < 2:
         return None
     figure, axes = _axes(y="x plain decoding", line=1)
-    values = [one["value"] for one in found.values()]
-    below = [one["value"] - one["low"] for one in found.values()]
-    above = [one["high"] - one["value"] for one in found.values()]
-    axes.bar(_names(found), values, yerr=[below, above], capsize=4, color="#4878a8")
+    ends = [(one["value"], one["value"] - one["low"], one["high"] - one["value"]) for one in found.values()]
+    values, *errors = zip(*ends, strict=True)
+    axes.bar([fill(name, NAME) for name in found], values, yerr=errors, capsize=4, color="#4878a8")
     axes.tick_params(axis="x", labelrotation=20)
     return figure
 
@@ -97,10 +95,10 @@ def _breakdown(figures: dict[str, Any]) -> Any:
     if not found:
         return None
     figure, axes = _axes("ms a step", left=0.27)
-    bottom = [0.0] * len(found)
+    names, bottom = [fill(name, NAME) for name in found], [0.0] * len(found)
     for part in PARTS:
         values = [one[f"{part}_ms_per_step"] for one in found.values()]
-        axes.barh(_names(found), values, left=bottom, label=part)
+        axes.barh(names, values, left=bottom, label=part)
         bottom = [low + value for low, value in zip(bottom, values, strict=True)]
     axes.legend()
     return figure
@@ -108,20 +106,16 @@ def _breakdown(figures: dict[str, Any]) -> Any:
 
 def _settings(group: Group) -> Any:
     """Of what was tuned: tokens a second of the best candidates, by the first setting of which there were several."""
-    trials = [(label, trial) for label, line in group.tuned.items() for trial in line["trials"]]
+    tried = [trial["settings"] for line in group.tuned.values() for trial in line["trials"]]
     names = ("exit_layer", "confidence_threshold", "num_speculative_tokens", "num_assistant_tokens")
-    name = next((one for one in names if len({trial["settings"].get(one) for _, trial in trials} - {None}) > 1), None)
+    name = next((one for one in names if len({settings.get(one) for settings in tried} - {None}) > 1), None)
     if name is None:
         return None
     figure, axes = _axes(name, "tokens/s while tuning")
-    for label in dict.fromkeys(label for label, _ in trials):
-        points = [
-            (trial["settings"][name], trial["tokens_per_second"])
-            for own, trial in trials
-            if own == label and trial["settings"].get(name) is not None
-        ]
-        if points:
-            axes.plot(*_columns(sorted(points, key=str)), "o", label=label)
+    for label, line in group.tuned.items():
+        settings = [(trial["settings"].get(name), trial["tokens_per_second"]) for trial in line["trials"]]
+        if points := [point for point in settings if point[0] is not None]:
+            axes.plot(*zip(*sorted(points, key=str), strict=True), "o", label=label)
     axes.legend()
     return figure
 
@@ -156,14 +150,35 @@ def _exits(group: Group) -> Any:
 
 
 def _thresholds(group: Group) -> Any:
-    """AdaDecode's Figure 5: speed-up, early predictions and rejections against the threshold."""
+    """AdaDecode's Figure 5."""
     if not (curves := by_threshold(group)):
         return None
     figure, axes = _axes("threshold", line=1)
     for (name, points), style in zip(curves.items(), ("o-", "s--", "^:"), strict=True):
-        axes.plot(*_columns(points), style, label=name)
+        axes.plot(*zip(*points, strict=True), style, label=name)
     axes.legend(fontsize=7)
     return figure
+
+
+def by_threshold(group: Group) -> dict[str, list[tuple[float, float]]]:
+    """Speed-up, early predictions and rejections: name -> (threshold, value) of the rows that differ in their threshold alone,
+    without the guard, which moves it; empty with fewer than three."""
+    families: dict[str, dict[float, tuple[float, float, float]]] = {}
+    for label in group.labels:
+        if group.about["methods"][label]["method"] != AdaDecode.name or label in group.tuned:
+            continue
+        settings = group.settings(label)
+        early, wrong = rates(group, label)
+        speed_up = group.over_all(label).get("decode_speedup")
+        if settings.get("guard", AdaDecode.guard) or early is None or speed_up is None:
+            continue
+        rest = json.dumps({name: value for name, value in settings.items() if name != "threshold"}, sort_keys=True)
+        families.setdefault(rest, {})[settings.get("threshold", AdaDecode.threshold)] = (speed_up, early, wrong or 0.0)
+    points = max(families.values(), key=len, default={})
+    if len(points) < 3:
+        return {}
+    names = ("x plain decoding", "predicted early", "rejected")
+    return {name: [(one, points[one][place]) for one in sorted(points)] for place, name in enumerate(names)}
 
 
 def _learnt(group: Group) -> dict[str, Any]:
@@ -183,6 +198,23 @@ def _learnt(group: Group) -> dict[str, Any]:
     return {"Speed along the text": speeds[0], "Matchness along the text": matchness[0], **maps}
 
 
+def along(group: Group, label: str) -> tuple[list[int], list[float], list[float | None]]:
+    """(tokens so far, speed-up over plain decoding of the latest WINDOW prompts, matchness), a point a prompt."""
+    both = group.beside_plain(label)
+    windows = (zip(*both[max(0, end - WINDOW) : end], strict=True) for end in range(1, len(both) + 1))
+    speeds = [tokens_per_second(mine) / tokens_per_second(base) for mine, base in windows]
+    known = [(row.get("known") or {}).get("matchness") for row, _ in both]
+    return list(accumulate(row["tokens"] for row, _ in both)), speeds, known
+
+
+def matrix(known: Mapping[str, Any], layers: int) -> tuple[list[int], list[list[bool]]]:
+    """(evaluations at which the layer set changed, what was left out then): a column for each change, the latest CHANGES; rows
+    are the attentions of all layers, then their MLPs."""
+    history = known["history"][-CHANGES:]
+    sets = [[layer in one[kind] for kind in ("attention", "mlp") for layer in range(layers)] for one in history]
+    return [one["evaluation"] for one in history], [list(row) for row in zip(*sets, strict=True)]
+
+
 def _map(known: Mapping[str, Any], layers: int) -> Any:
     """The attentions of all layers, then their MLPs, at every change of the layer set."""
     evaluations, left_out = matrix(known, layers)
@@ -194,7 +226,3 @@ def _map(known: Mapping[str, Any], layers: int) -> Any:
     axes.set_xticks(list(shown), [str(evaluations[place]) for place in shown])
     axes.set_yticks([0, layers - 1, layers, 2 * layers - 1], ["attention 0", str(layers - 1), "MLP 0", str(layers - 1)])
     return figure
-
-
-def _columns(points: Sequence[tuple[Any, Any]]) -> tuple[list[Any], list[Any]]:
-    return [x for x, _ in points], [y for _, y in points]

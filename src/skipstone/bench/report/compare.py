@@ -2,14 +2,16 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import product
 from pathlib import Path
+from statistics import fmean
 
 from skipstone.bench.journal import Line
-from skipstone.bench.lineup import BASELINE, THEIRS
 from skipstone.bench.peers import PEERS
-from skipstone.bench.report.cells import Table
+from skipstone.bench.plan import BASELINE, THEIRS
 from skipstone.bench.report.figures import Group, speed
 from skipstone.bench.report.report import load
+from skipstone.bench.report.tables import Table
 from skipstone.timing.statistics import LOOPING, Estimate, Rate, rate
 
 
@@ -49,9 +51,8 @@ class Change:
 
 def compare(one: Path, other: Path) -> list[Change]:
     """What both runs measured alike, prompt by prompt. ValueError where they have nothing in common."""
-    _, before = load([one])
-    _, after = load([other])
-    changes = [change for a in before for b in after if _alike(a) == _alike(b) for change in _changes(a, b)]
+    pairs = product(load([one])[1], load([other])[1])
+    changes = [change for a, b in pairs if _alike(a) == _alike(b) for change in _changes(a, b)]
     if not changes:
         raise ValueError(f"{one} and {other} have no model, task, settings of it, method and prompt in common")
     return changes
@@ -69,12 +70,8 @@ def _changes(a: Group, b: Group) -> list[Change]:
         old.setdefault(line["digest"], []).append(line["rows"])
     pairs = [(old[line["digest"]].pop(0), line["rows"]) for line in b.lines if old.get(line["digest"])]
     calm = [pair for pair in pairs if all(row["repeated_share"] < LOOPING for rows in pair for row in rows.values())]
-    found = []
-    for label in (label for label in a.labels if label in b.labels):
-        both = [(x, y) for x, y in calm or pairs if label in x and label in y]
-        if both:
-            found.append(_change(a, label, both))
-    return found
+    shared = {label: [(x, y) for x, y in calm or pairs if label in x and label in y] for label in a.labels}
+    return [_change(a, label, both) for label, both in shared.items() if both]
 
 
 def _change(group: Group, label: str, both: Sequence[tuple[Line, Line]]) -> Change:
@@ -86,12 +83,11 @@ def _change(group: Group, label: str, both: Sequence[tuple[Line, Line]]) -> Chan
     faster = _faster(mine)
     relative, faithful = None, None
     if yardstick and about["method"] not in PEERS:
-        ruled = [(x[yardstick], y[yardstick]) for x, y in both]
-        relative = (faster / _faster(ruled)).estimate()
+        relative = (faster / _faster([(x[yardstick], y[yardstick]) for x, y in both])).estimate()
         if about["lossless"] and not group.temperature:
-            pairs = list(zip(mine, ruled, strict=True))
-            before, after = (sum(own[run]["digests"] == other[run]["digests"] for own, other in pairs) for run in (0, 1))
-            faithful = (before, after)
+            same = ([rows[label]["digests"] == rows[yardstick]["digests"] for rows in pair] for pair in both)
+            before, after = map(sum, zip(*same, strict=True))
+            faithful = before, after
     return Change(
         group.title,
         group.shown_as(label),
@@ -112,7 +108,7 @@ def _score_changes(mine: Sequence[tuple[Line, Line]]) -> dict[str, Estimate]:
     for old, new in mine:
         for name in {name for one in old["scores"] for name in one} & {name for one in new["scores"] for name in one}:
             before, after = ([one[name] for one in row["scores"] if name in one] for row in (old, new))
-            changes.setdefault(name, []).append(sum(after) / len(after) - sum(before) / len(before))
+            changes.setdefault(name, []).append(fmean(after) - fmean(before))
     return {name: rate(values, [1.0] * len(values)).estimate() for name, values in changes.items()}
 
 

@@ -7,16 +7,18 @@ text flatters all that draft.
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
+from statistics import fmean
 from typing import Any
 
-from skipstone.bench.journal import Line
-from skipstone.bench.lineup import BASELINE, THEIRS
+from skipstone.bench.journal import CELL, Line
+from skipstone.bench.plan import BASELINE, THEIRS
 from skipstone.decoding.stats import Stats
 from skipstone.tasks.scores import pass_at_k
 from skipstone.timing.statistics import LOOPING, Rate, pooled, predicted_speedup, rate
 
 EARLY_EXIT = "hf-early-exit"
 REFERENCES = (BASELINE, THEIRS, EARLY_EXIT)
+PARTS = ("search", "draft", "score", "other")  # of a step
 
 
 @dataclass
@@ -24,14 +26,14 @@ class Group:
     """The lines of one task at one temperature on one model."""
 
     model: str
-    task: str
     number: int  # the task's place in the plan
+    task: str
     temperature: float
     question: str  # a hash of how it was asked
     about: Line  # the model's line
-    lines: list[Line]  # one a prompt
-    tuned: dict[str, Line]  # label -> what was chosen
     seed: int
+    lines: list[Line] = field(default_factory=list)  # one a prompt
+    tuned: dict[str, Line] = field(default_factory=dict)  # label -> what was chosen
     exits: Line | None = None  # how well every exit predicts the task's answers, where that was asked for
     _known: dict[Any, Any] = field(default_factory=dict, init=False, repr=False, compare=False)
 
@@ -69,6 +71,11 @@ class Group:
         """What a method did, prompt by prompt, where it took part."""
         return [line["rows"][label] for line in self.lines if label in line["rows"]]
 
+    def beside_plain(self, label: str) -> list[tuple[Line, Line]]:
+        """(what a method did, what plain decoding did), prompt by prompt, where both took part."""
+        plain = self.called(BASELINE)
+        return [(line["rows"][label], line["rows"][plain]) for line in self.lines if {label, plain} <= line["rows"].keys()]
+
     def settings(self, label: str) -> dict[str, Any]:
         """A method's settings, chosen or given."""
         return self.tuned[label]["chosen"] if label in self.tuned else self.about["methods"][label]["settings"] or {}
@@ -95,19 +102,23 @@ class Group:
             self._known[key] = self._figures(label, lines)
         return self._known[key]
 
+    def over_all(self, label: str) -> dict[str, Any]:
+        """One method's figures over all prompts on which it took part."""
+        return self.figures(label, self.lines) or {}
+
     def _figures(self, label: str, lines: Sequence[Line]) -> dict[str, Any] | None:
         lines = [line for line in lines if label in line["rows"]]
         if not lines:
             return None
         rows = [line["rows"][label] for line in lines]
-        tokens, seconds = (sum(row[name] for row in rows) for name in ("tokens", "seconds"))
+        tokens, seconds = ([row[name] for row in rows] for name in ("tokens", "seconds"))
         found: dict[str, Any] = {
             "prompts": len(rows),
-            "tokens": float(tokens),
-            "seconds": float(seconds),
-            "tokens_per_second": tokens_per_second(rows),
-            "repeated_share": pooled([row["repeated_share"] * row["tokens"] for row in rows], [row["tokens"] for row in rows]),
-            "share_of_ceiling": tokens_per_second(rows) / self.about["ceiling"]["tokens_per_second"],
+            "tokens": float(sum(tokens)),
+            "seconds": float(sum(seconds)),
+            "tokens_per_second": pooled(tokens, seconds),
+            "repeated_share": pooled([row["repeated_share"] * row["tokens"] for row in rows], tokens),
+            "share_of_ceiling": pooled(tokens, seconds) / self.about["ceiling"]["tokens_per_second"],
             "peak_memory": max((row["memory"] for row in rows if row["memory"] is not None), default=None),
             **_latency(rows),
             "speedups": {},
@@ -120,17 +131,15 @@ class Group:
             base = [line["rows"][theirs] for line in lines if theirs in line["rows"]]
             if len(base) != len(lines):
                 continue
-            faster = self._rate(label, lines) / self._rate(str(theirs), lines)
-            found["speedups"][reference] = asdict(faster.estimate())
+            found["speedups"][reference] = asdict((self._rate(label, lines) / self._rate(str(theirs), lines)).estimate())
             if self.temperature == 0:
                 found["equal"][reference] = sum(a["digests"] == b["digests"] for a, b in zip(rows, base, strict=True))
         if all(row["stats"] for row in rows):
             total = Stats.total(Stats.from_summary(row["stats"]) for row in rows)
-            found |= own_figures(total, seconds, sum(row.get("setup_seconds", 0.0) for row in rows))
-            baseline = self.called(BASELINE)
-            plain = [line["rows"].get(baseline) for line in lines]
-            if total.draft_steps and all(row and row["stats"] for row in plain):
-                found |= expectation(total, rows, [row for row in plain if row])
+            found |= own_figures(total, sum(seconds), sum(row.get("setup_seconds", 0.0) for row in rows))
+            plain = [row for line in lines if (row := line["rows"].get(self.called(BASELINE))) and row["stats"]]
+            if total.draft_steps and len(plain) == len(rows):
+                found |= expectation(total, rows, plain)
         return found
 
     def _rate(self, label: str, lines: Sequence[Line]) -> Rate:
@@ -157,16 +166,14 @@ def groups(lines: Sequence[Line]) -> list[Group]:
     seed = lines[0]["plan"]["seed"] if lines else 0
     found: dict[tuple[Any, ...], Group] = {}
     for line in (line for line in lines if line["kind"] in ("tuned", "exits", "prompt")):
-        key = (line["model"], line["number"], line["task"], line["temperature"], line["question"])
-        if key not in found:
-            model, number, task, temperature, question = key
-            found[key] = Group(model, task, number, temperature, question, about[model], [], {}, seed)
+        key = tuple(line[name] for name in CELL)
+        group = found.setdefault(key, Group(*key, about=about[line["model"]], seed=seed))
         if line["kind"] == "prompt":
-            found[key].lines.append(line)
+            group.lines.append(line)
         elif line["kind"] == "exits":
-            found[key].exits = line
+            group.exits = line
         else:
-            found[key].tuned[line["method"]] = line
+            group.tuned[line["method"]] = line
     return [group for group in found.values() if group.lines]
 
 
@@ -182,17 +189,14 @@ def _latency(rows: Sequence[Mapping[str, Any]]) -> dict[str, float | None]:
 def _scores(rows: Sequence[Mapping[str, Any]]) -> dict[str, float]:
     """Mean scores over prompts; of tasks that pass or fail and have several samples, pass@k."""
     found: dict[str, float] = {}
-    names = dict.fromkeys(name for row in rows for one in row["scores"] for name in one)
-    for name in names:
-        per_prompt = [[one[name] for one in row["scores"] if name in one] for row in rows]
-        per_prompt = [values for values in per_prompt if values]
-        samples = min(map(len, per_prompt))
+    for name in dict.fromkeys(name for row in rows for one in row["scores"] for name in one):
+        given = ([one[name] for one in row["scores"] if name in one] for row in rows)
+        per_prompt = [values for values in given if values]
         if name == "pass":
-            for k in sorted({1, samples}):
-                shares = [pass_at_k(len(values), round(sum(values)), k) for values in per_prompt]
-                found[f"pass@{k}"] = sum(shares) / len(shares)
+            for k in sorted({1, min(map(len, per_prompt))}):
+                found[f"pass@{k}"] = fmean(pass_at_k(len(values), round(sum(values)), k) for values in per_prompt)
         else:
-            found[name] = sum(sum(values) / len(values) for values in per_prompt) / len(per_prompt)
+            found[name] = fmean(map(fmean, per_prompt))
     return found
 
 

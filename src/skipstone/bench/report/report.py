@@ -14,10 +14,9 @@ from rich.table import Table as RichTable
 
 from skipstone.bench import journal
 from skipstone.bench.journal import Line
-from skipstone.bench.report.cells import NONE, Table
 from skipstone.bench.report.charts import charts
 from skipstone.bench.report.figures import Group, groups
-from skipstone.bench.report.tables import LEGEND, csv_of, tables
+from skipstone.bench.report.tables import LEGEND, NONE, Table, csv_of, tables
 from skipstone.files import plain, write_whole
 from skipstone.tasks import protocols
 from skipstone.timing import machine
@@ -42,8 +41,7 @@ def load(paths: Sequence[Path]) -> tuple[list[Line], list[Group]]:
     for path in paths:
         own = journal.read(path)
         journal.check(path, own)
-        made = groups(own)
-        if not made:
+        if not (made := groups(own)):
             raise ValueError(f"{path} holds no measured prompt yet")
         lines += own
         found += made
@@ -60,14 +58,11 @@ def report(paths: Sequence[Path], form: str, layout: str = "own") -> str:
     if form == "csv":
         return csv_of(found) if layout == "own" else "\n".join(table.csv() for table in tables(found, layout))
     if form == "json":
-        return json.dumps(plain({"runs": _runs(lines), "groups": [_figures(group) for group in found]}), indent=1) + "\n"
+        runs = [line for line in lines if line["kind"] in ("run", "resumed", "model", "tuned")]
+        return json.dumps(plain({"runs": runs, "groups": [_figures(group) for group in found]}), indent=1) + "\n"
     if form == "html":
-        return page(lines, found, tables(found, layout))
+        return _page(lines, found, tables(found, layout))
     raise ValueError(f"unknown format {form!r}; there are {', '.join(FORMATS)}")
-
-
-def _runs(lines: Sequence[Line]) -> list[Line]:
-    return [line for line in lines if line["kind"] in ("run", "resumed", "model", "tuned")]
 
 
 def _figures(group: Group) -> dict[str, Any]:
@@ -83,11 +78,8 @@ def _figures(group: Group) -> dict[str, Any]:
 
 
 def _methods(group: Group) -> dict[str, Any]:
-    headline = group.headline()
-    return {
-        label: {"headline": group.figures(label, headline), "all_prompts": group.figures(label, group.lines)}
-        for label in group.labels
-    }
+    over = {"headline": group.headline(), "all_prompts": group.lines}
+    return {label: {name: group.figures(label, lines) for name, lines in over.items()} for label in group.labels}
 
 
 def _ceilings(lines: Sequence[Line]) -> list[str]:
@@ -97,10 +89,8 @@ def _ceilings(lines: Sequence[Line]) -> list[str]:
 
 def _notes(lines: Sequence[Line]) -> list[str]:
     """What a table alone does not say: chosen settings, what is missing or was cut, where it was measured."""
-    notes = []
-    cut = Counter((line["model"], line["task"]) for line in lines if line["kind"] == "prompt" and line.get("cut"))
-    for (model, task), count in cut.items():
-        notes.append(f"{model}, {task}: {count} prompts lost their beginning, for the model or --prompt-tokens.")
+    cut = Counter(f"{line['model']}, {line['task']}" for line in lines if line["kind"] == "prompt" and line.get("cut"))
+    notes = [f"{where}: {n} prompts lost their beginning, for the model or --prompt-tokens." for where, n in cut.items()]
     for line in lines:
         if line["kind"] == "model":
             if line["synthetic"] and "realised_agreement" in line["synthetic"]:
@@ -110,23 +100,17 @@ def _notes(lines: Sequence[Line]) -> list[str]:
             settings = ", ".join(f"{name}={value}" for name, value in line["chosen"].items())
             notes.append(f"{line['task']}, {line['method']}: {settings} (best of {line['candidates']}, {line['calls']} calls).")
         if line["kind"] == "run":
-            notes += _unstated(line["plan"])
+            plan = line["plan"]
+            for asked in plan.get("tasks", ()):  # what a paper leaves open of its protocol, and what was taken instead
+                protocol = asked.get("protocol") or plan.get("protocol")
+                if protocol and (ours := protocols.settings(protocol, asked["task"]).ours):
+                    notes.append(f"{asked['task']} as {protocol} asks it; not stated there and ours: {ours}.")
         if line["kind"] in ("run", "resumed"):
             made = line["provenance"]
             packages = ", ".join(f"{name} {version}" for name, version in made["packages"].items() if version)
             sha = f", {made['git']['sha'][:12]}{' changed' if made['git']['dirty'] else ''}" if made["git"] else ""
             again = "gone on with " if line["kind"] == "resumed" else ""
             notes.append(f"{again}`{' '.join(made['argv'])}`: {made['cpu']}, {made['threads']} threads, {packages}{sha}.")
-    return notes
-
-
-def _unstated(plan: Line) -> list[str]:
-    """What a paper leaves open of the protocols that were asked for, and what was taken instead."""
-    notes = []
-    for asked in plan.get("tasks", ()):
-        protocol = asked.get("protocol") or plan.get("protocol")
-        if protocol and (ours := protocols.settings(protocol, asked["task"]).ours):
-            notes.append(f"{asked['task']} as {protocol} asks it; not stated there and ours: {ours}.")
     return notes
 
 
@@ -145,7 +129,7 @@ def calibrated(about: dict[str, Any]) -> str:
     return said
 
 
-def page(lines: Sequence[Line], found: Sequence[Group], shown: Sequence[Table]) -> str:
+def _page(lines: Sequence[Line], found: Sequence[Group], shown: Sequence[Table]) -> str:
     """One self-contained page of HTML. Every text in it is escaped."""
     parts = [f"<!doctype html><html lang=en><meta charset=utf-8><title>skipstone bench</title><style>{STYLE}</style>"]
     parts.append("<h1>skipstone bench</h1>")
@@ -153,9 +137,11 @@ def page(lines: Sequence[Line], found: Sequence[Group], shown: Sequence[Table]) 
         parts.append("<p class=synthetic>SYNTHETIC MODEL: random weights. Nothing here is about a language model.</p>")
     parts += [f"<p>{html.escape(text)}</p>" for text in _ceilings(lines)]
     for table in shown:
-        parts += [f"<h2>{html.escape(table.title)}</h2>", _html(table)]
-    for group in found:
-        parts += [f"<figure>{svg}</figure>" for svg in charts(group).values()]
+        head = "".join(f"<th>{html.escape(column)}" for column in table.columns)
+        rows = ("<tr>" + "".join(f"<td>{html.escape(cell)}" for cell in row) for row in table.rows)
+        parts.append(f"<h2>{html.escape(table.title)}</h2>")
+        parts.append(f"<div class=wide><table><tr>{head}{''.join(rows)}</table></div>")
+    parts += [f"<figure>{svg}</figure>" for group in found for svg in charts(group).values()]
     parts.append(f"<p>{html.escape(LEGEND)}</p>")
     parts += [f"<pre>{html.escape(note)}</pre>" for note in _notes(lines)]
     return "\n".join(parts) + "\n"
@@ -169,31 +155,21 @@ def pictures(paths: Sequence[Path], folder: Path) -> list[Path]:
     folder.mkdir(parents=True, exist_ok=True)
     written: list[Path] = []
     stems: Counter[str] = Counter()
-    for group in found:
-        for title, svg in charts(group).items():
-            words = " ".join([group.subject if several or group.about["synthetic"] else "", group.name, title])
-            stem = re.sub(r"[^a-z0-9.]+", "-", words.lower()).strip("-")
-            stems[stem] += 1
-            path = folder / (f"{stem}-{stems[stem]}.svg" if stems[stem] > 1 else f"{stem}.svg")
-            write_whole(path, svg + "\n")
-            written.append(path)
+    for group, (title, svg) in ((one, chart) for one in found for chart in charts(one).items()):
+        words = f"{group.subject if several or group.about['synthetic'] else ''} {group.name} {title}"
+        stem = re.sub(r"[^a-z0-9.]+", "-", words.lower()).strip("-")
+        stems[stem] += 1
+        written.append(folder / (f"{stem}-{stems[stem]}.svg" if stems[stem] > 1 else f"{stem}.svg"))
+        write_whole(written[-1], svg + "\n")
     return written
-
-
-def _html(table: Table) -> str:
-    head = "".join(f"<th>{html.escape(column)}" for column in table.columns)
-    rows = "".join("<tr>" + "".join(f"<td>{html.escape(cell)}" for cell in row) for row in table.rows)
-    return f"<div class=wide><table><tr>{head}{rows}</table></div>"
 
 
 def _narrow(table: Table) -> Table:
     """Without columns that are in files only, or say nothing."""
-    kept = [
-        index
-        for index, column in enumerate(table.columns)
-        if column not in IN_FILES and (not index or any(row[index] != NONE for row in table.rows))
-    ]
-    return Table(table.title, [table.columns[i] for i in kept], [[row[i] for i in kept] for row in table.rows])
+    cells = enumerate(zip(table.columns, *table.rows, strict=True))
+    kept = [column for i, column in cells if column[0] not in IN_FILES and (not i or {*column[1:]} - {NONE})]
+    columns, *rows = zip(*kept, strict=True)
+    return Table(table.title, columns, rows)
 
 
 def show(paths: Sequence[Path], console: Console, layout: str = "own") -> None:
@@ -212,7 +188,5 @@ def show(paths: Sequence[Path], console: Console, layout: str = "own") -> None:
         for row in table.rows:
             drawn.add_row(*row)
         console.print(drawn)
-    for note in _notes(lines):
-        console.print(note, highlight=False, markup=False)
-    if layout == "own":
-        console.print(LEGEND, highlight=False, markup=False)
+    for text in (*_notes(lines), *([LEGEND] if layout == "own" else [])):
+        console.print(text, highlight=False, markup=False)
