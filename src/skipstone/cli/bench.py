@@ -19,7 +19,6 @@ Methods = Annotated[
     option('A method with settings, "layerskip exit_layer=3,6"; several values are a choice. Several times.', "--method"),
 ]
 Tasks = Annotated[list[str] | None, option("humaneval, gsm8k, ..., a .jsonl file. Several times. Default: self.", "--task")]
-Protocol = Annotated[str | None, option("Ask as a paper does: layerskip, swift, adadecode, adasd or spec-bench.")]
 Running = Annotated[bool | None, option("Score programs by running them, in a sandbox.", "--allow-code-execution")]
 Fresh = Annotated[bool, typer.Option(help="Begin anew where the file holds a run.")]
 Device = Annotated[str | None, option("auto is cuda where there is one, else cpu.")]
@@ -32,7 +31,7 @@ def run(
     plan: Annotated[Path | None, option("A plan in YAML; flags go over it.")] = None,
     methods: Methods = None,
     tasks: Tasks = None,
-    protocol: Protocol = None,
+    protocol: Annotated[str | None, option("Ask as a paper does: layerskip, swift, adadecode, adasd or spec-bench.")] = None,
     data_dir: Annotated[Path | None, option("Folder of JSON lines, instead of the hub.")] = None,
     out: Annotated[Path, typer.Option(help="The file of results; a killed run goes on with it.")] = Path("results.jsonl"),
     num_prompts: Annotated[int | None, option("Of each task. Default: the protocol's, or 20.", min=1)] = None,

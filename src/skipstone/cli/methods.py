@@ -28,15 +28,17 @@ def methods(
 
 
 def described(kind: Any) -> dict[str, Any]:
-    """A method as plain JSON values. from: whose default a setting has: the class's, or the model's own."""
+    """A method as plain JSON values. paper: the first that its module's docstring names. from: whose default a setting has: the
+    class's, or the model's own."""
     from skipstone.decoding.method import OWN_FIELD
     from skipstone.decoding.settings import settings_of
 
+    cited = re.search(r"\(([^()]*arXiv \d{4}\.\d{5})\)", sys.modules[kind.__module__].__doc__ or "")
     return {
         "name": kind.name,
         "about": (inspect.getdoc(kind) or "").partition("\n")[0],
         "lossless": kind().lossless,
-        "paper": citation(sys.modules[kind.__module__].__doc__ or ""),
+        "paper": " ".join(cited[1].split()) if cited else None,  # authors, venue, arXiv id
         "settings": [
             {
                 "name": setting.name,
@@ -49,12 +51,6 @@ def described(kind: Any) -> dict[str, Any]:
         ],
         "aliases": dict(kind.aliases),
     }
-
-
-def citation(text: str) -> str | None:
-    """The first paper a module docstring names: "Authors, venue, arXiv id"."""
-    found = re.search(r"\(([^()]*arXiv \d{4}\.\d{5})\)", text)
-    return " ".join(found[1].split()) if found else None
 
 
 def _list(found: list[dict[str, Any]]) -> None:

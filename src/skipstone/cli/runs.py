@@ -4,10 +4,11 @@ import time
 import warnings
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass, field
+from itertools import islice
 from typing import Any
 
 import torch
-from rich.table import Table
+from rich.table import Column, Table
 from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
@@ -17,7 +18,7 @@ from skipstone.decoding.stats import Stats
 from skipstone.decoding.step import Step
 from skipstone.methods.autoregressive import Autoregressive
 
-PARTS = ("search", "draft", "score", "other")  # what the time of a step is spent on
+WARM_UP_STEPS = 3  # of either side of a comparison, thrown away
 COLUMNS = (
     ("tokens", "tokens", "{}"),
     ("s", "seconds", "{:.2f}"),
@@ -25,7 +26,7 @@ COLUMNS = (
     ("speed-up", "speed_up", "{:.2f}"),
     ("M", "mean_acceptance_length", "{:.2f}"),
     ("alpha", "acceptance_rate", "{:.2f}"),
-    *((f"{part}\nms/step", f"ms_per_step_{part}", "{:.2f}") for part in PARTS),
+    *((f"{part}\nms/step", f"ms_per_step_{part}", "{:.2f}") for part in ("search", "draft", "score", "other")),
 )
 """Columns of the table: title, figure, format."""
 
@@ -82,13 +83,6 @@ def decode(job: Job, method: Method, show: Callable[[Step], None] | None = None)
     except KeyboardInterrupt:
         run.interrupted = True
         return run
-
-
-def warm_up(job: Job, method: Method, steps: int = 3) -> None:
-    """The first steps of a run, thrown away: lazy set-up is paid here and not by whoever is timed first."""
-    begun = job.steps(method)
-    for _ in range(steps):
-        next(begun, None)
 
 
 def finish_reason(run: Run, job: Job) -> str:
@@ -174,10 +168,6 @@ class Comparison:
     def speed_up(self) -> float:
         return self.other.pace / self.plain.pace
 
-    @property
-    def identical(self) -> bool | None:
-        return None if self.law_only else self.divergence is None
-
     def verdict(self) -> str:
         """What the runs say about the text, in one line."""
         if self.law_only:
@@ -197,7 +187,7 @@ class Comparison:
         return {
             "repeats": len(self.plain.runs),
             "speed_up": self.speed_up,
-            "identical": self.identical,
+            "identical": None if self.law_only else self.divergence is None,
             "lossless": self.method.lossless,
             "verdict": self.verdict(),
             "divergence": None if self.divergence is None else asdict(self.divergence),
@@ -208,12 +198,10 @@ class Comparison:
     def table(self) -> Table:
         rows = [totals.figures() | {"speed_up": totals.pace / self.plain.pace} for totals in (self.plain, self.other)]
         columns = [one for one in COLUMNS if one[1] != "ms_per_step_search" or any(figures[one[1]] for figures in rows)]
-        table = Table("", *(name for name, _, _ in columns))
+        table = Table("", *(Column(name, justify="right") for name, _, _ in columns))
         for totals, figures in zip((self.plain, self.other), rows, strict=True):
             cells = ["-" if figures[key] is None else form.format(figures[key]) for _, key, form in columns]
             table.add_row(totals.name, *cells)
-        for column in table.columns[1:]:
-            column.justify = "right"
         return table
 
 
@@ -230,8 +218,9 @@ def compared(
     """
     plain, runs = Autoregressive(), ([], [])
     try:
-        for one in (plain, method):
-            warm_up(job, one)
+        for one in (plain, method):  # lazy set-up is paid here and not by whoever is timed first
+            for _ in islice(job.steps(one), WARM_UP_STEPS):
+                pass
     except KeyboardInterrupt:
         return Run(interrupted=True), None
     with warnings.catch_warnings():
