@@ -19,7 +19,7 @@ from skipstone.hf.defaults import neutral_defaults
 from skipstone.methods.adadecode.heads import ExitHeads
 from skipstone.models.layered import LayeredModel
 from skipstone.models.watching import layer_states
-from skipstone.timing.passes import PassTimes, TimedPasses, measure_passes
+from skipstone.timing.measure import PassTimes, TimedPasses, measure_passes
 
 
 @dataclass(frozen=True)

@@ -29,8 +29,7 @@ from skipstone.methods.swift.search import LinearThompson
 from skipstone.models.fingerprint import fingerprint
 from skipstone.models.layered import LayeredModel
 from skipstone.models.skipping import SkipSet
-from skipstone.timing.measure import Skipstone, measure, options_for
-from skipstone.timing.passes import TimedPasses, measure_passes, run_tokens, store_for
+from skipstone.timing.measure import Skipstone, TimedPasses, measure, measure_passes, options_for, run_tokens, store_for
 
 RATIOS = (0.3, 0.4, 0.45, 0.5)  # skip ratios that take turns where none is asked for
 PER_DECODE = 12  # sets judged by matchness for each that is decoded with

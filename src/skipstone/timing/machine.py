@@ -15,7 +15,7 @@ import torch
 from transformers import PreTrainedModel
 
 from skipstone.models.layered import LayeredModel
-from skipstone.timing.passes import run_tokens, store_for, timings
+from skipstone.timing.measure import run_tokens, store_for, timings
 
 PACKAGES = ("skipstone", "torch", "transformers", "tokenizers", "numpy", "scikit-learn")  # those whose versions a run names
 
