@@ -19,7 +19,7 @@ from skipstone.decoding.step import Step
 from skipstone.methods.autoregressive import Autoregressive
 
 WARM_UP_STEPS = 3  # of either side of a comparison, thrown away
-COLUMNS = (
+COLUMNS = (  # of the table: title, figure, format
     ("tokens", "tokens", "{}"),
     ("s", "seconds", "{:.2f}"),
     ("tokens/s", "tokens_per_second", "{:.1f}"),
@@ -28,7 +28,6 @@ COLUMNS = (
     ("alpha", "acceptance_rate", "{:.2f}"),
     *((f"{part}\nms/step", f"ms_per_step_{part}", "{:.2f}") for part in ("search", "draft", "score", "other")),
 )
-"""Columns of the table: title, figure, format."""
 
 
 @dataclass(frozen=True)
@@ -103,37 +102,19 @@ def dtype_name(model: PreTrainedModel) -> str:
     return str(model.dtype).removeprefix("torch.")
 
 
-@dataclass(frozen=True)
-class Totals:
-    """Runs of one method, pooled: total tokens over total time, never a mean of means."""
-
-    name: str
-    runs: list[Run]
-
-    @property
-    def tokens(self) -> int:
-        return sum(len(run.tokens) for run in self.runs)
-
-    @property
-    def seconds(self) -> float:
-        return sum(run.seconds for run in self.runs)
-
-    @property
-    def pace(self) -> float:
-        """Tokens per second, prefill and all."""
-        return self.tokens / self.seconds
-
-    def figures(self) -> dict[str, Any]:
-        """Counts and times as plain JSON values. alpha and M are None where nothing was drafted."""
-        total = Stats.total(run.stats for run in self.runs)
-        return {
-            "tokens": self.tokens,
-            "seconds": self.seconds,
-            "tokens_per_second": self.pace,
-            "mean_acceptance_length": total.mean_acceptance_length if total.draft_steps else None,
-            "acceptance_rate": total.acceptance_rate if total.draft_steps else None,
-            **{f"ms_per_step_{part}": spent for part, spent in total.step_milliseconds().items()},
-        }
+def pooled(runs: list[Run]) -> dict[str, Any]:
+    """Runs of one method as counts and times in plain JSON values: total tokens over total time, never a mean of means. alpha
+    and M are None where nothing was drafted."""
+    total = Stats.total(run.stats for run in runs)
+    tokens, seconds = sum(len(run.tokens) for run in runs), sum(run.seconds for run in runs)
+    return {
+        "tokens": tokens,
+        "seconds": seconds,
+        "tokens_per_second": tokens / seconds,
+        "mean_acceptance_length": total.mean_acceptance_length if total.draft_steps else None,
+        "acceptance_rate": total.acceptance_rate if total.draft_steps else None,
+        **{f"ms_per_step_{part}": spent for part, spent in total.step_milliseconds().items()},
+    }
 
 
 @dataclass(frozen=True)
@@ -154,19 +135,20 @@ class Divergence:
 
 @dataclass(frozen=True)
 class Comparison:
-    """plain and method: the pooled runs, run i of one next to run i of the other. law_only: the same text was not to be
-    expected, so none was looked for; else divergence says where the texts part, None where they are identical."""
+    """plain and other: the pooled runs, run i of plain decoding next to run i of the method. law_only: the same text was not to
+    be expected, so none was looked for; else divergence says where the texts part, None where they are identical."""
 
     job: Job
     method: Method
-    plain: Totals
-    other: Totals
+    repeats: int
+    plain: dict[str, Any]
+    other: dict[str, Any]
     law_only: bool
     divergence: Divergence | None
 
     @property
     def speed_up(self) -> float:
-        return self.other.pace / self.plain.pace
+        return self.other["tokens_per_second"] / self.plain["tokens_per_second"]
 
     def verdict(self) -> str:
         """What the runs say about the text, in one line."""
@@ -185,23 +167,24 @@ class Comparison:
     def document(self) -> dict[str, Any]:
         """Plain JSON values."""
         return {
-            "repeats": len(self.plain.runs),
+            "repeats": self.repeats,
             "speed_up": self.speed_up,
             "identical": None if self.law_only else self.divergence is None,
             "lossless": self.method.lossless,
             "verdict": self.verdict(),
             "divergence": None if self.divergence is None else asdict(self.divergence),
-            "plain": self.plain.figures(),
-            "method": self.other.figures(),
+            "plain": self.plain,
+            "method": self.other,
         }
 
     def table(self) -> Table:
-        rows = [totals.figures() | {"speed_up": totals.pace / self.plain.pace} for totals in (self.plain, self.other)]
-        columns = [one for one in COLUMNS if one[1] != "ms_per_step_search" or any(figures[one[1]] for figures in rows)]
+        rows = {"plain": self.plain | {"speed_up": 1.0}, self.method.name: self.other | {"speed_up": self.speed_up}}
+        searched = any(figures["ms_per_step_search"] for figures in rows.values())
+        columns = [one for one in COLUMNS if one[1] != "ms_per_step_search" or searched]
         table = Table("", *(Column(name, justify="right") for name, _, _ in columns))
-        for totals, figures in zip((self.plain, self.other), rows, strict=True):
+        for name, figures in rows.items():
             cells = ["-" if figures[key] is None else form.format(figures[key]) for _, key, form in columns]
-            table.add_row(totals.name, *cells)
+            table.add_row(name, *cells)
         return table
 
 
@@ -234,8 +217,7 @@ def compared(
                     return first, None
     law_only = job.sampled and getattr(method, "rejection_sample_method", None) == "standard"
     divergence = None if law_only else first_divergence(job, *runs)
-    totals = Totals("plain", runs[0]), Totals(method.name, runs[1])
-    return runs[1][0], Comparison(job, method, *totals, law_only, divergence)
+    return runs[1][0], Comparison(job, method, repeat, pooled(runs[0]), pooled(runs[1]), law_only, divergence)
 
 
 def first_divergence(job: Job, plain: list[Run], other: list[Run]) -> Divergence | None:

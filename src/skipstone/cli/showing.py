@@ -188,7 +188,7 @@ def side_by_side(console: Console, job: Job, method: Method, title: str, camera:
 
 def _pace(comparison: Comparison) -> str:
     """A scene's figures in one line, all of them of this run."""
-    plain, own = comparison.plain.figures(), comparison.other.figures()
+    plain, own = comparison.plain, comparison.other
     drafts = "nothing drafted"
     if own["acceptance_rate"] is not None:
         drafts = f"M {own['mean_acceptance_length']:.2f} tokens a step, alpha {own['acceptance_rate']:.2f}"
