@@ -55,11 +55,6 @@ def isolate(folder: str, limits: dict[str, Any]) -> bool:
     )
 
 
-def own_processes(libc: Any) -> bool:
-    """In the first process of a namespace: let /proc show that namespace only."""
-    return libc.mount(b"proc", b"/proc", b"proc", 0, None) == 0
-
-
 def limit(limits: dict[str, Any]) -> None:
     """The program's resource limits; they pass on to whatever it starts."""
     memory, file = limits["memory_mb"] * MEBIBYTE, limits["disk_mb"] * MEBIBYTE
@@ -167,7 +162,7 @@ def main() -> None:
         if first:
             os._exit(os.waitstatus_to_exitcode(os.waitpid(first, 0)[1]))
         libc.prctl(DEATH_SIGNAL, signal.SIGKILL)
-        isolated = own_processes(libc)
+        isolated = libc.mount(b"proc", b"/proc", b"proc", 0, None) == 0  # so that /proc shows this namespace only
     print(json.dumps({"reason": supervise(program, folder, limits, isolated), "isolated": isolated}), flush=True)
     os._exit(0)
 
