@@ -95,7 +95,7 @@ def surrogate(
     from skipstone.bench import plan as plans
     from skipstone.bench.report.report import show
     from skipstone.synthetic.benchmark import run_surrogate
-    from skipstone.synthetic.shapes import parse
+    from skipstone.synthetic.surrogate import parse
 
     wanted = parse(shape, exit_layer, agreement, skip_ratio, sure)
     default = ["hf-generate", "autoregressive"]

@@ -13,7 +13,7 @@ from skipstone.bench.run import Say, Subject, enter, measure_task
 from skipstone.decoding.method import OWN_FIELD
 from skipstone.loading import usable
 from skipstone.synthetic import surrogate
-from skipstone.synthetic.shapes import Shape
+from skipstone.synthetic.surrogate import Shape
 from skipstone.tasks.dialogue import Reader
 from skipstone.tasks.task import Source, Task
 from skipstone.timing import machine
@@ -32,12 +32,9 @@ def run_surrogate(
     assert settings.num_prompts is not None
     assert settings.prompt_tokens is not None
     wanted: dict[str, Any] = {"shape": shape.name, "exit_layer": shape.exit_layer, "agreement": shape.agreement}
-    if shape.skip_ratio is not None:
-        wanted["skip_ratio"] = shape.skip_ratio
-    if shape.sure:
-        wanted["sure"] = shape.sure
-    if shape.agreement is not None and contexts != CONTEXTS:
-        wanted["contexts"] = contexts
+    counted = shape.agreement is not None and contexts != CONTEXTS
+    more = {"skip_ratio": shape.skip_ratio, "sure": shape.sure or None, "contexts": contexts if counted else None}
+    wanted |= {name: value for name, value in more.items() if value is not None}
     kept = {**plan.model_dump(mode="json"), "surrogate": wanted}
     with Journal(path, kept, machine.provenance(argv, plan.seed), fresh) as journal:
         model, about = _made(journal, shape, plan, say, contexts)
