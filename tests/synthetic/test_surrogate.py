@@ -12,7 +12,7 @@ from skipstone.models.kvstore import KVStore
 from skipstone.models.layered import LayeredModel
 from skipstone.models.passes import Pass
 from skipstone.synthetic import surrogate
-from skipstone.synthetic.benchmark import run_surrogate
+from skipstone.synthetic.surrogate import run_surrogate
 from skipstone.timing.statistics import repeated_share
 
 SMALL = surrogate.parse("layers=4,hidden=64,vocab=256", 2, 0.8)

@@ -94,8 +94,7 @@ def surrogate(
     """What speed-up this machine would give a model of that shape and agreement. Random weights: SYNTHETIC, no download."""
     from skipstone.bench import plan as plans
     from skipstone.bench.report.report import show
-    from skipstone.synthetic.benchmark import run_surrogate
-    from skipstone.synthetic.surrogate import parse
+    from skipstone.synthetic.surrogate import parse, run_surrogate
 
     wanted = parse(shape, exit_layer, agreement, skip_ratio, sure)
     default = ["hf-generate", "autoregressive"]

@@ -1,5 +1,5 @@
-"""Synthetic models: random weights of a wanted shape, of which a part agrees with the whole at a wanted rate: the first E
-layers, or what a uniform layer set leaves.
+"""Synthetic models, and their benchmark: random weights of a wanted shape, of which a part agrees with the whole at a wanted
+rate: the first E layers, or what a uniform layer set leaves.
 
 They show how much of an expected speed-up the engine delivers on this machine, without a trained model. Nothing they give is a
 result about a language model, and every output says so.
@@ -16,7 +16,6 @@ none of the embeddings' then, has a part along the embedding (SURENESS). In a te
 """
 
 import json
-from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -27,9 +26,18 @@ from torch import Tensor
 from transformers import DynamicCache, LlamaConfig, LlamaForCausalLM
 
 from skipstone import api
+from skipstone.bench.journal import Journal
+from skipstone.bench.plan import Plan, resolved
+from skipstone.bench.prompts import TaskRun
+from skipstone.bench.report.report import calibrated
+from skipstone.bench.run import Say, Subject, enter, measure_task
+from skipstone.decoding.method import OWN_FIELD
+from skipstone.loading import usable
 from skipstone.methods.shared.layer_sets import Space
 from skipstone.models.skipping import SkipSet
-from skipstone.tasks.dialogue import Conversation
+from skipstone.tasks.dialogue import Conversation, Reader
+from skipstone.tasks.task import Source, Task
+from skipstone.timing import machine
 from skipstone.timing.statistics import LOOPING, Estimate, rate, repeated_share
 
 GAIN = 2.0  # spread of the weights, times the square root of the fan-in
@@ -43,6 +51,7 @@ OPENING = 4  # random tokens that a sampled context begins with
 WRITTEN = 6.0  # spread of what a layer of that GAIN adds to the residual stream, measured at 8B shape
 SURENESS = 32.0  # logits that a sure successor gets, were the last hidden state the embedding alone
 ROWS = 16_384  # of the head, changed at once
+CONTEXTS = 128  # sampled texts of a measurement while calibrating
 ALONE = 2  # contexts that are also decoded token by token
 HEAD_DIM = 64  # of shapes given by layers and hidden size
 _LLAMA_3 = {
@@ -186,13 +195,10 @@ class Calibrated:
 
     def report(self) -> dict[str, Any]:
         """The figures as plain JSON values."""
+        asked = {name: getattr(self.shape, name) for name in ("exit_layer", "skip_ratio", "part", "agreement", "sure")}
         return {
             "shape": self.shape.name,
-            "exit_layer": self.shape.exit_layer,
-            "skip_ratio": self.shape.skip_ratio,
-            "part": self.shape.part,
-            "agreement": self.shape.agreement,
-            "sure": self.shape.sure,
+            **asked,
             "factor": self.factor,
             "realised_agreement": asdict(self.agreement),
             "overlap_at_temperature_1": asdict(self.overlap),
@@ -205,11 +211,11 @@ def calibrate(
     shape: Shape,
     seed: int,
     *,
-    sequences: int = 128,
+    sequences: int = CONTEXTS,
     length: int = 96,
     dtype: torch.dtype = torch.float32,
     device: str | torch.device = "cpu",
-    say: Callable[[str], None] = lambda text: None,
+    say: Say = lambda text: None,
 ) -> Calibrated:
     """Build a surrogate and scale the rest of its sublayers until its part agrees with the whole at the wanted rate.
 
@@ -357,3 +363,51 @@ def random_prompts(vocab: int, count: int, length: int, seed: int) -> list[Conve
     generator = torch.Generator().manual_seed(seed)
     rows = torch.randint(vocab, (count, length), generator=generator)
     return [Conversation(f"random ids, number {index}", ids=row.clone()) for index, row in enumerate(rows)]
+
+
+def run_surrogate(
+    shape: Shape, plan: Plan, path: Path, argv: list[str], say: Say = print, fresh: bool = False, contexts: int = CONTEXTS
+) -> Path:
+    """Measure what is not in the file yet. The calibrated part is its method's default. contexts: of a measurement while
+    calibrating. ValueError where the file holds another run, or the wanted agreement cannot be had."""
+    if plan.threads is not None:
+        torch.set_num_threads(plan.threads)
+    ((_, settings),) = resolved(plan)
+    assert settings.num_prompts is not None
+    assert settings.prompt_tokens is not None
+    wanted: dict[str, Any] = {"shape": shape.name, "exit_layer": shape.exit_layer, "agreement": shape.agreement}
+    counted = shape.agreement is not None and contexts != CONTEXTS
+    more = {"skip_ratio": shape.skip_ratio, "sure": shape.sure or None, "contexts": contexts if counted else None}
+    wanted |= {name: value for name, value in more.items() if value is not None}
+    kept = {**plan.model_dump(mode="json"), "surrogate": wanted}
+    with Journal(path, kept, machine.provenance(argv, plan.seed), fresh) as journal:
+        model, about = _made(journal, shape, plan, say, contexts)
+        count = plan.tune_prompts + settings.num_prompts
+        if shape.agreement is None:
+            prompts = random_prompts(model.config.vocab_size, count, settings.prompt_tokens, plan.seed)
+        else:
+            prompts = sampled_prompts(model, count, settings.prompt_tokens, plan.seed + 1)
+        entrants = enter(journal, Subject(plan.models[0], model, None, about), plan, say)
+        task = Task("synthetic", Source(None, ""), (), "none", lambda record: [])
+        task_run = TaskRun(plan.models[0], 0, task, settings, Reader(None, False, settings.prompt_tokens), plan)
+        measure_task(journal, model, task_run, entrants, (prompts[: plan.tune_prompts], prompts[plan.tune_prompts :]), say)
+    return path
+
+
+def _made(journal: Journal, shape: Shape, plan: Plan, say: Say, contexts: int) -> tuple[Any, dict[str, Any]]:
+    """(the model, what is said of it): calibrated, as the file says or now."""
+    dtype = torch.float32 if plan.dtype == "auto" else getattr(torch, plan.dtype)
+    device = usable(plan.device)
+    if shape.agreement is None:
+        return plain(shape, plan.seed, dtype, device), {"shape": shape.name, "contexts": "random ids"}
+    known = next(journal.lines_of("calibrated"), None)
+    if known is None:
+        say(f"calibrating {shape.name}: {shape.part} are to agree with all at {shape.agreement}")
+        made = calibrate(shape, plan.seed, sequences=contexts, dtype=dtype, device=device, say=say)
+        model, about = made.model, made.report()
+        journal.add({"kind": "calibrated", "model": plan.models[0], "factor": made.factor, "about": about})
+    else:
+        model, about = scaled(shape, plan.seed, known["factor"], dtype, device), known["about"]
+    setattr(model.generation_config, OWN_FIELD, shape.method)
+    say(calibrated(about))
+    return model, about
