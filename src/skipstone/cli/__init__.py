@@ -62,6 +62,4 @@ for name, group in (("bench", bench.bench), ("train", train.train)):
     app.add_typer(group, name=name, rich_help_panel="Verbs")
 
 
-def main() -> None:
-    """The console script."""
-    app()
+main = app  # the console script

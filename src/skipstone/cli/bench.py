@@ -13,6 +13,7 @@ from skipstone.files import write_whole
 bench = typer.Typer(help="Measure methods on your model and machine, and tell the truth about it.", no_args_is_help=True)
 
 
+OURS = ("plan", "out", "fresh", "debug")  # what `run` is told that is no part of a plan
 Models = Annotated[list[str] | None, typer.Argument(help="Folders or hub ids. Default: the bundled model.", metavar="MODEL...")]
 Methods = Annotated[
     list[str] | None,
@@ -56,7 +57,7 @@ def run(
     debug: options.Debug = False,
 ) -> None:
     """Measure models x methods x tasks, interleaved prompt by prompt. The file grows line by line; run it again to go on."""
-    given = {name: value for name, value in locals().items() if value is not None and name not in _OURS}
+    given = {name: value for name, value in locals().items() if value is not None and name not in OURS}
     from skipstone.bench import plan as plans
     from skipstone.bench.report.report import show
     from skipstone.bench.run import run as measure
@@ -65,9 +66,6 @@ def run(
     options.check_folder_of(out)
     measure(chosen, out, command_line(), lambda text: typer.echo(text, err=True), fresh)
     show([out], terminal.console())
-
-
-_OURS = ("plan", "out", "fresh", "debug")  # what `run` is told that is no part of a plan
 
 
 @bench.command("surrogate")
@@ -140,12 +138,10 @@ def report(
     form = form or (out.suffix.lstrip(".") if out is not None else None)
     if form is None:
         reports.show(files, terminal.console(), layout)
-        return
-    text = reports.report(files, form, layout)
-    if out is None:
-        sys.stdout.write(text)
+    elif out is None:
+        sys.stdout.write(reports.report(files, form, layout))
     else:
-        write_whole(out, text)
+        write_whole(out, reports.report(files, form, layout))
 
 
 @bench.command("compare")

@@ -55,9 +55,9 @@ def search(
     if found.best is None:
         raise ValueError(f"{budget_seconds:g} seconds are too few: no set was decoded with yet; go on with a larger budget")
     key, best = profiles.fingerprint(loaded), found.best
+    attention, mlp = tuple(best.attention), tuple(best.mlp)
     about = {"speed": best.speed, "acceptance": best.acceptance, "matchness": best.matchness, "trials": len(found.trials)}
-    sublayers = {"attention": tuple(best.attention), "mlp": tuple(best.mlp)}
-    profiles.save(out, profiles.Profile(model=key, name=model or BUNDLED, about=about, **sublayers))
+    profiles.save(out, profiles.Profile(model=key, name=model or BUNDLED, about=about, attention=attention, mlp=mlp))
     if picture is not None:
         _draw(found, picture)
     _tell(found, best, out, num_speculative_tokens)

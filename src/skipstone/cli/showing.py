@@ -59,8 +59,6 @@ class Painter:
             print(f"{sample}: drafted and confirmed; plain: the full model's own (first, recovered, bonus)", file=sys.stderr)
 
     def _write(self, piece: str) -> None:
-        if not piece:
-            return
         if self.on_terminal or self.color:
             piece = terminal.harmless(piece)
         if self.color and self.origin == "draft":
@@ -171,13 +169,15 @@ def side_by_side(console: Console, job: Job, method: Method, title: str, camera:
 
     sides = [Column(job, "plain", frame), Column(job, f"{method.name}: accepted drafts underlined", frame)]
     console.rule(title)
-    with Live(picture(), console=console, auto_refresh=False) as live:
+    with Live(picture(), console=console, auto_refresh=False, transient=not console.is_terminal) as live:
         _, comparison = compared(job, method, show=sides[1].show, show_plain=sides[0].show)
         if comparison is None:
             raise KeyboardInterrupt
         for side in sides:
             side.text.append(terminal.harmless(side.detokenizer.rest()))
         live.update(picture(), refresh=True)
+    if not console.is_terminal:
+        console.print(picture())
     said = _pace(comparison)
     console.print(said)
     if camera is not None:

@@ -13,6 +13,7 @@ from skipstone.tasks import scores
 from skipstone.tasks.sandbox import run
 from skipstone.tasks.task import Record, Score, Source, Task
 
+SELF = "self"  # the task of the prompts that come with this package
 BEGINNING = 32  # words of a story that are given; the rest is to be told
 
 
@@ -172,9 +173,6 @@ TASKS = {
         ),
     )
 }
-
-
-SELF = "self"
 
 
 def named(name: str) -> Task:

@@ -28,8 +28,6 @@ from skipstone.models.skipping import SkipSet
 WARM_UP_TOKENS = 16  # new tokens of an untimed call
 REPEATS = 7  # how often a pass is timed; the median counts
 LENGTHS = (1, 2, 3, 4, 6, 8, 12)  # draft lengths whose scoring passes are timed
-_CLEAR, _STATUS = Path("/proc/self/clear_refs"), Path("/proc/self/status")
-_RESET_PEAK = "5"  # proc(5): written to _CLEAR, sets the peak of the resident set to what it is now
 
 
 def synchronise(device: torch.device) -> None:
@@ -169,7 +167,7 @@ def _forget_peak(device: torch.device) -> bool:
         torch.cuda.reset_peak_memory_stats(device)
         return True
     with suppress(OSError):
-        _CLEAR.write_text(_RESET_PEAK)
+        Path("/proc/self/clear_refs").write_text("5")  # proc(5): the peak of the resident set is what it is now
         return True
     return False
 
@@ -180,7 +178,7 @@ def _peak(device: torch.device) -> int | None:
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device)
     with suppress(OSError):
-        for line in _STATUS.read_text().splitlines():
+        for line in Path("/proc/self/status").read_text().splitlines():
             if line.startswith("VmHWM:"):
                 return int(line.split()[1]) * 1024
     return None
