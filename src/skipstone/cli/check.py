@@ -45,8 +45,7 @@ def check(
     reader = Reader(tokenizer, False, prompt_tokens)
     spread = rows[:: len(rows) // num_prompts][:num_prompts]
     texts = [reader.ids(Conversation(task.name, (task.ask(row)[0],))) for row in spread]
-    checker = Checker(loaded, chosen, texts, Scale(max_new_tokens, samples, seed))
-    report = checker.run((lambda _: None) if as_json else tell)
+    report = Checker(loaded, chosen, texts, Scale(max_new_tokens, samples, seed)).run((lambda _: None) if as_json else tell)
     if as_json:
         found = [finding.report() for finding in report.findings]
         document = {"kind": "skipstone-check", "passed": report.passed, "proves": report.proves, "method": report.method}

@@ -18,6 +18,7 @@ from skipstone.decoding.stats import Stats
 from skipstone.decoding.step import Step
 from skipstone.methods.autoregressive import Autoregressive
 
+Show = Callable[[Step], None] | None  # what is called with every step of a run
 WARM_UP_STEPS = 3  # of either side of a comparison, thrown away
 COLUMNS = (  # of the table: title, figure, format
     ("tokens", "tokens", "{}"),
@@ -62,8 +63,8 @@ class Run:
     interrupted: bool = False
 
 
-def decode(job: Job, method: Method, show: Callable[[Step], None] | None = None) -> Run:
-    """Decode a job to its end, or to Ctrl-C, which ends the run and keeps what there is. show: called with every step."""
+def decode(job: Job, method: Method, show: Show = None) -> Run:
+    """Decode a job to its end, or to Ctrl-C, which ends the run and keeps what there is."""
     run = Run()
     try:
         started = time.perf_counter()
@@ -189,11 +190,7 @@ class Comparison:
 
 
 def compared(
-    job: Job,
-    method: Method,
-    repeat: int = 1,
-    show: Callable[[Step], None] | None = None,
-    show_plain: Callable[[Step], None] | None = None,
+    job: Job, method: Method, repeat: int = 1, show: Show = None, show_plain: Show = None
 ) -> tuple[Run, Comparison | None]:
     """Warm both up, then decode plainly and with the method in turn, `repeat` times. The first runs are shown.
 

@@ -178,19 +178,13 @@ def side_by_side(console: Console, job: Job, method: Method, title: str, camera:
         live.update(picture(), refresh=True)
     if not console.is_terminal:
         console.print(picture())
-    said = _pace(comparison)
+    plain, own, drafts = comparison.plain, comparison.other, "nothing drafted"
+    if own["acceptance_rate"] is not None:
+        drafts = f"M {own['mean_acceptance_length']:.2f} tokens a step, alpha {own['acceptance_rate']:.2f}"
+    pace = f"{plain['tokens_per_second']:.0f} -> {own['tokens_per_second']:.0f} tokens/s, {comparison.speed_up:.2f} x"
+    said = f"{pace}; {drafts}; {comparison.verdict()}"
     console.print(said)
     if camera is not None:
         camera.rule(title)
         camera.print(picture(), said, sep="\n")
     return comparison
-
-
-def _pace(comparison: Comparison) -> str:
-    """A scene's figures in one line, all of them of this run."""
-    plain, own = comparison.plain, comparison.other
-    drafts = "nothing drafted"
-    if own["acceptance_rate"] is not None:
-        drafts = f"M {own['mean_acceptance_length']:.2f} tokens a step, alpha {own['acceptance_rate']:.2f}"
-    pace = f"{plain['tokens_per_second']:.0f} -> {own['tokens_per_second']:.0f} tokens/s, {comparison.speed_up:.2f} x"
-    return f"{pace}; {drafts}; {comparison.verdict()}"

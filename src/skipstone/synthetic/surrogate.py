@@ -244,14 +244,6 @@ def calibrate(
     return Calibrated(model, shape, factor, agreement, overlap, measure_alone(model, fresh[:ALONE]))
 
 
-def scaled(shape: Shape, seed: int, factor: float, dtype: torch.dtype, device: str | torch.device) -> LlamaForCausalLM:
-    """A surrogate whose factor is known."""
-    model = build(shape, seed, dtype, device)
-    weights = [module.weight for module in _outputs(model, shape.rest)]
-    _scale(weights, weights, factor)
-    return model
-
-
 def build(shape: Shape, seed: int, dtype: torch.dtype = torch.float32, device: str | torch.device = "cpu") -> LlamaForCausalLM:
     """A random Llama whose logits are those of a model that is neither sure nor clueless, drawn on the CPU in its dtype."""
     config = LlamaConfig(**shape.config, bos_token_id=None, eos_token_id=None, pad_token_id=None)
@@ -407,7 +399,9 @@ def _made(journal: Journal, shape: Shape, plan: Plan, say: Say, contexts: int) -
         model, about = made.model, made.report()
         journal.add({"kind": "calibrated", "model": plan.models[0], "factor": made.factor, "about": about})
     else:
-        model, about = scaled(shape, plan.seed, known["factor"], dtype, device), known["about"]
+        model, about = build(shape, plan.seed, dtype, device), known["about"]
+        weights = [module.weight for module in _outputs(model, shape.rest)]
+        _scale(weights, weights, known["factor"])
     setattr(model.generation_config, OWN_FIELD, shape.method)
     say(calibrated(about))
     return model, about
