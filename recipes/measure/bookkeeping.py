@@ -19,7 +19,7 @@ import torch
 
 from skipstone import AdaSD, Autoregressive, Decoder, LayeredModel, Lookahead, Method, PromptLookup, Request
 from skipstone.methods.adasd import adasd
-from skipstone.synthetic import shapes, surrogate
+from skipstone.synthetic import surrogate
 
 WINDOW, STEPS, WARM, CONTEXT, WORDS = 20, 6, 6, 4096, 300
 
@@ -104,12 +104,12 @@ def main() -> None:
     parser.add_argument("--dtype", default="bfloat16")
     given = parser.parse_args()
     random.seed(0)
-    dtype, shape = getattr(torch, given.dtype), shapes.parse(given.shape)
+    dtype, shape = getattr(torch, given.dtype), surrogate.parse(given.shape)
     target = surrogate.plain(shape, 0, dtype, "cpu")
     if given.what == "lookups":
         lookups(target)
     else:
-        relaxed(target, surrogate.plain(shapes.parse(given.draft), 1, dtype, "cpu"), shape.config["vocab_size"])
+        relaxed(target, surrogate.plain(surrogate.parse(given.draft), 1, dtype, "cpu"), shape.config["vocab_size"])
 
 
 if __name__ == "__main__":

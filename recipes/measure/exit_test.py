@@ -18,7 +18,7 @@ import torch
 import skipstone
 from skipstone.methods.adadecode.heads import ExitHeads, card_of
 from skipstone.models.layered import LayeredModel
-from skipstone.synthetic import shapes, surrogate
+from skipstone.synthetic import surrogate
 
 TURNS = 60
 
@@ -51,7 +51,7 @@ def main() -> None:
         if name == "nano":
             model: Any = skipstone.load()[0]
         else:
-            model = surrogate.plain(shapes.parse(name), 0, getattr(torch, given.dtype), "cpu")
+            model = surrogate.plain(surrogate.parse(name), 0, getattr(torch, given.dtype), "cpu")
         head, test = costs(model)
         print(f"| {name} | {1000 * head:.3f} | {1000 * test:.3f} | {test / head:.2f} |")
 

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
-from skipstone.cli import demo, terminal
+from skipstone.cli import demo, showing, terminal
 from tests.helpers.commandline import PROMPT, assert_refused, document, expected, run, succeed
 
 DEFAULT = {"method": "layerskip", "exit_layer": 2, "num_speculative_tokens": 3}
@@ -47,7 +47,7 @@ def test_both_sides_show_the_same_text(own: Path) -> None:
         _, text = expected(own, scene.prompt, scene.max_new_tokens)
         for column in columns:
             assert "".join((scene.prompt + text).split()) in "".join(column.split())
-    assert shown.count("texts identical: yes") == 2
+    assert len(re.findall(r"^\d.*; texts identical: yes$", shown, flags=re.MULTILINE)) == 2, "on lines of their own"
     assert "accepted drafts underlined" in shown
     assert "What to type next" in shown
 
@@ -63,8 +63,8 @@ def test_on_a_terminal_it_is_live_and_the_picture_holds_the_end_of_it(
         return made[-1]
 
     monkeypatch.setattr(terminal, "console", console)
-    monkeypatch.setattr(demo, "FRAME", 0)
-    demo.show(str(own), False, tmp_path / "demo.svg")
+    monkeypatch.setattr(showing, "FRAME", 0)
+    demo.demo(str(own), False, tmp_path / "demo.svg")
     shown = made[0].file.getvalue()  # type: ignore[attr-defined]
     steps = len(re.findall(r"─ plain ─", shown))
     assert steps > 30, "a frame for every step"

@@ -124,6 +124,7 @@ BAD = [
     ("--prompt x --device abacus", "device 'abacus' cannot be used here"),
     # flags that there are not
     ("--prompt x --exit-layr 2", "No such option: --exit-layr (see skipstone generate --help)"),
+    ("--prompt x --exit-layer 2", '--method "layerskip exit_layer=..."'),
     (
         "--prompt x --stop-threshold 0.5",
         'No such option: --stop-threshold; settings are part of the method: --method "self_speculative stop_threshold=..."',

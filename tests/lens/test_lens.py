@@ -12,7 +12,7 @@ import torch
 from skipstone.lens.lens import Expected, expectations, look, save, through
 from skipstone.methods.adadecode.heads import ExitHeads, new_card
 from skipstone.models.layered import LayeredModel
-from skipstone.timing.passes import LENGTHS, PassTimes, TimedPasses, measure_passes
+from skipstone.timing.measure import LENGTHS, PassTimes, TimedPasses, measure_passes
 from tests.helpers import families
 from tests.helpers.machine import prompt
 

@@ -11,11 +11,11 @@ from skipstone.bench.report.report import calibrated, report
 from skipstone.models.kvstore import KVStore
 from skipstone.models.layered import LayeredModel
 from skipstone.models.passes import Pass
-from skipstone.synthetic import shapes, surrogate
-from skipstone.synthetic.benchmark import run_surrogate
+from skipstone.synthetic import surrogate
+from skipstone.synthetic.surrogate import run_surrogate
 from skipstone.timing.statistics import repeated_share
 
-SMALL = shapes.parse("layers=4,hidden=64,vocab=256", 2, 0.8)
+SMALL = surrogate.parse("layers=4,hidden=64,vocab=256", 2, 0.8)
 
 
 def test_surrogate_agrees_at_the_wanted_rate_and_is_reproducible():
@@ -41,7 +41,7 @@ def test_surrogate_agrees_at_the_wanted_rate_and_is_reproducible():
 @pytest.mark.slow
 def test_a_layer_set_may_be_what_agrees():
     """Counted with the engine's own skipping, which the calibration does not use."""
-    wide = shapes.parse("layers=6,hidden=64,vocab=256", None, 0.8, 0.5)
+    wide = surrogate.parse("layers=6,hidden=64,vocab=256", None, 0.8, 0.5)
     made = surrogate.calibrate(wide, seed=0, sequences=48, length=48)
     assert made.agreement.low - 0.03 <= 0.8 <= made.agreement.high + 0.03
     assert (len(wide.rest.attention), len(wide.rest.mlp)) == (2, 2)
@@ -65,13 +65,13 @@ def test_a_layer_set_may_be_what_agrees():
 @pytest.mark.slow
 def test_sure_tokens_have_a_successor_and_a_part_may_still_disagree():
     """What real text is like: most tokens follow nearly surely, a few are open, and on those the part errs."""
-    shape = shapes.parse("layers=6,hidden=192,vocab=2048", None, 0.9, 0.5, sure=0.8)
+    shape = surrogate.parse("layers=6,hidden=192,vocab=2048", None, 0.9, 0.5, sure=0.8)
     made = surrogate.calibrate(shape, seed=0, sequences=16, length=48)
     assert made.agreement.low - 0.03 <= 0.9 <= made.agreement.high + 0.03
     ids = surrogate.contexts(made.model, 16, 48, seed=9)
     with torch.no_grad():
         likely = made.model(ids).logits[:, surrogate.OPENING :].softmax(-1).amax(-1)
-        plain = surrogate.build(shapes.parse("layers=6,hidden=192,vocab=2048"), 0)(ids).logits.softmax(-1).amax(-1)
+        plain = surrogate.build(surrogate.parse("layers=6,hidden=192,vocab=2048"), 0)(ids).logits.softmax(-1).amax(-1)
     assert (likely > 0.5).float().mean() == pytest.approx(0.8, abs=0.06)
     assert (plain > 0.5).float().mean() < 0.2
     assert made.report()["sure"] == 0.8
@@ -83,12 +83,12 @@ def test_sure_tokens_have_a_successor_and_a_part_may_still_disagree():
 def test_a_tied_shape_of_which_the_first_layers_agree_may_have_sure_tokens_too(tmp_path):
     path = tmp_path / "config.json"
     surrogate.LlamaConfig(**{**SMALL.config, "tie_word_embeddings": True}).to_json_file(path, use_diff=False)
-    model = surrogate.build(shapes.parse(str(path), 2, 0.8, None, 0.7), 0)
+    model = surrogate.build(surrogate.parse(str(path), 2, 0.8, None, 0.7), 0)
     assert model.lm_head.weight.data_ptr() != model.model.embed_tokens.weight.data_ptr()
     with torch.no_grad():
         likely = model(surrogate.contexts(model, 16, 48, seed=9)).logits.softmax(-1).amax(-1)
     assert (likely > 0.5).float().mean() > 0.4
-    assert surrogate.build(shapes.parse(str(path)), 0).config.tie_word_embeddings
+    assert surrogate.build(surrogate.parse(str(path)), 0).config.tie_word_embeddings
 
 
 def test_a_model_that_chooses_otherwise_token_by_token_is_said_to():
@@ -174,12 +174,12 @@ def test_a_file_of_another_run_is_refused_before_anything_is_calibrated(tmp_path
     out = run_surrogate(SMALL, asked, tmp_path / "s.jsonl", ["x"], lambda _: None)
     monkeypatch.setattr(surrogate, "calibrate", None)
     with pytest.raises(ValueError, match="holds another run: surrogate differ"):
-        run_surrogate(shapes.parse("layers=4,hidden=64,vocab=256", 2, 0.7), asked, out, ["x"])
+        run_surrogate(surrogate.parse("layers=4,hidden=64,vocab=256", 2, 0.7), asked, out, ["x"])
 
 
 def test_a_named_shape_without_agreement_is_for_plain_decoding(tmp_path, monkeypatch):
-    monkeypatch.setitem(shapes.NAMED, "llama-3.2-1b", SMALL.config)
-    shape = shapes.parse("llama-3.2-1b")
+    monkeypatch.setitem(surrogate.NAMED, "llama-3.2-1b", SMALL.config)
+    shape = surrogate.parse("llama-3.2-1b")
     asked = plan(methods=["hf-generate", "autoregressive"], dtype="bfloat16")
     lines = journal.read(run_surrogate(shape, asked, tmp_path / "s.jsonl", ["x"], lambda _: None))
     model = next(line for line in lines if line["kind"] == "model")
@@ -188,7 +188,7 @@ def test_a_named_shape_without_agreement_is_for_plain_decoding(tmp_path, monkeyp
 
 def test_named_shapes_have_the_parameters_of_their_names():
     billions = {}
-    for name, config in shapes.NAMED.items():
+    for name, config in surrogate.NAMED.items():
         with torch.device("meta"):
             model = surrogate.LlamaForCausalLM(surrogate.LlamaConfig(**config))
         billions[name] = round(sum(p.numel() for p in model.parameters()) / 1e9, 1)
@@ -215,27 +215,27 @@ def test_named_shapes_have_the_parameters_of_their_names():
 )
 def test_impossible_shapes_are_refused(arguments, message):
     with pytest.raises(ValueError, match=message):
-        shapes.parse(*arguments)
+        surrogate.parse(*arguments)
 
 
 def test_a_named_shape_may_have_fewer_layers():
-    assert shapes.parse("llama-3-8b,layers=5").config == shapes.NAMED["llama-3-8b"] | {"num_hidden_layers": 5}
+    assert surrogate.parse("llama-3-8b,layers=5").config == surrogate.NAMED["llama-3-8b"] | {"num_hidden_layers": 5}
 
 
 def test_a_config_file_is_a_shape(tmp_path):
     path = tmp_path / "config.json"
     surrogate.LlamaConfig(**SMALL.config).to_json_file(path, use_diff=False)
-    assert surrogate.build(shapes.parse(str(path)), 0).config.hidden_size == 64
+    assert surrogate.build(surrogate.parse(str(path)), 0).config.hidden_size == 64
     written = json.loads(path.read_text())
     path.write_text(json.dumps({**written, "dtype": "bfloat16", "torch_dtype": "bfloat16"}))
-    made = surrogate.plain(shapes.parse(str(path)), 0, torch.float32, "cpu")
+    made = surrogate.plain(surrogate.parse(str(path)), 0, torch.float32, "cpu")
     assert (made.dtype, made.config.hidden_size) == (torch.float32, 64)
     path.write_text("{")
     with pytest.raises(ValueError, match=r"config.json is no JSON"):
-        shapes.parse(str(path))
+        surrogate.parse(str(path))
     path.write_text('{"model_type": "llama", "hidden_size": 64}')
     with pytest.raises(ValueError, match="the config of a Llama has num_hidden_layers"):
-        shapes.parse(str(path))
+        surrogate.parse(str(path))
     path.write_text('{"model_type": "mamba", "hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 1}')
     with pytest.raises(ValueError, match="a surrogate is a Llama, found model_type 'mamba'"):
-        shapes.parse(str(path))
+        surrogate.parse(str(path))

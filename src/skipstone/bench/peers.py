@@ -25,8 +25,7 @@ from skipstone.loading import load_model
 from skipstone.methods.autoregressive import Autoregressive
 from skipstone.methods.shared.draft_model import draft_model_for
 from skipstone.models.layered import LayeredModel
-from skipstone.timing.measure import Emitted, Skipstone
-from skipstone.timing.passes import synchronise
+from skipstone.timing.measure import Emitted, Skipstone, synchronise
 
 
 @dataclass(frozen=True)

@@ -56,17 +56,10 @@ def root(
         typer.echo(ctx.get_help())
 
 
-app.command("demo", rich_help_panel="Verbs")(demo.demo)
-app.command("generate", rich_help_panel="Verbs")(generate.generate)
-app.add_typer(bench.bench, name="bench", rich_help_panel="Verbs")
-app.command("check", rich_help_panel="Verbs")(check.check)
-app.command("inspect", rich_help_panel="Verbs")(inspect.inspect)
-app.command("search", rich_help_panel="Verbs")(search.search)
-app.command("methods", rich_help_panel="Verbs")(methods.methods)
-app.command("env", rich_help_panel="Verbs")(env.env)
-app.add_typer(train.train, name="train", rich_help_panel="Verbs")
+for verb in (demo.demo, generate.generate, check.check, inspect.inspect, search.search, methods.methods, env.env):
+    app.command(rich_help_panel="Verbs")(verb)
+for name, group in (("bench", bench.bench), ("train", train.train)):
+    app.add_typer(group, name=name, rich_help_panel="Verbs")
 
 
-def main() -> None:
-    """The console script."""
-    app()
+main = app  # the console script

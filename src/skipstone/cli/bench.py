@@ -13,13 +13,13 @@ from skipstone.files import write_whole
 bench = typer.Typer(help="Measure methods on your model and machine, and tell the truth about it.", no_args_is_help=True)
 
 
+OURS = ("plan", "out", "fresh", "debug")  # what `run` is told that is no part of a plan
 Models = Annotated[list[str] | None, typer.Argument(help="Folders or hub ids. Default: the bundled model.", metavar="MODEL...")]
 Methods = Annotated[
     list[str] | None,
     option('A method with settings, "layerskip exit_layer=3,6"; several values are a choice. Several times.', "--method"),
 ]
 Tasks = Annotated[list[str] | None, option("humaneval, gsm8k, ..., a .jsonl file. Several times. Default: self.", "--task")]
-Protocol = Annotated[str | None, option("Ask as a paper does: layerskip, swift, adadecode, adasd or spec-bench.")]
 Running = Annotated[bool | None, option("Score programs by running them, in a sandbox.", "--allow-code-execution")]
 Fresh = Annotated[bool, typer.Option(help="Begin anew where the file holds a run.")]
 Device = Annotated[str | None, option("auto is cuda where there is one, else cpu.")]
@@ -32,7 +32,7 @@ def run(
     plan: Annotated[Path | None, option("A plan in YAML; flags go over it.")] = None,
     methods: Methods = None,
     tasks: Tasks = None,
-    protocol: Protocol = None,
+    protocol: Annotated[str | None, option("Ask as a paper does: layerskip, swift, adadecode, adasd or spec-bench.")] = None,
     data_dir: Annotated[Path | None, option("Folder of JSON lines, instead of the hub.")] = None,
     out: Annotated[Path, typer.Option(help="The file of results; a killed run goes on with it.")] = Path("results.jsonl"),
     num_prompts: Annotated[int | None, option("Of each task. Default: the protocol's, or 20.", min=1)] = None,
@@ -57,7 +57,7 @@ def run(
     debug: options.Debug = False,
 ) -> None:
     """Measure models x methods x tasks, interleaved prompt by prompt. The file grows line by line; run it again to go on."""
-    given = {name: value for name, value in locals().items() if value is not None and name not in _OURS}
+    given = {name: value for name, value in locals().items() if value is not None and name not in OURS}
     from skipstone.bench import plan as plans
     from skipstone.bench.report.report import show
     from skipstone.bench.run import run as measure
@@ -66,9 +66,6 @@ def run(
     options.check_folder_of(out)
     measure(chosen, out, command_line(), lambda text: typer.echo(text, err=True), fresh)
     show([out], terminal.console())
-
-
-_OURS = ("plan", "out", "fresh", "debug")  # what `run` is told that is no part of a plan
 
 
 @bench.command("surrogate")
@@ -95,8 +92,7 @@ def surrogate(
     """What speed-up this machine would give a model of that shape and agreement. Random weights: SYNTHETIC, no download."""
     from skipstone.bench import plan as plans
     from skipstone.bench.report.report import show
-    from skipstone.synthetic.benchmark import run_surrogate
-    from skipstone.synthetic.shapes import parse
+    from skipstone.synthetic.surrogate import parse, run_surrogate
 
     wanted = parse(shape, exit_layer, agreement, skip_ratio, sure)
     default = ["hf-generate", "autoregressive"]
@@ -142,12 +138,10 @@ def report(
     form = form or (out.suffix.lstrip(".") if out is not None else None)
     if form is None:
         reports.show(files, terminal.console(), layout)
-        return
-    text = reports.report(files, form, layout)
-    if out is None:
-        sys.stdout.write(text)
+    elif out is None:
+        sys.stdout.write(reports.report(files, form, layout))
     else:
-        write_whole(out, text)
+        write_whole(out, reports.report(files, form, layout))
 
 
 @bench.command("compare")

@@ -1,7 +1,5 @@
 """`skipstone check`: does a method write what the model alone would write, here and now?"""
 
-from __future__ import annotations
-
 import json
 import sys
 from pathlib import Path
@@ -10,6 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from skipstone.cli import options, terminal
+from skipstone.cli.options import option
 
 if TYPE_CHECKING:
     from skipstone.check.check import Finding
@@ -19,9 +18,7 @@ def check(
     model: options.Model = None,
     method: options.MethodText = None,
     speculative_config: options.MethodConfig = None,
-    prompts: Annotated[
-        Path | None, typer.Option(help="Your own prompts, JSON lines with the key prompt. Default: bundled ones.")
-    ] = None,
+    prompts: Annotated[Path | None, option("Your own prompts, JSON lines with the key prompt. Default: bundled ones.")] = None,
     num_prompts: Annotated[int, typer.Option(help="How many of them.", min=2)] = 8,
     prompt_tokens: Annotated[int, typer.Option(help="Longer prompts lose their beginning.", min=4)] = 128,
     max_new_tokens: Annotated[int, typer.Option(help="Of every greedy text.", min=8)] = 64,
@@ -33,7 +30,6 @@ def check(
     debug: options.Debug = False,
 ) -> None:
     """Prove on your model, machine and dtype that a method is lossless, or show where it is not. Exit code 1 for a bug."""
-    options.check_dtype(dtype)
     from skipstone.api import resolve_for
     from skipstone.check.check import Checker, Scale
     from skipstone.tasks.dialogue import Conversation, Reader
@@ -49,8 +45,7 @@ def check(
     reader = Reader(tokenizer, False, prompt_tokens)
     spread = rows[:: len(rows) // num_prompts][:num_prompts]
     texts = [reader.ids(Conversation(task.name, (task.ask(row)[0],))) for row in spread]
-    checker = Checker(loaded, chosen, texts, Scale(max_new_tokens, samples, seed))
-    report = checker.run((lambda _: None) if as_json else tell)
+    report = Checker(loaded, chosen, texts, Scale(max_new_tokens, samples, seed)).run((lambda _: None) if as_json else tell)
     if as_json:
         found = [finding.report() for finding in report.findings]
         document = {"kind": "skipstone-check", "passed": report.passed, "proves": report.proves, "method": report.method}
@@ -64,7 +59,7 @@ def check(
         raise typer.Exit(terminal.DEFECT)
 
 
-def tell(finding: Finding) -> None:
+def tell(finding: "Finding") -> None:
     """One probe in one line, and a line for each of its first bugs and ties."""
     state = "BUG " if finding.bugs else "tie " if finding.ties else "ok  "
     drafts = f", {finding.accepted} of {finding.drafted} drafts accepted" if finding.drafted else ""

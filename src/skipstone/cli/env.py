@@ -3,7 +3,6 @@
 import json
 import os
 import platform
-from importlib.metadata import PackageNotFoundError, version
 from typing import Annotated, Any
 
 import typer
@@ -27,44 +26,21 @@ def collect() -> dict[str, Any]:
     """The facts as plain JSON values, None where one does not apply."""
     import torch
 
-    from skipstone.timing.machine import cpu
+    from skipstone.timing.machine import cpu, versions
 
-    facts: dict[str, Any] = {name: _version(name) for name in PACKAGES}
-    return facts | {
+    try:
+        memory = round(os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") / 2**30, 1)
+    except (AttributeError, ValueError, OSError):
+        memory = None
+    gpus = [torch.cuda.get_device_properties(index) for index in range(torch.cuda.device_count())]
+    return versions(PACKAGES) | {
         "python": platform.python_version(),
         "system": platform.platform(),
         "cpu": cpu(),
         "cpu_capability": torch.backends.cpu.get_cpu_capability(),
-        "cores": _cores(),
+        "cores": len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count(),  # for this process
         "torch_threads": torch.get_num_threads(),
-        "memory_gib": _memory(),
+        "memory_gib": memory,
         "cuda": torch.version.cuda,
-        "gpus": [_gpu(index) for index in range(torch.cuda.device_count())],
+        "gpus": [f"{gpu.name}, {gpu.total_memory / 2**30:.0f} GiB, compute capability {gpu.major}.{gpu.minor}" for gpu in gpus],
     }
-
-
-def _version(package: str) -> str | None:
-    try:
-        return version(package)
-    except PackageNotFoundError:
-        return None
-
-
-def _cores() -> int | None:
-    """Cores this process may use."""
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
-
-
-def _memory() -> float | None:
-    """Physical memory in GiB."""
-    try:
-        return round(os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") / 2**30, 1)
-    except (AttributeError, ValueError, OSError):
-        return None
-
-
-def _gpu(index: int) -> str:
-    import torch
-
-    facts = torch.cuda.get_device_properties(index)
-    return f"{facts.name}, {facts.total_memory / 2**30:.0f} GiB, compute capability {facts.major}.{facts.minor}"

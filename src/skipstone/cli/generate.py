@@ -10,39 +10,36 @@ from typing import Annotated, Any
 import typer
 
 from skipstone.cli import options, terminal
+from skipstone.cli.options import grouped
 
 SAMPLING = ("top_k", "top_p", "min_p")  # options that mean nothing without a temperature
 
 
-def _option(panel: str, text: str, *names: str, **more: Any) -> Any:
-    return typer.Option(*names, help=text, rich_help_panel=panel, **more)
-
-
 def generate(
     model: options.Model = None,
-    prompt: Annotated[str | None, _option("Prompt", "The text to continue.")] = None,
-    prompt_file: Annotated[Path | None, _option("Prompt", "A file to continue (UTF-8).")] = None,
-    prompt_tokens: Annotated[int | None, _option("Prompt", "Keep the prompt's last N tokens only.", min=1)] = None,
-    chat: Annotated[bool, _option("Prompt", "Wrap the prompt in the model's chat template.", "--chat")] = False,
+    prompt: Annotated[str | None, grouped("Prompt", "The text to continue.")] = None,
+    prompt_file: Annotated[Path | None, grouped("Prompt", "A file to continue (UTF-8).")] = None,
+    prompt_tokens: Annotated[int | None, grouped("Prompt", "Keep the prompt's last N tokens only.", min=1)] = None,
+    chat: Annotated[bool, grouped("Prompt", "Wrap the prompt in the model's chat template.", "--chat")] = False,
     method: options.MethodText = None,
     speculative_config: options.MethodConfig = None,
-    max_new_tokens: Annotated[int, _option("Decoding", "Most tokens to add.", min=1)] = 128,
-    temperature: Annotated[float, _option("Decoding", "0 is greedy.", min=0.0)] = 0.0,
-    top_k: Annotated[int | None, _option("Decoding", "Default: the model's own, or transformers' 50.", min=0)] = None,
-    top_p: Annotated[float | None, _option("Decoding", "Default: the model's own, or 1.", min=0.0, max=1.0)] = None,
-    min_p: Annotated[float | None, _option("Decoding", "Default: the model's own, or 0.", min=0.0, max=1.0)] = None,
-    seed: Annotated[int | None, _option("Decoding", "Of random draws. Default: a new one, named by --stats.", min=0)] = None,
-    stop: Annotated[list[str] | None, _option("Decoding", "Stop after this text (may be given several times).")] = None,
-    ignore_eos: Annotated[bool, _option("Decoding", "Go on after the end-of-text token.", "--ignore-eos")] = False,
+    max_new_tokens: Annotated[int, grouped("Decoding", "Most tokens to add.", min=1)] = 128,
+    temperature: Annotated[float, grouped("Decoding", "0 is greedy.", min=0.0)] = 0.0,
+    top_k: Annotated[int | None, grouped("Decoding", "Default: the model's own, or transformers' 50.", min=0)] = None,
+    top_p: Annotated[float | None, grouped("Decoding", "Default: the model's own, or 1.", min=0.0, max=1.0)] = None,
+    min_p: Annotated[float | None, grouped("Decoding", "Default: the model's own, or 0.", min=0.0, max=1.0)] = None,
+    seed: Annotated[int | None, grouped("Decoding", "Of random draws. Default: a new one, named by --stats.", min=0)] = None,
+    stop: Annotated[list[str] | None, grouped("Decoding", "Stop after this text (may be given several times).")] = None,
+    ignore_eos: Annotated[bool, grouped("Decoding", "Go on after the end-of-text token.", "--ignore-eos")] = False,
     dtype: options.Dtype = "auto",
     device: options.Device = "auto",
     trust_remote_code: Annotated[bool, typer.Option("--trust-remote-code", help="Run the checkpoint's own code.")] = False,
-    compare: Annotated[bool, _option("Output", "Decode plainly too, in turn; compare speed and text.", "--compare")] = False,
-    repeat: Annotated[int, _option("Output", "With --compare: runs of each.", min=1)] = 1,
-    as_json: Annotated[bool, _option("Output", "Print one JSON document instead of the text.", "--json")] = False,
-    stats: Annotated[bool, _option("Output", "Print figures of the run on stderr.", "--stats")] = False,
+    compare: Annotated[bool, grouped("Output", "Decode plainly too, in turn; compare speed and text.", "--compare")] = False,
+    repeat: Annotated[int, grouped("Output", "With --compare: runs of each.", min=1)] = 1,
+    as_json: Annotated[bool, grouped("Output", "Print one JSON document instead of the text.", "--json")] = False,
+    stats: Annotated[bool, grouped("Output", "Print figures of the run on stderr.", "--stats")] = False,
     color: Annotated[
-        bool | None, _option("Output", "Mark accepted drafts. Default: where stdout is a terminal.", show_default=False)
+        bool | None, grouped("Output", "Mark accepted drafts. Default: where stdout is a terminal.", show_default=False)
     ] = None,
     debug: options.Debug = False,
 ) -> None:
@@ -72,7 +69,6 @@ def generate(
 
 def _refuse_contradictions(flags: Any) -> None:
     """ValueError for options that would be ignored, or that exclude one another."""
-    options.check_dtype(flags.dtype)
     if flags.prompt is not None and flags.prompt_file is not None:
         raise ValueError("give --prompt or --prompt-file, not both")
     if flags.chat and flags.prompt_tokens is not None:

@@ -1,7 +1,5 @@
 """`skipstone inspect`: what every layer already knows of a text, and where an early exit would pay."""
 
-from __future__ import annotations
-
 import json
 import sys
 from dataclasses import asdict
@@ -20,7 +18,7 @@ if TYPE_CHECKING:
 def inspect(
     model: options.Model = None,
     prompt: Annotated[
-        list[str] | None, typer.Option(help="What to continue; may be given several times. Default: bundled prompts.")
+        list[str] | None, option("What to continue; may be given several times. Default: bundled prompts.")
     ] = None,
     max_new_tokens: Annotated[int, typer.Option(help="Tokens to look at, of each prompt.", min=1)] = 32,
     heads: Annotated[str | None, option("Look through AdaDecode's exit heads too: a folder, a hub id, or a name.")] = None,
@@ -32,7 +30,6 @@ def inspect(
 ) -> None:
     """The logit lens: each layer's best token, agreement, similarity and time, and what drafting with its first layers would
     bring on this machine."""
-    options.check_dtype(dtype)
     if out is not None and out.suffix not in (".png", ".html"):
         raise ValueError(f"--out is a .png file or a .html page, found {out}")
     options.check_folder_of(out)
@@ -67,7 +64,7 @@ def inspect(
         show_heads(seen)
 
 
-def show_layers(lens: Lens) -> None:
+def show_layers(lens: "Lens") -> None:
     """A line a layer, and the answer."""
     table = _table("layer", "agreement", "final from here on", "cosine", "ms", "draft length", "expected x plain")
     best = max(lens.expected, key=lambda one: one.speed_up, default=None)
@@ -95,7 +92,7 @@ def show_layers(lens: Lens) -> None:
         console.print("No early exit of this model pays: its layers agree too late. Train one, or use a method without exits.")
 
 
-def show_heads(seen: HeadLens) -> None:
+def show_heads(seen: "HeadLens") -> None:
     """A line an exit: as the model's own head reads it, and as the exit head does."""
     table = _table("exit", "KL, LM head", "KL, exit head", "agreement, LM head", "agreement, exit head")
     columns = (seen.own.divergence, seen.trained.divergence, seen.own.agreement, seen.trained.agreement)
@@ -107,9 +104,6 @@ def show_heads(seen: HeadLens) -> None:
 def _table(*titles: str) -> Any:
     """A table of figures without rules between its rows."""
     from rich import box
-    from rich.table import Table
+    from rich.table import Column, Table
 
-    table = Table(box=box.SIMPLE_HEAD, padding=(0, 1), pad_edge=False)
-    for title in titles:
-        table.add_column(title, justify="right")
-    return table
+    return Table(*(Column(title, justify="right") for title in titles), box=box.SIMPLE_HEAD, padding=(0, 1), pad_edge=False)

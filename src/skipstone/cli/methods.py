@@ -10,6 +10,8 @@ import typer
 
 from skipstone.cli import terminal
 
+TEXT = {True: "exact", False: "lossy"}  # whether a method keeps it
+
 
 def methods(
     name: Annotated[str | None, typer.Argument(help="The method whose settings are to be explained.", metavar="NAME")] = None,
@@ -22,21 +24,29 @@ def methods(
     if as_json:
         typer.echo(json.dumps(found if name is None else found[0], indent=2))
     elif name is None:
-        _list(found)
+        from rich.table import Table
+
+        table = Table("method", "text", "paper", "settings")
+        for method in found:
+            shown = "\n".join(f"{setting['name']} = {json.dumps(setting['default'])}" for setting in method["settings"])
+            table.add_row(method["name"], TEXT[method["lossless"]], method["paper"] or "-", shown or "-")
+        terminal.console().print(table)
     else:
         _explain(found[0])
 
 
 def described(kind: Any) -> dict[str, Any]:
-    """A method as plain JSON values. from: whose default a setting has: the class's, or the model's own."""
+    """A method as plain JSON values. paper: the first that its module's docstring names. from: whose default a setting has: the
+    class's, or the model's own."""
     from skipstone.decoding.method import OWN_FIELD
     from skipstone.decoding.settings import settings_of
 
+    cited = re.search(r"\(([^()]*arXiv \d{4}\.\d{5})\)", sys.modules[kind.__module__].__doc__ or "")
     return {
         "name": kind.name,
         "about": (inspect.getdoc(kind) or "").partition("\n")[0],
         "lossless": kind().lossless,
-        "paper": citation(sys.modules[kind.__module__].__doc__ or ""),
+        "paper": " ".join(cited[1].split()) if cited else None,  # authors, venue, arXiv id
         "settings": [
             {
                 "name": setting.name,
@@ -51,29 +61,12 @@ def described(kind: Any) -> dict[str, Any]:
     }
 
 
-def citation(text: str) -> str | None:
-    """The first paper a module docstring names: "Authors, venue, arXiv id"."""
-    found = re.search(r"\(([^()]*arXiv \d{4}\.\d{5})\)", text)
-    return " ".join(found[1].split()) if found else None
-
-
-def _list(found: list[dict[str, Any]]) -> None:
-    """All methods, a row each."""
-    from rich.table import Table
-
-    table = Table("method", "text", "paper", "settings")
-    for method in found:
-        shown = "\n".join(f"{setting['name']} = {json.dumps(setting['default'])}" for setting in method["settings"])
-        table.add_row(method["name"], _text(method), method["paper"] or "-", shown or "-")
-    terminal.console().print(table)
-
-
 def _explain(method: dict[str, Any]) -> None:
     """One method: what it is, and two lines for each of its settings."""
     from skipstone.decoding.settings import spell_value
 
     typer.echo(f"{method['name']}: {method['about']}")
-    typer.echo(f"text: {_text(method)}; paper: {method['paper'] or 'none'}")
+    typer.echo(f"text: {TEXT[method['lossless']]}; paper: {method['paper'] or 'none'}")
     for one in method["settings"]:
         typer.echo(f"\n  {one['name']}={spell_value(one['default'])}   {one['type']}; default of {one['from']}")
         typer.echo(f"      {one['help']}")
@@ -82,7 +75,3 @@ def _explain(method: dict[str, Any]) -> None:
         typer.echo(f'\n--method "{method["name"]} {first["name"]}={first["type"].partition("|")[0].upper()}"')
     for alias, name in method["aliases"].items():
         typer.echo(f"{alias} is accepted for {name}, with a warning")
-
-
-def _text(method: dict[str, Any]) -> str:
-    return "exact" if method["lossless"] else "lossy"

@@ -18,10 +18,16 @@ def option(text: str, *names: str, **more: Any) -> Any:
     return typer.Option(*names, help=text, show_default=False, **more)
 
 
+def grouped(panel: str, text: str, *names: str, **more: Any) -> Any:
+    """An option with its help, under a heading."""
+    return typer.Option(*names, help=text, rich_help_panel=panel, **more)
+
+
 def _set_up(ctx: typer.Context, debug: bool) -> bool:
     """Before a verb runs: whether tracebacks are shown, and whether libraries keep quiet until it has ended."""
     ctx.obj["debug"] = debug
-    ctx.with_resource(terminal.quiet(debug))
+    if not debug:
+        ctx.with_resource(terminal.quiet())
     return debug
 
 
@@ -32,26 +38,14 @@ AsJson = Annotated[bool, typer.Option("--json", help="Print one JSON document in
 Debug = Annotated[bool, typer.Option("--debug", callback=_set_up, help="Show tracebacks.", hidden=True)]
 MethodText = Annotated[
     str | None,
-    typer.Option(
-        "--method",
-        help='"layerskip exit_layer=4", or JSON; `skipstone methods` lists all. Default: the model\'s own.',
-        rich_help_panel="Method",
-    ),
+    grouped("Method", '"layerskip exit_layer=4", or JSON; `skipstone methods` lists all. Default: the model\'s own.'),
 ]
 MethodConfig = Annotated[
     str | None,
-    typer.Option(
-        "--speculative-config",
-        help='The method as JSON, as in vLLM: {"method": "layerskip", "exit_layer": 4}. It must not contradict --method.',
-        rich_help_panel="Method",
+    grouped(
+        "Method", 'The method as JSON, as in vLLM: {"method": "layerskip", "exit_layer": 4}. It must not contradict --method.'
     ),
 ]
-
-
-def check_dtype(dtype: str) -> None:
-    """ValueError for a dtype that there is not."""
-    if dtype not in DTYPES:
-        raise ValueError(f"--dtype must be one of {', '.join(DTYPES)}, found {dtype!r}")
 
 
 def check_folder_of(*files: Path | None) -> None:
@@ -62,7 +56,9 @@ def check_folder_of(*files: Path | None) -> None:
 
 
 def load(model: str | None, dtype: str, device: str, **options: Any) -> tuple[Any, Any]:
-    """The model, and its tokenizer."""
+    """The model, and its tokenizer. ValueError for a dtype that there is not."""
+    if dtype not in DTYPES:
+        raise ValueError(f"--dtype must be one of {', '.join(DTYPES)}, found {dtype!r}")
     import torch
 
     from skipstone import loading

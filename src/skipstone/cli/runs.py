@@ -4,10 +4,11 @@ import time
 import warnings
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass, field
+from itertools import islice
 from typing import Any
 
 import torch
-from rich.table import Table
+from rich.table import Column, Table
 from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
@@ -17,17 +18,17 @@ from skipstone.decoding.method import Method
 from skipstone.decoding.stats import Stats
 from skipstone.methods.autoregressive import Autoregressive
 
-PARTS = ("search", "draft", "score", "other")  # what the time of a step is spent on
-COLUMNS = (
+Show = Callable[[Step], None] | None  # what is called with every step of a run
+WARM_UP_STEPS = 3  # of either side of a comparison, thrown away
+COLUMNS = (  # of the table: title, figure, format
     ("tokens", "tokens", "{}"),
     ("s", "seconds", "{:.2f}"),
     ("tokens/s", "tokens_per_second", "{:.1f}"),
     ("speed-up", "speed_up", "{:.2f}"),
     ("M", "mean_acceptance_length", "{:.2f}"),
     ("alpha", "acceptance_rate", "{:.2f}"),
-    *((f"{part}\nms/step", f"ms_per_step_{part}", "{:.2f}") for part in PARTS),
+    *((f"{part}\nms/step", f"ms_per_step_{part}", "{:.2f}") for part in ("search", "draft", "score", "other")),
 )
-"""Columns of the table: title, figure, format."""
 
 
 @dataclass(frozen=True)
@@ -62,8 +63,8 @@ class Run:
     interrupted: bool = False
 
 
-def decode(job: Job, method: Method, show: Callable[[Step], None] | None = None) -> Run:
-    """Decode a job to its end, or to Ctrl-C, which ends the run and keeps what there is. show: called with every step."""
+def decode(job: Job, method: Method, show: Show = None) -> Run:
+    """Decode a job to its end, or to Ctrl-C, which ends the run and keeps what there is."""
     run = Run()
     try:
         started = time.perf_counter()
@@ -84,13 +85,6 @@ def decode(job: Job, method: Method, show: Callable[[Step], None] | None = None)
         return run
 
 
-def warm_up(job: Job, method: Method, steps: int = 3) -> None:
-    """The first steps of a run, thrown away: lazy set-up is paid here and not by whoever is timed first."""
-    begun = job.steps(method)
-    for _ in range(steps):
-        next(begun, None)
-
-
 def finish_reason(run: Run, job: Job) -> str:
     """Why a run ended: "interrupted", "eos", "stop" (a stop string) or "length"."""
     if run.interrupted:
@@ -109,37 +103,19 @@ def dtype_name(model: PreTrainedModel) -> str:
     return str(model.dtype).removeprefix("torch.")
 
 
-@dataclass(frozen=True)
-class Totals:
-    """Runs of one method, pooled: total tokens over total time, never a mean of means."""
-
-    name: str
-    runs: list[Run]
-
-    @property
-    def tokens(self) -> int:
-        return sum(len(run.tokens) for run in self.runs)
-
-    @property
-    def seconds(self) -> float:
-        return sum(run.seconds for run in self.runs)
-
-    @property
-    def pace(self) -> float:
-        """Tokens per second, prefill and all."""
-        return self.tokens / self.seconds
-
-    def figures(self) -> dict[str, Any]:
-        """Counts and times as plain JSON values. alpha and M are None where nothing was drafted."""
-        total = Stats.total(run.stats for run in self.runs)
-        return {
-            "tokens": self.tokens,
-            "seconds": self.seconds,
-            "tokens_per_second": self.pace,
-            "mean_acceptance_length": total.mean_acceptance_length if total.draft_steps else None,
-            "acceptance_rate": total.acceptance_rate if total.draft_steps else None,
-            **{f"ms_per_step_{part}": spent for part, spent in total.step_milliseconds().items()},
-        }
+def pooled(runs: list[Run]) -> dict[str, Any]:
+    """Runs of one method as counts and times in plain JSON values: total tokens over total time, never a mean of means. alpha
+    and M are None where nothing was drafted."""
+    total = Stats.total(run.stats for run in runs)
+    tokens, seconds = sum(len(run.tokens) for run in runs), sum(run.seconds for run in runs)
+    return {
+        "tokens": tokens,
+        "seconds": seconds,
+        "tokens_per_second": tokens / seconds,
+        "mean_acceptance_length": total.mean_acceptance_length if total.draft_steps else None,
+        "acceptance_rate": total.acceptance_rate if total.draft_steps else None,
+        **{f"ms_per_step_{part}": spent for part, spent in total.step_milliseconds().items()},
+    }
 
 
 @dataclass(frozen=True)
@@ -160,23 +136,20 @@ class Divergence:
 
 @dataclass(frozen=True)
 class Comparison:
-    """plain and method: the pooled runs, run i of one next to run i of the other. law_only: the same text was not to be
-    expected, so none was looked for; else divergence says where the texts part, None where they are identical."""
+    """plain and other: the pooled runs, run i of plain decoding next to run i of the method. law_only: the same text was not to
+    be expected, so none was looked for; else divergence says where the texts part, None where they are identical."""
 
     job: Job
     method: Method
-    plain: Totals
-    other: Totals
+    repeats: int
+    plain: dict[str, Any]
+    other: dict[str, Any]
     law_only: bool
     divergence: Divergence | None
 
     @property
     def speed_up(self) -> float:
-        return self.other.pace / self.plain.pace
-
-    @property
-    def identical(self) -> bool | None:
-        return None if self.law_only else self.divergence is None
+        return self.other["tokens_per_second"] / self.plain["tokens_per_second"]
 
     def verdict(self) -> str:
         """What the runs say about the text, in one line."""
@@ -195,34 +168,29 @@ class Comparison:
     def document(self) -> dict[str, Any]:
         """Plain JSON values."""
         return {
-            "repeats": len(self.plain.runs),
+            "repeats": self.repeats,
             "speed_up": self.speed_up,
-            "identical": self.identical,
+            "identical": None if self.law_only else self.divergence is None,
             "lossless": self.method.lossless,
             "verdict": self.verdict(),
             "divergence": None if self.divergence is None else asdict(self.divergence),
-            "plain": self.plain.figures(),
-            "method": self.other.figures(),
+            "plain": self.plain,
+            "method": self.other,
         }
 
     def table(self) -> Table:
-        rows = [totals.figures() | {"speed_up": totals.pace / self.plain.pace} for totals in (self.plain, self.other)]
-        columns = [one for one in COLUMNS if one[1] != "ms_per_step_search" or any(figures[one[1]] for figures in rows)]
-        table = Table("", *(name for name, _, _ in columns))
-        for totals, figures in zip((self.plain, self.other), rows, strict=True):
+        rows = {"plain": self.plain | {"speed_up": 1.0}, self.method.name: self.other | {"speed_up": self.speed_up}}
+        searched = any(figures["ms_per_step_search"] for figures in rows.values())
+        columns = [one for one in COLUMNS if one[1] != "ms_per_step_search" or searched]
+        table = Table("", *(Column(name, justify="right") for name, _, _ in columns))
+        for name, figures in rows.items():
             cells = ["-" if figures[key] is None else form.format(figures[key]) for _, key, form in columns]
-            table.add_row(totals.name, *cells)
-        for column in table.columns[1:]:
-            column.justify = "right"
+            table.add_row(name, *cells)
         return table
 
 
 def compared(
-    job: Job,
-    method: Method,
-    repeat: int = 1,
-    show: Callable[[Step], None] | None = None,
-    show_plain: Callable[[Step], None] | None = None,
+    job: Job, method: Method, repeat: int = 1, show: Show = None, show_plain: Show = None
 ) -> tuple[Run, Comparison | None]:
     """Warm both up, then decode plainly and with the method in turn, `repeat` times. The first runs are shown.
 
@@ -230,8 +198,9 @@ def compared(
     """
     plain, runs = Autoregressive(), ([], [])
     try:
-        for one in (plain, method):
-            warm_up(job, one)
+        for one in (plain, method):  # lazy set-up is paid here and not by whoever is timed first
+            for _ in islice(job.steps(one), WARM_UP_STEPS):
+                pass
     except KeyboardInterrupt:
         return Run(interrupted=True), None
     with warnings.catch_warnings():
@@ -245,8 +214,7 @@ def compared(
                     return first, None
     law_only = job.sampled and getattr(method, "rejection_sample_method", None) == "standard"
     divergence = None if law_only else first_divergence(job, *runs)
-    totals = Totals("plain", runs[0]), Totals(method.name, runs[1])
-    return runs[1][0], Comparison(job, method, *totals, law_only, divergence)
+    return runs[1][0], Comparison(job, method, repeat, pooled(runs[0]), pooled(runs[1]), law_only, divergence)
 
 
 def first_divergence(job: Job, plain: list[Run], other: list[Run]) -> Divergence | None:

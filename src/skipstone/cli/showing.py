@@ -1,22 +1,29 @@
-"""What a user sees of a run: text on stdout while it is made, a legend, figures, a table, or one JSON document."""
+"""What a user sees of a run: text on stdout while it is made, a legend, figures, a table, one JSON document, or the demo."""
 
 import os
 import sys
+import time
+from collections.abc import Callable
 from typing import Any
 
 from rich.color import ColorSystem
+from rich.console import Console
+from rich.live import Live
+from rich.panel import Panel
 from rich.style import Style
+from rich.table import Table
 from rich.text import Text
 
 from skipstone import __version__
 from skipstone.api import Detokenizer
 from skipstone.cli import terminal
-from skipstone.cli.runs import PARTS, Comparison, Job, Run, dtype_name, finish_reason
+from skipstone.cli.runs import Comparison, Job, Run, compared, dtype_name, finish_reason
 from skipstone.decoding.draft import Step
 from skipstone.decoding.method import Method
 from skipstone.methods import spell
 
 ACCEPTED = Style(color="green", underline=True)  # underlined too: colour alone does not reach everybody
+FRAME = 1 / 15  # seconds between two pictures of the demo
 
 
 class Painter:
@@ -52,8 +59,6 @@ class Painter:
             print(f"{sample}: drafted and confirmed; plain: the full model's own (first, recovered, bonus)", file=sys.stderr)
 
     def _write(self, piece: str) -> None:
-        if not piece:
-            return
         if self.on_terminal or self.color:
             piece = terminal.harmless(piece)
         if self.color and self.origin == "draft":
@@ -87,8 +92,7 @@ def figures(job: Job, method: Method, run: Run) -> list[str]:
             f": M {stats.mean_acceptance_length:.2f} tokens a step, alpha {stats.acceptance_rate:.2f} "
             f"({stats.accepted} of {stats.draft_steps} drafts accepted)"
         )
-    seconds = {name: getattr(stats, f"seconds_{name}") for name in PARTS}
-    spent = [f"{name} {1000 * one / max(stats.turns, 1):.2f}" for name, one in seconds.items() if name != "search" or one]
+    spent = [f"{name} {one:.2f}" for name, one in stats.step_milliseconds().items() if name != "search" or one]
     lines.append(f"{stats.steps} steps{drafts}; ms a step: {', '.join(spent)}")
     if not method.lossless and stats.drafted:
         near = ", ".join(f"{name} {value:.3f}" for name, value in distances(method, job).items())
@@ -127,3 +131,60 @@ def document(model: str | None, job: Job, method: Method, run: Run, comparison: 
         "stats": run.stats.summary(),
         "comparison": None if comparison is None else comparison.document(),
     }
+
+
+class Column:
+    """One side of the demo: the text so far, accepted drafts marked. changed: called with every step."""
+
+    def __init__(self, job: Job, title: str, changed: Callable[[], None]) -> None:
+        self.title, self.changed, self.detokenizer = title, changed, Detokenizer(job.tokenizer)
+        self.text = Text().append(terminal.harmless(job.text(job.ids[0].tolist())), style="dim")
+
+    def show(self, step: Step) -> None:
+        for token, origin in zip(step.tokens[0], step.origin[0], strict=True):
+            piece = terminal.harmless(self.detokenizer.add(token))
+            self.text.append(piece, style=ACCEPTED if origin == "draft" else None)
+        self.changed()
+
+
+def side_by_side(console: Console, job: Job, method: Method, title: str, camera: Console | None) -> Comparison:
+    """A scene of the demo: both texts, live where there is a terminal, then the figures. Neither side's time has this in it.
+
+    camera: a console that is shown the end only. KeyboardInterrupt for Ctrl-C.
+    """
+    last = 0.0
+
+    def picture() -> Table:
+        table = Table.grid(expand=True)
+        for _ in sides:
+            table.add_column(ratio=1)
+        table.add_row(*(Panel(side.text, title=side.title, title_align="left") for side in sides))
+        return table
+
+    def frame() -> None:
+        nonlocal last
+        if (now := time.monotonic()) - last >= FRAME:
+            live.update(picture(), refresh=True)
+            last = now
+
+    sides = [Column(job, "plain", frame), Column(job, f"{method.name}: accepted drafts underlined", frame)]
+    console.rule(title)
+    with Live(picture(), console=console, auto_refresh=False, transient=not console.is_terminal) as live:
+        _, comparison = compared(job, method, show=sides[1].show, show_plain=sides[0].show)
+        if comparison is None:
+            raise KeyboardInterrupt
+        for side in sides:
+            side.text.append(terminal.harmless(side.detokenizer.rest()))
+        live.update(picture(), refresh=True)
+    if not console.is_terminal:
+        console.print(picture())
+    plain, own, drafts = comparison.plain, comparison.other, "nothing drafted"
+    if own["acceptance_rate"] is not None:
+        drafts = f"M {own['mean_acceptance_length']:.2f} tokens a step, alpha {own['acceptance_rate']:.2f}"
+    pace = f"{plain['tokens_per_second']:.0f} -> {own['tokens_per_second']:.0f} tokens/s, {comparison.speed_up:.2f} x"
+    said = f"{pace}; {drafts}; {comparison.verdict()}"
+    console.print(said)
+    if camera is not None:
+        camera.rule(title)
+        camera.print(picture(), said, sep="\n")
+    return comparison

@@ -1,7 +1,5 @@
 """What every verb shares: one line for an error or a warning, quiet libraries, tables on stderr, safe text on stdout."""
 
-from __future__ import annotations
-
 import sys
 import warnings
 from collections.abc import Iterator
@@ -38,32 +36,25 @@ def report(error: Exception) -> int:
 
 
 def _usage(error: Any) -> str:
+    """A usage error, and where to look; for a setting of a method, where the verb takes one, how to give it."""
     context = getattr(error, "ctx", None)
     if context is None:
         return error.format_message()
-    if (setting := _setting(error, context)) is not None:
-        return f"{error.format_message()}; settings are part of the method: {setting}"
+    name = (getattr(error, "option_name", None) or "").lstrip("-").replace("-", "_")
+    if name and any("--method" in parameter.opts for parameter in context.command.params):
+        from skipstone.decoding.settings import settings_of
+        from skipstone.methods import METHODS
+
+        owners = [kind for kind in METHODS.values() if name in settings_of(kind)]
+        if owners:
+            owner = max(owners, key=lambda kind: kind().lossless).name  # the first of those that keep the text
+            return f'{error.format_message()}; settings are part of the method: --method "{owner} {name}=..."'
     return f"{error.format_message()} (see {context.command_path} --help)"
 
 
-def _setting(error: Any, context: Any) -> str | None:
-    """How to say an unknown option that is a setting of a method, where the verb takes a method."""
-    name = (getattr(error, "option_name", None) or "").lstrip("-").replace("-", "_")
-    if not name or not any("--method" in parameter.opts for parameter in context.command.params):
-        return None
-    from skipstone.decoding.settings import settings_of
-    from skipstone.methods import METHODS
-
-    owner = next((one for one, kind in METHODS.items() if name in settings_of(kind)), None)
-    return owner and f'--method "{owner} {name}=..."'
-
-
 @contextmanager
-def quiet(debug: bool) -> Iterator[None]:
-    """Our own warnings as one line each, everybody else's not at all; with debug, all as they come."""
-    if debug:
-        yield
-        return
+def quiet() -> Iterator[None]:
+    """Our own warnings as one line each, everybody else's not at all."""
     from huggingface_hub.utils import logging as hub
     from transformers.utils import logging
 
@@ -88,7 +79,7 @@ def _show_warning(message: Warning | str, *_: Any, **__: Any) -> None:
     print(f"skipstone: warning: {one_line(message)}", file=sys.stderr)
 
 
-def console(stderr: bool = False) -> Console:
+def console(stderr: bool = False) -> "Console":
     """Where tables go. Made anew each time: tests replace the streams."""
     from rich.console import Console
 

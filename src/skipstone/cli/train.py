@@ -1,8 +1,9 @@
 """`skipstone train layerskip RECIPE`: a training run from one file. `skipstone train heads MODEL`: light heads for a model."""
 
+from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 import typer
 
@@ -29,7 +30,7 @@ def layerskip(
     from skipstone.train.layerskip.run import run
 
     try:
-        folder = run(recipe, output, fresh, data_dir, say=lambda text: typer.echo(text, err=True))
+        folder = run(recipe, output, fresh, data_dir, say=partial(typer.echo, err=True))
     except ImportError as error:  # an optional package of a setting: peft, or what an optimiser needs
         raise ValueError(str(error)) from error
     typer.echo(str(folder))
@@ -68,9 +69,8 @@ def heads(
     file = None if recipe is None else read(recipe, preset, data_dir, **given)
     wish = file or of_prompts(prompts or [], output, preset, **given)
     base = Path.cwd() if recipe is None else recipe.parent
-    settings: dict[str, Any] = {"max_disk": max_disk * GIB, "device": device, "fresh": fresh}
-    folder = run(wish, base, output, **settings, say=lambda text: typer.echo(text, err=True))
-    typer.echo(str(folder))
+    told = partial(typer.echo, err=True)
+    typer.echo(str(run(wish, base, output, max_disk=max_disk * GIB, device=device, fresh=fresh, say=told)))
 
 
 def _check_inputs(files: list[Path], data_dir: Path | None, missing: str) -> None:

@@ -26,7 +26,7 @@ from skipstone.hf.defaults import neutral_defaults
 from skipstone.methods.adadecode.heads import ExitHeads
 from skipstone.models.exits import layer_states
 from skipstone.models.layered import LayeredModel
-from skipstone.timing.passes import PassTimes, TimedPasses, measure_passes
+from skipstone.timing.measure import PassTimes, TimedPasses, measure_passes
 
 SHOWN = 40  # tokens across one heat map
 

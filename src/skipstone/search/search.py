@@ -12,7 +12,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from statistics import fmean
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 import torch
@@ -29,8 +29,7 @@ from skipstone.methods.swift.search import LinearThompson
 from skipstone.models.fingerprint import fingerprint
 from skipstone.models.layered import LayeredModel
 from skipstone.models.passes import SkipSet
-from skipstone.timing.measure import Skipstone, measure, options_for
-from skipstone.timing.passes import TimedPasses, measure_passes, run_tokens, store_for
+from skipstone.timing.measure import Skipstone, TimedPasses, measure, measure_passes, options_for, run_tokens, store_for
 
 RATIOS = (0.3, 0.4, 0.45, 0.5)  # skip ratios that take turns where none is asked for
 PER_DECODE = 12  # sets judged by matchness for each that is decoded with
@@ -85,7 +84,7 @@ class SearchSettings:
     tokens: int = 32  # generated of each
     ratios: Sequence[float] = RATIOS  # skip ratios that take turns
     drafts: int = 12  # most draft tokens a step
-    threshold: float | str | None = "adaptive"  # SelfSpeculative's confidence_threshold
+    threshold: float | Literal["adaptive"] | None = "adaptive"  # SelfSpeculative's confidence_threshold
     seed: int = 0
 
 
@@ -115,9 +114,10 @@ def search(
         objective = Objective(_costs(layered, len(settings.texts[0])), most=min(settings.drafts, MOST_DRAFTS))
         learner = LinearThompson(space, space.count(settings.ratios[0]), objective, settings.seed + len(known))
         for trial in known:
-            learner.observe(space.from_skip_set(_set(trial)), trial.matchness, settings.tokens * len(judged))
-        number = len(known)
+            skip = SkipSet(frozenset(trial.attention), frozenset(trial.mlp))
+            learner.observe(space.from_skip_set(skip), trial.matchness, settings.tokens * len(judged))
         while (spent := time.perf_counter() - begun) < budget:
+            number = len(found.trials)
             learner.resize(space.count(settings.ratios[number % len(settings.ratios)]))
             decode = number % (PER_DECODE + 1) == PER_DECODE
             z = _most_promising(learner, space, settings) if decode else learner.propose()
@@ -129,7 +129,6 @@ def search(
             spent = time.perf_counter() - begun
             found.trials.append(Trial(kind, sorted(skip.attention), sorted(skip.mlp), matchness, spent, speed, acceptance))
             file.add(asdict(found.trials[-1]))
-            number += 1
             done(found, spent)
     return found
 
@@ -143,26 +142,12 @@ def _most_promising(learner: LinearThompson, space: Space, settings: SearchSetti
     return max(sets, key=lambda z: learner.objective(learner.estimate(z) or 0.0, z))
 
 
-def _set(trial: Trial) -> SkipSet:
-    return SkipSet(frozenset(trial.attention), frozenset(trial.mlp))
-
-
 def _key(model: PreTrainedModel, settings: SearchSettings) -> dict[str, Any]:
     """What two searches must share to be one."""
-    asked = {
-        "tokens": settings.tokens,
-        "drafts": settings.drafts,
-        "threshold": settings.threshold,
-        "ratios": list(settings.ratios),
-    }
     place = {"dtype": str(model.dtype), "device": str(model.device), "threads": torch.get_num_threads()}
-    return {
-        "kind": "search",
-        "model": fingerprint(model),
-        **place,
-        **asked,
-        "texts": [text.tolist() for text in settings.texts],
-    }
+    asked = {"tokens": settings.tokens, "drafts": settings.drafts, "threshold": settings.threshold}
+    lists = {"ratios": list(settings.ratios), "texts": [text.tolist() for text in settings.texts]}
+    return {"kind": "search", "model": fingerprint(model), **place, **asked, **lists}
 
 
 def _read(path: Path, key: dict[str, Any]) -> list[Trial]:
@@ -214,13 +199,8 @@ def _costs(layered: LayeredModel, length: int) -> Costs:
 
 def _decoded(model: PreTrainedModel, settings: SearchSettings, skip: SkipSet) -> tuple[float, float]:
     """(speed over plain decoding, acceptance rate) with a set; both take turns text by text."""
-    method = SelfSpeculative(
-        tuple(sorted(skip.attention)),
-        tuple(sorted(skip.mlp)),
-        None,
-        settings.drafts,
-        settings.threshold,  # type: ignore[arg-type]
-    )
+    layers = tuple(sorted(skip.attention)), tuple(sorted(skip.mlp))
+    method = SelfSpeculative(*layers, None, settings.drafts, settings.threshold)
     engines = [Skipstone(Autoregressive()), Skipstone(method)]
     totals = {engine: [0, 0.0] for engine in engines}  # tokens, seconds
     stats = Stats()

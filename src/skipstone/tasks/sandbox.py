@@ -6,13 +6,13 @@ Only `--allow-code-execution` comes here. It is a fence against accidents of gen
 import json
 import os
 import signal
-import subprocess
 import sys
 import tempfile
 import time
 from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from subprocess import DEVNULL, PIPE, Popen, TimeoutExpired
 
 INSIDE = Path(__file__).with_name("sandboxed.py")
 KILLS = 500  # how often the process group is killed again, a hundredth of a second apart, until nothing of it is left
@@ -50,18 +50,10 @@ def run(program: str, limits: Limits = USUAL) -> Outcome:
     """
     with tempfile.TemporaryDirectory(prefix="skipstone-", ignore_cleanup_errors=True) as folder:
         command = [sys.executable, "-I", str(INSIDE), folder, json.dumps(asdict(limits))]
-        process = subprocess.Popen(
-            command,
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.DEVNULL,
-            cwd=folder,
-            env={},
-            start_new_session=True,
-        )
+        process = Popen(command, stdin=PIPE, stdout=PIPE, stderr=DEVNULL, cwd=folder, env={}, start_new_session=True)
         try:
             told, _ = process.communicate(program.encode(errors="replace"), timeout=limits.seconds + GRACE)
-        except subprocess.TimeoutExpired:
+        except TimeoutExpired:
             return Outcome(False, f"more than {limits.seconds:g} seconds", False)
         finally:
             _end(process)
@@ -72,7 +64,7 @@ def run(program: str, limits: Limits = USUAL) -> Outcome:
     return Outcome(verdict["reason"] == "passed", verdict["reason"], verdict["isolated"])
 
 
-def _end(process: subprocess.Popen[bytes]) -> None:
+def _end(process: Popen[bytes]) -> None:
     """Kill the process group, and wait until nothing of it is left."""
     with suppress(ProcessLookupError, PermissionError):
         os.killpg(process.pid, signal.SIGKILL)

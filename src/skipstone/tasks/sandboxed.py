@@ -15,8 +15,7 @@ import sys
 import time
 from typing import Any, NoReturn
 
-NAMESPACES = 0x10000000 | 0x00020000 | 0x08000000 | 0x40000000 | 0x20000000
-"""CLONE_NEWUSER, NEWNS (mounts), NEWIPC, NEWNET and NEWPID of unshare(2)."""
+NAMESPACES = 0x10000000 | 0x00020000 | 0x08000000 | 0x40000000 | 0x20000000  # unshare(2): user, mounts, IPC, network, PIDs
 MOUNT_SETATTR = 442  # number of the system call
 AT_FDCWD = -100  # paths are relative to the working directory
 AT_RECURSIVE = 0x8000  # all mounts below, too
@@ -53,11 +52,6 @@ def isolate(folder: str, limits: dict[str, Any]) -> bool:
         libc.syscall(MOUNT_SETATTR, AT_FDCWD, b"/", AT_RECURSIVE, ctypes.byref(closed), ctypes.sizeof(closed))
         or libc.mount(b"tmpfs", folder.encode(), b"tmpfs", 0, size)
     )
-
-
-def own_processes(libc: Any) -> bool:
-    """In the first process of a namespace: let /proc show that namespace only."""
-    return libc.mount(b"proc", b"/proc", b"proc", 0, None) == 0
 
 
 def limit(limits: dict[str, Any]) -> None:
@@ -167,7 +161,7 @@ def main() -> None:
         if first:
             os._exit(os.waitstatus_to_exitcode(os.waitpid(first, 0)[1]))
         libc.prctl(DEATH_SIGNAL, signal.SIGKILL)
-        isolated = own_processes(libc)
+        isolated = libc.mount(b"proc", b"/proc", b"proc", 0, None) == 0  # so that /proc shows this namespace only
     print(json.dumps({"reason": supervise(program, folder, limits, isolated), "isolated": isolated}), flush=True)
     os._exit(0)
 

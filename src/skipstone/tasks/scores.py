@@ -9,7 +9,6 @@ from skipstone.extras import installed
 CODE_ENDS = ("\nclass ", "\ndef ", "\n#", "\nif ", "\nprint(", "\nassert ", "\n```", "\n@")
 """Where a completion of a function ends at the latest (HumanEval's stop sequences and their kin)."""
 _NUMBER = re.compile(r"-?\$?\d[\d,]*(?:\.\d+)?")
-_LETTER = re.compile(r"\b([A-D])\b")
 
 
 def final_number(text: str) -> float | None:
@@ -35,7 +34,7 @@ def choice(text: str) -> str | None:
     told = re.search(r"(?i:answer(?:\s+is)?)\s*[:\-]?\s*(?:\(([A-Da-d])\)|([A-D])\b)", text)
     if told:
         return (told[1] or told[2]).upper()
-    found = _LETTER.search(text)
+    found = re.search(r"\b([A-D])\b", text)
     return found[1] if found else None
 
 

@@ -13,6 +13,7 @@ from skipstone.tasks import scores
 from skipstone.tasks.sandbox import run
 from skipstone.tasks.task import Record, Score, Source, Task
 
+SELF = "self"  # the task of the prompts that come with this package
 BEGINNING = 32  # words of a story that are given; the rest is to be told
 
 
@@ -61,13 +62,6 @@ def rouge(field: str) -> Score:
     return Score(lambda record, output: scores.rouge(output, record[field]), ready=scores.rouge_scorer)
 
 
-_CODE = _one("pass", lambda record, out: run(scores.human_eval_program(record, out)).passed, executes=True)
-_MBPP = _one("pass", lambda record, out: run(scores.mbpp_program(record, out)).passed, executes=True)
-_SUM = _one("exact_match", lambda record, out: scores.same_number(out, record["answer"]))
-_CHOICE = _one("accuracy", lambda record, out: scores.choice(out) == "ABCD"[record["answer"]])
-_PARSE = _one("exact_match", lambda record, out: scores.exact(out.partition("\n")[0], record["semantic_parse"]))
-
-
 def _as_referenced(record: Record, output: str) -> dict[str, float]:
     return {} if record.get("reference") is None else {"exact_match": float(scores.exact(output, record["reference"]))}
 
@@ -85,7 +79,7 @@ TASKS = {
             ("task_id", "prompt", "entry_point", "test"),
             "MIT",
             _filled("{prompt}"),
-            _CODE,
+            _one("pass", lambda record, out: run(scores.human_eval_program(record, out)).passed, executes=True),
             answer=lambda record: record.get("canonical_solution"),
             rouge="canonical_solution",
         ),
@@ -95,7 +89,7 @@ TASKS = {
             ("task_id", "text", "code", "test_list"),
             "CC-BY 4.0",
             _mbpp,
-            _MBPP,
+            _one("pass", lambda record, out: run(scores.mbpp_program(record, out)).passed, executes=True),
             answer=lambda record: f"{record['code']}\n[DONE]",
             examples_source=_source("mbpp_prompt.jsonl", "google-research-datasets/mbpp", "prompt", "full"),
             keep=lambda record: 11 <= record.get("task_id", 11) <= 510,  # the test part, should the file hold all of it
@@ -106,7 +100,7 @@ TASKS = {
             ("question", "answer"),
             "MIT",
             _filled("Question: {question}\nAnswer:"),
-            _SUM,
+            _one("exact_match", lambda record, out: scores.same_number(out, record["answer"])),
             answer=_field("answer"),
             examples_source=_source("gsm8k_train.jsonl", "openai/gsm8k", "train", "main"),
         ),
@@ -146,7 +140,7 @@ TASKS = {
             ("question", "choices", "answer"),
             "MIT",
             _mmlu,
-            _CHOICE,
+            _one("accuracy", lambda record, out: scores.choice(out) == "ABCD"[record["answer"]]),
             answer=lambda record: f" {'ABCD'[record['answer']]}",
             examples_source=_source("mmlu_dev.jsonl", "cais/mmlu", "dev", "all"),
         ),
@@ -173,15 +167,12 @@ TASKS = {
             ("utterance", "semantic_parse"),
             "CC-BY-SA 4.0",
             _filled("{utterance}\n"),
-            _PARSE,
+            _one("exact_match", lambda record, out: scores.exact(out.partition("\n")[0], record["semantic_parse"])),
             answer=_field("semantic_parse", ""),
             examples_source=_source("topv2_train.jsonl", "WillHeld/top_v2", "train"),
         ),
     )
 }
-
-
-SELF = "self"
 
 
 def named(name: str) -> Task:

@@ -55,9 +55,8 @@ class Task:
         taken = filter(self.keep, self._read(self.source, data_dir, limit is not None))
         found = list(islice(taken, limit))
         if not found:
-            raise ValueError(
-                f"task {self.name} has no records in {data_dir / self.source.file if data_dir else self.source.hub}"
-            )
+            place = data_dir / self.source.file if data_dir else self.source.hub
+            raise ValueError(f"task {self.name} has no records in {place}")
         return found
 
     def examples(self, count: int, data_dir: Path | None) -> list[Record]:

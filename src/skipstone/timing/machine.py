@@ -4,6 +4,8 @@ import os
 import platform
 import subprocess
 import sys
+from collections.abc import Iterable
+from contextlib import suppress
 from datetime import UTC, datetime
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
@@ -13,7 +15,7 @@ import torch
 from transformers import PreTrainedModel
 
 from skipstone.models.layered import LayeredModel
-from skipstone.timing.passes import run_tokens, store_for, timings
+from skipstone.timing.measure import run_tokens, store_for, timings
 
 PACKAGES = ("skipstone", "torch", "transformers", "tokenizers", "numpy", "scikit-learn")  # those whose versions a run names
 
@@ -79,19 +81,13 @@ def ceiling(model: PreTrainedModel, mean_length: float, megabytes: int | None = 
 
 def provenance(argv: list[str], seed: int) -> dict[str, Any]:
     """Where and how a run was made, as plain JSON values."""
-    packages = {}
-    for name in PACKAGES:
-        try:
-            packages[name] = version(name)
-        except PackageNotFoundError:
-            packages[name] = None
     return {
         "time": datetime.now(UTC).isoformat(timespec="seconds"),
         "argv": argv,
         "seed": seed,
         "git": _git(),
         "python": platform.python_version(),
-        "packages": packages,
+        "packages": versions(PACKAGES),
         "platform": platform.platform(),
         "cpu": cpu(),
         "cpus": os.cpu_count(),
@@ -99,6 +95,15 @@ def provenance(argv: list[str], seed: int) -> dict[str, Any]:
         "load": os.getloadavg()[0] if hasattr(os, "getloadavg") else None,
         "cuda": torch.cuda.get_device_name() if torch.cuda.is_available() else None,
     }
+
+
+def versions(packages: Iterable[str]) -> dict[str, str | None]:
+    """The version of each package, None where it is not installed."""
+    found: dict[str, str | None] = dict.fromkeys(packages)
+    for name in found:
+        with suppress(PackageNotFoundError):
+            found[name] = version(name)
+    return found
 
 
 def _git() -> dict[str, Any] | None:
@@ -119,8 +124,7 @@ def _git() -> dict[str, Any] | None:
 def cpu() -> str:
     """The processor's name; `platform` knows only its architecture on Linux."""
     listing = Path("/proc/cpuinfo")
-    if listing.exists():
-        for line in listing.read_text(errors="replace").splitlines():
-            if line.startswith("model name"):
-                return line.partition(":")[2].strip()
+    for line in listing.read_text(errors="replace").splitlines() if listing.exists() else []:
+        if line.startswith("model name"):
+            return line.partition(":")[2].strip()
     return platform.processor() or platform.machine() or sys.platform

@@ -1,4 +1,4 @@
-"""One timed call.
+"""What is timed, and how: calls of engines, passes over layers.
 
 Everything that the benchmark compares is an engine behind the same two lines: a prompt and transformers' options in, emitted
 ids out. The tokens counted are those ids; nothing is tokenised again.
@@ -6,10 +6,11 @@ ids out. The tokens counted are those ids; nothing is tokenised again.
 
 import time
 import warnings
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
+from statistics import median
 from typing import Any, Protocol
 
 import torch
@@ -19,11 +20,19 @@ from transformers import PreTrainedModel
 from skipstone import api
 from skipstone.decoding.method import Method
 from skipstone.decoding.stats import Stats
-from skipstone.timing.passes import synchronise
+from skipstone.models.kvstore import KVStore
+from skipstone.models.layered import LayeredModel
+from skipstone.models.passes import Pass, SkipSet
 
 WARM_UP_TOKENS = 16  # new tokens of an untimed call
-_CLEAR, _STATUS = Path("/proc/self/clear_refs"), Path("/proc/self/status")
-_RESET_PEAK = "5"  # proc(5): written to _CLEAR, sets the peak of the resident set to what it is now
+REPEATS = 7  # how often a pass is timed; the median counts
+LENGTHS = (1, 2, 3, 4, 6, 8, 12)  # draft lengths whose scoring passes are timed
+
+
+def synchronise(device: torch.device) -> None:
+    """Wait for the device."""
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
 
 
 @dataclass(frozen=True)
@@ -134,16 +143,9 @@ def measure(model: PreTrainedModel, engine: Engine, prompt: Tensor, options: Map
         seconds = time.perf_counter() - began
     most = _peak(model.device) if counted else None
     known = _known(engine, model)
-    return Measurement(
-        emitted.tokens,
-        seconds,
-        emitted.stats,
-        None if emitted.first_at is None else emitted.first_at - began,
-        emitted.setup_seconds,
-        most,
-        known,
-        growth(before or {}, known) if known else None,
-    )
+    first = None if emitted.first_at is None else emitted.first_at - began
+    grown = growth(before or {}, known) if known else None
+    return Measurement(emitted.tokens, seconds, emitted.stats, first, emitted.setup_seconds, most, known, grown)
 
 
 def _known(engine: Engine, model: PreTrainedModel) -> dict[str, Any] | None:
@@ -164,7 +166,7 @@ def _forget_peak(device: torch.device) -> bool:
         torch.cuda.reset_peak_memory_stats(device)
         return True
     with suppress(OSError):
-        _CLEAR.write_text(_RESET_PEAK)
+        Path("/proc/self/clear_refs").write_text("5")  # proc(5): the peak of the resident set is what it is now
         return True
     return False
 
@@ -175,7 +177,93 @@ def _peak(device: torch.device) -> int | None:
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device)
     with suppress(OSError):
-        for line in _STATUS.read_text().splitlines():
+        for line in Path("/proc/self/status").read_text().splitlines():
             if line.startswith("VmHWM:"):
                 return int(line.split()[1]) * 1024
     return None
+
+
+def timings(work: Callable[[], Any], device: torch.device, repeats: int = REPEATS) -> list[float]:
+    """Seconds of each of some runs, after one that is left out."""
+    times = []
+    for _ in range(repeats + 1):
+        synchronise(device)
+        began = time.perf_counter()
+        work()
+        synchronise(device)
+        times.append(time.perf_counter() - began)
+    return times[1:]
+
+
+def store_for(layered: LayeredModel, tokens: int) -> KVStore:
+    """An empty store of one row for so many tokens."""
+    store = KVStore(1, layered.depth, tokens)
+    store.reserve(tokens)
+    return store
+
+
+def one_row(begin: int, width: int, device: torch.device) -> Pass:
+    """A pass of one row over `width` tokens behind `begin` others."""
+    places = torch.arange(begin, begin + width, device=device)[None]  # [1, width]
+    return Pass(places, places, None, slice(0, 1), begin + width, begin)
+
+
+def run_tokens(layered: LayeredModel, store: KVStore, ids: Tensor, begin: int, skip: SkipSet | None = None) -> Tensor:
+    """Run ids [1, n] through all layers behind `begin` tokens of a store of one row, into which their keys and values are
+    written. Returns [1, n, d]. skip: sublayers to leave out."""
+    at = one_row(begin, ids.shape[1], layered.device)
+    return layered.run(layered.embed(ids, at.positions), at, store, range(layered.depth), skip)
+
+
+class TimedPasses:
+    """Passes behind `length` other tokens, each timed by itself; which tokens they are makes no difference."""
+
+    def __init__(self, layered: LayeredModel, length: int) -> None:
+        """ValueError for a model whose positions are too few for the longest draft."""
+        self.layered, widest = layered, max(LENGTHS) + 1
+        self.length = min(length, layered.max_positions - widest)
+        if self.length < 0:
+            raise ValueError(
+                f"the model has {layered.max_positions} positions, too few to time drafts of {max(LENGTHS)} tokens"
+            )
+        self.store = store_for(layered, self.length + widest)
+
+    def seconds(self, width: int = 1, layers: range | None = None, skip: SkipSet | None = None) -> float:
+        """The median of what a pass over `width` tokens takes, through some layers or all, without the head."""
+        layered, (at, hidden) = self.layered, self._tokens(width)
+        taken = range(layered.depth) if layers is None else layers
+        return median(timings(lambda: layered.run(hidden, at, self.store, taken, skip), layered.device))
+
+    def head_seconds(self) -> float:
+        """The median of what norm and LM head take for one token."""
+        layered, (at, hidden) = self.layered, self._tokens(1)
+        state = layered.run(hidden, at, self.store, range(layered.depth))  # [1, 1, d]
+        return median(timings(lambda: layered.logits(state), layered.device))
+
+    def _tokens(self, width: int) -> tuple[Pass, Tensor]:
+        """A pass over `width` different tokens, and their embeddings [1, width, d]."""
+        at = one_row(self.length, width, self.layered.device)
+        return at, self.layered.embed(at.positions % self.layered.embeddings, at.positions)
+
+
+@dataclass(frozen=True)
+class PassTimes:
+    """Seconds of passes at batch 1."""
+
+    layers: list[float]  # of each layer, for one token
+    head: float  # norm and LM head
+    rows: dict[int, float]  # draft length d -> a pass of d + 1 tokens through all layers
+
+    @property
+    def plain(self) -> float:
+        """One step of plain decoding."""
+        return sum(self.layers) + self.head
+
+
+@torch.inference_mode()
+def measure_passes(timed: TimedPasses) -> PassTimes:
+    """Time every layer for one token, the head, and whole passes over drafts."""
+    layers = [timed.seconds(layers=range(layer, layer + 1)) for layer in range(timed.layered.depth)]
+    share = timed.seconds() / sum(layers)  # one layer at a time finds its weights in the cache
+    rows = {length: timed.seconds(length + 1) for length in LENGTHS}
+    return PassTimes([seconds * share for seconds in layers], timed.head_seconds(), rows)

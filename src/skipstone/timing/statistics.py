@@ -82,8 +82,11 @@ class Rate:
 
 def rate(amounts: Column, costs: Column, seed: int = 0, resamples: int = RESAMPLES) -> Rate:
     """sum(amounts) / sum(costs), and of every resample of the entries. ValueError without an entry."""
-    blocks = np.stack(_blocked([amounts, costs], seed), 1)
-    sums = _resampled(len(blocks), seed, resamples) @ blocks
+    columns = [np.asarray(column, dtype=np.float64) for column in (amounts, costs)]
+    if len(amounts) > BLOCKS:  # drawn at random, and the same in both columns
+        block = np.random.default_rng(seed).permutation(len(amounts)) % BLOCKS
+        columns = [np.bincount(block, column, BLOCKS) for column in columns]
+    sums = _resampled(len(columns[0]), seed, resamples) @ np.stack(columns, 1)
     return Rate(pooled(amounts, costs), sums[:, 0] / sums[:, 1], len(amounts))
 
 
@@ -95,16 +98,6 @@ def predicted_speedup(plain_seconds_per_token: float, tokens_per_step: float, se
     verification measured too: M / ((M - 1) c / alpha + v).
     """
     return plain_seconds_per_token * tokens_per_step / seconds_per_step if seconds_per_step else float("nan")
-
-
-def _blocked(columns: Sequence[Column], seed: int) -> list[NDArray[np.float64]]:
-    """Columns of units, or of sums over at most BLOCKS blocks of units, drawn at random and the same in all columns."""
-    values = [np.asarray(column, dtype=np.float64) for column in columns]
-    units = len(values[0])
-    if units <= BLOCKS:
-        return values
-    block = np.random.default_rng(seed).permutation(units) % BLOCKS
-    return [np.bincount(block, column, BLOCKS).astype(np.float64) for column in values]
 
 
 @lru_cache(maxsize=16)
