@@ -18,7 +18,7 @@ from pathlib import Path
 
 from skipstone.bench.journal import read
 from skipstone.bench.report import report
-from skipstone.bench.report.figures import groups
+from skipstone.bench.report.groups import groups
 
 UNTIMED, SECONDS = 0.01, 5.0
 

@@ -22,7 +22,7 @@ from torch import Tensor
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from skipstone.train.layerskip.objective import Objective
-from skipstone.train.layerskip.recipe import EarlyExitLoss, LayerDropout, LayerSkipRecipe
+from skipstone.train.layerskip.schedules import EarlyExitLoss, LayerDropout, LayerSkipRecipe
 
 STEPS = 1000  # of the imagined run
 WARM_UP = 2

@@ -20,7 +20,7 @@ from skipstone.bench.peers import HFPromptLookup
 from skipstone.bench.plan import Plan, read
 from skipstone.bench.prompts import Answers, TaskRun, _score, added, log_likelihood
 from skipstone.bench.report import report
-from skipstone.bench.report.figures import groups
+from skipstone.bench.report.groups import groups
 from skipstone.bench.run import at_every_exit, run, rungs, tune
 from skipstone.loading import load
 from skipstone.tasks.dialogue import Conversation, Reader

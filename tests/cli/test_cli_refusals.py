@@ -14,7 +14,7 @@ import pytest
 from safetensors.torch import load_file, save_file
 
 from skipstone.decoding import verify
-from skipstone.decoding.pace import Pace
+from skipstone.decoding.probes import Pace
 from tests.helpers.commandline import LAYERSKIP, PROMPT, assert_refused, run, succeed
 
 

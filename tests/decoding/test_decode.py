@@ -27,7 +27,7 @@ from skipstone import (
 )
 from skipstone.decoding.draft import RowVerdict, Verdict
 from skipstone.decoding.loop import Decoder, run
-from skipstone.decoding.pace import Pace
+from skipstone.decoding.probes import Pace
 from skipstone.decoding.stopping import RunningRequest
 from skipstone.methods.shared.chain import LOOK_EVERY
 from skipstone.models import host

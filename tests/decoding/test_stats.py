@@ -12,8 +12,8 @@ import pytest
 import torch
 
 from skipstone import Autoregressive, Draft, Method, Request, Sampling, Session, Stats, Step
-from skipstone.decoding import pace
-from skipstone.decoding.pace import Pace
+from skipstone.decoding import probes
+from skipstone.decoding.probes import Pace
 from skipstone.models.layered import LayeredModel
 from tests.helpers.machine import decode, llama, prompt
 
@@ -148,6 +148,6 @@ def test_probes_wait_for_doubt_and_keep_their_distance() -> None:
             doubtful.add(stepped(tokens=[[1]], drafted=[0], draft_steps=[0], accepted=[0], probe=True))
         else:
             doubtful.add(one_row(0))
-    assert taken[0] == pace.WARM_UP
-    assert len(taken) == pace.PROBES
-    assert [b - a for a, b in pairwise(taken)] == [pace.SPACING + 1] * (pace.PROBES - 1)
+    assert taken[0] == probes.WARM_UP
+    assert len(taken) == probes.PROBES
+    assert [b - a for a, b in pairwise(taken)] == [probes.SPACING + 1] * (probes.PROBES - 1)

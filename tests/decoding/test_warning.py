@@ -12,7 +12,7 @@ from transformers import PreTrainedModel
 import skipstone
 from skipstone import Autoregressive, LayerSkip
 from skipstone.decoding.draft import Step
-from skipstone.decoding.pace import Pace
+from skipstone.decoding.probes import Pace
 from tests.helpers import families
 
 SKIP = LayerSkip(exit_layer=2, num_speculative_tokens=4)

@@ -14,7 +14,7 @@ from transformers import PreTrainedModel
 from skipstone.models.modules import DecoderModules
 from skipstone.train.data.rows import IGNORED
 from skipstone.train.layerskip.objective import Objective
-from skipstone.train.layerskip.recipe import EarlyExitLoss, LayerDropout, LayerSkipRecipe
+from skipstone.train.layerskip.schedules import EarlyExitLoss, LayerDropout, LayerSkipRecipe
 from tests.helpers import families
 
 LAYERS, STEPS, SEED = 4, 10, 2

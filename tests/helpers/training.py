@@ -25,8 +25,8 @@ from skipstone.train.data.rows import IGNORED, Prepared, RowPlan, prepare
 from skipstone.train.heads.recipe import HeadsRecipe, made
 from skipstone.train.layerskip.arguments import LayerSkipArguments
 from skipstone.train.layerskip.metrics import JsonLog
-from skipstone.train.layerskip.recipe import EarlyExitLoss, LayerDropout
 from skipstone.train.layerskip.run import run
+from skipstone.train.layerskip.schedules import EarlyExitLoss, LayerDropout
 from skipstone.train.layerskip.trainer import LayerSkipTrainer
 from tests.helpers import support
 from tests.helpers.machine import llama

@@ -14,7 +14,7 @@ from transformers.generation.logits_process import (
 )
 
 from skipstone import Autoregressive, LayerSkip, Method, Request, Sampling
-from skipstone.decoding import pace
+from skipstone.decoding import probes
 from skipstone.models.layered import LayeredModel
 from tests.helpers.machine import decode, llama, mistral, prompt, serve
 from tests.helpers.trees import Trees, reference
@@ -69,7 +69,7 @@ def test_a_random_product_gives_the_text_of_plain_decoding_alone(seed: int, monk
     """Served by three rows or decoded as one batch, with plain steps thrown in; every third time LayerSkip's standard rule,
     whose text is the one it gives alone."""
     for name, value in {"WARM_UP": 2, "SPACING": 1, "PROBES": 50, "FEW_TOKENS": 1e9}.items():
-        monkeypatch.setattr(pace, name, value)
+        monkeypatch.setattr(probes, name, value)
     dice = random.Random(seed)
     vocab = dice.choice([5, 30, 97])
     model = a_model(dice, vocab)

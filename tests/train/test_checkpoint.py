@@ -17,7 +17,7 @@ from transformers import TrainerControl, TrainerState
 from skipstone.files import read_lines
 from skipstone.train import checkpoint
 from skipstone.train.layerskip.metrics import JsonLog
-from skipstone.train.layerskip.recipe import EarlyExitLoss
+from skipstone.train.layerskip.schedules import EarlyExitLoss
 from tests.helpers.pairwise import all_but
 from tests.helpers.training import Interrupted, arguments, interrupt_at, logged, rows, tiny, trainer
 

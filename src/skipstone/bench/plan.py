@@ -20,9 +20,9 @@ from skipstone.api import resolve_for
 from skipstone.bench.peers import PEERS
 from skipstone.decoding.method import OWN_FIELD
 from skipstone.decoding.settings import settings_of
-from skipstone.forms import Part, first_fault, mapping
 from skipstone.methods import METHODS
 from skipstone.models.layered import LayeredModel
+from skipstone.settings_files import Part, first_fault, mapping
 from skipstone.tasks import protocols, sets
 from skipstone.tasks.protocols import USUAL, TaskSettings
 from skipstone.tasks.task import Task

@@ -10,7 +10,7 @@ from itertools import pairwise
 import torch
 
 from skipstone.decoding.draft import Draft, RowVerdict, Step, Verdict
-from skipstone.decoding.pace import Pace
+from skipstone.decoding.probes import Pace
 from skipstone.decoding.sampling import Scores
 from skipstone.decoding.session import PREFILL_CHUNK, Request, Session
 from skipstone.decoding.stopping import RunningRequest

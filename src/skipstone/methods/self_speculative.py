@@ -16,7 +16,7 @@ from skipstone.decoding.session import Session
 from skipstone.decoding.settings import layer_numbers, setting
 from skipstone.methods.shared.confidence import Threshold
 from skipstone.methods.shared.layer_sets import Space, load_profile
-from skipstone.methods.shared.skipping import SkippingSession
+from skipstone.methods.shared.skipping_session import SkippingSession
 from skipstone.models.layered import LayeredModel
 from skipstone.models.passes import SkipSet
 

@@ -13,7 +13,7 @@ import pytest
 
 from skipstone.bench.journal import Journal
 from skipstone.bench.report import compare, figures, report, tables
-from skipstone.bench.report.figures import expectation, groups, own_figures
+from skipstone.bench.report.groups import expectation, groups, own_figures
 from skipstone.decoding.draft import Step
 from skipstone.decoding.stats import Stats
 from tests.helpers.results import lines, row, stats, written

@@ -14,7 +14,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from skipstone.train.layerskip.recipe import LayerDropout
+from skipstone.train.layerskip.schedules import LayerDropout
 from tests.helpers.training import (
     OFF,
     Interrupted,

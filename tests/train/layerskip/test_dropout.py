@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from skipstone.models.modules import DecoderModules
 from skipstone.train.layerskip.dropout import forwards_replaced, kept_rows, layers_recorded, run_rows
 from skipstone.train.layerskip.objective import Objective
-from skipstone.train.layerskip.recipe import EarlyExitLoss, LayerDropout, LayerSkipRecipe
+from skipstone.train.layerskip.schedules import EarlyExitLoss, LayerDropout, LayerSkipRecipe
 from tests.helpers import families
 from tests.helpers.objectives import alone, outputs
 

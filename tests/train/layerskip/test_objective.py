@@ -12,7 +12,7 @@ from skipstone.models.modules import DecoderModules
 from skipstone.train.data.rows import IGNORED
 from skipstone.train.layerskip.dropout import kept_rows
 from skipstone.train.layerskip.objective import Objective
-from skipstone.train.layerskip.recipe import EarlyExitLoss, LayerDropout, LayerSkipRecipe
+from skipstone.train.layerskip.schedules import EarlyExitLoss, LayerDropout, LayerSkipRecipe
 from tests.helpers import families
 from tests.helpers.objectives import (
     CE,

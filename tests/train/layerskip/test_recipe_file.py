@@ -12,8 +12,8 @@ from skipstone.methods import resolve
 from skipstone.train.heads import recipe as heads_recipe
 from skipstone.train.layerskip import run as running
 from skipstone.train.layerskip.arguments import arguments, read
-from skipstone.train.layerskip.recipe import PRESETS, EarlyExitLoss, LayerDropout
 from skipstone.train.layerskip.run import run
+from skipstone.train.layerskip.schedules import PRESETS, EarlyExitLoss, LayerDropout
 from tests.helpers.training import recipe
 
 SHAPE = {"model_type": "llama", "num_hidden_layers": 3, "hidden_size": 16, "intermediate_size": 32, "num_attention_heads": 2}

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 from skipstone.train import checkpoint
-from skipstone.train.layerskip.recipe import EarlyExitLoss, LayerDropout
+from skipstone.train.layerskip.schedules import EarlyExitLoss, LayerDropout
 from tests.helpers.pairwise import all_but
 from tests.helpers.training import (
     Interrupted,

@@ -16,7 +16,7 @@ from transformers import default_data_collator
 from skipstone.train.data.rows import IGNORED
 from skipstone.train.layerskip import objective
 from skipstone.train.layerskip.arguments import LayerSkipArguments
-from skipstone.train.layerskip.recipe import EarlyExitLoss, LayerDropout, exit_scale
+from skipstone.train.layerskip.schedules import EarlyExitLoss, LayerDropout, exit_scale
 from skipstone.train.layerskip.trainer import LayerSkipTrainer
 from tests.helpers.training import LAYERS, OFF, VOCAB, arguments, digest, logged, losses, rows, tiny, trainer, weights
 

@@ -11,7 +11,7 @@ import torch.nn.functional as F
 
 from skipstone.train.data.rows import IGNORED
 from skipstone.train.layerskip.dropout import kept_rows
-from skipstone.train.layerskip.recipe import EarlyExitLoss
+from skipstone.train.layerskip.schedules import EarlyExitLoss
 from tests.helpers.objectives import (
     CE,
     RATE,

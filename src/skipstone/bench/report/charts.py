@@ -9,7 +9,7 @@ from textwrap import fill
 from typing import Any
 
 from skipstone.bench.plan import BASELINE
-from skipstone.bench.report.figures import PARTS, Group, tokens_per_second
+from skipstone.bench.report.groups import PARTS, Group, tokens_per_second
 from skipstone.bench.report.tables import learnt, rates
 from skipstone.extras import installed
 from skipstone.methods.adadecode.adadecode import AdaDecode

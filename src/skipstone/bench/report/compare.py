@@ -9,7 +9,7 @@ from statistics import fmean
 from skipstone.bench.journal import Line
 from skipstone.bench.peers import PEERS
 from skipstone.bench.plan import BASELINE, THEIRS
-from skipstone.bench.report.figures import Group, speed
+from skipstone.bench.report.groups import Group, speed
 from skipstone.bench.report.report import load
 from skipstone.bench.report.tables import Table
 from skipstone.timing.statistics import LOOPING, Estimate, Rate, rate

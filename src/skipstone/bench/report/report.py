@@ -15,7 +15,7 @@ from rich.table import Table as RichTable
 from skipstone.bench import journal
 from skipstone.bench.journal import Line
 from skipstone.bench.report.charts import charts
-from skipstone.bench.report.figures import Group, groups
+from skipstone.bench.report.groups import Group, groups
 from skipstone.bench.report.tables import LEGEND, NONE, Table, csv_of, tables
 from skipstone.files import plain, write_whole
 from skipstone.tasks import protocols

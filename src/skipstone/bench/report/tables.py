@@ -10,7 +10,7 @@ from typing import Any
 
 from skipstone.bench.plan import BASELINE, THEIRS
 from skipstone.bench.prompts import added
-from skipstone.bench.report.figures import EARLY_EXIT, PARTS, Group
+from skipstone.bench.report.groups import EARLY_EXIT, PARTS, Group
 from skipstone.methods.shared.layer_sets import measured_speedup
 from skipstone.timing.statistics import LOOPING, NGRAM
 

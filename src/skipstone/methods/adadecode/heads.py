@@ -17,10 +17,10 @@ from torch import Tensor, nn
 
 from skipstone.assets import HEADS
 from skipstone.files import hidden_folder, install, write_json
-from skipstone.forms import Part, read_json
 from skipstone.models.fingerprint import fingerprint
 from skipstone.models.layered import LayeredModel
 from skipstone.models.memo import Memo
+from skipstone.settings_files import Part, read_json
 
 VERSION = 1  # of the format of a card
 WEIGHTS = "exit_heads.safetensors"

@@ -15,9 +15,9 @@ from numpy.typing import NDArray
 from pydantic import Field
 
 from skipstone.files import write_json
-from skipstone.forms import Part, read_json
 from skipstone.models.fingerprint import fingerprint
 from skipstone.models.passes import SkipSet
+from skipstone.settings_files import Part, read_json
 
 LayerMask = NDArray[np.bool_]
 """A layer set, z in SWIFT: [n], n = 2 (L - 2), the attentions of layers 1 to L - 2 (counted from 0), then their MLPs. True is

@@ -28,7 +28,7 @@ from skipstone.decoding.sampling import Scores
 from skipstone.decoding.session import Request, Session
 from skipstone.methods.shared import states
 from skipstone.methods.shared.layer_sets import LayerMask, load_profile, save_profile
-from skipstone.methods.shared.skipping import SkippingSession
+from skipstone.methods.shared.skipping_session import SkippingSession
 from skipstone.methods.swift.settings import SwiftSettings
 from skipstone.methods.swift.state import SwiftState
 from skipstone.methods.swift.tree import MOST_LEAVES, RANKS, with_leaves

@@ -26,8 +26,8 @@ from torch.utils.data import Dataset
 from transformers import PreTrainedTokenizerBase
 
 from skipstone.files import digest, file_digest, first_folder, write_json
-from skipstone.forms import Part
 from skipstone.loading import bos_prefix
+from skipstone.settings_files import Part
 from skipstone.train.data.documents import Document, deduplicate, fingerprint, split
 
 BATCH = 256  # documents that are tokenised in one call

@@ -18,8 +18,8 @@ from typing import Annotated, Any, Literal, NamedTuple
 
 from pydantic import Field, ValidationInfo, field_validator, model_validator
 
-from skipstone.forms import Part
 from skipstone.records import OnHub, decoded, json_lines, value
+from skipstone.settings_files import Part
 
 STDLIB = "{stdlib}"  # stands in a path for the folder of Python's standard library
 

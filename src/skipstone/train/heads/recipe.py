@@ -7,8 +7,8 @@ from typing import Any, Literal
 
 from pydantic import Field, ValidationError, model_validator
 
-from skipstone.forms import Part, first_fault, mapping
 from skipstone.methods.adadecode.heads import Kind
+from skipstone.settings_files import Part, first_fault, mapping
 from skipstone.train.data.sources import Source, from_folder
 
 PAPER: dict[str, Any] = {"epochs": 100, "batch_size": 128, "learning_rate": 5e-3, "warmup": 0.03, "patience": None}

@@ -10,10 +10,10 @@ import torch
 from pydantic import Field, TypeAdapter, ValidationError, model_validator
 from transformers import TrainingArguments
 
-from skipstone.forms import Part, first_fault, mapping
+from skipstone.settings_files import Part, first_fault, mapping
 from skipstone.train.data.sources import Source, from_folder
 from skipstone.train.layerskip.objective import CHUNK
-from skipstone.train.layerskip.recipe import PRESETS, EarlyExitLoss, LayerDropout, LayerSkipRecipe
+from skipstone.train.layerskip.schedules import PRESETS, EarlyExitLoss, LayerDropout, LayerSkipRecipe
 
 DECIDING = (
     *("max_steps", "per_device_train_batch_size", "gradient_accumulation_steps", "train_sampling_strategy", "data_seed"),
@@ -32,8 +32,8 @@ NO_EFFECT = {
 class LayerSkipArguments(TrainingArguments):
     """transformers' TrainingArguments and the recipe's.
 
-    dropout, exits: see recipe.py. muon_learning_rate: Muon for the layers' matrices at this rate, AdamW at `learning_rate` for
-    the rest; None leaves the choice of optimiser to transformers. loss_chunk: positions whose logits exist at once.
+    dropout, exits: see schedules.py. muon_learning_rate: Muon for the layers' matrices at this rate, AdamW at `learning_rate`
+    for the rest; None leaves the choice of optimiser to transformers. loss_chunk: positions whose logits exist at once.
     eval_exits: exit layers E that evaluations report, None for all. ValueError for what cannot be, and for what would be
     ignored.
     """
@@ -139,7 +139,7 @@ class Data(Part):
 
 
 class Recipe(Part):
-    """A training run. preset: where dropout, exits and schedule come from unless given (recipe.PRESETS). training: fields of
+    """A training run. preset: where dropout, exits and schedule come from unless given (schedules.PRESETS). training: fields of
     transformers' TrainingArguments and of LayerSkipArguments. teacher: a model (folder or hub id) whose distribution takes the
     place of the labels: the way to a draft model. decoding: the trained model's `generation_config.skipstone`.
     dtype: what the finished model's weights are saved in; they are trained in float32."""

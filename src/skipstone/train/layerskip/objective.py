@@ -20,7 +20,7 @@ from transformers.modeling_outputs import CausalLMOutput
 from skipstone.models.modules import DecoderModules
 from skipstone.train.data.rows import IGNORED, shifted
 from skipstone.train.layerskip.dropout import forwards_replaced, kept_rows, layers_recorded
-from skipstone.train.layerskip.recipe import LayerSkipRecipe
+from skipstone.train.layerskip.schedules import LayerSkipRecipe
 
 CHUNK = 4096  # positions whose logits exist at once
 

@@ -1,7 +1,7 @@
 """`LayerSkipTrainer`: transformers' Trainer with LayerSkip's loss, exact resume and a report on every exit.
 
-What the paper adds to training is in recipe.py, dropout.py and objective.py; what remains (data loading, mixed precision, DDP,
-FSDP, DeepSpeed, schedulers, gradient accumulation) is transformers' and accelerate's.
+What the paper adds to training is in schedules.py, dropout.py and objective.py; what remains (data loading, mixed precision,
+DDP, FSDP, DeepSpeed, schedulers, gradient accumulation) is transformers' and accelerate's.
 """
 
 import json
@@ -21,7 +21,7 @@ from skipstone.train import checkpoint
 from skipstone.train.layerskip.arguments import LayerSkipArguments
 from skipstone.train.layerskip.metrics import exit_quality
 from skipstone.train.layerskip.objective import Objective
-from skipstone.train.layerskip.recipe import LayerSkipRecipe
+from skipstone.train.layerskip.schedules import LayerSkipRecipe
 
 TALLY = "tally.json"  # in a checkpoint: what the next log entry will be a mean of
 _TORCH_WRITER = ("PytorchStreamWriter", "inline_container")

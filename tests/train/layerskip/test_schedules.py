@@ -12,7 +12,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from skipstone.train.layerskip.recipe import (
+from skipstone.train.layerskip.schedules import (
     PRESETS,
     EarlyExitLoss,
     LayerDropout,
