@@ -23,7 +23,7 @@ import torch
 
 import skipstone
 from skipstone import AdaDecode, Autoregressive
-from skipstone.methods.adadecode import heads as exit_heads
+from skipstone.methods.adadecode.heads import load_heads
 from skipstone.models.kvstore import KVStore
 from skipstone.models.layered import LayeredModel
 from skipstone.models.passes import Pass
@@ -46,7 +46,7 @@ def main() -> None:
     costs = Costs(LayeredModel(model), given.heads)
     files = [[json.loads(line)["prompt"] for line in path.read_text().splitlines()] for path in given.prompts]
     texts = [text for turn in itertools.zip_longest(*files) for text in turn if text is not None][: given.count]
-    seconds, tokens, turns = Counter[str](), Counter[str](), Counter[str]()
+    seconds, tokens, turns = defaultdict[str, float](float), Counter[str](), Counter[str]()
     for index, text in enumerate(texts):
         ids = tokenizer(text, return_tensors="pt")["input_ids"][0][:512]
         order: list[tuple[str, Any]] = [("plain", Autoregressive()), ("adadecode", method)]
@@ -82,7 +82,7 @@ class Costs:
     """Seconds of passes, timed in turns."""
 
     def __init__(self, model: LayeredModel, heads: str) -> None:
-        self.model, self.heads = model, exit_heads.load(heads, model)
+        self.model, self.heads = model, load_heads(heads, model)
         self.store = KVStore(1, model.depth, PLACE + 32)
         self.store.reserve(PLACE + 32)
         self.seen: dict[Any, list[float]] = defaultdict(list)
@@ -91,6 +91,7 @@ class Costs:
     def time(self, passes: list[list[int]]) -> None:
         """Every kind of pass once more."""
         kinds = {(low, high, width) for low, high, width, _ in passes} | {(0, self.model.depth, 1)}
+        hidden = self.model.embed(torch.zeros((1, 1), dtype=torch.int64), torch.zeros((1, 1), dtype=torch.int64))
         for low, high, width in sorted(kinds):
             places = torch.arange(PLACE, PLACE + width)[None]
             at = Pass(places, places, None, slice(0, 1), PLACE + width, PLACE)

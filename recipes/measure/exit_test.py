@@ -16,7 +16,7 @@ from typing import Any
 import torch
 
 import skipstone
-from skipstone.methods.adadecode.heads import ExitHeads, card_of
+from skipstone.methods.adadecode.heads import ExitHeads, new_card
 from skipstone.models.layered import LayeredModel
 from skipstone.synthetic import surrogate
 
@@ -27,7 +27,7 @@ TURNS = 60
 def costs(model: Any) -> tuple[float, float]:
     """Seconds of an LM-head pass and of a test, of one row."""
     layered = LayeredModel(model)
-    heads = ExitHeads(card_of(layered, (1,), "square")).to(layered.device, layered.dtype)
+    heads = ExitHeads(new_card(layered, (1,), "square")).to(layered.device, layered.dtype)
     place = torch.zeros((1, 1), dtype=torch.int64, device=layered.device)
     hidden = layered.embed(place, place)
     taken: tuple[list[float], list[float]] = ([], [])

@@ -11,7 +11,7 @@ import json
 from pathlib import Path
 from typing import Any
 
-from skipstone.methods.adadecode.heads import CARD, HeadsCard, parameters
+from skipstone.methods.adadecode.heads import CARD, ExitHeads, HeadsCard
 
 
 def card(folder: Path) -> HeadsCard:
@@ -32,7 +32,7 @@ def main() -> None:
     cards = {folder: card(folder) for folder in parser.parse_args().folders}
     quality, times = [], []
     for folder, one in cards.items():
-        size = parameters(one.kind, len(one.layers), one.hidden_size, one.vocab_size, one.rank)
+        size = sum(weight.numel() for weight in ExitHeads(one).parameters())
         for layer, after in one.metrics.items():
             before = after["before"]
             pairs = [f"{before[name]:.3f} -> {after[name]:.3f}" for name in ("divergence", "agreement", "sure", "right")]

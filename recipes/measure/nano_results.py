@@ -35,7 +35,7 @@ from skipstone.train.layerskip.metrics import exit_quality
 
 sys.path.insert(0, str(Path(__file__).parent))
 sys.path.insert(0, str(Path(__file__).parents[1] / "data"))
-import commands
+import commands  # type: ignore[import-not-found]
 import nano_python
 
 EXITS = (3, 4, 6, 12, 18)
@@ -63,7 +63,7 @@ def exits(model: str, twin: str | None, recipe: Path, data_dir: Path | None, row
     for name, folder in folders.items():
         network, tokenizer = skipstone.load(folder, dtype=torch.float32)
         for source, own in documents.items():
-            packed = pack(own, tokenizer, made.data.length, made.seed, tokenizer.eos_token_id)[:rows]
+            packed = pack(own, tokenizer, made.data.length, made.seed, int(str(tokenizer.eos_token_id)))[:rows]
             quality = exit_quality(network, TokenRows(packed), 8)
             predicted = packed[:, 1:][packed[:, 1:] >= 0].tolist()
             letters = tokenizer.convert_ids_to_tokens(predicted, skip_special_tokens=True)  # a letter stands for a byte
@@ -184,7 +184,7 @@ def parse(model: str, recipe: Path, data_dir: Path | None, count: int, temperatu
                 out = skipstone.generate(network, torch.tensor([ids]), None, max_new_tokens=PARSED_TOKENS, **options)
                 assert out.new_tokens is not None
                 tokens = out.new_tokens[0]
-            good += nano_python.parses(prefix, tokenizer.decode(tokens, skip_special_tokens=True))
+            good += nano_python.parses(prefix, str(tokenizer.decode(tokens, skip_special_tokens=True)))
             shares.append(repeated_share(ids, tokens))
         name = "the files themselves" if temperature is None else f"T = {temperature:g}"
         rows[name] = {"parse": good, "median_repeated_8_grams": statistics.median(shares)}

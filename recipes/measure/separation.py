@@ -42,7 +42,7 @@ class Looking(AdaSDSession):
     def _update(self, draft: Draft, verdict: Verdict) -> None:
         super()._update(draft, verdict)
         assert self._distances is not None
-        entropies, kept = torch.stack(self._entropies, 1), int(verdict.accepted[0])
+        entropies, kept = torch.stack(self._draft_entropies, 1), int(verdict.accepted[0])
         for place in range(min(kept + 1, int(draft.valid.sum()))):
             self.seen.append((place < kept, float(entropies[0, place]), float(self._distances[0, place])))
 

@@ -75,6 +75,7 @@ def main() -> None:
         watch.seconds = 0.0
         for name, method in order if index % 2 else reversed(order):
             out = skipstone.generate(model, ids, method, max_new_tokens=given.tokens, do_sample=False)
+            assert out.new_tokens is not None
             part[name] = (out.new_tokens[0], out.stats)
         if part["plain"][0] != part["swift"][0]:
             print(f"prompt {index}: the texts differ; `skipstone check` tells a tie from a bug")

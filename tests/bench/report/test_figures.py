@@ -12,7 +12,8 @@ from typing import Any
 import pytest
 
 from skipstone.bench.journal import Journal
-from skipstone.bench.report import compare, figures, report, tables
+from skipstone.bench.report import compare, report, tables
+from skipstone.bench.report import groups as figures
 from skipstone.bench.report.groups import expectation, groups, own_figures
 from skipstone.decoding.draft import Step
 from skipstone.decoding.stats import Stats
