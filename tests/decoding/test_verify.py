@@ -79,7 +79,7 @@ def committed(verdict: Verdict) -> list[int]:
 @given(distributions(6), st.integers(1, 3))
 def test_leviathan_on_a_drawn_chain_has_the_exact_law(rows: list[list[float]], width: int) -> None:
     vocab, target, drafter = len(rows[0]), contextual(rows[:3]), contextual(rows[3:])
-    if vocab**width > 64:
+    if vocab**width > 27:
         width = 2
 
     def step(chooser: Chooser) -> tuple[int, ...]:
