@@ -19,14 +19,16 @@ demo: $(STAMP)  ## MODEL=path or hub id: the same text twice, plainly and with L
 	@$(BIN)/skipstone demo $(MODEL)
 
 PYTEST := $(BIN)/python -m pytest -n $(WORKERS) --dist worksteal
-quick: $(STAMP)  ## the inner loop, under a minute: the rooms that decide the text
-	$(PYTEST) -m "not slow" tests/decoding tests/models tests/hf/test_options.py tests/methods/test_spelling.py
+QUICK := $(patsubst %,tests/decoding/test_%.py,decode enumeration noise sampling stats trees verify walk) \
+	$(patsubst %,tests/models/test_%.py,frontier kvstore layers masks) tests/hf/test_options.py tests/methods/test_spelling.py
+quick: $(STAMP)  ## the inner loop, under a minute: the loop, its rules and its law, the layers and their store
+	$(PYTEST) -m "not slow" $(QUICK)
 
 test: $(STAMP)  ## the suite without the full product, under four minutes on two cores; prints its ten slowest
 	$(PYTEST) -m "not slow" --durations=10
 
 test-rest: $(STAMP)  ## what `make test` leaves out
-	$(PYTEST) -m slow
+	$(PYTEST) -m slow --durations=10
 
 test-all: $(STAMP)  ## every method x every family x every setting
 	$(PYTEST)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gc
+
 import pytest
 
 
@@ -11,3 +13,9 @@ def pytest_configure(config: pytest.Config) -> None:
         import torch
 
         torch.set_num_threads(1)
+
+
+def pytest_collection_finish() -> None:
+    """What was imported stays: the collector of garbage need not look through it again and again."""
+    gc.collect()
+    gc.freeze()

@@ -36,10 +36,10 @@ def test_killed_again_and_again_it_loses_nothing(tmp_path: Path, kills: int) -> 
     path.parent.mkdir()
     for _ in range(kills):
         before = [line["number"] for line in journal.read(path) if line["kind"] == "prompt"] if path.exists() else []
-        assert in_processes(write_all, (path, dice.randrange(1, 8), tmp_path / "note")) == [-9]
+        assert in_processes(write_all, (path, dice.randrange(1, 8), tmp_path / "note"), start="fork") == [-9]
         after = [line["number"] for line in journal.read(path) if line["kind"] == "prompt"] if path.exists() else []
         assert after[: len(before)] == before
-    assert in_processes(write_all, (path, None, tmp_path / "note")) == [0]
+    assert in_processes(write_all, (path, None, tmp_path / "note"), start="fork") == [0]
     lines = journal.read(path)
     assert [line["number"] for line in lines if line["kind"] == "prompt"] == list(range(COUNT))
     assert lines[0]["plan"] == {"models": ["a"], "seed": 0, "lengths": [2, 4]}

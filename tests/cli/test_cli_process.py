@@ -8,6 +8,7 @@ import os
 import signal
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -17,16 +18,34 @@ import skipstone
 from tests.helpers.commandline import LAYERSKIP, PROMPT, expected, run
 
 
-def test_interrupted_json_holds_what_there_is(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    real = skipstone.stream
+@pytest.fixture
+def interrupted(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Ctrl-C before the fifth step. A shell that runs the tests in the background has them ignore it."""
+    real, before = skipstone.stream, signal.signal(signal.SIGINT, signal.default_int_handler)
 
     def impatient(*arguments: Any, **options: Any) -> Any:
         for number, step in enumerate(real(*arguments, **options)):
             if number == 4:
-                raise KeyboardInterrupt
+                signal.raise_signal(signal.SIGINT)
             yield step
 
     monkeypatch.setattr(skipstone, "stream", impatient)
+    yield
+    signal.signal(signal.SIGINT, before)
+
+
+@pytest.mark.usefixtures("interrupted")
+def test_interrupted_it_prints_what_there_is_and_exits_with_130(folder: Path) -> None:
+    result = run("generate", folder, "--prompt", PROMPT, "--max-new-tokens", 24, *LAYERSKIP, "--stats")
+    assert result.exit_code == 130
+    assert 4 <= len(result.stdout.rstrip("\n")) < len(expected(folder)[1])
+    assert expected(folder)[1].startswith(result.stdout.rstrip("\n"))
+    assert "ended by interrupted" in result.stderr
+    assert "Traceback" not in result.stderr
+
+
+@pytest.mark.usefixtures("interrupted")
+def test_interrupted_json_holds_what_there_is(folder: Path) -> None:
     result = run("generate", folder, "--prompt", PROMPT, "--max-new-tokens", 24, *LAYERSKIP, "--json")
     assert result.exit_code == 130
     found, whole = json.loads(result.stdout), expected(folder)[0]
@@ -55,6 +74,7 @@ def test_text_goes_through_pipes_untouched(folder: Path) -> None:
     assert b"tokens/s" in err
 
 
+@pytest.mark.slow  # and in this process above
 def test_ctrl_c_prints_what_there_is_and_exits_with_130(folder: Path) -> None:
     process = _start("generate", folder, *LAYERSKIP, "--prompt", PROMPT, "--max-new-tokens", 100_000, "--ignore-eos", "--stats")
     assert process.stdout is not None

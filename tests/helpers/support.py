@@ -38,16 +38,19 @@ def margin(model: PreTrainedModel, prompt: Tensor, **options: Any) -> tuple[list
     return output.sequences[0, len(prompt) :].tolist(), smallest
 
 
-def references(name: str, rows: int, **options: Any) -> tuple[list[Tensor], list[list[int]], int]:
-    """Ragged prompts of a family whose greedy references are no near-ties: (prompts, references, how many were dropped)."""
-    return _references(name, rows, json.dumps(options))
+def references(name: str, rows: int, *, asked: int = 1, **options: Any) -> tuple[list[Tensor], list[list[int]], int]:
+    """Ragged prompts of a family whose greedy references are no near-ties: (prompts, references, how many were dropped).
+
+    asked: the prompts' seed.
+    """
+    return _references(name, rows, asked, json.dumps(options))
 
 
 @functools.cache
-def _references(name: str, rows: int, options: str) -> tuple[list[Tensor], list[list[int]], int]:
+def _references(name: str, rows: int, asked: int, options: str) -> tuple[list[Tensor], list[list[int]], int]:
     model, dropped = families.cached(name), 0
     prompts, expected = [], []
-    for prompt in families.prompts(rows + 3, longest=21 + 7 * rows):
+    for prompt in families.prompts(rows + 3, longest=21 + 7 * rows, seed=asked):
         tokens, smallest = margin(model, prompt, **json.loads(options))
         if smallest < TIE:
             dropped += 1
@@ -59,14 +62,17 @@ def _references(name: str, rows: int, options: str) -> tuple[list[Tensor], list[
     return prompts, expected, dropped
 
 
-def plainly(name: str, rows: int, **options: Any) -> tuple[list[Tensor], list[list[int]]]:
-    """Ragged prompts of a family and what our own plain decoding says to them, for options that JSON can name."""
-    return _plainly(name, rows, json.dumps(options))
+def plainly(name: str, rows: int, *, asked: int = 1, **options: Any) -> tuple[list[Tensor], list[list[int]]]:
+    """Ragged prompts of a family and what our own plain decoding says to them, for options that JSON can name.
+
+    asked: the prompts' seed.
+    """
+    return _plainly(name, rows, asked, json.dumps(options))
 
 
 @functools.cache
-def _plainly(name: str, rows: int, options: str) -> tuple[list[Tensor], list[list[int]]]:
-    prompts = families.prompts(rows)
+def _plainly(name: str, rows: int, asked: int, options: str) -> tuple[list[Tensor], list[list[int]]]:
+    prompts = families.prompts(rows, seed=asked)
     output = decode(families.cached(name), prompts, skipstone.Autoregressive(), **json.loads(options))
     assert output.new_tokens is not None
     return prompts, output.new_tokens

@@ -118,13 +118,17 @@ def digest(model: torch.nn.Module) -> str:
     return hashlib.sha256(b"".join(value.contiguous().numpy().tobytes() for value in weights(model).values())).hexdigest()
 
 
-def in_processes(target: Callable[..., None], *tasks: tuple[Any, ...], timeout: float = 120) -> list[int | None]:
+def in_processes(
+    target: Callable[..., None], *tasks: tuple[Any, ...], start: str = "forkserver", timeout: float = 120
+) -> list[int | None]:
     """Run target(*task) in one process for each task, all at once. Returns the exit codes; -9 is a kill.
 
-    The processes are forked from one that has imported everything, so that each costs little.
+    The processes are forked from one that has imported everything, so that each costs little. start: "fork" forks this process,
+    which costs least; for a target that computes nothing with torch.
     """
-    context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(PRELOADED)
+    context: Any = multiprocessing.get_context(start)
+    if start == "forkserver":
+        context.set_forkserver_preload(PRELOADED)
     processes = [context.Process(target=_guarded, args=(target, task)) for task in tasks]
     for process in processes:
         process.start()

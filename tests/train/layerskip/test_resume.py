@@ -44,6 +44,7 @@ KINDS: dict[str, dict[str, Any]] = {
 BEFORE_THE_RENAME = "os.rename RUN/.partial/checkpoint-"
 AFTER_THE_RENAME = "open RUN None"  # the run's folder is flushed
 IN_THE_ROTATION = "os.rename RUN/checkpoint-"
+NAMED = (IN_THE_ROTATION, BEFORE_THE_RENAME, AFTER_THE_RENAME)
 
 
 def made(folder: Path, kind: str, **more: Any) -> Any:
@@ -82,11 +83,15 @@ def train(folder: Path, kind: str, moment: int | str | None) -> None:
 
 
 @pytest.mark.parametrize(
-    ("kind", "drawn"), all_but([("adamw, rotational", 0)], [(kind, drawn) for kind in KINDS for drawn in (0, 7)])
+    ("kind", "chosen", "drawn"),
+    all_but(
+        [("adamw, rotational", 1, 0)],
+        [(kind, chosen, drawn) for kind in KINDS for chosen, drawn in ((1, 0), (len(NAMED), 0), (len(NAMED), 7))],
+    ),
 )
-def test_killed_at_random_moments(tmp_path: Path, kind: str, drawn: int) -> None:
-    """At three that are chosen, so that no run of the dice misses them, and at others that are drawn."""
-    dice, named = random.Random(kind), (BEFORE_THE_RENAME, AFTER_THE_RENAME, IN_THE_ROTATION)
+def test_killed_at_random_moments(tmp_path: Path, kind: str, chosen: int, drawn: int) -> None:
+    """At some that are chosen, so that no run of the dice misses them, and at others that are drawn."""
+    dice, named = random.Random(kind), NAMED[:chosen]
     moments: list[int | str] = [*named, *(dice.randrange(1, 70) for _ in range(drawn))]
     dice.shuffle(moments)
     whole, run = tmp_path / "whole", tmp_path / "run"
