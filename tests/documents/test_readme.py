@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import contextlib
+import io
 import re
 import shlex
 import sys
 import tomllib
 from importlib.metadata import entry_points
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -45,8 +48,16 @@ def skipstone_commands() -> list[list[str]]:
     return [words[1:] for words in commands() if Path(words[0]).name == "skipstone"]
 
 
-def test_python_runs_and_drafting_leaves_the_text_alone(checkpoint):
-    run = run_python(README, checkpoint)
+@pytest.fixture(scope="module")
+def executed(checkpoint) -> tuple[dict[str, Any], str]:
+    """What the README's Python leaves behind, and what it prints."""
+    with contextlib.redirect_stdout(io.StringIO()) as printed:
+        run = run_python(README, checkpoint)
+    return run, printed.getvalue()
+
+
+def test_python_runs_and_drafting_leaves_the_text_alone(executed):
+    run, _ = executed
     model, tokenizer, out = run["model"], run["tokenizer"], run["out"]
     plain = skipstone.generate(model, "def fibonacci(n):", "autoregressive", tokenizer=tokenizer, max_new_tokens=TOKENS)
     assert out.text == plain.text
@@ -57,10 +68,9 @@ def test_python_runs_and_drafting_leaves_the_text_alone(checkpoint):
     assert "generate" not in vars(model), "disable gives model.generate back"
 
 
-def test_stream_snippet_names_every_origin_that_occurs(checkpoint, capsys):
-    run_python(README, checkpoint)
+def test_stream_snippet_names_every_origin_that_occurs(executed):
+    _, printed = executed
     (remark,) = (line for block in blocks(README, "python") for line in block.code.splitlines() if "# origin:" in line)
-    printed = capsys.readouterr().out
     for origin in ("prefill", "draft", "recovered", "bonus"):
         assert f'"{origin}"' in remark
     seen = {word for word in ("prefill", "draft", "recovered", "bonus") if f"'{word}'" in printed}
