@@ -24,18 +24,18 @@ if TYPE_CHECKING:
     from skipstone.hf.generation import Output as Output
     from skipstone.loading import load as load
     from skipstone.methods import METHODS as METHODS
-    from skipstone.methods.adadecode.adadecode import AdaDecode as AdaDecode
+    from skipstone.methods import AdaDecode as AdaDecode
+    from skipstone.methods import AdaSD as AdaSD
+    from skipstone.methods import Autoregressive as Autoregressive
+    from skipstone.methods import EarlyExit as EarlyExit
+    from skipstone.methods import Jacobi as Jacobi
+    from skipstone.methods import LayerSkip as LayerSkip
+    from skipstone.methods import Lookahead as Lookahead
+    from skipstone.methods import PromptLookup as PromptLookup
+    from skipstone.methods import SelfSpeculative as SelfSpeculative
+    from skipstone.methods import Speculative as Speculative
+    from skipstone.methods import Swift as Swift
     from skipstone.methods.adadecode.heads import ExitHeads as ExitHeads
-    from skipstone.methods.adasd.adasd import AdaSD as AdaSD
-    from skipstone.methods.autoregressive import Autoregressive as Autoregressive
-    from skipstone.methods.early_exit import EarlyExit as EarlyExit
-    from skipstone.methods.jacobi import Jacobi as Jacobi
-    from skipstone.methods.layerskip import LayerSkip as LayerSkip
-    from skipstone.methods.lookahead import Lookahead as Lookahead
-    from skipstone.methods.prompt_lookup import PromptLookup as PromptLookup
-    from skipstone.methods.self_speculative import SelfSpeculative as SelfSpeculative
-    from skipstone.methods.speculative import Speculative as Speculative
-    from skipstone.methods.swift.swift import Swift as Swift
     from skipstone.models.layered import LayeredModel as LayeredModel
 
 __version__ = "0.1.0"

@@ -97,6 +97,15 @@ def places_of_modules_and_parameters() -> None:
     assert vars(module)["_modules"] is module._modules
 
 
+def version_of_a_parameter() -> None:
+    """It counts what was written in place, which is how a fingerprint knows that weights have changed."""
+    weight = torch.nn.Linear(2, 2).weight
+    before = weight._version
+    with torch.no_grad():
+        weight.add_(1)
+    assert weight._version > before
+
+
 def special_token_tensors() -> None:
     config = prepared(eos_token_id=[4, 9], pad_token_id=2, max_new_tokens=3)["config"]
     assert config._eos_token_tensor.tolist() == [4, 9]
@@ -138,6 +147,7 @@ PRIVATE: dict[str, Callable[[], None]] = {
     "_attn_implementation": attention_implementation,
     "_modules": places_of_modules_and_parameters,
     "_parameters": places_of_modules_and_parameters,
+    "_version": version_of_a_parameter,
     "_pad_token_tensor": special_token_tensors,
     "_eos_token_tensor": special_token_tensors,
     "_is_stateful": stateful_models,

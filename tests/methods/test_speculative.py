@@ -120,8 +120,8 @@ def test_steps_without_drafts_are_caught_up_with(model: Any, draft: Any) -> None
     method, layered = Speculative(draft, 3), LayeredModel(model)
     decoder = start(method, layered, [Request(prompt(5), 40), Request(prompt(8, 1), 40)])
     alone = [start(method, layered, [Request(prompt(5), 40)]), start(method, layered, [Request(prompt(8, 1), 40)])]
-    limits, turn = decoder._limits, 0
-    decoder._limits = lambda: [0 if turn % 5 else limits()[0], limits()[1]]  # type: ignore[method-assign]
+    drafts, turn = decoder.session.draft, 0
+    decoder.session.draft = lambda limit: drafts([0 if turn % 5 else limit[0], limit[1]])  # type: ignore[method-assign]
     texts: list[list[int]] = [[], []]
     behind: set[int] = set()
     while decoder.busy:

@@ -30,6 +30,11 @@ class KVStore:
         self.keys: list[Tensor | None] = [None] * layers
         self.values: list[Tensor | None] = [None] * layers
 
+    @property
+    def trash(self) -> int:
+        """The slot that invalid entries write to."""
+        return self.capacity
+
     def reserve(self, slots: int) -> None:
         """Make room for `slots` slots a row. ValueError beyond the limit that the store was made for."""
         if slots <= self.capacity:
@@ -88,7 +93,7 @@ class PassView:
         self.store, self.at = store, at
         self.slots = at.slots
         if at.valid is not None:
-            self.slots = torch.where(at.valid, at.slots, store.capacity)  # to the trash
+            self.slots = torch.where(at.valid, at.slots, store.trash)
         self.row_index: Tensor | None = None
         if at.first_slot is None:
             self.row_index = torch.arange(at.rows.start, at.rows.stop, device=at.slots.device)[:, None]
