@@ -72,8 +72,9 @@ def main() -> None:
     draft, _ = skipstone.load(given.draft, dtype=torch.float32)
     found: dict[str, Any] = {}
     print("| held-out | tokens | same first choice | accepted | KL (nats) |\n| --- | --- | --- | --- | --- |")
+    eos: Any = tokenizer.eos_token_id
     for source, own in documents.items():
-        rows = pack(own, tokenizer, made.data.length, made.seed, int(str(tokenizer.eos_token_id)))[: given.rows]
+        rows = pack(own, tokenizer, made.data.length, made.seed, eos)[: given.rows]
         one = found[source] = agreement(target, draft, rows)
         print(f"| {source} | {one['tokens']:.0f} | {one['same_first_choice']:.2f} | {one['accepted']:.2f} | {one['kl']:.2f} |")
     seconds = step_seconds({"target": target, "draft": draft})

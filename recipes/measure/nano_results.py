@@ -62,8 +62,9 @@ def exits(model: str, twin: str | None, recipe: Path, data_dir: Path | None, row
     found: dict[str, Any] = {}
     for name, folder in folders.items():
         network, tokenizer = skipstone.load(folder, dtype=torch.float32)
+        eos: Any = tokenizer.eos_token_id
         for source, own in documents.items():
-            packed = pack(own, tokenizer, made.data.length, made.seed, int(str(tokenizer.eos_token_id)))[:rows]
+            packed = pack(own, tokenizer, made.data.length, made.seed, eos)[:rows]
             quality = exit_quality(network, TokenRows(packed), 8)
             predicted = packed[:, 1:][packed[:, 1:] >= 0].tolist()
             letters = tokenizer.convert_ids_to_tokens(predicted, skip_special_tokens=True)  # a letter stands for a byte

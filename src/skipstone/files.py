@@ -14,7 +14,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from types import TracebackType
-from typing import Any
+from typing import Any, Self
 
 DISCARDED = ".discarded"  # the name of a folder that is being removed
 
@@ -204,7 +204,7 @@ class LineFile:
         """Let others write."""
         self._file.close()
 
-    def __enter__(self) -> "LineFile":
+    def __enter__(self) -> Self:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:

@@ -13,7 +13,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTra
 from skipstone.assets import NANO
 
 BUNDLED = "skipstone-nano"
-LAYER = re.compile(r"\b(?:layers|h)\.(\d+)\.")  # A parameter's name inside a layer list, with the layer's number
+LAYER = re.compile(r"\b(?:layers|h)\.(\d+)\.")  # a parameter's name inside a layer list, with the layer's number
 
 
 def load(

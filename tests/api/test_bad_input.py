@@ -69,7 +69,7 @@ TABLE: dict[str, Wrong] = {
     "threshold not a number": Wrong(r"in \[0, 1\].*found nan", method=LayerSkip(2, confidence_threshold=float("nan"))),
     "threshold a bool": Wrong(r"in \[0, 1\].*found True", method=LayerSkip(2, confidence_threshold=True)),
     "threshold an unknown word": Wrong(
-        r'"adaptive" or none, found \'clever\'',
+        r'"adaptive" or None, found \'clever\'',
         method=LayerSkip(2, confidence_threshold="clever"),  # type: ignore[arg-type]
     ),
     "unknown rule": Wrong(

@@ -308,7 +308,7 @@ def test_pairs_that_cannot_be_are_one_sentence(tmp_path: Path, model: Any, draft
     refused(Speculative(draft, confidence_threshold=0.4), 'confidence_threshold goes with schedule="confidence"', target=model)
     refused(AdaSD(draft, 0), "max_window must be at least 1, found 0", target=model)
     refused(AdaSD(draft, fixed_window=0), "fixed_window must be at least 1, found 0", target=model)
-    refused(AdaSD(draft, variant="D"), 'variant must be "A", "B", "C" or none, found', target=model)  # type: ignore[arg-type]
+    refused(AdaSD(draft, variant="D"), 'variant must be "A", "B", "C" or None, found', target=model)  # type: ignore[arg-type]
     refused(AdaSD(draft, variant="A", relaxed=False), "it goes with relaxed=True", target=model)
     refused(AdaSD(draft, relaxed=1), "relaxed must be true or false, found 1", target=model)  # type: ignore[arg-type]
 

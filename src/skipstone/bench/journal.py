@@ -122,6 +122,3 @@ class Journal(LineFile):
     def lines_of(self, kind: str) -> Iterator[Line]:
         """All lines of a kind."""
         return (line for line in self.lines if line["kind"] == kind)
-
-    def __enter__(self) -> "Journal":
-        return self

@@ -218,7 +218,7 @@ def line_up(wishes: Sequence[Wish], model: PreTrainedModel, tune: bool) -> tuple
                     f"{name} may change the text, so a choice by speed would be none: name every setting as a method of its "
                     "own with a label=..."
                 )
-        sampled, lossless = (all(getattr(one, of, True) for one in engines) for of in ("sampled", "lossless"))
+        sampled, lossless = all(getattr(one, "sampled", True) for one in engines), all(one.lossless for one in engines)
         found.append(Entrant(label(wish), name, tuple(engines), sampled, lossless))
     return found, refused
 

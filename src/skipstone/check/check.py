@@ -177,7 +177,7 @@ class Checker:
         self.judge = Judge(model)
         self.plain: list[list[int]] = []  # greedy texts of plain decoding
         self.finding = Finding("")  # of the probe that runs
-        self.greedily: dict[str, Any] = {"max_new_tokens": scale.max_new_tokens, "do_sample": False}
+        self.greedy_options: dict[str, Any] = {"max_new_tokens": scale.max_new_tokens, "do_sample": False}
         layered, longest = LayeredModel(model), max(map(len, self.prompts))
         method.check(layered)
         laws.ready()
@@ -231,7 +231,9 @@ class Checker:
         kind: Any = type(self.model)
         for number, prompt in enumerate(self.prompts):
             ids = prompt[None].to(self.model.device)
-            expected = kind.generate(self.model, ids, attention_mask=torch.ones_like(ids), **self.greedily)[0, len(prompt) :]
+            expected = kind.generate(self.model, ids, attention_mask=torch.ones_like(ids), **self.greedy_options)[
+                0, len(prompt) :
+            ]
             self.plain.append(self._greedy("autoregressive", prompt))
             self._compare(number, prompt, expected.tolist(), self.plain[-1])
 
@@ -244,7 +246,7 @@ class Checker:
         """Prompts of different lengths at once."""
         for start in range(0, len(self.prompts), BATCH):
             part = _uneven(self.prompts[start : start + BATCH])
-            texts = self._generate(self.method, part, self.greedily)
+            texts = self._generate(self.method, part, self.greedy_options)
             for number, (prompt, found) in enumerate(zip(part, texts, strict=True), start):
                 self._compare(number, prompt, self._greedy("autoregressive", prompt), found)
 
@@ -372,7 +374,7 @@ class Checker:
     # ---------------------------------------------------------------------------------------------- decoding
 
     def _greedy(self, method: Method | str, prompt: Tensor, **options: Any) -> list[int]:
-        return self._generate(method, [prompt], {**self.greedily, **options})[0]
+        return self._generate(method, [prompt], {**self.greedy_options, **options})[0]
 
     def _generate(
         self, method: Method | str, prompts: Sequence[Tensor], options: dict[str, Any], seed: list[int] | None = None

@@ -32,7 +32,15 @@ def _set_up(ctx: typer.Context, debug: bool) -> bool:
 
 
 Model = Annotated[str | None, typer.Argument(help="A folder or a hub id. Default: the bundled model.", metavar="MODEL")]
-Dtype = Annotated[str, typer.Option(help=f"One of {', '.join(DTYPES)}; auto is the checkpoint's.")]
+
+
+def _known_dtype(dtype: str) -> str:
+    if dtype not in DTYPES:
+        raise ValueError(f"--dtype must be one of {', '.join(DTYPES)}, found {dtype!r}")
+    return dtype
+
+
+Dtype = Annotated[str, typer.Option(help=f"One of {', '.join(DTYPES)}; auto is the checkpoint's.", callback=_known_dtype)]
 Device = Annotated[str, typer.Option(help="auto is cuda where there is one, else cpu.")]
 AsJson = Annotated[bool, typer.Option("--json", help="Print one JSON document instead.")]
 Debug = Annotated[bool, typer.Option("--debug", callback=_set_up, help="Show tracebacks.", hidden=True)]
@@ -56,9 +64,7 @@ def check_folder_of(*files: Path | None) -> None:
 
 
 def load(model: str | None, dtype: str, device: str, **options: Any) -> tuple[Any, Any]:
-    """The model, and its tokenizer. ValueError for a dtype that there is not."""
-    if dtype not in DTYPES:
-        raise ValueError(f"--dtype must be one of {', '.join(DTYPES)}, found {dtype!r}")
+    """The model, and its tokenizer."""
     import torch
 
     from skipstone import loading

@@ -1,4 +1,4 @@
-"""What is proposed, and what became of it: Draft -> Verdict on the device -> RowVerdict on the host.
+"""What is proposed, and what became of it: Draft -> Verdict on the device -> RowVerdict and Step on the host.
 
 Shapes: B rows, n draft tokens, V vocabulary. p is the target's processed distribution, q the draft's.
 """

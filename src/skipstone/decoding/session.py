@@ -20,7 +20,7 @@ from skipstone.models.layered import LayeredModel
 from skipstone.models.passes import Pass
 
 PREFILL_CHUNK = 512  # prompt tokens that a row runs in one pass, unless told
-Criterion = Callable[[Tensor, None], Tensor]  # A transformers StoppingCriteria: (ids [1, T], None) -> bool tensor [1]
+Criterion = Callable[[Tensor, None], Tensor]  # a transformers StoppingCriteria: (ids [1, T], None) -> bool tensor [1]
 
 
 @dataclass(frozen=True)

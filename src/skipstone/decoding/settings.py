@@ -13,15 +13,15 @@ from skipstone.models.layered import LayeredModel
 
 RejectionRule = Literal["standard", "coupled"]
 
+ANY_NUMBER = (-math.inf, math.inf)  # the lowest and the highest value where there is no limit
 _BOOLEANS = {"true": True, "yes": True, "on": True, "false": False, "no": False, "off": False}
 
 
-def setting(
-    default: Any, help: str, *, least: int = 1, within: tuple[float, float] = (-math.inf, math.inf), kw_only: bool = False
-) -> Any:
+def setting(default: Any, help: str, *, least: int = 1, within: tuple[float, float] = ANY_NUMBER, kw_only: bool = False) -> Any:
     """A field of a method: its default, and one line that says what it is, for `skipstone methods NAME`. least: of a whole
     number. within: the lowest and the highest value of any other number."""
-    return dataclasses.field(default=default, kw_only=kw_only, metadata={"help": help, "least": least, "within": within})
+    told = {"help": help, "least": least, "within": within}
+    return dataclasses.field(default=default, kw_only=kw_only, metadata={"skipstone": told})
 
 
 @dataclasses.dataclass(frozen=True)
@@ -33,8 +33,8 @@ class Setting:
     hint: Any
     default: Any
     help: str = ""
-    least: int = 1
-    within: tuple[float, float] = (-math.inf, math.inf)
+    least: float = -math.inf
+    within: tuple[float, float] = ANY_NUMBER
 
     @property
     def members(self) -> tuple[Any, ...]:
@@ -68,24 +68,25 @@ class Setting:
         raise ValueError(f"{self.name} takes {self.type}, found {text!r}")
 
     def check(self, value: Any) -> None:
-        """ValueError for a value that the setting cannot have. What texts, lists and objects may be, the method says."""
+        """ValueError for a value that the setting cannot have. What texts, lists, objects and values of mixed types (`int |
+        float`) may be is for the method to say."""
         choices = [choice for member in self.members if get_origin(member) is Literal for choice in get_args(member)]
         kinds = [member for member in self.members if get_origin(member) is not Literal and member is not NoneType]
-        if (value is None and NoneType in self.members) or (isinstance(value, str) and value in choices):
+        if (value is None and NoneType in self.members) or any(type(value) is type(one) and value == one for one in choices):
             return
-        if kinds == [int]:
+        fits, words, (low, high) = False, [], self.within
+        if kinds == [int] and not choices:
             whole_number(self.name, value, self.least)
-        elif kinds in ([], [bool], [float]):
-            low, high = self.within
-            fits, words = False, []
-            if kinds == [bool]:
-                fits, words = isinstance(value, bool), ["true", "false"]
-            elif kinds == [float]:
-                fits = isinstance(value, (int, float)) and not isinstance(value, bool) and low <= value <= high
-                words = ["a number" if high == math.inf else f"a number in [{low:g}, {high:g}]"]
-            if fits:
-                return
-            *more, last = [*words, *(f'"{choice}"' for choice in choices), *["none"] * (NoneType in self.members)]
+            return
+        if kinds == [bool]:
+            fits, words = isinstance(value, bool), ["true", "false"]
+        elif kinds == [float]:
+            fits = isinstance(value, (int, float)) and not isinstance(value, bool) and low <= value <= high
+            words = ["a number" if self.within == ANY_NUMBER else f"a number in [{low:g}, {high:g}]"]
+        elif kinds:
+            return
+        if not fits:
+            *more, last = [*words, *map(json.dumps, choices), *["None"] * (NoneType in self.members)]
             raise ValueError(f"{self.name} must be {', '.join(more)}{' or ' if more else ''}{last}, found {value!r}")
 
 
@@ -96,7 +97,7 @@ def settings_of(kind: type) -> dict[str, Setting]:
     found = {}
     for field in dataclasses.fields(kind):
         default = None if field.default is dataclasses.MISSING else field.default
-        found[field.name] = Setting(field.name, hints[field.name], default, **field.metadata)
+        found[field.name] = Setting(field.name, hints[field.name], default, **field.metadata.get("skipstone", {}))
     return found
 
 
@@ -147,7 +148,7 @@ def layer_numbers(name: str, value: Any) -> tuple[int, ...]:
     return tuple(layers)
 
 
-def whole_number(name: str, value: Any, least: int) -> None:
+def whole_number(name: str, value: Any, least: float) -> None:
     """ValueError unless value is an int (no bool) of at least `least`."""
     if isinstance(value, bool) or not isinstance(value, int):
         raise ValueError(f"{name} must be an integer, found {value!r}")

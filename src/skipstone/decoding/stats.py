@@ -107,14 +107,17 @@ class Stats:
 
     def summary(self) -> dict[str, Any]:
         """The figures as plain JSON values."""
-        counts = ("prefill_tokens", "steps", "drafting", "turns", "drafted", "draft_steps", "accepted", "overruled")
-        found: dict[str, Any] = {"new_tokens": self.tokens + self.prefill_tokens}
-        found |= {
-            name: getattr(self, name) for name in (*counts, "verified_nodes", "acceptance_rate", "mean_acceptance_length")
+        return {
+            "new_tokens": self.tokens + self.prefill_tokens,
+            **{name: getattr(self, name) for name in ("prefill_tokens", "steps", "drafting", "turns")},
+            **{name: getattr(self, name) for name in ("drafted", "draft_steps", "accepted", "overruled", "verified_nodes")},
+            "acceptance_rate": self.acceptance_rate,
+            "mean_acceptance_length": self.mean_acceptance_length,
+            "acceptance_histogram": {str(k): self.histogram[k] for k in sorted(self.histogram)},
+            "tokens_per_second": self.tokens_per_second,
+            **{name: getattr(self, name) for name in self.__dataclass_fields__ if name.startswith("seconds_")},
+            "probes": self.probes,
         }
-        found["acceptance_histogram"] = {str(count): self.histogram[count] for count in sorted(self.histogram)}
-        seconds = [name for name in self.__dataclass_fields__ if name.startswith("seconds_")]
-        return found | {name: getattr(self, name) for name in ("tokens_per_second", *seconds, "probes")}
 
     @classmethod
     def from_summary(cls, summary: Mapping[str, Any]) -> "Stats":

@@ -4,7 +4,6 @@ A test walks over the installed transformers' fields, so none is ever ignored si
 """
 
 from collections.abc import Mapping
-from pathlib import Path
 from typing import Any
 
 from transformers import GenerationConfig
@@ -89,8 +88,3 @@ def merged_fields(own: GenerationConfig, given: GenerationConfig | None, options
     if given is not None:
         fields |= {name: value for name, value in given.to_dict().items() if value is not None}
     return fields | {name: value for name, value in options.items() if name in FIELDS}
-
-
-def saved_field(folder: Path, name: str) -> Any:
-    """A field of the generation defaults of a model on the disk, None where they have none of that name."""
-    return getattr(GenerationConfig.from_pretrained(folder), name, None)

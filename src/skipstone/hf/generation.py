@@ -90,8 +90,8 @@ def complete(method: Method, call: Call, streamer: Any = None, record: bool = Fa
     if streamer is not None:
         streamer.end()
     _warn_if_slower(method, decoder, stacklevel=4)
-    told = {"new_tokens": new, "method": method.name, "lossless": method.lossless, "steps": kept if record else None}
-    output = Output(sequences=_sequences(call, new), stats=stats, **told)  # type: ignore[arg-type]
+    output = Output(sequences=_sequences(call, new), stats=stats, new_tokens=new)  # type: ignore[arg-type]
+    output.method, output.lossless, output.steps = method.name, method.lossless, kept if record else None
     width = max(map(len, new))
     if call.config.output_logits:
         output.logits = _per_token([step.logits for step in kept], len(new), width)

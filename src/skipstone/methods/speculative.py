@@ -45,9 +45,9 @@ class Speculative(DraftModelMethod):
     )
 
     def check(self, model: LayeredModel) -> None:
-        super().check(model)
         if self.confidence_threshold is not None and self.schedule != "confidence":
             raise ValueError(f'confidence_threshold goes with schedule="confidence", found schedule="{self.schedule}"')
+        super().check(model)
 
     def start(self, model: LayeredModel, rows: int, capacity: int) -> Session:
         return SpeculativeSession(self, model, self.draft_model_for(model), rows, capacity)

@@ -1,4 +1,4 @@
-"""How good the exits of a model are at given tokens: perplexity, and agreement with the last layer."""
+"""The states between layers while a model runs its own forward, and how good its exits are at given tokens."""
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager

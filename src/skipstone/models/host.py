@@ -1,4 +1,4 @@
-"""From the host to the device without waiting for it, and when to ask back."""
+"""From the host to the device without waiting for it, when to ask back, and prompts of several lengths as one batch."""
 
 from collections.abc import Sequence
 from typing import Any

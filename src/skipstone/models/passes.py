@@ -1,4 +1,4 @@
-"""One forward pass: which tokens, at which positions, into which slots, and who sees whom."""
+"""One forward pass: which tokens, at which positions, into which slots, who sees whom, and what is left out."""
 
 from dataclasses import dataclass, field
 

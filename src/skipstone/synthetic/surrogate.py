@@ -64,7 +64,7 @@ _LLAMA_2 = {"max_position_embeddings": 4096}
 
 
 def _llama(*shape: int, **more: Any) -> dict[str, Any]:
-    """A Llama's config. shape: the values of these keys."""
+    """A Llama's config. shape: vocabulary, hidden and intermediate size, layers, heads."""
     keys = ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads")
     return {**dict(zip(keys, shape, strict=True)), **more}
 

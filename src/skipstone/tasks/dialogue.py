@@ -19,7 +19,7 @@ VICUNA = (
 )
 """Stands before the turns where a chat is asked for and the model has no template: Vicuna's, as in Spec-Bench."""
 
-Said = tuple[str, str]  # A turn and its answer
+Said = tuple[str, str]  # a turn and its answer
 
 
 def digest(tokens: Sequence[int]) -> str:

@@ -15,6 +15,7 @@ import sys
 import time
 from typing import Any, NoReturn
 
+# CLONE_NEWUSER, CLONE_NEWNS, CLONE_NEWIPC, CLONE_NEWNET, CLONE_NEWPID
 NAMESPACES = 0x10000000 | 0x00020000 | 0x08000000 | 0x40000000 | 0x20000000  # unshare(2): user, mounts, IPC, network, PIDs
 MOUNT_SETATTR = 442  # number of the system call
 AT_FDCWD = -100  # paths are relative to the working directory

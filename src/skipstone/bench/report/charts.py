@@ -113,8 +113,8 @@ def _settings(group: Group) -> Any:
         return None
     figure, axes = _axes(name, "tokens/s while tuning")
     for label, line in group.tuned.items():
-        settings = [(trial["settings"].get(name), trial["tokens_per_second"]) for trial in line["trials"]]
-        if points := [point for point in settings if point[0] is not None]:
+        pairs = [(trial["settings"].get(name), trial["tokens_per_second"]) for trial in line["trials"]]
+        if points := [point for point in pairs if point[0] is not None]:
             axes.plot(*zip(*sorted(points, key=str), strict=True), "o", label=label)
     axes.legend()
     return figure
@@ -161,7 +161,7 @@ def _thresholds(group: Group) -> Any:
 
 
 def by_threshold(group: Group) -> dict[str, list[tuple[float, float]]]:
-    """Speed-up, early predictions and rejections: name -> (threshold, value) of the rows that differ in their threshold alone,
+    """AdaDecode, Figure 5: name -> (threshold, value) of the rows that differ in their threshold alone,
     without the guard, which moves it; empty with fewer than three."""
     families: dict[str, dict[float, tuple[float, float, float]]] = {}
     for label in group.labels:

@@ -167,7 +167,7 @@ def groups(lines: Sequence[Line]) -> list[Group]:
     found: dict[tuple[Any, ...], Group] = {}
     for line in (line for line in lines if line["kind"] in ("tuned", "exits", "prompt")):
         key = tuple(line[name] for name in CELL)
-        group = found.setdefault(key, Group(*key, about=about[line["model"]], seed=seed))
+        group = found.setdefault(key, Group(**dict(zip(CELL, key, strict=True)), about=about[line["model"]], seed=seed))
         if line["kind"] == "prompt":
             group.lines.append(line)
         elif line["kind"] == "exits":

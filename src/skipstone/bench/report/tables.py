@@ -190,8 +190,8 @@ def _overall(label: str, groups: Sequence[Group]) -> list[str]:
     if not shared:
         return [NONE, NONE]
     rates = []
-    for name in (label, None):
-        found = [group.figures(name or str(group.called(BASELINE)), group.shown()) for group in shared]
+    for plain in (False, True):
+        found = [group.figures(str(group.called(BASELINE)) if plain else label, group.shown()) for group in shared]
         rates.append(sum(one["tokens"] for one in found if one) / sum(one["seconds"] for one in found if one))
     return [number(rates[0]), number(rates[0] / rates[1], 2, "x")]
 

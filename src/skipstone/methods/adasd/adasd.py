@@ -56,9 +56,9 @@ class AdaSD(DraftModelMethod):
         return self.max_window if self.adaptive_length else self.fixed_window
 
     def check(self, model: LayeredModel) -> None:
-        super().check(model)
         if self.variant is not None and not self.relaxed:
             raise ValueError("a variant says how near is near enough: it goes with relaxed=True")
+        super().check(model)
 
     def _key(self) -> "tuple[AdaSD, Any]":
         """What the ledger of all requests is kept under; it must not keep a draft model alive."""

@@ -7,7 +7,7 @@ one does (SWIFT, arXiv 2410.06916, Eq. 4). The worth of a set is its matchness, 
 
 import math
 from dataclasses import dataclass, field
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Literal
 
 import numpy as np
 from numpy.typing import NDArray
@@ -248,7 +248,8 @@ class LinearThompson(Search):
         return skipped, float(worths[best])
 
 
-SEARCHES: dict[str, type[Search]] = {
+SearchName = Literal["linear_ts", "swift", "random", "uniform"]
+SEARCHES: dict[SearchName, type[Search]] = {
     "linear_ts": LinearThompson,
     "swift": SwiftSearch,
     "random": RandomSearch,

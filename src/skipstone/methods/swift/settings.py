@@ -7,6 +7,7 @@ from skipstone.decoding.method import Method
 from skipstone.decoding.settings import setting
 from skipstone.methods.shared.confidence import Threshold
 from skipstone.methods.shared.layer_sets import Space, load_profile
+from skipstone.methods.swift.search import SearchName
 from skipstone.models.layered import LayeredModel
 
 
@@ -30,9 +31,7 @@ class SwiftSettings(Method):
         0.8, "stop after a draft whose probability is below it; None never stops early.", within=(0, 1)
     )
     context_window: int = setting(32, "generated tokens that a layer set is judged by.")
-    search: Literal["linear_ts", "swift", "random", "uniform"] = setting(
-        "linear_ts", "linear_ts, swift (the paper's), random or uniform (none)."
-    )
+    search: SearchName = setting("linear_ts", "linear_ts, swift (the paper's), random or uniform (none).")
     objective: Literal["speed", "matchness"] = setting("speed", '"speed" or the paper\'s "matchness".')
     max_steps: int = setting(1000, "evaluations after which the search ends.", least=0)
     patience: int = setting(300, "evaluations without a better set after which it ends.")

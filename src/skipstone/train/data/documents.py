@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 from skipstone.train.data.sources import Source
 
 SHINGLE = 8  # words that stand next to each other: what two documents are compared by
-FEWEST_WORDS = 50  # A shorter document is compared as a whole only: a handful of shingles says little about it
+FEWEST_WORDS = 50  # a shorter document is compared as a whole only: a handful of shingles says little about it
 NEAR = 0.8  # near duplicates share at least so much of their shingles (Jaccard similarity of the sets)
 BANDS = 32
 """Bands of a MinHash signature. Two documents of similarity J share none with probability (1 - J^4)^32: 5e-8 at J = .8, .13 at

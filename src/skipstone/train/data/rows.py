@@ -118,7 +118,7 @@ def _tokens(
 
 def _encoded(texts: list[str], tokenizer: PreTrainedTokenizerBase) -> list[list[int]]:
     plain: dict[str, Any] = {"add_special_tokens": False, "split_special_tokens": True, "return_attention_mask": False}
-    batch: Any = tokenizer(texts, **plain, verbose=False)  # else: a document is longer than the context, which rows are not
+    batch: Any = tokenizer(texts, **plain, verbose=False)  # else it warns that a document is longer than the context
     return batch["input_ids"]
 
 

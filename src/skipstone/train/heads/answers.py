@@ -87,12 +87,13 @@ def write(
             part = asked[len(done) : len(done) + wish.batch_size]
             method = methods[len(rates)] if len(rates) < len(methods) else methods[rates.index(max(rates))]
             ids, mask = left_padded(part)
-            texts = api.generate(model, ids, method, attention_mask=mask, **options).new_tokens or []
+            found = api.generate(model, ids, method, attention_mask=mask, **options).new_tokens
             took = time.perf_counter() - began
+            assert found is not None
             seconds += took
             if len(rates) < len(methods):
-                rates.append(sum(map(len, texts)) / took)
-            answers = [Answer(ids, tokens) for ids, tokens in zip(part, texts, strict=True)]
+                rates.append(sum(map(len, found)) / took)
+            answers = [Answer(ids, tokens) for ids, tokens in zip(part, found, strict=True)]
             file.add(*({"prompt": one.prompt, "tokens": one.tokens, "seconds": seconds} for one in answers))
             done += answers
             say(f"answers: {len(done)} of {len(asked)}, {seconds:.0f} s")

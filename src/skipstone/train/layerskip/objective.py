@@ -26,7 +26,7 @@ CHUNK = 4096  # positions whose logits exist at once
 
 Head = Callable[[Tensor], Tensor]
 """g(.): states [N, d] -> logits [N, V], final norm and what the family does to logits included."""
-Parts = tuple[Tensor, dict[str, Tensor]]  # A loss, and the parts of it that the log tells apart
+Parts = tuple[Tensor, dict[str, Tensor]]  # a loss, and the parts of it that the log tells apart
 
 
 class Objective:

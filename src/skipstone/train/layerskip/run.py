@@ -17,7 +17,7 @@ from transformers import CONFIG_MAPPING, AutoConfig, AutoModelForCausalLM, PreTr
 
 from skipstone.decoding.method import OWN_FIELD
 from skipstone.files import whole_folder, write_json
-from skipstone.hf.fields import saved_field
+from skipstone.hf.defaults import saved_field
 from skipstone.loading import load_model, load_tokenizer
 from skipstone.methods import resolve
 from skipstone.models.fingerprint import fingerprint as weights_of
@@ -197,7 +197,7 @@ def _save(
 
 
 def _initial_model(recipe: Recipe, base: Path, tokenizer: PreTrainedTokenizerBase) -> Any:
-    """The model at the first step, in float32."""
+    """The model at the first step, in float32. ValueError where rows are longer than it bears."""
     torch.manual_seed(recipe.seed)
     if recipe.model.pretrained is not None:
         model: Any = load_model(beside(recipe.model.pretrained, base), dtype=torch.float32)

@@ -312,5 +312,5 @@ def muon_with_adamw(
     muon = torch.optim.Muon(matrices, lr=muon_rate, weight_decay=decay)
     rest = [p for p in trained if id(p) not in inside]
     parts = ((decay, [p for p in rest if p.ndim > 1]), (0.0, [p for p in rest if p.ndim <= 1]))
-    groups = [{"params": part, "weight_decay": own} for own, part in parts if part]  # none: only the layers' adapters train
+    groups = [{"params": part, "weight_decay": own} for own, part in parts if part]  # empty with adapters of layers
     return Together(muon, torch.optim.AdamW(groups, lr=rate, betas=betas, eps=epsilon)) if groups else Together(muon)
