@@ -49,7 +49,7 @@ def test_lora_trains_adapters_only_and_leaves_a_model_that_decodes(
     own = {"model": {"pretrained": str(base), "lora": lora}, "tokenizer": ..., "training__learning_rate": 0.05}
     said: list[str] = []
     whole = run(recipe(tmp_path / "whole", decoding=DECODING, **own), say=said.append)
-    assert "0.0 M parameters to train" in said[0]
+    assert "0.0 M parameters to train" in said
     with monkeypatch.context() as patch:
         stop_at(patch, 3)
         with pytest.raises(Interrupted):
