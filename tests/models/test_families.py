@@ -152,7 +152,9 @@ def test_a_prompt_of_1500_tokens_in_chunks_gives_the_text_of_generate(name: str,
 def test_long_texts_equal_generate_at_other_draft_lengths_and_depths(name: str, draft: int) -> None:
     model = families.build(name, layers=6)
     for exit_layer in (1, 5):
-        greedy(model, rows=2, new=100, method=LayerSkip(exit_layer=exit_layer, num_speculative_tokens=draft))
+        out = greedy(model, rows=2, new=100, method=LayerSkip(exit_layer=exit_layer, num_speculative_tokens=draft))
+        assert out.stats is not None
+        assert out.stats.drafted > 0
 
 
 # RoPE whose phases change once a sequence passes a length; 64 tokens here
