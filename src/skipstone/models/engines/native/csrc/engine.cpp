@@ -1,0 +1,569 @@
+// A few tokens through a range of decoder layers in one call. Families are flags and pointers of a Layer, not copies of code.
+//
+// What is computed for a token depends on its own text only: not on the tokens of the same call, not on the number of threads,
+// not on the instruction set. The C ABI at the end checks every position, slot and id against the buffers that it is given.
+#include <algorithm>
+#include <cmath>
+#include <cstdint>
+#include <vector>
+
+#include "attention.h"
+#include "matmul.h"
+#include "pool.h"
+
+#ifndef SK_LEVEL
+#define SK_LEVEL "unknown"
+#endif
+#ifndef SK_SOURCE_HASH
+#define SK_SOURCE_HASH ""
+#endif
+
+namespace sk {
+enum Activation : int64_t { SILU = 0, GELU_TANH = 1 };
+enum Error : int64_t { OK = 0, BAD_SLOT = 1, BAD_POSITION = 2, BAD_TOKEN = 3, BAD_LAYER = 4, BAD_TREE = 5, NO_MEMORY = 6 };
+constexpr int64_t SKIP_ATTENTION = 1, SKIP_MLP = 2;  // bits of a layer's entry in a skip set
+
+// One decoder layer. Norms are null where the layer has none.
+struct Layer {
+  Matrix q, k, v, o, gate, up, down;
+  const float *norm_before_attention, *norm_after_attention, *norm_before_mlp, *norm_after_mlp;  // [hidden]
+  const float *norm_q, *norm_k;  // [head size], or all heads of a token at once where norm_whole is set
+  int64_t norm_whole;
+  int64_t window;      // tokens that a query sees, itself included; 0 for all
+  int64_t rotary;      // number of the rotary table; -1: no rotary phases
+  int64_t activation;
+  float scale;         // of the scores
+  float softcap;       // of the scores; 0 for none
+  float residual;      // multiplies what a sublayer adds
+  float unused;
+};
+
+struct Model {
+  int64_t hidden, heads, kv_heads, head_size, intermediate, depth, vocabulary, embeddings;
+  const Layer* layers;
+  Matrix head;
+  const void* embedding;  // [embeddings][hidden], row-major; null where the head's panels are the embedding
+  int64_t embedding_type;
+  const float* norm;      // the final one; null for none
+  float epsilon;
+  float embedding_scale, embedding_multiplier;  // both multiply an embedding, one after the other
+  float logits_divisor;
+  float logits_softcap;   // 0 for none
+  int64_t kv_type;        // FLOAT32 or BFLOAT16
+};
+
+// cos and sin [positions][size] of one rotary table; the second half of a row repeats the first.
+struct Rotary { const float *cos, *sin; int64_t positions, size; };
+constexpr int ROTARY_TABLES = 4;
+
+// The keys and values of all layers. A buffer is [rows][kv_heads][slots][padded head size].
+struct Store {
+  void* const* keys;
+  void* const* values;
+  int64_t rows, slots;
+};
+
+// Which tokens take part in a pass. b rows of n columns; strides count elements.
+struct Pass {
+  int64_t b, n;
+  const int64_t *positions, *slots;
+  int64_t positions_stride, slots_stride;
+  const uint8_t* valid;  // null: all
+  int64_t valid_stride;
+  int64_t first_row, extent;
+  const int64_t* base;   // null: a chain
+  const uint8_t* ancestors;  // [b][n][columns]
+  int64_t ancestors_row, ancestors_column, columns;
+  const int64_t* column_positions;
+  int64_t column_positions_stride;
+  const int64_t* seen;   // null: base
+  Rotary rotary[ROTARY_TABLES];
+};
+
+inline int64_t up16(int64_t x) { return (x + LANES - 1) / LANES * LANES; }
+
+// One token of a pass.
+struct Entry {
+  int64_t place;  // row * n + column
+  int64_t row, position, slot;
+};
+
+// What the tokens see under one window: Visible per entry, and the slots of their tails.
+struct Sight {
+  int64_t window = -1;
+  std::vector<Visible> visible;
+  std::vector<int32_t> tails;
+};
+
+struct Room {  // buffers that grow and stay
+  std::vector<float> x, projected, queries, attended, inner, added;
+  std::vector<std::vector<float>> normed, scores;  // per thread
+  std::vector<Entry> entries;
+  std::vector<Sight> sights;
+  std::vector<int64_t> best;   // [threads][rows]
+  std::vector<float> best_logit;
+};
+
+inline Room& room() {
+  static thread_local Room own;
+  return own;
+}
+
+inline float* grown(std::vector<float>& buffer, int64_t size) {
+  if (int64_t(buffer.size()) < size) buffer.resize(size);
+  return buffer.data();
+}
+
+inline void share(int64_t count, int thread, int threads, int64_t& first, int64_t& last) {
+  first = count * thread / threads;
+  last = count * (thread + 1) / threads;
+}
+
+inline float inverse_rms(const float* x, int64_t size, float epsilon) {
+  V16 total = zero();
+  int64_t i = 0;
+  for (; i + LANES <= size; i += LANES) { V16 v = load(x + i); total = fma(v, v, total); }
+  if (i < size) { V16 v = load_first(x + i, int(size - i)); total = fma(v, v, total); }
+  return 1.0f / std::sqrt(sum(total) / float(size) + epsilon);
+}
+
+inline void scaled(const float* x, float factor, const float* weight, int64_t size, float* y) {
+  const V16 f = set1(factor);
+  int64_t i = 0;
+  for (; i + LANES <= size; i += LANES) store(y + i, mul(load(weight + i), mul(load(x + i), f)));
+  for (; i < size; i++) y[i] = weight[i] * (x[i] * factor);
+}
+
+// RMSNorm of n rows, or a copy where there is no norm.
+inline void norm_rows(const float* x, int64_t x_stride, const float* weight, int64_t n, int64_t size, float epsilon, float* y, int64_t y_stride) {
+  for (int64_t r = 0; r < n; r++) {
+    const float* from = x + r * x_stride;
+    float* to = y + r * y_stride;
+    if (weight == nullptr) std::memcpy(to, from, sizeof(float) * size);
+    else scaled(from, inverse_rms(from, size, epsilon), weight, size, to);
+  }
+}
+
+inline float widened(const void* from, int64_t type, int64_t index) {
+  if (type == FLOAT32) return static_cast<const float*>(from)[index];
+  const uint16_t bits = static_cast<const uint16_t*>(from)[index];
+  if (type == BFLOAT16) {
+    const uint32_t wide = uint32_t(bits) << 16;
+    float x;
+    std::memcpy(&x, &wide, 4);
+    return x;
+  }
+  uint16_t lanes[LANES] = {bits};
+  float x[LANES];
+  store(x, load_f16(lanes));
+  return x[0];
+}
+
+inline void embed_token(const Model& m, int64_t token, float* to) {
+  if (m.embedding != nullptr) {
+    for (int64_t k = 0; k < m.hidden; k++) to[k] = widened(m.embedding, m.embedding_type, token * m.hidden + k);
+  } else {
+    const bool pairs = m.head.type == BFLOAT16;
+    const int64_t size = (pairs ? (m.hidden + 1) / 2 * 2 : m.hidden) * LANES, start = token / LANES * size, lane = token % LANES;
+    for (int64_t k = 0; k < m.hidden; k++)
+      to[k] = widened(m.head.panels, m.head.type, start + (pairs ? (k / 2 * LANES + lane) * 2 + k % 2 : k * LANES + lane));
+  }
+  for (int64_t k = 0; k < m.hidden; k++) to[k] = to[k] * m.embedding_scale * m.embedding_multiplier;
+}
+
+// y = activation(gate) * up, in the gate's place
+inline void activate(int64_t activation, float* gate, const float* up, int64_t size) {
+  for (int64_t i = 0; i < size; i += LANES) {
+    const int count = int(std::min<int64_t>(LANES, size - i));
+    const V16 g = load_first(gate + i, count), u = load_first(up + i, count);
+    V16 y;
+    if (activation == SILU) {
+      y = div(g, add(set1(1.0f), exp(sub(zero(), g))));
+    } else {  // GELU by tanh: 0.5 g (1 + tanh(sqrt(2 / pi) (g + 0.044715 g^3)))
+      V16 inner = mul(set1(0.7978845608028654f), fma(mul(mul(g, g), g), set1(0.044715f), g));
+      y = mul(mul(set1(0.5f), g), add(set1(1.0f), tanh(inner)));
+    }
+    store_first(gate + i, mul(y, u), count);
+  }
+}
+
+inline void rotate(float* head, const Rotary& table, int64_t position) {
+  const int64_t half = table.size / 2;
+  const float *cos = table.cos + position * table.size, *sin = table.sin + position * table.size;
+  for (int64_t i = 0; i < half; i += LANES) {
+    const int count = int(std::min<int64_t>(LANES, half - i));
+    const V16 a = load_first(head + i, count), b = load_first(head + half + i, count);
+    const V16 c = load_first(cos + i, count), s = load_first(sin + i, count);
+    store_first(head + i, sub(mul(a, c), mul(b, s)), count);
+    store_first(head + half + i, add(mul(b, c), mul(a, s)), count);
+  }
+}
+
+// A run of layers over the entries of `room().x`, on all threads of the pool.
+struct Run {
+  const Model& m;
+  const Pass& pass;
+  const Store& store;
+  int64_t from, to;
+  const int64_t* skip;
+  Room& own;
+  int64_t n;  // entries
+  float *x, *projected, *attended, *inner, *added;
+  int64_t x_stride, projected_stride, attended_stride, inner_stride, padded;
+  int64_t most_seen;
+
+  static void job(void* context, int thread, int threads, Pool& pool) { static_cast<Run*>(context)->work(thread, threads, pool); }
+
+  void work(int thread, int threads, Pool& pool) {
+    float* normed = own.normed[thread].data();
+    for (int64_t index = from; index < to; index++) {
+      const Layer& layer = m.layers[index];
+      const int64_t left_out = skip == nullptr ? 0 : skip[index];
+      if (!(left_out & SKIP_ATTENTION)) attention(layer, index, thread, threads, pool, normed);
+      if (!(left_out & SKIP_MLP)) mlp(layer, thread, threads, pool, normed);
+    }
+  }
+
+  void attention(const Layer& layer, int64_t index, int thread, int threads, Pool& pool, float* normed) {
+    int64_t first, last;
+    norm_rows(x, x_stride, layer.norm_before_attention, n, m.hidden, m.epsilon, normed, x_stride);
+    const Matrix* parts[3] = {&layer.q, &layer.k, &layer.v};
+    share(layer.q.count() + layer.k.count() + layer.v.count(), thread, threads, first, last);
+    int64_t start = 0;  // of this part among the panels of all three
+    for (const Matrix* part : parts) {
+      const int64_t count = part->count();
+      const int64_t a = std::clamp<int64_t>(first - start, 0, count), b = std::clamp<int64_t>(last - start, 0, count);
+      matmul(*part, normed, n, x_stride, projected + start * LANES, projected_stride, a, b, count * LANES);
+      start += count;
+    }
+    pool.barrier();
+    // norms, rotary phases, and keys and values to their slots
+    const int64_t heads = m.heads + 2 * m.kv_heads, size = m.head_size;
+    const int64_t k_start = layer.q.count() * LANES, v_start = k_start + layer.k.count() * LANES;
+    share(n * heads, thread, threads, first, last);
+    std::vector<float>& spare = own.scores[thread];
+    for (int64_t unit = first; unit < last; unit++) {
+      const Entry& entry = own.entries[unit / heads];
+      const int64_t row = unit / heads, h = unit % heads;
+      const float* token = projected + row * projected_stride;
+      float* head = spare.data();
+      std::fill(head + size, head + padded, 0.0f);
+      if (h >= m.heads + m.kv_heads) {
+        std::memcpy(head, token + v_start + (h - m.heads - m.kv_heads) * size, sizeof(float) * size);
+        put(store.values[index], entry, h - m.heads - m.kv_heads, head);
+        continue;
+      }
+      const bool query = h < m.heads;
+      const int64_t own_head = query ? h : h - m.heads, width = (query ? m.heads : m.kv_heads) * size;
+      const float* all = token + (query ? 0 : k_start);
+      const float* weight = query ? layer.norm_q : layer.norm_k;
+      if (weight == nullptr) std::memcpy(head, all + own_head * size, sizeof(float) * size);
+      else if (layer.norm_whole) scaled(all + own_head * size, inverse_rms(all, width, m.epsilon), weight + own_head * size, size, head);
+      else scaled(all + own_head * size, inverse_rms(all + own_head * size, size, m.epsilon), weight, size, head);
+      if (layer.rotary >= 0) rotate(head, pass.rotary[layer.rotary], entry.position);
+      if (query) std::memcpy(own.queries.data() + (row * m.heads + h) * padded, head, sizeof(float) * padded);
+      else put(store.keys[index], entry, own_head, head);
+    }
+    pool.barrier();
+    // scores and values
+    const Sight* sight = nullptr;
+    for (const Sight& one : own.sights) if (one.window == layer.window) sight = &one;
+    const int64_t group = m.heads / m.kv_heads;
+    share(n * m.kv_heads, thread, threads, first, last);
+    float* out = spare.data() + 4 * most_seen;  // [group][padded]
+    for (int64_t unit = first; unit < last; unit++) {
+      const int64_t row = unit / m.kv_heads, h = unit % m.kv_heads;
+      const Entry& entry = own.entries[row];
+      const float* q = own.queries.data() + (row * m.heads + h * group) * padded;
+      const int64_t at = (entry.row * m.kv_heads + h) * store.slots * padded;
+      if (m.kv_type == FLOAT32)
+        attend_group(q, group, padded, static_cast<const float*>(store.keys[index]) + at, static_cast<const float*>(store.values[index]) + at,
+                     padded, sight->visible[row], layer.scale, layer.softcap, spare.data(), out);
+      else
+        attend_group(q, group, padded, static_cast<const uint16_t*>(store.keys[index]) + at,
+                     static_cast<const uint16_t*>(store.values[index]) + at, padded, sight->visible[row], layer.scale, layer.softcap,
+                     spare.data(), out);
+      for (int64_t g = 0; g < group; g++)
+        std::memcpy(attended + row * attended_stride + (h * group + g) * size, out + g * padded, sizeof(float) * size);
+    }
+    pool.barrier();
+    close(layer, layer.o, attended, attended_stride, layer.norm_after_attention, thread, threads, pool);
+  }
+
+  void mlp(const Layer& layer, int thread, int threads, Pool& pool, float* normed) {
+    int64_t first, last;
+    norm_rows(x, x_stride, layer.norm_before_mlp, n, m.hidden, m.epsilon, normed, x_stride);
+    share(layer.gate.count(), thread, threads, first, last);
+    float* up = inner + n * inner_stride;
+    matmul(layer.gate, normed, n, x_stride, inner, inner_stride, first, last, inner_stride);
+    matmul(layer.up, normed, n, x_stride, up, inner_stride, first, last, inner_stride);
+    const int64_t start = first * LANES, stop = std::min(last * LANES, m.intermediate);
+    if (start < stop)
+      for (int64_t r = 0; r < n; r++)
+        activate(layer.activation, inner + r * inner_stride + start, up + r * inner_stride + start, stop - start);
+    pool.barrier();
+    close(layer, layer.down, inner, inner_stride, layer.norm_after_mlp, thread, threads, pool);
+  }
+
+  // The projection at the end of a sublayer, its norm, and the residual sum.
+  void close(const Layer& layer, const Matrix& matrix, const float* from_rows, int64_t stride, const float* norm, int thread, int threads, Pool& pool) {
+    int64_t first, last;
+    share(matrix.count(), thread, threads, first, last);
+    matmul(matrix, from_rows, n, stride, added, x_stride, first, last, x_stride);
+    if (norm != nullptr) pool.barrier();
+    const int64_t start = first * LANES, stop = std::min(last * LANES, m.hidden);
+    for (int64_t r = 0; r < n; r++) {
+      float *to = x + r * x_stride, *more = added + r * x_stride;
+      const float factor = norm == nullptr ? 1.0f : inverse_rms(more, m.hidden, m.epsilon);
+      for (int64_t i = start; i < stop; i++) {
+        const float y = norm == nullptr ? more[i] : norm[i] * (more[i] * factor);
+        to[i] = to[i] + y * layer.residual;
+      }
+    }
+    pool.barrier();
+  }
+
+  void put(void* buffer, const Entry& entry, int64_t head, const float* from_head) {
+    const int64_t at = ((entry.row * m.kv_heads + head) * store.slots + entry.slot) * padded;
+    if (m.kv_type == FLOAT32) store_kv(static_cast<float*>(buffer) + at, from_head, padded);
+    else store_kv(static_cast<uint16_t*>(buffer) + at, from_head, padded);
+  }
+};
+
+// The tokens of a pass that count. Error where one names a slot or position that is not there.
+int64_t collect(const Model& m, const Pass& pass, const Store& store, int64_t from, int64_t to, Room& own) {
+  own.entries.clear();
+  if (pass.first_row < 0 || pass.first_row + pass.b > store.rows || pass.extent > store.slots) return BAD_SLOT;
+  for (int64_t row = 0; row < pass.b; row++)
+    for (int64_t column = 0; column < pass.n; column++) {
+      if (pass.valid != nullptr && !pass.valid[row * pass.valid_stride + column]) continue;
+      const int64_t position = pass.positions[row * pass.positions_stride + column], slot = pass.slots[row * pass.slots_stride + column];
+      if (slot < 0 || slot >= store.slots - 1) return BAD_SLOT;  // the last slot takes what does not count
+      if (position < 0) return BAD_POSITION;
+      if (pass.base == nullptr && position >= pass.extent) return BAD_POSITION;
+      own.entries.push_back({row * pass.n + column, pass.first_row + row, position, slot});
+    }
+  for (int64_t index = from; index < to; index++) {
+    const int64_t table = m.layers[index].rotary;
+    if (table < 0) continue;
+    if (table >= ROTARY_TABLES) return BAD_LAYER;
+    for (const Entry& entry : own.entries)
+      if (entry.position >= pass.rotary[table].positions) return BAD_POSITION;
+  }
+  return OK;
+}
+
+// What every entry sees under a window.
+int64_t look(const Pass& pass, int64_t window, Room& own, Sight& sight) {
+  sight.window = window;
+  sight.visible.clear();
+  sight.tails.clear();
+  if (pass.base != nullptr) sight.tails.reserve(own.entries.size() * pass.columns);  // pointers into it must last
+  for (const Entry& entry : own.entries) {
+    const int64_t low = window > 0 ? std::max<int64_t>(0, entry.position - window + 1) : 0;
+    if (pass.base == nullptr) {
+      sight.visible.push_back({low, entry.position + 1, nullptr, 0});
+      continue;
+    }
+    const int64_t row = entry.place / pass.n, column = entry.place % pass.n, base = pass.base[row];
+    const int64_t seen = pass.seen == nullptr ? base : pass.seen[row];
+    if (base < 0 || seen < 0) return BAD_TREE;
+    const int64_t high = std::min(std::min(base, seen), pass.extent);
+    const int64_t start = int64_t(sight.tails.size());
+    for (int64_t c = 0; c < pass.columns; c++) {
+      const int64_t slot = base + c;
+      const bool ancestor = pass.ancestors[row * pass.ancestors_row + column * pass.ancestors_column + c] != 0 || slot < seen;
+      if (!ancestor || slot >= pass.extent) continue;
+      if (window > 0 && pass.column_positions[row * pass.column_positions_stride + c] <= entry.position - window) continue;
+      sight.tails.push_back(int32_t(slot));
+    }
+    sight.visible.push_back({std::min(low, high), high, sight.tails.data() + start, int64_t(sight.tails.size()) - start});
+    if (sight.visible.back().count() < 1) return BAD_TREE;
+  }
+  return OK;
+}
+
+int64_t prepare(const Model& m, const Pass& pass, const Store& store, int64_t from, int64_t to, Room& own) {
+  if (from < 0 || to > m.depth || from > to) return BAD_LAYER;
+  if (int64_t error = collect(m, pass, store, from, to, own)) return error;
+  size_t used = 0;
+  for (int64_t index = from; index < to; index++) {
+    const int64_t window = m.layers[index].window;
+    bool known = false;
+    for (size_t i = 0; i < used; i++) known = known || own.sights[i].window == window;
+    if (known) continue;
+    if (own.sights.size() == used) own.sights.emplace_back();
+    if (int64_t error = look(pass, window, own, own.sights[used])) return error;
+    used++;
+  }
+  for (size_t i = used; i < own.sights.size(); i++) own.sights[i].window = -1;
+  return OK;
+}
+
+void run_layers(const Model& m, const Pass& pass, const Store& store, int64_t from, int64_t to, const int64_t* skip, int threads, Room& own) {
+  const int64_t n = int64_t(own.entries.size()), wide = up16(m.hidden), padded = up16(m.head_size);
+  int64_t most = LANES;
+  for (const Sight& sight : own.sights)
+    if (sight.window >= 0) for (const Visible& one : sight.visible) most = std::max(most, up16(one.count()));
+  Run run{m, pass, store, from, to, skip, own, n, own.x.data(), nullptr, nullptr, nullptr, nullptr, wide, 0, 0, 0, padded, most};
+  const Layer& any = m.layers[from];
+  run.projected_stride = (any.q.count() + any.k.count() + any.v.count()) * LANES;
+  run.attended_stride = up16(m.heads * m.head_size);
+  run.inner_stride = up16(m.intermediate);
+  run.projected = grown(own.projected, n * run.projected_stride);
+  run.attended = grown(own.attended, n * run.attended_stride);
+  run.inner = grown(own.inner, 2 * n * run.inner_stride);
+  run.added = grown(own.added, n * wide);
+  grown(own.queries, n * m.heads * padded);
+  own.normed.resize(std::max<size_t>(own.normed.size(), threads));
+  own.scores.resize(std::max<size_t>(own.scores.size(), threads));
+  for (int t = 0; t < threads; t++) {
+    grown(own.normed[t], n * wide);
+    grown(own.scores[t], 4 * most + (m.heads / m.kv_heads + 1) * padded);
+  }
+  Pool::shared().run(threads, Run::job, &run);
+}
+
+// Final norm and LM head over n rows of `x`; the likeliest id of every row where `best` is asked for.
+struct Head {
+  const Model& m;
+  const float* x;
+  int64_t n, x_stride;
+  bool norm;
+  float* logits;  // [n][vocabulary]
+  int64_t* best;  // [n] or null
+  float* probability;  // [n] or null: of the likeliest id, at temperature 1
+  Room& own;
+
+  static void job(void* context, int thread, int threads, Pool& pool) { static_cast<Head*>(context)->work(thread, threads, pool); }
+
+  void work(int thread, int threads, Pool& pool) {
+    float* normed = own.normed[thread].data();
+    norm_rows(x, x_stride, norm ? m.norm : nullptr, n, m.head.inputs, m.epsilon, normed, x_stride);
+    int64_t first, last;
+    share(m.head.count(), thread, threads, first, last);
+    matmul(m.head, normed, n, x_stride, logits, m.vocabulary, first, last, m.vocabulary);
+    const int64_t start = first * LANES, stop = std::min(last * LANES, m.vocabulary);
+    for (int64_t r = 0; r < n; r++) {
+      float* row = logits + r * m.vocabulary;
+      if (m.logits_divisor != 1.0f) for (int64_t i = start; i < stop; i++) row[i] = row[i] / m.logits_divisor;
+      if (m.logits_softcap > 0)
+        for (int64_t i = start; i < stop; i += LANES) {
+          const int count = int(std::min<int64_t>(LANES, stop - i));
+          store_first(row + i, mul(tanh(div(load_first(row + i, count), set1(m.logits_softcap))), set1(m.logits_softcap)), count);
+        }
+      if (best != nullptr) {
+        int64_t found = start;
+        if (start < stop) {
+          V16 top = set1(row[start]);
+          int64_t i = start;
+          for (; i + LANES <= stop; i += LANES) top = max(top, load(row + i));
+          float most = largest(top);
+          for (; i < stop; i++) most = row[i] > most ? row[i] : most;
+          for (found = start; found < stop - 1 && row[found] != most;) found++;
+        }
+        own.best[thread * n + r] = start < stop ? found : -1;
+      }
+    }
+    if (best == nullptr) return;
+    pool.barrier();
+    for (int64_t r = thread; r < n; r += threads) {
+      const float* row = logits + r * m.vocabulary;
+      int64_t winner = own.best[r];
+      for (int t = 1; t < threads; t++) {
+        const int64_t other = own.best[t * n + r];
+        if (other >= 0 && (winner < 0 || row[other] > row[winner])) winner = other;
+      }
+      best[r] = winner;
+      if (probability == nullptr) continue;
+      V16 total = zero();
+      for (int64_t i = 0; i < m.vocabulary; i += LANES) {
+        const int count = int(std::min<int64_t>(LANES, m.vocabulary - i));
+        V16 e = exp(sub(load_first(row + i, count), set1(row[winner])));
+        if (count < LANES) {
+          float lanes[LANES] = {};
+          store_first(lanes, e, count);
+          e = load(lanes);
+        }
+        total = add(total, e);
+      }
+      probability[r] = 1.0f / sum(total);
+    }
+  }
+};
+
+void run_head(const Model& m, const float* x, int64_t n, int64_t x_stride, bool norm, float* logits, int64_t* best, float* probability, int threads, Room& own) {
+  own.normed.resize(std::max<size_t>(own.normed.size(), threads));
+  for (int t = 0; t < threads; t++) grown(own.normed[t], n * x_stride);
+  if (int64_t(own.best.size()) < threads * n) own.best.resize(threads * n);
+  Head head{m, x, n, x_stride, norm, logits, best, probability, own};
+  Pool::shared().run(threads, Head::job, &head);
+}
+}  // namespace sk
+
+using namespace sk;
+#define SK_EXPORT extern "C" __attribute__((visibility("default")))
+
+SK_EXPORT int64_t sk_abi() { return 1; }
+SK_EXPORT const char* sk_level() { return SK_LEVEL; }
+SK_EXPORT const char* sk_source_hash() { return SK_SOURCE_HASH; }
+// Sizes of the structs in bytes, by which a caller sees that its own declarations fit: Matrix, Layer, Model, Store, Pass.
+SK_EXPORT void sk_sizes(int64_t* sizes) {
+  sizes[0] = sizeof(Matrix); sizes[1] = sizeof(Layer); sizes[2] = sizeof(Model); sizes[3] = sizeof(Store); sizes[4] = sizeof(Pass);
+}
+
+// Bytes of a matrix in panels.
+SK_EXPORT int64_t sk_packed_bytes(int64_t type, int64_t outputs, int64_t inputs) {
+  const int64_t count = (outputs + LANES - 1) / LANES;
+  return type == FLOAT32 ? count * F32::panel(inputs) * 4 : count * (type == BFLOAT16 ? BF16::panel(inputs) : F16::panel(inputs)) * 2;
+}
+// source: [outputs][inputs], rows `stride` elements apart, of the same type.
+SK_EXPORT void sk_pack(int64_t type, const void* source, int64_t stride, int64_t outputs, int64_t inputs, void* panels) {
+  if (type == FLOAT32) pack(static_cast<const float*>(source), stride, outputs, inputs, static_cast<float*>(panels), false);
+  else pack(static_cast<const uint16_t*>(source), stride, outputs, inputs, static_cast<uint16_t*>(panels), type == BFLOAT16);
+}
+
+// Embeddings of `count` ids. hidden: [count][m->hidden].
+SK_EXPORT int64_t sk_embed(const Model* m, const int64_t* tokens, int64_t count, float* hidden) {
+  for (int64_t i = 0; i < count; i++) {
+    if (tokens[i] < 0 || tokens[i] >= m->embeddings) return BAD_TOKEN;
+    embed_token(*m, tokens[i], hidden + i * m->hidden);
+  }
+  return OK;
+}
+
+// Layers [from, to) over the tokens of a pass. hidden, out: [b][n][hidden], rows `stride` apart in hidden; they may be the same.
+// What does not count comes out as it was. skip: bits per layer of the model, or null.
+SK_EXPORT int64_t sk_run(const Model* m, const Pass* pass, const Store* store, int64_t from, int64_t to, const int64_t* skip,
+                         const float* hidden, int64_t hidden_stride, float* out, int64_t out_stride, int64_t threads) {
+  Room& own = room();
+  if (int64_t error = prepare(*m, *pass, *store, from, to, own)) return error;
+  const int64_t wide = up16(m->hidden), n = int64_t(own.entries.size());
+  if (hidden != out)
+    for (int64_t row = 0; row < pass->b; row++)
+      std::memcpy(out + row * out_stride, hidden + row * hidden_stride, sizeof(float) * pass->n * m->hidden);
+  if (n == 0 || from == to) return OK;
+  float* x = grown(own.x, n * wide);
+  for (int64_t i = 0; i < n; i++) {
+    const int64_t row = own.entries[i].place / pass->n, column = own.entries[i].place % pass->n;
+    std::memcpy(x + i * wide, hidden + row * hidden_stride + column * m->hidden, sizeof(float) * m->hidden);
+  }
+  run_layers(*m, *pass, *store, from, to, skip, int(threads), own);
+  for (int64_t i = 0; i < n; i++) {
+    const int64_t row = own.entries[i].place / pass->n, column = own.entries[i].place % pass->n;
+    std::memcpy(out + row * out_stride + column * m->hidden, x + i * wide, sizeof(float) * m->hidden);
+  }
+  return OK;
+}
+
+// The final norm of n rows. hidden, normed: [n][hidden].
+SK_EXPORT void sk_norm(const Model* m, const float* hidden, int64_t n, float* normed) {
+  norm_rows(hidden, m->hidden, m->norm, n, m->hidden, m->epsilon, normed, m->hidden);
+}
+
+// Logits [n][vocabulary] of n states [n][hidden], the final norm first where `norm` is set. best [n]: the likeliest ids, the
+// lowest of equal ones; probability [n]: theirs. Both may be null.
+SK_EXPORT void sk_head(const Model* m, const float* hidden, int64_t n, int64_t norm, float* logits, int64_t* best, float* probability, int64_t threads) {
+  if (n == 0) return;
+  run_head(*m, hidden, n, m->head.inputs, norm != 0, logits, best, probability, int(threads), room());
+}

@@ -1,0 +1,163 @@
+// y = x W^T for a few rows.
+//
+// Weights lie in panels of 16 outputs, [out / 16][in][16] (bfloat16: pairs of inputs, [out / 16][in / 2][16][2]). Every output
+// is one chain of fused multiply-adds over the inputs 0, 1, 2, ..., whatever the number of rows, tiles or threads: so a row's
+// result never depends on the rows beside it.
+#pragma once
+#include <algorithm>
+
+#include "simd.h"
+
+namespace sk {
+enum Type : int32_t { FLOAT32 = 0, BFLOAT16 = 1, FLOAT16 = 2 };
+
+struct Matrix {
+  const void* panels;  // null: there is no such matrix
+  const float* bias;   // [outputs] or null
+  int64_t outputs, inputs;
+  int64_t type;
+  int64_t count() const { return (outputs + LANES - 1) / LANES; }  // panels
+};
+
+struct F32 {
+  using Element = float;
+  static int64_t panel(int64_t inputs) { return inputs * LANES; }  // elements of a panel
+};
+struct BF16 {
+  using Element = uint16_t;
+  static int64_t panel(int64_t inputs) { return (inputs + 1) / 2 * 2 * LANES; }
+};
+struct F16 {
+  using Element = uint16_t;
+  static int64_t panel(int64_t inputs) { return inputs * LANES; }
+};
+
+#if defined(__AVX512F__)
+constexpr int MOST_ROWS = 8;  // of a tile: 8 x 2 sums, 2 weights and a broadcast fit into 32 registers
+constexpr int columns(int rows) { return rows <= 4 ? 4 : 2; }
+#elif defined(__AVX2__)
+constexpr int MOST_ROWS = 6;  // 6 x 1 sums of two registers each, and three more, fit into 16
+constexpr int columns(int rows) { return rows == 1 ? 4 : rows <= 3 ? 2 : 1; }
+#else
+constexpr int MOST_ROWS = 6;
+constexpr int columns(int rows) { return rows == 1 ? 4 : 1; }
+#endif
+constexpr int AHEAD = 2048;  // bytes that a weight stream is fetched ahead of its use
+
+// R rows x C panels in registers
+template <class T, int R, int C>
+inline void tile(const typename T::Element* w, int64_t inputs, const float* x, int64_t x_stride, float* y, int64_t y_stride, int64_t room) {
+  V16 acc[R][C];
+  const int64_t size = T::panel(inputs);
+#pragma GCC unroll 8
+  for (int r = 0; r < R; r++)
+#pragma GCC unroll 8
+    for (int c = 0; c < C; c++) acc[r][c] = zero();
+  auto step = [&](int64_t k, int c, V16 weight) {
+#pragma GCC unroll 8
+    for (int r = 0; r < R; r++) acc[r][c] = fma(set1(x[r * x_stride + k]), weight, acc[r][c]);
+  };
+  if constexpr (std::is_same_v<T, BF16>) {
+    for (int64_t k = 0; k + 1 < inputs; k += 2) {
+#pragma GCC unroll 8
+      for (int c = 0; c < C; c++) {
+        V16 even, odd;
+        const uint16_t* at = w + c * size + k * LANES;
+        __builtin_prefetch((const char*)at + AHEAD);
+        load_bf16_pair(at, even, odd);
+        step(k, c, even);
+        step(k + 1, c, odd);
+      }
+    }
+    if (inputs & 1)
+      for (int c = 0; c < C; c++) {
+        V16 even, odd;
+        load_bf16_pair(w + c * size + (inputs - 1) * LANES, even, odd);
+        step(inputs - 1, c, even);
+      }
+  } else {
+#pragma GCC unroll 2
+    for (int64_t k = 0; k < inputs; k++) {
+#pragma GCC unroll 8
+      for (int c = 0; c < C; c++) {
+        const auto* at = w + c * size + k * LANES;
+        __builtin_prefetch((const char*)at + AHEAD);
+        if constexpr (std::is_same_v<T, F32>) step(k, c, load(at)); else step(k, c, load_f16(at));
+      }
+    }
+  }
+#pragma GCC unroll 8
+  for (int r = 0; r < R; r++)
+#pragma GCC unroll 8
+    for (int c = 0; c < C; c++) store_first(y + r * y_stride + c * LANES, acc[r][c], int(std::min<int64_t>(LANES, room - c * LANES)));
+}
+
+template <class T, int R>
+inline void rows_tile(const typename T::Element* w, int64_t inputs, int width, const float* x, int64_t xs, float* y, int64_t ys, int64_t room) {
+  if (width == columns(R)) return tile<T, R, columns(R)>(w, inputs, x, xs, y, ys, room);
+  for (int c = 0; c < width; c++) tile<T, R, 1>(w + c * T::panel(inputs), inputs, x, xs, y + c * LANES, ys, room - c * LANES);
+}
+
+template <class T>
+inline void panels(const Matrix& m, const float* x, int64_t n, int64_t xs, float* y, int64_t ys, int64_t first, int64_t last, int64_t room) {
+  const auto* w = static_cast<const typename T::Element*>(m.panels);
+  const int64_t blocks = (n + MOST_ROWS - 1) / MOST_ROWS;
+  const int64_t wide = n / blocks + (n % blocks != 0);
+  const int most = columns(int(wide));
+  for (int64_t p = first; p < last;) {
+    const int width = int(std::min<int64_t>(most, last - p));
+    const auto* at = w + p * T::panel(m.inputs);
+    for (int64_t block = 0, r = 0; block < blocks; block++) {
+      const int rows = int(n / blocks + (block < n % blocks));
+      const float* xr = x + r * xs;
+      float* yr = y + r * ys + p * LANES;
+      const int64_t left = room - p * LANES;
+      auto go = [&]<int R>() { rows_tile<T, R>(at, m.inputs, width, xr, xs, yr, ys, left); };
+      switch (rows) {
+        case 1: go.template operator()<1>(); break;
+        case 2: go.template operator()<2>(); break;
+        case 3: go.template operator()<3>(); break;
+        case 4: go.template operator()<4>(); break;
+        case 5: go.template operator()<5>(); break;
+        case 6: go.template operator()<6>(); break;
+#if defined(__AVX512F__)
+        case 7: go.template operator()<7>(); break;
+        case 8: go.template operator()<8>(); break;
+#endif
+      }
+      r += rows;
+    }
+    p += width;
+  }
+}
+
+// The outputs of panels [first, last) of n rows: y[r][o] = bias[o] + x[r] . w[o]. x rows are xs floats apart, y rows ys; y has
+// room for `room` floats a row. The bias is added last, as one rounding.
+inline void matmul(const Matrix& m, const float* x, int64_t n, int64_t xs, float* y, int64_t ys, int64_t first, int64_t last, int64_t room) {
+  if (first >= last) return;
+  if (m.type == FLOAT32) panels<F32>(m, x, n, xs, y, ys, first, last, room);
+  else if (m.type == BFLOAT16) panels<BF16>(m, x, n, xs, y, ys, first, last, room);
+  else panels<F16>(m, x, n, xs, y, ys, first, last, room);
+  if (m.bias == nullptr) return;
+  const int64_t stop = std::min(last * LANES, m.outputs);
+  for (int64_t r = 0; r < n; r++)
+    for (int64_t o = first * LANES; o < stop; o++) y[r * ys + o] += m.bias[o];
+}
+
+// Row-major weights into panels. source: [outputs][inputs] of the matrix's own type, rows `stride` elements apart.
+template <class E>
+inline void pack(const E* source, int64_t stride, int64_t outputs, int64_t inputs, E* panels, bool pairs) {
+  const int64_t size = pairs ? (inputs + 1) / 2 * 2 * LANES : inputs * LANES;
+  const int64_t count = (outputs + LANES - 1) / LANES;
+  for (int64_t p = 0; p < count; p++) {
+    E* to = panels + p * size;
+    for (int64_t lane = 0; lane < LANES; lane++) {
+      const int64_t o = p * LANES + lane;
+      for (int64_t k = 0; k < (pairs ? (inputs + 1) / 2 * 2 : inputs); k++) {
+        const int64_t place = pairs ? (k / 2 * LANES + lane) * 2 + k % 2 : k * LANES + lane;
+        to[place] = o < outputs && k < inputs ? source[o * stride + k] : E(0);
+      }
+    }
+  }
+}
+}  // namespace sk

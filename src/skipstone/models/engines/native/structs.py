@@ -1,0 +1,121 @@
+"""The structs of the C ABI (csrc/engine.cpp), field by field."""
+
+import ctypes
+from ctypes import c_float, c_int64, c_void_p
+from typing import Any
+
+ROTARY_TABLES = 4  # most rotary tables of a model
+SKIP_ATTENTION, SKIP_MLP = 1, 2  # bits of a layer's entry in a skip set
+
+
+class Matrix(ctypes.Structure):
+    """A weight matrix in panels. bias: float32 [outputs]. type: see `weights.TYPES`."""
+
+    _fields_ = [(name, c_void_p) for name in ("panels", "bias")] + [(name, c_int64) for name in ("outputs", "inputs", "type")]
+
+
+class Layer(ctypes.Structure):
+    """One decoder layer; pointers are null for what it does not have."""
+
+    _fields_ = (
+        [(name, Matrix) for name in ("q", "k", "v", "o", "gate", "up", "down")]
+        + [
+            (name, c_void_p)
+            for name in (
+                "norm_before_attention",
+                "norm_after_attention",
+                "norm_before_mlp",
+                "norm_after_mlp",
+                "norm_q",
+                "norm_k",
+            )
+        ]
+        + [(name, c_int64) for name in ("norm_whole", "window", "rotary", "activation")]
+        + [(name, c_float) for name in ("scale", "softcap", "residual", "unused")]
+    )
+
+
+class Model(ctypes.Structure):
+    """The sizes of a model, its layers, and what surrounds them."""
+
+    _fields_ = (
+        [
+            (name, c_int64)
+            for name in ("hidden", "heads", "kv_heads", "head_size", "intermediate", "depth", "vocabulary", "embeddings")
+        ]
+        + [("layers", c_void_p), ("head", Matrix), ("embedding", c_void_p), ("embedding_type", c_int64), ("norm", c_void_p)]
+        + [(name, c_float) for name in ("epsilon", "embedding_scale", "embedding_multiplier", "logits_divisor", "logits_softcap")]
+        + [("kv_type", c_int64)]
+    )
+
+
+class Store(ctypes.Structure):
+    """Where the keys and values of all layers are: arrays of pointers, one a layer."""
+
+    _fields_ = [("keys", c_void_p), ("values", c_void_p), ("rows", c_int64), ("slots", c_int64)]
+
+
+class Rotary(ctypes.Structure):
+    """cos and sin [positions, size]."""
+
+    _fields_ = [("cos", c_void_p), ("sin", c_void_p), ("positions", c_int64), ("size", c_int64)]
+
+
+class Pass(ctypes.Structure):
+    """Which tokens take part in a pass; strides count elements."""
+
+    _fields_ = [
+        ("b", c_int64),
+        ("n", c_int64),
+        ("positions", c_void_p),
+        ("slots", c_void_p),
+        ("positions_stride", c_int64),
+        ("slots_stride", c_int64),
+        ("valid", c_void_p),
+        ("valid_stride", c_int64),
+        ("first_row", c_int64),
+        ("extent", c_int64),
+        ("base", c_void_p),
+        ("ancestors", c_void_p),
+        ("ancestors_row", c_int64),
+        ("ancestors_column", c_int64),
+        ("columns", c_int64),
+        ("column_positions", c_void_p),
+        ("column_positions_stride", c_int64),
+        ("seen", c_void_p),
+        ("rotary", Rotary * ROTARY_TABLES),
+    ]
+
+
+ERRORS = {
+    1: "a slot that the KV store does not have",
+    2: "a position that the model does not have",
+    3: "a token id that the model has no embedding for",
+    4: "a layer that the model does not have",
+    5: "a tree in which a token sees nothing, or that lies outside the store",
+    6: "no memory",
+}
+"""What the error codes of the C ABI say was asked for."""
+
+
+def declare(library: Any) -> Any:
+    """Tell ctypes the arguments of every function. ValueError where the structs of library and Python differ in size."""
+    pointer, whole = c_void_p, c_int64
+    declared = {
+        "sk_packed_bytes": (whole, [whole] * 3),
+        "sk_pack": (None, [whole, pointer, whole, whole, whole, pointer]),
+        "sk_embed": (whole, [pointer, pointer, whole, pointer]),
+        "sk_run": (whole, [pointer] * 3 + [whole] * 2 + [pointer] * 2 + [whole, pointer, whole, whole]),
+        "sk_norm": (None, [pointer, pointer, whole, pointer]),
+        "sk_head": (None, [pointer, pointer, whole, whole, pointer, pointer, pointer, whole]),
+        "sk_sizes": (None, [pointer]),
+    }
+    for name, (result, arguments) in declared.items():
+        function = getattr(library, name)
+        function.restype, function.argtypes = result, arguments
+    sizes = (c_int64 * 5)()
+    library.sk_sizes(ctypes.addressof(sizes))
+    own = [ctypes.sizeof(kind) for kind in (Matrix, Layer, Model, Store, Pass)]
+    if list(sizes) != own:
+        raise ValueError(f"the native library's structs have {list(sizes)} bytes, expected {own}")
+    return library
