@@ -1,0 +1,1 @@
+"""What runs a model's layers: engines besides transformers' own modules."""
