@@ -1,0 +1,1 @@
+"""What computes the layers of a model: transformers' own modules (`eager`), or code of our own (`native`)."""

@@ -1,0 +1,1 @@
+"""The engine that runs code of our own instead of transformers' modules."""
