@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import nn
 
-from skipstone.models import linear
+from skipstone.models.engines.eager import linear
 from tests.helpers.pairwise import crossed
 
 pytestmark = pytest.mark.skipif(not torch.backends.mkl.is_available(), reason="nothing is replaced without MKL")

@@ -18,7 +18,7 @@ from transformers import AttentionInterface
 
 import skipstone
 from skipstone import LayerSkip, SelfSpeculative
-from skipstone.models import attention, linear
+from skipstone.models.engines.eager import attention, linear
 from skipstone.models.kvstore import KVStore
 from skipstone.models.layered import LayeredModel
 from skipstone.models.passes import Pass, SkipSet

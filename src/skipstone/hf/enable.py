@@ -14,8 +14,8 @@ from skipstone.hf import generation
 from skipstone.hf.call import Call, MethodLike, prepare_call, resolve_for
 from skipstone.hf.fields import refuse_fields
 from skipstone.hf.generation import Output
+from skipstone.models.engines.eager.patches import take_off
 from skipstone.models.layered import LayeredModel, unwrapped
-from skipstone.models.patches import take_off
 
 _OTHER_ENGINES = ("custom_generate", "assistant_model")
 

@@ -3,12 +3,9 @@
 from typing import Any
 
 import torch
-from torch import Tensor, nn
 
-from skipstone.models import patches
 from skipstone.models.families import kinds, max_positions, windows
 from skipstone.models.modules import DecoderModules
-from skipstone.models.passes import MaskForm
 from skipstone.models.refusals import refuse_weights
 
 
@@ -16,8 +13,7 @@ class Facts:
     """Facts and modules of one model, as long as `hold` says so. ValueError for a model that skipstone cannot decode exactly.
 
     layers: decoder layers. head: the LM head. embeddings: ids that the input embedding has rows for. kinds, windows: layer type
-    and sliding window of every layer. form: the masks that its attention takes. groups: query heads per key/value head where
-    the attention packs them, per layer. running: what its patches look at.
+    and sliding window of every layer.
     """
 
     def __init__(self, model: Any) -> None:
@@ -31,16 +27,6 @@ class Facts:
         self.max_positions, self.max_positions_source = max_positions(config)
         self.device: torch.device = model.device
         self.dtype: torch.dtype = model.dtype
-        sdpa = config._attn_implementation == "sdpa"
-        own = sdpa and self.family.attention_interface
-        attentions = [getattr(layer, self.family.attention) for layer in self.layers]
-        self._attentions: list[nn.Module] = attentions if own else []
-        self.groups: list[int] = [getattr(one, "num_key_value_groups", 1) if own else 1 for one in attentions]
-        self.form = MaskForm(torch.bool if sdpa and not own else self.dtype, own)
-        self.phases: dict[str, tuple[Tensor, Tensor]] = {}  # layer type -> cos and sin [positions, rotary_dim]
-        self.running = patches.Running()
-        patches.take_off(model)  # those of the model that this one is a copy of, or of an earlier state
-        self.patch()
         parts = list(model.modules())
         self._child_places = [part._modules for part in parts]
         self._weight_places = [part._parameters for part in parts]
@@ -56,17 +42,3 @@ class Facts:
         weights = [(id(one), one.dtype, one.device) for one in found]
         placed = repr(getattr(model, "hf_device_map", None))
         return children, weights, repr(vars(model.config)), placed, getattr(model, "hf_quantizer", None)
-
-    def patch(self) -> None:
-        """Put on what every pass wants."""
-        patches.put_on([*self.layers, self.head], self._attentions, self.running)
-
-    def patch_sublayers(self) -> None:
-        """Put on what passes with a skip set want."""
-        for index, layer in enumerate(self.layers):
-            patches.cover(getattr(layer, self.family.attention), patches.Skippable, self.running, "attention", index)
-            *before, last = (getattr(layer, name) for name in self.family.mlp)
-            for module in before:
-                patches.cover(module, patches.Skippable, self.running, "before", index)
-            patches.cover(last, patches.Skippable, self.running, "mlp", index)
-        self.running.skippable = True

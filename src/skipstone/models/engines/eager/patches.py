@@ -13,7 +13,7 @@ from weakref import ref
 import torch
 from torch import Tensor, nn
 
-from skipstone.models import attention, linear
+from skipstone.models.engines.eager import attention, linear
 from skipstone.models.passes import SkipSet
 
 Part = Literal["attention", "mlp", "before"]
@@ -21,7 +21,7 @@ Part = Literal["attention", "mlp", "before"]
 
 @dataclass(slots=True, eq=False)
 class Running:
-    """What the patches of one model look at; `LayeredModel` sets it.
+    """What the patches of one model look at; `EagerEngine` sets it.
 
     passing: skipstone is running layers or the LM head right now. skip: the sublayers that this pass leaves out. on: the linear
     layers and the attention are patched. skippable: so are the sublayers, which only skip sets need.

@@ -1,0 +1,74 @@
+"""Which engine runs a model: what the user asked for, and what can run it."""
+
+import os
+from typing import Any
+from weakref import WeakKeyDictionary
+
+from skipstone.models.engines.eager.eager import EagerEngine
+from skipstone.models.engines.engine import ENGINES, Engine
+from skipstone.models.engines.native.engine import NativeEngine, why_not
+from skipstone.models.facts import Facts
+from skipstone.models.memo import Memo
+from skipstone.models.modules import unwrapped
+
+VARIABLE = "SKIPSTONE_ENGINE"
+"""The environment variable that says which engine runs the models of which nothing else was said."""
+
+_ATTACHED: WeakKeyDictionary[Any, str] = WeakKeyDictionary()
+
+
+class _Made:
+    """The engines of a model, as they were asked for, while its facts hold. chosen: by the name that was asked for."""
+
+    def __init__(self, facts: Facts) -> None:
+        self.facts = facts
+        self.chosen: dict[str, tuple[Engine, str | None]] = {}
+
+
+_MADE: Memo[_Made] = Memo()
+
+
+def known(engine: str, source: str = "engine") -> str:
+    """The name of an engine. ValueError for any other text. source: where it was read, for the error."""
+    if engine not in ENGINES:
+        raise ValueError(f"{source} must be one of {', '.join(ENGINES)}, found {engine!r}")
+    return engine
+
+
+def attach(model: Any, engine: str) -> None:
+    """Remember which engine a model was asked to run on, for as long as it lives."""
+    _ATTACHED[unwrapped(model)] = known(engine)
+
+
+def asked_for(model: Any, engine: str | None) -> str:
+    """The engine to ask for: the one given, or what was attached to the model, or what the environment says, or "auto".
+    ValueError for a name that is none."""
+    if engine is not None:
+        return known(engine)
+    if (attached := _ATTACHED.get(unwrapped(model))) is not None:
+        return attached
+    return known(os.environ.get(VARIABLE) or "auto", VARIABLE)
+
+
+def choose(asked: str, model: Any, facts: Facts) -> tuple[Engine, str | None]:
+    """The engine of a model, made once, and the reason why it is not the native one where "auto" had to do without.
+
+    ValueError for a name that is none, and for "native" where the native engine cannot run the model.
+    """
+    made = _MADE.get(model, None, lambda: _Made(facts), lambda made: made.facts is facts)
+    if asked not in made.chosen:
+        made.chosen[asked] = _choice(known(asked), model, facts)
+    return made.chosen[asked]
+
+
+def _choice(asked: str, model: Any, facts: Facts) -> tuple[Engine, str | None]:
+    if asked == "eager":
+        return EagerEngine(model, facts), None
+    reason = why_not(model, facts)
+    if asked == "native":
+        if reason is not None:
+            raise ValueError(f"engine='native' cannot run this model: {reason}; take engine='auto' or 'eager'")
+        return NativeEngine(model, facts), None
+    if reason is not None:
+        return choose("eager", model, facts)[0], reason
+    return choose("native", model, facts)
