@@ -24,6 +24,7 @@ def generate(
     streamer: Any = None,
     seed: int | list[int] | None = None,
     record: bool = False,
+    engine: str | None = None,
     **options: Any,
 ) -> Output:
     """Generate with a decoding method.
@@ -31,15 +32,16 @@ def generate(
     inputs: ids [B, T] (left-padded, with attention_mask=), a text, a list of texts, a chat (list of {"role", "content"}), or a
     list of chats; text needs `tokenizer`. method: a Method, a name with settings ("layerskip exit_layer=4"), a mapping
     {"method": name, ...}, or None for the model's default. seed: of the first row, from which every further row gets its own;
-    or a list with one per row. record: keep per-token figures in `output.steps`. options: `GenerationConfig` fields and keyword
-    arguments of `model.generate`, with HF's meaning.
+    or a list with one per row. record: keep per-token figures in `output.steps`. engine: "auto", "eager" or "native", for this
+    call; None takes what `load` or `enable` was told, then the environment variable SKIPSTONE_ENGINE, then "auto". options:
+    `GenerationConfig` fields and keyword arguments of `model.generate`, with HF's meaning.
 
     Returns an `Output`: sequences [B, T_total] int64, new_tokens per row, stats, and text when text came in.
     ValueError for anything that is not supported, before any work is done.
     """
     chosen = resolve_for(model, method, options.get("generation_config"))
     ids, options = _encode(inputs, tokenizer, options)
-    call = prepare_call(model, ids, tokenizer, seed, options)
+    call = prepare_call(model, ids, tokenizer, seed, options, engine)
     output = generation.complete(chosen, call, streamer, record)
     if not isinstance(inputs, (Tensor, Mapping)) and tokenizer is not None:
         texts = [tokenizer.decode(tokens, skip_special_tokens=True) for tokens in output.new_tokens or []]
@@ -55,12 +57,13 @@ def stream(
     tokenizer: PreTrainedTokenizerBase | None = None,
     seed: int | list[int] | None = None,
     record: bool = False,
+    engine: str | None = None,
     **options: Any,
 ) -> Iterator[Step]:
     """Like `generate`, one `Step` at a time. Errors are raised at the call; closing the iterator early is safe."""
     chosen = resolve_for(model, method, options.get("generation_config"))
     ids, options = _encode(inputs, tokenizer, options)
-    return generation.steps(chosen, prepare_call(model, ids, tokenizer, seed, options), record)
+    return generation.steps(chosen, prepare_call(model, ids, tokenizer, seed, options, engine), record)
 
 
 def _encode(inputs: Inputs, tokenizer: Any, options: dict[str, Any]) -> tuple[Tensor, dict[str, Any]]:

@@ -88,11 +88,12 @@ WRONG: dict[str, tuple[str, dict[str, Any]]] = {
 def test_a_wrong_fact_would_be_noticed(mistake: str) -> None:
     name, changes = WRONG[mistake]
     model, ids = families.cached(name), families.prompts(1)[0][None]
-    layered = LayeredModel(model)
+    layered: Any = LayeredModel(model, "eager")
+    engine = layered.engine = copy.copy(layered.engine)
     for attribute in ("windows", "kinds"):
-        setattr(layered, attribute, changes.get(attribute, getattr(layered, attribute)))
+        setattr(engine, attribute, changes.get(attribute, getattr(engine, attribute)))
     facts = {key: value for key, value in changes.items() if key not in ("windows", "kinds")}
-    layered.family = replace(layered.family, **facts)
+    engine.family = replace(engine.family, **facts)
     with torch.no_grad(), pytest.raises(AssertionError, match="differ by"):
         same(run(layered, ids, [13, 21]), model(ids).logits)
 

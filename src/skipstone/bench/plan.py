@@ -21,6 +21,7 @@ from skipstone.bench.peers import PEERS
 from skipstone.decoding.method import OWN_FIELD
 from skipstone.decoding.settings import settings_of
 from skipstone.methods import METHODS
+from skipstone.models.engines.choice import known
 from skipstone.models.layered import LayeredModel
 from skipstone.settings_files import Part, first_fault, mapping
 from skipstone.tasks import protocols, sets
@@ -78,6 +79,7 @@ class Plan(TaskOptions):
     data_dir: str | None = None
     dtype: str = "auto"
     device: str = "auto"
+    engine: str = "auto"  # what runs our methods: auto, eager or native
     threads: int | None = Field(default=None, ge=1)
     seed: int = Field(default=0, ge=0)
 
@@ -110,6 +112,11 @@ class Plan(TaskOptions):
         if value not in DTYPES:
             raise ValueError(f"expected one of {', '.join(DTYPES)}, found {value!r}")
         return value
+
+    @field_validator("engine")
+    @classmethod
+    def _engine(cls, value: str) -> str:
+        return known(value)
 
 
 def read(path: Path | None, given: dict[str, Any]) -> Plan:

@@ -71,7 +71,7 @@ def run(plan: Plan, path: Path, argv: list[str], say: Say = print, fresh: bool =
         if (begun := journal.other_code()) is not None:
             say(f"skipstone: warning: {path} was begun with other code (commit {begun[:12]}); --fresh begins anew")
         for name in plan.models or (None,):
-            subject = Subject(name or BUNDLED, *load(name, dtype=plan.dtype, device=device))
+            subject = Subject(name or BUNDLED, *load(name, dtype=plan.dtype, device=device, engine=plan.engine))
             entrants = enter(journal, subject, plan, say)
             for number, ((task, settings), both) in enumerate(zip(tasks, asked, strict=True)):
                 room = LayeredModel(subject.model).max_positions - settings.max_new_tokens
@@ -115,7 +115,7 @@ def enter(journal: Journal, subject: Subject, plan: Plan, say: Say) -> list[Entr
     if not entrants:
         raise ValueError(f"no method is left to measure on {subject.name}: {'; '.join(refused.values())}")
     if not any(line["model"] == subject.name for line in journal.lines_of("model")):
-        config = subject.model.config
+        config, layered = subject.model.config, LayeredModel(subject.model)
         ceiling = machine.ceiling(subject.model, 256)
         say(machine.told(subject.name, ceiling))
         journal.add(
@@ -126,6 +126,8 @@ def enter(journal: Journal, subject: Subject, plan: Plan, say: Say) -> list[Entr
                 "layers": config.num_hidden_layers,
                 "dtype": str(subject.model.dtype).removeprefix("torch."),
                 "device": str(subject.model.device),
+                "engine": layered.engine.name,
+                "engine_reason": layered.engine_reason,
                 "ceiling": ceiling,
                 "synthetic": subject.synthetic,
                 "refused": refused,

@@ -26,6 +26,7 @@ def check(
     seed: Annotated[int, typer.Option(help="Of all draws.", min=0)] = 0,
     dtype: options.Dtype = "auto",
     device: options.Device = "auto",
+    engine: options.Engine = "auto",
     as_json: options.AsJson = False,
     debug: options.Debug = False,
 ) -> None:
@@ -40,7 +41,7 @@ def check(
     if len(rows) < num_prompts:
         raise ValueError(f"--num-prompts {num_prompts}: there are {len(rows)} prompts")
     asked = options.asked_method(method, speculative_config)
-    loaded, tokenizer = options.load(model, dtype, device)
+    loaded, tokenizer = options.load(model, dtype, device, engine=engine)
     chosen = resolve_for(loaded, asked)
     reader = Reader(tokenizer, False, prompt_tokens)
     spread = rows[:: len(rows) // num_prompts][:num_prompts]

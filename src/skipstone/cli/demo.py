@@ -48,6 +48,7 @@ docs/training.md tells how early exits are trained into a model of your own.
 
 def demo(
     model: options.Model = None,
+    engine: options.Engine = "auto",
     as_json: Annotated[bool, typer.Option("--json", help="Print the figures as one JSON document instead.")] = False,
     svg: Annotated[Path | None, typer.Option(help="Save the picture to this file too.", show_default=False)] = None,
     debug: options.Debug = False,
@@ -64,7 +65,7 @@ def demo(
     from skipstone.cli.showing import side_by_side
     from skipstone.decoding.method import OWN_FIELD
 
-    loaded, tokenizer = options.load(model, "auto", "cpu")
+    loaded, tokenizer = options.load(model, "auto", "cpu", engine=engine)
     if not getattr(loaded.generation_config, OWN_FIELD, None):
         raise ValueError(
             "this model names no method of its own (generation_config.skipstone); use `skipstone generate --compare`"

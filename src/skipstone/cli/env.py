@@ -26,12 +26,14 @@ def collect() -> dict[str, Any]:
     """The facts as plain JSON values, None where one does not apply."""
     import torch
 
+    from skipstone.models.engines.native.engine import built
     from skipstone.timing.machine import cpu, versions
 
     try:
         memory = round(os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") / 2**30, 1)
     except (AttributeError, ValueError, OSError):
         memory = None
+    missing = built()
     gpus = [torch.cuda.get_device_properties(index) for index in range(torch.cuda.device_count())]
     return versions(PACKAGES) | {
         "python": platform.python_version(),
@@ -41,6 +43,7 @@ def collect() -> dict[str, Any]:
         "cores": len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count(),  # for this process
         "torch_threads": torch.get_num_threads(),
         "memory_gib": memory,
+        "engines": ["eager", "native" if missing is None else f"native: no, {missing}"],
         "cuda": torch.version.cuda,
         "gpus": [f"{gpu.name}, {gpu.total_memory / 2**30:.0f} GiB, compute capability {gpu.major}.{gpu.minor}" for gpu in gpus],
     }

@@ -33,6 +33,7 @@ def generate(
     ignore_eos: Annotated[bool, grouped("Decoding", "Go on after the end-of-text token.", "--ignore-eos")] = False,
     dtype: options.Dtype = "auto",
     device: options.Device = "auto",
+    engine: options.Engine = "auto",
     trust_remote_code: Annotated[bool, typer.Option("--trust-remote-code", help="Run the checkpoint's own code.")] = False,
     compare: Annotated[bool, grouped("Output", "Decode plainly too, in turn; compare speed and text.", "--compare")] = False,
     repeat: Annotated[int, grouped("Output", "With --compare: runs of each.", min=1)] = 1,
@@ -48,7 +49,7 @@ def generate(
     _refuse_contradictions(flags)
     asked = options.asked_method(method, speculative_config)
     text = _prompt(prompt, prompt_file)
-    loaded, tokenizer = options.load(model, dtype, device, trust_remote_code=trust_remote_code)
+    loaded, tokenizer = options.load(model, dtype, device, engine=engine, trust_remote_code=trust_remote_code)
     from skipstone.api import resolve_for
     from skipstone.cli.runs import compared, decode
     from skipstone.cli.showing import Painter, document, tell

@@ -25,6 +25,7 @@ def inspect(
     out: Annotated[Path | None, option("Save the pictures: a .png file, or a .html page.")] = None,
     dtype: options.Dtype = "auto",
     device: options.Device = "auto",
+    engine: options.Engine = "auto",
     as_json: options.AsJson = False,
     debug: options.Debug = False,
 ) -> None:
@@ -40,7 +41,7 @@ def inspect(
     from skipstone.methods.adadecode.heads import load_heads
     from skipstone.models.layered import LayeredModel
 
-    loaded, tokenizer = options.load(model, dtype, device)
+    loaded, tokenizer = options.load(model, dtype, device, engine=engine)
     exit_heads = None if heads is None else load_heads(heads, LayeredModel(loaded))
     asked, prompts = options.texts_or_bundled(prompt, tokenizer)
     lens = look(loaded, prompts, max_new_tokens)
@@ -55,6 +56,7 @@ def inspect(
             print(f"skipstone: {path}", file=sys.stderr)
     if as_json:
         about = {"dtype": str(loaded.dtype).removeprefix("torch."), "device": str(loaded.device)}
+        about["engine"] = LayeredModel(loaded).engine.name
         texts = {"prompts": asked, "texts": final, "top_texts": words}
         document = {"kind": "skipstone-inspect", "model": model or BUNDLED, **about, **texts, **asdict(lens)}
         print(json.dumps(document if seen is None else {**document, "heads": asdict(seen)}))

@@ -11,6 +11,7 @@ import typer
 from skipstone.cli import terminal
 
 DTYPES = ("auto", "float32", "bfloat16", "float16")
+ENGINES = ("auto", "eager", "native")  # those of skipstone.models, which would import torch
 
 
 def option(text: str, *names: str, **more: Any) -> Any:
@@ -41,6 +42,18 @@ def _known_dtype(dtype: str) -> str:
 
 
 Dtype = Annotated[str, typer.Option(help=f"One of {', '.join(DTYPES)}; auto is the checkpoint's.", callback=_known_dtype)]
+
+
+def known_engine(engine: str) -> str:
+    """The name of an engine. ValueError for any other text."""
+    if engine not in ENGINES:
+        raise ValueError(f"--engine must be one of {', '.join(ENGINES)}, found {engine!r}")
+    return engine
+
+
+Engine = Annotated[
+    str, typer.Option(help=f"One of {', '.join(ENGINES)}; auto is native where it can run the model.", callback=known_engine)
+]
 Device = Annotated[str, typer.Option(help="auto is cuda where there is one, else cpu.")]
 AsJson = Annotated[bool, typer.Option("--json", help="Print one JSON document instead.")]
 Debug = Annotated[bool, typer.Option("--debug", callback=_set_up, help="Show tracebacks.", hidden=True)]

@@ -21,6 +21,7 @@ from skipstone.cli.runs import Comparison, Job, Run, compared, dtype_name, finis
 from skipstone.decoding.draft import Step
 from skipstone.decoding.method import Method
 from skipstone.methods import spell
+from skipstone.models.layered import LayeredModel
 
 ACCEPTED = Style(color="green", underline=True)  # underlined too: colour alone does not reach everybody
 FRAME = 1 / 15  # seconds between two pictures of the demo
@@ -78,7 +79,7 @@ def tell(job: Job, method: Method, run: Run, comparison: Comparison | None, stat
 
 
 def figures(job: Job, method: Method, run: Run) -> list[str]:
-    """The run in two or three lines."""
+    """The run in three or more lines."""
     stats = run.stats
     pace = len(run.tokens) / run.seconds if run.seconds else 0.0
     lines = [
@@ -99,6 +100,9 @@ def figures(job: Job, method: Method, run: Run) -> list[str]:
         lines.append(
             f"{stats.overruled} of {len(run.tokens)} tokens overruled the model{near and '; mean JS distance: '}{near}"
         )
+    layered = LayeredModel(job.model)
+    why = "" if layered.engine_reason is None else f" (not native: {layered.engine_reason})"
+    lines.append(f"engine {layered.engine.name}: {layered.engine.detail}{why}")
     if job.sampled:
         lines.append(f"seed {job.seed}")
     return lines
@@ -113,11 +117,14 @@ def distances(method: Method, job: Job) -> dict[str, float]:
 
 def document(model: str | None, job: Job, method: Method, run: Run, comparison: Comparison | None) -> dict[str, Any]:
     """The one JSON document of --json."""
+    layered = LayeredModel(job.model)
     return {
         "skipstone": __version__,
         "model": model,
         "dtype": dtype_name(job.model),
         "device": str(job.model.device),
+        "engine": layered.engine.name,
+        "engine_reason": layered.engine_reason,
         "method": {"method": method.name, **method.settings},
         "lossless": method.lossless,
         **({} if method.lossless else {"mean_js_distance": distances(method, job)}),

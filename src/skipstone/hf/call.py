@@ -70,10 +70,18 @@ def resolve_for(model: PreTrainedModel, method: MethodLike, config: GenerationCo
 
 
 def prepare_call(
-    model: PreTrainedModel, ids: Tensor | None, tokenizer: Any, seed: int | list[int] | None, options: dict[str, Any]
+    model: PreTrainedModel,
+    ids: Tensor | None,
+    tokenizer: Any,
+    seed: int | list[int] | None,
+    options: dict[str, Any],
+    engine: str | None = None,
 ) -> Call:
-    """A prepared call on a model that can be decoded. ValueError for what the user got wrong, before any forward."""
-    layered = LayeredModel(model)
+    """A prepared call on a model that can be decoded. ValueError for what the user got wrong, before any forward.
+
+    engine: as in `LayeredModel`.
+    """
+    layered = LayeredModel(model, engine)
     inner, options = layered.model, dict(options)
     given, own = options.get("generation_config"), inner.generation_config
     strings = options.pop("stop_strings", None) or getattr(given, "stop_strings", None) or own.stop_strings

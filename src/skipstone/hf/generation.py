@@ -30,7 +30,8 @@ class Output(GenerateDecoderOnlyOutput):
 
     sequences: [B, T] int64, prompt and new tokens, padded by HF's rules. scores, logits: per new token [B, V], when asked
     for (0 for rows already finished). lossless: False only for modes that may change the text. text: the new text of every row
-    when text came in. stats: `Stats` over all rows. steps: the list of `Step`, with record=True.
+    when text came in. stats: `Stats` over all rows. steps: the list of `Step`, with record=True. engine: what ran the model,
+    "eager" or "native". engine_reason: why it was not the native one, where that was left to skipstone.
     """
 
     stats: Stats | None = None
@@ -39,6 +40,8 @@ class Output(GenerateDecoderOnlyOutput):
     method: str | None = None
     lossless: bool | None = None
     steps: list[Step] | None = None
+    engine: str | None = None
+    engine_reason: str | None = None
 
 
 def admitted(method: Method, call: Call, keeper: Keeper | None = None) -> tuple[Decoder, list[Request]]:
@@ -92,6 +95,7 @@ def complete(method: Method, call: Call, streamer: Any = None, record: bool = Fa
     _warn_if_slower(method, decoder, stacklevel=4)
     output = Output(sequences=_sequences(call, new), stats=stats, new_tokens=new)  # type: ignore[arg-type]
     output.method, output.lossless, output.steps = method.name, method.lossless, kept if record else None
+    output.engine, output.engine_reason = decoder.session.model.engine.name, decoder.session.model.engine_reason
     width = max(map(len, new))
     if call.config.output_logits:
         output.logits = _per_token([step.logits for step in kept], len(new), width)

@@ -34,6 +34,7 @@ from skipstone.bench.run import Say, Subject, enter, measure_task
 from skipstone.decoding.method import OWN_FIELD
 from skipstone.loading import usable
 from skipstone.methods.shared.layer_sets import Space
+from skipstone.models.engines.choice import attach
 from skipstone.models.passes import SkipSet
 from skipstone.tasks.dialogue import Conversation, Reader
 from skipstone.tasks.task import Source, Task
@@ -374,6 +375,8 @@ def run_surrogate(
     kept = {**plan.model_dump(mode="json"), "surrogate": wanted}
     with Journal(path, kept, machine.provenance(argv, plan.seed), fresh) as journal:
         model, about = _made(journal, shape, plan, say, contexts)
+        if plan.engine != "auto":
+            attach(model, plan.engine)
         count = plan.tune_prompts + settings.num_prompts
         if shape.agreement is None:
             prompts = random_prompts(model.config.vocab_size, count, settings.prompt_tokens, plan.seed)

@@ -23,9 +23,9 @@ _STATES: Memo[Any] = Memo()
 
 
 def of(method: Method, model: LayeredModel, rows: int, more: Any, make: Callable[[], S]) -> S:
-    """The state of a method on a model, where it is now, for a batch of so many rows.
+    """The state of a method on a model, where it is now, on its engine, for a batch of so many rows.
     more: what else tells two states apart."""
-    return _STATES.get(model.model, (method, rows, str(model.device), str(model.dtype), more), make)
+    return _STATES.get(model.model, (method, rows, str(model.device), str(model.dtype), model.engine.name, more), make)
 
 
 def known(method: Method, more: Any, model: Any) -> dict[str, Any]:
