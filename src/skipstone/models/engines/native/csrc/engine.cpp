@@ -236,7 +236,7 @@ struct Run {
       matmul(*part, normed, n, x_stride, projected + start * LANES, projected_stride, a, b, count * LANES);
       start += count;
     }
-    pool.barrier();
+    pool.barrier(thread == 0);
     // norms, rotary phases, and keys and values to their slots
     const int64_t heads = m.heads + 2 * m.kv_heads, size = m.head_size;
     const int64_t k_start = layer.q.count() * LANES, v_start = k_start + layer.k.count() * LANES;
@@ -264,7 +264,7 @@ struct Run {
       if (query) std::memcpy(own.queries.data() + (row * m.heads + h) * padded, head, sizeof(float) * padded);
       else put(store.keys[index], entry, own_head, head);
     }
-    pool.barrier();
+    pool.barrier(thread == 0);
     // scores and values
     const Sight* sight = nullptr;
     for (const Sight& one : own.sights) if (one.window == layer.window) sight = &one;
@@ -286,7 +286,7 @@ struct Run {
       for (int64_t g = 0; g < group; g++)
         std::memcpy(attended + row * attended_stride + (h * group + g) * size, out + g * padded, sizeof(float) * size);
     }
-    pool.barrier();
+    pool.barrier(thread == 0);
     close(layer, layer.o, attended, attended_stride, layer.norm_after_attention, thread, threads, pool);
   }
 
@@ -301,7 +301,7 @@ struct Run {
     if (start < stop)
       for (int64_t r = 0; r < n; r++)
         activate(layer.activation, inner + r * inner_stride + start, up + r * inner_stride + start, stop - start);
-    pool.barrier();
+    pool.barrier(thread == 0);
     close(layer, layer.down, inner, inner_stride, layer.norm_after_mlp, thread, threads, pool);
   }
 
@@ -310,7 +310,7 @@ struct Run {
     int64_t first, last;
     share(matrix.count(), thread, threads, first, last);
     matmul(matrix, from_rows, n, stride, added, x_stride, first, last, x_stride);
-    if (norm != nullptr) pool.barrier();
+    if (norm != nullptr) pool.barrier(thread == 0);
     const int64_t start = first * LANES, stop = std::min(last * LANES, m.hidden);
     for (int64_t r = 0; r < n; r++) {
       float *to = x + r * x_stride, *more = added + r * x_stride;
@@ -320,7 +320,7 @@ struct Run {
         to[i] = to[i] + y * layer.residual;
       }
     }
-    pool.barrier();
+    pool.barrier(thread == 0);
   }
 
   void put(void* buffer, const Entry& entry, int64_t head, const float* from_head) {
@@ -466,7 +466,7 @@ struct Head {
       }
     }
     if (best == nullptr) return;
-    pool.barrier();
+    pool.barrier(thread == 0);
     for (int64_t r = thread; r < n; r += threads) {
       const float* row = logits + r * m.vocabulary;
       int64_t winner = own.best[r];

@@ -44,52 +44,60 @@ constexpr int columns(int rows) { return rows == 1 ? 4 : 1; }
 #endif
 constexpr int AHEAD = 2048;  // bytes that a weight stream is fetched ahead of its use
 
-// R rows x C panels in registers
+#define SK_UNROLL _Pragma("GCC unroll 16")
+
+// R rows x C panels. The sums must stay in registers: plain loops over constants, which the compiler unrolls, and no lambda.
 template <class T, int R, int C>
 inline void tile(const typename T::Element* w, int64_t inputs, const float* x, int64_t x_stride, float* y, int64_t y_stride, int64_t room) {
   V16 acc[R][C];
   const int64_t size = T::panel(inputs);
-#pragma GCC unroll 8
-  for (int r = 0; r < R; r++)
-#pragma GCC unroll 8
-    for (int c = 0; c < C; c++) acc[r][c] = zero();
-  auto step = [&](int64_t k, int c, V16 weight) {
-#pragma GCC unroll 8
-    for (int r = 0; r < R; r++) acc[r][c] = fma(set1(x[r * x_stride + k]), weight, acc[r][c]);
-  };
+  SK_UNROLL for (int r = 0; r < R; r++) SK_UNROLL for (int c = 0; c < C; c++) acc[r][c] = zero();
   if constexpr (std::is_same_v<T, BF16>) {
-    for (int64_t k = 0; k + 1 < inputs; k += 2) {
-#pragma GCC unroll 8
-      for (int c = 0; c < C; c++) {
-        V16 even, odd;
+    const int64_t pairs = inputs / 2 * 2;
+    for (int64_t k = 0; k < pairs; k += 2) {
+      V16 even[C], odd[C];
+      SK_UNROLL for (int c = 0; c < C; c++) {
         const uint16_t* at = w + c * size + k * LANES;
         __builtin_prefetch((const char*)at + AHEAD);
-        load_bf16_pair(at, even, odd);
-        step(k, c, even);
-        step(k + 1, c, odd);
+        load_bf16_pair(at, even[c], odd[c]);
+      }
+      SK_UNROLL for (int r = 0; r < R; r++) {
+        const V16 one = set1(x[r * x_stride + k]);
+        SK_UNROLL for (int c = 0; c < C; c++) acc[r][c] = fma(one, even[c], acc[r][c]);
+      }
+      SK_UNROLL for (int r = 0; r < R; r++) {
+        const V16 one = set1(x[r * x_stride + k + 1]);
+        SK_UNROLL for (int c = 0; c < C; c++) acc[r][c] = fma(one, odd[c], acc[r][c]);
       }
     }
-    if (inputs & 1)
-      for (int c = 0; c < C; c++) {
+    if (pairs < inputs) {
+      SK_UNROLL for (int c = 0; c < C; c++) {
         V16 even, odd;
-        load_bf16_pair(w + c * size + (inputs - 1) * LANES, even, odd);
-        step(inputs - 1, c, even);
+        load_bf16_pair(w + c * size + pairs * LANES, even, odd);
+        SK_UNROLL for (int r = 0; r < R; r++) acc[r][c] = fma(set1(x[r * x_stride + pairs]), even, acc[r][c]);
       }
+    }
   } else {
-#pragma GCC unroll 2
     for (int64_t k = 0; k < inputs; k++) {
-#pragma GCC unroll 8
-      for (int c = 0; c < C; c++) {
+      V16 weight[C];
+      SK_UNROLL for (int c = 0; c < C; c++) {
         const auto* at = w + c * size + k * LANES;
         __builtin_prefetch((const char*)at + AHEAD);
-        if constexpr (std::is_same_v<T, F32>) step(k, c, load(at)); else step(k, c, load_f16(at));
+        if constexpr (std::is_same_v<T, F32>) weight[c] = load(at); else weight[c] = load_f16(at);
+      }
+      SK_UNROLL for (int r = 0; r < R; r++) {
+        const V16 one = set1(x[r * x_stride + k]);
+        SK_UNROLL for (int c = 0; c < C; c++) acc[r][c] = fma(one, weight[c], acc[r][c]);
       }
     }
   }
-#pragma GCC unroll 8
-  for (int r = 0; r < R; r++)
-#pragma GCC unroll 8
-    for (int c = 0; c < C; c++) store_first(y + r * y_stride + c * LANES, acc[r][c], int(std::min<int64_t>(LANES, room - c * LANES)));
+  if (room >= C * LANES) {
+    SK_UNROLL for (int r = 0; r < R; r++) SK_UNROLL for (int c = 0; c < C; c++) store(y + r * y_stride + c * LANES, acc[r][c]);
+    return;
+  }
+  float sums[R][C][LANES];
+  SK_UNROLL for (int r = 0; r < R; r++) SK_UNROLL for (int c = 0; c < C; c++) store(sums[r][c], acc[r][c]);
+  for (int r = 0; r < R; r++) std::memcpy(y + r * y_stride, sums[r], sizeof(float) * std::min<int64_t>(room, C * LANES));
 }
 
 template <class T, int R>

@@ -1,13 +1,17 @@
 // Threads that run one job together, with barriers inside it.
 //
 // Between jobs a worker spins for a while and then sleeps. Inside a job a barrier spins, then yields: two threads on one core
-// must not burn each other's time slices. A worker that finds itself on its caller's core moves away from it.
+// must not burn each other's time slices. A worker that finds itself on its caller's core moves away from it. Where another
+// process holds a core, every barrier would wait for its time slice: a caller that had to wait runs its next jobs alone, and
+// tries again later, after twice as many jobs each time that it is disturbed again.
 #pragma once
 #include <pthread.h>
 #include <sched.h>
 #include <unistd.h>
 
+#include <algorithm>
 #include <atomic>
+#include <chrono>
 #include <cstdint>
 #include <memory>
 #include <mutex>
@@ -29,6 +33,10 @@ class Pool {
   static constexpr int SPINS_AT_BARRIER = 2000;   // pauses before a waiting thread yields its core
   static constexpr int SPINS_BETWEEN_JOBS = 20000;  // pauses before a worker goes to sleep
 
+  static constexpr int64_t LONG_WAIT = 300'000;      // nanoseconds of yielding in one job that mean a core is taken
+  static constexpr int FIRST_ALONE = 16;             // jobs without workers after the first long wait
+  static constexpr int MOST_ALONE = 1024;            // and after many in a row
+
   using Job = void (*)(void* context, int thread, int threads, Pool& pool);
 
   static Pool& shared() {
@@ -39,6 +47,10 @@ class Pool {
   // Runs job(context, t, T, pool) for t in [0, T) and waits for all. Another caller's job in progress: T is 1.
   void run(int threads, Job job, void* context) {
     std::unique_lock<std::mutex> mine(busy_, std::try_to_lock);
+    if (mine.owns_lock() && threads > 1 && alone_ > 0) {
+      alone_--;
+      threads = 1;
+    }
     if (threads <= 1 || !mine.owns_lock()) {
       Pool alone;
       job(context, 0, 1, alone);
@@ -53,12 +65,20 @@ class Pool {
     const uint32_t next = (call_.load(std::memory_order_relaxed) / MOST_THREADS + 1) * MOST_THREADS + uint32_t(threads);
     call_.store(next, std::memory_order_seq_cst);
     if (sleepers_.load(std::memory_order_seq_cst)) call_.notify_all();
+    waited_ = 0;
     job(context, 0, threads, *this);
-    barrier();
+    barrier(true);
+    if (waited_ > LONG_WAIT) {
+      alone_ = next_alone_;
+      next_alone_ = std::min(2 * next_alone_, MOST_ALONE);
+    } else if (next_alone_ > FIRST_ALONE && ++calm_ >= next_alone_) {
+      next_alone_ /= 2;
+      calm_ = 0;
+    }
   }
 
-  // Waits until every thread of the job is here.
-  void barrier() {
+  // Waits until every thread of the job is here. caller: the thread that called `run`, whose waiting is timed.
+  void barrier(bool caller = false) {
     const int threads = threads_;  // read before this thread is counted: the next job may change it from then on
     if (threads == 1) return;
     const int generation = generation_.load(std::memory_order_relaxed);
@@ -67,9 +87,13 @@ class Pool {
       generation_.store(generation + 1, std::memory_order_release);
       return;
     }
-    for (int i = 0; generation_.load(std::memory_order_acquire) == generation; i++) {
-      if (i < SPINS_AT_BARRIER) relax(); else sched_yield();
+    for (int i = 0; i < SPINS_AT_BARRIER; i++) {
+      if (generation_.load(std::memory_order_acquire) != generation) return;
+      relax();
     }
+    const auto start = std::chrono::steady_clock::now();
+    while (generation_.load(std::memory_order_acquire) == generation) sched_yield();
+    if (caller) waited_ += std::chrono::duration_cast<std::chrono::nanoseconds>(std::chrono::steady_clock::now() - start).count();
   }
 
  private:
@@ -114,6 +138,8 @@ class Pool {
   std::vector<std::thread*> workers_;
   pid_t owner_ = getpid();
   int threads_ = 1;
+  int64_t waited_ = 0;  // nanoseconds that the caller has yielded in this job
+  int alone_ = 0, next_alone_ = FIRST_ALONE, calm_ = 0;  // jobs: without workers from now on; after the next long wait; since the last
   Job job_ = nullptr;
   void* context_ = nullptr;
   std::atomic<int> caller_core_{-1};

@@ -6,6 +6,8 @@
 #include <cstdint>
 #include <cstring>
 
+#define SK_INLINE inline __attribute__((always_inline))
+
 namespace sk {
 constexpr int LANES = 16;  // floats in a V16, outputs in a weight panel
 }
@@ -14,107 +16,107 @@ constexpr int LANES = 16;  // floats in a V16, outputs in a weight panel
 #include <immintrin.h>
 namespace sk {
 struct V16 { __m512 v; };
-inline V16 zero() { return {_mm512_setzero_ps()}; }
-inline V16 set1(float x) { return {_mm512_set1_ps(x)}; }
-inline V16 load(const float* p) { return {_mm512_loadu_ps(p)}; }
-inline void store(float* p, V16 a) { _mm512_storeu_ps(p, a.v); }
-inline V16 fma(V16 a, V16 b, V16 c) { return {_mm512_fmadd_ps(a.v, b.v, c.v)}; }
-inline V16 add(V16 a, V16 b) { return {_mm512_add_ps(a.v, b.v)}; }
-inline V16 sub(V16 a, V16 b) { return {_mm512_sub_ps(a.v, b.v)}; }
-inline V16 mul(V16 a, V16 b) { return {_mm512_mul_ps(a.v, b.v)}; }
-inline V16 div(V16 a, V16 b) { return {_mm512_div_ps(a.v, b.v)}; }
-inline V16 max(V16 a, V16 b) { return {_mm512_max_ps(a.v, b.v)}; }
-inline V16 min(V16 a, V16 b) { return {_mm512_min_ps(a.v, b.v)}; }
-inline V16 nearest(V16 a) { return {_mm512_roundscale_ps(a.v, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC)}; }
+SK_INLINE V16 zero() { return {_mm512_setzero_ps()}; }
+SK_INLINE V16 set1(float x) { return {_mm512_set1_ps(x)}; }
+SK_INLINE V16 load(const float* p) { return {_mm512_loadu_ps(p)}; }
+SK_INLINE void store(float* p, V16 a) { _mm512_storeu_ps(p, a.v); }
+SK_INLINE V16 fma(V16 a, V16 b, V16 c) { return {_mm512_fmadd_ps(a.v, b.v, c.v)}; }
+SK_INLINE V16 add(V16 a, V16 b) { return {_mm512_add_ps(a.v, b.v)}; }
+SK_INLINE V16 sub(V16 a, V16 b) { return {_mm512_sub_ps(a.v, b.v)}; }
+SK_INLINE V16 mul(V16 a, V16 b) { return {_mm512_mul_ps(a.v, b.v)}; }
+SK_INLINE V16 div(V16 a, V16 b) { return {_mm512_div_ps(a.v, b.v)}; }
+SK_INLINE V16 max(V16 a, V16 b) { return {_mm512_max_ps(a.v, b.v)}; }
+SK_INLINE V16 min(V16 a, V16 b) { return {_mm512_min_ps(a.v, b.v)}; }
+SK_INLINE V16 nearest(V16 a) { return {_mm512_roundscale_ps(a.v, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC)}; }
 // 2^n for whole numbers n in [-126, 127]
-inline V16 exp2_whole(V16 n) {
+SK_INLINE V16 exp2_whole(V16 n) {
   return {_mm512_castsi512_ps(_mm512_slli_epi32(_mm512_add_epi32(_mm512_cvtps_epi32(n.v), _mm512_set1_epi32(127)), 23))};
 }
 // a where x >= y, else 0
-inline V16 keep_where_ge(V16 x, V16 y, V16 a) { return {_mm512_maskz_mov_ps(_mm512_cmp_ps_mask(x.v, y.v, _CMP_GE_OQ), a.v)}; }
+SK_INLINE V16 keep_where_ge(V16 x, V16 y, V16 a) { return {_mm512_maskz_mov_ps(_mm512_cmp_ps_mask(x.v, y.v, _CMP_GE_OQ), a.v)}; }
 // 16 halves of 2 x 16 interleaved bfloat16 numbers: even[o] = w[2 o], odd[o] = w[2 o + 1]
-inline void load_bf16_pair(const uint16_t* w, V16& even, V16& odd) {
+SK_INLINE void load_bf16_pair(const uint16_t* w, V16& even, V16& odd) {
   __m512i b = _mm512_loadu_si512(w);
   even.v = _mm512_castsi512_ps(_mm512_slli_epi32(b, 16));
   odd.v = _mm512_castsi512_ps(_mm512_and_si512(b, _mm512_set1_epi32(int(0xffff0000u))));
 }
-inline V16 load_bf16(const uint16_t* w) {
+SK_INLINE V16 load_bf16(const uint16_t* w) {
   return {_mm512_castsi512_ps(_mm512_slli_epi32(_mm512_cvtepu16_epi32(_mm256_loadu_si256((const __m256i*)w)), 16))};
 }
-inline V16 load_f16(const uint16_t* w) { return {_mm512_cvtph_ps(_mm256_loadu_si256((const __m256i*)w))}; }
-inline __m256 halves(V16 a) { return _mm256_add_ps(_mm512_castps512_ps256(a.v), _mm512_extractf32x8_ps(a.v, 1)); }
+SK_INLINE V16 load_f16(const uint16_t* w) { return {_mm512_cvtph_ps(_mm256_loadu_si256((const __m256i*)w))}; }
+SK_INLINE __m256 halves(V16 a) { return _mm256_add_ps(_mm512_castps512_ps256(a.v), _mm512_extractf32x8_ps(a.v, 1)); }
 }  // namespace sk
 #elif defined(__AVX2__)
 #include <immintrin.h>
 namespace sk {
 struct V16 { __m256 a, b; };
-inline V16 zero() { return {_mm256_setzero_ps(), _mm256_setzero_ps()}; }
-inline V16 set1(float x) { __m256 v = _mm256_set1_ps(x); return {v, v}; }
-inline V16 load(const float* p) { return {_mm256_loadu_ps(p), _mm256_loadu_ps(p + 8)}; }
-inline void store(float* p, V16 x) { _mm256_storeu_ps(p, x.a); _mm256_storeu_ps(p + 8, x.b); }
-inline V16 fma(V16 x, V16 y, V16 z) { return {_mm256_fmadd_ps(x.a, y.a, z.a), _mm256_fmadd_ps(x.b, y.b, z.b)}; }
-inline V16 add(V16 x, V16 y) { return {_mm256_add_ps(x.a, y.a), _mm256_add_ps(x.b, y.b)}; }
-inline V16 sub(V16 x, V16 y) { return {_mm256_sub_ps(x.a, y.a), _mm256_sub_ps(x.b, y.b)}; }
-inline V16 mul(V16 x, V16 y) { return {_mm256_mul_ps(x.a, y.a), _mm256_mul_ps(x.b, y.b)}; }
-inline V16 div(V16 x, V16 y) { return {_mm256_div_ps(x.a, y.a), _mm256_div_ps(x.b, y.b)}; }
-inline V16 max(V16 x, V16 y) { return {_mm256_max_ps(x.a, y.a), _mm256_max_ps(x.b, y.b)}; }
-inline V16 min(V16 x, V16 y) { return {_mm256_min_ps(x.a, y.a), _mm256_min_ps(x.b, y.b)}; }
-inline __m256 nearest8(__m256 a) { return _mm256_round_ps(a, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC); }
-inline V16 nearest(V16 x) { return {nearest8(x.a), nearest8(x.b)}; }
-inline __m256 exp2_whole8(__m256 n) {
+SK_INLINE V16 zero() { return {_mm256_setzero_ps(), _mm256_setzero_ps()}; }
+SK_INLINE V16 set1(float x) { __m256 v = _mm256_set1_ps(x); return {v, v}; }
+SK_INLINE V16 load(const float* p) { return {_mm256_loadu_ps(p), _mm256_loadu_ps(p + 8)}; }
+SK_INLINE void store(float* p, V16 x) { _mm256_storeu_ps(p, x.a); _mm256_storeu_ps(p + 8, x.b); }
+SK_INLINE V16 fma(V16 x, V16 y, V16 z) { return {_mm256_fmadd_ps(x.a, y.a, z.a), _mm256_fmadd_ps(x.b, y.b, z.b)}; }
+SK_INLINE V16 add(V16 x, V16 y) { return {_mm256_add_ps(x.a, y.a), _mm256_add_ps(x.b, y.b)}; }
+SK_INLINE V16 sub(V16 x, V16 y) { return {_mm256_sub_ps(x.a, y.a), _mm256_sub_ps(x.b, y.b)}; }
+SK_INLINE V16 mul(V16 x, V16 y) { return {_mm256_mul_ps(x.a, y.a), _mm256_mul_ps(x.b, y.b)}; }
+SK_INLINE V16 div(V16 x, V16 y) { return {_mm256_div_ps(x.a, y.a), _mm256_div_ps(x.b, y.b)}; }
+SK_INLINE V16 max(V16 x, V16 y) { return {_mm256_max_ps(x.a, y.a), _mm256_max_ps(x.b, y.b)}; }
+SK_INLINE V16 min(V16 x, V16 y) { return {_mm256_min_ps(x.a, y.a), _mm256_min_ps(x.b, y.b)}; }
+SK_INLINE __m256 nearest8(__m256 a) { return _mm256_round_ps(a, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC); }
+SK_INLINE V16 nearest(V16 x) { return {nearest8(x.a), nearest8(x.b)}; }
+SK_INLINE __m256 exp2_whole8(__m256 n) {
   return _mm256_castsi256_ps(_mm256_slli_epi32(_mm256_add_epi32(_mm256_cvtps_epi32(n), _mm256_set1_epi32(127)), 23));
 }
-inline V16 exp2_whole(V16 n) { return {exp2_whole8(n.a), exp2_whole8(n.b)}; }
-inline V16 keep_where_ge(V16 x, V16 y, V16 a) {
+SK_INLINE V16 exp2_whole(V16 n) { return {exp2_whole8(n.a), exp2_whole8(n.b)}; }
+SK_INLINE V16 keep_where_ge(V16 x, V16 y, V16 a) {
   return {_mm256_and_ps(_mm256_cmp_ps(x.a, y.a, _CMP_GE_OQ), a.a), _mm256_and_ps(_mm256_cmp_ps(x.b, y.b, _CMP_GE_OQ), a.b)};
 }
-inline void load_bf16_pair(const uint16_t* w, V16& even, V16& odd) {
+SK_INLINE void load_bf16_pair(const uint16_t* w, V16& even, V16& odd) {
   const __m256i high = _mm256_set1_epi32(int(0xffff0000u));
   __m256i p = _mm256_loadu_si256((const __m256i*)w), q = _mm256_loadu_si256((const __m256i*)(w + 16));
   even = {_mm256_castsi256_ps(_mm256_slli_epi32(p, 16)), _mm256_castsi256_ps(_mm256_slli_epi32(q, 16))};
   odd = {_mm256_castsi256_ps(_mm256_and_si256(p, high)), _mm256_castsi256_ps(_mm256_and_si256(q, high))};
 }
-inline __m256 bf16_8(const uint16_t* w) {
+SK_INLINE __m256 bf16_8(const uint16_t* w) {
   return _mm256_castsi256_ps(_mm256_slli_epi32(_mm256_cvtepu16_epi32(_mm_loadu_si128((const __m128i*)w)), 16));
 }
-inline V16 load_bf16(const uint16_t* w) { return {bf16_8(w), bf16_8(w + 8)}; }
-inline V16 load_f16(const uint16_t* w) {
+SK_INLINE V16 load_bf16(const uint16_t* w) { return {bf16_8(w), bf16_8(w + 8)}; }
+SK_INLINE V16 load_f16(const uint16_t* w) {
   return {_mm256_cvtph_ps(_mm_loadu_si128((const __m128i*)w)), _mm256_cvtph_ps(_mm_loadu_si128((const __m128i*)(w + 8)))};
 }
-inline __m256 halves(V16 x) { return _mm256_add_ps(x.a, x.b); }
+SK_INLINE __m256 halves(V16 x) { return _mm256_add_ps(x.a, x.b); }
 }  // namespace sk
 #elif defined(__ARM_NEON)
 #include <arm_neon.h>
 namespace sk {
 struct V16 { float32x4_t v[4]; };
 #define SK_EACH(expression) V16 r; for (int i = 0; i < 4; i++) r.v[i] = (expression); return r
-inline V16 zero() { SK_EACH(vdupq_n_f32(0)); }
-inline V16 set1(float x) { SK_EACH(vdupq_n_f32(x)); }
-inline V16 load(const float* p) { SK_EACH(vld1q_f32(p + 4 * i)); }
-inline void store(float* p, V16 a) { for (int i = 0; i < 4; i++) vst1q_f32(p + 4 * i, a.v[i]); }
-inline V16 fma(V16 a, V16 b, V16 c) { SK_EACH(vfmaq_f32(c.v[i], a.v[i], b.v[i])); }
-inline V16 add(V16 a, V16 b) { SK_EACH(vaddq_f32(a.v[i], b.v[i])); }
-inline V16 sub(V16 a, V16 b) { SK_EACH(vsubq_f32(a.v[i], b.v[i])); }
-inline V16 mul(V16 a, V16 b) { SK_EACH(vmulq_f32(a.v[i], b.v[i])); }
-inline V16 div(V16 a, V16 b) { SK_EACH(vdivq_f32(a.v[i], b.v[i])); }
-inline V16 max(V16 a, V16 b) { SK_EACH(vbslq_f32(vcgtq_f32(a.v[i], b.v[i]), a.v[i], b.v[i])); }
-inline V16 min(V16 a, V16 b) { SK_EACH(vbslq_f32(vcltq_f32(a.v[i], b.v[i]), a.v[i], b.v[i])); }
-inline V16 nearest(V16 a) { SK_EACH(vrndnq_f32(a.v[i])); }
-inline V16 exp2_whole(V16 n) {
+SK_INLINE V16 zero() { SK_EACH(vdupq_n_f32(0)); }
+SK_INLINE V16 set1(float x) { SK_EACH(vdupq_n_f32(x)); }
+SK_INLINE V16 load(const float* p) { SK_EACH(vld1q_f32(p + 4 * i)); }
+SK_INLINE void store(float* p, V16 a) { for (int i = 0; i < 4; i++) vst1q_f32(p + 4 * i, a.v[i]); }
+SK_INLINE V16 fma(V16 a, V16 b, V16 c) { SK_EACH(vfmaq_f32(c.v[i], a.v[i], b.v[i])); }
+SK_INLINE V16 add(V16 a, V16 b) { SK_EACH(vaddq_f32(a.v[i], b.v[i])); }
+SK_INLINE V16 sub(V16 a, V16 b) { SK_EACH(vsubq_f32(a.v[i], b.v[i])); }
+SK_INLINE V16 mul(V16 a, V16 b) { SK_EACH(vmulq_f32(a.v[i], b.v[i])); }
+SK_INLINE V16 div(V16 a, V16 b) { SK_EACH(vdivq_f32(a.v[i], b.v[i])); }
+SK_INLINE V16 max(V16 a, V16 b) { SK_EACH(vbslq_f32(vcgtq_f32(a.v[i], b.v[i]), a.v[i], b.v[i])); }
+SK_INLINE V16 min(V16 a, V16 b) { SK_EACH(vbslq_f32(vcltq_f32(a.v[i], b.v[i]), a.v[i], b.v[i])); }
+SK_INLINE V16 nearest(V16 a) { SK_EACH(vrndnq_f32(a.v[i])); }
+SK_INLINE V16 exp2_whole(V16 n) {
   SK_EACH(vreinterpretq_f32_s32(vshlq_n_s32(vaddq_s32(vcvtnq_s32_f32(n.v[i]), vdupq_n_s32(127)), 23)));
 }
-inline V16 keep_where_ge(V16 x, V16 y, V16 a) {
+SK_INLINE V16 keep_where_ge(V16 x, V16 y, V16 a) {
   SK_EACH(vreinterpretq_f32_u32(vandq_u32(vcgeq_f32(x.v[i], y.v[i]), vreinterpretq_u32_f32(a.v[i]))));
 }
-inline void load_bf16_pair(const uint16_t* w, V16& even, V16& odd) {
+SK_INLINE void load_bf16_pair(const uint16_t* w, V16& even, V16& odd) {
   for (int i = 0; i < 4; i++) {
     uint32x4_t b = vreinterpretq_u32_u16(vld1q_u16(w + 8 * i));
     even.v[i] = vreinterpretq_f32_u32(vshlq_n_u32(b, 16));
     odd.v[i] = vreinterpretq_f32_u32(vandq_u32(b, vdupq_n_u32(0xffff0000u)));
   }
 }
-inline V16 load_bf16(const uint16_t* w) { SK_EACH(vreinterpretq_f32_u32(vshll_n_u16(vld1_u16(w + 4 * i), 16))); }
-inline V16 load_f16(const uint16_t* w) { SK_EACH(vcvt_f32_f16(vreinterpret_f16_u16(vld1_u16(w + 4 * i)))); }
+SK_INLINE V16 load_bf16(const uint16_t* w) { SK_EACH(vreinterpretq_f32_u32(vshll_n_u16(vld1_u16(w + 4 * i), 16))); }
+SK_INLINE V16 load_f16(const uint16_t* w) { SK_EACH(vcvt_f32_f16(vreinterpret_f16_u16(vld1_u16(w + 4 * i)))); }
 #undef SK_EACH
 }  // namespace sk
 #else
@@ -124,12 +126,12 @@ inline V16 load_f16(const uint16_t* w) { SK_EACH(vcvt_f32_f16(vreinterpret_f16_u
 namespace sk {
 #if defined(__AVX2__)
 // The sums of four vectors, by one tree: lanes 8 apart, neighbours, neighbours of those, the two halves that are left.
-inline void sums4(V16 a, V16 b, V16 c, V16 d, float* out) {
+SK_INLINE void sums4(V16 a, V16 b, V16 c, V16 d, float* out) {
   __m256 h = _mm256_hadd_ps(_mm256_hadd_ps(halves(a), halves(b)), _mm256_hadd_ps(halves(c), halves(d)));
   _mm_storeu_ps(out, _mm_add_ps(_mm256_castps256_ps128(h), _mm256_extractf128_ps(h, 1)));
 }
 #else
-inline void sums4(V16 a, V16 b, V16 c, V16 d, float* out) {
+SK_INLINE void sums4(V16 a, V16 b, V16 c, V16 d, float* out) {
   const V16 x[4] = {a, b, c, d};
   float32x4_t low[4], high[4];
   for (int i = 0; i < 4; i++) { low[i] = vaddq_f32(x[i].v[0], x[i].v[2]); high[i] = vaddq_f32(x[i].v[1], x[i].v[3]); }
@@ -138,27 +140,27 @@ inline void sums4(V16 a, V16 b, V16 c, V16 d, float* out) {
   vst1q_f32(out, vaddq_f32(l, h));
 }
 #endif
-inline float sum(V16 a) { float out[4]; sums4(a, a, a, a, out); return out[0]; }
-inline float largest(V16 a) {
+SK_INLINE float sum(V16 a) { float out[4]; sums4(a, a, a, a, out); return out[0]; }
+SK_INLINE float largest(V16 a) {
   float x[LANES]; store(x, a);
   float best = x[0];
   for (int i = 1; i < LANES; i++) best = x[i] > best ? x[i] : best;
   return best;
 }
 // The first `count` lanes from memory, the others 0; nothing behind them is read.
-inline V16 load_first(const float* p, int count) {
+SK_INLINE V16 load_first(const float* p, int count) {
   if (count >= LANES) return load(p);
   float x[LANES] = {};
   std::memcpy(x, p, sizeof(float) * count);
   return load(x);
 }
-inline void store_first(float* p, V16 a, int count) {
+SK_INLINE void store_first(float* p, V16 a, int count) {
   if (count >= LANES) { store(p, a); return; }
   float x[LANES]; store(x, a);
   std::memcpy(p, x, sizeof(float) * count);
 }
 // e^x within 2 units in the last place for x <= 88; 0 below -87.3.
-inline V16 exp(V16 x) {
+SK_INLINE V16 exp(V16 x) {
   const V16 lowest = set1(-87.3f);
   V16 y = max(min(x, set1(88.0f)), lowest);
   V16 n = nearest(mul(y, set1(1.44269504f)));
@@ -174,7 +176,7 @@ inline V16 exp(V16 x) {
   return keep_where_ge(x, lowest, mul(p, exp2_whole(n)));
 }
 // tanh by e^(2x), exact in sign and limits; near 0 by its own quotient, so that no digits cancel.
-inline V16 tanh(V16 x) {
+SK_INLINE V16 tanh(V16 x) {
   V16 y = max(min(x, set1(10.0f)), set1(-10.0f));
   V16 square = mul(y, y);
   // |x| < 0.625: Cephes' tanhf polynomial
