@@ -95,8 +95,8 @@ def test_a_new_method_brings_its_settings_along(folder: Path, monkeypatch: pytes
     assert "fancy_width=7   int; default of skipstone.Invented\n      how wide." in explained
 
 
-CHECK = """model --method --speculative-config --prompts --num-prompts --prompt-tokens --max-new-tokens --samples --seed --dtype --engine
-    --device --json --debug"""
+CHECK = """model --method --speculative-config --prompts --num-prompts --prompt-tokens --max-new-tokens --samples --seed --dtype
+    --engine --device --json --debug"""
 MEASURING = {
     "run": """models --plan --method --task --protocol --data-dir --out --num-prompts --prompt-tokens --max-new-tokens
         --temperature --top-p --samples --shots --chat --tune --tune-prompts --tune-tokens --ignore-eos --perplexity

@@ -164,3 +164,15 @@ def test_min_p_and_top_p_reach_the_sampler(folder: Path) -> None:
     assert document(*common, "--min-p", 1)["tokens"] == greedy
     assert document(*common, "--top-p", 0.0001)["tokens"] == greedy
     assert document(*common)["tokens"] != greedy
+
+
+def test_the_engine_is_named_by_stats_and_json(folder: Path) -> None:
+    common = ("generate", folder, "--prompt", PROMPT, "--max-new-tokens", 4, *LAYERSKIP, "--engine", "eager")
+    told = succeed(*common, "--stats").stderr.splitlines()
+    assert "engine eager: transformers' own modules, torch.float32, cpu" in told
+    found = document(*common)
+    assert (found["engine"], found["engine_reason"]) == ("eager", None)
+
+
+def test_env_says_which_engines_there_are() -> None:
+    assert json.loads(succeed("env", "--json").stdout)["engines"][0] == "eager"

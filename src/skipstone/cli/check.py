@@ -33,6 +33,7 @@ def check(
     """Prove on your model, machine and dtype that a method is lossless, or show where it is not. Exit code 1 for a bug."""
     from skipstone.api import resolve_for
     from skipstone.check.check import Checker, Scale
+    from skipstone.models.layered import LayeredModel
     from skipstone.tasks.dialogue import Conversation, Reader
     from skipstone.tasks.sets import named
 
@@ -50,7 +51,8 @@ def check(
     if as_json:
         found = [finding.report() for finding in report.findings]
         document = {"kind": "skipstone-check", "passed": report.passed, "proves": report.proves, "method": report.method}
-        print(json.dumps({**document, "dtype": report.dtype, "device": report.device, "findings": found}))
+        document |= {"dtype": report.dtype, "device": report.device, "engine": LayeredModel(loaded).engine.name}
+        print(json.dumps({**document, "findings": found}))
     else:
         verdict = "no bug found" if report.passed else "NOT LOSSLESS"
         print(f"{report.method['method']}, {report.dtype} on {report.device}: {verdict}")

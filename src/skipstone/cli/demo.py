@@ -48,9 +48,9 @@ docs/training.md tells how early exits are trained into a model of your own.
 
 def demo(
     model: options.Model = None,
-    engine: options.Engine = "auto",
     as_json: Annotated[bool, typer.Option("--json", help="Print the figures as one JSON document instead.")] = False,
     svg: Annotated[Path | None, typer.Option(help="Save the picture to this file too.", show_default=False)] = None,
+    engine: options.Engine = "auto",
     debug: options.Debug = False,
 ) -> None:
     """The same text twice, plainly and with LayerSkip: live, side by side, with what each cost."""

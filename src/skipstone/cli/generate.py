@@ -47,8 +47,7 @@ def generate(
     """Continue a prompt: --prompt, --prompt-file or standard input. The text goes to stdout, all else to stderr."""
     flags = SimpleNamespace(**locals())
     _refuse_contradictions(flags)
-    asked = options.asked_method(method, speculative_config)
-    text = _prompt(prompt, prompt_file)
+    asked, text = options.asked_method(method, speculative_config), _prompt(prompt, prompt_file)
     loaded, tokenizer = options.load(model, dtype, device, engine=engine, trust_remote_code=trust_remote_code)
     from skipstone.api import resolve_for
     from skipstone.cli.runs import compared, decode
