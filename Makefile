@@ -1,4 +1,5 @@
-# Needs nothing but Python >= 3.11; a C++ compiler adds the native engine. Every target sets up .venv first (once), with the versions of constraints.txt.
+# Needs nothing but Python >= 3.11; a C++ compiler adds the native engine.
+# Every target sets up .venv first (once), with the versions of constraints.txt.
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
