@@ -94,9 +94,8 @@ def test_a_library_of_other_sources_is_stale(folder: Path, change: str) -> None:
         assert build.stale(NAMES, folder, folder / "csrc") == NAMES
         built(folder, OWN[0])
         assert build.stale([OWN[0]], folder, folder / "csrc") == []
-        again = folder.rename(
-            folder.with_name(f"{folder.name}-again")
-        )  # by its old path this process would get the library that it has
+        # By its old path this process would get the library that it has loaded.
+        again = folder.rename(folder.with_name(f"{folder.name}-again"))
         assert found(again).missing is None
 
 
