@@ -1,4 +1,5 @@
-# Needs nothing but Python >= 3.11. Every target sets up .venv first (once), with the versions of constraints.txt.
+# Needs nothing but Python >= 3.11; a C++ compiler adds the native engine.
+# Every target sets up .venv first (once), with the versions of constraints.txt.
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
@@ -7,31 +8,41 @@ WORKERS ?= auto
 MODEL ?=
 BENCH ?=
 
-.PHONY: demo quick test test-rest test-all lint format bench clean
+NATIVE := $(VENV)/.native
+NATIVE_SOURCES := src/skipstone/models/engines/native/build.py \
+	$(wildcard src/skipstone/models/engines/native/csrc/*.h src/skipstone/models/engines/native/csrc/*.cpp)
 
-$(STAMP): pyproject.toml constraints.txt
+.PHONY: demo quick test test-rest test-all test-native lint format bench clean
+
+$(STAMP): pyproject.toml setup.py constraints.txt
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt torch
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt --editable ".[dev]"
 	touch $@
 
-demo: $(STAMP)  ## MODEL=path or hub id: the same text twice, plainly and with LayerSkip, side by side
+$(NATIVE): $(NATIVE_SOURCES) | $(STAMP)  ## without a compiler it says so, the target goes on, and the next one tries again
+	@if $(BIN)/python -m skipstone.models.engines.native.build --if-stale; then touch $@; fi
+
+demo: $(STAMP) $(NATIVE)  ## MODEL=path or hub id: the same text twice, plainly and with LayerSkip, side by side
 	@$(BIN)/skipstone demo $(MODEL)
 
 PYTEST := $(BIN)/python -m pytest -n $(WORKERS) --dist worksteal
 QUICK := $(patsubst %,tests/decoding/test_%.py,decode enumeration noise sampling stats trees verify walk) \
 	$(patsubst %,tests/models/test_%.py,frontier kvstore layers masks) tests/hf/test_options.py tests/methods/test_spelling.py
-quick: $(STAMP)  ## the inner loop, under a minute: the loop, its rules and its law, the layers and their store
+quick: $(STAMP) $(NATIVE)  ## the inner loop, under a minute: the loop, its rules and its law, the layers and their store
 	$(PYTEST) -m "not slow" $(QUICK)
 
-test: $(STAMP)  ## the suite without the full product, under four minutes on two cores; prints its ten slowest
+test: $(STAMP) $(NATIVE)  ## the suite without the full product, under four minutes on two cores; prints its ten slowest
 	$(PYTEST) -m "not slow" --durations=10
 
-test-rest: $(STAMP)  ## what `make test` leaves out
+test-rest: $(STAMP) $(NATIVE)  ## what `make test` leaves out
 	$(PYTEST) -m slow --durations=10
 
-test-all: $(STAMP)  ## every method x every family x every setting
+test-all: $(STAMP) $(NATIVE)  ## every method x every family x every setting
 	$(PYTEST)
+
+test-native: $(STAMP)  ## the native engine under the address, undefined-behaviour and thread sanitizers
+	$(BIN)/python tests/native/run.py
 
 lint: $(STAMP)
 	$(BIN)/ruff check .
@@ -43,8 +54,8 @@ format: $(STAMP)
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
 
-bench: $(STAMP)  ## MODEL=path or hub id, BENCH="more flags": see `skipstone bench run --help`
+bench: $(STAMP) $(NATIVE)  ## MODEL=path or hub id, BENCH="more flags": see `skipstone bench run --help`
 	$(BIN)/skipstone bench run $(MODEL) $(BENCH)
 
 clean:
-	rm -rf $(VENV) build dist src/*.egg-info .pytest_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) build dist src/*.egg-info src/skipstone/models/engines/native/*.so .pytest_cache .ruff_cache .hypothesis

@@ -86,6 +86,8 @@ class Wheel(bdist_wheel):
         native = self.get_finalized_command("build_native")
         assert isinstance(native, BuildNative)
         self.root_is_pure = not native.libraries()
+        if not self.root_is_pure:  # else the install command takes the package for a pure one, and lays it out apart
+            self.distribution.has_ext_modules = lambda: True
         super().run()
 
     def get_tag(self) -> tuple[str, str, str]:

@@ -1,7 +1,7 @@
 """Compiles the native engine's C++ into one shared library per level of the instruction set.
 
-`python -m skipstone.models.engines.native.build` builds in place, which is needed after the C++ has changed. setup.py loads this
-file by its path in an environment without torch and numpy: it imports the standard library only, and nothing of skipstone.
+`python -m skipstone.models.engines.native.build` builds in place, which is needed after the C++ has changed. setup.py loads
+this file by its path in an environment without torch and numpy: it imports the standard library only, and nothing of skipstone.
 """
 
 import argparse
@@ -73,7 +73,7 @@ def source_hash(csrc: Path = CSRC) -> str:
 
 
 def compiler() -> list[str]:
-    """The command of the C++ compiler: $CXX where it is set, else the first of COMPILERS on the PATH. BuildError without one."""
+    """The command of the C++ compiler: $CXX where it is set, else the first of COMPILERS on the PATH. BuildError if none."""
     chosen = shlex.split(os.environ.get("CXX", ""))
     if chosen and shutil.which(chosen[0]) is None:
         raise BuildError(f"there is no C++ compiler: $CXX is {shlex.join(chosen)!r}, and {chosen[0]!r} is not on the PATH")
