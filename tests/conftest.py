@@ -19,3 +19,9 @@ def pytest_collection_finish() -> None:
     """What was imported stays: the collector of garbage need not look through it again and again."""
     gc.collect()
     gc.freeze()
+
+
+@pytest.fixture
+def eager_engine(monkeypatch: pytest.MonkeyPatch) -> None:
+    """For tests of what transformers' modules are made to do."""
+    monkeypatch.setenv("SKIPSTONE_ENGINE", "eager")

@@ -134,5 +134,6 @@ def sampled_trees() -> None:
     (planted.trash_in_slot_zero, sampled_trees),
     (planted.only_the_last_token_can_end, lambda: test_an_end_token_inside_a_tree_ends_the_row_there({})),
 )
+@pytest.mark.usefixtures("eager_engine")
 def test_planted_bugs_are_found(plant: Any, proof: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     planted.assert_found(plant, proof, monkeypatch)

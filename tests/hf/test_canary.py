@@ -97,6 +97,15 @@ def places_of_modules_and_parameters() -> None:
     assert vars(module)["_modules"] is module._modules
 
 
+def places_of_hooks() -> None:
+    module = torch.nn.Linear(2, 2)
+    assert not module._forward_hooks
+    assert not module._forward_pre_hooks
+    module.register_forward_hook(lambda *_: None)
+    module.register_forward_pre_hook(lambda *_: None)
+    assert len(module._forward_hooks) == len(module._forward_pre_hooks) == 1
+
+
 def version_of_a_parameter() -> None:
     """It counts what was written in place, which is how a fingerprint knows that weights have changed."""
     weight = torch.nn.Linear(2, 2).weight
@@ -145,6 +154,8 @@ PRIVATE: dict[str, Callable[[], None]] = {
     "_get_default_generation_params": default_generation_params,
     "_prefix_allowed_tokens_fn": prefix_allowed_tokens_fn,
     "_attn_implementation": attention_implementation,
+    "_forward_hooks": places_of_hooks,
+    "_forward_pre_hooks": places_of_hooks,
     "_modules": places_of_modules_and_parameters,
     "_parameters": places_of_modules_and_parameters,
     "_version": version_of_a_parameter,

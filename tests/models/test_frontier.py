@@ -233,5 +233,6 @@ def test_a_row_without_room_names_no_position_beyond_the_model() -> None:
         lambda: test_tokens_waiting_at_mixed_depths_finish_like_a_full_forward(llama, apart=True),
     ),
 )
+@pytest.mark.usefixtures("eager_engine")
 def test_planted_bugs_are_found(plant: Any, proof: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     planted.assert_found(plant, proof, monkeypatch)

@@ -146,6 +146,7 @@ def test_ancestors_follow_parents() -> None:
             assert bool(reach[row, node + 1, other + 1]) == descends(parents[row], node, other)
 
 
+@pytest.mark.usefixtures("eager_engine")
 def test_a_pass_over_all_layers_builds_one_mask_per_kind(monkeypatch: pytest.MonkeyPatch) -> None:
     """Gemma 3's layers have two kinds: in a step of decoding, each is built once a pass, whatever the number of layers."""
     built: list[int | None] = []

@@ -29,6 +29,8 @@ IDS = families.prompts(1)[0][None]
 SKIP = SelfSpeculative(skip_attention=(1, 2), skip_mlp=(2,))
 NAMES = ["llama", "opt", "falcon", "gpt2", "gemma3_text", "gemma2"]
 
+pytestmark = pytest.mark.usefixtures("eager_engine")
+
 
 def decode(model: Any, method: Any = SKIP) -> list[list[int]] | None:
     return skipstone.generate(model, IDS, method, max_new_tokens=12, do_sample=False).new_tokens

@@ -7,6 +7,7 @@ from skipstone.timing import machine
 from tests.helpers import families
 
 
+@pytest.mark.usefixtures("eager_engine")
 def test_ceiling_counts_the_bytes_that_a_token_reads():
     model = families.build("llama", vocab=50)
     total = sum(p.numel() for p in model.parameters()) * 4

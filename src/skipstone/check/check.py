@@ -227,13 +227,14 @@ class Checker:
     # ------------------------------------------------------------------------------------------------- greedy
 
     def against_transformers(self) -> None:
-        """Our plain decoding is `model.generate`'s: what all else is compared with."""
+        """Our plain decoding is `model.generate`'s: what all else is compared with. Where the engine computes in a finer dtype
+        than the weights are stored in, the reference is transformers in that dtype, on a copy of the same weights."""
         kind: Any = type(self.model)
+        dtype = LayeredModel(self.model).dtype
+        model = self.model if dtype == self.model.dtype else copy.deepcopy(self.model).to(dtype)
         for number, prompt in enumerate(self.prompts):
             ids = prompt[None].to(self.model.device)
-            expected = kind.generate(self.model, ids, attention_mask=torch.ones_like(ids), **self.greedy_options)[
-                0, len(prompt) :
-            ]
+            expected = kind.generate(model, ids, attention_mask=torch.ones_like(ids), **self.greedy_options)[0, len(prompt) :]
             self.plain.append(self._greedy("autoregressive", prompt))
             self._compare(number, prompt, expected.tolist(), self.plain[-1])
 

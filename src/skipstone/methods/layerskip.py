@@ -69,6 +69,9 @@ class LayerSkipSession(ChainSession):
         assert method.exit_layer is not None
         self.exit_layer, self.reuse_cache = method.exit_layer, method.reuse_cache
 
+    def one_call(self) -> tuple[int, None] | None:
+        return (self.exit_layer, None) if self.reuse_cache else None
+
     def next_logits(self, chain: Chain, frontier: Frontier) -> Tensor:
         """Self-drafting (section 4.3.1): layers[:E] and the shared LM head, on the newest token. Returns [B, V]."""
         return frontier.exit_logits(self.exit_layer)

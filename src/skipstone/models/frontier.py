@@ -1,11 +1,13 @@
 """The tokens of one step on their way up the layers."""
 
+from collections.abc import Sequence
 from itertools import pairwise
 
 import numpy as np
 import torch
 from torch import Tensor
 
+from skipstone.models.engines.engine import ChainEnd, ChainStart
 from skipstone.models.host import on_device
 from skipstone.models.kvstore import KVStore
 from skipstone.models.layered import LayeredModel
@@ -136,6 +138,37 @@ class Frontier:
             return Pass(positions, slots, valid, rows, min(self._highest_base + self.width, self._end))
         first_slot = self._highest_base + columns.start if self._uniform and valid is None else None
         return Pass(positions, slots, valid, rows, min(self._highest_base + columns.stop, self._end), first_slot)
+
+    def draft_greedily(
+        self, layers: int, skip: SkipSet | None, most: list[int], thresholds: list[float] | None, ends: Sequence[frozenset[int]]
+    ) -> ChainEnd | None:
+        """Append a greedy chain that the first `layers` layers draft, but for what `skip` leaves out, in one call of the engine.
+        None, and nothing has changed, where the engine has no such call.
+
+        Without a skip set the drafts, but for the last one, wait at the depth that drafted them; with one they are at depth 0.
+        """
+        assert self.width == 1, "a chain starts at the root"
+        assert self._hidden is not None
+        keep, taking = skip is None, self._taking.tolist()
+        wanted = [count if live else 0 for count, live in zip(most, taking, strict=True)]
+        hidden = self._hidden[:, : max(wanted) + 1]
+        if not max(wanted) or type(self.model).project is not LayeredModel.project:  # a draft model brings logits to another size
+            return None
+        roots = self._tokens[:, 0]
+        start = ChainStart(roots, self.base, wanted, layers, skip, keep, thresholds, ends, self._end)
+        chain = self.model.engine.chain(start, self.store, hidden)
+        if chain is None:
+            return None
+        width = 1 + chain.tokens.shape[1]
+        self._tokens[:, 1:width] = chain.tokens
+        if len(set(chain.counts)) > 1:
+            self.valid = torch.arange(width) <= torch.tensor(chain.counts)[:, None]
+            self.valid &= torch.from_numpy(self._taking)[:, None]
+        self.width = width
+        self.passes += [(0, layers, 1)] * (width - 1)
+        if keep:
+            self.depth[:] = np.where(np.arange(width) < np.array(chain.counts)[:, None], layers, 0)
+        return chain
 
     def exit_logits(self, exit_layer: int) -> Tensor:
         """Logits of the newest column after E layers [B, V] float32. Its state stays at depth E for `finish`."""

@@ -18,6 +18,7 @@ from skipstone.models import host
 from skipstone.models.frontier import Frontier
 from skipstone.models.host import on_device
 from skipstone.models.layered import LayeredModel
+from skipstone.models.passes import SkipSet
 
 LOOK_EVERY = 4
 """Drafted tokens between two looks at whether every row has stopped. On an accelerator a look waits for the device."""
@@ -139,6 +140,8 @@ class ChainSession(Session):
         """Logits, a token, what was observed; again, until no row drafts on."""
         most = [min(own, allowed) for own, allowed in zip(self.most, limit, strict=True)]
         chain, frontier = Chain(most, self.alive, self.model.device), self.frontier(most)
+        if (draft := self.draft_at_once(most, frontier)) is not None:
+            return draft
         position = frontier.positions[:, 0] + 1  # [B]
         path = frontier.tokens[:, 1:]  # [B, k], empty here
         for place in range(chain.width):
@@ -151,6 +154,24 @@ class ChainSession(Session):
             if chain.full or chain.stop(sure, self.sampler.unfinished(token), look=self.looks):
                 break
         return self.finish(chain, frontier)
+
+    def one_call(self) -> tuple[int, SkipSet | None] | None:
+        """What drafts a greedy chain that an engine may compute in one call: (first so many layers, but for these sublayers).
+        None where this session does more with a draft than to take its likeliest token."""
+        return None
+
+    def draft_at_once(self, most: list[int], frontier: Frontier) -> Draft | None:
+        """The greedy chain in one call of the engine; None where the session or the engine wants it token by token."""
+        drafter = self.one_call()
+        if drafter is None or not self.sampler.greedy or self.sampler.processed:
+            return None
+        thresholds = self.confidence.thresholds if self.confidence.active else None
+        chain = frontier.draft_greedily(*drafter, most, thresholds, self.sampler.eos)
+        if chain is None:
+            return None
+        valid = torch.ones_like(chain.tokens, dtype=torch.bool) if frontier.valid is None else frontier.valid[:, 1:]
+        exits = torch.full_like(chain.tokens, drafter[0]) if drafter[1] is None else None
+        return Draft(chain.tokens, valid, frontier, confidence=chain.confidence, exit_layer=exits)
 
     def next_logits(self, chain: Chain, frontier: Frontier) -> Tensor:
         """Raw logits [B, V] float32 of what follows the newest token."""

@@ -44,6 +44,9 @@ class SkippingSession(ChainSession):
         draft = SkippingSession.draft(self, limit)
         return draft, (torch.stack(self._ranked, 1), torch.stack(self._possible, 1)) if self._ranked else None
 
+    def one_call(self) -> tuple[int, SkipSet] | None:
+        return (self.model.depth, self.skip) if self.ranks == 1 else None
+
     def next_logits(self, chain: Chain, frontier: Frontier) -> Tensor:
         return frontier.sketched_logits(self.skip)
 

@@ -56,9 +56,10 @@ def choose(asked: str, model: Any, facts: Facts) -> tuple[Engine, str | None]:
     ValueError for a name that is none, and for "native" where the native engine cannot run the model.
     """
     made = _MADE.get(model, None, lambda: _Made(facts), lambda made: made.facts is facts)
-    if asked not in made.chosen:
-        made.chosen[asked] = _choice(known(asked), model, facts)
-    return made.chosen[asked]
+    found = made.chosen.get(known(asked))
+    if found is None or found[1] is not None or not found[0].holds():  # what kept native away may be gone
+        found = made.chosen[asked] = _choice(asked, model, facts)
+    return found
 
 
 def _choice(asked: str, model: Any, facts: Facts) -> tuple[Engine, str | None]:
@@ -69,6 +70,4 @@ def _choice(asked: str, model: Any, facts: Facts) -> tuple[Engine, str | None]:
         if reason is not None:
             raise ValueError(f"engine='native' cannot run this model: {reason}; take engine='auto' or 'eager'")
         return NativeEngine(model, facts), None
-    if reason is not None:
-        return choose("eager", model, facts)[0], reason
-    return choose("native", model, facts)
+    return choose("native", model, facts) if reason is None else (choose("eager", model, facts)[0], reason)

@@ -1,5 +1,7 @@
 """What `LayeredModel` asks of an engine."""
 
+from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Protocol
 
 import torch
@@ -10,6 +12,37 @@ from skipstone.models.passes import Pass, SkipSet
 
 ENGINES = ("auto", "eager", "native")
 """The names that a user may ask for. "auto" is native where that can run the model, and eager elsewhere."""
+
+
+@dataclass(slots=True)
+class ChainStart:
+    """A greedy chain of drafts on every row, from its last committed token on.
+
+    roots: [B] int64, the last committed id of every row; bases: its position. most: most drafts of a row, 0 for a row that takes
+    no part. layers: the first so many layers draft; skip: but for these sublayers. keep: keep what leaves them (an exit).
+    thresholds: a row stops after a draft that is less probable; None asks for no probabilities. ends: ids after which a row stops. extent: slots
+    that the chain may need.
+    """
+
+    roots: Tensor
+    bases: list[int]
+    most: list[int]
+    layers: int
+    skip: SkipSet | None
+    keep: bool
+    thresholds: list[float] | None
+    ends: Sequence[frozenset[int]]
+    extent: int
+
+
+@dataclass(slots=True)
+class ChainEnd:
+    """tokens: [B, n] int64. counts: drafts of every row. confidence: [B, n] float32, the probability of every draft under its
+    drafter at temperature 1; None where nobody asked."""
+
+    tokens: Tensor
+    counts: list[int]
+    confidence: Tensor | None
 
 
 class Engine(Protocol):
@@ -28,6 +61,10 @@ class Engine(Protocol):
     @property
     def dtype(self) -> torch.dtype: ...
 
+    def holds(self) -> bool:
+        """Whether the engine still computes the model as it is: its weights, hooks and forwards."""
+        ...
+
     def embed(self, tokens: Tensor, positions: Tensor) -> Tensor:
         """[B, n] ids and positions -> [B, n, d], the states that enter layer 0."""
         ...
@@ -45,4 +82,12 @@ class Engine(Protocol):
 
     def project(self, normed: Tensor, head: nn.Module | None = None) -> Tensor:
         """LM head and what the family does after it. [..., d'] -> [..., V] float32. head: instead of the model's own."""
+        ...
+
+    def chain(self, start: ChainStart, store: KVStore, hidden: Tensor) -> ChainEnd | None:
+        """Draft a greedy chain in one call. None where the engine has no such call.
+
+        hidden: [B, width + 1, d], width the most drafts of a row. Filled with the state of the root and of every draft: with
+        `keep` what leaves the layers that draft, else embeddings; an embedding in any case for a row's last draft.
+        """
         ...

@@ -65,7 +65,7 @@ def run(
     place = place if processes.num_processes == 1 else processes.device or place
     dtype = recipe.model_dtype if recipe.model_dtype == "auto" else getattr(torch, recipe.model_dtype)
     model, tokenizer = load(None if recipe.model is None else beside(recipe.model, base), dtype=dtype, device=place)
-    layered = LayeredModel(model.eval().requires_grad_(False))
+    layered = LayeredModel(model.eval().requires_grad_(False), "eager")  # gradients go through its LM head
     heads = _untrained(recipe, layered)
     say(f"{sum(one.numel() for one in heads.parameters()) / 1e6:.2f} M parameters after layers {heads.card.layers}")
     texts = [one.prompt + one.text for source in recipe.prompts for one in source.read(base)]

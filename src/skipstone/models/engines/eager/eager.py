@@ -6,6 +6,7 @@ import torch
 from torch import Tensor, nn
 
 from skipstone.models.engines.eager import patches
+from skipstone.models.engines.engine import ChainEnd, ChainStart
 from skipstone.models.engines.rotary import RotaryTables
 from skipstone.models.facts import Facts
 from skipstone.models.kvstore import KVStore
@@ -37,6 +38,10 @@ class EagerEngine:
         self._running = patches.Running()
         patches.take_off(model)  # those of the model that this one is a copy of, or of an earlier state
         self._patch()
+
+    def holds(self) -> bool:
+        """Always: the modules are the model's own."""
+        return True
 
     def embed(self, tokens: Tensor, positions: Tensor) -> Tensor:
         """[B, n] ids and positions -> [B, n, d], the states that enter layer 0."""
@@ -73,6 +78,10 @@ class EagerEngine:
     def normed(self, hidden: Tensor) -> Tensor:
         """What the LM head reads: states after the final norm (and OPT-350m's projection). [..., d] -> [..., d']."""
         return self.family.finish(self.decoder, hidden)
+
+    def chain(self, start: ChainStart, store: KVStore, hidden: Tensor) -> ChainEnd | None:
+        """None: transformers' modules are called one by one."""
+        return None
 
     def project(self, normed: Tensor, head: nn.Module | None = None) -> Tensor:
         """LM head and what the family does after it. [..., d'] -> [..., V] float32. head: instead of the model's own."""

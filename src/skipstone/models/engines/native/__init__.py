@@ -1,1 +1,1 @@
-"""The native engine: fused C++ over a range of layers in one call, on the CPU, in float32 whatever the weights are stored in."""
+"""The native engine: C++ over a range of layers in one call, on the CPU, computed in float32 whatever weights are stored in."""

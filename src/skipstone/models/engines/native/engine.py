@@ -4,12 +4,14 @@ import ctypes
 import os
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
 from skipstone.models.engines.eager import patches
+from skipstone.models.engines.engine import ChainEnd, ChainStart
 from skipstone.models.engines.native import library
-from skipstone.models.engines.native.structs import ERRORS, SKIP_ATTENTION, SKIP_MLP, Pass, Store, declare
+from skipstone.models.engines.native.structs import BAD_LAYER, ERRORS, SKIP_ATTENTION, SKIP_MLP, Pass, Store, declare
 from skipstone.models.engines.native.weights import Weights, unsupported
 from skipstone.models.engines.rotary import RotaryTables
 from skipstone.models.facts import Facts
@@ -28,10 +30,22 @@ def why_not(model: Any, facts: Facts) -> str | None:
     if (reason := unsupported(model, facts)) is not None:
         return reason
     for name, module in model.named_modules():
-        own = module.__dict__.get("forward")
-        if own is not None and not isinstance(own, patches.Forward):
-            return f"{name or type(model).__name__} has a forward of its own"
+        if _changed(module):
+            return f"{name or type(model).__name__} has hooks or a forward of its own, which only transformers' modules run"
     return None
+
+
+def built() -> str | None:
+    """Why there is no native engine on this machine, in one sentence; None where there is one."""
+    return library.missing()
+
+
+def _changed(module: Any) -> bool:
+    """Whether a module does more than its class says."""
+    own = module.__dict__.get("forward")
+    while isinstance(own, patches.Forward):
+        own = own.before
+    return own is not None or bool(module._forward_hooks) or bool(module._forward_pre_hooks)
 
 
 class NativeEngine:
@@ -45,8 +59,8 @@ class NativeEngine:
         self._weights = Weights(self._library, model, facts)
         self._model = ctypes.addressof(self._weights.model)
         self._rotary = RotaryTables(facts.decoder, facts.family, facts.max_positions)
-        self._parameters = list(model.parameters())
-        self._modules = list(model.modules())
+        self._copied = list(model.parameters())
+        self._covered = list(model.modules())[1:]  # but for the model itself, which an engine must not keep alive
         self._versions = self._counted()
         self.threads = threads()
         level = self._library.sk_level
@@ -60,13 +74,12 @@ class NativeEngine:
         self._no_tensor = torch.empty(0)
 
     def holds(self) -> bool:
-        """Whether the weights are those that were copied, and no module has got a hook since."""
-        hooked = any(module._forward_hooks or module._forward_pre_hooks for module in self._modules)
-        return not hooked and self._versions == self._counted()
+        """Whether the weights are those that were copied, and no module has got a hook or a forward of its own since."""
+        return self._versions == self._counted() and not any(_changed(module) for module in self._covered)
 
     def _counted(self) -> int:
         """torch's count of the changes made to the weights in place; what is written through `.data` is not in it."""
-        return sum(one._version for one in self._parameters if not one.is_inference())
+        return sum(one._version for one in self._copied if not one.is_inference())
 
     def embed(self, tokens: Tensor, positions: Tensor) -> Tensor:
         """As in `Engine`."""
@@ -79,6 +92,9 @@ class NativeEngine:
         """As in `Engine`."""
         if hidden.stride(-1) != 1 or (hidden.shape[1] > 1 and hidden.stride(1) != hidden.shape[2]):
             hidden = hidden.contiguous()
+        if layers.start < 0 or layers.stop > self._weights.model.depth:
+            _check(BAD_LAYER)
+        assert hidden.shape == (*at.shape, self._weights.model.hidden), "a state for every token of the pass"
         out = torch.empty(hidden.shape)
         kept = self._fill_pass(at)
         self._fill_store(store, layers)
@@ -99,6 +115,50 @@ class NativeEngine:
         _check(error)
         return out
 
+    def chain(self, start: ChainStart, store: KVStore, hidden: Tensor) -> ChainEnd:
+        """As in `Engine`."""
+        rows, width, shape = len(start.roots), max(start.most), self._weights.model
+        roots = start.roots.contiguous()
+        bases, most = np.array(start.bases, dtype=np.int64), np.array(start.most, dtype=np.int64)
+        drafts, counts = np.zeros((rows, width), dtype=np.int64), np.zeros(rows, dtype=np.int64)
+        asked = start.thresholds is not None
+        thresholds = np.array(start.thresholds if asked else [], dtype=np.float32)
+        probabilities = np.zeros((rows, width) if asked else 0, dtype=np.float32)
+        longest = max(map(len, start.ends))
+        ends = np.array([[*row, *[-1] * (longest - len(row))] for row in start.ends], dtype=np.int64)
+        assert hidden.shape == (rows, width + 1, shape.hidden), "a state for every draft and for the root"
+        assert hidden.stride()[1:] == (shape.hidden, 1), "a row's states lie one after the other"
+        told, layers = self._pass, range(start.layers)
+        told.b, told.first_row, told.extent = rows, 0, start.extent
+        self._fill_rotary(start.extent)
+        self._fill_store(store, layers)
+        error = self._library.sk_chain(
+            self._model,
+            ctypes.addressof(told),
+            ctypes.addressof(self._store),
+            0,
+            start.layers,
+            self._skipped(start.skip),
+            roots.data_ptr(),
+            bases.ctypes.data,
+            most.ctypes.data,
+            width,
+            thresholds.ctypes.data if asked else None,
+            ends.ctypes.data,
+            longest,
+            start.keep,
+            drafts.ctypes.data,
+            counts.ctypes.data,
+            probabilities.ctypes.data,
+            hidden.data_ptr(),
+            hidden.stride(0),
+            self.threads,
+        )
+        _check(error)
+        end = int(counts.max())
+        confidence = torch.from_numpy(probabilities[:, :end]) if asked else None
+        return ChainEnd(torch.from_numpy(drafts[:, :end]), counts.tolist(), confidence)
+
     def normed(self, hidden: Tensor) -> Tensor:
         """As in `Engine`."""
         hidden = hidden.contiguous()
@@ -111,17 +171,10 @@ class NativeEngine:
         if head is not None:
             weight: Any = next(head.parameters())
             return head(normed.to(weight.dtype)).float()
-        return self._project(normed, False)
-
-    def logits(self, hidden: Tensor) -> Tensor:
-        """Final norm and LM head in one call. [..., d] -> [..., V] float32."""
-        return self._project(hidden, True)
-
-    def _project(self, states: Tensor, norm: bool) -> Tensor:
-        states = states.contiguous()
+        states = normed.contiguous()
         logits = torch.empty((*states.shape[:-1], self._weights.model.vocabulary))
         rows = states.numel() // states.shape[-1]
-        self._library.sk_head(self._model, states.data_ptr(), rows, norm, logits.data_ptr(), None, None, self.threads)
+        self._library.sk_head(self._model, states.data_ptr(), rows, False, logits.data_ptr(), None, None, self.threads)
         return logits
 
     def _fill_pass(self, at: PassOfTokens) -> list[Any]:
@@ -151,11 +204,15 @@ class NativeEngine:
             seen = None if tree.seen is None else tree.seen.contiguous()
             told.seen = None if seen is None else seen.data_ptr()
             kept += [base, ancestors, column_positions, seen]
-        for number, kind in enumerate(self._weights.rotary_kinds):
-            cos, sin = self._rotary.table(kind, at.extent, self._no_tensor)
-            table = told.rotary[number]
-            table.cos, table.sin, table.positions, table.size = cos.data_ptr(), sin.data_ptr(), *cos.shape
+        self._fill_rotary(at.extent)
         return kept
+
+    def _fill_rotary(self, extent: int) -> None:
+        """Point the pass struct at tables of at least `extent` positions."""
+        for number, kind in enumerate(self._weights.rotary_kinds):
+            cos, sin = self._rotary.table(kind, extent, self._no_tensor)
+            table = self._pass.rotary[number]
+            table.cos, table.sin, table.positions, table.size = cos.data_ptr(), sin.data_ptr(), *cos.shape
 
     def _fill_store(self, store: KVStore, layers: range) -> None:
         """Point the store struct at the buffers of a store, made where they are missing."""

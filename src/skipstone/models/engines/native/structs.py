@@ -44,7 +44,10 @@ class Model(ctypes.Structure):
             for name in ("hidden", "heads", "kv_heads", "head_size", "intermediate", "depth", "vocabulary", "embeddings")
         ]
         + [("layers", c_void_p), ("head", Matrix), ("embedding", c_void_p), ("embedding_type", c_int64), ("norm", c_void_p)]
-        + [(name, c_float) for name in ("epsilon", "embedding_scale", "embedding_multiplier", "logits_divisor", "logits_softcap")]
+        + [
+            (name, c_float)
+            for name in ("epsilon", "embedding_scale", "embedding_multiplier", "logits_divisor", "logits_softcap")
+        ]
         + [("kv_type", c_int64)]
     )
 
@@ -87,6 +90,7 @@ class Pass(ctypes.Structure):
     ]
 
 
+BAD_LAYER = 4  # the error of a layer that is not there
 ERRORS = {
     1: "a slot that the KV store does not have",
     2: "a position that the model does not have",
@@ -108,6 +112,11 @@ def declare(library: Any) -> Any:
         "sk_run": (whole, [pointer] * 3 + [whole] * 2 + [pointer] * 2 + [whole, pointer, whole, whole]),
         "sk_norm": (None, [pointer, pointer, whole, pointer]),
         "sk_head": (None, [pointer, pointer, whole, whole, pointer, pointer, pointer, whole]),
+        "sk_chain": (
+            whole,
+            [pointer] * 3 + [whole] * 2 + [pointer] * 4 + [whole] + [pointer] * 2 + [whole] * 2 + [pointer] * 4 + [whole] * 2,
+        ),
+        "sk_pick": (None, [pointer, pointer, whole, pointer, whole]),
         "sk_sizes": (None, [pointer]),
     }
     for name, (result, arguments) in declared.items():

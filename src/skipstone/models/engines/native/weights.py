@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from skipstone.models.engines.native.structs import Layer, Matrix, Model
 from skipstone.models.facts import Facts
@@ -77,7 +77,7 @@ class Weights:
     def __init__(self, library: Any, model: Any, facts: Facts, kv_dtype: torch.dtype = torch.float32) -> None:
         self._library, self._kept, self.bytes = library, [], 0
         config, family = model.config, facts.family
-        self._recipe = recipe = RECIPES[config.model_type]
+        self._recipe = RECIPES[config.model_type]
         self.rotary_kinds = sorted(set(facts.kinds)) if family.rotary_by_kind else [""]
         first = facts.layers[0]
         attention, epsilon = getattr(first, family.attention), config.rms_norm_eps
@@ -104,7 +104,7 @@ class Weights:
             embedding_type=TYPES[rows.dtype],
             norm=self._norm(norm),
             epsilon=epsilon,
-            embedding_scale=float(getattr(embedding, "scalar_embed_scale", 1.0)),
+            embedding_scale=float(getattr(embedding, "embed_scale", 1.0)),
             embedding_multiplier=float(getattr(config, family.input_scale)) if family.input_scale else 1.0,
             logits_divisor=float(getattr(config, "logits_scaling", 1.0)),
             logits_softcap=float(getattr(config, "final_logit_softcapping", None) or 0.0),
@@ -186,23 +186,16 @@ def unsupported(model: Any, facts: Facts) -> str | None:
         return f"the native engine does not know the activation {activation(model.config)}"
     for name, module in model.named_modules():
         if reason := _odd(module):
-            return f"{name or type(module).__name__} {reason}"
+            return f"{name or type(model).__name__} {reason}"
     return None
 
 
 def _odd(module: Any) -> str | None:
     """Why a module cannot be taken over by its weights alone."""
-    if module._forward_hooks or module._forward_pre_hooks:
-        return "has hooks, which only transformers' own modules run"
     for weight in module._parameters.values():
         if weight is not None and weight.dtype not in TYPES:
             return f"is stored in {weight.dtype}; the native engine reads float32, bfloat16 and float16"
-    inside = any(True for _ in module.children())
-    plain = isinstance(module, nn.Linear) and type(module) is not nn.Linear
-    if plain or (not inside and module._parameters and not _known(module)):
-        return f"is a {type(module).__name__}, which the native engine does not know"
+    place = type(module).__module__
+    if not place.startswith(("torch.nn.", "transformers.")):
+        return f"is a {type(module).__name__} of {place}, and the native engine knows torch's and transformers' modules only"
     return None
-
-
-def _known(module: Any) -> bool:
-    return type(module) is nn.Linear or isinstance(module, nn.Embedding) or type(module).__name__.endswith("RMSNorm")

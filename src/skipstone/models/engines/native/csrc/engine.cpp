@@ -96,7 +96,9 @@ struct Sight {
 };
 
 struct Room {  // buffers that grow and stay
-  std::vector<float> x, projected, queries, attended, inner, added;
+  std::vector<float> x, projected, queries, attended, inner, added, logits, probability;
+  std::vector<int64_t> drafting, positions, picks;
+  std::vector<uint8_t> going;
   std::vector<std::vector<float>> normed, scores;  // per thread
   std::vector<Entry> entries;
   std::vector<Sight> sights;
@@ -333,7 +335,7 @@ struct Run {
 // The tokens of a pass that count. Error where one names a slot or position that is not there.
 int64_t collect(const Model& m, const Pass& pass, const Store& store, int64_t from, int64_t to, Room& own) {
   own.entries.clear();
-  if (pass.first_row < 0 || pass.first_row + pass.b > store.rows || pass.extent > store.slots) return BAD_SLOT;
+  if (pass.first_row < 0 || pass.first_row + pass.b > store.rows || pass.extent > store.slots - 1) return BAD_SLOT;
   for (int64_t row = 0; row < pass.b; row++)
     for (int64_t column = 0; column < pass.n; column++) {
       if (pass.valid != nullptr && !pass.valid[row * pass.valid_stride + column]) continue;
@@ -566,4 +568,74 @@ SK_EXPORT void sk_norm(const Model* m, const float* hidden, int64_t n, float* no
 SK_EXPORT void sk_head(const Model* m, const float* hidden, int64_t n, int64_t norm, float* logits, int64_t* best, float* probability, int64_t threads) {
   if (n == 0) return;
   run_head(*m, hidden, n, m->head.inputs, norm != 0, logits, best, probability, int(threads), room());
+}
+
+// A greedy chain of drafts on every row: layers [from, to), LM head, likeliest id, until a row has `most` drafts, or one of them
+// ends its text, or is less probable than its threshold. A token that was drafted counts whatever ends the chain.
+//
+// roots [b]: the last committed ids, at the positions bases [b]. width: room for drafts of a row. thresholds [b] or null: nobody
+// asks for probabilities. ends [b][ends_count]: ids that end a row, -1 for none. keep: the states that leave layer `to` are kept
+// in hidden [b][width + 1][m->hidden], as exits are; else embeddings. The last draft's state is its embedding in either case.
+// drafts [b][width], counts [b], probabilities [b][width]: what was drafted. rotary: the tables of a pass.
+SK_EXPORT int64_t sk_chain(const Model* m, const Pass* pass, const Store* store, int64_t from, int64_t to, const int64_t* skip,
+                           const int64_t* roots, const int64_t* bases, const int64_t* most, int64_t width, const float* thresholds,
+                           const int64_t* ends, int64_t ends_count, int64_t keep, int64_t* drafts, int64_t* counts,
+                           float* probabilities, float* hidden, int64_t hidden_stride, int64_t threads) {
+  Room& own = room();
+  const int64_t b = pass->b, wide = up16(m->hidden);
+  own.drafting.assign(roots, roots + b);
+  own.positions.assign(bases, bases + b);
+  own.going.assign(b, 0);
+  Pass one = *pass;
+  one.n = 1;
+  one.positions = one.slots = own.positions.data();
+  one.positions_stride = one.slots_stride = one.valid_stride = 1;
+  one.valid = own.going.data();
+  one.base = nullptr;
+  for (int64_t row = 0; row < b; row++) {
+    counts[row] = 0;
+    if (most[row] > width) return BAD_SLOT;
+    own.going[row] = most[row] > 0;
+    if (roots[row] < 0 || roots[row] >= m->embeddings) return BAD_TOKEN;
+    embed_token(*m, roots[row], hidden + row * hidden_stride);
+  }
+  for (int64_t place = 0; place < width; place++) {
+    if (int64_t error = prepare(*m, one, *store, from, to, own)) return error;
+    const int64_t n = int64_t(own.entries.size());
+    if (n == 0) break;
+    float* x = grown(own.x, n * wide);
+    for (int64_t i = 0; i < n; i++)
+      std::memcpy(x + i * wide, hidden + own.entries[i].place * hidden_stride + place * m->hidden, sizeof(float) * m->hidden);
+    run_layers(*m, one, *store, from, to, skip, int(threads), own);
+    float* logits = grown(own.logits, n * m->vocabulary);
+    float* probability = thresholds == nullptr ? nullptr : grown(own.probability, n);
+    own.picks.resize(n);
+    run_head(*m, x, n, wide, true, logits, own.picks.data(), probability, int(threads), own);
+    for (int64_t i = 0; i < n; i++) {
+      const int64_t row = own.entries[i].place, token = own.picks[i];
+      float* state = hidden + row * hidden_stride + place * m->hidden;
+      if (keep) std::memcpy(state, x + i * wide, sizeof(float) * m->hidden);
+      if (token >= m->embeddings) return BAD_TOKEN;
+      embed_token(*m, token, state + m->hidden);
+      drafts[row * width + place] = token;
+      counts[row] = place + 1;
+      own.drafting[row] = token;
+      own.positions[row] += 1;
+      bool on = counts[row] < most[row];
+      for (int64_t e = 0; e < ends_count; e++) on = on && ends[row * ends_count + e] != token;
+      if (probability != nullptr) {
+        probabilities[row * width + place] = probability[i];
+        on = on && probability[i] >= thresholds[row];
+      }
+      own.going[row] = on;
+    }
+  }
+  return OK;
+}
+
+// As sk_head, but only the likeliest ids [n].
+SK_EXPORT void sk_pick(const Model* m, const float* hidden, int64_t n, int64_t* best, int64_t threads) {
+  if (n == 0) return;
+  Room& own = room();
+  run_head(*m, hidden, n, m->head.inputs, true, grown(own.logits, n * m->vocabulary), best, nullptr, int(threads), own);
 }
