@@ -211,7 +211,7 @@ class Exact(TorchFunctionMode):
 
 
 def scenario(layered: LayeredModel, vocab: int, seed: int, skip: SkipSet | None = None, step: int = 1) -> list[Tensor]:
-    """States after every `step` layers, then logits, of ragged prompts and of a tree on each of them: [valid entries, width]."""
+    """States after every `step` layers, then logits, of ragged prompts and a tree on each: [valid entries, width]."""
     dice, generator = random.Random(seed), torch.Generator().manual_seed(seed)
     lengths, nodes = [dice.randint(1, 14) for _ in range(3)], 9
     width, found = max(lengths), []
@@ -400,13 +400,23 @@ def test_a_bad_pass_is_refused_and_writes_nothing(what: str) -> None:
     assert not bool((whole[0] == 7.0).all())
 
 
+@pytest.mark.xfail(strict=True, reason="collect() allows extent = capacity + 1: the last token then attends to the trash")
+def test_an_extent_that_holds_the_trash_is_refused() -> None:
+    layered = native(families.cached("llama"))
+    store, _ = guarded(layered)
+    with pytest.raises(RuntimeError, match="the native engine was asked for"):
+        layered.run(torch.ones(1, 3, 32), bad_pass([0, 1, store.capacity], extent=store.capacity + 1), store, range(4))
+
+
 @pytest.mark.parametrize("token", [-1, 97, 2**40])
 def test_an_unknown_token_is_refused(token: int) -> None:
     with pytest.raises(RuntimeError, match="a token id that the model has no embedding for"):
         native(families.cached("llama")).embed(torch.tensor([[3, token]]), torch.tensor([[0, 1]]))
 
 
-BEYOND = pytest.param(3, 5, marks=pytest.mark.xfail(strict=True, raises=IndexError, reason="_fill_store indexes before C checks"))
+BEYOND = pytest.param(
+    3, 5, marks=pytest.mark.xfail(strict=True, raises=IndexError, reason="_fill_store indexes before C checks")
+)
 
 
 @pytest.mark.parametrize(("start", "stop"), [(-1, 2), BEYOND])
@@ -463,7 +473,7 @@ def test_what_cannot_be_run_is_said_in_a_sentence(what: str) -> None:
         LayeredModel(model, "native")
 
 
-@pytest.mark.parametrize("name", [name for name in families.NAMES if families.build(name).config.model_type not in RECIPES])
+@pytest.mark.parametrize("name", [name for name in families.NAMES if name not in RECIPES])
 def test_an_unknown_family_is_said(name: str) -> None:
     model = families.cached(name)
     assert f"does not know the family {model.config.model_type} (it knows llama" in str(why_not(model, Facts(model)))
