@@ -137,10 +137,10 @@ def test_instruction_sets_give_the_same_bits(name: str) -> None:
     if len(levels) < 2:
         pytest.skip("this CPU has one level only")
     for dtype in DTYPES:
-        model, ids = families.build(name).to(dtype), text(40)
+        model, ids = families.build(name).to(dtype), text(24)
         expected = chain(of_level(model, levels[0]), ids, 1)
         for level in levels:
-            for width in (3, 40):
+            for width in (3, 24):
                 same_bits(chain(of_level(model, level), ids, width), expected)
 
 
@@ -190,7 +190,7 @@ def test_a_branch_of_a_tree_has_the_bits_of_the_same_chain(name: str, dtype: tor
         logits, branches = torch.cat(parts), [path_to(parents[0].tolist(), node) for node in range(nodes)]
         deepest = max(branches, key=len)
         assert len(deepest) > families.WINDOW, "the tree is shallow"
-        for path in [*branches[::7], deepest]:
+        for path in [branches[-1], branches[nodes // 2], deepest]:
             columns = [0, *(node + 1 for node in path)]
             whole = chain(layered, torch.cat([prompt, drawn[columns]]), 1)
             expected = whole[0][base:], whole[1][:, :, base:]
@@ -297,13 +297,13 @@ def test_errors_are_those_of_float32(name: str, seed: int) -> None:
 @pytest.mark.parametrize("name", FAMILIES)
 def test_skipped_sublayers_and_layer_ranges(name: str) -> None:
     model, vocab = shaped(name, 3)
-    for attention, mlp in (({1}, set()), (set(), {2}), ({0, 2}, {2, 3}), ({0, 1, 2, 3}, {0, 1, 2, 3})):
+    plain = scenario(native(model), vocab, 3)
+    for attention, mlp in (({1}, set()), ({0, 2}, {2, 3}), ({0, 1, 2, 3}, {0, 1, 2, 3})):
         skip = SkipSet(frozenset(attention), frozenset(mlp))
         rough, exact = references(model, vocab, 3, skip)
         found = scenario(native(model), vocab, 3, skip)
         near(found, rough, exact)
         if skip.attention != skip.mlp:
-            plain = scenario(native(model), vocab, 3)
             assert (plain[-1] - found[-1]).abs().max() > 0.01, "the skipped sublayers did nothing anyway"
         for step in (2, 3, 4):  # the same layers in other ranges: the same bits
             assert torch.equal(scenario(native(model), vocab, 3, skip, step)[-1], found[-1])
