@@ -231,7 +231,9 @@ class Checker:
         than the weights are stored in, the reference is transformers in that dtype, on a copy of the same weights."""
         kind: Any = type(self.model)
         dtype = LayeredModel(self.model).dtype
-        model = self.model if dtype == self.model.dtype else copy.deepcopy(self.model).to(dtype)
+        model: Any = self.model
+        if dtype != model.dtype:
+            model = copy.deepcopy(model).to(dtype)
         for number, prompt in enumerate(self.prompts):
             ids = prompt[None].to(self.model.device)
             expected = kind.generate(model, ids, attention_mask=torch.ones_like(ids), **self.greedy_options)[0, len(prompt) :]

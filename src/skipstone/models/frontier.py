@@ -143,7 +143,8 @@ class Frontier:
         self, layers: int, skip: SkipSet | None, most: list[int], thresholds: list[float] | None, ends: Sequence[frozenset[int]]
     ) -> ChainEnd | None:
         """Append a greedy chain that the first `layers` layers draft, but for what `skip` leaves out, in one call of the engine.
-        None, and nothing has changed, where the engine has no such call.
+        None, and nothing has changed, where the engine has no such call, or where the model does more with logits than an engine
+        does (a draft model brings them to its target's vocabulary).
 
         Without a skip set the drafts, but for the last one, wait at the depth that drafted them; with one they are at depth 0.
         """
@@ -152,7 +153,7 @@ class Frontier:
         keep, taking = skip is None, self._taking.tolist()
         wanted = [count if live else 0 for count, live in zip(most, taking, strict=True)]
         hidden = self._hidden[:, : max(wanted) + 1]
-        if not max(wanted) or type(self.model).project is not LayeredModel.project:  # a draft model brings logits to another size
+        if not max(wanted) or type(self.model).project is not LayeredModel.project:
             return None
         roots = self._tokens[:, 0]
         start = ChainStart(roots, self.base, wanted, layers, skip, keep, thresholds, ends, self._end)

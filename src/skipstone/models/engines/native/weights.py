@@ -1,7 +1,7 @@
 """The weights of a transformers model as the native engine reads them: what each family's layer is made of, in panels."""
 
 import ctypes
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -35,11 +35,12 @@ class Recipe:
 
 
 _LLAMA = Recipe()
-_FOUR_NORMS = {
-    "after_attention": "post_attention_layernorm",
-    "before_mlp": "pre_feedforward_layernorm",
-    "after_mlp": "post_feedforward_layernorm",
-}
+_FOUR_NORMS = Recipe(
+    after_attention="post_attention_layernorm",
+    before_mlp="pre_feedforward_layernorm",
+    after_mlp="post_feedforward_layernorm",
+    norm_offset=1.0,
+)
 RECIPES: dict[str, Recipe] = {
     "llama": _LLAMA,
     "mistral": _LLAMA,
@@ -56,8 +57,8 @@ RECIPES: dict[str, Recipe] = {
     ),
     "phi3": Recipe(fused=True),
     "gemma": Recipe(norm_offset=1.0),
-    "gemma2": Recipe(norm_offset=1.0, **_FOUR_NORMS),
-    "gemma3_text": Recipe(norm_offset=1.0, query_norm="head", **_FOUR_NORMS),
+    "gemma2": _FOUR_NORMS,
+    "gemma3_text": replace(_FOUR_NORMS, query_norm="head"),
 }
 """The families that the native engine knows, by transformers' model type."""
 
