@@ -444,7 +444,8 @@ ODD: dict[str, tuple[Callable[[Any], None], str]] = {
     "pre-hook": (_pre_hook, "model.norm has hooks or a forward of its own, which only transformers' modules run"),
     "subclass": (
         _subclass,
-        "model.layers.2.mlp.up_proj is a OtherLinear of tests.models.test_native, and the native engine knows torch's and transformers' modules only",
+        "model.layers.2.mlp.up_proj is a OtherLinear of tests.models.test_native, and the native engine knows torch's "
+        "and transformers' modules only",
     ),
     "own forward": (
         _own_forward,

@@ -142,9 +142,9 @@ class Frontier:
     def draft_greedily(
         self, layers: int, skip: SkipSet | None, most: list[int], thresholds: list[float] | None, ends: Sequence[frozenset[int]]
     ) -> ChainEnd | None:
-        """Append a greedy chain that the first `layers` layers draft, but for what `skip` leaves out, in one call of the engine.
-        None, and nothing has changed, where the engine has no such call, or where the model does more with logits than an engine
-        does (a draft model brings them to its target's vocabulary).
+        """Append a greedy chain that the first `layers` layers draft, but for what `skip` leaves out, in one engine call.
+        None, and nothing has changed, where the engine has no such call, or the model does more with logits than an engine does
+        (a draft model brings them to its target's vocabulary).
 
         Without a skip set the drafts, but for the last one, wait at the depth that drafted them; with one they are at depth 0.
         """

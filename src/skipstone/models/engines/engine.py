@@ -18,8 +18,8 @@ ENGINES = ("auto", "eager", "native")
 class ChainStart:
     """A greedy chain of drafts on every row, from its last committed token on.
 
-    roots: [B] int64, the last committed id of every row; bases: its position. most: most drafts of a row, 0 for a row that takes
-    no part. layers: the first so many layers draft; skip: but for these sublayers. keep: keep what leaves them (an exit).
+    roots: [B] int64, the last committed id of every row. bases: its position. most: most drafts of a row, 0 for one that takes
+    no part. layers: the first so many layers draft. skip: but for these sublayers. keep: keep what leaves them (an exit).
     thresholds: a row stops after a draft that is less probable; None asks for no probabilities. ends: ids after which a row
     stops. extent: slots that the chain may need.
     """
