@@ -33,7 +33,8 @@ class Pool {
   static constexpr int SPINS_AT_BARRIER = 2000;   // pauses before a waiting thread yields its core
   static constexpr int SPINS_BETWEEN_JOBS = 20000;  // pauses before a worker goes to sleep
 
-  static constexpr int64_t LONG_WAIT = 300'000;      // nanoseconds of yielding in one job that mean a core is taken
+  static constexpr int64_t LONG_WAIT = 300'000;      // nanoseconds of yielding in one job that may mean a core is taken,
+  static constexpr double LONG_SHARE = 0.4;          // and do where they are more than this share of the job's time
   static constexpr int FIRST_ALONE = 16;             // jobs without workers after the first long wait
   static constexpr int MOST_ALONE = 1024;            // and after many in a row
 
@@ -66,9 +67,11 @@ class Pool {
     call_.store(next, std::memory_order_seq_cst);
     if (sleepers_.load(std::memory_order_seq_cst)) call_.notify_all();
     waited_ = 0;
+    const auto start = std::chrono::steady_clock::now();
     job(context, 0, threads, *this);
     barrier(true);
-    if (waited_ > LONG_WAIT) {
+    const std::chrono::duration<double, std::nano> took = std::chrono::steady_clock::now() - start;
+    if (waited_ > LONG_WAIT && double(waited_) > LONG_SHARE * took.count()) {
       alone_ = next_alone_;
       next_alone_ = std::min(2 * next_alone_, MOST_ALONE);
     } else if (next_alone_ > FIRST_ALONE && ++calm_ >= next_alone_) {
