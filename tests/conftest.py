@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+from collections.abc import Iterator
 
 import pytest
 
@@ -25,3 +26,12 @@ def pytest_collection_finish() -> None:
 def eager_engine(monkeypatch: pytest.MonkeyPatch) -> None:
     """For tests of what transformers' modules are made to do."""
     monkeypatch.setenv("SKIPSTONE_ENGINE", "eager")
+
+
+@pytest.fixture
+def no_gradients() -> Iterator[None]:
+    """For tests that compute with a model's layers themselves."""
+    import torch
+
+    with torch.no_grad():
+        yield

@@ -26,14 +26,14 @@ def collect() -> dict[str, Any]:
     """The facts as plain JSON values, None where one does not apply."""
     import torch
 
-    from skipstone.models.engines.native.engine import built
+    from skipstone.models.engines.native import library
     from skipstone.timing.machine import cpu, versions
 
     try:
         memory = round(os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") / 2**30, 1)
     except (AttributeError, ValueError, OSError):
         memory = None
-    missing = built()
+    missing = library.missing()
     gpus = [torch.cuda.get_device_properties(index) for index in range(torch.cuda.device_count())]
     return versions(PACKAGES) | {
         "python": platform.python_version(),

@@ -35,11 +35,6 @@ def why_not(model: Any, facts: Facts) -> str | None:
     return None
 
 
-def built() -> str | None:
-    """Why there is no native engine on this machine, in one sentence; None where there is one."""
-    return library.missing()
-
-
 def _changed(module: Any) -> bool:
     """Whether a module does more than its class says."""
     own = module.__dict__.get("forward")

@@ -31,7 +31,7 @@ class Layer(ctypes.Structure):
             )
         ]
         + [(name, c_int64) for name in ("norm_whole", "window", "rotary", "activation")]
-        + [(name, c_float) for name in ("scale", "softcap", "residual", "unused")]
+        + [(name, c_float) for name in ("scale", "softcap", "residual", "padding")]
     )
 
 
@@ -48,7 +48,6 @@ class Model(ctypes.Structure):
             (name, c_float)
             for name in ("epsilon", "embedding_scale", "embedding_multiplier", "logits_divisor", "logits_softcap")
         ]
-        + [("kv_type", c_int64)]
     )
 
 
@@ -116,7 +115,6 @@ def declare(library: Any) -> Any:
             whole,
             [pointer] * 3 + [whole] * 2 + [pointer] * 4 + [whole] + [pointer] * 2 + [whole] * 2 + [pointer] * 4 + [whole] * 2,
         ),
-        "sk_pick": (None, [pointer, pointer, whole, pointer, whole]),
         "sk_sizes": (None, [pointer]),
     }
     for name, (result, arguments) in declared.items():

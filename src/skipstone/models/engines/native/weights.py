@@ -75,7 +75,7 @@ class Weights:
     own, in the order of their numbers.
     """
 
-    def __init__(self, library: Any, model: Any, facts: Facts, kv_dtype: torch.dtype = torch.float32) -> None:
+    def __init__(self, library: Any, model: Any, facts: Facts) -> None:
         self._library, self._kept, self.bytes = library, [], 0
         config, family = model.config, facts.family
         self._recipe = RECIPES[config.model_type]
@@ -109,7 +109,6 @@ class Weights:
             embedding_multiplier=float(getattr(config, family.input_scale)) if family.input_scale else 1.0,
             logits_divisor=float(getattr(config, "logits_scaling", 1.0)),
             logits_softcap=float(getattr(config, "final_logit_softcapping", None) or 0.0),
-            kv_type=TYPES[kv_dtype],
         )
 
     def _layer(self, facts: Facts, index: int, config: Any) -> Layer:

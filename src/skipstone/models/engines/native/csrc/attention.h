@@ -7,20 +7,6 @@
 #include "simd.h"
 
 namespace sk {
-inline V16 load_kv(const float* p) { return load(p); }
-inline V16 load_kv(const uint16_t* p) { return load_bf16(p); }
-
-inline uint16_t to_bf16(float x) {
-  uint32_t bits;
-  std::memcpy(&bits, &x, 4);
-  if ((bits & 0x7fffffffu) > 0x7f800000u) return uint16_t((bits >> 16) | 64);  // NaN stays NaN
-  return uint16_t((bits + 0x7fffu + ((bits >> 16) & 1)) >> 16);
-}
-inline void store_kv(float* p, const float* x, int64_t size) { std::memcpy(p, x, sizeof(float) * size); }
-inline void store_kv(uint16_t* p, const float* x, int64_t size) {
-  for (int64_t i = 0; i < size; i++) p[i] = to_bf16(x[i]);
-}
-
 // Slots [low, high), then those of a list.
 struct Visible {
   int64_t low, high;
@@ -32,12 +18,12 @@ struct Visible {
 
 // One group of Q query heads that share keys and values. q, out: Q heads of `size` floats (a multiple of 16), `stride` apart.
 // scores: room for Q x (count rounded up to 16) floats.
-template <class E, int Q>
-inline void attend(const float* q, int64_t stride, const E* keys, const E* values, int64_t size, const Visible& seen, float scale,
+template <int Q>
+inline void attend(const float* q, int64_t stride, const float* keys, const float* values, int64_t size, const Visible& seen, float scale,
                    float softcap, float* scores, float* out) {
   const int64_t count = seen.count(), padded = (count + LANES - 1) / LANES * LANES;
   for (int64_t j = 0; j < count; j += 4) {
-    const E* at[4];
+    const float* at[4];
     for (int i = 0; i < 4; i++) at[i] = keys + seen.slot(std::min(j + i, count - 1)) * size;
     V16 dot[Q][4];
 #pragma GCC unroll 16
@@ -45,7 +31,7 @@ inline void attend(const float* q, int64_t stride, const E* keys, const E* value
     for (int64_t d = 0; d < size; d += LANES) {
       V16 key[4];
 #pragma GCC unroll 4
-      for (int i = 0; i < 4; i++) key[i] = load_kv(at[i] + d);
+      for (int i = 0; i < 4; i++) key[i] = load(at[i] + d);
 #pragma GCC unroll 4
       for (int h = 0; h < Q; h++) {
         const V16 query = load(q + h * stride + d);
@@ -90,10 +76,10 @@ inline void attend(const float* q, int64_t stride, const E* keys, const E* value
 #pragma GCC unroll 16
     for (int i = 0; i < Q * WIDE; i++) acc[i / WIDE][i % WIDE] = zero();
     auto add_slot = [&](int64_t j, auto full) {
-      const E* v = values + seen.slot(j) * size + d;
+      const float* v = values + seen.slot(j) * size + d;
       V16 value[WIDE] = {};
 #pragma GCC unroll 4
-      for (int i = 0; i < WIDE; i++) if (full || i < width) value[i] = load_kv(v + i * LANES);
+      for (int i = 0; i < WIDE; i++) if (full || i < width) value[i] = load(v + i * LANES);
 #pragma GCC unroll 4
       for (int h = 0; h < Q; h++) {
         const V16 e = set1(scores[h * padded + j]);
@@ -108,17 +94,16 @@ inline void attend(const float* q, int64_t stride, const E* keys, const E* value
   }
 }
 
-template <class E>
-inline void attend_group(const float* q, int64_t heads, int64_t stride, const E* keys, const E* values, int64_t size, const Visible& seen,
+inline void attend_group(const float* q, int64_t heads, int64_t stride, const float* keys, const float* values, int64_t size, const Visible& seen,
                          float scale, float softcap, float* scores, float* out) {
   for (int64_t h = 0; h < heads;) {
     const float* qh = q + h * stride;
     float* oh = out + h * stride;
     switch (std::min<int64_t>(heads - h, 4)) {
-      case 1: attend<E, 1>(qh, stride, keys, values, size, seen, scale, softcap, scores, oh); h += 1; break;
-      case 2: attend<E, 2>(qh, stride, keys, values, size, seen, scale, softcap, scores, oh); h += 2; break;
-      case 3: attend<E, 3>(qh, stride, keys, values, size, seen, scale, softcap, scores, oh); h += 3; break;
-      default: attend<E, 4>(qh, stride, keys, values, size, seen, scale, softcap, scores, oh); h += 4; break;
+      case 1: attend<1>(qh, stride, keys, values, size, seen, scale, softcap, scores, oh); h += 1; break;
+      case 2: attend<2>(qh, stride, keys, values, size, seen, scale, softcap, scores, oh); h += 2; break;
+      case 3: attend<3>(qh, stride, keys, values, size, seen, scale, softcap, scores, oh); h += 3; break;
+      default: attend<4>(qh, stride, keys, values, size, seen, scale, softcap, scores, oh); h += 4; break;
     }
   }
 }

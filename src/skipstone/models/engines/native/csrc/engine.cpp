@@ -35,7 +35,7 @@ struct Layer {
   float scale;         // of the scores
   float softcap;       // of the scores; 0 for none
   float residual;      // multiplies what a sublayer adds
-  float unused;
+  float padding;       // to a whole number of 8 bytes
 };
 
 struct Model {
@@ -49,7 +49,6 @@ struct Model {
   float embedding_scale, embedding_multiplier;  // both multiply an embedding, one after the other
   float logits_divisor;
   float logits_softcap;   // 0 for none
-  int64_t kv_type;        // FLOAT32 or BFLOAT16
 };
 
 // cos and sin [positions][size] of one rotary table; the second half of a row repeats the first.
@@ -58,8 +57,8 @@ constexpr int ROTARY_TABLES = 4;
 
 // The keys and values of all layers. A buffer is [rows][kv_heads][slots][padded head size].
 struct Store {
-  void* const* keys;
-  void* const* values;
+  float* const* keys;
+  float* const* values;
   int64_t rows, slots;
 };
 
@@ -97,7 +96,7 @@ struct Sight {
 
 struct Room {  // buffers that grow and stay
   std::vector<float> x, projected, queries, attended, inner, added, logits, probability;
-  std::vector<int64_t> drafting, positions, picks;
+  std::vector<int64_t> positions, picks;
   std::vector<uint8_t> going;
   std::vector<std::vector<float>> normed, scores;  // per thread
   std::vector<Entry> entries;
@@ -278,13 +277,8 @@ struct Run {
       const Entry& entry = own.entries[row];
       const float* q = own.queries.data() + (row * m.heads + h * group) * padded;
       const int64_t at = (entry.row * m.kv_heads + h) * store.slots * padded;
-      if (m.kv_type == FLOAT32)
-        attend_group(q, group, padded, static_cast<const float*>(store.keys[index]) + at, static_cast<const float*>(store.values[index]) + at,
-                     padded, sight->visible[row], layer.scale, layer.softcap, spare.data(), out);
-      else
-        attend_group(q, group, padded, static_cast<const uint16_t*>(store.keys[index]) + at,
-                     static_cast<const uint16_t*>(store.values[index]) + at, padded, sight->visible[row], layer.scale, layer.softcap,
-                     spare.data(), out);
+      attend_group(q, group, padded, store.keys[index] + at, store.values[index] + at, padded, sight->visible[row], layer.scale,
+                   layer.softcap, spare.data(), out);
       for (int64_t g = 0; g < group; g++)
         std::memcpy(attended + row * attended_stride + (h * group + g) * size, out + g * padded, sizeof(float) * size);
     }
@@ -325,10 +319,8 @@ struct Run {
     pool.barrier(thread == 0);
   }
 
-  void put(void* buffer, const Entry& entry, int64_t head, const float* from_head) {
-    const int64_t at = ((entry.row * m.kv_heads + head) * store.slots + entry.slot) * padded;
-    if (m.kv_type == FLOAT32) store_kv(static_cast<float*>(buffer) + at, from_head, padded);
-    else store_kv(static_cast<uint16_t*>(buffer) + at, from_head, padded);
+  void put(float* buffer, const Entry& entry, int64_t head, const float* from_head) {
+    std::memcpy(buffer + ((entry.row * m.kv_heads + head) * store.slots + entry.slot) * padded, from_head, sizeof(float) * padded);
   }
 };
 
@@ -583,7 +575,6 @@ SK_EXPORT int64_t sk_chain(const Model* m, const Pass* pass, const Store* store,
                            float* probabilities, float* hidden, int64_t hidden_stride, int64_t threads) {
   Room& own = room();
   const int64_t b = pass->b, wide = up16(m->hidden);
-  own.drafting.assign(roots, roots + b);
   own.positions.assign(bases, bases + b);
   own.going.assign(b, 0);
   Pass one = *pass;
@@ -619,7 +610,6 @@ SK_EXPORT int64_t sk_chain(const Model* m, const Pass* pass, const Store* store,
       embed_token(*m, token, state + m->hidden);
       drafts[row * width + place] = token;
       counts[row] = place + 1;
-      own.drafting[row] = token;
       own.positions[row] += 1;
       bool on = counts[row] < most[row];
       for (int64_t e = 0; e < ends_count; e++) on = on && ends[row * ends_count + e] != token;
@@ -631,11 +621,4 @@ SK_EXPORT int64_t sk_chain(const Model* m, const Pass* pass, const Store* store,
     }
   }
   return OK;
-}
-
-// As sk_head, but only the likeliest ids [n].
-SK_EXPORT void sk_pick(const Model* m, const float* hidden, int64_t n, int64_t* best, int64_t threads) {
-  if (n == 0) return;
-  Room& own = room();
-  run_head(*m, hidden, n, m->head.inputs, true, grown(own.logits, n * m->vocabulary), best, nullptr, int(threads), own);
 }

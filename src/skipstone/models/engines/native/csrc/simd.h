@@ -40,9 +40,6 @@ SK_INLINE void load_bf16_pair(const uint16_t* w, V16& even, V16& odd) {
   even.v = _mm512_castsi512_ps(_mm512_slli_epi32(b, 16));
   odd.v = _mm512_castsi512_ps(_mm512_and_si512(b, _mm512_set1_epi32(int(0xffff0000u))));
 }
-SK_INLINE V16 load_bf16(const uint16_t* w) {
-  return {_mm512_castsi512_ps(_mm512_slli_epi32(_mm512_cvtepu16_epi32(_mm256_loadu_si256((const __m256i*)w)), 16))};
-}
 SK_INLINE V16 load_f16(const uint16_t* w) { return {_mm512_cvtph_ps(_mm256_loadu_si256((const __m256i*)w))}; }
 SK_INLINE __m256 halves(V16 a) { return _mm256_add_ps(_mm512_castps512_ps256(a.v), _mm512_extractf32x8_ps(a.v, 1)); }
 }  // namespace sk
@@ -76,10 +73,6 @@ SK_INLINE void load_bf16_pair(const uint16_t* w, V16& even, V16& odd) {
   even = {_mm256_castsi256_ps(_mm256_slli_epi32(p, 16)), _mm256_castsi256_ps(_mm256_slli_epi32(q, 16))};
   odd = {_mm256_castsi256_ps(_mm256_and_si256(p, high)), _mm256_castsi256_ps(_mm256_and_si256(q, high))};
 }
-SK_INLINE __m256 bf16_8(const uint16_t* w) {
-  return _mm256_castsi256_ps(_mm256_slli_epi32(_mm256_cvtepu16_epi32(_mm_loadu_si128((const __m128i*)w)), 16));
-}
-SK_INLINE V16 load_bf16(const uint16_t* w) { return {bf16_8(w), bf16_8(w + 8)}; }
 SK_INLINE V16 load_f16(const uint16_t* w) {
   return {_mm256_cvtph_ps(_mm_loadu_si128((const __m128i*)w)), _mm256_cvtph_ps(_mm_loadu_si128((const __m128i*)(w + 8)))};
 }
@@ -115,7 +108,6 @@ SK_INLINE void load_bf16_pair(const uint16_t* w, V16& even, V16& odd) {
     odd.v[i] = vreinterpretq_f32_u32(vandq_u32(b, vdupq_n_u32(0xffff0000u)));
   }
 }
-SK_INLINE V16 load_bf16(const uint16_t* w) { SK_EACH(vreinterpretq_f32_u32(vshll_n_u16(vld1_u16(w + 4 * i), 16))); }
 SK_INLINE V16 load_f16(const uint16_t* w) { SK_EACH(vcvt_f32_f16(vreinterpret_f16_u16(vld1_u16(w + 4 * i)))); }
 #undef SK_EACH
 }  // namespace sk

@@ -1,0 +1,143 @@
+"""What the tests of the native engine compute with it, and how they compare."""
+
+from __future__ import annotations
+
+import copy
+import random
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.overrides import TorchFunctionMode
+
+from skipstone.models.engines.native.weights import RECIPES
+from skipstone.models.kvstore import KVStore
+from skipstone.models.layered import LayeredModel
+from skipstone.models.passes import Pass, SkipSet, Tree, ancestors
+from tests.helpers import families
+
+FAMILIES = list(RECIPES)
+DTYPES = [torch.float32, torch.bfloat16, torch.float16]
+LENGTH = 64  # tokens of a text: eight windows
+ALLOWED = 8  # times the error that torch's own float32 has
+
+
+def text(length: int = LENGTH, seed: int = 5, vocab: int = 97) -> Tensor:
+    return torch.randint(1, vocab, (length,), generator=torch.Generator().manual_seed(seed))
+
+
+def native(model: Any, threads: int = 1) -> LayeredModel:
+    layered = LayeredModel(model, "native")
+    layered.engine.threads = threads  # pyright: ignore[reportAttributeAccessIssue]
+    return layered
+
+
+Computed = tuple[Tensor, Tensor]
+"""Logits [T, V], and keys and values of all layers [2 layers, kv heads, T, padded head size] of one text."""
+
+
+def stored(store: KVStore, row: int, slots: Any) -> Tensor:
+    return torch.stack([buffer[row][:, slots] for buffer in (*store.keys, *store.values)])  # pyright: ignore
+
+
+def chain(layered: LayeredModel, ids: Tensor, width: int) -> Computed:
+    """A text in passes of `width` tokens."""
+    store, parts = KVStore(1, layered.depth, len(ids)), []
+    store.reserve(len(ids))
+    for start in range(0, len(ids), width):
+        stop = min(start + width, len(ids))
+        positions = torch.arange(start, stop)[None]
+        at = Pass(positions, positions, None, slice(0, 1), stop, start)
+        hidden = layered.run(layered.embed(ids[None, start:stop], positions), at, store, range(layered.depth))
+        parts.append(layered.project(layered.normed(hidden))[0])
+    return torch.cat(parts), stored(store, 0, slice(0, len(ids)))
+
+
+def assert_same_bits(found: Computed, expected: Computed) -> None:
+    for what, a, b in zip(("logits", "keys and values"), found, expected, strict=True):
+        assert a.shape == b.shape
+        assert bool(b.isfinite().all())
+        assert b.std() > 0.01, "the reference is degenerate"
+        assert torch.equal(a.view(torch.int32), b.view(torch.int32)), f"{what} differ by {(a - b).abs().max():.3g}"
+
+
+class Exact(TorchFunctionMode):
+    """float64 wherever transformers' own code asks for float32 (norms, softmax, rotary phases)."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        swap = lambda one: torch.float64 if one is torch.float32 else one  # noqa: E731
+        if func is torch.Tensor.float:
+            func = torch.Tensor.double
+        return func(*map(swap, args), **{key: swap(value) for key, value in (kwargs or {}).items()})
+
+
+def scenario(layered: LayeredModel, vocab: int, seed: int, skip: SkipSet | None = None, step: int = 1) -> list[Tensor]:
+    """States after every `step` layers, then logits, of ragged prompts and a tree on each: [valid entries, width]."""
+    dice, generator = random.Random(seed), torch.Generator().manual_seed(seed)
+    lengths, nodes = [dice.randint(1, 14) for _ in range(3)], 9
+    width, found = max(lengths), []
+    store = KVStore(3, layered.depth, width + nodes + 1)
+    store.reserve(width + nodes + 1)
+    valid = torch.arange(width)[None] < torch.tensor(lengths)[:, None]
+    columns = torch.arange(width).repeat(3, 1)
+    parents = torch.tensor([[dice.randint(max(-1, i - 3), i - 1) for i in range(nodes)] for _ in lengths])
+    reach, base = ancestors(parents), torch.tensor(lengths)
+    positions = base[:, None] + reach.sum(2) - 1
+    tree = Tree(base, reach, positions)
+    tree_slots = base[:, None] + torch.arange(nodes + 1)
+    tree_valid = torch.rand(3, nodes + 1, generator=generator) < 0.9
+    tree_valid[:, 0] = True
+    for at in (
+        Pass(columns, columns, valid, slice(0, 3), width),
+        Pass(positions, tree_slots, tree_valid, slice(0, 3), int(tree_slots.max()) + 1, None, tree),
+    ):
+        assert at.valid is not None
+        tokens = torch.randint(1, vocab, at.shape, generator=generator)
+        hidden = layered.embed(tokens, at.positions)
+        for first in range(0, layered.depth, step):
+            before = hidden
+            hidden = layered.run(before, at, store, range(first, min(first + step, layered.depth)), skip)
+            if layered.engine.name == "native":
+                assert torch.equal(hidden[~at.valid], before[~at.valid]), "an invalid entry was changed"
+            found.append(hidden[at.valid])
+        found.append(layered.project(layered.normed(hidden))[at.valid])
+    return found
+
+
+def references(model: Any, vocab: int, seed: int, skip: SkipSet | None = None) -> tuple[list[Tensor], list[Tensor]]:
+    """What torch computes in float32, and in float64, with the weights as they are stored."""
+    copies = copy.deepcopy(model).float(), copy.deepcopy(model).double()
+    rough = scenario(LayeredModel(copies[0], "eager"), vocab, seed, skip)
+    with Exact():
+        exact = scenario(LayeredModel(copies[1], "eager"), vocab, seed, skip)
+    assert exact[0].dtype == torch.float64
+    return rough, exact
+
+
+def assert_near(found: list[Tensor], rough: list[Tensor], exact: list[Tensor]) -> float:
+    """Assert that no error is larger than ALLOWED times that of torch's float32. Returns the largest share."""
+    worst = 0.0
+    for place, (mine, theirs, right) in enumerate(zip(found, rough, exact, strict=True)):
+        assert right.std() > 1e-3, "the reference is degenerate"
+        own = max((theirs - right).abs().max().item(), 2**-24 * right.abs().max().item())
+        error = (mine - right).abs().max().item()
+        assert error <= ALLOWED * own, f"output {place} is off by {error:.3g}, torch's float32 by {own:.3g}"
+        worst = max(worst, error / own)
+    return worst
+
+
+def shaped(name: str, seed: int, **more: Any) -> tuple[Any, int]:
+    """A model of a family in a random shape, and its vocabulary."""
+    dice = random.Random(f"{name} {seed}")
+    vocab, heads = dice.choice([97, 113]), dice.choice([4, 6])
+    wide = [24, 36, 48] if heads == 6 else [24, 36, 40, 48]  # transformers wants multiples of the heads
+    settings: dict[str, Any] = {
+        "hidden_size": dice.choice(wide),
+        "head_dim": dice.choice([4, 8, 12, 20]),
+        "num_attention_heads": heads,
+        "num_key_value_heads": dice.choice([1, 2, heads]),
+        "intermediate_size": dice.choice([20, 40, 72]),
+    }
+    if families.slides(name):
+        settings["sliding_window"] = dice.choice([2, 3, 8])
+    return families.build(name, vocab=vocab, seed=seed, **{**settings, **more}), vocab

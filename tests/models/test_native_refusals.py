@@ -1,0 +1,192 @@
+"""What the native engine cannot do it says in a sentence, and a pass that does not fit writes nothing."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from skipstone.models.engines.native import library
+from skipstone.models.engines.native.engine import NativeEngine, why_not
+from skipstone.models.engines.native.weights import RECIPES
+from skipstone.models.facts import Facts
+from skipstone.models.kvstore import KVStore
+from skipstone.models.layered import LayeredModel
+from skipstone.models.passes import Pass, Tree
+from tests.helpers import families
+from tests.helpers.native import assert_same_bits, chain, native, text
+
+pytestmark = [
+    pytest.mark.skipif(library.missing() is not None, reason=str(library.missing())),
+    pytest.mark.usefixtures("no_gradients"),
+]
+
+
+GUARD = 512
+
+
+def guarded(layered: LayeredModel) -> tuple[KVStore, list[Tensor]]:
+    """A store for 20 tokens (its buffers inside larger ones), and those larger ones."""
+    store, whole = KVStore(2, layered.depth, 20), []
+    store.reserve(20)
+    shape = (2, 2, store.capacity + 1, 16)
+    size = torch.Size(shape).numel()
+    for buffers in (store.keys, store.values):
+        for index in range(layered.depth):
+            whole.append(torch.full((size + 2 * GUARD,), 7.0))
+            buffers[index] = whole[-1][GUARD : GUARD + size].view(shape)
+    return store, whole
+
+
+def bad_pass(positions: list[int] | None = None, slots: list[int] | None = None, **more: Any) -> Pass:
+    here = torch.arange(3)[None]
+    given = [here if one is None else torch.tensor([one]) for one in (positions, slots)]
+    return Pass(*given, None, more.pop("rows", slice(0, 1)), more.pop("extent", 3), **more)
+
+
+def bare_tree(base: int, positions: list[int], sees: bool = True) -> dict[str, Any]:
+    seen = torch.eye(3, dtype=torch.bool)[None] & sees
+    return {"tree": Tree(torch.tensor([base]), seen, torch.tensor([positions]))}
+
+
+REFUSED: dict[str, tuple[Callable[[], Pass], str]] = {
+    "a slot beyond": (lambda: bad_pass(slots=[0, 1, 4000]), "a slot that the KV store does not have"),
+    "the trash": (lambda: bad_pass(slots=[0, 1, 20]), "a slot that the KV store does not have"),
+    "a negative slot": (lambda: bad_pass(slots=[0, -1, 2]), "a slot that the KV store does not have"),
+    "a row beyond": (lambda: bad_pass(rows=slice(2, 3)), "a slot that the KV store does not have"),
+    "an extent beyond": (lambda: bad_pass(extent=22), "a slot that the KV store does not have"),
+    "a negative position": (lambda: bad_pass(positions=[0, -1, 2]), "a position that the model does not have"),
+    "a position not stored": (lambda: bad_pass(positions=[0, 1, 3]), "a position that the model does not have"),
+    "a position beyond the rotary table": (
+        lambda: bad_pass(positions=[0, 1, 5000], **bare_tree(0, [0, 1, 5000])),
+        "a position that the model does not have",
+    ),
+    "a tree without sight": (lambda: bad_pass(**bare_tree(0, [0, 1, 2], False)), "a tree in which a token sees nothing"),
+    "a tree before the store": (lambda: bad_pass(**bare_tree(-4, [0, 1, 2])), "a tree in which a token sees nothing"),
+}
+
+
+@pytest.mark.parametrize("what", REFUSED)
+def test_a_bad_pass_is_refused_and_writes_nothing(what: str) -> None:
+    make, sentence = REFUSED[what]
+    layered = native(families.cached("llama"))
+    store, whole = guarded(layered)
+    hidden = torch.ones(1, 3, 32)
+    with pytest.raises(RuntimeError, match=f"the native engine was asked for {sentence}"):
+        layered.run(hidden, make(), store, range(4))
+    assert all(bool((one == 7.0).all()) for one in whole), "a refused pass wrote to the store"
+    assert bool((hidden == 1).all())
+    layered.run(hidden, bad_pass(), store, range(4))  # and the same engine goes on, inside its buffers
+    for one in whole:
+        assert bool((one[:GUARD] == 7.0).all() & (one[-GUARD:] == 7.0).all())
+    assert not bool((whole[0] == 7.0).all())
+
+
+def test_an_extent_that_holds_the_trash_is_refused() -> None:
+    layered = native(families.cached("llama"))
+    store, _ = guarded(layered)
+    with pytest.raises(RuntimeError, match="the native engine was asked for"):
+        layered.run(torch.ones(1, 3, 32), bad_pass([0, 1, store.capacity], extent=store.capacity + 1), store, range(4))
+
+
+@pytest.mark.parametrize("token", [-1, 97, 2**40])
+def test_an_unknown_token_is_refused(token: int) -> None:
+    with pytest.raises(RuntimeError, match="a token id that the model has no embedding for"):
+        native(families.cached("llama")).embed(torch.tensor([[3, token]]), torch.tensor([[0, 1]]))
+
+
+@pytest.mark.parametrize(("start", "stop"), [(-1, 2), (3, 5)])
+def test_an_unknown_layer_is_refused(start: int, stop: int) -> None:
+    layered = native(families.cached("llama"))
+    store, whole = guarded(layered)
+    with pytest.raises(RuntimeError, match="a layer that the model does not have"):
+        layered.run(torch.ones(1, 3, 32), bad_pass(), store, range(start, stop))
+    assert all(bool((one == 7.0).all()) for one in whole)
+
+
+class OtherLinear(nn.Linear):
+    pass
+
+
+def _hook(model: Any) -> None:
+    model.model.layers[1].mlp.register_forward_hook(lambda *_: None)
+
+
+def _pre_hook(model: Any) -> None:
+    model.model.norm.register_forward_pre_hook(lambda *_: None)
+
+
+def _subclass(model: Any) -> None:
+    model.model.layers[2].mlp.up_proj.__class__ = OtherLinear
+
+
+def _own_forward(model: Any) -> None:
+    module = model.model.layers[0].self_attn
+    module.forward = lambda *given, **more: type(module).forward(module, *given, **more)
+
+
+def _activation(model: Any) -> None:
+    model.config.hidden_act = "relu"
+
+
+ODD: dict[str, tuple[Callable[[Any], None], str]] = {
+    "hook": (_hook, "model.layers.1.mlp has hooks or a forward of its own, which only transformers' modules run"),
+    "pre-hook": (_pre_hook, "model.norm has hooks or a forward of its own, which only transformers' modules run"),
+    "subclass": (
+        _subclass,
+        "model.layers.2.mlp.up_proj is a OtherLinear of tests.models.test_native_refusals, and the native engine knows torch's "
+        "and transformers' modules only",
+    ),
+    "own forward": (
+        _own_forward,
+        "model.layers.0.self_attn has hooks or a forward of its own, which only transformers' modules run",
+    ),
+    "activation": (_activation, "the native engine does not know the activation relu"),
+}
+
+
+@pytest.mark.parametrize("what", ODD)
+def test_what_cannot_be_run_is_said_in_a_sentence(what: str) -> None:
+    change, sentence = ODD[what]
+    model = families.build("llama")
+    assert why_not(model, Facts(model)) is None
+    change(model)
+    assert why_not(model, Facts(model)) == sentence
+    with pytest.raises(ValueError, match="engine='native' cannot run this model"):
+        LayeredModel(model, "native")
+
+
+@pytest.mark.parametrize("name", [name for name in families.NAMES if name not in RECIPES])
+def test_an_unknown_family_is_said(name: str) -> None:
+    model = families.cached(name)
+    assert f"does not know the family {model.config.model_type} (it knows llama" in str(why_not(model, Facts(model)))
+
+
+def test_the_eager_engines_patches_are_no_forward_of_their_own() -> None:
+    model = families.build("llama")
+    expected = chain(native(model), text(9), 1)
+    chain(LayeredModel(model, "eager"), text(9), 9)
+    assert why_not(model, Facts(model)) is None
+    assert_same_bits(chain(native(model), text(9), 1), expected)
+
+
+def test_changed_weights_are_noticed() -> None:
+    model: Any = families.build("qwen2")
+    engine: Any = native(model).engine
+    assert engine.holds()
+    model.model.layers[1].self_attn.q_proj.bias.add_(1)
+    assert not engine.holds()
+    engine = NativeEngine(model, Facts(model))
+    assert engine.holds()
+    _hook(model)
+    assert not engine.holds()
+
+
+def test_a_model_changed_in_place_gets_a_new_engine() -> None:
+    model: Any = families.build("llama")
+    before = chain(native(model), text(9), 9)
+    model.model.layers[1].mlp.down_proj.weight.mul_(-1)
+    assert not torch.equal(chain(native(model), text(9), 9)[0], before[0])
