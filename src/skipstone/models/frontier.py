@@ -45,12 +45,13 @@ class Frontier:
             first = self._highest_base
             end = first + self._room
             places = counting(max(COUNTED, 1 << (end - 1).bit_length()), self.device)
-            self._slots = self._positions = places[first:end].expand(self.rows, -1)
+            self._slots = self._positions = places.as_strided((self.rows, self._room), (0, 1), first)
         else:
             # Rows with less room than others have columns too many; they must not name positions that the model does not have.
             self._slots = self._base + counting(max(COUNTED, self._room), self.device)[: self._room]
             self._positions = self._slots.clamp(max=self._end - 1)
-        self._depth = np.zeros((self.rows, self._room), dtype=np.int64)
+        self._level: int | None = 0  # the depth of all tokens, where they are known to be even
+        self._depth: np.ndarray | None = None  # [B, columns] int64, the depth of every token, where they are not
         self._tokens = root[:, None]  # [B, columns], room for more from the first draft token on
         self._hidden: Tensor | None = None  # [B, columns, d]
         self._embedded = 0  # columns whose states have been begun with
@@ -81,7 +82,11 @@ class Frontier:
 
     @property
     def depth(self) -> np.ndarray:
-        """[B, n] on the host: layers that each token has been through."""
+        """[B, n] int64 on the host, may be written: layers that each token has been through."""
+        if self._depth is None:
+            self._depth = np.zeros((self.rows, self._room), dtype=np.int64)
+        if self._level is not None:
+            self._depth[:, : self.width], self._level = self._level, None
         return self._depth[:, : self.width]
 
     @property
@@ -111,8 +116,10 @@ class Frontier:
         parents: [B, m] int64 over draft nodes, -1 for the root; None continues the chain. A tree comes in one call.
         """
         start, stop = self.width, self.width + tokens.shape[1]
-        self._make_room()
         assert self.parents is None, "nothing follows a tree"
+        self._make_room()
+        if self._level != 0:
+            _ = self.depth  # from now on not even
         if parents is not None:
             assert start == 1, "a tree is appended in one piece, right after the root"
             self.parents, self._reach = parents, ancestors(parents)
@@ -141,14 +148,14 @@ class Frontier:
     def advance(self, to: int, rows: list[bool] | None = None) -> None:
         """Bring every token to a depth of at least `to` layers: the shallowest first, which others join at their own depth, so
         that each run of layers takes all tokens that need it. rows: that take part, None for all that are alive."""
-        depth = self.depth
-        if rows is None and self._everyone and (level := int(depth.min())) == depth.max():
-            if level < to:
-                self.passes.append((level, to, self.width))
-                self._put(slice(0, self.width), self._run(slice(0, self.width), None, range(level, to)))
-                depth[:] = to
+        if self._level is not None and rows is None and self._everyone:
+            if self._level < to:
+                self.passes.append((self._level, to, self.width))
+                everything = slice(0, self.width)
+                self._put(everything, self._run(everything, None, range(self._level, to)))
+                self._level = to
             return
-        alive = np.array(self._taking)
+        depth, alive = self.depth, np.array(self._taking)
         taking = alive if rows is None else alive & rows
         levels = sorted(level for level in set(depth[taking].ravel().tolist()) if level < to)
         for low, high in pairwise([*levels, to]):
@@ -220,7 +227,7 @@ class Frontier:
         self.passes += [(0, layers, 1)] * (width - 1)
         if keep:
             self.passes.append((0, layers, 1))
-            self._depth[:, :width] = layers
+            self._level = layers
         return chain
 
     def exit_logits(self, exit_layer: int) -> Tensor:
@@ -240,8 +247,7 @@ class Frontier:
 
     def restart(self) -> None:
         """Forget the exit states: every token is at depth 0 again (LayerSkip's ablation without cache reuse)."""
-        self._embedded = 0
-        self.depth[:] = 0
+        self._embedded = self._level = 0
 
     def finish(self) -> Tensor:
         """The scoring pass: bring every token to the top. Returns raw logits [B, n+1, V] float32."""
