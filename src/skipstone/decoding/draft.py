@@ -192,11 +192,8 @@ class _RowDraft:
 
 def _together(before: list[Tensor], draft: Draft, behind: list[Tensor]) -> list[Any]:
     """Tensors [B, k] and a draft between them on the host, in one transfer: lists of rows, the draft's as `_RowDraft`."""
-    parts = [draft.tokens, draft.valid, draft.parents]
-    parts += [
-        None if draft.candidate is None else draft.offered,
-        None if draft.draft_steps is None else draft.draft_steps[:, None],
-    ]
+    parts = [draft.tokens, draft.valid, draft.parents, None if draft.candidate is None else draft.offered]
+    parts.append(None if draft.draft_steps is None else draft.draft_steps[:, None])
     found = iter(host.read(*before, *(part for part in parts if part is not None), *behind))
     first = [next(found) for _ in before]
     tokens, valid, parents, offered, steps = (None if part is None else next(found) for part in parts)

@@ -54,7 +54,7 @@ class Warping:
     """The warper settings of all rows: columns [B] on the device, and on the host what is in use at all."""
 
     def __init__(self, rows: Sequence[Sampling], device: torch.device) -> None:
-        def column(values: list[float], dtype: torch.dtype) -> Tensor:
+        def column(values: Sequence[float], dtype: torch.dtype) -> Tensor:
             return on_device(values, device, dtype)
 
         self.greedy = column([row.temperature == 0 for row in rows], torch.bool)
