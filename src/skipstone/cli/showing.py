@@ -157,7 +157,7 @@ class Column:
 def side_by_side(
     console: Console, job: Job, method: Method, title: str, camera: Console | None
 ) -> tuple[Comparison, dict[str, Any]]:
-    """A scene of the demo: both texts, live where there is a terminal, then the figures, transformers' own beside them. Nobody's
+    """A scene of the demo: both texts, live where there is a terminal, then the figures, transformers' own too. Nobody's
     time has the showing in it.
 
     camera: a console that is shown the end only. KeyboardInterrupt for Ctrl-C.
