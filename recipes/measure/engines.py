@@ -1,93 +1,191 @@
-"""How fast the engines are, end to end through `skipstone.generate`, in one interleaved run.
+"""How fast the engines are beside transformers and llama.cpp: end to end, one interleaved run, prompt by prompt.
 
-    python recipes/measure/engines.py [MODEL] [--dtype float32] [--rounds 5] [--new 128] [--layerskip "layerskip exit_layer=6"]
+    python recipes/measure/engines.py [MODEL] [--dtype float32] [--quantize int8] [--rounds 5] [--new 128] [--most-prompts 8]
+        [--method "layerskip exit_layer=6"] ... [--llama-cpp "PYTHON MODEL.gguf"] [--prompts FILE] [--without transformers]
 
-Prints tokens a second (prefill included; the median over rounds of all prompts together) of every engine, plainly and with
-LayerSkip where --layerskip names its settings; milliseconds a pass of 1 to 32 rows behind 150 tokens on the native engine; and
-whether all texts of an engine are the same with and without drafts. Measure on an idle machine.
+Prints tokens a second (prefill included, all prompts together, the median over rounds) of transformers' `generate`, of
+llama.cpp (llama_cpp_worker.py, to_gguf.py), of plain decoding on the eager and the native engine and of every --method on the
+native one, with their ratios and whether their texts are plain decoding's; what the memory's bandwidth allows; milliseconds a
+pass of 1 to 32 rows behind 150 tokens, and of a prefill of 512. --prompts: JSON lines with "prompt"; default: the bundled
+model's own. All texts are --new tokens long. Measure on an idle machine.
 """
 
 import argparse
+import json
 import statistics
+import subprocess
 import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
 
 import torch
 
 import skipstone
+from skipstone.bench.peers import HFGenerate
+from skipstone.models.engines.native.engine import threads
 from skipstone.models.kvstore import KVStore
 from skipstone.models.layered import LayeredModel
 from skipstone.models.passes import Pass
 from skipstone.tasks.sets import named
+from skipstone.timing import machine
 
 CONTEXT = 150  # tokens before the passes that are timed
+PREFILL = 512  # tokens of the prefill that is timed
 REPEATS = 40  # passes of each width
+WORKER = Path(__file__).with_name("llama_cpp_worker.py")
+
+Answer = tuple[list[int], float]  # (new ids, seconds)
+
+
+class LlamaCpp:
+    """llama.cpp in a process of its own. command: "PYTHON MODEL.gguf"."""
+
+    def __init__(self, command: str) -> None:
+        python, path = command.split()
+        arguments = [python, str(WORKER), path, str(threads())]
+        self.process = subprocess.Popen(arguments, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+        self.name = f"llama.cpp {Path(path).stem.rpartition('-')[2]}"
+
+    def __call__(self, ids: list[int], new: int) -> Answer:
+        assert self.process.stdin is not None
+        assert self.process.stdout is not None
+        print(json.dumps({"ids": ids, "new": new}), file=self.process.stdin, flush=True)
+        line = self.process.stdout.readline()
+        if not line:
+            raise SystemExit("llama.cpp has ended; see its error above")
+        answer = json.loads(line)
+        return answer["ids"], answer["seconds"]
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("model", nargs="?")
     parser.add_argument("--dtype", default="auto")
+    parser.add_argument("--quantize")
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--new", type=int, default=128)
-    parser.add_argument("--layerskip")
+    parser.add_argument("--method", action="append", default=[])
+    parser.add_argument("--llama-cpp")
+    parser.add_argument("--prompts", type=Path)
+    parser.add_argument("--most-prompts", type=int, default=8)
+    parser.add_argument("--without", nargs="*", default=[], choices=["transformers", "eager"])
     asked = parser.parse_args()
     dtype = asked.dtype if asked.dtype == "auto" else getattr(torch, asked.dtype)
     model, tokenizer = skipstone.load(asked.model, dtype=dtype)
-    task = named("self")
-    prompts = [task.ask(row)[0] for row in task.records(None)[::5]]
-    methods = ["autoregressive", *([asked.layerskip] if asked.layerskip else [])]
-    rows = [(engine, method) for engine in ("eager", "native") for method in methods]
-    speeds: dict[tuple[str, str], list[float]] = {row: [] for row in rows}
-    texts: dict[tuple[str, str], list[list[int]]] = {}
-    for round_number in range(asked.rounds + 1):  # the first round warms up
-        for row in rows:
-            engine, method = row
-            tokens, seconds, found = 0, 0.0, []
-            for prompt in prompts:
-                start = time.perf_counter()
-                out = skipstone.generate(
-                    model, prompt, method, tokenizer=tokenizer, engine=engine, max_new_tokens=asked.new, eos_token_id=-1
-                )
-                seconds += time.perf_counter() - start
-                assert out.new_tokens is not None
-                tokens, found = tokens + len(out.new_tokens[0]), [*found, out.new_tokens[0]]
-            texts[row] = found
-            if round_number:
-                speeds[row].append(tokens / seconds)
-    print(f"{len(prompts)} prompts x {asked.new} tokens, {model.dtype} weights")
-    for row in rows:
-        engine, method = row
-        values = speeds[row]
-        same = texts[row] == texts[(engine, "autoregressive")]
-        print(
-            f"{engine:7} {method:50} {statistics.median(values):8.1f} tokens/s ({min(values):.1f} to {max(values):.1f}), "
-            f"texts as plain: {same}"
-        )
-    passes(model)
+    model.generation_config.eos_token_id = None  # all texts are equally long
+    if asked.prompts is None:
+        task = named("self")
+        texts = [task.ask(row)[0] for row in task.records(None)[::5]]
+    else:
+        texts = [json.loads(line)["prompt"] for line in asked.prompts.read_text().splitlines() if line.strip()]
+    prompts = [tokenizer.encode(text) for text in texts[: asked.most_prompts]]
+
+    def transformers(ids: list[int], new: int) -> Answer:
+        prompt, began = torch.tensor([ids]), time.perf_counter()
+        options = {"max_new_tokens": new, "do_sample": False, "attention_mask": torch.ones_like(prompt)}
+        return HFGenerate().generate(model, prompt, options, 0).tokens, time.perf_counter() - began
+
+    def ours(engine: str, method: str) -> Callable[[list[int], int], Answer]:
+        more = {"quantize": asked.quantize} if asked.quantize and engine == "native" else {}
+
+        def call(ids: list[int], new: int) -> Answer:
+            prompt, began = torch.tensor([ids]), time.perf_counter()
+            options: dict[str, Any] = {"engine": engine, "max_new_tokens": new, "do_sample": False, **more}
+            out = skipstone.generate(model, prompt, method, attention_mask=torch.ones_like(prompt), **options)
+            assert out.new_tokens is not None
+            return out.new_tokens[0], time.perf_counter() - began
+
+        return call
+
+    rows: dict[str, Callable[[list[int], int], Answer]] = {}
+    if "transformers" not in asked.without:
+        rows["transformers"] = transformers
+    if asked.llama_cpp:
+        peer = LlamaCpp(asked.llama_cpp)
+        rows[peer.name] = peer
+    if "eager" not in asked.without:
+        rows["eager, plain"] = ours("eager", "autoregressive")
+    rows["native, plain"] = ours("native", "autoregressive")
+    rows.update({f"native, {method}": ours("native", method) for method in asked.method})
+    report(measured(rows, prompts, asked.rounds, asked.new), len(prompts), asked.new, str(model.dtype), asked.quantize)
+    layered = LayeredModel(model, "native", **({"quantize": asked.quantize} if asked.quantize else {}))
+    print(f"\n{layered.engine.detail}")
+    found = machine.ceiling(model, statistics.mean(map(len, prompts)) + asked.new / 2)
+    print(machine.told(asked.model or "skipstone-nano", found))
+    passes(layered)
+
+
+def measured(
+    rows: dict[str, Callable[[list[int], int], Answer]], prompts: list[list[int]], rounds: int, new: int
+) -> dict[str, tuple[list[float], list[list[int]]]]:
+    """Row -> (tokens a second of every round, the texts). The rows take turns prompt by prompt; an untimed round warms up."""
+    speeds: dict[str, list[float]] = {name: [] for name in rows}
+    texts: dict[str, list[list[int]]] = {}
+    for number in range(rounds + 1):
+        answers: dict[str, list[Answer]] = {name: [] for name in rows}
+        for ids in prompts:
+            for name, call in rows.items():
+                answers[name].append(call(ids, new))
+        for name, given in answers.items():
+            texts[name] = [ids for ids, _ in given]
+            if number:
+                speeds[name].append(sum(len(ids) for ids, _ in given) / sum(seconds for _, seconds in given))
+    return {name: (speeds[name], texts[name]) for name in rows}
+
+
+def report(
+    found: dict[str, tuple[list[float], list[list[int]]]], prompts: int, new: int, dtype: str, quantize: str | None
+) -> None:
+    """The table, in Markdown. A ratio is the median of the rounds' own ratios."""
+    print(f"{prompts} prompts x {new} tokens, {dtype} weights{f', {quantize} on the native engine' if quantize else ''}")
+    yardsticks = [name for name in found if name.startswith(("transformers", "llama.cpp", "native, plain"))]
+    print(f"\n| | tokens/s | {' | '.join(f'x {name}' for name in yardsticks)} | texts of native, plain |")
+    print(f"| --- | --- | {'--- | ' * len(yardsticks)}--- |")
+    for name, (speeds, texts) in found.items():
+        ratios = [statistics.median(a / b for a, b in zip(speeds, found[one][0], strict=True)) for one in yardsticks]
+        same = sum(a == b for a, b in zip(texts, found["native, plain"][1], strict=True))
+        pace = f"{statistics.median(speeds):.1f} ({min(speeds):.1f}-{max(speeds):.1f})"
+        print(f"| {name} | {pace} | {' | '.join(f'{ratio:.2f}' for ratio in ratios)} | {same}/{prompts} |")
 
 
 @torch.inference_mode()
-def passes(model: torch.nn.Module) -> None:
-    """Milliseconds of a pass, logits included, by its rows."""
-    layered = LayeredModel(model, "native")  # type: ignore[arg-type]
-    print(layered.engine.detail)
-    ids = torch.arange(CONTEXT + 32)[None] % layered.embeddings
-    store = KVStore(1, layered.depth, 512)
-    store.reserve(512)
+def passes(layered: LayeredModel) -> None:
+    """Milliseconds of a pass, logits included, by its rows, and of a prefill without logits on both engines."""
+    ids = torch.arange(max(CONTEXT + 32, PREFILL))[None] % layered.embeddings
 
-    def run(start: int, stop: int) -> None:
-        positions = torch.arange(start, stop)[None]
+    def run(model: LayeredModel, store: KVStore, start: int, stop: int, logits: bool) -> float:
+        positions, began = torch.arange(start, stop)[None], time.perf_counter()
         at = Pass(positions, positions, None, slice(0, 1), stop, start)
-        layered.logits(layered.run(layered.embed(ids[:, start:stop], positions), at, store, range(layered.depth)))
+        hidden = model.run(model.embed(ids[:, start:stop], positions), at, store, range(model.depth))
+        if logits:
+            model.logits(hidden)
+        return 1000 * (time.perf_counter() - began)
 
-    run(0, CONTEXT)
-    for rows in (1, 2, 4, 8, 16, 32):
-        times = []
-        for _ in range(REPEATS):
-            start = time.perf_counter()
-            run(CONTEXT, CONTEXT + rows)
-            times.append(time.perf_counter() - start)
-        print(f"{rows:3} rows: {1000 * statistics.median(times):.3f} ms (least {1000 * min(times):.3f})")
+    def store_of(model: LayeredModel) -> KVStore:
+        store = KVStore(1, model.depth, PREFILL)
+        store.reserve(PREFILL)
+        return store
+
+    store = store_of(layered)
+    run(layered, store, 0, CONTEXT, True)
+    widths = (1, 2, 4, 8, 16, 32)
+    times: dict[int, list[float]] = {rows: [] for rows in widths}
+    for _ in range(REPEATS):
+        for rows in widths:
+            times[rows].append(run(layered, store, CONTEXT, CONTEXT + rows, True))
+    print(f"\n| rows of a pass | {' | '.join(map(str, widths))} |\n| --- | {'--- | ' * len(widths)}")
+    print(f"| ms | {' | '.join(f'{statistics.median(times[rows]):.2f}' for rows in widths)} |")
+    print(f"| least ms | {' | '.join(f'{min(times[rows]):.2f}' for rows in widths)} |")
+    if layered.max_positions >= PREFILL:
+        both = {"native": layered, "eager": LayeredModel(layered.model, "eager")}
+        held = {name: store_of(model) for name, model in both.items()}
+        spent: dict[str, list[float]] = {name: [] for name in both}
+        for _ in range(6):
+            for name, model in both.items():
+                spent[name].append(run(model, held[name], 0, PREFILL, False))
+        told = ", ".join(f"{name} {min(values):.1f} ms" for name, values in spent.items())
+        print(f"\nprefill of {PREFILL} tokens, the least of six: {told}")
 
 
 if __name__ == "__main__":
