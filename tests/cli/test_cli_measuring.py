@@ -13,6 +13,7 @@ from skipstone import ExitHeads, LayeredModel
 from skipstone.bench import journal
 from skipstone.check.check import Checker
 from skipstone.methods.adadecode.heads import new_card
+from skipstone.models.engines.native import library
 from tests.helpers.commandline import LAYERSKIP, assert_refused, document, run, succeed
 
 SMALL = ("--num-prompts", 3, "--tune-prompts", 2, "--tune-tokens", 6, "--max-new-tokens", 10, "--ignore-eos")
@@ -70,7 +71,7 @@ def test_a_surrogate_says_that_it_is_one(tmp_path: Path) -> None:
 def test_check_passes_what_is_right_and_fails_what_is_not(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     small = ("--num-prompts", 3, "--max-new-tokens", 12, "--samples", 100)
     shown = succeed("check", folder, *LAYERSKIP, *small).stdout
-    assert shown.count("\nok  ") + shown.startswith("ok  ") == 9
+    assert shown.count("\nok  ") + shown.startswith("ok  ") == (14 if library.missing() is None else 10)
     assert shown.rstrip().endswith("no bug found")
     wrong = ("check", folder, "--method", "early_exit exit_layer=1", *small)
     monkeypatch.setattr(Checker, "_probes", lambda self, real=Checker._probes: real(self)[:2])  # the others find it too
