@@ -85,6 +85,21 @@ def test_check_passes_what_is_right_and_fails_what_is_not(folder: Path, monkeypa
     assert json.loads(found.stdout)["method"]["exit_layer"] == 1
 
 
+def test_costs_are_shown_and_measured_once(folder: Path) -> None:
+    first = document("costs", folder, "--batch", 1, "--batch", 2)
+    assert [table["batch"] for table in first["batches"]] == [1, 2]
+    assert first["fresh"]
+    assert Path(first["path"]).is_file()
+    shown = succeed("costs", folder, "--batch", 1, "--batch", 2).stdout
+    assert shown.count("a plain step") == 2
+    assert f"measured {first['measured']}" in shown, "it was kept"
+    for batch, table in enumerate(first["batches"], 1):
+        assert shown.count(f"batch {batch}: a plain step {1000 * table['plain']:.2f} ms") == 1
+        assert f"{1000 * table['scoring']['values'][3]:.3f}" in shown
+    assert not document("costs", folder, "--batch", 2)["fresh"]
+    assert document("costs", folder, "--batch", 1, "--again")["fresh"]
+
+
 def test_inspect_shows_every_layer_and_says_what_would_pay(folder: Path, tmp_path: Path) -> None:
     shown = succeed("inspect", folder, "--prompt", "abc", "--max-new-tokens", 6).stdout
     assert [line.split()[0] for line in shown.splitlines() if line.strip()[:1].isdigit()] == ["1", "2", "3", "4"]
@@ -127,6 +142,8 @@ def test_inspect_shows_every_layer_and_says_what_would_pay(folder: Path, tmp_pat
         (("check", "FOLDER", *LAYERSKIP, "--num-prompts", "99"), "there are 40 prompts"),
         (("inspect", "FOLDER", "--out", "/nowhere/a.png"), "no such folder"),
         (("inspect", "FOLDER", "--dtype", "int8"), "--dtype must be one of"),
+        (("costs", "FOLDER", "--engine", "fast"), "--engine must be one of"),
+        (("costs", "FOLDER", "--draft-model", "nowhere"), "the draft model nowhere"),
     ],
 )
 def test_mistakes_are_one_sentence(arguments: tuple[str, ...], said: str, folder: Path, results: Path, tmp_path: Path) -> None:
