@@ -2,7 +2,7 @@
 
 What is timed is what decoding runs: steps of the loop, drafts of the methods' own sessions, scoring and verification. Nothing
 that a timed call writes is committed, so that every call finds the same tokens behind it. All entries take turns, round after
-round, until there is no more time; of each the shortest time counts, as whatever else runs only ever adds to it.
+round; of each the shortest time counts, as whatever else runs only ever adds to it, once a second one has confirmed it.
 """
 
 import json
@@ -49,10 +49,11 @@ FEW_TOKENS = (1, 4, 16, 64)  # those whose layers are timed alone, and all where
 SLOPES = (1, 8)  # those that are timed behind FAR tokens too
 EXITS = (1 / 4, 1 / 2, 3 / 4)  # exit layers beside the first and the last but one, as shares of the depth
 DRAFTS = (1, 5)  # draft tokens of two chains, whose difference is what a draft step costs
-SECONDS = 0.7  # for one batch size, but there are LEAST rounds
-MOST_SECONDS = 3.0  # for one batch size on a machine that has other work to do; there is one round in any case
-LEAST, MOST = 3, 15  # rounds
+MOST_SECONDS = 5.0  # for one batch size, which only a machine with other work to do needs; one round is in any case
+LEAST, MOST = 3, 40  # rounds
+AGREE = 0.05  # share by which the two shortest times of an entry may differ
 IN_A_ROW = 3  # times that an entry is timed when it is its turn, at most
+PLAIN_STEPS = 48  # of a text of plain decoding, which then begins anew
 TURN = 0.004  # seconds of its turn after which it is not timed once more
 LONG = 0.05  # seconds of a plain step from which on fewer entries are timed
 
@@ -72,7 +73,7 @@ class Bench:
         """ValueError for a model whose positions are too few."""
         self.layered, self.batch = layered, batch
         self.widest = max(1, MOST_ROWS // batch)
-        spare = self.widest + 1 + MOST * IN_A_ROW
+        spare = self.widest + 1 + PLAIN_STEPS
         self.context = min(CONTEXT, (layered.max_positions - spare) // 2)
         self.far = min(FAR, layered.max_positions - spare)
         if self.context < 1:
@@ -141,7 +142,7 @@ class Bench:
         """One step of the loop."""
         if not self.plain.busy:  # at first, and when the texts have ended
             for row in range(self.batch):
-                self.plain.admit(row, self._request(2 + MOST * IN_A_ROW))
+                self.plain.admit(row, self._request(2 + PLAIN_STEPS))
             while self.plain.session.prefilling:
                 self.plain.step()
         self.plain.session.store.length = [self.context] * self.batch
@@ -210,35 +211,43 @@ class Times:
         return median(median(times) / min(times) - 1 for times in self.all.values())
 
 
-def _take_turns(entries: Mapping[Entry, Timed], seconds: float) -> Times:
-    """Time all entries round after round, each round beginning with another one."""
+def _take_turns(entries: Mapping[Entry, Timed], most_seconds: float) -> Times:
+    """Time entries round after round, each round beginning with another one: all of them LEAST times, and then those whose
+    shortest times are no two of a kind yet."""
     times: dict[Entry, list[float]] = {entry: [] for entry in entries}
-    order, began = list(entries), time.perf_counter()
+    began = time.perf_counter()
     for number in range(MOST):
-        if number and time.perf_counter() - began > (seconds if number >= LEAST else MOST_SECONDS):
+        left = [entry for entry, found in times.items() if number < LEAST or not _confirmed(found)]
+        if not left or (number and time.perf_counter() - began > most_seconds):
             break
-        first = number * len(order) // 3 % len(order)
-        for entry in order[first:] + order[:first]:
-            times[entry].append(_turn(entries[entry]))
+        first = number * len(left) // 3 % len(left)
+        for entry in left[first:] + left[:first]:
+            times[entry] += _turn(entries[entry])
     return Times(times)
 
 
-def _turn(timed: Timed) -> float:
-    """The shortest of some times."""
+def _confirmed(times: Sequence[float]) -> bool:
+    """Whether the two shortest times agree: a stall does not strike twice alike."""
+    least, second = sorted(times)[:2]
+    return second <= (1 + AGREE) * least
+
+
+def _turn(timed: Timed) -> list[float]:
+    """Some times in a row, of which the first may have been cold."""
     found, end = [timed()], time.perf_counter() + TURN
     while len(found) < IN_A_ROW and time.perf_counter() < end:
         found.append(timed())
-    return min(found)
+    return found
 
 
 @torch.inference_mode()
-def measure(layered: LayeredModel, batch: int, seconds: float = SECONDS) -> BatchCosts:
+def measure(layered: LayeredModel, batch: int, most_seconds: float = MOST_SECONDS) -> BatchCosts:
     """The costs of one batch size. ValueError for a model that has too few positions or only one layer."""
     if layered.depth < 2:
         raise ValueError("costs are measured of models with at least 2 layers")
     bench = Bench(layered, batch)
     sparse = min(bench.entries(True)["plain", 1]() for _ in range(LEAST)) > LONG
-    times = _take_turns(bench.entries(sparse), 0.0 if sparse else seconds)
+    times = _take_turns(bench.entries(sparse), 0.0 if sparse else most_seconds)
     return _table(bench, times)
 
 
@@ -274,7 +283,7 @@ def _table(bench: Bench, times: Times) -> BatchCosts:
 
 
 @torch.inference_mode()
-def measure_draft_model(layered: LayeredModel, draft_model: DraftModel, batch: int, seconds: float = SECONDS / 4) -> float:
+def measure_draft_model(layered: LayeredModel, draft_model: DraftModel, batch: int) -> float:
     """Seconds of a draft step of a draft model, for all rows of a batch."""
     bench = Bench(layered, batch)
     room = min(bench.room, draft_model.max_positions)
@@ -285,7 +294,7 @@ def measure_draft_model(layered: LayeredModel, draft_model: DraftModel, batch: i
         session.prefill(8)
     for row in range(batch):  # a token that the draft model has not read yet
         session.text[row].append(0)
-    return _take_turns({("model", k): lambda k=k: bench.drafted(session, k) for k in DRAFTS}, seconds).step("model")
+    return _take_turns({("model", k): lambda k=k: bench.drafted(session, k) for k in DRAFTS}, MOST_SECONDS / 4).step("model")
 
 
 # -------------------------------------------------------------------------------------------------------- the file
