@@ -77,13 +77,16 @@ def test_speeds_by_hand() -> None:
 
 
 def test_between_two_batch_sizes_costs_are_between_theirs() -> None:
-    larger = replace(TABLE, batch=5, plain=0.020, scoring=Curve((1, 3), (0.018, 0.030)), draft_models={"abc": 0.008, "x": 1.0})
+    larger = replace(
+        TABLE, busy=True, batch=5, plain=0.020, scoring=Curve((1, 3), (0.018, 0.030)), draft_models={"abc": 0.008, "x": 1.0}
+    )
     costs = Costs((TABLE, larger))
     assert costs.at(1) is TABLE
     assert costs.at(5) is larger
     found = costs.at(2)
     assert (found.batch, found.plain) == (2, near(0.014))
     assert found.scoring.places == (1, 3, 5, 9)
+    assert found.busy is True
     assert found.scoring(3) == near(0.75 * 0.012 + 0.25 * 0.030)
     assert found.draft_models == {"abc": near(0.005)}
     for batch in (0, 6):

@@ -55,12 +55,21 @@ def test_nothing_that_is_timed_is_committed() -> None:
 
 
 def test_a_draft_step_is_what_a_longer_chain_takes_more() -> None:
-    times = Times({("a", 1): [5.0, 3.0], ("a", 5): [11.0, 12.0], ("b", 1): [4.0], ("b", 5): [4.0]})
-    assert times.least("a", 1) == 3.0
-    assert times.step("a") == pytest.approx((11 - 3) / 4)
-    assert times.step("b") == pytest.approx(4 / 5 / 2), "a stall in the short one"
-    assert times.by_number("a") == {1: 3.0, 5: 11.0}
-    assert times.spread() == pytest.approx((0 + 0.5 / 11) / 2), "the median of 1/3, 1/22, 0 and 0"
+    times = Times({("a", 1): [3.5, 3.0], ("a", 3): [11.0, 12.0], ("b", 1): [4.0], ("b", 3): [4.0]})
+    assert times.cost("a", 1) == 3.0
+    assert times.step("a") == pytest.approx((11 - 3) / 2)
+    assert times.step("b") == pytest.approx(4 / 3 / 2), "a stall in the short one"
+    assert times.by_number("a") == {1: 3.0, 3: 11.0}
+    assert times.spread() == pytest.approx((0 + 0.5 / 11) / 2), "the median of 1/12, 1/22, 0 and 0"
+
+
+def test_on_a_busy_machine_means_count() -> None:
+    times = Times({("a", 1): [1.0, 1.0, 4.0], ("a", 3): [4.0, 9.0, 11.0], ("b", 1): [1.0, 2.0, 3.0]})
+    assert times.spread() == pytest.approx(1.0), "the median of 0, 5/4 and 1"
+    assert times.busy
+    assert times.by_number("a") == {1: 2.0, 3: 8.0}
+    assert not Times({("a", 1): [1.0, 1.1]}, 1.8).busy
+    assert Times({("a", 1): [1.0, 1.1]}, 0.4).busy, "the process had no core most of the time"
 
 
 def test_costs_are_measured_once_and_kept(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

@@ -9,8 +9,6 @@ import typer
 from skipstone.cli import options, terminal
 from skipstone.cli.options import option
 
-BUSY = 0.25  # spread from which on figures are doubtful
-
 if TYPE_CHECKING:
     from skipstone.timing.costs import Kept
 
@@ -74,9 +72,7 @@ def show(name: str, found: "Kept") -> None:
         rest |= {f"a draft step of draft model {name[:8]}": seconds for name, seconds in one.draft_models.items()}
         told = "; ".join(f"{what} {1000 * seconds:.3f} ms" for what, seconds in rest.items())
         console.print(f"{told}; behind {one.context} tokens, spread {100 * one.spread:.0f} %", soft_wrap=True)
-    if (spread := max(one.spread for one in found.costs.batches)) > BUSY:
-        console.print(
-            f"\nThe machine had other work to do (spread {100 * spread:.0f} %): take --again when it is idle.", soft_wrap=True
-        )
+    if any(one.busy for one in found.costs.batches):
+        console.print("\nThe machine had other work to do, all times are too long: --again measures anew.", soft_wrap=True)
     where = "kept nowhere: the cache folder cannot be written" if found.path is None else f"kept in {found.path}"
     console.print(f"\nmeasured {found.measured} in {found.seconds:.1f} s, {where}", soft_wrap=True)

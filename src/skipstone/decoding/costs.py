@@ -91,7 +91,8 @@ class BatchCosts:
     attention, mlp: what leaving out one such sublayer saves in a draft step; layer: what leaving out both of a layer saves
     besides. ranked: what a draft step costs more whose runners-up are noted (SWIFT's trees). context_slope: n -> what one more
     token of context adds to V(n). draft_models: fingerprint -> a draft step of that model. spread: how far the median of an
-    entry's times lies above their minimum, as a share of it; the median of all entries.
+    entry's times lies above their minimum, as a share of it; the median of all entries. busy: the machine had other work to do
+    meanwhile, and all figures are too long, by about the same factor.
     """
 
     batch: int
@@ -108,6 +109,7 @@ class BatchCosts:
     ranked: float
     context_slope: Curve
     spread: float = 0.0
+    busy: bool = False
     draft_models: dict[str, float] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
@@ -199,6 +201,8 @@ def _between(below: BatchCosts, above: BatchCosts, batch: int) -> BatchCosts:
         if isinstance(a, Curve):
             places = tuple(sorted({*a.places, *b.places}))
             return Curve(places, _rising([mixed(a(place), b(place)) for place in places]))
+        if isinstance(a, bool):
+            return a or b
         if isinstance(a, dict):
             return {name: mixed(a[name], b[name]) for name in a if name in b}
         return a + share * (b - a)

@@ -3,6 +3,7 @@
 What is timed is what decoding runs: steps of the loop, drafts of the methods' own sessions, scoring and verification. Nothing
 that a timed call writes is committed, so that every call finds the same tokens behind it. All entries take turns, round after
 round; of each the shortest time counts, as whatever else runs only ever adds to it, once a second one has confirmed it.
+`Times` says what counts where the machine never stands still.
 """
 
 import json
@@ -12,8 +13,9 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
 from datetime import UTC, datetime
+from functools import cached_property
 from pathlib import Path
-from statistics import median
+from statistics import fmean, median
 from typing import Any
 
 import torch
@@ -48,9 +50,11 @@ TOKENS = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64)  # tokens of a row in the pa
 FEW_TOKENS = (1, 4, 16, 64)  # those whose layers are timed alone, and all where a step is long
 SLOPES = (1, 8)  # those that are timed behind FAR tokens too
 EXITS = (1 / 4, 1 / 2, 3 / 4)  # exit layers beside the first and the last but one, as shares of the depth
-DRAFTS = (1, 5)  # draft tokens of two chains, whose difference is what a draft step costs
+DRAFTS = (1, 3)  # draft tokens of two chains, whose difference is what a draft step costs
 MOST_SECONDS = 5.0  # for one batch size, which only a machine with other work to do needs; one round is in any case
 LEAST, MOST = 3, 40  # rounds
+MOST_SPREAD = 0.25  # of the times, above which the machine had other work to do
+LEAST_SHARE = 0.9  # of the processor's time in that of the clock, below which the same is true
 AGREE = 0.05  # share by which the two shortest times of an entry may differ
 IN_A_ROW = 3  # times that an entry is timed when it is its turn, at most
 PLAIN_STEPS = 48  # of a text of plain decoding, which then begins anew
@@ -188,34 +192,45 @@ class Bench:
 
 @dataclass
 class Times:
-    """All times of every entry, in seconds."""
+    """All times of every entry, in seconds, the first ones left out.
+
+    What an entry costs is its shortest time, which nothing else has disturbed. On a machine that is busy all the time there is
+    no such time of an entry that takes longer than its turn on a core; there it is the mean, by which all are equally too long.
+    """
 
     all: dict[Entry, list[float]]
-
-    def least(self, name: str, number: int) -> float:
-        """The shortest time of an entry; 0 of one that was not timed."""
-        return min(self.all.get((name, number), [0.0]))
-
-    def by_number(self, name: str) -> dict[int, float]:
-        """Number -> shortest time, of all entries of a name."""
-        return {number: min(times) for (one, number), times in self.all.items() if one == name}
-
-    def step(self, name: str) -> float:
-        """What a draft step costs: what a longer chain takes more than a short one; at least half of its share of the longer
-        one, where a stall has made the short one too long."""
-        short, long = (self.least(name, drafts) for drafts in DRAFTS)
-        return max((long - short) / (DRAFTS[1] - DRAFTS[0]), long / DRAFTS[1] / 2)
+    processor_share: float = 1.0  # of the time that all took together, how much the process had a core; more with threads
 
     def spread(self) -> float:
         """How far an entry's median lies above its minimum, as a share of it: the median of all entries."""
         return median(median(times) / min(times) - 1 for times in self.all.values())
+
+    @cached_property
+    def busy(self) -> bool:
+        """Whether the machine had other work to do."""
+        return self.spread() > MOST_SPREAD or self.processor_share < LEAST_SHARE
+
+    def cost(self, name: str, number: int) -> float:
+        """What an entry costs."""
+        times = self.all[name, number]
+        return fmean(times) if self.busy else min(times)
+
+    def by_number(self, name: str) -> dict[int, float]:
+        """Number -> cost, of all entries of a name."""
+        return {number: self.cost(name, number) for one, number in self.all if one == name}
+
+    def step(self, name: str) -> float:
+        """What a draft step costs: what a longer chain takes more than a short one; at least half of its share of the longer
+        one, where a stall has made the short one too long."""
+        short, long = (self.cost(name, drafts) for drafts in DRAFTS)
+        return max((long - short) / (DRAFTS[1] - DRAFTS[0]), long / DRAFTS[1] / 2)
 
 
 def _take_turns(entries: Mapping[Entry, Timed], most_seconds: float) -> Times:
     """Time entries round after round, each round beginning with another one: all of them LEAST times, and then those whose
     shortest times are no two of a kind yet."""
     times: dict[Entry, list[float]] = {entry: [] for entry in entries}
-    began = time.perf_counter()
+    began, processor = time.perf_counter(), time.process_time()
     for number in range(MOST):
         left = [entry for entry, found in times.items() if number < LEAST or not _confirmed(found)]
         if not left or (number and time.perf_counter() - began > most_seconds):
@@ -223,7 +238,8 @@ def _take_turns(entries: Mapping[Entry, Timed], most_seconds: float) -> Times:
         first = number * len(left) // 3 % len(left)
         for entry in left[first:] + left[:first]:
             times[entry] += _turn(entries[entry])
-    return Times(times)
+    share = (time.process_time() - processor) / (time.perf_counter() - began)
+    return Times({entry: found[1:] or found for entry, found in times.items()}, share)
 
 
 def _confirmed(times: Sequence[float]) -> bool:
@@ -256,20 +272,20 @@ def _table(bench: Bench, times: Times) -> BatchCosts:
     scoring = Curve.fitted(times.by_number("score"))
     layers = Curve.fitted({n: min(own, scoring(n)) for n, own in times.by_number("layers").items()})
     exits = {int(name.removeprefix("exit ")): times.step(name) for name, _ in times.all if name.startswith("exit ")}
-    plain, whole = times.least("plain", 1), exits[depth]
-    starts = [times.least(f"exit {layer}", DRAFTS[0]) - DRAFTS[0] * exits[layer] for layer in exits]
+    plain, whole = times.cost("plain", 1), exits[depth]
+    starts = [times.cost(f"exit {layer}", DRAFTS[0]) - DRAFTS[0] * exits[layer] for layer in exits]
     timed = {name for name, _ in times.all}
     attention, mlp, both = (
         max(whole - times.step(kind), 0.0) / middle if kind in timed else 0.0 for kind in ("attention", "mlp", "layer")
     )
     distance = max(bench.far - bench.context, 1)
-    slopes = {n: max(own - times.least("score", n), 0.0) / distance for n, own in times.by_number("far").items()}
+    slopes = {n: max(own - times.cost("score", n), 0.0) / distance for n, own in times.by_number("far").items()}
     return BatchCosts(
         batch=bench.batch,
         context=bench.context,
         plain=plain,
         fixed=max(plain - scoring(1), 0.0),
-        chain=max(median(starts) - times.least("propose", 1), 0.0),
+        chain=max(median(starts) - times.cost("propose", 1), 0.0),
         scoring=scoring,
         layers=layers,
         exits=Curve.fitted(exits),
@@ -279,6 +295,7 @@ def _table(bench: Bench, times: Times) -> BatchCosts:
         ranked=max(times.step("ranked") - whole, 0.0),
         context_slope=Curve.fitted(slopes or {1: 0.0}),
         spread=times.spread(),
+        busy=times.busy,
     )
 
 
