@@ -19,6 +19,18 @@ from typing import Any, Self
 DISCARDED = ".discarded"  # the name of a folder that is being removed
 
 
+CACHE = "SKIPSTONE_CACHE"  # the environment variable that names the folder for what can be made again
+
+
+def cache_folder() -> Path:
+    """Where files lie that can be made again: what SKIPSTONE_CACHE says, else `skipstone` in the user's cache folder (that of
+    XDG_CACHE_HOME, else ~/.cache). It need not be there. RuntimeError where the user has no home."""
+    if own := os.environ.get(CACHE):
+        return Path(own)
+    users = os.environ.get("XDG_CACHE_HOME", "")
+    return (Path(users) if os.path.isabs(users) else Path.home() / ".cache") / "skipstone"
+
+
 def plain(value: Any) -> Any:
     """The same in what JSON has: tuples as lists, keys as texts, and None for a number that is not finite."""
     if isinstance(value, dict):

@@ -103,6 +103,8 @@ def test_every_prompt_has_a_line_with_all_methods(results: Path) -> None:
     (model,) = (line for line in lines if line["kind"] == "model")
     assert [name for name, about in model["methods"].items() if not about["lossless"]] == ["early_exit"]
     assert model["methods"]["early_exit"]["settings"] == {"exit_layer": 2}
+    assert model["drafters"] == {"layerskip": [{"exit_layer": exit} for exit in (1, 1, 2, 2)]}
+    assert model["costs"]["batch"] == 1
     assert {line["method"] for line in lines if line["kind"] == "tuned"} == {"hf-early-exit", "layerskip"}
 
 
@@ -361,7 +363,8 @@ def test_a_run_measures_the_answers_of_what_it_reports(tmp_path: Path) -> None:
     plan = read(None, {**settings, "tasks": tasks, "max_new_tokens": 4, "perplexity": True})
     out = run(plan, tmp_path / "out.jsonl", [], said.append)
     lines, (mine, bare) = report.load([out])
-    assert said[1:] == ["bare: no perplexity, its records hold no answers"]
+    assert said[1].startswith("costs of steps and passes: ")
+    assert said[2:] == ["bare: no perplexity, its records hold no answers"]
     assert bare.exits is None
     (line,) = (line for line in lines if line["kind"] == "exits")
     network, tokenizer = load(tmp_path / "model")

@@ -13,6 +13,7 @@ from skipstone import ExitHeads, LayeredModel
 from skipstone.bench import journal
 from skipstone.check.check import Checker
 from skipstone.methods.adadecode.heads import new_card
+from skipstone.models.engines.native import library
 from tests.helpers.commandline import LAYERSKIP, assert_refused, document, run, succeed
 
 SMALL = ("--num-prompts", 3, "--tune-prompts", 2, "--tune-tokens", 6, "--max-new-tokens", 10, "--ignore-eos")
@@ -70,7 +71,7 @@ def test_a_surrogate_says_that_it_is_one(tmp_path: Path) -> None:
 def test_check_passes_what_is_right_and_fails_what_is_not(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     small = ("--num-prompts", 3, "--max-new-tokens", 12, "--samples", 100)
     shown = succeed("check", folder, *LAYERSKIP, *small).stdout
-    assert shown.count("\nok  ") + shown.startswith("ok  ") == 9
+    assert shown.count("\nok  ") + shown.startswith("ok  ") == (14 if library.missing() is None else 10)
     assert shown.rstrip().endswith("no bug found")
     wrong = ("check", folder, "--method", "early_exit exit_layer=1", *small)
     monkeypatch.setattr(Checker, "_probes", lambda self, real=Checker._probes: real(self)[:2])  # the others find it too
@@ -82,6 +83,21 @@ def test_check_passes_what_is_right_and_fails_what_is_not(folder: Path, monkeypa
     assert found.exit_code == 1
     assert json.loads(found.stdout)["passed"] is False
     assert json.loads(found.stdout)["method"]["exit_layer"] == 1
+
+
+def test_costs_are_shown_and_measured_once(folder: Path) -> None:
+    first = document("costs", folder, "--batch", 1, "--batch", 2)
+    assert [table["batch"] for table in first["batches"]] == [1, 2]
+    assert first["fresh"]
+    assert Path(first["path"]).is_file()
+    shown = succeed("costs", folder, "--batch", 1, "--batch", 2).stdout
+    assert shown.count("a plain step") == 2
+    assert f"measured {first['measured']}" in shown, "it was kept"
+    for batch, table in enumerate(first["batches"], 1):
+        assert shown.count(f"batch {batch}: a plain step {1000 * table['plain']:.2f} ms") == 1
+        assert f"{1000 * table['scoring']['values'][3]:.3f}" in shown
+    assert not document("costs", folder, "--batch", 2)["fresh"]
+    assert document("costs", folder, "--batch", 1, "--again")["fresh"]
 
 
 def test_inspect_shows_every_layer_and_says_what_would_pay(folder: Path, tmp_path: Path) -> None:
@@ -126,6 +142,8 @@ def test_inspect_shows_every_layer_and_says_what_would_pay(folder: Path, tmp_pat
         (("check", "FOLDER", *LAYERSKIP, "--num-prompts", "99"), "there are 40 prompts"),
         (("inspect", "FOLDER", "--out", "/nowhere/a.png"), "no such folder"),
         (("inspect", "FOLDER", "--dtype", "int8"), "--dtype must be one of"),
+        (("costs", "FOLDER", "--engine", "fast"), "--engine must be one of"),
+        (("costs", "FOLDER", "--draft-model", "nowhere"), "the draft model nowhere"),
     ],
 )
 def test_mistakes_are_one_sentence(arguments: tuple[str, ...], said: str, folder: Path, results: Path, tmp_path: Path) -> None:

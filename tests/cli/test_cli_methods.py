@@ -122,7 +122,7 @@ def test_flags_are_frozen() -> None:
         --temperature --top-k --top-p --min-p --seed --stop --ignore-eos --dtype --device --engine --trust-remote-code
         --compare --repeat --json --stats --color --no-color --debug"""
     assert generate == {*of_the_verb.split()}
-    assert set(root.commands) == {"demo", "generate", "methods", "env", "train", "bench", "check", "inspect", "search"}
+    assert set(root.commands) == {"demo", "generate", "methods", "env", "train", "bench", "check", "costs", "inspect", "search"}
     assert set(root.commands["bench"].commands) == {"run", "report", "compare", "surrogate"}
     checks = {name for parameter in root.commands["check"].params for name in parameter.opts}
     assert checks == {*CHECK.split()}
@@ -138,6 +138,10 @@ def test_flags_are_frozen() -> None:
     assert looking == {
         *("model", "--prompt", "--max-new-tokens", "--heads", "--out", "--dtype", "--device", "--engine", "--json"),
         "--debug",
+    }
+    pricing = {name for parameter in root.commands["costs"].params for name in parameter.opts}
+    assert pricing == {
+        *["model", "--batch", "--draft-model", "--again", "--dtype", "--device", "--engine", "--json", "--debug"]
     }
     training = root.commands["train"].commands
     assert set(training) == {"layerskip", "heads"}

@@ -10,7 +10,7 @@ import math
 import random
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +20,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
+from skipstone.bench import predictions
 from skipstone.bench.journal import Journal, check
 from skipstone.bench.plan import Entrant, Plan, line_up, resolved
 from skipstone.bench.prompts import Both, TaskRun, ask, conversations, fingerprint
@@ -31,7 +32,8 @@ from skipstone.tasks import sandbox
 from skipstone.tasks.dialogue import Conversation, Reader
 from skipstone.tasks.task import Task
 from skipstone.timing import machine
-from skipstone.timing.measure import Engine, measure, warm_up
+from skipstone.timing.costs import costs_of
+from skipstone.timing.measure import Engine, Skipstone, measure, warm_up
 from skipstone.timing.statistics import pooled
 
 Say = Callable[[str], None]  # tells a user what is being done
@@ -132,9 +134,29 @@ def enter(journal: Journal, subject: Subject, plan: Plan, say: Say) -> list[Entr
                 "synthetic": subject.synthetic,
                 "refused": refused,
                 "methods": {entrant.label: entrant.about() for entrant in entrants},
+                **priced(entrants, layered, say),
             }
         )
     return entrants
+
+
+def priced(entrants: Sequence[Entrant], layered: LayeredModel, say: Say) -> dict[str, Any]:
+    """What decoding costs on the model, and every candidate's drafter, as the model's line says it; nothing where no
+    candidate's speed-up follows from costs, or none can be measured."""
+    ours = {entrant.label: [one.method for one in entrant.candidates if isinstance(one, Skipstone)] for entrant in entrants}
+    drafters = {label: [predictions.described(one, layered) for one in own] for label, own in ours.items()}
+    drafters = {label: own for label, own in drafters.items() if any(own)}
+    if not drafters:
+        return {}
+    every = (predictions.draft_model(method, layered) for own in ours.values() for method in own)
+    models = {id(one): one for one in every if one is not None}
+    try:
+        found = costs_of(layered, (1,), [*models.values()])
+    except ValueError as error:
+        say(f"costs are not measured: {error}")
+        return {}
+    say(f"costs of steps and passes: {'measured' if found.fresh else 'known'}, {found.seconds:.1f} s of {found.measured}")
+    return {"costs": asdict(found.costs.at(1)), "drafters": drafters}
 
 
 def measure_task(

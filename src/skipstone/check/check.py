@@ -2,7 +2,8 @@
 
 It knows no method's inside. Greedy texts are compared token for token, alone, in a batch, under processors and up to an end;
 sampled ones by their law and against their neighbours; every step is audited: drafts keep their laws, and keys and values are
-those of a fresh forward.
+those of a fresh forward. The logits of a token are compared bit for bit with those of the same token beside others: on engines
+that promise it they must be equal, and then no tie can fall another way; on others it is said how far they are apart.
 
 Where two greedy texts part it is a tie that rounding broke, or a bug. One row and several rows are multiplied in different
 orders, so their scores differ by rounding; where the two best tokens are closer than that, either choice is the model's own.
@@ -23,6 +24,7 @@ from transformers import LogitsProcessorList, PreTrainedModel, TemperatureLogits
 
 from skipstone import api
 from skipstone.check import laws
+from skipstone.check.bits import Bits, Comparison
 from skipstone.decoding.draft import Draft
 from skipstone.decoding.loop import Decoder
 from skipstone.decoding.method import Method
@@ -85,6 +87,7 @@ class Finding:
 
     name: str
     tested: int = 0  # comparisons
+    unit: str = ""  # what was compared, where it is not texts, steps or draws
     ties: list[Divergence] = field(default_factory=list)
     bugs: list[str] = field(default_factory=list)
     note: str = ""
@@ -222,7 +225,33 @@ class Checker:
             ("every step: drafts and the key/value store", self.audited),
             *((title, partial(self.law, settings)) for title, settings in laws_of),
             ("sampled texts alone and in a batch", self.neighbours),
+            *self._bits(),
         ]
+
+    # --------------------------------------------------------------------------------------------- bit for bit
+
+    def _bits(self) -> list[tuple[str, Callable[[], None]]]:
+        """A probe for every claim that the engine makes; one, which finds no bugs, where it makes none."""
+        bits = Bits(LayeredModel(self.model), self.prompts)
+        if not bits.promised:
+            name = bits.layered.engine.name
+            return [(f"the bits of a token beside others, of which {name} promises nothing", partial(self.rounded, bits))]
+        return [(title, partial(self.promised, claim)) for title, claim in bits.claims()]
+
+    @torch.inference_mode()
+    def promised(self, claim: Callable[[], Comparison]) -> None:
+        """Logits that must have the same bits."""
+        found = claim()
+        self.finding.tested, self.finding.unit = found.logits, "logits"
+        if (fault := found.fault) is not None:
+            self.finding.bugs.append(fault)
+
+    @torch.inference_mode()
+    def rounded(self, bits: Bits) -> None:
+        """Logits that may differ by rounding: by how much."""
+        found = bits.difference()
+        self.finding.tested, self.finding.unit = found.logits, "logits"
+        self.finding.note = f"they differ by up to {found.largest:.2g}; ties nearer than that may fall either way"
 
     # ------------------------------------------------------------------------------------------------- greedy
 

@@ -67,7 +67,8 @@ def tell(finding: "Finding") -> None:
     state = "BUG " if finding.bugs else "tie " if finding.ties else "ok  "
     drafts = f", {finding.accepted} of {finding.drafted} drafts accepted" if finding.drafted else ""
     note = f" ({finding.note})" if finding.note else ""
-    print(f"{state} {finding.name}: {finding.tested} compared{drafts}{note}", flush=True)
+    unit = f"{finding.unit} " if finding.unit else ""
+    print(f"{state} {finding.name}: {finding.tested:,} {unit}compared{drafts}{note}", flush=True)
     for bug in finding.bugs[:3]:
         print(f"       {terminal.one_line(bug)}")
     for tie in finding.ties[:3]:

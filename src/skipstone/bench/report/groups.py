@@ -10,6 +10,7 @@ from dataclasses import asdict, dataclass, field, replace
 from statistics import fmean
 from typing import Any
 
+from skipstone.bench import predictions
 from skipstone.bench.journal import CELL, Line
 from skipstone.bench.plan import BASELINE, THEIRS
 from skipstone.decoding.stats import Stats
@@ -140,7 +141,19 @@ class Group:
             plain = [row for line in lines if (row := line["rows"].get(self.called(BASELINE))) and row["stats"]]
             if total.draft_steps and len(plain) == len(rows):
                 found |= expectation(total, rows, plain)
+                found["costed_speedup"] = self._costed(label, lines, total)
         return found
+
+    def _costed(self, label: str, lines: Sequence[Line], total: Stats) -> float | None:
+        """The speed-up that the model's costs predict of some lines; None where nothing follows from costs."""
+        said = self.about.get("drafters", {}).get(label)
+        candidate = self.tuned[label]["candidate"] if label in self.tuned else 0
+        if self.temperature or not said or said[candidate] is None:
+            return None
+        rows, calls = [line["rows"][label] for line in lines], sum(line["rows"][label]["calls"] for line in lines)
+        before = fmean(length for line in lines for length in line["prompt_tokens"])
+        context = before + sum(row["tokens"] for row in rows) / calls / 2
+        return predictions.speedup(self.about["costs"], said[candidate], total, context, rows[-1].get("known"))
 
     def _rate(self, label: str, lines: Sequence[Line]) -> Rate:
         """A method's tokens a second over lines on which it took part. Counted once."""

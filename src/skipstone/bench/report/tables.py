@@ -22,8 +22,9 @@ x plain, x HF, x HF exit: speed-up over {BASELINE}, {THEIRS} and {EARLY_EXIT}, t
 with 95 % paired bootstrap intervals over prompts. Only prompts count whose text has a share of repeated {NGRAM}-grams
 (repeats) under {LOOPING} in all rows; the last column takes all. ceiling: share of what the memory's bandwidth would allow
 plain decoding. TTFT, TPOT: to the first token, and for each further one. ms a step: draft + scoring + other. predicted: the
-speed-up that M and these costs allow, prefill apart; reached: the share of it that was reached. equal: greedy texts identical
-to {THEIRS}."""
+speed-up that M and these costs allow, prefill apart; reached: the share of it that was reached. by costs: the speed-up that M
+and the costs of `skipstone costs` predict, which know nothing of this run / the one measured, prefill apart. equal: greedy
+texts identical to {THEIRS}."""
 
 
 @dataclass(frozen=True)
@@ -78,6 +79,12 @@ def _steps(figures: Figures) -> str:
     return "+".join(f"{part:.1f}" for part in parts if part is not None) or NONE
 
 
+def _by_costs(figures: Figures) -> str:
+    """The speed-up that costs predict beside the one that decoding reached."""
+    costed = figures.get("costed_speedup")
+    return NONE if costed is None else f"{costed:.2f} / {figures['decode_speedup']:.2f}"
+
+
 def _equal(figures: Figures) -> str:
     same = figures["equal"].get(THEIRS)
     return NONE if same is None else f"{same}/{figures['prompts']}"
@@ -122,6 +129,7 @@ COLUMNS: dict[str, Cell] = {
     "ms a step": _steps,
     "predicted": lambda f: number(f.get("predicted_speedup")),
     "reached": lambda f: number(f.get("measured_over_predicted")),
+    "by costs": _by_costs,
     "equal": _equal,
     "score": scores,
     "repeats": lambda f: number(f["repeated_share"]),

@@ -53,7 +53,9 @@ class Engine(Protocol):
     """What computes one model, for as long as the facts of the model hold.
 
     name: "eager" or "native". detail: one line for users, on what it runs and where. dtype: of the hidden states that it hands
-    out. An engine must not refer to its model, which would then never be freed; its modules it may.
+    out. row_exact: it promises that a token's result has the same bits whatever is computed beside it.
+
+    An engine must not refer to its model, which would then never be freed; its modules it may.
     """
 
     @property
@@ -64,6 +66,9 @@ class Engine(Protocol):
 
     @property
     def dtype(self) -> torch.dtype: ...
+
+    @property
+    def row_exact(self) -> bool: ...
 
     def holds(self) -> bool:
         """Whether the engine still computes the model as it is: its weights, hooks and forwards."""

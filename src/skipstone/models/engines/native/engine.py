@@ -46,6 +46,7 @@ class NativeEngine:
     """A model on the native engine, as in `Engine`. It copies the weights into panels when it is made."""
 
     name = "native"
+    row_exact = True
     dtype = torch.float32
 
     def __init__(self, model: Any, facts: Facts) -> None:

@@ -1,0 +1,97 @@
+"""Costs and a run's counts by hand, and the speed-up that they predict."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, replace
+from typing import Any
+
+import pytest
+
+from skipstone import METHODS, LayerSkip, PromptLookup, SelfSpeculative, Swift
+from skipstone.bench import predictions
+from skipstone.bench.report import tables
+from skipstone.bench.report.groups import groups
+from skipstone.decoding.costs import BatchCosts, Curve, MeanStep
+from skipstone.decoding.stats import Stats
+from skipstone.models.layered import LayeredModel
+from tests.helpers import families
+from tests.helpers.results import lines
+
+TABLE = BatchCosts(
+    batch=1,
+    context=100,
+    plain=0.010,
+    fixed=0.001,
+    chain=0.001,
+    scoring=Curve((1, 5), (0.009, 0.013)),
+    layers=Curve((1, 5), (0.008, 0.010)),
+    exits=Curve((1, 4), (0.001, 0.007)),
+    attention=0.001,
+    mlp=0.001,
+    layer=0.0,
+    ranked=0.002,
+    context_slope=Curve((1, 5), (0.0, 0.0)),
+    draft_models={"abc": 0.002},
+)
+TOTAL = Stats(tokens=30, steps=12, drafting=10, turns=12, drafted=40, draft_steps=40, accepted=18, verified_nodes=40)
+
+
+def predicted(said: dict[str, Any], known: dict[str, Any] | None = None, total: Stats = TOTAL) -> float | None:
+    return predictions.speedup(asdict(TABLE), said, total, 100, known)
+
+
+def test_counts_become_a_mean_step() -> None:
+    assert predictions.mean_step(TOTAL) == MeanStep(2.5, 4.0, 5.0, 10 / 12)
+    assert predictions.mean_step(replace(TOTAL, probes=6)).tokens == 2.0
+    assert predictions.mean_step(Stats()) == MeanStep(0.0, 0.0, 1.0, 0.0)
+
+
+def test_every_kind_of_drafter_by_hand() -> None:
+    def speedup(drafting: float, scoring: float = 0.013, chain: float = 0.001) -> Any:
+        step = 10 / 12 * (4 * drafting + chain + scoring + 0.001) + 2 / 12 * 0.010
+        return pytest.approx(2.5 * 0.010 / step)
+
+    assert predicted({"exit_layer": 2}) == speedup(0.003, 0.013 - 0.5 * 0.002)
+    assert predicted({"attention": 2, "mlp": 1, "both": 1}) == speedup(0.004)
+    assert predicted({"looked_up": True}) == speedup(0.0, chain=0.0)
+    assert predicted({"draft_model": "abc"}) == speedup(0.002)
+    learnt = {"skipped": {"attention": [1], "mlp": [1, 2]}}
+    assert predicted({"learnt": True, "ranked": True}, learnt) == speedup(0.004 + 0.002)
+    assert predicted({"learnt": True, "ranked": False}, learnt) == speedup(0.004)
+
+
+def test_where_nothing_follows_nothing_is_said() -> None:
+    assert predicted({"draft_model": "xyz"}) is None
+    assert predicted({"learnt": True, "ranked": True}) is None
+    assert predicted({"exit_layer": 2}, total=Stats(tokens=5, steps=5)) is None
+
+
+def test_methods_for_which_the_formula_holds() -> None:
+    layered = LayeredModel(families.cached("llama"))
+    assert predictions.described(LayerSkip(exit_layer=2), layered) == {"exit_layer": 2}
+    assert predictions.described(LayerSkip(exit_layer=2, reuse_cache=False), layered) is None
+    skipping = SelfSpeculative(skip_attention=(1, 2), skip_mlp=(2,))
+    assert predictions.described(skipping, layered) == {"attention": 2, "mlp": 1, "both": 1}
+    assert predictions.described(Swift(dynamic_verification=False), layered) == {"learnt": True, "ranked": False}
+    assert predictions.described(PromptLookup(), layered) == {"looked_up": True}
+    for name in ("autoregressive", "early_exit", "adadecode", "adasd"):
+        assert predictions.described(METHODS[name](), layered) is None
+
+
+def test_the_report_has_it_beside_what_was_measured() -> None:
+    run = [{"kind": "run", "plan": {"seed": 0}}, *lines()]
+    run[1] |= {"costs": asdict(TABLE), "drafters": {"layerskip": [None, {"exit_layer": 2}]}}
+    run[2]["candidate"] = 1
+    for line in run[3:]:
+        line["rows"]["layerskip"]["stats"] |= {"drafting": 50, "verified_nodes": 200}
+    (group,) = groups(run)
+    own, plain = group.over_all("layerskip"), group.over_all("autoregressive")
+    step = 2 * 0.003 + 0.001 + 0.013 - 0.5 * 0.002 + 0.001  # two draft steps a step, five tokens scored
+    assert own["costed_speedup"] == pytest.approx(2 * 0.010 / step)
+    assert "costed_speedup" not in plain
+    shown = tables.own(group)
+    cells = {row[0]: row[shown.columns.index("by costs")] for row in shown.rows}
+    assert cells == {"hf-generate": "-", "autoregressive": "-", "layerskip": f"{own['costed_speedup']:.2f} / 2.22"}
+    group.temperature = 1.0
+    group._known.clear()
+    assert group.over_all("layerskip")["costed_speedup"] is None, "of sampling nothing is known"

@@ -1,0 +1,118 @@
+"""A token's logits alone and beside others: every claim of `check` holds, and an engine that breaks one is found out by it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from skipstone import LayerSkip
+from skipstone.check.bits import Bits
+from skipstone.check.check import Checker, Finding, Scale
+from skipstone.models.engines.native import library
+from skipstone.models.engines.native.engine import NativeEngine
+from skipstone.models.layered import LayeredModel
+from tests.helpers import families
+from tests.helpers.machine import prompt
+
+TEXTS = [prompt(length, seed=length) for length in (9, 14, 6)]
+needs_native = pytest.mark.skipif(library.missing() is not None, reason=str(library.missing()))
+pytestmark = pytest.mark.usefixtures("no_gradients")
+
+
+def broken(layered: LayeredModel) -> set[str]:
+    """The claims that do not hold, in short."""
+    return {short(title) for title, claim in Bits(layered, TEXTS).claims() if claim().fault is not None}
+
+
+def short(title: str) -> str:
+    return next(word for word in ("passes", "exit", "trees", "batch", "thread") if word in title)
+
+
+class BitsOnly(Checker):
+    """The probes of bits alone."""
+
+    def _probes(self) -> list[tuple[str, Callable[[], None]]]:
+        return self._bits()
+
+
+def checked(engine: str, monkeypatch: pytest.MonkeyPatch) -> list[Finding]:
+    monkeypatch.setenv("SKIPSTONE_ENGINE", engine)
+    return BitsOnly(families.build("llama"), LayerSkip(exit_layer=1), TEXTS, Scale(8, 100)).run().findings
+
+
+@needs_native
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("name", ["llama", "gemma3_text"])
+def test_every_claim_holds_on_the_native_engine(name: str, dtype: torch.dtype) -> None:
+    layered = LayeredModel(families.build(name).to(dtype), "native")
+    claims = Bits(layered, TEXTS).claims()
+    assert [short(title) for title, _ in claims] == ["passes", "exit", "trees", "batch", "thread"]
+    for title, claim in claims:
+        found = claim()
+        assert found.fault is None, title
+        assert found.logits > 50 * 97, "so many logits of a vocabulary of 97"
+
+
+@needs_native
+def test_what_check_reports_of_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    findings = checked("native", monkeypatch)
+    assert len(findings) == 5
+    first = findings[0].report()
+    assert first["name"] == "the same bits alone and in passes of 2, 3, 4, 8, 16, 33 and 64 rows"
+    assert (first["tested"], first["unit"], first["passed"]) == (7 * 80 * 97, "logits", True)
+
+
+Wrong = Callable[[Any, Tensor, Any, range], bool]
+"""Of (engine, hidden states [b, n, d], pass, layers): whether this pass comes out wrong."""
+
+MISTAKES: dict[str, tuple[Wrong, set[str]]] = {
+    "a neighbour": (lambda _, hidden, *__: hidden.shape[1] > 1, {"passes", "exit", "trees", "batch", "thread"}),
+    "many neighbours": (lambda _, hidden, *__: hidden.shape[1] == 33, {"passes"}),
+    "another row": (lambda _, hidden, *__: hidden.shape[0] > 1, {"batch"}),
+    "a sibling": (lambda _, __, at, ___: at.tree is not None, {"trees"}),
+    "late layers in wide passes": (lambda _, hidden, __, layers: hidden.shape[1] > 1 and layers.start > 0, {"exit"}),
+    "a second thread": (lambda engine, *_: engine.threads > 1, {"thread"}),
+}
+"""What the row of an engine depends on though it must not, and the claims that this breaks."""
+
+
+@needs_native
+@pytest.mark.parametrize("mistake", MISTAKES)
+def test_an_engine_whose_rows_depend_on_something_is_found_out(mistake: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    (wrong, claims), right = MISTAKES[mistake], NativeEngine.run
+
+    def run(self: Any, hidden: Tensor, at: Any, store: Any, layers: range, *skip: Any) -> Tensor:
+        out = right(self, hidden, at, store, layers, *skip)
+        return out + 1e-7 if wrong(self, hidden, at, layers) else out
+
+    monkeypatch.setattr(NativeEngine, "run", run)
+    layered = LayeredModel(families.build("llama"), "native")
+    layered.engine.threads = 1  # pyright: ignore[reportAttributeAccessIssue]
+    assert broken(layered) == claims
+    if mistake == "a neighbour":
+        findings = checked("native", monkeypatch)
+        assert all(finding.bugs for finding in findings)
+        assert "logits have other bits, they differ by up to" in findings[0].bugs[0]
+
+
+def test_without_a_promise_a_difference_is_said_and_is_no_bug(monkeypatch: pytest.MonkeyPatch) -> None:
+    (finding,) = checked("eager", monkeypatch)
+    assert finding.name == "the bits of a token beside others, of which eager promises nothing"
+    assert not finding.bugs
+    assert finding.tested == 3 * 80 * 97
+    said, _, rest = finding.note.removeprefix("they differ by up to ").partition(";")
+    assert 0 < float(said) < 1e-2
+    assert rest == " ties nearer than that may fall either way"
+
+
+def test_a_short_text_and_few_positions_are_enough(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("SKIPSTONE_ENGINE", "auto")
+    layered = LayeredModel(families.build("llama", max_position_embeddings=20))
+    bits = Bits(layered, [torch.tensor([5])])
+    for _, claim in bits.claims():
+        assert claim().logits
+    assert bits.difference().logits == 2 * 20 * 97

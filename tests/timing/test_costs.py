@@ -1,0 +1,154 @@
+"""Costs are measured of any engine, make sense, and are kept; what is kept badly is measured anew."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from skipstone.decoding.costs import BatchCosts
+from skipstone.methods.shared.draft_model import DraftModel
+from skipstone.models.engines.native import library
+from skipstone.models.fingerprint import fingerprint
+from skipstone.models.layered import LayeredModel
+from skipstone.timing import costs
+from skipstone.timing.costs import Bench, Times, costs_of, measure
+from tests.helpers import families
+
+ENGINES = ["eager", pytest.param("native", marks=pytest.mark.skipif(library.missing() is not None, reason="no native engine"))]
+
+
+@pytest.fixture(autouse=True)
+def _cache(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("SKIPSTONE_CACHE", str(tmp_path / "cache"))
+
+
+def layered(engine: str = "auto", **changes: Any) -> LayeredModel:
+    return LayeredModel(families.build("llama", **{"max_position_embeddings": 300, **changes}), engine)
+
+
+@pytest.mark.parametrize("batch", [1, 3])
+@pytest.mark.parametrize("engine", ENGINES)
+def test_what_is_measured_is_positive_and_ordered(engine: str, batch: int) -> None:
+    found = measure(layered(engine), batch, 0.0)
+    assert (found.batch, found.depth) == (batch, 4)
+    assert found.exits.places == (1, 2, 3, 4)
+    assert found.scoring.places[0] == 1
+    assert found.scoring.places[-1] == 64 // batch
+    for curve in (found.scoring, found.layers, found.exits):
+        assert all(value > 0 for value in curve.values)
+        assert all(a <= b for a, b in zip(curve.values, curve.values[1:], strict=False))
+    assert found.plain >= found.fixed
+    assert found.layers(1) <= found.scoring(1)
+
+
+def test_nothing_that_is_timed_is_committed() -> None:
+    bench = Bench(layered(), 2)
+    for timed in bench.entries(False).values():
+        assert timed() > 0
+        assert timed() > 0
+    for session in (bench.lookups, bench.exits, bench.chains, bench.ranked):
+        session.store.length = [bench.context] * 2
+        assert session.last == [0, 0]
+
+
+def test_a_draft_step_is_what_a_longer_chain_takes_more() -> None:
+    times = Times({("a", 1): [3.5, 3.0], ("a", 3): [11.0, 12.0], ("b", 1): [4.0], ("b", 3): [4.0]})
+    assert times.cost("a", 1) == 3.0
+    assert times.step("a") == pytest.approx((11 - 3) / 2)
+    assert times.step("b") == pytest.approx(4 / 3 / 2), "a stall in the short one"
+    assert times.by_number("a") == {1: 3.0, 3: 11.0}
+    assert times.spread() == pytest.approx((0 + 0.5 / 11) / 2), "the median of 1/12, 1/22, 0 and 0"
+
+
+def test_on_a_busy_machine_means_count() -> None:
+    times = Times({("a", 1): [1.0, 1.0, 4.0], ("a", 3): [4.0, 9.0, 11.0], ("b", 1): [1.0, 2.0, 3.0]})
+    assert times.spread() == pytest.approx(1.0), "the median of 0, 5/4 and 1"
+    assert times.busy
+    assert times.by_number("a") == {1: 2.0, 3: 8.0}
+    assert not Times({("a", 1): [1.0, 1.1]}, 1.8).busy
+    assert Times({("a", 1): [1.0, 1.1]}, 0.4).busy, "the process had no core most of the time"
+
+
+def test_costs_are_measured_once_and_kept(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    model, calls = layered(), []
+    real = costs.measure
+    monkeypatch.setattr(costs, "measure", lambda one, batch: calls.append(batch) or real(one, batch, 0.0))
+    first = costs_of(model, (1,))
+    assert first.fresh
+    assert first.path is not None
+    assert first.path.is_relative_to(tmp_path / "cache")
+    again = costs_of(model.model, (1,))
+    assert (again.costs, again.fresh, calls) == (first.costs, False, [1])
+    both = costs_of(model, (1, 2))
+    assert (both.costs.at(1), calls) == (first.costs.at(1), [1, 2])
+    assert [table.batch for table in costs_of(model, (2,)).costs.batches] == [1, 2], "nothing is lost"
+    assert costs_of(model, (1,), again=True).fresh
+    assert calls == [1, 2, 1]
+
+
+def _old_version(held: Any) -> str:
+    return json.dumps({**held, "version": 0})
+
+
+def _other_key(held: Any) -> str:
+    return json.dumps({**held, "key": {**held["key"], "cpu": "another"}})
+
+
+def _falling(held: Any) -> str:
+    held["costs"]["batches"][0]["scoring"]["values"] = [2.0, 1.0]
+    return json.dumps(held)
+
+
+@pytest.mark.parametrize(
+    "spoilt", [lambda _: "", lambda _: "[1]", lambda held: json.dumps(held)[:200], _old_version, _other_key, _falling]
+)
+def test_a_file_that_is_damaged_or_stale_is_measured_anew(spoilt: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    real = costs.measure
+    monkeypatch.setattr(costs, "measure", lambda one, batch: real(one, batch, 0.0))
+    model = layered()
+    path = costs_of(model, (1,)).path
+    assert path is not None
+    path.write_text(spoilt(json.loads(path.read_text())))
+    assert costs_of(model, (1,)).fresh
+    assert not costs_of(model, (1,)).fresh
+
+
+def test_a_cache_that_cannot_be_written_costs_the_file_alone(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    monkeypatch.setenv("SKIPSTONE_CACHE", str(tmp_path / "file"))
+    found = costs_of(layered(), (1,))
+    assert found.path is None
+    assert isinstance(found.costs.at(1), BatchCosts)
+
+
+def test_other_facts_are_other_files() -> None:
+    keys = [costs.key_of(layered(engine, seed=seed)) for engine, seed in (("eager", 0), ("eager", 1))]
+    assert keys[0]["model"] != keys[1]["model"]
+    assert {**keys[0], "model": ""} == {**keys[1], "model": ""}
+    if library.missing() is None:
+        native = costs.key_of(layered("native"))
+        assert native["library"]
+        assert keys[0]["library"] is None
+        assert native != keys[0]
+
+
+def test_a_draft_models_steps_are_measured_beside_the_rest() -> None:
+    model = layered()
+    small = DraftModel(families.build("llama", layers=2, seed=3, max_position_embeddings=300), 97)
+    first = costs_of(model, (1,))
+    found = costs_of(model, (1,), [small])
+    name = fingerprint(small.model)
+    assert list(found.costs.at(1).draft_models) == [name]
+    assert found.costs.at(1).draft_models[name] > 0
+    assert found.costs.at(1).scoring == first.costs.at(1).scoring
+    assert not costs_of(model, (1,), [small]).fresh
+
+
+def test_a_model_that_is_too_small_is_refused() -> None:
+    with pytest.raises(ValueError, match="too few to measure"):
+        measure(layered(max_position_embeddings=64), 1)
+    with pytest.raises(ValueError, match="at least 2 layers"):
+        measure(layered(layers=1), 1)
