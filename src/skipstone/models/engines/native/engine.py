@@ -12,7 +12,7 @@ from skipstone.models.engines.eager import patches
 from skipstone.models.engines.engine import ChainEnd, ChainStart
 from skipstone.models.engines.native import library
 from skipstone.models.engines.native.structs import BAD_LAYER, ERRORS, SKIP_ATTENTION, SKIP_MLP, Pass, Store, declare
-from skipstone.models.engines.native.weights import Weights, unsupported
+from skipstone.models.engines.native.weights import TYPES, Weights, unsupported
 from skipstone.models.engines.rotary import RotaryTables
 from skipstone.models.facts import Facts
 from skipstone.models.kvstore import KVStore
@@ -212,14 +212,18 @@ class NativeEngine:
     def _fill_store(self, store: KVStore, layers: range) -> None:
         """Point the store struct at the buffers of a store, made where they are missing."""
         shape, pointers, depth = self._weights.model, self._pointers, self._weights.model.depth
+        dtype = store.dtype or torch.float32
         for index in layers:
             for start, buffers in ((0, store.keys), (depth, store.values)):
                 buffer = buffers[index]
                 if buffer is None:
-                    buffer = buffers[index] = torch.zeros((store.rows, shape.kv_heads, store.capacity + 1, self._padded))
+                    buffer = buffers[index] = torch.zeros(
+                        (store.rows, shape.kv_heads, store.capacity + 1, self._padded), dtype=dtype
+                    )
                 pointers[start + index] = buffer.data_ptr()
         told, start = self._store, ctypes.addressof(pointers)
         told.keys, told.values, told.rows, told.slots = start, start + 8 * depth, store.rows, store.capacity + 1
+        told.type = TYPES[dtype]
 
     def _skipped(self, skip: SkipSet | None) -> Any:
         """The skip set as bits per layer; null where nothing is left out."""
