@@ -42,7 +42,7 @@ def test_what_was_given_goes_over_what_was_attached_and_that_over_the_environmen
 def test_an_unknown_dtype_is_named_with_the_choices(monkeypatch: pytest.MonkeyPatch) -> None:
     model, message = families.build("llama"), "must be one of float32, bfloat16, found 'int2'"
     with pytest.raises(ValueError, match=f"kv_dtype {message}"):
-        skipstone.generate(model, IDS, kv_dtype="int2")
+        skipstone.generate(model, IDS, "autoregressive", kv_dtype="int2")
     with pytest.raises(ValueError, match=f"kv_dtype {message}"):
         load(kv_dtype="int2")
     with pytest.raises(ValueError, match=f"--kv-dtype {message}"):
@@ -63,7 +63,8 @@ def test_load_and_enable_remember_it(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_a_draft_model_keeps_what_its_target_keeps() -> None:
-    method, model = Speculative(families.build("llama"), 2), families.build("llama")
+    model, draft = families.build("llama"), families.build("llama")
+    method = Speculative(draft, 2)  # pyright: ignore[reportArgumentType]
     for name in ("float32", "bfloat16"):
         assert method.draft_model_for(LayeredModel(model, "eager", name)).asked_kv == name
 
