@@ -223,6 +223,8 @@ inline void rotate(float* head, const Rotary& table, int64_t position) {
   }
 }
 
+constexpr int64_t SHARED_NORMS = 64;  // entries from which threads share the norms
+
 // A run of layers over the entries of `room().x`, on all threads of the pool.
 struct Run {
   const Model& m;
@@ -248,9 +250,20 @@ struct Run {
     }
   }
 
+  // The norm of all entries: of few by every thread for itself, of many shared out, which costs a barrier.
+  float* norms(const float* weight, int thread, int threads, Pool& pool, float* of_thread) {
+    int64_t first = 0, last = n;
+    const bool shared = threads > 1 && n >= SHARED_NORMS;
+    if (shared) share(n, thread, threads, first, last);
+    float* to = shared ? own.normed[0].data() : of_thread;
+    norm_rows(x + first * x_stride, x_stride, weight, last - first, m.hidden, m.epsilon, to + first * x_stride, x_stride);
+    if (shared) pool.barrier(thread == 0);
+    return to;
+  }
+
   void attention(const Layer& layer, int64_t index, int thread, int threads, Pool& pool, float* normed) {
     int64_t first, last;
-    norm_rows(x, x_stride, layer.norm_before_attention, n, m.hidden, m.epsilon, normed, x_stride);
+    normed = norms(layer.norm_before_attention, thread, threads, pool, normed);
     const Matrix* parts[3] = {&layer.q, &layer.k, &layer.v};
     share(layer.q.count() + layer.k.count() + layer.v.count(), thread, threads, first, last);
     int64_t start = 0;  // of this part among the panels of all three
@@ -336,7 +349,7 @@ struct Run {
 
   void mlp(const Layer& layer, int thread, int threads, Pool& pool, float* normed) {
     int64_t first, last;
-    norm_rows(x, x_stride, layer.norm_before_mlp, n, m.hidden, m.epsilon, normed, x_stride);
+    normed = norms(layer.norm_before_mlp, thread, threads, pool, normed);
     share(layer.gate.count(), thread, threads, first, last);
     float* up = inner + n * inner_stride;
     matmul(layer.gate, normed, n, x_stride, inner, inner_stride, first, last, inner_stride);
