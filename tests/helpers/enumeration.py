@@ -160,7 +160,7 @@ class Tabled:
     p: [V] weights at the top. q: [V] weights after layer 0.
     """
 
-    depth, device, max_positions = 2, torch.device("cpu"), 64
+    depth, device, max_positions, kv_dtype = 2, torch.device("cpu"), 64, None
 
     def __init__(self, p: Sequence[float], q: Sequence[float]) -> None:
         self.embeddings = 64

@@ -10,7 +10,10 @@ import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
+from skipstone.models.engines.native import build, library
+from skipstone.models.engines.native.engine import NativeEngine
 from skipstone.models.engines.native.weights import RECIPES
+from skipstone.models.facts import Facts
 from skipstone.models.kvstore import KVStore
 from skipstone.models.layered import LayeredModel
 from skipstone.models.passes import Pass, SkipSet, Tree, ancestors
@@ -26,9 +29,30 @@ def text(length: int = LENGTH, seed: int = 5, vocab: int = 97) -> Tensor:
     return torch.randint(1, vocab, (length,), generator=torch.Generator().manual_seed(seed))
 
 
-def native(model: Any, threads: int = 1) -> LayeredModel:
-    layered = LayeredModel(model, "native")
+def native(model: Any, threads: int = 1, kv_dtype: str | None = None) -> LayeredModel:
+    layered = LayeredModel(model, "native", kv_dtype)
     layered.engine.threads = threads  # pyright: ignore[reportAttributeAccessIssue]
+    return layered
+
+
+def levels() -> list[str]:
+    """The levels of the instruction set that this CPU has and that are built."""
+    known = [level.name for level in build.levels() if level.features <= library.features()]
+    return [level for level in known if library.find(build.HERE, library.features(), level).library is not None]
+
+
+def of_level(model: Any, level: str) -> LayeredModel:
+    """The model on an engine of its own, from the library of a level."""
+    found, before = library.find(build.HERE, library.features(), level), library.load
+    assert found.library is not None, found.missing
+    layered = LayeredModel(model, "eager")
+    try:
+        library.load = lambda: found.library  # pyright: ignore[reportAttributeAccessIssue]
+        layered.engine = NativeEngine(model, Facts(model))
+    finally:
+        library.load = before
+    layered.engine.threads, layered.dtype = 1, torch.float32
+    assert level in layered.engine.detail
     return layered
 
 
@@ -42,7 +66,7 @@ def stored(store: KVStore, row: int, slots: Any) -> Tensor:
 
 def chain(layered: LayeredModel, ids: Tensor, width: int) -> Computed:
     """A text in passes of `width` tokens."""
-    store, parts = KVStore(1, layered.depth, len(ids)), []
+    store, parts = KVStore(1, layered.depth, len(ids), layered.kv_dtype), []
     store.reserve(len(ids))
     for start in range(0, len(ids), width):
         stop = min(start + width, len(ids))
@@ -51,6 +75,57 @@ def chain(layered: LayeredModel, ids: Tensor, width: int) -> Computed:
         hidden = layered.run(layered.embed(ids[None, start:stop], positions), at, store, range(layered.depth))
         parts.append(layered.project(layered.normed(hidden))[0])
     return torch.cat(parts), stored(store, 0, slice(0, len(ids)))
+
+
+def ragged(layered: LayeredModel, ids: Tensor, width: int) -> Computed:
+    """A text as row 2 of a store in which the rows beside it are at other positions and hold fewer tokens."""
+    dice, store, parts, at_position = random.Random(width), KVStore(4, layered.depth, len(ids), layered.kv_dtype), [], [0, 0, 0]
+    store.reserve(len(ids))
+    others = [text(len(ids), seed=7), ids, text(len(ids), seed=8)]
+    while at_position[1] < len(ids):
+        counts = [min(dice.randint(0, width), len(ids) - at_position[0]), min(width, len(ids) - at_position[1])]
+        counts.append(min(dice.randint(0, width), len(ids) - at_position[2]))
+        shift = dice.randint(0, 2)  # invalid columns in front, whose tokens, positions and slots mean nothing
+        n = width + shift
+        valid = torch.zeros(3, n, dtype=torch.bool)
+        positions, slots, tokens = torch.full((3, n), 3), torch.full((3, n), 1), torch.zeros(3, n, dtype=torch.long)
+        for row, count in enumerate(counts):
+            span, start = slice(shift, shift + count), at_position[row]
+            valid[row, span] = True
+            positions[row, span] = slots[row, span] = torch.arange(start, start + count)
+            tokens[row, span] = others[row][start : start + count]
+            at_position[row] += count
+        at = Pass(positions, slots, valid, slice(1, 4), max(at_position))
+        before = layered.embed(tokens, positions)
+        hidden = layered.run(before, at, store, range(layered.depth))
+        assert torch.equal(hidden[~valid], before[~valid]), "an invalid entry was changed"
+        parts.append(layered.project(layered.normed(hidden))[1][valid[1]])
+    return torch.cat(parts), stored(store, 2, slice(0, len(ids)))
+
+
+def grow(nodes: int, seed: int) -> Tensor:
+    """parents [1, nodes] of a random tree that is deep enough to leave a window behind."""
+    dice = random.Random(seed)
+    return torch.tensor([[dice.randint(max(-1, i - 3), i - 1) for i in range(nodes)]])
+
+
+def path_to(parents: list[int], node: int) -> list[int]:
+    """The nodes from the root's child down to a node."""
+    path = [node]
+    while parents[path[0]] >= 0:
+        path.insert(0, parents[path[0]])
+    return path
+
+
+def tree_pass(parents: Tensor, base: int, columns: slice, row: int = 0) -> Pass:
+    """Columns of a tree whose root, column 0, lies in slot `base`."""
+    width = parents.shape[1] + 1
+    seen = ancestors(parents)
+    positions = base + seen.sum(2) - 1
+    slots = torch.arange(base, base + width)[None]
+    tree = Tree(torch.tensor([base]), seen[:, columns], positions)
+    stop = columns.stop if columns.stop is not None else width
+    return Pass(positions[:, columns], slots[:, columns], None, slice(row, row + 1), base + stop, None, tree)
 
 
 def assert_same_bits(found: Computed, expected: Computed) -> None:

@@ -2,67 +2,37 @@
 
 from __future__ import annotations
 
-import random
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
-from skipstone.models.engines.native import build, library
+from skipstone.models.engines.native import library
 from skipstone.models.engines.native.engine import NativeEngine
-from skipstone.models.facts import Facts
 from skipstone.models.kvstore import KVStore
-from skipstone.models.layered import LayeredModel
-from skipstone.models.passes import Pass, Tree, ancestors
+from skipstone.models.passes import Pass
 from tests.helpers import families
-from tests.helpers.native import DTYPES, FAMILIES, Computed, assert_same_bits, chain, native, stored, text
+from tests.helpers.native import (
+    DTYPES,
+    FAMILIES,
+    assert_same_bits,
+    chain,
+    grow,
+    levels,
+    native,
+    of_level,
+    path_to,
+    ragged,
+    stored,
+    text,
+    tree_pass,
+)
 
 pytestmark = [
     pytest.mark.skipif(library.missing() is not None, reason=str(library.missing())),
     pytest.mark.usefixtures("no_gradients"),
 ]
-
-
-def of_level(model: Any, level: str) -> LayeredModel:
-    """The model on an engine of its own, from the library of a level."""
-    found, before = library.find(build.HERE, library.features(), level), library.load
-    assert found.library is not None, found.missing
-    layered = LayeredModel(model, "eager")
-    try:
-        library.load = lambda: found.library  # pyright: ignore[reportAttributeAccessIssue]
-        layered.engine = NativeEngine(model, Facts(model))
-    finally:
-        library.load = before
-    layered.engine.threads, layered.dtype = 1, torch.float32
-    assert level in layered.engine.detail
-    return layered
-
-
-def ragged(layered: LayeredModel, ids: Tensor, width: int) -> Computed:
-    """The same, as row 2 of a store in which the rows beside it are at other positions and hold fewer tokens."""
-    dice, store, parts, at_position = random.Random(width), KVStore(4, layered.depth, len(ids)), [], [0, 0, 0]
-    store.reserve(len(ids))
-    others = [text(seed=7), ids, text(seed=8)]
-    while at_position[1] < len(ids):
-        counts = [min(dice.randint(0, width), len(ids) - at_position[0]), min(width, len(ids) - at_position[1])]
-        counts.append(min(dice.randint(0, width), len(ids) - at_position[2]))
-        shift = dice.randint(0, 2)  # invalid columns in front, whose tokens, positions and slots mean nothing
-        n = width + shift
-        valid = torch.zeros(3, n, dtype=torch.bool)
-        positions, slots, tokens = torch.full((3, n), 3), torch.full((3, n), 1), torch.zeros(3, n, dtype=torch.long)
-        for row, count in enumerate(counts):
-            span, start = slice(shift, shift + count), at_position[row]
-            valid[row, span] = True
-            positions[row, span] = slots[row, span] = torch.arange(start, start + count)
-            tokens[row, span] = others[row][start : start + count]
-            at_position[row] += count
-        at = Pass(positions, slots, valid, slice(1, 4), max(at_position))
-        before = layered.embed(tokens, positions)
-        hidden = layered.run(before, at, store, range(layered.depth))
-        assert torch.equal(hidden[~valid], before[~valid]), "an invalid entry was changed"
-        parts.append(layered.project(layered.normed(hidden))[1][valid[1]])
-    return torch.cat(parts), stored(store, 2, slice(0, len(ids)))
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
@@ -81,41 +51,15 @@ def test_a_token_has_the_same_bits_in_every_pass(name: str, dtype: torch.dtype) 
 
 @pytest.mark.parametrize("name", FAMILIES)
 def test_instruction_sets_give_the_same_bits(name: str) -> None:
-    levels = [level.name for level in build.levels() if level.features <= library.features()]
-    levels = [level for level in levels if library.find(build.HERE, library.features(), level).library is not None]
-    if len(levels) < 2:
+    found = levels()
+    if len(found) < 2:
         pytest.skip("this CPU has one level only")
     for dtype in DTYPES:
         model, ids = families.build(name).to(dtype), text(24)
-        expected = chain(of_level(model, levels[0]), ids, 1)
-        for level in levels:
+        expected = chain(of_level(model, found[0]), ids, 1)
+        for level in found:
             for width in (3, 24):
                 assert_same_bits(chain(of_level(model, level), ids, width), expected)
-
-
-def grow(nodes: int, seed: int) -> Tensor:
-    """parents [1, nodes] of a random tree that is deep enough to leave a window behind."""
-    dice = random.Random(seed)
-    return torch.tensor([[dice.randint(max(-1, i - 3), i - 1) for i in range(nodes)]])
-
-
-def path_to(parents: list[int], node: int) -> list[int]:
-    """The nodes from the root's child down to a node."""
-    path = [node]
-    while parents[path[0]] >= 0:
-        path.insert(0, parents[path[0]])
-    return path
-
-
-def tree_pass(parents: Tensor, base: int, columns: slice, row: int = 0) -> Pass:
-    """Columns of a tree whose root, column 0, lies in slot `base`."""
-    width = parents.shape[1] + 1
-    seen = ancestors(parents)
-    positions = base + seen.sum(2) - 1
-    slots = torch.arange(base, base + width)[None]
-    tree = Tree(torch.tensor([base]), seen[:, columns], positions)
-    stop = columns.stop if columns.stop is not None else width
-    return Pass(positions[:, columns], slots[:, columns], None, slice(row, row + 1), base + stop, None, tree)
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)

@@ -12,6 +12,7 @@ from skipstone.cli import terminal
 
 DTYPES = ("auto", "float32", "bfloat16", "float16")
 ENGINES = ("auto", "eager", "native")  # those of skipstone.models, which would import torch
+KV_DTYPES = ("float32", "bfloat16")  # likewise
 
 
 def option(text: str, *names: str, **more: Any) -> Any:
@@ -53,6 +54,23 @@ def known_engine(engine: str) -> str:
 
 Engine = Annotated[
     str, typer.Option(help=f"One of {', '.join(ENGINES)}; auto is native where it can run the model.", callback=known_engine)
+]
+
+
+def known_kv(kv_dtype: str | None) -> str | None:
+    """The name of a dtype of keys and values, or None. ValueError for any other text."""
+    if kv_dtype is not None and kv_dtype not in KV_DTYPES:
+        raise ValueError(f"--kv-dtype must be one of {', '.join(KV_DTYPES)}, found {kv_dtype!r}")
+    return kv_dtype
+
+
+KvDtype = Annotated[
+    str | None,
+    typer.Option(
+        help=f"What keys and values are kept in: {' or '.join(KV_DTYPES)}. Default: SKIPSTONE_KV, or float32.",
+        callback=known_kv,
+        show_default=False,
+    ),
 ]
 Device = Annotated[str, typer.Option(help="auto is cuda where there is one, else cpu.")]
 AsJson = Annotated[bool, typer.Option("--json", help="Print one JSON document instead.")]

@@ -58,7 +58,7 @@ class Session:
         scratch: int = 0,
     ) -> None:
         self.model, self.capacity = model, capacity
-        self.store = KVStore(rows, depth or model.depth, capacity + scratch)
+        self.store = KVStore(rows, depth or model.depth, capacity + scratch, model.kv_dtype)
         self.sampler = Sampler(rows, model.device, coupled)
         self.last = [0] * rows
         self.root = on_device(self.last, model.device)

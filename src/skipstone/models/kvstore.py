@@ -4,6 +4,9 @@ Every layer has one preallocated buffer for keys and one for values, [rows, kv_h
 of a row hold its committed tokens, each in the slot of its position. Slots from `length` on are scratch: the tokens of a chain
 draft lie in the slots of their positions, the nodes of a tree one after the other. The last slot is the trash: invalid entries
 are written there and never read. To roll back is to lower a length.
+
+Buffers have the dtype that keys and values are computed in, or bfloat16: each number is rounded to the nearest one, ties to
+even, when it is written, and attention reads the rounded ones, those of its own token too.
 """
 
 from collections.abc import Iterable
@@ -19,14 +22,14 @@ from skipstone.models.passes import Pass
 class KVStore:
     """Buffers of every layer and the length of every row.
 
-    rows: sequences that it has room for. limit: most slots a row may ever need, the trash not counted. length: committed tokens
-    of every row. capacity: slots a row has now, the trash not counted. Buffers start small and double (`reserve`), so that a
-    request that ends early never pays for its limit. engine_view: what an engine has derived from the buffers (their
-    addresses); None again as soon as there are others.
+    rows: sequences that it has room for. limit: most slots a row may ever need, the trash not counted. dtype: of the buffers,
+    None for what is computed in. length: committed tokens of every row. capacity: slots a row has now, the trash not counted.
+    Buffers start small and double (`reserve`), so that a request that ends early never pays for its limit. engine_view: what an
+    engine has derived from the buffers (their addresses); None again as soon as there are others.
     """
 
-    def __init__(self, rows: int, layers: int, limit: int) -> None:
-        self.rows, self.layers, self.limit = rows, layers, limit
+    def __init__(self, rows: int, layers: int, limit: int, dtype: torch.dtype | None = None) -> None:
+        self.rows, self.layers, self.limit, self.dtype = rows, layers, limit, dtype
         self.length = [0] * rows
         self.capacity = 0
         self.keys: list[Tensor | None] = [None] * layers
@@ -111,10 +114,10 @@ class PassView:
         buffer = buffers[layer]
         if buffer is None:
             shape = (self.store.rows, new.shape[1], self.store.capacity + 1, new.shape[3])
-            buffer = buffers[layer] = new.new_zeros(shape)  # zeros, as what masks hide must be finite
+            buffer = buffers[layer] = new.new_zeros(shape, dtype=self.store.dtype)  # zeros, as what masks hide must be finite
         rows, first = self.at.rows, self.at.first_slot
         if first is not None:
             buffer[rows, :, first : first + new.shape[2]] = new
         else:
-            buffer[self.row_index, :, self.slots] = new.transpose(1, 2)
-        return buffer[rows, :, : self.at.extent]
+            buffer[self.row_index, :, self.slots] = new.transpose(1, 2).to(buffer.dtype)
+        return buffer[rows, :, : self.at.extent].to(new.dtype)

@@ -3,7 +3,7 @@
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from skipstone.models.engines.choice import asked_for, choose
+from skipstone.models.engines.choice import KV_DTYPES, asked_for, asked_kv, choose
 from skipstone.models.facts import Facts
 from skipstone.models.kvstore import KVStore
 from skipstone.models.memo import Memo
@@ -24,17 +24,24 @@ class LayeredModel(DecoderModules):
     layer types. windows: their sliding windows in tokens, None for full attention. embeddings: ids that have an embedding.
     max_positions: most positions of a sequence; max_positions_source: the config field that says so. engine: what computes the
     layers. asked_engine: the name that was asked for. engine_reason: why "auto" did not take the native engine, None where it
-    did or was not asked. dtype: of the hidden states.
+    did or was not asked. asked_kv: the name of what keys and values are kept in; kv_dtype: that for a `KVStore`. dtype: of the
+    hidden states.
     """
 
-    def __init__(self, model: PreTrainedModel, engine: str | None = None) -> None:
+    def __init__(self, model: PreTrainedModel, engine: str | None = None, kv_dtype: str | None = None) -> None:
         """engine: "auto", "eager" or "native"; None: what `load` or `enable` was told for this model, or what the environment
-        variable SKIPSTONE_ENGINE says, or "auto". ValueError for "native" where the native engine cannot run the model."""
+        variable SKIPSTONE_ENGINE says, or "auto". ValueError for "native" where the native engine cannot run the model.
+
+        kv_dtype: what keys and values are kept in, "float32" or "bfloat16"; None: what `load` or `enable` was told, or what the
+        environment variable SKIPSTONE_KV says, or "float32".
+        """
         inner = unwrapped(model)
         refuse_state(model, inner)
         self.asked_engine = asked_for(inner, engine)
         facts = _FACTS.get(inner, None, lambda: Facts(inner), lambda known: known.hold(inner))
         self.engine, self.engine_reason = choose(self.asked_engine, inner, facts)
+        self.asked_kv = asked_kv(inner, kv_dtype)
+        self.kv_dtype = KV_DTYPES[self.asked_kv]
         self.model, self.config = inner, inner.config
         self.family, self.decoder, self.head = facts.family, facts.decoder, facts.head
         self.layers, self.kinds, self.windows = facts.layers, facts.kinds, facts.windows

@@ -197,7 +197,7 @@ def timings(work: Callable[[], Any], device: torch.device, repeats: int = REPEAT
 
 def store_for(layered: LayeredModel, tokens: int) -> KVStore:
     """An empty store of one row for so many tokens."""
-    store = KVStore(1, layered.depth, tokens)
+    store = KVStore(1, layered.depth, tokens, layered.kv_dtype)
     store.reserve(tokens)
     return store
 

@@ -4,6 +4,8 @@ import os
 from typing import Any
 from weakref import WeakKeyDictionary
 
+import torch
+
 from skipstone.models.engines.eager.eager import EagerEngine
 from skipstone.models.engines.engine import ENGINES, Engine
 from skipstone.models.engines.native.engine import NativeEngine, why_not
@@ -14,7 +16,15 @@ from skipstone.models.modules import unwrapped
 VARIABLE = "SKIPSTONE_ENGINE"
 """The environment variable that says which engine runs the models of which nothing else was said."""
 
+KV_VARIABLE = "SKIPSTONE_KV"
+"""The environment variable that says what keys and values are kept in where nothing else was said."""
+KV_DTYPES: dict[str, torch.dtype | None] = {"float32": None, "bfloat16": torch.bfloat16}
+"""What keys and values may be kept in, and the dtype of a `KVStore`: float32 is what the native engine computes in, and stands
+for what the eager engine computes in, too."""
+
 _ATTACHED: WeakKeyDictionary[Any, str] = WeakKeyDictionary()
+
+_KV_ATTACHED: WeakKeyDictionary[Any, str] = WeakKeyDictionary()
 
 
 class _Made:
@@ -48,6 +58,28 @@ def asked_for(model: Any, engine: str | None) -> str:
     if (attached := _ATTACHED.get(unwrapped(model))) is not None:
         return attached
     return known(os.environ.get(VARIABLE) or "auto", VARIABLE)
+
+
+def known_kv(kv_dtype: str, source: str = "kv_dtype") -> str:
+    """The name of a dtype of keys and values. ValueError for any other text. source: where it was read, for the error."""
+    if kv_dtype not in KV_DTYPES:
+        raise ValueError(f"{source} must be one of {', '.join(KV_DTYPES)}, found {kv_dtype!r}")
+    return kv_dtype
+
+
+def attach_kv(model: Any, kv_dtype: str) -> None:
+    """Remember what a model's keys and values are to be kept in, for as long as it lives."""
+    _KV_ATTACHED[unwrapped(model)] = known_kv(kv_dtype)
+
+
+def asked_kv(model: Any, kv_dtype: str | None) -> str:
+    """What to keep keys and values in: the name given, or what was attached to the model, or what the environment says, or
+    "float32". ValueError for a name that is none."""
+    if kv_dtype is not None:
+        return known_kv(kv_dtype)
+    if (attached := _KV_ATTACHED.get(unwrapped(model))) is not None:
+        return attached
+    return known_kv(os.environ.get(KV_VARIABLE) or "float32", KV_VARIABLE)
 
 
 def choose(asked: str, model: Any, facts: Facts) -> tuple[Engine, str | None]:

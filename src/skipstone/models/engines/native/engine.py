@@ -11,7 +11,7 @@ from skipstone.models.engines.eager import patches
 from skipstone.models.engines.engine import ChainEnd, ChainStart
 from skipstone.models.engines.native import library
 from skipstone.models.engines.native.structs import BAD_LAYER, ERRORS, SKIP_ATTENTION, SKIP_MLP, Pass, Store, declare
-from skipstone.models.engines.native.weights import Weights, unsupported
+from skipstone.models.engines.native.weights import TYPES, Weights, unsupported
 from skipstone.models.engines.rotary import RotaryTables
 from skipstone.models.facts import Facts
 from skipstone.models.kvstore import KVStore
@@ -224,14 +224,17 @@ class NativeEngine:
         view = store.engine_view
         if view is None:
             shape, pointers = self._weights.model, (ctypes.c_void_p * (2 * self._depth))()
+            dtype = store.dtype or torch.float32
             for start, buffers in ((0, store.keys), (self._depth, store.values)):
                 for index, buffer in enumerate(buffers):
                     if buffer is None:
                         size = (store.rows, shape.kv_heads, store.capacity + 1, self._padded)
-                        buffer = buffers[index] = torch.zeros(size)
+                        buffer = buffers[index] = torch.zeros(size, dtype=dtype)
                     pointers[start + index] = buffer.data_ptr()
             first = ctypes.addressof(pointers)
-            told = Store(keys=first, values=first + 8 * self._depth, rows=store.rows, slots=store.capacity + 1)
+            told = Store(
+                keys=first, values=first + 8 * self._depth, rows=store.rows, slots=store.capacity + 1, type=TYPES[dtype]
+            )
             view = store.engine_view = (ctypes.addressof(told), told, pointers)
         return view[0]
 

@@ -54,7 +54,7 @@ class Model(ctypes.Structure):
 class Store(ctypes.Structure):
     """Where the keys and values of all layers are: arrays of pointers, one a layer."""
 
-    _fields_ = [("keys", c_void_p), ("values", c_void_p), ("rows", c_int64), ("slots", c_int64)]
+    _fields_ = [("keys", c_void_p), ("values", c_void_p), ("rows", c_int64), ("slots", c_int64), ("type", c_int64)]
 
 
 class Rotary(ctypes.Structure):

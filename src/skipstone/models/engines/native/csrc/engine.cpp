@@ -5,6 +5,7 @@
 #include <algorithm>
 #include <cmath>
 #include <cstdint>
+#include <new>
 #include <vector>
 
 #include "attention.h"
@@ -57,9 +58,10 @@ constexpr int ROTARY_TABLES = 4;
 
 // The keys and values of all layers. A buffer is [rows][kv_heads][slots][padded head size].
 struct Store {
-  float* const* keys;
-  float* const* values;
+  void* const* keys;
+  void* const* values;
   int64_t rows, slots;
+  int64_t type;  // FLOAT32 or BFLOAT16
 };
 
 // Which tokens take part in a pass. b rows of n columns; strides count elements.
@@ -87,18 +89,31 @@ struct Entry {
   int64_t row, position, slot;
 };
 
-// What the tokens see under one window: Visible per entry, and the slots of their tails.
+// What the tokens see under one window: Visible per entry, the slots of their tails, and the work for all entries before each.
 struct Sight {
   int64_t window = -1;
   std::vector<Visible> visible;
   std::vector<int32_t> tails;
+  std::vector<int64_t> work_before;  // of one query head, in slots; the last is the work for all entries
 };
+constexpr int64_t WORK_OF_A_LINE = 16;  // slots that take as long as what a line costs however little it sees
+
+// Floats from a multiple of 64 bytes on, so that no load of 16 of them touches two cache lines.
+template <class T>
+struct Aligned {
+  using value_type = T;
+  static constexpr std::align_val_t CACHE_LINE{64};
+  T* allocate(size_t count) { return static_cast<T*>(::operator new(count * sizeof(T), CACHE_LINE)); }
+  void deallocate(T* at, size_t) { ::operator delete(at, CACHE_LINE); }
+  bool operator==(const Aligned&) const { return true; }
+};
+using Floats = std::vector<float, Aligned<float>>;
 
 struct Room {  // buffers that grow and stay
-  std::vector<float> x, projected, queries, attended, inner, added, logits, probability;
+  Floats x, projected, queries, attended, inner, added, logits, probability;
   std::vector<int64_t> positions, picks;
   std::vector<uint8_t> going;
-  std::vector<std::vector<float>> normed, scores;  // per thread
+  std::vector<Floats> normed, scores;  // per thread
   std::vector<Entry> entries;
   std::vector<Sight> sights;
   std::vector<int64_t> best;   // [threads][rows]
@@ -110,7 +125,7 @@ inline Room& room() {
   return own;
 }
 
-inline float* grown(std::vector<float>& buffer, int64_t size) {
+inline float* grown(Floats& buffer, int64_t size) {
   if (int64_t(buffer.size()) < size) buffer.resize(size);
   return buffer.data();
 }
@@ -160,6 +175,14 @@ inline float widened(const void* from, int64_t type, int64_t index) {
   return x[0];
 }
 
+// The nearest bfloat16, of two the one with an even last bit.
+inline uint16_t narrowed(float x) {
+  uint32_t bits;
+  std::memcpy(&bits, &x, 4);
+  if (x != x) return 0x7fc0;
+  return uint16_t((bits + 0x7fff + (bits >> 16 & 1)) >> 16);
+}
+
 inline void embed_token(const Model& m, int64_t token, float* to) {
   if (m.embedding != nullptr) {
     for (int64_t k = 0; k < m.hidden; k++) to[k] = widened(m.embedding, m.embedding_type, token * m.hidden + k);
@@ -200,6 +223,8 @@ inline void rotate(float* head, const Rotary& table, int64_t position) {
   }
 }
 
+constexpr int64_t SHARED_NORMS = 64;  // entries from which threads share the norms
+
 // A run of layers over the entries of `room().x`, on all threads of the pool.
 struct Run {
   const Model& m;
@@ -225,9 +250,20 @@ struct Run {
     }
   }
 
+  // The norm of all entries: of few by every thread for itself, of many shared out, which costs a barrier.
+  float* norms(const float* weight, int thread, int threads, Pool& pool, float* of_thread) {
+    int64_t first = 0, last = n;
+    const bool shared = threads > 1 && n >= SHARED_NORMS;
+    if (shared) share(n, thread, threads, first, last);
+    float* to = shared ? own.normed[0].data() : of_thread;
+    norm_rows(x + first * x_stride, x_stride, weight, last - first, m.hidden, m.epsilon, to + first * x_stride, x_stride);
+    if (shared) pool.barrier(thread == 0);
+    return to;
+  }
+
   void attention(const Layer& layer, int64_t index, int thread, int threads, Pool& pool, float* normed) {
     int64_t first, last;
-    norm_rows(x, x_stride, layer.norm_before_attention, n, m.hidden, m.epsilon, normed, x_stride);
+    normed = norms(layer.norm_before_attention, thread, threads, pool, normed);
     const Matrix* parts[3] = {&layer.q, &layer.k, &layer.v};
     share(layer.q.count() + layer.k.count() + layer.v.count(), thread, threads, first, last);
     int64_t start = 0;  // of this part among the panels of all three
@@ -242,7 +278,7 @@ struct Run {
     const int64_t heads = m.heads + 2 * m.kv_heads, size = m.head_size;
     const int64_t k_start = layer.q.count() * LANES, v_start = k_start + layer.k.count() * LANES;
     share(n * heads, thread, threads, first, last);
-    std::vector<float>& spare = own.scores[thread];
+    Floats& spare = own.scores[thread];
     for (int64_t unit = first; unit < last; unit++) {
       const Entry& entry = own.entries[unit / heads];
       const int64_t row = unit / heads, h = unit % heads;
@@ -267,28 +303,53 @@ struct Run {
     }
     pool.barrier(thread == 0);
     // scores and values
-    const Sight* sight = nullptr;
-    for (const Sight& one : own.sights) if (one.window == layer.window) sight = &one;
-    const int64_t group = m.heads / m.kv_heads;
-    share(n * m.kv_heads, thread, threads, first, last);
-    float* out = spare.data() + 4 * most_seen;  // [group][padded]
-    for (int64_t unit = first; unit < last; unit++) {
-      const int64_t row = unit / m.kv_heads, h = unit % m.kv_heads;
-      const Entry& entry = own.entries[row];
-      const float* q = own.queries.data() + (row * m.heads + h * group) * padded;
-      const int64_t at = (entry.row * m.kv_heads + h) * store.slots * padded;
-      attend_group(q, group, padded, store.keys[index] + at, store.values[index] + at, padded, sight->visible[row], layer.scale,
-                   layer.softcap, spare.data(), out);
-      for (int64_t g = 0; g < group; g++)
-        std::memcpy(attended + row * attended_stride + (h * group + g) * size, out + g * padded, sizeof(float) * size);
-    }
+    if (store.type == BFLOAT16) look_back<uint16_t>(layer, index, thread, threads, spare.data());
+    else look_back<float>(layer, index, thread, threads, spare.data());
     pool.barrier(thread == 0);
     close(layer, layer.o, attended, attended_stride, layer.norm_after_attention, thread, threads, pool);
   }
 
+  // Attention of this thread's share of the query heads of all entries, which are numbered by kv head, entry and place in the
+  // group: neighbours read the same keys and values.
+  template <class E>
+  void look_back(const Layer& layer, int64_t index, int thread, int threads, float* spare) {
+    const Sight* sight = nullptr;
+    for (const Sight& one : own.sights) if (one.window == layer.window) sight = &one;
+    const int64_t group = m.heads / m.kv_heads, score_room = most_seen + SPARE;
+    float* outs = spare + MOST_LINES * score_room;  // [lines][padded]
+    const int64_t first = line_at(*sight, thread, threads, group), last = line_at(*sight, thread + 1, threads, group);
+    Line lines[MOST_LINES];
+    for (int64_t line = first; line < last;) {
+      const int64_t h = line / (n * group), row = own.entries[line / group % n].row;
+      int count = 0;
+      for (; count < MOST_LINES && line + count < last; count++) {
+        const int64_t entry = (line + count) / group % n;
+        if ((line + count) / (n * group) != h || own.entries[entry].row != row) break;
+        const float* query = own.queries.data() + (entry * m.heads + h * group + (line + count) % group) * padded;
+        lines[count] = {query, &sight->visible[entry], spare + count * score_room, outs + count * padded};
+      }
+      const int64_t at = (row * m.kv_heads + h) * store.slots * padded;
+      attend(lines, count, static_cast<const E*>(store.keys[index]) + at, static_cast<const E*>(store.values[index]) + at, padded, layer.scale, layer.softcap);
+      for (int i = 0; i < count; i++) {
+        const int64_t entry = (line + i) / group % n, head = h * group + (line + i) % group;
+        std::memcpy(attended + entry * attended_stride + head * m.head_size, lines[i].out, sizeof(float) * m.head_size);
+      }
+      line += count;
+    }
+  }
+
+  // The first line of a thread, by which all have about the same work.
+  int64_t line_at(const Sight& sight, int64_t thread, int64_t threads, int64_t group) const {
+    const int64_t of_head = sight.work_before.back() * group, work = of_head * m.kv_heads * thread / threads;
+    const int64_t h = work / of_head, rest = work % of_head;
+    const int64_t entry = std::upper_bound(sight.work_before.begin(), sight.work_before.end(), rest / group) - sight.work_before.begin() - 1;
+    const int64_t before = sight.work_before[entry], each = sight.work_before[entry + 1] - before;
+    return (h * n + entry) * group + (rest - before * group) / each;
+  }
+
   void mlp(const Layer& layer, int thread, int threads, Pool& pool, float* normed) {
     int64_t first, last;
-    norm_rows(x, x_stride, layer.norm_before_mlp, n, m.hidden, m.epsilon, normed, x_stride);
+    normed = norms(layer.norm_before_mlp, thread, threads, pool, normed);
     share(layer.gate.count(), thread, threads, first, last);
     float* up = inner + n * inner_stride;
     matmul(layer.gate, normed, n, x_stride, inner, inner_stride, first, last, inner_stride);
@@ -319,8 +380,10 @@ struct Run {
     pool.barrier(thread == 0);
   }
 
-  void put(float* buffer, const Entry& entry, int64_t head, const float* from_head) {
-    std::memcpy(buffer + ((entry.row * m.kv_heads + head) * store.slots + entry.slot) * padded, from_head, sizeof(float) * padded);
+  void put(void* buffer, const Entry& entry, int64_t head, const float* from_head) {
+    const int64_t at = ((entry.row * m.kv_heads + head) * store.slots + entry.slot) * padded;
+    if (store.type == FLOAT32) std::memcpy(static_cast<float*>(buffer) + at, from_head, sizeof(float) * padded);
+    else for (int64_t i = 0; i < padded; i++) static_cast<uint16_t*>(buffer)[at + i] = narrowed(from_head[i]);
   }
 };
 
@@ -352,6 +415,7 @@ int64_t look(const Pass& pass, int64_t window, Room& own, Sight& sight) {
   sight.window = window;
   sight.visible.clear();
   sight.tails.clear();
+  sight.work_before.assign(1, 0);
   if (pass.base != nullptr) sight.tails.reserve(own.entries.size() * pass.columns);  // pointers into it must last
   for (const Entry& entry : own.entries) {
     const int64_t low = window > 0 ? std::max<int64_t>(0, entry.position - window + 1) : 0;
@@ -374,6 +438,7 @@ int64_t look(const Pass& pass, int64_t window, Room& own, Sight& sight) {
     sight.visible.push_back({std::min(low, high), high, sight.tails.data() + start, int64_t(sight.tails.size()) - start});
     if (sight.visible.back().count() < 1) return BAD_TREE;
   }
+  for (const Visible& one : sight.visible) sight.work_before.push_back(sight.work_before.back() + one.count() + WORK_OF_A_LINE);
   return OK;
 }
 
@@ -413,7 +478,7 @@ void run_layers(const Model& m, const Pass& pass, const Store& store, int64_t fr
   own.scores.resize(std::max<size_t>(own.scores.size(), threads));
   for (int t = 0; t < threads; t++) {
     grown(own.normed[t], n * wide);
-    grown(own.scores[t], 4 * most + (m.heads / m.kv_heads + 1) * padded);
+    grown(own.scores[t], MOST_LINES * (most + SPARE + padded));
   }
   Pool::shared().run(threads, Run::job, &run);
 }

@@ -41,6 +41,9 @@ SK_INLINE void load_bf16_pair(const uint16_t* w, V16& even, V16& odd) {
   odd.v = _mm512_castsi512_ps(_mm512_and_si512(b, _mm512_set1_epi32(int(0xffff0000u))));
 }
 SK_INLINE V16 load_f16(const uint16_t* w) { return {_mm512_cvtph_ps(_mm256_loadu_si256((const __m256i*)w))}; }
+SK_INLINE V16 load_bf16(const uint16_t* w) {
+  return {_mm512_castsi512_ps(_mm512_slli_epi32(_mm512_cvtepu16_epi32(_mm256_loadu_si256((const __m256i*)w)), 16))};
+}
 SK_INLINE __m256 halves(V16 a) { return _mm256_add_ps(_mm512_castps512_ps256(a.v), _mm512_extractf32x8_ps(a.v, 1)); }
 }  // namespace sk
 #elif defined(__AVX2__)
@@ -76,6 +79,10 @@ SK_INLINE void load_bf16_pair(const uint16_t* w, V16& even, V16& odd) {
 SK_INLINE V16 load_f16(const uint16_t* w) {
   return {_mm256_cvtph_ps(_mm_loadu_si128((const __m128i*)w)), _mm256_cvtph_ps(_mm_loadu_si128((const __m128i*)(w + 8)))};
 }
+SK_INLINE V16 load_bf16(const uint16_t* w) {
+  const __m256i a = _mm256_cvtepu16_epi32(_mm_loadu_si128((const __m128i*)w)), b = _mm256_cvtepu16_epi32(_mm_loadu_si128((const __m128i*)(w + 8)));
+  return {_mm256_castsi256_ps(_mm256_slli_epi32(a, 16)), _mm256_castsi256_ps(_mm256_slli_epi32(b, 16))};
+}
 SK_INLINE __m256 halves(V16 x) { return _mm256_add_ps(x.a, x.b); }
 }  // namespace sk
 #elif defined(__ARM_NEON)
@@ -108,6 +115,7 @@ SK_INLINE void load_bf16_pair(const uint16_t* w, V16& even, V16& odd) {
     odd.v[i] = vreinterpretq_f32_u32(vandq_u32(b, vdupq_n_u32(0xffff0000u)));
   }
 }
+SK_INLINE V16 load_bf16(const uint16_t* w) { SK_EACH(vreinterpretq_f32_u32(vshll_n_u16(vld1_u16(w + 4 * i), 16))); }
 SK_INLINE V16 load_f16(const uint16_t* w) { SK_EACH(vcvt_f32_f16(vreinterpret_f16_u16(vld1_u16(w + 4 * i)))); }
 #undef SK_EACH
 }  // namespace sk
@@ -132,6 +140,20 @@ SK_INLINE void sums4(V16 a, V16 b, V16 c, V16 d, float* out) {
   vst1q_f32(out, vaddq_f32(l, h));
 }
 #endif
+#if defined(__AVX512F__)
+// The same of four times four vectors; out: [4][4].
+SK_INLINE void sums16(const V16 (&a)[4], const V16 (&b)[4], const V16 (&c)[4], const V16 (&d)[4], float* out) {
+  const auto halves_of_two = [](V16 x, V16 y) {
+    return _mm512_add_ps(_mm512_shuffle_f32x4(x.v, y.v, 0x44), _mm512_shuffle_f32x4(x.v, y.v, 0xee));
+  };
+  const auto neighbours = [](__m512 x, __m512 y) { return _mm512_add_ps(_mm512_shuffle_ps(x, y, 0x88), _mm512_shuffle_ps(x, y, 0xdd)); };
+  const auto eight = [&](const V16 (&x)[4], const V16 (&y)[4]) {
+    return neighbours(neighbours(halves_of_two(x[0], y[0]), halves_of_two(x[1], y[1])), neighbours(halves_of_two(x[2], y[2]), halves_of_two(x[3], y[3])));
+  };
+  const __m512 x = eight(a, b), y = eight(c, d);
+  _mm512_storeu_ps(out, _mm512_add_ps(_mm512_shuffle_f32x4(x, y, 0x88), _mm512_shuffle_f32x4(x, y, 0xdd)));
+}
+#endif
 SK_INLINE float sum(V16 a) { float out[4]; sums4(a, a, a, a, out); return out[0]; }
 SK_INLINE float largest(V16 a) {
   float x[LANES]; store(x, a);
@@ -139,6 +161,8 @@ SK_INLINE float largest(V16 a) {
   for (int i = 1; i < LANES; i++) best = x[i] > best ? x[i] : best;
   return best;
 }
+SK_INLINE V16 load_wide(const float* p) { return load(p); }
+SK_INLINE V16 load_wide(const uint16_t* bfloat16) { return load_bf16(bfloat16); }
 // The first `count` lanes from memory, the others 0; nothing behind them is read.
 SK_INLINE V16 load_first(const float* p, int count) {
   if (count >= LANES) return load(p);

@@ -1,0 +1,89 @@
+"""What keys and values are kept in: given, attached, from the environment; on both engines, in drafts and in stores."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+import skipstone
+from skipstone.cli import options
+from skipstone.loading import load
+from skipstone.methods import Speculative
+from skipstone.models.engines import choice
+from skipstone.models.engines.native import library
+from skipstone.models.kvstore import KVStore
+from skipstone.models.layered import LayeredModel
+from tests.helpers import families
+
+IDS = families.prompts(1)[0][None]
+ENGINES = ["eager", pytest.param("native", marks=pytest.mark.skipif(library.missing() is not None, reason="not built"))]
+
+
+@pytest.fixture(autouse=True)
+def _no_variable(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv(choice.KV_VARIABLE, raising=False)
+
+
+def test_what_was_given_goes_over_what_was_attached_and_that_over_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = families.build("llama")
+    assert (LayeredModel(model).asked_kv, LayeredModel(model).kv_dtype) == ("float32", None)
+    monkeypatch.setenv(choice.KV_VARIABLE, "bfloat16")
+    assert LayeredModel(model).kv_dtype == torch.bfloat16
+    choice.attach_kv(model, "float32")
+    assert LayeredModel(model).kv_dtype is None
+    assert LayeredModel(model, None, "bfloat16").kv_dtype == torch.bfloat16
+    assert LayeredModel(families.build("llama")).kv_dtype == torch.bfloat16
+    monkeypatch.setenv(choice.KV_VARIABLE, "")
+    assert LayeredModel(families.build("llama")).kv_dtype is None, "an empty variable says nothing"
+
+
+def test_an_unknown_dtype_is_named_with_the_choices(monkeypatch: pytest.MonkeyPatch) -> None:
+    model, message = families.build("llama"), "must be one of float32, bfloat16, found 'int2'"
+    with pytest.raises(ValueError, match=f"kv_dtype {message}"):
+        skipstone.generate(model, IDS, "autoregressive", kv_dtype="int2")
+    with pytest.raises(ValueError, match=f"kv_dtype {message}"):
+        load(kv_dtype="int2")
+    with pytest.raises(ValueError, match=f"--kv-dtype {message}"):
+        options.known_kv("int2")
+    monkeypatch.setenv(choice.KV_VARIABLE, "int2")
+    with pytest.raises(ValueError, match=f"{choice.KV_VARIABLE} {message}"):
+        LayeredModel(model)
+    assert tuple(choice.KV_DTYPES) == options.KV_DTYPES
+
+
+def test_load_and_enable_remember_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    model: Any = load(kv_dtype="bfloat16")[0]
+    assert LayeredModel(model).asked_kv == "bfloat16"
+    skipstone.enable(model, "autoregressive")
+    assert LayeredModel(model).asked_kv == "bfloat16", "None leaves it as it is"
+    skipstone.enable(model, "autoregressive", kv_dtype="float32")
+    assert LayeredModel(model).asked_kv == "float32"
+
+
+def test_a_draft_model_keeps_what_its_target_keeps() -> None:
+    model, draft = families.build("llama"), families.build("llama")
+    method = Speculative(draft, 2)  # pyright: ignore[reportArgumentType]
+    for name in ("float32", "bfloat16"):
+        assert method.draft_model_for(LayeredModel(model, "eager", name)).asked_kv == name
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+def test_drafts_change_nothing_and_stores_hold_bfloat16(engine: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    made, right = [], KVStore.__init__
+
+    def note(self: KVStore, *given: Any) -> None:
+        right(self, *given)
+        made.append(self)
+
+    monkeypatch.setattr(KVStore, "__init__", note)
+    model = families.build("llama")
+    texts = [
+        skipstone.generate(model, IDS, one, engine=engine, kv_dtype="bfloat16", max_new_tokens=40, do_sample=False).sequences
+        for one in ("autoregressive", "layerskip exit_layer=2", "prompt_lookup")
+    ]
+    assert len(made) >= len(texts)
+    for store in made:
+        assert {one.dtype for one in (*store.keys, *store.values) if one is not None} == {torch.bfloat16}
+    assert all(torch.equal(texts[0], one) for one in texts[1:])
