@@ -1,4 +1,4 @@
-"""The structs of the C ABI (csrc/engine.cpp), field by field."""
+"""The structs of the C ABI (csrc/model.h), field by field."""
 
 import ctypes
 from ctypes import c_float, c_int64, c_void_p
