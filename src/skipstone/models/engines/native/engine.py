@@ -169,7 +169,8 @@ class NativeEngine:
         states = normed.contiguous()
         logits = torch.empty((*states.shape[:-1], self._weights.model.vocabulary))
         rows = states.numel() // states.shape[-1]
-        self._library.sk_head(self._model, states.data_ptr(), rows, False, logits.data_ptr(), None, None, self.threads)
+        data = states.data_ptr(), rows, False, logits.data_ptr(), None, None
+        _check(self._library.sk_head(self._model, *data, self.threads))
         return logits
 
     def _fill_pass(self, at: PassOfTokens) -> list[Any]:

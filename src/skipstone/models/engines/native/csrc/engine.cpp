@@ -5,6 +5,7 @@
 #include <algorithm>
 #include <cmath>
 #include <cstdint>
+#include <exception>
 #include <vector>
 
 #include "attention.h"
@@ -262,10 +263,15 @@ struct Run {
   }
 };
 
+// Whether the store has the rows of a pass.
+bool has_rows(const Pass& pass, const Store& store) {
+  return pass.b >= 0 && pass.first_row >= 0 && pass.first_row <= store.rows && pass.b <= store.rows - pass.first_row;
+}
+
 // The tokens of a pass that count. Error where one names a slot or position that is not there.
 int64_t collect(const Model& m, const Pass& pass, const Store& store, int64_t from, int64_t to, Room& own) {
   own.entries.clear();
-  if (pass.first_row < 0 || pass.first_row + pass.b > store.rows || pass.extent > store.slots - 1) return BAD_SLOT;
+  if (!has_rows(pass, store) || pass.n < 0 || pass.extent > store.slots - 1) return BAD_SLOT;
   for (int64_t row = 0; row < pass.b; row++)
     for (int64_t column = 0; column < pass.n; column++) {
       if (pass.valid != nullptr && !pass.valid[row * pass.valid_stride + column]) continue;
@@ -290,6 +296,7 @@ int64_t look(const Pass& pass, int64_t window, Room& own, Sight& sight) {
   sight.window = window;
   sight.visible.clear();
   sight.tails.clear();
+  if (pass.base != nullptr && pass.columns < 0) return BAD_TREE;
   if (pass.base != nullptr) sight.tails.reserve(own.entries.size() * pass.columns);  // pointers into it must last
   for (const Entry& entry : own.entries) {
     const int64_t low = window > 0 ? std::max<int64_t>(0, entry.position - window + 1) : 0;
@@ -299,7 +306,7 @@ int64_t look(const Pass& pass, int64_t window, Room& own, Sight& sight) {
     }
     const int64_t row = entry.place / pass.n, column = entry.place % pass.n, base = pass.base[row];
     const int64_t seen = pass.seen == nullptr ? base : pass.seen[row];
-    if (base < 0 || seen < 0) return BAD_TREE;
+    if (base < 0 || base > pass.extent || seen < 0) return BAD_TREE;
     const int64_t high = std::min(std::min(base, seen), pass.extent);
     const int64_t start = int64_t(sight.tails.size());
     for (int64_t c = 0; c < pass.columns; c++) {
@@ -333,6 +340,7 @@ int64_t prepare(const Model& m, const Pass& pass, const Store& store, int64_t fr
 }
 
 void run_layers(const Model& m, const Pass& pass, const Store& store, int64_t from, int64_t to, const int64_t* skip, int threads, Room& own) {
+  if (from == to) return;
   const int64_t n = int64_t(own.entries.size()), wide = up16(m.hidden), padded = up16(m.head_size);
   int64_t most = LANES;
   for (const Sight& sight : own.sights)
@@ -467,7 +475,8 @@ SK_EXPORT int64_t sk_embed(const Model* m, const int64_t* tokens, int64_t count,
 // Layers [from, to) over the tokens of a pass. hidden, out: [b][n][hidden], rows `stride` apart in hidden; they may be the same.
 // What does not count comes out as it was. skip: bits per layer of the model, or null.
 SK_EXPORT int64_t sk_run(const Model* m, const Pass* pass, const Store* store, int64_t from, int64_t to, const int64_t* skip,
-                         const float* hidden, int64_t hidden_stride, float* out, int64_t out_stride, int64_t threads) {
+                         const float* hidden, int64_t hidden_stride, float* out, int64_t out_stride, int64_t threads) try {
+  if (threads < 1 || threads > MOST_THREADS) return BAD_THREADS;
   Room& own = room();
   if (int64_t error = prepare(*m, *pass, *store, from, to, own)) return error;
   const int64_t wide = up16(m->hidden), n = int64_t(own.entries.size());
@@ -486,6 +495,8 @@ SK_EXPORT int64_t sk_run(const Model* m, const Pass* pass, const Store* store, i
     std::memcpy(out + row * out_stride + column * m->hidden, x + i * wide, sizeof(float) * m->hidden);
   }
   return OK;
+} catch (const std::exception&) {
+  return NO_MEMORY;
 }
 
 // The final norm of n rows. hidden, normed: [n][hidden].
@@ -495,9 +506,13 @@ SK_EXPORT void sk_norm(const Model* m, const float* hidden, int64_t n, float* no
 
 // Logits [n][vocabulary] of n states [n][hidden], the final norm first where `norm` is set. best [n]: the likeliest ids, the
 // lowest of equal ones; probability [n]: theirs. Both may be null.
-SK_EXPORT void sk_head(const Model* m, const float* hidden, int64_t n, int64_t norm, float* logits, int64_t* best, float* probability, int64_t threads) {
-  if (n == 0) return;
+SK_EXPORT int64_t sk_head(const Model* m, const float* hidden, int64_t n, int64_t norm, float* logits, int64_t* best, float* probability, int64_t threads) try {
+  if (threads < 1 || threads > MOST_THREADS) return BAD_THREADS;
+  if (n <= 0) return OK;
   run_head(*m, hidden, n, m->head.inputs, norm != 0, logits, best, probability, int(threads), room());
+  return OK;
+} catch (const std::exception&) {
+  return NO_MEMORY;
 }
 
 // A greedy chain of drafts on every row: layers [from, to), LM head, likeliest id, until a row has `most` drafts, or one of them
@@ -510,7 +525,9 @@ SK_EXPORT void sk_head(const Model* m, const float* hidden, int64_t n, int64_t n
 SK_EXPORT int64_t sk_chain(const Model* m, const Pass* pass, const Store* store, int64_t from, int64_t to, const int64_t* skip,
                            const int64_t* roots, const int64_t* bases, const int64_t* most, int64_t width, const float* thresholds,
                            const int64_t* ends, int64_t ends_count, int64_t keep, int64_t* drafts, int64_t* counts,
-                           float* probabilities, float* hidden, int64_t hidden_stride, int64_t threads) {
+                           float* probabilities, float* hidden, int64_t hidden_stride, int64_t threads) try {
+  if (threads < 1 || threads > MOST_THREADS) return BAD_THREADS;
+  if (!has_rows(*pass, *store)) return BAD_SLOT;
   Room& own = room();
   const int64_t b = pass->b, wide = up16(m->hidden);
   own.positions.assign(bases, bases + b);
@@ -559,4 +576,6 @@ SK_EXPORT int64_t sk_chain(const Model* m, const Pass* pass, const Store* store,
     }
   }
   return OK;
+} catch (const std::exception&) {
+  return NO_MEMORY;
 }

@@ -6,7 +6,10 @@
 
 namespace sk {
 enum Activation : int64_t { SILU = 0, GELU_TANH = 1 };
-enum Error : int64_t { OK = 0, BAD_SLOT = 1, BAD_POSITION = 2, BAD_TOKEN = 3, BAD_LAYER = 4, BAD_TREE = 5, NO_MEMORY = 6 };
+enum Error : int64_t {
+  OK = 0, BAD_SLOT = 1, BAD_POSITION = 2, BAD_TOKEN = 3, BAD_LAYER = 4, BAD_TREE = 5, NO_MEMORY = 6, BAD_THREADS = 7
+};
+constexpr int64_t MOST_THREADS = 64;  // that a call may ask for
 constexpr int64_t SKIP_ATTENTION = 1, SKIP_MLP = 2;  // bits of a layer's entry in a skip set
 
 // One decoder layer. Norms are null where the layer has none.
@@ -67,3 +70,23 @@ struct Pass {
 
 inline int64_t up16(int64_t x) { return (x + LANES - 1) / LANES * LANES; }
 }  // namespace sk
+
+// What the library exports; engine.cpp says what each does. Where an error code comes back, 0 is OK.
+extern "C" {
+int64_t sk_abi();
+const char* sk_level();
+const char* sk_source_hash();
+void sk_sizes(int64_t* sizes);
+int64_t sk_packed_bytes(int64_t type, int64_t outputs, int64_t inputs);
+void sk_pack(int64_t type, const void* source, int64_t stride, int64_t outputs, int64_t inputs, void* panels);
+int64_t sk_embed(const sk::Model* m, const int64_t* tokens, int64_t count, float* hidden);
+int64_t sk_run(const sk::Model* m, const sk::Pass* pass, const sk::Store* store, int64_t from, int64_t to, const int64_t* skip,
+               const float* hidden, int64_t hidden_stride, float* out, int64_t out_stride, int64_t threads);
+void sk_norm(const sk::Model* m, const float* hidden, int64_t n, float* normed);
+int64_t sk_head(const sk::Model* m, const float* hidden, int64_t n, int64_t norm, float* logits, int64_t* best, float* probability,
+                int64_t threads);
+int64_t sk_chain(const sk::Model* m, const sk::Pass* pass, const sk::Store* store, int64_t from, int64_t to, const int64_t* skip,
+                 const int64_t* roots, const int64_t* bases, const int64_t* most, int64_t width, const float* thresholds,
+                 const int64_t* ends, int64_t ends_count, int64_t keep, int64_t* drafts, int64_t* counts, float* probabilities,
+                 float* hidden, int64_t hidden_stride, int64_t threads);
+}
