@@ -1,12 +1,16 @@
-"""Builds the native engine with sanitizers into a temporary folder, and lets driver.cpp call it: `make test-native`.
+"""Builds the native engine into a temporary folder and lets driver.cpp call it: `make test-native`.
 
-Each level that this CPU has is run twice over random models, passes and hostile values: with the address and undefined-behaviour
-sanitizers, and with the thread sanitizer.
+Each level that this CPU has is run twice over random models, passes and hostile values: with the address and
+undefined-behaviour sanitizers, and with the thread sanitizer. Then each gives a hash of what it computes for fixed random
+models, and all must be the same: those of aarch64 too where there is a compiler for it and an emulator (on Debian, the packages
+g++-aarch64-linux-gnu and qemu-user).
 """
 
 from __future__ import annotations
 
 import os
+import platform
+import shutil
 import subprocess
 import sys
 import tempfile
@@ -20,10 +24,13 @@ SANITIZERS = {
     "address,undefined": ("-fsanitize=address,undefined", "-fno-sanitize-recover=all"),
     "thread": ("-fsanitize=thread",),
 }
-STOP = {name: "abort_on_error=1:halt_on_error=1" for name in ("ASAN_OPTIONS", "UBSAN_OPTIONS", "TSAN_OPTIONS")}
+STOP = dict.fromkeys(("ASAN_OPTIONS", "UBSAN_OPTIONS", "TSAN_OPTIONS"), "abort_on_error=1:halt_on_error=1")
 FIXED_ADDRESSES = ("setarch", "-R")  # the thread sanitizer of older compilers does not start where addresses are random
 SEED = 1
 SECONDS = 20  # of random cases, for every level and sanitizer
+HASHED = 1000  # random cases whose results are compared between levels
+ARM = "aarch64"
+CROSS_COMPILER, EMULATOR = "aarch64-linux-gnu-g++", ("qemu-aarch64", "-L", "/usr/aarch64-linux-gnu")
 
 
 def main() -> int:
@@ -32,7 +39,7 @@ def main() -> int:
     if not levels:
         print("this CPU has no level of the native engine")
         return 1
-    return sum(fuzz(levels, sanitizer, flags) for sanitizer, flags in SANITIZERS.items())
+    return sum(fuzz(levels, sanitizer, flags) for sanitizer, flags in SANITIZERS.items()) + compare(levels)
 
 
 def fuzz(levels: list[build.Level], sanitizer: str, flags: tuple[str, ...]) -> int:
@@ -49,6 +56,35 @@ def fuzz(levels: list[build.Level], sanitizer: str, flags: tuple[str, ...]) -> i
             print(f"{name}, sanitizers {sanitizer}: {became}", flush=True)
             failed += run.returncode != 0
     return failed
+
+
+def compare(levels: list[build.Level]) -> int:
+    """Whether all levels that can be run here give the same bits. Returns the number of those that do not, or fail."""
+    with tempfile.TemporaryDirectory() as made:
+        folder = Path(made)
+        found = {level.name: hashed(level, build.compiler(), (), folder) for level in levels}
+        if platform.machine() == ARM:
+            emulated = {}
+        elif lacking := [tool for tool in (CROSS_COMPILER, EMULATOR[0]) if shutil.which(tool) is None]:
+            print(f"{ARM} is not tested: {' and '.join(lacking)} not on the PATH")
+            emulated = {}
+        else:
+            emulated = {level.name: hashed(level, [CROSS_COMPILER], EMULATOR, folder) for level in build.LEVELS[ARM]}
+    expected, failed = found[levels[0].name], 0
+    for name, one in (found | emulated).items():
+        same = one == expected and bool(one)
+        failed += not same
+        became = f"the same bits as {levels[0].name}" if same else f"found {one or 'nothing'}, expected {expected}"
+        print(f"{name}{' under an emulator' if name in emulated else ''}, {HASHED} cases: {became}", flush=True)
+    return failed
+
+
+def hashed(level: build.Level, compiler: list[str], emulator: tuple[str, ...], folder: Path) -> str:
+    """What the driver prints for a level; nothing where it fails."""
+    driver = driver_for(level, compiler, folder, ("-O2",))
+    (built,) = build.build([level.name], folder, command=compiler)
+    command = [*emulator, str(driver), str(built), level.name, "hash", str(HASHED)]
+    return subprocess.run(command, stdout=subprocess.PIPE, text=True).stdout.strip()
 
 
 def driver_for(level: build.Level, compiler: list[str], folder: Path, flags: tuple[str, ...] = ()) -> Path:
