@@ -25,7 +25,7 @@ from skipstone import (
     Speculative,
     Swift,
 )
-from skipstone.decoding.draft import RowVerdict, Verdict
+from skipstone.decoding.draft import Picked, RowVerdict, Verdict
 from skipstone.decoding.loop import Decoder, run
 from skipstone.decoding.probes import Pace
 from skipstone.decoding.stopping import RunningRequest
@@ -281,14 +281,18 @@ WAITING = [
 def test_a_decoding_step_makes_one_transfer_to_the_host(
     method: Method, temperature: float, model: LayeredModel, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Verdict.tolist, once; AdaDecode once more for every test of an exit, for what runs next depends on it, and what drafts
+    """The `tolist` of the verdict, once; AdaDecode once more for every test of an exit, for what runs next depends on it, and what drafts
     until it is unsure once more for every four drafts but the last. What is asked on the CPU only is switched off, as on an
     accelerator."""
     monkeypatch.setattr(host, "readable", lambda tensor: False)
     listed: list[str] = []
-    own, ours = torch.Tensor.tolist, Verdict.tolist
+    own = torch.Tensor.tolist
     monkeypatch.setattr(torch.Tensor, "tolist", lambda self: listed.append("tensor") or own(self))
-    monkeypatch.setattr(Verdict, "tolist", lambda self, draft: listed.append("verdict") or ours(self, draft))
+    for kind in (Verdict, Picked):
+        theirs = kind.tolist
+        monkeypatch.setattr(
+            kind, "tolist", lambda self, draft, theirs=theirs: listed.append("verdict") or theirs(self, draft)
+        )
     eos = frozenset({0, 1})
     requests = [Request(prompt(n, n), 24, eos=eos, sampling=Sampling(temperature, seed=n)) for n in (4, 9, 6)]
     decoder = start(method, model, requests)

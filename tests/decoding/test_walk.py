@@ -63,7 +63,7 @@ def test_match_equals_a_plain_python_walk(chain: bool) -> None:
 @pytest.mark.parametrize("barred", [False, True])
 @pytest.mark.parametrize("chain", [False, True], ids=["tree", "chain"])
 def test_match_greedy_equals_match_at_temperature_zero(chain: bool, barred: bool) -> None:
-    """Known picks per node against one-hot distributions; on a plain chain that is the fast path."""
+    """Known picks per node, walked on the host, against one-hot distributions."""
     dice = random.Random(8)
     accepted = 0
     for _ in range(120):
@@ -78,11 +78,10 @@ def test_match_greedy_equals_match_at_temperature_zero(chain: bool, barred: bool
 
         fast = verify.match_greedy(draft, picks)
         slow = verify.match(draft, p, torch.zeros(3, dtype=torch.long), Noise(torch.arange(3)))
-        assert torch.equal(fast.accepted, slow.accepted)
-        for row, count in enumerate(fast.accepted.tolist()):
-            assert fast.path[row, :count].tolist() == slow.path[row, :count].tolist()
-            assert fast.tokens[row, : count + 1].tolist() == slow.tokens[row, : count + 1].tolist()
-        accepted += int(fast.accepted.sum())
+        assert fast.tolist(draft) == slow.tolist(draft)
+        if chain:
+            assert fast.accepted.tolist() == slow.accepted.tolist()
+        accepted += int(slow.accepted.sum())
     assert accepted > 30
 
 

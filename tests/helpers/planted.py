@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from skipstone.decoding import noise, sampling, verify
-from skipstone.decoding.draft import Draft, RowVerdict, Verdict
+from skipstone.decoding.draft import Draft, Picked, RowVerdict
 from skipstone.decoding.noise import DRAFT
 from skipstone.decoding.sampling import Sampler, Scores, Warping
 from skipstone.decoding.session import Session
@@ -106,14 +106,17 @@ def coupled_draft_on_its_own_noise(patch: Patch) -> None:
 
 
 def one_draft_too_many(patch: Patch) -> None:
-    own = verify.match_greedy
+    own = Picked.tolist
 
-    def greedy(draft: Draft, picks: Tensor, waived: Tensor | None = None) -> Verdict:
-        verdict = own(draft, picks, waived)
-        verdict.accepted = (verdict.accepted + 1).clamp(max=draft.width)
-        return verdict
+    def tolist(self: Picked, draft: Draft) -> list[RowVerdict]:
+        verdicts = own(self, draft)
+        for row, verdict in enumerate(verdicts):
+            if draft.parents is None and len(verdict.path) < draft.width:
+                verdict.path.append(len(verdict.path))
+                verdict.tokens.append(int(self.picks[row, len(verdict.path)]))
+        return verdicts
 
-    patch.setattr(verify, "match_greedy", greedy)
+    patch.setattr(Picked, "tolist", tolist)
 
 
 def barred_nodes_accepted(patch: Patch) -> None:

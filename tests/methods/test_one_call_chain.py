@@ -35,15 +35,15 @@ class Noting(NativeEngine):
         super().__init__(*given)
         self.asked: list[ChainStart] = []
 
-    def chain(self, start: ChainStart, store: KVStore, hidden: Tensor) -> Any:
+    def chain(self, start: ChainStart, store: KVStore) -> Any:
         self.asked.append(start)
-        return super().chain(start, store, hidden)
+        return super().chain(start, store)
 
 
 class TokenByToken(Noting):
     """The native engine without the one call."""
 
-    def chain(self, start: ChainStart, store: KVStore, hidden: Tensor) -> None:
+    def chain(self, start: ChainStart, store: KVStore) -> None:
         return None
 
 
@@ -53,7 +53,8 @@ class Drafted:
 
     states: [entries, d] and depth: [entries], of the root and the drafts of every row but for its last one: that may have gone
     up with other rows' drafts or not. stored: keys and values of the same tokens and those before them, row after row, layer
-    after layer. most: most drafts of every row as the engine was asked for them in one call, None where it was not.
+    after layer. most: most drafts of every row as the engine was asked for them in one call, 0 of rows that took no part; None
+    where it was not asked.
     """
 
     valid: Tensor
@@ -97,7 +98,7 @@ def decode(engine: type[Noting], model: Any, method: Method, requests: list[Requ
         layered.engine.asked.clear()
         found = own(limit)
         drafts.append(seen(session, found))
-        drafts[-1].most = layered.engine.asked[0].most if layered.engine.asked else None
+        drafts[-1].most = [max(0, count) for count in layered.engine.asked[0].most] if layered.engine.asked else None
         return found
 
     session.draft = draft

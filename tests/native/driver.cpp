@@ -304,17 +304,19 @@ struct Case {
   void head() {
     const int64_t n = dice.from(0, 12);
     const Block<float> hidden = numbers(dice, n * m.hidden, 4);
-    Block<float> normed(n * m.hidden), logits(n * m.vocabulary), again(n * m.vocabulary), probability(n);
+    Block<float> normed(n * m.hidden), logits(n * m.vocabulary), again(n * m.vocabulary);
     Block<int64_t> best(n);
     library.norm(&m, hidden.data(), n, normed.data());
     hash.add(normed);
-    const bool norm = dice.chance(50), asked = dice.chance(70);
-    CHECK(library.head(&m, hidden.data(), n, norm, logits.data(), nullptr, nullptr, 1) == OK);
-    CHECK(library.head(&m, hidden.data(), n, norm, again.data(), best.data(), asked ? probability.data() : nullptr, threads()) == OK);
+    const bool norm = dice.chance(50);
+    CHECK(library.head(&m, hidden.data(), n, norm, logits.data(), nullptr, 1) == OK);
+    CHECK(library.head(&m, hidden.data(), n, norm, again.data(), best.data(), threads()) == OK);
     CHECK(logits == again);
+    const Block<int64_t> with_logits = best;
+    CHECK(library.head(&m, hidden.data(), n, norm, nullptr, best.data(), threads()) == OK);
+    CHECK(best == with_logits);
     hash.add(logits);
     hash.add(best);
-    if (asked) hash.add(probability);
     for (int64_t r = 0; r < n; r++) {
       const float* row = logits.data() + r * m.vocabulary;
       CHECK(best[r] == std::max_element(row, row + m.vocabulary) - row);
@@ -322,14 +324,14 @@ struct Case {
     if (!hostile) return;
     const int64_t many = dice.hostile();
     const int64_t expected = many >= 1 && many <= MOST_THREADS ? OK : BAD_THREADS;
-    CHECK(library.head(&m, hidden.data(), n, norm, again.data(), best.data(), nullptr, many) == expected);
+    CHECK(library.head(&m, hidden.data(), n, norm, again.data(), best.data(), many) == expected);
     CHECK(logits == again);
-    CHECK(library.head(&m, hidden.data(), -n, norm, again.data(), best.data(), nullptr, 1) == OK);
+    CHECK(library.head(&m, hidden.data(), -n, norm, again.data(), best.data(), 1) == OK);
     if (n > 0) {
       Block<float> broken(hidden);
       const float odd[] = {NAN, INFINITY, -INFINITY, 3e38f};
       broken[dice.from(0, broken.count - 1)] = odd[dice.from(0, 3)];
-      CHECK(library.head(&m, broken.data(), n, norm, again.data(), best.data(), probability.data(), threads()) == OK);
+      CHECK(library.head(&m, broken.data(), n, norm, again.data(), best.data(), threads()) == OK);
       for (int64_t r = 0; r < n; r++) CHECK(best[r] >= 0 && best[r] < m.vocabulary);
     }
   }
@@ -511,7 +513,7 @@ struct Case {
     for (int64_t row = 0; row < b; row++) {
       roots[row] = dice.from(0, m.embeddings - 1);
       bases[row] = dice.from(0, known - 1);
-      most[row] = dice.chance(20) ? 0 : dice.from(0, std::min<int64_t>(known - bases[row], 6));
+      most[row] = dice.chance(20) ? -1 : dice.from(0, std::min<int64_t>(known - 1 - bases[row], 6));
       width = std::max(width, most[row]);
     }
     for (int64_t i = 0; i < ends.count; i++) ends[i] = dice.from(-1, m.vocabulary - 1);
@@ -558,40 +560,52 @@ struct Case {
     restore(before);
     // the same, token by token
     Block<int64_t> slots = bases;
-    Block<uint8_t> going(b);
-    Block<float> state(b * m.hidden), logits(b * m.vocabulary), probability(b);
+    Block<uint8_t> takes(b), drafting(b);  // a row's token goes through the layers; it is to be followed by another draft
+    Block<float> state(b * m.hidden), logits(b * m.vocabulary);
     Block<int64_t> best(b);
-    for (int64_t row = 0; row < b; row++) going[row] = most[row] > 0;
+    for (int64_t row = 0; row < b; row++) drafting[row] = most[row] > 0, takes[row] = drafting[row] || (keep_states && most[row] == 0);
     CHECK(library.embed(&m, roots.data(), b, state.data()) == OK);
     Pass one = pass;
     one.n = one.positions_stride = one.slots_stride = one.valid_stride = 1;
     one.positions = one.slots = slots.data();
-    one.valid = going.data();
+    one.valid = takes.data();
     const size_t bytes = size_t(m.hidden) * sizeof(float);
-    for (int64_t row = 0; row < b; row++) CHECK(counts[row] > 0 || most[row] == 0);
     for (int64_t place = 0; place <= width; place++) {
       const Block<float> embedded = state;
-      const Block<uint8_t> went = going;
       CHECK(library.run(&m, &one, &store, asked.from, asked.to, skip, state.data(), m.hidden, state.data(), m.hidden, 1) == OK);
-      CHECK(library.head(&m, state.data(), b, 1, logits.data(), best.data(), probability.data(), 1) == OK);
+      CHECK(library.head(&m, state.data(), b, 1, logits.data(), best.data(), 1) == OK);
       for (int64_t row = 0; row < b; row++) {
-        if (went[row] || (place == counts[row])) {
-          const Block<float>& kept_state = keep_states && went[row] ? state : embedded;
+        CHECK((place < counts[row]) == bool(drafting[row]));
+        if (place <= counts[row]) {
+          const Block<float>& kept_state = keep_states ? state : embedded;
           CHECK(std::memcmp(&hidden[row * stride + place * m.hidden], &kept_state[row * m.hidden], bytes) == 0);
         }
-        CHECK((place < counts[row]) == bool(went[row]));
-        if (!went[row]) continue;
+        if (!drafting[row]) {
+          takes[row] = 0;
+          continue;
+        }
         CHECK(drafts[row * width + place] == best[row]);
-        CHECK(!asks || std::memcmp(&probabilities[row * width + place], &probability[row], sizeof(float)) == 0);
-        bool on = place + 1 < most[row] && !(asks && probability[row] < thresholds[row]);
+        bool on = place + 1 < most[row];
         for (int64_t e = 0; e < ends_count; e++) on = on && ends[row * ends_count + e] != best[row];
-        going[row] = on;
+        if (asks) {
+          const float *own = &logits[row * m.vocabulary], found = probabilities[row * width + place];
+          double total = 0;
+          for (int64_t i = 0; i < m.vocabulary; i++) total += std::exp(double(own[i]) - double(own[best[row]]));
+          CHECK(std::abs(double(found) * total - 1) < 1e-5);
+          on = on && found >= thresholds[row];
+        }
+        drafting[row] = on;
+        takes[row] = on || keep_states;
         slots[row]++;
         CHECK(library.embed(&m, &best[row], 1, &state[row * m.hidden]) == OK);
       }
     }
     CHECK(buffers == after);
-    if (!hostile) hash_store(), hash.add(counts);
+    if (hostile) return;
+    hash_store();
+    hash.add(counts);
+    for (int64_t row = 0; row < b; row++)
+      if (asks && counts[row] > 0) hash.add(&probabilities[row * width], size_t(counts[row]) * sizeof(float));
   }
 
   void all() {

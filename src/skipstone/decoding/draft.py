@@ -4,10 +4,12 @@ Shapes: B rows, n draft tokens, V vocabulary. p is the target's processed distri
 """
 
 from dataclasses import dataclass, field
+from functools import cache
 
 import torch
 from torch import Tensor
 
+from skipstone.models import host
 from skipstone.models.frontier import Frontier
 
 
@@ -43,8 +45,7 @@ class Draft:
     @classmethod
     def empty(cls, rows: int, device: torch.device, frontier: Frontier | None = None) -> "Draft":
         """No proposal: the step is plain decoding."""
-        nothing = torch.empty((rows, 0), dtype=torch.long, device=device)
-        return cls(nothing, nothing.bool(), frontier)
+        return cls(*_nothing(rows, device), frontier)
 
     @property
     def width(self) -> int:
@@ -73,6 +74,14 @@ class Draft:
                 key = (parent, int(self.tokens[row, node]))
                 assert key not in seen, f"siblings of row {row} share token {key[1]}"
                 seen.add(key)
+
+
+@cache
+def _nothing(rows: int, device: torch.device) -> tuple[Tensor, Tensor]:
+    """(tokens [B, 0] int64, valid [B, 0] bool), made once."""
+    with torch.inference_mode(False):
+        tokens = torch.empty((rows, 0), dtype=torch.long, device=device)
+        return tokens, tokens.bool()
 
 
 @dataclass(slots=True)
@@ -113,6 +122,68 @@ class Verdict:
             mine.against = against
             verdicts.append(mine)
         return verdicts
+
+
+@dataclass(slots=True)
+class Picked:
+    """A verdict where every row is greedy: along a draft the target's picks decide, and the host walks it by itself.
+
+    picks: [B, n+1] int64, the target's pick after every node, the root's first. notes: as in `Verdict`.
+    """
+
+    draft: Draft
+    picks: Tensor
+    notes: Tensor | None = None
+
+    @property
+    def accepted(self) -> Tensor:
+        """[B] int64, how many tokens of a chain are accepted."""
+        assert self.draft.parents is None, "of a tree only the host knows"
+        return ((self.draft.tokens == self.picks[:, :-1]) & self.draft.offered).long().cumprod(1).sum(1)
+
+    def tolist(self, draft: Draft) -> "list[RowVerdict]":
+        """The verdict on the host, in one transfer from the device: the only synchronisation of a step."""
+        if not draft.width and self.notes is None:
+            return [RowVerdict([], picks, "bonus", 0, 0) for picks in self.picks.tolist()]
+        asked = [self.picks, draft.tokens, draft.valid]
+        more = (draft.parents, draft.candidate, None if draft.draft_steps is None else draft.draft_steps[:, None], self.notes)
+        told = iter(host.read(*asked, *(tensor for tensor in more if tensor is not None)))
+        picks, tokens, valid = next(told), next(told), next(told)
+        parents, candidate, steps, notes = (None if tensor is None else next(told) for tensor in more)
+        verdicts = []
+        for row, mine in enumerate(picks):
+            offered = valid[row] if candidate is None else [a and b for a, b in zip(valid[row], candidate[row], strict=True)]
+            if parents is None:
+                path, rest = _along_chain(tokens[row], offered, mine)
+            else:
+                path, rest = _along_tree(tokens[row], offered, parents[row], mine)
+            kept = [*(tokens[row][node] for node in path), mine[path[-1] + 1 if path else 0]]
+            drafted = sum(offered)
+            verdict = RowVerdict(path, kept, "recovered" if rest else "bonus", drafted, 0, sum(valid[row]), drafted)
+            if steps is not None:
+                verdict.draft_steps = steps[row][0]
+            if notes is not None:
+                verdict.notes = notes[row]
+            verdicts.append(verdict)
+        return verdicts
+
+
+def _along_chain(tokens: list[int], offered: list[int], picks: list[int]) -> tuple[list[int], bool]:
+    """(the accepted nodes of a row's chain, whether another one was on offer)."""
+    count = 0
+    while count < len(tokens) and offered[count] and tokens[count] == picks[count]:
+        count += 1
+    return list(range(count)), count < len(tokens) and bool(offered[count])
+
+
+def _along_tree(tokens: list[int], offered: list[int], parents: list[int], picks: list[int]) -> tuple[list[int], bool]:
+    """The same for a tree."""
+    children = {(parents[node], tokens[node]): node for node in range(len(tokens)) if offered[node]}
+    path, node = [], -1
+    while (child := children.get((node, picks[node + 1]))) is not None:
+        path.append(child)
+        node = child
+    return path, any(parent == node for parent, _ in children)
 
 
 @dataclass(slots=True)

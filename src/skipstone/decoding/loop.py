@@ -9,7 +9,7 @@ from itertools import pairwise
 
 import torch
 
-from skipstone.decoding.draft import Draft, RowVerdict, Step, Verdict
+from skipstone.decoding.draft import Draft, Picked, RowVerdict, Step, Verdict
 from skipstone.decoding.probes import Pace
 from skipstone.decoding.sampling import Scores
 from skipstone.decoding.session import PREFILL_CHUNK, Request, Session
@@ -122,7 +122,7 @@ class Decoder:
         self.pace.add(step)
         return self._retire(step)
 
-    def _settle(self, draft: Draft, verdict: Verdict, live: list[int]) -> list[RowVerdict]:
+    def _settle(self, draft: Draft, verdict: Verdict | Picked, live: list[int]) -> list[RowVerdict]:
         """The verdict on the host, cut by the stopping rules; nothing for rows that took no part."""
         verdicts, taking_part = verdict.tolist(draft), set(live)
         for row, mine in enumerate(verdicts):

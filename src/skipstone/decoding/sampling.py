@@ -14,6 +14,7 @@ from torch import Tensor
 
 from skipstone.decoding.noise import DRAFT, TARGET, Noise, substream
 from skipstone.models import host
+from skipstone.models.frontier import Frontier
 from skipstone.models.host import on_device
 
 Processor = Callable[[Tensor, Tensor], Tensor]
@@ -133,7 +134,7 @@ class Sampler:
 
     def _changed(self) -> None:
         """Forget what was derived from the settings; it is made anew when asked for, once for a whole batch of requests."""
-        for name in ("greedy", "processed", "warping", "noise", "_ends"):
+        for name in ("greedy", "processed", "picks_only", "warping", "noise", "_ends"):
             self.__dict__.pop(name, None)
 
     @cached_property
@@ -145,6 +146,11 @@ class Sampler:
     def processed(self) -> bool:
         """Whether any row has processors or warpers of its own."""
         return any(row is not None and (row.processors or row.warpers) for row in self.settings)
+
+    @cached_property
+    def picks_only(self) -> bool:
+        """Whether the likeliest tokens of raw logits are all there is to know."""
+        return self.greedy and not self.processed
 
     @cached_property
     def warping(self) -> Warping:
@@ -246,17 +252,36 @@ class Sampler:
         return best.indices, best.values > float("-inf"), scores
 
 
-@dataclass
 class Scores:
-    """The target's raw logits [B, n+1, V] float32 (index 0 after the root), turned into distributions on demand.
+    """What the target says after every node of a draft, as logits, distributions or picks, whatever is asked for.
 
-    position: [B] int64, the position the first new token will have. live: rows whose logits mean anything.
+    first: the position that the first new token of every row will have. live: rows whose scores mean anything. scored: a
+    frontier that is at the top; logits: [B, n+1, V] float32, where there is none. Index 0 is what follows the root.
     """
 
-    logits: Tensor
-    sampler: Sampler
-    position: Tensor
-    live: Sequence[bool]
+    def __init__(
+        self,
+        sampler: Sampler,
+        first: Sequence[int],
+        live: Sequence[bool],
+        *,
+        scored: Frontier | None = None,
+        logits: Tensor | None = None,
+    ) -> None:
+        self.sampler, self.first, self.live, self._scored = sampler, first, live, scored
+        if logits is not None:
+            self.logits = logits
+
+    @cached_property
+    def logits(self) -> Tensor:
+        """Raw logits of every node [B, n+1, V] float32, the root first."""
+        assert self._scored is not None
+        return self._scored.finish()
+
+    @cached_property
+    def position(self) -> Tensor:
+        """[B] int64, the position that the first new token will have."""
+        return on_device(self.first, self.sampler.device)
 
     def p(self, node: Tensor, path: Tensor, walking: Tensor) -> Tensor:
         """Processed distribution after a node [B] (-1: the root) reached by path [B, k]. Returns [B, V].
@@ -285,9 +310,11 @@ class Scores:
 
     @cached_property
     def best(self) -> Tensor:
-        """argmax of the raw logits of every node [B, n+1], the root first."""
-        return self.logits.argmax(-1)
+        """The likeliest token after every node [B, n+1] int64 by the raw logits, the root first."""
+        if self._scored is None or "logits" in self.__dict__:
+            return self.logits.argmax(-1)
+        return self._scored.likeliest()
 
     def picks(self) -> Tensor | None:
         """The same where it is all there is to know (all rows greedy, no processors)."""
-        return self.best if self.sampler.greedy and not self.sampler.processed else None
+        return self.best if self.sampler.picks_only else None

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from skipstone.decoding import verify
-from skipstone.decoding.draft import Draft, RowVerdict, Verdict
+from skipstone.decoding.draft import Draft, Picked, RowVerdict, Verdict
 from skipstone.decoding.sampling import Sampler, Sampling, Scores
 from skipstone.models.frontier import Frontier
 from skipstone.models.host import on_device
@@ -44,6 +44,8 @@ class Session:
     depth: layers of the target that count (early_exit stops sooner). coupled: draw drafts from the target's noise.
     scratch: slots beyond the capacity that a step may use for tree nodes.
     """
+
+    reads_logits: bool = False  # whether the method itself wants the target's logits where all rows are greedy
 
     def __init__(
         self,
@@ -163,7 +165,7 @@ class Session:
         live = [False] * self.rows
         for row in done:
             live[row] = True
-        return Scores(full, self.sampler, on_device(self.store.length, full.device), live)
+        return Scores(self.sampler, list(self.store.length), live, logits=full)
 
     def frontier(self, most: list[int]) -> Frontier:
         """A new frontier that holds the last committed token of every live row, with room for `most` draft tokens a row."""
@@ -183,24 +185,27 @@ class Session:
     def score(self, draft: Draft) -> Scores:
         """The one scoring pass, the same for every method."""
         assert draft.frontier is not None, "a draft to be scored carries its frontier"
-        position = on_device(self.store.length, self.model.device) + 1
-        return Scores(draft.frontier.finish(), self.sampler, position, list(self.alive))
+        draft.frontier.advance(draft.frontier.top)
+        scores = Scores(self.sampler, [length + 1 for length in self.store.length], list(self.alive), scored=draft.frontier)
+        _ = scores.best if self.sampler.picks_only and not self.reads_logits else scores.logits  # in the time of scoring
+        return scores
 
     def waived(self, draft: Draft, scores: Scores) -> Tensor | None:
         """Draft tokens [B, n] bool that are accepted whatever the acceptance rule says; None, always, of a lossless method."""
         return None
 
-    def verify(self, draft: Draft, scores: Scores) -> Verdict:
+    def verify(self, draft: Draft, scores: Scores) -> Verdict | Picked:
         """Apply the acceptance rule: `leviathan` for drafts drawn at random, `match` for all others."""
-        noise, waived = self.sampler.noise, self.waived(draft, scores)
-        if draft.q is not None:
-            everywhere = scores.everywhere()
-            p = scores.p if everywhere is None else everywhere
-            return verify.leviathan(draft, p, scores.position, noise, waived)
-        picks = scores.picks()
+        waived = self.waived(draft, scores)
+        picks = scores.picks() if draft.q is None else None
         if picks is not None:
             return verify.match_greedy(draft, picks, waived)
-        return verify.match(draft, scores.p, scores.position, noise, waived)
+        noise = self.sampler.noise
+        if draft.q is None:
+            return verify.match(draft, scores.p, scores.position, noise, waived)
+        everywhere = scores.everywhere()
+        p = scores.p if everywhere is None else everywhere
+        return verify.leviathan(draft, p, scores.position, noise, waived)
 
     def commit(self, draft: Draft | None, verdicts: list[RowVerdict]) -> None:
         """Take over what was decided: move lengths, compact tree paths, remember the last token. Nothing is cloned.

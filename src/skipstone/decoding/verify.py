@@ -11,7 +11,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from skipstone.decoding.draft import Draft, Verdict
+from skipstone.decoding.draft import Draft, Picked, Verdict
 from skipstone.decoding.noise import ACCEPT, TARGET, Noise, substream
 from skipstone.models import host
 
@@ -60,28 +60,18 @@ def match(draft: Draft, p: Probability, position: Tensor, noise: Noise, waived: 
     return verdict
 
 
-def match_greedy(draft: Draft, picks: Tensor, waived: Tensor | None = None) -> Verdict:
-    """`match` at T = 0 with the target's picks already known: picks [B, n+1] int64, the root's first."""
+def match_greedy(draft: Draft, picks: Tensor, waived: Tensor | None = None) -> Verdict | Picked:
+    """`match` at T = 0 with the target's picks already known: picks [B, n+1] int64, the root's first. waived: as in `match`."""
+    if waived is None:
+        return Picked(draft, picks)
+    assert draft.parents is None, "only tokens of a chain can be waived"
     rows, width = draft.tokens.shape
-    if draft.parents is None and draft.candidate is None:
-        same = draft.tokens == picks[:, :-1]
-        kept = (same if waived is None else same | waived) & draft.valid
-        accepted = kept.long().cumprod(1).sum(1) if width else torch.zeros_like(picks[:, 0])
-        path = torch.arange(width, device=picks.device).expand(rows, width)
-        if waived is None:
-            return Verdict(path, picks, accepted)
-        drafted = path < accepted[:, None]
-        tokens = torch.cat([torch.where(drafted, draft.tokens, picks[:, :-1]), picks[:, -1:]], 1)
-        return Verdict(path, tokens, accepted, drafted & ~same)
-    return match(draft, lambda node, *_: picks.gather(1, node[:, None] + 1), picks[:, 0], _PICKED, waived)
-
-
-class _Picked(Noise):
-    def draw(self, p: Tensor, position: Tensor, stream: int) -> Tensor:
-        return p.squeeze(1)
-
-
-_PICKED = _Picked(torch.zeros(1, dtype=torch.long))
+    same = draft.tokens == picks[:, :-1]
+    accepted = ((same | waived) & draft.offered).long().cumprod(1).sum(1)  # [B]
+    path = torch.arange(width, device=picks.device).expand(rows, width)
+    drafted = path < accepted[:, None]
+    tokens = torch.cat([torch.where(drafted, draft.tokens, picks[:, :-1]), picks[:, -1:]], 1)
+    return Verdict(path, tokens, accepted, drafted & ~same)
 
 
 def leviathan(draft: Draft, p: Probability | Tensor, position: Tensor, noise: Noise, waived: Tensor | None = None) -> Verdict:

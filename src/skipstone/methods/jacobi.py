@@ -15,7 +15,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from skipstone.decoding.draft import Draft, RowVerdict, Verdict
+from skipstone.decoding.draft import Draft, Picked, RowVerdict, Verdict
 from skipstone.decoding.method import Method
 from skipstone.decoding.sampling import Scores
 from skipstone.decoding.session import Request, Session
@@ -66,7 +66,7 @@ class JacobiSession(Session):
         frontier.append(tokens, None if min(most) == width else valid)
         return Draft(tokens, valid, frontier)
 
-    def verify(self, draft: Draft, scores: Scores) -> Verdict:
+    def verify(self, draft: Draft, scores: Scores) -> Verdict | Picked:
         self._target_tokens = scores.best
         return super().verify(draft, scores)
 

@@ -1,6 +1,7 @@
 """The tokens of one step on their way up the layers."""
 
 from collections.abc import Sequence
+from functools import cached_property
 from itertools import pairwise
 
 import numpy as np
@@ -8,10 +9,12 @@ import torch
 from torch import Tensor
 
 from skipstone.models.engines.engine import ChainEnd, ChainStart
-from skipstone.models.host import on_device
+from skipstone.models.host import counting, on_device
 from skipstone.models.kvstore import KVStore
 from skipstone.models.layered import LayeredModel
 from skipstone.models.passes import Pass, SkipSet, Tree, ancestors
+
+COUNTED = 4096  # numbers that are counted at least, so that few steps count further
 
 
 class Frontier:
@@ -34,22 +37,38 @@ class Frontier:
         self._highest_base = max(self.base)
         self._end = max(base + room + 1 for base, room, live in zip(self.base, most, alive, strict=True) if live)
         store.reserve(self._end)
-        self._uniform = all(alive) and len(set(self.base)) == 1
-        self._alive = None if all(alive) else on_device(alive, self.device)[:, None]
-        self._taking = np.array(alive)
-        room = max(most) + 1
-        self._base = on_device(self.base, self.device)[:, None]
-        self._slots = self._base + torch.arange(room, device=self.device)
-        # Rows with less room than others have columns too many; these must not name positions that the model does not have.
-        self._positions = self._slots if self._uniform else self._slots.clamp(max=self._end - 1)
-        self._tokens = root.new_empty((self.rows, room))
-        self._depth = np.zeros((self.rows, room), dtype=np.int64)
-        self._hidden: Tensor | None = None
+        self._taking = list(alive)
+        self._everyone = all(alive)
+        self._uniform = self._everyone and len(set(self.base)) == 1
+        self._room = max(most) + 1
+        if self._uniform:
+            first = self._highest_base
+            end = first + self._room
+            places = counting(max(COUNTED, 1 << (end - 1).bit_length()), self.device)
+            self._slots = self._positions = places.as_strided((self.rows, self._room), (0, 1), first)
+        else:
+            # Rows with less room than others have columns too many; they must not name positions that the model does not have.
+            self._slots = self._base + counting(max(COUNTED, self._room), self.device)[: self._room]
+            self._positions = self._slots.clamp(max=self._end - 1)
+        self._level: int | None = 0  # the depth of all tokens, where they are known to be even
+        self._depth: np.ndarray | None = None  # [B, columns] int64, the depth of every token, where they are not
+        self._tokens = root[:, None]  # [B, columns], room for more from the first draft token on
+        self._hidden: Tensor | None = None  # [B, columns, d]
+        self._embedded = 0  # columns whose states have been begun with
         self.passes: list[tuple[int, int, int]] = []
-        self.valid: Tensor | None = None
+        self.valid = None if self._everyone else self._alive
         self.parents: Tensor | None = None
-        self.width = 0
-        self.append(root[:, None])
+        self.width = 1
+
+    @cached_property
+    def _base(self) -> Tensor:
+        """[B, 1] int64."""
+        return on_device(self.base, self.device)[:, None]
+
+    @cached_property
+    def _alive(self) -> Tensor:
+        """[B, 1] bool."""
+        return on_device(self._taking, self.device)[:, None]
 
     @property
     def tokens(self) -> Tensor:
@@ -63,14 +82,33 @@ class Frontier:
 
     @property
     def depth(self) -> np.ndarray:
-        """[B, n] on the host: layers that each token has been through."""
+        """[B, n] int64 on the host, may be written: layers that each token has been through."""
+        if self._depth is None:
+            self._depth = np.zeros((self.rows, self._room), dtype=np.int64)
+        if self._level is not None:
+            self._depth[:, : self.width], self._level = self._level, None
         return self._depth[:, : self.width]
 
     @property
     def hidden(self) -> Tensor:
         """[B, n, d]: the state of every token at its depth."""
+        if self._embedded < self.width:
+            self._embed()
         assert self._hidden is not None
-        return self._hidden[:, : self.width]
+        return self._hidden if self._hidden.shape[1] == self.width else self._hidden[:, : self.width]
+
+    def _embed(self) -> None:
+        """Begin with the states of the newest columns."""
+        start, stop = self._embedded, self.width
+        entering = self.model.embed(self._tokens[:, start:stop], self._positions[:, start:stop])
+        if self._hidden is None:
+            if stop == self._room:
+                self._hidden = entering
+            else:
+                self._hidden = entering.new_empty((self.rows, self._room, entering.shape[2]))
+        if self._hidden is not entering:
+            self._hidden[:, start:stop] = entering
+        self._embedded = stop
 
     def append(self, tokens: Tensor, valid: Tensor | None = None, parents: Tensor | None = None) -> None:
         """Add columns at depth 0. tokens: [B, m] int64. valid: [B, m] bool, None for all.
@@ -79,24 +117,29 @@ class Frontier:
         """
         start, stop = self.width, self.width + tokens.shape[1]
         assert self.parents is None, "nothing follows a tree"
+        self._make_room()
+        if self._level != 0:
+            _ = self.depth  # from now on not even
         if parents is not None:
             assert start == 1, "a tree is appended in one piece, right after the root"
             self.parents, self._reach = parents, ancestors(parents)
             positions = self._base + self._reach.sum(-1) - 1
             last = min(self._end, self.model.max_positions) - 1  # a tree has nodes deeper than any text may go on
             self._positions = positions.clamp(max=last)
-        if valid is not None or self.valid is not None or self._alive is not None:
+        if valid is not None or self.valid is not None:
             self._extend_valid(start, stop - start, valid)
         self.width = stop
         self._tokens[:, start:stop] = tokens
-        entering = self.model.embed(tokens, self._positions[:, start:stop])
-        if self._hidden is None:
-            self._hidden = entering.new_empty((self.rows, self._tokens.shape[1], entering.shape[2]))
-        self._hidden[:, start:stop] = entering
+
+    def _make_room(self) -> None:
+        """Lay the root's tokens out where draft tokens can follow them."""
+        if self._tokens.shape[1] < self._room:
+            roots, self._tokens = self._tokens, self._tokens.new_empty((self.rows, self._room))
+            self._tokens[:, :1] = roots
 
     def _extend_valid(self, start: int, width: int, valid: Tensor | None) -> None:
         new = torch.ones((self.rows, width), dtype=torch.bool, device=self.device) if valid is None else valid
-        new = new if self._alive is None else new & self._alive
+        new = new if self._everyone else new & self._alive
         old = self.valid
         if old is None:
             old = torch.ones((self.rows, start), dtype=torch.bool, device=self.device)
@@ -105,23 +148,38 @@ class Frontier:
     def advance(self, to: int, rows: list[bool] | None = None) -> None:
         """Bring every token to a depth of at least `to` layers: the shallowest first, which others join at their own depth, so
         that each run of layers takes all tokens that need it. rows: that take part, None for all that are alive."""
-        depth, hidden = self.depth, self.hidden
-        taking = self._taking if rows is None else self._taking & rows
+        if self._level is not None and rows is None and self._everyone:
+            if self._level < to:
+                self.passes.append((self._level, to, self.width))
+                everything = slice(0, self.width)
+                self._put(everything, self._run(everything, None, range(self._level, to)))
+                self._level = to
+            return
+        depth, alive = self.depth, np.array(self._taking)
+        taking = alive if rows is None else alive & rows
         levels = sorted(level for level in set(depth[taking].ravel().tolist()) if level < to)
         for low, high in pairwise([*levels, to]):
             running = (depth <= low) & taking[:, None]  # [B, n]
             columns = np.flatnonzero(running.any(0))
             first, last = int(columns[0]), int(columns[-1]) + 1
             self.passes.append((low, high, len(columns)))
-            if running[self._taking, first:last].all():  # nobody reads the states of rows that are not alive
+            if running[alive, first:last].all():  # nobody reads the states of rows that are not alive
                 part = slice(first, last)
-                hidden[:, part] = self._run(part, None, range(low, high))
+                self._put(part, self._run(part, None, range(low, high)))
             else:
                 index = on_device(columns.tolist(), self.device)
                 keep = on_device(running[:, columns].tolist(), self.device)
                 new = self._run(index, keep, range(low, high))
+                hidden = self.hidden
                 hidden[:, index] = torch.where(keep[:, :, None], new, hidden[:, index])
             depth[running] = high
+
+    def _put(self, columns: slice, states: Tensor) -> None:
+        """Take over the states of neighbouring columns."""
+        if columns == slice(0, self._room):
+            self._hidden = states
+        else:
+            self.hidden[:, columns] = states
 
     def _run(self, columns: slice | Tensor, keep: Tensor | None, layers: range) -> Tensor:
         return self.model.run(self.hidden[:, columns], self._pass(columns, keep), self.store, layers)
@@ -146,29 +204,30 @@ class Frontier:
         None, and nothing has changed, where the engine has no such call, or the model does more with logits than an engine does
         (a draft model brings them to its target's vocabulary).
 
-        Without a skip set the drafts, but for the last one, wait at the depth that drafted them; with one they are at depth 0.
+        Without a skip set all tokens have been through the layers that drafted them; with one they are at depth 0.
         """
         assert self.width == 1, "a chain starts at the root"
-        assert self._hidden is not None
-        keep, taking = skip is None, self._taking.tolist()
-        wanted = [count if live else 0 for count, live in zip(most, taking, strict=True)]
-        hidden = self._hidden[:, : max(wanted) + 1]
-        if not max(wanted) or type(self.model).project is not LayeredModel.project:
+        wanted = [count if live else -1 for count, live in zip(most, self._taking, strict=True)]
+        if max(wanted) < 1 or type(self.model).project is not LayeredModel.project:
             return None
-        roots = self._tokens[:, 0]
-        start = ChainStart(roots, self.base, wanted, layers, skip, keep, thresholds, ends, self._end)
-        chain = self.model.engine.chain(start, self.store, hidden)
+        keep, roots = skip is None, self._tokens[:, 0]
+        start = ChainStart(roots, self.base, wanted, layers, skip, keep, thresholds, ends, self._end, self._room)
+        chain = self.model.engine.chain(start, self.store)
         if chain is None:
             return None
         width = 1 + chain.tokens.shape[1]
+        self._make_room()
         self._tokens[:, 1:width] = chain.tokens
-        if len(set(chain.counts)) > 1:
-            self.valid = torch.arange(width) <= torch.tensor(chain.counts)[:, None]
-            self.valid &= torch.from_numpy(self._taking)[:, None]
-        self.width = width
+        self._hidden, self._embedded, self.width = chain.states, width, width
+        if min(chain.counts) < width - 1:
+            counts = on_device(chain.counts, self.device)[:, None]
+            self.valid = counting(max(COUNTED, width), self.device)[:width] <= counts
+            if not self._everyone:
+                self.valid &= self._alive
         self.passes += [(0, layers, 1)] * (width - 1)
         if keep:
-            self.depth[:] = np.where(np.arange(width) < np.array(chain.counts)[:, None], layers, 0)
+            self.passes.append((0, layers, 1))
+            self._level = layers
         return chain
 
     def exit_logits(self, exit_layer: int) -> Tensor:
@@ -188,10 +247,14 @@ class Frontier:
 
     def restart(self) -> None:
         """Forget the exit states: every token is at depth 0 again (LayerSkip's ablation without cache reuse)."""
-        self.hidden[:] = self.model.embed(self.tokens, self.positions)
-        self.depth[:] = 0
+        self._embedded = self._level = 0
 
     def finish(self) -> Tensor:
         """The scoring pass: bring every token to the top. Returns raw logits [B, n+1, V] float32."""
         self.advance(self.top)
         return self.model.logits(self.hidden)
+
+    def likeliest(self) -> Tensor:
+        """The same, but the likeliest token of every column only, [B, n+1] int64."""
+        self.advance(self.top)
+        return self.model.likeliest(self.hidden)

@@ -1,6 +1,7 @@
 """From the host to the device without waiting for it, when to ask back, and prompts of several lengths as one batch."""
 
 from collections.abc import Sequence
+from functools import cache
 from typing import Any
 
 import torch
@@ -15,6 +16,26 @@ def on_device(values: Sequence[Any], device: torch.device, dtype: torch.dtype | 
 def across(tensor: Tensor, device: torch.device) -> Tensor:
     """A tensor on another device. Only the way to the host waits: what it would read is not there before."""
     return tensor.to(device, non_blocking=device.type != "cpu")
+
+
+@cache
+def counting(size: int, device: torch.device) -> Tensor:
+    """0, 1, 2, ... as int64 [size], made once. Nobody writes into it."""
+    with torch.inference_mode(False):  # one made in inference mode could not be used outside of it
+        return torch.arange(size, device=device)
+
+
+def read(*tensors: Tensor) -> list[list[list[int]]]:
+    """The numbers of int64 or bool tensors [B, n], each with its own n, on the host: one transfer from an accelerator."""
+    if readable(tensors[0]):
+        return [tensor.tolist() for tensor in tensors]
+    rows = torch.cat([tensor.long() for tensor in tensors], 1).tolist()
+    found, start = [], 0
+    for tensor in tensors:
+        stop = start + tensor.shape[1]
+        found.append([row[start:stop] for row in rows])
+        start = stop
+    return found
 
 
 def readable(tensor: Tensor) -> bool:

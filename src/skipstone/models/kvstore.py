@@ -7,6 +7,7 @@ are written there and never read. To roll back is to lower a length.
 """
 
 from collections.abc import Iterable
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -20,7 +21,8 @@ class KVStore:
 
     rows: sequences that it has room for. limit: most slots a row may ever need, the trash not counted. length: committed tokens
     of every row. capacity: slots a row has now, the trash not counted. Buffers start small and double (`reserve`), so that a
-    request that ends early never pays for its limit.
+    request that ends early never pays for its limit. engine_view: what an engine has derived from the buffers (their
+    addresses); None again as soon as there are others.
     """
 
     def __init__(self, rows: int, layers: int, limit: int) -> None:
@@ -29,6 +31,7 @@ class KVStore:
         self.capacity = 0
         self.keys: list[Tensor | None] = [None] * layers
         self.values: list[Tensor | None] = [None] * layers
+        self.engine_view: Any = None
 
     @property
     def trash(self) -> int:
@@ -42,6 +45,7 @@ class KVStore:
         if slots > self.limit:
             raise ValueError(f"the KV store was made for {self.limit} slots a row, {slots} are needed")
         self.capacity = min(self.limit, max(64, 1 << (slots - 1).bit_length()))
+        self.engine_view = None
         for buffers in (self.keys, self.values):
             for layer, old in enumerate(buffers):
                 if old is not None:

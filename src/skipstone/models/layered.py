@@ -56,6 +56,12 @@ class LayeredModel(DecoderModules):
         """What the LM head reads: states after the final norm (and OPT-350m's projection). [..., d] -> [..., d']."""
         return self.engine.normed(hidden)
 
+    def likeliest(self, hidden: Tensor) -> Tensor:
+        """The token with the largest logit, the lowest of equal ones: [B, n, d] -> [B, n] int64. No logits are kept."""
+        if type(self).project is not LayeredModel.project:  # a subclass does more with logits than an engine does
+            return self.logits(hidden).argmax(-1)
+        return self.engine.likeliest(hidden)
+
     def project(self, normed: Tensor, head: nn.Module | None = None) -> Tensor:
         """LM head and what the family does after it. [B, n, d'] -> [B, n, V] float32. head: instead of the model's own."""
         return self.engine.project(normed, head)

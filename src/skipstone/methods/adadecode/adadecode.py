@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from skipstone.decoding.draft import Draft, RowVerdict, Verdict
+from skipstone.decoding.draft import Draft, Picked, RowVerdict, Verdict
 from skipstone.decoding.method import Method
 from skipstone.decoding.noise import TARGET
 from skipstone.decoding.sampling import Scores
@@ -133,7 +133,7 @@ class AdaDecodeSession(Session):
     def __init__(self, method: AdaDecode, model: LayeredModel, rows: int, capacity: int, state: ExitState) -> None:
         self.coupled = method.rejection_sample_method == "coupled"
         super().__init__(model, rows, capacity, coupled=self.coupled)
-        self.method, self.state = method, state
+        self.method, self.state, self.reads_logits = method, state, not method.verification
         # of this step
         self._predicted_at: list[list[int]] = [[] for _ in range(rows)]  # of every row, the layers of its predictions
         self._passes: list[tuple[int, int, int]] = []  # (from layer, to layer, tokens)
@@ -233,7 +233,7 @@ class AdaDecodeSession(Session):
                 doubts.append((confidence > threshold) & differs & on_device(here, differs.device))
         return torch.stack(doubts).any(0).tolist() if doubts else [False] * self.rows
 
-    def verify(self, draft: Draft, scores: Scores) -> Verdict:
+    def verify(self, draft: Draft, scores: Scores) -> Verdict | Picked:
         """Eq. 2; without verification every early prediction is kept, and the target adds its own token."""
         if self.method.verification:
             return super().verify(draft, scores)

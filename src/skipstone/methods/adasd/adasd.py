@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from skipstone.decoding.draft import Draft, RowVerdict, Verdict
+from skipstone.decoding.draft import Draft, Picked, RowVerdict, Verdict
 from skipstone.decoding.method import OWN_FIELD
 from skipstone.decoding.sampling import Scores
 from skipstone.decoding.session import Request, Session
@@ -83,7 +83,7 @@ class AdaSDSession(DraftModelSession):
         self, method: AdaSD, model: LayeredModel, draft_model: DraftModel, rows: int, capacity: int, ledger: Ledger
     ) -> None:
         super().__init__(model, draft_model, rows, capacity, method.window, None, method.rejection_sample_method)
-        self.method, self.ledger = method, ledger
+        self.method, self.ledger, self.reads_logits = method, ledger, method.relaxed
         self.generation = GenerationThreshold(rows, model.device)
         self.verification = VerificationThreshold(rows, model.device, method.variant)
         # of this step
@@ -131,13 +131,13 @@ class AdaSDSession(DraftModelSession):
         ]
         return torch.stack(places, 1)
 
-    def verify(self, draft: Draft, scores: Scores) -> Verdict:
+    def verify(self, draft: Draft, scores: Scores) -> Verdict | Picked:
         verdict = super().verify(draft, scores)
         if draft.width:
             self._update(draft, verdict)
         return verdict
 
-    def _update(self, draft: Draft, verdict: Verdict) -> None:
+    def _update(self, draft: Draft, verdict: Verdict | Picked) -> None:
         """Update: the accepted tokens and the first rejected one count; the tokens behind that one count as neither."""
         place, end = torch.arange(draft.width, device=draft.tokens.device), verdict.accepted[:, None]
         accepted, rejected = place < end, (place == end) & draft.valid  # [B, n] bool

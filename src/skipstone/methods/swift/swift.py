@@ -23,7 +23,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from skipstone.decoding.draft import Draft, RowVerdict, Verdict
+from skipstone.decoding.draft import Draft, Picked, RowVerdict, Verdict
 from skipstone.decoding.sampling import Scores
 from skipstone.decoding.session import Request, Session
 from skipstone.methods.shared import states
@@ -127,7 +127,7 @@ class SwiftSession(SkippingSession):
         tree.frontier.append(tree.tokens, tree.valid, tree.parents)
         return tree
 
-    def verify(self, draft: Draft, scores: Scores) -> Verdict:
+    def verify(self, draft: Draft, scores: Scores) -> Verdict | Picked:
         self._choices = scores.best if self.state.optimisation.searching else None
         return super().verify(draft, scores)
 

@@ -18,10 +18,10 @@ ENGINES = ("auto", "eager", "native")
 class ChainStart:
     """A greedy chain of drafts on every row, from its last committed token on.
 
-    roots: [B] int64, the last committed id of every row. bases: its position. most: most drafts of a row, 0 for one that takes
+    roots: [B] int64, the last committed id of every row. bases: its position. most: most drafts of a row, -1 for one that takes
     no part. layers: the first so many layers draft. skip: but for these sublayers. keep: keep what leaves them (an exit).
     thresholds: a row stops after a draft that is less probable; None asks for no probabilities. ends: ids after which a row
-    stops. extent: slots that the chain may need.
+    stops. extent: slots that the chain may need. columns: tokens of a row that there must be states for.
     """
 
     roots: Tensor
@@ -33,16 +33,20 @@ class ChainStart:
     thresholds: list[float] | None
     ends: Sequence[frozenset[int]]
     extent: int
+    columns: int
 
 
 @dataclass(slots=True)
 class ChainEnd:
     """tokens: [B, n] int64. counts: drafts of every row. confidence: [B, n] float32, the probability of every draft under its
-    drafter at temperature 1; None where nobody asked."""
+    drafter at temperature 1; None where nobody asked. states: [B, columns, d], of the roots and of all drafts: with `keep` what
+    leaves the layers that draft (the last draft goes through them too), else embeddings; 0 where a row has no token.
+    """
 
     tokens: Tensor
     counts: list[int]
     confidence: Tensor | None
+    states: Tensor
 
 
 class Engine(Protocol):
@@ -84,10 +88,11 @@ class Engine(Protocol):
         """LM head and what the family does after it. [..., d'] -> [..., V] float32. head: instead of the model's own."""
         ...
 
-    def chain(self, start: ChainStart, store: KVStore, hidden: Tensor) -> ChainEnd | None:
-        """Draft a greedy chain in one call. None where the engine has no such call.
+    def likeliest(self, hidden: Tensor) -> Tensor:
+        """The token with the largest logit after the final norm and the LM head, the lowest of equal ones. [..., d] -> [...]
+        int64."""
+        ...
 
-        hidden: [B, width + 1, d], width the most drafts of a row. Filled with the state of the root and of every draft: with
-        `keep` what leaves the layers that draft, else embeddings; an embedding in any case for a row's last draft.
-        """
+    def chain(self, start: ChainStart, store: KVStore) -> ChainEnd | None:
+        """Draft a greedy chain in one call. None where the engine has no such call."""
         ...

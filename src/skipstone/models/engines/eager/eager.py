@@ -79,7 +79,11 @@ class EagerEngine:
         """What the LM head reads: states after the final norm (and OPT-350m's projection). [..., d] -> [..., d']."""
         return self.family.finish(self.decoder, hidden)
 
-    def chain(self, start: ChainStart, store: KVStore, hidden: Tensor) -> ChainEnd | None:
+    def likeliest(self, hidden: Tensor) -> Tensor:
+        """As in `Engine`."""
+        return self.project(self.normed(hidden)).argmax(-1)
+
+    def chain(self, start: ChainStart, store: KVStore) -> ChainEnd | None:
         """None: transformers' modules are called one by one."""
         return None
 

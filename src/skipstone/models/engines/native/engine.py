@@ -4,7 +4,6 @@ import ctypes
 import os
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor, nn
 
@@ -62,9 +61,11 @@ class NativeEngine:
         level.restype = ctypes.c_char_p
         self.detail = f"C++, {level().decode()}, {facts.dtype} weights computed in float32, {self.threads} threads"
         shape = self._weights.model
+        self._hidden, self._depth, self._vocabulary = shape.hidden, shape.depth, shape.vocabulary
         self._padded = -(-shape.head_size // 16) * 16  # numbers of a head in the store: whole vectors
-        self._pass, self._store = Pass(), Store()
-        self._pointers = (ctypes.c_void_p * (2 * shape.depth))()
+        self._pass = Pass()
+        self._pass_address = ctypes.addressof(self._pass)
+        self._known_positions = 0  # of every rotary table that the pass struct points at
         self._skips: dict[SkipSet, Any] = {}
         self._no_tensor = torch.empty(0)
 
@@ -79,7 +80,7 @@ class NativeEngine:
     def embed(self, tokens: Tensor, positions: Tensor) -> Tensor:
         """As in `Engine`."""
         tokens = tokens.contiguous()
-        hidden = torch.empty((*tokens.shape, self._weights.model.hidden))
+        hidden = torch.empty((*tokens.shape, self._hidden))
         _check(self._library.sk_embed(self._model, tokens.data_ptr(), tokens.numel(), hidden.data_ptr()))
         return hidden
 
@@ -87,16 +88,15 @@ class NativeEngine:
         """As in `Engine`."""
         if hidden.stride(-1) != 1 or (hidden.shape[1] > 1 and hidden.stride(1) != hidden.shape[2]):
             hidden = hidden.contiguous()
-        if layers.start < 0 or layers.stop > self._weights.model.depth:
+        if layers.start < 0 or layers.stop > self._depth:
             _check(BAD_LAYER)
-        assert hidden.shape == (*at.shape, self._weights.model.hidden), "a state for every token of the pass"
+        assert hidden.shape == (*at.shape, self._hidden), "a state for every token of the pass"
         out = torch.empty(hidden.shape)
         kept = self._fill_pass(at)
-        self._fill_store(store, layers)
         error = self._library.sk_run(
             self._model,
-            ctypes.addressof(self._pass),
-            ctypes.addressof(self._store),
+            self._pass_address,
+            self._store_address(store),
             layers.start,
             layers.stop,
             self._skipped(skip),
@@ -110,49 +110,46 @@ class NativeEngine:
         _check(error)
         return out
 
-    def chain(self, start: ChainStart, store: KVStore, hidden: Tensor) -> ChainEnd:
+    def chain(self, start: ChainStart, store: KVStore) -> ChainEnd:
         """As in `Engine`."""
-        rows, width, shape = len(start.roots), max(start.most), self._weights.model
-        roots = start.roots.contiguous()
-        bases, most = np.array(start.bases, dtype=np.int64), np.array(start.most, dtype=np.int64)
-        drafts, counts = np.zeros((rows, width), dtype=np.int64), np.zeros(rows, dtype=np.int64)
-        asked = start.thresholds is not None
-        thresholds = np.array(start.thresholds if asked else [], dtype=np.float32)
-        probabilities = np.zeros((rows, width) if asked else 0, dtype=np.float32)
+        rows, width = len(start.most), max(start.most)
+        numbers = ctypes.c_int64 * rows
+        roots, drafts, counts = start.roots.contiguous(), torch.zeros((rows, width), dtype=torch.int64), numbers()
+        states = torch.zeros((rows, start.columns, self._hidden))
+        thresholds = probabilities = None
+        if start.thresholds is not None:
+            thresholds, probabilities = (ctypes.c_float * rows)(*start.thresholds), torch.zeros((rows, width))
         longest = max(map(len, start.ends))
-        ends = np.array([[*row, *[-1] * (longest - len(row))] for row in start.ends], dtype=np.int64)
-        assert hidden.shape == (rows, width + 1, shape.hidden), "a state for every draft and for the root"
-        assert hidden.stride()[1:] == (shape.hidden, 1), "a row's states lie one after the other"
-        told, layers = self._pass, range(start.layers)
+        ends = (ctypes.c_int64 * (rows * longest))(*(id for row in start.ends for id in (*row, *[-1] * (longest - len(row)))))
+        told = self._pass
         told.b, told.first_row, told.extent = rows, 0, start.extent
         self._fill_rotary(start.extent)
-        self._fill_store(store, layers)
         error = self._library.sk_chain(
             self._model,
-            ctypes.addressof(told),
-            ctypes.addressof(self._store),
+            self._pass_address,
+            self._store_address(store),
             0,
             start.layers,
             self._skipped(start.skip),
             roots.data_ptr(),
-            bases.ctypes.data,
-            most.ctypes.data,
+            numbers(*start.bases),
+            numbers(*start.most),
             width,
-            thresholds.ctypes.data if asked else None,
-            ends.ctypes.data,
+            thresholds,
+            ends,
             longest,
             start.keep,
-            drafts.ctypes.data,
-            counts.ctypes.data,
-            probabilities.ctypes.data,
-            hidden.data_ptr(),
-            hidden.stride(0),
+            drafts.data_ptr(),
+            counts,
+            None if probabilities is None else probabilities.data_ptr(),
+            states.data_ptr(),
+            states.stride(0),
             self.threads,
         )
         _check(error)
-        end = int(counts.max())
-        confidence = torch.from_numpy(probabilities[:, :end]) if asked else None
-        return ChainEnd(torch.from_numpy(drafts[:, :end]), counts.tolist(), confidence)
+        ended = list(counts)
+        end = max(ended)
+        return ChainEnd(drafts[:, :end], ended, None if probabilities is None else probabilities[:, :end], states)
 
     def normed(self, hidden: Tensor) -> Tensor:
         """As in `Engine`."""
@@ -167,11 +164,17 @@ class NativeEngine:
             weight: Any = next(head.parameters())
             return head(normed.to(weight.dtype)).float()
         states = normed.contiguous()
-        logits = torch.empty((*states.shape[:-1], self._weights.model.vocabulary))
-        rows = states.numel() // states.shape[-1]
-        data = states.data_ptr(), rows, False, logits.data_ptr(), None, None
-        _check(self._library.sk_head(self._model, *data, self.threads))
+        logits = torch.empty((*states.shape[:-1], self._vocabulary))
+        rows = states.numel() // self._hidden
+        _check(self._library.sk_head(self._model, states.data_ptr(), rows, False, logits.data_ptr(), None, self.threads))
         return logits
+
+    def likeliest(self, hidden: Tensor) -> Tensor:
+        """As in `Engine`."""
+        states, best = hidden.contiguous(), torch.empty(hidden.shape[:-1], dtype=torch.int64)
+        data, rows = states.data_ptr(), best.numel()
+        _check(self._library.sk_head(self._model, data, rows, True, None, best.data_ptr(), self.threads))
+        return best
 
     def _fill_pass(self, at: PassOfTokens) -> list[Any]:
         """Point the pass struct at a pass. Returns what must live until it was used."""
@@ -205,22 +208,31 @@ class NativeEngine:
 
     def _fill_rotary(self, extent: int) -> None:
         """Point the pass struct at tables of at least `extent` positions."""
+        if extent <= self._known_positions:
+            return
+        sizes = []
         for number, kind in enumerate(self._weights.rotary_kinds):
             cos, sin = self._rotary.table(kind, extent, self._no_tensor)
             table = self._pass.rotary[number]
             table.cos, table.sin, table.positions, table.size = cos.data_ptr(), sin.data_ptr(), *cos.shape
+            sizes.append(cos.shape[0])
+        self._known_positions = min(sizes, default=extent)
 
-    def _fill_store(self, store: KVStore, layers: range) -> None:
-        """Point the store struct at the buffers of a store, made where they are missing."""
-        shape, pointers, depth = self._weights.model, self._pointers, self._weights.model.depth
-        for index in layers:
-            for start, buffers in ((0, store.keys), (depth, store.values)):
-                buffer = buffers[index]
-                if buffer is None:
-                    buffer = buffers[index] = torch.zeros((store.rows, shape.kv_heads, store.capacity + 1, self._padded))
-                pointers[start + index] = buffer.data_ptr()
-        told, start = self._store, ctypes.addressof(pointers)
-        told.keys, told.values, told.rows, told.slots = start, start + 8 * depth, store.rows, store.capacity + 1
+    def _store_address(self, store: KVStore) -> int:
+        """The struct that points at the buffers of a store, which are made where they are missing."""
+        view = store.engine_view
+        if view is None:
+            shape, pointers = self._weights.model, (ctypes.c_void_p * (2 * self._depth))()
+            for start, buffers in ((0, store.keys), (self._depth, store.values)):
+                for index, buffer in enumerate(buffers):
+                    if buffer is None:
+                        size = (store.rows, shape.kv_heads, store.capacity + 1, self._padded)
+                        buffer = buffers[index] = torch.zeros(size)
+                    pointers[start + index] = buffer.data_ptr()
+            first = ctypes.addressof(pointers)
+            told = Store(keys=first, values=first + 8 * self._depth, rows=store.rows, slots=store.capacity + 1)
+            view = store.engine_view = (ctypes.addressof(told), told, pointers)
+        return view[0]
 
     def _skipped(self, skip: SkipSet | None) -> Any:
         """The skip set as bits per layer; null where nothing is left out."""

@@ -504,12 +504,14 @@ SK_EXPORT void sk_norm(const Model* m, const float* hidden, int64_t n, float* no
   norm_rows(hidden, m->hidden, m->norm, n, m->hidden, m->epsilon, normed, m->hidden);
 }
 
-// Logits [n][vocabulary] of n states [n][hidden], the final norm first where `norm` is set. best [n]: the likeliest ids, the
-// lowest of equal ones; probability [n]: theirs. Both may be null.
-SK_EXPORT int64_t sk_head(const Model* m, const float* hidden, int64_t n, int64_t norm, float* logits, int64_t* best, float* probability, int64_t threads) try {
+// Logits [n][vocabulary] of n states [n][hidden], the final norm first where `norm` is set; null where nobody wants them.
+// best [n]: the likeliest ids, the lowest of equal ones; may be null.
+SK_EXPORT int64_t sk_head(const Model* m, const float* hidden, int64_t n, int64_t norm, float* logits, int64_t* best, int64_t threads) try {
   if (threads < 1 || threads > MOST_THREADS) return BAD_THREADS;
   if (n <= 0) return OK;
-  run_head(*m, hidden, n, m->head.inputs, norm != 0, logits, best, probability, int(threads), room());
+  Room& own = room();
+  if (logits == nullptr) logits = grown(own.logits, n * m->vocabulary);
+  run_head(*m, hidden, n, m->head.inputs, norm != 0, logits, best, nullptr, int(threads), own);
   return OK;
 } catch (const std::exception&) {
   return NO_MEMORY;
@@ -518,20 +520,22 @@ SK_EXPORT int64_t sk_head(const Model* m, const float* hidden, int64_t n, int64_
 // A greedy chain of drafts on every row: layers [from, to), LM head, likeliest id, until a row has `most` drafts, or one of them
 // ends its text, or is less probable than its threshold. A token that was drafted counts whatever ends the chain.
 //
-// roots [b]: the last committed ids, at the positions bases [b]. width: room for drafts of a row. thresholds [b] or null: nobody
-// asks for probabilities. ends [b][ends_count]: ids that end a row, -1 for none. keep: the states that leave layer `to` are kept
-// in hidden [b][width + 1][m->hidden], as exits are; else embeddings. The last draft's state is its embedding in either case.
-// drafts [b][width], counts [b], probabilities [b][width]: what was drafted. rotary: the tables of a pass.
+// roots [b]: the last committed ids, at the positions bases [b]. width: room for drafts of a row. most [b]: drafts of a row, -1 for
+// one that takes no part. thresholds [b] or null: nobody asks for probabilities. ends [b][ends_count]: ids that end a row, -1 for
+// none. keep: the states that leave layer `to` are kept in hidden [b][width + 1][m->hidden], as exits are, the last draft's too;
+// else embeddings. drafts [b][width], counts [b], probabilities [b][width]: what was drafted. rotary: the tables of a pass.
 SK_EXPORT int64_t sk_chain(const Model* m, const Pass* pass, const Store* store, int64_t from, int64_t to, const int64_t* skip,
                            const int64_t* roots, const int64_t* bases, const int64_t* most, int64_t width, const float* thresholds,
                            const int64_t* ends, int64_t ends_count, int64_t keep, int64_t* drafts, int64_t* counts,
                            float* probabilities, float* hidden, int64_t hidden_stride, int64_t threads) try {
+  constexpr uint8_t DONE = 0, LAST = 1, DRAFTS = 2;  // LAST: goes through the layers once more and drafts nothing
   if (threads < 1 || threads > MOST_THREADS) return BAD_THREADS;
   if (!has_rows(*pass, *store)) return BAD_SLOT;
   Room& own = room();
   const int64_t b = pass->b, wide = up16(m->hidden);
+  const uint8_t after_drafting = keep ? LAST : DONE;
   own.positions.assign(bases, bases + b);
-  own.going.assign(b, 0);
+  own.going.assign(b, DONE);
   Pass one = *pass;
   one.n = 1;
   one.positions = one.slots = own.positions.data();
@@ -541,11 +545,11 @@ SK_EXPORT int64_t sk_chain(const Model* m, const Pass* pass, const Store* store,
   for (int64_t row = 0; row < b; row++) {
     counts[row] = 0;
     if (most[row] > width) return BAD_SLOT;
-    own.going[row] = most[row] > 0;
+    own.going[row] = most[row] > 0 ? DRAFTS : most[row] == 0 ? after_drafting : DONE;
     if (roots[row] < 0 || roots[row] >= m->embeddings) return BAD_TOKEN;
     embed_token(*m, roots[row], hidden + row * hidden_stride);
   }
-  for (int64_t place = 0; place < width; place++) {
+  for (int64_t place = 0; place <= width; place++) {
     if (int64_t error = prepare(*m, one, *store, from, to, own)) return error;
     const int64_t n = int64_t(own.entries.size());
     if (n == 0) break;
@@ -553,16 +557,22 @@ SK_EXPORT int64_t sk_chain(const Model* m, const Pass* pass, const Store* store,
     for (int64_t i = 0; i < n; i++)
       std::memcpy(x + i * wide, hidden + own.entries[i].place * hidden_stride + place * m->hidden, sizeof(float) * m->hidden);
     run_layers(*m, one, *store, from, to, skip, int(threads), own);
+    if (keep)
+      for (int64_t i = 0; i < n; i++)
+        std::memcpy(hidden + own.entries[i].place * hidden_stride + place * m->hidden, x + i * wide, sizeof(float) * m->hidden);
+    if (std::find(own.going.begin(), own.going.end(), DRAFTS) == own.going.end()) break;
     float* logits = grown(own.logits, n * m->vocabulary);
     float* probability = thresholds == nullptr ? nullptr : grown(own.probability, n);
     own.picks.resize(n);
     run_head(*m, x, n, wide, true, logits, own.picks.data(), probability, int(threads), own);
     for (int64_t i = 0; i < n; i++) {
       const int64_t row = own.entries[i].place, token = own.picks[i];
-      float* state = hidden + row * hidden_stride + place * m->hidden;
-      if (keep) std::memcpy(state, x + i * wide, sizeof(float) * m->hidden);
+      if (own.going[row] == LAST) {
+        own.going[row] = DONE;
+        continue;
+      }
       if (token >= m->embeddings) return BAD_TOKEN;
-      embed_token(*m, token, state + m->hidden);
+      embed_token(*m, token, hidden + row * hidden_stride + (place + 1) * m->hidden);
       drafts[row * width + place] = token;
       counts[row] = place + 1;
       own.positions[row] += 1;
@@ -572,7 +582,7 @@ SK_EXPORT int64_t sk_chain(const Model* m, const Pass* pass, const Store* store,
         probabilities[row * width + place] = probability[i];
         on = on && probability[i] >= thresholds[row];
       }
-      own.going[row] = on;
+      own.going[row] = on ? DRAFTS : after_drafting;
     }
   }
   return OK;
