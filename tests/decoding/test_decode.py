@@ -290,9 +290,7 @@ def test_a_decoding_step_makes_one_transfer_to_the_host(
     monkeypatch.setattr(torch.Tensor, "tolist", lambda self: listed.append("tensor") or own(self))
     for kind in (Verdict, Picked):
         theirs = kind.tolist
-        monkeypatch.setattr(
-            kind, "tolist", lambda self, draft, theirs=theirs: listed.append("verdict") or theirs(self, draft)
-        )
+        monkeypatch.setattr(kind, "tolist", lambda self, draft, theirs=theirs: listed.append("verdict") or theirs(self, draft))
     eos = frozenset({0, 1})
     requests = [Request(prompt(n, n), 24, eos=eos, sampling=Sampling(temperature, seed=n)) for n in (4, 9, 6)]
     decoder = start(method, model, requests)

@@ -29,6 +29,7 @@ from skipstone.decoding.method import Method
 from skipstone.decoding.sampling import Sampling
 from skipstone.decoding.session import Request
 from skipstone.hf.defaults import neutral_defaults
+from skipstone.models.engines.choice import attach
 from skipstone.models.host import left_padded
 from skipstone.models.layered import LayeredModel
 
@@ -128,8 +129,9 @@ class Judge:
     def precise(self) -> PreTrainedModel:
         """The model in float32, or in float64 where it is in float32 already."""
         wide = torch.float64 if self.model.dtype in (torch.float32, torch.float64) else torch.float32
-        wider: Any = copy.deepcopy(self.model)
-        return wider.to(wide)
+        wider: Any = copy.deepcopy(self.model).to(wide)
+        attach(wider, "eager")  # which runs any dtype, whatever engine the environment names
+        return wider
 
     def compare(
         self, prompt: Tensor, expected: list[int], found: list[int], options: Mapping[str, Any] | None = None, number: int = 0
