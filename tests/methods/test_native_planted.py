@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import shutil
 from collections.abc import Callable
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -11,7 +13,7 @@ from torch import Tensor
 
 from skipstone import LayerSkip
 from skipstone.models.engines.engine import ChainEnd
-from skipstone.models.engines.native import library
+from skipstone.models.engines.native import build, library
 from skipstone.models.engines.native.engine import NativeEngine
 from skipstone.models.passes import Pass
 from tests.helpers import planted
@@ -129,3 +131,27 @@ def test_planted_bugs_are_found(plant: Any, proof: Any, monkeypatch: Patch) -> N
     monkeypatch.setenv("SKIPSTONE_ENGINE", "native")
     proof()
     planted.assert_found(plant, proof, monkeypatch)
+
+
+BROKEN: dict[str, tuple[str, str, planted.Proof]] = {
+    "siblings seen": (" != 0 || slot < seen;", " != 2;", by_law(TREES)),
+    "key in the neighbour's slot": ("+ entry.slot) * padded", "+ (entry.slot ^ 1)) * padded", by_law(SKIP)),
+    "a bit that depends on the rows beside": ("y * layer.residual", "y * (layer.residual + (n > 1) * 2e-7f)", by_law(SKIP)),
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("mistake", BROKEN)
+def test_mistakes_in_the_library_are_found(mistake: str, monkeypatch: Patch, tmp_path: Path) -> None:
+    right, wrong, proof = BROKEN[mistake]
+    shutil.copytree(build.CSRC, tmp_path / "csrc")
+    source = tmp_path / "csrc" / build.SOURCE
+    text = source.read_text(encoding="utf-8")
+    assert text.count(right) == 1
+    source.write_text(text.replace(right, wrong), encoding="utf-8")
+    level = next(one.name for one in build.levels() if one.features <= library.features())
+    build.build([level], tmp_path, ["-O1"], tmp_path / "csrc")
+    broken = library.find(tmp_path, library.features(), level)
+    assert broken.library is not None, broken.missing
+    proof()
+    planted.assert_found(lambda patch: patch.setattr(library, "load", lambda: broken.library), proof, monkeypatch)
