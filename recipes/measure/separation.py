@@ -22,7 +22,7 @@ import skipstone
 from skipstone import AdaSD
 from skipstone.bench.plan import read, resolved
 from skipstone.bench.prompts import conversations
-from skipstone.decoding.draft import Draft, Verdict
+from skipstone.decoding.draft import Draft, Picked, Verdict
 from skipstone.methods.adasd import adasd
 from skipstone.methods.adasd.adasd import AdaSDSession
 from skipstone.tasks.dialogue import Reader
@@ -39,7 +39,7 @@ class Looking(AdaSDSession):
     def waived(self, draft: Draft, scores: Any) -> None:
         super().waived(draft, scores)
 
-    def _update(self, draft: Draft, verdict: Verdict) -> None:
+    def _update(self, draft: Draft, verdict: Verdict | Picked) -> None:
         super()._update(draft, verdict)
         assert self._distances is not None
         entropies, kept = torch.stack(self._draft_entropies, 1), int(verdict.accepted[0])

@@ -33,6 +33,10 @@ def test_figures_are_those_of_both_runs(own: Path) -> None:
         assert scene["plain"]["tokens"] == scene["method"]["tokens"] > 0
         assert scene["plain"]["acceptance_rate"] is None
         assert 0 < scene["method"]["acceptance_rate"] <= 1
+        theirs = scene["transformers"]
+        assert theirs["identical"] is True
+        assert theirs["tokens"] == scene["plain"]["tokens"]
+        assert theirs["tokens_per_second"] == pytest.approx(theirs["tokens"] / theirs["seconds"])
         pace = scene["method"]["tokens_per_second"] / scene["plain"]["tokens_per_second"]
         assert scene["speed_up"] == pytest.approx(pace)
 
@@ -47,7 +51,8 @@ def test_both_sides_show_the_same_text(own: Path) -> None:
         _, text = expected(own, scene.prompt, scene.max_new_tokens)
         for column in columns:
             assert "".join((scene.prompt + text).split()) in "".join(column.split())
-    assert len(re.findall(r"^\d.*; texts identical: yes$", shown, flags=re.MULTILINE)) == 2, "on lines of their own"
+    told = " ".join(shown.split())
+    assert len(re.findall(r"tokens/s: transformers \d+, plain \d+, layerskip \d+; .*?; texts identical: yes", told)) == 2
     assert "accepted drafts underlined" in shown
     assert "What to type next" in shown
 
@@ -70,7 +75,7 @@ def test_on_a_terminal_it_is_live_and_the_picture_holds_the_end_of_it(
     assert steps > 30, "a frame for every step"
     assert re.search(r"\x1b\[[0-9;]*4[;m]", shown), "underlined"
     picture = (tmp_path / "demo.svg").read_text()
-    assert picture.count("plain&#160;") == len(demo.SCENES)
+    assert picture.count("plain&#160;─") == len(demo.SCENES)
     assert_refused(run("demo", own, "--svg", tmp_path / "nowhere" / "demo.svg"), "nowhere: no such folder")
 
 

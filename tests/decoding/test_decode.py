@@ -281,9 +281,9 @@ WAITING = [
 def test_a_decoding_step_makes_one_transfer_to_the_host(
     method: Method, temperature: float, model: LayeredModel, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The `tolist` of the verdict, once; AdaDecode once more for every test of an exit, for what runs next depends on it, and what drafts
-    until it is unsure once more for every four drafts but the last. What is asked on the CPU only is switched off, as on an
-    accelerator."""
+    """The `tolist` of the verdict, once; AdaDecode once more for every test of an exit, for what runs next depends on it, and
+    what drafts until it is unsure once more for every four drafts but the last. What is asked on the CPU only is switched off,
+    as on an accelerator."""
     monkeypatch.setattr(host, "readable", lambda tensor: False)
     listed: list[str] = []
     own = torch.Tensor.tolist

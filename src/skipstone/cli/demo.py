@@ -1,4 +1,4 @@
-"""`skipstone demo`: the same prompts decoded plainly and with LayerSkip, side by side, in one process."""
+"""`skipstone demo`: the same prompts decoded plainly and with LayerSkip, side by side, and by transformers, in one process."""
 
 import json
 import os
@@ -53,7 +53,7 @@ def demo(
     engine: options.Engine = "auto",
     debug: options.Debug = False,
 ) -> None:
-    """The same text twice, plainly and with LayerSkip: live, side by side, with what each cost."""
+    """The same text twice, plainly and with LayerSkip: live, side by side, with what each cost, and transformers beside."""
     if as_json and svg is not None:
         raise ValueError("--svg saves the picture, --json shows none: give one of them")
     options.check_folder_of(svg)
@@ -61,7 +61,7 @@ def demo(
     from rich.console import Console
 
     from skipstone.api import resolve_for
-    from skipstone.cli.runs import Job, compared
+    from skipstone.cli.runs import Job, by_transformers, compared
     from skipstone.cli.showing import side_by_side
     from skipstone.decoding.method import OWN_FIELD
 
@@ -77,10 +77,14 @@ def demo(
     for scene in SCENES:
         ids = torch.tensor([tokenizer.encode(scene.prompt)], device=loaded.device)
         job = Job(loaded, tokenizer, ids, {"max_new_tokens": scene.max_new_tokens, "do_sample": False}, seed=0)
-        comparison = compared(job, method)[1] if as_json else side_by_side(console, job, method, scene.title, camera)
-        if comparison is None:
-            raise KeyboardInterrupt
-        scenes.append({**asdict(scene), **comparison.document()})
+        if as_json:
+            run, comparison = compared(job, method)
+            if comparison is None:
+                raise KeyboardInterrupt
+            theirs = by_transformers(job, run.tokens)
+        else:
+            comparison, theirs = side_by_side(console, job, method, scene.title, camera)
+        scenes.append({**asdict(scene), **comparison.document(), "transformers": theirs})
     if svg is not None and camera is not None:
         picture = camera.export_svg(title="skipstone demo")
         write_whole(svg, re.sub(r"@font-face \{.*?\}", "", picture, flags=re.DOTALL))  # fonts would be fetched

@@ -13,10 +13,12 @@ from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 import skipstone
+from skipstone.bench.peers import HFGenerate
 from skipstone.decoding.draft import Step
 from skipstone.decoding.method import Method
 from skipstone.decoding.stats import Stats
 from skipstone.methods.autoregressive import Autoregressive
+from skipstone.timing.measure import measure, warm_up
 
 Show = Callable[[Step], None] | None  # what is called with every step of a run
 WARM_UP_STEPS = 3  # of either side of a comparison, thrown away
@@ -215,6 +217,21 @@ def compared(
     law_only = job.sampled and getattr(method, "rejection_sample_method", None) == "standard"
     divergence = None if law_only else first_divergence(job, *runs)
     return runs[1][0], Comparison(job, method, repeat, pooled(runs[0]), pooled(runs[1]), law_only, divergence)
+
+
+def by_transformers(job: Job, tokens: list[int]) -> dict[str, Any]:
+    """The same prompt by transformers' own `generate`, warmed up, as plain JSON values. tokens: the text that it is compared
+    with."""
+    peer = HFGenerate()
+    warm_up(job.model, [peer], job.ids[0], job.options)
+    found = measure(job.model, peer, job.ids[0], job.options, job.seed)
+    pace = len(found.tokens) / found.seconds
+    return {
+        "tokens": len(found.tokens),
+        "seconds": found.seconds,
+        "tokens_per_second": pace,
+        "identical": found.tokens == tokens,
+    }
 
 
 def first_divergence(job: Job, plain: list[Run], other: list[Run]) -> Divergence | None:

@@ -17,7 +17,7 @@ from rich.text import Text
 from skipstone import __version__
 from skipstone.api import Detokenizer
 from skipstone.cli import terminal
-from skipstone.cli.runs import Comparison, Job, Run, compared, dtype_name, finish_reason
+from skipstone.cli.runs import Comparison, Job, Run, by_transformers, compared, dtype_name, finish_reason
 from skipstone.decoding.draft import Step
 from skipstone.decoding.method import Method
 from skipstone.methods import spell
@@ -154,8 +154,11 @@ class Column:
         self.changed()
 
 
-def side_by_side(console: Console, job: Job, method: Method, title: str, camera: Console | None) -> Comparison:
-    """A scene of the demo: both texts, live where there is a terminal, then the figures. Neither side's time has this in it.
+def side_by_side(
+    console: Console, job: Job, method: Method, title: str, camera: Console | None
+) -> tuple[Comparison, dict[str, Any]]:
+    """A scene of the demo: both texts, live where there is a terminal, then the figures, transformers' own too. Nobody's
+    time has the showing in it.
 
     camera: a console that is shown the end only. KeyboardInterrupt for Ctrl-C.
     """
@@ -177,7 +180,7 @@ def side_by_side(console: Console, job: Job, method: Method, title: str, camera:
     sides = [Column(job, "plain", frame), Column(job, f"{method.name}: accepted drafts underlined", frame)]
     console.rule(title)
     with Live(picture(), console=console, auto_refresh=False, transient=not console.is_terminal) as live:
-        _, comparison = compared(job, method, show=sides[1].show, show_plain=sides[0].show)
+        run, comparison = compared(job, method, show=sides[1].show, show_plain=sides[0].show)
         if comparison is None:
             raise KeyboardInterrupt
         for side in sides:
@@ -188,10 +191,15 @@ def side_by_side(console: Console, job: Job, method: Method, title: str, camera:
     plain, own, drafts = comparison.plain, comparison.other, "nothing drafted"
     if own["acceptance_rate"] is not None:
         drafts = f"M {own['mean_acceptance_length']:.2f} tokens a step, alpha {own['acceptance_rate']:.2f}"
-    pace = f"{plain['tokens_per_second']:.0f} -> {own['tokens_per_second']:.0f} tokens/s, {comparison.speed_up:.2f} x"
-    said = f"{pace}; {drafts}; {comparison.verdict()}"
+    theirs = by_transformers(job, run.tokens)
+    speeds = [side["tokens_per_second"] for side in (theirs, plain, own)]
+    said = (
+        f"tokens/s: transformers {speeds[0]:.0f}, plain {speeds[1]:.0f}, {method.name} {speeds[2]:.0f}; {method.name} is "
+        f"{speeds[2] / speeds[0]:.1f} x transformers, {comparison.speed_up:.2f} x plain; {drafts}; {comparison.verdict()}"
+        f"{'' if theirs['identical'] else ' (transformers wrote another text)'}"
+    )
     console.print(said)
     if camera is not None:
         camera.rule(title)
         camera.print(picture(), said, sep="\n")
-    return comparison
+    return comparison, theirs

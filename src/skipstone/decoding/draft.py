@@ -5,6 +5,7 @@ Shapes: B rows, n draft tokens, V vocabulary. p is the target's processed distri
 
 from dataclasses import dataclass, field
 from functools import cache
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -102,25 +103,21 @@ class Verdict:
 
     def tolist(self, draft: Draft) -> "list[RowVerdict]":
         """The verdict on the host, in one transfer from the device: the only synchronisation of a step."""
-        width = self.path.shape[1]
-        nodes, drafted = draft.valid.sum(1, keepdim=True), draft.offered.sum(1, keepdim=True)
-        last = torch.cat([torch.full_like(drafted, -1), self.path], 1).gather(1, self.accepted[:, None])
-        if draft.parents is None:
-            offered = torch.nn.functional.pad(draft.offered, (0, 1)).gather(1, self.accepted[:, None]).long()
-        else:
-            offered = (draft.offered & (draft.parents == last)).any(1, keepdim=True).long()
-        passes = drafted if draft.draft_steps is None else draft.draft_steps[:, None]
-        columns = [self.accepted[:, None], drafted, passes, nodes, offered, self.path, self.tokens]
-        columns += [] if self.overruled is None else [self.overruled.long()]
-        columns += [] if self.notes is None else [self.notes]
-        behind = 2 * width + 1
+        more = [one for one in (self.overruled, self.notes) if one is not None]
+        accepted, path, tokens, told, *rest = _together([self.accepted[:, None], self.path, self.tokens], draft, more)
+        overruled = None if self.overruled is None else rest[0]
+        notes = None if self.notes is None else rest[-1]
         verdicts = []
-        for accepted, count, steps, scored, more, *rest in torch.cat(columns, dim=1).tolist():
-            path, tokens, notes = rest[:accepted], rest[width : width + accepted + 1], rest[behind:]
-            final, against = "recovered" if more else "bonus", notes[: 0 if self.overruled is None else width]
-            mine = RowVerdict(path, tokens, final, count, sum(against), scored, steps, notes=notes[len(against) :])
-            mine.against = against
-            verdicts.append(mine)
+        for row, (count,) in enumerate(accepted):
+            mine = told[row]
+            nodes = path[row][:count]
+            verdict = mine.verdict(nodes, tokens[row][: count + 1])
+            if overruled is not None:
+                verdict.against = overruled[row]
+                verdict.overruled = sum(overruled[row])
+            if notes is not None:
+                verdict.notes = notes[row]
+            verdicts.append(verdict)
         return verdicts
 
 
@@ -145,45 +142,68 @@ class Picked:
         """The verdict on the host, in one transfer from the device: the only synchronisation of a step."""
         if not draft.width and self.notes is None:
             return [RowVerdict([], picks, "bonus", 0, 0) for picks in self.picks.tolist()]
-        asked = [self.picks, draft.tokens, draft.valid]
-        more = (draft.parents, draft.candidate, None if draft.draft_steps is None else draft.draft_steps[:, None], self.notes)
-        told = iter(host.read(*asked, *(tensor for tensor in more if tensor is not None)))
-        picks, tokens, valid = next(told), next(told), next(told)
-        parents, candidate, steps, notes = (None if tensor is None else next(told) for tensor in more)
+        picks, told, *notes = _together([self.picks], draft, [] if self.notes is None else [self.notes])
         verdicts = []
-        for row, mine in enumerate(picks):
-            offered = valid[row] if candidate is None else [a and b for a, b in zip(valid[row], candidate[row], strict=True)]
-            if parents is None:
-                path, rest = _along_chain(tokens[row], offered, mine)
-            else:
-                path, rest = _along_tree(tokens[row], offered, parents[row], mine)
-            kept = [*(tokens[row][node] for node in path), mine[path[-1] + 1 if path else 0]]
-            drafted = sum(offered)
-            verdict = RowVerdict(path, kept, "recovered" if rest else "bonus", drafted, 0, sum(valid[row]), drafted)
-            if steps is not None:
-                verdict.draft_steps = steps[row][0]
-            if notes is not None:
-                verdict.notes = notes[row]
+        for row, (mine, drafted) in enumerate(zip(picks, told, strict=True)):
+            path = drafted.walk(mine)
+            verdict = drafted.verdict(path, [*(drafted.tokens[node] for node in path), mine[path[-1] + 1 if path else 0]])
+            if notes:
+                verdict.notes = notes[0][row]
             verdicts.append(verdict)
         return verdicts
 
 
-def _along_chain(tokens: list[int], offered: list[int], picks: list[int]) -> tuple[list[int], bool]:
-    """(the accepted nodes of a row's chain, whether another one was on offer)."""
-    count = 0
-    while count < len(tokens) and offered[count] and tokens[count] == picks[count]:
-        count += 1
-    return list(range(count)), count < len(tokens) and bool(offered[count])
+@dataclass(slots=True)
+class _RowDraft:
+    """A row's draft on the host. offered: the nodes that may be accepted, as 0 and 1. parents: None for a chain."""
+
+    tokens: list[int]
+    offered: list[int]
+    parents: list[int] | None
+    scored: int
+    draft_steps: int | None
+
+    def walk(self, picks: list[int]) -> list[int]:
+        """The nodes that the target's picks accept. picks: after the root and every node."""
+        if self.parents is None:
+            count = 0
+            while count < len(self.tokens) and self.offered[count] and self.tokens[count] == picks[count]:
+                count += 1
+            return list(range(count))
+        nodes = zip(self.parents, self.tokens, self.offered, strict=True)
+        children = {(parent, token): node for node, (parent, token, offered) in enumerate(nodes) if offered}
+        path, node = [], -1
+        while (child := children.get((node, picks[node + 1]))) is not None:
+            path.append(child)
+            node = child
+        return path
+
+    def verdict(self, path: list[int], kept: list[int]) -> "RowVerdict":
+        """What became of it. path: accepted nodes. kept: their tokens and the target's own."""
+        if self.parents is None:
+            more = len(path) < len(self.tokens) and bool(self.offered[len(path)])
+        else:
+            last = path[-1] if path else -1
+            more = any(offered and parent == last for parent, offered in zip(self.parents, self.offered, strict=True))
+        drafted = sum(self.offered)
+        steps = drafted if self.draft_steps is None else self.draft_steps
+        return RowVerdict(path, kept, "recovered" if more else "bonus", drafted, 0, self.scored, steps)
 
 
-def _along_tree(tokens: list[int], offered: list[int], parents: list[int], picks: list[int]) -> tuple[list[int], bool]:
-    """The same for a tree."""
-    children = {(parents[node], tokens[node]): node for node in range(len(tokens)) if offered[node]}
-    path, node = [], -1
-    while (child := children.get((node, picks[node + 1]))) is not None:
-        path.append(child)
-        node = child
-    return path, any(parent == node for parent, _ in children)
+def _together(before: list[Tensor], draft: Draft, behind: list[Tensor]) -> list[Any]:
+    """Tensors [B, k] and a draft between them on the host, in one transfer: lists of rows, the draft's as `_RowDraft`."""
+    parts = [draft.tokens, draft.valid, draft.parents, None if draft.candidate is None else draft.offered]
+    parts.append(None if draft.draft_steps is None else draft.draft_steps[:, None])
+    found = iter(host.read(*before, *(part for part in parts if part is not None), *behind))
+    first = [next(found) for _ in before]
+    tokens, valid, parents, offered, steps = (None if part is None else next(found) for part in parts)
+    assert tokens is not None
+    assert valid is not None
+    rows = []
+    for row, scored in enumerate(valid):
+        above, passes = None if parents is None else parents[row], None if steps is None else steps[row][0]
+        rows.append(_RowDraft(tokens[row], scored if offered is None else offered[row], above, sum(scored), passes))
+    return [*first, rows, *found]
 
 
 @dataclass(slots=True)

@@ -12,6 +12,8 @@ from typing import TypeVar
 import torch
 from torch import Tensor
 
+from skipstone.models import host
+
 TARGET = 0  # the draw that decides the token at a position (plain, recovered, bonus, and both sides of a coupled draw)
 ACCEPT = 1  # Leviathan's acceptance test
 DRAFT = 2  # the drafter's own draw
@@ -105,6 +107,10 @@ class Noise:
 
     def draw(self, p: Tensor, position: Tensor, stream: int) -> Tensor:
         """Sample from p [B, V] (need not be normalised); a one-hot row gives its token. Returns [B]."""
+        if p.shape[0] == 1 and host.readable(p):  # nobody who cannot win need run
+            runners = p[0].nonzero().T  # [1, k]
+            uniform = _unit(_mix(self._counter(position[:, None], stream) + runners * _PLACE))
+            return runners[0, (uniform.log_() / p[0, runners]).argmax(-1)]
         return self.race(p, position, stream).argmax(-1)
 
     def accept(self, probability: Tensor, position: Tensor, stream: int | Tensor) -> Tensor:

@@ -20,6 +20,7 @@ from skipstone.models.host import on_device
 Processor = Callable[[Tensor, Tensor], Tensor]
 """A transformers LogitsProcessor: (ids [1, T] int64, scores [1, V] float32) -> scores [1, V]. Must be a pure function."""
 
+FEW = 100  # largest top-k whose tokens a CPU looks at alone
 AT_ONCE = 1 << 16  # logits of a step up to which a CPU spends more time on calling operators than in them
 
 
@@ -53,7 +54,7 @@ class Warping:
     """The warper settings of all rows: columns [B] on the device, and on the host what is in use at all."""
 
     def __init__(self, rows: Sequence[Sampling], device: torch.device) -> None:
-        def column(values: list[float], dtype: torch.dtype) -> Tensor:
+        def column(values: Sequence[float], dtype: torch.dtype) -> Tensor:
             return on_device(values, device, dtype)
 
         self.greedy = column([row.temperature == 0 for row in rows], torch.bool)
@@ -64,6 +65,8 @@ class Warping:
         self.min_p = column([row.min_p for row in rows], torch.float32)
         self.any_greedy = any(row.temperature == 0 for row in rows)
         self.largest_k = max(row.top_k for row in rows)
+        few = [row.temperature > 0 and 0 < row.top_k <= FEW for row in rows]
+        self.few, self.any_few, self.all_few = column(few, torch.bool), any(few), all(few)
         self.any_top_p = any(row.top_p < 1 for row in rows)
         self.any_min_p = any(row.min_p > 0 for row in rows)
 
@@ -71,8 +74,19 @@ class Warping:
 def warp(logits: Tensor, rows: Warping) -> Tensor:
     """Temperature, top-k, top-p, min-p, in HF's order. logits: [B, V] or [B, n, V]. Returns p of the same shape.
 
-    Rows with temperature 0 become one-hot at their argmax.
+    Rows with temperature 0 become one-hot at their argmax. What a row gets does not depend on the rows beside it.
     """
+    if not rows.any_few or not host.readable(logits) or logits.shape[-1] <= FEW:
+        return _warped(logits, rows)
+    p, tied = _warped_few(logits, rows)
+    if rows.all_few and not bool(tied.any()):
+        return p
+    few = rows.few.view(-1, *[1] * (logits.ndim - 1))
+    return torch.where(few & ~tied, p, _warped(logits, rows))
+
+
+def _warped(logits: Tensor, rows: Warping) -> Tensor:
+    """`warp` over the whole vocabulary."""
     shape = (-1, *[1] * (logits.ndim - 1))
     scores = logits / rows.temperature.view(shape)
     if rows.largest_k:
@@ -88,12 +102,39 @@ def warp(logits: Tensor, rows: Warping) -> Tensor:
         scores = scores.masked_fill(torch.zeros_like(tail).scatter(-1, order, tail), float("-inf"))
     p = scores.softmax(-1)
     if rows.any_min_p:
-        least = rows.min_p.view(shape) * p.amax(-1, keepdim=True)
-        p = scores.masked_fill(p < least, float("-inf")).softmax(-1)
+        p = _without_improbable(scores, p, rows.min_p.view(shape))
     if rows.any_greedy:
         best = torch.zeros_like(p).scatter(-1, logits.argmax(-1, keepdim=True), 1.0)
         p = torch.where(rows.greedy.view(shape), best, p)
     return p
+
+
+def _warped_few(logits: Tensor, rows: Warping) -> tuple[Tensor, Tensor]:
+    """`warp` for rows with a small top-k, worked out on their FEW largest logits only.
+
+    Returns (p, of the shape of logits; tied [..., 1] bool, where equal logits leave it open which of them are kept). What it
+    says of other rows means nothing.
+    """
+    shape = (-1, *[1] * (logits.ndim - 1))
+    best = (logits / rows.temperature.view(shape)).topk(FEW + 1, dim=-1)  # always as many: a row's sums do not know the others
+    tied = (best.values[..., :-1] == best.values[..., 1:]).any(-1, keepdim=True)
+    place = host.counting(FEW + 1, logits.device)
+    scores = best.values.masked_fill(place >= rows.top_k.view(shape), float("-inf"))  # [..., FEW + 1], the largest first
+    if rows.any_top_p:
+        rising = scores.flip(-1).softmax(-1).cumsum(-1)  # HF adds up from the least probable token on
+        tail = (rising <= rows.tail.view(shape)).flip(-1)
+        tail[..., 0] = False
+        tail &= (rows.tail > 0).view(shape)
+        scores = scores.masked_fill(tail, float("-inf"))
+    p = scores.softmax(-1)
+    if rows.any_min_p:
+        p = _without_improbable(scores, p, rows.min_p.view(shape))
+    return torch.zeros_like(logits).scatter_(-1, best.indices, p), tied
+
+
+def _without_improbable(scores: Tensor, p: Tensor, min_p: Tensor) -> Tensor:
+    """p without what is less probable than min_p times the most probable token."""
+    return scores.masked_fill(p < min_p * p.amax(-1, keepdim=True), float("-inf")).softmax(-1)
 
 
 @dataclass
@@ -178,7 +219,7 @@ class Sampler:
         """Whether a row's processors are to be called after path [B, k]: never past the end, where plain decoding stops."""
         if wanted is not None and not wanted[row]:
             return False
-        return not self.eos[row] or self.eos[row].isdisjoint(path[row].tolist())
+        return not self.eos[row] or not path.shape[1] or self.eos[row].isdisjoint(path[row].tolist())
 
     def process(self, logits: Tensor, path: Tensor, wanted: Sequence[bool] | None = None) -> Tensor:
         """Apply every row's processors. logits: [B, V] raw; path: [B, k], tokens after the committed ones. Returns [B, V].
@@ -191,19 +232,24 @@ class Sampler:
         for row, sampling in enumerate(self.settings):
             scores = logits[row : row + 1]
             if sampling is not None and sampling.processors and self._asked(row, path, wanted):
-                ids = torch.cat([self.ids[row], path[row]])[None]
+                ids = self._text(row, path)
                 scores = scores.clone()
                 for processor in sampling.processors:
                     scores = processor(ids, scores)
             rows.append(scores)
-        return torch.cat(rows)
+        return torch.cat(rows) if len(rows) > 1 else rows[0]
+
+    def _text(self, row: int, path: Tensor) -> Tensor:
+        """All ids of a row [1, T], path [B, k] included."""
+        ids = self.ids[row]
+        return (torch.cat([ids, path[row]]) if path.shape[1] else ids)[None]
 
     def warped(self, scores: Tensor, path: Tensor, wanted: Sequence[bool] | None = None) -> Tensor:
         """p [B, V] of processed scores [B, V]. path, wanted: as in `process`."""
         p = warp(scores, self.warping)
         for row, sampling in enumerate(self.settings):
             if sampling is not None and sampling.warpers and self._asked(row, path, wanted):
-                ids, own = torch.cat([self.ids[row], path[row]])[None], scores[row : row + 1]
+                ids, own = self._text(row, path), scores[row : row + 1]
                 for warper in sampling.warpers:
                     own = warper(ids, own)
                 p[row] = own[0].softmax(-1)
@@ -298,6 +344,8 @@ class Scores:
 
     def at(self, node: Tensor) -> Tensor:
         """Raw logits after a node [B], -1 for the root. Returns [B, V]."""
+        if self.logits.shape[1] == 1:
+            return self.logits[:, 0]
         index = (node + 1)[:, None, None].expand(-1, 1, self.logits.shape[2])
         return self.logits.gather(1, index).squeeze(1)
 

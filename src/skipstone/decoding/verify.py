@@ -32,6 +32,9 @@ def match(draft: Draft, p: Probability, position: Tensor, noise: Noise, waived: 
     rows, width = draft.tokens.shape
     assert waived is None or draft.parents is None, "only tokens of a chain can be waived"
     node = draft.tokens.new_full((rows,), -1)
+    if not width:
+        everyone = torch.ones_like(node, dtype=torch.bool)
+        return Verdict(draft.tokens, noise.draw(p(node, draft.tokens, everyone), position, TARGET)[:, None], node + 1)
     overruled = None if waived is None else torch.zeros_like(draft.valid)
     walking = torch.ones_like(node, dtype=torch.bool)
     accepted, path, tokens = torch.zeros_like(node), [], []

@@ -50,8 +50,8 @@ class Frontier:
             # Rows with less room than others have columns too many; they must not name positions that the model does not have.
             self._slots = self._base + counting(max(COUNTED, self._room), self.device)[: self._room]
             self._positions = self._slots.clamp(max=self._end - 1)
-        self._level: int | None = 0  # the depth of all tokens, where they are known to be even
-        self._depth: np.ndarray | None = None  # [B, columns] int64, the depth of every token, where they are not
+        self._reached: list[int] | None = [0]  # the depth of every column, as long as it is the same in all rows
+        self._depth: np.ndarray | None = None  # [B, columns] int64, the depth of every token, where it may not be
         self._tokens = root[:, None]  # [B, columns], room for more from the first draft token on
         self._hidden: Tensor | None = None  # [B, columns, d]
         self._embedded = 0  # columns whose states have been begun with
@@ -85,8 +85,8 @@ class Frontier:
         """[B, n] int64 on the host, may be written: layers that each token has been through."""
         if self._depth is None:
             self._depth = np.zeros((self.rows, self._room), dtype=np.int64)
-        if self._level is not None:
-            self._depth[:, : self.width], self._level = self._level, None
+        if self._reached is not None:
+            self._depth[:, : self.width], self._reached = self._reached, None
         return self._depth[:, : self.width]
 
     @property
@@ -118,8 +118,8 @@ class Frontier:
         start, stop = self.width, self.width + tokens.shape[1]
         assert self.parents is None, "nothing follows a tree"
         self._make_room()
-        if self._level != 0:
-            _ = self.depth  # from now on not even
+        if self._reached is not None:
+            self._reached += [0] * tokens.shape[1]
         if parents is not None:
             assert start == 1, "a tree is appended in one piece, right after the root"
             self.parents, self._reach = parents, ancestors(parents)
@@ -148,13 +148,29 @@ class Frontier:
     def advance(self, to: int, rows: list[bool] | None = None) -> None:
         """Bring every token to a depth of at least `to` layers: the shallowest first, which others join at their own depth, so
         that each run of layers takes all tokens that need it. rows: that take part, None for all that are alive."""
-        if self._level is not None and rows is None and self._everyone:
-            if self._level < to:
-                self.passes.append((self._level, to, self.width))
-                everything = slice(0, self.width)
-                self._put(everything, self._run(everything, None, range(self._level, to)))
-                self._level = to
-            return
+        if self._reached is not None and rows is None and self._everyone:
+            self._advance_columns(self._reached, to)
+        else:
+            self._advance_rows(to, rows)
+
+    def _advance_columns(self, reached: list[int], to: int) -> None:
+        """`advance` where every column is equally deep in all rows. reached: its depth, brought up to date."""
+        levels = sorted({level for level in reached if level < to})
+        for low, high in pairwise([*levels, to]):
+            columns = [column for column, level in enumerate(reached) if level <= low]
+            first, last = columns[0], columns[-1] + 1
+            self.passes.append((low, high, len(columns)))
+            if last - first == len(columns):
+                part = slice(first, last)
+                self._put(part, self._run(part, None, range(low, high)))
+            else:
+                index = on_device(columns, self.device)
+                self.hidden[:, index] = self._run(index, None, range(low, high))
+            for column in columns:
+                reached[column] = high
+
+    def _advance_rows(self, to: int, rows: list[bool] | None) -> None:
+        """`advance` where rows differ, or some of them take no part."""
         depth, alive = self.depth, np.array(self._taking)
         taking = alive if rows is None else alive & rows
         levels = sorted(level for level in set(depth[taking].ravel().tolist()) if level < to)
@@ -227,7 +243,9 @@ class Frontier:
         self.passes += [(0, layers, 1)] * (width - 1)
         if keep:
             self.passes.append((0, layers, 1))
-            self._level = layers
+            self._reached = [layers] * width
+        else:
+            self._reached = [0] * width
         return chain
 
     def exit_logits(self, exit_layer: int) -> Tensor:
@@ -247,7 +265,7 @@ class Frontier:
 
     def restart(self) -> None:
         """Forget the exit states: every token is at depth 0 again (LayerSkip's ablation without cache reuse)."""
-        self._embedded = self._level = 0
+        self._embedded, self._reached = 0, [0] * self.width
 
     def finish(self) -> Tensor:
         """The scoring pass: bring every token to the top. Returns raw logits [B, n+1, V] float32."""
