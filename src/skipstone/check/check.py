@@ -129,9 +129,9 @@ class Judge:
     def precise(self) -> PreTrainedModel:
         """The model in float32, or in float64 where it is in float32 already."""
         wide = torch.float64 if self.model.dtype in (torch.float32, torch.float64) else torch.float32
-        wider: Any = copy.deepcopy(self.model).to(wide)
+        wider: Any = copy.deepcopy(self.model)
         attach(wider, "eager")  # which runs any dtype, whatever engine the environment names
-        return wider
+        return wider.to(wide)
 
     def compare(
         self, prompt: Tensor, expected: list[int], found: list[int], options: Mapping[str, Any] | None = None, number: int = 0
