@@ -269,6 +269,12 @@ struct Case {
     return made;
   }
 
+  // Numbers of threads that are not there, but none that would start dozens.
+  int64_t hostile_threads() {
+    const int64_t many = dice.hostile(MOST_THREADS + 2);
+    return many > 3 && many <= MOST_THREADS ? 3 : many;
+  }
+
   int64_t threads() { return dice.chance(40) ? 1 : dice.from(2, 3); }
 
   // Positions that every layer of a range has a rotary phase for.
@@ -322,7 +328,7 @@ struct Case {
       CHECK(best[r] == std::max_element(row, row + m.vocabulary) - row);
     }
     if (!hostile) return;
-    const int64_t many = dice.hostile();
+    const int64_t many = hostile_threads();
     const int64_t expected = many >= 1 && many <= MOST_THREADS ? OK : BAD_THREADS;
     CHECK(library.head(&m, hidden.data(), n, norm, again.data(), best.data(), many) == expected);
     CHECK(logits == again);
@@ -415,14 +421,14 @@ struct Case {
 
   void spoil(Passing& made, Asked& asked) {
     Pass& pass = made.pass;
-    switch (dice.from(0, 14)) {
+    switch (std::max<int64_t>(0, dice.from(-3, 14))) {  // positions more often than the others
       case 0: spoil(made.positions, dice.chance(50) ? positions_known() : pass.extent); break;
       case 1: spoil(made.slots, store.slots - 1), asked.threads = 1; break;  // two tokens in one slot: on two threads the bits would be any
       case 2: pass.first_row = dice.hostile(store.rows - pass.b + 1); break;
       case 3: pass.extent = dice.hostile(store.slots); break;
       case 4: asked.from = dice.hostile(); break;
       case 5: asked.to = dice.hostile(m.depth + 1); break;
-      case 6: asked.threads = dice.hostile(); break;
+      case 6: asked.threads = hostile_threads(); break;
       case 7: spoil(made.base, pass.extent); break;
       case 8: spoil(made.seen); break;
       case 9: spoil(made.column_positions); break;
@@ -539,7 +545,7 @@ struct Case {
         case 8: pass.extent = dice.hostile(store.slots); break;
         case 9: asked.from = dice.hostile(); break;
         case 10: asked.to = dice.hostile(m.depth + 1); break;
-        case 11: asked.threads = dice.hostile(); break;
+        case 11: asked.threads = hostile_threads(); break;
         case 12: thresholds[dice.from(0, b - 1)] = dice.chance(50) ? NAN : -INFINITY; break;
         default: pass.rotary[dice.from(0, ROTARY_TABLES - 1)].positions = fewer(2); break;
       }
