@@ -7,6 +7,7 @@ STAMP := $(VENV)/.installed
 WORKERS ?= auto
 MODEL ?=
 BENCH ?=
+ENGINE ?=
 
 NATIVE := $(VENV)/.native
 NATIVE_SOURCES := src/skipstone/models/engines/native/build.py \
@@ -35,8 +36,8 @@ quick: $(STAMP) $(NATIVE)  ## the inner loop, under a minute: the loop, its rule
 test: $(STAMP) $(NATIVE)  ## the suite without the full product, under four minutes on two cores; prints its ten slowest
 	$(PYTEST) -m "not slow" --durations=10
 
-test-rest: $(STAMP) $(NATIVE)  ## what `make test` leaves out, on the reference engine
-	SKIPSTONE_ENGINE=eager $(PYTEST) -m slow --durations=10
+test-rest: $(STAMP) $(NATIVE)  ## what `make test` leaves out; ENGINE=eager: on the reference engine, else native where that runs
+	SKIPSTONE_ENGINE=$(ENGINE) $(PYTEST) -m slow --durations=10
 
 test-all: $(STAMP) $(NATIVE)  ## every method x every family x every setting
 	$(PYTEST)

@@ -16,10 +16,10 @@ from skipstone.check import laws
 from skipstone.check.check import Checker, Judge, Report, Scale
 from skipstone.methods.layerskip import LayerSkipSession
 from skipstone.models.engines.native import library
-from tests.helpers import bugs
+from tests.helpers import bugs, families
 from tests.helpers.bugs.base import broken
 from tests.helpers.machine import prompt, sharpened, small
-from tests.helpers.support import message
+from tests.helpers.support import alone, message
 
 SCALE = Scale(max_new_tokens=24, samples=200)
 PROMPTS = [prompt(length, seed=length) for length in (9, 14, 6, 11)]
@@ -187,3 +187,16 @@ def test_what_cannot_be_checked_is_said_before_anything_runs(monkeypatch: pytest
     monkeypatch.setitem(sys.modules, "scipy.stats", None)
     with pytest.raises(ImportError, match=r"scipy: pip install \"skipstone\[bench\]"):
         checked(Autoregressive())
+
+
+def test_a_judge_works_whatever_engine_the_environment_names(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The wider copy of a float32 model is in float64, which the native engine does not read."""
+    if library.missing() is not None:
+        pytest.skip(str(library.missing()))
+    monkeypatch.setenv("SKIPSTONE_ENGINE", "native")
+    model, prompt = families.cached("llama"), families.prompts(1)[0]
+    text = alone(model, prompt, max_new_tokens=4)
+    parted = Judge(model).compare(prompt, text, [*text[:2], (text[2] + 1) % 97, text[3]])
+    assert parted is not None
+    assert parted.position == 2
+    assert not parted.tie

@@ -23,6 +23,7 @@ from transformers.generation.logits_process import (
 from skipstone import Autoregressive, Draft, LayerSkip, Sampling, Session
 from skipstone.methods.layerskip import LayerSkipSession
 from skipstone.methods.shared.confidence import Confidence
+from skipstone.models.engines.native import library
 from tests.helpers import planted
 from tests.helpers.enumeration import EXACT, PROMPT, VOCAB, Law, Pushing, Tabled, distance, exact_law, loop_law, proves
 from tests.helpers.machine import llama
@@ -138,6 +139,29 @@ def test_match_keeps_the_law_for_deterministic_drafts(model: Any, nodes: int, br
     assert any(accepted >= 1 for _, accepted in seen.steps)
     assert any(drafted > accepted for drafted, accepted in seen.steps)
     assert max(seen.lengths) >= min(nodes, 3)
+
+
+NATIVE: dict[str, tuple[Any, dict[str, Any]]] = {
+    "plain": (Autoregressive(), {}),
+    "layerskip": (LayerSkip(exit_layer=1, num_speculative_tokens=2), {}),
+    "layerskip, thresholds": (LayerSkip(exit_layer=1, num_speculative_tokens=2, confidence_threshold=0.6), {}),
+    "layerskip, warpers": (
+        LayerSkip(exit_layer=1, num_speculative_tokens=2),
+        {"warpers": [TemperatureLogitsWarper(0.75), TopKLogitsWarper(2)], "temperature": 0.75, "top_k": 2},
+    ),
+    "trees": (Trees(nodes=5, branching=0.7, seed=5), MATCHED["processors"]),
+}
+
+
+@pytest.mark.skipif(library.missing() is not None, reason=str(library.missing()))
+@pytest.mark.parametrize("name", NATIVE)
+def test_the_law_is_exact_on_the_native_engine(name: str) -> None:
+    """To 1e-9, although it computes in float32: what it computes for a token has the same bits in every pass."""
+    method, settings = NATIVE[name]
+    seen = proves(llama(vocab=VOCAB, hidden=8, layers=2, head=2.0, seed=2), method, native=True, **settings)
+    if name != "plain":
+        assert any(accepted for _, accepted in seen.steps)
+        assert any(drafted > accepted for drafted, accepted in seen.steps)
 
 
 def second_token(law: Law) -> list[float]:

@@ -21,7 +21,9 @@ from skipstone.decoding.loop import Decoder
 from skipstone.decoding.method import Method
 from skipstone.decoding.sampling import Sampling
 from skipstone.decoding.session import Request
+from skipstone.models.kvstore import KVStore
 from skipstone.models.layered import LayeredModel
+from skipstone.models.passes import Pass
 
 Outcome = TypeVar("Outcome", bound=Hashable)
 Law = dict[tuple[int, ...], float]
@@ -140,6 +142,34 @@ class Double(LayeredModel):
         return (head or self.head)(normed)
 
 
+class Widened(LayeredModel):
+    """A model in float32 on the native engine, whose logits are float64 from there on."""
+
+    def __init__(self, model: Any) -> None:
+        super().__init__(model, "native")
+
+    def project(self, normed: Tensor, head: Any = None) -> Tensor:
+        return super().project(normed, head).double()
+
+
+def native_target(layered: LayeredModel, prompt: Tensor, processors: Sequence[Any] = ()) -> Callable[..., list[float]]:
+    """The distribution of the next token by one pass over the whole text: prefix -> [V]. What the loop computes in other passes
+    has the same bits, so its law is this one and not a rounded one."""
+
+    @cache
+    def p(prefix: tuple[int, ...]) -> list[float]:
+        ids = torch.cat([prompt, torch.tensor(prefix, dtype=torch.long)])[None]
+        positions, store = torch.arange(ids.shape[1])[None], KVStore(1, layered.depth, ids.shape[1])
+        store.reserve(ids.shape[1])
+        at = Pass(positions, positions, None, slice(0, 1), ids.shape[1], 0)
+        scores = layered.logits(layered.run(layered.embed(ids, positions), at, store, range(layered.depth)))[:, -1]
+        for processor in processors:
+            scores = processor(ids, scores)
+        return scores[0].softmax(-1).tolist()
+
+    return p
+
+
 def target(model: Any, prompt: Tensor, processors: Sequence[Any] = ()) -> Callable[..., list[float]]:
     """The exact distribution of the next token, by transformers' own forward and processors: prefix -> [V]."""
 
@@ -206,17 +236,22 @@ def proves(
     warpers: Sequence[Any] = (),
     own: Sequence[Any] = (),
     new: int = NEW,
+    native: bool = False,
     **sampling: Any,
 ) -> Seen:
     """Assert that the loop's law is the exact one.
 
-    model: a transformers model in float64. processors run in the loop and in the reference, and so do `own` warpers; `warpers`
-    are transformers' objects for the reference alone, where `sampling` says the same to the loop.
+    model: a transformers model in float64, or in float32 for the native engine. processors run in the loop and the reference,
+    and so do `own` warpers; `warpers` are transformers' objects for the reference alone, where `sampling` says the same to the
+    loop.
     """
     seen = Seen()
     settings = Sampling(**{"temperature": 1.0, "processors": processors, "warpers": own, **sampling})
-    found = loop_law(method, Double(model), PROMPT, new, settings, seen)
-    expected = exact_law(target(model, PROMPT, [*processors, *warpers, *own]), new, VOCAB)
+    layered = Widened(model) if native else Double(model)
+    found = loop_law(method, layered, PROMPT, new, settings, seen)
+    every = [*processors, *warpers, *own]
+    of_prefix = native_target(layered, PROMPT, every) if native else target(model, PROMPT, every)
+    expected = exact_law(of_prefix, new, VOCAB)
     assert abs(sum(found.values()) - 1) < EXACT, "the weights of all paths add up to one"
     assert distance(found, expected) < EXACT, "the loop's law is the target's"
     return seen

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import json
+import os
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -15,6 +16,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerFast
 
 import skipstone
 from skipstone.check.check import Divergence, Judge
+from skipstone.models.engines.choice import VARIABLE
 from tests.helpers import families
 
 TIE = 1e-4
@@ -65,13 +67,13 @@ def _references(name: str, rows: int, asked: int, options: str) -> tuple[list[Te
 def plainly(name: str, rows: int, *, asked: int = 1, **options: Any) -> tuple[list[Tensor], list[list[int]]]:
     """Ragged prompts of a family and what our own plain decoding says to them, for options that JSON can name.
 
-    asked: the prompts' seed.
+    asked: the prompts' seed. The engine is the one that the environment names.
     """
-    return _plainly(name, rows, asked, json.dumps(options))
+    return _plainly(name, rows, asked, json.dumps(options), os.environ.get(VARIABLE))
 
 
 @functools.cache
-def _plainly(name: str, rows: int, asked: int, options: str) -> tuple[list[Tensor], list[list[int]]]:
+def _plainly(name: str, rows: int, asked: int, options: str, engine: str | None) -> tuple[list[Tensor], list[list[int]]]:
     prompts = families.prompts(rows, seed=asked)
     output = decode(families.cached(name), prompts, skipstone.Autoregressive(), **json.loads(options))
     assert output.new_tokens is not None

@@ -16,6 +16,9 @@ from typing import Any
 import pytest
 
 from skipstone import METHODS
+from skipstone.models.engines.native import library
+from skipstone.models.engines.native.weights import RECIPES
+from skipstone.models.layered import LayeredModel
 from tests.helpers import families
 from tests.helpers.conformance import DRAFTS, LOSSLESS, ROWS, assert_greedy_equals_alone, assert_sampling_equals_plain
 from tests.helpers.pairwise import all_but, crossed
@@ -107,6 +110,23 @@ def test_settings_meet_on_a_llama(method: str, rows: int, drafts: int, sampled: 
         return
     for rule in ROWS[method].same_text:
         assert_sampling_equals_plain(ROWS[method], "llama", rows, drafts, rule, 24, {**options, **SAMPLING})
+
+
+def on_both_engines() -> list[Any]:
+    """Every method on both engines; the families that the native engine knows take turns."""
+    known = list(RECIPES)
+    return [(method, known[place % len(known)], engine) for place, method in enumerate(MAIN) for engine in ("eager", "native")]
+
+
+@pytest.mark.parametrize(("method", "family", "engine"), on_both_engines())
+def test_both_engines_keep_the_promises(method: str, family: str, engine: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    if engine == "native" and library.missing() is not None:
+        pytest.skip(str(library.missing()))
+    monkeypatch.setenv("SKIPSTONE_ENGINE", engine)
+    assert LayeredModel(families.cached(family)).engine.name == engine
+    assert_greedy_equals_alone(ROWS[method], family, 2, 4, NEW, {})
+    for rule in ROWS[method].same_text:
+        assert_sampling_equals_plain(ROWS[method], family, 2, 4, rule, NEW, {**SAMPLING, **PROCESSORS})
 
 
 @pytest.mark.slow

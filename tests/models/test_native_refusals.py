@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from skipstone.models.engines.native import library
 from skipstone.models.engines.native.engine import NativeEngine, why_not
+from skipstone.models.engines.native.structs import ERRORS
 from skipstone.models.engines.native.weights import RECIPES
 from skipstone.models.facts import Facts
 from skipstone.models.kvstore import KVStore
@@ -105,6 +106,95 @@ def test_an_unknown_layer_is_refused(start: int, stop: int) -> None:
     with pytest.raises(RuntimeError, match="a layer that the model does not have"):
         layered.run(torch.ones(1, 3, 32), bad_pass(), store, range(start, stop))
     assert all(bool((one == 7.0).all()) for one in whole)
+
+
+def whole_pass(**changed: Any) -> Pass:
+    """Three tokens of a row as a tree, all tensors as they should be but for those that are named."""
+    tree = {
+        "base": torch.tensor([0]),
+        "ancestors": torch.eye(3, dtype=torch.bool)[None],
+        "column_positions": torch.arange(3)[None],
+    }
+    given = {"positions": torch.arange(3)[None], "slots": torch.arange(3)[None], "valid": None, "seen": None, **tree, **changed}
+    tree = Tree(given["base"], given["ancestors"], given["column_positions"], given["seen"])
+    return Pass(given["positions"], given["slots"], given["valid"], slice(0, 1), 3, None, tree)
+
+
+MISFITS: dict[str, Tensor] = {
+    "slots": torch.arange(2)[None],
+    "positions": torch.arange(3, dtype=torch.int32)[None],
+    "valid": torch.ones(1, 2, dtype=torch.bool),
+    "base": torch.zeros(0, dtype=torch.int64),
+    "ancestors": torch.ones(1, 2, 3, dtype=torch.bool),
+    "column_positions": torch.arange(2, dtype=torch.int32)[None],
+    "seen": torch.tensor(3),
+}
+
+
+@pytest.mark.parametrize("name", MISFITS)
+def test_a_tensor_that_is_too_short_or_of_another_kind_is_refused(name: str) -> None:
+    layered = native(families.cached("llama"))
+    store, whole = guarded(layered)
+    layered.run(torch.ones(1, 3, 32), whole_pass(), store, range(0))
+    with pytest.raises(ValueError, match=r"the native engine wants \w+ \[[\d, ]*\] in \w+ on the CPU, found \["):
+        layered.run(torch.ones(1, 3, 32), whole_pass(**{name: MISFITS[name]}), store, range(4))
+    assert all(bool((one == 7.0).all()) for one in whole), "a refused pass wrote to the store"
+
+
+STATES = [
+    torch.ones(1, 2, 32),
+    torch.ones(1, 3, 31),
+    torch.ones(1, 3, 32, dtype=torch.bfloat16),
+    torch.ones(1, 3, 32, device="meta"),
+    torch.ones(3, 32),
+]
+
+
+@pytest.mark.parametrize("hidden", STATES, ids=lambda one: f"{list(one.shape)} {one.dtype} {one.device}")
+def test_states_that_do_not_fit_are_refused(hidden: Tensor) -> None:
+    layered = native(families.cached("llama"))
+    store, _ = guarded(layered)
+    sentence = r"the native engine wants hidden \[1, 3, 32\] in float32 on the CPU, found \["
+    with pytest.raises(ValueError, match=sentence):
+        layered.run(hidden, bad_pass(), store, range(4))
+    if hidden.shape[-1] != 32 or hidden.dtype != torch.float32 or hidden.is_meta:
+        for read in (layered.normed, layered.project, layered.engine.likeliest):
+            with pytest.raises(ValueError, match=r"the native engine wants (hidden|normed)"):
+                read(hidden)
+
+
+def test_a_store_of_another_engine_or_model_is_refused() -> None:
+    model = families.build("gemma", head_dim=12)  # the native engine keeps whole vectors
+    store, positions = KVStore(1, 4, 20), torch.arange(3)[None]
+    store.reserve(20)
+    eager = LayeredModel(model, "eager")
+    eager.run(eager.embed(positions, positions), bad_pass(), store, range(4))
+    with pytest.raises(ValueError, match=r"wants keys and values .* in float32 on the CPU, found"):
+        native(model).run(torch.ones(1, 3, 32), bad_pass(), store, range(4))
+    store = KVStore(1, 4, 20)
+    store.reserve(20)
+    native(families.cached("llama")).run(torch.ones(1, 3, 32), bad_pass(), store, range(4))
+    with pytest.raises(ValueError, match=r"wants keys and values"):
+        native(families.build("llama", num_key_value_heads=4)).run(torch.ones(1, 3, 32), bad_pass(), store, range(4))
+
+
+def test_ids_of_another_kind_are_refused() -> None:
+    with pytest.raises(ValueError, match=r"wants tokens .* in int64 on the CPU, found .* in int32"):
+        native(families.cached("llama")).embed(torch.ones(1, 2, dtype=torch.int32), torch.tensor([[0, 1]]))
+
+
+def test_too_many_threads_are_refused() -> None:
+    layered = native(families.cached("llama"), threads=65)
+    with pytest.raises(RuntimeError, match="a number of threads that is not from 1 to 64"):
+        layered.project(torch.ones(1, 1, 32))
+
+
+def test_no_memory_is_an_error() -> None:
+    """The library takes room for what it normalises before it reads the states, which are not there."""
+    engine: Any = native(families.cached("llama")).engine
+    states, best = torch.ones(1, 32), torch.ones(1, dtype=torch.int64)
+    error = engine._library.sk_head(engine._model, states.data_ptr(), 2**52, True, states.data_ptr(), best.data_ptr(), 1)
+    assert ERRORS[error] == "more memory or threads than there are"
 
 
 class OtherLinear(nn.Linear):

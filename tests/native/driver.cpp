@@ -1,45 +1,679 @@
-// Calls a built library as Python would, so that sanitizers see it: driver LIBRARY LEVEL. Exits with 0 where all holds.
+// Calls a built library as Python would, over random models and passes, so that sanitizers see it.
+//
+//   driver LIBRARY LEVEL fuzz SEED SECONDS   cases from a seed on, on two host threads at once; prints how many
+//   driver LIBRARY LEVEL case SEED           one of them
+//   driver LIBRARY LEVEL hash COUNT          one hash of the results of cases 0 to COUNT without hostile values, as bits
+//
+// Every buffer is allocated to the byte: one read or write past it is one past an allocation. Exits with 0 where all holds.
 #include <dlfcn.h>
+#include <unistd.h>
 
+#include <algorithm>
+#include <atomic>
+#include <chrono>
+#include <cmath>
+#include <csignal>
 #include <cstdio>
 #include <cstdlib>
 #include <cstring>
+#include <memory>
+#include <string>
 #include <thread>
 #include <vector>
 
-#define CHECK(condition)                                                        \
-    do {                                                                        \
-        if (!(condition)) {                                                     \
-            std::fprintf(stderr, "%s:%d: %s\n", __FILE__, __LINE__, #condition); \
-            std::exit(1);                                                       \
-        }                                                                       \
-    } while (0)
+#include "model.h"
 
-template <typename F>
-F* function(void* library, const char* name) {
-    void* found = dlsym(library, name);
-    if (found == nullptr) {
-        std::fprintf(stderr, "the library does not export %s\n", name);
-        std::exit(1);
+using namespace sk;
+
+#define CHECK(condition)                                                                                              \
+  do {                                                                                                                \
+    if (!(condition)) {                                                                                               \
+      std::fprintf(stderr, "%s:%d: case %llu: %s\n", __FILE__, __LINE__, (unsigned long long)running, #condition); \
+      std::abort();                                                                                                   \
+    }                                                                                                                 \
+  } while (0)
+
+constexpr int HOST_THREADS = 2;
+std::atomic<uint64_t> running_cases[HOST_THREADS];  // for the handler below
+thread_local uint64_t running = 0;
+
+// Sanitizers and CHECK end in abort(): say which case to run again.
+void report_abort(int) {
+  for (auto& one : running_cases) {
+    char line[64];
+    const int size = std::snprintf(line, sizeof line, "running: case %llu\n", (unsigned long long)one.load());
+    if (write(2, line, size_t(size)) != size) break;
+  }
+}
+
+struct Library {
+  decltype(&sk_abi) abi;
+  decltype(&sk_level) level;
+  decltype(&sk_source_hash) source_hash;
+  decltype(&sk_sizes) sizes;
+  decltype(&sk_packed_bytes) packed_bytes;
+  decltype(&sk_pack) pack;
+  decltype(&sk_embed) embed;
+  decltype(&sk_run) run;
+  decltype(&sk_norm) norm;
+  decltype(&sk_head) head;
+  decltype(&sk_chain) chain;
+
+  explicit Library(const char* path) {
+    handle_ = dlopen(path, RTLD_NOW | RTLD_LOCAL);
+    if (handle_ == nullptr) std::fprintf(stderr, "%s\n", dlerror());
+    CHECK(handle_ != nullptr);
+    find(abi, "sk_abi");
+    find(level, "sk_level");
+    find(source_hash, "sk_source_hash");
+    find(sizes, "sk_sizes");
+    find(packed_bytes, "sk_packed_bytes");
+    find(pack, "sk_pack");
+    find(embed, "sk_embed");
+    find(run, "sk_run");
+    find(norm, "sk_norm");
+    find(head, "sk_head");
+    find(chain, "sk_chain");
+  }
+
+ private:
+  template <typename F>
+  void find(F& function, const char* name) {
+    function = reinterpret_cast<F>(dlsym(handle_, name));
+    if (function == nullptr) std::fprintf(stderr, "the library does not export %s\n", name);
+    CHECK(function != nullptr);
+  }
+
+  void* handle_;
+};
+
+// The same numbers on every machine: whole numbers and powers of two only.
+struct Dice {
+  uint64_t state;
+  uint64_t next() {  // splitmix64
+    uint64_t z = (state += 0x9e3779b97f4a7c15u);
+    z = (z ^ (z >> 30)) * 0xbf58476d1ce4e5b9u;
+    z = (z ^ (z >> 27)) * 0x94d049bb133111ebu;
+    return z ^ (z >> 31);
+  }
+  int64_t from(int64_t low, int64_t high) { return low + int64_t(next() % uint64_t(high - low + 1)); }  // both included
+  bool chance(int percent) { return from(0, 99) < percent; }
+  float number() { return float(from(-(1 << 23), 1 << 23)) / float(1 << 23); }  // in [-1, 1], 24 bits
+  int64_t hostile(int64_t edge = 0) {  // edge: the first number that is too large, where there is one
+    if (edge > 0 && chance(40)) return from(edge - 1, edge + 1);
+    const int64_t some[] = {-1, INT64_MIN, INT64_MAX, INT64_MAX - 1, INT64_MIN + 1, INT64_MAX - from(0, 40), -from(1, 40), 1 << 30,
+                            int64_t(1) << 31, int64_t(1) << 32, -(int64_t(1) << 31), int64_t(1) << 62, 0};
+    return chance(30) ? from(-2, 60) : some[from(0, int64_t(std::size(some)) - 1)];
+  }
+};
+
+// `count` elements and not a byte more.
+template <typename T>
+struct Block {
+  int64_t count = 0;
+  std::unique_ptr<T, decltype(&std::free)> held{nullptr, &std::free};
+  Block() = default;
+  explicit Block(int64_t size) : count(size), held(static_cast<T*>(std::malloc(size_t(size) * sizeof(T))), &std::free) {
+    CHECK(held != nullptr || size == 0);
+    std::memset(static_cast<void*>(held.get()), 0x55, size_t(size) * sizeof(T));
+  }
+  Block(const Block& other) : Block(other.count) { *this = other; }
+  Block(Block&&) = default;
+  Block& operator=(Block&&) = default;
+  Block& operator=(const Block& other) {
+    CHECK(count == other.count);
+    std::memcpy(held.get(), other.held.get(), size_t(count) * sizeof(T));
+    return *this;
+  }
+  T* data() const { return held.get(); }
+  T& operator[](int64_t i) const {
+    CHECK(i >= 0 && i < count);
+    return held.get()[i];
+  }
+  bool operator==(const Block& other) const {
+    return count == other.count && std::memcmp(data(), other.data(), size_t(count) * sizeof(T)) == 0;
+  }
+};
+
+Block<float> numbers(Dice& dice, int64_t count, float scale = 1, float offset = 0) {
+  Block<float> made(count);
+  for (int64_t i = 0; i < count; i++) made[i] = dice.number() * scale + offset;
+  return made;
+}
+
+Block<int64_t> filled(int64_t count, int64_t value) {
+  Block<int64_t> made(count);
+  std::fill(made.data(), made.data() + count, value);
+  return made;
+}
+
+struct Hash {  // FNV-1a
+  uint64_t value = 0xcbf29ce484222325u;
+  void add(const void* bytes, size_t size) {
+    for (size_t i = 0; i < size; i++) value = (value ^ static_cast<const uint8_t*>(bytes)[i]) * 0x100000001b3u;
+  }
+  void add(const Block<float>& found) {
+    for (int64_t i = 0; i < found.count; i++) CHECK(std::isfinite(found[i]));
+    add(found.data(), size_t(found.count) * sizeof(float));
+  }
+  void add(const Block<int64_t>& found) { add(found.data(), size_t(found.count) * sizeof(int64_t)); }
+};
+
+// The bits of a number as a type stores it, cut off.
+uint16_t short_bits(float x, int64_t type) {
+  uint32_t bits;
+  std::memcpy(&bits, &x, 4);
+  if (type == BFLOAT16) return uint16_t(bits >> 16);
+  const int64_t exponent = int64_t((bits >> 23) & 255) - 112;
+  return exponent <= 0 ? 0 : uint16_t(((bits >> 16) & 0x8000) | (uint32_t(exponent) << 10) | ((bits >> 13) & 0x3ff));
+}
+
+// A random model and its store. Everything that pointers of the structs lead to is owned here.
+struct Case {
+  const Library& library;
+  Dice dice;
+  bool hostile;
+  Hash hash;
+  std::vector<Block<uint8_t>> kept;
+  Model m{};
+  std::vector<Layer> layers;
+  std::vector<Block<uint8_t>> buffers;  // keys of all layers, then values
+  std::vector<void*> pointers;
+  Store store{};
+  std::vector<Rotary> rotary;
+  int64_t padded = 0;
+
+  Case(const Library& library, uint64_t seed, bool hostile) : library(library), dice{seed}, hostile(hostile) {
+    m.kv_heads = dice.from(1, 3);
+    m.heads = m.kv_heads * dice.from(1, dice.chance(20) ? 9 : 3);
+    m.head_size = dice.from(1, 20) * (dice.chance(20) ? 1 : 2);
+    m.hidden = dice.from(1, 70);
+    m.intermediate = dice.from(1, 70);
+    m.depth = dice.from(1, 3);
+    m.vocabulary = dice.from(1, 100);
+    padded = up16(m.head_size);
+    for (int64_t i = dice.from(1, ROTARY_TABLES); i > 0; i--) {
+      const int64_t positions = dice.from(1, 60), size = dice.from(0, m.head_size / 2) * 2;
+      rotary.push_back({keep(numbers(dice, positions * size)), keep(numbers(dice, positions * size)), positions, size});
     }
-    return reinterpret_cast<F*>(found);
+    for (int64_t i = 0; i < m.depth; i++) layers.push_back(layer());
+    m.layers = layers.data();
+    m.head = matrix(m.vocabulary, m.hidden, 0);
+    if (dice.chance(50)) {
+      m.embeddings = dice.from(1, 100);
+      m.embedding_type = dice.from(FLOAT32, FLOAT16);
+      m.embedding = weights(m.embedding_type, m.embeddings, m.hidden, m.hidden);
+    } else {
+      m.embeddings = dice.from(1, m.vocabulary);
+    }
+    m.norm = dice.chance(80) ? keep(numbers(dice, m.hidden, 0.5f, 1)) : nullptr;
+    m.epsilon = 1e-5f;
+    m.embedding_scale = dice.chance(50) ? 1.0f : 3.0f;
+    m.embedding_multiplier = dice.chance(50) ? 1.0f : 0.5f;
+    m.logits_divisor = dice.chance(50) ? 1.0f : 0.75f;
+    m.logits_softcap = dice.chance(50) ? 0.0f : 2.0f;
+    store.rows = dice.from(1, 4);
+    store.slots = dice.from(3, dice.chance(10) ? 300 : 40);
+    store.type = dice.chance(50) ? FLOAT32 : BFLOAT16;
+    for (int64_t i = 0; i < 2 * m.depth; i++) {
+      const int64_t lines = store.rows * m.kv_heads * store.slots;
+      const void* filled = weights(store.type, lines, padded, padded);
+      buffers.emplace_back(lines * line_bytes());
+      std::memcpy(buffers.back().data(), filled, size_t(buffers.back().count));
+    }
+    for (auto& one : buffers) pointers.push_back(one.data());
+    store.keys = pointers.data();
+    store.values = pointers.data() + m.depth;
+  }
+
+  // Bytes of a key or value of one head.
+  int64_t line_bytes() const { return padded * (store.type == FLOAT32 ? 4 : 2); }
+
+  template <typename T>
+  T* keep(const Block<T>& block) {
+    kept.emplace_back(block.count * int64_t(sizeof(T)));
+    std::memcpy(kept.back().data(), block.data(), size_t(kept.back().count));
+    return reinterpret_cast<T*>(kept.back().data());
+  }
+
+  // [outputs][inputs] of a type, rows `stride` elements apart.
+  void* weights(int64_t type, int64_t outputs, int64_t inputs, int64_t stride) {
+    const Block<float> wide = numbers(dice, (outputs - 1) * stride + inputs, 0.5f);
+    if (type == FLOAT32) return keep(wide);
+    Block<uint16_t> narrow(wide.count);
+    for (int64_t i = 0; i < wide.count; i++) narrow[i] = short_bits(wide[i], type);
+    return keep(narrow);
+  }
+
+  Matrix matrix(int64_t outputs, int64_t inputs, int bias_percent) {
+    const int64_t type = dice.from(FLOAT32, FLOAT16), stride = inputs + (dice.chance(20) ? dice.from(1, 5) : 0);
+    const void* source = weights(type, outputs, inputs, stride);
+    Block<uint8_t> panels(library.packed_bytes(type, outputs, inputs));
+    library.pack(type, source, stride, outputs, inputs, panels.data());
+    const float* bias = dice.chance(bias_percent) ? keep(numbers(dice, outputs)) : nullptr;
+    return {keep(panels), bias, outputs, inputs, type};
+  }
+
+  Layer layer() {
+    const auto norm = [&](int percent, int64_t size) { return dice.chance(percent) ? keep(numbers(dice, size, 0.5f, 1)) : nullptr; };
+    const int64_t q = m.heads * m.head_size, k = m.kv_heads * m.head_size;
+    Layer made{};
+    made.q = matrix(q, m.hidden, 30), made.k = matrix(k, m.hidden, 30), made.v = matrix(k, m.hidden, 30);
+    made.o = matrix(m.hidden, q, 30);
+    made.gate = matrix(m.intermediate, m.hidden, 30), made.up = matrix(m.intermediate, m.hidden, 30);
+    made.down = matrix(m.hidden, m.intermediate, 30);
+    made.norm_before_attention = norm(80, m.hidden), made.norm_after_attention = norm(30, m.hidden);
+    made.norm_before_mlp = norm(80, m.hidden), made.norm_after_mlp = norm(30, m.hidden);
+    made.norm_whole = dice.chance(50);
+    if (dice.chance(30)) {
+      made.norm_q = norm(100, made.norm_whole ? q : m.head_size);
+      made.norm_k = norm(100, made.norm_whole ? k : m.head_size);
+    }
+    made.window = dice.chance(50) ? 0 : dice.from(1, 8);
+    made.rotary = dice.from(-1, int64_t(rotary.size()) - 1);
+    made.activation = dice.from(SILU, GELU_TANH);
+    made.scale = 0.25f;
+    made.softcap = dice.chance(70) ? 0.0f : 3.0f;
+    made.residual = dice.chance(70) ? 1.0f : 0.5f;
+    return made;
+  }
+
+  // Numbers of threads that are not there, but none that would start dozens.
+  int64_t hostile_threads() {
+    const int64_t many = dice.hostile(MOST_THREADS + 2);
+    return many > 3 && many <= MOST_THREADS ? 3 : many;
+  }
+
+  int64_t threads() { return dice.chance(40) ? 1 : dice.from(2, 3); }
+
+  // Positions that every layer of a range has a rotary phase for.
+  int64_t positions_known() const {
+    int64_t known = store.slots;
+    for (const Layer& one : layers)
+      if (one.rotary >= 0) known = std::min(known, rotary[size_t(one.rotary)].positions);
+    return known;
+  }
+
+  void tables(Pass& pass) const { std::copy(rotary.begin(), rotary.end(), pass.rotary); }
+
+  const int64_t* skip_set() {
+    if (dice.chance(60)) return nullptr;
+    Block<int64_t> bits(m.depth);
+    for (int64_t i = 0; i < m.depth; i++) bits[i] = dice.from(0, 3);
+    return keep(bits);
+  }
+
+  void embed() {
+    const int64_t count = dice.from(0, 5);
+    Block<int64_t> tokens(count);
+    for (int64_t i = 0; i < count; i++) tokens[i] = dice.from(0, m.embeddings - 1);
+    Block<float> hidden(count * m.hidden);
+    CHECK(library.embed(&m, tokens.data(), count, hidden.data()) == OK);
+    hash.add(hidden);
+    if (!hostile || count == 0) return;
+    tokens[dice.from(0, count - 1)] = dice.hostile(m.embeddings);
+    const bool known = std::all_of(tokens.data(), tokens.data() + count, [&](int64_t one) { return one >= 0 && one < m.embeddings; });
+    CHECK(library.embed(&m, tokens.data(), count, hidden.data()) == (known ? OK : BAD_TOKEN));
+  }
+
+  void head() {
+    const int64_t n = dice.from(0, 12);
+    const Block<float> hidden = numbers(dice, n * m.hidden, 4);
+    Block<float> normed(n * m.hidden), logits(n * m.vocabulary), again(n * m.vocabulary);
+    Block<int64_t> best(n);
+    library.norm(&m, hidden.data(), n, normed.data());
+    hash.add(normed);
+    const bool norm = dice.chance(50);
+    CHECK(library.head(&m, hidden.data(), n, norm, logits.data(), nullptr, 1) == OK);
+    CHECK(library.head(&m, hidden.data(), n, norm, again.data(), best.data(), threads()) == OK);
+    CHECK(logits == again);
+    const Block<int64_t> with_logits = best;
+    CHECK(library.head(&m, hidden.data(), n, norm, nullptr, best.data(), threads()) == OK);
+    CHECK(best == with_logits);
+    hash.add(logits);
+    hash.add(best);
+    for (int64_t r = 0; r < n; r++) {
+      const float* row = logits.data() + r * m.vocabulary;
+      CHECK(best[r] == std::max_element(row, row + m.vocabulary) - row);
+    }
+    if (!hostile) return;
+    const int64_t many = hostile_threads();
+    const int64_t expected = many >= 1 && many <= MOST_THREADS ? OK : BAD_THREADS;
+    CHECK(library.head(&m, hidden.data(), n, norm, again.data(), best.data(), many) == expected);
+    CHECK(logits == again);
+    CHECK(library.head(&m, hidden.data(), -n, norm, again.data(), best.data(), 1) == OK);
+    if (n > 0) {
+      Block<float> broken(hidden);
+      const float odd[] = {NAN, INFINITY, -INFINITY, 3e38f};
+      broken[dice.from(0, broken.count - 1)] = odd[dice.from(0, 3)];
+      CHECK(library.head(&m, broken.data(), n, norm, again.data(), best.data(), threads()) == OK);
+      for (int64_t r = 0; r < n; r++) CHECK(best[r] >= 0 && best[r] < m.vocabulary);
+    }
+  }
+
+  // A pass that fits: a chain (any distinct slots, any positions below the extent) or a tree.
+  struct Passing {
+    Pass pass{};
+    Block<int64_t> positions, slots, base, seen, column_positions;
+    Block<uint8_t> valid, ancestors;
+  };
+
+  Passing passing(bool tree) {
+    Passing made;
+    Pass& pass = made.pass;
+    tables(pass);
+    const int64_t known = positions_known(), most = store.slots - 1;
+    pass.first_row = dice.from(0, store.rows - 1);
+    pass.b = dice.from(1, store.rows - pass.first_row);
+    pass.n = dice.from(1, std::min<int64_t>(most, dice.chance(10) ? 64 : 9));
+    pass.positions_stride = pass.n + (dice.chance(30) ? dice.from(0, 3) : 0);
+    pass.slots_stride = pass.n + (dice.chance(30) ? dice.from(0, 3) : 0);
+    pass.valid_stride = pass.n + (dice.chance(30) ? dice.from(0, 3) : 0);
+    made.positions = filled((pass.b - 1) * pass.positions_stride + pass.n, -7);
+    made.slots = filled((pass.b - 1) * pass.slots_stride + pass.n, -7);
+    pass.positions = made.positions.data(), pass.slots = made.slots.data();
+    pass.extent = dice.from(1, most);
+    for (int64_t row = 0; row < pass.b; row++) {
+      std::vector<int64_t> order(static_cast<size_t>(most));
+      for (int64_t i = 0; i < most; i++) order[size_t(i)] = i;
+      for (int64_t i = 0; i < most; i++) std::swap(order[size_t(i)], order[size_t(dice.from(i, most - 1))]);
+      for (int64_t c = 0; c < pass.n; c++) {
+        made.slots[row * pass.slots_stride + c] = order[size_t(c)];
+        made.positions[row * pass.positions_stride + c] = dice.from(0, (tree ? known : std::min(known, pass.extent)) - 1);
+      }
+    }
+    if (dice.chance(60)) {
+      made.valid = Block<uint8_t>((pass.b - 1) * pass.valid_stride + pass.n);
+      for (int64_t i = 0; i < made.valid.count; i++) made.valid[i] = dice.chance(70);
+      pass.valid = made.valid.data();
+    }
+    if (!tree) return made;
+    made.base = Block<int64_t>(pass.b), made.seen = Block<int64_t>(pass.b);
+    const int64_t first = dice.from(0, std::min<int64_t>(2, most - pass.n));  // column of the tree that the pass starts with
+    const int64_t columns = first + pass.n + dice.from(0, 2);
+    pass.extent = dice.from(first + pass.n, most);
+    pass.columns = columns;
+    pass.ancestors_column = columns + (dice.chance(30) ? 1 : 0);
+    pass.ancestors_row = pass.n * pass.ancestors_column + (dice.chance(30) ? 2 : 0);
+    pass.column_positions_stride = columns + (dice.chance(30) ? 1 : 0);
+    made.ancestors = Block<uint8_t>((pass.b - 1) * pass.ancestors_row + (pass.n - 1) * pass.ancestors_column + columns);
+    for (int64_t i = 0; i < made.ancestors.count; i++) made.ancestors[i] = dice.chance(40);
+    made.column_positions = Block<int64_t>((pass.b - 1) * pass.column_positions_stride + columns);
+    for (int64_t i = 0; i < made.column_positions.count; i++) made.column_positions[i] = dice.from(0, known - 1);
+    for (int64_t row = 0; row < pass.b; row++) {
+      const int64_t base = made.base[row] = dice.from(0, pass.extent - first - pass.n);
+      made.seen[row] = dice.chance(70) ? base : dice.from(0, pass.extent);
+      for (int64_t c = 0; c < pass.n; c++) {
+        made.slots[row * pass.slots_stride + c] = base + first + c;
+        made.ancestors[row * pass.ancestors_row + c * pass.ancestors_column + first + c] = 1;  // it sees itself
+        made.column_positions[row * pass.column_positions_stride + first + c] = made.positions[row * pass.positions_stride + c];
+      }
+    }
+    pass.base = made.base.data();
+    pass.seen = dice.chance(50) ? nullptr : made.seen.data();
+    pass.ancestors = made.ancestors.data();
+    pass.column_positions = made.column_positions.data();
+    return made;
+  }
+
+  void spoil(const Block<int64_t>& block, int64_t edge = 0) {
+    if (block.count > 0) block[dice.from(0, block.count - 1)] = dice.hostile(edge);
+  }
+
+  // Rows or columns that are fewer than there are.
+  int64_t fewer(int64_t count) {
+    const int64_t some[] = {0, -1, INT64_MIN, std::max<int64_t>(count, 1) - 1};
+    return some[dice.from(0, 3)];
+  }
+
+  struct Asked { int64_t from, to, threads; };
+
+  void spoil(Passing& made, Asked& asked) {
+    Pass& pass = made.pass;
+    switch (std::max<int64_t>(0, dice.from(-3, 14))) {  // positions more often than the others
+      case 0: spoil(made.positions, dice.chance(50) ? positions_known() : pass.extent); break;
+      case 1: spoil(made.slots, store.slots - 1), asked.threads = 1; break;  // two tokens in one slot: on two threads the bits would be any
+      case 2: pass.first_row = dice.hostile(store.rows - pass.b + 1); break;
+      case 3: pass.extent = dice.hostile(store.slots); break;
+      case 4: asked.from = dice.hostile(); break;
+      case 5: asked.to = dice.hostile(m.depth + 1); break;
+      case 6: asked.threads = hostile_threads(); break;
+      case 7: spoil(made.base, pass.extent); break;
+      case 8: spoil(made.seen); break;
+      case 9: spoil(made.column_positions); break;
+      case 10: pass.columns = fewer(pass.columns); break;
+      case 11: pass.n = fewer(pass.n); break;
+      case 12: pass.b = fewer(pass.b); break;
+      case 13: pass.b = dice.chance(50) ? INT64_MAX - dice.from(0, 5) : store.rows + dice.from(1, 3); break;  // more than rows
+      default: pass.rotary[dice.from(0, ROTARY_TABLES - 1)].positions = fewer(2); break;
+    }
+    if (pass.b > store.rows && pass.first_row < 0) pass.first_row = 0;
+  }
+
+  // A slot of the store, by buffer index, row and slot, was asked to be written.
+  bool written(const Passing& made, int64_t row, int64_t slot) const {
+    const Pass& pass = made.pass;
+    row -= pass.first_row;
+    if (row < 0 || row >= pass.b) return false;
+    for (int64_t c = 0; c < pass.n; c++) {
+      const bool counts = pass.valid == nullptr || made.valid[row * pass.valid_stride + c];
+      if (counts && made.slots[row * pass.slots_stride + c] == slot) return true;
+    }
+    return false;
+  }
+
+  void run() {
+    Passing made = passing(dice.chance(50));
+    const Pass fitting = made.pass;
+    Asked asked{dice.from(0, m.depth), 0, threads()};
+    asked.to = dice.from(asked.from, m.depth);
+    const bool spoiled = hostile && dice.chance(50);
+    if (spoiled) spoil(made, asked);
+    const int64_t size = fitting.n * m.hidden, in_stride = size + (dice.chance(30) ? 3 : 0), out_stride = size + (dice.chance(30) ? 5 : 0);
+    const Block<float> hidden = numbers(dice, (fitting.b - 1) * in_stride + size, 2);
+    Block<float> out((fitting.b - 1) * out_stride + size), again(out);
+    const int64_t* skip = skip_set();
+    const std::vector<Block<uint8_t>> before = buffers;
+    auto call = [&](Block<float>& to, int64_t count) {
+      return library.run(&m, &made.pass, &store, asked.from, asked.to, skip, hidden.data(), in_stride, to.data(), out_stride, count);
+    };
+    const int64_t error = call(out, asked.threads);
+    if (!spoiled) CHECK(error == OK);
+    if (error != OK) {
+      CHECK(error != NO_MEMORY);
+      CHECK(buffers == before);
+      CHECK(out == again);
+      return;
+    }
+    CHECK(made.pass.extent < store.slots);  // the last slot belongs to nobody
+    for (int64_t row = 0; row < store.rows; row++) CHECK(!written(made, row, store.slots - 1));
+    for (int64_t i = 0; i < 2 * m.depth; i++) {
+      const int64_t index = i % m.depth, left_out = skip == nullptr ? 0 : skip[index];
+      const bool runs = index >= asked.from && index < asked.to && !(left_out & SKIP_ATTENTION);
+      for (int64_t place = 0; place < store.rows * m.kv_heads * store.slots; place++) {
+        const int64_t row = place / (m.kv_heads * store.slots), slot = place % store.slots;
+        if (runs && written(made, row, slot)) continue;
+        const size_t bytes = size_t(padded) * sizeof(float);
+        CHECK(std::memcmp(&buffers[size_t(i)][place * padded], &before[size_t(i)][place * padded], bytes) == 0);
+      }
+    }
+    for (int64_t i = 0; i < out.count; i++)  // what lies between rows, and rows that were not asked for
+      if (i / out_stride >= made.pass.b || i % out_stride / m.hidden >= made.pass.n) CHECK(out[i] == again[i]);
+    const std::vector<Block<uint8_t>> after = buffers;
+    restore(before);
+    CHECK(call(again, 1) == OK);
+    CHECK(out == again && buffers == after);
+    if (!hostile) hash_store(), hash_states(out, fitting, out_stride);
+  }
+
+  void restore(const std::vector<Block<float>>& from) {
+    for (size_t i = 0; i < buffers.size(); i++) buffers[i] = from[i];
+  }
+  void hash_store() {
+    for (const auto& one : buffers) hash.add(one);
+  }
+  void hash_states(const Block<float>& states, const Pass& pass, int64_t stride) {
+    for (int64_t row = 0; row < pass.b; row++) hash.add(&states[row * stride], size_t(pass.n * m.hidden) * sizeof(float));
+  }
+
+  void chain() {
+    Pass pass{};
+    tables(pass);
+    pass.first_row = dice.from(0, store.rows - 1);
+    pass.b = dice.from(1, store.rows - pass.first_row);
+    const int64_t b = pass.b, known = std::min(positions_known(), store.slots - 1), ends_count = dice.from(0, 3);
+    pass.extent = known;
+    Block<int64_t> roots(b), bases(b), most(b), ends(b * ends_count), counts(b);
+    int64_t width = 0;
+    for (int64_t row = 0; row < b; row++) {
+      roots[row] = dice.from(0, m.embeddings - 1);
+      bases[row] = dice.from(0, known - 1);
+      most[row] = dice.chance(20) ? -1 : dice.from(0, std::min<int64_t>(known - 1 - bases[row], 6));
+      width = std::max(width, most[row]);
+    }
+    for (int64_t i = 0; i < ends.count; i++) ends[i] = dice.from(-1, m.vocabulary - 1);
+    const bool asks = dice.chance(60), keep_states = dice.chance(50);
+    Block<float> thresholds = numbers(dice, b, 0.1f, 0.1f), probabilities(b * width);
+    Block<int64_t> drafts(b * width);
+    const int64_t stride = (width + 1) * m.hidden + (dice.chance(30) ? 3 : 0);
+    Block<float> hidden((b - 1) * stride + (width + 1) * m.hidden);
+    const int64_t* skip = skip_set();
+    Asked asked{dice.from(0, m.depth), 0, threads()};
+    asked.to = dice.from(asked.from, m.depth);
+    const bool spoiled = hostile && dice.chance(50);
+    if (spoiled)
+      for (int64_t i = dice.from(1, 2); i > 0; i--) switch (dice.from(0, 13)) {
+        case 0: spoil(roots, m.embeddings); break;
+        case 1: spoil(bases, known); break;
+        case 2: spoil(most, width + 1); break;
+        case 3: spoil(ends); break;
+        case 4: width = fewer(width); break;
+        case 5: pass.first_row = dice.hostile(store.rows - b + 1); break;
+        case 6: pass.b = fewer(b); break;
+        case 7: pass.b = dice.chance(50) ? INT64_MAX - dice.from(0, 5) : store.rows + dice.from(1, 3); break;
+        case 8: pass.extent = dice.hostile(store.slots); break;
+        case 9: asked.from = dice.hostile(); break;
+        case 10: asked.to = dice.hostile(m.depth + 1); break;
+        case 11: asked.threads = hostile_threads(); break;
+        case 12: thresholds[dice.from(0, b - 1)] = dice.chance(50) ? NAN : -INFINITY; break;
+        default: pass.rotary[dice.from(0, ROTARY_TABLES - 1)].positions = fewer(2); break;
+      }
+    if (pass.b > store.rows && pass.first_row < 0) pass.first_row = 0;
+    const std::vector<Block<uint8_t>> before = buffers;
+    const int64_t error = library.chain(&m, &pass, &store, asked.from, asked.to, skip, roots.data(), bases.data(), most.data(), width,
+                                        asks ? thresholds.data() : nullptr, ends.data(), ends_count, keep_states, drafts.data(),
+                                        counts.data(), asks ? probabilities.data() : nullptr, hidden.data(), stride, asked.threads);
+    CHECK(error != NO_MEMORY);
+    if (spoiled) {
+      for (int64_t row = 0; error == OK && row < pass.b; row++) CHECK(counts[row] >= 0 && counts[row] <= std::max<int64_t>(0, most[row]));
+      return;
+    }
+    hash.add(&error, sizeof error);
+    CHECK(error == OK || (error == BAD_TOKEN && m.embeddings < m.vocabulary));
+    if (error != OK) return;  // it drafted an id without an embedding
+    const std::vector<Block<uint8_t>> after = buffers;
+    restore(before);
+    // the same, token by token
+    Block<int64_t> slots = bases;
+    Block<uint8_t> takes(b), drafting(b);  // a row's token goes through the layers; it is to be followed by another draft
+    Block<float> state(b * m.hidden), logits(b * m.vocabulary);
+    Block<int64_t> best(b);
+    for (int64_t row = 0; row < b; row++) drafting[row] = most[row] > 0, takes[row] = drafting[row] || (keep_states && most[row] == 0);
+    CHECK(library.embed(&m, roots.data(), b, state.data()) == OK);
+    Pass one = pass;
+    one.n = one.positions_stride = one.slots_stride = one.valid_stride = 1;
+    one.positions = one.slots = slots.data();
+    one.valid = takes.data();
+    const size_t bytes = size_t(m.hidden) * sizeof(float);
+    for (int64_t place = 0; place <= width; place++) {
+      const Block<float> embedded = state;
+      CHECK(library.run(&m, &one, &store, asked.from, asked.to, skip, state.data(), m.hidden, state.data(), m.hidden, 1) == OK);
+      CHECK(library.head(&m, state.data(), b, 1, logits.data(), best.data(), 1) == OK);
+      for (int64_t row = 0; row < b; row++) {
+        CHECK((place < counts[row]) == bool(drafting[row]));
+        if (place <= counts[row]) {
+          const Block<float>& kept_state = keep_states ? state : embedded;
+          CHECK(std::memcmp(&hidden[row * stride + place * m.hidden], &kept_state[row * m.hidden], bytes) == 0);
+        }
+        if (!drafting[row]) {
+          takes[row] = 0;
+          continue;
+        }
+        CHECK(drafts[row * width + place] == best[row]);
+        bool on = place + 1 < most[row];
+        for (int64_t e = 0; e < ends_count; e++) on = on && ends[row * ends_count + e] != best[row];
+        if (asks) {
+          const float *own = &logits[row * m.vocabulary], found = probabilities[row * width + place];
+          double total = 0;
+          for (int64_t i = 0; i < m.vocabulary; i++) total += std::exp(double(own[i]) - double(own[best[row]]));
+          CHECK(std::abs(double(found) * total - 1) < 1e-5);
+          on = on && found >= thresholds[row];
+        }
+        drafting[row] = on;
+        takes[row] = on || keep_states;
+        slots[row]++;
+        CHECK(library.embed(&m, &best[row], 1, &state[row * m.hidden]) == OK);
+      }
+    }
+    CHECK(buffers == after);
+    if (hostile) return;
+    hash_store();
+    hash.add(counts);
+    for (int64_t row = 0; row < b; row++)
+      if (asks && counts[row] > 0) hash.add(&probabilities[row * width], size_t(counts[row]) * sizeof(float));
+  }
+
+  void all() {
+    embed();
+    head();
+    for (int64_t i = dice.from(1, 3); i > 0; i--) run();
+    chain();
+  }
+};
+
+uint64_t run_case(const Library& library, uint64_t seed, bool hostile, int host_thread = 0) {
+  running = seed;
+  running_cases[host_thread].store(seed);
+  Case one(library, seed, hostile);
+  one.all();
+  return one.hash.value;
 }
 
 int main(int count, char** arguments) {
-    CHECK(count == 3);
-    void* library = dlopen(arguments[1], RTLD_NOW | RTLD_LOCAL);
-    if (library == nullptr) std::fprintf(stderr, "%s\n", dlerror());
-    CHECK(library != nullptr);
-
-    auto* abi = function<int()>(library, "sk_abi");
-    auto* level = function<const char*()>(library, "sk_level");
-    auto* source_hash = function<const char*()>(library, "sk_source_hash");
-    CHECK(abi() > 0);
-    CHECK(std::strcmp(level(), arguments[2]) == 0);
-    CHECK(std::strlen(source_hash()) == 16);
-
-    std::vector<std::thread> callers;
-    for (int one = 0; one < 4; ++one) callers.emplace_back([=] { CHECK(abi() == abi()); });
-    for (auto& one : callers) one.join();
+  std::signal(SIGABRT, report_abort);
+  CHECK(count >= 5);
+  const Library library(arguments[1]);
+  CHECK(library.abi() > 0);
+  CHECK(std::strcmp(library.level(), arguments[2]) == 0);
+  CHECK(std::strlen(library.source_hash()) == 16);
+  int64_t sizes[5];
+  library.sizes(sizes);
+  CHECK(sizes[0] == sizeof(Matrix) && sizes[1] == sizeof(Layer) && sizes[2] == sizeof(Model));
+  CHECK(sizes[3] == sizeof(Store) && sizes[4] == sizeof(Pass));
+  const std::string mode = arguments[3];
+  const uint64_t number = std::strtoull(arguments[4], nullptr, 10);
+  if (mode == "case") {
+    run_case(library, number, true);
     return 0;
+  }
+  if (mode == "hash") {
+    Hash all;
+    for (uint64_t seed = 0; seed < number; seed++) {
+      const uint64_t one = run_case(library, seed, false);
+      all.add(&one, sizeof one);
+    }
+    std::printf("%016llx\n", (unsigned long long)all.value);
+    return 0;
+  }
+  CHECK(mode == "fuzz" && count == 6);
+  const auto stop = std::chrono::steady_clock::now() + std::chrono::duration<double>(std::atof(arguments[5]));
+  std::atomic<uint64_t> next{number};
+  std::vector<std::thread> callers;
+  for (int one = 0; one < HOST_THREADS; ++one)
+    callers.emplace_back([&, one] {
+      while (std::chrono::steady_clock::now() < stop) run_case(library, next++, true, one);
+    });
+  for (auto& one : callers) one.join();
+  std::printf("%llu cases from seed %llu on\n", (unsigned long long)(next - number), (unsigned long long)number);
+  return 0;
 }

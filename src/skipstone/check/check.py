@@ -31,6 +31,7 @@ from skipstone.decoding.method import Method
 from skipstone.decoding.sampling import Sampling
 from skipstone.decoding.session import Request
 from skipstone.hf.defaults import neutral_defaults
+from skipstone.models.engines.choice import attach
 from skipstone.models.host import left_padded
 from skipstone.models.layered import LayeredModel
 
@@ -132,6 +133,7 @@ class Judge:
         """The model in float32, or in float64 where it is in float32 already."""
         wide = torch.float64 if self.model.dtype in (torch.float32, torch.float64) else torch.float32
         wider: Any = copy.deepcopy(self.model)
+        attach(wider, "eager")  # which runs any dtype, whatever engine the environment names
         return wider.to(wide)
 
     def compare(

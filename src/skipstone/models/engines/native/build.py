@@ -92,14 +92,21 @@ def stale(names: Sequence[str], folder: Path, csrc: Path = CSRC) -> list[str]:
     return [name for name, path in paths.items() if not path.exists() or wanted not in path.read_bytes()]
 
 
-def build(names: Sequence[str], out_folder: Path, extra_flags: Sequence[str] = (), csrc: Path = CSRC) -> list[Path]:
+def build(
+    names: Sequence[str],
+    out_folder: Path,
+    extra_flags: Sequence[str] = (),
+    csrc: Path = CSRC,
+    command: Sequence[str] | None = None,
+) -> list[Path]:
     """Compile the libraries of these levels into a folder, and return their paths.
 
-    extra_flags come last on the command line, so they win over FLAGS. A library is replaced in one step: a process that has
+    extra_flags come last on the command line, so they win over FLAGS. command: the compiler, where it is not the one that
+    `compiler` finds, as for another architecture. A library is replaced in one step: a process that has
     the old one open keeps it. BuildError where there is no compiler, or where it failed for a level; the other levels are built
     all the same, and no old library of the failed level stays behind.
     """
-    command = compiler()
+    command = command or compiler()
     by_name = {one.name: one for some in LEVELS.values() for one in some}
     out_folder.mkdir(parents=True, exist_ok=True)
     built: list[Path] = []

@@ -2,6 +2,7 @@
 
 import ctypes
 import os
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -80,6 +81,7 @@ class NativeEngine:
 
     def embed(self, tokens: Tensor, positions: Tensor) -> Tensor:
         """As in `Engine`."""
+        _expect("tokens", tokens, tokens.shape, torch.int64)
         tokens = tokens.contiguous()
         hidden = torch.empty((*tokens.shape, self._hidden))
         _check(self._library.sk_embed(self._model, tokens.data_ptr(), tokens.numel(), hidden.data_ptr()))
@@ -87,11 +89,11 @@ class NativeEngine:
 
     def run(self, hidden: Tensor, at: PassOfTokens, store: KVStore, layers: range, skip: SkipSet | None = None) -> Tensor:
         """As in `Engine`."""
+        _expect("hidden", hidden, (*at.shape, self._hidden), torch.float32)
         if hidden.stride(-1) != 1 or (hidden.shape[1] > 1 and hidden.stride(1) != hidden.shape[2]):
             hidden = hidden.contiguous()
         if layers.start < 0 or layers.stop > self._depth:
             _check(BAD_LAYER)
-        assert hidden.shape == (*at.shape, self._hidden), "a state for every token of the pass"
         out = torch.empty(hidden.shape)
         kept = self._fill_pass(at)
         error = self._library.sk_run(
@@ -114,6 +116,11 @@ class NativeEngine:
     def chain(self, start: ChainStart, store: KVStore) -> ChainEnd:
         """As in `Engine`."""
         rows, width = len(start.most), max(start.most)
+        _expect("roots", start.roots, (rows,), torch.int64)
+        if len(start.bases) != rows or len(start.ends) != rows or start.columns <= width:
+            raise ValueError(
+                f"the native engine wants bases and ends of {rows} rows, and columns for {width} drafts and the root"
+            )
         numbers = ctypes.c_int64 * rows
         roots, drafts, counts = start.roots.contiguous(), torch.zeros((rows, width), dtype=torch.int64), numbers()
         states = torch.zeros((rows, start.columns, self._hidden))
@@ -154,6 +161,7 @@ class NativeEngine:
 
     def normed(self, hidden: Tensor) -> Tensor:
         """As in `Engine`."""
+        _expect("hidden", hidden, (*hidden.shape[:-1], self._hidden), torch.float32)
         hidden = hidden.contiguous()
         normed = torch.empty(hidden.shape)
         self._library.sk_norm(self._model, hidden.data_ptr(), hidden.numel() // hidden.shape[-1], normed.data_ptr())
@@ -164,23 +172,28 @@ class NativeEngine:
         if head is not None:
             weight: Any = next(head.parameters())
             return head(normed.to(weight.dtype)).float()
+        _expect("normed", normed, (*normed.shape[:-1], self._hidden), torch.float32)
         states = normed.contiguous()
         logits = torch.empty((*states.shape[:-1], self._vocabulary))
-        self._library.sk_head(
-            self._model, states.data_ptr(), states.numel() // self._hidden, False, logits.data_ptr(), None, self.threads
-        )
+        rows = states.numel() // self._hidden
+        _check(self._library.sk_head(self._model, states.data_ptr(), rows, False, logits.data_ptr(), None, self.threads))
         return logits
 
     def likeliest(self, hidden: Tensor) -> Tensor:
         """As in `Engine`."""
+        _expect("hidden", hidden, (*hidden.shape[:-1], self._hidden), torch.float32)
         states, best = hidden.contiguous(), torch.empty(hidden.shape[:-1], dtype=torch.int64)
-        self._library.sk_head(self._model, states.data_ptr(), best.numel(), True, None, best.data_ptr(), self.threads)
+        data, rows = states.data_ptr(), best.numel()
+        _check(self._library.sk_head(self._model, data, rows, True, None, best.data_ptr(), self.threads))
         return best
 
     def _fill_pass(self, at: PassOfTokens) -> list[Any]:
         """Point the pass struct at a pass. Returns what must live until it was used."""
+        shape = b, n = at.shape
+        _expect("positions", at.positions, shape, torch.int64)
+        _expect("slots", at.slots, shape, torch.int64)
         told, positions, slots = self._pass, _rows(at.positions), _rows(at.slots)
-        told.b, told.n = at.shape
+        told.b, told.n = b, n
         told.positions, told.positions_stride = positions.data_ptr(), positions.stride(0)
         told.slots, told.slots_stride = slots.data_ptr(), slots.stride(0)
         told.first_row, told.extent = at.rows.start or 0, at.extent
@@ -188,13 +201,19 @@ class NativeEngine:
         if at.valid is None:
             told.valid = None
         else:
+            _expect("valid", at.valid, shape, torch.bool)
             valid = _rows(at.valid)
             told.valid, told.valid_stride = valid.data_ptr(), valid.stride(0)
             kept.append(valid)
         if at.tree is None:
             told.base = None
         else:
-            tree = at.tree
+            tree, columns = at.tree, at.tree.column_positions.shape[-1]
+            _expect("base", tree.base, (b,), torch.int64)
+            _expect("ancestors", tree.ancestors, (b, n, columns), torch.bool)
+            _expect("column_positions", tree.column_positions, (b, columns), torch.int64)
+            if tree.seen is not None:
+                _expect("seen", tree.seen, (b,), torch.int64)
             base, ancestors, column_positions = tree.base.contiguous(), tree.ancestors, _rows(tree.column_positions)
             if ancestors.stride(2) != 1:
                 ancestors = ancestors.contiguous()
@@ -222,20 +241,20 @@ class NativeEngine:
     def _store_address(self, store: KVStore) -> int:
         """The struct that points at the buffers of a store, which are made where they are missing."""
         view = store.engine_view
-        if view is None:
+        if view is None or view[3] is not self._weights:  # another model's store may be smaller
             shape, pointers = self._weights.model, (ctypes.c_void_p * (2 * self._depth))()
             dtype = store.dtype or torch.float32
+            size = (store.rows, shape.kv_heads, store.capacity + 1, self._padded)
             for start, buffers in ((0, store.keys), (self._depth, store.values)):
                 for index, buffer in enumerate(buffers):
                     if buffer is None:
-                        size = (store.rows, shape.kv_heads, store.capacity + 1, self._padded)
                         buffer = buffers[index] = torch.zeros(size, dtype=dtype)
+                    _expect("keys and values", buffer, size, dtype)
                     pointers[start + index] = buffer.data_ptr()
             first = ctypes.addressof(pointers)
-            told = Store(
-                keys=first, values=first + 8 * self._depth, rows=store.rows, slots=store.capacity + 1, type=TYPES[dtype]
-            )
-            view = store.engine_view = (ctypes.addressof(told), told, pointers)
+            values, slots = first + 8 * self._depth, store.capacity + 1
+            told = Store(keys=first, values=values, rows=store.rows, slots=slots, type=TYPES[dtype])
+            view = store.engine_view = (ctypes.addressof(told), told, pointers, self._weights)
         return view[0]
 
     def _skipped(self, skip: SkipSet | None) -> Any:
@@ -264,6 +283,16 @@ def threads() -> int:
 def _rows(tensor: Tensor) -> Tensor:
     """The tensor [b, n] with neighbouring columns beside each other in memory."""
     return tensor if tensor.stride(1) == 1 or tensor.shape[1] == 1 else tensor.contiguous()
+
+
+def _expect(name: str, found: Tensor, shape: Sequence[int], dtype: torch.dtype) -> None:
+    """ValueError unless the library may read a tensor as what it is told to be."""
+    if found.dtype is not dtype or not found.is_cpu or found.shape != shape:
+        kind = str(dtype).removeprefix("torch.")
+        raise ValueError(
+            f"the native engine wants {name} {list(shape)} in {kind} on the CPU, found {list(found.shape)} in "
+            f"{str(found.dtype).removeprefix('torch.')} on {found.device}"
+        )
 
 
 def _check(error: int) -> None:

@@ -1,4 +1,4 @@
-"""The structs of the C ABI (csrc/engine.cpp), field by field."""
+"""The structs of the C ABI (csrc/model.h), field by field."""
 
 import ctypes
 from ctypes import c_float, c_int64, c_void_p
@@ -96,7 +96,8 @@ ERRORS = {
     3: "a token id that the model has no embedding for",
     4: "a layer that the model does not have",
     5: "a tree in which a token sees nothing, or that lies outside the store",
-    6: "no memory",
+    6: "more memory or threads than there are",
+    7: "a number of threads that is not from 1 to 64",
 }
 """What the error codes of the C ABI say was asked for."""
 
@@ -110,7 +111,7 @@ def declare(library: Any) -> Any:
         "sk_embed": (whole, [pointer, pointer, whole, pointer]),
         "sk_run": (whole, [pointer] * 3 + [whole] * 2 + [pointer] * 2 + [whole, pointer, whole, whole]),
         "sk_norm": (None, [pointer, pointer, whole, pointer]),
-        "sk_head": (None, [pointer, pointer, whole, whole, pointer, pointer, whole]),
+        "sk_head": (whole, [pointer, pointer, whole, whole, pointer, pointer, whole]),
         "sk_chain": (
             whole,
             [pointer] * 3 + [whole] * 2 + [pointer] * 4 + [whole] + [pointer] * 2 + [whole] * 2 + [pointer] * 4 + [whole] * 2,

@@ -5,11 +5,12 @@
 #include <algorithm>
 #include <cmath>
 #include <cstdint>
+#include <exception>
 #include <new>
 #include <vector>
 
 #include "attention.h"
-#include "matmul.h"
+#include "model.h"
 #include "pool.h"
 
 #ifndef SK_LEVEL
@@ -20,69 +21,6 @@
 #endif
 
 namespace sk {
-enum Activation : int64_t { SILU = 0, GELU_TANH = 1 };
-enum Error : int64_t { OK = 0, BAD_SLOT = 1, BAD_POSITION = 2, BAD_TOKEN = 3, BAD_LAYER = 4, BAD_TREE = 5, NO_MEMORY = 6 };
-constexpr int64_t SKIP_ATTENTION = 1, SKIP_MLP = 2;  // bits of a layer's entry in a skip set
-
-// One decoder layer. Norms are null where the layer has none.
-struct Layer {
-  Matrix q, k, v, o, gate, up, down;
-  const float *norm_before_attention, *norm_after_attention, *norm_before_mlp, *norm_after_mlp;  // [hidden]
-  const float *norm_q, *norm_k;  // [head size], or all heads of a token at once where norm_whole is set
-  int64_t norm_whole;
-  int64_t window;      // tokens that a query sees, itself included; 0 for all
-  int64_t rotary;      // number of the rotary table; -1: no rotary phases
-  int64_t activation;
-  float scale;         // of the scores
-  float softcap;       // of the scores; 0 for none
-  float residual;      // multiplies what a sublayer adds
-  float padding;       // to a whole number of 8 bytes
-};
-
-struct Model {
-  int64_t hidden, heads, kv_heads, head_size, intermediate, depth, vocabulary, embeddings;
-  const Layer* layers;
-  Matrix head;
-  const void* embedding;  // [embeddings][hidden], row-major; null where the head's panels are the embedding
-  int64_t embedding_type;
-  const float* norm;      // the final one; null for none
-  float epsilon;
-  float embedding_scale, embedding_multiplier;  // both multiply an embedding, one after the other
-  float logits_divisor;
-  float logits_softcap;   // 0 for none
-};
-
-// cos and sin [positions][size] of one rotary table; the second half of a row repeats the first.
-struct Rotary { const float *cos, *sin; int64_t positions, size; };
-constexpr int ROTARY_TABLES = 4;
-
-// The keys and values of all layers. A buffer is [rows][kv_heads][slots][padded head size].
-struct Store {
-  void* const* keys;
-  void* const* values;
-  int64_t rows, slots;
-  int64_t type;  // FLOAT32 or BFLOAT16
-};
-
-// Which tokens take part in a pass. b rows of n columns; strides count elements.
-struct Pass {
-  int64_t b, n;
-  const int64_t *positions, *slots;
-  int64_t positions_stride, slots_stride;
-  const uint8_t* valid;  // null: all
-  int64_t valid_stride;
-  int64_t first_row, extent;
-  const int64_t* base;   // null: a chain
-  const uint8_t* ancestors;  // [b][n][columns]
-  int64_t ancestors_row, ancestors_column, columns;
-  const int64_t* column_positions;
-  int64_t column_positions_stride;
-  const int64_t* seen;   // null: base
-  Rotary rotary[ROTARY_TABLES];
-};
-
-inline int64_t up16(int64_t x) { return (x + LANES - 1) / LANES * LANES; }
-
 // One token of a pass.
 struct Entry {
   int64_t place;  // row * n + column
@@ -387,10 +325,15 @@ struct Run {
   }
 };
 
+// Whether the store has the rows of a pass.
+bool has_rows(const Pass& pass, const Store& store) {
+  return pass.b >= 0 && pass.first_row >= 0 && pass.first_row <= store.rows && pass.b <= store.rows - pass.first_row;
+}
+
 // The tokens of a pass that count. Error where one names a slot or position that is not there.
 int64_t collect(const Model& m, const Pass& pass, const Store& store, int64_t from, int64_t to, Room& own) {
   own.entries.clear();
-  if (pass.first_row < 0 || pass.first_row + pass.b > store.rows || pass.extent > store.slots - 1) return BAD_SLOT;
+  if (!has_rows(pass, store) || pass.n < 0 || pass.extent > store.slots - 1) return BAD_SLOT;
   for (int64_t row = 0; row < pass.b; row++)
     for (int64_t column = 0; column < pass.n; column++) {
       if (pass.valid != nullptr && !pass.valid[row * pass.valid_stride + column]) continue;
@@ -416,6 +359,7 @@ int64_t look(const Pass& pass, int64_t window, Room& own, Sight& sight) {
   sight.visible.clear();
   sight.tails.clear();
   sight.work_before.assign(1, 0);
+  if (pass.base != nullptr && pass.columns < 0) return BAD_TREE;
   if (pass.base != nullptr) sight.tails.reserve(own.entries.size() * pass.columns);  // pointers into it must last
   for (const Entry& entry : own.entries) {
     const int64_t low = window > 0 ? std::max<int64_t>(0, entry.position - window + 1) : 0;
@@ -425,7 +369,7 @@ int64_t look(const Pass& pass, int64_t window, Room& own, Sight& sight) {
     }
     const int64_t row = entry.place / pass.n, column = entry.place % pass.n, base = pass.base[row];
     const int64_t seen = pass.seen == nullptr ? base : pass.seen[row];
-    if (base < 0 || seen < 0) return BAD_TREE;
+    if (base < 0 || base > pass.extent || seen < 0) return BAD_TREE;
     const int64_t high = std::min(std::min(base, seen), pass.extent);
     const int64_t start = int64_t(sight.tails.size());
     for (int64_t c = 0; c < pass.columns; c++) {
@@ -460,6 +404,7 @@ int64_t prepare(const Model& m, const Pass& pass, const Store& store, int64_t fr
 }
 
 void run_layers(const Model& m, const Pass& pass, const Store& store, int64_t from, int64_t to, const int64_t* skip, int threads, Room& own) {
+  if (from == to) return;
   const int64_t n = int64_t(own.entries.size()), wide = up16(m.hidden), padded = up16(m.head_size);
   int64_t most = LANES;
   for (const Sight& sight : own.sights)
@@ -594,7 +539,8 @@ SK_EXPORT int64_t sk_embed(const Model* m, const int64_t* tokens, int64_t count,
 // Layers [from, to) over the tokens of a pass. hidden, out: [b][n][hidden], rows `stride` apart in hidden; they may be the same.
 // What does not count comes out as it was. skip: bits per layer of the model, or null.
 SK_EXPORT int64_t sk_run(const Model* m, const Pass* pass, const Store* store, int64_t from, int64_t to, const int64_t* skip,
-                         const float* hidden, int64_t hidden_stride, float* out, int64_t out_stride, int64_t threads) {
+                         const float* hidden, int64_t hidden_stride, float* out, int64_t out_stride, int64_t threads) try {
+  if (threads < 1 || threads > MOST_THREADS) return BAD_THREADS;
   Room& own = room();
   if (int64_t error = prepare(*m, *pass, *store, from, to, own)) return error;
   const int64_t wide = up16(m->hidden), n = int64_t(own.entries.size());
@@ -613,6 +559,8 @@ SK_EXPORT int64_t sk_run(const Model* m, const Pass* pass, const Store* store, i
     std::memcpy(out + row * out_stride + column * m->hidden, x + i * wide, sizeof(float) * m->hidden);
   }
   return OK;
+} catch (const std::exception&) {
+  return NO_MEMORY;
 }
 
 // The final norm of n rows. hidden, normed: [n][hidden].
@@ -622,11 +570,15 @@ SK_EXPORT void sk_norm(const Model* m, const float* hidden, int64_t n, float* no
 
 // Logits [n][vocabulary] of n states [n][hidden], the final norm first where `norm` is set; null where nobody wants them.
 // best [n]: the likeliest ids, the lowest of equal ones; may be null.
-SK_EXPORT void sk_head(const Model* m, const float* hidden, int64_t n, int64_t norm, float* logits, int64_t* best, int64_t threads) {
-  if (n == 0) return;
+SK_EXPORT int64_t sk_head(const Model* m, const float* hidden, int64_t n, int64_t norm, float* logits, int64_t* best, int64_t threads) try {
+  if (threads < 1 || threads > MOST_THREADS) return BAD_THREADS;
+  if (n <= 0) return OK;
   Room& own = room();
   if (logits == nullptr) logits = grown(own.logits, n * m->vocabulary);
   run_head(*m, hidden, n, m->head.inputs, norm != 0, logits, best, nullptr, int(threads), own);
+  return OK;
+} catch (const std::exception&) {
+  return NO_MEMORY;
 }
 
 // A greedy chain of drafts on every row: layers [from, to), LM head, likeliest id, until a row has `most` drafts, or one of them
@@ -639,8 +591,10 @@ SK_EXPORT void sk_head(const Model* m, const float* hidden, int64_t n, int64_t n
 SK_EXPORT int64_t sk_chain(const Model* m, const Pass* pass, const Store* store, int64_t from, int64_t to, const int64_t* skip,
                            const int64_t* roots, const int64_t* bases, const int64_t* most, int64_t width, const float* thresholds,
                            const int64_t* ends, int64_t ends_count, int64_t keep, int64_t* drafts, int64_t* counts,
-                           float* probabilities, float* hidden, int64_t hidden_stride, int64_t threads) {
-  enum : uint8_t { DONE = 0, LAST = 1, DRAFTS = 2 };  // LAST: goes through the layers once more and drafts nothing
+                           float* probabilities, float* hidden, int64_t hidden_stride, int64_t threads) try {
+  constexpr uint8_t DONE = 0, LAST = 1, DRAFTS = 2;  // LAST: goes through the layers once more and drafts nothing
+  if (threads < 1 || threads > MOST_THREADS) return BAD_THREADS;
+  if (!has_rows(*pass, *store)) return BAD_SLOT;
   Room& own = room();
   const int64_t b = pass->b, wide = up16(m->hidden);
   const uint8_t after_drafting = keep ? LAST : DONE;
@@ -696,4 +650,6 @@ SK_EXPORT int64_t sk_chain(const Model* m, const Pass* pass, const Store* store,
     }
   }
   return OK;
+} catch (const std::exception&) {
+  return NO_MEMORY;
 }

@@ -1,0 +1,92 @@
+// The structs that callers fill, and the error codes that they get. structs.py declares the same fields in the same order.
+#pragma once
+#include <cstdint>
+
+#include "matmul.h"
+
+namespace sk {
+enum Activation : int64_t { SILU = 0, GELU_TANH = 1 };
+enum Error : int64_t {
+  OK = 0, BAD_SLOT = 1, BAD_POSITION = 2, BAD_TOKEN = 3, BAD_LAYER = 4, BAD_TREE = 5, NO_MEMORY = 6, BAD_THREADS = 7
+};
+constexpr int64_t MOST_THREADS = 64;  // that a call may ask for
+constexpr int64_t SKIP_ATTENTION = 1, SKIP_MLP = 2;  // bits of a layer's entry in a skip set
+
+// One decoder layer. Norms are null where the layer has none.
+struct Layer {
+  Matrix q, k, v, o, gate, up, down;
+  const float *norm_before_attention, *norm_after_attention, *norm_before_mlp, *norm_after_mlp;  // [hidden]
+  const float *norm_q, *norm_k;  // [head size], or all heads of a token at once where norm_whole is set
+  int64_t norm_whole;
+  int64_t window;      // tokens that a query sees, itself included; 0 for all
+  int64_t rotary;      // number of the rotary table; -1: no rotary phases
+  int64_t activation;
+  float scale;         // of the scores
+  float softcap;       // of the scores; 0 for none
+  float residual;      // multiplies what a sublayer adds
+  float padding;       // to a whole number of 8 bytes
+};
+
+struct Model {
+  int64_t hidden, heads, kv_heads, head_size, intermediate, depth, vocabulary, embeddings;
+  const Layer* layers;
+  Matrix head;
+  const void* embedding;  // [embeddings][hidden], row-major; null where the head's panels are the embedding
+  int64_t embedding_type;
+  const float* norm;      // the final one; null for none
+  float epsilon;
+  float embedding_scale, embedding_multiplier;  // both multiply an embedding, one after the other
+  float logits_divisor;
+  float logits_softcap;   // 0 for none
+};
+
+// cos and sin [positions][size] of one rotary table; the second half of a row repeats the first.
+struct Rotary { const float *cos, *sin; int64_t positions, size; };
+constexpr int ROTARY_TABLES = 4;
+
+// The keys and values of all layers. A buffer is [rows][kv_heads][slots][padded head size].
+struct Store {
+  void* const* keys;
+  void* const* values;
+  int64_t rows, slots;
+  int64_t type;  // FLOAT32 or BFLOAT16
+};
+
+// Which tokens take part in a pass. b rows of n columns; strides count elements.
+struct Pass {
+  int64_t b, n;
+  const int64_t *positions, *slots;
+  int64_t positions_stride, slots_stride;
+  const uint8_t* valid;  // null: all
+  int64_t valid_stride;
+  int64_t first_row, extent;
+  const int64_t* base;   // null: a chain
+  const uint8_t* ancestors;  // [b][n][columns]
+  int64_t ancestors_row, ancestors_column, columns;
+  const int64_t* column_positions;
+  int64_t column_positions_stride;
+  const int64_t* seen;   // null: base
+  Rotary rotary[ROTARY_TABLES];
+};
+
+inline int64_t up16(int64_t x) { return (x + LANES - 1) / LANES * LANES; }
+}  // namespace sk
+
+// What the library exports; engine.cpp says what each does. Where an error code comes back, 0 is OK.
+extern "C" {
+int64_t sk_abi();
+const char* sk_level();
+const char* sk_source_hash();
+void sk_sizes(int64_t* sizes);
+int64_t sk_packed_bytes(int64_t type, int64_t outputs, int64_t inputs);
+void sk_pack(int64_t type, const void* source, int64_t stride, int64_t outputs, int64_t inputs, void* panels);
+int64_t sk_embed(const sk::Model* m, const int64_t* tokens, int64_t count, float* hidden);
+int64_t sk_run(const sk::Model* m, const sk::Pass* pass, const sk::Store* store, int64_t from, int64_t to, const int64_t* skip,
+               const float* hidden, int64_t hidden_stride, float* out, int64_t out_stride, int64_t threads);
+void sk_norm(const sk::Model* m, const float* hidden, int64_t n, float* normed);
+int64_t sk_head(const sk::Model* m, const float* hidden, int64_t n, int64_t norm, float* logits, int64_t* best, int64_t threads);
+int64_t sk_chain(const sk::Model* m, const sk::Pass* pass, const sk::Store* store, int64_t from, int64_t to, const int64_t* skip,
+                 const int64_t* roots, const int64_t* bases, const int64_t* most, int64_t width, const float* thresholds,
+                 const int64_t* ends, int64_t ends_count, int64_t keep, int64_t* drafts, int64_t* counts, float* probabilities,
+                 float* hidden, int64_t hidden_stride, int64_t threads);
+}

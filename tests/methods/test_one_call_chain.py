@@ -1,0 +1,187 @@
+"""A greedy chain in one native call is the chain that is drafted token by token: tokens, states, keys and values, the text."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from skipstone import LayerSkip, Method, Request, SelfSpeculative
+from skipstone.decoding.draft import Draft
+from skipstone.models.engines.engine import ChainStart
+from skipstone.models.engines.native import library
+from skipstone.models.engines.native.engine import NativeEngine
+from skipstone.models.facts import Facts
+from skipstone.models.kvstore import KVStore
+from skipstone.models.layered import LayeredModel
+from tests.helpers import families
+from tests.helpers.machine import start
+
+pytestmark = [
+    pytest.mark.skipif(library.missing() is not None, reason=str(library.missing())),
+    pytest.mark.usefixtures("no_gradients"),
+]
+
+DRAFTS = 6
+
+
+class Noting(NativeEngine):
+    """The native engine, which notes the chains that it was asked for."""
+
+    def __init__(self, *given: Any) -> None:
+        super().__init__(*given)
+        self.asked: list[ChainStart] = []
+
+    def chain(self, start: ChainStart, store: KVStore) -> Any:
+        self.asked.append(start)
+        return super().chain(start, store)
+
+
+class TokenByToken(Noting):
+    """The native engine without the one call."""
+
+    def chain(self, start: ChainStart, store: KVStore) -> None:
+        return None
+
+
+@dataclass
+class Drafted:
+    """A draft, and what it left behind. valid: [B, n]; the others for valid entries only, in their order.
+
+    states: [entries, d] and depth: [entries], of the root and the drafts of every row but for its last one: that may have gone
+    up with other rows' drafts or not. stored: keys and values of the same tokens and those before them, row after row, layer
+    after layer. most: most drafts of every row as the engine was asked for them in one call, 0 of rows that took no part; None
+    where it was not asked.
+    """
+
+    valid: Tensor
+    tokens: Tensor
+    confidence: Tensor | None
+    depth: Tensor
+    states: Tensor
+    stored: list[Tensor]
+    most: list[int] | None
+
+
+def seen(session: Any, draft: Draft) -> Drafted:
+    frontier: Any = draft.frontier
+    entries = torch.nn.functional.pad(draft.valid, (0, 1))  # [B, n + 1]
+    stored = []
+    for buffer in (*session.store.keys, *session.store.values):
+        for row, count in enumerate(draft.valid.sum(1).tolist()):
+            if session.alive[row]:
+                stored.append(buffer[row, :, : frontier.base[row] + count].clone())
+    confidence = None if draft.confidence is None else draft.confidence[draft.valid]
+    return Drafted(
+        draft.valid,
+        draft.tokens[draft.valid],
+        confidence,
+        torch.from_numpy(frontier.depth.copy())[entries],
+        frontier.hidden[entries],
+        stored,
+        None,
+    )
+
+
+def decode(engine: type[Noting], model: Any, method: Method, requests: list[Request]) -> tuple[list[list[int]], list[Drafted]]:
+    """The texts and all drafts."""
+    layered: Any = LayeredModel(model, "native")
+    layered.engine = engine(model, Facts(model))
+    decoder, drafts = start(method, layered, requests), []
+    session: Any = decoder.session
+    own = session.draft
+
+    def draft(limit: list[int]) -> Draft:
+        layered.engine.asked.clear()
+        found = own(limit)
+        drafts.append(seen(session, found))
+        drafts[-1].most = [max(0, count) for count in layered.engine.asked[0].most] if layered.engine.asked else None
+        return found
+
+    session.draft = draft
+    texts: list[list[int]] = [[] for _ in requests]
+    while decoder.busy:
+        for row, more in enumerate(decoder.step().tokens):
+            texts[row] += more
+    return texts, drafts
+
+
+def requests(rows: int, eos: frozenset[int], sizes: tuple[int, ...] = (30, 11, 21)) -> list[Request]:
+    """Ragged prompts whose texts end at different steps, so that rows have different room, and then none."""
+    return [Request(prompt, sizes[row], eos) for row, prompt in enumerate(families.prompts(rows))]
+
+
+def assert_alike(family: str, method: Method, asked: list[Request]) -> tuple[list[Drafted], list[list[int]]]:
+    model = families.cached(family)
+    texts, drafts = decode(Noting, model, method, asked)
+    expected_texts, expected = decode(TokenByToken, model, method, asked)
+    assert len(drafts) == len(expected)
+    assert all((draft.most is not None) == bool(draft.valid.any()) for draft in drafts), "chains were not drafted in one call"
+    assert all(draft.most is None for draft in expected)
+    for mine, theirs in zip(drafts, expected, strict=True):
+        width = mine.valid.shape[1]
+        assert torch.equal(mine.valid, theirs.valid[:, :width])
+        assert not theirs.valid[:, width:].any()  # columns that it drafted before it saw that all rows had stopped
+        assert torch.equal(mine.tokens, theirs.tokens)
+        assert torch.equal(mine.depth, theirs.depth)
+        assert torch.equal(mine.states, theirs.states)
+        assert all(torch.equal(a, b) for a, b in zip(mine.stored, theirs.stored, strict=True))
+        if theirs.confidence is None:
+            assert mine.confidence is None
+        else:
+            assert mine.confidence is not None
+            torch.testing.assert_close(mine.confidence, theirs.confidence, rtol=1e-5, atol=1e-7)
+    assert texts == expected_texts
+    return drafts, texts
+
+
+METHODS: dict[str, Any] = {
+    "layerskip": lambda threshold: LayerSkip(2, DRAFTS, threshold),
+    "skip sets": lambda threshold: SelfSpeculative((1, 2), (2,), None, DRAFTS, threshold),
+    "a skipped attention": lambda threshold: SelfSpeculative((1,), (), None, DRAFTS, threshold),
+}
+
+
+@pytest.mark.parametrize("threshold", [None, 0.3, 0.9, "adaptive"])
+@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("family", ["llama", "gemma2"])
+def test_one_call_drafts_what_single_tokens_draft(family: str, method: str, threshold: Any) -> None:
+    drafts, _ = assert_alike(family, METHODS[method](threshold), requests(3, frozenset()))
+    most = [draft.most for draft in drafts if draft.most is not None]
+    assert any(len(set(counts) - {0}) > 1 for counts in most), "no two rows had different room"
+    assert any(0 in counts for counts in most), "every row took part in every step"
+    stopped = [draft for draft in drafts if draft.most is not None and draft.valid.sum(1).tolist() != draft.most]
+    if threshold is None:
+        assert not stopped, "nothing but a threshold stops a draft here"
+    elif threshold != 0.3:
+        assert stopped, "the threshold stopped no draft"
+
+
+@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("rows", [1, 3])
+def test_a_chain_ends_with_the_token_that_ends_its_row(method: str, rows: int) -> None:
+    eos = frozenset(range(3, 97, 7))
+    drafts, texts = assert_alike("llama", METHODS[method](None), requests(rows, eos, (40, 40, 40)))
+    early = 0
+    for draft in drafts:
+        tokens = iter(draft.tokens.tolist())
+        for count, most in zip(draft.valid.sum(1).tolist(), draft.most or [0] * rows, strict=True):
+            row = [next(tokens) for _ in range(count)]
+            assert not set(row[:-1]) & eos, "the chain went on behind an end"
+            assert count == most or row[-1] in eos
+            early += count < most
+    assert early > 0, "no draft ended a row before it was full"
+    assert all(text[-1] in eos for text in texts if len(text) < 40)
+
+
+def test_rows_of_their_own_ends() -> None:
+    """Ends that differ in number between rows; one row has none."""
+    asked = requests(3, frozenset(), (30, 30, 30))
+    ends = [frozenset(), frozenset({5}), frozenset(range(0, 97, 3))]
+    asked = [Request(one.prompt, one.max_new_tokens, eos) for one, eos in zip(asked, ends, strict=True)]
+    _, texts = assert_alike("llama", LayerSkip(2, DRAFTS, 0.3), asked)
+    assert len(texts[0]) == 30
+    assert texts[2][-1] in ends[2]
