@@ -493,8 +493,8 @@ struct Case {
       for (int64_t place = 0; place < store.rows * m.kv_heads * store.slots; place++) {
         const int64_t row = place / (m.kv_heads * store.slots), slot = place % store.slots;
         if (runs && written(made, row, slot)) continue;
-        const size_t bytes = size_t(padded) * sizeof(float);
-        CHECK(std::memcmp(&buffers[size_t(i)][place * padded], &before[size_t(i)][place * padded], bytes) == 0);
+        const int64_t bytes = line_bytes();
+        CHECK(std::memcmp(&buffers[size_t(i)][place * bytes], &before[size_t(i)][place * bytes], size_t(bytes)) == 0);
       }
     }
     for (int64_t i = 0; i < out.count; i++)  // what lies between rows, and rows that were not asked for
@@ -506,7 +506,7 @@ struct Case {
     if (!hostile) hash_store(), hash_states(out, fitting, out_stride);
   }
 
-  void restore(const std::vector<Block<float>>& from) {
+  void restore(const std::vector<Block<uint8_t>>& from) {
     for (size_t i = 0; i < buffers.size(); i++) buffers[i] = from[i];
   }
   void hash_store() {
