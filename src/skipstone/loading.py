@@ -11,7 +11,8 @@ from safetensors import SafetensorError
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 
 from skipstone.assets import NANO
-from skipstone.models.engines.choice import attach, known
+from skipstone.models.engines.choice import attach, known, known_quantize
+from skipstone.models.layered import LayeredModel
 
 BUNDLED = "skipstone-nano"
 LAYER = re.compile(r"\b(?:layers|h)\.(\d+)\.")  # a parameter's name inside a layer list, with the layer's number
@@ -25,21 +26,28 @@ def load(
     attn_implementation: str | None = None,
     trust_remote_code: bool = False,
     engine: str = "auto",
+    quantize: str | None = None,
 ) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
     """Load a causal language model, ready to decode, and its tokenizer.
 
     name: a folder or hub id; None for the bundled model, skipstone-nano. dtype: of the weights; "auto" takes the checkpoint's,
     and float32 for the bundled model. Weights come from safetensors only. engine: what skipstone runs the model on, "eager" or
     "native"; "auto" takes what the environment variable SKIPSTONE_ENGINE says, and else native where that can run the model.
-    OSError where nothing is found; ValueError where the checkpoint is corrupt or incomplete, and for an unknown engine.
+    quantize: "int8" or "int4", what the native engine quantises its copy of the weights to; None or "none": nothing.
+    OSError where nothing is found; ValueError where the checkpoint is corrupt or incomplete, for an unknown engine or quantize,
+    and for a quantize where the native engine cannot run the model.
     """
     known(engine)
+    known_quantize(quantize or "none")
     if name is None:
         name, dtype = NANO, torch.float32 if dtype == "auto" else dtype
     options: dict[str, Any] = {"attn_implementation": attn_implementation, "trust_remote_code": trust_remote_code}
     model, tokenizer = load_model(name, dtype=dtype, device=device, **options), load_tokenizer(name, trust_remote_code)
     if engine != "auto":
         attach(model, engine)
+    if quantize is not None and quantize != "none":
+        attach(model, None, quantize)
+        LayeredModel(model)  # quantises, or says why it cannot
     return model, tokenizer
 
 

@@ -34,6 +34,7 @@ def generate(
     dtype: options.Dtype = "auto",
     device: options.Device = "auto",
     engine: options.Engine = "auto",
+    quantize: options.Quantize = "none",
     trust_remote_code: Annotated[bool, typer.Option("--trust-remote-code", help="Run the checkpoint's own code.")] = False,
     compare: Annotated[bool, grouped("Output", "Decode plainly too, in turn; compare speed and text.", "--compare")] = False,
     repeat: Annotated[int, grouped("Output", "With --compare: runs of each.", min=1)] = 1,
@@ -48,7 +49,7 @@ def generate(
     flags = SimpleNamespace(**locals())
     _refuse_contradictions(flags)
     asked, text = options.asked_method(method, speculative_config), _prompt(prompt, prompt_file)
-    loaded, tokenizer = options.load(model, dtype, device, engine=engine, trust_remote_code=trust_remote_code)
+    loaded, tokenizer = options.load(model, dtype, device, engine=engine, quantize=quantize, trust_remote_code=trust_remote_code)
     from skipstone.api import resolve_for
     from skipstone.cli.runs import compared, decode
     from skipstone.cli.showing import Painter, document, tell

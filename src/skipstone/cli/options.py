@@ -44,6 +44,16 @@ def _known_dtype(dtype: str) -> str:
 Dtype = Annotated[str, typer.Option(help=f"One of {', '.join(DTYPES)}; auto is the checkpoint's.", callback=_known_dtype)]
 
 
+QUANTIZED = ("none", "int8", "int4")  # those of skipstone.models, too
+
+
+def known_quantize(quantize: str) -> str:
+    """What weights are quantised to. ValueError for any other text."""
+    if quantize not in QUANTIZED:
+        raise ValueError(f"--quantize must be one of {', '.join(QUANTIZED)}, found {quantize!r}")
+    return quantize
+
+
 def known_engine(engine: str) -> str:
     """The name of an engine. ValueError for any other text."""
     if engine not in ENGINES:
@@ -53,6 +63,12 @@ def known_engine(engine: str) -> str:
 
 Engine = Annotated[
     str, typer.Option(help=f"One of {', '.join(ENGINES)}; auto is native where it can run the model.", callback=known_engine)
+]
+Quantize = Annotated[
+    str,
+    typer.Option(
+        help=f"One of {', '.join(QUANTIZED)}: what the native engine quantises the weights to.", callback=known_quantize
+    ),
 ]
 Device = Annotated[str, typer.Option(help="auto is cuda where there is one, else cpu.")]
 AsJson = Annotated[bool, typer.Option("--json", help="Print one JSON document instead.")]

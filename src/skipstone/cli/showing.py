@@ -125,6 +125,7 @@ def document(model: str | None, job: Job, method: Method, run: Run, comparison: 
         "device": str(job.model.device),
         "engine": layered.engine.name,
         "engine_reason": layered.engine_reason,
+        "quantize": layered.engine.quantize,
         "method": {"method": method.name, **method.settings},
         "lossless": method.lossless,
         **({} if method.lossless else {"mean_js_distance": distances(method, job)}),

@@ -21,18 +21,20 @@ from skipstone.models.layered import LayeredModel, unwrapped
 _OTHER_ENGINES = ("custom_generate", "assistant_model")
 
 
-def enable(model: PreTrainedModel, method: MethodLike = None, engine: str | None = None) -> PreTrainedModel:
+def enable(
+    model: PreTrainedModel, method: MethodLike = None, engine: str | None = None, quantize: str | None = None
+) -> PreTrainedModel:
     """Make `model.generate` decode with a method, streamers and stop strings included. A second call changes the method.
 
     method: as in `skipstone.generate`; ValueError where it does not fit the model. engine: "auto", "eager" or "native",
-    remembered for all that skipstone does with this model; None leaves it as it is. `model.generate` then also takes `seed`,
-    and options that skipstone does not support are a ValueError. Calls that ask for transformers' other ways of decoding
+    and quantize: "none", "int8" or "int4", as in `skipstone.load`, are remembered for all that skipstone does with this model;
+    None leaves them as they are. `model.generate` then also takes `seed`, and options that skipstone does not support are a
+    ValueError. Calls that ask for transformers' other ways of decoding
     (`custom_generate`, `assistant_model`) go to transformers as before. Returns the model.
     """
     chosen = resolve_for(model, method)
-    chosen.check(LayeredModel(model, engine))
-    if engine is not None:
-        attach(model, engine)
+    chosen.check(LayeredModel(model, engine, quantize))
+    attach(model, engine, quantize)
     before = model.__dict__.get("generate")
     if isinstance(before, _Generate):
         before = before.before

@@ -28,11 +28,13 @@ _LOADED: Memo["DraftModel"] = Memo()
 
 
 class DraftModel(LayeredModel):
-    """A model that drafts for another one. vocabulary_size: that of the target, which its logits are brought to. engine: as in
-    `LayeredModel`."""
+    """A model that drafts for another one. vocabulary_size: that of the target, which its logits are brought to. engine,
+    quantize: as in `LayeredModel`."""
 
-    def __init__(self, model: PreTrainedModel, vocabulary_size: int, engine: str | None = None) -> None:
-        super().__init__(model, engine)
+    def __init__(
+        self, model: PreTrainedModel, vocabulary_size: int, engine: str | None = None, quantize: str | None = None
+    ) -> None:
+        super().__init__(model, engine, quantize)
         self.name = name_of(model)
         self._missing = vocabulary_size - self.head.weight.shape[0]
         self._vocabulary_size = vocabulary_size
@@ -74,7 +76,7 @@ def _check_choice(device: Any, dtype: Any, given: Any) -> None:
 def draft_model_for(
     given: str | PreTrainedModel | None, target: LayeredModel, device: str | None = None, dtype: str | None = None
 ) -> DraftModel:
-    """The draft model for a target, loaded once; it runs on the engine that was asked for the target. given: its name, a model
+    """The draft model for a target, loaded once; it runs on the engine that was asked for the target, quantised alike. given: its name, a model
     object, or None for the bundled one of the target's vocabulary.
 
     OSError where nothing is found; ValueError where none is bundled, and for one of another vocabulary.
@@ -83,7 +85,8 @@ def draft_model_for(
     if isinstance(given, PreTrainedModel):
         return _checked(given, name_of(given), target)
     given = None if given is None else str(given)
-    key = (given, target.head.weight.shape[0], device, dtype, str(target.device), str(target.model.dtype), target.asked_engine)
+    engine = target.asked_engine, target.asked_quantize
+    key = (given, target.head.weight.shape[0], device, dtype, str(target.device), str(target.model.dtype), engine)
     return _LOADED.get(target.model, key, lambda: _loaded(given, target, device, dtype))
 
 
@@ -113,7 +116,7 @@ def _checked(model: PreTrainedModel, name: str, target: LayeredModel) -> DraftMo
         )
     _check_vocabularies(model, name, target)
     try:
-        return DraftModel(model, target.head.weight.shape[0], target.asked_engine)
+        return DraftModel(model, target.head.weight.shape[0], target.asked_engine, target.asked_quantize)
     except ValueError as error:
         raise ValueError(f"the draft model {name} for {name_of(target.model)} cannot draft: {error}") from error
 

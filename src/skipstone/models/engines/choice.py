@@ -5,7 +5,7 @@ from typing import Any
 from weakref import WeakKeyDictionary
 
 from skipstone.models.engines.eager.eager import EagerEngine
-from skipstone.models.engines.engine import ENGINES, Engine
+from skipstone.models.engines.engine import ENGINES, QUANTIZED, Engine
 from skipstone.models.engines.native.engine import NativeEngine, why_not
 from skipstone.models.facts import Facts
 from skipstone.models.memo import Memo
@@ -15,14 +15,16 @@ VARIABLE = "SKIPSTONE_ENGINE"
 """The environment variable that says which engine runs the models of which nothing else was said."""
 
 _ATTACHED: WeakKeyDictionary[Any, str] = WeakKeyDictionary()
+_QUANTIZED: WeakKeyDictionary[Any, str] = WeakKeyDictionary()
 
 
 class _Made:
-    """The engines of a model, as they were asked for, while its facts hold. chosen: by the name that was asked for."""
+    """The engines of a model, as they were asked for, while its facts hold. chosen: by the name that was asked for, and what
+    the weights are quantised to."""
 
     def __init__(self, facts: Facts) -> None:
         self.facts = facts
-        self.chosen: dict[str, tuple[Engine, str | None]] = {}
+        self.chosen: dict[tuple[str, str], tuple[Engine, str | None]] = {}
 
 
 _MADE: Memo[_Made] = Memo()
@@ -35,9 +37,25 @@ def known(engine: str, source: str = "engine") -> str:
     return engine
 
 
-def attach(model: Any, engine: str) -> None:
-    """Remember which engine a model was asked to run on, for as long as it lives."""
-    _ATTACHED[unwrapped(model)] = known(engine)
+def known_quantize(quantize: str) -> str:
+    """What weights are quantised to. ValueError for any other text."""
+    if quantize not in QUANTIZED:
+        raise ValueError(f"quantize must be one of {', '.join(QUANTIZED)}, found {quantize!r}")
+    return quantize
+
+
+def attach(model: Any, engine: str | None, quantize: str | None = None) -> None:
+    """Remember which engine a model was asked to run on, and what its weights are quantised to, for as long as it lives. None
+    leaves what was said before."""
+    if engine is not None:
+        _ATTACHED[unwrapped(model)] = known(engine)
+    if quantize is not None:
+        _QUANTIZED[unwrapped(model)] = known_quantize(quantize)
+
+
+def quantize_asked_for(model: Any, quantize: str | None) -> str:
+    """What to quantise to: the one given, or what was attached to the model, or "none". ValueError for another text."""
+    return known_quantize(_QUANTIZED.get(unwrapped(model), "none") if quantize is None else quantize)
 
 
 def asked_for(model: Any, engine: str | None) -> str:
@@ -50,24 +68,32 @@ def asked_for(model: Any, engine: str | None) -> str:
     return known(os.environ.get(VARIABLE) or "auto", VARIABLE)
 
 
-def choose(asked: str, model: Any, facts: Facts) -> tuple[Engine, str | None]:
+def choose(asked: str, quantize: str, model: Any, facts: Facts) -> tuple[Engine, str | None]:
     """The engine of a model, made once, and the reason why it is not the native one where "auto" had to do without.
 
-    ValueError for a name that is none, and for "native" where the native engine cannot run the model.
+    ValueError for a name that is none, and where the native engine cannot run the model although it was asked for, by its name
+    or by quantised weights, which no other engine has.
     """
     made = _MADE.get(model, None, lambda: _Made(facts), lambda made: made.facts is facts)
-    found = made.chosen.get(known(asked))
+    key = known(asked), known_quantize(quantize)
+    found = made.chosen.get(key)
     if found is None or found[1] is not None or not found[0].holds():  # what kept native away may be gone
-        found = made.chosen[asked] = _choice(asked, model, facts)
+        found = made.chosen[key] = _choice(asked, quantize, model, facts)
     return found
 
 
-def _choice(asked: str, model: Any, facts: Facts) -> tuple[Engine, str | None]:
+def _choice(asked: str, quantize: str, model: Any, facts: Facts) -> tuple[Engine, str | None]:
     if asked == "eager":
+        if quantize != "none":
+            raise ValueError(f"quantize={quantize!r} needs the native engine, found engine='eager'")
         return EagerEngine(model, facts), None
     reason = why_not(model, facts)
     if asked == "native":
         if reason is not None:
             raise ValueError(f"engine='native' cannot run this model: {reason}; take engine='auto' or 'eager'")
-        return NativeEngine(model, facts), None
-    return choose("native", model, facts) if reason is None else (choose("eager", model, facts)[0], reason)
+        return NativeEngine(model, facts, None if quantize == "none" else quantize), None
+    if reason is None:
+        return choose("native", quantize, model, facts)
+    if quantize != "none":
+        raise ValueError(f"quantize={quantize!r} needs the native engine, which cannot run this model: {reason}")
+    return choose("eager", quantize, model, facts)[0], reason

@@ -19,6 +19,7 @@ class EagerEngine:
     """Runs the modules of a model, with what `patches` puts on them. It runs every model that skipstone decodes at all."""
 
     name = "eager"
+    quantize: str | None = None
 
     def __init__(self, model: Any, facts: Facts) -> None:
         self.dtype: torch.dtype = facts.dtype
