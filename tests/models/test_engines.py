@@ -30,6 +30,10 @@ class Native(EagerEngine):
 
     name = "native"
 
+    def __init__(self, model: Any, facts: Any, quantize: str | None = None) -> None:
+        super().__init__(model, facts)
+        self.quantize = quantize
+
 
 @pytest.fixture(autouse=True)
 def _no_variable(monkeypatch: pytest.MonkeyPatch) -> None:

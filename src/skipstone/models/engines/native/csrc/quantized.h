@@ -16,9 +16,9 @@
 #include "simd.h"
 
 namespace sk {
-constexpr int GROUP = 32;       // inputs that share a scale
-constexpr int BLOCK = 64;       // bytes that hold four inputs of 16 outputs
-constexpr int FARTHER = 4096;   // bytes that a stream of codes is fetched ahead of its use
+constexpr int GROUP = 32;      // inputs that share a scale
+constexpr int BLOCK = 64;      // bytes that hold four inputs of 16 outputs
+constexpr int FARTHER = 8192;  // bytes that a stream of codes is fetched ahead of its use, into the second cache
 
 inline int64_t groups_of(int64_t inputs) { return (inputs + GROUP - 1) / GROUP; }
 
@@ -244,7 +244,7 @@ inline void quantized_tile(const uint8_t* w, const Codes& x, int64_t row, float*
       Bytes codes[C];
       SK_UNROLL for (int c = 0; c < C; c++) {
         const uint8_t* at = w + c * size + start + (g * T::BLOCKS + j) * BLOCK;
-        __builtin_prefetch(at + FARTHER);
+        __builtin_prefetch(at + FARTHER, 0, 2);
         codes[c] = load_bytes(at);
       }
       if constexpr (EIGHT) {
@@ -265,6 +265,7 @@ inline void quantized_tile(const uint8_t* w, const Codes& x, int64_t row, float*
     }
     SK_UNROLL for (int c = 0; c < C; c++) {
       const uint16_t* scales = reinterpret_cast<const uint16_t*>(w + c * size) + g * T::SCALES;
+      __builtin_prefetch(reinterpret_cast<const char*>(scales) + C * size, 0, 2);  // those of the panels that come next
       const V16 scale = load_f16(scales);
       SK_UNROLL for (int r = 0; r < R; r++) total[r][c] = fma(floats(sum[r][c]), mul(scale, set1(groups[r * count + g].scale)), total[r][c]);
       if constexpr (!EIGHT) {
@@ -278,19 +279,22 @@ inline void quantized_tile(const uint8_t* w, const Codes& x, int64_t row, float*
       if (room > c * LANES) store_first(y + r * y_stride + c * LANES, total[r][c], int(std::min<int64_t>(room - c * LANES, LANES)));
 }
 
+// Panels of a tile: enough streams to keep the memory busy, and sums that stay in registers.
 #if defined(__AVX512F__)
-constexpr int MOST_CODED_ROWS = 8;  // of a tile: 8 sums of a group, 8 totals, and a few more, fit into 32 registers
-constexpr int coded_columns(int rows) { return rows <= 4 ? 2 : 1; }
+constexpr int MOST_CODED_ROWS = 8;
+template <class T> constexpr int coded_columns(int rows) {
+  return rows == 1 ? 6 : rows <= 3 ? 4 : rows == 4 ? 3 : std::is_same_v<T, Int8> ? 1 : 2;
+}
 #else
 constexpr int MOST_CODED_ROWS = 2;
-constexpr int coded_columns(int) { return 1; }
+template <class T> constexpr int coded_columns(int) { return 1; }
 #endif
 
 // R or fewer rows x the panels [p, last), as many at once as fit.
 template <class T, int R>
 inline void quantized_rows(int64_t rows, const uint8_t* panels, const Codes& x, int64_t row, float* y, int64_t y_stride, int64_t room, int width) {
   if constexpr (R > 1) if (rows < R) return quantized_rows<T, R - 1>(rows, panels, x, row, y, y_stride, room, width);
-  if (width == coded_columns(R)) return quantized_tile<T, R, coded_columns(R)>(panels, x, row, y, y_stride, room);
+  if (width == coded_columns<T>(R)) return quantized_tile<T, R, coded_columns<T>(R)>(panels, x, row, y, y_stride, room);
   for (int c = 0; c < width; c++)
     quantized_tile<T, R, 1>(panels + c * panel_bytes<T>(x.count()), x, row, y + c * LANES, y_stride, room - c * LANES);
 }
@@ -299,7 +303,7 @@ inline void quantized_rows(int64_t rows, const uint8_t* panels, const Codes& x, 
 template <class T>
 inline void quantized_panels(const void* panels, const Codes& x, int64_t n, float* y, int64_t y_stride, int64_t first, int64_t last, int64_t room) {
   const int64_t size = panel_bytes<T>(x.count()), blocks = (n + MOST_CODED_ROWS - 1) / MOST_CODED_ROWS;
-  const int most = coded_columns(int((n + blocks - 1) / blocks));
+  const int most = coded_columns<T>(int((n + blocks - 1) / blocks));
   for (int64_t p = first; p < last; p += most) {
     const int width = int(std::min<int64_t>(most, last - p));
     const uint8_t* at = static_cast<const uint8_t*>(panels) + p * size;
