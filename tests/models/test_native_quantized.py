@@ -308,7 +308,10 @@ def test_what_was_asked_is_remembered_and_can_be_taken_back() -> None:
 
 def test_bad_values_and_engines_without_quantised_weights_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     model: Any = families.build("llama")
-    for attempt in (lambda: skipstone.load(quantize="int3"), lambda: skipstone.enable(model, "autoregressive", quantize="int3")):
+    for attempt in (
+        lambda: skipstone.load(quantize="int3"),
+        lambda: skipstone.enable(model, "autoregressive", quantize="int3"),
+    ):
         with pytest.raises(ValueError, match="quantize must be one of none, int8, int4, found 'int3'"):
             attempt()
     with pytest.raises(ValueError, match="quantize='int8' needs the native engine, found engine='eager'"):
@@ -320,9 +323,9 @@ def test_bad_values_and_engines_without_quantised_weights_are_refused(monkeypatc
         skipstone.enable(other, "autoregressive", quantize="int4")
     assert LayeredModel(other).engine.name == "eager", "what failed is not remembered"
     monkeypatch.setattr(model.model.layers[0].mlp, "forward", lambda x: x)
-    with pytest.raises(ValueError, match="needs the native engine, which cannot run this model: .* has hooks or a forward"):
+    with pytest.raises(ValueError, match=r"needs the native engine, which cannot run this model: .* has hooks or a forward"):
         LayeredModel(model, None, "int8")
-    assert CHOICES == ("none", *KINDS)
+    assert ("none", *KINDS) == CHOICES
 
 
 def total(model: Any, ids: Tensor, kind: str) -> Tensor:

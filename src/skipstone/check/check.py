@@ -215,7 +215,9 @@ class Checker:
     def _probes(self) -> list[tuple[str, Callable[[], None]]]:
         laws_of = [("the law of sampled texts, " + ", ".join(f"{k} {v:g}" for k, v in one.items()), one) for one in LAWS]
         return [
-            ("plain decoding", self.told) if self._quantize else ("plain decoding is transformers' own", self.against_transformers),
+            ("plain decoding", self.told)
+            if self._quantize
+            else ("plain decoding is transformers' own", self.against_transformers),
             ("greedy texts", self.greedy),
             ("greedy texts in a batch", self.batched),
             ("greedy texts under a repetition penalty and without repeated trigrams", self.processed),
@@ -244,7 +246,9 @@ class Checker:
     def told(self) -> None:
         """Plain decoding of quantised weights, which transformers does not have: what all else is compared with."""
         self.plain = [self._greedy("autoregressive", prompt) for prompt in self.prompts]
-        self.finding.note = f"the reference for all else: the weights quantised to {self._quantize} are the native engine's alone"
+        self.finding.note = (
+            f"the reference for all else: the weights quantised to {self._quantize} are the native engine's alone"
+        )
 
     def greedy(self) -> None:
         """One prompt at a time."""

@@ -112,7 +112,13 @@ def surrogate(
         ]
     given = {"num_prompts": num_prompts, "prompt_tokens": prompt_tokens, "max_new_tokens": max_new_tokens}
     given |= {"tune_prompts": tune_prompts, "ignore_eos": True, "dtype": dtype, "device": device, "seed": seed}
-    given |= {"models": [f"surrogate {shape}"], "methods": methods or default, "threads": threads, "engine": engine, "quantize": quantize}
+    given |= {
+        "models": [f"surrogate {shape}"],
+        "methods": methods or default,
+        "threads": threads,
+        "engine": engine,
+        "quantize": quantize,
+    }
     chosen = plans.read(None, {name: value for name, value in given.items() if value is not None})
     options.check_folder_of(out)
     run_surrogate(wanted, chosen, out, command_line(), lambda text: typer.echo(text, err=True), fresh, contexts)

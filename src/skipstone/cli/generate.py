@@ -49,7 +49,9 @@ def generate(
     flags = SimpleNamespace(**locals())
     _refuse_contradictions(flags)
     asked, text = options.asked_method(method, speculative_config), _prompt(prompt, prompt_file)
-    loaded, tokenizer = options.load(model, dtype, device, engine=engine, quantize=quantize, trust_remote_code=trust_remote_code)
+    loaded, tokenizer = options.load(
+        model, dtype, device, engine=engine, quantize=quantize, trust_remote_code=trust_remote_code
+    )
     from skipstone.api import resolve_for
     from skipstone.cli.runs import compared, decode
     from skipstone.cli.showing import Painter, document, tell

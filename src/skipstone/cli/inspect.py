@@ -57,8 +57,8 @@ def inspect(
             print(f"skipstone: {path}", file=sys.stderr)
     if as_json:
         about = {"dtype": str(loaded.dtype).removeprefix("torch."), "device": str(loaded.device)}
-        engine = LayeredModel(loaded).engine
-        about |= {"engine": engine.name, "quantize": engine.quantize}
+        layered = LayeredModel(loaded)
+        about |= {"engine": layered.engine.name, "quantize": layered.engine.quantize}
         texts = {"prompts": asked, "texts": final, "top_texts": words}
         document = {"kind": "skipstone-inspect", "model": model or BUNDLED, **about, **texts, **asdict(lens)}
         print(json.dumps(document if seen is None else {**document, "heads": asdict(seen)}))

@@ -24,14 +24,15 @@ class LayeredModel(DecoderModules):
     model: the transformers model. decoder: that without its head. head: the LM head. layers: the decoder layers. kinds: their
     layer types. windows: their sliding windows in tokens, None for full attention. embeddings: ids that have an embedding.
     max_positions: most positions of a sequence; max_positions_source: the config field that says so. engine: what computes the
-    layers. asked_engine, asked_quantize: what was asked for. engine_reason: why "auto" did not take the native engine, None where it
-    did or was not asked. dtype: of the hidden states.
+    layers. asked_engine, asked_quantize: what was asked for. engine_reason: why "auto" did not take the native engine, None
+    where it did or was not asked. dtype: of the hidden states.
     """
 
     def __init__(self, model: PreTrainedModel, engine: str | None = None, quantize: str | None = None) -> None:
         """engine: "auto", "eager" or "native"; None: what `load` or `enable` was told for this model, or what the environment
-        variable SKIPSTONE_ENGINE says, or "auto". quantize: "none", "int8" or "int4"; None: what `load` or `enable` was told for
-        this model, or "none". ValueError for "native", and for quantised weights, where the native engine cannot run the model."""
+        variable SKIPSTONE_ENGINE says, or "auto". quantize: "none", "int8" or "int4"; None: what `load` or `enable` was told
+        for this model, or "none". ValueError for "native", and for quantised weights, where the native engine cannot run it.
+        """
         inner = unwrapped(model)
         refuse_state(model, inner)
         self.asked_engine, self.asked_quantize = asked_for(inner, engine), quantize_asked_for(inner, quantize)

@@ -76,8 +76,8 @@ def _check_choice(device: Any, dtype: Any, given: Any) -> None:
 def draft_model_for(
     given: str | PreTrainedModel | None, target: LayeredModel, device: str | None = None, dtype: str | None = None
 ) -> DraftModel:
-    """The draft model for a target, loaded once; it runs on the engine that was asked for the target, quantised alike. given: its name, a model
-    object, or None for the bundled one of the target's vocabulary.
+    """The draft model for a target, loaded once; it runs on the engine that was asked for the target, quantised alike. given:
+    its name, a model object, or None for the bundled one of the target's vocabulary.
 
     OSError where nothing is found; ValueError where none is bundled, and for one of another vocabulary.
     """

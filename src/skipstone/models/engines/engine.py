@@ -53,7 +53,8 @@ class Engine(Protocol):
     """What computes one model, for as long as the facts of the model hold.
 
     name: "eager" or "native". detail: one line for users, on what it runs and where. dtype: of the hidden states that it hands
-    out. quantize: "int8" or "int4", what it has quantised the weights to; None where they are as stored. An engine must not refer to its model, which would then never be freed; its modules it may.
+    out. quantize: "int8" or "int4", what it has quantised the weights to; None where they are as stored. An engine must not
+    refer to its model, which would then never be freed; its modules it may.
     """
 
     @property

@@ -1,6 +1,8 @@
 """The weights of a transformers model as the native engine reads them: what each family's layer is made of, in panels."""
 
 import ctypes
+import mmap
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -16,6 +18,8 @@ QUANTIZED = {"int8": 3, "int4": 4}
 """Numbers of the types that weights may be quantised to."""
 HEADS = {"int8": "int8", "int4": "int8"}
 """What the LM head is quantised to, whose errors go straight into the logits."""
+CHUNK = 32 << 20
+"""Bytes that are asked of the system at once, for many matrices."""
 ACTIVATIONS = {"silu": 0, "swish": 0, "gelu_pytorch_tanh": 1, "gelu_new": 1}
 """Names that transformers gives to the activations of an MLP, and the native engine's numbers for them."""
 
@@ -72,6 +76,25 @@ def activation(config: Any) -> str:
     return getattr(config, "hidden_activation", None) or config.hidden_act
 
 
+class Chunks:
+    """Memory for panels, zeros at first, in huge pages where the system has them. What the CPU fetches ahead ends with its
+    page: products with int8 weights are 8 to 18 % faster from pages of 2 MB than of 4 KB. It lives as long as its tensors."""
+
+    def __init__(self) -> None:
+        self._free = torch.empty(0, dtype=torch.uint8)
+
+    def take(self, size: int) -> Tensor:
+        """[size] uint8, at a multiple of 64 bytes."""
+        wanted = -(-size // 64) * 64
+        if wanted > len(self._free):
+            pages = mmap.mmap(-1, max(wanted, CHUNK), flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+            with suppress(OSError):  # a kernel without huge pages
+                pages.madvise(mmap.MADV_HUGEPAGE)
+            self._free = torch.frombuffer(pages, dtype=torch.uint8)
+        taken, self._free = self._free[:size], self._free[wanted:]
+        return taken
+
+
 class Weights:
     """A model's weights in panels. They live as long as this object.
 
@@ -81,6 +104,7 @@ class Weights:
 
     def __init__(self, library: Any, model: Any, facts: Facts, quantize: str | None = None) -> None:
         self._library, self._kept, self.bytes, self._quantize = library, [], 0, quantize
+        self._chunks = Chunks()
         config, family = model.config, facts.family
         self._recipe = RECIPES[config.model_type]
         self.rotary_kinds = sorted(set(facts.kinds)) if family.rotary_by_kind else [""]
@@ -159,7 +183,10 @@ class Weights:
 
     def _split(self, module: Any, sizes: list[int]) -> list[Matrix]:
         biases = [None] * len(sizes) if module.bias is None else module.bias.detach().split(sizes)
-        return [self._packed(part, bias, self._quantize) for part, bias in zip(module.weight.detach().split(sizes), biases, strict=True)]
+        return [
+            self._packed(part, bias, self._quantize)
+            for part, bias in zip(module.weight.detach().split(sizes), biases, strict=True)
+        ]
 
     def _packed(self, weight: Tensor, bias: Tensor | None, quantize: str | None) -> Matrix:
         """A matrix in panels, quantised or as it is stored. ValueError for weights that cannot be quantised."""
@@ -167,7 +194,7 @@ class Weights:
         stored, source = TYPES[weight.dtype], weight if weight.stride(1) == 1 else weight.contiguous()
         kind = stored if quantize is None else QUANTIZED[quantize]
         size = self._library.sk_packed_bytes(kind, outputs, inputs)
-        panels = torch.zeros(size, dtype=torch.uint8)
+        panels = self._chunks.take(size)
         shape = (source.data_ptr(), source.stride(0), outputs, inputs, panels.data_ptr())
         if quantize is None:
             self._library.sk_pack(kind, *shape)
