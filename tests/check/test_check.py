@@ -11,10 +11,11 @@ import pytest
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel
 
-from skipstone import Autoregressive, EarlyExit, LayerSkip, Method
+from skipstone import Autoregressive, EarlyExit, LayerSkip, Method, enable
 from skipstone.check import laws
 from skipstone.check.check import Checker, Judge, Report, Scale
 from skipstone.methods.layerskip import LayerSkipSession
+from skipstone.models.engines.native import library
 from tests.helpers import bugs
 from tests.helpers.bugs.base import broken
 from tests.helpers.machine import prompt, sharpened, small
@@ -186,3 +187,17 @@ def test_what_cannot_be_checked_is_said_before_anything_runs(monkeypatch: pytest
     monkeypatch.setitem(sys.modules, "scipy.stats", None)
     with pytest.raises(ImportError, match=r"scipy: pip install \"skipstone\[bench\]"):
         checked(Autoregressive())
+
+
+@pytest.mark.skipif(library.missing() is not None, reason=str(library.missing()))
+def test_a_quantised_model_is_compared_with_its_own_plain_decoding() -> None:
+    model = enable(agreeing(), "autoregressive", engine="native", quantize="int4")
+    scale = Scale(max_new_tokens=12, samples=60)
+    report = Checker(model, LayerSkip(2, 3), [prompt(seed=one) for one in range(2)], scale).run()
+    assert report.passed, [finding.bugs for finding in report.findings]
+    assert report.findings[0].name == "plain decoding"
+    assert "quantised to int4" in report.findings[0].note
+    assert not any(finding.ties for finding in report.findings)
+    wrong = Judge(model).compare(prompt(), [1, 2, 3], [1, 4, 3])
+    assert wrong is not None
+    assert not wrong.tie, "nothing is rounded differently in another pass"
