@@ -193,11 +193,11 @@ def test_what_cannot_be_checked_is_said_before_anything_runs(monkeypatch: pytest
 def test_a_quantised_model_is_compared_with_its_own_plain_decoding() -> None:
     model = enable(agreeing(), "autoregressive", engine="native", quantize="int4")
     scale = Scale(max_new_tokens=12, samples=60)
-    report = Checker(model, LayerSkip(2, 3), [prompt(seed=one) for one in range(2)], scale).run()
+    report = Checker(model, LayerSkip(2, 3), PROMPTS[:2], scale).run()
     assert report.passed, [finding.bugs for finding in report.findings]
     assert report.findings[0].name == "plain decoding"
     assert "quantised to int4" in report.findings[0].note
     assert not any(finding.ties for finding in report.findings)
-    wrong = Judge(model).compare(prompt(), [1, 2, 3], [1, 4, 3])
+    wrong = Judge(model).compare(PROMPTS[0], [1, 2, 3], [1, 4, 3])
     assert wrong is not None
     assert not wrong.tie, "nothing is rounded differently in another pass"

@@ -110,15 +110,9 @@ def surrogate(
             "autoregressive",
             "layerskip num_speculative_tokens=4,6,8",
         ]
-    given = {"num_prompts": num_prompts, "prompt_tokens": prompt_tokens, "max_new_tokens": max_new_tokens}
+    given = {"num_prompts": num_prompts, "prompt_tokens": prompt_tokens, "max_new_tokens": max_new_tokens, "threads": threads}
     given |= {"tune_prompts": tune_prompts, "ignore_eos": True, "dtype": dtype, "device": device, "seed": seed}
-    given |= {
-        "models": [f"surrogate {shape}"],
-        "methods": methods or default,
-        "threads": threads,
-        "engine": engine,
-        "quantize": quantize,
-    }
+    given |= {"models": [f"surrogate {shape}"], "methods": methods or default, "engine": engine, "quantize": quantize}
     chosen = plans.read(None, {name: value for name, value in given.items() if value is not None})
     options.check_folder_of(out)
     run_surrogate(wanted, chosen, out, command_line(), lambda text: typer.echo(text, err=True), fresh, contexts)

@@ -49,15 +49,12 @@ def generate(
     flags = SimpleNamespace(**locals())
     _refuse_contradictions(flags)
     asked, text = options.asked_method(method, speculative_config), _prompt(prompt, prompt_file)
-    loaded, tokenizer = options.load(
-        model, dtype, device, engine=engine, quantize=quantize, trust_remote_code=trust_remote_code
-    )
+    loaded, tokenizer = options.load(model, dtype, device, engine, quantize, trust_remote_code=trust_remote_code)
     from skipstone.api import resolve_for
     from skipstone.cli.runs import compared, decode
     from skipstone.cli.showing import Painter, document, tell
 
-    chosen = resolve_for(loaded, asked)
-    job = _job(flags, loaded, tokenizer, text)
+    chosen, job = resolve_for(loaded, asked), _job(flags, loaded, tokenizer, text)
     painter = None if as_json else Painter(job, color)
     show = painter and painter.show
     run, comparison = compared(job, chosen, repeat, show) if compare else (decode(job, chosen, show), None)

@@ -56,9 +56,7 @@ def inspect(
         for path in save(lens, words, final, out, seen):
             print(f"skipstone: {path}", file=sys.stderr)
     if as_json:
-        about = {"dtype": str(loaded.dtype).removeprefix("torch."), "device": str(loaded.device)}
-        layered = LayeredModel(loaded)
-        about |= {"engine": layered.engine.name, "quantize": layered.engine.quantize}
+        about = {"dtype": str(loaded.dtype).removeprefix("torch."), "device": str(loaded.device)} | computed_by(loaded)
         texts = {"prompts": asked, "texts": final, "top_texts": words}
         document = {"kind": "skipstone-inspect", "model": model or BUNDLED, **about, **texts, **asdict(lens)}
         print(json.dumps(document if seen is None else {**document, "heads": asdict(seen)}))
@@ -66,6 +64,14 @@ def inspect(
     show_layers(lens)
     if seen is not None:
         show_heads(seen)
+
+
+def computed_by(loaded: Any) -> dict[str, str | None]:
+    """The engine of a model, and what it has quantised the weights to."""
+    from skipstone.models.layered import LayeredModel
+
+    engine = LayeredModel(loaded).engine
+    return {"engine": engine.name, "quantize": engine.quantize}
 
 
 def show_layers(lens: "Lens") -> None:

@@ -92,14 +92,16 @@ def check_folder_of(*files: Path | None) -> None:
             raise FileNotFoundError(2, "no such folder", str(file.parent))
 
 
-def load(model: str | None, dtype: str, device: str, **options: Any) -> tuple[Any, Any]:
+def load(
+    model: str | None, dtype: str, device: str, engine: str = "auto", quantize: str = "none", **options: Any
+) -> tuple[Any, Any]:
     """The model, and its tokenizer."""
     import torch
 
     from skipstone import loading
 
     wanted = dtype if dtype == "auto" else getattr(torch, dtype)
-    return loading.load(model, dtype=wanted, device=loading.usable(device), **options)
+    return loading.load(model, dtype=wanted, device=loading.usable(device), engine=engine, quantize=quantize, **options)
 
 
 def texts_or_bundled(texts: list[str] | None, tokenizer: Any) -> tuple[list[str], list[Any]]:
