@@ -34,8 +34,8 @@ def generate(
     {"method": name, ...}, or None for the model's default. seed: of the first row, from which every further row gets its own;
     or a list with one per row. record: keep per-token figures in `output.steps`. engine: "auto", "eager" or "native", for this
     call; None takes what `load` or `enable` was told, then the environment variable SKIPSTONE_ENGINE, then "auto". options:
-    `GenerationConfig` fields and keyword arguments of `model.generate`, with HF's meaning; and kv_dtype, "float32" or
-    "bfloat16", in which keys and values are kept, found like `engine` (the environment variable is SKIPSTONE_KV).
+    `GenerationConfig` fields and keyword arguments of `model.generate`, with HF's meaning; and quantize and kv_dtype,
+    as in `skipstone.load`, found like `engine` (the environment variable is SKIPSTONE_KV).
 
     Returns an `Output`: sequences [B, T_total] int64, new_tokens per row, stats, and text when text came in.
     ValueError for anything that is not supported, before any work is done.

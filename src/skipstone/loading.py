@@ -11,7 +11,8 @@ from safetensors import SafetensorError
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 
 from skipstone.assets import NANO
-from skipstone.models.engines.choice import attach, attach_kv, known, known_kv
+from skipstone.models.engines.choice import Setup, attach
+from skipstone.models.layered import LayeredModel
 
 BUNDLED = "skipstone-nano"
 LAYER = re.compile(r"\b(?:layers|h)\.(\d+)\.")  # a parameter's name inside a layer list, with the layer's number
@@ -25,6 +26,7 @@ def load(
     attn_implementation: str | None = None,
     trust_remote_code: bool = False,
     engine: str = "auto",
+    quantize: str | None = None,
     kv_dtype: str | None = None,
 ) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
     """Load a causal language model, ready to decode, and its tokenizer.
@@ -32,23 +34,21 @@ def load(
     name: a folder or hub id; None for the bundled model, skipstone-nano. dtype: of the weights; "auto" takes the checkpoint's,
     and float32 for the bundled model. Weights come from safetensors only. engine: what skipstone runs the model on, "eager" or
     "native"; "auto" takes what the environment variable SKIPSTONE_ENGINE says, and else native where that can run the model.
-    kv_dtype: what keys and values are kept in, "float32" or "bfloat16", half the memory, which rounds them; None takes what the
+    quantize: "int8" or "int4", what the native engine quantises its copy of the weights to; None or "none": nothing. kv_dtype:
+    what keys and values are kept in, "float32" or "bfloat16", half the memory, which rounds them; None takes what the
     environment variable SKIPSTONE_KV says, and else float32.
 
-    OSError where nothing is found; ValueError where the checkpoint is corrupt or incomplete, and for an unknown engine or dtype
-    of keys and values.
+    OSError where nothing is found; ValueError where the checkpoint is corrupt or incomplete, for an engine, quantize or
+    kv_dtype that is none, and for a quantize where the native engine cannot run the model.
     """
-    known(engine)
-    if kv_dtype is not None:
-        known_kv(kv_dtype)
+    asked = Setup(engine, quantize, kv_dtype)  # refuses what is none before anything is loaded
     if name is None:
         name, dtype = NANO, torch.float32 if dtype == "auto" else dtype
     options: dict[str, Any] = {"attn_implementation": attn_implementation, "trust_remote_code": trust_remote_code}
     model, tokenizer = load_model(name, dtype=dtype, device=device, **options), load_tokenizer(name, trust_remote_code)
-    if engine != "auto":
-        attach(model, engine)
-    if kv_dtype is not None:
-        attach_kv(model, kv_dtype)
+    attach(model, None if engine == "auto" else engine, quantize, kv_dtype)
+    if asked.quantizes:
+        LayeredModel(model)  # quantises, or says why it cannot
     return model, tokenizer
 
 

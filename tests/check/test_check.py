@@ -11,7 +11,7 @@ import pytest
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel
 
-from skipstone import Autoregressive, EarlyExit, LayerSkip, Method
+from skipstone import Autoregressive, EarlyExit, LayerSkip, Method, enable
 from skipstone.check import laws
 from skipstone.check.check import Checker, Judge, Report, Scale
 from skipstone.methods.layerskip import LayerSkipSession
@@ -200,3 +200,17 @@ def test_a_judge_works_whatever_engine_the_environment_names(monkeypatch: pytest
     assert parted is not None
     assert parted.position == 2
     assert not parted.tie
+
+
+@pytest.mark.skipif(library.missing() is not None, reason=str(library.missing()))
+def test_a_quantised_model_is_compared_with_its_own_plain_decoding() -> None:
+    model = enable(agreeing(), "autoregressive", engine="native", quantize="int4")
+    scale = Scale(max_new_tokens=12, samples=60)
+    report = Checker(model, LayerSkip(2, 3), PROMPTS[:2], scale).run()
+    assert report.passed, [finding.bugs for finding in report.findings]
+    assert report.findings[0].name == "plain decoding"
+    assert "quantised to int4" in report.findings[0].note
+    assert not any(finding.ties for finding in report.findings)
+    wrong = Judge(model).compare(PROMPTS[0], [1, 2, 3], [1, 4, 3])
+    assert wrong is not None
+    assert not wrong.tie, "nothing is rounded differently in another pass"

@@ -30,7 +30,7 @@ def text(length: int = LENGTH, seed: int = 5, vocab: int = 97) -> Tensor:
 
 
 def native(model: Any, threads: int = 1, kv_dtype: str | None = None) -> LayeredModel:
-    layered = LayeredModel(model, "native", kv_dtype)
+    layered = LayeredModel(model, "native", kv_dtype=kv_dtype)
     layered.engine.threads = threads  # pyright: ignore[reportAttributeAccessIssue]
     return layered
 

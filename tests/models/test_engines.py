@@ -30,6 +30,10 @@ class Native(EagerEngine):
 
     name = "native"
 
+    def __init__(self, model: Any, facts: Any, quantize: str | None = None) -> None:
+        super().__init__(model, facts)
+        self.quantize = quantize
+
 
 @pytest.fixture(autouse=True)
 def _no_variable(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -57,7 +61,7 @@ def decode(model: Any, **more: Any) -> skipstone.Output:
 def test_auto_falls_back_to_eager_and_says_why() -> None:
     model = families.build("llama")
     found = LayeredModel(model)
-    assert (found.asked_engine, found.engine.name, found.engine_reason) == ("auto", "eager", REASON)
+    assert (found.asked.engine, found.engine.name, found.engine_reason) == ("auto", "eager", REASON)
     assert found.engine.detail == "transformers' own modules, torch.float32, cpu"
     assert found.dtype == found.engine.dtype == torch.float32
     asked = LayeredModel(model, "eager")
@@ -116,7 +120,7 @@ def test_what_was_given_goes_over_what_was_attached_and_that_over_the_environmen
     assert LayeredModel(model).engine.name == "native"
     assert LayeredModel(model, "eager").engine.name == "eager"
     monkeypatch.setenv(choice.VARIABLE, "")
-    assert LayeredModel(families.build("llama")).asked_engine == "auto", "an empty variable says nothing"
+    assert LayeredModel(families.build("llama")).asked.engine == "auto", "an empty variable says nothing"
 
 
 @pytest.mark.usefixtures("able")

@@ -28,12 +28,12 @@ def _no_variable(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_what_was_given_goes_over_what_was_attached_and_that_over_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
     model = families.build("llama")
-    assert (LayeredModel(model).asked_kv, LayeredModel(model).kv_dtype) == ("float32", None)
+    assert (LayeredModel(model).asked.kv_dtype, LayeredModel(model).kv_dtype) == ("float32", None)
     monkeypatch.setenv(choice.KV_VARIABLE, "bfloat16")
     assert LayeredModel(model).kv_dtype == torch.bfloat16
-    choice.attach_kv(model, "float32")
+    choice.attach(model, kv_dtype="float32")
     assert LayeredModel(model).kv_dtype is None
-    assert LayeredModel(model, None, "bfloat16").kv_dtype == torch.bfloat16
+    assert LayeredModel(model, kv_dtype="bfloat16").kv_dtype == torch.bfloat16
     assert LayeredModel(families.build("llama")).kv_dtype == torch.bfloat16
     monkeypatch.setenv(choice.KV_VARIABLE, "")
     assert LayeredModel(families.build("llama")).kv_dtype is None, "an empty variable says nothing"
@@ -55,18 +55,18 @@ def test_an_unknown_dtype_is_named_with_the_choices(monkeypatch: pytest.MonkeyPa
 
 def test_load_and_enable_remember_it(monkeypatch: pytest.MonkeyPatch) -> None:
     model: Any = load(kv_dtype="bfloat16")[0]
-    assert LayeredModel(model).asked_kv == "bfloat16"
+    assert LayeredModel(model).asked.kv_dtype == "bfloat16"
     skipstone.enable(model, "autoregressive")
-    assert LayeredModel(model).asked_kv == "bfloat16", "None leaves it as it is"
+    assert LayeredModel(model).asked.kv_dtype == "bfloat16", "None leaves it as it is"
     skipstone.enable(model, "autoregressive", kv_dtype="float32")
-    assert LayeredModel(model).asked_kv == "float32"
+    assert LayeredModel(model).asked.kv_dtype == "float32"
 
 
 def test_a_draft_model_keeps_what_its_target_keeps() -> None:
     model, draft = families.build("llama"), families.build("llama")
     method = Speculative(draft, 2)  # pyright: ignore[reportArgumentType]
     for name in ("float32", "bfloat16"):
-        assert method.draft_model_for(LayeredModel(model, "eager", name)).asked_kv == name
+        assert method.draft_model_for(LayeredModel(model, "eager", kv_dtype=name)).asked.kv_dtype == name
 
 
 @pytest.mark.parametrize("engine", ENGINES)

@@ -21,7 +21,7 @@ from skipstone.bench.peers import PEERS
 from skipstone.decoding.method import OWN_FIELD
 from skipstone.decoding.settings import settings_of
 from skipstone.methods import METHODS
-from skipstone.models.engines.choice import known
+from skipstone.models.engines.choice import Setup
 from skipstone.models.layered import LayeredModel
 from skipstone.settings_files import Part, first_fault, mapping
 from skipstone.tasks import protocols, sets
@@ -80,6 +80,7 @@ class Plan(TaskOptions):
     dtype: str = "auto"
     device: str = "auto"
     engine: str = "auto"  # what runs our methods: auto, eager or native
+    quantize: str = "none"  # what the native engine quantises the weights to: none, int8 or int4
     threads: int | None = Field(default=None, ge=1)
     seed: int = Field(default=0, ge=0)
 
@@ -116,7 +117,14 @@ class Plan(TaskOptions):
     @field_validator("engine")
     @classmethod
     def _engine(cls, value: str) -> str:
-        return known(value)
+        Setup(engine=value)
+        return value
+
+    @field_validator("quantize")
+    @classmethod
+    def _quantize(cls, value: str) -> str:
+        Setup(quantize=value)
+        return value
 
 
 def read(path: Path | None, given: dict[str, Any]) -> Plan:

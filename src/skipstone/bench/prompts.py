@@ -215,7 +215,11 @@ def log_likelihood(model: PreTrainedModel, prompt: Tensor, answer: list[int]) ->
     layered = LayeredModel(model)
     wanted = torch.tensor(answer, device=layered.device)  # [A]
     ids = torch.cat([prompt.to(layered.device), wanted[:-1]])[None]  # [1, T + A - 1]
-    states = layered.decoder(input_ids=ids, use_cache=False).last_hidden_state[:, len(prompt) - 1 :]  # [1, A, d]
+    if layered.engine.quantize is None:
+        states = layered.decoder(input_ids=ids, use_cache=False).last_hidden_state
+    else:  # transformers' modules have other weights
+        states = layered.read(ids)
+    states = states[:, len(prompt) - 1 :]  # [1, A, d]
     total = torch.zeros((), dtype=torch.double, device=layered.device)
     for part, tokens in zip(states.split(CHUNK, 1), wanted.split(CHUNK), strict=True):
         total += layered.project(part)[0].double().log_softmax(-1).gather(1, tokens[:, None]).sum()

@@ -73,7 +73,9 @@ def run(plan: Plan, path: Path, argv: list[str], say: Say = print, fresh: bool =
         if (begun := journal.other_code()) is not None:
             say(f"skipstone: warning: {path} was begun with other code (commit {begun[:12]}); --fresh begins anew")
         for name in plan.models or (None,):
-            subject = Subject(name or BUNDLED, *load(name, dtype=plan.dtype, device=device, engine=plan.engine))
+            subject = Subject(
+                name or BUNDLED, *load(name, dtype=plan.dtype, device=device, engine=plan.engine, quantize=plan.quantize)
+            )
             entrants = enter(journal, subject, plan, say)
             for number, ((task, settings), both) in enumerate(zip(tasks, asked, strict=True)):
                 room = LayeredModel(subject.model).max_positions - settings.max_new_tokens
@@ -130,6 +132,7 @@ def enter(journal: Journal, subject: Subject, plan: Plan, say: Say) -> list[Entr
                 "device": str(subject.model.device),
                 "engine": layered.engine.name,
                 "engine_reason": layered.engine_reason,
+                "quantize": layered.engine.quantize,
                 "ceiling": ceiling,
                 "synthetic": subject.synthetic,
                 "refused": refused,

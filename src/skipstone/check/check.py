@@ -149,7 +149,8 @@ class Judge:
             return None
         pairs = enumerate(zip_longest(expected, found))
         position, (one, other) = next((place, pair) for place, pair in pairs if pair[0] != pair[1])
-        if one is None or other is None:
+        exact = LayeredModel(self.model).engine.quantize  # the same bits in every pass, and no wider copy of the weights
+        if one is None or other is None or exact:
             return Divergence(number, position, one, other, texts=texts)
         before = torch.cat([prompt.cpu(), torch.tensor(expected[:position], dtype=prompt.dtype)])[None]  # [1, T + position]
         scores, precise = (_next_scores(model, before, options or {}) for model in (self.model, self.precise))  # [V] each
@@ -184,6 +185,7 @@ class Checker:
         self.finding = Finding("")  # of the probe that runs
         self.greedy_options: dict[str, Any] = {"max_new_tokens": scale.max_new_tokens, "do_sample": False}
         layered, longest = LayeredModel(model), max(map(len, self.prompts))
+        self._quantize = layered.engine.quantize
         method.check(layered)
         laws.ready()
         most = max(scale.max_new_tokens, SAMPLED, AUDITED * (BATCH + 1))
@@ -219,7 +221,9 @@ class Checker:
     def _probes(self) -> list[tuple[str, Callable[[], None]]]:
         laws_of = [("the law of sampled texts, " + ", ".join(f"{k} {v:g}" for k, v in one.items()), one) for one in LAWS]
         return [
-            ("plain decoding is transformers' own", self.against_transformers),
+            ("plain decoding", self.told)
+            if self._quantize
+            else ("plain decoding is transformers' own", self.against_transformers),
             ("greedy texts", self.greedy),
             ("greedy texts in a batch", self.batched),
             ("greedy texts under a repetition penalty and without repeated trigrams", self.processed),
@@ -270,6 +274,13 @@ class Checker:
             expected = kind.generate(model, ids, attention_mask=torch.ones_like(ids), **self.greedy_options)[0, len(prompt) :]
             self.plain.append(self._greedy("autoregressive", prompt))
             self._compare(number, prompt, expected.tolist(), self.plain[-1])
+
+    def told(self) -> None:
+        """Plain decoding of quantised weights, which transformers does not have: what all else is compared with."""
+        self.plain = [self._greedy("autoregressive", prompt) for prompt in self.prompts]
+        self.finding.note = (
+            f"the reference for all else: the weights quantised to {self._quantize} are the native engine's alone"
+        )
 
     def greedy(self) -> None:
         """One prompt at a time."""
@@ -327,15 +338,21 @@ class Checker:
 
     @torch.inference_mode()
     def _drawn(self, prompt: Tensor, texts: list[list[int]], settings: Mapping[str, Any]) -> laws.Drawn:
-        """All tokens of some texts against their laws, by the model's own forward and transformers' warpers."""
+        """All tokens of some texts against their laws, by the model's own forward (the engine's, where it has quantised the
+        weights) and transformers' warpers."""
         warpers = LogitsProcessorList([TemperatureLogitsWarper(settings["temperature"])])
         if "top_p" in settings:
             warpers.append(TopPLogitsWarper(settings["top_p"]))
+        layered = LayeredModel(self.model)
         drawn = laws.Drawn(rare=laws.RARE if self._exact else laws.ROUNDED)
         for start in range(0, len(texts), HELD):
             new = torch.tensor(texts[start : start + HELD])
             ids = torch.cat([prompt.expand(len(new), -1), new], 1).to(self.model.device)
-            logits = self.model(ids, use_cache=False).logits[:, len(prompt) - 1 : -1].flatten(0, 1).float()
+            if self._quantize:
+                logits = layered.project(layered.read(ids)[:, len(prompt) - 1 : -1])
+            else:
+                logits = self.model(ids, use_cache=False).logits[:, len(prompt) - 1 : -1]
+            logits = logits.flatten(0, 1).float()
             drawn.add(warpers(ids, logits).softmax(-1), new.flatten().to(logits.device))  # type: ignore[arg-type]
         return drawn
 

@@ -52,6 +52,7 @@ def run(
     dtype: Annotated[str | None, option("auto, float32, bfloat16 or float16.")] = None,
     device: Device = None,
     engine: Annotated[str | None, option("auto, eager or native.")] = None,
+    quantize: Annotated[str | None, option("none, int8 or int4: the native engine's weights.")] = None,
     threads: Threads = None,
     seed: Annotated[int | None, option("Of prompts, draws and intervals. Default: 0.", min=0)] = None,
     fresh: Fresh = False,
@@ -86,6 +87,7 @@ def surrogate(
     dtype: Annotated[str, typer.Option(help="float32, bfloat16 or float16.")] = "float32",
     device: Device = None,
     engine: Annotated[str | None, option("auto, eager or native.")] = None,
+    quantize: Annotated[str | None, option("none, int8 or int4: the native engine's weights.")] = None,
     threads: Threads = None,
     seed: Annotated[int, typer.Option(min=0)] = 0,
     fresh: Fresh = False,
@@ -108,9 +110,9 @@ def surrogate(
             "autoregressive",
             "layerskip num_speculative_tokens=4,6,8",
         ]
-    given = {"num_prompts": num_prompts, "prompt_tokens": prompt_tokens, "max_new_tokens": max_new_tokens}
+    given = {"num_prompts": num_prompts, "prompt_tokens": prompt_tokens, "max_new_tokens": max_new_tokens, "threads": threads}
     given |= {"tune_prompts": tune_prompts, "ignore_eos": True, "dtype": dtype, "device": device, "seed": seed}
-    given |= {"models": [f"surrogate {shape}"], "methods": methods or default, "threads": threads, "engine": engine}
+    given |= {"models": [f"surrogate {shape}"], "methods": methods or default, "engine": engine, "quantize": quantize}
     chosen = plans.read(None, {name: value for name, value in given.items() if value is not None})
     options.check_folder_of(out)
     run_surrogate(wanted, chosen, out, command_line(), lambda text: typer.echo(text, err=True), fresh, contexts)

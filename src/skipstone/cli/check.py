@@ -27,6 +27,7 @@ def check(
     dtype: options.Dtype = "auto",
     device: options.Device = "auto",
     engine: options.Engine = "auto",
+    quantize: options.Quantize = "none",
     as_json: options.AsJson = False,
     debug: options.Debug = False,
 ) -> None:
@@ -42,7 +43,7 @@ def check(
     if len(rows) < num_prompts:
         raise ValueError(f"--num-prompts {num_prompts}: there are {len(rows)} prompts")
     asked = options.asked_method(method, speculative_config)
-    loaded, tokenizer = options.load(model, dtype, device, engine=engine)
+    loaded, tokenizer = options.load(model, dtype, device, engine=engine, quantize=quantize)
     chosen = resolve_for(loaded, asked)
     reader = Reader(tokenizer, False, prompt_tokens)
     spread = rows[:: len(rows) // num_prompts][:num_prompts]

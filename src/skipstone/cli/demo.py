@@ -51,6 +51,7 @@ def demo(
     as_json: Annotated[bool, typer.Option("--json", help="Print the figures as one JSON document instead.")] = False,
     svg: Annotated[Path | None, typer.Option(help="Save the picture to this file too.", show_default=False)] = None,
     engine: options.Engine = "auto",
+    quantize: options.Quantize = "none",
     debug: options.Debug = False,
 ) -> None:
     """The same text twice, plainly and with LayerSkip: live, side by side, with what each cost, and transformers beside."""
@@ -65,7 +66,7 @@ def demo(
     from skipstone.cli.showing import side_by_side
     from skipstone.decoding.method import OWN_FIELD
 
-    loaded, tokenizer = options.load(model, "auto", "cpu", engine=engine)
+    loaded, tokenizer = options.load(model, "auto", "cpu", engine=engine, quantize=quantize)
     if not getattr(loaded.generation_config, OWN_FIELD, None):
         raise ValueError(
             "this model names no method of its own (generation_config.skipstone); use `skipstone generate --compare`"

@@ -26,6 +26,7 @@ def collect() -> dict[str, Any]:
     """The facts as plain JSON values, None where one does not apply."""
     import torch
 
+    from skipstone.models.engines.engine import QUANTIZED
     from skipstone.models.engines.native import library
     from skipstone.timing.machine import cpu, versions
 
@@ -44,6 +45,7 @@ def collect() -> dict[str, Any]:
         "torch_threads": torch.get_num_threads(),
         "memory_gib": memory,
         "engines": ["eager", "native" if missing is None else f"native: no, {missing}"],
+        "quantize": [one for one in QUANTIZED if one != "none"] if missing is None else [],  # the native engine's
         "cuda": torch.version.cuda,
         "gpus": [f"{gpu.name}, {gpu.total_memory / 2**30:.0f} GiB, compute capability {gpu.major}.{gpu.minor}" for gpu in gpus],
     }

@@ -34,6 +34,7 @@ def generate(
     dtype: options.Dtype = "auto",
     device: options.Device = "auto",
     engine: options.Engine = "auto",
+    quantize: options.Quantize = "none",
     kv_dtype: options.KvDtype = None,
     trust_remote_code: Annotated[bool, typer.Option("--trust-remote-code", help="Run the checkpoint's own code.")] = False,
     compare: Annotated[bool, grouped("Output", "Decode plainly too, in turn; compare speed and text.", "--compare")] = False,
@@ -49,14 +50,13 @@ def generate(
     flags = SimpleNamespace(**locals())
     _refuse_contradictions(flags)
     asked, text = options.asked_method(method, speculative_config), _prompt(prompt, prompt_file)
-    asked_of = {"engine": engine, "kv_dtype": kv_dtype}
+    asked_of = {"engine": engine, "quantize": quantize, "kv_dtype": kv_dtype}
     loaded, tokenizer = options.load(model, dtype, device, **asked_of, trust_remote_code=trust_remote_code)
     from skipstone.api import resolve_for
     from skipstone.cli.runs import compared, decode
     from skipstone.cli.showing import Painter, document, tell
 
-    chosen = resolve_for(loaded, asked)
-    job = _job(flags, loaded, tokenizer, text)
+    chosen, job = resolve_for(loaded, asked), _job(flags, loaded, tokenizer, text)
     painter = None if as_json else Painter(job, color)
     show = painter and painter.show
     run, comparison = compared(job, chosen, repeat, show) if compare else (decode(job, chosen, show), None)

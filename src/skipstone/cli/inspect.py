@@ -26,6 +26,7 @@ def inspect(
     dtype: options.Dtype = "auto",
     device: options.Device = "auto",
     engine: options.Engine = "auto",
+    quantize: options.Quantize = "none",
     as_json: options.AsJson = False,
     debug: options.Debug = False,
 ) -> None:
@@ -41,7 +42,7 @@ def inspect(
     from skipstone.methods.adadecode.heads import load_heads
     from skipstone.models.layered import LayeredModel
 
-    loaded, tokenizer = options.load(model, dtype, device, engine=engine)
+    loaded, tokenizer = options.load(model, dtype, device, engine=engine, quantize=quantize)
     exit_heads = None if heads is None else load_heads(heads, LayeredModel(loaded))
     asked, prompts = options.texts_or_bundled(prompt, tokenizer)
     lens = look(loaded, prompts, max_new_tokens)
@@ -55,8 +56,7 @@ def inspect(
         for path in save(lens, words, final, out, seen):
             print(f"skipstone: {path}", file=sys.stderr)
     if as_json:
-        about = {"dtype": str(loaded.dtype).removeprefix("torch."), "device": str(loaded.device)}
-        about["engine"] = LayeredModel(loaded).engine.name
+        about = {"dtype": str(loaded.dtype).removeprefix("torch."), "device": str(loaded.device)} | computed_by(loaded)
         texts = {"prompts": asked, "texts": final, "top_texts": words}
         document = {"kind": "skipstone-inspect", "model": model or BUNDLED, **about, **texts, **asdict(lens)}
         print(json.dumps(document if seen is None else {**document, "heads": asdict(seen)}))
@@ -64,6 +64,14 @@ def inspect(
     show_layers(lens)
     if seen is not None:
         show_heads(seen)
+
+
+def computed_by(loaded: Any) -> dict[str, str | None]:
+    """The engine of a model, and what it has quantised the weights to."""
+    from skipstone.models.layered import LayeredModel
+
+    engine = LayeredModel(loaded).engine
+    return {"engine": engine.name, "quantize": engine.quantize}
 
 
 def show_layers(lens: "Lens") -> None:

@@ -45,6 +45,16 @@ def _known_dtype(dtype: str) -> str:
 Dtype = Annotated[str, typer.Option(help=f"One of {', '.join(DTYPES)}; auto is the checkpoint's.", callback=_known_dtype)]
 
 
+QUANTIZED = ("none", "int8", "int4")  # those of skipstone.models, too
+
+
+def known_quantize(quantize: str) -> str:
+    """What weights are quantised to. ValueError for any other text."""
+    if quantize not in QUANTIZED:
+        raise ValueError(f"--quantize must be one of {', '.join(QUANTIZED)}, found {quantize!r}")
+    return quantize
+
+
 def known_engine(engine: str) -> str:
     """The name of an engine. ValueError for any other text."""
     if engine not in ENGINES:
@@ -54,6 +64,12 @@ def known_engine(engine: str) -> str:
 
 Engine = Annotated[
     str, typer.Option(help=f"One of {', '.join(ENGINES)}; auto is native where it can run the model.", callback=known_engine)
+]
+Quantize = Annotated[
+    str,
+    typer.Option(
+        help=f"One of {', '.join(QUANTIZED)}: what the native engine quantises the weights to.", callback=known_quantize
+    ),
 ]
 
 
@@ -94,14 +110,16 @@ def check_folder_of(*files: Path | None) -> None:
             raise FileNotFoundError(2, "no such folder", str(file.parent))
 
 
-def load(model: str | None, dtype: str, device: str, **options: Any) -> tuple[Any, Any]:
+def load(
+    model: str | None, dtype: str, device: str, engine: str = "auto", quantize: str = "none", **options: Any
+) -> tuple[Any, Any]:
     """The model, and its tokenizer."""
     import torch
 
     from skipstone import loading
 
     wanted = dtype if dtype == "auto" else getattr(torch, dtype)
-    return loading.load(model, dtype=wanted, device=loading.usable(device), **options)
+    return loading.load(model, dtype=wanted, device=loading.usable(device), engine=engine, quantize=quantize, **options)
 
 
 def texts_or_bundled(texts: list[str] | None, tokenizer: Any) -> tuple[list[str], list[Any]]:

@@ -222,7 +222,7 @@ def compared(
 def by_transformers(job: Job, tokens: list[int]) -> dict[str, Any]:
     """The same prompt by transformers' own `generate`, warmed up, as plain JSON values. tokens: the text that it is compared
     with."""
-    peer = HFGenerate()
+    peer: Any = HFGenerate()
     warm_up(job.model, [peer], job.ids[0], job.options)
     found = measure(job.model, peer, job.ids[0], job.options, job.seed)
     pace = len(found.tokens) / found.seconds

@@ -31,6 +31,7 @@ def search(
     dtype: options.Dtype = "auto",
     device: options.Device = "auto",
     engine: options.Engine = "auto",
+    quantize: options.Quantize = "none",
     seed: Annotated[int, typer.Option(min=0)] = 0,
     debug: options.Debug = False,
 ) -> None:
@@ -47,7 +48,7 @@ def search(
     from skipstone.methods.shared.layer_sets import save_profile
     from skipstone.search import search as searching
 
-    loaded, tokenizer = options.load(model, dtype, device, engine=engine)
+    loaded, tokenizer = options.load(model, dtype, device, engine=engine, quantize=quantize)
     _, texts = options.texts_or_bundled(prompt, tokenizer)
     ratios = searching.RATIOS if skip_ratio is None else (skip_ratio,)
     settings = searching.SearchSettings(texts, max_new_tokens, ratios, num_speculative_tokens, seed=seed)

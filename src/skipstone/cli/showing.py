@@ -102,7 +102,7 @@ def figures(job: Job, method: Method, run: Run) -> list[str]:
         )
     layered = LayeredModel(job.model)
     why = "" if layered.engine_reason is None else f" (not native: {layered.engine_reason})"
-    kept = "" if layered.kv_dtype is None else f", keys and values kept in {layered.asked_kv}"
+    kept = "" if layered.kv_dtype is None else f", keys and values kept in {layered.asked.kv_dtype}"
     lines.append(f"engine {layered.engine.name}: {layered.engine.detail}{kept}{why}")
     if job.sampled:
         lines.append(f"seed {job.seed}")
@@ -126,7 +126,8 @@ def document(model: str | None, job: Job, method: Method, run: Run, comparison: 
         "device": str(job.model.device),
         "engine": layered.engine.name,
         "engine_reason": layered.engine_reason,
-        "kv_dtype": layered.asked_kv,
+        "quantize": layered.engine.quantize,
+        "kv_dtype": layered.asked.kv_dtype,
         "method": {"method": method.name, **method.settings},
         "lossless": method.lossless,
         **({} if method.lossless else {"mean_js_distance": distances(method, job)}),

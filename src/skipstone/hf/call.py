@@ -79,10 +79,10 @@ def prepare_call(
 ) -> Call:
     """A prepared call on a model that can be decoded. ValueError for what the user got wrong, before any forward.
 
-    engine, and kv_dtype among the options: as in `LayeredModel`.
+    engine, and quantize and kv_dtype among the options: as in `LayeredModel`.
     """
     options = dict(options)
-    layered = LayeredModel(model, engine, options.pop("kv_dtype", None))
+    layered = LayeredModel(model, engine, options.pop("quantize", None), options.pop("kv_dtype", None))
     inner = layered.model
     given, own = options.get("generation_config"), inner.generation_config
     strings = options.pop("stop_strings", None) or getattr(given, "stop_strings", None) or own.stop_strings

@@ -14,7 +14,7 @@ from skipstone.hf import generation
 from skipstone.hf.call import Call, MethodLike, prepare_call, resolve_for
 from skipstone.hf.fields import refuse_fields
 from skipstone.hf.generation import Output
-from skipstone.models.engines.choice import attach, attach_kv
+from skipstone.models.engines.choice import attach
 from skipstone.models.engines.eager.patches import take_off
 from skipstone.models.layered import LayeredModel, unwrapped
 
@@ -22,22 +22,23 @@ _OTHER_ENGINES = ("custom_generate", "assistant_model")
 
 
 def enable(
-    model: PreTrainedModel, method: MethodLike = None, engine: str | None = None, kv_dtype: str | None = None
+    model: PreTrainedModel,
+    method: MethodLike = None,
+    engine: str | None = None,
+    quantize: str | None = None,
+    kv_dtype: str | None = None,
 ) -> PreTrainedModel:
     """Make `model.generate` decode with a method, streamers and stop strings included. A second call changes the method.
 
     method: as in `skipstone.generate`; ValueError where it does not fit the model. engine: "auto", "eager" or "native",
-    remembered for all that skipstone does with this model; None leaves it as it is. kv_dtype: what keys and values are kept in,
-    "float32" or "bfloat16", remembered likewise. `model.generate` then also takes `seed`,
-    and options that skipstone does not support are a ValueError. Calls that ask for transformers' other ways of decoding
-    (`custom_generate`, `assistant_model`) go to transformers as before. Returns the model.
+    quantize: "none", "int8" or "int4", and kv_dtype: "float32" or "bfloat16", as in `skipstone.load`, are remembered for all
+    that skipstone does with this model; None leaves them as they are. `model.generate` then also takes `seed`, and options
+    that skipstone does not support are a ValueError. Calls that ask for transformers' other ways of decoding (`custom_generate`,
+    `assistant_model`) go to transformers as before. Returns the model.
     """
     chosen = resolve_for(model, method)
-    chosen.check(LayeredModel(model, engine, kv_dtype))
-    if engine is not None:
-        attach(model, engine)
-    if kv_dtype is not None:
-        attach_kv(model, kv_dtype)
+    chosen.check(LayeredModel(model, engine, quantize, kv_dtype))
+    attach(model, engine, quantize, kv_dtype)
     before = model.__dict__.get("generate")
     if isinstance(before, _Generate):
         before = before.before

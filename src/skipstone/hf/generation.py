@@ -31,7 +31,8 @@ class Output(GenerateDecoderOnlyOutput):
     sequences: [B, T] int64, prompt and new tokens, padded by HF's rules. scores, logits: per new token [B, V], when asked
     for (0 for rows already finished). lossless: False only for modes that may change the text. text: the new text of every row
     when text came in. stats: `Stats` over all rows. steps: the list of `Step`, with record=True. engine: what ran the model,
-    "eager" or "native". engine_reason: why it was not the native one, where that was left to skipstone.
+    "eager" or "native". engine_reason: why it was not the native one, where that was left to skipstone. quantize: "int8" or
+    "int4", what the engine has quantised the weights to; None where they are as stored.
     """
 
     stats: Stats | None = None
@@ -42,6 +43,7 @@ class Output(GenerateDecoderOnlyOutput):
     steps: list[Step] | None = None
     engine: str | None = None
     engine_reason: str | None = None
+    quantize: str | None = None
 
 
 def admitted(method: Method, call: Call, keeper: Keeper | None = None) -> tuple[Decoder, list[Request]]:
@@ -95,7 +97,8 @@ def complete(method: Method, call: Call, streamer: Any = None, record: bool = Fa
     _warn_if_slower(method, decoder, stacklevel=4)
     output = Output(sequences=_sequences(call, new), stats=stats, new_tokens=new)  # type: ignore[arg-type]
     output.method, output.lossless, output.steps = method.name, method.lossless, kept if record else None
-    output.engine, output.engine_reason = decoder.session.model.engine.name, decoder.session.model.engine_reason
+    layered = decoder.session.model
+    output.engine, output.engine_reason, output.quantize = layered.engine.name, layered.engine_reason, layered.engine.quantize
     width = max(map(len, new))
     if call.config.output_logits:
         output.logits = _per_token([step.logits for step in kept], len(new), width)

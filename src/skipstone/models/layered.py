@@ -1,9 +1,10 @@
 """A Hugging Face decoder, layer by layer, whatever engine computes it."""
 
+import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from skipstone.models.engines.choice import KV_DTYPES, asked_for, asked_kv, choose
+from skipstone.models.engines.choice import asked_for, choose, kv_dtype_of
 from skipstone.models.facts import Facts
 from skipstone.models.kvstore import KVStore
 from skipstone.models.memo import Memo
@@ -23,25 +24,24 @@ class LayeredModel(DecoderModules):
     model: the transformers model. decoder: that without its head. head: the LM head. layers: the decoder layers. kinds: their
     layer types. windows: their sliding windows in tokens, None for full attention. embeddings: ids that have an embedding.
     max_positions: most positions of a sequence; max_positions_source: the config field that says so. engine: what computes the
-    layers. asked_engine: the name that was asked for. engine_reason: why "auto" did not take the native engine, None where it
-    did or was not asked. asked_kv: the name of what keys and values are kept in; kv_dtype: that for a `KVStore`. dtype: of the
-    hidden states.
+    layers. asked: what was asked of it. engine_reason: why "auto" did not take the native engine, None where it did or was not
+    asked. kv_dtype: what a `KVStore` keeps keys and values in. dtype: of the hidden states.
     """
 
-    def __init__(self, model: PreTrainedModel, engine: str | None = None, kv_dtype: str | None = None) -> None:
-        """engine: "auto", "eager" or "native"; None: what `load` or `enable` was told for this model, or what the environment
-        variable SKIPSTONE_ENGINE says, or "auto". ValueError for "native" where the native engine cannot run the model.
+    def __init__(
+        self, model: PreTrainedModel, engine: str | None = None, quantize: str | None = None, kv_dtype: str | None = None
+    ) -> None:
+        """engine: "auto", "eager" or "native"; quantize: "none", "int8" or "int4"; kv_dtype: "float32" or "bfloat16" (`Setup`).
+        None: what `load` or `enable` was told for this model, or what the environment says, or "auto", "none" and "float32".
 
-        kv_dtype: what keys and values are kept in, "float32" or "bfloat16"; None: what `load` or `enable` was told, or what the
-        environment variable SKIPSTONE_KV says, or "float32".
+        ValueError for "native", and for quantised weights, where the native engine cannot run the model.
         """
         inner = unwrapped(model)
         refuse_state(model, inner)
-        self.asked_engine = asked_for(inner, engine)
+        self.asked = asked_for(inner, engine, quantize, kv_dtype)
         facts = _FACTS.get(inner, None, lambda: Facts(inner), lambda known: known.hold(inner))
-        self.engine, self.engine_reason = choose(self.asked_engine, inner, facts)
-        self.asked_kv = asked_kv(inner, kv_dtype)
-        self.kv_dtype = KV_DTYPES[self.asked_kv]
+        self.engine, self.engine_reason = choose(self.asked, inner, facts)
+        self.kv_dtype = kv_dtype_of(self.asked)
         self.model, self.config = inner, inner.config
         self.family, self.decoder, self.head = facts.family, facts.decoder, facts.head
         self.layers, self.kinds, self.windows = facts.layers, facts.kinds, facts.windows
@@ -58,6 +58,14 @@ class LayeredModel(DecoderModules):
         skip: sublayers that add nothing to the residual stream in this pass.
         """
         return self.engine.run(hidden, at, store, layers, skip)
+
+    def read(self, ids: Tensor) -> Tensor:
+        """Whole texts [B, T] through all layers, without a store of the caller's -> [B, T, d'], as `normed` gives them."""
+        rows, length = ids.shape
+        store, positions = KVStore(rows, self.depth, length), torch.arange(length, device=self.device).expand(rows, -1)
+        store.reserve(length)
+        at = Pass(positions, positions, None, slice(0, rows), length, 0)
+        return self.normed(self.run(self.embed(ids, positions), at, store, range(self.depth)))
 
     def normed(self, hidden: Tensor) -> Tensor:
         """What the LM head reads: states after the final norm (and OPT-350m's projection). [..., d] -> [..., d']."""

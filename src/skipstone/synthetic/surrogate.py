@@ -375,8 +375,7 @@ def run_surrogate(
     kept = {**plan.model_dump(mode="json"), "surrogate": wanted}
     with Journal(path, kept, machine.provenance(argv, plan.seed), fresh) as journal:
         model, about = _made(journal, shape, plan, say, contexts)
-        if plan.engine != "auto":
-            attach(model, plan.engine)
+        attach(model, None if plan.engine == "auto" else plan.engine, plan.quantize)
         count = plan.tune_prompts + settings.num_prompts
         if shape.agreement is None:
             prompts = random_prompts(model.config.vocab_size, count, settings.prompt_tokens, plan.seed)

@@ -18,6 +18,7 @@ from skipstone.decoding.settings import RejectionRule, setting
 from skipstone.loading import load_model, vocabulary
 from skipstone.methods.shared.chain import Chain, ChainSession
 from skipstone.methods.shared.confidence import Threshold
+from skipstone.models.engines.choice import Setup
 from skipstone.models.frontier import Frontier
 from skipstone.models.host import across, on_device
 from skipstone.models.layered import LayeredModel
@@ -28,13 +29,12 @@ _LOADED: Memo["DraftModel"] = Memo()
 
 
 class DraftModel(LayeredModel):
-    """A model that drafts for another one. vocabulary_size: that of the target, which its logits are brought to. engine,
-    kv_dtype: as in `LayeredModel`."""
+    """A model that drafts for another one. vocabulary_size: that of the target, which its logits are brought to. asked:
+    as in `LayeredModel`."""
 
-    def __init__(
-        self, model: PreTrainedModel, vocabulary_size: int, engine: str | None = None, kv_dtype: str | None = None
-    ) -> None:
-        super().__init__(model, engine, kv_dtype)
+    def __init__(self, model: PreTrainedModel, vocabulary_size: int, asked: Setup | None = None) -> None:
+        asked = asked or Setup()
+        super().__init__(model, asked.engine, asked.quantize, asked.kv_dtype)
         self.name = name_of(model)
         self._missing = vocabulary_size - self.head.weight.shape[0]
         self._vocabulary_size = vocabulary_size
@@ -76,7 +76,7 @@ def _check_choice(device: Any, dtype: Any, given: Any) -> None:
 def draft_model_for(
     given: str | PreTrainedModel | None, target: LayeredModel, device: str | None = None, dtype: str | None = None
 ) -> DraftModel:
-    """The draft model for a target, loaded once. Its engine and its keys and values are those that were asked for the target.
+    """The draft model for a target, loaded once; its engine is set up as was asked of the target.
     given: its name, a model object, or None for the bundled one of the target's vocabulary.
 
     OSError where nothing is found; ValueError where none is bundled, and for one of another vocabulary.
@@ -85,8 +85,8 @@ def draft_model_for(
     if isinstance(given, PreTrainedModel):
         return _checked(given, name_of(given), target)
     given = None if given is None else str(given)
-    asked = (str(target.model.dtype), target.asked_engine, target.asked_kv)
-    key = (given, target.head.weight.shape[0], device, dtype, str(target.device), *asked)
+    sizes = (target.head.weight.shape[0], str(target.device), str(target.model.dtype))
+    key = (given, device, dtype, *sizes, target.asked)
     return _LOADED.get(target.model, key, lambda: _loaded(given, target, device, dtype))
 
 
@@ -116,7 +116,7 @@ def _checked(model: PreTrainedModel, name: str, target: LayeredModel) -> DraftMo
         )
     _check_vocabularies(model, name, target)
     try:
-        return DraftModel(model, target.head.weight.shape[0], target.asked_engine, target.asked_kv)
+        return DraftModel(model, target.head.weight.shape[0], target.asked)
     except ValueError as error:
         raise ValueError(f"the draft model {name} for {name_of(target.model)} cannot draft: {error}") from error
 

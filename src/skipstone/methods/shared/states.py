@@ -25,7 +25,12 @@ _STATES: Memo[Any] = Memo()
 def of(method: Method, model: LayeredModel, rows: int, more: Any, make: Callable[[], S]) -> S:
     """The state of a method on a model, where it is now, on its engine, for a batch of so many rows.
     more: what else tells two states apart."""
-    return _STATES.get(model.model, (method, rows, str(model.device), str(model.dtype), model.engine.name, more), make)
+    return _STATES.get(model.model, (method, rows, str(model.device), str(model.dtype), _engine(model), more), make)
+
+
+def _engine(model: LayeredModel) -> tuple[str, str | None]:
+    """What tells engines apart that compute different numbers."""
+    return model.engine.name, model.engine.quantize
 
 
 def known(method: Method, more: Any, model: Any) -> dict[str, Any]:

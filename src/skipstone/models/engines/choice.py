@@ -1,13 +1,14 @@
 """Which engine runs a model: what the user asked for, and what can run it."""
 
 import os
+from dataclasses import dataclass
 from typing import Any
 from weakref import WeakKeyDictionary
 
 import torch
 
 from skipstone.models.engines.eager.eager import EagerEngine
-from skipstone.models.engines.engine import ENGINES, Engine
+from skipstone.models.engines.engine import ENGINES, QUANTIZED, Engine
 from skipstone.models.engines.native.engine import NativeEngine, why_not
 from skipstone.models.facts import Facts
 from skipstone.models.memo import Memo
@@ -15,91 +16,109 @@ from skipstone.models.modules import unwrapped
 
 VARIABLE = "SKIPSTONE_ENGINE"
 """The environment variable that says which engine runs the models of which nothing else was said."""
-
 KV_VARIABLE = "SKIPSTONE_KV"
 """The environment variable that says what keys and values are kept in where nothing else was said."""
 KV_DTYPES: dict[str, torch.dtype | None] = {"float32": None, "bfloat16": torch.bfloat16}
 """What keys and values may be kept in, and the dtype of a `KVStore`: float32 is what the native engine computes in, and stands
 for what the eager engine computes in, too."""
 
-_ATTACHED: WeakKeyDictionary[Any, str] = WeakKeyDictionary()
 
-_KV_ATTACHED: WeakKeyDictionary[Any, str] = WeakKeyDictionary()
+def known(value: str, values: Any, source: str) -> str:
+    """A name out of several. ValueError for any other text. source: where it was read, for the error."""
+    if value not in values:
+        raise ValueError(f"{source} must be one of {', '.join(values)}, found {value!r}")
+    return value
+
+
+@dataclass(frozen=True)
+class Setup:
+    """What is asked of a model's engine; None says nothing.
+
+    engine: "auto", "eager" or "native". quantize: "none", "int8" or "int4", what the native engine quantises the weights to.
+    kv_dtype: "float32" or "bfloat16", what keys and values are kept in. ValueError for any other text.
+    """
+
+    engine: str | None = None
+    quantize: str | None = None
+    kv_dtype: str | None = None
+
+    def __post_init__(self) -> None:
+        for name, values in (("engine", ENGINES), ("quantize", QUANTIZED), ("kv_dtype", KV_DTYPES)):
+            if (value := getattr(self, name)) is not None:
+                known(value, values, name)
+
+    def over(self, other: "Setup") -> "Setup":
+        """This setup, and another one's where this says nothing."""
+        pairs = ((getattr(self, name), getattr(other, name)) for name in ("engine", "quantize", "kv_dtype"))
+        return Setup(*(theirs if own is None else own for own, theirs in pairs))
+
+    @property
+    def quantizes(self) -> bool:
+        return self.quantize not in (None, "none")
+
+
+_ATTACHED: WeakKeyDictionary[Any, Setup] = WeakKeyDictionary()
 
 
 class _Made:
-    """The engines of a model, as they were asked for, while its facts hold. chosen: by the name that was asked for."""
+    """The engines of a model, as they were asked for, while its facts hold. chosen: by engine and quantize."""
 
     def __init__(self, facts: Facts) -> None:
         self.facts = facts
-        self.chosen: dict[str, tuple[Engine, str | None]] = {}
+        self.chosen: dict[tuple[str | None, str | None], tuple[Engine, str | None]] = {}
 
 
 _MADE: Memo[_Made] = Memo()
 
 
-def known(engine: str, source: str = "engine") -> str:
-    """The name of an engine. ValueError for any other text. source: where it was read, for the error."""
-    if engine not in ENGINES:
-        raise ValueError(f"{source} must be one of {', '.join(ENGINES)}, found {engine!r}")
-    return engine
+def attach(model: Any, engine: str | None = None, quantize: str | None = None, kv_dtype: str | None = None) -> None:
+    """Remember what was asked of a model's engine, for as long as it lives. None leaves what was said before."""
+    inner = unwrapped(model)
+    _ATTACHED[inner] = Setup(engine, quantize, kv_dtype).over(_ATTACHED.get(inner, Setup()))
 
 
-def attach(model: Any, engine: str) -> None:
-    """Remember which engine a model was asked to run on, for as long as it lives."""
-    _ATTACHED[unwrapped(model)] = known(engine)
+def asked_for(model: Any, engine: str | None, quantize: str | None, kv_dtype: str | None) -> Setup:
+    """All that is asked of a model's engine: what is given, or what was attached to the model, or what the environment says, or
+    "auto", "none" and "float32". ValueError for a name that is none."""
+    asked = Setup(engine, quantize, kv_dtype).over(_ATTACHED.get(unwrapped(model), Setup()))
+    if asked.engine is None:
+        asked = asked.over(Setup(known(os.environ.get(VARIABLE) or "auto", ENGINES, VARIABLE)))
+    if asked.kv_dtype is None:
+        asked = asked.over(Setup(kv_dtype=known(os.environ.get(KV_VARIABLE) or "float32", KV_DTYPES, KV_VARIABLE)))
+    return asked.over(Setup(quantize="none"))
 
 
-def asked_for(model: Any, engine: str | None) -> str:
-    """The engine to ask for: the one given, or what was attached to the model, or what the environment says, or "auto".
-    ValueError for a name that is none."""
-    if engine is not None:
-        return known(engine)
-    if (attached := _ATTACHED.get(unwrapped(model))) is not None:
-        return attached
-    return known(os.environ.get(VARIABLE) or "auto", VARIABLE)
+def kv_dtype_of(asked: Setup) -> torch.dtype | None:
+    """The dtype of a `KVStore`; None for what is computed in."""
+    return KV_DTYPES[asked.kv_dtype or "float32"]
 
 
-def known_kv(kv_dtype: str, source: str = "kv_dtype") -> str:
-    """The name of a dtype of keys and values. ValueError for any other text. source: where it was read, for the error."""
-    if kv_dtype not in KV_DTYPES:
-        raise ValueError(f"{source} must be one of {', '.join(KV_DTYPES)}, found {kv_dtype!r}")
-    return kv_dtype
-
-
-def attach_kv(model: Any, kv_dtype: str) -> None:
-    """Remember what a model's keys and values are to be kept in, for as long as it lives."""
-    _KV_ATTACHED[unwrapped(model)] = known_kv(kv_dtype)
-
-
-def asked_kv(model: Any, kv_dtype: str | None) -> str:
-    """What to keep keys and values in: the name given, or what was attached to the model, or what the environment says, or
-    "float32". ValueError for a name that is none."""
-    if kv_dtype is not None:
-        return known_kv(kv_dtype)
-    if (attached := _KV_ATTACHED.get(unwrapped(model))) is not None:
-        return attached
-    return known_kv(os.environ.get(KV_VARIABLE) or "float32", KV_VARIABLE)
-
-
-def choose(asked: str, model: Any, facts: Facts) -> tuple[Engine, str | None]:
+def choose(asked: Setup, model: Any, facts: Facts) -> tuple[Engine, str | None]:
     """The engine of a model, made once, and the reason why it is not the native one where "auto" had to do without.
 
-    ValueError for a name that is none, and for "native" where the native engine cannot run the model.
+    ValueError where the native engine cannot run the model although it was asked for, by its name or by quantised weights,
+    which no other engine has.
     """
     made = _MADE.get(model, None, lambda: _Made(facts), lambda made: made.facts is facts)
-    found = made.chosen.get(known(asked))
+    key = asked.engine, asked.quantize
+    found = made.chosen.get(key)
     if found is None or found[1] is not None or not found[0].holds():  # what kept native away may be gone
-        found = made.chosen[asked] = _choice(asked, model, facts)
+        found = made.chosen[key] = _choice(asked, model, facts)
     return found
 
 
-def _choice(asked: str, model: Any, facts: Facts) -> tuple[Engine, str | None]:
-    if asked == "eager":
+def _choice(asked: Setup, model: Any, facts: Facts) -> tuple[Engine, str | None]:
+    if asked.engine == "eager":
+        if asked.quantizes:
+            raise ValueError(f"quantize={asked.quantize!r} needs the native engine, found engine='eager'")
         return EagerEngine(model, facts), None
     reason = why_not(model, facts)
-    if asked == "native":
+    if asked.engine == "native":
         if reason is not None:
             raise ValueError(f"engine='native' cannot run this model: {reason}; take engine='auto' or 'eager'")
-        return NativeEngine(model, facts), None
-    return choose("native", model, facts) if reason is None else (choose("eager", model, facts)[0], reason)
+        return NativeEngine(model, facts, asked.quantize if asked.quantizes else None), None
+    if reason is None:
+        return choose(Setup("native").over(asked), model, facts)
+    if asked.quantizes:
+        raise ValueError(f"quantize={asked.quantize!r} needs the native engine, which cannot run this model: {reason}")
+    return choose(Setup("eager").over(asked), model, facts)[0], reason

@@ -14,6 +14,10 @@ ENGINES = ("auto", "eager", "native")
 """The names that a user may ask for. "auto" is native where that can run the model, and eager elsewhere."""
 
 
+QUANTIZED = ("none", "int8", "int4")
+"""What a user may ask weights to be quantised to; "none" leaves them as they are stored."""
+
+
 @dataclass(slots=True)
 class ChainStart:
     """A greedy chain of drafts on every row, from its last committed token on.
@@ -53,7 +57,8 @@ class Engine(Protocol):
     """What computes one model, for as long as the facts of the model hold.
 
     name: "eager" or "native". detail: one line for users, on what it runs and where. dtype: of the hidden states that it hands
-    out. row_exact: it promises that a token's result has the same bits whatever is computed beside it.
+    out. row_exact: it promises that a token's result has the same bits whatever is computed beside it. quantize: "int8" or
+    "int4", what it has quantised the weights to; None where they are as stored.
 
     An engine must not refer to its model, which would then never be freed; its modules it may.
     """
@@ -69,6 +74,9 @@ class Engine(Protocol):
 
     @property
     def row_exact(self) -> bool: ...
+
+    @property
+    def quantize(self) -> str | None: ...
 
     def holds(self) -> bool:
         """Whether the engine still computes the model as it is: its weights, hooks and forwards."""

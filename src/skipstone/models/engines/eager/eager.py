@@ -20,6 +20,7 @@ class EagerEngine:
 
     name = "eager"
     row_exact = False
+    quantize: str | None = None
 
     def __init__(self, model: Any, facts: Facts) -> None:
         self.dtype: torch.dtype = facts.dtype

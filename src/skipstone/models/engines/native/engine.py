@@ -50,9 +50,10 @@ class NativeEngine:
     row_exact = True
     dtype = torch.float32
 
-    def __init__(self, model: Any, facts: Facts) -> None:
-        self._library = declare(library.load())
-        self._weights = Weights(self._library, model, facts)
+    def __init__(self, model: Any, facts: Facts, quantize: str | None = None) -> None:
+        """ValueError for weights that cannot be quantised."""
+        self._library, self.quantize = declare(library.load()), quantize
+        self._weights = Weights(self._library, model, facts, quantize)
         self._model = ctypes.addressof(self._weights.model)
         self._rotary = RotaryTables(facts.decoder, facts.family, facts.max_positions)
         self._copied = list(model.parameters())
@@ -61,7 +62,10 @@ class NativeEngine:
         self.threads = threads()
         level = self._library.sk_level
         level.restype = ctypes.c_char_p
-        self.detail = f"C++, {level().decode()}, {facts.dtype} weights computed in float32, {self.threads} threads"
+        kept = f"{facts.dtype} weights computed in float32"
+        if quantize is not None:
+            kept = f"{facts.dtype} weights quantised to {quantize} in groups of 32, inputs to int8"
+        self.detail = f"C++, {level().decode()}, {kept}, {self.threads} threads"
         shape = self._weights.model
         self._hidden, self._depth, self._vocabulary = shape.hidden, shape.depth, shape.vocabulary
         self._padded = -(-shape.head_size // 16) * 16  # numbers of a head in the store: whole vectors

@@ -98,6 +98,7 @@ ERRORS = {
     5: "a tree in which a token sees nothing, or that lies outside the store",
     6: "more memory or threads than there are",
     7: "a number of threads that is not from 1 to 64",
+    8: "weights that cannot be quantised: one is not finite, or too large",
 }
 """What the error codes of the C ABI say was asked for."""
 
@@ -108,6 +109,7 @@ def declare(library: Any) -> Any:
     declared = {
         "sk_packed_bytes": (whole, [whole] * 3),
         "sk_pack": (None, [whole, pointer, whole, whole, whole, pointer]),
+        "sk_quantize": (whole, [whole, whole, pointer, whole, whole, whole, pointer]),
         "sk_embed": (whole, [pointer, pointer, whole, pointer]),
         "sk_run": (whole, [pointer] * 3 + [whole] * 2 + [pointer] * 2 + [whole, pointer, whole, whole]),
         "sk_norm": (None, [pointer, pointer, whole, pointer]),

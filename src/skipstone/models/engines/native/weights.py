@@ -1,6 +1,8 @@
 """The weights of a transformers model as the native engine reads them: what each family's layer is made of, in panels."""
 
 import ctypes
+import mmap
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -12,6 +14,12 @@ from skipstone.models.facts import Facts
 
 TYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
 """Numbers of the dtypes that weights may be stored in."""
+QUANTIZED = {"int8": 3, "int4": 4}
+"""Numbers of the types that weights may be quantised to."""
+HEADS = {"int8": "int8", "int4": "int8"}
+"""What the LM head is quantised to, whose errors go straight into the logits."""
+CHUNK = 32 << 20
+"""Bytes that are asked of the system at once, for many matrices."""
 ACTIVATIONS = {"silu": 0, "swish": 0, "gelu_pytorch_tanh": 1, "gelu_new": 1}
 """Names that transformers gives to the activations of an MLP, and the native engine's numbers for them."""
 
@@ -68,15 +76,35 @@ def activation(config: Any) -> str:
     return getattr(config, "hidden_activation", None) or config.hidden_act
 
 
+class Chunks:
+    """Memory for panels, zeros at first, in huge pages where the system has them. What the CPU fetches ahead ends with its
+    page, and a page of 2 MB ends seldom. It lives as long as its tensors."""
+
+    def __init__(self) -> None:
+        self._free = torch.empty(0, dtype=torch.uint8)
+
+    def take(self, size: int) -> Tensor:
+        """[size] uint8, at a multiple of 64 bytes."""
+        wanted = -(-size // 64) * 64
+        if wanted > len(self._free):
+            pages = mmap.mmap(-1, max(wanted, CHUNK), flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+            with suppress(OSError):  # a kernel without huge pages
+                pages.madvise(mmap.MADV_HUGEPAGE)
+            self._free = torch.frombuffer(pages, dtype=torch.uint8)
+        taken, self._free = self._free[:size], self._free[wanted:]
+        return taken
+
+
 class Weights:
     """A model's weights in panels. They live as long as this object.
 
     model: the struct that the C ABI takes. bytes: of the panels. rotary_kinds: layer types that have a rotary table of their
-    own, in the order of their numbers.
+    own, in the order of their numbers. quantize: "int8" or "int4" for all matrices, None for the dtype that they are stored in.
     """
 
-    def __init__(self, library: Any, model: Any, facts: Facts) -> None:
-        self._library, self._kept, self.bytes = library, [], 0
+    def __init__(self, library: Any, model: Any, facts: Facts, quantize: str | None = None) -> None:
+        self._library, self._kept, self.bytes, self._quantize = library, [], 0, quantize
+        self._chunks = Chunks()
         config, family = model.config, facts.family
         self._recipe = RECIPES[config.model_type]
         self.rotary_kinds = sorted(set(facts.kinds)) if family.rotary_by_kind else [""]
@@ -88,7 +116,9 @@ class Weights:
         self._kept.append(layers)
         embedding = model.get_input_embeddings()
         rows = embedding.weight.detach().contiguous()
-        self._kept.append(rows)
+        from_head = quantize is not None and embedding.weight is facts.head.weight  # what is tied has one set of values
+        if not from_head:
+            self._kept.append(rows)
         norm = getattr(facts.decoder, family.norm)
         self.model = Model(
             hidden=rows.shape[1],
@@ -100,8 +130,8 @@ class Weights:
             vocabulary=facts.head.weight.shape[0],
             embeddings=rows.shape[0],
             layers=ctypes.addressof(layers),
-            head=self._linear(facts.head),
-            embedding=rows.data_ptr(),
+            head=self._packed(facts.head.weight.detach(), facts.head.bias, quantize and HEADS[quantize]),
+            embedding=None if from_head else rows.data_ptr(),
             embedding_type=TYPES[rows.dtype],
             norm=self._norm(norm),
             epsilon=epsilon,
@@ -149,18 +179,27 @@ class Weights:
         )
 
     def _linear(self, module: Any) -> Matrix:
-        return self._packed(module.weight.detach(), module.bias)
+        return self._packed(module.weight.detach(), module.bias, self._quantize)
 
     def _split(self, module: Any, sizes: list[int]) -> list[Matrix]:
         biases = [None] * len(sizes) if module.bias is None else module.bias.detach().split(sizes)
-        return [self._packed(part, bias) for part, bias in zip(module.weight.detach().split(sizes), biases, strict=True)]
+        return [
+            self._packed(part, bias, self._quantize)
+            for part, bias in zip(module.weight.detach().split(sizes), biases, strict=True)
+        ]
 
-    def _packed(self, weight: Tensor, bias: Tensor | None) -> Matrix:
+    def _packed(self, weight: Tensor, bias: Tensor | None, quantize: str | None) -> Matrix:
+        """A matrix in panels, quantised or as it is stored. ValueError for weights that cannot be quantised."""
         outputs, inputs = weight.shape
-        kind, source = TYPES[weight.dtype], weight if weight.stride(1) == 1 else weight.contiguous()
+        stored, source = TYPES[weight.dtype], weight if weight.stride(1) == 1 else weight.contiguous()
+        kind = stored if quantize is None else QUANTIZED[quantize]
         size = self._library.sk_packed_bytes(kind, outputs, inputs)
-        panels = torch.empty(size, dtype=torch.uint8)
-        self._library.sk_pack(kind, source.data_ptr(), source.stride(0), outputs, inputs, panels.data_ptr())
+        panels = self._chunks.take(size)
+        shape = (source.data_ptr(), source.stride(0), outputs, inputs, panels.data_ptr())
+        if quantize is None:
+            self._library.sk_pack(kind, *shape)
+        elif self._library.sk_quantize(kind, stored, *shape):
+            raise ValueError(f"quantize={quantize!r} needs finite weights, none of them beyond the range of float16 times 127")
         self._kept.append(panels)
         self.bytes += size
         return Matrix(panels.data_ptr(), None if bias is None else self._floats(bias), outputs, inputs, kind)

@@ -52,6 +52,7 @@ struct Room {  // buffers that grow and stay
   std::vector<int64_t> positions, picks;
   std::vector<uint8_t> going;
   std::vector<Floats> normed, scores;  // per thread
+  std::vector<Codes> codes;  // per thread: of the inputs of a product
   std::vector<Entry> entries;
   std::vector<Sight> sights;
   std::vector<int64_t> best;   // [threads][rows]
@@ -122,7 +123,11 @@ inline uint16_t narrowed(float x) {
 }
 
 inline void embed_token(const Model& m, int64_t token, float* to) {
-  if (m.embedding != nullptr) {
+  if (m.embedding == nullptr && m.head.type == INT8) {
+    dequantize_output<Int8>(m.head.panels, m.hidden, token, to);
+  } else if (m.embedding == nullptr && m.head.type == INT4) {
+    dequantize_output<Int4>(m.head.panels, m.hidden, token, to);
+  } else if (m.embedding != nullptr) {
     for (int64_t k = 0; k < m.hidden; k++) to[k] = widened(m.embedding, m.embedding_type, token * m.hidden + k);
   } else {
     const bool pairs = m.head.type == BFLOAT16;
@@ -203,12 +208,13 @@ struct Run {
     int64_t first, last;
     normed = norms(layer.norm_before_attention, thread, threads, pool, normed);
     const Matrix* parts[3] = {&layer.q, &layer.k, &layer.v};
+    Rows rows{normed, n, x_stride, own.codes[thread]};
     share(layer.q.count() + layer.k.count() + layer.v.count(), thread, threads, first, last);
     int64_t start = 0;  // of this part among the panels of all three
     for (const Matrix* part : parts) {
       const int64_t count = part->count();
       const int64_t a = std::clamp<int64_t>(first - start, 0, count), b = std::clamp<int64_t>(last - start, 0, count);
-      matmul(*part, normed, n, x_stride, projected + start * LANES, projected_stride, a, b, count * LANES);
+      matmul(*part, rows, projected + start * LANES, projected_stride, a, b, count * LANES);
       start += count;
     }
     pool.barrier(thread == 0);
@@ -290,8 +296,9 @@ struct Run {
     normed = norms(layer.norm_before_mlp, thread, threads, pool, normed);
     share(layer.gate.count(), thread, threads, first, last);
     float* up = inner + n * inner_stride;
-    matmul(layer.gate, normed, n, x_stride, inner, inner_stride, first, last, inner_stride);
-    matmul(layer.up, normed, n, x_stride, up, inner_stride, first, last, inner_stride);
+    Rows rows{normed, n, x_stride, own.codes[thread]};
+    matmul(layer.gate, rows, inner, inner_stride, first, last, inner_stride);
+    matmul(layer.up, rows, up, inner_stride, first, last, inner_stride);
     const int64_t start = first * LANES, stop = std::min(last * LANES, m.intermediate);
     if (start < stop)
       for (int64_t r = 0; r < n; r++)
@@ -304,7 +311,8 @@ struct Run {
   void close(const Layer& layer, const Matrix& matrix, const float* from_rows, int64_t stride, const float* norm, int thread, int threads, Pool& pool) {
     int64_t first, last;
     share(matrix.count(), thread, threads, first, last);
-    matmul(matrix, from_rows, n, stride, added, x_stride, first, last, x_stride);
+    Rows rows{from_rows, n, stride, own.codes[thread]};
+    matmul(matrix, rows, added, x_stride, first, last, x_stride);
     if (norm != nullptr) pool.barrier(thread == 0);
     const int64_t start = first * LANES, stop = std::min(last * LANES, m.hidden);
     for (int64_t r = 0; r < n; r++) {
@@ -420,10 +428,12 @@ void run_layers(const Model& m, const Pass& pass, const Store& store, int64_t fr
   run.added = grown(own.added, n * wide);
   grown(own.queries, n * m.heads * padded);
   own.normed.resize(std::max<size_t>(own.normed.size(), threads));
+  own.codes.resize(std::max<size_t>(own.codes.size(), threads));
   own.scores.resize(std::max<size_t>(own.scores.size(), threads));
   for (int t = 0; t < threads; t++) {
     grown(own.normed[t], n * wide);
     grown(own.scores[t], MOST_LINES * (most + SPARE + padded));
+    if (any.o.quantized()) own.codes[t].reserve(n, std::max({any.q.inputs, any.o.inputs, any.down.inputs}));
   }
   Pool::shared().run(threads, Run::job, &run);
 }
@@ -446,7 +456,8 @@ struct Head {
     norm_rows(x, x_stride, norm ? m.norm : nullptr, n, m.head.inputs, m.epsilon, normed, x_stride);
     int64_t first, last;
     share(m.head.count(), thread, threads, first, last);
-    matmul(m.head, normed, n, x_stride, logits, m.vocabulary, first, last, m.vocabulary);
+    Rows rows{normed, n, x_stride, own.codes[thread]};
+    matmul(m.head, rows, logits, m.vocabulary, first, last, m.vocabulary);
     const int64_t start = first * LANES, stop = std::min(last * LANES, m.vocabulary);
     for (int64_t r = 0; r < n; r++) {
       float* row = logits + r * m.vocabulary;
@@ -498,7 +509,11 @@ struct Head {
 
 void run_head(const Model& m, const float* x, int64_t n, int64_t x_stride, bool norm, float* logits, int64_t* best, float* probability, int threads, Room& own) {
   own.normed.resize(std::max<size_t>(own.normed.size(), threads));
-  for (int t = 0; t < threads; t++) grown(own.normed[t], n * x_stride);
+  own.codes.resize(std::max<size_t>(own.codes.size(), threads));
+  for (int t = 0; t < threads; t++) {
+    grown(own.normed[t], n * x_stride);
+    if (m.head.quantized()) own.codes[t].reserve(n, m.head.inputs);
+  }
   if (int64_t(own.best.size()) < threads * n) own.best.resize(threads * n);
   Head head{m, x, n, x_stride, norm, logits, best, probability, own};
   Pool::shared().run(threads, Head::job, &head);
@@ -519,12 +534,30 @@ SK_EXPORT void sk_sizes(int64_t* sizes) {
 // Bytes of a matrix in panels.
 SK_EXPORT int64_t sk_packed_bytes(int64_t type, int64_t outputs, int64_t inputs) {
   const int64_t count = (outputs + LANES - 1) / LANES;
-  return type == FLOAT32 ? count * F32::panel(inputs) * 4 : count * (type == BFLOAT16 ? BF16::panel(inputs) : F16::panel(inputs)) * 2;
+  switch (type) {
+    case FLOAT32: return count * F32::panel(inputs) * 4;
+    case BFLOAT16: return count * BF16::panel(inputs) * 2;
+    case FLOAT16: return count * F16::panel(inputs) * 2;
+    case INT8: return count * panel_bytes<Int8>(groups_of(inputs));
+    default: return count * panel_bytes<Int4>(groups_of(inputs));
+  }
 }
 // source: [outputs][inputs], rows `stride` elements apart, of the same type.
 SK_EXPORT void sk_pack(int64_t type, const void* source, int64_t stride, int64_t outputs, int64_t inputs, void* panels) {
   if (type == FLOAT32) pack(static_cast<const float*>(source), stride, outputs, inputs, static_cast<float*>(panels), false);
   else pack(static_cast<const uint16_t*>(source), stride, outputs, inputs, static_cast<uint16_t*>(panels), type == BFLOAT16);
+}
+// Weights into panels of type INT8 or INT4. source: [outputs][inputs] of another type, rows `stride` elements apart. panels: all 0.
+// BAD_WEIGHT where a weight is not finite, or too large for a float16 scale.
+SK_EXPORT int64_t sk_quantize(int64_t type, int64_t source_type, const void* source, int64_t stride, int64_t outputs, int64_t inputs, void* panels) {
+  std::vector<float> weights(inputs);
+  uint8_t* to = static_cast<uint8_t*>(panels);
+  for (int64_t o = 0; o < outputs; o++) {
+    for (int64_t k = 0; k < inputs; k++) weights[k] = widened(source, source_type, o * stride + k);
+    const bool good = type == INT8 ? quantize_output<Int8>(weights.data(), inputs, o, to) : quantize_output<Int4>(weights.data(), inputs, o, to);
+    if (!good) return BAD_WEIGHT;
+  }
+  return OK;
 }
 
 // Embeddings of `count` ids. hidden: [count][m->hidden].

@@ -6,10 +6,11 @@
 #pragma once
 #include <algorithm>
 
+#include "quantized.h"
 #include "simd.h"
 
 namespace sk {
-enum Type : int32_t { FLOAT32 = 0, BFLOAT16 = 1, FLOAT16 = 2 };
+enum Type : int32_t { FLOAT32 = 0, BFLOAT16 = 1, FLOAT16 = 2, INT8 = 3, INT4 = 4 };
 
 struct Matrix {
   const void* panels;  // null: there is no such matrix
@@ -17,6 +18,15 @@ struct Matrix {
   int64_t outputs, inputs;
   int64_t type;
   int64_t count() const { return (outputs + LANES - 1) / LANES; }  // panels
+  bool quantized() const { return type == INT8 || type == INT4; }
+};
+
+// Rows that are multiplied: x is n rows of floats, `stride` apart. Matrices that share them share their codes.
+struct Rows {
+  const float* x;
+  int64_t n, stride;
+  Codes& codes;
+  bool coded = false;
 };
 
 struct F32 {
@@ -42,8 +52,6 @@ constexpr int columns(int rows) { return rows == 1 ? 4 : rows <= 3 ? 2 : 1; }
 constexpr int MOST_ROWS = 6;
 constexpr int columns(int rows) { return rows == 1 ? 4 : 1; }
 #endif
-
-#define SK_UNROLL _Pragma("GCC unroll 16")
 
 // R rows x C panels. The sums must stay in registers: plain loops over constants, which the compiler unrolls, and no lambda.
 //
@@ -142,13 +150,23 @@ inline void panels(const Matrix& m, const float* x, int64_t n, int64_t xs, float
   }
 }
 
-// The outputs of panels [first, last) of n rows: y[r][o] = bias[o] + x[r] . w[o]. x rows are xs floats apart, y rows ys; y has
-// room for `room` floats a row. The bias is added last, as one rounding.
-inline void matmul(const Matrix& m, const float* x, int64_t n, int64_t xs, float* y, int64_t ys, int64_t first, int64_t last, int64_t room) {
+// The outputs of panels [first, last) of all rows: y[r][o] = bias[o] + x[r] . w[o]. y rows are ys floats apart; y has room for
+// `room` floats a row. The bias is added last, as one rounding.
+inline void matmul(const Matrix& m, Rows& rows, float* y, int64_t ys, int64_t first, int64_t last, int64_t room) {
   if (first >= last) return;
-  if (m.type == FLOAT32) panels<F32>(m, x, n, xs, y, ys, first, last, room);
-  else if (m.type == BFLOAT16) panels<BF16>(m, x, n, xs, y, ys, first, last, room);
-  else panels<F16>(m, x, n, xs, y, ys, first, last, room);
+  const float* x = rows.x;
+  const int64_t n = rows.n, xs = rows.stride;
+  if (m.quantized() && !rows.coded) {
+    rows.codes.fill(x, n, xs, m.inputs);
+    rows.coded = true;
+  }
+  switch (m.type) {
+    case FLOAT32: panels<F32>(m, x, n, xs, y, ys, first, last, room); break;
+    case BFLOAT16: panels<BF16>(m, x, n, xs, y, ys, first, last, room); break;
+    case FLOAT16: panels<F16>(m, x, n, xs, y, ys, first, last, room); break;
+    case INT8: quantized_panels<Int8>(m.panels, rows.codes, n, y, ys, first, last, room); break;
+    default: quantized_panels<Int4>(m.panels, rows.codes, n, y, ys, first, last, room); break;
+  }
   if (m.bias == nullptr) return;
   const int64_t stop = std::min(last * LANES, m.outputs);
   for (int64_t r = 0; r < n; r++)

@@ -7,6 +7,7 @@
 #include <cstring>
 
 #define SK_INLINE inline __attribute__((always_inline))
+#define SK_UNROLL _Pragma("GCC unroll 16")
 
 namespace sk {
 constexpr int LANES = 16;  // floats in a V16, outputs in a weight panel

@@ -1,0 +1,345 @@
+// y = x W^T for a few rows, with weights of 8 or 4 bits in groups of 32 inputs, each group with a scale of its own.
+//
+// INT8: weight = scale * (byte - 128), bytes 1 to 255. INT4: weight = scale * code + minimum, codes 0 to 15. Scales and minima are
+// float16. A panel of 16 outputs is its scales, [groups][16] (INT4: scales and minima, [groups][2][16]), then its codes, a byte for
+// four inputs of every output after the other: [groups][8][16][4]. INT4 has two codes in a byte: [groups][4][16][4], the low half
+// for the first of eight inputs. Inputs are padded with zeros to whole groups.
+//
+// The inputs of a product are rounded to 8 bits too, by row and group of 32: q = nearest(x * (127 / largest |x|)), as in llama.cpp's
+// Q8_0. Sums over a group are whole numbers, so they are exact on every instruction set; the groups are added by fused
+// multiply-adds in the order 0, 1, 2, ..., whatever the number of rows, tiles or threads.
+#pragma once
+#include <algorithm>
+#include <cmath>
+#include <vector>
+
+#include "simd.h"
+
+namespace sk {
+constexpr int GROUP = 32;      // inputs that share a scale
+constexpr int BLOCK = 64;      // bytes that hold four inputs of 16 outputs
+constexpr int FARTHER = 8192;  // bytes that a stream of codes is fetched ahead of its use, into the second cache
+
+inline int64_t groups_of(int64_t inputs) { return (inputs + GROUP - 1) / GROUP; }
+
+// Whole: 16 whole numbers of 32 bits. Bytes: four unsigned codes of 16 outputs. Four: four signed inputs, for every output.
+#if defined(__AVX512F__)
+struct Whole { __m512i v; };
+using Bytes = __m512i;
+using Four = __m512i;
+SK_INLINE Whole whole(int32_t x) { return {_mm512_set1_epi32(x)}; }
+SK_INLINE V16 floats(Whole x) { return {_mm512_cvtepi32_ps(x.v)}; }
+SK_INLINE Bytes load_bytes(const uint8_t* p) { return _mm512_loadu_si512(p); }
+SK_INLINE Bytes low_codes(Bytes x) { return _mm512_and_si512(x, _mm512_set1_epi8(15)); }
+SK_INLINE Bytes high_codes(Bytes x) { return _mm512_and_si512(_mm512_srli_epi16(x, 4), _mm512_set1_epi8(15)); }
+SK_INLINE Four four(const int8_t* x) { int32_t bits; std::memcpy(&bits, x, 4); return _mm512_set1_epi32(bits); }
+SK_INLINE Whole dot(Whole sum, Bytes w, Four x) { return {_mm512_dpbusd_epi32(sum.v, w, x)}; }
+// The same for bytes - 128, where the sum began with `centred`.
+SK_INLINE Whole dot_centred(Whole sum, Bytes w, Four x) { return dot(sum, w, x); }
+SK_INLINE Whole centred(int32_t centre) { return whole(centre); }
+SK_INLINE float top_of(V16 a) { return _mm512_reduce_max_ps(a.v); }
+// Rounds to whole numbers, in the order of the lanes. Returns their sum.
+SK_INLINE int32_t round_to_bytes(V16 a, V16 b, int8_t* to) {
+  const __m512i x = _mm512_cvtps_epi32(a.v), y = _mm512_cvtps_epi32(b.v);
+  _mm_storeu_si128((__m128i*)to, _mm512_cvtsepi32_epi8(x));
+  _mm_storeu_si128((__m128i*)(to + 16), _mm512_cvtsepi32_epi8(y));
+  return _mm512_reduce_add_epi32(_mm512_add_epi32(x, y));
+}
+#elif defined(__AVX2__)
+struct Whole { __m256i a, b; };
+struct Bytes { __m256i a, b; };
+struct Four { __m256i x, size; };
+SK_INLINE Whole whole(int32_t x) { return {_mm256_set1_epi32(x), _mm256_set1_epi32(x)}; }
+SK_INLINE V16 floats(Whole x) { return {_mm256_cvtepi32_ps(x.a), _mm256_cvtepi32_ps(x.b)}; }
+SK_INLINE Bytes load_bytes(const uint8_t* p) { return {_mm256_loadu_si256((const __m256i*)p), _mm256_loadu_si256((const __m256i*)(p + 32))}; }
+SK_INLINE __m256i low8(__m256i x) { return _mm256_and_si256(x, _mm256_set1_epi8(15)); }
+SK_INLINE Bytes low_codes(Bytes x) { return {low8(x.a), low8(x.b)}; }
+SK_INLINE Bytes high_codes(Bytes x) { return {low8(_mm256_srli_epi16(x.a, 4)), low8(_mm256_srli_epi16(x.b, 4))}; }
+SK_INLINE Four four(const int8_t* p) {
+  int32_t bits;
+  std::memcpy(&bits, p, 4);
+  const __m256i x = _mm256_set1_epi32(bits);
+  return {x, _mm256_abs_epi8(x)};
+}
+SK_INLINE __m256i add_pairs(__m256i sum, __m256i pairs) { return _mm256_add_epi32(sum, _mm256_madd_epi16(pairs, _mm256_set1_epi16(1))); }
+// Codes up to 15: two products stay below 2^15, where maddubs would cut them off.
+SK_INLINE Whole dot(Whole sum, Bytes w, Four x) {
+  return {add_pairs(sum.a, _mm256_maddubs_epi16(w.a, x.x)), add_pairs(sum.b, _mm256_maddubs_epi16(w.b, x.x))};
+}
+// |x| times (byte - 128) with the sign of x: both factors stay within 127, and two products below 2^15.
+SK_INLINE Whole dot_centred(Whole sum, Bytes w, Four x) {
+  const __m256i half = _mm256_set1_epi8(-128);
+  return {add_pairs(sum.a, _mm256_maddubs_epi16(x.size, _mm256_sign_epi8(_mm256_xor_si256(w.a, half), x.x))),
+          add_pairs(sum.b, _mm256_maddubs_epi16(x.size, _mm256_sign_epi8(_mm256_xor_si256(w.b, half), x.x)))};
+}
+SK_INLINE Whole centred(int32_t) { return whole(0); }
+SK_INLINE float top_of(V16 x) {
+  const __m256 m = _mm256_max_ps(x.a, x.b);
+  __m128 h = _mm_max_ps(_mm256_castps256_ps128(m), _mm256_extractf128_ps(m, 1));
+  h = _mm_max_ps(h, _mm_movehl_ps(h, h));
+  return _mm_cvtss_f32(_mm_max_ss(h, _mm_movehdup_ps(h)));
+}
+SK_INLINE int32_t round_to_bytes(V16 a, V16 b, int8_t* to) {
+  const __m256i x = _mm256_cvtps_epi32(a.a), y = _mm256_cvtps_epi32(a.b), z = _mm256_cvtps_epi32(b.a), w = _mm256_cvtps_epi32(b.b);
+  const __m256i bytes = _mm256_packs_epi16(_mm256_packs_epi32(x, y), _mm256_packs_epi32(z, w));  // fours in the order 0 2 4 6 1 3 5 7
+  _mm256_storeu_si256((__m256i*)to, _mm256_permutevar8x32_epi32(bytes, _mm256_setr_epi32(0, 4, 1, 5, 2, 6, 3, 7)));
+  const __m256i all = _mm256_add_epi32(_mm256_add_epi32(x, y), _mm256_add_epi32(z, w));
+  __m128i sum = _mm_add_epi32(_mm256_castsi256_si128(all), _mm256_extracti128_si256(all, 1));
+  sum = _mm_add_epi32(sum, _mm_shuffle_epi32(sum, 0x4e));
+  return _mm_cvtsi128_si32(_mm_add_epi32(sum, _mm_shuffle_epi32(sum, 0xb1)));
+}
+#else
+struct Whole { int32x4_t v[4]; };
+struct Bytes { uint8x16_t v[4]; };
+using Four = int8x16_t;
+SK_INLINE Whole whole(int32_t x) { const int32x4_t v = vdupq_n_s32(x); return {{v, v, v, v}}; }
+SK_INLINE V16 floats(Whole x) { V16 r; for (int i = 0; i < 4; i++) r.v[i] = vcvtq_f32_s32(x.v[i]); return r; }
+SK_INLINE Bytes load_bytes(const uint8_t* p) { Bytes r; for (int i = 0; i < 4; i++) r.v[i] = vld1q_u8(p + 16 * i); return r; }
+SK_INLINE Bytes low_codes(Bytes x) { for (auto& v : x.v) v = vandq_u8(v, vdupq_n_u8(15)); return x; }
+SK_INLINE Bytes high_codes(Bytes x) { for (auto& v : x.v) v = vshrq_n_u8(v, 4); return x; }
+SK_INLINE Four four(const int8_t* p) { int32_t bits; std::memcpy(&bits, p, 4); return vreinterpretq_s8_s32(vdupq_n_s32(bits)); }
+SK_INLINE int32x4_t dot4(int32x4_t sum, int8x16_t w, int8x16_t x) {
+#if defined(__ARM_FEATURE_DOTPROD)
+  return vdotq_s32(sum, w, x);
+#else
+  const int16x8_t low = vmull_s8(vget_low_s8(w), vget_low_s8(x)), high = vmull_s8(vget_high_s8(w), vget_high_s8(x));
+  return vaddq_s32(sum, vpaddq_s32(vpaddlq_s16(low), vpaddlq_s16(high)));
+#endif
+}
+SK_INLINE Whole dot(Whole sum, Bytes w, Four x) {
+  for (int i = 0; i < 4; i++) sum.v[i] = dot4(sum.v[i], vreinterpretq_s8_u8(w.v[i]), x);
+  return sum;
+}
+SK_INLINE Whole dot_centred(Whole sum, Bytes w, Four x) {
+  for (int i = 0; i < 4; i++) sum.v[i] = dot4(sum.v[i], vreinterpretq_s8_u8(veorq_u8(w.v[i], vdupq_n_u8(128))), x);
+  return sum;
+}
+SK_INLINE Whole centred(int32_t) { return whole(0); }
+SK_INLINE float top_of(V16 x) { return vmaxvq_f32(vmaxq_f32(vmaxq_f32(x.v[0], x.v[1]), vmaxq_f32(x.v[2], x.v[3]))); }
+SK_INLINE int32_t round_to_bytes(V16 a, V16 b, int8_t* to) {
+  int32x4_t all = vdupq_n_s32(0);
+  for (int i = 0; i < 8; i += 2) {
+    const V16& from = i < 4 ? a : b;
+    const int32x4_t x = vcvtnq_s32_f32(from.v[i % 4]), y = vcvtnq_s32_f32(from.v[i % 4 + 1]);
+    vst1_s8(to + 4 * i, vqmovn_s16(vcombine_s16(vqmovn_s32(x), vqmovn_s32(y))));
+    all = vaddq_s32(all, vaddq_s32(x, y));
+  }
+  return vaddvq_s32(all);
+}
+#endif
+
+#if defined(__AVX2__)
+inline uint16_t to_half(float x) { return uint16_t(_cvtss_sh(x, _MM_FROUND_TO_NEAREST_INT)); }
+inline float from_half(uint16_t x) { return _cvtsh_ss(x); }
+#else
+inline uint16_t to_half(float x) { const __fp16 half = __fp16(x); uint16_t bits; std::memcpy(&bits, &half, 2); return bits; }
+inline float from_half(uint16_t x) { __fp16 half; std::memcpy(&half, &x, 2); return half; }
+#endif
+
+// Rows of inputs, rounded to 8 bits. The buffers grow and stay.
+class Codes {
+ public:
+  struct Group {
+    float scale;
+    float shift;     // scale * sum of the codes
+    int32_t centre;  // -128 * sum of the codes
+  };
+
+  void reserve(int64_t n, int64_t inputs) {
+    const int64_t needed = n * groups_of(inputs);
+    if (int64_t(groups_.size()) >= needed) return;
+    groups_.resize(needed);
+    codes_.resize(needed * GROUP);
+  }
+  // x: n rows of `inputs` floats, `stride` apart, for which there is room.
+  void fill(const float* x, int64_t n, int64_t stride, int64_t inputs) {
+    count_ = groups_of(inputs);
+    for (int64_t r = 0; r < n; r++)
+      for (int64_t g = 0; g < count_; g++) {
+        const float* from = x + r * stride + g * GROUP;
+        const int64_t left = inputs - g * GROUP;
+        const V16 a = load_first(from, int(std::min<int64_t>(left, LANES)));
+        const V16 b = left > LANES ? load_first(from + LANES, int(std::min<int64_t>(left - LANES, LANES))) : zero();
+        const float top = top_of(max(max(a, sub(zero(), a)), max(b, sub(zero(), b))));
+        const V16 inverse = set1(top > 0 ? 127.0f / top : 0.0f);
+        Group& group = groups_[r * count_ + g];
+        group.scale = top / 127.0f;
+        const int32_t sum = round_to_bytes(mul(a, inverse), mul(b, inverse), codes_.data() + (r * count_ + g) * GROUP);
+        group.shift = group.scale * float(sum);
+        group.centre = -128 * sum;
+      }
+  }
+  int64_t count() const { return count_; }  // groups of a row
+  const int8_t* row(int64_t r) const { return codes_.data() + r * count_ * GROUP; }
+  const Group* groups(int64_t r) const { return groups_.data() + r * count_; }
+
+ private:
+  int64_t count_ = 0;
+  std::vector<int8_t> codes_;
+  std::vector<Group> groups_;
+};
+
+struct Int8 {
+  static constexpr int BLOCKS = 8;       // of a group's codes
+  static constexpr int SCALES = LANES;  // float16 numbers of a group
+
+  // One output's group of 32 finite weights. False where a scale is beyond float16.
+  static bool quantize(const float* w, uint16_t* scale, uint8_t* codes) {
+    float top = 0;
+    for (int i = 0; i < GROUP; i++) top = std::max(top, std::fabs(w[i]));
+    *scale = to_half(top / 127.0f);
+    const float rounded = from_half(*scale), inverse = rounded > 0 ? 1.0f / rounded : 0.0f;
+    for (int i = 0; i < GROUP; i++)
+      codes[(i / 4) * BLOCK + i % 4] = uint8_t(128 + int(std::nearbyint(std::clamp(w[i] * inverse, -127.0f, 127.0f))));
+    return std::isfinite(rounded);
+  }
+  static float weight(const uint16_t* scale, const uint8_t* codes, int i) {
+    return from_half(*scale) * float(int(codes[(i / 4) * BLOCK + i % 4]) - 128);
+  }
+};
+
+struct Int4 {
+  static constexpr int BLOCKS = 4;
+  static constexpr int SCALES = 2 * LANES;
+
+  static bool quantize(const float* w, uint16_t* scale, uint8_t* codes) {
+    const float low = *std::min_element(w, w + GROUP), high = *std::max_element(w, w + GROUP);
+    scale[LANES] = to_half(low);
+    const float minimum = from_half(scale[LANES]);
+    *scale = to_half((high - minimum) / 15.0f);
+    const float rounded = from_half(*scale), inverse = rounded > 0 ? 1.0f / rounded : 0.0f;
+    for (int i = 0; i < GROUP; i++) {
+      const int code = int(std::nearbyint(std::clamp((w[i] - minimum) * inverse, 0.0f, 15.0f)));
+      uint8_t& at = codes[(i / 8) * BLOCK + i % 4];
+      at = uint8_t(i % 8 < 4 ? code : at | code << 4);
+    }
+    return std::isfinite(rounded) && std::isfinite(minimum);
+  }
+  static float weight(const uint16_t* scale, const uint8_t* codes, int i) {
+    const uint8_t both = codes[(i / 8) * BLOCK + i % 4];
+    return std::fma(from_half(*scale), float(i % 8 < 4 ? both & 15 : both >> 4), from_half(scale[LANES]));
+  }
+};
+
+// Bytes of a panel's scales, with what aligns the codes after them, and of the panel.
+template <class T> inline int64_t scales_bytes(int64_t groups) { return (groups * T::SCALES * 2 + BLOCK - 1) / BLOCK * BLOCK; }
+template <class T> inline int64_t panel_bytes(int64_t groups) { return scales_bytes<T>(groups) + groups * T::BLOCKS * BLOCK; }
+
+// R rows x C panels. w: the first panel. row: the first of the rows.
+template <class T, int R, int C>
+inline void quantized_tile(const uint8_t* w, const Codes& x, int64_t row, float* y, int64_t y_stride, int64_t room) {
+  const int64_t count = x.count(), size = panel_bytes<T>(count), start = scales_bytes<T>(count);
+  constexpr bool EIGHT = std::is_same_v<T, Int8>;
+  V16 total[R][C];
+  SK_UNROLL for (int r = 0; r < R; r++) SK_UNROLL for (int c = 0; c < C; c++) total[r][c] = zero();
+  const int8_t* inputs = x.row(row);
+  const Codes::Group* groups = x.groups(row);
+  for (int64_t g = 0; g < count; g++) {
+    Whole sum[R][C];
+    SK_UNROLL for (int r = 0; r < R; r++) {
+      const Whole first = EIGHT ? centred(groups[r * count + g].centre) : whole(0);
+      SK_UNROLL for (int c = 0; c < C; c++) sum[r][c] = first;
+    }
+    SK_UNROLL for (int j = 0; j < T::BLOCKS; j++) {
+      Bytes codes[C];
+      SK_UNROLL for (int c = 0; c < C; c++) {
+        const uint8_t* at = w + c * size + start + (g * T::BLOCKS + j) * BLOCK;
+        __builtin_prefetch(at + FARTHER, 0, 2);
+        codes[c] = load_bytes(at);
+      }
+      if constexpr (EIGHT) {
+        SK_UNROLL for (int r = 0; r < R; r++) {
+          const Four in = four(inputs + (r * count + g) * GROUP + j * 4);
+          SK_UNROLL for (int c = 0; c < C; c++) sum[r][c] = dot_centred(sum[r][c], codes[c], in);
+        }
+      } else {
+        SK_UNROLL for (int r = 0; r < R; r++) {
+          const Four in = four(inputs + (r * count + g) * GROUP + j * 8);
+          SK_UNROLL for (int c = 0; c < C; c++) sum[r][c] = dot(sum[r][c], low_codes(codes[c]), in);
+        }
+        SK_UNROLL for (int r = 0; r < R; r++) {
+          const Four in = four(inputs + (r * count + g) * GROUP + j * 8 + 4);
+          SK_UNROLL for (int c = 0; c < C; c++) sum[r][c] = dot(sum[r][c], high_codes(codes[c]), in);
+        }
+      }
+    }
+    SK_UNROLL for (int c = 0; c < C; c++) {
+      const uint16_t* scales = reinterpret_cast<const uint16_t*>(w + c * size) + g * T::SCALES;
+      __builtin_prefetch(reinterpret_cast<const char*>(scales) + C * size, 0, 2);  // those of the panels that come next
+      const V16 scale = load_f16(scales);
+      SK_UNROLL for (int r = 0; r < R; r++) total[r][c] = fma(floats(sum[r][c]), mul(scale, set1(groups[r * count + g].scale)), total[r][c]);
+      if constexpr (!EIGHT) {
+        const V16 minimum = load_f16(scales + LANES);
+        SK_UNROLL for (int r = 0; r < R; r++) total[r][c] = fma(minimum, set1(groups[r * count + g].shift), total[r][c]);
+      }
+    }
+  }
+  SK_UNROLL for (int r = 0; r < R; r++)
+    SK_UNROLL for (int c = 0; c < C; c++)
+      if (room > c * LANES) store_first(y + r * y_stride + c * LANES, total[r][c], int(std::min<int64_t>(room - c * LANES, LANES)));
+}
+
+// Panels of a tile: enough streams to keep the memory busy, and sums that stay in registers.
+#if defined(__AVX512F__)
+constexpr int MOST_CODED_ROWS = 8;
+template <class T> constexpr int coded_columns(int rows) {
+  return rows == 1 ? 6 : rows <= 3 ? 4 : rows == 4 ? 3 : std::is_same_v<T, Int8> ? 1 : 2;
+}
+#else
+constexpr int MOST_CODED_ROWS = 2;
+template <class T> constexpr int coded_columns(int) { return 1; }
+#endif
+
+// R or fewer rows x the panels [p, last), as many at once as fit.
+template <class T, int R>
+inline void quantized_rows(int64_t rows, const uint8_t* panels, const Codes& x, int64_t row, float* y, int64_t y_stride, int64_t room, int width) {
+  if constexpr (R > 1) if (rows < R) return quantized_rows<T, R - 1>(rows, panels, x, row, y, y_stride, room, width);
+  if (width == coded_columns<T>(R)) return quantized_tile<T, R, coded_columns<T>(R)>(panels, x, row, y, y_stride, room);
+  for (int c = 0; c < width; c++)
+    quantized_tile<T, R, 1>(panels + c * panel_bytes<T>(x.count()), x, row, y + c * LANES, y_stride, room - c * LANES);
+}
+
+// The outputs of panels [first, last) of n rows, without the bias: y[r][o], rows y_stride apart, with room for `room` floats.
+template <class T>
+inline void quantized_panels(const void* panels, const Codes& x, int64_t n, float* y, int64_t y_stride, int64_t first, int64_t last, int64_t room) {
+  const int64_t size = panel_bytes<T>(x.count()), blocks = (n + MOST_CODED_ROWS - 1) / MOST_CODED_ROWS;
+  const int most = coded_columns<T>(int((n + blocks - 1) / blocks));
+  for (int64_t p = first; p < last; p += most) {
+    const int width = int(std::min<int64_t>(most, last - p));
+    const uint8_t* at = static_cast<const uint8_t*>(panels) + p * size;
+    for (int64_t block = 0, row = 0; block < blocks; block++) {
+      const int64_t rows = n / blocks + (block < n % blocks);
+      quantized_rows<T, MOST_CODED_ROWS>(rows, at, x, row, y + row * y_stride + p * LANES, y_stride, room - p * LANES, width);
+      row += rows;
+    }
+  }
+}
+
+// One output's weights [inputs] to its lane of the panels. False where one is not finite, or a scale is beyond float16.
+template <class T>
+inline bool quantize_output(const float* weights, int64_t inputs, int64_t output, uint8_t* panels) {
+  const int64_t count = groups_of(inputs), lane = output % LANES;
+  uint8_t* panel = panels + output / LANES * panel_bytes<T>(count);
+  for (int64_t k = 0; k < inputs; k++) if (!std::isfinite(weights[k])) return false;
+  bool good = true;
+  for (int64_t g = 0; g < count; g++) {
+    float group[GROUP] = {};
+    std::memcpy(group, weights + g * GROUP, sizeof(float) * std::min<int64_t>(GROUP, inputs - g * GROUP));
+    uint8_t* codes = panel + scales_bytes<T>(count) + g * T::BLOCKS * BLOCK + lane * 4;
+    good = T::quantize(group, reinterpret_cast<uint16_t*>(panel) + g * T::SCALES + lane, codes) && good;
+  }
+  return good;
+}
+
+// The weights of one output, as they are after quantisation.
+template <class T>
+inline void dequantize_output(const void* panels, int64_t inputs, int64_t output, float* weights) {
+  const int64_t count = groups_of(inputs), lane = output % LANES;
+  const uint8_t* panel = static_cast<const uint8_t*>(panels) + output / LANES * panel_bytes<T>(count);
+  for (int64_t k = 0; k < inputs; k++) {
+    const int64_t g = k / GROUP;
+    const uint8_t* codes = panel + scales_bytes<T>(count) + g * T::BLOCKS * BLOCK + lane * 4;
+    weights[k] = T::weight(reinterpret_cast<const uint16_t*>(panel) + g * T::SCALES + lane, codes, int(k % GROUP));
+  }
+}
+}  // namespace sk

@@ -1,0 +1,341 @@
+"""Quantised weights: what they are, what is computed with them, and where they are refused."""
+
+from __future__ import annotations
+
+import ctypes
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+import skipstone
+from skipstone.models.engines.engine import QUANTIZED as CHOICES
+from skipstone.models.engines.native import build, library
+from skipstone.models.engines.native.engine import NativeEngine
+from skipstone.models.engines.native.structs import Matrix, Model, declare
+from skipstone.models.engines.native.weights import QUANTIZED
+from skipstone.models.facts import Facts
+from skipstone.models.layered import LayeredModel
+from tests.helpers import families
+from tests.helpers.native import FAMILIES, assert_same_bits, chain, text
+
+pytestmark = [
+    pytest.mark.skipif(library.missing() is not None, reason=str(library.missing())),
+    pytest.mark.usefixtures("no_gradients"),
+]
+GROUP = 32  # inputs that share a scale
+KINDS = list(QUANTIZED)
+SHAPES = [(16, 32), (97, 64), (33, 40), (112, 300), (5, 7)]  # outputs, inputs
+Found = np.ndarray
+
+
+def levels() -> list[Any]:
+    """The libraries of all levels that this CPU has."""
+    names = [level.name for level in build.levels() if level.features <= library.features()]
+    found = [library.find(build.HERE, library.features(), name).library for name in names]
+    return [declare(one) for one in found if one is not None]
+
+
+def drawn(outputs: int, inputs: int, seed: int = 0) -> Found:
+    """Weights of very different sizes, some groups 0 and some of one sign."""
+    dice = np.random.default_rng(seed)
+    weights = dice.normal(size=(outputs, inputs)) * np.exp(dice.normal(size=(outputs, 1)))
+    weights[:, : GROUP // 2] += 3 * (dice.random((outputs, 1)) < 0.3)
+    weights[dice.random(outputs) < 0.1] = 0
+    return weights.astype(np.float32)
+
+
+def grouped(values: Found) -> Found:
+    """[n, inputs] -> [n, groups, 32], padded with zeros."""
+    rows, inputs = values.shape
+    padded = np.zeros((rows, -(-inputs // GROUP) * GROUP), dtype=values.dtype)
+    padded[:, :inputs] = values
+    return padded.reshape(rows, -1, GROUP)
+
+
+def coded(kind: str, weights: Found) -> tuple[Found, Found, Found]:
+    """Codes [o, groups, 32], scales and minima [o, groups, 1] in float64, by the formulas of csrc/quantized.h."""
+    groups = grouped(weights)
+    if kind == "int8":
+        scale = (np.abs(groups).max(2, keepdims=True) / np.float32(127)).astype(np.float16).astype(np.float32)
+        minimum, least, most = np.zeros_like(scale), -127, 127
+    else:
+        minimum = groups.min(2, keepdims=True).astype(np.float16).astype(np.float32)
+        scale = ((groups.max(2, keepdims=True) - minimum) / np.float32(15)).astype(np.float16).astype(np.float32)
+        least, most = 0, 15
+    with np.errstate(divide="ignore"):
+        inverse = np.where(scale > 0, np.float32(1) / scale, np.float32(0))
+    codes = np.rint(np.clip((groups - minimum) * inverse, least, most)).astype(np.int64)
+    return codes, scale.astype(np.float64), minimum.astype(np.float64)
+
+
+def dequantized(kind: str, weights: Found) -> Found:
+    codes, scale, minimum = coded(kind, weights)
+    return (codes * scale + minimum).reshape(len(weights), -1)[:, : weights.shape[1]]
+
+
+def product(kind: str, x: Found, weights: Found) -> Found:
+    """[n, o] float64: whole numbers summed by group, then groups."""
+    codes, scale, minimum = coded(kind, weights)
+    groups = grouped(x)
+    top = np.abs(groups).max(2, keepdims=True)
+    with np.errstate(divide="ignore"):
+        inverse = np.where(top > 0, np.float32(127) / top, np.float32(0))
+    inputs = np.rint(groups * inverse).astype(np.int64)  # [n, groups, 32]
+    steps = (top / np.float32(127)).astype(np.float64)[..., 0]  # [n, groups]
+    whole = np.einsum("ngk,ogk->nog", inputs, codes)
+    parts = scale[..., 0] * whole + minimum[..., 0] * inputs.sum(2)[:, None]  # [n, o, groups]
+    return (parts * steps[:, None]).sum(2)
+
+
+class Packed:
+    """Weights in panels, as the LM head of a model without layers."""
+
+    def __init__(self, engine: Any, kind: str, weights: Found) -> None:
+        self.engine, (outputs, inputs), number = engine, weights.shape, QUANTIZED[kind]
+        self.outputs, self.inputs = outputs, inputs
+        self.panels = np.zeros(engine.sk_packed_bytes(number, outputs, inputs), dtype=np.uint8)
+        assert engine.sk_quantize(number, 0, weights.ctypes.data, inputs, outputs, inputs, self.panels.ctypes.data) == 0
+        head = Matrix(self.panels.ctypes.data, None, outputs, inputs, number)
+        self.model = Model(hidden=inputs, vocabulary=outputs, embeddings=outputs, head=head, logits_divisor=1.0)
+        self.model.embedding_scale = self.model.embedding_multiplier = 1.0
+
+    def multiplied(self, x: Found, threads: int = 1) -> Found:
+        y = np.full((len(x), self.outputs), np.nan, dtype=np.float32)
+        model = ctypes.addressof(self.model)
+        self.engine.sk_head(model, x.ctypes.data, len(x), 0, y.ctypes.data, None, None, threads)
+        return y
+
+    def rows(self) -> Found:
+        ids, rows = np.arange(self.outputs), np.empty((self.outputs, self.inputs), dtype=np.float32)
+        model = ctypes.addressof(self.model)
+        assert self.engine.sk_embed(model, ids.ctypes.data, self.outputs, rows.ctypes.data) == 0
+        return rows
+
+
+def inputs_of(count: int, width: int, seed: int = 1) -> Found:
+    dice = np.random.default_rng(seed)
+    x = dice.normal(size=(count, width)) * np.exp(dice.normal(size=(count, 1)))
+    x[0, : GROUP // 2] = 0
+    return x.astype(np.float32)
+
+
+def assert_near(found: Found, expected: Found) -> None:
+    """Equal but for the rounding of float32 sums."""
+    assert np.isfinite(found).all()
+    assert expected.std() > 0.1, "the reference is degenerate"
+    assert np.abs(found - expected).max() <= 1e-5 * np.abs(expected).max(), np.abs(found - expected).max()
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_the_product_is_that_of_the_written_formula(kind: str, shape: tuple[int, int]) -> None:
+    weights, x = drawn(*shape), inputs_of(9, shape[1])
+    for engine in levels():
+        assert_near(Packed(engine, kind, weights).multiplied(x), product(kind, x, weights))
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_sums_are_whole_numbers_without_overflow(kind: str) -> None:
+    # every code at its largest, scales of 1: the results are whole numbers that float32 has, and must be met exactly
+    weights = np.where(np.arange(64) % 2, 127.0, -127.0).astype(np.float32)[None].repeat(16, 0)
+    weights[:, :32] = 127
+    x = np.full((3, 64), 127, dtype=np.float32)
+    x[1] = -127
+    x[2] = np.where(np.arange(64) % 2, 127.0, -127.0)
+    if kind == "int4":
+        weights = np.where(weights > 0, np.float32(15), np.float32(0))
+        weights[:, 0] = 0
+    for engine in levels():
+        assert np.array_equal(Packed(engine, kind, weights).multiplied(x), (x.astype(np.float64) @ weights.T))
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_rows_of_the_panels_are_the_quantised_weights(kind: str) -> None:
+    for shape in SHAPES:
+        weights = drawn(*shape)
+        expected = dequantized(kind, weights).astype(np.float32)
+        steps = grouped(np.abs(weights)).max(2).max(1, keepdims=True) * 2 / {"int8": 254, "int4": 15}[kind]
+        for engine in levels():
+            rows = Packed(engine, kind, weights).rows()
+            assert np.allclose(rows, expected, rtol=1e-6, atol=1e-7)
+            assert (np.abs(rows - weights) <= 0.51 * steps + 2e-3 * np.abs(weights).max(1, keepdims=True)).all()
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_panels_and_products_have_the_same_bits_on_every_level_beside_any_rows(kind: str) -> None:
+    weights, x = drawn(210, 168), inputs_of(64, 168)
+    first = Packed(levels()[0], kind, weights)
+    expected = np.concatenate([first.multiplied(x[i : i + 1]) for i in range(len(x))])
+    for engine in levels():
+        packed = Packed(engine, kind, weights)
+        assert np.array_equal(packed.panels, first.panels)
+        assert np.array_equal(packed.rows(), first.rows())
+        for count in range(1, 65):
+            assert np.array_equal(packed.multiplied(x[:count], 1 + count % 3), expected[:count])
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_planted_mistakes_are_noticed(kind: str) -> None:
+    weights, x = drawn(97, 96), inputs_of(9, 96)
+    expected, right = product(kind, x, weights), Packed(levels()[0], kind, weights)
+    assert_near(right.multiplied(x), expected)
+    per_group = 16 * {"int8": 1, "int4": 2}[kind]
+    codes_at = -(-3 * per_group * 2 // 64) * 64  # bytes of a panel's scales, aligned
+    wrong = right.panels[codes_at : codes_at + 64].copy()
+    for planted in (wrong ^ 1, np.roll(wrong, 1), np.roll(wrong, 4)):  # codes that are off by one, and in each other's places
+        right.panels[codes_at : codes_at + 64] = planted
+        with pytest.raises(AssertionError):
+            assert_near(right.multiplied(x), expected)
+    right.panels[codes_at : codes_at + 64] = wrong
+    scales = right.panels.view(np.uint16)[: 2 * per_group]
+    scales[:] = np.roll(scales, per_group)  # each group with the other's scale
+    with pytest.raises(AssertionError):
+        assert_near(right.multiplied(x), expected)
+
+
+@pytest.mark.parametrize("bad", [np.nan, np.inf, 1e9])
+@pytest.mark.parametrize("kind", KINDS)
+def test_weights_beyond_the_format_are_refused(kind: str, bad: float) -> None:
+    model = families.build("llama")
+    model.model.layers[1].mlp.down_proj.weight.data[3, 5] = bad  # pyright: ignore
+    with pytest.raises(ValueError, match=f"quantize='{kind}' needs finite weights"):
+        LayeredModel(model, None, kind)
+
+
+def quantised(model: Any, kind: str, threads: int = 1) -> LayeredModel:
+    layered = LayeredModel(model, None, kind)
+    layered.engine.threads = threads  # pyright: ignore[reportAttributeAccessIssue]
+    return layered
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("name", FAMILIES)
+def test_a_token_has_the_same_bits_in_every_pass(name: str, kind: str) -> None:
+    model, ids = families.build(name), text()
+    expected = chain(quantised(model, kind), ids, 1)
+    for width, threads in ((2, 1), (5, 2), (8, 3), (13, 1), (64, 2)):
+        assert_same_bits(chain(quantised(model, kind, threads), ids, width), expected)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_models_have_the_same_bits_on_every_level(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    model, ids = families.build("gemma2"), text(24)
+    expected = chain(quantised(model, kind), ids, 1)
+    for engine in levels():
+        monkeypatch.setattr(library, "load", lambda engine=engine: engine)
+        layered = quantised(model, kind)
+        layered.engine = NativeEngine(model, Facts(model), kind)
+        assert_same_bits(chain(layered, ids, 5), expected)
+
+
+@pytest.mark.parametrize(("kind", "most"), [("int8", 0.01), ("int4", 0.1)])
+def test_products_are_near_those_of_the_stored_weights(kind: str, most: float) -> None:
+    dice = np.random.default_rng(3)
+    weights, x = (dice.normal(size=shape).astype(np.float32) for shape in ((128, 256), (16, 256)))
+    exact, found = x.astype(np.float64) @ weights.T, Packed(levels()[0], kind, weights).multiplied(x)
+    error = float(np.linalg.norm(found - exact) / np.linalg.norm(exact))
+    assert most / 4 < error < most, "quantised, but not by much"
+
+
+def rounded(_: Any, given: tuple[Tensor]) -> Tensor:
+    """What a linear layer reads, rounded to 8 bits by row and group of 32."""
+    flat = grouped(given[0].flatten(0, -2).numpy())
+    step = np.maximum(np.abs(flat).max(2, keepdims=True) / np.float32(127), np.float32(1e-30))
+    return torch.from_numpy((np.rint(flat / step) * step).reshape(len(flat), -1)[:, : given[0].shape[-1]]).view(given[0].shape)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("name", ["llama", "qwen2", "gemma3_text", "phi3"])
+def test_models_compute_what_transformers_does_with_quantised_weights(name: str, kind: str) -> None:
+    model, ids = families.build(name), text()
+    found, _ = chain(quantised(model, kind), ids, 8)
+    plain = model(ids[None]).logits[0]
+    for module in model.modules():
+        if isinstance(module, torch.nn.Linear):
+            own = "int8" if module is model.lm_head else kind  # pyright: ignore
+            module.weight.data.copy_(torch.from_numpy(dequantized(own, module.weight.numpy())))
+            module.register_forward_pre_hook(rounded)
+    expected = model(ids[None]).logits[0]
+    error, quantisation = (float((one - expected).norm() / expected.norm()) for one in (found, plain))
+    assert quantisation > 0.01, "nothing was quantised"
+    assert error < 0.3 * quantisation, f"{error:.3g} where quantisation makes {quantisation:.3g}"
+
+
+def test_the_embedding_is_quantised_where_it_is_the_head_and_stored_elsewhere() -> None:
+    ids, positions = torch.arange(97)[None], torch.arange(97)[None] % 64
+    for tied in (True, False):
+        model: Any = families.build("llama", tie_word_embeddings=tied)
+        assert (model.lm_head.weight is model.model.embed_tokens.weight) == tied
+        stored = LayeredModel(model, "native").embed(ids, positions)
+        found = quantised(model, "int8").embed(ids, positions)
+        expected = torch.from_numpy(dequantized("int8", stored[0].numpy()).astype(np.float32)) if tied else stored[0]
+        assert torch.allclose(found[0], expected, rtol=1e-6, atol=1e-8)
+        assert torch.equal(found, stored) != tied
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("method", ["layerskip exit_layer=2", "swift", "prompt_lookup"])
+def test_greedy_texts_of_methods_are_those_of_plain_decoding(kind: str, method: str) -> None:
+    model, ids = families.build("llama"), families.prompts(1)[0][None]
+    skipstone.enable(model, "autoregressive", quantize=kind)
+    options: dict[str, Any] = {"max_new_tokens": 40, "do_sample": False, "eos_token_id": None}
+    plain = skipstone.generate(model, ids, "autoregressive", **options)
+    found = skipstone.generate(model, ids, method, **options)
+    assert (plain.engine, plain.quantize, found.quantize) == ("native", kind, kind)
+    assert found.stats is not None
+    assert found.stats.drafted > 0
+    assert found.new_tokens == plain.new_tokens
+
+
+def test_what_was_asked_is_remembered_and_can_be_taken_back() -> None:
+    model = families.build("llama")
+    assert LayeredModel(model).engine.quantize is None
+    assert LayeredModel(model, None, "int8").engine.quantize == "int8", "for one call"
+    assert LayeredModel(model).engine.quantize is None
+    skipstone.enable(model, "autoregressive", quantize="int4")
+    assert LayeredModel(model).engine.quantize == "int4"
+    skipstone.enable(model, "autoregressive")
+    assert LayeredModel(model).engine.quantize == "int4", "None leaves it as it is"
+    assert "int4" in LayeredModel(model).engine.detail
+    skipstone.enable(model, "autoregressive", quantize="none")
+    assert LayeredModel(model).engine.quantize is None
+    loaded = skipstone.load(quantize="int8")[0]
+    assert LayeredModel(loaded).engine.quantize == "int8"
+
+
+def test_bad_values_and_engines_without_quantised_weights_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    model: Any = families.build("llama")
+    for attempt in (
+        lambda: skipstone.load(quantize="int3"),
+        lambda: skipstone.enable(model, "autoregressive", quantize="int3"),
+    ):
+        with pytest.raises(ValueError, match="quantize must be one of none, int8, int4, found 'int3'"):
+            attempt()
+    with pytest.raises(ValueError, match="quantize='int8' needs the native engine, found engine='eager'"):
+        LayeredModel(model, "eager", "int8")
+    with pytest.raises(ValueError, match="quantize='int8' needs the native engine, found engine='eager'"):
+        skipstone.load(engine="eager", quantize="int8")
+    other = families.build("gpt2")
+    with pytest.raises(ValueError, match="quantize='int4' needs the native engine, which cannot run this model: the native"):
+        skipstone.enable(other, "autoregressive", quantize="int4")
+    assert LayeredModel(other).engine.name == "eager", "what failed is not remembered"
+    monkeypatch.setattr(model.model.layers[0].mlp, "forward", lambda x: x)
+    with pytest.raises(ValueError, match=r"needs the native engine, which cannot run this model: .* has hooks or a forward"):
+        LayeredModel(model, None, "int8")
+    assert ("none", *KINDS) == CHOICES
+
+
+def total(model: Any, ids: Tensor, kind: str) -> Tensor:
+    layered = quantised(model, kind)
+    return layered.project(layered.read(ids))
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_whole_texts_are_read_as_they_are_decoded(kind: str) -> None:
+    model, ids = families.build("mistral"), torch.stack([text(40), text(40, seed=9)])
+    found = total(model, ids, kind)
+    for row in range(2):
+        assert torch.equal(found[row], chain(quantised(model, kind), ids[row], 1)[0])
