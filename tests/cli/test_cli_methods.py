@@ -96,13 +96,13 @@ def test_a_new_method_brings_its_settings_along(folder: Path, monkeypatch: pytes
 
 
 CHECK = """model --method --speculative-config --prompts --num-prompts --prompt-tokens --max-new-tokens --samples --seed --dtype
-    --engine --device --json --debug"""
+    --engine --quantize --device --json --debug"""
 MEASURING = {
     "run": """models --plan --method --task --protocol --data-dir --out --num-prompts --prompt-tokens --max-new-tokens
         --temperature --top-p --samples --shots --chat --tune --tune-prompts --tune-tokens --ignore-eos --perplexity
-        --allow-code-execution --dtype --device --engine --threads --seed --fresh""",
+        --allow-code-execution --dtype --device --engine --quantize --threads --seed --fresh""",
     "surrogate": """shape --agreement --exit-layer --skip-ratio --sure --contexts --method --out --num-prompts --prompt-tokens
-        --max-new-tokens --tune-prompts --dtype --device --engine --threads --seed --fresh""",
+        --max-new-tokens --tune-prompts --dtype --device --engine --quantize --threads --seed --fresh""",
     "report": "files --format --layout --out --pictures",
     "compare": "before after --tolerance",
 }
@@ -119,8 +119,8 @@ def test_flags_are_frozen() -> None:
     root: Any = typer.main.get_command(app)
     generate = {name for p in root.commands["generate"].params for name in (*p.opts, *p.secondary_opts)}
     of_the_verb = """model --prompt --prompt-file --prompt-tokens --chat --method --speculative-config --max-new-tokens
-        --temperature --top-k --top-p --min-p --seed --stop --ignore-eos --dtype --device --engine --trust-remote-code
-        --compare --repeat --json --stats --color --no-color --debug"""
+        --temperature --top-k --top-p --min-p --seed --stop --ignore-eos --dtype --device --engine --quantize
+        --kv-dtype --trust-remote-code --compare --repeat --json --stats --color --no-color --debug"""
     assert generate == {*of_the_verb.split()}
     assert set(root.commands) == {"demo", "generate", "methods", "env", "train", "bench", "check", "costs", "inspect", "search"}
     assert set(root.commands["bench"].commands) == {"run", "report", "compare", "surrogate"}
@@ -132,16 +132,16 @@ def test_flags_are_frozen() -> None:
     searching = {name for parameter in root.commands["search"].params for name in parameter.opts}
     assert searching == {
         *("model", "--budget-seconds", "--out", "--prompt", "--max-new-tokens", "--skip-ratio", "--num-speculative-tokens"),
-        *("--picture", "--dtype", "--device", "--engine", "--seed", "--debug"),
+        *("--picture", "--dtype", "--device", "--engine", "--quantize", "--seed", "--debug"),
     }
     looking = {name for parameter in root.commands["inspect"].params for name in parameter.opts}
     assert looking == {
-        *("model", "--prompt", "--max-new-tokens", "--heads", "--out", "--dtype", "--device", "--engine", "--json"),
+        *("model", "--prompt", "--max-new-tokens", "--heads", "--out", "--dtype", "--device", "--engine", "--quantize", "--json"),
         "--debug",
     }
     pricing = {name for parameter in root.commands["costs"].params for name in parameter.opts}
     assert pricing == {
-        *["model", "--batch", "--draft-model", "--again", "--dtype", "--device", "--engine", "--json", "--debug"]
+        *("model", "--batch", "--draft-model", "--again", "--dtype", "--device", "--engine", "--quantize", "--json", "--debug"),
     }
     training = root.commands["train"].commands
     assert set(training) == {"layerskip", "heads"}

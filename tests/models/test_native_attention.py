@@ -124,7 +124,7 @@ def test_keys_and_values_are_rounded_to_the_nearest_bfloat16(name: str) -> None:
     assert rounded[1].dtype == torch.bfloat16
     for first in (0, 2):  # keys and values of layer 0, into which nothing rounded has gone yet
         assert torch.equal(rounded[1][first], exact[1][first].bfloat16())
-    expected = chain(LayeredModel(copy.deepcopy(model), "eager", "bfloat16"), ids, LENGTH)
+    expected = chain(LayeredModel(copy.deepcopy(model), "eager", kv_dtype="bfloat16"), ids, LENGTH)
     effect, error = (exact[0] - rounded[0]).abs().max(), (expected[0] - rounded[0]).abs().max()
     assert effect > 0
     assert error < 0.25 * effect, "the two engines do not round alike"  # a number near a tie may be rounded either way

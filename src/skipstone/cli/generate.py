@@ -41,17 +41,15 @@ def generate(
     repeat: Annotated[int, grouped("Output", "With --compare: runs of each.", min=1)] = 1,
     as_json: Annotated[bool, grouped("Output", "Print one JSON document instead of the text.", "--json")] = False,
     stats: Annotated[bool, grouped("Output", "Print figures of the run on stderr.", "--stats")] = False,
-    color: Annotated[
-        bool | None, grouped("Output", "Mark accepted drafts. Default: where stdout is a terminal.", show_default=False)
-    ] = None,
+    color: Annotated[bool | None, grouped("Output", "Mark accepted drafts. Default: on terminals.", show_default=False)] = None,
     debug: options.Debug = False,
 ) -> None:
     """Continue a prompt: --prompt, --prompt-file or standard input. The text goes to stdout, all else to stderr."""
     flags = SimpleNamespace(**locals())
     _refuse_contradictions(flags)
     asked, text = options.asked_method(method, speculative_config), _prompt(prompt, prompt_file)
-    asked_of = {"engine": engine, "quantize": quantize, "kv_dtype": kv_dtype}
-    loaded, tokenizer = options.load(model, dtype, device, **asked_of, trust_remote_code=trust_remote_code)
+    setup = {"engine": engine, "quantize": quantize, "kv_dtype": kv_dtype}
+    loaded, tokenizer = options.load(model, dtype, device, **setup, trust_remote_code=trust_remote_code)
     from skipstone.api import resolve_for
     from skipstone.cli.runs import compared, decode
     from skipstone.cli.showing import Painter, document, tell
