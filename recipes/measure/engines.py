@@ -23,7 +23,7 @@ import torch
 
 import skipstone
 from skipstone.bench.peers import HFGenerate
-from skipstone.models.engines.native.engine import threads
+from skipstone.models.engines.native.threads import cores
 from skipstone.models.kvstore import KVStore
 from skipstone.models.layered import LayeredModel
 from skipstone.models.passes import Pass
@@ -43,7 +43,7 @@ class LlamaCpp:
 
     def __init__(self, command: str) -> None:
         python, path = command.split()
-        arguments = [python, str(WORKER), path, str(threads())]
+        arguments = [python, str(WORKER), path, str(cores())]
         self.process = subprocess.Popen(arguments, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
         self.name = f"llama.cpp {Path(path).stem.rpartition('-')[2]}"
 
