@@ -374,9 +374,14 @@ struct Case {
     if (n > 0) {
       Block<float> broken(hidden);
       const float odd[] = {NAN, INFINITY, -INFINITY, 3e38f};
-      broken[dice.from(0, broken.count - 1)] = odd[dice.from(0, 3)];
+      const int64_t place = dice.from(0, broken.count - 1), which = dice.from(0, 3), broken_row = place / m.hidden;
+      broken[place] = odd[which];
       CHECK(library.head(&m, broken.data(), n, norm, again.data(), best.data(), threads()) == OK);
       for (int64_t r = 0; r < n; r++) CHECK(best[r] >= 0 && best[r] < m.vocabulary);
+      for (int64_t i = 0; i < again.count; i++) {
+        if (i / m.vocabulary != broken_row) CHECK(std::memcmp(&again[i], &logits[i], sizeof(float)) == 0);
+        else if (which == 0 && m.logits_softcap == 0) CHECK(std::isnan(again[i]));
+      }
     }
   }
 
