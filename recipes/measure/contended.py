@@ -3,9 +3,10 @@
     python recipes/measure/contended.py [--rounds 12] [--new 96]
 
 Plain greedy decoding of the bundled model by one thread and by as many as there are cores: with the cores free, with a process
-that spins on one core, and with one that spins on each. All take turns, prompt by prompt. Prints a table in Markdown: tokens a
-second, the median over rounds and the range, and the median of the rounds' ratios to one thread with the same cores taken. The
-native engine promises that a lost core never makes several threads slower than half of one thread. Measure on an idle machine.
+that spins on one core, and with one that spins on each. All take turns, text by text. Prints a table in Markdown: tokens/s
+and the rounds' ratios to one thread with free cores and to one with the same cores taken, each as the median and the range. The
+native engine promises that several threads with a lost core are never slower than half of one. Measure on an idle machine: the
+first line says the load before.
 """
 
 import argparse
@@ -16,6 +17,7 @@ import sys
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import Any
 
 import torch
 
@@ -47,12 +49,8 @@ def main() -> None:
     asked = parser.parse_args()
     cores = sorted(os.sched_getaffinity(0))
     counts = [1, len(cores)]
-    models = {}
-    for count in counts:
-        os.environ[THREADS] = str(count)
-        models[count], tokenizer = skipstone.load()
-        models[count].generation_config.eos_token_id = None  # all texts are equally long
-        decode(models[count], tokenizer.encode("Once"), 8)  # the engine reads the number of threads when it is made
+    loaded = {count: load(count) for count in counts}
+    tokenizer = loaded[1][1]
     task = named("self")
     prompts = [tokenizer.encode(task.ask(row)[0]) for row in task.records(None)]
     places = {"none": [], f"core {cores[-1]}": cores[-1:], "every core": cores}
@@ -62,17 +60,30 @@ def main() -> None:
         for place, these in places.items():
             with taken(these):
                 for count in counts if number % 2 else counts[::-1]:
-                    speeds[place, count].append(decode(models[count], prompts[number % len(prompts)], asked.new))
+                    speeds[place, count].append(decode(loaded[count][0], prompts[number % len(prompts)], asked.new))
     print("\n| taken | threads | tokens/s | x 1 thread, free | x 1 thread, same |\n| --- | --- | --- | --- | --- |")
+    free = speeds["none", 1]
     for (place, count), found in speeds.items():
-        ratios = [
-            statistics.median(a / b for a, b in zip(found, speeds[other, 1], strict=True)) for other in (next(iter(places)), place)
-        ]
         pace = f"{statistics.median(found):.0f} ({min(found):.0f}-{max(found):.0f})"
-        print(f"| {place} | {count} | {pace} | {ratios[0]:.2f} | {ratios[1]:.2f} |")
+        print(f"| {place} | {count} | {pace} | {beside(found, free)} | {beside(found, speeds[place, 1])} |")
 
 
-def decode(model: torch.nn.Module, ids: list[int], new: int) -> float:
+def beside(found: list[float], other: list[float]) -> str:
+    """The rounds' own ratios: the median and the range."""
+    ratios = [a / b for a, b in zip(found, other, strict=True)]
+    return f"{statistics.median(ratios):.2f} ({min(ratios):.2f}-{max(ratios):.2f})"
+
+
+def load(threads: int) -> tuple[Any, Any]:
+    """The bundled model, whose native engine has this many threads from its first use on, and its tokenizer."""
+    os.environ[THREADS] = str(threads)
+    model, tokenizer = skipstone.load()
+    model.generation_config.eos_token_id = None  # all texts are equally long
+    decode(model, tokenizer.encode("Once"), 8)
+    return model, tokenizer
+
+
+def decode(model: Any, ids: list[int], new: int) -> float:
     """New tokens a second of one text, prefill included."""
     prompt, began = torch.tensor([ids]), time.perf_counter()
     options = {"engine": "native", "max_new_tokens": new, "do_sample": False, "attention_mask": torch.ones_like(prompt)}
