@@ -27,7 +27,7 @@ SANITIZERS = {
 STOP = dict.fromkeys(("ASAN_OPTIONS", "UBSAN_OPTIONS", "TSAN_OPTIONS"), "abort_on_error=1:halt_on_error=1")
 FIXED_ADDRESSES = ("setarch", "-R")  # the thread sanitizer of older compilers does not start where addresses are random
 SEED = 1
-SECONDS = 8  # of random cases, for every level and sanitizer
+SECONDS = 20  # of random cases, for every level and sanitizer
 HASHED = 1000  # random cases whose results are compared between levels
 ARM = "aarch64"
 CROSS_COMPILER, EMULATOR = "aarch64-linux-gnu-g++", ("qemu-aarch64", "-L", "/usr/aarch64-linux-gnu")
