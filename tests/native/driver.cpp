@@ -53,6 +53,7 @@ struct Library {
   decltype(&sk_sizes) sizes;
   decltype(&sk_packed_bytes) packed_bytes;
   decltype(&sk_pack) pack;
+  decltype(&sk_quantize) quantize;
   decltype(&sk_embed) embed;
   decltype(&sk_run) run;
   decltype(&sk_norm) norm;
@@ -69,6 +70,7 @@ struct Library {
     find(sizes, "sk_sizes");
     find(packed_bytes, "sk_packed_bytes");
     find(pack, "sk_pack");
+    find(quantize, "sk_quantize");
     find(embed, "sk_embed");
     find(run, "sk_run");
     find(norm, "sk_norm");
@@ -156,6 +158,7 @@ struct Hash {  // FNV-1a
     for (int64_t i = 0; i < found.count; i++) CHECK(std::isfinite(found[i]));
     add(found.data(), size_t(found.count) * sizeof(float));
   }
+  void add(const Block<uint8_t>& found) { add(found.data(), size_t(found.count)); }
   void add(const Block<int64_t>& found) { add(found.data(), size_t(found.count) * sizeof(int64_t)); }
 };
 
@@ -187,8 +190,8 @@ struct Case {
     m.kv_heads = dice.from(1, 3);
     m.heads = m.kv_heads * dice.from(1, dice.chance(20) ? 9 : 3);
     m.head_size = dice.from(1, 20) * (dice.chance(20) ? 1 : 2);
-    m.hidden = dice.from(1, 70);
-    m.intermediate = dice.from(1, 70);
+    m.hidden = dice.from(1, dice.chance(10) ? 200 : 70);
+    m.intermediate = dice.from(1, dice.chance(10) ? 200 : 70);
     m.depth = dice.from(1, 3);
     m.vocabulary = dice.from(1, 100);
     padded = up16(m.head_size);
@@ -246,10 +249,36 @@ struct Case {
   }
 
   Matrix matrix(int64_t outputs, int64_t inputs, int bias_percent) {
-    const int64_t type = dice.from(FLOAT32, FLOAT16), stride = inputs + (dice.chance(20) ? dice.from(1, 5) : 0);
-    const void* source = weights(type, outputs, inputs, stride);
+    const int64_t type = dice.from(FLOAT32, INT4), stride = inputs + (dice.chance(20) ? dice.from(1, 5) : 0);
     Block<uint8_t> panels(library.packed_bytes(type, outputs, inputs));
-    library.pack(type, source, stride, outputs, inputs, panels.data());
+    if (type <= FLOAT16) {
+      library.pack(type, weights(type, outputs, inputs, stride), stride, outputs, inputs, panels.data());
+    } else {
+      const int64_t stored = dice.from(FLOAT32, FLOAT16);
+      void* source = weights(stored, outputs, inputs, stride);
+      const auto quantized = [&] {
+        std::memset(panels.data(), 0, size_t(panels.count));
+        return library.quantize(type, stored, source, stride, outputs, inputs, panels.data());
+      };
+      const int64_t place = dice.from(0, outputs - 1) * stride + dice.from(0, inputs - 1);  // of one weight
+      if (stored == FLOAT32) {
+        float* at = static_cast<float*>(source) + place;
+        const float own = *at, odd[] = {NAN, -NAN, INFINITY, -INFINITY, 3e38f, -3e38f, 1e9f, -1e9f};
+        if (hostile) {
+          *at = odd[dice.from(0, 7)];
+          CHECK(quantized() == BAD_WEIGHT);
+        }
+        *at = dice.chance(20) ? own * std::ldexp(1.0f, int(dice.from(-140, 16))) : own;
+      } else if (hostile) {
+        uint16_t* at = static_cast<uint16_t*>(source) + place;
+        const uint16_t own = *at, infinite = stored == BFLOAT16 ? 0x7f80 : 0x7c00;
+        *at = uint16_t(infinite | (dice.chance(50) ? 0x8000 : 0) | (dice.chance(50) ? 1 << dice.from(0, 6) : 0));
+        CHECK(quantized() == BAD_WEIGHT);
+        *at = own;
+      }
+      CHECK(quantized() == OK);
+      hash.add(panels);
+    }
     const float* bias = dice.chance(bias_percent) ? keep(numbers(dice, outputs)) : nullptr;
     return {keep(panels), bias, outputs, inputs, type};
   }
@@ -345,9 +374,14 @@ struct Case {
     if (n > 0) {
       Block<float> broken(hidden);
       const float odd[] = {NAN, INFINITY, -INFINITY, 3e38f};
-      broken[dice.from(0, broken.count - 1)] = odd[dice.from(0, 3)];
+      const int64_t place = dice.from(0, broken.count - 1), which = dice.from(0, 3), broken_row = place / m.hidden;
+      broken[place] = odd[which];
       CHECK(library.head(&m, broken.data(), n, norm, again.data(), best.data(), threads()) == OK);
       for (int64_t r = 0; r < n; r++) CHECK(best[r] >= 0 && best[r] < m.vocabulary);
+      for (int64_t i = 0; i < again.count; i++) {
+        if (i / m.vocabulary != broken_row) CHECK(std::memcmp(&again[i], &logits[i], sizeof(float)) == 0);
+        else if (which == 0 && m.logits_softcap == 0) CHECK(std::isnan(again[i]));
+      }
     }
   }
 
@@ -430,9 +464,9 @@ struct Case {
 
   void spoil(Passing& made, Asked& asked) {
     Pass& pass = made.pass;
-    switch (std::max<int64_t>(0, dice.from(-3, 14))) {  // positions more often than the others
+    switch (std::max<int64_t>(0, dice.from(-3, 15))) {  // positions more often than the others
       case 0: spoil(made.positions, dice.chance(50) ? positions_known() : pass.extent); break;
-      case 1: spoil(made.slots, store.slots - 1), asked.threads = 1; break;  // two tokens in one slot: on two threads the bits would be any
+      case 1: spoil(made.slots, store.slots - 1); break;
       case 2: pass.first_row = dice.hostile(store.rows - pass.b + 1); break;
       case 3: pass.extent = dice.hostile(store.slots); break;
       case 4: asked.from = dice.hostile(); break;
@@ -445,9 +479,22 @@ struct Case {
       case 11: pass.n = fewer(pass.n); break;
       case 12: pass.b = fewer(pass.b); break;
       case 13: pass.b = dice.chance(50) ? INT64_MAX - dice.from(0, 5) : store.rows + dice.from(1, 3); break;  // more than rows
+      case 14: made.slots[dice.from(0, made.slots.count - 1)] = made.slots[dice.from(0, made.slots.count - 1)]; break;
       default: pass.rotary[dice.from(0, ROTARY_TABLES - 1)].positions = fewer(2); break;
     }
     if (pass.b > store.rows && pass.first_row < 0) pass.first_row = 0;
+  }
+
+  // Two tokens of one row were asked to be written to one slot.
+  bool doubled(const Passing& made) const {
+    const Pass& pass = made.pass;
+    for (int64_t row = 0; row < pass.b; row++)
+      for (int64_t c = 0; c < pass.n; c++)
+        for (int64_t other = 0; other < c; other++) {
+          const bool count = pass.valid == nullptr || (made.valid[row * pass.valid_stride + c] && made.valid[row * pass.valid_stride + other]);
+          if (count && made.slots[row * pass.slots_stride + c] == made.slots[row * pass.slots_stride + other]) return true;
+        }
+    return false;
   }
 
   // A slot of the store, by buffer index, row and slot, was asked to be written.
@@ -485,6 +532,7 @@ struct Case {
       CHECK(out == again);
       return;
     }
+    CHECK(!doubled(made));
     CHECK(made.pass.extent < store.slots);  // the last slot belongs to nobody
     for (int64_t row = 0; row < store.rows; row++) CHECK(!written(made, row, store.slots - 1));
     for (int64_t i = 0; i < 2 * m.depth; i++) {

@@ -91,7 +91,7 @@ class Pass(ctypes.Structure):
 
 BAD_LAYER = 4  # the error of a layer that is not there
 ERRORS = {
-    1: "a slot that the KV store does not have",
+    1: "a slot that the KV store does not have, or one slot for two tokens",
     2: "a position that the model does not have",
     3: "a token id that the model has no embedding for",
     4: "a layer that the model does not have",

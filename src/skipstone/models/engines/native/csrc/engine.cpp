@@ -54,6 +54,7 @@ struct Room {  // buffers that grow and stay
   std::vector<Floats> normed, scores;  // per thread
   std::vector<Codes> codes;  // per thread: of the inputs of a product
   std::vector<Entry> entries;
+  std::vector<int64_t> lines;  // of the entries, as numbers of the store's rows and slots
   std::vector<Sight> sights;
   std::vector<int64_t> best;   // [threads][rows]
   std::vector<float> best_logit;
@@ -338,11 +339,13 @@ bool has_rows(const Pass& pass, const Store& store) {
   return pass.b >= 0 && pass.first_row >= 0 && pass.first_row <= store.rows && pass.b <= store.rows - pass.first_row;
 }
 
-// The tokens of a pass that count. Error where one names a slot or position that is not there.
+// The tokens of a pass that count. Error where one names a slot or position that is not there, or a slot of another's.
 int64_t collect(const Model& m, const Pass& pass, const Store& store, int64_t from, int64_t to, Room& own) {
   own.entries.clear();
   if (!has_rows(pass, store) || pass.n < 0 || pass.extent > store.slots - 1) return BAD_SLOT;
-  for (int64_t row = 0; row < pass.b; row++)
+  bool rising = true;  // every row's slots rise, as they do but for odd callers
+  for (int64_t row = 0; row < pass.b; row++) {
+    int64_t before = -1;
     for (int64_t column = 0; column < pass.n; column++) {
       if (pass.valid != nullptr && !pass.valid[row * pass.valid_stride + column]) continue;
       const int64_t position = pass.positions[row * pass.positions_stride + column], slot = pass.slots[row * pass.slots_stride + column];
@@ -350,7 +353,16 @@ int64_t collect(const Model& m, const Pass& pass, const Store& store, int64_t fr
       if (position < 0) return BAD_POSITION;
       if (pass.base == nullptr && position >= pass.extent) return BAD_POSITION;
       own.entries.push_back({row * pass.n + column, pass.first_row + row, position, slot});
+      rising = rising && slot > before;
+      before = slot;
     }
+  }
+  if (!rising) {
+    own.lines.clear();
+    for (const Entry& entry : own.entries) own.lines.push_back(entry.row * store.slots + entry.slot);
+    std::sort(own.lines.begin(), own.lines.end());
+    if (std::adjacent_find(own.lines.begin(), own.lines.end()) != own.lines.end()) return BAD_SLOT;
+  }
   for (int64_t index = from; index < to; index++) {
     const int64_t table = m.layers[index].rotary;
     if (table < 0) continue;
@@ -430,10 +442,11 @@ void run_layers(const Model& m, const Pass& pass, const Store& store, int64_t fr
   own.normed.resize(std::max<size_t>(own.normed.size(), threads));
   own.codes.resize(std::max<size_t>(own.codes.size(), threads));
   own.scores.resize(std::max<size_t>(own.scores.size(), threads));
+  const bool quantized = std::any_of(m.layers + from, m.layers + to, [](const Layer& layer) { return layer.quantized(); });
   for (int t = 0; t < threads; t++) {
     grown(own.normed[t], n * wide);
     grown(own.scores[t], MOST_LINES * (most + SPARE + padded));
-    if (any.o.quantized()) own.codes[t].reserve(n, std::max({any.q.inputs, any.o.inputs, any.down.inputs}));
+    if (quantized) own.codes[t].reserve(n, std::max({any.q.inputs, any.o.inputs, any.down.inputs}));
   }
   Pool::shared().run(threads, Run::job, &run);
 }

@@ -1,6 +1,7 @@
 // The structs that callers fill, and the error codes that they get. structs.py declares the same fields in the same order.
 #pragma once
 #include <cstdint>
+#include <initializer_list>
 
 #include "matmul.h"
 
@@ -26,6 +27,10 @@ struct Layer {
   float softcap;       // of the scores; 0 for none
   float residual;      // multiplies what a sublayer adds
   float padding;       // to a whole number of 8 bytes
+  bool quantized() const {
+    for (const Matrix* one : {&q, &k, &v, &o, &gate, &up, &down}) if (one->quantized()) return true;
+    return false;
+  }
 };
 
 struct Model {

@@ -1,6 +1,6 @@
 // Threads that run one job together, with barriers inside it.
 //
-// Between jobs a worker spins for a while and then sleeps. Inside a job a barrier spins, then yields: two threads on one core
+// Between jobs a worker spins for a while and then sleeps, until a job needs it. Inside a job a barrier spins, then yields: two threads on one core
 // must not burn each other's time slices. A worker that finds itself on its caller's core moves away from it. Where another
 // process holds a core, every barrier would wait for its time slice: a caller that had to wait runs its next jobs alone, and
 // tries again later, after twice as many jobs each time that it is disturbed again.
@@ -29,7 +29,6 @@ inline void relax() {
 
 class Pool {
  public:
-  static constexpr uint32_t MOST_THREADS = 256;     // threads of a job stay below
   static constexpr int SPINS_AT_BARRIER = 2000;   // pauses before a waiting thread yields its core
   static constexpr int SPINS_BETWEEN_JOBS = 20000;  // pauses before a worker goes to sleep
 
@@ -62,10 +61,12 @@ class Pool {
     threads_ = threads;
     job_ = job;
     context_ = context;
-    caller_core_.store(sched_getcpu(), std::memory_order_relaxed);
-    const uint32_t next = (call_.load(std::memory_order_relaxed) / MOST_THREADS + 1) * MOST_THREADS + uint32_t(threads);
-    call_.store(next, std::memory_order_seq_cst);
-    if (sleepers_.load(std::memory_order_seq_cst)) call_.notify_all();
+    caller_core_ = sched_getcpu();
+    for (int i = 0; i < threads - 1; i++) {
+      Worker& worker = *workers_[size_t(i)];
+      worker.jobs.fetch_add(1, std::memory_order_seq_cst);
+      if (worker.asleep.load(std::memory_order_seq_cst)) worker.jobs.notify_one();
+    }
     waited_ = 0;
     const auto start = std::chrono::steady_clock::now();
     job(context, 0, threads, *this);
@@ -100,54 +101,54 @@ class Pool {
   }
 
  private:
+  struct alignas(64) Worker {
+    std::atomic<uint32_t> jobs{0};  // that it was called for
+    std::atomic<bool> asleep{false};
+  };
+
   void start_worker() {
     const int index = int(workers_.size()) + 1;
-    const uint32_t seen = call_.load(std::memory_order_relaxed);
-    workers_.emplace_back(new std::thread([this, index, seen] { work(index, seen); }));
+    auto worker = std::make_unique<Worker>();
+    std::thread([this, index, own = worker.get()] { work(index, *own); }).detach();
+    workers_.push_back(worker.release());
   }
 
-  void work(int index, uint32_t seen) {
+  void work(int index, Worker& own) {
     cpu_set_t allowed;
     const bool known = sched_getaffinity(0, sizeof allowed, &allowed) == 0;
-    for (;;) {
-      for (int i = 0; call_.load(std::memory_order_acquire) == seen; i++) {
+    for (uint32_t done = 0;; done++) {
+      for (int i = 0; own.jobs.load(std::memory_order_acquire) == done; i++) {
         if (i < SPINS_BETWEEN_JOBS) { relax(); continue; }
-        sleepers_.fetch_add(1, std::memory_order_seq_cst);
-        call_.wait(seen);
-        sleepers_.fetch_sub(1, std::memory_order_seq_cst);
+        own.asleep.store(true, std::memory_order_seq_cst);
+        own.jobs.wait(done);
+        own.asleep.store(false, std::memory_order_relaxed);
       }
-      seen = call_.load(std::memory_order_acquire);
-      if (index >= int(seen % MOST_THREADS)) continue;  // a job of fewer threads
-      const int core = caller_core_.load(std::memory_order_relaxed);
+      const int core = caller_core_;
       if (known && core >= 0 && sched_getcpu() == core) {
         cpu_set_t others = allowed;
         CPU_CLR(core, &others);
         if (CPU_COUNT(&others)) sched_setaffinity(0, sizeof others, &others);
       }
-      job_(context_, index, int(seen % MOST_THREADS), *this);
+      job_(context_, index, threads_, *this);
       barrier();
     }
   }
 
   void forget_workers() {
-    for (auto* worker : workers_) (void)worker;  // their threads do not exist in this process: never joined, never freed
-    workers_.clear();
+    workers_.clear();  // their threads do not exist in this process
     arrived_.store(0);
-    sleepers_.store(0);
     owner_ = getpid();
   }
 
   std::mutex busy_;
-  std::vector<std::thread*> workers_;
+  std::vector<Worker*> workers_;  // never freed: their threads outlive this object
   pid_t owner_ = getpid();
   int threads_ = 1;
   int64_t waited_ = 0;  // nanoseconds that the caller has yielded in this job
   int alone_ = 0, next_alone_ = FIRST_ALONE, calm_ = 0;  // jobs: without workers from now on; after the next long wait; since the last
   Job job_ = nullptr;
   void* context_ = nullptr;
-  std::atomic<int> caller_core_{-1};
-  alignas(64) std::atomic<uint32_t> call_{0};  // number of the job * MOST_THREADS + its threads
-  alignas(64) std::atomic<int> sleepers_{0};
+  int caller_core_ = -1;
   alignas(64) std::atomic<int> arrived_{0};
   alignas(64) std::atomic<int> generation_{0};
 };

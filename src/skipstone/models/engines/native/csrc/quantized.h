@@ -11,6 +11,7 @@
 #pragma once
 #include <algorithm>
 #include <cmath>
+#include <limits>
 #include <vector>
 
 #include "simd.h"
@@ -18,6 +19,7 @@
 namespace sk {
 constexpr int GROUP = 32;      // inputs that share a scale
 constexpr int BLOCK = 64;      // bytes that hold four inputs of 16 outputs
+constexpr float LEAST_TOP = 1e-30f;  // the largest input of a group; smaller ones count as 0: 127 / top must be finite
 constexpr int FARTHER = 8192;  // bytes that a stream of codes is fetched ahead of its use, into the second cache
 
 inline int64_t groups_of(int64_t inputs) { return (inputs + GROUP - 1) / GROUP; }
@@ -37,7 +39,11 @@ SK_INLINE Whole dot(Whole sum, Bytes w, Four x) { return {_mm512_dpbusd_epi32(su
 // The same for bytes - 128, where the sum began with `centred`.
 SK_INLINE Whole dot_centred(Whole sum, Bytes w, Four x) { return dot(sum, w, x); }
 SK_INLINE Whole centred(int32_t centre) { return whole(centre); }
-SK_INLINE float top_of(V16 a) { return _mm512_reduce_max_ps(a.v); }
+// The largest of a's and b's bits without the sign: the order of the numbers, and NaN above them all.
+SK_INLINE int32_t top_of(V16 a, V16 b) {
+  const __m512i size = _mm512_set1_epi32(0x7fffffff);
+  return _mm512_reduce_max_epi32(_mm512_max_epi32(_mm512_and_si512(_mm512_castps_si512(a.v), size), _mm512_and_si512(_mm512_castps_si512(b.v), size)));
+}
 // Rounds to whole numbers, in the order of the lanes. Returns their sum.
 SK_INLINE int32_t round_to_bytes(V16 a, V16 b, int8_t* to) {
   const __m512i x = _mm512_cvtps_epi32(a.v), y = _mm512_cvtps_epi32(b.v);
@@ -73,11 +79,12 @@ SK_INLINE Whole dot_centred(Whole sum, Bytes w, Four x) {
           add_pairs(sum.b, _mm256_maddubs_epi16(x.size, _mm256_sign_epi8(_mm256_xor_si256(w.b, half), x.x)))};
 }
 SK_INLINE Whole centred(int32_t) { return whole(0); }
-SK_INLINE float top_of(V16 x) {
-  const __m256 m = _mm256_max_ps(x.a, x.b);
-  __m128 h = _mm_max_ps(_mm256_castps256_ps128(m), _mm256_extractf128_ps(m, 1));
-  h = _mm_max_ps(h, _mm_movehl_ps(h, h));
-  return _mm_cvtss_f32(_mm_max_ss(h, _mm_movehdup_ps(h)));
+SK_INLINE __m256i size8(__m256 x) { return _mm256_and_si256(_mm256_castps_si256(x), _mm256_set1_epi32(0x7fffffff)); }
+SK_INLINE int32_t top_of(V16 a, V16 b) {
+  const __m256i m = _mm256_max_epi32(_mm256_max_epi32(size8(a.a), size8(a.b)), _mm256_max_epi32(size8(b.a), size8(b.b)));
+  __m128i h = _mm_max_epi32(_mm256_castsi256_si128(m), _mm256_extracti128_si256(m, 1));
+  h = _mm_max_epi32(h, _mm_shuffle_epi32(h, 0x4e));
+  return _mm_cvtsi128_si32(_mm_max_epi32(h, _mm_shuffle_epi32(h, 0xb1)));
 }
 SK_INLINE int32_t round_to_bytes(V16 a, V16 b, int8_t* to) {
   const __m256i x = _mm256_cvtps_epi32(a.a), y = _mm256_cvtps_epi32(a.b), z = _mm256_cvtps_epi32(b.a), w = _mm256_cvtps_epi32(b.b);
@@ -115,7 +122,12 @@ SK_INLINE Whole dot_centred(Whole sum, Bytes w, Four x) {
   return sum;
 }
 SK_INLINE Whole centred(int32_t) { return whole(0); }
-SK_INLINE float top_of(V16 x) { return vmaxvq_f32(vmaxq_f32(vmaxq_f32(x.v[0], x.v[1]), vmaxq_f32(x.v[2], x.v[3]))); }
+SK_INLINE int32_t top_of(V16 a, V16 b) {
+  int32x4_t top = vdupq_n_s32(0);
+  for (int i = 0; i < 8; i++)
+    top = vmaxq_s32(top, vandq_s32(vreinterpretq_s32_f32((i < 4 ? a : b).v[i % 4]), vdupq_n_s32(0x7fffffff)));
+  return vmaxvq_s32(top);
+}
 SK_INLINE int32_t round_to_bytes(V16 a, V16 b, int8_t* to) {
   int32x4_t all = vdupq_n_s32(0);
   for (int i = 0; i < 8; i += 2) {
@@ -160,11 +172,20 @@ class Codes {
         const int64_t left = inputs - g * GROUP;
         const V16 a = load_first(from, int(std::min<int64_t>(left, LANES)));
         const V16 b = left > LANES ? load_first(from + LANES, int(std::min<int64_t>(left - LANES, LANES))) : zero();
-        const float top = top_of(max(max(a, sub(zero(), a)), max(b, sub(zero(), b))));
-        const V16 inverse = set1(top > 0 ? 127.0f / top : 0.0f);
+        const int32_t bits = top_of(a, b);
+        float top;
+        std::memcpy(&top, &bits, 4);
         Group& group = groups_[r * count_ + g];
+        int8_t* codes = codes_.data() + (r * count_ + g) * GROUP;
+        if (!(top >= LEAST_TOP && std::isfinite(top))) {  // no codes for these: 0, or NaN where one is not finite
+          std::memset(codes, 0, GROUP);
+          const float scale = std::isfinite(top) ? 0.0f : std::numeric_limits<float>::quiet_NaN();
+          group = {scale, scale, 0};
+          continue;
+        }
+        const V16 inverse = set1(127.0f / top);
         group.scale = top / 127.0f;
-        const int32_t sum = round_to_bytes(mul(a, inverse), mul(b, inverse), codes_.data() + (r * count_ + g) * GROUP);
+        const int32_t sum = round_to_bytes(mul(a, inverse), mul(b, inverse), codes);
         group.shift = group.scale * float(sum);
         group.centre = -128 * sum;
       }
@@ -207,13 +228,14 @@ struct Int4 {
     scale[LANES] = to_half(low);
     const float minimum = from_half(scale[LANES]);
     *scale = to_half((high - minimum) / 15.0f);
+    if (!std::isfinite(minimum) || !std::isfinite(from_half(*scale))) return false;
     const float rounded = from_half(*scale), inverse = rounded > 0 ? 1.0f / rounded : 0.0f;
     for (int i = 0; i < GROUP; i++) {
       const int code = int(std::nearbyint(std::clamp((w[i] - minimum) * inverse, 0.0f, 15.0f)));
       uint8_t& at = codes[(i / 8) * BLOCK + i % 4];
       at = uint8_t(i % 8 < 4 ? code : at | code << 4);
     }
-    return std::isfinite(rounded) && std::isfinite(minimum);
+    return true;
   }
   static float weight(const uint16_t* scale, const uint8_t* codes, int i) {
     const uint8_t both = codes[(i / 8) * BLOCK + i % 4];
