@@ -105,6 +105,7 @@ class Release:
 
     def __init__(self) -> None:
         self._libc = ctypes.CDLL(None)
+        self._freed = 0  # bytes since the allocator was last asked for what it keeps
         with open("/proc/self/maps", encoding="utf-8") as lines:
             found = [line.split(maxsplit=5) for line in lines]
         named = [one[0].split("-") for one in found if len(one) > 5 and one[5].startswith("/")]
@@ -113,19 +114,29 @@ class Release:
     def give_up(self, weight: Tensor) -> None:
         """Hand back the whole pages of a weight that lies in a file; any other is freed with its last reference."""
         start, size = weight.data_ptr(), weight.numel() * weight.element_size()
+        self._freed += size
+        if self._freed > CHUNK:
+            self.trim()
         if weight.is_contiguous() and any(first <= start and start + size <= end for first, end in self._files):
             first, end = -(-start // mmap.PAGESIZE) * mmap.PAGESIZE, (start + size) // mmap.PAGESIZE * mmap.PAGESIZE
             if first < end:
                 self._libc.madvise(ctypes.c_void_p(first), ctypes.c_size_t(end - first), mmap.MADV_DONTNEED)
 
+    def trim(self) -> None:
+        """Have the allocator hand back what was freed between blocks that are in use."""
+        self._freed = 0
+        with suppress(AttributeError):  # another C library than glibc
+            self._libc.malloc_trim(ctypes.c_size_t(0))
+
 
 class Panels:
     """A weight's matrices in panels, one below the other in the weight. matrices: as the C ABI takes them, without their biases.
-    memory: their panels. dtype: of the weight. quantized: whether values were rounded."""
+    memory: their panels. dtype: of the weight. type: of the panels, see TYPES and QUANTIZED.
+    """
 
     def __init__(self, library: Any, matrices: list[Matrix], memory: list[Tensor], dtype: torch.dtype) -> None:
         self._library, self.matrices, self._memory, self._dtype = library, matrices, memory, dtype
-        self.quantized = matrices[0].type in QUANTIZED.values()
+        self.type = matrices[0].type
 
     def unpacked(self) -> Tensor:
         """The weight, plain: as it was stored, or what its codes stand for, rounded to its dtype."""
@@ -185,6 +196,8 @@ class Weights:
             logits_divisor=float(getattr(config, "logits_scaling", 1.0)),
             logits_softcap=float(getattr(config, "final_logit_softcapping", None) or 0.0),
         )
+        if self._releases is not None:
+            self._releases.trim()
 
     def _layer(self, facts: Facts, index: int, config: Any) -> Layer:
         layer, recipe, quantize = facts.layers[index], self._recipe, self._quantize
@@ -233,12 +246,17 @@ class Weights:
         """
         weight = module.weight
         kind = TYPES[weight.dtype] if quantize is None else QUANTIZED[quantize]
-        panels = weight.source if isinstance(weight, PackedWeight) else None
-        if panels is None or panels.matrices[0].type != kind:
-            if panels is not None and panels.quantized:
-                raise ValueError(f"quantize={quantize or 'none'!r} needs the weights, which were quantised otherwise and given up")
+        given_up: Panels | None = weight.source if isinstance(weight, PackedWeight) else None
+        if given_up is not None and given_up.type == kind:
+            panels = given_up
+        elif given_up is not None and given_up.type in QUANTIZED.values():
+            raise ValueError(
+                f"quantize={quantize or 'none'!r} needs the weights as they were stored, which this model gave up when it was "
+                "quantised: load it again"
+            )
+        else:
             panels = self._packed(weight.detach(), sizes, kind, quantize)
-            if self._releases is not None:
+            if given_up is None and self._releases is not None:
                 self._facts.replace(weight, PackedWeight(panels, weight))
                 self._releases.give_up(weight)
         self._kept.append(panels)
