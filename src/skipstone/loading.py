@@ -18,7 +18,7 @@ BUNDLED = "skipstone-nano"
 LAYER = re.compile(r"\b(?:layers|h)\.(\d+)\.")  # a parameter's name inside a layer list, with the layer's number
 
 
-def load(
+def load(  # noqa: PLR0913
     name: str | Path | None = None,
     *,
     dtype: torch.dtype | str = "auto",
@@ -37,9 +37,9 @@ def load(
     "native"; "auto" takes what the environment variable SKIPSTONE_ENGINE says, and else native where that can run the model.
     quantize: "int8" or "int4", what the native engine quantises its copy of the weights to; None or "none": nothing. kv_dtype:
     what keys and values are kept in, "float32" or "bfloat16", half the memory, which rounds them; None takes what the
-    environment variable SKIPSTONE_KV says, and else float32. keep_weights: False where only skipstone decodes with the model: the
-    native engine's copy of its matrices is then the only one. Reading one unpacks it, changing one in place is a RuntimeError.
-    Whatever else the native engine cannot run keeps them.
+    environment variable SKIPSTONE_KV says, and else float32. keep_weights: False where only skipstone decodes with the
+    model: the native engine's copy of its matrices is then the only one. Reading one unpacks it, changing one in place is a
+    RuntimeError. A model that another engine runs keeps its weights.
 
     OSError where nothing is found; ValueError where the checkpoint is corrupt or incomplete, for an engine, quantize or
     kv_dtype that is none, and for a quantize where the native engine cannot run the model.

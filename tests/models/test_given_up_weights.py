@@ -245,7 +245,8 @@ if sys.argv[4] == "True":
         one.data = one.data.clone()  # no longer in the file's mapping
 layered = LayeredModel(model)
 assert layered.engine.name == "native"
-print(json.dumps({"after": status("VmRSS") - before, "most": status("VmHWM") - before, "panels": layered.engine._weights.bytes / 2**20}))
+found = {"after": status("VmRSS") - before, "most": status("VmHWM") - before}
+print(json.dumps({**found, "panels": layered.engine._weights.bytes / 2**20}))
 """
 
 
@@ -265,7 +266,8 @@ def measured(folder: Path, keep: bool, quantize: str = "none", cloned: bool = Fa
     """Megabytes: process memory after loading and at most, beyond what there was before, and the panels."""
     command = [sys.executable, "-c", MEASURE, str(folder), str(keep), quantize, str(cloned)]
     source = str(Path(skipstone.__file__).parents[1])
-    ran = subprocess.run(command, capture_output=True, text=True, check=True, env={**os.environ, "PYTHONPATH": source}, timeout=300)
+    place = {**os.environ, "PYTHONPATH": source}
+    ran = subprocess.run(command, capture_output=True, text=True, check=True, env=place, timeout=300)
     return json.loads(ran.stdout)
 
 

@@ -1,4 +1,4 @@
-"""A parameter whose memory was given up: its values lie in an engine's own form and are computed whenever somebody reads them."""
+"""A parameter whose memory was given up: an engine has its values in a form of its own, and they are unpacked to be read."""
 
 from typing import Any, Protocol
 
@@ -19,8 +19,8 @@ class PackedWeight(Tensor):
     """Stands in a module for a parameter that nobody keeps. Shape, dtype, device and version are known without the values.
 
     Every operation reads values that are unpacked for it and freed again; operations that would change them are a RuntimeError.
-    A copy (deepcopy, pickle, a state_dict) is plain. Whoever reads or sets `.data`, as `module.to` does for another dtype, makes
-    it an ordinary parameter in place: tied weights stay tied.
+    A copy (deepcopy, pickle, a state_dict) is plain. Whoever reads or sets `.data`, as `module.to` does for another dtype,
+    makes it an ordinary parameter in place: tied weights stay tied.
     """
 
     source: Source

@@ -35,8 +35,8 @@ class Setup:
     """What is asked of a model's engine; None says nothing.
 
     engine: "auto", "eager" or "native". quantize: "none", "int8" or "int4", what the native engine quantises the weights to.
-    kv_dtype: "float32" or "bfloat16", what keys and values are kept in. keep_weights: False gives the model's own weights up once
-    the native engine has its copy. ValueError for any other text.
+    kv_dtype: "float32" or "bfloat16", what keys and values are kept in. keep_weights: False gives the model's own weights
+    up once the native engine has its copy. ValueError for any other text.
     """
 
     engine: str | None = None

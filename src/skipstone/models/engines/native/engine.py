@@ -45,8 +45,8 @@ def _changed(module: Any) -> bool:
 
 
 class NativeEngine:
-    """A model on the native engine, as in `Engine`. It copies the weights into panels when it is made, matrix by matrix; without
-    keep_weights the model gives each up at once, and a `PackedWeight` stands in its place."""
+    """A model on the native engine, as in `Engine`. It copies the weights into panels when it is made, matrix by matrix;
+    without keep_weights the model gives each up at once, and a `PackedWeight` stands in its place."""
 
     name = "native"
     row_exact = True

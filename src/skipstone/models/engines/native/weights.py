@@ -99,8 +99,8 @@ class Chunks:
 class Release:
     """Gives the memory of weights back to the system as soon as nobody reads them.
 
-    A checkpoint that is mapped into memory is one mapping, which the norms keep: the pages of a matrix are handed back one by one,
-    and would be read from the file again.
+    A checkpoint that is mapped into memory is one mapping, which the norms keep: the pages of a matrix are handed back by
+    themselves. Whoever reads them nevertheless reads the file again.
     """
 
     def __init__(self) -> None:
@@ -130,7 +130,7 @@ class Release:
 
 
 class Panels:
-    """A weight's matrices in panels, one below the other in the weight. matrices: as the C ABI takes them, without their biases.
+    """A weight's matrices in panels, one below the other in the weight. matrices: as the C ABI takes them, without biases.
     memory: their panels. dtype: of the weight. type: of the panels, see TYPES and QUANTIZED.
     """
 
@@ -145,7 +145,8 @@ class Panels:
     def _rows(self, matrix: Matrix) -> Tensor:
         """[outputs, inputs] float32: the embeddings of a model whose LM head is the matrix."""
         ids, rows = torch.arange(matrix.outputs), torch.empty((matrix.outputs, matrix.inputs))
-        model = Model(hidden=matrix.inputs, embeddings=matrix.outputs, head=matrix, embedding_scale=1.0, embedding_multiplier=1.0)
+        model = Model(hidden=matrix.inputs, embeddings=matrix.outputs, head=matrix)
+        model.embedding_scale = model.embedding_multiplier = 1.0
         self._library.sk_embed(ctypes.addressof(model), ids.data_ptr(), len(ids), rows.data_ptr())
         return rows
 
@@ -158,9 +159,7 @@ class Weights:
     keep_weights: False puts a `PackedWeight` into the model wherever a matrix was copied, before the next one is.
     """
 
-    def __init__(
-        self, library: Any, model: Any, facts: Facts, quantize: str | None = None, keep_weights: bool = True
-    ) -> None:
+    def __init__(self, library: Any, model: Any, facts: Facts, quantize: str | None = None, keep_weights: bool = True) -> None:
         self._library, self._kept, self.bytes, self._quantize = library, [], 0, quantize
         self._chunks, self._facts, self._releases = Chunks(), facts, None if keep_weights else Release()
         config, family = model.config, facts.family
@@ -173,7 +172,8 @@ class Weights:
         layers = (Layer * len(facts.layers))(*[self._layer(facts, index, config) for index in range(len(facts.layers))])
         self._kept.append(layers)
         embedding = model.get_input_embeddings()
-        rows = None if embedding.weight is facts.head.weight else embedding.weight.detach().contiguous()  # tied: the head's panels
+        tied = embedding.weight is facts.head.weight  # embeddings are read from the head's panels
+        rows = None if tied else embedding.weight.detach().contiguous()
         self._kept.append(rows)
         norm = getattr(facts.decoder, family.norm)
         self.model = Model(
@@ -246,7 +246,7 @@ class Weights:
         """
         weight = module.weight
         kind = TYPES[weight.dtype] if quantize is None else QUANTIZED[quantize]
-        given_up: Panels | None = weight.source if isinstance(weight, PackedWeight) else None
+        given_up: Any = weight.source if isinstance(weight, PackedWeight) else None  # Panels
         if given_up is not None and given_up.type == kind:
             panels = given_up
         elif given_up is not None and given_up.type in QUANTIZED.values():
@@ -277,7 +277,9 @@ class Weights:
             if quantize is None:
                 self._library.sk_pack(kind, *shape)
             elif self._library.sk_quantize(kind, TYPES[part.dtype], *shape):
-                raise ValueError(f"quantize={quantize!r} needs finite weights, none of them beyond the range of float16 times 127")
+                raise ValueError(
+                    f"quantize={quantize!r} needs finite weights, none of them beyond the range of float16 times 127"
+                )
             made.append(Matrix(memory[-1].data_ptr(), None, outputs, inputs, kind))
             self.bytes += size
         return Panels(self._library, made, memory, weight.dtype)
