@@ -55,8 +55,11 @@ format: $(STAMP)
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
 
+# Compared with the run before, which is kept where a method has certainly lost more than 10 % against transformers.
 bench: $(STAMP) $(NATIVE)  ## MODEL=path or hub id, BENCH="more flags": see `skipstone bench run --help`
-	$(BIN)/skipstone bench run $(MODEL) $(BENCH)
+	$(BIN)/skipstone bench run $(MODEL) $(BENCH) --out bench-new.jsonl
+	@if [ -e bench.jsonl ]; then $(BIN)/skipstone bench compare bench.jsonl bench-new.jsonl --tolerance 0.1; fi
+	@mv bench-new.jsonl bench.jsonl
 
 clean:
 	rm -rf $(VENV) build dist src/*.egg-info src/skipstone/models/engines/native/*.so .pytest_cache .ruff_cache .hypothesis

@@ -4,10 +4,10 @@
         [--method "layerskip exit_layer=6"] ... [--llama-cpp "PYTHON MODEL.gguf"] [--prompts FILE] [--without transformers]
 
 Prints tokens a second (prefill included, all prompts together, the median over rounds) of transformers' `generate`, of
-llama.cpp (llama_cpp_worker.py, to_gguf.py), of plain decoding on the eager and the native engine and of every --method on the
-native one, with their ratios and whether their texts are plain decoding's; what the memory's bandwidth allows; milliseconds a
-pass of 1 to 32 rows behind 150 tokens, and of a prefill of 512. --prompts: JSON lines with "prompt"; default: the bundled
-model's own. All texts are --new tokens long. Measure on an idle machine.
+llama.cpp (llama_cpp_worker.py, to_gguf.py), of plain decoding on the eager and the native engine, of every --method on the
+native one, and of all prompts as one batch, with their ratios and whether their texts are plain decoding's; what the memory's
+bandwidth allows; milliseconds a pass of 1 to 32 rows behind 150 tokens, and of a prefill of 512. --prompts: JSON lines with
+"prompt"; default: the bundled model's own. All texts are --new tokens long. Measure on an idle machine.
 """
 
 import argparse
@@ -23,7 +23,8 @@ import torch
 
 import skipstone
 from skipstone.bench.peers import HFGenerate
-from skipstone.models.engines.native.engine import threads
+from skipstone.models.engines.native.threads import cores
+from skipstone.models.host import left_padded
 from skipstone.models.kvstore import KVStore
 from skipstone.models.layered import LayeredModel
 from skipstone.models.passes import Pass
@@ -43,7 +44,7 @@ class LlamaCpp:
 
     def __init__(self, command: str) -> None:
         python, path = command.split()
-        arguments = [python, str(WORKER), path, str(threads())]
+        arguments = [python, str(WORKER), path, str(cores())]
         self.process = subprocess.Popen(arguments, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
         self.name = f"llama.cpp {Path(path).stem.rpartition('-')[2]}"
 
@@ -58,7 +59,8 @@ class LlamaCpp:
         return answer["ids"], answer["seconds"]
 
 
-def main() -> None:
+def arguments() -> argparse.Namespace:
+    """What is asked on the command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("model", nargs="?")
     parser.add_argument("--dtype", default="auto")
@@ -70,7 +72,11 @@ def main() -> None:
     parser.add_argument("--prompts", type=Path)
     parser.add_argument("--most-prompts", type=int, default=8)
     parser.add_argument("--without", nargs="*", default=[], choices=["transformers", "eager"])
-    asked = parser.parse_args()
+    return parser.parse_args()
+
+
+def main() -> None:
+    asked = arguments()
     dtype = asked.dtype if asked.dtype == "auto" else getattr(torch, asked.dtype)
     model, tokenizer = skipstone.load(asked.model, dtype=dtype)
     model.generation_config.eos_token_id = None  # all texts are equally long
@@ -87,7 +93,7 @@ def main() -> None:
         return HFGenerate().generate(model, prompt, options, 0).tokens, time.perf_counter() - began
 
     def ours(engine: str, method: str) -> Callable[[list[int], int], Answer]:
-        more = {"quantize": asked.quantize} if asked.quantize and engine == "native" else {}
+        more = {"quantize": asked.quantize if engine == "native" else None}
 
         def call(ids: list[int], new: int) -> Answer:
             prompt, began = torch.tensor([ids]), time.perf_counter()
@@ -108,8 +114,18 @@ def main() -> None:
         rows["eager, plain"] = ours("eager", "autoregressive")
     rows["native, plain"] = ours("native", "autoregressive")
     rows.update({f"native, {method}": ours("native", method) for method in asked.method})
-    report(measured(rows, prompts, asked.rounds, asked.new), len(prompts), asked.new, str(model.dtype), asked.quantize)
-    layered = LayeredModel(model, "native", **({"quantize": asked.quantize} if asked.quantize else {}))
+
+    def together(new: int) -> tuple[list[list[int]], float]:
+        ids, mask = left_padded(prompts)
+        began = time.perf_counter()
+        options: dict[str, Any] = {"engine": "native", "max_new_tokens": new, "do_sample": False, "quantize": asked.quantize}
+        out = skipstone.generate(model, ids, "autoregressive", attention_mask=mask, **options)
+        assert out.new_tokens is not None
+        return out.new_tokens, time.perf_counter() - began
+
+    found = measured(rows, together, prompts, asked.rounds, asked.new)
+    report(found, len(prompts), asked.new, str(model.dtype), asked.quantize)
+    layered = LayeredModel(model, "native", asked.quantize)
     print(f"\n{layered.engine.detail}")
     found = machine.ceiling(model, statistics.mean(map(len, prompts)) + asked.new / 2)
     print(machine.told(asked.model or "skipstone-nano", found))
@@ -117,10 +133,16 @@ def main() -> None:
 
 
 def measured(
-    rows: dict[str, Callable[[list[int], int], Answer]], prompts: list[list[int]], rounds: int, new: int
+    rows: dict[str, Callable[[list[int], int], Answer]],
+    together: Callable[[int], tuple[list[list[int]], float]],
+    prompts: list[list[int]],
+    rounds: int,
+    new: int,
 ) -> dict[str, tuple[list[float], list[list[int]]]]:
-    """Row -> (tokens a second of every round, the texts). The rows take turns prompt by prompt; an untimed round warms up."""
-    speeds: dict[str, list[float]] = {name: [] for name in rows}
+    """Row -> (tokens a second of every round, the texts). The rows take turns prompt by prompt, then all prompts go at once; an
+    untimed round warms up."""
+    batch = f"native, plain, batch of {len(prompts)}"
+    speeds: dict[str, list[float]] = {name: [] for name in (*rows, batch)}
     texts: dict[str, list[list[int]]] = {}
     for number in range(rounds + 1):
         answers: dict[str, list[Answer]] = {name: [] for name in rows}
@@ -131,7 +153,10 @@ def measured(
             texts[name] = [ids for ids, _ in given]
             if number:
                 speeds[name].append(sum(len(ids) for ids, _ in given) / sum(seconds for _, seconds in given))
-    return {name: (speeds[name], texts[name]) for name in rows}
+        texts[batch], seconds = together(new)
+        if number:
+            speeds[batch].append(sum(map(len, texts[batch])) / seconds)
+    return {name: (speeds[name], texts[name]) for name in speeds}
 
 
 def report(
@@ -139,7 +164,7 @@ def report(
 ) -> None:
     """The table, in Markdown. A ratio is the median of the rounds' own ratios."""
     print(f"{prompts} prompts x {new} tokens, {dtype} weights{f', {quantize} on the native engine' if quantize else ''}")
-    yardsticks = [name for name in found if name.startswith(("transformers", "llama.cpp", "native, plain"))]
+    yardsticks = [name for name in found if name.startswith(("transformers", "llama.cpp")) or name == "native, plain"]
     print(f"\n| | tokens/s | {' | '.join(f'x {name}' for name in yardsticks)} | texts of native, plain |")
     print(f"| --- | --- | {'--- | ' * len(yardsticks)}--- |")
     for name, (speeds, texts) in found.items():

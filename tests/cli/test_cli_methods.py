@@ -136,12 +136,12 @@ def test_flags_are_frozen() -> None:
     }
     looking = {name for parameter in root.commands["inspect"].params for name in parameter.opts}
     assert looking == {
-        *("model", "--prompt", "--max-new-tokens", "--heads", "--out", "--dtype", "--device", "--engine", "--quantize", "--json"),
-        "--debug",
+        *("model", "--prompt", "--max-new-tokens", "--heads", "--out", "--dtype", "--device", "--engine", "--quantize"),
+        *("--json", "--debug"),
     }
     pricing = {name for parameter in root.commands["costs"].params for name in parameter.opts}
     assert pricing == {
-        *("model", "--batch", "--draft-model", "--again", "--dtype", "--device", "--engine", "--quantize", "--json", "--debug"),
+        *("model", "--batch", "--draft-model", "--again", "--dtype", "--device", "--engine", "--quantize", "--json", "--debug")
     }
     training = root.commands["train"].commands
     assert set(training) == {"layerskip", "heads"}

@@ -256,7 +256,7 @@ def large(tmp_path_factory: pytest.TempPathFactory) -> Path:
     from transformers import LlamaConfig, LlamaForCausalLM
 
     folder = tmp_path_factory.mktemp("large")
-    shape = {"hidden_size": 512, "intermediate_size": 2048, "num_hidden_layers": 6, "num_attention_heads": 8}
+    shape: dict[str, Any] = {"hidden_size": 512, "intermediate_size": 2048, "num_hidden_layers": 6, "num_attention_heads": 8}
     config = LlamaConfig(vocab_size=16000, num_key_value_heads=4, tie_word_embeddings=True, **shape)
     LlamaForCausalLM(config).save_pretrained(folder)
     return folder

@@ -23,6 +23,7 @@ def costs(
     dtype: options.Dtype = "auto",
     device: options.Device = "auto",
     engine: options.Engine = "auto",
+    quantize: options.Quantize = "none",
     as_json: options.AsJson = False,
     debug: options.Debug = False,
 ) -> None:
@@ -33,7 +34,7 @@ def costs(
     from skipstone.models.layered import LayeredModel
     from skipstone.timing.costs import BATCHES, costs_of
 
-    loaded, _ = options.load(model, dtype, device, engine=engine, keep_weights=False)
+    loaded, _ = options.load(model, dtype, device, engine=engine, quantize=quantize, keep_weights=False)
     layered = LayeredModel(loaded)
     drafts = [draft_model_for(name, layered) for name in draft_model or ()]
     found = costs_of(layered, tuple(sorted(set(batch or BATCHES))), drafts, again)

@@ -1,7 +1,6 @@
 """`LayeredModel`'s engine over the C++ library: tensors in, pointers to C, tensors out."""
 
 import ctypes
-import os
 from collections.abc import Sequence
 from typing import Any
 
@@ -11,7 +10,7 @@ from torch import Tensor, nn
 from skipstone.models import fingerprint
 from skipstone.models.engines.eager import patches
 from skipstone.models.engines.engine import ChainEnd, ChainStart
-from skipstone.models.engines.native import library
+from skipstone.models.engines.native import library, threads
 from skipstone.models.engines.native.structs import BAD_LAYER, ERRORS, SKIP_ATTENTION, SKIP_MLP, Pass, Store, declare
 from skipstone.models.engines.native.weights import TYPES, Weights, unsupported
 from skipstone.models.engines.rotary import RotaryTables
@@ -19,9 +18,6 @@ from skipstone.models.facts import Facts
 from skipstone.models.kvstore import KVStore
 from skipstone.models.passes import Pass as PassOfTokens
 from skipstone.models.passes import SkipSet
-
-THREADS = "SKIPSTONE_THREADS"
-"""The environment variable that says how many threads the native engine uses; as many as there are cores where it is unset."""
 
 
 def why_not(model: Any, facts: Facts) -> str | None:
@@ -65,13 +61,11 @@ class NativeEngine:
         self._copied = list(model.parameters())
         self._covered = list(model.modules())[1:]  # but for the model itself, which an engine must not keep alive
         self._versions = self._counted()
-        self.threads = threads()
         level = self._library.sk_level
         level.restype = ctypes.c_char_p
         kept = f"{facts.dtype} weights computed in float32"
         if quantize is not None:
             kept = f"{facts.dtype} weights quantised to {quantize} in groups of 32, inputs to int8"
-        self.detail = f"C++, {level().decode()}, {kept}, {self.threads} threads"
         shape = self._weights.model
         self._hidden, self._depth, self._vocabulary = shape.hidden, shape.depth, shape.vocabulary
         self._padded = -(-shape.head_size // 16) * 16  # numbers of a head in the store: whole vectors
@@ -80,6 +74,16 @@ class NativeEngine:
         self._known_positions = 0  # of every rotary table that the pass struct points at
         self._skips: dict[SkipSet, Any] = {}
         self._no_tensor = torch.empty(0)
+        self.threads = threads.asked() or threads.fastest(self._run_a_token, threads.cores())
+        self.detail = f"C++, {level().decode()}, {kept}, {self.threads} threads"
+
+    def _run_a_token(self, count: int) -> None:
+        """One token through all layers, on so many threads."""
+        self.threads = count
+        store, place = KVStore(1, self._depth, 1), torch.zeros((1, 1), dtype=torch.int64)
+        store.reserve(1)
+        at = PassOfTokens(place, place, None, slice(0, 1), 1, 0)
+        self.run(torch.zeros((1, 1, self._hidden)), at, store, range(self._depth))
 
     def holds(self) -> bool:
         """Whether the weights are those that were copied, and no module has got a hook or a forward of its own since."""
@@ -277,17 +281,6 @@ class NativeEngine:
             left_out = [SKIP_ATTENTION * (i in skip.attention) + SKIP_MLP * (i in skip.mlp) for i in range(depth)]
             bits = self._skips[skip] = (ctypes.c_int64 * depth)(*left_out)
         return ctypes.addressof(bits)
-
-
-def threads() -> int:
-    """Threads of the native engine: what SKIPSTONE_THREADS says, or the cores that this process may use."""
-    said = os.environ.get(THREADS)
-    if said is None:
-        cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-        return min(cores, 64)
-    if not said.isdigit() or not 1 <= int(said) <= 64:
-        raise ValueError(f"{THREADS} must be a whole number from 1 to 64, found {said!r}")
-    return int(said)
 
 
 def _rows(tensor: Tensor) -> Tensor:

@@ -1,0 +1,45 @@
+"""How many threads the native engine uses: what the user says, or what is fastest here."""
+
+import os
+import time
+from collections.abc import Callable
+
+VARIABLE = "SKIPSTONE_THREADS"
+"""The environment variable that says how many threads the native engine uses; they are measured where it is unset."""
+MOST = 64  # threads that the library takes
+ROUNDS = 4  # times that every number is tried; the shortest counts, as whatever else runs only adds to it
+WORTH = 0.9  # share of the best time within which more threads are taken: a moment's load may have cost them more
+
+
+def asked() -> int | None:
+    """What SKIPSTONE_THREADS says; None where it is unset. ValueError for what is no number of threads."""
+    said = os.environ.get(VARIABLE)
+    if said is None:
+        return None
+    if not said.isdigit() or not 1 <= int(said) <= MOST:
+        raise ValueError(f"{VARIABLE} must be a whole number from 1 to {MOST}, found {said!r}")
+    return int(said)
+
+
+def cores() -> int:
+    """The cores that this process may use, as far as the library has threads for them."""
+    found = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    return min(found, MOST)
+
+
+def fastest(run: Callable[[int], None], most: int) -> int:
+    """The number of threads that does one and the same work soonest: `most`, half of it, or one.
+
+    run: does the work on so many threads. They take turns. Of nearly equal ones the largest is taken.
+    """
+    numbers = sorted({1, max(1, most // 2), most})
+    if len(numbers) == 1:
+        return most
+    least = dict.fromkeys(numbers, float("inf"))
+    for _ in range(ROUNDS):
+        for number in numbers:
+            began = time.perf_counter()
+            run(number)
+            least[number] = min(least[number], time.perf_counter() - began)
+    best = min(least.values())
+    return max(number for number in numbers if best >= WORTH * least[number])
