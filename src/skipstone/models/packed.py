@@ -25,7 +25,7 @@ class PackedWeight(Tensor):
 
     source: Source
     _is_param = True  # by which torch knows parameters of other classes
-    __torch_function__ = torch._C._disabled_torch_function_impl  # operations arrive in __torch_dispatch__ only
+    __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]  # all comes to __torch_dispatch__
 
     @staticmethod
     def __new__(cls, source: Source, like: Tensor) -> "PackedWeight":
