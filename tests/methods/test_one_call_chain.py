@@ -43,8 +43,7 @@ class Noting(NativeEngine):
 class TokenByToken(Noting):
     """The native engine without the one call."""
 
-    def chain(self, start: ChainStart, store: KVStore) -> None:
-        return None
+    chains = False
 
 
 @dataclass

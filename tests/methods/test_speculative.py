@@ -16,12 +16,14 @@ from transformers.generation.logits_process import RepetitionPenaltyLogitsProces
 
 import skipstone
 from skipstone import AdaSD, Autoregressive, Method, Speculative
-from skipstone.decoding.loop import Decoder
+from skipstone.decoding.loop import Decoder, run
 from skipstone.decoding.sampling import Sampling
 from skipstone.decoding.session import Request, Session
 from skipstone.methods.adasd.thresholds import VerificationThreshold
 from skipstone.methods.shared import draft_model as draft_models
 from skipstone.methods.shared.draft_model import DraftModel, DraftModelSession
+from skipstone.models.engines.native import library
+from skipstone.models.engines.native.engine import NativeEngine
 from skipstone.models.layered import LayeredModel
 from tests.helpers import families, support
 from tests.helpers.enumeration import VOCAB, Pushing, proves
@@ -162,6 +164,30 @@ def test_the_first_pass_feeds_what_is_lacking_and_no_more(model: Any) -> None:
     assert out.stats is not None
     assert out.stats.accepted == out.stats.drafted == 9
     assert fed == [9, 1, 1, 1, 2, 1, 1, 2, 1, 1]
+
+
+@pytest.mark.skipif(library.missing() is not None, reason=str(library.missing()))
+@pytest.mark.parametrize("settings", ["constant", "heuristic", "confidence"])
+def test_a_chain_in_one_call_is_that_of_single_tokens(
+    settings: Any, model: Any, draft: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Ragged rows that end at different times, drafts of different lengths, ends of texts inside drafts."""
+    eos, threshold = frozenset({3, 50, 60}), 0.2 if settings == "confidence" else None
+    method = Speculative(draft, 4, settings, confidence_threshold=threshold)
+    calls: list[int] = []
+    own = NativeEngine.chain
+    monkeypatch.setattr(NativeEngine, "chain", lambda self, *given: calls.append(1) or own(self, *given))
+    found: list[Any] = []
+    for chains in (True, False):
+        monkeypatch.setattr(NativeEngine, "chains", chains)
+        requests = [Request(prompt(n, n), 10 + 9 * n, eos=eos) for n in (4, 9, 6)]
+        decoder = start(method, LayeredModel(model, "native"), requests)
+        steps = list(run(decoder))
+        found.append([(step.tokens, step.drafted, step.draft_steps, step.accepted) for step in steps])
+        assert (len(calls) > 5) == chains
+        calls.clear()
+    assert found[0] == found[1]
+    assert any(len(set(drafted)) > 1 for _, drafted, _, _ in found[0])
 
 
 # ------------------------------------------------------------------------------------------------- schedules

@@ -24,7 +24,7 @@ class Draft:
         (a deterministic drafter, or one whose draws are coupled to the target's).
     stochastic: [B, n] bool, only beside q: False marks a node whose q is one-hot whatever `q` holds.
     candidate: [B, n] bool, False for nodes that are scored but may never be accepted (Lookahead's window).
-    exit_layer: [B, n] int64, the layer that each token was drafted at, for reports only.
+    exit_layer: [B, n] int64, the layer that each token was drafted at, or one number for all of them; for reports only.
     confidence: [B, n] float, the drafter's probability of each token.
     draft_steps: [B] int64, passes of the drafter each row took part in; None means one per token that may be accepted.
     levels: most nodes on one path, where the builder of a tree knows; None means as many as there are nodes.
@@ -38,7 +38,7 @@ class Draft:
     q: Tensor | None = None
     stochastic: Tensor | None = None
     candidate: Tensor | None = None
-    exit_layer: Tensor | None = None
+    exit_layer: Tensor | int | None = None
     confidence: Tensor | None = None
     draft_steps: Tensor | None = None
     levels: int | None = None

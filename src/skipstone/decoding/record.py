@@ -95,6 +95,7 @@ def _token(
     q = exit_layer = None
     if node is not None:
         q = float(one_hot_where(draft)[row, node, token]) if draft.q is not None else 1.0
-        exit_layer = None if draft.exit_layer is None else int(draft.exit_layer[row, node])
+        layer = draft.exit_layer
+        exit_layer = int(layer[row, node]) if isinstance(layer, Tensor) else layer
     probability = None if p is None else float(p[token])
     return TokenRecord(token, probability, q, None if spread is None else float(spread), exit_layer, accepted)

@@ -64,6 +64,9 @@ class SpeculativeSession(DraftModelSession):
         super().__init__(model, draft_model, rows, capacity, most, threshold, rule)
         self.method = method
 
+    def one_call(self) -> tuple[int, None]:
+        return self.draft_model.depth, None
+
     def admit(self, row: int, request: Request) -> None:
         super().admit(row, request)
         self.most[row] = self.method.num_speculative_tokens

@@ -224,13 +224,11 @@ class Frontier:
         """
         assert self.width == 1, "a chain starts at the root"
         wanted = [count if live else -1 for count, live in zip(most, self._taking, strict=True)]
-        if max(wanted) < 1 or type(self.model).project is not LayeredModel.project:
+        if max(wanted) < 1 or not self._chains:
             return None
         keep, roots = skip is None, self._tokens[:, 0]
         start = ChainStart(roots, self.base, wanted, layers, skip, keep, thresholds, ends, self._end, self._room)
         chain = self.model.engine.chain(start, self.store)
-        if chain is None:
-            return None
         width = 1 + chain.tokens.shape[1]
         self._make_room()
         self._tokens[:, 1:width] = chain.tokens
@@ -247,6 +245,26 @@ class Frontier:
         else:
             self._reached = [0] * width
         return chain
+
+    @property
+    def _chains(self) -> bool:
+        """Whether the engine drafts greedy chains of this model by itself."""
+        return self.model.engine_picks and self.model.engine.chains
+
+    def write_on(self, most: list[int], thresholds: list[float] | None, ends: Sequence[frozenset[int]]) -> ChainEnd | None:
+        """What the whole model writes after the newest column, greedily, in one engine call: a draft model's drafts. It has
+        then read all of them but every row's last one; the frontier is of no use any more. None, and nothing has changed, as
+        in `draft_greedily`.
+        """
+        wanted = [count if live else -1 for count, live in zip(most, self._taking, strict=True)]
+        before = self.width - 1
+        if max(wanted) < 1 or not self._chains:
+            return None
+        bases, newest = [base + before for base in self.base], self._tokens[:, before]
+        start = ChainStart(newest, bases, wanted, self.top, None, False, thresholds, ends, self._end, max(wanted) + 1)
+        if before:
+            self._run(slice(0, before), None, range(self.top))
+        return self.model.engine.chain(start, self.store)
 
     def exit_logits(self, exit_layer: int) -> Tensor:
         """Logits of the newest column after E layers [B, V] float32. Its state stays at depth E for `finish`."""

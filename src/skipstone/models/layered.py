@@ -73,9 +73,12 @@ class LayeredModel(DecoderModules):
 
     def likeliest(self, hidden: Tensor) -> Tensor:
         """The token with the largest logit, the lowest of equal ones: [B, n, d] -> [B, n] int64. No logits are kept."""
-        if type(self).project is not LayeredModel.project:  # a subclass does more with logits than an engine does
-            return self.logits(hidden).argmax(-1)
-        return self.engine.likeliest(hidden)
+        return self.engine.likeliest(hidden) if self.engine_picks else self.logits(hidden).argmax(-1)
+
+    @property
+    def engine_picks(self) -> bool:
+        """Whether the likeliest token is the engine's to say: no subclass does anything with its logits that changes it."""
+        return type(self).project is LayeredModel.project
 
     def project(self, normed: Tensor, head: nn.Module | None = None) -> Tensor:
         """LM head and what the family does after it. [B, n, d'] -> [B, n, V] float32. head: instead of the model's own."""

@@ -109,8 +109,7 @@ class Chain:
         drawn_from = [column for column in self._q if column is not None]
         q = torch.stack(drawn_from, 1) if drawn_from else None  # [B, n, V]
         confidence = torch.stack(self._confidence, 1) if self._confidence else None
-        exits = None if exit_layer is None else torch.full_like(tokens, exit_layer)
-        return Draft(tokens, valid, frontier, q=q, confidence=confidence, exit_layer=exits)
+        return Draft(tokens, valid, frontier, q=q, confidence=confidence, exit_layer=exit_layer)
 
 
 class ChainSession(Session):
@@ -139,9 +138,10 @@ class ChainSession(Session):
     def draft(self, limit: list[int]) -> Draft:
         """Logits, a token, what was observed; again, until no row drafts on."""
         most = [min(own, allowed) for own, allowed in zip(self.most, limit, strict=True)]
-        chain, frontier = Chain(most, self.alive, self.model.device), self.frontier(most)
+        frontier = self.frontier(most)
         if (draft := self.draft_at_once(most, frontier)) is not None:
             return draft
+        chain = Chain(most, self.alive, self.model.device)
         position = frontier.positions[:, 0] + 1  # [B]
         path = frontier.tokens[:, 1:]  # [B, k], empty here
         for place in range(chain.width):
@@ -170,8 +170,8 @@ class ChainSession(Session):
         if chain is None:
             return None
         valid = torch.ones_like(chain.tokens, dtype=torch.bool) if frontier.valid is None else frontier.valid[:, 1:]
-        exits = torch.full_like(chain.tokens, drafter[0]) if drafter[1] is None else None
-        return Draft(chain.tokens, valid, frontier, confidence=chain.confidence, exit_layer=exits)
+        exit_layer = drafter[0] if drafter[1] is None else None
+        return Draft(chain.tokens, valid, frontier, confidence=chain.confidence, exit_layer=exit_layer)
 
     def next_logits(self, chain: Chain, frontier: Frontier) -> Tensor:
         """Raw logits [B, V] float32 of what follows the newest token."""

@@ -20,7 +20,7 @@ from skipstone.methods.shared.chain import Chain, ChainSession
 from skipstone.methods.shared.confidence import Threshold
 from skipstone.models.engines.choice import Setup, attach
 from skipstone.models.frontier import Frontier
-from skipstone.models.host import across, on_device
+from skipstone.models.host import across, counting, on_device
 from skipstone.models.layered import LayeredModel
 from skipstone.models.memo import Memo
 
@@ -38,6 +38,11 @@ class DraftModel(LayeredModel):
         self.name = name_of(model)
         self._missing = vocabulary_size - self.head.weight.shape[0]
         self._vocabulary_size = vocabulary_size
+
+    @property
+    def engine_picks(self) -> bool:
+        """Whether its likeliest token is the target's too: nothing is cut off, and what is added is never likely."""
+        return self._missing >= 0
 
     def project(self, normed: Tensor, head: Any = None) -> Tensor:
         """Logits over the target's vocabulary, [B, n, V] float32. Models with the same tokenizer pad their embeddings to
@@ -198,6 +203,7 @@ class DraftModelSession(ChainSession):
         # of this step's draft
         self._ahead: Frontier | None = None  # what the draft model reads: committed tokens, then draft tokens
         self._committed = 0  # columns of it that hold committed tokens
+        self._read: list[int] | None = None  # draft tokens of every row that it has read; None where rows do not differ
         self._path = self.root.new_empty((rows, 0))  # [B, width], draft tokens where the target is
 
     def _check(self, request: Request) -> None:
@@ -226,14 +232,31 @@ class DraftModelSession(ChainSession):
     def next_logits(self, chain: Chain, frontier: Frontier) -> Tensor:
         """What the draft model says once it has read the newest token. The last token of a chain is never read."""
         device = self.draft_model.device
-        if self._ahead is None:
-            self._ahead = self._what_is_lacking(chain.most)
+        if not len(chain):
+            self._ahead = self._ahead or self._what_is_lacking(chain.most)
             self._path = frontier.tokens.new_empty((self.rows, chain.width))
         else:
+            assert self._ahead is not None
             tokens, valid = chain.newest
             tokens = across(tokens.clamp(max=self.last_id), device)
             self._ahead.append(tokens, None if valid is None else across(valid, device))
         return across(self._ahead.exit_logits(self.draft_model.depth), self.model.device)
+
+    def draft_at_once(self, most: list[int], frontier: Frontier) -> Draft | None:
+        """The greedy chain of the draft model in one call of its engine."""
+        if self.one_call() is None or not self.sampler.picks_only or not any(most):
+            return None
+        self._ahead = self._what_is_lacking([count if alive else 0 for count, alive in zip(most, self.alive, strict=True)])
+        thresholds = self.confidence.thresholds if self.confidence.active else None
+        chain = self._ahead.write_on(most, thresholds, self.sampler.eos)
+        if chain is None:
+            return None
+        self._read = [count - 1 for count in chain.counts]
+        tokens = across(chain.tokens, self.model.device)
+        even = min(chain.counts) == tokens.shape[1]
+        valid = counting(tokens.shape[1], tokens.device) < on_device(chain.counts, tokens.device)[:, None]
+        frontier.append(tokens, None if even else valid)
+        return Draft(tokens, valid, frontier, confidence=chain.confidence)
 
     def _what_is_lacking(self, most: list[int]) -> Frontier:
         """What every live row lacks, one token or two, with room for a draft of at most `most` tokens a row."""
@@ -276,7 +299,7 @@ class DraftModelSession(ChainSession):
         for row, verdict in enumerate(verdicts):
             if verdict.tokens:
                 if self._ahead is not None:
-                    read = self._ahead.width - self._committed  # draft tokens that the draft model has read
+                    read = self._ahead.width - self._committed if self._read is None else self._read[row]
                     self.side.store.length[row] = len(self.text[row]) + min(len(verdict.path), read)
                 self.text[row] += verdict.tokens
-        self._ahead = None
+        self._ahead = self._read = None

@@ -57,8 +57,9 @@ class Engine(Protocol):
     """What computes one model, for as long as the facts of the model hold.
 
     name: "eager" or "native". detail: one line for users, on what it runs and where. dtype: of the hidden states that it hands
-    out. row_exact: it promises that a token's result has the same bits whatever is computed beside it. quantize: "int8" or
-    "int4", what it has quantised the weights to; None where they are as stored.
+    out. row_exact: it promises that a token's result has the same bits whatever is computed beside it. chains: it has a call
+    for greedy chains (`chain`). quantize: "int8" or "int4", what it has quantised the weights to; None where they are as
+    stored.
 
     An engine must not refer to its model, which would then never be freed; its modules it may.
     """
@@ -74,6 +75,9 @@ class Engine(Protocol):
 
     @property
     def row_exact(self) -> bool: ...
+
+    @property
+    def chains(self) -> bool: ...
 
     @property
     def quantize(self) -> str | None: ...
@@ -106,6 +110,6 @@ class Engine(Protocol):
         int64."""
         ...
 
-    def chain(self, start: ChainStart, store: KVStore) -> ChainEnd | None:
-        """Draft a greedy chain in one call. None where the engine has no such call."""
+    def chain(self, start: ChainStart, store: KVStore) -> ChainEnd:
+        """Draft a greedy chain in one call, which an engine with `chains` has."""
         ...

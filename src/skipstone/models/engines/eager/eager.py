@@ -21,6 +21,7 @@ class EagerEngine:
 
     name = "eager"
     row_exact = False
+    chains = False
     quantize: str | None = None
 
     def __init__(self, model: Any, facts: Facts) -> None:
@@ -87,9 +88,9 @@ class EagerEngine:
         """As in `Engine`."""
         return self.project(self.normed(hidden)).argmax(-1)
 
-    def chain(self, start: ChainStart, store: KVStore) -> ChainEnd | None:
-        """None: transformers' modules are called one by one."""
-        return None
+    def chain(self, start: ChainStart, store: KVStore) -> ChainEnd:
+        """Never asked for: `chains` is False."""
+        raise NotImplementedError("transformers' modules are called one by one")
 
     def project(self, normed: Tensor, head: nn.Module | None = None) -> Tensor:
         """LM head and what the family does after it. [..., d'] -> [..., V] float32. head: instead of the model's own."""

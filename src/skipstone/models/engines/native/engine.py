@@ -46,6 +46,7 @@ class NativeEngine:
 
     name = "native"
     row_exact = True
+    chains = True
     dtype = torch.float32
 
     def __init__(self, model: Any, facts: Facts, quantize: str | None = None, keep_weights: bool = True) -> None:
