@@ -42,8 +42,8 @@ def given_up(name: str = "llama", dtype: torch.dtype = torch.float32, quantize: 
     return model
 
 
-def tied(name: str = "llama", **more: Any) -> Any:
-    return families.build(name, tie_word_embeddings=True, **more)
+def decode(model: Any, method: str = "autoregressive", **more: Any) -> torch.Tensor:
+    return skipstone.generate(model, IDS, method, max_new_tokens=8, do_sample=False, **more).sequences
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
@@ -118,13 +118,21 @@ def test_shapes_and_texts_unpack_nothing(monkeypatch: pytest.MonkeyPatch) -> Non
         skipstone.generate(model, IDS, method, max_new_tokens=12, do_sample=False)
 
 
+@pytest.mark.parametrize("threads", [1, 2])
 @pytest.mark.parametrize("name", ["llama", "phi3", "gemma2"])
-def test_eager_and_transformers_run_unpacked_weights(name: str) -> None:
+def test_eager_and_transformers_run_unpacked_weights(name: str, threads: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch, "get_num_threads", lambda: threads)  # into as many blocks a matrix is split for one row
     before, model = families.build(name), given_up(name)
     assert torch.equal(model(IDS).logits, before(IDS).logits)
     eager = LayeredModel(model, "eager")
     assert eager.engine.detail.endswith("slow: its weights are unpacked whenever they are read")
     assert_same_bits(chain(eager, text(), 5), chain(LayeredModel(before, "eager"), text(), 5))
+    found, expected = (decode(one, "layerskip exit_layer=2", engine="eager") for one in (model, before))
+    assert torch.equal(found, expected)
+    with torch.inference_mode():
+        assert torch.equal(
+            chain(LayeredModel(model, "eager"), text(), 1)[0], chain(LayeredModel(before, "eager"), text(), 1)[0]
+        )
 
 
 def test_a_hook_sends_the_model_to_eager_and_back() -> None:
@@ -182,6 +190,22 @@ def test_data_is_that_of_an_ordinary_parameter() -> None:
     weight.data += 1  # as PEFT merges adapters
     assert type(weight) is torch.nn.Parameter
     assert torch.equal(weight, families.build("llama").model.layers[0].mlp.up_proj.weight + 1)  # pyright: ignore
+
+
+def test_adapters_run_on_eager_and_are_merged_into_the_values() -> None:
+    from peft import LoraConfig, get_peft_model
+
+    texts, merged = [], []
+    for model in (given_up(), families.build("llama")):
+        torch.manual_seed(0)
+        wrapped = get_peft_model(model, LoraConfig(r=2, target_modules=["q_proj"], init_lora_weights=False)).eval()
+        texts.append(decode(wrapped, engine="eager"))
+        merged.append(wrapped.merge_and_unload())  # pyright: ignore
+    assert torch.equal(*texts)
+    assert is_packed(merged[0])
+    for (name, one), other in zip(merged[0].named_parameters(), merged[1].parameters(), strict=True):
+        assert torch.equal(one.detach(), other), name
+    assert torch.equal(decode(merged[0]), decode(merged[1]))
 
 
 def test_changes_are_refused_in_one_sentence() -> None:

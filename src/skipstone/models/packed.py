@@ -49,19 +49,24 @@ class PackedWeight(Tensor):
                     "the weights of this model were given up for the native engine's and cannot be changed: load it with "
                     "keep_weights=True"
                 )
-        args, kwargs = tree_map_only(cls, lambda one: one.source.unpacked(), (args, kwargs))
+        args, kwargs = tree_map_only(cls, lambda one: one._values(), (args, kwargs))
         return func(*args, **kwargs)
 
     @property
     def data(self) -> Tensor:  # type: ignore[override]
         """The values of the ordinary parameter that this becomes."""
-        self._become(self.source.unpacked())
+        self._become(self._values())
         return self.data
 
     @data.setter
     def data(self, values: Tensor) -> None:
         if values is not self:
             self._become(values)
+
+    def _values(self) -> Tensor:
+        """An ordinary tensor of the values in inference mode, too: views of it are what views of the parameter would be."""
+        with torch.inference_mode(False), torch.no_grad():
+            return self.source.unpacked()
 
     def _become(self, values: Tensor) -> None:
         """Make this object an ordinary parameter."""
@@ -70,7 +75,7 @@ class PackedWeight(Tensor):
         torch.utils.swap_tensors(self, plain)
 
     def _plain(self) -> nn.Parameter:
-        return nn.Parameter(self.source.unpacked(), self.requires_grad)
+        return nn.Parameter(self._values(), self.requires_grad)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> nn.Parameter:
         made = memo[id(self)] = self._plain()

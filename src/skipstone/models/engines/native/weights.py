@@ -4,6 +4,7 @@ import ctypes
 import mmap
 from contextlib import suppress
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -106,10 +107,10 @@ class Release:
     def __init__(self) -> None:
         self._libc = ctypes.CDLL(None)
         self._freed = 0  # bytes since the allocator was last asked for what it keeps
-        with open("/proc/self/maps", encoding="utf-8") as lines:
-            found = [line.split(maxsplit=5) for line in lines]
-        named = [one[0].split("-") for one in found if len(one) > 5 and one[5].startswith("/")]
-        self._files = [(int(start, 16), int(end, 16)) for start, end in named]
+        maps = Path("/proc/self/maps")
+        lines = maps.read_text(encoding="utf-8", errors="replace").splitlines() if maps.exists() else []
+        spans = [line.split(maxsplit=1)[0].split("-") for line in lines if " /" in line]  # of mappings that have a path
+        self._files = [(int(start, 16), int(end, 16)) for start, end in spans]
 
     def give_up(self, weight: Tensor) -> None:
         """Hand back the whole pages of a weight that lies in a file; any other is freed with its last reference."""
