@@ -18,7 +18,7 @@ BUNDLED = "skipstone-nano"
 LAYER = re.compile(r"\b(?:layers|h)\.(\d+)\.")  # a parameter's name inside a layer list, with the layer's number
 
 
-def load(
+def load(  # noqa: PLR0913
     name: str | Path | None = None,
     *,
     dtype: torch.dtype | str = "auto",
@@ -28,6 +28,7 @@ def load(
     engine: str = "auto",
     quantize: str | None = None,
     kv_dtype: str | None = None,
+    keep_weights: bool = True,
 ) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
     """Load a causal language model, ready to decode, and its tokenizer.
 
@@ -36,7 +37,9 @@ def load(
     "native"; "auto" takes what the environment variable SKIPSTONE_ENGINE says, and else native where that can run the model.
     quantize: "int8" or "int4", what the native engine quantises its copy of the weights to; None or "none": nothing. kv_dtype:
     what keys and values are kept in, "float32" or "bfloat16", half the memory, which rounds them; None takes what the
-    environment variable SKIPSTONE_KV says, and else float32.
+    environment variable SKIPSTONE_KV says, and else float32. keep_weights: False where only skipstone decodes with the
+    model: the native engine's copy of its matrices is then the only one. Reading one unpacks it, changing one in place is a
+    RuntimeError. A model that another engine runs keeps its weights.
 
     OSError where nothing is found; ValueError where the checkpoint is corrupt or incomplete, for an engine, quantize or
     kv_dtype that is none, and for a quantize where the native engine cannot run the model.
@@ -46,9 +49,9 @@ def load(
         name, dtype = NANO, torch.float32 if dtype == "auto" else dtype
     options: dict[str, Any] = {"attn_implementation": attn_implementation, "trust_remote_code": trust_remote_code}
     model, tokenizer = load_model(name, dtype=dtype, device=device, **options), load_tokenizer(name, trust_remote_code)
-    attach(model, None if engine == "auto" else engine, quantize, kv_dtype)
-    if asked.quantizes:
-        LayeredModel(model)  # quantises, or says why it cannot
+    attach(model, None if engine == "auto" else engine, quantize, kv_dtype, keep_weights)
+    if asked.quantizes or not keep_weights:
+        LayeredModel(model)  # quantises, or says why it cannot; gives the weights up
     return model, tokenizer
 
 

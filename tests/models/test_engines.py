@@ -30,7 +30,7 @@ class Native(EagerEngine):
 
     name = "native"
 
-    def __init__(self, model: Any, facts: Any, quantize: str | None = None) -> None:
+    def __init__(self, model: Any, facts: Any, quantize: str | None = None, keep_weights: bool = True) -> None:
         super().__init__(model, facts)
         self.quantize = quantize
 

@@ -34,7 +34,7 @@ def costs(
     from skipstone.models.layered import LayeredModel
     from skipstone.timing.costs import BATCHES, costs_of
 
-    loaded, _ = options.load(model, dtype, device, engine=engine, quantize=quantize)
+    loaded, _ = options.load(model, dtype, device, engine=engine, quantize=quantize, keep_weights=False)
     layered = LayeredModel(loaded)
     drafts = [draft_model_for(name, layered) for name in draft_model or ()]
     found = costs_of(layered, tuple(sorted(set(batch or BATCHES))), drafts, again)

@@ -49,7 +49,7 @@ def generate(
     _refuse_contradictions(flags)
     asked, text = options.asked_method(method, speculative_config), _prompt(prompt, prompt_file)
     setup = {"engine": engine, "quantize": quantize, "kv_dtype": kv_dtype}
-    loaded, tokenizer = options.load(model, dtype, device, **setup, trust_remote_code=trust_remote_code)
+    loaded, tokenizer = options.load(model, dtype, device, **setup, keep_weights=False, trust_remote_code=trust_remote_code)
     from skipstone.api import resolve_for
     from skipstone.cli.runs import compared, decode
     from skipstone.cli.showing import Painter, document, tell

@@ -42,7 +42,7 @@ def inspect(
     from skipstone.methods.adadecode.heads import load_heads
     from skipstone.models.layered import LayeredModel
 
-    loaded, tokenizer = options.load(model, dtype, device, engine=engine, quantize=quantize)
+    loaded, tokenizer = options.load(model, dtype, device, engine=engine, quantize=quantize, keep_weights=False)
     exit_heads = None if heads is None else load_heads(heads, LayeredModel(loaded))
     asked, prompts = options.texts_or_bundled(prompt, tokenizer)
     lens = look(loaded, prompts, max_new_tokens)

@@ -48,7 +48,7 @@ def search(
     from skipstone.methods.shared.layer_sets import save_profile
     from skipstone.search import search as searching
 
-    loaded, tokenizer = options.load(model, dtype, device, engine=engine, quantize=quantize)
+    loaded, tokenizer = options.load(model, dtype, device, engine=engine, quantize=quantize, keep_weights=False)
     _, texts = options.texts_or_bundled(prompt, tokenizer)
     ratios = searching.RATIOS if skip_ratio is None else (skip_ratio,)
     settings = searching.SearchSettings(texts, max_new_tokens, ratios, num_speculative_tokens, seed=seed)

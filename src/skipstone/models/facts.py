@@ -6,6 +6,7 @@ import torch
 
 from skipstone.models.families import kinds, max_positions, windows
 from skipstone.models.modules import DecoderModules
+from skipstone.models.packed import PackedWeight
 from skipstone.models.refusals import refuse_weights
 
 
@@ -35,6 +36,17 @@ class Facts:
     def hold(self, model: Any) -> bool:
         """Whether nothing has changed since. No module is walked: the places that held modules and parameters are known."""
         return self._stamp == self._now(model)
+
+    def replace(self, weight: Any, packed: PackedWeight) -> None:
+        """Put another object wherever a weight stands. The facts do not hold until `renew`."""
+        for place in self._weight_places:
+            for name, one in place.items():
+                if one is weight:
+                    place[name] = packed
+
+    def renew(self, model: Any) -> None:
+        """Say that the facts hold of the model as it is now: what has changed is who keeps its weights."""
+        self._stamp = self._now(model)
 
     def _now(self, model: Any) -> tuple[Any, ...]:
         children = [id(child) for place in self._child_places for child in place.values()]

@@ -17,8 +17,18 @@ def fingerprint(model: Any) -> str:
 
     It is counted again only when a parameter has changed; what is written through `.data` goes unnoticed until then.
     """
-    versions = sum(one._version for one in model.parameters() if not one.is_inference())
+    versions = _versions(model)
     return _FOUND.get(model, None, lambda: (versions, _hash(model)), lambda found: found[0] == versions)[1]
+
+
+def keep(model: Any, found: str) -> None:
+    """Say that a model's fingerprint is what it was, although other objects hold its weights now."""
+    versions = _versions(model)
+    _FOUND.get(model, None, lambda: (versions, found), lambda _: False)
+
+
+def _versions(model: Any) -> int:
+    return sum(one._version for one in model.parameters() if not one.is_inference())
 
 
 @torch.inference_mode()

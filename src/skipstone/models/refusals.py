@@ -6,6 +6,7 @@ from typing import Any
 import torch
 
 from skipstone.models.families import FAMILIES, TYPES, Family, kinds, windows
+from skipstone.models.packed import PackedWeight
 
 ADAPTERS = ("LORA", "IA3", "LOHA", "LN_TUNING", "VERA", "TRAINABLE_TOKENS")
 """PEFT types that live wholly inside the model's modules, each with a test in tests/models/test_peft.py."""
@@ -114,7 +115,8 @@ def refuse_weights(model: Any) -> None:
     if getattr(model, "hf_quantizer", None) is not None or dtypes:
         found = method or ", ".join(sorted(dtypes)) or "unknown method"
         raise ValueError(f"the model is quantised ({found}); no quantised kernel is tested here yet: load it unquantised")
-    special = {type(parameter.data).__name__ for parameter in parameters if type(parameter.data) is not torch.Tensor}
+    own = [parameter.data for parameter in parameters if not isinstance(parameter, PackedWeight)]
+    special = {type(values).__name__ for values in own if type(values) is not torch.Tensor}
     if special:
         raise ValueError(f"the weights are {', '.join(sorted(special))}, expected plain tensors: load without sharding")
     devices = {str(parameter.device) for parameter in parameters}

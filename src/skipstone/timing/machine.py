@@ -41,7 +41,7 @@ def weight_bytes(model: PreTrainedModel) -> int:
     embedding: Any = model.get_input_embeddings()
     head: Any = model.get_output_embeddings()
     total = sum(p.numel() * p.element_size() for p in model.parameters())  # shared tensors are listed once
-    tied = head is not None and head.weight.data_ptr() == embedding.weight.data_ptr()
+    tied = head is not None and head.weight is embedding.weight
     return total if tied else total - embedding.weight.numel() * embedding.weight.element_size()
 
 

@@ -18,7 +18,7 @@ from skipstone.decoding.settings import RejectionRule, setting
 from skipstone.loading import load_model, vocabulary
 from skipstone.methods.shared.chain import Chain, ChainSession
 from skipstone.methods.shared.confidence import Threshold
-from skipstone.models.engines.choice import Setup
+from skipstone.models.engines.choice import Setup, attach
 from skipstone.models.frontier import Frontier
 from skipstone.models.host import across, counting, on_device
 from skipstone.models.layered import LayeredModel
@@ -109,6 +109,7 @@ def _loaded(given: str | None, target: LayeredModel, device: str | None, dtype: 
         raise OSError(f"the draft model {name} for {name_of(target.model)} is not there: {error}") from error
     except (ValueError, RuntimeError) as error:
         raise ValueError(f"the draft model {name} for {name_of(target.model)} cannot be loaded: {error}") from error
+    attach(model, keep_weights=False)  # nobody else has this model
     return _checked(model, str(name), target)
 
 

@@ -1,7 +1,7 @@
 """Which engine runs a model: what the user asked for, and what can run it."""
 
 import os
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -35,12 +35,14 @@ class Setup:
     """What is asked of a model's engine; None says nothing.
 
     engine: "auto", "eager" or "native". quantize: "none", "int8" or "int4", what the native engine quantises the weights to.
-    kv_dtype: "float32" or "bfloat16", what keys and values are kept in. ValueError for any other text.
+    kv_dtype: "float32" or "bfloat16", what keys and values are kept in. keep_weights: False gives the model's own weights
+    up once the native engine has its copy. ValueError for any other text.
     """
 
     engine: str | None = None
     quantize: str | None = None
     kv_dtype: str | None = None
+    keep_weights: bool | None = None
 
     def __post_init__(self) -> None:
         for name, values in (("engine", ENGINES), ("quantize", QUANTIZED), ("kv_dtype", KV_DTYPES)):
@@ -49,7 +51,7 @@ class Setup:
 
     def over(self, other: "Setup") -> "Setup":
         """This setup, and another one's where this says nothing."""
-        pairs = ((getattr(self, name), getattr(other, name)) for name in ("engine", "quantize", "kv_dtype"))
+        pairs = ((getattr(self, one.name), getattr(other, one.name)) for one in fields(self))
         return Setup(*(theirs if own is None else own for own, theirs in pairs))
 
     @property
@@ -71,10 +73,16 @@ class _Made:
 _MADE: Memo[_Made] = Memo()
 
 
-def attach(model: Any, engine: str | None = None, quantize: str | None = None, kv_dtype: str | None = None) -> None:
+def attach(
+    model: Any,
+    engine: str | None = None,
+    quantize: str | None = None,
+    kv_dtype: str | None = None,
+    keep_weights: bool | None = None,
+) -> None:
     """Remember what was asked of a model's engine, for as long as it lives. None leaves what was said before."""
     inner = unwrapped(model)
-    _ATTACHED[inner] = Setup(engine, quantize, kv_dtype).over(_ATTACHED.get(inner, Setup()))
+    _ATTACHED[inner] = Setup(engine, quantize, kv_dtype, keep_weights).over(_ATTACHED.get(inner, Setup()))
 
 
 def asked_for(model: Any, engine: str | None, quantize: str | None, kv_dtype: str | None) -> Setup:
@@ -116,7 +124,7 @@ def _choice(asked: Setup, model: Any, facts: Facts) -> tuple[Engine, str | None]
     if asked.engine == "native":
         if reason is not None:
             raise ValueError(f"engine='native' cannot run this model: {reason}; take engine='auto' or 'eager'")
-        return NativeEngine(model, facts, asked.quantize if asked.quantizes else None), None
+        return NativeEngine(model, facts, asked.quantize if asked.quantizes else None, asked.keep_weights is not False), None
     if reason is None:
         return choose(Setup("native").over(asked), model, facts)
     if asked.quantizes:

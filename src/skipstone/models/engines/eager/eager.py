@@ -10,6 +10,7 @@ from skipstone.models.engines.engine import ChainEnd, ChainStart
 from skipstone.models.engines.rotary import RotaryTables
 from skipstone.models.facts import Facts
 from skipstone.models.kvstore import KVStore
+from skipstone.models.packed import is_packed
 from skipstone.models.passes import MaskForm, Pass, SkipSet
 
 _NOTHING = SkipSet()
@@ -25,7 +26,8 @@ class EagerEngine:
 
     def __init__(self, model: Any, facts: Facts) -> None:
         self.dtype: torch.dtype = facts.dtype
-        self.detail = f"transformers' own modules, {facts.dtype}, {facts.device}"
+        slow = ", slow: its weights are unpacked whenever they are read" if is_packed(model) else ""
+        self.detail = f"transformers' own modules, {facts.dtype}, {facts.device}{slow}"
         self.family, self.config, self.decoder, self.head = facts.family, model.config, facts.decoder, facts.head
         self.layers, self.kinds, self.windows = facts.layers, facts.kinds, facts.windows
         self._type = type(model).__name__

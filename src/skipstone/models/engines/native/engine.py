@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from skipstone.models import fingerprint
 from skipstone.models.engines.eager import patches
 from skipstone.models.engines.engine import ChainEnd, ChainStart
 from skipstone.models.engines.native import library, threads
@@ -40,17 +41,22 @@ def _changed(module: Any) -> bool:
 
 
 class NativeEngine:
-    """A model on the native engine, as in `Engine`. It copies the weights into panels when it is made."""
+    """A model on the native engine, as in `Engine`. It copies the weights into panels when it is made, matrix by matrix;
+    without keep_weights the model gives each up at once, and a `PackedWeight` stands in its place."""
 
     name = "native"
     row_exact = True
     chains = True
     dtype = torch.float32
 
-    def __init__(self, model: Any, facts: Facts, quantize: str | None = None) -> None:
+    def __init__(self, model: Any, facts: Facts, quantize: str | None = None, keep_weights: bool = True) -> None:
         """ValueError for weights that cannot be quantised."""
         self._library, self.quantize = declare(library.load()), quantize
-        self._weights = Weights(self._library, model, facts, quantize)
+        known = None if keep_weights else fingerprint.fingerprint(model)
+        self._weights = Weights(self._library, model, facts, quantize, keep_weights)
+        if known is not None:
+            facts.renew(model)
+            fingerprint.keep(model, known)
         self._model = ctypes.addressof(self._weights.model)
         self._rotary = RotaryTables(facts.decoder, facts.family, facts.max_positions)
         self._copied = list(model.parameters())

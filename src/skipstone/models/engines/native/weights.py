@@ -4,6 +4,7 @@ import ctypes
 import mmap
 from contextlib import suppress
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -11,6 +12,7 @@ from torch import Tensor
 
 from skipstone.models.engines.native.structs import Layer, Matrix, Model
 from skipstone.models.facts import Facts
+from skipstone.models.packed import PackedWeight
 
 TYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
 """Numbers of the dtypes that weights may be stored in."""
@@ -95,16 +97,72 @@ class Chunks:
         return taken
 
 
+class Release:
+    """Gives the memory of weights back to the system as soon as nobody reads them.
+
+    A checkpoint that is mapped into memory is one mapping, which the norms keep: the pages of a matrix are handed back by
+    themselves. Whoever reads them nevertheless reads the file again.
+    """
+
+    def __init__(self) -> None:
+        self._libc = ctypes.CDLL(None)
+        self._freed = 0  # bytes since the allocator was last asked for what it keeps
+        maps = Path("/proc/self/maps")
+        lines = maps.read_text(encoding="utf-8", errors="replace").splitlines() if maps.exists() else []
+        spans = [line.split(maxsplit=1)[0].split("-") for line in lines if " /" in line]  # of mappings that have a path
+        self._files = [(int(start, 16), int(end, 16)) for start, end in spans]
+
+    def give_up(self, weight: Tensor) -> None:
+        """Hand back the whole pages of a weight that lies in a file; any other is freed with its last reference."""
+        start, size = weight.data_ptr(), weight.numel() * weight.element_size()
+        self._freed += size
+        if self._freed > CHUNK:
+            self.trim()
+        if weight.is_contiguous() and any(first <= start and start + size <= end for first, end in self._files):
+            first, end = -(-start // mmap.PAGESIZE) * mmap.PAGESIZE, (start + size) // mmap.PAGESIZE * mmap.PAGESIZE
+            if first < end:
+                self._libc.madvise(ctypes.c_void_p(first), ctypes.c_size_t(end - first), mmap.MADV_DONTNEED)
+
+    def trim(self) -> None:
+        """Have the allocator hand back what was freed between blocks that are in use."""
+        self._freed = 0
+        with suppress(AttributeError):  # another C library than glibc
+            self._libc.malloc_trim(ctypes.c_size_t(0))
+
+
+class Panels:
+    """A weight's matrices in panels, one below the other in the weight. matrices: as the C ABI takes them, without biases.
+    memory: their panels. dtype: of the weight. type: of the panels, see TYPES and QUANTIZED.
+    """
+
+    def __init__(self, library: Any, matrices: list[Matrix], memory: list[Tensor], dtype: torch.dtype) -> None:
+        self._library, self.matrices, self._memory, self._dtype = library, matrices, memory, dtype
+        self.type = matrices[0].type
+
+    def unpacked(self) -> Tensor:
+        """The weight, plain: as it was stored, or what its codes stand for, rounded to its dtype."""
+        return torch.cat([self._rows(matrix).to(self._dtype) for matrix in self.matrices])
+
+    def _rows(self, matrix: Matrix) -> Tensor:
+        """[outputs, inputs] float32: the embeddings of a model whose LM head is the matrix."""
+        ids, rows = torch.arange(matrix.outputs), torch.empty((matrix.outputs, matrix.inputs))
+        model = Model(hidden=matrix.inputs, embeddings=matrix.outputs, head=matrix)
+        model.embedding_scale = model.embedding_multiplier = 1.0
+        self._library.sk_embed(ctypes.addressof(model), ids.data_ptr(), len(ids), rows.data_ptr())
+        return rows
+
+
 class Weights:
     """A model's weights in panels. They live as long as this object.
 
     model: the struct that the C ABI takes. bytes: of the panels. rotary_kinds: layer types that have a rotary table of their
     own, in the order of their numbers. quantize: "int8" or "int4" for all matrices, None for the dtype that they are stored in.
+    keep_weights: False puts a `PackedWeight` into the model wherever a matrix was copied, before the next one is.
     """
 
-    def __init__(self, library: Any, model: Any, facts: Facts, quantize: str | None = None) -> None:
+    def __init__(self, library: Any, model: Any, facts: Facts, quantize: str | None = None, keep_weights: bool = True) -> None:
         self._library, self._kept, self.bytes, self._quantize = library, [], 0, quantize
-        self._chunks = Chunks()
+        self._chunks, self._facts, self._releases = Chunks(), facts, None if keep_weights else Release()
         config, family = model.config, facts.family
         self._recipe = RECIPES[config.model_type]
         self.rotary_kinds = sorted(set(facts.kinds)) if family.rotary_by_kind else [""]
@@ -115,24 +173,23 @@ class Weights:
         layers = (Layer * len(facts.layers))(*[self._layer(facts, index, config) for index in range(len(facts.layers))])
         self._kept.append(layers)
         embedding = model.get_input_embeddings()
-        rows = embedding.weight.detach().contiguous()
-        from_head = quantize is not None and embedding.weight is facts.head.weight  # what is tied has one set of values
-        if not from_head:
-            self._kept.append(rows)
+        tied = embedding.weight is facts.head.weight  # embeddings are read from the head's panels
+        rows = None if tied else embedding.weight.detach().contiguous()
+        self._kept.append(rows)
         norm = getattr(facts.decoder, family.norm)
         self.model = Model(
-            hidden=rows.shape[1],
+            hidden=embedding.weight.shape[1],
             heads=config.num_attention_heads,
             kv_heads=kv_heads,
             head_size=head_size,
             intermediate=config.intermediate_size,
             depth=len(facts.layers),
             vocabulary=facts.head.weight.shape[0],
-            embeddings=rows.shape[0],
+            embeddings=embedding.weight.shape[0],
             layers=ctypes.addressof(layers),
-            head=self._packed(facts.head.weight.detach(), facts.head.bias, quantize and HEADS[quantize]),
-            embedding=None if from_head else rows.data_ptr(),
-            embedding_type=TYPES[rows.dtype],
+            head=self._matrix(facts.head, quantize and HEADS[quantize]),
+            embedding=None if rows is None else rows.data_ptr(),
+            embedding_type=TYPES[embedding.weight.dtype],
             norm=self._norm(norm),
             epsilon=epsilon,
             embedding_scale=float(getattr(embedding, "embed_scale", 1.0)),
@@ -140,17 +197,19 @@ class Weights:
             logits_divisor=float(getattr(config, "logits_scaling", 1.0)),
             logits_softcap=float(getattr(config, "final_logit_softcapping", None) or 0.0),
         )
+        if self._releases is not None:
+            self._releases.trim()
 
     def _layer(self, facts: Facts, index: int, config: Any) -> Layer:
-        layer, recipe = facts.layers[index], self._recipe
+        layer, recipe, quantize = facts.layers[index], self._recipe, self._quantize
         attention, mlp = getattr(layer, facts.family.attention), layer.mlp
         sizes = [config.num_attention_heads, config.num_key_value_heads, config.num_key_value_heads]
         if recipe.fused:
-            q, k, v = self._split(attention.qkv_proj, [count * attention.head_dim for count in sizes])
-            gate, up = self._split(mlp.gate_up_proj, [config.intermediate_size] * 2)
+            q, k, v = self._matrices(attention.qkv_proj, [count * attention.head_dim for count in sizes], quantize)
+            gate, up = self._matrices(mlp.gate_up_proj, [config.intermediate_size] * 2, quantize)
         else:
-            q, k, v = (self._linear(getattr(attention, name)) for name in ("q_proj", "k_proj", "v_proj"))
-            gate, up = self._linear(mlp.gate_proj), self._linear(mlp.up_proj)
+            q, k, v = (self._matrix(getattr(attention, name), quantize) for name in ("q_proj", "k_proj", "v_proj"))
+            gate, up = self._matrix(mlp.gate_proj, quantize), self._matrix(mlp.up_proj, quantize)
         rotates = bool(getattr(attention, "use_rope", True))
         kind = facts.kinds[index] if facts.family.rotary_by_kind else ""
         norms = (recipe.before_attention, recipe.after_attention, recipe.before_mlp, recipe.after_mlp)
@@ -159,10 +218,10 @@ class Weights:
             q=q,
             k=k,
             v=v,
-            o=self._linear(attention.o_proj),
+            o=self._matrix(attention.o_proj, quantize),
             gate=gate,
             up=up,
-            down=self._linear(mlp.down_proj),
+            down=self._matrix(mlp.down_proj, quantize),
             norm_before_attention=before,
             norm_after_attention=after,
             norm_before_mlp=before_mlp,
@@ -178,31 +237,53 @@ class Weights:
             residual=float(getattr(config, "residual_multiplier", 1.0)),
         )
 
-    def _linear(self, module: Any) -> Matrix:
-        return self._packed(module.weight.detach(), module.bias, self._quantize)
+    def _matrix(self, module: Any, quantize: str | None) -> Matrix:
+        return self._matrices(module, [module.weight.shape[0]], quantize)[0]
 
-    def _split(self, module: Any, sizes: list[int]) -> list[Matrix]:
+    def _matrices(self, module: Any, sizes: list[int], quantize: str | None) -> list[Matrix]:
+        """A module's weight as matrices of so many outputs each, quantised or as it is stored, with their biases.
+
+        ValueError for weights that cannot be quantised, or were, otherwise, and given up.
+        """
+        weight = module.weight
+        kind = TYPES[weight.dtype] if quantize is None else QUANTIZED[quantize]
+        given_up: Any = weight.source if isinstance(weight, PackedWeight) else None  # Panels
+        if given_up is not None and given_up.type == kind:
+            panels = given_up
+        elif given_up is not None and given_up.type in QUANTIZED.values():
+            raise ValueError(
+                f"quantize={quantize or 'none'!r} needs the weights as they were stored, which this model gave up when it was "
+                "quantised: load it again"
+            )
+        else:
+            panels = self._packed(weight.detach(), sizes, kind, quantize)
+            if given_up is None and self._releases is not None:
+                self._facts.replace(weight, PackedWeight(panels, weight))
+                self._releases.give_up(weight)
+        self._kept.append(panels)
         biases = [None] * len(sizes) if module.bias is None else module.bias.detach().split(sizes)
         return [
-            self._packed(part, bias, self._quantize)
-            for part, bias in zip(module.weight.detach().split(sizes), biases, strict=True)
+            Matrix(one.panels, None if bias is None else self._floats(bias), one.outputs, one.inputs, one.type)
+            for one, bias in zip(panels.matrices, biases, strict=True)
         ]
 
-    def _packed(self, weight: Tensor, bias: Tensor | None, quantize: str | None) -> Matrix:
-        """A matrix in panels, quantised or as it is stored. ValueError for weights that cannot be quantised."""
-        outputs, inputs = weight.shape
-        stored, source = TYPES[weight.dtype], weight if weight.stride(1) == 1 else weight.contiguous()
-        kind = stored if quantize is None else QUANTIZED[quantize]
-        size = self._library.sk_packed_bytes(kind, outputs, inputs)
-        panels = self._chunks.take(size)
-        shape = (source.data_ptr(), source.stride(0), outputs, inputs, panels.data_ptr())
-        if quantize is None:
-            self._library.sk_pack(kind, *shape)
-        elif self._library.sk_quantize(kind, stored, *shape):
-            raise ValueError(f"quantize={quantize!r} needs finite weights, none of them beyond the range of float16 times 127")
-        self._kept.append(panels)
-        self.bytes += size
-        return Matrix(panels.data_ptr(), None if bias is None else self._floats(bias), outputs, inputs, kind)
+    def _packed(self, weight: Tensor, sizes: list[int], kind: int, quantize: str | None) -> Panels:
+        """A copy of a weight in panels of a type. ValueError for weights that cannot be quantised."""
+        made, memory = [], []
+        for part in (weight if weight.stride(1) == 1 else weight.contiguous()).split(sizes):
+            outputs, inputs = part.shape
+            size = self._library.sk_packed_bytes(kind, outputs, inputs)
+            memory.append(self._chunks.take(size))
+            shape = (part.data_ptr(), part.stride(0), outputs, inputs, memory[-1].data_ptr())
+            if quantize is None:
+                self._library.sk_pack(kind, *shape)
+            elif self._library.sk_quantize(kind, TYPES[part.dtype], *shape):
+                raise ValueError(
+                    f"quantize={quantize!r} needs finite weights, none of them beyond the range of float16 times 127"
+                )
+            made.append(Matrix(memory[-1].data_ptr(), None, outputs, inputs, kind))
+            self.bytes += size
+        return Panels(self._library, made, memory, weight.dtype)
 
     def _norm(self, module: Any) -> int:
         return self._floats(module.weight.detach().float() + self._recipe.norm_offset)

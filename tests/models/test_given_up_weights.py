@@ -1,0 +1,316 @@
+"""Models whose weights were given up for the native engine's copy: what they still say, what still runs, and what it saves."""
+
+from __future__ import annotations
+
+import copy
+import gc
+import io
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+import skipstone
+from skipstone.models.engines.choice import attach
+from skipstone.models.engines.native import library
+from skipstone.models.fingerprint import fingerprint
+from skipstone.models.layered import LayeredModel
+from skipstone.models.packed import PackedWeight, is_packed
+from tests.helpers import families
+from tests.helpers.native import DTYPES, FAMILIES, assert_same_bits, chain, text
+
+pytestmark = [
+    pytest.mark.skipif(library.missing() is not None, reason=str(library.missing())),
+    pytest.mark.usefixtures("no_gradients"),
+]
+IDS = families.prompts(1)[0][None]
+SENTENCE = "weights of this model were given up"
+
+
+def given_up(name: str = "llama", dtype: torch.dtype = torch.float32, quantize: str | None = None, **more: Any) -> Any:
+    """A model after the native engine took its weights over."""
+    model = families.build(name, **more).to(dtype)
+    attach(model, quantize=quantize, keep_weights=False)
+    assert LayeredModel(model).engine.name == "native"
+    assert is_packed(model)
+    return model
+
+
+def decode(model: Any, method: str = "autoregressive", **more: Any) -> torch.Tensor:
+    return skipstone.generate(model, IDS, method, max_new_tokens=8, do_sample=False, **more).sequences
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("name", FAMILIES)
+def test_every_parameter_still_says_what_it_was(name: str, dtype: torch.dtype) -> None:
+    before, model = families.build(name).to(dtype), given_up(name, dtype)
+    embedding = model.get_input_embeddings().weight
+    for (key, was), (same_key, now) in zip(before.named_parameters(), model.named_parameters(), strict=True):
+        assert key == same_key
+        assert isinstance(now, torch.nn.Parameter)
+        assert isinstance(now, PackedWeight) == (now.ndim == 2 and (now is not embedding or now is model.lm_head.weight)), key
+        assert (was.shape, was.dtype, was.device, was.requires_grad) == (now.shape, now.dtype, now.device, now.requires_grad)
+        assert torch.equal(was, now.detach()), key
+    assert fingerprint(model) == fingerprint(before)
+    assert_same_bits(chain(LayeredModel(model), text(), 5), chain(LayeredModel(before, "native"), text(), 5))
+
+
+@pytest.mark.parametrize("width", [32, 40])
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_tied_embeddings_come_from_the_panels_of_the_head(dtype: torch.dtype, width: int) -> None:
+    apart, together = (families.build("llama", hidden_size=width, tie_word_embeddings=tie).to(dtype) for tie in (False, True))
+    apart.load_state_dict(together.state_dict())
+    ids, engine = torch.arange(97)[None], LayeredModel(together).engine
+    assert engine._weights.model.embedding is None  # pyright: ignore
+    assert LayeredModel(apart).engine._weights.model.embedding == apart.model.embed_tokens.weight.data_ptr()  # pyright: ignore
+    assert torch.equal(engine.embed(ids, ids), LayeredModel(apart).engine.embed(ids, ids))
+    assert_same_bits(chain(LayeredModel(together), text(), 5), chain(LayeredModel(apart), text(), 5))
+
+
+@pytest.mark.parametrize("kind", ["int8", "int4"])
+@pytest.mark.parametrize("name", ["llama", "phi3"])
+def test_quantised_weights_say_what_their_codes_stand_for(name: str, kind: str) -> None:
+    before, model = families.build(name), given_up(name, quantize=kind)
+    steps = {"int8": 254, "int4": 15}
+    for (key, was), now in zip(before.named_parameters(), model.parameters(), strict=True):
+        if isinstance(now, PackedWeight):
+            most = 1.1 * (was.max() - was.min()) / steps["int8" if now is model.lm_head.weight else kind]
+            assert 0 < (was - now).abs().max() < most, key
+    assert fingerprint(model) == fingerprint(before), "the model is the same"
+    assert_same_bits(chain(LayeredModel(model), text(), 5), chain(LayeredModel(before, None, kind), text(), 5))
+    with pytest.raises(ValueError, match="gave up when it was quantised: load it again"):
+        LayeredModel(model, "native", "none")
+
+
+def test_another_precision_leaves_the_weights_that_there_are() -> None:
+    before, model = families.build("llama"), given_up()
+    assert_same_bits(chain(LayeredModel(model, None, "int8"), text(), 5), chain(LayeredModel(before, None, "int8"), text(), 5))
+    assert torch.equal(model.lm_head.weight.detach(), before.lm_head.weight)
+
+
+def test_the_engine_is_made_once_and_its_panels_outlive_a_change_of_the_config() -> None:
+    model = given_up(quantize="int8")
+    engine = LayeredModel(model).engine
+    assert LayeredModel(model).engine is engine
+    expected = chain(LayeredModel(model), text(), 5)
+    model.config.some_field = 1
+    assert LayeredModel(model).engine is not engine
+    del engine
+    gc.collect()
+    again: Any = LayeredModel(model).engine
+    assert again._weights.bytes == 0, "the panels are copied again"
+    assert_same_bits(chain(LayeredModel(model), text(), 5), expected)
+
+
+def test_shapes_and_texts_unpack_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = given_up()
+    fingerprint(model)
+    monkeypatch.setattr(PackedWeight, "__torch_dispatch__", lambda *_: pytest.fail("a weight was unpacked"))
+    assert model.lm_head.weight.shape == (97, 32)
+    assert model.num_parameters() == families.build("llama").num_parameters()
+    for method in ("autoregressive", "layerskip exit_layer=2", "swift", "prompt_lookup"):
+        skipstone.generate(model, IDS, method, max_new_tokens=12, do_sample=False)
+
+
+@pytest.mark.parametrize("threads", [1, 2])
+@pytest.mark.parametrize("name", ["llama", "phi3", "gemma2"])
+def test_eager_and_transformers_run_unpacked_weights(name: str, threads: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch, "get_num_threads", lambda: threads)  # into as many blocks a matrix is split for one row
+    before, model = families.build(name), given_up(name)
+    assert torch.equal(model(IDS).logits, before(IDS).logits)
+    eager = LayeredModel(model, "eager")
+    assert eager.engine.detail.endswith("slow: its weights are unpacked whenever they are read")
+    assert_same_bits(chain(eager, text(), 5), chain(LayeredModel(before, "eager"), text(), 5))
+    found, expected = (decode(one, "layerskip exit_layer=2", engine="eager") for one in (model, before))
+    assert torch.equal(found, expected)
+    with torch.inference_mode():
+        assert torch.equal(
+            chain(LayeredModel(model, "eager"), text(), 1)[0], chain(LayeredModel(before, "eager"), text(), 1)[0]
+        )
+
+
+def test_a_hook_sends_the_model_to_eager_and_back() -> None:
+    model = given_up()
+    expected = skipstone.generate(model, IDS, "autoregressive", max_new_tokens=8, do_sample=False)
+    hook = model.model.layers[1].register_forward_hook(lambda *_: None)
+    found = skipstone.generate(model, IDS, "autoregressive", max_new_tokens=8, do_sample=False)
+    assert (found.engine, found.engine_reason is None) == ("eager", False)
+    hook.remove()
+    assert LayeredModel(model).engine.name == expected.engine == "native"
+    assert torch.equal(found.sequences, expected.sequences)
+
+
+@pytest.mark.parametrize("tie", [False, True])
+def test_copies_and_checkpoints_are_plain(tie: bool, tmp_path: Path) -> None:
+    before, model = families.build("llama", tie_word_embeddings=tie), given_up(tie_word_embeddings=tie)
+    model.save_pretrained(tmp_path)
+    pickled = io.BytesIO()
+    torch.save(model, pickled)
+    pickled.seek(0)
+    state = model.state_dict()
+    assert all(type(one) is torch.Tensor for one in state.values())
+    fresh = families.build("llama", seed=3, tie_word_embeddings=tie)
+    fresh.load_state_dict(state)
+    copies = [
+        copy.deepcopy(model),
+        AutoModelForCausalLM.from_pretrained(tmp_path),
+        torch.load(pickled, weights_only=False),
+        fresh,
+    ]
+    for made in copies:
+        assert not is_packed(made)
+        assert (made.lm_head.weight is made.model.embed_tokens.weight) == tie
+        for name, one in made.named_parameters():
+            assert torch.equal(one, before.get_parameter(name)), name
+    assert is_packed(model)
+
+
+@pytest.mark.parametrize("tie", [False, True])
+def test_moved_models_are_ordinary_again(tie: bool) -> None:
+    before, model = families.build("llama", tie_word_embeddings=tie), given_up(tie_word_embeddings=tie)
+    assert is_packed(model.to("cpu"))
+    model.to(torch.bfloat16)
+    before.to(torch.bfloat16)
+    assert not is_packed(model)
+    assert (model.lm_head.weight is model.model.embed_tokens.weight) == tie
+    assert torch.equal(model(IDS).logits, before(IDS).logits)
+    attach(model, keep_weights=True)
+    assert_same_bits(chain(LayeredModel(model), text(), 5), chain(LayeredModel(before, "native"), text(), 5))
+
+
+def test_data_is_that_of_an_ordinary_parameter() -> None:
+    model = given_up()
+    weight = model.model.layers[0].mlp.up_proj.weight
+    weight.data += 1  # as PEFT merges adapters
+    assert type(weight) is torch.nn.Parameter
+    assert torch.equal(weight, families.build("llama").model.layers[0].mlp.up_proj.weight + 1)  # pyright: ignore
+
+
+def test_adapters_run_on_eager_and_are_merged_into_the_values() -> None:
+    from peft import LoraConfig, get_peft_model
+
+    texts, merged = [], []
+    for model in (given_up(), families.build("llama")):
+        torch.manual_seed(0)
+        wrapped = get_peft_model(model, LoraConfig(r=2, target_modules=["q_proj"], init_lora_weights=False)).eval()
+        texts.append(decode(wrapped, engine="eager"))
+        merged.append(wrapped.merge_and_unload())  # pyright: ignore
+    assert torch.equal(*texts)
+    assert is_packed(merged[0])
+    for (name, one), other in zip(merged[0].named_parameters(), merged[1].parameters(), strict=True):
+        assert torch.equal(one.detach(), other), name
+    assert torch.equal(decode(merged[0]), decode(merged[1]))
+
+
+def test_changes_are_refused_in_one_sentence() -> None:
+    model = given_up()
+    with pytest.raises(RuntimeError, match=SENTENCE):
+        model.lm_head.weight.add_(1)
+    with pytest.raises(RuntimeError, match=SENTENCE):
+        torch.nn.init.zeros_(model.lm_head.weight)
+    with pytest.raises(RuntimeError, match=SENTENCE):
+        model.load_state_dict(families.build("llama").state_dict())
+    with torch.enable_grad():
+        model.train()
+        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+        model(IDS, labels=IDS).loss.backward()
+        with pytest.raises(RuntimeError, match=SENTENCE):
+            optimizer.step()
+    assert not bool(torch.isnan(model.lm_head.weight.detach()).any())
+
+
+def test_load_gives_up_what_it_is_told_to() -> None:
+    kept, _ = skipstone.load()
+    model, _ = skipstone.load(keep_weights=False)
+    assert not is_packed(kept)
+    assert is_packed(model)
+    assert not is_packed(skipstone.load(engine="eager", keep_weights=False)[0]), "eager needs them"
+    assert fingerprint(model) == fingerprint(kept)
+    for method in ("autoregressive", "layerskip", "adadecode", "speculative"):
+        texts = [skipstone.generate(one, IDS, method, max_new_tokens=24, do_sample=False).sequences for one in (kept, model)]
+        assert torch.equal(*texts), method
+
+
+def test_a_draft_model_that_was_named_is_nobodys_but_ours() -> None:
+    from skipstone.methods.shared.draft_model import draft_model_for
+
+    target, _ = skipstone.load()
+    draft = draft_model_for(None, LayeredModel(target))
+    assert is_packed(draft.model)
+    given = copy.deepcopy(draft.model)
+    assert not is_packed(draft_model_for(given, LayeredModel(target)).model)
+
+
+MEASURE = """
+import json, sys
+import torch, skipstone
+from transformers import LlamaForCausalLM  # what loading imports is there before
+from skipstone.models.layered import LayeredModel
+
+def status(name):
+    with open("/proc/self/status") as lines:
+        return next(int(line.split()[1]) / 1024 for line in lines if line.startswith(name))
+
+skipstone.load(keep_weights=False)  # the same code, with a small model
+torch.set_num_threads(1)
+before = status("VmRSS")
+from skipstone.loading import load_model
+from skipstone.models.engines.choice import attach
+model = load_model(sys.argv[1])
+attach(model, "native", sys.argv[3] if sys.argv[3] != "none" else None, keep_weights=sys.argv[2] == "True")
+if sys.argv[4] == "True":
+    for one in model.parameters():
+        one.data = one.data.clone()  # no longer in the file's mapping
+layered = LayeredModel(model)
+assert layered.engine.name == "native"
+found = {"after": status("VmRSS") - before, "most": status("VmHWM") - before}
+print(json.dumps({**found, "panels": layered.engine._weights.bytes / 2**20}))
+"""
+
+
+@pytest.fixture(scope="module")
+def large(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A random model of some 120 MB, a quarter of it the tied embedding."""
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    folder = tmp_path_factory.mktemp("large")
+    shape: dict[str, Any] = {"hidden_size": 512, "intermediate_size": 2048, "num_hidden_layers": 6, "num_attention_heads": 8}
+    config = LlamaConfig(vocab_size=16000, num_key_value_heads=4, tie_word_embeddings=True, **shape)
+    LlamaForCausalLM(config).save_pretrained(folder)
+    return folder
+
+
+def measured(folder: Path, keep: bool, quantize: str = "none", cloned: bool = False) -> dict[str, float]:
+    """Megabytes: process memory after loading and at most, beyond what there was before, and the panels."""
+    command = [sys.executable, "-c", MEASURE, str(folder), str(keep), quantize, str(cloned)]
+    source = str(Path(skipstone.__file__).parents[1])
+    place = {**os.environ, "PYTHONPATH": source}
+    ran = subprocess.run(command, capture_output=True, text=True, check=True, env=place, timeout=300)
+    return json.loads(ran.stdout)
+
+
+@pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="no /proc")
+@pytest.mark.parametrize("cloned", [False, True], ids=["mapped", "allocated"])
+def test_weights_are_in_memory_once(large: Path, cloned: bool) -> None:
+    found, twice = measured(large, False, cloned=cloned), measured(large, True, cloned=cloned)
+    weights = found["panels"]
+    assert 100 < weights < 140
+    slack = 20  # MB: blocks that the allocator keeps, huge pages that are not full
+    assert twice["after"] > 2 * weights - slack, "two copies are not seen"
+    assert found["after"] < weights + slack
+    if not cloned:  # the clones above were made beside the file
+        largest = 16000 * 512 * 4 / 2**20
+        assert found["most"] < weights + largest + slack
+
+
+@pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="no /proc")
+def test_quantised_weights_are_all_that_is_in_memory(large: Path) -> None:
+    found = measured(large, False, "int4")
+    assert found["panels"] < 30
+    assert found["after"] < found["panels"] + 20
