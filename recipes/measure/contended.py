@@ -22,7 +22,7 @@ from typing import Any
 import torch
 
 import skipstone
-from skipstone.models.engines.native.engine import THREADS
+from skipstone.models.engines.native.threads import VARIABLE as THREADS
 from skipstone.tasks.sets import named
 
 SPIN = "import os\nos.sched_setaffinity(0, {{{core}}})\nwhile True: pass"

@@ -26,6 +26,7 @@ from transformers.modeling_outputs import CausalLMOutput
 from transformers.modeling_utils import AttentionInterface
 from transformers.utils import logging
 
+from skipstone.models.packed import PackedWeight
 from tests.helpers import families
 from tests.helpers.support import tokenizer
 
@@ -149,7 +150,19 @@ def loading_a_checkpoint() -> None:
     assert parameters[:2] == ["self", "resume_from_checkpoint"]
 
 
+def wrapper_subclasses() -> None:
+    """torch's own recipe for a tensor subclass that has no storage: models/packed.py."""
+    made = torch.Tensor._make_wrapper_subclass(PackedWeight, (3, 2), dtype=torch.float32)
+    assert made.shape == (3, 2)
+    assert PackedWeight.__torch_function__ is torch._C._disabled_torch_function_impl
+    assert [argument.name for argument in torch.ops.aten.mul_.Tensor._schema.arguments] == ["self", "other"]
+
+
 PRIVATE: dict[str, Callable[[], None]] = {
+    "_C": wrapper_subclasses,
+    "_disabled_torch_function_impl": wrapper_subclasses,
+    "_make_wrapper_subclass": wrapper_subclasses,
+    "_schema": wrapper_subclasses,
     "_get_logits_processor": logits_processor,
     "_get_default_generation_params": default_generation_params,
     "_prefix_allowed_tokens_fn": prefix_allowed_tokens_fn,

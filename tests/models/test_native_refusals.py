@@ -199,6 +199,13 @@ def test_no_memory_is_an_error() -> None:
     assert ERRORS[error] == "more memory or threads than there are"
 
 
+def test_hooks_of_transformers_own_are_no_reason() -> None:
+    model = families.build("llama")
+    model(families.prompts(1)[0][None], output_hidden_states=True)
+    assert any(module._forward_hooks for module in model.modules()), "it listens from now on"
+    assert LayeredModel(model).engine.name == "native"
+
+
 class OtherLinear(nn.Linear):
     pass
 

@@ -37,7 +37,12 @@ def _changed(module: Any) -> bool:
     own = module.__dict__.get("forward")
     while isinstance(own, patches.Forward):
         own = own.before
-    return own is not None or bool(module._forward_hooks) or bool(module._forward_pre_hooks)
+    return own is not None or any(map(_foreign, (*module._forward_hooks.values(), *module._forward_pre_hooks.values())))
+
+
+def _foreign(hook: Any) -> bool:
+    """Whether a hook is the user's. transformers' own, which stay after a forward with output_hidden_states, only listen."""
+    return not str(getattr(hook, "__module__", None)).startswith("transformers.")
 
 
 class NativeEngine:
