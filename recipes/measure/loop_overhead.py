@@ -1,9 +1,11 @@
 """What a step of the loop costs outside the model's layers: drafting, verification, bookkeeping, transfers.
 
-    python recipes/measure/loop_overhead.py [--layers 10 --hidden 64 --tokens 128 --rounds 8]
+    python recipes/measure/loop_overhead.py [--layers 10 --hidden 64 --tokens 128 --rounds 8] [--nano] [--engine native]
 
-A small Llama with random weights decodes plainly, with LayerSkip, with self-speculative drafts and with prompt lookup. The time
-in the model's layers, embedding and head is taken away from that of the call; what is left is divided by the number of turns.
+A small Llama with random weights, or the bundled model, decodes plainly, greedily and sampling with processors, with LayerSkip,
+with self-speculative drafts and with prompt lookup. The time in the engine's calls is taken away from that of the steps (the
+call before the first one left out); what is left is divided by the number of turns. On the bundled model every pass reads
+weights that fill the caches, so that the loop's own code and data come from memory again.
 Two checkouts are compared by running the script in turns with PYTHONPATH=OTHER/src. Prints a table in Markdown and, as its last
 line, one JSON document: the smallest and the median milliseconds a turn over the rounds.
 """
@@ -24,15 +26,23 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 import skipstone
 from skipstone import LayeredModel
+from skipstone.models.engines.engine import ENGINES
 
-METHODS: dict[str, dict[str, Any]] = {
-    "autoregressive": {},
-    "layerskip": {"exit_layer": 3, "num_speculative_tokens": 4},
-    "self_speculative": {"skip_attention": (2, 4, 6), "skip_mlp": (3, 5), "num_speculative_tokens": 4},
-    "prompt_lookup": {},
+GREEDY = {"do_sample": False}
+SAMPLED = {"do_sample": True, "temperature": 0.8, "top_p": 0.9, "repetition_penalty": 1.1, "seed": 1}
+ROWS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
+    "autoregressive": ({"method": "autoregressive"}, GREEDY),
+    "autoregressive, sampling with processors": ({"method": "autoregressive"}, SAMPLED),
+    "layerskip": ({"method": "layerskip", "exit_layer": 3, "num_speculative_tokens": 4}, GREEDY),
+    "self_speculative": (
+        {"method": "self_speculative", "skip_attention": (2, 4, 6), "skip_mlp": (3, 5), "num_speculative_tokens": 4},
+        GREEDY,
+    ),
+    "prompt_lookup": ({"method": "prompt_lookup"}, GREEDY),
 }
-INSIDE = ("run", "embed", "logits")
-"""Calls of `LayeredModel` whose time is the model's own."""
+"""What is measured: method and options."""
+INSIDE = ("run", "embed", "normed", "project", "likeliest", "chain")
+"""Calls of an engine."""
 
 
 def model(layers: int, hidden: int) -> LlamaForCausalLM:
@@ -49,40 +59,40 @@ def model(layers: int, hidden: int) -> LlamaForCausalLM:
 
 
 @contextmanager
-def clocked() -> Iterator[list[float]]:
-    """Add up the seconds inside the model; nested calls count once."""
-    seconds, depth, own = [0.0], [0], {name: getattr(LayeredModel, name) for name in INSIDE}
+def clocked(engine: Any) -> Iterator[list[float]]:
+    """Add up the seconds inside an engine's calls."""
+    seconds = [0.0]
 
     def timed(call: Any) -> Any:
         def around(*given: Any, **more: Any) -> Any:
-            depth[0] += 1
             began = time.perf_counter()
             try:
                 return call(*given, **more)
             finally:
-                depth[0] -= 1
-                if not depth[0]:
-                    seconds[0] += time.perf_counter() - began
+                seconds[0] += time.perf_counter() - began
 
         return around
 
-    for name, call in own.items():
-        setattr(LayeredModel, name, timed(call))
+    for name in INSIDE:
+        setattr(engine, name, timed(getattr(engine, name)))
     try:
         yield seconds
     finally:
-        for name, call in own.items():
-            setattr(LayeredModel, name, call)
+        for name in INSIDE:
+            delattr(engine, name)
 
 
-def outside(network: LlamaForCausalLM, method: dict[str, Any], tokens: int) -> float:
-    """Milliseconds a turn outside the model."""
+def outside(network: Any, engine: str, row: tuple[dict[str, Any], dict[str, Any]], tokens: int) -> float:
+    """Milliseconds a turn outside the engine."""
     ids = torch.arange(32)[None] % 7
-    with clocked() as inside:
+    method, options = row
+    steps = skipstone.stream(network, ids, method, engine=engine, max_new_tokens=tokens, **options)
+    next(steps)  # the prompt
+    with clocked(LayeredModel(network, engine).engine) as inside:
         began = time.perf_counter()
-        steps = list(skipstone.stream(network, ids, method, max_new_tokens=tokens, do_sample=False))
+        turns = len(list(steps))
         seconds = time.perf_counter() - began
-    return 1000 * (seconds - inside[0]) / len(steps)
+    return 1000 * (seconds - inside[0]) / turns
 
 
 def main() -> None:
@@ -91,15 +101,19 @@ def main() -> None:
     parser.add_argument("--hidden", type=int, default=64)
     parser.add_argument("--tokens", type=int, default=128)
     parser.add_argument("--rounds", type=int, default=8)
+    parser.add_argument("--nano", action="store_true")
+    parser.add_argument("--engine", default="auto", choices=ENGINES)
     given = parser.parse_args()
     warnings.simplefilter("ignore", RuntimeWarning)
-    network = model(given.layers, given.hidden)
-    found: dict[str, list[float]] = {name: [] for name in METHODS}
+    network = skipstone.load()[0] if given.nano else model(given.layers, given.hidden)
+    network.generation_config.eos_token_id = None
+    found: dict[str, list[float]] = {name: [] for name in ROWS}
     for round_number in range(given.rounds + 1):
-        for name, settings in METHODS.items():
-            milliseconds = outside(network, {"method": name, **settings}, given.tokens)
+        for name, row in ROWS.items():
+            milliseconds = outside(network, given.engine, row, given.tokens)
             if round_number:  # the first round warms up
                 found[name].append(milliseconds)
+    print(f"engine {LayeredModel(network, given.engine).engine.name}")
     print("| method | least ms a turn | median |\n| --- | --- | --- |")
     for name, values in found.items():
         print(f"| {name} | {min(values):.3f} | {statistics.median(values):.3f} |")
