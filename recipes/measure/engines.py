@@ -127,8 +127,9 @@ def main() -> None:
     report(found, len(prompts), asked.new, str(model.dtype), asked.quantize)
     layered = LayeredModel(model, "native", asked.quantize)
     print(f"\n{layered.engine.detail}")
-    found = machine.ceiling(model, statistics.mean(map(len, prompts)) + asked.new / 2)
-    print(machine.told(asked.model or "skipstone-nano", found))
+    if not asked.quantize:  # the ceiling is that of the weights as they are stored
+        found = machine.ceiling(model, statistics.mean(map(len, prompts)) + asked.new / 2)
+        print(machine.told(asked.model or "skipstone-nano", found))
     passes(layered)
 
 

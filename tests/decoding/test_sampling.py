@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from dataclasses import replace
 from typing import Any
 
@@ -15,6 +16,7 @@ from transformers.generation.logits_process import (
     EpsilonLogitsWarper,
     EtaLogitsWarper,
     LogitsProcessor,
+    LogitsProcessorList,
     MinPLogitsWarper,
     NoRepeatNGramLogitsProcessor,
     RepetitionPenaltyLogitsProcessor,
@@ -25,6 +27,7 @@ from transformers.generation.logits_process import (
 )
 
 from skipstone import LayerSkip, Request, Sampling
+from skipstone.decoding.noise import Noise
 from skipstone.decoding.sampling import Sampler, Warping, warp
 from skipstone.models.layered import LayeredModel
 from tests.helpers import planted
@@ -255,3 +258,38 @@ def test_settings_that_mean_nothing(settings: dict[str, Any], part: str) -> None
 @planted.found_by((planted.top_p_rounded_twice, lambda: test_top_p_cuts_ties_where_transformers_does(0.8)))
 def test_planted_bugs_are_found(plant: Any, proof: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     planted.assert_found(plant, proof, monkeypatch)
+
+
+@pytest.mark.parametrize("shape", ["apart", "ties", "few finite"])
+def test_a_small_top_k_keeps_what_hf_keeps(shape: str) -> None:
+    """Vocabularies larger than what is looked at: each row alone, in a batch beside rows of other kinds, and as one of several
+    nodes has the same bits."""
+    dice = torch.Generator().manual_seed(3)
+    for top_k, top_p, min_p, temperature in itertools.product((1, 7, 50, 100), (1.0, 0.9, 0.5), (0.0, 0.05), (0.7, 1.5)):
+        logits = torch.randn(3, 700, generator=dice) * 4
+        if shape == "ties":
+            logits = logits.round()
+        if shape == "few finite":
+            logits[:, torch.randperm(700, generator=dice)[:660]] = float("-inf")
+        hf = LogitsProcessorList([TemperatureLogitsWarper(temperature), TopKLogitsWarper(top_k)])
+        hf += [TopPLogitsWarper(top_p)] if top_p < 1 else []
+        hf += [MinPLogitsWarper(min_p)] if min_p else []
+        expected = hf(torch.zeros(3, 1, dtype=torch.long), logits.clone()).softmax(-1)  # type: ignore[arg-type]
+        one = Sampling(temperature, top_k, top_p, min_p)
+        found = warp(logits, Warping([one] * 3, logits.device))
+        assert torch.equal(found > 0, expected > 0)
+        torch.testing.assert_close(found, expected, atol=1e-6, rtol=1e-5)
+        mixed = warp(logits, Warping([one, Sampling(1.0), Sampling(0.0)], logits.device))
+        assert torch.equal(mixed[0], found[0])
+        assert torch.equal(warp(logits[:1], Warping([one], logits.device))[0], found[0])
+        nodes = warp(logits[None], Warping([one], logits.device))
+        assert torch.equal(nodes[0], found)
+
+
+def test_a_draw_among_few_tokens_is_that_of_the_whole_race() -> None:
+    dice = torch.Generator().manual_seed(4)
+    for seed in range(200):
+        p = torch.randn(1, 300, generator=dice).softmax(-1)
+        p[0, torch.randperm(300, generator=dice)[: 299 - seed % 40]] = 0
+        noise, position = Noise(torch.tensor([seed])), torch.tensor([seed % 7])
+        assert torch.equal(noise.draw(p, position, 0), noise.race(p, position, 0).argmax(-1))

@@ -117,9 +117,10 @@ def _warped_few(logits: Tensor, rows: Warping) -> tuple[Tensor, Tensor]:
     """
     shape = (-1, *[1] * (logits.ndim - 1))
     best = (logits / rows.temperature.view(shape)).topk(FEW + 1, dim=-1)  # always as many: a row's sums do not know the others
-    tied = (best.values[..., :-1] == best.values[..., 1:]).any(-1, keepdim=True)
-    place = host.counting(FEW + 1, logits.device)
-    scores = best.values.masked_fill(place >= rows.top_k.view(shape), float("-inf"))  # [..., FEW + 1], the largest first
+    out = host.counting(FEW + 1, logits.device) >= rows.top_k.view(shape)  # [..., FEW + 1]
+    equal = (best.values[..., :-1] == best.values[..., 1:]) & (best.values[..., 1:] > float("-inf"))
+    tied = (equal & ~out[..., :-1]).any(-1, keepdim=True)  # the last that is kept and the first that is not among them
+    scores = best.values.masked_fill(out, float("-inf"))  # [..., FEW + 1], the largest first
     if rows.any_top_p:
         rising = scores.flip(-1).softmax(-1).cumsum(-1)  # HF adds up from the least probable token on
         tail = (rising <= rows.tail.view(shape)).flip(-1)
