@@ -22,6 +22,7 @@ from skipstone.decoding.session import Request, Session
 from skipstone.methods.adasd.thresholds import VerificationThreshold
 from skipstone.methods.shared import draft_model as draft_models
 from skipstone.methods.shared.draft_model import DraftModel, DraftModelSession
+from skipstone.models.engines.choice import attach
 from skipstone.models.engines.native import library
 from skipstone.models.engines.native.engine import NativeEngine
 from skipstone.models.layered import LayeredModel
@@ -164,6 +165,19 @@ def test_the_first_pass_feeds_what_is_lacking_and_no_more(model: Any) -> None:
     assert out.stats is not None
     assert out.stats.accepted == out.stats.drafted == 9
     assert fed == [9, 1, 1, 1, 2, 1, 1, 2, 1, 1]
+
+
+@pytest.mark.skipif(library.missing() is not None, reason=str(library.missing()))
+def test_a_draft_model_keeps_what_was_asked_of_it(model: Any) -> None:
+    """An object that was quantised, and has given its weights up, drafts for a target that was not."""
+    drafter = llama(seed=1)
+    attach(drafter, quantize="int8", keep_weights=False)
+    LayeredModel(drafter)
+    found = Speculative(drafter).draft_model_for(LayeredModel(model, kv_dtype="bfloat16"))
+    assert (found.engine.quantize, found.asked.kv_dtype) == ("int8", "bfloat16")
+    out = skipstone.generate(model, prompt(9), Speculative(drafter, 3), max_new_tokens=20, do_sample=False)
+    plain = skipstone.generate(model, prompt(9), Autoregressive(), max_new_tokens=20, do_sample=False)
+    assert out.new_tokens == plain.new_tokens
 
 
 @pytest.mark.skipif(library.missing() is not None, reason=str(library.missing()))

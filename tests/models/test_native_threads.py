@@ -50,9 +50,11 @@ def test_what_the_user_says_is_taken(monkeypatch: pytest.MonkeyPatch) -> None:
     if library.missing() is None:
         engine = LayeredModel(families.build("llama"), "native").engine
         assert engine.detail.endswith("3 threads")
-    for wrong in ("0", "65", "two", ""):
+    for wrong in ("0", "65", "two", "\u00b2"):
         monkeypatch.setenv(threads.VARIABLE, wrong)
         with pytest.raises(ValueError, match="SKIPSTONE_THREADS must be a whole number from 1 to 64, found"):
             threads.asked()
+    monkeypatch.setenv(threads.VARIABLE, "")
+    assert threads.asked() is None
     monkeypatch.delenv(threads.VARIABLE)
     assert threads.asked() is None

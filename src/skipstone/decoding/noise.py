@@ -109,6 +109,8 @@ class Noise:
         """Sample from p [B, V] (need not be normalised); a one-hot row gives its token. Returns [B]."""
         if p.shape[0] == 1 and host.readable(p):  # nobody who cannot win need run
             runners = p[0].nonzero().T  # [1, k]
+            if not runners.shape[1]:
+                return torch.zeros_like(position)
             uniform = _unit(_mix(self._counter(position[:, None], stream) + runners * _PLACE))
             return runners[0, (uniform.log_() / p[0, runners]).argmax(-1)]
         return self.race(p, position, stream).argmax(-1)

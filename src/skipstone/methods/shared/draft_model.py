@@ -18,7 +18,7 @@ from skipstone.decoding.settings import RejectionRule, setting
 from skipstone.loading import load_model, vocabulary
 from skipstone.methods.shared.chain import Chain, ChainSession
 from skipstone.methods.shared.confidence import Threshold
-from skipstone.models.engines.choice import Setup, attach
+from skipstone.models.engines.choice import Setup, attach, attached
 from skipstone.models.frontier import Frontier
 from skipstone.models.host import across, counting, on_device
 from skipstone.models.layered import LayeredModel
@@ -81,7 +81,7 @@ def _check_choice(device: Any, dtype: Any, given: Any) -> None:
 def draft_model_for(
     given: str | PreTrainedModel | None, target: LayeredModel, device: str | None = None, dtype: str | None = None
 ) -> DraftModel:
-    """The draft model for a target, loaded once; its engine is set up as was asked of the target.
+    """The draft model for a target, loaded once; its engine is set up as was asked of it, and where nothing was, of the target.
     given: its name, a model object, or None for the bundled one of the target's vocabulary.
 
     OSError where nothing is found; ValueError where none is bundled, and for one of another vocabulary.
@@ -122,7 +122,7 @@ def _checked(model: PreTrainedModel, name: str, target: LayeredModel) -> DraftMo
         )
     _check_vocabularies(model, name, target)
     try:
-        return DraftModel(model, target.head.weight.shape[0], target.asked)
+        return DraftModel(model, target.head.weight.shape[0], attached(model).over(target.asked))
     except ValueError as error:
         raise ValueError(f"the draft model {name} for {name_of(target.model)} cannot draft: {error}") from error
 
@@ -256,7 +256,8 @@ class DraftModelSession(ChainSession):
         even = min(chain.counts) == tokens.shape[1]
         valid = counting(tokens.shape[1], tokens.device) < on_device(chain.counts, tokens.device)[:, None]
         frontier.append(tokens, None if even else valid)
-        return Draft(tokens, valid, frontier, confidence=chain.confidence)
+        confidence = None if chain.confidence is None else across(chain.confidence, self.model.device)
+        return Draft(tokens, valid, frontier, confidence=confidence)
 
     def _what_is_lacking(self, most: list[int]) -> Frontier:
         """What every live row lacks, one token or two, with room for a draft of at most `most` tokens a row."""

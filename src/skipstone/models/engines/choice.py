@@ -85,10 +85,15 @@ def attach(
     _ATTACHED[inner] = Setup(engine, quantize, kv_dtype, keep_weights).over(_ATTACHED.get(inner, Setup()))
 
 
+def attached(model: Any) -> Setup:
+    """What `load`, `enable` or `attach` was told for a model."""
+    return _ATTACHED.get(unwrapped(model), Setup())
+
+
 def asked_for(model: Any, engine: str | None, quantize: str | None, kv_dtype: str | None) -> Setup:
     """All that is asked of a model's engine: what is given, or what was attached to the model, or what the environment says, or
     "auto", "none" and "float32". ValueError for a name that is none."""
-    asked = Setup(engine, quantize, kv_dtype).over(_ATTACHED.get(unwrapped(model), Setup()))
+    asked = Setup(engine, quantize, kv_dtype).over(attached(model))
     if asked.engine is None:
         asked = asked.over(Setup(known(os.environ.get(VARIABLE) or "auto", ENGINES, VARIABLE)))
     if asked.kv_dtype is None:
@@ -118,7 +123,10 @@ def choose(asked: Setup, model: Any, facts: Facts) -> tuple[Engine, str | None]:
 def _choice(asked: Setup, model: Any, facts: Facts) -> tuple[Engine, str | None]:
     if asked.engine == "eager":
         if asked.quantizes:
-            raise ValueError(f"quantize={asked.quantize!r} needs the native engine, found engine='eager'")
+            raise ValueError(
+                f"quantize={asked.quantize!r}, asked for now or when the model was loaded, needs the native engine, "
+                "found engine='eager'"
+            )
         return EagerEngine(model, facts), None
     reason = why_not(model, facts)
     if asked.engine == "native":

@@ -55,7 +55,9 @@ class NativeEngine:
     dtype = torch.float32
 
     def __init__(self, model: Any, facts: Facts, quantize: str | None = None, keep_weights: bool = True) -> None:
-        """ValueError for weights that cannot be quantised."""
+        """ValueError for weights that cannot be quantised, and for a wrong number of threads in the environment. A model that
+        is to give its weights up has lost some of them by the first of these errors, and is to be loaded again."""
+        said = threads.asked()
         self._library, self.quantize = declare(library.load()), quantize
         known = None if keep_weights else fingerprint.fingerprint(model)
         self._weights = Weights(self._library, model, facts, quantize, keep_weights)
@@ -80,7 +82,7 @@ class NativeEngine:
         self._known_positions = 0  # of every rotary table that the pass struct points at
         self._skips: dict[SkipSet, Any] = {}
         self._no_tensor = torch.empty(0)
-        self.threads = threads.asked() or threads.fastest(self._run_a_token, threads.cores())
+        self.threads = said or threads.fastest(self._run_a_token, threads.cores())
         self.detail = f"C++, {level().decode()}, {kept}, {self.threads} threads"
 
     def _run_a_token(self, count: int) -> None:

@@ -12,11 +12,11 @@ WORTH = 0.9  # share of the best time within which more threads are taken: a mom
 
 
 def asked() -> int | None:
-    """What SKIPSTONE_THREADS says; None where it is unset. ValueError for what is no number of threads."""
-    said = os.environ.get(VARIABLE)
+    """What SKIPSTONE_THREADS says; None where it is unset or empty. ValueError for what is no number of threads."""
+    said = os.environ.get(VARIABLE) or None
     if said is None:
         return None
-    if not said.isdigit() or not 1 <= int(said) <= MOST:
+    if not said.isdecimal() or not 1 <= int(said) <= MOST:
         raise ValueError(f"{VARIABLE} must be a whole number from 1 to {MOST}, found {said!r}")
     return int(said)
 
