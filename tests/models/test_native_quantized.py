@@ -314,9 +314,9 @@ def test_bad_values_and_engines_without_quantised_weights_are_refused(monkeypatc
     ):
         with pytest.raises(ValueError, match="quantize must be one of none, int8, int4, found 'int3'"):
             attempt()
-    with pytest.raises(ValueError, match="quantize='int8', asked for now or .* needs the native engine, found engine='eager'"):
+    with pytest.raises(ValueError, match=r"quantize='int8', asked for now or .* needs the native engine, found engine='eager'"):
         LayeredModel(model, "eager", "int8")
-    with pytest.raises(ValueError, match="quantize='int8', asked for now or .* needs the native engine, found engine='eager'"):
+    with pytest.raises(ValueError, match=r"quantize='int8', asked for now or .* needs the native engine, found engine='eager'"):
         skipstone.load(engine="eager", quantize="int8")
     other = families.build("gpt2")
     with pytest.raises(ValueError, match="quantize='int4' needs the native engine, which cannot run this model: the native"):
