@@ -293,3 +293,7 @@ def test_a_draw_among_few_tokens_is_that_of_the_whole_race() -> None:
         p[0, torch.randperm(300, generator=dice)[: 299 - seed % 40]] = 0
         noise, position = Noise(torch.tensor([seed])), torch.tensor([seed % 7])
         assert torch.equal(noise.draw(p, position, 0), noise.race(p, position, 0).argmax(-1))
+    nothing = torch.zeros(2, 5)
+    alone, beside = (Noise(torch.zeros(rows, dtype=torch.long)) for rows in (1, 2))
+    both = beside.draw(nothing, torch.tensor([3, 3]), 0)
+    assert torch.equal(alone.draw(nothing[:1], torch.tensor([3]), 0), both[:1])
