@@ -1,9 +1,10 @@
 // Threads that run one job together, with barriers inside it.
 //
-// Between jobs a worker spins for a while and then sleeps, until a job needs it. Inside a job a barrier spins, then yields: two threads on one core
-// must not burn each other's time slices. A worker that finds itself on its caller's core moves away from it. Where another
-// process holds a core, every barrier would wait for its time slice: a caller that had to wait runs its next jobs alone, and
-// tries again later, after twice as many jobs each time that it is disturbed again.
+// Between jobs a worker spins for a while and then sleeps, until a job needs it. Inside a job a barrier spins, then yields: two
+// threads on one core must not burn each other's time slices. A caller sends a worker that was last seen on its own core to
+// another one: beside a running caller the worker would not even run to notice. Where another process holds a core, every
+// barrier would wait for its time slice: a caller that had to wait long runs its next jobs alone, so much longer than it waited
+// that trying again costs little.
 #pragma once
 #include <pthread.h>
 #include <sched.h>
@@ -32,10 +33,9 @@ class Pool {
   static constexpr int SPINS_AT_BARRIER = 2000;   // pauses before a waiting thread yields its core
   static constexpr int SPINS_BETWEEN_JOBS = 20000;  // pauses before a worker goes to sleep
 
-  static constexpr int64_t LONG_WAIT = 300'000;      // nanoseconds of yielding in one job that may mean a core is taken,
-  static constexpr double LONG_SHARE = 0.4;          // and do where they are more than this share of the job's time
-  static constexpr int FIRST_ALONE = 16;             // jobs without workers after the first long wait
-  static constexpr int MOST_ALONE = 1024;            // and after many in a row
+  static constexpr int64_t LONG_WAIT = 300'000;  // nanoseconds of yielding in one job that may mean a core is taken,
+  static constexpr double LONG_SHARE = 0.4;      // and do where they are more than this share of the job's time
+  static constexpr int64_t ALONE_FOR = 20;       // times the long wait that jobs then run without workers
 
   using Job = void (*)(void* context, int thread, int threads, Pool& pool);
 
@@ -47,11 +47,7 @@ class Pool {
   // Runs job(context, t, T, pool) for t in [0, T) and waits for all. Another caller's job in progress: T is 1.
   void run(int threads, Job job, void* context) {
     std::unique_lock<std::mutex> mine(busy_, std::try_to_lock);
-    if (mine.owns_lock() && threads > 1 && alone_ > 0) {
-      alone_--;
-      threads = 1;
-    }
-    if (threads <= 1 || !mine.owns_lock()) {
+    if (threads <= 1 || !mine.owns_lock() || nanoseconds() < alone_until_) {
       Pool alone;
       job(context, 0, 1, alone);
       return;
@@ -61,24 +57,19 @@ class Pool {
     threads_ = threads;
     job_ = job;
     context_ = context;
-    caller_core_ = sched_getcpu();
+    const int core = sched_getcpu();
     for (int i = 0; i < threads - 1; i++) {
       Worker& worker = *workers_[size_t(i)];
+      if (core >= 0 && worker.core.load(std::memory_order_relaxed) == core) worker.leave(core);
       worker.jobs.fetch_add(1, std::memory_order_seq_cst);
       if (worker.asleep.load(std::memory_order_seq_cst)) worker.jobs.notify_one();
     }
     waited_ = 0;
-    const auto start = std::chrono::steady_clock::now();
+    const int64_t start = nanoseconds();
     job(context, 0, threads, *this);
     barrier(true);
-    const std::chrono::duration<double, std::nano> took = std::chrono::steady_clock::now() - start;
-    if (waited_ > LONG_WAIT && double(waited_) > LONG_SHARE * took.count()) {
-      alone_ = next_alone_;
-      next_alone_ = std::min(2 * next_alone_, MOST_ALONE);
-    } else if (next_alone_ > FIRST_ALONE && ++calm_ >= next_alone_) {
-      next_alone_ /= 2;
-      calm_ = 0;
-    }
+    const int64_t now = nanoseconds();
+    if (waited_ > LONG_WAIT && double(waited_) > LONG_SHARE * double(now - start)) alone_until_ = now + ALONE_FOR * waited_;
   }
 
   // Waits until every thread of the job is here. caller: the thread that called `run`, whose waiting is timed.
@@ -95,16 +86,33 @@ class Pool {
       if (generation_.load(std::memory_order_acquire) != generation) return;
       relax();
     }
-    const auto start = std::chrono::steady_clock::now();
+    const int64_t start = nanoseconds();
     while (generation_.load(std::memory_order_acquire) == generation) sched_yield();
-    if (caller) waited_ += std::chrono::duration_cast<std::chrono::nanoseconds>(std::chrono::steady_clock::now() - start).count();
+    if (caller) waited_ += nanoseconds() - start;
   }
 
  private:
   struct alignas(64) Worker {
     std::atomic<uint32_t> jobs{0};  // that it was called for
     std::atomic<bool> asleep{false};
+    std::atomic<int> core{-1};  // where it ended its last job; -1: unknown
+    std::atomic<bool> known{false};  // whether `thread` and `allowed` are set
+    pthread_t thread;
+    cpu_set_t allowed;  // cores that its process may use
+
+    // Sends the worker to any core but this one, where there is another.
+    void leave(int taken) {
+      if (!known.load(std::memory_order_acquire)) return;
+      cpu_set_t others = allowed;
+      CPU_CLR(taken, &others);
+      if (CPU_COUNT(&others)) pthread_setaffinity_np(thread, sizeof others, &others);
+      core.store(-1, std::memory_order_relaxed);
+    }
   };
+
+  static int64_t nanoseconds() {
+    return std::chrono::duration_cast<std::chrono::nanoseconds>(std::chrono::steady_clock::now().time_since_epoch()).count();
+  }
 
   void start_worker() {
     const int index = int(workers_.size()) + 1;
@@ -114,20 +122,15 @@ class Pool {
   }
 
   void work(int index, Worker& own) {
-    cpu_set_t allowed;
-    const bool known = sched_getaffinity(0, sizeof allowed, &allowed) == 0;
+    own.thread = pthread_self();
+    own.known.store(sched_getaffinity(0, sizeof own.allowed, &own.allowed) == 0, std::memory_order_release);
     for (uint32_t done = 0;; done++) {
+      own.core.store(sched_getcpu(), std::memory_order_relaxed);
       for (int i = 0; own.jobs.load(std::memory_order_acquire) == done; i++) {
         if (i < SPINS_BETWEEN_JOBS) { relax(); continue; }
         own.asleep.store(true, std::memory_order_seq_cst);
         own.jobs.wait(done);
         own.asleep.store(false, std::memory_order_relaxed);
-      }
-      const int core = caller_core_;
-      if (known && core >= 0 && sched_getcpu() == core) {
-        cpu_set_t others = allowed;
-        CPU_CLR(core, &others);
-        if (CPU_COUNT(&others)) sched_setaffinity(0, sizeof others, &others);
       }
       job_(context_, index, threads_, *this);
       barrier();
@@ -145,10 +148,9 @@ class Pool {
   pid_t owner_ = getpid();
   int threads_ = 1;
   int64_t waited_ = 0;  // nanoseconds that the caller has yielded in this job
-  int alone_ = 0, next_alone_ = FIRST_ALONE, calm_ = 0;  // jobs: without workers from now on; after the next long wait; since the last
+  std::atomic<int64_t> alone_until_{0};  // nanoseconds of the clock: jobs run without workers until then
   Job job_ = nullptr;
   void* context_ = nullptr;
-  int caller_core_ = -1;
   alignas(64) std::atomic<int> arrived_{0};
   alignas(64) std::atomic<int> generation_{0};
 };
