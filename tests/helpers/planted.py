@@ -54,6 +54,7 @@ def bonus_from_raw_logits(patch: Patch) -> None:
         return torch.where(last[:, None], self.at(node).softmax(-1), own(self, node, path, walking))
 
     patch.setattr(Scores, "p", p)
+    patch.setattr(Scores, "chances", p)
 
 
 def drawn_token_dropped(patch: Patch) -> None:

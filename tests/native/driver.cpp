@@ -58,6 +58,7 @@ struct Library {
   decltype(&sk_run) run;
   decltype(&sk_norm) norm;
   decltype(&sk_head) head;
+  decltype(&sk_draw) draw;
   decltype(&sk_chain) chain;
 
   explicit Library(const char* path) {
@@ -75,6 +76,7 @@ struct Library {
     find(run, "sk_run");
     find(norm, "sk_norm");
     find(head, "sk_head");
+    find(draw, "sk_draw");
     find(chain, "sk_chain");
   }
 
@@ -671,9 +673,48 @@ struct Case {
       if (asks && counts[row] > 0) hash.add(&probabilities[row * width], size_t(counts[row]) * sizeof(float));
   }
 
+  void draw() {
+    const int64_t rows = dice.from(1, 4), n = dice.from(1, dice.chance(30) ? 300 : 130), stride = n + (dice.chance(30) ? 3 : 0);
+    Block<float> logits = numbers(dice, (rows - 1) * stride + n, 8), temperature = numbers(dice, rows, 0.5f, 1.0f);
+    Block<float> tail = numbers(dice, rows, 0.5f, 0.4f), min_p = numbers(dice, rows, 0.25f, 0.1f);
+    Block<int64_t> top_k(rows), tokens(rows);
+    Block<uint64_t> counters(rows);
+    for (int64_t r = 0; r < rows; r++) {
+      top_k[r] = dice.chance(20) ? dice.from(-1, 120) : dice.from(1, std::min<int64_t>(n, 100));
+      counters[r] = dice.next();
+      if (dice.chance(30)) logits[r * stride + dice.from(0, n - 1)] = -INFINITY;
+      if (dice.chance(30)) logits[r * stride + dice.from(0, n - 1)] = logits[r * stride + dice.from(0, n - 1)];
+    }
+    const float odd[] = {NAN, -NAN, INFINITY, -INFINITY, 3e38f, -3e38f, 1e-40f, 0.0f};
+    const bool spoiled = hostile && dice.chance(60);
+    if (spoiled)
+      for (int64_t i = dice.from(1, 5); i > 0; i--) {
+        const Block<float>& one = dice.chance(40) ? logits : dice.chance(40) ? temperature : dice.chance(50) ? tail : min_p;
+        one[dice.from(0, one.count - 1)] = odd[dice.from(0, 7)];
+        if (dice.chance(20)) top_k[dice.from(0, rows - 1)] = dice.hostile(101);
+        if (dice.chance(10)) std::fill(logits.data(), logits.data() + logits.count, odd[dice.from(0, 7)]);
+      }
+    const uint64_t place = 0x9e3779b97f4a7c15u;
+    const int64_t left = library.draw(logits.data(), rows, n, stride, temperature.data(), top_k.data(), tail.data(), min_p.data(),
+                                      counters.data(), place, tokens.data());
+    CHECK(left == std::count(tokens.data(), tokens.data() + rows, -1));
+    for (int64_t r = 0; r < rows; r++) {
+      CHECK(tokens[r] >= -1 && tokens[r] < n);
+      if (top_k[r] == 0) CHECK(tokens[r] == 0);
+      if (top_k[r] <= 0 || tokens[r] < 0 || spoiled) continue;
+      const float *own = &logits[r * stride], drawn = own[tokens[r]];
+      CHECK(std::count_if(own, own + n, [&](float x) { return x > drawn; }) < top_k[r]);
+      Block<int64_t> again(1);  // alone: the same
+      CHECK(library.draw(own, 1, n, n, &temperature[r], &top_k[r], &tail[r], &min_p[r], &counters[r], place, again.data()) == 0);
+      CHECK(again[0] == tokens[r]);
+    }
+    if (!hostile) hash.add(tokens);
+  }
+
   void all() {
     embed();
     head();
+    draw();
     for (int64_t i = dice.from(1, 3); i > 0; i--) run();
     chain();
   }

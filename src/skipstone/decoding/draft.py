@@ -104,6 +104,8 @@ class Verdict:
     def tolist(self, draft: Draft) -> "list[RowVerdict]":
         """The verdict on the host, in one transfer from the device: the only synchronisation of a step."""
         more = [one for one in (self.overruled, self.notes) if one is not None]
+        if not draft.width and not more and draft.draft_steps is None:
+            return [RowVerdict([], tokens, "bonus", 0, 0) for tokens in self.tokens.tolist()]
         accepted, path, tokens, told, *rest = _together([self.accepted[:, None], self.path, self.tokens], draft, more)
         overruled = None if self.overruled is None else rest[0]
         notes = None if self.notes is None else rest[-1]

@@ -7,8 +7,9 @@ and stream move it by one large odd step each, the finaliser turns it into bits.
 
 from dataclasses import dataclass
 from functools import cached_property
-from typing import TypeVar
+from typing import Protocol, TypeVar
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -32,11 +33,14 @@ def substream(stream: int, offset: Index) -> Index:
     return stream + STREAMS * offset
 
 
+_WRAP = 1 << 64  # where the counter wraps around
+
+
 def _signed(value: int) -> int:
     return value - (1 << 64) if value >= 1 << 63 else value
 
 
-_PLACE = _signed(0x9E3779B97F4A7C15)  # steps of the counter: to the next number of a draw, ...
+PLACE = _signed(0x9E3779B97F4A7C15)  # steps of the counter: to the next number of a draw, ...
 _POSITION = _signed(0xD6E8FEB86659FD93)  # ... to the next position, ...
 _STREAM = _signed(0xDA942042E4DD58B5)  # ... to the next stream; any odd constants without a pattern
 _MIX1 = _signed(0xBF58476D1CE4E5B9)
@@ -55,6 +59,13 @@ def _mix(x: Tensor) -> Tensor:
     return _folded(x, 31)
 
 
+def _mixed(x: np.ndarray) -> np.ndarray:
+    """`_mix` of uint64 on the host."""
+    x = (x ^ (x >> np.uint64(30))) * np.uint64(_MIX1 % _WRAP)
+    x = (x ^ (x >> np.uint64(27))) * np.uint64(_MIX2 % _WRAP)
+    return x ^ (x >> np.uint64(31))
+
+
 def _unit(bits: Tensor) -> Tensor:
     """Hashed int64 -> float64 in the open interval (0, 1): the scale keeps the ends half a step away."""
     return bits.double().mul_(_SCALE).add_(0.5)
@@ -68,7 +79,7 @@ def row_seed(seed: int, row: int) -> int:
     """
     if row == 0:
         return seed % (1 << 63)
-    hashed = _mix(_mix(torch.tensor([_signed(seed % (1 << 64))]) + _PLACE) + _signed(row * _PLACE % (1 << 64)))  # [1] int64
+    hashed = _mix(_mix(torch.tensor([_signed(seed % (1 << 64))]) + PLACE) + _signed(row * PLACE % (1 << 64)))  # [1] int64
     return int(hashed) % (1 << 63)
 
 
@@ -80,6 +91,26 @@ def uniform(seed: Tensor, position: Tensor, stream: int, size: int = 1) -> Tenso
     return Noise(seed).uniform(position, stream, size)
 
 
+class Chances(Protocol):
+    """What a token of every row can be drawn from, other than a distribution over the vocabulary."""
+
+    def drawn(self, noise: "Noise", position: Tensor, stream: int) -> Tensor:
+        """The token of every row [B] that `Noise.draw` draws from its distribution."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class Few:
+    """The chances of a few tokens; no other token has any. tokens: [B, k] int64, different ones. p: [B, k] float."""
+
+    tokens: Tensor
+    p: Tensor
+
+    def drawn(self, noise: "Noise", position: Tensor, stream: int) -> Tensor:
+        """As in `Chances`."""
+        return noise.draw_among(self.tokens, self.p, position, stream)
+
+
 @dataclass(frozen=True)
 class Noise:
     """The draws of a batch. seed: [B] int64. Tests replace it by one that enumerates every outcome with its weight."""
@@ -88,7 +119,7 @@ class Noise:
 
     @cached_property
     def _start(self) -> Tensor:
-        return _mix(self.seed + _PLACE)[:, None]
+        return _mix(self.seed + PLACE)[:, None]
 
     def _counter(self, position: Tensor, stream: int | Tensor) -> Tensor:
         """Where the counter of a draw begins. position: [B, k]. stream: an int or [k]. Returns [B, k] int64."""
@@ -97,23 +128,53 @@ class Noise:
 
     def uniform(self, position: Tensor, stream: int, size: int) -> Tensor:
         """[B, size] float64 in (0, 1). position: [B]."""
-        places = torch.arange(size, device=self.seed.device) * _PLACE
-        return _unit(_mix(self._counter(position[:, None], stream) + places))
+        return self._uniform_at(torch.arange(size, device=self.seed.device), position, stream)
+
+    def _uniform_at(self, places: Tensor, position: Tensor, stream: int) -> Tensor:
+        """Numbers of a draw by their places [k] or [B, k]. Returns [B, k] float64."""
+        return _unit(_mix(self._counter(position[:, None], stream) + places * PLACE))
 
     def race(self, p: Tensor, position: Tensor, stream: int) -> Tensor:
         """The Gumbel-max trick before its argmax, argmax(log p - log(-log u)) = argmax(log u / p): an exponential race, whose
         order is a draw without replacement, -inf where p is 0. p: [B, V], need not be normalised. Returns [B, V] float64."""
         return self.uniform(position, stream, p.shape[-1]).log_() / p
 
-    def draw(self, p: Tensor, position: Tensor, stream: int) -> Tensor:
+    def counters(self, position: Tensor, stream: int) -> Tensor:
+        """[B] int64: where the counter of every row's draw begins; the token v has the number PLACE * v further."""
+        if self.seed.shape[0] == 1 and host.readable(self.seed):
+            return torch.tensor([_signed(self._begin(int(position), stream))])
+        return self._counter(position[:, None], stream)[:, 0]
+
+    def draw(self, p: Tensor | Chances, position: Tensor, stream: int) -> Tensor:
         """Sample from p [B, V] (need not be normalised); a one-hot row gives its token. Returns [B]."""
-        if p.shape[0] == 1 and host.readable(p):  # nobody who cannot win need run
-            runners = p[0].nonzero().T  # [1, k]
-            if not runners.shape[1]:
-                return torch.zeros_like(position)
-            uniform = _unit(_mix(self._counter(position[:, None], stream) + runners * _PLACE))
-            return runners[0, (uniform.log_() / p[0, runners]).argmax(-1)]
+        if not isinstance(p, Tensor):
+            return p.drawn(self, position, stream)
+        if p.shape[0] == 1 and host.readable(p):
+            return self._drawn_alone(None, p, position, stream)
         return self.race(p, position, stream).argmax(-1)
+
+    def draw_among(self, tokens: Tensor, p: Tensor, position: Tensor, stream: int) -> Tensor:
+        """`draw` where only tokens [B, k] have a chance, p [B, k]."""
+        if p.shape[0] == 1 and host.readable(p):
+            return self._drawn_alone(tokens, p, position, stream)
+        winner = (self._uniform_at(tokens, position, stream).log_() / p).argmax(-1)
+        return tokens.gather(1, winner[:, None])[:, 0]
+
+    def _drawn_alone(self, tokens: Tensor | None, p: Tensor, position: Tensor, stream: int) -> Tensor:
+        """`draw` of one row on the host, where nobody who cannot win need run. p: [1, k], of tokens [1, k]; None: of all.
+        Returns [1] int64."""
+        chances = p[0].numpy()
+        runners = (chances != 0).nonzero()[0]  # [k]
+        if not runners.size:
+            return torch.zeros(1, dtype=torch.int64)
+        names = runners if tokens is None else tokens[0].numpy()[runners]
+        bits = _mixed(names.astype(np.uint64) * np.uint64(PLACE % _WRAP) + np.uint64(self._begin(int(position), stream)))
+        uniform = bits.view(np.int64) * _SCALE + 0.5  # as in `_unit`
+        return torch.tensor([int(names[(np.log(uniform) / chances[runners]).argmax()])])
+
+    def _begin(self, position: int, stream: int) -> int:
+        """`counters` of one row, in [0, 2^64)."""
+        return (int(self._start) + position * _POSITION + stream * _STREAM) % _WRAP
 
     def accept(self, probability: Tensor, position: Tensor, stream: int | Tensor) -> Tensor:
         """Bernoulli draws. probability: [B, k], values above 1 count as 1. position: [B, k]. stream: an int or [k].

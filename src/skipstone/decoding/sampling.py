@@ -12,14 +12,16 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
-from skipstone.decoding.noise import DRAFT, TARGET, Noise, substream
+from skipstone.decoding.noise import DRAFT, PLACE, TARGET, Chances, Noise, substream
 from skipstone.models import host
+from skipstone.models.engines.engine import EngineDraw, Warps
 from skipstone.models.frontier import Frontier
 from skipstone.models.host import on_device
 
 Processor = Callable[[Tensor, Tensor], Tensor]
 """A transformers LogitsProcessor: (ids [1, T] int64, scores [1, V] float32) -> scores [1, V]. Must be a pure function."""
 
+NO_LIMIT = 1 << 30  # tokens: a top-k that takes all of them
 FEW = 100  # largest top-k whose tokens a CPU looks at alone
 AT_ONCE = 1 << 16  # logits of a step up to which a CPU spends more time on calling operators than in them
 
@@ -51,24 +53,35 @@ class Sampling:
 
 
 class Warping:
-    """The warper settings of all rows: columns [B] on the device, and on the host what is in use at all."""
+    """The warper settings of all rows: columns [B] on the device, and on the host what is in use at all.
 
-    def __init__(self, rows: Sequence[Sampling], device: torch.device) -> None:
+    settings: None for a row that is free, which may get anything.
+    """
+
+    def __init__(self, settings: Sequence[Sampling | None], device: torch.device) -> None:
         def column(values: Sequence[float], dtype: torch.dtype) -> Tensor:
             return on_device(values, device, dtype)
 
+        rows = [row or Sampling() for row in settings]
         self.greedy = column([row.temperature == 0 for row in rows], torch.bool)
         self.temperature = column([row.temperature or 1.0 for row in rows], torch.float32)
-        self.top_k = column([row.top_k or 1 << 30 for row in rows], torch.long)
+        self.top_k = column([row.top_k or NO_LIMIT for row in rows], torch.long)
         # rounded once, after the subtraction, as transformers does: where tokens tie, the last bit decides
         self.tail = column([1 - row.top_p for row in rows], torch.float32)
         self.min_p = column([row.min_p for row in rows], torch.float32)
         self.any_greedy = any(row.temperature == 0 for row in rows)
         self.largest_k = max(row.top_k for row in rows)
-        few = [row.temperature > 0 and 0 < row.top_k <= FEW for row in rows]
-        self.few, self.any_few, self.all_few = column(few, torch.bool), any(few), all(few)
         self.any_top_p = any(row.top_p < 1 for row in rows)
+        self.all_top_p = all(row.top_p < 1 for row in rows)
         self.any_min_p = any(row.min_p > 0 for row in rows)
+
+        # a draw from a few tokens, for rows with a small top-k
+        self.taken = None if None not in settings else column([row is not None for row in settings], torch.bool)
+        few = [row is None or (row.temperature > 0 and 0 < row.top_k <= FEW) for row in settings]
+        self.few, self.any_few, self.all_few = column(few, torch.bool), any(few), all(few)
+        self.beyond_few = self.top_k[:, None] <= host.counting(FEW + 1, device)  # [B, FEW + 1]: places that top-k leaves out
+        asked = column([0 if row is None else row.top_k or NO_LIMIT for row in settings], torch.long)
+        self.engine_warps = Warps(self.temperature, asked, self.tail, self.min_p, PLACE)
 
 
 def warp(logits: Tensor, rows: Warping) -> Tensor:
@@ -76,13 +89,42 @@ def warp(logits: Tensor, rows: Warping) -> Tensor:
 
     Rows with temperature 0 become one-hot at their argmax. What a row gets does not depend on the rows beside it.
     """
-    if not rows.any_few or not host.readable(logits) or logits.shape[-1] <= FEW:
+    if not rows.any_few or not _worth(logits):
         return _warped(logits, rows)
-    p, tied = _warped_few(logits, rows)
+    tokens, few, tied = _warped_few(logits, rows)
+    p = torch.zeros_like(logits).scatter_(-1, tokens, few)
     if rows.all_few and not bool(tied.any()):
         return p
-    few = rows.few.view(-1, *[1] * (logits.ndim - 1))
-    return torch.where(few & ~tied, p, _warped(logits, rows))
+    among_few = rows.few.view(-1, *[1] * (logits.ndim - 1)) & ~tied[..., None]
+    return torch.where(among_few, p, _warped(logits, rows))
+
+
+@dataclass(frozen=True, slots=True)
+class Warpable:
+    """Logits [B, V] of which warpers leave a few tokens to every row: a draw needs no distribution over the vocabulary.
+
+    engine_draw: an engine's own way to draw from them; None where it has none.
+    """
+
+    logits: Tensor
+    rows: Warping
+    engine_draw: EngineDraw | None
+
+    def drawn(self, noise: Noise, position: Tensor, stream: int) -> Tensor:
+        """As in `Chances`."""
+        if self.engine_draw is not None and self.logits.dtype == torch.float32:
+            tokens = self.engine_draw(self.logits, self.rows.engine_warps, noise.counters(position, stream))
+            if tokens is not None:
+                return tokens
+        tokens, few, tied = _warped_few(self.logits, self.rows)
+        if bool(tied.any()):
+            return noise.draw(_warped(self.logits, self.rows), position, stream)
+        return noise.draw_among(tokens, few, position, stream)
+
+
+def _worth(logits: Tensor) -> bool:
+    """Whether to look at few tokens is cheaper than to look at all."""
+    return host.readable(logits) and logits.shape[-1] > FEW
 
 
 def _warped(logits: Tensor, rows: Warping) -> Tensor:
@@ -109,28 +151,30 @@ def _warped(logits: Tensor, rows: Warping) -> Tensor:
     return p
 
 
-def _warped_few(logits: Tensor, rows: Warping) -> tuple[Tensor, Tensor]:
+def _warped_few(logits: Tensor, rows: Warping) -> tuple[Tensor, Tensor, Tensor]:
     """`warp` for rows with a small top-k, worked out on their FEW largest logits only.
 
-    Returns (p, of the shape of logits; tied [..., 1] bool, where equal logits leave it open which of them are kept). What it
-    says of other rows means nothing.
+    Returns (tokens [..., FEW + 1], the likeliest first; their p; tied [...] bool, where equal logits leave it open which of
+    them are kept). What it says of other rows means nothing.
     """
     shape = (-1, *[1] * (logits.ndim - 1))
     best = (logits / rows.temperature.view(shape)).topk(FEW + 1, dim=-1)  # always as many: a row's sums do not know the others
-    out = host.counting(FEW + 1, logits.device) >= rows.top_k.view(shape)  # [..., FEW + 1]
-    equal = (best.values[..., :-1] == best.values[..., 1:]) & (best.values[..., 1:] > float("-inf"))
-    tied = (equal & ~out[..., :-1]).any(-1, keepdim=True)  # the last that is kept and the first that is not among them
-    scores = best.values.masked_fill(out, float("-inf"))  # [..., FEW + 1], the largest first
+    scores = best.values.masked_fill(rows.beyond_few.view(-1, *shape[2:], FEW + 1), float("-inf"))
+    # a kept logit and the next one, which may be the first that is not kept; -inf minus -inf is no number
+    tied = (scores[..., :-1] - best.values[..., 1:] == 0).any(-1)
+    if rows.taken is not None:
+        tied &= rows.taken.view(-1, *[1] * (tied.ndim - 1))
     if rows.any_top_p:
         rising = scores.flip(-1).softmax(-1).cumsum(-1)  # HF adds up from the least probable token on
         tail = (rising <= rows.tail.view(shape)).flip(-1)
         tail[..., 0] = False
-        tail &= (rows.tail > 0).view(shape)
+        if not rows.all_top_p:
+            tail &= (rows.tail > 0).view(shape)
         scores = scores.masked_fill(tail, float("-inf"))
     p = scores.softmax(-1)
     if rows.any_min_p:
         p = _without_improbable(scores, p, rows.min_p.view(shape))
-    return torch.zeros_like(logits).scatter_(-1, best.indices, p), tied
+    return best.indices, p, tied
 
 
 def _without_improbable(scores: Tensor, p: Tensor, min_p: Tensor) -> Tensor:
@@ -143,13 +187,14 @@ class Sampler:
     """The sampling settings of all rows, and the ids their processors look at.
 
     rows: batch size. coupled: drafts draw from the target's own noise (Gumbel coupling), so they are deterministic given the
-    seed and `verify.match` is exact for them.
+    seed and `verify.match` is exact for them. engine_draw: the engine's way to draw a token; None where it has none.
     """
 
     rows: int
     device: torch.device
     coupled: bool = False
     noise_type: type[Noise] = Noise
+    engine_draw: EngineDraw | None = None
     settings: list[Sampling | None] = field(init=False)
     eos: list[frozenset[int]] = field(init=False)
     ids: list[Tensor] = field(init=False)
@@ -176,7 +221,7 @@ class Sampler:
 
     def _changed(self) -> None:
         """Forget what was derived from the settings; it is made anew when asked for, once for a whole batch of requests."""
-        for name in ("greedy", "processed", "picks_only", "warping", "noise", "_ends"):
+        for name in ("greedy", "processed", "_own_warpers", "picks_only", "warping", "noise", "_ends"):
             self.__dict__.pop(name, None)
 
     @cached_property
@@ -190,13 +235,18 @@ class Sampler:
         return any(row is not None and (row.processors or row.warpers) for row in self.settings)
 
     @cached_property
+    def _own_warpers(self) -> bool:
+        """Whether any row has warpers of its own."""
+        return any(row is not None and row.warpers for row in self.settings)
+
+    @cached_property
     def picks_only(self) -> bool:
         """Whether the likeliest tokens of raw logits are all there is to know."""
         return self.greedy and not self.processed
 
     @cached_property
     def warping(self) -> Warping:
-        return Warping([row or Sampling() for row in self.settings], self.device)
+        return Warping(self.settings, self.device)
 
     @cached_property
     def noise(self) -> Noise:
@@ -260,6 +310,12 @@ class Sampler:
         """p of raw logits [B, V], processed and warped. path, wanted: as in `process`."""
         return self.warped(self.process(logits, path, wanted), path, wanted)
 
+    def chances(self, scores: Tensor, path: Tensor, wanted: Sequence[bool] | None = None) -> Tensor | Chances:
+        """`warped` for a draw: of rows that keep a few tokens, on the CPU, no distribution is worked out before it."""
+        if self._own_warpers or not self.warping.all_few or not _worth(scores):
+            return self.warped(scores, path, wanted)
+        return Warpable(scores, self.warping, self.engine_draw)
+
     def propose(
         self, logits: Tensor, position: Tensor, path: Tensor, wanted: Sequence[bool] | None = None
     ) -> tuple[Tensor, Tensor | None, Tensor]:
@@ -277,9 +333,9 @@ class Sampler:
         """The draw of `propose`, from processed logits [B, V]."""
         if self.greedy:
             return scores.argmax(-1), None
-        q = self.warped(scores, path, wanted)
         if self.coupled:
-            return self.noise.draw(q, position, TARGET), None
+            return self.noise.draw(self.chances(scores, path, wanted), position, TARGET), None
+        q = self.warped(scores, path, wanted)
         return self.noise.draw(q, position, substream(DRAFT, path.shape[1])), q
 
     def candidates(
@@ -336,6 +392,11 @@ class Scores:
         walking: [B] bool. Lazy: processors are called only for live rows that walk, at the nodes that the walk reaches.
         """
         return self.sampler.distribution(self.at(node), path, self.wanted(walking))
+
+    def chances(self, node: Tensor, path: Tensor, walking: Tensor) -> Tensor | Chances:
+        """`p` for a draw, as in `Sampler.chances`."""
+        wanted = self.wanted(walking)
+        return self.sampler.chances(self.sampler.process(self.at(node), path, wanted), path, wanted)
 
     def wanted(self, walking: Tensor) -> list[bool] | None:
         """Rows whose processors are to be called, on the host; None (nobody asks) without row processors."""

@@ -59,7 +59,7 @@ class Session:
     ) -> None:
         self.model, self.capacity = model, capacity
         self.store = KVStore(rows, depth or model.depth, capacity + scratch, model.kv_dtype)
-        self.sampler = Sampler(rows, model.device, coupled)
+        self.sampler = Sampler(rows, model.device, coupled, engine_draw=model.engine_draw)
         self.last = [0] * rows
         self.root = on_device(self.last, model.device)
         self.alive = [False] * rows
@@ -202,7 +202,7 @@ class Session:
             return verify.match_greedy(draft, picks, waived)
         noise = self.sampler.noise
         if draft.q is None:
-            return verify.match(draft, scores.p, scores.position, noise, waived)
+            return verify.match(draft, scores.chances, scores.position, noise, waived)
         everywhere = scores.everywhere()
         p = scores.p if everywhere is None else everywhere
         return verify.leviathan(draft, p, scores.position, noise, waived)

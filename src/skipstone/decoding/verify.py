@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from skipstone.decoding.draft import Draft, Picked, Verdict
-from skipstone.decoding.noise import ACCEPT, TARGET, Noise, substream
+from skipstone.decoding.noise import ACCEPT, TARGET, Chances, Noise, substream
 from skipstone.models import host
 
 CACHED = 2**17  # entries of distributions that a CPU works on at once where it has a choice
@@ -21,9 +21,11 @@ Probability = Callable[[Tensor, Tensor, Tensor], Tensor]
 
 Rows that do not walk any more may be answered with anything: their path is no real one.
 """
+ToDrawFrom = Callable[[Tensor, Tensor, Tensor], Tensor | Chances]
+"""The same, where a draw is all that is wanted."""
 
 
-def match(draft: Draft, p: Probability, position: Tensor, noise: Noise, waived: Tensor | None = None) -> Verdict:
+def match(draft: Draft, p: ToDrawFrom, position: Tensor, noise: Noise, waived: Tensor | None = None) -> Verdict:
     """Draw x from p at the root; while x is a child of the current node, move there and draw again.
 
     position: [B], the position the first new token will have. Same seed, same text as plain sampling. waived: [B, n] bool,
@@ -34,7 +36,8 @@ def match(draft: Draft, p: Probability, position: Tensor, noise: Noise, waived: 
     node = draft.tokens.new_full((rows,), -1)
     if not width:
         everyone = torch.ones_like(node, dtype=torch.bool)
-        return Verdict(draft.tokens, noise.draw(p(node, draft.tokens, everyone), position, TARGET)[:, None], node + 1)
+        drawn = noise.draw(p(node, draft.tokens, everyone), position, TARGET)
+        return Verdict(draft.tokens, drawn[:, None], torch.zeros_like(node))
     overruled = None if waived is None else torch.zeros_like(draft.valid)
     walking = torch.ones_like(node, dtype=torch.bool)
     accepted, path, tokens = torch.zeros_like(node), [], []

@@ -5,6 +5,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from skipstone.models.engines.choice import asked_for, choose, kv_dtype_of
+from skipstone.models.engines.engine import EngineDraw
 from skipstone.models.facts import Facts
 from skipstone.models.kvstore import KVStore
 from skipstone.models.memo import Memo
@@ -79,6 +80,11 @@ class LayeredModel(DecoderModules):
     def engine_picks(self) -> bool:
         """Whether the likeliest token is the engine's to say: no subclass does anything with its logits that changes it."""
         return type(self).project is LayeredModel.project
+
+    @property
+    def engine_draw(self) -> EngineDraw | None:
+        """The engine's own way to draw tokens; None where it has none."""
+        return self.engine.draw if self.engine.draws else None
 
     def project(self, normed: Tensor, head: nn.Module | None = None) -> Tensor:
         """LM head and what the family does after it. [B, n, d'] -> [B, n, V] float32. head: instead of the model's own."""

@@ -1,6 +1,6 @@
 """What `LayeredModel` asks of an engine."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -53,13 +53,33 @@ class ChainEnd:
     states: Tensor
 
 
+@dataclass(frozen=True)
+class Warps:
+    """What is asked of the warpers of every row, and the noise's step from a token to the next one.
+
+    temperature: [B] float32, positive. top_k: [B] int64, 0 for a row that takes no part and gets any token. tail: [B] float32,
+    the share of the least probable tokens that top-p leaves out, 0 for none. min_p: [B] float32, 0 for none. place: the step,
+    in 64 bits.
+    """
+
+    temperature: Tensor
+    top_k: Tensor
+    tail: Tensor
+    min_p: Tensor
+    place: int
+
+
+EngineDraw = Callable[[Tensor, Warps, Tensor], Tensor | None]
+"""`Engine.draw`, of an engine that has it."""
+
+
 class Engine(Protocol):
     """What computes one model, for as long as the facts of the model hold.
 
     name: "eager" or "native". detail: one line for users, on what it runs and where. dtype: of the hidden states that it hands
     out. row_exact: it promises that a token's result has the same bits whatever is computed beside it. chains: it has a call
-    for greedy chains (`chain`). quantize: "int8" or "int4", what it has quantised the weights to; None where they are as
-    stored.
+    for greedy chains (`chain`). draws: it has one for drawing tokens (`draw`). quantize: "int8" or "int4", what it has
+    quantised the weights to; None where they are as stored.
 
     An engine must not refer to its model, which would then never be freed; its modules it may.
     """
@@ -78,6 +98,9 @@ class Engine(Protocol):
 
     @property
     def chains(self) -> bool: ...
+
+    @property
+    def draws(self) -> bool: ...
 
     @property
     def quantize(self) -> str | None: ...
@@ -108,6 +131,11 @@ class Engine(Protocol):
     def likeliest(self, hidden: Tensor) -> Tensor:
         """The token with the largest logit after the final norm and the LM head, the lowest of equal ones. [..., d] -> [...]
         int64."""
+        ...
+
+    def draw(self, logits: Tensor, warps: Warps, counters: Tensor) -> Tensor | None:
+        """Draw a token of every row, which an engine with `draws` can. logits: [B, V] float32. counters: [B] int64, where the
+        noise of every row begins. Returns [B] int64; None where a row is the caller's to draw."""
         ...
 
     def chain(self, start: ChainStart, store: KVStore) -> ChainEnd:

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor, nn
 
 from skipstone.models.engines.eager import patches
-from skipstone.models.engines.engine import ChainEnd, ChainStart
+from skipstone.models.engines.engine import ChainEnd, ChainStart, Warps
 from skipstone.models.engines.rotary import RotaryTables
 from skipstone.models.facts import Facts
 from skipstone.models.kvstore import KVStore
@@ -22,6 +22,7 @@ class EagerEngine:
     name = "eager"
     row_exact = False
     chains = False
+    draws = False
     quantize: str | None = None
 
     def __init__(self, model: Any, facts: Facts) -> None:
@@ -87,6 +88,10 @@ class EagerEngine:
     def likeliest(self, hidden: Tensor) -> Tensor:
         """As in `Engine`."""
         return self.project(self.normed(hidden)).argmax(-1)
+
+    def draw(self, logits: Tensor, warps: Warps, counters: Tensor) -> Tensor | None:
+        """Never asked for: `draws` is False."""
+        raise NotImplementedError
 
     def chain(self, start: ChainStart, store: KVStore) -> ChainEnd:
         """Never asked for: `chains` is False."""

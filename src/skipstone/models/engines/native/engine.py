@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from skipstone.models import fingerprint
 from skipstone.models.engines.eager import patches
-from skipstone.models.engines.engine import ChainEnd, ChainStart
+from skipstone.models.engines.engine import ChainEnd, ChainStart, Warps
 from skipstone.models.engines.native import library, threads
 from skipstone.models.engines.native.structs import BAD_LAYER, ERRORS, SKIP_ATTENTION, SKIP_MLP, Pass, Store, declare
 from skipstone.models.engines.native.weights import TYPES, Weights, unsupported
@@ -52,6 +52,7 @@ class NativeEngine:
     name = "native"
     row_exact = True
     chains = True
+    draws = True
     dtype = torch.float32
 
     def __init__(self, model: Any, facts: Facts, quantize: str | None = None, keep_weights: bool = True) -> None:
@@ -208,6 +209,34 @@ class NativeEngine:
         data, rows = states.data_ptr(), best.numel()
         _check(self._library.sk_head(self._model, data, rows, True, None, best.data_ptr(), self.threads))
         return best
+
+    def draw(self, logits: Tensor, warps: Warps, counters: Tensor) -> Tensor | None:
+        """As in `Engine`."""
+        rows, vocabulary = logits.shape
+        for name, column, dtype in (
+            ("temperature", warps.temperature, torch.float32),
+            ("top_k", warps.top_k, torch.int64),
+            ("tail", warps.tail, torch.float32),
+            ("min_p", warps.min_p, torch.float32),
+            ("counters", counters, torch.int64),
+        ):
+            _expect(name, column, (rows,), dtype)
+        _expect("logits", logits, (rows, vocabulary), torch.float32)
+        logits, tokens = _rows(logits), torch.empty(rows, dtype=torch.int64)
+        left = self._library.sk_draw(
+            logits.data_ptr(),
+            rows,
+            vocabulary,
+            logits.stride(0),
+            warps.temperature.data_ptr(),
+            warps.top_k.data_ptr(),
+            warps.tail.data_ptr(),
+            warps.min_p.data_ptr(),
+            counters.data_ptr(),
+            warps.place,
+            tokens.data_ptr(),
+        )
+        return None if left else tokens
 
     def _fill_pass(self, at: PassOfTokens) -> list[Any]:
         """Point the pass struct at a pass. Returns what must live until it was used."""

@@ -114,6 +114,7 @@ def declare(library: Any) -> Any:
         "sk_run": (whole, [pointer] * 3 + [whole] * 2 + [pointer] * 2 + [whole, pointer, whole, whole]),
         "sk_norm": (None, [pointer, pointer, whole, pointer]),
         "sk_head": (whole, [pointer, pointer, whole, whole, pointer, pointer, whole]),
+        "sk_draw": (whole, [pointer] + [whole] * 3 + [pointer] * 5 + [whole, pointer]),
         "sk_chain": (
             whole,
             [pointer] * 3 + [whole] * 2 + [pointer] * 4 + [whole] + [pointer] * 2 + [whole] * 2 + [pointer] * 4 + [whole] * 2,

@@ -1,0 +1,97 @@
+// One token a row, drawn from what temperature, top-k, top-p and min-p leave of its logits.
+//
+// decoding/sampling.py says what the warpers do, decoding/noise.py what the noise is; this is the same for a small top-k in one
+// walk over the logits. Libraries round exp and log differently: a draw may differ where the race of two tokens is as close.
+#pragma once
+#include <algorithm>
+#include <cmath>
+#include <cstdint>
+#include <limits>
+
+namespace sk {
+constexpr int64_t MOST_KEPT = 100;  // largest top-k
+
+// SplitMix64's finaliser (Steele, Lea, Flood, OOPSLA 2014).
+inline uint64_t mixed(uint64_t x) {
+  x = (x ^ (x >> 30)) * 0xBF58476D1CE4E5B9ull;
+  x = (x ^ (x >> 27)) * 0x94D049BB133111EBull;
+  return x ^ (x >> 31);
+}
+
+// A number in the open interval (0, 1).
+inline double unit(uint64_t bits) { return double(int64_t(bits)) * (0x1p-64 * (1 - 0x1p-52)) + 0.5; }
+
+struct Kept {
+  float score;
+  int64_t token;
+};
+inline bool before(const Kept& a, const Kept& b) { return a.score > b.score || (a.score == b.score && a.token < b.token); }
+
+// The k + 1 largest of n > k logits, the largest first, the lower token first where they are equal. False: one is no number.
+inline bool largest(const float* logits, int64_t n, int64_t k, Kept* best) {
+  constexpr int64_t BLOCK = 64;
+  int64_t i = 0, held = 0;
+  for (; held <= k; i++, held++) {
+    if (std::isnan(logits[i])) return false;
+    best[held] = {logits[i], i};
+  }
+  std::make_heap(best, best + held, before);  // the one that comes last in front
+  while (i < n) {
+    const int64_t stop = std::min(i + BLOCK, n);
+    const float least = best[0].score;
+    int any = 0;
+    for (int64_t j = i; j < stop; j++) any |= !(logits[j] <= least);
+    for (; any && i < stop; i++) {
+      if (std::isnan(logits[i])) return false;
+      if (logits[i] <= best[0].score) continue;
+      std::pop_heap(best, best + held, before);
+      best[held - 1] = {logits[i], i};
+      std::push_heap(best, best + held, before);
+    }
+    i = stop;
+  }
+  std::sort_heap(best, best + held, before);
+  return true;
+}
+
+// p over the first k scores, which fall; those of -inf get 0.
+inline void softmax(const Kept* best, int64_t k, float* p) {
+  float sum = 0;
+  for (int64_t i = 0; i < k; i++) sum += p[i] = std::exp(best[i].score - best[0].score);
+  for (int64_t i = 0; i < k; i++) p[i] /= sum;
+}
+
+// The token drawn; -1 where equal scores leave it open which tokens top-k keeps, or where the logits are no distribution.
+//
+// tail: share of the least probable tokens that top-p leaves out, 0 for none. counter, place: where the draw's noise begins, and
+// the step from a token's number to the next one's.
+inline int64_t drawn(const float* logits, int64_t n, float temperature, int64_t k, float tail, float min_p, uint64_t counter, uint64_t place) {
+  constexpr float NEVER = -std::numeric_limits<float>::infinity();
+  Kept best[MOST_KEPT + 1];
+  float p[MOST_KEPT];
+  if (!largest(logits, n, k, best)) return -1;
+  for (int64_t i = 0; i <= k; i++) best[i].score /= temperature;
+  if (!std::isfinite(best[0].score)) return -1;
+  for (int64_t i = 0; i < k; i++)
+    if (best[i].score == best[i + 1].score && best[i].score > NEVER) return -1;
+  softmax(best, k, p);
+  if (tail > 0) {
+    double rising = 0;
+    for (int64_t i = k - 1; i > 0 && float(rising += p[i]) <= tail; i--) best[i].score = NEVER;
+    softmax(best, k, p);
+  }
+  if (min_p > 0) {
+    for (int64_t i = 1; i < k; i++)
+      if (p[i] < min_p * p[0]) best[i].score = NEVER;
+    softmax(best, k, p);
+  }
+  int64_t winner = -1;
+  double nearest = 0;
+  for (int64_t i = 0; i < k; i++) {
+    if (p[i] == 0) continue;
+    const double at = std::log(unit(mixed(counter + uint64_t(best[i].token) * place))) / double(p[i]);
+    if (winner < 0 || at > nearest) winner = best[i].token, nearest = at;
+  }
+  return winner;
+}
+}  // namespace sk

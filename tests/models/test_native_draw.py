@@ -1,0 +1,129 @@
+"""Tokens that the native engine draws are those of torch's warpers and of the same noise."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+from transformers import LogitsProcessorList, MinPLogitsWarper, TemperatureLogitsWarper, TopKLogitsWarper, TopPLogitsWarper
+
+from skipstone import Sampling
+from skipstone.decoding.noise import TARGET, Noise
+from skipstone.decoding.sampling import Sampler, Warpable, Warping
+from skipstone.models.engines.native import library
+from tests.helpers import families
+from tests.helpers.native import native
+
+pytestmark = [
+    pytest.mark.skipif(library.missing() is not None, reason=str(library.missing())),
+    pytest.mark.usefixtures("no_gradients"),
+]
+CPU = torch.device("cpu")
+SETTINGS = [
+    Sampling(0.8, 50, 0.9),
+    Sampling(1.0, 1),
+    Sampling(1.3, 100, 1.0, 0.05),
+    Sampling(0.6, 20, 0.3, 0.2),
+    Sampling(2.0, 40, 0.0),
+    Sampling(1.0, 7, 0.95),
+]
+
+
+def drawn(logits: Tensor, rows: list[Sampling | None], noise: Noise, position: Tensor) -> Tensor | None:
+    """What the engine draws; None where it leaves a row."""
+    draw = native(families.build("llama")).engine_draw
+    assert draw is not None
+    return draw(logits, Warping(rows, CPU).engine_warps, noise.counters(position, TARGET))
+
+
+def expected(logits: Tensor, row: Sampling, noise: Noise, position: Tensor) -> int:
+    """The draw of one row [1, V] from transformers' own warpers over the whole vocabulary."""
+    chain = LogitsProcessorList([TemperatureLogitsWarper(row.temperature), TopKLogitsWarper(row.top_k)])
+    chain += [TopPLogitsWarper(row.top_p)] if row.top_p < 1 else []
+    chain += [MinPLogitsWarper(row.min_p)] if row.min_p else []
+    p = chain(torch.zeros(1, 1, dtype=torch.long), logits.clone()).softmax(-1)  # type: ignore[arg-type]
+    return int(noise.race(p, position, TARGET).argmax())
+
+
+@pytest.mark.parametrize("vocabulary", [102, 700, 5000])
+def test_draws_are_those_of_transformers_warpers(vocabulary: int) -> None:
+    dice = torch.Generator().manual_seed(vocabulary)
+    several: list[int] = []
+    for trial in range(60):
+        logits = torch.randn(len(SETTINGS), vocabulary, generator=dice) * (1 + trial % 5)
+        if trial % 3 == 0:
+            logits[:, torch.randperm(vocabulary, generator=dice)[: vocabulary - 30]] = float("-inf")
+        noise = Noise(torch.arange(len(SETTINGS)) * 7919 + trial)
+        position = torch.arange(len(SETTINGS)) + trial
+        found = drawn(logits, list(SETTINGS), noise, position)
+        assert found is not None
+        for row, one in enumerate(SETTINGS):
+            alone, at = Noise(noise.seed[row : row + 1]), position[row : row + 1]
+            assert int(found[row]) == expected(logits[row : row + 1], one, alone, at)
+            assert torch.equal(alone.counters(at, TARGET), noise.counters(position, TARGET)[row : row + 1])
+            itself = drawn(logits[row : row + 1], [one], alone, at)
+            assert itself is not None
+            assert int(itself) == int(found[row])
+        several += (found != logits.argmax(-1)).tolist()
+    assert sum(several) > 50, "hardly anything was drawn at random"
+
+
+def test_rows_that_are_apart_in_memory() -> None:
+    logits = torch.randn(3, 4, 300, generator=torch.Generator().manual_seed(0))
+    noise, position = Noise(torch.arange(3)), torch.tensor([4, 5, 6])
+    rows: list[Sampling | None] = [SETTINGS[0]] * 3
+    apart, together = drawn(logits[:, 2], rows, noise, position), drawn(logits[:, 2].contiguous(), rows, noise, position)
+    assert apart is not None
+    assert together is not None
+    assert torch.equal(apart, together)
+
+
+@pytest.mark.parametrize("wrong", ["a kept tie", "no number", "nothing possible", "infinite"])
+def test_what_the_engine_leaves_to_its_caller(wrong: str) -> None:
+    logits = torch.linspace(0, 9, 300)[None].repeat(2, 1)
+    noise, position, rows = Noise(torch.tensor([1, 2])), torch.tensor([3, 4]), [Sampling(1.0, 10), Sampling(1.0, 10)]
+    assert drawn(logits, list(rows), noise, position) is not None
+    if wrong == "a kept tie":
+        logits[1, 290] = logits[1, 289]  # the last that is kept and the first that is not
+    elif wrong == "no number":
+        logits[1, 5] = float("nan")
+    elif wrong == "nothing possible":
+        logits[1] = float("-inf")
+    else:
+        logits[1, 7] = float("inf")
+    assert drawn(logits, list(rows), noise, position) is None
+    assert drawn(logits, [rows[0], None], noise, position) is not None, "a free row may hold anything"
+
+
+def test_a_top_k_that_is_large_or_off_is_left_to_the_caller() -> None:
+    logits, noise, position = torch.randn(1, 300), Noise(torch.tensor([1])), torch.tensor([3])
+    for top_k in (0, 101, 300, 1000):
+        assert drawn(logits, [Sampling(1.0, top_k)], noise, position) is None
+
+
+def test_a_sampler_asks_the_engine_and_falls_back() -> None:
+    """Rows that sample draw through the engine; where it leaves one, the draw is that of the distribution."""
+    asked: list[bool] = []
+    draw = native(families.build("llama")).engine_draw
+    assert draw is not None
+
+    def watched(*arguments: Tensor) -> Tensor | None:
+        tokens = draw(*arguments)  # type: ignore[arg-type]
+        asked.append(tokens is not None)
+        return tokens
+
+    sampler = Sampler(2, CPU, engine_draw=watched)  # type: ignore[arg-type]
+    for row in range(2):
+        sampler.admit(row, Sampling(0.9, 12, 0.9, seed=row), torch.tensor([1]))
+    dice, path = torch.Generator().manual_seed(1), torch.empty(2, 0, dtype=torch.long)
+    for trial in range(40):
+        logits, position = torch.randn(2, 400, generator=dice), torch.tensor([trial, trial + 3])
+        if trial % 2:
+            logits[1] = logits[1].round()  # ties
+        chances = sampler.chances(logits, path)
+        assert isinstance(chances, Warpable)
+        found = sampler.noise.draw(chances, position, TARGET)
+        assert torch.equal(found, sampler.noise.draw(sampler.distribution(logits, path), position, TARGET))
+        without = Warpable(logits, sampler.warping, None)
+        assert torch.equal(found, sampler.noise.draw(without, position, TARGET))
+    assert asked == [True, False] * 20
