@@ -5,9 +5,10 @@
 
 Prints tokens a second (prefill included, all prompts together, the median over rounds) of transformers' `generate`, of
 llama.cpp (llama_cpp_worker.py, to_gguf.py), of plain decoding on the eager and the native engine, of every --method on the
-native one, and of all prompts as one batch, with their ratios and whether their texts are plain decoding's; what the memory's
-bandwidth allows; milliseconds a pass of 1 to 32 rows behind 150 tokens, and of a prefill of 512. --prompts: JSON lines with
-"prompt"; default: the bundled model's own. All texts are --new tokens long. Measure on an idle machine.
+native one, and of all prompts as one batch, with their ratios and whether their texts are plain decoding's; their share of
+what the memory's bandwidth allows plain decoding, measured before and after every round; milliseconds a pass of 1 to 32 rows
+behind 150 tokens, and of a prefill of 512. --prompts: JSON lines with "prompt"; default: the bundled model's own. All texts are
+--new tokens long. Measure on an idle machine.
 """
 
 import argparse
@@ -16,6 +17,8 @@ import statistics
 import subprocess
 import time
 from collections.abc import Callable
+from dataclasses import dataclass
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -33,10 +36,22 @@ from skipstone.timing import machine
 
 CONTEXT = 150  # tokens before the passes that are timed
 PREFILL = 512  # tokens of the prefill that is timed
+QUANTIZED_BYTES = {"int8": 34 / 32, "int4": 20 / 32}  # of a weight: a group of 32 has its codes and one or two float16 numbers
 REPEATS = 40  # passes of each width
 WORKER = Path(__file__).with_name("llama_cpp_worker.py")
 
 Answer = tuple[list[int], float]  # (new ids, seconds)
+CPU = torch.device("cpu")
+
+
+@dataclass
+class Measured:
+    """speeds: row -> tokens a second of every round. texts: row -> the ids of every prompt. bandwidths: bytes a second of every
+    round, the better of those before and after it."""
+
+    speeds: dict[str, list[float]]
+    texts: dict[str, list[list[int]]]
+    bandwidths: list[float]
 
 
 class LlamaCpp:
@@ -124,13 +139,22 @@ def main() -> None:
         return out.new_tokens, time.perf_counter() - began
 
     found = measured(rows, together, prompts, asked.rounds, asked.new)
-    report(found, len(prompts), asked.new, str(model.dtype), asked.quantize)
+    weights = f"{model.dtype} weights{f', {asked.quantize} on the native engine' if asked.quantize else ''}"
+    report(found, len(prompts), asked.new, weights)
     layered = LayeredModel(model, "native", asked.quantize)
     print(f"\n{layered.engine.detail}")
-    if not asked.quantize:  # the ceiling is that of the weights as they are stored
-        found = machine.ceiling(model, statistics.mean(map(len, prompts)) + asked.new / 2)
-        print(machine.told(asked.model or "skipstone-nano", found))
+    report_shares(found, bytes_of_a_token(model, asked.quantize, statistics.mean(map(len, prompts)) + asked.new / 2))
     passes(layered)
+
+
+def bytes_of_a_token(model: Any, quantize: str | None, length: float) -> float:
+    """What one token of plain decoding must read behind `length` others: weights and keys and values."""
+    weights = machine.weight_bytes(model)
+    if quantize is not None:
+        head = model.get_output_embeddings().weight
+        matrices = sum(module.weight.numel() for module in model.modules() if isinstance(module, torch.nn.Linear))
+        weights = int((matrices - head.numel()) * QUANTIZED_BYTES[quantize] + head.numel() * QUANTIZED_BYTES["int8"])
+    return weights + machine.kv_bytes(model) * length
 
 
 def measured(
@@ -139,12 +163,12 @@ def measured(
     prompts: list[list[int]],
     rounds: int,
     new: int,
-) -> dict[str, tuple[list[float], list[list[int]]]]:
-    """Row -> (tokens a second of every round, the texts). The rows take turns prompt by prompt, then all prompts go at once; an
-    untimed round warms up."""
+) -> Measured:
+    """The rows take turns prompt by prompt, then all prompts go at once; an untimed round warms up."""
     batch = f"native, plain, batch of {len(prompts)}"
     speeds: dict[str, list[float]] = {name: [] for name in (*rows, batch)}
     texts: dict[str, list[list[int]]] = {}
+    bandwidths = [machine.bandwidth(CPU)]
     for number in range(rounds + 1):
         answers: dict[str, list[Answer]] = {name: [] for name in rows}
         for ids in prompts:
@@ -157,20 +181,32 @@ def measured(
         texts[batch], seconds = together(new)
         if number:
             speeds[batch].append(sum(map(len, texts[batch])) / seconds)
-    return {name: (speeds[name], texts[name]) for name in speeds}
+        bandwidths.append(machine.bandwidth(CPU))
+    return Measured(speeds, texts, [max(pair) for pair in pairwise(bandwidths[1:])])
 
 
-def report(
-    found: dict[str, tuple[list[float], list[list[int]]]], prompts: int, new: int, dtype: str, quantize: str | None
-) -> None:
+def report_shares(found: Measured, token_bytes: float) -> None:
+    """How much of what the memory allows a token that reads so many bytes is used, round by round."""
+    ceilings = [bandwidth / token_bytes for bandwidth in found.bandwidths]
+    print(
+        f"A token of plain decoding reads {token_bytes / 1e6:.1f} MB; {min(found.bandwidths) / 1e9:.1f} to "
+        f"{max(found.bandwidths) / 1e9:.1f} GB/s of memory allow {min(ceilings):.0f} to {max(ceilings):.0f} tokens/s."
+    )
+    for name, speeds in found.speeds.items():
+        if name == "native, plain" or name.startswith("llama.cpp"):
+            shares = [speed / ceiling for speed, ceiling in zip(speeds, ceilings, strict=True)]
+            print(f"{name}: {statistics.median(shares):.2f} ({min(shares):.2f}-{max(shares):.2f}) of that, round by round")
+
+
+def report(found: Measured, prompts: int, new: int, weights: str) -> None:
     """The table, in Markdown. A ratio is the median of the rounds' own ratios."""
-    print(f"{prompts} prompts x {new} tokens, {dtype} weights{f', {quantize} on the native engine' if quantize else ''}")
-    yardsticks = [name for name in found if name.startswith(("transformers", "llama.cpp")) or name == "native, plain"]
+    print(f"{prompts} prompts x {new} tokens, {weights}")
+    yardsticks = [name for name in found.speeds if name.startswith(("transformers", "llama.cpp")) or name == "native, plain"]
     print(f"\n| | tokens/s | {' | '.join(f'x {name}' for name in yardsticks)} | texts of native, plain |")
     print(f"| --- | --- | {'--- | ' * len(yardsticks)}--- |")
-    for name, (speeds, texts) in found.items():
-        ratios = [statistics.median(a / b for a, b in zip(speeds, found[one][0], strict=True)) for one in yardsticks]
-        same = sum(a == b for a, b in zip(texts, found["native, plain"][1], strict=True))
+    for name, speeds in found.speeds.items():
+        ratios = [statistics.median(a / b for a, b in zip(speeds, found.speeds[one], strict=True)) for one in yardsticks]
+        same = sum(a == b for a, b in zip(found.texts[name], found.texts["native, plain"], strict=True))
         pace = f"{statistics.median(speeds):.1f} ({min(speeds):.1f}-{max(speeds):.1f})"
         print(f"| {name} | {pace} | {' | '.join(f'{ratio:.2f}' for ratio in ratios)} | {same}/{prompts} |")
 

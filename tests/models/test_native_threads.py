@@ -12,36 +12,43 @@ from tests.helpers import families
 
 
 class Machine:
-    """A clock that work moves on. seconds: what the work takes on so many threads, of every round."""
+    """A clock that work moves on. milliseconds: what the work takes on so many threads, of every call with them."""
 
-    def __init__(self, monkeypatch: pytest.MonkeyPatch, seconds: Callable[[int, int], float]) -> None:
-        self.now, self.seconds, self.calls = 0.0, seconds, []
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, milliseconds: Callable[[int, int], float]) -> None:
+        self.now, self.milliseconds, self.calls = 0.0, milliseconds, []
         monkeypatch.setattr(threads.time, "perf_counter", lambda: self.now)
 
     def run(self, count: int) -> None:
-        self.now += self.seconds(count, self.calls.count(count))
+        self.now += self.milliseconds(count, self.calls.count(count)) / 1000
         self.calls.append(count)
 
 
 @pytest.mark.parametrize(
-    ("most", "seconds", "chosen"),
+    ("most", "milliseconds", "chosen"),
     [
         (1, lambda count, _: 1.0, 1),
         (2, lambda count, _: 1.0 / count, 2),
         (2, lambda count, _: float(count), 1),
         (2, lambda count, _: 1.05 if count == 2 else 1.0, 2),
         (2, lambda count, turn: 0.6 if count == 2 and turn == 3 else 1.0 * count, 2),
+        (2, lambda count, turn: {1: 1.0, 2: 0.6 if turn % 2 else 3.0}[count], 2),
         (8, lambda count, _: 1.0 / min(count, 4), 8),
         (8, lambda count, _: {1: 1.0, 4: 0.3, 8: 0.5}[count], 4),
     ],
-    ids=["one core", "both pay", "the second harms", "nearly equal", "a calm moment", "memory-bound", "half is best"],
+    ids=["one core", "both pay", "the second harms", "nearly equal", "a calm moment", "a worker that sleeps in between", "memory-bound", "half is best"],
 )
 def test_the_fastest_number_is_taken(
-    most: int, seconds: Callable[[int, int], float], chosen: int, monkeypatch: pytest.MonkeyPatch
+    most: int, milliseconds: Callable[[int, int], float], chosen: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    machine = Machine(monkeypatch, seconds)
+    machine = Machine(monkeypatch, milliseconds)
     assert threads.fastest(machine.run, most) == chosen
-    assert len(machine.calls) == (0 if most == 1 else threads.ROUNDS * len({1, most // 2, most}))
+    assert len(machine.calls) == (0 if most == 1 else 2 * threads.ROUNDS * len({1, most // 2, most}))
+
+
+def test_a_large_model_is_not_tried_for_long(monkeypatch: pytest.MonkeyPatch) -> None:
+    machine = Machine(monkeypatch, lambda count, _: 900.0 / count)
+    assert threads.fastest(machine.run, 2) == 2
+    assert len(machine.calls) == 2 * threads.FEWEST * 2
 
 
 def test_what_the_user_says_is_taken(monkeypatch: pytest.MonkeyPatch) -> None:

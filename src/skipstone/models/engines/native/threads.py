@@ -7,7 +7,9 @@ from collections.abc import Callable
 VARIABLE = "SKIPSTONE_THREADS"
 """The environment variable that says how many threads the native engine uses; they are measured where it is unset."""
 MOST = 64  # threads that the library takes
-ROUNDS = 4  # times that every number is tried; the shortest counts, as whatever else runs only adds to it
+ROUNDS = 8  # times that every number is tried at most; the shortest counts, as whatever else runs only adds to it
+FEWEST = 2  # times that every number is tried at least
+ENOUGH = 0.5  # seconds after which no further round begins
 WORTH = 0.9  # share of the best time within which more threads are taken: a moment's load may have cost them more
 
 
@@ -36,10 +38,14 @@ def fastest(run: Callable[[int], None], most: int) -> int:
     if len(numbers) == 1:
         return most
     least = dict.fromkeys(numbers, float("inf"))
-    for _ in range(ROUNDS):
+    began = time.perf_counter()
+    for turn in range(ROUNDS):
+        if turn >= FEWEST and time.perf_counter() - began > ENOUGH:
+            break
         for number in numbers:
-            began = time.perf_counter()
+            run(number)  # wakes the threads up
+            awake = time.perf_counter()
             run(number)
-            least[number] = min(least[number], time.perf_counter() - began)
+            least[number] = min(least[number], time.perf_counter() - awake)
     best = min(least.values())
     return max(number for number in numbers if best >= WORTH * least[number])

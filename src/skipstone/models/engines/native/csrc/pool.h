@@ -58,18 +58,27 @@ class Pool {
     job_ = job;
     context_ = context;
     const int core = sched_getcpu();
+    bool woken = false;
     for (int i = 0; i < threads - 1; i++) {
       Worker& worker = *workers_[size_t(i)];
       if (core >= 0 && worker.core.load(std::memory_order_relaxed) == core) worker.leave(core);
       worker.jobs.fetch_add(1, std::memory_order_seq_cst);
-      if (worker.asleep.load(std::memory_order_seq_cst)) worker.jobs.notify_one();
+      if (worker.asleep.load(std::memory_order_seq_cst)) {
+        worker.jobs.notify_one();
+        woken = true;
+      }
     }
     waited_ = 0;
     const int64_t start = nanoseconds();
     job(context, 0, threads, *this);
     barrier(true);
     const int64_t now = nanoseconds();
-    if (waited_ > LONG_WAIT && double(waited_) > LONG_SHARE * double(now - start)) alone_until_ = now + ALONE_FOR * waited_;
+    if (woken) {  // to wake up takes long on a free core, too: only the next job tells
+      unjudged_ += waited_;
+      return;
+    }
+    if (waited_ > LONG_WAIT && double(waited_) > LONG_SHARE * double(now - start)) alone_until_ = now + ALONE_FOR * (unjudged_ + waited_);
+    unjudged_ = 0;
   }
 
   // Waits until every thread of the job is here. caller: the thread that called `run`, whose waiting is timed.
@@ -148,6 +157,7 @@ class Pool {
   pid_t owner_ = getpid();
   int threads_ = 1;
   int64_t waited_ = 0;  // nanoseconds that the caller has yielded in this job
+  int64_t unjudged_ = 0;  // and in the jobs before it that woke a worker
   std::atomic<int64_t> alone_until_{0};  // nanoseconds of the clock: jobs run without workers until then
   Job job_ = nullptr;
   void* context_ = nullptr;
