@@ -3,8 +3,8 @@
 // Between jobs a worker spins for a while and then sleeps, until a job needs it. Inside a job a barrier spins, then yields: two
 // threads on one core must not burn each other's time slices. A caller sends a worker that was last seen on its own core to
 // another one: beside a running caller the worker would not even run to notice. Where another process holds a core, every
-// barrier would wait for its time slice: a caller that had to wait long runs its next jobs alone, so much longer than it waited
-// that trying again costs little.
+// barrier would wait for its time slice: a caller that had to wait long runs its next jobs alone for as long as it waited, and for
+// twice as long each time that it then has to wait again, until trying costs next to nothing.
 #pragma once
 #include <pthread.h>
 #include <sched.h>
@@ -35,7 +35,8 @@ class Pool {
 
   static constexpr int64_t LONG_WAIT = 300'000;  // nanoseconds of yielding in one job that may mean a core is taken,
   static constexpr double LONG_SHARE = 0.4;      // and do where they are more than this share of the job's time
-  static constexpr int64_t ALONE_FOR = 20;       // times the long wait that jobs then run without workers
+  static constexpr int64_t MOST_ALONE = 32;      // times the long wait that jobs run without workers, after many in a row
+  static constexpr int64_t CALM_FOR = 16;        // times the long wait without another one after which they are no longer in a row
 
   using Job = void (*)(void* context, int thread, int threads, Pool& pool);
 
@@ -77,7 +78,14 @@ class Pool {
       unjudged_ += waited_;
       return;
     }
-    if (waited_ > LONG_WAIT && double(waited_) > LONG_SHARE * double(now - start)) alone_until_ = now + ALONE_FOR * (unjudged_ + waited_);
+    if (waited_ > LONG_WAIT && double(waited_) > LONG_SHARE * double(now - start)) {
+      const int64_t wait = unjudged_ + waited_;
+      alone_until_ = now + alone_for_ * wait;
+      calm_from_ = alone_until_ + CALM_FOR * wait;
+      alone_for_ = std::min(2 * alone_for_, MOST_ALONE);
+    } else if (now > calm_from_) {
+      alone_for_ = 1;
+    }
     unjudged_ = 0;
   }
 
@@ -158,6 +166,8 @@ class Pool {
   int threads_ = 1;
   int64_t waited_ = 0;  // nanoseconds that the caller has yielded in this job
   int64_t unjudged_ = 0;  // and in the jobs before it that woke a worker
+  int64_t alone_for_ = 1;  // times the next long wait
+  int64_t calm_from_ = 0;  // nanoseconds of the clock
   std::atomic<int64_t> alone_until_{0};  // nanoseconds of the clock: jobs run without workers until then
   Job job_ = nullptr;
   void* context_ = nullptr;
