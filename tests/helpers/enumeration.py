@@ -190,7 +190,7 @@ class Tabled:
     p: [V] weights at the top. q: [V] weights after layer 0.
     """
 
-    depth, device, max_positions, kv_dtype, engine_draw = 2, torch.device("cpu"), 64, None, None
+    depth, device, max_positions, kv_dtype, engine_draw, own_threads = 2, torch.device("cpu"), 64, None, None, False
 
     def __init__(self, p: Sequence[float], q: Sequence[float]) -> None:
         self.embeddings = 64

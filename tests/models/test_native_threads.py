@@ -35,7 +35,7 @@ class Machine:
         (8, lambda count, _: 1.0 / min(count, 4), 8),
         (8, lambda count, _: {1: 1.0, 4: 0.3, 8: 0.5}[count], 4),
     ],
-    ids=["one core", "both pay", "the second harms", "nearly equal", "a calm moment", "it slept", "memory-bound", "half is best"],
+    ids=["one core", "both pay", "the second harms", "nearly equal", "a calm moment", "asleep", "memory-bound", "half is best"],
 )
 def test_the_fastest_number_is_taken(
     most: int, milliseconds: Callable[[int, int], float], chosen: int, monkeypatch: pytest.MonkeyPatch

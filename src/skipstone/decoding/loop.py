@@ -5,6 +5,7 @@ prompt -> prefill -> [ draft -> score -> verify -> commit ]* -> tokens
 
 import time
 from collections.abc import Callable, Iterator
+from contextlib import nullcontext
 from itertools import pairwise
 
 import torch
@@ -14,6 +15,7 @@ from skipstone.decoding.probes import Pace
 from skipstone.decoding.sampling import Scores
 from skipstone.decoding.session import PREFILL_CHUNK, Request, Session
 from skipstone.decoding.stopping import RunningRequest
+from skipstone.models.torch_threads import OneThread
 
 NOTHING = RowVerdict([], [], "", 0, 0)  # the verdict of a row that took no part in a step
 
@@ -82,7 +84,8 @@ class Decoder:
     @torch.inference_mode()
     def step(self) -> Step:
         """One turn of the loop over all rows; finished rows are released and named in `Step.finished`."""
-        return self._prefill() if self.session.prefilling else self._decode()
+        with OneThread() if self.session.own_threads else nullcontext():
+            return self._prefill() if self.session.prefilling else self._decode()
 
     def _prefill(self) -> Step:
         """One chunk of the waiting prompts, and the first token of those that it completes."""

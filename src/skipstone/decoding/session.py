@@ -70,6 +70,11 @@ class Session:
         return self.store.rows
 
     @property
+    def own_threads(self) -> bool:
+        """Whether nothing that a step computes is long enough for several of torch's threads."""
+        return self.model.own_threads
+
+    @property
     def prefilling(self) -> bool:
         """Whether a row still has prompt tokens to run."""
         return any(prompt is not None for prompt in self._waiting)

@@ -82,6 +82,11 @@ class LayeredModel(DecoderModules):
         return type(self).project is LayeredModel.project
 
     @property
+    def own_threads(self) -> bool:
+        """Whether the engine computes with threads that are not torch's."""
+        return self.engine.own_threads
+
+    @property
     def engine_draw(self) -> EngineDraw | None:
         """The engine's own way to draw tokens; None where it has none."""
         return self.engine.draw if self.engine.draws else None

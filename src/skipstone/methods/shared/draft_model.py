@@ -206,6 +206,10 @@ class DraftModelSession(ChainSession):
         self._read: list[int] | None = None  # draft tokens of every row that it has read; None where rows do not differ
         self._path = self.root.new_empty((rows, 0))  # [B, width], draft tokens where the target is
 
+    @property
+    def own_threads(self) -> bool:
+        return super().own_threads and self.draft_model.own_threads
+
     def _check(self, request: Request) -> None:
         super()._check(request)
         length, most, limit = len(request.prompt), request.max_new_tokens, self.draft_model.max_positions

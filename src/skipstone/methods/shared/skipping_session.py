@@ -36,6 +36,8 @@ class SkippingSession(ChainSession):
     def draft(self, limit: list[int]) -> Draft:
         """A chain of what `self.skip` leaves."""
         self._ranked, self._possible = [], []
+        if not any(limit):
+            return Draft.empty(self.rows, self.root.device, self.frontier(limit))
         return super().draft(limit)
 
     def chain(self, limit: list[int], skip: SkipSet) -> tuple[Draft, Ranked | None]:

@@ -78,8 +78,9 @@ class Engine(Protocol):
 
     name: "eager" or "native". detail: one line for users, on what it runs and where. dtype: of the hidden states that it hands
     out. row_exact: it promises that a token's result has the same bits whatever is computed beside it. chains: it has a call
-    for greedy chains (`chain`). draws: it has one for drawing tokens (`draw`). quantize: "int8" or "int4", what it has
-    quantised the weights to; None where they are as stored.
+    for greedy chains (`chain`). draws: it has one for drawing tokens (`draw`). own_threads:
+    it computes with threads that are not torch's. quantize: "int8" or "int4", what it has quantised the weights to; None where
+    they are as stored.
 
     An engine must not refer to its model, which would then never be freed; its modules it may.
     """
@@ -101,6 +102,9 @@ class Engine(Protocol):
 
     @property
     def draws(self) -> bool: ...
+
+    @property
+    def own_threads(self) -> bool: ...
 
     @property
     def quantize(self) -> str | None: ...

@@ -23,6 +23,7 @@ class EagerEngine:
     row_exact = False
     chains = False
     draws = False
+    own_threads = False
     quantize: str | None = None
 
     def __init__(self, model: Any, facts: Facts) -> None:

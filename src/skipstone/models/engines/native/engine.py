@@ -53,6 +53,7 @@ class NativeEngine:
     row_exact = True
     chains = True
     draws = True
+    own_threads = True
     dtype = torch.float32
 
     def __init__(self, model: Any, facts: Facts, quantize: str | None = None, keep_weights: bool = True) -> None:
