@@ -76,6 +76,24 @@ inline void share(int64_t count, int thread, int threads, int64_t& first, int64_
   last = count * (thread + 1) / threads;
 }
 
+// The first weights of a thread's share of a matrix.
+inline const char* share_of(const Matrix& matrix, int thread, int threads) {
+  int64_t first, last;
+  share(matrix.count(), thread, threads, first, last);
+  return matrix.panel(first);
+}
+
+// The same of a layer, whose query, key and value weights are shared out as one matrix.
+inline const char* share_of(const Layer& layer, int thread, int threads) {
+  int64_t first, last;
+  share(layer.q.count() + layer.k.count() + layer.v.count(), thread, threads, first, last);
+  for (const Matrix* part : {&layer.q, &layer.k, &layer.v}) {
+    if (first < part->count()) return part->panel(first);
+    first -= part->count();
+  }
+  return nullptr;
+}
+
 inline float inverse_rms(const float* x, int64_t size, float epsilon) {
   V16 total = zero();
   int64_t i = 0;
@@ -191,7 +209,7 @@ struct Run {
       const Layer& layer = m.layers[index];
       const int64_t left_out = skip == nullptr ? 0 : skip[index];
       if (!(left_out & SKIP_ATTENTION)) attention(layer, index, thread, threads, pool, normed);
-      if (!(left_out & SKIP_MLP)) mlp(layer, thread, threads, pool, normed);
+      if (!(left_out & SKIP_MLP)) mlp(layer, index, thread, threads, pool, normed);
     }
   }
 
@@ -216,7 +234,9 @@ struct Run {
     for (const Matrix* part : parts) {
       const int64_t count = part->count();
       const int64_t a = std::clamp<int64_t>(first - start, 0, count), b = std::clamp<int64_t>(last - start, 0, count);
-      matmul(*part, rows, projected + start * LANES, projected_stride, a, b, count * LANES);
+      const Matrix* after = start + count >= last ? nullptr : part == &layer.q ? &layer.k : &layer.v;
+      const char* next = after == nullptr ? share_of(layer.o, thread, threads) : after->panel(0);
+      matmul(*part, rows, projected + start * LANES, projected_stride, a, b, count * LANES, next);
       start += count;
     }
     pool.barrier(thread == 0);
@@ -252,7 +272,8 @@ struct Run {
     if (store.type == BFLOAT16) look_back<uint16_t>(layer, index, thread, threads, spare.data());
     else look_back<float>(layer, index, thread, threads, spare.data());
     pool.barrier(thread == 0);
-    close(layer, layer.o, attended, attended_stride, layer.norm_after_attention, thread, threads, pool);
+    const char* next = share_of(layer.gate, thread, threads);
+    close(layer, layer.o, attended, attended_stride, layer.norm_after_attention, next, thread, threads, pool);
   }
 
   // Attention of this thread's share of the query heads of all entries, which are numbered by kv head, entry and place in the
@@ -293,28 +314,29 @@ struct Run {
     return (h * n + entry) * group + (rest - before * group) / each;
   }
 
-  void mlp(const Layer& layer, int thread, int threads, Pool& pool, float* normed) {
+  void mlp(const Layer& layer, int64_t index, int thread, int threads, Pool& pool, float* normed) {
     int64_t first, last;
     normed = norms(layer.norm_before_mlp, thread, threads, pool, normed);
     share(layer.gate.count(), thread, threads, first, last);
     float* up = inner + n * inner_stride;
     Rows rows{normed, n, x_stride, own.codes[thread]};
-    matmul(layer.gate, rows, inner, inner_stride, first, last, inner_stride);
-    matmul(layer.up, rows, up, inner_stride, first, last, inner_stride);
+    matmul(layer.gate, rows, inner, inner_stride, first, last, inner_stride, layer.up.panel(first));
+    matmul(layer.up, rows, up, inner_stride, first, last, inner_stride, share_of(layer.down, thread, threads));
     const int64_t start = first * LANES, stop = std::min(last * LANES, m.intermediate);
     if (start < stop)
       for (int64_t r = 0; r < n; r++)
         activate(layer.activation, inner + r * inner_stride + start, up + r * inner_stride + start, stop - start);
     pool.barrier(thread == 0);
-    close(layer, layer.down, inner, inner_stride, layer.norm_after_mlp, thread, threads, pool);
+    const char* next = index + 1 < to ? share_of(m.layers[index + 1], thread, threads) : share_of(m.head, thread, threads);
+    close(layer, layer.down, inner, inner_stride, layer.norm_after_mlp, next, thread, threads, pool);
   }
 
   // The projection at the end of a sublayer, its norm, and the residual sum.
-  void close(const Layer& layer, const Matrix& matrix, const float* from_rows, int64_t stride, const float* norm, int thread, int threads, Pool& pool) {
+  void close(const Layer& layer, const Matrix& matrix, const float* from_rows, int64_t stride, const float* norm, const char* next, int thread, int threads, Pool& pool) {
     int64_t first, last;
     share(matrix.count(), thread, threads, first, last);
     Rows rows{from_rows, n, stride, own.codes[thread]};
-    matmul(matrix, rows, added, x_stride, first, last, x_stride);
+    matmul(matrix, rows, added, x_stride, first, last, x_stride, next);
     if (norm != nullptr) pool.barrier(thread == 0);
     const int64_t start = first * LANES, stop = std::min(last * LANES, m.hidden);
     for (int64_t r = 0; r < n; r++) {
@@ -471,7 +493,7 @@ struct Head {
     int64_t first, last;
     share(m.head.count(), thread, threads, first, last);
     Rows rows{normed, n, x_stride, own.codes[thread]};
-    matmul(m.head, rows, logits, m.vocabulary, first, last, m.vocabulary);
+    matmul(m.head, rows, logits, m.vocabulary, first, last, m.vocabulary, m.depth > 0 ? share_of(m.layers[0], thread, threads) : nullptr);
     const int64_t start = first * LANES, stop = std::min(last * LANES, m.vocabulary);
     for (int64_t r = 0; r < n; r++) {
       float* row = logits + r * m.vocabulary;

@@ -19,6 +19,7 @@ struct Matrix {
   int64_t type;
   int64_t count() const { return (outputs + LANES - 1) / LANES; }  // panels
   bool quantized() const { return type == INT8 || type == INT4; }
+  const char* panel(int64_t index) const;  // where one begins
 };
 
 // Rows that are multiplied: x is n rows of floats, `stride` apart. Matrices that share them share their codes.
@@ -42,6 +43,15 @@ struct F16 {
   static int64_t panel(int64_t inputs) { return inputs * LANES; }
 };
 
+inline const char* Matrix::panel(int64_t index) const {
+  const int64_t bytes = type == FLOAT32    ? F32::panel(inputs) * 4
+                        : type == BFLOAT16 ? BF16::panel(inputs) * 2
+                        : type == FLOAT16  ? F16::panel(inputs) * 2
+                        : type == INT8     ? panel_bytes<Int8>(groups_of(inputs))
+                                           : panel_bytes<Int4>(groups_of(inputs));
+  return static_cast<const char*>(panels) + index * bytes;
+}
+
 #if defined(__AVX512F__)
 constexpr int MOST_ROWS = 8;  // of a tile: 8 x 2 sums, 2 weights and a broadcast fit into 32 registers
 constexpr int columns(int rows) { return rows <= 4 ? 4 : 2; }
@@ -55,7 +65,7 @@ constexpr int columns(int rows) { return rows == 1 ? 4 : 1; }
 
 // R rows x C panels. The sums must stay in registers: plain loops over constants, which the compiler unrolls, and no lambda.
 //
-// ahead: elements from a weight to the one of the next panels that is fetched into the second-level cache meanwhile. So early a
+// ahead: elements from a weight to one of those that come next, which is fetched into the second-level cache meanwhile. So early a
 // fetch is never waited for: 8 rows of float32 take 2/3 of the time that they take where weights are fetched 2 KiB ahead.
 template <class T, int R, int C>
 inline void tile(const typename T::Element* w, int64_t inputs, int64_t ahead, const float* x, int64_t x_stride, float* y, int64_t y_stride, int64_t room) {
@@ -117,7 +127,7 @@ inline void rows_tile(const typename T::Element* w, int64_t inputs, int64_t ahea
 }
 
 template <class T>
-inline void panels(const Matrix& m, const float* x, int64_t n, int64_t xs, float* y, int64_t ys, int64_t first, int64_t last, int64_t room) {
+inline void panels(const Matrix& m, const float* x, int64_t n, int64_t xs, float* y, int64_t ys, int64_t first, int64_t last, int64_t room, const char* next) {
   const auto* w = static_cast<const typename T::Element*>(m.panels);
   const int64_t blocks = (n + MOST_ROWS - 1) / MOST_ROWS;
   const int64_t wide = n / blocks + (n % blocks != 0);
@@ -125,7 +135,7 @@ inline void panels(const Matrix& m, const float* x, int64_t n, int64_t xs, float
   for (int64_t p = first; p < last;) {
     const int width = int(std::min<int64_t>(most, last - p));
     const auto* at = w + p * T::panel(m.inputs);
-    const int64_t ahead = p + width < last ? width * T::panel(m.inputs) : 0;
+    const int64_t ahead = p + width < last ? width * T::panel(m.inputs) : distance(at, next);
     for (int64_t block = 0, r = 0; block < blocks; block++) {
       const int rows = int(n / blocks + (block < n % blocks));
       const float* xr = x + r * xs;
@@ -151,8 +161,9 @@ inline void panels(const Matrix& m, const float* x, int64_t n, int64_t xs, float
 }
 
 // The outputs of panels [first, last) of all rows: y[r][o] = bias[o] + x[r] . w[o]. y rows are ys floats apart; y has room for
-// `room` floats a row. The bias is added last, as one rounding.
-inline void matmul(const Matrix& m, Rows& rows, float* y, int64_t ys, int64_t first, int64_t last, int64_t room) {
+// `room` floats a row. The bias is added last, as one rounding. next: weights that this thread reads after these, or null: the
+// memory need not rest while activations are computed and threads wait for each other.
+inline void matmul(const Matrix& m, Rows& rows, float* y, int64_t ys, int64_t first, int64_t last, int64_t room, const char* next) {
   if (first >= last) return;
   const float* x = rows.x;
   const int64_t n = rows.n, xs = rows.stride;
@@ -161,11 +172,11 @@ inline void matmul(const Matrix& m, Rows& rows, float* y, int64_t ys, int64_t fi
     rows.coded = true;
   }
   switch (m.type) {
-    case FLOAT32: panels<F32>(m, x, n, xs, y, ys, first, last, room); break;
-    case BFLOAT16: panels<BF16>(m, x, n, xs, y, ys, first, last, room); break;
-    case FLOAT16: panels<F16>(m, x, n, xs, y, ys, first, last, room); break;
-    case INT8: quantized_panels<Int8>(m.panels, rows.codes, n, y, ys, first, last, room); break;
-    default: quantized_panels<Int4>(m.panels, rows.codes, n, y, ys, first, last, room); break;
+    case FLOAT32: panels<F32>(m, x, n, xs, y, ys, first, last, room, next); break;
+    case BFLOAT16: panels<BF16>(m, x, n, xs, y, ys, first, last, room, next); break;
+    case FLOAT16: panels<F16>(m, x, n, xs, y, ys, first, last, room, next); break;
+    case INT8: quantized_panels<Int8>(m.panels, rows.codes, n, y, ys, first, last, room, next); break;
+    default: quantized_panels<Int4>(m.panels, rows.codes, n, y, ys, first, last, room, next); break;
   }
   if (m.bias == nullptr) return;
   const int64_t stop = std::min(last * LANES, m.outputs);

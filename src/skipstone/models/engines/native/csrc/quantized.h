@@ -20,7 +20,6 @@ namespace sk {
 constexpr int GROUP = 32;      // inputs that share a scale
 constexpr int BLOCK = 64;      // bytes that hold four inputs of 16 outputs
 constexpr float LEAST_TOP = 1e-30f;  // the largest input of a group; smaller ones count as 0: 127 / top must be finite
-constexpr int FARTHER = 8192;  // bytes that a stream of codes is fetched ahead of its use, into the second cache
 
 inline int64_t groups_of(int64_t inputs) { return (inputs + GROUP - 1) / GROUP; }
 
@@ -247,9 +246,16 @@ struct Int4 {
 template <class T> inline int64_t scales_bytes(int64_t groups) { return (groups * T::SCALES * 2 + BLOCK - 1) / BLOCK * BLOCK; }
 template <class T> inline int64_t panel_bytes(int64_t groups) { return scales_bytes<T>(groups) + groups * T::BLOCKS * BLOCK; }
 
-// R rows x C panels. w: the first panel. row: the first of the rows.
+// Elements from weights to those that come next, 0 where there are none.
+template <class E>
+inline int64_t distance(const E* at, const char* next) {
+  return next == nullptr ? 0 : (next - reinterpret_cast<const char*>(at)) / int64_t(sizeof(E));
+}
+
+// R rows x C panels. w: the first panel. ahead: bytes from it to those that come next, which are fetched into the second-level
+// cache meanwhile. row: the first of the rows.
 template <class T, int R, int C>
-inline void quantized_tile(const uint8_t* w, const Codes& x, int64_t row, float* y, int64_t y_stride, int64_t room) {
+inline void quantized_tile(const uint8_t* w, int64_t ahead, const Codes& x, int64_t row, float* y, int64_t y_stride, int64_t room) {
   const int64_t count = x.count(), size = panel_bytes<T>(count), start = scales_bytes<T>(count);
   constexpr bool EIGHT = std::is_same_v<T, Int8>;
   V16 total[R][C];
@@ -266,7 +272,7 @@ inline void quantized_tile(const uint8_t* w, const Codes& x, int64_t row, float*
       Bytes codes[C];
       SK_UNROLL for (int c = 0; c < C; c++) {
         const uint8_t* at = w + c * size + start + (g * T::BLOCKS + j) * BLOCK;
-        __builtin_prefetch(at + FARTHER, 0, 2);
+        __builtin_prefetch(at + ahead, 0, 2);
         codes[c] = load_bytes(at);
       }
       if constexpr (EIGHT) {
@@ -287,7 +293,7 @@ inline void quantized_tile(const uint8_t* w, const Codes& x, int64_t row, float*
     }
     SK_UNROLL for (int c = 0; c < C; c++) {
       const uint16_t* scales = reinterpret_cast<const uint16_t*>(w + c * size) + g * T::SCALES;
-      __builtin_prefetch(reinterpret_cast<const char*>(scales) + C * size, 0, 2);  // those of the panels that come next
+      __builtin_prefetch(reinterpret_cast<const char*>(scales) + ahead, 0, 2);
       const V16 scale = load_f16(scales);
       SK_UNROLL for (int r = 0; r < R; r++) total[r][c] = fma(floats(sum[r][c]), mul(scale, set1(groups[r * count + g].scale)), total[r][c]);
       if constexpr (!EIGHT) {
@@ -314,24 +320,26 @@ template <class T> constexpr int coded_columns(int) { return 1; }
 
 // R or fewer rows x the panels [p, last), as many at once as fit.
 template <class T, int R>
-inline void quantized_rows(int64_t rows, const uint8_t* panels, const Codes& x, int64_t row, float* y, int64_t y_stride, int64_t room, int width) {
-  if constexpr (R > 1) if (rows < R) return quantized_rows<T, R - 1>(rows, panels, x, row, y, y_stride, room, width);
-  if (width == coded_columns<T>(R)) return quantized_tile<T, R, coded_columns<T>(R)>(panels, x, row, y, y_stride, room);
+inline void quantized_rows(int64_t rows, const uint8_t* panels, int64_t ahead, const Codes& x, int64_t row, float* y, int64_t y_stride, int64_t room, int width) {
+  if constexpr (R > 1) if (rows < R) return quantized_rows<T, R - 1>(rows, panels, ahead, x, row, y, y_stride, room, width);
+  if (width == coded_columns<T>(R)) return quantized_tile<T, R, coded_columns<T>(R)>(panels, ahead, x, row, y, y_stride, room);
   for (int c = 0; c < width; c++)
-    quantized_tile<T, R, 1>(panels + c * panel_bytes<T>(x.count()), x, row, y + c * LANES, y_stride, room - c * LANES);
+    quantized_tile<T, R, 1>(panels + c * panel_bytes<T>(x.count()), ahead, x, row, y + c * LANES, y_stride, room - c * LANES);
 }
 
-// The outputs of panels [first, last) of n rows, without the bias: y[r][o], rows y_stride apart, with room for `room` floats.
+// The outputs of panels [first, last) of n rows, without the bias: y[r][o], rows y_stride apart, with room for `room` floats. next: as
+// in `matmul`.
 template <class T>
-inline void quantized_panels(const void* panels, const Codes& x, int64_t n, float* y, int64_t y_stride, int64_t first, int64_t last, int64_t room) {
+inline void quantized_panels(const void* panels, const Codes& x, int64_t n, float* y, int64_t y_stride, int64_t first, int64_t last, int64_t room, const char* next) {
   const int64_t size = panel_bytes<T>(x.count()), blocks = (n + MOST_CODED_ROWS - 1) / MOST_CODED_ROWS;
   const int most = coded_columns<T>(int((n + blocks - 1) / blocks));
   for (int64_t p = first; p < last; p += most) {
     const int width = int(std::min<int64_t>(most, last - p));
     const uint8_t* at = static_cast<const uint8_t*>(panels) + p * size;
+    const int64_t ahead = p + width < last ? width * size : distance(at, next);
     for (int64_t block = 0, row = 0; block < blocks; block++) {
       const int64_t rows = n / blocks + (block < n % blocks);
-      quantized_rows<T, MOST_CODED_ROWS>(rows, at, x, row, y + row * y_stride + p * LANES, y_stride, room - p * LANES, width);
+      quantized_rows<T, MOST_CODED_ROWS>(rows, at, ahead, x, row, y + row * y_stride + p * LANES, y_stride, room - p * LANES, width);
       row += rows;
     }
   }
