@@ -55,6 +55,7 @@ class Payoff:
     def forget_drafts(self) -> None:
         """Drafts are made in another way from now on (other sublayers, another threshold), of which nothing is known."""
         self.recent: deque[tuple[float, float]] = deque(maxlen=RECENT)  # (tokens, cost) of drafting steps
+        self._recent_speedup = 0.0  # theirs
         self.speedup_steps: deque[tuple[float, float]] = deque(maxlen=SPEEDUP_STEPS)
         self.probe_wait = self.since_probe = 1  # plain steps before the next probe, and since the last one
 
@@ -62,11 +63,11 @@ class Payoff:
 
     def pays(self) -> bool:
         """Whether the recent steps that drafted were worth it."""
-        return _speedup(self.recent) > 1
+        return self._recent_speedup > 1
 
     def gains(self) -> bool:
         """Whether they gain so clearly that they need no slack: they build it up."""
-        return len(self.recent) >= GAIN_STEPS and _speedup(self.recent) >= GAIN
+        return len(self.recent) >= GAIN_STEPS and self._recent_speedup >= GAIN
 
     def speedup(self) -> float | None:
         """The speed-up of drafting in this way, probes included; None before LEAST_SPEEDUP_STEPS steps."""
@@ -127,6 +128,7 @@ class Payoff:
         if tokens > cost and not self.pays():
             self.recent.clear()
         self.recent.append((tokens, cost))
+        self._recent_speedup = _speedup(self.recent)
         self.speedup_steps.append((tokens, cost))
         self.probe_wait, self.since_probe = 1 if tokens > cost else min(2 * self.probe_wait, MOST_WAIT), 0
 

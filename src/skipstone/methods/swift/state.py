@@ -117,6 +117,11 @@ class SwiftState:
         return most, (self.costs.score(width + most) - self.costs.score(width)) / most
 
     def _most_leaves(self, drafts: int) -> int:
+        if drafts not in self._leaves:
+            self._leaves[drafts] = self._find_most_leaves(drafts)
+        return self._leaves[drafts]
+
+    def _find_most_leaves(self, drafts: int) -> int:
         if not self.method.dynamic_verification:
             return 0
         most = min((RANKS - 1) * drafts, MOST_LEAVES)
@@ -171,6 +176,7 @@ class SwiftState:
     def set_costs(self, costs: Costs) -> None:
         """Take over what passes cost."""
         self.costs, self.draft_cost = costs, costs.draft(self.optimisation.skipped)
+        self._leaves: dict[int, int] = {}  # drafts -> most runners-up
         self.search.objective = replace(self.search.objective, costs=costs)
 
     def _set_changed(self) -> None:
