@@ -46,6 +46,23 @@ def test_counts_become_a_mean_step() -> None:
     assert predictions.mean_step(Stats()) == MeanStep(0.0, 0.0, 1.0, 0.0)
 
 
+def test_adadecode_costs_its_passes_and_tests() -> None:
+    """10 steps with 14 early tokens: at layer 2 of 4 in 20 passes of one token, with 3 tokens to the top, with one all through."""
+    known = {
+        "steps": 10,
+        "tests": 20,
+        "test_cost": 0.1,
+        "exits": {"2": {"accepted": 12}, "3": {"accepted": 2}},
+        "passes": [[0, 2, 1, 20], [2, 4, 3, 8], [0, 4, 1, 2]],
+    }
+    layers = 20 * 0.5 * 0.008 + 8 * 0.5 * 0.009 + 2 * 0.008
+    scored = (8 * 3 + 2) / 10  # tokens a step
+    scoring, layers_scored = 0.009 + (scored - 1) * 0.001, 0.008 + (scored - 1) * 0.0005
+    seconds = layers + 20 * 0.1 * 0.010 + 10 * (scoring - layers_scored + 0.001)
+    assert predicted({"passes": True}, known) == pytest.approx(24 * 0.010 / seconds)
+    assert predicted({"passes": True}) is None
+
+
 def test_every_kind_of_drafter_by_hand() -> None:
     def speedup(drafting: float, scoring: float = 0.013, chain: float = 0.001) -> Any:
         step = 10 / 12 * (4 * drafting + chain + scoring + 0.001) + 2 / 12 * 0.010

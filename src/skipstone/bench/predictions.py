@@ -1,6 +1,7 @@
 """What measured costs predict of a method's speed-up: its drafter in a table of costs, and the mean step of what it did.
 
-That the formula holds is known of greedy chains from layers, from a skip set or from a draft model, and of lookups.
+That the formula holds is known of greedy chains from layers, from a skip set or from a draft model, and of lookups. What
+AdaDecode costs follows from the passes and tests that it made.
 """
 
 from collections.abc import Mapping
@@ -11,6 +12,7 @@ from pydantic import TypeAdapter
 from skipstone.decoding.costs import LOOKED_UP, BatchCosts, Drafter, MeanStep
 from skipstone.decoding.method import Method
 from skipstone.decoding.stats import Stats
+from skipstone.methods.adadecode.adadecode import AdaDecode
 from skipstone.methods.jacobi import Jacobi
 from skipstone.methods.layerskip import LayerSkip
 from skipstone.methods.lookahead import Lookahead
@@ -33,6 +35,8 @@ def described(method: Method, layered: LayeredModel) -> dict[str, Any] | None:
         return _sublayers(skip.attention, skip.mlp)
     if isinstance(method, Swift):
         return {"learnt": True, "ranked": method.dynamic_verification}
+    if isinstance(method, AdaDecode):
+        return {"passes": True} if method.guard else None  # without a guard nobody knows what a test costs
     if isinstance(method, Speculative):
         return {"draft_model": fingerprint(method.draft_model_for(layered).model)}
     return {"looked_up": True} if isinstance(method, (PromptLookup, Lookahead, Jacobi)) else None
@@ -77,7 +81,22 @@ def speedup(
     """What a table of costs, as JSON holds it, predicts of some calls; None where it does not know the drafter, or nothing was
     drafted. context: tokens before a mean step."""
     table = TypeAdapter(BatchCosts).validate_python(costs)
+    if "passes" in said:
+        return _by_passes(table, known, context) if known else None
     found = drafter(said, table, known)
     if found is None or not total.drafting:
         return None
     return table.speedup(found, mean_step(total), context)
+
+
+def _by_passes(table: BatchCosts, known: Mapping[str, Any], context: float) -> float:
+    """The speed-up of AdaDecode over all that it has done, from its passes and the tests of its exits. known: its info."""
+    accepted = sum(tally["accepted"] for tally in known["exits"].values())
+    layers = rows = 0.0
+    for start, stop, tokens, count in known["passes"]:  # layers start to stop of so many tokens, so many times
+        layers += count * (stop - start) / table.depth * table.layers(tokens)
+        rows += count * tokens * (stop == table.depth)  # tokens that were scored
+    mean, tests = rows / known["steps"], known["tests"] * known["test_cost"] * table.plain
+    beside = table.score(mean, context=context) - table.layers(mean) + table.fixed
+    seconds = layers + tests + known["steps"] * beside
+    return (known["steps"] + accepted) * table.plain_step(context) / seconds
