@@ -47,7 +47,7 @@ def test_counts_become_a_mean_step() -> None:
 
 
 def test_adadecode_costs_its_passes_and_tests() -> None:
-    """10 steps with 14 early tokens: at layer 2 of 4 in 20 passes of one token, with 3 tokens to the top, with one all through."""
+    """10 steps with 14 early tokens: at layer 2 of 4 in 20 passes of one token; to the top with 3 tokens, or one."""
     known = {
         "steps": 10,
         "tests": 20,

@@ -566,6 +566,25 @@ struct Case {
     for (int64_t row = 0; row < pass.b; row++) hash.add(&states[row * stride], size_t(pass.n * m.hidden) * sizeof(float));
   }
 
+  double probability_of(const float* logits, int64_t id) const {
+    double total = 0;
+    for (int64_t i = 0; i < m.vocabulary; i++) total += std::exp(double(logits[i]) - double(logits[id]));
+    return 1 / total;
+  }
+
+  // The final norm, then a matrix [hidden][hidden], by the engine's own order of summation.
+  Block<float> transformed(const Block<float>& states, const Block<float>& weights, int64_t rows) const {
+    Block<float> normed(states.count), made(states.count);
+    library.norm(&m, states.data(), rows, normed.data());
+    for (int64_t i = 0; i < states.count; i++) {
+      float sum = 0;
+      const int64_t row = i / m.hidden, output = i % m.hidden;
+      for (int64_t k = 0; k < m.hidden; k++) sum = std::fma(normed[row * m.hidden + k], weights[output * m.hidden + k], sum);
+      made[i] = sum;
+    }
+    return made;
+  }
+
   void chain() {
     Pass pass{};
     tables(pass);
@@ -582,7 +601,16 @@ struct Case {
       width = std::max(width, most[row]);
     }
     for (int64_t i = 0; i < ends.count; i++) ends[i] = dice.from(-1, m.vocabulary - 1);
-    const bool asks = dice.chance(60), keep_states = dice.chance(50);
+    const bool asks = dice.chance(60), keep_states = dice.chance(50), sure = asks && dice.chance(40);
+    const Matrix* transform = nullptr;
+    Matrix square{};
+    Block<float> weights = numbers(dice, m.hidden * m.hidden, 0.3f);
+    if (dice.chance(40)) {
+      Block<uint8_t> panels(library.packed_bytes(FLOAT32, m.hidden, m.hidden));
+      library.pack(FLOAT32, weights.data(), m.hidden, m.hidden, m.hidden, panels.data());
+      square = {keep(panels), nullptr, m.hidden, m.hidden, FLOAT32};
+      transform = &square;
+    }
     Block<float> thresholds = numbers(dice, b, 0.1f, 0.1f), probabilities(b * width);
     Block<int64_t> drafts(b * width);
     const int64_t stride = (width + 1) * m.hidden + (dice.chance(30) ? 3 : 0);
@@ -611,7 +639,7 @@ struct Case {
     if (pass.b > store.rows && pass.first_row < 0) pass.first_row = 0;
     const std::vector<Block<uint8_t>> before = buffers;
     const int64_t error = library.chain(&m, &pass, &store, asked.from, asked.to, skip, roots.data(), bases.data(), most.data(), width,
-                                        asks ? thresholds.data() : nullptr, ends.data(), ends_count, keep_states, drafts.data(),
+                                        asks ? thresholds.data() : nullptr, ends.data(), ends_count, keep_states, transform, sure, drafts.data(),
                                         counts.data(), asks ? probabilities.data() : nullptr, hidden.data(), stride, asked.threads);
     CHECK(error != NO_MEMORY);
     if (spoiled) {
@@ -638,8 +666,15 @@ struct Case {
     for (int64_t place = 0; place <= width; place++) {
       const Block<float> embedded = state;
       CHECK(library.run(&m, &one, &store, asked.from, asked.to, skip, state.data(), m.hidden, state.data(), m.hidden, 1) == OK);
-      CHECK(library.head(&m, state.data(), b, 1, logits.data(), best.data(), 1) == OK);
+      const Block<float> read = transform == nullptr ? state : transformed(state, weights, b);
+      CHECK(library.head(&m, read.data(), b, transform == nullptr, logits.data(), best.data(), 1) == OK);
       for (int64_t row = 0; row < b; row++) {
+        if (sure && drafting[row] && place == counts[row]) {  // it was not sure enough
+          CHECK(probability_of(&logits[row * m.vocabulary], best[row]) < thresholds[row] + 1e-5);
+          if (keep_states) CHECK(std::memcmp(&hidden[row * stride + place * m.hidden], &state[row * m.hidden], bytes) == 0);
+          drafting[row] = takes[row] = 0;
+          continue;
+        }
         CHECK((place < counts[row]) == bool(drafting[row]));
         if (place <= counts[row]) {
           const Block<float>& kept_state = keep_states ? state : embedded;
@@ -653,11 +688,10 @@ struct Case {
         bool on = place + 1 < most[row];
         for (int64_t e = 0; e < ends_count; e++) on = on && ends[row * ends_count + e] != best[row];
         if (asks) {
-          const float *own = &logits[row * m.vocabulary], found = probabilities[row * width + place];
-          double total = 0;
-          for (int64_t i = 0; i < m.vocabulary; i++) total += std::exp(double(own[i]) - double(own[best[row]]));
-          CHECK(std::abs(double(found) * total - 1) < 1e-5);
-          on = on && found >= thresholds[row];
+          const float found = probabilities[row * width + place];
+          CHECK(std::abs(double(found) / probability_of(&logits[row * m.vocabulary], best[row]) - 1) < 1e-5);
+          on = on && (sure ? found > thresholds[row] : found >= thresholds[row]);
+          CHECK(!sure || found > thresholds[row]);
         }
         drafting[row] = on;
         takes[row] = on || keep_states;

@@ -214,20 +214,30 @@ class Frontier:
         return Pass(positions, slots, valid, rows, min(self._highest_base + columns.stop, self._end), first_slot)
 
     def draft_greedily(
-        self, layers: int, skip: SkipSet | None, most: list[int], thresholds: list[float] | None, ends: Sequence[frozenset[int]]
+        self,
+        layers: int,
+        skip: SkipSet | None,
+        most: list[int],
+        thresholds: list[float] | None,
+        ends: Sequence[frozenset[int]],
+        transform: Tensor | None = None,
+        sure: bool = False,
     ) -> ChainEnd | None:
         """Append a greedy chain that the first `layers` layers draft, but for what `skip` leaves out, in one engine call.
         None, and nothing has changed, where the engine has no such call, or the model does more with logits than an engine does
         (a draft model brings them to its target's vocabulary).
 
-        Without a skip set all tokens have been through the layers that drafted them; with one they are at depth 0.
+        Without a skip set all tokens have been through the layers that drafted them; with one they are at depth 0. transform,
+        sure: as in `ChainStart`.
         """
         assert self.width == 1, "a chain starts at the root"
         wanted = [count if live else -1 for count, live in zip(most, self._taking, strict=True)]
         if max(wanted) < 1 or not self._chains:
             return None
         keep, roots = skip is None, self._tokens[:, 0]
-        start = ChainStart(roots, self.base, wanted, layers, skip, keep, thresholds, ends, self._end, self._room)
+        start = ChainStart(
+            roots, self.base, wanted, layers, skip, keep, thresholds, ends, self._end, self._room, transform, sure
+        )
         chain = self.model.engine.chain(start, self.store)
         width = 1 + chain.tokens.shape[1]
         self._make_room()

@@ -159,9 +159,10 @@ class AdaDecodeSession(Session):
         self._predicted_at, self._passes = [[] for _ in range(self.rows)], frontier.passes
         position = frontier.positions[:, 0] + 1  # [B]
         open_rows = chain.open_rows()
-        layers: list[list[int]] = []  # of every place, as in Sweep
-        for place in range(chain.width):
-            sweep = self._sweep(frontier, position + place, open_rows, exits, threshold)
+        layers, exits_left = self._draft_at_once(chain, frontier, exits, threshold)
+        for place in range(len(layers), chain.width):
+            sweep = self._sweep(frontier, position + place, open_rows, exits if exits_left is None else exits_left, threshold)
+            exits_left = None
             if not any(sweep.layers):
                 break
             layers.append(sweep.layers)
@@ -172,6 +173,30 @@ class AdaDecodeSession(Session):
         if layers:
             draft.exit_layer = on_device(layers, self.model.device).t()  # [B, n]
         return draft
+
+    def _draft_at_once(
+        self, chain: Chain, frontier: Frontier, exits: list[tuple[int, int]], threshold: float
+    ) -> tuple[list[list[int]], list[tuple[int, int]] | None]:
+        """What the first exit's head is sure of in one engine call, token after token, where one row is greedy.
+
+        Returns (the layer of every place, as in Sweep; the exits that are left for the newest token, None for all).
+        """
+        asks_more = self.rows > 1 or not self.sampler.greedy or self.sampler.processed or self.method.recheck
+        if asks_more or not exits or not self.state.heads.linear:
+            return [], None
+        index, layer = exits[0]
+        transform = self.state.heads.transform(index)
+        found = frontier.draft_greedily(layer, None, chain.most, [threshold], self.sampler.eos, transform, sure=True)
+        if found is None or found.confidence is None:
+            return [], None
+        count = found.counts[0]
+        for place in range(count):
+            chain.add(found.tokens[:, place], None, found.confidence[:, place])
+        ended = count == chain.width or (count and int(found.tokens[0, -1]) in self.sampler.eos[0])
+        for sure in [True] * count + [False] * (not ended):
+            self.state.tested(layer, [sure])
+        self._predicted_at[0] += [layer] * count
+        return [[layer]] * count, [] if ended else exits[1:]
 
     def _add(self, chain: Chain, frontier: Frontier, sweep: Sweep) -> list[bool]:
         """Add the predictions of a sweep to the draft. Returns which rows may predict another token."""

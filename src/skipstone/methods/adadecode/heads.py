@@ -81,6 +81,15 @@ class ExitHeads(nn.Module):
         """T h of head number `index`; h where the head has no T. normed: [..., d]. Returns [..., d]."""
         return normed if self.card.kind in ("full", ORIGINAL) else self.heads[index](normed)
 
+    @property
+    def linear(self) -> bool:
+        """Whether a head is E* behind one matrix or none, which `transform` gives."""
+        return self.card.kind in ("square", ORIGINAL)
+
+    def transform(self, index: int) -> Tensor | None:
+        """T [d, d] of head number `index`; None where it is the identity."""
+        return None if self.card.kind == ORIGINAL else self.heads[index].weight  # type: ignore[return-value]
+
     def logits(self, model: LayeredModel, index: int, hidden: Tensor) -> Tensor:
         """Logits of head number `index` from states after its layer. hidden: [B, n, d]. Returns [B, n, V] float32."""
         return self.read(model, index, model.normed(hidden))
@@ -215,10 +224,9 @@ def _read(source: str | Path, model: LayeredModel) -> ExitHeads:
 
 def bundled_name_for(model: LayeredModel) -> str | None:
     """The name of the bundled heads of a model; None where there are none."""
-    for name, folder in HEADS.items():
-        if (folder / CARD).is_file() and _read_card(folder, name).model == fingerprint(model.model):
-            return name
-    return None
+    own = fingerprint(model.model)
+    fitting = (name for name, folder in HEADS.items() if (folder / CARD).is_file() and _read_card(folder, name).model == own)
+    return next(fitting, None)
 
 
 def _folder_of(source: str | Path) -> Path:

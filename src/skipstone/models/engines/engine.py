@@ -25,7 +25,9 @@ class ChainStart:
     roots: [B] int64, the last committed id of every row. bases: its position. most: most drafts of a row, -1 for one that takes
     no part. layers: the first so many layers draft. skip: but for these sublayers. keep: keep what leaves them (an exit).
     thresholds: a row stops after a draft that is less probable; None asks for no probabilities. ends: ids after which a row
-    stops. extent: slots that the chain may need. columns: tokens of a row that there must be states for.
+    stops. extent: slots that the chain may need. columns: tokens of a row that there must be states for. transform: [d', d']
+    that normed states go through before the LM head; None for none. sure: a draft that is not more probable than its threshold
+    does not count, and the token before it is the last.
     """
 
     roots: Tensor
@@ -38,6 +40,8 @@ class ChainStart:
     ends: Sequence[frozenset[int]]
     extent: int
     columns: int
+    transform: Tensor | None = None
+    sure: bool = False
 
 
 @dataclass(slots=True)

@@ -6,12 +6,13 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils.weak import WeakTensorKeyDictionary
 
 from skipstone.models import fingerprint
 from skipstone.models.engines.eager import patches
 from skipstone.models.engines.engine import ChainEnd, ChainStart, Warps
 from skipstone.models.engines.native import library, threads
-from skipstone.models.engines.native.structs import BAD_LAYER, ERRORS, SKIP_ATTENTION, SKIP_MLP, Pass, Store, declare
+from skipstone.models.engines.native.structs import BAD_LAYER, ERRORS, SKIP_ATTENTION, SKIP_MLP, Matrix, Pass, Store, declare
 from skipstone.models.engines.native.weights import TYPES, Weights, unsupported
 from skipstone.models.engines.rotary import RotaryTables
 from skipstone.models.facts import Facts
@@ -83,6 +84,7 @@ class NativeEngine:
         self._pass_address = ctypes.addressof(self._pass)
         self._known_positions = 0  # of every rotary table that the pass struct points at
         self._skips: dict[SkipSet, Any] = {}
+        self._transforms: WeakTensorKeyDictionary = WeakTensorKeyDictionary()  # weight -> (its state, Matrix, its panels)
         self._no_tensor = torch.empty(0)
         self.threads = said or threads.fastest(self._run_a_token, threads.cores())
         self.detail = f"C++, {level().decode()}, {kept}, {self.threads} threads"
@@ -147,6 +149,8 @@ class NativeEngine:
             )
         numbers = ctypes.c_int64 * rows
         roots, drafts, counts = start.roots.contiguous(), torch.zeros((rows, width), dtype=torch.int64), numbers()
+        if start.sure and start.thresholds is None:
+            raise ValueError("who wants sure drafts only says by thresholds how sure")
         states = torch.zeros((rows, start.columns, self._hidden))
         thresholds = probabilities = None
         if start.thresholds is not None:
@@ -171,6 +175,8 @@ class NativeEngine:
             ends,
             longest,
             start.keep,
+            None if start.transform is None else self._transform_address(start.transform),
+            start.sure,
             drafts.data_ptr(),
             counts,
             None if probabilities is None else probabilities.data_ptr(),
@@ -308,6 +314,19 @@ class NativeEngine:
             told = Store(keys=first, values=values, rows=store.rows, slots=slots, type=TYPES[dtype])
             view = store.engine_view = (ctypes.addressof(told), told, pointers, self._weights)
         return view[0]
+
+    def _transform_address(self, weight: Tensor) -> int:
+        """The struct of a matrix of somebody else's, packed once for as long as its weights do not change."""
+        state = weight.data_ptr(), 0 if weight.is_inference() else weight._version
+        known = self._transforms.get(weight)
+        if known is None or known[0] != state:
+            size = self._weights.model.head.inputs
+            _expect("transform", weight, (size, size), weight.dtype)
+            values = weight.detach().float().contiguous()
+            panels = torch.empty(self._library.sk_packed_bytes(TYPES[torch.float32], size, size), dtype=torch.uint8)
+            self._library.sk_pack(TYPES[torch.float32], values.data_ptr(), size, size, size, panels.data_ptr())
+            known = self._transforms[weight] = state, Matrix(panels.data_ptr(), None, size, size, TYPES[torch.float32]), panels
+        return ctypes.addressof(known[1])
 
     def _skipped(self, skip: SkipSet | None) -> Any:
         """The skip set as bits per layer; null where nothing is left out."""

@@ -117,7 +117,15 @@ def declare(library: Any) -> Any:
         "sk_draw": (whole, [pointer] + [whole] * 3 + [pointer] * 5 + [whole, pointer]),
         "sk_chain": (
             whole,
-            [pointer] * 3 + [whole] * 2 + [pointer] * 4 + [whole] + [pointer] * 2 + [whole] * 2 + [pointer] * 4 + [whole] * 2,
+            [pointer] * 3
+            + [whole] * 2
+            + [pointer] * 4
+            + [whole]
+            + [pointer] * 2
+            + [whole] * 2
+            + [pointer, whole]
+            + [pointer] * 4
+            + [whole] * 2,
         ),
         "sk_sizes": (None, [pointer]),
     }

@@ -49,7 +49,7 @@ struct Aligned {
 using Floats = std::vector<float, Aligned<float>>;
 
 struct Room {  // buffers that grow and stay
-  Floats x, projected, queries, attended, inner, added, logits, probability;
+  Floats x, projected, queries, attended, inner, added, logits, probability, transformed;
   std::vector<int64_t> positions, picks;
   std::vector<uint8_t> going;
   std::vector<Floats> normed, scores;  // per thread
@@ -483,6 +483,8 @@ struct Head {
   float* logits;  // [n][vocabulary]
   int64_t* best;  // [n] or null
   float* probability;  // [n] or null: of the likeliest id, at temperature 1
+  const Matrix* transform;  // what states go through before the head, or null
+  float* transformed;       // room for n rows of them
   Room& own;
 
   static void job(void* context, int thread, int threads, Pool& pool) { static_cast<Head*>(context)->work(thread, threads, pool); }
@@ -491,6 +493,13 @@ struct Head {
     float* normed = own.normed[thread].data();
     norm_rows(x, x_stride, norm ? m.norm : nullptr, n, m.head.inputs, m.epsilon, normed, x_stride);
     int64_t first, last;
+    if (transform != nullptr) {
+      share(transform->count(), thread, threads, first, last);
+      Rows rows{normed, n, x_stride, own.codes[thread]};
+      matmul(*transform, rows, transformed, x_stride, first, last, x_stride, share_of(m.head, thread, threads));
+      pool.barrier(thread == 0);
+      normed = transformed;
+    }
     share(m.head.count(), thread, threads, first, last);
     Rows rows{normed, n, x_stride, own.codes[thread]};
     matmul(m.head, rows, logits, m.vocabulary, first, last, m.vocabulary, m.depth > 0 ? share_of(m.layers[0], thread, threads) : nullptr);
@@ -543,7 +552,7 @@ struct Head {
   }
 };
 
-void run_head(const Model& m, const float* x, int64_t n, int64_t x_stride, bool norm, float* logits, int64_t* best, float* probability, int threads, Room& own) {
+void run_head(const Model& m, const float* x, int64_t n, int64_t x_stride, bool norm, float* logits, int64_t* best, float* probability, const Matrix* transform, int threads, Room& own) {
   own.normed.resize(std::max<size_t>(own.normed.size(), threads));
   own.codes.resize(std::max<size_t>(own.codes.size(), threads));
   for (int t = 0; t < threads; t++) {
@@ -551,7 +560,8 @@ void run_head(const Model& m, const float* x, int64_t n, int64_t x_stride, bool 
     if (m.head.quantized()) own.codes[t].reserve(n, m.head.inputs);
   }
   if (int64_t(own.best.size()) < threads * n) own.best.resize(threads * n);
-  Head head{m, x, n, x_stride, norm, logits, best, probability, own};
+  float* transformed = transform == nullptr ? nullptr : grown(own.transformed, n * x_stride);
+  Head head{m, x, n, x_stride, norm, logits, best, probability, transform, transformed, own};
   Pool::shared().run(threads, Head::job, &head);
 }
 }  // namespace sk
@@ -644,7 +654,7 @@ SK_EXPORT int64_t sk_head(const Model* m, const float* hidden, int64_t n, int64_
   if (n <= 0) return OK;
   Room& own = room();
   if (logits == nullptr) logits = grown(own.logits, n * m->vocabulary);
-  run_head(*m, hidden, n, m->head.inputs, norm != 0, logits, best, nullptr, int(threads), own);
+  run_head(*m, hidden, n, m->head.inputs, norm != 0, logits, best, nullptr, nullptr, int(threads), own);
   return OK;
 } catch (const std::exception&) {
   return NO_MEMORY;
@@ -671,11 +681,14 @@ SK_EXPORT int64_t sk_draw(const float* logits, int64_t rows, int64_t n, int64_t 
 // roots [b]: the last committed ids, at the positions bases [b]. width: room for drafts of a row. most [b]: drafts of a row, -1 for
 // one that takes no part. thresholds [b] or null: nobody asks for probabilities. ends [b][ends_count]: ids that end a row, -1 for
 // none. keep: the states that leave layer `to` are kept in hidden [b][width + 1][m->hidden], as exits are, the last draft's too;
-// else embeddings. drafts [b][width], counts [b], probabilities [b][width]: what was drafted. rotary: the tables of a pass.
+// else embeddings. transform: float32 [head inputs][head inputs] that normed states go through before the head, or null. sure: a draft
+// that is not more probable than its threshold does not count, and there is none after it. drafts [b][width], counts [b],
+// probabilities [b][width]: what was drafted. rotary: the tables of a pass.
 SK_EXPORT int64_t sk_chain(const Model* m, const Pass* pass, const Store* store, int64_t from, int64_t to, const int64_t* skip,
                            const int64_t* roots, const int64_t* bases, const int64_t* most, int64_t width, const float* thresholds,
-                           const int64_t* ends, int64_t ends_count, int64_t keep, int64_t* drafts, int64_t* counts,
-                           float* probabilities, float* hidden, int64_t hidden_stride, int64_t threads) try {
+                           const int64_t* ends, int64_t ends_count, int64_t keep, const Matrix* transform, int64_t sure,
+                           int64_t* drafts, int64_t* counts, float* probabilities, float* hidden, int64_t hidden_stride,
+                           int64_t threads) try {
   constexpr uint8_t DONE = 0, LAST = 1, DRAFTS = 2;  // LAST: goes through the layers once more and drafts nothing
   if (threads < 1 || threads > MOST_THREADS) return BAD_THREADS;
   if (!has_rows(*pass, *store)) return BAD_SLOT;
@@ -712,10 +725,14 @@ SK_EXPORT int64_t sk_chain(const Model* m, const Pass* pass, const Store* store,
     float* logits = grown(own.logits, n * m->vocabulary);
     float* probability = thresholds == nullptr ? nullptr : grown(own.probability, n);
     own.picks.resize(n);
-    run_head(*m, x, n, wide, true, logits, own.picks.data(), probability, int(threads), own);
+    run_head(*m, x, n, wide, true, logits, own.picks.data(), probability, transform, int(threads), own);
     for (int64_t i = 0; i < n; i++) {
       const int64_t row = own.entries[i].place, token = own.picks[i];
       if (own.going[row] == LAST) {
+        own.going[row] = DONE;
+        continue;
+      }
+      if (sure && probability != nullptr && !(probability[i] > thresholds[row])) {
         own.going[row] = DONE;
         continue;
       }
