@@ -91,7 +91,9 @@ def test_methods_for_which_the_formula_holds() -> None:
     assert predictions.described(skipping, layered) == {"attention": 2, "mlp": 1, "both": 1}
     assert predictions.described(Swift(dynamic_verification=False), layered) == {"learnt": True, "ranked": False}
     assert predictions.described(PromptLookup(), layered) == {"looked_up": True}
-    for name in ("autoregressive", "early_exit", "adadecode", "adasd"):
+    assert predictions.described(METHODS["adadecode"](), layered) == {"passes": True}
+    assert predictions.described(METHODS["adadecode"](guard=False), layered) is None
+    for name in ("autoregressive", "early_exit", "adasd"):
         assert predictions.described(METHODS[name](), layered) is None
 
 

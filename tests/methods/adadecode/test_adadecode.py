@@ -18,6 +18,7 @@ from skipstone.decoding.session import Request
 from skipstone.methods.adadecode import heads as exit_heads
 from skipstone.methods.adadecode.adadecode import AdaDecodeSession, Sweep
 from skipstone.methods.adadecode.heads import HeadsCard, new_card
+from skipstone.models.engines.native import library
 from skipstone.models.frontier import Frontier
 from skipstone.models.layered import LayeredModel
 from tests.helpers import families, support
@@ -222,6 +223,41 @@ def test_every_family_keeps_its_text(family: str, kind: Kind, threshold: float) 
     assert sum(one["predicted"] for one in found) >= 0.3 * out.stats.tokens
     assert accepted >= 20
     assert rejected >= 20
+
+
+@pytest.mark.skipif(library.missing() is not None, reason=str(library.missing()))
+@pytest.mark.parametrize("limit", [2, 5])
+@pytest.mark.parametrize(("kind", "threshold"), [(IDENTITY, 0.3), (RANDOM, 0.6)])
+def test_one_call_of_the_first_exit_does_what_sweeps_do(
+    kind: Kind, threshold: float, limit: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The same predictions at the same layers, tests and passes, and the same text, with ends of texts on the way."""
+    calls: list[int] = []
+    at_once = Frontier.draft_greedily
+
+    def counted(self: Frontier, *arguments: Any, **more: Any) -> Any:
+        found = at_once(self, *arguments, **more)
+        calls.append(-1 if found is None else found.counts[0])
+        return found
+
+    monkeypatch.setattr(Frontier, "draft_greedily", counted)
+    seen = []
+    for engine in ("eager", "native"):
+        model = families.build("llama")  # of its own: a report is that of the model's busiest state
+        method = AdaDecode(kind.heads(model), threshold, limit, exit_layers=(1, 2, 3), guard=False)
+        texts = []
+        for row, asked in enumerate(families.prompts(3)):
+            more = {"eos_token_id": [5, 17, 33]} if row == 2 else {}
+            out = skipstone.generate(model, asked[None], method, engine=engine, max_new_tokens=60, do_sample=False, **more)
+            texts.append(out.new_tokens)
+        seen.append((texts, method.report(model)))
+    eager, native = seen
+    assert native[0] == eager[0]
+    for what in ("tests", "exits", "passes", "steps", "drafted_steps"):
+        assert native[1][what] == eager[1][what], what
+    assert {0, 1, limit} <= set(calls), "some chains ended at once, some later, some went all the way"
+    assert eager[1]["exits"]["2"]["predicted"] > 0, "no prediction came after a chain"
+    assert eager[1]["tests"] > 50
 
 
 @pytest.fixture(scope="module")

@@ -83,8 +83,8 @@ class ExitHeads(nn.Module):
 
     @property
     def linear(self) -> bool:
-        """Whether a head is E* behind one matrix or none, which `transform` gives."""
-        return self.card.kind in ("square", ORIGINAL)
+        """Whether a head is E* behind one matrix or none, which `transform` gives, and no subclass makes more of it."""
+        return self.card.kind in ("square", ORIGINAL) and type(self).logits is ExitHeads.logits
 
     def transform(self, index: int) -> Tensor | None:
         """T [d, d] of head number `index`; None where it is the identity."""
