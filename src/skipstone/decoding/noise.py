@@ -99,18 +99,6 @@ class Chances(Protocol):
         ...
 
 
-@dataclass(frozen=True, slots=True)
-class Few:
-    """The chances of a few tokens; no other token has any. tokens: [B, k] int64, different ones. p: [B, k] float."""
-
-    tokens: Tensor
-    p: Tensor
-
-    def drawn(self, noise: "Noise", position: Tensor, stream: int) -> Tensor:
-        """As in `Chances`."""
-        return noise.draw_among(self.tokens, self.p, position, stream)
-
-
 @dataclass(frozen=True)
 class Noise:
     """The draws of a batch. seed: [B] int64. Tests replace it by one that enumerates every outcome with its weight."""

@@ -236,10 +236,10 @@ def own_figures(total: Stats, seconds: float, setup: float = 0.0) -> dict[str, A
 
 
 def expectation(total: Stats, mine: Sequence[Line], plain: Sequence[Line]) -> dict[str, float]:
-    """The speed-up that the method's own costs, M and alpha predict, and what decoding reached, prefill apart.
+    """The speed-up that the method's own costs, M and alpha predict, and what decoding reached, setup and prefill apart.
 
     predicted = plain seconds a token x tokens a step / (draft + scoring seconds a step); plain: our autoregressive on the same
-    prompts. decode speed-up = the two rows' decode seconds a token, wall-clock less prefill. Probe steps are left out of the
+    prompts. decode speed-up = the two rows' decode seconds a token, wall-clock less setup and prefill. Probe steps are left out of the
     prediction, not of the measurement.
     """
     base, own = _decode_seconds_per_token(plain), _decode_seconds_per_token(mine)
@@ -257,5 +257,5 @@ def expectation(total: Stats, mine: Sequence[Line], plain: Sequence[Line]) -> di
 
 
 def _decode_seconds_per_token(rows: Sequence[Line]) -> float:
-    seconds = [row["seconds"] - row["stats"]["seconds_prefill"] for row in rows]
+    seconds = [row["seconds"] - row.get("setup_seconds", 0.0) - row["stats"]["seconds_prefill"] for row in rows]
     return pooled(seconds, [row["tokens"] - row["stats"]["prefill_tokens"] for row in rows])
