@@ -47,6 +47,21 @@ def test_every_host_thread_has_its_own_back() -> None:
     assert torch.get_num_threads() == 2
 
 
+def test_a_host_thread_that_begins_meanwhile_has_them_all() -> None:
+    seen: list[int] = []
+
+    def begins() -> None:
+        torch.ones(3).add_(1)
+        seen.append(torch.get_num_threads())
+
+    with OneThread():
+        thread = threading.Thread(target=begins)
+        thread.start()
+        thread.join()
+        assert torch.get_num_threads() == 1
+    assert seen == [2]
+
+
 def test_they_come_back_after_an_error() -> None:
     with pytest.raises(KeyError), OneThread():
         raise KeyError

@@ -58,6 +58,7 @@ struct Library {
   decltype(&sk_run) run;
   decltype(&sk_norm) norm;
   decltype(&sk_head) head;
+  decltype(&sk_test) test;
   decltype(&sk_draw) draw;
   decltype(&sk_chain) chain;
 
@@ -76,6 +77,7 @@ struct Library {
     find(run, "sk_run");
     find(norm, "sk_norm");
     find(head, "sk_head");
+    find(test, "sk_test");
     find(draw, "sk_draw");
     find(chain, "sk_chain");
   }
@@ -668,6 +670,11 @@ struct Case {
       CHECK(library.run(&m, &one, &store, asked.from, asked.to, skip, state.data(), m.hidden, state.data(), m.hidden, 1) == OK);
       const Block<float> read = transform == nullptr ? state : transformed(state, weights, b);
       CHECK(library.head(&m, read.data(), b, transform == nullptr, logits.data(), best.data(), 1) == OK);
+      Block<int64_t> tested(b);
+      Block<float> likely(b);
+      CHECK(library.test(&m, state.data(), b, transform, tested.data(), likely.data(), threads()) == OK);
+      CHECK(tested == best);
+      for (int64_t row = 0; row < b; row++) CHECK(std::abs(likely[row] / probability_of(&logits[row * m.vocabulary], best[row]) - 1) < 1e-5);
       for (int64_t row = 0; row < b; row++) {
         if (sure && drafting[row] && place == counts[row]) {  // it was not sure enough
           CHECK(probability_of(&logits[row * m.vocabulary], best[row]) < thresholds[row] + 1e-5);

@@ -82,7 +82,7 @@ def speedup(
     drafted. context: tokens before a mean step."""
     table = TypeAdapter(BatchCosts).validate_python(costs)
     if "passes" in said:
-        return _by_passes(table, known, context) if known else None
+        return _by_passes(table, known, context) if known and known["steps"] else None
     found = drafter(said, table, known)
     if found is None or not total.drafting:
         return None
@@ -90,7 +90,8 @@ def speedup(
 
 
 def _by_passes(table: BatchCosts, known: Mapping[str, Any], context: float) -> float:
-    """The speed-up of AdaDecode over all that it has done, from its passes and the tests of its exits. known: its info."""
+    """The speed-up of AdaDecode at batch 1 over all that it has done on this model, from its passes and the tests of its exits.
+    known: its info, of one step at least."""
     accepted = sum(tally["accepted"] for tally in known["exits"].values())
     layers = rows = 0.0
     for start, stop, tokens, count in known["passes"]:  # layers start to stop of so many tokens, so many times

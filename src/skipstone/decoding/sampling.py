@@ -118,7 +118,7 @@ class Warpable:
                 return tokens
         tokens, few, tied = _warped_few(self.logits, self.rows)
         if bool(tied.any()):
-            return noise.draw(_warped(self.logits, self.rows), position, stream)
+            return noise.draw(warp(self.logits, self.rows), position, stream)
         return noise.draw_among(tokens, few, position, stream)
 
 
@@ -312,7 +312,7 @@ class Sampler:
 
     def chances(self, scores: Tensor, path: Tensor, wanted: Sequence[bool] | None = None) -> Tensor | Chances:
         """`warped` for a draw: of rows that keep a few tokens, on the CPU, no distribution is worked out before it."""
-        if self._own_warpers or not self.warping.all_few or not _worth(scores):
+        if self._own_warpers or self.noise_type is not Noise or not self.warping.all_few or not _worth(scores):
             return self.warped(scores, path, wanted)
         return Warpable(scores, self.warping, self.engine_draw)
 

@@ -28,8 +28,8 @@ def keep(model: Any, found: str) -> None:
 
 
 def _versions(model: Any) -> int:
-    """A sum that changes with any parameter. It is asked for several times a request: `model.parameters()` takes ten times as
-    long, as it looks for parameters that have two names, which count twice here."""
+    """A sum that changes with every change in place that torch counts. It is asked for several times a request, and
+    `model.parameters()` takes ten times as long: it looks for parameters that have two names, which count twice here."""
     total, found = 0, [model]
     while found:
         module = found.pop()

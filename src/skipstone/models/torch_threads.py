@@ -1,17 +1,38 @@
 """torch's own threads, kept quiet while an engine computes with threads of its own."""
 
+import ctypes
+from functools import cache
+from pathlib import Path
+from typing import Any
+
 import torch
+
+MAPS = Path("/proc/self/maps")  # the libraries of this process, one path at the end of a line
+
+
+@cache
+def _openmp() -> Any:
+    """The OpenMP runtime that torch has loaded; None where it cannot be found."""
+    lines = MAPS.read_text().splitlines() if MAPS.exists() else []
+    path = next((line.split()[-1] for line in lines if "libgomp" in line), None)
+    return None if path is None else ctypes.CDLL(path)
 
 
 class OneThread:
-    """Inside, torch computes on one thread for the host thread that is in. After an operator on several, the others wait for
-    the next one in a loop for milliseconds, on cores that the engine's threads need."""
+    """Inside, torch computes on one thread for the host thread that is in, and for no other one. After an operator on several
+    threads these wait for the next one in a loop for milliseconds, on cores that the engine's threads need.
+
+    `torch.set_num_threads` would also decide for host threads that use torch for the first time meanwhile, for good. Where
+    torch's OpenMP runtime is not found nothing changes.
+    """
 
     __slots__ = ("_before",)
 
     def __enter__(self) -> None:
         self._before = torch.get_num_threads()
-        torch.set_num_threads(1)
+        if (openmp := _openmp()) is not None:
+            openmp.omp_set_num_threads(1)
 
     def __exit__(self, *_: object) -> None:
-        torch.set_num_threads(self._before)
+        if (openmp := _openmp()) is not None:
+            openmp.omp_set_num_threads(self._before)

@@ -239,8 +239,8 @@ def expectation(total: Stats, mine: Sequence[Line], plain: Sequence[Line]) -> di
     """The speed-up that the method's own costs, M and alpha predict, and what decoding reached, setup and prefill apart.
 
     predicted = plain seconds a token x tokens a step / (draft + scoring seconds a step); plain: our autoregressive on the same
-    prompts. decode speed-up = the two rows' decode seconds a token, wall-clock less setup and prefill. Probe steps are left out of the
-    prediction, not of the measurement.
+    prompts. decode speed-up = the two rows' decode seconds a token, wall-clock less setup and prefill. Probe steps are left out
+    of the prediction, not of the measurement.
     """
     base, own = _decode_seconds_per_token(plain), _decode_seconds_per_token(mine)
     tokens_per_step = (total.tokens - total.probes) / total.steps if total.steps else 1.0

@@ -148,6 +148,16 @@ class AdaDecodeSession(Session):
         """Whether what was learnt from earlier steps decides: only where no text can depend on it."""
         return self.method.verification and (self.sampler.greedy or self.coupled)
 
+    @property
+    def own_threads(self) -> bool:
+        return super().own_threads and self.state.heads.card.kind != "full"  # whose product is torch's
+
+    @property
+    def _picks_at_exits(self) -> bool:
+        """Whether the engine itself says what an exit's head picks, and how likely that is."""
+        heads, model = self.state.heads, self.model
+        return self.sampler.picks_only and heads.linear and model.engine.chains and model.engine_picks
+
     def draft(self, limit: list[int]) -> Draft:
         """Algorithm 1 up to the verification: sweep after sweep, each for one further token."""
         self._began = time.perf_counter()
@@ -187,8 +197,9 @@ class AdaDecodeSession(Session):
         index, layer = exits[0]
         transform = self.state.heads.transform(index)
         found = frontier.draft_greedily(layer, None, chain.most, [threshold], self.sampler.eos, transform, sure=True)
-        if found is None or found.confidence is None:
+        if found is None:
             return [], None
+        assert found.confidence is not None, "thresholds were given"
         count = found.counts[0]
         for place in range(count):
             chain.add(found.tokens[:, place], None, found.confidence[:, place])
@@ -224,10 +235,15 @@ class AdaDecodeSession(Session):
         climbing = list(open_rows)  # rows without a prediction so far
         for index, layer in exits:
             frontier.advance(layer, None if climbing == self.alive else climbing)
-            logits = self.state.heads.logits(self.model, index, frontier.hidden[:, -1:])[:, 0]  # [B, V]
             path, wanted = frontier.tokens[:, 1:], climbing if self.sampler.processed else None
-            scores = self.sampler.process(logits, path, wanted)
-            confidence = scores.softmax(-1).amax(-1)  # [B]
+            picked, scores = None, None
+            if self._picks_at_exits:
+                transform = self.state.heads.transform(index)
+                picked, confidence = self.model.engine.exit_picks(frontier.hidden[:, -1], transform)  # [B] each
+            else:
+                logits = self.state.heads.logits(self.model, index, frontier.hidden[:, -1:])[:, 0]  # [B, V]
+                scores = self.sampler.process(logits, path, wanted)
+                confidence = scores.softmax(-1).amax(-1)  # [B]
             rows = (confidence > threshold) & on_device(climbing, confidence.device)
             predicts = rows.tolist()  # on an accelerator this waits: what runs next depends on it
             self.state.tested(layer, [sure for sure, asked in zip(predicts, climbing, strict=True) if asked])
@@ -235,7 +251,8 @@ class AdaDecodeSession(Session):
                 doubts = self._doubts(frontier, index, layer, climbing, threshold)
                 sweep.doubted = [old or new for old, new in zip(sweep.doubted, doubts, strict=True)]
             if any(predicts):
-                sweep.take(layer, predicts, *self.sampler.drawn(scores, position, path, wanted), confidence, rows)
+                drawn = (picked, None) if scores is None else self.sampler.drawn(scores, position, path, wanted)
+                sweep.take(layer, predicts, *drawn, confidence, rows)
                 climbing = [asked and not sure for asked, sure in zip(climbing, predicts, strict=True)]
                 if not any(climbing):
                     break

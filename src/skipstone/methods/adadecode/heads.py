@@ -83,8 +83,9 @@ class ExitHeads(nn.Module):
 
     @property
     def linear(self) -> bool:
-        """Whether a head is E* behind one matrix or none, which `transform` gives, and no subclass makes more of it."""
-        return self.card.kind in ("square", ORIGINAL) and type(self).logits is ExitHeads.logits
+        """Whether a head is E* behind one matrix or none, which `transform` gives, and nobody makes more of it."""
+        own = all(getattr(type(self), name) is getattr(ExitHeads, name) for name in ("logits", "read", "states"))
+        return own and self.card.kind in ("square", ORIGINAL) and all(map(_plain, self.heads))
 
     def transform(self, index: int) -> Tensor | None:
         """T [d, d] of head number `index`; None where it is the identity."""
@@ -136,6 +137,12 @@ class ExitHeads(nn.Module):
             self.save(Path(place) / "heads")
             api.upload_folder(repo_id=repo.repo_id, folder_path=Path(place) / "heads", commit_message="Exit heads of skipstone")
         return str(repo)
+
+
+def _plain(head: nn.Module) -> bool:
+    """Whether a module is a matrix or nothing, without hooks or a forward of its own."""
+    watched = head._forward_hooks or head._forward_pre_hooks or "forward" in vars(head)
+    return type(head) in (nn.Linear, nn.Identity) and not watched
 
 
 def _head(card: HeadsCard) -> nn.Module:

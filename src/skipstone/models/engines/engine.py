@@ -141,6 +141,11 @@ class Engine(Protocol):
         int64."""
         ...
 
+    def exit_picks(self, hidden: Tensor, transform: Tensor | None) -> tuple[Tensor, Tensor]:
+        """What the head of an exit says, which an engine with `chains` can tell: (the likeliest token, its probability at
+        temperature 1), [..., d] -> [...] int64 and float32. transform: as in `ChainStart`."""
+        ...
+
     def draw(self, logits: Tensor, warps: Warps, counters: Tensor) -> Tensor | None:
         """Draw a token of every row, which an engine with `draws` can. logits: [B, V] float32. counters: [B] int64, where the
         noise of every row begins. Returns [B] int64; None where a row is the caller's to draw."""

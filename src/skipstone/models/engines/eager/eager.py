@@ -90,6 +90,10 @@ class EagerEngine:
         """As in `Engine`."""
         return self.project(self.normed(hidden)).argmax(-1)
 
+    def exit_picks(self, hidden: Tensor, transform: Tensor | None) -> tuple[Tensor, Tensor]:
+        """Never asked for: `chains` is False."""
+        raise NotImplementedError
+
     def draw(self, logits: Tensor, warps: Warps, counters: Tensor) -> Tensor | None:
         """Never asked for: `draws` is False."""
         raise NotImplementedError

@@ -217,6 +217,16 @@ class NativeEngine:
         _check(self._library.sk_head(self._model, data, rows, True, None, best.data_ptr(), self.threads))
         return best
 
+    def exit_picks(self, hidden: Tensor, transform: Tensor | None) -> tuple[Tensor, Tensor]:
+        """As in `Engine`."""
+        _expect("hidden", hidden, (*hidden.shape[:-1], self._hidden), torch.float32)
+        states, best = hidden.contiguous(), torch.empty(hidden.shape[:-1], dtype=torch.int64)
+        probability = torch.empty(best.shape)
+        address = None if transform is None else self._transform_address(transform)
+        data, rows, found = states.data_ptr(), best.numel(), best.data_ptr()
+        _check(self._library.sk_test(self._model, data, rows, address, found, probability.data_ptr(), self.threads))
+        return best, probability
+
     def draw(self, logits: Tensor, warps: Warps, counters: Tensor) -> Tensor | None:
         """As in `Engine`."""
         rows, vocabulary = logits.shape

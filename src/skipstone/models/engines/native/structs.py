@@ -114,6 +114,7 @@ def declare(library: Any) -> Any:
         "sk_run": (whole, [pointer] * 3 + [whole] * 2 + [pointer] * 2 + [whole, pointer, whole, whole]),
         "sk_norm": (None, [pointer, pointer, whole, pointer]),
         "sk_head": (whole, [pointer, pointer, whole, whole, pointer, pointer, whole]),
+        "sk_test": (whole, [pointer, pointer, whole, pointer, pointer, pointer, whole]),
         "sk_draw": (whole, [pointer] + [whole] * 3 + [pointer] * 5 + [whole, pointer]),
         "sk_chain": (
             whole,

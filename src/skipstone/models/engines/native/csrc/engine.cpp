@@ -660,6 +660,20 @@ SK_EXPORT int64_t sk_head(const Model* m, const float* hidden, int64_t n, int64_
   return NO_MEMORY;
 }
 
+// What heads of one exit say of n states [n][hidden]: the final norm, `transform` as in sk_chain, the LM head, and of every state the
+// likeliest id best [n] and its probability [n].
+SK_EXPORT int64_t sk_test(const Model* m, const float* hidden, int64_t n, const Matrix* transform, int64_t* best, float* probability,
+                          int64_t threads) try {
+  if (threads < 1 || threads > MOST_THREADS) return BAD_THREADS;
+  if (n <= 0) return OK;
+  Room& own = room();
+  float* logits = grown(own.logits, n * m->vocabulary);
+  run_head(*m, hidden, n, m->head.inputs, true, logits, best, probability, transform, int(threads), own);
+  return OK;
+} catch (const std::exception&) {
+  return NO_MEMORY;
+}
+
 // Draws a token for each of `rows` rows of n logits, `stride` apart, as `drawn` does. temperature (positive), top_k, tail, min_p and
 // counters have one entry a row. top_k: 0 for a row that takes no part, which gets token 0. tokens: -1 for a row that is left to the
 // caller. Returns how many are.

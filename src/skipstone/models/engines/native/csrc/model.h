@@ -92,6 +92,8 @@ int64_t sk_run(const sk::Model* m, const sk::Pass* pass, const sk::Store* store,
                const float* hidden, int64_t hidden_stride, float* out, int64_t out_stride, int64_t threads);
 void sk_norm(const sk::Model* m, const float* hidden, int64_t n, float* normed);
 int64_t sk_head(const sk::Model* m, const float* hidden, int64_t n, int64_t norm, float* logits, int64_t* best, int64_t threads);
+int64_t sk_test(const sk::Model* m, const float* hidden, int64_t n, const sk::Matrix* transform, int64_t* best, float* probability,
+                int64_t threads);
 int64_t sk_draw(const float* logits, int64_t rows, int64_t n, int64_t stride, const float* temperature, const int64_t* top_k,
                 const float* tail, const float* min_p, const uint64_t* counters, uint64_t place, int64_t* tokens);
 int64_t sk_chain(const sk::Model* m, const sk::Pass* pass, const sk::Store* store, int64_t from, int64_t to, const int64_t* skip,

@@ -75,7 +75,7 @@ class Pool {
     barrier(true);
     const int64_t now = nanoseconds();
     if (woken) {  // to wake up takes long on a free core, too: only the next job tells
-      unjudged_ += waited_;
+      unjudged_ = waited_;
       return;
     }
     if (waited_ > LONG_WAIT && double(waited_) > LONG_SHARE * double(now - start)) {
@@ -115,14 +115,18 @@ class Pool {
     std::atomic<int> core{-1};  // where it ended its last job; -1: unknown
     std::atomic<bool> known{false};  // whether `thread` and `allowed` are set
     pthread_t thread;
-    cpu_set_t allowed;  // cores that its process may use
+    cpu_set_t allowed;  // cores that it may use
+    cpu_set_t sent;     // where `leave` has sent it last; none at first
 
-    // Sends the worker to any core but this one, where there is another.
+    // Sends the worker to any core but this one, where there is another. It stays off it until it is sent off another one.
     void leave(int taken) {
       if (!known.load(std::memory_order_acquire)) return;
+      cpu_set_t now;
+      if (pthread_getaffinity_np(thread, sizeof now, &now) != 0) return;
+      if (!CPU_EQUAL(&now, &sent)) allowed = now;  // somebody else has said since where it may run
       cpu_set_t others = allowed;
       CPU_CLR(taken, &others);
-      if (CPU_COUNT(&others)) pthread_setaffinity_np(thread, sizeof others, &others);
+      if (CPU_COUNT(&others) && pthread_setaffinity_np(thread, sizeof others, &others) == 0) sent = others;
       core.store(-1, std::memory_order_relaxed);
     }
   };
@@ -140,6 +144,7 @@ class Pool {
 
   void work(int index, Worker& own) {
     own.thread = pthread_self();
+    CPU_ZERO(&own.sent);
     own.known.store(sched_getaffinity(0, sizeof own.allowed, &own.allowed) == 0, std::memory_order_release);
     for (uint32_t done = 0;; done++) {
       own.core.store(sched_getcpu(), std::memory_order_relaxed);
@@ -165,7 +170,7 @@ class Pool {
   pid_t owner_ = getpid();
   int threads_ = 1;
   int64_t waited_ = 0;  // nanoseconds that the caller has yielded in this job
-  int64_t unjudged_ = 0;  // and in the jobs before it that woke a worker
+  int64_t unjudged_ = 0;  // and in the job before it, where that woke a worker
   int64_t alone_for_ = 1;  // times the next long wait
   int64_t calm_from_ = 0;  // nanoseconds of the clock
   std::atomic<int64_t> alone_until_{0};  // nanoseconds of the clock: jobs run without workers until then
