@@ -236,7 +236,7 @@ class AdaDecodeSession(Session):
         for index, layer in exits:
             frontier.advance(layer, None if climbing == self.alive else climbing)
             path, wanted = frontier.tokens[:, 1:], climbing if self.sampler.processed else None
-            picked, scores = None, None
+            picked, scores = frontier.tokens[:, -1], None  # [B]
             if self._picks_at_exits:
                 transform = self.state.heads.transform(index)
                 picked, confidence = self.model.engine.exit_picks(frontier.hidden[:, -1], transform)  # [B] each
