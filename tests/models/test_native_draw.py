@@ -49,7 +49,7 @@ def expected(logits: Tensor, row: Sampling, noise: Noise, position: Tensor) -> i
 def test_draws_are_those_of_transformers_warpers(vocabulary: int) -> None:
     dice = torch.Generator().manual_seed(vocabulary)
     several: list[int] = []
-    for trial in range(60):
+    for trial in range(20):
         logits = torch.randn(len(SETTINGS), vocabulary, generator=dice) * (1 + trial % 5)
         if trial % 3 == 0:
             logits[:, torch.randperm(vocabulary, generator=dice)[: vocabulary - 30]] = float("-inf")
@@ -65,7 +65,7 @@ def test_draws_are_those_of_transformers_warpers(vocabulary: int) -> None:
             assert itself is not None
             assert int(itself) == int(found[row])
         several += (found != logits.argmax(-1)).tolist()
-    assert sum(several) > 50, "hardly anything was drawn at random"
+    assert sum(several) > 25, "hardly anything was drawn at random"
 
 
 def test_rows_that_are_apart_in_memory() -> None:
