@@ -22,9 +22,9 @@ x plain, x HF, x HF exit: speed-up over {BASELINE}, {THEIRS} and {EARLY_EXIT}, t
 with 95 % paired bootstrap intervals over prompts. Only prompts count whose text has a share of repeated {NGRAM}-grams
 (repeats) under {LOOPING} in all rows; the last column takes all. ceiling: share of what the memory's bandwidth would allow
 plain decoding. TTFT, TPOT: to the first token, and for each further one. ms a step: draft + scoring + other. predicted: the
-speed-up that M and these costs allow, prefill apart; reached: the share of it that was reached. by costs: the speed-up that M
-and the costs of `skipstone costs` predict, which know nothing of this run / the one measured, prefill apart. equal: greedy
-texts identical to {THEIRS}."""
+speed-up that M and these costs allow, setup and prefill apart; reached: the share of it that was reached. by costs: the
+speed-up that M and the costs of `skipstone costs` predict, which know nothing of this run / the one measured, both apart.
+equal: greedy texts identical to {THEIRS}."""
 
 
 @dataclass(frozen=True)

@@ -191,8 +191,7 @@ class AdaDecodeSession(Session):
 
         Returns (the layer of every place, as in Sweep; the exits that are left for the newest token, None for all).
         """
-        asks_more = self.rows > 1 or not self.sampler.greedy or self.sampler.processed or self.method.recheck
-        if asks_more or not exits or not self.state.heads.linear:
+        if self.rows > 1 or not exits or self.method.recheck or not self._picks_at_exits:
             return [], None
         index, layer = exits[0]
         transform = self.state.heads.transform(index)
