@@ -36,8 +36,10 @@ TABLE = BatchCosts(
 TOTAL = Stats(tokens=30, steps=12, drafting=10, turns=12, drafted=40, draft_steps=40, accepted=18, verified_nodes=40)
 
 
-def predicted(said: dict[str, Any], known: dict[str, Any] | None = None, total: Stats = TOTAL) -> float | None:
-    return predictions.speedup(asdict(TABLE), said, total, 100, known)
+def predicted(
+    said: dict[str, Any], known: dict[str, Any] | None = None, grown: dict[str, Any] | None = None, total: Stats = TOTAL
+) -> float | None:
+    return predictions.speedup(asdict(TABLE), said, total, 100, known, grown)
 
 
 def test_counts_become_a_mean_step() -> None:
@@ -48,19 +50,21 @@ def test_counts_become_a_mean_step() -> None:
 
 def test_adadecode_costs_its_passes_and_tests() -> None:
     """10 steps with 14 early tokens: at layer 2 of 4 in 20 passes of one token; to the top with 3 tokens, or one."""
-    known = {
+    grown = {
         "steps": 10,
         "tests": 20,
-        "test_cost": 0.1,
+        "stops": 5,
         "exits": {"2": {"accepted": 12}, "3": {"accepted": 2}},
-        "passes": [[0, 2, 1, 20], [2, 4, 3, 8], [0, 4, 1, 2]],
+        "passes": {"0, 2, 1": 20, "2, 4, 3": 8, "0, 4, 1": 2},
     }
+    known = {name: 7 for name in grown} | {"test_cost": 0.1, "stop_cost": 0.3}  # counts of other calls, too
     layers = 20 * 0.5 * 0.008 + 8 * 0.5 * 0.009 + 2 * 0.008
     scored = (8 * 3 + 2) / 10  # tokens a step
     scoring, layers_scored = 0.009 + (scored - 1) * 0.001, 0.008 + (scored - 1) * 0.0005
-    seconds = layers + 20 * 0.1 * 0.010 + 10 * (scoring - layers_scored + 0.001)
-    assert predicted({"passes": True}, known) == pytest.approx(24 * 0.010 / seconds)
+    seconds = layers + (15 * 0.1 + 5 * 0.3) * 0.010 + 10 * (scoring - layers_scored + 0.001)
+    assert predicted({"passes": True}, known, grown) == pytest.approx(24 * 0.010 / seconds)
     assert predicted({"passes": True}) is None
+    assert predicted({"passes": True}, known, grown | {"steps": 0}) is None
 
 
 def test_every_kind_of_drafter_by_hand() -> None:

@@ -76,28 +76,36 @@ def mean_step(total: Stats) -> MeanStep:
 
 
 def speedup(
-    costs: Mapping[str, Any], said: Mapping[str, Any], total: Stats, context: float, known: Mapping[str, Any] | None = None
+    costs: Mapping[str, Any],
+    said: Mapping[str, Any],
+    total: Stats,
+    context: float,
+    known: Mapping[str, Any] | None = None,
+    grown: Mapping[str, Any] | None = None,
 ) -> float | None:
     """What a table of costs, as JSON holds it, predicts of some calls; None where it does not know the drafter, or nothing was
-    drafted. context: tokens before a mean step."""
+    drafted. context: tokens before a mean step. known: what the method had learnt after the last one. grown: what the calls
+    added to the counts in that."""
     table = TypeAdapter(BatchCosts).validate_python(costs)
     if "passes" in said:
-        return _by_passes(table, known, context) if known and known["steps"] else None
+        return _by_passes(table, grown, known, context) if known and grown and grown["steps"] else None
     found = drafter(said, table, known)
     if found is None or not total.drafting:
         return None
     return table.speedup(found, mean_step(total), context)
 
 
-def _by_passes(table: BatchCosts, known: Mapping[str, Any], context: float) -> float:
-    """The speed-up of AdaDecode at batch 1 over all that it has done on this model, from its passes and the tests of its exits.
-    known: its info, of one step at least."""
-    accepted = sum(tally["accepted"] for tally in known["exits"].values())
+def _by_passes(table: BatchCosts, done: Mapping[str, Any], known: Mapping[str, Any], context: float) -> float:
+    """The speed-up of AdaDecode at batch 1, from its passes and the tests of its exits. done: the counts of its info, of one
+    step at least. known: its info, which tells what a test costs, and a stop for one."""
+    accepted = sum(tally["accepted"] for tally in done["exits"].values())
     layers = rows = 0.0
-    for start, stop, tokens, count in known["passes"]:  # layers start to stop of so many tokens, so many times
+    for one, count in done["passes"].items():
+        start, stop, tokens = map(int, one.split(","))
         layers += count * (stop - start) / table.depth * table.layers(tokens)
         rows += count * tokens * (stop == table.depth)  # tokens that were scored
-    mean, tests = rows / known["steps"], known["tests"] * known["test_cost"] * table.plain
+    mean, chained = rows / done["steps"], done["tests"] - done["stops"]
+    tests = (chained * known["test_cost"] + done["stops"] * known["stop_cost"]) * table.plain
     beside = table.score(mean, context=context) - table.layers(mean) + table.fixed
-    seconds = layers + tests + known["steps"] * beside
-    return (known["steps"] + accepted) * table.plain_step(context) / seconds
+    seconds = layers + tests + done["steps"] * beside
+    return (done["steps"] + accepted) * table.plain_step(context) / seconds

@@ -60,11 +60,16 @@ def test_the_threshold_stays_where_no_prediction_is_wrong() -> None:
     assert state.report()["pays"] is False
 
 
+def clock_plain_steps(state: exit_state.ExitState) -> None:
+    for _ in range(3):
+        state.payoff.clock(1.0, 0.01, drafted=False)
+
+
 def test_an_exit_that_is_left_out_gives_the_others_a_new_start() -> None:
     """Before, the useless tests at layer 2 spoil what layer 4 brings."""
     state = state_of()
-    state.payoff.plain_seconds.extend([0.01] * 3)
-    state.test_seconds = 1e-3
+    clock_plain_steps(state)
+    state.stop_seconds = 1e-3
     for step in range(exit_state.LEAST_TESTS):
         state.record([[4]], [verdict(1, 1)], [(0, 2, 1), (2, 4, 1), (0, 8, 2)], 0.05)
         state.tested(2, [False])
@@ -83,8 +88,8 @@ def test_an_exit_whose_predictions_are_too_often_wrong_is_left_out() -> None:
     """Sure in half of its tests: what is right saves up to 2 of 8 layers, what is wrong lets the next token run 4 in vain."""
     for right, kept in ((0.9, [2, 4]), (0.6, [4])):
         state = state_of()
-        state.payoff.plain_seconds.extend([0.01] * 3)
-        state.test_seconds = 1e-5
+        clock_plain_steps(state)
+        state.stop_seconds = 1e-5
         for number in range(100):
             state.tested(2, [number % 2 == 0])
             state.tested(4, [True])
@@ -104,9 +109,9 @@ def test_a_guard_that_is_off_learns_and_changes_nothing() -> None:
 
 def test_exits_that_hardly_ever_predict_are_hardly_ever_tested() -> None:
     state = state_of()
-    assert state.test_seconds > 0
-    state.test_seconds = 1e-4
-    state.payoff.plain_seconds.extend([0.01] * 3)
+    assert state.stop_seconds >= state.test_seconds > 0
+    state.stop_seconds = 1e-4
+    clock_plain_steps(state)
     asked = {2: 0, 4: 0}
     for _ in range(exit_state.LEAST_TESTS + 640):
         for _, layer in state.worth_testing():

@@ -13,6 +13,7 @@ from typing import Any
 from skipstone.bench import predictions
 from skipstone.bench.journal import CELL, Line
 from skipstone.bench.plan import BASELINE, THEIRS
+from skipstone.bench.prompts import added
 from skipstone.decoding.stats import Stats
 from skipstone.tasks.scores import pass_at_k
 from skipstone.timing.statistics import LOOPING, Rate, pooled, predicted_speedup, rate
@@ -153,7 +154,8 @@ class Group:
         rows, calls = [line["rows"][label] for line in lines], sum(line["rows"][label]["calls"] for line in lines)
         before = fmean(length for line in lines for length in line["prompt_tokens"])
         context = before + sum(row["tokens"] for row in rows) / calls / 2
-        return predictions.speedup(self.about["costs"], said[candidate], total, context, rows[-1].get("known"))
+        known, grown = rows[-1].get("known"), added([row["grown"] for row in rows if row.get("grown")])
+        return predictions.speedup(self.about["costs"], said[candidate], total, context, known, grown)
 
     def _rate(self, label: str, lines: Sequence[Line]) -> Rate:
         """A method's tokens a second over lines on which it took part. Counted once."""

@@ -200,11 +200,11 @@ class AdaDecodeSession(Session):
             return [], None
         assert found.confidence is not None, "thresholds were given"
         count = found.counts[0]
-        for place in range(count):
-            chain.add(found.tokens[:, place], None, found.confidence[:, place])
+        for token, confidence in zip(found.tokens.unbind(1), found.confidence.unbind(1), strict=True):
+            chain.add(token, None, confidence)
         ended = count == chain.width or (count and int(found.tokens[0, -1]) in self.sampler.eos[0])
         for sure in [True] * count + [False] * (not ended):
-            self.state.tested(layer, [sure])
+            self.state.tested(layer, [sure], stopped=False)
         self._predicted_at[0] += [layer] * count
         return [[layer]] * count, [] if ended else exits[1:]
 

@@ -10,10 +10,13 @@ from statistics import median
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from skipstone.decoding.draft import RowVerdict
 from skipstone.methods.adadecode.heads import ExitHeads
 from skipstone.methods.shared.payoff import PROBE, Payoff
+from skipstone.models.frontier import Frontier
+from skipstone.models.kvstore import KVStore
 from skipstone.models.layered import LayeredModel
 
 LOSS = 0.02  # share of time that may be lost on trials
@@ -24,7 +27,8 @@ MANY_REJECTED = 0.05  # share of rejected predictions from which on they may be 
 LEAST_TESTS = 32  # tests before an exit is judged
 FORGET = 1 / 64  # weight of the latest test in an exit's rate of predictions
 EXPLORE = 16  # steps, one of which tests every exit
-TIMED = 5  # tests that are timed
+TIMED = 5  # tests that are timed, and passes with and without one
+SHORT_PASS = 0.02  # seconds of a pass from which on stopping for a test on its way costs next to nothing beside the test
 
 
 @dataclass
@@ -67,16 +71,25 @@ class ExitState:
         self.payoff = Payoff(LOSS, guard)
         self.threshold = self.least_threshold = threshold
         self.raised = 0  # times that the threshold rose
-        self.steps = self.drafted_steps = self.tests = self._turns = 0
-        self.test_seconds = _timed(model, heads, rows) if guard else 0.0
+        self.steps = self.drafted_steps = self.tests = self.stops = self._turns = 0
+        self.test_seconds, self.stop_seconds = _timed(model, heads, rows, self.exits[-1:]) if guard else (0.0, 0.0)
         self.passes: dict[tuple[int, int, int], int] = {}  # (from layer, to layer, tokens) -> how often
         self._steps_here = self._judged = self._rejected = 0  # steps, judged and rejected predictions at this threshold
         self._useless: set[int] = set()  # layers that were found not worth their tests
+        self._paying: list[tuple[int, int]] | None = None  # exits that pay for their tests; None where it is to be found out
 
     @property
     def test_cost(self) -> float:
         """Of one test, in plain steps; nothing before one of those was clocked."""
-        return min(self.payoff.in_plain_steps(self.test_seconds), 1.0) if self.payoff.plain_seconds else 0.0
+        return self._cost(self.test_seconds)
+
+    @property
+    def stop_cost(self) -> float:
+        """Of a stop on the way up for a test, which is a part of it, in plain steps; nothing before one of those was clocked."""
+        return self._cost(self.stop_seconds)
+
+    def _cost(self, seconds: float) -> float:
+        return min(self.payoff.in_plain_steps(seconds), 1.0) if self.payoff.plain_seconds else 0.0
 
     def most_drafts(self, limit: int) -> int:
         """How many early predictions the next step may make, 0 to `limit`."""
@@ -85,25 +98,34 @@ class ExitState:
     def worth_testing(self) -> list[tuple[int, int]]:
         """The exits that pay for their tests by what they save up to the next one; in one step of EXPLORE all."""
         self._turns += 1
-        return self.exits if self._turns % EXPLORE == 0 else self._paying()
+        return self.exits if self._turns % EXPLORE == 0 else self.paying
 
-    def _paying(self) -> list[tuple[int, int]]:
+    @property
+    def paying(self) -> list[tuple[int, int]]:
+        """The exits that pay for their tests, as far as is known."""
         if not self.payoff.enabled:
             return self.exits
+        if self._paying is None:
+            self._paying = self._find_paying()
+        return self._paying
+
+    def _find_paying(self) -> list[tuple[int, int]]:
         kept: list[tuple[int, int]] = []
-        above = self.depth
+        above, stop_cost = self.depth, self.stop_cost
         for index, layer in reversed(self.exits):
             tally = self.tallies[layer]
             in_vain = kept[-1][1] if kept else layer  # layers that the token behind a wrong prediction runs for nothing
             saved = tally.rate * (tally.right * (above - layer) - (1 - tally.right) * in_vain) / self.depth
-            if tally.tests < LEAST_TESTS or saved >= self.test_cost:
+            if tally.tests < LEAST_TESTS or saved >= stop_cost:
                 kept.insert(0, (index, layer))
                 above = layer
         return kept
 
-    def tested(self, layer: int, predicted: list[bool]) -> None:
-        """Take over one test, one entry for each row that was asked."""
+    def tested(self, layer: int, predicted: list[bool], stopped: bool = True) -> None:
+        """Take over one test, one entry for each row that was asked. stopped: whether the layers were stopped for it."""
         self.tests += 1
+        self.stops += stopped
+        self._paying = None
         for one in predicted:
             self.tallies[layer].test(one)
 
@@ -125,6 +147,7 @@ class ExitState:
         drafted = any(exits)
         self.steps += 1
         self.drafted_steps += drafted
+        self._paying = None
         if seconds is not None:
             live = [len(verdict.tokens) for verdict in verdicts if verdict.tokens]
             expected = sum(high - low for low, high, _ in passes) / self.depth
@@ -138,7 +161,7 @@ class ExitState:
         useless gives the others a new start: what was lost and rejected there says nothing of them."""
         self._steps_here += 1
         speedup, wrong = self.payoff.speedup(), self._rejected / max(self._judged, 1)
-        if useless := {layer for _, layer in self.exits} - {layer for _, layer in self._paying()} - self._useless:
+        if useless := {layer for _, layer in self.exits} - {layer for _, layer in self.paying} - self._useless:
             self._useless |= useless
             self._begin_at(self.threshold)
         elif speedup is not None and speedup < 1 and self.threshold < MOST_THRESHOLD and wrong >= MANY_REJECTED:
@@ -153,7 +176,7 @@ class ExitState:
         self.payoff.forget_drafts()
 
     def report(self) -> dict[str, Any]:
-        """Plain JSON values. passes: (from layer, to layer, tokens, how often)."""
+        """Plain JSON values. passes: "from layer, to layer, tokens" -> how often."""
         return {
             "threshold": self.threshold,
             "raised": self.raised,
@@ -161,10 +184,12 @@ class ExitState:
             "drafted_steps": self.drafted_steps,
             "pays": self.payoff.pays(),
             "tests": self.tests,
+            "stops": self.stops,
             "test_cost": self.test_cost if self.payoff.enabled else None,
-            "tested": [layer for _, layer in self._paying()],
+            "stop_cost": self.stop_cost if self.payoff.enabled else None,
+            "tested": [layer for _, layer in self.paying],
             "exits": {str(layer): asdict(tally) for layer, tally in self.tallies.items()},
-            "passes": [[*one, count] for one, count in sorted(self.passes.items())],
+            "passes": {"{}, {}, {}".format(*one): count for one, count in sorted(self.passes.items())},
         }
 
     def remark(self) -> str | None:
@@ -180,17 +205,34 @@ class ExitState:
 
 
 @torch.inference_mode()
-def _timed(model: LayeredModel, heads: ExitHeads, rows: int) -> float:
-    """Seconds of one test of so many rows: the median of TIMED, on an accelerator as well. The engine's own where it tests by
-    itself."""
+def _timed(model: LayeredModel, heads: ExitHeads, rows: int, exits: list[tuple[int, int]]) -> tuple[float, float]:
+    """Seconds of (one test of so many rows, a stop for one on the way up), medians of TIMED, on an accelerator as well. The
+    engine's own where it tests by itself. exits: one, or none where nothing is stopped for."""
     by_engine = heads.linear and model.engine.chains and model.engine_picks
-    ids = torch.zeros((rows, 1), dtype=torch.int64, device=model.device)
-    hidden, taken = model.embed(ids, ids), []
-    for _ in range(TIMED + 1):
+    root, store = torch.zeros(rows, dtype=torch.int64, device=model.device), KVStore(rows, model.depth, 1, model.kv_dtype)
+
+    def test(hidden: Tensor) -> float:
         began = time.perf_counter()
         if by_engine:
             model.engine.exit_picks(hidden[:, -1], heads.transform(0))[1].tolist()
         else:
             heads.logits(model, 0, hidden)[:, 0].softmax(-1).amax(-1).tolist()
-        taken.append(time.perf_counter() - began)
-    return median(taken[1:])
+        return time.perf_counter() - began
+
+    def way_up(stop: int | None) -> float:
+        began = time.perf_counter()
+        frontier = Frontier(model, store, root, [True] * rows, [0] * rows)
+        if stop is not None:
+            frontier.advance(stop)
+            test(frontier.hidden[:, -1:])
+        frontier.advance(frontier.top)
+        model.likeliest(frontier.hidden).tolist()
+        return time.perf_counter() - began
+
+    hidden = model.embed(root[:, None], root[:, None])
+    seconds = median([test(hidden) for _ in range(TIMED + 1)][1:])
+    if not exits or min(way_up(None), way_up(None)) > SHORT_PASS:
+        return seconds, seconds
+    stop = exits[0][1]
+    pairs = [(way_up(stop), way_up(None)) for _ in range(TIMED)]
+    return seconds, max(seconds, median(stopped - whole for stopped, whole in pairs))

@@ -40,6 +40,7 @@ class Payoff:
         self.loss_share, self.enabled = loss_share, enabled
         self.slack = FIRST_SLACK
         self.plain_seconds: deque[float] = deque(maxlen=MOST_PLAIN)
+        self._plain_step = 0.0  # seconds of a plain step, the median of those
         self._steps = 0
         self._cost_ratio = 1.0  # measured over expected cost of the latest step that drafted
         self._text_is_new = False
@@ -50,6 +51,7 @@ class Payoff:
         where that one is unlike those of the last request."""
         while len(self.plain_seconds) >= LEAST_PLAIN:
             self.plain_seconds.popleft()
+        self._plain_step = median(self.plain_seconds) if self.plain_seconds else 0.0
         self._text_is_new = True
 
     def forget_drafts(self) -> None:
@@ -101,7 +103,7 @@ class Payoff:
 
     def in_plain_steps(self, seconds: float) -> float:
         """A time as a cost. At least one plain step must have been clocked."""
-        return seconds / median(self.plain_seconds)
+        return seconds / self._plain_step
 
     def clock(self, expected: float, seconds: float | None, drafted: bool) -> float:
         """How many times its expected cost a step had, by the clock. seconds: None where the step could not be clocked, which
@@ -115,8 +117,12 @@ class Payoff:
             if self._text_is_new and not 1 / UNLIKE < ratio < UNLIKE:
                 self.plain_seconds.clear()
             self._text_is_new = False
-            self.plain_seconds.append(min(seconds, SPIKE * median(self.plain_seconds)) if self.plain_seconds else seconds)
+            self._add_plain(min(seconds, SPIKE * self._plain_step) if self.plain_seconds else seconds)
         return 1.0
+
+    def _add_plain(self, seconds: float) -> None:
+        self.plain_seconds.append(seconds)
+        self._plain_step = median(self.plain_seconds)
 
     def record(self, tokens: float, cost: float, drafted: bool) -> None:
         """Take over the tokens that a step brought (mean of the rows) and what it cost."""

@@ -87,6 +87,8 @@ class SwiftSession(SkippingSession):
             if any(self.alive):
                 self.state.time_pass(self)
             return
+        if not self.state.optimisation.searching:
+            return
         rows = [row for row, alive in enumerate(self.alive) if alive and len(self.windows[row]) > self.gamma]
         if not rows or (candidate := self.state.candidate()) is None:
             return
