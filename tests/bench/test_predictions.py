@@ -57,7 +57,7 @@ def test_adadecode_costs_its_passes_and_tests() -> None:
         "exits": {"2": {"accepted": 12}, "3": {"accepted": 2}},
         "passes": {"0, 2, 1": 20, "2, 4, 3": 8, "0, 4, 1": 2},
     }
-    known = {name: 7 for name in grown} | {"test_cost": 0.1, "stop_cost": 0.3}  # counts of other calls, too
+    known = dict.fromkeys(grown, 7) | {"test_cost": 0.1, "stop_cost": 0.3}  # counts of other calls, too
     layers = 20 * 0.5 * 0.008 + 8 * 0.5 * 0.009 + 2 * 0.008
     scored = (8 * 3 + 2) / 10  # tokens a step
     scoring, layers_scored = 0.009 + (scored - 1) * 0.001, 0.008 + (scored - 1) * 0.0005

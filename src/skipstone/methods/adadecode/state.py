@@ -85,7 +85,7 @@ class ExitState:
 
     @property
     def stop_cost(self) -> float:
-        """Of a stop on the way up for a test, which is a part of it, in plain steps; nothing before one of those was clocked."""
+        """Of a stop on the way up for a test, which is a part of it, in plain steps; 0 before one of those was clocked."""
         return self._cost(self.stop_seconds)
 
     def _cost(self, seconds: float) -> float:

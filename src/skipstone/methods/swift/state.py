@@ -134,6 +134,9 @@ class SwiftState:
 
     def record(self, draft: Draft, verdicts: list[RowVerdict], seconds: float | None = None) -> None:
         """Take over what became of a step. seconds: that it took; None where its passes are to tell."""
+        if not draft.width and len(verdicts) == 1:
+            self._record_plain(len(verdicts[0].tokens), seconds)
+            return
         live = [verdict for verdict in verdicts if verdict.tokens]
         passes = (draft.width if draft.levels is None else draft.levels) if any(one.draft_steps for one in live) else 0
         tokens = sum(len(verdict.tokens) for verdict in live) / max(len(live), 1)
@@ -152,6 +155,14 @@ class SwiftState:
             wrong = sum(fewer < most for fewer, most in zip(right, drafted, strict=True))
             if self.optimisation.adaptive and not self.optimisation.searching:
                 self._look_for_change(sum(right), sum(drafted), wrong)
+
+    def _record_plain(self, tokens: int, seconds: float | None) -> None:
+        """The same of a plain step of one row, with few words: most steps are such where nothing pays."""
+        self.payoff.clock(1.0, seconds, drafted=False)
+        self.payoff.record(tokens, 1.0, drafted=False)
+        self.steps += 1
+        self.tokens += tokens
+        self.spent["score"] += 1.0
 
     def evaluated(self, skipped: LayerMask, matchness: float, positions: int) -> None:
         """Take over an evaluation, draft with the best set, and end the search where its time has come."""

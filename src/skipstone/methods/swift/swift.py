@@ -135,14 +135,7 @@ class SwiftSession(SkippingSession):
 
     def commit(self, draft: Draft | None, verdicts: list[RowVerdict]) -> None:
         super().commit(draft, verdicts)
-        for row, verdict in enumerate(verdicts):
-            if self._choices is None:
-                self.windows[row].clear()
-            elif verdict.tokens:
-                nodes = [0, *(node + 1 for node in verdict.path)]  # the places of the tokens in self._choices
-                choices = [self._choices[row, node] for node in nodes[: len(verdict.tokens)]]
-                self.windows[row].extend(zip(verdict.tokens, choices, strict=True))
-        self._choices = None
+        self._accumulate(verdicts)
         if draft is not None:
             # on an accelerator the step has waited for the evaluation before it, too
             waited = self._evaluation is not None and self.model.device.type != "cpu"
@@ -150,6 +143,17 @@ class SwiftSession(SkippingSession):
         if self._evaluation is not None:  # the step's one transfer came after this one, and is done
             (candidate, matched), self._evaluation = self._evaluation, None
             self.state.evaluated(candidate, float(matched.numpy()) / self.gamma, self.gamma)  # Eq. 4
+
+    def _accumulate(self, verdicts: list[RowVerdict]) -> None:
+        """Context accumulation: the tokens of a step, and what the target chose at each."""
+        choices, self._choices = self._choices, None  # [B, 1 + n]
+        for row, verdict in enumerate(verdicts):
+            if choices is None:
+                self.windows[row].clear()
+            elif verdict.tokens:
+                nodes = [0, *(node + 1 for node in verdict.path)]  # the places of the tokens in `choices`
+                chosen = choices[row].unbind(0)
+                self.windows[row].extend((token, chosen[node]) for token, node in zip(verdict.tokens, nodes, strict=False))
 
     def remark(self) -> str | None:
         return self.state.remark()
