@@ -14,6 +14,9 @@ import torch
 from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
+from skipstone.models.derivation import find_layers
+from skipstone.models.families import text_config
+
 WINDOW = 8
 POSITIONS = 2048
 _LLAMA_SHAPE: dict[str, Any] = {
@@ -110,11 +113,69 @@ _TABLE: dict[str, tuple[str, dict[str, Any], Any]] = {
         None,
     ),
 }
+# what further types are built of: fields of tiny models by the names that configs have for them
+_TINY: dict[str, Any] = {
+    **dict.fromkeys(("hidden_size", "n_embd", "d_model"), 32),
+    **dict.fromkeys(("num_attention_heads", "n_head", "n_heads", "num_heads"), 4),
+    **dict.fromkeys(("max_position_embeddings", "n_positions", "max_seq_len"), POSITIONS),
+    **dict.fromkeys(("intermediate_size", "ffn_dim", "ffn_hidden_size", "intermediate_size_mlp"), 64),
+    **dict.fromkeys(("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts"), 4),
+    **dict.fromkeys(("moe_intermediate_size", "shared_expert_intermediate_size"), 32),
+    **dict.fromkeys(("num_experts_per_tok", "moe_k"), 2),
+    **dict.fromkeys(("n_group", "topk_group", "n_shared_experts", "num_shared_experts", "first_k_dense_replace"), 1),
+    **dict.fromkeys(("q_lora_rank", "kv_lora_rank"), 16),
+    **dict.fromkeys(("qk_rope_head_dim", "qk_nope_head_dim", "v_head_dim", "head_dim", "rotary_dim"), 8),
+    **dict.fromkeys(("sliding_window", "attention_chunk_size"), WINDOW),
+    "num_key_value_heads": 2,
+}
+_LATENT = {"num_key_value_heads": 4}  # multi-head latent attention has keys and values for every head
+_OWN_IDS = {"bos_token_id": 1, "eos_token_id": 2}  # configs that insist on some
+# model type: fields that its tiny config needs beside those
+_FURTHER: dict[str, dict[str, Any]] = {
+    **{
+        kind: {}
+        for kind in """afmoe apertus arcee aria_text biogpt bitnet bloom codegen cohere2_moe diffllama doge ernie4_5
+        ernie4_5_moe exaone4 exaone_moe flex_olmo fuyu glm glm4 glm4_moe gpt_bigcode gpt_neox_japanese gptj granite_swa
+        granitemoe granitemoe_swa granitemoeshared helium hy_v3 hyperclovax internlm3 iquestcoder jais2 jetmoe kolibri1
+        minimax_m2 minimax_m3_vl_text ministral3 mpt nanochat olmo olmoe persimmon phi phimoe
+        seed_oss solar_open stablelm vaultgemma xglm""".split()
+    },
+    **dict.fromkeys(("axk1", "deepseek_v3", "glm4_moe_lite", "youtu"), _LATENT),
+    **dict.fromkeys(("cwm", "emu3"), _OWN_IDS),
+    **dict.fromkeys(("hunyuan_v1_dense", "hunyuan_v1_moe", "ministral"), {"head_dim": 8}),
+    **dict.fromkeys(("cohere2", "flint", "gpt_oss", "laguna", "mellum", "olmo3", "mimo_v2_flash"), {"mixed": True}),
+    "deepseek_v2": {**_LATENT, "num_experts_per_tok": 2},
+    "dots1": {"n_shared_experts": 1, "num_experts_per_tok": 2, "n_routed_experts": 4},
+    "gpt_neo": {"attention_types": [[["global", "local"], 2]], "window_size": WINDOW},
+    "llama4_text": {"layer_types": ["chunked_attention", "full_attention"] * 2, "no_rope_layers": [1, 0, 1, 0]},
+    "nemotron": {"num_key_value_heads": 2},
+    "qwen2_moe": {"use_sliding_window": True, "max_window_layers": 1},
+}
+
+
+def _further(kind: str, layers: int) -> dict[str, Any]:
+    """The fields of a tiny config of a type that has no row of its own."""
+    config = AutoConfig.for_model(kind).get_text_config()
+    known = {*config.to_dict(), *config.attribute_map}
+    own = dict(_FURTHER[kind])
+    if own.pop("mixed", False):
+        own["layer_types"] = _alternating(layers)
+    if kind == "gpt_neo":
+        own["attention_types"] = [[["global", "local"], layers // 2]]
+    fields = {name: value for name, value in _TINY.items() if name in known and getattr(config, name, None) is not None}
+    return {**fields, **own}
+
+
 NAMES: list[str] = list(_TABLE)
+"""The models that everything is tested with."""
+FURTHER: list[str] = list(_FURTHER)
+"""Types that are tested by their conformance alone."""
 
 
 def slides(name: str) -> bool:
     """Whether a family has layers with a sliding window."""
+    if name in _FURTHER:
+        return bool(_further(name, 4).get("sliding_window"))
     _, settings, more = _TABLE[name]
     return bool({**settings, **(more(4) if more else {})}.get("sliding_window"))
 
@@ -137,16 +198,28 @@ _OUTPUT_NORMS = {
 
 def build(name: str, *, layers: int = 4, seed: int = 0, vocab: int = 97, **overrides: Any) -> PreTrainedModel:
     """A fresh model in eval mode, float32. overrides: config fields, `attn_implementation` among them."""
-    kind, fields, more = _TABLE[name]
-    settings = {**fields, **(more(layers) if more else {})}
-    settings["n_layer" if kind == "gpt2" else "num_hidden_layers"] = layers
+    if name in _FURTHER:
+        kind, settings = name, _further(name, layers)
+    else:
+        kind, fields, more = _TABLE[name]
+        settings = {**fields, **(more(layers) if more else {})}
+    whole = AutoConfig.for_model(kind)
+    settings[whole.get_text_config().attribute_map.get("num_hidden_layers", "num_hidden_layers")] = layers
     tokens = {"pad_token_id": 0, "bos_token_id": None, "eos_token_id": None}
-    settings = {**settings, "vocab_size": vocab, "tie_word_embeddings": False, **tokens, **overrides}
-    attention = settings.pop("attn_implementation", "eager" if name in EAGER_ONLY else "sdpa")
-    config = AutoConfig.for_model(kind, **settings)
+    own_ids = {field: settings[field] for field in tokens if field in settings}
+    settings = {**settings, "vocab_size": vocab, "tie_word_embeddings": False, **tokens, **own_ids, **overrides}
+    attention = settings.pop("attn_implementation", "eager" if name in EAGER_ONLY else None if name in _FURTHER else "sdpa")
+    config = AutoConfig.for_model(kind, **_nested(whole, settings))
     model = AutoModelForCausalLM.from_config(config, attn_implementation=attention, dtype=torch.float32)
-    _initialise(model, torch.Generator().manual_seed(seed), float(not config.tie_word_embeddings))
+    _initialise(model, torch.Generator().manual_seed(seed), float(not config.get_text_config().tie_word_embeddings))
     return model.eval()
+
+
+def _nested(whole: Any, settings: dict[str, Any]) -> dict[str, Any]:
+    """Fields of a text config where a composite config wants them."""
+    text = whole.get_text_config()
+    place = next((name for name in whole.sub_configs if getattr(whole, name) is text), None)
+    return settings if place is None else {place: type(text)(**settings).to_dict()}
 
 
 @functools.cache
@@ -176,8 +249,7 @@ def padded(rows: Sequence[Tensor], pad: int = 0) -> dict[str, Tensor]:
 @torch.no_grad()
 def _initialise(model: PreTrainedModel, generator: torch.Generator, untied: float) -> None:
     """Weights that make every part of the model matter: transformers' own (std .02) leave tiny models almost linear."""
-    decoder: Any = model.get_decoder()
-    blocks = decoder.layers if hasattr(decoder, "layers") else decoder.h
+    _, _, blocks = find_layers(model, text_config(model))
     for name, parameter in model.named_parameters():
         noise = torch.randn(parameter.shape, generator=generator)
         if parameter.ndim == 1 or "norm" in name:
@@ -204,5 +276,5 @@ def _weaken(config: Any, name: str, module: Any, norms: tuple[str, ...]) -> None
     elif name in _OUTPUTS:
         for parameter in module.parameters():
             parameter.mul_(factor)
-    elif name == "experts":
+    elif name == "experts" and hasattr(module, "down_proj"):
         module.down_proj.mul_(factor)

@@ -151,7 +151,7 @@ def siblings_see_one_another(patch: Patch) -> None:
 
 def window_one_too_wide(patch: Patch) -> None:
     own = Pass._visible
-    patch.setattr(Pass, "_visible", lambda self, window: own(self, None if window is None else window + 1))
+    patch.setattr(Pass, "_visible", lambda self, reach: own(self, reach._replace(window=reach.window and reach.window + 1)))
 
 
 def trash_in_slot_zero(patch: Patch) -> None:

@@ -17,6 +17,7 @@ from skipstone.methods import Speculative
 from skipstone.models.engines import choice
 from skipstone.models.engines.eager.eager import EagerEngine
 from skipstone.models.engines.engine import ENGINES
+from skipstone.models.families import Rotary
 from skipstone.models.engines.rotary import RotaryTables
 from skipstone.models.layered import LayeredModel
 from tests.helpers import families
@@ -170,11 +171,11 @@ def test_a_model_with_several_engines_is_freed_with_its_last_reference() -> None
 
 def test_rotary_tables_grow_and_hold_what_the_module_says() -> None:
     layered = LayeredModel(families.build("llama"))
-    tables, like = RotaryTables(layered.decoder, layered.family, 600), torch.zeros(1, 1, 8)
-    small = tables.table("", 3, like)
+    tables, like = RotaryTables(layered.decoder, 600), torch.zeros(1, 1, 8)
+    small = tables.table(Rotary("rotary_emb"), 3, like)
     assert small[0].shape[0] == 256
-    assert tables.table("", 256, like) is small
-    cos, sin = tables.table("", 10_000, like)
+    assert tables.table(Rotary("rotary_emb"), 256, like) is small
+    cos, sin = tables.table(Rotary("rotary_emb"), 10_000, like)
     assert cos.shape[0] == sin.shape[0] == 600
     expected: tuple[Tensor, Tensor] = layered.decoder.rotary_emb(like, torch.arange(600)[None])
     assert torch.equal(cos, expected[0][0])

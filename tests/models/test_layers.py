@@ -18,9 +18,12 @@ import skipstone
 from skipstone import EarlyExit
 from skipstone.decoding.draft import Draft, RowVerdict
 from skipstone.decoding.session import Request, Session
+from skipstone.models import recognition
+from skipstone.models.derivation import derive
+from skipstone.models.families import Family, Rotary, Step
 from skipstone.models.kvstore import KVStore
 from skipstone.models.layered import LayeredModel
-from skipstone.models.passes import Pass, SkipSet
+from skipstone.models.passes import Pass, Reach, SkipSet
 from tests.helpers import families, support
 from tests.helpers.pairwise import all_but
 
@@ -70,17 +73,17 @@ def test_logits_layer_by_layer_equal_the_models_own(name: str, kind: str) -> Non
         same(run(layered, ids, [*range(1, 22)]), expected)
 
 
-# a fact of FAMILIES (or the windows) got wrong, in a model that shows it
+# a fact of a family, or a reach, got wrong in a model that shows it
 WRONG: dict[str, tuple[str, dict[str, Any]]] = {
-    "a window forgotten": ("mistral", {"windows": [None] * 4}),
-    "a window too large": ("starcoder2", {"windows": [families.WINDOW + 1] * 4}),
-    "a window on every layer": ("qwen2", {"windows": [families.WINDOW] * 4}),
-    "one RoPE for both layer kinds": ("gemma3_text", {"kinds": ["full_attention"] * 4}),
-    "no logit soft-cap": ("gemma2", {"logits": lambda logits, _: logits}),
-    "no logit scale": ("cohere", {"logits": lambda logits, _: logits}),
-    "no logits scaling": ("granite", {"logits": lambda logits, _: logits}),
+    "a window forgotten": ("mistral", {"reaches": [Reach()] * 4}),
+    "a window too large": ("starcoder2", {"reaches": [Reach(families.WINDOW + 1)] * 4}),
+    "a window on every layer": ("qwen2", {"reaches": [Reach(families.WINDOW)] * 4}),
+    "one RoPE for both layer kinds": ("gemma3_text", {"rotary": (Rotary("rotary_emb", "full_attention"),) * 4}),
+    "no logit soft-cap": ("gemma2", {"logits": ("", "")}),
+    "no logit scale": ("cohere", {"logits": ("", "")}),
+    "no logits scaling": ("granite", {"logits": ("", "")}),
     "no embedding multiplier": ("granite", {"input_scale": None}),
-    "no learned positions": ("gpt2", {"positions": None}),
+    "no learned positions": ("gpt2", {"entering": (Step("wte", "tokens"),)}),
 }
 
 
@@ -90,12 +93,30 @@ def test_a_wrong_fact_would_be_noticed(mistake: str) -> None:
     model, ids = families.cached(name), families.prompts(1)[0][None]
     layered: Any = LayeredModel(model, "eager")
     engine = layered.engine = copy.copy(layered.engine)
-    for attribute in ("windows", "kinds"):
-        setattr(engine, attribute, changes.get(attribute, getattr(engine, attribute)))
-    facts = {key: value for key, value in changes.items() if key not in ("windows", "kinds")}
+    engine.reaches = changes.get("reaches", engine.reaches)
+    facts = {key: value for key, value in changes.items() if key != "reaches"}
     engine.family = replace(engine.family, **facts)
     with torch.no_grad(), pytest.raises(AssertionError, match="differ by"):
         same(run(layered, ids, [13, 21]), model(ids).logits)
+
+
+@pytest.mark.parametrize("mistake", sorted({*WRONG} - {"a window too large"}))  # which the config says
+def test_a_wrong_fact_is_refused_with_the_measured_difference(mistake: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    name, changes = WRONG[mistake]
+    model = families.build(name, vocab=101)  # a shape of config that nobody has verified
+
+    def mistaken(*given: Any) -> Family:
+        found = derive(*given)
+        kinds = {Reach(): "full"}
+        wrong = {key: value for key, value in changes.items() if key != "reaches"}
+        if "reaches" in changes:
+            wrong["reaches"] = tuple(kinds.get(one, "sliding") for one in changes["reaches"])
+        return replace(found, **wrong)
+
+    monkeypatch.setattr(recognition, "derive", mistaken)
+    monkeypatch.setattr(recognition, "refuse_contradiction", lambda *_: None)
+    with pytest.raises(ValueError, match=r"as its own forward does: .* differs by [\d.e+-]+ of its size, where 0.001 is allowed"):
+        LayeredModel(model, "eager")
 
 
 def truncated(model: PreTrainedModel, depth: int) -> PreTrainedModel:

@@ -38,7 +38,8 @@ def _check_inputs(call: Call) -> None:
     mask = extra.get("attention_mask")
     check_shapes(ids, mask)
     for name, value in extra.items():
-        if name not in _PREPARED and value is not None and value is not False:
+        nothing = value is None or value is False or (isinstance(value, dict) and not value)  # {}: a prompt without pictures
+        if name not in _PREPARED and not nothing:
             reason = REFUSED_ARGUMENTS.get(name, "skipstone hands nothing but token ids to the model")
             raise ValueError(f"{name} is not supported: {reason}")
     cache = extra.get("past_key_values")

@@ -4,7 +4,7 @@ from typing import Any
 
 import torch
 
-from skipstone.models.families import kinds, max_positions, windows
+from skipstone.models.families import kinds, max_positions, reaches, text_config
 from skipstone.models.modules import DecoderModules
 from skipstone.models.packed import PackedWeight
 from skipstone.models.refusals import refuse_weights
@@ -13,19 +13,19 @@ from skipstone.models.refusals import refuse_weights
 class Facts:
     """Facts and modules of one model, as long as `hold` says so. ValueError for a model that skipstone cannot decode exactly.
 
-    layers: decoder layers. head: the LM head. embeddings: ids that the input embedding has rows for. kinds, windows: layer type
-    and sliding window of every layer.
+    layers: decoder layers. head: the LM head. embeddings: ids that the input embedding has rows for. kinds, reaches: layer type
+    of every layer, and how far it sees back.
     """
 
     def __init__(self, model: Any) -> None:
         refuse_weights(model)
-        config = model.config
+        config = text_config(model)
         modules = DecoderModules(model)
         self.family, self.decoder, self.layers, self.head = modules.family, modules.decoder, modules.layers, modules.head
         self.embeddings: int = model.get_input_embeddings().weight.shape[0]
         self.kinds = kinds(config)
-        self.windows = windows(config)
-        self.max_positions, self.max_positions_source = max_positions(config)
+        self.reaches = reaches(config, self.family)
+        self.max_positions, self.max_positions_source = max_positions(config, self.family)
         self.device: torch.device = model.device
         self.dtype: torch.dtype = model.dtype
         parts = list(model.modules())

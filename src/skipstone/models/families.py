@@ -1,143 +1,154 @@
-"""One table of facts per model family: where a decoder keeps its parts and which scalars surround its layers.
+"""What a decoder is built of, as far as skipstone has to know: where its parts are, and what surrounds its layers.
 
-transformers owns the modelling code; this file only names its modules. To add a family see docs/add-a-family.md.
+transformers owns the modelling code. A `Family` is derived from one traced forward of a model (derivation.py); EXCEPTIONS has
+what a trace cannot tell. TESTED and REFUSED are the model types of which more is known than that.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
+import torch
 from torch import Tensor
 from transformers.cache_utils import get_layer_types_and_kwargs
 
+from skipstone.models.passes import Reach
 
-def _same(logits: Tensor, _: Any) -> Tensor:
-    return logits
+ReachKind = Literal["full", "sliding", "chunked"]
 
 
-def _softcap(logits: Tensor, config: Any) -> Tensor:
-    """cap * tanh(logits / cap) where the config sets a cap (Gemma 2, arXiv 2408.00118, section 2)."""
-    cap = getattr(config, "final_logit_softcapping", None)
-    return logits if cap is None else (logits / cap).tanh() * cap
+class Step(NamedTuple):
+    """One module on the way from ids to layer 0. path: under the decoder. how: "tokens" (it begins, with the ids), "apply" (of
+    what there is so far), "positions" (of the positions, added), "named positions" (OPT's, which takes a mask first)."""
+
+    path: str
+    how: str
+
+
+class Rotary(NamedTuple):
+    """Where a layer's rotary phases come from. path: of a module under the decoder. kind: the layer type that the module wants
+    to know, "" where it wants none. axes: how often it wants the positions, one for each axis of a picture (Qwen-VL), 0 for
+    plain positions."""
+
+    path: str
+    kind: str = ""
+    axes: int = 0
 
 
 @dataclass(frozen=True)
 class Family:
-    """Facts about one family: names of attributes of `model.get_decoder()`, and where said of one decoder layer."""
+    """Facts about one model, all plain values. Paths are under `decoder`, names of sublayers under a layer.
 
+    decoder: path from `model.get_decoder()` to the module that owns the layers. layers: its list of them. entering: from ids to
+    layer 0. input_scale: field of the config that multiplies what has been entered so far, "sqrt" for the root of the hidden
+    size. leaving: from the last layer to the LM head, the final norm first. logits: what happens to the LM head's output, and
+    the field of the config that says how much. rotary: of every layer. attention: a layer's attention sublayer. mlp: the modules
+    of its MLP sublayer in order, whose output is that of the last. beside: whether each of those adds to the residual stream
+    instead. cache_argument: of a layer's forward, the KV cache. arguments: of a layer's forward, what else it is given, name and
+    value. takes: which of the pass's own things it is given. reaches: how far every layer sees back. attention_interface: the
+    attention looks its function up in transformers' AttentionInterface. float_masks: masks are added, also under sdpa.
+    hiding_masks: True in a boolean mask hides. post_norm: norms follow the residual sum, and even an empty layer changes its
+    input. alibi: the name of a layer's argument for linear position biases (ALiBi). asks_length: layers ask the cache for its
+    length, which changes nothing within the positions that the model has here. most_positions: field of the config that limits
+    those positions further. window: field of the config that has the sliding window. own_masks: path of a module under the
+    attention that masks by its buffer `bias`, which takes slots for positions.
+    """
+
+    decoder: str = ""
     layers: str = "layers"
-    embedding: str = "embed_tokens"
-    positions: str | None = None  # the learned position embedding, None for rotary ones
-    project_in: str | None = None  # from the embedding's size to the layers'
-    project_out: str | None = None  # and back, in front of the LM head
-    input_scale: str | None = None  # field of the config that multiplies the embeddings
-    norm: str = "norm"  # the final one
-    rotary: str | None = "rotary_emb"
-    rotary_by_kind: bool = False  # the rotary module wants to know the layer type
-    attention: str = "self_attn"  # of a layer: its attention sublayer
-    mlp: tuple[str, ...] = ("mlp",)  # of a layer: the modules of its MLP sublayer in order, whose output is that of the last
-    cache_argument: str = "past_key_values"  # of a layer's forward: the KV cache
-    arguments: tuple[tuple[str, Any], ...] = ()  # of a layer's forward: what else it must be given
-    window: Literal["none", "every", "by_layer"] = "none"
-    """Layers that the model's own forward gives a sliding-window mask where `config.sliding_window` is set: none, every one, or
-    those that `config.layer_types` names."""
-    attention_interface: bool = True  # the attention looks its function up in transformers' AttentionInterface
-    logits: Callable[[Tensor, Any], Tensor] = _same  # (output of the LM head, config) -> logits
-    refuse: Callable[[Any], str | None] = lambda _: None  # what a config uses that cannot be decoded, None where all can
-    post_norm: Callable[[Any], bool] = lambda _: False  # norms follow the residual sum: even an empty layer changes its input
+    entering: tuple[Step, ...] = (Step("embed_tokens", "tokens"),)
+    input_scale: str | None = None
+    leaving: tuple[str, ...] = ("norm",)
+    logits: tuple[Literal["", "divide", "multiply", "softcap"], str] = ("", "")
+    rotary: tuple[Rotary | None, ...] = ()
+    attention: str = "self_attn"
+    mlp: tuple[str, ...] = ("mlp",)
+    beside: bool = False
+    cache_argument: str = "past_key_values"
+    arguments: tuple[tuple[str, Any], ...] = ()
+    takes: tuple[str, ...] = ("attention_mask", "position_ids", "position_embeddings")
+    reaches: tuple[ReachKind, ...] = ()
+    attention_interface: bool = True
+    float_masks: bool = False
+    hiding_masks: bool = False
+    post_norm: bool = False
+    alibi: str | None = None
+    asks_length: bool = False
+    most_positions: str | None = None
+    window: str = "sliding_window"
+    own_masks: str | None = None
+
+    def owner(self, model: Any) -> Any:
+        """The module of a model that owns its layers."""
+        return submodule(model.get_decoder(), self.decoder)
 
     def embed(self, decoder: Any, config: Any, tokens: Tensor, positions: Tensor) -> Tensor:
         """Hidden states that enter layer 0. tokens, positions: [B, n] int64. Returns [B, n, d]."""
-        hidden = getattr(decoder, self.embedding)(tokens)
-        if self.project_in is not None and (projection := getattr(decoder, self.project_in)) is not None:
-            hidden = projection(hidden)
-        if self.input_scale is not None:
-            hidden = hidden * getattr(config, self.input_scale)
-        if self.positions == "embed_positions":  # OPT's module takes a mask first and adds its own offset
-            return hidden + decoder.embed_positions(None, position_ids=positions)
-        return hidden if self.positions is None else hidden + getattr(decoder, self.positions)(positions)
+        hidden = tokens
+        for step in self.entering:
+            module = submodule(decoder, step.path)
+            if step.how == "positions":
+                hidden = hidden + module(positions)
+            elif step.how == "named positions":
+                hidden = hidden + module(None, position_ids=positions)
+            else:
+                hidden = module(hidden)
+        if self.input_scale is None:
+            return hidden
+        scale = config.hidden_size**0.5 if self.input_scale == "sqrt" else getattr(config, self.input_scale)
+        return hidden * scale
 
     def finish(self, decoder: Any, hidden: Tensor) -> Tensor:
         """Final norm (and OPT's projection) before the LM head. hidden: [..., d]."""
-        norm = getattr(decoder, self.norm)
-        hidden = hidden if norm is None else norm(hidden)
-        if self.project_out is not None and (projection := getattr(decoder, self.project_out)) is not None:
-            hidden = projection(hidden)
+        for path in self.leaving:
+            hidden = submodule(decoder, path)(hidden)
         return hidden
 
-
-def _unless(field: str, what: str) -> Callable[[Any], str | None]:
-    """Refuses configs that set a field, which stands for what cannot be decoded."""
-    return lambda config: what if getattr(config, field) else None
-
-
-_one_way = _unless("use_bidirectional_attention", "bidirectional attention")
-_LLAMA = Family()
-_SLIDING = Family(window="every")
-_MIXED = Family(window="by_layer")
-FAMILIES: dict[str, Family] = {
-    "llama": _LLAMA,
-    "mistral": _SLIDING,
-    "qwen2": _MIXED,
-    "qwen3": _MIXED,
-    "gemma": Family(refuse=_one_way),
-    "gemma2": Family(window="by_layer", logits=_softcap, refuse=_one_way),
-    "gemma3_text": Family(window="by_layer", logits=_softcap, rotary_by_kind=True, refuse=_one_way),
-    "phi3": _SLIDING,
-    "olmo2": _LLAMA,
-    "granite": Family(input_scale="embedding_multiplier", logits=lambda logits, config: logits / config.logits_scaling),
-    "cohere": Family(logits=lambda logits, config: logits * config.logit_scale),
-    "smollm3": _MIXED,
-    "starcoder2": _SLIDING,
-    "mixtral": _SLIDING,
-    "qwen3_moe": _SLIDING,
-    "gpt2": Family(
-        layers="h",
-        embedding="wte",
-        positions="wpe",
-        norm="ln_f",
-        rotary=None,
-        attention="attn",
-        refuse=_unless("add_cross_attention", "cross-attention"),
-    ),
-    "opt": Family(
-        positions="embed_positions",
-        project_in="project_in",
-        project_out="project_out",
-        norm="final_layer_norm",
-        rotary=None,
-        mlp=("fc1", "fc2"),
-        post_norm=lambda config: not config.do_layer_norm_before,
-    ),
-    "gpt_neox": Family(embedding="embed_in", norm="final_layer_norm", attention="attention", cache_argument="layer_past"),
-    "falcon": Family(
-        layers="h",
-        embedding="word_embeddings",
-        norm="ln_f",
-        attention="self_attention",
-        cache_argument="layer_past",
-        arguments=(("alibi", None),),
-        attention_interface=False,
-        refuse=_unless("alibi", "alibi position biases"),
-    ),
-}
-
-TYPES = {"full_attention", "sliding_attention"}  # of layers
+    def scored(self, scores: Tensor, config: Any) -> Tensor:
+        """Logits from what the LM head gives, [..., V]."""
+        how, name = self.logits
+        value = getattr(config, name) if name else None
+        if value is None:
+            return scores
+        if how == "softcap":  # cap * tanh(logits / cap) (Gemma 2, arXiv 2408.00118, section 2)
+            return (scores / value).tanh() * value
+        return scores / value if how == "divide" else scores * value
 
 
-def windows(config: Any) -> list[int | None]:
-    """The sliding window of every layer in tokens, a token itself included; None for full attention."""
-    rule, window = FAMILIES[config.model_type].window, getattr(config, "sliding_window", None)
-    slides = {"none": (), "every": tuple(TYPES), "by_layer": ("sliding_attention",)}[rule]
-    return [window if kind in slides else None for kind in kinds(config)]
+def submodule(module: Any, path: str) -> Any:
+    """What lies under a dotted path; the module itself for an empty one."""
+    return module.get_submodule(path) if path else module
+
+
+def text_config(model: Any) -> Any:
+    """The config of the text model, also inside a multimodal wrapper."""
+    return model.config.get_text_config(decoder=True)
+
+
+def reaches(config: Any, family: Family) -> list[Reach]:
+    """How far every layer of a model sees back."""
+    sizes = {
+        "full": Reach(),
+        "sliding": Reach(window=getattr(config, family.window, None)),
+        "chunked": Reach(chunk=getattr(config, "attention_chunk_size", None)),
+    }
+    return [sizes[kind] for kind in family.reaches]
 
 
 def kinds(config: Any) -> list[str]:
-    """The layer type of every layer, "full_attention" or "sliding_attention" in families that are known."""
+    """transformers' layer type of every layer."""
     return get_layer_types_and_kwargs(config)[0][: config.num_hidden_layers]
 
 
-def max_positions(config: Any) -> tuple[int, str]:
+def alibi_slopes(heads: int, device: torch.device) -> Tensor:
+    """The slope of every head, [heads] float32 (Press et al., arXiv 2108.12409, section 3; heads beyond a power of two take
+    every second slope of the next one)."""
+    power = 1 << (heads.bit_length() - 1)
+    exponents = [-8 * (i + 1) / power for i in range(power)] + [-4 * (2 * i + 1) / power for i in range(heads - power)]
+    return torch.tensor([2.0**exponent for exponent in exponents], device=device)
+
+
+def max_positions(config: Any, family: Family | None = None) -> tuple[int, str]:
     """(most positions a sequence may have, where that number comes from).
 
     Rotary variants that change the phases of *earlier* tokens once a sequence grows (longrope, dynamic NTK) would invalidate
@@ -152,4 +163,82 @@ def max_positions(config: Any) -> tuple[int, str]:
             limit, source = original, "original_max_position_embeddings: beyond it longrope would switch inside the request"
         elif kind == "dynamic":
             source = "max_position_embeddings: beyond it dynamic RoPE would switch inside the request"
-    return limit, source
+    own = getattr(config, family.most_positions) if family is not None and family.most_positions else limit
+    return (own, f"{family.most_positions}, from which on its attention changes") if family and own < limit else (limit, source)
+
+
+def _gpt_neo(config: Any) -> Mapping[str, Any]:
+    """GPT-Neo hides what is beyond a layer's window in a buffer of its own; the masks that it gives its layers are causal."""
+    reach = {"global": "full", "local": "sliding"}
+    kinds_of_layers = tuple(reach[kind] for kind in config.attention_layers)
+    return {"reaches": kinds_of_layers, "window": "window_size", "own_masks": "attention"}
+
+
+EXCEPTIONS: dict[str, Mapping[str, Any] | Callable[[Any], Mapping[str, Any]]] = {
+    "gpt_neo": _gpt_neo,
+    "doge": {"attention_interface": False},  # adds its own mask to the one that it is given
+    # layers without rotary phases scale their queries by the place of a token behind those in the cache, from floor_scale on
+    "llama4_text": {"asks_length": True, "most_positions": "floor_scale"},
+    "mpt": {"asks_length": True},  # to cut biases of a whole square, of which skipstone gives one row
+}
+"""Fields of `Family` that a trace cannot tell, by model type."""
+
+TESTED = frozenset(
+    """afmoe apertus arcee aria_text axk1 biogpt bitnet bloom codegen cohere cohere2 cohere2_moe cwm deepseek_v2 deepseek_v3
+    diffllama doge dots1 emu3 ernie4_5 ernie4_5_moe exaone4 exaone_moe falcon flex_olmo flint fuyu gemma gemma2 gemma3 gemma3_text glm glm4
+    glm4_moe glm4_moe_lite got_ocr2 gpt2 gpt_bigcode gpt_neo gpt_neox gpt_neox_japanese gpt_oss gptj granite granite_swa granitemoe
+    granitemoe_swa granitemoeshared helium hunyuan_v1_dense hunyuan_v1_moe hy_v3 hyperclovax internlm3 iquestcoder jais2 jetmoe kolibri1 laguna llama
+    llama4 llama4_text mellum mimo_v2_flash minimax_m2 minimax_m3_vl_text ministral ministral3 mistral mixtral mpt nanochat nemotron
+    olmo olmo2 olmo3 olmoe opt persimmon phi phi3 phimoe qwen2 qwen2_moe qwen3 qwen3_moe seed_oss smollm3 solar_open stablelm
+    starcoder2 vaultgemma xglm youtu""".split()
+)
+"""Model types with a row in tests/helpers/families.py, which the conformance tests run."""
+
+_RECURRENT = "keeps a recurrent state, which cannot be rolled back after a rejected draft"
+_ENCODER = "is a bidirectional encoder, also where its config says decoder; skipstone decodes causal models"
+_DECODER = "is the decoder of an encoder-decoder; skipstone decodes decoder-only models"
+_INDEXED = "attends to tokens that an indexer with a cache of its own chooses"
+_SHARING = "shares keys and values between layers; early exits and skipped layers need each layer's own"
+_ASSISTANT = "drafts for a larger model whose states it reads; it has no text of its own"
+REFUSED: dict[str, str] = {
+    **dict.fromkeys(
+        """bailing_hybrid bamba falcon_h1 falcon_mamba granitemoehybrid jamba kimi_linear lfm2 lfm2_moe lfm3 mamba mamba2 minimax
+        nemotron_h olmo_hybrid qwen3_5 qwen3_5_moe qwen3_5_moe_text qwen3_5_text qwen3_next recurrent_gemma rwkv xlstm zamba zamba2
+        zaya""".split(),
+        _RECURRENT,
+    ),
+    **dict.fromkeys(
+        """bert bert-generation big_bird camembert data2vec-text electra ernie git megatron-bert rembert roberta
+        roberta-prelayernorm roc_bert roformer xlm-roberta xlm-roberta-xl xmod""".split(),
+        _ENCODER,
+    ),
+    **dict.fromkeys(
+        """bart bigbird_pegasus blenderbot blenderbot-small marian mbart musicgen musicgen_melody mvp pegasus plbart prophetnet trocr
+        whisper""".split(),
+        _DECODER,
+    ),
+    **dict.fromkeys("axk2 deepseek_v32 deepseek_v4 glm_moe_dsa hy_v4 qwen4_exp qwen4_exp_text".split(), _INDEXED),
+    **dict.fromkeys("gemma3n gemma3n_text gemma4 gemma4_text gemma4_unified gemma4_unified_text".split(), _SHARING),
+    **dict.fromkeys("gemma4_assistant gemma4_unified_assistant".split(), _ASSISTANT),
+    **dict.fromkeys("inkling2_text inkling_text".split(), "mixes convolutions into its layers, whose states have no positions"),
+    **dict.fromkeys("dots3_note dots3_note_text".split(), "has layers with different numbers of heads"),
+    "beam": "scales the attention of some layers by position, in a tensor that only its own forward makes",
+    "blt": "decodes patches of bytes, not tokens",
+    "cohere_compass_text": "embeds whole texts and attends both ways",
+    "cpmant": "computes its position biases from whole prompts and segments",
+    "ctrl": "adds sinusoidal positions to its embeddings in its own forward",
+    "dbrx": "has a config that transformers' own DBRX cannot be built from (attn_config lacks rope_theta)",
+    "hrm_text": "runs its layers in cycles, not once each",
+    "longcat_flash": "has two attention sublayers in each layer",
+    "minicpm3": "scales the states before its LM head by a ratio of two fields of its config",
+    "mllama": "attends across to images; load a text model",
+    "modernbert-decoder": "hands its LM head over in the place of its decoder",
+    "moshi": "speaks, and its config promises windows that its masks do not have",
+    "moss_transcribe_diarize": "transcribes audio; load a text model",
+    "openai-gpt": "has no KV cache in transformers",
+    "phi4_multimodal": "switches adapters by whether it is given pictures or sound; load Phi-4-mini, its text model",
+    "reformer": "attends by hashing, with a cache of its own",
+    "xlm": "keeps its sublayers in separate lists, without layers",
+    "xlnet": "attends in permuted order",
+}
+"""Model types that skipstone cannot decode, and what they are or do."""

@@ -56,9 +56,10 @@ class KVStore:
                     new[:, :, : old.shape[2] - 1] = old[:, :, :-1]
                     buffers[layer] = new
 
-    def view(self, at: Pass) -> "PassView":
-        """What the layers of one pass write to and read from, in the place of a transformers cache."""
-        return PassView(self, at)
+    def view(self, at: Pass, asks_length: bool = False) -> "PassView":
+        """What the layers of one pass write to and read from, in the place of a transformers cache. asks_length: as in
+        `Family`."""
+        return CountlessView(self, at) if asks_length else PassView(self, at)
 
     def move(self, row: int, source: Iterable[int], target: Iterable[int]) -> None:
         """Copy slots of a row, to lay the accepted path of a tree out as a chain.
@@ -121,3 +122,11 @@ class PassView:
         else:
             buffer[self.row_index, :, self.slots] = new.transpose(1, 2).to(buffer.dtype)
         return buffer[rows, :, : self.at.extent].to(new.dtype)
+
+
+class CountlessView(PassView):
+    """The same for layers that ask for the length of their cache without a need."""
+
+    def get_seq_length(self, *_: object) -> int:
+        """0, always: rows may have different lengths."""
+        return 0

@@ -4,9 +4,11 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
+from skipstone.models.agreement import ensure
 from skipstone.models.engines.choice import asked_for, choose, kv_dtype_of
 from skipstone.models.engines.engine import EngineDraw
 from skipstone.models.facts import Facts
+from skipstone.models.families import text_config
 from skipstone.models.kvstore import KVStore
 from skipstone.models.memo import Memo
 from skipstone.models.modules import DecoderModules, unwrapped
@@ -16,6 +18,13 @@ from skipstone.models.refusals import refuse_state
 _FACTS: Memo[Facts] = Memo()
 
 
+def _facts(model: PreTrainedModel) -> Facts:
+    """The facts of a model that skipstone computes as the model does itself. ValueError for any other."""
+    facts = Facts(model)
+    ensure(model, facts)
+    return facts
+
+
 class LayeredModel(DecoderModules):
     """The facts and modules of one model. ValueError for a model that skipstone cannot decode exactly.
 
@@ -23,7 +32,7 @@ class LayeredModel(DecoderModules):
     places and dtypes of its weights have changed. One thread at a time may use a model; a server owns its model.
 
     model: the transformers model. decoder: that without its head. head: the LM head. layers: the decoder layers. kinds: their
-    layer types. windows: their sliding windows in tokens, None for full attention. embeddings: ids that have an embedding.
+    layer types. reaches: how far they see back. embeddings: ids that have an embedding.
     max_positions: most positions of a sequence; max_positions_source: the config field that says so. engine: what computes the
     layers. asked: what was asked of it. engine_reason: why "auto" did not take the native engine, None where it did or was not
     asked. kv_dtype: what a `KVStore` keeps keys and values in. dtype: of the hidden states.
@@ -40,12 +49,12 @@ class LayeredModel(DecoderModules):
         inner = unwrapped(model)
         refuse_state(model, inner)
         self.asked = asked_for(inner, engine, quantize, kv_dtype)
-        facts = _FACTS.get(inner, None, lambda: Facts(inner), lambda known: known.hold(inner))
+        facts = _FACTS.get(inner, None, lambda: _facts(inner), lambda known: known.hold(inner))
         self.engine, self.engine_reason = choose(self.asked, inner, facts)
         self.kv_dtype = kv_dtype_of(self.asked)
-        self.model, self.config = inner, inner.config
+        self.model, self.config = inner, text_config(inner)
         self.family, self.decoder, self.head = facts.family, facts.decoder, facts.head
-        self.layers, self.kinds, self.windows = facts.layers, facts.kinds, facts.windows
+        self.layers, self.kinds, self.reaches = facts.layers, facts.kinds, facts.reaches
         self.max_positions, self.max_positions_source = facts.max_positions, facts.max_positions_source
         self.embeddings, self.device, self.dtype = facts.embeddings, facts.device, self.engine.dtype
 

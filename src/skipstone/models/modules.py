@@ -4,7 +4,8 @@ from typing import Any
 
 from torch import Tensor
 
-from skipstone.models.refusals import family_of
+from skipstone.models.families import text_config
+from skipstone.models.recognition import recognise
 
 
 def unwrapped(model: Any) -> Any:
@@ -15,15 +16,15 @@ def unwrapped(model: Any) -> Any:
 class DecoderModules:
     """The parts of one model, in training or not, and g(.), from a layer's output to logits.
 
-    model: without a PEFT wrapper. decoder: what is below the LM head. layers: all of them. head: the LM head. ValueError for a
-    model of a family that skipstone does not know.
+    model: without a PEFT wrapper. config: of the text model. decoder: what owns the layers. layers: all of them. head: the LM
+    head. ValueError for a model that skipstone cannot decode.
     """
 
     def __init__(self, model: Any) -> None:
         self.model: Any = unwrapped(model)
-        self.config: Any = self.model.config
-        self.family = family_of(self.model)
-        self.decoder: Any = self.model.get_decoder()
+        self.config: Any = text_config(self.model)
+        self.family = recognise(self.model).family
+        self.decoder: Any = self.family.owner(self.model)
         self.layers = list(getattr(self.decoder, self.family.layers))[: self.config.num_hidden_layers]
         self.head: Any = self.model.get_output_embeddings()
 
@@ -38,7 +39,7 @@ class DecoderModules:
 
     def project(self, normed: Tensor) -> Tensor:
         """LM head and what the family does after it. [..., d'] -> [..., V]."""
-        return self.family.logits(self.head(normed), self.config)
+        return self.family.scored(self.head(normed), self.config)
 
     def logits(self, hidden: Tensor) -> Tensor:
         """g(.): final norm, LM head and what the family does after it. [..., d] -> [..., V]."""

@@ -1,9 +1,31 @@
 """One forward pass: which tokens, at which positions, into which slots, who sees whom, and what is left out."""
 
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
+
+
+class Reach(NamedTuple):
+    """How far back the queries of a layer see.
+
+    window: tokens of a sliding window, the query's own included. chunk: tokens of a chunk; nothing before the chunk of a query
+    (its position // chunk) is seen. None: no such limit.
+    """
+
+    window: int | None = None
+    chunk: int | None = None
+
+
+def visible(query: Tensor, position: Tensor, reach: Reach) -> Tensor:
+    """Whether what lies at a position is within a query's reach, bool. query, position: int64, of shapes that broadcast."""
+    seen = position <= query
+    if reach.window is not None:
+        seen = seen & (position > query - reach.window)
+    if reach.chunk is not None:
+        seen = seen & (position // reach.chunk == query // reach.chunk)
+    return seen
 
 
 @dataclass(frozen=True, slots=True)
@@ -11,11 +33,12 @@ class MaskForm:
     """The masks that an attention implementation takes.
 
     dtype: torch.bool (True attends), or the float dtype of an additive mask. optional: it takes no mask at all where one query
-    sees everything or a prompt is causal from its first token on, and does the same.
+    sees everything or a prompt is causal from its first token on, and does the same. hides: True in a boolean mask hides.
     """
 
     dtype: torch.dtype
     optional: bool
+    hides: bool = False
 
 
 @dataclass(slots=True)
@@ -50,60 +73,82 @@ class Pass:
     extent: int
     first_slot: int | None = None
     tree: Tree | None = None
-    _masks: dict[tuple[int | None, torch.dtype, int], Tensor] = field(default_factory=dict)
+    _masks: dict[tuple[Reach, torch.dtype, int], Tensor] = field(default_factory=dict)
 
     @property
     def shape(self) -> tuple[int, int]:
         return self.positions.shape[0], self.positions.shape[1]
 
-    def mask(self, window: int | None, form: MaskForm, groups: int = 1) -> Tensor | None:
+    def row(self, number: int) -> "Pass":
+        """The same pass of one of its rows."""
+        one = slice(number, number + 1)
+        tree = self.tree and Tree(
+            self.tree.base[one],
+            self.tree.ancestors[one],
+            self.tree.column_positions[one],
+            None if self.tree.seen is None else self.tree.seen[one],
+        )
+        place = slice(self.rows.start + number, self.rows.start + number + 1)
+        valid = None if self.valid is None else self.valid[one]
+        return Pass(self.positions[one], self.slots[one], valid, place, self.extent, self.first_slot, tree)
+
+    def mask(self, reach: Reach, form: MaskForm, groups: int = 1) -> Tensor | None:
         """The attention mask of a layer kind, built once per pass: [b, 1, groups * n, extent].
 
-        window: size of the sliding window, None for full attention. groups: how often each query row is repeated (query heads
-        per key/value head where the attention packs them).
+        reach: how far back the layer sees. groups: how often each query row is repeated (query heads per key/value head where
+        the attention packs them).
         """
-        if form.optional and self._plain(window):
+        if form.optional and self._plain(reach):
             return None
-        key = (window, form.dtype, groups)
+        key = (reach, form.dtype, groups)
         mask = self._masks.get(key)
         if mask is None:
-            visible = self._visible(window)[:, None]
+            seen = self._visible(reach)[:, None]
             if form.dtype == torch.bool:  # [b, 1, n, extent]
-                mask = visible
+                mask = ~seen if form.hides else seen
             else:
                 lowest = torch.finfo(form.dtype).min
-                mask = torch.zeros(visible.shape, dtype=form.dtype, device=visible.device).masked_fill_(~visible, lowest)
+                mask = torch.zeros(seen.shape, dtype=form.dtype, device=seen.device).masked_fill_(~seen, lowest)
             mask = self._masks[key] = mask.repeat(1, 1, groups, 1) if groups > 1 else mask
         return mask
 
-    def _plain(self, window: int | None) -> bool:
+    def _plain(self, reach: Reach) -> bool:
         """One query that sees everything, or a prompt from its first token on (causal)."""
-        if self.first_slot is None or self.tree is not None or (window is not None and self.extent > window):
+        limit = reach.chunk if reach.window is None else reach.window
+        if self.first_slot is None or self.tree is not None or (limit is not None and self.extent > limit):
             return False
         width = self.positions.shape[1]
         return self.extent == self.first_slot + width and (width == 1 or self.first_slot == 0)
 
-    def _visible(self, window: int | None) -> Tensor:
+    def _visible(self, reach: Reach) -> Tensor:
         """Which slots each query may attend to: [b or 1, n, extent] bool."""
         slot = torch.arange(self.extent, device=self.positions.device)  # [extent]
         query = self.positions[:, :, None]  # [b, n, 1]
-        if self.tree is None:
-            position = slot.expand(1, 1, -1)  # [1, 1, extent]: a chain's slots are its positions
-            seen = position <= query
-        else:
-            relative = slot[None] - self.tree.base[:, None]  # [b, extent]: the tree's column in a slot, if there is one
-            columns = self.tree.ancestors.shape[2]
-            inside = (relative >= 0) & (relative < columns)
-            index = relative.clamp(0, columns - 1)
+        seen = visible(query, self.slot_positions()[:, None], reach)
+        if self.tree is not None:
+            relative, index, inside = self._columns(slot)
             below = self.tree.ancestors.gather(2, index[:, None].expand(-1, query.shape[1], -1))  # [b, n, extent]
             before = relative < 0 if self.tree.seen is None else slot[None] < self.tree.seen[:, None]
-            seen = before[:, None] | (below & inside[:, None])
-            position = torch.where(inside, self.tree.column_positions.gather(1, index), slot[None])[:, None]  # [b, 1, extent]
-        if window is not None:
-            seen = seen & (position > query - window)
+            seen = seen & (before[:, None] | (below & inside[:, None]))
         if self.valid is not None:  # an invalid query sees slot 0 alone: no row of a softmax may be empty
             seen = torch.where(self.valid[:, :, None], seen, (slot == 0)[None, None])
         return seen
+
+    def slot_positions(self) -> Tensor:
+        """The position of what lies in every slot, as far as it may be seen: [b or 1, extent] int64. A chain's slots are its
+        positions."""
+        slot = torch.arange(self.extent, device=self.positions.device)  # [extent]
+        if self.tree is None:
+            return slot[None]
+        _, index, inside = self._columns(slot)
+        return torch.where(inside, self.tree.column_positions.gather(1, index), slot[None])
+
+    def _columns(self, slot: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """(the tree's column in every slot, the same within the tree, whether there is one), [b, extent] each."""
+        assert self.tree is not None
+        relative = slot[None] - self.tree.base[:, None]
+        columns = self.tree.ancestors.shape[2]
+        return relative, relative.clamp(0, columns - 1), (relative >= 0) & (relative < columns)
 
 
 def ancestors(parents: Tensor) -> Tensor:

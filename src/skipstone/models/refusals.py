@@ -5,27 +5,24 @@ from typing import Any
 
 import torch
 
-from skipstone.models.families import FAMILIES, TYPES, Family, kinds, windows
+from skipstone.models.families import REFUSED, kinds, text_config
 from skipstone.models.packed import PackedWeight
+from skipstone.models.passes import Reach
+
+TYPES = {"full_attention", "sliding_attention", "chunked_attention"}  # of layers
 
 ADAPTERS = ("LORA", "IA3", "LOHA", "LN_TUNING", "VERA", "TRAINABLE_TOKENS")
 """PEFT types that live wholly inside the model's modules, each with a test in tests/models/test_peft.py."""
 
 
-def family_of(model: Any) -> Family:
-    """The facts for a model. ValueError where skipstone cannot decode it, saying what was found, why and what to do."""
-    config = model.config
-    kind = config.model_type
+def refuse_kind(model: Any) -> None:
+    """ValueError for a model that nothing can be derived of, saying what was found, why and what to do. Runs nothing."""
+    config, kind = text_config(model), model.config.model_type
+    if reason := REFUSED.get(kind) or REFUSED.get(config.model_type):
+        raise ValueError(f"{kind} {reason}")
     if reason := _beyond(model, config):
         raise ValueError(f"{kind} {reason}")
-    if kind not in FAMILIES:
-        raise ValueError(
-            f"unknown model family {kind!r}: skipstone knows {', '.join(sorted(FAMILIES))}. "
-            f"To add it, enter its module names in FAMILIES (src/skipstone/models/families.py) and one row in "
-            f"tests/helpers/families.py; docs/add-a-family.md shows how"
-        )
-    family = FAMILIES[kind]
-    if reason := family.refuse(config):
+    if reason := _unsupported_setting(config):
         raise ValueError(f"this {kind} model uses {reason}, which skipstone does not support")
     origin = type(model).forward.__module__
     if not origin.startswith("transformers."):
@@ -35,17 +32,28 @@ def family_of(model: Any) -> Family:
         )
     if model.get_output_embeddings() is None:
         raise ValueError(f"{type(model).__name__} has no LM head: load with AutoModelForCausalLM")
-    _check_windows(config)
     if config._attn_implementation not in ("sdpa", "eager"):
         raise ValueError(
             f"attention {config._attn_implementation!r} cannot take the masks of speculative decoding; "
             f'load with attn_implementation="sdpa" (or "eager")'
         )
-    return family
+
+
+def _unsupported_setting(config: Any) -> str | None:
+    """What a config asks for that cannot be decoded, or None."""
+    if getattr(config, "use_bidirectional_attention", False):
+        return "bidirectional attention"
+    if getattr(config, "add_cross_attention", False):
+        return "cross-attention"
+    if getattr(config, "alibi", False):
+        return "alibi position biases inside its masks"
+    if "sliding_attention" in kinds(config) and not getattr(config, "sliding_window", None):
+        return "sliding layers with sliding_window=None"
+    return None
 
 
 def _beyond(model: Any, config: Any) -> str | None:
-    """What a model is built of that no entry in FAMILIES could describe, or None."""
+    """What a model is built of that no `Family` could describe, or None."""
     if getattr(config, "is_encoder_decoder", False):
         return "is an encoder-decoder; skipstone decodes decoder-only models"
     if not hasattr(config, "num_hidden_layers"):
@@ -54,26 +62,23 @@ def _beyond(model: Any, config: Any) -> str | None:
         return f"has layers that differ in {sorted(config.per_layer_attributes)}; skipstone knows uniform stacks only"
     if any(getattr(config, "kv_sharing_modes", None) or ()) or getattr(config, "num_kv_shared_layers", 0):
         return "shares keys and values between layers; early exits and skipped layers need each layer's own"
-    if getattr(config, "kv_lora_rank", None):
-        return "uses multi-head latent attention (MLA); skipstone stores plain keys and values"
     types = set(kinds(config))
     if not types <= TYPES:
         return f"has layers of type {sorted(types - TYPES)}; skipstone handles {sorted(TYPES)}"
     if model._is_stateful:
         return "keeps a recurrent state, which cannot be rolled back after a rejected draft"
-    if config.model_type == "bloom" or getattr(getattr(config, "attn_config", None), "alibi", False):
-        return "uses alibi position biases, which skipstone's masks do not carry"
     return None
 
 
-def _check_windows(config: Any) -> None:
-    """ValueError where the layer types, which transformers' caches follow, contradict the masks that the model builds."""
+def refuse_contradiction(config: Any, seen: list[Reach]) -> None:
+    """ValueError where the layer types, which transformers' caches follow, contradict the masks that the model builds. seen: how
+    far the masks of every layer let it see."""
     found = kinds(config)
-    masked = ["full_attention" if window is None else "sliding_attention" for window in windows(config)]
-    if found != masked:
+    names = [("chunked_attention" if one.chunk else "sliding_attention") if one != Reach() else "full_attention" for one in seen]
+    if found != names:
         raise ValueError(
             f"this {config.model_type} config contradicts itself: its layer types are {found}, but with "
-            f"sliding_window={getattr(config, 'sliding_window', None)} the model masks its layers as {masked}, so that "
+            f"sliding_window={getattr(config, 'sliding_window', None)} the model masks its layers as {names}, so that "
             f"transformers' own cached and uncached results differ; correct layer_types or sliding_window"
         )
 

@@ -5,34 +5,37 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from skipstone.models.families import Family
+from skipstone.models.families import Rotary, submodule
+
+
+Phases = Tensor | tuple[Tensor, ...]
+"""What a rotary module gives for positions: cos and sin, or one complex tensor."""
 
 
 class RotaryTables:
     """The rotary phases of one model, in tables that grow with the positions that are asked for.
 
-    decoder: holds the rotary module, under the name that the family says. max_positions: rows that no table goes beyond.
+    decoder: holds the rotary modules. max_positions: rows that no table goes beyond.
     """
 
-    def __init__(self, decoder: Any, family: Family, max_positions: int) -> None:
-        self._rotary = None if family.rotary is None else getattr(decoder, family.rotary)
-        self._max_positions = max_positions
-        self._tables: dict[str, tuple[Tensor, Tensor]] = {}
+    def __init__(self, decoder: Any, max_positions: int) -> None:
+        self._decoder, self._max_positions = decoder, max_positions
+        self._tables: dict[Rotary, tuple[Tensor, ...]] = {}
 
-    def table(self, kind: str, extent: int, like: Tensor) -> tuple[Tensor, Tensor]:
-        """cos and sin [positions, rotary_dim] of at least `extent` positions, or of all that the model has.
-
-        kind: the layer type, where the family's rotary module wants to know it, else "". like: a tensor of the dtype and on the
-        device that they are wanted in; it must be the same at every call.
-        """
-        assert self._rotary is not None, "a model without rotary positions"
-        table = self._tables.get(kind)
+    def table(self, source: Rotary, extent: int, like: Tensor) -> tuple[Tensor, ...]:
+        """cos and sin [positions, rotary_dim] of at least `extent` positions, or of all that the model has; of some models one
+        complex tensor [positions, rotary_dim / 2]. like: a tensor of the dtype and on the device that they are wanted in; it must
+        be the same at every call."""
+        table = self._tables.get(source)
         needed = min(max(extent, 1), self._max_positions)
         if table is None or table[0].shape[0] < needed:
             size = min(self._max_positions, max(256, 1 << (needed - 1).bit_length()))
             position = torch.arange(size, device=like.device)[None]
-            extra = (kind,) if kind else ()
-            self._rotary(like, position[:, :1], *extra)  # dynamic RoPE forgets the longer sequences it may have seen
-            cos, sin = self._rotary(like, position, *extra)
-            table = self._tables[kind] = (cos[0], sin[0])
+            if source.axes:
+                position = position.expand(source.axes, 1, -1)
+            module, extra = submodule(self._decoder, source.path), (source.kind,) if source.kind else ()
+            module(like, position[..., :1], *extra)  # dynamic RoPE forgets the longer sequences it may have seen
+            phases = module(like, position, *extra)
+            parts = phases if isinstance(phases, tuple) else (phases,)
+            table = self._tables[source] = tuple(part.reshape(-1, *part.shape[-2:])[0] for part in parts)
         return table

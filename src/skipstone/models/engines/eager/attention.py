@@ -40,7 +40,7 @@ def attend(
         packed = query.reshape(rows, key.shape[1], groups * width, size)
         output = F.scaled_dot_product_attention(packed, key, value, attn_mask=attention_mask, scale=scaling)
         output = output.reshape(rows, heads, width, value.shape[3])
-    return output.transpose(1, 2), None
+    return output.transpose(1, 2).contiguous(), None
 
 
 AttentionInterface.register(NAME, attend)

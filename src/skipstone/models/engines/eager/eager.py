@@ -9,6 +9,7 @@ from skipstone.models.engines.eager import patches
 from skipstone.models.engines.engine import ChainEnd, ChainStart, Warps
 from skipstone.models.engines.rotary import RotaryTables
 from skipstone.models.facts import Facts
+from skipstone.models.families import Rotary, alibi_slopes, submodule, text_config
 from skipstone.models.kvstore import KVStore
 from skipstone.models.packed import is_packed
 from skipstone.models.passes import MaskForm, Pass, SkipSet
@@ -30,18 +31,22 @@ class EagerEngine:
         self.dtype: torch.dtype = facts.dtype
         slow = ", slow: its weights are unpacked whenever they are read" if is_packed(model) else ""
         self.detail = f"transformers' own modules, {facts.dtype}, {facts.device}{slow}"
-        self.family, self.config, self.decoder, self.head = facts.family, model.config, facts.decoder, facts.head
-        self.layers, self.kinds, self.windows = facts.layers, facts.kinds, facts.windows
+        self.family, self.config, self.decoder, self.head = facts.family, text_config(model), facts.decoder, facts.head
+        self.layers, self.reaches = facts.layers, facts.reaches
         self._type = type(model).__name__
         self._fixed = dict(facts.family.arguments)
-        self._rotary = RotaryTables(facts.decoder, facts.family, facts.max_positions)
-        sdpa = model.config._attn_implementation == "sdpa"
+        self._rotary = RotaryTables(facts.decoder, facts.max_positions)
+        sdpa = self.config._attn_implementation == "sdpa"
         own = sdpa and self.family.attention_interface
         attentions: list[nn.Module] = [getattr(layer, self.family.attention) for layer in self.layers]
         self._attentions = attentions if own else []
+        masking = self.family.own_masks
+        self._masking = [] if masking is None else [submodule(one, masking) for one in attentions]
         # query heads per key/value head, of every layer whose attention packs them
         self._groups: list[Any] = [getattr(one, "num_key_value_groups", 1) if own else 1 for one in attentions]
-        self._form = MaskForm(torch.bool if sdpa and not own else self.dtype, own)
+        added = own or self.family.float_masks or not (sdpa or self.family.hiding_masks)
+        self._form = MaskForm(self.dtype if added else torch.bool, own, self.family.hiding_masks)
+        self._slopes = alibi_slopes(self.config.num_attention_heads, facts.device) if self.family.alibi else None
         self._running = patches.Running()
         patches.take_off(model)  # those of the model that this one is a copy of, or of an earlier state
         self._patch()
@@ -59,25 +64,22 @@ class EagerEngine:
 
         skip: sublayers that add nothing to the residual stream in this pass.
         """
-        cache = {self.family.cache_argument: store.view(at)}
+        if self.family.alibi == "position_bias" and at.tree is not None and len(hidden) > 1:
+            rows = [self.run(hidden[row : row + 1], at.row(row), store, layers, skip) for row in range(len(hidden))]
+            return torch.cat(rows)  # one bias serves all rows of a pass, and the slots of trees have positions of their own
+        cache = {self.family.cache_argument: store.view(at, self.family.asks_length)}
         # layers without both sublayers hand on their input, but for a post-norm model's (OPT-350m), whose norms follow the sum
-        absent = skip.attention & skip.mlp if skip and not self.family.post_norm(self.config) else frozenset()
-        phases = self._position_embeddings(hidden, at, layers)
+        absent = skip.attention & skip.mlp if skip and not self.family.post_norm else frozenset()
+        rotary = self.family.rotary
+        phases = {source: self._phases(source, hidden, at) for source in {rotary[index] for index in layers}}
         running = self._patched(skip)
         try:
             running.passing = True
             for index in layers:
-                if index in absent:
-                    continue
-                output = self.layers[index](
-                    hidden,
-                    attention_mask=at.mask(self.windows[index], self._form, self._groups[index]),
-                    position_ids=at.positions,
-                    position_embeddings=phases[self.kinds[index]],
-                    **cache,
-                    **self._fixed,
-                )
-                hidden = output[0] if isinstance(output, tuple) else output
+                if index not in absent:
+                    given = self._given(index, at, phases[rotary[index]])
+                    output = self.layers[index](hidden, **given, **cache, **self._fixed)
+                    hidden = output[0] if isinstance(output, (tuple, list)) else output
         finally:
             running.passing = False
         return hidden
@@ -110,7 +112,7 @@ class EagerEngine:
             scores = (self.head if head is None else head)(normed)
         finally:
             running.passing = False
-        return self.family.logits(scores, self.config).float()
+        return self.family.scored(scores, self.config).float()
 
     def _patched(self, skip: SkipSet | None = None) -> patches.Running:
         """What the model's patches look at, ready for a pass. RuntimeError in the middle of another pass."""
@@ -130,6 +132,7 @@ class EagerEngine:
     def _patch(self) -> None:
         """Put on what every pass wants."""
         patches.put_on([*self.layers, self.head], self._attentions, self._running)
+        patches.open_masks(self._masking, self._running)
 
     def _patch_sublayers(self) -> None:
         """Put on what passes with a skip set want."""
@@ -141,18 +144,37 @@ class EagerEngine:
             patches.cover(last, patches.Skippable, self._running, "mlp", index)
         self._running.skippable = True
 
-    def _position_embeddings(self, hidden: Tensor, at: Pass, layers: range) -> dict[str, Any]:
-        if self.family.rotary is None:
-            return dict.fromkeys(self.kinds)
-        used = {self.kinds[index] for index in layers}
-        if not self.family.rotary_by_kind:
-            return dict.fromkeys(used, self._phases("", hidden, at))
-        return {kind: self._phases(kind, hidden, at) for kind in used}
+    def _given(self, index: int, at: Pass, phases: Any) -> dict[str, Any]:
+        """What a layer is given of a pass. phases: its rotary ones."""
+        given: dict[str, Any] = {}
+        for name in self.family.takes:
+            if name == "attention_mask":
+                given[name] = at.mask(self.reaches[index], self._form, self._groups[index])
+            elif name == "position_ids":
+                given[name] = at.positions
+            else:
+                given[name] = phases
+        if self.family.alibi is not None:
+            given[self.family.alibi] = self._biases(at)
+        return given
 
-    def _phases(self, kind: str, hidden: Tensor, at: Pass) -> tuple[Tensor, Tensor]:
-        """cos and sin of the pass's positions, [b, n, rotary_dim] each."""
-        table = self._rotary.table(kind, at.extent, hidden)
+    def _biases(self, at: Pass) -> Tensor:
+        """ALiBi: every head's slope times a key's position, [b * heads, 1, extent] for BLOOM's alibi, [heads, 1, extent] for MPT's
+        position_bias."""
+        assert self._slopes is not None
+        biases = self._slopes[:, None, None] * at.slot_positions()[:, None, None].float()  # [b or 1, heads, 1, extent]
+        if self.family.alibi == "position_bias":
+            return biases[0].to(self.dtype)
+        return biases.expand(at.shape[0], -1, -1, -1).flatten(0, 1).to(self.dtype)
+
+    def _phases(self, source: Rotary | None, hidden: Tensor, at: Pass) -> Any:
+        """cos and sin of the pass's positions, [b, n, rotary_dim] each, or one complex tensor; None for a layer without."""
+        if source is None:
+            return None
+        table = self._rotary.table(source, at.extent, hidden)
         if at.first_slot is not None and at.tree is None:
             span = slice(at.first_slot, at.first_slot + at.shape[1])
-            return table[0][None, span], table[1][None, span]
-        return table[0][at.positions], table[1][at.positions]
+            phases = tuple(part[None, span] for part in table)
+        else:
+            phases = tuple(part[at.positions] for part in table)
+        return phases if len(phases) > 1 else phases[0]

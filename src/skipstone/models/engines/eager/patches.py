@@ -89,6 +89,18 @@ class Skippable(Forward):
         return self.own(*given, **more)
 
 
+class SeesAll(Forward):
+    """A buffer by which an attention masks, in the place of `bias`: in a pass it hides nothing, as the masks of the pass say
+    all."""
+
+    __slots__ = ()
+
+    def __getitem__(self, index: Any) -> Tensor:
+        module: Any = self._module()
+        own: Tensor = module._buffers["bias"]
+        return torch.ones((1, 1, 1, 1), dtype=torch.bool, device=own.device) if self.running.passing else own[index]
+
+
 class AttentionConfig:
     """The config that an attention module sees: the model's own, but while a pass runs sdpa is `attention.attend`."""
 
@@ -133,6 +145,13 @@ def cover(module: nn.Module, kind: type[Forward], running: Running, *more: Any) 
         module.__dict__["forward"] = kind(module, running, module.__dict__.get("forward"), *more)
 
 
+def open_masks(modules: Iterable[nn.Module], running: Running) -> None:
+    """Make modules that mask by a buffer of their own hide nothing in a pass."""
+    for module in modules:
+        if not _has(module, SeesAll, running):
+            module.__dict__["bias"] = SeesAll(module, running, module.__dict__.get("bias"))
+
+
 def take_off(model: nn.Module) -> None:
     """Give every module of a model what it had before. The next pass of skipstone puts the patches on again."""
     for module in model.modules():
@@ -146,7 +165,7 @@ def take_off(model: nn.Module) -> None:
 
 def _patches(module: nn.Module) -> Iterator[tuple[str, Forward | AttentionConfig]]:
     """(name of the attribute, patch) of a module, the outermost first."""
-    for name in ("forward", "config"):
+    for name in ("forward", "config", "bias"):
         patch = module.__dict__.get(name)
         while isinstance(patch, (Forward, AttentionConfig)):
             yield name, patch

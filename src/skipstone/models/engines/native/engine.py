@@ -68,7 +68,7 @@ class NativeEngine:
             facts.renew(model)
             fingerprint.keep(model, known)
         self._model = ctypes.addressof(self._weights.model)
-        self._rotary = RotaryTables(facts.decoder, facts.family, facts.max_positions)
+        self._rotary = RotaryTables(facts.decoder, facts.max_positions)
         self._copied = list(model.parameters())
         self._covered = list(model.modules())[1:]  # but for the model itself, which an engine must not keep alive
         self._versions = self._counted()
@@ -299,8 +299,8 @@ class NativeEngine:
         if extent <= self._known_positions:
             return
         sizes = []
-        for number, kind in enumerate(self._weights.rotary_kinds):
-            cos, sin = self._rotary.table(kind, extent, self._no_tensor)
+        for number, source in enumerate(self._weights.rotary):
+            cos, sin = self._rotary.table(source, extent, self._no_tensor)
             table = self._pass.rotary[number]
             table.cos, table.sin, table.positions, table.size = cos.data_ptr(), sin.data_ptr(), *cos.shape
             sizes.append(cos.shape[0])

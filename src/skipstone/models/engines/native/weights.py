@@ -12,6 +12,7 @@ from torch import Tensor
 
 from skipstone.models.engines.native.structs import Layer, Matrix, Model
 from skipstone.models.facts import Facts
+from skipstone.models.families import submodule
 from skipstone.models.packed import PackedWeight
 
 TYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
@@ -165,7 +166,7 @@ class Weights:
         self._chunks, self._facts, self._releases = Chunks(), facts, None if keep_weights else Release()
         config, family = model.config, facts.family
         self._recipe = RECIPES[config.model_type]
-        self.rotary_kinds = sorted(set(facts.kinds)) if family.rotary_by_kind else [""]
+        self.rotary = [one for one in dict.fromkeys(family.rotary) if one is not None]
         first = facts.layers[0]
         attention, epsilon = getattr(first, family.attention), config.rms_norm_eps
         head_size = attention.head_dim
@@ -176,7 +177,7 @@ class Weights:
         tied = embedding.weight is facts.head.weight  # embeddings are read from the head's panels
         rows = None if tied else embedding.weight.detach().contiguous()
         self._kept.append(rows)
-        norm = getattr(facts.decoder, family.norm)
+        norm = submodule(facts.decoder, family.leaving[0])
         self.model = Model(
             hidden=embedding.weight.shape[1],
             heads=config.num_attention_heads,
@@ -211,7 +212,7 @@ class Weights:
             q, k, v = (self._matrix(getattr(attention, name), quantize) for name in ("q_proj", "k_proj", "v_proj"))
             gate, up = self._matrix(mlp.gate_proj, quantize), self._matrix(mlp.up_proj, quantize)
         rotates = bool(getattr(attention, "use_rope", True))
-        kind = facts.kinds[index] if facts.family.rotary_by_kind else ""
+        source = facts.family.rotary[index]
         norms = (recipe.before_attention, recipe.after_attention, recipe.before_mlp, recipe.after_mlp)
         before, after, before_mlp, after_mlp = (None if name is None else self._norm(getattr(layer, name)) for name in norms)
         return Layer(
@@ -229,8 +230,8 @@ class Weights:
             norm_q=self._norm(attention.q_norm) if recipe.query_norm else None,
             norm_k=self._norm(attention.k_norm) if recipe.query_norm else None,
             norm_whole=recipe.query_norm == "whole",
-            window=facts.windows[index] or 0,
-            rotary=self.rotary_kinds.index(kind) if rotates else -1,
+            window=facts.reaches[index].window or 0,
+            rotary=self.rotary.index(source) if rotates and source is not None else -1,
             activation=ACTIVATIONS[activation(config)],
             scale=float(attention.scaling),
             softcap=float(getattr(attention, "attn_logit_softcapping", None) or 0.0),

@@ -1,0 +1,125 @@
+"""Whether skipstone computes a model as the model does itself: layer by layer, in ragged batches, in trees, past the window.
+
+The reference is the trace of the model's own forward that its family was derived from. Every layer is given what it was given
+there, so that a difference is the layer's own. What comes out must be the same up to rounding.
+"""
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from skipstone.models.engines.eager.eager import EagerEngine
+from skipstone.models.facts import Facts
+from skipstone.models.families import reaches, text_config
+from skipstone.models.kvstore import KVStore
+from skipstone.models.passes import Pass, Tree
+from skipstone.models.recognition import recognise
+from skipstone.models.trace import PREFIX, Trace, shrunk_windows
+
+EXACT = 1e-3  # share of the largest entry by which float32 and float64 results may differ
+ROUNDED = 0.02  # mean difference over mean size that half precision and quantised kernels may have
+CUT = 7  # tokens of the first chunk of row 0
+SHORT = 5  # tokens of the first chunk of row 1, which then is padded
+
+
+@dataclass
+class Difference:
+    """The largest difference so far. where: what it is of. share: of the size of what it should be. allowed: of that."""
+
+    allowed: float
+    where: str = "nothing"
+    share: float = 0.0
+
+    def look(self, where: str, mine: Tensor, theirs: Tensor) -> None:
+        """Take over one result beside what it should be."""
+        mine, theirs = mine.float(), theirs.float()
+        if self.allowed == EXACT:
+            share = float((mine - theirs).abs().max() / theirs.abs().max().clamp(min=1e-6))
+        else:
+            share = float((mine - theirs).abs().mean() / theirs.abs().mean().clamp(min=1e-6))
+        if not share <= self.share:  # a nan, too
+            self.where, self.share = where, share
+
+
+@torch.inference_mode()
+def ensure(model: Any, facts: Facts) -> None:
+    """Verify a model whose class and shape of config have not been verified yet. ValueError with the difference where what
+    skipstone computes is not what the model computes."""
+    known = recognise(model)
+    if known.found is None:
+        return
+    kind = model.config.model_type
+    try:
+        engine = EagerEngine(model, facts)
+        config = text_config(model)
+        with shrunk_windows(config):
+            engine.reaches = reaches(config, facts.family)
+        difference = disagreement(engine, facts, known.found)
+    except (TypeError, AttributeError, RuntimeError, IndexError, KeyError) as error:
+        raise ValueError(f"the layers of this {kind} model cannot be run one by one: {error}") from error
+    if not difference.share <= difference.allowed:
+        raise ValueError(
+            f"skipstone does not compute this {kind} model as its own forward does: {difference.where} "
+            f"differs by {difference.share:.2g} of its size, where {difference.allowed:g} is allowed"
+        )
+    known.verified()
+
+
+def disagreement(engine: EagerEngine, facts: Facts, found: Trace) -> Difference:
+    """The largest difference between an engine and a trace."""
+    precise = facts.dtype in (torch.float32, torch.float64)
+    difference = Difference(EXACT if precise else ROUNDED)
+    ids, length = found.ids, found.ids.shape[1]
+    positions = torch.arange(length, device=ids.device).expand(2, -1)
+    first = found.layers[0][1].given[""]
+    difference.look("what enters layer 0", engine.embed(ids, positions), first)
+    store = KVStore(2, len(facts.layers), 2 * length)
+    store.reserve(2 * length)
+    passes = _passes(length, ids.device)
+    for index, call in found.layers:
+        given, returned = call.given[""], call.output[0] if isinstance(call.output, (tuple, list)) else call.output
+        for name, at, rows, columns in passes:
+            mine = engine.run(given[rows, columns], at, store, range(index, index + 1))
+            kept = torch.ones_like(columns, dtype=torch.bool) if at.valid is None else at.valid
+            difference.look(f"layer {index} {name}", mine[kept], returned[rows, columns][kept])
+    last = found.layers[-1][1].output
+    last = last[0] if isinstance(last, (tuple, list)) else last
+    difference.look("the logits", engine.project(engine.normed(last)), found.logits)
+    return difference
+
+
+def _passes(length: int, device: Any) -> list[tuple[str, Pass, Tensor, Tensor]]:
+    """(name, pass, rows [2, n] and columns [2, n] of the trace that its tokens are) of all passes that are compared.
+
+    Row 0 of the store reads the tokens that both rows of the trace begin with and then both their ends, as two branches of a
+    tree. Row 1 reads the second row of the trace in chunks of its own.
+    """
+    prefix = min(PREFIX, length - 1)
+    cut, short = min(CUT, prefix - 1), min(SHORT, prefix - 2)
+    ends = length - prefix
+    first = torch.arange(cut, device=device).expand(2, -1)
+    valid = torch.stack([torch.ones(cut, dtype=torch.bool), torch.arange(cut) < short]).to(device)
+    first = torch.where(valid, first, 0)
+    rest = torch.arange(prefix - cut, device=device)[None] + torch.tensor([[cut], [short]], device=device)  # [2, n]
+    done = short + prefix - cut  # tokens of row 1
+    chain = torch.arange(done, done + 2 * ends, device=device).clamp(max=length - 1)
+    branches = torch.arange(prefix, length, device=device).repeat(2)
+    places = torch.stack([branches, chain])  # [2, 2 * ends]
+    real = torch.ones_like(places, dtype=torch.bool)
+    real[1, length - done :] = False
+    below = torch.ones((ends, ends), dtype=torch.bool, device=device).tril()
+    ancestors = torch.stack([torch.block_diag(below, below), torch.ones_like(torch.block_diag(below, below)).tril()])
+    base = torch.tensor([prefix, done], device=device)
+    slots = base[:, None] + torch.arange(2 * ends, device=device)
+    tree = Tree(base, ancestors.bool(), places)
+    own = torch.tensor([[0], [1]], device=device)
+    sources = own.repeat(1, 2 * ends)
+    sources[0, ends:] = 1  # the second branch is the end of the trace's second row
+    everyone = slice(0, 2)
+    return [
+        ("in a ragged batch", Pass(first, first, valid, everyone, cut), own.expand(-1, cut), first),
+        ("in a chunk", Pass(rest, rest, None, everyone, prefix), own.expand(-1, prefix - cut), rest),
+        ("in a tree", Pass(places, slots, real, everyone, int(max(prefix, done) + 2 * ends), tree=tree), sources, places),
+    ]

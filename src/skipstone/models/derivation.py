@@ -1,0 +1,314 @@
+"""Derives the `Family` of a model from a trace of its own forward.
+
+Whatever the trace shows that a `Family` has no word for is a reason to refuse the model, in a sentence.
+"""
+
+from collections.abc import Iterable
+from dataclasses import replace
+from typing import Any, Literal
+
+import torch
+from torch import Tensor, nn
+
+from skipstone.models.families import EXCEPTIONS, Family, ReachKind, Rotary, Step, submodule
+from skipstone.models.passes import Reach, visible
+from skipstone.models.trace import WINDOW, Call, Trace
+
+OURS = ("attention_mask", "position_ids", "position_embeddings")  # what every pass has for a layer
+HARMLESS = ("use_cache", "return_dict")  # arguments of a layer that a pass need not give it
+CLOSE = 1e-3  # share of the largest entry by which what is the same may differ
+SCALES = ("embedding_multiplier", "scale_emb", "embedding_scale", "embed_scale", "hidden_multiplier")
+"""Fields of a config that are asked first whether they scale the embeddings."""
+BIASES = ("alibi", "position_bias")  # names of a layer's argument for linear position biases
+
+
+class Underivable(ValueError):
+    """What a trace shows that skipstone cannot do, as the end of a sentence."""
+
+
+def find_layers(model: Any, config: Any) -> tuple[str, str, nn.ModuleList]:
+    """(path from the model's decoder to what owns its layers, the name of their list there, the list). ValueError where there is
+    none."""
+    decoder = model.get_decoder()
+    for path, module in decoder.named_modules():  # the model itself first
+        for name, child in module.named_children():
+            if isinstance(child, nn.ModuleList) and len(child) >= config.num_hidden_layers and _one_kind(child):
+                return path, name, child
+    raise Underivable(f"keeps its {config.num_hidden_layers} layers in no list of its own")
+
+
+def _one_kind(layers: nn.ModuleList) -> bool:
+    """Whether a list may be the layers: modules with parts of their own."""
+    return all(any(True for _ in one.children()) for one in layers)
+
+
+def derive(model: Any, config: Any, found: Trace, path: str, name: str) -> Family:
+    """The family that a trace shows. path, name: as `find_layers` says. ValueError (`Underivable`) for what cannot be done."""
+    depth = config.num_hidden_layers
+    owner = submodule(model.get_decoder(), path)
+    if [number for number, _ in found.layers] != list(range(depth)):
+        raise Underivable("does not run its layers once each, one after the other")
+    calls = [call for _, call in found.layers]
+    if any(call.given[""].ndim != 3 for call in calls):
+        raise Underivable("hands more than one stream of states from layer to layer")
+    known = EXCEPTIONS.get(config.model_type, {})
+    exceptions = known(config) if callable(known) else known
+    attention, mlp, beside = _sublayers(found)
+    entering, scale = _entering(owner, config, found, calls[0].given[""])
+    cache_argument, takes, arguments, alibi = _arguments(found, calls, exceptions)
+    modules = [getattr(layer, attention, None) for layer in getattr(owner, name)[:depth]]
+    if None in modules:
+        raise Underivable(f"has layers without {attention}, which its first layer has")
+    interface = all("ALL_ATTENTION_FUNCTIONS" in _names(module) and "config" in vars(module) for module in modules)
+    family = Family(
+        decoder=path,
+        layers=name,
+        entering=entering,
+        input_scale=scale,
+        leaving=_leaving(found),
+        rotary=_rotary(found, calls),
+        attention=attention,
+        mlp=mlp,
+        beside=beside,
+        cache_argument=cache_argument,
+        arguments=arguments,
+        takes=takes,
+        reaches=_reaches(config, calls),
+        attention_interface=interface,
+        float_masks=any(torch.is_tensor(mask := _mask(call)) and mask.is_floating_point() for call in calls),
+        hiding_masks=any(_hides(_mask(call)) for call in calls),
+        alibi=alibi,
+    )
+    family = replace(family, **exceptions)
+    return replace(family, logits=_logits(config, found)) if "logits" not in exceptions else family
+
+
+def _names(module: Any) -> Iterable[str]:
+    """Global names that the forward of a module uses."""
+    forward: Any = type(module).forward
+    return getattr(getattr(forward, "__wrapped__", forward), "__code__", None).co_names if forward else ()  # type: ignore[union-attr]
+
+
+def close(mine: Any, theirs: Any) -> bool:
+    """Whether two results are the same but for rounding."""
+    if mine.shape != theirs.shape or not (mine.is_floating_point() and theirs.is_floating_point()):
+        return False
+    allowed = max(CLOSE, 4 * torch.finfo(theirs.dtype).eps, 4 * torch.finfo(mine.dtype).eps)
+    return bool((mine.float() - theirs.float()).abs().max() <= allowed * theirs.float().abs().max())
+
+
+# ------------------------------------------------------------------------------------------------ around the layers
+
+
+def _entering(owner: Any, config: Any, found: Trace, entered: Tensor) -> tuple[tuple[Step, ...], str | None]:
+    """The way from ids to the states that enter layer 0, and the field of the config that scales them."""
+    positions = torch.arange(found.ids.shape[1], device=found.ids.device)[None]
+    steps: list[Step] = []
+    learned: list[tuple[Step, Tensor]] = []  # positions that are yet to be added
+    hidden: Any = None
+    for call in found.parts[: found.before]:
+        first, output = call.given.get(""), call.output
+        if hidden is None:
+            if torch.is_tensor(first) and torch.equal(first, found.ids):
+                steps.append(Step(call.path, "tokens"))
+                hidden = output
+            continue
+        if not torch.is_tensor(output) or output.is_complex():
+            continue  # rotary phases
+        summed = _summed(hidden, learned)
+        if summed is not hidden and torch.is_tensor(first) and close(first, summed):
+            steps += [step for step, _ in learned]
+            learned, hidden = [], summed
+        if torch.is_tensor(first) and close(first, hidden):
+            if not close(output, first):
+                steps.append(Step(call.path, "apply"))
+            hidden = output
+        elif how := _learned(submodule(owner, call.path), call, positions):
+            learned.append((Step(call.path, how), output))
+    if hidden is None:
+        raise Underivable("embeds its ids where skipstone does not see it")
+    steps += [step for step, _ in learned]
+    return tuple(steps), _scale(config, _summed(hidden, learned), entered)
+
+
+def _summed(hidden: Tensor, learned: list[tuple[Step, Tensor]]) -> Tensor:
+    """Hidden states and the positions that are yet to be added; without them where they do not fit yet (OPT-350m's, which are
+    added behind a projection)."""
+    for _, one in learned:
+        if one.shape[-1] == hidden.shape[-1]:
+            hidden = hidden + one
+    return hidden
+
+
+def _learned(module: Any, call: Call, positions: Tensor) -> str | None:
+    """How learned positions are asked for; None for what are none."""
+    for how, ask in (("positions", lambda: module(positions)), ("named positions", lambda: module(None, position_ids=positions))):
+        try:
+            if close(ask().expand_as(call.output), call.output):
+                return how
+        except (TypeError, RuntimeError, IndexError, AttributeError):
+            continue
+    return None
+
+
+def _scale(config: Any, hidden: Tensor, entered: Tensor) -> str | None:
+    """The field of a config that hidden states are multiplied by before they enter layer 0."""
+    if hidden.shape == entered.shape and close(hidden, entered):
+        return None
+    if hidden.shape == entered.shape:
+        factor = float((hidden.float() * entered.float()).sum() / (hidden.float() ** 2).sum())
+        if close(hidden * factor, entered):
+            if (name := _field(config, factor, SCALES)) is not None:
+                return name
+            if abs(factor - config.hidden_size**0.5) < CLOSE * factor:
+                return "sqrt"
+    raise Underivable("does something to its embeddings that skipstone does not know")
+
+
+def _field(config: Any, value: float, first: Iterable[str] = ()) -> str | None:
+    """The field of a config that has a value."""
+    names = [*first, *config.to_dict()]
+    same = lambda one: isinstance(one, (int, float)) and not isinstance(one, bool) and abs(one - value) <= CLOSE * abs(value)  # noqa: E731
+    return next((name for name in names if same(getattr(config, name, None))), None)
+
+
+def _leaving(found: Trace) -> tuple[str, ...]:
+    """The modules between the last layer and the LM head."""
+    hidden = _states(found.layers[-1][1].output)
+    path: list[str] = []
+    for call in found.parts[found.before :]:
+        first = call.given.get("")
+        if torch.is_tensor(first) and first.shape == hidden.shape and close(first, hidden) and torch.is_tensor(call.output):
+            path.append(call.path)
+            hidden = call.output
+    if not found.heads or not close(found.heads[-1].given[""], hidden):
+        raise Underivable("does something behind its last layer that skipstone does not know")
+    return tuple(path)
+
+
+def _logits(config: Any, found: Trace) -> tuple[Literal["", "divide", "multiply", "softcap"], str]:
+    """What becomes of the output of the LM head."""
+    scores, logits = found.heads[-1].output, found.logits
+    if close(scores, logits):
+        return "", ""
+    cap = getattr(config, "final_logit_softcapping", None)
+    if cap is not None and close((scores / cap).tanh() * cap, logits):
+        return "softcap", "final_logit_softcapping"
+    factor = float((scores.float() * logits.float()).sum() / (scores.float() ** 2).sum())
+    if close(scores * factor, logits):
+        if name := _field(config, factor, ("logit_scale", "lm_head_multiplier")):
+            return "multiply", name
+        if name := _field(config, 1 / factor, ("logits_scaling",)):
+            return "divide", name
+    raise Underivable("does something to its logits that skipstone does not know")
+
+
+def _states(output: Any) -> Tensor:
+    """The hidden states in what a layer returned."""
+    return output[0] if isinstance(output, (tuple, list)) else output
+
+
+# --------------------------------------------------------------------------------------------------- of a layer
+
+
+def _arguments(
+    found: Trace, calls: list[Call], exceptions: Any
+) -> tuple[str, tuple[str, ...], tuple[tuple[str, Any], ...], str | None]:
+    """(the argument for the KV cache, the pass's own things, constants, the argument for position biases) of the layers."""
+    cache, fixed, alibi = None, {}, None
+    takes = [name for name in OURS if name in calls[0].given]
+    for name, value in calls[0].given.items():
+        if value is found.cache:
+            cache = name
+        elif name in BIASES and torch.is_tensor(value):
+            alibi = name
+        elif name in ("", *takes, *HARMLESS):
+            continue
+        elif any(call.given.get(name) is not value and call.given.get(name) != value for call in calls) or not _constant(value):
+            if name not in dict(exceptions.get("arguments", ())):
+                raise Underivable(f"gives its layers {name}, which skipstone does not know how to make")
+        elif value is not None or name in BIASES:
+            fixed[name] = value
+    if cache is None:
+        raise Underivable("keeps no keys and values in a cache that its layers are given")
+    return cache, tuple(takes), tuple(fixed.items()), alibi
+
+
+def _constant(value: Any) -> bool:
+    return value is None or isinstance(value, (bool, int, float, str))
+
+
+def _sublayers(found: Trace) -> tuple[str, tuple[str, ...], bool]:
+    """(attention, modules of the MLP, whether each of those adds to the residual stream by itself) of the first layer."""
+    calls = found.inside
+    attention = next((call.path for call in calls if any(value is found.cache for value in call.given.values())), None)
+    if attention is None:
+        raise Underivable("has no attention sublayer that is given the KV cache")
+    if sum(any(value is found.cache for value in call.given.values()) for call in calls) > 1:
+        raise Underivable("has several attention sublayers in one layer")
+    weighty = [call for call in calls if call.path != attention and _weighty(call)]
+    names = tuple(dict.fromkeys(call.path for call in weighty))
+    beside = len(weighty) > 1 and all(one.given[""].shape == weighty[0].given[""].shape for one in weighty)
+    beside = beside and all(close(one.given[""], weighty[0].given[""]) for one in weighty)
+    return attention, names, beside
+
+
+def _weighty(call: Call) -> bool:
+    """Whether a part of a layer belongs to its MLP: it is neither a norm nor a dropout nor an activation."""
+    name = call.path.lower()
+    return not any(word in name for word in ("norm", "dropout", "act", "ln_", "drop")) and "" in call.given
+
+
+def _mask(call: Call) -> Any:
+    return call.given.get("attention_mask")
+
+
+def _hides(mask: Any) -> bool:
+    """Whether True in a boolean mask hides: a token sees itself."""
+    return torch.is_tensor(mask) and mask.dtype == torch.bool and not bool(mask[0, 0, 0, 0])
+
+
+def _reaches(config: Any, calls: list[Call]) -> tuple[ReachKind, ...]:
+    """How far every layer sees back, by the mask that it was given."""
+    window, chunk = (getattr(config, name, None) for name in ("sliding_window", "attention_chunk_size"))
+    forms: list[tuple[ReachKind, Reach]] = [("full", Reach())]
+    if window:
+        forms.append(("sliding", Reach(window=min(window, WINDOW))))
+    if chunk:
+        forms.append(("chunked", Reach(chunk=min(chunk, WINDOW))))
+    return tuple(_reach(_mask(call), call.given[""].shape[1], forms) for call in calls)
+
+
+def _reach(mask: Any, length: int, forms: list[tuple[ReachKind, Reach]]) -> ReachKind:
+    if not torch.is_tensor(mask):
+        return "full"
+    seen = mask == 0 if mask.is_floating_point() or _hides(mask) else mask  # [b, 1, T, T]
+    positions = torch.arange(length, device=seen.device)
+    for kind, reach in forms:
+        if (seen == visible(positions[:, None], positions[None], reach)).all():
+            return kind
+    raise Underivable("gives its layers masks that are neither causal nor those of a sliding window or of chunks")
+
+
+def _rotary(found: Trace, calls: list[Call]) -> tuple[Rotary | None, ...]:
+    """Where the rotary phases of every layer come from."""
+    made = [call for call in found.parts[: found.before] if _first(call.output) is not None]
+    rotary: list[Rotary | None] = []
+    for call in calls:
+        phases = _first(call.given.get("position_embeddings"))
+        if phases is None:
+            rotary.append(None)
+            continue
+        maker = next((one for one in made if _first(one.output) is phases), None)
+        if maker is None:
+            raise Underivable("gives its layers rotary phases that come from no module of its decoder")
+        extra = [value for name, value in maker.given.items() if isinstance(value, str)]
+        asked = next(value for name, value in maker.given.items() if name and torch.is_tensor(value))
+        rotary.append(Rotary(maker.path, extra[0] if extra else "", asked.shape[0] if asked.ndim == 3 else 0))
+    return tuple(rotary)
+
+
+def _first(value: Any) -> Any:
+    """The first tensor in what may be rotary phases."""
+    value = value[0] if isinstance(value, (tuple, list)) and value else value
+    return value if torch.is_tensor(value) else None

@@ -1,0 +1,141 @@
+"""One forward of a model, and what it called: which modules with what, in which order, and what came out."""
+
+import inspect
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import DynamicCache
+
+PREFIX = 12  # tokens that both rows of a trace begin with
+TOKENS = 20  # tokens of a row, past WINDOW by far
+WINDOW = 8  # tokens that sliding windows and chunks have while a model is traced
+SEED = 7  # of the ids that are traced
+WINDOWED = ("sliding_window", "attention_chunk_size")  # fields of a config that say how far layers see back
+
+
+@dataclass
+class Call:
+    """One call of a module. path: under the owner of the layers, or under a layer. given: the arguments by their names. output:
+    what it returned."""
+
+    path: str
+    given: dict[str, Any]
+    output: Any
+
+
+@dataclass
+class Trace:
+    """What a model's own forward did with ids [2, T], two rows that differ behind the first PREFIX tokens.
+
+    parts: calls of the owner's modules, but for its layers, in order; those before the first layer first. before: how many of
+    those there are. layers: calls of the layers, in order, with their indices. inside: of the modules right below the first
+    layer. heads: of the LM head. cache: what the model was given. logits: [2, T, V].
+    """
+
+    ids: Tensor
+    parts: list[Call] = field(default_factory=list)
+    before: int | None = None
+    layers: list[tuple[int, Call]] = field(default_factory=list)
+    inside: list[Call] = field(default_factory=list)
+    heads: list[Call] = field(default_factory=list)
+    cache: Any = None
+    logits: Any = None
+
+
+@torch.inference_mode()
+def trace(model: Any, owner: Any, layers: nn.ModuleList, config: Any, positions: int) -> Trace:
+    """Run a model's forward once, in eval mode, with small windows. owner: of the layers. config: of the text model. positions:
+    that it has. The model, its config and its mode are as before. Whatever its forward raises is raised."""
+    embedding = model.get_input_embeddings().weight
+    length = min(TOKENS, positions)
+    generator = torch.Generator().manual_seed(SEED)
+    ids = torch.randint(0, embedding.shape[0], (2, length), generator=generator)
+    ids[1, :PREFIX] = ids[0, :PREFIX]
+    found = Trace(ids.to(model.device), cache=DynamicCache())
+    with shrunk_windows(config), _evaluating(model), _recorded(model, owner, layers, found):
+        found.logits = model(found.ids, past_key_values=found.cache, use_cache=True).logits
+    return found
+
+
+@contextmanager
+def _recorded(model: Any, owner: Any, layers: nn.ModuleList, found: Trace) -> Iterator[None]:
+    """Write down all calls while the context lasts."""
+
+    def part(call: Call) -> None:
+        found.parts.append(call)
+
+    def layer(number: int) -> Callable[[Call], None]:
+        return lambda call: found.layers.append((number, call))
+
+    watched: list[tuple[str, Any, Callable[[Call], None]]] = [("", model.get_output_embeddings(), found.heads.append)]
+    for name, module in owner.named_children():
+        if module is not layers:
+            several = module.named_children() if isinstance(module, nn.ModuleList) else [("", module)]
+            watched += [(f"{name}.{more}" if more else name, one, part) for more, one in several]
+    watched += [(str(number), one, layer(number)) for number, one in enumerate(layers)]
+    watched += [(name, one, found.inside.append) for name, one in layers[0].named_children()]
+    hooks = [layers[0].register_forward_pre_hook(lambda *_: _begin_layers(found))]
+    hooks += [one.register_forward_hook(_hook(path, add), with_kwargs=True) for path, one, add in watched]
+    try:
+        yield
+    finally:
+        for hook in hooks:
+            hook.remove()
+
+
+def _begin_layers(found: Trace) -> None:
+    if found.before is None:
+        found.before = len(found.parts)
+
+
+def _hook(path: str, add: Callable[[Call], None]) -> Any:
+    def hook(module: nn.Module, given: tuple[Any, ...], named: dict[str, Any], output: Any) -> None:
+        add(Call(path, by_name(module, given, named), output))
+
+    return hook
+
+
+def by_name(module: nn.Module, given: tuple[Any, ...], named: dict[str, Any]) -> dict[str, Any]:
+    """The arguments of a forward by their names, the first one as "" whatever its name."""
+    bound = inspect.signature(type(module).forward).bind(module, *given, **named)
+    named_ones: dict[str, Any] = {}
+    for name, value in list(bound.arguments.items())[1:]:
+        kind = bound.signature.parameters[name].kind
+        if kind is inspect.Parameter.VAR_KEYWORD:
+            named_ones |= value
+        elif kind is inspect.Parameter.VAR_POSITIONAL:
+            named_ones |= {f"{name}[{number}]": one for number, one in enumerate(value)}
+        else:
+            named_ones[name] = value
+    first = next(iter(named_ones), None)
+    return {("" if name == first else name): value for name, value in named_ones.items()}
+
+
+@contextmanager
+def shrunk_windows(config: Any) -> Iterator[None]:
+    """Windows and chunks of WINDOW tokens at most."""
+    own = {name: getattr(config, name, None) for name in WINDOWED}
+    wide = {name: size for name, size in own.items() if isinstance(size, int) and size > WINDOW}
+    try:
+        for name in wide:
+            setattr(config, name, WINDOW)
+        yield
+    finally:
+        for name, size in wide.items():
+            setattr(config, name, size)
+
+
+@contextmanager
+def _evaluating(model: nn.Module) -> Iterator[None]:
+    """Every module in eval mode."""
+    modes = [(module, module.training) for module in model.modules()]
+    try:
+        model.eval()
+        yield
+    finally:
+        for module, mode in modes:
+            module.training = mode
