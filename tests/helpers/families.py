@@ -131,19 +131,18 @@ _TINY: dict[str, Any] = {
 _LATENT = {"num_key_value_heads": 4}  # multi-head latent attention has keys and values for every head
 _OWN_IDS = {"bos_token_id": 1, "eos_token_id": 2}  # configs that insist on some
 # model type: fields that its tiny config needs beside those
+_PLAIN = """
+afmoe apertus arcee aria_text biogpt bitnet bloom codegen cohere2_moe diffllama doge ernie4_5 ernie4_5_moe exaone4
+exaone_moe flex_olmo fuyu glm glm4 glm4_moe gpt_bigcode gpt_neox_japanese gptj granite_swa granitemoe granitemoe_swa
+granitemoeshared helium hy_v3 hyperclovax internlm3 iquestcoder jais2 jetmoe kolibri1 minimax_m2 minimax_m3_vl_text
+ministral3 mpt nanochat olmo olmoe persimmon phi phimoe seed_oss solar_open stablelm vaultgemma xglm
+"""
 _FURTHER: dict[str, dict[str, Any]] = {
-    **{
-        kind: {}
-        for kind in """afmoe apertus arcee aria_text biogpt bitnet bloom codegen cohere2_moe diffllama doge ernie4_5
-        ernie4_5_moe exaone4 exaone_moe flex_olmo fuyu glm glm4 glm4_moe gpt_bigcode gpt_neox_japanese gptj granite_swa
-        granitemoe granitemoe_swa granitemoeshared helium hy_v3 hyperclovax internlm3 iquestcoder jais2 jetmoe kolibri1
-        minimax_m2 minimax_m3_vl_text ministral3 mpt nanochat olmo olmoe persimmon phi phimoe
-        seed_oss solar_open stablelm vaultgemma xglm""".split()
-    },
+    **{kind: {} for kind in _PLAIN.split()},
     **dict.fromkeys(("axk1", "deepseek_v3", "glm4_moe_lite", "youtu"), _LATENT),
     **dict.fromkeys(("cwm", "emu3"), _OWN_IDS),
-    **dict.fromkeys(("hunyuan_v1_dense", "hunyuan_v1_moe", "ministral"), {"head_dim": 8}),
-    **dict.fromkeys(("cohere2", "flint", "gpt_oss", "laguna", "mellum", "olmo3", "mimo_v2_flash"), {"mixed": True}),
+    **{kind: {"head_dim": 8} for kind in ("hunyuan_v1_dense", "hunyuan_v1_moe", "ministral")},
+    **{kind: {"mixed": True} for kind in ("cohere2", "flint", "gpt_oss", "laguna", "mellum", "olmo3", "mimo_v2_flash")},
     "deepseek_v2": {**_LATENT, "num_experts_per_tok": 2},
     "dots1": {"n_shared_experts": 1, "num_experts_per_tok": 2, "n_routed_experts": 4},
     "gpt_neo": {"attention_types": [[["global", "local"], 2]], "window_size": WINDOW},
@@ -170,6 +169,7 @@ NAMES: list[str] = list(_TABLE)
 """The models that everything is tested with."""
 FURTHER: list[str] = list(_FURTHER)
 """Types that are tested by their conformance alone."""
+TYPES: set[str] = {kind for kind, _, _ in _TABLE.values()} | {*FURTHER}
 
 
 def slides(name: str) -> bool:

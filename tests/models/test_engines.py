@@ -17,8 +17,8 @@ from skipstone.methods import Speculative
 from skipstone.models.engines import choice
 from skipstone.models.engines.eager.eager import EagerEngine
 from skipstone.models.engines.engine import ENGINES
-from skipstone.models.families import Rotary
 from skipstone.models.engines.rotary import RotaryTables
+from skipstone.models.families import Rotary
 from skipstone.models.layered import LayeredModel
 from tests.helpers import families
 

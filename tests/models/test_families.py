@@ -15,10 +15,11 @@ from transformers import PreTrainedModel
 import skipstone
 from skipstone import Autoregressive, LayerSkip
 from skipstone.decoding.noise import TARGET, Noise, row_seed
-from skipstone.models import families as core_families
-from tests.helpers import families, support
+from skipstone.models.families import kinds
+from skipstone.models.layered import LayeredModel
+from tests.helpers import families, support, wrapped
 from tests.helpers.pairwise import all_but
-from tests.helpers.snippets import ROOT, blocks
+from tests.helpers.wrapped import WRAPPERS
 
 NEW = 4 * families.WINDOW
 METHOD = LayerSkip(exit_layer=2, num_speculative_tokens=4)
@@ -181,14 +182,30 @@ def test_rope_that_switches_is_exact_up_to_the_length_below_which_nothing_switch
         skipstone.generate(model, prompt, Autoregressive(), max_new_tokens=25)
 
 
-def test_the_family_that_the_documentation_adds_is_exact(monkeypatch: pytest.MonkeyPatch) -> None:
-    code = {block.mark: block.code for block in blocks(ROOT / "docs" / "add-a-family.md", "python")}
-    facts = eval(f"{{{code['<!-- registry -->']}}}", dict(vars(core_families)))
-    row = eval(f"{{{code['<!-- test row -->']}}}", dict(vars(families)))
-    assert set(facts) == set(row) == {"cohere2"}
-    assert "cohere2" not in core_families.FAMILIES, "the example is a family that is not there yet"
-    monkeypatch.setitem(core_families.FAMILIES, "cohere2", facts["cohere2"])
-    monkeypatch.setitem(families._TABLE, "cohere2", row["cohere2"])
-    model = families.build("cohere2")
-    assert set(model.config.layer_types) == {"sliding_attention", "full_attention"}
-    assert_speculated(greedy(model))
+QUICK = ("bloom", "deepseek_v3", "gpt_neo", "gpt_oss", "llama4_text", "mimo_v2_flash", "mpt", "phimoe")
+"""Types in which something is unlike all others."""
+
+
+@pytest.mark.parametrize("name", families.FURTHER)
+def test_a_further_type_is_derived_and_verified(name: str) -> None:
+    layered = LayeredModel(families.cached(name), "eager")
+    assert len(layered.reaches) == layered.depth == len(layered.family.rotary)
+    mixed = len(set(layered.reaches)) == 2
+    assert mixed == (len(set(kinds(layered.config))) == 2 or name == "gpt_neo")
+
+
+@pytest.mark.parametrize("name", all_but(QUICK, families.FURTHER))
+def test_a_further_type_gives_the_text_of_generate(name: str) -> None:
+    out = greedy(families.cached(name), rows=2)
+    assert out.stats is not None
+    assert out.stats.drafted > 0
+
+
+@pytest.mark.parametrize("kind", all_but(("gemma3", "qwen2_vl"), [*WRAPPERS]))
+def test_the_text_model_inside_a_multimodal_one_gives_the_text_of_generate(kind: str) -> None:
+    model, prompt = wrapped.build(kind), families.prompts(1)[0][None]
+    expected = support.alone(model, prompt[0], max_new_tokens=NEW, do_sample=False)
+    out = skipstone.generate(model, prompt, METHOD, max_new_tokens=NEW)
+    assert out.new_tokens == [expected]
+    assert out.stats is not None
+    assert out.stats.drafted > 0

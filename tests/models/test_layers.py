@@ -115,7 +115,9 @@ def test_a_wrong_fact_is_refused_with_the_measured_difference(mistake: str, monk
 
     monkeypatch.setattr(recognition, "derive", mistaken)
     monkeypatch.setattr(recognition, "refuse_contradiction", lambda *_: None)
-    with pytest.raises(ValueError, match=r"as its own forward does: .* differs by [\d.e+-]+ of its size, where 0.001 is allowed"):
+    with pytest.raises(
+        ValueError, match=r"as its own forward does: .* differs by [\d.e+-]+ of its size, where 0.001 is allowed"
+    ):
         LayeredModel(model, "eager")
 
 

@@ -10,7 +10,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
-from skipstone.models.families import EXCEPTIONS, Family, ReachKind, Rotary, Step, submodule
+from skipstone.models.families import Family, ReachKind, Rotary, Step, exceptions_of, submodule
 from skipstone.models.passes import Reach, visible
 from skipstone.models.trace import WINDOW, Call, Trace
 
@@ -27,8 +27,8 @@ class Underivable(ValueError):
 
 
 def find_layers(model: Any, config: Any) -> tuple[str, str, nn.ModuleList]:
-    """(path from the model's decoder to what owns its layers, the name of their list there, the list). ValueError where there is
-    none."""
+    """(path from the model's decoder to what owns its layers, the name of their list there, the list). ValueError where there
+    is none."""
     decoder = model.get_decoder()
     for path, module in decoder.named_modules():  # the model itself first
         for name, child in module.named_children():
@@ -51,8 +51,7 @@ def derive(model: Any, config: Any, found: Trace, path: str, name: str) -> Famil
     calls = [call for _, call in found.layers]
     if any(call.given[""].ndim != 3 for call in calls):
         raise Underivable("hands more than one stream of states from layer to layer")
-    known = EXCEPTIONS.get(config.model_type, {})
-    exceptions = known(config) if callable(known) else known
+    exceptions = exceptions_of(config)
     attention, mlp, beside = _sublayers(found)
     entering, scale = _entering(owner, config, found, calls[0].given[""])
     cache_argument, takes, arguments, alibi = _arguments(found, calls, exceptions)
@@ -77,6 +76,7 @@ def derive(model: Any, config: Any, found: Trace, path: str, name: str) -> Famil
         attention_interface=interface,
         float_masks=any(torch.is_tensor(mask := _mask(call)) and mask.is_floating_point() for call in calls),
         hiding_masks=any(_hides(_mask(call)) for call in calls),
+        post_norm="norm" in found.inside[-1].path and close(found.inside[-1].output, _states(calls[0].output)),
         alibi=alibi,
     )
     family = replace(family, **exceptions)
@@ -142,7 +142,10 @@ def _summed(hidden: Tensor, learned: list[tuple[Step, Tensor]]) -> Tensor:
 
 def _learned(module: Any, call: Call, positions: Tensor) -> str | None:
     """How learned positions are asked for; None for what are none."""
-    for how, ask in (("positions", lambda: module(positions)), ("named positions", lambda: module(None, position_ids=positions))):
+    for how, ask in (
+        ("positions", lambda: module(positions)),
+        ("named positions", lambda: module(None, position_ids=positions)),
+    ):
         try:
             if close(ask().expand_as(call.output), call.output):
                 return how

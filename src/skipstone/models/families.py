@@ -1,7 +1,7 @@
 """What a decoder is built of, as far as skipstone has to know: where its parts are, and what surrounds its layers.
 
 transformers owns the modelling code. A `Family` is derived from one traced forward of a model (derivation.py); EXCEPTIONS has
-what a trace cannot tell. TESTED and REFUSED are the model types of which more is known than that.
+what a trace cannot tell.
 """
 
 from collections.abc import Callable, Mapping
@@ -39,19 +39,20 @@ class Rotary(NamedTuple):
 class Family:
     """Facts about one model, all plain values. Paths are under `decoder`, names of sublayers under a layer.
 
-    decoder: path from `model.get_decoder()` to the module that owns the layers. layers: its list of them. entering: from ids to
-    layer 0. input_scale: field of the config that multiplies what has been entered so far, "sqrt" for the root of the hidden
-    size. leaving: from the last layer to the LM head, the final norm first. logits: what happens to the LM head's output, and
-    the field of the config that says how much. rotary: of every layer. attention: a layer's attention sublayer. mlp: the modules
-    of its MLP sublayer in order, whose output is that of the last. beside: whether each of those adds to the residual stream
-    instead. cache_argument: of a layer's forward, the KV cache. arguments: of a layer's forward, what else it is given, name and
-    value. takes: which of the pass's own things it is given. reaches: how far every layer sees back. attention_interface: the
-    attention looks its function up in transformers' AttentionInterface. float_masks: masks are added, also under sdpa.
-    hiding_masks: True in a boolean mask hides. post_norm: norms follow the residual sum, and even an empty layer changes its
-    input. alibi: the name of a layer's argument for linear position biases (ALiBi). asks_length: layers ask the cache for its
-    length, which changes nothing within the positions that the model has here. most_positions: field of the config that limits
-    those positions further. window: field of the config that has the sliding window. own_masks: path of a module under the
-    attention that masks by its buffer `bias`, which takes slots for positions.
+    decoder: path from `model.get_decoder()` to the module that owns the layers. layers: its list of them. entering: from
+    ids to layer 0. input_scale: field of the config that multiplies what has been entered so far, "sqrt" for the root of
+    the hidden size. leaving: from the last layer to the LM head, the final norm first. logits: what happens to the LM
+    head's output, and the field of the config that says how much. rotary: of every layer. attention: a layer's attention
+    sublayer. mlp: the modules of its MLP sublayer in order, whose output is that of the last. beside: whether each of those
+    adds to the residual stream instead. cache_argument: of a layer's forward, the KV cache. arguments: of a layer's
+    forward, what else it is given, name and value. takes: which of the pass's own things it is given. reaches: how far
+    every layer sees back. attention_interface: the attention looks its function up in transformers' AttentionInterface.
+    float_masks: masks are added, also under sdpa. hiding_masks: True in a boolean mask hides. post_norm: norms follow the
+    residual sum, and even an empty layer changes its input. alibi: the name of a layer's argument for linear position
+    biases (ALiBi). asks_length: layers ask the cache for its length, which changes nothing within the positions that the
+    model has here. most_positions: field of the config that limits those positions further. window: field of the config
+    that has the sliding window. own_masks: path of a module under the attention that masks by its buffer `bias`, which
+    takes slots for positions.
     """
 
     decoder: str = ""
@@ -174,71 +175,17 @@ def _gpt_neo(config: Any) -> Mapping[str, Any]:
     return {"reaches": kinds_of_layers, "window": "window_size", "own_masks": "attention"}
 
 
-EXCEPTIONS: dict[str, Mapping[str, Any] | Callable[[Any], Mapping[str, Any]]] = {
+EXCEPTIONS: dict[str, Callable[[Any], Mapping[str, Any]]] = {
     "gpt_neo": _gpt_neo,
-    "doge": {"attention_interface": False},  # adds its own mask to the one that it is given
+    "doge": lambda _: {"attention_interface": False},  # adds its own mask to the one that it is given
     # layers without rotary phases scale their queries by the place of a token behind those in the cache, from floor_scale on
-    "llama4_text": {"asks_length": True, "most_positions": "floor_scale"},
-    "mpt": {"asks_length": True},  # to cut biases of a whole square, of which skipstone gives one row
+    "llama4_text": lambda _: {"asks_length": True, "most_positions": "floor_scale"},
+    "mpt": lambda _: {"asks_length": True},  # to cut biases of a whole square, of which skipstone gives one row
 }
-"""Fields of `Family` that a trace cannot tell, by model type."""
+"""Fields of `Family` that a trace cannot tell, by model type; functions of the config."""
 
-TESTED = frozenset(
-    """afmoe apertus arcee aria_text axk1 biogpt bitnet bloom codegen cohere cohere2 cohere2_moe cwm deepseek_v2 deepseek_v3
-    diffllama doge dots1 emu3 ernie4_5 ernie4_5_moe exaone4 exaone_moe falcon flex_olmo flint fuyu gemma gemma2 gemma3 gemma3_text glm glm4
-    glm4_moe glm4_moe_lite got_ocr2 gpt2 gpt_bigcode gpt_neo gpt_neox gpt_neox_japanese gpt_oss gptj granite granite_swa granitemoe
-    granitemoe_swa granitemoeshared helium hunyuan_v1_dense hunyuan_v1_moe hy_v3 hyperclovax internlm3 iquestcoder jais2 jetmoe kolibri1 laguna llama
-    llama4 llama4_text mellum mimo_v2_flash minimax_m2 minimax_m3_vl_text ministral ministral3 mistral mixtral mpt nanochat nemotron
-    olmo olmo2 olmo3 olmoe opt persimmon phi phi3 phimoe qwen2 qwen2_moe qwen3 qwen3_moe seed_oss smollm3 solar_open stablelm
-    starcoder2 vaultgemma xglm youtu""".split()
-)
-"""Model types with a row in tests/helpers/families.py, which the conformance tests run."""
 
-_RECURRENT = "keeps a recurrent state, which cannot be rolled back after a rejected draft"
-_ENCODER = "is a bidirectional encoder, also where its config says decoder; skipstone decodes causal models"
-_DECODER = "is the decoder of an encoder-decoder; skipstone decodes decoder-only models"
-_INDEXED = "attends to tokens that an indexer with a cache of its own chooses"
-_SHARING = "shares keys and values between layers; early exits and skipped layers need each layer's own"
-_ASSISTANT = "drafts for a larger model whose states it reads; it has no text of its own"
-REFUSED: dict[str, str] = {
-    **dict.fromkeys(
-        """bailing_hybrid bamba falcon_h1 falcon_mamba granitemoehybrid jamba kimi_linear lfm2 lfm2_moe lfm3 mamba mamba2 minimax
-        nemotron_h olmo_hybrid qwen3_5 qwen3_5_moe qwen3_5_moe_text qwen3_5_text qwen3_next recurrent_gemma rwkv xlstm zamba zamba2
-        zaya""".split(),
-        _RECURRENT,
-    ),
-    **dict.fromkeys(
-        """bert bert-generation big_bird camembert data2vec-text electra ernie git megatron-bert rembert roberta
-        roberta-prelayernorm roc_bert roformer xlm-roberta xlm-roberta-xl xmod""".split(),
-        _ENCODER,
-    ),
-    **dict.fromkeys(
-        """bart bigbird_pegasus blenderbot blenderbot-small marian mbart musicgen musicgen_melody mvp pegasus plbart prophetnet trocr
-        whisper""".split(),
-        _DECODER,
-    ),
-    **dict.fromkeys("axk2 deepseek_v32 deepseek_v4 glm_moe_dsa hy_v4 qwen4_exp qwen4_exp_text".split(), _INDEXED),
-    **dict.fromkeys("gemma3n gemma3n_text gemma4 gemma4_text gemma4_unified gemma4_unified_text".split(), _SHARING),
-    **dict.fromkeys("gemma4_assistant gemma4_unified_assistant".split(), _ASSISTANT),
-    **dict.fromkeys("inkling2_text inkling_text".split(), "mixes convolutions into its layers, whose states have no positions"),
-    **dict.fromkeys("dots3_note dots3_note_text".split(), "has layers with different numbers of heads"),
-    "beam": "scales the attention of some layers by position, in a tensor that only its own forward makes",
-    "blt": "decodes patches of bytes, not tokens",
-    "cohere_compass_text": "embeds whole texts and attends both ways",
-    "cpmant": "computes its position biases from whole prompts and segments",
-    "ctrl": "adds sinusoidal positions to its embeddings in its own forward",
-    "dbrx": "has a config that transformers' own DBRX cannot be built from (attn_config lacks rope_theta)",
-    "hrm_text": "runs its layers in cycles, not once each",
-    "longcat_flash": "has two attention sublayers in each layer",
-    "minicpm3": "scales the states before its LM head by a ratio of two fields of its config",
-    "mllama": "attends across to images; load a text model",
-    "modernbert-decoder": "hands its LM head over in the place of its decoder",
-    "moshi": "speaks, and its config promises windows that its masks do not have",
-    "moss_transcribe_diarize": "transcribes audio; load a text model",
-    "openai-gpt": "has no KV cache in transformers",
-    "phi4_multimodal": "switches adapters by whether it is given pictures or sound; load Phi-4-mini, its text model",
-    "reformer": "attends by hashing, with a cache of its own",
-    "xlm": "keeps its sublayers in separate lists, without layers",
-    "xlnet": "attends in permuted order",
-}
-"""Model types that skipstone cannot decode, and what they are or do."""
+def exceptions_of(config: Any) -> Mapping[str, Any]:
+    """What EXCEPTIONS has for a model."""
+    known = EXCEPTIONS.get(config.model_type)
+    return {} if known is None else known(config)

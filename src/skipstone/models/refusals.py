@@ -5,7 +5,8 @@ from typing import Any
 
 import torch
 
-from skipstone.models.families import REFUSED, kinds, text_config
+from skipstone.models.families import kinds, text_config
+from skipstone.models.known_types import REFUSED
 from skipstone.models.packed import PackedWeight
 from skipstone.models.passes import Reach
 
@@ -71,10 +72,12 @@ def _beyond(model: Any, config: Any) -> str | None:
 
 
 def refuse_contradiction(config: Any, seen: list[Reach]) -> None:
-    """ValueError where the layer types, which transformers' caches follow, contradict the masks that the model builds. seen: how
-    far the masks of every layer let it see."""
+    """ValueError where the layer types, which transformers' caches follow, contradict the masks that the model builds. seen:
+    how far the masks of every layer let it see."""
     found = kinds(config)
-    names = [("chunked_attention" if one.chunk else "sliding_attention") if one != Reach() else "full_attention" for one in seen]
+    names = [
+        ("chunked_attention" if one.chunk else "sliding_attention") if one != Reach() else "full_attention" for one in seen
+    ]
     if found != names:
         raise ValueError(
             f"this {config.model_type} config contradicts itself: its layer types are {found}, but with "

@@ -7,7 +7,6 @@ from torch import Tensor
 
 from skipstone.models.families import Rotary, submodule
 
-
 Phases = Tensor | tuple[Tensor, ...]
 """What a rotary module gives for positions: cos and sin, or one complex tensor."""
 
@@ -24,8 +23,8 @@ class RotaryTables:
 
     def table(self, source: Rotary, extent: int, like: Tensor) -> tuple[Tensor, ...]:
         """cos and sin [positions, rotary_dim] of at least `extent` positions, or of all that the model has; of some models one
-        complex tensor [positions, rotary_dim / 2]. like: a tensor of the dtype and on the device that they are wanted in; it must
-        be the same at every call."""
+        complex tensor [positions, rotary_dim / 2]. like: a tensor of the dtype and on the device that they are wanted in; it
+        must be the same at every call."""
         table = self._tables.get(source)
         needed = min(max(extent, 1), self._max_positions)
         if table is None or table[0].shape[0] < needed:

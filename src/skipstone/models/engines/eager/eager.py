@@ -159,8 +159,8 @@ class EagerEngine:
         return given
 
     def _biases(self, at: Pass) -> Tensor:
-        """ALiBi: every head's slope times a key's position, [b * heads, 1, extent] for BLOOM's alibi, [heads, 1, extent] for MPT's
-        position_bias."""
+        """ALiBi: every head's slope times a key's position, [b * heads, 1, extent] for BLOOM's alibi, [heads, 1, extent] for
+        MPT's position_bias."""
         assert self._slopes is not None
         biases = self._slopes[:, None, None] * at.slot_positions()[:, None, None].float()  # [b or 1, heads, 1, extent]
         if self.family.alibi == "position_bias":
@@ -174,7 +174,7 @@ class EagerEngine:
         table = self._rotary.table(source, at.extent, hidden)
         if at.first_slot is not None and at.tree is None:
             span = slice(at.first_slot, at.first_slot + at.shape[1])
-            phases = tuple(part[None, span] for part in table)
+            phases = [part[None, span] for part in table]
         else:
-            phases = tuple(part[at.positions] for part in table)
-        return phases if len(phases) > 1 else phases[0]
+            phases = [part[at.positions] for part in table]
+        return tuple(phases) if len(phases) > 1 else phases[0]

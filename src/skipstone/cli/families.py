@@ -1,0 +1,53 @@
+"""`skipstone families`: every causal model type of the installed transformers, whether skipstone decodes it, and why not."""
+
+import json
+from typing import Annotated
+
+import typer
+
+from skipstone.cli import terminal
+
+COLUMNS = ("type", "support", "engines", "why not")
+SPELT = {"gpt-sw3": "gpt2"}
+"""Names that transformers has for a type beside its own."""
+
+
+def families(
+    name: Annotated[str | None, typer.Argument(help="The model type, as a config's model_type has it.", metavar="TYPE")] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON document.")] = False,
+    markdown: Annotated[bool, typer.Option("--markdown", help="Print the table of docs/models.md.")] = False,
+) -> None:
+    """The model types: tested, derived (verified when one is first loaded) or refused, and why."""
+    rows = described()
+    if name is not None:
+        rows = [row for row in rows if row["type"] == name]
+        if not rows:
+            raise ValueError(f"transformers has no causal model type {name!r}; `skipstone families` lists those that it has")
+    if as_json:
+        typer.echo(json.dumps(rows, indent=2))
+    elif markdown:
+        lines = ["| " + " | ".join(COLUMNS) + " |", "|" + " --- |" * len(COLUMNS)]
+        typer.echo("\n".join([*lines, *("| " + " | ".join(row[column] for column in COLUMNS) + " |" for row in rows)]))
+    else:
+        from rich.table import Table
+
+        table = Table(*COLUMNS)
+        for row in rows:
+            table.add_row(*(row[column] for column in COLUMNS))
+        terminal.console().print(table)
+
+
+def described() -> list[dict[str, str]]:
+    """A row for every causal model type of the installed transformers, as COLUMNS say."""
+    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+
+    from skipstone.models.engines.native.weights import RECIPES
+    from skipstone.models.known_types import REFUSED, TESTED
+
+    rows: list[dict[str, str]] = []
+    names: set[str] = {SPELT.get(one, one) for one in map(str, MODEL_FOR_CAUSAL_LM_MAPPING_NAMES)}
+    for kind in sorted(names):
+        support = "refused" if kind in REFUSED else "tested" if kind in TESTED else "derived"
+        engines = "" if support == "refused" else "native, eager" if kind in RECIPES else "eager"
+        rows.append({"type": kind, "support": support, "engines": engines, "why not": REFUSED.get(kind, "")})
+    return rows

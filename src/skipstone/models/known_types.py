@@ -1,0 +1,77 @@
+"""The model types of transformers of which more is known than a trace tells: those that are tested, and those that skipstone
+refuses, each with its reason. A type that is in neither is derived, and refused where the verification finds a difference."""
+
+
+def _types(text: str) -> list[str]:
+    return text.split()
+
+
+TESTED: frozenset[str] = frozenset(
+    _types("""
+    afmoe apertus arcee aria_text axk1 biogpt bitnet bloom codegen cohere cohere2 cohere2_moe cwm deepseek_v2
+    deepseek_v3 diffllama doge dots1 emu3 ernie4_5 ernie4_5_moe exaone4 exaone_moe falcon flex_olmo flint fuyu gemma
+    gemma2 gemma3 gemma3_text glm glm4 glm4_moe glm4_moe_lite got_ocr2 gpt2 gpt_bigcode gpt_neo gpt_neox
+    gpt_neox_japanese gpt_oss gptj granite granite_swa granitemoe granitemoe_swa granitemoeshared helium
+    hunyuan_v1_dense hunyuan_v1_moe hy_v3 hyperclovax internlm3 iquestcoder jais2 jetmoe kolibri1 laguna llama
+    llama4 llama4_text mellum mimo_v2_flash minimax_m2 minimax_m3_vl_text ministral ministral3 mistral mixtral mpt
+    nanochat nemotron olmo olmo2 olmo3 olmoe opt persimmon phi phi3 phimoe qwen2 qwen2_moe qwen3 qwen3_moe seed_oss
+    smollm3 solar_open stablelm starcoder2 vaultgemma xglm youtu
+    """)
+)
+"""Model types with a row in tests/helpers, which the conformance tests run."""
+
+_RECURRENT = "keeps a recurrent state, which cannot be rolled back after a rejected draft"
+_ENCODER = "is a bidirectional encoder, also where its config says decoder; skipstone decodes causal models"
+_DECODER = "is the decoder of an encoder-decoder; skipstone decodes decoder-only models"
+_INDEXED = "attends to tokens that an indexer with a cache of its own chooses"
+_SHARING = "shares keys and values between layers; early exits and skipped layers need each layer's own"
+_ASSISTANT = "drafts for a larger model whose states it reads; it has no text of its own"
+
+REFUSED: dict[str, str] = {
+    **dict.fromkeys(
+        _types("""
+        bailing_hybrid bamba falcon_h1 falcon_mamba granitemoehybrid jamba kimi_linear lfm2 lfm2_moe lfm3 mamba
+        mamba2 minimax nemotron_h olmo_hybrid qwen3_5 qwen3_5_moe qwen3_5_moe_text qwen3_5_text qwen3_next
+        recurrent_gemma rwkv xlstm zamba zamba2 zaya
+        """),
+        _RECURRENT,
+    ),
+    **dict.fromkeys(
+        _types("""
+        bert bert-generation big_bird camembert data2vec-text electra ernie git megatron-bert rembert roberta
+        roberta-prelayernorm roc_bert roformer xlm-roberta xlm-roberta-xl xmod
+        """),
+        _ENCODER,
+    ),
+    **dict.fromkeys(
+        _types("""
+        bart bigbird_pegasus blenderbot blenderbot-small marian mbart musicgen musicgen_melody mvp pegasus
+        plbart prophetnet trocr whisper
+        """),
+        _DECODER,
+    ),
+    **dict.fromkeys(_types("axk2 deepseek_v32 deepseek_v4 glm_moe_dsa hy_v4 qwen4_exp qwen4_exp_text"), _INDEXED),
+    **dict.fromkeys(_types("gemma3n gemma3n_text gemma4 gemma4_text gemma4_unified gemma4_unified_text"), _SHARING),
+    **dict.fromkeys(_types("gemma4_assistant gemma4_unified_assistant"), _ASSISTANT),
+    **dict.fromkeys(_types("inkling2_text inkling_text"), "mixes convolutions into its layers, whose states have no positions"),
+    **dict.fromkeys(_types("dots3_note dots3_note_text"), "has layers with different numbers of heads"),
+    "beam": "scales the attention of some layers by position, in a tensor that only its own forward makes",
+    "blt": "decodes patches of bytes, not tokens",
+    "cohere_compass_text": "embeds whole texts and attends both ways",
+    "cpmant": "computes its position biases from whole prompts and segments",
+    "ctrl": "adds sinusoidal positions to its embeddings in its own forward",
+    "dbrx": "has a config that transformers' own DBRX cannot be built from (attn_config lacks rope_theta)",
+    "hrm_text": "runs its layers in cycles, not once each",
+    "longcat_flash": "has two attention sublayers in each layer",
+    "minicpm3": "scales the states before its LM head by a ratio of two fields of its config",
+    "mllama": "attends across to images; load a text model",
+    "modernbert-decoder": "hands its LM head over in the place of its decoder",
+    "moshi": "speaks, and its config promises windows that its masks do not have",
+    "moss_transcribe_diarize": "transcribes audio; load a text model",
+    "openai-gpt": "has no KV cache in transformers",
+    "phi4_multimodal": "switches adapters by whether it is given pictures or sound; load Phi-4-mini, its text model",
+    "reformer": "attends by hashing, with a cache of its own",
+    "xlm": "keeps its sublayers in separate lists, without layers",
+    "xlnet": "attends in permuted order",
+}
+"""Model types that skipstone cannot decode, and what they are or do."""

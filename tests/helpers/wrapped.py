@@ -1,0 +1,73 @@
+"""Tiny multimodal models, whose text models skipstone decodes. A picture is never shown to them."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from transformers import CONFIG_MAPPING, AutoModelForCausalLM, AutoModelForImageTextToText, PreTrainedModel
+
+from tests.helpers.families import POSITIONS, WINDOW
+
+_TEXT: dict[str, Any] = {
+    "vocab_size": 97,
+    "hidden_size": 32,
+    "intermediate_size": 64,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 8,
+    "max_position_embeddings": POSITIONS,
+    "pad_token_id": 0,
+    "bos_token_id": None,
+    "eos_token_id": None,
+}
+_VISION: dict[str, Any] = {
+    **dict.fromkeys(("hidden_size", "intermediate_size", "embed_dim"), 16),
+    **dict.fromkeys(("num_hidden_layers", "depth"), 1),
+    **dict.fromkeys(("num_attention_heads", "num_heads"), 2),
+    **dict.fromkeys(("vision_output_dim", "projector_input_dim", "projector_output_dim"), 16),
+    "image_size": 28,
+    "patch_size": 14,
+    "out_hidden_size": 32,
+}
+_AXES = {"rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [1, 1, 2]}}
+# model type: what its text config has beside _TEXT
+WRAPPERS: dict[str, dict[str, Any]] = {
+    "gemma3": {"sliding_window": WINDOW, "layer_types": ["sliding_attention", "full_attention"] * 2},
+    "got_ocr2": {},
+    "llama4": {
+        "attention_chunk_size": WINDOW,
+        "num_local_experts": 2,
+        "intermediate_size_mlp": 64,
+        "layer_types": ["chunked_attention", "full_attention"] * 2,
+    },
+    "llava": {},
+    "mistral3": {},
+    "qwen2_vl": _AXES,
+    "qwen2_5_vl": _AXES,
+    "qwen3_vl": _AXES,
+}
+
+
+def build(kind: str) -> PreTrainedModel:
+    """A multimodal model in eval mode, float32."""
+    whole: Any = CONFIG_MAPPING[kind]
+    base = whole()
+    parts = {name: getattr(base, name) for name in whole.sub_configs}
+    given = {name: _cut(part, name, kind) for name, part in parts.items() if part is not None}
+    auto: Any = AutoModelForCausalLM if kind == "gemma3" else AutoModelForImageTextToText
+    torch.manual_seed(0)
+    model = auto.from_config(whole(**given), dtype=torch.float32).eval()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.ndim == 2:
+                parameter.normal_(0, 2 * parameter.shape[-1] ** -0.5)
+    return model
+
+
+def _cut(part: Any, name: str, kind: str) -> dict[str, Any]:
+    """The fields of a tiny part."""
+    fields = {**_TEXT, **WRAPPERS[kind]} if "text" in name else _VISION
+    known = {*part.to_dict(), *part.attribute_map}
+    return type(part)(**{key: value for key, value in fields.items() if key in known}).to_dict()
