@@ -54,8 +54,8 @@ class Family:
         if self.input_scale is not None:
             hidden = hidden * getattr(config, self.input_scale)
         if self.positions == "embed_positions":  # OPT's module takes a mask first and adds its own offset
-            return hidden + decoder.embed_positions(None, position_ids=positions)
-        return hidden if self.positions is None else hidden + getattr(decoder, self.positions)(positions)
+            return hidden + decoder.embed_positions(None, position_ids=positions).to(hidden.device)
+        return hidden if self.positions is None else hidden + getattr(decoder, self.positions)(positions).to(hidden.device)
 
     def finish(self, decoder: Any, hidden: Tensor) -> Tensor:
         """Final norm (and OPT's projection) before the LM head. hidden: [..., d]."""

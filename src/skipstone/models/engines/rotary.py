@@ -34,5 +34,5 @@ class RotaryTables:
             extra = (kind,) if kind else ()
             self._rotary(like, position[:, :1], *extra)  # dynamic RoPE forgets the longer sequences it may have seen
             cos, sin = self._rotary(like, position, *extra)
-            table = self._tables[kind] = (cos[0], sin[0])
+            table = self._tables[kind] = (cos[0].to(like.device), sin[0].to(like.device))
         return table
