@@ -11,13 +11,13 @@ from typing import Any
 import torch
 from safetensors import SafetensorError
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
-from transformers.distributed import DistributedConfig
+from transformers.distributed.configuration_utils import DistributedConfig
 
 from skipstone.assets import NANO
 from skipstone.extras import installed
 from skipstone.models.engines.choice import Setup, attach
 from skipstone.models.layered import LayeredModel
-from skipstone.models.ranks import uneven
+from skipstone.models.ranks import cannot_share
 
 BUNDLED = "skipstone-nano"
 DeviceMap = str | Mapping[str, Any] | None
@@ -43,16 +43,16 @@ def load(  # noqa: PLR0913
     """Load a causal language model, ready to decode, and its tokenizer.
 
     name: a folder or hub id; None for the bundled model, skipstone-nano. dtype: of the weights; "auto" takes the checkpoint's,
-    and float32 for the bundled model. Weights come from safetensors only. device_map: the layers on several devices, or offloaded
+    and float32 for the bundled model. Weights come from safetensors only. device_map: layers on several devices, or offloaded
     to the CPU or to disk, as transformers takes it ("auto", or module names and devices); offload_folder: where weights go that
     are offloaded to disk. tp_plan: "auto" shares the weights among the processes that torchrun has started, each on its own
-    accelerator or on the CPU. engine: what skipstone runs the model on, "eager" or
-    "native"; "auto" takes what the environment variable SKIPSTONE_ENGINE says, and else native where that can run the model.
-    quantize: "int8" or "int4", what the native engine quantises its copy of the weights to; None or "none": nothing. kv_dtype:
-    what keys and values are kept in, "float32" or "bfloat16", half the memory, which rounds them; None takes what the
-    environment variable SKIPSTONE_KV says, and else float32. keep_weights: False where only skipstone decodes with the
-    model: the native engine's copy of its matrices is then the only one. Reading one unpacks it, changing one in place is a
-    RuntimeError. A model that another engine runs keeps its weights.
+    accelerator or on the CPU. engine: what skipstone runs the model on, "eager" or "native"; "auto" takes what the environment
+    variable SKIPSTONE_ENGINE says, and else native where that can run the model. quantize: "int8" or "int4", what the native
+    engine quantises its copy of the weights to; None or "none": nothing. kv_dtype: what keys and values are kept in, "float32"
+    or "bfloat16", half the memory, which rounds them; None takes what the environment variable SKIPSTONE_KV says, and else
+    float32. keep_weights: False where only skipstone decodes with the model: the native engine's copy of its matrices is then
+    the only one. Reading one unpacks it, changing one in place is a RuntimeError. A model that another engine runs keeps its
+    weights.
 
     OSError where nothing is found; ValueError where the checkpoint is corrupt or incomplete, for an engine, quantize or
     kv_dtype that is none, and for a quantize where the native engine cannot run the model.
@@ -144,9 +144,7 @@ def _shares(name: str, tp_plan: str) -> dict[str, Any]:
     size, config = int(os.environ["WORLD_SIZE"]), AutoConfig.from_pretrained(name)
     if size == 1:
         return {}
-    if not getattr(config, "base_model_tp_plan", None):
-        raise ValueError(f"transformers has no plan for tensor parallelism of {config.model_type} models, found tp_plan='auto'")
-    if (reason := uneven(config, size)) is not None:
+    if (reason := cannot_share(config, size)) is not None:
         raise ValueError(reason)
     return {"distributed_config": DistributedConfig(tp_plan="auto")}
 

@@ -94,7 +94,7 @@ def _refuse_contradictions(flags: Any) -> None:
     if flags.chat and flags.prompt_tokens is not None:
         raise ValueError("--prompt-tokens would cut the chat template off: it does not go with --chat")
     if flags.tp_plan is not None and flags.prompt is None and flags.prompt_file is None:
-        raise ValueError("the processes of --tp-plan cannot share standard input: pass --prompt or --prompt-file")
+        raise ValueError("the processes of --tp cannot share standard input: pass --prompt or --prompt-file")
     if flags.repeat > 1 and not flags.compare:
         raise ValueError("--repeat counts the runs of --compare: give both")
     if flags.as_json and flags.color:

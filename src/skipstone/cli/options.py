@@ -150,7 +150,9 @@ OffloadFolder = Annotated[
 ]
 TpPlan = Annotated[
     str | None,
-    grouped("Devices", '"auto": share the weights among the processes of `torchrun --nproc-per-node N -m skipstone ...`.'),
+    grouped(
+        "Devices", '"auto": share the weights among the processes of `torchrun --nproc-per-node N -m skipstone ...`.', "--tp"
+    ),
 ]
 
 

@@ -7,7 +7,7 @@ import torch
 from skipstone.models.families import kinds, max_positions, windows
 from skipstone.models.modules import DecoderModules
 from skipstone.models.packed import PackedWeight
-from skipstone.models.placing import home
+from skipstone.models.placing import home, hooks
 from skipstone.models.ranks import Ranks
 from skipstone.models.refusals import refuse_weights
 
@@ -36,6 +36,8 @@ class Facts:
         parts = list(model.modules())
         self._child_places = [part._modules for part in parts]
         self._weight_places = [part._parameters for part in parts]
+        dispatched = any(hooks(part) for part in parts)
+        self._hook_places = [vars(part) for part in parts[1:]] if dispatched else []  # the model's own would keep it alive
         self._stamp = self._now(model)
 
     def _spread(self, model: Any) -> str | None:
@@ -73,5 +75,5 @@ class Facts:
         found = (one for place in self._weight_places for one in place.values() if one is not None)
         # an offloaded weight is another object after every pass
         weights = [(0 if one.is_meta else id(one), one.dtype, one.device) for one in found]
-        placed = repr(getattr(model, "hf_device_map", None))
+        placed = repr(getattr(model, "hf_device_map", None)), [id(place.get("_hf_hook")) for place in self._hook_places]
         return children, weights, repr(vars(model.config)), placed, getattr(model, "hf_quantizer", None)

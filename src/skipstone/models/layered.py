@@ -26,8 +26,8 @@ class LayeredModel(DecoderModules):
     layer types. windows: their sliding windows in tokens, None for full attention. embeddings: ids that have an embedding.
     max_positions: most positions of a sequence; max_positions_source: the config field that says so. engine: what computes the
     layers. asked: what was asked of it. engine_reason: why "auto" did not take the native engine, None where it did or was not
-    asked. kv_dtype: what a `KVStore` keeps keys and values in. dtype: of the hidden states. device: of tokens, hidden states and
-    logits, wherever the layers are. ranks: the processes that compute the model.
+    asked. kv_dtype: what a `KVStore` keeps keys and values in. dtype: of the hidden states. device: of tokens, hidden states
+    and logits, wherever the layers are. ranks: the processes that compute the model.
     """
 
     def __init__(

@@ -33,14 +33,20 @@ def home(model: Any) -> torch.device:
 
 
 def undispatched(model: Any) -> bool:
-    """Whether a module holds parameters without a hook, its own or that of one it is part of. The model's own does not count,
-    which only looks at inputs and outputs."""
+    """Whether a parameter lacks a hook, its module's own or that of one this is part of: one that brings inputs to where it
+    is, and one that loads it where it is offloaded."""
 
-    def bare(module: Any, hooked: bool) -> bool:
-        here = hooked or (module is not model and bool(hooks(module)))
-        return (bool(module._parameters) and not here) or any(bare(child, here) for child in module.children())
+    def bare(module: Any, brought: bool, loaded: bool) -> bool:
+        for hook in hooks(module):
+            # the hook of a dispatched model itself names a device, but moves inputs no further than to its first layer
+            brought |= module is not model and getattr(hook, "execution_device", None) is not None
+            loaded |= getattr(hook, "weights_map", None) is not None
+        found = [one for one in module._parameters.values() if one is not None]
+        if any(not (loaded if one.is_meta else brought or loaded) for one in found):
+            return True
+        return any(bare(child, brought, loaded) for child in module.children())
 
-    return bare(model, False)
+    return bare(model, False, False)
 
 
 def named_values(model: Any) -> Iterator[tuple[str, Tensor]]:

@@ -52,18 +52,24 @@ class Ranks:
         return int(told.item())
 
 
-def uneven(config: Any, size: int) -> str | None:
-    """Why so many processes cannot share the attention of a model, in one sentence; None where they can.
+def cannot_share(config: Any, size: int) -> str | None:
+    """Why so many processes cannot share a model, in one sentence; None where they can.
 
-    Only where transformers' plan shards the projections by heads: it gathers the output of those that are one matrix.
+    Heads have to be divided only where transformers' plan shards the projections by heads: of fused ones it gathers the output.
     """
     plan = getattr(config, "base_model_tp_plan", None) or {}
+    if not plan:
+        return f"transformers has no plan for tensor parallelism of {config.model_type} models, found {size} processes"
+    if config.model_type == "cohere" and getattr(config, "use_qk_norm", False):
+        return (
+            "transformers does not shard the norms of queries and keys that this cohere model has (use_qk_norm): load it whole"
+        )
     heads = config.num_attention_heads
     key_heads = getattr(config, "num_key_value_heads", None) or heads
-    sharded = any(name.endswith(("q_proj", "k_proj", "query_key_value")) and how == "colwise" for name, how in plan.items())
-    if not sharded or (heads % size == 0 and key_heads % size == 0):
+    by_heads = any(name.endswith(("q_proj", "k_proj", "query_key_value")) and how == "colwise" for name, how in plan.items())
+    if not by_heads or (heads % size == 0 and key_heads % size == 0):
         return None
     return (
-        f"tensor parallelism over {size} processes needs numbers of heads that {size} divides, found {heads} attention heads and "
-        f"{key_heads} key/value heads: start as many processes as divide both"
+        f"tensor parallelism over {size} processes needs numbers of heads that {size} divides, found {heads} attention heads "
+        f"and {key_heads} key/value heads: start as many processes as divide both"
     )

@@ -9,7 +9,7 @@ from torch.distributed.tensor import DTensor
 from skipstone.models.families import FAMILIES, TYPES, Family, kinds, windows
 from skipstone.models.packed import PackedWeight
 from skipstone.models.placing import undispatched
-from skipstone.models.ranks import MESH, uneven
+from skipstone.models.ranks import MESH, cannot_share
 
 ADAPTERS = ("LORA", "IA3", "LOHA", "LN_TUNING", "VERA", "TRAINABLE_TOKENS")
 """PEFT types that live wholly inside the model's modules, each with a test in tests/models/test_peft.py."""
@@ -111,7 +111,7 @@ def _refuse_adapter(name: str, adapter: Any) -> None:
 
 
 def refuse_weights(model: Any) -> None:
-    """ValueError for weights that are quantised, not there, sharded or spread in a way that is not known. Walks all parameters."""
+    """ValueError for weights that are quantised, not there, or sharded or spread in an unknown way. Walks all parameters."""
     config = getattr(model.config, "quantization_config", None)
     method = config.get("quant_method") if isinstance(config, dict) else getattr(config, "quant_method", None)
     method = getattr(method, "value", method)
@@ -135,7 +135,7 @@ def _refuse_shards(model: Any, shards: list[Any]) -> None:
         names = ", ".join(sorted(" and ".join(names) for names in found))
         raise ValueError(f"the weights are sharded over {names}; skipstone knows tensor parallelism ({MESH}) only")
     sizes = {one.device_mesh.size() for one in shards}
-    if reason := next((reason for size in sizes if (reason := uneven(model.config, size))), None):
+    if reason := next((reason for size in sizes if (reason := cannot_share(model.config, size))), None):
         raise ValueError(reason)
 
 
@@ -147,8 +147,8 @@ def _refuse_places(model: Any, devices: set[str]) -> None:
     if undispatched(model):
         if "meta" in devices:
             raise ValueError(
-                "some weights are on the meta device, and no hook of accelerate's loads them: load the whole model, or with "
-                "device_map= where it is to be offloaded"
+                "some weights are on the meta device, and no hook of accelerate's loads them: load the whole model on one "
+                "device, or with device_map= where weights are to be offloaded"
             )
         spread = ", ".join(sorted(devices if len(devices) > 1 else placed))
         raise ValueError(
