@@ -60,7 +60,7 @@ class _Operations(TorchDispatchMode):
 
 
 class _Functions(TorchFunctionMode):
-    """Two functions that reach no operation: they would look for memory on the device."""
+    """Functions that would look for memory on the device before they reach an operation."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = dict(kwargs or {})
@@ -69,6 +69,8 @@ class _Functions(TorchFunctionMode):
             return func(*args, **kwargs).to(device)
         if func is Tensor.tolist:
             return func(args[0].to("cpu"))
+        if func is Tensor.__getitem__ and isinstance(args[1], tuple):
+            args = args[0], tuple(torch.tensor(one) if isinstance(one, list) else one for one in args[1])
         return func(*args, **kwargs)
 
 

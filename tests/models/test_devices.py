@@ -65,6 +65,7 @@ def device_map(model: Any, places: list[str]) -> dict[str, str]:
 def spread(name: str, where: str, **overrides: Any) -> Any:
     """A family's model over several pretended devices."""
     model = families.build(name, **overrides)
+    model.config._experts_implementation = "eager"  # another one is chosen by the type of the device
     main_device, places = PLACES[where]
     return accelerate.dispatch_model(model, device_map(model, places), main_device=main_device)
 
