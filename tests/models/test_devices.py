@@ -58,7 +58,7 @@ def device_map(model: Any, places: list[str]) -> dict[str, str]:
         if name == family.layers:
             found |= {f"{names[layer]}": place for layer, place in zip(part, layers, strict=True)}
         else:
-            found[names[part]] = first if name in (family.embedding, family.rotary, family.project_in) else last
+            found[names[part]] = first if name in (family.embedding, family.project_in) else last
     return {**found, names[model.get_output_embeddings()]: last}
 
 
@@ -109,6 +109,20 @@ def test_every_method_writes_the_same_over_several_devices(pretending: None, whe
 def test_families_write_the_same_over_several_devices(pretending: None, family: str) -> None:
     model = spread(family, "tokens on the CPU")
     assert_same(model, family, "layerskip", drawn=False)
+
+
+@pytest.mark.parametrize("where", PLACES)
+def test_states_and_logits_are_where_the_tokens_are(pretending: None, where: str) -> None:
+    """From whatever layer they come: what is done between passes mixes them."""
+    model = LayeredModel(spread("llama", where))
+    assert str(model.device) == PLACES[where][1][0]
+    places = torch.arange(3, device=model.device)[None]
+    store = KVStore(1, model.depth, 8)
+    store.reserve(3)
+    hidden = model.embed(places, places)
+    for stop in range(1, model.depth + 1):
+        hidden = model.run(hidden, Pass(places, places, None, slice(0, 1), 3, 0), store, range(stop - 1, stop))
+        assert hidden.device == model.normed(hidden).device == model.logits(hidden).device == model.device
 
 
 def test_the_store_keeps_keys_where_they_were_computed(pretending: None) -> None:

@@ -31,7 +31,7 @@ REFUSED_ARGUMENTS = {
     "custom_generate": "skipstone is the decoding function; an enabled model.generate passes such calls on",
     "negative_prompt_ids": "classifier-free guidance is not implemented",
     "negative_prompt_attention_mask": "classifier-free guidance is not implemented",
-    "synced_gpus": "skipstone decodes on one device",
+    "synced_gpus": "processes that share a model take the same steps here by themselves",
     "token_type_ids": "skipstone hands nothing but token ids to the model; tokenise with return_token_type_ids=False",
 }
 

@@ -19,11 +19,10 @@ def hooks(module: Any) -> list[Any]:
 
 
 def computes_on(module: Any) -> torch.device:
-    """The device on which a module takes its inputs: its hook's, else its weights'."""
-    for hook in hooks(module):
-        if getattr(hook, "execution_device", None) is not None:
-            return torch.device(hook.execution_device)
-    return next(module.parameters()).device
+    """The device on which a module takes its inputs: its weights', where they are there, else what its hook says."""
+    kept = next(module.parameters()).device
+    devices = (getattr(hook, "execution_device", None) for hook in hooks(module)) if kept.type == "meta" else ()
+    return next((torch.device(device) for device in devices if device is not None), kept)
 
 
 def home(model: Any) -> torch.device:
