@@ -1,6 +1,6 @@
 """Models on several devices and offloaded ones write what the whole model writes: with accelerate's hooks, by `device_map`.
 
-Several devices are pretended (tests/helpers/pretended.py): what is on two of them cannot be computed with.
+Several devices are pretended (tests/helpers/several_devices.py): what is on two of them cannot be computed with.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from skipstone.models.passes import Pass
 from skipstone.models.placing import home
 from tests.helpers import families
 from tests.helpers.conformance import ROWS
-from tests.helpers.pretended import FIRST, SECOND, There, pretended_devices
+from tests.helpers.several_devices import FIRST, SECOND, There, pretended_devices
 from tests.helpers.support import tokenizer
 
 FEW, NEW = 7, 24  # tokens
