@@ -1,7 +1,9 @@
 """Models and tokenizers from folders and from the hub, complete or not at all."""
 
 import errno
+import os
 import re
+from collections.abc import Mapping
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
@@ -9,12 +11,17 @@ from typing import Any
 import torch
 from safetensors import SafetensorError
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
+from transformers.distributed.configuration_utils import DistributedConfig
 
 from skipstone.assets import NANO
+from skipstone.extras import installed
 from skipstone.models.engines.choice import Setup, attach
 from skipstone.models.layered import LayeredModel
+from skipstone.models.ranks import cannot_share
 
 BUNDLED = "skipstone-nano"
+DeviceMap = str | Mapping[str, Any] | None
+"""transformers' `device_map`: a strategy, or devices by the names of modules."""
 LAYER = re.compile(r"\b(?:layers|h)\.(\d+)\.")  # a parameter's name inside a layer list, with the layer's number
 
 
@@ -23,6 +30,9 @@ def load(  # noqa: PLR0913
     *,
     dtype: torch.dtype | str = "auto",
     device: str | torch.device = "cpu",
+    device_map: DeviceMap = None,
+    offload_folder: str | Path | None = None,
+    tp_plan: str | None = None,
     attn_implementation: str | None = None,
     trust_remote_code: bool = False,
     engine: str = "auto",
@@ -33,13 +43,16 @@ def load(  # noqa: PLR0913
     """Load a causal language model, ready to decode, and its tokenizer.
 
     name: a folder or hub id; None for the bundled model, skipstone-nano. dtype: of the weights; "auto" takes the checkpoint's,
-    and float32 for the bundled model. Weights come from safetensors only. engine: what skipstone runs the model on, "eager" or
-    "native"; "auto" takes what the environment variable SKIPSTONE_ENGINE says, and else native where that can run the model.
-    quantize: "int8" or "int4", what the native engine quantises its copy of the weights to; None or "none": nothing. kv_dtype:
-    what keys and values are kept in, "float32" or "bfloat16", half the memory, which rounds them; None takes what the
-    environment variable SKIPSTONE_KV says, and else float32. keep_weights: False where only skipstone decodes with the
-    model: the native engine's copy of its matrices is then the only one. Reading one unpacks it, changing one in place is a
-    RuntimeError. A model that another engine runs keeps its weights.
+    and float32 for the bundled model. Weights come from safetensors only. device_map: layers on several devices, or offloaded
+    to the CPU or to disk, as transformers takes it ("auto", or module names and devices); offload_folder: where weights go that
+    are offloaded to disk. tp_plan: "auto" shares the weights among the processes that torchrun has started, each on its own
+    accelerator or on the CPU. engine: what skipstone runs the model on, "eager" or "native"; "auto" takes what the environment
+    variable SKIPSTONE_ENGINE says, and else native where that can run the model. quantize: "int8" or "int4", what the native
+    engine quantises its copy of the weights to; None or "none": nothing. kv_dtype: what keys and values are kept in, "float32"
+    or "bfloat16", half the memory, which rounds them; None takes what the environment variable SKIPSTONE_KV says, and else
+    float32. keep_weights: False where only skipstone decodes with the model: the native engine's copy of its matrices is then
+    the only one. Reading one unpacks it, changing one in place is a RuntimeError. A model that another engine runs keeps its
+    weights.
 
     OSError where nothing is found; ValueError where the checkpoint is corrupt or incomplete, for an engine, quantize or
     kv_dtype that is none, and for a quantize where the native engine cannot run the model.
@@ -48,7 +61,8 @@ def load(  # noqa: PLR0913
     if name is None:
         name, dtype = NANO, torch.float32 if dtype == "auto" else dtype
     options: dict[str, Any] = {"attn_implementation": attn_implementation, "trust_remote_code": trust_remote_code}
-    model, tokenizer = load_model(name, dtype=dtype, device=device, **options), load_tokenizer(name, trust_remote_code)
+    options |= {"device": device, "device_map": device_map, "offload_folder": offload_folder, "tp_plan": tp_plan}
+    model, tokenizer = load_model(name, dtype=dtype, **options), load_tokenizer(name, trust_remote_code)
     attach(model, None if engine == "auto" else engine, quantize, kv_dtype, keep_weights)
     if asked.quantizes or not keep_weights:
         LayeredModel(model)  # quantises, or says why it cannot; gives the weights up
@@ -60,12 +74,16 @@ def load_model(
     *,
     dtype: torch.dtype | str = "auto",
     device: str | torch.device = "cpu",
+    device_map: DeviceMap = None,
+    offload_folder: str | Path | None = None,
+    tp_plan: str | None = None,
     attn_implementation: str | None = None,
     trust_remote_code: bool = False,
 ) -> PreTrainedModel:
     """The model alone, as `load` loads it."""
     name, place = _located(name), usable(device)
-    options: dict[str, Any] = {"trust_remote_code": trust_remote_code}
+    placed = _placement(name, device, device_map, offload_folder, tp_plan)
+    options: dict[str, Any] = {"trust_remote_code": trust_remote_code, **placed}
     if attn_implementation is not None:
         if "flash" in attn_implementation:  # before transformers misses the package
             raise ValueError(
@@ -93,7 +111,42 @@ def load_model(
     for key in sorted(unexpected):
         if (layer := LAYER.search(key)) and int(layer[1]) >= depth:
             raise ValueError(f"the checkpoint {name} does not fit its config: it has {key}, the config {depth} layers")
-    return model.to(place).eval()
+    return (model if placed else model.to(place)).eval()
+
+
+def _placement(
+    name: str, device: str | torch.device, device_map: DeviceMap, offload_folder: str | Path | None, tp_plan: str | None
+) -> dict[str, Any]:
+    """What `from_pretrained` is told of several devices; nothing for one. ValueError for what cannot be."""
+    if device_map is None and tp_plan is None:
+        if offload_folder is not None:
+            raise ValueError("offload_folder is where a device_map sends weights to disk: give device_map, too")
+        return {}
+    if device_map is not None and tp_plan is not None:
+        raise ValueError("device_map is for one process on several devices, tp_plan for several processes: give one of them")
+    if str(device) != "cpu":
+        what = "device_map" if tp_plan is None else "tp_plan"
+        raise ValueError(f"{what} says where the weights go, found device={str(device)!r} besides: give one of them")
+    if tp_plan is not None:
+        return _shares(name, tp_plan)
+    installed("accelerate", "a device_map needs accelerate", "train")
+    return {"device_map": device_map} | ({} if offload_folder is None else {"offload_folder": str(offload_folder)})
+
+
+def _shares(name: str, tp_plan: str) -> dict[str, Any]:
+    """The same of tensor parallelism. ValueError where the processes that there are cannot share the model."""
+    if tp_plan != "auto":
+        raise ValueError(f'tp_plan must be "auto" or None, found {tp_plan!r}')
+    if "RANK" not in os.environ or "WORLD_SIZE" not in os.environ:
+        raise ValueError(
+            'tp_plan="auto" shares a model among processes, found a single one: start them by `torchrun --nproc-per-node N`'
+        )
+    size, config = int(os.environ["WORLD_SIZE"]), AutoConfig.from_pretrained(name)
+    if size == 1:
+        return {}
+    if (reason := cannot_share(config, size)) is not None:
+        raise ValueError(reason)
+    return {"distributed_config": DistributedConfig(tp_plan="auto")}
 
 
 def load_tokenizer(name: str | Path, trust_remote_code: bool = False) -> PreTrainedTokenizerBase:

@@ -120,7 +120,8 @@ def test_flags_are_frozen() -> None:
     generate = {name for p in root.commands["generate"].params for name in (*p.opts, *p.secondary_opts)}
     of_the_verb = """model --prompt --prompt-file --prompt-tokens --chat --method --speculative-config --max-new-tokens
         --temperature --top-k --top-p --min-p --seed --stop --ignore-eos --dtype --device --engine --quantize
-        --kv-dtype --trust-remote-code --compare --repeat --json --stats --color --no-color --debug"""
+        --kv-dtype --device-map --offload-folder --tp --trust-remote-code --compare --repeat --json --stats --color
+        --no-color --debug"""
     assert generate == {*of_the_verb.split()}
     assert set(root.commands) == {"demo", "generate", "methods", "env", "train", "bench", "check", "costs", "inspect", "search"}
     assert set(root.commands["bench"].commands) == {"run", "report", "compare", "surrogate"}

@@ -9,11 +9,13 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import accelerate
 import pytest
 import torch
 import transformers
 from transformers import GenerationConfig, LlamaConfig, LlamaForCausalLM, PreTrainedModel
 from transformers.cache_utils import get_layer_types_and_kwargs
+from transformers.distributed.configuration_utils import DistributedConfig
 from transformers.generation.logits_process import LogitNormalization, LogitsProcessorList, PrefixConstrainedLogitsProcessor
 from transformers.generation.stopping_criteria import (
     EosTokenCriteria,
@@ -24,6 +26,7 @@ from transformers.generation.stopping_criteria import (
 from transformers.generation.utils import GenerateDecoderOnlyOutput
 from transformers.modeling_outputs import CausalLMOutput
 from transformers.modeling_utils import AttentionInterface
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 from transformers.utils import logging
 
 from skipstone.models.packed import PackedWeight
@@ -90,12 +93,23 @@ def attention_implementation() -> None:
     assert config._attn_implementation == "sdpa"
 
 
+def model_types() -> None:
+    names = MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+    assert names["llama"] == "LlamaForCausalLM"
+    assert all(isinstance(kind, str) for kind in names)
+
+
 def places_of_modules_and_parameters() -> None:
     module = torch.nn.Linear(2, 2)
     module.add_module("child", torch.nn.ReLU())
     assert module._modules == {"child": module.child}
     assert list(module._parameters) == ["weight", "bias"]
     assert vars(module)["_modules"] is module._modules
+    module = torch.nn.Module()
+    module.register_buffer("bias", torch.ones(1))
+    assert module._buffers["bias"] is module.bias
+    module.__dict__["bias"] = "before the buffer"
+    assert module.bias == "before the buffer"
 
 
 def places_of_hooks() -> None:
@@ -158,6 +172,26 @@ def wrapper_subclasses() -> None:
     assert [argument.name for argument in torch.ops.aten.mul_.Tensor._schema.arguments] == ["self", "other"]
 
 
+def hooks_of_accelerate() -> None:
+    """Where they are, what they know, and that weights on disk or in the CPU's memory are on the meta device between two calls.
+
+    models/placing.py reads all of it."""
+    module = torch.nn.Sequential(torch.nn.Linear(2, 2))
+    held = {"0.weight": torch.ones(2, 2), "0.bias": torch.zeros(2)}
+    accelerate.hooks.attach_align_device_hook(module, torch.device("cpu"), offload=True, weights_map=held)
+    hook: Any = module[0]._hf_hook
+    assert (hook.execution_device, hook.offload, hook.weights_map["weight"].tolist()) == (
+        torch.device("cpu"),
+        True,
+        [[1, 1]] * 2,
+    )
+    assert module(torch.ones(1, 2)).tolist() == [[2, 2]]
+    assert module[0].weight.is_meta
+    several: Any = accelerate.hooks.add_hook_to_module(torch.nn.Linear(2, 2), accelerate.hooks.ModelHook())
+    accelerate.hooks.add_hook_to_module(several, accelerate.hooks.ModelHook(), append=True)
+    assert len(several._hf_hook.hooks) == 2
+
+
 PRIVATE: dict[str, Callable[[], None]] = {
     "_C": wrapper_subclasses,
     "_disabled_torch_function_impl": wrapper_subclasses,
@@ -168,7 +202,9 @@ PRIVATE: dict[str, Callable[[], None]] = {
     "_prefix_allowed_tokens_fn": prefix_allowed_tokens_fn,
     "_attn_implementation": attention_implementation,
     "_forward_hooks": places_of_hooks,
+    "_hf_hook": hooks_of_accelerate,
     "_forward_pre_hooks": places_of_hooks,
+    "_buffers": places_of_modules_and_parameters,
     "_modules": places_of_modules_and_parameters,
     "_parameters": places_of_modules_and_parameters,
     "_version": version_of_a_parameter,
@@ -218,8 +254,15 @@ def log_level() -> None:
     logging.set_verbosity(level)
 
 
+def tensor_parallelism() -> None:
+    """What one process finds; tests/models/test_tensor_parallel.py has two."""
+    assert DistributedConfig(tp_plan="auto", tp_size=1).tp_size == 1
+    assert LlamaConfig().base_model_tp_plan["layers.*.self_attn.k_proj"] == "colwise"
+
+
 INTERNAL: dict[str, Callable[[], None]] = {
     "transformers.cache_utils.get_layer_types_and_kwargs": layer_types,
+    "transformers.distributed.configuration_utils.DistributedConfig": tensor_parallelism,
     "transformers.generation.logits_process.LogitsProcessorList": processors,
     "transformers.generation.logits_process.LogitNormalization": processors,
     "transformers.generation.logits_process.PrefixConstrainedLogitsProcessor": prefix_allowed_tokens_fn,
@@ -229,6 +272,7 @@ INTERNAL: dict[str, Callable[[], None]] = {
     "transformers.generation.stopping_criteria.MaxLengthCriteria": criteria,
     "transformers.generation.utils.GenerateDecoderOnlyOutput": output,
     "transformers.modeling_outputs.CausalLMOutput": training,
+    "transformers.models.auto.modeling_auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES": model_types,
     "transformers.modeling_utils.AttentionInterface": attention,
     "transformers.utils.logging": log_level,
 }

@@ -3,6 +3,7 @@
 import json
 import secrets
 import sys
+from contextlib import nullcontext
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Annotated, Any
@@ -36,6 +37,9 @@ def generate(
     engine: options.Engine = "auto",
     quantize: options.Quantize = "none",
     kv_dtype: options.KvDtype = None,
+    device_map: options.Map = None,
+    offload_folder: options.OffloadFolder = None,
+    tp_plan: options.TpPlan = None,
     trust_remote_code: Annotated[bool, typer.Option("--trust-remote-code", help="Run the checkpoint's own code.")] = False,
     compare: Annotated[bool, grouped("Output", "Decode plainly too, in turn; compare speed and text.", "--compare")] = False,
     repeat: Annotated[int, grouped("Output", "With --compare: runs of each.", min=1)] = 1,
@@ -48,23 +52,39 @@ def generate(
     flags = SimpleNamespace(**locals())
     _refuse_contradictions(flags)
     asked, text = options.asked_method(method, speculative_config), _prompt(prompt, prompt_file)
-    setup = {"engine": engine, "quantize": quantize, "kv_dtype": kv_dtype}
-    loaded, tokenizer = options.load(model, dtype, device, **setup, keep_weights=False, trust_remote_code=trust_remote_code)
+    with terminal.first_speaks() if tp_plan else nullcontext():
+        _run(flags, asked, text)
+
+
+def _run(flags: Any, asked: Any, text: str) -> None:
+    """Load, decode, show."""
+    names = ("engine", "quantize", "kv_dtype", "device_map", "offload_folder", "tp_plan", "trust_remote_code")
+    setup = {name: getattr(flags, name) for name in names}
+    loaded, tokenizer = options.load(flags.model, flags.dtype, flags.device, **setup, keep_weights=False)
     from skipstone.api import resolve_for
     from skipstone.cli.runs import compared, decode
     from skipstone.cli.showing import Painter, document, tell
 
     chosen, job = resolve_for(loaded, asked), _job(flags, loaded, tokenizer, text)
-    painter = None if as_json else Painter(job, color)
+    painter = None if flags.as_json else Painter(job, flags.color)
     show = painter and painter.show
-    run, comparison = compared(job, chosen, repeat, show) if compare else (decode(job, chosen, show), None)
+    run, comparison = compared(job, chosen, flags.repeat, show) if flags.compare else (decode(job, chosen, show), None)
     if painter is None:
-        print(json.dumps(document(model, job, chosen, run, comparison), ensure_ascii=False))
+        print(json.dumps(document(flags.model, job, chosen, run, comparison), ensure_ascii=False))
     else:
         painter.end()
-        tell(job, chosen, run, comparison, stats)
+        tell(job, chosen, run, comparison, flags.stats)
+    _leave()
     if run.interrupted:
         raise typer.Exit(terminal.INTERRUPTED)
+
+
+def _leave() -> None:
+    """Part from the other processes, where there are any."""
+    import torch
+
+    if torch.distributed.is_available() and torch.distributed.is_initialized():
+        torch.distributed.destroy_process_group()
 
 
 def _refuse_contradictions(flags: Any) -> None:
@@ -73,6 +93,8 @@ def _refuse_contradictions(flags: Any) -> None:
         raise ValueError("give --prompt or --prompt-file, not both")
     if flags.chat and flags.prompt_tokens is not None:
         raise ValueError("--prompt-tokens would cut the chat template off: it does not go with --chat")
+    if flags.tp_plan is not None and flags.prompt is None and flags.prompt_file is None:
+        raise ValueError("the processes of --tp cannot share standard input: pass --prompt or --prompt-file")
     if flags.repeat > 1 and not flags.compare:
         raise ValueError("--repeat counts the runs of --compare: give both")
     if flags.as_json and flags.color:
@@ -109,6 +131,7 @@ def _job(flags: Any, model: Any, tokenizer: Any, text: str) -> Any:
     from skipstone.api import token_ids
     from skipstone.cli.runs import Job
     from skipstone.loading import bos_prefix
+    from skipstone.models.layered import LayeredModel
 
     ids = token_ids([{"role": "user", "content": text}] if flags.chat else text, tokenizer)
     if not ids:
@@ -124,5 +147,6 @@ def _job(flags: Any, model: Any, tokenizer: Any, text: str) -> Any:
         fields |= {name: value for name, value in given.items() if value is not None}
     if flags.stop:
         fields["stop_strings"] = flags.stop
-    seed = secrets.randbits(32) if flags.seed is None else flags.seed
-    return Job(model, tokenizer, torch.tensor([ids], device=model.device), fields, seed)
+    layered = LayeredModel(model)
+    seed = layered.ranks.agreed_whole(secrets.randbits(32)) if flags.seed is None else flags.seed
+    return Job(model, tokenizer, torch.tensor([ids], device=layered.device), fields, seed)

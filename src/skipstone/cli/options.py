@@ -119,7 +119,41 @@ def load(
     from skipstone import loading
 
     wanted = dtype if dtype == "auto" else getattr(torch, dtype)
-    return loading.load(model, dtype=wanted, device=loading.usable(device), engine=engine, quantize=quantize, **options)
+    elsewhere = any(options.get(name) is not None for name in ("device_map", "tp_plan"))
+    place = "cpu" if elsewhere and device == "auto" else loading.usable(device)
+    return loading.load(model, dtype=wanted, device=place, engine=engine, quantize=quantize, **options)
+
+
+def _read_map(text: str | None) -> Any:
+    """--device-map as transformers takes it: a word, or a JSON object."""
+    if text is None or not text.lstrip().startswith("{"):
+        return text
+    try:
+        return json.loads(text)
+    except json.JSONDecodeError as error:
+        raise ValueError(f"--device-map is neither a word nor JSON ({error}), found {text!r}") from None
+
+
+Map = Annotated[
+    Any,
+    grouped(
+        "Devices",
+        'Layers on several devices or offloaded: "auto", or JSON of modules and devices, as transformers takes it.',
+        "--device-map",
+        parser=str,
+        callback=_read_map,
+        metavar="TEXT",
+    ),
+]
+OffloadFolder = Annotated[
+    Path | None, grouped("Devices", "Where weights go that --device-map sends to disk.", "--offload-folder")
+]
+TpPlan = Annotated[
+    str | None,
+    grouped(
+        "Devices", '"auto": share the weights among the processes of `torchrun --nproc-per-node N -m skipstone ...`.', "--tp"
+    ),
+]
 
 
 def texts_or_bundled(texts: list[str] | None, tokenizer: Any) -> tuple[list[str], list[Any]]:

@@ -123,7 +123,7 @@ def document(model: str | None, job: Job, method: Method, run: Run, comparison: 
         "skipstone": __version__,
         "model": model,
         "dtype": dtype_name(job.model),
-        "device": str(job.model.device),
+        "device": str(job.ids.device),
         "engine": layered.engine.name,
         "engine_reason": layered.engine_reason,
         "quantize": layered.engine.quantize,

@@ -1,9 +1,10 @@
 """What every verb shares: one line for an error or a warning, quiet libraries, tables on stderr, safe text on stdout."""
 
+import os
 import sys
 import warnings
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, redirect_stderr, redirect_stdout
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -31,7 +32,8 @@ def report(error: Exception) -> int:
     else:
         code = DEFECT
         message = f"{type(error).__name__}: {one_line(error)} (--debug shows where)"
-    print(f"skipstone: {one_line(message)}", file=sys.stderr)
+    which = f" (process {process()})" if process() else ""
+    print(f"skipstone{which}: {one_line(message)}", file=sys.stderr)
     return code
 
 
@@ -50,6 +52,21 @@ def _usage(error: Any) -> str:
             owner = max(owners, key=lambda kind: kind().lossless).name  # the first of those that keep the text
             return f'{error.format_message()}; settings are part of the method: --method "{owner} {name}=..."'
     return f"{error.format_message()} (see {context.command_path} --help)"
+
+
+def process() -> int:
+    """The number of this process among those that torchrun has started; 0 where it has started none."""
+    return int(os.environ.get("RANK", "0"))
+
+
+@contextmanager
+def first_speaks() -> Iterator[None]:
+    """Inside, only the first of several processes says anything. Errors, which leave, are said by all."""
+    if process() == 0:
+        yield
+        return
+    with open(os.devnull, "w", encoding="utf-8") as nowhere, redirect_stdout(nowhere), redirect_stderr(nowhere):
+        yield
 
 
 @contextmanager

@@ -3,6 +3,9 @@
 import copy
 import difflib
 import reprlib
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -31,7 +34,7 @@ REFUSED_ARGUMENTS = {
     "custom_generate": "skipstone is the decoding function; an enabled model.generate passes such calls on",
     "negative_prompt_ids": "classifier-free guidance is not implemented",
     "negative_prompt_attention_mask": "classifier-free guidance is not implemented",
-    "synced_gpus": "skipstone decodes on one device",
+    "synced_gpus": "processes that share a model take the same steps here by themselves",
     "token_type_ids": "skipstone hands nothing but token ids to the model; tokenise with return_token_type_ids=False",
 }
 
@@ -141,7 +144,16 @@ def prepare(model: PreTrainedModel, input_ids: Tensor | None, seed: int | list[i
         return Call(model, input_ids, logits_processor, stopping_criteria, generation_config, seed, model_kwargs)
 
     kind: Any = type(model)
-    return kind.generate(model, input_ids, custom_generate=capture, **kwargs)
+    with _no_word_of_devices() if model.device.type == "meta" else nullcontext():
+        return kind.generate(model, input_ids, custom_generate=capture, **kwargs)
+
+
+@contextmanager
+def _no_word_of_devices() -> Iterator[None]:
+    """transformers wants ids on the meta device where the first weight is offloaded: they belong where it computes."""
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "You are calling .generate")
+        yield
 
 
 def _check_arguments(model: PreTrainedModel, kwargs: dict[str, Any]) -> None:

@@ -50,7 +50,7 @@ def admitted(method: Method, call: Call, keeper: Keeper | None = None) -> tuple[
     """A decoder with every row of a call admitted, and the rows' requests. All errors of the user's making are raised here."""
     layered = call.layered or LayeredModel(call.model)
     method.check(layered)
-    wanted = requests(call)
+    wanted = requests(call, layered.ranks)
     needed = max(len(request.prompt) + request.max_new_tokens for request in wanted)
     session = method.start(layered, len(wanted), needed)
     chunk = call.config.prefill_chunk_size

@@ -7,25 +7,26 @@ from transformers.generation.stopping_criteria import EosTokenCriteria, MaxLengt
 
 from skipstone.decoding.noise import row_seed
 from skipstone.decoding.sampling import Sampling
-from skipstone.decoding.session import Request
+from skipstone.decoding.session import Criterion, Request
 from skipstone.hf.call import REFUSED_ARGUMENTS, Call, check_shapes
 from skipstone.hf.fields import EXOTIC
 from skipstone.hf.processors import RowProcessors, warpers
+from skipstone.models.ranks import Ranks
 
 _PREPARED = ("attention_mask", "position_ids", "past_key_values", "use_cache", "logits_to_keep")
 """What transformers prepares for the model's forward, and what `_check_inputs` looks at."""
 
 
-def requests(call: Call) -> list[Request]:
+def requests(call: Call, ranks: Ranks) -> list[Request]:
     """One Request per row. ValueError for what skipstone does not support and for inputs that cannot be decoded."""
     _check_inputs(call)
     max_new_tokens = _max_new_tokens(call)
     eos = frozenset(
         token for c in call.stopping_criteria if isinstance(c, EosTokenCriteria) for token in c.eos_token_id.tolist()
     )
-    criteria = [c for c in call.stopping_criteria if not isinstance(c, (EosTokenCriteria, MaxLengthCriteria))]
+    criteria = [_agreed(c, ranks) for c in call.stopping_criteria if not isinstance(c, (EosTokenCriteria, MaxLengthCriteria))]
     prompts = call.prompts
-    seeds = _seeds(call, len(prompts))
+    seeds = _seeds(call, len(prompts), ranks)
     processors = RowProcessors(call.model, call.config, call.input_ids, call.model_kwargs, call.logits_processor)
     return [
         Request(prompt, max_new_tokens, eos, _sampling(call, seeds[row], processors.of(row, prompt, max_new_tokens)), criteria)
@@ -65,10 +66,17 @@ def _max_new_tokens(call: Call) -> int:
     return count
 
 
-def _seeds(call: Call, rows: int) -> list[int]:
+def _agreed(criterion: Criterion, ranks: Ranks) -> Criterion:
+    """A stopping criterion that says the same in all processes of a model: time may decide it."""
+    if ranks.size == 1:
+        return criterion
+    return lambda ids, scores: torch.tensor([ranks.agreed(float(torch.as_tensor(criterion(ids, scores)).all())) > 0])
+
+
+def _seeds(call: Call, rows: int, ranks: Ranks) -> list[int]:
     seed = call.seed
     if seed is None:  # greedy rows draw nothing, so torch's generator stays where it is
-        seed = int(torch.randint(1 << 62, ()).item()) if call.config.do_sample else 0
+        seed = ranks.agreed_whole(int(torch.randint(1 << 62, ()).item())) if call.config.do_sample else 0
     if isinstance(seed, int) and not isinstance(seed, bool):
         return [row_seed(seed, row) for row in range(rows)]
     if isinstance(seed, list) and len(seed) == rows and all(type(s) is int for s in seed):

@@ -34,7 +34,7 @@ class Difference:
 
     def look(self, where: str, mine: Tensor, theirs: Tensor) -> None:
         """Take over one result beside what it should be."""
-        mine, theirs = mine.float(), theirs.float()
+        mine, theirs = mine.float(), theirs.to(mine.device).float()
         if self.allowed == EXACT:
             share = float((mine - theirs).abs().max() / theirs.abs().max().clamp(min=1e-6))
         else:
@@ -79,13 +79,14 @@ def disagreement(engine: EagerEngine, facts: Facts, found: Trace) -> Difference:
     store.reserve(2 * length)
     passes = _passes(length, ids.device)
     for index, call in found.layers:
-        given, returned = call.given[""], call.output[0] if isinstance(call.output, (tuple, list)) else call.output
+        output = call.output[0] if isinstance(call.output, (tuple, list)) else call.output
+        given, returned = call.given[""].to(ids.device), output.to(ids.device)  # layers may be on several
         for name, at, rows, columns in passes:
             mine = engine.run(given[rows, columns], at, store, range(index, index + 1))
             kept = torch.ones_like(columns, dtype=torch.bool) if at.valid is None else at.valid
             difference.look(f"layer {index} {name}", mine[kept], returned[rows, columns][kept])
     last = found.layers[-1][1].output
-    last = last[0] if isinstance(last, (tuple, list)) else last
+    last = (last[0] if isinstance(last, (tuple, list)) else last).to(ids.device)
     difference.look("the logits", engine.project(engine.normed(last)), found.logits)
     return difference
 

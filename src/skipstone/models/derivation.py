@@ -94,6 +94,7 @@ def close(mine: Any, theirs: Any) -> bool:
     if mine.shape != theirs.shape or not (mine.is_floating_point() and theirs.is_floating_point()):
         return False
     allowed = max(CLOSE, 4 * torch.finfo(theirs.dtype).eps, 4 * torch.finfo(mine.dtype).eps)
+    theirs = theirs.to(mine.device)  # layers may be on several
     return bool((mine.float() - theirs.float()).abs().max() <= allowed * theirs.float().abs().max())
 
 
@@ -136,7 +137,7 @@ def _summed(hidden: Tensor, learned: list[tuple[Step, Tensor]]) -> Tensor:
     added behind a projection)."""
     for _, one in learned:
         if one.shape[-1] == hidden.shape[-1]:
-            hidden = hidden + one
+            hidden = hidden + one.to(hidden.device)
     return hidden
 
 

@@ -7,6 +7,8 @@ import torch
 from skipstone.models.families import kinds, max_positions, reaches, text_config
 from skipstone.models.modules import DecoderModules
 from skipstone.models.packed import PackedWeight
+from skipstone.models.placing import home, hooks
+from skipstone.models.ranks import Ranks
 from skipstone.models.refusals import refuse_weights
 
 
@@ -14,7 +16,8 @@ class Facts:
     """Facts and modules of one model, as long as `hold` says so. ValueError for a model that skipstone cannot decode exactly.
 
     layers: decoder layers. head: the LM head. embeddings: ids that the input embedding has rows for. kinds, reaches: layer type
-    of every layer, and how far it sees back.
+    of every layer, and how far it sees back. device: on which tokens enter and logits leave; layers may be on others. ranks:
+    the processes that share the weights. spread: how weights are anywhere else, in words; None where they are not.
     """
 
     def __init__(self, model: Any) -> None:
@@ -26,12 +29,31 @@ class Facts:
         self.kinds = kinds(config)
         self.reaches = reaches(config, self.family)
         self.max_positions, self.max_positions_source = max_positions(config, self.family)
-        self.device: torch.device = model.device
+        self.device: torch.device = home(model)
+        self.ranks = Ranks.of(model)
+        self.spread = self._spread(model)
         self.dtype: torch.dtype = model.dtype
         parts = list(model.modules())
         self._child_places = [part._modules for part in parts]
         self._weight_places = [part._parameters for part in parts]
+        dispatched = any(hooks(part) for part in parts)
+        self._hook_places = [vars(part) for part in parts[1:]] if dispatched else []  # the model's own would keep it alive
         self._stamp = self._now(model)
+
+    def _spread(self, model: Any) -> str | None:
+        """How the weights are not all on one device of this process; None where they are."""
+        if self.ranks.size > 1:
+            return f"sharded over {self.ranks.size} processes"
+        devices = {str(one.device) for one in model.parameters()}
+        if len(devices) == 1 and "meta" not in devices:
+            return None
+        found = ", ".join(sorted(devices - {"meta"}))
+        return " and ".join([*[f"on {found}"] * bool(found), *["offloaded"] * ("meta" in devices)])
+
+    @property
+    def places(self) -> str:
+        """Where the model is, for users."""
+        return str(self.device) if self.spread is None else f"{self.device}, weights {self.spread}"
 
     def hold(self, model: Any) -> bool:
         """Whether nothing has changed since. No module is walked: the places that held modules and parameters are known."""
@@ -51,6 +73,7 @@ class Facts:
     def _now(self, model: Any) -> tuple[Any, ...]:
         children = [id(child) for place in self._child_places for child in place.values()]
         found = (one for place in self._weight_places for one in place.values() if one is not None)
-        weights = [(id(one), one.dtype, one.device) for one in found]
-        placed = repr(getattr(model, "hf_device_map", None))
+        # an offloaded weight is another object after every pass
+        weights = [(0 if one.is_meta else id(one), one.dtype, one.device) for one in found]
+        placed = repr(getattr(model, "hf_device_map", None)), [id(place.get("_hf_hook")) for place in self._hook_places]
         return children, weights, repr(vars(model.config)), placed, getattr(model, "hf_quantizer", None)

@@ -89,9 +89,9 @@ class Family:
         for step in self.entering:
             module = submodule(decoder, step.path)
             if step.how == "positions":
-                hidden = hidden + module(positions)
+                hidden = hidden + module(positions).to(hidden.device)
             elif step.how == "named positions":
-                hidden = hidden + module(None, position_ids=positions)
+                hidden = hidden + module(None, position_ids=positions).to(hidden.device)
             else:
                 hidden = module(hidden)
         if self.input_scale is None:

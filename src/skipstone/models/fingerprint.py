@@ -6,6 +6,7 @@ from typing import Any
 import torch
 
 from skipstone.models.memo import Memo
+from skipstone.models.placing import named_values
 
 SAMPLED = 64  # entries of every parameter that the fingerprint looks at
 _FOUND: Memo[tuple[int, str]] = Memo()  # (sum of the versions that torch counts of the parameters, the hash of these weights)
@@ -45,7 +46,7 @@ def _versions(model: Any) -> int:
 @torch.inference_mode()
 def _hash(model: Any) -> str:
     found = hashlib.sha256()
-    for name, parameter in sorted(model.named_parameters()):
+    for name, parameter in sorted(named_values(model)):
         flat = parameter.detach().flatten()
         step = max(1, len(flat) // SAMPLED)
         values = flat[::step][:SAMPLED].to("cpu", torch.bfloat16).float()

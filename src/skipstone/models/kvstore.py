@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from skipstone.models.host import on_device
+from skipstone.models.host import across, on_device
 from skipstone.models.passes import Pass
 
 
@@ -70,8 +70,10 @@ class KVStore:
         held = [buffer for buffer in (*self.keys, *self.values) if buffer is not None]
         if not pairs or not held:
             return
-        src, dst = on_device(list(zip(*pairs, strict=True)), held[0].device)
+        slots = list(zip(*pairs, strict=True))
+        places = {device: on_device(slots, device) for device in {buffer.device for buffer in held}}
         for buffer in held:
+            src, dst = places[buffer.device]
             buffer[row, :, dst] = buffer[row, :, src]
 
     def bytes(self) -> int:
@@ -102,9 +104,7 @@ class PassView:
         self.slots = at.slots
         if at.valid is not None:
             self.slots = torch.where(at.valid, at.slots, store.trash)
-        self.row_index: Tensor | None = None
-        if at.first_slot is None:
-            self.row_index = torch.arange(at.rows.start, at.rows.stop, device=at.slots.device)[:, None]
+        self._index: dict[torch.device, tuple[Tensor, Tensor]] = {}  # (rows [b, 1], slots [b, n]) by device
 
     def update(self, key: Tensor, value: Tensor, layer_idx: int, *_: object, **__: object) -> tuple[Tensor, Tensor]:
         """Write [b, heads, n, dim] to the pass's slots and return all that may be attended to, [b, heads, extent, dim]."""
@@ -120,8 +120,16 @@ class PassView:
         if first is not None:
             buffer[rows, :, first : first + new.shape[2]] = new
         else:
-            buffer[self.row_index, :, self.slots] = new.transpose(1, 2).to(buffer.dtype)
+            row_index, slots = self._indices(new.device)
+            buffer[row_index, :, slots] = new.transpose(1, 2).to(buffer.dtype)
         return buffer[rows, :, : self.at.extent].to(new.dtype)
+
+    def _indices(self, device: torch.device) -> tuple[Tensor, Tensor]:
+        """Where to write on the device of a layer, brought there once a pass."""
+        if device not in self._index:
+            rows = torch.arange(self.at.rows.start, self.at.rows.stop, device=device)[:, None]
+            self._index[device] = rows, across(self.slots, device)
+        return self._index[device]
 
 
 class CountlessView(PassView):

@@ -35,7 +35,8 @@ class LayeredModel(DecoderModules):
     layer types. reaches: how far they see back. embeddings: ids that have an embedding.
     max_positions: most positions of a sequence; max_positions_source: the config field that says so. engine: what computes the
     layers. asked: what was asked of it. engine_reason: why "auto" did not take the native engine, None where it did or was not
-    asked. kv_dtype: what a `KVStore` keeps keys and values in. dtype: of the hidden states.
+    asked. kv_dtype: what a `KVStore` keeps keys and values in. dtype: of the hidden states. device: of tokens, hidden states
+    and logits, wherever the layers are. ranks: the processes that compute the model.
     """
 
     def __init__(
@@ -57,6 +58,7 @@ class LayeredModel(DecoderModules):
         self.layers, self.kinds, self.reaches = facts.layers, facts.kinds, facts.reaches
         self.max_positions, self.max_positions_source = facts.max_positions, facts.max_positions_source
         self.embeddings, self.device, self.dtype = facts.embeddings, facts.device, self.engine.dtype
+        self.ranks = facts.ranks
 
     def embed(self, tokens: Tensor, positions: Tensor) -> Tensor:
         """[B, n] ids and positions -> [B, n, d], the states that enter layer 0."""

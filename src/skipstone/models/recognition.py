@@ -78,6 +78,8 @@ def _place(key: str) -> Any:
 
 
 def _remembered(key: str) -> Family | None:
+    if torch.distributed.is_available() and torch.distributed.is_initialized():
+        return None  # processes that share a model run its forward together or not at all
     try:
         return _FAMILY.validate_python(json.loads(_place(key).read_text(encoding="utf-8"))["family"])
     except (OSError, RuntimeError, ValueError, KeyError, TypeError, ValidationError):

@@ -4,16 +4,21 @@ for the state that they are in, for their weights."""
 from typing import Any
 
 import torch
+from torch.distributed.tensor import DTensor
 
 from skipstone.models.families import kinds, text_config
 from skipstone.models.known_types import REFUSED
 from skipstone.models.packed import PackedWeight
 from skipstone.models.passes import Reach
+from skipstone.models.placing import undispatched
+from skipstone.models.ranks import MESH, cannot_share
 
 TYPES = {"full_attention", "sliding_attention", "chunked_attention"}  # of layers
 
 ADAPTERS = ("LORA", "IA3", "LOHA", "LN_TUNING", "VERA", "TRAINABLE_TOKENS")
 """PEFT types that live wholly inside the model's modules, each with a test in tests/models/test_peft.py."""
+KNOWN_TENSORS: tuple[type, ...] = (torch.Tensor, DTensor)
+"""Classes of tensors that weights may be: plain ones, and shards of tensor parallelism."""
 
 
 def refuse_kind(model: Any) -> None:
@@ -114,7 +119,7 @@ def _refuse_adapter(name: str, adapter: Any) -> None:
 
 
 def refuse_weights(model: Any) -> None:
-    """ValueError for weights that are quantised, sharded, not there, or on several devices. Walks all parameters."""
+    """ValueError for weights that are quantised, not there, or sharded or spread in an unknown way. Walks all parameters."""
     config = getattr(model.config, "quantization_config", None)
     method = config.get("quant_method") if isinstance(config, dict) else getattr(config, "quant_method", None)
     method = getattr(method, "value", method)
@@ -124,13 +129,37 @@ def refuse_weights(model: Any) -> None:
         found = method or ", ".join(sorted(dtypes)) or "unknown method"
         raise ValueError(f"the model is quantised ({found}); no quantised kernel is tested here yet: load it unquantised")
     own = [parameter.data for parameter in parameters if not isinstance(parameter, PackedWeight)]
-    special = {type(values).__name__ for values in own if type(values) is not torch.Tensor}
+    special = {type(values).__name__ for values in own if type(values) not in KNOWN_TENSORS}
     if special:
         raise ValueError(f"the weights are {', '.join(sorted(special))}, expected plain tensors: load without sharding")
-    devices = {str(parameter.device) for parameter in parameters}
-    if "meta" in devices:
-        raise ValueError("some weights are on the meta device (never loaded, or offloaded); load the whole model on one device")
+    _refuse_shards(model, [one for one in parameters if isinstance(one, DTensor)])
+    _refuse_places(model, {str(parameter.device) for parameter in parameters})
+
+
+def _refuse_shards(model: Any, shards: list[Any]) -> None:
+    """ValueError for weights that are sharded otherwise than by tensor parallelism, or over too many processes."""
+    found = {tuple(one.device_mesh.mesh_dim_names or (MESH,)) for one in shards}
+    if found - {(MESH,)}:
+        names = ", ".join(sorted(" and ".join(names) for names in found))
+        raise ValueError(f"the weights are sharded over {names}; skipstone knows tensor parallelism ({MESH}) only")
+    sizes = {one.device_mesh.size() for one in shards}
+    if reason := next((reason for size in sizes if (reason := cannot_share(text_config(model), size))), None):
+        raise ValueError(reason)
+
+
+def _refuse_places(model: Any, devices: set[str]) -> None:
+    """ValueError for weights that are not there, and for weights on several devices without accelerate's hooks."""
     placed = {str(place) for place in (getattr(model, "hf_device_map", None) or {}).values()}
-    if len(devices) > 1 or len(placed) > 1:
+    if len(devices) < 2 and len(placed) < 2 and "meta" not in devices:
+        return
+    if undispatched(model):
+        if "meta" in devices:
+            raise ValueError(
+                "some weights are on the meta device, and no hook of accelerate's loads them: load the whole model on one "
+                "device, or with device_map= where weights are to be offloaded"
+            )
         spread = ", ".join(sorted(devices if len(devices) > 1 else placed))
-        raise ValueError(f"the model is spread over {spread}; skipstone decodes on one device: load the whole model there")
+        raise ValueError(
+            f"the model is spread over {spread} without the hooks of accelerate's that bring states from one device to the "
+            "next: load it on one device, or with device_map="
+        )

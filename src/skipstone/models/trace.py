@@ -10,6 +10,8 @@ import torch
 from torch import Tensor, nn
 from transformers import DynamicCache
 
+from skipstone.models.placing import home
+
 PREFIX = 12  # tokens that both rows of a trace begin with
 TOKENS = 20  # tokens of a row, past WINDOW by far
 WINDOW = 8  # tokens that sliding windows and chunks have while a model is traced
@@ -55,7 +57,7 @@ def trace(model: Any, owner: Any, layers: nn.ModuleList, config: Any, positions:
     generator = torch.Generator().manual_seed(SEED)
     ids = torch.randint(0, embedding.shape[0], (2, length), generator=generator)
     ids[1, :PREFIX] = ids[0, :PREFIX]
-    found = Trace(ids.to(model.device), cache=DynamicCache())
+    found = Trace(ids.to(home(model)), cache=DynamicCache())
     with shrunk_windows(config), _evaluating(model), _recorded(model, owner, layers, found):
         found.logits = model(found.ids, past_key_values=found.cache, use_cache=True).logits
     return found

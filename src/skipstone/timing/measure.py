@@ -23,6 +23,7 @@ from skipstone.decoding.stats import Stats
 from skipstone.models.kvstore import KVStore
 from skipstone.models.layered import LayeredModel
 from skipstone.models.passes import Pass, SkipSet
+from skipstone.models.placing import home
 
 WARM_UP_TOKENS = 16  # new tokens of an untimed call
 REPEATS = 7  # how often a pass is timed; the median counts
@@ -128,7 +129,7 @@ def options_for(max_new_tokens: int, temperature: float = 0.0, top_p: float = 1.
 def measure(model: PreTrainedModel, engine: Engine, prompt: Tensor, options: Mapping[str, Any], seed: int) -> Measurement:
     """Time one call. prompt: [T] int64. options: of `model.generate`. seed: of its random numbers. Torch's generator is left as
     it was."""
-    ids = prompt[None].to(model.device)  # [1, T]
+    ids = prompt[None].to(home(model))  # [1, T]
     cuda = [model.device] if model.device.type == "cuda" else []
     with torch.random.fork_rng(devices=cuda), warnings.catch_warnings():
         # the warning that speculation does not pay is what the table is there to show

@@ -258,19 +258,17 @@ def test_what_is_timed_and_how_often(monkeypatch: Any, plain: float, slow: dict[
     """By a clock that says what a pass took: `plain` seconds, or `slow` times as many for the pass of that number. Passes are
     plain, plain again, three that leave out something, then 2, 4, 8, 16, 32, 48 and 82 rows."""
     decoder, _ = running(llama(layers=6), Swift(0.5, 4), length=9, new=110, steps=1)
-    timings, session, clock, calls = Timings(Space(6)), decoder.session, [0.0], [0]
+    timings, session, passes = Timings(Space(6)), decoder.session, [0]
 
-    def now(device: torch.device) -> float:
-        if calls[0] % 2:  # the end of a pass
-            clock[0] += plain * slow.get(calls[0] // 2, 1.0)
-        calls[0] += 1
-        return clock[0]
+    def since(began: float) -> float:
+        passes[0] += 1
+        return plain * slow.get(passes[0] - 1, 1.0)
 
-    monkeypatch.setattr(pass_timings, "_now", now)
+    monkeypatch.setattr(session.model.ranks, "since", since)
     while timings.costs() is None:
         with torch.inference_mode():
             timings.time_next(session)
-    assert calls[0] / 2 == timed
+    assert passes[0] == timed
     assert timings.seconds[pass_timings.PLAIN] == pytest.approx(plain)
 
 

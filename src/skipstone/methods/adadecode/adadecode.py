@@ -11,7 +11,6 @@ the drawn token, which biases sampling); a depth's list is emptied when it is ru
 useless tests are left out (`guard`, ours); a deeper head may stop further predictions (`recheck`, ours, off).
 """
 
-import time
 from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
@@ -160,7 +159,7 @@ class AdaDecodeSession(Session):
 
     def draft(self, limit: list[int]) -> Draft:
         """Algorithm 1 up to the verification: sweep after sweep, each for one further token."""
-        self._began = time.perf_counter()
+        self._began = self.model.ranks.now()
         state, exits, threshold, most = self.state, self.state.exits, self.method.threshold, self.method.max_pending
         if self._uses_state:
             most, exits, threshold = state.most_drafts(most), state.worth_testing(), state.threshold
@@ -292,7 +291,7 @@ class AdaDecodeSession(Session):
     def commit(self, draft: Draft | None, verdicts: list[RowVerdict]) -> None:
         super().commit(draft, verdicts)
         if draft is not None:
-            seconds = time.perf_counter() - self._began if self._uses_state and self.method.guard else None
+            seconds = self.model.ranks.since(self._began) if self._uses_state and self.method.guard else None
             self.state.record(self._predicted_at, verdicts, self._passes, seconds)
 
     def remark(self) -> str | None:

@@ -4,7 +4,6 @@ worth a test, and whether predicting pays (`Payoff`).
 Every cost is in plain steps. Only steps whose text cannot depend on it (greedy, or coupled draws) follow what was learnt.
 """
 
-import time
 from dataclasses import asdict, dataclass
 from statistics import median
 from typing import Any
@@ -212,22 +211,22 @@ def _timed(model: LayeredModel, heads: ExitHeads, rows: int, exits: list[tuple[i
     root, store = torch.zeros(rows, dtype=torch.int64, device=model.device), KVStore(rows, model.depth, 1, model.kv_dtype)
 
     def test(hidden: Tensor) -> float:
-        began = time.perf_counter()
+        began = model.ranks.now()
         if by_engine:
             model.engine.exit_picks(hidden[:, -1], heads.transform(0))[1].tolist()
         else:
             heads.logits(model, 0, hidden)[:, 0].softmax(-1).amax(-1).tolist()
-        return time.perf_counter() - began
+        return model.ranks.since(began)
 
     def way_up(stop: int | None) -> float:
-        began = time.perf_counter()
+        began = model.ranks.now()
         frontier = Frontier(model, store, root, [True] * rows, [0] * rows)
         if stop is not None:
             frontier.advance(stop)
             test(frontier.hidden[:, -1:])
         frontier.advance(frontier.top)
         model.likeliest(frontier.hidden).tolist()
-        return time.perf_counter() - began
+        return model.ranks.since(began)
 
     hidden = model.embed(root[:, None], root[:, None])
     seconds = median([test(hidden) for _ in range(TIMED + 1)][1:])

@@ -12,7 +12,6 @@ on this machine. shared/payoff.py decides what pays: what is not known to pay is
 noticed, and where no set pays there is no drafting.
 """
 
-import time
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -92,14 +91,14 @@ class SwiftSession(SkippingSession):
         rows = [row for row, alive in enumerate(self.alive) if alive and len(self.windows[row]) > self.gamma]
         if not rows or (candidate := self.state.candidate()) is None:
             return
-        began = time.perf_counter()
+        began = self.model.ranks.now()
         self._turn += 1
         row = rows[self._turn % len(rows)]
         tokens, chosen = zip(*self.windows[row], strict=True)
         predicted = self.logits_without(self.state.space.to_skip_set(candidate), row, tokens[:-1]).argmax(-1)  # [gamma]
         self._evaluation = candidate, (predicted == torch.stack(chosen[1:])).sum().to("cpu", non_blocking=True)
         if self.model.device.type == "cpu":
-            self.state.evaluation_took(time.perf_counter() - began)
+            self.state.evaluation_took(self.model.ranks.since(began))
 
     def logits_without(self, skip: SkipSet, row: int, tokens: Sequence[int]) -> Tensor:
         """Eq. 3: logits [n, V] of n tokens, a row's latest but the newest, in one pass of the draft model. It reads the
@@ -117,7 +116,7 @@ class SwiftSession(SkippingSession):
     def draft(self, limit: list[int]) -> Draft:
         """Section 4.2: a chain with the layer set, as long as it is confident; then its runners-up, all in one tree."""
         most = self.state.most_drafts(max(limit))
-        self._began = time.perf_counter()
+        self._began = self.model.ranks.now()
         chain, ranked = self.chain([min(allowed, most) for allowed in limit], self.state.skip)
         if ranked is None or self.ranks == 1:
             return chain
@@ -139,7 +138,7 @@ class SwiftSession(SkippingSession):
         if draft is not None:
             # on an accelerator the step has waited for the evaluation before it, too
             waited = self._evaluation is not None and self.model.device.type != "cpu"
-            self.state.record(draft, verdicts, None if waited else time.perf_counter() - self._began)
+            self.state.record(draft, verdicts, None if waited else self.model.ranks.since(self._began))
         if self._evaluation is not None:  # the step's one transfer came after this one, and is done
             (candidate, matched), self._evaluation = self._evaluation, None
             self.state.evaluated(candidate, float(matched.numpy()) / self.gamma, self.gamma)  # Eq. 4

@@ -1,7 +1,5 @@
 """What passes cost on this machine, timed one by one between the steps of a request."""
 
-import time
-
 import numpy as np
 import torch
 
@@ -9,6 +7,7 @@ from skipstone.decoding.session import Session
 from skipstone.methods.shared.layer_sets import UNKNOWN_SLOPE, Costs, Space
 from skipstone.models.layered import LayeredModel
 from skipstone.models.passes import Pass, SkipSet
+from skipstone.models.ranks import Ranks
 
 WIDTHS = (2, 4, 8, 16, 32, 48, 82)  # tokens of the scoring passes that are timed; what lies between is interpolated
 ROUNDS = 3  # times that every pass is timed, the first time to warm up
@@ -44,10 +43,10 @@ class Timings:
         store.reserve(start + width)
         places = torch.arange(start, start + width, device=model.device).expand(store.rows, -1)
         at = Pass(places, places, None, slice(0, store.rows), start + width, start)
-        began = _now(model.device)
+        began = _synchronised(model).now()
         hidden = model.embed(places % model.embeddings, places)  # different tokens, for the sake of mixtures of experts
         model.logits(model.run(hidden, at, store, range(store.layers), skip))
-        seconds = _now(model.device) - began
+        seconds = _synchronised(model).since(began)
         self.seconds[timed] = min(seconds, self.seconds.get(timed, seconds))
         plain = self.seconds[PLAIN]
         if long := plain > LONG and (again or timed != PLAIN):
@@ -91,7 +90,8 @@ def costs_by_weight(model: LayeredModel, space: Space) -> Costs:
     return Costs(attention / everything, (whole - attention) / everything, scoring)
 
 
-def _now(device: torch.device) -> float:
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
-    return time.perf_counter()
+def _synchronised(model: LayeredModel) -> Ranks:
+    """The model's clock, once its device has done what it was asked to do."""
+    if model.device.type == "cuda":
+        torch.cuda.synchronize(model.device)
+    return model.ranks

@@ -36,5 +36,5 @@ class RotaryTables:
             module(like, position[..., :1], *extra)  # dynamic RoPE forgets the longer sequences it may have seen
             phases = module(like, position, *extra)
             parts = phases if isinstance(phases, tuple) else (phases,)
-            table = self._tables[source] = tuple(part.reshape(-1, *part.shape[-2:])[0] for part in parts)
+            table = self._tables[source] = tuple(part.reshape(-1, *part.shape[-2:])[0].to(like.device) for part in parts)
         return table

@@ -30,7 +30,8 @@ class EagerEngine:
     def __init__(self, model: Any, facts: Facts) -> None:
         self.dtype: torch.dtype = facts.dtype
         slow = ", slow: its weights are unpacked whenever they are read" if is_packed(model) else ""
-        self.detail = f"transformers' own modules, {facts.dtype}, {facts.device}{slow}"
+        self.detail = f"transformers' own modules, {facts.dtype}, {facts.places}{slow}"
+        self._home = facts.device
         self.family, self.config, self.decoder, self.head = facts.family, text_config(model), facts.decoder, facts.head
         self.layers, self.reaches = facts.layers, facts.reaches
         self._type = type(model).__name__
@@ -57,7 +58,7 @@ class EagerEngine:
 
     def embed(self, tokens: Tensor, positions: Tensor) -> Tensor:
         """[B, n] ids and positions -> [B, n, d], the states that enter layer 0."""
-        return self.family.embed(self.decoder, self.config, tokens, positions)
+        return self.family.embed(self.decoder, self.config, tokens, positions).to(self._home)
 
     def run(self, hidden: Tensor, at: Pass, store: KVStore, layers: range, skip: SkipSet | None = None) -> Tensor:
         """Run layers over [b, n, d], writing keys and values to the pass's slots. Returns [b, n, d].
@@ -82,11 +83,11 @@ class EagerEngine:
                     hidden = output[0] if isinstance(output, (tuple, list)) else output
         finally:
             running.passing = False
-        return hidden
+        return hidden.to(self._home)  # from where the last layer is; accelerate's hooks bring it to each of them
 
     def normed(self, hidden: Tensor) -> Tensor:
         """What the LM head reads: states after the final norm (and OPT-350m's projection). [..., d] -> [..., d']."""
-        return self.family.finish(self.decoder, hidden)
+        return self.family.finish(self.decoder, hidden).to(self._home)
 
     def likeliest(self, hidden: Tensor) -> Tensor:
         """As in `Engine`."""
@@ -112,7 +113,7 @@ class EagerEngine:
             scores = (self.head if head is None else head)(normed)
         finally:
             running.passing = False
-        return self.family.scored(scores, self.config).float()
+        return self.family.scored(scores.to(self._home), self.config).float()
 
     def _patched(self, skip: SkipSet | None = None) -> patches.Running:
         """What the model's patches look at, ready for a pass. RuntimeError in the middle of another pass."""

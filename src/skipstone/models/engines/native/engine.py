@@ -25,6 +25,8 @@ def why_not(model: Any, facts: Facts) -> str | None:
     """Why the native engine cannot run a model here, in one sentence; None where it can."""
     if (reason := library.missing()) is not None:
         return reason
+    if facts.spread is not None:
+        return f"its weights are {facts.spread}, and the native engine wants all of them in this process's memory"
     if (reason := unsupported(model, facts)) is not None:
         return reason
     for name, module in model.named_modules():

@@ -1,0 +1,72 @@
+"""Models on several devices, as accelerate dispatches them (`device_map`): where a module computes, and what its weights are.
+
+accelerate puts a hook on every module that holds parameters. It brings inputs to the device on which the module computes, and
+loads offloaded weights, which lie on the meta device between two calls, from the CPU's memory or from disk.
+"""
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+
+
+def hooks(module: Any) -> list[Any]:
+    """accelerate's hooks of a module; none where it was not dispatched."""
+    hook = getattr(module, "_hf_hook", None)
+    return [] if hook is None else list(getattr(hook, "hooks", None) or [hook])
+
+
+def computes_on(module: Any) -> torch.device:
+    """The device on which a module takes its inputs: its weights', where they are there, else what its hook says."""
+    kept = next(module.parameters()).device
+    devices = (getattr(hook, "execution_device", None) for hook in hooks(module)) if kept.type == "meta" else ()
+    return next((torch.device(device) for device in devices if device is not None), kept)
+
+
+def home(model: Any) -> torch.device:
+    """The device on which tokens enter a model: that of its input embedding. `model.device` may be where an offloaded weight
+    is kept."""
+    return computes_on(model.get_input_embeddings())
+
+
+def undispatched(model: Any) -> bool:
+    """Whether a parameter lacks a hook, its module's own or that of one this is part of: one that brings inputs to where it
+    is, and one that loads it where it is offloaded."""
+
+    def bare(module: Any, brought: bool, loaded: bool) -> bool:
+        for hook in hooks(module):
+            # the hook of a dispatched model itself names a device, but moves inputs no further than to its first layer
+            brought |= module is not model and getattr(hook, "execution_device", None) is not None
+            loaded |= getattr(hook, "weights_map", None) is not None
+        found = [one for one in module._parameters.values() if one is not None]
+        if any(not (loaded if one.is_meta else brought or loaded) for one in found):
+            return True
+        return any(bare(child, brought, loaded) for child in module.children())
+
+    return bare(model, False, False)
+
+
+def named_values(model: Any) -> Iterator[tuple[str, Tensor]]:
+    """Every parameter's name and values, whoever keeps them. ValueError for one that nobody has.
+
+    Of a sharded parameter all processes gather the whole, so all of them have to ask.
+    """
+    tied = getattr(model, "all_tied_weights_keys", None) or {}
+    for name, parameter in model.named_parameters():
+        special = parameter.is_meta or isinstance(parameter, DTensor)
+        if special and name in tied:
+            continue
+        yield name, _values(model, name, parameter) if special else parameter
+
+
+def _values(model: Any, name: str, parameter: Tensor) -> Tensor:
+    if isinstance(parameter, DTensor):
+        return parameter.full_tensor()
+    owners = name.split(".")
+    for depth in range(len(owners) - 1, -1, -1):  # the module itself, then those that it is part of
+        for hook in hooks(model.get_submodule(".".join(owners[:depth]))):
+            if (stored := getattr(hook, "weights_map", None)) is not None:
+                return stored[".".join(owners[depth:])]
+    raise ValueError(f"the weight {name} is on the meta device and nobody has its values: load the model with its weights")
