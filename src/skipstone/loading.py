@@ -8,11 +8,20 @@ from typing import Any
 
 import torch
 from safetensors import SafetensorError
-from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    PreTrainedConfig,
+    PreTrainedModel,
+    PreTrainedTokenizerBase,
+)
 
 from skipstone.assets import NANO
+from skipstone.models import gguf
 from skipstone.models.engines.choice import Setup, attach
 from skipstone.models.layered import LayeredModel
+from skipstone.models.quantised import expect_loadable
 
 BUNDLED = "skipstone-nano"
 LAYER = re.compile(r"\b(?:layers|h)\.(\d+)\.")  # a parameter's name inside a layer list, with the layer's number
@@ -32,17 +41,19 @@ def load(  # noqa: PLR0913
 ) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
     """Load a causal language model, ready to decode, and its tokenizer.
 
-    name: a folder or hub id; None for the bundled model, skipstone-nano. dtype: of the weights; "auto" takes the checkpoint's,
-    and float32 for the bundled model. Weights come from safetensors only. engine: what skipstone runs the model on, "eager" or
-    "native"; "auto" takes what the environment variable SKIPSTONE_ENGINE says, and else native where that can run the model.
-    quantize: "int8" or "int4", what the native engine quantises its copy of the weights to; None or "none": nothing. kv_dtype:
-    what keys and values are kept in, "float32" or "bfloat16", half the memory, which rounds them; None takes what the
-    environment variable SKIPSTONE_KV says, and else float32. keep_weights: False where only skipstone decodes with the
-    model: the native engine's copy of its matrices is then the only one. Reading one unpacks it, changing one in place is a
-    RuntimeError. A model that another engine runs keeps its weights.
+    name: a folder, a hub id or a .gguf file; None for the bundled model, skipstone-nano. dtype: of the weights; "auto" takes
+    the checkpoint's, and float32 for the bundled model and for a .gguf file, whose weights are unpacked. Other weights come
+    from safetensors only. engine: what skipstone runs the model on, "eager" or "native"; "auto" takes what the environment
+    variable SKIPSTONE_ENGINE says, and else native where that can run the model. quantize: "int8" or "int4", what the native
+    engine quantises its copy of the weights to; None or "none": nothing. kv_dtype: what keys and values are kept in, "float32"
+    or "bfloat16", half the memory, which rounds them; None takes what the environment variable SKIPSTONE_KV says, and else
+    float32. keep_weights: False where only skipstone decodes with the model: the native engine's copy of its matrices is then
+    the only one. Reading one unpacks it, changing one in place is a RuntimeError. A model that another engine runs keeps its
+    weights.
 
     OSError where nothing is found; ValueError where the checkpoint is corrupt or incomplete, for an engine, quantize or
-    kv_dtype that is none, and for a quantize where the native engine cannot run the model.
+    kv_dtype that is none, for a quantize where the native engine cannot run the model, and for a quantised checkpoint whose
+    kernels are not tested here; ImportError, which says what to install, without the package that has them.
     """
     asked = Setup(engine, quantize, kv_dtype)  # refuses what is none before anything is loaded
     if name is None:
@@ -64,18 +75,22 @@ def load_model(
     trust_remote_code: bool = False,
 ) -> PreTrainedModel:
     """The model alone, as `load` loads it."""
-    name, place = _located(name), usable(device)
-    options: dict[str, Any] = {"trust_remote_code": trust_remote_code}
+    name, options = _located(name)
+    place, options["trust_remote_code"] = usable(device), trust_remote_code
     if attn_implementation is not None:
         if "flash" in attn_implementation:  # before transformers misses the package
             raise ValueError(
                 f"attn_implementation={attn_implementation!r} is not supported: load with attn_implementation='sdpa'"
             )
         options["attn_implementation"] = attn_implementation
+    if "gguf_file" in options:
+        options |= gguf.unpacked()
+    expect_loadable(_quantization(name))
     try:
-        loaded: Any = AutoModelForCausalLM.from_pretrained(
-            name, dtype=dtype, use_safetensors=True, output_loading_info=True, ignore_mismatched_sizes=True, **options
-        )
+        with gguf.reading(name, options):
+            loaded: Any = AutoModelForCausalLM.from_pretrained(
+                name, dtype=dtype, use_safetensors=True, output_loading_info=True, ignore_mismatched_sizes=True, **options
+            )
     except (SafetensorError, RuntimeError, KeyError) as error:
         if isinstance(error, torch.OutOfMemoryError) or "alloc" in str(error):
             raise
@@ -96,9 +111,19 @@ def load_model(
     return model.to(place).eval()
 
 
+def _quantization(name: str) -> Any:
+    """What the config of a checkpoint says of its quantization; None where it says nothing or is not there."""
+    try:
+        return PreTrainedConfig.get_config_dict(name)[0].get("quantization_config")
+    except OSError:
+        return None
+
+
 def load_tokenizer(name: str | Path, trust_remote_code: bool = False) -> PreTrainedTokenizerBase:
     """The tokenizer alone, as `load` loads it."""
-    return AutoTokenizer.from_pretrained(_located(name), trust_remote_code=trust_remote_code)
+    place, options = _located(name)
+    with gguf.reading(place, options):
+        return AutoTokenizer.from_pretrained(place, trust_remote_code=trust_remote_code, **options)
 
 
 def vocabulary(name: str) -> dict[str, int] | None:
@@ -119,17 +144,19 @@ def _vocabulary(name: str) -> dict[str, int]:
 
 def look_up(name: str | Path) -> None:
     """OSError or ValueError where no model's config lies under a name; nothing of the model is loaded."""
-    AutoConfig.from_pretrained(_located(name))
+    place, options = _located(name)
+    with gguf.reading(place, options):
+        AutoConfig.from_pretrained(place, **options)
 
 
-def _located(name: str | Path) -> str:
-    """A folder, or what may be a hub id. OSError for what is neither."""
+def _located(name: str | Path) -> tuple[str, dict[str, Any]]:
+    """A folder, or what may be a hub id, and the file in it where the model is a GGUF file. OSError for what is neither."""
     path = Path(name).expanduser()
     if not path.exists() and (path.is_absolute() or str(name).startswith(".") or len(path.parts) > 2):
         raise FileNotFoundError(errno.ENOENT, "no such folder, and not a hub id either", str(name))
     if path.is_file():
-        raise NotADirectoryError(errno.ENOTDIR, "a model is a folder, this is a file", str(name))
-    return str(path)
+        return str(path.parent), gguf.options(path)
+    return str(path), {}
 
 
 def usable(device: str | torch.device) -> torch.device:

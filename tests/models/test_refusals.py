@@ -97,7 +97,7 @@ def sharded(model: Any) -> None:
 
 def quantised(model: Any) -> None:
     model.hf_quantizer = object()
-    model.config.quantization_config = SimpleNamespace(quant_method="bitsandbytes")
+    model.config.quantization_config = SimpleNamespace(quant_method="quark")
 
 
 # what: (builder, words the message must hold)
@@ -143,7 +143,7 @@ REFUSED: dict[str, tuple[Callable[[], Any], tuple[str, ...]]] = {
     "a forward of the user's own": (lambda: OwnLlama(LlamaConfig(**SMALL)).eval(),
                                     ("OwnLlama", "test_refusals", "trust_remote_code")),
     "training mode": (changed(lambda model: model.train()), ("training mode", "model.eval()")),
-    "a quantiser of transformers": (changed(quantised), ("quantised", "bitsandbytes")),
+    "a quantiser of transformers": (changed(quantised), ("quantised (quark)", "expected one of bitsandbytes, torchao")),
     "integer weights": (changed(in_integers), ("quantised", "torch.int8")),
     "sharded weights": (changed(sharded), ("DTensor", "plain tensors")),
     "a device map over two devices": (changed(setting("hf_device_map", {"model.layers.0": 0, "lm_head": "cpu"})),
@@ -209,7 +209,7 @@ def test_transformers_itself_refuses_sdpa_for_a_family_tested_with_eager_attenti
 @pytest.mark.parametrize("kind", ["gemma3", "llava", "qwen2_vl"])
 def test_a_multimodal_model_is_refused_with_the_advice_to_load_its_text_model(kind: str) -> None:
     config = AutoConfig.for_model(kind)
-    shell: Any = Shell(config=config, training=False, parameters=lambda: iter(()), _is_stateful=False)
+    shell: Any = Shell(config=config, training=False, parameters=list, modules=list, _is_stateful=False)
     with pytest.raises(ValueError, match=rf"{kind} is a composite model .* load the text model"):
         LayeredModel(shell)
 
@@ -225,7 +225,7 @@ def test_every_causal_language_model_of_transformers_is_either_known_or_refused_
         if config.model_type in skipstone.models.families.FAMILIES:
             known.add(config.model_type)
             continue
-        shell: Any = Shell(config=config, training=False, parameters=lambda: iter(()), _is_stateful=False)
+        shell: Any = Shell(config=config, training=False, parameters=list, modules=list, _is_stateful=False)
         with pytest.raises(ValueError, match=config.model_type):
             LayeredModel(shell)
     assert known == set(skipstone.models.families.FAMILIES)

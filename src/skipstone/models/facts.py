@@ -7,6 +7,7 @@ import torch
 from skipstone.models.families import kinds, max_positions, windows
 from skipstone.models.modules import DecoderModules
 from skipstone.models.packed import PackedWeight
+from skipstone.models.quantised import settle
 from skipstone.models.refusals import refuse_weights
 
 
@@ -21,6 +22,7 @@ class Facts:
         refuse_weights(model)
         config = model.config
         modules = DecoderModules(model)
+        settle(model)
         self.family, self.decoder, self.layers, self.head = modules.family, modules.decoder, modules.layers, modules.head
         self.embeddings: int = model.get_input_embeddings().weight.shape[0]
         self.kinds = kinds(config)

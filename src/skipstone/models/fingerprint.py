@@ -1,11 +1,13 @@
 """A hash of a model's weights: files that were made for one model know it by this."""
 
 import hashlib
+from operator import itemgetter
 from typing import Any
 
 import torch
 
 from skipstone.models.memo import Memo
+from skipstone.models.quantised import stored
 
 SAMPLED = 64  # entries of every parameter that the fingerprint looks at
 _FOUND: Memo[tuple[int, str]] = Memo()  # (sum of the versions that torch counts of the parameters, the hash of these weights)
@@ -45,7 +47,7 @@ def _versions(model: Any) -> int:
 @torch.inference_mode()
 def _hash(model: Any) -> str:
     found = hashlib.sha256()
-    for name, parameter in sorted(model.named_parameters()):
+    for name, parameter in sorted(stored(model), key=itemgetter(0)):
         flat = parameter.detach().flatten()
         step = max(1, len(flat) // SAMPLED)
         values = flat[::step][:SAMPLED].to("cpu", torch.bfloat16).float()
