@@ -10,13 +10,23 @@ from typing import Any
 
 import torch
 from safetensors import SafetensorError
-from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    PreTrainedConfig,
+    PreTrainedModel,
+    PreTrainedTokenizerBase,
+)
 from transformers.distributed.configuration_utils import DistributedConfig
 
 from skipstone.assets import NANO
 from skipstone.extras import installed
+from skipstone.models import gguf
 from skipstone.models.engines.choice import Setup, attach
+from skipstone.models.families import text_config
 from skipstone.models.layered import LayeredModel
+from skipstone.models.quantised import expect_loadable
 from skipstone.models.ranks import cannot_share
 
 BUNDLED = "skipstone-nano"
@@ -42,11 +52,12 @@ def load(  # noqa: PLR0913
 ) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
     """Load a causal language model, ready to decode, and its tokenizer.
 
-    name: a folder or hub id; None for the bundled model, skipstone-nano. dtype: of the weights; "auto" takes the checkpoint's,
-    and float32 for the bundled model. Weights come from safetensors only. device_map: layers on several devices, or offloaded
-    to the CPU or to disk, as transformers takes it ("auto", or module names and devices); offload_folder: where weights go that
-    are offloaded to disk. tp_plan: "auto" shares the weights among the processes that torchrun has started, each on its own
-    accelerator or on the CPU. engine: what skipstone runs the model on, "eager" or "native"; "auto" takes what the environment
+    name: a folder, a hub id or a .gguf file; None for the bundled model, skipstone-nano. dtype: of the weights; "auto" takes
+    the checkpoint's, and float32 for the bundled model and for a .gguf file, whose weights are unpacked. Other weights come
+    from safetensors only. device_map: layers on several devices, or offloaded to the CPU or to disk, as transformers takes it
+    ("auto", or module names and devices); offload_folder: where weights go that are offloaded to disk. tp_plan: "auto" shares
+    the weights among the processes that torchrun has started, each on its own accelerator or on the CPU. engine: what
+    skipstone runs the model on, "eager" or "native"; "auto" takes what the environment
     variable SKIPSTONE_ENGINE says, and else native where that can run the model. quantize: "int8" or "int4", what the native
     engine quantises its copy of the weights to; None or "none": nothing. kv_dtype: what keys and values are kept in, "float32"
     or "bfloat16", half the memory, which rounds them; None takes what the environment variable SKIPSTONE_KV says, and else
@@ -55,7 +66,8 @@ def load(  # noqa: PLR0913
     weights.
 
     OSError where nothing is found; ValueError where the checkpoint is corrupt or incomplete, for an engine, quantize or
-    kv_dtype that is none, and for a quantize where the native engine cannot run the model.
+    kv_dtype that is none, for a quantize where the native engine cannot run the model, and for a quantised checkpoint whose
+    kernels are not tested here; ImportError, which says what to install, without the package that has them.
     """
     asked = Setup(engine, quantize, kv_dtype)  # refuses what is none before anything is loaded
     if name is None:
@@ -81,19 +93,23 @@ def load_model(
     trust_remote_code: bool = False,
 ) -> PreTrainedModel:
     """The model alone, as `load` loads it."""
-    name, place = _located(name), usable(device)
-    placed = _placement(name, device, device_map, offload_folder, tp_plan)
-    options: dict[str, Any] = {"trust_remote_code": trust_remote_code, **placed}
+    name, options = _located(name)
+    place, placed = usable(device), _placement(name, device, device_map, offload_folder, tp_plan)
+    options |= {"trust_remote_code": trust_remote_code, **placed}
     if attn_implementation is not None:
         if "flash" in attn_implementation:  # before transformers misses the package
             raise ValueError(
                 f"attn_implementation={attn_implementation!r} is not supported: load with attn_implementation='sdpa'"
             )
         options["attn_implementation"] = attn_implementation
+    if "gguf_file" in options:
+        options |= gguf.unpacked()
+    expect_loadable(_quantization(name))
     try:
-        loaded: Any = AutoModelForCausalLM.from_pretrained(
-            name, dtype=dtype, use_safetensors=True, output_loading_info=True, ignore_mismatched_sizes=True, **options
-        )
+        with gguf.reading(name, options):
+            loaded: Any = AutoModelForCausalLM.from_pretrained(
+                name, dtype=dtype, use_safetensors=True, output_loading_info=True, ignore_mismatched_sizes=True, **options
+            )
     except (SafetensorError, RuntimeError, KeyError) as error:
         if isinstance(error, torch.OutOfMemoryError) or "alloc" in str(error):
             raise
@@ -107,7 +123,7 @@ def load_model(
     if missing := sorted(report.get("missing_keys") or ()):
         raise ValueError(f"the checkpoint {name} does not fit its config: it lacks {', '.join(missing[:5])}")
     unexpected: Any = report.get("unexpected_keys") or ()
-    depth = model.config.num_hidden_layers
+    depth = text_config(model).num_hidden_layers
     for key in sorted(unexpected):
         if (layer := LAYER.search(key)) and int(layer[1]) >= depth:
             raise ValueError(f"the checkpoint {name} does not fit its config: it has {key}, the config {depth} layers")
@@ -149,9 +165,19 @@ def _shares(name: str, tp_plan: str) -> dict[str, Any]:
     return {"distributed_config": DistributedConfig(tp_plan="auto")}
 
 
+def _quantization(name: str) -> Any:
+    """What the config of a checkpoint says of its quantization; None where it says nothing or is not there."""
+    try:
+        return PreTrainedConfig.get_config_dict(name)[0].get("quantization_config")
+    except OSError:
+        return None
+
+
 def load_tokenizer(name: str | Path, trust_remote_code: bool = False) -> PreTrainedTokenizerBase:
     """The tokenizer alone, as `load` loads it."""
-    return AutoTokenizer.from_pretrained(_located(name), trust_remote_code=trust_remote_code)
+    place, options = _located(name)
+    with gguf.reading(place, options):
+        return AutoTokenizer.from_pretrained(place, trust_remote_code=trust_remote_code, **options)
 
 
 def vocabulary(name: str) -> dict[str, int] | None:
@@ -172,17 +198,19 @@ def _vocabulary(name: str) -> dict[str, int]:
 
 def look_up(name: str | Path) -> None:
     """OSError or ValueError where no model's config lies under a name; nothing of the model is loaded."""
-    AutoConfig.from_pretrained(_located(name))
+    place, options = _located(name)
+    with gguf.reading(place, options):
+        AutoConfig.from_pretrained(place, **options)
 
 
-def _located(name: str | Path) -> str:
-    """A folder, or what may be a hub id. OSError for what is neither."""
+def _located(name: str | Path) -> tuple[str, dict[str, Any]]:
+    """A folder, or what may be a hub id, and the file in it where the model is a GGUF file. OSError for what is neither."""
     path = Path(name).expanduser()
     if not path.exists() and (path.is_absolute() or str(name).startswith(".") or len(path.parts) > 2):
         raise FileNotFoundError(errno.ENOENT, "no such folder, and not a hub id either", str(name))
     if path.is_file():
-        raise NotADirectoryError(errno.ENOTDIR, "a model is a folder, this is a file", str(name))
-    return str(path)
+        return str(path.parent), gguf.options(path)
+    return str(path), {}
 
 
 def usable(device: str | torch.device) -> torch.device:

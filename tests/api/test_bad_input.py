@@ -14,6 +14,7 @@ from transformers import PreTrainedModel, T5Config, T5ForConditionalGeneration
 
 import skipstone
 from skipstone import Autoregressive, EarlyExit, LayerSkip
+from skipstone.models.layered import LayeredModel
 from tests.helpers import families
 from tests.helpers.support import forwards, tokenizer
 
@@ -217,6 +218,7 @@ def test_custom_generate_refuses_the_same(name: str) -> None:
 
 def test_what_skipstone_would_not_hand_to_the_model_is_refused_behind_custom_generate() -> None:
     model = families.cached("gpt2")
+    LayeredModel(model)  # its family is derived from a forward
     with forwards(model) as count, pytest.raises(ValueError, match=r"token_type_ids is not supported.*nothing but token ids"):
         model.generate(
             IDS, custom_generate=skipstone.custom_generate(SKIP), token_type_ids=torch.zeros_like(IDS), max_new_tokens=3

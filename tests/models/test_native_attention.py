@@ -132,6 +132,7 @@ def test_keys_and_values_are_rounded_to_the_nearest_bfloat16(name: str) -> None:
 
 def test_ties_go_to_even_numbers_and_a_nan_stays_one() -> None:
     model = families.build("qwen2", layers=1)
+    LayeredModel(model)  # its family is derived from numbers, before there is a nan
     values: Any = model.model.layers[0].self_attn.v_proj
     tied = torch.tensor([1 + 2**-8, 1 + 3 * 2**-8, -1 - 2**-8, 1 + 2**-8 + 2**-20, 3.4e38, 0.0, float("nan"), 1e-40])
     values.weight.zero_()

@@ -96,7 +96,7 @@ def sharded(model: Any) -> None:
 
 def quantised(model: Any) -> None:
     model.hf_quantizer = object()
-    model.config.quantization_config = SimpleNamespace(quant_method="bitsandbytes")
+    model.config.quantization_config = SimpleNamespace(quant_method="quark")
 
 
 # what: (builder, words the message must hold)
@@ -137,7 +137,7 @@ REFUSED: dict[str, tuple[Callable[[], Any], tuple[str, ...]]] = {
     "a forward of the user's own": (lambda: OwnLlama(LlamaConfig(**SMALL)).eval(),
                                     ("OwnLlama", "test_refusals", "trust_remote_code")),
     "training mode": (changed(lambda model: model.train()), ("training mode", "model.eval()")),
-    "a quantiser of transformers": (changed(quantised), ("quantised", "bitsandbytes")),
+    "a quantiser of transformers": (changed(quantised), ("quantised (quark)", "expected one of bitsandbytes, torchao")),
     "integer weights": (changed(in_integers), ("quantised", "torch.int8")),
     "sharded weights": (changed(sharded), ("DTensor", "plain tensors")),
     "a device map over two devices": (changed(setting("hf_device_map", {"model.layers.0": 0, "lm_head": "cpu"})),
@@ -223,6 +223,6 @@ def test_every_causal_language_model_of_transformers_is_either_tested_or_refused
 @pytest.mark.parametrize("kind", ["mamba", "bert", "bart", "deepseek_v32", "gemma4_text", "longcat_flash", "xlnet"])
 def test_a_type_is_refused_by_its_name_before_anything_is_run(kind: str) -> None:
     config = transformers.CONFIG_MAPPING[kind]()
-    shell: Any = Shell(config=config, training=False, parameters=lambda: iter(()), _is_stateful=False)
+    shell: Any = Shell(config=config, training=False, parameters=list, modules=list, _is_stateful=False)
     with pytest.raises(ValueError, match=re.escape(f"{kind} {known_types.REFUSED[kind]}")):
         LayeredModel(shell)

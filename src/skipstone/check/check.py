@@ -25,6 +25,7 @@ from transformers import LogitsProcessorList, PreTrainedModel, TemperatureLogits
 from skipstone import api
 from skipstone.check import laws
 from skipstone.check.bits import Bits, Comparison
+from skipstone.check.kernels import measured, spread, stored_spread
 from skipstone.decoding.draft import Draft
 from skipstone.decoding.loop import Decoder
 from skipstone.decoding.method import Method
@@ -34,6 +35,7 @@ from skipstone.hf.defaults import neutral_defaults
 from skipstone.models.engines.choice import attach
 from skipstone.models.host import left_padded
 from skipstone.models.layered import LayeredModel
+from skipstone.models.quantised import kernels
 
 PROCESSORS = {"repetition_penalty": 1.3, "no_repeat_ngram_size": 3}
 LAWS: tuple[dict[str, Any], ...] = ({"temperature": 1.0}, {"temperature": 0.7, "top_p": 0.9})
@@ -43,6 +45,7 @@ ROWS = 100  # texts sampled at once
 HELD = 10  # texts whose distributions are held at once
 BATCH = 3  # prompts at once, of different lengths
 NEAR = 8  # best tokens on which the rounding of scores is measured
+SPREAD = 4  # times as far apart as passes of other widths are, measured on a few, may texts of quantised kernels be
 ROUNDING = 30  # units in the last place by which a stored key or value may differ from a fresh one
 
 
@@ -136,6 +139,11 @@ class Judge:
         attach(wider, "eager")  # which runs any dtype, whatever engine the environment names
         return wider.to(wide)
 
+    @cached_property
+    def quantised(self) -> bool:
+        """Whether kernels compute the model that have no wider copy: what rounding does is seen in passes of other widths."""
+        return bool(kernels(self.model))
+
     def compare(
         self, prompt: Tensor, expected: list[int], found: list[int], options: Mapping[str, Any] | None = None, number: int = 0
     ) -> Divergence | None:
@@ -153,15 +161,18 @@ class Judge:
         if one is None or other is None or exact:
             return Divergence(number, position, one, other, texts=texts)
         before = torch.cat([prompt.cpu(), torch.tensor(expected[:position], dtype=prompt.dtype)])[None]  # [1, T + position]
-        scores, precise = (_next_scores(model, before, options or {}) for model in (self.model, self.precise))  # [V] each
+        scores = _next_scores(self.model, before, options or {})  # [V]
+        precise = scores if self.quantised else _next_scores(self.precise, before, options or {})
         best = precise.topk(min(NEAR, len(precise))).indices
         near = torch.cat([best, torch.tensor([one, other])])
         differences = (scores[near] - precise[near]).abs()
         rounding = max(differences[differences.isfinite()].tolist(), default=0.0)
+        if self.quantised:
+            rounding = spread(LayeredModel(self.model), before[0], near)
         unit = torch.finfo(self.model.dtype).eps * float(precise[best[0]].abs())
         margin = float((precise[one] - precise[other]).abs())
         gap = float(precise[best[0]] - torch.minimum(precise[one], precise[other]))
-        return Divergence(number, position, one, other, margin, gap, 4 * rounding + 2 * unit, texts)
+        return Divergence(number, position, one, other, margin, gap, SPREAD * rounding + 2 * unit, texts)
 
 
 def _next_scores(model: PreTrainedModel, ids: Tensor, options: Mapping[str, Any]) -> Tensor:
@@ -215,8 +226,8 @@ class Checker:
 
     @property
     def _exact(self) -> bool:
-        """Whether the dtype's rounding is too small to move a draw in a while."""
-        return self.model.dtype in (torch.float32, torch.float64)
+        """Whether rounding, the dtype's and of quantised kernels, is too small to move a draw in a while."""
+        return self.model.dtype in (torch.float32, torch.float64) and not self.judge.quantised
 
     def _probes(self) -> list[tuple[str, Callable[[], None]]]:
         laws_of = [("the law of sampled texts, " + ", ".join(f"{k} {v:g}" for k, v in one.items()), one) for one in LAWS]
@@ -232,6 +243,7 @@ class Checker:
             *((title, partial(self.law, settings)) for title, settings in laws_of),
             ("sampled texts alone and in a batch", self.neighbours),
             *self._bits(),
+            *([("the sums of quantised layers, a row alone and beside others", self.summed)] if self.judge.quantised else []),
         ]
 
     # --------------------------------------------------------------------------------------------- bit for bit
@@ -258,6 +270,13 @@ class Checker:
         found = bits.difference()
         self.finding.tested, self.finding.unit = found.logits, "logits"
         self.finding.note = f"they differ by up to {found.largest:.2g}; ties nearer than that may fall either way"
+
+    @torch.inference_mode()
+    def summed(self) -> None:
+        """Sums of quantised layers, which may depend on how many rows there are: by how much, kernel by kernel."""
+        found = measured(LayeredModel(self.model), torch.cat(self.prompts))
+        self.finding.tested, self.finding.unit = sum(one.sums for one in found.values()), "sums"
+        self.finding.note = "; ".join(f"{name}: {one}" for name, one in found.items())
 
     # ------------------------------------------------------------------------------------------------- greedy
 
@@ -360,7 +379,7 @@ class Checker:
         """A seed's text does not depend on what is decoded beside it. In half precision rounding moves draws: nothing is
         compared."""
         if not self._exact:
-            self.finding.note = "rounding in this dtype moves draws"
+            self.finding.note = f"rounding in {'quantised kernels' if self.judge.quantised else 'this dtype'} moves draws"
             return
         settings, seeds = LAWS[0], range(self.scale.seed, self.scale.seed + 2 * BATCH)
         together = self._sampled(self.method, self.prompts[0], settings, seeds)
@@ -386,6 +405,10 @@ class Checker:
         """Every step of a batch: limits and laws of drafts, and the store against a fresh forward."""
         layered = LayeredModel(self.model)
         tolerance = max(1e-3, ROUNDING * torch.finfo(self.model.dtype).eps)
+        if self.judge.quantised:
+            apart = stored_spread(layered, torch.cat(self.prompts))
+            tolerance = max(tolerance, SPREAD * apart)
+            self.finding.note = f"keys and values of quantised layers differ by up to {apart:.2g} of the largest by themselves"
         for temperature in (0.0, 1.0):
             requests = [
                 Request(prompt, AUDITED * (2 + i), sampling=Sampling(temperature, seed=i))

@@ -15,7 +15,7 @@ from skipstone.models.facts import Facts
 from skipstone.models.families import reaches, text_config
 from skipstone.models.kvstore import KVStore
 from skipstone.models.passes import Pass, Tree
-from skipstone.models.recognition import recognise
+from skipstone.models.recognition import recognise, traced
 from skipstone.models.trace import PREFIX, Trace, shrunk_windows
 
 EXACT = 1e-3  # share of the largest entry by which float32 and float64 results may differ
@@ -48,7 +48,7 @@ def ensure(model: Any, facts: Facts) -> None:
     """Verify a model whose class and shape of config have not been verified yet. ValueError with the difference where what
     skipstone computes is not what the model computes."""
     known = recognise(model)
-    if known.found is None:
+    if known.is_verified:
         return
     kind = model.config.model_type
     try:
@@ -56,7 +56,7 @@ def ensure(model: Any, facts: Facts) -> None:
         config = text_config(model)
         with shrunk_windows(config):
             engine.reaches = reaches(config, facts.family)
-        difference = disagreement(engine, facts, known.found)
+        difference = disagreement(engine, facts, traced(model))
     except (TypeError, AttributeError, RuntimeError, IndexError, KeyError) as error:
         raise ValueError(f"the layers of this {kind} model cannot be run one by one: {error}") from error
     if not difference.share <= difference.allowed:

@@ -8,6 +8,7 @@ from skipstone.models.families import kinds, max_positions, reaches, text_config
 from skipstone.models.modules import DecoderModules
 from skipstone.models.packed import PackedWeight
 from skipstone.models.placing import home, hooks
+from skipstone.models.quantised import settle
 from skipstone.models.ranks import Ranks
 from skipstone.models.refusals import refuse_weights
 
@@ -24,6 +25,7 @@ class Facts:
         refuse_weights(model)
         config = text_config(model)
         modules = DecoderModules(model)
+        settle(model)
         self.family, self.decoder, self.layers, self.head = modules.family, modules.decoder, modules.layers, modules.head
         self.embeddings: int = model.get_input_embeddings().weight.shape[0]
         self.kinds = kinds(config)

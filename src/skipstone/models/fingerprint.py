@@ -1,12 +1,14 @@
 """A hash of a model's weights: files that were made for one model know it by this."""
 
 import hashlib
+from operator import itemgetter
 from typing import Any
 
 import torch
 
 from skipstone.models.memo import Memo
 from skipstone.models.placing import named_values
+from skipstone.models.quantised import stored
 
 SAMPLED = 64  # entries of every parameter that the fingerprint looks at
 _FOUND: Memo[tuple[int, str]] = Memo()  # (sum of the versions that torch counts of the parameters, the hash of these weights)
@@ -46,7 +48,7 @@ def _versions(model: Any) -> int:
 @torch.inference_mode()
 def _hash(model: Any) -> str:
     found = hashlib.sha256()
-    for name, parameter in sorted(named_values(model)):
+    for name, parameter in sorted(stored(model, named_values(model)), key=itemgetter(0)):
         flat = parameter.detach().flatten()
         step = max(1, len(flat) // SAMPLED)
         values = flat[::step][:SAMPLED].to("cpu", torch.bfloat16).float()

@@ -4,6 +4,7 @@ import json
 from contextlib import suppress
 from dataclasses import asdict, dataclass
 from typing import Any
+from weakref import ref
 
 import torch
 import transformers
@@ -23,21 +24,23 @@ _FAMILY = TypeAdapter(Family)
 
 @dataclass
 class Recognised:
-    """What is known of a model's class and shape of config. found: the trace that it was derived from, None once it has been
-    verified."""
+    """What is known of a model's class and shape of config. is_verified: whether skipstone computes such a model as its own
+    forward does."""
 
     key: str
     family: Family
-    found: Trace | None = None
+    is_verified: bool
 
     def verified(self) -> None:
         """Remember the family, here and on disk."""
-        self.found = None
+        self.is_verified = True
         with suppress(OSError, RuntimeError):  # it is derived again next time
             write_json(_place(self.key), {"family": asdict(self.family)})
 
 
 _KNOWN: dict[str, Recognised] = {}
+_LATEST: list[tuple[ref[Any], Trace]] = []
+"""The trace that the latest family was derived from, and of which model: it is verified against the same one."""
 
 
 def recognise(model: Any) -> Recognised:
@@ -46,12 +49,23 @@ def recognise(model: Any) -> Recognised:
     key = _key(model)
     if key not in _KNOWN:
         remembered = _remembered(key)
-        _KNOWN[key] = _derived(model, key) if remembered is None else Recognised(key, remembered)
+        _KNOWN[key] = Recognised(key, _derived(model), False) if remembered is None else Recognised(key, remembered, True)
     return _KNOWN[key]
 
 
+def traced(model: Any) -> Trace:
+    """What a model's own forward does: the trace that its family was derived from, where that was just now."""
+    known = next((found for of, found in _LATEST if of() is model), None)
+    _LATEST.clear()
+    if known is not None:
+        return known
+    config = text_config(model)
+    path, _, layers = find_layers(model, config)
+    return trace(model, submodule(model.get_decoder(), path), layers, config, max_positions(config)[0])
+
+
 @torch.inference_mode()
-def _derived(model: Any, key: str) -> Recognised:
+def _derived(model: Any) -> Family:
     config = text_config(model)
     try:
         path, name, layers = find_layers(model, config)
@@ -62,7 +76,8 @@ def _derived(model: Any, key: str) -> Recognised:
         raise ValueError(f"this {model.config.model_type} model {reason}; skipstone cannot decode it") from None
     if family.own_masks is None:
         refuse_contradiction(config, reaches(config, family))
-    return Recognised(key, family, found)
+    _LATEST[:] = [(ref(model), found)]
+    return family
 
 
 def _key(model: Any) -> str:

@@ -6,6 +6,7 @@ from typing import Any
 import torch
 from torch.distributed.tensor import DTensor
 
+from skipstone.models import quantised
 from skipstone.models.families import kinds, text_config
 from skipstone.models.known_types import REFUSED
 from skipstone.models.packed import PackedWeight
@@ -119,16 +120,12 @@ def _refuse_adapter(name: str, adapter: Any) -> None:
 
 
 def refuse_weights(model: Any) -> None:
-    """ValueError for weights that are quantised, not there, or sharded or spread in an unknown way. Walks all parameters."""
-    config = getattr(model.config, "quantization_config", None)
-    method = config.get("quant_method") if isinstance(config, dict) else getattr(config, "quant_method", None)
-    method = getattr(method, "value", method)
+    """ValueError for weights that are quantised by what is not tested here, not there, or sharded or spread in an unknown way.
+    Walks all parameters."""
+    quantised.refuse(model)
     parameters = list(model.parameters())
-    dtypes = {str(parameter.dtype) for parameter in parameters if not parameter.is_floating_point()}
-    if getattr(model, "hf_quantizer", None) is not None or dtypes:
-        found = method or ", ".join(sorted(dtypes)) or "unknown method"
-        raise ValueError(f"the model is quantised ({found}); no quantised kernel is tested here yet: load it unquantised")
-    own = [parameter.data for parameter in parameters if not isinstance(parameter, PackedWeight)]
+    packed = {id(one) for layers in quantised.kernels(model).values() for layer in layers for one in layer.parameters()}
+    own = [one.data for one in parameters if not isinstance(one, PackedWeight) and id(one) not in packed]
     special = {type(values).__name__ for values in own if type(values) not in KNOWN_TENSORS}
     if special:
         raise ValueError(f"the weights are {', '.join(sorted(special))}, expected plain tensors: load without sharding")

@@ -11,13 +11,18 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from skipstone.models.packed import PackedWeight
+
+_PLAIN = (Tensor, nn.Parameter, PackedWeight)
 FEW_ROWS = 8  # rows up to which W x^T is faster than F.linear
 
 
 def pays(module: nn.Module) -> bool:
-    """Whether a module is better run by `few_rows`: a plain float32 linear layer on the CPU, where torch has MKL."""
+    """Whether a module is better run by `few_rows`: a plain float32 linear layer on the CPU, where torch has MKL. torchao
+    leaves the layer's class and quantises its weight."""
     return (
         type(module) is nn.Linear
+        and type(module.weight) in _PLAIN
         and module.weight.device.type == "cpu"
         and module.weight.dtype == torch.float32
         and torch.backends.mkl.is_available()

@@ -14,6 +14,7 @@ from skipstone.models.engines.native.structs import Layer, Matrix, Model
 from skipstone.models.facts import Facts
 from skipstone.models.families import submodule
 from skipstone.models.packed import PackedWeight
+from skipstone.models.quantised import kernel
 
 TYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
 """Numbers of the dtypes that weights may be stored in."""
@@ -313,6 +314,8 @@ def unsupported(model: Any, facts: Facts) -> str | None:
 
 def _odd(module: Any) -> str | None:
     """Why a module cannot be taken over by its weights alone."""
+    if (name := kernel(module)) is not None:
+        return f"is quantised ({name}), and the native engine reads plain weights only"
     for weight in module._parameters.values():
         if weight is not None and weight.dtype not in TYPES:
             return f"is stored in {weight.dtype}; the native engine reads float32, bfloat16 and float16"

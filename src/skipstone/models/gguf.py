@@ -1,0 +1,49 @@
+"""Models in GGUF files, as transformers unpacks them."""
+
+import errno
+import struct
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import transformers
+
+from skipstone.extras import installed
+
+SUFFIX = ".gguf"
+MAGIC = b"GGUF"
+"""What every GGUF file begins with."""
+
+
+def options(path: Path) -> dict[str, Any]:
+    """What `from_pretrained` has to be told, besides the folder, of a file. OSError for one that is no GGUF file, ImportError
+    without the packages that read such a file."""
+    if path.suffix != SUFFIX:
+        raise NotADirectoryError(errno.ENOTDIR, f"a model is a folder, this is a file that does not end in {SUFFIX}", str(path))
+    with path.open("rb") as file:
+        start = file.read(len(MAGIC))
+    if start != MAGIC:
+        raise OSError(errno.EINVAL, f"not a GGUF file, it begins with {start!r}, expected {MAGIC!r}", str(path))
+    for package in ("gguf", "accelerate"):
+        installed(package, f"GGUF files need {package}", "quantised")
+    return {"gguf_file": path.name}
+
+
+def unpacked() -> dict[str, Any]:
+    """What makes transformers unpack all weights while it loads, whatever kernels are installed: older versions always do."""
+    config: Any = getattr(transformers, "GgufConfig", None)
+    return {} if config is None else {"quantization_config": config(dequantize=True)}
+
+
+@contextmanager
+def reading(folder: str, told: dict[str, Any]) -> Iterator[None]:
+    """ValueError for all that transformers says of a file that it cannot read. told: `options`, empty for a model that is no
+    GGUF file, of which nothing is changed."""
+    try:
+        yield
+    except (ValueError, LookupError, NotImplementedError, struct.error) as error:
+        if "gguf_file" not in told:
+            raise
+        path = Path(folder, told["gguf_file"])
+        raise ValueError(f"the GGUF file {path} cannot be loaded by transformers: {error}") from error

@@ -1,0 +1,152 @@
+"""`check` measures which quantised kernels give a row another sum beside others, and still tells ties from bugs there."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+
+from skipstone import EarlyExit, LayerSkip, Method
+from skipstone.check.check import Checker, Judge, Report, Scale
+from skipstone.check.kernels import ROWS, WIDTHS, measured, spread, stored_spread
+from skipstone.models import quantised as rooms
+from skipstone.models.layered import LayeredModel
+from tests.helpers import quantised
+from tests.helpers.machine import prompt
+
+PROMPTS = [prompt(length, seed=length) for length in (9, 14, 6, 11)]
+SUMS = "the sums of quantised layers, a row alone and beside others"
+SKIP = LayerSkip(exit_layer=2, num_speculative_tokens=3)
+APART = 1e-3  # by which the sums of `Beside` differ from those of a row alone
+
+
+class Alone(nn.Linear):
+    """A kernel in which every row is by itself, as the engine's patch for a few rows would not have it."""
+
+    def forward(self, input: Tensor) -> Tensor:
+        return torch.cat([super(Alone, self).forward(row) for row in input.split(1, 1)], 1)
+
+
+class Beside(Alone):
+    """A kernel that has another loop for more than one row."""
+
+    def forward(self, input: Tensor) -> Tensor:
+        return super().forward(input) + (APART if input.shape[1] > 1 else 0.0)
+
+
+Alone.__module__ = Beside.__module__ = "torchao.made.up"
+
+
+@pytest.fixture
+def model(monkeypatch: pytest.MonkeyPatch) -> PreTrainedModel:
+    """Its first layer has `Beside`, the others have `Alone`."""
+    monkeypatch.setitem(rooms.METHODS, "torchao", rooms.Quantisation("torchao", ("torchao Alone", "torchao Beside")))
+    made = quantised.plain()
+    for name, module in made.named_modules():
+        if name.endswith("_proj"):
+            module.__class__ = Beside if ".0." in name else Alone
+    return made
+
+
+def test_sums_are_compared_kernel_by_kernel(model: PreTrainedModel) -> None:
+    found = measured(LayeredModel(model), torch.cat(PROMPTS))
+    assert {name: (one.layers, one.different) for name, one in found.items()} == {
+        "torchao Beside": (7, 7),
+        "torchao Alone": (21, 0),
+    }
+    assert found["torchao Beside"].largest == pytest.approx(APART, rel=0.01)
+    assert found["torchao Alone"].largest == 0.0
+    assert found["torchao Beside"].sums == ROWS * len(WIDTHS) * (64 + 32 + 32 + 64 + 128 + 128 + 64)
+    assert str(found["torchao Alone"]) == "the same sums in all 21 layers"
+    assert str(found["torchao Beside"]).startswith("other sums in 7 of 7 layers, by up to 0.001 (")
+
+
+def test_the_hooks_that_compare_are_taken_off(model: PreTrainedModel) -> None:
+    measured(LayeredModel(model), PROMPTS[0])
+    assert not any(module._forward_pre_hooks for module in model.modules())
+
+
+class Partly(Checker):
+    """Some of the probes, after plain decoding's own."""
+
+    only: str = ""
+
+    def _probes(self) -> list[tuple[str, Callable[[], None]]]:
+        return [one for number, one in enumerate(super()._probes()) if number == 0 or one[0] == self.only]
+
+
+def probed(model: PreTrainedModel, method: Method, only: str) -> Report:
+    checker = Partly(model, method, PROMPTS, Scale(max_new_tokens=24, samples=50))
+    checker.only = only
+    report = checker.run()
+    assert [finding.name for finding in report.findings][1:] == [only]
+    return report
+
+
+def test_the_report_says_which_kernels(model: PreTrainedModel) -> None:
+    report = probed(model, SKIP, SUMS)
+    assert report.passed
+    assert (report.findings[1].unit, report.findings[1].tested > 0) == ("sums", True)
+    assert "torchao Beside: other sums in 7 of 7 layers" in report.findings[1].note
+    assert "torchao Alone: the same sums in all 21 layers" in report.findings[1].note
+
+
+def test_a_model_that_is_not_quantised_has_no_such_probe() -> None:
+    checker = Checker(quantised.plain(), SKIP, PROMPTS, Scale(max_new_tokens=8, samples=10))
+    assert SUMS not in [name for name, _ in checker._probes()]
+
+
+def test_what_passes_of_other_widths_differ_by_is_measured(model: PreTrainedModel) -> None:
+    layered = LayeredModel(model)
+    whole, near = torch.cat(PROMPTS), torch.arange(5)
+    assert APART < spread(layered, whole, near) < 1
+    assert APART / 10 < stored_spread(layered, whole) < 0.1
+    for module in model.modules():
+        if isinstance(module, Beside):
+            module.__class__ = Alone
+    assert spread(layered, whole, near) < 1e-3
+    assert stored_spread(layered, whole) < 1e-5
+
+
+def test_the_audit_allows_what_the_kernels_differ_by(model: PreTrainedModel) -> None:
+    report = probed(model, SKIP, "every step: drafts and the key/value store")
+    assert report.passed, report.findings
+    assert "keys and values of quantised layers differ by up to" in report.findings[1].note
+
+
+def test_a_lossy_method_is_found_out_all_the_same(model: PreTrainedModel) -> None:
+    report = probed(model, EarlyExit(exit_layer=2), "greedy texts")
+    assert report.findings[0].bugs == [], "plain decoding is right"
+    assert report.findings[1].bugs
+
+
+def test_texts_that_part_at_two_near_scores_are_a_tie(model: PreTrainedModel) -> None:
+    """Two tokens get one column of the head, but for less than the kernels differ by."""
+    head: Any = model.get_output_embeddings()
+    with torch.no_grad():
+        best = int(model(PROMPTS[0][None]).logits[0, -1].argmax())
+        other = (best + 1) % 97
+        head.weight[other] = head.weight[best] * (1 - 1e-5)
+    parted = Judge(model).compare(PROMPTS[0], [best], [other])
+    assert parted is not None
+    assert parted.tie, str(parted)
+    far = int(model(PROMPTS[0][None]).logits[0, -1].argmin())
+    parted = Judge(model).compare(PROMPTS[0], [best], [far])
+    assert parted is not None
+    assert not parted.tie
+
+
+def test_outliers_of_other_rows_change_the_sums_of_bitsandbytes() -> None:
+    """A column of inputs beyond 6 in any row of a pass is computed in float16 for all of them."""
+    model: Any = quantised.build("bitsandbytes 8 bit")
+    (found,) = measured(LayeredModel(model), torch.cat(PROMPTS)).values()
+    assert 0 < found.different <= found.layers
+    for module in model.modules():
+        if hasattr(module, "state"):
+            module.state.threshold = 0.0
+    (found,) = measured(LayeredModel(model), torch.cat(PROMPTS)).values()
+    assert found.different == 0

@@ -1,0 +1,203 @@
+"""Models that a package has quantised write with skipstone what they write without it, or are refused by name."""
+
+from __future__ import annotations
+
+import copy
+import functools
+import json
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import skipstone
+from skipstone import LayerSkip, SelfSpeculative, Speculative, Swift
+from skipstone.check.check import Judge
+from skipstone.loading import load_model
+from skipstone.models import quantised as rooms
+from skipstone.models.engines.eager import linear
+from skipstone.models.engines.native import library
+from skipstone.models.fingerprint import fingerprint
+from skipstone.models.layered import LayeredModel
+from tests.helpers import families, quantised
+from tests.helpers.machine import llama, prompt
+
+NEW = 20  # tokens of a text
+LENGTH = 9  # tokens of a prompt
+METHODS: dict[str, Callable[[], Any]] = {
+    "autoregressive": lambda: "autoregressive",
+    "layerskip": lambda: LayerSkip(exit_layer=2, num_speculative_tokens=3),
+    "self_speculative": lambda: SelfSpeculative((1,), (2,), None, 3),
+    "swift": lambda: Swift(),
+    "speculative": lambda: Speculative(quantised.plain(), 3),
+}
+
+
+@functools.cache
+def expected(name: str) -> list[int]:
+    """What the quantised model writes by itself."""
+    ids = prompt(LENGTH, seed=1)[None]
+    return quantised.build(name).generate(ids, max_new_tokens=NEW, do_sample=False)[0, LENGTH:].tolist()
+
+
+ROUND_INPUTS = ("bitsandbytes 8 bit", "torchao int8 inputs", "compressed-tensors int8 inputs")
+"""Their codes of the inputs make a large difference of a small one: texts part where the best tokens are close."""
+
+
+def assert_same(name: str, found: Any) -> None:
+    """The text is the quantised model's, or parts from it in a tie, where the kernel rounds its inputs."""
+    assert len(found) == 1
+    parted = Judge(quantised.cached(name)).compare(prompt(LENGTH, seed=1), expected(name), found[0])
+    assert parted is None or (parted.tie and name in ROUND_INPUTS), str(parted)
+
+
+@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("name", quantised.NAMES)
+def test_greedy_text_is_that_of_the_quantised_model(name: str, method: str) -> None:
+    """The kernels run for the first time in skipstone, where they have to unpack what they pack."""
+    model = quantised.cached(name)
+    output = skipstone.generate(model, prompt(LENGTH, seed=1)[None], METHODS[method](), max_new_tokens=NEW, do_sample=False)
+    assert rooms.kernels(model), "it is not quantised"
+    assert_same(name, output.new_tokens)
+    assert output.engine == "eager"
+    assert (output.stats.drafted > 0) == (method != "autoregressive")
+
+
+@pytest.mark.parametrize("name", quantised.NAMES)
+def test_the_native_engine_says_why_it_does_not_run_quantised_kernels(name: str) -> None:
+    if library.missing() is not None:
+        pytest.skip("no native engine")
+    model = quantised.cached(name)
+    (kernel,) = rooms.kernels(model)
+    reason = LayeredModel(model).engine_reason
+    assert reason is not None
+    assert f"is quantised ({kernel}), and the native engine reads plain weights only" in reason
+    for asked in ({"engine": "native"}, {"quantize": "int8"}):
+        with pytest.raises(ValueError, match="reads plain weights only"):
+            LayeredModel(model, **asked)
+
+
+@pytest.mark.parametrize("name", quantised.NAMES)
+def test_the_fingerprint_is_of_the_quantised_weights_and_stays(name: str) -> None:
+    """Kernels that repack their weights when they first run have done so."""
+    model = quantised.build(name)
+    LayeredModel(model)
+    known = fingerprint(model)
+    model.generate(prompt(LENGTH)[None], max_new_tokens=2)
+    assert fingerprint(copy.copy(model)) == known
+    assert known != fingerprint(quantised.plain())
+
+
+class Odd(torch.Tensor):
+    """A weight of a kernel that nobody has heard of."""
+
+
+Odd.__module__ = "torchao.new"
+
+
+class GgufLinear(nn.Linear):
+    """Named as transformers' own."""
+
+
+def with_odd_weight(model: Any, place: str) -> Any:
+    module = model.get_submodule(place)
+    module.weight = nn.Parameter(module.weight.data.as_subclass(Odd), requires_grad=False)
+    return model
+
+
+def test_a_kernel_that_is_not_tested_is_refused_by_name() -> None:
+    model = with_odd_weight(families.build("llama"), "model.layers.1.mlp.up_proj")
+    with pytest.raises(ValueError) as caught:
+        LayeredModel(model)
+    assert "quantised (torchao), its layers are torchao Odd, expected torchao Int8Tensor" in str(caught.value)
+
+
+@pytest.mark.parametrize(("place", "part"), [("lm_head", "LM head"), ("model.embed_tokens", "embedding")])
+def test_a_quantised_head_or_embedding_is_refused(place: str, part: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    known = rooms.METHODS["torchao"]
+    monkeypatch.setitem(rooms.METHODS, "torchao", rooms.Quantisation(known.package, ("torchao Odd",)))
+    with pytest.raises(ValueError, match=rf"the model's {part} is quantised \(torchao Odd\), expected a plain one"):
+        LayeredModel(with_odd_weight(llama(), place))
+
+
+def test_gguf_blocks_that_stay_packed_are_refused_and_unpacked_ones_are_not() -> None:
+    model: Any = llama()
+    model.hf_quantizer, model.config.quantization_config = object(), SimpleNamespace(quant_method="gguf")
+    LayeredModel(model)
+    model.model.layers[0].mlp.up_proj = GgufLinear(32, 64, bias=False)
+    with pytest.raises(ValueError, match=r"quantised \(gguf\) and keeps its weights packed.*dequantize=True"):
+        LayeredModel(model)
+
+
+def test_the_patch_for_few_rows_leaves_quantised_weights_alone() -> None:
+    """torchao keeps nn.Linear, and its tensors call themselves float32."""
+    layer = nn.Linear(8, 8)
+    assert linear.pays(layer) == torch.backends.mkl.is_available()
+    layer.weight = nn.Parameter(layer.weight.data.as_subclass(Odd))
+    assert not linear.pays(layer)
+
+
+def checkpoint(folder: Path, method: str) -> Path:
+    """A folder whose config says that it is quantised."""
+    llama(layers=1).save_pretrained(folder)
+    config = json.loads((folder / "config.json").read_text())
+    settings = {"quant_method": method, "load_in_8bit": True}
+    (folder / "config.json").write_text(json.dumps({**config, "quantization_config": settings}))
+    return folder
+
+
+REFUSED = {
+    "vptq": "quantised (vptq), expected one of bitsandbytes, torchao",
+    "hqq": "quantised (hqq), which transformers cannot load: load the unquantised model and quantise it by hqq's",
+}
+
+
+@pytest.mark.parametrize("method", REFUSED)
+def test_a_checkpoint_that_cannot_be_decoded_is_refused_before_it_is_loaded(method: str, tmp_path: Path) -> None:
+    with pytest.raises(ValueError) as caught:
+        load_model(checkpoint(tmp_path, method))
+    assert REFUSED[method] in str(caught.value)
+
+
+@pytest.mark.parametrize("method", [name for name, one in rooms.METHODS.items() if one.unloadable is None])
+def test_a_missing_package_is_one_sentence_that_says_what_to_install(
+    method: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    known = rooms.METHODS[method]
+    monkeypatch.setitem(sys.modules, known.package, None)
+    with pytest.raises(ImportError) as caught:
+        load_model(checkpoint(tmp_path, method))
+    assert type(caught.value) is ImportError, "the command line prints only these in one sentence"
+    assert str(caught.value) == f"the checkpoint is quantised ({method}), which needs {known.package}: {known.install}"
+
+
+CHECKPOINTS: dict[str, Callable[[], Path]] = {
+    "compressed-tensors int4": lambda: quantised.compressed_checkpoint(4, "pack-quantized"),
+    "gptq": lambda: pytest.importorskip("gptqmodel") and quantised.four_bit_checkpoint("gptq"),
+    "bitsandbytes 8 bit": lambda: saved("bitsandbytes 8 bit"),
+    "bitsandbytes nf4": lambda: saved("bitsandbytes nf4"),
+    "torchao int8": lambda: saved("torchao int8"),
+}
+
+
+def saved(name: str) -> Path:
+    """Written before it has run: bitsandbytes saves 4 bit weights as its kernels have repacked them, and reads them as if they
+    had not."""
+    folder = quantised._folder()
+    quantised.build(name).save_pretrained(folder)
+    return folder
+
+
+@pytest.mark.parametrize("name", CHECKPOINTS)
+def test_a_quantised_checkpoint_is_loaded_and_decoded(name: str) -> None:
+    model = load_model(CHECKPOINTS[name]())
+    output = skipstone.generate(
+        model, prompt(LENGTH, seed=1)[None], METHODS["layerskip"](), max_new_tokens=NEW, do_sample=False
+    )
+    assert rooms.kernels(model), "it is not quantised"
+    assert_same(name, output.new_tokens)
