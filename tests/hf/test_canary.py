@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 import transformers
+from torch._dynamo import mark_static_address
 from torch._dynamo.backends.registry import lookup_backend
 from torch._inductor.compile_fx import compile_fx
 from transformers import GenerationConfig, LlamaConfig, LlamaForCausalLM, PreTrainedModel
@@ -227,6 +228,10 @@ def backends() -> None:
     assert "config_patches" in inspect.signature(compile_fx).parameters
 
 
+def static_addresses() -> None:
+    assert "guard" in inspect.signature(mark_static_address).parameters
+
+
 INTERNAL: dict[str, Callable[[], None]] = {
     "transformers.cache_utils.get_layer_types_and_kwargs": layer_types,
     "transformers.generation.logits_process.LogitsProcessorList": processors,
@@ -241,6 +246,7 @@ INTERNAL: dict[str, Callable[[], None]] = {
     "transformers.modeling_utils.AttentionInterface": attention,
     "transformers.utils.logging": log_level,
     "torch._dynamo.backends.registry.lookup_backend": backends,
+    "torch._dynamo.mark_static_address": static_addresses,
 }
 
 

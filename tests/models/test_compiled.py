@@ -157,6 +157,21 @@ def test_keys_and_values_in_bfloat16(model: PreTrainedModel) -> None:
     assert found.new_tokens != decode(model, prompts, METHODS[1], engine="eager", do_sample=False).new_tokens
 
 
+def test_what_is_done_for_cuda_graphs_changes_no_text() -> None:
+    """Buffers that stay where they are, results that are copied; what lowers the graphs is the same."""
+    model, prompts = families.build("llama"), families.prompts(3)
+    graphs = []
+    for cuda in (False, True):
+        engine = engine_of(model)
+        engine.graphs.cuda, before = cuda, engine.graphs.count
+        engine._regions.clear()
+        for text in (METHODS[1], METHODS[4]):
+            expected = decode(model, prompts, text, engine="eager", do_sample=False)
+            assert decode(model, prompts, text, engine="compiled", do_sample=False).new_tokens == expected.new_tokens
+        graphs.append(engine.graphs.count - before)
+    assert graphs[0] == graphs[1] > 0
+
+
 def test_auto_never_takes_it(model: PreTrainedModel, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv(choice.VARIABLE, raising=False)
     assert LayeredModel(model).engine.name != "compiled"

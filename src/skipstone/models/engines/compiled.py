@@ -73,7 +73,7 @@ class Graphs:
 
         self.count += 1
         more = {"config_patches": {"triton.cudagraphs": True}} if self.cuda and self.backend == "inductor" else {}
-        return lookup_backend(self.backend)(graph, inputs, **more)  # type: ignore[call-arg]
+        return lookup_backend(self.backend)(graph, inputs, **more)
 
 
 class Slots:
@@ -98,7 +98,7 @@ def _layer(
     """What is compiled: one layer over [R, n, d]. at: positions [R, n], rows [R, 1], slots [R, n]. buffers: keys and values.
     call: (name of the argument for the cache, fixed arguments)."""
     positions, rows, slots = at
-    cache = {call[0]: Slots(*buffers, rows, slots)}
+    cache = {call[0]: Slots(buffers[0], buffers[1], rows, slots)}
     output = layer(hidden, attention_mask=mask, position_ids=positions, position_embeddings=phases, **cache, **dict(call[1]))
     return output[0] if isinstance(output, tuple) else output
 
@@ -172,6 +172,8 @@ class CompiledEngine(EagerEngine):
                 buffer = buffers[index]
                 if buffer is not None and buffer.shape[0] != rows:
                     buffers[index] = F.pad(buffer, (0, 0, 0, 0, 0, 0, 0, rows - buffer.shape[0]))
+                if self.graphs.cuda:
+                    _stays(buffers[index])
 
     def _run(self, hidden: Tensor, at: Pass, store: KVStore, layers: range) -> Tensor:
         """Layers of which nothing is skipped. hidden: [b, n, d]. at: the pass, padded. Returns [b, n, d]."""
@@ -179,6 +181,8 @@ class CompiledEngine(EagerEngine):
         hidden = _plain(F.pad(hidden, (0, 0, 0, full_width - width, 0, full_rows - rows)))
         phases = self._position_embeddings(hidden, at, layers)
         places = at.positions, torch.arange(full_rows, device=hidden.device)[:, None], at.slots
+        if self.graphs.cuda:
+            torch.compiler.cudagraph_mark_step_begin()
         masks: dict[tuple[int | None, int], Tensor] = {}
         for index in layers:
             region = self._region(self._kinds[index], (full_rows, full_width, at.extent))
@@ -189,7 +193,8 @@ class CompiledEngine(EagerEngine):
             hidden = self._timed(
                 region, self._twins[index], hidden, mask, places, phases[self.kinds[index]], buffers, self._call
             )
-        return hidden[:rows, :width]
+        hidden = hidden[:rows, :width]
+        return hidden.clone() if self.graphs.cuda else hidden  # the next replay of a CUDA graph writes over its output
 
     def _region(self, kind: int, shape: Shape) -> Region:
         region = self._regions.get((kind, shape))
@@ -269,6 +274,14 @@ def _padded(at: Pass, store: KVStore) -> Pass:
     tree = at.tree and _padded_tree(at.tree, more[1], more[3])
     whole = slice(0, tier(rows))
     return Pass(_plain(F.pad(at.positions, more)), _plain(slots), valid, whole, store.capacity, None, tree)
+
+
+def _stays(buffer: Tensor | None) -> None:
+    """Tell CUDA graphs that a buffer stays where it is, so that they write to it in place."""
+    from torch._dynamo import mark_static_address
+
+    if buffer is not None:
+        mark_static_address(buffer, guard=False)
 
 
 def _plain(tensor: Tensor | None) -> Any:
