@@ -1,5 +1,5 @@
-"""Every private or internal API of transformers that src uses, and what is expected of it. Where a new version of transformers
-breaks one, this file says so before anything else fails in a stranger way."""
+"""Every private or internal API of transformers and torch that src uses, and what is expected of it. Where a new version of one
+breaks it, this file says so before anything else fails in a stranger way."""
 
 from __future__ import annotations
 
@@ -13,6 +13,9 @@ import accelerate
 import pytest
 import torch
 import transformers
+from torch._dynamo import mark_static_address
+from torch._dynamo.backends.registry import lookup_backend
+from torch._inductor.compile_fx import compile_fx
 from transformers import GenerationConfig, LlamaConfig, LlamaForCausalLM, PreTrainedModel
 from transformers.cache_utils import get_layer_types_and_kwargs
 from transformers.distributed.configuration_utils import DistributedConfig
@@ -260,6 +263,17 @@ def tensor_parallelism() -> None:
     assert LlamaConfig().base_model_tp_plan["layers.*.self_attn.k_proj"] == "colwise"
 
 
+def backends() -> None:
+    assert {"inductor", "eager", "aot_eager"} <= set(torch.compiler.list_backends(exclude_tags=()))
+    graph = torch.fx.symbolic_trace(torch.nn.ReLU())
+    assert lookup_backend("eager")(graph, [torch.ones(1)])(torch.tensor([-1.0])).tolist() == [0.0]
+    assert "config_patches" in inspect.signature(compile_fx).parameters
+
+
+def static_addresses() -> None:
+    assert "guard" in inspect.signature(mark_static_address).parameters
+
+
 INTERNAL: dict[str, Callable[[], None]] = {
     "transformers.cache_utils.get_layer_types_and_kwargs": layer_types,
     "transformers.distributed.configuration_utils.DistributedConfig": tensor_parallelism,
@@ -275,6 +289,8 @@ INTERNAL: dict[str, Callable[[], None]] = {
     "transformers.models.auto.modeling_auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES": model_types,
     "transformers.modeling_utils.AttentionInterface": attention,
     "transformers.utils.logging": log_level,
+    "torch._dynamo.backends.registry.lookup_backend": backends,
+    "torch._dynamo.mark_static_address": static_addresses,
 }
 
 
@@ -322,12 +338,12 @@ def test_this_file_names_every_private_name_that_src_uses() -> None:
     assert used_names() - own_names() == set(PRIVATE)
 
 
-def test_this_file_names_every_import_from_inside_transformers() -> None:
+def test_this_file_names_every_import_from_inside_other_packages() -> None:
     found = {
         f"{node.module}.{alias.name}"
         for tree in trees()
         for node in ast.walk(tree)
-        if isinstance(node, ast.ImportFrom) and node.module is not None and node.module.startswith("transformers.")
+        if isinstance(node, ast.ImportFrom) and node.module is not None and node.module.startswith(("transformers.", "torch._"))
         for alias in node.names
     }
     assert found == set(INTERNAL)

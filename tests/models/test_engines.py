@@ -100,14 +100,14 @@ def test_native_asked_for_and_impossible_is_an_error_before_any_work() -> None:
 
 def test_an_unknown_engine_is_named_with_the_choices(monkeypatch: pytest.MonkeyPatch) -> None:
     model = families.build("llama")
-    with pytest.raises(ValueError, match="engine must be one of auto, eager, native, found 'warp'"):
+    with pytest.raises(ValueError, match="engine must be one of auto, eager, native, compiled, found 'warp'"):
         LayeredModel(model, "warp")
-    with pytest.raises(ValueError, match="one of auto, eager, native"):
+    with pytest.raises(ValueError, match="one of auto, eager, native, compiled"):
         load(engine="warp")
-    with pytest.raises(ValueError, match="--engine must be one of auto, eager, native"):
+    with pytest.raises(ValueError, match="--engine must be one of auto, eager, native, compiled"):
         options.known_engine("warp")
     monkeypatch.setenv(choice.VARIABLE, "warp")
-    with pytest.raises(ValueError, match=f"{choice.VARIABLE} must be one of auto, eager, native, found 'warp'"):
+    with pytest.raises(ValueError, match=f"{choice.VARIABLE} must be one of auto, eager, native, compiled, found 'warp'"):
         LayeredModel(model)
     assert options.ENGINES == ENGINES
 

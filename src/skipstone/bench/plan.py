@@ -79,7 +79,7 @@ class Plan(TaskOptions):
     data_dir: str | None = None
     dtype: str = "auto"
     device: str = "auto"
-    engine: str = "auto"  # what runs our methods: auto, eager or native
+    engine: str = "auto"  # what runs our methods: auto, eager, native or compiled
     quantize: str = "none"  # what the native engine quantises the weights to: none, int8 or int4
     threads: int | None = Field(default=None, ge=1)
     seed: int = Field(default=0, ge=0)

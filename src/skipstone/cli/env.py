@@ -44,7 +44,7 @@ def collect() -> dict[str, Any]:
         "cores": len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count(),  # for this process
         "torch_threads": torch.get_num_threads(),
         "memory_gib": memory,
-        "engines": ["eager", "native" if missing is None else f"native: no, {missing}"],
+        "engines": ["eager", "native" if missing is None else f"native: no, {missing}", "compiled"],
         "quantize": [one for one in QUANTIZED if one != "none"] if missing is None else [],  # the native engine's
         "cuda": torch.version.cuda,
         "gpus": [f"{gpu.name}, {gpu.total_memory / 2**30:.0f} GiB, compute capability {gpu.major}.{gpu.minor}" for gpu in gpus],

@@ -11,7 +11,7 @@ import typer
 from skipstone.cli import terminal
 
 DTYPES = ("auto", "float32", "bfloat16", "float16")
-ENGINES = ("auto", "eager", "native")  # those of skipstone.models, which would import torch
+ENGINES = ("auto", "eager", "native", "compiled")  # those of skipstone.models, which would import torch
 KV_DTYPES = ("float32", "bfloat16")  # likewise
 
 

@@ -47,7 +47,11 @@ class KVStore:
             return
         if slots > self.limit:
             raise ValueError(f"the KV store was made for {self.limit} slots a row, {slots} are needed")
-        self.capacity = min(self.limit, max(64, 1 << (slots - 1).bit_length()))
+        self.resize(min(self.limit, max(64, 1 << (slots - 1).bit_length())))
+
+    def resize(self, capacity: int) -> None:
+        """Make room for exactly so many slots a row, more than it has now, whatever the limit."""
+        self.capacity = capacity
         self.engine_view = None
         for buffers in (self.keys, self.values):
             for layer, old in enumerate(buffers):

@@ -42,7 +42,7 @@ class LayeredModel(DecoderModules):
     def __init__(
         self, model: PreTrainedModel, engine: str | None = None, quantize: str | None = None, kv_dtype: str | None = None
     ) -> None:
-        """engine: "auto", "eager" or "native"; quantize: "none", "int8" or "int4"; kv_dtype: "float32" or "bfloat16" (`Setup`).
+        """engine: one of ENGINES; quantize: "none", "int8" or "int4"; kv_dtype: "float32" or "bfloat16" (`Setup`).
         None: what `load` or `enable` was told for this model, or what the environment says, or "auto", "none" and "float32".
 
         ValueError for "native", and for quantised weights, where the native engine cannot run the model.

@@ -7,6 +7,7 @@ from weakref import WeakKeyDictionary
 
 import torch
 
+from skipstone.models.engines.compiled import CompiledEngine
 from skipstone.models.engines.eager.eager import EagerEngine
 from skipstone.models.engines.engine import ENGINES, QUANTIZED, Engine
 from skipstone.models.engines.native.engine import NativeEngine, why_not
@@ -34,7 +35,7 @@ def known(value: str, values: Any, source: str) -> str:
 class Setup:
     """What is asked of a model's engine; None says nothing.
 
-    engine: "auto", "eager" or "native". quantize: "none", "int8" or "int4", what the native engine quantises the weights to.
+    engine: one of ENGINES. quantize: "none", "int8" or "int4", what the native engine quantises the weights to.
     kv_dtype: "float32" or "bfloat16", what keys and values are kept in. keep_weights: False gives the model's own weights
     up once the native engine has its copy. ValueError for any other text.
     """
@@ -121,13 +122,13 @@ def choose(asked: Setup, model: Any, facts: Facts) -> tuple[Engine, str | None]:
 
 
 def _choice(asked: Setup, model: Any, facts: Facts) -> tuple[Engine, str | None]:
-    if asked.engine == "eager":
+    if asked.engine in ("eager", "compiled"):
         if asked.quantizes:
             raise ValueError(
                 f"quantize={asked.quantize!r}, asked for now or when the model was loaded, needs the native engine, "
-                "found engine='eager'"
+                f"found engine={asked.engine!r}"
             )
-        return EagerEngine(model, facts), None
+        return (EagerEngine if asked.engine == "eager" else CompiledEngine)(model, facts), None
     reason = why_not(model, facts)
     if asked.engine == "native":
         if reason is not None:

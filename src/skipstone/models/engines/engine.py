@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from skipstone.models.kvstore import KVStore
 from skipstone.models.passes import Pass, SkipSet
 
-ENGINES = ("auto", "eager", "native")
+ENGINES = ("auto", "eager", "native", "compiled")
 """The names that a user may ask for. "auto" is native where that can run the model, and eager elsewhere."""
 
 
@@ -80,10 +80,10 @@ EngineDraw = Callable[[Tensor, Warps, Tensor], Tensor | None]
 class Engine(Protocol):
     """What computes one model, for as long as the facts of the model hold.
 
-    name: "eager" or "native". detail: one line for users, on what it runs and where. dtype: of the hidden states that it hands
-    out. row_exact: it promises that a token's result has the same bits whatever is computed beside it. chains: it has a call
-    for greedy chains (`chain`). draws: it has one for drawing tokens (`draw`). own_threads:
-    it computes with threads that are not torch's. quantize: "int8" or "int4", what it has quantised the weights to; None where
+    name: "eager", "native" or "compiled". detail: one line for users, on what it runs and where. dtype: of the hidden states
+    that it hands out. row_exact: it promises that a token's result has the same bits whatever is computed beside it. chains: it
+    has a call for greedy chains (`chain`). draws: it has one for drawing tokens (`draw`). own_threads: it computes with threads
+    that are not torch's. quantize: "int8" or "int4", what it has quantised the weights to; None where
     they are as stored.
 
     An engine must not refer to its model, which would then never be freed; its modules it may.

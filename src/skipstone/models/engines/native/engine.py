@@ -30,12 +30,12 @@ def why_not(model: Any, facts: Facts) -> str | None:
     if (reason := unsupported(model, facts)) is not None:
         return reason
     for name, module in model.named_modules():
-        if _changed(module):
+        if changed(module):
             return f"{name or type(model).__name__} has hooks or a forward of its own, which only transformers' modules run"
     return None
 
 
-def _changed(module: Any) -> bool:
+def changed(module: Any) -> bool:
     """Whether a module does more than its class says."""
     own = module.__dict__.get("forward")
     while isinstance(own, patches.Forward):
@@ -101,7 +101,7 @@ class NativeEngine:
 
     def holds(self) -> bool:
         """Whether the weights are those that were copied, and no module has got a hook or a forward of its own since."""
-        return self._versions == self._counted() and not any(_changed(module) for module in self._covered)
+        return self._versions == self._counted() and not any(changed(module) for module in self._covered)
 
     def _counted(self) -> int:
         """torch's count of the changes made to the weights in place; what is written through `.data` is not in it."""

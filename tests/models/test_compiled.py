@@ -1,0 +1,243 @@
+"""The engine that compiles layers: the texts of the eager engine, and few graphs, all of them before the first token if asked.
+
+"eager" as torch.compile's backend captures graphs and compiles nothing, so that counting is quick.
+"""
+
+from __future__ import annotations
+
+import gc
+import weakref
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch._dynamo.utils import counters
+from transformers import PreTrainedModel
+
+from skipstone.methods import Speculative
+from skipstone.models.engines import choice
+from skipstone.models.engines.compiled import BACKEND_VARIABLE, COLUMNS
+from skipstone.models.kvstore import KVStore
+from skipstone.models.layered import LayeredModel
+from skipstone.models.passes import Pass
+from tests.helpers import families
+from tests.helpers.settings import QUIET
+from tests.helpers.support import assert_same_texts, decode
+
+pytestmark = QUIET
+
+METHODS = [
+    "autoregressive",
+    "layerskip exit_layer=2 num_speculative_tokens=4",
+    "swift skip_ratio=0.5 num_speculative_tokens=4 context_window=6 guard=false objective=matchness",
+    "adadecode heads=original guard=false threshold=0.3",
+    "lookahead",
+    "speculative num_speculative_tokens=4",
+]
+SAMPLING: list[dict[str, Any]] = [{"do_sample": False}, {"do_sample": True, "temperature": 0.8, "top_p": 0.9, "seed": 3}]
+WIDTHS = 7  # of compiled passes: 1, 2, 4, ... COLUMNS tokens
+
+
+@pytest.fixture(autouse=True)
+def _no_compiler(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    monkeypatch.setenv(BACKEND_VARIABLE, "eager")
+    counters.clear()
+    yield
+    assert not counters["graph_break"]
+
+
+@pytest.fixture(scope="module")
+def model() -> PreTrainedModel:
+    return families.build("llama")
+
+
+def engine_of(model: PreTrainedModel) -> Any:
+    return LayeredModel(model, "compiled").engine
+
+
+def method_of(text: str, model: PreTrainedModel) -> Any:
+    return Speculative(families.cached("llama"), 4) if text.startswith("speculative") else text
+
+
+@pytest.mark.parametrize("options", SAMPLING, ids=["greedy", "sampled"])
+@pytest.mark.parametrize("rows", [1, 3])
+@pytest.mark.parametrize("text", METHODS)
+def test_texts_are_those_of_the_eager_engine(model: PreTrainedModel, text: str, rows: int, options: dict[str, Any]) -> None:
+    prompts, method = families.prompts(rows), method_of(text, model)
+    expected = decode(model, prompts, method, engine="eager", **options)
+    found = decode(model, prompts, method, engine="compiled", **options)
+    assert (found.engine, found.engine_reason) == ("compiled", None)
+    assert expected.new_tokens is not None
+    assert_same_texts(model, prompts, expected.new_tokens, found, options)
+
+
+def test_all_graphs_are_there_after_the_warm_up() -> None:
+    """Whatever the method, the lengths and the sampling; and torch.compile says the same as the engine."""
+    model = families.build("llama")
+    engine = engine_of(model)
+    assert "eager: 0 graphs of 1 kinds of layers in 0.0 s" in engine.detail
+    counters.clear()
+    told = engine.warm_up(rows=2, slots=129)
+    assert engine.graphs.count == 2 * WIDTHS == counters["stats"]["unique_graphs"]
+    assert told == engine.detail
+    assert f"{2 * WIDTHS} graphs" in told
+    assert engine.graphs.seconds > 0
+    for text in METHODS[:-1]:  # a draft model has graphs of its own
+        for options in SAMPLING:
+            prompts = [torch.arange(1, 80), torch.arange(3, 40)]
+            decode(model, prompts, text, engine="compiled", max_new_tokens=60, **options)
+    assert engine_of(model) is engine
+    assert engine.graphs.count == 2 * WIDTHS == counters["stats"]["unique_graphs"]
+
+
+def test_a_graph_is_compiled_when_its_shape_is_first_met() -> None:
+    model = families.build("llama")
+    engine = engine_of(model)
+    plain: dict[str, Any] = {"engine": "compiled", "max_new_tokens": 8, "do_sample": False}
+    for prompts, graphs in [(1, 1), (1, 1), (3, 2), (4, 2), (2, 3)]:  # 3 rows are 4 to a graph
+        decode(model, families.prompts(prompts), "autoregressive", **plain)
+        assert engine.graphs.count == graphs, prompts
+    decode(model, families.prompts(1), "layerskip exit_layer=2 num_speculative_tokens=2", **plain)
+    assert engine.graphs.count == 5, "2 tokens, and 3, which are 4 to a graph, whatever layers run"
+    decode(model, [torch.arange(1, 96).repeat(2)[:125]], "autoregressive", **plain)
+    assert engine.graphs.count == 6, "beyond 128 slots a graph reads 256"
+
+
+def passes(engine: Any, model: LayeredModel, width: int, inference: bool) -> torch.Tensor:
+    """The states of `width` tokens behind 5 others."""
+    store, ids = KVStore(1, model.depth, 256), torch.arange(1, width + 6)[None]
+    store.reserve(width + 5)
+    with torch.inference_mode(inference), torch.no_grad():
+        hidden = ids
+        for start, stop in ((0, 5), (5, width + 5)):
+            positions = torch.arange(start, stop)[None]
+            at = Pass(positions, positions, None, slice(0, 1), stop, start)
+            hidden = engine.run(engine.embed(ids[:, start:stop], positions), at, store, range(model.depth))
+    return hidden
+
+
+@pytest.mark.parametrize(("width", "inference", "graphs"), [(COLUMNS, True, 1), (COLUMNS + 1, True, 0), (3, False, 0)])
+def test_wide_passes_and_those_outside_inference_mode_are_the_eager_engine_s(width: int, inference: bool, graphs: int) -> None:
+    model = families.build("llama")
+    engine, layered = engine_of(model), LayeredModel(model, "eager")
+    expected = passes(layered.engine, layered, width, inference)
+    found = passes(engine, layered, width, inference)
+    assert engine.graphs.count == graphs
+    assert torch.allclose(found, expected, rtol=1e-4, atol=1e-4)
+    assert torch.equal(found, expected) or graphs
+
+
+FAMILY_KINDS = {"smollm3": 2, "qwen2": 2, "qwen3": 2, "gemma2": 2, "gemma3_text": 2, "qwen3_moe": 2}
+
+
+@pytest.mark.parametrize(
+    "name", [name if name == "gemma3_text" else pytest.param(name, marks=pytest.mark.slow) for name in families.NAMES]
+)
+def test_layers_of_a_kind_share_a_graph(name: str) -> None:
+    model, prompts = families.build(name), families.prompts(3)
+    engine = engine_of(model)
+    options: dict[str, Any] = {"do_sample": False, "max_new_tokens": 24}
+    for method, graphs in (("autoregressive", 1), ("lookahead", 2)):
+        expected = decode(model, prompts, method, engine="eager", **options)
+        found = decode(model, prompts, method, engine="compiled", **options)
+        assert expected.new_tokens is not None
+        assert_same_texts(model, prompts, expected.new_tokens, found, options)
+        kinds = len(set(engine._kinds))
+        assert kinds == FAMILY_KINDS.get(name, 1)
+        assert engine.graphs.count >= kinds * graphs
+        assert engine.graphs.count % kinds == 0
+
+
+def test_keys_and_values_in_bfloat16(model: PreTrainedModel) -> None:
+    prompts, options = families.prompts(2), {"do_sample": False, "kv_dtype": "bfloat16"}
+    expected = decode(model, prompts, METHODS[1], engine="eager", **options)
+    found = decode(model, prompts, METHODS[1], engine="compiled", **options)
+    assert found.new_tokens == expected.new_tokens
+    assert found.new_tokens != decode(model, prompts, METHODS[1], engine="eager", do_sample=False).new_tokens
+
+
+def test_what_is_done_for_cuda_graphs_changes_no_text() -> None:
+    """Buffers that stay where they are, results that are copied; what lowers the graphs is the same."""
+    model, prompts = families.build("llama"), families.prompts(3)
+    graphs = []
+    for cuda in (False, True):
+        engine = engine_of(model)
+        engine.graphs.cuda, before = cuda, engine.graphs.count
+        engine._regions.clear()
+        for text in (METHODS[1], METHODS[4]):
+            expected = decode(model, prompts, text, engine="eager", do_sample=False)
+            assert decode(model, prompts, text, engine="compiled", do_sample=False).new_tokens == expected.new_tokens
+        graphs.append(engine.graphs.count - before)
+    assert graphs[0] == graphs[1] > 0
+
+
+def test_auto_never_takes_it(model: PreTrainedModel, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv(choice.VARIABLE, raising=False)
+    assert LayeredModel(model).engine.name != "compiled"
+    monkeypatch.setenv(choice.VARIABLE, "compiled")
+    assert LayeredModel(model).engine.name == "compiled"
+
+
+def test_what_cannot_be_compiled_is_refused_in_one_sentence() -> None:
+    model: Any = families.build("llama")
+    with pytest.raises(ValueError, match="needs the native engine, found engine='compiled'"):
+        LayeredModel(model, "compiled", quantize="int8")
+    engine = engine_of(model)
+    handle = model.model.layers[1].mlp.register_forward_hook(lambda *_: None)
+    with pytest.raises(ValueError, match=r"cannot run this model: model.layers.1.mlp has hooks"):
+        LayeredModel(model, "compiled")
+    handle.remove()
+    assert engine_of(model) is engine
+
+
+class Peeking(torch.nn.Module):
+    """Does what no graph can hold: what it computes depends on a value."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x if x.sum() > 0 else x + 1
+
+
+def test_a_layer_that_is_no_graph_is_an_error_that_says_so() -> None:
+    model: Any = families.build("llama")
+    model.model.layers[2].mlp = Peeking()
+    with pytest.raises(ValueError, match=r"engine='compiled' cannot run this model: torch.compile says .*; take"):
+        decode(model, families.prompts(1), "autoregressive", engine="compiled", do_sample=False)
+    counters.clear()
+    assert decode(model, families.prompts(1), "autoregressive", engine="eager", do_sample=False).new_tokens
+
+
+def test_a_model_is_freed_and_its_graphs_with_it() -> None:
+    model: Any = families.build("llama")
+    decode(model, families.prompts(1), "autoregressive", engine="compiled", do_sample=False)
+    engine, weight = weakref.ref(engine_of(model)), weakref.ref(model.model.layers[1].mlp.up_proj.weight)
+    del model
+    gc.collect()
+    assert engine() is None
+    assert weight() is None
+
+
+def test_new_weights_are_read() -> None:
+    """In place, and in the place of the old ones."""
+    model = families.build("llama")
+    layer: Any = model.get_decoder().layers[1]
+    other: Any = families.build("llama", seed=5).get_decoder()
+    for change in (lambda: layer.mlp.up_proj.weight.data.mul_(-2), lambda: setattr(layer, "mlp", other.layers[0].mlp)):
+        before = decode(model, families.prompts(1), "autoregressive", engine="compiled", do_sample=False).new_tokens
+        change()
+        after = decode(model, families.prompts(1), "autoregressive", engine="compiled", do_sample=False).new_tokens
+        assert after == decode(model, families.prompts(1), "autoregressive", engine="eager", do_sample=False).new_tokens
+        assert after != before
+
+
+@pytest.mark.slow
+def test_inductor_writes_the_same_texts(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It compiles C++ for half a minute."""
+    monkeypatch.setenv(BACKEND_VARIABLE, "inductor")
+    model, prompts = families.build("llama"), families.prompts(3)
+    for text in ("autoregressive", METHODS[1]):
+        expected = decode(model, prompts, text, engine="eager", do_sample=False)
+        found = decode(model, prompts, text, engine="compiled", do_sample=False)
+        assert expected.new_tokens is not None
+        assert_same_texts(model, prompts, expected.new_tokens, found, {"do_sample": False})
+    assert "layers compiled by inductor" in engine_of(model).detail
