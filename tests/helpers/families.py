@@ -16,6 +16,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
 from skipstone.models.derivation import find_layers
 from skipstone.models.families import text_config
+from skipstone.models.layered import LayeredModel
 
 WINDOW = 8
 POSITIONS = 2048
@@ -129,6 +130,13 @@ _TINY: dict[str, Any] = {
     "num_key_value_heads": 2,
 }
 _LATENT = {"num_key_value_heads": 4}  # multi-head latent attention has keys and values for every head
+_SHARING = {  # the last two layers read the keys and values of the two before
+    "mixed": True,
+    "num_kv_shared_layers": 2,
+    "global_head_dim": 16,
+    "vocab_size_per_layer_input": 97,
+    "hidden_size_per_layer_input": 8,
+}
 _OWN_IDS = {"bos_token_id": 1, "eos_token_id": 2}  # configs that insist on some
 # model type: fields that its tiny config needs beside those
 _PLAIN = """
@@ -145,6 +153,7 @@ _FURTHER: dict[str, dict[str, Any]] = {
     **{kind: {"mixed": True} for kind in ("cohere2", "flint", "gpt_oss", "laguna", "mellum", "olmo3", "mimo_v2_flash")},
     "deepseek_v2": {**_LATENT, "num_experts_per_tok": 2},
     "dots1": {"n_shared_experts": 1, "num_experts_per_tok": 2, "n_routed_experts": 4},
+    **dict.fromkeys(("gemma4_text", "gemma4_unified_text"), _SHARING),
     "gpt_neo": {"attention_types": [[["global", "local"], 2]], "window_size": WINDOW},
     "llama4_text": {"layer_types": ["chunked_attention", "full_attention"] * 2, "no_rope_layers": [1, 0, 1, 0]},
     "nemotron": {"num_key_value_heads": 2},
@@ -155,13 +164,13 @@ _FURTHER: dict[str, dict[str, Any]] = {
 def _further(kind: str, layers: int) -> dict[str, Any]:
     """The fields of a tiny config of a type that has no row of its own."""
     config = AutoConfig.for_model(kind).get_text_config()
-    known = {*config.to_dict(), *config.attribute_map}
+    known = {name: getattr(config, name, None) for name in config.attribute_map} | config.to_dict()
     own = dict(_FURTHER[kind])
     if own.pop("mixed", False):
         own["layer_types"] = _alternating(layers)
     if kind == "gpt_neo":
         own["attention_types"] = [[["global", "local"], layers // 2]]
-    fields = {name: value for name, value in _TINY.items() if name in known and getattr(config, name, None) is not None}
+    fields = {name: value for name, value in _TINY.items() if known.get(name) is not None}
     return {**fields, **own}
 
 
@@ -224,8 +233,11 @@ def _nested(whole: Any, settings: dict[str, Any]) -> dict[str, Any]:
 
 @functools.cache
 def cached(name: str) -> PreTrainedModel:
-    """`build(name)`, made once. Shared between tests: whoever changes it puts it back."""
-    return build(name)
+    """`build(name)`, made once. Shared between tests: whoever changes it puts it back. Its family is derived and verified, so
+    that no forward of that is counted in a test."""
+    model = build(name)
+    LayeredModel(model, "eager")
+    return model
 
 
 def prompts(rows: int, vocab: int = 97, longest: int = 21, seed: int = 1) -> list[Tensor]:

@@ -58,5 +58,6 @@ ELSEWHERE = {
     "bos_token_id": "below",
     "prefill_chunk_size": "below",
     "use_cache": "below",
+    "decoder_start_token_id": "below",
     "transformers_version": "a record of who wrote the file",
 }

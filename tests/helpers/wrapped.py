@@ -32,9 +32,19 @@ _VISION: dict[str, Any] = {
     "out_hidden_size": 32,
 }
 _AXES = {"rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [1, 1, 2]}}
+_SHARING = {
+    "sliding_window": WINDOW,
+    "layer_types": ["sliding_attention", "full_attention"] * 2,
+    "num_kv_shared_layers": 2,
+    "global_head_dim": 16,
+    "vocab_size_per_layer_input": 97,
+    "hidden_size_per_layer_input": 8,
+}
 # model type: what its text config has beside _TEXT
 WRAPPERS: dict[str, dict[str, Any]] = {
     "gemma3": {"sliding_window": WINDOW, "layer_types": ["sliding_attention", "full_attention"] * 2},
+    "gemma4": _SHARING,
+    "gemma4_unified": _SHARING,
     "got_ocr2": {},
     "llama4": {
         "attention_chunk_size": WINDOW,

@@ -45,7 +45,6 @@ REFUSED: dict[str, Any] = {
     "compile_config": CompileConfig(),
     "disable_compile": True,
     "continuous_batching_config": {"num_blocks": 4},
-    "decoder_start_token_id": 3,
     "assistant_early_exit": 2,
     "assistant_confidence_threshold": 0.7,
     "assistant_ensemble_weight": 0.5,

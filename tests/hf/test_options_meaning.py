@@ -145,7 +145,10 @@ def test_the_config_given_wins_over_the_models_and_keywords_over_both(model: Pre
         model.generation_config = own
 
 
-@pytest.mark.parametrize("settings", [{"use_cache": False}, {"guidance_scale": 1.0}, {"cache_implementation": "static"}])
+NO_WISHES = [{"use_cache": False}, {"guidance_scale": 1.0}, {"cache_implementation": "static"}, {"decoder_start_token_id": 2}]
+
+
+@pytest.mark.parametrize("settings", NO_WISHES)
 def test_what_changes_no_text_is_no_wish(settings: dict[str, Any]) -> None:
     """Also in a model's own config, where training leaves `use_cache: false`."""
     model, prompt = families.cached("llama"), families.prompts(1)[0][None]

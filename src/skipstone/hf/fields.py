@@ -22,9 +22,10 @@ _SUPPORTED = (
     *("repetition_penalty", "encoder_repetition_penalty", "no_repeat_ngram_size", "encoder_no_repeat_ngram_size"),
     *("bad_words_ids", "sequence_bias", "suppress_tokens", "begin_suppress_tokens", "exponential_decay_length_penalty"),
     "remove_invalid_values",
-    # output, tokens, bookkeeping; use_cache changes no text, and training leaves a False in a model's own config
+    # output, tokens, bookkeeping; use_cache changes no text, and training leaves a False in a model's own config; where
+    # decoders start is of encoder-decoders only, and the configs of some decoders have it (XGLM)
     *("return_dict_in_generate", "output_scores", "output_logits", "pad_token_id", "bos_token_id", "prefill_chunk_size"),
-    *("transformers_version", "use_cache"),
+    *("transformers_version", "use_cache", "decoder_start_token_id"),
 )
 """Fields with their meaning in transformers."""
 _REFUSED = {
@@ -42,7 +43,6 @@ _REFUSED = {
     "hidden states are not kept": ("output_hidden_states",),
     "skipstone does not compile the model": ("compile_config", "disable_compile"),
     "continuous batching of transformers does not pass through here": ("continuous_batching_config",),
-    "skipstone decodes decoder-only models": ("decoder_start_token_id",),
     "use method='layerskip exit_layer=E' instead (see docs/migration.md)": ("assistant_early_exit",),
     "this is an option of transformers' assisted generation; set the method's own (see docs/migration.md)": (
         *("assistant_confidence_threshold", "assistant_ensemble_weight", "assistant_lookbehind", "target_lookbehind"),

@@ -74,7 +74,10 @@ def disagreement(engine: EagerEngine, facts: Facts, found: Trace) -> Difference:
     ids, length = found.ids, found.ids.shape[1]
     positions = torch.arange(length, device=ids.device).expand(2, -1)
     first = found.layers[0][1].given[""]
-    difference.look("what enters layer 0", engine.embed(ids, positions), first)
+    size = first.shape[-1]
+    entered = engine.embed(ids, positions)
+    beside = entered[..., size:]  # what layers are given beside the hidden states
+    difference.look("what enters layer 0", entered[..., :size], first)
     store = KVStore(2, len(facts.layers), 2 * length)
     store.reserve(2 * length)
     passes = _passes(length, ids.device)
@@ -82,7 +85,8 @@ def disagreement(engine: EagerEngine, facts: Facts, found: Trace) -> Difference:
         output = call.output[0] if isinstance(call.output, (tuple, list)) else call.output
         given, returned = call.given[""].to(ids.device), output.to(ids.device)  # layers may be on several
         for name, at, rows, columns in passes:
-            mine = engine.run(given[rows, columns], at, store, range(index, index + 1))
+            states = torch.cat([given, beside], -1)[rows, columns]
+            mine = engine.run(states, at, store, range(index, index + 1))[..., :size]
             kept = torch.ones_like(columns, dtype=torch.bool) if at.valid is None else at.valid
             difference.look(f"layer {index} {name}", mine[kept], returned[rows, columns][kept])
     last = found.layers[-1][1].output

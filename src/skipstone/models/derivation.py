@@ -10,7 +10,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
-from skipstone.models.families import Family, ReachKind, Rotary, Step, exceptions_of, submodule
+from skipstone.models.families import PER_LAYER, SHARED, Family, ReachKind, Rotary, Step, exceptions_of, submodule
 from skipstone.models.passes import Reach, visible
 from skipstone.models.trace import WINDOW, Call, Trace
 
@@ -76,8 +76,11 @@ def derive(model: Any, config: Any, found: Trace, path: str, name: str) -> Famil
         attention_interface=interface,
         float_masks=any(torch.is_tensor(mask := _mask(call)) and mask.is_floating_point() for call in calls),
         hiding_masks=any(_hides(_mask(call)) for call in calls),
-        post_norm="norm" in found.inside[-1].path and close(found.inside[-1].output, _states(calls[0].output)),
+        post_norm=_per_layer_inputs(calls) > 0 or _ends_in_a_norm(found),
+        or ("norm" in found.inside[-1].path and close(found.inside[-1].output, _states(calls[0].output))),
         alibi=alibi,
+        per_layer_inputs=_per_layer_inputs(calls),
+        shares=_shares(config, calls),
     )
     family = replace(family, **exceptions)
     return replace(family, logits=_logits(config, found)) if "logits" not in exceptions else family
@@ -114,8 +117,8 @@ def _entering(owner: Any, config: Any, found: Trace, entered: Tensor) -> tuple[t
                 steps.append(Step(call.path, "tokens"))
                 hidden = output
             continue
-        if not torch.is_tensor(output) or output.is_complex():
-            continue  # rotary phases
+        if not torch.is_tensor(output) or output.is_complex() or "per_layer" in call.path:
+            continue  # rotary phases, and what is for the layers alone
         summed = _summed(hidden, learned)
         if summed is not hidden and torch.is_tensor(first) and close(first, summed):
             steps += [step for step, _ in learned]
@@ -226,7 +229,7 @@ def _arguments(
             cache = name
         elif name in BIASES and torch.is_tensor(value):
             alibi = name
-        elif name in ("", *takes, *HARMLESS):
+        elif name in ("", *takes, *HARMLESS, SHARED) or (name == PER_LAYER and torch.is_tensor(value)):
             continue
         elif any(call.given.get(name) is not value and call.given.get(name) != value for call in calls) or not _constant(value):
             if name not in dict(exceptions.get("arguments", ())):
@@ -236,6 +239,28 @@ def _arguments(
     if cache is None:
         raise Underivable("keeps no keys and values in a cache that its layers are given")
     return cache, tuple(takes), tuple(fixed.items()), alibi
+
+
+def _ends_in_a_norm(found: Trace) -> bool:
+    """Whether what the first layer hands on comes out of a norm."""
+    last = found.inside[-1]
+    return "norm" in last.path and close(last.output, _states(found.layers[0][1].output))
+
+
+def _per_layer_inputs(calls: list[Call]) -> int:
+    """How many numbers every layer is given of a token beside the hidden states."""
+    given = calls[0].given.get(PER_LAYER)
+    return given.shape[-1] if torch.is_tensor(given) else 0
+
+
+def _shares(config: Any, calls: list[Call]) -> tuple[tuple[str, int], ...]:
+    """The layers whose keys and values others read, by the layer type that both have."""
+    modes = getattr(config, "kv_sharing_modes", None) or []
+    if not any(modes):
+        return ()
+    if SHARED not in calls[0].given:
+        raise Underivable("shares keys and values between layers in a way that skipstone does not know")
+    return tuple((config.layer_types[index], index) for index, mode in enumerate(modes) if mode == "store")
 
 
 def _constant(value: Any) -> bool:
@@ -252,6 +277,8 @@ def _sublayers(found: Trace) -> tuple[str, tuple[str, ...], bool]:
         raise Underivable("has several attention sublayers in one layer")
     weighty = [call for call in calls if call.path != attention and _weighty(call)]
     names = tuple(dict.fromkeys(call.path for call in weighty))
+    if any(torch.is_tensor(call.given.get(PER_LAYER)) for _, call in found.layers):
+        names = names[:1]  # what is behind the MLP takes in what the layer is given beside the hidden states
     beside = len(weighty) > 1 and all(one.given[""].shape == weighty[0].given[""].shape for one in weighty)
     beside = beside and all(close(one.given[""], weighty[0].given[""]) for one in weighty)
     return attention, names, beside
@@ -304,6 +331,7 @@ def _rotary(found: Trace, calls: list[Call]) -> tuple[Rotary | None, ...]:
             rotary.append(None)
             continue
         maker = next((one for one in made if _first(one.output) is phases), None)
+        maker = maker or next((one for one in made if close(_first(one.output), phases)), None)  # it was cut in between
         if maker is None:
             raise Underivable("gives its layers rotary phases that come from no module of its decoder")
         extra = [value for name, value in maker.given.items() if isinstance(value, str)]

@@ -17,6 +17,10 @@ from skipstone.models.passes import Reach
 ReachKind = Literal["full", "sliding", "chunked"]
 
 
+PER_LAYER = "per_layer_input"  # argument of a layer for what it is given of every token beside the hidden states
+SHARED = "shared_kv_states"  # argument of a layer for keys and values that layers share
+
+
 class Step(NamedTuple):
     """One module on the way from ids to layer 0. path: under the decoder. how: "tokens" (it begins, with the ids), "apply" (of
     what there is so far), "positions" (of the positions, added), "named positions" (OPT's, which takes a mask first)."""
@@ -52,7 +56,9 @@ class Family:
     biases (ALiBi). asks_length: layers ask the cache for its length, which changes nothing within the positions that the
     model has here. most_positions: field of the config that limits those positions further. window: field of the config
     that has the sliding window. own_masks: path of a module under the attention that masks by its buffer `bias`, which
-    takes slots for positions.
+    takes slots for positions. per_layer_inputs: numbers that every layer is given of a token beside the hidden states
+    (Gemma 4's per-layer embeddings), 0 for none; they are carried behind the hidden states. shares: layer types whose
+    layers read keys and values of another layer, and the index of that one; which do is the layers' own business.
     """
 
     decoder: str = ""
@@ -78,6 +84,8 @@ class Family:
     most_positions: str | None = None
     window: str = "sliding_window"
     own_masks: str | None = None
+    per_layer_inputs: int = 0
+    shares: tuple[tuple[str, int], ...] = ()
 
     def owner(self, model: Any) -> Any:
         """The module of a model that owns its layers."""
@@ -94,13 +102,24 @@ class Family:
                 hidden = hidden + module(None, position_ids=positions).to(hidden.device)
             else:
                 hidden = module(hidden)
-        if self.input_scale is None:
-            return hidden
-        scale = config.hidden_size**0.5 if self.input_scale == "sqrt" else getattr(config, self.input_scale)
-        return hidden * scale
+        if self.input_scale is not None:
+            hidden = hidden * (config.hidden_size**0.5 if self.input_scale == "sqrt" else getattr(config, self.input_scale))
+        if self.per_layer_inputs:  # [B, n, L, p], the model's own
+            inputs = decoder.project_per_layer_inputs(hidden, decoder.get_per_layer_inputs(tokens, hidden))
+            hidden = torch.cat([hidden, inputs.flatten(2)], -1)
+        return hidden
+
+    def parts(self, hidden: Tensor, config: Any) -> tuple[Tensor, list[Tensor]]:
+        """(the states that layers change, what each layer is given of a token beside them, [..., p] each) in hidden states."""
+        if not self.per_layer_inputs:
+            return hidden, []
+        size = config.hidden_size
+        return hidden[..., :size], list(hidden[..., size:].split(self.per_layer_inputs, -1))
 
     def finish(self, decoder: Any, hidden: Tensor) -> Tensor:
         """Final norm (and OPT's projection) before the LM head. hidden: [..., d]."""
+        if self.per_layer_inputs:
+            hidden = hidden[..., : submodule(decoder, self.leaving[0]).weight.shape[0]]
         for path in self.leaving:
             hidden = submodule(decoder, path)(hidden)
         return hidden
@@ -138,7 +157,10 @@ def reaches(config: Any, family: Family) -> list[Reach]:
 
 def kinds(config: Any) -> list[str]:
     """transformers' layer type of every layer."""
-    return get_layer_types_and_kwargs(config)[0][: config.num_hidden_layers]
+    found = get_layer_types_and_kwargs(config)[0][: config.num_hidden_layers]
+    if any(getattr(config, "kv_sharing_modes", None) or ()):  # those that read another layer's keys and values count as "dummy"
+        return [own if kind == "dummy" else kind for kind, own in zip(found, config.layer_types, strict=True)]
+    return found
 
 
 def alibi_slopes(heads: int, device: torch.device) -> Tensor:

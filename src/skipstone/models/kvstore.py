@@ -115,6 +115,13 @@ class PassView:
         store = self.store
         return self._write(store.keys, key, layer_idx), self._write(store.values, value, layer_idx)
 
+    def seen(self, layer: int) -> tuple[Tensor, Tensor]:
+        """All that may be attended to of a layer that was run in this pass or before, [b, heads, extent, dim] each."""
+        keys, values = self.store.keys[layer], self.store.values[layer]
+        assert keys is not None, "a layer whose keys others read is run before them"
+        assert values is not None
+        return keys[self.at.rows, :, : self.at.extent], values[self.at.rows, :, : self.at.extent]
+
     def _write(self, buffers: list[Tensor | None], new: Tensor, layer: int) -> Tensor:
         buffer = buffers[layer]
         if buffer is None:
@@ -134,6 +141,21 @@ class PassView:
             rows = torch.arange(self.at.rows.start, self.at.rows.stop, device=device)[:, None]
             self._index[device] = rows, across(self.slots, device)
         return self._index[device]
+
+
+class SharedView:
+    """What layers that share keys and values read and write in the place of transformers' dictionary: the store has them."""
+
+    def __init__(self, view: PassView, sources: dict[str, int], dtype: torch.dtype) -> None:
+        self._view, self._sources, self._dtype = view, sources, dtype
+
+    def __getitem__(self, kind: str) -> tuple[Tensor, Tensor]:
+        """Keys and values of the layer that others of a type read, [b, heads, extent, dim] each."""
+        keys, values = self._view.seen(self._sources[kind])
+        return keys.to(self._dtype), values.to(self._dtype)
+
+    def __setitem__(self, kind: str, states: tuple[Tensor, Tensor]) -> None:
+        """Nothing: they were written to the store."""
 
 
 class CountlessView(PassView):

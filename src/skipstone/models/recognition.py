@@ -17,7 +17,7 @@ from skipstone.models.refusals import refuse_contradiction, refuse_kind
 from skipstone.models.trace import Trace, trace
 
 VERSION = 1  # of what is remembered; what another one says is derived anew
-_SAYS_NOTHING = ("_name_or_path", "transformers_version", "architectures", "dtype", "torch_dtype")
+_SAYS_NOTHING = ("_name_or_path", "transformers_version", "architectures", "dtype", "_commit_hash", "quantization_config")
 """Fields of a config that do not tell what a model is built of."""
 _FAMILY = TypeAdapter(Family)
 
@@ -82,7 +82,7 @@ def _derived(model: Any) -> Family:
 
 def _key(model: Any) -> str:
     """A name for a model's class and shape of config."""
-    config = {name: value for name, value in model.config.to_dict().items() if name not in _SAYS_NOTHING}
+    config = {name: value for name, value in vars(model.config).items() if name not in _SAYS_NOTHING}
     versions = [VERSION, transformers.__version__, torch.__version__]
     kind = f"{type(model).__module__}.{type(model).__qualname__}"
     return digest([versions, kind, text_config(model)._attn_implementation, repr(config)], 32)

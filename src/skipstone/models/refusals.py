@@ -48,7 +48,7 @@ def refuse_kind(model: Any) -> None:
 
 def _unsupported_setting(config: Any) -> str | None:
     """What a config asks for that cannot be decoded, or None."""
-    if getattr(config, "use_bidirectional_attention", False):
+    if getattr(config, "use_bidirectional_attention", False) not in (None, False, "vision"):  # which is for pictures only
         return "bidirectional attention"
     if getattr(config, "add_cross_attention", False):
         return "cross-attention"
@@ -65,10 +65,6 @@ def _beyond(model: Any, config: Any) -> str | None:
         return "is an encoder-decoder; skipstone decodes decoder-only models"
     if not hasattr(config, "num_hidden_layers"):
         return "is a composite model (its layers are those of a model inside it); load the text model by itself"
-    if config.per_layer_attributes:
-        return f"has layers that differ in {sorted(config.per_layer_attributes)}; skipstone knows uniform stacks only"
-    if any(getattr(config, "kv_sharing_modes", None) or ()) or getattr(config, "num_kv_shared_layers", 0):
-        return "shares keys and values between layers; early exits and skipped layers need each layer's own"
     types = set(kinds(config))
     if not types <= TYPES:
         return f"has layers of type {sorted(types - TYPES)}; skipstone handles {sorted(TYPES)}"

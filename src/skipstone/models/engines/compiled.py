@@ -12,6 +12,7 @@ sublayer is skipped, and all passes outside of inference mode.
 import copy
 import os
 import time
+from collections import OrderedDict
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from types import FunctionType
@@ -233,6 +234,7 @@ def _twin(module: nn.Module, config: Any) -> Any:
     """A module with the same parameters, but without what was put on it, and with a config of ours where it has one."""
     twin = copy.copy(module)
     twin.__dict__.pop("forward", None)
+    twin._forward_hooks = OrderedDict()  # transformers' own, which only listen: others are refused
     if "config" in twin.__dict__:
         twin.__dict__["config"] = config
     twin._modules = {name: child and _twin(child, config) for name, child in module._modules.items()}

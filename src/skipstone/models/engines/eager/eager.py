@@ -9,8 +9,8 @@ from skipstone.models.engines.eager import patches
 from skipstone.models.engines.engine import ChainEnd, ChainStart, Warps
 from skipstone.models.engines.rotary import RotaryTables
 from skipstone.models.facts import Facts
-from skipstone.models.families import Rotary, alibi_slopes, submodule, text_config
-from skipstone.models.kvstore import KVStore
+from skipstone.models.families import PER_LAYER, SHARED, Rotary, alibi_slopes, submodule, text_config
+from skipstone.models.kvstore import KVStore, SharedView
 from skipstone.models.packed import is_packed
 from skipstone.models.passes import MaskForm, Pass, SkipSet
 
@@ -68,7 +68,11 @@ class EagerEngine:
         if self.family.alibi == "position_bias" and at.tree is not None and len(hidden) > 1:
             rows = [self.run(hidden[row : row + 1], at.row(row), store, layers, skip) for row in range(len(hidden))]
             return torch.cat(rows)  # one bias serves all rows of a pass, and the slots of trees have positions of their own
-        cache = {self.family.cache_argument: store.view(at, self.family.asks_length)}
+        hidden, beside = self.family.parts(hidden, self.config)
+        view = store.view(at, self.family.asks_length)
+        cache: dict[str, Any] = {self.family.cache_argument: view}
+        if self.family.shares:
+            cache[SHARED] = SharedView(view, dict(self.family.shares), self.dtype)
         # layers without both sublayers hand on their input, but for a post-norm model's (OPT-350m), whose norms follow the sum
         absent = skip.attention & skip.mlp if skip and not self.family.post_norm else frozenset()
         rotary = self.family.rotary
@@ -79,10 +83,13 @@ class EagerEngine:
             for index in layers:
                 if index not in absent:
                     given = self._given(index, at, phases[rotary[index]])
+                    if beside:
+                        given[PER_LAYER] = beside[index]
                     output = self.layers[index](hidden, **given, **cache, **self._fixed)
                     hidden = output[0] if isinstance(output, (tuple, list)) else output
         finally:
             running.passing = False
+        hidden = torch.cat([hidden, *beside], -1) if beside else hidden
         return hidden.to(self._home)  # from where the last layer is; accelerate's hooks bring it to each of them
 
     def normed(self, hidden: Tensor) -> Tensor:
