@@ -77,7 +77,6 @@ def derive(model: Any, config: Any, found: Trace, path: str, name: str) -> Famil
         float_masks=any(torch.is_tensor(mask := _mask(call)) and mask.is_floating_point() for call in calls),
         hiding_masks=any(_hides(_mask(call)) for call in calls),
         post_norm=_per_layer_inputs(calls) > 0 or _ends_in_a_norm(found),
-        or ("norm" in found.inside[-1].path and close(found.inside[-1].output, _states(calls[0].output))),
         alibi=alibi,
         per_layer_inputs=_per_layer_inputs(calls),
         shares=_shares(config, calls),
