@@ -15,6 +15,8 @@ from transformers.cache_utils import get_layer_types_and_kwargs
 from skipstone.models.passes import Reach
 
 ReachKind = Literal["full", "sliding", "chunked"]
+RECURRENT = ("linear_attention", "conv")
+"""Layer types of transformers whose states have no positions."""
 
 
 class Step(NamedTuple):
@@ -52,7 +54,8 @@ class Family:
     biases (ALiBi). asks_length: layers ask the cache for its length, which changes nothing within the positions that the
     model has here. most_positions: field of the config that limits those positions further. window: field of the config
     that has the sliding window. own_masks: path of a module under the attention that masks by its buffer `bias`, which
-    takes slots for positions.
+    takes slots for positions. recurrent: of every layer, the sublayer that keeps a state without positions in the place of
+    an attention, "" for an attention; empty where all layers have one.
     """
 
     decoder: str = ""
@@ -78,10 +81,19 @@ class Family:
     most_positions: str | None = None
     window: str = "sliding_window"
     own_masks: str | None = None
+    recurrent: tuple[str, ...] = ()
 
     def owner(self, model: Any) -> Any:
         """The module of a model that owns its layers."""
         return submodule(model.get_decoder(), self.decoder)
+
+    def recurs(self, layer: int) -> bool:
+        """Whether a layer keeps a state without positions."""
+        return bool(self.recurrent and self.recurrent[layer])
+
+    def mixer(self, layer: int) -> str:
+        """The sublayer of a layer that mixes tokens: its attention, or what stands in its place."""
+        return self.recurrent[layer] if self.recurs(layer) else self.attention
 
     def embed(self, decoder: Any, config: Any, tokens: Tensor, positions: Tensor) -> Tensor:
         """Hidden states that enter layer 0. tokens, positions: [B, n] int64. Returns [B, n, d]."""
@@ -139,6 +151,11 @@ def reaches(config: Any, family: Family) -> list[Reach]:
 def kinds(config: Any) -> list[str]:
     """transformers' layer type of every layer."""
     return get_layer_types_and_kwargs(config)[0][: config.num_hidden_layers]
+
+
+def stateful_kinds(config: Any) -> list[str]:
+    """transformers' layer type of every layer whose state has no positions, "" of all others."""
+    return [kind if kind in RECURRENT else "" for kind in kinds(config)]
 
 
 def alibi_slopes(heads: int, device: torch.device) -> Tensor:
