@@ -40,8 +40,8 @@ _OPT = {
 _FALCON = {"hidden_size": 32, "num_attention_heads": 4, "num_hidden_layers": 4, "max_position_embeddings": POSITIONS}
 
 
-def _alternating(layers: int) -> list[str]:
-    return ["sliding_attention" if layer % 2 == 0 else "full_attention" for layer in range(layers)]
+def _alternating(layers: int, kind: str = "sliding_attention") -> list[str]:
+    return [kind if layer % 2 == 0 else "full_attention" for layer in range(layers)]
 
 
 def _qwen(layers: int) -> dict[str, Any]:
@@ -129,9 +129,10 @@ _TINY: dict[str, Any] = {
     **dict.fromkeys(("sliding_window", "attention_chunk_size"), WINDOW),
     "num_key_value_heads": 2,
 }
+_MIXED = {"mixed": "sliding_attention"}
 _LATENT = {"num_key_value_heads": 4}  # multi-head latent attention has keys and values for every head
 _SHARING = {  # the last two layers read the keys and values of the two before
-    "mixed": True,
+    "mixed": "sliding_attention",
     "num_kv_shared_layers": 2,
     "global_head_dim": 16,
     "vocab_size_per_layer_input": 97,
@@ -145,12 +146,40 @@ exaone_moe flex_olmo fuyu glm glm4 glm4_moe gpt_bigcode gpt_neox_japanese gptj g
 granitemoeshared helium hy_v3 hyperclovax internlm3 iquestcoder jais2 jetmoe kolibri1 minimax_m2 minimax_m3_vl_text
 ministral3 mpt nanochat olmo olmoe persimmon phi phimoe seed_oss solar_open stablelm vaultgemma xglm
 """
+_LINEAR: dict[str, Any] = {
+    "mixed": "linear_attention",
+    "linear_num_value_heads": 4,
+    "linear_num_key_heads": 2,
+    "linear_key_head_dim": 8,
+    "linear_value_head_dim": 8,
+}
+_MAMBA = {"mamba_n_heads": 4, "mamba_d_head": 16, "mamba_d_state": 8, "mamba_n_groups": 1}
+# model type: the same of those that mix attention with layers whose states have no positions
+_HYBRID: dict[str, dict[str, Any]] = {
+    **{kind: {"mixed": "conv"} for kind in ("lfm2", "lfm2_moe", "lfm3")},
+    **dict.fromkeys(("qwen3_next", "qwen3_5", "qwen3_5_text", "qwen3_5_moe", "qwen3_5_moe_text", "olmo_hybrid"), _LINEAR),
+    "granitemoehybrid": {
+        **_MAMBA,
+        "mixed": "linear_attention",
+        "shared_intermediate_size": 32,
+        "embedding_multiplier": 3.0,
+        "logits_scaling": 2.0,
+        "residual_multiplier": 0.7,
+        "attention_multiplier": 0.4,
+        "position_embedding_type": "nope",
+    },
+    "bamba": {**_MAMBA, "attn_layer_indices": [1, 3]},
+}
 _FURTHER: dict[str, dict[str, Any]] = {
+    **_HYBRID,
     **{kind: {} for kind in _PLAIN.split()},
     **dict.fromkeys(("axk1", "deepseek_v3", "glm4_moe_lite", "youtu"), _LATENT),
     **dict.fromkeys(("cwm", "emu3"), _OWN_IDS),
     **{kind: {"head_dim": 8} for kind in ("hunyuan_v1_dense", "hunyuan_v1_moe", "ministral")},
-    **{kind: {"mixed": True} for kind in ("cohere2", "flint", "gpt_oss", "laguna", "mellum", "olmo3", "mimo_v2_flash")},
+    **{
+        kind: {"mixed": "sliding_attention"}
+        for kind in ("cohere2", "flint", "gpt_oss", "laguna", "mellum", "olmo3", "mimo_v2_flash")
+    },
     "deepseek_v2": {**_LATENT, "num_experts_per_tok": 2},
     "dots1": {"n_shared_experts": 1, "num_experts_per_tok": 2, "n_routed_experts": 4},
     **dict.fromkeys(("gemma4_text", "gemma4_unified_text"), _SHARING),
@@ -166,8 +195,8 @@ def _further(kind: str, layers: int) -> dict[str, Any]:
     config = AutoConfig.for_model(kind).get_text_config()
     known = {name: getattr(config, name, None) for name in config.attribute_map} | config.to_dict()
     own = dict(_FURTHER[kind])
-    if own.pop("mixed", False):
-        own["layer_types"] = _alternating(layers)
+    if mixed := own.pop("mixed", None):
+        own["layer_types"] = _alternating(layers, mixed)
     if kind == "gpt_neo":
         own["attention_types"] = [[["global", "local"], layers // 2]]
     fields = {name: value for name, value in _TINY.items() if known.get(name) is not None}
@@ -178,6 +207,8 @@ NAMES: list[str] = list(_TABLE)
 """The models that everything is tested with."""
 FURTHER: list[str] = list(_FURTHER)
 """Types that are tested by their conformance alone."""
+HYBRIDS: list[str] = list(_HYBRID)
+"""Those among them that mix attention with layers whose states have no positions."""
 TYPES: set[str] = {kind for kind, _, _ in _TABLE.values()} | {*FURTHER}
 
 
@@ -219,7 +250,9 @@ def build(name: str, *, layers: int = 4, seed: int = 0, vocab: int = 97, **overr
     settings = {**settings, "vocab_size": vocab, "tie_word_embeddings": False, **tokens, **own_ids, **overrides}
     attention = settings.pop("attn_implementation", "eager" if name in EAGER_ONLY else None if name in _FURTHER else "sdpa")
     config = AutoConfig.for_model(kind, **_nested(whole, settings))
-    model = AutoModelForCausalLM.from_config(config, attn_implementation=attention, dtype=torch.float32)
+    with torch.random.fork_rng(devices=[]):  # the decays of linear attention are drawn by its model
+        torch.manual_seed(seed)
+        model = AutoModelForCausalLM.from_config(config, attn_implementation=attention, dtype=torch.float32)
     _initialise(model, torch.Generator().manual_seed(seed), float(not config.get_text_config().tie_word_embeddings))
     return model.eval()
 

@@ -103,7 +103,7 @@ REFUSED: dict[str, tuple[Callable[[], Any], tuple[str, ...]]] = {
     "T5": (made("t5", AutoModelForSeq2SeqLM, d_model=32, d_kv=8, d_ff=64, num_layers=1, num_heads=4, vocab_size=97),
            ("t5", "encoder-decoder")),
     "BART": (made("bart", AutoModelForSeq2SeqLM, d_model=32, vocab_size=97, **_BART), ("bart", "encoder-decoder")),
-    "Qwen3-Next": (made("qwen3_next", **SMALL), ("qwen3_next", "recurrent state")),
+    "Jamba": (made("jamba", **SMALL), ("jamba", "recurrent state")),
     "Mamba": (made("mamba", hidden_size=32, num_hidden_layers=1, vocab_size=97, state_size=4), ("mamba", "recurrent state")),
     "RWKV": (made("rwkv", hidden_size=32, num_hidden_layers=2, vocab_size=97), ("rwkv", "recurrent state")),
     "Falcon-H1": (made("falcon_h1", **SMALL), ("falcon_h1", "recurrent state")),

@@ -23,13 +23,14 @@ class Method:
 
     name: how users call it. aliases: other packages' spellings of fields, accepted with a warning. if_few_accepted: what it
     means for this method that hardly any draft is accepted. by_model: fields whose default is the model's own; None leaves
-    them to it.
+    them to it. positional: what it does, as the rest of a sentence, that states without positions do not allow.
     """
 
     name: ClassVar[str]
     aliases: ClassVar[dict[str, str]] = {}
     if_few_accepted: ClassVar[str] = ""
     by_model: ClassVar[tuple[str, ...]] = ()
+    positional: ClassVar[str] = ""
 
     @property
     def lossless(self) -> bool:
@@ -57,6 +58,16 @@ class Method:
         are checked here, by the fields; a subclass adds what else there is to say."""
         for name, one in settings_of(type(self)).items():
             one.check(getattr(self, name))
+        self.check_states(model)
+
+    @classmethod
+    def check_states(cls, model: LayeredModel) -> None:
+        """ValueError where a model keeps states without positions and the method needs positions."""
+        if cls.positional and model.family.recurrent:
+            raise ValueError(
+                f"{cls.name} {cls.positional}, which the recurrent states of a {model.config.model_type} model do not allow: "
+                "they go along one chain; autoregressive, layerskip, prompt_lookup and speculative decode it"
+            )
 
     def report(self, model: PreTrainedModel) -> dict[str, Any]:
         """What the method has learnt about a model across requests, as plain JSON values; empty where it learns nothing."""

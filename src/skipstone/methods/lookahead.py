@@ -29,6 +29,7 @@ class Lookahead(Method):
     """Lookahead decoding: a window of guesses and a pool of n-grams."""
 
     name: ClassVar[str] = "lookahead"
+    positional: ClassVar[str] = "verifies trees"
     if_few_accepted: ClassVar[str] = "An acceptance rate that low says that the model's own n-grams do not come again."
 
     window: int = setting(7, "W, guesses a pass refines.")

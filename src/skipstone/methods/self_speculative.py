@@ -26,6 +26,7 @@ class SelfSpeculative(Method):
     """Draft & Verify: the target without a fixed set of its sublayers drafts."""
 
     name: ClassVar[str] = "self_speculative"
+    positional: ClassVar[str] = "leaves sublayers out"
     aliases: ClassVar[dict[str, str]] = {"num_assistant_tokens": "num_speculative_tokens"}
     if_few_accepted: ClassVar[str] = "An acceptance rate that low says that the layer set does not suit the model or the text."
 

@@ -1,11 +1,12 @@
-"""Whether skipstone computes a model as the model does itself: layer by layer, in ragged batches, in trees, past the window.
+"""Whether skipstone computes a model as the model does itself: layer by layer, in ragged batches, in trees (where layers have
+states without positions, in chains that are rolled back), past the window.
 
 The reference is the trace of the model's own forward that its family was derived from. Every layer is given what it was given
 there, so that a difference is the layer's own. What comes out must be the same up to rounding.
 """
 
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -22,6 +23,19 @@ EXACT = 1e-3  # share of the largest entry by which float32 and float64 results 
 ROUNDED = 0.02  # mean difference over mean size that half precision and quantised kernels may have
 CUT = 7  # tokens of the first chunk of row 0
 SHORT = 5  # tokens of the first chunk of row 1, which then is padded
+TAKEN = 2  # tokens that are accepted of a chain that is rolled back
+
+
+class Compared(NamedTuple):
+    """A pass that is compared, or only run. rows, columns: [2, n], of the trace, that its tokens are. committed: tokens of both
+    rows of the store before it. drafts: its tokens are nobody's, and what comes out is not compared."""
+
+    name: str
+    at: Pass
+    rows: Tensor
+    columns: Tensor
+    committed: list[int]
+    drafts: bool = False
 
 
 @dataclass
@@ -80,35 +94,68 @@ def disagreement(engine: EagerEngine, facts: Facts, found: Trace) -> Difference:
     difference.look("what enters layer 0", entered[..., :size], first)
     store = KVStore(2, len(facts.layers), 2 * length)
     store.reserve(2 * length)
-    passes = _passes(length, ids.device)
+    passes = _passes(length, ids.device, bool(facts.family.recurrent))
     for index, call in found.layers:
         output = call.output[0] if isinstance(call.output, (tuple, list)) else call.output
         given, returned = call.given[""].to(ids.device), output.to(ids.device)  # layers may be on several
-        for name, at, rows, columns in passes:
+        for name, at, rows, columns, committed, drafts in passes:
+            store.length = committed
             states = torch.cat([given, beside], -1)[rows, columns]
             mine = engine.run(states, at, store, range(index, index + 1))[..., :size]
             kept = torch.ones_like(columns, dtype=torch.bool) if at.valid is None else at.valid
-            difference.look(f"layer {index} {name}", mine[kept], returned[rows, columns][kept])
+            if not drafts:
+                difference.look(f"layer {index} {name}", mine[kept], returned[rows, columns][kept])
     last = found.layers[-1][1].output
     last = (last[0] if isinstance(last, (tuple, list)) else last).to(ids.device)
     difference.look("the logits", engine.project(engine.normed(last)), found.logits)
     return difference
 
 
-def _passes(length: int, device: Any) -> list[tuple[str, Pass, Tensor, Tensor]]:
-    """(name, pass, rows [2, n] and columns [2, n] of the trace that its tokens are) of all passes that are compared.
+def _passes(length: int, device: Any, chains: bool) -> list[Compared]:
+    """All passes that are compared.
 
     Row 0 of the store reads the tokens that both rows of the trace begin with and then both their ends, as two branches of a
-    tree. Row 1 reads the second row of the trace in chunks of its own.
+    tree. Row 1 reads the second row of the trace in chunks of its own. chains: both read chains instead of the tree.
     """
     prefix = min(PREFIX, length - 1)
     cut, short = min(CUT, prefix - 1), min(SHORT, prefix - 2)
-    ends = length - prefix
     first = torch.arange(cut, device=device).expand(2, -1)
     valid = torch.stack([torch.ones(cut, dtype=torch.bool), torch.arange(cut) < short]).to(device)
     first = torch.where(valid, first, 0)
     rest = torch.arange(prefix - cut, device=device)[None] + torch.tensor([[cut], [short]], device=device)  # [2, n]
     done = short + prefix - cut  # tokens of row 1
+    own, everyone = torch.tensor([[0], [1]], device=device), slice(0, 2)
+    begun = [
+        Compared("in a ragged batch", Pass(first, first, valid, everyone, cut), own.expand(-1, cut), first, [0, 0]),
+        Compared("in a chunk", Pass(rest, rest, None, everyone, prefix), own.expand(-1, prefix - cut), rest, [cut, short]),
+    ]
+    return begun + (_chains([prefix, done], length, own) if chains else [_tree(prefix, done, length, own)])
+
+
+def _chains(starts: list[int], length: int, own: Tensor) -> list[Compared]:
+    """A chain of which the first TAKEN tokens are accepted and the others, which are the other row's, are not; then the right
+    ones, the last of them by itself. starts: tokens of both rows before it. own: [2, 1], the rows of the trace."""
+    left = length - max(starts)
+    taken = min(TAKEN, left - 1)
+    accepted = [start + taken for start in starts]
+
+    def chain(name: str, begin: int, width: int, committed: list[int], drafts: bool = False) -> Compared:
+        places = torch.tensor([[start + begin + column for column in range(width)] for start in starts], device=own.device)
+        rows = (1 - own if drafts else own).expand(-1, width)
+        return Compared(name, Pass(places, places, None, slice(0, 2), length), rows, places, committed, drafts)
+
+    passes = [
+        (taken, chain("in a draft", 0, taken, starts)),
+        (left - taken, chain("in a draft that is rejected", taken, left - taken, starts, True)),
+        (left - taken - 1, chain("behind a rejected draft", taken, left - taken - 1, accepted)),
+        (1, chain("as a single token", left - 1, 1, [start + left - 1 for start in starts])),
+    ]
+    return [one for width, one in passes if width]
+
+
+def _tree(prefix: int, done: int, length: int, own: Tensor) -> Compared:
+    """Both ends as branches of a tree on row 0, and the rest of row 1. own: [2, 1], the rows of the trace."""
+    ends, device = length - prefix, own.device
     chain = torch.arange(done, done + 2 * ends, device=device).clamp(max=length - 1)
     branches = torch.arange(prefix, length, device=device).repeat(2)
     places = torch.stack([branches, chain])  # [2, 2 * ends]
@@ -119,12 +166,7 @@ def _passes(length: int, device: Any) -> list[tuple[str, Pass, Tensor, Tensor]]:
     base = torch.tensor([prefix, done], device=device)
     slots = base[:, None] + torch.arange(2 * ends, device=device)
     tree = Tree(base, ancestors.bool(), places)
-    own = torch.tensor([[0], [1]], device=device)
     sources = own.repeat(1, 2 * ends)
     sources[0, ends:] = 1  # the second branch is the end of the trace's second row
-    everyone = slice(0, 2)
-    return [
-        ("in a ragged batch", Pass(first, first, valid, everyone, cut), own.expand(-1, cut), first),
-        ("in a chunk", Pass(rest, rest, None, everyone, prefix), own.expand(-1, prefix - cut), rest),
-        ("in a tree", Pass(places, slots, real, everyone, int(max(prefix, done) + 2 * ends), tree=tree), sources, places),
-    ]
+    at = Pass(places, slots, real, slice(0, 2), int(max(prefix, done) + 2 * ends), tree=tree)
+    return Compared("in a tree", at, sources, places, [prefix, done])

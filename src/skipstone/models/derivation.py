@@ -10,7 +10,17 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
-from skipstone.models.families import PER_LAYER, SHARED, Family, ReachKind, Rotary, Step, exceptions_of, submodule
+from skipstone.models.families import (
+    PER_LAYER,
+    SHARED,
+    Family,
+    ReachKind,
+    Rotary,
+    Step,
+    exceptions_of,
+    stateful_kinds,
+    submodule,
+)
 from skipstone.models.passes import Reach, visible
 from skipstone.models.trace import WINDOW, Call, Trace
 
@@ -52,12 +62,15 @@ def derive(model: Any, config: Any, found: Trace, path: str, name: str) -> Famil
     if any(call.given[""].ndim != 3 for call in calls):
         raise Underivable("hands more than one stream of states from layer to layer")
     exceptions = exceptions_of(config)
-    attention, mlp, beside = _sublayers(found)
+    recurrent, plain = _recurrent(config, found)
+    attention, mlp, beside = _sublayers(found.inside[plain], found)
     entering, scale = _entering(owner, config, found, calls[0].given[""])
     cache_argument, takes, arguments, alibi = _arguments(found, calls, exceptions)
-    modules = [getattr(layer, attention, None) for layer in getattr(owner, name)[:depth]]
+    attending = [one for layer, one in enumerate(getattr(owner, name)[:depth]) if not (recurrent and recurrent[layer])]
+    modules = [getattr(one, attention, None) for one in attending]
     if None in modules:
         raise Underivable(f"has layers without {attention}, which its first layer has")
+    last = found.inside[plain][-1]
     interface = all("ALL_ATTENTION_FUNCTIONS" in _names(module) and "config" in vars(module) for module in modules)
     family = Family(
         decoder=path,
@@ -76,10 +89,11 @@ def derive(model: Any, config: Any, found: Trace, path: str, name: str) -> Famil
         attention_interface=interface,
         float_masks=any(torch.is_tensor(mask := _mask(call)) and mask.is_floating_point() for call in calls),
         hiding_masks=any(_hides(_mask(call)) for call in calls),
-        post_norm=_per_layer_inputs(calls) > 0 or _ends_in_a_norm(found),
+        post_norm=_per_layer_inputs(calls) > 0 or ("norm" in last.path and close(last.output, _states(calls[plain].output))),
         alibi=alibi,
         per_layer_inputs=_per_layer_inputs(calls),
         shares=_shares(config, calls),
+        recurrent=recurrent,
     )
     family = replace(family, **exceptions)
     return replace(family, logits=_logits(config, found)) if "logits" not in exceptions else family
@@ -240,12 +254,6 @@ def _arguments(
     return cache, tuple(takes), tuple(fixed.items()), alibi
 
 
-def _ends_in_a_norm(found: Trace) -> bool:
-    """Whether what the first layer hands on comes out of a norm."""
-    last = found.inside[-1]
-    return "norm" in last.path and close(last.output, _states(found.layers[0][1].output))
-
-
 def _per_layer_inputs(calls: list[Call]) -> int:
     """How many numbers every layer is given of a token beside the hidden states."""
     given = calls[0].given.get(PER_LAYER)
@@ -266,9 +274,15 @@ def _constant(value: Any) -> bool:
     return value is None or isinstance(value, (bool, int, float, str))
 
 
-def _sublayers(found: Trace) -> tuple[str, tuple[str, ...], bool]:
-    """(attention, modules of the MLP, whether each of those adds to the residual stream by itself) of the first layer."""
-    calls = found.inside
+def _recurrent(config: Any, found: Trace) -> tuple[tuple[str, ...], int]:
+    """(`Family.recurrent`, the first layer with an attention)."""
+    of_layers = stateful_kinds(config)
+    names = {kind: _sublayers(found.inside[of_layers.index(kind)], found)[0] for kind in dict.fromkeys(of_layers) if kind}
+    return tuple(names.get(kind, "") for kind in of_layers) if names else (), of_layers.index("")
+
+
+def _sublayers(calls: list[Call], found: Trace) -> tuple[str, tuple[str, ...], bool]:
+    """(attention, modules of the MLP, whether each of those adds to the residual stream by itself) of one layer."""
     attention = next((call.path for call in calls if any(value is found.cache for value in call.given.values())), None)
     if attention is None:
         raise Underivable("has no attention sublayer that is given the KV cache")

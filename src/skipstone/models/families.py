@@ -15,6 +15,8 @@ from transformers.cache_utils import get_layer_types_and_kwargs
 from skipstone.models.passes import Reach
 
 ReachKind = Literal["full", "sliding", "chunked"]
+RECURRENT = ("linear_attention", "conv")
+"""Layer types of transformers whose states have no positions."""
 
 
 PER_LAYER = "per_layer_input"  # argument of a layer for what it is given of every token beside the hidden states
@@ -59,6 +61,8 @@ class Family:
     takes slots for positions. per_layer_inputs: numbers that every layer is given of a token beside the hidden states
     (Gemma 4's per-layer embeddings), 0 for none; they are carried behind the hidden states. shares: layer types whose
     layers read keys and values of another layer, and the index of that one; which do is the layers' own business.
+    recurrent: of every layer, the sublayer that keeps a state without positions in the place of an attention, "" for an
+    attention; empty where all layers have one.
     """
 
     decoder: str = ""
@@ -86,10 +90,19 @@ class Family:
     own_masks: str | None = None
     per_layer_inputs: int = 0
     shares: tuple[tuple[str, int], ...] = ()
+    recurrent: tuple[str, ...] = ()
 
     def owner(self, model: Any) -> Any:
         """The module of a model that owns its layers."""
         return submodule(model.get_decoder(), self.decoder)
+
+    def recurs(self, layer: int) -> bool:
+        """Whether a layer keeps a state without positions."""
+        return bool(self.recurrent and self.recurrent[layer])
+
+    def mixer(self, layer: int) -> str:
+        """The sublayer of a layer that mixes tokens: its attention, or what stands in its place."""
+        return self.recurrent[layer] if self.recurs(layer) else self.attention
 
     def embed(self, decoder: Any, config: Any, tokens: Tensor, positions: Tensor) -> Tensor:
         """Hidden states that enter layer 0. tokens, positions: [B, n] int64. Returns [B, n, d]."""
@@ -161,6 +174,11 @@ def kinds(config: Any) -> list[str]:
     if any(getattr(config, "kv_sharing_modes", None) or ()):  # those that read another layer's keys and values count as "dummy"
         return [own if kind == "dummy" else kind for kind, own in zip(found, config.layer_types, strict=True)]
     return found
+
+
+def stateful_kinds(config: Any) -> list[str]:
+    """transformers' layer type of every layer whose state has no positions, "" of all others."""
+    return [kind if kind in RECURRENT else "" for kind in kinds(config)]
 
 
 def alibi_slopes(heads: int, device: torch.device) -> Tensor:

@@ -8,19 +8,22 @@ def _types(text: str) -> list[str]:
 
 TESTED: frozenset[str] = frozenset(
     _types("""
-    afmoe apertus arcee aria_text axk1 biogpt bitnet bloom codegen cohere cohere2 cohere2_moe cwm deepseek_v2
+    afmoe apertus arcee aria_text axk1 bamba biogpt bitnet bloom codegen cohere cohere2 cohere2_moe cwm deepseek_v2
     deepseek_v3 diffllama doge dots1 emu3 ernie4_5 ernie4_5_moe exaone4 exaone_moe falcon flex_olmo flint fuyu gemma
     gemma2 gemma3 gemma3_text gemma4 gemma4_text gemma4_unified gemma4_unified_text glm glm4 glm4_moe glm4_moe_lite
     got_ocr2 gpt2 gpt_bigcode gpt_neo gpt_neox gpt_neox_japanese gpt_oss gptj granite granite_swa granitemoe
-    granitemoe_swa granitemoeshared helium hunyuan_v1_dense hunyuan_v1_moe hy_v3 hyperclovax internlm3 iquestcoder jais2
-    jetmoe kolibri1 laguna llama llama4 llama4_text mellum mimo_v2_flash minimax_m2 minimax_m3_vl_text ministral
-    ministral3 mistral mixtral mpt nanochat nemotron olmo olmo2 olmo3 olmoe opt persimmon phi phi3 phimoe qwen2
-    qwen2_moe qwen3 qwen3_moe seed_oss smollm3 solar_open stablelm starcoder2 vaultgemma xglm youtu
+    granitemoe_swa granitemoehybrid granitemoeshared helium hunyuan_v1_dense hunyuan_v1_moe hy_v3 hyperclovax internlm3
+    iquestcoder jais2 jetmoe kolibri1 laguna lfm2 lfm2_moe lfm3 llama llama4 llama4_text mellum mimo_v2_flash minimax_m2
+    minimax_m3_vl_text ministral ministral3 mistral mixtral mpt nanochat nemotron olmo olmo2 olmo3 olmo_hybrid olmoe opt
+    persimmon phi phi3 phimoe qwen2 qwen2_moe qwen3 qwen3_5 qwen3_5_moe qwen3_5_moe_text qwen3_5_text qwen3_moe
+    qwen3_next seed_oss smollm3 solar_open stablelm starcoder2 vaultgemma xglm youtu
     """)
 )
 """Model types with a row in tests/helpers, which the conformance tests run."""
 
-_RECURRENT = "keeps a recurrent state, which cannot be rolled back after a rejected draft"
+ONLY_RECURRENT = "keeps a recurrent state in every layer; skipstone decodes such layers beside layers with an attention only"
+_BOTH = "keeps a recurrent state beside keys and values in one layer, which skipstone does not roll back"
+_UNTRIED = "keeps a recurrent state of a form that skipstone has not been tested with"
 _ENCODER = "is a bidirectional encoder, also where its config says decoder; skipstone decodes causal models"
 _DECODER = "is the decoder of an encoder-decoder; skipstone decodes decoder-only models"
 _INDEXED = "attends to tokens that an indexer with a cache of its own chooses"
@@ -28,14 +31,9 @@ _ALTERNATING = "hands four streams of states from layer to layer (AltUp), each l
 _ASSISTANT = "drafts for a larger model whose states it reads; it has no text of its own"
 
 REFUSED: dict[str, str] = {
-    **dict.fromkeys(
-        _types("""
-        bailing_hybrid bamba falcon_h1 falcon_mamba granitemoehybrid jamba kimi_linear lfm2 lfm2_moe lfm3 mamba
-        mamba2 minimax nemotron_h olmo_hybrid qwen3_5 qwen3_5_moe qwen3_5_moe_text qwen3_5_text qwen3_next
-        recurrent_gemma rwkv xlstm zamba zamba2 zaya
-        """),
-        _RECURRENT,
-    ),
+    **dict.fromkeys(_types("falcon_mamba mamba mamba2 recurrent_gemma rwkv xlstm"), ONLY_RECURRENT),
+    **dict.fromkeys(_types("falcon_h1 zamba zamba2 zaya"), _BOTH),
+    **dict.fromkeys(_types("bailing_hybrid kimi_linear"), _UNTRIED),
     **dict.fromkeys(
         _types("""
         bert bert-generation big_bird camembert data2vec-text electra ernie git megatron-bert rembert roberta
@@ -62,12 +60,15 @@ REFUSED: dict[str, str] = {
     "ctrl": "adds sinusoidal positions to its embeddings in its own forward",
     "dbrx": "has a config that transformers' own DBRX cannot be built from (attn_config lacks rope_theta)",
     "hrm_text": "runs its layers in cycles, not once each",
+    "jamba": "keeps a recurrent state from which its own forward does not go on with several tokens at once",
     "longcat_flash": "has two attention sublayers in each layer",
     "minicpm3": "scales the states before its LM head by a ratio of two fields of its config",
+    "minimax": "keeps a recurrent state in a cache of its own",
     "mllama": "attends across to images; load a text model",
     "modernbert-decoder": "hands its LM head over in the place of its decoder",
     "moshi": "speaks, and its config promises windows that its masks do not have",
     "moss_transcribe_diarize": "transcribes audio; load a text model",
+    "nemotron_h": "keeps a recurrent state, and has layers that mix no tokens",
     "openai-gpt": "has no KV cache in transformers",
     "phi4_multimodal": "switches adapters by whether it is given pictures or sound; load Phi-4-mini, its text model",
     "reformer": "attends by hashing, with a cache of its own",

@@ -10,6 +10,7 @@ even, when it is written, and attention reads the rounded ones, those of its own
 """
 
 from collections.abc import Iterable
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -17,6 +18,7 @@ from torch import Tensor
 
 from skipstone.models.host import across, on_device
 from skipstone.models.passes import Pass
+from skipstone.models.recurrent import Call, Span, Trails, spans
 
 
 class KVStore:
@@ -25,7 +27,8 @@ class KVStore:
     rows: sequences that it has room for. limit: most slots a row may ever need, the trash not counted. dtype: of the buffers,
     None for what is computed in. length: committed tokens of every row. capacity: slots a row has now, the trash not counted.
     Buffers start small and double (`reserve`), so that a request that ends early never pays for its limit. engine_view: what an
-    engine has derived from the buffers (their addresses); None again as soon as there are others.
+    engine has derived from the buffers (their addresses); None again as soon as there are others. trails: of layers whose
+    states have no positions.
     """
 
     def __init__(self, rows: int, layers: int, limit: int, dtype: torch.dtype | None = None) -> None:
@@ -35,6 +38,7 @@ class KVStore:
         self.keys: list[Tensor | None] = [None] * layers
         self.values: list[Tensor | None] = [None] * layers
         self.engine_view: Any = None
+        self.trails = Trails()
 
     @property
     def trash(self) -> int:
@@ -98,6 +102,7 @@ class KVStore:
                 error = (found - expected).abs().max().item() if length else 0.0
                 scale = expected.abs().max().item() if length else 1.0
                 assert error <= tolerance * max(scale, 1e-6), f"layer {layer} {kind} of row {row} differ by {error:.3g}"
+        self.trails.check(reference.trails, row, reference_row, length, tolerance)
 
 
 class PassView:
@@ -141,6 +146,14 @@ class PassView:
             rows = torch.arange(self.at.rows.start, self.at.rows.stop, device=device)[:, None]
             self._index[device] = rows, across(self.slots, device)
         return self._index[device]
+
+    @cached_property
+    def _spans(self) -> list[Span]:
+        return spans(self.at)
+
+    def recur(self, layer: int, hidden: Tensor, call: Call) -> Tensor:
+        """What a sublayer with a recurrent state gives for its input [b, n, d]. call: its own forward."""
+        return self.store.trails.run(layer, hidden, self._spans, self.store.length, call)
 
 
 class SharedView:

@@ -75,7 +75,7 @@ def _derived(model: Any) -> Family:
     except Underivable as reason:
         raise ValueError(f"this {model.config.model_type} model {reason}; skipstone cannot decode it") from None
     if family.own_masks is None:
-        refuse_contradiction(config, reaches(config, family))
+        refuse_contradiction(config, reaches(config, family), family)
     _LATEST[:] = [(ref(model), found)]
     return family
 

@@ -7,14 +7,14 @@ import torch
 from torch.distributed.tensor import DTensor
 
 from skipstone.models import quantised
-from skipstone.models.families import kinds, text_config
-from skipstone.models.known_types import REFUSED
+from skipstone.models.families import RECURRENT, Family, kinds, text_config
+from skipstone.models.known_types import ONLY_RECURRENT, REFUSED
 from skipstone.models.packed import PackedWeight
 from skipstone.models.passes import Reach
 from skipstone.models.placing import undispatched
 from skipstone.models.ranks import MESH, cannot_share
 
-TYPES = {"full_attention", "sliding_attention", "chunked_attention"}  # of layers
+TYPES = {"full_attention", "sliding_attention", "chunked_attention", *RECURRENT}  # of layers
 
 ADAPTERS = ("LORA", "IA3", "LOHA", "LN_TUNING", "VERA", "TRAINABLE_TOKENS")
 """PEFT types that live wholly inside the model's modules, each with a test in tests/models/test_peft.py."""
@@ -68,17 +68,18 @@ def _beyond(model: Any, config: Any) -> str | None:
     types = set(kinds(config))
     if not types <= TYPES:
         return f"has layers of type {sorted(types - TYPES)}; skipstone handles {sorted(TYPES)}"
-    if model._is_stateful:
-        return "keeps a recurrent state, which cannot be rolled back after a rejected draft"
+    if types <= {*RECURRENT} or (model._is_stateful and not types & {*RECURRENT}):
+        return ONLY_RECURRENT
     return None
 
 
-def refuse_contradiction(config: Any, seen: list[Reach]) -> None:
+def refuse_contradiction(config: Any, seen: list[Reach], family: Family) -> None:
     """ValueError where the layer types, which transformers' caches follow, contradict the masks that the model builds. seen:
-    how far the masks of every layer let it see."""
-    found = kinds(config)
+    how far the masks of every layer let it see; recurrent layers have none."""
+    masked = [layer for layer in range(len(seen)) if not family.recurs(layer)]
+    found, reaches = [kinds(config)[layer] for layer in masked], [seen[layer] for layer in masked]
     names = [
-        ("chunked_attention" if one.chunk else "sliding_attention") if one != Reach() else "full_attention" for one in seen
+        ("chunked_attention" if one.chunk else "sliding_attention") if one != Reach() else "full_attention" for one in reaches
     ]
     if found != names:
         raise ValueError(

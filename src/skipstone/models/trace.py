@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 from transformers import DynamicCache
 
+from skipstone.models.families import stateful_kinds
 from skipstone.models.placing import home
 
 PREFIX = 12  # tokens that both rows of a trace begin with
@@ -35,14 +36,15 @@ class Trace:
 
     parts: calls of the owner's modules, but for its layers, in order; those before the first layer first. before: how many of
     those there are. layers: calls of the layers, in order, with their indices. inside: of the modules right below the first
-    layer. heads: of the LM head. cache: what the model was given. logits: [2, T, V].
+    layer of every kind of mixer, by the layer's index. heads: of the LM head. cache: what the model was given. logits: [2, T,
+    V].
     """
 
     ids: Tensor
     parts: list[Call] = field(default_factory=list)
     before: int | None = None
     layers: list[tuple[int, Call]] = field(default_factory=list)
-    inside: list[Call] = field(default_factory=list)
+    inside: dict[int, list[Call]] = field(default_factory=dict)
     heads: list[Call] = field(default_factory=list)
     cache: Any = None
     logits: Any = None
@@ -57,7 +59,9 @@ def trace(model: Any, owner: Any, layers: nn.ModuleList, config: Any, positions:
     generator = torch.Generator().manual_seed(SEED)
     ids = torch.randint(0, embedding.shape[0], (2, length), generator=generator)
     ids[1, :PREFIX] = ids[0, :PREFIX]
-    found = Trace(ids.to(home(model)), cache=DynamicCache())
+    of_kind = stateful_kinds(config)
+    first: dict[int, list[Call]] = {of_kind.index(kind): [] for kind in dict.fromkeys(of_kind)}
+    found = Trace(ids.to(home(model)), inside=first, cache=DynamicCache(config=config) if any(of_kind) else DynamicCache())
     with shrunk_windows(config), _evaluating(model), _recorded(model, owner, layers, found):
         found.logits = model(found.ids, past_key_values=found.cache, use_cache=True).logits
     return found
@@ -79,7 +83,8 @@ def _recorded(model: Any, owner: Any, layers: nn.ModuleList, found: Trace) -> It
             several = module.named_children() if isinstance(module, nn.ModuleList) else [("", module)]
             watched += [(f"{name}.{more}" if more else name, one, part) for more, one in several]
     watched += [(str(number), one, layer(number)) for number, one in enumerate(layers)]
-    watched += [(name, one, found.inside.append) for name, one in layers[0].named_children()]
+    for number, calls in found.inside.items():
+        watched += [(name, one, calls.append) for name, one in layers[number].named_children()]
     hooks = [layers[0].register_forward_pre_hook(lambda *_: _begin_layers(found))]
     hooks += [one.register_forward_hook(_hook(path, add), with_kwargs=True) for path, one, add in watched]
     try:

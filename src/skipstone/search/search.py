@@ -98,6 +98,7 @@ def search(
     """Search for `budget` seconds, what the file of trials already spent included. done: called after every trial with all that
     was found and the seconds spent. ValueError for a model of too few layers, and for another search's file."""
     layered = LayeredModel(model)
+    SelfSpeculative.check_states(layered)
     space = Space(layered.depth)
     for ratio in settings.ratios:
         LinearThompson(space, space.count(ratio))  # ValueError where nothing would be left out, or nothing left

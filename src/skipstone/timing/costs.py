@@ -74,7 +74,9 @@ class Bench:
     """
 
     def __init__(self, layered: LayeredModel, batch: int) -> None:
-        """ValueError for a model whose positions are too few."""
+        """ValueError for a model whose positions are too few, or that keeps states without positions."""
+        if layered.family.recurrent:
+            raise ValueError("costs are measured behind tokens that were never run, which a model with recurrent states needs")
         self.layered, self.batch = layered, batch
         self.widest = max(1, MOST_ROWS // batch)
         spare = self.widest + 1 + PLAIN_STEPS

@@ -228,6 +228,11 @@ class TimedPasses:
                 f"the model has {layered.max_positions} positions, too few to time drafts of {max(LENGTHS)} tokens"
             )
         self.store = store_for(layered, self.length + widest)
+        if layered.family.recurrent and self.length:  # keys and values need not be there, but a state must
+            before = torch.zeros((1, self.length), dtype=torch.long, device=layered.device)
+            with torch.inference_mode():
+                run_tokens(layered, self.store, before, 0)
+            self.store.length = [self.length]
 
     def seconds(self, width: int = 1, layers: range | None = None, skip: SkipSet | None = None) -> float:
         """The median of what a pass over `width` tokens takes, through some layers or all, without the head."""

@@ -38,6 +38,7 @@ class AdaDecode(Method):
     """AdaDecode: light heads at middle layers predict early."""
 
     name: ClassVar[str] = "adadecode"
+    positional: ClassVar[str] = "lets tokens wait at different layers"
     aliases: ClassVar[dict[str, str]] = {
         "confidence_threshold": "threshold",
         "num_speculative_tokens": "max_pending",

@@ -16,6 +16,7 @@ class SwiftSettings(Method):
     """The hyper-parameters of the paper (appendix B.2), and those of what is ours."""
 
     name: ClassVar[str] = "swift"
+    positional: ClassVar[str] = "leaves sublayers out and verifies trees"
     aliases: ClassVar[dict[str, str]] = {"num_assistant_tokens": "num_speculative_tokens"}
     if_few_accepted: ClassVar[str] = (
         "An acceptance rate that low says that this model does not bear skipping so many sublayers."

@@ -39,12 +39,14 @@ class EagerEngine:
         self._rotary = RotaryTables(facts.decoder, facts.max_positions)
         sdpa = self.config._attn_implementation == "sdpa"
         own = sdpa and self.family.attention_interface
-        attentions: list[nn.Module] = [getattr(layer, self.family.attention) for layer in self.layers]
+        mixers: list[nn.Module] = [getattr(layer, self.family.mixer(index)) for index, layer in enumerate(self.layers)]
+        attentions = [one for index, one in enumerate(mixers) if not self.family.recurs(index)]
+        self._recurrent = [(index, one) for index, one in enumerate(mixers) if self.family.recurs(index)]
         self._attentions = attentions if own else []
         masking = self.family.own_masks
         self._masking = [] if masking is None else [submodule(one, masking) for one in attentions]
         # query heads per key/value head, of every layer whose attention packs them
-        self._groups: list[Any] = [getattr(one, "num_key_value_groups", 1) if own else 1 for one in attentions]
+        self._groups: list[Any] = [getattr(one, "num_key_value_groups", 1) if own else 1 for one in mixers]
         added = own or self.family.float_masks or not (sdpa or self.family.hiding_masks)
         self._form = MaskForm(self.dtype if added else torch.bool, own, self.family.hiding_masks)
         self._slopes = alibi_slopes(self.config.num_attention_heads, facts.device) if self.family.alibi else None
@@ -65,6 +67,8 @@ class EagerEngine:
 
         skip: sublayers that add nothing to the residual stream in this pass.
         """
+        if self._recurrent and (skip or at.tree is not None):
+            raise ValueError(f"the recurrent states of this {self._type} go along chains that all layers of a pass run")
         if self.family.alibi == "position_bias" and at.tree is not None and len(hidden) > 1:
             rows = [self.run(hidden[row : row + 1], at.row(row), store, layers, skip) for row in range(len(hidden))]
             return torch.cat(rows)  # one bias serves all rows of a pass, and the slots of trees have positions of their own
@@ -141,6 +145,8 @@ class EagerEngine:
         """Put on what every pass wants."""
         patches.put_on([*self.layers, self.head], self._attentions, self._running)
         patches.open_masks(self._masking, self._running)
+        for index, sublayer in self._recurrent:
+            patches.cover(sublayer, patches.Recurrent, self._running, index)
 
     def _patch_sublayers(self) -> None:
         """Put on what passes with a skip set want."""
@@ -157,7 +163,8 @@ class EagerEngine:
         given: dict[str, Any] = {}
         for name in self.family.takes:
             if name == "attention_mask":
-                given[name] = at.mask(self.reaches[index], self._form, self._groups[index])
+                masked = not self.family.recurs(index)  # recurrent layers are given no token that does not count
+                given[name] = at.mask(self.reaches[index], self._form, self._groups[index]) if masked else None
             elif name == "position_ids":
                 given[name] = at.positions
             else:

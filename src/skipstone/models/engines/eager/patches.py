@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from skipstone.models.engines.eager import attention, linear
+from skipstone.models.kvstore import PassView
 from skipstone.models.passes import SkipSet
 
 Part = Literal["attention", "mlp", "before"]
@@ -87,6 +88,25 @@ class Skippable(Forward):
             nothing = torch.zeros_like(hidden)
             return (nothing, None) if self.part == "attention" else nothing
         return self.own(*given, **more)
+
+
+class Recurrent(Forward):
+    """A sublayer that keeps a state without positions. In a pass it begins with those of the store, row by row. It is given its
+    cache by name, and its hidden states first or as `hidden_states`."""
+
+    __slots__ = ("layer",)
+
+    def __init__(self, module: nn.Module, running: Running, before: Any, layer: int) -> None:
+        super().__init__(module, running, before, layer)
+        self.layer = layer
+
+    def __call__(self, *given: Any, **more: Any) -> Any:
+        if not self.running.passing:
+            return self.own(*given, **more)
+        rest = {name: one for name, one in more.items() if name != "hidden_states"}
+        cache, view = next((name, one) for name, one in more.items() if isinstance(one, PassView))
+        hidden: Tensor = given[0] if given else more["hidden_states"]
+        return view.recur(self.layer, hidden, lambda part, states: self.own(part, *given[1:], **{**rest, cache: states}))
 
 
 class SeesAll(Forward):
