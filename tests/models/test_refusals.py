@@ -14,8 +14,9 @@ from torch import nn
 from transformers import AutoConfig, AutoModel, AutoModelForCausalLM, AutoModelForSeq2SeqLM, LlamaConfig, LlamaForCausalLM
 
 import skipstone
-from skipstone.models import known_types
+from skipstone.models import known_types, recognition
 from skipstone.models.layered import LayeredModel
+from skipstone.models.modules import DecoderModules
 from tests.helpers import families, support
 from tests.helpers.wrapped import WRAPPERS
 
@@ -222,3 +223,38 @@ def test_a_type_is_refused_by_its_name_before_anything_is_run(kind: str) -> None
     shell: Any = Shell(config=config, training=False, parameters=list, modules=list, _is_stateful=False)
     with pytest.raises(ValueError, match=re.escape(f"{kind} {known_types.REFUSED[kind]}")):
         LayeredModel(shell)
+
+
+def test_a_type_that_nobody_has_tested_is_not_trusted_with_a_window_under_another_name(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(recognition, "TESTED", frozenset())
+    model = families.build("llama", vocab=89)
+    LayeredModel(model)
+    model = families.build("llama", vocab=83, local_attention=256)
+    with pytest.raises(ValueError, match="local_attention=256 in its config, which nobody has looked at"):
+        LayeredModel(model)
+
+
+def test_a_family_is_not_remembered_for_what_computes_otherwise() -> None:
+    """The same class and config, but another dtype, a hook on a module, or layers that have changed: derived anew."""
+    plain = families.build("llama", vocab=79)
+    key = recognition.recognise(plain).key
+    assert recognition.recognise(families.build("llama", vocab=79, seed=5)).key == key
+    assert recognition.recognise(families.build("llama", vocab=79).bfloat16()).key != key
+    plain.model.register_forward_hook(lambda *_: None)
+    assert recognition.recognise(plain).key != key
+
+
+def test_weights_that_were_trained_since_are_verified_against_what_they_give_now() -> None:
+    model = families.build("llama", vocab=73)
+    DecoderModules(model)  # what training asks for
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.mul_(1.5)
+    LayeredModel(model)
+
+
+def test_a_soft_cap_is_found_where_logits_are_too_small_to_show_it() -> None:
+    model = families.build("gemma2", vocab=71)
+    with torch.no_grad():
+        model.get_output_embeddings().weight.mul_(1e-3)
+    assert LayeredModel(model).family.logits == ("softcap", "final_logit_softcapping")

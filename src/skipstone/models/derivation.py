@@ -61,11 +61,10 @@ def derive(model: Any, config: Any, found: Trace, path: str, name: str) -> Famil
     calls = [call for _, call in found.layers]
     if any(call.given[""].ndim != 3 for call in calls):
         raise Underivable("hands more than one stream of states from layer to layer")
-    exceptions = exceptions_of(config)
     recurrent, plain = _recurrent(config, found)
     attention, mlp, beside = _sublayers(found.inside[plain], found)
     entering, scale = _entering(owner, config, found, calls[0].given[""])
-    cache_argument, takes, arguments, alibi = _arguments(found, calls, exceptions)
+    cache_argument, takes, arguments, alibi = _arguments(found, calls)
     attending = [one for layer, one in enumerate(getattr(owner, name)[:depth]) if not (recurrent and recurrent[layer])]
     modules = [getattr(one, attention, None) for one in attending]
     if None in modules:
@@ -78,6 +77,7 @@ def derive(model: Any, config: Any, found: Trace, path: str, name: str) -> Famil
         entering=entering,
         input_scale=scale,
         leaving=_leaving(found),
+        logits=_logits(config, found),
         rotary=_rotary(found, calls),
         attention=attention,
         mlp=mlp,
@@ -95,8 +95,7 @@ def derive(model: Any, config: Any, found: Trace, path: str, name: str) -> Famil
         shares=_shares(config, calls),
         recurrent=recurrent,
     )
-    family = replace(family, **exceptions)
-    return replace(family, logits=_logits(config, found)) if "logits" not in exceptions else family
+    return replace(family, **exceptions_of(config))
 
 
 def _names(module: Any) -> Iterable[str]:
@@ -111,7 +110,8 @@ def close(mine: Any, theirs: Any) -> bool:
         return False
     allowed = max(CLOSE, 4 * torch.finfo(theirs.dtype).eps, 4 * torch.finfo(mine.dtype).eps)
     theirs = theirs.to(mine.device)  # layers may be on several
-    return bool((mine.float() - theirs.float()).abs().max() <= allowed * theirs.float().abs().max())
+    largest = theirs.float().abs().max()
+    return bool(largest > 0) and bool((mine.float() - theirs.float()).abs().max() <= allowed * largest)
 
 
 # ------------------------------------------------------------------------------------------------ around the layers
@@ -137,7 +137,7 @@ def _entering(owner: Any, config: Any, found: Trace, entered: Tensor) -> tuple[t
             steps += [step for step, _ in learned]
             learned, hidden = [], summed
         if torch.is_tensor(first) and close(first, hidden):
-            if not close(output, first):
+            if output is not first and not isinstance(submodule(owner, call.path), nn.Dropout):
                 steps.append(Step(call.path, "apply"))
             hidden = output
         elif how := _learned(submodule(owner, call.path), call, positions):
@@ -173,9 +173,13 @@ def _learned(module: Any, call: Call, positions: Tensor) -> str | None:
 
 def _scale(config: Any, hidden: Tensor, entered: Tensor) -> str | None:
     """The field of a config that hidden states are multiplied by before they enter layer 0."""
-    if hidden.shape == entered.shape and close(hidden, entered):
-        return None
     if hidden.shape == entered.shape:
+        for name in SCALES:  # what the config says comes first: a scale near 1 looks like none
+            value = getattr(config, name, None)
+            if isinstance(value, float) and close(hidden * value, entered):
+                return name
+        if close(hidden, entered):
+            return None
         factor = float((hidden.float() * entered.float()).sum() / (hidden.float() ** 2).sum())
         if close(hidden * factor, entered):
             if (name := _field(config, factor, SCALES)) is not None:
@@ -209,11 +213,16 @@ def _leaving(found: Trace) -> tuple[str, ...]:
 def _logits(config: Any, found: Trace) -> tuple[Literal["", "divide", "multiply", "softcap"], str]:
     """What becomes of the output of the LM head."""
     scores, logits = found.heads[-1].output, found.logits
-    if close(scores, logits):
-        return "", ""
-    cap = getattr(config, "final_logit_softcapping", None)
+    cap = getattr(config, "final_logit_softcapping", None)  # what the config says comes first: small logits look uncapped
     if cap is not None and close((scores / cap).tanh() * cap, logits):
         return "softcap", "final_logit_softcapping"
+    for name in ("logit_scale", "lm_head_multiplier"):
+        if (value := getattr(config, name, None)) and close(scores * value, logits):
+            return "multiply", name
+    if (value := getattr(config, "logits_scaling", None)) and close(scores / value, logits):
+        return "divide", "logits_scaling"
+    if close(scores, logits):
+        return "", ""
     factor = float((scores.float() * logits.float()).sum() / (scores.float() ** 2).sum())
     if close(scores * factor, logits):
         if name := _field(config, factor, ("logit_scale", "lm_head_multiplier")):
@@ -231,9 +240,7 @@ def _states(output: Any) -> Tensor:
 # --------------------------------------------------------------------------------------------------- of a layer
 
 
-def _arguments(
-    found: Trace, calls: list[Call], exceptions: Any
-) -> tuple[str, tuple[str, ...], tuple[tuple[str, Any], ...], str | None]:
+def _arguments(found: Trace, calls: list[Call]) -> tuple[str, tuple[str, ...], tuple[tuple[str, Any], ...], str | None]:
     """(the argument for the KV cache, the pass's own things, constants, the argument for position biases) of the layers."""
     cache, fixed, alibi = None, {}, None
     takes = [name for name in OURS if name in calls[0].given]
@@ -244,9 +251,8 @@ def _arguments(
             alibi = name
         elif name in ("", *takes, *HARMLESS, SHARED) or (name == PER_LAYER and torch.is_tensor(value)):
             continue
-        elif any(call.given.get(name) is not value and call.given.get(name) != value for call in calls) or not _constant(value):
-            if name not in dict(exceptions.get("arguments", ())):
-                raise Underivable(f"gives its layers {name}, which skipstone does not know how to make")
+        elif not _constant(value) or any(call.given.get(name) != value for call in calls):
+            raise Underivable(f"gives its layers {name}, which skipstone does not know how to make")
         elif value is not None or name in BIASES:
             fixed[name] = value
     if cache is None:

@@ -8,7 +8,7 @@ from skipstone.models.families import kinds, max_positions, reaches, text_config
 from skipstone.models.modules import DecoderModules
 from skipstone.models.packed import PackedWeight
 from skipstone.models.placing import home, hooks
-from skipstone.models.quantised import settle
+from skipstone.models.quantised import kernels, settle
 from skipstone.models.ranks import Ranks
 from skipstone.models.refusals import refuse_weights
 
@@ -19,13 +19,14 @@ class Facts:
     layers: decoder layers. head: the LM head. embeddings: ids that the input embedding has rows for. kinds, reaches: layer type
     of every layer, and how far it sees back. device: on which tokens enter and logits leave; layers may be on others. ranks:
     the processes that share the weights. spread: how weights are anywhere else, in words; None where they are not.
+    is_quantised: whether another package's kernels compute some of it.
     """
 
     def __init__(self, model: Any) -> None:
         refuse_weights(model)
         config = text_config(model)
-        modules = DecoderModules(model)
         settle(model)
+        modules = DecoderModules(model)
         self.family, self.decoder, self.layers, self.head = modules.family, modules.decoder, modules.layers, modules.head
         self.embeddings: int = model.get_input_embeddings().weight.shape[0]
         self.kinds = kinds(config)
@@ -35,6 +36,7 @@ class Facts:
         self.ranks = Ranks.of(model)
         self.spread = self._spread(model)
         self.dtype: torch.dtype = model.dtype
+        self.is_quantised = any(kernels(model).values())
         parts = list(model.modules())
         self._child_places = [part._modules for part in parts]
         self._weight_places = [part._parameters for part in parts]

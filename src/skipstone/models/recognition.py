@@ -1,8 +1,11 @@
 """Which family a model is of: derived once per class and shape of config, and remembered on disk once it has been verified."""
 
 import json
+import re
 from contextlib import suppress
 from dataclasses import asdict, dataclass
+from functools import cache
+from pathlib import Path
 from typing import Any
 from weakref import ref
 
@@ -13,13 +16,17 @@ from pydantic import TypeAdapter, ValidationError
 from skipstone.files import cache_folder, digest, write_json
 from skipstone.models.derivation import Underivable, derive, find_layers
 from skipstone.models.families import Family, max_positions, reaches, submodule, text_config
+from skipstone.models.known_types import TESTED
 from skipstone.models.refusals import refuse_contradiction, refuse_kind
-from skipstone.models.trace import Trace, trace
+from skipstone.models.trace import TOKENS, WINDOWED, Trace, trace
 
-VERSION = 1  # of what is remembered; what another one says is derived anew
 _SAYS_NOTHING = ("_name_or_path", "transformers_version", "architectures", "dtype", "_commit_hash", "quantization_config")
 """Fields of a config that do not tell what a model is built of."""
 _FAMILY = TypeAdapter(Family)
+UNEXPECTED = (TypeError, AttributeError, RuntimeError, LookupError, ValueError, AssertionError)
+"""What a forward raises that is not called as its author thought of."""
+LIMITS = re.compile(r"window|chunk|local|block_size")
+"""Of names of fields that may say how far layers see."""
 
 
 @dataclass
@@ -39,8 +46,9 @@ class Recognised:
 
 
 _KNOWN: dict[str, Recognised] = {}
-_LATEST: list[tuple[ref[Any], Trace]] = []
-"""The trace that the latest family was derived from, and of which model: it is verified against the same one."""
+_LATEST: list[tuple[ref[Any], int, Trace]] = []
+"""The trace that the latest family was derived from, of which model, and how often its weights had been changed then: it is
+verified against the same one."""
 
 
 def recognise(model: Any) -> Recognised:
@@ -55,7 +63,7 @@ def recognise(model: Any) -> Recognised:
 
 def traced(model: Any) -> Trace:
     """What a model's own forward does: the trace that its family was derived from, where that was just now."""
-    known = next((found for of, found in _LATEST if of() is model), None)
+    known = next((found for of, changes, found in _LATEST if of() is model and changes == _changes(model)), None)
     _LATEST.clear()
     if known is not None:
         return known
@@ -64,7 +72,7 @@ def traced(model: Any) -> Trace:
     return trace(model, submodule(model.get_decoder(), path), layers, config, max_positions(config)[0])
 
 
-@torch.inference_mode()
+@torch.no_grad()
 def _derived(model: Any) -> Family:
     config = text_config(model)
     try:
@@ -72,20 +80,65 @@ def _derived(model: Any) -> Family:
         owner = submodule(model.get_decoder(), path)
         found = trace(model, owner, layers, config, max_positions(config)[0])
         family = derive(model, config, found, path, name)
+        _expect_no_other_limits(config, family)
     except Underivable as reason:
         raise ValueError(f"this {model.config.model_type} model {reason}; skipstone cannot decode it") from None
+    except torch.OutOfMemoryError:
+        raise
+    except (*UNEXPECTED, StopIteration) as error:
+        raise ValueError(f"the forward of this {model.config.model_type} model cannot be followed: {error}") from error
     if family.own_masks is None:
         refuse_contradiction(config, reaches(config, family), family)
-    _LATEST[:] = [(ref(model), found)]
+    _LATEST[:] = [(ref(model), _changes(model), found)]
     return family
 
 
+def _expect_no_other_limits(config: Any, family: Family) -> None:
+    """ValueError for a type that nobody has tested whose config may limit how far its layers see in a way that a short forward
+    does not show."""
+    if config.model_type in TESTED:
+        return
+    for name, value in config.to_dict().items():
+        limits = LIMITS.search(name) and "layer" not in name and type(value) is int and value > TOKENS
+        if limits and name not in (*WINDOWED, family.window):
+            raise Underivable(f"has {name}={value} in its config, which nobody has looked at")
+
+
+def _changes(model: Any) -> int:
+    """torch's count of the changes in place of all weights."""
+    return sum(one._version for one in model.parameters() if not one.is_inference())
+
+
 def _key(model: Any) -> str:
-    """A name for a model's class and shape of config."""
+    """A name for a model's class and shape of config, for its dtype, for the classes of its modules and what was put on them,
+    and for the code of skipstone that looks at them."""
     config = {name: value for name, value in vars(model.config).items() if name not in _SAYS_NOTHING}
-    versions = [VERSION, transformers.__version__, torch.__version__]
-    kind = f"{type(model).__module__}.{type(model).__qualname__}"
-    return digest([versions, kind, text_config(model)._attn_implementation, repr(config)], 32)
+    versions = [_sources(), transformers.__version__, torch.__version__]
+    modules = [(path, _nature(module)) for path, module in model.named_modules()]
+    return digest([versions, str(model.dtype), modules, text_config(model)._attn_implementation, repr(config)], 32)
+
+
+def _nature(module: Any) -> list[str]:
+    """What a module computes by: its class, and the hooks and the forward that somebody has put on it."""
+    hooks = [*module._forward_pre_hooks.values(), *module._forward_hooks.values()]
+    own = module.__dict__.get("forward")
+    while own is not None and type(own).__module__.startswith("skipstone."):
+        own = own.before
+    return [_origin(type(module)), *(_origin(hook) for hook in hooks), *([] if own is None else [_origin(own)])]
+
+
+def _origin(one: Any) -> str:
+    """The module and name of a class or function."""
+    kind = one if hasattr(one, "__qualname__") else type(one)
+    return f"{kind.__module__}.{kind.__qualname__}"
+
+
+@cache
+def _sources() -> str:
+    """A hash of all of skipstone that derives and verifies."""
+    folder = Path(__file__).parent
+    files = [*sorted(folder.glob("*.py")), *sorted((folder / "engines" / "eager").glob("*.py"))]
+    return digest([path.read_text(encoding="utf-8") for path in files], 32)
 
 
 def _place(key: str) -> Any:

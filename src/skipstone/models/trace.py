@@ -50,7 +50,7 @@ class Trace:
     logits: Any = None
 
 
-@torch.inference_mode()
+@torch.no_grad()
 def trace(model: Any, owner: Any, layers: nn.ModuleList, config: Any, positions: int) -> Trace:
     """Run a model's forward once, in eval mode, with small windows. owner: of the layers. config: of the text model. positions:
     that it has. The model, its config and its mode are as before. Whatever its forward raises is raised."""
