@@ -9,8 +9,10 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import transformers
 from safetensors import SafetensorError
 from transformers import (
+    CONFIG_MAPPING,
     AutoConfig,
     AutoModelForCausalLM,
     AutoTokenizer,
@@ -25,6 +27,7 @@ from skipstone.extras import installed
 from skipstone.models import gguf
 from skipstone.models.engines.choice import Setup, attach
 from skipstone.models.families import text_config
+from skipstone.models.known_types import REFUSED
 from skipstone.models.layered import LayeredModel
 from skipstone.models.quantised import expect_loadable
 from skipstone.models.ranks import cannot_share
@@ -104,7 +107,9 @@ def load_model(
         options["attn_implementation"] = attn_implementation
     if "gguf_file" in options:
         options |= gguf.unpacked()
-    expect_loadable(_quantization(name))
+    said = {} if "gguf_file" in options else _said(name)
+    _expect_type(name, said, trust_remote_code)
+    expect_loadable(said.get("quantization_config"))
     try:
         with gguf.reading(name, options):
             loaded: Any = AutoModelForCausalLM.from_pretrained(
@@ -165,12 +170,30 @@ def _shares(name: str, tp_plan: str) -> dict[str, Any]:
     return {"distributed_config": DistributedConfig(tp_plan="auto")}
 
 
-def _quantization(name: str) -> Any:
-    """What the config of a checkpoint says of its quantization; None where it says nothing or is not there."""
+def _said(name: str) -> dict[str, Any]:
+    """The config of a checkpoint as plain JSON values; empty where there is none."""
     try:
-        return PreTrainedConfig.get_config_dict(name)[0].get("quantization_config")
+        return PreTrainedConfig.get_config_dict(name)[0]
     except OSError:
-        return None
+        return {}
+
+
+def _expect_type(name: str, said: dict[str, Any], trust_remote_code: bool) -> None:
+    """ValueError for a checkpoint of a type that skipstone cannot decode, before its weights are loaded."""
+    kind = said.get("model_type")
+    if kind in REFUSED:
+        raise ValueError(f"{kind} {REFUSED[kind]}")
+    if kind is None or kind in CONFIG_MAPPING:
+        return
+    if said.get("auto_map") and not trust_remote_code:
+        raise ValueError(
+            f"{name} brings modelling code of its own for the type {kind!r}; skipstone decodes transformers' own models only, "
+            "and runs no code of a checkpoint"
+        )
+    raise ValueError(
+        f"transformers {transformers.__version__} does not know the model type {kind!r}; `skipstone families` lists those that "
+        "it knows, and a newer transformers may know more"
+    )
 
 
 def load_tokenizer(name: str | Path, trust_remote_code: bool = False) -> PreTrainedTokenizerBase:

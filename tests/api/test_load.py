@@ -103,3 +103,21 @@ class TestLoad:
         (folder / "config.json").write_text(json.dumps({**config, "model_type": "llamoid"}))
         with pytest.raises(ValueError, match="llamoid"):
             skipstone.load(folder)
+
+
+TYPES = {
+    "refused by name": ({"model_type": "mamba"}, "mamba keeps a recurrent state"),
+    "unknown": ({"model_type": "foo"}, "does not know the model type 'foo'; `skipstone families` lists"),
+    "code of its own": (
+        {"model_type": "foo", "auto_map": {"AutoConfig": "a.B"}},
+        "brings modelling code of its own for the type 'foo'",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", TYPES)
+def test_a_type_that_cannot_be_decoded_is_refused_before_its_weights_are_loaded(case: str, tmp_path: Path) -> None:
+    said, words = TYPES[case]
+    (tmp_path / "config.json").write_text(json.dumps(said))
+    with pytest.raises(ValueError, match=words):
+        skipstone.load(tmp_path)

@@ -192,10 +192,10 @@ def test_what_cannot_be_compiled_is_refused_in_one_sentence() -> None:
 
 
 class Peeking(torch.nn.Module):
-    """Does what no graph can hold: what it computes depends on a value."""
+    """Does what no graph can hold: how it computes depends on a value."""
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return x if x.sum() > 0 else x + 1
+        return x if x.sum() > 0 else x * 1
 
 
 def test_a_layer_that_is_no_graph_is_an_error_that_says_so() -> None:

@@ -36,6 +36,7 @@ class Rows:
 
     def add(self, alone: Tensor, beside: list[Tensor]) -> None:
         """Sums [1, n, d_out] of one layer."""
+        alone, beside = alone.detach(), [one.detach() for one in beside]
         differences = [float((one.float() - alone.float()).abs().nan_to_num(torch.inf).max()) for one in beside]
         most = max(differences)
         self.layers += 1

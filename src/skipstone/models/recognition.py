@@ -110,27 +110,12 @@ def _changes(model: Any) -> int:
 
 
 def _key(model: Any) -> str:
-    """A name for a model's class and shape of config, for its dtype, for the classes of its modules and what was put on them,
-    and for the code of skipstone that looks at them."""
+    """A name for a model's class and shape of config, for its dtype and the classes of its modules, and for the code of
+    skipstone that looks at them."""
     config = {name: value for name, value in vars(model.config).items() if name not in _SAYS_NOTHING}
     versions = [_sources(), transformers.__version__, torch.__version__]
-    modules = [(path, _nature(module)) for path, module in model.named_modules()]
+    modules = [(path, f"{type(one).__module__}.{type(one).__qualname__}") for path, one in model.named_modules()]
     return digest([versions, str(model.dtype), modules, text_config(model)._attn_implementation, repr(config)], 32)
-
-
-def _nature(module: Any) -> list[str]:
-    """What a module computes by: its class, and the hooks and the forward that somebody has put on it."""
-    hooks = [*module._forward_pre_hooks.values(), *module._forward_hooks.values()]
-    own = module.__dict__.get("forward")
-    while own is not None and type(own).__module__.startswith("skipstone."):
-        own = own.before
-    return [_origin(type(module)), *(_origin(hook) for hook in hooks), *([] if own is None else [_origin(own)])]
-
-
-def _origin(one: Any) -> str:
-    """The module and name of a class or function."""
-    kind = one if hasattr(one, "__qualname__") else type(one)
-    return f"{kind.__module__}.{kind.__qualname__}"
 
 
 @cache
