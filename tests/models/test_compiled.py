@@ -22,6 +22,7 @@ from skipstone.models.kvstore import KVStore
 from skipstone.models.layered import LayeredModel
 from skipstone.models.passes import Pass
 from tests.helpers import families
+from tests.helpers.pairwise import all_but
 from tests.helpers.settings import QUIET
 from tests.helpers.support import assert_same_texts, decode
 
@@ -60,8 +61,10 @@ def method_of(text: str, model: PreTrainedModel) -> Any:
     return Speculative(families.cached("llama"), 4) if text.startswith("speculative") else text
 
 
-@pytest.mark.parametrize("options", SAMPLING, ids=["greedy", "sampled"])
-@pytest.mark.parametrize("rows", [1, 3])
+@pytest.mark.parametrize(
+    ("rows", "options"),
+    all_but([(3, SAMPLING[0]), (1, SAMPLING[1])], [(rows, options) for rows in (1, 3) for options in SAMPLING]),
+)
 @pytest.mark.parametrize("text", METHODS)
 def test_texts_are_those_of_the_eager_engine(model: PreTrainedModel, text: str, rows: int, options: dict[str, Any]) -> None:
     prompts, method = families.prompts(rows), method_of(text, model)
