@@ -171,11 +171,8 @@ def _shares(name: str, tp_plan: str) -> dict[str, Any]:
 
 
 def _said(name: str) -> dict[str, Any]:
-    """The config of a checkpoint as plain JSON values; empty where there is none."""
-    try:
-        return PreTrainedConfig.get_config_dict(name)[0]
-    except OSError:
-        return {}
+    """The config of a checkpoint as plain JSON values. OSError where there is none, so that a silent hub is asked only once."""
+    return PreTrainedConfig.get_config_dict(name)[0]
 
 
 def _expect_type(name: str, said: dict[str, Any], trust_remote_code: bool) -> None:
