@@ -60,13 +60,12 @@ def load(  # noqa: PLR0913
     from safetensors only. device_map: layers on several devices, or offloaded to the CPU or to disk, as transformers takes it
     ("auto", or module names and devices); offload_folder: where weights go that are offloaded to disk. tp_plan: "auto" shares
     the weights among the processes that torchrun has started, each on its own accelerator or on the CPU. engine: what
-    skipstone runs the model on, "eager" or "native"; "auto" takes what the environment
-    variable SKIPSTONE_ENGINE says, and else native where that can run the model. quantize: "int8" or "int4", what the native
-    engine quantises its copy of the weights to; None or "none": nothing. kv_dtype: what keys and values are kept in, "float32"
-    or "bfloat16", half the memory, which rounds them; None takes what the environment variable SKIPSTONE_KV says, and else
-    float32. keep_weights: False where only skipstone decodes with the model: the native engine's copy of its matrices is then
-    the only one. Reading one unpacks it, changing one in place is a RuntimeError. A model that another engine runs keeps its
-    weights.
+    skipstone runs the model on, "eager", "native" or "compiled"; "auto" takes what the environment variable SKIPSTONE_ENGINE
+    says, and else native where that can run the model, or eager. quantize: "int8" or "int4", what the native engine quantises
+    its copy of the weights to; None or "none": nothing. kv_dtype: what keys and values are kept in, "float32" or "bfloat16",
+    half the memory, which rounds them; None takes what the environment variable SKIPSTONE_KV says, and else float32.
+    keep_weights: False where only skipstone decodes with the model: the native engine's copy of its matrices is then the only
+    one. Reading one unpacks it, changing one in place is a RuntimeError. A model that another engine runs keeps its weights.
 
     OSError where nothing is found; ValueError where the checkpoint is corrupt or incomplete, for an engine, quantize or
     kv_dtype that is none, for a quantize where the native engine cannot run the model, and for a quantised checkpoint whose

@@ -250,7 +250,9 @@ def test_weights_that_were_trained_since_are_verified_against_what_they_give_now
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.mul_(1.5)
+    assert not recognition.recognise(model).is_verified
     LayeredModel(model)
+    assert recognition.recognise(model).is_verified
 
 
 def test_a_soft_cap_is_found_where_logits_are_too_small_to_show_it() -> None:

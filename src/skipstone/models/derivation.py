@@ -3,6 +3,7 @@
 Whatever the trace shows that a `Family` has no word for is a reason to refuse the model, in a sentence.
 """
 
+import inspect
 from collections.abc import Iterable
 from dataclasses import replace
 from typing import Any, Literal
@@ -99,9 +100,9 @@ def derive(model: Any, config: Any, found: Trace, path: str, name: str) -> Famil
 
 
 def _names(module: Any) -> Iterable[str]:
-    """Global names that the forward of a module uses."""
-    forward: Any = type(module).forward
-    return getattr(getattr(forward, "__wrapped__", forward), "__code__", None).co_names if forward else ()  # type: ignore[union-attr]
+    """Global names that the forward of a module uses; none for one that is not written in Python."""
+    code = getattr(inspect.unwrap(type(module).forward), "__code__", None)
+    return () if code is None else code.co_names
 
 
 def close(mine: Any, theirs: Any) -> bool:
@@ -191,9 +192,11 @@ def _scale(config: Any, hidden: Tensor, entered: Tensor) -> str | None:
 
 def _field(config: Any, value: float, first: Iterable[str] = ()) -> str | None:
     """The field of a config that has a value."""
-    names = [*first, *config.to_dict()]
-    same = lambda one: isinstance(one, (int, float)) and not isinstance(one, bool) and abs(one - value) <= CLOSE * abs(value)  # noqa: E731
-    return next((name for name in names if same(getattr(config, name, None))), None)
+    for name in (*first, *config.to_dict()):
+        one = getattr(config, name, None)
+        if isinstance(one, (int, float)) and not isinstance(one, bool) and abs(one - value) <= CLOSE * abs(value):
+            return name
+    return None
 
 
 def _leaving(found: Trace) -> tuple[str, ...]:

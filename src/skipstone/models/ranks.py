@@ -37,19 +37,18 @@ class Ranks:
 
     def agreed(self, value: float) -> float:
         """The first process's value. All processes must ask at the same place."""
-        if self.size == 1:
-            return value
-        told = torch.tensor([value], dtype=torch.float64, device=self.mesh.device_type)
-        torch.distributed.broadcast(told, group=self.mesh.get_group(), group_src=0)
-        return float(told.item())
+        return float(self._told(value, torch.float64))
 
     def agreed_whole(self, value: int) -> int:
         """As `agreed`, of a whole number of up to 63 bits."""
+        return int(self._told(value, torch.int64))
+
+    def _told(self, value: float, dtype: torch.dtype) -> float:
         if self.size == 1:
             return value
-        told = torch.tensor([value], dtype=torch.int64, device=self.mesh.device_type)
+        told = torch.tensor([value], dtype=dtype, device=self.mesh.device_type)
         torch.distributed.broadcast(told, group=self.mesh.get_group(), group_src=0)
-        return int(told.item())
+        return told.item()
 
 
 def cannot_share(config: Any, size: int) -> str | None:

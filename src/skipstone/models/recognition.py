@@ -67,18 +67,22 @@ def traced(model: Any) -> Trace:
     _LATEST.clear()
     if known is not None:
         return known
+    return _trace(model)[2]
+
+
+def _trace(model: Any) -> tuple[str, str, Trace]:
+    """(path to what owns a model's layers, the name of their list there, what its forward does)."""
     config = text_config(model)
-    path, _, layers = find_layers(model, config)
-    return trace(model, submodule(model.get_decoder(), path), layers, config, max_positions(config)[0])
+    path, name, layers = find_layers(model, config)
+    owner = submodule(model.get_decoder(), path)
+    return path, name, trace(model, owner, layers, config, max_positions(config)[0])
 
 
 @torch.no_grad()
 def _derived(model: Any) -> Family:
     config = text_config(model)
     try:
-        path, name, layers = find_layers(model, config)
-        owner = submodule(model.get_decoder(), path)
-        found = trace(model, owner, layers, config, max_positions(config)[0])
+        path, name, found = _trace(model)
         family = derive(model, config, found, path, name)
         _expect_no_other_limits(config, family)
     except Underivable as reason:

@@ -154,7 +154,8 @@ class EagerEngine:
             patches.cover(getattr(layer, self.family.attention), patches.Skippable, self._running, "attention", index)
             *before, last = (getattr(layer, name) for name in self.family.mlp)
             for module in before:
-                patches.cover(module, patches.Skippable, self._running, "before", index)
+                part = "mlp" if self.family.beside else "before"
+                patches.cover(module, patches.Skippable, self._running, part, index)
             patches.cover(last, patches.Skippable, self._running, "mlp", index)
         self._running.skippable = True
 
