@@ -30,9 +30,9 @@ def enable(
 ) -> PreTrainedModel:
     """Make `model.generate` decode with a method, streamers and stop strings included. A second call changes the method.
 
-    method: as in `skipstone.generate`; ValueError where it does not fit the model. engine: "auto", "eager" or "native",
-    quantize: "none", "int8" or "int4", and kv_dtype: "float32" or "bfloat16", as in `skipstone.load`, are remembered for all
-    that skipstone does with this model; None leaves them as they are. `model.generate` then also takes `seed`, and options
+    method: as in `skipstone.generate`; ValueError where it does not fit the model. engine: "auto", "eager", "native" or
+    "compiled", quantize: "none", "int8" or "int4", and kv_dtype: "float32" or "bfloat16", as in `skipstone.load`, are remembered
+    for all that skipstone does with this model; None leaves them as they are. `model.generate` then also takes `seed`, and options
     that skipstone does not support are a ValueError. Calls that ask for transformers' other ways of decoding
     (`custom_generate`, `assistant_model`) go to transformers as before. Returns the model.
     """
