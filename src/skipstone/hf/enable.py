@@ -31,10 +31,10 @@ def enable(
     """Make `model.generate` decode with a method, streamers and stop strings included. A second call changes the method.
 
     method: as in `skipstone.generate`; ValueError where it does not fit the model. engine: "auto", "eager", "native" or
-    "compiled", quantize: "none", "int8" or "int4", and kv_dtype: "float32" or "bfloat16", as in `skipstone.load`, are remembered
-    for all that skipstone does with this model; None leaves them as they are. `model.generate` then also takes `seed`, and options
-    that skipstone does not support are a ValueError. Calls that ask for transformers' other ways of decoding
-    (`custom_generate`, `assistant_model`) go to transformers as before. Returns the model.
+    "compiled", quantize: "none", "int8" or "int4", and kv_dtype: "float32" or "bfloat16", as in `skipstone.load`, are
+    remembered for all that skipstone does with this model; None leaves them as they are. `model.generate` then also takes
+    `seed`, and options that skipstone does not support are a ValueError. Calls that ask for transformers' other ways of
+    decoding (`custom_generate`, `assistant_model`) go to transformers as before. Returns the model.
     """
     chosen = resolve_for(model, method)
     chosen.check(LayeredModel(model, engine, quantize, kv_dtype))

@@ -7,6 +7,7 @@ import errno
 import hashlib
 import json
 import os
+import re
 from collections import namedtuple
 from pathlib import Path
 from typing import Any
@@ -23,7 +24,8 @@ from skipstone.models.layered import LayeredModel
 from skipstone.train.heads import answers as answering
 from skipstone.train.heads import training
 from skipstone.train.heads.answers import Answer
-from skipstone.train.heads.recipe import Answers, Schedule, made, read
+from skipstone.train.heads.prompts import Asked, asked_of
+from skipstone.train.heads.recipe import Answers, Schedule, made, of_prompts, read
 from tests.helpers.commandline import assert_refused, run, succeed
 from tests.helpers.machine import llama, prompt
 from tests.helpers.pairwise import all_but
@@ -115,21 +117,88 @@ def test_features_are_the_states_behind_the_models_own_answers(base: Path, tmp_p
 
 def test_answers_are_the_models_greedy_ones_and_are_not_asked_twice(base: Path, tmp_path: Path) -> None:
     model, tokenizer = skipstone.load(base / "model")
-    prompts = answering.prompt_ids(["a b c", "d", "a b c", "b c d e f"], tokenizer, chat=False)
-    assert [len(one) for one in prompts] == [1, 5, 9]
+    asked = [*map(Asked, ["a b c", "d", "b c d e f"])]
     path, wish = tmp_path / "answers.jsonl", Answers(max_new_tokens=8, batch_size=2)
-    found, seconds = answering.write(model, prompts, wish, path, {1}, quiet)
+    found, seconds = answering.write(model, asked, tokenizer, wish, path, {1}, quiet)
+    assert [len(one.prompt) for one in found] == [1, 5, 9]
     for one in found:
         alone = model.generate(torch.tensor([one.prompt]), max_new_tokens=8, do_sample=False, eos_token_id=1, pad_token_id=0)
         assert one.tokens == alone[0, len(one.prompt) :].tolist()
     with path.open("r+b") as file:  # killed while it wrote the last line
         file.truncate(path.stat().st_size - 5)
-    again, more = answering.write(model, prompts, wish, path, {1}, quiet)
+    again, more = answering.write(model, asked, tokenizer, wish, path, {1}, quiet)
     assert again == found
     assert more > 0
     with pytest.raises(ValueError, match=r"holds other answers \(prompts differ\)"):
-        answering.write(model, prompts[:2], wish, path, {1}, quiet)
+        answering.write(model, asked[:2], tokenizer, wish, path, {1}, quiet)
     assert seconds > 0
+
+
+CHAT = "{% for m in messages %}<{{ m.role }}>{{ m.content }}{% endfor %}{% if add_generation_prompt %}<assistant>{% endif %}"
+
+
+def asked_by(folder: Path, *records: Any, chat: bool = False) -> list[Asked]:
+    """What a file of prompts asks, as `--prompts` reads it."""
+    file = folder / "prompts.jsonl"
+    file.write_text("".join(json.dumps(record) + "\n" for record in records))
+    return asked_of(of_prompts([file], folder).prompts, folder, chat)
+
+
+def test_prompts_are_texts_chats_or_turns(base: Path, tmp_path: Path) -> None:
+    _, tokenizer = skipstone.load(base / "model")
+    tokenizer.chat_template = CHAT
+    user, said = {"role": "user", "content": "a b"}, {"role": "assistant", "content": "c"}
+    system, more = {"role": "system", "content": "d"}, {"role": "user", "content": "e"}
+    asked = asked_by(
+        tmp_path,
+        {"prompt": "a b c"},
+        {"messages": [system, user, said]},  # what follows the user's last message is the model's to write
+        {"messages": [user, said, more]},
+        {"prompt": [user]},
+        {"prompt": ["a b", "e"]},
+        {"turns": ["a b", "e"]},  # the same once more
+    )
+    wanted = ["a b c", "<system>d<user>a b<assistant>", "<user>a b<assistant>c<user>e<assistant>", "<user>a b<assistant>"]
+    assert [one.ids([], tokenizer) for one in asked[:4]] == [tokenizer(text)["input_ids"] for text in wanted]
+    assert [len(one) for one in asked] == [1, 1, 1, 1, 2]
+    assert asked[4].ids(["f"], tokenizer) == tokenizer("<user>a b<assistant>f<user>e<assistant>")["input_ids"]
+    (turned,) = asked_by(tmp_path, {"prompt": "a b c"}, chat=True)
+    assert turned.ids([], tokenizer) == tokenizer("<user>a b c<assistant>")["input_ids"]
+
+
+@pytest.mark.parametrize(
+    ("record", "told"),
+    [
+        ({"question": "a"}, "line 1: expected one of the keys messages, prompt, turns, found question"),
+        ({"prompt": 3}, "expected a text, a list of texts or of"),
+        ({"messages": ["a"]}, 'expected a list of {"role": text, "content": text} under \'messages\', found'),
+        ({"prompt": [{"role": "user"}]}, "under 'prompt', found"),
+        ({"messages": [{"role": "assistant", "content": "a"}]}, "expected a message of the role 'user' under 'messages'"),
+        ({"turns": []}, "expected a list of texts under 'turns'"),
+        ("a", "expected an object with one of the keys messages, prompt, turns, found 'a'"),
+    ],
+)
+def test_a_record_that_asks_nothing_is_refused_with_its_line(tmp_path: Path, record: Any, told: str) -> None:
+    with pytest.raises(ValueError, match=re.escape(told)):
+        asked_by(tmp_path, record)
+
+
+def test_a_second_turn_follows_the_models_own_answer_to_the_first(base: Path, tmp_path: Path) -> None:
+    model, tokenizer = skipstone.load(base / "model")
+    tokenizer.chat_template = CHAT
+    asked = [Asked("a b"), Asked(turns=("c d", "e")), Asked(turns=("f",)), Asked(turns=("b", "a", "d"))]
+    path, wish = tmp_path / "answers.jsonl", Answers(max_new_tokens=6, batch_size=3)
+    found, _ = answering.write(model, asked, tokenizer, wish, path, {1}, quiet)
+    assert len(found) == 7
+    by_prompt = {tuple(one.prompt): tokenizer.decode(one.tokens, skip_special_tokens=True) for one in found}
+    for one in asked:
+        answers: list[str] = []
+        for _ in range(len(one)):
+            answers.append(by_prompt[tuple(one.ids(answers, tokenizer))])
+    lines = path.read_bytes().splitlines(keepends=True)
+    path.write_bytes(b"".join(lines[:6]))  # killed in the middle of the second turns
+    again, _ = answering.write(model, asked, tokenizer, wish, path, {1}, quiet)
+    assert again == found
 
 
 class Killed(BaseException):
@@ -268,22 +337,22 @@ def test_answers_are_written_by_the_fastest_lossless_method(
     whole = answering.api.generate
     monkeypatch.setattr(answering.api, "generate", generate)
     monkeypatch.setattr(answering.time, "perf_counter", lambda: float(next(clock)))
-    model = skipstone.load(base / "model")[0]
-    prompts = [[5 + number, 6, 7] for number in range(10)]
+    model, tokenizer = skipstone.load(base / "model")
+    asked = [Asked(f"{letter} b c") for letter in "abcdefghij"]
     wish = Answers(max_new_tokens=4, batch_size=2)
     model.generation_config.skipstone = {"method": "layerskip", "exit_layer": 1}
-    first, _ = answering.write(model, prompts, wish, tmp_path / "own.jsonl", set(), quiet)
+    first, _ = answering.write(model, asked, tokenizer, wish, tmp_path / "own.jsonl", set(), quiet)
     assert used == ["layerskip", *["autoregressive"] * 4]
     costs["autoregressive"] = 9
-    second, _ = answering.write(model, prompts, wish, tmp_path / "plain.jsonl", set(), quiet)
+    second, _ = answering.write(model, asked, tokenizer, wish, tmp_path / "plain.jsonl", set(), quiet)
     assert used[5:] == ["layerskip", "autoregressive", *["layerskip"] * 3]
     assert first == second, "all of them lossless"
     model.generation_config.skipstone = {"method": "early_exit", "exit_layer": 1}
-    answering.write(model, prompts, wish, tmp_path / "lossy.jsonl", set(), quiet)
+    answering.write(model, asked, tokenizer, wish, tmp_path / "lossy.jsonl", set(), quiet)
     assert set(used[10:]) == {"autoregressive"}
     lossy = Answers(max_new_tokens=4, method={"method": "early_exit", "exit_layer": 1})
     with pytest.raises(ValueError, match=r"^early_exit may change the text"):
-        answering.write(model, prompts, lossy, tmp_path / "refused.jsonl", set(), quiet)
+        answering.write(model, asked, tokenizer, lossy, tmp_path / "refused.jsonl", set(), quiet)
 
 
 KINDS: list[dict[str, Any]] = [{"kind": "square"}, {"kind": "low_rank", "rank": 2}, {"kind": "full"}]

@@ -18,7 +18,7 @@ from typing import Annotated, Any, Literal, NamedTuple
 
 from pydantic import Field, ValidationInfo, field_validator, model_validator
 
-from skipstone.records import OnHub, decoded, json_lines, value
+from skipstone.records import OnHub, Placed, decoded, json_lines, value
 from skipstone.settings_files import Part
 
 STDLIB = "{stdlib}"  # stands in a path for the folder of Python's standard library
@@ -94,29 +94,12 @@ class TextFiles(Origin):
             yield Text(name, decoded(files[name].read_bytes(), str(files[name]), "convert it, or leave it out with exclude"))
 
 
-class _Records(Origin):
-    """Documents made of records.
+class Records(Origin):
+    """What is made of records. where: key -> values that are taken; [low, high] among them takes what lies between, both
+    included. limit: only the first so many that are taken."""
 
-    template: the document, with the keys of a record in braces ({{ and }} are braces). A list of texts stands one per line.
-    prompt: what stands before it, such as a question, and is read but not predicted: the loss is the answer's alone.
-    where: key -> values that are taken; [low, high] among them takes what lies between, both included.
-    limit: only the first so many that are taken.
-    """
-
-    template: str = "{text}"
-    prompt: str | None = None
     where: dict[str, list[Any]] | None = None
     limit: int | None = Field(default=None, ge=1)
-
-    @field_validator("template", "prompt")
-    @classmethod
-    def _plain_keys(cls, template: str | None, info: ValidationInfo) -> str | None:
-        for _, key, form, conversion in string.Formatter().parse(template or ""):
-            if key == "" or form or conversion:
-                raise ValueError(f"expected plain keys such as {{question}} in the template, found {template!r}")
-        if info.field_name == "template" and not _keys(template or ""):
-            raise ValueError(f"the template {template!r} names no key in braces: every document would be the same")
-        return template
 
     @field_validator("where")
     @classmethod
@@ -129,23 +112,56 @@ class _Records(Origin):
                     raise ValueError(f"where[{key!r}]: expected [low, high], two numbers with low <= high, found {span}")
         return where
 
-    def _texts(self, records: Iterable[tuple[str, Any]]) -> Iterator[Text]:
-        """The texts of the (place, record) that are taken. ValueError that names the place, or says that none was taken."""
+    def taken(self, records: Placed) -> Iterator[tuple[str, dict[str, Any]]]:
+        """The (place, record) that are taken. ValueError for one that is no object or lacks a key, and where none is taken."""
         seen = taken = 0
         for place, record in records:
             seen += 1
             if not isinstance(record, dict):
-                raise ValueError(f"{place}: expected an object with the key {_keys(self.template)[0]!r}, found {record!r:.80}")
+                raise ValueError(f"{place}: expected an object with {self._expected()}, found {record!r:.80}")
             if all(_fits(value(record, key, place, "where"), wanted) for key, wanted in (self.where or {}).items()):
-                prompt = "" if self.prompt is None else self._filled(self.prompt, record, place)
-                text = self._filled(self.template, record, place)
                 taken += 1
-                yield Text(name_of(prompt + text), text, prompt)
+                yield place, record
                 if taken == self.limit:
                     return
         if not taken:
             reason = f"none of its {seen} records fits where={self.where}" if seen else "it is empty"
             raise ValueError(f"source {self.name!r} ({self.path}) has no documents: {reason}")
+
+    def _expected(self) -> str:
+        """What a record is to have, for messages."""
+        raise NotImplementedError
+
+
+class _Documents(Records):
+    """Documents made of records.
+
+    template: the document, with the keys of a record in braces ({{ and }} are braces). A list of texts stands one per line.
+    prompt: what stands before it, such as a question, and is read but not predicted: the loss is the answer's alone.
+    """
+
+    template: str = "{text}"
+    prompt: str | None = None
+
+    @field_validator("template", "prompt")
+    @classmethod
+    def _plain_keys(cls, template: str | None, info: ValidationInfo) -> str | None:
+        for _, key, form, conversion in string.Formatter().parse(template or ""):
+            if key == "" or form or conversion:
+                raise ValueError(f"expected plain keys such as {{question}} in the template, found {template!r}")
+        if info.field_name == "template" and not _keys(template or ""):
+            raise ValueError(f"the template {template!r} names no key in braces: every document would be the same")
+        return template
+
+    def _texts(self, records: Placed) -> Iterator[Text]:
+        """The texts of the records that are taken."""
+        for place, record in self.taken(records):
+            prompt = "" if self.prompt is None else self._filled(self.prompt, record, place)
+            text = self._filled(self.template, record, place)
+            yield Text(name_of(prompt + text), text, prompt)
+
+    def _expected(self) -> str:
+        return f"the key {_keys(self.template)[0]!r}"
 
     def _filled(self, template: str, record: dict[str, Any], place: str) -> str:
         parts = []
@@ -154,7 +170,7 @@ class _Records(Origin):
         return "".join(parts)
 
 
-class JsonLines(_Records):
+class JsonLines(_Documents):
     """A file of JSON lines, one document a line."""
 
     kind: Literal["jsonl"] = "jsonl"
@@ -168,7 +184,7 @@ class JsonLines(_Records):
         return self._texts(json_lines(path))
 
 
-class HubDataset(_Records):
+class HubDataset(_Documents):
     """A split of a data set of the Hugging Face hub, read with the package `datasets`. revision: a commit to stay at.
 
     file: what the same records are called as a file of JSON lines, in a data folder of those who have no hub.
@@ -184,7 +200,7 @@ class HubDataset(_Records):
         """The source that reads the records from `folder`; itself where it names no file. Both give the same documents."""
         if self.file is None:
             return self
-        shared = self.model_dump(include=set(_Records.model_fields) - {"path"})
+        shared = self.model_dump(include=set(_Documents.model_fields) - {"path"})
         return JsonLines(path=str((folder / self.file).absolute()), **shared)
 
     def read(self, base: Path) -> Iterator[Text]:
@@ -230,13 +246,13 @@ Source = Annotated[TextFiles | JsonLines | HubDataset | Script, Field(discrimina
 """One entry of a recipe's list of sources, told apart by `kind`."""
 
 
-def from_folder(sources: Sequence[Source], data_dir: Path | None) -> list[Source]:
-    """Sources with those of the hub that name a `file` replaced by that file in `data_dir`. ValueError where none names one."""
+def from_folder(sources: Sequence[Any], data_dir: Path | None) -> list[Any]:
+    """Sources with those that name a `file` replaced by that file in `data_dir`. ValueError where none names one."""
     if data_dir is None:
         return list(sources)
-    if not any(isinstance(source, HubDataset) and source.file for source in sources):
+    if not any(getattr(source, "file", None) for source in sources):
         raise ValueError(f"--data-dir {data_dir} has no effect: no source of the hub names a `file` that may lie there")
-    return [source.local(data_dir) if isinstance(source, HubDataset) else source for source in sources]
+    return [source.local(data_dir) if getattr(source, "file", None) else source for source in sources]
 
 
 def _run(path: Path) -> ModuleType:

@@ -15,7 +15,7 @@ import math
 import shutil
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import astuple, dataclass
 from itertools import accumulate
 from pathlib import Path
 from typing import Any
@@ -24,7 +24,8 @@ import numpy as np
 import torch
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
-from transformers import PreTrainedModel, PreTrainedTokenizerBase
+from transformers import PreTrainedModel
+from transformers import PreTrainedTokenizerBase as Tokenizer
 
 from skipstone import api
 from skipstone.decoding.method import OWN_FIELD, Method
@@ -35,6 +36,7 @@ from skipstone.models.fingerprint import fingerprint
 from skipstone.models.host import left_padded
 from skipstone.models.layered import LayeredModel
 from skipstone.train import Say
+from skipstone.train.heads.prompts import Asked
 from skipstone.train.heads.recipe import Answers
 
 BATCH = 16  # answers of one forward
@@ -53,51 +55,76 @@ class Answer:
     tokens: list[int]
 
 
-def prompt_ids(texts: Sequence[str], tokenizer: PreTrainedTokenizerBase, chat: bool) -> list[list[int]]:
-    """Every prompt once, as ids, shortest first. ValueError for a tokenizer without a chat template where one is asked for."""
-    wanted: list[Any] = [[{"role": "user", "content": text}] if chat else text for text in dict.fromkeys(texts)]
-    return sorted((api.token_ids(one, tokenizer) for one in wanted), key=lambda ids: (len(ids), ids))
-
-
 def write(
-    model: PreTrainedModel, prompts: list[list[int]], wish: Answers, path: Path, eos: set[int], say: Say
+    model: PreTrainedModel, asked: Sequence[Asked], tokenizer: Tokenizer, wish: Answers, path: Path, eos: set[int], say: Say
 ) -> tuple[list[Answer], float]:
-    """The answers to all prompts, and the seconds that they took in all runs. What a file has already is not asked again.
+    """The answers to all prompts, shortest first, second turns behind all first ones, and the seconds that they took in all
+    runs. What a file has already is not asked again.
 
     ValueError for a file of other prompts or of another model, and where no prompt leaves room for an answer.
     """
     room = LayeredModel(model).max_positions - wish.max_new_tokens
-    asked = [ids for ids in prompts if 0 < len(ids) <= room]
-    if not asked:
-        raise ValueError(f"no prompt leaves room for {wish.max_new_tokens} new tokens in the model's positions")
-    if len(asked) < len(prompts):
-        say(f"{len(prompts) - len(asked)} prompts are empty or too long and left out")
-    key = {"model": fingerprint(model), "prompts": digest(asked), "max_new_tokens": wish.max_new_tokens}
-    options = {"max_new_tokens": wish.max_new_tokens, "do_sample": False, "eos_token_id": sorted(eos) or None}
-    methods = _methods(model, wish)
-    rates: list[float] = []  # tokens a second of each method on its first batch
+    key = {"model": fingerprint(model), "prompts": digest([*map(astuple, asked)]), "max_new_tokens": wish.max_new_tokens}
     with LineFile(path) as file:
         done, seconds = _read(path, key)
         if done:
             file.go_on()
         else:
             file.begin(key, f"{path} is no file of answers: remove it to have them written again")
-        while len(done) < len(asked):
+        writer = _Writer(model, wish, eos, done, seconds)
+        for turn in range(max(map(len, asked), default=0)):
+            answered = {tuple(one.prompt): str(tokenizer.decode(one.tokens, skip_special_tokens=True)) for one in writer.done}
+            prompts = _prompts(asked, turn, answered, tokenizer)
+            fitting = [ids for ids in prompts if 0 < len(ids) <= room]
+            if not fitting and not turn:
+                raise ValueError(f"no prompt leaves room for {wish.max_new_tokens} new tokens in the model's positions")
+            if len(fitting) < len(prompts):
+                say(f"{len(prompts) - len(fitting)} prompts are empty or too long and left out")
+            writer.answer([ids for ids in fitting if tuple(ids) not in answered], len(fitting), file, say)
+        return writer.done, writer.seconds
+
+
+def _prompts(asked: Sequence[Asked], turn: int, answered: dict[tuple[int, ...], str], tokenizer: Tokenizer) -> list[list[int]]:
+    """The ids that ask a turn of every conversation whose earlier turns are answered, each once, shortest first."""
+    found: dict[tuple[int, ...], None] = {}
+    for one in asked:
+        answers: list[str] = []
+        ids = tuple(one.ids(answers, tokenizer))
+        while len(answers) < min(turn, len(one) - 1) and ids in answered:
+            answers.append(answered[ids])
+            ids = tuple(one.ids(answers, tokenizer))
+        if len(answers) == turn:
+            found[ids] = None
+    return sorted(map(list, found), key=lambda ids: (len(ids), ids))
+
+
+class _Writer:
+    """Has a model answer prompts in batches, into a file. done: all answers so far. seconds: that they took."""
+
+    def __init__(self, model: PreTrainedModel, wish: Answers, eos: set[int], done: list[Answer], seconds: float) -> None:
+        self.model, self.wish, self.done, self.seconds = model, wish, done, seconds
+        self._options = {"max_new_tokens": wish.max_new_tokens, "do_sample": False, "eos_token_id": sorted(eos) or None}
+        self._methods = _methods(model, wish)
+        self._rates: list[float] = []  # tokens a second of each method on its first batch
+
+    def answer(self, prompts: list[list[int]], among: int, file: LineFile, say: Say) -> None:
+        """Answer prompts; `among` so many, with those that are answered already."""
+        methods, rates = self._methods, self._rates
+        while prompts:
+            part, prompts = prompts[: self.wish.batch_size], prompts[self.wish.batch_size :]
             began = time.perf_counter()
-            part = asked[len(done) : len(done) + wish.batch_size]
             method = methods[len(rates)] if len(rates) < len(methods) else methods[rates.index(max(rates))]
             ids, mask = left_padded(part)
-            found = api.generate(model, ids, method, attention_mask=mask, **options).new_tokens
+            found = api.generate(self.model, ids, method, attention_mask=mask, **self._options).new_tokens
             took = time.perf_counter() - began
             assert found is not None
-            seconds += took
+            self.seconds += took
             if len(rates) < len(methods):
                 rates.append(sum(map(len, found)) / took)
             answers = [Answer(ids, tokens) for ids, tokens in zip(part, found, strict=True)]
-            file.add(*({"prompt": one.prompt, "tokens": one.tokens, "seconds": seconds} for one in answers))
-            done += answers
-            say(f"answers: {len(done)} of {len(asked)}, {seconds:.0f} s")
-    return done, seconds
+            file.add(*({"prompt": one.prompt, "tokens": one.tokens, "seconds": self.seconds} for one in answers))
+            self.done += answers
+            say(f"answers: {among - len(prompts)} of {among}, {self.seconds:.0f} s")
 
 
 def _methods(model: PreTrainedModel, wish: Answers) -> list[Method]:

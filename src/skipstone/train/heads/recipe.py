@@ -9,7 +9,8 @@ from pydantic import Field, ValidationError, model_validator
 
 from skipstone.methods.adadecode.heads import Kind
 from skipstone.settings_files import Part, first_fault, mapping
-from skipstone.train.data.sources import Source, from_folder
+from skipstone.train.data.sources import from_folder
+from skipstone.train.heads.prompts import Prompts
 
 PAPER: dict[str, Any] = {"epochs": 100, "batch_size": 128, "learning_rate": 5e-3, "warmup": 0.03, "patience": None}
 """Appendix D: Adam, 100 epochs, batches of 128, 5e-3, cosine, 3 % warm-up. batch_size counts answers."""
@@ -20,8 +21,8 @@ PRESETS = {"quick": QUICK, "paper": PAPER}
 
 class Answers(Part):
     """How the model writes what heads learn from: greedily, so many tokens a prompt, batch_size prompts at once, with a
-    lossless `method` (None: its own default or plain decoding, whichever is faster). chat: a prompt is a user's turn of the
-    chat template."""
+    lossless `method` (None: its own default or plain decoding, whichever is faster). chat: a prompt that is a text is a user's
+    turn of the chat template."""
 
     max_new_tokens: int = Field(default=128, ge=1)
     batch_size: int = Field(default=32, ge=1)
@@ -63,13 +64,13 @@ class Schedule(Part):
 
 class HeadsRecipe(Part):
     """output: the run's folder; the heads stand in its `heads`. model: a folder or hub id, None for the bundled one. prompts:
-    sources, each text (with what stands before it) one prompt. model_dtype: of the model, "auto" for its checkpoint's; dtype:
+    sources, of documents or of chats. model_dtype: of the model, "auto" for its checkpoint's; dtype:
     of the heads on the disk, None for the model's."""
 
     output: str = Field(min_length=1)
     model: str | None = None
     name: str | None = None
-    prompts: list[Source] = Field(min_length=1)
+    prompts: list[Prompts] = Field(min_length=1)
     answers: Answers = Answers()
     heads: Shape = Shape()
     training: Schedule = Schedule()
@@ -89,7 +90,7 @@ def read(path: Path, preset: str | None = None, data_dir: Path | None = None, **
 
 def of_prompts(paths: Sequence[Path], output: Path | None, preset: str | None = None, **given: Any) -> HeadsRecipe:
     """A recipe for prompts in files of JSON lines, with nothing else said but `given`. ValueError as `read`."""
-    sources = [{"kind": "jsonl", "path": str(path.absolute()), "template": "{prompt}"} for path in paths]
+    sources = [{"kind": "chats", "path": str(path.absolute())} for path in paths]
     return made({"output": str(output), "prompts": sources, **given}, "--prompts", preset)
 
 

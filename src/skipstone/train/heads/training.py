@@ -32,6 +32,7 @@ from skipstone.models.layered import LayeredModel
 from skipstone.train import Say, beside, checkpoint, refuse_used, silent
 from skipstone.train.heads import answers as answering
 from skipstone.train.heads.answers import Features
+from skipstone.train.heads.prompts import asked_of
 from skipstone.train.heads.recipe import HeadsRecipe, Schedule
 
 HEADS = "heads"  # folder in that of the run: the finished heads
@@ -68,13 +69,12 @@ def run(
     layered = LayeredModel(model.eval().requires_grad_(False), "eager")  # gradients go through its LM head
     heads = _untrained(recipe, layered)
     say(f"{sum(one.numel() for one in heads.parameters()) / 1e6:.2f} M parameters after layers {heads.card.layers}")
-    texts = [one.prompt + one.text for source in recipe.prompts for one in source.read(base)]
-    prompts = answering.prompt_ids(texts, tokenizer, recipe.answers.chat)
+    asked = asked_of(recipe.prompts, base, recipe.answers.chat)
     folder.mkdir(parents=True, exist_ok=True)
     own: Any = model.generation_config.eos_token_id
     eos = {one for one in (tokenizer.eos_token_id, *(own if isinstance(own, list) else [own])) if isinstance(one, int)}
     with processes.main_process_first():  # the others find what it has made
-        written, wrote = answering.write(model, prompts, recipe.answers, folder / ANSWERS, eos, say)
+        written, wrote = answering.write(model, asked, tokenizer, recipe.answers, folder / ANSWERS, eos, say)
         began = time.perf_counter()
         features = answering.extract(layered, written, heads.card.layers, folder, max_disk, say)
     extracted = time.perf_counter()

@@ -85,15 +85,17 @@ class Objective:
         active = self.recipe.exits.active(self.step, self.layers, self.steps)
         with layers_recorded(self.modules.layers, active, kept) as states:
             self.modules.decoder(**inputs)
-        taught = None  # [B * T, d'] what the teacher's LM head reads
+        targets = shifted(labels).flatten()  # [B * T]
+        predicted = (targets != IGNORED).nonzero().squeeze(1)  # [N], the positions whose logits are wanted at all
+        targets = targets[predicted]  # [N]
+        taught = None  # [N, d'] what the teacher's LM head reads
         if self.teacher is not None:
             with torch.no_grad():
-                taught = self.teacher.decoder(**inputs).last_hidden_state.flatten(0, 1)
-        targets = shifted(labels).flatten()  # [B * T]
-        flat = {layer: state.flatten(0, 1) for layer, state in states.items()}  # [B * T, d] each
+                taught = self.teacher.decoder(**inputs).last_hidden_state.flatten(0, 1)[predicted]
+        flat = {layer: state.flatten(0, 1)[predicted] for layer, state in states.items()}  # [N, d] each
         combine = self._towards_labels if self.recipe.exits.kl_weight is None else self._towards_last
         total, parts = combine(flat, targets, taught)
-        count = (targets != IGNORED).sum().clamp(min=1) if num_items_in_batch is None else num_items_in_batch
+        count = max(1, len(targets)) if num_items_in_batch is None else num_items_in_batch
         self.parts = {name: part.detach() / count for name, part in parts.items()}
         return total / count
 
