@@ -52,6 +52,11 @@ class Objective:
             raise ValueError("LayerSkip's loss carries no router loss: set output_router_logits=False in the model's config")
         if rate := getattr(config, "layerdrop", 0):
             raise ValueError(f"the model drops layers by itself (layerdrop={rate}): set layerdrop=0 in the model's config")
+        if recipe.dropout.p_max and self.modules.family.shares:
+            raise ValueError(
+                f"layers of this {config.model_type} model read keys and values of other layers, which would be missing for the "
+                f"rows that those drop: train it without layer dropout (p_max=0), found p_max={recipe.dropout.p_max}"
+            )
         self.step = self.micro = 0
         self.parts: dict[str, Tensor] = {}
 
@@ -90,7 +95,8 @@ class Objective:
             with torch.no_grad():
                 taught = self.teacher.decoder(**inputs).last_hidden_state.flatten(0, 1)
         targets = shifted(labels).flatten()  # [B * T]
-        flat = {layer: state.flatten(0, 1) for layer, state in states.items()}  # [B * T, d] each
+        folded = self.modules.family.folded
+        flat = {layer: folded(state).flatten(0, 1) for layer, state in states.items()}  # [B * T, d] each
         combine = self._towards_labels if self.recipe.exits.kl_weight is None else self._towards_last
         total, parts = combine(flat, targets, taught)
         count = (targets != IGNORED).sum().clamp(min=1) if num_items_in_batch is None else num_items_in_batch
