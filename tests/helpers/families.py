@@ -274,6 +274,16 @@ def cached(name: str) -> PreTrainedModel:
     return model
 
 
+@functools.cache
+def near(name: str) -> PreTrainedModel:
+    """A draft model that is often right and often wrong: the model itself, its head a little off."""
+    model = build(name)
+    with torch.no_grad():
+        head: Any = model.get_output_embeddings()
+        head.weight += 0.1 * head.weight.std() * torch.randn(head.weight.shape, generator=torch.Generator().manual_seed(3))
+    return model
+
+
 def prompts(rows: int, vocab: int = 97, longest: int = 21, seed: int = 1) -> list[Tensor]:
     """Random prompts [T] of different lengths, the first one the longest; token 0 (the padding) does not occur."""
     generator = torch.Generator().manual_seed(seed)

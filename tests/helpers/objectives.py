@@ -33,7 +33,6 @@ NO_DROPOUT = {
 SINGLE = ("gemma2", "qwen3_moe")  # its attention masks overflow in float64; its grouped products know no float64
 
 
-
 def merged(m: Any, streams: Tensor) -> Tensor:
     """Gemma 3n's streams [4, B, T, d] as its own forward merges them."""
     magnitude, sum_of_all = streams[0].pow(2).mean(-1, keepdim=True) ** 0.5, streams[0]

@@ -39,7 +39,8 @@ def run_rows(forward: Callable[..., Any], rows: list[int], hidden: Tensor, *args
         return hidden
     index = torch.tensor(rows, device=hidden.device)
     args = tuple(_cut(value, index, batch) for value in args)
-    output = forward(hidden.index_select(-3, index), *args, **{name: _cut(value, index, batch) for name, value in kwargs.items()})
+    kwargs = {name: _cut(value, index, batch) for name, value in kwargs.items()}
+    output = forward(hidden.index_select(-3, index), *args, **kwargs)
     kept = output[0] if isinstance(output, tuple) else output
     merged = hidden.index_copy(-3, index, kept.to(hidden.dtype))
     return (merged, *output[1:]) if isinstance(output, tuple) else merged

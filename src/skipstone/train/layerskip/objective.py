@@ -54,8 +54,8 @@ class Objective:
             raise ValueError(f"the model drops layers by itself (layerdrop={rate}): set layerdrop=0 in the model's config")
         if recipe.dropout.p_max and self.modules.family.shares:
             raise ValueError(
-                f"layers of this {config.model_type} model read keys and values of other layers, which would be missing for the "
-                f"rows that those drop: train it without layer dropout (p_max=0), found p_max={recipe.dropout.p_max}"
+                f"layers of this {config.model_type} model read keys and values of other layers, which would be missing for "
+                f"the rows that those drop: train it without layer dropout (p_max=0), found p_max={recipe.dropout.p_max}"
             )
         self.step = self.micro = 0
         self.parts: dict[str, Tensor] = {}

@@ -217,8 +217,8 @@ def _shorten(model: Any, layers: int) -> None:
     modules, config = DecoderModules(model), model.config
     if modules.family.shares or modules.family.per_layer_inputs:
         raise ValueError(
-            f"model.layers cannot shorten this {config.model_type} model: its layers read keys and values of other layers, or are "
-            "given inputs of their own; leave it out"
+            f"model.layers cannot shorten this {config.model_type} model: its layers read keys and values of other layers, or "
+            "are given inputs of their own; leave it out"
         )
     if layers >= modules.depth:
         raise ValueError(f"model.layers must be less than the model's {modules.depth} layers, found {layers}")
