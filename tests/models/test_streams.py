@@ -16,11 +16,13 @@ from torch import Tensor
 import skipstone
 from skipstone import AdaDecode, LayerSkip
 from skipstone.models import altup, recognition
+from skipstone.models.derivation import Underivable, _streams
 from skipstone.models.exits import layer_states
 from skipstone.models.families import text_ids
 from skipstone.models.kvstore import KVStore
 from skipstone.models.layered import LayeredModel
 from skipstone.models.passes import Pass, SkipSet
+from skipstone.models.trace import Call
 from skipstone.train.layerskip.run import _shorten
 from tests.helpers import families, objectives, support, wrapped
 from tests.helpers.conformance import LOSSLESS, ROWS, assert_greedy_equals_alone, assert_sampling_equals_plain
@@ -188,10 +190,10 @@ def test_streams_that_are_made_or_merged_wrongly_are_refused(
 
 
 def test_streams_of_another_kind_than_altup_are_refused() -> None:
-    model: Any = families.build(NAME, vocab=83)
-    del model.model.altup_unembed_projections
-    with pytest.raises(ValueError, match="cannot be followed"):
-        LayeredModel(model, "eager")
+    calls = [Call("0", {"": torch.zeros(4, 1, 3, 32)}, None)]
+    assert _streams(families.cached(NAME).model, calls) == 4
+    with pytest.raises(Underivable, match="more than one stream of states"):
+        _streams(families.cached("llama").model, calls)
 
 
 def test_other_engines_say_that_they_cannot_run_it() -> None:
