@@ -11,6 +11,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
+from skipstone.models import altup
 from skipstone.models.families import (
     PER_LAYER,
     SHARED,
@@ -60,24 +61,24 @@ def derive(model: Any, config: Any, found: Trace, path: str, name: str) -> Famil
     if [number for number, _ in found.layers] != list(range(depth)):
         raise Underivable("does not run its layers once each, one after the other")
     calls = [call for _, call in found.layers]
-    if any(call.given[""].ndim != 3 for call in calls):
-        raise Underivable("hands more than one stream of states from layer to layer")
+    streams = _streams(owner, calls)
     recurrent, plain = _recurrent(config, found)
     attention, mlp, beside = _sublayers(found.inside[plain], found)
-    entering, scale = _entering(owner, config, found, calls[0].given[""])
+    entering, scale = _entering(owner, config, found, calls[0].given[""] if streams == 1 else calls[0].given[""][0])
     cache_argument, takes, arguments, alibi = _arguments(found, calls)
     attending = [one for layer, one in enumerate(getattr(owner, name)[:depth]) if not (recurrent and recurrent[layer])]
     modules = [getattr(one, attention, None) for one in attending]
     if None in modules:
         raise Underivable(f"has layers without {attention}, which its first layer has")
     last = found.inside[plain][-1]
+    always = _per_layer_inputs(calls) > 0 or streams > 1  # a layer changes its states even if both its sublayers add nothing
     interface = all("ALL_ATTENTION_FUNCTIONS" in _names(module) and "config" in vars(module) for module in modules)
     family = Family(
         decoder=path,
         layers=name,
         entering=entering,
         input_scale=scale,
-        leaving=_leaving(found),
+        leaving=_leaving(owner, found, streams),
         logits=_logits(config, found),
         rotary=_rotary(found, calls),
         attention=attention,
@@ -90,13 +91,24 @@ def derive(model: Any, config: Any, found: Trace, path: str, name: str) -> Famil
         attention_interface=interface,
         float_masks=any(torch.is_tensor(mask := _mask(call)) and mask.is_floating_point() for call in calls),
         hiding_masks=any(_hides(_mask(call)) for call in calls),
-        post_norm=_per_layer_inputs(calls) > 0 or ("norm" in last.path and close(last.output, _states(calls[plain].output))),
+        post_norm=always or ("norm" in last.path and close(last.output, _states(calls[plain].output))),
         alibi=alibi,
         per_layer_inputs=_per_layer_inputs(calls),
+        streams=streams,
         shares=_shares(config, calls),
         recurrent=recurrent,
     )
     return replace(family, **exceptions_of(config))
+
+
+def _streams(owner: Any, calls: list[Call]) -> int:
+    """How many streams of states the layers hand on."""
+    shapes = [call.given[""].shape for call in calls]
+    if all(len(shape) == 3 for shape in shapes):
+        return 1
+    if {len(shape) for shape in shapes} != {4} or not (hasattr(owner, altup.MAKERS) and hasattr(owner, altup.MERGERS)):
+        raise Underivable("hands more than one stream of states from layer to layer")
+    return shapes[0][0]
 
 
 def _names(module: Any) -> Iterable[str]:
@@ -131,8 +143,8 @@ def _entering(owner: Any, config: Any, found: Trace, entered: Tensor) -> tuple[t
                 steps.append(Step(call.path, "tokens"))
                 hidden = output
             continue
-        if not torch.is_tensor(output) or output.is_complex() or "per_layer" in call.path:
-            continue  # rotary phases, and what is for the layers alone
+        if not torch.is_tensor(output) or output.is_complex() or "per_layer" in call.path or call.path.startswith(altup.MAKERS):
+            continue  # rotary phases, what is for the layers alone, and further streams of states
         summed = _summed(hidden, learned)
         if summed is not hidden and torch.is_tensor(first) and close(first, summed):
             steps += [step for step, _ in learned]
@@ -199,9 +211,10 @@ def _field(config: Any, value: float, first: Iterable[str] = ()) -> str | None:
     return None
 
 
-def _leaving(found: Trace) -> tuple[str, ...]:
-    """The modules between the last layer and the LM head."""
+def _leaving(owner: Any, found: Trace, streams: int) -> tuple[str, ...]:
+    """The modules between the last layer, or where its streams of states are merged, and the LM head."""
     hidden = _states(found.layers[-1][1].output)
+    hidden = altup.merged(owner, hidden) if streams > 1 else hidden
     path: list[str] = []
     for call in found.parts[found.before :]:
         first = call.given.get("")
@@ -298,6 +311,9 @@ def _sublayers(calls: list[Call], found: Trace) -> tuple[str, tuple[str, ...], b
     if sum(any(value is found.cache for value in call.given.values()) for call in calls) > 1:
         raise Underivable("has several attention sublayers in one layer")
     weighty = [call for call in calls if call.path != attention and _weighty(call)]
+    paths = [call.path for call in calls]
+    behind = [call for call in weighty if paths.index(call.path) > paths.index(attention)]
+    weighty = behind or weighty  # what is called before the attention is beside it (Gemma 3n's laurel)
     names = tuple(dict.fromkeys(call.path for call in weighty))
     if any(torch.is_tensor(call.given.get(PER_LAYER)) for _, call in found.layers):
         names = names[:1]  # what is behind the MLP takes in what the layer is given beside the hidden states
@@ -329,7 +345,7 @@ def _reaches(config: Any, calls: list[Call]) -> tuple[ReachKind, ...]:
         forms.append(("sliding", Reach(window=min(window, WINDOW))))
     if chunk:
         forms.append(("chunked", Reach(chunk=min(chunk, WINDOW))))
-    return tuple(_reach(_mask(call), call.given[""].shape[1], forms) for call in calls)
+    return tuple(_reach(_mask(call), call.given[""].shape[-2], forms) for call in calls)
 
 
 def _reach(mask: Any, length: int, forms: list[tuple[ReachKind, Reach]]) -> ReachKind:

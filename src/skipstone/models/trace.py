@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 from transformers import DynamicCache
 
-from skipstone.models.families import stateful_kinds
+from skipstone.models.families import stateful_kinds, text_ids
 from skipstone.models.placing import home
 
 PREFIX = 12  # tokens that both rows of a trace begin with
@@ -54,10 +54,9 @@ class Trace:
 def trace(model: Any, owner: Any, layers: nn.ModuleList, config: Any, positions: int) -> Trace:
     """Run a model's forward once, in eval mode, with small windows. owner: of the layers. config: of the text model. positions:
     that it has. The model, its config and its mode are as before. Whatever its forward raises is raised."""
-    embedding = model.get_input_embeddings().weight
     length = min(TOKENS, positions)
     generator = torch.Generator().manual_seed(SEED)
-    ids = torch.randint(0, embedding.shape[0], (2, length), generator=generator)
+    ids = torch.randint(0, text_ids(model), (2, length), generator=generator)
     ids[1, :PREFIX] = ids[0, :PREFIX]
     of_kind = stateful_kinds(config)
     first: dict[int, list[Call]] = {of_kind.index(kind): [] for kind in dict.fromkeys(of_kind)}

@@ -93,8 +93,8 @@ class EagerEngine:
                     hidden = output[0] if isinstance(output, (tuple, list)) else output
         finally:
             running.passing = False
-        hidden = torch.cat([hidden, *beside], -1) if beside else hidden
-        return hidden.to(self._home)  # from where the last layer is; accelerate's hooks bring it to each of them
+        hidden = self.family.folded(hidden).to(self._home)  # from where the last layer is; accelerate's hooks bring it to each
+        return torch.cat([hidden, *beside], -1) if beside else hidden
 
     def normed(self, hidden: Tensor) -> Tensor:
         """What the LM head reads: states after the final norm (and OPT-350m's projection). [..., d] -> [..., d']."""
