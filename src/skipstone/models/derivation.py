@@ -354,7 +354,7 @@ def _unskippable(found: Trace, recurrent: tuple[str, ...], plain: int, attention
     """`Family.unskippable`. plain: the first layer with an attention."""
     states = _states(found.layers[plain][1].output)
     mixed = next(_first(call.output) for call in found.inside[plain] if call.path == attention)
-    if mixed is None or mixed.shape != states.shape:
+    if mixed is None or mixed.shape != states.shape[-3:]:  # layers may hand on several streams
         return f"does not return the hidden states first from {attention}"
     if not mlp:
         return "has no modules for the MLPs of its layers"
