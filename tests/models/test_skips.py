@@ -80,7 +80,8 @@ def sublayers(kind: str, layer: nn.Module) -> tuple[list[str], list[str]]:
         name for name, child in layer.named_children() if any(one.ndim > 1 for one in child.parameters()) and "norm" not in name
     ]
     attention = [name for name in names if "attn" in name or "attention" in name]
-    mlp = [name for name in names if name not in attention and "per_layer" not in name and name != "router"]
+    others = ("per_layer", "router", "altup", "laurel")  # what stays: Gemma 4's gates and routers, Gemma 3n's streams
+    mlp = [name for name in names if name not in attention and not any(other in name for other in others)]
     assert len(attention) == 1, attention
     assert mlp
     return attention, mlp
@@ -99,15 +100,18 @@ def emptied(width: int) -> Callable[..., Any]:
     return hook
 
 
+def states(output: Any) -> Tensor:
+    """The hidden states that a layer returned, [1, T, d], of several streams (Gemma 3n) the first."""
+    hidden = output[0] if isinstance(output, tuple) else output
+    return hidden[0] if hidden.ndim == 4 else hidden
+
+
 @contextmanager
 def without(model: PreTrainedModel, skip: SkipSet) -> Iterator[list[Tensor]]:
     """The model's own forward without the sublayers of a skip set. Yields what every layer returns in it."""
     config, returned = text_config(model), []
     _, _, layers = find_layers(model, config)
-    hooks = [
-        layer.register_forward_hook(lambda _, __, output: returned.append(output[0] if isinstance(output, tuple) else output))
-        for layer in layers
-    ]
+    hooks = [layer.register_forward_hook(lambda _, __, output: returned.append(states(output))) for layer in layers]
     for part, chosen in ((0, skip.attention), (1, skip.mlp)):
         for index in chosen:
             for name in sublayers(config.model_type, layers[index])[part]:
