@@ -48,7 +48,7 @@ class SelfSpeculative(Method):
 
     def check(self, model: LayeredModel) -> None:
         super().check(model)
-        Space(model.depth).from_skip_set(self.skip_set(model))
+        Space.of(model).from_skip_set(self.skip_set(model))
 
     def skip_set(self, model: LayeredModel) -> SkipSet:
         """The layer set. ValueError where none is given, or two."""

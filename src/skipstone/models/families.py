@@ -50,12 +50,17 @@ class Family:
     ids to layer 0. input_scale: field of the config that multiplies what has been entered so far, "sqrt" for the root of
     the hidden size. leaving: from the last layer to the LM head, the final norm first. logits: what happens to the LM
     head's output, and the field of the config that says how much. rotary: of every layer. attention: a layer's attention
-    sublayer. mlp: the modules of its MLP sublayer in order, whose output is that of the last. beside: whether each of those
-    adds to the residual stream instead. cache_argument: of a layer's forward, the KV cache. arguments: of a layer's
+    sublayer. mlp: the modules of its MLP sublayer in order. inner: those among them whose output only the next one takes; what
+    the others return is added to the residual stream. returns: of every layer, how many values its attention and each module of
+    its MLP return, 0 for a tensor that is in no tuple; nothing for layers without an attention. summed: the name of a
+    sublayer's argument for the residual stream, where it returns the sum itself. unskippable: why sublayers cannot be left out,
+    as the rest of a sentence about the model, "" where they can.
+    cache_argument: of a layer's forward, the KV cache. arguments: of a layer's
     forward, what else it is given, name and value. takes: which of the pass's own things it is given. reaches: how far
     every layer sees back. attention_interface: the attention looks its function up in transformers' AttentionInterface.
     float_masks: masks are added, also under sdpa. hiding_masks: True in a boolean mask hides. post_norm: norms follow the
-    residual sum, and even an empty layer changes its input. alibi: the name of a layer's argument for linear position
+    residual sum, or the residual stream itself is normed or scaled, and even an empty layer changes its input.
+    alibi: the name of a layer's argument for linear position
     biases (ALiBi). asks_length: layers ask the cache for its length, which changes nothing within the positions that the
     model has here. most_positions: field of the config that limits those positions further. window: field of the config
     that has the sliding window. own_masks: path of a module under the attention that masks by its buffer `bias`, which
@@ -76,7 +81,10 @@ class Family:
     rotary: tuple[Rotary | None, ...] = ()
     attention: str = "self_attn"
     mlp: tuple[str, ...] = ("mlp",)
-    beside: bool = False
+    inner: tuple[str, ...] = ()
+    returns: tuple[tuple[int, ...], ...] = ()
+    summed: str | None = None
+    unskippable: str = ""
     cache_argument: str = "past_key_values"
     arguments: tuple[tuple[str, Any], ...] = ()
     takes: tuple[str, ...] = ("attention_mask", "position_ids", "position_embeddings")
