@@ -68,7 +68,8 @@ def written(file: Path, out: Path) -> None:
     )
     model = LlamaForCausalLM(config)  # without the stale quantization_config of the reader
     missing, unexpected = model.load_state_dict(dequantised.state_dict(), strict=False)
-    assert not unexpected and set(missing) <= {"lm_head.weight"}, (missing, unexpected)
+    assert not unexpected, unexpected
+    assert set(missing) <= {"lm_head.weight"}, missing
     model.tie_weights()
     model.to(torch.bfloat16).generation_config = GenerationConfig(**SPECIAL)
     model.save_pretrained(out)
