@@ -102,6 +102,11 @@ class LayeredModel(DecoderModules):
         """The engine's own way to draw tokens; None where it has none."""
         return self.engine.draw if self.engine.draws else None
 
-    def project(self, normed: Tensor, head: nn.Module | None = None) -> Tensor:
-        """LM head and what the family does after it. [B, n, d'] -> [B, n, V] float32. head: instead of the model's own."""
-        return self.engine.project(normed, head)
+    def project(self, normed: Tensor, head: nn.Module | None = None, shortlist: Tensor | None = None) -> Tensor:
+        """LM head and what the family does after it. [B, n, d'] -> [B, n, V] float32. head: instead of the model's own.
+        shortlist: [S] int64, ascending, the ids whose logits are wanted, -inf for all others."""
+        return self.engine.project(normed, head, shortlist)
+
+    def logits(self, hidden: Tensor, shortlist: Tensor | None = None) -> Tensor:
+        """Final norm and `project`. [B, n, d] -> [B, n, V] float32."""
+        return self.project(self.normed(hidden), None, shortlist)

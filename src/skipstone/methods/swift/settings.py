@@ -3,16 +3,16 @@
 from dataclasses import dataclass
 from typing import ClassVar, Literal
 
-from skipstone.decoding.method import Method
 from skipstone.decoding.settings import setting
 from skipstone.methods.shared.confidence import Threshold
 from skipstone.methods.shared.layer_sets import Space, load_profile
+from skipstone.methods.shared.shortlist import ShortlistMethod
 from skipstone.methods.swift.search import SearchName
 from skipstone.models.layered import LayeredModel
 
 
 @dataclass(frozen=True)
-class SwiftSettings(Method):
+class SwiftSettings(ShortlistMethod):
     """The hyper-parameters of the paper (appendix B.2), and those of what is ours."""
 
     name: ClassVar[str] = "swift"
@@ -53,3 +53,4 @@ class SwiftSettings(Method):
             )
         if self.profile is not None:
             space.from_skip_set(load_profile(self.profile, model.model).skip)
+        self.shortlist(model)

@@ -4,9 +4,10 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils.weak import WeakTensorKeyDictionary
 
 from skipstone.models.engines.eager import patches
-from skipstone.models.engines.engine import ChainEnd, ChainStart, Warps
+from skipstone.models.engines.engine import ChainEnd, ChainStart, Warps, only
 from skipstone.models.engines.rotary import RotaryTables
 from skipstone.models.facts import Facts
 from skipstone.models.families import PER_LAYER, SHARED, Rotary, alibi_slopes, submodule, text_config
@@ -50,6 +51,8 @@ class EagerEngine:
         added = own or self.family.float_masks or not (sdpa or self.family.hiding_masks)
         self._form = MaskForm(self.dtype if added else torch.bool, own, self.family.hiding_masks)
         self._slopes = alibi_slopes(self.config.num_attention_heads, facts.device) if self.family.alibi else None
+        self._vocabulary: int = self.head.weight.shape[0]
+        self._shortlists: WeakTensorKeyDictionary = WeakTensorKeyDictionary()  # ids -> (state of the weights, rows of the head)
         self._running = patches.Running()
         patches.take_off(model)  # those of the model that this one is a copy of, or of an earlier state
         self._patch()
@@ -104,7 +107,7 @@ class EagerEngine:
         """As in `Engine`."""
         return self.project(self.normed(hidden)).argmax(-1)
 
-    def exit_picks(self, hidden: Tensor, transform: Tensor | None) -> tuple[Tensor, Tensor]:
+    def exit_picks(self, hidden: Tensor, transform: Tensor | None, shortlist: Tensor | None = None) -> tuple[Tensor, Tensor]:
         """Never asked for: `chains` is False."""
         raise NotImplementedError
 
@@ -116,15 +119,36 @@ class EagerEngine:
         """Never asked for: `chains` is False."""
         raise NotImplementedError("transformers' modules are called one by one")
 
-    def project(self, normed: Tensor, head: nn.Module | None = None) -> Tensor:
-        """LM head and what the family does after it. [..., d'] -> [..., V] float32. head: instead of the model's own."""
+    def project(self, normed: Tensor, head: nn.Module | None = None, shortlist: Tensor | None = None) -> Tensor:
+        """As in `Engine`."""
+        rows = None if shortlist is None or head is not None else self._rows_of_head(shortlist)
         running = self._patched()
         try:
             running.passing = True
-            scores = (self.head if head is None else head)(normed)
+            if rows is None:
+                scores = (self.head if head is None else head)(normed)
+            else:
+                scores = nn.functional.linear(normed.to(rows[0].device), *rows)
         finally:
             running.passing = False
-        return self.family.scored(scores.to(self._home), self.config).float()
+        logits = self.family.scored(scores.to(self._home), self.config).float()
+        if shortlist is None:
+            return logits
+        return only(shortlist, logits[..., shortlist] if rows is None else logits, self._vocabulary)
+
+    def _rows_of_head(self, shortlist: Tensor) -> tuple[Tensor, Tensor | None] | None:
+        """(weights [S, d'], biases [S] or None) of some ids, copied once for as long as the weights do not change; None where
+        the head is no plain matrix."""
+        weight: Any = getattr(self.head, "weight", None)
+        if type(self.head) is not nn.Linear or is_packed(self.head) or self.head._forward_hooks or weight.is_meta:
+            return None
+        state = weight.data_ptr(), 0 if weight.is_inference() else weight._version
+        known = self._shortlists.get(shortlist)
+        if known is None or known[0] != state:
+            ids, bias = shortlist.to(weight.device), self.head.bias
+            rows = weight.detach()[ids], None if bias is None else bias.detach()[ids]
+            known = self._shortlists[shortlist] = state, rows
+        return known[1]
 
     def _patched(self, skip: SkipSet | None = None) -> patches.Running:
         """What the model's patches look at, ready for a pass. RuntimeError in the middle of another pass."""

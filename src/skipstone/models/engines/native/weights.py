@@ -239,6 +239,18 @@ class Weights:
             residual=float(getattr(config, "residual_multiplier", 1.0)),
         )
 
+    def rows_of_head(self, ids: Tensor) -> Matrix:
+        """Some rows of the LM head, of its type. ids: [S] int64. The first rows are the head's own panels, others a copy."""
+        head = self.model.head
+        bias = None if self._facts.head.bias is None else self._floats(self._facts.head.bias[ids])
+        if torch.equal(ids, torch.arange(len(ids))):
+            return Matrix(head.panels, bias, len(ids), head.inputs, head.type)
+        weight = self._facts.head.weight.detach()[ids]
+        quantize = next((name for name, number in QUANTIZED.items() if number == head.type), None)
+        panels = self._packed(weight, [len(ids)], head.type, quantize)
+        self._kept.append(panels)
+        return Matrix(panels.matrices[0].panels, bias, len(ids), head.inputs, head.type)
+
     def _matrix(self, module: Any, quantize: str | None) -> Matrix:
         return self._matrices(module, [module.weight.shape[0]], quantize)[0]
 
