@@ -54,6 +54,7 @@ struct Library {
   decltype(&sk_packed_bytes) packed_bytes;
   decltype(&sk_pack) pack;
   decltype(&sk_quantize) quantize;
+  decltype(&sk_take) take;
   decltype(&sk_embed) embed;
   decltype(&sk_run) run;
   decltype(&sk_norm) norm;
@@ -73,6 +74,7 @@ struct Library {
     find(packed_bytes, "sk_packed_bytes");
     find(pack, "sk_pack");
     find(quantize, "sk_quantize");
+    find(take, "sk_take");
     find(embed, "sk_embed");
     find(run, "sk_run");
     find(norm, "sk_norm");
@@ -613,14 +615,27 @@ struct Case {
       square = {keep(panels), nullptr, m.hidden, m.hidden, FLOAT32};
       transform = &square;
     }
-    // some of the head's first rows, which stand for other tokens
+    // some of the head's rows, at least one
     const Shortlist* shortlist = nullptr;
     Shortlist few{m.head, nullptr};
-    Block<int64_t> ids(m.vocabulary);
+    std::vector<int64_t> ids;
     if (dice.chance(40)) {
-      few.head.outputs = dice.from(1, m.vocabulary);
-      const int64_t shift = dice.from(0, m.vocabulary - few.head.outputs);
-      for (int64_t i = 0; i < ids.count; i++) ids[i] = std::min(i + shift, m.vocabulary - 1);
+      const int64_t share = dice.from(1, 100), sure_one = dice.from(0, m.vocabulary - 1);
+      for (int64_t id = 0; id < m.vocabulary; id++) if (id == sure_one || dice.chance(int(share))) ids.push_back(id);
+      few.head.outputs = int64_t(ids.size());
+      if (m.head.bias != nullptr) {
+        Block<float> biases(few.head.outputs);
+        for (int64_t i = 0; i < few.head.outputs; i++) biases[i] = m.head.bias[ids[i]];
+        few.head.bias = keep(biases);
+      }
+      Block<uint8_t> panels(library.packed_bytes(m.head.type, few.head.outputs, m.hidden));
+      std::memset(panels.data(), 0, size_t(panels.count));
+      if (hostile) {
+        const int64_t odd[] = {dice.chance(50) ? m.vocabulary : -1};
+        CHECK(library.take(&m.head, odd, 1, panels.data()) == BAD_TOKEN);
+      }
+      CHECK(library.take(&m.head, ids.data(), few.head.outputs, panels.data()) == OK);
+      few.head.panels = keep(panels);
       few.ids = ids.data();
       shortlist = &few;
     }
@@ -684,13 +699,14 @@ struct Case {
       CHECK(library.head(&m, nullptr, read.data(), b, transform == nullptr, logits.data(), best.data(), 1) == OK);
       Block<int64_t> place_of = best;  // where its logit is
       if (shortlist != nullptr) {
-        Block<float> short_logits(b * listed);
+        Block<float> all(logits), short_logits(b * listed);
         CHECK(library.head(&m, shortlist, read.data(), b, transform == nullptr, short_logits.data(), best.data(), threads()) == OK);
         for (int64_t row = 0; row < b; row++) {
-          const float* own = &logits[row * m.vocabulary];
-          CHECK(std::memcmp(own, &short_logits[row * listed], listed * sizeof(float)) == 0);
+          const float* own = &short_logits[row * listed];
+          for (int64_t i = 0; i < listed; i++) CHECK(std::memcmp(own + i, &all[row * m.vocabulary + ids[i]], sizeof(float)) == 0);
           place_of[row] = std::max_element(own, own + listed) - own;
           CHECK(best[row] == ids[place_of[row]]);
+          std::copy(own, own + listed, &logits[row * m.vocabulary]);
         }
       }
       Block<int64_t> tested(b);

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from skipstone.models import fingerprint
-from skipstone.models.engines.eager import patches
+from skipstone.models.engines.eager.patches import changed
 from skipstone.models.engines.engine import ChainEnd, ChainStart, Warps, only
 from skipstone.models.engines.native import library, threads
 from skipstone.models.engines.native.structs import (
@@ -43,19 +43,6 @@ def why_not(model: Any, facts: Facts) -> str | None:
         if changed(module):
             return f"{name or type(model).__name__} has hooks or a forward of its own, which only transformers' modules run"
     return None
-
-
-def changed(module: Any) -> bool:
-    """Whether a module does more than its class says."""
-    own = module.__dict__.get("forward")
-    while isinstance(own, patches.Forward):
-        own = own.before
-    return own is not None or any(map(_foreign, (*module._forward_hooks.values(), *module._forward_pre_hooks.values())))
-
-
-def _foreign(hook: Any) -> bool:
-    """Whether a hook is the user's. transformers' own, which stay after a forward with output_hidden_states, only listen."""
-    return not str(getattr(hook, "__module__", None)).startswith("transformers.")
 
 
 class NativeEngine:
@@ -360,9 +347,9 @@ class NativeEngine:
         known = self._shortlists.get(ids)
         if known is None:
             _expect("shortlist", ids, (len(ids),), torch.int64)
-            kept = ids.contiguous()
-            told = Shortlist(self._weights.rows_of_head(kept), kept.data_ptr())
-            known = self._shortlists[ids] = told, kept
+            own = ids.clone()  # what is kept under the list must not keep the list alive
+            matrix, rows = self._weights.rows_of_head(own)
+            known = self._shortlists[ids] = Shortlist(matrix, own.data_ptr()), own, rows
         return ctypes.addressof(known[0])
 
     def _skipped(self, skip: SkipSet | None) -> Any:

@@ -116,6 +116,7 @@ def declare(library: Any) -> Any:
         "sk_packed_bytes": (whole, [whole] * 3),
         "sk_pack": (None, [whole, pointer, whole, whole, whole, pointer]),
         "sk_quantize": (whole, [whole, whole, pointer, whole, whole, whole, pointer]),
+        "sk_take": (whole, [pointer, pointer, whole, pointer]),
         "sk_embed": (whole, [pointer, pointer, whole, pointer]),
         "sk_run": (whole, [pointer] * 3 + [whole] * 2 + [pointer] * 2 + [whole, pointer, whole, whole]),
         "sk_norm": (None, [pointer, pointer, whole, pointer]),

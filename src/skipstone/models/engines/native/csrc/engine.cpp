@@ -611,6 +611,13 @@ SK_EXPORT int64_t sk_quantize(int64_t type, int64_t source_type, const void* sou
   return OK;
 }
 
+// Some outputs of a matrix as panels of their own, bit for bit. ids [count]. panels: all 0.
+SK_EXPORT int64_t sk_take(const Matrix* from, const int64_t* ids, int64_t count, void* panels) {
+  for (int64_t i = 0; i < count; i++) if (ids[i] < 0 || ids[i] >= from->outputs) return BAD_TOKEN;
+  take(*from, ids, count, static_cast<char*>(panels));
+  return OK;
+}
+
 // Embeddings of `count` ids. hidden: [count][m->hidden].
 SK_EXPORT int64_t sk_embed(const Model* m, const int64_t* tokens, int64_t count, float* hidden) {
   for (int64_t i = 0; i < count; i++) {
@@ -703,7 +710,8 @@ SK_EXPORT int64_t sk_draw(const float* logits, int64_t rows, int64_t n, int64_t 
 // one that takes no part. thresholds [b] or null: nobody asks for probabilities. ends [b][ends_count]: ids that end a row, -1 for
 // none. keep: the states that leave layer `to` are kept in hidden [b][width + 1][m->hidden], as exits are, the last draft's too;
 // else embeddings. transform: float32 [head inputs][head inputs] that normed states go through before the head, or null. shortlist: the
-// tokens that drafts are picked from, and their probabilities are among; null for all. sure: a draft that is not more probable than its threshold does not count, and there is none after it. drafts [b][width], counts [b],
+// tokens that drafts are picked from, and their probabilities are among; null for all. sure: a draft that is not more probable than
+// its threshold does not count, and there is none after it. drafts [b][width], counts [b],
 // probabilities [b][width]: what was drafted. rotary: the tables of a pass.
 SK_EXPORT int64_t sk_chain(const Model* m, const Pass* pass, const Store* store, int64_t from, int64_t to, const int64_t* skip,
                            const int64_t* roots, const int64_t* bases, const int64_t* most, int64_t width, const float* thresholds,

@@ -90,6 +90,7 @@ void sk_sizes(int64_t* sizes);
 int64_t sk_packed_bytes(int64_t type, int64_t outputs, int64_t inputs);
 void sk_pack(int64_t type, const void* source, int64_t stride, int64_t outputs, int64_t inputs, void* panels);
 int64_t sk_quantize(int64_t type, int64_t source_type, const void* source, int64_t stride, int64_t outputs, int64_t inputs, void* panels);
+int64_t sk_take(const sk::Matrix* from, const int64_t* ids, int64_t count, void* panels);
 int64_t sk_embed(const sk::Model* m, const int64_t* tokens, int64_t count, float* hidden);
 int64_t sk_run(const sk::Model* m, const sk::Pass* pass, const sk::Store* store, int64_t from, int64_t to, const int64_t* skip,
                const float* hidden, int64_t hidden_stride, float* out, int64_t out_stride, int64_t threads);
