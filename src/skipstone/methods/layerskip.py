@@ -20,7 +20,7 @@ from skipstone.decoding.session import Session
 from skipstone.decoding.settings import RejectionRule, layer_in_range, setting
 from skipstone.methods.shared.chain import Chain, ChainSession
 from skipstone.methods.shared.confidence import Threshold
-from skipstone.methods.shared.shortlist import ShortlistMethod
+from skipstone.methods.shared.shortlist import ShortlistMethod, vocabulary_setting
 from skipstone.models.frontier import Frontier
 from skipstone.models.layered import LayeredModel
 
@@ -49,6 +49,7 @@ class LayerSkip(ShortlistMethod):
         "standard",
         "'standard' is Leviathan's rule; 'coupled' draws drafts from the target's own noise: same seed, same text as plain",
     )
+    draft_vocabulary: int | str | None = vocabulary_setting()
 
     def check(self, model: LayeredModel) -> None:
         super().check(model)

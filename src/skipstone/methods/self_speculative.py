@@ -15,7 +15,7 @@ from skipstone.decoding.session import Session
 from skipstone.decoding.settings import layer_numbers, setting
 from skipstone.methods.shared.confidence import Threshold
 from skipstone.methods.shared.layer_sets import Space, load_profile
-from skipstone.methods.shared.shortlist import ShortlistMethod
+from skipstone.methods.shared.shortlist import ShortlistMethod, vocabulary_setting
 from skipstone.methods.shared.skipping_session import SkippingSession
 from skipstone.models.layered import LayeredModel
 from skipstone.models.passes import SkipSet
@@ -41,6 +41,7 @@ class SelfSpeculative(ShortlistMethod):
         'stop after a draft whose probability is below it; "adaptive" is the paper\'s rule (section 3.3).',
         within=(0, 1),
     )
+    draft_vocabulary: int | str | None = vocabulary_setting()
 
     def __post_init__(self) -> None:
         for name in ("skip_attention", "skip_mlp"):

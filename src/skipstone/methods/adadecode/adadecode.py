@@ -27,7 +27,7 @@ from skipstone.methods.adadecode.heads import ORIGINAL, ExitHeads, bundled_name_
 from skipstone.methods.adadecode.state import ExitState
 from skipstone.methods.shared import states
 from skipstone.methods.shared.chain import Chain
-from skipstone.methods.shared.shortlist import ShortlistMethod
+from skipstone.methods.shared.shortlist import ShortlistMethod, vocabulary_setting
 from skipstone.models.frontier import Frontier
 from skipstone.models.host import on_device
 from skipstone.models.layered import LayeredModel
@@ -61,6 +61,7 @@ class AdaDecode(ShortlistMethod):
         "standard",
         '"standard" is Eq. 2, "coupled" draws drafts from the target\'s own noise: same seed, same text as plain sampling.',
     )
+    draft_vocabulary: int | str | None = vocabulary_setting()
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "exit_layers", layer_numbers("exit_layers", self.exit_layers))

@@ -17,7 +17,7 @@ from skipstone.decoding.settings import RejectionRule, setting
 from skipstone.loading import load_model, vocabulary
 from skipstone.methods.shared.chain import Chain, ChainSession
 from skipstone.methods.shared.confidence import Threshold
-from skipstone.methods.shared.shortlist import ShortlistMethod
+from skipstone.methods.shared.shortlist import ShortlistMethod, vocabulary_setting
 from skipstone.models.engines.choice import Setup, attach, attached
 from skipstone.models.frontier import Frontier
 from skipstone.models.host import across, counting, on_device
@@ -43,6 +43,11 @@ class DraftModel(LayeredModel):
     def engine_picks(self) -> bool:
         """Whether its likeliest token is the target's too: nothing is cut off, and what is added is never likely."""
         return self._missing >= 0
+
+    @property
+    def draftable(self) -> int:
+        """As in `LayeredModel`, but none that the target has no logits of."""
+        return min(super().draftable, self._vocabulary_size)
 
     def project(self, normed: Tensor, head: Any = None, shortlist: Tensor | None = None) -> Tensor:
         """Logits over the target's vocabulary, [B, n, V] float32. Models with the same tokenizer pad their embeddings to
@@ -171,6 +176,7 @@ class DraftModelMethod(ShortlistMethod):
     rejection_sample_method: RejectionRule = setting(
         "standard", '"standard" is Leviathan\'s rule; "coupled" draws drafts from the target\'s own noise', kw_only=True
     )
+    draft_vocabulary: int | str | None = vocabulary_setting()
 
     def check(self, model: LayeredModel) -> None:
         super().check(model)
@@ -204,9 +210,9 @@ class DraftModelSession(ChainSession):
     ) -> None:
         coupled = method.rejection_sample_method == "coupled"
         super().__init__(model, rows, capacity, most=most, threshold=threshold, coupled=coupled)
-        self.shortlist = method.shortlist(draft_model)
         self.draft_model = draft_model
         self.side = Session(draft_model, rows, capacity)
+        self.side.shortlist = method.shortlist(draft_model)
         self.text: list[list[int]] = [[] for _ in range(rows)]
         self.last_id = draft_model.embeddings - 1
         # of this step's draft
@@ -284,7 +290,7 @@ class DraftModelSession(ChainSession):
         tokens = [text[-lacking:] if alive else [0] * lacking for text, alive in zip(self.text, self.alive, strict=True)]
         columns = on_device(tokens, self.draft_model.device).clamp_(max=self.last_id)  # [B, lacking]
         room = [count + lacking - 1 for count in most]
-        ahead = Frontier(self.draft_model, self.side.store, columns[:, 0], self.alive, room, self.shortlist)
+        ahead = Frontier(self.draft_model, self.side.store, columns[:, 0], self.alive, room, self.side.shortlist)
         if lacking > 1:
             ahead.append(columns[:, 1:])
         return ahead

@@ -6,7 +6,7 @@ from typing import ClassVar, Literal
 from skipstone.decoding.settings import setting
 from skipstone.methods.shared.confidence import Threshold
 from skipstone.methods.shared.layer_sets import Space, load_profile
-from skipstone.methods.shared.shortlist import ShortlistMethod
+from skipstone.methods.shared.shortlist import ShortlistMethod, vocabulary_setting
 from skipstone.methods.swift.search import SearchName
 from skipstone.models.layered import LayeredModel
 
@@ -42,6 +42,7 @@ class SwiftSettings(ShortlistMethod):
     guard: bool = setting(True, "draft only where that pays.")
     profile: str | None = setting(None, "a file of `skipstone search`, instead of a search.")
     search_seed: int = setting(0, "of the search; it changes speed and never the text.", least=0)
+    draft_vocabulary: int | str | None = vocabulary_setting()
 
     def check(self, model: LayeredModel) -> None:
         super().check(model)

@@ -143,7 +143,7 @@ class Engine(Protocol):
 
     def project(self, normed: Tensor, head: nn.Module | None = None, shortlist: Tensor | None = None) -> Tensor:
         """LM head and what the family does after it. [..., d'] -> [..., V] float32. head: instead of the model's own.
-        shortlist: [S] int64, ascending, the ids whose logits are wanted; all others are -inf then."""
+        shortlist: [S] int64, ascending, each once: the ids whose logits are wanted; all others are -inf then."""
         ...
 
     def likeliest(self, hidden: Tensor) -> Tensor:

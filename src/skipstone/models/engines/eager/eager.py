@@ -6,7 +6,8 @@ import torch
 from torch import Tensor, nn
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from skipstone.models.engines.eager import patches
+from skipstone.models import host
+from skipstone.models.engines.eager import linear, patches
 from skipstone.models.engines.engine import ChainEnd, ChainStart, Warps, only
 from skipstone.models.engines.rotary import RotaryTables
 from skipstone.models.facts import Facts
@@ -16,6 +17,7 @@ from skipstone.models.packed import is_packed
 from skipstone.models.passes import MaskForm, Pass, SkipSet
 
 _NOTHING = SkipSet()
+PLAIN = (Tensor, nn.Parameter)  # classes of weights that are nothing but their numbers: not sharded, quantised or given up
 
 
 class EagerEngine:
@@ -51,8 +53,7 @@ class EagerEngine:
         added = own or self.family.float_masks or not (sdpa or self.family.hiding_masks)
         self._form = MaskForm(self.dtype if added else torch.bool, own, self.family.hiding_masks)
         self._slopes = alibi_slopes(self.config.num_attention_heads, facts.device) if self.family.alibi else None
-        self._vocabulary: int = self.head.weight.shape[0]
-        self._shortlists: WeakTensorKeyDictionary = WeakTensorKeyDictionary()  # ids -> (state of the weights, rows of the head)
+        self._shortlists: WeakTensorKeyDictionary = WeakTensorKeyDictionary()  # ids -> (state of the head, rows of it)
         self._running = patches.Running()
         patches.take_off(model)  # those of the model that this one is a copy of, or of an earlier state
         self._patch()
@@ -128,26 +129,28 @@ class EagerEngine:
             if rows is None:
                 scores = (self.head if head is None else head)(normed)
             else:
-                scores = nn.functional.linear(normed.to(rows[0].device), *rows)
+                states = normed.to(rows.weight.device)
+                scores = linear.few_rows(rows, states) if linear.pays(rows) else rows(states)
         finally:
             running.passing = False
         logits = self.family.scored(scores.to(self._home), self.config).float()
         if shortlist is None:
             return logits
-        return only(shortlist, logits[..., shortlist] if rows is None else logits, self._vocabulary)
+        return only(shortlist, logits[..., shortlist] if rows is None else logits, self.head.weight.shape[0])
 
-    def _rows_of_head(self, shortlist: Tensor) -> tuple[Tensor, Tensor | None] | None:
-        """(weights [S, d'], biases [S] or None) of some ids, copied once for as long as the weights do not change; None where
-        the head is no plain matrix."""
-        weight: Any = getattr(self.head, "weight", None)
-        if type(self.head) is not nn.Linear or is_packed(self.head) or self.head._forward_hooks or weight.is_meta:
+    def _rows_of_head(self, shortlist: Tensor) -> nn.Linear | None:
+        """Some rows of the LM head, copied once for as long as it does not change; but on the CPU, where it costs nothing to
+        know that they are the first ones, its own. None where the head is no plain matrix, or does more than to multiply by it.
+        """
+        weight, bias = self.head.weight, self.head.bias if type(self.head) is nn.Linear else None
+        if type(self.head) is not nn.Linear or type(weight) not in PLAIN or weight.is_meta or patches.changed(self.head):
             return None
-        state = weight.data_ptr(), 0 if weight.is_inference() else weight._version
+        state = [(one.data_ptr(), 0 if one.is_inference() else one._version) for one in (weight, bias) if one is not None]
         known = self._shortlists.get(shortlist)
         if known is None or known[0] != state:
-            ids, bias = shortlist.to(weight.device), self.head.bias
-            rows = weight.detach()[ids], None if bias is None else bias.detach()[ids]
-            known = self._shortlists[shortlist] = state, rows
+            ids = shortlist.to(weight.device)
+            first = host.readable(ids) and torch.equal(ids, torch.arange(len(ids)))
+            known = self._shortlists[shortlist] = state, _rows(weight, bias, slice(len(ids)) if first else ids)
         return known[1]
 
     def _patched(self, skip: SkipSet | None = None) -> patches.Running:
@@ -218,3 +221,14 @@ class EagerEngine:
         else:
             phases = [part[at.positions] for part in table]
         return tuple(phases) if len(phases) > 1 else phases[0]
+
+
+@torch.no_grad()
+def _rows(weight: Tensor, bias: Tensor | None, which: slice | Tensor) -> nn.Linear:
+    """Some outputs of a linear layer as a layer. weight: [V, d']. bias: [V]. which: of V."""
+    rows = weight[which]  # [S, d']
+    made = nn.Linear(weight.shape[1], len(rows), bias=bias is not None, device="meta")
+    made.weight = nn.Parameter(rows, requires_grad=False)
+    if bias is not None:
+        made.bias = nn.Parameter(bias[which], requires_grad=False)  # [S]
+    return made
