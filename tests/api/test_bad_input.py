@@ -63,6 +63,13 @@ TABLE: dict[str, Wrong] = {
         "num_speculative_tokens must be an integer, found None",
         method=LayerSkip(2, None),  # type: ignore[arg-type]
     ),
+    "draft vocabulary zero": Wrong("draft_vocabulary must be at least 1, found 0", method=LayerSkip(2, draft_vocabulary=0)),
+    "draft vocabulary too large": Wrong(
+        "draft_vocabulary must be at most 97, the ids that can be drafted, found 98", method=LayerSkip(2, draft_vocabulary=98)
+    ),
+    "draft vocabulary a bool": Wrong(
+        "draft_vocabulary must be an integer, found True", method=LayerSkip(2, draft_vocabulary=True)
+    ),
     "threshold above one": Wrong(
         r"confidence_threshold must be a number in \[0, 1\].*found 1\.5", method=LayerSkip(2, confidence_threshold=1.5)
     ),

@@ -58,6 +58,7 @@ def test_values_arrive_with_their_fields_types(folder: Path) -> None:
         "confidence_threshold": 0.5,
         "reuse_cache": False,
         "rejection_sample_method": "coupled",
+        "draft_vocabulary": None,
     }
 
 

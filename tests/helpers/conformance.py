@@ -31,6 +31,7 @@ from tests.helpers.support import assert_same_texts, decode, plainly, references
 EXIT = 2
 DRAFTS = (1, 4, 7)
 """Draft lengths that are tried."""
+FEW = 70  # tokens of the 97 that drafts are picked from in some rows
 
 
 @functools.cache
@@ -84,6 +85,9 @@ ROWS: dict[str, Row] = {
     "layerskip, confident": Row(
         lambda d, rule: LayerSkip(EXIT, d, confidence_threshold=0.2, rejection_sample_method=rule), variant=True
     ),
+    "layerskip, some tokens": Row(
+        lambda d, rule: LayerSkip(EXIT, d, rejection_sample_method=rule, draft_vocabulary=FEW), variant=True
+    ),
     "swift": Row(lambda d, rule: SWIFT(num_speculative_tokens=d), same_text=("standard",), learns=True),
     "self_speculative": Row(lambda d, rule: SelfSpeculative((1,), (2,), None, d), same_text=("standard",)),
     "adadecode": Row(
@@ -91,6 +95,10 @@ ROWS: dict[str, Row] = {
     ),
     "adadecode, deeper heads look again": Row(
         lambda d, rule: AdaDecode("original", 0.2, d, recheck=True, guard=False, rejection_sample_method=rule), variant=True
+    ),
+    "adadecode, some tokens": Row(
+        lambda d, rule: AdaDecode("original", 0.3, d, guard=False, rejection_sample_method=rule, draft_vocabulary=FEW),
+        variant=True,
     ),
     "speculative": Row(lambda d, rule: Speculative(None, d, rejection_sample_method=rule)),
     "speculative, heuristic schedule": Row(
@@ -100,12 +108,21 @@ ROWS: dict[str, Row] = {
         lambda d, rule: Speculative(None, d, "confidence", 0.2, rejection_sample_method=rule), variant=True
     ),
     "adasd": Row(lambda d, rule: AdaSD(None, d, relaxed=False, rejection_sample_method=rule)),
+    "adasd, some tokens": Row(
+        lambda d, rule: AdaSD(None, d, relaxed=False, rejection_sample_method=rule, draft_vocabulary=FEW), variant=True
+    ),
     "prompt_lookup": Row(lambda d, rule: PromptLookup(num_speculative_tokens=d), same_text=("standard",), rare=True),
     "prompt_lookup, first place": Row(
         lambda d, rule: PromptLookup(num_speculative_tokens=d, prefer="first"), same_text=("standard",), variant=True, rare=True
     ),
     "jacobi": Row(lambda d, rule: Jacobi(d), same_text=("standard",), rare=True),
     "lookahead": Row(lambda d, rule: Lookahead(d, 3, d), same_text=("standard",), rare=True),
+    "swift, some tokens": Row(
+        lambda d, rule: SWIFT(num_speculative_tokens=d, draft_vocabulary=FEW),
+        same_text=("standard",),
+        variant=True,
+        learns=True,
+    ),
     "swift, chains that never stop early": Row(
         lambda d, rule: SWIFT(skip_ratio=0.75, num_speculative_tokens=d, confidence_threshold=None, dynamic_verification=False),
         same_text=("standard",),

@@ -21,6 +21,7 @@ from skipstone.decoding.loop import Decoder
 from skipstone.decoding.method import Method
 from skipstone.decoding.sampling import Sampling
 from skipstone.decoding.session import Request
+from skipstone.models.engines.engine import only
 from skipstone.models.kvstore import KVStore
 from skipstone.models.layered import LayeredModel
 from skipstone.models.passes import Pass
@@ -138,8 +139,9 @@ def loop_law(
 class Double(LayeredModel):
     """A model in float64 throughout, logits included, so that laws can be compared to 1e-9."""
 
-    def project(self, normed: Tensor, head: Any = None) -> Tensor:
-        return (head or self.head)(normed)
+    def project(self, normed: Tensor, head: Any = None, shortlist: Tensor | None = None) -> Tensor:
+        logits = (head or self.head)(normed)
+        return logits if shortlist is None else only(shortlist, logits[..., shortlist], logits.shape[-1])
 
 
 class Widened(LayeredModel):
@@ -148,8 +150,8 @@ class Widened(LayeredModel):
     def __init__(self, model: Any) -> None:
         super().__init__(model, "native")
 
-    def project(self, normed: Tensor, head: Any = None) -> Tensor:
-        return super().project(normed, head).double()
+    def project(self, normed: Tensor, head: Any = None, shortlist: Tensor | None = None) -> Tensor:
+        return super().project(normed, head, shortlist).double()
 
 
 def native_target(layered: LayeredModel, prompt: Tensor, processors: Sequence[Any] = ()) -> Callable[..., list[float]]:
@@ -202,7 +204,8 @@ class Tabled:
     def run(self, hidden: Tensor, at: Any, store: Any, layers: range, *_: Any, **__: Any) -> Tensor:
         return hidden + len(layers)
 
-    def logits(self, hidden: Tensor) -> Tensor:
+    def logits(self, hidden: Tensor, shortlist: Tensor | None = None) -> Tensor:
+        assert shortlist is None
         return self._scores[hidden.squeeze(-1).long() - 1]
 
 

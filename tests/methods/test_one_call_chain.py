@@ -141,6 +141,8 @@ METHODS: dict[str, Any] = {
     "layerskip": lambda threshold: LayerSkip(2, DRAFTS, threshold),
     "skip sets": lambda threshold: SelfSpeculative((1, 2), (2,), None, DRAFTS, threshold),
     "a skipped attention": lambda threshold: SelfSpeculative((1,), (), None, DRAFTS, threshold),
+    "layerskip, some tokens": lambda threshold: LayerSkip(2, DRAFTS, threshold, draft_vocabulary=60),
+    "skip sets, some tokens": lambda threshold: SelfSpeculative((1, 2), (2,), None, DRAFTS, threshold, draft_vocabulary=60),
 }
 
 

@@ -50,7 +50,7 @@ def draft(model: PreTrainedModel) -> PreTrainedModel:
 @pytest.fixture
 def exactly(monkeypatch: pytest.MonkeyPatch) -> tuple[Any, Any]:
     """Target and draft model of three tokens in float64, the draft model's logits too."""
-    monkeypatch.setattr(DraftModel, "project", lambda self, normed, head=None: self.head(normed))
+    monkeypatch.setattr(DraftModel, "project", lambda self, normed, head=None, shortlist=None: self.head(normed))
     target = llama(vocab=VOCAB, hidden=8, layers=2, head=2.0, seed=2).double()
     return target, near(target, 0.6)
 

@@ -34,6 +34,7 @@ METHODS = [
     "swift skip_ratio=0.5 num_speculative_tokens=4 context_window=6 guard=false objective=matchness",
     "adadecode heads=original guard=false threshold=0.3",
     "lookahead",
+    "layerskip exit_layer=2 num_speculative_tokens=4 draft_vocabulary=60",
     "speculative num_speculative_tokens=4",
 ]
 SAMPLING: list[dict[str, Any]] = [{"do_sample": False}, {"do_sample": True, "temperature": 0.8, "top_p": 0.9, "seed": 3}]

@@ -105,7 +105,7 @@ class Packed:
     def multiplied(self, x: Found, threads: int = 1) -> Found:
         y = np.full((len(x), self.outputs), np.nan, dtype=np.float32)
         model = ctypes.addressof(self.model)
-        self.engine.sk_head(model, x.ctypes.data, len(x), 0, y.ctypes.data, None, threads)
+        self.engine.sk_head(model, None, x.ctypes.data, len(x), 0, y.ctypes.data, None, threads)
         return y
 
     def rows(self) -> Found:

@@ -195,7 +195,7 @@ def test_no_memory_is_an_error() -> None:
     """The library takes room for what it normalises before it reads the states, which are not there."""
     engine: Any = native(families.cached("llama")).engine
     states, best = torch.ones(1, 32), torch.ones(1, dtype=torch.int64)
-    error = engine._library.sk_head(engine._model, states.data_ptr(), 2**52, True, states.data_ptr(), best.data_ptr(), 1)
+    error = engine._library.sk_head(engine._model, None, states.data_ptr(), 2**52, True, states.data_ptr(), best.data_ptr(), 1)
     assert ERRORS[error] == "more memory or threads than there are"
 
 

@@ -32,6 +32,7 @@ LENGTH = 9  # tokens of a prompt
 METHODS: dict[str, Callable[[], Any]] = {
     "autoregressive": lambda: "autoregressive",
     "layerskip": lambda: LayerSkip(exit_layer=2, num_speculative_tokens=3),
+    "layerskip, some tokens": lambda: LayerSkip(exit_layer=2, num_speculative_tokens=3, draft_vocabulary=60),
     "self_speculative": lambda: SelfSpeculative((1,), (2,), None, 3),
     "swift": lambda: Swift(),
     "speculative": lambda: Speculative(quantised.plain(), 3),

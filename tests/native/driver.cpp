@@ -54,6 +54,7 @@ struct Library {
   decltype(&sk_packed_bytes) packed_bytes;
   decltype(&sk_pack) pack;
   decltype(&sk_quantize) quantize;
+  decltype(&sk_take) take;
   decltype(&sk_embed) embed;
   decltype(&sk_run) run;
   decltype(&sk_norm) norm;
@@ -73,6 +74,7 @@ struct Library {
     find(packed_bytes, "sk_packed_bytes");
     find(pack, "sk_pack");
     find(quantize, "sk_quantize");
+    find(take, "sk_take");
     find(embed, "sk_embed");
     find(run, "sk_run");
     find(norm, "sk_norm");
@@ -357,11 +359,11 @@ struct Case {
     library.norm(&m, hidden.data(), n, normed.data());
     hash.add(normed);
     const bool norm = dice.chance(50);
-    CHECK(library.head(&m, hidden.data(), n, norm, logits.data(), nullptr, 1) == OK);
-    CHECK(library.head(&m, hidden.data(), n, norm, again.data(), best.data(), threads()) == OK);
+    CHECK(library.head(&m, nullptr, hidden.data(), n, norm, logits.data(), nullptr, 1) == OK);
+    CHECK(library.head(&m, nullptr, hidden.data(), n, norm, again.data(), best.data(), threads()) == OK);
     CHECK(logits == again);
     const Block<int64_t> with_logits = best;
-    CHECK(library.head(&m, hidden.data(), n, norm, nullptr, best.data(), threads()) == OK);
+    CHECK(library.head(&m, nullptr, hidden.data(), n, norm, nullptr, best.data(), threads()) == OK);
     CHECK(best == with_logits);
     hash.add(logits);
     hash.add(best);
@@ -372,15 +374,15 @@ struct Case {
     if (!hostile) return;
     const int64_t many = hostile_threads();
     const int64_t expected = many >= 1 && many <= MOST_THREADS ? OK : BAD_THREADS;
-    CHECK(library.head(&m, hidden.data(), n, norm, again.data(), best.data(), many) == expected);
+    CHECK(library.head(&m, nullptr, hidden.data(), n, norm, again.data(), best.data(), many) == expected);
     CHECK(logits == again);
-    CHECK(library.head(&m, hidden.data(), -n, norm, again.data(), best.data(), 1) == OK);
+    CHECK(library.head(&m, nullptr, hidden.data(), -n, norm, again.data(), best.data(), 1) == OK);
     if (n > 0) {
       Block<float> broken(hidden);
       const float odd[] = {NAN, INFINITY, -INFINITY, 3e38f};
       const int64_t place = dice.from(0, broken.count - 1), which = dice.from(0, 3), broken_row = place / m.hidden;
       broken[place] = odd[which];
-      CHECK(library.head(&m, broken.data(), n, norm, again.data(), best.data(), threads()) == OK);
+      CHECK(library.head(&m, nullptr, broken.data(), n, norm, again.data(), best.data(), threads()) == OK);
       for (int64_t r = 0; r < n; r++) CHECK(best[r] >= 0 && best[r] < m.vocabulary);
       for (int64_t i = 0; i < again.count; i++) {
         if (i / m.vocabulary != broken_row) CHECK(std::memcmp(&again[i], &logits[i], sizeof(float)) == 0);
@@ -568,9 +570,9 @@ struct Case {
     for (int64_t row = 0; row < pass.b; row++) hash.add(&states[row * stride], size_t(pass.n * m.hidden) * sizeof(float));
   }
 
-  double probability_of(const float* logits, int64_t id) const {
+  double probability_of(const float* logits, int64_t id, int64_t count) const {
     double total = 0;
-    for (int64_t i = 0; i < m.vocabulary; i++) total += std::exp(double(logits[i]) - double(logits[id]));
+    for (int64_t i = 0; i < count; i++) total += std::exp(double(logits[i]) - double(logits[id]));
     return 1 / total;
   }
 
@@ -613,6 +615,31 @@ struct Case {
       square = {keep(panels), nullptr, m.hidden, m.hidden, FLOAT32};
       transform = &square;
     }
+    // some of the head's rows, at least one
+    const Shortlist* shortlist = nullptr;
+    Shortlist few{m.head, nullptr};
+    std::vector<int64_t> ids;
+    if (dice.chance(40)) {
+      const int64_t share = dice.from(1, 100), sure_one = dice.from(0, m.vocabulary - 1);
+      for (int64_t id = 0; id < m.vocabulary; id++) if (id == sure_one || dice.chance(int(share))) ids.push_back(id);
+      few.head.outputs = int64_t(ids.size());
+      if (m.head.bias != nullptr) {
+        Block<float> biases(few.head.outputs);
+        for (int64_t i = 0; i < few.head.outputs; i++) biases[i] = m.head.bias[ids[i]];
+        few.head.bias = keep(biases);
+      }
+      Block<uint8_t> panels(library.packed_bytes(m.head.type, few.head.outputs, m.hidden));
+      std::memset(panels.data(), 0, size_t(panels.count));
+      if (hostile) {
+        const int64_t odd[] = {dice.chance(50) ? m.vocabulary : -1};
+        CHECK(library.take(&m.head, odd, 1, panels.data()) == BAD_TOKEN);
+      }
+      CHECK(library.take(&m.head, ids.data(), few.head.outputs, panels.data()) == OK);
+      few.head.panels = keep(panels);
+      few.ids = ids.data();
+      shortlist = &few;
+    }
+    const int64_t listed = few.head.outputs;
     Block<float> thresholds = numbers(dice, b, 0.1f, 0.1f), probabilities(b * width);
     Block<int64_t> drafts(b * width);
     const int64_t stride = (width + 1) * m.hidden + (dice.chance(30) ? 3 : 0);
@@ -641,7 +668,7 @@ struct Case {
     if (pass.b > store.rows && pass.first_row < 0) pass.first_row = 0;
     const std::vector<Block<uint8_t>> before = buffers;
     const int64_t error = library.chain(&m, &pass, &store, asked.from, asked.to, skip, roots.data(), bases.data(), most.data(), width,
-                                        asks ? thresholds.data() : nullptr, ends.data(), ends_count, keep_states, transform, sure, drafts.data(),
+                                        asks ? thresholds.data() : nullptr, ends.data(), ends_count, keep_states, transform, shortlist, sure, drafts.data(),
                                         counts.data(), asks ? probabilities.data() : nullptr, hidden.data(), stride, asked.threads);
     CHECK(error != NO_MEMORY);
     if (spoiled) {
@@ -669,15 +696,27 @@ struct Case {
       const Block<float> embedded = state;
       CHECK(library.run(&m, &one, &store, asked.from, asked.to, skip, state.data(), m.hidden, state.data(), m.hidden, 1) == OK);
       const Block<float> read = transform == nullptr ? state : transformed(state, weights, b);
-      CHECK(library.head(&m, read.data(), b, transform == nullptr, logits.data(), best.data(), 1) == OK);
+      CHECK(library.head(&m, nullptr, read.data(), b, transform == nullptr, logits.data(), best.data(), 1) == OK);
+      Block<int64_t> place_of = best;  // where its logit is
+      if (shortlist != nullptr) {
+        Block<float> all(logits), short_logits(b * listed);
+        CHECK(library.head(&m, shortlist, read.data(), b, transform == nullptr, short_logits.data(), best.data(), threads()) == OK);
+        for (int64_t row = 0; row < b; row++) {
+          const float* own = &short_logits[row * listed];
+          for (int64_t i = 0; i < listed; i++) CHECK(std::memcmp(own + i, &all[row * m.vocabulary + ids[i]], sizeof(float)) == 0);
+          place_of[row] = std::max_element(own, own + listed) - own;
+          CHECK(best[row] == ids[place_of[row]]);
+          std::copy(own, own + listed, &logits[row * m.vocabulary]);
+        }
+      }
       Block<int64_t> tested(b);
       Block<float> likely(b);
-      CHECK(library.test(&m, state.data(), b, transform, tested.data(), likely.data(), threads()) == OK);
+      CHECK(library.test(&m, shortlist, state.data(), b, transform, tested.data(), likely.data(), threads()) == OK);
       CHECK(tested == best);
-      for (int64_t row = 0; row < b; row++) CHECK(std::abs(likely[row] / probability_of(&logits[row * m.vocabulary], best[row]) - 1) < 1e-5);
+      for (int64_t row = 0; row < b; row++) CHECK(std::abs(likely[row] / probability_of(&logits[row * m.vocabulary], place_of[row], listed) - 1) < 1e-5);
       for (int64_t row = 0; row < b; row++) {
         if (sure && drafting[row] && place == counts[row]) {  // it was not sure enough
-          CHECK(probability_of(&logits[row * m.vocabulary], best[row]) < thresholds[row] + 1e-5);
+          CHECK(probability_of(&logits[row * m.vocabulary], place_of[row], listed) < thresholds[row] + 1e-5);
           if (keep_states) CHECK(std::memcmp(&hidden[row * stride + place * m.hidden], &state[row * m.hidden], bytes) == 0);
           drafting[row] = takes[row] = 0;
           continue;
@@ -696,7 +735,7 @@ struct Case {
         for (int64_t e = 0; e < ends_count; e++) on = on && ends[row * ends_count + e] != best[row];
         if (asks) {
           const float found = probabilities[row * width + place];
-          CHECK(std::abs(double(found) / probability_of(&logits[row * m.vocabulary], best[row]) - 1) < 1e-5);
+          CHECK(std::abs(double(found) / probability_of(&logits[row * m.vocabulary], place_of[row], listed) - 1) < 1e-5);
           on = on && (sure ? found > thresholds[row] : found >= thresholds[row]);
           CHECK(!sure || found > thresholds[row]);
         }
@@ -776,10 +815,10 @@ int main(int count, char** arguments) {
   CHECK(library.abi() > 0);
   CHECK(std::strcmp(library.level(), arguments[2]) == 0);
   CHECK(std::strlen(library.source_hash()) == 16);
-  int64_t sizes[5];
+  int64_t sizes[6];
   library.sizes(sizes);
   CHECK(sizes[0] == sizeof(Matrix) && sizes[1] == sizeof(Layer) && sizes[2] == sizeof(Model));
-  CHECK(sizes[3] == sizeof(Store) && sizes[4] == sizeof(Pass));
+  CHECK(sizes[3] == sizeof(Store) && sizes[4] == sizeof(Pass) && sizes[5] == sizeof(Shortlist));
   const std::string mode = arguments[3];
   const uint64_t number = std::strtoull(arguments[4], nullptr, 10);
   if (mode == "case") {

@@ -19,6 +19,7 @@ from skipstone.methods.lookahead import Lookahead
 from skipstone.methods.prompt_lookup import PromptLookup
 from skipstone.methods.self_speculative import SelfSpeculative
 from skipstone.methods.shared.draft_model import DraftModel
+from skipstone.methods.shared.shortlist import ShortlistMethod
 from skipstone.methods.speculative import Speculative
 from skipstone.methods.swift.swift import Swift
 from skipstone.models.fingerprint import fingerprint
@@ -28,6 +29,8 @@ from skipstone.models.layered import LayeredModel
 def described(method: Method, layered: LayeredModel) -> dict[str, Any] | None:
     """The drafter of a method as plain JSON values, which `drafter` finds in a table of costs; None where the formula does not
     hold."""
+    if isinstance(method, ShortlistMethod) and method.draft_vocabulary is not None:
+        return None  # costs are measured with the whole LM head
     if isinstance(method, LayerSkip):
         return {"exit_layer": method.exit_layer} if method.reuse_cache else None
     if isinstance(method, SelfSpeculative):

@@ -60,6 +60,7 @@ class Session:
         self.model, self.capacity = model, capacity
         self.store = KVStore(rows, depth or model.depth, capacity + scratch, model.kv_dtype)
         self.sampler = Sampler(rows, model.device, coupled, engine_draw=model.engine_draw)
+        self.shortlist: Tensor | None = None  # [S], the ids that drafts are picked from
         self.last = [0] * rows
         self.root = on_device(self.last, model.device)
         self.alive = [False] * rows
@@ -174,7 +175,7 @@ class Session:
 
     def frontier(self, most: list[int]) -> Frontier:
         """A new frontier that holds the last committed token of every live row, with room for `most` draft tokens a row."""
-        return Frontier(self.model, self.store, self.root, self.alive, most)
+        return Frontier(self.model, self.store, self.root, self.alive, most, self.shortlist)
 
     def optimise(self) -> None:
         """What a method does now and then for its later steps (SWIFT's search); timed apart from drafting."""

@@ -6,7 +6,8 @@ the draft are the verification's own (the paper's KVQ cache): the same weights s
 
 Deviations: the last drafted token runs through the first E layers too, so that n drafts leave n+1 exit states and full
 acceptance is no special case; drafting may stop early on the confidence of the newest draft (`confidence_threshold`, ours,
-off by default; "adaptive" is Draft & Verify's rule, arXiv 2309.08168).
+off by default; "adaptive" is Draft & Verify's rule, arXiv 2309.08168); drafts may be picked from a part of the vocabulary
+(`draft_vocabulary`, off by default).
 """
 
 from dataclasses import dataclass
@@ -15,17 +16,17 @@ from typing import ClassVar
 from torch import Tensor
 
 from skipstone.decoding.draft import Draft
-from skipstone.decoding.method import Method
 from skipstone.decoding.session import Session
 from skipstone.decoding.settings import RejectionRule, layer_in_range, setting
 from skipstone.methods.shared.chain import Chain, ChainSession
 from skipstone.methods.shared.confidence import Threshold
+from skipstone.methods.shared.shortlist import ShortlistMethod, vocabulary_setting
 from skipstone.models.frontier import Frontier
 from skipstone.models.layered import LayeredModel
 
 
 @dataclass(frozen=True)
-class LayerSkip(Method):
+class LayerSkip(ShortlistMethod):
     """LayerSkip's self-speculative decoding: the first E layers draft, the others verify."""
 
     name: ClassVar[str] = "layerskip"
@@ -48,10 +49,12 @@ class LayerSkip(Method):
         "standard",
         "'standard' is Leviathan's rule; 'coupled' draws drafts from the target's own noise: same seed, same text as plain",
     )
+    draft_vocabulary: int | str | None = vocabulary_setting()
 
     def check(self, model: LayeredModel) -> None:
         super().check(model)
         layer_in_range("exit_layer", self.exit_layer, model)
+        self.shortlist(model)
 
     def start(self, model: LayeredModel, rows: int, capacity: int) -> Session:
         return LayerSkipSession(self, model, rows, capacity)
@@ -67,6 +70,7 @@ class LayerSkipSession(ChainSession):
         coupled = method.rejection_sample_method == "coupled"
         super().__init__(model, rows, capacity, most=most, threshold=threshold, coupled=coupled)
         assert method.exit_layer is not None
+        self.shortlist = method.shortlist(model)
         self.exit_layer, self.reuse_cache = method.exit_layer, method.reuse_cache
 
     def one_call(self) -> tuple[int, None] | None:

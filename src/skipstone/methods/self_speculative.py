@@ -11,18 +11,18 @@ takes a greedy draft for a drawn one).
 from dataclasses import dataclass
 from typing import ClassVar
 
-from skipstone.decoding.method import Method
 from skipstone.decoding.session import Session
 from skipstone.decoding.settings import layer_numbers, setting
 from skipstone.methods.shared.confidence import Threshold
 from skipstone.methods.shared.layer_sets import Space, load_profile
+from skipstone.methods.shared.shortlist import ShortlistMethod, vocabulary_setting
 from skipstone.methods.shared.skipping_session import SkippingSession
 from skipstone.models.layered import LayeredModel
 from skipstone.models.passes import SkipSet
 
 
 @dataclass(frozen=True)
-class SelfSpeculative(Method):
+class SelfSpeculative(ShortlistMethod):
     """Draft & Verify: the target without a fixed set of its sublayers drafts."""
 
     name: ClassVar[str] = "self_speculative"
@@ -41,6 +41,7 @@ class SelfSpeculative(Method):
         'stop after a draft whose probability is below it; "adaptive" is the paper\'s rule (section 3.3).',
         within=(0, 1),
     )
+    draft_vocabulary: int | str | None = vocabulary_setting()
 
     def __post_init__(self) -> None:
         for name in ("skip_attention", "skip_mlp"):
@@ -49,6 +50,7 @@ class SelfSpeculative(Method):
     def check(self, model: LayeredModel) -> None:
         super().check(model)
         Space.of(model).from_skip_set(self.skip_set(model))
+        self.shortlist(model)
 
     def skip_set(self, model: LayeredModel) -> SkipSet:
         """The layer set. ValueError where none is given, or two."""
@@ -73,4 +75,4 @@ class SelfSpeculativeSession(SkippingSession):
     def __init__(self, method: SelfSpeculative, model: LayeredModel, rows: int, capacity: int) -> None:
         most, threshold = method.num_speculative_tokens, method.stop_threshold
         super().__init__(model, rows, capacity, most=most, threshold=threshold, ranks=1, scratch=0)
-        self.skip = method.skip_set(model)
+        self.skip, self.shortlist = method.skip_set(model), method.shortlist(model)

@@ -60,8 +60,7 @@ class SpeculativeSession(DraftModelSession):
         threshold = None
         if method.schedule == "confidence":
             threshold = CONFIDENCE_THRESHOLD if method.confidence_threshold is None else method.confidence_threshold
-        most, rule = method.num_speculative_tokens, method.rejection_sample_method
-        super().__init__(model, draft_model, rows, capacity, most, threshold, rule)
+        super().__init__(method, model, draft_model, rows, capacity, method.num_speculative_tokens, threshold)
         self.method, self.looks = method, threshold is not None  # without one only an end of the text stops a row
 
     def one_call(self) -> tuple[int, None]:

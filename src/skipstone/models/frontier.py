@@ -26,11 +26,20 @@ class Frontier:
     alive: rows that take part; all columns of the others are invalid. most: draft tokens that each row has room for. base:
     committed tokens of every row, 0 of a row that does not take part. top: the layer that `finish` goes up to. width: columns
     so far. valid: [B, n] bool, None where every column counts. parents: of a tree, as in `append`, None for a chain. passes:
-    what was run so far, (from layer, to layer, columns).
+    what was run so far, (from layer, to layer, columns). shortlist: [S] int64, the ids that drafts are picked from, None
+    for all.
     """
 
-    def __init__(self, model: LayeredModel, store: KVStore, root: Tensor, alive: list[bool], most: list[int]) -> None:
-        self.model, self.store = model, store
+    def __init__(
+        self,
+        model: LayeredModel,
+        store: KVStore,
+        root: Tensor,
+        alive: list[bool],
+        most: list[int],
+        shortlist: Tensor | None = None,
+    ) -> None:
+        self.model, self.store, self.shortlist = model, store, shortlist
         self.rows, self.device = root.shape[0], root.device
         self.top = store.layers
         self.base = [length if live else 0 for length, live in zip(store.length, alive, strict=True)]
@@ -235,9 +244,8 @@ class Frontier:
         if max(wanted) < 1 or not self._chains:
             return None
         keep, roots = skip is None, self._tokens[:, 0]
-        start = ChainStart(
-            roots, self.base, wanted, layers, skip, keep, thresholds, ends, self._end, self._room, transform, sure
-        )
+        start = ChainStart(roots, self.base, wanted, layers, skip, keep, thresholds, ends, self._end, self._room)
+        start.transform, start.sure, start.shortlist = transform, sure, self.shortlist
         chain = self.model.engine.chain(start, self.store)
         width = 1 + chain.tokens.shape[1]
         self._make_room()
@@ -272,24 +280,28 @@ class Frontier:
             return None
         bases, newest = [base + before for base in self.base], self._tokens[:, before]
         start = ChainStart(newest, bases, wanted, self.top, None, False, thresholds, ends, self._end, max(wanted) + 1)
+        start.shortlist = self.shortlist
         if before:
             self._run(slice(0, before), None, range(self.top))
         return self.model.engine.chain(start, self.store)
 
     def exit_logits(self, exit_layer: int) -> Tensor:
-        """Logits of the newest column after E layers [B, V] float32. Its state stays at depth E for `finish`."""
+        """Logits of the newest column after E layers [B, V] float32, -inf of what is not on the shortlist. Its state stays at
+        depth E for `finish`."""
         self.advance(exit_layer)
-        return self.model.logits(self.hidden[:, -1:])[:, 0]
+        return self.model.logits(self.hidden[:, -1:], self.shortlist)[:, 0]
 
     def sketched_logits(self, skip: SkipSet) -> Tensor:
-        """Logits of the newest column [B, V] float32 through what a skip set leaves of the model.
+        """Logits of the newest column [B, V] float32 through what a skip set leaves of the model, -inf of what is not on the
+        shortlist.
 
         Every token stays at depth 0. The keys and values that this writes lie in the column's own slots, where the scoring pass
         overwrites them.
         """
         newest = slice(self.width - 1, self.width)
         at = self._pass(newest, None)
-        return self.model.logits(self.model.run(self.hidden[:, newest], at, self.store, range(self.top), skip))[:, 0]
+        states = self.model.run(self.hidden[:, newest], at, self.store, range(self.top), skip)
+        return self.model.logits(states, self.shortlist)[:, 0]
 
     def restart(self) -> None:
         """Forget the exit states: every token is at depth 0 again (LayerSkip's ablation without cache reuse)."""

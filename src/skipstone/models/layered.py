@@ -93,6 +93,11 @@ class LayeredModel(DecoderModules):
         return type(self).project is LayeredModel.project
 
     @property
+    def draftable(self) -> int:
+        """How many ids it may draft, from 0 on: those that it has logits of and can read."""
+        return min(int(self.head.weight.shape[0]), self.embeddings)
+
+    @property
     def own_threads(self) -> bool:
         """Whether the engine computes with threads that are not torch's."""
         return self.engine.own_threads
@@ -102,6 +107,11 @@ class LayeredModel(DecoderModules):
         """The engine's own way to draw tokens; None where it has none."""
         return self.engine.draw if self.engine.draws else None
 
-    def project(self, normed: Tensor, head: nn.Module | None = None) -> Tensor:
-        """LM head and what the family does after it. [B, n, d'] -> [B, n, V] float32. head: instead of the model's own."""
-        return self.engine.project(normed, head)
+    def project(self, normed: Tensor, head: nn.Module | None = None, shortlist: Tensor | None = None) -> Tensor:
+        """LM head and what the family does after it. [B, n, d'] -> [B, n, V] float32. head: instead of the model's own.
+        shortlist: [S] int64, ascending, each once: the ids whose logits are wanted, -inf for all others."""
+        return self.engine.project(normed, head, shortlist)
+
+    def logits(self, hidden: Tensor, shortlist: Tensor | None = None) -> Tensor:
+        """Final norm and `project`. [B, n, d] -> [B, n, V] float32."""
+        return self.project(self.normed(hidden), None, shortlist)

@@ -30,7 +30,7 @@ from skipstone.files import cache_folder, digest, write_json
 from skipstone.methods.autoregressive import Autoregressive
 from skipstone.methods.layerskip import LayerSkip, LayerSkipSession
 from skipstone.methods.shared.chain import ChainSession
-from skipstone.methods.shared.draft_model import DraftModel, DraftModelSession
+from skipstone.methods.shared.draft_model import DraftModel, DraftModelMethod, DraftModelSession
 from skipstone.methods.shared.lookups import LookupSession, RowDraft
 from skipstone.methods.shared.skipping_session import SkippingSession
 from skipstone.methods.swift.tree import RANKS
@@ -306,7 +306,7 @@ def measure_draft_model(layered: LayeredModel, draft_model: DraftModel, batch: i
     """Seconds of a draft step of a draft model, for all rows of a batch."""
     bench = Bench(layered, batch)
     room = min(bench.room, draft_model.max_positions)
-    session = DraftModelSession(layered, draft_model, batch, room, max(DRAFTS), None, "standard")
+    session = DraftModelSession(DraftModelMethod(), layered, draft_model, batch, room, max(DRAFTS), None)
     for row in range(batch):
         session.admit(row, Request(torch.arange(8) % draft_model.embeddings, 1))
     while session.prefilling:

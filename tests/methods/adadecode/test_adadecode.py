@@ -37,7 +37,7 @@ class Scripted(ExitHeads):
         super().__init__(card)
         self.script = iter(script)
 
-    def logits(self, model: LayeredModel, index: int, hidden: Tensor) -> Tensor:
+    def logits(self, model: LayeredModel, index: int, hidden: Tensor, shortlist: Tensor | None = None) -> Tensor:
         """[B, n, V]: token 1 for certain, or anything."""
         said = torch.zeros(*hidden.shape[:2], model.head.weight.shape[0])
         said[..., 1] = 100.0 if next(self.script) else 0.0
@@ -104,7 +104,7 @@ def test_rows_predict_on_their_own_and_wait_for_the_end_of_a_sweep(calls: list[t
     model = figure2()
 
     class ByRow(Scripted):
-        def logits(self, model: LayeredModel, index: int, hidden: Tensor) -> Tensor:
+        def logits(self, model: LayeredModel, index: int, hidden: Tensor, shortlist: Tensor | None = None) -> Tensor:
             said = torch.zeros(2, 1, model.head.weight.shape[0])
             said[:, 0, 1] = torch.tensor([100.0 if one else 0.0 for one in next(self.script)])  # type: ignore[attr-defined]
             return said

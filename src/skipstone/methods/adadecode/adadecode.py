@@ -19,7 +19,6 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from skipstone.decoding.draft import Draft, Picked, RowVerdict, Verdict
-from skipstone.decoding.method import Method
 from skipstone.decoding.noise import TARGET
 from skipstone.decoding.sampling import Scores
 from skipstone.decoding.session import Request, Session
@@ -28,13 +27,14 @@ from skipstone.methods.adadecode.heads import ORIGINAL, ExitHeads, bundled_name_
 from skipstone.methods.adadecode.state import ExitState
 from skipstone.methods.shared import states
 from skipstone.methods.shared.chain import Chain
+from skipstone.methods.shared.shortlist import ShortlistMethod, vocabulary_setting
 from skipstone.models.frontier import Frontier
 from skipstone.models.host import on_device
 from skipstone.models.layered import LayeredModel
 
 
 @dataclass(frozen=True)
-class AdaDecode(Method):
+class AdaDecode(ShortlistMethod):
     """AdaDecode: light heads at middle layers predict early."""
 
     name: ClassVar[str] = "adadecode"
@@ -61,6 +61,7 @@ class AdaDecode(Method):
         "standard",
         '"standard" is Eq. 2, "coupled" draws drafts from the target\'s own noise: same seed, same text as plain sampling.',
     )
+    draft_vocabulary: int | str | None = vocabulary_setting()
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "exit_layers", layer_numbers("exit_layers", self.exit_layers))
@@ -72,6 +73,7 @@ class AdaDecode(Method):
     def check(self, model: LayeredModel) -> None:
         super().check(model)
         self._heads(model)
+        self.shortlist(model)
 
     def _heads(self, model: LayeredModel) -> ExitHeads:
         """The heads of a model. ValueError where they are another's, OSError where there are none."""
@@ -99,7 +101,7 @@ class AdaDecode(Method):
     def _state(self, model: LayeredModel, rows: int) -> ExitState:
         heads = self._heads(model)
         settings = self.exit_layers, self.threshold, self.guard
-        return states.of(self, model, rows, heads, lambda: ExitState(model, heads, *settings, rows))
+        return states.of(self, model, rows, heads, lambda: ExitState(model, heads, *settings, rows, self.shortlist(model)))
 
 
 @dataclass
@@ -134,6 +136,7 @@ class AdaDecodeSession(Session):
         self.coupled = method.rejection_sample_method == "coupled"
         super().__init__(model, rows, capacity, coupled=self.coupled)
         self.method, self.state, self.reads_logits = method, state, not method.verification
+        self.shortlist = method.shortlist(model)
         # of this step
         self._predicted_at: list[list[int]] = [[] for _ in range(rows)]  # of every row, the layers of its predictions
         self._passes: list[tuple[int, int, int]] = []  # (from layer, to layer, tokens)
@@ -238,9 +241,9 @@ class AdaDecodeSession(Session):
             picked, scores = frontier.tokens[:, -1], None  # [B]
             if self._picks_at_exits:
                 transform = self.state.heads.transform(index)
-                picked, confidence = self.model.engine.exit_picks(frontier.hidden[:, -1], transform)  # [B] each
+                picked, confidence = self.model.engine.exit_picks(frontier.hidden[:, -1], transform, self.shortlist)  # [B] each
             else:
-                logits = self.state.heads.logits(self.model, index, frontier.hidden[:, -1:])[:, 0]  # [B, V]
+                logits = self.state.heads.logits(self.model, index, frontier.hidden[:, -1:], self.shortlist)[:, 0]  # [B, V]
                 scores = self.sampler.process(logits, path, wanted)
                 confidence = scores.softmax(-1).amax(-1)  # [B]
             rows = (confidence > threshold) & on_device(climbing, confidence.device)
@@ -267,7 +270,8 @@ class AdaDecodeSession(Session):
                 for row, climbs in enumerate(rows)
             ]
             if any(here):
-                logits = self.state.heads.logits(self.model, index, frontier.hidden[:, place : place + 1])[:, 0]  # [B, V]
+                hidden = frontier.hidden[:, place : place + 1]  # [B, 1, d]
+                logits = self.state.heads.logits(self.model, index, hidden, self.shortlist)[:, 0]  # [B, V]
                 scores = self.sampler.process(logits, frontier.tokens[:, 1 : place + 1], here)
                 confidence, token = scores.softmax(-1).max(-1)
                 differs = token != frontier.tokens[:, place + 1]

@@ -91,16 +91,17 @@ class ExitHeads(nn.Module):
         """T [d, d] of head number `index`; None where it is the identity."""
         return None if self.card.kind == ORIGINAL else self.heads[index].weight  # type: ignore[return-value]
 
-    def logits(self, model: LayeredModel, index: int, hidden: Tensor) -> Tensor:
-        """Logits of head number `index` from states after its layer. hidden: [B, n, d]. Returns [B, n, V] float32."""
-        return self.read(model, index, model.normed(hidden))
+    def logits(self, model: LayeredModel, index: int, hidden: Tensor, shortlist: Tensor | None = None) -> Tensor:
+        """Logits of head number `index` from states after its layer. hidden: [B, n, d]. shortlist: as in
+        `LayeredModel.project`. Returns [B, n, V] float32."""
+        return self.read(model, index, model.normed(hidden), shortlist)
 
-    def read(self, model: LayeredModel, index: int, normed: Tensor) -> Tensor:
+    def read(self, model: LayeredModel, index: int, normed: Tensor, shortlist: Tensor | None = None) -> Tensor:
         """The same from states that went through the final norm already. Heads in training may have a finer dtype than the
         model."""
         own = self.heads[index] if self.card.kind == "full" else None
         states = self.states(index, normed if self.dtype is None else normed.to(self.dtype))
-        return model.project(states if own is not None else states.to(normed.dtype), own)
+        return model.project(states if own is not None else states.to(normed.dtype), own, shortlist)
 
     @property
     def dtype(self) -> torch.dtype | None:

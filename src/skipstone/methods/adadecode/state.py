@@ -55,13 +55,21 @@ class Tally:
 
 class ExitState:
     """See the module. layers: the candidates; none for all of the heads'. threshold: at first, and never less. guard: False
-    keeps the threshold, drafts at every step and tests every exit. rows: of the batch.
+    keeps the threshold, drafts at every step and tests every exit. rows: of the batch. shortlist: [S], the ids that heads pick
+    from; None for all.
 
     exits: (number of the head, layer) of every candidate.
     """
 
     def __init__(
-        self, model: LayeredModel, heads: ExitHeads, layers: tuple[int, ...], threshold: float, guard: bool, rows: int = 1
+        self,
+        model: LayeredModel,
+        heads: ExitHeads,
+        layers: tuple[int, ...],
+        threshold: float,
+        guard: bool,
+        rows: int = 1,
+        shortlist: Tensor | None = None,
     ) -> None:
         self.heads, self.depth = heads, model.depth
         wanted = layers or heads.card.layers
@@ -71,7 +79,7 @@ class ExitState:
         self.threshold = self.least_threshold = threshold
         self.raised = 0  # times that the threshold rose
         self.steps = self.drafted_steps = self.tests = self.stops = self._turns = 0
-        self.test_seconds, self.stop_seconds = _timed(model, heads, rows, self.exits[-1:]) if guard else (0.0, 0.0)
+        self.test_seconds, self.stop_seconds = _timed(model, heads, rows, self.exits[-1:], shortlist) if guard else (0.0, 0.0)
         self.passes: dict[tuple[int, int, int], int] = {}  # (from layer, to layer, tokens) -> how often
         self._steps_here = self._judged = self._rejected = 0  # steps, judged and rejected predictions at this threshold
         self._useless: set[int] = set()  # layers that were found not worth their tests
@@ -204,7 +212,9 @@ class ExitState:
 
 
 @torch.inference_mode()
-def _timed(model: LayeredModel, heads: ExitHeads, rows: int, exits: list[tuple[int, int]]) -> tuple[float, float]:
+def _timed(
+    model: LayeredModel, heads: ExitHeads, rows: int, exits: list[tuple[int, int]], shortlist: Tensor | None
+) -> tuple[float, float]:
     """Seconds of (one test of so many rows, a stop for one on the way up), medians of TIMED, on an accelerator as well. The
     engine's own where it tests by itself. exits: one, or none where nothing is stopped for."""
     by_engine = heads.linear and model.engine.chains and model.engine_picks
@@ -213,9 +223,9 @@ def _timed(model: LayeredModel, heads: ExitHeads, rows: int, exits: list[tuple[i
     def test(hidden: Tensor) -> float:
         began = model.ranks.now()
         if by_engine:
-            model.engine.exit_picks(hidden[:, -1], heads.transform(0))[1].tolist()
+            model.engine.exit_picks(hidden[:, -1], heads.transform(0), shortlist)[1].tolist()
         else:
-            heads.logits(model, 0, hidden)[:, 0].softmax(-1).amax(-1).tolist()
+            heads.logits(model, 0, hidden, shortlist)[:, 0].softmax(-1).amax(-1).tolist()
         return model.ranks.since(began)
 
     def way_up(stop: int | None) -> float:

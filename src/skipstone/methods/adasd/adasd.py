@@ -82,7 +82,7 @@ class AdaSDSession(DraftModelSession):
     def __init__(
         self, method: AdaSD, model: LayeredModel, draft_model: DraftModel, rows: int, capacity: int, ledger: Ledger
     ) -> None:
-        super().__init__(model, draft_model, rows, capacity, method.window, None, method.rejection_sample_method)
+        super().__init__(method, model, draft_model, rows, capacity, method.window, None)
         self.method, self.ledger, self.reads_logits = method, ledger, method.relaxed
         self.generation = GenerationThreshold(rows, model.device)
         self.verification = VerificationThreshold(rows, model.device, method.variant)

@@ -148,9 +148,11 @@ class ChainSession(Session):
             wanted = chain.open_rows() if self.sampler.processed else None
             token, q, scores = self.propose(logits, position + place, path, wanted)
             confidence, sure = self.observe(scores)
+            # processors may leave a row none of the tokens that drafts are picked from: what it then drew is no draft
+            nobody = wanted is not None and chain.stop(scores.amax(-1) > float("-inf"))
             chain.add(token, q, confidence)
             path = self.append(chain, frontier)
-            if chain.full or chain.stop(sure, self.sampler.unfinished(token), look=self.looks):
+            if nobody or chain.full or chain.stop(sure, self.sampler.unfinished(token), look=self.looks):
                 break
         return self.finish(chain, frontier)
 

@@ -11,13 +11,13 @@ from transformers import PreTrainedModel
 
 from skipstone.assets import DRAFTS
 from skipstone.decoding.draft import Draft, RowVerdict
-from skipstone.decoding.method import Method
 from skipstone.decoding.sampling import Scores
 from skipstone.decoding.session import PREFILL_CHUNK, Request, Session
 from skipstone.decoding.settings import RejectionRule, setting
 from skipstone.loading import load_model, vocabulary
 from skipstone.methods.shared.chain import Chain, ChainSession
 from skipstone.methods.shared.confidence import Threshold
+from skipstone.methods.shared.shortlist import ShortlistMethod, vocabulary_setting
 from skipstone.models.engines.choice import Setup, attach, attached
 from skipstone.models.frontier import Frontier
 from skipstone.models.host import across, counting, on_device
@@ -44,10 +44,15 @@ class DraftModel(LayeredModel):
         """Whether its likeliest token is the target's too: nothing is cut off, and what is added is never likely."""
         return self._missing >= 0
 
-    def project(self, normed: Tensor, head: Any = None) -> Tensor:
+    @property
+    def draftable(self) -> int:
+        """As in `LayeredModel`, but none that the target has no logits of."""
+        return min(super().draftable, self._vocabulary_size)
+
+    def project(self, normed: Tensor, head: Any = None, shortlist: Tensor | None = None) -> Tensor:
         """Logits over the target's vocabulary, [B, n, V] float32. Models with the same tokenizer pad their embeddings to
         different sizes; the padding is cut off, or added with a probability of 0."""
-        logits = super().project(normed, head)
+        logits = super().project(normed, head, shortlist)
         if self._missing <= 0:
             return logits[..., : self._vocabulary_size]
         return torch.nn.functional.pad(logits, (0, self._missing), value=float("-inf"))
@@ -153,7 +158,7 @@ def _check_vocabularies(model: PreTrainedModel, name: str, target: LayeredModel)
 
 
 @dataclass(frozen=True)
-class DraftModelMethod(Method):
+class DraftModelMethod(ShortlistMethod):
     """What methods with a draft model share: which one, where it lies, and the ordinary acceptance rule."""
 
     by_model: ClassVar[tuple[str, ...]] = ("draft_model",)
@@ -171,10 +176,11 @@ class DraftModelMethod(Method):
     rejection_sample_method: RejectionRule = setting(
         "standard", '"standard" is Leviathan\'s rule; "coupled" draws drafts from the target\'s own noise', kw_only=True
     )
+    draft_vocabulary: int | str | None = vocabulary_setting()
 
     def check(self, model: LayeredModel) -> None:
         super().check(model)
-        self.draft_model_for(model)
+        self.shortlist(self.draft_model_for(model))
 
     def draft_model_for(self, target: LayeredModel) -> DraftModel:
         """The draft model for a target. OSError where there is none of that name, ValueError where the two do not fit."""
@@ -193,11 +199,20 @@ class DraftModelSession(ChainSession):
     """
 
     def __init__(
-        self, model: LayeredModel, draft_model: DraftModel, rows: int, capacity: int, most: int, threshold: Threshold, rule: str
+        self,
+        method: DraftModelMethod,
+        model: LayeredModel,
+        draft_model: DraftModel,
+        rows: int,
+        capacity: int,
+        most: int,
+        threshold: Threshold,
     ) -> None:
-        super().__init__(model, rows, capacity, most=most, threshold=threshold, coupled=rule == "coupled")
+        coupled = method.rejection_sample_method == "coupled"
+        super().__init__(model, rows, capacity, most=most, threshold=threshold, coupled=coupled)
         self.draft_model = draft_model
         self.side = Session(draft_model, rows, capacity)
+        self.side.shortlist = method.shortlist(draft_model)
         self.text: list[list[int]] = [[] for _ in range(rows)]
         self.last_id = draft_model.embeddings - 1
         # of this step's draft
@@ -275,7 +290,7 @@ class DraftModelSession(ChainSession):
         tokens = [text[-lacking:] if alive else [0] * lacking for text, alive in zip(self.text, self.alive, strict=True)]
         columns = on_device(tokens, self.draft_model.device).clamp_(max=self.last_id)  # [B, lacking]
         room = [count + lacking - 1 for count in most]
-        ahead = Frontier(self.draft_model, self.side.store, columns[:, 0], self.alive, room)
+        ahead = Frontier(self.draft_model, self.side.store, columns[:, 0], self.alive, room, self.side.shortlist)
         if lacking > 1:
             ahead.append(columns[:, 1:])
         return ahead

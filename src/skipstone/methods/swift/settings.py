@@ -3,16 +3,16 @@
 from dataclasses import dataclass
 from typing import ClassVar, Literal
 
-from skipstone.decoding.method import Method
 from skipstone.decoding.settings import setting
 from skipstone.methods.shared.confidence import Threshold
 from skipstone.methods.shared.layer_sets import Space, load_profile
+from skipstone.methods.shared.shortlist import ShortlistMethod, vocabulary_setting
 from skipstone.methods.swift.search import SearchName
 from skipstone.models.layered import LayeredModel
 
 
 @dataclass(frozen=True)
-class SwiftSettings(Method):
+class SwiftSettings(ShortlistMethod):
     """The hyper-parameters of the paper (appendix B.2), and those of what is ours."""
 
     name: ClassVar[str] = "swift"
@@ -42,6 +42,7 @@ class SwiftSettings(Method):
     guard: bool = setting(True, "draft only where that pays.")
     profile: str | None = setting(None, "a file of `skipstone search`, instead of a search.")
     search_seed: int = setting(0, "of the search; it changes speed and never the text.", least=0)
+    draft_vocabulary: int | str | None = vocabulary_setting()
 
     def check(self, model: LayeredModel) -> None:
         super().check(model)
@@ -53,3 +54,4 @@ class SwiftSettings(Method):
             )
         if self.profile is not None:
             space.from_skip_set(load_profile(self.profile, model.model).skip)
+        self.shortlist(model)

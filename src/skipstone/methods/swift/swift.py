@@ -66,7 +66,7 @@ class SwiftSession(SkippingSession):
         ranks, threshold = RANKS if method.dynamic_verification else 1, method.confidence_threshold
         scratch = max(min(most * RANKS, most + MOST_LEAVES), method.context_window)
         super().__init__(model, rows, capacity, most=most, threshold=threshold, ranks=ranks, scratch=scratch)
-        self.state = state
+        self.state, self.shortlist = state, method.shortlist(model)
         self.gamma = method.context_window
         # context accumulation (section 4.1.1): the latest 1 + gamma tokens of every row, and the target's own choice of each
         self.windows: list[Window] = [deque(maxlen=1 + self.gamma) for _ in range(rows)]
@@ -111,7 +111,8 @@ class SwiftSession(SkippingSession):
         tree = Tree(base, below, positions, seen=base - width)
         at = Pass(positions, positions + width, None, slice(row, row + 1), end + width, end, tree)
         hidden = self.model.embed(on_device([tokens], device), positions)
-        return self.model.logits(self.model.run(hidden, at, self.store, range(self.store.layers), skip))[0]
+        states = self.model.run(hidden, at, self.store, range(self.store.layers), skip)
+        return self.model.logits(states, self.shortlist)[0]
 
     def draft(self, limit: list[int]) -> Draft:
         """Section 4.2: a chain with the layer set, as long as it is confident; then its runners-up, all in one tree."""

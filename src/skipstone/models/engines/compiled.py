@@ -24,7 +24,7 @@ from torch import Tensor, nn
 
 from skipstone.models.engines.eager import attention
 from skipstone.models.engines.eager.eager import EagerEngine
-from skipstone.models.engines.native.engine import changed
+from skipstone.models.engines.eager.patches import changed
 from skipstone.models.facts import Facts
 from skipstone.models.kvstore import KVStore
 from skipstone.models.packed import is_packed

@@ -27,7 +27,8 @@ class ChainStart:
     thresholds: a row stops after a draft that is less probable; None asks for no probabilities. ends: ids after which a row
     stops. extent: slots that the chain may need. columns: tokens of a row that there must be states for. transform: [d', d']
     that normed states go through before the LM head; None for none. sure: a draft that is not more probable than its threshold
-    does not count, and the token before it is the last.
+    does not count, and the token before it is the last. shortlist: [S] int64, the ids that drafts are picked from, and their
+    probabilities are among; None for all.
     """
 
     roots: Tensor
@@ -42,6 +43,7 @@ class ChainStart:
     columns: int
     transform: Tensor | None = None
     sure: bool = False
+    shortlist: Tensor | None = None
 
 
 @dataclass(slots=True)
@@ -55,6 +57,13 @@ class ChainEnd:
     counts: list[int]
     confidence: Tensor | None
     states: Tensor
+
+
+def only(shortlist: Tensor, logits: Tensor, vocabulary: int) -> Tensor:
+    """Logits [..., S] of the ids of a shortlist among those of a whole vocabulary, [..., V], where all others are -inf."""
+    whole = logits.new_full((*logits.shape[:-1], vocabulary), float("-inf"))
+    whole[..., shortlist] = logits
+    return whole
 
 
 @dataclass(frozen=True)
@@ -132,8 +141,9 @@ class Engine(Protocol):
         """What the LM head reads: states after the final norm. [..., d] -> [..., d']."""
         ...
 
-    def project(self, normed: Tensor, head: nn.Module | None = None) -> Tensor:
-        """LM head and what the family does after it. [..., d'] -> [..., V] float32. head: instead of the model's own."""
+    def project(self, normed: Tensor, head: nn.Module | None = None, shortlist: Tensor | None = None) -> Tensor:
+        """LM head and what the family does after it. [..., d'] -> [..., V] float32. head: instead of the model's own.
+        shortlist: [S] int64, ascending, each once: the ids whose logits are wanted; all others are -inf then."""
         ...
 
     def likeliest(self, hidden: Tensor) -> Tensor:
@@ -141,9 +151,9 @@ class Engine(Protocol):
         int64."""
         ...
 
-    def exit_picks(self, hidden: Tensor, transform: Tensor | None) -> tuple[Tensor, Tensor]:
+    def exit_picks(self, hidden: Tensor, transform: Tensor | None, shortlist: Tensor | None = None) -> tuple[Tensor, Tensor]:
         """What the head of an exit says, which an engine with `chains` can tell: (the likeliest token, its probability at
-        temperature 1), [..., d] -> [...] int64 and float32. transform: as in `ChainStart`."""
+        temperature 1), [..., d] -> [...] int64 and float32. transform, shortlist: as in `ChainStart`."""
         ...
 
     def draw(self, logits: Tensor, warps: Warps, counters: Tensor) -> Tensor | None:

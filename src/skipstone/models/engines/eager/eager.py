@@ -4,9 +4,11 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils.weak import WeakTensorKeyDictionary
 
-from skipstone.models.engines.eager import patches
-from skipstone.models.engines.engine import ChainEnd, ChainStart, Warps
+from skipstone.models import host
+from skipstone.models.engines.eager import linear, patches
+from skipstone.models.engines.engine import ChainEnd, ChainStart, Warps, only
 from skipstone.models.engines.rotary import RotaryTables
 from skipstone.models.facts import Facts
 from skipstone.models.families import PER_LAYER, SHARED, Rotary, alibi_slopes, submodule, text_config
@@ -15,6 +17,7 @@ from skipstone.models.packed import is_packed
 from skipstone.models.passes import MaskForm, Pass, SkipSet
 
 _NOTHING = SkipSet()
+PLAIN = (Tensor, nn.Parameter)  # classes of weights that are nothing but their numbers: not sharded, quantised or given up
 
 
 class EagerEngine:
@@ -50,6 +53,7 @@ class EagerEngine:
         added = own or self.family.float_masks or not (sdpa or self.family.hiding_masks)
         self._form = MaskForm(self.dtype if added else torch.bool, own, self.family.hiding_masks)
         self._slopes = alibi_slopes(self.config.num_attention_heads, facts.device) if self.family.alibi else None
+        self._shortlists: WeakTensorKeyDictionary = WeakTensorKeyDictionary()  # ids -> (state of the head, rows of it)
         self._running = patches.Running()
         patches.take_off(model)  # those of the model that this one is a copy of, or of an earlier state
         self._patch()
@@ -106,7 +110,7 @@ class EagerEngine:
         """As in `Engine`."""
         return self.project(self.normed(hidden)).argmax(-1)
 
-    def exit_picks(self, hidden: Tensor, transform: Tensor | None) -> tuple[Tensor, Tensor]:
+    def exit_picks(self, hidden: Tensor, transform: Tensor | None, shortlist: Tensor | None = None) -> tuple[Tensor, Tensor]:
         """Never asked for: `chains` is False."""
         raise NotImplementedError
 
@@ -118,15 +122,38 @@ class EagerEngine:
         """Never asked for: `chains` is False."""
         raise NotImplementedError("transformers' modules are called one by one")
 
-    def project(self, normed: Tensor, head: nn.Module | None = None) -> Tensor:
-        """LM head and what the family does after it. [..., d'] -> [..., V] float32. head: instead of the model's own."""
+    def project(self, normed: Tensor, head: nn.Module | None = None, shortlist: Tensor | None = None) -> Tensor:
+        """As in `Engine`."""
+        rows = None if shortlist is None or head is not None else self._rows_of_head(shortlist)
         running = self._patched()
         try:
             running.passing = True
-            scores = (self.head if head is None else head)(normed)
+            if rows is None:
+                scores = (self.head if head is None else head)(normed)
+            else:
+                states = normed.to(rows.weight.device)
+                scores = linear.few_rows(rows, states) if linear.pays(rows) else rows(states)
         finally:
             running.passing = False
-        return self.family.scored(scores.to(self._home), self.config).float()
+        logits = self.family.scored(scores.to(self._home), self.config).float()
+        if shortlist is None:
+            return logits
+        return only(shortlist, logits[..., shortlist] if rows is None else logits, self.head.weight.shape[0])
+
+    def _rows_of_head(self, shortlist: Tensor) -> nn.Linear | None:
+        """Some rows of the LM head, copied once for as long as it does not change; but on the CPU, where it costs nothing to
+        know that they are the first ones, its own. None where the head is no plain matrix, or does more than to multiply by it.
+        """
+        weight, bias = self.head.weight, self.head.bias if type(self.head) is nn.Linear else None
+        if type(self.head) is not nn.Linear or type(weight) not in PLAIN or weight.is_meta or patches.changed(self.head):
+            return None
+        state = [(one.data_ptr(), 0 if one.is_inference() else one._version) for one in (weight, bias) if one is not None]
+        known = self._shortlists.get(shortlist)
+        if known is None or known[0] != state:
+            ids = shortlist.to(weight.device)
+            first = host.readable(ids) and torch.equal(ids, torch.arange(len(ids)))
+            known = self._shortlists[shortlist] = state, _rows(weight, bias, slice(len(ids)) if first else ids)
+        return known[1]
 
     def _patched(self, skip: SkipSet | None = None) -> patches.Running:
         """What the model's patches look at, ready for a pass. RuntimeError in the middle of another pass."""
@@ -197,3 +224,14 @@ class EagerEngine:
         else:
             phases = [part[at.positions] for part in table]
         return tuple(phases) if len(phases) > 1 else phases[0]
+
+
+@torch.no_grad()
+def _rows(weight: Tensor, bias: Tensor | None, which: slice | Tensor) -> nn.Linear:
+    """Some outputs of a linear layer as a layer. weight: [V, d']. bias: [V]. which: of V."""
+    rows = weight[which]  # [S, d']
+    made = nn.Linear(weight.shape[1], len(rows), bias=bias is not None, device="meta")
+    made.weight = nn.Parameter(rows, requires_grad=False)
+    if bias is not None:
+        made.bias = nn.Parameter(bias[which], requires_grad=False)  # [S]
+    return made

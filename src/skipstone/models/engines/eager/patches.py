@@ -55,6 +55,19 @@ class Forward:
         return type(module).forward(module, *given, **more)
 
 
+def changed(module: Any) -> bool:
+    """Whether a module does more than its class says."""
+    own = module.__dict__.get("forward")
+    while isinstance(own, Forward):
+        own = own.before
+    return own is not None or any(map(_foreign, (*module._forward_hooks.values(), *module._forward_pre_hooks.values())))
+
+
+def _foreign(hook: Any) -> bool:
+    """Whether a hook is the user's. transformers' own, which stay after a forward with output_hidden_states, only listen."""
+    return not str(getattr(hook, "__module__", None)).startswith("transformers.")
+
+
 class FewRows(Forward):
     """A linear layer that `linear.few_rows` runs in a pass."""
 

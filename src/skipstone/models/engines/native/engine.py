@@ -9,10 +9,20 @@ from torch import Tensor, nn
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from skipstone.models import fingerprint
-from skipstone.models.engines.eager import patches
-from skipstone.models.engines.engine import ChainEnd, ChainStart, Warps
+from skipstone.models.engines.eager.patches import changed
+from skipstone.models.engines.engine import ChainEnd, ChainStart, Warps, only
 from skipstone.models.engines.native import library, threads
-from skipstone.models.engines.native.structs import BAD_LAYER, ERRORS, SKIP_ATTENTION, SKIP_MLP, Matrix, Pass, Store, declare
+from skipstone.models.engines.native.structs import (
+    BAD_LAYER,
+    ERRORS,
+    SKIP_ATTENTION,
+    SKIP_MLP,
+    Matrix,
+    Pass,
+    Shortlist,
+    Store,
+    declare,
+)
 from skipstone.models.engines.native.weights import TYPES, Weights, unsupported
 from skipstone.models.engines.rotary import RotaryTables
 from skipstone.models.facts import Facts
@@ -33,19 +43,6 @@ def why_not(model: Any, facts: Facts) -> str | None:
         if changed(module):
             return f"{name or type(model).__name__} has hooks or a forward of its own, which only transformers' modules run"
     return None
-
-
-def changed(module: Any) -> bool:
-    """Whether a module does more than its class says."""
-    own = module.__dict__.get("forward")
-    while isinstance(own, patches.Forward):
-        own = own.before
-    return own is not None or any(map(_foreign, (*module._forward_hooks.values(), *module._forward_pre_hooks.values())))
-
-
-def _foreign(hook: Any) -> bool:
-    """Whether a hook is the user's. transformers' own, which stay after a forward with output_hidden_states, only listen."""
-    return not str(getattr(hook, "__module__", None)).startswith("transformers.")
 
 
 class NativeEngine:
@@ -87,6 +84,7 @@ class NativeEngine:
         self._known_positions = 0  # of every rotary table that the pass struct points at
         self._skips: dict[SkipSet, Any] = {}
         self._transforms: WeakTensorKeyDictionary = WeakTensorKeyDictionary()  # weight -> (its state, Matrix, its panels)
+        self._shortlists: WeakTensorKeyDictionary = WeakTensorKeyDictionary()  # ids -> (Shortlist, what it points at)
         self._no_tensor = torch.empty(0)
         self.threads = said or threads.fastest(self._run_a_token, threads.cores())
         self.detail = f"C++, {level().decode()}, {kept}, {self.threads} threads"
@@ -178,6 +176,7 @@ class NativeEngine:
             longest,
             start.keep,
             None if start.transform is None else self._transform_address(start.transform),
+            self._shortlist_address(start.shortlist),
             start.sure,
             drafts.data_ptr(),
             counts,
@@ -199,34 +198,35 @@ class NativeEngine:
         self._library.sk_norm(self._model, hidden.data_ptr(), hidden.numel() // hidden.shape[-1], normed.data_ptr())
         return normed
 
-    def project(self, normed: Tensor, head: nn.Module | None = None) -> Tensor:
+    def project(self, normed: Tensor, head: nn.Module | None = None, shortlist: Tensor | None = None) -> Tensor:
         """As in `Engine`. A head of another kind than the model's own is torch's to compute."""
         if head is not None:
             weight: Any = next(head.parameters())
-            return head(normed.to(weight.dtype)).float()
+            logits = head(normed.to(weight.dtype)).float()
+            return logits if shortlist is None else only(shortlist, logits[..., shortlist], self._vocabulary)
         _expect("normed", normed, (*normed.shape[:-1], self._hidden), torch.float32)
         states = normed.contiguous()
-        logits = torch.empty((*states.shape[:-1], self._vocabulary))
-        rows = states.numel() // self._hidden
-        _check(self._library.sk_head(self._model, states.data_ptr(), rows, False, logits.data_ptr(), None, self.threads))
-        return logits
+        logits = torch.empty((*states.shape[:-1], self._vocabulary if shortlist is None else len(shortlist)))
+        rows, few = states.numel() // self._hidden, self._shortlist_address(shortlist)
+        _check(self._library.sk_head(self._model, few, states.data_ptr(), rows, False, logits.data_ptr(), None, self.threads))
+        return logits if shortlist is None else only(shortlist, logits, self._vocabulary)
 
     def likeliest(self, hidden: Tensor) -> Tensor:
         """As in `Engine`."""
         _expect("hidden", hidden, (*hidden.shape[:-1], self._hidden), torch.float32)
         states, best = hidden.contiguous(), torch.empty(hidden.shape[:-1], dtype=torch.int64)
         data, rows = states.data_ptr(), best.numel()
-        _check(self._library.sk_head(self._model, data, rows, True, None, best.data_ptr(), self.threads))
+        _check(self._library.sk_head(self._model, None, data, rows, True, None, best.data_ptr(), self.threads))
         return best
 
-    def exit_picks(self, hidden: Tensor, transform: Tensor | None) -> tuple[Tensor, Tensor]:
+    def exit_picks(self, hidden: Tensor, transform: Tensor | None, shortlist: Tensor | None = None) -> tuple[Tensor, Tensor]:
         """As in `Engine`."""
         _expect("hidden", hidden, (*hidden.shape[:-1], self._hidden), torch.float32)
         states, best = hidden.contiguous(), torch.empty(hidden.shape[:-1], dtype=torch.int64)
         probability = torch.empty(best.shape)
         address = None if transform is None else self._transform_address(transform)
-        data, rows, found = states.data_ptr(), best.numel(), best.data_ptr()
-        _check(self._library.sk_test(self._model, data, rows, address, found, probability.data_ptr(), self.threads))
+        data, rows, found, few = states.data_ptr(), best.numel(), best.data_ptr(), self._shortlist_address(shortlist)
+        _check(self._library.sk_test(self._model, few, data, rows, address, found, probability.data_ptr(), self.threads))
         return best, probability
 
     def draw(self, logits: Tensor, warps: Warps, counters: Tensor) -> Tensor | None:
@@ -339,6 +339,18 @@ class NativeEngine:
             self._library.sk_pack(TYPES[torch.float32], values.data_ptr(), size, size, size, panels.data_ptr())
             known = self._transforms[weight] = state, Matrix(panels.data_ptr(), None, size, size, TYPES[torch.float32]), panels
         return ctypes.addressof(known[1])
+
+    def _shortlist_address(self, ids: Tensor | None) -> int | None:
+        """The struct of some rows of the LM head, copied once for each list of ids; null for all rows."""
+        if ids is None:
+            return None
+        known = self._shortlists.get(ids)
+        if known is None:
+            _expect("shortlist", ids, (len(ids),), torch.int64)
+            own = ids.clone()  # what is kept under the list must not keep the list alive
+            matrix, rows = self._weights.rows_of_head(own)
+            known = self._shortlists[ids] = Shortlist(matrix, own.data_ptr()), own, rows
+        return ctypes.addressof(known[0])
 
     def _skipped(self, skip: SkipSet | None) -> Any:
         """The skip set as bits per layer; null where nothing is left out."""

@@ -51,6 +51,12 @@ class Model(ctypes.Structure):
     )
 
 
+class Shortlist(ctypes.Structure):
+    """Some rows of the LM head, and the ids that they stand for, int64 [head.outputs], ascending."""
+
+    _fields_ = [("head", Matrix), ("ids", c_void_p)]
+
+
 class Store(ctypes.Structure):
     """Where the keys and values of all layers are: arrays of pointers, one a layer."""
 
@@ -110,11 +116,12 @@ def declare(library: Any) -> Any:
         "sk_packed_bytes": (whole, [whole] * 3),
         "sk_pack": (None, [whole, pointer, whole, whole, whole, pointer]),
         "sk_quantize": (whole, [whole, whole, pointer, whole, whole, whole, pointer]),
+        "sk_take": (whole, [pointer, pointer, whole, pointer]),
         "sk_embed": (whole, [pointer, pointer, whole, pointer]),
         "sk_run": (whole, [pointer] * 3 + [whole] * 2 + [pointer] * 2 + [whole, pointer, whole, whole]),
         "sk_norm": (None, [pointer, pointer, whole, pointer]),
-        "sk_head": (whole, [pointer, pointer, whole, whole, pointer, pointer, whole]),
-        "sk_test": (whole, [pointer, pointer, whole, pointer, pointer, pointer, whole]),
+        "sk_head": (whole, [pointer] * 3 + [whole] * 2 + [pointer] * 2 + [whole]),
+        "sk_test": (whole, [pointer] * 3 + [whole] + [pointer] * 3 + [whole]),
         "sk_draw": (whole, [pointer] + [whole] * 3 + [pointer] * 5 + [whole, pointer]),
         "sk_chain": (
             whole,
@@ -124,7 +131,8 @@ def declare(library: Any) -> Any:
             + [whole]
             + [pointer] * 2
             + [whole] * 2
-            + [pointer, whole]
+            + [pointer] * 2
+            + [whole]
             + [pointer] * 4
             + [whole] * 2,
         ),
@@ -133,9 +141,9 @@ def declare(library: Any) -> Any:
     for name, (result, arguments) in declared.items():
         function = getattr(library, name)
         function.restype, function.argtypes = result, arguments
-    sizes = (c_int64 * 5)()
+    sizes = (c_int64 * 6)()
     library.sk_sizes(ctypes.addressof(sizes))
-    own = [ctypes.sizeof(kind) for kind in (Matrix, Layer, Model, Store, Pass)]
+    own = [ctypes.sizeof(kind) for kind in (Matrix, Layer, Model, Store, Pass, Shortlist)]
     if list(sizes) != own:
         raise ValueError(f"the native library's structs have {list(sizes)} bytes, expected {own}")
     return library

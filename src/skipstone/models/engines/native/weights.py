@@ -239,6 +239,19 @@ class Weights:
             residual=float(getattr(config, "residual_multiplier", 1.0)),
         )
 
+    def rows_of_head(self, ids: Tensor) -> tuple[Matrix, list[Tensor]]:
+        """Some rows of the LM head, bit for bit as they are in it, and what must live as long as they do. ids: [S] int64. The
+        first rows are the head's own panels, others a copy. ValueError for ids that the head does not have."""
+        head = self.model.head
+        if not len(ids) or int(ids.min()) < 0 or int(ids.max()) >= head.outputs:
+            raise ValueError(f"a shortlist must name ids from 0 to {head.outputs - 1}, at least one")
+        if torch.equal(ids, torch.arange(len(ids))):
+            return Matrix(head.panels, head.bias, len(ids), head.inputs, head.type), []
+        panels = self._chunks.take(self._library.sk_packed_bytes(head.type, len(ids), head.inputs))
+        kept = [panels] if self._facts.head.bias is None else [panels, self._facts.head.bias.detach()[ids].float()]
+        self._library.sk_take(ctypes.addressof(head), ids.data_ptr(), len(ids), panels.data_ptr())
+        return Matrix(panels.data_ptr(), kept[1].data_ptr() if kept[1:] else None, len(ids), head.inputs, head.type), kept
+
     def _matrix(self, module: Any, quantize: str | None) -> Matrix:
         return self._matrices(module, [module.weight.shape[0]], quantize)[0]
 

@@ -477,10 +477,12 @@ void run_layers(const Model& m, const Pass& pass, const Store& store, int64_t fr
 // Final norm and LM head over n rows of `x`; the likeliest id of every row where `best` is asked for.
 struct Head {
   const Model& m;
+  const Matrix& head;   // the model's own, or that of a shortlist
+  const int64_t* ids;   // of its outputs; null where they are 0, 1, 2, ...
   const float* x;
   int64_t n, x_stride;
   bool norm;
-  float* logits;  // [n][vocabulary]
+  float* logits;  // [n][outputs of the head]
   int64_t* best;  // [n] or null
   float* probability;  // [n] or null: of the likeliest id, at temperature 1
   const Matrix* transform;  // what states go through before the head, or null
@@ -491,21 +493,22 @@ struct Head {
 
   void work(int thread, int threads, Pool& pool) {
     float* normed = own.normed[thread].data();
-    norm_rows(x, x_stride, norm ? m.norm : nullptr, n, m.head.inputs, m.epsilon, normed, x_stride);
+    norm_rows(x, x_stride, norm ? m.norm : nullptr, n, head.inputs, m.epsilon, normed, x_stride);
     int64_t first, last;
     if (transform != nullptr) {
       share(transform->count(), thread, threads, first, last);
       Rows rows{normed, n, x_stride, own.codes[thread]};
-      matmul(*transform, rows, transformed, x_stride, first, last, x_stride, share_of(m.head, thread, threads));
+      matmul(*transform, rows, transformed, x_stride, first, last, x_stride, share_of(head, thread, threads));
       pool.barrier(thread == 0);
       normed = transformed;
     }
-    share(m.head.count(), thread, threads, first, last);
+    const int64_t outputs = head.outputs;
+    share(head.count(), thread, threads, first, last);
     Rows rows{normed, n, x_stride, own.codes[thread]};
-    matmul(m.head, rows, logits, m.vocabulary, first, last, m.vocabulary, m.depth > 0 ? share_of(m.layers[0], thread, threads) : nullptr);
-    const int64_t start = first * LANES, stop = std::min(last * LANES, m.vocabulary);
+    matmul(head, rows, logits, outputs, first, last, outputs, m.depth > 0 ? share_of(m.layers[0], thread, threads) : nullptr);
+    const int64_t start = first * LANES, stop = std::min(last * LANES, outputs);
     for (int64_t r = 0; r < n; r++) {
-      float* row = logits + r * m.vocabulary;
+      float* row = logits + r * outputs;
       if (m.logits_divisor != 1.0f) for (int64_t i = start; i < stop; i++) row[i] = row[i] / m.logits_divisor;
       if (m.logits_softcap > 0)
         for (int64_t i = start; i < stop; i += LANES) {
@@ -528,17 +531,17 @@ struct Head {
     if (best == nullptr) return;
     pool.barrier(thread == 0);
     for (int64_t r = thread; r < n; r += threads) {
-      const float* row = logits + r * m.vocabulary;
+      const float* row = logits + r * outputs;
       int64_t winner = own.best[r];
       for (int t = 1; t < threads; t++) {
         const int64_t other = own.best[t * n + r];
         if (other >= 0 && (winner < 0 || row[other] > row[winner])) winner = other;
       }
-      best[r] = winner;
+      best[r] = ids == nullptr ? winner : ids[winner];
       if (probability == nullptr) continue;
       V16 total = zero();
-      for (int64_t i = 0; i < m.vocabulary; i += LANES) {
-        const int count = int(std::min<int64_t>(LANES, m.vocabulary - i));
+      for (int64_t i = 0; i < outputs; i += LANES) {
+        const int count = int(std::min<int64_t>(LANES, outputs - i));
         V16 e = exp(sub(load_first(row + i, count), set1(row[winner])));
         if (count < LANES) {
           float lanes[LANES] = {};
@@ -552,29 +555,31 @@ struct Head {
   }
 };
 
-void run_head(const Model& m, const float* x, int64_t n, int64_t x_stride, bool norm, float* logits, int64_t* best, float* probability, const Matrix* transform, int threads, Room& own) {
+void run_head(const Model& m, const Shortlist* shortlist, const float* x, int64_t n, int64_t x_stride, bool norm, float* logits, int64_t* best, float* probability, const Matrix* transform, int threads, Room& own) {
+  const Matrix& head = shortlist == nullptr ? m.head : shortlist->head;
   own.normed.resize(std::max<size_t>(own.normed.size(), threads));
   own.codes.resize(std::max<size_t>(own.codes.size(), threads));
   for (int t = 0; t < threads; t++) {
     grown(own.normed[t], n * x_stride);
-    if (m.head.quantized()) own.codes[t].reserve(n, m.head.inputs);
+    if (head.quantized()) own.codes[t].reserve(n, head.inputs);
   }
   if (int64_t(own.best.size()) < threads * n) own.best.resize(threads * n);
   float* transformed = transform == nullptr ? nullptr : grown(own.transformed, n * x_stride);
-  Head head{m, x, n, x_stride, norm, logits, best, probability, transform, transformed, own};
-  Pool::shared().run(threads, Head::job, &head);
+  Head job{m, head, shortlist == nullptr ? nullptr : shortlist->ids, x, n, x_stride, norm, logits, best, probability, transform, transformed, own};
+  Pool::shared().run(threads, Head::job, &job);
 }
 }  // namespace sk
 
 using namespace sk;
 #define SK_EXPORT extern "C" __attribute__((visibility("default")))
 
-SK_EXPORT int64_t sk_abi() { return 1; }
+SK_EXPORT int64_t sk_abi() { return 2; }
 SK_EXPORT const char* sk_level() { return SK_LEVEL; }
 SK_EXPORT const char* sk_source_hash() { return SK_SOURCE_HASH; }
-// Sizes of the structs in bytes, by which a caller sees that its own declarations fit: Matrix, Layer, Model, Store, Pass.
+// Sizes of the structs in bytes, by which a caller sees that its own declarations fit: Matrix, Layer, Model, Store, Pass,
+// Shortlist.
 SK_EXPORT void sk_sizes(int64_t* sizes) {
-  sizes[0] = sizeof(Matrix); sizes[1] = sizeof(Layer); sizes[2] = sizeof(Model); sizes[3] = sizeof(Store); sizes[4] = sizeof(Pass);
+  sizes[0] = sizeof(Matrix); sizes[1] = sizeof(Layer); sizes[2] = sizeof(Model); sizes[3] = sizeof(Store); sizes[4] = sizeof(Pass); sizes[5] = sizeof(Shortlist);
 }
 
 // Bytes of a matrix in panels.
@@ -603,6 +608,13 @@ SK_EXPORT int64_t sk_quantize(int64_t type, int64_t source_type, const void* sou
     const bool good = type == INT8 ? quantize_output<Int8>(weights.data(), inputs, o, to) : quantize_output<Int4>(weights.data(), inputs, o, to);
     if (!good) return BAD_WEIGHT;
   }
+  return OK;
+}
+
+// Some outputs of a matrix as panels of their own, bit for bit. ids [count]. panels: all 0.
+SK_EXPORT int64_t sk_take(const Matrix* from, const int64_t* ids, int64_t count, void* panels) {
+  for (int64_t i = 0; i < count; i++) if (ids[i] < 0 || ids[i] >= from->outputs) return BAD_TOKEN;
+  take(*from, ids, count, static_cast<char*>(panels));
   return OK;
 }
 
@@ -647,28 +659,30 @@ SK_EXPORT void sk_norm(const Model* m, const float* hidden, int64_t n, float* no
   norm_rows(hidden, m->hidden, m->norm, n, m->hidden, m->epsilon, normed, m->hidden);
 }
 
-// Logits [n][vocabulary] of n states [n][hidden], the final norm first where `norm` is set; null where nobody wants them.
+// Logits of n states [n][hidden], the final norm first where `norm` is set: [n][vocabulary], or those of a shortlist's tokens [n][its
+// outputs]; null where nobody wants them. shortlist: null for all tokens.
 // best [n]: the likeliest ids, the lowest of equal ones; may be null.
-SK_EXPORT int64_t sk_head(const Model* m, const float* hidden, int64_t n, int64_t norm, float* logits, int64_t* best, int64_t threads) try {
+SK_EXPORT int64_t sk_head(const Model* m, const Shortlist* shortlist, const float* hidden, int64_t n, int64_t norm, float* logits, int64_t* best,
+                          int64_t threads) try {
   if (threads < 1 || threads > MOST_THREADS) return BAD_THREADS;
   if (n <= 0) return OK;
   Room& own = room();
   if (logits == nullptr) logits = grown(own.logits, n * m->vocabulary);
-  run_head(*m, hidden, n, m->head.inputs, norm != 0, logits, best, nullptr, nullptr, int(threads), own);
+  run_head(*m, shortlist, hidden, n, m->head.inputs, norm != 0, logits, best, nullptr, nullptr, int(threads), own);
   return OK;
 } catch (const std::exception&) {
   return NO_MEMORY;
 }
 
 // What heads of one exit say of n states [n][hidden]: the final norm, `transform` as in sk_chain, the LM head, and of every state the
-// likeliest id best [n] and its probability [n].
-SK_EXPORT int64_t sk_test(const Model* m, const float* hidden, int64_t n, const Matrix* transform, int64_t* best, float* probability,
-                          int64_t threads) try {
+// likeliest id best [n] and its probability [n], among the tokens of the shortlist where there is one.
+SK_EXPORT int64_t sk_test(const Model* m, const Shortlist* shortlist, const float* hidden, int64_t n, const Matrix* transform, int64_t* best,
+                          float* probability, int64_t threads) try {
   if (threads < 1 || threads > MOST_THREADS) return BAD_THREADS;
   if (n <= 0) return OK;
   Room& own = room();
   float* logits = grown(own.logits, n * m->vocabulary);
-  run_head(*m, hidden, n, m->head.inputs, true, logits, best, probability, transform, int(threads), own);
+  run_head(*m, shortlist, hidden, n, m->head.inputs, true, logits, best, probability, transform, int(threads), own);
   return OK;
 } catch (const std::exception&) {
   return NO_MEMORY;
@@ -695,13 +709,14 @@ SK_EXPORT int64_t sk_draw(const float* logits, int64_t rows, int64_t n, int64_t 
 // roots [b]: the last committed ids, at the positions bases [b]. width: room for drafts of a row. most [b]: drafts of a row, -1 for
 // one that takes no part. thresholds [b] or null: nobody asks for probabilities. ends [b][ends_count]: ids that end a row, -1 for
 // none. keep: the states that leave layer `to` are kept in hidden [b][width + 1][m->hidden], as exits are, the last draft's too;
-// else embeddings. transform: float32 [head inputs][head inputs] that normed states go through before the head, or null. sure: a draft
-// that is not more probable than its threshold does not count, and there is none after it. drafts [b][width], counts [b],
+// else embeddings. transform: float32 [head inputs][head inputs] that normed states go through before the head, or null. shortlist: the
+// tokens that drafts are picked from, and their probabilities are among; null for all. sure: a draft that is not more probable than
+// its threshold does not count, and there is none after it. drafts [b][width], counts [b],
 // probabilities [b][width]: what was drafted. rotary: the tables of a pass.
 SK_EXPORT int64_t sk_chain(const Model* m, const Pass* pass, const Store* store, int64_t from, int64_t to, const int64_t* skip,
                            const int64_t* roots, const int64_t* bases, const int64_t* most, int64_t width, const float* thresholds,
-                           const int64_t* ends, int64_t ends_count, int64_t keep, const Matrix* transform, int64_t sure,
-                           int64_t* drafts, int64_t* counts, float* probabilities, float* hidden, int64_t hidden_stride,
+                           const int64_t* ends, int64_t ends_count, int64_t keep, const Matrix* transform,
+                           const Shortlist* shortlist, int64_t sure, int64_t* drafts, int64_t* counts, float* probabilities, float* hidden, int64_t hidden_stride,
                            int64_t threads) try {
   constexpr uint8_t DONE = 0, LAST = 1, DRAFTS = 2;  // LAST: goes through the layers once more and drafts nothing
   if (threads < 1 || threads > MOST_THREADS) return BAD_THREADS;
@@ -739,7 +754,7 @@ SK_EXPORT int64_t sk_chain(const Model* m, const Pass* pass, const Store* store,
     float* logits = grown(own.logits, n * m->vocabulary);
     float* probability = thresholds == nullptr ? nullptr : grown(own.probability, n);
     own.picks.resize(n);
-    run_head(*m, x, n, wide, true, logits, own.picks.data(), probability, transform, int(threads), own);
+    run_head(*m, shortlist, x, n, wide, true, logits, own.picks.data(), probability, transform, int(threads), own);
     for (int64_t i = 0; i < n; i++) {
       const int64_t row = own.entries[i].place, token = own.picks[i];
       if (own.going[row] == LAST) {

@@ -5,6 +5,7 @@
 // result never depends on the rows beside it.
 #pragma once
 #include <algorithm>
+#include <cstring>
 
 #include "quantized.h"
 #include "simd.h"
@@ -198,6 +199,29 @@ inline void pack(const E* source, int64_t stride, int64_t outputs, int64_t input
         to[place] = o < outputs && k < inputs ? source[o * stride + k] : E(0);
       }
     }
+  }
+}
+
+// Rows of 16 units, one unit for each output of a panel, from one lane to another.
+inline void copy_lane(const char* from, int64_t from_lane, char* to, int64_t to_lane, int64_t rows, int64_t unit) {
+  for (int64_t i = 0; i < rows; i++) std::memcpy(to + (i * LANES + to_lane) * unit, from + (i * LANES + from_lane) * unit, unit);
+}
+
+// Some outputs of a matrix as panels of their own, bit for bit. ids [count]: in the matrix. panels: all 0.
+inline void take(const Matrix& m, const int64_t* ids, int64_t count, char* panels) {
+  const Matrix made{panels, nullptr, count, m.inputs, m.type};
+  const int64_t groups = groups_of(m.inputs), unit = m.type == FLOAT16 ? 2 : 4;
+  const int64_t scales = m.type == INT8 ? groups : m.type == INT4 ? 2 * groups : 0;  // rows of float16 numbers
+  const int64_t start = m.type == INT8 ? scales_bytes<Int8>(groups) : m.type == INT4 ? scales_bytes<Int4>(groups) : 0;
+  const int64_t rows = m.type == INT8       ? groups * Int8::BLOCKS
+                       : m.type == INT4     ? groups * Int4::BLOCKS
+                       : m.type == BFLOAT16 ? (m.inputs + 1) / 2  // of two inputs each
+                                            : m.inputs;
+  for (int64_t i = 0; i < count; i++) {
+    const char* from = m.panel(ids[i] / LANES);
+    char* to = const_cast<char*>(made.panel(i / LANES));
+    copy_lane(from, ids[i] % LANES, to, i % LANES, scales, 2);
+    copy_lane(from + start, ids[i] % LANES, to + start, i % LANES, rows, unit);
   }
 }
 }  // namespace sk

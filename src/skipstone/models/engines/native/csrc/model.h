@@ -46,6 +46,9 @@ struct Model {
   float logits_softcap;   // 0 for none
 };
 
+// Some rows of the LM head, from which drafts are picked. ids [head.outputs]: the tokens that they stand for, ascending.
+struct Shortlist { Matrix head; const int64_t* ids; };
+
 // cos and sin [positions][size] of one rotary table; the second half of a row repeats the first.
 struct Rotary { const float *cos, *sin; int64_t positions, size; };
 constexpr int ROTARY_TABLES = 4;
@@ -87,17 +90,19 @@ void sk_sizes(int64_t* sizes);
 int64_t sk_packed_bytes(int64_t type, int64_t outputs, int64_t inputs);
 void sk_pack(int64_t type, const void* source, int64_t stride, int64_t outputs, int64_t inputs, void* panels);
 int64_t sk_quantize(int64_t type, int64_t source_type, const void* source, int64_t stride, int64_t outputs, int64_t inputs, void* panels);
+int64_t sk_take(const sk::Matrix* from, const int64_t* ids, int64_t count, void* panels);
 int64_t sk_embed(const sk::Model* m, const int64_t* tokens, int64_t count, float* hidden);
 int64_t sk_run(const sk::Model* m, const sk::Pass* pass, const sk::Store* store, int64_t from, int64_t to, const int64_t* skip,
                const float* hidden, int64_t hidden_stride, float* out, int64_t out_stride, int64_t threads);
 void sk_norm(const sk::Model* m, const float* hidden, int64_t n, float* normed);
-int64_t sk_head(const sk::Model* m, const float* hidden, int64_t n, int64_t norm, float* logits, int64_t* best, int64_t threads);
-int64_t sk_test(const sk::Model* m, const float* hidden, int64_t n, const sk::Matrix* transform, int64_t* best, float* probability,
+int64_t sk_head(const sk::Model* m, const sk::Shortlist* shortlist, const float* hidden, int64_t n, int64_t norm, float* logits, int64_t* best,
                 int64_t threads);
+int64_t sk_test(const sk::Model* m, const sk::Shortlist* shortlist, const float* hidden, int64_t n, const sk::Matrix* transform, int64_t* best,
+                float* probability, int64_t threads);
 int64_t sk_draw(const float* logits, int64_t rows, int64_t n, int64_t stride, const float* temperature, const int64_t* top_k,
                 const float* tail, const float* min_p, const uint64_t* counters, uint64_t place, int64_t* tokens);
 int64_t sk_chain(const sk::Model* m, const sk::Pass* pass, const sk::Store* store, int64_t from, int64_t to, const int64_t* skip,
                  const int64_t* roots, const int64_t* bases, const int64_t* most, int64_t width, const float* thresholds,
-                 const int64_t* ends, int64_t ends_count, int64_t keep, const sk::Matrix* transform, int64_t sure, int64_t* drafts,
-                 int64_t* counts, float* probabilities, float* hidden, int64_t hidden_stride, int64_t threads);
+                 const int64_t* ends, int64_t ends_count, int64_t keep, const sk::Matrix* transform, const sk::Shortlist* shortlist, int64_t sure,
+                 int64_t* drafts, int64_t* counts, float* probabilities, float* hidden, int64_t hidden_stride, int64_t threads);
 }

@@ -1,0 +1,211 @@
+"""Logits of some tokens only: those of the whole LM head at their ids, -inf elsewhere, whatever the head does and becomes."""
+
+from __future__ import annotations
+
+import copy
+import gc
+import weakref
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from skipstone.models.engines.choice import attach
+from skipstone.models.engines.native import library
+from skipstone.models.engines.native.weights import RECIPES
+from skipstone.models.layered import LayeredModel
+from tests.helpers import families
+from tests.helpers.machine import llama
+
+pytestmark = pytest.mark.usefixtures("no_gradients")
+
+NATIVE = pytest.mark.skipif(library.missing() is not None, reason=str(library.missing()))
+VOCABULARY = 97
+LISTS = {
+    "the first ones": [*range(40)],
+    "the first sixteen": [*range(16)],
+    "some": [id for id in range(VOCABULARY) if id % 3],
+    "the last one": [96],
+    "the first one": [0],
+    "all": [*range(VOCABULARY)],
+}
+
+
+def states(model: Any, rows: int = 3) -> Tensor:
+    """[rows, 2, d'], as the LM head reads them."""
+    generator = torch.Generator().manual_seed(rows)
+    return torch.randn(rows, 2, model.get_output_embeddings().weight.shape[1], generator=generator).to(model.dtype)
+
+
+def assert_rows(layered: LayeredModel, exactly: bool = False, head: Any = None) -> None:
+    """Of every list, twice: when its rows are copied, and from the copy."""
+    normed = states(layered.model).to(layered.dtype)
+    whole = layered.project(normed, head)
+    for ids in map(torch.tensor, LISTS.values()):
+        for _ in range(2):
+            found = layered.project(normed, head, ids)
+            assert found.shape == whole.shape
+            assert found.dtype == torch.float32
+            others = torch.ones(VOCABULARY, dtype=torch.bool).index_fill(0, ids, False)
+            assert (found[..., others] == float("-inf")).all()
+            if exactly:
+                assert torch.equal(found[..., ids], whole[..., ids])
+            else:
+                torch.testing.assert_close(found[..., ids], whole[..., ids], rtol=1e-4, atol=1e-4 * float(whole.std()))
+
+
+@pytest.mark.parametrize("family", ["llama", "gemma2", "granite", "cohere"])
+def test_eager_logits_are_those_of_the_whole_head(family: str) -> None:
+    assert_rows(LayeredModel(families.cached(family), "eager"))
+
+
+def biased() -> Any:
+    """A Llama whose head has biases."""
+    model: Any = llama()
+    model.lm_head = torch.nn.Linear(32, VOCABULARY)
+    model.lm_head.bias.normal_(0, 3)
+    return model.eval().requires_grad_(False)
+
+
+@pytest.mark.parametrize("engine", ["eager", pytest.param("native", marks=NATIVE)])
+def test_biases_go_with_their_rows(engine: str) -> None:
+    model = biased()
+    assert_rows(LayeredModel(model, engine), exactly=engine == "native")
+    normed, ids = states(model), torch.tensor(LISTS["some"])
+    before = LayeredModel(model, engine).project(normed, None, ids)
+    model.lm_head.bias.add_(3)
+    torch.testing.assert_close(LayeredModel(model, engine).project(normed, None, ids), before + 3)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_eager_logits_in_other_dtypes(dtype: torch.dtype) -> None:
+    model = copy.deepcopy(families.cached("llama")).to(dtype)
+    layered = LayeredModel(model, "eager")
+    normed, ids = states(model), torch.tensor(LISTS["some"])
+    torch.testing.assert_close(
+        layered.project(normed, None, ids)[..., ids], layered.project(normed)[..., ids], rtol=2e-2, atol=2e-2
+    )
+
+
+@NATIVE
+@pytest.mark.parametrize("family", list(RECIPES))
+def test_native_logits_are_those_of_the_whole_head_bit_for_bit(family: str) -> None:
+    assert_rows(LayeredModel(families.cached(family), "native"), exactly=True)
+
+
+@NATIVE
+@pytest.mark.parametrize("keep_weights", [True, False])
+@pytest.mark.parametrize("quantize", ["none", "int8", "int4"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_so_they_are_of_weights_that_are_quantised_or_given_up(dtype: torch.dtype, quantize: str, keep_weights: bool) -> None:
+    model = copy.deepcopy(families.cached("gemma2")).to(dtype)
+    attach(model, "native", quantize, keep_weights=keep_weights)
+    layered = LayeredModel(model)
+    assert layered.engine.quantize == (None if quantize == "none" else quantize)
+    assert_rows(layered, exactly=True)
+
+
+@pytest.mark.parametrize("engine", ["eager", pytest.param("native", marks=NATIVE)])
+def test_a_head_that_changes_is_copied_anew(engine: str) -> None:
+    model: Any = llama()
+    normed, lists = states(model), [torch.tensor(LISTS[name]) for name in ("the first ones", "some")]
+    before = [LayeredModel(model, engine).project(normed, None, ids) for ids in lists]
+    model.lm_head.weight.mul_(2)
+    layered = LayeredModel(model, engine)
+    for ids, old in zip(lists, before, strict=True):
+        torch.testing.assert_close(layered.project(normed, None, ids), 2 * old)
+    model.lm_head.weight = torch.nn.Parameter(model.lm_head.weight / 4)
+    layered = LayeredModel(model, engine)
+    for ids, old in zip(lists, before, strict=True):
+        torch.testing.assert_close(layered.project(normed, None, ids), old / 2)
+
+
+def doubled(*given: Any) -> Tensor:
+    return 2 * given[-1]
+
+
+def hook(model: Any) -> None:
+    model.lm_head.register_forward_hook(doubled)
+
+
+def hook_before(model: Any) -> None:
+    model.lm_head.register_forward_pre_hook(lambda module, given: (2 * given[0],))
+
+
+def own_forward(model: Any) -> None:
+    own = model.lm_head.forward
+    model.lm_head.forward = lambda states: 2 * own(states)
+
+
+class Adapted(torch.nn.Module):
+    """What an adapter puts in the place of a head."""
+
+    def __init__(self, inner: Any) -> None:
+        super().__init__()
+        self.inner = inner
+
+    @property
+    def weight(self) -> Tensor:
+        return self.inner.weight
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        return 2 * self.inner(hidden)
+
+
+def adapter(model: Any) -> None:
+    model.lm_head = Adapted(model.lm_head)
+
+
+@pytest.mark.parametrize("change", [hook, hook_before, own_forward, adapter])
+def test_what_a_head_does_beyond_its_weights_is_done(change: Any) -> None:
+    model: Any = llama()
+    normed, ids = states(model), torch.tensor(LISTS["some"])
+    before = LayeredModel(model, "eager").project(normed, None, ids)
+    change(model)
+    layered = LayeredModel(model, "eager")
+    torch.testing.assert_close(layered.project(normed, None, ids), 2 * before)
+    assert_rows(layered)
+
+
+@pytest.mark.parametrize("engine", ["eager", pytest.param("native", marks=NATIVE)])
+def test_a_head_of_another_kind_is_asked_for_some_tokens(engine: str) -> None:
+    layered, head = LayeredModel(llama(), engine), torch.nn.Linear(32, VOCABULARY)
+    assert_rows(layered, exactly=True, head=head)
+
+
+@NATIVE
+def test_the_engine_picks_among_some_tokens() -> None:
+    layered = LayeredModel(families.cached("gemma2"), "native")
+    hidden = torch.randn(5, states(layered.model).shape[-1], generator=torch.Generator().manual_seed(1))
+    transform = torch.randn(hidden.shape[1], hidden.shape[1], generator=torch.Generator().manual_seed(2))
+    for ids in map(torch.tensor, LISTS.values()):
+        for matrix in (None, transform):
+            normed = layered.normed(hidden)
+            logits = layered.project(normed if matrix is None else normed @ matrix.t(), None, ids)
+            picked, probability = layered.engine.exit_picks(hidden, matrix, ids)
+            assert torch.equal(picked, logits.argmax(-1))
+            torch.testing.assert_close(probability, logits.softmax(-1).amax(-1), rtol=1e-4, atol=1e-6)
+
+
+@NATIVE
+def test_only_lists_of_the_heads_own_ids_are_read() -> None:
+    layered = LayeredModel(llama(), "native")
+    for ids in ([], [-1, 3], [5, 97], [*range(98)]):
+        with pytest.raises(ValueError, match="a shortlist must name ids from 0 to 96"):
+            layered.project(torch.zeros(1, 1, 32), None, torch.tensor(ids, dtype=torch.int64))
+    with pytest.raises(ValueError, match=r"the native engine wants shortlist \[2\] in int64"):
+        layered.project(torch.zeros(1, 1, 32), None, torch.tensor([1, 2], dtype=torch.int32))
+
+
+@pytest.mark.parametrize("engine", ["eager", pytest.param("native", marks=NATIVE)])
+def test_rows_go_with_their_list(engine: str) -> None:
+    layered, ids = LayeredModel(llama(), engine), torch.tensor(LISTS["some"])
+    layered.project(torch.zeros(1, 1, 32), None, ids)
+    kept: Any = layered.engine
+    assert len(kept._shortlists) == 1
+    gone = weakref.ref(ids)
+    del ids
+    gc.collect()
+    assert gone() is None
+    assert len(kept._shortlists) == 0
