@@ -1,8 +1,12 @@
-"""The answers that a model gave in runs of `skipstone train heads`, as documents for a training recipe: what a draft model of the
-same tokens learns from is what the model itself says.
+"""The answers that a model gave in runs of `skipstone train heads`, as documents for a training recipe.
 
-In a recipe: `{kind: script, path: answers.py, arguments: {runs: [../../runs/smollm2/heads-maths], tokenizer: ../../runs/smollm2/model}}`.
-Folders are relative to this file. A document is a pair of a prompt, which is only read, and its answer.
+A draft model learns best from what its target itself says. In a recipe, with folders relative to this file:
+
+    kind: script
+    path: answers.py
+    arguments: {runs: [../../runs/smollm2/heads-maths], tokenizer: ../../runs/smollm2/model}
+
+A document is a pair of a prompt, which is only read, and its answer.
 """
 
 from __future__ import annotations
