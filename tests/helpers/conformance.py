@@ -34,32 +34,6 @@ DRAFTS = (1, 4, 7)
 FEW = 70  # tokens of the 97 that drafts are picked from in some rows
 
 
-@dataclass(frozen=True)
-class Row:
-    """make: (num_speculative_tokens, rejection_sample_method) -> the method. speculative: it drafts.
-
-    same_text: rules under which sampling gives the text of plain sampling with the same seeds ("standard" where drafts are
-    deterministic). oracle: for a lossy method, the model whose text it should give. variant: a setting of a method that has a
-    row already: one cell of the grid, all in the full product. learns: the drafter grows better, so that of a short text's
-    drafts all may be right. rare: it drafts what stood there before, which random models hardly ever say again: where they do,
-    tests/methods/test_lookups.py asks for drafts that were accepted, family by family.
-    """
-
-    make: Callable[[int, Any], Method]
-    speculative: bool = True
-    same_text: tuple[str, ...] = ("coupled",)
-    oracle: Callable[[str], PreTrainedModel] | None = None
-    variant: bool = False
-    learns: bool = False
-    rare: bool = False
-
-    def method(self, family: str, drafts: int, rule: str) -> Method:
-        """The method for a family's model: what drafts with a second model is given its first layers as one."""
-        method = self.make(drafts, rule)
-        second = any(field.name == "draft_model" for field in fields(method))
-        return replace(method, draft_model=truncated(family)) if second else method  # type: ignore[call-arg]
-
-
 @functools.cache
 def truncated(name: str) -> PreTrainedModel:
     """The first EXIT layers of a family's model as a model of its own."""
@@ -68,6 +42,34 @@ def truncated(name: str) -> PreTrainedModel:
     assert not missing, missing
     assert extra, "there was nothing to cut off"
     return short
+
+
+@dataclass(frozen=True)
+class Row:
+    """make: (num_speculative_tokens, rejection_sample_method) -> the method. speculative: it drafts.
+
+    same_text: rules under which sampling gives the text of plain sampling with the same seeds ("standard" where drafts are
+    deterministic). oracle: for a lossy method, the model whose text it should give. variant: a setting of a method that has a
+    row already: one cell of the grid, all in the full product. learns: the drafter grows better, so that of a short text's
+    drafts all may be right. second: makes the draft model for a family's, where a method wants one. rare: it drafts what stood
+    there before, which random models hardly ever say again: where they do, tests/methods/test_lookups.py asks for drafts that
+    were accepted, family by family.
+    """
+
+    make: Callable[[int, Any], Method]
+    speculative: bool = True
+    same_text: tuple[str, ...] = ("coupled",)
+    oracle: Callable[[str], PreTrainedModel] | None = None
+    variant: bool = False
+    learns: bool = False
+    second: Callable[[str], PreTrainedModel] = truncated
+    rare: bool = False
+
+    def method(self, family: str, drafts: int, rule: str) -> Method:
+        """The method for a family's model, with its draft model where it wants one."""
+        method = self.make(drafts, rule)
+        second = any(field.name == "draft_model" for field in fields(method))
+        return replace(method, draft_model=self.second(family)) if second else method  # type: ignore[call-arg]
 
 
 SWIFT = functools.partial(Swift, skip_ratio=0.5, context_window=6, guard=False, objective="matchness")

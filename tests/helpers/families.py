@@ -134,10 +134,10 @@ _LATENT = {"num_key_value_heads": 4}  # multi-head latent attention has keys and
 _SHARING = {  # the last two layers read the keys and values of the two before
     "mixed": "sliding_attention",
     "num_kv_shared_layers": 2,
-    "global_head_dim": 16,
     "vocab_size_per_layer_input": 97,
     "hidden_size_per_layer_input": 8,
 }
+_STREAMS = {"laurel_rank": 4, "activation_sparsity_pattern": [0.6, 0.0, 0.6, 0.0], "final_logit_softcapping": 20.0}
 _OWN_IDS = {"bos_token_id": 1, "eos_token_id": 2}  # configs that insist on some
 # model type: fields that its tiny config needs beside those
 _PLAIN = """
@@ -182,7 +182,8 @@ _FURTHER: dict[str, dict[str, Any]] = {
     },
     "deepseek_v2": {**_LATENT, "num_experts_per_tok": 2},
     "dots1": {"n_shared_experts": 1, "num_experts_per_tok": 2, "n_routed_experts": 4},
-    **dict.fromkeys(("gemma4_text", "gemma4_unified_text"), _SHARING),
+    "gemma3n_text": {**_SHARING, **_STREAMS},
+    **{kind: {**_SHARING, "global_head_dim": 16} for kind in ("gemma4_text", "gemma4_unified_text")},
     "gpt_neo": {"attention_types": [[["global", "local"], 2]], "window_size": WINDOW},
     "llama4_text": {"layer_types": ["chunked_attention", "full_attention"] * 2, "no_rope_layers": [1, 0, 1, 0]},
     "nemotron": {"num_key_value_heads": 2},
@@ -270,6 +271,16 @@ def cached(name: str) -> PreTrainedModel:
     that no forward of that is counted in a test."""
     model = build(name)
     LayeredModel(model, "eager")
+    return model
+
+
+@functools.cache
+def near(name: str) -> PreTrainedModel:
+    """A draft model that is often right and often wrong: the model itself, its head a little off."""
+    model = build(name)
+    with torch.no_grad():
+        head: Any = model.get_output_embeddings()
+        head.weight += 0.1 * head.weight.std() * torch.randn(head.weight.shape, generator=torch.Generator().manual_seed(3))
     return model
 
 

@@ -32,6 +32,16 @@ NO_DROPOUT = {
 }
 SINGLE = ("gemma2", "qwen3_moe")  # its attention masks overflow in float64; its grouped products know no float64
 
+
+def merged(m: Any, streams: Tensor) -> Tensor:
+    """Gemma 3n's streams [4, B, T, d] as its own forward merges them."""
+    magnitude, sum_of_all = streams[0].pow(2).mean(-1, keepdim=True) ** 0.5, streams[0]
+    for projection, stream in zip(m.model.altup_unembed_projections, streams[1:], strict=True):
+        projected = projection(stream)
+        sum_of_all = sum_of_all + projected * magnitude / projected.pow(2).mean(-1, keepdim=True).clamp(min=1e-5).sqrt()
+    return sum_of_all / len(streams)
+
+
 Heads = dict[str, Callable[[Any, Tensor], Tensor]]
 # g(.) by hand: what this family does between a layer's output and its logits
 HEADS: Heads = {
@@ -40,6 +50,7 @@ HEADS: Heads = {
     "qwen3_moe": lambda m, x: m.lm_head(m.model.norm(x)),
     "gemma2": lambda m, x: 20 * torch.tanh(m.lm_head(m.model.norm(x)) / 20),
     "gemma3_text": lambda m, x: 20 * torch.tanh(m.lm_head(m.model.norm(x)) / 20),
+    "gemma3n_text": lambda m, x: 20 * torch.tanh(m.lm_head(m.model.norm(merged(m, x))) / 20),
     "granite": lambda m, x: m.lm_head(m.model.norm(x)) / 2,
     "cohere": lambda m, x: m.lm_head(m.model.norm(x)) * 0.6,
     "gpt2": lambda m, x: m.lm_head(m.transformer.ln_f(x)),

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from typing import Any
+from unittest import mock
 
 import torch
-from transformers import CONFIG_MAPPING, AutoModelForCausalLM, AutoModelForImageTextToText, PreTrainedModel
+from torch import nn
+from transformers import CONFIG_MAPPING, AutoModel, AutoModelForCausalLM, AutoModelForImageTextToText, PreTrainedModel
 
 from tests.helpers.families import POSITIONS, WINDOW
 
@@ -24,8 +26,8 @@ _TEXT: dict[str, Any] = {
 }
 _VISION: dict[str, Any] = {
     **dict.fromkeys(("hidden_size", "intermediate_size", "embed_dim"), 16),
-    **dict.fromkeys(("num_hidden_layers", "depth"), 1),
-    **dict.fromkeys(("num_attention_heads", "num_heads"), 2),
+    **dict.fromkeys(("num_hidden_layers", "depth", "conf_num_hidden_layers"), 1),
+    **dict.fromkeys(("num_attention_heads", "num_heads", "conf_num_attention_heads"), 2),
     **dict.fromkeys(("vision_output_dim", "projector_input_dim", "projector_output_dim"), 16),
     "image_size": 28,
     "patch_size": 14,
@@ -36,15 +38,15 @@ _SHARING = {
     "sliding_window": WINDOW,
     "layer_types": ["sliding_attention", "full_attention"] * 2,
     "num_kv_shared_layers": 2,
-    "global_head_dim": 16,
     "vocab_size_per_layer_input": 97,
     "hidden_size_per_layer_input": 8,
 }
 # model type: what its text config has beside _TEXT
 WRAPPERS: dict[str, dict[str, Any]] = {
     "gemma3": {"sliding_window": WINDOW, "layer_types": ["sliding_attention", "full_attention"] * 2},
-    "gemma4": _SHARING,
-    "gemma4_unified": _SHARING,
+    "gemma3n": {**_SHARING, "laurel_rank": 4},
+    "gemma4": {**_SHARING, "global_head_dim": 16},
+    "gemma4_unified": {**_SHARING, "global_head_dim": 16},
     "got_ocr2": {},
     "llama4": {
         "attention_chunk_size": WINDOW,
@@ -68,12 +70,22 @@ def build(kind: str) -> PreTrainedModel:
     given = {name: _cut(part, name, kind) for name, part in parts.items() if part is not None}
     auto: Any = AutoModelForCausalLM if kind == "gemma3" else AutoModelForImageTextToText
     torch.manual_seed(0)
-    model = auto.from_config(whole(**given), dtype=torch.float32).eval()
+    with mock.patch.object(AutoModel, "from_config", _part(AutoModel.from_config)):
+        model = auto.from_config(whole(**given), dtype=torch.float32).eval()
     with torch.no_grad():
         for parameter in model.parameters():
             if parameter.ndim == 2:
                 parameter.normal_(0, 2 * parameter.shape[-1] ** -0.5)
     return model
+
+
+def _part(own: Any) -> Any:
+    """transformers' maker of a model's parts, with nothing in the place of what only timm can build."""
+
+    def make(config: Any, **more: Any) -> Any:
+        return nn.Identity() if config.model_type == "gemma3n_vision" else own(config, **more)
+
+    return make
 
 
 def _cut(part: Any, name: str, kind: str) -> dict[str, Any]:

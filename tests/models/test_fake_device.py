@@ -29,7 +29,7 @@ METHOD_TEXTS = [
     "self_speculative skip_attention=1 skip_mlp=2 num_speculative_tokens=2",
     "swift skip_ratio=0.5 num_speculative_tokens=2 context_window=2 guard=false objective=matchness",
     "adadecode heads=original guard=false threshold=0.3 max_pending=2",
-    "speculative num_speculative_tokens=3",
+    f"speculative num_speculative_tokens={DRAFTS}",
     f"speculative num_speculative_tokens={DRAFTS} schedule=confidence confidence_threshold=0.05",
     f"adasd max_window={DRAFTS}",
     f"adasd max_window={DRAFTS} draft_vocabulary=50",
@@ -40,7 +40,8 @@ METHOD_TEXTS = [
 
 
 def looks(step: skipstone.Step, tests: int) -> int:
-    """A draft model's passes are long: after every LOOK_EVERY tokens the host asks whether any row still drafts."""
+    """A draft model's passes are long: where an unsure token ends a draft, the host asks after every LOOK_EVERY tokens whether
+    any row still drafts."""
     return max(step.draft_steps) // LOOK_EVERY
 
 
@@ -49,8 +50,11 @@ def exits(step: skipstone.Step, tests: int) -> int:
     return tests
 
 
-EXCEPTIONS: dict[str, Callable[[skipstone.Step, int], int]] = {"adadecode": exits, "speculative": looks, "adasd": looks}
-"""Methods whose design lets the host wait more than once a step: how often more, and why."""
+def more_waits(method: Method) -> Callable[[skipstone.Step, int], int] | None:
+    """How often more than once a step a method's design lets the host wait, and why; None where it never does."""
+    if method.name == "adadecode":
+        return exits
+    return looks if method.name == "adasd" or getattr(method, "schedule", "") == "confidence" else None
 
 
 @dataclass
@@ -83,7 +87,8 @@ def run(models: list[PreTrainedModel], method: Method, rows: int, sampled: bool,
             text += tokens
         if device:
             tests = session.state.tests - tests if method.name == "adadecode" else 0
-            more = EXCEPTIONS[method.name](step, tests) if method.name in EXCEPTIONS and not step.prefill else 0
+            design = more_waits(method)
+            more = design(step, tests) if design and not step.prefill else 0
             found.waits.append((device.waits[waits:], 1 + more))
     return found
 

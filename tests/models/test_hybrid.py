@@ -36,22 +36,13 @@ MAIN = ("qwen3_next", "lfm2")
 pytestmark = pytest.mark.filterwarnings("ignore:.*x the speed of plain decoding:RuntimeWarning")
 
 
-def near(name: str) -> Any:
-    """A draft model that is often right and often wrong: the model itself, its head a little off."""
-    model = families.build(name)
-    with torch.no_grad():
-        head: Any = model.get_output_embeddings()
-        head.weight += 0.1 * head.weight.std() * torch.randn(head.weight.shape, generator=torch.Generator().manual_seed(3))
-    return model
-
-
 METHOD: dict[str, Callable[[str], Method]] = {
     "autoregressive": lambda _: Autoregressive(),
     "prompt_lookup": lambda _: PromptLookup(num_speculative_tokens=4),
     "layerskip": lambda _: LayerSkip(exit_layer=2, num_speculative_tokens=4),
     "layerskip that scores anew": lambda _: LayerSkip(exit_layer=2, num_speculative_tokens=3, reuse_cache=False),
     "speculative": lambda _: Speculative(draft_model=families.cached("llama")),
-    "speculative with a hybrid": lambda name: Speculative(draft_model=near(name), num_speculative_tokens=3),
+    "speculative with a hybrid": lambda name: Speculative(draft_model=families.near(name), num_speculative_tokens=3),
 }
 
 

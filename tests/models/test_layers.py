@@ -28,8 +28,10 @@ from tests.helpers import families, support
 from tests.helpers.pairwise import all_but
 
 EXACT = 1e-5  # of the largest logit: float32 rounding in another order
+NAMES = [*families.NAMES, "gemma3n_text"]
+"""Those, and the one whose layers hand on several streams of states."""
 IMPLEMENTATIONS = [
-    (name, kind) for name in families.NAMES for kind in ("eager", "sdpa") if kind == "eager" or name not in families.EAGER_ONLY
+    (name, kind) for name in NAMES for kind in ("eager", "sdpa") if kind == "eager" or name not in families.EAGER_ONLY
 ]
 ONCE = [one for index, one in enumerate(IMPLEMENTATIONS) if one[0] in families.EAGER_ONLY or index % 4 in (0, 3)]
 """Every family once, in one implementation of attention or the other."""
@@ -172,7 +174,7 @@ def test_a_skipped_sublayer_equals_one_whose_output_projection_is_zero(name: str
         same(run(layered, ids, [21]), plain)
 
 
-@pytest.mark.parametrize("name", families.NAMES)
+@pytest.mark.parametrize("name", NAMES)
 def test_a_tree_gives_each_node_the_logits_of_its_branch(name: str) -> None:
     model, nodes, dice = families.cached(name), 24, random.Random(3)
     layered, prompts = LayeredModel(model), families.prompts(3)

@@ -35,7 +35,6 @@ SMALL: dict[str, Any] = {
 }
 _BART = {f"{side}_{part}": size for side in ("encoder", "decoder") for part, size in
          {"layers": 1, "attention_heads": 2, "ffn_dim": 32}.items()}  # fmt: skip
-_SHARING = {"num_kv_shared_layers": 2, "vocab_size_per_layer_input": 97, "hidden_size_per_layer_input": 8}
 
 
 def made(kind: str, auto: Any = AutoModelForCausalLM, **fields: Any) -> Callable[[], Any]:
@@ -108,7 +107,7 @@ REFUSED: dict[str, tuple[Callable[[], Any], tuple[str, ...]]] = {
     "Mamba": (made("mamba", hidden_size=32, num_hidden_layers=1, vocab_size=97, state_size=4), ("mamba", "recurrent state")),
     "RWKV": (made("rwkv", hidden_size=32, num_hidden_layers=2, vocab_size=97), ("rwkv", "recurrent state")),
     "Falcon-H1": (made("falcon_h1", **SMALL), ("falcon_h1", "recurrent state")),
-    "Gemma 3n": (made("gemma3n_text", **SMALL, **_SHARING, laurel_rank=4), ("gemma3n_text", "four streams")),
+    "LongCat": (made("longcat_flash", **SMALL), ("longcat_flash", "two attention sublayers")),
     "Falcon with alibi": (changed(lambda _: None, "falcon", alibi=True), ("falcon", "alibi")),
     "a type that has no cache": (made("openai-gpt", n_embd=32, n_layer=1, n_head=4, vocab_size=97),
                                  ("openai-gpt", "has no KV cache in transformers")),
@@ -217,7 +216,7 @@ def test_every_causal_language_model_of_transformers_is_either_tested_or_refused
     assert families.TYPES | {*WRAPPERS} >= known_types.TESTED
 
 
-@pytest.mark.parametrize("kind", ["mamba", "bert", "bart", "deepseek_v32", "gemma3n_text", "longcat_flash", "xlnet"])
+@pytest.mark.parametrize("kind", ["mamba", "bert", "bart", "deepseek_v32", "modernbert-decoder", "longcat_flash", "xlnet"])
 def test_a_type_is_refused_by_its_name_before_anything_is_run(kind: str) -> None:
     config = transformers.CONFIG_MAPPING[kind]()
     shell: Any = Shell(config=config, training=False, parameters=list, modules=list, _is_stateful=False)

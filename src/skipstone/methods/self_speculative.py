@@ -49,7 +49,7 @@ class SelfSpeculative(ShortlistMethod):
 
     def check(self, model: LayeredModel) -> None:
         super().check(model)
-        Space(model.depth).from_skip_set(self.skip_set(model))
+        Space.of(model).from_skip_set(self.skip_set(model))
         self.shortlist(model)
 
     def skip_set(self, model: LayeredModel) -> SkipSet:

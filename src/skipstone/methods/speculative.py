@@ -61,7 +61,7 @@ class SpeculativeSession(DraftModelSession):
         if method.schedule == "confidence":
             threshold = CONFIDENCE_THRESHOLD if method.confidence_threshold is None else method.confidence_threshold
         super().__init__(method, model, draft_model, rows, capacity, method.num_speculative_tokens, threshold)
-        self.method = method
+        self.method, self.looks = method, threshold is not None  # without one only an end of the text stops a row
 
     def one_call(self) -> tuple[int, None]:
         return self.draft_model.depth, None

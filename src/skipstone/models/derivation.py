@@ -6,11 +6,13 @@ Whatever the trace shows that a `Family` has no word for is a reason to refuse t
 import inspect
 from collections.abc import Iterable
 from dataclasses import replace
+from itertools import pairwise
 from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
 
+from skipstone.models import altup
 from skipstone.models.families import (
     PER_LAYER,
     SHARED,
@@ -60,29 +62,32 @@ def derive(model: Any, config: Any, found: Trace, path: str, name: str) -> Famil
     if [number for number, _ in found.layers] != list(range(depth)):
         raise Underivable("does not run its layers once each, one after the other")
     calls = [call for _, call in found.layers]
-    if any(call.given[""].ndim != 3 for call in calls):
-        raise Underivable("hands more than one stream of states from layer to layer")
+    streams = _streams(owner, calls)
     recurrent, plain = _recurrent(config, found)
-    attention, mlp, beside = _sublayers(found.inside[plain], found)
-    entering, scale = _entering(owner, config, found, calls[0].given[""])
+    attention, mlp, inner = _sublayers(found.inside[plain], found)
+    entering, scale = _entering(owner, config, found, calls[0].given[""] if streams == 1 else calls[0].given[""][0])
     cache_argument, takes, arguments, alibi = _arguments(found, calls)
     attending = [one for layer, one in enumerate(getattr(owner, name)[:depth]) if not (recurrent and recurrent[layer])]
     modules = [getattr(one, attention, None) for one in attending]
     if None in modules:
         raise Underivable(f"has layers without {attention}, which its first layer has")
-    last = found.inside[plain][-1]
+    summed, replaced = _stream(found.inside[plain], (attention, *mlp), calls[plain].given[""])
+    always = replaced or _per_layer_inputs(calls) > 0 or streams > 1  # even where both sublayers add nothing
     interface = all("ALL_ATTENTION_FUNCTIONS" in _names(module) and "config" in vars(module) for module in modules)
     family = Family(
         decoder=path,
         layers=name,
         entering=entering,
         input_scale=scale,
-        leaving=_leaving(found),
+        leaving=_leaving(owner, found, streams),
         logits=_logits(config, found),
         rotary=_rotary(found, calls),
         attention=attention,
         mlp=mlp,
-        beside=beside,
+        inner=inner,
+        summed=summed,
+        returns=tuple(_returns(found.returned[layer], attention, mlp) for layer in range(depth)),
+        unskippable=_unskippable(found, recurrent, plain, attention, mlp),
         cache_argument=cache_argument,
         arguments=arguments,
         takes=takes,
@@ -90,13 +95,24 @@ def derive(model: Any, config: Any, found: Trace, path: str, name: str) -> Famil
         attention_interface=interface,
         float_masks=any(torch.is_tensor(mask := _mask(call)) and mask.is_floating_point() for call in calls),
         hiding_masks=any(_hides(_mask(call)) for call in calls),
-        post_norm=_per_layer_inputs(calls) > 0 or ("norm" in last.path and close(last.output, _states(calls[plain].output))),
+        post_norm=always or _ends_otherwise(found.inside[plain], calls[plain], attending),
         alibi=alibi,
         per_layer_inputs=_per_layer_inputs(calls),
+        streams=streams,
         shares=_shares(config, calls),
         recurrent=recurrent,
     )
     return replace(family, **exceptions_of(config))
+
+
+def _streams(owner: Any, calls: list[Call]) -> int:
+    """How many streams of states the layers hand on."""
+    shapes = [call.given[""].shape for call in calls]
+    if all(len(shape) == 3 for shape in shapes):
+        return 1
+    if {len(shape) for shape in shapes} != {4} or not (hasattr(owner, altup.MAKERS) and hasattr(owner, altup.MERGERS)):
+        raise Underivable("hands more than one stream of states from layer to layer")
+    return shapes[0][0]
 
 
 def _names(module: Any) -> Iterable[str]:
@@ -131,8 +147,8 @@ def _entering(owner: Any, config: Any, found: Trace, entered: Tensor) -> tuple[t
                 steps.append(Step(call.path, "tokens"))
                 hidden = output
             continue
-        if not torch.is_tensor(output) or output.is_complex() or "per_layer" in call.path:
-            continue  # rotary phases, and what is for the layers alone
+        if not torch.is_tensor(output) or output.is_complex() or "per_layer" in call.path or call.path.startswith(altup.MAKERS):
+            continue  # rotary phases, what is for the layers alone, and further streams of states
         summed = _summed(hidden, learned)
         if summed is not hidden and torch.is_tensor(first) and close(first, summed):
             steps += [step for step, _ in learned]
@@ -199,9 +215,10 @@ def _field(config: Any, value: float, first: Iterable[str] = ()) -> str | None:
     return None
 
 
-def _leaving(found: Trace) -> tuple[str, ...]:
-    """The modules between the last layer and the LM head."""
+def _leaving(owner: Any, found: Trace, streams: int) -> tuple[str, ...]:
+    """The modules between the last layer, or where its streams of states are merged, and the LM head."""
     hidden = _states(found.layers[-1][1].output)
+    hidden = altup.merged(owner, hidden) if streams > 1 else hidden
     path: list[str] = []
     for call in found.parts[found.before :]:
         first = call.given.get("")
@@ -290,26 +307,78 @@ def _recurrent(config: Any, found: Trace) -> tuple[tuple[str, ...], int]:
     return tuple(names.get(kind, "") for kind in of_layers) if names else (), of_layers.index("")
 
 
-def _sublayers(calls: list[Call], found: Trace) -> tuple[str, tuple[str, ...], bool]:
-    """(attention, modules of the MLP, whether each of those adds to the residual stream by itself) of one layer."""
+def _sublayers(calls: list[Call], found: Trace) -> tuple[str, tuple[str, ...], tuple[str, ...]]:
+    """(attention, modules of the MLP, those of them that are inside it) of one layer. Routers beside experts are not named:
+    they may run where the experts do not."""
     attention = next((call.path for call in calls if any(value is found.cache for value in call.given.values())), None)
     if attention is None:
         raise Underivable("has no attention sublayer that is given the KV cache")
     if sum(any(value is found.cache for value in call.given.values()) for call in calls) > 1:
         raise Underivable("has several attention sublayers in one layer")
-    weighty = [call for call in calls if call.path != attention and _weighty(call)]
-    names = tuple(dict.fromkeys(call.path for call in weighty))
-    if any(torch.is_tensor(call.given.get(PER_LAYER)) for _, call in found.layers):
-        names = names[:1]  # what is behind the MLP takes in what the layer is given beside the hidden states
-    beside = len(weighty) > 1 and all(one.given[""].shape == weighty[0].given[""].shape for one in weighty)
-    beside = beside and all(close(one.given[""], weighty[0].given[""]) for one in weighty)
-    return attention, names, beside
+    size = _states(found.layers[0][1].output).shape[-1]
+    weighty = [call for call in calls if call.path != attention and _weighty(call.path) and torch.is_tensor(call.given.get(""))]
+    paths = [call.path for call in calls]
+    behind = [call for call in weighty if paths.index(call.path) > paths.index(attention)]
+    weighty = behind or weighty  # what is called before the attention is beside it (Gemma 3n's laurel)
+    wide = {call.path for call in weighty if _width(_first(call.output)) == size}
+    # what the next module takes is as wide as the MLP is inside
+    fed = {call.path for call, after in pairwise(weighty) if _width(call.output) == _width(after.given[""])}
+    names = tuple(dict.fromkeys(call.path for call in weighty if call.path in wide | fed))
+    return attention, names, tuple(name for name in names if name not in wide)
 
 
-def _weighty(call: Call) -> bool:
-    """Whether a part of a layer belongs to its MLP: it is neither a norm nor a dropout nor an activation."""
-    name = call.path.lower()
-    return not any(word in name for word in ("norm", "dropout", "act", "ln_", "drop")) and "" in call.given
+def _weighty(path: str) -> bool:
+    """Whether a part of a layer may belong to its MLP: it is neither a norm nor a dropout nor an activation, and does not
+    take in what the layer is given beside the hidden states."""
+    name = path.lower()
+    return not any(word in name for word in ("norm", "dropout", "act", "ln_", "drop", "per_layer"))
+
+
+def _width(value: Any) -> int | None:
+    return value.shape[-1] if torch.is_tensor(value) and value.is_floating_point() else None
+
+
+def _stream(calls: list[Call], names: tuple[str, ...], stream: Tensor) -> tuple[str | None, bool]:
+    """(`Family.summed`, whether what is given by that name is ever something else than the residual stream, as in BLOOM where
+    norms of it take its place). names: of the sublayers. stream: what entered the layer, [2, T, d]."""
+    summed, other = None, False
+    for call in (one for one in calls if one.path in names):
+        own = next((name for name, value in call.given.items() if "residual" in name and torch.is_tensor(value)), None)
+        output = _first(call.output)
+        if own is not None:
+            summed, other = own, other or not close(call.given[own], stream)
+            stream = output
+        elif output is not None and output.shape == stream.shape:
+            stream = stream + output
+    return summed, other
+
+
+def _ends_otherwise(inside: list[Call], call: Call, layers: list[nn.Module]) -> bool:
+    """Whether layers norm the sum at their end, or have numbers of their own by which they may scale it (Doge, Gemma 4).
+    call: of one of them. inside: of its modules."""
+    last = inside[-1]
+    numbers = any(True for one in layers for _ in (*one.parameters(recurse=False), *one.buffers(recurse=False)))
+    return numbers or ("norm" in last.path and close(last.output, _states(call.output)))
+
+
+def _returns(counts: dict[str, int], attention: str, mlp: tuple[str, ...]) -> tuple[int, ...]:
+    """`Family.returns` of one layer. counts: of its modules."""
+    return tuple(counts.get(name, 0) for name in (attention, *mlp)) if attention in counts else ()
+
+
+def _unskippable(found: Trace, recurrent: tuple[str, ...], plain: int, attention: str, mlp: tuple[str, ...]) -> str:
+    """`Family.unskippable`. plain: the first layer with an attention."""
+    states = _states(found.layers[plain][1].output)
+    mixed = next(_first(call.output) for call in found.inside[plain] if call.path == attention)
+    if mixed is None or mixed.shape != states.shape[-3:]:  # layers may hand on several streams
+        return f"does not return the hidden states first from {attention}"
+    if not mlp:
+        return "has no modules for the MLPs of its layers"
+    called = {
+        layer: {*filter(_weighty, counts)} for layer, counts in found.returned.items() if not recurrent or not recurrent[layer]
+    }
+    other = next((layer for layer, names in called.items() if names != called[plain]), None)
+    return "" if other is None else f"has other modules in layer {other} than in layer {plain}"
 
 
 def _mask(call: Call) -> Any:
@@ -329,7 +398,7 @@ def _reaches(config: Any, calls: list[Call]) -> tuple[ReachKind, ...]:
         forms.append(("sliding", Reach(window=min(window, WINDOW))))
     if chunk:
         forms.append(("chunked", Reach(chunk=min(chunk, WINDOW))))
-    return tuple(_reach(_mask(call), call.given[""].shape[1], forms) for call in calls)
+    return tuple(_reach(_mask(call), call.given[""].shape[-2], forms) for call in calls)
 
 
 def _reach(mask: Any, length: int, forms: list[tuple[ReachKind, Reach]]) -> ReachKind:

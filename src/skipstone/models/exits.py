@@ -53,11 +53,11 @@ def watched(model: DecoderModules, exits: Iterable[int]) -> Iterator[dict[int, T
     found: dict[int, Tensor] = {}
 
     def enters(_: Any, given: tuple[Any, ...]) -> None:
-        found[0] = given[0]
+        found[0] = model.family.folded(given[0])
 
     def leaves(exit: int) -> Callable[..., None]:
         def hook(_: Any, given: Any, output: Any) -> None:
-            found[exit] = output[0] if isinstance(output, tuple) else output
+            found[exit] = model.family.folded(output[0] if isinstance(output, tuple) else output)
 
         return hook
 

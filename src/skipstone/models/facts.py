@@ -4,7 +4,7 @@ from typing import Any
 
 import torch
 
-from skipstone.models.families import kinds, max_positions, reaches, text_config
+from skipstone.models.families import kinds, max_positions, reaches, text_config, text_ids
 from skipstone.models.modules import DecoderModules
 from skipstone.models.packed import PackedWeight
 from skipstone.models.placing import home, hooks
@@ -16,10 +16,10 @@ from skipstone.models.refusals import refuse_weights
 class Facts:
     """Facts and modules of one model, as long as `hold` says so. ValueError for a model that skipstone cannot decode exactly.
 
-    layers: decoder layers. head: the LM head. embeddings: ids that the input embedding has rows for. kinds, reaches: layer type
-    of every layer, and how far it sees back. device: on which tokens enter and logits leave; layers may be on others. ranks:
-    the processes that share the weights. spread: how weights are anywhere else, in words; None where they are not.
-    is_quantised: whether another package's kernels compute some of it.
+    layers: decoder layers. head: the LM head. embeddings: ids of text that have an embedding. kinds, reaches: layer type of
+    every layer, and how far it sees back. device: on which tokens enter and logits leave; layers may be on others. ranks: the
+    processes that share the weights. spread: how weights are anywhere else, in words; None where they are not. is_quantised:
+    whether another package's kernels compute some of it.
     """
 
     def __init__(self, model: Any) -> None:
@@ -28,7 +28,7 @@ class Facts:
         settle(model)
         modules = DecoderModules(model)
         self.family, self.decoder, self.layers, self.head = modules.family, modules.decoder, modules.layers, modules.head
-        self.embeddings: int = model.get_input_embeddings().weight.shape[0]
+        self.embeddings = text_ids(model)
         self.kinds = kinds(config)
         self.reaches = reaches(config, self.family)
         self.max_positions, self.max_positions_source = max_positions(config, self.family)

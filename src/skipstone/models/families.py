@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 from transformers.cache_utils import get_layer_types_and_kwargs
 
+from skipstone.models import altup
 from skipstone.models.passes import Reach
 
 ReachKind = Literal["full", "sliding", "chunked"]
@@ -49,17 +50,23 @@ class Family:
     ids to layer 0. input_scale: field of the config that multiplies what has been entered so far, "sqrt" for the root of
     the hidden size. leaving: from the last layer to the LM head, the final norm first. logits: what happens to the LM
     head's output, and the field of the config that says how much. rotary: of every layer. attention: a layer's attention
-    sublayer. mlp: the modules of its MLP sublayer in order, whose output is that of the last. beside: whether each of those
-    adds to the residual stream instead. cache_argument: of a layer's forward, the KV cache. arguments: of a layer's
+    sublayer. mlp: the modules of its MLP sublayer in order. inner: those among them whose output only the next one takes; what
+    the others return is added to the residual stream. returns: of every layer, how many values its attention and each module of
+    its MLP return, 0 for a tensor that is in no tuple; nothing for layers without an attention. summed: the name of a
+    sublayer's argument for the residual stream, where it returns the sum itself. unskippable: why sublayers cannot be left out,
+    as the rest of a sentence about the model, "" where they can.
+    cache_argument: of a layer's forward, the KV cache. arguments: of a layer's
     forward, what else it is given, name and value. takes: which of the pass's own things it is given. reaches: how far
     every layer sees back. attention_interface: the attention looks its function up in transformers' AttentionInterface.
     float_masks: masks are added, also under sdpa. hiding_masks: True in a boolean mask hides. post_norm: norms follow the
-    residual sum, and even an empty layer changes its input. alibi: the name of a layer's argument for linear position
+    residual sum, or the residual stream itself is normed or scaled, and even an empty layer changes its input.
+    alibi: the name of a layer's argument for linear position
     biases (ALiBi). asks_length: layers ask the cache for its length, which changes nothing within the positions that the
     model has here. most_positions: field of the config that limits those positions further. window: field of the config
     that has the sliding window. own_masks: path of a module under the attention that masks by its buffer `bias`, which
     takes slots for positions. per_layer_inputs: numbers that every layer is given of a token beside the hidden states
-    (Gemma 4's per-layer embeddings), 0 for none; they are carried behind the hidden states. shares: layer types whose
+    (Gemma 4's per-layer embeddings), 0 for none; they are carried behind the hidden states. streams: of states that
+    layers hand on of every token (Gemma 3n's AltUp); they are carried one behind the other. shares: layer types whose
     layers read keys and values of another layer, and the index of that one; which do is the layers' own business.
     recurrent: of every layer, the sublayer that keeps a state without positions in the place of an attention, "" for an
     attention; empty where all layers have one.
@@ -74,7 +81,10 @@ class Family:
     rotary: tuple[Rotary | None, ...] = ()
     attention: str = "self_attn"
     mlp: tuple[str, ...] = ("mlp",)
-    beside: bool = False
+    inner: tuple[str, ...] = ()
+    returns: tuple[tuple[int, ...], ...] = ()
+    summed: str | None = None
+    unskippable: str = ""
     cache_argument: str = "past_key_values"
     arguments: tuple[tuple[str, Any], ...] = ()
     takes: tuple[str, ...] = ("attention_mask", "position_ids", "position_embeddings")
@@ -89,6 +99,7 @@ class Family:
     window: str = "sliding_window"
     own_masks: str | None = None
     per_layer_inputs: int = 0
+    streams: int = 1
     shares: tuple[tuple[str, int], ...] = ()
     recurrent: tuple[str, ...] = ()
 
@@ -105,7 +116,8 @@ class Family:
         return self.recurrent[layer] if self.recurs(layer) else self.attention
 
     def embed(self, decoder: Any, config: Any, tokens: Tensor, positions: Tensor) -> Tensor:
-        """Hidden states that enter layer 0. tokens, positions: [B, n] int64. Returns [B, n, d]."""
+        """Hidden states that enter layer 0, with all that is carried behind them. tokens, positions: [B, n] int64. Returns
+        [B, n, d]."""
         hidden = tokens
         for step in self.entering:
             module = submodule(decoder, step.path)
@@ -117,22 +129,32 @@ class Family:
                 hidden = module(hidden)
         if self.input_scale is not None:
             hidden = hidden * (config.hidden_size**0.5 if self.input_scale == "sqrt" else getattr(config, self.input_scale))
-        if self.per_layer_inputs:  # [B, n, L, p], the model's own
-            inputs = decoder.project_per_layer_inputs(hidden, decoder.get_per_layer_inputs(tokens, hidden))
-            hidden = torch.cat([hidden, inputs.flatten(2)], -1)
-        return hidden
+        states = self.folded(altup.made(decoder, hidden)) if self.streams > 1 else hidden
+        if not self.per_layer_inputs:
+            return states
+        inputs = decoder.project_per_layer_inputs(hidden, decoder.get_per_layer_inputs(tokens))  # [B, n, L, p]
+        return torch.cat([states, inputs.flatten(2)], -1)
 
     def parts(self, hidden: Tensor, config: Any) -> tuple[Tensor, list[Tensor]]:
-        """(the states that layers change, what each layer is given of a token beside them, [..., p] each) in hidden states."""
-        if not self.per_layer_inputs:
+        """(the states as layers take them, what each layer is given of a token beside them, [..., p] each) in hidden states."""
+        if self.streams == 1 and not self.per_layer_inputs:
             return hidden, []
-        size = config.hidden_size
-        return hidden[..., :size], list(hidden[..., size:].split(self.per_layer_inputs, -1))
+        size = self.streams * config.hidden_size
+        states, beside = hidden[..., :size], hidden[..., size:]
+        inputs = list(beside.split(self.per_layer_inputs, -1)) if self.per_layer_inputs else []
+        return (altup.unfolded(states, self.streams) if self.streams > 1 else states), inputs
+
+    def folded(self, states: Tensor) -> Tensor:
+        """The states that a layer takes or returns as one vector of every token: [B, n, d], of several streams [k, B, n, d] ->
+        [B, n, k * d]."""
+        return altup.folded(states) if self.streams > 1 else states
 
     def finish(self, decoder: Any, hidden: Tensor) -> Tensor:
-        """Final norm (and OPT's projection) before the LM head. hidden: [..., d]."""
-        if self.per_layer_inputs:
-            hidden = hidden[..., : submodule(decoder, self.leaving[0]).weight.shape[0]]
+        """Final norm (and OPT's projection) before the LM head. hidden: [..., d], with or without what is carried behind."""
+        if self.per_layer_inputs or self.streams > 1:
+            hidden = hidden[..., : self.streams * submodule(decoder, self.leaving[0]).weight.shape[0]]
+        if self.streams > 1:
+            hidden = altup.merged(decoder, altup.unfolded(hidden, self.streams))
         for path in self.leaving:
             hidden = submodule(decoder, path)(hidden)
         return hidden
@@ -156,6 +178,14 @@ def submodule(module: Any, path: str) -> Any:
 def text_config(model: Any) -> Any:
     """The config of the text model, also inside a multimodal wrapper."""
     return model.config.get_text_config(decoder=True)
+
+
+def text_ids(model: Any) -> int:
+    """How many ids are text, from 0 upwards: those that the input embedding has rows for, up to where a multimodal model begins
+    to embed pictures and sound by other modules (Gemma 3n's `vocab_offset`)."""
+    parts = [getattr(model.config, name, None) for name in model.config.sub_configs]
+    offsets = [offset for part in parts if isinstance(offset := getattr(part, "vocab_offset", None), int)]
+    return min([model.get_input_embeddings().weight.shape[0], *offsets])
 
 
 def reaches(config: Any, family: Family) -> list[Reach]:

@@ -10,12 +10,12 @@ TESTED: frozenset[str] = frozenset(
     _types("""
     afmoe apertus arcee aria_text axk1 bamba biogpt bitnet bloom codegen cohere cohere2 cohere2_moe cwm deepseek_v2
     deepseek_v3 diffllama doge dots1 emu3 ernie4_5 ernie4_5_moe exaone4 exaone_moe falcon flex_olmo flint fuyu gemma
-    gemma2 gemma3 gemma3_text gemma4 gemma4_text gemma4_unified gemma4_unified_text glm glm4 glm4_moe glm4_moe_lite
-    got_ocr2 gpt2 gpt_bigcode gpt_neo gpt_neox gpt_neox_japanese gpt_oss gptj granite granite_swa granitemoe
-    granitemoe_swa granitemoehybrid granitemoeshared helium hunyuan_v1_dense hunyuan_v1_moe hy_v3 hyperclovax internlm3
-    iquestcoder jais2 jetmoe kolibri1 laguna lfm2 lfm2_moe lfm3 llama llama4 llama4_text mellum mimo_v2_flash minimax_m2
-    minimax_m3_vl_text ministral ministral3 mistral mixtral mpt nanochat nemotron olmo olmo2 olmo3 olmo_hybrid olmoe opt
-    persimmon phi phi3 phimoe qwen2 qwen2_moe qwen3 qwen3_5 qwen3_5_moe qwen3_5_moe_text qwen3_5_text qwen3_moe
+    gemma2 gemma3 gemma3_text gemma3n gemma3n_text gemma4 gemma4_text gemma4_unified gemma4_unified_text glm glm4
+    glm4_moe glm4_moe_lite got_ocr2 gpt2 gpt_bigcode gpt_neo gpt_neox gpt_neox_japanese gpt_oss gptj granite granite_swa
+    granitemoe granitemoe_swa granitemoehybrid granitemoeshared helium hunyuan_v1_dense hunyuan_v1_moe hy_v3 hyperclovax
+    internlm3 iquestcoder jais2 jetmoe kolibri1 laguna lfm2 lfm2_moe lfm3 llama llama4 llama4_text mellum mimo_v2_flash
+    minimax_m2 minimax_m3_vl_text ministral ministral3 mistral mixtral mpt nanochat nemotron olmo olmo2 olmo3 olmo_hybrid
+    olmoe opt persimmon phi phi3 phimoe qwen2 qwen2_moe qwen3 qwen3_5 qwen3_5_moe qwen3_5_moe_text qwen3_5_text qwen3_moe
     qwen3_next seed_oss smollm3 solar_open stablelm starcoder2 vaultgemma xglm youtu
     """)
 )
@@ -27,7 +27,6 @@ _UNTRIED = "keeps a recurrent state of a form that skipstone has not been tested
 _ENCODER = "is a bidirectional encoder, also where its config says decoder; skipstone decodes causal models"
 _DECODER = "is the decoder of an encoder-decoder; skipstone decodes decoder-only models"
 _INDEXED = "attends to tokens that an indexer with a cache of its own chooses"
-_ALTERNATING = "hands four streams of states from layer to layer (AltUp), each layer predicting three of them"
 _ASSISTANT = "drafts for a larger model whose states it reads; it has no text of its own"
 
 REFUSED: dict[str, str] = {
@@ -49,7 +48,6 @@ REFUSED: dict[str, str] = {
         _DECODER,
     ),
     **dict.fromkeys(_types("axk2 deepseek_v32 deepseek_v4 glm_moe_dsa hy_v4 qwen4_exp qwen4_exp_text"), _INDEXED),
-    **dict.fromkeys(_types("gemma3n gemma3n_text"), _ALTERNATING),
     **dict.fromkeys(_types("gemma4_assistant gemma4_unified_assistant"), _ASSISTANT),
     **dict.fromkeys(_types("inkling2_text inkling_text"), "mixes convolutions into its layers, whose states have no positions"),
     **dict.fromkeys(_types("dots3_note dots3_note_text"), "has layers with different numbers of heads"),

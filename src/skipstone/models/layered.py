@@ -32,7 +32,7 @@ class LayeredModel(DecoderModules):
     places and dtypes of its weights have changed. One thread at a time may use a model; a server owns its model.
 
     model: the transformers model. decoder: that without its head. head: the LM head. layers: the decoder layers. kinds: their
-    layer types. reaches: how far they see back. embeddings: ids that have an embedding.
+    layer types. reaches: how far they see back. embeddings: ids of text that have an embedding.
     max_positions: most positions of a sequence; max_positions_source: the config field that says so. engine: what computes the
     layers. asked: what was asked of it. engine_reason: why "auto" did not take the native engine, None where it did or was not
     asked. kv_dtype: what a `KVStore` keeps keys and values in. dtype: of the hidden states. device: of tokens, hidden states

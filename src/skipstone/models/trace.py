@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 from transformers import DynamicCache
 
-from skipstone.models.families import stateful_kinds
+from skipstone.models.families import stateful_kinds, text_ids
 from skipstone.models.placing import home
 
 PREFIX = 12  # tokens that both rows of a trace begin with
@@ -36,8 +36,8 @@ class Trace:
 
     parts: calls of the owner's modules, but for its layers, in order; those before the first layer first. before: how many of
     those there are. layers: calls of the layers, in order, with their indices. inside: of the modules right below the first
-    layer of every kind of mixer, by the layer's index. heads: of the LM head. cache: what the model was given. logits: [2, T,
-    V].
+    layer of every kind of mixer, by the layer's index. returned: of every layer, how many values each of its modules returned,
+    0 for a tensor that is in no tuple. heads: of the LM head. cache: what the model was given. logits: [2, T, V].
     """
 
     ids: Tensor
@@ -45,6 +45,7 @@ class Trace:
     before: int | None = None
     layers: list[tuple[int, Call]] = field(default_factory=list)
     inside: dict[int, list[Call]] = field(default_factory=dict)
+    returned: dict[int, dict[str, int]] = field(default_factory=dict)
     heads: list[Call] = field(default_factory=list)
     cache: Any = None
     logits: Any = None
@@ -54,10 +55,9 @@ class Trace:
 def trace(model: Any, owner: Any, layers: nn.ModuleList, config: Any, positions: int) -> Trace:
     """Run a model's forward once, in eval mode, with small windows. owner: of the layers. config: of the text model. positions:
     that it has. The model, its config and its mode are as before. Whatever its forward raises is raised."""
-    embedding = model.get_input_embeddings().weight
     length = min(TOKENS, positions)
     generator = torch.Generator().manual_seed(SEED)
-    ids = torch.randint(0, embedding.shape[0], (2, length), generator=generator)
+    ids = torch.randint(0, text_ids(model), (2, length), generator=generator)
     ids[1, :PREFIX] = ids[0, :PREFIX]
     of_kind = stateful_kinds(config)
     first: dict[int, list[Call]] = {of_kind.index(kind): [] for kind in dict.fromkeys(of_kind)}
@@ -77,12 +77,18 @@ def _recorded(model: Any, owner: Any, layers: nn.ModuleList, found: Trace) -> It
     def layer(number: int) -> Callable[[Call], None]:
         return lambda call: found.layers.append((number, call))
 
+    def counted(number: int) -> Callable[[Call], None]:
+        values = found.returned.setdefault(number, {})
+        return lambda call: values.update({call.path: len(call.output) if isinstance(call.output, (tuple, list)) else 0})
+
     watched: list[tuple[str, Any, Callable[[Call], None]]] = [("", model.get_output_embeddings(), found.heads.append)]
     for name, module in owner.named_children():
         if module is not layers:
             several = module.named_children() if isinstance(module, nn.ModuleList) else [("", module)]
             watched += [(f"{name}.{more}" if more else name, one, part) for more, one in several]
     watched += [(str(number), one, layer(number)) for number, one in enumerate(layers)]
+    for number, one in enumerate(layers):
+        watched += [(name, child, counted(number)) for name, child in one.named_children()]
     for number, calls in found.inside.items():
         watched += [(name, one, calls.append) for name, one in layers[number].named_children()]
     hooks = [layers[0].register_forward_pre_hook(lambda *_: _begin_layers(found))]

@@ -96,10 +96,11 @@ def search(
     done: Callable[[Found, float], None] = lambda *_: None,
 ) -> Found:
     """Search for `budget` seconds, what the file of trials already spent included. done: called after every trial with all that
-    was found and the seconds spent. ValueError for a model of too few layers, and for another search's file."""
+    was found and the seconds spent. ValueError for a model of too few layers or one that cannot skip any, and for another
+    search's file."""
     layered = LayeredModel(model)
     SelfSpeculative.check_states(layered)
-    space = Space(layered.depth)
+    space = Space.of(layered)
     for ratio in settings.ratios:
         LinearThompson(space, space.count(ratio))  # ValueError where nothing would be left out, or nothing left
     key = _key(model, settings)

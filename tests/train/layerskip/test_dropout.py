@@ -110,6 +110,12 @@ def test_kept_rows_are_computed_dropped_rows_pass_and_nothing_is_rescaled() -> N
     assert hidden.grad.tolist() == [[[0.5, 0.5]], [[1, 1]], [[0.5, 0.5]]]
 
 
+def test_rows_of_several_streams_are_kept_and_dropped_in_all_of_them() -> None:
+    hidden, each = torch.arange(12.0).reshape(4, 3, 1, 1), torch.arange(3.0).reshape(3, 1, 1)  # 4 streams of 3 rows
+    out = run_rows(lambda kept, more: kept + 100 * more, [0, 2], hidden, each)
+    assert out.equal(hidden + 100 * torch.tensor([0.0, 0, 2]).reshape(3, 1, 1))
+
+
 def test_without_rows_nothing_is_run_and_with_all_rows_the_layer_is_run_as_it_is() -> None:
     hidden = torch.randn(3, 2, 4)
     assert run_rows(lambda *_: pytest.fail("the layer was run"), [], hidden) is hidden

@@ -64,7 +64,7 @@ def assert_quality(found: ExitQuality, perplexity: dict[int, float], agreement: 
     assert found.agreement == agreement
 
 
-@pytest.mark.parametrize("name", ["llama", "gpt2", "gemma2", "granite", "cohere", "falcon"])
+@pytest.mark.parametrize("name", ["llama", "gpt2", "gemma2", "gemma3n_text", "granite", "cohere", "falcon"])
 def test_every_exit_is_measured_as_by_hand(name: str) -> None:
     model, data = families.cached(name), rows()
     perplexity, agreement, tokens = explicit(name, model, data)

@@ -233,5 +233,8 @@ def test_what_the_recipe_does_not_cover_is_refused_before_training() -> None:
     ):
         with pytest.raises(ValueError, match=words):
             objective(model, exits, **options)
+    for name in ("gemma3n_text", "gemma4_text"):
+        with pytest.raises(ValueError, match=rf"this {name} model read keys and values of other layers.*\(p_max=0\)"):
+            objective(families.cached(name), CE, RATE)
     with pytest.raises(ValueError, match="at least 2 steps, found 1"):
         Objective(families.cached("llama"), LayerSkipRecipe(LayerDropout(0.1, "exponential"), CE), 1, 0)

@@ -6,7 +6,6 @@ Shapes: B rows, k tokens drafted so far, V vocabulary.
 import functools
 import operator
 from collections.abc import Sequence
-from typing import ClassVar
 
 import torch
 from torch import Tensor
@@ -122,7 +121,7 @@ class ChainSession(Session):
     stops drafting.
     """
 
-    looks: ClassVar[bool] = True  # whether an accelerator is asked now and then if every row has stopped
+    looks = True  # whether an accelerator is asked now and then if every row has stopped
 
     def __init__(
         self, model: LayeredModel, rows: int, capacity: int, *, most: int, threshold: Threshold, coupled: bool, scratch: int = 0

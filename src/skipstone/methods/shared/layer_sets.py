@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 import numpy as np
 from numpy.typing import NDArray
@@ -16,6 +16,7 @@ from pydantic import Field
 
 from skipstone.files import write_json
 from skipstone.models.fingerprint import fingerprint
+from skipstone.models.layered import LayeredModel
 from skipstone.models.passes import SkipSet
 from skipstone.settings_files import Part, read_json
 
@@ -35,6 +36,13 @@ class Space:
     def __post_init__(self) -> None:
         if self.layers < 4:
             raise ValueError(f"skipping sublayers needs a model of at least 4 layers, found {self.layers}")
+
+    @classmethod
+    def of(cls, model: LayeredModel) -> Self:
+        """All layer sets of a model. ValueError where its sublayers cannot be left out."""
+        if reason := model.family.unskippable:
+            raise ValueError(f"no sublayer of this {model.config.model_type} model can be skipped: it {reason}")
+        return cls(model.depth)
 
     @property
     def size(self) -> int:

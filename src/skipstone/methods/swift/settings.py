@@ -46,7 +46,7 @@ class SwiftSettings(ShortlistMethod):
 
     def check(self, model: LayeredModel) -> None:
         super().check(model)
-        space = Space(model.depth)
+        space = Space.of(model)
         if not 0 < space.count(self.skip_ratio) < space.size:
             raise ValueError(
                 f"skip_ratio={self.skip_ratio} leaves out {space.count(self.skip_ratio)} of the {space.size} sublayers that "

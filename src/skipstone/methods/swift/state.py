@@ -42,7 +42,7 @@ class SwiftState:
     """See the module. profile: a layer set that was found before, then nothing is searched. rows: of the batch."""
 
     def __init__(self, method: SwiftSettings, model: LayeredModel, profile: SkipSet | None = None, rows: int = 1) -> None:
-        self.method, self.space = method, Space(model.depth)
+        self.method, self.space = method, Space.of(model)
         objective = Objective(
             costs_by_weight(model, self.space), method.objective, min(method.num_speculative_tokens, MOST_DRAFTS)
         )

@@ -50,8 +50,8 @@ def why_not(model: Any, facts: Facts) -> str | None:
         return f"its weights are {facts.spread}"
     if facts.family.recurrent:
         return "some of its layers keep states without positions, which its graphs do not"
-    if facts.family.per_layer_inputs or facts.family.shares:
-        return "its layers share keys and values, or are given inputs of their own, which its graphs do not know"
+    if facts.family.per_layer_inputs or facts.family.shares or facts.family.streams > 1:
+        return "its layers share keys and values, have several streams or inputs of their own, which its graphs do not know"
     if facts.family.own_masks or facts.family.asks_length or facts.family.alibi:
         return "its layers mask or count by themselves, or add position biases, which its graphs do not do"
     for name, module in model.named_modules():

@@ -26,21 +26,23 @@ def kept_rows(rows: int, rates: Sequence[float], seed: int, step: int) -> list[l
 
 
 def run_rows(forward: Callable[..., Any], rows: list[int], hidden: Tensor, *args: Any, **kwargs: Any) -> Any:
-    """A layer over some rows of a batch; the others pass by. hidden: [B, T, d]. Arguments with one entry a row are cut alike.
+    """A layer over some rows of a batch; the others pass by. hidden: [B, T, d], of several streams [k, B, T, d]. Arguments with
+    one entry a row are cut alike.
 
     Eq. 1 with M drawn per row; no rescaling by 1 / (1 - p), in training or inference, as in the paper. Returns what the layer
     returns: its output, or a tuple that begins with it and whose rest is of the kept rows only. Without rows: `hidden` itself.
     """
-    batch = hidden.shape[0]
+    batch = hidden.shape[-3]
     if len(rows) == batch:
         return forward(hidden, *args, **kwargs)
     if not rows:
         return hidden
     index = torch.tensor(rows, device=hidden.device)
     args = tuple(_cut(value, index, batch) for value in args)
-    output = forward(hidden[index], *args, **{name: _cut(value, index, batch) for name, value in kwargs.items()})
+    kwargs = {name: _cut(value, index, batch) for name, value in kwargs.items()}
+    output = forward(hidden.index_select(-3, index), *args, **kwargs)
     kept = output[0] if isinstance(output, tuple) else output
-    merged = hidden.index_copy(0, index, kept.to(hidden.dtype))
+    merged = hidden.index_copy(-3, index, kept.to(hidden.dtype))
     return (merged, *output[1:]) if isinstance(output, tuple) else merged
 
 
@@ -73,7 +75,8 @@ def forwards_replaced(
 def layers_recorded(
     layers: Sequence[nn.Module], wanted: Sequence[bool], rows: Sequence[list[int]]
 ) -> Iterator[dict[int, Tensor]]:
-    """Keep the outputs x_{l+1} [B, T, d] of the wanted layers by l, and run each layer over its rows only.
+    """Keep the outputs x_{l+1} [B, T, d] (of several streams [k, B, T, d]) of the wanted layers by l, and run each layer over
+    its rows only.
 
     Layer 0 must keep a row (D(0) = 0): it shows whether this family's layers return tuples, before a layer drops all rows.
     """

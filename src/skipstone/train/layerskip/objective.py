@@ -52,6 +52,11 @@ class Objective:
             raise ValueError("LayerSkip's loss carries no router loss: set output_router_logits=False in the model's config")
         if rate := getattr(config, "layerdrop", 0):
             raise ValueError(f"the model drops layers by itself (layerdrop={rate}): set layerdrop=0 in the model's config")
+        if recipe.dropout.p_max and self.modules.family.shares:
+            raise ValueError(
+                f"layers of this {config.model_type} model read keys and values of other layers, which would be missing for "
+                f"the rows that those drop: train it without layer dropout (p_max=0), found p_max={recipe.dropout.p_max}"
+            )
         self.step = self.micro = 0
         self.parts: dict[str, Tensor] = {}
 
@@ -92,7 +97,8 @@ class Objective:
         if self.teacher is not None:
             with torch.no_grad():
                 taught = self.teacher.decoder(**inputs).last_hidden_state.flatten(0, 1)[predicted]
-        flat = {layer: state.flatten(0, 1)[predicted] for layer, state in states.items()}  # [N, d] each
+        folded = self.modules.family.folded
+        flat = {layer: folded(state).flatten(0, 1)[predicted] for layer, state in states.items()}  # [N, d] each
         combine = self._towards_labels if self.recipe.exits.kl_weight is None else self._towards_last
         total, parts = combine(flat, targets, taught)
         count = max(1, len(targets)) if num_items_in_batch is None else num_items_in_batch

@@ -215,6 +215,11 @@ def _initial_model(recipe: Recipe, base: Path, tokenizer: PreTrainedTokenizerBas
 def _shorten(model: Any, layers: int) -> None:
     """Leave a model its first layers only. ValueError where it has no more than that."""
     modules, config = DecoderModules(model), model.config
+    if modules.family.shares or modules.family.per_layer_inputs:
+        raise ValueError(
+            f"model.layers cannot shorten this {config.model_type} model: its layers read keys and values of other layers, or "
+            "are given inputs of their own; leave it out"
+        )
     if layers >= modules.depth:
         raise ValueError(f"model.layers must be less than the model's {modules.depth} layers, found {layers}")
     setattr(modules.decoder, modules.family.layers, torch.nn.ModuleList(modules.layers[:layers]))

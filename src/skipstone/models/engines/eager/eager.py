@@ -81,8 +81,10 @@ class EagerEngine:
         cache: dict[str, Any] = {self.family.cache_argument: view}
         if self.family.shares:
             cache[SHARED] = SharedView(view, dict(self.family.shares), self.dtype)
-        # layers without both sublayers hand on their input, but for a post-norm model's (OPT-350m), whose norms follow the sum
-        absent = skip.attention & skip.mlp if skip and not self.family.post_norm else frozenset()
+        # layers without both sublayers hand on their input, unless a norm or a scale follows the sum (OPT-350m), or others read
+        # their keys and values
+        changing = self.family.post_norm or self.family.shares
+        absent = skip.attention & skip.mlp if skip and not changing else frozenset()
         rotary = self.family.rotary
         phases = {source: self._phases(source, hidden, at) for source in {rotary[index] for index in layers}}
         running = self._patched(skip)
@@ -97,8 +99,8 @@ class EagerEngine:
                     hidden = output[0] if isinstance(output, (tuple, list)) else output
         finally:
             running.passing = False
-        hidden = torch.cat([hidden, *beside], -1) if beside else hidden
-        return hidden.to(self._home)  # from where the last layer is; accelerate's hooks bring it to each of them
+        hidden = self.family.folded(hidden).to(self._home)  # from where the last layer is; accelerate's hooks bring it to each
+        return torch.cat([hidden, *beside], -1) if beside else hidden
 
     def normed(self, hidden: Tensor) -> Tensor:
         """What the LM head reads: states after the final norm (and OPT-350m's projection). [..., d] -> [..., d']."""
@@ -177,13 +179,14 @@ class EagerEngine:
 
     def _patch_sublayers(self) -> None:
         """Put on what passes with a skip set want."""
+        family, read = self.family, dict(self.family.shares).values()
         for index, layer in enumerate(self.layers):
-            patches.cover(getattr(layer, self.family.attention), patches.Skippable, self._running, "attention", index)
-            *before, last = (getattr(layer, name) for name in self.family.mlp)
-            for module in before:
-                part = "mlp" if self.family.beside else "before"
-                patches.cover(module, patches.Skippable, self._running, part, index)
-            patches.cover(last, patches.Skippable, self._running, "mlp", index)
+            for name, returns in zip((family.attention, *family.mlp), family.returns[index], strict=True):
+                if name == family.attention:
+                    part = "read" if index in read else "attention"
+                else:
+                    part = "before" if name in family.inner else "mlp"
+                patches.cover(getattr(layer, name), patches.Skippable, self._running, part, index, returns, family.summed)
         self._running.skippable = True
 
     def _given(self, index: int, at: Pass, phases: Any) -> dict[str, Any]:

@@ -16,8 +16,9 @@ from torch import Tensor, nn
 from skipstone.models.engines.eager import attention, linear
 from skipstone.models.kvstore import PassView
 from skipstone.models.passes import SkipSet
+from skipstone.models.trace import by_name
 
-Part = Literal["attention", "mlp", "before"]
+Part = Literal["attention", "read", "mlp", "before"]
 
 
 @dataclass(slots=True, eq=False)
@@ -82,25 +83,38 @@ class FewRows(Forward):
 class Skippable(Forward):
     """A module of a sublayer that a pass can leave out.
 
-    part: "attention", which then adds nothing to the residual stream and stores no keys and values; "mlp", whose output is the
-    MLP sublayer's and then nothing; "before", on the way to that one, which then hands on its input.
+    part: "attention", which then adds nothing to the residual stream and stores no keys and values; "read", an attention whose
+    keys and values other layers read, which then adds nothing but still stores them; "mlp", which then adds nothing; "before",
+    on the way to such a module, which then hands on its input. returns: how many values the module returns,
+    0 for a tensor that is in no tuple; those behind the first (attention weights, a router's scores, a bias that is yet to be
+    added) are then None. summed: the name of the argument for the residual stream, where the module may return the sum itself.
     """
 
-    __slots__ = ("layer", "part")
+    __slots__ = ("layer", "part", "returns", "summed")
 
-    def __init__(self, module: nn.Module, running: Running, before: Any, part: Part, layer: int) -> None:
-        super().__init__(module, running, before, part, layer)
-        self.part, self.layer = part, layer
+    def __init__(
+        self, module: nn.Module, running: Running, before: Any, part: Part, layer: int, returns: int, summed: str | None
+    ) -> None:
+        super().__init__(module, running, before, part, layer, returns, summed)
+        self.part, self.layer, self.returns, self.summed = part, layer, returns, summed
 
     def __call__(self, *given: Any, **more: Any) -> Any:
         running = self.running
-        if running.passing and self.layer in (running.skip.attention if self.part == "attention" else running.skip.mlp):
-            hidden: Tensor = given[0] if given else more["hidden_states"]
-            if self.part == "before":
-                return hidden
-            nothing = torch.zeros_like(hidden)
-            return (nothing, None) if self.part == "attention" else nothing
-        return self.own(*given, **more)
+        if not (running.passing and self.layer in self._skipped(running.skip)):
+            return self.own(*given, **more)
+        hidden: Tensor = given[0] if given else more["hidden_states"]
+        if self.part == "before":
+            return hidden
+        if self.part == "read":
+            self.own(*given, **more)
+        module: Any = self._module()
+        stream = by_name(module, given, more).get(self.summed) if self.summed else None
+        unchanged = torch.zeros_like(hidden) if stream is None else stream  # [..., d]
+        return (unchanged, *[None] * (self.returns - 1)) if self.returns else unchanged
+
+    def _skipped(self, skip: SkipSet) -> frozenset[int]:
+        """Layers whose sublayer of this kind is left out."""
+        return skip.attention if self.part in ("attention", "read") else skip.mlp
 
 
 class Recurrent(Forward):

