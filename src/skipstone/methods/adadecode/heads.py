@@ -35,8 +35,8 @@ class HeadsCard(Part):
 
     model: fingerprint of the weights; name: what the model was called. layers: E of every head, those that ran before it.
     kind: "square" T (d x d, the paper's), "low_rank" T = I + B A, "full" V x d heads of their own, "original": none at all.
-    vocabulary: tokens that the heads predict, those of their shortlist; None for all. hidden_size: d, what the LM head reads. norm: what is done to a state first: the model's "final" norm. training, metrics:
-    for people.
+    vocabulary: tokens that the heads predict, those of their shortlist; None for all. hidden_size: d, what the LM head reads.
+    norm: what is done to a state first: the model's "final" norm. training, metrics: for people.
     """
 
     version: int = VERSION
@@ -248,9 +248,8 @@ def _read(source: str | Path, model: LayeredModel) -> ExitHeads:
         raise ValueError(f"{source}: {WEIGHTS} is damaged or does not fit its {CARD}: {error}") from error
     if not all(bool(one.isfinite().all()) for one in weights.values()):
         raise ValueError(f"{source}: {WEIGHTS} holds numbers that are not finite")
-    if (ids := heads.shortlist) is not None and not (ids.diff() > 0).all().logical_and(0 <= ids[0]).logical_and(
-        ids[-1] < card.vocab_size
-    ):
+    ids = heads.shortlist
+    if ids is not None and (ids[0] < 0 or ids[-1] >= card.vocab_size or not bool((ids.diff() > 0).all())):
         raise ValueError(
             f"{source}: the shortlist in {WEIGHTS} must hold ids from 0 to {card.vocab_size - 1} in ascending order"
         )

@@ -31,8 +31,8 @@ class Answers(Part):
 
 
 class Shape(Part):
-    """Heads after `layers` (None: L/4, L/2, 3L/4), of a `kind`, with a rank where that is low_rank. vocabulary: tokens that they
-    predict, the so many that the answers hold most often; None for all."""
+    """Heads after `layers` (None: L/4, L/2, 3L/4), of a `kind`, with a rank where that is low_rank. vocabulary: tokens that
+    they predict, the so many that the answers hold most often; None for all."""
 
     layers: tuple[int, ...] | None = Field(default=None, min_length=1)
     kind: Kind = "square"

@@ -121,7 +121,8 @@ def _account(recipe: HeadsRecipe, state: "_Run", seconds: dict[str, float]) -> d
 
 
 def commonest(answers: Iterable[Sequence[int]], count: int, vocabulary: int) -> Tensor:
-    """[count] int64, ascending: the ids below `vocabulary` that answers hold most often, of equally frequent ones the lowest."""
+    """[count] int64, ascending: the ids below `vocabulary` that answers hold most often, of equally frequent ones the lowest
+    ones."""
     found = Counter(token for tokens in answers for token in tokens)
     return torch.tensor(sorted(sorted(range(vocabulary), key=lambda id: (-found[id], id))[:count]))
 
@@ -165,8 +166,9 @@ class Divergence(nn.Module):
 
 @torch.no_grad()
 def quality(heads: ExitHeads, model: LayeredModel, features: Features, answers: Sequence[int]) -> list[dict[str, float]]:
-    """Of every head on some answers: divergence (nats a token), agreement (share of positions where its first choice is the
-    last layer's, of all tokens), sure (share where it gives its choice more than SURE) and right (share of those where it agrees)."""
+    """Of every head on some answers: divergence (nats a token), agreement (share of positions where its first choice is what
+    the last layer chooses of all tokens), sure (share where it gives its choice more than SURE) and right (share of those
+    where it agrees)."""
     sums = torch.zeros(len(heads.card.layers), 4, dtype=torch.double)  # divergence, agreeing, sure, both, by head
     states, divergence = features.states_of(answers), Divergence(heads, model)
     ids = torch.arange(model.head.weight.shape[0], device=model.device) if heads.shortlist is None else heads.shortlist
