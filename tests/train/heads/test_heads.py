@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 
 import skipstone
 from skipstone import AdaDecode, ExitHeads
@@ -63,7 +63,7 @@ def test_training_brings_heads_nearer_and_never_touches_the_model(base: Path, tm
     )
 
 
-@pytest.mark.parametrize("heads", [{"kind": "low_rank", "rank": 4}, {"kind": "full"}, {"layers": [3]}])
+@pytest.mark.parametrize("heads", [{"kind": "low_rank", "rank": 4}, {"kind": "full"}, {"layers": [3]}, {"vocabulary": 20}])
 def test_every_kind_of_heads_is_trained(base: Path, tmp_path: Path, heads: dict[str, Any]) -> None:
     folder = training.run(recipe(base, tmp_path / "run", heads=heads), base, say=quiet)
     card = json.loads((folder / "exit_heads.json").read_text())
@@ -132,6 +132,45 @@ def test_answers_are_the_models_greedy_ones_and_are_not_asked_twice(base: Path, 
     with pytest.raises(ValueError, match=r"holds other answers \(prompts differ\)"):
         answering.write(model, asked[:2], tokenizer, wish, path, {1}, quiet)
     assert seconds > 0
+
+
+def test_heads_of_few_tokens_learn_their_distribution_and_predict_no_other(base: Path, tmp_path: Path) -> None:
+    """KL over the ids that the answers hold most often, in float64 from the model's own logits."""
+    folder = training.run(recipe(base, tmp_path / "run", heads={"vocabulary": 12}), base, say=quiet)
+    model, _ = skipstone.load(base / "model")
+    layered = LayeredModel(model)
+    heads = exit_heads.load_heads(folder, layered)
+    answers = [json.loads(line)["tokens"] for line in (tmp_path / "run" / "answers.jsonl").read_text().splitlines()[1:]]
+    found = [token for one in answers for token in one]
+    assert heads.shortlist is not None
+    ids = heads.shortlist.tolist()
+    assert ids == sorted(set(ids))
+    assert min(map(found.count, ids)) >= max(found.count(other) for other in set(range(97)) - {*ids})
+    with torch.no_grad():
+        states = model(prompt(12)[None], output_hidden_states=True).hidden_states
+        stored = torch.stack([model.model.norm(states[layer][0]) for layer in heads.card.layers] + [states[6][0]], 1)
+        divergences = training.Divergence(heads, layered)(stored)
+        rows = model.lm_head.weight.double()[ids]
+        target = (stored[:, -1].double() @ rows.T).log_softmax(-1)
+        for index, divergence in enumerate(divergences):
+            said = (stored[:, index].double() @ heads.heads[index].weight.double().T @ rows.T).log_softmax(-1)  # type: ignore[operator, union-attr]
+            assert divergence.item() == pytest.approx((target.exp() * (target - said)).sum().item(), rel=1e-4)
+    options: dict[str, Any] = {"max_new_tokens": 20, "do_sample": False}
+    plain = skipstone.generate(model, prompt(9), "autoregressive", **options).new_tokens
+    for method in (AdaDecode(str(folder), 0.1, guard=False), AdaDecode(str(folder), 0.1, guard=False, draft_vocabulary=97)):
+        assert skipstone.generate(model, prompt(9), method, **options).new_tokens == plain
+    assert AdaDecode(str(folder)).shortlist(layered).tolist() == ids  # type: ignore[union-attr]
+    assert AdaDecode(str(folder), draft_vocabulary=97).shortlist(layered) is None, "what is asked for counts"
+
+
+def test_a_damaged_shortlist_is_refused(base: Path, tmp_path: Path) -> None:
+    folder = training.run(recipe(base, tmp_path / "run", heads={"vocabulary": 12}), base, say=quiet)
+    weights = load_file(folder / "exit_heads.safetensors")
+    save_file(weights | {"shortlist": weights["shortlist"].flip(0)}, folder / "exit_heads.safetensors")
+    with pytest.raises(
+        ValueError, match=r"the shortlist in exit_heads\.safetensors must hold ids from 0 to 96 in ascending order"
+    ):
+        exit_heads.load_heads(folder, LayeredModel(skipstone.load(base / "model")[0]))
 
 
 CHAT = "{% for m in messages %}<{{ m.role }}>{{ m.content }}{% endfor %}{% if add_generation_prompt %}<assistant>{% endif %}"
@@ -289,6 +328,7 @@ WRONG: list[tuple[dict[str, Any], str]] = [
     ({"training": {"lr": 1}}, "training: unknown setting 'lr'"),
     ({"answers": {"max_new_tokens": 600}}, "no prompt leaves room for 600 new tokens"),
     ({"prompts": []}, "prompts: List should have at least 1 item"),
+    ({"heads": {"kind": "full", "vocabulary": 8}}, "a vocabulary belongs to heads that share the model's own LM head"),
 ]
 
 

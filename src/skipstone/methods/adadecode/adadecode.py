@@ -92,6 +92,10 @@ class AdaDecode(ShortlistMethod):
             raise ValueError(f"exit_layers must be among the heads' layers, {list(heads.card.layers)}, found {wrong}")
         return heads
 
+    def shortlist(self, drafter: LayeredModel) -> Tensor | None:
+        """As in `ShortlistMethod`; where no vocabulary is asked for, that of the heads."""
+        return self._heads(drafter).shortlist if self.draft_vocabulary is None else super().shortlist(drafter)
+
     def report(self, model: PreTrainedModel) -> dict[str, Any]:
         return states.known(self, None, model)
 

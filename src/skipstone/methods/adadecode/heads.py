@@ -35,8 +35,8 @@ class HeadsCard(Part):
 
     model: fingerprint of the weights; name: what the model was called. layers: E of every head, those that ran before it.
     kind: "square" T (d x d, the paper's), "low_rank" T = I + B A, "full" V x d heads of their own, "original": none at all.
-    hidden_size: d, what the LM head reads. norm: what is done to a state first: the model's "final" norm. training, metrics:
-    for people.
+    vocabulary: tokens that the heads predict, those of their shortlist; None for all. hidden_size: d, what the LM head reads.
+    norm: what is done to a state first: the model's "final" norm. training, metrics: for people.
     """
 
     version: int = VERSION
@@ -45,6 +45,7 @@ class HeadsCard(Part):
     layers: tuple[int, ...] = Field(min_length=1)
     kind: Kind = "square"
     rank: int | None = None
+    vocabulary: int | None = Field(default=None, ge=1)
     hidden_size: int = Field(ge=1)
     vocab_size: int = Field(ge=1)
     norm: Literal["final"] = "final"
@@ -66,7 +67,12 @@ class LowRank(nn.Module):
 
 
 class ExitHeads(nn.Module):
-    """One head for each of `card.layers`. A new T is the identity, a new full head zero until `start_from` copies E*."""
+    """One head for each of `card.layers`. A new T is the identity, a new full head zero until `start_from` copies E*.
+
+    shortlist: [S] int64, ascending, the ids that the heads predict; None for all.
+    """
+
+    shortlist: Tensor | None
 
     def __init__(self, card: HeadsCard) -> None:
         super().__init__()
@@ -76,6 +82,7 @@ class ExitHeads(nn.Module):
             )
         self.card = card
         self.heads = nn.ModuleList(_head(card) for _ in card.layers)
+        self.register_buffer("shortlist", None if card.vocabulary is None else torch.arange(card.vocabulary))
 
     def states(self, index: int, normed: Tensor) -> Tensor:
         """T h of head number `index`; h where the head has no T. normed: [..., d]. Returns [..., d]."""
@@ -187,12 +194,26 @@ def _once(model: LayeredModel, key: Any, make: Callable[[], ExitHeads]) -> ExitH
     return _LOADED.get(model.model, (str(model.device), str(model.dtype), key), make)
 
 
-def new_card(model: LayeredModel, layers: tuple[int, ...], kind: Kind, rank: int | None = None, name: str = "") -> HeadsCard:
+def new_card(
+    model: LayeredModel,
+    layers: tuple[int, ...],
+    kind: Kind,
+    rank: int | None = None,
+    name: str = "",
+    vocabulary: int | None = None,
+) -> HeadsCard:
     """The card of new heads for a model. ValueError for layers that it does not have between its first and its last."""
     check_layers(layers, model.depth)
     vocab, size = model.head.weight.shape
     return HeadsCard(
-        model=fingerprint(model.model), name=name, layers=layers, kind=kind, rank=rank, hidden_size=size, vocab_size=vocab
+        model=fingerprint(model.model),
+        name=name,
+        layers=layers,
+        kind=kind,
+        rank=rank,
+        vocabulary=vocabulary,
+        hidden_size=size,
+        vocab_size=vocab,
     )
 
 
@@ -227,6 +248,11 @@ def _read(source: str | Path, model: LayeredModel) -> ExitHeads:
         raise ValueError(f"{source}: {WEIGHTS} is damaged or does not fit its {CARD}: {error}") from error
     if not all(bool(one.isfinite().all()) for one in weights.values()):
         raise ValueError(f"{source}: {WEIGHTS} holds numbers that are not finite")
+    ids = heads.shortlist
+    if ids is not None and (ids[0] < 0 or ids[-1] >= card.vocab_size or not bool((ids.diff() > 0).all())):
+        raise ValueError(
+            f"{source}: the shortlist in {WEIGHTS} must hold ids from 0 to {card.vocab_size - 1} in ascending order"
+        )
     return _ready(heads, model)
 
 

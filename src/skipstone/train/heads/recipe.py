@@ -31,11 +31,13 @@ class Answers(Part):
 
 
 class Shape(Part):
-    """Heads after `layers` (None: L/4, L/2, 3L/4), of a `kind`, with a rank where that is low_rank."""
+    """Heads after `layers` (None: L/4, L/2, 3L/4), of a `kind`, with a rank where that is low_rank. vocabulary: tokens that
+    they predict, the so many that the answers hold most often; None for all."""
 
     layers: tuple[int, ...] | None = Field(default=None, min_length=1)
     kind: Kind = "square"
     rank: int | None = None
+    vocabulary: int | None = Field(default=None, ge=1)
 
     @model_validator(mode="after")
     def _trained(self) -> "Shape":
@@ -44,6 +46,10 @@ class Shape(Part):
         if (self.kind == "low_rank") != (self.rank is not None) or (self.rank is not None and self.rank < 1):
             raise ValueError(
                 f"a rank of at least 1 belongs to kind low_rank and to no other, found {self.kind} and {self.rank}"
+            )
+        if self.kind == "full" and self.vocabulary is not None:
+            raise ValueError(
+                "a vocabulary belongs to heads that share the model's own LM head, square and low_rank, found full"
             )
         return self
 

@@ -13,7 +13,8 @@ import copy
 import json
 import math
 import time
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Iterable, Sequence
 from contextlib import nullcontext
 from datetime import timedelta
 from pathlib import Path
@@ -78,6 +79,8 @@ def run(
         began = time.perf_counter()
         features = answering.extract(layered, written, heads.card.layers, folder, max_disk, say)
     extracted = time.perf_counter()
+    if heads.shortlist is not None:
+        heads.shortlist.copy_(commonest([one.tokens for one in written], len(heads.shortlist), layered.head.weight.shape[0]))
     wish = {"training": recipe.training.model_dump(), "heads": recipe.heads.model_dump(), "seed": recipe.seed}
     key = {**wish, "model": heads.card.model, "answers": digest([one.tokens for one in written])}
     state = _Run(heads, layered, features, recipe.training, recipe.seed)
@@ -97,7 +100,8 @@ def _untrained(recipe: HeadsRecipe, model: LayeredModel) -> ExitHeads:
     layers = recipe.heads.layers or usual_layers(model.depth)
     name = recipe.name or (Path(recipe.model).name if recipe.model and Path(recipe.model).is_dir() else recipe.model) or BUNDLED
     set_seed(recipe.seed)
-    heads = ExitHeads(new_card(model, layers, recipe.heads.kind, recipe.heads.rank, name))
+    most = recipe.heads.vocabulary and min(recipe.heads.vocabulary, model.draftable)
+    heads = ExitHeads(new_card(model, layers, recipe.heads.kind, recipe.heads.rank, name, most))
     heads.start_from(model)
     return heads.to(model.device)
 
@@ -116,35 +120,63 @@ def _account(recipe: HeadsRecipe, state: "_Run", seconds: dict[str, float]) -> d
     }
 
 
+def commonest(answers: Iterable[Sequence[int]], count: int, vocabulary: int) -> Tensor:
+    """[count] int64, ascending: the ids below `vocabulary` that answers hold most often, of equally frequent ones the lowest
+    ones."""
+    found = Counter(token for tokens in answers for token in tokens)
+    return torch.tensor(sorted(sorted(range(vocabulary), key=lambda id: (-found[id], id))[:count]))
+
+
 class Divergence(nn.Module):
-    """Heads under training: states -> the divergence of every head."""
+    """Heads under training: states -> the divergence of every head, over the tokens that they predict."""
 
     def __init__(self, heads: ExitHeads, model: LayeredModel) -> None:
         super().__init__()
         self.heads = heads
-        self._model = [model]  # in a list, so that its parameters are none of this module's
+        # in a list, so that its parameters are none of this module's; the rows of E* that the heads predict with, [S, d]
+        self._model = [(model, None if heads.shortlist is None else model.head.weight.detach()[heads.shortlist])]
 
     def forward(self, states: Tensor) -> Tensor:
-        """states: [n, k + 1, d]. Returns [k], KL(p* || p_theta) in nats, summed over the positions."""
-        (model,) = self._model
+        """states: [n, k + 1, d]. Returns [k], KL(p* || p_theta) in nats, summed over the positions. Both are distributions over
+        the shortlist where there is one."""
         with torch.no_grad():
-            target = model.project(states[None, :, -1])[0].log_softmax(-1)
-        count = states.shape[1] - 1
-        said = [self.heads.read(model, index, states[None, :, index])[0].log_softmax(-1) for index in range(count)]
+            target = self.target(states)
+        said = [self.said(index, states[:, index]) for index in range(states.shape[1] - 1)]
         return torch.stack([(target.exp() * (target - one)).sum() for one in said])
+
+    def target(self, states: Tensor) -> Tensor:
+        """[n, V or S], the logarithm of p*. states: [n, k + 1, d]."""
+        return self._scores(states[:, -1]).log_softmax(-1)
+
+    def said(self, index: int, normed: Tensor) -> Tensor:
+        """[n, V or S], the logarithm of p_theta. index: of the head. normed: [n, d]."""
+        ((model, rows),) = self._model
+        if rows is None:
+            return self.heads.read(model, index, normed[None])[0].log_softmax(-1)
+        transformed = self.heads.states(index, normed.to(self.heads.dtype))
+        return self._scores(transformed.to(normed.dtype)).log_softmax(-1)
+
+    def _scores(self, normed: Tensor) -> Tensor:
+        ((model, rows),) = self._model
+        if rows is None:
+            return model.project(normed[None])[0]
+        bias = None if model.head.bias is None else model.head.bias.detach()[self.heads.shortlist]
+        return model.family.scored(nn.functional.linear(normed, rows, bias), model.config).float()
 
 
 @torch.no_grad()
 def quality(heads: ExitHeads, model: LayeredModel, features: Features, answers: Sequence[int]) -> list[dict[str, float]]:
-    """Of every head on some answers: divergence (nats a token), agreement (share of positions where its first choice is the
-    last layer's), sure (share where it gives its choice more than SURE) and right (share of those where it agrees)."""
+    """Of every head on some answers: divergence (nats a token), agreement (share of positions where its first choice is what
+    the last layer chooses of all tokens), sure (share where it gives its choice more than SURE) and right (share of those
+    where it agrees)."""
     sums = torch.zeros(len(heads.card.layers), 4, dtype=torch.double)  # divergence, agreeing, sure, both, by head
-    states = features.states_of(answers)
+    states, divergence = features.states_of(answers), Divergence(heads, model)
+    ids = torch.arange(model.head.weight.shape[0], device=model.device) if heads.shortlist is None else heads.shortlist
     for part in _chunks(states, model):
-        target = model.project(part[None, :, -1])[0].log_softmax(-1)  # [n, V]
+        target, wanted = divergence.target(part), model.project(part[None, :, -1])[0].argmax(-1)  # [n, V or S], [n]
         for index, own in enumerate(sums):
-            said = heads.read(model, index, part[None, :, index])[0].log_softmax(-1)  # [n, V]
-            agrees, sure = said.argmax(-1) == target.argmax(-1), said.amax(-1).exp() > SURE
+            said = divergence.said(index, part[:, index])  # [n, V or S]
+            agrees, sure = ids[said.argmax(-1)] == wanted, said.amax(-1).exp() > SURE
             apart = (target.exp() * (target - said)).sum().double()
             own += torch.stack([apart, *(one.sum().double() for one in (agrees, sure, agrees & sure))]).cpu()
     figures = torch.cat([sums[:, :3] / max(len(states), 1), sums[:, 3:] / sums[:, 2:3].clamp(min=1)], 1).tolist()
