@@ -3,8 +3,8 @@
     python recipes/smollm2/shortlist.py runs/smollm2/said.json runs/smollm2/heads-*/answers.jsonl
     python recipes/smollm2/shortlist.py runs/smollm2/commands.json --commands runs/smollm2/commands/model
 
-The first form counts the answers that runs of `skipstone train heads` have written. The second counts the answers of the commands
-task's training part, as the tokenizer of a model folder reads them.
+The first form counts the answers that runs of `skipstone train heads` have written. The second counts the answers of the
+commands task's training part, as the tokenizer of a model folder reads them.
 """
 
 from __future__ import annotations
