@@ -1,4 +1,4 @@
-"""SmolLM2-135M-Instruct as a folder of transformers, for the recipes beside this file, without the Hugging Face hub.
+"""SmolLM2-135M-Instruct as a folder of transformers, for the recipes beside this file, without the hub.
 
     python recipes/smollm2/model.py runs/smollm2/model
 

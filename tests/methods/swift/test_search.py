@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 
 from skipstone.methods.shared.layer_sets import Costs, LayerMask, Objective, Space, expected_speedup, measured_speedup
+from skipstone.methods.swift.optimisation import Optimisation
 from skipstone.methods.swift.search import SEARCHES, LinearThompson, Search, SwiftSearch
 from skipstone.models.passes import SkipSet
 
@@ -148,15 +149,44 @@ def test_the_posterior_is_that_of_bayesian_linear_regression() -> None:
 def test_a_lucky_set_is_found_out() -> None:
     """One evaluation of full marks does not make the best set of a search by chance."""
     space = Space(8)
-    for name in ("random", "swift"):
-        search = SEARCHES[name](space, 5, Objective(by="matchness"), 0)
-        steady, lucky = space.uniform(5), space.random(5, np.random.default_rng(1))
-        for _ in range(8):
-            search.observe(steady, 0.8, 32)
-        search.observe(lucky, 0.82, 32)
-        assert (search.best() == steady).all()
-        again = [search.propose() for _ in range(4) if search.observe(space.random(5, search.rng), 0.1, 32) is None]
-        assert any((z == lucky).all() for z in again), "it is looked at again"
+    search = SEARCHES["random"](space, 5, Objective(by="matchness"), 0)
+    steady, lucky = space.uniform(5), space.random(5, np.random.default_rng(1))
+    for _ in range(8):
+        search.observe(steady, 0.8, 32)
+    search.observe(lucky, 0.82, 32)
+    assert (search.best() == steady).all()
+    again = [search.propose() for _ in range(4) if search.observe(space.random(5, search.rng), 0.1, 32) is None]
+    assert any((z == lucky).all() for z in again), "it is looked at again"
+
+
+def test_the_papers_search_keeps_the_highest_score_and_asks_a_gaussian_process_at_every_interval() -> None:
+    space = Space(8)
+    search = SwiftSearch(space, 5, Objective(by="matchness"), 0, interval=4)
+    bayesian: list[int] = []
+    own = search._by_gaussian_process
+    search._by_gaussian_process = lambda: bayesian.append(search.observations) or own()  # type: ignore[method-assign, func-returns-value]
+    first = search.propose()
+    assert (first == space.uniform(5)).all()
+    lucky = space.random(5, np.random.default_rng(1))
+    search.observe(lucky, 0.82, 32)
+    search.observe(lucky, 0.1, 32)
+    for _ in range(10):
+        search.observe(search.propose(), 0.5, 32)
+    assert (search.best() == lucky).all()
+    assert search.estimate(lucky) == pytest.approx(0.82)
+    assert bayesian == [7, 11], "after 3 steps two sets are known, too few for a process"
+
+
+def test_a_score_above_the_papers_limit_ends_its_search_at_once() -> None:
+    space = Space(8)
+    for name, over in (("swift", True), ("random", False)):
+        optimisation = Optimisation(SEARCHES[name](space, 5, Objective(by="matchness"), 0), 1000, 300, 0.95)
+        optimisation.observe(space.uniform(5), 0.97, 32)
+        optimisation.choose(cautious=True)
+        assert optimisation.is_over() == over
+        better = space.random(5, np.random.default_rng(1))
+        optimisation.observe(better, 0.975, 32)
+        assert optimisation.choose(cautious=True) == over, "by how little a score is higher"
 
 
 def test_a_gaussian_process_proposes_near_what_was_good() -> None:

@@ -3,8 +3,8 @@
 from skipstone.methods.shared.layer_sets import LayerMask
 from skipstone.methods.swift.search import Search
 
-BETTER = 1.01  # times the worth of the set in use that another one must have to take its place
-LEAST_EVALUATIONS = 16  # evaluations of a search before any set is good enough to end it
+BETTER = 1.01  # times the worth of the set in use that another one must have to take its place; 1 in the paper
+LEAST_EVALUATIONS = 16  # evaluations of a search before any set is good enough to end it; none in the paper
 
 
 class Optimisation:
@@ -42,10 +42,11 @@ class Optimisation:
         left only for one that is better by its matchness less a standard error."""
         search, best = self.search, self.search.best()
         hoped, now = search.estimate(best) or 0.0, search.estimate(self.skipped)
-        if cautious:
+        if cautious and not search.at_its_word:
             hoped = (hoped + search.nearly_certain(best)) / 2
         worth = 0.0 if now is None else search.objective(now, self.skipped)
-        better = bool((best != self.skipped).any()) and search.objective(hoped, best) > BETTER * worth
+        least = worth if search.at_its_word else BETTER * worth
+        better = bool((best != self.skipped).any()) and search.objective(hoped, best) > least
         if better:
             self.since_better = 0
         self.use(best if better else self.skipped)
@@ -53,6 +54,9 @@ class Optimisation:
 
     def is_over(self, good_enough: bool = True) -> bool:
         """The stopping rule. good_enough: whether a matchness of `enough` ends the search."""
-        good_enough = good_enough and self.evaluations - self.begun_at >= LEAST_EVALUATIONS
-        found = good_enough and self.search.nearly_certain(self.skipped) > self.enough
+        if self.search.at_its_word:
+            found = good_enough and (self.search.estimate(self.skipped) or 0.0) > self.enough
+        else:
+            good_enough = good_enough and self.evaluations - self.begun_at >= LEAST_EVALUATIONS
+            found = good_enough and self.search.nearly_certain(self.skipped) > self.enough
         return self.steps_left <= 0 or self.since_better >= self.patience or found

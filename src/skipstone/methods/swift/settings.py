@@ -33,6 +33,7 @@ class SwiftSettings(ShortlistMethod):
     )
     context_window: int = setting(32, "generated tokens that a layer set is judged by.")
     search: SearchName = setting("linear_ts", "linear_ts, swift (the paper's), random or uniform (none).")
+    bayes_interval: int = setting(25, "beta, evaluations of search=swift, one of which is Bayesian.")
     objective: Literal["speed", "matchness"] = setting("speed", '"speed" or the paper\'s "matchness".')
     max_steps: int = setting(1000, "evaluations after which the search ends.", least=0)
     patience: int = setting(300, "evaluations without a better set after which it ends.")

@@ -48,7 +48,8 @@ class SwiftState:
         )
         if profile is None:
             count = self.space.count(method.skip_ratio)
-            self.search = SEARCHES[method.search](self.space, count, objective, method.search_seed)
+            kind, seed = SEARCHES[method.search], method.search_seed
+            self.search = kind(self.space, count, objective, seed, interval=method.bayes_interval)
         else:
             first = self.space.from_skip_set(profile)
             self.search = Search(self.space, int(first.sum()), objective, first=first)
