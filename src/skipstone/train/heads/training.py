@@ -72,8 +72,7 @@ def run(
     say(f"{sum(one.numel() for one in heads.parameters()) / 1e6:.2f} M parameters after layers {heads.card.layers}")
     asked = asked_of(recipe.prompts, base, recipe.answers.chat)
     folder.mkdir(parents=True, exist_ok=True)
-    own: Any = model.generation_config.eos_token_id
-    eos = {one for one in (tokenizer.eos_token_id, *(own if isinstance(own, list) else [own])) if isinstance(one, int)}
+    eos = _ends(model, tokenizer)
     with processes.main_process_first():  # the others find what it has made
         written, wrote = answering.write(model, asked, tokenizer, recipe.answers, folder / ANSWERS, eos, say)
         began = time.perf_counter()
@@ -94,6 +93,12 @@ def run(
         old, new = (f"divergence {of['divergence']:.3f}, agreement {of['agreement']:.3f}" for of in (one["before"], one))
         say(f"E={layer}: {old} -> {new}, sure of {100 * one['sure']:.0f} % of all tokens")
     return folder / HEADS
+
+
+def _ends(model: Any, tokenizer: Any) -> set[int]:
+    """The ids that end an answer."""
+    own = model.generation_config.eos_token_id
+    return {one for one in (tokenizer.eos_token_id, *(own if isinstance(own, list) else [own])) if isinstance(one, int)}
 
 
 def _untrained(recipe: HeadsRecipe, model: LayeredModel) -> ExitHeads:
