@@ -20,7 +20,8 @@ class Search:
     """No search, and the base of all others: sets of `count` sublayers. seed: of all draws. first: the set to begin with, which
     this one keeps; None is the uniform one. interval: proposals, of which SwiftSearch makes one by Bayesian optimisation.
 
-    adaptive: it learns. at_its_word: a measured matchness is taken for the set's own, however few positions it is of.
+    adaptive: it learns. at_its_word: the paper's rules, by which a measured matchness is taken for the set's own, however few
+    positions it is of, and a search that has ended does not begin again.
     """
 
     space: Space

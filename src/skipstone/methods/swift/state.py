@@ -154,7 +154,8 @@ class SwiftState:
             right = [sum(node < one.draft_steps for node in one.path) for one in live]  # runners-up come behind the chain
             drafted = [one.draft_steps for one in live]
             wrong = sum(fewer < most for fewer, most in zip(right, drafted, strict=True))
-            if self.optimisation.adaptive and not self.optimisation.searching:
+            goes_on = self.optimisation.adaptive and not self.search.at_its_word  # the paper's search ends for good
+            if goes_on and not self.optimisation.searching:
                 self._look_for_change(sum(right), sum(drafted), wrong)
 
     def _record_plain(self, tokens: int, seconds: float | None) -> None:
