@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import copy
+import csv
+import io
 import json
 from pathlib import Path
 from typing import Any
@@ -14,7 +16,7 @@ from skipstone.bench.peers import DraftAlone
 from skipstone.bench.plan import line_up
 from skipstone.bench.report import report
 from skipstone.bench.report.charts import along, by_threshold, matrix
-from skipstone.bench.report.tables import by_draft_model, by_exit_head, by_layer_set, learnt, likelihood, means, rates, tallies
+from skipstone.bench.report.tables import by_draft_model, by_exit_head, by_layer_set, learnt, likelihood, rates, tallies
 from skipstone.timing.measure import Skipstone, growth, measure, options_for
 from tests.helpers.machine import llama, near, prompt
 from tests.helpers.results import lines, written
@@ -184,7 +186,10 @@ def adasd() -> list[dict[str, Any]]:
 
 def test_what_drafts_cost_stands_beside_the_speed(tmp_path: Path) -> None:
     _, (group,) = report.load([written(tmp_path / "a.jsonl", adasd())])
-    assert means(group, "adasd") == {"distance_accepted": pytest.approx(0.15), "distance_rejected": pytest.approx(0.49)}
+    assert group.over_all("adasd")["means"] == {
+        "distance_accepted": pytest.approx(0.15),
+        "distance_rejected": pytest.approx(0.49),
+    }
     assert likelihood(group, "adasd") == pytest.approx(-2.0)
     table = by_draft_model(group)
     shown = {row[0]: dict(zip(table.columns, row, strict=True)) for row in table.rows}
@@ -196,6 +201,28 @@ def test_what_drafts_cost_stands_beside_the_speed(tmp_path: Path) -> None:
     assert (own["overruled"], own["log-likelihood"], own["score"]) == ("5.0 %", "-2.000", "exact_match 0.333")
     assert shown["autoregressive"]["log-likelihood"] == "-1.000"
     assert "drafts, and what keeping them costs" in report.report([tmp_path / "a.jsonl"], "md")
+
+
+def test_adasds_layout_compares_with_drafts_of_one_length(tmp_path: Path) -> None:
+    """A schedule that varies comes first in the plan, in half the time of plain decoding; the constant one takes twice that."""
+    found = adasd()
+    common = {**found[0]["methods"]["adasd"], "method": "speculative", "lossless": True}
+    found[0]["methods"]["sure"] = {**common, "settings": {"schedule": "confidence"}}
+    found[0]["methods"]["vanilla"] = {**common, "settings": {}}
+    for line in (line for line in found if "rows" in line):
+        rows = line["rows"]
+        for label, factor in (("sure", 0.5), ("vanilla", 2.0)):
+            rows[label] = {**rows["autoregressive"], "seconds": factor * rows["autoregressive"]["seconds"]}
+        rows["adasd"]["grown"] = {"means": {**MEANS, "distance_threshold": {"sum": 6.2, "count": 20}}}
+    text = report.report([written(tmp_path / "a.jsonl", found)], "csv", "adasd")
+    columns, *rows = csv.reader(io.StringIO(text))
+    table = {row[1]: dict(zip(columns, row, strict=True)) for row in rows}  # behind the table's title
+    name = next(column for column in table["vanilla"] if column.endswith("speedup")).removesuffix("speedup")
+    assert table["vanilla"][f"{name}speedup"] == "1.000"
+    assert table["autoregressive"][f"{name}speedup"] == "2.000"
+    assert table["sure"][f"{name}speedup"] == "4.000"
+    assert table["adasd (lossy)"][f"{name}JSDist"] == "0.310"
+    assert table["vanilla"][f"{name}JSDist"] == "-"
 
 
 def test_a_run_of_lossless_methods_has_no_such_table(tmp_path: Path) -> None:

@@ -19,7 +19,8 @@ from skipstone.tasks.scores import pass_at_k
 from skipstone.timing.statistics import LOOPING, Rate, pooled, predicted_speedup, rate
 
 EARLY_EXIT = "hf-early-exit"
-REFERENCES = (BASELINE, THEIRS, EARLY_EXIT)
+VANILLA = "speculative"  # speculative decoding with drafts of one length, AdaSD's baseline
+REFERENCES = (BASELINE, THEIRS, EARLY_EXIT, VANILLA)
 PARTS = ("search", "draft", "score", "other")  # of a step
 
 
@@ -66,8 +67,11 @@ class Group:
         return list(dict.fromkeys(label for line in self.lines for label in line["rows"]))
 
     def called(self, method: str) -> str | None:
-        """The label of a method, the first one's where several have it; None where it took no part."""
-        return next((label for label, about in self.about["methods"].items() if about["method"] == method), None)
+        """The label of a method, the first one's where several have it; None where it took no part. Of VANILLA one with
+        drafts of one length."""
+        found = (label for label, about in self.about["methods"].items() if about["method"] == method)
+        varies = ("heuristic", "confidence")
+        return next((label for label in found if method != VANILLA or self.settings(label).get("schedule") not in varies), None)
 
     def rows(self, label: str) -> list[Line]:
         """What a method did, prompt by prompt, where it took part."""
@@ -126,6 +130,7 @@ class Group:
             "speedups": {},
             "equal": {},
             "scores": _scores(rows),
+            "means": _means(rows),
             "lossless": self.about["methods"][label]["lossless"],
         }
         for reference in REFERENCES:
@@ -163,6 +168,12 @@ class Group:
         if key not in self._known:
             self._known[key] = speed([line["rows"][label] for line in lines], self.seed)
         return self._known[key]
+
+
+def _means(rows: Sequence[Line]) -> dict[str, float]:
+    """Means over all tokens, by AdaSD's names; without those that nothing was counted for."""
+    totals = added([(row.get("grown") or {}).get("means", {}) for row in rows]) or {}
+    return {name: total["sum"] / total["count"] for name, total in totals.items() if total["count"]}
 
 
 def speed(rows: Sequence[Line], seed: int = 0) -> Rate:
