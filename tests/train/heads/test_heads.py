@@ -52,6 +52,7 @@ def test_training_brings_heads_nearer_and_never_touches_the_model(base: Path, tm
     for figures in card["metrics"].values():
         assert figures["divergence"] < 0.9 * figures["before"]["divergence"]
     assert card["training"]["answers"] + card["training"]["held_out_answers"] == 24
+    assert card["training"]["lm_head"]["rank"] == 32
     lines = (tmp_path / "run" / "answers.jsonl").read_text().splitlines()
     assert card["training"]["tokens"] == sum(len(json.loads(line)["tokens"]) for line in lines[1:])
     model, _ = skipstone.load(base / "model")
@@ -132,6 +133,16 @@ def test_answers_are_the_models_greedy_ones_and_are_not_asked_twice(base: Path, 
     with pytest.raises(ValueError, match=r"holds other answers \(prompts differ\)"):
         answering.write(model, asked[:2], tokenizer, wish, path, {1}, quiet)
     assert seconds > 0
+
+
+def test_the_rank_of_the_lm_head_is_that_of_its_singular_values() -> None:
+    torch.manual_seed(0)
+    weight = torch.randn(50, 7) @ torch.diag(torch.tensor([3.0, 2, 1, 1, 0.5, 0.1, 0]))
+    wanted = torch.linalg.svdvals(weight.double())
+    found = training.singular_values(weight)
+    assert (found["tokens"], found["size"], found["rank"]) == (50, 7, 6)
+    assert found["largest"] == pytest.approx(wanted[0].item())
+    assert found["least"] == pytest.approx(wanted[-1].item(), abs=1e-4)
 
 
 def test_heads_of_few_tokens_learn_their_distribution_and_predict_no_other(base: Path, tmp_path: Path) -> None:

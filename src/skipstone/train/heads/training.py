@@ -32,7 +32,7 @@ from skipstone.methods.adadecode.heads import ExitHeads, new_card, usual_layers
 from skipstone.models.layered import LayeredModel
 from skipstone.train import Say, beside, checkpoint, refuse_used, silent
 from skipstone.train.heads import answers as answering
-from skipstone.train.heads.answers import Features
+from skipstone.train.heads.answers import Answer, Features
 from skipstone.train.heads.prompts import asked_of
 from skipstone.train.heads.recipe import HeadsRecipe, Schedule
 
@@ -40,6 +40,7 @@ HEADS = "heads"  # folder in that of the run: the finished heads
 ANSWERS = "answers.jsonl"  # file in the folder of the run: the model's own answers
 PATIENCE = timedelta(days=7)  # how long processes wait for the first, which writes the answers and the features
 LOGITS = 2**24  # most logits of one head that exist at once
+ROWS = 8192  # rows of the LM head that exist in float64 at once
 SURE = 0.75  # the paper's threshold, for the report on how often a head is sure
 
 
@@ -68,31 +69,43 @@ def run(
     dtype = recipe.model_dtype if recipe.model_dtype == "auto" else getattr(torch, recipe.model_dtype)
     model, tokenizer = load(None if recipe.model is None else beside(recipe.model, base), dtype=dtype, device=place)
     layered = LayeredModel(model.eval().requires_grad_(False), "eager")  # gradients go through its LM head
-    heads = _untrained(recipe, layered)
+    heads, spectrum = _untrained(recipe, layered), singular_values(layered.head.weight)
     say(f"{sum(one.numel() for one in heads.parameters()) / 1e6:.2f} M parameters after layers {heads.card.layers}")
+    say("the LM head is {} x {}, of rank {}, its singular values {:.3g} to {:.3g}".format(*spectrum.values()))
     asked = asked_of(recipe.prompts, base, recipe.answers.chat)
     folder.mkdir(parents=True, exist_ok=True)
-    eos = _ends(model, tokenizer)
     with processes.main_process_first():  # the others find what it has made
-        written, wrote = answering.write(model, asked, tokenizer, recipe.answers, folder / ANSWERS, eos, say)
+        written, wrote = answering.write(
+            model, asked, tokenizer, recipe.answers, folder / ANSWERS, _ends(model, tokenizer), say
+        )
         began = time.perf_counter()
         features = answering.extract(layered, written, heads.card.layers, folder, max_disk, say)
     extracted = time.perf_counter()
     if heads.shortlist is not None:
         heads.shortlist.copy_(commonest([one.tokens for one in written], len(heads.shortlist), layered.head.weight.shape[0]))
-    wish = {"training": recipe.training.model_dump(), "heads": recipe.heads.model_dump(), "seed": recipe.seed}
-    key = {**wish, "model": heads.card.model, "answers": digest([one.tokens for one in written])}
     state = _Run(heads, layered, features, recipe.training, recipe.seed)
-    metrics = state.train(folder, key, say)
+    metrics = state.train(folder, _fingerprint(recipe, heads, written), say)
     seconds = {"answers": wrote, "features": extracted - began, "training": time.perf_counter() - extracted}
-    heads.card = heads.card.model_copy(update={"training": _account(recipe, state, seconds), "metrics": metrics})
+    account = {**_account(recipe, state, seconds), "lm_head": spectrum}
+    heads.card = heads.card.model_copy(update={"training": account, "metrics": metrics})
     if processes.is_main_process:
         heads.save(folder / HEADS, layered.dtype if recipe.dtype is None else getattr(torch, recipe.dtype))
     processes.wait_for_everyone()
+    _tell(metrics, say)
+    return folder / HEADS
+
+
+def _tell(metrics: dict[str, dict[str, Any]], say: Say) -> None:
+    """What training made of every head."""
     for layer, one in metrics.items():
         old, new = (f"divergence {of['divergence']:.3f}, agreement {of['agreement']:.3f}" for of in (one["before"], one))
         say(f"E={layer}: {old} -> {new}, sure of {100 * one['sure']:.0f} % of all tokens")
-    return folder / HEADS
+
+
+def _fingerprint(recipe: HeadsRecipe, heads: ExitHeads, written: Sequence[Answer]) -> dict[str, Any]:
+    """What a run that goes on must have in common with the one that began."""
+    wish = {"training": recipe.training.model_dump(), "heads": recipe.heads.model_dump(), "seed": recipe.seed}
+    return {**wish, "model": heads.card.model, "answers": digest([one.tokens for one in written])}
 
 
 def _ends(model: Any, tokenizer: Any) -> set[int]:
@@ -123,6 +136,19 @@ def _account(recipe: HeadsRecipe, state: "_Run", seconds: dict[str, float]) -> d
         "seed": recipe.seed,
         "seconds": {name: round(value, 1) for name, value in seconds.items()},
     }
+
+
+@torch.no_grad()
+def singular_values(weight: Tensor) -> dict[str, float]:
+    """Of the LM head E* [V, d]: "tokens", "size", "rank", "least" and "largest" singular value (Table 4). Where the rank is d,
+    T loses nothing against a head of its own (appendix A). By the eigenvalues of E*' E* in float64."""
+    tokens, size = weight.shape
+    gram = torch.zeros((size, size), dtype=torch.double, device=weight.device)
+    for part in weight.split(ROWS):
+        gram.addmm_(part.double().t(), part.double())
+    values = torch.linalg.eigvalsh(gram).clamp(min=0).sqrt()  # [d], ascending
+    rank = int((values > values[-1] * max(tokens, size) * torch.finfo(torch.float).eps).sum())
+    return {"tokens": tokens, "size": size, "rank": rank, "least": float(values[0]), "largest": float(values[-1])}
 
 
 def commonest(answers: Iterable[Sequence[int]], count: int, vocabulary: int) -> Tensor:
