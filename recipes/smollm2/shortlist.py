@@ -57,5 +57,7 @@ if __name__ == "__main__":
     parser.add_argument("--commands", type=Path, help="a model folder: count the commands task instead")
     parser.add_argument("--count", type=int, default=COUNT)
     asked = parser.parse_args()
+    if not asked.commands and not asked.answers:
+        parser.error("give files of answers, or --commands")
     said = of_commands(asked.commands) if asked.commands else of_runs(asked.answers)
     asked.out.write_text(json.dumps(commonest(said, asked.count)), encoding="utf-8")

@@ -11,7 +11,7 @@ from skipstone.cli import options
 from skipstone.cli.options import option
 
 train = typer.Typer(help="Train what a method needs.", no_args_is_help=True)
-PACKAGES = ("accelerate", "yaml", "tqdm")
+PACKAGES = ("accelerate", "jinja2", "yaml", "tqdm")
 
 Output = Annotated[Path | None, option("Folder of the run, instead of the recipe's.")]
 DataDir = Annotated[Path | None, option("Folder with JSON lines for the data sets of the hub that the recipe names.")]

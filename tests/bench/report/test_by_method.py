@@ -208,10 +208,11 @@ def test_adasds_layout_compares_with_drafts_of_one_length(tmp_path: Path) -> Non
     found = adasd()
     common = {**found[0]["methods"]["adasd"], "method": "speculative", "lossless": True}
     found[0]["methods"]["sure"] = {**common, "settings": {"schedule": "confidence"}}
+    found[0]["methods"]["three drafts"] = {**common, "settings": {"num_speculative_tokens": 3}}
     found[0]["methods"]["vanilla"] = {**common, "settings": {}}
     for line in (line for line in found if "rows" in line):
         rows = line["rows"]
-        for label, factor in (("sure", 0.5), ("vanilla", 2.0)):
+        for label, factor in (("sure", 0.5), ("three drafts", 1.0), ("vanilla", 2.0)):
             rows[label] = {**rows["autoregressive"], "seconds": factor * rows["autoregressive"]["seconds"]}
         rows["adasd"]["grown"] = {"means": {**MEANS, "distance_threshold": {"sum": 6.2, "count": 20}}}
     text = report.report([written(tmp_path / "a.jsonl", found)], "csv", "adasd")

@@ -303,6 +303,20 @@ def test_a_new_search_begins_with_the_set_in_use_and_needs_evaluations_of_its_ow
     assert not state.optimisation.searching
 
 
+@pytest.mark.parametrize("search", ["swift", "random"])
+def test_the_papers_search_ends_for_good_and_still_lowers_its_ratio(search: str) -> None:
+    state = state_of(search=search, bayes_interval=7, max_steps=4)
+    assert state.search.interval == 7
+    while state.optimisation.searching:
+        state.evaluated(state.search.propose(), 0.5, 32)
+    lowered: list[Any] = []
+    state._lower_skip_ratio = lambda *given: lowered.append(given)  # type: ignore[method-assign]
+    state.text_change = SimpleNamespace(add=lambda *_: True)  # type: ignore[assignment]
+    state._look_for_change(1, 2, 1)
+    assert state.optimisation.searching == (search == "random")
+    assert bool(lowered) == (search == "swift")
+
+
 def test_where_hardly_any_step_drafts_it_is_said_also_while_searching() -> None:
     state = state_of()
     world = World(state, lambda z: 0.0)

@@ -18,6 +18,7 @@ from safetensors.torch import load_file, save_file
 
 import skipstone
 from skipstone import AdaDecode, ExitHeads
+from skipstone.files import LineFile
 from skipstone.methods.adadecode import heads as exit_heads
 from skipstone.methods.adadecode.heads import new_card
 from skipstone.models.layered import LayeredModel
@@ -141,6 +142,8 @@ def test_the_rank_of_the_lm_head_is_that_of_its_singular_values() -> None:
     wanted = torch.linalg.svdvals(weight.double())
     found = training.singular_values(weight)
     assert (found["tokens"], found["size"], found["rank"]) == (50, 7, 6)
+    long = torch.randn(200_000, 4) @ torch.diag(torch.tensor([1.0, 1, 1, 0.01]))
+    assert training.singular_values(long)["rank"] == 4, "many tokens make no small singular value a zero"
     assert found["largest"] == pytest.approx(wanted[0].item())
     assert found["least"] == pytest.approx(wanted[-1].item(), abs=1e-4)
 
@@ -175,13 +178,24 @@ def test_heads_of_few_tokens_learn_their_distribution_and_predict_no_other(base:
 
 
 def test_a_damaged_shortlist_is_refused(base: Path, tmp_path: Path) -> None:
-    folder = training.run(recipe(base, tmp_path / "run", heads={"vocabulary": 12}), base, say=quiet)
+    folder = training.run(recipe(base, tmp_path / "run", heads={"vocabulary": 12}, dtype="bfloat16"), base, say=quiet)
     weights = load_file(folder / "exit_heads.safetensors")
+    assert weights["shortlist"].dtype is torch.int64, "half precision would round ids"
+    assert weights["heads.0.weight"].dtype is torch.bfloat16
+    model = LayeredModel(skipstone.load(base / "model")[0])
+    save_file(weights | {"shortlist": weights["shortlist"].float()}, folder / "exit_heads.safetensors")
+    with pytest.raises(ValueError, match=r"the shortlist in exit_heads\.safetensors must be int64, found torch\.float32"):
+        exit_heads.load_heads(folder, model)
     save_file(weights | {"shortlist": weights["shortlist"].flip(0)}, folder / "exit_heads.safetensors")
     with pytest.raises(
         ValueError, match=r"the shortlist in exit_heads\.safetensors must hold ids from 0 to 96 in ascending order"
     ):
-        exit_heads.load_heads(folder, LayeredModel(skipstone.load(base / "model")[0]))
+        exit_heads.load_heads(folder, model)
+
+
+def test_heads_of_all_tokens_have_no_shortlist(base: Path, tmp_path: Path) -> None:
+    folder = training.run(recipe(base, tmp_path / "run", heads={"vocabulary": 97}), base, say=quiet)
+    assert exit_heads.load_heads(folder, LayeredModel(skipstone.load(base / "model")[0])).shortlist is None
 
 
 CHAT = "{% for m in messages %}<{{ m.role }}>{{ m.content }}{% endfor %}{% if add_generation_prompt %}<assistant>{% endif %}"
@@ -203,8 +217,8 @@ def test_prompts_are_texts_chats_or_turns(base: Path, tmp_path: Path) -> None:
         tmp_path,
         {"prompt": "a b c"},
         {"messages": [system, user, said]},  # what follows the user's last message is the model's to write
-        {"messages": [user, said, more]},
-        {"prompt": [user]},
+        {"messages": [user, said, more], "prompt": None},
+        {"prompt": [user], "messages": None},
         {"prompt": ["a b", "e"]},
         {"turns": ["a b", "e"]},  # the same once more
     )
@@ -231,6 +245,34 @@ def test_prompts_are_texts_chats_or_turns(base: Path, tmp_path: Path) -> None:
 def test_a_record_that_asks_nothing_is_refused_with_its_line(tmp_path: Path, record: Any, told: str) -> None:
     with pytest.raises(ValueError, match=re.escape(told)):
         asked_by(tmp_path, record)
+
+
+def test_a_chat_that_the_template_refuses_is_named_by_its_line(base: Path, tmp_path: Path) -> None:
+    _, tokenizer = skipstone.load(base / "model")
+    tokenizer.chat_template = "{{ raise_exception('no system here') if messages[0].role == 'system' }}" + CHAT
+    system, user = ({"role": role, "content": "a"} for role in ("system", "user"))
+    fine, refused = asked_by(tmp_path, {"messages": [user]}, {"messages": [system, user]})
+    assert fine.ids([], tokenizer)
+    with pytest.raises(ValueError, match=r"prompts\.jsonl, line 2 cannot be asked as a chat: no system here"):
+        refused.ids([], tokenizer)
+    tokenizer.chat_template = None
+    with pytest.raises(ValueError, match="line 1 cannot be asked as a chat: this tokenizer has no chat template"):
+        fine.ids([], tokenizer)
+
+
+def test_a_file_of_answers_is_of_one_template_and_read_without_its_lock_when_it_is_whole(base: Path, tmp_path: Path) -> None:
+    model, tokenizer = skipstone.load(base / "model")
+    tokenizer.chat_template = CHAT
+    path, wish = tmp_path / "answers.jsonl", Answers(max_new_tokens=4)
+    asked = [Asked(turns=("a", "b")), Asked("c")]
+    first, _ = answering.write(model, asked, tokenizer, wish, path, {1}, quiet)
+    with LineFile(path):  # another process has it
+        assert answering.write(model, asked, tokenizer, wish, path, {1}, quiet)[0] == first
+    tokenizer.chat_template = CHAT.replace("<assistant>", "<a>")
+    with pytest.raises(ValueError, match=r"holds other answers \(prompts differ\)"):
+        answering.write(model, asked, tokenizer, wish, path, {1}, quiet)
+    with pytest.raises(ValueError, match="there are no prompts"):
+        answering.write(model, [], tokenizer, wish, tmp_path / "none.jsonl", {1}, quiet)
 
 
 def test_a_second_turn_follows_the_models_own_answer_to_the_first(base: Path, tmp_path: Path) -> None:

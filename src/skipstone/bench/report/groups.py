@@ -68,10 +68,12 @@ class Group:
 
     def called(self, method: str) -> str | None:
         """The label of a method, the first one's where several have it; None where it took no part. Of VANILLA one with
-        drafts of one length."""
-        found = (label for label, about in self.about["methods"].items() if about["method"] == method)
-        varies = ("heuristic", "confidence")
-        return next((label for label in found if method != VANILLA or self.settings(label).get("schedule") not in varies), None)
+        drafts of one length, rather with the usual length than with another."""
+        found = [label for label, about in self.about["methods"].items() if about["method"] == method]
+        if method == VANILLA:
+            found = [label for label in found if self.settings(label).get("schedule", "constant") == "constant"]
+            found.sort(key=lambda label: "num_speculative_tokens" in self.settings(label))
+        return found[0] if found else None
 
     def rows(self, label: str) -> list[Line]:
         """What a method did, prompt by prompt, where it took part."""

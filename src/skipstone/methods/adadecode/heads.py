@@ -124,7 +124,9 @@ class ExitHeads(nn.Module):
 
     def save(self, folder: Path, dtype: torch.dtype | None = None) -> None:
         """Write a folder of heads, whole or not at all. dtype: of the weights in it, theirs where None."""
-        weights = {name: one.detach().to("cpu", dtype).contiguous() for name, one in self.state_dict().items()}
+        # the shortlist's ids are no weights: half precision would round them
+        cast = {name: dtype if one.is_floating_point() else None for name, one in self.state_dict().items()}
+        weights = {name: one.detach().to("cpu", cast[name]).contiguous() for name, one in self.state_dict().items()}
         try:
             with hidden_folder(folder) as made:
                 save_file(weights, made / WEIGHTS, metadata={"format": "pt"})
@@ -248,6 +250,8 @@ def _read(source: str | Path, model: LayeredModel) -> ExitHeads:
         raise ValueError(f"{source}: {WEIGHTS} is damaged or does not fit its {CARD}: {error}") from error
     if not all(bool(one.isfinite().all()) for one in weights.values()):
         raise ValueError(f"{source}: {WEIGHTS} holds numbers that are not finite")
+    if "shortlist" in weights and weights["shortlist"].dtype is not torch.int64:
+        raise ValueError(f"{source}: the shortlist in {WEIGHTS} must be int64, found {weights['shortlist'].dtype}")
     ids = heads.shortlist
     if ids is not None and (ids[0] < 0 or ids[-1] >= card.vocab_size or not bool((ids.diff() > 0).all())):
         raise ValueError(

@@ -42,10 +42,10 @@ class Optimisation:
         left only for one that is better by its matchness less a standard error."""
         search, best = self.search, self.search.best()
         hoped, now = search.estimate(best) or 0.0, search.estimate(self.skipped)
-        if cautious and not search.at_its_word:
+        if cautious and not search.keeps_highest:
             hoped = (hoped + search.nearly_certain(best)) / 2
         worth = 0.0 if now is None else search.objective(now, self.skipped)
-        least = worth if search.at_its_word else BETTER * worth
+        least = worth if search.keeps_highest else BETTER * worth
         better = bool((best != self.skipped).any()) and search.objective(hoped, best) > least
         if better:
             self.since_better = 0
@@ -54,7 +54,7 @@ class Optimisation:
 
     def is_over(self, good_enough: bool = True) -> bool:
         """The stopping rule. good_enough: whether a matchness of `enough` ends the search."""
-        if self.search.at_its_word:
+        if self.search.keeps_highest:
             found = good_enough and (self.search.estimate(self.skipped) or 0.0) > self.enough
         else:
             good_enough = good_enough and self.evaluations - self.begun_at >= LEAST_EVALUATIONS

@@ -20,7 +20,7 @@ class Search:
     """No search, and the base of all others: sets of `count` sublayers. seed: of all draws. first: the set to begin with, which
     this one keeps; None is the uniform one. interval: proposals, of which SwiftSearch makes one by Bayesian optimisation.
 
-    adaptive: it learns. at_its_word: the paper's rules, by which a measured matchness is taken for the set's own, however few
+    adaptive: it learns. keeps_highest: the paper's rules: a measured matchness is taken for the set's own, however few
     positions it is of, and a search that has ended does not begin again.
     """
 
@@ -31,7 +31,7 @@ class Search:
     first: LayerMask | None = None
     interval: int = 25
     adaptive: ClassVar[bool] = False
-    at_its_word: ClassVar[bool] = False
+    keeps_highest: ClassVar[bool] = False
 
     def __post_init__(self) -> None:
         if not 0 < self.count < self.space.size:
@@ -130,12 +130,12 @@ class RandomSearch(Search):
 
 class SwiftSearch(RandomSearch):
     """The paper's (Eq. 2): random sets, and in every `interval`-th step (beta) the upper confidence bound of a Gaussian process
-    over what was seen. Every set is measured once; the one with the highest score so far drafts (section 4.1.2).
+    over what was seen. The set with the highest score so far drafts (section 4.1.2): none is measured again on purpose.
 
     Bound and noise are those of the released code.
     """
 
-    at_its_word: ClassVar[bool] = True
+    keeps_highest: ClassVar[bool] = True
     KAPPA: ClassVar[float] = 2.5  # standard deviations of the upper confidence bound
     NOISE: ClassVar[float] = 1e-2  # variance of an observation, in variances of all
     POINTS: ClassVar[int] = 200  # latest sets that the Gaussian process knows

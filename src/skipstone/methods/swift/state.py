@@ -154,8 +154,7 @@ class SwiftState:
             right = [sum(node < one.draft_steps for node in one.path) for one in live]  # runners-up come behind the chain
             drafted = [one.draft_steps for one in live]
             wrong = sum(fewer < most for fewer, most in zip(right, drafted, strict=True))
-            goes_on = self.optimisation.adaptive and not self.search.at_its_word  # the paper's search ends for good
-            if goes_on and not self.optimisation.searching:
+            if self.optimisation.adaptive and not self.optimisation.searching:
                 self._look_for_change(sum(right), sum(drafted), wrong)
 
     def _record_plain(self, tokens: int, seconds: float | None) -> None:
@@ -217,7 +216,8 @@ class SwiftState:
         speedup, judged = self.payoff.speedup(), max(right + wrong, 1)
         self._has_paid = self._has_paid or (speedup is not None and speedup >= PAID)
         lost = self._has_paid and speedup is not None and speedup < LOST
-        if self.text_change.add(right / judged, judged) or lost:
+        changed = self.text_change.add(right / judged, judged) or lost
+        if changed and not self.search.keeps_highest:  # the paper's search ends for good
             self.search.doubt()
             self._search_again(self.method.max_steps)
         else:

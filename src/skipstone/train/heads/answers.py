@@ -15,7 +15,7 @@ import math
 import shutil
 import time
 from collections.abc import Sequence
-from dataclasses import astuple, dataclass
+from dataclasses import dataclass
 from itertools import accumulate
 from pathlib import Path
 from typing import Any
@@ -63,25 +63,39 @@ def write(
 
     ValueError for a file of other prompts or of another model, and where no prompt leaves room for an answer.
     """
-    room = LayeredModel(model).max_positions - wish.max_new_tokens
-    key = {"model": fingerprint(model), "prompts": digest([*map(astuple, asked)]), "max_new_tokens": wish.max_new_tokens}
-    with LineFile(path) as file:
-        done, seconds = _read(path, key)
-        if done:
-            file.go_on()
-        else:
-            file.begin(key, f"{path} is no file of answers: remove it to have them written again")
-        writer = _Writer(model, wish, eos, done, seconds)
-        for turn in range(max(map(len, asked), default=0)):
-            answered = {tuple(one.prompt): str(tokenizer.decode(one.tokens, skip_special_tokens=True)) for one in writer.done}
-            prompts = _prompts(asked, turn, answered, tokenizer)
-            fitting = [ids for ids in prompts if 0 < len(ids) <= room]
-            if not fitting and not turn:
-                raise ValueError(f"no prompt leaves room for {wish.max_new_tokens} new tokens in the model's positions")
+    if not asked:
+        raise ValueError("there are no prompts: the sources hold none")
+    begins = [one.ids([], tokenizer) for one in asked]  # another chat template asks something else, too
+    asked_for = digest([[(one.text, one.said, one.turns) for one in asked], begins])
+    key = {"model": fingerprint(model), "prompts": asked_for, "max_new_tokens": wish.max_new_tokens}
+    writer = _Writer(model, wish, eos, *_read(path, key))
+    if not _go_through(asked, tokenizer, writer, None, say):  # what is complete is only read: several processes may
+        with LineFile(path) as file:
+            writer = _Writer(model, wish, eos, *_read(path, key))
+            if writer.done:
+                file.go_on()
+            else:
+                file.begin(key, f"{path} is no file of answers: remove it to have them written again")
+            _go_through(asked, tokenizer, writer, file, say)
+    return writer.done, writer.seconds
+
+
+def _go_through(asked: Sequence[Asked], tokenizer: Tokenizer, writer: "_Writer", file: LineFile | None, say: Say) -> bool:
+    """Have all prompts answered, turn by turn; without a file only find out whether they are. Returns that."""
+    for turn in range(max(map(len, asked))):
+        answered = {tuple(one.prompt): str(tokenizer.decode(one.tokens, skip_special_tokens=True)) for one in writer.done}
+        prompts = _prompts(asked, turn, answered, tokenizer)
+        fitting = [ids for ids in prompts if 0 < len(ids) <= writer.room]
+        if not fitting and not turn:
+            raise ValueError(f"no prompt leaves room for {writer.wish.max_new_tokens} new tokens in the model's positions")
+        wanted = [ids for ids in fitting if tuple(ids) not in answered]
+        if wanted and file is None:
+            return False
+        if file is not None:
             if len(fitting) < len(prompts):
                 say(f"{len(prompts) - len(fitting)} prompts are empty or too long and left out")
-            writer.answer([ids for ids in fitting if tuple(ids) not in answered], len(fitting), file, say)
-        return writer.done, writer.seconds
+            writer.answer(wanted, len(fitting), file, say)
+    return True
 
 
 def _prompts(asked: Sequence[Asked], turn: int, answered: dict[tuple[int, ...], str], tokenizer: Tokenizer) -> list[list[int]]:
@@ -99,11 +113,13 @@ def _prompts(asked: Sequence[Asked], turn: int, answered: dict[tuple[int, ...], 
 
 
 class _Writer:
-    """Has a model answer prompts in batches, into a file. done: all answers so far. seconds: that they took."""
+    """Has a model answer prompts in batches, into a file. done: all answers so far. seconds: that they took. room: most tokens
+    of a prompt."""
 
     def __init__(self, model: PreTrainedModel, wish: Answers, eos: set[int], done: list[Answer], seconds: float) -> None:
         self.model, self.wish, self.done, self.seconds = model, wish, done, seconds
         self._options = {"max_new_tokens": wish.max_new_tokens, "do_sample": False, "eos_token_id": sorted(eos) or None}
+        self.room = LayeredModel(model).max_positions - wish.max_new_tokens
         self._methods = _methods(model, wish)
         self._rates: list[float] = []  # tokens a second of each method on its first batch
 
@@ -140,7 +156,7 @@ def _methods(model: PreTrainedModel, wish: Answers) -> list[Method]:
 def _read(path: Path, key: dict[str, Any]) -> tuple[list[Answer], float]:
     """The answers of a file that was begun with the same key."""
     try:
-        first, *rest = read_lines(path) or [key]
+        first, *rest = (read_lines(path) if path.exists() else []) or [key]
         answers = [Answer(one["prompt"], one["tokens"]) for one in rest]
         seconds = float(rest[-1]["seconds"]) if rest else 0.0
     except (ValueError, TypeError, KeyError) as error:

@@ -1,10 +1,11 @@
 """What a model is asked when it writes the answers that heads learn from: texts, chats, and conversations of several turns."""
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
+from jinja2 import TemplateError
 from pydantic import Field
 from transformers import PreTrainedTokenizerBase
 
@@ -19,25 +20,30 @@ KEYS = ("messages", "prompt", "turns")  # of a record of Chats, the first that i
 @dataclass(frozen=True)
 class Asked:
     """One prompt. text: asked as it is, where there are no turns. said: messages (role, content) that stand before the turns.
-    turns: what the user says, of which the model answers each before the next."""
+    turns: what the user says, of which the model answers each before the next. place: where it was read, for messages."""
 
     text: str = ""
     said: tuple[tuple[str, str], ...] = ()
     turns: tuple[str, ...] = ()
+    place: str = field(default="", compare=False)
 
     def __len__(self) -> int:
         """How many answers it has."""
         return max(1, len(self.turns))
 
     def ids(self, answers: Sequence[str], tokenizer: PreTrainedTokenizerBase) -> list[int]:
-        """The next prompt after the answers that the model gave so far. ValueError for a chat without a chat template."""
+        """The next prompt after the answers that the model gave so far. ValueError for a chat without a chat template, and for
+        one that the template refuses."""
         if not self.turns:
             return api.token_ids(self.text, tokenizer)
         chat = list(self.said)
         for turn, answer in zip(self.turns, answers, strict=False):
             chat += [(USER, turn), ("assistant", answer)]
         chat.append((USER, self.turns[len(answers)]))
-        return api.token_ids([{"role": role, "content": content} for role, content in chat], tokenizer)
+        try:
+            return api.token_ids([{"role": role, "content": content} for role, content in chat], tokenizer)
+        except (ValueError, TemplateError) as error:  # such as a template that knows no system's messages
+            raise ValueError(f"{self.place or 'a prompt'} cannot be asked as a chat: {error}") from error
 
 
 class Chats(Records):
@@ -76,21 +82,21 @@ def asked_of(sources: Sequence[Any], base: Path, chat: bool) -> list[Asked]:
     for source in sources:
         for one in source.read(base):
             asked = one if isinstance(one, Asked) else Asked(one.prompt + one.text)
-            found[Asked(turns=(asked.text,)) if chat and not asked.turns else asked] = None
+            found[Asked(turns=(asked.text,), place=asked.place) if chat and not asked.turns else asked] = None
     return list(found)
 
 
 def _asked(record: dict[str, Any], place: str) -> Asked:
     """What a record asks. ValueError that names the place."""
-    key = next((key for key in KEYS if key in record), None)
+    key = next((key for key in KEYS if record.get(key) is not None), None)
     if key is None:
         raise ValueError(f"{place}: expected one of the keys {', '.join(KEYS)}, found {', '.join(map(str, record)) or 'none'}")
     found = record[key]
     if isinstance(found, str) and key == "prompt":
-        return Asked(found)
+        return Asked(found, place=place)
     if isinstance(found, list) and found:
         if all(isinstance(one, str) for one in found) and key != "messages":
-            return Asked(turns=tuple(found))
+            return Asked(turns=tuple(found), place=place)
         if all(map(_is_message, found)) and key != "turns":
             return _chat([(one["role"], one["content"]) for one in found], key, place)
     message = '{"role": text, "content": text}'
@@ -106,7 +112,7 @@ def _chat(messages: list[tuple[str, str]], key: str, place: str) -> Asked:
         messages = messages[:-1]
     if not messages:
         raise ValueError(f"{place}: expected a message of the role {USER!r} under {key!r}, found none")
-    return Asked(said=tuple(messages[:-1]), turns=(messages[-1][1],))
+    return Asked(said=tuple(messages[:-1]), turns=(messages[-1][1],), place=place)
 
 
 def _is_message(one: Any) -> bool:

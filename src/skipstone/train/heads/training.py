@@ -118,7 +118,10 @@ def _untrained(recipe: HeadsRecipe, model: LayeredModel) -> ExitHeads:
     layers = recipe.heads.layers or usual_layers(model.depth)
     name = recipe.name or (Path(recipe.model).name if recipe.model and Path(recipe.model).is_dir() else recipe.model) or BUNDLED
     set_seed(recipe.seed)
-    most = recipe.heads.vocabulary and min(recipe.heads.vocabulary, model.draftable)
+    most = recipe.heads.vocabulary
+    if most is not None and type(model.head) is not nn.Linear:
+        raise ValueError(f"heads.vocabulary takes rows of a plain LM head, found a {type(model.head).__name__}")
+    most = None if most is None or most >= model.head.weight.shape[0] else most
     heads = ExitHeads(new_card(model, layers, recipe.heads.kind, recipe.heads.rank, name, most))
     heads.start_from(model)
     return heads.to(model.device)
@@ -147,7 +150,10 @@ def singular_values(weight: Tensor) -> dict[str, float]:
     for part in weight.split(ROWS):
         gram.addmm_(part.double().t(), part.double())
     values = torch.linalg.eigvalsh(gram).clamp(min=0).sqrt()  # [d], ascending
-    rank = int((values > values[-1] * max(tokens, size) * torch.finfo(torch.float).eps).sum())
+    noise = (
+        max(tokens, size) * torch.finfo(torch.double).eps
+    ) ** 0.5  # of the root of an eigenvalue, as a share of the largest
+    rank = int((values > max(noise, torch.finfo(torch.float).eps) * values[-1]).sum())
     return {"tokens": tokens, "size": size, "rank": rank, "least": float(values[0]), "largest": float(values[-1])}
 
 
