@@ -3,17 +3,20 @@
 from __future__ import annotations
 
 import gc
+import os
 from collections.abc import Iterator
 
 import pytest
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """Not in the process that only hands out tests: importing torch takes a second."""
+    """Not in the process that only hands out tests: importing torch takes a second. The native engine would measure how many
+    threads are fastest, and costs that were kept for one number of threads are measured anew for another."""
     if hasattr(config, "workerinput") or not config.getoption("numprocesses", None):
         import torch
 
         torch.set_num_threads(1)
+        os.environ.setdefault("SKIPSTONE_THREADS", "1")
 
 
 def pytest_collection_finish() -> None:

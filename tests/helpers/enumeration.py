@@ -21,9 +21,8 @@ from skipstone.decoding.loop import Decoder
 from skipstone.decoding.method import Method
 from skipstone.decoding.sampling import Sampling
 from skipstone.decoding.session import Request
-from skipstone.models.engines.engine import only
 from skipstone.models.kvstore import KVStore
-from skipstone.models.layered import LayeredModel
+from skipstone.models.layered import LayeredModel, only
 from skipstone.models.passes import Pass
 
 Outcome = TypeVar("Outcome", bound=Hashable)

@@ -147,7 +147,7 @@ def rolled_back(name: str) -> None:
 
 @pytest.mark.parametrize("name", MAIN)
 def test_states_are_those_of_the_committed_text(name: str) -> None:
-    rolled_back(name)
+    assert audited(name, METHOD["layerskip"](name), 10) > 3, "steps with rejections"
     verified(name)
 
 

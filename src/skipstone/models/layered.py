@@ -25,6 +25,13 @@ def _facts(model: PreTrainedModel) -> Facts:
     return facts
 
 
+def only(shortlist: Tensor, logits: Tensor, vocabulary: int) -> Tensor:
+    """Logits [..., S] of the ids of a shortlist among those of a whole vocabulary, [..., V], where all others are -inf."""
+    whole = logits.new_full((*logits.shape[:-1], vocabulary), float("-inf"))
+    whole[..., shortlist] = logits
+    return whole
+
+
 class LayeredModel(DecoderModules):
     """The facts and modules of one model. ValueError for a model that skipstone cannot decode exactly.
 
@@ -110,7 +117,8 @@ class LayeredModel(DecoderModules):
     def project(self, normed: Tensor, head: nn.Module | None = None, shortlist: Tensor | None = None) -> Tensor:
         """LM head and what the family does after it. [B, n, d'] -> [B, n, V] float32. head: instead of the model's own.
         shortlist: [S] int64, ascending, each once: the ids whose logits are wanted, -inf for all others."""
-        return self.engine.project(normed, head, shortlist)
+        logits = self.engine.project(normed, head, shortlist)
+        return logits if shortlist is None else only(shortlist, logits, self.head.weight.shape[0])
 
     def logits(self, hidden: Tensor, shortlist: Tensor | None = None) -> Tensor:
         """Final norm and `project`. [B, n, d] -> [B, n, V] float32."""

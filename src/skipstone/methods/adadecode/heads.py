@@ -104,11 +104,15 @@ class ExitHeads(nn.Module):
         return self.read(model, index, model.normed(hidden), shortlist)
 
     def read(self, model: LayeredModel, index: int, normed: Tensor, shortlist: Tensor | None = None) -> Tensor:
-        """The same from states that went through the final norm already. Heads in training may have a finer dtype than the
-        model."""
+        """The same from states that went through the final norm already."""
+        return model.project(*self.projected(index, normed), shortlist)
+
+    def projected(self, index: int, normed: Tensor) -> tuple[Tensor, nn.Module | None]:
+        """(what head number `index` projects to logits, the LM head that does so, None for the model's own). normed: [..., d].
+        Heads in training may have a finer dtype than the model."""
         own = self.heads[index] if self.card.kind == "full" else None
-        states = self.states(index, normed if self.dtype is None else normed.to(self.dtype))
-        return model.project(states if own is not None else states.to(normed.dtype), own, shortlist)
+        states = self.states(index, normed if self.dtype is None else normed.to(self.dtype))  # [..., d]
+        return states if own is not None else states.to(normed.dtype), own
 
     @property
     def dtype(self) -> torch.dtype | None:

@@ -59,13 +59,6 @@ class ChainEnd:
     states: Tensor
 
 
-def only(shortlist: Tensor, logits: Tensor, vocabulary: int) -> Tensor:
-    """Logits [..., S] of the ids of a shortlist among those of a whole vocabulary, [..., V], where all others are -inf."""
-    whole = logits.new_full((*logits.shape[:-1], vocabulary), float("-inf"))
-    whole[..., shortlist] = logits
-    return whole
-
-
 @dataclass(frozen=True)
 class Warps:
     """What is asked of the warpers of every row, and the noise's step from a token to the next one.
@@ -143,7 +136,7 @@ class Engine(Protocol):
 
     def project(self, normed: Tensor, head: nn.Module | None = None, shortlist: Tensor | None = None) -> Tensor:
         """LM head and what the family does after it. [..., d'] -> [..., V] float32. head: instead of the model's own.
-        shortlist: [S] int64, ascending, each once: the ids whose logits are wanted; all others are -inf then."""
+        shortlist: [S] int64, ascending, each once: the ids whose logits are wanted; then [..., S] of those alone."""
         ...
 
     def likeliest(self, hidden: Tensor) -> Tensor:

@@ -119,8 +119,6 @@ def _untrained(recipe: HeadsRecipe, model: LayeredModel) -> ExitHeads:
     name = recipe.name or (Path(recipe.model).name if recipe.model and Path(recipe.model).is_dir() else recipe.model) or BUNDLED
     set_seed(recipe.seed)
     most = recipe.heads.vocabulary
-    if most is not None and type(model.head) is not nn.Linear:
-        raise ValueError(f"heads.vocabulary takes rows of a plain LM head, found a {type(model.head).__name__}")
     most = None if most is None or most >= model.head.weight.shape[0] else most
     heads = ExitHeads(new_card(model, layers, recipe.heads.kind, recipe.heads.rank, name, most))
     heads.start_from(model)
@@ -170,8 +168,7 @@ class Divergence(nn.Module):
     def __init__(self, heads: ExitHeads, model: LayeredModel) -> None:
         super().__init__()
         self.heads = heads
-        # in a list, so that its parameters are none of this module's; the rows of E* that the heads predict with, [S, d]
-        self._model = [(model, None if heads.shortlist is None else model.head.weight.detach()[heads.shortlist])]
+        self._model = [model]  # in a list, so that its parameters are none of this module's
 
     def forward(self, states: Tensor) -> Tensor:
         """states: [n, k + 1, d]. Returns [k], KL(p* || p_theta) in nats, summed over the positions. Both are distributions over
@@ -183,22 +180,16 @@ class Divergence(nn.Module):
 
     def target(self, states: Tensor) -> Tensor:
         """[n, V or S], the logarithm of p*. states: [n, k + 1, d]."""
-        return self._scores(states[:, -1]).log_softmax(-1)
+        return self._logarithm(states[:, -1], None)
 
     def said(self, index: int, normed: Tensor) -> Tensor:
         """[n, V or S], the logarithm of p_theta. index: of the head. normed: [n, d]."""
-        ((model, rows),) = self._model
-        if rows is None:
-            return self.heads.read(model, index, normed[None])[0].log_softmax(-1)
-        transformed = self.heads.states(index, normed.to(self.heads.dtype))
-        return self._scores(transformed.to(normed.dtype)).log_softmax(-1)
+        return self._logarithm(*self.heads.projected(index, normed))
 
-    def _scores(self, normed: Tensor) -> Tensor:
-        ((model, rows),) = self._model
-        if rows is None:
-            return model.project(normed[None])[0]
-        bias = None if model.head.bias is None else model.head.bias.detach()[self.heads.shortlist]
-        return model.family.scored(nn.functional.linear(normed, rows, bias), model.config).float()
+    def _logarithm(self, states: Tensor, head: nn.Module | None) -> Tensor:
+        """Of the probabilities that an LM head gives. states: [n, d]. head: as in `Engine.project`."""
+        (model,) = self._model
+        return model.engine.project(states[None], head, self.heads.shortlist)[0].log_softmax(-1)
 
 
 @torch.no_grad()

@@ -8,7 +8,7 @@ from torch.utils.weak import WeakTensorKeyDictionary
 
 from skipstone.models import host
 from skipstone.models.engines.eager import linear, patches
-from skipstone.models.engines.engine import ChainEnd, ChainStart, Warps, only
+from skipstone.models.engines.engine import ChainEnd, ChainStart, Warps
 from skipstone.models.engines.rotary import RotaryTables
 from skipstone.models.facts import Facts
 from skipstone.models.families import PER_LAYER, SHARED, Rotary, alibi_slopes, submodule, text_config
@@ -136,9 +136,7 @@ class EagerEngine:
         finally:
             running.passing = False
         logits = self.family.scored(scores.to(self._home), self.config).float()
-        if shortlist is None:
-            return logits
-        return only(shortlist, logits[..., shortlist] if rows is None else logits, self.head.weight.shape[0])
+        return logits if shortlist is None or rows is not None else logits[..., shortlist]
 
     def _rows_of_head(self, shortlist: Tensor) -> nn.Linear | None:
         """Some rows of the LM head, copied once for as long as it does not change; but on the CPU, where it costs nothing to

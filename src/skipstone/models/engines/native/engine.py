@@ -10,7 +10,7 @@ from torch.utils.weak import WeakTensorKeyDictionary
 
 from skipstone.models import fingerprint
 from skipstone.models.engines.eager.patches import changed
-from skipstone.models.engines.engine import ChainEnd, ChainStart, Warps, only
+from skipstone.models.engines.engine import ChainEnd, ChainStart, Warps
 from skipstone.models.engines.native import library, threads
 from skipstone.models.engines.native.structs import (
     BAD_LAYER,
@@ -203,13 +203,13 @@ class NativeEngine:
         if head is not None:
             weight: Any = next(head.parameters())
             logits = head(normed.to(weight.dtype)).float()
-            return logits if shortlist is None else only(shortlist, logits[..., shortlist], self._vocabulary)
+            return logits if shortlist is None else logits[..., shortlist]
         _expect("normed", normed, (*normed.shape[:-1], self._hidden), torch.float32)
         states = normed.contiguous()
         logits = torch.empty((*states.shape[:-1], self._vocabulary if shortlist is None else len(shortlist)))
         rows, few = states.numel() // self._hidden, self._shortlist_address(shortlist)
         _check(self._library.sk_head(self._model, few, states.data_ptr(), rows, False, logits.data_ptr(), None, self.threads))
-        return logits if shortlist is None else only(shortlist, logits, self._vocabulary)
+        return logits
 
     def likeliest(self, hidden: Tensor) -> Tensor:
         """As in `Engine`."""
