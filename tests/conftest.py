@@ -11,7 +11,9 @@ import pytest
 
 def pytest_configure(config: pytest.Config) -> None:
     """Not in the process that only hands out tests: importing torch takes a second. The native engine would measure how many
-    threads are fastest, and costs that were kept for one number of threads are measured anew for another."""
+    threads are fastest, and costs that were kept for one number of threads are measured anew for another. A name that is no
+    folder would be asked for at the hub, again and again where there is no network."""
+    os.environ.setdefault("HF_HUB_OFFLINE", "1")
     if hasattr(config, "workerinput") or not config.getoption("numprocesses", None):
         import torch
 

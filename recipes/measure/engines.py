@@ -4,7 +4,7 @@
         [--method "layerskip exit_layer=6"] ... [--llama-cpp "PYTHON MODEL.gguf"] [--prompts FILE] [--without transformers]
 
 Prints tokens a second (prefill included, all prompts together, the median over rounds) of transformers' `generate`, of
-llama.cpp (llama_cpp_worker.py, to_gguf.py), of plain decoding on the eager and the native engine, of every --method on the
+llama.cpp (to_gguf.py), of plain decoding on the eager and the native engine, of every --method on the
 native one, and of all prompts as one batch, with their ratios and whether their texts are plain decoding's; their share of
 what the memory's bandwidth allows plain decoding, measured before and after every round; milliseconds a pass of 1 to 32 rows
 behind 150 tokens, and of a prefill of 512. --prompts: JSON lines with "prompt"; default: the bundled model's own. All texts are
@@ -14,7 +14,6 @@ behind 150 tokens, and of a prefill of 512. --prompts: JSON lines with "prompt";
 import argparse
 import json
 import statistics
-import subprocess
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -25,7 +24,8 @@ from typing import Any
 import torch
 
 import skipstone
-from skipstone.bench.peers import HFGenerate
+from skipstone.bench.peers.hf import HFGenerate
+from skipstone.bench.peers.ggml import SETTLES, Worker
 from skipstone.models.engines.native.threads import cores
 from skipstone.models.host import left_padded
 from skipstone.models.kvstore import KVStore
@@ -38,7 +38,6 @@ CONTEXT = 150  # tokens before the passes that are timed
 PREFILL = 512  # tokens of the prefill that is timed
 QUANTIZED_BYTES = {"int8": 34 / 32, "int4": 20 / 32}  # of a weight: a group of 32 has its codes and one or two float16 numbers
 REPEATS = 40  # passes of each width
-WORKER = Path(__file__).with_name("llama_cpp_worker.py")
 
 Answer = tuple[list[int], float]  # (new ids, seconds)
 CPU = torch.device("cpu")
@@ -59,19 +58,15 @@ class LlamaCpp:
 
     def __init__(self, command: str) -> None:
         python, path = command.split()
-        arguments = [python, str(WORKER), path, str(cores())]
-        self.process = subprocess.Popen(arguments, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+        self._worker = Worker(python, path, str(cores()))
         self.name = f"llama.cpp {Path(path).stem.rpartition('-')[2]}"
 
     def __call__(self, ids: list[int], new: int) -> Answer:
-        assert self.process.stdin is not None
-        assert self.process.stdout is not None
-        print(json.dumps({"ids": ids, "new": new}), file=self.process.stdin, flush=True)
-        line = self.process.stdout.readline()
-        if not line:
-            raise SystemExit("llama.cpp has ended; see its error above")
-        answer = json.loads(line)
-        return answer["ids"], answer["seconds"]
+        began = time.perf_counter()
+        answer = self._worker(ids=ids, new=new, stop=[], drafts=0, threshold=0)
+        seconds = time.perf_counter() - began
+        time.sleep(SETTLES)
+        return answer["ids"], seconds
 
 
 def arguments() -> argparse.Namespace:

@@ -1,13 +1,14 @@
 """The figures of skipstone-nano: quality of every exit, exact match and speed on commands, code that parses.
 
     python recipes/measure/nano_results.py exits MODEL [TWIN]     # the shape of the paper's Table 1
-    python recipes/measure/nano_results.py commands MODEL         # Tables 6 and 11
+    python recipes/measure/nano_results.py commands MODEL [TWIN]  # Tables 6 and 11
     python recipes/measure/nano_results.py parse MODEL            # continuations that parse, and that loop
     python recipes/measure/nano_results.py prompts MODEL FOLDER   # prompts for recipes/measure/nano.yaml
 
-Each prints a table in Markdown and, as its last line, one JSON document. MODEL, TWIN: folders. TWIN is the model of the same
-recipe trained plainly (recipes/train/nano-plain.yaml). All but `commands` read the held-out data, take the --data-dir of
-the training, and stop where the model's own account says that these are others than what its training held out.
+Each prints a table in Markdown and, as its last line, one JSON document. MODEL, TWIN: folders. TWIN is the same model trained
+without LayerSkip (recipes/train/nano-plain.yaml, recipes/smollm2/commands-plain.yaml). All but `commands` read the held-out
+data, take the --data-dir of the training, and stop where the model's own account says that these are others than what its
+training held out.
 """
 
 from __future__ import annotations
@@ -102,10 +103,11 @@ def check_unseen(model: Path, documents: dict[str, list[Document]]) -> None:
 
 @dataclass
 class Line:
-    """One decoding method over all requests. outputs: (answer, output) of each."""
+    """One decoding method of one model over all requests. outputs: (answer, output) of each."""
 
     name: str
     method: skipstone.Method
+    network: Any
     outputs: list[tuple[str, str]] = field(default_factory=list)
     tokens: int = 0
     seconds: float = 0.0
@@ -113,20 +115,29 @@ class Line:
     drafted: int = 0
 
 
-def requests(model: str, count: int, layers: Sequence[int], lengths: int) -> dict[str, Any]:
+def requests(
+    model: str, twin: str | None, count: int, layers: Sequence[int], lengths: int, vocabulary: str | None
+) -> dict[str, Any]:
     """Exact match, acceptance and time per token on test requests: plain, early exit and LayerSkip at several exits, taking
-    turns request by request."""
+    turns request by request.
+
+    twin: the same model trained without LayerSkip; its plain decoding is one more row. lengths: drafts a step. vocabulary: the
+    file of LayerSkip's `draft_vocabulary`."""
     network, tokenizer = skipstone.load(model, dtype=torch.float32)
-    lines = [Line("autoregressive", skipstone.Autoregressive())]
-    lines += [Line(f"early exit, E = {e}", skipstone.EarlyExit(exit_layer=e)) for e in layers]
-    lines += [Line(f"LayerSkip, E = {e}", skipstone.LayerSkip(exit_layer=e, num_speculative_tokens=lengths)) for e in layers]
+    drafts: dict[str, Any] = {"num_speculative_tokens": lengths, "draft_vocabulary": vocabulary}
+    lines = [Line("autoregressive", skipstone.Autoregressive(), network)]
+    lines += [Line(f"early exit, E = {e}", skipstone.EarlyExit(exit_layer=e), network) for e in layers]
+    lines += [Line(f"LayerSkip, E = {e}", skipstone.LayerSkip(exit_layer=e, **drafts), network) for e in layers]
+    if twin:
+        other = skipstone.load(twin, dtype=torch.float32)[0]
+        lines.append(Line("autoregressive, trained without LayerSkip", skipstone.Autoregressive(), other))
     for line in lines:  # what a first call costs is no part of the figures
-        _continue(replace(line, outputs=[]), network, tokenizer, torch.tensor([tokenizer.encode("> call home\n")]), "")
+        _continue(replace(line, outputs=[]), tokenizer, torch.tensor([tokenizer.encode("> call home\n")]), "")
     for number, example in enumerate(commands.examples("test", count, 0)):
         ids = torch.tensor([tokenizer.encode(example.prompt)])
         turn = number % len(lines)
         for line in [*lines[turn:], *lines[:turn]]:
-            _continue(line, network, tokenizer, ids, example.answer)
+            _continue(line, tokenizer, ids, example.answer)
     plain = lines[0].seconds / lines[0].tokens
     rows = {
         line.name: {
@@ -146,14 +157,14 @@ def requests(model: str, count: int, layers: Sequence[int], lengths: int) -> dic
             f"| {name} | {100 * row['exact_match']:.1f} | {acceptance} | {row['ms_per_token']:.2f} | {row['speed_up']:.2f} x "
             f"| {row['same_text']}/{count} |"
         )
-    return {"requests": count, "num_speculative_tokens": lengths, "rows": rows}
+    return {"requests": count, **drafts, "rows": rows}
 
 
-def _continue(line: Line, network: Any, tokenizer: Any, ids: torch.Tensor, answer: str) -> None:
+def _continue(line: Line, tokenizer: Any, ids: torch.Tensor, answer: str) -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", RuntimeWarning)
         started = time.perf_counter()
-        out = skipstone.generate(network, ids, line.method, max_new_tokens=120, do_sample=False)
+        out = skipstone.generate(line.network, ids, line.method, max_new_tokens=120, do_sample=False)
         line.seconds += time.perf_counter() - started
     assert out.new_tokens is not None
     assert out.stats is not None
@@ -231,9 +242,11 @@ def main() -> None:
     one.add_argument("--rows", type=int, default=64, help="rows of held-out text a source")
     two = verb("commands")
     two.add_argument("model")
+    two.add_argument("twin", nargs="?")
     two.add_argument("--count", type=int, default=100)
     two.add_argument("--exit-layers", default=",".join(map(str, EXITS)))
     two.add_argument("--num-speculative-tokens", type=int, default=7)
+    two.add_argument("--draft-vocabulary", help="a file of token ids, as in recipes/smollm2/shortlist.py")
     three = verb("parse")
     three.add_argument("model")
     about_data(three)
@@ -249,7 +262,7 @@ def main() -> None:
         document = exits(given.model, given.twin, given.recipe, given.data_dir, given.rows)
     elif given.verb == "commands":
         layers = [int(layer) for layer in given.exit_layers.split(",")]
-        document = requests(given.model, given.count, layers, given.num_speculative_tokens)
+        document = requests(given.model, given.twin, given.count, layers, given.num_speculative_tokens, given.draft_vocabulary)
     elif given.verb == "parse":
         temperatures = [float(temperature) for temperature in given.temperatures.split(",")]
         document = parse(given.model, given.recipe, given.data_dir, given.count, temperatures)

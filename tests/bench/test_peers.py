@@ -6,8 +6,8 @@ import pytest
 import torch
 
 import skipstone
-from skipstone.bench import peers
-from skipstone.bench.peers import PEERS, HFAssisted, HFEarlyExit, HFGenerate, HFGenerateStatic, HFPromptLookup
+from skipstone.bench.peers import PEERS, hf
+from skipstone.bench.peers.hf import HFAssisted, HFEarlyExit, HFGenerate, HFGenerateStatic, HFPromptLookup
 from skipstone.hf.defaults import neutral_defaults
 from skipstone.timing import measure
 from skipstone.timing.measure import Skipstone, options_for
@@ -129,8 +129,8 @@ def test_first_tokens_and_memory_are_measured_for_every_engine(llama):
 def test_a_static_cache_is_warmed_up_at_the_size_that_is_timed(llama, monkeypatch):
     """...and never becomes smaller, so that nothing is compiled within a timed call."""
     sizes = []
-    real = peers.StaticCache
-    monkeypatch.setattr(peers, "StaticCache", lambda **more: sizes.append(more["max_cache_len"]) or real(**more))
+    real = hf.StaticCache
+    monkeypatch.setattr(hf, "StaticCache", lambda **more: sizes.append(more["max_cache_len"]) or real(**more))
     prompt = families.prompts(1)[0]
     with neutral_defaults(llama):
         measure.warm_up(llama, [HFGenerateStatic()], prompt, options_for(100))
@@ -150,7 +150,7 @@ def test_every_engine_is_warmed_up_with_few_tokens(llama, monkeypatch):
 
 def test_a_draft_model_of_transformers_gives_the_same_text_and_gets_its_settings_back(llama, tmp_path, monkeypatch):
     drafter = families.build("llama", seed=1)
-    monkeypatch.setattr("skipstone.bench.peers.load_model", lambda name, **_: drafter)
+    monkeypatch.setattr("skipstone.bench.peers.hf.load_model", lambda name, **_: drafter)
     before, prompt = drafter.generation_config.to_dict(), families.prompts(1)[0]
     with neutral_defaults(llama):
         plain, assisted = (
@@ -163,10 +163,10 @@ def test_a_draft_model_of_transformers_gives_the_same_text_and_gets_its_settings
 
 def test_without_scikit_learn_a_threshold_that_moves_is_refused(llama, monkeypatch):
     """transformers then leaves the threshold where it is, and says nothing."""
-    monkeypatch.setattr("skipstone.bench.peers.find_spec", lambda name: None)
+    monkeypatch.setattr("skipstone.bench.peers.hf.find_spec", lambda name: None)
     assert "which is not installed" in HFAssisted("x", 5, 0.4).refusal(llama)
     assert HFAssisted("x", 5, 0.0).refusal(llama) is None
-    monkeypatch.setattr("skipstone.bench.peers.find_spec", lambda name: name)
+    monkeypatch.setattr("skipstone.bench.peers.hf.find_spec", lambda name: name)
     assert HFAssisted("x", 5, 0.4).refusal(llama) is None
 
 

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from skipstone.bench import plan
-from skipstone.bench.peers import HFEarlyExit
+from skipstone.bench.peers.hf import HFEarlyExit
 from skipstone.bench.prompts import conversations, drawn
 from skipstone.tasks.dialogue import VICUNA, Conversation, Reader
 from skipstone.tasks.sets import TASKS

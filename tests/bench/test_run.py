@@ -16,7 +16,7 @@ import torch.nn.functional as F
 from skipstone.bench import journal, prompts
 from skipstone.bench import run as running
 from skipstone.bench.journal import Journal
-from skipstone.bench.peers import HFPromptLookup
+from skipstone.bench.peers.hf import HFPromptLookup
 from skipstone.bench.plan import Plan, read
 from skipstone.bench.prompts import Answers, TaskRun, _score, added, log_likelihood
 from skipstone.bench.report import report

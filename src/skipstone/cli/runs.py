@@ -13,7 +13,7 @@ from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 import skipstone
-from skipstone.bench.peers import HFGenerate
+from skipstone.bench.peers.hf import HFGenerate
 from skipstone.decoding.draft import Step
 from skipstone.decoding.method import Method
 from skipstone.decoding.stats import Stats

@@ -44,6 +44,7 @@ class Emitted:
     stats: Stats | None = None  # our own figures, where the engine is ours
     first_at: float | None = None  # when the first new token was there, by `time.perf_counter`; None where nobody looked
     setup_seconds: float = 0.0  # before the first pass
+    ended_at: float | None = None  # when the last token was there; None where nothing was done after it
 
 
 class Engine(Protocol):
@@ -141,7 +142,7 @@ def measure(model: PreTrainedModel, engine: Engine, prompt: Tensor, options: Map
         began = time.perf_counter()
         emitted = engine.generate(model, ids, {**options, "attention_mask": torch.ones_like(ids)}, seed)
         synchronise(model.device)
-        seconds = time.perf_counter() - began
+        seconds = (time.perf_counter() if emitted.ended_at is None else emitted.ended_at) - began
     most = _peak(model.device) if counted else None
     known = _known(engine, model)
     first = None if emitted.first_at is None else emitted.first_at - began

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from skipstone import AdaSD, Autoregressive
-from skipstone.bench.peers import DraftAlone
+from skipstone.bench.peers.hf import DraftAlone
 from skipstone.bench.plan import line_up
 from skipstone.bench.report import report
 from skipstone.bench.report.charts import along, by_threshold, matrix

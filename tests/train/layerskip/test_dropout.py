@@ -267,3 +267,19 @@ def test_the_loss_drops_rows_by_the_rates_of_the_step_and_the_draws_of_the_pass(
     assert len({str(rows) for rows in expected}) > 3
     for content in (ids, ids.flip(1)):
         assert [rows_of_the_last_layer(0.5, content, 9, micro) for micro in range(6)] == expected
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("name", ["llama", "falcon"])
+def test_a_constant_rate_of_one_leaves_a_row_of_the_first_layer_alone(name: str) -> None:
+    """Falcon's layers return tuples, which only a layer that runs can show."""
+    ids = torch.randint(1, 97, (3, 5), generator=torch.Generator().manual_seed(0))
+    model = families.cached(name)
+    recipe = LayerSkipRecipe(LayerDropout(1.0, by_layer="constant"), EarlyExitLoss(0.2, "none"))
+    objective = Objective(model, recipe, steps=10, seed=4)
+    embedded = model.get_input_embeddings()(ids)
+    with outputs(objective.modules.layers) as seen:
+        objective.loss(ids, labels=ids)
+    assert not seen[0][0].equal(embedded[0])
+    assert all(seen[0][row].equal(embedded[row]) for row in (1, 2))
+    assert all(seen[layer].equal(seen[0]) for layer in (1, 2, 3))

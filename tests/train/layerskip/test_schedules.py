@@ -78,6 +78,9 @@ def test_rates_are_the_product_of_layer_step_and_maximum() -> None:
     assert growing.rates(0, L, T) == [0] * L
     assert growing.rates(3, L, T) == about([0.4 * 0.25992105 * rate for rate in BY_LAYER])
     assert growing.rates(9, L, T) == about([0.4 * rate for rate in BY_LAYER])
+    constant = LayerDropout(0.4, "exponential", "constant")
+    assert constant.rates(3, L, T) == about([0.4 * 0.25992105] * L)
+    assert LayerDropout(0.0889, by_layer="constant").rates(0, L, T) == [0.0889] * L
 
 
 def test_normalised_weights_of_the_rotation() -> None:
@@ -226,6 +229,7 @@ REFUSED: dict[str, tuple[Callable[[], object], str]] = {
     "curriculum": (lambda: EarlyExitLoss(curriculum="rotate"), "one of rotational, gradual, none, found 'rotate'"),
     "no curriculum": (lambda: EarlyExitLoss(curriculum=None), "found None"),
     "dropout curriculum": (lambda: LayerDropout(0.1, "linear"), "one of exponential, none, found 'linear'"),
+    "dropout by layer": (lambda: LayerDropout(0.1, by_layer="linear"), "one of exponential, constant, found 'linear'"),
     "kl without the last layer": (lambda: EarlyExitLoss(kl_weight=1.0, keep_last=False), "keep_last=True"),
     "D(l) of one layer": (lambda: dropout_by_layer(0, 1), "at least 2 layers, found 1"),
     "S(t) of one step": (lambda: dropout_by_step(0, 1), "at least 2 steps, found 1"),

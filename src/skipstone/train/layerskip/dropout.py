@@ -78,7 +78,7 @@ def layers_recorded(
     """Keep the outputs x_{l+1} [B, T, d] (of several streams [k, B, T, d]) of the wanted layers by l, and run each layer over
     its rows only.
 
-    Layer 0 must keep a row (D(0) = 0): it shows whether this family's layers return tuples, before a layer drops all rows.
+    Layer 0 must keep a row: it shows whether this family's layers return tuples, before a layer drops all rows.
     """
     states: dict[int, Tensor] = {}
     tuples = False

@@ -78,19 +78,23 @@ def _one_of(name: str, value: Any, known: tuple[str, ...]) -> None:
 @dataclass(frozen=True)
 class LayerDropout:
     """p_max: rate of the last layer once the curriculum is over. curriculum: "exponential" over the run (training from
-    scratch) or "none" (continual training and fine-tuning)."""
+    scratch) or "none" (continual training and fine-tuning). by_layer: "exponential", eq. 3's growth from 0 to p_max, or
+    "constant", p_max for every layer, which the paper holds beside it (appendix A.3, figure 12)."""
 
     p_max: float = 0.1
     curriculum: Literal["exponential", "none"] = "none"
+    by_layer: Literal["exponential", "constant"] = "exponential"
 
     def __post_init__(self) -> None:
         _within("p_max", self.p_max, 0, 1)
         _one_of("dropout curriculum", self.curriculum, ("exponential", "none"))
+        _one_of("dropout by_layer", self.by_layer, ("exponential", "constant"))
 
     def rates(self, step: int, layers: int, steps: int) -> list[float]:
         """p_{l,t} = S(t) D(l) p_max, eq. 2, for every layer."""
         by_step = dropout_by_step(step, steps) if self.curriculum == "exponential" else 1.0
-        return [by_step * dropout_by_layer(layer, layers) * self.p_max for layer in range(layers)]
+        depths = [1.0 if self.by_layer == "constant" else dropout_by_layer(layer, layers) for layer in range(layers)]
+        return [by_step * by_depth * self.p_max for by_depth in depths]
 
 
 @dataclass(frozen=True)

@@ -1,4 +1,4 @@
-"""What people use today: transformers' own decoding, as methods of the benchmark; and a draft model by itself.
+"""Transformers' own decoding, as methods of the benchmark; and a draft model by itself.
 
 Traps (see the tests): `num_assistant_tokens` and `assistant_confidence_threshold` given to `generate` are ignored, they are
 read from the model's generation config; early exit leaves `config.num_hidden_layers` cut after an exception; families that do
@@ -8,7 +8,7 @@ not slice their layers by that field cannot do it at all.
 import time
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from functools import cache
 from importlib.util import find_spec
 from typing import Any, ClassVar
@@ -19,6 +19,7 @@ from torch import Tensor
 from transformers import PreTrainedModel, StaticCache, StoppingCriteria, StoppingCriteriaList
 
 from skipstone.assets import DRAFTS
+from skipstone.bench.peers.peer import Peer
 from skipstone.decoding.settings import whole_number
 from skipstone.hf.defaults import neutral_defaults
 from skipstone.loading import load_model
@@ -29,31 +30,8 @@ from skipstone.timing.measure import Emitted, Skipstone, synchronise
 
 
 @dataclass(frozen=True)
-class Peer:
-    """Base of transformers' ways of decoding; fields of subclasses are what can be set."""
-
-    name: ClassVar[str]
-    sampled: ClassVar[bool] = True  # it may sample too
-    long_warm_up: ClassVar[bool] = False  # it is to be warmed up with as many tokens as will be asked for
-    lossless: ClassVar[bool] = True  # its text is the model's own
-
-    @property
-    def settings(self) -> dict[str, Any]:
-        return asdict(self)
-
-    def check(self, model: PreTrainedModel) -> None:
-        """ValueError for settings that are impossible, or do not fit the model."""
-        for name, value in self.settings.items():
-            if name in ("num_assistant_tokens", "prompt_lookup_num_tokens"):
-                whole_number(f"{self.name}: {name}", value, 1)
-            if name == "confidence_threshold":
-                number = isinstance(value, (int, float)) and not isinstance(value, bool)
-                if not number or not 0 <= value <= 1:
-                    raise ValueError(f"{self.name}: {name} must be a number in [0, 1], found {value!r}")
-
-    def refusal(self, model: PreTrainedModel) -> str | None:
-        """Why this model cannot be decoded so, None where it can."""
-        return None
+class Transformers(Peer):
+    """Base of transformers' ways of decoding."""
 
     def options(self, model: PreTrainedModel, tokens: int) -> dict[str, Any]:
         """What `model.generate` is told besides. tokens: most that the text may have, the prompt's included."""
@@ -69,7 +47,7 @@ class Peer:
 
 
 @dataclass(frozen=True)
-class HFGenerate(Peer):
+class HFGenerate(Transformers):
     """`model.generate` with its dynamic cache."""
 
     name: ClassVar[str] = "hf-generate"
@@ -80,7 +58,7 @@ _CACHE_SIZES: WeakKeyDictionary[PreTrainedModel, int] = WeakKeyDictionary()
 
 
 @dataclass(frozen=True)
-class HFGenerateStatic(Peer):
+class HFGenerateStatic(Transformers):
     """`model.generate` with a static cache, whose decoding steps transformers compiles (torch.compile) on a GPU.
 
     The cache holds the next power of two of tokens and never becomes smaller for a model, so that hardly anything is compiled
@@ -96,7 +74,7 @@ class HFGenerateStatic(Peer):
 
 
 @dataclass(frozen=True)
-class HFEarlyExit(Peer):
+class HFEarlyExit(Transformers):
     """`assistant_early_exit`: transformers' self-speculative decoding (its blog post "layerskip", 2024)."""
 
     name: ClassVar[str] = "hf-early-exit"
@@ -142,7 +120,7 @@ class HFEarlyExit(Peer):
 
 
 @dataclass(frozen=True)
-class HFAssisted(Peer):
+class HFAssisted(Transformers):
     """`assistant_model`: transformers' speculative decoding with a draft model."""
 
     name: ClassVar[str] = "hf-assisted"
@@ -192,7 +170,7 @@ class DraftAlone(Peer):
 
 
 @dataclass(frozen=True)
-class HFPromptLookup(Peer):
+class HFPromptLookup(Transformers):
     """`prompt_lookup_num_tokens`: drafts are what followed the last n-gram earlier in the text (Saxena, 2023)."""
 
     name: ClassVar[str] = "hf-prompt-lookup"
@@ -202,11 +180,6 @@ class HFPromptLookup(Peer):
 
     def options(self, model: PreTrainedModel, tokens: int) -> dict[str, Any]:
         return {"prompt_lookup_num_tokens": self.prompt_lookup_num_tokens}
-
-
-PEERS: dict[str, type[Peer]] = {
-    kind.name: kind for kind in (HFGenerate, HFGenerateStatic, HFEarlyExit, HFPromptLookup, HFAssisted, DraftAlone)
-}
 
 
 class _Clock(StoppingCriteria):

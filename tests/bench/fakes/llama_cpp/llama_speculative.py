@@ -1,0 +1,16 @@
+"""llama-cpp-python's prompt lookup, as far as it is used."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+
+
+class LlamaPromptLookupDecoding:
+    def __init__(self, max_ngram_size: int = 2, num_pred_tokens: int = 10) -> None:
+        self.count = num_pred_tokens
+
+    def __call__(self, text: Any) -> Any:
+        places = [place for place in range(1, len(text)) if text[place - 1] == text[-1]]
+        return text[places[0] : places[0] + self.count] if places else np.array([], dtype=np.intc)
