@@ -13,6 +13,7 @@ behind 150 tokens, and of a prefill of 512. --prompts: JSON lines with "prompt";
 
 import argparse
 import json
+import shlex
 import statistics
 import time
 from collections.abc import Callable
@@ -24,8 +25,8 @@ from typing import Any
 import torch
 
 import skipstone
-from skipstone.bench.peers.hf import HFGenerate
 from skipstone.bench.peers.ggml import SETTLES, Worker
+from skipstone.bench.peers.hf import HFGenerate
 from skipstone.models.engines.native.threads import cores
 from skipstone.models.host import left_padded
 from skipstone.models.kvstore import KVStore
@@ -57,7 +58,7 @@ class LlamaCpp:
     """llama.cpp in a process of its own. command: "PYTHON MODEL.gguf"."""
 
     def __init__(self, command: str) -> None:
-        python, path = command.split()
+        python, path = shlex.split(command)
         self._worker = Worker(python, path, str(cores()))
         self.name = f"llama.cpp {Path(path).stem.rpartition('-')[2]}"
 

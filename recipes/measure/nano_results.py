@@ -129,7 +129,9 @@ def requests(
     lines += [Line(f"early exit, E = {e}", skipstone.EarlyExit(exit_layer=e), network) for e in layers]
     lines += [Line(f"LayerSkip, E = {e}", skipstone.LayerSkip(exit_layer=e, **drafts), network) for e in layers]
     if twin:
-        other = skipstone.load(twin, dtype=torch.float32)[0]
+        other, its_tokenizer = skipstone.load(twin, dtype=torch.float32)
+        if its_tokenizer.get_vocab() != tokenizer.get_vocab():
+            raise SystemExit(f"{twin} has another tokenizer than {model}")
         lines.append(Line("autoregressive, trained without LayerSkip", skipstone.Autoregressive(), other))
     for line in lines:  # what a first call costs is no part of the figures
         _continue(replace(line, outputs=[]), tokenizer, torch.tensor([tokenizer.encode("> call home\n")]), "")
@@ -145,7 +147,7 @@ def requests(
             "acceptance": line.accepted / line.drafted if line.drafted else None,
             "ms_per_token": 1000 * line.seconds / line.tokens,
             "speed_up": plain / (line.seconds / line.tokens),
-            "same_text": sum(a[1] == b[1] for a, b in zip(line.outputs, lines[0].outputs, strict=True)),
+            "same_text": _same_texts(line, lines[0]),
         }
         for line in lines
     }
@@ -153,11 +155,19 @@ def requests(
     print("| --- | --- | --- | --- | --- | --- |")
     for name, row in rows.items():
         acceptance = "-" if row["acceptance"] is None else f"{100 * row['acceptance']:.1f} %"
+        same = "-" if row["same_text"] is None else f"{row['same_text']}/{count}"
         print(
             f"| {name} | {100 * row['exact_match']:.1f} | {acceptance} | {row['ms_per_token']:.2f} | {row['speed_up']:.2f} x "
-            f"| {row['same_text']}/{count} |"
+            f"| {same} |"
         )
     return {"requests": count, **drafts, "rows": rows}
+
+
+def _same_texts(line: Line, plain: Line) -> int | None:
+    """How many texts are plain decoding's; None for another model's."""
+    if line.network is not plain.network:
+        return None
+    return sum(own[1] == other[1] for own, other in zip(line.outputs, plain.outputs, strict=True))
 
 
 def _continue(line: Line, tokenizer: Any, ids: torch.Tensor, answer: str) -> None:

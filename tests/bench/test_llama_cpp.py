@@ -1,10 +1,12 @@
-"""The llama.cpp peer, with a stand-in for llama-cpp-python that keeps the rules of its memory and whose next tokens are known."""
+"""The llama.cpp peer, over a stand-in for llama-cpp-python whose next tokens are known."""
 
 from __future__ import annotations
 
+import importlib
 import json
 import sys
 from collections.abc import Callable
+from dataclasses import fields
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -12,7 +14,7 @@ from typing import Any
 import pytest
 import torch
 
-from skipstone.bench.peers.ggml import LlamaCpp, Worker, worker
+from skipstone.bench.peers.ggml import LlamaCpp, Worker
 from skipstone.timing.measure import measure
 from tests.bench.fakes.llama_cpp import following
 from tests.helpers import families
@@ -26,15 +28,15 @@ Make = Callable[..., LlamaCpp]
 def peer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Make:
     """A peer over a file of the stand-in. drafts: None, "prompt-lookup", or the stand-in's settings of a draft model."""
     monkeypatch.setenv("PYTHONPATH", str(Path(__file__).parent / "fakes"))
-    worker.cache_clear()
 
-    def file(name: str, **settings: Any) -> str:
-        (tmp_path / name).write_text(json.dumps({"vocabulary": V, "wrong": 1000, "sure": 9.0} | settings))
+    def written(name: str, settings: dict[str, Any]) -> str:
+        (tmp_path / name).write_text(json.dumps({"vocabulary": V, "wrong": 1000} | settings))
         return str(tmp_path / name)
 
-    def make(drafts: str | dict[str, Any] | None = None, vocabulary: int = V, **more: Any) -> LlamaCpp:
-        own = file("draft-F16.gguf", **drafts) if isinstance(drafts, dict) else drafts
-        return LlamaCpp(file("model-F32.gguf", vocabulary=vocabulary), drafts=own, **more)
+    def make(drafts: Any = None, name: str = "model-F32.gguf", **more: Any) -> LlamaCpp:
+        own = {key: more.pop(key) for key in (*more,) if key not in {one.name for one in fields(LlamaCpp)}}
+        other = written("draft-F16.gguf", drafts | {"type": 1}) if isinstance(drafts, dict) else drafts
+        return LlamaCpp(**{"file": written(name, own), "drafts": other} | more)
 
     return make
 
@@ -83,43 +85,97 @@ def test_a_long_prompt_goes_in_parts(peer: Make, monkeypatch: pytest.MonkeyPatch
     assert found.tokens == text(9)
 
 
-def test_drafts_save_passes(peer: Make, monkeypatch: pytest.MonkeyPatch) -> None:
+PASSES = {  # (drafts, rows of the target's passes behind the prompt, passes of the draft model), 13 tokens, 3 drafts a step
+    "plainly": (None, [1] * 12, 0),
+    "always right": ({}, [4, 4, 4], 9),
+    "always wrong": ({"wrong": 1}, [4] * 9 + [3, 2, 1], 9 * 3 + 2 + 1),
+    "never sure": ({"sure": 0.1}, [1] * 12, 11),
+    "lookup": ("prompt-lookup", [4, 4, 4], 0),
+}
+
+
+@pytest.mark.parametrize(("drafts", "rows", "drafting"), PASSES.values(), ids=PASSES)
+def test_drafts_save_passes(peer: Make, drafts: Any, rows: list[int], drafting: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Run in this process, where passes can be counted."""
     monkeypatch.syspath_prepend(str(Path(__file__).parent / "fakes"))
-    import llama_cpp
-
-    from skipstone.bench.peers import ggml_worker
-
-    passes: list[int] = []
+    monkeypatch.setattr(sys, "modules", {**sys.modules})  # what is imported here is forgotten afterwards
+    llama_cpp = importlib.import_module("llama_cpp")
+    ggml_worker = importlib.import_module("skipstone.bench.peers.ggml_worker")
+    passes: list[tuple[Any, int]] = []
     decode = llama_cpp.llama_decode
     monkeypatch.setattr(
-        llama_cpp, "llama_decode", lambda context, batch: passes.append(batch.n_tokens) or decode(context, batch)
+        llama_cpp, "llama_decode", lambda context, batch: passes.append((context, batch.n_tokens)) or decode(context, batch)
     )
-    one = peer({})
+    monkeypatch.setattr(f"{__name__}.PROMPT", [*PROMPT, *text(12), *PROMPT])
+    one = peer(drafts)
     target = ggml_worker.Context(one.file, 1)
-    drafter = ggml_worker.DraftModel(one.drafts, 1)
+    drafter = None
+    if drafts is not None:
+        drafter = ggml_worker.PromptLookup() if drafts == "prompt-lookup" else ggml_worker.DraftModel(one.drafts, 1)
     asked = {"ids": PROMPT, "new": 13, "stop": [], "drafts": 3, "threshold": 0.5}
-    assert ggml_worker.written(target, drafter, asked)["ids"] == text(13)
-    own = [rows for rows in passes if rows == 4]
-    assert len(own) == 3, "12 tokens behind the first one, four a pass"
-    assert len(passes) == 1 + 3 + 3 * 3, "the prompt, three passes, and three drafts before each"
+    for _ in range(2):  # the second question is read from its beginning, too
+        passes.clear()
+        assert ggml_worker.written(target, drafter, asked)["ids"] == text(13)
+        own = [count for context, count in passes if context is target._context]
+        assert own == [len(PROMPT), *rows]
+        assert len(passes) - len(own) == drafting
 
 
-def test_what_cannot_be_is_said_in_one_sentence(peer: Make, tmp_path: Path) -> None:
-    model = families.cached("llama")
-    with pytest.raises(ValueError, match=r"F32.gguf has 96 tokens, the model 97$"):
-        peer(vocabulary=96).check(model)
-    with pytest.raises(ValueError, match=r"llama-cpp: llama.cpp cannot load .*nothing.gguf$"):
-        LlamaCpp(str(tmp_path / "nothing.gguf")).check(model)
-    with pytest.raises(ValueError, match=r"llama-cpp: python=/nowhere: No such file"):
-        peer(python="/nowhere").check(model)
-    with pytest.raises(ValueError, match="drafts must be a path, found 3"):
-        peer(drafts=3).check(model)
-    with pytest.raises(ValueError, match="num_draft_tokens must be"):
-        peer(num_draft_tokens=0).check(model)
+def test_what_comes_after_the_text_is_not_counted(peer: Make, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("skipstone.bench.peers.ggml.SETTLES", 30.0)
+    monkeypatch.setattr("skipstone.bench.peers.ggml.time.sleep", lambda seconds: waited.append(seconds))
+    waited: list[float] = []
+    clock = iter(range(0, 1000, 10))
+    monkeypatch.setattr("skipstone.timing.measure.time.perf_counter", lambda: float(next(clock)))
+    found = measure(families.cached("llama"), peer(), torch.tensor(PROMPT), {"max_new_tokens": 3}, 0)
+    assert waited == [30.0]
+    assert found.seconds == 20, "began at 0, asked at 10, ended at 20"
+    assert found.memory is None
 
 
-def test_without_llama_cpp_python_the_missing_module_is_named(peer: Make, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delenv("PYTHONPATH")
+MISTAKES: dict[str, tuple[dict[str, Any], str]] = {
+    "another vocabulary": ({"vocabulary": 96}, r"F32.gguf has 96 tokens, the model 97$"),
+    "no file": ({"file": "nothing.gguf"}, r"llama-cpp: llama.cpp cannot load nothing.gguf$"),
+    "no Python": ({"python": "/nowhere"}, r"llama-cpp: python=/nowhere: No such file"),
+    "no path": ({"drafts": 3}, "drafts must be a path, found 3"),
+    "no drafts": ({"num_draft_tokens": 0}, "num_draft_tokens must be"),
+    "too many drafts": ({"num_draft_tokens": 512}, "num_draft_tokens must be at most 511, found 512"),
+    "no probability": ({"confidence_threshold": 2}, r"confidence_threshold must be a number in \[0, 1\], found 2"),
+    "a foreign draft model": ({"drafts": {"vocabulary": 96}}, r"draft-F16.gguf has 96 tokens, .*model-F32.gguf has 97$"),
+    "no room": ({"room": False}, r"llama.cpp has no room for 4096 tokens of"),
+}
+
+
+@pytest.mark.parametrize(("settings", "said"), MISTAKES.values(), ids=MISTAKES)
+def test_what_cannot_be_is_said_in_one_sentence(peer: Make, settings: dict[str, Any], said: str) -> None:
+    with pytest.raises(ValueError, match=said):
+        peer(**settings).check(families.cached("llama"))
+
+
+def test_a_text_that_is_too_long_is_refused_and_the_next_one_is_not(peer: Make) -> None:
+    model, one = families.cached("llama"), peer(positions=40)
+    with pytest.raises(ValueError, match="prompt and text have 41 tokens, and there is room for 40"):
+        one.generate(model, torch.tensor([PROMPT]), {"max_new_tokens": 36}, 0)
+    assert one.generate(model, torch.tensor([PROMPT]), {"max_new_tokens": 35}, 0).tokens == text(35)
+
+
+def test_a_process_that_ends_midway_says_why_and_is_started_again(peer: Make) -> None:
+    model, one = families.cached("llama"), peer(ends_at=20)
+    for _ in range(2):
+        with pytest.raises(ValueError, match="llama-cpp: out of luck"):
+            one.generate(model, torch.tensor([PROMPT]), {"max_new_tokens": 30}, 0)
+        assert one.generate(model, torch.tensor([PROMPT]), {"max_new_tokens": 9}, 0).tokens == text(9)
+
+
+def test_quantised_files_are_other_models_and_the_version_is_written_down(peer: Make) -> None:
+    assert [peer(name=f"{kind}.gguf", type=kind).lossless for kind in (0, 1, 32, 2, 7)] == [True, True, True, False, False]
+    assert peer().settings["version"] == "0.0.0"
+
+
+def test_without_llama_cpp_python_the_missing_module_is_named(
+    peer: Make, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "llama_cpp.py").write_text("raise ModuleNotFoundError(\"No module named 'llama_cpp'\")")
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
     with pytest.raises(ValueError, match="llama-cpp: ModuleNotFoundError: No module named 'llama_cpp'"):
-        Worker(sys.executable, peer().file, "1")
+        Worker(sys.executable, "model.gguf", "1")

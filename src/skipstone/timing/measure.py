@@ -44,7 +44,7 @@ class Emitted:
     stats: Stats | None = None  # our own figures, where the engine is ours
     first_at: float | None = None  # when the first new token was there, by `time.perf_counter`; None where nobody looked
     setup_seconds: float = 0.0  # before the first pass
-    ended_at: float | None = None  # when the last token was there; None where nothing was done after it
+    ended_at: float | None = None  # when the last token was there, by `time.perf_counter`; None where nothing was done after it
 
 
 class Engine(Protocol):
@@ -102,7 +102,7 @@ class Measurement:
     stats: Stats | None = None
     first_seconds: float | None = None  # to the first token
     setup_seconds: float = 0.0  # the part in which the call was checked and prepared for
-    memory: int | None = None  # most bytes that the process (on a GPU: the device) held during the call
+    memory: int | None = None  # most bytes that the process (on a GPU: the device) held; None where another one did the work
     known: dict[str, Any] | None = None  # what a method has learnt about the model so far
     grown: dict[str, Any] | None = None  # what this call added to the counts of that
 
@@ -137,7 +137,7 @@ def measure(model: PreTrainedModel, engine: Engine, prompt: Tensor, options: Map
         warnings.simplefilter("ignore", RuntimeWarning)
         torch.manual_seed(seed)
         before = _known(engine, model)
-        counted = _forget_peak(model.device)
+        counted = not getattr(engine, "elsewhere", False) and _forget_peak(model.device)
         synchronise(model.device)
         began = time.perf_counter()
         emitted = engine.generate(model, ids, {**options, "attention_mask": torch.ones_like(ids)}, seed)

@@ -3,11 +3,14 @@ llama-cpp-python` builds it for the machine at hand) and needs nothing of skipst
 
     python ggml_worker.py MODEL.gguf THREADS [prompt-lookup | DRAFT.gguf]
 
-Its first line says {"vocabulary": V}. Then it reads lines {"ids": [...], "new": n, "stop": [...], "drafts": k, "threshold": p}
-and answers each with {"ids": [...], "first_seconds": s}: at most n greedy tokens, to the first of the stop ids, and the time
-from the question to the first token. drafts: most draft tokens a step. threshold: a draft model stops before a token of a
-lower probability. A file with F32 in its name gets a float32 cache and no flash attention, which is what torch computes in
-float32; all others get llama.cpp's defaults.
+Its first line says what it is: {"vocabulary": tokens of the vocabulary, "positions": most tokens of a text, "type": the number
+of the file's llama_ftype, "version": llama-cpp-python's}. Then it reads lines {"ids": [...], "new": n, "stop": [...],
+"drafts": k, "threshold": p} and answers each with {"ids": [...], "first_seconds": s}: at most n greedy tokens, to the first of
+the stop ids, and the time from the question to the first token; or with {"error": "a sentence"}. drafts: most draft tokens a
+step. threshold: a draft model stops before a token of a lower probability.
+
+A file of float32 weights gets a float32 cache and no flash attention, which is what torch computes in float32. All others get
+llama.cpp's defaults. Nothing is put on a GPU.
 """
 
 import ctypes
@@ -21,39 +24,55 @@ from typing import Any
 cpp: Any = import_module("llama_cpp")
 numpy: Any = import_module("numpy")
 
-CONTEXT = 4096  # tokens of prompt and text together
+MOST_POSITIONS = 8192  # tokens of prompt and text together, where the model has as many
 MOST_ROWS = 512  # tokens of one pass
+DRAFTED_FROM = 10  # the likeliest tokens among which llama.cpp's drafter draws, and over which it counts their probabilities
+ALL_FLOAT32 = 0  # llama_ftype of a file of float32 weights
 FLOAT32, DISABLED = 0, 0  # ggml's type of a float32 cache; no flash attention
 
 
 class Context:
-    """A model's text so far and the passes over it. text: the ids whose keys and values it holds."""
+    """A model's text so far and the passes over it. text: the ids whose keys and values it holds. sys.exit where the file
+    cannot be loaded."""
 
     def __init__(self, path: str, threads: int) -> None:
-        self._model = cpp.llama_model_load_from_file(path.encode(), cpp.llama_model_default_params())
+        wanted = cpp.llama_model_default_params()
+        wanted.n_gpu_layers = 0
+        self._model = cpp.llama_model_load_from_file(path.encode(), wanted)
         if not self._model:
             sys.exit(f"llama.cpp cannot load {path}")
+        self.positions = min(cpp.llama_model_n_ctx_train(self._model), MOST_POSITIONS)
+        self.type = self._file_type()
         settings = cpp.llama_context_default_params()
-        settings.n_ctx, settings.n_batch = CONTEXT, MOST_ROWS
+        settings.n_ctx, settings.n_batch = self.positions, MOST_ROWS
         settings.n_threads = settings.n_threads_batch = threads
         settings.no_perf = True
-        if "F32" in path:
+        if self.type == ALL_FLOAT32:
             settings.type_k = settings.type_v = FLOAT32
             settings.flash_attn_type = DISABLED
         self._context = cpp.llama_init_from_model(self._model, settings)
+        if not self._context:
+            sys.exit(f"llama.cpp has no room for {self.positions} tokens of {path}")
         self._memory, self._greedy = cpp.llama_get_memory(self._context), cpp.llama_sampler_init_greedy()
         self._batch = cpp.llama_batch_init(MOST_ROWS, 0, 1)
         self.vocabulary: int = cpp.llama_vocab_n_tokens(cpp.llama_model_get_vocab(self._model))
         self.text: list[int] = []
 
+    def _file_type(self) -> int:
+        """What the file says of its weights; -1 where it says nothing."""
+        said = ctypes.create_string_buffer(16)
+        length = cpp.llama_model_meta_val_str(self._model, b"general.file_type", said, len(said))
+        return int(said.value) if length > 0 else -1
+
     def cut(self, length: int) -> None:
-        """Forget all but the first tokens of the text."""
+        """Forget all but the first tokens of the text. RuntimeError for a model that cannot."""
         if length < len(self.text):
-            cpp.llama_memory_seq_rm(self._memory, 0, length, -1)
+            if not cpp.llama_memory_seq_rm(self._memory, 0, length, -1):
+                raise RuntimeError("llama.cpp cannot take back drafts of this model")
             del self.text[length:]
 
-    def choices(self, ids: Sequence[int], last: int) -> list[int]:
-        """Add ids to the text; the likeliest token behind each of the last ones."""
+    def add(self, ids: Sequence[int], last: int = 1) -> None:
+        """Add ids to the text. last: behind so many of the last ones a token may be chosen. RuntimeError where a pass fails."""
         batch = self._batch
         while ids:
             some, ids = ids[:MOST_ROWS], ids[MOST_ROWS:]
@@ -65,60 +84,77 @@ class Context:
             if cpp.llama_decode(self._context, batch):
                 raise RuntimeError("llama_decode failed")
             self.text += some
-        return [int(cpp.llama_sampler_sample(self._greedy, self._context, row - last)) for row in range(last)]
+
+    def choice(self, row: int = -1) -> int:
+        """The likeliest token behind a row of the latest pass, counted from its end."""
+        return int(cpp.llama_sampler_sample(self._greedy, self._context, row))
 
     def probability(self, token: int) -> float:
-        """Of a token behind the whole text, from the logits of the latest pass."""
+        """Of the likeliest token behind the text, among the DRAFTED_FROM likeliest ones."""
         logits = numpy.ctypeslib.as_array(cpp.llama_get_logits_ith(self._context, -1), (self.vocabulary,))
-        return float(1.0 / numpy.exp(logits - logits[token]).sum())
+        few = numpy.partition(logits, -DRAFTED_FROM)[-DRAFTED_FROM:]
+        return float(1.0 / numpy.exp(few - logits[token]).sum())
 
 
 class PromptLookup:
     """llama-cpp-python's own drafts without a model."""
 
     def __call__(self, text: list[int], count: int, threshold: float) -> list[int]:
-        """Drafts behind a text; no threshold is asked for."""
+        """At most so many drafts behind a text; no threshold is asked for."""
         drafter = import_module("llama_cpp.llama_speculative").LlamaPromptLookupDecoding(num_pred_tokens=count)
         return [int(token) for token in drafter(numpy.array(text, dtype=numpy.intc))]
 
+    def forget(self) -> None:
+        """Nothing is held between questions."""
+
 
 class DraftModel:
-    """Drafts of a smaller model, as llama-speculative-simple makes them."""
+    """Drafts of a smaller model, as llama.cpp's speculative decoding makes them: greedily, while the model is sure."""
 
     def __init__(self, path: str, threads: int) -> None:
-        self._context = Context(path, threads)
+        self.context = Context(path, threads)
 
     def __call__(self, text: list[int], count: int, threshold: float) -> list[int]:
-        """Drafts behind a text."""
-        held = self._context.text
+        """At most so many drafts behind a text."""
+        held = self.context.text
         same = next((n for n, (a, b) in enumerate(zip(held, text, strict=False)) if a != b), min(len(held), len(text)))
-        self._context.cut(min(same, len(text) - 1))
-        new, drafts = text[len(self._context.text) :], list[int]()
+        self.context.cut(min(same, len(text) - 1))
+        new, drafts = text[len(self.context.text) :], list[int]()
         while len(drafts) < count:
-            (token,) = self._context.choices(new, 1)
-            if self._context.probability(token) < threshold:
+            self.context.add(new)
+            token = self.context.choice()
+            if threshold > 0 and self.context.probability(token) < threshold:
                 break
             drafts.append(token)
             new = [token]
         return drafts
 
+    def forget(self) -> None:
+        """The text of the question before."""
+        self.context.cut(0)
+
 
 def written(target: Context, drafter: Any, asked: dict[str, Any]) -> dict[str, Any]:
-    """The answer to one question."""
+    """The answer to one question. drafter: None, PromptLookup or DraftModel."""
+    most = len(asked["ids"]) + asked["new"]
+    if most > target.positions:
+        return {"error": f"prompt and text have {most} tokens, and there is room for {target.positions}"}
     began = time.perf_counter()
     target.cut(0)
-    new = target.choices(asked["ids"], 1)
+    if drafter:
+        drafter.forget()
+    target.add(asked["ids"])
+    new = [target.choice()]
     first = time.perf_counter() - began
     while len(new) < asked["new"] and new[-1] not in asked["stop"]:
         room = min(asked["drafts"], asked["new"] - len(new) - 1)
         drafts = drafter([*asked["ids"], *new], room, asked["threshold"]) if drafter and room else []
-        before = len(target.text)
-        found = target.choices([new[-1], *drafts], 1 + len(drafts))
-        right = next((n for n, (a, b) in enumerate(zip(drafts, found, strict=False)) if a != b), len(drafts))
-        target.cut(before + 1 + right)
-        for token in found[: right + 1]:
-            new.append(token)
-            if token in asked["stop"]:
+        before, rows = len(target.text), 1 + len(drafts)
+        target.add([new[-1], *drafts], rows)
+        for row in range(rows):
+            new.append(target.choice(row - rows))
+            if row == len(drafts) or new[-1] != drafts[row] or new[-1] in asked["stop"]:
+                target.cut(before + 1 + row)
                 break
     return {"ids": new, "first_seconds": first}
 
@@ -132,7 +168,10 @@ def main() -> None:
     drafter: Any = None
     if drafts:
         drafter = PromptLookup() if drafts[0] == "prompt-lookup" else DraftModel(drafts[0], int(threads))
-    print(json.dumps({"vocabulary": target.vocabulary}), flush=True)
+    if isinstance(drafter, DraftModel) and drafter.context.vocabulary != target.vocabulary:
+        sys.exit(f"{drafts[0]} has {drafter.context.vocabulary} tokens, {path} has {target.vocabulary}")
+    known = {"vocabulary": target.vocabulary, "positions": target.positions, "type": target.type}
+    print(json.dumps(known | {"version": cpp.__version__}), flush=True)
     for line in sys.stdin:
         print(json.dumps(written(target, drafter, json.loads(line))), flush=True)
 

@@ -155,9 +155,12 @@ class DraftAlone(Peer):
     """The draft model without its target, decoded plainly by skipstone: how fast it is, and what its text is worth."""
 
     name: ClassVar[str] = "draft-alone"
-    lossless: ClassVar[bool] = False
 
     draft_model: str | None = None
+
+    @property
+    def lossless(self) -> bool:
+        return False
 
     def check(self, model: PreTrainedModel) -> None:
         draft_model_for(self.draft_model, LayeredModel(model))

@@ -20,7 +20,12 @@ class Peer:
     name: ClassVar[str]
     sampled: ClassVar[bool] = True  # it may sample too
     long_warm_up: ClassVar[bool] = False  # it is to be warmed up with as many tokens as will be asked for
-    lossless: ClassVar[bool] = True  # its text is the model's own
+    elsewhere: ClassVar[bool] = False  # it runs in another process, whose memory is not counted
+
+    @property
+    def lossless(self) -> bool:
+        """Whether its text is the model's own."""
+        return True
 
     @property
     def settings(self) -> dict[str, Any]:

@@ -150,7 +150,7 @@ def own(group: Group) -> Table:
     return Table(group.title, ["method", *COLUMNS, "x plain, all"], rows)
 
 
-LENGTHS = ("num_speculative_tokens", "num_assistant_tokens", "prompt_lookup_num_tokens")
+LENGTHS = ("num_speculative_tokens", "num_assistant_tokens", "prompt_lookup_num_tokens", "num_draft_tokens")
 """How methods call the drafts of a step."""
 
 

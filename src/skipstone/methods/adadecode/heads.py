@@ -108,8 +108,8 @@ class ExitHeads(nn.Module):
         return model.project(*self.projected(index, normed), shortlist)
 
     def projected(self, index: int, normed: Tensor) -> tuple[Tensor, nn.Module | None]:
-        """(what head number `index` projects to logits, the LM head that does so, None for the model's own). normed: [..., d].
-        Heads in training may have a finer dtype than the model."""
+        """(states, head) of head number `index`: what is projected to logits, [..., d], and its own LM head, or None where the
+        model's is meant. normed: [..., d]. Heads in training may have a finer dtype than the model."""
         own = self.heads[index] if self.card.kind == "full" else None
         states = self.states(index, normed if self.dtype is None else normed.to(self.dtype))  # [..., d]
         return states if own is not None else states.to(normed.dtype), own

@@ -87,7 +87,8 @@ class Objective:
         inputs = {**kwargs, "input_ids": input_ids, "attention_mask": attention_mask, "use_cache": False}
         rates = self.recipe.dropout.rates(self.step, self.layers, self.steps)
         kept = kept_rows(input_ids.shape[0], rates, self.seed, self.micro)
-        kept[0] = kept[0] or [0]  # `layers_recorded` wants a row of the first layer, and a constant rate may leave none
+        if self.recipe.dropout.by_layer == "constant":
+            kept[0] = kept[0] or [0]  # `layers_recorded` wants a row of the first layer
         active = self.recipe.exits.active(self.step, self.layers, self.steps)
         with layers_recorded(self.modules.layers, active, kept) as states:
             self.modules.decoder(**inputs)

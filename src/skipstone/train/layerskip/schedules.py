@@ -79,7 +79,8 @@ def _one_of(name: str, value: Any, known: tuple[str, ...]) -> None:
 class LayerDropout:
     """p_max: rate of the last layer once the curriculum is over. curriculum: "exponential" over the run (training from
     scratch) or "none" (continual training and fine-tuning). by_layer: "exponential", eq. 3's growth from 0 to p_max, or
-    "constant", p_max for every layer, which the paper holds beside it (appendix A.3, figure 12)."""
+    "constant", p_max for every layer, which the paper holds beside it (appendix A.3, figure 12); the first layer then keeps a
+    row where it would drop all of them."""
 
     p_max: float = 0.1
     curriculum: Literal["exponential", "none"] = "none"

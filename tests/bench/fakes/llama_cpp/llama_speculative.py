@@ -12,5 +12,5 @@ class LlamaPromptLookupDecoding:
         self.count = num_pred_tokens
 
     def __call__(self, text: Any) -> Any:
-        places = [place for place in range(1, len(text)) if text[place - 1] == text[-1]]
+        places = [place for place in range(2, len(text)) if (text[place - 2 : place] == text[-2:]).all()]
         return text[places[0] : places[0] + self.count] if places else np.array([], dtype=np.intc)
