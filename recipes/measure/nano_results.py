@@ -116,7 +116,7 @@ class Line:
 
 
 def requests(
-    model: str, twin: str | None, count: int, layers: Sequence[int], lengths: int, vocabulary: str | None
+    model: str, count: int, layers: Sequence[int], lengths: int, twin: str | None = None, vocabulary: str | None = None
 ) -> dict[str, Any]:
     """Exact match, acceptance and time per token on test requests: plain, early exit and LayerSkip at several exits, taking
     turns request by request.
@@ -272,7 +272,7 @@ def main() -> None:
         document = exits(given.model, given.twin, given.recipe, given.data_dir, given.rows)
     elif given.verb == "commands":
         layers = [int(layer) for layer in given.exit_layers.split(",")]
-        document = requests(given.model, given.twin, given.count, layers, given.num_speculative_tokens, given.draft_vocabulary)
+        document = requests(given.model, given.count, layers, given.num_speculative_tokens, given.twin, given.draft_vocabulary)
     elif given.verb == "parse":
         temperatures = [float(temperature) for temperature in given.temperatures.split(",")]
         document = parse(given.model, given.recipe, given.data_dir, given.count, temperatures)

@@ -2,19 +2,27 @@
 
 from __future__ import annotations
 
-import sys
+import importlib.util
 from pathlib import Path
+from typing import Any
 
 import yaml
 
 FOLDER = Path(__file__).parents[2] / "recipes" / "smollm2"
-sys.path.insert(0, str(FOLDER))
-import questions  # type: ignore[import-not-found]
-import shortlist
+
+
+def script(name: str) -> Any:
+    """A script of the folder as a module."""
+    spec = importlib.util.spec_from_file_location(name, FOLDER / f"{name}.py")
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
 
 
 def test_a_shortlist_is_the_commonest_tokens_ascending() -> None:
-    said = [[5, 9, 5], [9, 5, 2], [7]]
+    shortlist, said = script("shortlist"), [[5, 9, 5], [9, 5, 2], [7]]
     assert shortlist.commonest(said, 2) == [5, 9]
     assert shortlist.commonest(said, 9) == [2, 5, 7, 9]
 
@@ -26,7 +34,7 @@ def test_what_is_measured_on_was_not_trained_on() -> None:
     records = [{"question_id": 81 + place, "category": kind, "turns": [str(place)]} for place, kind in enumerate(kinds)]
     (source,) = yaml.safe_load((FOLDER / "heads-instructions.yaml").read_text())["prompts"]
     seen = source["where"]["question_id"]
-    left = questions.left_out(records, seen)
+    left = script("questions").left_out(records, seen)
     trained = {str(number - 81) for first, last in seen for number in range(first, last + 1)}
     measured = {one["turns"][0] for one in left}
     assert len(trained) == len(measured) == len(left) == 240
