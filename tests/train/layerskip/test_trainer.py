@@ -293,6 +293,6 @@ class TestRefused:
         args = arguments(tmp_path, exits=EarlyExitLoss(exits=(1, 2)))
         assert isinstance(args, LayerSkipArguments)
         found = json.loads(args.to_json_string())
-        assert found["dropout"] == {"p_max": 0.5, "curriculum": "none"}
+        assert found["dropout"] == {"p_max": 0.5, "curriculum": "none", "by_layer": "exponential"}
         assert found["exits"]["exits"] == [1, 2]
         assert tiny().config.vocab_size == VOCAB

@@ -160,6 +160,7 @@ def written(target: Context, drafter: Any, asked: dict[str, Any]) -> dict[str, A
 
 
 def main() -> None:
+    """Answer the questions on standard input until it ends. sys.exit where the command line cannot be."""
     path, threads, *drafts = sys.argv[1:]
     quiet = cpp.llama_log_callback(lambda level, text, user: None)
     cpp.llama_log_set(quiet, ctypes.c_void_p(0))
