@@ -94,6 +94,15 @@ def test_the_divergence_is_that_of_the_formula(base: Path) -> None:
             assert found[index].item() == pytest.approx(wanted.item(), rel=1e-4)
 
 
+def test_features_by_matrices_in_bfloat16_are_near_those_in_float32_and_made_anew(base: Path, tmp_path: Path) -> None:
+    model, answers = LayeredModel(llama(layers=6)), [Answer([3, 4], [5, 6, 7]), Answer([4], [6, 8])]
+    wide, mixed = (
+        answering.extract(model, answers, (2, 4), tmp_path, 1e9, quiet, mixed).states.float().clone() for mixed in (False, True)
+    )
+    assert not torch.equal(wide, mixed)
+    assert float((wide - mixed).abs().max()) < 0.05 * float(wide.abs().max())
+
+
 def test_features_are_the_states_behind_the_models_own_answers(base: Path, tmp_path: Path) -> None:
     """Of every position whose next token is an answer's, in ragged batches, against transformers one by one."""
     model, _ = skipstone.load(base / "model")

@@ -57,7 +57,8 @@ class Shape(Part):
 class Schedule(Part):
     """epochs: most passes over the answers. batch_size: answers a step. warmup: share of all steps. patience: epochs without a
     lower divergence on the held-out answers after which a head is done; None trains to the end. held_out: share of answers.
-    mixed_precision: None is bf16 on CUDA and none on the CPU."""
+    mixed_precision: of the training, None is bf16 on CUDA and none on the CPU; bf16 where it is asked for also makes the states
+    that heads learn from."""
 
     epochs: int = Field(default=QUICK["epochs"], ge=1)
     batch_size: int = Field(default=QUICK["batch_size"], ge=1)

@@ -79,7 +79,8 @@ def run(
             model, asked, tokenizer, recipe.answers, folder / ANSWERS, _ends(model, tokenizer), say
         )
         began = time.perf_counter()
-        features = answering.extract(layered, written, heads.card.layers, folder, max_disk, say)
+        mixed = recipe.training.mixed_precision == "bf16"
+        features = answering.extract(layered, written, heads.card.layers, folder, max_disk, say, mixed)
     extracted = time.perf_counter()
     if heads.shortlist is not None:
         heads.shortlist.copy_(commonest([one.tokens for one in written], len(heads.shortlist), layered.head.weight.shape[0]))
