@@ -5,9 +5,11 @@
 
 from __future__ import annotations
 
+import functools
 import gc
 import weakref
 from collections.abc import Iterator
+from itertools import product
 from typing import Any
 
 import pytest
@@ -15,7 +17,8 @@ import torch
 from torch._dynamo.utils import counters
 from transformers import PreTrainedModel
 
-from skipstone.methods import Speculative
+from skipstone.methods import METHODS as KNOWN
+from skipstone.methods import AdaSD, Speculative
 from skipstone.models.engines import choice
 from skipstone.models.engines.compiled import BACKEND_VARIABLE, COLUMNS
 from skipstone.models.kvstore import KVStore
@@ -35,8 +38,14 @@ METHODS = [
     "adadecode heads=original guard=false threshold=0.3",
     "lookahead",
     "layerskip exit_layer=2 num_speculative_tokens=4 draft_vocabulary=60",
+    "early_exit exit_layer=2",
+    "self_speculative skip_attention=1 skip_mlp=2 num_speculative_tokens=4",
+    "prompt_lookup num_speculative_tokens=4",
+    "jacobi block=5",
     "speculative num_speculative_tokens=4",
+    "adasd max_window=4",
 ]
+DRAFTED = ("speculative", "adasd")  # by another model, which has graphs of its own
 SAMPLING: list[dict[str, Any]] = [{"do_sample": False}, {"do_sample": True, "temperature": 0.8, "top_p": 0.9, "seed": 3}]
 WIDTHS = 7  # of compiled passes: 1, 2, 4, ... COLUMNS tokens
 
@@ -54,26 +63,57 @@ def model() -> PreTrainedModel:
     return families.build("llama")
 
 
+@functools.cache
+def kept(name: str) -> PreTrainedModel:
+    """A family's model for all tests of it here, so that its graphs are compiled once."""
+    return families.build(name)
+
+
 def engine_of(model: PreTrainedModel) -> Any:
     return LayeredModel(model, "compiled").engine
 
 
-def method_of(text: str, model: PreTrainedModel) -> Any:
-    return Speculative(families.cached("llama"), 4) if text.startswith("speculative") else text
+def method_of(text: str, name: str) -> Any:
+    if text.startswith("speculative"):
+        return Speculative(families.near(name), 4)
+    return AdaSD(families.near(name), max_window=4, relaxed=False) if text.startswith("adasd") else text
 
 
-@pytest.mark.parametrize(
-    ("rows", "options"),
-    all_but([(3, SAMPLING[0]), (1, SAMPLING[1])], [(rows, options) for rows in (1, 3) for options in SAMPLING]),
-)
-@pytest.mark.parametrize("text", METHODS)
-def test_texts_are_those_of_the_eager_engine(model: PreTrainedModel, text: str, rows: int, options: dict[str, Any]) -> None:
-    prompts, method = families.prompts(rows), method_of(text, model)
+def assert_texts_are_the_eager_engine_s(model: Any, name: str, text: str, rows: int, options: dict[str, Any]) -> None:
+    prompts, method = families.prompts(rows), method_of(text, name)
     expected = decode(model, prompts, method, engine="eager", **options)
     found = decode(model, prompts, method, engine="compiled", **options)
     assert (found.engine, found.engine_reason) == ("compiled", None)
+    assert engine_of(model).graphs.count
     assert expected.new_tokens is not None
     assert_same_texts(model, prompts, expected.new_tokens, found, options)
+
+
+CELLS = [(rows, options) for rows in (1, 3) for options in SAMPLING]
+USUAL = [(3, SAMPLING[0]), (1, SAMPLING[1])]
+
+
+def test_every_method_is_decoded_with() -> None:
+    assert {text.split()[0] for text in METHODS} == {*KNOWN}
+
+
+@pytest.mark.parametrize(("rows", "options"), all_but(USUAL, CELLS))
+@pytest.mark.parametrize("text", METHODS)
+def test_texts_are_those_of_the_eager_engine(model: PreTrainedModel, text: str, rows: int, options: dict[str, Any]) -> None:
+    assert_texts_are_the_eager_engine_s(model, "llama", text, rows, options)
+
+
+FURTHER = ["gpt_oss", "deepseek_v3", "phimoe"]
+"""Sinks of attention, latent keys and values, experts whose router computes much: beside the usual families."""
+OTHERS = [name for name in families.NAMES if name != "llama"] + FURTHER
+QUICK = [("gpt_oss", "early_exit exit_layer=2"), ("falcon_new", "jacobi block=5")]
+
+
+@pytest.mark.parametrize(("name", "text"), all_but(QUICK, product(OTHERS, METHODS)))
+def test_every_method_on_every_family_writes_what_the_eager_engine_writes(name: str, text: str) -> None:
+    """Ragged rows greedily, or one row drawn."""
+    rows, options = USUAL[(OTHERS.index(name) + METHODS.index(text)) % 2]
+    assert_texts_are_the_eager_engine_s(kept(name), name, text, rows, options)
 
 
 def test_all_graphs_are_there_after_the_warm_up() -> None:
@@ -87,10 +127,9 @@ def test_all_graphs_are_there_after_the_warm_up() -> None:
     assert told == engine.detail
     assert f"{2 * WIDTHS} graphs" in told
     assert engine.graphs.seconds > 0
-    for text in METHODS[:-1]:  # a draft model has graphs of its own
-        for options in SAMPLING:
-            prompts = [torch.arange(1, 80), torch.arange(3, 40)]
-            decode(model, prompts, text, engine="compiled", max_new_tokens=60, **options)
+    for index, text in enumerate(text for text in METHODS if not text.startswith(DRAFTED)):
+        prompts = [torch.arange(1, 80), torch.arange(3, 40)]
+        decode(model, prompts, text, engine="compiled", max_new_tokens=60, **SAMPLING[index % 2])
     assert engine_of(model) is engine
     assert engine.graphs.count == 2 * WIDTHS == counters["stats"]["unique_graphs"]
 
@@ -132,12 +171,13 @@ def test_wide_passes_and_those_outside_inference_mode_are_the_eager_engine_s(wid
     assert torch.equal(found, expected) or graphs
 
 
-FAMILY_KINDS = {"smollm3": 2, "qwen2": 2, "qwen3": 2, "gemma2": 2, "gemma3_text": 2, "qwen3_moe": 2}
+FAMILY_KINDS = {"smollm3": 2, "qwen2": 2, "qwen3": 2, "gemma2": 2, "gemma3_text": 2, "qwen3_moe": 2} | {
+    "gpt_oss": 2,
+    "deepseek_v3": 2,
+}
 
 
-@pytest.mark.parametrize(
-    "name", [name if name == "gemma3_text" else pytest.param(name, marks=pytest.mark.slow) for name in families.NAMES]
-)
+@pytest.mark.parametrize("name", all_but(["gemma3_text"], [*families.NAMES, *FURTHER]))
 def test_layers_of_a_kind_share_a_graph(name: str) -> None:
     model, prompts = families.build(name), families.prompts(3)
     engine = engine_of(model)
@@ -193,6 +233,28 @@ def test_what_cannot_be_compiled_is_refused_in_one_sentence() -> None:
         LayeredModel(model, "compiled")
     handle.remove()
     assert engine_of(model) is engine
+
+
+MASKS = "its layers mask or count by themselves, or add position biases, which its graphs do not do"
+SHARES = "its layers share keys and values, have several streams or inputs of their own, which its graphs do not know"
+STATES = "some of its layers keep states without positions, which its graphs do not"
+UNFIT = {
+    **dict.fromkeys(("mpt", "bloom", "gpt_neo", "llama4_text"), MASKS),
+    **dict.fromkeys(("gemma3n_text", "gemma4_text", "gemma4_unified_text"), SHARES),
+    **dict.fromkeys(families.HYBRIDS, STATES),
+}
+
+
+@pytest.mark.parametrize("name", all_but(["mpt", "gemma3n_text", "qwen3_next"], families.FURTHER))
+def test_types_that_graphs_do_not_know_are_refused_in_one_sentence_and_no_others(name: str) -> None:
+    model = families.build(name)
+    if name not in UNFIT:
+        assert engine_of(model).name == "compiled"
+        return
+    with pytest.raises(ValueError) as error:
+        LayeredModel(model, "compiled")
+    assert str(error.value) == f"engine='compiled' cannot run this model: {UNFIT[name]}; take engine='auto' or 'eager'"
+    assert LayeredModel(model, "eager").engine.name == "eager"
 
 
 class Peeking(torch.nn.Module):

@@ -8,6 +8,8 @@ import json
 import os
 import random
 import socket
+import subprocess
+import sys
 import time
 from pathlib import Path
 from types import SimpleNamespace
@@ -20,6 +22,7 @@ from torch import Tensor
 import skipstone
 from skipstone import AdaDecode, Swift
 from skipstone.cli import main
+from skipstone.loading import load_model
 from skipstone.methods import METHODS
 from skipstone.models import ranks, refusals
 from skipstone.models.fingerprint import fingerprint
@@ -99,10 +102,15 @@ def command(folder: Path) -> dict[str, Any]:
     return {"out": out.getvalue(), "said": said.getvalue(), "code": left.value.code}
 
 
-def rank(number: int, port: int, folder: Path, names: list[str]) -> None:
-    """One of the two processes. What it finds is written to NAME-RANK.json."""
+def is_rank(number: int, port: int) -> None:
+    """Say what torchrun says to each of two processes."""
     world = {"RANK": number, "LOCAL_RANK": number, "WORLD_SIZE": 2, "LOCAL_WORLD_SIZE": 2, "MASTER_PORT": port}
     os.environ.update({"MASTER_ADDR": "127.0.0.1", **{name: str(value) for name, value in world.items()}})
+
+
+def rank(number: int, port: int, folder: Path, names: list[str]) -> None:
+    """One of the two processes. What it finds is written to NAME-RANK.json."""
+    is_rank(number, port)
     for family in names:
         model, _ = skipstone.load(folder / family, tp_plan="auto")
         found: dict[str, Any] = {}
@@ -119,14 +127,18 @@ def rank(number: int, port: int, folder: Path, names: list[str]) -> None:
         torch.distributed.destroy_process_group()
 
 
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return probe.getsockname()[1]
+
+
 def together(folder: Path, names: list[str]) -> dict[str, list[dict[str, Any]]]:
     """What both processes found, by family."""
     for family in names:
         families.build(family).save_pretrained(folder / family)
         tokenizer().save_pretrained(folder / family)
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
+    port = free_port()
     assert in_processes(rank, (0, port, folder, names), (1, port, folder, names), timeout=60) == [0, 0]
     return {name: [json.loads((folder / f"{name}-{number}.json").read_text()) for number in (0, 1)] for name in names}
 
@@ -200,6 +212,66 @@ def test_two_processes_write_what_one_writes_in_every_kind_of_family(tmp_path: P
         assert_same(found[family], texts(families.build(family), family, names))
 
 
+def apart(number: int, port: int, folder: Path, attentions: dict[str, str]) -> None:
+    """One of the two processes. How far the sharded model's logits are from the whole model's, in parts of the largest, is
+    written to apart-RANK.json by name. attentions: how each model in the folder attends."""
+    is_rank(number, port)
+    ids, found = families.prompts(1)[0][None], {}
+    for name, attention in attentions.items():
+        whole = load_model(folder / name, attn_implementation=attention)
+        sharded = load_model(folder / name, attn_implementation=attention, tp_plan="auto")
+        with torch.no_grad():
+            expected, told = (model(ids, use_cache=False).logits for model in (whole, sharded))
+        LayeredModel(sharded, "eager")  # whose layers are compared with the sharded forward
+        found[name] = float((told - expected).abs().max() / expected.abs().max())
+    (folder / f"apart-{number}.json").write_text(json.dumps(found))
+    torch.distributed.destroy_process_group()
+
+
+NOT_SPARSE = "gemma3n_text, not sparse"
+
+
+@pytest.mark.slow
+def test_a_sharded_model_of_every_type_computes_what_the_whole_one_computes(tmp_path: Path) -> None:
+    """What is compared with transformers' sharded forward alone may be wrong like that."""
+    models = {name: families.build(name) for name in (*families.NAMES, *families.FURTHER)}
+    models[NOT_SPARSE] = families.build("gemma3n_text", activation_sparsity_pattern=[0.0] * 4)
+    refused = {name: reason for name, model in models.items() if (reason := ranks.cannot_share(model.config, 2))}
+    assert {name for name in refused if "has no plan" not in refused[name]} == {"cohere", "gemma3n_text", "doge"}
+    attentions = {name: model.config._attn_implementation for name, model in models.items() if name not in refused}
+    assert len(attentions) >= 80, "docs/devices.md says how many, and there is the one that is not sparse"
+    assert NOT_SPARSE in attentions
+    for name in attentions:
+        models[name].save_pretrained(tmp_path / name)
+    port = free_port()
+    assert in_processes(apart, *((number, port, tmp_path, attentions) for number in (0, 1)), timeout=600) == [0, 0]
+    for number in (0, 1):
+        found = json.loads((tmp_path / f"apart-{number}.json").read_text())
+        assert found.keys() == attentions.keys()
+        assert {name: far for name, far in found.items() if not far < 1e-4} == {}
+
+
+@pytest.mark.slow
+def test_torchrun_starts_the_command_and_one_text_is_printed(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    model, logs = tmp_path / "model", tmp_path / "logs"
+    families.build("llama").save_pretrained(model)
+    tokenizer().save_pretrained(model)
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    torchrun += ["--log-dir", str(logs), "--redirects", "3"]  # what each process prints and says to files of its own
+    generate = ["generate", str(model), *ARGUMENTS]
+    done = subprocess.run(
+        [*torchrun, "-m", "skipstone", *generate, "--tp", "auto"], capture_output=True, text=True, timeout=300, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    with pytest.raises(SystemExit):
+        main([*generate, "--engine", "eager"])
+    printed = capsys.readouterr().out
+    outs = {int(file.parent.name): file.read_text() for file in logs.rglob("stdout.log")}
+    assert outs == {0: printed, 1: ""}
+    assert printed.strip()
+    assert done.stdout == ""
+
+
 def refused(monkeypatch: pytest.MonkeyPatch, size: int, folder: Path) -> str:
     """What `load` says to one of so many processes."""
     for name, value in {"RANK": 0, "WORLD_SIZE": size}.items():
@@ -216,6 +288,8 @@ def refused(monkeypatch: pytest.MonkeyPatch, size: int, folder: Path) -> str:
         ("llama", 4, "needs numbers of heads that 4 divides, found 4 attention heads and 2 key/value heads"),
         ("gpt2", 2, "no plan for tensor parallelism of gpt2 models, found 2 processes"),
         ("cohere", 2, "norms of queries and keys"),
+        ("gemma3n_text", 2, "activation_sparsity_pattern), of which a process that shares the model has a part only: load it"),
+        ("doge", 2, "but not the dynamic masks that every head has of its own: load it whole"),
     ],
 )
 def test_processes_that_cannot_share_a_model_are_refused_before_anything_is_loaded(
@@ -276,3 +350,10 @@ def test_the_plans_of_transformers_shard_by_heads_where_that_is_checked() -> Non
     asked = {name: ranks.cannot_share(families.build(name).config, 3) for name in ("llama", "qwen3", "gemma", "mixtral")}
     assert all(reason and "3 divides" in reason for reason in asked.values()), asked
     assert ranks.cannot_share(families.build("phi3").config, 3) is None  # its fused projection is gathered
+
+
+def test_gemma_3n_is_shared_where_no_activations_are_cut_off() -> None:
+    config = families.build("gemma3n_text", activation_sparsity_pattern=[0.0] * 4).config
+    assert ranks.cannot_share(config, 2) is None
+    config.activation_sparsity_pattern = [0.0, 0.0, 0.0, 0.5]
+    assert "activation_sparsity_pattern" in str(ranks.cannot_share(config, 2))

@@ -59,10 +59,8 @@ def cannot_share(config: Any, size: int) -> str | None:
     plan = getattr(config, "base_model_tp_plan", None) or {}
     if not plan:
         return f"transformers has no plan for tensor parallelism of {config.model_type} models, found {size} processes"
-    if config.model_type == "cohere" and getattr(config, "use_qk_norm", False):
-        return (
-            "transformers does not shard the norms of queries and keys that this cohere model has (use_qk_norm): load it whole"
-        )
+    if reason := _sharded_wrongly(config):
+        return f"{reason}: load it whole"
     heads = config.num_attention_heads
     key_heads = getattr(config, "num_key_value_heads", None) or heads
     by_heads = any(name.endswith(("q_proj", "k_proj", "query_key_value")) and how == "colwise" for name, how in plan.items())
@@ -72,3 +70,20 @@ def cannot_share(config: Any, size: int) -> str | None:
         f"tensor parallelism over {size} processes needs numbers of heads that {size} divides, found {heads} attention heads "
         f"and {key_heads} key/value heads: start as many processes as divide both"
     )
+
+
+def _sharded_wrongly(config: Any) -> str | None:
+    """Why transformers' plan for a model is known not to compute what the whole model computes; None where it is not.
+
+    Verification cannot see it: what a layered forward is compared with is the sharded forward of transformers.
+    """
+    if config.model_type == "cohere" and getattr(config, "use_qk_norm", False):
+        return "transformers does not shard the norms of queries and keys that this cohere model has (use_qk_norm)"
+    if config.model_type == "gemma3n_text" and any(config.activation_sparsity_pattern):
+        return (
+            "transformers cuts the activations of this gemma3n_text model off at a mean over all of them "
+            "(activation_sparsity_pattern), of which a process that shares the model has a part only"
+        )
+    if config.model_type == "doge":
+        return "transformers shards the heads of doge models, but not the dynamic masks that every head has of its own"
+    return None
