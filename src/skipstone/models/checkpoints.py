@@ -41,7 +41,8 @@ def auto_class(kind: str | None) -> Any:
 def expect_fit(name: str, kind: str | None, model: Any, report: Any) -> None:
     """ValueError where a checkpoint's weights are not those of its model, which would then be another one. kind: its model
     type. report: transformers' loading info."""
-    for key, found, expected in sorted(report.get("mismatched_keys") or ()):  # of which transformers only logs the shapes
+    mismatched: Any = report.get("mismatched_keys") or ()  # transformers only logs the shapes
+    for key, found, expected in sorted(mismatched):
         raise ValueError(
             f"the checkpoint {name} does not fit its config: {key} has shape {list(found)}, expected {list(expected)}"
         )
