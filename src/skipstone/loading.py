@@ -2,7 +2,6 @@
 
 import errno
 import os
-import re
 from collections.abc import Mapping
 from functools import lru_cache
 from pathlib import Path
@@ -11,22 +10,14 @@ from typing import Any
 import torch
 import transformers
 from safetensors import SafetensorError
-from transformers import (
-    CONFIG_MAPPING,
-    AutoConfig,
-    AutoModelForCausalLM,
-    AutoTokenizer,
-    PreTrainedConfig,
-    PreTrainedModel,
-    PreTrainedTokenizerBase,
-)
+from transformers import CONFIG_MAPPING, AutoConfig, AutoTokenizer, PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 from transformers.distributed.configuration_utils import DistributedConfig
 
 from skipstone.assets import NANO
 from skipstone.extras import installed
 from skipstone.models import gguf
+from skipstone.models.checkpoints import auto_class, expect_fit
 from skipstone.models.engines.choice import Setup, attach
-from skipstone.models.families import text_config
 from skipstone.models.known_types import REFUSED
 from skipstone.models.layered import LayeredModel
 from skipstone.models.quantised import expect_loadable
@@ -35,7 +26,6 @@ from skipstone.models.ranks import cannot_share
 BUNDLED = "skipstone-nano"
 DeviceMap = str | Mapping[str, Any] | None
 """transformers' `device_map`: a strategy, or devices by the names of modules."""
-LAYER = re.compile(r"\b(?:layers|h)\.(\d+)\.")  # a parameter's name inside a layer list, with the layer's number
 
 
 def load(  # noqa: PLR0913
@@ -106,12 +96,14 @@ def load_model(
         options["attn_implementation"] = attn_implementation
     if "gguf_file" in options:
         options |= gguf.unpacked()
-    said = {} if "gguf_file" in options else _said(name)
-    _expect_type(name, said, trust_remote_code)
+        said, auto = {}, auto_class(None)
+    else:
+        said = _said(name)
+        auto = _auto_class(name, said, trust_remote_code)
     expect_loadable(said.get("quantization_config"))
     try:
         with gguf.reading(name, options):
-            loaded: Any = AutoModelForCausalLM.from_pretrained(
+            loaded: Any = auto.from_pretrained(
                 name, dtype=dtype, use_safetensors=True, output_loading_info=True, ignore_mismatched_sizes=True, **options
             )
     except (SafetensorError, RuntimeError, KeyError) as error:
@@ -119,18 +111,7 @@ def load_model(
             raise
         raise ValueError(f"the checkpoint {name} cannot be loaded, a file is corrupt or does not fit: {error}") from error
     model, report = loaded
-    mismatched: Any = report.get("mismatched_keys") or ()  # asked for: left to transformers, the shapes are only logged
-    for key, found, expected in sorted(mismatched):
-        raise ValueError(
-            f"the checkpoint {name} does not fit its config: {key} has shape {list(found)}, expected {list(expected)}"
-        )
-    if missing := sorted(report.get("missing_keys") or ()):
-        raise ValueError(f"the checkpoint {name} does not fit its config: it lacks {', '.join(missing[:5])}")
-    unexpected: Any = report.get("unexpected_keys") or ()
-    depth = text_config(model).num_hidden_layers
-    for key in sorted(unexpected):
-        if (layer := LAYER.search(key)) and int(layer[1]) >= depth:
-            raise ValueError(f"the checkpoint {name} does not fit its config: it has {key}, the config {depth} layers")
+    expect_fit(name, said.get("model_type"), model, report)
     return (model if placed else model.to(place)).eval()
 
 
@@ -174,13 +155,19 @@ def _said(name: str) -> dict[str, Any]:
     return PreTrainedConfig.get_config_dict(name)[0]
 
 
-def _expect_type(name: str, said: dict[str, Any], trust_remote_code: bool) -> None:
-    """ValueError for a checkpoint of a type that skipstone cannot decode, before its weights are loaded."""
+def _auto_class(name: str, said: dict[str, Any], trust_remote_code: bool) -> Any:
+    """transformers' class that loads a checkpoint. said: its config. ValueError for one of a type that skipstone cannot
+    decode, before its weights are loaded."""
     kind = said.get("model_type")
     if kind in REFUSED:
         raise ValueError(f"{kind} {REFUSED[kind]}")
-    if kind is None or kind in CONFIG_MAPPING:
-        return
+    if kind is None:
+        raise ValueError(
+            f'the config.json of {name} has no model_type, expected a type that `skipstone families` lists, such as "llama": '
+            "it is no transformers model, or its config.json is not whole"
+        )
+    if kind in CONFIG_MAPPING:
+        return auto_class(kind)
     if said.get("auto_map") and not trust_remote_code:
         raise ValueError(
             f"{name} brings modelling code of its own for the type {kind!r}; skipstone decodes transformers' own models only, "

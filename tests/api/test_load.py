@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -11,10 +14,32 @@ from safetensors.torch import load_file, save_file
 
 import skipstone
 from skipstone import LayerSkip
-from tests.helpers import families
-from tests.helpers.support import tokenizer
+from skipstone.models.checkpoints import expect_fit
+from tests.helpers import families, wrapped
+from tests.helpers.pairwise import all_but
+from tests.helpers.support import alone, tokenizer
 
 SKIP = LayerSkip(exit_layer=2)
+Weights = dict[str, torch.Tensor]
+
+
+def saved(model: Any, folder: Path, change: Callable[[Weights], Any] | None = None, **config: Any) -> Path:
+    """A folder with a model and a tokenizer, whose weights and config were changed afterwards."""
+    model.save_pretrained(folder)
+    tokenizer().save_pretrained(folder)
+    if change is not None:
+        weights = load_file(folder / "model.safetensors")
+        change(weights)
+        save_file(weights, folder / "model.safetensors", {"format": "pt"})
+    said = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(said | config))
+    return folder
+
+
+def text_of(model: Any) -> list[int]:
+    """What a model writes after some random tokens."""
+    (row,) = skipstone.generate(model, families.prompts(1)[0][None], SKIP, max_new_tokens=12).new_tokens or []
+    return row
 
 
 class TestLoad:
@@ -108,6 +133,15 @@ class TestLoad:
 TYPES = {
     "refused by name": ({"model_type": "mamba"}, "mamba keeps a recurrent state"),
     "unknown": ({"model_type": "foo"}, "does not know the model type 'foo'; `skipstone families` lists"),
+    "no type": ({"hidden_size": 32}, "has no model_type, expected a type that `skipstone families` lists"),
+    "nothing": ({}, "has no model_type"),
+    "an encoder-decoder": (
+        {"model_type": "t5"},
+        "t5 is no decoder of text in transformers, expected a type of AutoModelForCausalLM",
+    ),
+    "pictures": ({"model_type": "vit"}, "vit is no decoder of text in transformers"),
+    "pictures and texts": ({"model_type": "clip"}, "clip is no decoder of text in transformers"),
+    "an encoder-decoder around pictures": ({"model_type": "florence2"}, "florence2 is an encoder-decoder"),
     "code of its own": (
         {"model_type": "foo", "auto_map": {"AutoConfig": "a.B"}},
         "brings modelling code of its own for the type 'foo'",
@@ -121,3 +155,94 @@ def test_a_type_that_cannot_be_decoded_is_refused_before_its_weights_are_loaded(
     (tmp_path / "config.json").write_text(json.dumps(said))
     with pytest.raises(ValueError, match=words):
         skipstone.load(tmp_path)
+
+
+@pytest.mark.filterwarnings("ignore:.*x the speed of plain decoding:RuntimeWarning")
+@pytest.mark.parametrize("kind", all_but(("qwen2_vl", "llama4"), [*wrapped.WRAPPERS]))
+def test_a_multimodal_checkpoint_writes_the_text_of_transformers(kind: str, tmp_path: Path) -> None:
+    """Llama 4 among them, of which transformers loads the text model alone and leaves what sees."""
+    own, prompt = wrapped.build(kind), families.prompts(1)[0]
+    saved(own, tmp_path)
+    with wrapped.without_timm():
+        model, words = skipstone.load(tmp_path)
+    assert words.eos_token == "<eos>"
+    out = skipstone.generate(model, prompt[None], SKIP, max_new_tokens=24)
+    assert out.new_tokens == [alone(own, prompt, max_new_tokens=24, do_sample=False)]
+    assert out.stats is not None
+    assert out.stats.drafted > 0
+
+
+def _biases(weights: Weights) -> None:
+    weights.update({f"model.layers.{layer}.self_attn.q_proj.bias": torch.ones(32) for layer in range(4)})
+
+
+SUPERFLUOUS: dict[str, tuple[Callable[[Weights], Any], str]] = {
+    "biases that the config denies": (
+        _biases,
+        "it has model.layers.0.self_attn.q_proj.bias, model.layers.1.self_attn.q_proj.bias, "
+        "model.layers.2.self_attn.q_proj.bias and 1 more, expected only what a LlamaForCausalLM of 4 layers",
+    ),
+    "a norm of another type": (
+        lambda weights: weights.update({"model.layers.0.self_attn.q_norm.weight": torch.ones(8)}),
+        "it has model.layers.0.self_attn.q_norm.weight, expected only",
+    ),
+    "a weight of nobody": (lambda weights: weights.update({"foo.bar": torch.ones(8)}), "it has foo.bar, expected only"),
+    "a vision tower": (
+        lambda weights: weights.update({"vision_model.layernorm.weight": torch.ones(8)}),
+        "it has vision_model.layernorm.weight, expected only",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", SUPERFLUOUS)
+def test_superfluous_weights_are_another_models(case: str, tmp_path: Path) -> None:
+    change, words = SUPERFLUOUS[case]
+    saved(families.cached("llama"), tmp_path, change)
+    with pytest.raises(ValueError) as caught:
+        skipstone.load(tmp_path)
+    assert f"the checkpoint {tmp_path} does not fit its config: {words}" in str(caught.value)
+
+
+def _last_layer_again(weights: Weights) -> None:
+    last = {name: one for name, one in weights.items() if ".layers.3." in name}
+    weights.update({name.replace(".layers.3.", ".layers.4."): one.clone() for name, one in last.items()})
+
+
+HARMLESS: dict[str, tuple[str, Callable[[Weights], Any], dict[str, Any]]] = {
+    "rotary tables": (
+        "llama", lambda weights: weights.update({"model.layers.0.self_attn.rotary_emb.inv_freq": torch.ones(4)}), {},
+    ),
+    "masks": ("gptj", lambda weights: weights.update({
+        "transformer.h.0.attn.bias": torch.ones(1, 1, 8, 8), "transformer.h.0.attn.masked_bias": torch.ones(1),
+    }), {}),
+    "layers that predict further tokens": ("llama", _last_layer_again, {"num_nextn_predict_layers": 1}),
+    "the same under their own name": ("llama", lambda weights: weights.update({"mtp.layers.0.norm.weight": torch.ones(8)}), {}),
+    "the head of a tied model": (
+        "llama", lambda weights: weights.update({"lm_head.weight": weights["model.embed_tokens.weight"].clone()}),
+        {"tie_word_embeddings": True},
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", HARMLESS)
+def test_what_changes_no_text_may_be_there(case: str, tmp_path: Path) -> None:
+    name, change, config = HARMLESS[case]
+    own = families.build(name, **({"tie_word_embeddings": True} if "tied" in case else {}))
+    assert text_of(skipstone.load(saved(own, tmp_path, change, **config))[0]) == text_of(own)
+
+
+def test_a_layer_beyond_those_that_predict_further_tokens_is_superfluous(tmp_path: Path) -> None:
+    saved(families.cached("llama"), tmp_path, num_hidden_layers=2, num_nextn_predict_layers=1)
+    with pytest.raises(ValueError, match=r"it has model\.layers\.3\..* of 2 layers"):
+        skipstone.load(tmp_path)
+
+
+def test_what_quantisers_leave_behind_loads() -> None:
+    """AutoGPTQ wrote biases of zeros; others the scales of keys and values that skipstone keeps in full."""
+    model = SimpleNamespace(config=SimpleNamespace(quantization_config={"quant_method": "gptq"}))
+    model.config.get_text_config = lambda **_: SimpleNamespace(num_hidden_layers=4)
+    report = {"unexpected_keys": {"model.layers.0.mlp.up_proj.bias", "model.layers.0.self_attn.k_scale"}}
+    expect_fit("here", "llama", model, report)
+    model.config.quantization_config["quant_method"] = "awq"
+    with pytest.raises(ValueError, match=r"it has model\.layers\.0\.mlp\.up_proj\.bias, expected only"):
+        expect_fit("here", "llama", model, report)

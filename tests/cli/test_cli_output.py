@@ -14,7 +14,9 @@ import pytest
 from skipstone.cli import terminal
 from skipstone.cli.showing import Painter
 from skipstone.decoding.draft import Step
+from tests.helpers import wrapped
 from tests.helpers.commandline import LAYERSKIP, PROMPT, document, expected, job, succeed
+from tests.helpers.support import alone, tokenizer
 
 
 @pytest.mark.parametrize("method", ["autoregressive", "layerskip"])
@@ -23,6 +25,16 @@ def test_stdout_is_the_text_that_transformers_generates_and_nothing_else(folder:
     result = succeed("generate", folder, "--prompt", PROMPT, "--max-new-tokens", 24, *flags)
     assert result.stdout == expected(folder)[1]
     assert result.stderr == ""
+
+
+def test_a_multimodal_checkpoint_writes_text(tmp_path: Path) -> None:
+    model, words = wrapped.build("qwen2_vl"), tokenizer()
+    for one in (model, words):
+        one.save_pretrained(tmp_path)
+    ids = words("the abc stop", return_tensors="pt")["input_ids"]
+    text = words.decode(alone(model, ids[0], max_new_tokens=12, do_sample=False), skip_special_tokens=True)
+    result = succeed("generate", tmp_path, "--prompt", "the abc stop", "--max-new-tokens", 12, *LAYERSKIP)
+    assert result.stdout == text
 
 
 def test_prompt_comes_from_a_flag_a_file_or_standard_input(folder: Path, tmp_path: Path) -> None:

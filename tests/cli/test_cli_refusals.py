@@ -29,6 +29,21 @@ def _drop_a_tensor(path: Path) -> None:
     save_file(tensors, path / "model.safetensors", metadata={"format": "pt"})
 
 
+def _add_a_tensor(path: Path) -> None:
+    tensors = load_file(path / "model.safetensors")
+    tensors["model.layers.0.self_attn.q_norm.weight"] = tensors["model.norm.weight"][:8].clone()
+    save_file(tensors, path / "model.safetensors", metadata={"format": "pt"})
+
+
+def _another_type(kind: str | None) -> Callable[[Path], None]:
+    def change(path: Path) -> None:
+        config = json.loads((path / "config.json").read_text())
+        del config["model_type"]
+        (path / "config.json").write_text(json.dumps(config if kind is None else config | {"model_type": kind}))
+
+    return change
+
+
 def _wider(path: Path) -> None:
     config = json.loads((path / "config.json").read_text())
     (path / "config.json").write_text(json.dumps(config | {"intermediate_size": 128}))
@@ -47,6 +62,9 @@ def _broken_config(path: Path) -> None:
     [
         (_truncate, "a file is corrupt"),
         (_drop_a_tensor, "lacks model.norm.weight"),
+        (_add_a_tensor, "it has model.layers.0.self_attn.q_norm.weight, expected only what a LlamaForCausalLM of 4 layers"),
+        (_another_type("clip"), "clip is no decoder of text in transformers, expected"),
+        (_another_type(None), "has no model_type, expected"),
         (_wider, "has shape [32, 64], expected [32, 128]"),
         (_no_weights, "no file named model.safetensors"),
         (_broken_config, "not a valid JSON file"),

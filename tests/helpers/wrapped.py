@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 from unittest import mock
 
@@ -70,13 +72,20 @@ def build(kind: str) -> PreTrainedModel:
     given = {name: _cut(part, name, kind) for name, part in parts.items() if part is not None}
     auto: Any = AutoModelForCausalLM if kind == "gemma3" else AutoModelForImageTextToText
     torch.manual_seed(0)
-    with mock.patch.object(AutoModel, "from_config", _part(AutoModel.from_config)):
+    with without_timm():
         model = auto.from_config(whole(**given), dtype=torch.float32).eval()
     with torch.no_grad():
         for parameter in model.parameters():
             if parameter.ndim == 2:
                 parameter.normal_(0, 2 * parameter.shape[-1] ** -0.5)
     return model
+
+
+@contextmanager
+def without_timm() -> Iterator[None]:
+    """Models are made and loaded without the parts that only timm can build."""
+    with mock.patch.object(AutoModel, "from_config", _part(AutoModel.from_config)):
+        yield
 
 
 def _part(own: Any) -> Any:

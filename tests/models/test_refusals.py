@@ -203,17 +203,18 @@ def test_transformers_itself_refuses_sdpa_for_a_family_tested_with_eager_attenti
 def test_every_causal_language_model_of_transformers_is_either_tested_or_refused_by_name() -> None:
     """A new release of transformers shows up here: its new types belong into TESTED, with a row in tests/helpers/families.py,
     or into REFUSED."""
-    types = {
-        kind: {kind, transformers.CONFIG_MAPPING[kind].model_type}
-        for kind in transformers.models.auto.modeling_auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
-    }
+    mappings = transformers.models.auto.modeling_auto
+    types = {kind: {kind, transformers.CONFIG_MAPPING[kind].model_type} for kind in mappings.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES}
     unknown = [kind for kind, names in types.items() if not names & (known_types.TESTED | {*known_types.REFUSED})]
     assert not unknown, "types that nobody has looked at"
     assert not known_types.TESTED & {*known_types.REFUSED}
-    gone = (known_types.TESTED | {*known_types.REFUSED}) - set().union(*types.values())
+    wrappers = {*mappings.MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES}
+    gone = (known_types.TESTED | {*known_types.REFUSED}) - set().union(*types.values(), wrappers)
     assert not gone, "types that transformers does not have"
     assert len(known_types.TESTED) >= 85
     assert families.TYPES | {*WRAPPERS} >= known_types.TESTED
+    around = known_types.TESTED_AROUND_TEXT
+    assert {*WRAPPERS} - known_types.TESTED == around <= wrappers - {*types, *known_types.REFUSED}
 
 
 @pytest.mark.parametrize("kind", ["mamba", "bert", "bart", "deepseek_v32", "modernbert-decoder", "longcat_flash", "xlnet"])

@@ -1,4 +1,4 @@
-"""`skipstone families`: every causal model type of the installed transformers, whether skipstone decodes it, and why not."""
+"""`skipstone families`: every model type of transformers that writes text, whether skipstone decodes it, and why not."""
 
 import json
 from typing import Annotated
@@ -22,7 +22,10 @@ def families(
     if name is not None:
         rows = [row for row in rows if row["type"] == name]
         if not rows:
-            raise ValueError(f"transformers has no causal model type {name!r}; `skipstone families` lists those that it has")
+            raise ValueError(
+                f"transformers has no model type {name!r} that decodes text, causal or around a causal one; "
+                "`skipstone families` lists those that it has"
+            )
     if as_json:
         typer.echo(json.dumps(rows, indent=2))
     elif markdown:
@@ -38,16 +41,21 @@ def families(
 
 
 def described() -> list[dict[str, str]]:
-    """A row for every causal model type of the installed transformers, as COLUMNS say."""
-    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+    """A row for every causal and every multimodal model type of the installed transformers, as COLUMNS say."""
+    from transformers.models.auto.modeling_auto import (
+        MODEL_FOR_CAUSAL_LM_MAPPING_NAMES,
+        MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES,
+    )
 
     from skipstone.models.engines.native.weights import RECIPES
-    from skipstone.models.known_types import REFUSED, TESTED
+    from skipstone.models.known_types import REFUSED, TESTED, TESTED_AROUND_TEXT, UNCOMPILED
 
     rows: list[dict[str, str]] = []
-    names: set[str] = {SPELT.get(one, one) for one in map(str, MODEL_FOR_CAUSAL_LM_MAPPING_NAMES)}
-    for kind in sorted(names):
-        support = "refused" if kind in REFUSED else "tested" if kind in TESTED else "derived"
-        engines = "" if support == "refused" else "native, eager" if kind in RECIPES else "eager"
+    tested = TESTED | TESTED_AROUND_TEXT
+    kinds = (*MODEL_FOR_CAUSAL_LM_MAPPING_NAMES, *MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES)
+    for kind in sorted({SPELT.get(one, one) for one in map(str, kinds)}):
+        support = "refused" if kind in REFUSED else "tested" if kind in tested else "derived"
+        known = {"native": kind in RECIPES, "eager": True, "compiled": kind in tested - UNCOMPILED}
+        engines = "" if support == "refused" else ", ".join(engine for engine, runs in known.items() if runs)
         rows.append({"type": kind, "support": support, "engines": engines, "why not": REFUSED.get(kind, "")})
     return rows

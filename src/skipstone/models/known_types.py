@@ -21,11 +21,26 @@ TESTED: frozenset[str] = frozenset(
 )
 """Model types with a row in tests/helpers, which the conformance tests run."""
 
+TESTED_AROUND_TEXT: frozenset[str] = frozenset(_types("llava mistral3 qwen2_5_vl qwen2_vl qwen3_vl"))
+"""Multimodal types that are no causal model types of transformers and have a row in tests/helpers/wrapped.py: they are loaded
+whole and decode text."""
+
+UNCOMPILED: frozenset[str] = frozenset(
+    _types("""
+    bamba bloom gemma3n gemma3n_text gemma4 gemma4_text gemma4_unified gemma4_unified_text gpt_neo granitemoehybrid lfm2
+    lfm2_moe lfm3 llama4 llama4_text mpt olmo_hybrid qwen3_5 qwen3_5_moe qwen3_5_moe_text qwen3_5_text qwen3_next
+    """)
+)
+"""Tested types that engine="compiled" refuses, for what its `why_not` says."""
+
 ONLY_RECURRENT = "keeps a recurrent state in every layer; skipstone decodes such layers beside layers with an attention only"
 _BOTH = "keeps a recurrent state beside keys and values in one layer, which skipstone does not roll back"
 _UNTRIED = "keeps a recurrent state of a form that skipstone has not been tested with"
 _ENCODER = "is a bidirectional encoder, also where its config says decoder; skipstone decodes causal models"
 _DECODER = "is the decoder of an encoder-decoder; skipstone decodes decoder-only models"
+_PAIR = "is an encoder-decoder; skipstone decodes decoder-only models"
+_SEEING = "takes no prompt without a picture; skipstone decodes text"
+_CONVOLVED = "mixes convolutions into its layers, whose states have no positions"
 _INDEXED = "attends to tokens that an indexer with a cache of its own chooses"
 _ASSISTANT = "drafts for a larger model whose states it reads; it has no text of its own"
 
@@ -47,28 +62,35 @@ REFUSED: dict[str, str] = {
         """),
         _DECODER,
     ),
-    **dict.fromkeys(_types("axk2 deepseek_v32 deepseek_v4 glm_moe_dsa hy_v4 qwen4_exp qwen4_exp_text"), _INDEXED),
+    **dict.fromkeys(_types("axk2 deepseek_v32 deepseek_v4 glm5_next glm_moe_dsa hy_v4 qwen4_exp qwen4_exp_text"), _INDEXED),
     **dict.fromkeys(_types("gemma4_assistant gemma4_unified_assistant"), _ASSISTANT),
-    **dict.fromkeys(_types("inkling2_text inkling_text"), "mixes convolutions into its layers, whose states have no positions"),
+    **dict.fromkeys(_types("inkling2 inkling2_text inkling_mm_model inkling_text"), _CONVOLVED),
+    **dict.fromkeys(_types("florence2 pix2struct pp_formulanet t5gemma2 udop vision-encoder-decoder"), _PAIR),
+    **dict.fromkeys(_types("blip blip-2 instructblip instructblipvideo kosmos-2"), _SEEING),
+    **dict.fromkeys(_types("cohere_compass cohere_compass_text"), "embeds whole texts and attends both ways"),
+    **dict.fromkeys(_types("idefics mllama"), "attends across to images; load a text model"),
+    **dict.fromkeys(_types("nemotron_h nemotron_h_omni"), "keeps a recurrent state, and has layers that mix no tokens"),
     **dict.fromkeys(_types("dots3_note dots3_note_text"), "has layers with different numbers of heads"),
     "beam": "scales the attention of some layers by position, in a tensor that only its own forward makes",
     "blt": "decodes patches of bytes, not tokens",
-    "cohere_compass_text": "embeds whole texts and attends both ways",
     "cpmant": "computes its position biases from whole prompts and segments",
     "ctrl": "adds sinusoidal positions to its embeddings in its own forward",
     "dbrx": "has a config that transformers' own DBRX cannot be built from (attn_config lacks rope_theta)",
+    "diffusion_gemma": "writes blocks by diffusion, not token by token",
+    "evolla": "reads proteins, and transformers' AutoModelForImageTextToText does not load it",
     "hrm_text": "runs its layers in cycles, not once each",
     "jamba": "keeps a recurrent state from which its own forward does not go on with several tokens at once",
+    "kosmos-2.5": "enters its embeddings in a way that skipstone does not know",
     "longcat_flash": "has two attention sublayers in each layer",
     "minicpm3": "scales the states before its LM head by a ratio of two fields of its config",
     "minimax": "keeps a recurrent state in a cache of its own",
-    "mllama": "attends across to images; load a text model",
     "modernbert-decoder": "hands its LM head over in the place of its decoder",
     "moshi": "speaks, and its config promises windows that its masks do not have",
     "moss_transcribe_diarize": "transcribes audio; load a text model",
-    "nemotron_h": "keeps a recurrent state, and has layers that mix no tokens",
     "openai-gpt": "has no KV cache in transformers",
+    "paligemma": "attends to its prompt both ways",
     "phi4_multimodal": "switches adapters by whether it is given pictures or sound; load Phi-4-mini, its text model",
+    "pi0": "moves robots; it writes no text",
     "reformer": "attends by hashing, with a cache of its own",
     "xlm": "keeps its sublayers in separate lists, without layers",
     "xlnet": "attends in permuted order",

@@ -188,7 +188,7 @@ def _save(
                 model.merge_and_unload().save_pretrained(made)
             if first:
                 if recipe.dtype != "float32":
-                    AutoModelForCausalLM.from_pretrained(made, dtype=recipe.dtype).save_pretrained(made)
+                    type(causal).from_pretrained(made, dtype=recipe.dtype).save_pretrained(made)
                 tokenizer.save_pretrained(made)
                 write_json(made / "data.json", prepared.report)
     except SafetensorError as error:  # a full disk

@@ -1,0 +1,78 @@
+"""Which class of transformers a checkpoint is loaded with, and whether its weights are those that its config describes."""
+
+import re
+from collections.abc import Iterable
+from typing import Any
+
+from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES, MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES
+
+from skipstone.models.families import text_config
+from skipstone.models.quantised import named
+
+SHOWN = 3  # weights that a message names
+LAYER = re.compile(r"\b(?:layers|h)\.(\d+)\.")  # a parameter's name inside a layer list, with the layer's number
+PREDICTS = ("num_nextn_predict_layers", "num_mtp_layers")
+"""Fields of a config that say how many layers behind the last one predict further tokens. transformers does not run them."""
+TABLES = re.compile(
+    r"(^|\.)((original_)?inv_freq|(cos|sin)_cached|causal_mask|position_ids|embed_positions\.weights|version|_float_tensor"
+    r"|(cross)?(attn|attention)\.(masked_)?bias)$"
+)
+"""Masks, positions and rotary tables, which older versions of transformers and of torch saved as buffers."""
+PREDICTORS = re.compile(r"(^|\.)mtp(_\w+)?\.")  # layers for several tokens at once, under a name of their own
+OTHER_SENSES = re.compile(r"^(model\.)?(vision|visual|audio|multi_modal_projector|vqmodel|embed_vision|embed_audio)")
+"""What a multimodal model has beside its text model."""
+SCALES = re.compile(r"\.(q|k|v|kv)_(scale|zero_point)$")  # of keys and values in an 8-bit cache, which skipstone does not use
+
+
+def auto_class(kind: str | None) -> Any:
+    """The class that loads a model type: transformers' causal language models, or the multimodal models around one. None is a
+    type that the checkpoint does not say, as in a GGUF file. ValueError for a type that writes no text."""
+    if kind is None or kind in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES:
+        return AutoModelForCausalLM
+    if kind in MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES:
+        return AutoModelForImageTextToText
+    raise ValueError(
+        f"{kind} is no decoder of text in transformers, expected a type of AutoModelForCausalLM or of "
+        "AutoModelForImageTextToText: load a model of a type that `skipstone families` lists"
+    )
+
+
+def expect_fit(name: str, kind: str | None, model: Any, report: Any) -> None:
+    """ValueError where a checkpoint's weights are not those of its model, which would then be another one. kind: its model
+    type. report: transformers' loading info."""
+    mismatched: Any = report.get("mismatched_keys") or ()  # transformers only logs the shapes
+    for key, found, expected in sorted(mismatched):
+        raise ValueError(
+            f"the checkpoint {name} does not fit its config: {key} has shape {list(found)}, expected {list(expected)}"
+        )
+    if missing := sorted(report.get("missing_keys") or ()):
+        raise ValueError(f"the checkpoint {name} does not fit its config: it lacks {', '.join(missing[:5])}")
+    if left := _superfluous(report.get("unexpected_keys") or (), kind, model):
+        more = f" and {len(left) - SHOWN} more" if len(left) > SHOWN else ""
+        raise ValueError(
+            f"the checkpoint {name} does not fit its config: it has {', '.join(left[:SHOWN])}{more}, expected only what a "
+            f"{type(model).__name__} of {text_config(model).num_hidden_layers} layers with that config has: mend config.json, "
+            "or take the weights out"
+        )
+
+
+def _superfluous(keys: Iterable[str], kind: str | None, model: Any) -> list[str]:
+    """The weights that transformers has not loaded and that change what the model computes. It has taken out what the model's
+    class ignores."""
+    method, config = named(getattr(model.config, "quantization_config", None)), text_config(model)
+    harmless = [TABLES, PREDICTORS]
+    if method is not None:
+        harmless.append(SCALES)
+    if method == "gptq":  # AutoGPTQ wrote a bias of zeros for every linear
+        harmless.append(re.compile(r"\.bias$"))
+    if kind in MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES:
+        harmless.append(OTHER_SENSES)
+    ahead = max(getattr(config, field, None) or 0 for field in PREDICTS)
+    predicting = range(config.num_hidden_layers, config.num_hidden_layers + ahead)
+
+    def predicts(key: str) -> bool:
+        layer = LAYER.search(key)
+        return layer is not None and int(layer[1]) in predicting
+
+    return sorted(key for key in keys if not predicts(key) and not any(one.search(key) for one in harmless))

@@ -1,0 +1,50 @@
+"""What `skipstone families` says of engine="compiled": which types it runs, with the eager engine's texts, and which not."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from skipstone.cli.families import described
+from skipstone.models.engines.compiled import BACKEND_VARIABLE
+from skipstone.models.known_types import TESTED, TESTED_AROUND_TEXT, UNCOMPILED
+from skipstone.models.layered import LayeredModel
+from tests.helpers import families, wrapped
+from tests.helpers.pairwise import all_but
+from tests.helpers.settings import QUIET
+from tests.helpers.support import assert_same_texts, decode
+
+pytestmark = QUIET
+
+
+@pytest.mark.parametrize("name", all_but(("lfm2", "olmo", "qwen2_vl"), [*families.NAMES, *families.FURTHER, *wrapped.WRAPPERS]))
+def test_a_type_runs_compiled_where_the_table_says_so(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(BACKEND_VARIABLE, "eager")
+    model = wrapped.build(name) if name in wrapped.WRAPPERS else families.build(name)
+    if {name, model.config.model_type} & UNCOMPILED:
+        with pytest.raises(ValueError, match="engine='compiled' cannot run this model"):
+            decode(model, families.prompts(1), "autoregressive", engine="compiled", max_new_tokens=2)
+        return
+    prompts, options = families.prompts(2), {"max_new_tokens": 8, "do_sample": False}
+    assert LayeredModel(model, "compiled").engine.name == "compiled"
+    plain: Any = decode(model, prompts, "autoregressive", engine="eager", **options)
+    found = decode(model, prompts, "autoregressive", engine="compiled", **options)
+    assert_same_texts(model, prompts, plain.new_tokens, found, options)
+
+
+def test_the_table_lists_the_engines_of_every_type() -> None:
+    rows = {row["type"]: row for row in described()}
+    assert rows["llama"]["engines"] == "native, eager, compiled"
+    assert rows["qwen2_vl"]["engines"] == "eager, compiled"
+    assert rows["lfm2"]["engines"] == "eager"
+    assert rows["mamba"]["engines"] == ""
+    assert {kind for kind, row in rows.items() if "compiled" in row["engines"]} == (TESTED | TESTED_AROUND_TEXT) - UNCOMPILED
+    assert UNCOMPILED <= TESTED | TESTED_AROUND_TEXT
+
+
+def test_multimodal_types_are_in_the_table() -> None:
+    rows = {row["type"]: row["support"] for row in described()}
+    assert {rows[kind] for kind in wrapped.WRAPPERS} == {"tested"}
+    assert rows["llava_next"] == "derived"
+    assert rows["florence2"] == "refused"
