@@ -19,9 +19,9 @@ TESTED: frozenset[str] = frozenset(
     qwen3_next seed_oss smollm3 solar_open stablelm starcoder2 vaultgemma xglm youtu
     """)
 )
-"""Model types with a row in tests/helpers. Those of families.py, all but six, run in the conformance suite with every method that
-they allow: greedy text against `generate`'s, sampled text against plain sampling's. The six are wrappers of a text model that has
-a row there, with rows in wrapped.py: LayerSkip's text is compared with `generate`'s through the wrapper."""
+"""Model types with a row in tests/helpers. Those of families.py, all but six, run in the conformance suite with every method
+that they allow: greedy text against `generate`'s, sampled text against plain sampling's. The six are wrappers of a text model
+that has a row there, with rows in wrapped.py: LayerSkip's text is compared with `generate`'s through the wrapper."""
 
 ONLY_RECURRENT = "keeps a recurrent state in every layer; skipstone decodes such layers beside layers with an attention only"
 _BOTH = "keeps a recurrent state beside keys and values in one layer, which skipstone does not roll back"
