@@ -137,14 +137,14 @@ def test_greedy_text_of_a_further_type_is_that_of_generate(family: str, method: 
     assert_greedy_equals_alone(ROWS[method], family, rows, drafts, NEW, {})
 
 
-@pytest.mark.parametrize(("family", "method", "rows", "drafts"), with_further_types(3, 5))
+@pytest.mark.parametrize(("family", "method", "rows", "drafts"), with_further_types(6, 5))
 def test_sampled_text_of_a_further_type_is_that_of_plain_sampling(family: str, method: str, rows: int, drafts: int) -> None:
     for rule in ROWS[method].same_text:
         assert_sampling_equals_plain(ROWS[method], family, rows, drafts, rule, NEW, SAMPLING)
 
 
 def test_in_the_fast_run_every_method_meets_further_types_alone_and_in_a_batch() -> None:
-    greedy, sampled = ([cell.values for cell in with_further_types(*way) if not cell.marks] for way in ((1, 0), (3, 5)))
+    greedy, sampled = ([cell.values for cell in with_further_types(*way) if not cell.marks] for way in ((1, 0), (6, 5)))
     assert [family for family, *_ in greedy] == families.FURTHER
     assert {(method, rows) for _, method, rows, _ in greedy} == set(itertools.product(MAIN, (1, 2)))
     assert {method for _, method, _, _ in sampled} == set(MAIN)
