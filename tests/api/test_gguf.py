@@ -6,15 +6,13 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import gguf
 import pytest
 import torch
 
 import skipstone
 from skipstone.loading import load_model, load_tokenizer, look_up
 from tests.helpers import commandline, families
-
-pytest.importorskip("accelerate")
-gguf: Any = pytest.importorskip("gguf")
 
 NAMES = {
     "token_embd": "model.embed_tokens",

@@ -137,11 +137,13 @@ _SHARING = {  # the last two layers read the keys and values of the two before
     "vocab_size_per_layer_input": 97,
     "hidden_size_per_layer_input": 8,
 }
-_STREAMS = {"laurel_rank": 4, "activation_sparsity_pattern": [0.6, 0.0, 0.6, 0.0], "final_logit_softcapping": 20.0}
+_STREAMS = {"laurel_rank": 4, "activation_sparsity_pattern": [0.6, 0.0], "final_logit_softcapping": 20.0}
+_EACH_LAYER = ("layer_types", "no_rope_layers", "activation_sparsity_pattern")
+"""Fields with a value for every layer; those of the first layers are said again where there are more."""
 _OWN_IDS = {"bos_token_id": 1, "eos_token_id": 2}  # configs that insist on some
 # model type: fields that its tiny config needs beside those
 _PLAIN = """
-afmoe apertus arcee aria_text biogpt bitnet bloom codegen cohere2_moe diffllama doge ernie4_5 ernie4_5_moe exaone4
+afmoe apertus arcee aria_text biogpt bitnet bloom codegen diffllama doge ernie4_5 ernie4_5_moe exaone4
 exaone_moe flex_olmo fuyu glm glm4 glm4_moe gpt_bigcode gpt_neox_japanese gptj granite_swa granitemoe granitemoe_swa
 granitemoeshared helium hy_v3 hyperclovax internlm3 iquestcoder jais2 jetmoe kolibri1 minimax_m2 minimax_m3_vl_text
 ministral3 mpt nanochat olmo olmoe persimmon phi phimoe seed_oss solar_open stablelm vaultgemma xglm
@@ -176,16 +178,15 @@ _FURTHER: dict[str, dict[str, Any]] = {
     **dict.fromkeys(("axk1", "deepseek_v3", "glm4_moe_lite", "youtu"), _LATENT),
     **dict.fromkeys(("cwm", "emu3"), _OWN_IDS),
     **{kind: {"head_dim": 8} for kind in ("hunyuan_v1_dense", "hunyuan_v1_moe", "ministral")},
-    **{
-        kind: {"mixed": "sliding_attention"}
-        for kind in ("cohere2", "flint", "gpt_oss", "laguna", "mellum", "olmo3", "mimo_v2_flash")
-    },
+    **{kind: {"mixed": "sliding_attention"} for kind in ("flint", "gpt_oss", "laguna", "mellum", "olmo3", "mimo_v2_flash")},
+    "cohere2": {"mixed": "sliding_attention", "logit_scale": 0.6},
+    "cohere2_moe": {"logit_scale": 0.6},
     "deepseek_v2": {**_LATENT, "num_experts_per_tok": 2},
     "dots1": {"n_shared_experts": 1, "num_experts_per_tok": 2, "n_routed_experts": 4},
     "gemma3n_text": {**_SHARING, **_STREAMS},
     **{kind: {**_SHARING, "global_head_dim": 16} for kind in ("gemma4_text", "gemma4_unified_text")},
     "gpt_neo": {"attention_types": [[["global", "local"], 2]], "window_size": WINDOW},
-    "llama4_text": {"layer_types": ["chunked_attention", "full_attention"] * 2, "no_rope_layers": [1, 0, 1, 0]},
+    "llama4_text": {"layer_types": ["chunked_attention", "full_attention"], "no_rope_layers": [1, 0]},
     "nemotron": {"num_key_value_heads": 2},
     "qwen2_moe": {"use_sliding_window": True, "max_window_layers": 1},
 }
@@ -200,6 +201,9 @@ def _further(kind: str, layers: int) -> dict[str, Any]:
         own["layer_types"] = _alternating(layers, mixed)
     if kind == "gpt_neo":
         own["attention_types"] = [[["global", "local"], layers // 2]]
+    own |= {name: (own[name] * layers)[:layers] for name in _EACH_LAYER if name in own}
+    if sharing := own.get("num_kv_shared_layers"):
+        own["num_kv_shared_layers"] = min(sharing, layers - 2)
     fields = {name: value for name, value in _TINY.items() if known.get(name) is not None}
     return {**fields, **own}
 

@@ -4,8 +4,8 @@ Greedy text is that of `model.generate` on each row alone, token for token. Samp
 the same seeds, under every rule for which a method promises it. A lossy method has an oracle of its own. No cell may pass
 without drafts that were rejected, and none but those of `rare` rows without drafts that were accepted.
 
-In the fast run every method meets every family greedily, and every two settings of a method meet on a Llama; `make test-all`
-runs the full product.
+In the fast run every method meets every family greedily, and every two settings of a method meet on a Llama; every further type
+meets one method, by turns. `make test-all` runs the full product, and every further type with every method that it allows.
 """
 
 from __future__ import annotations
@@ -110,6 +110,44 @@ def test_settings_meet_on_a_llama(method: str, rows: int, drafts: int, sampled: 
         return
     for rule in ROWS[method].same_text:
         assert_sampling_equals_plain(ROWS[method], "llama", rows, drafts, rule, 24, {**options, **SAMPLING})
+
+
+def allowed(family: str) -> list[str]:
+    """The methods that decode a family: states without positions do not allow all of them."""
+    return [name for name in MAIN if family not in families.HYBRIDS or not METHODS[name].positional]
+
+
+def with_further_types(step: int, shift: int) -> list[Any]:
+    """Every further type with every method that it allows, alone or in a ragged batch of two rows by turns; draft lengths take
+    turns, too. All but one method of every step-th type are slow: that is another one from type to type, the first one `shift`.
+    """
+    cells, fast = [], []
+    for place, family in enumerate(families.FURTHER):
+        methods = allowed(family)
+        for number, method in enumerate(methods):
+            rows, drafts = 1 + (place // len(MAIN) + number) % 2, DRAFTS[(place + number) % len(DRAFTS)]
+            cells.append((family, method, rows, drafts))
+            if place % step == 0 and number == (place // step + shift) % len(methods):
+                fast.append(cells[-1])
+    return all_but(fast, cells)
+
+
+@pytest.mark.parametrize(("family", "method", "rows", "drafts"), with_further_types(1, 0))
+def test_greedy_text_of_a_further_type_is_that_of_generate(family: str, method: str, rows: int, drafts: int) -> None:
+    assert_greedy_equals_alone(ROWS[method], family, rows, drafts, NEW, {})
+
+
+@pytest.mark.parametrize(("family", "method", "rows", "drafts"), with_further_types(6, 5))
+def test_sampled_text_of_a_further_type_is_that_of_plain_sampling(family: str, method: str, rows: int, drafts: int) -> None:
+    for rule in ROWS[method].same_text:
+        assert_sampling_equals_plain(ROWS[method], family, rows, drafts, rule, NEW, SAMPLING)
+
+
+def test_in_the_fast_run_every_method_meets_further_types_alone_and_in_a_batch() -> None:
+    greedy, sampled = ([cell.values for cell in with_further_types(*way) if not cell.marks] for way in ((1, 0), (6, 5)))
+    assert [family for family, *_ in greedy] == families.FURTHER
+    assert {(method, rows) for _, method, rows, _ in greedy} == set(itertools.product(MAIN, (1, 2)))
+    assert {method for _, method, _, _ in sampled} == set(MAIN)
 
 
 def on_both_engines() -> list[Any]:

@@ -26,9 +26,11 @@ from skipstone.models.fingerprint import fingerprint
 from skipstone.models.layered import LayeredModel
 from tests.helpers import families, quantised
 from tests.helpers.machine import llama, prompt
+from tests.helpers.pairwise import all_but
 
 NEW = 20  # tokens of a text
 LENGTH = 9  # tokens of a prompt
+BY_NAME = all_but([name for name in quantised.NAMES if not name.startswith("compressed")], quantised.NAMES)
 METHODS: dict[str, Callable[[], Any]] = {
     "autoregressive": lambda: "autoregressive",
     "layerskip": lambda: LayerSkip(exit_layer=2, num_speculative_tokens=3),
@@ -58,7 +60,7 @@ def assert_same(name: str, found: Any) -> None:
 
 
 @pytest.mark.parametrize("method", METHODS)
-@pytest.mark.parametrize("name", quantised.NAMES)
+@pytest.mark.parametrize("name", BY_NAME)
 def test_greedy_text_is_that_of_the_quantised_model(name: str, method: str) -> None:
     """The kernels run for the first time in skipstone, where they have to unpack what they pack."""
     model = quantised.cached(name)
@@ -69,7 +71,7 @@ def test_greedy_text_is_that_of_the_quantised_model(name: str, method: str) -> N
     assert (output.stats.drafted > 0) == (method != "autoregressive")
 
 
-@pytest.mark.parametrize("name", quantised.NAMES)
+@pytest.mark.parametrize("name", BY_NAME)
 def test_the_native_engine_says_why_it_does_not_run_quantised_kernels(name: str) -> None:
     if library.missing() is not None:
         pytest.skip("no native engine")
@@ -83,7 +85,7 @@ def test_the_native_engine_says_why_it_does_not_run_quantised_kernels(name: str)
             LayeredModel(model, **asked)
 
 
-@pytest.mark.parametrize("name", quantised.NAMES)
+@pytest.mark.parametrize("name", BY_NAME)
 def test_the_fingerprint_is_of_the_quantised_weights_and_stays(name: str) -> None:
     """Kernels that repack their weights when they first run have done so."""
     model = quantised.build(name)

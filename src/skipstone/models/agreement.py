@@ -26,8 +26,9 @@ ROUNDED = 0.05  # the same in half precision, beside what rounding does to the w
 # at most 0.019; where two channels are up to 30 times the others, 0.056 (bitsandbytes, 8 bit, bfloat16). Phases or a window
 # wrong by one token: at least 0.48
 QUANTISED = 0.15
-CUT = 7  # tokens of the first chunk of row 0
-SHORT = 5  # tokens of the first chunk of row 1, which then is padded
+CUT = 10  # tokens of the first chunk of row 0, past the windows that models have while they are traced
+SHORT = 8  # tokens of the first chunk of row 1, which then is padded
+ALONE = 5  # tokens of a prompt by itself: so few that windows leave masks out
 TAKEN = 2  # tokens that are accepted of a chain that is rolled back
 
 
@@ -140,7 +141,7 @@ def _allowed(facts: Facts) -> float:
 
 def _alone(length: int, device: Any) -> list[tuple[str, Pass]]:
     """What plain decoding runs of one row: its first tokens, without a mask where that is left out, and one more."""
-    count = min(SHORT, length - 1)
+    count = min(ALONE, length - 1)
     prompt, token = torch.arange(count, device=device)[None], torch.tensor([[count]], device=device)
     row = slice(0, 1)
     return [
@@ -152,22 +153,22 @@ def _alone(length: int, device: Any) -> list[tuple[str, Pass]]:
 def _passes(length: int, device: Any, chains: bool) -> list[Compared]:
     """All passes that are compared.
 
-    Row 0 of the store reads the tokens that both rows of the trace begin with and then both their ends, as two branches of a
-    tree. Row 1 reads the second row of the trace in chunks of its own. chains: both read chains instead of the tree.
+    Row 0 of the store reads what both rows of the trace begin with in a first chunk and as the trunk of a tree, of which both
+    their ends are the branches. Row 1 reads the second row of the trace in chunks of its own. chains: both read chains instead
+    of the tree, and a second chunk instead of its trunk.
     """
     prefix = min(PREFIX, length - 1)
     cut, short = min(CUT, prefix - 1), min(SHORT, prefix - 2)
     first = torch.arange(cut, device=device).expand(2, -1)
     valid = torch.stack([torch.ones(cut, dtype=torch.bool), torch.arange(cut) < short]).to(device)
     first = torch.where(valid, first, 0)
-    rest = torch.arange(prefix - cut, device=device)[None] + torch.tensor([[cut], [short]], device=device)  # [2, n]
-    done = short + prefix - cut  # tokens of row 1
     own, everyone = torch.tensor([[0], [1]], device=device), slice(0, 2)
-    begun = [
-        Compared("in a ragged batch", Pass(first, first, valid, everyone, cut), own.expand(-1, cut), first, [0, 0]),
-        Compared("in a chunk", Pass(rest, rest, None, everyone, prefix), own.expand(-1, prefix - cut), rest, [cut, short]),
-    ]
-    return begun + (_chains([prefix, done], length, own) if chains else [_tree(prefix, done, length, own)])
+    ragged = Compared("in a ragged batch", Pass(first, first, valid, everyone, cut), own.expand(-1, cut), first, [0, 0])
+    if not chains:
+        return [ragged, _tree(prefix, [cut, short], length, own)]
+    rest = torch.arange(prefix - cut, device=device)[None] + torch.tensor([[cut], [short]], device=device)  # [2, n]
+    chunk = Compared("in a chunk", Pass(rest, rest, None, everyone, prefix), own.expand(-1, prefix - cut), rest, [cut, short])
+    return [ragged, chunk, *_chains([prefix, short + prefix - cut], length, own)]
 
 
 def _chains(starts: list[int], length: int, own: Tensor) -> list[Compared]:
@@ -191,20 +192,23 @@ def _chains(starts: list[int], length: int, own: Tensor) -> list[Compared]:
     return [one for width, one in passes if width]
 
 
-def _tree(prefix: int, done: int, length: int, own: Tensor) -> Compared:
-    """Both ends as branches of a tree on row 0, and the rest of row 1. own: [2, 1], the rows of the trace."""
-    ends, device = length - prefix, own.device
-    chain = torch.arange(done, done + 2 * ends, device=device).clamp(max=length - 1)
+def _tree(prefix: int, starts: list[int], length: int, own: Tensor) -> Compared:
+    """On row 0 the rest of the first `prefix` tokens and behind them both ends, as a trunk and its branches, and the rest of
+    row 1. starts: tokens of both rows before it. own: [2, 1], the rows of the trace."""
+    trunk, ends, device = prefix - starts[0], length - prefix, own.device
+    width = trunk + 2 * ends
     branches = torch.arange(prefix, length, device=device).repeat(2)
-    places = torch.stack([branches, chain])  # [2, 2 * ends]
+    chain = torch.arange(starts[1], starts[1] + width, device=device).clamp(max=length - 1)
+    places = torch.stack([torch.cat([torch.arange(starts[0], prefix, device=device), branches]), chain])  # [2, width]
     real = torch.ones_like(places, dtype=torch.bool)
-    real[1, length - done :] = False
-    below = torch.ones((ends, ends), dtype=torch.bool, device=device).tril()
-    ancestors = torch.stack([torch.block_diag(below, below), torch.ones_like(torch.block_diag(below, below)).tril()])
-    base = torch.tensor([prefix, done], device=device)
-    slots = base[:, None] + torch.arange(2 * ends, device=device)
-    tree = Tree(base, ancestors.bool(), places)
-    sources = own.repeat(1, 2 * ends)
-    sources[0, ends:] = 1  # the second branch is the end of the trace's second row
-    at = Pass(places, slots, real, slice(0, 2), int(max(prefix, done) + 2 * ends), tree=tree)
-    return Compared("in a tree", at, sources, places, [prefix, done])
+    real[1, length - starts[1] :] = False
+    everything = torch.ones((width, width), dtype=torch.bool, device=device).tril()
+    forked = everything.clone()
+    forked[trunk + ends :, trunk : trunk + ends] = False  # the second branch does not see the first
+    base = torch.tensor(starts, device=device)
+    tree = Tree(base, torch.stack([forked, everything]), places)
+    sources = own.repeat(1, width)
+    sources[0, trunk + ends :] = 1  # the second branch is the end of the trace's second row
+    slots = base[:, None] + torch.arange(width, device=device)
+    at = Pass(places, slots, real, slice(0, 2), max(starts) + width, tree=tree)
+    return Compared("in a tree", at, sources, places, starts)

@@ -19,7 +19,9 @@ TESTED: frozenset[str] = frozenset(
     qwen3_next seed_oss smollm3 solar_open stablelm starcoder2 vaultgemma xglm youtu
     """)
 )
-"""Model types with a row in tests/helpers, which the conformance tests run."""
+"""Model types with a row in tests/helpers. Those of families.py, all but six, run in the conformance suite with every method
+that they allow: greedy text against `generate`'s, sampled text against plain sampling's. The six are wrappers of a text model
+that has a row there, with rows in wrapped.py: LayerSkip's text is compared with `generate`'s through the wrapper."""
 
 TESTED_AROUND_TEXT: frozenset[str] = frozenset(_types("llava mistral3 qwen2_5_vl qwen2_vl qwen3_vl"))
 """Multimodal types that are no causal model types of transformers and have a row in tests/helpers/wrapped.py: they are loaded
