@@ -29,7 +29,7 @@ from transformers.generation.stopping_criteria import (
 from transformers.generation.utils import GenerateDecoderOnlyOutput
 from transformers.modeling_outputs import CausalLMOutput
 from transformers.modeling_utils import AttentionInterface
-from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES, MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES
 from transformers.utils import logging
 
 from skipstone.models.packed import PackedWeight
@@ -97,8 +97,9 @@ def attention_implementation() -> None:
 
 
 def model_types() -> None:
-    names = MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
-    assert names["llama"] == "LlamaForCausalLM"
+    assert MODEL_FOR_CAUSAL_LM_MAPPING_NAMES["llama"] == "LlamaForCausalLM"
+    assert MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES["qwen2_vl"] == "Qwen2VLForConditionalGeneration"
+    names = (*MODEL_FOR_CAUSAL_LM_MAPPING_NAMES, *MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES)
     assert all(isinstance(kind, str) for kind in names)
 
 
@@ -287,6 +288,7 @@ INTERNAL: dict[str, Callable[[], None]] = {
     "transformers.generation.utils.GenerateDecoderOnlyOutput": output,
     "transformers.modeling_outputs.CausalLMOutput": training,
     "transformers.models.auto.modeling_auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES": model_types,
+    "transformers.models.auto.modeling_auto.MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES": model_types,
     "transformers.modeling_utils.AttentionInterface": attention,
     "transformers.utils.logging": log_level,
     "torch._dynamo.backends.registry.lookup_backend": backends,
