@@ -81,6 +81,27 @@ def test_a_teachers_distribution_takes_the_place_of_the_labels(name: str, other:
     assert all(weight.grad is None for weight in teacher.parameters())
 
 
+class Head(torch.nn.Linear):
+    """An LM head that is no plain one, as with an adapter."""
+
+
+@pytest.mark.parametrize("plain", [True, False])
+@pytest.mark.parametrize("name", ["llama", "gemma2", "phi"])
+def test_a_teachers_distribution_may_be_learnt_over_a_part_of_the_vocabulary(name: str, plain: bool) -> None:
+    """Both distributions are those of the part alone. gemma2 caps its logits, phi's head has a bias."""
+    model, teacher, batch = families.build(name).train(), families.build("gemma2").eval().requires_grad_(False), inputs()
+    if not plain:
+        model.get_output_embeddings().__class__ = Head
+    ids = torch.tensor([0, 3, 4, 17, 60, 96])
+    own = Objective(model, LayerSkipRecipe(PLAIN, EarlyExitLoss(0.0, "none", None)), STEPS, SEED, 7, teacher, ids)
+    with own.installed():
+        loss = model(**batch).loss
+    given = {key: value for key, value in batch.items() if key != "labels"}
+    kept = batch["labels"][:, 1:] != IGNORED
+    said, found = (one(**given, use_cache=False).logits[:, :-1, ids].log_softmax(-1)[kept] for one in (teacher, model))
+    assert_same(model, loss, (said.exp() * (said - found)).sum() / int(kept.sum()))
+
+
 @pytest.mark.parametrize("name", ["llama", "gpt2", "falcon", "gemma2", "qwen3_moe", "opt"])
 def test_with_dropped_rows_loss_and_gradients_are_those_of_each_row_alone(name: str) -> None:
     model, batch = build(name), inputs(4)

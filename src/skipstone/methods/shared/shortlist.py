@@ -46,7 +46,7 @@ class ShortlistMethod(Method):
             file = Path(wanted).expanduser()
             about = file.stat()
             key = str(file), about.st_mtime_ns, about.st_size, size, str(drafter.device)  # it may be written anew
-            return _MADE.get(drafter.model, key, lambda: _made(_read(file, size), drafter))
+            return _MADE.get(drafter.model, key, lambda: _made(read_ids(file, size), drafter))
         whole_number("draft_vocabulary", wanted, 1)
         if wanted > size:
             raise ValueError(f"draft_vocabulary must be at most {size}, the ids that can be drafted, found {wanted}")
@@ -59,14 +59,16 @@ def _made(ids: Iterable[int], drafter: LayeredModel) -> Tensor | None:
     return None if whole else torch.tensor(listed, device=drafter.device)
 
 
-def _read(file: Path, size: int) -> list[int]:
-    """The ids that a file names, each from 0 to size - 1."""
+def read_ids(file: Path, size: int, setting: str = "draft_vocabulary") -> list[int]:
+    """The token ids that a file lists, each from 0 to size - 1. setting: what the file is given as, for messages.
+
+    ValueError for a file that holds no such list, OSError for one that cannot be read."""
     try:
         found = json.loads(file.read_text(encoding="utf-8"))
     except (json.JSONDecodeError, UnicodeDecodeError) as error:
-        raise ValueError(f"draft_vocabulary: {file} is no JSON: {error}") from error
+        raise ValueError(f"{setting}: {file} is no JSON: {error}") from error
     if not isinstance(found, list) or not found or not all(type(one) is int for one in found):
-        raise ValueError(f"draft_vocabulary: {file} must hold a list of token ids, such as [0, 1, 17]")
+        raise ValueError(f"{setting}: {file} must hold a list of token ids, such as [0, 1, 17]")
     if beyond := [one for one in found if not 0 <= one < size]:
-        raise ValueError(f"draft_vocabulary: {file} must name ids from 0 to {size - 1}, found {beyond[0]}")
+        raise ValueError(f"{setting}: {file} must name ids from 0 to {size - 1}, found {beyond[0]}")
     return found

@@ -141,7 +141,8 @@ class Data(Part):
 class Recipe(Part):
     """A training run. preset: where dropout, exits and schedule come from unless given (schedules.PRESETS). training: fields of
     transformers' TrainingArguments and of LayerSkipArguments. teacher: a model (folder or hub id) whose distribution takes the
-    place of the labels: the way to a draft model. decoding: the trained model's `generation_config.skipstone`.
+    place of the labels: the way to a draft model. teacher_vocabulary: a JSON file with the token ids over which that is learnt,
+    all by default. decoding: the trained model's `generation_config.skipstone`.
     dtype: what the finished model's weights are saved in; they are trained in float32."""
 
     output: str = Field(min_length=1)
@@ -153,6 +154,7 @@ class Recipe(Part):
     exits: dict[str, Any] = Field(default_factory=dict)
     training: dict[str, Any] = Field(default_factory=dict)
     teacher: str | None = None
+    teacher_vocabulary: str | None = None
     decoding: dict[str, Any] = Field(default_factory=dict)
     dtype: Literal["float32", "bfloat16", "float16"] = "float32"
     seed: int = Field(default=0, ge=0)
@@ -170,6 +172,8 @@ class Recipe(Part):
 
     @model_validator(mode="after")
     def _consistent(self) -> "Recipe":
+        if self.teacher_vocabulary is not None and self.teacher is None:
+            raise ValueError("teacher_vocabulary says over which tokens a teacher's distribution is learnt: name a teacher")
         if self.model.config is None and self.tokenizer.vocab_size is not None:
             raise ValueError(
                 "tokenizer.vocab_size goes with model.config: a new tokenizer's ids mean nothing to a trained model"

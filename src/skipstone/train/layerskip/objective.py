@@ -8,6 +8,7 @@ the loss inside. It is computed one exit and a chunk of positions at a time: the
 import functools
 from collections.abc import Callable
 from contextlib import AbstractContextManager
+from functools import partial
 from typing import Any
 
 import torch
@@ -34,15 +35,24 @@ class Objective:
     so far within the run (they differ under gradient accumulation).
 
     steps: T of the whole run. seed: of the layer dropout. chunk: positions whose logits exist at once. teacher: a frozen model
-    of the same vocabulary whose distribution takes the place of the labels (distillation). ValueError for a model or a run that
+    of the same vocabulary whose distribution takes the place of the labels (distillation). ids: [S] int64, the tokens over
+    which it is learnt, both distributions being those of these tokens alone; None for all. ValueError for a model or a run that
     the recipe does not cover.
     """
 
     def __init__(
-        self, model: PreTrainedModel, recipe: LayerSkipRecipe, steps: int, seed: int, chunk: int = CHUNK, teacher: Any = None
+        self,
+        model: PreTrainedModel,
+        recipe: LayerSkipRecipe,
+        steps: int,
+        seed: int,
+        chunk: int = CHUNK,
+        teacher: Any = None,
+        ids: Tensor | None = None,
     ) -> None:
         self.modules, self.recipe, self.steps, self.seed, self.chunk = DecoderModules(model), recipe, steps, seed, chunk
         self.teacher = None if teacher is None else DecoderModules(teacher)
+        self.ids = ids
         self.layers = len(self.modules.layers)
         recipe.check(self.layers, steps)
         if chunk < 1:
@@ -129,7 +139,8 @@ class Objective:
         """Of states [N, d], summed over tokens: cross-entropy, or divergence from the teacher where there is one."""
         if self.teacher is None or taught is None:
             return cross_entropy(self.modules.logits, hidden, targets, self.chunk)
-        return divergence(self.modules.logits, hidden, taught, targets, self.chunk, self.teacher.project)
+        learning, teaching = partial(self.modules.logits, ids=self.ids), partial(self.teacher.project, ids=self.ids)
+        return divergence(learning, hidden, taught, targets, self.chunk, teaching)
 
 
 def cross_entropy(head: Head, hidden: Tensor, targets: Tensor, chunk: int = CHUNK) -> Tensor:

@@ -16,10 +16,11 @@ from safetensors import SafetensorError
 from transformers import CONFIG_MAPPING, AutoConfig, AutoModelForCausalLM, PreTrainedTokenizerBase
 
 from skipstone.decoding.method import OWN_FIELD
-from skipstone.files import whole_folder, write_json
+from skipstone.files import digest, whole_folder, write_json
 from skipstone.hf.defaults import saved_field
 from skipstone.loading import load_model, load_tokenizer
 from skipstone.methods import resolve
+from skipstone.methods.shared.shortlist import read_ids
 from skipstone.models.fingerprint import fingerprint as weights_of
 from skipstone.models.layered import LayeredModel
 from skipstone.models.modules import DecoderModules
@@ -58,6 +59,7 @@ def run(path: Path, output: Path | None = None, fresh: bool = False, data_dir: P
         tokenizer = _tokenizer(recipe, documents, path.parent, folder)
     model = _initial_model(recipe, path.parent, tokenizer)
     teacher = _teacher_model(recipe, path.parent, tokenizer, model)
+    taught = _taught(recipe, path.parent, model)
     check(model, settings)  # before the data, which take time
     if recipe.decoding:
         resolve(recipe.decoding).check(LayeredModel(model.eval()))
@@ -70,7 +72,7 @@ def run(path: Path, output: Path | None = None, fresh: bool = False, data_dir: P
         tokens = facts["train"]["tokens"] / 1e6
         say(f"{name}: {facts['kept']} documents, {tokens:.2f} M tokens, {facts['epochs']:.2f} times")
     say(f"{trained / 1e6:.1f} M parameters to train")
-    trainer = _trainer(recipe, model, settings, prepared, folder, teacher)
+    trainer = _trainer(recipe, model, settings, prepared, folder, teacher, taught)
     last = checkpoint.latest(folder)
     if last is None or checkpoint.verify(last, trainer.fingerprint) < settings.max_steps or not (folder / MODEL).is_dir():
         _train(trainer, say)
@@ -102,10 +104,18 @@ def _prepared(
 
 
 def _trainer(
-    recipe: Recipe, model: Any, settings: LayerSkipArguments, prepared: Prepared, folder: Path, teacher: Any
+    recipe: Recipe,
+    model: Any,
+    settings: LayerSkipArguments,
+    prepared: Prepared,
+    folder: Path,
+    teacher: Any,
+    taught: list[int] | None,
 ) -> LayerSkipTrainer:
-    taught = None if teacher is None else weights_of(teacher)
-    begun = {"pretrained": recipe.model.pretrained, "lora": recipe.model.lora, "teacher": taught, "layers": recipe.model.layers}
+    weights = None if teacher is None else weights_of(teacher)
+    start, learnt = recipe.model, None if taught is None else digest(taught)
+    begun = {"pretrained": start.pretrained, "lora": start.lora, "layers": start.layers}
+    begun |= {"teacher": weights, "teacher_vocabulary": learnt}
     given = {key: value for key, value in begun.items() if value is not None}  # a config is part of every fingerprint
     trainer = LayerSkipTrainer(
         model,
@@ -114,6 +124,7 @@ def _trainer(
         eval_dataset={name: TokenRows(own[: recipe.data.eval_rows]) for name, own in prepared.held_out.items()} or None,
         fingerprint={"data": prepared.report["sha256"], **given},
         teacher=teacher,
+        taught=taught,
         callbacks=[JsonLog(folder / "metrics.jsonl"), Curves(folder / "curves.png")],
     )
     for callback in (transformers.ProgressCallback, transformers.PrinterCallback):  # these print on stdout
@@ -241,6 +252,15 @@ def _teacher_model(recipe: Recipe, base: Path, tokenizer: PreTrainedTokenizerBas
             f"({teacher.config.vocab_size} and {model.config.vocab_size} logits, tokenizers {'alike' if same else 'different'})"
         )
     return teacher
+
+
+def _taught(recipe: Recipe, base: Path, model: Any) -> list[int] | None:
+    """The token ids over which a teacher's distribution is learnt, ascending; None for all. ValueError for a file that does
+    not list any."""
+    if recipe.teacher_vocabulary is None:
+        return None
+    size = model.config.get_text_config().vocab_size
+    return sorted(set(read_ids(base / recipe.teacher_vocabulary, size, "teacher_vocabulary")))
 
 
 def _config(given: dict[str, Any], tokenizer: PreTrainedTokenizerBase) -> Any:
