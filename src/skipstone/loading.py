@@ -142,7 +142,7 @@ def _shares(name: str, tp_plan: str) -> dict[str, Any]:
         raise ValueError(
             'tp_plan="auto" shares a model among processes, found a single one: start them by `torchrun --nproc-per-node N`'
         )
-    size, config = int(os.environ["WORLD_SIZE"]), AutoConfig.from_pretrained(name)
+    size, config = int(os.environ["WORLD_SIZE"]), AutoConfig.from_pretrained(name).get_text_config(decoder=True)
     if size == 1:
         return {}
     if (reason := cannot_share(config, size)) is not None:

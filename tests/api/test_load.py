@@ -208,6 +208,17 @@ def _last_layer_again(weights: Weights) -> None:
     weights.update({name.replace(".layers.3.", ".layers.4."): one.clone() for name, one in last.items()})
 
 
+def _predicting_layer(weights: Weights) -> None:
+    _last_layer_again(weights)
+    weights["model.layers.4.eh_proj.weight"] = torch.ones(8, 16)
+
+
+def test_a_layer_too_many_is_none_that_predicts_further_tokens(tmp_path: Path) -> None:
+    saved(families.cached("llama"), tmp_path, _last_layer_again, num_nextn_predict_layers=1)
+    with pytest.raises(ValueError, match=r"it has model\.layers\.4\..* and \d+ more, expected only what"):
+        skipstone.load(tmp_path)
+
+
 HARMLESS: dict[str, tuple[str, Callable[[Weights], Any], dict[str, Any]]] = {
     "rotary tables": (
         "llama", lambda weights: weights.update({"model.layers.0.self_attn.rotary_emb.inv_freq": torch.ones(4)}), {},
@@ -215,7 +226,8 @@ HARMLESS: dict[str, tuple[str, Callable[[Weights], Any], dict[str, Any]]] = {
     "masks": ("gptj", lambda weights: weights.update({
         "transformer.h.0.attn.bias": torch.ones(1, 1, 8, 8), "transformer.h.0.attn.masked_bias": torch.ones(1),
     }), {}),
-    "layers that predict further tokens": ("llama", _last_layer_again, {"num_nextn_predict_layers": 1}),
+    "layers that predict further tokens": ("llama", _predicting_layer, {"num_nextn_predict_layers": 1}),
+    "a head of values": ("llama", lambda weights: weights.update({"v_head.summary.weight": torch.ones(1, 8)}), {}),
     "the same under their own name": ("llama", lambda weights: weights.update({"mtp.layers.0.norm.weight": torch.ones(8)}), {}),
     "the head of a tied model": (
         "llama", lambda weights: weights.update({"lm_head.weight": weights["model.embed_tokens.weight"].clone()}),

@@ -235,26 +235,6 @@ def test_what_cannot_be_compiled_is_refused_in_one_sentence() -> None:
     assert engine_of(model) is engine
 
 
-MASKS = "its layers mask or count by themselves, or add position biases, which its graphs do not do"
-SHARES = "its layers share keys and values, have several streams or inputs of their own, which its graphs do not know"
-STATES = "some of its layers keep states without positions, which its graphs do not"
-UNFIT = {
-    **dict.fromkeys(("mpt", "bloom", "gpt_neo", "llama4_text"), MASKS),
-    **dict.fromkeys(("gemma3n_text", "gemma4_text", "gemma4_unified_text"), SHARES),
-    **dict.fromkeys(families.HYBRIDS, STATES),
-}
-
-
-@pytest.mark.parametrize("name", all_but(["mpt", "gemma3n_text", "qwen3_next"], UNFIT))
-def test_types_that_graphs_do_not_know_are_refused_in_one_sentence(name: str) -> None:
-    """Which types these are, and no others, test_compiled_types.py says."""
-    model = families.build(name)
-    with pytest.raises(ValueError) as error:
-        LayeredModel(model, "compiled")
-    assert str(error.value) == f"engine='compiled' cannot run this model: {UNFIT[name]}; take engine='auto' or 'eager'"
-    assert LayeredModel(model, "eager").engine.name == "eager"
-
-
 class Peeking(torch.nn.Module):
     """Does what no graph can hold: how it computes depends on a value."""
 

@@ -215,7 +215,7 @@ def line_up(wishes: Sequence[Wish], model: PreTrainedModel, tune: bool) -> tuple
         name = wish["method"]
         given = {key: value for key, value in wish.items() if key not in NAMING}
         if tune:
-            given = {**usual(name, model.config.num_hidden_layers), **given}
+            given = {**usual(name, layered.depth), **given}
         every = choices(given, KINDS[name])
         if name in PEERS:
             engines: list[Any] = [_peer(PEERS[name], one, model) for one in every]

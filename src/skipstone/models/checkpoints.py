@@ -1,11 +1,11 @@
 """Which class of transformers a checkpoint is loaded with, and whether its weights are those that its config describes."""
 
 import re
-from collections.abc import Iterable
+from collections.abc import Collection
 from typing import Any
 
-from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
-from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES, MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES
+from transformers import CONFIG_MAPPING, AutoModelForCausalLM, AutoModelForImageTextToText
+from transformers.models.auto.modeling_auto import MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES
 
 from skipstone.models.families import text_config
 from skipstone.models.quantised import named
@@ -20,6 +20,8 @@ TABLES = re.compile(
 )
 """Masks, positions and rotary tables, which older versions of transformers and of torch saved as buffers."""
 PREDICTORS = re.compile(r"(^|\.)mtp(_\w+)?\.")  # layers for several tokens at once, under a name of their own
+PREDICTING = re.compile(r"\.(eh_proj|enorm|hnorm|shared_head|mtp_\w+)\b")  # what only such a layer has, among the usual layers
+VALUES = re.compile(r"^v_head\.")  # the head that a reward trainer puts beside the LM head
 OTHER_SENSES = re.compile(r"^(model\.)?(vision|visual|audio|multi_modal_projector|vqmodel|embed_vision|embed_audio)")
 """What a multimodal model has beside its text model."""
 SCALES = re.compile(r"\.(q|k|v|kv)_(scale|zero_point)$")  # of keys and values in an 8-bit cache, which skipstone does not use
@@ -27,14 +29,13 @@ SCALES = re.compile(r"\.(q|k|v|kv)_(scale|zero_point)$")  # of keys and values i
 
 def auto_class(kind: str | None) -> Any:
     """The class that loads a model type: transformers' causal language models, or the multimodal models around one. None is a
-    type that the checkpoint does not say, as in a GGUF file. ValueError for a type that writes no text."""
-    if kind is None or kind in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES:
-        return AutoModelForCausalLM
-    if kind in MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES:
-        return AutoModelForImageTextToText
+    type that the checkpoint does not say, as in a GGUF file. ValueError for a type of another kind."""
+    for auto in (AutoModelForCausalLM, AutoModelForImageTextToText):
+        if kind is None or CONFIG_MAPPING[kind] in auto._model_mapping:  # what a user has registered is in it, too
+            return auto
     raise ValueError(
-        f"{kind} is no decoder of text in transformers, expected a type of AutoModelForCausalLM or of "
-        "AutoModelForImageTextToText: load a model of a type that `skipstone families` lists"
+        f"transformers loads {kind} models by neither AutoModelForCausalLM nor AutoModelForImageTextToText, whose models "
+        "skipstone decodes: load a model of a type that `skipstone families` lists"
     )
 
 
@@ -57,11 +58,11 @@ def expect_fit(name: str, kind: str | None, model: Any, report: Any) -> None:
         )
 
 
-def _superfluous(keys: Iterable[str], kind: str | None, model: Any) -> list[str]:
+def _superfluous(keys: Collection[str], kind: str | None, model: Any) -> list[str]:
     """The weights that transformers has not loaded and that change what the model computes. It has taken out what the model's
     class ignores."""
     method, config = named(getattr(model.config, "quantization_config", None)), text_config(model)
-    harmless = [TABLES, PREDICTORS]
+    harmless = [TABLES, PREDICTORS, VALUES]
     if method is not None:
         harmless.append(SCALES)
     if method == "gptq":  # AutoGPTQ wrote a bias of zeros for every linear
@@ -69,10 +70,11 @@ def _superfluous(keys: Iterable[str], kind: str | None, model: Any) -> list[str]
     if kind in MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES:
         harmless.append(OTHER_SENSES)
     ahead = max(getattr(config, field, None) or 0 for field in PREDICTS)
-    predicting = range(config.num_hidden_layers, config.num_hidden_layers + ahead)
+    behind = range(config.num_hidden_layers, config.num_hidden_layers + ahead)
+    predicting = {layer[1] for key in keys if PREDICTING.search(key) and (layer := LAYER.search(key))}
 
     def predicts(key: str) -> bool:
         layer = LAYER.search(key)
-        return layer is not None and int(layer[1]) in predicting
+        return layer is not None and layer[1] in predicting and int(layer[1]) in behind
 
     return sorted(key for key in keys if not predicts(key) and not any(one.search(key) for one in harmless))

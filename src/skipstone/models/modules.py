@@ -2,8 +2,7 @@
 
 from typing import Any
 
-import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import Tensor
 
 from skipstone.models.families import text_config
 from skipstone.models.recognition import recognise
@@ -38,17 +37,10 @@ class DecoderModules:
         """What the LM head reads: states after the final norm (and OPT-350m's projection). [..., d] -> [..., d']."""
         return self.family.finish(self.decoder, hidden)
 
-    def project(self, normed: Tensor, ids: Tensor | None = None) -> Tensor:
-        """LM head and what the family does after it. [..., d'] -> [..., V], or [..., S] of the token ids [S] int64 alone."""
-        if ids is None:
-            logits = self.head(normed)
-        elif type(self.head) is nn.Linear and not hasattr(self.head.weight, "device_mesh"):  # whole and without adapters
-            bias = self.head.bias
-            logits = F.linear(normed, self.head.weight[ids], None if bias is None else bias[ids])
-        else:
-            logits = self.head(normed)[..., ids]
-        return self.family.scored(logits, self.config)
+    def project(self, normed: Tensor) -> Tensor:
+        """LM head and what the family does after it. [..., d'] -> [..., V]."""
+        return self.family.scored(self.head(normed), self.config)
 
-    def logits(self, hidden: Tensor, ids: Tensor | None = None) -> Tensor:
-        """g(.): final norm, LM head and what the family does after it. [..., d] -> [..., V], or [..., S] as in `project`."""
-        return self.project(self.normed(hidden), ids)
+    def logits(self, hidden: Tensor) -> Tensor:
+        """g(.): final norm, LM head and what the family does after it. [..., d] -> [..., V]."""
+        return self.project(self.normed(hidden))

@@ -103,6 +103,19 @@ def test_features_by_matrices_in_bfloat16_are_near_those_in_float32_and_made_ane
     assert float((wide - mixed).abs().max()) < 0.05 * float(wide.abs().max())
 
 
+def test_a_recipe_in_mixed_precision_makes_states_so_and_goes_on_from_no_others(
+    base: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for precision in ("no", "bf16"):
+        wish = recipe(base, tmp_path / precision, training={"epochs": 1, "mixed_precision": precision})
+        training.run(wish, base, say=quiet)
+        about = json.loads((tmp_path / precision / "features.json").read_text())
+        assert about.get("mixed") is (True if precision == "bf16" else None)
+    monkeypatch.setattr(training, "_mixed", lambda _: False)  # as before there was a choice
+    with pytest.raises(ValueError, match="states"):
+        training.run(wish, base, say=quiet)
+
+
 def test_features_are_the_states_behind_the_models_own_answers(base: Path, tmp_path: Path) -> None:
     """Of every position whose next token is an answer's, in ragged batches, against transformers one by one."""
     model, _ = skipstone.load(base / "model")

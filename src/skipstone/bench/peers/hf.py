@@ -25,6 +25,7 @@ from skipstone.hf.defaults import neutral_defaults
 from skipstone.loading import load_model
 from skipstone.methods.autoregressive import Autoregressive
 from skipstone.methods.shared.draft_model import draft_model_for
+from skipstone.models.families import text_config
 from skipstone.models.layered import LayeredModel
 from skipstone.timing.measure import Emitted, Skipstone, synchronise
 
@@ -86,7 +87,7 @@ class HFEarlyExit(Transformers):
 
     def check(self, model: PreTrainedModel) -> None:
         super().check(model)
-        depth = model.config.num_hidden_layers
+        depth = text_config(model).num_hidden_layers
         whole_number("hf-early-exit: exit_layer", self.exit_layer, 1)
         if self.exit_layer >= depth:
             raise ValueError(f"hf-early-exit: exit_layer must lie between 1 and {depth - 1}, found {self.exit_layer!r}")

@@ -198,7 +198,7 @@ def extract(
     kind = torch.bfloat16 if model.dtype == torch.bfloat16 else torch.float16
     asked = digest([[one.prompt, one.tokens] for one in answers])
     about = {"model": fingerprint(model.model), "answers": asked, "layers": list(layers), "width": width, "dtype": str(kind)}
-    about["mixed"] = mixed
+    about |= {"mixed": True} if mixed else {}
     bounds = [0, *accumulate(len(one.tokens) for one in answers)]
     shape = (bounds[-1], len(layers) + 1, width)
     if not _there(folder, about):
@@ -239,7 +239,7 @@ def _make(
         with (made / DATA).open("ab") as file:
             file.truncate(bounds[begin] * row)
             for first in range(begin, len(answers), BATCH):
-                with torch.autocast(model.device.type, torch.bfloat16, enabled=about["mixed"]):
+                with torch.autocast(model.device.type, torch.bfloat16, enabled="mixed" in about):
                     states = _states(model, answers[first : first + BATCH], layers).to(getattr(torch, dtype))
                 if not bool(states.isfinite().all()):
                     raise ValueError(f"the model's states do not fit into {dtype}: load it as bfloat16")

@@ -79,8 +79,7 @@ def run(
             model, asked, tokenizer, recipe.answers, folder / ANSWERS, _ends(model, tokenizer), say
         )
         began = time.perf_counter()
-        mixed = recipe.training.mixed_precision == "bf16"
-        features = answering.extract(layered, written, heads.card.layers, folder, max_disk, say, mixed)
+        features = answering.extract(layered, written, heads.card.layers, folder, max_disk, say, _mixed(recipe))
     extracted = time.perf_counter()
     if heads.shortlist is not None:
         heads.shortlist.copy_(commonest([one.tokens for one in written], len(heads.shortlist), layered.head.weight.shape[0]))
@@ -106,7 +105,13 @@ def _tell(metrics: dict[str, dict[str, Any]], say: Say) -> None:
 def _fingerprint(recipe: HeadsRecipe, heads: ExitHeads, written: Sequence[Answer]) -> dict[str, Any]:
     """What a run that goes on must have in common with the one that began."""
     wish = {"training": recipe.training.model_dump(), "heads": recipe.heads.model_dump(), "seed": recipe.seed}
+    wish |= {"states": "mixed"} if _mixed(recipe) else {}  # so were they not always
     return {**wish, "model": heads.card.model, "answers": digest([one.tokens for one in written])}
+
+
+def _mixed(recipe: HeadsRecipe) -> bool:
+    """Whether the states that heads learn from are made in mixed precision."""
+    return recipe.training.mixed_precision == "bf16"
 
 
 def _ends(model: Any, tokenizer: Any) -> set[int]:

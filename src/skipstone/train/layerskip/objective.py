@@ -8,7 +8,6 @@ the loss inside. It is computed one exit and a chunk of positions at a time: the
 import functools
 from collections.abc import Callable
 from contextlib import AbstractContextManager
-from functools import partial
 from typing import Any
 
 import torch
@@ -18,6 +17,7 @@ from torch.utils.checkpoint import checkpoint
 from transformers import PreTrainedModel
 from transformers.modeling_outputs import CausalLMOutput
 
+from skipstone.models.engines.eager.patches import is_plain
 from skipstone.models.modules import DecoderModules
 from skipstone.train.data.rows import IGNORED, shifted
 from skipstone.train.layerskip.dropout import forwards_replaced, kept_rows, layers_recorded
@@ -35,9 +35,9 @@ class Objective:
     so far within the run (they differ under gradient accumulation).
 
     steps: T of the whole run. seed: of the layer dropout. chunk: positions whose logits exist at once. teacher: a frozen model
-    of the same vocabulary whose distribution takes the place of the labels (distillation). ids: [S] int64, the tokens over
-    which it is learnt, both distributions being those of these tokens alone; None for all. ValueError for a model or a run that
-    the recipe does not cover.
+    of the same vocabulary whose distribution takes the place of the labels (distillation). shortlist: [S] int64, the
+    tokens over which it is learnt, all distributions that are compared being those of these tokens alone; None for all.
+    ValueError for a model or a run that the recipe does not cover.
     """
 
     def __init__(
@@ -48,11 +48,11 @@ class Objective:
         seed: int,
         chunk: int = CHUNK,
         teacher: Any = None,
-        ids: Tensor | None = None,
+        shortlist: Tensor | None = None,
     ) -> None:
         self.modules, self.recipe, self.steps, self.seed, self.chunk = DecoderModules(model), recipe, steps, seed, chunk
         self.teacher = None if teacher is None else DecoderModules(teacher)
-        self.ids = ids
+        self.shortlist = shortlist
         self.layers = len(self.modules.layers)
         recipe.check(self.layers, steps)
         if chunk < 1:
@@ -129,7 +129,7 @@ class Objective:
         """Ours: the loss of the last layer + kl_weight x the mean divergence of the active exits from it, summed."""
         last = states.pop(self.layers - 1)
         total = self._loss_of(last, targets, taught)
-        apart = [divergence(self.modules.logits, state, last, targets, self.chunk) for state in states.values()]
+        apart = [divergence(self._logits, state, last, targets, self.chunk) for state in states.values()]
         if not apart:
             return total, {"loss_last_layer": total}
         mean = torch.stack(apart).mean()
@@ -139,8 +139,26 @@ class Objective:
         """Of states [N, d], summed over tokens: cross-entropy, or divergence from the teacher where there is one."""
         if self.teacher is None or taught is None:
             return cross_entropy(self.modules.logits, hidden, targets, self.chunk)
-        learning, teaching = partial(self.modules.logits, ids=self.ids), partial(self.teacher.project, ids=self.ids)
-        return divergence(learning, hidden, taught, targets, self.chunk, teaching)
+        return divergence(self._logits, hidden, taught, targets, self.chunk, over(self.teacher, self.shortlist))
+
+    def _logits(self, hidden: Tensor) -> Tensor:
+        """What is compared with another distribution: g(.) over the shortlist, [N, d] -> [N, S]."""
+        return over(self.modules, self.shortlist)(self.modules.normed(hidden))
+
+
+def over(modules: DecoderModules, shortlist: Tensor | None) -> Head:
+    """The LM head over some token ids alone, [S] int64; None for all: states after the final norm [N, d'] -> logits [N, S]."""
+    if shortlist is None:
+        return modules.project
+    head, kept = modules.head, shortlist
+    if not is_plain(head):
+        return lambda normed: modules.project(normed)[..., kept]
+
+    def project(normed: Tensor) -> Tensor:
+        bias = None if head.bias is None else head.bias[kept]
+        return modules.family.scored(F.linear(normed, head.weight[kept], bias), modules.config)
+
+    return project
 
 
 def cross_entropy(head: Head, hidden: Tensor, targets: Tensor, chunk: int = CHUNK) -> Tensor:

@@ -21,6 +21,7 @@ from skipstone.hf.defaults import saved_field
 from skipstone.loading import load_model, load_tokenizer
 from skipstone.methods import resolve
 from skipstone.methods.shared.shortlist import read_ids
+from skipstone.models.families import text_config
 from skipstone.models.fingerprint import fingerprint as weights_of
 from skipstone.models.layered import LayeredModel
 from skipstone.models.modules import DecoderModules
@@ -59,7 +60,7 @@ def run(path: Path, output: Path | None = None, fresh: bool = False, data_dir: P
         tokenizer = _tokenizer(recipe, documents, path.parent, folder)
     model = _initial_model(recipe, path.parent, tokenizer)
     teacher = _teacher_model(recipe, path.parent, tokenizer, model)
-    taught = _taught(recipe, path.parent, model)
+    teacher_ids = _teacher_ids(recipe, path.parent, model)
     check(model, settings)  # before the data, which take time
     if recipe.decoding:
         resolve(recipe.decoding).check(LayeredModel(model.eval()))
@@ -72,7 +73,7 @@ def run(path: Path, output: Path | None = None, fresh: bool = False, data_dir: P
         tokens = facts["train"]["tokens"] / 1e6
         say(f"{name}: {facts['kept']} documents, {tokens:.2f} M tokens, {facts['epochs']:.2f} times")
     say(f"{trained / 1e6:.1f} M parameters to train")
-    trainer = _trainer(recipe, model, settings, prepared, folder, teacher, taught)
+    trainer = _trainer(recipe, model, settings, prepared, folder, teacher, teacher_ids)
     last = checkpoint.latest(folder)
     if last is None or checkpoint.verify(last, trainer.fingerprint) < settings.max_steps or not (folder / MODEL).is_dir():
         _train(trainer, say)
@@ -110,12 +111,12 @@ def _trainer(
     prepared: Prepared,
     folder: Path,
     teacher: Any,
-    taught: list[int] | None,
+    teacher_ids: list[int] | None,
 ) -> LayerSkipTrainer:
     weights = None if teacher is None else weights_of(teacher)
-    start, learnt = recipe.model, None if taught is None else digest(taught)
+    start, ids = recipe.model, None if teacher_ids is None else digest(teacher_ids)
     begun = {"pretrained": start.pretrained, "lora": start.lora, "layers": start.layers}
-    begun |= {"teacher": weights, "teacher_vocabulary": learnt}
+    begun |= {"teacher": weights, "teacher_vocabulary": ids}
     given = {key: value for key, value in begun.items() if value is not None}  # a config is part of every fingerprint
     trainer = LayerSkipTrainer(
         model,
@@ -124,7 +125,7 @@ def _trainer(
         eval_dataset={name: TokenRows(own[: recipe.data.eval_rows]) for name, own in prepared.held_out.items()} or None,
         fingerprint={"data": prepared.report["sha256"], **given},
         teacher=teacher,
-        taught=taught,
+        teacher_ids=teacher_ids,
         callbacks=[JsonLog(folder / "metrics.jsonl"), Curves(folder / "curves.png")],
     )
     for callback in (transformers.ProgressCallback, transformers.PrinterCallback):  # these print on stdout
@@ -216,8 +217,8 @@ def _initial_model(recipe: Recipe, base: Path, tokenizer: PreTrainedTokenizerBas
             _shorten(model, recipe.model.layers)
     else:
         model = AutoModelForCausalLM.from_config(_config(recipe.model.config or {}, tokenizer), dtype=torch.float32)
-    check_fits(tokenizer, model.config)
-    most = getattr(model.config, "max_position_embeddings", None)
+    check_fits(tokenizer, text_config(model))
+    most = getattr(text_config(model), "max_position_embeddings", None)
     if most is not None and recipe.data.length > most:
         raise ValueError(f"data.length must be at most the model's {most} positions, found {recipe.data.length}")
     return model if recipe.model.lora is None else _adapted(model, recipe.model.lora)
@@ -225,7 +226,8 @@ def _initial_model(recipe: Recipe, base: Path, tokenizer: PreTrainedTokenizerBas
 
 def _shorten(model: Any, layers: int) -> None:
     """Leave a model its first layers only. ValueError where it has no more than that."""
-    modules, config = DecoderModules(model), model.config
+    modules = DecoderModules(model)
+    config = modules.config
     if modules.family.shares or modules.family.per_layer_inputs:
         raise ValueError(
             f"model.layers cannot shorten this {config.model_type} model: its layers read keys and values of other layers, or "
@@ -246,20 +248,21 @@ def _teacher_model(recipe: Recipe, base: Path, tokenizer: PreTrainedTokenizerBas
     place = beside(recipe.teacher, base)
     teacher = load_model(place, dtype=torch.float32)
     same = load_tokenizer(place).get_vocab() == tokenizer.get_vocab()
-    if not same or teacher.config.vocab_size != model.config.vocab_size:
+    theirs, ours = text_config(teacher).vocab_size, text_config(model).vocab_size
+    if not same or theirs != ours:
         raise ValueError(
             f"the teacher {recipe.teacher} has another vocabulary: its distributions mean nothing to this model "
-            f"({teacher.config.vocab_size} and {model.config.vocab_size} logits, tokenizers {'alike' if same else 'different'})"
+            f"({theirs} and {ours} logits, tokenizers {'alike' if same else 'different'})"
         )
     return teacher
 
 
-def _taught(recipe: Recipe, base: Path, model: Any) -> list[int] | None:
+def _teacher_ids(recipe: Recipe, base: Path, model: Any) -> list[int] | None:
     """The token ids over which a teacher's distribution is learnt, ascending; None for all. ValueError for a file that does
     not list any."""
     if recipe.teacher_vocabulary is None:
         return None
-    size = model.config.get_text_config().vocab_size
+    size = text_config(model).vocab_size
     return sorted(set(read_ids(base / recipe.teacher_vocabulary, size, "teacher_vocabulary")))
 
 

@@ -17,7 +17,6 @@ from skipstone.models.packed import is_packed
 from skipstone.models.passes import MaskForm, Pass, SkipSet
 
 _NOTHING = SkipSet()
-PLAIN = (Tensor, nn.Parameter)  # classes of weights that are nothing but their numbers: not sharded, quantised or given up
 
 
 class EagerEngine:
@@ -142,9 +141,9 @@ class EagerEngine:
         """Some rows of the LM head, copied once for as long as it does not change; but on the CPU, where it costs nothing to
         know that they are the first ones, its own. None where the head is no plain matrix, or does more than to multiply by it.
         """
-        weight, bias = self.head.weight, self.head.bias if type(self.head) is nn.Linear else None
-        if type(self.head) is not nn.Linear or type(weight) not in PLAIN or weight.is_meta or patches.changed(self.head):
+        if not patches.is_plain(self.head):
             return None
+        weight, bias = self.head.weight, self.head.bias
         state = [(one.data_ptr(), 0 if one.is_inference() else one._version) for one in (weight, bias) if one is not None]
         known = self._shortlists.get(shortlist)
         if known is None or known[0] != state:

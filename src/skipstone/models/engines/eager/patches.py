@@ -63,6 +63,14 @@ def changed(module: Any) -> bool:
     return own is not None or any(map(_foreign, (*module._forward_hooks.values(), *module._forward_pre_hooks.values())))
 
 
+def is_plain(head: Any) -> bool:
+    """Whether a linear layer does nothing but multiply by a matrix whose numbers are all here: not sharded, quantised or given
+    up. Some rows of it can then stand for it."""
+    if type(head) is not nn.Linear or type(head.weight) not in (Tensor, nn.Parameter) or head.weight.is_meta:
+        return False
+    return tuple(head.weight.shape) == (head.out_features, head.in_features) and not changed(head)
+
+
 def _foreign(hook: Any) -> bool:
     """Whether a hook is the user's. transformers' own, which stay after a forward with output_hidden_states, only listen."""
     return not str(getattr(hook, "__module__", None)).startswith("transformers.")
