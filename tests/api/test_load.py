@@ -137,10 +137,10 @@ TYPES = {
     "nothing": ({}, "has no model_type"),
     "an encoder-decoder": (
         {"model_type": "t5"},
-        "t5 is no decoder of text in transformers, expected a type of AutoModelForCausalLM",
+        "transformers loads t5 models by neither AutoModelForCausalLM nor AutoModelForImageTextToText",
     ),
-    "pictures": ({"model_type": "vit"}, "vit is no decoder of text in transformers"),
-    "pictures and texts": ({"model_type": "clip"}, "clip is no decoder of text in transformers"),
+    "pictures": ({"model_type": "vit"}, "transformers loads vit models by neither"),
+    "pictures and texts": ({"model_type": "clip"}, "transformers loads clip models by neither"),
     "an encoder-decoder around pictures": ({"model_type": "florence2"}, "florence2 is an encoder-decoder"),
     "code of its own": (
         {"model_type": "foo", "auto_map": {"AutoConfig": "a.B"}},
@@ -244,7 +244,10 @@ def test_what_changes_no_text_may_be_there(case: str, tmp_path: Path) -> None:
 
 
 def test_a_layer_beyond_those_that_predict_further_tokens_is_superfluous(tmp_path: Path) -> None:
-    saved(families.cached("llama"), tmp_path, num_hidden_layers=2, num_nextn_predict_layers=1)
+    def both_predict(weights: Weights) -> None:
+        weights.update({f"model.layers.{layer}.eh_proj.weight": torch.ones(8, 16) for layer in (2, 3)})
+
+    saved(families.cached("llama"), tmp_path, both_predict, num_hidden_layers=2, num_nextn_predict_layers=1)
     with pytest.raises(ValueError, match=r"it has model\.layers\.3\..* of 2 layers"):
         skipstone.load(tmp_path)
 

@@ -63,7 +63,7 @@ def _broken_config(path: Path) -> None:
         (_truncate, "a file is corrupt"),
         (_drop_a_tensor, "lacks model.norm.weight"),
         (_add_a_tensor, "it has model.layers.0.self_attn.q_norm.weight, expected only what a LlamaForCausalLM of 4 layers"),
-        (_another_type("clip"), "clip is no decoder of text in transformers, expected"),
+        (_another_type("clip"), "transformers loads clip models by neither"),
         (_another_type(None), "has no model_type, expected"),
         (_wider, "has shape [32, 64], expected [32, 128]"),
         (_no_weights, "no file named model.safetensors"),

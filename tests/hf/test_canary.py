@@ -16,7 +16,7 @@ import transformers
 from torch._dynamo import mark_static_address
 from torch._dynamo.backends.registry import lookup_backend
 from torch._inductor.compile_fx import compile_fx
-from transformers import GenerationConfig, LlamaConfig, LlamaForCausalLM, PreTrainedModel
+from transformers import AutoModelForCausalLM, GenerationConfig, LlamaConfig, LlamaForCausalLM, PreTrainedModel
 from transformers.cache_utils import get_layer_types_and_kwargs
 from transformers.distributed.configuration_utils import DistributedConfig
 from transformers.generation.logits_process import LogitNormalization, LogitsProcessorList, PrefixConstrainedLogitsProcessor
@@ -101,6 +101,18 @@ def model_types() -> None:
     assert MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES["qwen2_vl"] == "Qwen2VLForConditionalGeneration"
     names = (*MODEL_FOR_CAUSAL_LM_MAPPING_NAMES, *MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES)
     assert all(isinstance(kind, str) for kind in names)
+
+
+def classes_of_types() -> None:
+    """By the config's class; what was registered is in it as well."""
+
+    class Own(LlamaConfig):
+        model_type = "own"
+
+    assert AutoModelForCausalLM._model_mapping[LlamaConfig] is LlamaForCausalLM
+    assert Own not in AutoModelForCausalLM._model_mapping
+    AutoModelForCausalLM.register(Own, type("OwnForCausalLM", (LlamaForCausalLM,), {"config_class": Own}))
+    assert Own in AutoModelForCausalLM._model_mapping
 
 
 def places_of_modules_and_parameters() -> None:
@@ -218,6 +230,7 @@ PRIVATE: dict[str, Callable[[], None]] = {
     "_from_config": from_config,
     "_from_model_config": saved_generation_config,
     "_load_from_checkpoint": loading_a_checkpoint,
+    "_model_mapping": classes_of_types,
 }
 
 

@@ -14,6 +14,7 @@ from typing import Any
 
 import pytest
 import torch
+from accelerate.state import AcceleratorState
 from safetensors.torch import load_file, save_file
 
 import skipstone
@@ -107,6 +108,7 @@ def test_a_recipe_in_mixed_precision_makes_states_so_and_goes_on_from_no_others(
     base: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     for precision in ("no", "bf16"):
+        AcceleratorState._reset_state()  # a process has one precision
         wish = recipe(base, tmp_path / precision, training={"epochs": 1, "mixed_precision": precision})
         training.run(wish, base, say=quiet)
         about = json.loads((tmp_path / precision / "features.json").read_text())
@@ -114,6 +116,7 @@ def test_a_recipe_in_mixed_precision_makes_states_so_and_goes_on_from_no_others(
     monkeypatch.setattr(training, "_mixed", lambda _: False)  # as before there was a choice
     with pytest.raises(ValueError, match="states"):
         training.run(wish, base, say=quiet)
+    AcceleratorState._reset_state()
 
 
 def test_features_are_the_states_behind_the_models_own_answers(base: Path, tmp_path: Path) -> None:
