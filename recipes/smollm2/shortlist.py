@@ -1,6 +1,6 @@
 """The tokens that a model says most often, for `draft_vocabulary`: a JSON list of ids.
 
-    python recipes/smollm2/shortlist.py runs/smollm2/said.json runs/smollm2/heads-*/answers.jsonl
+    python recipes/smollm2/shortlist.py runs/smollm2/said.json runs/smollm2/heads-maths/answers.jsonl
     python recipes/smollm2/shortlist.py runs/smollm2/commands.json --commands runs/smollm2/model
 
 The first form counts the answers that runs of `skipstone train heads` have written. The second counts the answers of the
