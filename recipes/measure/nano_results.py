@@ -1,14 +1,13 @@
 """The figures of skipstone-nano: quality of every exit, exact match and speed on commands, code that parses.
 
-    python recipes/measure/nano_results.py exits MODEL [TWIN]     # the shape of the paper's Table 1
-    python recipes/measure/nano_results.py commands MODEL [TWIN]  # Tables 6 and 11
-    python recipes/measure/nano_results.py parse MODEL            # continuations that parse, and that loop
-    python recipes/measure/nano_results.py prompts MODEL FOLDER   # prompts for recipes/measure/nano.yaml
+    python recipes/measure/nano_results.py exits MODEL...                      # the shape of the paper's Table 1
+    python recipes/measure/nano_results.py commands MODEL... [--control MODEL]  # Tables 6 and 11
+    python recipes/measure/nano_results.py parse MODEL                         # continuations that parse, and that loop
+    python recipes/measure/nano_results.py prompts MODEL FOLDER                # prompts for recipes/measure/nano.yaml
 
-Each prints a table in Markdown and, as its last line, one JSON document. MODEL, TWIN: folders. TWIN is the same model trained
-without LayerSkip (recipes/train/nano-plain.yaml, recipes/smollm2/commands-plain.yaml). All but `commands` read the held-out
-data, take the --data-dir of the training, and stop where the model's own account says that these are others than what its
-training held out.
+Each prints a table in Markdown and, as its last line, one JSON document. MODEL: a folder; a folder `model` is called by the one
+that it lies in. All but `commands` read the held-out data, take the --data-dir of the training, and stop where the model's own
+account says that these are others than what its training held out.
 """
 
 from __future__ import annotations
@@ -54,10 +53,24 @@ def held_out(recipe: Path, data_dir: Path | None) -> tuple[Recipe, dict[str, lis
 # ------------------------------------------------------------------------------------------------ exits
 
 
-def exits(model: str, twin: str | None, recipe: Path, data_dir: Path | None, rows: int) -> dict[str, Any]:
-    """Perplexity, bits per byte and agreement of every exit on held-out text, with the recipe and without."""
+def called(folder: str) -> str:
+    """What a model is called in tables: its folder's own name, or of runs/NAME/model the run's."""
+    path = Path(folder).resolve()
+    return path.parent.name if path.name == "model" else path.name
+
+
+def named(models: Sequence[str]) -> dict[str, str]:
+    """Name -> folder. SystemExit for two models of one name."""
+    found = {called(model): model for model in models}
+    if len(found) < len(models):
+        raise SystemExit(f"two of these models have one name: {', '.join(models)}")
+    return found
+
+
+def exits(models: Sequence[str], recipe: Path, data_dir: Path | None, rows: int) -> dict[str, Any]:
+    """Perplexity, bits per byte and agreement of every exit of every model on held-out text."""
     made, documents = held_out(recipe, data_dir)
-    folders = {"nano": model, **({"plain": twin} if twin else {})}
+    folders = named(models)
     for folder in folders.values():
         check_unseen(Path(folder), documents)
     found: dict[str, Any] = {}
@@ -103,11 +116,13 @@ def check_unseen(model: Path, documents: dict[str, list[Document]]) -> None:
 
 @dataclass
 class Line:
-    """One decoding method of one model over all requests. outputs: (answer, output) of each."""
+    """One decoding method of one model over all requests. outputs: (answer, output) of each. base: the line that its time and
+    its texts are held against, plain decoding of the same model."""
 
     name: str
     method: skipstone.Method
     network: Any
+    base: "Line | None" = None
     outputs: list[tuple[str, str]] = field(default_factory=list)
     tokens: int = 0
     seconds: float = 0.0
@@ -116,23 +131,34 @@ class Line:
 
 
 def requests(
-    model: str, count: int, layers: Sequence[int], lengths: int, twin: str | None = None, vocabulary: str | None = None
+    models: Sequence[str],
+    count: int,
+    layers: Sequence[int],
+    lengths: int,
+    control: str | None = None,
+    vocabulary: str | None = None,
 ) -> dict[str, Any]:
-    """Exact match, acceptance and time per token on test requests: plain, early exit and LayerSkip at several exits, taking
-    turns request by request.
+    """Exact match, acceptance and time per token on test requests: plain, early exit and LayerSkip at several exits of every
+    model, taking turns request by request.
 
-    twin: the same model trained without LayerSkip; its plain decoding is one more row. lengths: drafts a step. vocabulary: the
-    file of LayerSkip's `draft_vocabulary`."""
-    network, tokenizer = skipstone.load(model, dtype=torch.float32)
+    control: a model of which plain decoding alone is a row. lengths: drafts a step. vocabulary: the file of LayerSkip's
+    `draft_vocabulary`."""
     drafts: dict[str, Any] = {"num_speculative_tokens": lengths, "draft_vocabulary": vocabulary}
-    lines = [Line("autoregressive", skipstone.Autoregressive(), network)]
-    lines += [Line(f"early exit, E = {e}", skipstone.EarlyExit(exit_layer=e), network) for e in layers]
-    lines += [Line(f"LayerSkip, E = {e}", skipstone.LayerSkip(exit_layer=e, **drafts), network) for e in layers]
-    if twin:
-        other, its_tokenizer = skipstone.load(twin, dtype=torch.float32)
+    folders = named([*models, *([control] if control else [])])
+    loaded = {name: skipstone.load(folder, dtype=torch.float32) for name, folder in folders.items()}
+    tokenizer = loaded[called(models[0])][1]
+    lines: list[Line] = []
+    for name, (network, its_tokenizer) in loaded.items():
         if its_tokenizer.get_vocab() != tokenizer.get_vocab():
-            raise SystemExit(f"{twin} has another tokenizer than {model}")
-        lines.append(Line("autoregressive, trained without LayerSkip", skipstone.Autoregressive(), other))
+            raise SystemExit(f"{folders[name]} has another tokenizer than {models[0]}")
+        front = f"{name}, " if len(loaded) > 1 else ""
+        plain = Line(f"{front}autoregressive", skipstone.Autoregressive(), network)
+        lines.append(plain)
+        if folders[name] == control:
+            continue
+        exit_methods = [(f"early exit, E = {e}", skipstone.EarlyExit(exit_layer=e)) for e in layers]
+        exit_methods += [(f"LayerSkip, E = {e}", skipstone.LayerSkip(exit_layer=e, **drafts)) for e in layers]
+        lines += [Line(front + told, method, network, plain) for told, method in exit_methods]
     for line in lines:  # what a first call costs is no part of the figures
         _continue(replace(line, outputs=[]), tokenizer, torch.tensor([tokenizer.encode("> call home\n")]), "")
     for number, example in enumerate(commands.examples("test", count, 0)):
@@ -140,34 +166,28 @@ def requests(
         turn = number % len(lines)
         for line in [*lines[turn:], *lines[:turn]]:
             _continue(line, tokenizer, ids, example.answer)
-    plain = lines[0].seconds / lines[0].tokens
-    rows = {
-        line.name: {
-            "exact_match": commands.score(line.outputs)["exact_match"],
-            "acceptance": line.accepted / line.drafted if line.drafted else None,
-            "ms_per_token": 1000 * line.seconds / line.tokens,
-            "speed_up": plain / (line.seconds / line.tokens),
-            "same_text": _same_texts(line, lines[0]),
-        }
-        for line in lines
-    }
+    rows = {line.name: _figures(line) for line in lines}
     print("| generation | EM | token acceptance | time per token (ms) | speed-up | texts as autoregressive |")
     print("| --- | --- | --- | --- | --- | --- |")
     for name, row in rows.items():
         acceptance = "-" if row["acceptance"] is None else f"{100 * row['acceptance']:.1f} %"
-        same = "-" if row["same_text"] is None else f"{row['same_text']}/{count}"
         print(
             f"| {name} | {100 * row['exact_match']:.1f} | {acceptance} | {row['ms_per_token']:.2f} | {row['speed_up']:.2f} x "
-            f"| {same} |"
+            f"| {row['same_text']}/{count} |"
         )
     return {"requests": count, **drafts, "rows": rows}
 
 
-def _same_texts(line: Line, plain: Line) -> int | None:
-    """How many texts are plain decoding's; None for another model's."""
-    if line.network is not plain.network:
-        return None
-    return sum(own[1] == other[1] for own, other in zip(line.outputs, plain.outputs, strict=True))
+def _figures(line: Line) -> dict[str, Any]:
+    base = line.base or line
+    pace = line.seconds / line.tokens
+    return {
+        "exact_match": commands.score(line.outputs)["exact_match"],
+        "acceptance": line.accepted / line.drafted if line.drafted else None,
+        "ms_per_token": 1000 * pace,
+        "speed_up": base.seconds / base.tokens / pace,
+        "same_text": sum(own[1] == other[1] for own, other in zip(line.outputs, base.outputs, strict=True)),
+    }
 
 
 def _continue(line: Line, tokenizer: Any, ids: torch.Tensor, answer: str) -> None:
@@ -246,13 +266,12 @@ def main() -> None:
         verb.add_argument("--data-dir", type=Path, help="JSON lines for the data sets of the hub, as in training")
 
     one = verb("exits")
-    one.add_argument("model")
-    one.add_argument("twin", nargs="?")
+    one.add_argument("models", nargs="+")
     about_data(one)
     one.add_argument("--rows", type=int, default=64, help="rows of held-out text a source")
     two = verb("commands")
-    two.add_argument("model")
-    two.add_argument("twin", nargs="?")
+    two.add_argument("models", nargs="+")
+    two.add_argument("--control", help="a model of which plain decoding alone is a row")
     two.add_argument("--count", type=int, default=100)
     two.add_argument("--exit-layers", default=",".join(map(str, EXITS)))
     two.add_argument("--num-speculative-tokens", type=int, default=7)
@@ -269,10 +288,12 @@ def main() -> None:
     four.add_argument("--count", type=int, default=100)
     given = parser.parse_args()
     if given.verb == "exits":
-        document = exits(given.model, given.twin, given.recipe, given.data_dir, given.rows)
+        document = exits(given.models, given.recipe, given.data_dir, given.rows)
     elif given.verb == "commands":
         layers = [int(layer) for layer in given.exit_layers.split(",")]
-        document = requests(given.model, given.count, layers, given.num_speculative_tokens, given.twin, given.draft_vocabulary)
+        document = requests(
+            given.models, given.count, layers, given.num_speculative_tokens, given.control, given.draft_vocabulary
+        )
     elif given.verb == "parse":
         temperatures = [float(temperature) for temperature in given.temperatures.split(",")]
         document = parse(given.model, given.recipe, given.data_dir, given.count, temperatures)

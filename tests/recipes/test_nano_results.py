@@ -112,27 +112,35 @@ def documents(trained: Path) -> dict[str, list[Document]]:
 
 @pytest.mark.slow
 def test_quality_of_exits_is_that_of_their_own_logits(
-    results: Any, trained: Path, model: str, capsys: pytest.CaptureFixture[str]
+    results: Any,
+    trained: Path,
+    model: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     """Perplexity and bits per byte by hand, over rows whose predicted text is decoded; a twin has rows of its own."""
-    found = results.exits(model, model, trained, trained.parent, 2)
+    twin = tmp_path / "twin"
+    twin.symlink_to(model)
+    monkeypatch.setattr(results, "called", lambda folder: Path(folder).name)
+    found = results.exits([model, str(twin)], trained, trained.parent, 2)
     network, tokenizer = skipstone.load(model)
     for source, own in documents(trained).items():
-        assert found[source]["plain"] == found[source]["nano"]
+        assert found[source]["twin"] == found[source]["model"]
         (rows,) = {tuple(map(tuple, results.pack(own, tokenizer, 16, 0, tokenizer.eos_token_id)[:2].tolist()))}
         ids = torch.tensor(rows)
         with torch.no_grad():
             logits = network(ids).logits[:, :-1]
         nats = F.cross_entropy(logits.flatten(0, 1).double(), ids[:, 1:].flatten(), reduction="sum").item()
         text = "".join(tokenizer.decode(row[1:], skip_special_tokens=True) for row in ids)
-        values = found[source]["nano"]
+        values = found[source]["model"]
         assert values["tokens"] == 2 * 15
         assert values["perplexity"][3] == pytest.approx(math.exp(nats / 30), rel=1e-5)
         assert values["bits_per_byte"] == pytest.approx(nats / math.log(2) / len(text.encode()), rel=1e-5)
         assert values["agreement"][3] == 1
     lines = [line for line in capsys.readouterr().out.splitlines() if line.startswith("| code")]
-    perplexity = f"{found['code']['nano']['perplexity'][3]:.2f}"
-    assert lines == [f"| code | {name} | 3 | {perplexity} | 1.00 |" for name in ("nano", "plain")]
+    perplexity = f"{found['code']['model']['perplexity'][3]:.2f}"
+    assert lines == [f"| code | {name} | 3 | {perplexity} | 1.00 |" for name in ("model", "twin")]
 
 
 @pytest.mark.parametrize("verb", ["exits", "parse", "prompts"])
@@ -143,7 +151,7 @@ def test_other_documents_than_those_of_the_training_are_refused(
     account["sources"]["code"]["held_out"]["bytes"] += 1
     (tmp_path / "data.json").write_text(json.dumps(account))
     calls: dict[str, Callable[[], Any]] = {
-        "exits": lambda: results.exits(str(tmp_path), None, trained, trained.parent, 2),
+        "exits": lambda: results.exits([str(tmp_path)], trained, trained.parent, 2),
         "parse": lambda: results.parse(str(tmp_path), trained, trained.parent, 2, [0.2]),
         "prompts": lambda: results.prompts(str(tmp_path), tmp_path / "to", trained, trained.parent, 2),
     }
@@ -165,7 +173,7 @@ def answering(tokenizer: Any, answer: Callable[[str, Any], str], asked: list[Any
 
 
 def test_exact_match_is_counted_for_every_method_on_requests_of_the_test_split(
-    results: Any, model: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    results: Any, model: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     _, tokenizer = skipstone.load(model)
     answers = {one.prompt: one.answer for one in results.commands.examples("test", 4, 0)}
@@ -176,25 +184,34 @@ def test_exact_match_is_counted_for_every_method_on_requests_of_the_test_split(
         return answers.get(prompt, "") if knows else "{}"
 
     monkeypatch.setattr(skipstone, "generate", answering(tokenizer, answer, []))
-    found = results.requests(model, 4, [1, 2], 5, twin=model)
+    control = tmp_path / "without"
+    control.symlink_to(model)
+    monkeypatch.setattr(results, "called", lambda folder: Path(folder).name)
+    found = results.requests([model], 4, [1, 2], 5, control=str(control))
     rows = found["rows"]
     assert {name: row["exact_match"] for name, row in rows.items()} == {
-        "autoregressive": 0.75,
-        "early exit, E = 1": 0,
-        "early exit, E = 2": 0,
-        "LayerSkip, E = 1": 1,
-        "LayerSkip, E = 2": 1,
-        "autoregressive, trained without LayerSkip": 0.75,
+        "model, autoregressive": 0.75,
+        "model, early exit, E = 1": 0,
+        "model, early exit, E = 2": 0,
+        "model, LayerSkip, E = 1": 1,
+        "model, LayerSkip, E = 2": 1,
+        "without, autoregressive": 0.75,
     }
-    assert [row["same_text"] for row in rows.values()] == [4, 1, 1, 3, 3, None], "another model's texts are not compared"
+    assert [row["same_text"] for row in rows.values()] == [4, 1, 1, 3, 3, 4], "texts are held against the same model's"
     assert {row["acceptance"] for row in rows.values()} == {0.75}
-    assert rows["autoregressive"]["speed_up"] == 1
-    assert "| LayerSkip, E = 2 | 100.0 | 75.0 % |" in capsys.readouterr().out
+    assert rows["model, autoregressive"]["speed_up"] == rows["without, autoregressive"]["speed_up"] == 1
+    assert "| model, LayerSkip, E = 2 | 100.0 | 75.0 % |" in capsys.readouterr().out
+
+
+def test_models_are_called_by_their_runs_and_two_of_one_name_refused(results: Any, tmp_path: Path) -> None:
+    assert results.named(["runs/small-ld/model", "assets/nano"]) == {"small-ld": "runs/small-ld/model", "nano": "assets/nano"}
+    with pytest.raises(SystemExit, match="one name: a/model, b/../a/model"):
+        results.named(["a/model", "b/../a/model"])
 
 
 @pytest.mark.slow
 def test_texts_of_layerskip_are_those_of_plain_decoding_and_early_exits_draft_nothing(results: Any, model: str) -> None:
-    rows = results.requests(model, 3, [1], 4)["rows"]
+    rows = results.requests([model], 3, [1], 4)["rows"]
     assert [row["acceptance"] is None for row in rows.values()] == [True, True, False]
     assert rows["LayerSkip, E = 1"]["same_text"] == 3
     assert rows["early exit, E = 1"]["same_text"] < 3

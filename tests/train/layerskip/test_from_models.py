@@ -134,21 +134,21 @@ def test_a_draft_model_learns_from_its_target(finished: Path, tmp_path: Path) ->
 def test_a_teachers_vocabulary_is_read_beside_the_recipe_and_is_part_of_the_run(finished: Path, tmp_path: Path) -> None:
     target, still = finished.parent / "out" / "model", {"max_steps": 2, "save_steps": 1, "learning_rate": 0.0}
     start, ids = {"pretrained": str(target), "layers": 2}, tmp_path / "ids.json"
-    wish = {"model": start, "tokenizer": ..., "training": still, "exits": {"dilation": 1}, "teacher_vocabulary": "ids.json"}
+    wish = {"model": start, "tokenizer": ..., "training": still, "exits": {"dilation": 1}, "distillation_vocabulary": "ids.json"}
     path = recipe(tmp_path, teacher=str(target), **wish)
     with pytest.raises(OSError, match=r"ids\.json"):
         run(path, say=quiet)
     ids.write_text("[4, 5, 100000]")
-    with pytest.raises(ValueError, match=r"teacher_vocabulary: .*ids\.json must name ids from 0 to .*, found 100000"):
+    with pytest.raises(ValueError, match=r"distillation_vocabulary: .*ids\.json must name ids from 0 to .*, found 100000"):
         run(path, say=quiet)
     ids.write_text("[9, 4, 5, 4]")
     run(path, say=quiet)
     ids.write_text("[4, 5, 9]")
     run(path, say=quiet)  # the same ones
     ids.write_text("[4, 5]")
-    with pytest.raises(ValueError, match="teacher_vocabulary"):
+    with pytest.raises(ValueError, match="distillation_vocabulary"):
         run(path, say=quiet)
-    with pytest.raises(ValueError, match=r"teacher_vocabulary says over which tokens .*: name a teacher"):
+    with pytest.raises(ValueError, match=r"distillation_vocabulary says over which tokens .*: name a teacher"):
         run(recipe(tmp_path / "alone", **wish), say=quiet)
 
 

@@ -141,8 +141,8 @@ class Data(Part):
 class Recipe(Part):
     """A training run. preset: where dropout, exits and schedule come from unless given (schedules.PRESETS). training: fields of
     transformers' TrainingArguments and of LayerSkipArguments. teacher: a model (folder or hub id) whose distribution takes the
-    place of the labels: the way to a draft model. teacher_vocabulary: a JSON file with the token ids over which that is learnt,
-    all by default. decoding: the trained model's `generation_config.skipstone`.
+    place of the labels: the way to a draft model. distillation_vocabulary: a JSON file with the token ids over which a teacher's
+    distribution is learnt, or the last layer's by exits (`exits.kl_weight`); all by default. decoding: the trained model's `generation_config.skipstone`.
     dtype: what the finished model's weights are saved in; they are trained in float32."""
 
     output: str = Field(min_length=1)
@@ -154,7 +154,7 @@ class Recipe(Part):
     exits: dict[str, Any] = Field(default_factory=dict)
     training: dict[str, Any] = Field(default_factory=dict)
     teacher: str | None = None
-    teacher_vocabulary: str | None = None
+    distillation_vocabulary: str | None = None
     decoding: dict[str, Any] = Field(default_factory=dict)
     dtype: Literal["float32", "bfloat16", "float16"] = "float32"
     seed: int = Field(default=0, ge=0)
@@ -172,8 +172,11 @@ class Recipe(Part):
 
     @model_validator(mode="after")
     def _consistent(self) -> "Recipe":
-        if self.teacher_vocabulary is not None and self.teacher is None:
-            raise ValueError("teacher_vocabulary says over which tokens a teacher's distribution is learnt: name a teacher")
+        if self.distillation_vocabulary is not None and self.teacher is None and self.exits.get("kl_weight") is None:
+            raise ValueError(
+                "distillation_vocabulary says over which tokens a distribution is learnt from another one: name a teacher, or "
+                "give exits.kl_weight"
+            )
         if self.model.config is None and self.tokenizer.vocab_size is not None:
             raise ValueError(
                 "tokenizer.vocab_size goes with model.config: a new tokenizer's ids mean nothing to a trained model"

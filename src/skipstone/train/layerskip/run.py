@@ -60,7 +60,7 @@ def run(path: Path, output: Path | None = None, fresh: bool = False, data_dir: P
         tokenizer = _tokenizer(recipe, documents, path.parent, folder)
     model = _initial_model(recipe, path.parent, tokenizer)
     teacher = _teacher_model(recipe, path.parent, tokenizer, model)
-    teacher_ids = _teacher_ids(recipe, path.parent, model)
+    distillation_ids = _distillation_ids(recipe, path.parent, model)
     check(model, settings)  # before the data, which take time
     if recipe.decoding:
         resolve(recipe.decoding).check(LayeredModel(model.eval()))
@@ -73,7 +73,7 @@ def run(path: Path, output: Path | None = None, fresh: bool = False, data_dir: P
         tokens = facts["train"]["tokens"] / 1e6
         say(f"{name}: {facts['kept']} documents, {tokens:.2f} M tokens, {facts['epochs']:.2f} times")
     say(f"{trained / 1e6:.1f} M parameters to train")
-    trainer = _trainer(recipe, model, settings, prepared, folder, teacher, teacher_ids)
+    trainer = _trainer(recipe, model, settings, prepared, folder, teacher, distillation_ids)
     last = checkpoint.latest(folder)
     if last is None or checkpoint.verify(last, trainer.fingerprint) < settings.max_steps or not (folder / MODEL).is_dir():
         _train(trainer, say)
@@ -111,12 +111,12 @@ def _trainer(
     prepared: Prepared,
     folder: Path,
     teacher: Any,
-    teacher_ids: list[int] | None,
+    distillation_ids: list[int] | None,
 ) -> LayerSkipTrainer:
     weights = None if teacher is None else weights_of(teacher)
-    start, ids = recipe.model, None if teacher_ids is None else digest(teacher_ids)
+    start, ids = recipe.model, None if distillation_ids is None else digest(distillation_ids)
     begun = {"pretrained": start.pretrained, "lora": start.lora, "layers": start.layers}
-    begun |= {"teacher": weights, "teacher_vocabulary": ids}
+    begun |= {"teacher": weights, "distillation_vocabulary": ids}
     given = {key: value for key, value in begun.items() if value is not None}  # a config is part of every fingerprint
     trainer = LayerSkipTrainer(
         model,
@@ -125,7 +125,7 @@ def _trainer(
         eval_dataset={name: TokenRows(own[: recipe.data.eval_rows]) for name, own in prepared.held_out.items()} or None,
         fingerprint={"data": prepared.report["sha256"], **given},
         teacher=teacher,
-        teacher_ids=teacher_ids,
+        distillation_ids=distillation_ids,
         callbacks=[JsonLog(folder / "metrics.jsonl"), Curves(folder / "curves.png")],
     )
     for callback in (transformers.ProgressCallback, transformers.PrinterCallback):  # these print on stdout
@@ -257,13 +257,13 @@ def _teacher_model(recipe: Recipe, base: Path, tokenizer: PreTrainedTokenizerBas
     return teacher
 
 
-def _teacher_ids(recipe: Recipe, base: Path, model: Any) -> list[int] | None:
+def _distillation_ids(recipe: Recipe, base: Path, model: Any) -> list[int] | None:
     """The token ids over which a teacher's distribution is learnt, ascending; None for all. ValueError for a file that does
     not list any."""
-    if recipe.teacher_vocabulary is None:
+    if recipe.distillation_vocabulary is None:
         return None
     size = text_config(model).vocab_size
-    return sorted(set(read_ids(base / recipe.teacher_vocabulary, size, "teacher_vocabulary")))
+    return sorted(set(read_ids(base / recipe.distillation_vocabulary, size, "distillation_vocabulary")))
 
 
 def _config(given: dict[str, Any], tokenizer: PreTrainedTokenizerBase) -> Any:

@@ -33,7 +33,7 @@ class LayerSkipTrainer(Trainer):
 
     train_dataset: items with input_ids and labels [T], labels IGNORED (-100) where nothing is learned. eval_dataset: the same,
     or a dict of several. fingerprint: what else a run must have in common with a checkpoint to resume from it (hashes of data).
-    teacher: a frozen model of the same vocabulary to learn from instead of the labels; teacher_ids: over these token ids alone.
+    teacher: a frozen model of the same vocabulary to learn from instead of the labels; distillation_ids: over these token ids alone.
     `train(resume_from_checkpoint=True)` resumes from the latest checkpoint, or starts where there is none.
     """
 
@@ -48,7 +48,7 @@ class LayerSkipTrainer(Trainer):
         *more: Any,
         fingerprint: dict[str, Any] | None = None,
         teacher: PreTrainedModel | None = None,
-        teacher_ids: list[int] | None = None,
+        distillation_ids: list[int] | None = None,
         **options: Any,
     ) -> None:
         if not isinstance(args, LayerSkipArguments):
@@ -57,7 +57,7 @@ class LayerSkipTrainer(Trainer):
         self._refuse()
         self.recipe = check(self.model, args)
         self._teacher: Any = teacher
-        self._teacher_ids = None if teacher_ids is None else torch.tensor(teacher_ids, device=args.device)
+        self._distillation_ids = None if distillation_ids is None else torch.tensor(distillation_ids, device=args.device)
         if teacher is not None:
             self._teacher.to(args.device).eval().requires_grad_(False)
         # of the installed forward, whatever the model's own is like: it takes num_items_in_batch, and shifts labels
@@ -100,7 +100,7 @@ class LayerSkipTrainer(Trainer):
         if steps <= 0:
             steps = self.set_initial_training_values(self.args, self.get_train_dataloader())[-1]
         seed, chunk = self.args.seed, self.args.loss_chunk
-        self.objective = Objective(self.model, self.recipe, steps, seed, chunk, self._teacher, self._teacher_ids)
+        self.objective = Objective(self.model, self.recipe, steps, seed, chunk, self._teacher, self._distillation_ids)
         with self.objective.installed():
             return super().train(None if self._resumed is None else str(self._resumed), trial, ignore_keys_for_eval)
 
