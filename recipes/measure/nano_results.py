@@ -122,7 +122,7 @@ class Line:
     name: str
     method: skipstone.Method
     network: Any
-    base: "Line | None" = None
+    base: Line | None = None
     outputs: list[tuple[str, str]] = field(default_factory=list)
     tokens: int = 0
     seconds: float = 0.0

@@ -134,7 +134,13 @@ def test_a_draft_model_learns_from_its_target(finished: Path, tmp_path: Path) ->
 def test_a_teachers_vocabulary_is_read_beside_the_recipe_and_is_part_of_the_run(finished: Path, tmp_path: Path) -> None:
     target, still = finished.parent / "out" / "model", {"max_steps": 2, "save_steps": 1, "learning_rate": 0.0}
     start, ids = {"pretrained": str(target), "layers": 2}, tmp_path / "ids.json"
-    wish = {"model": start, "tokenizer": ..., "training": still, "exits": {"dilation": 1}, "distillation_vocabulary": "ids.json"}
+    wish = {
+        "model": start,
+        "tokenizer": ...,
+        "training": still,
+        "exits": {"dilation": 1},
+        "distillation_vocabulary": "ids.json",
+    }
     path = recipe(tmp_path, teacher=str(target), **wish)
     with pytest.raises(OSError, match=r"ids\.json"):
         run(path, say=quiet)

@@ -102,6 +102,26 @@ def test_a_teachers_distribution_may_be_learnt_over_a_part_of_the_vocabulary(nam
     assert_same(model, loss, (said.exp() * (said - found)).sum() / int(kept.sum()))
 
 
+@pytest.mark.parametrize("name", ["llama", "gemma2", "phi"])
+def test_exits_may_learn_what_the_last_layer_says_over_a_part_of_the_vocabulary(name: str) -> None:
+    """The last layer's cross-entropy stays one over all tokens; the exits' divergence is over the part alone."""
+    model, batch = families.build(name).train(), inputs()
+    ids = torch.tensor([0, 3, 4, 17, 60, 96])
+    exits = EarlyExitLoss(kl_weight=KL, curriculum="none", exits=(0, 1))
+    own = Objective(model, LayerSkipRecipe(PLAIN, exits), STEPS, SEED, 7, shortlist=ids)
+    with own.installed():
+        loss = model(**batch).loss
+    given = {key: value for key, value in batch.items() if key != "labels"}
+    out = model(**given, output_hidden_states=True, use_cache=False)
+    labels = batch["labels"][:, 1:]
+    kept = labels != IGNORED
+    wrong = torch.nn.functional.cross_entropy(out.logits[:, :-1][kept], labels[kept], reduction="sum")
+    last = out.logits.detach()[:, :-1, ids].log_softmax(-1)[kept]
+    read = [HEADS[name](model, out.hidden_states[layer + 1])[:, :-1, ids].log_softmax(-1)[kept] for layer in (0, 1)]
+    apart = torch.stack([(last.exp() * (last - one)).sum() for one in read]).mean()
+    assert_same(model, loss, (wrong + KL * apart) / int(kept.sum()))
+
+
 @pytest.mark.parametrize("name", ["llama", "gpt2", "falcon", "gemma2", "qwen3_moe", "opt"])
 def test_with_dropped_rows_loss_and_gradients_are_those_of_each_row_alone(name: str) -> None:
     model, batch = build(name), inputs(4)

@@ -141,8 +141,9 @@ class Data(Part):
 class Recipe(Part):
     """A training run. preset: where dropout, exits and schedule come from unless given (schedules.PRESETS). training: fields of
     transformers' TrainingArguments and of LayerSkipArguments. teacher: a model (folder or hub id) whose distribution takes the
-    place of the labels: the way to a draft model. distillation_vocabulary: a JSON file with the token ids over which a teacher's
-    distribution is learnt, or the last layer's by exits (`exits.kl_weight`); all by default. decoding: the trained model's `generation_config.skipstone`.
+    place of the labels: the way to a draft model. distillation_vocabulary: a JSON file with the token ids over which that is
+    learnt, and over which exits learn what the last layer says (`exits.kl_weight`); all by default. decoding: the trained
+    model's `generation_config.skipstone`.
     dtype: what the finished model's weights are saved in; they are trained in float32."""
 
     output: str = Field(min_length=1)

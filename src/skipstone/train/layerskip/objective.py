@@ -36,7 +36,7 @@ class Objective:
 
     steps: T of the whole run. seed: of the layer dropout. chunk: positions whose logits exist at once. teacher: a frozen model
     of the same vocabulary whose distribution takes the place of the labels (distillation). shortlist: [S] int64, the
-    tokens over which it is learnt, all distributions that are compared being those of these tokens alone; None for all.
+    tokens over which a distribution is learnt from another one, the teacher's or (`kl_weight`) the last layer's; None for all.
     ValueError for a model or a run that the recipe does not cover.
     """
 

@@ -33,7 +33,8 @@ class LayerSkipTrainer(Trainer):
 
     train_dataset: items with input_ids and labels [T], labels IGNORED (-100) where nothing is learned. eval_dataset: the same,
     or a dict of several. fingerprint: what else a run must have in common with a checkpoint to resume from it (hashes of data).
-    teacher: a frozen model of the same vocabulary to learn from instead of the labels; distillation_ids: over these token ids alone.
+    teacher: a frozen model of the same vocabulary to learn from instead of the labels. distillation_ids: token ids over which
+    its distribution is learnt, or the last layer's by exits (`kl_weight`); None for all.
     `train(resume_from_checkpoint=True)` resumes from the latest checkpoint, or starts where there is none.
     """
 
