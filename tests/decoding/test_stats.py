@@ -142,12 +142,12 @@ def test_probes_wait_for_doubt_and_keep_their_distance() -> None:
         assert not sure.wants_probe()
         sure.add(one_row(3))
     taken = []
-    for turn in range(60):
+    for turn in range(99):
         if doubtful.wants_probe():
             taken.append(turn)
             doubtful.add(stepped(tokens=[[1]], drafted=[0], draft_steps=[0], accepted=[0], probe=True))
         else:
             doubtful.add(one_row(0))
-    assert taken[0] == probes.WARM_UP
+    assert taken[0] == probes.SPACING
     assert len(taken) == probes.PROBES
     assert [b - a for a, b in pairwise(taken)] == [probes.SPACING + 1] * (probes.PROBES - 1)

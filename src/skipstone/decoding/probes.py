@@ -3,8 +3,7 @@
 from skipstone.decoding.draft import Step
 from skipstone.decoding.stats import Stats
 
-WARM_UP = 8  # turns of the loop before the first probe
-SPACING = 6  # turns between two probes
+SPACING = 24  # turns before the first probe and between two: probes are at most 4 % of the steps
 PROBES = 3  # most probes of one run
 FEW_TOKENS = 1.75  # mean tokens a step from which on nobody doubts that drafting pays
 
@@ -29,7 +28,7 @@ class Pace:
     def wants_probe(self) -> bool:
         """Whether the next step should be a plain one."""
         s = self.stats
-        if s.turns < WARM_UP or s.probes >= PROBES or self.since_probe < SPACING:
+        if s.probes >= PROBES or self.since_probe < SPACING:
             return False
         return s.draft_steps > 0 and s.mean_acceptance_length < FEW_TOKENS
 
