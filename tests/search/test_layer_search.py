@@ -107,6 +107,14 @@ def test_a_profile_is_found_and_used(tmp_path: Path, monkeypatch: pytest.MonkeyP
     assert "x plain decoding" in told
     assert f'--method "self_speculative profile={out}"' in told
     assert (tmp_path / "curve.png").read_bytes().startswith(b"\x89PNG")
+    same, other = tmp_path / "same.jsonl", tmp_path / "other.jsonl"
+    same.write_text('{"prompt": "abc"}\n')
+    other.write_text('{"prompt": "abc"}\n{"text": "abd"}\n')
+    from_file = ["--prompts" if one == "--prompt" else same if one == "abc" else one for one in asked]
+    assert succeed(*from_file, "--budget-seconds", 4).stdout == told, "the same search, which is over"
+    assert_refused(run(*from_file, "--prompts", other, "--budget-seconds", 4), "another search")
+    assert_refused(run(*from_file, "--prompt", "abc"), "give either --prompt or --prompts, found both")
+    assert_refused(run("search", folder, "--prompts", tmp_path / "none.jsonl"), "no such file of prompts")
     profile = json.loads(out.read_text())
     assert profile["attention"] or profile["mlp"]
     network, _ = skipstone.load(folder)

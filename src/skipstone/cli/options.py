@@ -156,15 +156,19 @@ TpPlan = Annotated[
 ]
 
 
-def texts_or_bundled(texts: list[str] | None, tokenizer: Any) -> tuple[list[str], list[Any]]:
-    """The texts of --prompt, or every fifth bundled one; and their token ids, [T] int64 each."""
+def texts_or_bundled(texts: list[str] | None, tokenizer: Any, files: list[Path] | None = None) -> tuple[list[str], list[Any]]:
+    """The texts of --prompt or of the files of --prompts, or every fifth bundled one; and their token ids, [T] int64 each.
+    ValueError where both are given."""
     import torch
 
     from skipstone.api import token_ids
     from skipstone.tasks.sets import named
 
-    task = named("self")
-    texts = texts or [task.ask(row)[0] for row in task.records(None)[::5]]
+    if texts and files:
+        raise ValueError("give either --prompt or --prompts, found both")
+    if not texts:
+        taken = [(named(str(file)), 1) for file in files or ()] or [(named("self"), 5)]
+        texts = [task.ask(row)[0] for task, every in taken for row in task.records(None)[::every]]
     return texts, [torch.tensor(token_ids(text, tokenizer)) for text in texts]
 
 

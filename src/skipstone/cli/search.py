@@ -24,6 +24,9 @@ def search(
         "profile.json"
     ),
     prompt: Annotated[list[str] | None, option("A text to search on; several times. Default: bundled prompts.")] = None,
+    prompts: Annotated[
+        list[Path] | None, option('JSON lines with a "prompt", in the place of --prompt; several times.')
+    ] = None,
     max_new_tokens: Annotated[int, typer.Option(help="Tokens of each text.", min=4)] = 32,
     skip_ratio: Annotated[float | None, option("Share of sublayers to leave out. Default: several take turns.")] = None,
     num_speculative_tokens: Annotated[int, typer.Option(help="Most drafts a step.", min=1)] = 12,
@@ -49,7 +52,7 @@ def search(
     from skipstone.search import search as searching
 
     loaded, tokenizer = options.load(model, dtype, device, engine=engine, quantize=quantize, keep_weights=False)
-    _, texts = options.texts_or_bundled(prompt, tokenizer)
+    _, texts = options.texts_or_bundled(prompt, tokenizer, prompts)
     ratios = searching.RATIOS if skip_ratio is None else (skip_ratio,)
     settings = searching.SearchSettings(texts, max_new_tokens, ratios, num_speculative_tokens, seed=seed)
     with _progress(budget_seconds) as done:

@@ -1,0 +1,45 @@
+"""Every plan of recipes/measure can be read, names methods and settings that exist, and labels that differ."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from skipstone import methods
+from skipstone.bench import plan as plans
+from skipstone.decoding.settings import settings_of
+from skipstone.settings_files import mapping
+
+FOLDER = Path(__file__).parents[2] / "recipes" / "measure"
+PLANS = sorted(FOLDER.glob("*.yaml"))
+
+
+@pytest.mark.parametrize("path", PLANS, ids=lambda path: path.stem)
+def test_a_plan_names_what_exists(path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    for task in mapping(path)["tasks"]:
+        if task["task"].endswith(".jsonl"):  # prompts that another command makes
+            Path(task["task"]).parent.mkdir(parents=True, exist_ok=True)
+            Path(task["task"]).write_text('{"prompt": "a"}\n')
+    plan = plans.read(path, {})
+    labels = [plans.label(wish) for wish in plan.methods]
+    assert len(labels) == len(set(labels)) > 1
+    for wish in plan.methods:
+        kind = plans.KINDS[wish["method"]]
+        given = {name: value for name, value in wish.items() if name not in plans.NAMING}
+        for one in plans.choices(given, kind):
+            if wish["method"] in plans.PEERS:
+                kind(**one)
+            else:
+                assert one.keys() <= settings_of(kind).keys()
+                methods.resolve({"method": wish["method"], **without_files(one)})
+
+
+def without_files(settings: plans.Wish) -> plans.Wish:
+    """Settings but for those that are a file of a run that this machine may not have."""
+    return {name: value for name, value in settings.items() if not str(value).startswith("runs/")}
+
+
+def test_there_are_plans() -> None:
+    assert {"nano", "smollm2", "swift", "adasd-commands"} <= {path.stem for path in PLANS}
