@@ -304,6 +304,29 @@ def test_a_named_draft_model_is_loaded_once_where_it_is_wanted(tmp_path: Path, m
     assert skipstone.generate(model, prompt(9), Speculative(), max_new_tokens=8).stats.drafted > 0  # type: ignore[union-attr]
 
 
+@pytest.mark.skipif(library.missing() is not None, reason=str(library.missing()))
+@pytest.mark.parametrize("kind", ["int8", "int4"])
+def test_a_draft_model_may_be_quantised_where_its_target_is_not(tmp_path: Path, kind: str) -> None:
+    """The text stays the target's own; drafts are the quantised model's, whose engine is its own."""
+    model, _ = skipstone.load(saved(tmp_path / "target", 97, 97, 4), engine="native")
+    name = str(saved(tmp_path / "draft", 97, 97))
+    plain = skipstone.generate(model, prompt(9), "autoregressive", max_new_tokens=24)
+    for method in (Speculative(name, draft_quantize=kind), AdaSD(name, relaxed=False, draft_quantize=kind)):
+        out = skipstone.generate(model, prompt(9), method, max_new_tokens=24)
+        assert out.new_tokens == plain.new_tokens
+        assert out.stats is not None
+        assert out.stats.drafted > 0
+        assert out.quantize is None
+        assert method.draft_model_for(LayeredModel(model)).engine.quantize == kind
+    assert Speculative(name).draft_model_for(LayeredModel(model)).engine.quantize is None, "another setting, another model"
+    quantised = LayeredModel(model, quantize="int8")
+    assert Speculative(name).draft_model_for(quantised).engine.quantize == "int8", "as the target, unless it is said"
+    assert Speculative(name, draft_quantize="none").draft_model_for(quantised).engine.quantize is None
+    eager, _ = skipstone.load(saved(tmp_path / "eager", 97, 97, 4), engine="eager")
+    with pytest.raises(ValueError, match=rf"quantize='{kind}'.* needs the native engine, found engine='eager'"):
+        skipstone.generate(eager, prompt(9), Speculative(name, draft_quantize=kind), max_new_tokens=8)
+
+
 def test_pairs_that_cannot_be_are_one_sentence(tmp_path: Path, model: Any, draft: Any) -> None:
     here = saved(tmp_path / "target", 97, 97, 4)
     target, _ = skipstone.load(here)
@@ -334,6 +357,8 @@ def test_pairs_that_cannot_be_are_one_sentence(tmp_path: Path, model: Any, draft
         refused(make(), "no draft model for .*target: pass draft_model=")
         refused(make(7), "draft_model must be a folder, a hub id, one of nano-draft or a model of transformers, found 7")
         refused(make(draft, draft_device="cpu"), "one that is given as an object stays")
+        refused(make(draft, draft_quantize="int8"), "one that is given as an object stays")
+        refused(make(str(here), draft_quantize="int2"), "draft_quantize must be one of none, int8, int4, found 'int2'")
         refused(
             make(str(here), draft_device="nowhere"),
             rf"draft model {here} for .*target cannot be loaded: device 'nowhere' cannot be",

@@ -19,6 +19,7 @@ from skipstone.methods.shared.chain import Chain, ChainSession
 from skipstone.methods.shared.confidence import Threshold
 from skipstone.methods.shared.shortlist import ShortlistMethod, vocabulary_setting
 from skipstone.models.engines.choice import Setup, attach, attached
+from skipstone.models.engines.engine import QUANTIZED
 from skipstone.models.frontier import Frontier
 from skipstone.models.host import across, counting, on_device
 from skipstone.models.layered import LayeredModel
@@ -68,14 +69,20 @@ def _folder_or_hub_id(model: Any) -> str:
     return str(getattr(model.config, "name_or_path", "") or "")
 
 
-def _check_choice(device: Any, dtype: Any, given: Any) -> None:
-    """ValueError for settings that name no draft model, device or dtype, or that would move a model given as an object."""
+def _check_choice(device: Any, dtype: Any, quantize: Any, given: Any) -> None:
+    """ValueError for settings that name no draft model, device, dtype or quantisation, or that would change a model given as an
+    object."""
     if dtype is not None and dtype not in DTYPES:
         raise ValueError(f"draft_dtype must be one of {', '.join(DTYPES)} or none, found {dtype!r}")
     if device is not None and not isinstance(device, str):
         raise ValueError(f"draft_device must be the name of a device or none, found {device!r}")
-    if isinstance(given, PreTrainedModel) and (device is not None or dtype is not None):
-        raise ValueError("draft_device and draft_dtype go with the name of a draft model: one that is given as an object stays")
+    if quantize is not None and quantize not in QUANTIZED:
+        raise ValueError(f"draft_quantize must be one of {', '.join(QUANTIZED)}, found {quantize!r}")
+    if isinstance(given, PreTrainedModel) and (device, dtype, quantize) != (None, None, None):
+        raise ValueError(
+            "draft_device, draft_dtype and draft_quantize go with the name of a draft model: one that is given as an object stays "
+            "as it is"
+        )
     if given is not None and not isinstance(given, (str, Path, PreTrainedModel)):
         raise ValueError(
             f"draft_model must be a folder, a hub id, one of {', '.join(DRAFTS)} or a model of transformers, "
@@ -84,23 +91,28 @@ def _check_choice(device: Any, dtype: Any, given: Any) -> None:
 
 
 def draft_model_for(
-    given: str | PreTrainedModel | None, target: LayeredModel, device: str | None = None, dtype: str | None = None
+    given: str | PreTrainedModel | None,
+    target: LayeredModel,
+    device: str | None = None,
+    dtype: str | None = None,
+    quantize: str | None = None,
 ) -> DraftModel:
     """The draft model for a target, loaded once; its engine is set up as was asked of it, and where nothing was, of the target.
-    given: its name, a model object, or None for the bundled one of the target's vocabulary.
+    given: its name, a model object, or None for the bundled one of the target's vocabulary. device, dtype, quantize: of a model
+    that is given by its name; None for the target's.
 
     OSError where nothing is found; ValueError where none is bundled, and for one of another vocabulary.
     """
-    _check_choice(device, dtype, given)
+    _check_choice(device, dtype, quantize, given)
     if isinstance(given, PreTrainedModel):
         return _checked(given, name_of(given), target)
     given = None if given is None else str(given)
     sizes = (target.head.weight.shape[0], str(target.device), str(target.model.dtype))
-    key = (given, device, dtype, *sizes, target.asked)
-    return _LOADED.get(target.model, key, lambda: _loaded(given, target, device, dtype))
+    key = (given, device, dtype, quantize, *sizes, target.asked)
+    return _LOADED.get(target.model, key, lambda: _loaded(given, target, device, dtype, quantize))
 
 
-def _loaded(given: str | None, target: LayeredModel, device: str | None, dtype: str | None) -> DraftModel:
+def _loaded(given: str | None, target: LayeredModel, device: str | None, dtype: str | None, quantize: str | None) -> DraftModel:
     name = given or _bundled_name(target)
     if name is None:
         raise ValueError(
@@ -114,7 +126,7 @@ def _loaded(given: str | None, target: LayeredModel, device: str | None, dtype: 
         raise OSError(f"the draft model {name} for {name_of(target.model)} is not there: {error}") from error
     except (ValueError, RuntimeError) as error:
         raise ValueError(f"the draft model {name} for {name_of(target.model)} cannot be loaded: {error}") from error
-    attach(model, keep_weights=False)  # nobody else has this model
+    attach(model, quantize=quantize, keep_weights=False)  # nobody else has this model
     return _checked(model, str(name), target)
 
 
@@ -173,6 +185,12 @@ class DraftModelMethod(ShortlistMethod):
     )
     draft_device: str | None = setting(None, "where a named draft model is loaded; none: where the target is", kw_only=True)
     draft_dtype: str | None = setting(None, "the dtype a named draft model is loaded in; none: the target's", kw_only=True)
+    draft_quantize: str | None = setting(
+        None,
+        "int8 or int4: what the native engine quantises a named draft model to, which changes its speed and not the text of a "
+        "lossless method; none: as the target",
+        kw_only=True,
+    )
     rejection_sample_method: RejectionRule = setting(
         "standard", '"standard" is Leviathan\'s rule; "coupled" draws drafts from the target\'s own noise', kw_only=True
     )
@@ -184,7 +202,7 @@ class DraftModelMethod(ShortlistMethod):
 
     def draft_model_for(self, target: LayeredModel) -> DraftModel:
         """The draft model for a target. OSError where there is none of that name, ValueError where the two do not fit."""
-        return draft_model_for(self.draft_model, target, self.draft_device, self.draft_dtype)
+        return draft_model_for(self.draft_model, target, self.draft_device, self.draft_dtype, self.draft_quantize)
 
 
 class DraftModelSession(ChainSession):
