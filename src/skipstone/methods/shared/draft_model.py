@@ -80,8 +80,8 @@ def _check_choice(device: Any, dtype: Any, quantize: Any, given: Any) -> None:
         raise ValueError(f"draft_quantize must be one of {', '.join(QUANTIZED)}, found {quantize!r}")
     if isinstance(given, PreTrainedModel) and (device, dtype, quantize) != (None, None, None):
         raise ValueError(
-            "draft_device, draft_dtype and draft_quantize go with the name of a draft model: one that is given as an object stays "
-            "as it is"
+            "draft_device, draft_dtype and draft_quantize go with the name of a draft model: "
+            "one that is given as an object stays as it is"
         )
     if given is not None and not isinstance(given, (str, Path, PreTrainedModel)):
         raise ValueError(
