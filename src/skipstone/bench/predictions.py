@@ -33,6 +33,8 @@ def described(method: Method, layered: LayeredModel) -> dict[str, Any] | None:
         return None  # costs are measured with the whole LM head
     if isinstance(method, LayerSkip):
         return {"exit_layer": method.exit_layer} if method.reuse_cache else None
+    if getattr(method, "draft_quantize", None) is not None:
+        return None  # costs are measured of models as they are
     if isinstance(method, SelfSpeculative):
         skip = method.skip_set(layered)
         return _sublayers(skip.attention, skip.mlp)
@@ -46,8 +48,10 @@ def described(method: Method, layered: LayeredModel) -> dict[str, Any] | None:
 
 
 def draft_model(method: Method, layered: LayeredModel) -> DraftModel | None:
-    """The draft model whose steps are to be measured for a method; None for one without."""
-    return method.draft_model_for(layered) if isinstance(method, Speculative) else None
+    """The draft model whose steps are to be measured for a method; None for one without, and for one in fewer bits."""
+    if not isinstance(method, Speculative) or method.draft_quantize is not None:
+        return None
+    return method.draft_model_for(layered)
 
 
 def _sublayers(attention: Any, mlp: Any) -> dict[str, Any]:

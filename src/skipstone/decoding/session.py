@@ -61,6 +61,7 @@ class Session:
         self.store = KVStore(rows, depth or model.depth, capacity + scratch, model.kv_dtype)
         self.sampler = Sampler(rows, model.device, coupled, engine_draw=model.engine_draw)
         self.shortlist: Tensor | None = None  # [S], the ids that drafts are picked from
+        self.drafter: LayeredModel | None = None  # the target's layers in fewer bits, where these draft
         self.last = [0] * rows
         self.root = on_device(self.last, model.device)
         self.alive = [False] * rows
@@ -175,7 +176,7 @@ class Session:
 
     def frontier(self, most: list[int]) -> Frontier:
         """A new frontier that holds the last committed token of every live row, with room for `most` draft tokens a row."""
-        return Frontier(self.model, self.store, self.root, self.alive, most, self.shortlist)
+        return Frontier(self.model, self.store, self.root, self.alive, most, self.shortlist, self.drafter)
 
     def optimise(self) -> None:
         """What a method does now and then for its later steps (SWIFT's search); timed apart from drafting."""

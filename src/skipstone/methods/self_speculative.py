@@ -4,8 +4,9 @@
 Draft with the target itself, a fixed set of its sublayers left out, until the drafter is unsure; verify the chain in one pass.
 `skipstone search` finds such a set beforehand.
 
-Deviation: drafts are coupled to the target's noise and verified by match at every temperature (the released code's sampling
-takes a greedy draft for a drawn one).
+Deviations: drafts are coupled to the target's noise and verified by match at every temperature (the released code's sampling
+takes a greedy draft for a drawn one). With `draft_quantize` the layers that are left draft in fewer bits, over the target's keys
+and values; all layers are left then if no set is given, and nothing has to be searched for.
 """
 
 from dataclasses import dataclass
@@ -19,6 +20,8 @@ from skipstone.methods.shared.shortlist import ShortlistMethod, vocabulary_setti
 from skipstone.methods.shared.skipping_session import SkippingSession
 from skipstone.models.layered import LayeredModel
 from skipstone.models.passes import SkipSet
+
+DRAFTS_IN = ("int8", "int4")
 
 
 @dataclass(frozen=True)
@@ -42,6 +45,12 @@ class SelfSpeculative(ShortlistMethod):
         within=(0, 1),
     )
     draft_vocabulary: int | str | None = vocabulary_setting()
+    draft_quantize: str | None = setting(
+        None,
+        "int8 or int4: drafting reads a copy of the weights that the native engine has quantised, of all layers where no set "
+        "is given.",
+        kw_only=True,
+    )
 
     def __post_init__(self) -> None:
         for name in ("skip_attention", "skip_mlp"):
@@ -49,21 +58,32 @@ class SelfSpeculative(ShortlistMethod):
 
     def check(self, model: LayeredModel) -> None:
         super().check(model)
-        Space.of(model).from_skip_set(self.skip_set(model))
+        if (skip := self.skip_set(model)).attention or skip.mlp:
+            Space.of(model).from_skip_set(skip)
         self.shortlist(model)
+        self.drafter(model)
 
     def skip_set(self, model: LayeredModel) -> SkipSet:
-        """The layer set. ValueError where none is given, or two."""
+        """The layer set, empty where all layers draft. ValueError where none is given, or two."""
         given = SkipSet(frozenset(self.skip_attention), frozenset(self.skip_mlp))
         if self.profile is not None:
             if given.attention or given.mlp:
                 raise ValueError("give either a profile or skip_attention and skip_mlp")
             return load_profile(self.profile, model.model).skip
-        if not given.attention and not given.mlp:
+        if not given.attention and not given.mlp and self.draft_quantize is None:
             raise ValueError(
-                "no layer set is given: name skip_attention and skip_mlp, or a profile (`skipstone search MODEL` finds one)"
+                "no layer set is given: name skip_attention and skip_mlp, or a profile (`skipstone search MODEL` finds one), "
+                "or let all layers draft in fewer bits (draft_quantize=int4)"
             )
         return given
+
+    def drafter(self, model: LayeredModel) -> LayeredModel | None:
+        """The target as it drafts, quantised; None for the target itself. ValueError where no engine has it so."""
+        if self.draft_quantize is None:
+            return None
+        if self.draft_quantize not in DRAFTS_IN:
+            raise ValueError(f"draft_quantize must be one of {', '.join(DRAFTS_IN)}, found {self.draft_quantize!r}")
+        return LayeredModel(model.model, model.engine.name, self.draft_quantize, model.asked.kv_dtype)
 
     def start(self, model: LayeredModel, rows: int, capacity: int) -> Session:
         return SelfSpeculativeSession(self, model, rows, capacity)
@@ -75,4 +95,4 @@ class SelfSpeculativeSession(SkippingSession):
     def __init__(self, method: SelfSpeculative, model: LayeredModel, rows: int, capacity: int) -> None:
         most, threshold = method.num_speculative_tokens, method.stop_threshold
         super().__init__(model, rows, capacity, most=most, threshold=threshold, ranks=1, scratch=0)
-        self.skip, self.shortlist = method.skip_set(model), method.shortlist(model)
+        self.skip, self.shortlist, self.drafter = method.skip_set(model), method.shortlist(model), method.drafter(model)

@@ -27,7 +27,7 @@ class Frontier:
     committed tokens of every row, 0 of a row that does not take part. top: the layer that `finish` goes up to. width: columns
     so far. valid: [B, n] bool, None where every column counts. parents: of a tree, as in `append`, None for a chain. passes:
     what was run so far, (from layer, to layer, columns). shortlist: [S] int64, the ids that drafts are picked from, None
-    for all.
+    for all. drafter: what drafts in `draft_greedily` and `sketched_logits`, the same layers in fewer bits; None for the model.
     """
 
     def __init__(
@@ -38,8 +38,10 @@ class Frontier:
         alive: list[bool],
         most: list[int],
         shortlist: Tensor | None = None,
+        drafter: LayeredModel | None = None,
     ) -> None:
         self.model, self.store, self.shortlist = model, store, shortlist
+        self.drafter = drafter or model
         self.rows, self.device = root.shape[0], root.device
         self.top = store.layers
         self.base = [length if live else 0 for length, live in zip(store.length, alive, strict=True)]
@@ -236,21 +238,24 @@ class Frontier:
         None, and nothing has changed, where the engine has no such call, or the model does more with logits than an engine does
         (a draft model brings them to its target's vocabulary).
 
-        Without a skip set all tokens have been through the layers that drafted them; with one they are at depth 0. transform,
-        sure: as in `ChainStart`.
+        Without a skip set all tokens have been through the layers that drafted them; with one they are at depth 0, and so they
+        are of another drafter, which needs a skip set. transform, sure: as in `ChainStart`.
         """
         assert self.width == 1, "a chain starts at the root"
+        assert skip is not None or self.drafter is self.model, "a token that another drafter ran has no state of the model's"
         wanted = [count if live else -1 for count, live in zip(most, self._taking, strict=True)]
         if max(wanted) < 1 or not self._chains:
             return None
         keep, roots = skip is None, self._tokens[:, 0]
         start = ChainStart(roots, self.base, wanted, layers, skip, keep, thresholds, ends, self._end, self._room)
         start.transform, start.sure, start.shortlist = transform, sure, self.shortlist
-        chain = self.model.engine.chain(start, self.store)
+        chain = self.drafter.engine.chain(start, self.store)
         width = 1 + chain.tokens.shape[1]
         self._make_room()
         self._tokens[:, 1:width] = chain.tokens
-        self._hidden, self._embedded, self.width = chain.states, width, width
+        self.width = width
+        if self.drafter is self.model:  # else its embeddings are rounded, too
+            self._hidden, self._embedded = chain.states, width
         if min(chain.counts) < width - 1:
             counts = on_device(chain.counts, self.device)[:, None]
             self.valid = counting(max(COUNTED, width), self.device)[:width] <= counts
@@ -267,7 +272,7 @@ class Frontier:
     @property
     def _chains(self) -> bool:
         """Whether the engine drafts greedy chains of this model by itself."""
-        return self.model.engine_picks and self.model.engine.chains
+        return self.drafter.engine_picks and self.drafter.engine.chains
 
     def write_on(self, most: list[int], thresholds: list[float] | None, ends: Sequence[frozenset[int]]) -> ChainEnd | None:
         """What the whole model writes after the newest column, greedily, in one engine call: a draft model's drafts. It has
@@ -300,8 +305,8 @@ class Frontier:
         """
         newest = slice(self.width - 1, self.width)
         at = self._pass(newest, None)
-        states = self.model.run(self.hidden[:, newest], at, self.store, range(self.top), skip)
-        return self.model.logits(states, self.shortlist)[:, 0]
+        states = self.drafter.run(self.hidden[:, newest], at, self.store, range(self.top), skip)
+        return self.drafter.logits(states, self.shortlist)[:, 0]
 
     def restart(self) -> None:
         """Forget the exit states: every token is at depth 0 again (LayerSkip's ablation without cache reuse)."""

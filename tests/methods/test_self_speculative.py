@@ -1,0 +1,109 @@
+"""Drafting with the target's own layers in fewer bits: the text stays the target's, drafts are the rounded copy's."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+import skipstone
+from skipstone import SelfSpeculative
+from skipstone.bench import predictions
+from skipstone.decoding.session import Request
+from skipstone.methods.speculative import Speculative
+from skipstone.models.engines.native import library
+from skipstone.models.engines.native.engine import NativeEngine
+from skipstone.models.layered import LayeredModel
+from tests.helpers import families, support
+from tests.helpers.machine import decode, llama, prompt
+
+pytestmark = [
+    pytest.mark.skipif(library.missing() is not None, reason=str(library.missing())),
+    pytest.mark.filterwarnings("ignore:.*x the speed of plain decoding:RuntimeWarning"),
+]
+DRAFTS = 4
+NAMES = ("llama", "qwen3", "gemma2", "granite", "phi3", "mistral")
+
+
+def sharper(model: Any) -> Any:
+    """The model with larger weights, whose rounding then changes some of its choices."""
+    torch.manual_seed(0)
+    with torch.no_grad():
+        for weight in model.parameters():
+            if weight.ndim == 2:
+                weight.mul_(1.5).add_(0.02 * torch.randn_like(weight))
+    return model
+
+
+@pytest.mark.parametrize("kind", ["int8", "int4"])
+@pytest.mark.parametrize("name", NAMES)
+def test_texts_are_the_targets_own_in_a_ragged_batch(name: str, kind: str) -> None:
+    """Greedily, rows that end at different times. Most drafts of int8 are right, which shows that the copy reads the
+    target's keys and values at the right places."""
+    model = sharper(families.build(name))
+    requests = [Request(prompt(n, n), 10 + 5 * n) for n in (4, 9, 6)]
+    layered = LayeredModel(model, "native")
+    plain, *_ = decode(skipstone.Autoregressive(), layered, requests)
+    for threshold in (None, 0.2, "adaptive"):
+        drafted, stats, _ = decode(SelfSpeculative((), (), None, DRAFTS, threshold, draft_quantize=kind), layered, requests)
+        assert drafted == plain
+        assert stats.drafted > 0
+        assert stats.acceptance_rate > (0.6 if kind == "int8" else 0.1)
+
+
+@pytest.mark.parametrize("skip", [((), ()), ((1,), (2,))], ids=["all layers", "a layer set"])
+def test_sampled_texts_are_those_of_the_same_seed_without_drafts(skip: Any) -> None:
+    model = sharper(llama())
+    for seed in range(3):
+        options: dict[str, Any] = {"max_new_tokens": 24, "do_sample": True, "temperature": 1.3, "top_k": 0, "seed": seed}
+        plain = skipstone.generate(model, prompt(9), "autoregressive", engine="native", **options)
+        method = SelfSpeculative(*skip, None, DRAFTS, None, draft_quantize="int4")
+        drafted = skipstone.generate(model, prompt(9), method, engine="native", **options)
+        assert drafted.new_tokens == plain.new_tokens
+        assert drafted.stats is not None
+        assert drafted.stats.accepted > 0
+
+
+def test_a_chain_in_one_call_is_that_of_single_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = sharper(llama(layers=4))
+    found = []
+    for chains in (True, False):
+        monkeypatch.setattr(NativeEngine, "chains", chains)
+        method = SelfSpeculative((), (), None, DRAFTS, 0.1, draft_vocabulary=60, draft_quantize="int4")
+        requests = [Request(prompt(n, n), 20) for n in (4, 9)]
+        texts, stats, _ = decode(method, LayeredModel(model, "native"), requests)
+        found.append((texts, stats.drafted, stats.draft_steps, stats.accepted))
+    assert found[0] == found[1]
+    assert found[0][3] > 0
+
+
+def test_a_model_that_gave_its_weights_up_is_quantised_from_what_the_engine_has(tmp_path: Any) -> None:
+    llama(layers=4).save_pretrained(tmp_path)
+    support.tokenizer().save_pretrained(tmp_path)
+    kept, _ = skipstone.load(tmp_path, engine="native")
+    gone, _ = skipstone.load(tmp_path, engine="native", keep_weights=False)
+    method = SelfSpeculative((), (), None, DRAFTS, draft_quantize="int4")
+    texts = [skipstone.generate(model, prompt(9), method, max_new_tokens=24, do_sample=False) for model in (kept, gone)]
+    assert texts[0].new_tokens == texts[1].new_tokens
+    assert [text.stats.accepted for text in texts if text.stats is not None] == [texts[0].stats.accepted] * 2  # type: ignore[union-attr]
+
+
+def test_what_cannot_be_is_one_sentence() -> None:
+    model = llama(layers=4)
+    for method, engine, said in (
+        (SelfSpeculative(draft_quantize="int2"), "native", "draft_quantize must be one of int8, int4, found 'int2'"),
+        (SelfSpeculative(draft_quantize="int4"), "eager", "quantize='int4'.* needs the native engine, found engine='eager'"),
+        (SelfSpeculative((9,), draft_quantize="int4"), "native", "attention of layers 1 to 2 may be skipped"),
+        (SelfSpeculative(), "native", "no layer set is given: .* or let all layers draft in fewer bits"),
+    ):
+        with pytest.raises(ValueError, match=said):
+            skipstone.generate(model, prompt(9), method, engine=engine, max_new_tokens=8)
+
+
+def test_measured_costs_say_nothing_of_drafts_in_fewer_bits() -> None:
+    layered = LayeredModel(llama(layers=4), "native")
+    assert predictions.described(SelfSpeculative((1,), draft_quantize="int8"), layered) is None
+    assert predictions.described(SelfSpeculative((1,)), layered) is not None
+    assert predictions.described(Speculative("nowhere", draft_quantize="int8"), layered) is None
+    assert predictions.draft_model(Speculative("nowhere", draft_quantize="int8"), layered) is None
