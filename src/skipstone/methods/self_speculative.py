@@ -5,8 +5,8 @@ Draft with the target itself, a fixed set of its sublayers left out, until the d
 `skipstone search` finds such a set beforehand.
 
 Deviations: drafts are coupled to the target's noise and verified by match at every temperature (the released code's sampling
-takes a greedy draft for a drawn one). With `draft_quantize` the layers that are left draft in fewer bits, over the target's keys
-and values; all layers are left then if no set is given, and nothing has to be searched for.
+takes a greedy draft for a drawn one). With `draft_quantize` the layers that are left draft in fewer bits, over the target's
+keys and values; all layers are left then if no set is given, and nothing has to be searched for.
 """
 
 from dataclasses import dataclass
