@@ -137,13 +137,18 @@ def requests(
     lengths: int,
     control: str | None = None,
     vocabulary: str | None = None,
+    threshold: float | None = None,
 ) -> dict[str, Any]:
     """Exact match, acceptance and time per token on test requests: plain, early exit and LayerSkip at several exits of every
     model, taking turns request by request.
 
-    control: a model of which plain decoding alone is a row. lengths: drafts a step. vocabulary: the file of LayerSkip's
-    `draft_vocabulary`."""
-    drafts: dict[str, Any] = {"num_speculative_tokens": lengths, "draft_vocabulary": vocabulary}
+    control: a model of which plain decoding alone is a row. lengths, vocabulary, threshold: LayerSkip's
+    `num_speculative_tokens`, the file of its `draft_vocabulary`, and its `confidence_threshold`."""
+    drafts: dict[str, Any] = {
+        "num_speculative_tokens": lengths,
+        "draft_vocabulary": vocabulary,
+        "confidence_threshold": threshold,
+    }
     folders = named([*models, *([control] if control else [])])
     loaded = {name: skipstone.load(folder, dtype=torch.float32) for name, folder in folders.items()}
     tokenizer = loaded[called(models[0])][1]
@@ -275,6 +280,7 @@ def main() -> None:
     two.add_argument("--count", type=int, default=100)
     two.add_argument("--exit-layers", default=",".join(map(str, EXITS)))
     two.add_argument("--num-speculative-tokens", type=int, default=7)
+    two.add_argument("--confidence-threshold", type=float)
     two.add_argument("--draft-vocabulary", help="a file of token ids, as in recipes/smollm2/shortlist.py")
     three = verb("parse")
     three.add_argument("model")
@@ -292,7 +298,13 @@ def main() -> None:
     elif given.verb == "commands":
         layers = [int(layer) for layer in given.exit_layers.split(",")]
         document = requests(
-            given.models, given.count, layers, given.num_speculative_tokens, given.control, given.draft_vocabulary
+            given.models,
+            given.count,
+            layers,
+            given.num_speculative_tokens,
+            given.control,
+            given.draft_vocabulary,
+            given.confidence_threshold,
         )
     elif given.verb == "parse":
         temperatures = [float(temperature) for temperature in given.temperatures.split(",")]
