@@ -16,7 +16,7 @@ from skipstone.models.engines.native import library
 from skipstone.models.engines.native.engine import NativeEngine
 from skipstone.models.layered import LayeredModel
 from tests.helpers import families, support
-from tests.helpers.machine import decode, llama, prompt
+from tests.helpers.machine import decode, llama, prompt, start
 
 pytestmark = [
     pytest.mark.skipif(library.missing() is not None, reason=str(library.missing())),
@@ -38,16 +38,20 @@ def sharper(model: Any) -> Any:
 
 @pytest.mark.parametrize("kind", ["int8", "int4"])
 @pytest.mark.parametrize("name", NAMES)
-def test_texts_are_the_targets_own_in_a_ragged_batch(name: str, kind: str) -> None:
+def test_texts_are_the_targets_own_in_a_ragged_batch(name: str, kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Greedily, rows that end at different times. Most drafts of int8 are right, which shows that the copy reads the
     target's keys and values at the right places."""
     model = sharper(families.build(name))
     requests = [Request(prompt(n, n), 10 + 5 * n) for n in (4, 9, 6)]
     layered = LayeredModel(model, "native")
     plain, *_ = decode(skipstone.Autoregressive(), layered, requests)
+    drafting: set[str | None] = set()
+    own = NativeEngine.chain
+    monkeypatch.setattr(NativeEngine, "chain", lambda self, *given: drafting.add(self.quantize) or own(self, *given))
     for threshold in (None, 0.2, "adaptive"):
         drafted, stats, _ = decode(SelfSpeculative((), (), None, DRAFTS, threshold, draft_quantize=kind), layered, requests)
         assert drafted == plain
+        assert drafting == {kind}, "the copy drafts, and it alone"
         assert stats.drafted > 0
         assert stats.acceptance_rate > (0.6 if kind == "int8" else 0.1)
 
@@ -65,17 +69,26 @@ def test_sampled_texts_are_those_of_the_same_seed_without_drafts(skip: Any) -> N
         assert drafted.stats.accepted > 0
 
 
-def test_a_chain_in_one_call_is_that_of_single_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
-    model = sharper(llama(layers=4))
-    found = []
+@pytest.mark.parametrize("tied", [False, True])
+def test_a_chain_in_one_call_is_that_of_single_tokens(tied: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Both begin with the copy's own embeddings, which are rounded where they are tied to its LM head."""
+    model = sharper(families.build("llama", tie_word_embeddings=tied))
+    found, running, own = [], set(), NativeEngine.run
+    monkeypatch.setattr(NativeEngine, "run", lambda self, *given: running.add(self.quantize) or own(self, *given))
     for chains in (True, False):
         monkeypatch.setattr(NativeEngine, "chains", chains)
         method = SelfSpeculative((), (), None, DRAFTS, 0.1, draft_vocabulary=60, draft_quantize="int4")
         requests = [Request(prompt(n, n), 20) for n in (4, 9)]
-        texts, stats, _ = decode(method, LayeredModel(model, "native"), requests)
-        found.append((texts, stats.drafted, stats.draft_steps, stats.accepted))
-    assert found[0] == found[1]
+        layered = LayeredModel(model, "native")
+        texts, stats, _ = decode(method, layered, requests)
+        decoder = start(method, layered, requests)
+        decoder.step()
+        confidence = decoder.session.draft([DRAFTS] * 2).confidence
+        found.append((texts, stats.drafted, stats.draft_steps, stats.accepted, confidence))
+    assert found[0][:4] == found[1][:4]
+    assert torch.allclose(found[0][4], found[1][4], rtol=1e-4)
     assert found[0][3] > 0
+    assert running == {None, "int4"}, "token by token the copy drafts, too"
 
 
 def test_a_model_that_gave_its_weights_up_is_quantised_from_what_the_engine_has(tmp_path: Any) -> None:
@@ -92,13 +105,24 @@ def test_a_model_that_gave_its_weights_up_is_quantised_from_what_the_engine_has(
 def test_what_cannot_be_is_one_sentence() -> None:
     model = llama(layers=4)
     for method, engine, said in (
-        (SelfSpeculative(draft_quantize="int2"), "native", "draft_quantize must be one of int8, int4, found 'int2'"),
-        (SelfSpeculative(draft_quantize="int4"), "eager", "quantize='int4'.* needs the native engine, found engine='eager'"),
+        (SelfSpeculative(draft_quantize="int2"), "native", "draft_quantize must be one of int8, int4 or none, found 'int2'"),
+        (
+            SelfSpeculative(draft_quantize="int4"),
+            "eager",
+            "draft_quantize=int4 needs the native engine, .* runs on the eager one",
+        ),
         (SelfSpeculative((9,), draft_quantize="int4"), "native", "attention of layers 1 to 2 may be skipped"),
         (SelfSpeculative(), "native", "no layer set is given: .* or let all layers draft in fewer bits"),
     ):
         with pytest.raises(ValueError, match=said):
             skipstone.generate(model, prompt(9), method, engine=engine, max_new_tokens=8)
+
+
+@pytest.mark.parametrize("quantize", ["int8", "int4"])
+def test_a_target_that_is_quantised_itself_is_refused(quantize: str) -> None:
+    model = llama(layers=4)
+    with pytest.raises(ValueError, match=f"this one is quantised to {quantize} already: leave one of the two out"):
+        skipstone.generate(model, prompt(9), SelfSpeculative(draft_quantize="int4"), quantize=quantize, max_new_tokens=8)
 
 
 def test_measured_costs_say_nothing_of_drafts_in_fewer_bits() -> None:

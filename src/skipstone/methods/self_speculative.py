@@ -15,13 +15,12 @@ from typing import ClassVar
 from skipstone.decoding.session import Session
 from skipstone.decoding.settings import layer_numbers, setting
 from skipstone.methods.shared.confidence import Threshold
+from skipstone.methods.shared.fewer_bits import check_draft_quantize
 from skipstone.methods.shared.layer_sets import Space, load_profile
 from skipstone.methods.shared.shortlist import ShortlistMethod, vocabulary_setting
 from skipstone.methods.shared.skipping_session import SkippingSession
 from skipstone.models.layered import LayeredModel
 from skipstone.models.passes import SkipSet
-
-DRAFTS_IN = ("int8", "int4")
 
 
 @dataclass(frozen=True)
@@ -31,7 +30,9 @@ class SelfSpeculative(ShortlistMethod):
     name: ClassVar[str] = "self_speculative"
     positional: ClassVar[str] = "leaves sublayers out"
     aliases: ClassVar[dict[str, str]] = {"num_assistant_tokens": "num_speculative_tokens"}
-    if_few_accepted: ClassVar[str] = "An acceptance rate that low says that the layer set does not suit the model or the text."
+    if_few_accepted: ClassVar[str] = (
+        "An acceptance rate that low says that the layer set, or so few bits, does not suit the model or the text."
+    )
 
     skip_attention: tuple[int, ...] = setting(
         (), "layers, counted from 0, neither the first nor the last, whose attention drafting leaves out."
@@ -81,9 +82,19 @@ class SelfSpeculative(ShortlistMethod):
         """The target as it drafts, quantised; None for the target itself. ValueError where no engine has it so."""
         if self.draft_quantize is None:
             return None
-        if self.draft_quantize not in DRAFTS_IN:
-            raise ValueError(f"draft_quantize must be one of {', '.join(DRAFTS_IN)}, found {self.draft_quantize!r}")
-        return LayeredModel(model.model, model.engine.name, self.draft_quantize, model.asked.kv_dtype)
+        check_draft_quantize(self.draft_quantize)
+        if model.engine.name != "native":
+            why = f": {model.engine_reason}" if model.engine_reason else ""
+            raise ValueError(
+                f"draft_quantize={self.draft_quantize} needs the native engine, and this model runs on the "
+                f"{model.engine.name} one{why}"
+            )
+        if model.engine.quantize is not None:
+            raise ValueError(
+                f"draft_quantize={self.draft_quantize} drafts with fewer bits than the model has, and this one is quantised to "
+                f"{model.engine.quantize} already: leave one of the two out"
+            )
+        return LayeredModel(model.model, "native", self.draft_quantize, model.asked.kv_dtype)
 
     def start(self, model: LayeredModel, rows: int, capacity: int) -> Session:
         return SelfSpeculativeSession(self, model, rows, capacity)

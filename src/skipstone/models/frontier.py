@@ -305,7 +305,11 @@ class Frontier:
         """
         newest = slice(self.width - 1, self.width)
         at = self._pass(newest, None)
-        states = self.drafter.run(self.hidden[:, newest], at, self.store, range(self.top), skip)
+        if self.drafter is self.model:
+            entering = self.hidden[:, newest]
+        else:
+            entering = self.drafter.embed(self._tokens[:, newest], self._positions[:, newest])
+        states = self.drafter.run(entering, at, self.store, range(self.top), skip)
         return self.drafter.logits(states, self.shortlist)[:, 0]
 
     def restart(self) -> None:

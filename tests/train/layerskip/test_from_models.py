@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import shutil
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -14,6 +15,7 @@ import skipstone
 from skipstone import api
 from skipstone.methods import LayerSkip
 from skipstone.train.data.tokenizer import train_bpe
+from skipstone.train.layerskip.objective import Objective
 from skipstone.train.layerskip.run import run
 from tests.helpers.training import DECODING, Interrupted, finished_run, losses, quiet, recipe, stop_at
 
@@ -131,7 +133,9 @@ def test_a_draft_model_learns_from_its_target(finished: Path, tmp_path: Path) ->
         run(own, say=quiet)
 
 
-def test_a_teachers_vocabulary_is_read_beside_the_recipe_and_is_part_of_the_run(finished: Path, tmp_path: Path) -> None:
+def test_a_vocabulary_to_learn_over_is_read_beside_the_recipe_and_is_part_of_the_run(
+    finished: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     target, still = finished.parent / "out" / "model", {"max_steps": 2, "save_steps": 1, "learning_rate": 0.0}
     start, ids = {"pretrained": str(target), "layers": 2}, tmp_path / "ids.json"
     wish = {
@@ -148,7 +152,11 @@ def test_a_teachers_vocabulary_is_read_beside_the_recipe_and_is_part_of_the_run(
     with pytest.raises(ValueError, match=r"distillation_vocabulary: .*ids\.json must name ids from 0 to .*, found 100000"):
         run(path, say=quiet)
     ids.write_text("[9, 4, 5, 4]")
+    learnt: list[Any] = []
+    own = Objective.__init__
+    monkeypatch.setattr(Objective, "__init__", lambda self, *given: own(self, *given) or learnt.append(self.shortlist))
     run(path, say=quiet)
+    assert [one.tolist() for one in learnt] == [[4, 5, 9]]
     ids.write_text("[4, 5, 9]")
     run(path, say=quiet)  # the same ones
     ids.write_text("[4, 5]")
@@ -156,6 +164,11 @@ def test_a_teachers_vocabulary_is_read_beside_the_recipe_and_is_part_of_the_run(
         run(path, say=quiet)
     with pytest.raises(ValueError, match=r"distillation_vocabulary says over which tokens .*: name a teacher"):
         run(recipe(tmp_path / "alone", **wish), say=quiet)
+    (tmp_path / "exits" / "ids.json").parent.mkdir()
+    (tmp_path / "exits" / "ids.json").write_text("[7, 8]")
+    towards_last = {**wish, "exits": {"kl_weight": 1.0, "exits": [0], "curriculum": "none"}}
+    run(recipe(tmp_path / "exits", **towards_last), say=quiet)
+    assert learnt[-1].tolist() == [7, 8]
 
 
 def test_a_draft_model_begins_as_its_targets_first_layers(finished: Path, tmp_path: Path) -> None:

@@ -263,6 +263,12 @@ def test_forward_is_put_back_also_after_an_error_and_where_it_had_been_replaced_
 # refusals
 
 
+def test_a_shortlist_without_a_distribution_to_learn_is_refused() -> None:
+    ids = torch.tensor([0, 3])
+    with pytest.raises(ValueError, match="a shortlist has no effect on a loss against labels"):
+        Objective(families.cached("llama"), LayerSkipRecipe(PLAIN, CE), STEPS, SEED, 7, shortlist=ids)
+
+
 def test_what_the_recipe_does_not_cover_is_refused_before_training() -> None:
     for model, exits, options, words in (
         (families.build("qwen3_moe", output_router_logits=True), CE, {}, "no router loss: set output_router_logits=False"),

@@ -17,9 +17,9 @@ from skipstone.decoding.settings import RejectionRule, setting
 from skipstone.loading import load_model, vocabulary
 from skipstone.methods.shared.chain import Chain, ChainSession
 from skipstone.methods.shared.confidence import Threshold
+from skipstone.methods.shared.fewer_bits import check_draft_quantize
 from skipstone.methods.shared.shortlist import ShortlistMethod, vocabulary_setting
 from skipstone.models.engines.choice import Setup, attach, attached
-from skipstone.models.engines.engine import QUANTIZED
 from skipstone.models.frontier import Frontier
 from skipstone.models.host import across, counting, on_device
 from skipstone.models.layered import LayeredModel
@@ -76,8 +76,7 @@ def _check_choice(device: Any, dtype: Any, quantize: Any, given: Any) -> None:
         raise ValueError(f"draft_dtype must be one of {', '.join(DTYPES)} or none, found {dtype!r}")
     if device is not None and not isinstance(device, str):
         raise ValueError(f"draft_device must be the name of a device or none, found {device!r}")
-    if quantize is not None and quantize not in QUANTIZED:
-        raise ValueError(f"draft_quantize must be one of {', '.join(QUANTIZED)}, found {quantize!r}")
+    check_draft_quantize(quantize)
     if isinstance(given, PreTrainedModel) and (device, dtype, quantize) != (None, None, None):
         raise ValueError(
             "draft_device, draft_dtype and draft_quantize go with the name of a draft model: "
@@ -126,7 +125,7 @@ def _loaded(given: str | None, target: LayeredModel, device: str | None, dtype: 
         raise OSError(f"the draft model {name} for {name_of(target.model)} is not there: {error}") from error
     except (ValueError, RuntimeError) as error:
         raise ValueError(f"the draft model {name} for {name_of(target.model)} cannot be loaded: {error}") from error
-    attach(model, quantize=quantize, keep_weights=False)  # nobody else has this model
+    attach(model, None if quantize is None else "native", quantize, keep_weights=False)  # nobody else has this model
     return _checked(model, str(name), target)
 
 

@@ -258,8 +258,8 @@ def _teacher_model(recipe: Recipe, base: Path, tokenizer: PreTrainedTokenizerBas
 
 
 def _distillation_ids(recipe: Recipe, base: Path, model: Any) -> list[int] | None:
-    """The token ids over which a teacher's distribution is learnt, ascending; None for all. ValueError for a file that does
-    not list any."""
+    """The token ids over which a distribution is learnt from another one, ascending; None for all. ValueError for a file that
+    does not list any."""
     if recipe.distillation_vocabulary is None:
         return None
     size = text_config(model).vocab_size
