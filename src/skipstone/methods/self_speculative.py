@@ -25,7 +25,7 @@ from skipstone.models.passes import SkipSet
 
 @dataclass(frozen=True)
 class SelfSpeculative(ShortlistMethod):
-    """Draft & Verify: the target without a fixed set of its sublayers drafts."""
+    """Draft & Verify: the target without a fixed set of its sublayers, or in fewer bits, drafts."""
 
     name: ClassVar[str] = "self_speculative"
     positional: ClassVar[str] = "leaves sublayers out"
