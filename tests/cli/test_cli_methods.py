@@ -134,8 +134,8 @@ def test_flags_are_frozen() -> None:
         assert flags == {*own.split(), "--debug"}, verb
     searching = {name for parameter in root.commands["search"].params for name in parameter.opts}
     assert searching == {
-        *("model", "--budget-seconds", "--out", "--prompt", "--max-new-tokens", "--skip-ratio", "--num-speculative-tokens"),
-        *("--picture", "--dtype", "--device", "--engine", "--quantize", "--seed", "--debug"),
+        *("model", "--budget-seconds", "--out", "--prompt", "--prompts", "--max-new-tokens", "--skip-ratio"),
+        *("--num-speculative-tokens", "--picture", "--dtype", "--device", "--engine", "--quantize", "--seed", "--debug"),
     }
     looking = {name for parameter in root.commands["inspect"].params for name in parameter.opts}
     assert looking == {
