@@ -2,26 +2,12 @@
 
 from __future__ import annotations
 
-import importlib.util
-from pathlib import Path
-from typing import Any
-
 import pytest
 
-FILE = Path(__file__).parents[2] / "recipes" / "data" / "signatures.py"
+from recipes.data.signatures import signature
 
 
-@pytest.fixture(scope="module")
-def signature() -> Any:
-    spec = importlib.util.spec_from_file_location("signatures", FILE)
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module.signature
-
-
-def test_a_beginning_has_the_tested_functions_arguments_the_task_and_an_example(signature: Any) -> None:
+def test_a_beginning_has_the_tested_functions_arguments_the_task_and_an_example() -> None:
     code = "def helper(a):\r\n\treturn a\r\ndef add(a, *rest, start=0):\r\n\treturn helper(a) + sum(rest, start)\r\n"
     record = {"text": "Add numbers.", "code": code, "test_list": ["assert add(1, 2) == 3", "assert add(1) == 1"]}
     assert signature(record) == 'def add(a, *rest, start=0):\n    """ Add numbers.\n    >>> add(1, 2)\n    3\n    """\n'
@@ -36,5 +22,5 @@ def test_a_beginning_has_the_tested_functions_arguments_the_task_and_an_example(
         ("def add(a): pass", "print(1)"),
     ],
 )
-def test_tasks_that_show_no_example_are_left_out(signature: Any, code: str, test: str) -> None:
+def test_tasks_that_show_no_example_are_left_out(code: str, test: str) -> None:
     assert signature({"text": "", "code": code, "test_list": [test]}) is None
