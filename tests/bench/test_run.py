@@ -417,3 +417,41 @@ def test_tuning_finds_the_fastest_and_spends_its_budget() -> None:
     assert trials[0].speed == pytest.approx(8.0)
     first = [number for number, index in calls if index == 0]
     assert sorted(first) == list(range(1, 10)) != first  # everybody's turn, in shuffled order
+
+
+def test_prompts_on_which_plain_decoding_loops_make_room_for_others(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of eight prompts those are asked whose plain text repeats less than a fifth of itself. The model is random and does not
+    loop by itself: here a text loops if its tokens have an odd sum."""
+    monkeypatch.setattr(prompts, "repeated_share", lambda prompt, output: 0.2 * (sum(output) % 2))
+    (tmp_path / "mine.jsonl").write_text("".join((folder / "mine.jsonl").read_text().splitlines(keepends=True)[1:]))
+    tasks = [str(tmp_path / "mine.jsonl")]
+    methods, out = ["autoregressive", "jacobi"], tmp_path / "a.jsonl"
+    asked = plan(folder, methods=methods, tasks=tasks, num_prompts=8)
+    every = journal.read(run(asked, tmp_path / "every.jsonl", [], quiet))
+    shares = {line["digest"]: line["rows"]["autoregressive"]["repeated_share"] for line in every if line["kind"] == "prompt"}
+    calm = {digest for digest, share in shares.items() if share < 0.2}
+    assert 1 < len(calm) < 8, "a test of both kinds"
+    said: list[str] = []
+    asked = plan(folder, methods=methods, tasks=tasks, num_prompts=len(calm) - 1, skip_looping=True)
+    lines = journal.read(run(asked, out, [], said.append))
+    calmly, looping = ([line["digest"] for line in lines if line["kind"] == kind] for kind in ("prompt", "looping"))
+    assert len(calmly) == len(calm) - 1
+    assert {*calmly} < calm
+    assert not {*looping} & calm
+    (group,) = groups(lines)
+    assert len(group.headline()) == len(calmly)
+    assert group.title.endswith(f"greedy, without {len(looping)} prompts on which plain decoding loops")
+    assert not any("asked for" in text for text in said)
+
+    rest = [line for line in lines if line["kind"] not in ("prompt", "looping")]
+    out.write_text("".join(json.dumps(line) + "\n" for line in [*rest, *[x for x in lines if x not in rest][:2]]))
+    again = journal.read(run(asked, out, [], quiet))
+    found = {kind: [line["digest"] for line in again if line["kind"] == kind] for kind in ("prompt", "looping")}
+    assert found == {"prompt": calmly, "looping": looping}, "a killed run asks and leaves out the same"
+
+    asked = plan(folder, methods=methods, tasks=tasks, num_prompts=8, skip_looping=True)
+    lines = journal.read(run(asked, out, [], said.append, fresh=True))
+    assert {line["digest"] for line in lines if line["kind"] == "prompt"} == calm
+    assert said[-1] == f"mine: plain decoding repeats itself on all prompts but {len(calm)}, 8 are asked for"

@@ -99,9 +99,9 @@ def test_a_new_method_brings_its_settings_along(folder: Path, monkeypatch: pytes
 CHECK = """model --method --speculative-config --prompts --num-prompts --prompt-tokens --max-new-tokens --samples --seed --dtype
     --engine --quantize --device --json --debug"""
 MEASURING = {
-    "run": """models --plan --method --task --protocol --data-dir --out --num-prompts --prompt-tokens --max-new-tokens
-        --temperature --top-p --samples --shots --chat --tune --tune-prompts --tune-tokens --ignore-eos --perplexity
-        --allow-code-execution --dtype --device --engine --quantize --threads --seed --fresh""",
+    "run": """models --plan --method --task --protocol --data-dir --out --num-prompts --skip-looping --prompt-tokens
+        --max-new-tokens --temperature --top-p --samples --shots --chat --tune --tune-prompts --tune-tokens --ignore-eos
+        --perplexity --allow-code-execution --dtype --device --engine --quantize --threads --seed --fresh""",
     "surrogate": """shape --agreement --exit-layer --skip-ratio --sure --contexts --method --out --num-prompts --prompt-tokens
         --max-new-tokens --tune-prompts --dtype --device --engine --quantize --threads --seed --fresh""",
     "report": "files --format --layout --out --pictures",

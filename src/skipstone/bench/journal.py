@@ -2,7 +2,8 @@
 
 The first line says what is run and where (kind "run"). Then come a line a model ("model"; "calibrated" for a synthetic one),
 calls made to choose settings ("trial") and what was chosen ("tuned"), how well exits predict a task's answers ("exits"), a line
-a prompt ("prompt") and, after an interruption, what the run went on with ("resumed").
+a prompt ("prompt"), or a prompt that was left out because plain decoding repeats itself ("looping"), and, after an
+interruption, what the run went on with ("resumed").
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -23,6 +24,7 @@ NEEDED: dict[str, tuple[str, ...]] = {
     "trial": (*CELL, "method", "candidate", "prompt", "tokens", "seconds"),
     "tuned": (*CELL, "method", "candidate", "chosen", "candidates", "calls", "trials"),
     "exits": (*CELL, "prompts", "tokens", "perplexity", "agreement"),
+    "looping": (*CELL, "index", "digest", "repeated_share"),
     "prompt": (*CELL, "index", "digest", "rows"),
 }
 """Kind of a line -> what it must say."""

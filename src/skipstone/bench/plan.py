@@ -48,6 +48,7 @@ class TaskOptions(Part):
 
     shots: int | None = Field(default=None, ge=0)
     num_prompts: int | None = Field(default=None, ge=1)
+    skip_looping: bool | None = None
     prompt_tokens: int | None = Field(default=None, ge=1)
     max_new_tokens: int | None = Field(default=None, ge=1)
     temperature: float | None = Field(default=None, ge=0, allow_inf_nan=False)

@@ -21,17 +21,18 @@ from skipstone.tasks.dialogue import Conversation, Reader, Said, digest
 from skipstone.tasks.protocols import TaskSettings
 from skipstone.tasks.task import Task, prompt_of, tabbed, untabbed
 from skipstone.timing.measure import Engine, Measurement, measure, options_for
-from skipstone.timing.statistics import repeated_share
+from skipstone.timing.statistics import LOOPING, repeated_share
 
 USUAL_PROMPTS = 20  # how many are reported where neither a plan nor a protocol says
 CHUNK = 256  # positions whose logits exist at once
+NO_QUESTION = ("num_prompts", "skip_looping", "ours")  # settings of a task that say which prompts are asked, not how
 
 Both = tuple[list[Conversation], list[Conversation]]  # prompts to choose settings on, and prompts to report; none is in both
 
 
 def conversations(task: Task, settings: TaskSettings, plan: Plan, data: Path | None) -> Both:
-    """Prompts drawn by the seed; every category of a task gives as many as any, while it has them. ValueError where there are
-    too few."""
+    """Prompts drawn by the seed; every category of a task gives as many as any, while it has them. With `skip_looping` the
+    prompts to report are all that there are, in the order in which they are to be tried. ValueError where there are too few."""
     records, shown = task.records(data), task.examples(settings.shots, data)
     places = drawn([*map(task.category, records)], plan.seed)
     spare = plan.tune_prompts if chooses(plan) else 0
@@ -51,7 +52,10 @@ def conversations(task: Task, settings: TaskSettings, plan: Plan, data: Path | N
         turns = tuple(map(tabbed, turns) if settings.tabs else turns)
         return Conversation(f"{task.name} {place}", turns, record=records[place])
 
-    return [made(place) for place in places[wanted : wanted + tuned]], [made(place) for place in sorted(places[:wanted])]
+    reported = sorted(places[:wanted])
+    if settings.skip_looping:
+        reported = places[:wanted] + places[wanted + tuned :]
+    return [made(place) for place in places[wanted : wanted + tuned]], [made(place) for place in reported]
 
 
 def drawn(categories: Sequence[str | None], seed: int) -> list[int]:
@@ -82,7 +86,7 @@ class TaskRun:
 
     def key(self) -> dict[str, Any]:
         """What its lines begin with. question: a hash of how it is asked."""
-        asked = {name: value for name, value in asdict(self.settings).items() if name not in ("num_prompts", "ours")}
+        asked = {name: value for name, value in asdict(self.settings).items() if name not in NO_QUESTION}
         return {
             "model": self.model,
             "number": self.number,
@@ -90,6 +94,13 @@ class TaskRun:
             "temperature": self.settings.temperature,
             "question": digest(list(json.dumps({**asked, "ignore_eos": self.plan.ignore_eos}, sort_keys=True).encode())),
         }
+
+    def wanted(self, prompts: int) -> int:
+        """How many of some prompts are to be asked: all, but for `skip_looping`, which draws more than are asked for."""
+        if not self.settings.skip_looping:
+            return prompts
+        usual = prompts if self.settings.protocol else USUAL_PROMPTS
+        return min(prompts, usual if self.settings.num_prompts is None else self.settings.num_prompts)
 
     def lines(self, journal: Journal, kind: str) -> list[Line]:
         """Its lines of a kind."""
@@ -193,6 +204,16 @@ def ask(model: PreTrainedModel, engines: Mapping[str, Engine], one: Conversation
         "cut": cut,
         "rows": {label: found.report() for label, found in answers.items()},
     }
+
+
+def looping(model: PreTrainedModel, plain: Engine, one: Conversation, index: int, run: TaskRun) -> Line | None:
+    """Its line, where at least LOOPING of what plain greedy decoding says to its first turn is a repetition; else None."""
+    ids = run.reader.ids(one)
+    options = options_for(run.settings.max_new_tokens, 0.0, 1.0)
+    share = repeated_share(ids.tolist(), measure(model, plain, ids, options, run.plan.seed).tokens)
+    if share < LOOPING:
+        return None
+    return {"kind": "looping", **run.key(), "index": index, "digest": one.digest, "repeated_share": share}
 
 
 def _weigh(model: PreTrainedModel, answers: dict[str, Answers]) -> None:

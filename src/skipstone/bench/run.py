@@ -20,10 +20,11 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
+from skipstone.api import resolve_for
 from skipstone.bench import predictions
 from skipstone.bench.journal import Journal, check
-from skipstone.bench.plan import Entrant, Plan, line_up, resolved
-from skipstone.bench.prompts import Both, TaskRun, ask, conversations, fingerprint
+from skipstone.bench.plan import BASELINE, Entrant, Plan, line_up, resolved
+from skipstone.bench.prompts import Both, TaskRun, ask, conversations, fingerprint, looping
 from skipstone.hf.defaults import neutral_defaults
 from skipstone.loading import BUNDLED, load, look_up, usable
 from skipstone.models.exits import ExitTally, layer_states
@@ -167,23 +168,34 @@ def measure_task(
 ) -> None:
     """One task on one model: choose what is open, then ask everybody prompt by prompt."""
     (spare, report), settings = both, task_run.settings
-    done = {line["index"] for line in task_run.lines(journal, "prompt")}
-    if len(done) == len(report):
+    asked, left_out = ({line["index"] for line in task_run.lines(journal, kind)} for kind in ("prompt", "looping"))
+    wanted = task_run.wanted(len(report))
+    if len(asked) == wanted or len(asked | left_out) == len(report):
         return
     taking = [entrant for entrant in entrants if entrant.sampled or not settings.temperature]
-    if left_out := [entrant.label for entrant in entrants if entrant not in taking]:
-        say(f"{task_run.task.name}, T = {settings.temperature:g}: without {', '.join(left_out)}, measured greedily only")
+    if absent := [entrant.label for entrant in entrants if entrant not in taking]:
+        say(f"{task_run.task.name}, T = {settings.temperature:g}: without {', '.join(absent)}, measured greedily only")
     if not taking:
         return
     with neutral_defaults(model, not task_run.plan.ignore_eos):
         engines = {entrant.label: _chosen(journal, model, task_run, entrant, spare) for entrant in taking}
         longest = max((task_run.reader.ids(one) for one in report), key=len)
         warm_up(model, engines.values(), longest, task_run.options(settings.max_new_tokens))
-        left = [index for index in range(len(report)) if index not in done]
-        with progress(f"{task_run.model}, {task_run.task.name}", len(left)) as step:
-            for index in left:
-                journal.add(ask(model, engines, report[index], index, task_run))
+        plain = Skipstone(resolve_for(model, {"method": BASELINE}))
+        with progress(f"{task_run.model}, {task_run.task.name}", wanted - len(asked)) as step:
+            for index, one in enumerate(report):
+                if len(asked) == wanted:
+                    return
+                if index in asked or index in left_out:
+                    continue
+                if settings.skip_looping and (loop := looping(model, plain, one, index, task_run)) is not None:
+                    journal.add(loop)
+                    continue
+                journal.add(ask(model, engines, one, index, task_run))
+                asked.add(index)
                 step()
+    if len(asked) < wanted:
+        say(f"{task_run.task.name}: plain decoding repeats itself on all prompts but {len(asked)}, {wanted} are asked for")
 
 
 def measure_exits(

@@ -12,6 +12,7 @@ class TaskSettings:
 
     shots: int = 0  # solved examples before the question
     num_prompts: int | None = None  # how many are reported; None takes all
+    skip_looping: bool = False  # prompts on which plain greedy decoding repeats itself are left out, others take their place
     prompt_tokens: int | None = None  # longer prompts lose their beginning
     max_new_tokens: int = 512  # of every turn
     temperature: float = 0.0  # 0 is greedy
