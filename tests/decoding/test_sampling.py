@@ -28,7 +28,7 @@ from transformers.generation.logits_process import (
 
 from skipstone import LayerSkip, Request, Sampling
 from skipstone.decoding.noise import Noise
-from skipstone.decoding.sampling import Sampler, Warping, warp
+from skipstone.decoding.sampling import NUCLEUS, Sampler, Warping, warp
 from skipstone.models.layered import LayeredModel
 from tests.helpers import planted
 from tests.helpers.machine import decode, llama, prompt
@@ -77,6 +77,25 @@ def test_warp_is_transformers_chain_row_by_row(rows: list[Sampling], seed: int, 
         assert torch.allclose(found[row], expected, rtol=1e-5, atol=1e-7)
         assert torch.equal(found[row], warp(logits[row : row + 1], Warping([sampling], CPU))[0])
     assert torch.allclose(found.sum(-1), torch.ones(len(rows)), atol=1e-5)
+
+
+@pytest.mark.parametrize("grain", [None, 8.0, 1.0])
+@pytest.mark.parametrize("spread", [1.0, 3.0, 6.0])
+def test_top_p_of_a_large_vocabulary_is_transformers(spread: float, grain: float | None) -> None:
+    """Rows that keep one token, some, or more than the nucleus holds, with ties and without, to the bit what each is alone."""
+    rows = [Sampling(1.0, top_p=top_p) for top_p in (0.95, 0.9, 0.5, 0.05)] + [Sampling(0.7), Sampling(0.7, 0, 0.9, 0.1)]
+    assert 4 * NUCLEUS <= 3000
+    logits = spread * torch.randn(len(rows), 3000, generator=torch.Generator().manual_seed(int(spread)))
+    if grain is not None:
+        logits = (logits * grain).round() / grain
+    found = warp(logits, Warping(rows, CPU))
+    for row, wish in enumerate(rows):
+        expected = theirs(logits[row], wish)
+        assert torch.equal(found[row] > 0, expected > 0), "the same tokens are left"
+        assert torch.allclose(found[row], expected, rtol=1e-5, atol=1e-7)
+        assert torch.equal(found[row], warp(logits[row : row + 1], Warping([wish], CPU))[0])
+    if spread == 1.0:
+        assert int((found[0] > 0).sum()) > NUCLEUS
 
 
 @pytest.mark.parametrize("top_p", [0.9, 0.8, 0.7, 0.6, 0.3, 0.2, 0.1])

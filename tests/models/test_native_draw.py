@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 from torch import Tensor
@@ -26,6 +28,11 @@ SETTINGS = [
     Sampling(0.6, 20, 0.3, 0.2),
     Sampling(2.0, 40, 0.0),
     Sampling(1.0, 7, 0.95),
+    Sampling(1.0),
+    Sampling(0.7, 0, 0.9),
+    Sampling(1.5, 0, 1.0, 0.02),
+    Sampling(1.1, 0, 0.6, 0.1),
+    Sampling(1.0, 1 << 20, 0.99),
 ]
 
 
@@ -38,7 +45,8 @@ def drawn(logits: Tensor, rows: list[Sampling | None], noise: Noise, position: T
 
 def expected(logits: Tensor, row: Sampling, noise: Noise, position: Tensor) -> int:
     """The draw of one row [1, V] from transformers' own warpers over the whole vocabulary."""
-    chain = LogitsProcessorList([TemperatureLogitsWarper(row.temperature), TopKLogitsWarper(row.top_k)])
+    chain = LogitsProcessorList([TemperatureLogitsWarper(row.temperature)])
+    chain += [TopKLogitsWarper(row.top_k)] if row.top_k else []
     chain += [TopPLogitsWarper(row.top_p)] if row.top_p < 1 else []
     chain += [MinPLogitsWarper(row.min_p)] if row.min_p else []
     p = chain(torch.zeros(1, 1, dtype=torch.long), logits.clone()).softmax(-1)  # type: ignore[arg-type]
@@ -78,13 +86,16 @@ def test_rows_that_are_apart_in_memory() -> None:
     assert torch.equal(apart, together)
 
 
+@pytest.mark.parametrize("row", [Sampling(1.0, 10), Sampling(1.0, 0, 0.5)], ids=["top-k", "top-p"])
 @pytest.mark.parametrize("wrong", ["a kept tie", "no number", "nothing possible", "infinite"])
-def test_what_the_engine_leaves_to_its_caller(wrong: str) -> None:
+def test_what_the_engine_leaves_to_its_caller(wrong: str, row: Sampling) -> None:
     logits = torch.linspace(0, 9, 300)[None].repeat(2, 1)
-    noise, position, rows = Noise(torch.tensor([1, 2])), torch.tensor([3, 4]), [Sampling(1.0, 10), Sampling(1.0, 10)]
+    noise, position, rows = Noise(torch.tensor([1, 2])), torch.tensor([3, 4]), [row, row]
     assert drawn(logits, list(rows), noise, position) is not None
     if wrong == "a kept tie":
-        logits[1, 290] = logits[1, 289]  # the last that is kept and the first that is not
+        rising = logits[1].softmax(-1).cumsum(-1)
+        least = 290 if row.top_k else int((rising <= 0.5).sum())
+        logits[1, least] = logits[1, least - 1]  # the last that is kept and the first that is not
     elif wrong == "no number":
         logits[1, 5] = float("nan")
     elif wrong == "nothing possible":
@@ -95,13 +106,27 @@ def test_what_the_engine_leaves_to_its_caller(wrong: str) -> None:
     assert drawn(logits, [rows[0], None], noise, position) is not None, "a free row may hold anything"
 
 
-def test_a_top_k_that_is_large_or_off_is_left_to_the_caller() -> None:
+def test_a_top_k_that_is_large_is_left_to_the_caller() -> None:
     logits, noise, position = torch.randn(1, 300), Noise(torch.tensor([1])), torch.tensor([3])
-    for top_k in (0, 101, 300, 1000):
-        assert drawn(logits, [Sampling(1.0, top_k)], noise, position) is None
+    for top_k, left in ((0, False), (101, True), (299, True), (300, False), (1000, False)):
+        assert (drawn(logits, [Sampling(1.0, top_k)], noise, position) is None) == left
 
 
-def test_a_sampler_asks_the_engine_and_falls_back() -> None:
+def test_the_law_of_draws_from_all_tokens() -> None:
+    """Frequencies of 60,000 draws lie within five standard errors of what is kept of softmax."""
+    logits = torch.tensor([[2.0, 1.0, 0.0, -1.0, -2.0, -3.0] + [-90.0] * 200 + [float("-inf")] * 100])
+    for row, kept in ((Sampling(1.0), 6), (Sampling(2.0), 6), (Sampling(1.0, 0, 0.95), 3), (Sampling(1.0, 0, 1.0, 0.1), 3)):
+        p = (logits[0, :kept] / row.temperature).softmax(-1)
+        count = 60000
+        found = drawn(logits.expand(count, -1), [row] * count, Noise(torch.arange(count)), torch.arange(count) % 7)
+        assert found is not None
+        frequencies = torch.bincount(found, minlength=kept).float() / count
+        assert len(frequencies) == kept, "only what is kept is drawn"
+        assert ((frequencies - p).abs() < 5 * (p * (1 - p) / count).sqrt()).all()
+
+
+@pytest.mark.parametrize("wish", [{"top_k": 12, "top_p": 0.9}, {"top_p": 0.9}], ids=["top-k", "top-p"])
+def test_a_sampler_asks_the_engine_and_falls_back(wish: dict[str, Any]) -> None:
     """Rows that sample draw through the engine; where it leaves one, the draw is that of the distribution."""
     asked: list[bool] = []
     draw = native(families.build("llama")).engine_draw
@@ -114,7 +139,7 @@ def test_a_sampler_asks_the_engine_and_falls_back() -> None:
 
     sampler = Sampler(2, CPU, engine_draw=watched)  # type: ignore[arg-type]
     for row in range(2):
-        sampler.admit(row, Sampling(0.9, 12, 0.9, seed=row), torch.tensor([1]))
+        sampler.admit(row, Sampling(0.9, **wish, seed=row), torch.tensor([1]))
     dice, path = torch.Generator().manual_seed(1), torch.empty(2, 0, dtype=torch.long)
     for trial in range(40):
         logits, position = torch.randn(2, 400, generator=dice), torch.tensor([trial, trial + 3])

@@ -23,6 +23,7 @@ Processor = Callable[[Tensor, Tensor], Tensor]
 
 NO_LIMIT = 1 << 30  # tokens: a top-k that takes all of them
 FEW = 100  # largest top-k whose tokens a CPU looks at alone
+NUCLEUS = 512  # tokens among which a CPU looks for those that top-p keeps, before it puts all in order
 AT_ONCE = 1 << 16  # logits of a step up to which a CPU spends more time on calling operators than in them
 
 
@@ -79,6 +80,8 @@ class Warping:
         self.taken = None if None not in settings else column([row is not None for row in settings], torch.bool)
         few = [row is None or (row.temperature > 0 and 0 < row.top_k <= FEW) for row in settings]
         self.few, self.any_few, self.all_few = column(few, torch.bool), any(few), all(few)
+        # the same over the whole vocabulary, which only an engine does faster than torch
+        self.all_drawable = all(a or (row.top_k == 0 and row.temperature > 0) for a, row in zip(few, rows, strict=True))
         self.beyond_few = self.top_k[:, None] <= host.counting(FEW + 1, device)  # [B, FEW + 1]: places that top-k leaves out
         asked = column([0 if row is None else row.top_k or NO_LIMIT for row in settings], torch.long)
         self.engine_warps = Warps(self.temperature, asked, self.tail, self.min_p, PLACE)
@@ -101,7 +104,8 @@ def warp(logits: Tensor, rows: Warping) -> Tensor:
 
 @dataclass(frozen=True, slots=True)
 class Warpable:
-    """Logits [B, V] of which warpers leave a few tokens to every row: a draw needs no distribution over the vocabulary.
+    """Logits [B, V] from which tokens can be drawn without a distribution over the vocabulary: warpers leave a few tokens to
+    every row, or there is an engine that draws from all.
 
     engine_draw: an engine's own way to draw from them; None where it has none.
     """
@@ -116,10 +120,11 @@ class Warpable:
             tokens = self.engine_draw(self.logits, self.rows.engine_warps, noise.counters(position, stream))
             if tokens is not None:
                 return tokens
-        tokens, few, tied = _warped_few(self.logits, self.rows)
-        if bool(tied.any()):
-            return noise.draw(warp(self.logits, self.rows), position, stream)
-        return noise.draw_among(tokens, few, position, stream)
+        if self.rows.all_few:
+            tokens, few, tied = _warped_few(self.logits, self.rows)
+            if not bool(tied.any()):
+                return noise.draw_among(tokens, few, position, stream)
+        return noise.draw(warp(self.logits, self.rows), position, stream)
 
 
 def _worth(logits: Tensor) -> bool:
@@ -137,11 +142,10 @@ def _warped(logits: Tensor, rows: Warping) -> Tensor:
         limited = (rows.top_k < scores.shape[-1]).view(shape)
         scores = scores.masked_fill((scores < ordered.gather(-1, place)) & limited, float("-inf"))
     if rows.any_top_p:
-        ordered, order = scores.sort(dim=-1)
-        tail = ordered.softmax(-1).cumsum(-1) <= rows.tail.view(shape)
-        tail[..., -1] = False
-        tail &= (rows.tail > 0).view(shape)
-        scores = scores.masked_fill(torch.zeros_like(tail).scatter(-1, order, tail), float("-inf"))
+        tail = rows.tail.view(shape)
+        by_nucleus = host.readable(scores) and scores.shape[-1] > 2 * NUCLEUS
+        left_out = _tail_by_nucleus(scores, tail) if by_nucleus else _tail_by_order(scores, tail)
+        scores = scores.masked_fill(left_out & (tail > 0), float("-inf"))
     p = scores.softmax(-1)
     if rows.any_min_p:
         p = _without_improbable(scores, p, rows.min_p.view(shape))
@@ -149,6 +153,28 @@ def _warped(logits: Tensor, rows: Warping) -> Tensor:
         best = torch.zeros_like(p).scatter(-1, logits.argmax(-1, keepdim=True), 1.0)
         p = torch.where(rows.greedy.view(shape), best, p)
     return p
+
+
+def _tail_by_order(scores: Tensor, tail: Tensor) -> Tensor:
+    """Which tokens [..., V] top-p leaves out: the least probable ones, as long as they sum up to `tail` at most."""
+    ordered, order = scores.sort(dim=-1)
+    rising = ordered.softmax(-1).cumsum(-1) <= tail
+    rising[..., -1] = False
+    return torch.zeros_like(rising).scatter(-1, order, rising)
+
+
+def _tail_by_nucleus(scores: Tensor, tail: Tensor) -> Tensor:
+    """The same from the NUCLEUS likeliest tokens and the sum of the rest. Where a row keeps more tokens than these, or where
+    equal scores leave it open which of them are kept, all are put in order."""
+    p = scores.softmax(-1)
+    best = p.topk(NUCLEUS, dim=-1)
+    rest = p.sum(-1, keepdim=True, dtype=torch.double) - best.values.sum(-1, keepdim=True, dtype=torch.double)  # [..., 1]
+    rising = (best.values.double().flip(-1).cumsum(-1) + rest).flip(-1).float() <= tail  # [..., NUCLEUS], the likeliest first
+    rising[..., 0] = False
+    border = rising[..., 1:] & ~rising[..., :-1] & (best.values[..., 1:] == best.values[..., :-1])
+    unknown = ((rest.float() > tail) | border.any(-1, keepdim=True)) & (tail > 0)  # [..., 1]
+    left_out = torch.ones_like(scores, dtype=torch.bool).scatter_(-1, best.indices, rising)
+    return torch.where(unknown, _tail_by_order(scores, tail), left_out) if bool(unknown.any()) else left_out
 
 
 def _warped_few(logits: Tensor, rows: Warping) -> tuple[Tensor, Tensor, Tensor]:
@@ -311,8 +337,9 @@ class Sampler:
         return self.warped(self.process(logits, path, wanted), path, wanted)
 
     def chances(self, scores: Tensor, path: Tensor, wanted: Sequence[bool] | None = None) -> Tensor | Chances:
-        """`warped` for a draw: of rows that keep a few tokens, on the CPU, no distribution is worked out before it."""
-        if self._own_warpers or self.noise_type is not Noise or not self.warping.all_few or not _worth(scores):
+        """`warped` for a draw: on the CPU no distribution is worked out before it where `Warpable` can do without."""
+        drawable = self.warping.all_few if self.engine_draw is None else self.warping.all_drawable
+        if self._own_warpers or self.noise_type is not Noise or not drawable or not _worth(scores):
             return self.warped(scores, path, wanted)
         return Warpable(scores, self.warping, self.engine_draw)
 

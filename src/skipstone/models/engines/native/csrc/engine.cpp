@@ -689,15 +689,16 @@ SK_EXPORT int64_t sk_test(const Model* m, const Shortlist* shortlist, const floa
 }
 
 // Draws a token for each of `rows` rows of n logits, `stride` apart, as `drawn` does. temperature (positive), top_k, tail, min_p and
-// counters have one entry a row. top_k: 0 for a row that takes no part, which gets token 0. tokens: -1 for a row that is left to the
+// counters have one entry a row. top_k: 0 for a row that takes no part, which gets token 0, n or more for all tokens. tokens: -1 for a row that is left to the
 // caller. Returns how many are.
 SK_EXPORT int64_t sk_draw(const float* logits, int64_t rows, int64_t n, int64_t stride, const float* temperature, const int64_t* top_k,
                           const float* tail, const float* min_p, const uint64_t* counters, uint64_t place, int64_t* tokens) {
   int64_t left = 0;
   for (int64_t r = 0; r < rows; r++) {
-    const bool few = top_k[r] > 0 && top_k[r] <= MOST_KEPT && top_k[r] < n;
+    const float* row = logits + r * stride;
     tokens[r] = top_k[r] == 0 ? 0 : -1;
-    if (few) tokens[r] = drawn(logits + r * stride, n, temperature[r], top_k[r], tail[r], min_p[r], counters[r], place);
+    if (top_k[r] >= n) tokens[r] = drawn_of_all(row, n, temperature[r], tail[r], min_p[r], counters[r], place);
+    else if (top_k[r] > 0 && top_k[r] <= MOST_KEPT) tokens[r] = drawn(row, n, temperature[r], top_k[r], tail[r], min_p[r], counters[r], place);
     left += tokens[r] < 0;
   }
   return left;

@@ -1,12 +1,16 @@
 // One token a row, drawn from what temperature, top-k, top-p and min-p leave of its logits.
 //
-// decoding/sampling.py says what the warpers do, decoding/noise.py what the noise is; this is the same for a small top-k in one
-// walk over the logits. Libraries round exp and log differently: a draw may differ where the race of two tokens is as close.
+// decoding/sampling.py says what the warpers do, decoding/noise.py what the noise is; this is the same for a small top-k (`drawn`)
+// and for none (`drawn_of_all`). Libraries round exp and log differently: a draw may differ where the race of two tokens is as close.
 #pragma once
 #include <algorithm>
 #include <cmath>
 #include <cstdint>
+#include <cstring>
 #include <limits>
+#include <vector>
+
+#include "simd.h"
 
 namespace sk {
 constexpr int64_t MOST_KEPT = 100;  // largest top-k
@@ -91,6 +95,83 @@ inline int64_t drawn(const float* logits, int64_t n, float temperature, int64_t 
     if (p[i] == 0) continue;
     const double at = std::log(unit(mixed(counter + uint64_t(best[i].token) * place))) / double(p[i]);
     if (winner < 0 || at > nearest) winner = best[i].token, nearest = at;
+  }
+  return winner;
+}
+
+// weights[v] = e^(logit v / temperature - the highest of these), with zeros up to a whole number of lanes. Returns the place of the
+// highest logit; -1 where one is no number, or the highest is not finite.
+inline int64_t weighed(const float* logits, int64_t n, float temperature, std::vector<float>& weights) {
+  int no_numbers = 0;
+  for (int64_t i = 0; i < n; i++) no_numbers |= logits[i] != logits[i];
+  if (no_numbers) return -1;
+  V16 each = set1(-std::numeric_limits<float>::infinity());
+  for (int64_t i = 0; i + LANES <= n; i += LANES) each = max(each, load(logits + i));
+  float lanes[LANES];
+  store(lanes, each);
+  float highest = *std::max_element(lanes, lanes + LANES);
+  for (int64_t i = n / LANES * LANES; i < n; i++) highest = std::max(highest, logits[i]);
+  if (!std::isfinite(highest / temperature)) return -1;
+  const int64_t best = std::find(logits, logits + n, highest) - logits;
+  weights.resize((n + LANES - 1) / LANES * LANES);
+  const V16 by = set1(temperature), top = set1(highest / temperature);
+  for (int64_t i = 0; i < n; i += LANES) {
+    const int count = int(std::min<int64_t>(LANES, n - i));
+    store_first(&weights[i], exp(sub(div(load_first(logits + i, count), by), top)), count);
+  }
+  std::fill(weights.begin() + n, weights.end(), 0.0f);
+  return best;
+}
+
+// The least weight that top-p keeps; -1 where equal weights leave open which of them that is. tail: as in `drawn`.
+//
+// Weights lie between 0 and 1. Their sums are taken by exponent and leading digits first, so that only those around the limit are
+// put into order.
+inline float least_kept(const std::vector<float>& weights, float tail) {
+  constexpr int SHIFT = 18, BUCKETS = (0x3f800000 >> SHIFT) + 1;  // 0x3f800000: the bits of 1
+  const auto bucket = [](float weight) { uint32_t bits; std::memcpy(&bits, &weight, sizeof bits); return std::min(int(bits >> SHIFT), BUCKETS - 1); };
+  double sums[BUCKETS] = {}, all = 0, below = 0;
+  for (float weight : weights) sums[bucket(weight)] += weight;
+  for (double sum : sums) all += sum;
+  int at = 0;
+  while (at + 1 < BUCKETS && below + sums[at] <= double(tail) * all) below += sums[at++];
+  std::vector<float> around;
+  for (float weight : weights) if (weight > 0 && bucket(weight) == at) around.push_back(weight);
+  std::sort(around.begin(), around.end());
+  size_t i = 0;
+  while (i + 1 < around.size() && below + around[i] <= double(tail) * all) below += around[i++];
+  if (i > 0 && around[i - 1] == around[i]) return -1;
+  return around.empty() ? 1.0f : around[i];
+}
+
+// `drawn` without a top-k: every token may have a chance.
+//
+// u < 1 has log u <= u - 1, so a token whose u is no larger than 1 + weight * (the best so far) cannot win: hardly any logarithm is
+// taken, and the likeliest token runs first.
+inline int64_t drawn_of_all(const float* logits, int64_t n, float temperature, float tail, float min_p, uint64_t counter, uint64_t place) {
+  thread_local std::vector<float> weights;
+  int64_t winner = weighed(logits, n, temperature, weights);
+  if (winner < 0) return -1;
+  float least = std::max(min_p, std::numeric_limits<float>::min());
+  if (tail > 0) {
+    const float kept = least_kept(weights, tail);
+    if (kept < 0) return -1;
+    least = std::max(least, kept);
+  }
+  double nearest = std::log(unit(mixed(counter + uint64_t(winner) * place)));
+  for (int64_t i = 0; i < n; i += LANES) {
+    double u[LANES], needed[LANES];
+    for (int j = 0; j < LANES; j++) {
+      u[j] = unit(mixed(counter + uint64_t(i + j) * place));
+      needed[j] = weights[i + j] >= least ? 1 + nearest * double(weights[i + j]) : 1.0;
+    }
+    int any = 0;
+    for (int j = 0; j < LANES; j++) any |= u[j] > needed[j];
+    for (int j = 0; any && j < LANES; j++) {
+      if (weights[i + j] < least) continue;
+      const double at = std::log(u[j]) / double(weights[i + j]);
+      if (at > nearest) winner = i + j, nearest = at;
+    }
   }
   return winner;
 }
