@@ -63,9 +63,9 @@ class ChainEnd:
 class Warps:
     """What is asked of the warpers of every row, and the noise's step from a token to the next one.
 
-    temperature: [B] float32, positive. top_k: [B] int64, 0 for a row that takes no part and gets any token. tail: [B] float32,
-    the share of the least probable tokens that top-p leaves out, 0 for none. min_p: [B] float32, 0 for none. place: the step,
-    in 64 bits.
+    temperature: [B] float32, positive. top_k: [B] int64, V or more for all tokens, 0 for a row that takes no part and gets any
+    token. tail: [B] float32, the share of the least probable tokens that top-p leaves out, 0 for none. min_p: [B] float32, 0
+    for none. place: the step, in 64 bits.
     """
 
     temperature: Tensor
