@@ -1,13 +1,14 @@
 """The figures of skipstone-nano: quality of every exit, exact match and speed on commands, code that parses.
 
     python recipes/measure/nano_results.py exits MODEL...                      # the shape of the paper's Table 1
+    python recipes/measure/nano_results.py curves RUN... --source NAME         # Figure 11
     python recipes/measure/nano_results.py commands MODEL... [--control MODEL]  # Tables 6 and 11
     python recipes/measure/nano_results.py parse MODEL                         # continuations that parse, and that loop
     python recipes/measure/nano_results.py prompts MODEL FOLDER                # prompts for recipes/measure/nano.yaml
 
 Each prints a table in Markdown and, as its last line, one JSON document. MODEL: a folder; a folder `model` is called by the one
-that it lies in. All but `commands` read the held-out data, take the --data-dir of the training, and stop where the model's own
-account says that these are others than what its training held out.
+that it lies in. All but `commands` and `curves` read the held-out data, take the --data-dir of the training, and stop where the
+model's own account says that these are others than what its training held out.
 """
 
 from __future__ import annotations
@@ -67,8 +68,11 @@ def named(models: Sequence[str]) -> dict[str, str]:
     return found
 
 
-def exits(models: Sequence[str], recipe: Path, data_dir: Path | None, rows: int) -> dict[str, Any]:
-    """Perplexity, bits per byte and agreement of every exit of every model on held-out text."""
+def exits(
+    models: Sequence[str], recipe: Path, data_dir: Path | None, rows: int, layers: Sequence[int] = EXITS
+) -> dict[str, Any]:
+    """Perplexity, bits per byte and agreement of every exit of every model on held-out text. layers: exits that are printed, as
+    perplexity (agreement with the last layer)."""
     made, documents = held_out(recipe, data_dir)
     folders = named(models)
     for folder in folders.values():
@@ -90,14 +94,42 @@ def exits(models: Sequence[str], recipe: Path, data_dir: Path | None, rows: int)
                 "perplexity": quality.perplexity,
                 "agreement": quality.agreement,
             }
-    print("| held-out | model | exit | perplexity | agreement with the last layer |\n| --- | --- | --- | --- | --- |")
+    depth = max(max(values["perplexity"]) for by_model in found.values() for values in by_model.values())
+    shown = sorted({*(layer for layer in layers if layer < depth), depth})
+    table(["held-out", "model", *(f"E = {layer}" for layer in shown)])
     for source, by_model in found.items():
         for name, values in by_model.items():
-            depth = max(values["perplexity"])
-            for layer in sorted({*(e for e in EXITS if e < depth), depth}):
-                perplexity, agreement = values["perplexity"][layer], values["agreement"][layer]
-                print(f"| {source} | {name} | {layer} | {perplexity:.2f} | {agreement:.2f} |")
+            pairs = [(values["perplexity"].get(layer), values["agreement"].get(layer)) for layer in shown]
+            row(source, name, *("-" if ppl is None else f"{ppl:.2f} ({same:.2f})" for ppl, same in pairs))
     return found
+
+
+def curves(runs: Sequence[Path], source: str, layers: Sequence[int]) -> dict[str, Any]:
+    """Perplexity of exits on held-out text while training went on, from the accounts of runs (metrics.jsonl)."""
+    found: dict[str, Any] = {}
+    steps: set[int] = set()
+    for run in runs:
+        lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+        last = {line["step"]: line for line in lines if f"eval_{source}_loss" in line}  # a run that went on says a step twice
+        steps |= last.keys()
+        for layer in layers:
+            key = f"eval_{source}_perplexity_exit_{layer}"
+            found[f"{run.name}, E = {layer}"] = {step: line[key] for step, line in last.items() if key in line}
+    table(["run and exit", *(f"step {step}" for step in sorted(steps))])
+    for name, values in found.items():
+        row(name, *(f"{values[step]:.2f}" if step in values else "-" for step in sorted(steps)))
+    return found
+
+
+def table(columns: Sequence[str]) -> None:
+    """The head of a table in Markdown."""
+    row(*columns)
+    row(*("---" for _ in columns))
+
+
+def row(*cells: str) -> None:
+    """A line of it."""
+    print(f"| {' | '.join(cells)} |")
 
 
 def check_unseen(model: Path, documents: dict[str, list[Document]]) -> None:
@@ -172,13 +204,12 @@ def requests(
         for line in [*lines[turn:], *lines[:turn]]:
             _continue(line, tokenizer, ids, example.answer)
     rows = {line.name: _figures(line) for line in lines}
-    print("| generation | EM | token acceptance | time per token (ms) | speed-up | texts as autoregressive |")
-    print("| --- | --- | --- | --- | --- | --- |")
-    for name, row in rows.items():
-        acceptance = "-" if row["acceptance"] is None else f"{100 * row['acceptance']:.1f} %"
-        print(
-            f"| {name} | {100 * row['exact_match']:.1f} | {acceptance} | {row['ms_per_token']:.2f} | {row['speed_up']:.2f} x "
-            f"| {row['same_text']}/{count} |"
+    table(["generation", "EM", "token acceptance", "time per token (ms)", "speed-up", "texts as autoregressive"])
+    for name, one in rows.items():
+        acceptance = "-" if one["acceptance"] is None else f"{100 * one['acceptance']:.1f} %"
+        pace = f"{one['ms_per_token']:.2f}"
+        row(
+            name, f"{100 * one['exact_match']:.1f}", acceptance, pace, f"{one['speed_up']:.2f} x", f"{one['same_text']}/{count}"
         )
     return {"requests": count, **drafts, "rows": rows}
 
@@ -274,6 +305,11 @@ def main() -> None:
     one.add_argument("models", nargs="+")
     about_data(one)
     one.add_argument("--rows", type=int, default=64, help="rows of held-out text a source")
+    one.add_argument("--exit-layers", default=",".join(map(str, EXITS)), help="exits that are printed")
+    five = verb("curves")
+    five.add_argument("runs", nargs="+", type=Path)
+    five.add_argument("--source", required=True, help="a name of the recipe's data.sources")
+    five.add_argument("--exit-layers", required=True)
     two = verb("commands")
     two.add_argument("models", nargs="+")
     two.add_argument("--control", help="a model of which plain decoding alone is a row")
@@ -293,10 +329,12 @@ def main() -> None:
     about_data(four)
     four.add_argument("--count", type=int, default=100)
     given = parser.parse_args()
+    layers = [int(layer) for layer in given.exit_layers.split(",")] if "exit_layers" in given else []
     if given.verb == "exits":
-        document = exits(given.models, given.recipe, given.data_dir, given.rows)
+        document = exits(given.models, given.recipe, given.data_dir, given.rows, layers)
+    elif given.verb == "curves":
+        document = curves(given.runs, given.source, layers)
     elif given.verb == "commands":
-        layers = [int(layer) for layer in given.exit_layers.split(",")]
         document = requests(
             given.models,
             given.count,

@@ -135,7 +135,27 @@ def test_quality_of_exits_is_that_of_their_own_logits(
         assert values["agreement"][3] == 1
     lines = [line for line in capsys.readouterr().out.splitlines() if line.startswith("| code")]
     perplexity = f"{found['code']['model']['perplexity'][3]:.2f}"
-    assert lines == [f"| code | {name} | 3 | {perplexity} | 1.00 |" for name in ("model", "twin")]
+    assert lines == [f"| code | {name} | {perplexity} (1.00) |" for name in ("model", "twin")]
+
+
+def test_curves_are_what_a_training_said_of_its_exits(results: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """A run that went on from a checkpoint says a step twice, and the later line counts; other sources and losses do not."""
+    lines = [
+        {"step": 10, "loss": 3.0},
+        {"step": 20, "eval_code_loss": 2.0, "eval_code_perplexity_exit_2": 9.5, "eval_code_perplexity_exit_3": 8.0},
+        {"step": 20, "eval_sums_loss": 1.0, "eval_sums_perplexity_exit_2": 4.0},
+        {"step": 20, "eval_code_loss": 2.0, "eval_code_perplexity_exit_2": 9.25, "eval_code_perplexity_exit_3": 8.0},
+        {"step": 40, "eval_code_loss": 1.0, "eval_code_perplexity_exit_2": 7.0},
+    ]
+    (tmp_path / "a").mkdir()
+    (tmp_path / "a" / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    results.curves([tmp_path / "a"], "code", [2, 3])
+    assert capsys.readouterr().out.splitlines() == [
+        "| run and exit | step 20 | step 40 |",
+        "| --- | --- | --- |",
+        "| a, E = 2 | 9.25 | 7.00 |",
+        "| a, E = 3 | 8.00 | - |",
+    ]
 
 
 @pytest.mark.parametrize("verb", ["exits", "parse", "prompts"])
