@@ -442,7 +442,8 @@ def test_prompts_on_which_plain_decoding_loops_make_room_for_others(
     assert not {*looping} & calm
     (group,) = groups(lines)
     assert len(group.headline()) == len(calmly)
-    assert group.title.endswith(f"greedy, without {len(looping)} prompts on which plain decoding loops")
+    notes = report.report([out], "md")
+    assert f"prompts left out, as plain greedy decoding loops on them: {len(looping)}." in notes
     assert not any("asked for" in text for text in said)
 
     rest = [line for line in lines if line["kind"] not in ("prompt", "looping")]

@@ -8,6 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 from transformers import LogitsProcessorList, MinPLogitsWarper, TemperatureLogitsWarper, TopKLogitsWarper, TopPLogitsWarper
+from transformers.generation.logits_process import TypicalLogitsWarper
 
 from skipstone import Sampling
 from skipstone.decoding.noise import TARGET, Noise
@@ -36,8 +37,8 @@ SETTINGS = [
 ]
 
 
-def drawn(logits: Tensor, rows: list[Sampling | None], noise: Noise, position: Tensor) -> Tensor | None:
-    """What the engine draws; None where it leaves a row."""
+def drawn(logits: Tensor, rows: list[Sampling | None], noise: Noise, position: Tensor) -> Tensor:
+    """What the engine draws; -1 for a row that it leaves."""
     draw = native(families.build("llama")).engine_draw
     assert draw is not None
     return draw(logits, Warping(rows, CPU).engine_warps, noise.counters(position, TARGET))
@@ -64,13 +65,11 @@ def test_draws_are_those_of_transformers_warpers(vocabulary: int) -> None:
         noise = Noise(torch.arange(len(SETTINGS)) * 7919 + trial)
         position = torch.arange(len(SETTINGS)) + trial
         found = drawn(logits, list(SETTINGS), noise, position)
-        assert found is not None
         for row, one in enumerate(SETTINGS):
             alone, at = Noise(noise.seed[row : row + 1]), position[row : row + 1]
             assert int(found[row]) == expected(logits[row : row + 1], one, alone, at)
             assert torch.equal(alone.counters(at, TARGET), noise.counters(position, TARGET)[row : row + 1])
             itself = drawn(logits[row : row + 1], [one], alone, at)
-            assert itself is not None
             assert int(itself) == int(found[row])
         several += (found != logits.argmax(-1)).tolist()
     assert sum(several) > 25, "hardly anything was drawn at random"
@@ -81,8 +80,6 @@ def test_rows_that_are_apart_in_memory() -> None:
     noise, position = Noise(torch.arange(3)), torch.tensor([4, 5, 6])
     rows: list[Sampling | None] = [SETTINGS[0]] * 3
     apart, together = drawn(logits[:, 2], rows, noise, position), drawn(logits[:, 2].contiguous(), rows, noise, position)
-    assert apart is not None
-    assert together is not None
     assert torch.equal(apart, together)
 
 
@@ -91,7 +88,8 @@ def test_rows_that_are_apart_in_memory() -> None:
 def test_what_the_engine_leaves_to_its_caller(wrong: str, row: Sampling) -> None:
     logits = torch.linspace(0, 9, 300)[None].repeat(2, 1)
     noise, position, rows = Noise(torch.tensor([1, 2])), torch.tensor([3, 4]), [row, row]
-    assert drawn(logits, list(rows), noise, position) is not None
+    before = drawn(logits, list(rows), noise, position).tolist()
+    assert min(before) >= 0
     if wrong == "a kept tie":
         rising = logits[1].softmax(-1).cumsum(-1)
         least = 290 if row.top_k else int((rising <= 0.5).sum())
@@ -102,14 +100,14 @@ def test_what_the_engine_leaves_to_its_caller(wrong: str, row: Sampling) -> None
         logits[1] = float("-inf")
     else:
         logits[1, 7] = float("inf")
-    assert drawn(logits, list(rows), noise, position) is None
-    assert drawn(logits, [rows[0], None], noise, position) is not None, "a free row may hold anything"
+    assert drawn(logits, list(rows), noise, position).tolist() == [before[0], -1]
+    assert drawn(logits, [rows[0], None], noise, position).tolist() == [before[0], 0], "a free row may hold anything"
 
 
 def test_a_top_k_that_is_large_is_left_to_the_caller() -> None:
     logits, noise, position = torch.randn(1, 300), Noise(torch.tensor([1])), torch.tensor([3])
     for top_k, left in ((0, False), (101, True), (299, True), (300, False), (1000, False)):
-        assert (drawn(logits, [Sampling(1.0, top_k)], noise, position) is None) == left
+        assert (int(drawn(logits, [Sampling(1.0, top_k)], noise, position)) < 0) == left
 
 
 def test_the_law_of_draws_from_all_tokens() -> None:
@@ -119,7 +117,6 @@ def test_the_law_of_draws_from_all_tokens() -> None:
         p = (logits[0, :kept] / row.temperature).softmax(-1)
         count = 60000
         found = drawn(logits.expand(count, -1), [row] * count, Noise(torch.arange(count)), torch.arange(count) % 7)
-        assert found is not None
         frequencies = torch.bincount(found, minlength=kept).float() / count
         assert len(frequencies) == kept, "only what is kept is drawn"
         assert ((frequencies - p).abs() < 5 * (p * (1 - p) / count).sqrt()).all()
@@ -132,9 +129,9 @@ def test_a_sampler_asks_the_engine_and_falls_back(wish: dict[str, Any]) -> None:
     draw = native(families.build("llama")).engine_draw
     assert draw is not None
 
-    def watched(*arguments: Tensor) -> Tensor | None:
+    def watched(*arguments: Tensor) -> Tensor:
         tokens = draw(*arguments)  # type: ignore[arg-type]
-        asked.append(tokens is not None)
+        asked.append(int(tokens.min()) >= 0)
         return tokens
 
     sampler = Sampler(2, CPU, engine_draw=watched)  # type: ignore[arg-type]
@@ -149,6 +146,27 @@ def test_a_sampler_asks_the_engine_and_falls_back(wish: dict[str, Any]) -> None:
         assert isinstance(chances, Warpable)
         found = sampler.noise.draw(chances, position, TARGET)
         assert torch.equal(found, sampler.noise.draw(sampler.distribution(logits, path), position, TARGET))
-        without = Warpable(logits, sampler.warping, None)
+        without = Warpable(logits, sampler.warping, None, lambda logits=logits: sampler.distribution(logits, path))
         assert torch.equal(found, sampler.noise.draw(without, position, TARGET))
     assert asked == [True, False] * 20
+
+
+def test_a_row_draws_the_same_whatever_is_beside_it() -> None:
+    """Beside a greedy row, a large top-k and a row with a warper of its own, which the engine leaves to torch."""
+    own = Sampling(1.0, seed=3)
+    others = [Sampling(0.0), Sampling(1.0, 150), Sampling(1.0, warpers=[TypicalLogitsWarper(0.9)]), Sampling(0.8, 5), None]
+    draw, path = native(families.build("llama")).engine_draw, torch.empty(2, 0, dtype=torch.long)
+    dice = torch.Generator().manual_seed(4)
+
+    def token(beside: Sampling | None, logits: Tensor, position: int) -> list[int]:
+        sampler = Sampler(2, CPU, engine_draw=draw)
+        for row, one in enumerate((own, beside)):
+            if one is not None:
+                sampler.admit(row, one, torch.tensor([1]))
+        return sampler.noise.draw(sampler.chances(logits, path), torch.tensor([position, position]), TARGET).tolist()
+
+    for position in range(30):
+        logits = torch.randn(2, 400, generator=dice)
+        found = [token(beside, logits, position) for beside in others]
+        assert {one[0] for one in found} == {found[0][0]}
+        assert found[0][1] == int(logits[1].argmax())

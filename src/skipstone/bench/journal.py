@@ -76,6 +76,11 @@ def _fault(line: Any, models: Mapping[str, Line]) -> str | None:
     return None
 
 
+def _given(plan: Line) -> Line:
+    """A plan without the options of tasks that are left open: a newer skipstone has more of them."""
+    return {**plan, "tasks": [{name: x for name, x in task.items() if x is not None} for task in plan.get("tasks", ())]}
+
+
 class Journal(LineFile):
     """A run's file, open to be written on. lines: those of the run so far. `with` closes it."""
 
@@ -103,8 +108,8 @@ class Journal(LineFile):
     def _same(self, plan: Line, provenance: Line) -> None:
         """ValueError where the file's run differs in what is measured, or in what it is measured on."""
         first = self.lines[0]
-        there = {**first["plan"], **{key: first["provenance"].get(key) for key in MACHINE}}
-        here = {**plan, **{key: provenance.get(key) for key in MACHINE}}
+        there = {**_given(first["plan"]), **{key: first["provenance"].get(key) for key in MACHINE}}
+        here = {**_given(plan), **{key: provenance.get(key) for key in MACHINE}}
         if different := sorted(key for key in there | here if there.get(key) != here.get(key)):
             key = different[0]
             raise ValueError(

@@ -25,19 +25,19 @@ from skipstone.timing.statistics import LOOPING, repeated_share
 
 USUAL_PROMPTS = 20  # how many are reported where neither a plan nor a protocol says
 CHUNK = 256  # positions whose logits exist at once
-NO_QUESTION = ("num_prompts", "skip_looping", "ours")  # settings of a task that say which prompts are asked, not how
+NOT_HOW = ("num_prompts", "skip_looping", "ours")  # settings of a task that do not change how a prompt is asked
 
 Both = tuple[list[Conversation], list[Conversation]]  # prompts to choose settings on, and prompts to report; none is in both
 
 
 def conversations(task: Task, settings: TaskSettings, plan: Plan, data: Path | None) -> Both:
     """Prompts drawn by the seed; every category of a task gives as many as any, while it has them. With `skip_looping` the
-    prompts to report are all that there are, in the order in which they are to be tried. ValueError where there are too few."""
+    prompts to report are all but those to choose settings on, in the order in which they are to be tried; what takes the place
+    of a prompt may be of another category. ValueError where there are too few."""
     records, shown = task.records(data), task.examples(settings.shots, data)
     places = drawn([*map(task.category, records)], plan.seed)
     spare = plan.tune_prompts if chooses(plan) else 0
-    usual = len(records) - spare if settings.protocol else min(USUAL_PROMPTS, len(records) - spare)
-    wanted = usual if settings.num_prompts is None else settings.num_prompts
+    wanted = reported(settings, len(records) - spare)
     tuned = min(spare, max(0, len(records) - wanted))
     if wanted > len(records):
         raise ValueError(f"task {task.name} has {len(records)} prompts, {wanted} are asked for")
@@ -52,10 +52,15 @@ def conversations(task: Task, settings: TaskSettings, plan: Plan, data: Path | N
         turns = tuple(map(tabbed, turns) if settings.tabs else turns)
         return Conversation(f"{task.name} {place}", turns, record=records[place])
 
-    reported = sorted(places[:wanted])
-    if settings.skip_looping:
-        reported = places[:wanted] + places[wanted + tuned :]
-    return [made(place) for place in places[wanted : wanted + tuned]], [made(place) for place in reported]
+    tried = places[:wanted] + places[wanted + tuned :] if settings.skip_looping else sorted(places[:wanted])
+    return [made(place) for place in places[wanted : wanted + tuned]], [made(place) for place in tried]
+
+
+def reported(settings: TaskSettings, prompts: int) -> int:
+    """How many prompts are to be reported where so many are left."""
+    if settings.num_prompts is not None:
+        return settings.num_prompts
+    return prompts if settings.protocol else min(USUAL_PROMPTS, prompts)
 
 
 def drawn(categories: Sequence[str | None], seed: int) -> list[int]:
@@ -86,7 +91,7 @@ class TaskRun:
 
     def key(self) -> dict[str, Any]:
         """What its lines begin with. question: a hash of how it is asked."""
-        asked = {name: value for name, value in asdict(self.settings).items() if name not in NO_QUESTION}
+        asked = {name: value for name, value in asdict(self.settings).items() if name not in NOT_HOW}
         return {
             "model": self.model,
             "number": self.number,
@@ -97,10 +102,7 @@ class TaskRun:
 
     def wanted(self, prompts: int) -> int:
         """How many of some prompts are to be asked: all, but for `skip_looping`, which draws more than are asked for."""
-        if not self.settings.skip_looping:
-            return prompts
-        usual = prompts if self.settings.protocol else USUAL_PROMPTS
-        return min(prompts, usual if self.settings.num_prompts is None else self.settings.num_prompts)
+        return min(prompts, reported(self.settings, prompts)) if self.settings.skip_looping else prompts
 
     def lines(self, journal: Journal, kind: str) -> list[Line]:
         """Its lines of a kind."""
@@ -207,7 +209,8 @@ def ask(model: PreTrainedModel, engines: Mapping[str, Engine], one: Conversation
 
 
 def looping(model: PreTrainedModel, plain: Engine, one: Conversation, index: int, run: TaskRun) -> Line | None:
-    """Its line, where at least LOOPING of what plain greedy decoding says to its first turn is a repetition; else None."""
+    """The line of a prompt that is left out, because at least LOOPING of what plain greedy decoding says to its first turn is a
+    repetition; None for one that is to be asked."""
     ids = run.reader.ids(one)
     options = options_for(run.settings.max_new_tokens, 0.0, 1.0)
     share = repeated_share(ids.tolist(), measure(model, plain, ids, options, run.plan.seed).tokens)

@@ -85,9 +85,10 @@ def run(plan: Plan, path: Path, argv: list[str], say: Say = print, fresh: bool =
                     raise ValueError(f"{task.name}: {settings.max_new_tokens} new tokens a turn leave no room for a prompt")
                 reader = Reader(subject.tokenizer, settings.chat, limit)
                 task_run = TaskRun(subject.name, number, task, settings, reader, plan)
-                if plan.perplexity:
-                    measure_exits(journal, subject.model, task_run, both[1], say)
                 measure_task(journal, subject.model, task_run, entrants, both, say)
+                if plan.perplexity:
+                    asked_of = sorted({line["index"] for line in task_run.lines(journal, "prompt")})
+                    measure_exits(journal, subject.model, task_run, [both[1][index] for index in asked_of], say)
     return path
 
 
@@ -170,7 +171,7 @@ def measure_task(
     (spare, report), settings = both, task_run.settings
     asked, left_out = ({line["index"] for line in task_run.lines(journal, kind)} for kind in ("prompt", "looping"))
     wanted = task_run.wanted(len(report))
-    if len(asked) == wanted or len(asked | left_out) == len(report):
+    if len(asked) == wanted:
         return
     taking = [entrant for entrant in entrants if entrant.sampled or not settings.temperature]
     if absent := [entrant.label for entrant in entrants if entrant not in taking]:
@@ -179,7 +180,7 @@ def measure_task(
         return
     with neutral_defaults(model, not task_run.plan.ignore_eos):
         engines = {entrant.label: _chosen(journal, model, task_run, entrant, spare) for entrant in taking}
-        longest = max((task_run.reader.ids(one) for one in report), key=len)
+        longest = max((task_run.reader.ids(one) for one in report[:wanted]), key=len)
         warm_up(model, engines.values(), longest, task_run.options(settings.max_new_tokens))
         plain = Skipstone(resolve_for(model, {"method": BASELINE}))
         with progress(f"{task_run.model}, {task_run.task.name}", wanted - len(asked)) as step:

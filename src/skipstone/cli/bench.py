@@ -36,9 +36,7 @@ def run(
     data_dir: Annotated[Path | None, option("Folder of JSON lines, instead of the hub.")] = None,
     out: Annotated[Path, typer.Option(help="The file of results; a killed run goes on with it.")] = Path("results.jsonl"),
     num_prompts: Annotated[int | None, option("Of each task. Default: the protocol's, or 20.", min=1)] = None,
-    skip_looping: Annotated[
-        bool | None, option("Other prompts for those that plain decoding loops on.", "--skip-looping")
-    ] = None,
+    skip_looping: Annotated[bool | None, option("Leave out prompts on which plain decoding loops.", "--skip-looping")] = None,
     prompt_tokens: Annotated[int | None, option("Longer prompts lose their beginning.", min=1)] = None,
     max_new_tokens: Annotated[int | None, option("Default: the protocol's, or 128.", min=1)] = None,
     temperature: Annotated[float | None, option("0 is greedy.", min=0.0)] = None,

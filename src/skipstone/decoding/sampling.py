@@ -80,11 +80,18 @@ class Warping:
         self.taken = None if None not in settings else column([row is not None for row in settings], torch.bool)
         few = [row is None or (row.temperature > 0 and 0 < row.top_k <= FEW) for row in settings]
         self.few, self.any_few, self.all_few = column(few, torch.bool), any(few), all(few)
-        # the same over the whole vocabulary, which only an engine does faster than torch
-        self.all_drawable = all(a or (row.top_k == 0 and row.temperature > 0) for a, row in zip(few, rows, strict=True))
         self.beyond_few = self.top_k[:, None] <= host.counting(FEW + 1, device)  # [B, FEW + 1]: places that top-k leaves out
-        asked = column([0 if row is None else row.top_k or NO_LIMIT for row in settings], torch.long)
+        asked = column([_asked_of_engine(row) for row in settings], torch.long)
         self.engine_warps = Warps(self.temperature, asked, self.tail, self.min_p, PLACE)
+
+
+def _asked_of_engine(row: Sampling | None) -> int:
+    """`Warps.top_k` of a row."""
+    if row is None:
+        return 0
+    if row.warpers:
+        return -1
+    return (row.top_k or NO_LIMIT) if row.temperature else 1
 
 
 def warp(logits: Tensor, rows: Warping) -> Tensor:
@@ -104,27 +111,30 @@ def warp(logits: Tensor, rows: Warping) -> Tensor:
 
 @dataclass(frozen=True, slots=True)
 class Warpable:
-    """Logits [B, V] from which tokens can be drawn without a distribution over the vocabulary: warpers leave a few tokens to
-    every row, or there is an engine that draws from all.
+    """Logits [B, V] from which tokens are drawn without a distribution over the vocabulary where that can be done.
 
-    engine_draw: an engine's own way to draw from them; None where it has none.
+    distribution: gives p [B, V], for rows of which it cannot. engine_draw: an engine's own way to draw; None where it has none,
+    and then warpers leave a few tokens to every row.
     """
 
     logits: Tensor
     rows: Warping
     engine_draw: EngineDraw | None
+    distribution: Callable[[], Tensor]
 
     def drawn(self, noise: Noise, position: Tensor, stream: int) -> Tensor:
         """As in `Chances`."""
         if self.engine_draw is not None and self.logits.dtype == torch.float32:
             tokens = self.engine_draw(self.logits, self.rows.engine_warps, noise.counters(position, stream))
-            if tokens is not None:
+            left = tokens < 0
+            if not bool(left.any()):
                 return tokens
+            return torch.where(left, noise.draw(self.distribution(), position, stream), tokens)
         if self.rows.all_few:
             tokens, few, tied = _warped_few(self.logits, self.rows)
             if not bool(tied.any()):
                 return noise.draw_among(tokens, few, position, stream)
-        return noise.draw(warp(self.logits, self.rows), position, stream)
+        return noise.draw(self.distribution(), position, stream)
 
 
 def _worth(logits: Tensor) -> bool:
@@ -164,15 +174,15 @@ def _tail_by_order(scores: Tensor, tail: Tensor) -> Tensor:
 
 
 def _tail_by_nucleus(scores: Tensor, tail: Tensor) -> Tensor:
-    """The same from the NUCLEUS likeliest tokens and the sum of the rest. Where a row keeps more tokens than these, or where
-    equal scores leave it open which of them are kept, all are put in order."""
+    """`_tail_by_order`, found from the NUCLEUS likeliest tokens and the sum of the rest. Where a row may keep more tokens than
+    these, or where equal scores leave it open which of them are kept, all are put in order."""
     p = scores.softmax(-1)
     best = p.topk(NUCLEUS, dim=-1)
     rest = p.sum(-1, keepdim=True, dtype=torch.double) - best.values.sum(-1, keepdim=True, dtype=torch.double)  # [..., 1]
     rising = (best.values.double().flip(-1).cumsum(-1) + rest).flip(-1).float() <= tail  # [..., NUCLEUS], the likeliest first
     rising[..., 0] = False
     border = rising[..., 1:] & ~rising[..., :-1] & (best.values[..., 1:] == best.values[..., :-1])
-    unknown = ((rest.float() > tail) | border.any(-1, keepdim=True)) & (tail > 0)  # [..., 1]
+    unknown = (~rising[..., -1:] | border.any(-1, keepdim=True)) & (tail > 0)  # [..., 1]
     left_out = torch.ones_like(scores, dtype=torch.bool).scatter_(-1, best.indices, rising)
     return torch.where(unknown, _tail_by_order(scores, tail), left_out) if bool(unknown.any()) else left_out
 
@@ -338,10 +348,10 @@ class Sampler:
 
     def chances(self, scores: Tensor, path: Tensor, wanted: Sequence[bool] | None = None) -> Tensor | Chances:
         """`warped` for a draw: on the CPU no distribution is worked out before it where `Warpable` can do without."""
-        drawable = self.warping.all_few if self.engine_draw is None else self.warping.all_drawable
-        if self._own_warpers or self.noise_type is not Noise or not drawable or not _worth(scores):
+        own_draw = self.engine_draw is not None or (self.warping.all_few and not self._own_warpers)
+        if self.noise_type is not Noise or not own_draw or not _worth(scores):
             return self.warped(scores, path, wanted)
-        return Warpable(scores, self.warping, self.engine_draw)
+        return Warpable(scores, self.warping, self.engine_draw, lambda: self.warped(scores, path, wanted))
 
     def propose(
         self, logits: Tensor, position: Tensor, path: Tensor, wanted: Sequence[bool] | None = None

@@ -37,7 +37,6 @@ class Group:
     seed: int
     lines: list[Line] = field(default_factory=list)  # one a prompt
     tuned: dict[str, Line] = field(default_factory=dict)  # label -> what was chosen
-    left_out: int = 0  # prompts that were not asked because plain decoding repeats itself on them
     exits: Line | None = None  # how well every exit predicts the task's answers, where that was asked for
     _known: dict[Any, Any] = field(default_factory=dict, init=False, repr=False, compare=False)
 
@@ -45,8 +44,7 @@ class Group:
     def title(self) -> str:
         """What stands above its table."""
         sampled = "" if self.temperature else ", greedy"
-        looping = f", without {self.left_out} prompts on which plain decoding loops" if self.left_out else ""
-        looping += "" if self.headline() else ", all prompts: every one loops somewhere"
+        looping = "" if self.headline() else ", all prompts: every one loops somewhere"
         return f"{self.subject}, {self.name}{sampled}{looping}"
 
     @property
@@ -195,15 +193,13 @@ def groups(lines: Sequence[Line]) -> list[Group]:
     about = {line["model"]: line for line in lines if line["kind"] == "model"}
     seed = lines[0]["plan"]["seed"] if lines else 0
     found: dict[tuple[Any, ...], Group] = {}
-    for line in (line for line in lines if line["kind"] in ("tuned", "exits", "looping", "prompt")):
+    for line in (line for line in lines if line["kind"] in ("tuned", "exits", "prompt")):
         key = tuple(line[name] for name in CELL)
         group = found.setdefault(key, Group(**dict(zip(CELL, key, strict=True)), about=about[line["model"]], seed=seed))
         if line["kind"] == "prompt":
             group.lines.append(line)
         elif line["kind"] == "exits":
             group.exits = line
-        elif line["kind"] == "looping":
-            group.left_out += 1
         else:
             group.tuned[line["method"]] = line
     return [group for group in found.values() if group.lines]

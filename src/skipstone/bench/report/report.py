@@ -89,8 +89,11 @@ def _ceilings(lines: Sequence[Line]) -> list[str]:
 
 def _notes(lines: Sequence[Line]) -> list[str]:
     """What a table alone does not say: chosen settings, what is missing or was cut, where it was measured."""
-    cut = Counter(f"{line['model']}, {line['task']}" for line in lines if line["kind"] == "prompt" and line.get("cut"))
+    told = [(f"{line['model']}, {line['task']}", line) for line in lines if line["kind"] in ("prompt", "looping")]
+    cut = Counter(where for where, line in told if line.get("cut"))
+    looping = Counter(where for where, line in told if line["kind"] == "looping")
     notes = [f"{where}: {n} prompts lost their beginning, for the model or --prompt-tokens." for where, n in cut.items()]
+    notes += [f"{where}: prompts left out, as plain greedy decoding loops on them: {n}." for where, n in looping.items()]
     for line in lines:
         if line["kind"] == "model":
             if line["synthetic"] and "realised_agreement" in line["synthetic"]:

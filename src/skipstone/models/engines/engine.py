@@ -64,8 +64,8 @@ class Warps:
     """What is asked of the warpers of every row, and the noise's step from a token to the next one.
 
     temperature: [B] float32, positive. top_k: [B] int64, V or more for all tokens, 0 for a row that takes no part and gets any
-    token. tail: [B] float32, the share of the least probable tokens that top-p leaves out, 0 for none. min_p: [B] float32, 0
-    for none. place: the step, in 64 bits.
+    token, negative for one that is left to the caller. tail: [B] float32, the share of the least probable tokens that top-p
+    leaves out, 0 for none. min_p: [B] float32, 0 for none. place: the step, in 64 bits.
     """
 
     temperature: Tensor
@@ -75,7 +75,7 @@ class Warps:
     place: int
 
 
-EngineDraw = Callable[[Tensor, Warps, Tensor], Tensor | None]
+EngineDraw = Callable[[Tensor, Warps, Tensor], Tensor]
 """`Engine.draw`, of an engine that has it."""
 
 
@@ -149,9 +149,9 @@ class Engine(Protocol):
         temperature 1), [..., d] -> [...] int64 and float32. transform, shortlist: as in `ChainStart`."""
         ...
 
-    def draw(self, logits: Tensor, warps: Warps, counters: Tensor) -> Tensor | None:
+    def draw(self, logits: Tensor, warps: Warps, counters: Tensor) -> Tensor:
         """Draw a token of every row, which an engine with `draws` can. logits: [B, V] float32. counters: [B] int64, where the
-        noise of every row begins. Returns [B] int64; None where a row is the caller's to draw."""
+        noise of every row begins. Returns [B] int64, -1 for a row that is the caller's to draw."""
         ...
 
     def chain(self, start: ChainStart, store: KVStore) -> ChainEnd:

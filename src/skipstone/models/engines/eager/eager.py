@@ -113,7 +113,7 @@ class EagerEngine:
         """Never asked for: `chains` is False."""
         raise NotImplementedError
 
-    def draw(self, logits: Tensor, warps: Warps, counters: Tensor) -> Tensor | None:
+    def draw(self, logits: Tensor, warps: Warps, counters: Tensor) -> Tensor:
         """Never asked for: `draws` is False."""
         raise NotImplementedError
 

@@ -229,7 +229,7 @@ class NativeEngine:
         _check(self._library.sk_test(self._model, few, data, rows, address, found, probability.data_ptr(), self.threads))
         return best, probability
 
-    def draw(self, logits: Tensor, warps: Warps, counters: Tensor) -> Tensor | None:
+    def draw(self, logits: Tensor, warps: Warps, counters: Tensor) -> Tensor:
         """As in `Engine`."""
         rows, vocabulary = logits.shape
         for name, column, dtype in (
@@ -242,7 +242,7 @@ class NativeEngine:
             _expect(name, column, (rows,), dtype)
         _expect("logits", logits, (rows, vocabulary), torch.float32)
         logits, tokens = _rows(logits), torch.empty(rows, dtype=torch.int64)
-        left = self._library.sk_draw(
+        told = self._library.sk_draw(
             logits.data_ptr(),
             rows,
             vocabulary,
@@ -255,7 +255,8 @@ class NativeEngine:
             warps.place,
             tokens.data_ptr(),
         )
-        return None if left else tokens
+        _check(told)
+        return tokens
 
     def _fill_pass(self, at: PassOfTokens) -> list[Any]:
         """Point the pass struct at a pass. Returns what must live until it was used."""

@@ -688,20 +688,20 @@ SK_EXPORT int64_t sk_test(const Model* m, const Shortlist* shortlist, const floa
   return NO_MEMORY;
 }
 
-// Draws a token for each of `rows` rows of n logits, `stride` apart, as `drawn` does. temperature (positive), top_k, tail, min_p and
-// counters have one entry a row. top_k: 0 for a row that takes no part, which gets token 0, n or more for all tokens. tokens: -1 for a row that is left to the
-// caller. Returns how many are.
+// Draws a token for each of `rows` rows of n logits, `stride` apart, as `drawn` and `drawn_of_all` do. temperature (positive), top_k,
+// tail, min_p and counters have one entry a row. top_k: n or more for all tokens, 0 for a row that takes no part, which gets token 0,
+// negative for one that is left to the caller. tokens: -1 for a row that is left to the caller.
 SK_EXPORT int64_t sk_draw(const float* logits, int64_t rows, int64_t n, int64_t stride, const float* temperature, const int64_t* top_k,
-                          const float* tail, const float* min_p, const uint64_t* counters, uint64_t place, int64_t* tokens) {
-  int64_t left = 0;
+                          const float* tail, const float* min_p, const uint64_t* counters, uint64_t place, int64_t* tokens) try {
   for (int64_t r = 0; r < rows; r++) {
     const float* row = logits + r * stride;
     tokens[r] = top_k[r] == 0 ? 0 : -1;
     if (top_k[r] >= n) tokens[r] = drawn_of_all(row, n, temperature[r], tail[r], min_p[r], counters[r], place);
     else if (top_k[r] > 0 && top_k[r] <= MOST_KEPT) tokens[r] = drawn(row, n, temperature[r], top_k[r], tail[r], min_p[r], counters[r], place);
-    left += tokens[r] < 0;
   }
-  return left;
+  return 0;
+} catch (const std::bad_alloc&) {
+  return NO_MEMORY;
 }
 
 // A greedy chain of drafts on every row: layers [from, to), LM head, likeliest id, until a row has `most` drafts, or one of them

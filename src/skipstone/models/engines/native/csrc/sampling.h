@@ -125,8 +125,8 @@ inline int64_t weighed(const float* logits, int64_t n, float temperature, std::v
 
 // The least weight that top-p keeps; -1 where equal weights leave open which of them that is. tail: as in `drawn`.
 //
-// Weights lie between 0 and 1. Their sums are taken by exponent and leading digits first, so that only those around the limit are
-// put into order.
+// Weights lie between 0 and 1. They are first summed in buckets that share exponent and five leading bits, so that only those of the
+// bucket in which the limit lies are put into order.
 inline float least_kept(const std::vector<float>& weights, float tail) {
   constexpr int SHIFT = 18, BUCKETS = (0x3f800000 >> SHIFT) + 1;  // 0x3f800000: the bits of 1
   const auto bucket = [](float weight) { uint32_t bits; std::memcpy(&bits, &weight, sizeof bits); return std::min(int(bits >> SHIFT), BUCKETS - 1); };
@@ -134,20 +134,20 @@ inline float least_kept(const std::vector<float>& weights, float tail) {
   for (float weight : weights) sums[bucket(weight)] += weight;
   for (double sum : sums) all += sum;
   int at = 0;
-  while (at + 1 < BUCKETS && below + sums[at] <= double(tail) * all) below += sums[at++];
+  while (at + 1 < BUCKETS && float((below + sums[at]) / all) <= tail) below += sums[at++];
   std::vector<float> around;
   for (float weight : weights) if (weight > 0 && bucket(weight) == at) around.push_back(weight);
   std::sort(around.begin(), around.end());
   size_t i = 0;
-  while (i + 1 < around.size() && below + around[i] <= double(tail) * all) below += around[i++];
+  while (i + 1 < around.size() && float((below + around[i]) / all) <= tail) below += around[i++];
   if (i > 0 && around[i - 1] == around[i]) return -1;
   return around.empty() ? 1.0f : around[i];
 }
 
 // `drawn` without a top-k: every token may have a chance.
 //
-// u < 1 has log u <= u - 1, so a token whose u is no larger than 1 + weight * (the best so far) cannot win: hardly any logarithm is
-// taken, and the likeliest token runs first.
+// The token with the largest log u / weight wins. `nearest` is the largest so far, and negative. log u <= u - 1, so a token whose u is
+// no larger than 1 + weight * nearest cannot win: hardly any logarithm is taken. The likeliest token runs first.
 inline int64_t drawn_of_all(const float* logits, int64_t n, float temperature, float tail, float min_p, uint64_t counter, uint64_t place) {
   thread_local std::vector<float> weights;
   int64_t winner = weighed(logits, n, temperature, weights);
