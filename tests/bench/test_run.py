@@ -455,4 +455,35 @@ def test_prompts_on_which_plain_decoding_loops_make_room_for_others(
     asked = plan(folder, methods=methods, tasks=tasks, num_prompts=8, skip_looping=True)
     lines = journal.read(run(asked, out, [], said.append, fresh=True))
     assert {line["digest"] for line in lines if line["kind"] == "prompt"} == calm
-    assert said[-1] == f"mine: plain decoding repeats itself on all prompts but {len(calm)}, 8 are asked for"
+    assert said[-1] == f"mine: a method repeats itself on all prompts but {len(calm)}, 8 are asked for"
+
+
+def test_a_prompt_on_which_another_method_loops_is_measured_and_does_not_count(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Plain decoding never loops here, and `early_exit`, which says something else, does on the first two prompts."""
+    plain: set[tuple[int, ...]] = set()
+    loops: list[int] = []
+
+    def share(prompt: Any, output: Any) -> float:
+        if tuple(output) in plain or len(loops) == 2:
+            return 0.0
+        loops.append(1)
+        return 1.0
+
+    monkeypatch.setattr(prompts, "repeated_share", share)
+    tested = prompts.looping
+    monkeypatch.setattr(prompts, "measure", lambda *given: remembered(measured(*given), given[1], plain))
+    measured = running.measure
+    assert tested is running.looping
+    tasks = ["early_exit exit_layer=1", "autoregressive"]
+    lines = journal.read(run(plan(folder, methods=tasks, num_prompts=3, skip_looping=True), tmp_path / "a.jsonl", [], quiet))
+    asked = [line for line in lines if line["kind"] == "prompt"]
+    assert [prompts.calm(line) for line in asked] == [False, False, True, True, True]
+
+
+def remembered(found: Any, engine: Any, plain: set[tuple[int, ...]]) -> Any:
+    """A measurement whose text is kept where plain decoding said it."""
+    if engine.method.name == "autoregressive":
+        plain.add(tuple(found.tokens))
+    return found

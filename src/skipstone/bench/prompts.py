@@ -101,7 +101,7 @@ class TaskRun:
         }
 
     def wanted(self, prompts: int) -> int:
-        """How many of some prompts are to be asked: all, but for `skip_looping`, which draws more than are asked for."""
+        """How many of some prompts are to be reported: all, but for `skip_looping`, which draws more than are asked for."""
         return min(prompts, reported(self.settings, prompts)) if self.settings.skip_looping else prompts
 
     def lines(self, journal: Journal, kind: str) -> list[Line]:
@@ -208,12 +208,22 @@ def ask(model: PreTrainedModel, engines: Mapping[str, Engine], one: Conversation
     }
 
 
+def calm(line: Line) -> bool:
+    """Whether no method repeats itself on a prompt, by its line: the headline's figures are of such prompts."""
+    return all(row["repeated_share"] < LOOPING for row in line["rows"].values())
+
+
 def looping(model: PreTrainedModel, plain: Engine, one: Conversation, index: int, run: TaskRun) -> Line | None:
-    """The line of a prompt that is left out, because at least LOOPING of what plain greedy decoding says to its first turn is a
+    """The line of a prompt that is left out, because at least LOOPING of what plain greedy decoding says over all turns is a
     repetition; None for one that is to be asked."""
-    ids = run.reader.ids(one)
-    options = options_for(run.settings.max_new_tokens, 0.0, 1.0)
-    share = repeated_share(ids.tolist(), measure(model, plain, ids, options, run.plan.seed).tokens)
+    options, said = options_for(run.settings.max_new_tokens, 0.0, 1.0), list[Said]()
+    looped = tokens = 0.0
+    for turn in range(len(one)):
+        ids = run.reader.ids(one, said)
+        found = measure(model, plain, ids, options, run.plan.seed).tokens
+        looped, tokens = looped + repeated_share(ids.tolist(), found) * len(found), tokens + len(found)
+        said.append(("" if one.ids is not None else one.turns[turn], run.reader.text(found)))
+    share = looped / tokens if tokens else 0.0
     if share < LOOPING:
         return None
     return {"kind": "looping", **run.key(), "index": index, "digest": one.digest, "repeated_share": share}

@@ -24,7 +24,7 @@ from skipstone.api import resolve_for
 from skipstone.bench import predictions
 from skipstone.bench.journal import Journal, check
 from skipstone.bench.plan import BASELINE, Entrant, Plan, line_up, resolved
-from skipstone.bench.prompts import Both, TaskRun, ask, conversations, fingerprint, looping
+from skipstone.bench.prompts import Both, TaskRun, ask, calm, conversations, fingerprint, looping
 from skipstone.hf.defaults import neutral_defaults
 from skipstone.loading import BUNDLED, load, look_up, usable
 from skipstone.models.exits import ExitTally, layer_states
@@ -169,9 +169,11 @@ def measure_task(
 ) -> None:
     """One task on one model: choose what is open, then ask everybody prompt by prompt."""
     (spare, report), settings = both, task_run.settings
-    asked, left_out = ({line["index"] for line in task_run.lines(journal, kind)} for kind in ("prompt", "looping"))
-    wanted = task_run.wanted(len(report))
-    if len(asked) == wanted:
+    counts = calm if settings.skip_looping else lambda line: True
+    lines = task_run.lines(journal, "prompt")
+    done = {line["index"] for line in [*lines, *task_run.lines(journal, "looping")]}
+    counted, wanted = sum(map(counts, lines)), task_run.wanted(len(report))
+    if counted >= wanted:
         return
     taking = [entrant for entrant in entrants if entrant.sampled or not settings.temperature]
     if absent := [entrant.label for entrant in entrants if entrant not in taking]:
@@ -183,20 +185,22 @@ def measure_task(
         longest = max((task_run.reader.ids(one) for one in report[:wanted]), key=len)
         warm_up(model, engines.values(), longest, task_run.options(settings.max_new_tokens))
         plain = Skipstone(resolve_for(model, {"method": BASELINE}))
-        with progress(f"{task_run.model}, {task_run.task.name}", wanted - len(asked)) as step:
+        with progress(f"{task_run.model}, {task_run.task.name}", wanted - counted) as step:
             for index, one in enumerate(report):
-                if len(asked) == wanted:
+                if counted == wanted:
                     return
-                if index in asked or index in left_out:
+                if index in done:
                     continue
                 if settings.skip_looping and (loop := looping(model, plain, one, index, task_run)) is not None:
                     journal.add(loop)
                     continue
-                journal.add(ask(model, engines, one, index, task_run))
-                asked.add(index)
-                step()
-    if len(asked) < wanted:
-        say(f"{task_run.task.name}: plain decoding repeats itself on all prompts but {len(asked)}, {wanted} are asked for")
+                line = ask(model, engines, one, index, task_run)
+                journal.add(line)
+                if counts(line):
+                    counted += 1
+                    step()
+    if counted < wanted:
+        say(f"{task_run.task.name}: a method repeats itself on all prompts but {counted}, {wanted} are asked for")
 
 
 def measure_exits(

@@ -13,10 +13,10 @@ from typing import Any
 from skipstone.bench import predictions
 from skipstone.bench.journal import CELL, Line
 from skipstone.bench.plan import BASELINE, THEIRS
-from skipstone.bench.prompts import added
+from skipstone.bench.prompts import added, calm
 from skipstone.decoding.stats import Stats
 from skipstone.tasks.scores import pass_at_k
-from skipstone.timing.statistics import LOOPING, Rate, pooled, predicted_speedup, rate
+from skipstone.timing.statistics import Rate, pooled, predicted_speedup, rate
 
 EARLY_EXIT = "hf-early-exit"
 VANILLA = "speculative"  # speculative decoding with drafts of one length, AdaSD's baseline
@@ -101,7 +101,7 @@ class Group:
 
     def headline(self) -> list[Line]:
         """Lines on which no method repeats itself."""
-        return [line for line in self.lines if all(row["repeated_share"] < LOOPING for row in line["rows"].values())]
+        return [line for line in self.lines if calm(line)]
 
     def figures(self, label: str, lines: Sequence[Line]) -> dict[str, Any] | None:
         """One method's figures over some lines as plain JSON values; None where it has none of them. Counted once."""
