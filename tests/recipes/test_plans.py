@@ -42,4 +42,4 @@ def without_files(settings: plans.Wish) -> plans.Wish:
 
 
 def test_there_are_plans() -> None:
-    assert {"nano", "smollm2", "swift", "adasd-commands"} <= {path.stem for path in PLANS}
+    assert {"nano", "smollm2", "smollm2-swift", "adasd-commands"} <= {path.stem for path in PLANS}

@@ -126,7 +126,7 @@ def report(
     form: Annotated[
         str | None, typer.Option("--format", help="md, csv, json or html. Default: the ending of --out, or a table.")
     ] = None,
-    layout: Annotated[str, typer.Option(help="own, or a paper's: layerskip, swift, adadecode, adasd.")] = "own",
+    layout: Annotated[str, typer.Option(help="own, tasks, or a paper's: layerskip, swift, adadecode, adasd.")] = "own",
     out: Annotated[Path | None, typer.Option(help="Where to write it. Default: stdout.", show_default=False)] = None,
     pictures: Annotated[Path | None, option("A folder: write the page's pictures into it, as SVG, and nothing else.")] = None,
     debug: options.Debug = False,

@@ -194,6 +194,9 @@ def test_layouts_are_those_of_the_papers(results: Path) -> None:
     _, found = report.load([results])
     (theirs,) = tables.tables(found, "layerskip")
     assert theirs.rows[2] == ["layerskip", "2", "-", "exact_match 0.500", "50.0%", "183.6", "5.4", "2.00x"]
+    (tasks,) = tables.tables(found, "tasks")
+    assert tasks.columns == ["Methods", "sums tokens/s", "sums x plain (n = 2)"]
+    assert tasks.rows[2] == ["layerskip", "183.6", "2.00"]
     (swift,) = tables.tables(found, "swift")
     assert swift.columns == [
         "Methods",

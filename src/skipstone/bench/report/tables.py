@@ -177,7 +177,7 @@ def layerskip(group: Group) -> Table:
 
 def _across(title: str, groups: Sequence[Group], cells: Mapping[str, Cell], overall: bool) -> Table:
     """Methods down, tasks across, with the same cells for each; overall: tokens/s and speed-up over all tasks at the end."""
-    columns = ["Methods", *(f"{group.name} {name}" for group in groups for name in cells)]
+    columns = ["Methods", *(f"{group.name} {name.format(n=_prompts(group))}" for group in groups for name in cells)]
     parts: dict[float, list[Group]] = {}
     for group in groups if overall else ():
         parts.setdefault(group.temperature, []).append(group)
@@ -190,6 +190,11 @@ def _across(title: str, groups: Sequence[Group], cells: Mapping[str, Cell], over
         row = [shown, *(NONE if one is None else cell(one) for one in found for cell in cells.values())]
         rows.append([*row, *(cell for part in parts.values() for cell in _overall(label, part))])
     return Table(title, columns, rows)
+
+
+def _prompts(group: Group) -> str:
+    """How many prompts a group's figures are of."""
+    return f"n = {len(group.headline())}" if group.headline() else f"all {len(group.lines)}, every one loops"
 
 
 def _overall(label: str, groups: Sequence[Group]) -> list[str]:
@@ -371,6 +376,7 @@ def by_draft_model(group: Group) -> Table:
 
 BY_GROUP: dict[str, Callable[[Group], Table]] = {"own": own, "layerskip": layerskip}
 ACROSS_TASKS: dict[str, dict[str, Cell]] = {
+    "tasks": {"tokens/s": COLUMNS["tokens/s"], "x plain ({n})": COLUMNS["x plain"]},
     # SWIFT's Tables 2, 3 and 8
     "swift": {"M": COLUMNS["M"], "alpha": COLUMNS["alpha"], "Acc.": scores, "Speedup": _times(2, "x")},
     # AdaDecode's Tables 2 and 3
@@ -391,7 +397,7 @@ ACROSS_TASKS: dict[str, dict[str, Cell]] = {
         "speedup": _times(3, reference=VANILLA),
     },
 }
-"""Layout -> the cells that every method has for every task."""
+"""Layout -> the cells that every method has for every task. {n} stands for the number of prompts."""
 LAYOUTS = (*BY_GROUP, *ACROSS_TASKS)
 
 
