@@ -190,6 +190,16 @@ def test_what_a_paper_leaves_open_is_said(tmp_path: Path) -> None:
         assert text.count("not stated there") == wanted
 
 
+def test_across_tasks_it_is_said_where_every_prompt_loops(tmp_path: Path) -> None:
+    found = lines()
+    for line in found:
+        if line["kind"] == "prompt":
+            line["rows"]["layerskip"]["repeated_share"] = 0.9
+    (table,) = tables.tables(report.load([written(tmp_path / "a.jsonl", found)])[1], "tasks")
+    assert table.columns[2] == "sums x plain (all 3, every one loops)"
+    assert table.rows[2][1:] == ["183.6", "2.00"]
+
+
 def test_layouts_are_those_of_the_papers(results: Path) -> None:
     _, found = report.load([results])
     (theirs,) = tables.tables(found, "layerskip")
