@@ -32,6 +32,7 @@ if TYPE_CHECKING:
     from skipstone.methods import LayerSkip as LayerSkip
     from skipstone.methods import Lookahead as Lookahead
     from skipstone.methods import PromptLookup as PromptLookup
+    from skipstone.methods import Recycle as Recycle
     from skipstone.methods import SelfSpeculative as SelfSpeculative
     from skipstone.methods import Speculative as Speculative
     from skipstone.methods import Swift as Swift
@@ -53,7 +54,7 @@ _NAMES = {
     "loading": ("load",),
     "methods": (
         *("METHODS", "AdaDecode", "AdaSD", "Autoregressive", "EarlyExit", "Jacobi", "LayerSkip", "Lookahead", "PromptLookup"),
-        *("SelfSpeculative", "Speculative", "Swift"),
+        *("Recycle", "SelfSpeculative", "Speculative", "Swift"),
     ),
     "methods.adadecode.heads": ("ExitHeads",),
     "models.layered": ("LayeredModel",),

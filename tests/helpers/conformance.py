@@ -22,6 +22,7 @@ from skipstone import (
     Method,
     Output,
     PromptLookup,
+    Recycle,
     SelfSpeculative,
     Speculative,
     Swift,
@@ -124,6 +125,7 @@ ROWS: dict[str, Row] = {
     ),
     "jacobi": Row(lambda d, rule: Jacobi(d), same_text=("standard",), rare=True),
     "lookahead": Row(lambda d, rule: Lookahead(d, 3, d), same_text=("standard",), rare=True),
+    "recycle": Row(lambda d, rule: Recycle(3 * d, 4), same_text=("standard",), rare=True),
     "swift, some tokens": Row(
         lambda d, rule: SWIFT(num_speculative_tokens=d, draft_vocabulary=FEW),
         same_text=("standard",),

@@ -13,7 +13,7 @@ import torch
 from transformers.generation.candidate_generator import PromptLookupCandidateGenerator
 
 import skipstone
-from skipstone import Autoregressive, Jacobi, Lookahead, Method, PromptLookup
+from skipstone import Autoregressive, Jacobi, Lookahead, Method, PromptLookup, Recycle
 from skipstone.decoding.session import Request
 from skipstone.methods.lookahead import LookaheadSession, Pool, Window
 from skipstone.methods.prompt_lookup import Index
@@ -123,6 +123,8 @@ METHODS: list[Method] = [
     Lookahead(),
     Lookahead(3, 2, 2),
     Lookahead(1, 3, 1),
+    Recycle(),
+    Recycle(5, 2),
 ]
 
 

@@ -17,6 +17,7 @@ from skipstone.methods.jacobi import Jacobi
 from skipstone.methods.layerskip import LayerSkip
 from skipstone.methods.lookahead import Lookahead
 from skipstone.methods.prompt_lookup import PromptLookup
+from skipstone.methods.recycle import Recycle
 from skipstone.methods.self_speculative import SelfSpeculative
 from skipstone.methods.shared.draft_model import DraftModel
 from skipstone.methods.shared.shortlist import ShortlistMethod
@@ -44,7 +45,7 @@ def described(method: Method, layered: LayeredModel) -> dict[str, Any] | None:
         return {"passes": True} if method.guard else None  # without a guard nobody knows what a test costs
     if isinstance(method, Speculative):
         return {"draft_model": fingerprint(method.draft_model_for(layered).model)}
-    return {"looked_up": True} if isinstance(method, (PromptLookup, Lookahead, Jacobi)) else None
+    return {"looked_up": True} if isinstance(method, (PromptLookup, Lookahead, Jacobi, Recycle)) else None
 
 
 def draft_model(method: Method, layered: LayeredModel) -> DraftModel | None:

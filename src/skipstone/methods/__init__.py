@@ -20,6 +20,7 @@ from skipstone.methods.jacobi import Jacobi
 from skipstone.methods.layerskip import LayerSkip
 from skipstone.methods.lookahead import Lookahead
 from skipstone.methods.prompt_lookup import PromptLookup
+from skipstone.methods.recycle import Recycle
 from skipstone.methods.self_speculative import SelfSpeculative
 from skipstone.methods.speculative import Speculative
 from skipstone.methods.swift.swift import Swift
@@ -36,6 +37,7 @@ METHODS: dict[str, type[Method]] = {
     "prompt_lookup": PromptLookup,
     "jacobi": Jacobi,
     "lookahead": Lookahead,
+    "recycle": Recycle,
 }
 
 MethodLike = Method | str | Mapping[str, Any] | None

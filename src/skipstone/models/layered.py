@@ -94,6 +94,10 @@ class LayeredModel(DecoderModules):
         """The token with the largest logit, the lowest of equal ones: [B, n, d] -> [B, n] int64. No logits are kept."""
         return self.engine.likeliest(hidden) if self.engine_picks else self.logits(hidden).argmax(-1)
 
+    def largest(self, logits: Tensor, count: int) -> Tensor:
+        """The ids of the `count` largest logits, the largest first; of equal ones any. [..., V] float32 -> [..., count] int64."""
+        return self.engine.largest(logits, count)
+
     @property
     def engine_picks(self) -> bool:
         """Whether the likeliest token is the engine's to say: no subclass does anything with its logits that changes it."""

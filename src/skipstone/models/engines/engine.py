@@ -144,6 +144,10 @@ class Engine(Protocol):
         int64."""
         ...
 
+    def largest(self, logits: Tensor, count: int) -> Tensor:
+        """The ids of the `count` largest logits, the largest first; of equal ones any. [..., V] float32 -> [..., count] int64."""
+        ...
+
     def exit_picks(self, hidden: Tensor, transform: Tensor | None, shortlist: Tensor | None = None) -> tuple[Tensor, Tensor]:
         """What the head of an exit says, which an engine with `chains` can tell: (the likeliest token, its probability at
         temperature 1), [..., d] -> [...] int64 and float32. transform, shortlist: as in `ChainStart`."""

@@ -109,6 +109,10 @@ class EagerEngine:
         """As in `Engine`."""
         return self.project(self.normed(hidden)).argmax(-1)
 
+    def largest(self, logits: Tensor, count: int) -> Tensor:
+        """As in `Engine`."""
+        return logits.topk(count, dim=-1).indices
+
     def exit_picks(self, hidden: Tensor, transform: Tensor | None, shortlist: Tensor | None = None) -> tuple[Tensor, Tensor]:
         """Never asked for: `chains` is False."""
         raise NotImplementedError

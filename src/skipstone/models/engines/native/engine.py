@@ -30,6 +30,8 @@ from skipstone.models.kvstore import KVStore
 from skipstone.models.passes import Pass as PassOfTokens
 from skipstone.models.passes import SkipSet
 
+MOST_LARGEST = 100  # logits that `largest` looks for by itself
+
 
 def why_not(model: Any, facts: Facts) -> str | None:
     """Why the native engine cannot run a model here, in one sentence; None where it can."""
@@ -228,6 +230,16 @@ class NativeEngine:
         data, rows, found, few = states.data_ptr(), best.numel(), best.data_ptr(), self._shortlist_address(shortlist)
         _check(self._library.sk_test(self._model, few, data, rows, address, found, probability.data_ptr(), self.threads))
         return best, probability
+
+    def largest(self, logits: Tensor, count: int) -> Tensor:
+        """As in `Engine`."""
+        if count > MOST_LARGEST:
+            return logits.topk(count, dim=-1).indices
+        _expect("logits", logits, logits.shape, torch.float32)
+        logits, tokens = logits.contiguous(), torch.empty((*logits.shape[:-1], count), dtype=torch.int64)
+        rows, size = tokens.numel() // count, logits.shape[-1]
+        _check(self._library.sk_largest(logits.data_ptr(), rows, size, size, count, tokens.data_ptr(), self.threads))
+        return tokens
 
     def draw(self, logits: Tensor, warps: Warps, counters: Tensor) -> Tensor:
         """As in `Engine`."""

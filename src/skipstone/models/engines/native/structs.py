@@ -122,6 +122,7 @@ def declare(library: Any) -> Any:
         "sk_norm": (None, [pointer, pointer, whole, pointer]),
         "sk_head": (whole, [pointer] * 3 + [whole] * 2 + [pointer] * 2 + [whole]),
         "sk_test": (whole, [pointer] * 3 + [whole] + [pointer] * 3 + [whole]),
+        "sk_largest": (whole, [pointer] + [whole] * 4 + [pointer, whole]),
         "sk_draw": (whole, [pointer] + [whole] * 3 + [pointer] * 5 + [whole, pointer]),
         "sk_chain": (
             whole,

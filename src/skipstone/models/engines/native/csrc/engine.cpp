@@ -688,6 +688,16 @@ SK_EXPORT int64_t sk_test(const Model* m, const Shortlist* shortlist, const floa
   return NO_MEMORY;
 }
 
+// The k <= MOST_KEPT largest of each of `rows` rows of n >= k logits, `stride` apart, as `Largest` has them. tokens: [rows][k].
+SK_EXPORT int64_t sk_largest(const float* logits, int64_t rows, int64_t n, int64_t stride, int64_t k, int64_t* tokens, int64_t threads) try {
+  if (threads < 1 || threads > MOST_THREADS) return BAD_THREADS;
+  Largest all{logits, rows, n, stride, k, tokens};
+  Pool::shared().run(int(threads), Largest::job, &all);
+  return OK;
+} catch (const std::exception&) {
+  return NO_MEMORY;
+}
+
 // Draws a token for each of `rows` rows of n logits, `stride` apart, as `drawn` and `drawn_of_all` do. temperature (positive), top_k,
 // tail, min_p and counters have one entry a row. top_k: n or more for all tokens, 0 for a row that takes no part, which gets token 0,
 // negative for one that is left to the caller. tokens: -1 for a row that is left to the caller.

@@ -1,0 +1,60 @@
+"""What decoding has cost more than plain decoding would have: the account that no drafter, and no wrong estimate, may overdraw.
+
+A conservative policy in the sense of Wu, Shariff, Lattimore & Szepesvari (ICML 2016): what is tried is paid from what was won.
+Times are in plain steps.
+"""
+
+from dataclasses import dataclass
+
+SLACK = 0.015
+"""Share of plain decoding's time that may be lost."""
+CREDIT = 2.0
+"""Plain steps that may be lost before anything was won."""
+WINDOW = 1400.0
+"""Tokens after which an entry of the account of all requests counts 1/e: what was won long ago is not spent today."""
+
+
+@dataclass(frozen=True, slots=True)
+class Account:
+    """debt: time taken minus the time that plain decoding takes for the same tokens. plain: that time."""
+
+    debt: float = 0.0
+    plain: float = 0.0
+
+    def add(self, time: float, tokens: float, keep: float = 1.0) -> "Account":
+        """Another step. keep: share that older entries still count."""
+        return Account(self.debt * keep + time - tokens, self.plain * keep + tokens)
+
+    def overdrawn(self, slack: float) -> bool:
+        """Whether more was lost than may be."""
+        return self.debt > slack * self.plain + CREDIT
+
+
+@dataclass(frozen=True, slots=True)
+class Ledger:
+    """The account of all requests, which forgets, and that of the running one, which does not: time that was won in one request
+    is not lost in the next.
+
+    While neither is overdrawn a step may draft; otherwise it is plain, and plain steps lose nothing, so that both come back. For
+    any drafter and any estimate a request therefore takes at most
+
+        (1 + slack) x plain + CREDIT + what its last step before plain ones lost.
+    """
+
+    slack: float = SLACK
+    overall: Account = Account()
+    request: Account = Account()
+
+    def begin(self) -> "Ledger":
+        """A request begins."""
+        return Ledger(self.slack, self.overall)
+
+    def add(self, time: float, tokens: float) -> "Ledger":
+        """A step took so long, in plain steps, and committed so many tokens (of a batch: the mean of its rows)."""
+        keep = 1 - min(tokens / WINDOW, 1.0)
+        return Ledger(self.slack, self.overall.add(time, tokens, keep), self.request.add(time, tokens))
+
+    @property
+    def overdrawn(self) -> bool:
+        """Whether the next step has to be plain."""
+        return self.overall.overdrawn(self.slack) or self.request.overdrawn(self.slack)

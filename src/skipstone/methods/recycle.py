@@ -1,0 +1,121 @@
+"""Turning Trash into Treasure: Accelerating Inference of Large Language Models with Token Recycling
+(Luo et al., ACL 2025, arXiv 2408.08696), section 3.
+
+Every scoring pass tells the likeliest continuations of all tokens that it scores, of those that are rejected too, and decoding
+throws them away. Here they are kept: for every token of the vocabulary the k likeliest tokens that stood behind it when it was
+scored last (the paper's adjacency matrix). The draft is a tree of a fixed, unbalanced shape, filled from the last committed
+token on: a node's children are the tokens that are kept for the node's own. No model drafts, and the kept tokens outlive a
+request.
+
+Deviations: nodes are the ones of greatest survival under RANK_ACCEPTANCES, of which the default takes fewer than the paper's 80,
+since a pass of so many tokens is dear on a CPU; of several places of a token the accepted one is kept; in sampling kept tokens
+are the likeliest by the raw logits, and the tree is verified by match.
+"""
+
+from dataclasses import dataclass, field
+from functools import cache
+from typing import Any, ClassVar
+
+from skipstone.control import price
+from skipstone.decoding.draft import Draft, Picked, RowVerdict, Verdict
+from skipstone.decoding.method import Method
+from skipstone.decoding.sampling import Scores
+from skipstone.decoding.session import Session
+from skipstone.decoding.settings import setting
+from skipstone.methods.shared import states
+from skipstone.methods.shared.lookups import LookupSession, RowDraft
+from skipstone.models.layered import LayeredModel
+
+RANK_ACCEPTANCES = (0.42, 0.14, 0.09, 0.05, 0.03, 0.02, 0.015, 0.01)
+"""How often the token that was kept first, second, ... for a token is what follows it. What the tree's shape is made by."""
+DEPTH = 6
+"""Most tokens on a path (the paper's tree has as many levels)."""
+
+
+@dataclass(frozen=True)
+class Recycle(Method):
+    """Token Recycling: what earlier passes thought of a token is drafted behind it."""
+
+    name: ClassVar[str] = "recycle"
+    positional: ClassVar[str] = "verifies trees"
+    if_few_accepted: ClassVar[str] = "An acceptance rate that low says that this text goes on differently every time."
+
+    nodes: int = setting(16, "tokens of the drafted tree; the paper has 80.")
+    candidates: int = setting(8, "k, continuations that are kept for every token.", within=(1, len(RANK_ACCEPTANCES)))
+
+    def report(self, model: Any) -> dict[str, Any]:
+        return states.known(self, None, model)
+
+    def start(self, model: LayeredModel, rows: int, capacity: int) -> Session:
+        kept = states.of(self, model, rows, None, Kept)
+        return RecycleSession(self, model, rows, capacity, kept)
+
+
+@dataclass
+class Kept:
+    """The paper's adjacency matrix, of the tokens that were scored so far: token -> its likeliest continuations, best first."""
+
+    continuations: dict[int, list[int]] = field(default_factory=dict)
+    steps: int = 0
+
+    def report(self) -> dict[str, Any]:
+        return {"steps": self.steps, "tokens": len(self.continuations)}
+
+
+@cache
+def shape(nodes: int, candidates: int) -> tuple[tuple[int, int], ...]:
+    """(parent, rank) of every node: the tree of so many nodes that is expected to commit most."""
+    found = price.tree(RANK_ACCEPTANCES[:candidates], 0.0, lambda _: 0.0, most=nodes, depth=DEPTH)
+    return tuple(zip(found.parents, found.ranks, strict=True))
+
+
+class RecycleSession(LookupSession):
+    """Trees out of what was kept, and the keeping."""
+
+    reads_logits = True
+
+    def __init__(self, method: Recycle, model: LayeredModel, rows: int, capacity: int, kept: Kept) -> None:
+        super().__init__(model, rows, capacity, scratch=method.nodes)
+        self.candidates = min(method.candidates, model.embeddings)
+        self.shape, self.kept = shape(method.nodes, method.candidates), kept
+        self._drafts: list[RowDraft] = []
+
+    def draft(self, limit: list[int]) -> Draft:
+        """The tree of every row."""
+        self._drafts = [self._row_draft(row, allowed) for row, allowed in enumerate(limit)]
+        return self.propose(self._drafts, tree=True, levels=DEPTH)
+
+    def _row_draft(self, row: int, allowed: int) -> RowDraft:
+        """The shape filled from the last committed token on; nodes of which nothing is known are left out, with what is below
+        them. allowed: most tokens on a path."""
+        draft, known = RowDraft(), self.kept.continuations
+        if not self.alive[row] or not allowed:
+            return draft
+        placed: dict[int, tuple[int, int]] = {-1: (-1, 0)}  # node of the shape -> (its number in the draft, its level)
+        for node, (parent, rank) in enumerate(self.shape):
+            number, level = placed.get(parent, (-1, DEPTH))
+            if level >= min(allowed, DEPTH):
+                continue
+            above = self.text[row][-1] if parent < 0 else draft.tokens[number]
+            continuations = known.get(above, ())
+            if rank < len(continuations):
+                placed[node] = draft.add(continuations[rank], number), level + 1
+        return draft
+
+    def verify(self, draft: Draft, scores: Scores) -> Verdict | Picked:
+        verdict = super().verify(draft, scores)
+        verdict.notes = self.model.largest(scores.logits, self.candidates).flatten(1)  # of [B, n + 1, k]
+        return verdict
+
+    def commit(self, draft: Draft | None, verdicts: list[RowVerdict]) -> None:
+        """Keep what was said behind every scored token, behind the accepted ones last."""
+        roots = [text[-1] for text in self.text]
+        super().commit(draft, verdicts)
+        if draft is None:
+            return
+        self.kept.steps += 1
+        for root, mine, verdict in zip(roots, self._drafts, verdicts, strict=True):
+            if verdict.tokens and verdict.notes:
+                scored, said = [root, *mine.tokens], verdict.notes
+                for place in [*range(len(scored)), 0, *(node + 1 for node in verdict.path)]:
+                    self.kept.continuations[scored[place]] = said[place * self.candidates : (place + 1) * self.candidates]
