@@ -1,0 +1,378 @@
+"""Which drafter, how long a draft, or none: `decide` and `observe`, a fold over steps.
+
+Every drafter is held against plain decoding by the text that is known by now: with its own stopping rule and the measured costs,
+how many tokens would it have committed in how much time? That is its rate, in tokens a plain step (plain decoding's is 1). The
+drafter that drafts is graded by what it did; others by `shadow`, on what the verification left behind; lookups and recycled tokens by
+`observe`, on the host. So nothing has to be tried to be known, as long as shadows are paid: they have an account of their own, a
+share of the time, which is never overdrawn.
+
+Times are in plain steps. Positions count the committed tokens of a session, of a batch the mean of its rows.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+
+from skipstone.control import price
+from skipstone.control.calibrate import Logistic, Matches
+from skipstone.control.costs import Costs
+from skipstone.control.ledger import Ledger
+
+PLAIN, PROBE, LOOKUP, RECYCLE = "plain", "probe", "lookup", "recycle"
+"""What a step does that is no model's draft. A probe is a plain step that is taken to measure one."""
+
+
+@dataclass(frozen=True, slots=True)
+class Rules:
+    """The constants. half_life: tokens after which a step counts half in its drafter's rate. kept: share of it that a new request
+    leaves. shadowing: share of the time that shadows may take; calm_shadowing where nothing has moved for calm_after tokens.
+    window: tokens that a shadow grades. plain_probing: share of the time that plain probes may lose, plain_spacing tokens apart.
+    margin: by how much another drafter's rate must be larger to take over. most_drafts: a step. listening: tokens that are decoded
+    plainly at first. look_again: tokens after which a drafter is graded whatever its rate is. prior: plain steps at rate 1 that a
+    rate begins with. won: plain steps that a lookup's rate keeps of a step."""
+
+    half_life: float = 300.0
+    kept: float = 0.5
+    shadowing: float = 0.005
+    calm_shadowing: float = 0.0025
+    calm_after: int = 1500
+    window: int = 32
+    plain_probing: float = 0.004
+    plain_spacing: int = 128
+    margin: float = 0.02
+    most_drafts: int = 25
+    listening: int = 16
+    look_again: int = 1500
+    prior: float = 8.0
+    most_nodes: int = 63
+    depth: int = 8
+
+
+@dataclass(frozen=True, slots=True)
+class Rate:
+    """Tokens, time and steps of a drafter, of which older ones count less. at: the position up to which they have faded."""
+
+    tokens: float = 0.0
+    time: float = 0.0
+    steps: float = 0.0
+    at: int = 0
+
+    def faded(self, now: int, half_life: float) -> "Rate":
+        keep = 0.5 ** ((now - self.at) / half_life)
+        return Rate(self.tokens * keep, self.time * keep, self.steps * keep, now)
+
+    def add(self, tokens: float, time: float, steps: float = 1.0) -> "Rate":
+        return Rate(self.tokens + tokens, self.time + time, self.steps + steps, self.at)
+
+    def cut(self, keep: float) -> "Rate":
+        return Rate(self.tokens * keep, self.time * keep, self.steps * keep, self.at)
+
+
+@dataclass(frozen=True, slots=True)
+class Drafter:
+    """What is known of a drafter. seen: the position up to which it was graded. thresholds: of survival, as `price.thresholds` has
+    them, worked out at the position `thresholds_at` for the price `thresholds_price`."""
+
+    rate: Rate = Rate()
+    calibration: Logistic = Logistic()
+    seen: int = 0
+    thresholds: tuple[float, ...] = ()
+    thresholds_at: int = -1000
+    thresholds_price: float = 1.0
+
+
+@dataclass(frozen=True, slots=True)
+class Ranks:
+    """How often the token that was kept first, second, ... for a token followed it, and the tree that is drafted by that. children:
+    of the tree, (node, rank) -> node, -1 being the last committed token. pending: ranks of committed tokens that the tree was not
+    graded on yet."""
+
+    hits: tuple[float, ...] = (8.0, 3.0, 2.0, 1.0, 0.6)
+    count: float = 20.0
+    tree: price.RankTree | None = None
+    tree_at: int = -1000
+    rate: Rate = Rate()
+    children: Mapping[tuple[int, int], int] = field(default_factory=dict)
+    pending: tuple[int, ...] = ()
+
+    def seen(self, ranks: Sequence[int]) -> "Ranks":
+        """So many committed tokens more."""
+        hits, count = list(self.hits), self.count
+        for rank in ranks:
+            count = count * KEPT_RANKS + 1
+            hits = [one * KEPT_RANKS for one in hits]
+            if rank < len(hits):
+                hits[rank] += 1
+        return replace(self, hits=tuple(hits), count=count, pending=(*self.pending, *ranks)[-MOST_PENDING:])
+
+    def drawn(self, tree: price.RankTree, position: int) -> "Ranks":
+        """With another tree."""
+        nodes = zip(tree.parents, tree.ranks, strict=True)
+        children = {key: node for node, key in enumerate(nodes)}
+        return replace(self, tree=tree if tree.parents else None, tree_at=position, children=children)
+
+    def graded(self, position: int, costs: Costs, rules: Rules) -> "Ranks":
+        """The tree decodes the pending tokens virtually."""
+        if self.tree is None:
+            return self
+        rate, pending = self.rate.faded(position, rules.half_life), self.pending
+        time = costs.scoring(len(self.tree.parents) + 1) + costs.fixed + costs.lookup
+        while len(pending) > rules.depth + 1:
+            node, accepted = -1, 0
+            while (node := self.children.get((node, pending[accepted]), -2)) >= 0:
+                accepted += 1
+            rate, pending = rate.add(accepted + 1, time), pending[accepted + 1 :]
+        return replace(self, rate=rate, pending=pending)
+
+
+KEPT_RANKS = 0.998
+"""Of a count of ranks, by a token."""
+NEW_TREE = 200
+"""Tokens after which the tree of recycled tokens is made anew."""
+MOST_PENDING = 64
+"""Ranks that wait to be graded."""
+
+
+@dataclass(frozen=True, slots=True)
+class State:
+    """All that a session's decisions rest on."""
+
+    costs: Costs
+    drafters: Mapping[str, Drafter]
+    rules: Rules = Rules()
+    ledger: Ledger = Ledger()
+    matches: Matches = Matches()
+    lookups: Rate = Rate(24.0, 10.0)
+    ranks: Ranks | None = None
+    current: str | None = None
+    position: int = 0
+    moved_at: int = 0
+    probed_at: int = 0
+    shadow_account: float = 1.0
+    probe_account: float = 0.0
+
+    def rate(self, name: str) -> float:
+        """Of a drafter, in tokens a plain step."""
+        own = self.ranks.rate if name == RECYCLE and self.ranks else self.drafters[name].rate
+        faded = own.faded(self.position, self.rules.half_life)
+        return (faded.tokens + self.rules.prior) / (faded.time + self.rules.prior)
+
+    def rates(self) -> dict[str, float]:
+        """Of all drafters that could draft now."""
+        found = {name: self.rate(name) for name in self.drafters}
+        if self.ranks is not None and self.ranks.tree is not None:
+            found[RECYCLE] = self.rate(RECYCLE)
+        return found
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """What a step does, and why. kind: PLAIN, PROBE, LOOKUP, RECYCLE or the name of a drafter. price: tokens that a plain step is
+    worth. current: the drafter that the step was weighed against. thresholds: of a drafter. drafts: of a lookup. tree: of
+    recycled tokens."""
+
+    kind: str
+    price: float
+    current: str | None
+    reason: str
+    thresholds: tuple[float, ...] = ()
+    drafts: int = 0
+    tree: price.RankTree | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Done:
+    """What became of a step. tokens: committed. time: of all of it. confidences: of a drafter's tokens. verified: drafts that were
+    scored. accepted: of these. draft_step, scoring: measured times of one draft step and of the scoring pass; None where they
+    were not. match: tokens of the match that the text had before the step, 0 for none. right: tokens of its continuation that the
+    text has now, as far as `looked_up`. ranks: of every committed token, its place among those that were kept for the one
+    before it, beyond all for one that was not. shadow_time: spent on shadows before the step."""
+
+    tokens: int
+    time: float
+    confidences: Sequence[float] = ()
+    verified: int = 0
+    accepted: int = 0
+    draft_step: float | None = None
+    scoring: float | None = None
+    match: int = 0
+    right: int = 0
+    looked_up: int = 0
+    ranks: Sequence[int] = ()
+    shadow_time: float = 0.0
+
+
+# ------------------------------------------------------------------------------------------------------ deciding
+
+
+def decide(state: State, match: int = 0) -> Plan:
+    """What the next step does. match: tokens of the longest match of the text's end in what stands before, 0 for none."""
+    rates, rules = state.rates(), state.rules
+    best = max(rates, key=lambda name: rates[name], default=None)
+    current = state.current if state.current in rates else None
+    best_rate = max(rates[best], 1.0) if best is not None else 1.0
+    if best_rate > (rates[current] if current is not None else 1.0) * (1 + rules.margin):
+        current = best
+    elif current is not None and 1.0 > rates[current] * (1 + rules.margin):
+        current = None
+    worth = max(1.0, rates[current]) if current is not None else 1.0
+    if state.ledger.overdrawn:
+        return Plan(PLAIN, worth, current, "more time was lost than may be: plain until it is won back")
+    if current is not None and _probe_is_due(state, worth):
+        return Plan(PROBE, worth, current, "a plain step is measured")
+    if match and (found := _lookup(state, match, worth)) is not None:
+        return Plan(LOOKUP, worth, current, f"a match of {match}: {found.tokens:.1f} tokens expected", drafts=found.drafts)
+    if current is None:
+        return Plan(PLAIN, worth, None, "nothing is faster than plain decoding")
+    reason = f"{current}: {worth:.2f} x plain decoding"
+    if current == RECYCLE:
+        assert state.ranks is not None
+        return Plan(RECYCLE, worth, current, reason, tree=state.ranks.tree)
+    return Plan(current, worth, current, reason, thresholds=state.drafters[current].thresholds)
+
+
+def _probe_is_due(state: State, worth: float) -> bool:
+    spaced = state.position - state.probed_at > state.rules.plain_spacing
+    return spaced and state.probe_account >= 1 - 1 / worth
+
+
+def _lookup(state: State, match: int, worth: float) -> price.Lengths | None:
+    """The draft of a match where it gains more than the current drafter does in its time. A longer draft is worth its scoring at
+    the rate of lookups: what is copied belongs to the text and is not there in the next step as well."""
+    length_price = max(worth, state.lookups.tokens / state.lookups.time)
+    found = price.trim(price.survivals(state.matches.predict(match)), length_price, state.costs.scoring)
+    time = state.costs.scoring(found.drafts + 1) + state.costs.fixed + state.costs.lookup
+    return found if found.drafts and found.tokens > worth * time else None
+
+
+# ---------------------------------------------------------------------------------------------------- what is learnt
+
+
+def begin(state: State) -> State:
+    """A request begins: what was learnt of others counts half."""
+    keep = state.rules.kept
+    drafters = {name: replace(one, rate=one.rate.cut(keep)) for name, one in state.drafters.items()}
+    ranks = None if state.ranks is None else replace(state.ranks, rate=state.ranks.rate.cut(keep))
+    return replace(state, drafters=drafters, ranks=ranks, ledger=state.ledger.begin())
+
+
+def observe(state: State, plan: Plan, done: Done) -> State:
+    """The step that was planned has been taken."""
+    rules, costs, now = state.rules, state.costs, state.position + done.tokens
+    drafters = dict(state.drafters)
+    if done.scoring is not None and done.verified:
+        costs = replace(costs, scoring=costs.scoring.observe(done.verified + 1, done.scoring))
+    if plan.kind in drafters:
+        if done.draft_step is not None:
+            costs = costs.drafted(plan.kind, done.draft_step)
+        drafters[plan.kind] = _drafted(drafters[plan.kind], state.position, done, rules)
+    lookups = state.lookups
+    if plan.kind == LOOKUP:
+        lookups = Rate(lookups.tokens * 0.97 + done.tokens, lookups.time * 0.97 + done.time)
+    matches = state.matches.observe(done.match, done.right, done.looked_up) if done.match and done.looked_up else state.matches
+    moved = now if plan.current != state.current else state.moved_at
+    shadowing = rules.calm_shadowing if now - moved > rules.calm_after else rules.shadowing
+    probed = plan.kind == PROBE
+    after = replace(
+        state,
+        costs=costs,
+        drafters=drafters,
+        ledger=state.ledger.add(done.time + done.shadow_time, done.tokens),
+        matches=matches,
+        lookups=lookups,
+        current=plan.current,
+        position=now,
+        moved_at=moved,
+        probed_at=state.position if probed else state.probed_at,
+        shadow_account=min(state.shadow_account + shadowing * done.time, 2.0),
+        probe_account=min(
+            state.probe_account + rules.plain_probing * done.time - (1 - 1 / plan.price if probed else 0.0), 1.0
+        ),
+    )
+    if after.ranks is not None:
+        after = replace(after, ranks=_recycled(after, done))
+    return _with_thresholds(after)
+
+
+def _drafted(drafter: Drafter, position: int, done: Done, rules: Rules) -> Drafter:
+    calibration = drafter.calibration
+    for place in range(min(done.accepted + 1, done.verified)):
+        calibration = calibration.observe(done.confidences[place], float(place < done.accepted))
+    rate = drafter.rate.faded(position, rules.half_life).add(done.tokens, done.time)
+    return replace(drafter, rate=rate, calibration=calibration, seen=position + done.tokens)
+
+
+def _recycled(state: State, done: Done) -> Ranks:
+    """Ranks after a step, and the tree where it is due."""
+    assert state.ranks is not None
+    rules, ranks = state.rules, state.ranks.seen(done.ranks)
+    if state.position > rules.listening and (ranks.tree is None or state.position - ranks.tree_at > NEW_TREE):
+        worth, chances = max(1.0, state.rate(RECYCLE)), [one / ranks.count for one in ranks.hits]
+        found = price.tree(chances, worth, state.costs.scoring, most=rules.most_nodes, depth=rules.depth)
+        ranks = ranks.drawn(found, state.position)
+    return ranks.graded(state.position, state.costs, rules)
+
+
+def _with_thresholds(state: State) -> State:
+    """The current drafter's thresholds, anew where they are old or the price has moved."""
+    name = state.current
+    if name is None or name not in state.drafters:
+        return state
+    own, worth = state.drafters[name], max(1.0, state.rate(name))
+    if own.thresholds and state.position - own.thresholds_at <= 16 and abs(worth / own.thresholds_price - 1) <= 0.03:
+        return state
+    return replace(state, drafters={**state.drafters, name: _priced(state, name, worth)})
+
+
+def _priced(state: State, name: str, worth: float) -> Drafter:
+    own, costs = state.drafters[name], state.costs
+    step = costs.drafts[name].value
+    found = price.thresholds(step, costs.fixed, costs.scoring, own.calibration.mean, worth, state.rules.most_drafts)
+    return replace(own, thresholds=tuple(found), thresholds_at=state.position, thresholds_price=worth)
+
+
+# ------------------------------------------------------------------------------------------------------ shadows
+
+
+def due(state: State) -> str | None:
+    """The drafter whose shadow is worth most of what the account can pay now; None for none."""
+    if not state.drafters or state.position < state.rules.listening:
+        return None
+    rates = state.rates()
+    best, chosen, worth = max([1.0, *rates.values()]), None, -1.0
+    for name, drafter in state.drafters.items():
+        cost, stale = state.costs.shadows.get(name), state.position - drafter.seen
+        steps = drafter.rate.faded(state.position, state.rules.half_life).steps
+        young = steps < 3
+        if name == state.current or cost is None or state.shadow_account < cost:
+            continue
+        if stale < (state.rules.window // 2 if young else state.rules.window):
+            continue
+        if rates[name] * (1 + 1.5 / (steps + 1) ** 0.5) < best and stale < state.rules.look_again:
+            continue
+        value = min(stale, 4000) / cost * (3 if young else 1)
+        if value > worth:
+            chosen, worth = name, value
+    return chosen
+
+
+def shadow(state: State, name: str, confidences: Sequence[float], right: Sequence[bool]) -> State:
+    """A drafter was graded on the latest committed tokens: how sure it is of what it would say at each place, and whether the text
+    says the same. It decodes them virtually, with its own thresholds."""
+    calibration = state.drafters[name].calibration
+    for confidence, one in zip(confidences, right, strict=True):
+        calibration = calibration.observe(confidence, float(one))
+    state = replace(state, drafters={**state.drafters, name: replace(state.drafters[name], calibration=calibration)})
+    worth = max(1.0, state.rate(name))
+    own, costs = _priced(state, name, worth), state.costs
+    step, place, rate = costs.drafts[name].value, 0, own.rate.faded(state.position, state.rules.half_life)
+    while place < len(right):
+        survival, drafts, accepted, good = 1.0, 0, 0, True
+        while place + drafts < len(right) and drafts < len(own.thresholds) and survival >= own.thresholds[drafts]:
+            survival *= calibration.predict(confidences[place + drafts])
+            good = good and right[place + drafts]
+            accepted += good
+            drafts += 1
+        rate = rate.add(accepted + 1, drafts * step + costs.scoring(drafts + 1) + (costs.fixed if drafts else 0.0))
+        place += accepted + 1
+    after = {**state.drafters, name: replace(own, rate=rate, seen=state.position)}
+    return replace(state, drafters=after, shadow_account=state.shadow_account - costs.shadows[name])

@@ -1,0 +1,99 @@
+"""What steps cost, believed from what was measured: a single surprise is damped, two in a row are believed.
+
+Times of drafting and scoring are in plain steps, a plain step is in seconds. The table that `decoding/costs.py` describes, where a
+machine has measured one, is where belief begins.
+"""
+
+from bisect import bisect_left
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+
+GAIN = 0.1
+"""Share of a difference that a measurement moves a belief by."""
+CLAMP = 0.25
+"""Largest difference that one measurement may count with, as a share of the belief."""
+SURPRISE = 0.4
+"""Difference from which on a measurement is a surprise, as a share of the belief."""
+BELIEVED_AFTER = 2
+"""Surprises in a row after which the latest one takes the belief's place."""
+FIRST_SLOPE = 0.04
+"""Plain steps that scoring one token more costs, before anything was measured."""
+
+
+@dataclass(frozen=True, slots=True)
+class Cost:
+    """A belief about a time that stays about the same. surprises: in a row, up to now."""
+
+    value: float
+    surprises: int = 0
+
+    def observe(self, measured: float) -> "Cost":
+        """One more measurement."""
+        difference = measured - self.value
+        surprises = self.surprises + 1 if abs(difference) > SURPRISE * self.value else 0
+        if surprises >= BELIEVED_AFTER:
+            return Cost(measured)
+        most = CLAMP * self.value
+        return Cost(self.value + GAIN * min(max(difference, -most), most), surprises)
+
+
+@dataclass(frozen=True, slots=True)
+class Scoring:
+    """V(n), what a pass that scores n tokens costs, in plain steps: known where it was measured, on straight lines between, and
+    behind the last place on the line through the last two. V(1) is 1, and V never falls."""
+
+    known: Mapping[int, Cost] = field(default_factory=dict)  # n > 1 -> belief
+    _places: tuple[int, ...] = (1,)
+    _values: tuple[float, ...] = (1.0,)
+
+    @classmethod
+    def of(cls, values: Mapping[int, float]) -> "Scoring":
+        """From measured values by n."""
+        return cls({n: Cost(value) for n, value in values.items() if n > 1})._drawn()
+
+    def observe(self, tokens: int, measured: float) -> "Scoring":
+        """A pass over so many tokens took so long."""
+        if tokens <= 1:
+            return self
+        cost = self.known[tokens].observe(measured) if tokens in self.known else Cost(measured)
+        return Scoring({**self.known, tokens: cost})._drawn()
+
+    def _drawn(self) -> "Scoring":
+        places = (1, *sorted(self.known))
+        values = [1.0]
+        for place in places[1:]:
+            values.append(max(values[-1], self.known[place].value))
+        return replace(self, _places=places, _values=tuple(values))
+
+    def __call__(self, tokens: int) -> float:
+        places, values = self._places, self._values
+        right = bisect_left(places, tokens)
+        if right < len(places) and places[right] == tokens:
+            return values[right]
+        if right == len(places):
+            if len(places) == 1:
+                return 1.0 + FIRST_SLOPE * (tokens - 1)
+            right -= 1
+            slope = (values[right] - values[right - 1]) / (places[right] - places[right - 1])
+            return values[right] + max(slope, FIRST_SLOPE) * (tokens - places[right])
+        left = right - 1
+        share = (tokens - places[left]) / (places[right] - places[left])
+        return values[left] + share * (values[right] - values[left])
+
+
+@dataclass(frozen=True, slots=True)
+class Costs:
+    """plain: seconds of a plain step. scoring: V. fixed: what a step costs beside its draft steps and its scoring as soon as it
+    drafts. drafts: drafter -> a draft step of it. shadows: drafter -> grading it on the latest tokens. lookup: finding a draft in
+    the text."""
+
+    plain: Cost
+    scoring: Scoring = Scoring()
+    fixed: float = 0.02
+    drafts: Mapping[str, Cost] = field(default_factory=dict)
+    shadows: Mapping[str, float] = field(default_factory=dict)
+    lookup: float = 0.01
+
+    def drafted(self, drafter: str, measured: float) -> "Costs":
+        """A draft step of a drafter took so long."""
+        return replace(self, drafts={**self.drafts, drafter: self.drafts[drafter].observe(measured)})
