@@ -17,6 +17,7 @@ from skipstone import Autoregressive, Jacobi, Lookahead, Method, PromptLookup, R
 from skipstone.decoding.session import Request
 from skipstone.methods.lookahead import LookaheadSession, Pool, Window
 from skipstone.methods.prompt_lookup import Index
+from skipstone.methods.recycle import shape
 from skipstone.methods.shared.lookups import RowDraft
 from skipstone.models import host
 from skipstone.models.layered import LayeredModel
@@ -319,3 +320,74 @@ IMPOSSIBLE: list[tuple[Method, str]] = [
 def test_impossible_settings_are_one_sentence(model: Any, method: Method, said: str) -> None:
     with pytest.raises(ValueError, match=said):
         skipstone.generate(model, prompt(5), method, max_new_tokens=4)
+
+
+# ------------------------------------------------------------------------------------------------- recycled tokens
+
+
+def test_the_shape_is_a_tree_whose_likelier_branches_are_longer() -> None:
+    nodes = shape(16, 8)
+    assert len(nodes) == len(set(nodes)) == 16
+    assert all(parent < node for node, (parent, _) in enumerate(nodes))
+    assert nodes[0] == (-1, 0)
+    depth = {-1: 0}
+    for node, (parent, _) in enumerate(nodes):
+        depth[node] = depth[parent] + 1
+    first = [node for node, (parent, rank) in enumerate(nodes) if rank == 0 and (parent < 0 or nodes[parent][1] == 0)]
+    assert max(depth.values()) == len({depth[node] for node in first})
+    assert {rank for _, rank in shape(30, 2)} == {0, 1}
+
+
+def test_a_tree_is_filled_by_what_was_kept_and_kept_is_what_the_model_says() -> None:
+    """Step by step against transformers' own logits: the drafted tree, what is accepted of it, and the kept continuations."""
+    model = forgetful(llama())
+    method, asked, new = Recycle(6, 3), looping(model), 60
+    decoder = start(method, LayeredModel(model), [Request(asked, new)])
+    decoder.probing = False
+    session: Any = decoder.session
+    kept: dict[int, list[int]] = {}
+    text = asked.tolist()
+    text += decoder.step().tokens[0]
+    accepted = 0
+    while decoder.busy:
+        room, root = new - (len(text) - len(asked)) - 1, text[-1]
+        tokens, paths = [], []  # of the tree that is to be drafted
+        placed: dict[int, int] = {-1: -1}
+        for node, (parent, rank) in enumerate(shape(6, 3)):
+            if parent not in placed:
+                continue
+            above = placed[parent]
+            path = paths[above] if above >= 0 else []
+            said = kept.get(path[-1] if path else root, [])
+            if rank < len(said) and len(path) < room:
+                placed[node] = len(tokens)
+                tokens.append(said[rank])
+                paths.append([*path, said[rank]])
+        step = decoder.step()
+        assert session._drafts[0].tokens == tokens
+        assert step.verified_nodes == len(tokens)
+        scored = [[], *paths]
+        likeliest = [logits_after(model, text + path).topk(3).indices.tolist() for path in scored]
+        accepted_path = step.tokens[0][: step.accepted[0]]
+        order = [*range(len(scored)), 0, *(scored.index(accepted_path[: n + 1]) for n in range(len(accepted_path)))]
+        for place in order:
+            kept[scored[place][-1] if scored[place] else root] = likeliest[place]
+        assert session.kept.continuations == kept
+        text += step.tokens[0]
+        accepted += step.accepted[0]
+    assert accepted > 5
+
+
+def logits_after(model: Any, text: list[int]) -> torch.Tensor:
+    """transformers' logits of what follows a text."""
+    return model(torch.tensor([text])).logits[0, -1]
+
+
+def test_what_was_kept_outlives_a_request() -> None:
+    model, wish = forgetful(llama()), {"max_new_tokens": 40, "do_sample": False, "eos_token_id": None}
+    first = skipstone.generate(model, looping(model), Recycle(), **wish)
+    second = skipstone.generate(model, looping(model), Recycle(), **wish)
+    assert first.new_tokens == second.new_tokens
+    assert first.stats is not None
+    assert second.stats is not None
+    assert second.stats.accepted > first.stats.accepted

@@ -75,6 +75,22 @@ def test_draws_are_those_of_transformers_warpers(vocabulary: int) -> None:
     assert sum(several) > 25, "hardly anything was drawn at random"
 
 
+@pytest.mark.parametrize("count", [1, 2, 8, 100, 101])
+def test_the_largest_logits_are_those_of_a_sort(count: int) -> None:
+    model = native(families.build("llama"))
+    logits = torch.randn(2, 5, 700, generator=torch.Generator().manual_seed(count))
+    found = model.largest(logits, count)
+    assert torch.equal(found, logits.sort(dim=-1, descending=True).indices[..., :count])
+    few = logits[..., :count]
+    assert torch.equal(model.largest(few, count).sort(-1).values, torch.arange(count).expand(2, 5, count))
+
+
+def test_of_equal_logits_the_lower_token_is_the_larger() -> None:
+    logits = torch.zeros(1, 1, 300)
+    logits[..., [7, 200, 201]] = 1.0
+    assert native(families.build("llama")).largest(logits, 5).tolist() == [[[7, 200, 201, 0, 1]]]
+
+
 def test_rows_that_are_apart_in_memory() -> None:
     logits = torch.randn(3, 4, 300, generator=torch.Generator().manual_seed(0))
     noise, position = Noise(torch.arange(3)), torch.tensor([4, 5, 6])

@@ -40,7 +40,7 @@ class Recycle(Method):
     positional: ClassVar[str] = "verifies trees"
     if_few_accepted: ClassVar[str] = "An acceptance rate that low says that this text goes on differently every time."
 
-    nodes: int = setting(16, "tokens of the drafted tree; the paper has 80.")
+    nodes: int = setting(8, "tokens of the drafted tree; the paper has 80.")
     candidates: int = setting(8, "k, continuations that are kept for every token.", within=(1, len(RANK_ACCEPTANCES)))
 
     def report(self, model: Any) -> dict[str, Any]:
