@@ -10,12 +10,12 @@ if TYPE_CHECKING:
     from skipstone.api import Detokenizer as Detokenizer
     from skipstone.api import generate as generate
     from skipstone.api import stream as stream
+    from skipstone.decoding.batch import Request as Request
     from skipstone.decoding.draft import Draft as Draft
     from skipstone.decoding.draft import Step as Step
     from skipstone.decoding.loop import Decoder as Decoder
     from skipstone.decoding.method import Method as Method
     from skipstone.decoding.sampling import Sampling as Sampling
-    from skipstone.decoding.session import Request as Request
     from skipstone.decoding.session import Session as Session
     from skipstone.decoding.stats import Stats as Stats
     from skipstone.hf.enable import custom_generate as custom_generate
@@ -43,11 +43,12 @@ __version__ = "0.1.0"
 
 _NAMES = {
     "api": ("Detokenizer", "generate", "stream"),
+    "decoding.batch": ("Request",),
     "decoding.draft": ("Draft", "Step"),
     "decoding.loop": ("Decoder",),
     "decoding.method": ("Method",),
     "decoding.sampling": ("Sampling",),
-    "decoding.session": ("Request", "Session"),
+    "decoding.session": ("Session",),
     "decoding.stats": ("Stats",),
     "hf.enable": ("custom_generate", "disable", "enable"),
     "hf.generation": ("Output",),

@@ -1,6 +1,6 @@
-"""A world in which drafters are right and wrong by chance, on machines with known costs: what a controller decides about, without a
-model. The text is given (greedy decoding): a drafter's token is the text's at a place or it is not, so that a policy changes the time
-alone. Controllers see noisy times; what they are judged by are the mean times.
+"""A world in which drafters are right and wrong by chance, on machines with known costs: what a controller decides about,
+without a model. The text is given (greedy decoding): a drafter's token is the text's at a place or it is not, so that a policy
+changes the time alone. Controllers see noisy times; what they are judged by are the mean times.
 
 The shapes of the machines are measured ones, tasks and noise are invented: what carries over are relations, not figures.
 """
@@ -25,19 +25,22 @@ DRAFTERS = (*SELF, "draft model")
 
 
 class Machine:
-    """Mean times in plain steps. scoring(n): a pass over n tokens. drafts: drafter -> a draft step. shadows: drafter -> grading it on
-    32 tokens. fixed: of a step that drafts. lookup: of finding a draft in the text."""
+    """Mean times in plain steps. scoring(n): a pass over n tokens. drafts: drafter -> a draft step. shadows: drafter -> grading
+    it on 32 tokens. fixed: of a step that drafts. lookup: of finding a draft in the text."""
 
     LOOKUP = 0.01
 
     def __init__(self, points: Sequence[tuple[int, float]], head: float, fixed: float, wait: float = 0.0) -> None:
         places, values = zip(*points, strict=True)
         self.fixed = fixed
-        self.table = [0.0, *(float(np.interp(n, places, values)) if n <= places[-1] else values[-1] * n / places[-1] for n in range(1, 400))]
+        self.table = [
+            0.0,
+            *(float(np.interp(n, places, values)) if n <= places[-1] else values[-1] * n / places[-1] for n in range(1, 400)),
+        ]
         self.drafts = {f"E{e}": e / 24 * (1 - head) + head + wait for e in (4, 6, 8, 12)}
         self.drafts |= {"skip": 0.55 * (1 - head) + head + wait, "draft model": 0.2 + wait}
         several = self.table[32]
-        self.shadows = {name: head * several + 0.01 for name in EXITS}
+        self.shadows = dict.fromkeys(EXITS, head * several + 0.01)
         self.shadows |= {"skip": 0.55 * several, "draft model": 0.2 * several}
 
     def scoring(self, tokens: int) -> float:
@@ -57,9 +60,9 @@ MACHINES = {
 
 @dataclass(frozen=True)
 class Task:
-    """acceptance: mean of every drafter. copied, span: share of tokens that stand in copied passages, and the mean length of one.
-    false_matches, right_by_chance: how often the text matches elsewhere, and how often such a match goes on rightly. recycled: how
-    often the first kept token is right. slope, offset: of confidence in the logit of acceptance."""
+    """acceptance: mean of every drafter. copied, span: share of tokens that stand in copied passages, and the mean length of
+    one. false_matches, right_by_chance: how often the text matches elsewhere, and how often such a match goes on rightly.
+    recycled: how often the first kept token is right. slope, offset: of confidence in the logit of acceptance."""
 
     acceptance: tuple[float, ...]
     copied: float
@@ -91,10 +94,9 @@ class World:
     """A text of phases (task, tokens), and what could be observed at every place of it.
 
     match, match_right: the length of the longest match before a place, and how many tokens of its continuation are the text's.
-    conf[d], wrong_conf[d]: how sure a drafter is where its draft is right so far, and where it is not. right[d]: whether its token
-    is the text's. run[d]: how many in a row are. rank: of a token among those kept for the one before it. starts: places where a
-    request begins.
-    """
+    conf[d], wrong_conf[d]: how sure a drafter is where its draft is right so far, and where it is not. right[d]: whether its
+    token is the text's. run[d]: how many in a row are. rank: of a token among those kept for the one before it. starts: places
+    where a request begins."""
 
     def __init__(self, phases: Sequence[tuple[str, int]], seed: int, request: int | None = None) -> None:
         rng = np.random.default_rng(seed)
@@ -134,7 +136,8 @@ class World:
         self.rank = np.where(rng.random(length) < chance, 0, np.where(missing, 99, later)).astype(int).tolist()
 
     def _copies(self, rng: np.random.Generator) -> np.ndarray:
-        """Copied passages, and the matches that they and chance make. Returns how many tokens of its passage are left at a place."""
+        """Copied passages, and the matches that they and chance make. Returns how many tokens of its passage are left at a
+        place."""
         self.match, self.match_right, span, place = [0] * self.length, [0] * self.length, np.zeros(self.length, int), 0
         while place < self.length:
             task = self.tasks[place]
@@ -202,9 +205,7 @@ def plainly(machine: Machine) -> Fallback:
 
 def looked_up(world: World, machine: Machine, drafts: int, least: int, otherwise: Fallback) -> Fallback:
     time = machine.scoring(drafts + 1) + machine.fixed + Machine.LOOKUP
-    return lambda place: (
-        (min(drafts, world.match_right[place]), time) if world.match[place] >= least else otherwise(place)
-    )
+    return lambda place: (min(drafts, world.match_right[place]), time) if world.match[place] >= least else otherwise(place)
 
 
 def ranked_tree(nodes: int) -> frozenset[tuple[int, ...]]:
@@ -217,14 +218,19 @@ def best_fixed(world: World, machine: Machine, drafters: Sequence[str], recyclin
     before each of these, trees of recycled tokens, plain decoding."""
     lengths = (1, 2, 3, 4, 6, 8, 12, 16)
     chains = sorted(
-        ((rate(world, one), index, one) for index, one in enumerate(chain(world, machine, name, k) for name in drafters for k in lengths)),
+        (
+            (rate(world, one), index, one)
+            for index, one in enumerate(chain(world, machine, name, k) for name in drafters for k in lengths)
+        ),
         reverse=True,
     )
     found = [1.0, *(one for one, _, _ in chains)]
     found += [rate(world, looked_up(world, machine, k, least, plainly(machine))) for k in (4, 10, 20) for least in (1, 2, 4)]
     before = [one for _, _, one in chains[:2]]
     if recycling:
-        trees = sorted(((rate(world, one), n, one) for n in (4, 8, 16, 32, 60) if (one := recycled(world, machine, n))), reverse=True)
+        trees = sorted(
+            ((rate(world, one), n, one) for n in (4, 8, 16, 32, 60) if (one := recycled(world, machine, n))), reverse=True
+        )
         found += [one for one, _, _ in trees]
         before += [one for _, _, one in trees[:2]]
     found += [rate(world, looked_up(world, machine, k, least, one)) for one in before for k in (10, 20) for least in (2, 4, 8)]
@@ -296,7 +302,9 @@ class Log:
 # ------------------------------------------------------------------------------------------------------ the controller
 
 
-def first_state(machine: Machine, drafters: Sequence[str], *, recycling: bool = True, believed: float = 1.0, rules: Rules = RULES) -> State:
+def first_state(
+    machine: Machine, drafters: Sequence[str], *, recycling: bool = True, believed: float = 1.0, rules: Rules = RULES
+) -> State:
     """What a controller knows at first: costs measured on this machine, those of drafting times `believed`."""
     costs = Costs(
         plain=Cost(1.0),

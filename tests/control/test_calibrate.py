@@ -38,8 +38,8 @@ def test_it_learns_what_a_confidence_means(slope: float, offset: float) -> None:
 
 
 def test_it_follows_a_change() -> None:
-    """The offset falls by 1: as many drafts later as the memory is long most of the error is gone, and after three times as many
-    all but what chance makes."""
+    """The offset falls by 1: as many drafts later as the memory is long most of the error is gone, and after three times as
+    many all but what chance makes."""
     for count, left in ((400, 0.6), (1200, 0.25)):
         before = [taught(1.0, 0.5, 600, seed) for seed in range(6)]
         after = [taught(1.0, -0.5, count, seed + 100, old) for seed, old in enumerate(before)]

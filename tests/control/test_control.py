@@ -1,5 +1,5 @@
-"""The controller in a simulated world: near the best fixed choice in hindsight, never slower than plain decoding, and every part of it
-is needed for that."""
+"""The controller in a simulated world: near the best fixed choice in hindsight, never slower than plain decoding, and every
+part of it is needed for that."""
 
 from __future__ import annotations
 

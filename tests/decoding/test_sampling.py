@@ -177,7 +177,7 @@ def test_processors_run_in_order_on_unpadded_ids_and_path() -> None:
 def test_propose_returns_what_the_draft_was_drawn_from() -> None:
     logits = 2 * torch.randn(2, 9, generator=torch.Generator().manual_seed(3))
     position, path = torch.tensor([4, 6]), torch.empty(2, 0, dtype=torch.long)
-    sampled, greedy, coupled = Sampler(2, CPU), Sampler(2, CPU), Sampler(2, CPU, coupled=True)
+    sampled, greedy, coupled = Sampler(2, CPU), Sampler(2, CPU), Sampler(2, CPU)
     for row in range(2):
         sampled.admit(row, Sampling(temperature=0.8, top_k=4, seed=row), torch.tensor([1]))
         coupled.admit(row, Sampling(temperature=0.8, top_k=4, seed=row), torch.tensor([1]))
@@ -189,7 +189,7 @@ def test_propose_returns_what_the_draft_was_drawn_from() -> None:
     assert torch.equal(scores, logits)
     assert greedy.propose(logits, position, path)[0].tolist() == logits.argmax(-1).tolist()
     assert greedy.propose(logits, position, path)[1] is None
-    assert coupled.propose(logits, position, path)[1] is None
+    assert coupled.propose(logits, position, path, None, True)[1] is None
 
 
 class Watching(LogitsProcessor):

@@ -16,11 +16,11 @@ import torch
 from torch import Tensor
 from transformers.generation.logits_process import LogitsProcessor
 
+from skipstone.decoding.batch import Request
 from skipstone.decoding.draft import Step
 from skipstone.decoding.loop import Decoder
 from skipstone.decoding.method import Method
 from skipstone.decoding.sampling import Sampling
-from skipstone.decoding.session import Request
 from skipstone.models.kvstore import KVStore
 from skipstone.models.layered import LayeredModel, only
 from skipstone.models.passes import Pass

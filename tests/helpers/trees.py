@@ -14,9 +14,10 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
+from skipstone.decoding.batch import Request
 from skipstone.decoding.draft import Draft, RowVerdict
 from skipstone.decoding.method import Method
-from skipstone.decoding.session import Request, Session
+from skipstone.decoding.session import Session
 from skipstone.models.layered import LayeredModel
 
 ROOT = -1

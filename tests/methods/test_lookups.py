@@ -14,7 +14,7 @@ from transformers.generation.candidate_generator import PromptLookupCandidateGen
 
 import skipstone
 from skipstone import Autoregressive, Jacobi, Lookahead, Method, PromptLookup, Recycle
-from skipstone.decoding.session import Request
+from skipstone.decoding.batch import Request
 from skipstone.methods.lookahead import LookaheadSession, Pool, Window
 from skipstone.methods.prompt_lookup import Index
 from skipstone.methods.recycle import shape

@@ -16,9 +16,10 @@ from transformers.generation.logits_process import RepetitionPenaltyLogitsProces
 
 import skipstone
 from skipstone import AdaSD, Autoregressive, Method, Speculative
+from skipstone.decoding.batch import Request
 from skipstone.decoding.loop import Decoder, run
 from skipstone.decoding.sampling import Sampling
-from skipstone.decoding.session import Request, Session
+from skipstone.decoding.session import Session
 from skipstone.methods.adasd.thresholds import VerificationThreshold
 from skipstone.methods.shared import draft_model as draft_models
 from skipstone.methods.shared.draft_model import DraftModel, DraftModelSession

@@ -16,8 +16,9 @@ from transformers import PreTrainedModel
 
 import skipstone
 from skipstone import EarlyExit
+from skipstone.decoding.batch import Request
 from skipstone.decoding.draft import Draft, RowVerdict
-from skipstone.decoding.session import Request, Session
+from skipstone.decoding.session import Session
 from skipstone.models import recognition
 from skipstone.models.derivation import derive
 from skipstone.models.families import Family, Rotary, Step

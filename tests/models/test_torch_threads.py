@@ -8,9 +8,10 @@ from collections.abc import Iterator
 import pytest
 import torch
 
+from skipstone.decoding.batch import Request
 from skipstone.decoding.draft import Draft
 from skipstone.decoding.loop import Decoder
-from skipstone.decoding.session import Request, Session
+from skipstone.decoding.session import Session
 from skipstone.models.engines.native import library
 from skipstone.models.layered import LayeredModel
 from skipstone.models.torch_threads import OneThread

@@ -51,7 +51,7 @@ def test_nothing_that_is_timed_is_committed() -> None:
         assert timed() > 0
     for session in (bench.lookups, bench.exits, bench.chains, bench.ranked):
         session.store.length = [bench.context] * 2
-        assert session.last == [0, 0]
+        assert session.batch.last == [0, 0]
 
 
 def test_a_draft_step_is_what_a_longer_chain_takes_more() -> None:

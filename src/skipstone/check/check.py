@@ -26,11 +26,11 @@ from skipstone import api
 from skipstone.check import laws
 from skipstone.check.bits import Bits, Comparison
 from skipstone.check.kernels import measured, spread, stored_spread
+from skipstone.decoding.batch import Request
 from skipstone.decoding.draft import Draft
 from skipstone.decoding.loop import Decoder
 from skipstone.decoding.method import Method
 from skipstone.decoding.sampling import Sampling
-from skipstone.decoding.session import Request
 from skipstone.hf.defaults import neutral_defaults
 from skipstone.models.engines.choice import attach
 from skipstone.models.host import left_padded

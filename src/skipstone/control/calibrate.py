@@ -28,10 +28,9 @@ PRIOR_ACCEPTANCE, PRIOR_WEIGHT = 0.6, 10.0
 class Logistic:
     """P(accepted | confidence) = sigmoid(slope logit(confidence) + offset), learnt one draft at a time.
 
-    The belief about (slope, offset) is Gaussian and follows every observation by one Newton step (a Laplace approximation), as in
-    online Bayesian logistic regression (Spiegelhalter & Lauritzen, Networks 1990). variances and covariance: of the belief. mean:
-    of the acceptances. weight: observations that the mean counts as.
-    """
+    The belief about (slope, offset) is Gaussian and follows every observation by one Newton step (a Laplace approximation), as
+    in online Bayesian logistic regression (Spiegelhalter & Lauritzen, Networks 1990). variances and covariance: of the belief.
+    mean: of the acceptances. weight: observations that the mean counts as."""
 
     slope: float = PRIOR_SLOPE
     offset: float = PRIOR_OFFSET
@@ -69,11 +68,11 @@ class Logistic:
 
 
 MATCHES = ((1, 0.25), (2, 0.35), (3, 0.45), (4, 0.6), (6, 0.75), (10, 0.85))
-"""Buckets of matches: the tokens that a match of this bucket has at least, and the acceptance of its first draft before anything
-was seen."""
+"""Buckets of matches: the tokens that a match of this bucket has at least, and the acceptance of its first draft before
+anything was seen."""
 PRIOR_RISE = 0.02
-"""By how much a later draft of a match is likelier to be accepted than the one before it, before anything was seen: who is right
-so far is in a copied passage."""
+"""By how much a later draft of a match is likelier to be accepted than the one before it, before anything was seen: who is
+right so far is in a copied passage."""
 MOST_PRIOR = 0.97
 MATCH_PRIOR_WEIGHT = 4.0
 """Observations that such a prior counts as."""
@@ -91,7 +90,8 @@ class Matches:
     """
 
     accepted: tuple[tuple[float, ...], ...] = tuple(
-        tuple(MATCH_PRIOR_WEIGHT * min(MOST_PRIOR, first + PRIOR_RISE * place) for place in range(PLACES)) for _, first in MATCHES
+        tuple(MATCH_PRIOR_WEIGHT * min(MOST_PRIOR, first + PRIOR_RISE * place) for place in range(PLACES))
+        for _, first in MATCHES
     )
     seen: tuple[tuple[float, ...], ...] = ((MATCH_PRIOR_WEIGHT,) * PLACES,) * len(MATCHES)
     memory: float = MATCH_MEMORY

@@ -1,10 +1,10 @@
 """Which drafter, how long a draft, or none: `decide` and `observe`, a fold over steps.
 
-Every drafter is held against plain decoding by the text that is known by now: with its own stopping rule and the measured costs,
-how many tokens would it have committed in how much time? That is its rate, in tokens a plain step (plain decoding's is 1). The
-drafter that drafts is graded by what it did; others by `shadow`, on what the verification left behind; lookups and recycled tokens by
-`observe`, on the host. So nothing has to be tried to be known, as long as shadows are paid: they have an account of their own, a
-share of the time, which is never overdrawn.
+Every drafter is held against plain decoding by the text that is known by now: with its own stopping rule and the measured
+costs, how many tokens would it have committed in how much time? That is its rate, in tokens a plain step (plain decoding's is
+1). The drafter that drafts is graded by what it did; others by `shadow`, on what the verification left behind; lookups and
+recycled tokens by `observe`, on the host. So nothing has to be tried to be known, as long as shadows are paid: they have an
+account of their own, a share of the time, which is never overdrawn.
 
 Times are in plain steps. Positions count the committed tokens of a session, of a batch the mean of its rows.
 """
@@ -23,12 +23,12 @@ PLAIN, PROBE, LOOKUP, RECYCLE = "plain", "probe", "lookup", "recycle"
 
 @dataclass(frozen=True, slots=True)
 class Rules:
-    """The constants. half_life: tokens after which a step counts half in its drafter's rate. kept: share of it that a new request
-    leaves. shadowing: share of the time that shadows may take; calm_shadowing where nothing has moved for calm_after tokens.
-    window: tokens that a shadow grades. plain_probing: share of the time that plain probes may lose, plain_spacing tokens apart.
-    margin: by how much another drafter's rate must be larger to take over. most_drafts: a step. listening: tokens that are decoded
-    plainly at first. look_again: tokens after which a drafter is graded whatever its rate is. prior: plain steps at rate 1 that a
-    rate begins with. won: plain steps that a lookup's rate keeps of a step."""
+    """The constants. half_life: tokens after which a step counts half in its drafter's rate. kept: share of it that a new
+    request leaves. shadowing: share of the time that shadows may take; calm_shadowing where nothing has moved for calm_after
+    tokens. window: tokens that a shadow grades. plain_probing: share of the time that plain probes may lose, plain_spacing
+    tokens apart. margin: by how much another drafter's rate must be larger to take over. most_drafts: a step. listening: tokens
+    that are decoded plainly at first. look_again: tokens after which a drafter is graded whatever its rate is. prior: plain
+    steps at rate 1 that a rate begins with. won: plain steps that a lookup's rate keeps of a step."""
 
     half_life: float = 300.0
     kept: float = 0.5
@@ -69,11 +69,11 @@ class Rate:
 
 @dataclass(frozen=True, slots=True)
 class Drafter:
-    """What is known of a drafter. seen: the position up to which it was graded. thresholds: of survival, as `price.thresholds` has
-    them, worked out at the position `thresholds_at` for the price `thresholds_price`."""
+    """What is known of a drafter. seen: the position up to which it was graded. thresholds: of survival, as `price.thresholds`
+    has them, worked out at the position `thresholds_at` for the price `thresholds_price`."""
 
     rate: Rate = Rate()
-    calibration: Logistic = Logistic()
+    calibration: Logistic = field(default_factory=Logistic)
     seen: int = 0
     thresholds: tuple[float, ...] = ()
     thresholds_at: int = -1000
@@ -82,9 +82,9 @@ class Drafter:
 
 @dataclass(frozen=True, slots=True)
 class Ranks:
-    """How often the token that was kept first, second, ... for a token followed it, and the tree that is drafted by that. children:
-    of the tree, (node, rank) -> node, -1 being the last committed token. pending: ranks of committed tokens that the tree was not
-    graded on yet."""
+    """How often the token that was kept first, second, ... for a token followed it, and the tree that is drafted by that.
+    children: of the tree, (node, rank) -> node, -1 being the last committed token. pending: ranks of committed tokens that the
+    tree was not graded on yet."""
 
     hits: tuple[float, ...] = (8.0, 3.0, 2.0, 1.0, 0.6)
     count: float = 20.0
@@ -139,8 +139,8 @@ class State:
     costs: Costs
     drafters: Mapping[str, Drafter]
     rules: Rules = Rules()
-    ledger: Ledger = Ledger()
-    matches: Matches = Matches()
+    ledger: Ledger = field(default_factory=Ledger)
+    matches: Matches = field(default_factory=Matches)
     lookups: Rate = Rate(24.0, 10.0)
     ranks: Ranks | None = None
     current: str | None = None
@@ -166,8 +166,8 @@ class State:
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """What a step does, and why. kind: PLAIN, PROBE, LOOKUP, RECYCLE or the name of a drafter. price: tokens that a plain step is
-    worth. current: the drafter that the step was weighed against. thresholds: of a drafter. drafts: of a lookup. tree: of
+    """What a step does, and why. kind: PLAIN, PROBE, LOOKUP, RECYCLE or the name of a drafter. price: tokens that a plain step
+    is worth. current: the drafter that the step was weighed against. thresholds: of a drafter. drafts: of a lookup. tree: of
     recycled tokens."""
 
     kind: str
@@ -181,11 +181,11 @@ class Plan:
 
 @dataclass(frozen=True, slots=True)
 class Done:
-    """What became of a step. tokens: committed. time: of all of it. confidences: of a drafter's tokens. verified: drafts that were
-    scored. accepted: of these. draft_step, scoring: measured times of one draft step and of the scoring pass; None where they
-    were not. match: tokens of the match that the text had before the step, 0 for none. right: tokens of its continuation that the
-    text has now, as far as `looked_up`. ranks: of every committed token, its place among those that were kept for the one
-    before it, beyond all for one that was not. shadow_time: spent on shadows before the step."""
+    """What became of a step. tokens: committed. time: of all of it. confidences: of a drafter's tokens. verified: drafts that
+    were scored. accepted: of these. draft_step, scoring: measured times of one draft step and of the scoring pass; None where
+    they were not. match: tokens of the match that the text had before the step, 0 for none. right: tokens of its continuation
+    that the text has now, as far as `looked_up`. ranks: of every committed token, its place among those that were kept for the
+    one before it, beyond all for one that was not. shadow_time: spent on shadows before the step."""
 
     tokens: int
     time: float
@@ -212,7 +212,7 @@ def decide(state: State, match: int = 0) -> Plan:
     best_rate = max(rates[best], 1.0) if best is not None else 1.0
     if best_rate > (rates[current] if current is not None else 1.0) * (1 + rules.margin):
         current = best
-    elif current is not None and 1.0 > rates[current] * (1 + rules.margin):
+    elif current is not None and rates[current] * (1 + rules.margin) < 1.0:
         current = None
     worth = max(1.0, rates[current]) if current is not None else 1.0
     if state.ledger.overdrawn:
@@ -236,8 +236,8 @@ def _probe_is_due(state: State, worth: float) -> bool:
 
 
 def _lookup(state: State, match: int, worth: float) -> price.Lengths | None:
-    """The draft of a match where it gains more than the current drafter does in its time. A longer draft is worth its scoring at
-    the rate of lookups: what is copied belongs to the text and is not there in the next step as well."""
+    """The draft of a match where it gains more than the current drafter does in its time. A longer draft is worth its scoring
+    at the rate of lookups: what is copied belongs to the text and is not there in the next step as well."""
     length_price = max(worth, state.lookups.tokens / state.lookups.time)
     found = price.trim(price.survivals(state.matches.predict(match)), length_price, state.costs.scoring)
     time = state.costs.scoring(found.drafts + 1) + state.costs.fixed + state.costs.lookup
@@ -284,9 +284,7 @@ def observe(state: State, plan: Plan, done: Done) -> State:
         moved_at=moved,
         probed_at=state.position if probed else state.probed_at,
         shadow_account=min(state.shadow_account + shadowing * done.time, 2.0),
-        probe_account=min(
-            state.probe_account + rules.plain_probing * done.time - (1 - 1 / plan.price if probed else 0.0), 1.0
-        ),
+        probe_account=min(state.probe_account + rules.plain_probing * done.time - (1 - 1 / plan.price if probed else 0.0), 1.0),
     )
     if after.ranks is not None:
         after = replace(after, ranks=_recycled(after, done))
@@ -356,8 +354,8 @@ def due(state: State) -> str | None:
 
 
 def shadow(state: State, name: str, confidences: Sequence[float], right: Sequence[bool]) -> State:
-    """A drafter was graded on the latest committed tokens: how sure it is of what it would say at each place, and whether the text
-    says the same. It decodes them virtually, with its own thresholds."""
+    """A drafter was graded on the latest committed tokens: how sure it is of what it would say at each place, and whether the
+    text says the same. It decodes them virtually, with its own thresholds."""
     calibration = state.drafters[name].calibration
     for confidence, one in zip(confidences, right, strict=True):
         calibration = calibration.observe(confidence, float(one))

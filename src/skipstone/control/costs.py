@@ -1,8 +1,7 @@
 """What steps cost, believed from what was measured: a single surprise is damped, two in a row are believed.
 
-Times of drafting and scoring are in plain steps, a plain step is in seconds. The table that `decoding/costs.py` describes, where a
-machine has measured one, is where belief begins.
-"""
+Times of drafting and scoring are in plain steps, a plain step is in seconds. The table that `decoding/costs.py` describes,
+where a machine has measured one, is where belief begins."""
 
 from bisect import bisect_left
 from collections.abc import Mapping
@@ -84,8 +83,8 @@ class Scoring:
 @dataclass(frozen=True, slots=True)
 class Costs:
     """plain: seconds of a plain step. scoring: V. fixed: what a step costs beside its draft steps and its scoring as soon as it
-    drafts. drafts: drafter -> a draft step of it. shadows: drafter -> grading it on the latest tokens. lookup: finding a draft in
-    the text."""
+    drafts. drafts: drafter -> a draft step of it. shadows: drafter -> grading it on the latest tokens. lookup: finding a draft
+    in the text."""
 
     plain: Cost
     scoring: Scoring = Scoring()

@@ -35,8 +35,8 @@ class Ledger:
     """The account of all requests, which forgets, and that of the running one, which does not: time that was won in one request
     is not lost in the next.
 
-    While neither is overdrawn a step may draft; otherwise it is plain, and plain steps lose nothing, so that both come back. For
-    any drafter and any estimate a request therefore takes at most
+    While neither is overdrawn a step may draft; otherwise it is plain, and plain steps lose nothing, so that both come back.
+    For any drafter and any estimate a request therefore takes at most
 
         (1 + slack) x plain + CREDIT + what its last step before plain ones lost.
     """

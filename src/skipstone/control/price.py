@@ -32,9 +32,9 @@ class Lengths(NamedTuple):
 
 
 class RankTree(NamedTuple):
-    """A tree of drafts, in an order in which every prefix is a tree. parents: of every node the number of an earlier one, -1 for
-    the last committed token. ranks: of every node, its place among its parent's likeliest continuations, from 0. tokens: how
-    many a step is expected to commit."""
+    """A tree of drafts, in an order in which every prefix is a tree. parents: of every node the number of an earlier one, -1
+    for the last committed token. ranks: of every node, its place among its parent's likeliest continuations, from 0. tokens:
+    how many a step is expected to commit."""
 
     parents: list[int]
     ranks: list[int]
@@ -73,8 +73,8 @@ def trim(survival: Sequence[float], price: float, scoring: Scoring) -> Lengths:
 
 
 def lookup(acceptances: Sequence[float], price: float, scoring: Scoring, fixed: float = 0.0) -> Lengths:
-    """How long a draft to look up; no draft where none is worth its scoring. fixed: time of a step beside its scoring as soon as
-    it drafts."""
+    """How long a draft to look up; no draft where none is worth its scoring. fixed: time of a step beside its scoring as soon
+    as it drafts."""
     best = trim(survivals(acceptances), price, scoring)
     gain = best.tokens - 1 - price * (scoring(best.drafts + 1) - scoring(1) + fixed)
     return best if best.drafts and gain > 0 else Lengths(0, 1.0)
@@ -105,8 +105,8 @@ def tree(acceptances: Sequence[float], price: float, scoring: Scoring, *, most: 
 
 
 def allocate(survival: Sequence[Sequence[float]], price: float, scoring: Scoring) -> list[int]:
-    """How many drafts of every row of a batch to score. survival: of every row's drafts. scoring: n -> time of a pass of n tokens
-    of all rows together, with one of each row at least.
+    """How many drafts of every row of a batch to score. survival: of every row's drafts. scoring: n -> time of a pass of n
+    tokens of all rows together, with one of each row at least.
 
     One price for the batch: the drafts of all rows in the order of their survivals, cut where the expected tokens - price x V
     are most (arXiv 2502.15197). A row's survivals fall, so that what is kept of it is the beginning of its chain.
@@ -120,8 +120,8 @@ def allocate(survival: Sequence[Sequence[float]], price: float, scoring: Scoring
 
 
 def _best_prefix(survival: Sequence[float], price: float, scoring: Scoring, rows: int) -> Lengths:
-    """The prefix with the most expected tokens - price x V; of two that are worth the same the longer one. rows: tokens that are
-    scored in any case, each of which brings one."""
+    """The prefix with the most expected tokens - price x V; of two that are worth the same the longer one. rows: tokens that
+    are scored in any case, each of which brings one."""
     tokens = float(rows)
     best, worth = Lengths(0, tokens), tokens - price * scoring(rows)
     for count, one in enumerate(survival, 1):

@@ -10,10 +10,11 @@ from itertools import pairwise
 
 import torch
 
+from skipstone.decoding.batch import Request
 from skipstone.decoding.draft import Draft, Picked, RowVerdict, Step, Verdict
 from skipstone.decoding.probes import Pace
 from skipstone.decoding.sampling import Scores
-from skipstone.decoding.session import PREFILL_CHUNK, Request, Session
+from skipstone.decoding.session import PREFILL_CHUNK, Session
 from skipstone.decoding.stopping import RunningRequest
 from skipstone.models.torch_threads import OneThread
 

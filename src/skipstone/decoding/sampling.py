@@ -222,13 +222,11 @@ def _without_improbable(scores: Tensor, p: Tensor, min_p: Tensor) -> Tensor:
 class Sampler:
     """The sampling settings of all rows, and the ids their processors look at.
 
-    rows: batch size. coupled: drafts draw from the target's own noise (Gumbel coupling), so they are deterministic given the
-    seed and `verify.match` is exact for them. engine_draw: the engine's way to draw a token; None where it has none.
+    rows: batch size. engine_draw: the engine's way to draw a token; None where it has none.
     """
 
     rows: int
     device: torch.device
-    coupled: bool = False
     noise_type: type[Noise] = Noise
     engine_draw: EngineDraw | None = None
     settings: list[Sampling | None] = field(init=False)
@@ -354,23 +352,23 @@ class Sampler:
         return Warpable(scores, self.warping, self.engine_draw, lambda: self.warped(scores, path, wanted))
 
     def propose(
-        self, logits: Tensor, position: Tensor, path: Tensor, wanted: Sequence[bool] | None = None
+        self, logits: Tensor, position: Tensor, path: Tensor, wanted: Sequence[bool] | None = None, coupled: bool = False
     ) -> tuple[Tensor, Tensor | None, Tensor]:
         """Draw a draft token. logits: [B, V] raw; position: [B] the token will have; path: [B, k] the draft so far.
 
-        wanted: as in `process`. Returns (tokens [B], q [B, V] or None where the draw is deterministic, processed logits [B, V]
-        for confidences).
-        """
+        wanted: as in `process`. coupled: draw from the target's own noise (Gumbel coupling), so that drafts are deterministic
+        given the seed and `verify.match` is exact for them. Returns (tokens [B], q [B, V] or None where the draw is
+        deterministic, processed logits [B, V] for confidences)."""
         scores = self.process(logits, path, wanted)
-        return *self.drawn(scores, position, path, wanted), scores
+        return *self.drawn(scores, position, path, wanted, coupled), scores
 
     def drawn(
-        self, scores: Tensor, position: Tensor, path: Tensor, wanted: Sequence[bool] | None = None
+        self, scores: Tensor, position: Tensor, path: Tensor, wanted: Sequence[bool] | None = None, coupled: bool = False
     ) -> tuple[Tensor, Tensor | None]:
         """The draw of `propose`, from processed logits [B, V]."""
         if self.greedy:
             return scores.argmax(-1), None
-        if self.coupled:
+        if coupled:
             return self.noise.draw(self.chances(scores, path, wanted), position, TARGET), None
         q = self.warped(scores, path, wanted)
         return self.noise.draw(q, position, substream(DRAFT, path.shape[1])), q

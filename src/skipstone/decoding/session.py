@@ -4,15 +4,13 @@
 `admit` a request, `prefill` its prompt, take part in steps, `release`.
 """
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
-
 import torch
 from torch import Tensor
 
 from skipstone.decoding import verify
+from skipstone.decoding.batch import Batch, Request
 from skipstone.decoding.draft import Draft, Picked, RowVerdict, Verdict
-from skipstone.decoding.sampling import Sampler, Sampling, Scores
+from skipstone.decoding.sampling import Sampler, Scores
 from skipstone.models.frontier import Frontier
 from skipstone.models.host import on_device
 from skipstone.models.kvstore import KVStore
@@ -20,29 +18,16 @@ from skipstone.models.layered import LayeredModel
 from skipstone.models.passes import Pass
 
 PREFILL_CHUNK = 512  # prompt tokens that a row runs in one pass, unless told
-Criterion = Callable[[Tensor, None], Tensor]  # a transformers StoppingCriteria: (ids [1, T], None) -> bool tensor [1]
-
-
-@dataclass(frozen=True)
-class Request:
-    """One sequence to generate.
-
-    prompt: [T] int64, T >= 1. max_new_tokens >= 1. eos: ids that end the row (kept in the output). criteria: evaluated after
-    every new token on the row's own unpadded ids.
-    """
-
-    prompt: Tensor
-    max_new_tokens: int
-    eos: frozenset[int] = frozenset()
-    sampling: Sampling = field(default_factory=Sampling)
-    criteria: Sequence[Criterion] = ()
 
 
 class Session:
-    """The state of one batch. model: the target. rows: batch size. capacity: most tokens a row may hold.
+    """What a method has of one batch. model: the target. rows: batch size. capacity: most tokens a row may hold.
 
     depth: layers of the target that count (early_exit stops sooner). coupled: draw drafts from the target's noise.
     scratch: slots beyond the capacity that a step may use for tree nodes.
+
+    A method's session overrides `draft`, and of the hooks `begin`, `learn` and `end` those that it needs: they keep what the
+    method itself knows of a row, and several sessions may have them over one batch (`join`).
     """
 
     reads_logits: bool = False  # whether the method itself wants the target's logits where all rows are greedy
@@ -57,19 +42,34 @@ class Session:
         coupled: bool = False,
         scratch: int = 0,
     ) -> None:
-        self.model, self.capacity = model, capacity
-        self.store = KVStore(rows, depth or model.depth, capacity + scratch, model.kv_dtype)
-        self.sampler = Sampler(rows, model.device, coupled, engine_draw=model.engine_draw)
+        self.model, self.capacity, self.scratch, self.coupled = model, capacity, scratch, coupled
+        self.batch = Batch(model, rows, capacity + scratch, depth or model.depth)
         self.shortlist: Tensor | None = None  # [S], the ids that drafts are picked from
         self.drafter: LayeredModel | None = None  # the target's layers in fewer bits, where these draft
-        self.last = [0] * rows
-        self.root = on_device(self.last, model.device)
-        self.alive = [False] * rows
-        self._waiting: list[Tensor | None] = [None] * rows
+
+    def join(self, batch: Batch) -> None:
+        """Draft for the rows of a batch that another session keeps, which has as much scratch at least."""
+        self.batch = batch
 
     @property
     def rows(self) -> int:
-        return self.store.rows
+        return self.batch.store.rows
+
+    @property
+    def store(self) -> KVStore:
+        return self.batch.store
+
+    @property
+    def sampler(self) -> Sampler:
+        return self.batch.sampler
+
+    @property
+    def alive(self) -> list[bool]:
+        return self.batch.alive
+
+    @property
+    def root(self) -> Tensor:
+        return self.batch.root
 
     @property
     def own_threads(self) -> bool:
@@ -79,16 +79,14 @@ class Session:
     @property
     def prefilling(self) -> bool:
         """Whether a row still has prompt tokens to run."""
-        return any(prompt is not None for prompt in self._waiting)
+        return any(prompt is not None for prompt in self.batch.waiting)
 
     def admit(self, row: int, request: Request) -> None:
         """Give a free row to a request. ValueError, before anything changed, for one that cannot be decoded."""
-        taken = self.alive[row] or self._waiting[row] is not None
-        assert not taken, f"row {row} is taken"
+        assert self.batch.is_free(row), f"row {row} is taken"
         self._check(request)
-        self.store.length[row] = 0
-        self._waiting[row] = request.prompt.to(self.model.device)
-        self.sampler.admit(row, request.sampling, request.prompt, request.eos)
+        self.batch.admit(row, request)
+        self.begin(row, request)
 
     def _check(self, request: Request) -> None:
         length, most = len(request.prompt), request.max_new_tokens
@@ -110,26 +108,34 @@ class Session:
 
     def release(self, row: int) -> None:
         """Free a row. Its slots are overwritten by the next request."""
-        self.alive[row] = False
-        self._waiting[row] = None
-        self.store.length[row] = 0
-        self.sampler.release(row)
+        self.batch.release(row)
+        self.end(row)
+
+    def begin(self, row: int, request: Request) -> None:
+        """Hook: a request begins on a row."""
+
+    def end(self, row: int) -> None:
+        """Hook: a row is free again."""
+
+    def learn(self, draft: Draft | None, verdicts: list[RowVerdict]) -> None:
+        """Hook: tokens were committed, `verdicts` has those of every row. draft: what this session drafted for them; None for
+        the token that ends a prefill."""
 
     def resume(self, row: int, tokens: Tensor) -> None:
         """Run further committed tokens [T] of a row, T >= 1, in the prefills that follow: its store had fallen behind."""
-        self._waiting[row] = tokens
+        self.batch.waiting[row] = tokens
 
     def prefill(self, chunk: int) -> tuple[Scores | None, list[int]]:
         """Run up to `chunk` prompt tokens of each of the first waiting rows.
 
         Returns (scores [B, 1, V], rows whose prompt is done), (None, []) while no prompt is.
         """
-        first = next(row for row, prompt in enumerate(self._waiting) if prompt is not None)
+        first = next(row for row, prompt in enumerate(self.batch.waiting) if prompt is not None)
         stop = first
-        while stop < self.rows and self._waiting[stop] is not None:
+        while stop < self.rows and self.batch.waiting[stop] is not None:
             stop += 1
         rows = range(first, stop)
-        parts = [prompt[:chunk] for row in rows if (prompt := self._waiting[row]) is not None]
+        parts = [prompt[:chunk] for row in rows if (prompt := self.batch.waiting[row]) is not None]
         counts = [len(part) for part in parts]
         tokens = torch.nn.utils.rnn.pad_sequence(parts, batch_first=True)
         at = self._prefill_pass(rows, counts)
@@ -138,10 +144,10 @@ class Session:
         done = []
         for row, count in zip(rows, counts, strict=True):
             self.store.length[row] += count
-            rest = self._waiting[row]
+            rest = self.batch.waiting[row]
             assert rest is not None
-            self._waiting[row] = rest[count:] if len(rest) > count else None
-            if self._waiting[row] is None:
+            self.batch.waiting[row] = rest[count:] if len(rest) > count else None
+            if self.batch.waiting[row] is None:
                 done.append(row)
                 self.alive[row] = True
         if not done:
@@ -220,18 +226,8 @@ class Session:
         draft: None for the token that ends a prefill. verdicts: per row, cut by the stopping rules; without tokens for rows
         that took no part.
         """
-        for row, verdict in enumerate(verdicts):
-            if not verdict.tokens:
-                continue
-            self.last[row] = verdict.tokens[-1]
-            self.sampler.extend(row, verdict.tokens)
-            if draft is None:
-                continue
-            root, nodes = self.store.length[row], verdict.path
-            if draft.parents is not None:
-                self.store.move(row, [root + 1 + node for node in nodes], range(root + 1, root + 1 + len(nodes)))
-            self.store.length[row] = root + len(verdict.tokens)
-        self.root = on_device(self.last, self.root.device)
+        self.batch.commit(draft, verdicts)
+        self.learn(draft, verdicts)
 
     def check(self, row: int, tokens: Tensor, tolerance: float = 1e-4) -> None:
         """Assert the invariant of a row against a forward over its committed tokens [T] from scratch (for tests)."""

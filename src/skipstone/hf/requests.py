@@ -5,9 +5,9 @@ from typing import Any
 import torch
 from transformers.generation.stopping_criteria import EosTokenCriteria, MaxLengthCriteria
 
+from skipstone.decoding.batch import Criterion, Request
 from skipstone.decoding.noise import row_seed
 from skipstone.decoding.sampling import Sampling
-from skipstone.decoding.session import Criterion, Request
 from skipstone.hf.call import REFUSED_ARGUMENTS, Call, check_shapes
 from skipstone.hf.fields import EXOTIC
 from skipstone.hf.processors import RowProcessors, warpers

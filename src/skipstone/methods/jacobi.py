@@ -15,10 +15,11 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
+from skipstone.decoding.batch import Request
 from skipstone.decoding.draft import Draft, Picked, RowVerdict, Verdict
 from skipstone.decoding.method import Method
 from skipstone.decoding.sampling import Scores
-from skipstone.decoding.session import Request, Session
+from skipstone.decoding.session import Session
 from skipstone.decoding.settings import setting
 from skipstone.methods.shared.lookups import tokens_of_prompt
 from skipstone.models.host import on_device
@@ -49,8 +50,8 @@ class JacobiSession(Session):
         self.guesses = on_device(self.first_guesses, model.device)
         self._target_tokens: Tensor | None = None  # [B, n + 1], the target's likeliest after the root and after every guess
 
-    def admit(self, row: int, request: Request) -> None:
-        super().admit(row, request)
+    def begin(self, row: int, request: Request) -> None:
+        super().begin(row, request)
         self.first_guesses[row] = tokens_of_prompt(request, self.block)
         fresh = on_device([one == row for one in range(self.rows)], self.model.device)[:, None]  # [B, 1]
         self.guesses = torch.where(fresh, on_device(self.first_guesses, self.model.device), self.guesses)
@@ -70,8 +71,8 @@ class JacobiSession(Session):
         self._target_tokens = scores.best
         return super().verify(draft, scores)
 
-    def commit(self, draft: Draft | None, verdicts: list[RowVerdict]) -> None:
-        super().commit(draft, verdicts)
+    def learn(self, draft: Draft | None, verdicts: list[RowVerdict]) -> None:
+        super().learn(draft, verdicts)
         if draft is None or self._target_tokens is None:
             return
         if not draft.width:  # a plain step: the block is one token nearer

@@ -15,10 +15,11 @@ from collections import OrderedDict
 from dataclasses import dataclass, field
 from typing import ClassVar
 
+from skipstone.decoding.batch import Request
 from skipstone.decoding.draft import Draft, Picked, RowVerdict, Verdict
 from skipstone.decoding.method import Method
 from skipstone.decoding.sampling import Scores
-from skipstone.decoding.session import Request, Session
+from skipstone.decoding.session import Session
 from skipstone.decoding.settings import setting
 from skipstone.methods.shared.lookups import LookupSession, RowDraft, tokens_of_prompt
 from skipstone.models.layered import LayeredModel
@@ -100,8 +101,8 @@ class LookaheadSession(LookupSession):
         self.pools = [Pool(self.guesses) for _ in range(rows)]
         self.windows = [Window() for _ in range(rows)]
 
-    def admit(self, row: int, request: Request) -> None:
-        super().admit(row, request)
+    def begin(self, row: int, request: Request) -> None:
+        super().begin(row, request)
         words, pool = self.text[row], Pool(self.guesses)
         for first in range(len(words) - self.ngram + 1):
             pool.add(tuple(words[first : first + self.ngram]))
@@ -133,8 +134,8 @@ class LookaheadSession(LookupSession):
         verdict.notes = scores.best  # [B, n + 1]
         return verdict
 
-    def commit(self, draft: Draft | None, verdicts: list[RowVerdict]) -> None:
-        super().commit(draft, verdicts)
+    def learn(self, draft: Draft | None, verdicts: list[RowVerdict]) -> None:
+        super().learn(draft, verdicts)
         if draft is None:
             return
         for window, pool, verdict in zip(self.windows, self.pools, verdicts, strict=True):

@@ -10,9 +10,10 @@ transformers does); where what followed reaches the end of the text, it goes on 
 from dataclasses import dataclass
 from typing import ClassVar, Literal
 
+from skipstone.decoding.batch import Request
 from skipstone.decoding.draft import Draft, RowVerdict
 from skipstone.decoding.method import Method
-from skipstone.decoding.session import Request, Session
+from skipstone.decoding.session import Session
 from skipstone.decoding.settings import setting
 from skipstone.methods.shared.lookups import LookupSession, RowDraft
 from skipstone.models.layered import LayeredModel
@@ -95,8 +96,8 @@ class PromptLookupSession(LookupSession):
         method = self.method
         return Index(method.prompt_lookup_min, method.prompt_lookup_max, method.prefer)
 
-    def admit(self, row: int, request: Request) -> None:
-        super().admit(row, request)
+    def begin(self, row: int, request: Request) -> None:
+        super().begin(row, request)
         self.index[row] = self._new_index()
         self.index[row].extend(self.text[row])
 
@@ -110,7 +111,7 @@ class PromptLookupSession(LookupSession):
         end = next((place for place, token in enumerate(tokens) if token in self.sampler.eos[row]), len(tokens))
         return RowDraft().chain(tokens[:end])
 
-    def commit(self, draft: Draft | None, verdicts: list[RowVerdict]) -> None:
-        super().commit(draft, verdicts)
+    def learn(self, draft: Draft | None, verdicts: list[RowVerdict]) -> None:
+        super().learn(draft, verdicts)
         for row, verdict in enumerate(verdicts):
             self.index[row].extend(verdict.tokens)

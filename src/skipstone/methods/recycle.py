@@ -7,10 +7,9 @@ scored last (the paper's adjacency matrix). The draft is a tree of a fixed, unba
 token on: a node's children are the tokens that are kept for the node's own. No model drafts, and the kept tokens outlive a
 request.
 
-Deviations: nodes are the ones of greatest survival under RANK_ACCEPTANCES, of which the default takes fewer than the paper's 80,
-since a pass of so many tokens is dear on a CPU; of several places of a token the accepted one is kept; in sampling kept tokens
-are the likeliest by the raw logits, and the tree is verified by match.
-"""
+Deviations: nodes are the ones of greatest survival under RANK_ACCEPTANCES, of which the default takes fewer than the paper's
+80, since a pass of so many tokens is dear on a CPU; of several places of a token the accepted one is kept; in sampling kept
+tokens are the likeliest by the raw logits, and the tree is verified by match."""
 
 from dataclasses import dataclass, field
 from functools import cache
@@ -107,10 +106,10 @@ class RecycleSession(LookupSession):
         verdict.notes = self.model.largest(scores.logits, self.candidates).flatten(1)  # of [B, n + 1, k]
         return verdict
 
-    def commit(self, draft: Draft | None, verdicts: list[RowVerdict]) -> None:
+    def learn(self, draft: Draft | None, verdicts: list[RowVerdict]) -> None:
         """Keep what was said behind every scored token, behind the accepted ones last."""
         roots = [text[-1] for text in self.text]
-        super().commit(draft, verdicts)
+        super().learn(draft, verdicts)
         if draft is None:
             return
         self.kept.steps += 1

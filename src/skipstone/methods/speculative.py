@@ -12,8 +12,9 @@ as transformers' assisted generation does.
 from dataclasses import dataclass
 from typing import ClassVar, Literal
 
+from skipstone.decoding.batch import Request
 from skipstone.decoding.draft import Draft, RowVerdict
-from skipstone.decoding.session import Request, Session
+from skipstone.decoding.session import Session
 from skipstone.decoding.settings import setting
 from skipstone.methods.shared.confidence import Threshold
 from skipstone.methods.shared.draft_model import DraftModel, DraftModelMethod, DraftModelSession
@@ -66,12 +67,12 @@ class SpeculativeSession(DraftModelSession):
     def one_call(self) -> tuple[int, None]:
         return self.draft_model.depth, None
 
-    def admit(self, row: int, request: Request) -> None:
-        super().admit(row, request)
+    def begin(self, row: int, request: Request) -> None:
+        super().begin(row, request)
         self.most[row] = self.method.num_speculative_tokens
 
-    def commit(self, draft: Draft | None, verdicts: list[RowVerdict]) -> None:
-        super().commit(draft, verdicts)
+    def learn(self, draft: Draft | None, verdicts: list[RowVerdict]) -> None:
+        super().learn(draft, verdicts)
         if self.method.schedule == "heuristic":
             for row, verdict in enumerate(verdicts):
                 if verdict.draft_steps:

@@ -95,7 +95,8 @@ class LayeredModel(DecoderModules):
         return self.engine.likeliest(hidden) if self.engine_picks else self.logits(hidden).argmax(-1)
 
     def largest(self, logits: Tensor, count: int) -> Tensor:
-        """The ids of the `count` largest logits, the largest first; of equal ones any. [..., V] float32 -> [..., count] int64."""
+        """The ids of the `count` largest logits, the largest first; of equal ones any. [..., V] float32 -> [..., count]
+        int64."""
         return self.engine.largest(logits, count)
 
     @property

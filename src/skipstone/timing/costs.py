@@ -22,10 +22,11 @@ import torch
 from pydantic import TypeAdapter
 from transformers import PreTrainedModel
 
+from skipstone.decoding.batch import Request
 from skipstone.decoding.costs import BatchCosts, Costs, Curve
 from skipstone.decoding.draft import Draft
 from skipstone.decoding.loop import NOTHING, Decoder
-from skipstone.decoding.session import Request, Session
+from skipstone.decoding.session import Session
 from skipstone.files import cache_folder, digest, write_json
 from skipstone.methods.autoregressive import Autoregressive
 from skipstone.methods.layerskip import LayerSkip, LayerSkipSession

@@ -11,9 +11,9 @@ import pytest
 import torch
 
 from skipstone import Swift
+from skipstone.decoding.batch import Request
 from skipstone.decoding.draft import RowVerdict
 from skipstone.decoding.loop import Decoder
-from skipstone.decoding.session import Request
 from skipstone.methods.shared import payoff
 from skipstone.methods.shared.layer_sets import Costs, LayerMask, Space
 from skipstone.methods.swift import optimisation as optimising

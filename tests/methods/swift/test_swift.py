@@ -14,9 +14,9 @@ import torch
 
 import skipstone
 from skipstone import Autoregressive, SelfSpeculative, Swift
+from skipstone.decoding.batch import Request
 from skipstone.decoding.draft import Draft
 from skipstone.decoding.loop import Decoder
-from skipstone.decoding.session import Request
 from skipstone.methods.shared.layer_sets import load_profile, save_profile
 from skipstone.methods.swift.state import SwiftState
 from skipstone.methods.swift.swift import SwiftSession

@@ -18,10 +18,11 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
+from skipstone.decoding.batch import Request
 from skipstone.decoding.draft import Draft, Picked, RowVerdict, Verdict
 from skipstone.decoding.noise import TARGET
 from skipstone.decoding.sampling import Scores
-from skipstone.decoding.session import Request, Session
+from skipstone.decoding.session import Session
 from skipstone.decoding.settings import RejectionRule, layer_numbers, setting
 from skipstone.methods.adadecode.heads import ORIGINAL, ExitHeads, bundled_name_for, heads_fitting, load_heads, original_heads
 from skipstone.methods.adadecode.state import ExitState
@@ -137,8 +138,7 @@ class AdaDecodeSession(Session):
     rows are through a sweep. A row drafts no further once no head is sure of what follows its newest token."""
 
     def __init__(self, method: AdaDecode, model: LayeredModel, rows: int, capacity: int, state: ExitState) -> None:
-        self.coupled = method.rejection_sample_method == "coupled"
-        super().__init__(model, rows, capacity, coupled=self.coupled)
+        super().__init__(model, rows, capacity, coupled=method.rejection_sample_method == "coupled")
         self.method, self.state, self.reads_logits = method, state, not method.verification
         self.shortlist = method.shortlist(model)
         # of this step
@@ -146,8 +146,8 @@ class AdaDecodeSession(Session):
         self._passes: list[tuple[int, int, int]] = []  # (from layer, to layer, tokens)
         self._began = 0.0  # seconds, by the clock
 
-    def admit(self, row: int, request: Request) -> None:
-        super().admit(row, request)
+    def begin(self, row: int, request: Request) -> None:
+        super().begin(row, request)
         self.state.payoff.begin_text()
 
     @property
@@ -257,7 +257,7 @@ class AdaDecodeSession(Session):
                 doubts = self._doubts(frontier, index, layer, climbing, threshold)
                 sweep.doubted = [old or new for old, new in zip(sweep.doubted, doubts, strict=True)]
             if any(predicts):
-                drawn = (picked, None) if scores is None else self.sampler.drawn(scores, position, path, wanted)
+                drawn = (picked, None) if scores is None else self.sampler.drawn(scores, position, path, wanted, self.coupled)
                 sweep.take(layer, predicts, *drawn, confidence, rows)
                 climbing = [asked and not sure for asked, sure in zip(climbing, predicts, strict=True)]
                 if not any(climbing):
@@ -297,8 +297,8 @@ class AdaDecodeSession(Session):
         path = torch.arange(draft.width, device=accepted.device).expand(self.rows, -1)
         return Verdict(path, tokens, accepted, overruled=overruled)
 
-    def commit(self, draft: Draft | None, verdicts: list[RowVerdict]) -> None:
-        super().commit(draft, verdicts)
+    def learn(self, draft: Draft | None, verdicts: list[RowVerdict]) -> None:
+        super().learn(draft, verdicts)
         if draft is not None:
             seconds = self.model.ranks.since(self._began) if self._uses_state and self.method.guard else None
             self.state.record(self._predicted_at, verdicts, self._passes, seconds)

@@ -22,10 +22,11 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
+from skipstone.decoding.batch import Request
 from skipstone.decoding.draft import Draft, Picked, RowVerdict, Verdict
 from skipstone.decoding.method import OWN_FIELD
 from skipstone.decoding.sampling import Scores
-from skipstone.decoding.session import Request, Session
+from skipstone.decoding.session import Session
 from skipstone.decoding.settings import setting
 from skipstone.decoding.verify import js_distances, spread
 from skipstone.methods.adasd.thresholds import GenerationThreshold, Ledger, Variant, VerificationThreshold
@@ -92,8 +93,8 @@ class AdaSDSession(DraftModelSession):
         self._draft_entropies: list[Tensor] = []  # one [B] per place, in bits
         self._distances: Tensor | None = None  # [B, n], between draft model and target
 
-    def admit(self, row: int, request: Request) -> None:
-        super().admit(row, request)
+    def begin(self, row: int, request: Request) -> None:
+        super().begin(row, request)
         self.generation.reset(row)
         self.verification.reset(row)
 
@@ -149,7 +150,7 @@ class AdaSDSession(DraftModelSession):
         self.ledger.add_means("entropy", entropies, accepted, rejected, threshold, threshold.isfinite())
         self.generation.add(entropies, rejected)
 
-    def commit(self, draft: Draft | None, verdicts: list[RowVerdict]) -> None:
-        super().commit(draft, verdicts)
+    def learn(self, draft: Draft | None, verdicts: list[RowVerdict]) -> None:
+        super().learn(draft, verdicts)
         if draft is not None:
             self.ledger.add(verdicts)

@@ -10,8 +10,9 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from skipstone.decoding.batch import Request
 from skipstone.decoding.draft import Draft, RowVerdict
-from skipstone.decoding.session import Request, Session
+from skipstone.decoding.session import Session
 from skipstone.methods.shared.confidence import Confidence, Threshold
 from skipstone.models import host
 from skipstone.models.frontier import Frontier
@@ -130,8 +131,8 @@ class ChainSession(Session):
         self.most = [most] * rows
         self.confidence = Confidence(threshold, rows, model.device, most)
 
-    def admit(self, row: int, request: Request) -> None:
-        super().admit(row, request)
+    def begin(self, row: int, request: Request) -> None:
+        super().begin(row, request)
         self.confidence.reset(row)
 
     def draft(self, limit: list[int]) -> Draft:
@@ -185,7 +186,7 @@ class ChainSession(Session):
 
         Arguments as in `Sampler.propose`.
         """
-        return self.sampler.propose(logits, position, path, wanted)
+        return self.sampler.propose(logits, position, path, wanted, self.coupled)
 
     def observe(self, scores: Tensor) -> tuple[Tensor | None, Tensor | None]:
         """Processed logits [B, V] -> (confidence [B] or None, rows [B] bool sure enough to draft on, None for all)."""
@@ -201,6 +202,6 @@ class ChainSession(Session):
         """The draft, its tokens in the frontier that the target scores."""
         return chain.draft(frontier)
 
-    def commit(self, draft: Draft | None, verdicts: list[RowVerdict]) -> None:
-        super().commit(draft, verdicts)
+    def learn(self, draft: Draft | None, verdicts: list[RowVerdict]) -> None:
+        super().learn(draft, verdicts)
         self.confidence.update(verdicts)

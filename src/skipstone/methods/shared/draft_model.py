@@ -10,9 +10,10 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from skipstone.assets import DRAFTS
+from skipstone.decoding.batch import Request
 from skipstone.decoding.draft import Draft, RowVerdict
 from skipstone.decoding.sampling import Scores
-from skipstone.decoding.session import PREFILL_CHUNK, Request, Session
+from skipstone.decoding.session import PREFILL_CHUNK, Session
 from skipstone.decoding.settings import RejectionRule, setting
 from skipstone.loading import load_model, vocabulary
 from skipstone.methods.shared.chain import Chain, ChainSession
@@ -252,13 +253,13 @@ class DraftModelSession(ChainSession):
                 f"has {self.model.max_positions}"
             )
 
-    def admit(self, row: int, request: Request) -> None:
-        super().admit(row, request)
+    def begin(self, row: int, request: Request) -> None:
+        super().begin(row, request)
         self.side.admit(row, replace(request, prompt=request.prompt.clamp(max=self.last_id)))
         self.text[row] = request.prompt.tolist()
 
-    def release(self, row: int) -> None:
-        super().release(row)
+    def end(self, row: int) -> None:
+        super().end(row)
         self.side.release(row)
 
     def prefill(self, chunk: int) -> tuple[Scores | None, list[int]]:
@@ -330,9 +331,9 @@ class DraftModelSession(ChainSession):
             frontier.append(draft.tokens, draft.valid if chain.ragged else None)
         return draft
 
-    def commit(self, draft: Draft | None, verdicts: list[RowVerdict]) -> None:
+    def learn(self, draft: Draft | None, verdicts: list[RowVerdict]) -> None:
         """Lengths of the draft model's store move as well; nothing is run."""
-        super().commit(draft, verdicts)
+        super().learn(draft, verdicts)
         for row, verdict in enumerate(verdicts):
             if verdict.tokens:
                 if self._ahead is not None:

@@ -6,8 +6,9 @@ from dataclasses import dataclass, field
 
 from torch import Tensor
 
+from skipstone.decoding.batch import Request
 from skipstone.decoding.draft import Draft, RowVerdict
-from skipstone.decoding.session import Request, Session
+from skipstone.decoding.session import Session
 from skipstone.models.host import on_device
 from skipstone.models.layered import LayeredModel
 
@@ -52,12 +53,12 @@ class LookupSession(Session):
         super().__init__(model, rows, capacity, scratch=scratch)
         self.text: list[list[int]] = [[] for _ in range(rows)]
 
-    def admit(self, row: int, request: Request) -> None:
-        super().admit(row, request)
+    def begin(self, row: int, request: Request) -> None:
+        super().begin(row, request)
         self.text[row] = request.prompt.tolist()
 
-    def commit(self, draft: Draft | None, verdicts: list[RowVerdict]) -> None:
-        super().commit(draft, verdicts)
+    def learn(self, draft: Draft | None, verdicts: list[RowVerdict]) -> None:
+        super().learn(draft, verdicts)
         for row, verdict in enumerate(verdicts):
             self.text[row] += verdict.tokens
 

@@ -22,9 +22,10 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
+from skipstone.decoding.batch import Request
 from skipstone.decoding.draft import Draft, Picked, RowVerdict, Verdict
 from skipstone.decoding.sampling import Scores
-from skipstone.decoding.session import Request, Session
+from skipstone.decoding.session import Session
 from skipstone.methods.shared import states
 from skipstone.methods.shared.layer_sets import LayerMask, load_profile, save_profile
 from skipstone.methods.shared.skipping_session import SkippingSession
@@ -75,8 +76,8 @@ class SwiftSession(SkippingSession):
         self._turn = 0  # evaluations so far; the rows take turns
         self._began = 0.0
 
-    def admit(self, row: int, request: Request) -> None:
-        super().admit(row, request)
+    def begin(self, row: int, request: Request) -> None:
+        super().begin(row, request)
         self.windows[row].clear()
         self.state.payoff.begin_text()
 
@@ -133,8 +134,8 @@ class SwiftSession(SkippingSession):
         self._choices = scores.best if self.state.optimisation.searching else None
         return super().verify(draft, scores)
 
-    def commit(self, draft: Draft | None, verdicts: list[RowVerdict]) -> None:
-        super().commit(draft, verdicts)
+    def learn(self, draft: Draft | None, verdicts: list[RowVerdict]) -> None:
+        super().learn(draft, verdicts)
         self._accumulate(verdicts)
         if draft is not None:
             # on an accelerator the step has waited for the evaluation before it, too

@@ -145,7 +145,8 @@ class Engine(Protocol):
         ...
 
     def largest(self, logits: Tensor, count: int) -> Tensor:
-        """The ids of the `count` largest logits, the largest first; of equal ones any. [..., V] float32 -> [..., count] int64."""
+        """The ids of the `count` largest logits, the largest first; of equal ones any. [..., V] float32 -> [..., count]
+        int64."""
         ...
 
     def exit_picks(self, hidden: Tensor, transform: Tensor | None, shortlist: Tensor | None = None) -> tuple[Tensor, Tensor]:
