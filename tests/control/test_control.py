@@ -11,7 +11,7 @@ from skipstone.control import control
 from skipstone.control.calibrate import Logistic
 from skipstone.control.control import Done, Drafter, Plan, Rules, State
 from skipstone.control.ledger import Ledger
-from tests.control.simulator import MACHINES, Log, Workload, best_fixed, drive, first_state, workloads
+from tests.helpers.simulator import MACHINES, Log, Workload, best_fixed, drive, first_state, workloads
 
 TOKENS = 8000
 QUICK = ("code, nano", "edit, 8B on a GPU", "creative, 1B on a CPU", "code, float32 cliff", "flips, nano")

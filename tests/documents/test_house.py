@@ -19,7 +19,19 @@ PACKAGE = ROOT / "src" / "skipstone"
 TESTS = ROOT / "tests"
 PUBLIC = {
     *("Autoregressive", "EarlyExit", "LayerSkip", "SelfSpeculative", "Swift", "AdaDecode", "AdaSD", "ExitHeads"),
-    *("Speculative", "PromptLookup", "Jacobi", "Lookahead", "METHODS", "Method", "Draft", "Session", "Step", "Stats"),
+    *(
+        "Speculative",
+        "PromptLookup",
+        "Recycle",
+        "Jacobi",
+        "Lookahead",
+        "METHODS",
+        "Method",
+        "Draft",
+        "Session",
+        "Step",
+        "Stats",
+    ),
     *("generate", "stream", "load", "enable", "disable", "custom_generate", "Output", "Detokenizer"),
     *("Decoder", "LayeredModel", "Request", "Sampling"),
 }

@@ -37,6 +37,7 @@ METHODS = [
     "swift skip_ratio=0.5 num_speculative_tokens=4 context_window=6 guard=false objective=matchness",
     "adadecode heads=original guard=false threshold=0.3",
     "lookahead",
+    "recycle nodes=5 candidates=3",
     "layerskip exit_layer=2 num_speculative_tokens=4 draft_vocabulary=60",
     "early_exit exit_layer=2",
     "self_speculative skip_attention=1 skip_mlp=2 num_speculative_tokens=4",

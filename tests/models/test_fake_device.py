@@ -36,6 +36,7 @@ METHOD_TEXTS = [
     "prompt_lookup",
     "jacobi",
     "lookahead",
+    "recycle",
 ]
 
 

@@ -239,7 +239,7 @@ def test_what_cannot_be_continued_is_an_error() -> None:
         run([3, 4], skip=SkipSet(frozenset([1])))
 
 
-REFUSED = ("swift", "self_speculative skip_attention=1", "adadecode", "lookahead")
+REFUSED = ("swift", "self_speculative skip_attention=1", "adadecode", "lookahead", "recycle")
 
 
 @pytest.mark.parametrize("text", REFUSED)

@@ -16,6 +16,7 @@ from skipstone.control import price
 from skipstone.control.calibrate import Logistic, Matches
 from skipstone.control.costs import Costs
 from skipstone.control.ledger import Ledger
+from skipstone.control.price import Lengths, RankTree
 
 PLAIN, PROBE, LOOKUP, RECYCLE = "plain", "probe", "lookup", "recycle"
 """What a step does that is no model's draft. A probe is a plain step that is taken to measure one."""
@@ -88,7 +89,7 @@ class Ranks:
 
     hits: tuple[float, ...] = (8.0, 3.0, 2.0, 1.0, 0.6)
     count: float = 20.0
-    tree: price.RankTree | None = None
+    tree: RankTree | None = None
     tree_at: int = -1000
     rate: Rate = Rate()
     children: Mapping[tuple[int, int], int] = field(default_factory=dict)
@@ -104,7 +105,7 @@ class Ranks:
                 hits[rank] += 1
         return replace(self, hits=tuple(hits), count=count, pending=(*self.pending, *ranks)[-MOST_PENDING:])
 
-    def drawn(self, tree: price.RankTree, position: int) -> "Ranks":
+    def drawn(self, tree: RankTree, position: int) -> "Ranks":
         """With another tree."""
         nodes = zip(tree.parents, tree.ranks, strict=True)
         children = {key: node for node, key in enumerate(nodes)}
@@ -176,7 +177,7 @@ class Plan:
     reason: str
     thresholds: tuple[float, ...] = ()
     drafts: int = 0
-    tree: price.RankTree | None = None
+    tree: RankTree | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -235,7 +236,7 @@ def _probe_is_due(state: State, worth: float) -> bool:
     return spaced and state.probe_account >= 1 - 1 / worth
 
 
-def _lookup(state: State, match: int, worth: float) -> price.Lengths | None:
+def _lookup(state: State, match: int, worth: float) -> Lengths | None:
     """The draft of a match where it gains more than the current drafter does in its time. A longer draft is worth its scoring
     at the rate of lookups: what is copied belongs to the text and is not there in the next step as well."""
     length_price = max(worth, state.lookups.tokens / state.lookups.time)
