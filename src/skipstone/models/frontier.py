@@ -8,7 +8,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from skipstone.models.engines.engine import ChainEnd, ChainStart
+from skipstone.models.engines.engine import ChainEnd, ChainStart, Survival
 from skipstone.models.host import counting, on_device
 from skipstone.models.kvstore import KVStore
 from skipstone.models.layered import LayeredModel
@@ -233,13 +233,14 @@ class Frontier:
         ends: Sequence[frozenset[int]],
         transform: Tensor | None = None,
         sure: bool = False,
+        survival: Survival | None = None,
     ) -> ChainEnd | None:
         """Append a greedy chain that the first `layers` layers draft, but for what `skip` leaves out, in one engine call.
         None, and nothing has changed, where the engine has no such call, or the model does more with logits than an engine does
         (a draft model brings them to its target's vocabulary).
 
         Without a skip set all tokens have been through the layers that drafted them; with one they are at depth 0, and so they
-        are of another drafter, which needs a skip set. transform, sure: as in `ChainStart`.
+        are of another drafter, which needs a skip set. transform, sure, survival: as in `ChainStart`.
         """
         assert self.width == 1, "a chain starts at the root"
         assert skip is not None or self.drafter is self.model, "a token that another drafter ran has no state of the model's"
@@ -248,7 +249,7 @@ class Frontier:
             return None
         keep, roots = skip is None, self._tokens[:, 0]
         start = ChainStart(roots, self.base, wanted, layers, skip, keep, thresholds, ends, self._end, self._room)
-        start.transform, start.sure, start.shortlist = transform, sure, self.shortlist
+        start.transform, start.sure, start.shortlist, start.survival = transform, sure, self.shortlist, survival
         chain = self.drafter.engine.chain(start, self.store)
         width = 1 + chain.tokens.shape[1]
         self._make_room()
@@ -274,7 +275,13 @@ class Frontier:
         """Whether the engine drafts greedy chains of this model by itself."""
         return self.drafter.engine_picks and self.drafter.engine.chains
 
-    def write_on(self, most: list[int], thresholds: list[float] | None, ends: Sequence[frozenset[int]]) -> ChainEnd | None:
+    def write_on(
+        self,
+        most: list[int],
+        thresholds: list[float] | None,
+        ends: Sequence[frozenset[int]],
+        survival: Survival | None = None,
+    ) -> ChainEnd | None:
         """What the whole model writes after the newest column, greedily, in one engine call: a draft model's drafts. It has
         then read all of them but every row's last one; the frontier is of no use any more. None, and nothing has changed, as
         in `draft_greedily`.
@@ -285,7 +292,7 @@ class Frontier:
             return None
         bases, newest = [base + before for base in self.base], self._tokens[:, before]
         start = ChainStart(newest, bases, wanted, self.top, None, False, thresholds, ends, self._end, max(wanted) + 1)
-        start.shortlist = self.shortlist
+        start.shortlist, start.survival = self.shortlist, survival
         if before:
             self._run(slice(0, before), None, range(self.top))
         return self.model.engine.chain(start, self.store)

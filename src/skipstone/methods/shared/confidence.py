@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from skipstone.decoding.draft import RowVerdict
+from skipstone.models.engines.engine import Survival
 from skipstone.models.host import on_device
 
 Threshold = float | Literal["adaptive"] | None
@@ -18,6 +19,8 @@ class Confidence:
     The adaptive rule is that of Draft & Verify (arXiv 2309.08168, section 3.3; constants of its released code). most: most
     draft tokens a step.
     """
+
+    survival: Survival | None = None  # what a row stops by as well
 
     FIRST = 0.6  # threshold of a new request
     TARGET = 0.9  # share of accepted drafts that the threshold is steered to; also what a new request is thought to have

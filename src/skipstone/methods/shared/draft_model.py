@@ -285,7 +285,7 @@ class DraftModelSession(ChainSession):
             return None
         self._ahead = self._what_is_lacking([count if alive else 0 for count, alive in zip(most, self.alive, strict=True)])
         thresholds = self.confidence.thresholds if self.confidence.active else None
-        chain = self._ahead.write_on(most, thresholds, self.sampler.eos)
+        chain = self._ahead.write_on(most, thresholds, self.sampler.eos, self.confidence.survival)
         if chain is None:
             return None
         self._read = [count - 1 for count in chain.counts]

@@ -18,6 +18,17 @@ QUANTIZED = ("none", "int8", "int4")
 """What a user may ask weights to be quantised to; "none" leaves them as they are stored."""
 
 
+@dataclass(frozen=True, slots=True)
+class Survival:
+    """Until what survival a row drafts on. A draft of probability p is accepted with sigmoid(slope logit(p) + offset), as far as
+    is known; a draft's survival is the product over all drafts up to it. least: for every place from 0 on, the survival with
+    which a row drafts on behind it; a shorter list ends the draft."""
+
+    slope: float
+    offset: float
+    least: Sequence[float]
+
+
 @dataclass(slots=True)
 class ChainStart:
     """A greedy chain of drafts on every row, from its last committed token on.
@@ -27,7 +38,8 @@ class ChainStart:
     thresholds: a row stops after a draft that is less probable; None asks for no probabilities. ends: ids after which a row
     stops. extent: slots that the chain may need. columns: tokens of a row that there must be states for. transform: [d', d']
     that normed states go through before the LM head; None for none. sure: a draft that is not more probable than its threshold
-    does not count, and the token before it is the last. shortlist: [S] int64, the ids that drafts are picked from, and their
+    does not count, and the token before it is the last. survival: what a row stops by as well; it needs thresholds.
+    shortlist: [S] int64, the ids that drafts are picked from, and their
     probabilities are among; None for all.
     """
 
@@ -44,6 +56,7 @@ class ChainStart:
     transform: Tensor | None = None
     sure: bool = False
     shortlist: Tensor | None = None
+    survival: Survival | None = None
 
 
 @dataclass(slots=True)

@@ -1,6 +1,7 @@
 """`LayeredModel`'s engine over the C++ library: tensors in, pointers to C, tensors out."""
 
 import ctypes
+import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -157,6 +158,12 @@ class NativeEngine:
         thresholds = probabilities = None
         if start.thresholds is not None:
             thresholds, probabilities = (ctypes.c_float * rows)(*start.thresholds), torch.zeros((rows, width))
+        survival = None
+        if (told_to := start.survival) is not None:
+            if start.thresholds is None:
+                raise ValueError("survivals are products of probabilities, which thresholds ask for")
+            least = [*told_to.least[:width], *[math.inf] * (width - len(told_to.least))]
+            survival = (ctypes.c_float * (2 + width))(told_to.slope, told_to.offset, *least)
         longest = max(map(len, start.ends))
         ends = (ctypes.c_int64 * (rows * longest))(*(id for row in start.ends for id in (*row, *[-1] * (longest - len(row)))))
         told = self._pass
@@ -180,6 +187,7 @@ class NativeEngine:
             None if start.transform is None else self._transform_address(start.transform),
             self._shortlist_address(start.shortlist),
             start.sure,
+            survival,
             drafts.data_ptr(),
             counts,
             None if probabilities is None else probabilities.data_ptr(),

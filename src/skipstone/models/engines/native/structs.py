@@ -134,7 +134,7 @@ def declare(library: Any) -> Any:
             + [whole] * 2
             + [pointer] * 2
             + [whole]
-            + [pointer] * 4
+            + [pointer] * 5
             + [whole] * 2,
         ),
         "sk_sizes": (None, [pointer]),

@@ -52,6 +52,7 @@ struct Room {  // buffers that grow and stay
   Floats x, projected, queries, attended, inner, added, logits, probability, transformed;
   std::vector<int64_t> positions, picks;
   std::vector<uint8_t> going;
+  std::vector<float> survival;  // of a chain's rows, up to their newest drafts
   std::vector<Floats> normed, scores;  // per thread
   std::vector<Codes> codes;  // per thread: of the inputs of a product
   std::vector<Entry> entries;
@@ -714,6 +715,13 @@ SK_EXPORT int64_t sk_draw(const float* logits, int64_t rows, int64_t n, int64_t 
   return NO_MEMORY;
 }
 
+// How likely a draft of a probability is to be accepted: sigmoid(slope logit(p) + offset).
+static float acceptance(float p, float slope, float offset) {
+  constexpr float SURE = 3e-4f;  // probabilities nearer to 0 or 1 count as this near
+  const float kept = std::min(std::max(p, SURE), 1 - SURE);
+  return 1 / (1 + std::exp(-(slope * std::log(kept / (1 - kept)) + offset)));
+}
+
 // A greedy chain of drafts on every row: layers [from, to), LM head, likeliest id, until a row has `most` drafts, or one of them
 // ends its text, or is less probable than its threshold. A token that was drafted counts whatever ends the chain.
 //
@@ -722,13 +730,15 @@ SK_EXPORT int64_t sk_draw(const float* logits, int64_t rows, int64_t n, int64_t 
 // none. keep: the states that leave layer `to` are kept in hidden [b][width + 1][m->hidden], as exits are, the last draft's too;
 // else embeddings. transform: float32 [head inputs][head inputs] that normed states go through before the head, or null. shortlist: the
 // tokens that drafts are picked from, and their probabilities are among; null for all. sure: a draft that is not more probable than
-// its threshold does not count, and there is none after it. drafts [b][width], counts [b],
-// probabilities [b][width]: what was drafted. rotary: the tables of a pass.
+// its threshold does not count, and there is none after it. survival or null: a slope, an offset, and for every place from 0 on the
+// least survival [width] with which a row drafts on behind it; the survival of a draft is the product of sigmoid(slope logit(p) +
+// offset) over the row's drafts up to it, p their probabilities. drafts [b][width], counts [b], probabilities [b][width]: what was
+// drafted. rotary: the tables of a pass.
 SK_EXPORT int64_t sk_chain(const Model* m, const Pass* pass, const Store* store, int64_t from, int64_t to, const int64_t* skip,
                            const int64_t* roots, const int64_t* bases, const int64_t* most, int64_t width, const float* thresholds,
                            const int64_t* ends, int64_t ends_count, int64_t keep, const Matrix* transform,
-                           const Shortlist* shortlist, int64_t sure, int64_t* drafts, int64_t* counts, float* probabilities, float* hidden, int64_t hidden_stride,
-                           int64_t threads) try {
+                           const Shortlist* shortlist, int64_t sure, const float* survival, int64_t* drafts, int64_t* counts,
+                           float* probabilities, float* hidden, int64_t hidden_stride, int64_t threads) try {
   constexpr uint8_t DONE = 0, LAST = 1, DRAFTS = 2;  // LAST: goes through the layers once more and drafts nothing
   if (threads < 1 || threads > MOST_THREADS) return BAD_THREADS;
   if (!has_rows(*pass, *store)) return BAD_SLOT;
@@ -737,6 +747,7 @@ SK_EXPORT int64_t sk_chain(const Model* m, const Pass* pass, const Store* store,
   const uint8_t after_drafting = keep ? LAST : DONE;
   own.positions.assign(bases, bases + b);
   own.going.assign(b, DONE);
+  own.survival.assign(b, 1.0f);
   Pass one = *pass;
   one.n = 1;
   one.positions = one.slots = own.positions.data();
@@ -786,6 +797,10 @@ SK_EXPORT int64_t sk_chain(const Model* m, const Pass* pass, const Store* store,
       if (probability != nullptr) {
         probabilities[row * width + place] = probability[i];
         on = on && probability[i] >= thresholds[row];
+        if (survival != nullptr) {
+          own.survival[row] *= acceptance(probability[i], survival[0], survival[1]);
+          on = on && own.survival[row] >= survival[2 + place];
+        }
       }
       own.going[row] = on ? DRAFTS : after_drafting;
     }
