@@ -170,7 +170,7 @@ def test_a_shadow_is_paid_for_and_never_overdraws() -> None:
 def test_debt_makes_it_plain_until_it_is_paid() -> None:
     state, plain_steps = graded(0.95), 0
     while (plan := control.decide(state)).kind == "E6":
-        state = control.observe(state, plan, Done(1, 4.0, (0.9,), 1, 0, 0.25, 1.0))
+        state = control.observe(state, plan, Done(1, 4.0, ((0.9, False),), 1, 0.25, 1.0))
     assert control.decide(state).kind == control.PLAIN
     assert "lost" in control.decide(state).reason
     while control.decide(state).kind == control.PLAIN:
@@ -193,3 +193,41 @@ def test_a_request_forgets_half_of_the_last_ones() -> None:
     after = control.begin(state)
     assert after.drafters["E6"].rate.tokens == pytest.approx(Rules().kept * state.drafters["E6"].rate.tokens)
     assert after.drafters["E6"].calibration == state.drafters["E6"].calibration
+
+
+def worths(state: State, match: int, price_of_length: float) -> list[float]:
+    chances, worth = state.matches.predict(match), []
+    for count in range(len(chances) + 1):
+        worth.append(sum(_products(chances[:count])) - price_of_length * state.costs.scoring(count + 1))
+    return worth
+
+
+def _products(chances: list[float]) -> list[float]:
+    found, product = [], 1.0
+    for one in chances:
+        found.append(product := product * one)
+    return found
+
+
+@pytest.mark.parametrize("match", [1, 3, 10])
+@pytest.mark.parametrize("rate", [1.0, 2.4])
+def test_the_length_of_a_lookup_is_the_best_at_the_rate_of_lookups(match: int, rate: float) -> None:
+    state = state_with(lookups=control.Rate(rate * 10, 10.0))
+    plan = control.decide(state, [match])
+    worth = worths(state, match, rate)
+    best = max(range(len(worth)), key=worth.__getitem__)
+    if plan.kind == control.LOOKUP:
+        assert worth[plan.drafts[0]] == pytest.approx(worth[best])
+    else:
+        gain = sum(_products(state.matches.predict(match)[:best]))
+        assert best == 0 or gain <= state.costs.scoring(best + 1) - 1 + state.costs.fixed + state.costs.lookup
+
+
+def test_a_batch_looks_up_for_the_rows_that_have_a_match() -> None:
+    plan = control.decide(state_with(), [10, 0, 0])
+    assert plan.kind == control.LOOKUP
+    assert plan.drafts[0] > 2
+    assert plan.drafts[1:] == (0, 0)
+    shorter = control.decide(state_with(), [10, 10, 10])
+    assert 0 < shorter.drafts[0] <= plan.drafts[0]
+    assert len(set(shorter.drafts)) == 1

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from skipstone.control.price import NEVER, Lengths, allocate, lookup, survivals, thresholds, tree, trim
+from skipstone.control.price import NEVER, allocate, survivals, thresholds, tree, trim
 
 chances = st.floats(0.02, 0.98)
 prices = st.floats(1.0, 6.0)
@@ -61,19 +61,6 @@ def test_trim_is_the_best_length(acceptances: list[float], price: float, scoring
     worth = [1 + sum(chain[:n]) - price * scoring(n + 1) for n in range(len(chain) + 1)]
     assert worth[found.drafts] == pytest.approx(max(worth))
     assert found.tokens == pytest.approx(1 + sum(chain[: found.drafts]))
-
-
-@given(st.lists(chances, min_size=1, max_size=12), prices, scorings, st.floats(0.0, 0.3))
-def test_a_lookup_is_worth_its_scoring_or_it_is_none(
-    acceptances: list[float], price: float, scoring: Callable[[int], float], fixed: float
-) -> None:
-    chain = survivals(acceptances)
-    found = lookup(acceptances, price, scoring, fixed)
-    worth = [sum(chain[:n]) - price * (scoring(n + 1) - scoring(1) + fixed) for n in range(1, len(chain) + 1)]
-    if max(worth) > 1e-9:
-        assert worth[found.drafts - 1] == pytest.approx(max(worth))
-    elif max(worth) < -1e-9:
-        assert found == Lengths(0, 1.0)
 
 
 def subtrees(branches: int, depth: int, most: int) -> Iterator[frozenset[tuple[int, ...]]]:

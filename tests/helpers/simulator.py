@@ -307,10 +307,10 @@ def first_state(
 ) -> State:
     """What a controller knows at first: costs measured on this machine, those of drafting times `believed`."""
     costs = Costs(
-        plain=Cost(1.0),
+        plain=Cost(1.0, 1),
         scoring=Scoring.of({n: machine.scoring(n) for n in (2, 4, 8, 16, 32, 64)}),
         fixed=machine.fixed,
-        drafts={name: Cost(believed * machine.drafts[name]) for name in drafters},
+        drafts={name: Cost(believed * machine.drafts[name], 1) for name in drafters},
         shadows={name: machine.shadows[name] for name in drafters},
         lookup=Machine.LOOKUP,
     )
@@ -336,41 +336,41 @@ def drive(world: World, machine: Machine, state: State, seed: int = 0, *, lookup
             state = control.shadow(state, name, world.conf[name][first:place], world.right[name][first:place])
             shadowed = machine.shadows[name]
         match = world.match[place] if lookups else 0
-        plan = control.decide(state, match)
+        plan = control.decide(state, [match])
         log.switches += plan.current != state.current
         log.kinds[plan.kind] = log.kinds.get(plan.kind, 0) + 1
         confidences: list[float] = []
+        matches = []
         drafts = accepted = 0
         time = machine.scoring(1)
         if plan.kind == control.LOOKUP:
-            drafts, accepted = plan.drafts, min(plan.drafts, world.match_right[place])
+            (drafts,) = plan.drafts
+            accepted = min(drafts, world.match_right[place])
             time = machine.scoring(drafts + 1) + machine.fixed + Machine.LOOKUP
         elif plan.kind == control.RECYCLE:
             assert plan.tree is not None
             drafts, accepted = len(plan.tree.parents), walk(world, place, paths_of(plan.tree))
             time = machine.scoring(drafts + 1) + machine.fixed + 0.02
         elif plan.kind in state.drafters:
-            predict, survival, chain_of = state.drafters[plan.kind].calibration.predict, 1.0, []
+            predict, survival = state.drafters[plan.kind].calibration.predict, 1.0
             while len(confidences) < len(plan.thresholds) and survival >= plan.thresholds[len(confidences)]:
                 confidences.append(world.confidence(plan.kind, place, len(confidences)))
                 survival *= predict(confidences[-1])
-                chain_of.append(survival)
-            drafts = price.trim(chain_of, plan.price, state.costs.scoring).drafts
+            drafts = len(confidences)
             accepted = min(drafts, world.run[plan.kind][place])
             drafting = len(confidences) * machine.drafts[plan.kind]
             time = drafting + machine.scoring(drafts + 1) + (machine.fixed if drafts else 0.0)
         seen, tokens = noise(dice), accepted + 1
+        if match:
+            matches.append(control.Judged(match, world.match_right[place], max(tokens, drafts if plan.kind == control.LOOKUP else 0)))
         done = control.Done(
             tokens=tokens,
             time=time * seen,
-            confidences=confidences,
+            confidences=[(one, index < accepted) for index, one in enumerate(confidences[: accepted + 1])],
             verified=drafts,
-            accepted=accepted,
             draft_step=machine.drafts[plan.kind] * seen if confidences and learns else None,
             scoring=machine.scoring(drafts + 1) * seen,
-            match=match,
-            right=world.match_right[place],
-            looked_up=max(tokens, drafts if plan.kind == control.LOOKUP else 0),
+            matches=matches,
             ranks=world.rank[place : place + tokens],
             shadow_time=shadowed,
         )

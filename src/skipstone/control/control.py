@@ -16,7 +16,7 @@ from skipstone.control import price
 from skipstone.control.calibrate import Logistic, Matches
 from skipstone.control.costs import Costs
 from skipstone.control.ledger import Ledger
-from skipstone.control.price import Lengths, RankTree
+from skipstone.control.price import RankTree
 
 PLAIN, PROBE, LOOKUP, RECYCLE = "plain", "probe", "lookup", "recycle"
 """What a step does that is no model's draft. A probe is a plain step that is taken to measure one."""
@@ -168,36 +168,43 @@ class State:
 @dataclass(frozen=True, slots=True)
 class Plan:
     """What a step does, and why. kind: PLAIN, PROBE, LOOKUP, RECYCLE or the name of a drafter. price: tokens that a plain step
-    is worth. current: the drafter that the step was weighed against. thresholds: of a drafter. drafts: of a lookup. tree: of
-    recycled tokens."""
+    is worth. current: the drafter that the step was weighed against. thresholds: of a drafter. drafts: of a lookup, one number
+    a row. tree: of recycled tokens."""
 
     kind: str
     price: float
     current: str | None
     reason: str
     thresholds: tuple[float, ...] = ()
-    drafts: int = 0
+    drafts: tuple[int, ...] = ()
     tree: RankTree | None = None
 
 
 @dataclass(frozen=True, slots=True)
-class Done:
-    """What became of a step. tokens: committed. time: of all of it. confidences: of a drafter's tokens. verified: drafts that
-    were scored. accepted: of these. draft_step, scoring: measured times of one draft step and of the scoring pass; None where
-    they were not. match: tokens of the match that the text had before the step, 0 for none. right: tokens of its continuation
-    that the text has now, as far as `looked_up`. ranks: of every committed token, its place among those that were kept for the
-    one before it, beyond all for one that was not. shadow_time: spent on shadows before the step."""
+class Judged:
+    """A match before a step and what the text says of it now. match: its tokens. right: tokens of its continuation that the
+    text has, up to the first that it has not. looked_up: tokens of its continuation that the text could tell of."""
 
-    tokens: int
+    match: int
+    right: int
+    looked_up: int
+
+
+@dataclass(frozen=True, slots=True)
+class Done:
+    """What became of a step, of a batch the mean of its rows where a figure is one number. tokens: committed. time: of all of
+    it. confidences: of a drafter's tokens that were judged, each with whether it was accepted. verified: drafts that were
+    scored. draft_step, scoring: measured times of one draft step, and of the step without its draft steps; None where they were
+    not measured. matches: of every row that had one. ranks: of every committed token of one row, its place among those that
+    were kept for the one before it, beyond all for one that was not. shadow_time: spent on shadows before the step."""
+
+    tokens: float
     time: float
-    confidences: Sequence[float] = ()
+    confidences: Sequence[tuple[float, bool]] = ()
     verified: int = 0
-    accepted: int = 0
     draft_step: float | None = None
     scoring: float | None = None
-    match: int = 0
-    right: int = 0
-    looked_up: int = 0
+    matches: Sequence[Judged] = ()
     ranks: Sequence[int] = ()
     shadow_time: float = 0.0
 
@@ -205,8 +212,9 @@ class Done:
 # ------------------------------------------------------------------------------------------------------ deciding
 
 
-def decide(state: State, match: int = 0) -> Plan:
-    """What the next step does. match: tokens of the longest match of the text's end in what stands before, 0 for none."""
+def decide(state: State, matches: Sequence[int] = ()) -> Plan:
+    """What the next step does. matches: of every row, tokens of the longest match of its end in what stands before, 0 for none;
+    empty where nothing is looked up."""
     rates, rules = state.rates(), state.rules
     best = max(rates, key=lambda name: rates[name], default=None)
     current = state.current if state.current in rates else None
@@ -220,8 +228,9 @@ def decide(state: State, match: int = 0) -> Plan:
         return Plan(PLAIN, worth, current, "more time was lost than may be: plain until it is won back")
     if current is not None and _probe_is_due(state, worth):
         return Plan(PROBE, worth, current, "a plain step is measured")
-    if match and (found := _lookup(state, match, worth)) is not None:
-        return Plan(LOOKUP, worth, current, f"a match of {match}: {found.tokens:.1f} tokens expected", drafts=found.drafts)
+    if any(matches) and (found := _lookup(state, matches, worth)) is not None:
+        drafts, tokens = found
+        return Plan(LOOKUP, worth, current, f"a match of {max(matches)}: {tokens:.1f} tokens expected", drafts=tuple(drafts))
     if current is None:
         return Plan(PLAIN, worth, None, "nothing is faster than plain decoding")
     reason = f"{current}: {worth:.2f} x plain decoding"
@@ -236,13 +245,17 @@ def _probe_is_due(state: State, worth: float) -> bool:
     return spaced and state.probe_account >= 1 - 1 / worth
 
 
-def _lookup(state: State, match: int, worth: float) -> Lengths | None:
-    """The draft of a match where it gains more than the current drafter does in its time. A longer draft is worth its scoring
-    at the rate of lookups: what is copied belongs to the text and is not there in the next step as well."""
+def _lookup(state: State, matches: Sequence[int], worth: float) -> tuple[list[int], float] | None:
+    """How much of every row's match to draft, and the tokens that a row is expected to commit, where that gains more than the
+    current drafter does in the same time. A longer draft is worth its scoring at the rate of lookups: what is copied belongs to
+    the text and is not there in the next step as well."""
+    rows, costs = len(matches), state.costs
     length_price = max(worth, state.lookups.tokens / state.lookups.time)
-    found = price.trim(price.survivals(state.matches.predict(match)), length_price, state.costs.scoring)
-    time = state.costs.scoring(found.drafts + 1) + state.costs.fixed + state.costs.lookup
-    return found if found.drafts and found.tokens > worth * time else None
+    survival = [price.survivals(state.matches.predict(match)) if match else [] for match in matches]
+    drafts = price.allocate(survival, length_price, lambda tokens: rows * costs.scoring(tokens / rows))
+    tokens = 1 + sum(sum(chain[:kept]) for chain, kept in zip(survival, drafts, strict=True)) / rows
+    time = costs.scoring(1 + sum(drafts) / rows) + costs.fixed + costs.lookup
+    return (drafts, tokens) if tokens > worth * time else None
 
 
 # ---------------------------------------------------------------------------------------------------- what is learnt
@@ -258,10 +271,10 @@ def begin(state: State) -> State:
 
 def observe(state: State, plan: Plan, done: Done) -> State:
     """The step that was planned has been taken."""
-    rules, costs, now = state.rules, state.costs, state.position + done.tokens
+    rules, costs, now = state.rules, state.costs, state.position + round(done.tokens)
     drafters = dict(state.drafters)
     if done.scoring is not None and done.verified:
-        costs = replace(costs, scoring=costs.scoring.observe(done.verified + 1, done.scoring))
+        costs = costs.scored(plan.kind if plan.kind in drafters else None, done.verified + 1, done.scoring)
     if plan.kind in drafters:
         if done.draft_step is not None:
             costs = costs.drafted(plan.kind, done.draft_step)
@@ -269,7 +282,9 @@ def observe(state: State, plan: Plan, done: Done) -> State:
     lookups = state.lookups
     if plan.kind == LOOKUP:
         lookups = Rate(lookups.tokens * 0.97 + done.tokens, lookups.time * 0.97 + done.time)
-    matches = state.matches.observe(done.match, done.right, done.looked_up) if done.match and done.looked_up else state.matches
+    matches = state.matches
+    for one in done.matches:
+        matches = matches.observe(one.match, one.right, one.looked_up)
     moved = now if plan.current != state.current else state.moved_at
     shadowing = rules.calm_shadowing if now - moved > rules.calm_after else rules.shadowing
     probed = plan.kind == PROBE
@@ -294,10 +309,10 @@ def observe(state: State, plan: Plan, done: Done) -> State:
 
 def _drafted(drafter: Drafter, position: int, done: Done, rules: Rules) -> Drafter:
     calibration = drafter.calibration
-    for place in range(min(done.accepted + 1, done.verified)):
-        calibration = calibration.observe(done.confidences[place], float(place < done.accepted))
+    for confidence, accepted in done.confidences:
+        calibration = calibration.observe(confidence, float(accepted))
     rate = drafter.rate.faded(position, rules.half_life).add(done.tokens, done.time)
-    return replace(drafter, rate=rate, calibration=calibration, seen=position + done.tokens)
+    return replace(drafter, rate=rate, calibration=calibration, seen=position + round(done.tokens))
 
 
 def _recycled(state: State, done: Done) -> Ranks:
@@ -325,7 +340,7 @@ def _with_thresholds(state: State) -> State:
 def _priced(state: State, name: str, worth: float) -> Drafter:
     own, costs = state.drafters[name], state.costs
     step = costs.drafts[name].value
-    found = price.thresholds(step, costs.fixed, costs.scoring, own.calibration.mean, worth, state.rules.most_drafts)
+    found = price.thresholds(step, costs.fixed, costs.scoring_of(name), own.calibration.mean, worth, state.rules.most_drafts)
     return replace(own, thresholds=tuple(found), thresholds_at=state.position, thresholds_price=worth)
 
 
@@ -371,7 +386,8 @@ def shadow(state: State, name: str, confidences: Sequence[float], right: Sequenc
             good = good and right[place + drafts]
             accepted += good
             drafts += 1
-        rate = rate.add(accepted + 1, drafts * step + costs.scoring(drafts + 1) + (costs.fixed if drafts else 0.0))
+        scoring = costs.scoring_of(name)(drafts + 1)
+        rate = rate.add(accepted + 1, drafts * step + scoring + (costs.fixed if drafts else 0.0))
         place += accepted + 1
     after = {**state.drafters, name: replace(own, rate=rate, seen=state.position)}
     return replace(state, drafters=after, shadow_account=state.shadow_account - costs.shadows[name])

@@ -21,25 +21,31 @@ FIRST_SLOPE = 0.04
 
 @dataclass(frozen=True, slots=True)
 class Cost:
-    """A belief about a time that stays about the same. surprises: in a row, up to now."""
+    """A belief about a time that stays about the same. measurements: that it rests on; of a guess none. surprises: in a row, up
+    to now."""
 
     value: float
+    measurements: int = 0
     surprises: int = 0
 
     def observe(self, measured: float) -> "Cost":
-        """One more measurement."""
+        """One more measurement. The first one takes a guess's place, and the belief is the mean of the first few."""
+        if not self.measurements:
+            return Cost(measured, 1)
         difference = measured - self.value
         surprises = self.surprises + 1 if abs(difference) > SURPRISE * self.value else 0
         if surprises >= BELIEVED_AFTER:
-            return Cost(measured)
-        most = CLAMP * self.value
-        return Cost(self.value + GAIN * min(max(difference, -most), most), surprises)
+            return Cost(measured, 1)
+        most, measurements = CLAMP * self.value, self.measurements + 1
+        gain = max(GAIN, 1 / measurements)
+        return Cost(self.value + gain * min(max(difference, -most), most), measurements, surprises)
 
 
 @dataclass(frozen=True, slots=True)
 class Scoring:
-    """V(n), what a pass that scores n tokens costs, in plain steps: known where it was measured, on straight lines between, and
-    behind the last place on the line through the last two. V(1) is 1, and V never falls."""
+    """V(n), what a pass that scores n tokens of every row costs, in plain steps: known where it was measured, on straight lines
+    between, and behind the last place on the line through the last two. V(1) is 1, and from the first measured place on V never
+    falls; there it may be below 1, where drafting has done a part of the scoring (an early exit's layers)."""
 
     known: Mapping[int, Cost] = field(default_factory=dict)  # n > 1 -> belief
     _places: tuple[int, ...] = (1,)
@@ -48,23 +54,24 @@ class Scoring:
     @classmethod
     def of(cls, values: Mapping[int, float]) -> "Scoring":
         """From measured values by n."""
-        return cls({n: Cost(value) for n, value in values.items() if n > 1})._drawn()
+        return cls({n: Cost(value, 1) for n, value in values.items() if n > 1})._drawn()
 
     def observe(self, tokens: int, measured: float) -> "Scoring":
         """A pass over so many tokens took so long."""
         if tokens <= 1:
             return self
-        cost = self.known[tokens].observe(measured) if tokens in self.known else Cost(measured)
+        before = self.known.get(tokens, Cost(self(tokens), 1))  # what the line says: one measurement alone may be an outlier
+        cost = before.observe(measured)
         return Scoring({**self.known, tokens: cost})._drawn()
 
     def _drawn(self) -> "Scoring":
         places = (1, *sorted(self.known))
-        values = [1.0]
+        values: list[float] = []
         for place in places[1:]:
-            values.append(max(values[-1], self.known[place].value))
-        return replace(self, _places=places, _values=tuple(values))
+            values.append(max([*values[-1:], self.known[place].value]))
+        return replace(self, _places=places, _values=(1.0, *values))
 
-    def __call__(self, tokens: int) -> float:
+    def __call__(self, tokens: float) -> float:
         places, values = self._places, self._values
         right = bisect_left(places, tokens)
         if right < len(places) and places[right] == tokens:
@@ -82,12 +89,14 @@ class Scoring:
 
 @dataclass(frozen=True, slots=True)
 class Costs:
-    """plain: seconds of a plain step. scoring: V. fixed: what a step costs beside its draft steps and its scoring as soon as it
-    drafts. drafts: drafter -> a draft step of it. shadows: drafter -> grading it on the latest tokens. lookup: finding a draft
-    in the text."""
+    """plain: seconds of a plain step. scoring: V of drafts that nothing has run yet. scorings: drafter -> V of its drafts; until
+    one is measured that of others is taken for it. fixed: what a step costs beside its draft steps and its scoring as soon as
+    it drafts. drafts: drafter -> a draft step of it. shadows: drafter -> grading it on the latest tokens. lookup: finding a
+    draft in the text."""
 
     plain: Cost
     scoring: Scoring = Scoring()
+    scorings: Mapping[str, Scoring] = field(default_factory=dict)
     fixed: float = 0.02
     drafts: Mapping[str, Cost] = field(default_factory=dict)
     shadows: Mapping[str, float] = field(default_factory=dict)
@@ -96,3 +105,12 @@ class Costs:
     def drafted(self, drafter: str, measured: float) -> "Costs":
         """A draft step of a drafter took so long."""
         return replace(self, drafts={**self.drafts, drafter: self.drafts[drafter].observe(measured)})
+
+    def scored(self, drafter: str | None, tokens: int, measured: float) -> "Costs":
+        """Scoring so many tokens of every row took so long. drafter: whose drafts they were, None for no model's."""
+        if drafter is None:
+            return replace(self, scoring=self.scoring.observe(tokens, measured))
+        return replace(self, scorings={**self.scorings, drafter: self.scoring_of(drafter).observe(tokens, measured)})
+
+    def scoring_of(self, drafter: str) -> Scoring:
+        return self.scorings.get(drafter, self.scoring)

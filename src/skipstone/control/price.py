@@ -72,14 +72,6 @@ def trim(survival: Sequence[float], price: float, scoring: Scoring) -> Lengths:
     return _best_prefix(survival, price, scoring, rows=1)
 
 
-def lookup(acceptances: Sequence[float], price: float, scoring: Scoring, fixed: float = 0.0) -> Lengths:
-    """How long a draft to look up; no draft where none is worth its scoring. fixed: time of a step beside its scoring as soon
-    as it drafts."""
-    best = trim(survivals(acceptances), price, scoring)
-    gain = best.tokens - 1 - price * (scoring(best.drafts + 1) - scoring(1) + fixed)
-    return best if best.drafts and gain > 0 else Lengths(0, 1.0)
-
-
 def tree(acceptances: Sequence[float], price: float, scoring: Scoring, *, most: int, depth: int) -> RankTree:
     """The tree that is worth most. acceptances: of the likeliest continuation of a token, of the next one, ... most: nodes.
     depth: nodes on a path.
