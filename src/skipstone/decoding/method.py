@@ -11,7 +11,7 @@ from typing import Any, ClassVar, Self
 from transformers import PreTrainedModel
 
 from skipstone.decoding.session import Session
-from skipstone.decoding.settings import settings_of
+from skipstone.decoding.settings import settings_of, spell_value
 from skipstone.models.layered import LayeredModel
 
 OWN_FIELD = "skipstone"  # where a model's generation_config names its default method
@@ -23,13 +23,14 @@ class Method:
 
     name: how users call it. aliases: other packages' spellings of fields, accepted with a warning. if_few_accepted: what it
     means for this method that hardly any draft is accepted. by_model: fields whose default is the model's own; None leaves
-    them to it. positional: what it does, as the rest of a sentence, that states without positions do not allow.
+    them to it. of_methods: fields that hold other methods. positional: what it does, as the rest of a sentence, that states without positions do not allow.
     """
 
     name: ClassVar[str]
     aliases: ClassVar[dict[str, str]] = {}
     if_few_accepted: ClassVar[str] = ""
     by_model: ClassVar[tuple[str, ...]] = ()
+    of_methods: ClassVar[tuple[str, ...]] = ()
     positional: ClassVar[str] = ""
 
     @property
@@ -38,9 +39,17 @@ class Method:
         return True
 
     @property
+    def spelled(self) -> str:
+        """The text that `skipstone.methods.resolve` reads as this method. A draft model that was given as an object is called by
+        its name."""
+        return " ".join([self.name, *(f"{name}={spell_value(value)}" for name, value in self.settings.items())])
+
+    @property
     def settings(self) -> dict[str, Any]:
         """The hyper-parameters by name, as plain JSON values: a model that was given as an object is called what it is."""
         values = {field.name: getattr(self, field.name) for field in fields(self)}
+        for name in self.of_methods:
+            values[name] = None if values[name] is None else ";".join(one.spelled for one in values[name])
         for name, one in values.items():
             if not isinstance(one, (str, int, float, bool, tuple, list, dict, type(None))):
                 values[name] = str(one) if isinstance(one, Path) else getattr(one, "name_or_path", "") or type(one).__name__

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from skipstone.decoding import verify
 from skipstone.decoding.batch import Batch, Request
-from skipstone.decoding.draft import Draft, Picked, RowVerdict, Verdict
+from skipstone.decoding.draft import Draft, Picked, RowVerdict, Step, Verdict
 from skipstone.decoding.sampling import Sampler, Scores
 from skipstone.models.frontier import Frontier
 from skipstone.models.host import on_device
@@ -30,6 +30,7 @@ class Session:
     method itself knows of a row, and several sessions may have them over one batch (`join`).
     """
 
+    paced: bool = True  # whether the loop itself may take plain steps now and then, to learn what they cost
     reads_logits: bool = False  # whether the method itself wants the target's logits where all rows are greedy
 
     def __init__(
@@ -120,6 +121,9 @@ class Session:
     def learn(self, draft: Draft | None, verdicts: list[RowVerdict]) -> None:
         """Hook: tokens were committed, `verdicts` has those of every row. draft: what this session drafted for them; None for
         the token that ends a prefill."""
+
+    def observe(self, step: Step) -> None:
+        """Hook: a decoding step has been taken, and its times are known."""
 
     def resume(self, row: int, tokens: Tensor) -> None:
         """Run further committed tokens [T] of a row, T >= 1, in the prefills that follow: its store had fallen behind."""

@@ -44,7 +44,7 @@ class Setting:
     @property
     def is_list(self) -> bool:
         """Whether a value is a list of whole numbers, such as layers."""
-        return any(get_origin(member) is tuple for member in self.members)
+        return any(_is_list(member) for member in self.members)
 
     @property
     def type(self) -> str:
@@ -55,7 +55,8 @@ class Setting:
             if get_origin(member) is Literal:
                 words += map(str, get_args(member))
             else:
-                words += ["int,..."] if get_origin(member) is tuple else names.get(member, [])
+                several = ["method;..."] if get_origin(member) is tuple else names.get(member, [])
+                words += ["int,..."] if _is_list(member) else several
         return "|".join(words)
 
     def parse(self, text: str) -> Any:
@@ -108,6 +109,11 @@ def spell_value(value: Any) -> str:
     return "none" if value is None else json.dumps(value, separators=(",", ":"))
 
 
+def _is_list(member: Any) -> bool:
+    """Whether a type is a tuple of whole numbers."""
+    return get_origin(member) is tuple and get_args(member)[0] is int
+
+
 def _value(member: Any, text: str) -> Any:
     """A text as a value of one type. ValueError where it is none."""
     if get_origin(member) is Literal:
@@ -116,6 +122,8 @@ def _value(member: Any, text: str) -> Any:
         choices, text = _BOOLEANS, text.lower()
     elif member is NoneType:
         choices, text = {"none": None, "null": None}, text.lower()
+    elif get_origin(member) is tuple and not _is_list(member):
+        return text  # methods, whose names `skipstone.methods` knows
     elif get_origin(member) is tuple:
         return json.loads(text) if text.startswith("[") else [int(one) for one in text.split(",")]
     else:

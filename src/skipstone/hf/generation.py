@@ -56,7 +56,7 @@ def admitted(method: Method, call: Call, keeper: Keeper | None = None) -> tuple[
     chunk = call.config.prefill_chunk_size
     if chunk is not None and chunk < 1:
         raise ValueError(f"prefill_chunk_size must be at least 1, found {chunk}")
-    decoder = Decoder(session, chunk=chunk or PREFILL_CHUNK, recorder=keeper, probing=method.lossless)
+    decoder = Decoder(session, chunk=chunk or PREFILL_CHUNK, recorder=keeper, probing=method.lossless and session.paced)
     for row, request in enumerate(wanted):
         decoder.admit(row, request)
     return decoder, wanted
@@ -129,7 +129,7 @@ def _warn_if_slower(method: Method, decoder: Decoder, stacklevel: int) -> None:
     if (remark := decoder.session.remark()) is not None:
         warnings.warn(remark, RuntimeWarning, stacklevel=stacklevel)
     pace, stats = decoder.pace, decoder.pace.stats
-    if stats.turns < ENOUGH_TURNS or not stats.draft_steps:
+    if not decoder.session.paced or stats.turns < ENOUGH_TURNS or not stats.draft_steps:
         return
     measured = pace.estimate()
     ratio = pace.bound() if measured is None else measured

@@ -11,9 +11,10 @@ from collections.abc import Mapping
 from typing import Any
 
 from skipstone.decoding.method import OWN_FIELD, Method
-from skipstone.decoding.settings import Setting, settings_of, spell_value
+from skipstone.decoding.settings import Setting, settings_of
 from skipstone.methods.adadecode.adadecode import AdaDecode
 from skipstone.methods.adasd.adasd import AdaSD
+from skipstone.methods.auto.auto import Auto
 from skipstone.methods.autoregressive import Autoregressive
 from skipstone.methods.early_exit import EarlyExit
 from skipstone.methods.jacobi import Jacobi
@@ -26,6 +27,7 @@ from skipstone.methods.speculative import Speculative
 from skipstone.methods.swift.swift import Swift
 
 METHODS: dict[str, type[Method]] = {
+    "auto": Auto,
     "autoregressive": Autoregressive,
     "early_exit": EarlyExit,
     "layerskip": LayerSkip,
@@ -61,7 +63,17 @@ def resolve(method: MethodLike, defaults: str | Mapping[str, Any] | None = None)
     kind, given = (own, {}) if method is None else _read(method, "method", own)
     if kind is None:
         raise MethodMissing(f"no method given and the model names no default; pass one of {', '.join(METHODS)}")
-    return kind(**({**settings, **given} if kind is own else given))
+    wanted = {**settings, **given} if kind is own else given
+    for name in set(kind.of_methods) & set(wanted):
+        wanted[name] = _several(wanted[name])
+    return kind(**wanted)
+
+
+def _several(given: Any) -> tuple[Method, ...] | None:
+    """The methods that a text with semicolons, or a list, names."""
+    if given is None:
+        return None
+    return tuple(resolve(one) for one in (given.split(";") if isinstance(given, str) else given))
 
 
 def parse(
@@ -103,8 +115,8 @@ def parse(
 
 
 def spell(method: Method) -> str:
-    """The text that `resolve` reads as this method. A draft model that was given as an object is called by its name."""
-    return " ".join([method.name, *(f"{name}={spell_value(value)}" for name, value in method.settings.items())])
+    """The text that `resolve` reads as this method."""
+    return method.spelled
 
 
 def find(name: Any, kinds: Mapping[str, type] = METHODS, place: str = "method") -> type:

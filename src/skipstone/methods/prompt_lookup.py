@@ -7,6 +7,7 @@ Deviations: of several places the latest, whose surroundings are likelier to be 
 transformers does); where what followed reaches the end of the text, it goes on with itself, so that a loop fills a draft.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import ClassVar, Literal
 
@@ -51,11 +52,11 @@ class PromptLookup(Method):
 class Index:
     """Where every n-gram of a growing text was last (or first) followed by something. Each new token is constant work.
 
-    shortest, longest: tokens of an n-gram.
+    sizes: tokens of the n-grams, ascending.
     """
 
-    def __init__(self, shortest: int, longest: int, prefer: Place) -> None:
-        self.sizes = range(shortest, longest + 1)
+    def __init__(self, sizes: Sequence[int], prefer: Place) -> None:
+        self.sizes = sizes
         self.prefer_first = prefer == "first"
         self.text: list[int] = []
         self._place_after: dict[tuple[int, ...], int] = {}  # n-gram -> place of the token that followed it
@@ -72,16 +73,17 @@ class Index:
                     self._place_after[gram] = place
             self.text.append(token)
 
-    def find(self, most: int) -> list[int]:
-        """What followed the longest n-gram that ends the text and was there before, up to `most` tokens; [] for none."""
+    def find(self, most: int) -> tuple[int, list[int]]:
+        """The longest n-gram that ends the text and was there before: (its tokens' number, up to `most` tokens that followed
+        it); (0, []) for none."""
         text = self.text
         for size in reversed(self.sizes):
             if size <= len(text) and (place := self._place_after.get(tuple(text[-size:]))) is not None:
                 followed = text[place : place + most]
                 while not self.prefer_first and len(followed) < most:
                     followed += followed[: most - len(followed)]
-                return followed
-        return []
+                return size, followed
+        return 0, []
 
 
 class PromptLookupSession(LookupSession):
@@ -94,7 +96,7 @@ class PromptLookupSession(LookupSession):
 
     def _new_index(self) -> Index:
         method = self.method
-        return Index(method.prompt_lookup_min, method.prompt_lookup_max, method.prefer)
+        return Index(range(method.prompt_lookup_min, method.prompt_lookup_max + 1), method.prefer)
 
     def begin(self, row: int, request: Request) -> None:
         super().begin(row, request)
@@ -107,7 +109,7 @@ class PromptLookupSession(LookupSession):
 
     def _row_draft(self, row: int, allowed: int) -> RowDraft:
         most = min(self.method.num_speculative_tokens, allowed)
-        tokens = self.index[row].find(most) if self.alive[row] and most else []
+        _, tokens = self.index[row].find(most) if self.alive[row] and most else (0, [])
         end = next((place for place, token in enumerate(tokens) if token in self.sampler.eos[row]), len(tokens))
         return RowDraft().chain(tokens[:end])
 

@@ -15,6 +15,8 @@ from dataclasses import dataclass, field
 from functools import cache
 from typing import Any, ClassVar
 
+from torch import Tensor
+
 from skipstone.control import price
 from skipstone.decoding.draft import Draft, Picked, RowVerdict, Verdict
 from skipstone.decoding.method import Method
@@ -103,18 +105,25 @@ class RecycleSession(LookupSession):
 
     def verify(self, draft: Draft, scores: Scores) -> Verdict | Picked:
         verdict = super().verify(draft, scores)
-        verdict.notes = self.model.largest(scores.logits, self.candidates).flatten(1)  # of [B, n + 1, k]
+        verdict.notes = self.note(scores)
         return verdict
 
+    def note(self, scores: Scores) -> Tensor:
+        """[B, (n + 1) k] int64: the k likeliest continuations of the root and of every node."""
+        return self.model.largest(scores.logits, self.candidates).flatten(1)
+
     def learn(self, draft: Draft | None, verdicts: list[RowVerdict]) -> None:
-        """Keep what was said behind every scored token, behind the accepted ones last."""
+        """Keep what was said behind every scored token, behind the accepted ones last; of what others drafted, behind those
+        alone."""
         roots = [text[-1] for text in self.text]
         super().learn(draft, verdicts)
-        if draft is None:
-            return
-        self.kept.steps += 1
-        for root, mine, verdict in zip(roots, self._drafts, verdicts, strict=True):
-            if verdict.tokens and verdict.notes:
-                scored, said = [root, *mine.tokens], verdict.notes
-                for place in [*range(len(scored)), 0, *(node + 1 for node in verdict.path)]:
-                    self.kept.continuations[scored[place]] = said[place * self.candidates : (place + 1) * self.candidates]
+        self.kept.steps += draft is not None
+        for row, (root, verdict) in enumerate(zip(roots, verdicts, strict=True)):
+            if not verdict.tokens or not verdict.notes:
+                continue
+            said = {-1: root, **dict(zip(verdict.path, verdict.tokens, strict=False))}  # node -> its token
+            if draft is not None:
+                said = {-1: root, **dict(enumerate(self._drafts[row].tokens)), **said}
+            for node in [*said, -1, *verdict.path]:
+                first = (node + 1) * self.candidates
+                self.kept.continuations[said[node]] = verdict.notes[first : first + self.candidates]

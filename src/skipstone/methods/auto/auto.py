@@ -1,0 +1,337 @@
+"""The fastest lossless way: of several drafters the one that pays most here and now, as long as one does, and plain decoding
+where none does.
+
+`control/` decides, from what every drafter would have said of the text that is known by now, from measured times, and from a
+ledger that bounds the loss against plain decoding. This file measures and obeys. Drafts are coupled to the target's noise, so
+that the text, drawn at random or not, is that of plain decoding with the same seed, whatever is decided.
+"""
+
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any, ClassVar
+
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from skipstone.control import control
+from skipstone.control.control import LOOKUP, PLAIN, PROBE, RECYCLE, Done, Judged, Plan, Ranks, State
+from skipstone.control.costs import Cost, Costs
+from skipstone.decoding.batch import Batch, Request
+from skipstone.decoding.draft import Draft, Picked, RowVerdict, Step, Verdict
+from skipstone.decoding.method import Method
+from skipstone.decoding.noise import TARGET
+from skipstone.decoding.sampling import Scores, Warping, warp
+from skipstone.decoding.session import Session
+from skipstone.decoding.settings import setting
+from skipstone.methods.auto.candidates import drafters_of, usual
+from skipstone.methods.prompt_lookup import Index, PromptLookup
+from skipstone.methods.recycle import Kept, Recycle, RecycleSession
+from skipstone.methods.shared import states
+from skipstone.methods.shared.lookups import LookupSession, RowDraft
+from skipstone.models.engines.engine import Survival
+from skipstone.models.host import on_device
+from skipstone.models.layered import LayeredModel
+
+MATCHES = (1, 2, 3, 4, 6, 10, 16)
+"""Tokens of the matches that are told apart."""
+MOST_LOOKED_UP = 24
+"""Tokens of the continuation of a match."""
+
+
+@dataclass(frozen=True)
+class Auto(Method):
+    """Chooses among other methods while it decodes."""
+
+    name: ClassVar[str] = "auto"
+    of_methods: ClassVar[tuple[str, ...]] = ("candidates",)
+
+    candidates: tuple[Method, ...] | None = setting(
+        None, "methods to choose from, separated by semicolons; none: those that need nothing, and those that the model brings."
+    )
+    slack: float = setting(0.015, "share of plain decoding's time that may be lost.", within=(0, 1))
+
+    def methods(self, model: LayeredModel) -> tuple[Method, ...]:
+        """The candidates on a model."""
+        return usual(model) if self.candidates is None else self.candidates
+
+    def check(self, model: LayeredModel) -> None:
+        super().check(model)
+        for one in self.methods(model):
+            one.check(model)
+
+    def report(self, model: PreTrainedModel) -> dict[str, Any]:
+        return states.known(self, None, model)
+
+    def start(self, model: LayeredModel, rows: int, capacity: int) -> Session:
+        mind = states.of(self, model, rows, None, Mind)
+        return AutoSession(self, model, rows, capacity, mind)
+
+
+@dataclass
+class Mind:
+    """What is known across requests. state: None before the first plain step. kept: of recycled tokens."""
+
+    state: State | None = None
+    kept: Kept = field(default_factory=Kept)
+    steps: int = 0
+    kinds: dict[str, int] = field(default_factory=dict)
+
+    def report(self) -> dict[str, Any]:
+        """Plain JSON values."""
+        if self.state is None:
+            return {}
+        costs = self.state.costs
+        return {
+            "steps": self.steps,
+            "kinds": self.kinds,
+            "current": self.state.current,
+            "rates": self.state.rates(),
+            "plain_seconds": costs.plain.value,
+            "draft_steps": {name: cost.value for name, cost in costs.drafts.items()},
+            "scoring": {n: costs.scoring(n) for n in (2, 4, 8, 16)},
+            "debt": self.state.ledger.overall.debt,
+        }
+
+
+class AutoSession(Session):
+    """Asks, obeys, measures, tells."""
+
+    paced = False
+
+    def __init__(self, method: Auto, model: LayeredModel, rows: int, capacity: int, mind: Mind) -> None:
+        wanted = method.methods(model)
+        lookups = next((one for one in wanted if isinstance(one, PromptLookup)), None)
+        recycling = next((one for one in wanted if isinstance(one, Recycle)), None)
+        rules = control.Rules()
+        super().__init__(model, rows, capacity, coupled=True, scratch=max(rules.window, rules.most_nodes))
+        self.method, self.mind, self.rules = method, mind, rules
+        self.drafters = drafters_of(wanted, model, rows, capacity)
+        self.texts = Texts(model, rows, capacity, looks_up=lookups is not None)
+        self.recycle = None if recycling is None else RecycleSession(recycling, model, rows, capacity, mind.kept)
+        self.reads_logits = self.recycle is not None
+        for one in self._members:
+            one.join(self.batch)
+        self.plan = Plan(PLAIN, 1.0, None, "")
+        self._judged: list[tuple[float, bool]] = []
+        self._ranks: list[int] = []
+        self._shadow_seconds = 0.0
+        self._shadow_pending: tuple[str, Tensor, Tensor] | None = None
+
+    @property
+    def _members(self) -> list[Any]:
+        return [self.texts, *([self.recycle] if self.recycle else []), *self.drafters.values()]
+
+    def join(self, batch: Batch) -> None:
+        super().join(batch)
+        for one in self._members:
+            one.join(batch)
+
+    # ----------------------------------------------------------------------------------------------- the hooks of a session
+
+    def begin(self, row: int, request: Request) -> None:
+        for one in self._members:
+            one.begin(row, request)
+        if self.mind.state is not None:
+            self.mind.state = control.begin(self.mind.state)
+
+    def end(self, row: int) -> None:
+        for one in self._members:
+            one.end(row)
+
+    def optimise(self) -> None:
+        """A shadow, where one is due: what a drafter would have said of the latest tokens of a row."""
+        state, rules = self.mind.state, self.rules
+        if state is None or self.sampler.processed:
+            return
+        rows = [row for row, alive in enumerate(self.alive) if alive and len(self.texts.text[row]) > self.texts.prompts[row]]
+        if not rows:
+            return
+        row = rows[self.mind.steps % len(rows)]
+        fresh = len(self.texts.text[row]) - self.texts.prompts[row]
+        width = min(rules.window, fresh - 1)
+        if width < rules.window // 2 or (name := control.due(state)) is None:
+            return
+        began, tokens = self.model.ranks.now(), self.texts.text[row][-1 - width :]
+        logits = self.drafters[name].said(row, tokens)
+        if logits is None:
+            self.mind.state = replace(state, drafters={**state.drafters, name: replace(state.drafters[name], seen=state.position)})
+            return
+        confidence = logits.softmax(-1).amax(-1)  # [n]
+        right = self._drawn(row, logits) == on_device(tokens[1:], logits.device)  # [n] bool
+        sure, was_right = confidence.tolist(), right.tolist()
+        seconds = self.model.ranks.since(began)
+        costs = state.costs
+        state = control.shadow(state, name, sure, was_right)
+        shadows = {**costs.shadows, name: seconds / costs.plain.value}
+        self.mind.state = replace(state, costs=replace(state.costs, shadows=shadows))
+        self._shadow_seconds = seconds
+
+    def _drawn(self, row: int, logits: Tensor) -> Tensor:
+        """The tokens [n] that a drafter with logits [n, V] behind a row's latest tokens but the newest would have drafted."""
+        settings = self.sampler.settings[row]
+        if self.sampler.greedy or settings is None:
+            return logits.argmax(-1)
+        count = logits.shape[0]
+        last = self.store.length[row]
+        positions = on_device(list(range(last - count + 1, last + 1)), logits.device)
+        noise = self.sampler.noise_type(on_device([settings.seed] * count, logits.device))
+        return noise.draw(warp(logits, Warping([settings] * count, logits.device)), positions, TARGET)
+
+    def draft(self, limit: list[int]) -> Draft:
+        """As planned."""
+        state = self.mind.state
+        if state is None or not any(limit):
+            self.plan = Plan(PLAIN, 1.0, None, "plain decoding is timed" if state is None else "no room for a draft")
+            return self._plain()
+        self.plan = plan = control.decide(state, self.texts.look_up())
+        draft = self._planned(plan, limit, state)
+        if not draft.width and plan.kind != PROBE:
+            self.plan = replace(plan, kind=PLAIN)
+        return draft
+
+    def _plain(self) -> Draft:
+        return Draft.empty(self.rows, self.root.device, self.frontier([0] * self.rows))
+
+    def _planned(self, plan: Plan, limit: list[int], state: State) -> Draft:
+        if plan.kind in (PLAIN, PROBE):
+            return self._plain()
+        if plan.kind == LOOKUP:
+            return self.texts.looked_up(plan.drafts, limit)
+        if plan.kind == RECYCLE:
+            assert self.recycle is not None and plan.tree is not None
+            self.recycle.shape = tuple(zip(plan.tree.parents, plan.tree.ranks, strict=True))
+            return self.recycle.draft(limit)
+        if not plan.thresholds or plan.thresholds[0] > 1:
+            return self._plain()
+        calibration, drafter = state.drafters[plan.kind].calibration, self.drafters[plan.kind]
+        drafter.stop.begin(Survival(calibration.slope, calibration.offset, plan.thresholds[1:]))
+        return drafter.draft(limit)
+
+    def verify(self, draft: Draft, scores: Scores) -> Verdict | Picked:
+        verdict = super().verify(draft, scores)
+        if self.recycle is not None:
+            verdict.notes = self.recycle.note(scores)
+        return verdict
+
+    def learn(self, draft: Draft | None, verdicts: list[RowVerdict]) -> None:
+        """Tell all what was committed, and note what the draft came to."""
+        self._judged, self._ranks = [], []
+        if draft is not None:
+            self.texts.judge(verdicts)
+            if draft.confidence is not None and draft.width:
+                for confidences, verdict in zip(draft.confidence.tolist(), verdicts, strict=True):
+                    judged = min(len(verdict.path) + (not verdict.finished), verdict.drafted)
+                    self._judged += [(confidences[place], place < len(verdict.path)) for place in range(judged)]
+        if self.recycle is not None:
+            row = next((row for row, verdict in enumerate(verdicts) if verdict.tokens), None)
+            if row is not None:
+                self._ranks = ranks(self.mind.kept, self.texts.text[row][-1], verdicts[row].tokens)
+        chosen = self.drafters.get(self.plan.kind) if self.plan.kind != RECYCLE else self.recycle
+        for one in self._members:
+            one.learn(draft if one is chosen and draft is not None and draft.width else None, verdicts)
+
+    def observe(self, step: Step) -> None:
+        """Times, to what they teach."""
+        mind, plan, live = self.mind, self.plan, [len(tokens) for tokens in step.tokens if tokens]
+        step.drafter, step.reason, step.probe = plan.kind, plan.reason, plan.kind == PROBE
+        mind.steps += 1
+        mind.kinds[plan.kind] = mind.kinds.get(plan.kind, 0) + 1
+        seconds, drafted = step.seconds - step.seconds_search, plan.kind not in (PLAIN, PROBE)
+        if mind.state is None:
+            if live:
+                mind.state = self._first_state(seconds)
+            return
+        state = mind.state
+        if not drafted:
+            state = replace(state, costs=replace(state.costs, plain=state.costs.plain.observe(seconds)))
+        plain, rows = state.costs.plain.value, max(len(live), 1)
+        passes, by_model = max(step.draft_steps, default=0), plan.kind in self.drafters
+        done = Done(
+            tokens=sum(live) / rows,
+            time=seconds / plain if drafted else 1.0,
+            confidences=self._judged,
+            verified=round(step.verified_nodes / rows),
+            draft_step=step.seconds_draft / plain / passes if by_model and passes else None,
+            scoring=(seconds - step.seconds_draft * by_model) / plain if drafted else None,
+            matches=self.texts.judged,
+            ranks=self._ranks,
+            shadow_time=self._shadow_seconds / plain,
+        )
+        self._shadow_seconds = 0.0
+        mind.state = control.observe(state, plan, done)
+
+    def _first_state(self, seconds: float) -> State:
+        guesses = {name: one.guess for name, one in self.drafters.items()}
+        costs = Costs(
+            plain=Cost(seconds, 1),
+            fixed=0.0,
+            drafts={name: Cost(guess) for name, guess in guesses.items()},
+            shadows={name: 1.5 * guess for name, guess in guesses.items()},
+        )
+        ledger = control.Ledger(slack=self.method.slack)
+        drafters = {name: control.Drafter() for name in guesses}
+        return State(costs, drafters, self.rules, ledger, ranks=None if self.recycle is None else Ranks())
+
+
+def ranks(kept: Kept, root: int, tokens: Sequence[int]) -> list[int]:
+    """Of every committed token, its place among those that were kept for the one before it; beyond all for one that was not."""
+    found = []
+    for before, token in zip((root, *tokens), tokens, strict=False):
+        known = kept.continuations.get(before, ())
+        found.append(known.index(token) if token in known else len(known) + 100)
+    return found
+
+
+class Texts(LookupSession):
+    """The rows' texts, and their matches. prompts: tokens of every row's prompt. judged: of the matches of the latest step."""
+
+    def __init__(self, model: LayeredModel, rows: int, capacity: int, *, looks_up: bool) -> None:
+        super().__init__(model, rows, capacity)
+        self.looks_up = looks_up
+        self.prompts = [0] * rows
+        self.index = [Index(MATCHES, "recent") for _ in range(rows)]
+        self._found: list[tuple[int, list[int]]] = [(0, [])] * rows
+        self.judged: list[Judged] = []
+
+    def begin(self, row: int, request: Request) -> None:
+        super().begin(row, request)
+        self.prompts[row] = len(self.text[row])
+        if self.looks_up:
+            self.index[row] = Index(MATCHES, "recent")
+            self.index[row].extend(self.text[row])
+
+    def look_up(self) -> list[int]:
+        """Tokens of the match of every row; [] where nothing is looked up."""
+        if not self.looks_up:
+            return []
+        self._found = [self._match(row) if alive else (0, []) for row, alive in enumerate(self.alive)]
+        return [match for match, _ in self._found]
+
+    def _match(self, row: int) -> tuple[int, list[int]]:
+        match, tokens = self.index[row].find(MOST_LOOKED_UP)
+        ends = self.sampler.eos[row]
+        if ends:
+            tokens = tokens[: next((place for place, token in enumerate(tokens) if token in ends), len(tokens))]
+        return (match, tokens) if tokens else (0, [])
+
+    def looked_up(self, drafts: Sequence[int], limit: Sequence[int]) -> Draft:
+        """As much of every row's match as is wanted."""
+        wanted = [min(wanted, allowed) for wanted, allowed in zip(drafts, limit, strict=True)]
+        return self.propose([RowDraft().chain(found[:count]) for (_, found), count in zip(self._found, wanted, strict=True)])
+
+    def judge(self, verdicts: list[RowVerdict]) -> None:
+        """Hold the matches against what was committed."""
+        self.judged = []
+        for (match, found), verdict in zip(self._found, verdicts, strict=True):
+            if match and verdict.tokens:
+                right = 0
+                while right < min(len(found), len(verdict.tokens)) and found[right] == verdict.tokens[right]:
+                    right += 1
+                self.judged.append(Judged(match, right, min(len(found), len(verdict.tokens))))
+
+    def learn(self, draft: Draft | None, verdicts: list[RowVerdict]) -> None:
+        super().learn(draft, verdicts)
+        if self.looks_up:
+            for row, verdict in enumerate(verdicts):
+                self.index[row].extend(verdict.tokens)
