@@ -13,7 +13,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from skipstone.control import price
-from skipstone.control.calibrate import Logistic, Matches
+from skipstone.control.calibrate import PRIOR_WEIGHT, Logistic, Matches
 from skipstone.control.costs import Costs
 from skipstone.control.ledger import Ledger
 from skipstone.control.price import RankTree
@@ -125,6 +125,10 @@ class Ranks:
         return replace(self, rate=rate, pending=pending)
 
 
+TRIED = 2
+"""Drafts of a step that is taken to time a draft step."""
+PROMISING = 0.3
+"""Mean acceptance from which on a drafter is worth being timed."""
 KEPT_RANKS = 0.998
 """Of a count of ranks, by a token."""
 NEW_TREE = 200
@@ -169,7 +173,7 @@ class State:
 class Plan:
     """What a step does, and why. kind: PLAIN, PROBE, LOOKUP, RECYCLE or the name of a drafter. price: tokens that a plain step
     is worth. current: the drafter that the step was weighed against. thresholds: of a drafter. drafts: of a lookup, one number
-    a row. tree: of recycled tokens."""
+    a row. tree: of recycled tokens. trial: the drafter drafts to have its draft step timed, and the account of shadows pays."""
 
     kind: str
     price: float
@@ -178,6 +182,7 @@ class Plan:
     thresholds: tuple[float, ...] = ()
     drafts: tuple[int, ...] = ()
     tree: RankTree | None = None
+    trial: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -228,6 +233,8 @@ def decide(state: State, matches: Sequence[int] = ()) -> Plan:
         return Plan(PLAIN, worth, current, "more time was lost than may be: plain until it is won back")
     if current is not None and _probe_is_due(state, worth):
         return Plan(PROBE, worth, current, "a plain step is measured")
+    if (name := _untimed(state)) is not None:
+        return Plan(name, worth, current, f"a draft step of {name} is timed", thresholds=(0.0,) * TRIED, trial=True)
     if any(matches) and (found := _lookup(state, matches, worth)) is not None:
         drafts, tokens = found
         return Plan(LOOKUP, worth, current, f"a match of {max(matches)}: {tokens:.1f} tokens expected", drafts=tuple(drafts))
@@ -238,6 +245,16 @@ def decide(state: State, matches: Sequence[int] = ()) -> Plan:
         assert state.ranks is not None
         return Plan(RECYCLE, worth, current, reason, tree=state.ranks.tree)
     return Plan(current, worth, current, reason, thresholds=state.drafters[current].thresholds)
+
+
+def _untimed(state: State) -> str | None:
+    """A drafter that is right often enough to be looked at, whose draft step is but guessed, where a trial can be paid."""
+    for name, drafter in state.drafters.items():
+        cost, calibration = state.costs.drafts[name], drafter.calibration
+        graded, promising = calibration.weight > PRIOR_WEIGHT, calibration.mean >= PROMISING
+        if not cost.measurements and graded and promising and state.shadow_account >= min(TRIED * cost.value, 1.0):
+            return name
+    return None
 
 
 def _probe_is_due(state: State, worth: float) -> bool:
@@ -288,6 +305,7 @@ def observe(state: State, plan: Plan, done: Done) -> State:
     moved = now if plan.current != state.current else state.moved_at
     shadowing = rules.calm_shadowing if now - moved > rules.calm_after else rules.shadowing
     probed = plan.kind == PROBE
+    paid = max(done.time - done.tokens, 0.0) if plan.trial else 0.0
     after = replace(
         state,
         costs=costs,
@@ -299,7 +317,7 @@ def observe(state: State, plan: Plan, done: Done) -> State:
         position=now,
         moved_at=moved,
         probed_at=state.position if probed else state.probed_at,
-        shadow_account=min(state.shadow_account + shadowing * done.time, 2.0),
+        shadow_account=min(state.shadow_account - paid + shadowing * done.time, 2.0),
         probe_account=min(state.probe_account + rules.plain_probing * done.time - (1 - 1 / plan.price if probed else 0.0), 1.0),
     )
     if after.ranks is not None:
@@ -348,7 +366,8 @@ def _priced(state: State, name: str, worth: float) -> Drafter:
 
 
 def due(state: State) -> str | None:
-    """The drafter whose shadow is worth most of what the account can pay now; None for none."""
+    """The drafter whose shadow is worth most for its cost, where the account can pay it by now; None for none. A dear one is
+    saved for: cheap ones do not spend what it needs."""
     if not state.drafters or state.position < state.rules.listening:
         return None
     rates = state.rates()
@@ -357,7 +376,7 @@ def due(state: State) -> str | None:
         cost, stale = state.costs.shadows.get(name), state.position - drafter.seen
         steps = drafter.rate.faded(state.position, state.rules.half_life).steps
         young = steps < 3
-        if name == state.current or cost is None or state.shadow_account < cost:
+        if name == state.current or cost is None:
             continue
         if stale < (state.rules.window // 2 if young else state.rules.window):
             continue
@@ -366,7 +385,7 @@ def due(state: State) -> str | None:
         value = min(stale, 4000) / cost * (3 if young else 1)
         if value > worth:
             chosen, worth = name, value
-    return chosen
+    return chosen if chosen is not None and state.shadow_account >= state.costs.shadows[chosen] else None
 
 
 def shadow(state: State, name: str, confidences: Sequence[float], right: Sequence[bool]) -> State:

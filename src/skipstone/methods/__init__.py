@@ -64,6 +64,8 @@ def resolve(method: MethodLike, defaults: str | Mapping[str, Any] | None = None)
     if kind is None:
         raise MethodMissing(f"no method given and the model names no default; pass one of {', '.join(METHODS)}")
     wanted = {**settings, **given} if kind is own else given
+    if "own" in kind.of_methods and defaults and own is not kind:
+        wanted.setdefault("own", [defaults])
     for name in set(kind.of_methods) & set(wanted):
         wanted[name] = _several(wanted[name])
     return kind(**wanted)

@@ -73,10 +73,10 @@ class AdaDecode(ShortlistMethod):
 
     def check(self, model: LayeredModel) -> None:
         super().check(model)
-        self._heads(model)
+        self.heads_for(model)
         self.shortlist(model)
 
-    def _heads(self, model: LayeredModel) -> ExitHeads:
+    def heads_for(self, model: LayeredModel) -> ExitHeads:
         """The heads of a model. ValueError where they are another's, OSError where there are none."""
         if self.heads == ORIGINAL:
             return original_heads(model, self.exit_layers)
@@ -95,7 +95,7 @@ class AdaDecode(ShortlistMethod):
 
     def shortlist(self, drafter: LayeredModel) -> Tensor | None:
         """As in `ShortlistMethod`; where no vocabulary is asked for, that of the heads."""
-        return self._heads(drafter).shortlist if self.draft_vocabulary is None else super().shortlist(drafter)
+        return self.heads_for(drafter).shortlist if self.draft_vocabulary is None else super().shortlist(drafter)
 
     def report(self, model: PreTrainedModel) -> dict[str, Any]:
         return states.known(self, None, model)
@@ -104,7 +104,7 @@ class AdaDecode(ShortlistMethod):
         return AdaDecodeSession(self, model, rows, capacity, self._state(model, rows))
 
     def _state(self, model: LayeredModel, rows: int) -> ExitState:
-        heads = self._heads(model)
+        heads = self.heads_for(model)
         settings = self.exit_layers, self.threshold, self.guard
         return states.of(self, model, rows, heads, lambda: ExitState(model, heads, *settings, rows, self.shortlist(model)))
 

@@ -24,7 +24,7 @@ from skipstone.decoding.noise import TARGET
 from skipstone.decoding.sampling import Scores, Warping, warp
 from skipstone.decoding.session import Session
 from skipstone.decoding.settings import setting
-from skipstone.methods.auto.candidates import drafters_of, usual
+from skipstone.methods.auto.candidates import drafters_of, refuse, usual
 from skipstone.methods.prompt_lookup import Index, PromptLookup
 from skipstone.methods.recycle import Kept, Recycle, RecycleSession
 from skipstone.methods.shared import states
@@ -44,20 +44,22 @@ class Auto(Method):
     """Chooses among other methods while it decodes."""
 
     name: ClassVar[str] = "auto"
-    of_methods: ClassVar[tuple[str, ...]] = ("candidates",)
+    of_methods: ClassVar[tuple[str, ...]] = ("candidates", "own")
 
     candidates: tuple[Method, ...] | None = setting(
         None, "methods to choose from, separated by semicolons; none: those that need nothing, and those that the model brings."
     )
+    own: tuple[Method, ...] | None = setting(None, "one candidate more: the model's own method, where it names one.")
     slack: float = setting(0.015, "share of plain decoding's time that may be lost.", within=(0, 1))
 
     def methods(self, model: LayeredModel) -> tuple[Method, ...]:
         """The candidates on a model."""
-        return usual(model) if self.candidates is None else self.candidates
+        return usual(model, self.own[0] if self.own else None) if self.candidates is None else self.candidates
 
     def check(self, model: LayeredModel) -> None:
         super().check(model)
         for one in self.methods(model):
+            refuse(one)
             one.check(model)
 
     def report(self, model: PreTrainedModel) -> dict[str, Any]:
@@ -115,8 +117,7 @@ class AutoSession(Session):
         self.plan = Plan(PLAIN, 1.0, None, "")
         self._judged: list[tuple[float, bool]] = []
         self._ranks: list[int] = []
-        self._shadow_seconds = 0.0
-        self._shadow_pending: tuple[str, Tensor, Tensor] | None = None
+        self.shadow_seconds = 0.0
 
     @property
     def _members(self) -> list[Any]:
@@ -165,7 +166,7 @@ class AutoSession(Session):
         state = control.shadow(state, name, sure, was_right)
         shadows = {**costs.shadows, name: seconds / costs.plain.value}
         self.mind.state = replace(state, costs=replace(state.costs, shadows=shadows))
-        self._shadow_seconds = seconds
+        self.shadow_seconds = seconds
 
     def _drawn(self, row: int, logits: Tensor) -> Tensor:
         """The tokens [n] that a drafter with logits [n, V] behind a row's latest tokens but the newest would have drafted."""
@@ -256,9 +257,9 @@ class AutoSession(Session):
             scoring=(seconds - step.seconds_draft * by_model) / plain if drafted else None,
             matches=self.texts.judged,
             ranks=self._ranks,
-            shadow_time=self._shadow_seconds / plain,
+            shadow_time=self.shadow_seconds / plain,
         )
-        self._shadow_seconds = 0.0
+        self.shadow_seconds = 0.0
         mind.state = control.observe(state, plan, done)
 
     def _first_state(self, seconds: float) -> State:

@@ -4,7 +4,9 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from skipstone.decoding.method import Method
+from skipstone.methods.adadecode.adadecode import AdaDecode
 from skipstone.methods.auto.drafters import Drafter, LayersDrafter, ModelDrafter
+from skipstone.methods.adadecode.heads import bundled_name_for
 from skipstone.methods.layerskip import LayerSkip
 from skipstone.methods.prompt_lookup import PromptLookup
 from skipstone.methods.recycle import Recycle
@@ -32,32 +34,51 @@ def _draft_model(method: Speculative, model: LayeredModel, rows: int, capacity: 
     return {"speculative": ModelDrafter(method, model, method.draft_model_for(model), rows, capacity)}
 
 
+def _heads(method: AdaDecode, model: LayeredModel, rows: int, capacity: int) -> Made:
+    heads, shortlist = method.heads_for(model), method.shortlist(model)
+    found = {}
+    for number, layer in enumerate(heads.card.layers):
+        if not method.exit_layers or layer in method.exit_layers:
+            made = LayersDrafter(model, rows, capacity, layer, shortlist=shortlist, head=(heads, number))
+            found[f"adadecode, head {layer}"] = made
+    return found
+
+
 MAKERS: dict[type[Method], Callable[[Any, LayeredModel, int, int], Made]] = {
     LayerSkip: _exits,
     SelfSpeculative: _skipping,
     Speculative: _draft_model,
+    AdaDecode: _heads,
     PromptLookup: lambda *_: {},
     Recycle: lambda *_: {},
 }
 """Method -> its drafters by name. What is looked up or recycled is drafted on the host, without a model."""
 
 
+def refuse(method: Method) -> None:
+    """ValueError for a method that is no candidate."""
+    if type(method) not in MAKERS:
+        names = ", ".join(kind.name for kind in MAKERS)
+        raise ValueError(f"{method.name} cannot be one of auto's candidates; these can: {names}")
+
+
 def drafters_of(methods: Sequence[Method], model: LayeredModel, rows: int, capacity: int) -> Made:
-    """The drafters of all candidates, each by a name of its own. ValueError for a method that is no candidate."""
+    """The drafters of all candidates, each by a name of its own."""
     made: Made = {}
     for method in methods:
-        make = MAKERS.get(type(method))
-        if make is None:
-            names = ", ".join(kind.name for kind in MAKERS)
-            raise ValueError(f"{method.name} cannot be one of auto's candidates; these can: {names}")
-        for name, one in make(method, model, rows, capacity).items():
+        for name, one in MAKERS[type(method)](method, model, rows, capacity).items():
             made[name if name not in made else f"{name} ({len(made)})"] = one
     return made
 
 
-def usual(model: LayeredModel) -> tuple[Method, ...]:
-    """The candidates where none are named: those that need nothing."""
+def usual(model: LayeredModel, own: Method | None) -> tuple[Method, ...]:
+    """The candidates where none are named: those that need nothing, what is bundled for the model, and the model's own method,
+    where that can be one."""
     found: list[Method] = [PromptLookup()]
     if not model.family.recurrent:
         found.append(Recycle())
+        if bundled_name_for(model) is not None:
+            found.append(AdaDecode())
+    if own is not None and type(own) in MAKERS and type(own) not in map(type, found):
+        found.append(own)
     return tuple(found)

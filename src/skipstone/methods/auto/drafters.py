@@ -11,6 +11,7 @@ from skipstone.control.price import NEVER
 from skipstone.decoding.batch import Batch, Request
 from skipstone.decoding.draft import Draft, RowVerdict
 from skipstone.decoding.session import PREFILL_CHUNK
+from skipstone.methods.adadecode.heads import ExitHeads
 from skipstone.methods.shared.chain import Chain, ChainSession
 from skipstone.methods.shared.confidence import Confidence
 from skipstone.methods.shared.draft_model import DraftModel, DraftModelMethod, DraftModelSession
@@ -75,7 +76,8 @@ class PricedStop(Confidence):
 class LayersDrafter(ChainSession):
     """The target's first layers, or what a skip set leaves of all of them, or these in fewer bits.
 
-    layers: that draft, of an early exit E < L. skip: sublayers that are left out; None for an exit. drafter: as in `Frontier`."""
+    layers: that draft, of an early exit E < L. skip: sublayers that are left out; None for an exit. drafter: as in `Frontier`.
+    head: exit heads and the number of the one that predicts; None for the model's own."""
 
     looks = False
 
@@ -88,21 +90,35 @@ class LayersDrafter(ChainSession):
         skip: SkipSet | None = None,
         drafter: LayeredModel | None = None,
         shortlist: Tensor | None = None,
+        head: tuple[ExitHeads, int] | None = None,
     ) -> None:
         super().__init__(model, rows, capacity, most=MOST_DRAFTS, threshold=0.0, coupled=True)
         self.stop = self.confidence = PricedStop(rows, model.device)
         self.layers, self.skip, self.drafter, self.shortlist = layers, skip, drafter, shortlist
+        self.head, self.at_once = head, head is None or head[0].linear
+        if head is not None and self.at_once:
+            self.transform = head[0].transform(head[1])
         left = layers if skip is None else model.depth - (len(skip.attention) + len(skip.mlp)) / 2
         self.guess = left / model.depth * (0.6 if drafter is not None else 1.0)
 
     def shadow_tokens(self, row: int, wanted: int) -> int:
         return wanted
 
-    def one_call(self) -> tuple[int, SkipSet | None]:
-        return self.layers, self.skip
+    def one_call(self) -> tuple[int, SkipSet | None] | None:
+        return (self.layers, self.skip) if self.at_once else None
 
     def next_logits(self, chain: Chain, frontier: Frontier) -> Tensor:
-        return frontier.exit_logits(self.layers) if self.skip is None else frontier.sketched_logits(self.skip)
+        if self.skip is not None:
+            return frontier.sketched_logits(self.skip)
+        frontier.advance(self.layers)
+        return self._head_logits(self.model, frontier.hidden[:, -1:])[:, 0]
+
+    def _head_logits(self, model: LayeredModel, states: Tensor) -> Tensor:
+        """[B, n, d] -> [B, n, V] float32."""
+        if self.head is None:
+            return model.logits(states, self.shortlist)
+        heads, number = self.head
+        return heads.logits(model, number, states, self.shortlist)
 
     def finish(self, chain: Chain, frontier: Frontier) -> Draft:
         return chain.draft(frontier, exit_layer=self.layers if self.skip is None else None)
@@ -119,7 +135,7 @@ class LayersDrafter(ChainSession):
         at = Pass(positions, positions + width, None, slice(row, row + 1), end + width, end, tree)
         hidden = model.embed(on_device([list(tokens)], self.model.device), positions)
         states = model.run(hidden, at, self.store, range(self.layers), self.skip)
-        return model.logits(states, self.shortlist)[0]
+        return self._head_logits(model, states)[0]
 
 
 class ModelDrafter(DraftModelSession):

@@ -123,6 +123,7 @@ class ChainSession(Session):
     """
 
     looks = True  # whether an accelerator is asked now and then if every row has stopped
+    transform: Tensor | None = None  # [d', d'], what states go through before the LM head; None for nothing
 
     def __init__(
         self, model: LayeredModel, rows: int, capacity: int, *, most: int, threshold: Threshold, coupled: bool, scratch: int = 0
@@ -168,7 +169,7 @@ class ChainSession(Session):
         if drafter is None or not self.sampler.greedy or self.sampler.processed:
             return None
         thresholds = self.confidence.thresholds if self.confidence.active else None
-        chain = frontier.draft_greedily(*drafter, most, thresholds, self.sampler.eos, survival=self.confidence.survival)
+        chain = frontier.draft_greedily(*drafter, most, thresholds, self.sampler.eos, self.transform, survival=self.confidence.survival)
         if chain is None:
             return None
         valid = torch.ones_like(chain.tokens, dtype=torch.bool) if frontier.valid is None else frontier.valid[:, 1:]

@@ -1,0 +1,279 @@
+"""`auto` says what plain decoding says whatever is decided, is told the truth about its drafters, and decides by it."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import skipstone
+from skipstone import LayerSkip, PromptLookup, Recycle, SelfSpeculative, Speculative
+from skipstone.control import control, price
+from skipstone.control.control import LOOKUP, PLAIN, PROBE, RECYCLE, Plan, State
+from skipstone.decoding.batch import Request
+from skipstone.decoding.draft import Step
+from skipstone.decoding.loop import Decoder
+from skipstone.methods import resolve
+from skipstone.methods.auto.auto import Auto, AutoSession
+from skipstone.models.layered import LayeredModel
+from tests.helpers import families
+from tests.helpers.conformance import truncated
+from tests.helpers.machine import llama, near, prompt, start
+from tests.helpers.support import assert_same_texts, decode, plainly, references
+
+FAMILIES = ("llama", "gemma2", "qwen3")
+
+
+def everything(model: Any, second: Any) -> Auto:
+    """All kinds of candidates."""
+    return Auto((PromptLookup(), Recycle(), LayerSkip(2), SelfSpeculative((1,), (2,)), Speculative(second)))
+
+
+class Dice:
+    """A controller that decides at random: any drafter, any length, any tree, or none."""
+
+    def __init__(self, seed: int) -> None:
+        self.dice = random.Random(seed)
+        self.kinds: list[str] = []
+
+    def decide(self, state: State, matches: Sequence[int] = ()) -> Plan:
+        kinds = [PLAIN, PROBE, RECYCLE, *state.drafters] + [LOOKUP] * any(matches)
+        kind = self.dice.choice(kinds)
+        self.kinds.append(kind)
+        thresholds = tuple(sorted(self.dice.random() ** 3 for _ in range(self.dice.randrange(6))))
+        chances = [self.dice.random() * 0.6 for _ in range(3)]
+        tree = price.tree(chances, 0.0, lambda _: 0.0, most=self.dice.randrange(1, 12), depth=4)
+        drafts = tuple(self.dice.randrange(8) if match else 0 for match in matches)
+        return Plan(kind, 1.0, None, "by dice", thresholds, drafts, tree)
+
+    def due(self, state: State) -> str | None:
+        return self.dice.choice([None, *state.drafters])
+
+
+@pytest.fixture
+def dice(monkeypatch: pytest.MonkeyPatch) -> Dice:
+    found = Dice(7)
+    monkeypatch.setattr(control, "decide", found.decide)
+    monkeypatch.setattr(control, "due", found.due)
+    return found
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("rows", [1, 3])
+def test_whatever_is_decided_the_greedy_text_is_transformers_own(family: str, rows: int, dice: Dice) -> None:
+    model, options = families.cached(family), {"max_new_tokens": 48}
+    prompts, expected, _ = references(family, rows, **options)
+    output = decode(model, prompts, everything(model, truncated(family)), **options)
+    assert_same_texts(model, prompts, expected, output, options)
+    assert {RECYCLE, PLAIN, PROBE, "layerskip, exit 2", "self_speculative", "speculative"} <= set(dice.kinds)
+
+
+@pytest.mark.parametrize("rows", [1, 3])
+def test_whatever_is_decided_the_sampled_text_is_plain_decodings(rows: int, dice: Dice) -> None:
+    options: dict[str, Any] = {"max_new_tokens": 48, "do_sample": True, "temperature": 1.3, "top_k": 40, "seed": 5}
+    model = families.cached("llama")
+    prompts, expected = plainly("llama", rows, **options)
+    output = decode(model, prompts, everything(model, truncated("llama")), **options)
+    assert_same_texts(model, prompts, expected, output, options)
+    assert output.stats is not None
+    assert output.stats.accepted > 0
+
+
+def test_the_store_is_that_of_plain_decoding_after_every_step(dice: Dice) -> None:
+    raw = llama()
+    model = LayeredModel(raw)
+    decoder = start(everything(raw, near(raw, 0.3)), model, [Request(prompt(9), 40), Request(prompt(5, 1), 40)])
+    texts = [prompt(9).tolist(), prompt(5, 1).tolist()]
+    while decoder.busy:
+        step = decoder.step()
+        for row, tokens in enumerate(step.tokens):
+            texts[row] += tokens
+            if decoder.session.alive[row]:
+                decoder.session.check(row, torch.tensor(texts[row]))
+
+
+# ------------------------------------------------------------------------------------------------------------- shadows
+
+
+def decoded(method: Any, raw: Any, tokens: int = 30) -> tuple[Decoder, list[int]]:
+    """A decoder in the midst of one row's text, and that text."""
+    decoder = start(method, LayeredModel(raw), [Request(prompt(9), 200)])
+    text = prompt(9).tolist()
+    while len(text) < 9 + tokens:
+        text += decoder.step().tokens[0]
+    return decoder, text
+
+
+def session_of(decoder: Decoder) -> AutoSession:
+    assert isinstance(decoder.session, AutoSession)
+    return decoder.session
+
+
+def exited(raw: Any) -> Any:
+    """The first two layers, norm and head as a model of their own."""
+    short = llama(layers=2)
+    wanted = short.state_dict()
+    for name, weight in raw.state_dict().items():
+        if name in wanted:
+            wanted[name].copy_(weight)
+    return short
+
+
+def expected_behind(raw: Any, text: list[int], count: int) -> Tensor:
+    """Logits [count, V] of a model behind the latest `count` tokens but the newest one."""
+    return raw(torch.tensor([text[:-1]])).logits[0, -count:]
+
+
+@pytest.mark.usefixtures("no_gradients")
+@pytest.mark.parametrize("kind", ["exit", "fewer sublayers", "draft model"])
+def test_a_shadow_is_what_the_drafter_would_have_said(kind: str) -> None:
+    raw = llama()
+    second = near(raw, 0.3)
+    candidates = {"exit": LayerSkip(2), "fewer sublayers": SelfSpeculative((), (1, 2)), "draft model": Speculative(second)}
+    decoder, text = decoded(Auto((candidates[kind],)), raw)
+    session = session_of(decoder)
+    (drafter,) = session.drafters.values()
+    found = drafter.said(0, text[-13:])
+    assert found is not None
+    if kind == "exit":
+        wanted = expected_behind(exited(raw), text, 12)
+    elif kind == "draft model":
+        wanted = expected_behind(second, text, 12)
+    else:
+        # a sublayer that is left out adds nothing; what it reads of earlier tokens is the target's
+        wanted = None
+    if wanted is not None:
+        torch.testing.assert_close(found, wanted, atol=1e-4, rtol=1e-4)
+    else:
+        draft = drafted_alone(session, text)
+        assert int(found[-1].argmax()) == draft
+    session.check(0, torch.tensor(text))
+
+
+def drafted_alone(session: AutoSession, text: list[int]) -> int:
+    """The token that the only drafter drafts behind a text without its newest token: one step back."""
+    fresh = LayeredModel(session.model.model)
+    (method,) = session.method.methods(fresh)
+    other = method.start(fresh, 1, 100)
+    decoder = Decoder(other)
+    decoder.admit(0, Request(torch.tensor(text[:-2]), 10))
+    tokens = decoder.step().tokens[0]
+    assert tokens == text[-2:-1], "the text is the model's own"
+    draft = other.draft([1])
+    return int(draft.tokens[0, 0])
+
+
+# -------------------------------------------------------------------------------------------------- on a clock of our own
+
+
+class Clocked:
+    """Steps that take the time that a table says: of a plain step one millisecond. extra: of a draft step, by drafter."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, drafts: dict[str, float], token: float = 0.03) -> None:
+        self.drafts, self.token, self.total, self.tokens, self.requests = drafts, token, 0.0, 0, [(0, 0.0)]
+        own = AutoSession.observe
+
+        def observe(session: AutoSession, step: Step) -> None:
+            passes = max(step.draft_steps, default=0)
+            step.seconds_draft = self.drafts.get(session.plan.kind, 0.0) * passes / 1000
+            step.seconds_score = (1 + self.token * step.verified_nodes) / 1000
+            step.seconds_other = 0.0
+            step.seconds_search = 0.5 / 1000 if session.shadow_seconds else 0.0
+            session.shadow_seconds = step.seconds_search
+            self.total += step.seconds
+            self.tokens += len(step.tokens[0])
+            own(session, step)
+
+        monkeypatch.setattr(AutoSession, "observe", observe)
+
+    @property
+    def rate(self) -> float:
+        """Tokens a plain step."""
+        return self.tokens / (1000 * self.total)
+
+
+def texts_of(raw: Any, method: Any, count: int = 6, tokens: int = 150) -> skipstone.Output:
+    output = None
+    for seed in range(count):
+        output = skipstone.generate(raw, prompt(12, seed)[None], method, max_new_tokens=tokens)
+    assert output is not None
+    return output
+
+
+def test_a_draft_model_that_is_right_is_found_and_pays(monkeypatch: pytest.MonkeyPatch) -> None:
+    raw = llama()
+    clock = Clocked(monkeypatch, {"speculative": 0.1, "layerskip, exit 1": 0.3})
+    method = Auto((Speculative(near(raw, 0.02)), LayerSkip(1)))
+    texts_of(raw, method, count=8)  # it is as large as the target: its shadow is dear and is long saved for
+    before, time = clock.tokens, clock.total
+    output = texts_of(raw, method, count=6)
+    known = method.report(raw)
+    assert known["current"] == "speculative"
+    assert known["draft_steps"]["speculative"] == pytest.approx(0.1)
+    assert (clock.tokens - before) / (1000 * (clock.total - time)) > 1.5
+    assert output.stats is not None
+    assert output.stats.mean_acceptance_length > 2
+
+
+def test_where_nothing_is_right_it_stays_plain_and_loses_next_to_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    raw = llama(head=1.0)
+    clock = Clocked(monkeypatch, {"speculative": 0.3, "layerskip, exit 1": 0.3})
+    method = Auto((Speculative(llama(seed=9, layers=2)), LayerSkip(1)))
+    texts_of(raw, method)
+    assert clock.rate > 0.98
+    assert method.report(raw)["current"] is None
+
+
+def test_dear_drafts_are_not_made_however_right_they_are(monkeypatch: pytest.MonkeyPatch) -> None:
+    raw = llama()
+    clock, method = Clocked(monkeypatch, {"speculative": 1.1}), Auto((Speculative(near(raw, 0.02)),))
+    texts_of(raw, method, count=10)
+    assert clock.rate > 0.98
+    assert method.report(raw)["draft_steps"]["speculative"] == pytest.approx(1.1), "it was tried and timed"
+
+
+def test_what_was_learnt_outlives_a_request(monkeypatch: pytest.MonkeyPatch) -> None:
+    raw = llama()
+    Clocked(monkeypatch, {"speculative": 0.1})
+    method = Auto((Speculative(near(raw, 0.02)),))
+    texts_of(raw, method, count=10)
+    output = skipstone.generate(raw, prompt(12, 50)[None], method, max_new_tokens=40)
+    assert output.stats is not None
+    assert output.stats.drafting > 0.7 * output.stats.steps
+
+
+# ------------------------------------------------------------------------------------------------------ how it is named
+
+
+def test_candidates_are_spelled_and_read() -> None:
+    method = resolve('auto candidates="prompt_lookup;layerskip exit_layer=2"')
+    assert isinstance(method, Auto)
+    assert method.candidates == (PromptLookup(), LayerSkip(2))
+    assert resolve(skipstone.methods.spell(method)) == method
+    assert resolve({"method": "auto", "candidates": ["prompt_lookup", {"method": "layerskip", "exit_layer": 2}]}) == method
+
+
+def test_the_models_own_method_is_a_candidate() -> None:
+    method = resolve("auto", {"method": "layerskip", "exit_layer": 3})
+    assert isinstance(method, Auto)
+    names = [one.name for one in method.methods(LayeredModel(llama()))]
+    assert names == ["prompt_lookup", "recycle", "layerskip"]
+
+
+@pytest.mark.parametrize(
+    "text, words",
+    [
+        ('auto candidates="adasd"', "adasd cannot be one of auto's candidates"),
+        ('auto candidates="auto"', "auto cannot be one of auto's candidates"),
+        ('auto candidates="layerskip exit_layer=9"', "exit_layer"),
+        ('auto candidates="nothing"', "unknown method"),
+        ("auto slack=2", "slack"),
+    ],
+)
+def test_what_is_wrong_is_said_before_any_work(text: str, words: str) -> None:
+    with pytest.raises(ValueError, match=words):
+        skipstone.generate(llama(), prompt(5)[None], text, max_new_tokens=4)
