@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     from skipstone.methods import METHODS as METHODS
     from skipstone.methods import AdaDecode as AdaDecode
     from skipstone.methods import AdaSD as AdaSD
+    from skipstone.methods import Auto as Auto
     from skipstone.methods import Autoregressive as Autoregressive
     from skipstone.methods import EarlyExit as EarlyExit
     from skipstone.methods import Jacobi as Jacobi
@@ -54,8 +55,8 @@ _NAMES = {
     "hf.generation": ("Output",),
     "loading": ("load",),
     "methods": (
-        *("METHODS", "AdaDecode", "AdaSD", "Autoregressive", "EarlyExit", "Jacobi", "LayerSkip", "Lookahead", "PromptLookup"),
-        *("Recycle", "SelfSpeculative", "Speculative", "Swift"),
+        *("METHODS", "AdaDecode", "AdaSD", "Auto", "Autoregressive", "EarlyExit", "Jacobi", "LayerSkip", "Lookahead"),
+        *("PromptLookup", "Recycle", "SelfSpeculative", "Speculative", "Swift"),
     ),
     "methods.adadecode.heads": ("ExitHeads",),
     "models.layered": ("LayeredModel",),

@@ -121,7 +121,7 @@ def test_flags_are_frozen() -> None:
     generate = {name for p in root.commands["generate"].params for name in (*p.opts, *p.secondary_opts)}
     of_the_verb = """model --prompt --prompt-file --prompt-tokens --chat --method --speculative-config --max-new-tokens
         --temperature --top-k --top-p --min-p --seed --stop --ignore-eos --dtype --device --engine --quantize
-        --kv-dtype --device-map --offload-folder --tp --trust-remote-code --compare --repeat --json --stats --color
+        --kv-dtype --device-map --offload-folder --tp --trust-remote-code --compare --repeat --json --stats --explain --color
         --no-color --debug"""
     assert generate == {*of_the_verb.split()}
     verbs = "bench check costs demo env families generate inspect methods search train"
@@ -187,7 +187,7 @@ def test_a_method_is_explained_setting_by_setting(name: str) -> None:
 
 
 def test_a_method_that_does_not_exist_is_not_explained() -> None:
-    assert_refused(run("methods", "medusa"), "unknown method 'medusa'; there are autoregressive, early_exit")
+    assert_refused(run("methods", "medusa"), "unknown method 'medusa'; there are auto, autoregressive, early_exit")
 
 
 def test_env_tells_versions_and_nothing_about_the_user() -> None:

@@ -18,7 +18,7 @@ ROOT = Path(__file__).parents[2]
 PACKAGE = ROOT / "src" / "skipstone"
 TESTS = ROOT / "tests"
 PUBLIC = {
-    *("Autoregressive", "EarlyExit", "LayerSkip", "SelfSpeculative", "Swift", "AdaDecode", "AdaSD", "ExitHeads"),
+    *("Autoregressive", "EarlyExit", "LayerSkip", "SelfSpeculative", "Swift", "AdaDecode", "AdaSD", "Auto", "ExitHeads"),
     *(
         "Speculative",
         "PromptLookup",

@@ -45,6 +45,7 @@ def generate(
     repeat: Annotated[int, grouped("Output", "With --compare: runs of each.", min=1)] = 1,
     as_json: Annotated[bool, grouped("Output", "Print one JSON document instead of the text.", "--json")] = False,
     stats: Annotated[bool, grouped("Output", "Print figures of the run on stderr.", "--stats")] = False,
+    explain: Annotated[bool, grouped("Output", "Print why every step did what it did on stderr.", "--explain")] = False,
     color: Annotated[bool | None, grouped("Output", "Mark accepted drafts. Default: on terminals.", show_default=False)] = None,
     debug: options.Debug = False,
 ) -> None:
@@ -73,7 +74,7 @@ def _run(flags: Any, asked: Any, text: str) -> None:
         print(json.dumps(document(flags.model, job, chosen, run, comparison), ensure_ascii=False))
     else:
         painter.end()
-        tell(job, chosen, run, comparison, flags.stats)
+        tell(job, chosen, run, comparison, flags.stats, flags.explain)
     _leave()
     if run.interrupted:
         raise typer.Exit(terminal.INTERRUPTED)
@@ -101,6 +102,8 @@ def _refuse_contradictions(flags: Any) -> None:
         raise ValueError("--color marks text, --json prints none: give one of them")
     if flags.as_json and flags.stats:
         raise ValueError("--json holds what --stats prints: give one of them")
+    if flags.as_json and flags.explain:
+        raise ValueError("--explain prints a table, --json prints none: give one of them")
     if "" in (flags.stop or []):
         raise ValueError("--stop takes a text, found an empty one")
     for name in (*SAMPLING, "seed"):

@@ -63,6 +63,7 @@ class Run:
     stats: Stats = field(default_factory=Stats)
     seconds: float = 0.0
     interrupted: bool = False
+    steps: list[Step] = field(default_factory=list)
 
 
 def decode(job: Job, method: Method, show: Show = None) -> Run:
@@ -79,6 +80,7 @@ def decode(job: Job, method: Method, show: Show = None) -> Run:
             run.tokens += step.tokens[0]
             run.origin += step.origin[0]
             run.stats.add(step)
+            run.steps.append(step)
             if show is not None:
                 show(step)
             started = time.perf_counter()

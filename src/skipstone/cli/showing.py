@@ -4,6 +4,7 @@ import os
 import sys
 import time
 from collections.abc import Callable
+from itertools import groupby
 from typing import Any
 
 from rich.color import ColorSystem
@@ -68,11 +69,13 @@ class Painter:
         self.out.write(piece)
 
 
-def tell(job: Job, method: Method, run: Run, comparison: Comparison | None, stats: bool) -> None:
-    """Figures, where they are asked for, and the comparison's table, on stderr."""
+def tell(job: Job, method: Method, run: Run, comparison: Comparison | None, stats: bool, explain: bool = False) -> None:
+    """Figures and decisions, where they are asked for, and the comparison's table, on stderr."""
     console = terminal.console(stderr=True)
     for line in figures(job, method, run) if stats else []:
         console.print(Text(line), soft_wrap=True)
+    if explain:
+        console.print(explained(run.steps) if run.stats.drafters else f"{method.name} decides nothing: there is no choice")
     if comparison is not None:
         console.print(comparison.table())
         console.print(Text(comparison.verdict()), soft_wrap=True)
@@ -95,6 +98,8 @@ def figures(job: Job, method: Method, run: Run) -> list[str]:
         )
     spent = [f"{name} {one:.2f}" for name, one in stats.step_milliseconds().items() if name != "search" or one]
     lines.append(f"{stats.steps} steps{drafts}; ms a step: {', '.join(spent)}")
+    if stats.drafters:
+        lines.append(choices(method, job, run))
     if not method.lossless and stats.drafted:
         near = ", ".join(f"{name} {value:.3f}" for name, value in distances(method, job).items())
         lines.append(
@@ -107,6 +112,33 @@ def figures(job: Job, method: Method, run: Run) -> list[str]:
     if job.sampled:
         lines.append(f"seed {job.seed}")
     return lines
+
+
+def choices(method: Method, job: Job, run: Run) -> str:
+    """What drafted, and what that came to beside plain decoding."""
+    stats, known = run.stats, method.report(job.model)
+    drafted = ", ".join(f"{name} {count}" for name, count in stats.drafters.most_common())
+    said = f"turns by what drafted: {drafted}"
+    if stats.seconds and known:
+        low, high = (stats.tokens * plain / stats.seconds for plain in known["plain_interval"])
+        said += (
+            f"; {stats.tokens * known['plain_seconds'] / stats.seconds:.2f} x plain decoding ({low:.2f} to {high:.2f}), whose step "
+            f"takes {1000 * known['plain_seconds']:.2f} ms; {100 * stats.seconds_search / stats.seconds:.1f} % of the time spent "
+            "on shadows"
+        )
+    return said
+
+
+def explained(steps: list[Step]) -> Table:
+    """Why every step did what it did, steps of one reason in a row together."""
+    table = Table("at token", "steps", "drafter", "drafted", "accepted", "because", title="decisions")
+    place = 0
+    for (drafter, reason), group in groupby((step for step in steps if step.drafter), lambda step: (step.drafter, step.reason)):
+        found = list(group)
+        drafts, accepted = sum(sum(step.drafted) for step in found), sum(sum(step.accepted) for step in found)
+        table.add_row(str(place), str(len(found)), drafter, str(drafts), str(accepted), reason)
+        place += sum(len(step.tokens[0]) for step in found)
+    return table
 
 
 def distances(method: Method, job: Job) -> dict[str, float]:

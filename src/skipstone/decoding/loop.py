@@ -123,7 +123,7 @@ class Decoder:
         session.commit(draft, verdicts)
         step.probe = probe
         step.seconds_search, step.seconds_draft, step.seconds_score, step.seconds_other = clock.stop()
-        session.observe(step)
+        session.clocked(step)
         self.pace.add(step)
         return self._retire(step)
 

@@ -122,7 +122,7 @@ class Session:
         """Hook: tokens were committed, `verdicts` has those of every row. draft: what this session drafted for them; None for
         the token that ends a prefill."""
 
-    def observe(self, step: Step) -> None:
+    def clocked(self, step: Step) -> None:
         """Hook: a decoding step has been taken, and its times are known."""
 
     def resume(self, row: int, tokens: Tensor) -> None:

@@ -13,7 +13,7 @@ class Stats:
     """A fold over Steps. The prefill token belongs to no step; ratios are pooled, never means of means.
 
     steps counts (row, step) pairs that committed tokens by decoding, drafting those of them that drafted; probe steps are
-    counted apart. Times are seconds.
+    counted apart. drafters: turns by what drafted, where a session has the choice. Times are seconds.
     """
 
     tokens: int = 0
@@ -34,6 +34,7 @@ class Stats:
     seconds_other: float = 0.0
     seconds_probe: float = 0.0
     histogram: Counter[int] = field(default_factory=Counter)
+    drafters: Counter[str] = field(default_factory=Counter)
 
     def add(self, step: Step) -> None:
         """Count one step."""
@@ -42,6 +43,8 @@ class Stats:
             self.seconds_prefill += step.seconds
             return
         self.tokens += sum(map(len, step.tokens))
+        if step.drafter:
+            self.drafters[step.drafter] += 1
         if step.probe:
             self.probes += 1
             self.seconds_probe += step.seconds
@@ -65,6 +68,7 @@ class Stats:
         for name in _COUNTS:
             setattr(self, name, getattr(self, name) + getattr(other, name))
         self.histogram.update(other.histogram)
+        self.drafters.update(other.drafters)
 
     @classmethod
     def total(cls, calls: Iterable["Stats"]) -> "Stats":
@@ -117,6 +121,7 @@ class Stats:
             "tokens_per_second": self.tokens_per_second,
             **{name: getattr(self, name) for name in self.__dataclass_fields__ if name.startswith("seconds_")},
             "probes": self.probes,
+            **({"drafters": dict(self.drafters.most_common())} if self.drafters else {}),
         }
 
     @classmethod
@@ -124,8 +129,9 @@ class Stats:
         """What a `summary` was made of; a count that an older one does not hold is 0."""
         known = {name: summary.get(name, 0) for name in _COUNTS}
         known["tokens"] = summary["new_tokens"] - summary["prefill_tokens"]
-        return cls(**known, histogram=Counter({int(key): count for key, count in summary["acceptance_histogram"].items()}))
+        histogram = Counter({int(key): count for key, count in summary["acceptance_histogram"].items()})
+        return cls(**known, histogram=histogram, drafters=Counter(summary.get("drafters", {})))
 
 
-_COUNTS = tuple(name for name in Stats.__dataclass_fields__ if name != "histogram")
+_COUNTS = tuple(name for name in Stats.__dataclass_fields__ if name not in ("histogram", "drafters"))
 """Names of the plain numbers among the figures."""

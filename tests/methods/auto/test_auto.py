@@ -175,9 +175,9 @@ class Clocked:
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch, drafts: dict[str, float], token: float = 0.03) -> None:
         self.drafts, self.token, self.total, self.tokens, self.requests = drafts, token, 0.0, 0, [(0, 0.0)]
-        own = AutoSession.observe
+        own = AutoSession.clocked
 
-        def observe(session: AutoSession, step: Step) -> None:
+        def clocked(session: AutoSession, step: Step) -> None:
             passes = max(step.draft_steps, default=0)
             step.seconds_draft = self.drafts.get(session.plan.kind, 0.0) * passes / 1000
             step.seconds_score = (1 + self.token * step.verified_nodes) / 1000
@@ -188,7 +188,7 @@ class Clocked:
             self.tokens += len(step.tokens[0])
             own(session, step)
 
-        monkeypatch.setattr(AutoSession, "observe", observe)
+        monkeypatch.setattr(AutoSession, "clocked", clocked)
 
     @property
     def rate(self) -> float:
@@ -261,7 +261,7 @@ def test_the_models_own_method_is_a_candidate() -> None:
     method = resolve("auto", {"method": "layerskip", "exit_layer": 3})
     assert isinstance(method, Auto)
     names = [one.name for one in method.methods(LayeredModel(llama()))]
-    assert names == ["prompt_lookup", "recycle", "layerskip"]
+    assert names == ["prompt_lookup", "recycle", "self_speculative", "layerskip"]
 
 
 @pytest.mark.parametrize(

@@ -35,6 +35,8 @@ from skipstone.models.layered import LayeredModel
 
 MATCHES = (1, 2, 3, 4, 6, 10, 16)
 """Tokens of the matches that are told apart."""
+RECENT_PLAIN = 64
+"""Plain steps whose times are kept for the interval that is told."""
 MOST_LOOKED_UP = 24
 """Tokens of the continuation of a match."""
 
@@ -78,6 +80,7 @@ class Mind:
     kept: Kept = field(default_factory=Kept)
     steps: int = 0
     kinds: dict[str, int] = field(default_factory=dict)
+    plain_seconds: deque[float] = field(default_factory=lambda: deque(maxlen=RECENT_PLAIN))
 
     def report(self) -> dict[str, Any]:
         """Plain JSON values."""
@@ -90,10 +93,19 @@ class Mind:
             "current": self.state.current,
             "rates": self.state.rates(),
             "plain_seconds": costs.plain.value,
+            "plain_interval": interval(self.plain_seconds),
             "draft_steps": {name: cost.value for name, cost in costs.drafts.items()},
             "scoring": {n: costs.scoring(n) for n in (2, 4, 8, 16)},
             "debt": self.state.ledger.overall.debt,
         }
+
+
+def interval(values: Sequence[float]) -> tuple[float, float]:
+    """Where the median of what such values are drawn from lies, by their order, in at least 95 of 100 cases; of fewer than six
+    values the least and the largest."""
+    ordered, count = sorted(values), len(values)
+    far = int(count / 2 - 0.98 * count**0.5) if count >= 6 else 0
+    return ordered[max(far, 0)], ordered[min(count - 1 - far, count - 1)]
 
 
 class AutoSession(Session):
@@ -118,6 +130,15 @@ class AutoSession(Session):
         self._judged: list[tuple[float, bool]] = []
         self._ranks: list[int] = []
         self.shadow_seconds = 0.0
+
+    @property
+    def own_threads(self) -> bool:
+        return all(one.own_threads for one in self.drafters.values()) if self.drafters else super().own_threads
+
+    def _check(self, request: Request) -> None:
+        super()._check(request)
+        for one in self.drafters.values():
+            one._check(request)
 
     @property
     def _members(self) -> list[Any]:
@@ -232,7 +253,7 @@ class AutoSession(Session):
         for one in self._members:
             one.learn(draft if one is chosen and draft is not None and draft.width else None, verdicts)
 
-    def observe(self, step: Step) -> None:
+    def clocked(self, step: Step) -> None:
         """Times, to what they teach."""
         mind, plan, live = self.mind, self.plan, [len(tokens) for tokens in step.tokens if tokens]
         step.drafter, step.reason, step.probe = plan.kind, plan.reason, plan.kind == PROBE
@@ -241,10 +262,12 @@ class AutoSession(Session):
         seconds, drafted = step.seconds - step.seconds_search, plan.kind not in (PLAIN, PROBE)
         if mind.state is None:
             if live:
+                mind.plain_seconds.append(seconds)
                 mind.state = self._first_state(seconds)
             return
         state = mind.state
         if not drafted:
+            mind.plain_seconds.append(seconds)
             state = replace(state, costs=replace(state.costs, plain=state.costs.plain.observe(seconds)))
         plain, rows = state.costs.plain.value, max(len(live), 1)
         passes, by_model = max(step.draft_steps, default=0), plan.kind in self.drafters

@@ -72,13 +72,15 @@ def drafters_of(methods: Sequence[Method], model: LayeredModel, rows: int, capac
 
 
 def usual(model: LayeredModel, own: Method | None) -> tuple[Method, ...]:
-    """The candidates where none are named: those that need nothing, what is bundled for the model, and the model's own method,
-    where that can be one."""
+    """The candidates where none are named: those that need nothing, what is bundled for the model, the model in four bits where
+    the native engine has it in more, and the model's own method, where that can be one."""
     found: list[Method] = [PromptLookup()]
     if not model.family.recurrent:
         found.append(Recycle())
         if bundled_name_for(model) is not None:
             found.append(AdaDecode())
+        if model.engine.name == "native" and model.engine.quantize is None:
+            found.append(SelfSpeculative(draft_quantize="int4"))
     if own is not None and type(own) in MAKERS and type(own) not in map(type, found):
         found.append(own)
     return tuple(found)

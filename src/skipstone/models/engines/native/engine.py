@@ -158,12 +158,6 @@ class NativeEngine:
         thresholds = probabilities = None
         if start.thresholds is not None:
             thresholds, probabilities = (ctypes.c_float * rows)(*start.thresholds), torch.zeros((rows, width))
-        survival = None
-        if (told_to := start.survival) is not None:
-            if start.thresholds is None:
-                raise ValueError("survivals are products of probabilities, which thresholds ask for")
-            least = [*told_to.least[:width], *[math.inf] * (width - len(told_to.least))]
-            survival = (ctypes.c_float * (2 + width))(told_to.slope, told_to.offset, *least)
         longest = max(map(len, start.ends))
         ends = (ctypes.c_int64 * (rows * longest))(*(id for row in start.ends for id in (*row, *[-1] * (longest - len(row)))))
         told = self._pass
@@ -187,7 +181,7 @@ class NativeEngine:
             None if start.transform is None else self._transform_address(start.transform),
             self._shortlist_address(start.shortlist),
             start.sure,
-            survival,
+            _survival(start, width),
             drafts.data_ptr(),
             counts,
             None if probabilities is None else probabilities.data_ptr(),
@@ -196,9 +190,8 @@ class NativeEngine:
             self.threads,
         )
         _check(error)
-        ended = list(counts)
-        end = max(ended)
-        return ChainEnd(drafts[:, :end], ended, None if probabilities is None else probabilities[:, :end], states)
+        end = max(counts)
+        return ChainEnd(drafts[:, :end], list(counts), None if probabilities is None else probabilities[:, :end], states)
 
     def normed(self, hidden: Tensor) -> Tensor:
         """As in `Engine`."""
@@ -388,6 +381,17 @@ class NativeEngine:
 def _rows(tensor: Tensor) -> Tensor:
     """The tensor [b, n] with neighbouring columns beside each other in memory."""
     return tensor if tensor.stride(1) == 1 or tensor.shape[1] == 1 else tensor.contiguous()
+
+
+def _survival(start: ChainStart, width: int) -> Any:
+    """The array that tells sk_chain until what survival to draft; None for no such rule."""
+    if start.survival is None:
+        return None
+    if start.thresholds is None:
+        raise ValueError("survivals are products of probabilities, which thresholds ask for")
+    rule = start.survival
+    least = [*rule.least[:width], *[math.inf] * (width - len(rule.least))]
+    return (ctypes.c_float * (2 + width))(rule.slope, rule.offset, *least)
 
 
 def _expect(name: str, found: Tensor, shape: Sequence[int], dtype: torch.dtype) -> None:
