@@ -40,7 +40,7 @@ class Machine:
         self.drafts = {f"E{e}": e / 24 * (1 - head) + head + wait for e in (4, 6, 8, 12)}
         self.drafts |= {"skip": 0.55 * (1 - head) + head + wait, "draft model": 0.2 + wait}
         several = self.table[32]
-        self.shadows = dict.fromkeys(EXITS, head * several + 0.01)
+        self.shadows: dict[str, float] = dict.fromkeys(EXITS, head * several + 0.01)
         self.shadows |= {"skip": 0.55 * several, "draft model": 0.2 * several}
 
     def scoring(self, tokens: int) -> float:
@@ -362,7 +362,9 @@ def drive(world: World, machine: Machine, state: State, seed: int = 0, *, lookup
             time = drafting + machine.scoring(drafts + 1) + (machine.fixed if drafts else 0.0)
         seen, tokens = noise(dice), accepted + 1
         if match:
-            matches.append(control.Judged(match, world.match_right[place], max(tokens, drafts if plan.kind == control.LOOKUP else 0)))
+            matches.append(
+                control.Judged(match, world.match_right[place], max(tokens, drafts if plan.kind == control.LOOKUP else 0))
+            )
         done = control.Done(
             tokens=tokens,
             time=time * seen,

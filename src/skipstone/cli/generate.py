@@ -14,6 +14,11 @@ from skipstone.cli import options, terminal
 from skipstone.cli.options import grouped
 
 SAMPLING = ("top_k", "top_p", "min_p")  # options that mean nothing without a temperature
+WITHOUT_TEXT = {  # options that --json excludes, and why
+    "color": "--color marks text, --json prints none",
+    "stats": "--json holds what --stats prints",
+    "explain": "--explain prints a table, --json prints none",
+}
 
 
 def generate(
@@ -98,12 +103,9 @@ def _refuse_contradictions(flags: Any) -> None:
         raise ValueError("the processes of --tp cannot share standard input: pass --prompt or --prompt-file")
     if flags.repeat > 1 and not flags.compare:
         raise ValueError("--repeat counts the runs of --compare: give both")
-    if flags.as_json and flags.color:
-        raise ValueError("--color marks text, --json prints none: give one of them")
-    if flags.as_json and flags.stats:
-        raise ValueError("--json holds what --stats prints: give one of them")
-    if flags.as_json and flags.explain:
-        raise ValueError("--explain prints a table, --json prints none: give one of them")
+    for name, why in WITHOUT_TEXT.items():
+        if flags.as_json and getattr(flags, name):
+            raise ValueError(f"{why}: give one of them")
     if "" in (flags.stop or []):
         raise ValueError("--stop takes a text, found an empty one")
     for name in (*SAMPLING, "seed"):

@@ -121,10 +121,10 @@ def choices(method: Method, job: Job, run: Run) -> str:
     said = f"turns by what drafted: {drafted}"
     if stats.seconds and known:
         low, high = (stats.tokens * plain / stats.seconds for plain in known["plain_interval"])
+        plain, shadows = known["plain_seconds"], 100 * stats.seconds_search / stats.seconds
         said += (
-            f"; {stats.tokens * known['plain_seconds'] / stats.seconds:.2f} x plain decoding ({low:.2f} to {high:.2f}), whose step "
-            f"takes {1000 * known['plain_seconds']:.2f} ms; {100 * stats.seconds_search / stats.seconds:.1f} % of the time spent "
-            "on shadows"
+            f"; {stats.tokens * plain / stats.seconds:.2f} x plain decoding ({low:.2f} to {high:.2f}), whose step takes "
+            f"{1000 * plain:.2f} ms; {shadows:.1f} % of the time spent on shadows"
         )
     return said
 

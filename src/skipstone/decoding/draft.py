@@ -260,8 +260,8 @@ class Step:
 
     origin says for each token whether it is the "prefill"'s, an accepted "draft", the "recovered" or the "bonus" token.
     draft_steps counts passes of the drafter, drafted the tokens submitted, verified_nodes the scored nodes (leaves too).
-    prefill: the step ran a part of a prompt. probe: a plain step taken to learn what plain decoding costs. drafter: what drafted,
-    where the session had the choice, and reason: why. finished: rows that ended in this step.
+    prefill: the step ran a part of a prompt. probe: a plain step taken to learn what plain decoding costs. drafter: what
+    drafted, where the session had the choice, and reason: why. finished: rows that ended in this step.
     Seconds are wall-clock; on CUDA those of searching, drafting and scoring are device time, and other is what is left of the
     step. seconds_search: spent for later steps (`Session.optimise`).
     """

@@ -23,7 +23,8 @@ class Method:
 
     name: how users call it. aliases: other packages' spellings of fields, accepted with a warning. if_few_accepted: what it
     means for this method that hardly any draft is accepted. by_model: fields whose default is the model's own; None leaves
-    them to it. of_methods: fields that hold other methods. positional: what it does, as the rest of a sentence, that states without positions do not allow.
+    them to it. of_methods: fields that hold other methods. positional: what it does, as the rest of a sentence, that states
+    without positions do not allow.
     """
 
     name: ClassVar[str]
@@ -40,8 +41,8 @@ class Method:
 
     @property
     def spelled(self) -> str:
-        """The text that `skipstone.methods.resolve` reads as this method. A draft model that was given as an object is called by
-        its name."""
+        """The text that `skipstone.methods.resolve` reads as this method. A draft model that was given as an object is called
+        by its name."""
         return " ".join([self.name, *(f"{name}={spell_value(value)}" for name, value in self.settings.items())])
 
     @property

@@ -85,11 +85,12 @@ class Session:
     def admit(self, row: int, request: Request) -> None:
         """Give a free row to a request. ValueError, before anything changed, for one that cannot be decoded."""
         assert self.batch.is_free(row), f"row {row} is taken"
-        self._check(request)
+        self.refuse(request)
         self.batch.admit(row, request)
         self.begin(row, request)
 
-    def _check(self, request: Request) -> None:
+    def refuse(self, request: Request) -> None:
+        """ValueError for a request that cannot be decoded."""
         length, most = len(request.prompt), request.max_new_tokens
         if length < 1:
             raise ValueError("the prompt is empty: there is no token to start from")

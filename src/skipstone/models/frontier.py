@@ -276,11 +276,7 @@ class Frontier:
         return self.drafter.engine_picks and self.drafter.engine.chains
 
     def write_on(
-        self,
-        most: list[int],
-        thresholds: list[float] | None,
-        ends: Sequence[frozenset[int]],
-        survival: Survival | None = None,
+        self, most: list[int], thresholds: list[float] | None, ends: Sequence[frozenset[int]], survival: Survival | None = None
     ) -> ChainEnd | None:
         """What the whole model writes after the newest column, greedily, in one engine call: a draft model's drafts. It has
         then read all of them but every row's last one; the frontier is of no use any more. None, and nothing has changed, as

@@ -265,7 +265,7 @@ def test_the_models_own_method_is_a_candidate() -> None:
 
 
 @pytest.mark.parametrize(
-    "text, words",
+    ("text", "words"),
     [
         ('auto candidates="adasd"', "adasd cannot be one of auto's candidates"),
         ('auto candidates="auto"', "auto cannot be one of auto's candidates"),

@@ -135,10 +135,10 @@ class AutoSession(Session):
     def own_threads(self) -> bool:
         return all(one.own_threads for one in self.drafters.values()) if self.drafters else super().own_threads
 
-    def _check(self, request: Request) -> None:
-        super()._check(request)
+    def refuse(self, request: Request) -> None:
+        super().refuse(request)
         for one in self.drafters.values():
-            one._check(request)
+            one.refuse(request)
 
     @property
     def _members(self) -> list[Any]:
@@ -177,7 +177,9 @@ class AutoSession(Session):
         began, tokens = self.model.ranks.now(), self.texts.text[row][-1 - width :]
         logits = self.drafters[name].said(row, tokens)
         if logits is None:
-            self.mind.state = replace(state, drafters={**state.drafters, name: replace(state.drafters[name], seen=state.position)})
+            self.mind.state = replace(
+                state, drafters={**state.drafters, name: replace(state.drafters[name], seen=state.position)}
+            )
             return
         confidence = logits.softmax(-1).amax(-1)  # [n]
         right = self._drawn(row, logits) == on_device(tokens[1:], logits.device)  # [n] bool
@@ -221,7 +223,8 @@ class AutoSession(Session):
         if plan.kind == LOOKUP:
             return self.texts.looked_up(plan.drafts, limit)
         if plan.kind == RECYCLE:
-            assert self.recycle is not None and plan.tree is not None
+            assert self.recycle is not None
+            assert plan.tree is not None
             self.recycle.shape = tuple(zip(plan.tree.parents, plan.tree.ranks, strict=True))
             return self.recycle.draft(limit)
         if not plan.thresholds or plan.thresholds[0] > 1:

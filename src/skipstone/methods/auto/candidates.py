@@ -5,8 +5,8 @@ from typing import Any
 
 from skipstone.decoding.method import Method
 from skipstone.methods.adadecode.adadecode import AdaDecode
-from skipstone.methods.auto.drafters import Drafter, LayersDrafter, ModelDrafter
 from skipstone.methods.adadecode.heads import bundled_name_for
+from skipstone.methods.auto.drafters import Drafter, LayersDrafter, ModelDrafter
 from skipstone.methods.layerskip import LayerSkip
 from skipstone.methods.prompt_lookup import PromptLookup
 from skipstone.methods.recycle import Recycle

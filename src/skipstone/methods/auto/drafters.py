@@ -1,5 +1,5 @@
-"""What a model's own layers, or a draft model, draft for `auto`: chains that stop by price, and what they would have said of text
-that is known by now."""
+"""What a model's own layers, or a draft model, draft for `auto`: chains that stop by price, and what they would have said of
+text that is known by now."""
 
 from collections.abc import Sequence
 from typing import Protocol
@@ -32,6 +32,11 @@ class Drafter(Protocol):
     stop: "PricedStop"
     guess: float
 
+    @property
+    def own_threads(self) -> bool: ...
+
+    def refuse(self, request: Request) -> None: ...
+
     def draft(self, limit: list[int]) -> Draft: ...
 
     def join(self, batch: Batch) -> None: ...
@@ -47,7 +52,8 @@ class Drafter(Protocol):
         ...
 
     def said(self, row: int, tokens: Sequence[int]) -> Tensor | None:
-        """Logits [n, V] of what it says behind each of a row's latest n tokens but the newest; None where it cannot tell now."""
+        """Logits [n, V] of what it says behind each of a row's latest tokens but the newest; None where it cannot tell now.
+        tokens: these, the newest too."""
         ...
 
 
@@ -56,18 +62,19 @@ class PricedStop(Confidence):
 
     def __init__(self, rows: int, device: torch.device) -> None:
         super().__init__(0.0, rows, device, MOST_DRAFTS)
-        self.survival = Survival(1.0, 0.0, ())
+        self.survival = self._rule = Survival(1.0, 0.0, ())
         self._survived: Tensor | None = None  # [B], of what is drafted so far
         self._place = 0
 
     def begin(self, survival: Survival) -> None:
         """A step that drafts begins."""
-        self.survival, self._survived, self._place = survival, None, 0
+        self.survival = self._rule = survival
+        self._survived, self._place = None, 0
 
     def keep(self, confidence: Tensor | None) -> Tensor | None:
         """As in `Confidence`, by survival."""
         assert confidence is not None
-        how, place = self.survival, self._place
+        how, place = self._rule, self._place
         accepted = (how.slope * confidence.clamp(3e-4, 1 - 3e-4).logit() + how.offset).sigmoid()  # [B]
         self._survived, self._place = accepted if self._survived is None else self._survived * accepted, place + 1
         return self._survived >= (how.least[place] if place < len(how.least) else NEVER)
@@ -143,7 +150,9 @@ class ModelDrafter(DraftModelSession):
 
     looks = False
 
-    def __init__(self, method: DraftModelMethod, model: LayeredModel, draft_model: DraftModel, rows: int, capacity: int) -> None:
+    def __init__(
+        self, method: DraftModelMethod, model: LayeredModel, draft_model: DraftModel, rows: int, capacity: int
+    ) -> None:
         super().__init__(method, model, draft_model, rows, capacity, MOST_DRAFTS, 0.0)
         self.coupled = True
         self.stop = self.confidence = PricedStop(rows, model.device)
@@ -161,7 +170,7 @@ class ModelDrafter(DraftModelSession):
         side, wanted, text = self.side, len(tokens) - 1, self.text[row]
         if len(text) - 1 - side.store.length[row] < wanted:
             return None
-        if (before := text[side.store.length[row] : -1 - wanted]):
+        if before := text[side.store.length[row] : -1 - wanted]:
             side.resume(row, on_device(before, self.draft_model.device).clamp_(max=self.last_id))
             while side.prefilling:
                 side.prefill(PREFILL_CHUNK)

@@ -169,7 +169,9 @@ class ChainSession(Session):
         if drafter is None or not self.sampler.greedy or self.sampler.processed:
             return None
         thresholds = self.confidence.thresholds if self.confidence.active else None
-        chain = frontier.draft_greedily(*drafter, most, thresholds, self.sampler.eos, self.transform, survival=self.confidence.survival)
+        chain = frontier.draft_greedily(
+            *drafter, most, thresholds, self.sampler.eos, self.transform, survival=self.confidence.survival
+        )
         if chain is None:
             return None
         valid = torch.ones_like(chain.tokens, dtype=torch.bool) if frontier.valid is None else frontier.valid[:, 1:]

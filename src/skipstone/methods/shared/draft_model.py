@@ -243,8 +243,8 @@ class DraftModelSession(ChainSession):
     def own_threads(self) -> bool:
         return super().own_threads and self.draft_model.own_threads
 
-    def _check(self, request: Request) -> None:
-        super()._check(request)
+    def refuse(self, request: Request) -> None:
+        super().refuse(request)
         length, most, limit = len(request.prompt), request.max_new_tokens, self.draft_model.max_positions
         if length + most > limit:
             raise ValueError(

@@ -20,9 +20,9 @@ QUANTIZED = ("none", "int8", "int4")
 
 @dataclass(frozen=True, slots=True)
 class Survival:
-    """Until what survival a row drafts on. A draft of probability p is accepted with sigmoid(slope logit(p) + offset), as far as
-    is known; a draft's survival is the product over all drafts up to it. least: for every place from 0 on, the survival with
-    which a row drafts on behind it; a shorter list ends the draft."""
+    """Until what survival a row drafts on. A draft of probability p is accepted with sigmoid(slope logit(p) + offset), as far
+    as is known; a draft's survival is the product over all drafts up to it. least: for every place from 0 on, the survival
+    with which a row drafts on behind it; a shorter list ends the draft."""
 
     slope: float
     offset: float
