@@ -163,7 +163,7 @@ def test_a_shadow_is_paid_for_and_never_overdraws() -> None:
     rich = replace(state, shadow_account=1.0)
     assert control.due(rich) == "E6"
     after = control.shadow(rich, "E6", [0.5] * 32, [True] * 32)
-    assert after.shadow_account == pytest.approx(1.0 - rich.costs.shadows["E6"])
+    assert after.shadow_account == pytest.approx(1.0 - rich.costs.shadows["E6"].value)
     assert control.due(after) is None, "it was graded up to here"
 
 

@@ -311,7 +311,7 @@ def first_state(
         scoring=Scoring.of({n: machine.scoring(n) for n in (2, 4, 8, 16, 32, 64)}),
         fixed=machine.fixed,
         drafts={name: Cost(believed * machine.drafts[name], 1) for name in drafters},
-        shadows={name: machine.shadows[name] for name in drafters},
+        shadows={name: Cost(machine.shadows[name], 1) for name in drafters},
         lookup=Machine.LOOKUP,
     )
     return State(costs, {name: Drafter() for name in drafters}, rules, ranks=Ranks() if recycling else None)
@@ -367,14 +367,14 @@ def drive(world: World, machine: Machine, state: State, seed: int = 0, *, lookup
             )
         done = control.Done(
             tokens=tokens,
-            time=time * seen,
+            seconds=time * seen,
             confidences=[(one, index < accepted) for index, one in enumerate(confidences[: accepted + 1])],
             verified=drafts,
             draft_step=machine.drafts[plan.kind] * seen if confidences and learns else None,
             scoring=machine.scoring(drafts + 1) * seen,
             matches=matches,
             ranks=world.rank[place : place + tokens],
-            shadow_time=shadowed,
+            shadow_seconds=shadowed,
         )
         state = control.observe(state, plan, done)
         total, taken, place = total + time + shadowed, taken + time + shadowed, place + tokens

@@ -22,6 +22,9 @@ def inspect(
     ] = None,
     max_new_tokens: Annotated[int, typer.Option(help="Tokens to look at, of each prompt.", min=1)] = 32,
     heads: Annotated[str | None, option("Look through AdaDecode's exit heads too: a folder, a hub id, or a name.")] = None,
+    replay: Annotated[
+        Path | None, option("Decide again what a file of auto's decisions holds (`auto log=FILE`), without a model.")
+    ] = None,
     out: Annotated[Path | None, option("Save the pictures: a .png file, or a .html page.")] = None,
     dtype: options.Dtype = "auto",
     device: options.Device = "auto",
@@ -35,6 +38,9 @@ def inspect(
     if out is not None and out.suffix not in (".png", ".html"):
         raise ValueError(f"--out is a .png file or a .html page, found {out}")
     options.check_folder_of(out)
+    if replay is not None:
+        show_decisions(replay, as_json)
+        return
     import torch
 
     from skipstone.lens.lens import look, save, through
@@ -64,6 +70,29 @@ def inspect(
     show_layers(lens)
     if seen is not None:
         show_heads(seen)
+
+
+def show_decisions(path: Path, as_json: bool) -> None:
+    """Every decision of a file with what it rested on, made again, and how many are the recorded ones."""
+    from itertools import groupby
+
+    from skipstone.control.record import replayed
+
+    found = list(replayed(path))
+    same = sum(one.same for one in found)
+    if as_json:
+        about = [{"position": one.position, "tokens": one.done.tokens, "same": one.same} for one in found]
+        choices = [{"kind": one.again.kind, "reason": one.again.reason} for one in found]
+        decisions = [told | choice for told, choice in zip(about, choices, strict=True)]
+        print(json.dumps({"kind": "skipstone-replay", "decisions": decisions, "same": same}))
+        return
+    table = _table("at token", "steps", "drafter", "tokens", "because")
+    for (kind, reason), group in groupby(found, lambda one: (one.again.kind, one.again.reason)):
+        steps = list(group)
+        tokens = sum(one.done.tokens for one in steps)
+        table.add_row(str(steps[0].position), str(len(steps)), kind, f"{tokens:g}", reason)
+    terminal.console().print(table)
+    print(f"{same} of {len(found)} decisions are as recorded")
 
 
 def computed_by(loaded: Any) -> dict[str, str | None]:

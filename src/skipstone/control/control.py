@@ -11,6 +11,7 @@ Times are in plain steps. Positions count the committed tokens of a session, of 
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import cache
 
 from skipstone.control import price
 from skipstone.control.calibrate import PRIOR_WEIGHT, Logistic, Matches
@@ -84,15 +85,13 @@ class Drafter:
 @dataclass(frozen=True, slots=True)
 class Ranks:
     """How often the token that was kept first, second, ... for a token followed it, and the tree that is drafted by that.
-    children: of the tree, (node, rank) -> node, -1 being the last committed token. pending: ranks of committed tokens that the
-    tree was not graded on yet."""
+    pending: ranks of committed tokens that the tree was not graded on yet."""
 
     hits: tuple[float, ...] = (8.0, 3.0, 2.0, 1.0, 0.6)
     count: float = 20.0
     tree: RankTree | None = None
     tree_at: int = -1000
     rate: Rate = Rate()
-    children: Mapping[tuple[int, int], int] = field(default_factory=dict)
     pending: tuple[int, ...] = ()
 
     def seen(self, ranks: Sequence[int]) -> "Ranks":
@@ -107,24 +106,32 @@ class Ranks:
 
     def drawn(self, tree: RankTree, position: int) -> "Ranks":
         """With another tree."""
-        nodes = zip(tree.parents, tree.ranks, strict=True)
-        children = {key: node for node, key in enumerate(nodes)}
-        return replace(self, tree=tree if tree.parents else None, tree_at=position, children=children)
+        return replace(self, tree=tree if tree.parents else None, tree_at=position)
 
     def graded(self, position: int, costs: Costs, rules: Rules) -> "Ranks":
         """The tree decodes the pending tokens virtually."""
         if self.tree is None:
             return self
-        rate, pending = self.rate.faded(position, rules.half_life), self.pending
+        rate, pending, below = self.rate.faded(position, rules.half_life), self.pending, _children(self.tree)
         time = costs.scoring(len(self.tree.parents) + 1) + costs.fixed + costs.lookup
         while len(pending) > rules.depth + 1:
             node, accepted = -1, 0
-            while (node := self.children.get((node, pending[accepted]), -2)) >= 0:
+            while (node := below.get((node, pending[accepted]), -2)) >= 0:
                 accepted += 1
             rate, pending = rate.add(accepted + 1, time), pending[accepted + 1 :]
         return replace(self, rate=rate, pending=pending)
 
 
+@cache
+def _children(tree: RankTree) -> dict[tuple[int, int], int]:
+    """(node, rank) -> the node below it; -1 is the last committed token."""
+    return {key: node for node, key in enumerate(zip(tree.parents, tree.ranks, strict=True))}
+
+
+MOST_SAVED = 4.0
+"""Plain steps that are saved for shadows at most."""
+LOOKUPS_KEPT = 0.97
+"""Of the rate of lookups, by a step that looks up."""
 TRIED = 2
 """Drafts of a step that is taken to time a draft step."""
 PROMISING = 0.3
@@ -197,21 +204,21 @@ class Judged:
 
 @dataclass(frozen=True, slots=True)
 class Done:
-    """What became of a step, of a batch the mean of its rows where a figure is one number. tokens: committed. time: of all of
-    it. confidences: of a drafter's tokens that were judged, each with whether it was accepted. verified: drafts that were
-    scored. draft_step, scoring: measured times of one draft step, and of the step without its draft steps; None where they were
-    not measured. matches: of every row that had one. ranks: of every committed token of one row, its place among those that
-    were kept for the one before it, beyond all for one that was not. shadow_time: spent on shadows before the step."""
+    """What became of a step, of a batch the mean of its rows where a figure is one number. tokens: committed. seconds: of all
+    of it. confidences: of a drafter's tokens that were judged, each with whether it was accepted. verified: drafts that were
+    scored. draft_step, scoring: seconds of one draft step, and of the step without its draft steps; None where they were not
+    measured. matches: of every row that had one. ranks: of every committed token of one row, its place among those that were
+    kept for the one before it, beyond all for one that was not. shadow_seconds: spent on shadows before the step."""
 
     tokens: float
-    time: float
+    seconds: float
     confidences: Sequence[tuple[float, bool]] = ()
     verified: int = 0
     draft_step: float | None = None
     scoring: float | None = None
     matches: Sequence[Judged] = ()
     ranks: Sequence[int] = ()
-    shadow_time: float = 0.0
+    shadow_seconds: float = 0.0
 
 
 # ------------------------------------------------------------------------------------------------------ deciding
@@ -287,49 +294,53 @@ def begin(state: State) -> State:
 
 
 def observe(state: State, plan: Plan, done: Done) -> State:
-    """The step that was planned has been taken."""
+    """The step that was planned has been taken. A plain step tells what a plain step takes, and loses nothing."""
     rules, costs, now = state.rules, state.costs, state.position + round(done.tokens)
+    if plan.kind in (PLAIN, PROBE):
+        costs = replace(costs, plain=costs.plain.observe(done.seconds))
+    plain = costs.plain.value
+    time, shadow_time = done.seconds / plain if plan.kind not in (PLAIN, PROBE) else 1.0, done.shadow_seconds / plain
     drafters = dict(state.drafters)
     if done.scoring is not None and done.verified:
-        costs = costs.scored(plan.kind if plan.kind in drafters else None, done.verified + 1, done.scoring)
+        costs = costs.scored(plan.kind if plan.kind in drafters else None, done.verified + 1, done.scoring / plain)
     if plan.kind in drafters:
         if done.draft_step is not None:
-            costs = costs.drafted(plan.kind, done.draft_step)
-        drafters[plan.kind] = _drafted(drafters[plan.kind], state.position, done, rules)
+            costs = costs.drafted(plan.kind, done.draft_step / plain)
+        drafters[plan.kind] = _drafted(drafters[plan.kind], state.position, done, time, rules)
     lookups = state.lookups
     if plan.kind == LOOKUP:
-        lookups = Rate(lookups.tokens * 0.97 + done.tokens, lookups.time * 0.97 + done.time)
+        lookups = Rate(lookups.tokens * LOOKUPS_KEPT + done.tokens, lookups.time * LOOKUPS_KEPT + time)
     matches = state.matches
     for one in done.matches:
         matches = matches.observe(one.match, one.right, one.looked_up)
     moved = now if plan.current != state.current else state.moved_at
     shadowing = rules.calm_shadowing if now - moved > rules.calm_after else rules.shadowing
     probed = plan.kind == PROBE
-    paid = max(done.time - done.tokens, 0.0) if plan.trial else 0.0
+    paid = max(time - done.tokens, 0.0) if plan.trial else 0.0
     after = replace(
         state,
         costs=costs,
         drafters=drafters,
-        ledger=state.ledger.add(done.time + done.shadow_time, done.tokens),
+        ledger=state.ledger.add(time + shadow_time, done.tokens),
         matches=matches,
         lookups=lookups,
         current=plan.current,
         position=now,
         moved_at=moved,
         probed_at=state.position if probed else state.probed_at,
-        shadow_account=min(state.shadow_account - paid + shadowing * done.time, 2.0),
-        probe_account=min(state.probe_account + rules.plain_probing * done.time - (1 - 1 / plan.price if probed else 0.0), 1.0),
+        shadow_account=min(state.shadow_account - paid + shadowing * time, MOST_SAVED),
+        probe_account=min(state.probe_account + rules.plain_probing * time - (1 - 1 / plan.price if probed else 0.0), 1.0),
     )
     if after.ranks is not None:
         after = replace(after, ranks=_recycled(after, done))
     return _with_thresholds(after)
 
 
-def _drafted(drafter: Drafter, position: int, done: Done, rules: Rules) -> Drafter:
+def _drafted(drafter: Drafter, position: int, done: Done, time: float, rules: Rules) -> Drafter:
     calibration = drafter.calibration
     for confidence, accepted in done.confidences:
         calibration = calibration.observe(confidence, float(accepted))
-    rate = drafter.rate.faded(position, rules.half_life).add(done.tokens, done.time)
+    rate = drafter.rate.faded(position, rules.half_life).add(done.tokens, time)
     return replace(drafter, rate=rate, calibration=calibration, seen=position + round(done.tokens))
 
 
@@ -382,15 +393,22 @@ def due(state: State) -> str | None:
             continue
         if rates[name] * (1 + 1.5 / (steps + 1) ** 0.5) < best and stale < state.rules.look_again:
             continue
-        value = min(stale, 4000) / cost * (3 if young else 1)
+        value = min(stale, 4000) / cost.value * (3 if young else 1)
         if value > worth:
             chosen, worth = name, value
-    return chosen if chosen is not None and state.shadow_account >= state.costs.shadows[chosen] else None
+    return chosen if chosen is not None and state.shadow_account >= state.costs.shadows[chosen].value else None
 
 
-def shadow(state: State, name: str, confidences: Sequence[float], right: Sequence[bool]) -> State:
+def shadow(state: State, name: str, confidences: Sequence[float], right: Sequence[bool], seconds: float = 0.0) -> State:
     """A drafter was graded on the latest committed tokens: how sure it is of what it would say at each place, and whether the
-    text says the same. It decodes them virtually, with its own thresholds."""
+    text says the same; none where it could tell nothing. It decodes them virtually, with its own thresholds. seconds: that it
+    took; 0 where nobody knows."""
+    if not right:
+        return replace(state, drafters={**state.drafters, name: replace(state.drafters[name], seen=state.position)})
+    if seconds:
+        costs = state.costs
+        cost = costs.shadows[name].observe(seconds / costs.plain.value)
+        state = replace(state, costs=replace(costs, shadows={**costs.shadows, name: cost}))
     calibration = state.drafters[name].calibration
     for confidence, one in zip(confidences, right, strict=True):
         calibration = calibration.observe(confidence, float(one))
@@ -409,4 +427,4 @@ def shadow(state: State, name: str, confidences: Sequence[float], right: Sequenc
         rate = rate.add(accepted + 1, drafts * step + scoring + (costs.fixed if drafts else 0.0))
         place += accepted + 1
     after = {**state.drafters, name: replace(own, rate=rate, seen=state.position)}
-    return replace(state, drafters=after, shadow_account=state.shadow_account - costs.shadows[name])
+    return replace(state, drafters=after, shadow_account=state.shadow_account - costs.shadows[name].value)

@@ -45,11 +45,13 @@ class Cost:
 class Scoring:
     """V(n), what a pass that scores n tokens of every row costs, in plain steps: known where it was measured, on straight lines
     between, and behind the last place on the line through the last two. V(1) is 1, and from the first measured place on V never
-    falls; there it may be below 1, where drafting has done a part of the scoring (an early exit's layers)."""
+    falls; there it may be below 1, where drafting has done a part of the scoring (an early exit's layers).
+
+    places, values: the corners of the line."""
 
     known: Mapping[int, Cost] = field(default_factory=dict)  # n > 1 -> belief
-    _places: tuple[int, ...] = (1,)
-    _values: tuple[float, ...] = (1.0,)
+    places: tuple[int, ...] = (1,)
+    values: tuple[float, ...] = (1.0,)
 
     @classmethod
     def of(cls, values: Mapping[int, float]) -> "Scoring":
@@ -69,10 +71,10 @@ class Scoring:
         values: list[float] = []
         for place in places[1:]:
             values.append(max([*values[-1:], self.known[place].value]))
-        return replace(self, _places=places, _values=(1.0, *values))
+        return replace(self, places=places, values=(1.0, *values))
 
     def __call__(self, tokens: float) -> float:
-        places, values = self._places, self._values
+        places, values = self.places, self.values
         right = bisect_left(places, tokens)
         if right < len(places) and places[right] == tokens:
             return values[right]
@@ -99,7 +101,7 @@ class Costs:
     scorings: Mapping[str, Scoring] = field(default_factory=dict)
     fixed: float = 0.02
     drafts: Mapping[str, Cost] = field(default_factory=dict)
-    shadows: Mapping[str, float] = field(default_factory=dict)
+    shadows: Mapping[str, Cost] = field(default_factory=dict)
     lookup: float = 0.01
 
     def drafted(self, drafter: str, measured: float) -> "Costs":

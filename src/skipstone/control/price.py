@@ -36,8 +36,8 @@ class RankTree(NamedTuple):
     for the last committed token. ranks: of every node, its place among its parent's likeliest continuations, from 0. tokens:
     how many a step is expected to commit."""
 
-    parents: list[int]
-    ranks: list[int]
+    parents: tuple[int, ...]
+    ranks: tuple[int, ...]
     tokens: float
 
 
@@ -93,7 +93,7 @@ def tree(acceptances: Sequence[float], price: float, scoring: Scoring, *, most: 
                 if chance > 0:
                     heapq.heappush(waiting, (negative * chance, node, place, level + 1))
     kept, tokens = _best_prefix(survival, price, scoring, rows=1)
-    return RankTree(parents[:kept], ranks[:kept], tokens)
+    return RankTree(tuple(parents[:kept]), tuple(ranks[:kept]), tokens)
 
 
 def allocate(survival: Sequence[Sequence[float]], price: float, scoring: Scoring) -> list[int]:

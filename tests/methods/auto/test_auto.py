@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -14,6 +15,7 @@ import skipstone
 from skipstone import LayerSkip, PromptLookup, Recycle, SelfSpeculative, Speculative
 from skipstone.control import control, price
 from skipstone.control.control import LOOKUP, PLAIN, PROBE, RECYCLE, Plan, State
+from skipstone.control.record import replayed
 from skipstone.decoding.batch import Request
 from skipstone.decoding.draft import Step
 from skipstone.decoding.loop import Decoder
@@ -170,6 +172,10 @@ def drafted_alone(session: AutoSession, text: list[int]) -> int:
 # -------------------------------------------------------------------------------------------------- on a clock of our own
 
 
+SHADOW = 0.5
+"""Milliseconds of a shadow."""
+
+
 class Clocked:
     """Steps that take the time that a table says: of a plain step one millisecond. extra: of a draft step, by drafter."""
 
@@ -182,13 +188,13 @@ class Clocked:
             step.seconds_draft = self.drafts.get(session.plan.kind, 0.0) * passes / 1000
             step.seconds_score = (1 + self.token * step.verified_nodes) / 1000
             step.seconds_other = 0.0
-            step.seconds_search = 0.5 / 1000 if session.shadow_seconds else 0.0
-            session.shadow_seconds = step.seconds_search
+            step.seconds_search = session.shadow_seconds
             self.total += step.seconds
             self.tokens += len(step.tokens[0])
             own(session, step)
 
         monkeypatch.setattr(AutoSession, "clocked", clocked)
+        monkeypatch.setattr(AutoSession, "since", lambda session, began: SHADOW / 1000)
 
     @property
     def rate(self) -> float:
@@ -277,3 +283,28 @@ def test_the_models_own_method_is_a_candidate() -> None:
 def test_what_is_wrong_is_said_before_any_work(text: str, words: str) -> None:
     with pytest.raises(ValueError, match=words):
         skipstone.generate(llama(), prompt(5)[None], text, max_new_tokens=4)
+
+
+# ------------------------------------------------------------------------------------------------------------- records
+
+
+def test_every_decision_of_a_log_is_made_again_without_a_model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    raw, file = llama(), tmp_path / "steps.jsonl"
+    Clocked(monkeypatch, {"layerskip, exit 2": 0.3})
+    method = Auto((PromptLookup(), Recycle(), LayerSkip(2)), log=str(file))
+    texts_of(raw, method, count=4)
+    found = list(replayed(file))
+    assert len({one.again.kind for one in found}) >= 3
+    assert all(one.same for one in found)
+    lines = file.read_text().splitlines()
+    changed = [line.replace('"right": 0', '"right": 1') for line in lines]
+    file.write_text("\n".join(changed))
+    assert not all(one.same for one in replayed(file)), "decisions rest on what is recorded"
+
+
+@pytest.mark.parametrize("text", ["{}", "nothing", '{"state": 3}', '{"begin": null}', '{"other": 1}'])
+def test_a_file_that_is_no_log_is_refused_with_its_line(text: str, tmp_path: Path) -> None:
+    file = tmp_path / "steps.jsonl"
+    file.write_text(text + "\n")
+    with pytest.raises(ValueError, match="line 1: this is no record of auto's decisions"):
+        list(replayed(file))

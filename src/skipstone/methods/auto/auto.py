@@ -9,6 +9,7 @@ that the text, drawn at random or not, is that of plain decoding with the same s
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
+from pathlib import Path
 from typing import Any, ClassVar
 
 from torch import Tensor
@@ -17,6 +18,7 @@ from transformers import PreTrainedModel
 from skipstone.control import control
 from skipstone.control.control import LOOKUP, PLAIN, PROBE, RECYCLE, Done, Judged, Plan, Ranks, State
 from skipstone.control.costs import Cost, Costs
+from skipstone.control.record import Log
 from skipstone.decoding.batch import Batch, Request
 from skipstone.decoding.draft import Draft, Picked, RowVerdict, Step, Verdict
 from skipstone.decoding.method import Method
@@ -54,6 +56,8 @@ class Auto(Method):
     own: tuple[Method, ...] | None = setting(None, "one candidate more: the model's own method, where it names one.")
     slack: float = setting(0.015, "share of plain decoding's time that may be lost.", within=(0, 1))
 
+    log: str | None = setting(None, "a file that all decisions are written to, for `skipstone inspect --replay`.")
+
     def methods(self, model: LayeredModel) -> tuple[Method, ...]:
         """The candidates on a model."""
         return usual(model, self.own[0] if self.own else None) if self.candidates is None else self.candidates
@@ -80,6 +84,7 @@ class Mind:
     kept: Kept = field(default_factory=Kept)
     steps: int = 0
     kinds: dict[str, int] = field(default_factory=dict)
+    log: Log | None = None
     plain_seconds: deque[float] = field(default_factory=lambda: deque(maxlen=RECENT_PLAIN))
 
     def report(self) -> dict[str, Any]:
@@ -126,7 +131,12 @@ class AutoSession(Session):
         self.reads_logits = self.recycle is not None
         for one in self._members:
             one.join(self.batch)
-        self.plan = Plan(PLAIN, 1.0, None, "")
+        self.plan = Plan(PLAIN, 1.0, None, "")  # of the step that is going on
+        self._planned_as: Plan | None = None  # what was decided, before it turned out that there is nothing to draft
+        self._matches: list[int] = []
+        if method.log is not None and mind.log is None:
+            mind.log = Log(Path(method.log))
+        self.log = mind.log
         self._judged: list[tuple[float, bool]] = []
         self._ranks: list[int] = []
         self.shadow_seconds = 0.0
@@ -156,6 +166,8 @@ class AutoSession(Session):
             one.begin(row, request)
         if self.mind.state is not None:
             self.mind.state = control.begin(self.mind.state)
+            if self.log is not None:
+                self.log.begin()
 
     def end(self, row: int) -> None:
         for one in self._members:
@@ -177,19 +189,22 @@ class AutoSession(Session):
         began, tokens = self.model.ranks.now(), self.texts.text[row][-1 - width :]
         logits = self.drafters[name].said(row, tokens)
         if logits is None:
-            self.mind.state = replace(
-                state, drafters={**state.drafters, name: replace(state.drafters[name], seen=state.position)}
-            )
+            self._graded(state, name, (), (), 0.0)
             return
         confidence = logits.softmax(-1).amax(-1)  # [n]
         right = self._drawn(row, logits) == on_device(tokens[1:], logits.device)  # [n] bool
         sure, was_right = confidence.tolist(), right.tolist()
-        seconds = self.model.ranks.since(began)
-        costs = state.costs
-        state = control.shadow(state, name, sure, was_right)
-        shadows = {**costs.shadows, name: seconds / costs.plain.value}
-        self.mind.state = replace(state, costs=replace(state.costs, shadows=shadows))
-        self.shadow_seconds = seconds
+        self.shadow_seconds = self.since(began)
+        self._graded(state, name, sure, was_right, self.shadow_seconds)
+
+    def since(self, began: float) -> float:
+        """Seconds that a shadow took."""
+        return self.model.ranks.since(began)
+
+    def _graded(self, state: State, name: str, sure: Sequence[float], right: Sequence[bool], seconds: float) -> None:
+        self.mind.state = control.shadow(state, name, sure, right, seconds)
+        if self.log is not None:
+            self.log.shadow(name, sure, right, seconds)
 
     def _drawn(self, row: int, logits: Tensor) -> Tensor:
         """The tokens [n] that a drafter with logits [n, V] behind a row's latest tokens but the newest would have drafted."""
@@ -204,11 +219,12 @@ class AutoSession(Session):
 
     def draft(self, limit: list[int]) -> Draft:
         """As planned."""
-        state = self.mind.state
+        state, self._planned_as, self._matches = self.mind.state, None, []
         if state is None or not any(limit):
             self.plan = Plan(PLAIN, 1.0, None, "plain decoding is timed" if state is None else "no room for a draft")
             return self._plain()
-        self.plan = plan = control.decide(state, self.texts.look_up())
+        self._matches = self.texts.look_up()
+        self.plan = self._planned_as = plan = control.decide(state, self._matches)
         draft = self._planned(plan, limit, state)
         if not draft.width and plan.kind != PROBE:
             self.plan = replace(plan, kind=PLAIN)
@@ -267,26 +283,27 @@ class AutoSession(Session):
             if live:
                 mind.plain_seconds.append(seconds)
                 mind.state = self._first_state(seconds)
+                if self.log is not None:
+                    self.log.state(mind.state)
             return
-        state = mind.state
         if not drafted:
             mind.plain_seconds.append(seconds)
-            state = replace(state, costs=replace(state.costs, plain=state.costs.plain.observe(seconds)))
-        plain, rows = state.costs.plain.value, max(len(live), 1)
-        passes, by_model = max(step.draft_steps, default=0), plan.kind in self.drafters
+        rows, passes, by_model = max(len(live), 1), max(step.draft_steps, default=0), plan.kind in self.drafters
         done = Done(
             tokens=sum(live) / rows,
-            time=seconds / plain if drafted else 1.0,
+            seconds=seconds,
             confidences=self._judged,
             verified=round(step.verified_nodes / rows),
-            draft_step=step.seconds_draft / plain / passes if by_model and passes else None,
-            scoring=(seconds - step.seconds_draft * by_model) / plain if drafted else None,
+            draft_step=step.seconds_draft / passes if by_model and passes else None,
+            scoring=seconds - step.seconds_draft * by_model if drafted else None,
             matches=self.texts.judged,
             ranks=self._ranks,
-            shadow_time=self.shadow_seconds / plain,
+            shadow_seconds=self.shadow_seconds,
         )
         self.shadow_seconds = 0.0
-        mind.state = control.observe(state, plan, done)
+        if self.log is not None:
+            self.log.step(self._matches, self._planned_as, plan, done)
+        mind.state = control.observe(mind.state, plan, done)
 
     def _first_state(self, seconds: float) -> State:
         guesses = {name: one.guess for name, one in self.drafters.items()}
@@ -294,7 +311,7 @@ class AutoSession(Session):
             plain=Cost(seconds, 1),
             fixed=0.0,
             drafts={name: Cost(guess) for name, guess in guesses.items()},
-            shadows={name: 1.5 * guess for name, guess in guesses.items()},
+            shadows={name: Cost(1.5 * guess, 1) for name, guess in guesses.items()},
         )
         ledger = control.Ledger(slack=self.method.slack)
         drafters = {name: control.Drafter() for name in guesses}
