@@ -140,7 +140,7 @@ def test_flags_are_frozen() -> None:
     looking = {name for parameter in root.commands["inspect"].params for name in parameter.opts}
     assert looking == {
         *("model", "--prompt", "--max-new-tokens", "--heads", "--out", "--dtype", "--device", "--engine", "--quantize"),
-        *("--json", "--debug"),
+        *("--replay", "--json", "--debug"),
     }
     pricing = {name for parameter in root.commands["costs"].params for name in parameter.opts}
     assert pricing == {

@@ -86,6 +86,27 @@ def test_stats_go_to_stderr_and_agree_with_json(folder: Path) -> None:
     assert "ended by length" in said.stderr
 
 
+def test_auto_says_what_it_chose_and_why(folder: Path, tmp_path: Path) -> None:
+    log = tmp_path / "steps.jsonl"
+    common = ("generate", folder, "--prompt", PROMPT, "--max-new-tokens", 24, "--method", f"auto log={log}")
+    said = succeed(*common, "--stats", "--explain")
+    assert said.stdout == expected(folder)[1]
+    turns = re.search(r"turns by what drafted: (.*?);", said.stderr)
+    assert turns is not None
+    assert re.search(r"\d\.\d\d x plain decoding \(\d\.\d\d to \d\.\d\d\)", said.stderr)
+    assert "plain decoding is timed" in said.stderr
+    counts = [int(one.rsplit(" ", 1)[1]) for one in turns[1].split(", ")]
+    replayed = json.loads(succeed("inspect", "--replay", log, "--json").stdout)
+    assert 0 < len(replayed["decisions"]) == replayed["same"] < sum(counts), "the first step is not decided"
+    told = succeed("inspect", "--replay", log).stdout
+    assert f"{replayed['same']} of {replayed['same']} decisions are as recorded" in told
+
+
+def test_where_nothing_is_chosen_that_is_said(folder: Path) -> None:
+    said = succeed("generate", folder, "--prompt", PROMPT, "--max-new-tokens", 4, *LAYERSKIP, "--explain")
+    assert "layerskip decides nothing: there is no choice" in said.stderr
+
+
 def test_color_underlines_accepted_drafts_and_changes_no_character(folder: Path) -> None:
     common = ("generate", folder, "--prompt", PROMPT, "--max-new-tokens", 24, *LAYERSKIP)
     plain = document(*common)

@@ -90,6 +90,7 @@ BAD = [
     ("--prompt x --prompt-tokens 0", "--prompt-tokens"),
     ("--prompt x --seed 3", "--seed has no effect at temperature 0"),
     ("--prompt x --json --stats", "--json holds what --stats prints"),
+    ("--prompt x --json --explain", "--explain prints a table, --json prints none"),
     # the method
     ("--prompt x --method nope", "unknown method 'nope'; there are autoregressive, early_exit, layerskip"),
     ("--prompt x --method 'layerskip exit_layer=4'", "between 1 and 3 for a model of 4 layers, found 4"),

@@ -133,6 +133,8 @@ class LayersDrafter(ChainSession):
     def said(self, row: int, tokens: Sequence[int]) -> Tensor | None:
         """One pass over the tokens. It reads the target's keys and values before them and writes its own behind everything that
         is committed."""
+        if self.model.family.recurrent:
+            return None  # a state is not run twice over tokens that it knows
         tokens = tokens[:-1]
         model, end, width = self.drafter or self.model, self.store.length[row], len(tokens)
         self.store.reserve(end + width)
