@@ -25,14 +25,16 @@ PLAIN, PROBE, LOOKUP, RECYCLE = "plain", "probe", "lookup", "recycle"
 
 @dataclass(frozen=True, slots=True)
 class Rules:
-    """The constants. half_life: tokens after which a step counts half in its drafter's rate. kept: share of it that a new
-    request leaves. shadowing: share of the time that shadows may take; calm_shadowing where nothing has moved for calm_after
-    tokens. window: tokens that a shadow grades. plain_probing: share of the time that plain probes may lose, plain_spacing
-    tokens apart. margin: by how much another drafter's rate must be larger to take over. most_drafts: a step. listening: tokens
-    that are decoded plainly at first. look_again: tokens after which a drafter is graded whatever its rate is. prior: plain
-    steps at rate 1 that a rate begins with. won: plain steps that a lookup's rate keeps of a step."""
+    """The constants. half_life: tokens after which a step counts half in its drafter's rate, usual_half_life: in its usual
+    rate. kept: share of the rate that a new request leaves. shadowing: share of the time that shadows may take; calm_shadowing
+    where nothing has moved for calm_after tokens. window: tokens that a shadow grades. plain_probing: share of the time that
+    plain probes may lose, plain_spacing tokens apart. margin: by how much another drafter's rate must be larger to take over.
+    most_drafts: a step. listening: tokens that are decoded plainly at first. look_again: tokens after which a drafter is graded
+    whatever its rate is. prior: plain steps at its usual rate that a rate begins with, and at rate 1 that a usual rate begins
+    with. most_nodes, depth: of a tree of recycled tokens."""
 
     half_life: float = 300.0
+    usual_half_life: float = 4000.0
     kept: float = 0.5
     shadowing: float = 0.005
     calm_shadowing: float = 0.0025
@@ -70,13 +72,39 @@ class Rate:
 
 
 @dataclass(frozen=True, slots=True)
-class Drafter:
-    """What is known of a drafter. seen: the position up to which it was graded. thresholds: of survival, as `price.thresholds`
-    has them, worked out at the position `thresholds_at` for the price `thresholds_price`."""
+class Rates:
+    """A drafter's rate now, and its usual one, which other requests have shown and which it has until the running one tells."""
 
-    rate: Rate = Rate()
+    now: Rate = Rate()
+    usual: Rate = Rate()
+
+    def add(self, position: int, tokens: float, time: float, rules: "Rules") -> "Rates":
+        """One more step at a position."""
+        now = self.now.faded(position, rules.half_life).add(tokens, time)
+        return Rates(now, self.usual.faded(position, rules.usual_half_life).add(tokens, time))
+
+    def cut(self, keep: float) -> "Rates":
+        """Another request begins."""
+        return Rates(self.now.cut(keep), self.usual)
+
+    def value(self, position: int, rules: "Rules") -> float:
+        """Tokens a plain step."""
+        prior, usual = rules.prior, self.usual.faded(position, rules.usual_half_life)
+        expected = (usual.tokens + prior) / (usual.time + prior)
+        now = self.now.faded(position, rules.half_life)
+        return (now.tokens + prior * expected) / (now.time + prior)
+
+
+@dataclass(frozen=True, slots=True)
+class Drafter:
+    """What is known of a drafter. seen: the position up to which it was graded. timed: that at which it was timed last.
+    thresholds: of survival, as `price.thresholds` has them, worked out at the position `thresholds_at` for the price
+    `thresholds_price`."""
+
+    rate: Rates = Rates()
     calibration: Logistic = field(default_factory=Logistic)
     seen: int = 0
+    timed: int = 0
     thresholds: tuple[float, ...] = ()
     thresholds_at: int = -1000
     thresholds_price: float = 1.0
@@ -91,7 +119,7 @@ class Ranks:
     count: float = 20.0
     tree: RankTree | None = None
     tree_at: int = -1000
-    rate: Rate = Rate()
+    rate: Rates = Rates()
     pending: tuple[int, ...] = ()
 
     def seen(self, ranks: Sequence[int]) -> "Ranks":
@@ -112,13 +140,13 @@ class Ranks:
         """The tree decodes the pending tokens virtually."""
         if self.tree is None:
             return self
-        rate, pending, below = self.rate.faded(position, rules.half_life), self.pending, _children(self.tree)
+        rate, pending, below = self.rate, self.pending, _children(self.tree)
         time = costs.scoring(len(self.tree.parents) + 1) + costs.fixed + costs.lookup
         while len(pending) > rules.depth + 1:
             node, accepted = -1, 0
             while (node := below.get((node, pending[accepted]), -2)) >= 0:
                 accepted += 1
-            rate, pending = rate.add(accepted + 1, time), pending[accepted + 1 :]
+            rate, pending = rate.add(position, accepted + 1, time, rules), pending[accepted + 1 :]
         return replace(self, rate=rate, pending=pending)
 
 
@@ -128,6 +156,8 @@ def _children(tree: RankTree) -> dict[tuple[int, int], int]:
     return {key: node for node, key in enumerate(zip(tree.parents, tree.ranks, strict=True))}
 
 
+RETIMED_AFTER = 1000
+"""Tokens after which a cost is measured again, where nothing else did: what is thought too dear is not done otherwise."""
 MOST_SAVED = 4.0
 """Plain steps that are saved for shadows at most."""
 LOOKUPS_KEPT = 0.97
@@ -146,7 +176,9 @@ MOST_PENDING = 64
 
 @dataclass(frozen=True, slots=True)
 class State:
-    """All that a session's decisions rest on."""
+    """All that a session's decisions rest on. current: the drafter that drafts, where nothing else does. position: committed
+    tokens. moved_at, scored, probed_at: positions at which the drafter changed, at which scoring what is looked up or recycled
+    was timed, and at which a plain step was measured. shadow_account, probe_account: plain steps that may be spent."""
 
     costs: Costs
     drafters: Mapping[str, Drafter]
@@ -158,6 +190,7 @@ class State:
     current: str | None = None
     position: int = 0
     moved_at: int = 0
+    scored: int = 0
     probed_at: int = 0
     shadow_account: float = 1.0
     probe_account: float = 0.0
@@ -165,8 +198,7 @@ class State:
     def rate(self, name: str) -> float:
         """Of a drafter, in tokens a plain step."""
         own = self.ranks.rate if name == RECYCLE and self.ranks else self.drafters[name].rate
-        faded = own.faded(self.position, self.rules.half_life)
-        return (faded.tokens + self.rules.prior) / (faded.time + self.rules.prior)
+        return own.value(self.position, self.rules)
 
     def rates(self) -> dict[str, float]:
         """Of all drafters that could draft now."""
@@ -242,6 +274,8 @@ def decide(state: State, matches: Sequence[int] = ()) -> Plan:
         return Plan(PROBE, worth, current, "a plain step is measured")
     if (name := _untimed(state)) is not None:
         return Plan(name, worth, current, f"a draft step of {name} is timed", thresholds=(0.0,) * TRIED, trial=True)
+    if (trial := _lookup_trial(state, matches)) is not None:
+        return replace(trial, price=worth, current=current)
     if any(matches) and (found := _lookup(state, matches, worth)) is not None:
         drafts, tokens = found
         return Plan(LOOKUP, worth, current, f"a match of {max(matches)}: {tokens:.1f} tokens expected", drafts=tuple(drafts))
@@ -255,13 +289,23 @@ def decide(state: State, matches: Sequence[int] = ()) -> Plan:
 
 
 def _untimed(state: State) -> str | None:
-    """A drafter that is right often enough to be looked at, whose draft step is but guessed, where a trial can be paid."""
+    """A drafter that is right often enough to be looked at, whose draft step is but guessed or was timed long ago, where a
+    trial can be paid."""
     for name, drafter in state.drafters.items():
         cost, calibration = state.costs.drafts[name], drafter.calibration
+        old = not cost.measurements or (name != state.current and state.position - drafter.timed > RETIMED_AFTER)
         graded, promising = calibration.weight > PRIOR_WEIGHT, calibration.mean >= PROMISING
-        if not cost.measurements and graded and promising and state.shadow_account >= min(TRIED * cost.value, 1.0):
+        if old and graded and promising and state.shadow_account >= min(TRIED * cost.value, 1.0):
             return name
     return None
+
+
+def _lookup_trial(state: State, matches: Sequence[int]) -> Plan | None:
+    """A lookup that is taken to time its scoring, where that was long ago and a trial can be paid."""
+    if not any(matches) or state.position - state.scored <= RETIMED_AFTER or state.shadow_account < 1:
+        return None
+    drafts = tuple(TRIED if match else 0 for match in matches)
+    return Plan(LOOKUP, 1.0, state.current, "the scoring of a lookup is timed", drafts=drafts, trial=True)
 
 
 def _probe_is_due(state: State, worth: float) -> bool:
@@ -300,13 +344,18 @@ def observe(state: State, plan: Plan, done: Done) -> State:
         costs = replace(costs, plain=costs.plain.observe(done.seconds))
     plain = costs.plain.value
     time, shadow_time = done.seconds / plain if plan.kind not in (PLAIN, PROBE) else 1.0, done.shadow_seconds / plain
-    drafters = dict(state.drafters)
+    drafters, surprised = dict(state.drafters), False
     if done.scoring is not None and done.verified:
         costs = costs.scored(plan.kind if plan.kind in drafters else None, done.verified + 1, done.scoring / plain)
     if plan.kind in drafters:
         if done.draft_step is not None:
             costs = costs.drafted(plan.kind, done.draft_step / plain)
         drafters[plan.kind] = _drafted(drafters[plan.kind], state.position, done, time, rules)
+        surprised = bool(costs.drafts[plan.kind].surprises) or costs.scoring_of(plan.kind).surprises(done.verified + 1)
+        if not surprised:  # else it is timed once more: two surprises in a row are believed
+            drafters[plan.kind] = replace(drafters[plan.kind], timed=now)
+    elif done.verified:
+        surprised = costs.scoring.surprises(done.verified + 1)
     lookups = state.lookups
     if plan.kind == LOOKUP:
         lookups = Rate(lookups.tokens * LOOKUPS_KEPT + done.tokens, lookups.time * LOOKUPS_KEPT + time)
@@ -327,6 +376,7 @@ def observe(state: State, plan: Plan, done: Done) -> State:
         current=plan.current,
         position=now,
         moved_at=moved,
+        scored=now if plan.kind in (LOOKUP, RECYCLE) and not surprised else state.scored,
         probed_at=state.position if probed else state.probed_at,
         shadow_account=min(state.shadow_account - paid + shadowing * time, MOST_SAVED),
         probe_account=min(state.probe_account + rules.plain_probing * time - (1 - 1 / plan.price if probed else 0.0), 1.0),
@@ -340,7 +390,7 @@ def _drafted(drafter: Drafter, position: int, done: Done, time: float, rules: Ru
     calibration = drafter.calibration
     for confidence, accepted in done.confidences:
         calibration = calibration.observe(confidence, float(accepted))
-    rate = drafter.rate.faded(position, rules.half_life).add(done.tokens, time)
+    rate = drafter.rate.add(position, done.tokens, time, rules)
     return replace(drafter, rate=rate, calibration=calibration, seen=position + round(done.tokens))
 
 
@@ -385,8 +435,8 @@ def due(state: State) -> str | None:
     best, chosen, worth = max([1.0, *rates.values()]), None, -1.0
     for name, drafter in state.drafters.items():
         cost, stale = state.costs.shadows.get(name), state.position - drafter.seen
-        steps = drafter.rate.faded(state.position, state.rules.half_life).steps
-        young = steps < 3
+        steps = drafter.rate.now.faded(state.position, state.rules.half_life).steps
+        young = drafter.rate.usual.steps < 3
         if name == state.current or cost is None:
             continue
         if stale < (state.rules.window // 2 if young else state.rules.window):
@@ -415,7 +465,7 @@ def shadow(state: State, name: str, confidences: Sequence[float], right: Sequenc
     state = replace(state, drafters={**state.drafters, name: replace(state.drafters[name], calibration=calibration)})
     worth = max(1.0, state.rate(name))
     own, costs = _priced(state, name, worth), state.costs
-    step, place, rate = costs.drafts[name].value, 0, own.rate.faded(state.position, state.rules.half_life)
+    step, place, rate = costs.drafts[name].value, 0, own.rate
     while place < len(right):
         survival, drafts, accepted, good = 1.0, 0, 0, True
         while place + drafts < len(right) and drafts < len(own.thresholds) and survival >= own.thresholds[drafts]:
@@ -424,7 +474,8 @@ def shadow(state: State, name: str, confidences: Sequence[float], right: Sequenc
             accepted += good
             drafts += 1
         scoring = costs.scoring_of(name)(drafts + 1)
-        rate = rate.add(accepted + 1, drafts * step + scoring + (costs.fixed if drafts else 0.0))
+        time = drafts * step + scoring + (costs.fixed if drafts else 0.0)
+        rate = rate.add(state.position, accepted + 1, time, state.rules)
         place += accepted + 1
     after = {**state.drafters, name: replace(own, rate=rate, seen=state.position)}
     return replace(state, drafters=after, shadow_account=state.shadow_account - costs.shadows[name].value)

@@ -41,6 +41,11 @@ class Cost:
         return Cost(self.value + gain * min(max(difference, -most), most), measurements, surprises)
 
 
+def _first_guess(tokens: float) -> float:
+    """V before anything was measured."""
+    return 1.0 + FIRST_SLOPE * (tokens - 1)
+
+
 @dataclass(frozen=True, slots=True)
 class Scoring:
     """V(n), what a pass that scores n tokens of every row costs, in plain steps: known where it was measured, on straight lines
@@ -66,6 +71,10 @@ class Scoring:
         cost = before.observe(measured)
         return Scoring({**self.known, tokens: cost})._drawn()
 
+    def surprises(self, tokens: int) -> bool:
+        """Whether the latest measurement of so many tokens was a surprise."""
+        return tokens in self.known and self.known[tokens].surprises > 0
+
     def _drawn(self) -> "Scoring":
         places = (1, *sorted(self.known))
         values: list[float] = []
@@ -80,7 +89,7 @@ class Scoring:
             return values[right]
         if right == len(places):
             if len(places) == 1:
-                return 1.0 + FIRST_SLOPE * (tokens - 1)
+                return _first_guess(tokens)
             right -= 1
             slope = (values[right] - values[right - 1]) / (places[right] - places[right - 1])
             return values[right] + max(slope, FIRST_SLOPE) * (tokens - places[right])

@@ -214,7 +214,7 @@ def test_a_draft_model_that_is_right_is_found_and_pays(monkeypatch: pytest.Monke
     raw = llama()
     clock = Clocked(monkeypatch, {"speculative": 0.1, "layerskip, exit 1": 0.3})
     method = Auto((Speculative(near(raw, 0.02)), LayerSkip(1)))
-    texts_of(raw, method, count=8)  # it is as large as the target: its shadow is dear and is long saved for
+    texts_of(raw, method, count=16)  # it is as large as the target: its shadow is dear and is long saved for
     before, time = clock.tokens, clock.total
     output = texts_of(raw, method, count=6)
     known = method.report(raw)

@@ -27,6 +27,7 @@ from skipstone.decoding.sampling import Scores, Warping, warp
 from skipstone.decoding.session import Session
 from skipstone.decoding.settings import setting
 from skipstone.methods.auto.candidates import drafters_of, refuse, usual
+from skipstone.methods.auto.memory import recalled
 from skipstone.methods.prompt_lookup import Index, PromptLookup
 from skipstone.methods.recycle import Kept, Recycle, RecycleSession
 from skipstone.methods.shared import states
@@ -58,6 +59,8 @@ class Auto(Method):
 
     log: str | None = setting(None, "a file that all decisions are written to, for `skipstone inspect --replay`.")
 
+    remembers: bool = setting(True, "begin with what `skipstone tune` has found on this model and machine.")
+
     def methods(self, model: LayeredModel) -> tuple[Method, ...]:
         """The candidates on a model."""
         return usual(model, self.own[0] if self.own else None) if self.candidates is None else self.candidates
@@ -72,8 +75,7 @@ class Auto(Method):
         return states.known(self, None, model)
 
     def start(self, model: LayeredModel, rows: int, capacity: int) -> Session:
-        mind = states.of(self, model, rows, None, Mind)
-        return AutoSession(self, model, rows, capacity, mind)
+        return AutoSession(self, model, rows, capacity, mind_of(self, model, rows))
 
 
 @dataclass
@@ -105,6 +107,11 @@ class Mind:
         }
 
 
+def mind_of(method: Auto, model: LayeredModel, rows: int) -> Mind:
+    """What a method knows of a model, for a batch of so many rows."""
+    return states.of(method, model, rows, None, Mind)
+
+
 def interval(values: Sequence[float]) -> tuple[float, float]:
     """Where the median of what such values are drawn from lies, by their order, in at least 95 of 100 cases; of fewer than six
     values the least and the largest."""
@@ -134,8 +141,12 @@ class AutoSession(Session):
         self.plan = Plan(PLAIN, 1.0, None, "")  # of the step that is going on
         self._planned_as: Plan | None = None  # what was decided, before it turned out that there is nothing to draft
         self._matches: list[int] = []
+        if mind.state is None and method.remembers:
+            mind.state = recalled(model, rows, self.drafters, self.recycle is not None)
         if method.log is not None and mind.log is None:
             mind.log = Log(Path(method.log))
+            if mind.state is not None:
+                mind.log.state(mind.state)
         self.log = mind.log
         self._judged: list[tuple[float, bool]] = []
         self._ranks: list[int] = []
