@@ -99,7 +99,7 @@ def test_a_peer_without_an_exit_layer_takes_the_models_own_or_says_what_it_needs
     [
         (
             {"methods": ["medusa"]},
-            "unknown method 'medusa'; there are autoregressive, early_exit, layerskip, swift, self_speculative",
+            "unknown method 'medusa'; there are auto, autoregressive, early_exit, layerskip, swift, self_speculative",
         ),
         ({"methods": ["layerskip exit=3"]}, "layerskip has no setting 'exit'; it has exit_layer"),
         ({"methods": ["layerskip exit_layer"]}, "key=value or key=value,value; found 'exit_layer'"),

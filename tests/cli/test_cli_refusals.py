@@ -92,7 +92,7 @@ BAD = [
     ("--prompt x --json --stats", "--json holds what --stats prints"),
     ("--prompt x --json --explain", "--explain prints a table, --json prints none"),
     # the method
-    ("--prompt x --method nope", "unknown method 'nope'; there are autoregressive, early_exit, layerskip"),
+    ("--prompt x --method nope", "unknown method 'nope'; there are auto, autoregressive, early_exit, layerskip"),
     ("--prompt x --method 'layerskip exit_layer=4'", "between 1 and 3 for a model of 4 layers, found 4"),
     ("--prompt x --method 'layerskip exit_layer=0'", "at least 1, found 0"),
     ("--prompt x --method 'layerskip exit_layer=1.5'", "exit_layer takes int|none, found '1.5'"),
@@ -142,7 +142,7 @@ BAD = [
     ("--prompt x --dtype int8", "--dtype must be one of auto, float32"),
     ("--prompt x --device abacus", "device 'abacus' cannot be used here"),
     # flags that there are not
-    ("--prompt x --exit-layr 2", "No such option: --exit-layr (see skipstone generate --help)"),
+    ("--prompt x --exit-layr 2", "No such option: --exit-layr (Possible options: --explain) (see skipstone generate --help)"),
     ("--prompt x --exit-layer 2", '--method "layerskip exit_layer=..."'),
     (
         "--prompt x --stop-threshold 0.5",
@@ -176,7 +176,7 @@ def test_bad_verbs_are_one_sentence(folder: Path, monkeypatch: pytest.MonkeyPatc
 def test_a_model_without_a_default_needs_a_method(folder: Path) -> None:
     assert_refused(
         run("generate", folder, "--prompt", "x", "--method", "exit_layer=2"),
-        "'exit_layer=2' names no method; there are autoregressive, early_exit",
+        "'exit_layer=2' names no method; there are auto, autoregressive, early_exit",
     )
 
 

@@ -85,11 +85,7 @@ SWIFT = functools.partial(Swift, skip_ratio=0.5, context_window=6, guard=False, 
 """It always drafts, and judges layer sets from the seventh token on."""
 
 ROWS: dict[str, Row] = {
-    "auto": Row(
-        lambda d, rule: Auto((PromptLookup(), Recycle(), LayerSkip(EXIT), SelfSpeculative((1,), (2,)))),
-        same_text=("standard",),
-        rare=True,
-    ),
+    "auto": Row(lambda d, rule: Auto(own=(LayerSkip(EXIT),)), same_text=("standard",), rare=True),
     "autoregressive": Row(lambda d, rule: Autoregressive(), speculative=False, same_text=("standard",)),
     "early_exit": Row(lambda d, rule: EarlyExit(exit_layer=EXIT), speculative=False, same_text=(), oracle=truncated),
     "layerskip": Row(lambda d, rule: LayerSkip(exit_layer=EXIT, num_speculative_tokens=d, rejection_sample_method=rule)),

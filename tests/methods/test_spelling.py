@@ -55,7 +55,7 @@ def test_a_text_fills_in_the_models_own_method_and_one_without_a_name_changes_it
     assert resolve("layerskip exit_layer=2", own) == LayerSkip(2, 9)
     assert resolve("exit_layer=2", own) == LayerSkip(2, 9)
     assert resolve("early_exit exit_layer=2", own).settings == {"exit_layer": 2}
-    with pytest.raises(MethodMissing, match="'exit_layer=2' names no method; there are autoregressive"):
+    with pytest.raises(MethodMissing, match="'exit_layer=2' names no method; there are auto, autoregressive"):
         resolve("exit_layer=2")
 
 

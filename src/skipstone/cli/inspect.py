@@ -22,9 +22,7 @@ def inspect(
     ] = None,
     max_new_tokens: Annotated[int, typer.Option(help="Tokens to look at, of each prompt.", min=1)] = 32,
     heads: Annotated[str | None, option("Look through AdaDecode's exit heads too: a folder, a hub id, or a name.")] = None,
-    replay: Annotated[
-        Path | None, option("Decide again what a file of auto's decisions holds (`auto log=FILE`), without a model.")
-    ] = None,
+    replay: Annotated[Path | None, option("Decide again what a log of auto's decisions holds (`auto log=FILE`).")] = None,
     out: Annotated[Path | None, option("Save the pictures: a .png file, or a .html page.")] = None,
     dtype: options.Dtype = "auto",
     device: options.Device = "auto",
@@ -39,8 +37,7 @@ def inspect(
         raise ValueError(f"--out is a .png file or a .html page, found {out}")
     options.check_folder_of(out)
     if replay is not None:
-        show_decisions(replay, as_json)
-        return
+        return show_decisions(replay, as_json)
     import torch
 
     from skipstone.lens.lens import look, save, through
@@ -58,18 +55,15 @@ def inspect(
     if exit_heads is not None:
         answers = torch.tensor(lens.tokens).tensor_split(lens.breaks[1:])
         seen = through(loaded, exit_heads, list(zip(prompts, answers, strict=True)))
-    if out is not None:
-        for path in save(lens, words, final, out, seen):
-            print(f"skipstone: {path}", file=sys.stderr)
+    for path in () if out is None else save(lens, words, final, out, seen):
+        print(f"skipstone: {path}", file=sys.stderr)
     if as_json:
-        about = {"dtype": str(loaded.dtype).removeprefix("torch."), "device": str(loaded.device)} | computed_by(loaded)
         texts = {"prompts": asked, "texts": final, "top_texts": words}
-        document = {"kind": "skipstone-inspect", "model": model or BUNDLED, **about, **texts, **asdict(lens)}
-        print(json.dumps(document if seen is None else {**document, "heads": asdict(seen)}))
-        return
+        found = {"kind": "skipstone-inspect", "model": model or BUNDLED, **computed_by(loaded), **texts, **asdict(lens)}
+        print(json.dumps(found if seen is None else {**found, "heads": asdict(seen)}))
+        return None
     show_layers(lens)
-    if seen is not None:
-        show_heads(seen)
+    return None if seen is None else show_heads(seen)
 
 
 def show_decisions(path: Path, as_json: bool) -> None:
@@ -96,11 +90,11 @@ def show_decisions(path: Path, as_json: bool) -> None:
 
 
 def computed_by(loaded: Any) -> dict[str, str | None]:
-    """The engine of a model, and what it has quantised the weights to."""
+    """What a model is computed in, where and by what."""
     from skipstone.models.layered import LayeredModel
 
-    engine = LayeredModel(loaded).engine
-    return {"engine": engine.name, "quantize": engine.quantize}
+    engine, dtype = LayeredModel(loaded).engine, str(loaded.dtype).removeprefix("torch.")
+    return {"dtype": dtype, "device": str(loaded.device), "engine": engine.name, "quantize": engine.quantize}
 
 
 def show_layers(lens: "Lens") -> None:

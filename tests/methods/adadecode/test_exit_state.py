@@ -21,7 +21,7 @@ def verdict(accepted: int, drafted: int) -> RowVerdict:
 def state_of(**settings: Any) -> ExitState:
     layered = LayeredModel(llama(layers=8))
     method = AdaDecode("original", exit_layers=(2, 4), **settings)
-    return ExitState(layered, method._heads(layered), method.exit_layers, method.threshold, method.guard)
+    return ExitState(layered, method.heads_for(layered), method.exit_layers, method.threshold, method.guard)
 
 
 def test_the_threshold_rises_where_early_predictions_do_not_pay() -> None:
