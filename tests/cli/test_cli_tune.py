@@ -36,16 +36,17 @@ def test_what_is_kept_is_where_the_next_run_begins(folder: Path, cache: Path) ->
     first = json.loads(log.read_text().splitlines()[0])["state"]
     assert first["position"] > 30, "it begins with what was learnt"
     assert said["stats"]["tokens_per_second"] > 0
-    succeed(*text, f"auto log={log} remembers=false")
-    assert json.loads(log.read_text().splitlines()[0])["state"]["position"] == 0
+    other = cache.parent / "other.jsonl"
+    succeed(*text, f"auto log={other} remembers=false")
+    assert json.loads(other.read_text().splitlines()[0])["state"]["position"] == 0
 
 
 def test_a_damaged_file_counts_as_none(folder: Path, cache: Path) -> None:
     succeed("tune", folder, "--prompt", PROMPT, "--budget-seconds", 1, "--max-new-tokens", 16)
     (file,) = (cache / "auto").iterdir()
-    for text in ("{", "{}", json.dumps(json.loads(file.read_text()) | {"state": {}})):
+    for number, text in enumerate(("{", "{}", json.dumps(json.loads(file.read_text()) | {"state": {}}))):
         file.write_text(text)
-        log = cache.parent / "steps.jsonl"
+        log = cache.parent / f"steps{number}.jsonl"
         succeed("generate", folder, "--prompt", PROMPT, "--max-new-tokens", 4, "--method", f"auto log={log}")
         assert json.loads(log.read_text().splitlines()[0])["state"]["position"] == 0
 

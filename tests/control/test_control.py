@@ -9,8 +9,8 @@ import pytest
 
 from skipstone.control import control
 from skipstone.control.calibrate import Logistic
-from skipstone.control.control import Done, Drafter, Plan, Rules, State
 from skipstone.control.ledger import Ledger
+from skipstone.control.state import LOOKUP, PLAIN, PROBE, Done, Drafter, Plan, Rate, Rules, State
 from tests.helpers.simulator import MACHINES, Log, Workload, best_fixed, drive, first_state, workloads
 
 TOKENS = 8000
@@ -136,7 +136,7 @@ def state_with(**more: object) -> State:
 
 def test_it_begins_plainly_and_says_so() -> None:
     plan = control.decide(first_state(MACHINES["nano"], ("E6", "E8")))
-    assert (plan.kind, plan.current) == (control.PLAIN, None)
+    assert (plan.kind, plan.current) == (PLAIN, None)
     assert "plain" in plan.reason
 
 
@@ -154,7 +154,7 @@ def test_a_drafter_that_was_right_drafts_and_one_that_was_not_does_not() -> None
     assert (good.kind, good.current) == ("E6", "E6")
     assert good.price > 1.3
     assert f"{good.price:.2f} x plain" in good.reason
-    assert bad.kind == control.PLAIN
+    assert bad.kind == PLAIN
 
 
 def test_a_shadow_is_paid_for_and_never_overdraws() -> None:
@@ -171,10 +171,10 @@ def test_debt_makes_it_plain_until_it_is_paid() -> None:
     state, plain_steps = graded(0.95), 0
     while (plan := control.decide(state)).kind == "E6":
         state = control.observe(state, plan, Done(1, 4.0, ((0.9, False),), 1, 0.25, 1.0))
-    assert control.decide(state).kind == control.PLAIN
+    assert control.decide(state).kind == PLAIN
     assert "lost" in control.decide(state).reason
-    while control.decide(state).kind == control.PLAIN:
-        state = control.observe(state, Plan(control.PLAIN, 1.0, state.current, ""), Done(1, 1.0))
+    while control.decide(state).kind == PLAIN:
+        state = control.observe(state, Plan(PLAIN, 1.0, state.current, ""), Done(1, 1.0))
         plain_steps += 1
     assert plain_steps > 30
 
@@ -182,7 +182,7 @@ def test_debt_makes_it_plain_until_it_is_paid() -> None:
 def test_plain_steps_are_measured_now_and_then() -> None:
     state = replace(graded(0.95), probe_account=1.0, probed_at=0)
     plan = control.decide(state)
-    assert plan.kind == control.PROBE
+    assert plan.kind == PROBE
     after = control.observe(state, plan, Done(1, 1.0))
     assert after.probe_account < 0.7
     assert control.decide(after).kind == "E6"
@@ -213,11 +213,11 @@ def _products(chances: list[float]) -> list[float]:
 @pytest.mark.parametrize("match", [1, 3, 10])
 @pytest.mark.parametrize("rate", [1.0, 2.4])
 def test_the_length_of_a_lookup_is_the_best_at_the_rate_of_lookups(match: int, rate: float) -> None:
-    state = state_with(lookups=control.Rate(rate * 10, 10.0))
+    state = state_with(lookups=Rate(rate * 10, 10.0))
     plan = control.decide(state, [match])
     worth = worths(state, match, rate)
     best = max(range(len(worth)), key=worth.__getitem__)
-    if plan.kind == control.LOOKUP:
+    if plan.kind == LOOKUP:
         assert worth[plan.drafts[0]] == pytest.approx(worth[best])
     else:
         gain = sum(_products(state.matches.predict(match)[:best]))
@@ -226,9 +226,24 @@ def test_the_length_of_a_lookup_is_the_best_at_the_rate_of_lookups(match: int, r
 
 def test_a_batch_looks_up_for_the_rows_that_have_a_match() -> None:
     plan = control.decide(state_with(), [10, 0, 0])
-    assert plan.kind == control.LOOKUP
+    assert plan.kind == LOOKUP
     assert plan.drafts[0] > 2
     assert plan.drafts[1:] == (0, 0)
     shorter = control.decide(state_with(), [10, 10, 10])
     assert 0 < shorter.drafts[0] <= plan.drafts[0]
     assert len(set(shorter.drafts)) == 1
+
+
+def test_a_drafter_that_is_unsure_is_looked_at_again_and_drafts_when_it_is_right() -> None:
+    state = replace(graded(0.95), shadow_account=1e9)
+    plan = control.decide(state)
+    assert plan.kind == "E6"
+    while (plan := control.decide(state)).kind == "E6" or plan.kind == PROBE:
+        state = control.observe(state, plan, Done(1, 1.2 if plan.kind == "E6" else 1.0, ((0.9, False),), 1, 0.25, 0.95))
+    state, began = replace(state, ledger=replace(state.ledger, request=type(state.ledger.request)())), state.position
+    while control.decide(state).kind != "E6":
+        if control.due(state) == "E6":
+            state = control.shadow(state, "E6", [0.9] * 32, [True] * 32, 0.1)
+        state = control.observe(state, control.decide(state), Done(1, 1.0))
+        state = replace(state, shadow_account=1e9)
+        assert state.position - began < 1500

@@ -10,13 +10,13 @@ from __future__ import annotations
 import math
 import random
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 
 from skipstone.control import control, price
-from skipstone.control.control import Drafter, Ranks, Rules, State
 from skipstone.control.costs import Cost, Costs, Scoring
+from skipstone.control.state import LOOKUP, PLAIN, PROBE, RECYCLE, Done, Drafter, Judged, Ranks, Rules, State
 
 RULES = Rules()
 EXITS = ("E4", "E6", "E8", "E12")  # after so many of 24 layers
@@ -307,7 +307,7 @@ def first_state(
 ) -> State:
     """What a controller knows at first: costs measured on this machine, those of drafting times `believed`."""
     costs = Costs(
-        plain=Cost(1.0, 1),
+        plain=Cost(1.0, 3),
         scoring=Scoring.of({n: machine.scoring(n) for n in (2, 4, 8, 16, 32, 64)}),
         fixed=machine.fixed,
         drafts={name: Cost(believed * machine.drafts[name], 1) for name in drafters},
@@ -343,11 +343,11 @@ def drive(world: World, machine: Machine, state: State, seed: int = 0, *, lookup
         matches = []
         drafts = accepted = 0
         time = machine.scoring(1)
-        if plan.kind == control.LOOKUP:
+        if plan.kind == LOOKUP:
             (drafts,) = plan.drafts
             accepted = min(drafts, world.match_right[place])
             time = machine.scoring(drafts + 1) + machine.fixed + Machine.LOOKUP
-        elif plan.kind == control.RECYCLE:
+        elif plan.kind == RECYCLE:
             assert plan.tree is not None
             drafts, accepted = len(plan.tree.parents), walk(world, place, paths_of(plan.tree))
             time = machine.scoring(drafts + 1) + machine.fixed + 0.02
@@ -357,15 +357,15 @@ def drive(world: World, machine: Machine, state: State, seed: int = 0, *, lookup
                 confidences.append(world.confidence(plan.kind, place, len(confidences)))
                 survival *= predict(confidences[-1])
             drafts = len(confidences)
+            if not drafts:
+                plan = replace(plan, kind=PLAIN)
             accepted = min(drafts, world.run[plan.kind][place])
             drafting = len(confidences) * machine.drafts[plan.kind]
             time = drafting + machine.scoring(drafts + 1) + (machine.fixed if drafts else 0.0)
         seen, tokens = noise(dice), accepted + 1
         if match:
-            matches.append(
-                control.Judged(match, world.match_right[place], max(tokens, drafts if plan.kind == control.LOOKUP else 0))
-            )
-        done = control.Done(
+            matches.append(Judged(match, world.match_right[place], max(tokens, drafts if plan.kind == LOOKUP else 0)))
+        done = Done(
             tokens=tokens,
             seconds=time * seen,
             confidences=[(one, index < accepted) for index, one in enumerate(confidences[: accepted + 1])],
@@ -378,7 +378,7 @@ def drive(world: World, machine: Machine, state: State, seed: int = 0, *, lookup
         )
         state = control.observe(state, plan, done)
         total, taken, place = total + time + shadowed, taken + time + shadowed, place + tokens
-        probing += shadowed + (1 - 1 / plan.price if plan.kind == control.PROBE else 0.0)
+        probing += shadowed + (1 - 1 / plan.price if plan.kind == PROBE else 0.0)
     log.requests.append((place - began, taken))
     log.rate, log.probing = place / total, probing / total
     return log

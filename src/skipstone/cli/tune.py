@@ -55,7 +55,7 @@ def tune(
         raise ValueError("nothing was decoded: every text ended with its first token")
     said = tuning.recommendation(found)
     about = {"texts": found.texts, "speed_up": found.speed_up, "recommendation": said}
-    path = remember(LayeredModel(loaded), 1, found.state, about) if keep else None
+    path = remember(LayeredModel(loaded), found.state, found.identities, about) if keep else None
     if as_json:
         document = {"kind": "skipstone-tune", "model": model or BUNDLED, **about, "path": None if path is None else str(path)}
         document |= {"plain_seconds": found.plain_seconds, "candidates": [asdict(one) for one in found.candidates]}

@@ -9,12 +9,12 @@ import json
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import IO, Any
+from typing import IO, Any, ClassVar
 
 from pydantic import TypeAdapter, ValidationError
 
 from skipstone.control import control
-from skipstone.control.control import Done, Plan, State
+from skipstone.control.state import Done, Plan, State
 
 _STATE, _PLAN, _DONE = TypeAdapter(State), TypeAdapter(Plan), TypeAdapter(Done)
 
@@ -33,32 +33,45 @@ def state_from_json(values: Any) -> State:
 
 
 class Log:
-    """Writes events to a file as they happen."""
+    """Writes events to a file as they happen. number: of the fold, several of which may share a file; each has a state for
+    every number of rows that decode (live)."""
 
-    def __init__(self, path: Path) -> None:
-        self._file: IO[str] = path.open("w", encoding="utf-8")
+    _open: ClassVar[dict[Path, tuple[IO[str], int]]] = {}  # file -> it, and how many folds it has
 
-    def _write(self, kind: str, values: Any) -> None:
-        self._file.write(json.dumps({kind: values}) + "\n")
+    def __init__(self, file: IO[str], number: int) -> None:
+        self._file, self.number = file, number
+
+    @classmethod
+    def at(cls, path: Path) -> "Log":
+        """A log in a file, which is begun anew by the first of a process."""
+        path = path.absolute()
+        file, count = cls._open[path] if path in cls._open else (path.open("w", encoding="utf-8"), 0)
+        cls._open[path] = file, count + 1
+        return cls(file, count)
+
+    def _write(self, kind: str, live: int, values: Any) -> None:
+        self._file.write(json.dumps({"fold": [self.number, live], kind: values}) + "\n")
         self._file.flush()
 
-    def state(self, state: State) -> None:
+    def state(self, live: int, state: State) -> None:
         """Where the fold begins."""
-        self._write("state", state_to_json(state))
+        self._write("state", live, state_to_json(state))
 
     def begin(self) -> None:
-        """A request begins."""
-        self._write("begin", None)
+        """A request begins, for all states."""
+        self._write("begin", 0, None)
 
-    def shadow(self, name: str, confidences: Sequence[float], right: Sequence[bool], seconds: float) -> None:
+    def shadow(
+        self, live: int, name: str, confidences: Sequence[float], right: Sequence[bool], seconds: float, read: int
+    ) -> None:
         """A drafter was graded."""
-        self._write("shadow", [name, list(confidences), list(right), seconds])
+        self._write("shadow", live, [name, list(confidences), list(right), seconds, read])
 
-    def step(self, matches: Sequence[int], planned: Plan | None, taken: Plan, done: Done) -> None:
+    def step(self, live: int, matches: Sequence[int], planned: Plan | None, taken: Plan, done: Done) -> None:
         """A step was taken. planned: what was decided, None where there was nothing to decide; taken: what became of it."""
         values = {"matches": list(matches), "taken": _PLAN.dump_python(taken, mode="json")}
         values |= {"planned": None if planned is None else _PLAN.dump_python(planned, mode="json")}
-        self._write("step", values | {"done": _DONE.dump_python(done, mode="json")})
+        self._write("step", live, values | {"done": _DONE.dump_python(done, mode="json")})
 
 
 @dataclass(frozen=True)
@@ -79,27 +92,36 @@ class Decided:
 def replayed(path: Path) -> Iterator[Decided]:
     """All decisions of a file, made again from its first state. ValueError, with the line, for what is none of ours; OSError
     for a file that cannot be read."""
-    state: State | None = None
+    states: dict[tuple[int, int], State] = {}
     with path.open(encoding="utf-8") as file:
         for number, line in enumerate(file, 1):
             try:
-                ((kind, values),) = json.loads(line).items()
-                if kind == "state":
-                    state = state_from_json(values)
-                    continue
-                assert state is not None
-                if kind == "begin":
-                    state = control.begin(state)
-                elif kind == "shadow":
-                    state = control.shadow(state, *values)
-                elif kind == "step":
-                    taken, done = _PLAN.validate_python(values["taken"]), _DONE.validate_python(values["done"])
-                    if values["planned"] is not None:
-                        recorded = _PLAN.validate_python(values["planned"])
-                        yield Decided(state.position, recorded, control.decide(state, values["matches"]), done)
-                    state = control.observe(state, taken, done)
-                else:
-                    raise ValueError(f"an event {kind!r} that nobody knows")
-            except (ValueError, TypeError, KeyError, AssertionError, AttributeError) as error:
-                why = str(error).splitlines()[0] if str(error) else "there is no state before it"
-                raise ValueError(f"{path}, line {number}: this is no record of auto's decisions ({why})") from error
+                event = json.loads(line)
+                fold = tuple(event.pop("fold"))
+                ((kind, values),) = event.items()
+                if kind == "step" and values["planned"] is not None:
+                    again = control.decide(states[fold], values["matches"])
+                    yield Decided(
+                        states[fold].position,
+                        _PLAN.validate_python(values["planned"]),
+                        again,
+                        _DONE.validate_python(values["done"]),
+                    )
+                _fold(states, fold, kind, values)
+            except (ValueError, TypeError, KeyError, AttributeError) as error:
+                raise ValueError(f"{path}, line {number}: this is no record of auto's decisions ({error!r:.120})") from error
+
+
+def _fold(states: dict[tuple[int, int], State], fold: tuple[int, int], kind: str, values: Any) -> None:
+    """Take over one event."""
+    if kind == "state":
+        states[fold] = state_from_json(values)
+    elif kind == "begin":
+        states.update({key: control.begin(state) for key, state in states.items() if key[0] == fold[0]})
+    elif kind == "shadow":
+        states[fold] = control.shadow(states[fold], *values)
+    elif kind == "step":
+        taken, done = _PLAN.validate_python(values["taken"]), _DONE.validate_python(values["done"])
+        states[fold] = control.observe(states[fold], taken, done)
+    else:
+        raise ValueError(f"an event {kind!r} that nobody knows")

@@ -115,15 +115,15 @@ class RecycleSession(LookupSession):
     def learn(self, draft: Draft | None, verdicts: list[RowVerdict]) -> None:
         """Keep what was said behind every scored token, behind the accepted ones last; of what others drafted, behind those
         alone."""
-        roots = [text[-1] for text in self.text]
-        super().learn(draft, verdicts)
         self.kept.steps += draft is not None
-        for row, (root, verdict) in enumerate(zip(roots, verdicts, strict=True)):
+        for row, verdict in enumerate(verdicts):
             if not verdict.tokens or not verdict.notes:
                 continue
+            root = self.text[row][-1]
             said = {-1: root, **dict(zip(verdict.path, verdict.tokens, strict=False))}  # node -> its token
             if draft is not None:
                 said = {-1: root, **dict(enumerate(self._drafts[row].tokens)), **said}
             for node in [*said, -1, *verdict.path]:
                 first = (node + 1) * self.candidates
                 self.kept.continuations[said[node]] = verdict.notes[first : first + self.candidates]
+        super().learn(draft, verdicts)

@@ -27,6 +27,11 @@ class Ranks:
         """The processes that the weights of a model are sharded over."""
         return cls(next((one.device_mesh for one in model.parameters() if isinstance(one, DTensor)), None))
 
+    @property
+    def writes(self) -> bool:
+        """Whether this process is the one that writes what all would write."""
+        return self.mesh is None or self.mesh.get_local_rank() == 0
+
     def now(self) -> float:
         """This process's clock in seconds. Only what `since` makes of it may decide anything."""
         return time.perf_counter()

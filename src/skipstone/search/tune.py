@@ -9,12 +9,13 @@ from typing import Any
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from skipstone.control.control import LOOKUP, RECYCLE, State
+from skipstone.control.state import LOOKUP, RECYCLE, State
 from skipstone.decoding.method import Method
 from skipstone.decoding.stats import Stats
 from skipstone.hf import generation
 from skipstone.hf.call import prepare_call
 from skipstone.methods.auto.auto import Auto, Mind, mind_of
+from skipstone.methods.auto.candidates import drafters_of, identities
 from skipstone.methods.layerskip import LayerSkip
 from skipstone.models.layered import LayeredModel
 
@@ -48,6 +49,7 @@ class Tuned:
     texts: int
     stats: Stats
     state: State
+    identities: dict[str, str]
 
 
 def candidates(model: LayeredModel, more: Sequence[Method]) -> tuple[Method, ...]:
@@ -66,7 +68,9 @@ def tune(
     """
     layered = LayeredModel(model)
     method, began = Auto(candidates(layered, more), remembers=False), time.perf_counter()
+    method.check(layered)
     total = Stats()
+    same = identities(method.methods(layered), drafters_of(method.methods(layered), layered, 1, 1))
     for count in itertools.count(1):
         ids = prompts[(count - 1) % len(prompts)][None].to(model.device)
         output = generation.complete(method, prepare_call(model, ids, None, None, dict(options)))
@@ -74,13 +78,13 @@ def tune(
         total.merge(output.stats)
         mind = mind_of(method, layered, 1)
         if mind.state is not None:
-            yield told(mind, total, count)
+            yield told(mind, total, count, same)
         if count >= len(prompts) and time.perf_counter() - began > seconds:
             return
 
 
-def told(mind: Mind, stats: Stats, texts: int) -> Tuned:
-    """What is known by now."""
+def told(mind: Mind, stats: Stats, texts: int, identities: dict[str, str]) -> Tuned:
+    """What is known by now. identities: of the drafters, as in `memory`."""
     state = mind.state
     assert state is not None
     rates, account = state.rates(), state.ledger.overall
@@ -94,7 +98,7 @@ def told(mind: Mind, stats: Stats, texts: int) -> Tuned:
     found.sort(key=lambda one: -one.rate)
     time_taken = account.plain + account.debt
     speed_up = account.plain / time_taken if time_taken > 0 else 1.0
-    return Tuned(tuple(found), speed_up, state.costs.plain.value, texts, stats, state)
+    return Tuned(tuple(found), speed_up, state.costs.plain.value, texts, stats, state, identities)
 
 
 def recommendation(found: Tuned) -> str:

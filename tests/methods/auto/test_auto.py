@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -14,12 +14,13 @@ from torch import Tensor
 import skipstone
 from skipstone import LayerSkip, PromptLookup, Recycle, SelfSpeculative, Speculative
 from skipstone.control import control, price
-from skipstone.control.control import LOOKUP, PLAIN, PROBE, RECYCLE, Plan, State
 from skipstone.control.record import replayed
+from skipstone.control.state import LOOKUP, PLAIN, PROBE, RECYCLE, Plan, State
 from skipstone.decoding.batch import Request
 from skipstone.decoding.draft import Step
 from skipstone.decoding.loop import Decoder
 from skipstone.methods import resolve
+from skipstone.methods.auto import drafters
 from skipstone.methods.auto.auto import Auto, AutoSession
 from skipstone.models.layered import LayeredModel
 from tests.helpers import families
@@ -52,7 +53,7 @@ class Dice:
         drafts = tuple(self.dice.randrange(8) if match else 0 for match in matches)
         return Plan(kind, 1.0, None, "by dice", thresholds, drafts, tree)
 
-    def due(self, state: State) -> str | None:
+    def due(self, state: State, lag: Mapping[str, int]) -> str | None:
         return self.dice.choice([None, *state.drafters])
 
 
@@ -96,6 +97,33 @@ def test_the_store_is_that_of_plain_decoding_after_every_step(dice: Dice) -> Non
             texts[row] += tokens
             if decoder.session.alive[row]:
                 decoder.session.check(row, torch.tensor(texts[row]))
+
+
+def test_rows_come_and_go_between_steps_and_one_is_never_taken() -> None:
+    raw = llama()
+    model = LayeredModel(raw)
+    decoder = Decoder(everything(raw, near(raw, 0.3)).start(model, 3, 80))
+    expected = {
+        seed: skipstone.generate(raw, prompt(9, seed)[None], "autoregressive", max_new_tokens=24 + 6 * seed)
+        for seed in range(4)
+    }
+    texts: dict[int, list[int]] = {}
+    waiting, running = [0, 1, 2, 3], {}
+    while waiting or decoder.busy:
+        for row in (0, 2):
+            if waiting and row not in running:
+                running[row] = waiting.pop(0)
+                texts[running[row]] = []
+                decoder.admit(row, Request(prompt(9, running[row]), 24 + 6 * running[row]))
+                break
+        step = decoder.step()
+        for row, tokens in enumerate(step.tokens):
+            if tokens:
+                texts[running[row]] += tokens
+        for row in step.finished:
+            del running[row]
+    for seed, text in texts.items():
+        assert text == expected[seed].new_tokens[0]
 
 
 # ------------------------------------------------------------------------------------------------------------- shadows
@@ -194,6 +222,7 @@ class Clocked:
             own(session, step)
 
         monkeypatch.setattr(AutoSession, "clocked", clocked)
+        monkeypatch.setattr(drafters, "share_of", lambda *models: 0.1)
         monkeypatch.setattr(AutoSession, "since", lambda session, began: SHADOW / 1000)
 
     @property
@@ -214,7 +243,7 @@ def test_a_draft_model_that_is_right_is_found_and_pays(monkeypatch: pytest.Monke
     raw = llama()
     clock = Clocked(monkeypatch, {"speculative": 0.1, "layerskip, exit 1": 0.3})
     method = Auto((Speculative(near(raw, 0.02)), LayerSkip(1)))
-    texts_of(raw, method, count=16)  # it is as large as the target: its shadow is dear and is long saved for
+    texts_of(raw, method, count=4)
     before, time = clock.tokens, clock.total
     output = texts_of(raw, method, count=6)
     known = method.report(raw)
@@ -246,7 +275,7 @@ def test_what_was_learnt_outlives_a_request(monkeypatch: pytest.MonkeyPatch) -> 
     raw = llama()
     Clocked(monkeypatch, {"speculative": 0.1})
     method = Auto((Speculative(near(raw, 0.02)),))
-    texts_of(raw, method, count=10)
+    texts_of(raw, method, count=4)
     output = skipstone.generate(raw, prompt(12, 50)[None], method, max_new_tokens=40)
     assert output.stats is not None
     assert output.stats.drafting > 0.7 * output.stats.steps

@@ -6,6 +6,7 @@ ledger that bounds the loss against plain decoding. This file measures and obeys
 that the text, drawn at random or not, is that of plain decoding with the same seed, whatever is decided.
 """
 
+import time
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
@@ -16,9 +17,10 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from skipstone.control import control
-from skipstone.control.control import LOOKUP, PLAIN, PROBE, RECYCLE, Done, Judged, Plan, Ranks, State
 from skipstone.control.costs import Cost, Costs
+from skipstone.control.ledger import Ledger
 from skipstone.control.record import Log
+from skipstone.control.state import LOOKUP, PLAIN, PROBE, RECYCLE, Done, Drafter, Judged, Plan, Ranks, Rules, State
 from skipstone.decoding.batch import Batch, Request
 from skipstone.decoding.draft import Draft, Picked, RowVerdict, Step, Verdict
 from skipstone.decoding.method import Method
@@ -26,10 +28,11 @@ from skipstone.decoding.noise import TARGET
 from skipstone.decoding.sampling import Scores, Warping, warp
 from skipstone.decoding.session import Session
 from skipstone.decoding.settings import setting
-from skipstone.methods.auto.candidates import drafters_of, refuse, usual
+from skipstone.methods.auto.candidates import drafters_of, identities, refuse, usual
+from skipstone.methods.auto.drafters import ModelDrafter
 from skipstone.methods.auto.memory import recalled
 from skipstone.methods.prompt_lookup import Index, PromptLookup
-from skipstone.methods.recycle import Kept, Recycle, RecycleSession
+from skipstone.methods.recycle import DEPTH, Kept, Recycle, RecycleSession
 from skipstone.methods.shared import states
 from skipstone.methods.shared.lookups import LookupSession, RowDraft
 from skipstone.models.engines.engine import Survival
@@ -58,7 +61,6 @@ class Auto(Method):
     slack: float = setting(0.015, "share of plain decoding's time that may be lost.", within=(0, 1))
 
     log: str | None = setting(None, "a file that all decisions are written to, for `skipstone inspect --replay`.")
-
     remembers: bool = setting(True, "begin with what `skipstone tune` has found on this model and machine.")
 
     def methods(self, model: LayeredModel) -> tuple[Method, ...]:
@@ -80,14 +82,33 @@ class Auto(Method):
 
 @dataclass
 class Mind:
-    """What is known across requests. state: None before the first plain step. kept: of recycled tokens."""
+    """What is known across requests. states: by the number of rows that decode, as that changes what steps take. live: that
+    number now. kept: of recycled tokens."""
 
-    state: State | None = None
+    states: dict[int, State] = field(default_factory=dict)
+    live: int = 1
     kept: Kept = field(default_factory=Kept)
     steps: int = 0
     kinds: dict[str, int] = field(default_factory=dict)
     log: Log | None = None
     plain_seconds: deque[float] = field(default_factory=lambda: deque(maxlen=RECENT_PLAIN))
+
+    @property
+    def state(self) -> State | None:
+        """Of the rows that decode now; None before the first plain step of all."""
+        return self.states.get(self.live)
+
+    @state.setter
+    def state(self, state: State) -> None:
+        self.states[self.live] = state
+
+    def resize(self, live: int) -> None:
+        """So many rows decode now."""
+        self.live = live
+        if live not in self.states and self.states:
+            self.states[live] = control.resized(max(self.states.values(), key=lambda state: state.position))
+            if self.log is not None:
+                self.log.state(live, self.states[live])
 
     def report(self) -> dict[str, Any]:
         """Plain JSON values."""
@@ -100,7 +121,7 @@ class Mind:
             "current": self.state.current,
             "rates": self.state.rates(),
             "plain_seconds": costs.plain.value,
-            "plain_interval": interval(self.plain_seconds),
+            "plain_interval": interval(self.plain_seconds or [costs.plain.value]),
             "draft_steps": {name: cost.value for name, cost in costs.drafts.items()},
             "scoring": {n: costs.scoring(n) for n in (2, 4, 8, 16)},
             "debt": self.state.ledger.overall.debt,
@@ -129,7 +150,7 @@ class AutoSession(Session):
         wanted = method.methods(model)
         lookups = next((one for one in wanted if isinstance(one, PromptLookup)), None)
         recycling = next((one for one in wanted if isinstance(one, Recycle)), None)
-        rules = control.Rules()
+        rules = Rules(depth=DEPTH)
         super().__init__(model, rows, capacity, coupled=True, scratch=max(rules.window, rules.most_nodes))
         self.method, self.mind, self.rules = method, mind, rules
         self.drafters = drafters_of(wanted, model, rows, capacity)
@@ -141,13 +162,16 @@ class AutoSession(Session):
         self.plan = Plan(PLAIN, 1.0, None, "")  # of the step that is going on
         self._planned_as: Plan | None = None  # what was decided, before it turned out that there is nothing to draft
         self._matches: list[int] = []
-        if mind.state is None and method.remembers:
-            mind.state = recalled(model, rows, self.drafters, self.recycle is not None)
-        if method.log is not None and mind.log is None:
-            mind.log = Log(Path(method.log))
-            if mind.state is not None:
-                mind.log.state(mind.state)
+        self._identities = identities(wanted, self.drafters)
+        self.ledger = Ledger(slack=method.slack)
+        if not mind.states and method.remembers and (found := recalled(model, self._first_state(0.0), self._identities)):
+            mind.states[1] = found
+        if method.log is not None and mind.log is None and model.ranks.writes:
+            mind.log = Log.at(Path(method.log))
+            for live, state in mind.states.items():
+                mind.log.state(live, state)
         self.log = mind.log
+        self._own_seconds = 0.0  # of the latest decision, which the next step pays
         self._judged: list[tuple[float, bool]] = []
         self._ranks: list[int] = []
         self.shadow_seconds = 0.0
@@ -160,6 +184,13 @@ class AutoSession(Session):
         super().refuse(request)
         for one in self.drafters.values():
             one.refuse(request)
+
+    def prefill(self, chunk: int) -> tuple[Scores | None, list[int]]:
+        """Draft models read the prompts too: a user has named them."""
+        for one in self.drafters.values():
+            if isinstance(one, ModelDrafter) and one.side.prefilling:
+                one.side.prefill(chunk)
+        return super().prefill(chunk)
 
     @property
     def _members(self) -> list[Any]:
@@ -175,8 +206,9 @@ class AutoSession(Session):
     def begin(self, row: int, request: Request) -> None:
         for one in self._members:
             one.begin(row, request)
-        if self.mind.state is not None:
-            self.mind.state = control.begin(self.mind.state)
+        others = (place for place in range(self.rows) if place != row)
+        if self.mind.states and all(self.batch.is_free(place) for place in others):
+            self.mind.states = {live: control.begin(state) for live, state in self.mind.states.items()}
             if self.log is not None:
                 self.log.begin()
 
@@ -186,6 +218,7 @@ class AutoSession(Session):
 
     def optimise(self) -> None:
         """A shadow, where one is due: what a drafter would have said of the latest tokens of a row."""
+        self.mind.resize(sum(self.alive))
         state, rules = self.mind.state, self.rules
         if state is None or self.sampler.processed:
             return
@@ -195,27 +228,28 @@ class AutoSession(Session):
         row = rows[self.mind.steps % len(rows)]
         fresh = len(self.texts.text[row]) - self.texts.prompts[row]
         width = min(rules.window, fresh - 1)
-        if width < rules.window // 2 or (name := control.due(state)) is None:
+        lag = {name: one.shadow_tokens(row, width) for name, one in self.drafters.items() if isinstance(one, ModelDrafter)}
+        if width < rules.window // 2 or (name := control.due(state, lag)) is None:
             return
         began, tokens = self.model.ranks.now(), self.texts.text[row][-1 - width :]
         logits = self.drafters[name].said(row, tokens)
         if logits is None:
-            self._graded(state, name, (), (), 0.0)
+            self._graded(state, name, (), (), 0.0, 0)
             return
         confidence = logits.softmax(-1).amax(-1)  # [n]
         right = self._drawn(row, logits) == on_device(tokens[1:], logits.device)  # [n] bool
         sure, was_right = confidence.tolist(), right.tolist()
         self.shadow_seconds = self.since(began)
-        self._graded(state, name, sure, was_right, self.shadow_seconds)
+        self._graded(state, name, sure, was_right, self.shadow_seconds, lag.get(name, 0))
 
     def since(self, began: float) -> float:
         """Seconds that a shadow took."""
         return self.model.ranks.since(began)
 
-    def _graded(self, state: State, name: str, sure: Sequence[float], right: Sequence[bool], seconds: float) -> None:
-        self.mind.state = control.shadow(state, name, sure, right, seconds)
+    def _graded(self, state: State, name: str, sure: Sequence[float], right: Sequence[bool], seconds: float, read: int) -> None:
+        self.mind.state = control.shadow(state, name, sure, right, seconds, read)
         if self.log is not None:
-            self.log.shadow(name, sure, right, seconds)
+            self.log.shadow(self.mind.live, name, sure, right, seconds, read)
 
     def _drawn(self, row: int, logits: Tensor) -> Tensor:
         """The tokens [n] that a drafter with logits [n, V] behind a row's latest tokens but the newest would have drafted."""
@@ -231,6 +265,7 @@ class AutoSession(Session):
     def draft(self, limit: list[int]) -> Draft:
         """As planned."""
         state, self._planned_as, self._matches = self.mind.state, None, []
+        self.texts.forget_matches()
         if state is None or not any(limit):
             self.plan = Plan(PLAIN, 1.0, None, "plain decoding is timed" if state is None else "no room for a draft")
             return self._plain()
@@ -256,6 +291,7 @@ class AutoSession(Session):
             return self.recycle.draft(limit)
         if not plan.thresholds or plan.thresholds[0] > 1:
             return self._plain()
+        limit = [min(one, len(plan.thresholds)) for one in limit]
         calibration, drafter = state.drafters[plan.kind].calibration, self.drafters[plan.kind]
         drafter.stop.begin(Survival(calibration.slope, calibration.offset, plan.thresholds[1:]))
         return drafter.draft(limit)
@@ -285,17 +321,19 @@ class AutoSession(Session):
 
     def clocked(self, step: Step) -> None:
         """Times, to what they teach."""
+        began = time.perf_counter()
         mind, plan, live = self.mind, self.plan, [len(tokens) for tokens in step.tokens if tokens]
         step.drafter, step.reason, step.probe = plan.kind, plan.reason, plan.kind == PROBE
         mind.steps += 1
         mind.kinds[plan.kind] = mind.kinds.get(plan.kind, 0) + 1
-        seconds, drafted = step.seconds - step.seconds_search, plan.kind not in (PLAIN, PROBE)
+        agreed, drafted = self.model.ranks.agreed, plan.kind not in (PLAIN, PROBE)
+        seconds, drafting = agreed(step.seconds - step.seconds_search), agreed(step.seconds_draft)
         if mind.state is None:
             if live:
                 mind.plain_seconds.append(seconds)
                 mind.state = self._first_state(seconds)
                 if self.log is not None:
-                    self.log.state(mind.state)
+                    self.log.state(mind.live, mind.state)
             return
         if not drafted:
             mind.plain_seconds.append(seconds)
@@ -305,16 +343,17 @@ class AutoSession(Session):
             seconds=seconds,
             confidences=self._judged,
             verified=round(step.verified_nodes / rows),
-            draft_step=step.seconds_draft / passes if by_model and passes else None,
-            scoring=seconds - step.seconds_draft * by_model if drafted else None,
+            draft_step=drafting / passes if by_model and passes else None,
+            scoring=seconds - drafting * by_model if drafted else None,
             matches=self.texts.judged,
             ranks=self._ranks,
-            shadow_seconds=self.shadow_seconds,
+            shadow_seconds=self.shadow_seconds + self._own_seconds,
         )
         self.shadow_seconds = 0.0
         if self.log is not None:
-            self.log.step(self._matches, self._planned_as, plan, done)
+            self.log.step(mind.live, self._matches, self._planned_as, plan, done)
         mind.state = control.observe(mind.state, plan, done)
+        self._own_seconds = self.since(began) if self.log is None else 0.0
 
     def _first_state(self, seconds: float) -> State:
         guesses = {name: one.guess for name, one in self.drafters.items()}
@@ -324,9 +363,8 @@ class AutoSession(Session):
             drafts={name: Cost(guess) for name, guess in guesses.items()},
             shadows={name: Cost(1.5 * guess, 1) for name, guess in guesses.items()},
         )
-        ledger = control.Ledger(slack=self.method.slack)
-        drafters = {name: control.Drafter() for name in guesses}
-        return State(costs, drafters, self.rules, ledger, ranks=None if self.recycle is None else Ranks())
+        drafters = {name: Drafter() for name in guesses}
+        return State(costs, drafters, self.rules, self.ledger, ranks=None if self.recycle is None else Ranks())
 
 
 def ranks(kept: Kept, root: int, tokens: Sequence[int]) -> list[int]:
@@ -356,12 +394,16 @@ class Texts(LookupSession):
             self.index[row] = Index(MATCHES, "recent")
             self.index[row].extend(self.text[row])
 
+    def forget_matches(self) -> None:
+        """Nothing was looked up for the step that begins."""
+        self._found = [(0, [])] * self.rows
+
     def look_up(self) -> list[int]:
-        """Tokens of the match of every row; [] where nothing is looked up."""
+        """Tokens of the match of every row that decodes; [] where nothing is looked up."""
         if not self.looks_up:
             return []
         self._found = [self._match(row) if alive else (0, []) for row, alive in enumerate(self.alive)]
-        return [match for match, _ in self._found]
+        return [match for (match, _), alive in zip(self._found, self.alive, strict=True) if alive]
 
     def _match(self, row: int) -> tuple[int, list[int]]:
         match, tokens = self.index[row].find(MOST_LOOKED_UP)
@@ -371,8 +413,9 @@ class Texts(LookupSession):
         return (match, tokens) if tokens else (0, [])
 
     def looked_up(self, drafts: Sequence[int], limit: Sequence[int]) -> Draft:
-        """As much of every row's match as is wanted."""
-        wanted = [min(wanted, allowed) for wanted, allowed in zip(drafts, limit, strict=True)]
+        """As much of every row's match as is wanted. drafts: of the rows that decode."""
+        told = iter(drafts)
+        wanted = [min(next(told), allowed) if alive else 0 for alive, allowed in zip(self.alive, limit, strict=True)]
         return self.propose([RowDraft().chain(found[:count]) for (_, found), count in zip(self._found, wanted, strict=True)])
 
     def judge(self, verdicts: list[RowVerdict]) -> None:

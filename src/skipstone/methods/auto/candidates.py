@@ -4,6 +4,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from skipstone.decoding.method import Method
+from skipstone.files import digest
 from skipstone.methods.adadecode.adadecode import AdaDecode
 from skipstone.methods.adadecode.heads import bundled_name_for
 from skipstone.methods.auto.drafters import Drafter, LayersDrafter, ModelDrafter
@@ -12,6 +13,7 @@ from skipstone.methods.prompt_lookup import PromptLookup
 from skipstone.methods.recycle import Recycle
 from skipstone.methods.self_speculative import SelfSpeculative
 from skipstone.methods.speculative import Speculative
+from skipstone.models.fingerprint import fingerprint
 from skipstone.models.layered import LayeredModel
 from skipstone.models.passes import SkipSet
 
@@ -69,6 +71,21 @@ def drafters_of(methods: Sequence[Method], model: LayeredModel, rows: int, capac
         for name, one in MAKERS[type(method)](method, model, rows, capacity).items():
             made[name if name not in made else f"{name} ({len(made)})"] = one
     return made
+
+
+def identities(methods: Sequence[Method], drafters: Made) -> dict[str, str]:
+    """Drafter -> what tells it apart from others that bear its name: what it was asked for as, and its draft model."""
+    told = digest(sorted(one.spelled for one in methods if type(one) is AdaDecode))
+    found = {}
+    for name, one in drafters.items():
+        if isinstance(one, ModelDrafter):
+            found[name] = fingerprint(one.draft_model.model)
+        elif isinstance(one, LayersDrafter):
+            skip = None if one.skip is None else [sorted(one.skip.attention), sorted(one.skip.mlp)]
+            few = None if one.drafter is None else str(one.drafter.engine.quantize)
+            ids = None if one.shortlist is None else digest(one.shortlist.tolist())
+            found[name] = digest([one.layers, skip, few, ids, told if one.head is not None else None])
+    return found
 
 
 def usual(model: LayeredModel, own: Method | None) -> tuple[Method, ...]:

@@ -57,6 +57,12 @@ class Drafter(Protocol):
         ...
 
 
+def share_of(draft_model: LayeredModel, target: LayeredModel) -> float:
+    """How large a draft model is beside its target, 1 at most: about what a draft step of it costs."""
+    sizes = [sum(one.numel() for one in each.model.parameters()) for each in (draft_model, target)]
+    return min(sizes[0] / sizes[1], 1.0)
+
+
 class PricedStop(Confidence):
     """Drafting goes on while the survival of what is drafted is worth it (`control.price.thresholds`)."""
 
@@ -85,8 +91,6 @@ class LayersDrafter(ChainSession):
 
     layers: that draft, of an early exit E < L. skip: sublayers that are left out; None for an exit. drafter: as in `Frontier`.
     head: exit heads and the number of the one that predicts; None for the model's own."""
-
-    looks = False
 
     def __init__(
         self,
@@ -150,16 +154,13 @@ class LayersDrafter(ChainSession):
 class ModelDrafter(DraftModelSession):
     """A draft model."""
 
-    looks = False
-
     def __init__(
         self, method: DraftModelMethod, model: LayeredModel, draft_model: DraftModel, rows: int, capacity: int
     ) -> None:
         super().__init__(method, model, draft_model, rows, capacity, MOST_DRAFTS, 0.0)
         self.coupled = True
         self.stop = self.confidence = PricedStop(rows, model.device)
-        sizes = [sum(one.numel() for one in each.model.parameters()) for each in (draft_model, model)]
-        self.guess = min(sizes[0] / sizes[1], 1.0)
+        self.guess = share_of(draft_model, model)
 
     def one_call(self) -> tuple[int, None]:
         return self.draft_model.depth, None

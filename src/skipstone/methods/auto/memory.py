@@ -3,15 +3,14 @@ process that decodes the same model in the same way begins with it."""
 
 import json
 import platform
-from collections.abc import Iterable
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from skipstone.control import control
-from skipstone.control.control import State
 from skipstone.control.record import state_from_json, state_to_json
+from skipstone.control.state import RECYCLE, State
 from skipstone.files import cache_folder, digest, write_json
 from skipstone.models.fingerprint import fingerprint
 from skipstone.models.layered import LayeredModel
@@ -20,8 +19,8 @@ VERSION = 1
 """Of the file."""
 
 
-def key_of(model: LayeredModel, rows: int) -> dict[str, Any]:
-    """What it was learnt of. Drafters are not in it: what is known of one does not depend on which others there are."""
+def key_of(model: LayeredModel) -> dict[str, Any]:
+    """What it was learnt of, one row at a time."""
     return {
         "model": fingerprint(model.model),
         "dtype": str(model.model.dtype),
@@ -29,50 +28,51 @@ def key_of(model: LayeredModel, rows: int) -> dict[str, Any]:
         "engine": model.engine.name,
         "detail": model.engine.detail,  # of the native engine with its threads and what the weights are quantised to
         "machine": platform.machine() + platform.node(),
-        "rows": rows,
     }
 
 
-def place_of(model: LayeredModel, rows: int) -> Path | None:
+def place_of(model: LayeredModel) -> Path | None:
     """The file; None where the user has no home."""
     with suppress(RuntimeError):
-        return cache_folder() / "auto" / f"{digest(key_of(model, rows))}.json"
+        return cache_folder() / "auto" / f"{digest(key_of(model))}.json"
     return None
 
 
-def remember(model: LayeredModel, rows: int, state: State, about: dict[str, Any]) -> Path:
-    """Write what was learnt. about: what a reader may want to know of it, as plain JSON values. OSError where it cannot be
-    written."""
-    path = place_of(model, rows)
+def remember(model: LayeredModel, state: State, identities: dict[str, str], about: dict[str, Any]) -> Path:
+    """Write what was learnt. identities: drafter -> what tells it from others of its name. about: what a reader may want to
+    know of it, as plain JSON values. OSError where it cannot be written."""
+    path = place_of(model)
     if path is None:
         raise OSError("there is no cache folder: SKIPSTONE_CACHE names one")
     path.parent.mkdir(parents=True, exist_ok=True)
-    write_json(path, {"version": VERSION, "key": key_of(model, rows), "about": about, "state": state_to_json(state)})
+    held = {"version": VERSION, "key": key_of(model), "about": about, "drafters": identities}
+    write_json(path, {**held, "state": state_to_json(state)})
     return path
 
 
-def recalled(model: LayeredModel, rows: int, drafters: Iterable[str], recycling: bool) -> State | None:
+def recalled(model: LayeredModel, first: State, identities: dict[str, str]) -> State | None:
     """What a file says of these drafters; None where there is none, or where it is damaged or of another version or machine.
-    Drafters that it does not know begin anew; a request begins, so that rates count half."""
-    path = place_of(model, rows)
+    first: where decoding would begin without it, whose rules and ledger count, and what it says of drafters that the file does
+    not know. A request begins, so that rates count half."""
+    path = place_of(model)
     if path is None or not path.exists():
         return None
     with suppress(OSError, ValueError, KeyError, TypeError):
         held = json.loads(path.read_text(encoding="utf-8"))
-        if held["version"] != VERSION or held["key"] != key_of(model, rows):
+        if held["version"] != VERSION or held["key"] != key_of(model):
             return None
         state = state_from_json(held["state"])
-        wanted, costs = list(drafters), state.costs
-        if not set(wanted) <= set(costs.drafts):
-            return None
-        known = {name: state.drafters.get(name, control.Drafter()) for name in wanted}
+        same = {name for name, one in identities.items() if held["drafters"].get(name) == one}
         costs = replace(
-            costs,
-            drafts={name: costs.drafts[name] for name in wanted},
-            shadows={name: costs.shadows[name] for name in wanted},
-            scorings={name: scoring for name, scoring in costs.scorings.items() if name in known},
+            state.costs,
+            drafts={**first.costs.drafts, **{name: state.costs.drafts[name] for name in same}},
+            shadows={**first.costs.shadows, **{name: state.costs.shadows[name] for name in same}},
+            scorings={name: one for name, one in state.costs.scorings.items() if name in same},
         )
-        current = state.current if state.current in known or (recycling and state.current == control.RECYCLE) else None
-        ranks = (state.ranks or control.Ranks()) if recycling else None
-        return control.begin(replace(state, costs=costs, drafters=known, current=current, ranks=ranks))
+        drafters = {**first.drafters, **{name: state.drafters[name] for name in same}}
+        recycling = first.ranks is not None
+        current = state.current if state.current in same or (recycling and state.current == RECYCLE) else None
+        ranks = (state.ranks or first.ranks) if recycling else None
+        kept = replace(state, costs=costs, drafters=drafters, current=current, ranks=ranks, rules=first.rules)
+        return control.begin(replace(kept, ledger=first.ledger))
     return None

@@ -1,0 +1,240 @@
+"""What decisions rest on, and what they are made of: frozen, so that every decision can be made again.
+
+Times are in plain steps unless a name says seconds. Positions count the committed tokens of a session, of a batch the mean of
+its rows.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from functools import lru_cache
+
+from skipstone.control.calibrate import Logistic, Matches
+from skipstone.control.costs import Costs
+from skipstone.control.ledger import Ledger
+from skipstone.control.price import RankTree
+
+PLAIN, PROBE, LOOKUP, RECYCLE = "plain", "probe", "lookup", "recycle"
+"""What a step does that is no model's draft. A probe is a plain step that is taken to measure one."""
+
+
+@dataclass(frozen=True, slots=True)
+class Rules:
+    """The constants. half_life: tokens after which a step counts half in its drafter's rate, usual_half_life: in its usual
+    rate. kept: share of the rate that a new request leaves. shadowing: share of the time that shadows may take; calm_shadowing
+    where nothing has moved for calm_after tokens. window: tokens that a shadow grades. plain_probing: share of the time that
+    plain probes may lose, plain_spacing tokens apart. margin: by how much another drafter's rate must be larger to take over.
+    most_drafts: a step. listening: tokens that are decoded plainly at first. look_again: tokens after which a drafter is graded
+    whatever its rate is. prior: plain steps at its usual rate that a rate begins with, and at rate 1 that a usual rate begins
+    with. most_nodes, depth: of a tree of recycled tokens."""
+
+    half_life: float = 300.0
+    usual_half_life: float = 4000.0
+    kept: float = 0.5
+    shadowing: float = 0.005
+    calm_shadowing: float = 0.0025
+    calm_after: int = 1500
+    window: int = 32
+    plain_probing: float = 0.004
+    plain_spacing: int = 128
+    margin: float = 0.02
+    most_drafts: int = 25
+    listening: int = 16
+    look_again: int = 1500
+    prior: float = 8.0
+    most_nodes: int = 63
+    depth: int = 6
+
+
+@dataclass(frozen=True, slots=True)
+class Rate:
+    """Tokens, time and steps of a drafter, of which older ones count less. at: the position up to which they have faded."""
+
+    tokens: float = 0.0
+    time: float = 0.0
+    steps: float = 0.0
+    at: int = 0
+
+    def faded(self, now: int, half_life: float) -> "Rate":
+        keep = 0.5 ** ((now - self.at) / half_life)
+        return Rate(self.tokens * keep, self.time * keep, self.steps * keep, now)
+
+    def add(self, tokens: float, time: float, steps: float = 1.0) -> "Rate":
+        return Rate(self.tokens + tokens, self.time + time, self.steps + steps, self.at)
+
+    def cut(self, keep: float) -> "Rate":
+        return Rate(self.tokens * keep, self.time * keep, self.steps * keep, self.at)
+
+
+@dataclass(frozen=True, slots=True)
+class Rates:
+    """A drafter's rate now, and its usual one, which other requests have shown and which it has until the running one tells."""
+
+    now: Rate = Rate()
+    usual: Rate = Rate()
+
+    def add(self, position: int, tokens: float, time: float, rules: "Rules") -> "Rates":
+        """One more step at a position."""
+        now = self.now.faded(position, rules.half_life).add(tokens, time)
+        return Rates(now, self.usual.faded(position, rules.usual_half_life).add(tokens, time))
+
+    def cut(self, keep: float) -> "Rates":
+        """Another request begins."""
+        return Rates(self.now.cut(keep), self.usual)
+
+    def value(self, position: int, rules: "Rules") -> float:
+        """Tokens a plain step."""
+        prior, usual = rules.prior, self.usual.faded(position, rules.usual_half_life)
+        expected = (usual.tokens + prior) / (usual.time + prior)
+        now = self.now.faded(position, rules.half_life)
+        return (now.tokens + prior * expected) / (now.time + prior)
+
+
+@dataclass(frozen=True, slots=True)
+class Drafter:
+    """What is known of a drafter. seen: the position up to which it was graded. timed: that at which it was timed last.
+    thresholds: of survival, as `price.thresholds` has them, worked out at the position `thresholds_at` for the price
+    `thresholds_price`."""
+
+    rate: Rates = Rates()
+    calibration: Logistic = field(default_factory=Logistic)
+    seen: int = 0
+    timed: int = 0
+    thresholds: tuple[float, ...] = ()
+    thresholds_at: int = -1000
+    thresholds_price: float = 1.0
+
+    @property
+    def unsure(self) -> bool:
+        """Whether not even its first draft is worth its time."""
+        return bool(self.thresholds) and self.thresholds[0] > 1
+
+
+@dataclass(frozen=True, slots=True)
+class Ranks:
+    """How often the token that was kept first, second, ... for a token followed it, and the tree that is drafted by that.
+    pending: ranks of committed tokens that the tree was not graded on yet."""
+
+    hits: tuple[float, ...] = (8.0, 3.0, 2.0, 1.0, 0.6)
+    count: float = 20.0
+    tree: RankTree | None = None
+    tree_at: int = -1000
+    rate: Rates = Rates()
+    pending: tuple[int, ...] = ()
+
+    def seen(self, ranks: Sequence[int]) -> "Ranks":
+        """So many committed tokens more."""
+        hits, count = list(self.hits), self.count
+        for rank in ranks:
+            count = count * KEPT_RANKS + 1
+            hits = [one * KEPT_RANKS for one in hits]
+            if rank < len(hits):
+                hits[rank] += 1
+        return replace(self, hits=tuple(hits), count=count, pending=(*self.pending, *ranks)[-MOST_PENDING:])
+
+    def drawn(self, tree: RankTree, position: int) -> "Ranks":
+        """With another tree."""
+        return replace(self, tree=tree if tree.parents else None, tree_at=position)
+
+    def graded(self, position: int, costs: Costs, rules: Rules) -> "Ranks":
+        """The tree decodes the pending tokens virtually."""
+        if self.tree is None:
+            return self
+        rate, pending, below = self.rate, self.pending, _children(self.tree)
+        time = costs.scoring(len(self.tree.parents) + 1) + costs.fixed + costs.lookup
+        while len(pending) > rules.depth + 1:
+            node, accepted = -1, 0
+            while (node := below.get((node, pending[accepted]), -2)) >= 0:
+                accepted += 1
+            rate, pending = rate.add(position, accepted + 1, time, rules), pending[accepted + 1 :]
+        return replace(self, rate=rate, pending=pending)
+
+
+@lru_cache(maxsize=8)
+def _children(tree: RankTree) -> dict[tuple[int, int], int]:
+    """(node, rank) -> the node below it; -1 is the last committed token."""
+    return {key: node for node, key in enumerate(zip(tree.parents, tree.ranks, strict=True))}
+
+
+KEPT_RANKS = 0.998
+"""Of a count of ranks, by a token."""
+MOST_PENDING = 64
+"""Ranks that wait to be graded."""
+
+
+@dataclass(frozen=True, slots=True)
+class State:
+    """All that a session's decisions rest on. current: the drafter that drafts, where nothing else does. position: committed
+    tokens. moved_at, scored, probed_at: positions at which the drafter changed, at which scoring what is looked up or recycled
+    was timed, and at which a plain step was measured. shadow_account, probe_account: plain steps that may be spent."""
+
+    costs: Costs
+    drafters: Mapping[str, Drafter]
+    rules: Rules = Rules()
+    ledger: Ledger = field(default_factory=Ledger)
+    matches: Matches = field(default_factory=Matches)
+    lookups: Rate = Rate(24.0, 10.0)
+    ranks: Ranks | None = None
+    current: str | None = None
+    position: int = 0
+    moved_at: int = 0
+    scored: int = 0
+    probed_at: int = 0
+    shadow_account: float = 1.0
+    probe_account: float = 0.0
+
+    def rate(self, name: str) -> float:
+        """Of a drafter, in tokens a plain step."""
+        own = self.ranks.rate if name == RECYCLE and self.ranks else self.drafters[name].rate
+        return own.value(self.position, self.rules)
+
+    def rates(self) -> dict[str, float]:
+        """Of all drafters that could draft now."""
+        found = {name: self.rate(name) for name in self.drafters}
+        if self.ranks is not None and self.ranks.tree is not None:
+            found[RECYCLE] = self.rate(RECYCLE)
+        return found
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """What a step does, and why. kind: PLAIN, PROBE, LOOKUP, RECYCLE or the name of a drafter. price: tokens that a plain step
+    is worth. current: the drafter that the step was weighed against. thresholds: of a drafter. drafts: of a lookup, one number
+    a row. tree: of recycled tokens. trial: the drafter drafts to have its draft step timed, and the account of shadows pays."""
+
+    kind: str
+    price: float
+    current: str | None
+    reason: str
+    thresholds: tuple[float, ...] = ()
+    drafts: tuple[int, ...] = ()
+    tree: RankTree | None = None
+    trial: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Judged:
+    """A match before a step and what the text says of it now. match: its tokens. right: tokens of its continuation that the
+    text has, up to the first that it has not. looked_up: tokens of its continuation that the text could tell of."""
+
+    match: int
+    right: int
+    looked_up: int
+
+
+@dataclass(frozen=True, slots=True)
+class Done:
+    """What became of a step, of a batch the mean of its rows where a figure is one number. tokens: committed. seconds: of all
+    of it. confidences: of a drafter's tokens that were judged, each with whether it was accepted. verified: drafts that were
+    scored. draft_step, scoring: seconds of one draft step, and of the step without its draft steps; None where they were not
+    measured. matches: of every row that had one. ranks: of every committed token of one row, its place among those that were
+    kept for the one before it, beyond all for one that was not. shadow_seconds: spent on shadows before the step."""
+
+    tokens: float
+    seconds: float
+    confidences: Sequence[tuple[float, bool]] = ()
+    verified: int = 0
+    draft_step: float | None = None
+    scoring: float | None = None
+    matches: Sequence[Judged] = ()
+    ranks: Sequence[int] = ()
+    shadow_seconds: float = 0.0
