@@ -6,7 +6,6 @@ ledger that bounds the loss against plain decoding. This file measures and obeys
 that the text, drawn at random or not, is that of plain decoding with the same seed, whatever is decided.
 """
 
-import time
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
@@ -171,7 +170,6 @@ class AutoSession(Session):
             for live, state in mind.states.items():
                 mind.log.state(live, state)
         self.log = mind.log
-        self._own_seconds = 0.0  # of the latest decision, which the next step pays
         self._judged: list[tuple[float, bool]] = []
         self._ranks: list[int] = []
         self.shadow_seconds = 0.0
@@ -321,7 +319,6 @@ class AutoSession(Session):
 
     def clocked(self, step: Step) -> None:
         """Times, to what they teach."""
-        began = time.perf_counter()
         mind, plan, live = self.mind, self.plan, [len(tokens) for tokens in step.tokens if tokens]
         step.drafter, step.reason, step.probe = plan.kind, plan.reason, plan.kind == PROBE
         mind.steps += 1
@@ -347,13 +344,12 @@ class AutoSession(Session):
             scoring=seconds - drafting * by_model if drafted else None,
             matches=self.texts.judged,
             ranks=self._ranks,
-            shadow_seconds=self.shadow_seconds + self._own_seconds,
+            shadow_seconds=self.shadow_seconds,
         )
         self.shadow_seconds = 0.0
         if self.log is not None:
             self.log.step(mind.live, self._matches, self._planned_as, plan, done)
         mind.state = control.observe(mind.state, plan, done)
-        self._own_seconds = self.since(began) if self.log is None else 0.0
 
     def _first_state(self, seconds: float) -> State:
         guesses = {name: one.guess for name, one in self.drafters.items()}
