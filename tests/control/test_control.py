@@ -14,7 +14,7 @@ from skipstone.control.state import LOOKUP, PLAIN, PROBE, Done, Drafter, Plan, R
 from tests.helpers.simulator import MACHINES, Log, Workload, best_fixed, drive, first_state, workloads
 
 TOKENS = 8000
-QUICK = ("code, nano", "edit, 8B on a GPU", "creative, 1B on a CPU", "code, float32 cliff", "flips, nano")
+QUICK = ("code, nano", "edit, 8B on a GPU", "code, float32 cliff")
 SLOW = pytest.mark.slow
 NAMES = [pytest.param(name, marks=() if name in QUICK else SLOW) for name in workloads(TOKENS, 1)]
 
