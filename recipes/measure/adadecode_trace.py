@@ -2,7 +2,7 @@
 
     python recipes/measure/adadecode_trace.py PROMPTS... [--model PATH] [--heads NAME] [--tokens 96] [--count 24]
 
-PROMPTS: .jsonl files with a "prompt", taken in turns. Each is decoded plainly and by AdaDecode (the paper's, no guard), one
+PROMPTS: .jsonl files with a "prompt", taken in turns. Each is decoded plainly and by AdaDecode (the paper's), one
 right after the other. Passes over so many tokens of so many layers, and reading a state by the LM head and by an exit head, are
 timed apart, between the prompts: medians. In float32.
 """
@@ -42,7 +42,7 @@ def main() -> None:
     given = parser.parse_args()
     warnings.simplefilter("ignore", RuntimeWarning)
     model, tokenizer = skipstone.load(given.model, dtype=torch.float32)
-    method = AdaDecode(given.heads, guard=False)
+    method = AdaDecode(given.heads)
     costs = Costs(LayeredModel(model), given.heads)
     files = [[json.loads(line)["prompt"] for line in path.read_text().splitlines()] for path in given.prompts]
     texts = [text for turn in itertools.zip_longest(*files) for text in turn if text is not None][: given.count]

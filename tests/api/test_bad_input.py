@@ -88,7 +88,6 @@ TABLE: dict[str, Wrong] = {
     "method without a name": Wrong(r"the key 'method' is missing in method=.*; there are", method={"exit_layer": 2}),
     "method name of a strange type": Wrong(r"unknown method \['layerskip'\]", method={"method": ["layerskip"]}),
     "method of a strange type": Wrong(r"method must be a Method, a name or a mapping.*found 7", method=7),
-    "no method": Wrong("no method given and the model names no default; pass one of autoregressive", method=None),
     "unknown setting": Wrong(
         r"layerskip has no setting 'exit_layers'; it has exit_layer, num_speculative_tokens",
         method={"method": "layerskip", "exit_layers": 2},

@@ -137,7 +137,6 @@ def test_inspect_shows_every_layer_and_says_what_would_pay(folder: Path, tmp_pat
         (("bench", "report", "RESULTS", "--format", "pdf"), "unknown format 'pdf'"),
         (("bench", "report", "RESULTS", "--layout", "x"), "unknown layout 'x'"),
         (("check", "FOLDER", "--prompts", "nowhere.jsonl"), "nowhere.jsonl: no such file of prompts"),
-        (("check", "FOLDER"), "names no default"),
         (("check", "FOLDER", "--dtype", "int8"), "--dtype must be one of"),
         (("check", "FOLDER", *LAYERSKIP, "--num-prompts", "99"), "there are 40 prompts"),
         (("inspect", "FOLDER", "--out", "/nowhere/a.png"), "no such folder"),

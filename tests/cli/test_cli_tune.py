@@ -59,7 +59,7 @@ def test_nothing_is_kept_where_nobody_wants_it(folder: Path, cache: Path) -> Non
 @pytest.mark.parametrize(
     ("flags", "part"),
     [
-        (("--method", "adasd"), "adasd cannot be one of auto's candidates"),
+        (("--method", "adasd"), "adasd with these settings changes texts"),
         (("--method", "layerskip exit_layer=99"), "exit_layer"),
         (("--prompts", "nowhere.jsonl"), "nowhere.jsonl"),
     ],

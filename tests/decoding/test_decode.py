@@ -27,7 +27,6 @@ from skipstone import (
 )
 from skipstone.decoding.draft import Picked, RowVerdict, Verdict
 from skipstone.decoding.loop import Decoder, run
-from skipstone.decoding.probes import Pace
 from skipstone.decoding.stopping import RunningRequest
 from skipstone.methods.shared.chain import LOOK_EVERY
 from skipstone.models import host
@@ -51,9 +50,9 @@ METHODS: list[Method] = [
     PromptLookup(),
     Jacobi(4),
     Lookahead(3, 3, 2),
-    AdaDecode("original", 0.3, 4, exit_layers=(1, 2, 3), guard=False),
+    AdaDecode("original", 0.3, 4, exit_layers=(1, 2, 3)),
     SelfSpeculative((1,), (2,), num_speculative_tokens=4),
-    Swift(0.5, 4, context_window=6, guard=False, objective="matchness"),
+    Swift(0.5, 4, context_window=6),
 ]
 
 
@@ -189,31 +188,6 @@ def test_closing_the_iterator_leaves_the_decoder_ready_to_go_on(model: LayeredMo
     text = [token for _ in range(3) for token in next(steps).tokens[0]]
     steps.close()
     assert text + [token for step in run(decoder) for token in step.tokens[0]] == expected
-
-
-@pytest.mark.parametrize(
-    "method",
-    [
-        pytest.param(method, id=f"{number}-{method.name}", marks=[] if number in (1, 5, 6, 14) else pytest.mark.slow)
-        for number, method in enumerate(METHODS[1:], 1)
-    ],
-)
-def test_probe_steps_never_change_the_text(method: Method, model: LayeredModel, monkeypatch: pytest.MonkeyPatch) -> None:
-    requests = [Request(prompt(n, n), 20) for n in (4, 9, 6)]
-    sampled = [replace(requests[0], sampling=Sampling(1.0)), *requests[1:]]
-    monkeypatch.setattr(Pace, "wants_probe", lambda self: False)
-    expected, none, _ = decode(method, model, requests)
-    mixed, _, _ = decode(method, model, sampled)
-    monkeypatch.setattr(Pace, "wants_probe", lambda self: self.since_probe >= 1)
-    texts, figures, steps = decode(method, model, requests, check=True)
-    assert texts == expected
-    assert none.probes == 0
-    assert figures.probes > 3
-    assert all(sum(step.drafted) == 0 for step in steps if step.probe)
-    again, _, steps = decode(method, model, sampled)
-    assert again == mixed
-    end = next(index for index, step in enumerate(steps) if 0 in step.finished)
-    assert not any(step.probe for step in steps[: end + 1]), "a probe while a sampled row takes part"
 
 
 def test_the_stopping_rules_cut_in_one_place() -> None:

@@ -5,15 +5,12 @@ from __future__ import annotations
 import json
 from collections import deque
 from dataclasses import dataclass, replace
-from itertools import pairwise
 from typing import Any, ClassVar
 
 import pytest
 import torch
 
 from skipstone import Autoregressive, Draft, Method, Request, Sampling, Session, Stats, Step
-from skipstone.decoding import probes
-from skipstone.decoding.probes import Pace
 from skipstone.models.layered import LayeredModel
 from tests.helpers.machine import decode, llama, prompt
 
@@ -121,33 +118,13 @@ def one_row(accepted: int, **given: Any) -> Step:
     return stepped(tokens=tokens, origin=[[]], drafted=[4], draft_steps=[4], accepted=[accepted], overruled=[0], **given)
 
 
-def test_the_speed_estimate_by_hand() -> None:
+def test_the_bound_of_the_speed_up_by_hand() -> None:
     """A step of 1.0 s: four draft passes .4, scoring .5, other .1. Plain decoding costs at most .1 + .5 a token."""
-    pace = Pace()
-    assert pace.bound() is None
-    assert pace.estimate() is None
-    pace.add(one_row(2))
-    pace.add(one_row(0))
-    assert pace.bound() == pytest.approx(2 * 0.6 / 1.0)
-    assert pace.estimate() is None
+    stats = Stats()
+    assert stats.speed_up_bound is None
+    stats.add(one_row(2))
+    stats.add(one_row(0))
+    assert stats.speed_up_bound == pytest.approx(2 * 0.6 / 1.0)
     probe = {"probe": True, "seconds_draft": 0.0, "seconds_score": 0.35, "seconds_other": 0.05}
-    pace.add(stepped(tokens=[[1]], drafted=[0], draft_steps=[0], accepted=[0], **probe))
-    assert pace.estimate() == pytest.approx(2 * 0.4 / 1.0)
-    assert pace.bound() == pytest.approx(2 * 0.6 / 1.0)
-
-
-def test_probes_wait_for_doubt_and_keep_their_distance() -> None:
-    sure, doubtful = Pace(), Pace()
-    for _ in range(30):
-        assert not sure.wants_probe()
-        sure.add(one_row(3))
-    taken = []
-    for turn in range(99):
-        if doubtful.wants_probe():
-            taken.append(turn)
-            doubtful.add(stepped(tokens=[[1]], drafted=[0], draft_steps=[0], accepted=[0], probe=True))
-        else:
-            doubtful.add(one_row(0))
-    assert taken[0] == probes.SPACING
-    assert len(taken) == probes.PROBES
-    assert [b - a for a, b in pairwise(taken)] == [probes.SPACING + 1] * (probes.PROBES - 1)
+    stats.add(stepped(tokens=[[1]], drafted=[0], draft_steps=[0], accepted=[0], **probe))
+    assert stats.speed_up_bound == pytest.approx(2 * 0.6 / 1.0)

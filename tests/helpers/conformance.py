@@ -81,7 +81,7 @@ class Row:
         return replace(method, draft_model=self.second(family)) if second else method  # type: ignore[call-arg]
 
 
-SWIFT = functools.partial(Swift, skip_ratio=0.5, context_window=6, guard=False, objective="matchness")
+SWIFT = functools.partial(Swift, skip_ratio=0.5, context_window=6)
 """It always drafts, and judges layer sets from the seventh token on."""
 
 ROWS: dict[str, Row] = {
@@ -101,13 +101,13 @@ ROWS: dict[str, Row] = {
     "swift": Row(lambda d, rule: SWIFT(num_speculative_tokens=d), same_text=("standard",), learns=True),
     "self_speculative": Row(lambda d, rule: SelfSpeculative((1,), (2,), None, d), same_text=("standard",)),
     "adadecode": Row(
-        lambda d, rule: AdaDecode("original", 0.3, d, exit_layers=(1, EXIT), guard=False, rejection_sample_method=rule)
+        lambda d, rule: AdaDecode("original", 0.3, d, exit_layers=(1, EXIT), rejection_sample_method=rule)
     ),
     "adadecode, deeper heads look again": Row(
-        lambda d, rule: AdaDecode("original", 0.2, d, recheck=True, guard=False, rejection_sample_method=rule), variant=True
+        lambda d, rule: AdaDecode("original", 0.2, d, recheck=True, rejection_sample_method=rule), variant=True
     ),
     "adadecode, some tokens": Row(
-        lambda d, rule: AdaDecode("original", 0.3, d, guard=False, rejection_sample_method=rule, draft_vocabulary=FEW),
+        lambda d, rule: AdaDecode("original", 0.3, d, rejection_sample_method=rule, draft_vocabulary=FEW),
         variant=True,
     ),
     "speculative": Row(lambda d, rule: Speculative(None, d, rejection_sample_method=rule)),

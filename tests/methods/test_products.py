@@ -14,7 +14,6 @@ from transformers.generation.logits_process import (
 )
 
 from skipstone import Autoregressive, LayerSkip, Method, Request, Sampling
-from skipstone.decoding import probes
 from skipstone.models.layered import LayeredModel
 from tests.helpers.machine import decode, llama, mistral, prompt, serve
 from tests.helpers.trees import Trees, reference
@@ -65,11 +64,9 @@ def a_layerskip(dice: random.Random, rule: Any) -> LayerSkip:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("seed", range(60))
-def test_a_random_product_gives_the_text_of_plain_decoding_alone(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Served by three rows or decoded as one batch, with plain steps thrown in; every third time LayerSkip's standard rule,
-    whose text is the one it gives alone."""
-    for name, value in {"SPACING": 2, "PROBES": 50, "FEW_TOKENS": 1e9}.items():
-        monkeypatch.setattr(probes, name, value)
+def test_a_random_product_gives_the_text_of_plain_decoding_alone(seed: int) -> None:
+    """Served by three rows or decoded as one batch; every third time LayerSkip's standard rule, whose text is the one it gives
+    alone."""
     dice = random.Random(seed)
     vocab = dice.choice([5, 30, 97])
     model = a_model(dice, vocab)

@@ -44,11 +44,11 @@ ENGINES = ["eager", pytest.param("native", marks=WITHOUT_LIBRARY)]
 METHODS: dict[str, Callable[..., Any]] = {
     "layerskip": lambda draft, rule, **more: LayerSkip(2, DRAFTS, rejection_sample_method=rule, **more),
     "self_speculative": lambda draft, rule, **more: SelfSpeculative((1,), (2,), None, DRAFTS, None, **more),
-    "swift": lambda draft, rule, **more: Swift(0.5, DRAFTS, None, context_window=6, guard=False, objective="matchness", **more),
+    "swift": lambda draft, rule, **more: Swift(0.5, DRAFTS, None, context_window=6, **more),
     "speculative": lambda draft, rule, **more: Speculative(draft, DRAFTS, rejection_sample_method=rule, **more),
     "adasd": lambda draft, rule, **more: AdaSD(draft, DRAFTS, relaxed=False, rejection_sample_method=rule, **more),
     "adadecode": lambda draft, rule, **more: AdaDecode(
-        "original", 0.1, DRAFTS, (1, 2), guard=False, rejection_sample_method=rule, **more
+        "original", 0.1, DRAFTS, (1, 2), rejection_sample_method=rule, **more
     ),
 }
 

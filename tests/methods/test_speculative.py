@@ -146,16 +146,6 @@ def test_steps_without_drafts_are_caught_up_with(model: Any, draft: Any) -> None
     assert {1, 2, 3, 4, 5} <= behind
 
 
-def test_probe_steps_let_it_fall_behind_and_it_catches_up(model: Any) -> None:
-    """A draft model that is nearly always wrong: plain steps are taken in between."""
-    wrong = llama(seed=7)
-    out = skipstone.generate(model, prompt(9), Speculative(wrong, 2), max_new_tokens=60, do_sample=False)
-    plain = skipstone.generate(model, prompt(9), Autoregressive(), max_new_tokens=60, do_sample=False)
-    assert out.new_tokens == plain.new_tokens
-    assert out.stats is not None
-    assert out.stats.probes > 0
-
-
 def test_the_first_pass_feeds_what_is_lacking_and_no_more(model: Any) -> None:
     """With a draft model that is always right: two tokens, then one by one; the last draft token is never fed."""
     same, fed = copy.deepcopy(model), []

@@ -34,8 +34,8 @@ pytestmark = QUIET
 METHODS = [
     "autoregressive",
     "layerskip exit_layer=2 num_speculative_tokens=4",
-    "swift skip_ratio=0.5 num_speculative_tokens=4 context_window=6 guard=false objective=matchness",
-    "adadecode heads=original guard=false threshold=0.3",
+    "swift skip_ratio=0.5 num_speculative_tokens=4 context_window=6",
+    "adadecode heads=original threshold=0.3",
     "lookahead",
     "recycle nodes=5 candidates=3",
     "layerskip exit_layer=2 num_speculative_tokens=4 draft_vocabulary=60",

@@ -131,7 +131,7 @@ METHODS: list[Method] = [
     LayerSkip(exit_layer=1, num_speculative_tokens=3, reuse_cache=False, confidence_threshold="adaptive"),
     Trees(nodes=9, peeking=0.4),
     SelfSpeculative((1,), (2,), num_speculative_tokens=4),
-    Swift(0.5, 4, context_window=4, guard=False, objective="matchness"),
+    Swift(0.5, 4, context_window=4),
 ]
 
 

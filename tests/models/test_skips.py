@@ -159,7 +159,7 @@ def test_a_skipped_sublayer_adds_nothing_to_the_residual_stream(name: str) -> No
 
 METHODS = (
     "self_speculative skip_attention=1,2 skip_mlp=2",
-    "swift num_speculative_tokens=4 guard=false",
+    "swift num_speculative_tokens=4",
     "lookahead",
     "adadecode heads=original exit_layers=2 threshold=0.1",
 )

@@ -52,7 +52,7 @@ def test_sampled_text_is_that_of_plain_sampling(method: str) -> None:
     "method",
     [
         *(LayerSkip(exit_layer=exit_layer, num_speculative_tokens=4) for exit_layer in (1, 2, 3)),
-        AdaDecode("original", 0.3, 4, exit_layers=(1, 2, 3), guard=False),
+        AdaDecode("original", 0.3, 4, exit_layers=(1, 2, 3)),
     ],
 )
 def test_exits_below_and_above_the_layers_that_share_keys_and_values_are_exact(method: Any) -> None:

@@ -126,7 +126,7 @@ def test_exit_heads_are_what_their_recipes_made_and_predict_early(nano: Nano, na
     for figures in heads.card.metrics.values():
         assert figures["divergence"] < figures["before"]["divergence"]
         assert figures["agreement"] > figures["before"]["agreement"]
-    out = greedy(nano, text, AdaDecode(f"nano-{name}", guard=False), 48)
+    out = greedy(nano, text, AdaDecode(f"nano-{name}"), 48)
     assert out.text == greedy(nano, text, "autoregressive", 48).text
     assert out.stats.accepted > 5
     assert out.stats.acceptance_rate > 0.8

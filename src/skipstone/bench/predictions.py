@@ -10,7 +10,7 @@ from typing import Any
 from pydantic import TypeAdapter
 
 from skipstone.decoding.costs import LOOKED_UP, BatchCosts, Drafter, MeanStep
-from skipstone.decoding.method import Method
+from skipstone.decoding.method import DraftingMethod, Method
 from skipstone.decoding.stats import Stats
 from skipstone.methods.adadecode.adadecode import AdaDecode
 from skipstone.methods.jacobi import Jacobi
@@ -30,6 +30,8 @@ from skipstone.models.layered import LayeredModel
 def described(method: Method, layered: LayeredModel) -> dict[str, Any] | None:
     """The drafter of a method as plain JSON values, which `drafter` finds in a table of costs; None where the formula does not
     hold."""
+    if isinstance(method, DraftingMethod) and method.guard:
+        return None  # which of its steps draft is decided by the clock
     if isinstance(method, ShortlistMethod) and method.draft_vocabulary is not None:
         return None  # costs are measured with the whole LM head
     if isinstance(method, LayerSkip):
@@ -42,7 +44,7 @@ def described(method: Method, layered: LayeredModel) -> dict[str, Any] | None:
     if isinstance(method, Swift):
         return {"learnt": True, "ranked": method.dynamic_verification}
     if isinstance(method, AdaDecode):
-        return {"passes": True} if method.guard else None  # without a guard nobody knows what a test costs
+        return {"passes": True}
     if isinstance(method, Speculative):
         return {"draft_model": fingerprint(method.draft_model_for(layered).model)}
     return {"looked_up": True} if isinstance(method, (PromptLookup, Lookahead, Jacobi, Recycle)) else None
@@ -96,24 +98,24 @@ def speedup(
     added to the counts in that."""
     table = TypeAdapter(BatchCosts).validate_python(costs)
     if "passes" in said:
-        return _by_passes(table, grown, known, context) if known and grown and grown["steps"] else None
+        return _by_passes(table, grown, context) if grown and grown["steps"] else None
     found = drafter(said, table, known)
     if found is None or not total.drafting:
         return None
     return table.speedup(found, mean_step(total), context)
 
 
-def _by_passes(table: BatchCosts, done: Mapping[str, Any], known: Mapping[str, Any], context: float) -> float:
-    """The speed-up of AdaDecode at batch 1, from its passes and the tests of its exits. done: the counts of its info, of one
-    step at least. known: its info, which tells what a test costs, and a stop for one."""
+def _by_passes(table: BatchCosts, done: Mapping[str, Any], context: float) -> float:
+    """The speed-up of AdaDecode at batch 1, from its passes and the tests of its exits, each of which takes as long as the LM
+    head. done: the counts of its info, of one step at least."""
     accepted = sum(tally["accepted"] for tally in done["exits"].values())
     layers = rows = 0.0
     for one, count in done["passes"].items():
         start, stop, tokens = map(int, one.split(","))
         layers += count * (stop - start) / table.depth * table.layers(tokens)
         rows += count * tokens * (stop == table.depth)  # tokens that were scored
-    mean, chained = rows / done["steps"], done["tests"] - done["stops"]
-    tests = (chained * known["test_cost"] + done["stops"] * known["stop_cost"]) * table.plain
+    mean, first = rows / done["steps"], table.exits.places[0]
+    tests = done["tests"] * max(table.exits(first) - first / table.depth * table.layers(1), 0.0)
     beside = table.score(mean, context=context) - table.layers(mean) + table.fixed
     seconds = layers + tests + done["steps"] * beside
     return (done["steps"] + accepted) * table.plain_step(context) / seconds

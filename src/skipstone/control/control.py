@@ -32,6 +32,8 @@ LOOKUPS_KEPT = 0.97
 """Of the rate of lookups, by a step that looks up."""
 TRIED = 2
 """Drafts of a step that is taken to time a draft step."""
+LEAST_TRIAL = 0.2
+"""Plain steps that a trial of a drafter with its own rule may lose at least, by what is thought before it."""
 PROMISING = 0.3
 """Mean acceptance from which on a drafter is worth being timed."""
 NEW_TREE = 200
@@ -84,14 +86,27 @@ def _without_choice(state: State, current: str | None, worth: float, matches: Se
         return Plan(PROBE, worth, current, "a plain step is measured")
     if (name := _untimed(state)) is not None:
         return Plan(name, worth, current, f"a draft step of {name} is timed", thresholds=(0.0,) * TRIED, trial=True)
-    trial = _lookup_trial(state, matches)
+    trial = _lookup_trial(state, matches) or _trial_of_own_rule(state, current)
     return None if trial is None else replace(trial, price=worth, current=current)
+
+
+def _trial_of_own_rule(state: State, current: str | None) -> Plan | None:
+    """A step of a drafter that only its own steps tell of, as soon as what it may lose can be paid. What wins costs nothing, so
+    that the next step is a trial, too, until it is known well enough to take over."""
+    waiting = [name for name, one in state.drafters.items() if one.own_rule and name != current]
+    if not waiting:
+        return None
+    name = min(waiting, key=lambda one: state.drafters[one].seen)
+    loss = min(max(state.costs.drafts[name].value - 1, LEAST_TRIAL), MOST_SAVED)
+    return Plan(name, 1.0, current, f"{name} is tried", trial=True) if state.shadow_account >= loss else None
 
 
 def _untimed(state: State) -> str | None:
     """A drafter that is right often enough to be looked at, whose draft step is but guessed or was timed long ago, where a
     trial can be paid."""
     for name, drafter in state.drafters.items():
+        if drafter.own_rule:
+            continue
         cost, calibration = state.costs.drafts[name], drafter.calibration
         old = not cost.measurements or (name != state.current and state.position - drafter.timed > RETIMED_AFTER)
         graded, promising = calibration.weight > PRIOR_WEIGHT, calibration.mean >= PROMISING
@@ -163,13 +178,14 @@ def observe(state: State, plan: Plan, done: Done) -> State:
     moved = now if plan.current != state.current else state.moved_at
     shadowing = rules.calm_shadowing if now - moved > rules.calm_after else rules.shadowing
     paid, probed = max(time - done.tokens, 0.0) if plan.trial else 0.0, plan.kind == PROBE
-    after = replace(
-        state,
+    after = State(  # in full: `replace` takes three times as long
         costs=costs,
         drafters=drafters,
+        rules=rules,
         ledger=state.ledger.add(time + done.shadow_seconds / plain, done.tokens),
         matches=matches,
         lookups=lookups,
+        ranks=None if state.ranks is None else _recycled(state, costs, plan, done, time),
         current=plan.current,
         position=now,
         moved_at=moved,
@@ -178,15 +194,13 @@ def observe(state: State, plan: Plan, done: Done) -> State:
         shadow_account=min(max(state.shadow_account - paid, LEAST_SAVED) + shadowing * time, MOST_SAVED),
         probe_account=min(state.probe_account + rules.plain_probing * time - (1 - 1 / plan.price if probed else 0.0), 1.0),
     )
-    if after.ranks is not None:
-        after = replace(after, ranks=_recycled(after, plan, done, time))
     return _with_thresholds(after)
 
 
 def _timed(costs: Costs, state: State, plan: Plan, done: Done) -> tuple[Costs, bool]:
     """What steps are believed to take after another one, and whether its time was a surprise."""
     if plan.kind in (PLAIN, PROBE):
-        return replace(costs, plain=costs.plain.observe(done.seconds)), False
+        return costs.timed(done.seconds), False
     plain, drafter = costs.plain.value, plan.kind if plan.kind in state.drafters else None
     if done.scoring is not None and done.verified:
         costs = costs.scored(drafter, done.verified + 1, done.scoring / plain)
@@ -200,6 +214,8 @@ def _timed(costs: Costs, state: State, plan: Plan, done: Done) -> tuple[Costs, b
 def _expected(state: State, plan: Plan, done: Done) -> float:
     """What a step that drafted is thought to take, in plain steps."""
     costs = state.costs
+    if plan.kind in state.drafters and state.drafters[plan.kind].own_rule:
+        return max(costs.drafts[plan.kind].value, 1.0)
     if plan.kind in state.drafters:
         drafting = done.verified * costs.drafts[plan.kind].value
         return max(drafting + costs.scoring_of(plan.kind)(done.verified + 1), 1.0)
@@ -215,23 +231,23 @@ def _drafted(drafter: Drafter, position: int, done: Done, time: float, rules: Ru
     return replace(drafter, rate=rate, calibration=calibration, seen=now, timed=timed)
 
 
-def _recycled(state: State, plan: Plan, done: Done, time: float) -> Ranks:
-    """Ranks after a step, and the tree where it is due. A step that drafted by it says itself what it came to."""
+def _recycled(state: State, costs: Costs, plan: Plan, done: Done, time: float) -> Ranks:
+    """Ranks after a step, and the tree where it is due. A step that drafted by it says itself what it came to. state: before
+    the step. costs: after it."""
     assert state.ranks is not None
-    rules, ranks = state.rules, state.ranks.seen(done.ranks)
+    rules, ranks, now = state.rules, state.ranks.seen(done.ranks), state.position + round(done.tokens)
     if plan.kind == RECYCLE:
-        return replace(ranks, rate=ranks.rate.add(state.position, done.tokens, time, rules), pending=())
-    if state.position > rules.listening and (ranks.tree is None or state.position - ranks.tree_at > NEW_TREE):
+        return replace(ranks, rate=ranks.rate.add(now, done.tokens, time, rules), pending=())
+    if now > rules.listening and now - ranks.tree_at > NEW_TREE:
         worth, chances = max(1.0, state.rate(RECYCLE)), [one / ranks.count for one in ranks.hits]
-        found = price.tree(chances, worth, state.costs.scoring, most=rules.most_nodes, depth=rules.depth)
-        ranks = ranks.drawn(found, state.position)
-    return ranks.graded(state.position, state.costs, rules)
+        ranks = ranks.drawn(price.tree(chances, worth, costs.scoring, most=rules.most_nodes, depth=rules.depth), now)
+    return ranks.graded(now, costs, rules)
 
 
 def _with_thresholds(state: State) -> State:
     """The current drafter's thresholds, anew where they are old or the price has moved."""
     name = state.current
-    if name is None or name not in state.drafters:
+    if name is None or name not in state.drafters or state.drafters[name].own_rule:
         return state
     own, worth = state.drafters[name], max(1.0, state.rate(name))
     if own.thresholds and state.position - own.thresholds_at <= 16 and abs(worth / own.thresholds_price - 1) <= 0.03:
@@ -253,12 +269,15 @@ def due(state: State, lag: Mapping[str, int] = MappingProxyType({})) -> str | No
     """The drafter whose shadow is worth most for its cost, where the account can pay it by now; None for none. A dear one is
     saved for: cheap ones do not spend what it needs. lag: drafter -> tokens that it has to read, where they are more than a
     window."""
-    if not state.drafters or state.position < state.rules.listening:
+    shadows = state.costs.shadows
+    if not shadows or state.position < state.rules.listening:
         return None
+    if state.shadow_account < min(MOST_SAVED, *(cost.value for cost in shadows.values())):
+        return None  # not even the cheapest can be paid
     rates = state.rates()
     best, chosen, worth = max([1.0, *rates.values()]), None, -1.0
     for name, drafter in state.drafters.items():
-        cost, stale = state.costs.shadows.get(name), state.position - drafter.seen
+        cost, stale = shadows.get(name), state.position - drafter.seen
         steps = drafter.rate.now.faded(state.position, state.rules.half_life).steps
         young = drafter.rate.usual.steps < 3
         if cost is None or (name == state.current and not drafter.unsure):
@@ -272,7 +291,7 @@ def due(state: State, lag: Mapping[str, int] = MappingProxyType({})) -> str | No
             chosen, worth = name, value
     if chosen is None:
         return None
-    needed = state.costs.shadows[chosen].value * _windows(state, lag.get(chosen, 0))
+    needed = shadows[chosen].value * _windows(state, lag.get(chosen, 0))
     return chosen if state.shadow_account >= min(needed, MOST_SAVED) else None
 
 
@@ -285,16 +304,17 @@ def shadow(
     state: State, name: str, confidences: Sequence[float], right: Sequence[bool], seconds: float = 0.0, read: int = 0
 ) -> State:
     """A drafter was graded on the latest committed tokens: how sure it is of what it would say at each place, and whether the
-    text says the same; none where it could tell nothing. It decodes them virtually, with its own thresholds. seconds: that it
+    text says the same; none where that tells nothing of what it drafts now. It decodes them virtually, with its own thresholds. seconds: that it
     took; 0 where nobody knows. read: tokens that it had to read."""
-    if not right:
-        return replace(state, drafters={**state.drafters, name: replace(state.drafters[name], seen=state.position)})
-    paid = state.costs.shadows[name].value * _windows(state, read)
+    paid = state.costs.shadows[name].value * _windows(state, read) if right else 0.0
     if seconds:
         costs = state.costs
         paid = seconds / costs.plain.value
         cost = costs.shadows[name].observe(paid / _windows(state, read))
         state = replace(state, costs=replace(costs, shadows={**costs.shadows, name: cost}))
+    if not right:
+        seen = {**state.drafters, name: replace(state.drafters[name], seen=state.position)}
+        return replace(state, drafters=seen, shadow_account=max(state.shadow_account - paid, LEAST_SAVED))
     calibration = state.drafters[name].calibration
     for confidence, one in zip(confidences, right, strict=True):
         calibration = calibration.observe(confidence, float(one))

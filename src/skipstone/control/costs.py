@@ -102,7 +102,8 @@ class Scoring:
 class Costs:
     """plain: seconds of a plain step. scoring: V of drafts that nothing has run yet. scorings: drafter -> V of its drafts;
     until one is measured that of others is taken for it. fixed: what a step costs beside its draft steps and its scoring as
-    soon as it drafts. drafts: drafter -> a draft step of it. shadows: drafter -> grading it on the latest tokens. lookup:
+    soon as it drafts. drafts: drafter -> a draft step of it, of one with its own
+    rule a whole step. shadows: drafter -> grading it on the latest tokens. lookup:
     finding a draft in the text."""
 
     plain: Cost
@@ -112,6 +113,11 @@ class Costs:
     drafts: Mapping[str, Cost] = field(default_factory=dict)
     shadows: Mapping[str, Cost] = field(default_factory=dict)
     lookup: float = 0.01
+
+    def timed(self, seconds: float) -> "Costs":
+        """A plain step took so long."""
+        plain = self.plain.observe(seconds)
+        return Costs(plain, self.scoring, self.scorings, self.fixed, self.drafts, self.shadows, self.lookup)
 
     def drafted(self, drafter: str, measured: float) -> "Costs":
         """A draft step of a drafter took so long."""

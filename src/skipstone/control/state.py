@@ -83,15 +83,16 @@ class Rates:
 
     def value(self, position: int, rules: "Rules") -> float:
         """Tokens a plain step."""
-        prior, usual = rules.prior, self.usual.faded(position, rules.usual_half_life)
-        expected = (usual.tokens + prior) / (usual.time + prior)
-        now = self.now.faded(position, rules.half_life)
-        return (now.tokens + prior * expected) / (now.time + prior)
+        prior, usual, now = rules.prior, self.usual, self.now
+        keep = 0.5 ** ((position - usual.at) / rules.usual_half_life)
+        expected = (usual.tokens * keep + prior) / (usual.time * keep + prior)
+        keep = 0.5 ** ((position - now.at) / rules.half_life)
+        return (now.tokens * keep + prior * expected) / (now.time * keep + prior)
 
 
 @dataclass(frozen=True, slots=True)
 class Drafter:
-    """What is known of a drafter. seen: the position up to which it was graded. timed: that at which it was timed last.
+    """What is known of a drafter. own_rule: it stops by itself, and only its own steps tell what it is worth. seen: the position up to which it was graded. timed: that at which it was timed last.
     thresholds: of survival, as `price.thresholds` has them, worked out at the position `thresholds_at` for the price
     `thresholds_price`."""
 
@@ -102,6 +103,7 @@ class Drafter:
     thresholds: tuple[float, ...] = ()
     thresholds_at: int = -1000
     thresholds_price: float = 1.0
+    own_rule: bool = False
 
     @property
     def unsure(self) -> bool:
@@ -129,7 +131,8 @@ class Ranks:
             hits = [one * KEPT_RANKS for one in hits]
             if rank < len(hits):
                 hits[rank] += 1
-        return replace(self, hits=tuple(hits), count=count, pending=(*self.pending, *ranks)[-MOST_PENDING:])
+        pending = (*self.pending, *ranks)[-MOST_PENDING:]
+        return Ranks(tuple(hits), count, self.tree, self.tree_at, self.rate, pending)
 
     def drawn(self, tree: RankTree, position: int) -> "Ranks":
         """With another tree."""
@@ -138,6 +141,8 @@ class Ranks:
     def graded(self, position: int, costs: Costs, rules: Rules) -> "Ranks":
         """The tree decodes the pending tokens virtually."""
         if self.tree is None:
+            return self
+        if len(self.pending) <= rules.depth + 1:
             return self
         rate, pending, below = self.rate, self.pending, _children(self.tree)
         time = costs.scoring(len(self.tree.parents) + 1) + costs.fixed + costs.lookup

@@ -12,9 +12,9 @@ import torch
 
 from skipstone.decoding.batch import Request
 from skipstone.decoding.draft import Draft, Picked, RowVerdict, Step, Verdict
-from skipstone.decoding.probes import Pace
 from skipstone.decoding.sampling import Scores
 from skipstone.decoding.session import PREFILL_CHUNK, Session
+from skipstone.decoding.stats import Stats
 from skipstone.decoding.stopping import RunningRequest
 from skipstone.models.torch_threads import OneThread
 
@@ -56,15 +56,13 @@ class Clock:
 class Decoder:
     """Rows of a session under the loop. `admit` and `release` may be called between two steps.
 
-    chunk: prompt tokens a row runs in one step. recorder: called with every step's verdict. probing: take probe steps (`Pace`).
+    chunk: prompt tokens a row runs in one step. recorder: called with every step's verdict.
     """
 
-    def __init__(
-        self, session: Session, *, chunk: int = PREFILL_CHUNK, recorder: Recorder | None = None, probing: bool = False
-    ) -> None:
-        self.session, self.chunk, self.recorder, self.probing = session, chunk, recorder, probing
+    def __init__(self, session: Session, *, chunk: int = PREFILL_CHUNK, recorder: Recorder | None = None) -> None:
+        self.session, self.chunk, self.recorder = session, chunk, recorder
         self.rows: list[RunningRequest | None] = [None] * session.rows
-        self.pace = Pace()
+        self.stats = Stats()  # of all steps so far
 
     def admit(self, row: int, request: Request) -> None:
         """Start a request on a free row."""
@@ -108,11 +106,9 @@ class Decoder:
     def _decode(self) -> Step:
         session = self.session
         clock = Clock(session.model.device)
-        probe = self.probing and session.sampler.greedy and self.pace.wants_probe()
-        if not probe:
-            session.optimise()
+        session.optimise()
         clock.mark()
-        room = [row.room if row and alive and not probe else 0 for row, alive in zip(self.rows, session.alive, strict=True)]
+        room = [row.room if row and alive else 0 for row, alive in zip(self.rows, session.alive, strict=True)]
         draft = session.draft(room)
         clock.mark()
         scores = session.score(draft)
@@ -121,10 +117,8 @@ class Decoder:
         verdicts = self._settle(draft, session.verify(draft, scores), live)
         step = self._step(verdicts, draft, scores)
         session.commit(draft, verdicts)
-        step.probe = probe
         step.seconds_search, step.seconds_draft, step.seconds_score, step.seconds_other = clock.stop()
         session.clocked(step)
-        self.pace.add(step)
         return self._retire(step)
 
     def _settle(self, draft: Draft, verdict: Verdict | Picked, live: list[int]) -> list[RowVerdict]:
@@ -154,6 +148,7 @@ class Decoder:
         return step
 
     def _retire(self, step: Step) -> Step:
+        self.stats.add(step)
         for row in step.finished:
             self.session.release(row)
         return step

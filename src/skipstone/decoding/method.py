@@ -4,14 +4,14 @@ The loop knows methods only through this file and `Session`.
 """
 
 from collections.abc import Mapping
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, ClassVar, Self
 
 from transformers import PreTrainedModel
 
 from skipstone.decoding.session import Session
-from skipstone.decoding.settings import settings_of, spell_value
+from skipstone.decoding.settings import setting, settings_of, spell_value
 from skipstone.models.layered import LayeredModel
 
 OWN_FIELD = "skipstone"  # where a model's generation_config names its default method
@@ -48,7 +48,7 @@ class Method:
     @property
     def settings(self) -> dict[str, Any]:
         """The hyper-parameters by name, as plain JSON values: a model that was given as an object is called what it is."""
-        values = {field.name: getattr(self, field.name) for field in fields(self)}
+        values = {name: getattr(self, name) for name in settings_of(type(self))}
         for name in self.of_methods:
             values[name] = None if values[name] is None else ";".join(one.spelled for one in values[name])
         for name, one in values.items():
@@ -86,3 +86,16 @@ class Method:
     def start(self, model: LayeredModel, rows: int, capacity: int) -> Session:
         """A session for `rows` rows of at most `capacity` tokens each."""
         raise NotImplementedError
+
+
+@dataclass(frozen=True)
+class DraftingMethod(Method):
+    """Base of the methods that draft and can leave that alone. They draft at every step, as their papers say; `auto` decides
+    where that pays, among several of them or, with `guard`, for one."""
+
+    guard: bool = setting(False, "never slower than plain decoding: `auto` with this method alone.", kw_only=True)
+
+    @property
+    def unguarded(self) -> Self:
+        """The method itself."""
+        return replace(self, guard=False) if self.guard else self

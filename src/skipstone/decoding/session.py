@@ -30,7 +30,6 @@ class Session:
     method itself knows of a row, and several sessions may have them over one batch (`join`).
     """
 
-    paced: bool = True  # whether the loop itself may take plain steps now and then, to learn what they cost
     reads_logits: bool = False  # whether the method itself wants the target's logits where all rows are greedy
 
     def __init__(
@@ -191,10 +190,6 @@ class Session:
 
     def optimise(self) -> None:
         """What a method does now and then for its later steps (SWIFT's search); timed apart from drafting."""
-
-    def remark(self) -> str | None:
-        """What a user should be told at the end of a request; None where there is nothing."""
-        return None
 
     def draft(self, limit: list[int]) -> Draft:
         """Propose tokens. limit: most draft tokens per row, 0 for plain decoding of that row."""

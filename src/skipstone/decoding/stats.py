@@ -99,6 +99,15 @@ class Stats:
         return 1 + self.accepted / self.steps if self.steps else 1.0
 
     @property
+    def speed_up_bound(self) -> float | None:
+        """The speed-up over plain decoding if a plain step cost one draft pass and one scoring pass. No plain step costs more,
+        so the true speed-up is at most this. None where nothing was drafted by passes."""
+        if not self.seconds_drafting or not self.seconds_draft or not self.draft_steps:
+            return None
+        passes = max(self.draft_steps / self.steps, 1.0)
+        return self.mean_acceptance_length * (self.seconds_draft / passes + self.seconds_score) / self.seconds_drafting
+
+    @property
     def tokens_per_second(self) -> float:
         """All new tokens over all time, prefill included."""
         seconds = self.seconds + self.seconds_prefill

@@ -56,7 +56,7 @@ def admitted(method: Method, call: Call, keeper: Keeper | None = None) -> tuple[
     chunk = call.config.prefill_chunk_size
     if chunk is not None and chunk < 1:
         raise ValueError(f"prefill_chunk_size must be at least 1, found {chunk}")
-    decoder = Decoder(session, chunk=chunk or PREFILL_CHUNK, recorder=keeper, probing=method.lossless and session.paced)
+    decoder = Decoder(session, chunk=chunk or PREFILL_CHUNK, recorder=keeper)
     for row, request in enumerate(wanted):
         decoder.admit(row, request)
     return decoder, wanted
@@ -68,7 +68,7 @@ def steps(method: Method, call: Call, record: bool = False) -> Iterator[Step]:
 
     def watched() -> Iterator[Step]:
         yield from run(decoder)
-        _warn_if_slower(method, decoder, stacklevel=3)
+        _warn_if_slower(method, decoder.stats, stacklevel=3)
 
     return watched()
 
@@ -82,10 +82,9 @@ def complete(method: Method, call: Call, streamer: Any = None, record: bool = Fa
     decoder, wanted = admitted(method, call, keeper)
     if streamer is not None:
         streamer.put(call.input_ids.cpu())
-    stats, kept = Stats(), []
+    kept = []
     new: list[list[int]] = [[] for _ in wanted]
     for step in run(decoder):
-        stats.add(step)
         for tokens, more in zip(new, step.tokens, strict=True):
             tokens.extend(more)
         if streamer is not None and step.tokens[0]:
@@ -94,8 +93,8 @@ def complete(method: Method, call: Call, streamer: Any = None, record: bool = Fa
             kept.append(step)
     if streamer is not None:
         streamer.end()
-    _warn_if_slower(method, decoder, stacklevel=4)
-    output = Output(sequences=_sequences(call, new), stats=stats, new_tokens=new)  # type: ignore[arg-type]
+    _warn_if_slower(method, decoder.stats, stacklevel=4)
+    output = Output(sequences=_sequences(call, new), stats=decoder.stats, new_tokens=new)  # type: ignore[arg-type]
     output.method, output.lossless, output.steps = method.name, method.lossless, kept if record else None
     layered = decoder.session.model
     output.engine, output.engine_reason, output.quantize = layered.engine.name, layered.engine_reason, layered.engine.quantize
@@ -124,26 +123,25 @@ def _per_token(steps: list[list[Tensor] | None], rows: int, width: int) -> Any:
     return tuple(torch.stack(padded, 1))
 
 
-def _warn_if_slower(method: Method, decoder: Decoder, stacklevel: int) -> None:
-    """Warn, with figures, where drafting did not pay or hardly any draft was accepted; say what the session has to say."""
-    if (remark := decoder.session.remark()) is not None:
-        warnings.warn(remark, RuntimeWarning, stacklevel=stacklevel)
-    pace, stats = decoder.pace, decoder.pace.stats
-    if not decoder.session.paced or stats.turns < ENOUGH_TURNS or not stats.draft_steps:
+_warned = False  # whether this process was told already
+
+
+def _warn_if_slower(method: Method, stats: Stats, stacklevel: int) -> None:
+    """Warn, with figures and once a process, where a method that a user has named cannot have paid, or hardly any of its drafts
+    was accepted. Nothing is said where drafting was decided on step by step."""
+    global _warned
+    if _warned or stats.drafters or stats.turns < ENOUGH_TURNS or (ratio := stats.speed_up_bound) is None:
         return
-    measured = pace.estimate()
-    ratio = pace.bound() if measured is None else measured
     few = stats.acceptance_rate < FEW_ACCEPTED
-    if ratio is None or (ratio >= SLOWER and not few):
+    if ratio >= SLOWER and not few:
         return
-    how = "at most " if measured is None else ""
+    _warned = True
     why = f" {method.if_few_accepted}" if few and method.if_few_accepted else ""
-    advice = " Other settings (or method='autoregressive') would be faster." if ratio < SLOWER else ""
     warnings.warn(
-        f"{method.name} ran at {how}{ratio:.2f} x the speed of plain decoding here: acceptance rate "
+        f"{method.name} ran at {ratio:.2f} x the speed of plain decoding here, or less: acceptance rate "
         f"{stats.acceptance_rate:.2f}, {stats.mean_acceptance_length:.2f} tokens a step, draft "
         f"{1000 * stats.seconds_draft / stats.turns:.1f} ms + scoring {1000 * stats.seconds_score / stats.turns:.1f} ms a step."
-        f"{why}{advice}",
+        f"{why} method='auto' drafts only where that pays.",
         RuntimeWarning,
         stacklevel=stacklevel,
     )

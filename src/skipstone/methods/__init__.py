@@ -10,7 +10,7 @@ import warnings
 from collections.abc import Mapping
 from typing import Any
 
-from skipstone.decoding.method import OWN_FIELD, Method
+from skipstone.decoding.method import OWN_FIELD, DraftingMethod, Method
 from skipstone.decoding.settings import Setting, settings_of
 from skipstone.methods.adadecode.adadecode import AdaDecode
 from skipstone.methods.adasd.adasd import AdaSD
@@ -43,11 +43,12 @@ METHODS: dict[str, type[Method]] = {
 }
 
 MethodLike = Method | str | Mapping[str, Any] | None
-"""How a method can be given: itself, its spelled text, a mapping with the key "method", or None for the model's own."""
+"""How a method can be given: itself, its spelled text, a mapping with the key "method", or None for the model's own, `auto` where
+it has none."""
 
 
 class MethodMissing(ValueError):
-    """No method is named, so only a model's own default can say which one is meant."""
+    """Settings without a method, so that only a model's own default can say which one is meant."""
 
 
 def resolve(method: MethodLike, defaults: str | Mapping[str, Any] | None = None) -> Method:
@@ -55,20 +56,28 @@ def resolve(method: MethodLike, defaults: str | Mapping[str, Any] | None = None)
 
     defaults: a model's own method, as text or a mapping (`generation_config.skipstone`). It is the method where none is named,
     and it fills in the settings that are left open where the same method is named. A Method object leaves open only the fields
-    in `by_model`. ValueError for unknown methods and settings, MethodMissing where nothing names a method.
+    in `by_model`. Where neither names one it is `auto`. ValueError for unknown methods and settings.
     """
     if isinstance(method, Method):
-        return method.completed(defaults)
+        return _guarded(method.completed(defaults))
     own, settings = _read(defaults, f"generation_config.{OWN_FIELD}") if defaults else (None, {})
     kind, given = (own, {}) if method is None else _read(method, "method", own)
-    if kind is None:
-        raise MethodMissing(f"no method given and the model names no default; pass one of {', '.join(METHODS)}")
+    kind = kind or Auto
     wanted = {**settings, **given} if kind is own else given
     if "own" in kind.of_methods and defaults and own is not kind:
         wanted.setdefault("own", [defaults])
     for name in set(kind.of_methods) & set(wanted):
         wanted[name] = _several(wanted[name])
-    return kind(**wanted)
+    return _guarded(kind(**wanted))
+
+
+def _guarded(method: Method) -> Method:
+    """A method under the controller, where its guard asks for it."""
+    if not isinstance(method, DraftingMethod) or method.guard is False:
+        return method
+    if method.guard is not True:
+        raise ValueError(f"guard must be true or false, found {method.guard!r}")
+    return Auto(candidates=(method.unguarded,))
 
 
 def _several(given: Any) -> tuple[Method, ...] | None:

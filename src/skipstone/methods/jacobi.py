@@ -17,7 +17,7 @@ from torch import Tensor
 
 from skipstone.decoding.batch import Request
 from skipstone.decoding.draft import Draft, Picked, RowVerdict, Verdict
-from skipstone.decoding.method import Method
+from skipstone.decoding.method import DraftingMethod
 from skipstone.decoding.sampling import Scores
 from skipstone.decoding.session import Session
 from skipstone.decoding.settings import setting
@@ -27,7 +27,7 @@ from skipstone.models.layered import LayeredModel
 
 
 @dataclass(frozen=True)
-class Jacobi(Method):
+class Jacobi(DraftingMethod):
     """Jacobi decoding in blocks of guesses."""
 
     name: ClassVar[str] = "jacobi"

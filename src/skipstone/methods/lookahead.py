@@ -17,7 +17,7 @@ from typing import ClassVar
 
 from skipstone.decoding.batch import Request
 from skipstone.decoding.draft import Draft, Picked, RowVerdict, Verdict
-from skipstone.decoding.method import Method
+from skipstone.decoding.method import DraftingMethod
 from skipstone.decoding.sampling import Scores
 from skipstone.decoding.session import Session
 from skipstone.decoding.settings import setting
@@ -26,7 +26,7 @@ from skipstone.models.layered import LayeredModel
 
 
 @dataclass(frozen=True)
-class Lookahead(Method):
+class Lookahead(DraftingMethod):
     """Lookahead decoding: a window of guesses and a pool of n-grams."""
 
     name: ClassVar[str] = "lookahead"

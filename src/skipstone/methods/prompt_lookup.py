@@ -13,7 +13,7 @@ from typing import ClassVar, Literal
 
 from skipstone.decoding.batch import Request
 from skipstone.decoding.draft import Draft, RowVerdict
-from skipstone.decoding.method import Method
+from skipstone.decoding.method import DraftingMethod
 from skipstone.decoding.session import Session
 from skipstone.decoding.settings import setting
 from skipstone.methods.shared.lookups import LookupSession, RowDraft
@@ -23,7 +23,7 @@ Place = Literal["recent", "first"]
 
 
 @dataclass(frozen=True)
-class PromptLookup(Method):
+class PromptLookup(DraftingMethod):
     """Prompt lookup: what followed the last n-gram earlier in the text is the draft."""
 
     name: ClassVar[str] = "prompt_lookup"

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from skipstone.control import price
 from skipstone.decoding.draft import Draft, Picked, RowVerdict, Verdict
-from skipstone.decoding.method import Method
+from skipstone.decoding.method import DraftingMethod
 from skipstone.decoding.sampling import Scores
 from skipstone.decoding.session import Session
 from skipstone.decoding.settings import setting
@@ -34,7 +34,7 @@ DEPTH = 6
 
 
 @dataclass(frozen=True)
-class Recycle(Method):
+class Recycle(DraftingMethod):
     """Token Recycling: what earlier passes thought of a token is drafted behind it."""
 
     name: ClassVar[str] = "recycle"

@@ -26,7 +26,7 @@ from tests.helpers.enumeration import VOCAB, proves
 from tests.helpers.machine import llama, prompt, running
 from tests.helpers.pairwise import all_but
 
-ORIGINAL = AdaDecode("original", guard=False)
+ORIGINAL = AdaDecode("original")
 pytestmark = pytest.mark.filterwarnings("ignore:.*x the speed of plain decoding:RuntimeWarning")
 
 
@@ -78,7 +78,7 @@ def test_deferred_layers_run_jointly_as_in_figure_2(calls: list[tuple[int, int]]
     layer 3 of all three."""
     model = figure2()
     heads = scripted(model, (1, 2), [False, True, True, False, False])
-    _, session = step_of(model, AdaDecode(heads, guard=False))
+    _, session = step_of(model, AdaDecode(heads))
     calls.clear()
     with torch.inference_mode():
         draft = session.draft([5])
@@ -92,7 +92,7 @@ def test_with_max_pending_predictions_the_newest_token_is_not_tested(calls: list
     """Two predictions at layer 1; the third token goes up at once, with both on their way."""
     model = figure2()
     heads = scripted(model, (1, 2), [True, True])
-    _, session = step_of(model, AdaDecode(heads, max_pending=2, guard=False))
+    _, session = step_of(model, AdaDecode(heads, max_pending=2))
     calls.clear()
     with torch.inference_mode():
         session.score(session.draft([5]))
@@ -112,7 +112,7 @@ def test_rows_predict_on_their_own_and_wait_for_the_end_of_a_sweep(calls: list[t
     script: Any = [(True, False), (True, True), (False, True), (False, False), (True, False), (True, False)]
     heads = ByRow(new_card(LayeredModel(model), (1, 2), "original"), script)
     layered = LayeredModel(model)
-    decoder = Decoder(AdaDecode(heads, guard=False).start(layered, 2, 40))
+    decoder = Decoder(AdaDecode(heads).start(layered, 2, 40))
     for row, length in enumerate((7, 4)):
         decoder.admit(row, Request(prompt(length, row), 20))
     while decoder.session.prefilling:
@@ -135,7 +135,7 @@ def test_a_finished_row_costs_no_pass(calls: list[tuple[int, int]]) -> None:
     """Figure 2's step again, beside a row that has ended: its stale tokens wait at no depth."""
     model = figure2()
     heads = scripted(model, (1, 2), [False, True, True, False, False])
-    decoder = Decoder(AdaDecode(heads, guard=False).start(LayeredModel(model), 2, 40))
+    decoder = Decoder(AdaDecode(heads).start(LayeredModel(model), 2, 40))
     decoder.admit(0, Request(prompt(7), 20))
     decoder.admit(1, Request(prompt(4), 1))
     while decoder.session.prefilling:
@@ -154,7 +154,7 @@ def test_one_original_head_at_threshold_0_is_layerskip() -> None:
     """The same drafts, accepted and rejected alike: the staged run is one."""
     model, layered = llama(layers=6), LayeredModel(llama(layers=6))
     found = []
-    for method in (AdaDecode("original", 0.0, 4, exit_layers=(3,), guard=False), LayerSkip(3, 4)):
+    for method in (AdaDecode("original", 0.0, 4, exit_layers=(3,)), LayerSkip(3, 4)):
         decoder = Decoder(method.start(layered, 1, 80))
         decoder.admit(0, Request(prompt(9), 60))
         steps = []
@@ -214,7 +214,7 @@ def test_every_family_keeps_its_text(family: str, kind: Kind, threshold: float) 
     new = 200 if family in FEW_REJECTED and threshold == 0.75 else 80
     asked, expected, _ = support.references(family, 3, max_new_tokens=new)
     model = families.cached(family)
-    method = AdaDecode(kind.heads(model), threshold, exit_layers=(2, 3), guard=False)
+    method = AdaDecode(kind.heads(model), threshold, exit_layers=(2, 3))
     out = support.decode(model, asked, method, max_new_tokens=new)
     assert out.new_tokens == expected
     found = method.report(model)["exits"].values()
@@ -244,7 +244,7 @@ def test_one_call_of_the_first_exit_does_what_sweeps_do(
     seen = []
     for engine in ("eager", "native"):
         model = families.build("llama")  # of its own: a report is that of the model's busiest state
-        method = AdaDecode(kind.heads(model), threshold, limit, exit_layers=(1, 2, 3), guard=False)
+        method = AdaDecode(kind.heads(model), threshold, limit, exit_layers=(1, 2, 3))
         texts = []
         for row, asked in enumerate(families.prompts(3)):
             more = {"eos_token_id": [5, 17, 33]} if row == 2 else {}
@@ -277,19 +277,19 @@ class Literal(AdaDecode):
     """Eq. 1 read literally: the drawn token's own probability is tested."""
 
     def start(self, model: LayeredModel, rows: int, capacity: int, state: Any = None) -> Any:
-        return LiteralSession(self, model, rows, capacity, self._state(model, rows))
+        return LiteralSession(self, model, rows, capacity)
 
 
 class LiteralSession(AdaDecodeSession):
     def _sweep(
-        self, frontier: Frontier, position: Tensor, open_rows: list[bool], exits: list[tuple[int, int]], threshold: float
+        self, frontier: Frontier, position: Tensor, open_rows: list[bool], exits: list[tuple[int, int]]
     ) -> Sweep:
         found = Sweep([0], frontier.tokens[:, -1], doubted=[False])
         frontier.advance(exits[0][1])
-        logits = self.state.heads.logits(self.model, exits[0][0], frontier.hidden[:, -1:])[:, 0]
+        logits = self.heads.logits(self.model, exits[0][0], frontier.hidden[:, -1:])[:, 0]
         found.token, found.q, _ = self.sampler.propose(logits, position, frontier.tokens[:, 1:])
         assert found.q is not None
-        if found.q[0, found.token].item() > threshold:
+        if found.q[0, found.token].item() > self.method.threshold:
             found.layers = [exits[0][1]]
         return found
 
@@ -305,7 +305,7 @@ def test_without_verification_the_text_is_what_sure_heads_say() -> None:
     """Against transformers' hidden states: at every place the first exit that is sure, but for tokens that follow five pending
     ones, else the last layer."""
     model = llama(layers=6)
-    method = AdaDecode("original", 0.6, 3, exit_layers=(2, 4), verification=False, guard=False)
+    method = AdaDecode("original", 0.6, 3, exit_layers=(2, 4), verification=False)
     assert not method.lossless
     asked = prompt(9)
     out = skipstone.generate(model, asked, method, max_new_tokens=40, do_sample=False)
@@ -332,7 +332,7 @@ def test_without_verification_the_text_is_what_sure_heads_say() -> None:
 
 def test_deeper_heads_that_are_sure_of_another_token_end_predicting() -> None:
     model = llama(layers=6)
-    base = AdaDecode("original", 0.6, 5, exit_layers=(1, 3, 5), guard=False)
+    base = AdaDecode("original", 0.6, 5, exit_layers=(1, 3, 5))
     plain = skipstone.generate(model, prompt(9), Autoregressive(), max_new_tokens=60, do_sample=False)
     found = {}
     for recheck in (False, True):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +13,18 @@ import torch
 from torch import Tensor
 
 import skipstone
-from skipstone import LayerSkip, PromptLookup, Recycle, SelfSpeculative, Speculative
+from skipstone import (
+    AdaSD,
+    Jacobi,
+    LayerSkip,
+    Lookahead,
+    Method,
+    PromptLookup,
+    Recycle,
+    SelfSpeculative,
+    Speculative,
+    Swift,
+)
 from skipstone.control import control, price
 from skipstone.control.record import replayed
 from skipstone.control.state import LOOKUP, PLAIN, PROBE, RECYCLE, Plan, State
@@ -28,12 +40,23 @@ from tests.helpers.conformance import truncated
 from tests.helpers.machine import llama, near, prompt, start
 from tests.helpers.support import assert_same_texts, decode, plainly, references
 
-FAMILIES = ("llama", "gemma2", "qwen3")
+QUICK = ("llama", "gemma2", "qwen3")
+FAMILIES = [pytest.param(name, marks=[] if name in QUICK else pytest.mark.slow) for name in families.NAMES]
 
 
 def everything(model: Any, second: Any) -> Auto:
-    """All kinds of candidates."""
-    return Auto((PromptLookup(), Recycle(), LayerSkip(2), SelfSpeculative((1,), (2,)), Speculative(second)))
+    """All kinds of candidates, as far as the model bears them."""
+    chains = LayerSkip(2), SelfSpeculative((1,), (2,)), Speculative(second), Swift(0.5, context_window=6)
+    methods, layered = (PromptLookup(), Recycle(), *chains, Lookahead(3, 3, 3), Jacobi(4)), LayeredModel(model)
+
+    def fits(method: Method) -> bool:
+        try:
+            method.check(layered)
+        except ValueError:
+            return False
+        return True
+
+    return Auto(tuple(filter(fits, methods)))
 
 
 class Dice:
@@ -44,7 +67,7 @@ class Dice:
         self.kinds: list[str] = []
 
     def decide(self, state: State, matches: Sequence[int] = ()) -> Plan:
-        kinds = [PLAIN, PROBE, RECYCLE, *state.drafters] + [LOOKUP] * any(matches)
+        kinds = [PLAIN, PROBE, *state.drafters] + [RECYCLE] * (state.ranks is not None) + [LOOKUP] * any(matches)
         kind = self.dice.choice(kinds)
         self.kinds.append(kind)
         thresholds = tuple(sorted(self.dice.random() ** 3 for _ in range(self.dice.randrange(6))))
@@ -72,7 +95,9 @@ def test_whatever_is_decided_the_greedy_text_is_transformers_own(family: str, ro
     prompts, expected, _ = references(family, rows, **options)
     output = decode(model, prompts, everything(model, truncated(family)), **options)
     assert_same_texts(model, prompts, expected, output, options)
-    assert {RECYCLE, PLAIN, PROBE, "layerskip, exit 2", "self_speculative", "speculative"} <= set(dice.kinds)
+    assert {PLAIN, PROBE, "layerskip, exit 2", "speculative"} <= set(dice.kinds)
+    if family in QUICK:
+        assert {RECYCLE, "self_speculative", "swift", "lookahead", "jacobi"} <= set(dice.kinds)
 
 
 @pytest.mark.parametrize("rows", [1, 3])
@@ -279,6 +304,57 @@ def test_what_was_learnt_outlives_a_request(monkeypatch: pytest.MonkeyPatch) -> 
     assert output.stats.drafting > 0.7 * output.stats.steps
 
 
+def test_a_whole_method_is_tried_and_kept_where_it_pays(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Texts of a model of random weights go round in circles, which Lookahead's n-grams know."""
+    raw, method = llama(), Auto((Lookahead(),))
+    clock = Clocked(monkeypatch, {}, token=0.001)
+    texts_of(raw, method)
+    assert method.report(raw)["current"] == "lookahead"
+    assert clock.rate > 1.3
+
+
+def test_a_whole_method_that_is_too_dear_is_hardly_ever_tried(monkeypatch: pytest.MonkeyPatch) -> None:
+    raw, method = llama(), Auto((Lookahead(), Jacobi(4)))
+    clock = Clocked(monkeypatch, {}, token=1.0)
+    texts_of(raw, method, count=10)
+    found = method.report(raw)
+    assert found["current"] is None
+    assert {"lookahead", "jacobi"} <= set(found["kinds"]), "they were tried"
+    assert clock.rate > 0.97
+
+
+def test_swifts_evaluations_are_its_shadows(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A set is searched for while nothing drafts with it; what is judged of other sets counts for none of them."""
+    raw, swift = llama(layers=6), Swift(0.5, search="random")
+    Clocked(monkeypatch, {"swift": 0.6})
+    texts_of(raw, Auto((swift,)), count=10)
+    found = swift.report(raw)
+    assert found["evaluations"] >= 5
+    assert found["matchness"] is not None
+
+
+# ------------------------------------------------------------------------------------------------------ the guard
+
+
+@pytest.mark.parametrize("method", ["layerskip exit_layer=2", "swift skip_ratio=0.5", "lookahead", "prompt_lookup", "recycle"])
+def test_a_guard_is_auto_with_one_candidate_and_keeps_the_text(method: str) -> None:
+    guarded, raw = resolve(method + " guard=true"), llama()
+    assert guarded == Auto((resolve(method),))
+    own = resolve(method)
+    assert resolve(replace(own, guard=True)) == guarded  # type: ignore[call-arg]
+    plain = skipstone.generate(raw, prompt(9)[None], "autoregressive", max_new_tokens=60).new_tokens
+    assert skipstone.generate(raw, prompt(9)[None], method + " guard=true", max_new_tokens=60).new_tokens == plain
+
+
+def test_a_method_that_draws_its_drafts_is_coupled_under_a_guard() -> None:
+    """Sampled texts are those of plain decoding with the same seed, whatever the clock decides."""
+    raw = llama()
+    second, wish = near(raw, 0.3), {"max_new_tokens": 60, "do_sample": True, "seed": 4}
+    plain = skipstone.generate(raw, prompt(9)[None], "autoregressive", **wish).new_tokens
+    for method in (Speculative(second, guard=True), AdaSD(second, relaxed=False, guard=True)):
+        assert skipstone.generate(raw, prompt(9)[None], method, **wish).new_tokens == plain
+
+
 # ------------------------------------------------------------------------------------------------------ how it is named
 
 
@@ -300,8 +376,10 @@ def test_the_models_own_method_is_a_candidate() -> None:
 @pytest.mark.parametrize(
     ("text", "words"),
     [
-        ('auto candidates="adasd"', "adasd cannot be one of auto's candidates"),
-        ('auto candidates="auto"', "auto cannot be one of auto's candidates"),
+        ('auto candidates="adasd"', "adasd with these settings changes texts"),
+        ("adasd guard=true", "adasd with these settings changes texts"),
+        ('auto candidates="auto"', "auto drafts nothing that could be chosen or left out"),
+        ("autoregressive guard=true", "autoregressive has no setting 'guard'"),
         ('auto candidates="layerskip exit_layer=9"', "exit_layer"),
         ('auto candidates="nothing"', "unknown method"),
         ("auto slack=2", "slack"),

@@ -6,6 +6,7 @@ import copy
 import gc
 import json
 import weakref
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -17,8 +18,8 @@ from skipstone import Autoregressive, SelfSpeculative, Swift
 from skipstone.decoding.batch import Request
 from skipstone.decoding.draft import Draft
 from skipstone.decoding.loop import Decoder
+from skipstone.methods.shared.hindsight import states_behind
 from skipstone.methods.shared.layer_sets import load_profile, save_profile
-from skipstone.methods.swift.state import SwiftState
 from skipstone.methods.swift.swift import SwiftSession
 from skipstone.methods.swift.tree import MOST_LEAVES, chances, offered, with_leaves
 from skipstone.models.fingerprint import fingerprint
@@ -28,10 +29,8 @@ from tests.helpers import families
 from tests.helpers.machine import llama, prompt, running, silenced
 
 SKIP = SkipSet(frozenset({1, 2}), frozenset({2}))
-METHOD = Swift(0.5, 4, context_window=6, guard=False)
-pytestmark = pytest.mark.filterwarnings(
-    "ignore:.*x the speed of plain decoding:RuntimeWarning", "ignore:swift found no layer set:RuntimeWarning"
-)
+METHOD = Swift(0.5, 4, context_window=6)
+pytestmark = pytest.mark.filterwarnings("ignore:.*x the speed of plain decoding:RuntimeWarning")
 
 
 def test_a_layer_set_is_judged_by_what_it_would_have_said_after_the_targets_own_prefix() -> None:
@@ -43,7 +42,8 @@ def test_a_layer_set_is_judged_by_what_it_would_have_said_after_the_targets_own_
     begin = end - 6
     with torch.inference_mode():
         tokens, said = zip(*session.windows[0], strict=True)
-        found = session.logits_without(SKIP, 0, tokens[:-1])
+        layered = session.model
+        found = layered.logits(states_behind(session.store, 0, tokens[:-1], layered, layered.depth, SKIP))[0]
         cache = model(ids[None, :begin], use_cache=True).past_key_values
         wanted = silenced(model, SKIP)(ids[None, begin:end], past_key_values=cache).logits[0]
         whole = model(ids[None]).logits[0]
@@ -129,9 +129,9 @@ def test_leaves_are_accepted_and_their_keys_and_values_moved() -> None:
     asked, lengths = prompt(9), {}
     plain = skipstone.generate(model, asked, Autoregressive(), max_new_tokens=60, do_sample=False)
     for dynamic in (True, False):
-        method = Swift(0.5, 5, None, 6, search="uniform", dynamic_verification=dynamic, guard=False)
+        method = Swift(0.5, 5, None, 6, search="uniform", dynamic_verification=dynamic)
         layered = LayeredModel(model)
-        decoder = Decoder(SwiftSession(method, layered, 1, 70, SwiftState(method, layered)))
+        decoder = Decoder(method.start(layered, 1, 70))
         decoder.admit(0, Request(asked, 60))
         text: list[int] = []
         while decoder.busy:
@@ -139,13 +139,13 @@ def test_leaves_are_accepted_and_their_keys_and_values_moved() -> None:
             if decoder.busy:
                 decoder.session.check(0, torch.cat([asked, torch.tensor(text)]))
         assert text == plain.new_tokens[0]
-        lengths[dynamic] = decoder.pace.stats.mean_acceptance_length
+        lengths[dynamic] = decoder.stats.mean_acceptance_length
     assert lengths[True] > lengths[False] > 1
 
 
 def test_a_state_lives_as_long_as_its_model_and_serves_every_request() -> None:
     model = llama(layers=6)
-    method = Swift(0.5, 4, context_window=6, guard=False)
+    method = Swift(0.5, 4, context_window=6)
     assert method.report(model) == {}
     first = skipstone.generate(model, prompt(9), method, max_new_tokens=40, do_sample=False)
     once = method.report(model)
@@ -154,7 +154,7 @@ def test_a_state_lives_as_long_as_its_model_and_serves_every_request() -> None:
     assert again.new_tokens == first.new_tokens
     assert method.report(model)["steps"] > once["steps"]
     assert json.dumps(method.report(model))
-    other = Swift(0.5, 4, context_window=6, guard=False, search_seed=9)
+    other = Swift(0.5, 4, context_window=6, search_seed=9)
     assert other.report(model) == {}
     assert skipstone.generate(model, prompt(9), other, max_new_tokens=40, do_sample=False).new_tokens == first.new_tokens
     gone = weakref.ref(model)
@@ -174,26 +174,23 @@ def test_a_found_set_is_saved_and_used_again(tmp_path: Path) -> None:
     assert "matchness" in profile.about
 
 
-def test_passes_are_timed_and_the_search_runs_on_a_real_model() -> None:
+def test_a_search_runs_on_a_real_model() -> None:
     model = llama(layers=6)
-    method = Swift(0.5, 4, None, context_window=6, guard=False)
+    method = Swift(0.5, 4, None, context_window=6)
     out = skipstone.generate(model, prompt(9), method, max_new_tokens=200, do_sample=False)
     found = method.report(model)
-    assert found["timed"]
     assert found["evaluations"] > 20
     assert out.stats is not None
     assert out.stats.seconds_search > 0
-    assert 0 < found["cost_of_a_draft"] <= 1
-    assert found["spent"]["search"] > 0
     assert found["history"][0]["evaluation"] == 0
+    assert len(found["history"]) > 1
+    assert found["history"][-1]["attention"] == found["skipped"]["attention"]
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    "family", ["llama", *(pytest.param(name, marks=pytest.mark.slow) for name in ("mistral", "gemma2", "opt", "mixtral"))]
-)
-def test_timings_probes_and_searches_change_no_text(family: str) -> None:
-    """Ragged rows, greedy and sampled, of the method as users have it, and where it drafts at every step."""
+@pytest.mark.parametrize("family", ["llama", "mistral", "gemma2", "opt", "mixtral"])
+def test_searches_change_no_text(family: str) -> None:
+    """Ragged rows, greedy and sampled, of the method as users have it, and with the guard."""
     model, asked = families.cached(family), families.padded([prompt(length, length, vocab=50) for length in (9, 4, 13)])
     for sampled in ({"do_sample": False}, {"do_sample": True, "temperature": 0.7, "seed": 3}):
         wish: dict[str, Any] = {"max_new_tokens": 60, **sampled}
@@ -202,8 +199,7 @@ def test_timings_probes_and_searches_change_no_text(family: str) -> None:
             method = Swift(0.5, 4, 0.1, context_window=6, guard=guard)
             for _ in range(2):
                 assert skipstone.generate(model, asked, method, **wish).new_tokens == plain
-            found = method.report(model)
-            assert guard or (found["timed"] and found["evaluations"] > 5 and found["drafted_steps"] > 20)
+            assert guard or method.report(model)["evaluations"] > 5
 
 
 IMPOSSIBLE: list[tuple[Any, str]] = [
@@ -212,8 +208,8 @@ IMPOSSIBLE: list[tuple[Any, str]] = [
     (Swift(skip_ratio=0.0), "leaves out 0 of the 4 sublayers"),
     (Swift(num_speculative_tokens=0), "num_speculative_tokens must be at least 1, found 0"),
     (Swift(search="grid"), 'search must be "linear_ts", "swift", "random" or "uniform", found'),  # type: ignore[arg-type]
+    (Swift(guard=2), "guard must be true or false, found 2"),  # type: ignore[arg-type]
     (Swift(profile=5), "profile must be the name of a file, found 5"),  # type: ignore[arg-type]
-    (Swift(objective="x"), "objective must be"),  # type: ignore[arg-type]
     (Swift(enough=2), r"enough must be a number in \[0, 1\], found 2"),
     (Swift(confidence_threshold=1.5), r"confidence_threshold must be a number in \[0, 1\]"),
     (SelfSpeculative(), "no layer set is given: name skip_attention and skip_mlp, or a profile"),
@@ -251,14 +247,14 @@ def test_a_profile_is_for_one_model(tmp_path: Path) -> None:
     assert fingerprint(copy.deepcopy(model).to(torch.bfloat16)) == mark
     save_profile(path, model, {}, (1, 2), (2,), "mine")
     plain = skipstone.generate(model, prompt(9), "autoregressive", max_new_tokens=30, do_sample=False)
-    for method in (SelfSpeculative(profile=str(path)), Swift(profile=str(path), guard=False)):
+    for method in (SelfSpeculative(profile=str(path)), Swift(profile=str(path))):
         out = skipstone.generate(model, prompt(9), method, max_new_tokens=30, do_sample=False)
         assert out.new_tokens == plain.new_tokens
         assert out.stats is not None
         assert out.stats.accepted > 0
         with pytest.raises(ValueError, match=r"the profile of another model \(mine; this one is"):
             skipstone.generate(other, prompt(9), method, max_new_tokens=4)
-    assert Swift(profile=str(path), guard=False).report(model)["skipped"] == {"attention": [1, 2], "mlp": [2]}
+    assert Swift(profile=str(path)).report(model)["skipped"] == {"attention": [1, 2], "mlp": [2]}
     for text, said in (
         ("{", "is damaged"),
         ('{"model": "x", "layers": []}', "says nothing of a layer set: unknown setting 'layers'"),
@@ -271,10 +267,10 @@ def test_a_profile_is_for_one_model(tmp_path: Path) -> None:
         load_profile(tmp_path / "none.json", model)
 
 
-def test_sessions_take_their_state_from_the_method() -> None:
+def test_sessions_share_what_was_found() -> None:
     layered = LayeredModel(llama(layers=6))
-    one, two, wide = (METHOD.start(layered, rows, 20) for rows in (1, 1, 3))
+    one, wide = (METHOD.start(layered, rows, 20) for rows in (1, 3))
     assert isinstance(one, SwiftSession)
-    assert isinstance(two, SwiftSession)
     assert isinstance(wide, SwiftSession)
-    assert one.state is two.state is not wide.state, "what a pass costs depends on the batch"
+    assert one.optimisation is wide.optimisation
+    assert replace(METHOD, guard=True).optimisation(layered) is one.optimisation

@@ -60,7 +60,7 @@ def test_training_brings_heads_nearer_and_never_touches_the_model(base: Path, tm
     model, _ = skipstone.load(base / "model")
     own = exit_heads.load_heads(folder, LayeredModel(model))
     assert not all(torch.equal(head.weight, torch.eye(32)) for head in own.heads)  # type: ignore[arg-type]
-    out = skipstone.generate(model, prompt(9), AdaDecode(str(folder), 0.2, guard=False), max_new_tokens=20, do_sample=False)
+    out = skipstone.generate(model, prompt(9), AdaDecode(str(folder), 0.2), max_new_tokens=20, do_sample=False)
     assert (
         out.new_tokens == skipstone.generate(model, prompt(9), "autoregressive", max_new_tokens=20, do_sample=False).new_tokens
     )
@@ -196,7 +196,7 @@ def test_heads_of_few_tokens_learn_their_distribution_and_predict_no_other(base:
             assert divergence.item() == pytest.approx((target.exp() * (target - said)).sum().item(), rel=1e-4)
     options: dict[str, Any] = {"max_new_tokens": 20, "do_sample": False}
     plain = skipstone.generate(model, prompt(9), "autoregressive", **options).new_tokens
-    for method in (AdaDecode(str(folder), 0.1, guard=False), AdaDecode(str(folder), 0.1, guard=False, draft_vocabulary=97)):
+    for method in (AdaDecode(str(folder), 0.1), AdaDecode(str(folder), 0.1, draft_vocabulary=97)):
         assert skipstone.generate(model, prompt(9), method, **options).new_tokens == plain
     assert AdaDecode(str(folder)).shortlist(layered).tolist() == ids  # type: ignore[union-attr]
     assert AdaDecode(str(folder), draft_vocabulary=97).shortlist(layered) is None, "what is asked for counts"

@@ -7,8 +7,8 @@ newest token reaches the top, all tokens have, and all early predictions are ver
 
 Deviations: the threshold is asked of the head's most probable token before anything is drawn (Eq. 1, read literally, asks it of
 the drawn token, which biases sampling); a depth's list is emptied when it is run (Algorithm 1 as printed never does); with
-`max_pending` early predictions the newest token goes to the top untested; where the heads do not pay, the threshold rises and
-useless tests are left out (`guard`, ours); a deeper head may stop further predictions (`recheck`, ours, off).
+`max_pending` early predictions the newest token goes to the top untested; a deeper head may stop further predictions (`recheck`,
+ours, off).
 """
 
 from dataclasses import dataclass, field
@@ -18,14 +18,13 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from skipstone.decoding.batch import Request
 from skipstone.decoding.draft import Draft, Picked, RowVerdict, Verdict
 from skipstone.decoding.noise import TARGET
 from skipstone.decoding.sampling import Scores
 from skipstone.decoding.session import Session
 from skipstone.decoding.settings import RejectionRule, layer_numbers, setting
 from skipstone.methods.adadecode.heads import ORIGINAL, ExitHeads, bundled_name_for, heads_fitting, load_heads, original_heads
-from skipstone.methods.adadecode.state import ExitState
+from skipstone.methods.adadecode.tallies import Tallies
 from skipstone.methods.shared import states
 from skipstone.methods.shared.chain import Chain
 from skipstone.methods.shared.shortlist import ShortlistMethod, vocabulary_setting
@@ -57,7 +56,6 @@ class AdaDecode(ShortlistMethod):
     recheck: bool = setting(
         False, "deeper heads look again at pending predictions; one that is sure of another token ends predicting."
     )
-    guard: bool = setting(True, "raise the threshold and leave out tests where they do not pay.")
     rejection_sample_method: RejectionRule = setting(
         "standard",
         '"standard" is Eq. 2, "coupled" draws drafts from the target\'s own noise: same seed, same text as plain sampling.',
@@ -101,12 +99,7 @@ class AdaDecode(ShortlistMethod):
         return states.known(self, None, model)
 
     def start(self, model: LayeredModel, rows: int, capacity: int) -> Session:
-        return AdaDecodeSession(self, model, rows, capacity, self._state(model, rows))
-
-    def _state(self, model: LayeredModel, rows: int) -> ExitState:
-        heads = self.heads_for(model)
-        settings = self.exit_layers, self.threshold, self.guard
-        return states.of(self, model, rows, heads, lambda: ExitState(model, heads, *settings, rows, self.shortlist(model)))
+        return AdaDecodeSession(self, model, rows, capacity)
 
 
 @dataclass
@@ -137,48 +130,38 @@ class AdaDecodeSession(Session):
     """Drafts at mixed depths; the scoring pass brings everything to the top. Every row predicts on its own, and waits until all
     rows are through a sweep. A row drafts no further once no head is sure of what follows its newest token."""
 
-    def __init__(self, method: AdaDecode, model: LayeredModel, rows: int, capacity: int, state: ExitState) -> None:
+    def __init__(self, method: AdaDecode, model: LayeredModel, rows: int, capacity: int) -> None:
         super().__init__(model, rows, capacity, coupled=method.rejection_sample_method == "coupled")
-        self.method, self.state, self.reads_logits = method, state, not method.verification
-        self.shortlist = method.shortlist(model)
+        self.method, self.reads_logits, self.shortlist = method, not method.verification, method.shortlist(model)
+        self.heads = heads = method.heads_for(model)
+        wanted = method.exit_layers or heads.card.layers
+        self.exits = [(index, layer) for index, layer in enumerate(heads.card.layers) if layer in wanted]  # (head, its layer)
+        layers = [layer for _, layer in self.exits]
+        self.tallies = states.of(method, model, rows, heads, lambda: Tallies(layers))
         # of this step
         self._predicted_at: list[list[int]] = [[] for _ in range(rows)]  # of every row, the layers of its predictions
         self._passes: list[tuple[int, int, int]] = []  # (from layer, to layer, tokens)
-        self._began = 0.0  # seconds, by the clock
-
-    def begin(self, row: int, request: Request) -> None:
-        super().begin(row, request)
-        self.state.payoff.begin_text()
-
-    @property
-    def _uses_state(self) -> bool:
-        """Whether what was learnt from earlier steps decides: only where no text can depend on it."""
-        return self.method.verification and (self.sampler.greedy or self.coupled)
 
     @property
     def own_threads(self) -> bool:
-        return super().own_threads and self.state.heads.card.kind != "full"  # whose product is torch's
+        return super().own_threads and self.heads.card.kind != "full"  # whose product is torch's
 
     @property
     def _picks_at_exits(self) -> bool:
         """Whether the engine itself says what an exit's head picks, and how likely that is."""
-        heads, model = self.state.heads, self.model
-        return self.sampler.picks_only and heads.linear and model.engine.chains and model.engine_picks
+        model = self.model
+        return self.sampler.picks_only and self.heads.linear and model.engine.chains and model.engine_picks
 
     def draft(self, limit: list[int]) -> Draft:
         """Algorithm 1 up to the verification: sweep after sweep, each for one further token."""
-        self._began = self.model.ranks.now()
-        state, exits, threshold, most = self.state, self.state.exits, self.method.threshold, self.method.max_pending
-        if self._uses_state:
-            most, exits, threshold = state.most_drafts(most), state.worth_testing(), state.threshold
-        chain = Chain([min(most, allowed) for allowed in limit], self.alive, self.model.device)
+        chain = Chain([min(self.method.max_pending, allowed) for allowed in limit], self.alive, self.model.device)
         frontier = self.frontier(chain.most)
         self._predicted_at, self._passes = [[] for _ in range(self.rows)], frontier.passes
         position = frontier.positions[:, 0] + 1  # [B]
         open_rows = chain.open_rows()
-        layers, exits_left = self._draft_at_once(chain, frontier, exits, threshold)
+        layers, exits_left = self._draft_at_once(chain, frontier)
         for place in range(len(layers), chain.width):
-            sweep = self._sweep(frontier, position + place, open_rows, exits if exits_left is None else exits_left, threshold)
+            sweep = self._sweep(frontier, position + place, open_rows, self.exits if exits_left is None else exits_left)
             exits_left = None
             if not any(sweep.layers):
                 break
@@ -191,18 +174,16 @@ class AdaDecodeSession(Session):
             draft.exit_layer = on_device(layers, self.model.device).t()  # [B, n]
         return draft
 
-    def _draft_at_once(
-        self, chain: Chain, frontier: Frontier, exits: list[tuple[int, int]], threshold: float
-    ) -> tuple[list[list[int]], list[tuple[int, int]] | None]:
+    def _draft_at_once(self, chain: Chain, frontier: Frontier) -> tuple[list[list[int]], list[tuple[int, int]] | None]:
         """What the first exit's head is sure of in one engine call, token after token, where one row is greedy.
 
         Returns (the layer of every place, as in Sweep; the exits that are left for the newest token, None for all).
         """
-        if self.rows > 1 or not exits or self.method.recheck or not self._picks_at_exits:
+        if self.rows > 1 or self.method.recheck or not self._picks_at_exits:
             return [], None
-        index, layer = exits[0]
-        transform = self.state.heads.transform(index)
-        found = frontier.draft_greedily(layer, None, chain.most, [threshold], self.sampler.eos, transform, sure=True)
+        index, layer = self.exits[0]
+        transform = self.heads.transform(index)
+        found = frontier.draft_greedily(layer, None, chain.most, [self.method.threshold], self.sampler.eos, transform, sure=True)
         if found is None:
             return [], None
         assert found.confidence is not None, "thresholds were given"
@@ -211,9 +192,9 @@ class AdaDecodeSession(Session):
             chain.add(token, None, confidence)
         ended = count == chain.width or (count and int(found.tokens[0, -1]) in self.sampler.eos[0])
         for sure in [True] * count + [False] * (not ended):
-            self.state.tested(layer, [sure], stopped=False)
+            self.tallies.tested(layer, [sure], stopped=False)
         self._predicted_at[0] += [layer] * count
-        return [[layer]] * count, [] if ended else exits[1:]
+        return [[layer]] * count, [] if ended else self.exits[1:]
 
     def _add(self, chain: Chain, frontier: Frontier, sweep: Sweep) -> list[bool]:
         """Add the predictions of a sweep to the draft. Returns which rows may predict another token."""
@@ -233,7 +214,7 @@ class AdaDecodeSession(Session):
         ]
 
     def _sweep(
-        self, frontier: Frontier, position: Tensor, open_rows: list[bool], exits: list[tuple[int, int]], threshold: float
+        self, frontier: Frontier, position: Tensor, open_rows: list[bool], exits: list[tuple[int, int]]
     ) -> Sweep:
         """Bring the newest token of every open row up from one candidate layer to the next, and what waits there along, until
         a head is sure of the next token. exits: (number of the head, its layer)."""
@@ -244,17 +225,17 @@ class AdaDecodeSession(Session):
             path, wanted = frontier.tokens[:, 1:], climbing if self.sampler.processed else None
             picked, scores = frontier.tokens[:, -1], None  # [B]
             if self._picks_at_exits:
-                transform = self.state.heads.transform(index)
+                transform = self.heads.transform(index)
                 picked, confidence = self.model.engine.exit_picks(frontier.hidden[:, -1], transform, self.shortlist)  # [B] each
             else:
-                logits = self.state.heads.logits(self.model, index, frontier.hidden[:, -1:], self.shortlist)[:, 0]  # [B, V]
+                logits = self.heads.logits(self.model, index, frontier.hidden[:, -1:], self.shortlist)[:, 0]  # [B, V]
                 scores = self.sampler.process(logits, path, wanted)
                 confidence = scores.softmax(-1).amax(-1)  # [B]
-            rows = (confidence > threshold) & on_device(climbing, confidence.device)
+            rows = (confidence > self.method.threshold) & on_device(climbing, confidence.device)
             predicts = rows.tolist()  # on an accelerator this waits: what runs next depends on it
-            self.state.tested(layer, [sure for sure, asked in zip(predicts, climbing, strict=True) if asked])
+            self.tallies.tested(layer, [sure for sure, asked in zip(predicts, climbing, strict=True) if asked])
             if self.method.recheck:
-                doubts = self._doubts(frontier, index, layer, climbing, threshold)
+                doubts = self._doubts(frontier, index, layer, climbing)
                 sweep.doubted = [old or new for old, new in zip(sweep.doubted, doubts, strict=True)]
             if any(predicts):
                 drawn = (picked, None) if scores is None else self.sampler.drawn(scores, position, path, wanted, self.coupled)
@@ -264,7 +245,7 @@ class AdaDecodeSession(Session):
                     break
         return sweep
 
-    def _doubts(self, frontier: Frontier, index: int, layer: int, rows: list[bool], threshold: float) -> list[bool]:
+    def _doubts(self, frontier: Frontier, index: int, layer: int, rows: list[bool]) -> list[bool]:
         """Rows in which this head is sure of another token than a shallower head predicted, for a prediction whose
         predecessor has come up to this layer."""
         doubts: list[Tensor] = []  # one [B] bool per place
@@ -275,11 +256,11 @@ class AdaDecodeSession(Session):
             ]
             if any(here):
                 hidden = frontier.hidden[:, place : place + 1]  # [B, 1, d]
-                logits = self.state.heads.logits(self.model, index, hidden, self.shortlist)[:, 0]  # [B, V]
+                logits = self.heads.logits(self.model, index, hidden, self.shortlist)[:, 0]  # [B, V]
                 scores = self.sampler.process(logits, frontier.tokens[:, 1 : place + 1], here)
                 confidence, token = scores.softmax(-1).max(-1)
                 differs = token != frontier.tokens[:, place + 1]
-                doubts.append((confidence > threshold) & differs & on_device(here, differs.device))
+                doubts.append((confidence > self.method.threshold) & differs & on_device(here, differs.device))
         return torch.stack(doubts).any(0).tolist() if doubts else [False] * self.rows
 
     def verify(self, draft: Draft, scores: Scores) -> Verdict | Picked:
@@ -300,8 +281,4 @@ class AdaDecodeSession(Session):
     def learn(self, draft: Draft | None, verdicts: list[RowVerdict]) -> None:
         super().learn(draft, verdicts)
         if draft is not None:
-            seconds = self.model.ranks.since(self._began) if self._uses_state and self.method.guard else None
-            self.state.record(self._predicted_at, verdicts, self._passes, seconds)
-
-    def remark(self) -> str | None:
-        return self.state.remark()
+            self.tallies.record(self._predicted_at, verdicts, self._passes)

@@ -28,7 +28,7 @@ from skipstone.decoding.sampling import Scores, Warping, warp
 from skipstone.decoding.session import Session
 from skipstone.decoding.settings import setting
 from skipstone.methods.auto.candidates import drafters_of, identities, refuse, usual
-from skipstone.methods.auto.drafters import ModelDrafter
+from skipstone.methods.auto.drafters import ModelDrafter, OwnRule
 from skipstone.methods.auto.memory import recalled
 from skipstone.methods.prompt_lookup import Index, PromptLookup
 from skipstone.methods.recycle import DEPTH, Kept, Recycle, RecycleSession
@@ -143,16 +143,14 @@ def interval(values: Sequence[float]) -> tuple[float, float]:
 class AutoSession(Session):
     """Asks, obeys, measures, tells."""
 
-    paced = False
-
     def __init__(self, method: Auto, model: LayeredModel, rows: int, capacity: int, mind: Mind) -> None:
         wanted = method.methods(model)
         lookups = next((one for one in wanted if isinstance(one, PromptLookup)), None)
         recycling = next((one for one in wanted if isinstance(one, Recycle)), None)
-        rules = Rules(depth=DEPTH)
-        super().__init__(model, rows, capacity, coupled=True, scratch=max(rules.window, rules.most_nodes))
-        self.method, self.mind, self.rules = method, mind, rules
-        self.drafters = drafters_of(wanted, model, rows, capacity)
+        rules, drafters = Rules(depth=DEPTH), drafters_of(wanted, model, rows, capacity)
+        whole = [one.session.scratch for one in drafters.values() if isinstance(one, OwnRule)]
+        super().__init__(model, rows, capacity, coupled=True, scratch=max(rules.window, rules.most_nodes, *whole))
+        self.method, self.mind, self.rules, self.drafters = method, mind, rules, drafters
         self.texts = Texts(model, rows, capacity, looks_up=lookups is not None)
         self.recycle = None if recycling is None else RecycleSession(recycling, model, rows, capacity, mind.kept)
         self.reads_logits = self.recycle is not None
@@ -237,6 +235,8 @@ class AutoSession(Session):
         confidence = logits.softmax(-1).amax(-1)  # [n]
         right = self._drawn(row, logits) == on_device(tokens[1:], logits.device)  # [n] bool
         sure, was_right = confidence.tolist(), right.tolist()
+        if not self.drafters[name].counts(was_right):
+            sure, was_right = [], []
         self.shadow_seconds = self.since(began)
         self._graded(state, name, sure, was_right, self.shadow_seconds, lag.get(name, 0))
 
@@ -287,14 +287,19 @@ class AutoSession(Session):
             assert plan.tree is not None
             self.recycle.shape = tuple(zip(plan.tree.parents, plan.tree.ranks, strict=True))
             return self.recycle.draft(limit)
+        drafter = self.drafters[plan.kind]
+        if isinstance(drafter, OwnRule):
+            return drafter.draft(limit)
         if not plan.thresholds or plan.thresholds[0] > 1:
             return self._plain()
         limit = [min(one, len(plan.thresholds)) for one in limit]
-        calibration, drafter = state.drafters[plan.kind].calibration, self.drafters[plan.kind]
-        drafter.stop.begin(Survival(calibration.slope, calibration.offset, plan.thresholds[1:]))
+        calibration = state.drafters[plan.kind].calibration
+        drafter.until(Survival(calibration.slope, calibration.offset, plan.thresholds[1:]))
         return drafter.draft(limit)
 
     def verify(self, draft: Draft, scores: Scores) -> Verdict | Picked:
+        if isinstance(drafter := self.drafters.get(self.plan.kind), OwnRule):
+            return drafter.verify(draft, scores)
         verdict = super().verify(draft, scores)
         if self.recycle is not None:
             verdict.notes = self.recycle.note(scores)
@@ -314,8 +319,10 @@ class AutoSession(Session):
             if row is not None:
                 self._ranks = ranks(self.mind.kept, self.texts.text[row][-1], verdicts[row].tokens)
         chosen = self.drafters.get(self.plan.kind) if self.plan.kind != RECYCLE else self.recycle
+        silent = [replace(verdict, notes=[]) for verdict in verdicts] if isinstance(chosen, OwnRule) else verdicts
         for one in self._members:
-            one.learn(draft if one is chosen and draft is not None and draft.width else None, verdicts)
+            of_its_own = draft if one is chosen and draft is not None and draft.width else None
+            one.learn(of_its_own, verdicts if one is chosen else silent)
 
     def clocked(self, step: Step) -> None:
         """Times, to what they teach."""
@@ -335,13 +342,14 @@ class AutoSession(Session):
         if not drafted:
             mind.plain_seconds.append(seconds)
         rows, passes, by_model = max(len(live), 1), max(step.draft_steps, default=0), plan.kind in self.drafters
+        whole = isinstance(self.drafters.get(plan.kind), OwnRule)
         done = Done(
             tokens=sum(live) / rows,
             seconds=seconds,
             confidences=self._judged,
             verified=round(step.verified_nodes / rows),
-            draft_step=drafting / passes if by_model and passes else None,
-            scoring=seconds - drafting * by_model if drafted else None,
+            draft_step=(seconds if whole else drafting / passes) if by_model and (whole or passes) else None,
+            scoring=seconds - drafting * by_model if drafted and not whole else None,
             matches=self.texts.judged,
             ranks=self._ranks,
             shadow_seconds=self.shadow_seconds,
@@ -352,14 +360,13 @@ class AutoSession(Session):
         mind.state = control.observe(mind.state, plan, done)
 
     def _first_state(self, seconds: float) -> State:
-        guesses = {name: one.guess for name, one in self.drafters.items()}
         costs = Costs(
             plain=Cost(seconds, 1),
             fixed=0.0,
-            drafts={name: Cost(guess) for name, guess in guesses.items()},
-            shadows={name: Cost(1.5 * guess, 1) for name, guess in guesses.items()},
+            drafts={name: Cost(one.guess) for name, one in self.drafters.items()},
+            shadows={name: Cost(1.5 * one.guess, 1) for name, one in self.drafters.items() if not one.own_rule},
         )
-        drafters = {name: Drafter() for name in guesses}
+        drafters = {name: Drafter(own_rule=one.own_rule) for name, one in self.drafters.items()}
         return State(costs, drafters, self.rules, self.ledger, ranks=None if self.recycle is None else Ranks())
 
 

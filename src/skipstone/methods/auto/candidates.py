@@ -1,18 +1,21 @@
 """Which methods `auto` chooses from, and how each of them drafts there."""
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any
 
 from skipstone.decoding.method import Method
 from skipstone.files import digest
 from skipstone.methods.adadecode.adadecode import AdaDecode
 from skipstone.methods.adadecode.heads import bundled_name_for
-from skipstone.methods.auto.drafters import Drafter, LayersDrafter, ModelDrafter
+from skipstone.methods.auto.drafters import Drafter, LayersDrafter, ModelDrafter, OwnRule, SearchingDrafter
+from skipstone.methods.autoregressive import Autoregressive
 from skipstone.methods.layerskip import LayerSkip
 from skipstone.methods.prompt_lookup import PromptLookup
 from skipstone.methods.recycle import Recycle
 from skipstone.methods.self_speculative import SelfSpeculative
 from skipstone.methods.speculative import Speculative
+from skipstone.methods.swift.swift import Swift
 from skipstone.models.fingerprint import fingerprint
 from skipstone.models.layered import LayeredModel
 from skipstone.models.passes import SkipSet
@@ -46,6 +49,17 @@ def _heads(method: AdaDecode, model: LayeredModel, rows: int, capacity: int) -> 
     return found
 
 
+def _searched(method: Swift, model: LayeredModel, rows: int, capacity: int) -> Made:
+    return {"swift": SearchingDrafter(method.optimisation(model), model, rows, capacity, method.shortlist(model))}
+
+
+def _whole(method: Method, model: LayeredModel, rows: int, capacity: int) -> Made:
+    """A method that no rule of ours stops. Drafts that it would draw at random are coupled to the target's noise."""
+    if hasattr(method, "rejection_sample_method"):
+        method = replace(method, rejection_sample_method="coupled")  # type: ignore[call-arg]
+    return {method.name: OwnRule(method.start(model, rows, capacity), method.spelled)}
+
+
 MAKERS: dict[type[Method], Callable[[Any, LayeredModel, int, int], Made]] = {
     LayerSkip: _exits,
     SelfSpeculative: _skipping,
@@ -53,22 +67,25 @@ MAKERS: dict[type[Method], Callable[[Any, LayeredModel, int, int], Made]] = {
     AdaDecode: _heads,
     PromptLookup: lambda *_: {},
     Recycle: lambda *_: {},
+    Swift: _searched,
 }
-"""Method -> its drafters by name. What is looked up or recycled is drafted on the host, without a model."""
+"""Method -> its drafters by name; another one drafts as a whole. What is looked up or recycled is drafted on the host, without a
+model."""
 
 
 def refuse(method: Method) -> None:
     """ValueError for a method that is no candidate."""
-    if type(method) not in MAKERS:
-        names = ", ".join(kind.name for kind in MAKERS)
-        raise ValueError(f"{method.name} cannot be one of auto's candidates; these can: {names}")
+    if method.name in ("auto", "autoregressive"):
+        raise ValueError(f"{method.name} drafts nothing that could be chosen or left out")
+    if not method.lossless:
+        raise ValueError(f"{method.name} with these settings changes texts, so it cannot be left out here and there")
 
 
 def drafters_of(methods: Sequence[Method], model: LayeredModel, rows: int, capacity: int) -> Made:
     """The drafters of all candidates, each by a name of its own."""
     made: Made = {}
     for method in methods:
-        for name, one in MAKERS[type(method)](method, model, rows, capacity).items():
+        for name, one in MAKERS.get(type(method), _whole)(method, model, rows, capacity).items():
             made[name if name not in made else f"{name} ({len(made)})"] = one
     return made
 
@@ -78,7 +95,9 @@ def identities(methods: Sequence[Method], drafters: Made) -> dict[str, str]:
     told = digest(sorted(one.spelled for one in methods if type(one) is AdaDecode))
     found = {}
     for name, one in drafters.items():
-        if isinstance(one, ModelDrafter):
+        if isinstance(one, OwnRule):
+            found[name] = digest(one.spelled)
+        elif isinstance(one, ModelDrafter):
             found[name] = fingerprint(one.draft_model.model)
         elif isinstance(one, LayersDrafter):
             skip = None if one.skip is None else [sorted(one.skip.attention), sorted(one.skip.mlp)]
@@ -98,6 +117,6 @@ def usual(model: LayeredModel, own: Method | None) -> tuple[Method, ...]:
             found.append(AdaDecode())
         if model.engine.name == "native" and model.engine.quantize is None:
             found.append(SelfSpeculative(draft_quantize="int4"))
-    if own is not None and type(own) in MAKERS and type(own) not in map(type, found):
+    if own is not None and own.lossless and type(own) not in (Autoregressive, *map(type, found)):
         found.append(own)
     return tuple(found)

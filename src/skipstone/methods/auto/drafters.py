@@ -2,40 +2,47 @@
 text that is known by now."""
 
 from collections.abc import Sequence
-from typing import Protocol
+from typing import ClassVar, Protocol
 
 import torch
 from torch import Tensor
 
 from skipstone.control.price import NEVER
 from skipstone.decoding.batch import Batch, Request
-from skipstone.decoding.draft import Draft, RowVerdict
-from skipstone.decoding.session import PREFILL_CHUNK
+from skipstone.decoding.draft import Draft, Picked, RowVerdict, Verdict
+from skipstone.decoding.sampling import Scores
+from skipstone.decoding.session import PREFILL_CHUNK, Session
 from skipstone.methods.adadecode.heads import ExitHeads
 from skipstone.methods.shared.chain import Chain, ChainSession
 from skipstone.methods.shared.confidence import Confidence
 from skipstone.methods.shared.draft_model import DraftModel, DraftModelMethod, DraftModelSession
+from skipstone.methods.shared.hindsight import states_behind
+from skipstone.methods.swift.optimisation import Optimisation
 from skipstone.models.engines.engine import Survival
 from skipstone.models.frontier import Frontier
 from skipstone.models.host import on_device
 from skipstone.models.layered import LayeredModel
-from skipstone.models.passes import Pass, SkipSet, Tree
+from skipstone.models.passes import Pass, SkipSet
 
 MOST_DRAFTS = 25
 """Of a step."""
 
 
 class Drafter(Protocol):
-    """A session that `auto` may choose. stop: until what survival it drafts, told before every draft. guess: what a draft step
-    of it costs, in plain steps, before one was measured."""
+    """What `auto` may choose. own_rule: it stops by itself; others are told before every draft until what survival to go on.
+    guess: what a draft step of it costs, of one with its own rule a whole step, in plain steps, before one was measured."""
 
-    stop: "PricedStop"
+    own_rule: ClassVar[bool]
     guess: float
 
     @property
     def own_threads(self) -> bool: ...
 
     def refuse(self, request: Request) -> None: ...
+
+    def until(self, survival: Survival) -> None:
+        """How far to draft, told before every draft of what has no rule of its own."""
+        ...
 
     def draft(self, limit: list[int]) -> Draft: ...
 
@@ -54,6 +61,10 @@ class Drafter(Protocol):
     def said(self, row: int, tokens: Sequence[int]) -> Tensor | None:
         """Logits [n, V] of what it says behind each of a row's latest tokens but the newest; None where it cannot tell now.
         tokens: these, the newest too."""
+        ...
+
+    def counts(self, right: Sequence[bool]) -> bool:
+        """Whether what it last said is what it would draft; else something was tried on its behalf. right: of what it said."""
         ...
 
 
@@ -92,6 +103,8 @@ class LayersDrafter(ChainSession):
     layers: that draft, of an early exit E < L. skip: sublayers that are left out; None for an exit. drafter: as in `Frontier`.
     head: exit heads and the number of the one that predicts; None for the model's own."""
 
+    own_rule = False
+
     def __init__(
         self,
         model: LayeredModel,
@@ -111,6 +124,9 @@ class LayersDrafter(ChainSession):
             self.transform = head[0].transform(head[1])
         left = layers if skip is None else model.depth - (len(skip.attention) + len(skip.mlp)) / 2
         self.guess = left / model.depth * (0.6 if drafter is not None else 1.0)
+
+    def until(self, survival: Survival) -> None:
+        self.stop.begin(survival)
 
     def shadow_tokens(self, row: int, wanted: int) -> int:
         return wanted
@@ -139,20 +155,92 @@ class LayersDrafter(ChainSession):
         is committed."""
         if self.model.family.recurrent:
             return None  # a state is not run twice over tokens that it knows
-        tokens = tokens[:-1]
-        model, end, width = self.drafter or self.model, self.store.length[row], len(tokens)
-        self.store.reserve(end + width)
-        positions = torch.arange(end - width, end, device=self.model.device)[None]  # [1, n]
-        below = torch.ones((1, width, width), dtype=torch.bool, device=self.model.device).tril()
-        tree = Tree(on_device([end], self.model.device), below, positions, seen=on_device([end - width], self.model.device))
-        at = Pass(positions, positions + width, None, slice(row, row + 1), end + width, end, tree)
-        hidden = model.embed(on_device([list(tokens)], self.model.device), positions)
-        states = model.run(hidden, at, self.store, range(self.layers), self.skip)
+        model = self.drafter or self.model
+        states = states_behind(self.store, row, tokens[:-1], model, self.layers, self._looked_at())
         return self._head_logits(model, states)[0]
+
+    def _looked_at(self) -> SkipSet | None:
+        """The skip set that the next shadow is of."""
+        return self.skip
+
+    def counts(self, right: Sequence[bool]) -> bool:
+        return True
+
+
+class SearchingDrafter(LayersDrafter):
+    """A layer set that SWIFT's optimisation finds. While that goes on, shadows are its evaluations: a candidate is judged by
+    the latest tokens, and what is learnt of it counts as the drafter's where it becomes the set in use."""
+
+    def __init__(
+        self, optimisation: Optimisation, model: LayeredModel, rows: int, capacity: int, shortlist: Tensor | None
+    ) -> None:
+        self.optimisation, self._candidate = optimisation, optimisation.skipped
+        super().__init__(model, rows, capacity, model.depth, optimisation.skip, shortlist=shortlist)
+
+    def _looked_at(self) -> SkipSet:
+        candidate = self.optimisation.candidate()
+        self._candidate = self.optimisation.skipped if candidate is None else candidate
+        return self.optimisation.space.to_skip_set(self._candidate)
+
+    def counts(self, right: Sequence[bool]) -> bool:
+        if self.optimisation.searching:
+            self.optimisation.evaluated(self._candidate, sum(right) / len(right), len(right))
+            self.skip = self.optimisation.skip
+        return bool((self._candidate == self.optimisation.skipped).all())
+
+
+class OwnRule:
+    """A whole method as a drafter: it drafts and verifies by its own rules, and is judged by what its steps come to."""
+
+    own_rule = True
+    guess = 2.0
+
+    def __init__(self, session: Session, spelled: str) -> None:
+        self.session, self.spelled = session, spelled
+
+    def until(self, survival: Survival) -> None:
+        """It knows by itself."""
+
+    @property
+    def own_threads(self) -> bool:
+        return self.session.own_threads
+
+    def refuse(self, request: Request) -> None:
+        self.session.refuse(request)
+
+    def draft(self, limit: list[int]) -> Draft:
+        return self.session.draft(limit)
+
+    def verify(self, draft: Draft, scores: Scores) -> Verdict | Picked:
+        """By the method's rule."""
+        return self.session.verify(draft, scores)
+
+    def join(self, batch: Batch) -> None:
+        self.session.join(batch)
+
+    def begin(self, row: int, request: Request) -> None:
+        self.session.begin(row, request)
+
+    def learn(self, draft: Draft | None, verdicts: list[RowVerdict]) -> None:
+        self.session.learn(draft, verdicts)
+
+    def end(self, row: int) -> None:
+        self.session.end(row)
+
+    def shadow_tokens(self, row: int, wanted: int) -> int:
+        return wanted
+
+    def said(self, row: int, tokens: Sequence[int]) -> None:
+        return None
+
+    def counts(self, right: Sequence[bool]) -> bool:
+        return True
 
 
 class ModelDrafter(DraftModelSession):
     """A draft model."""
+
+    own_rule = False
 
     def __init__(
         self, method: DraftModelMethod, model: LayeredModel, draft_model: DraftModel, rows: int, capacity: int
@@ -161,6 +249,9 @@ class ModelDrafter(DraftModelSession):
         self.coupled = True
         self.stop = self.confidence = PricedStop(rows, model.device)
         self.guess = share_of(draft_model, model)
+
+    def until(self, survival: Survival) -> None:
+        self.stop.begin(survival)
 
     def one_call(self) -> tuple[int, None]:
         return self.draft_model.depth, None
@@ -187,3 +278,6 @@ class ModelDrafter(DraftModelSession):
         states = self.draft_model.run(hidden, at, side.store, range(self.draft_model.depth))
         side.store.length[row] = end
         return self.draft_model.logits(states, side.shortlist)[0].to(self.model.device)
+
+    def counts(self, right: Sequence[bool]) -> bool:
+        return True

@@ -66,7 +66,7 @@ def recalled(model: LayeredModel, first: State, identities: dict[str, str]) -> S
         costs = replace(
             state.costs,
             drafts={**first.costs.drafts, **{name: state.costs.drafts[name] for name in same}},
-            shadows={**first.costs.shadows, **{name: state.costs.shadows[name] for name in same}},
+            shadows={**first.costs.shadows, **{name: one for name, one in state.costs.shadows.items() if name in same}},
             scorings={name: one for name, one in state.costs.scorings.items() if name in same},
         )
         drafters = {**first.drafters, **{name: state.drafters[name] for name in same}}

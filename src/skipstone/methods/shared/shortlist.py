@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from skipstone.decoding.method import Method
+from skipstone.decoding.method import DraftingMethod
 from skipstone.decoding.settings import setting, whole_number
 from skipstone.models.layered import LayeredModel
 from skipstone.models.memo import Memo
@@ -29,7 +29,7 @@ def vocabulary_setting() -> Any:
     )
 
 
-class ShortlistMethod(Method):
+class ShortlistMethod(DraftingMethod):
     """A method whose drafts an LM head picks, from all tokens or from some. Its fields have the one below."""
 
     draft_vocabulary: int | str | None

@@ -3,7 +3,7 @@
 from collections.abc import Callable
 from typing import Any, Protocol, TypeVar
 
-from skipstone.decoding.method import Method
+from skipstone.decoding.method import DraftingMethod, Method
 from skipstone.models.layered import LayeredModel, unwrapped
 from skipstone.models.memo import Memo
 
@@ -25,7 +25,12 @@ _STATES: Memo[Any] = Memo()
 def of(method: Method, model: LayeredModel, rows: int, more: Any, make: Callable[[], S]) -> S:
     """The state of a method on a model, where it is now, on its engine, for a batch of so many rows.
     more: what else tells two states apart."""
-    return _STATES.get(model.model, (method, rows, str(model.device), str(model.dtype), _engine(model), more), make)
+    return _STATES.get(model.model, (_itself(method), rows, str(model.device), str(model.dtype), _engine(model), more), make)
+
+
+def _itself(method: Method) -> Method:
+    """A method with a guard learns as it does without."""
+    return method.unguarded if isinstance(method, DraftingMethod) else method
 
 
 def _engine(model: LayeredModel) -> tuple[str, str | None]:
@@ -37,5 +42,5 @@ def known(method: Method, more: Any, model: Any) -> dict[str, Any]:
     """What there is to say of a method's busiest state on a model; empty before its first request.
     more: as in `of`, None for any."""
     found = _STATES.known(unwrapped(model)).items()
-    states = [state for key, state in found if key[0] == method and (more is None or key[-1] == more)]
+    states = [state for key, state in found if key[0] == _itself(method) and (more is None or key[-1] == more)]
     return max(states, key=lambda state: state.steps).report() if states else {}

@@ -1,62 +1,74 @@
 """SWIFT's layer set optimisation (section 4.1): which set drafts, and when the search for a better one ends."""
 
-from skipstone.methods.shared.layer_sets import LayerMask
-from skipstone.methods.swift.search import Search
+from collections import deque
+from typing import Any
 
-BETTER = 1.01  # times the worth of the set in use that another one must have to take its place; 1 in the paper
-LEAST_EVALUATIONS = 16  # evaluations of a search before any set is good enough to end it; none in the paper
+from skipstone.methods.shared.layer_sets import LayerMask, Objective, Space
+from skipstone.methods.swift.search import SEARCHES, Search
+from skipstone.methods.swift.settings import SwiftSettings
+from skipstone.models.layered import LayeredModel
+from skipstone.models.passes import SkipSet
+
+HISTORY = 500
+"""Changes of the layer set that are remembered."""
 
 
 class Optimisation:
     """Section 4.1.2, across requests. One evaluation follows another until the stopping rule holds; the best set so far drafts.
 
-    skipped: the set in use. matchness: the estimate of it. searching: whether the search goes on. The paper's never begins
-    again after its end; `restart` is ours.
+    profile: a set that was found before, then nothing is searched. skipped, skip: the set in use, as a mask and as the model
+    understands it. matchness: the estimate of it; None where nothing is known. evaluations: so far. searching: whether the
+    search goes on. steps: that drafted.
     """
 
-    def __init__(self, search: Search, max_steps: int, patience: int, enough: float) -> None:
-        self.search, self.patience, self.enough = search, patience, enough
-        self.adaptive = search.adaptive and max_steps > 0
-        self.evaluations = 0  # of all searches
-        self.restart(max_steps)
-        self.searching = self.adaptive
-        self.use(search.best())
-
-    def restart(self, steps: int) -> None:
-        """Search for so many more evaluations at most."""
-        self.searching, self.steps_left, self.since_better, self.begun_at = True, steps, 0, self.evaluations
-
-    def use(self, skipped: LayerMask) -> None:
-        """Draft with a set from now on."""
-        self.skipped, self.matchness = skipped, self.search.estimate(skipped)
-
-    def observe(self, skipped: LayerMask, matchness: float, positions: int) -> None:
-        """Take over one evaluation (Eq. 4)."""
-        self.search.observe(skipped, matchness, positions)
-        self.evaluations += 1
-        self.since_better += 1
-        self.steps_left -= 1
-
-    def choose(self, cautious: bool) -> bool:
-        """Change to the best set where it is clearly better. Returns whether it was. cautious: the set in use works, and is
-        left only for one that is better by its matchness less a standard error."""
-        search, best = self.search, self.search.best()
-        hoped, now = search.estimate(best) or 0.0, search.estimate(self.skipped)
-        if cautious and not search.keeps_highest:
-            hoped = (hoped + search.nearly_certain(best)) / 2
-        worth = 0.0 if now is None else search.objective(now, self.skipped)
-        least = worth if search.keeps_highest else BETTER * worth
-        better = bool((best != self.skipped).any()) and search.objective(hoped, best) > least
-        if better:
-            self.since_better = 0
-        self.use(best if better else self.skipped)
-        return better
-
-    def is_over(self, good_enough: bool = True) -> bool:
-        """The stopping rule. good_enough: whether a matchness of `enough` ends the search."""
-        if self.search.keeps_highest:
-            found = good_enough and (self.search.estimate(self.skipped) or 0.0) > self.enough
+    def __init__(self, method: SwiftSettings, model: LayeredModel, profile: SkipSet | None = None) -> None:
+        self.space, self.patience, self.enough = Space.of(model), method.patience, method.enough
+        if profile is None:
+            kind, count = SEARCHES[method.search], self.space.count(method.skip_ratio)
+            by = Objective(by="matchness")
+            self.search = kind(self.space, count, by, method.search_seed, interval=method.bayes_interval)
         else:
-            good_enough = good_enough and self.evaluations - self.begun_at >= LEAST_EVALUATIONS
-            found = good_enough and self.search.nearly_certain(self.skipped) > self.enough
-        return self.steps_left <= 0 or self.since_better >= self.patience or found
+            first = self.space.from_skip_set(profile)
+            self.search = Search(self.space, int(first.sum()), first=first)
+        self.steps_left, self.evaluations, self.since_better, self.steps = method.max_steps, 0, 0, 0
+        self.searching = self.search.adaptive and method.max_steps > 0
+        self.history: deque[dict[str, Any]] = deque(maxlen=HISTORY)
+        self._use(self.search.best())
+
+    def _use(self, skipped: LayerMask) -> None:
+        """Draft with a set from now on."""
+        self.skipped, self.skip = skipped, self.space.to_skip_set(skipped)
+        self.matchness = self.search.estimate(skipped)
+        self.history.append({"evaluation": self.evaluations, "matchness": self.matchness, **self._places()})
+
+    def candidate(self) -> LayerMask | None:
+        """The next set to evaluate; None where the search is over."""
+        return self.search.propose() if self.searching else None
+
+    def evaluated(self, skipped: LayerMask, matchness: float, positions: int) -> None:
+        """Take over one evaluation (Eq. 4), draft with the best set, and end the search where its time has come."""
+        search = self.search
+        search.observe(skipped, matchness, positions)
+        self.evaluations, self.since_better, self.steps_left = self.evaluations + 1, self.since_better + 1, self.steps_left - 1
+        best = search.best()
+        if bool((best != self.skipped).any()) and (search.estimate(best) or 0.0) > (search.estimate(self.skipped) or 0.0):
+            self.since_better = 0
+            self._use(best)
+        self.matchness = search.estimate(self.skipped)
+        found = self.matchness is not None and self.matchness > self.enough
+        self.searching = not (self.steps_left <= 0 or self.since_better >= self.patience or found)
+
+    def _places(self) -> dict[str, list[int]]:
+        return {"attention": sorted(self.skip.attention), "mlp": sorted(self.skip.mlp)}
+
+    def report(self) -> dict[str, Any]:
+        """Plain JSON values."""
+        return {
+            "matchness": self.matchness,
+            "skip_ratio": round(int(self.skipped.sum()) / self.space.size, 4),
+            "skipped": self._places(),
+            "evaluations": self.evaluations,
+            "searching": self.searching,
+            "steps": self.steps,
+            "history": list(self.history),
+        }

@@ -20,8 +20,7 @@ class Search:
     """No search, and the base of all others: sets of `count` sublayers. seed: of all draws. first: the set to begin with, which
     this one keeps; None is the uniform one. interval: proposals, of which SwiftSearch makes one by Bayesian optimisation.
 
-    adaptive: it learns. keeps_highest: the paper's rules: a measured matchness is taken for the set's own, however few
-    positions it is of, and a search that has ended does not begin again.
+    adaptive: it learns.
     """
 
     space: Space
@@ -31,7 +30,6 @@ class Search:
     first: LayerMask | None = None
     interval: int = 25
     adaptive: ClassVar[bool] = False
-    keeps_highest: ClassVar[bool] = False
 
     def __post_init__(self) -> None:
         if not 0 < self.count < self.space.size:
@@ -59,21 +57,9 @@ class Search:
         """What is known of a set's matchness; None where nothing is."""
         return None
 
-    def nearly_certain(self, skipped: LayerMask) -> float:
-        """Two standard errors below the estimate of a set's matchness; 0 where nothing is known."""
-        return 0.0
-
-    def best_worth(self, count: int) -> float:
-        """The expected worth of the best set of so many sublayers; 0 where the search cannot tell."""
-        return 0.0
-
     def resize(self, count: int) -> None:
         """Go on with sets of another size."""
         self.count = count
-        self.forget()
-
-    def doubt(self) -> None:
-        """The texts have changed: what was learnt counts for little."""
         self.forget()
 
 
@@ -98,24 +84,12 @@ class RandomSearch(Search):
         matched, total = self._counts(skipped)
         self.seen[skipped.tobytes()] = (skipped, matched + matchness * positions, total + positions)
 
-    def doubt(self) -> None:
-        """The best set is still thought the best, by one position."""
-        best = self.best()
-        matched, total = self._counts(best)
-        self.forget()
-        if total:
-            self.seen[best.tobytes()] = (best, matched / total, 1)
-
     def best(self) -> LayerMask:
         return self._extreme(-1) if self.seen else super().best()
 
     def estimate(self, skipped: LayerMask) -> float | None:
         matched, total = self._counts(skipped)
         return matched / total if total else None
-
-    def nearly_certain(self, skipped: LayerMask) -> float:
-        matched, total = self._counts(skipped)
-        return matched / total - 2 * _error(matched / total, total) if total else 0.0
 
     def _counts(self, skipped: LayerMask) -> tuple[float, int]:
         return self.seen.get(skipped.tobytes(), (skipped, 0.0, 0))[1:]
@@ -135,7 +109,6 @@ class SwiftSearch(RandomSearch):
     Bound and noise are those of the released code.
     """
 
-    keeps_highest: ClassVar[bool] = True
     KAPPA: ClassVar[float] = 2.5  # standard deviations of the upper confidence bound
     NOISE: ClassVar[float] = 1e-2  # variance of an observation, in variances of all
     POINTS: ClassVar[int] = 200  # latest sets that the Gaussian process knows
@@ -213,18 +186,8 @@ class LinearThompson(Search):
     def estimate(self, skipped: LayerMask) -> float | None:
         return float(np.clip(np.append(skipped, 1.0) @ self.mean, 0, 1)) if self.observations else None
 
-    def nearly_certain(self, skipped: LayerMask) -> float:
-        x = np.append(skipped, 1.0)
-        return float(x @ self.mean - 2 * np.linalg.norm(self.root.T @ x)) if self.observations else 0.0
-
     def resize(self, count: int) -> None:
         self.count = count  # what every sublayer takes stays
-
-    def doubt(self) -> None:
-        """The mean stays, its certainty goes."""
-        mean = self.mean
-        self.forget()
-        self.mean = mean
 
     def propose(self) -> LayerMask:
         if not self.observations:
@@ -233,9 +196,6 @@ class LinearThompson(Search):
 
     def best(self) -> LayerMask:
         return self._argmax(self.mean, self.count)[0] if self.observations else super().best()
-
-    def best_worth(self, count: int) -> float:
-        return self._argmax(self.mean, count)[1] if self.observations else 0.0
 
     def observe(self, skipped: LayerMask, matchness: float, positions: int) -> None:
         super().observe(skipped, matchness, positions)

@@ -1,7 +1,7 @@
 """What a user may set of SWIFT, and which values are refused."""
 
 from dataclasses import dataclass
-from typing import ClassVar, Literal
+from typing import ClassVar
 
 from skipstone.decoding.settings import setting
 from skipstone.methods.shared.confidence import Threshold
@@ -13,7 +13,7 @@ from skipstone.models.layered import LayeredModel
 
 @dataclass(frozen=True)
 class SwiftSettings(ShortlistMethod):
-    """The hyper-parameters of the paper (appendix B.2), and those of what is ours."""
+    """The hyper-parameters of the paper (appendix B.2), and other searches."""
 
     name: ClassVar[str] = "swift"
     positional: ClassVar[str] = "leaves sublayers out and verifies trees"
@@ -24,7 +24,7 @@ class SwiftSettings(ShortlistMethod):
 
     skip_ratio: float = setting(
         0.45,
-        "share of the sublayers between the first and the last layer that drafting leaves out, at the start.",
+        "share of the sublayers between the first and the last layer that drafting leaves out.",
         within=(0, 1),
     )
     num_speculative_tokens: int = setting(25, "most drafts a step.")
@@ -32,15 +32,12 @@ class SwiftSettings(ShortlistMethod):
         0.8, "stop after a draft whose probability is below it; None never stops early.", within=(0, 1)
     )
     context_window: int = setting(32, "generated tokens that a layer set is judged by.")
-    search: SearchName = setting("linear_ts", "linear_ts, swift (the paper's), random or uniform (none).")
+    search: SearchName = setting("swift", "swift (the paper's), linear_ts, random or uniform (none).")
     bayes_interval: int = setting(25, "beta, evaluations of search=swift, one of which is Bayesian.")
-    objective: Literal["speed", "matchness"] = setting("speed", '"speed" or the paper\'s "matchness".')
     max_steps: int = setting(1000, "evaluations after which the search ends.", least=0)
     patience: int = setting(300, "evaluations without a better set after which it ends.")
     enough: float = setting(0.95, "matchness at which it ends.", within=(0, 1))
     dynamic_verification: bool = setting(True, "runners-up are verified too.")
-    adjust: bool = setting(True, "the skip ratio moves to where more is expected.")
-    guard: bool = setting(True, "draft only where that pays.")
     profile: str | None = setting(None, "a file of `skipstone search`, instead of a search.")
     search_seed: int = setting(0, "of the search; it changes speed and never the text.", least=0)
     draft_vocabulary: int | str | None = vocabulary_setting()
