@@ -261,7 +261,9 @@ def with_own_rule(tokens: float, time: float, steps: int = 3000) -> tuple[State,
     for _ in range(steps):
         plan = control.decide(state)
         drafts = plan.kind == "whole"
-        done = Done(tokens if drafts else 1.0, time if drafts else 1.0, verified=4 * drafts, draft_step=time if drafts else None)
+        done = Done(
+            tokens if drafts else 1.0, time if drafts else 1.0, verified=4 * drafts, draft_step=time if drafts else None
+        )
         state = control.observe(state, plan, done)
         done_tokens, done_time = done_tokens + done.tokens, done_time + done.seconds
     return state, done_tokens / done_time

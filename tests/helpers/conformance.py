@@ -100,15 +100,12 @@ ROWS: dict[str, Row] = {
     ),
     "swift": Row(lambda d, rule: SWIFT(num_speculative_tokens=d), same_text=("standard",), learns=True),
     "self_speculative": Row(lambda d, rule: SelfSpeculative((1,), (2,), None, d), same_text=("standard",)),
-    "adadecode": Row(
-        lambda d, rule: AdaDecode("original", 0.3, d, exit_layers=(1, EXIT), rejection_sample_method=rule)
-    ),
+    "adadecode": Row(lambda d, rule: AdaDecode("original", 0.3, d, exit_layers=(1, EXIT), rejection_sample_method=rule)),
     "adadecode, deeper heads look again": Row(
         lambda d, rule: AdaDecode("original", 0.2, d, recheck=True, rejection_sample_method=rule), variant=True
     ),
     "adadecode, some tokens": Row(
-        lambda d, rule: AdaDecode("original", 0.3, d, rejection_sample_method=rule, draft_vocabulary=FEW),
-        variant=True,
+        lambda d, rule: AdaDecode("original", 0.3, d, rejection_sample_method=rule, draft_vocabulary=FEW), variant=True
     ),
     "speculative": Row(lambda d, rule: Speculative(None, d, rejection_sample_method=rule)),
     "speculative, heuristic schedule": Row(

@@ -77,7 +77,7 @@ def prompt(length: int, seed: int = 0, vocab: int = 97) -> Tensor:
 def start(method: Method, model: LayeredModel, requests: Sequence[Request], chunk: int = PREFILL_CHUNK) -> Decoder:
     """A decoder with every request admitted."""
     capacity = max(len(request.prompt) + request.max_new_tokens for request in requests)
-    decoder = Decoder(method.start(model, len(requests), capacity), chunk=chunk, probing=method.lossless)
+    decoder = Decoder(method.start(model, len(requests), capacity), chunk=chunk)
     for row, request in enumerate(requests):
         decoder.admit(row, request)
     return decoder

@@ -171,7 +171,6 @@ def test_jacobi_refines_the_blocks_that_the_paper_says() -> None:
     model = llama()
     block, asked, new = 5, looping(model), 90
     decoder = start(Jacobi(block), LayeredModel(model), [Request(asked, new)])
-    decoder.probing = False
     session: Any = decoder.session
     text = asked.tolist()
     text += decoder.step().tokens[0]
@@ -343,7 +342,6 @@ def test_a_tree_is_filled_by_what_was_kept_and_kept_is_what_the_model_says() -> 
     model = forgetful(llama())
     method, asked, new = Recycle(6, 3), looping(model), 60
     decoder = start(method, LayeredModel(model), [Request(asked, new)])
-    decoder.probing = False
     session: Any = decoder.session
     text = asked.tolist()
     kept = {text[-1]: logits_after(model, text).topk(3).indices.tolist()}  # the prompt's last token was scored, too

@@ -47,9 +47,7 @@ METHODS: dict[str, Callable[..., Any]] = {
     "swift": lambda draft, rule, **more: Swift(0.5, DRAFTS, None, context_window=6, **more),
     "speculative": lambda draft, rule, **more: Speculative(draft, DRAFTS, rejection_sample_method=rule, **more),
     "adasd": lambda draft, rule, **more: AdaSD(draft, DRAFTS, relaxed=False, rejection_sample_method=rule, **more),
-    "adadecode": lambda draft, rule, **more: AdaDecode(
-        "original", 0.1, DRAFTS, (1, 2), rejection_sample_method=rule, **more
-    ),
+    "adadecode": lambda draft, rule, **more: AdaDecode("original", 0.1, DRAFTS, (1, 2), rejection_sample_method=rule, **more),
 }
 
 

@@ -23,7 +23,7 @@ def inspect(
     max_new_tokens: Annotated[int, typer.Option(help="Tokens to look at, of each prompt.", min=1)] = 32,
     heads: Annotated[str | None, option("Look through AdaDecode's exit heads too: a folder, a hub id, or a name.")] = None,
     replay: Annotated[Path | None, option("Decide again what a log of auto's decisions holds (`auto log=FILE`).")] = None,
-    out: Annotated[Path | None, option("Save the pictures: a .png file, or a .html page.")] = None,
+    out: Annotated[Path | None, option("Save the pictures: a .png file, or a .html page; with --replay .png or .svg.")] = None,
     dtype: options.Dtype = "auto",
     device: options.Device = "auto",
     engine: options.Engine = "auto",
@@ -33,11 +33,13 @@ def inspect(
 ) -> None:
     """The logit lens: each layer's best token, agreement, similarity and time, and what drafting with its first layers would
     bring on this machine."""
-    if out is not None and out.suffix not in (".png", ".html"):
+    if replay is not None and out is not None and out.suffix not in (".png", ".svg"):
+        raise ValueError(f"--out is a .png or .svg file with --replay, found {out}")
+    if replay is None and out is not None and out.suffix not in (".png", ".html"):
         raise ValueError(f"--out is a .png file or a .html page, found {out}")
     options.check_folder_of(out)
     if replay is not None:
-        return show_decisions(replay, as_json)
+        return show_decisions(replay, as_json, out)
     import torch
 
     from skipstone.lens.lens import look, save, through
@@ -66,13 +68,17 @@ def inspect(
     return None if seen is None else show_heads(seen)
 
 
-def show_decisions(path: Path, as_json: bool) -> None:
+def show_decisions(path: Path, as_json: bool, out: Path | None) -> None:
     """Every decision of a file with what it rested on, made again, and how many are the recorded ones."""
     from itertools import groupby
 
     from skipstone.control.record import replayed
+    from skipstone.lens.decisions import save
 
     found = list(replayed(path))
+    if out is not None:
+        save(found, out)
+        print(f"skipstone: {out}", file=sys.stderr)
     same = sum(one.same for one in found)
     if as_json:
         about = [{"position": one.position, "tokens": one.done.tokens, "same": one.same} for one in found]

@@ -47,7 +47,7 @@ def decide(state: State, matches: Sequence[int] = ()) -> Plan:
     """What the next step does. matches: of every row that decodes, tokens of the longest match of its end in what stands
     before, 0 for none; empty where nothing is looked up."""
     current = _current(state)
-    unsure = current in state.drafters and state.drafters[current].unsure
+    unsure = current is not None and current in state.drafters and state.drafters[current].unsure
     worth = max(1.0, state.rate(current)) if current is not None and not unsure else 1.0
     if (plan := _without_choice(state, current, worth, matches)) is not None:
         return plan
@@ -304,8 +304,8 @@ def shadow(
     state: State, name: str, confidences: Sequence[float], right: Sequence[bool], seconds: float = 0.0, read: int = 0
 ) -> State:
     """A drafter was graded on the latest committed tokens: how sure it is of what it would say at each place, and whether the
-    text says the same; none where that tells nothing of what it drafts now. It decodes them virtually, with its own thresholds. seconds: that it
-    took; 0 where nobody knows. read: tokens that it had to read."""
+    text says the same; none where that tells nothing of what it drafts now. It decodes them virtually, with its own
+    thresholds. seconds: that it took; 0 where nobody knows. read: tokens that it had to read."""
     paid = state.costs.shadows[name].value * _windows(state, read) if right else 0.0
     if seconds:
         costs = state.costs

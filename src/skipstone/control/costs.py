@@ -102,9 +102,8 @@ class Scoring:
 class Costs:
     """plain: seconds of a plain step. scoring: V of drafts that nothing has run yet. scorings: drafter -> V of its drafts;
     until one is measured that of others is taken for it. fixed: what a step costs beside its draft steps and its scoring as
-    soon as it drafts. drafts: drafter -> a draft step of it, of one with its own
-    rule a whole step. shadows: drafter -> grading it on the latest tokens. lookup:
-    finding a draft in the text."""
+    soon as it drafts. drafts: drafter -> a draft step of it, of one with its own rule a whole step. shadows: drafter -> grading
+    it on the latest tokens. lookup: finding a draft in the text."""
 
     plain: Cost
     scoring: Scoring = Scoring()

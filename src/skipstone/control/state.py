@@ -92,9 +92,9 @@ class Rates:
 
 @dataclass(frozen=True, slots=True)
 class Drafter:
-    """What is known of a drafter. own_rule: it stops by itself, and only its own steps tell what it is worth. seen: the position up to which it was graded. timed: that at which it was timed last.
+    """What is known of a drafter. seen: the position up to which it was graded. timed: that at which it was timed last.
     thresholds: of survival, as `price.thresholds` has them, worked out at the position `thresholds_at` for the price
-    `thresholds_price`."""
+    `thresholds_price`. own_rule: it stops by itself, and only its own steps tell what it is worth."""
 
     rate: Rates = Rates()
     calibration: Logistic = field(default_factory=Logistic)

@@ -88,12 +88,12 @@ class Method:
         raise NotImplementedError
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class DraftingMethod(Method):
     """Base of the methods that draft and can leave that alone. They draft at every step, as their papers say; `auto` decides
     where that pays, among several of them or, with `guard`, for one."""
 
-    guard: bool = setting(False, "never slower than plain decoding: `auto` with this method alone.", kw_only=True)
+    guard: bool = setting(False, "never slower than plain decoding: `auto` with this method alone.")
 
     @property
     def unguarded(self) -> Self:

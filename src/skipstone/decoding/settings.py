@@ -96,7 +96,7 @@ def settings_of(kind: type) -> dict[str, Setting]:
     """The settings of a method's class by name: those that have a place of their own, then those that are only named."""
     hints = get_type_hints(kind)
     found = {}
-    for field in sorted(dataclasses.fields(kind), key=lambda field: field.kw_only):
+    for field in sorted(dataclasses.fields(kind), key=lambda field: field.kw_only is True):
         default = None if field.default is dataclasses.MISSING else field.default
         found[field.name] = Setting(field.name, hints[field.name], default, **field.metadata.get("skipstone", {}))
     return found

@@ -43,8 +43,8 @@ METHODS: dict[str, type[Method]] = {
 }
 
 MethodLike = Method | str | Mapping[str, Any] | None
-"""How a method can be given: itself, its spelled text, a mapping with the key "method", or None for the model's own, `auto` where
-it has none."""
+"""How a method can be given: itself, its spelled text, a mapping with the key "method", or None for the model's own, which is
+`auto` where it names none."""
 
 
 class MethodMissing(ValueError):
@@ -58,8 +58,13 @@ def resolve(method: MethodLike, defaults: str | Mapping[str, Any] | None = None)
     and it fills in the settings that are left open where the same method is named. A Method object leaves open only the fields
     in `by_model`. Where neither names one it is `auto`. ValueError for unknown methods and settings.
     """
+    return _guarded(_made(method, defaults))
+
+
+def _made(method: MethodLike, defaults: str | Mapping[str, Any] | None) -> Method:
+    """As in `resolve`, a guard left to be looked at."""
     if isinstance(method, Method):
-        return _guarded(method.completed(defaults))
+        return method.completed(defaults)
     own, settings = _read(defaults, f"generation_config.{OWN_FIELD}") if defaults else (None, {})
     kind, given = (own, {}) if method is None else _read(method, "method", own)
     kind = kind or Auto
@@ -68,7 +73,7 @@ def resolve(method: MethodLike, defaults: str | Mapping[str, Any] | None = None)
         wanted.setdefault("own", [defaults])
     for name in set(kind.of_methods) & set(wanted):
         wanted[name] = _several(wanted[name])
-    return _guarded(kind(**wanted))
+    return kind(**wanted)
 
 
 def _guarded(method: Method) -> Method:
@@ -84,7 +89,8 @@ def _several(given: Any) -> tuple[Method, ...] | None:
     """The methods that a text with semicolons, or a list, names."""
     if given is None:
         return None
-    return tuple(resolve(one) for one in (given.split(";") if isinstance(given, str) else given))
+    found = [_made(one, None) for one in (given.split(";") if isinstance(given, str) else given)]
+    return tuple(one.unguarded if isinstance(one, DraftingMethod) else one for one in found)
 
 
 def parse(
@@ -164,7 +170,7 @@ def _read(given: Any, place: str, own: type[Method] | None = None) -> tuple[type
     for key, value in settings.items():
         name = find_setting(kind, key).name
         if name != key:
-            warnings.warn(f"{key} is called {name} in skipstone", FutureWarning, stacklevel=4)
+            warnings.warn(f"{key} is called {name} in skipstone", FutureWarning, stacklevel=5)
         if name in named:
             raise ValueError(f"{name} is given twice")
         named[name] = value

@@ -281,9 +281,7 @@ class Literal(AdaDecode):
 
 
 class LiteralSession(AdaDecodeSession):
-    def _sweep(
-        self, frontier: Frontier, position: Tensor, open_rows: list[bool], exits: list[tuple[int, int]]
-    ) -> Sweep:
+    def _sweep(self, frontier: Frontier, position: Tensor, open_rows: list[bool], exits: list[tuple[int, int]]) -> Sweep:
         found = Sweep([0], frontier.tokens[:, -1], doubted=[False])
         frontier.advance(exits[0][1])
         logits = self.heads.logits(self.model, exits[0][0], frontier.hidden[:, -1:])[:, 0]

@@ -13,18 +13,7 @@ import torch
 from torch import Tensor
 
 import skipstone
-from skipstone import (
-    AdaSD,
-    Jacobi,
-    LayerSkip,
-    Lookahead,
-    Method,
-    PromptLookup,
-    Recycle,
-    SelfSpeculative,
-    Speculative,
-    Swift,
-)
+from skipstone import AdaSD, Jacobi, LayerSkip, Lookahead, Method, PromptLookup, Recycle, SelfSpeculative, Speculative, Swift
 from skipstone.control import control, price
 from skipstone.control.record import replayed
 from skipstone.control.state import LOOKUP, PLAIN, PROBE, RECYCLE, Plan, State

@@ -97,15 +97,15 @@ def test_runners_up_are_leaves_of_the_places_before_theirs() -> None:
     assert tree.levels == 3
 
 
-def test_the_likeliest_runners_up_are_kept_and_none_that_is_not_worth_its_cost() -> None:
+def test_the_likeliest_runners_up_are_kept() -> None:
     """By hand: the chain is right up to a place with the product of its confidences; rank r has 2^-r of what is left there."""
     sure = torch.tensor([[0.9, 0.4, 0.5]])
     by_hand = [[0.1 * 0.5, 0.1 * 0.25], [0.9 * 0.6 * 0.5, 0.9 * 0.6 * 0.25], [0.36 * 0.5 * 0.5, 0.36 * 0.5 * 0.25]]
     torch.testing.assert_close(chances(sure, 3)[0], torch.tensor(by_hand))
     ranked = torch.tensor([[[7, 8, 9], [5, 6, 4], [3, 2, 1]]])
     possible = torch.ones_like(ranked, dtype=torch.bool)
-    for most, least, kept in ((2, 0.0, [6, 4]), (9, 0.06, [6, 4, 2]), (9, 0.04, [6, 4, 2, 8, 1]), (9, 0.3, [])):
-        tree = with_leaves(chain([[7, 5, 3]], sure.tolist()), ranked, possible, most, least)
+    for most, kept in ((0, []), (2, [6, 4]), (3, [6, 4, 2]), (9, [6, 4, 2, 8, 1, 9])):
+        tree = with_leaves(chain([[7, 5, 3]], sure.tolist()), ranked, possible, most)
         tree.check()
         assert tree.tokens[0].tolist() == [7, 5, 3, *kept]
         assert tree.parents is not None
@@ -199,7 +199,7 @@ def test_searches_change_no_text(family: str) -> None:
             method = Swift(0.5, 4, 0.1, context_window=6, guard=guard)
             for _ in range(2):
                 assert skipstone.generate(model, asked, method, **wish).new_tokens == plain
-            assert guard or method.report(model)["evaluations"] > 5
+            assert guard or method.report(model)["evaluations"] > 0
 
 
 IMPOSSIBLE: list[tuple[Any, str]] = [

@@ -161,8 +161,8 @@ def _thresholds(group: Group) -> Any:
 
 
 def by_threshold(group: Group) -> dict[str, list[tuple[float, float]]]:
-    """AdaDecode, Figure 5: name -> (threshold, value) of the rows that differ in their threshold alone,
-    without the guard, which moves it; empty with fewer than three."""
+    """AdaDecode, Figure 5: name -> (threshold, value) of the rows that differ in their threshold alone, without a guard, under
+    which other thresholds hold; empty with fewer than three."""
     families: dict[str, dict[float, tuple[float, float, float]]] = {}
     for label in group.labels:
         if group.about["methods"][label]["method"] != AdaDecode.name or label in group.tuned:

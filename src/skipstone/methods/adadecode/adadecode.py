@@ -7,8 +7,8 @@ newest token reaches the top, all tokens have, and all early predictions are ver
 
 Deviations: the threshold is asked of the head's most probable token before anything is drawn (Eq. 1, read literally, asks it of
 the drawn token, which biases sampling); a depth's list is emptied when it is run (Algorithm 1 as printed never does); with
-`max_pending` early predictions the newest token goes to the top untested; a deeper head may stop further predictions (`recheck`,
-ours, off).
+`max_pending` early predictions the newest token goes to the top untested; a deeper head may stop further predictions
+(`recheck`, ours, off).
 """
 
 from dataclasses import dataclass, field
@@ -183,7 +183,9 @@ class AdaDecodeSession(Session):
             return [], None
         index, layer = self.exits[0]
         transform = self.heads.transform(index)
-        found = frontier.draft_greedily(layer, None, chain.most, [self.method.threshold], self.sampler.eos, transform, sure=True)
+        found = frontier.draft_greedily(
+            layer, None, chain.most, [self.method.threshold], self.sampler.eos, transform, sure=True
+        )
         if found is None:
             return [], None
         assert found.confidence is not None, "thresholds were given"
@@ -213,9 +215,7 @@ class AdaDecodeSession(Session):
             for layer, unended, doubted, most in zip(sweep.layers, goes_on, sweep.doubted, chain.most, strict=True)
         ]
 
-    def _sweep(
-        self, frontier: Frontier, position: Tensor, open_rows: list[bool], exits: list[tuple[int, int]]
-    ) -> Sweep:
+    def _sweep(self, frontier: Frontier, position: Tensor, open_rows: list[bool], exits: list[tuple[int, int]]) -> Sweep:
         """Bring the newest token of every open row up from one candidate layer to the next, and what waits there along, until
         a head is sure of the next token. exits: (number of the head, its layer)."""
         sweep = Sweep([0] * self.rows, frontier.tokens[:, -1], doubted=[False] * self.rows)

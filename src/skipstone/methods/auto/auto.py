@@ -335,9 +335,9 @@ class AutoSession(Session):
         if mind.state is None:
             if live:
                 mind.plain_seconds.append(seconds)
-                mind.state = self._first_state(seconds)
+                first = mind.state = self._first_state(seconds)
                 if self.log is not None:
-                    self.log.state(mind.live, mind.state)
+                    self.log.state(mind.live, first)
             return
         if not drafted:
             mind.plain_seconds.append(seconds)

@@ -69,8 +69,8 @@ MAKERS: dict[type[Method], Callable[[Any, LayeredModel, int, int], Made]] = {
     Recycle: lambda *_: {},
     Swift: _searched,
 }
-"""Method -> its drafters by name; another one drafts as a whole. What is looked up or recycled is drafted on the host, without a
-model."""
+"""Method -> its drafters by name; another one drafts as a whole. What is looked up or recycled is drafted on the host, without
+a model."""
 
 
 def refuse(method: Method) -> None:

@@ -103,7 +103,7 @@ class LayersDrafter(ChainSession):
     layers: that draft, of an early exit E < L. skip: sublayers that are left out; None for an exit. drafter: as in `Frontier`.
     head: exit heads and the number of the one that predicts; None for the model's own."""
 
-    own_rule = False
+    own_rule: ClassVar[bool] = False
 
     def __init__(
         self,
@@ -178,7 +178,7 @@ class SearchingDrafter(LayersDrafter):
         super().__init__(model, rows, capacity, model.depth, optimisation.skip, shortlist=shortlist)
 
     def _looked_at(self) -> SkipSet:
-        candidate = self.optimisation.candidate()
+        self.skip, candidate = self.optimisation.skip, self.optimisation.candidate()
         self._candidate = self.optimisation.skipped if candidate is None else candidate
         return self.optimisation.space.to_skip_set(self._candidate)
 
@@ -192,7 +192,7 @@ class SearchingDrafter(LayersDrafter):
 class OwnRule:
     """A whole method as a drafter: it drafts and verifies by its own rules, and is judged by what its steps come to."""
 
-    own_rule = True
+    own_rule: ClassVar[bool] = True
     guess = 2.0
 
     def __init__(self, session: Session, spelled: str) -> None:
@@ -240,7 +240,7 @@ class OwnRule:
 class ModelDrafter(DraftModelSession):
     """A draft model."""
 
-    own_rule = False
+    own_rule: ClassVar[bool] = False
 
     def __init__(
         self, method: DraftModelMethod, model: LayeredModel, draft_model: DraftModel, rows: int, capacity: int

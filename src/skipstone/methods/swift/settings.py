@@ -23,9 +23,7 @@ class SwiftSettings(ShortlistMethod):
     )
 
     skip_ratio: float = setting(
-        0.45,
-        "share of the sublayers between the first and the last layer that drafting leaves out.",
-        within=(0, 1),
+        0.45, "share of the sublayers between the first and the last layer that drafting leaves out.", within=(0, 1)
     )
     num_speculative_tokens: int = setting(25, "most drafts a step.")
     confidence_threshold: Threshold = setting(

@@ -126,4 +126,3 @@ class SwiftSession(SkippingSession):
                 nodes = [0, *(node + 1 for node in verdict.path)]  # the places of the tokens in `choices`
                 chosen = choices[row].unbind(0)
                 self.windows[row].extend((token, chosen[node]) for token, node in zip(verdict.tokens, nodes, strict=False))
-

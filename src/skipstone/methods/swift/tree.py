@@ -32,10 +32,10 @@ def chances(confidence: Tensor, ranks: int) -> Tensor:
     return (reached * (1 - confidence))[..., None] * 0.5 ** torch.arange(1, ranks, device=confidence.device)
 
 
-def with_leaves(chain: Draft, ranked: Tensor, real: Tensor, most: int = MOST_LEAVES, least: float = 0.0) -> Draft:
+def with_leaves(chain: Draft, ranked: Tensor, real: Tensor, most: int = MOST_LEAVES) -> Draft:
     """A chain and its runners-up. The chain's nodes come first, so that node j of the chain is place j; then come at most
-    `most` leaves, the likeliest ones. On the CPU, where it costs nothing to know how many have a chance of at least `least`,
-    the tree is no wider than that.
+    `most` leaves, the likeliest ones. On the CPU, where it costs nothing to know how many there are, the tree is no wider than
+    that.
 
     ranked: [B, n, k] int64, the tokens of every place, best first, which is the chain's. real: [B, n, k] bool, those that can
     be drawn at all. Without confidences every place offers RANKS.
@@ -49,7 +49,7 @@ def with_leaves(chain: Draft, ranked: Tensor, real: Tensor, most: int = MOST_LEA
     tokens, valid = ranked[..., 1:].flatten(1), wanted.flatten(1)  # [B, n (k - 1)]
     most = min(most, valid.shape[1])
     if host.readable(valid):
-        most = min(most, int((valid & (chance >= least).flatten(1)).sum(1).max()))
+        most = min(most, int(valid.sum(1).max()))
     order = torch.where(wanted, chance, -1.0).flatten(1).argsort(dim=1, descending=True, stable=True)[:, :most]
     return Draft(
         torch.cat([chain.tokens, tokens.gather(1, order)], 1),
