@@ -66,14 +66,18 @@ def decide(state: State, matches: Sequence[int] = ()) -> Plan:
 
 
 def _current(state: State) -> str | None:
-    """The drafter that drafts, where nothing else does; None for none. It changes where another one is faster by a margin."""
+    """The drafter that drafts, where nothing else does; None for none. It changes where another one is faster by a margin, and
+    goes where it is slower than plain decoding by one, or unsure and not faster by one."""
     rates, margin = state.rates(), 1 + state.rules.margin
     best = max(rates, key=lambda name: rates[name], default=None)
     current = state.current if state.current in rates else None
     best_rate = max(rates[best], 1.0) if best is not None else 1.0
     if best_rate > (rates[current] if current is not None else 1.0) * margin:
         return best
-    return None if current is not None and rates[current] * margin < 1.0 else current
+    if current is None:
+        return None
+    unsure = current in state.drafters and state.drafters[current].unsure
+    return None if rates[current] * (1 / margin if unsure else margin) < 1.0 else current
 
 
 def _without_choice(state: State, current: str | None, worth: float, matches: Sequence[int]) -> Plan | None:

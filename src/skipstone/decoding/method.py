@@ -93,7 +93,7 @@ class DraftingMethod(Method):
     """Base of the methods that draft and can leave that alone. They draft at every step, as their papers say; `auto` decides
     where that pays, among several of them or, with `guard`, for one."""
 
-    guard: bool = setting(False, "never slower than plain decoding: `auto` with this method alone.")
+    guard: bool = setting(False, "never slower than plain decoding: `auto` with this method alone.", kw_only=True)
 
     @property
     def unguarded(self) -> Self:

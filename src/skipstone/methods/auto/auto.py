@@ -265,7 +265,8 @@ class AutoSession(Session):
         state, self._planned_as, self._matches = self.mind.state, None, []
         self.texts.forget_matches()
         if state is None or not any(limit):
-            self.plan = Plan(PLAIN, 1.0, None, "plain decoding is timed" if state is None else "no room for a draft")
+            why = "plain decoding is timed" if state is None else "no room for a draft"
+            self.plan = Plan(PLAIN, 1.0, None if state is None else state.current, why)
             return self._plain()
         self._matches = self.texts.look_up()
         self.plan = self._planned_as = plan = control.decide(state, self._matches)
