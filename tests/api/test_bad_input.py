@@ -84,7 +84,7 @@ TABLE: dict[str, Wrong] = {
         r'rejection_sample_method must be "standard" or "coupled", found \'magic\'',
         method=LayerSkip(2, rejection_sample_method="magic"),  # type: ignore[arg-type]
     ),
-    "unknown method": Wrong(r"unknown method 'swiftly'; there are autoregressive.*layerskip", method="swiftly"),
+    "unknown method": Wrong(r"unknown method 'swiftly'; there are auto, autoregressive.*layerskip", method="swiftly"),
     "method without a name": Wrong(r"the key 'method' is missing in method=.*; there are", method={"exit_layer": 2}),
     "method name of a strange type": Wrong(r"unknown method \['layerskip'\]", method={"method": ["layerskip"]}),
     "method of a strange type": Wrong(r"method must be a Method, a name or a mapping.*found 7", method=7),

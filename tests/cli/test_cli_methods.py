@@ -15,7 +15,7 @@ import typer.main
 
 import skipstone
 from skipstone.cli import app
-from skipstone.decoding.settings import setting
+from skipstone.decoding.settings import setting, settings_of
 from tests.helpers.commandline import PROMPT, assert_refused, document, run, succeed
 
 
@@ -58,6 +58,7 @@ def test_values_arrive_with_their_fields_types(folder: Path) -> None:
         "confidence_threshold": 0.5,
         "reuse_cache": False,
         "rejection_sample_method": "coupled",
+        "guard": False,
         "draft_vocabulary": None,
     }
 
@@ -163,7 +164,7 @@ def test_methods_lists_every_method_with_its_settings() -> None:
     assert list(listed) == list(skipstone.METHODS)
     for name, kind in skipstone.METHODS.items():
         shown = {setting["name"]: setting["default"] for setting in listed[name]["settings"]}
-        assert shown == json.loads(json.dumps({field.name: field.default for field in dataclasses.fields(kind)}))
+        assert shown == json.loads(json.dumps({name: one.default for name, one in settings_of(kind).items()}))
         assert listed[name]["lossless"] is kind().lossless
         assert all(setting["help"] and setting["type"] for setting in listed[name]["settings"]), "undocumented setting"
     assert listed["layerskip"]["paper"] == "Elhoushi et al., ACL 2024, arXiv 2404.16710"
@@ -176,7 +177,7 @@ def test_a_method_is_explained_setting_by_setting(name: str) -> None:
     kind, said = skipstone.METHODS[name], succeed("methods", name).stdout
     found = json.loads(succeed("methods", name, "--json").stdout)
     assert found in json.loads(succeed("methods", "--json").stdout)
-    assert [one["name"] for one in found["settings"]] == [field.name for field in dataclasses.fields(kind)]
+    assert [one["name"] for one in found["settings"]] == list(settings_of(kind))
     for one in found["settings"]:
         own = one["name"] in kind.by_model
         assert one["from"] == ("generation_config.skipstone" if own else f"skipstone.{kind.__name__}")

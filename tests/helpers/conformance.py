@@ -62,7 +62,7 @@ class Row:
     row already: one cell of the grid, all in the full product. learns: the drafter grows better, so that of a short text's
     drafts all may be right. second: makes the draft model for a family's, where a method wants one. rare: it drafts what stood
     there before, which random models hardly ever say again: where they do, tests/methods/test_lookups.py asks for drafts that
-    were accepted, family by family.
+    were accepted, family by family. decides: whether it drafts is decided by the clock: tests/methods/auto has it draft.
     """
 
     make: Callable[[int, Any], Method]
@@ -73,6 +73,7 @@ class Row:
     learns: bool = False
     second: Callable[[str], PreTrainedModel] = truncated
     rare: bool = False
+    decides: bool = False
 
     def method(self, family: str, drafts: int, rule: str) -> Method:
         """The method for a family's model, with its draft model where it wants one."""
@@ -85,7 +86,7 @@ SWIFT = functools.partial(Swift, skip_ratio=0.5, context_window=6)
 """It always drafts, and judges layer sets from the seventh token on."""
 
 ROWS: dict[str, Row] = {
-    "auto": Row(lambda d, rule: Auto(own=(LayerSkip(EXIT),)), same_text=("standard",), rare=True),
+    "auto": Row(lambda d, rule: Auto(own=(LayerSkip(EXIT),)), same_text=("standard",), decides=True),
     "autoregressive": Row(lambda d, rule: Autoregressive(), speculative=False, same_text=("standard",)),
     "early_exit": Row(lambda d, rule: EarlyExit(exit_layer=EXIT), speculative=False, same_text=(), oracle=truncated),
     "layerskip": Row(lambda d, rule: LayerSkip(exit_layer=EXIT, num_speculative_tokens=d, rejection_sample_method=rule)),
@@ -145,6 +146,8 @@ def is_telling(row: Row, output: Output) -> bool:
     """Whether drafts were accepted and rejected, as far as a row's method can be asked for that."""
     stats = output.stats
     assert stats is not None
+    if row.decides:
+        return True
     if not row.speculative:
         return stats.drafted == 0
     few = row.learns and stats.drafted < 20

@@ -45,6 +45,7 @@ METHODS = [
     "jacobi block=5",
     "speculative num_speculative_tokens=4",
     "adasd max_window=4",
+    "auto",
 ]
 DRAFTED = ("speculative", "adasd")  # by another model, which has graphs of its own
 SAMPLING: list[dict[str, Any]] = [{"do_sample": False}, {"do_sample": True, "temperature": 0.8, "top_p": 0.9, "seed": 3}]

@@ -33,10 +33,9 @@ def inspect(
 ) -> None:
     """The logit lens: each layer's best token, agreement, similarity and time, and what drafting with its first layers would
     bring on this machine."""
-    if replay is not None and out is not None and out.suffix not in (".png", ".svg"):
-        raise ValueError(f"--out is a .png or .svg file with --replay, found {out}")
-    if replay is None and out is not None and out.suffix not in (".png", ".html"):
-        raise ValueError(f"--out is a .png file or a .html page, found {out}")
+    suffixes = (".png", ".html") if replay is None else (".png", ".svg")
+    if out is not None and out.suffix not in suffixes:
+        raise ValueError(f"--out is a .png file or a {suffixes[1]} {'page' if replay is None else 'one'}, found {out}")
     options.check_folder_of(out)
     if replay is not None:
         return show_decisions(replay, as_json, out)
