@@ -107,7 +107,7 @@ def early(settings: dict[str, dict[str, Any]]) -> list[dict[str, Any]]:
     for line in (line for line in found if "rows" in line):
         layerskip = line["rows"].pop("layerskip")
         for label, one in settings.items():
-            known = {"threshold": one.get("threshold", 0.75), "exits": EXITS}
+            known = {"exits": EXITS}
             line["rows"][label] = {**layerskip, "known": known, "grown": {"exits": EXITS}}
     return found
 

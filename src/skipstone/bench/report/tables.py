@@ -11,6 +11,7 @@ from typing import Any
 from skipstone.bench.plan import BASELINE, THEIRS
 from skipstone.bench.prompts import added
 from skipstone.bench.report.groups import EARLY_EXIT, PARTS, VANILLA, Group
+from skipstone.methods.adadecode.adadecode import AdaDecode
 from skipstone.methods.shared.layer_sets import measured_speedup
 from skipstone.timing.statistics import LOOPING, NGRAM
 
@@ -301,8 +302,8 @@ def rates(group: Group, label: str) -> tuple[float | None, float | None]:
 
 
 def by_exit_head(group: Group) -> Table:
-    """A row for every AdaDecode: its threshold at the end, its predictions, those of every exit, and the consistency ratio:
-    texts that are those of plain decoding."""
+    """A row for every AdaDecode: its threshold, its predictions, those of every exit, and the consistency ratio: texts that are
+    those of plain decoding."""
     rows = []
     for label in group.labels:
         if not (found := tallies(group, label)):
@@ -318,7 +319,7 @@ def by_exit_head(group: Group) -> Table:
         rows.append(
             {
                 "method": group.shown_as(label),
-                "threshold": number(group.rows(label)[-1]["known"]["threshold"]),
+                "threshold": number(group.settings(label).get("threshold", AdaDecode.threshold)),
                 "tokens predicted early": percent(early),
                 "rejected": percent(wrong),
                 "of the tests at each exit (rejected)": ", ".join(exits),
