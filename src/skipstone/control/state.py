@@ -204,7 +204,8 @@ class State:
 class Plan:
     """What a step does, and why. kind: PLAIN, PROBE, LOOKUP, RECYCLE or the name of a drafter. price: tokens that a plain step
     is worth. current: the drafter that the step was weighed against. thresholds: of a drafter. drafts: of a lookup, one number
-    a row. tree: of recycled tokens. trial: the drafter drafts to have its draft step timed, and the account of shadows pays."""
+    a row. tree: of recycled tokens. trial: the drafter drafts to have its draft step timed, and the account of shadows pays.
+    steps: that it stands for, as long as no match is found."""
 
     kind: str
     price: float
@@ -214,6 +215,7 @@ class Plan:
     drafts: tuple[int, ...] = ()
     tree: RankTree | None = None
     trial: bool = False
+    steps: int = 1
 
 
 @dataclass(frozen=True, slots=True)
@@ -232,7 +234,8 @@ class Done:
     of it. confidences: of a drafter's tokens that were judged, each with whether it was accepted. verified: drafts that were
     scored. draft_step, scoring: seconds of one draft step, and of the step without its draft steps; None where they were not
     measured. matches: of every row that had one. ranks: of every committed token of one row, its place among those that were
-    kept for the one before it, beyond all for one that was not. shadow_seconds: spent on shadows before the step."""
+    kept for the one before it, beyond all for one that was not. shadow_seconds: spent on shadows before the step. steps: plain
+    ones of one plan, all of which this is the sum of."""
 
     tokens: float
     seconds: float
@@ -243,3 +246,16 @@ class Done:
     matches: Sequence[Judged] = ()
     ranks: Sequence[int] = ()
     shadow_seconds: float = 0.0
+    steps: int = 1
+
+    def __add__(self, later: "Done") -> "Done":
+        """Two plain steps of one plan."""
+        return replace(
+            self,
+            tokens=self.tokens + later.tokens,
+            seconds=self.seconds + later.seconds,
+            matches=(*self.matches, *later.matches),
+            ranks=(*self.ranks, *later.ranks),
+            shadow_seconds=self.shadow_seconds + later.shadow_seconds,
+            steps=self.steps + later.steps,
+        )

@@ -8,6 +8,7 @@ import json
 import shlex
 import warnings
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 from skipstone.decoding.method import OWN_FIELD, DraftingMethod, Method
@@ -63,6 +64,8 @@ def resolve(method: MethodLike, defaults: str | Mapping[str, Any] | None = None)
 
 def _made(method: MethodLike, defaults: str | Mapping[str, Any] | None) -> Method:
     """As in `resolve`, a guard left to be looked at."""
+    if isinstance(method, Auto) and defaults and method.candidates is None and method.own is None:
+        return replace(method, own=_several([defaults]))
     if isinstance(method, Method):
         return method.completed(defaults)
     own, settings = _read(defaults, f"generation_config.{OWN_FIELD}") if defaults else (None, {})

@@ -28,7 +28,7 @@ from skipstone.decoding.sampling import Scores, Warping, warp
 from skipstone.decoding.session import Session
 from skipstone.decoding.settings import setting
 from skipstone.methods.auto.candidates import drafters_of, identities, refuse, usual
-from skipstone.methods.auto.drafters import ModelDrafter, OwnRule
+from skipstone.methods.auto.drafters import LayersDrafter, ModelDrafter, OwnRule
 from skipstone.methods.auto.memory import recalled
 from skipstone.methods.prompt_lookup import Index, PromptLookup
 from skipstone.methods.recycle import DEPTH, Kept, Recycle, RecycleSession
@@ -44,6 +44,8 @@ RECENT_PLAIN = 64
 """Plain steps whose times are kept for the interval that is told."""
 MOST_LOOKED_UP = 24
 """Tokens of the continuation of a match."""
+AWAKE, ASLEEP = 128, 384
+"""Tokens for which texts are looked up and continuations kept although neither pays, and for which they are not, in turn."""
 
 
 @dataclass(frozen=True)
@@ -158,7 +160,10 @@ class AutoSession(Session):
             one.join(self.batch)
         self.plan = Plan(PLAIN, 1.0, None, "")  # of the step that is going on
         self._planned_as: Plan | None = None  # what was decided, before it turned out that there is nothing to draft
-        self._matches: list[int] = []
+        self._matches: list[int] = []  # that the plan was decided with
+        self._left = 0  # steps that the plan stands for beside this one
+        self._sum: Done | None = None  # of the steps that it stood for
+        self._awake, self._awake_until = True, AWAKE
         self._identities = identities(wanted, self.drafters)
         self.ledger = Ledger(slack=method.slack)
         if not mind.states and method.remembers and (found := recalled(model, self._first_state(0.0), self._identities)):
@@ -202,6 +207,9 @@ class AutoSession(Session):
     def begin(self, row: int, request: Request) -> None:
         for one in self._members:
             one.begin(row, request)
+        self._settle()
+        if self.mind.state is not None:
+            self._awake_until = self.mind.state.position + AWAKE
         others = (place for place in range(self.rows) if place != row)
         if self.mind.states and all(self.batch.is_free(place) for place in others):
             self.mind.states = {live: control.begin(state) for live, state in self.mind.states.items()}
@@ -209,11 +217,14 @@ class AutoSession(Session):
                 self.log.begin()
 
     def end(self, row: int) -> None:
+        self._settle()
         for one in self._members:
             one.end(row)
 
     def optimise(self) -> None:
         """A shadow, where one is due: what a drafter would have said of the latest tokens of a row."""
+        if self._left:
+            return
         self.mind.resize(sum(self.alive))
         state, rules = self.mind.state, self.rules
         if state is None or self.sampler.processed:
@@ -262,18 +273,35 @@ class AutoSession(Session):
 
     def draft(self, limit: list[int]) -> Draft:
         """As planned."""
-        state, self._planned_as, self._matches = self.mind.state, None, []
         self.texts.forget_matches()
+        self._wake()
+        matches = self.texts.look_up() if self._awake and self.mind.state is not None and any(limit) else []
+        if self._left and not any(matches) and any(limit):
+            self._left -= 1
+            return self._plain()
+        self._settle()
+        state, self._planned_as, self._matches = self.mind.state, None, matches
         if state is None or not any(limit):
             why = "plain decoding is timed" if state is None else "no room for a draft"
             self.plan = Plan(PLAIN, 1.0, None if state is None else state.current, why)
             return self._plain()
-        self._matches = self.texts.look_up()
-        self.plan = self._planned_as = plan = control.decide(state, self._matches)
+        self.plan = self._planned_as = plan = control.decide(state, matches)
+        self._left = plan.steps - 1
         draft = self._planned(plan, limit, state)
         if not draft.width and plan.kind != PROBE:
             self.plan = replace(plan, kind=PLAIN)
         return draft
+
+    def _wake(self) -> None:
+        """Whether texts are looked up and continuations kept in this step. The host's time for it is a part of the shortest steps,
+        so that it rests where it has not paid for long."""
+        state = self.mind.state
+        if state is None or (self.recycle is None and not self.texts.looks_up):
+            return
+        if self.plan.kind == LOOKUP or state.current == RECYCLE or state.position >= self._awake_until + ASLEEP:
+            self._awake_until = state.position + AWAKE
+        self._awake = state.position < self._awake_until
+        self.reads_logits = self.recycle is not None and self._awake
 
     def _plain(self) -> Draft:
         return Draft.empty(self.rows, self.root.device, self.frontier([0] * self.rows))
@@ -302,7 +330,7 @@ class AutoSession(Session):
         if isinstance(drafter := self.drafters.get(self.plan.kind), OwnRule):
             return drafter.verify(draft, scores)
         verdict = super().verify(draft, scores)
-        if self.recycle is not None:
+        if self.recycle is not None and self._awake:
             verdict.notes = self.recycle.note(scores)
         return verdict
 
@@ -310,12 +338,13 @@ class AutoSession(Session):
         """Tell all what was committed, and note what the draft came to."""
         self._judged, self._ranks = [], []
         if draft is not None:
-            self.texts.judge(verdicts)
+            if self._awake:
+                self.texts.judge(verdicts)
             if draft.confidence is not None and draft.width:
                 for confidences, verdict in zip(draft.confidence.tolist(), verdicts, strict=True):
                     judged = min(len(verdict.path) + (not verdict.finished), verdict.drafted)
                     self._judged += [(confidences[place], place < len(verdict.path)) for place in range(judged)]
-        if self.recycle is not None:
+        if self.recycle is not None and self._awake:
             row = next((row for row, verdict in enumerate(verdicts) if verdict.tokens), None)
             if row is not None:
                 self._ranks = ranks(self.mind.kept, self.texts.text[row][-1], verdicts[row].tokens)
@@ -323,7 +352,8 @@ class AutoSession(Session):
         silent = [replace(verdict, notes=[]) for verdict in verdicts] if isinstance(chosen, OwnRule) else verdicts
         for one in self._members:
             of_its_own = draft if one is chosen and draft is not None and draft.width else None
-            one.learn(of_its_own, verdicts if one is chosen else silent)
+            if one is chosen or not isinstance(one, LayersDrafter):  # layers know of no text
+                one.learn(of_its_own, verdicts if one is chosen else silent)
 
     def clocked(self, step: Step) -> None:
         """Times, to what they teach."""
@@ -356,9 +386,18 @@ class AutoSession(Session):
             shadow_seconds=self.shadow_seconds,
         )
         self.shadow_seconds = 0.0
+        self._sum = done if self._sum is None else self._sum + done
+        if not self._left:
+            self._settle()
+
+    def _settle(self) -> None:
+        """The plan stands no longer, and what it came to is taken over."""
+        done, self._sum, self._left = self._sum, None, 0
+        if done is None or self.mind.state is None:
+            return
         if self.log is not None:
-            self.log.step(mind.live, self._matches, self._planned_as, plan, done)
-        mind.state = control.observe(mind.state, plan, done)
+            self.log.step(self.mind.live, self._matches, self._planned_as, self.plan, done)
+        self.mind.state = control.observe(self.mind.state, self.plan, done)
 
     def _first_state(self, seconds: float) -> State:
         costs = Costs(
@@ -400,12 +439,14 @@ class Texts(LookupSession):
 
     def forget_matches(self) -> None:
         """Nothing was looked up for the step that begins."""
-        self._found = [(0, [])] * self.rows
+        self._found, self.judged = [(0, [])] * self.rows, []
 
     def look_up(self) -> list[int]:
         """Tokens of the match of every row that decodes; [] where nothing is looked up."""
         if not self.looks_up:
             return []
+        for index, text in zip(self.index, self.text, strict=True):
+            index.extend(text[len(index.text) :])  # what was committed since it was asked last
         self._found = [self._match(row) if alive else (0, []) for row, alive in enumerate(self.alive)]
         return [match for (match, _), alive in zip(self._found, self.alive, strict=True) if alive]
 
@@ -431,9 +472,3 @@ class Texts(LookupSession):
                 while right < min(len(found), len(verdict.tokens)) and found[right] == verdict.tokens[right]:
                     right += 1
                 self.judged.append(Judged(match, right, min(len(found), len(verdict.tokens))))
-
-    def learn(self, draft: Draft | None, verdicts: list[RowVerdict]) -> None:
-        super().learn(draft, verdicts)
-        if self.looks_up:
-            for row, verdict in enumerate(verdicts):
-                self.index[row].extend(verdict.tokens)
