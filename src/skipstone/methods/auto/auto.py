@@ -70,7 +70,7 @@ class Auto(Method):
 
     def check(self, model: LayeredModel) -> None:
         super().check(model)
-        for one in self.methods(model):
+        for one in (*(self.candidates or ()), *(self.own or ())):  # the usual ones fit by themselves
             refuse(one)
             one.check(model)
 
@@ -164,10 +164,10 @@ class AutoSession(Session):
         self._left = 0  # steps that the plan stands for beside this one
         self._sum: Done | None = None  # of the steps that it stood for
         self._awake, self._awake_until = True, AWAKE
-        self._identities = identities(wanted, self.drafters)
         self.ledger = Ledger(slack=method.slack)
-        if not mind.states and method.remembers and (found := recalled(model, self._first_state(0.0), self._identities)):
-            mind.states[1] = found
+        if not mind.states and method.remembers:
+            if found := recalled(model, self._first_state(0.0), identities(wanted, drafters)):
+                mind.states[1] = found
         if method.log is not None and mind.log is None and model.ranks.writes:
             mind.log = Log.at(Path(method.log))
             for live, state in mind.states.items():

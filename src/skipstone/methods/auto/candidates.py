@@ -40,7 +40,8 @@ def _draft_model(method: Speculative, model: LayeredModel, rows: int, capacity: 
 
 
 def _heads(method: AdaDecode, model: LayeredModel, rows: int, capacity: int) -> Made:
-    heads, shortlist = method.heads_for(model), method.shortlist(model)
+    heads = method.heads_for(model)
+    shortlist = heads.shortlist if method.draft_vocabulary is None else method.shortlist(model)
     found = {}
     for number, layer in enumerate(heads.card.layers):
         if not method.exit_layers or layer in method.exit_layers:
