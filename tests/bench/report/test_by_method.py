@@ -106,9 +106,8 @@ def early(settings: dict[str, dict[str, Any]]) -> list[dict[str, Any]]:
     found = [line for line in found if line["kind"] != "tuned"]
     for line in (line for line in found if "rows" in line):
         layerskip = line["rows"].pop("layerskip")
-        for label, one in settings.items():
-            known = {"exits": EXITS}
-            line["rows"][label] = {**layerskip, "known": known, "grown": {"exits": EXITS}}
+        for label in settings:
+            line["rows"][label] = {**layerskip, "known": {"exits": EXITS}, "grown": {"exits": EXITS}}
     return found
 
 

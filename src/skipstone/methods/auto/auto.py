@@ -165,9 +165,9 @@ class AutoSession(Session):
         self._sum: Done | None = None  # of the steps that it stood for
         self._awake, self._awake_until = True, AWAKE
         self.ledger = Ledger(slack=method.slack)
-        if not mind.states and method.remembers:
-            if found := recalled(model, self._first_state(0.0), identities(wanted, drafters)):
-                mind.states[1] = found
+        fresh = not mind.states and method.remembers
+        if fresh and (found := recalled(model, self._first_state(0.0), identities(wanted, drafters))):
+            mind.states[1] = found
         if method.log is not None and mind.log is None and model.ranks.writes:
             mind.log = Log.at(Path(method.log))
             for live, state in mind.states.items():
@@ -293,8 +293,8 @@ class AutoSession(Session):
         return draft
 
     def _wake(self) -> None:
-        """Whether texts are looked up and continuations kept in this step. The host's time for it is a part of the shortest steps,
-        so that it rests where it has not paid for long."""
+        """Whether texts are looked up and continuations kept in this step. The host's time for it is a part of the shortest
+        steps, so that it rests where it has not paid for long."""
         state = self.mind.state
         if state is None or (self.recycle is None and not self.texts.looks_up):
             return
