@@ -13,9 +13,9 @@ from skipstone.lens import decisions
 pytest.importorskip("matplotlib")
 
 
-def decided(position: int, kind: str, tokens: float, seconds: float, shadow: float = 0.0) -> Decided:
+def decided(position: int, kind: str, tokens: float, seconds: float, shadow: float = 0.0, steps: int = 1) -> Decided:
     plan = Plan(kind, 1.0, None, "")
-    return Decided(position, plan, plan, Done(tokens, seconds, shadow_seconds=shadow))
+    return Decided(position, plan, plan, Done(tokens, seconds, shadow_seconds=shadow, steps=steps))
 
 
 STEPS = [
@@ -23,12 +23,13 @@ STEPS = [
     decided(1, "lookup", 5, 0.020),
     decided(6, "plain", 1, 0.012, shadow=0.005),
     decided(7, "probe", 1, 0.010),
+    decided(8, "plain", 4, 0.040, steps=4),
 ]
 
 
 def test_what_was_won_is_tokens_less_time_in_plain_steps() -> None:
-    """A plain step takes 10 ms: 0, then 5 - 2 more, then 1 - 1.7 more, then nothing."""
-    assert decisions.won(STEPS) == pytest.approx([0.0, 3.0, 2.3, 2.3])
+    """A plain step takes 10 ms: 0, then 5 - 2 more, then 1 - 1.7 more, then nothing, four steps at once among it."""
+    assert decisions.won(STEPS) == pytest.approx([0.0, 3.0, 2.3, 2.3, 2.3])
 
 
 def test_a_log_without_a_plain_step_has_no_measure() -> None:
@@ -39,10 +40,10 @@ def test_a_log_without_a_plain_step_has_no_measure() -> None:
 def test_every_drafter_has_a_line_with_its_steps() -> None:
     lines, gain = decisions.figure(STEPS).axes
     assert [label.get_text() for label in lines.get_yticklabels()] == ["plain", "lookup", "probe"]
-    assert [len(one.get_paths()) for one in lines.collections] == [2, 1, 1]
+    assert [len(one.get_paths()) for one in lines.collections] == [3, 1, 1]
     ((low, high),) = [one.get_paths()[0].get_extents().intervalx for one in lines.collections[1:2]]
     assert (low, high) == (1, 6)
-    assert gain.lines[0].get_ydata().tolist() == pytest.approx([0.0, 3.0, 2.3, 2.3])
+    assert gain.lines[0].get_ydata().tolist() == pytest.approx([0.0, 3.0, 2.3, 2.3, 2.3])
 
 
 @pytest.mark.parametrize("suffix", ["png", "svg"])
