@@ -54,7 +54,7 @@ def expected(logits: Tensor, row: Sampling, noise: Noise, position: Tensor) -> i
     return int(noise.race(p, position, TARGET).argmax())
 
 
-@pytest.mark.parametrize("vocabulary", [102, 700, 5000])
+@pytest.mark.parametrize("vocabulary", [102, pytest.param(700, marks=pytest.mark.slow), 5000])
 def test_draws_are_those_of_transformers_warpers(vocabulary: int) -> None:
     dice = torch.Generator().manual_seed(vocabulary)
     several: list[int] = []

@@ -153,7 +153,9 @@ def assert_same(found: list[dict[str, Any]], alone: dict[str, Any]) -> None:
     assert first.keys() == alone.keys()
     for name, text in alone.items():
         assert first[name] == second[name], name
-        assert first[name] == text, name
+        assert first[name]["tokens"] == text["tokens"], name
+        decides = ROWS[name.rsplit(", ", 1)[0]].decides  # by the clock, which is another one alone
+        assert decides or first[name] == text, name
 
 
 def test_two_processes_write_with_every_method_what_one_writes(two: Any) -> None:
