@@ -34,6 +34,8 @@ TRIED = 2
 """Drafts of a step that is taken to time a draft step."""
 AT_ONCE = 16
 """Plain steps that are decided on at once where nothing pays: a decision takes a tenth of the shortest steps there are."""
+AT_ONCE_WITH_MEANS = 4
+"""The same where a shadow could be paid, which is asked for between decisions."""
 LEAST_TRIAL = 0.2
 """Plain steps that a trial of a drafter with its own rule may lose at least, by what is thought before it."""
 PROMISING = 0.3
@@ -57,7 +59,8 @@ def decide(state: State, matches: Sequence[int] = ()) -> Plan:
         drafts, tokens = found
         return Plan(LOOKUP, worth, current, f"a match of {max(matches)}: {tokens:.1f} tokens expected", drafts=tuple(drafts))
     if current is None:
-        return Plan(PLAIN, worth, None, "nothing is faster than plain decoding", steps=AT_ONCE)
+        steps = AT_ONCE if state.shadow_account < _cheapest(state) else AT_ONCE_WITH_MEANS
+        return Plan(PLAIN, worth, None, "nothing is faster than plain decoding", steps=steps)
     if unsure:
         return Plan(PLAIN, worth, current, f"{current} is right too seldom here to be worth a draft")
     reason = f"{current}: {worth:.2f} x plain decoding"
@@ -278,8 +281,8 @@ def due(state: State, lag: Mapping[str, int] = MappingProxyType({})) -> str | No
     shadows = state.costs.shadows
     if not shadows or state.position < state.rules.listening:
         return None
-    if state.shadow_account < min(MOST_SAVED, *(cost.value for cost in shadows.values())):
-        return None  # not even the cheapest can be paid
+    if state.shadow_account < _cheapest(state):
+        return None
     rates = state.rates()
     best, chosen, worth = max([1.0, *rates.values()]), None, -1.0
     for name, drafter in state.drafters.items():
@@ -299,6 +302,11 @@ def due(state: State, lag: Mapping[str, int] = MappingProxyType({})) -> str | No
         return None
     needed = shadows[chosen].value * _windows(state, lag.get(chosen, 0))
     return chosen if state.shadow_account >= min(needed, MOST_SAVED) else None
+
+
+def _cheapest(state: State) -> float:
+    """What has to be saved before any shadow can be paid."""
+    return min([MOST_SAVED, *(cost.value for cost in state.costs.shadows.values())])
 
 
 def _windows(state: State, tokens: int) -> float:
