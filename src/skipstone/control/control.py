@@ -33,7 +33,7 @@ LOOKUPS_KEPT = 0.97
 TRIED = 2
 """Drafts of a step that is taken to time a draft step."""
 AT_ONCE = 16
-"""Plain steps that are decided on at once where nothing pays: a decision takes a tenth of the shortest steps there are."""
+"""Plain steps that are decided on at once where nothing pays: beside the shortest steps there are a decision takes long."""
 AT_ONCE_WITH_MEANS = 4
 """The same where a shadow could be paid, which is asked for between decisions."""
 LEAST_TRIAL = 0.2
