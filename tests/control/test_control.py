@@ -68,10 +68,6 @@ class Raw(Logistic):
     def predict(self, confidence: float) -> float:
         return confidence
 
-    def observe(self, confidence: float, accepted: float) -> Raw:
-        learnt = Logistic.observe(self, confidence, accepted)
-        return replace(self, mean=learnt.mean, weight=learnt.weight)
-
 
 @dataclass(frozen=True, slots=True)
 class Mean(Raw):

@@ -95,8 +95,17 @@ def test_no_times_make_drafting_free_or_less(times: list[tuple[int, float]]) -> 
 def test_what_a_step_takes_is_known_by_drafter() -> None:
     costs = Costs(Cost(0.01), drafts={"a": Drafting(0.2, 0.0, 1), "b": Drafting(0.3)}, wholes={"c": Cost(2.0)})
     assert costs.drafted("a", 2, 0.5).drafts["a"](2) > 0.4
-    assert costs.drafted("a", 2, 0.5).drafts["b"] == Drafting(0.3)
+    assert costs.drafted("a", 2, 0.5).drafts["b"].measurements == 0
     assert costs.stepped("c", 1.5).wholes["c"] == Cost(1.5, 1), "a guess gives way to the first measurement"
+
+
+def test_what_is_but_guessed_was_guessed_as_wrongly_as_what_was_measured() -> None:
+    costs = Costs(Cost(0.01), drafts={"a": Drafting(0.2), "b": Drafting(0.4), "c": Drafting(0.7, 0.0, 3)})
+    for drafts in (1, 6, 3, 8) * 5:
+        costs = costs.drafted("a", drafts, 0.5 + 0.05 * drafts)
+    assert costs.drafts["b"].step == pytest.approx(0.1, abs=0.02)
+    assert costs.drafts["b"].setup == costs.drafts["a"].setup == pytest.approx(0.5, abs=0.06)
+    assert costs.drafts["c"] == Drafting(0.7, 0.0, 3)
 
 
 def test_every_drafter_has_scoring_costs_of_its_own() -> None:

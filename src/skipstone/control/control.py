@@ -22,7 +22,7 @@ LEAST_SAVED = -2.0
 """Plain steps that shadows and trials may owe at most: what one of them took more than was thought."""
 LEAST_PLAIN = 3
 """Plain steps that are timed before anything is drafted."""
-SPIKE = 4.0
+SPIKE = 2.0
 """Times its expected time that a step may count as at most: more was the doing of something else."""
 RETIMED_AFTER = 1000
 """Tokens after which a cost is measured again, where nothing else did: what is thought too dear is not done otherwise."""
@@ -243,9 +243,7 @@ def _expected(state: State, plan: Plan, done: Done) -> float:
 
 def _drafted(drafter: Drafter, position: int, done: Done, time: float, rules: Rules, surprised: bool) -> Drafter:
     """A drafter after a step of its own. surprised: its time was a surprise, and it is timed once more: two are believed."""
-    calibration, now = drafter.calibration, position + round(done.tokens)
-    for confidence, accepted in done.confidences:
-        calibration = calibration.observe(confidence, float(accepted))
+    calibration, now = drafter.calibration.observe_all(done.confidences), position + round(done.tokens)
     rate, timed = drafter.rate.add(position, done.tokens, time, rules), drafter.timed if surprised else now
     return replace(drafter, rate=rate, calibration=calibration, seen=now, timed=timed)
 
@@ -342,9 +340,7 @@ def shadow(
     if not right:
         seen = {**state.drafters, name: replace(state.drafters[name], seen=state.position)}
         return replace(state, drafters=seen, shadow_account=max(state.shadow_account - paid, LEAST_SAVED))
-    calibration = state.drafters[name].calibration
-    for confidence, one in zip(confidences, right, strict=True):
-        calibration = calibration.observe(confidence, float(one))
+    calibration = state.drafters[name].calibration.observe_all(zip(confidences, right, strict=True))
     state = replace(state, drafters={**state.drafters, name: replace(state.drafters[name], calibration=calibration)})
     worth = max(1.0, state.rate(name))
     own, costs = _priced(state, name, worth), state.costs

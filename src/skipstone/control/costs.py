@@ -6,6 +6,7 @@ where a machine has measured one, is where belief begins."""
 from bisect import bisect_left
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
+from itertools import accumulate
 
 GAIN = 0.1
 """Share of a difference that a measurement moves a belief by."""
@@ -117,26 +118,27 @@ class Scoring:
     @classmethod
     def of(cls, values: Mapping[int, float]) -> "Scoring":
         """From measured values by n."""
-        return cls({n: Cost(value, 1) for n, value in values.items() if n > 1})._drawn()
+        known = {n: Cost(value, 1) for n, value in values.items() if n > 1}
+        return cls(known, (1, *sorted(known)))._drawn()
 
     def observe(self, tokens: int, measured: float) -> "Scoring":
         """A pass over so many tokens took so long."""
         if tokens <= 1:
             return self
-        before = self.known.get(tokens, Cost(self(tokens), 1))  # what the line says: one measurement alone may be an outlier
-        cost = before.observe(measured)
-        return Scoring({**self.known, tokens: cost})._drawn()
+        before = self.known.get(tokens)
+        if before is not None:
+            return Scoring({**self.known, tokens: before.observe(measured)}, self.places)._drawn()
+        line = Cost(self(tokens), 1)  # what the line says counts as one: one measurement alone may be an outlier
+        places = tuple(sorted((*self.places, tokens)))
+        return Scoring({**self.known, tokens: line.observe(measured)}, places)._drawn()
 
     def surprises(self, tokens: int) -> bool:
         """Whether the latest measurement of so many tokens was a surprise."""
         return tokens in self.known and self.known[tokens].surprises > 0
 
     def _drawn(self) -> "Scoring":
-        places = (1, *sorted(self.known))
-        values: list[float] = []
-        for place in places[1:]:
-            values.append(max([*values[-1:], self.known[place].value]))
-        return replace(self, places=places, values=(1.0, *values))
+        values = accumulate((self.known[place].value for place in self.places[1:]), max)
+        return Scoring(self.known, self.places, (1.0, *values))
 
     def __call__(self, tokens: float) -> float:
         places, values = self.places, self.values
@@ -176,8 +178,14 @@ class Costs:
         return Costs(plain, self.scoring, self.scorings, self.fixed, self.drafts, self.wholes, self.shadows, self.lookup)
 
     def drafted(self, drafter: str, drafts: int, measured: float) -> "Costs":
-        """So many drafts of a drafter took so long."""
-        return replace(self, drafts={**self.drafts, drafter: self.drafts[drafter].observe(drafts, measured)})
+        """So many drafts of a drafter took so long. What others take, as long as it is but guessed, was guessed as wrongly."""
+        before = self.drafts[drafter]
+        now = before.observe(drafts, measured)
+        factor = now.step / before.step
+        guessed = {
+            name: Drafting(one.step * factor, now.setup) for name, one in self.drafts.items() if not one.measurements
+        }
+        return replace(self, drafts={**self.drafts, **guessed, drafter: now})
 
     def stepped(self, drafter: str, measured: float) -> "Costs":
         """A whole step of a drafter with its own rule took so long."""

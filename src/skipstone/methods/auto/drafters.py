@@ -26,6 +26,8 @@ from skipstone.models.passes import Pass, SkipSet
 
 MOST_DRAFTS = 25
 """Of a step."""
+FEWER_BITS = 0.35
+"""A draft step in four bits beside one as the weights are stored, before one was measured."""
 
 
 class Drafter(Protocol):
@@ -135,7 +137,7 @@ class LayersDrafter(ChainSession):
         if head is not None and self.at_once:
             self.transform = head[0].transform(head[1])
         left = layers if skip is None else model.depth - (len(skip.attention) + len(skip.mlp)) / 2
-        self.guess = left / model.depth * (0.6 if drafter is not None else 1.0)
+        self.guess = left / model.depth * (FEWER_BITS if drafter is not None else 1.0)
 
     def until(self, survival: Survival) -> None:
         self.stop.begin(survival, sum(self.alive))
