@@ -15,10 +15,10 @@ from skipstone import LayerSkip, Method, Request, SelfSpeculative
 from skipstone.control import control
 from skipstone.control.state import PLAIN, Plan, State
 from skipstone.decoding.draft import Draft
+from skipstone.methods.auto import auto
 from skipstone.models.engines.engine import ChainStart
 from skipstone.models.engines.native import library
 from skipstone.models.engines.native.engine import NativeEngine
-from skipstone.methods.auto import auto
 from skipstone.models.facts import Facts
 from skipstone.models.kvstore import KVStore
 from skipstone.models.layered import LayeredModel
@@ -195,7 +195,7 @@ def test_rows_of_their_own_ends() -> None:
 
 @pytest.mark.parametrize("together", [False, True])
 def test_rows_stop_by_survival_in_one_call_as_token_by_token(together: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Each row by itself, and all rows at one price. Plans are made up from the position, as measured times would not repeat."""
+    """Each row by itself, and all rows at one price. Plans are made up from the position: measured times would not repeat."""
 
     def decide(state: State, matches: Sequence[int] = ()) -> Plan:
         if state.position < 2:

@@ -118,7 +118,11 @@ def _untimed(state: State) -> str | None:
         if drafter.own_rule:
             continue
         cost, calibration = state.costs.drafts[name], drafter.calibration
-        old = not cost.measurements or (cost.measurements == 1 and cost.surprises) or (name != state.current and state.position - drafter.timed > RETIMED_AFTER)
+        old = (
+            not cost.measurements
+            or (cost.measurements == 1 and cost.surprises)
+            or (name != state.current and state.position - drafter.timed > RETIMED_AFTER)
+        )
         graded, promising = calibration.weight > PRIOR_WEIGHT, calibration.mean >= PROMISING
         if old and graded and promising and state.shadow_account >= min(cost(TRIED), 1.0):
             return name
@@ -277,9 +281,7 @@ def _priced(state: State, name: str, worth: float) -> Drafter:
     drafting, scoring, mean, most = costs.drafts[name], costs.scoring_of(name), own.calibration.mean, state.rules.most_drafts
     found = price.thresholds(drafting.step, costs.fixed + drafting.setup, scoring, mean, worth, most)
     beside = price.thresholds(0.0, 0.0, scoring, mean, worth, most) if state.rows > 1 else ()
-    return replace(
-        own, thresholds=tuple(found), beside=tuple(beside), thresholds_at=state.position, thresholds_price=worth
-    )
+    return replace(own, thresholds=tuple(found), beside=tuple(beside), thresholds_at=state.position, thresholds_price=worth)
 
 
 # ------------------------------------------------------------------------------------------------------ shadows

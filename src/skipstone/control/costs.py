@@ -83,9 +83,12 @@ class Drafting:
         (of_setup, of_step), both = self.variances or widest, self.covariance
         setup_gain, step_gain, noise = of_setup + both * drafts, both + of_step * drafts, (DRAFTING_NOISE * expected) ** 2
         shrink, keep = 1 / (setup_gain + step_gain * drafts + noise), 1 - 1 / DRAFTING_MEMORY
-        moved, variances = min(max(difference, -most), most) * shrink, (
-            min((of_setup - shrink * setup_gain**2) / keep, widest[0]),
-            min((of_step - shrink * step_gain**2) / keep, widest[1]),
+        moved, variances = (
+            min(max(difference, -most), most) * shrink,
+            (
+                min((of_setup - shrink * setup_gain**2) / keep, widest[0]),
+                min((of_step - shrink * step_gain**2) / keep, widest[1]),
+            ),
         )
         limit = MOST_CORRELATION * (variances[0] * variances[1]) ** 0.5
         return Drafting(
@@ -182,9 +185,7 @@ class Costs:
         before = self.drafts[drafter]
         now = before.observe(drafts, measured)
         factor = now.step / before.step
-        guessed = {
-            name: Drafting(one.step * factor, now.setup) for name, one in self.drafts.items() if not one.measurements
-        }
+        guessed = {name: Drafting(one.step * factor, now.setup) for name, one in self.drafts.items() if not one.measurements}
         return replace(self, drafts={**self.drafts, **guessed, drafter: now})
 
     def stepped(self, drafter: str, measured: float) -> "Costs":
