@@ -68,10 +68,6 @@ class Raw(Logistic):
     def predict(self, confidence: float) -> float:
         return confidence
 
-    def observe(self, confidence: float, accepted: float) -> Raw:
-        learnt = Logistic.observe(self, confidence, accepted)
-        return replace(self, mean=learnt.mean, weight=learnt.weight)
-
 
 @dataclass(frozen=True, slots=True)
 class Mean(Raw):
@@ -82,18 +78,19 @@ class Mean(Raw):
 
 
 def chains_with(calibration: Logistic, work: Workload) -> float:
+    """The mean rate over three worlds: one alone decides by chance between two drafters that are equally good."""
     machine = MACHINES[work.machine]
     state = first_state(machine, work.drafters, recycling=False)
     state = replace(state, drafters={name: Drafter(calibration=calibration) for name in work.drafters})
-    return drive(work.world(17), machine, state, lookups=False).rate
+    return sum(drive(work.world(seed), machine, state, lookups=False).rate for seed in (17, 18, 19)) / 3
 
 
 @pytest.mark.parametrize("ablation", [Mean(), Raw()], ids=["no confidence", "no calibration"])
 def test_confidence_is_worth_something_and_so_is_its_calibration(ablation: Logistic) -> None:
-    works = [workloads(TOKENS, 1)[name] for name in ("code, nano", "chat, nano", "flips, nano")]
+    works = [workloads(TOKENS, 1)[name] for name in ("chat, nano", "flips, nano")]
     with_it = [chains_with(Logistic(), work) for work in works]
     without = [chains_with(ablation, work) for work in works]
-    assert min(b / a for a, b in zip(with_it, without, strict=True)) < 0.98
+    assert min(b / a for a, b in zip(with_it, without, strict=True)) < 0.97
     assert sum(without) < 0.99 * sum(with_it)
 
 
@@ -171,7 +168,7 @@ def test_a_shadow_is_paid_for_and_never_overdraws() -> None:
 def test_debt_makes_it_plain_until_it_is_paid() -> None:
     state, plain_steps = graded(0.95), 0
     while (plan := control.decide(state)).kind == "E6":
-        state = control.observe(state, plan, Done(1, 4.0, ((0.9, False),), 1, 0.25, 1.0))
+        state = control.observe(state, plan, Done(1, 4.0, ((0.9, False),), 1, 1, 0.25, 1.0))
     assert control.decide(state).kind == PLAIN
     assert "lost" in control.decide(state).reason
     while control.decide(state).kind == PLAIN:
@@ -240,7 +237,7 @@ def test_a_drafter_that_is_unsure_is_looked_at_again_and_drafts_when_it_is_right
     plan = control.decide(state)
     assert plan.kind == "E6"
     while (plan := control.decide(state)).kind == "E6" or plan.kind == PROBE:
-        state = control.observe(state, plan, Done(1, 1.2 if plan.kind == "E6" else 1.0, ((0.9, False),), 1, 0.25, 0.95))
+        state = control.observe(state, plan, Done(1, 1.2 if plan.kind == "E6" else 1.0, ((0.9, False),), 1, 1, 0.25, 0.95))
     state, began = replace(state, ledger=replace(state.ledger, request=type(state.ledger.request)())), state.position
     while control.decide(state).kind != "E6":
         if control.due(state) == "E6":
@@ -255,15 +252,13 @@ def test_a_drafter_that_is_unsure_is_looked_at_again_and_drafts_when_it_is_right
 
 def with_own_rule(tokens: float, time: float, steps: int = 3000) -> tuple[State, float]:
     """Where steps of "whole" commit so many tokens in so many plain steps. Returns the last state and tokens a plain step."""
-    costs = Costs(plain=Cost(1.0, 1), drafts={"whole": Cost(2.0)})
+    costs = Costs(plain=Cost(1.0, 1), wholes={"whole": Cost(2.0)})
     state = State(costs, {"whole": Drafter(own_rule=True)})
     done_tokens = done_time = 0.0
     for _ in range(steps):
         plan = control.decide(state)
         drafts = plan.kind == "whole"
-        done = Done(
-            tokens if drafts else 1.0, time if drafts else 1.0, verified=4 * drafts, draft_step=time if drafts else None
-        )
+        done = Done(tokens if drafts else 1.0, time if drafts else 1.0, verified=4 * drafts)
         state = control.observe(state, plan, done)
         done_tokens, done_time = done_tokens + done.tokens, done_time + done.seconds
     return state, done_tokens / done_time

@@ -1,12 +1,14 @@
 """Beliefs about times."""
 
 import itertools
+import math
+import random
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from skipstone.control.costs import CLAMP, FIRST_SLOPE, GAIN, Cost, Costs, Scoring
+from skipstone.control.costs import CLAMP, FIRST_SLOPE, GAIN, Cost, Costs, Drafting, Scoring
 
 
 def test_one_surprise_is_damped_and_two_are_believed() -> None:
@@ -44,11 +46,66 @@ def test_scoring_by_hand() -> None:
     assert scoring.observe(1, 7.0) == scoring
 
 
-def test_a_draft_step_is_observed() -> None:
-    costs = Costs(Cost(0.01), drafts={"a": Cost(0.2, 1), "b": Cost(0.3)}).drafted("a", 0.24)
-    assert costs.drafts["a"].value == pytest.approx(0.22)
-    assert costs.drafts["b"] == Cost(0.3)
-    assert costs.drafted("b", 0.9).drafts["b"] == Cost(0.9, 1), "a guess gives way to the first measurement"
+def learnt(times: list[tuple[int, float]], guess: Drafting) -> Drafting:
+    for drafts, measured in times:
+        guess = guess.observe(drafts, measured)
+    return guess
+
+
+@pytest.mark.parametrize(("setup", "step"), [(0.4, 0.1), (0.02, 0.25), (0.0, 0.6)])
+def test_what_drafting_takes_is_told_apart_from_what_beginning_takes(setup: float, step: float) -> None:
+    dice = random.Random(3)
+    times = [(n, (setup + step * n) * dice.gauss(1, 0.05)) for n in (dice.randrange(1, 9) for _ in range(60))]
+    found = learnt(times, Drafting(0.25))
+    assert found.step == pytest.approx(step, abs=0.04)
+    assert found.setup == pytest.approx(setup, abs=0.1)
+    assert found(6) == pytest.approx(setup + 6 * step, rel=0.1)
+
+
+def test_short_drafts_alone_do_not_make_long_ones_dear() -> None:
+    """Drafts of one token that take .5 are not five times .5 at five: some of it is setup."""
+    found = learnt([(1, 0.5)] * 20, Drafting(0.25))
+    assert found(1) == pytest.approx(0.5, rel=0.05)
+    assert found(5) < 0.75 * 5 * 0.5
+
+
+def test_a_single_surprise_in_drafting_is_damped_and_two_are_believed() -> None:
+    known = learnt([(4, 1.0), (2, 0.6)] * 10, Drafting(0.2))
+    once = known.observe(4, 9.0)
+    assert once(4) < 1.2
+    assert once.observe(4, 9.0)(4) == pytest.approx(9.0)
+    assert once.observe(4, 1.0).surprises == 0
+
+
+def test_a_first_time_of_drafting_far_above_its_guess_is_not_believed_alone() -> None:
+    cold = Drafting(0.25).observe(2, 1.6)
+    assert cold.surprises == 1
+    assert cold.observe(2, 0.6)(2) == pytest.approx(0.6), "it was slow because it was the first"
+    assert Drafting(0.25).observe(2, 0.3).surprises == 0, "what is faster than was thought is done again anyway"
+
+
+@given(st.lists(st.tuples(st.integers(1, 25), st.floats(1e-4, 30.0)), max_size=60))
+def test_no_times_make_drafting_free_or_less(times: list[tuple[int, float]]) -> None:
+    found = learnt(times, Drafting(0.3))
+    assert found.step > 0
+    assert found.setup >= 0
+    assert found(0) == 0 < found(1) < found(9) < math.inf
+
+
+def test_what_a_step_takes_is_known_by_drafter() -> None:
+    costs = Costs(Cost(0.01), drafts={"a": Drafting(0.2, 0.0, 1), "b": Drafting(0.3)}, wholes={"c": Cost(2.0)})
+    assert costs.drafted("a", 2, 0.5).drafts["a"](2) > 0.4
+    assert costs.drafted("a", 2, 0.5).drafts["b"].measurements == 0
+    assert costs.stepped("c", 1.5).wholes["c"] == Cost(1.5, 1), "a guess gives way to the first measurement"
+
+
+def test_what_is_but_guessed_was_guessed_as_wrongly_as_what_was_measured() -> None:
+    costs = Costs(Cost(0.01), drafts={"a": Drafting(0.2), "b": Drafting(0.4), "c": Drafting(0.7, 0.0, 3)})
+    for drafts in (1, 6, 3, 8) * 5:
+        costs = costs.drafted("a", drafts, 0.5 + 0.05 * drafts)
+    assert costs.drafts["b"].step == pytest.approx(0.1, abs=0.02)
+    assert costs.drafts["b"].setup == costs.drafts["a"].setup == pytest.approx(0.5, abs=0.06)
+    assert costs.drafts["c"] == Drafting(0.7, 0.0, 3)
 
 
 def test_every_drafter_has_scoring_costs_of_its_own() -> None:

@@ -3,7 +3,7 @@
 from hypothesis import given
 from hypothesis import strategies as st
 
-from skipstone.control.ledger import CREDIT, Ledger
+from skipstone.control.ledger import REQUEST_CREDIT, Ledger
 
 steps = st.tuples(st.floats(0.01, 20.0), st.integers(1, 12))  # what a drafting step takes, in plain steps, and what it commits
 requests = st.lists(st.lists(steps, min_size=1, max_size=80), min_size=1, max_size=6)
@@ -11,7 +11,7 @@ requests = st.lists(st.lists(steps, min_size=1, max_size=80), min_size=1, max_si
 
 @given(requests, st.floats(0.0, 0.1))
 def test_no_drafter_can_lose_more_than_the_ledger_allows(given_requests: list[list[tuple[float, int]]], slack: float) -> None:
-    """Every request, and so all of them, takes at most (1 + slack) x plain + CREDIT + the overshoot of one step."""
+    """Every request, and so all of them, takes at most (1 + slack) x plain + REQUEST_CREDIT + the overshoot of one step."""
     ledger = Ledger(slack)
     for request in given_requests:
         ledger, time, tokens, overshoot = ledger.begin(), 0.0, 0, 0.0
@@ -22,7 +22,7 @@ def test_no_drafter_can_lose_more_than_the_ledger_allows(given_requests: list[li
                 overshoot = max(overshoot, cost - committed)
             ledger = ledger.add(cost, committed)
             time, tokens = time + cost, tokens + committed
-            assert time <= (1 + slack) * tokens + CREDIT + max(overshoot, 0.0) + 1e-9
+            assert time <= (1 + slack) * tokens + REQUEST_CREDIT + max(overshoot, 0.0) + 1e-9
 
 
 def test_plain_steps_pay_a_debt_off() -> None:

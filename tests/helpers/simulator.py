@@ -15,7 +15,7 @@ from dataclasses import dataclass, field, replace
 import numpy as np
 
 from skipstone.control import control, price
-from skipstone.control.costs import Cost, Costs, Scoring
+from skipstone.control.costs import Cost, Costs, Drafting, Scoring
 from skipstone.control.state import LOOKUP, PLAIN, PROBE, RECYCLE, Done, Drafter, Judged, Ranks, Rules, State
 
 RULES = Rules()
@@ -310,7 +310,7 @@ def first_state(
         plain=Cost(1.0, 3),
         scoring=Scoring.of({n: machine.scoring(n) for n in (2, 4, 8, 16, 32, 64)}),
         fixed=machine.fixed,
-        drafts={name: Cost(believed * machine.drafts[name], 1) for name in drafters},
+        drafts={name: Drafting(believed * machine.drafts[name], 0.0, 1) for name in drafters},
         shadows={name: Cost(machine.shadows[name], 1) for name in drafters},
         lookup=Machine.LOOKUP,
     )
@@ -370,7 +370,8 @@ def drive(world: World, machine: Machine, state: State, seed: int = 0, *, lookup
             seconds=time * seen,
             confidences=[(one, index < accepted) for index, one in enumerate(confidences[: accepted + 1])],
             verified=drafts,
-            draft_step=machine.drafts[plan.kind] * seen if confidences and learns else None,
+            passes=len(confidences),
+            drafting=machine.drafts[plan.kind] * len(confidences) * seen if confidences and learns else None,
             scoring=machine.scoring(drafts + 1) * seen,
             matches=matches,
             ranks=world.rank[place : place + tokens],

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import random
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -10,7 +12,10 @@ import torch
 from torch import Tensor
 
 from skipstone import LayerSkip, Method, Request, SelfSpeculative
+from skipstone.control import control
+from skipstone.control.state import PLAIN, Plan, State
 from skipstone.decoding.draft import Draft
+from skipstone.methods.auto import auto
 from skipstone.models.engines.engine import ChainStart
 from skipstone.models.engines.native import library
 from skipstone.models.engines.native.engine import NativeEngine
@@ -186,3 +191,24 @@ def test_rows_of_their_own_ends() -> None:
     _, texts = assert_alike("llama", LayerSkip(2, DRAFTS, 0.3), asked)
     assert len(texts[0]) == 30
     assert texts[2][-1] in ends[2]
+
+
+@pytest.mark.parametrize("together", [False, True])
+def test_rows_stop_by_survival_in_one_call_as_token_by_token(together: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each row by itself, and all rows at one price. Plans are made up from the position: measured times would not repeat."""
+
+    def decide(state: State, matches: Sequence[int] = ()) -> Plan:
+        if state.position < 2:
+            return Plan(PLAIN, 1.0, None, "")
+        dice = random.Random(state.position)
+        beside = [0.6 * dice.random() ** 3 for _ in range(DRAFTS)]
+        least = tuple(one + 0.2 * dice.random() ** 2 for one in beside)
+        return Plan("layerskip, exit 2", 1.0, None, "", thresholds=(0.0, *least), beside=(0.0, *beside) if together else ())
+
+    monkeypatch.setattr(control, "decide", decide)
+    monkeypatch.setattr(control, "due", lambda *_: None)
+    monkeypatch.setattr(auto, "mind_of", lambda *_: auto.Mind())  # each run learns by itself
+    drafts, _ = assert_alike("llama", auto.Auto((LayerSkip(2),), remembers=False), requests(3, frozenset()))
+    lengths = [tuple(one.valid.sum(1).tolist()) for one in drafts if one.most is not None or one.valid.any()]
+    assert len({max(one) for one in lengths}) > 2, "drafts stopped at different places"
+    assert any(len(set(one)) > 1 for one in lengths), "rows of a step stopped at different places"

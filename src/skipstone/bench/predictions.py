@@ -23,7 +23,6 @@ from skipstone.methods.shared.draft_model import DraftModel
 from skipstone.methods.shared.shortlist import ShortlistMethod
 from skipstone.methods.speculative import Speculative
 from skipstone.methods.swift.swift import Swift
-from skipstone.models.fingerprint import fingerprint
 from skipstone.models.layered import LayeredModel
 
 
@@ -46,7 +45,7 @@ def described(method: Method, layered: LayeredModel) -> dict[str, Any] | None:
     if isinstance(method, AdaDecode):
         return {"passes": True}
     if isinstance(method, Speculative):
-        return {"draft_model": fingerprint(method.draft_model_for(layered).model)}
+        return {"draft_model": method.draft_model_for(layered).fingerprint}
     return {"looked_up": True} if isinstance(method, (PromptLookup, Lookahead, Jacobi, Recycle)) else None
 
 

@@ -4,6 +4,7 @@ Both states are frozen; `observe` returns the next one. What is older counts les
 """
 
 import math
+from collections.abc import Iterable
 from dataclasses import dataclass, replace
 
 PRIOR_SLOPE, PRIOR_OFFSET = 0.7, -0.3
@@ -46,25 +47,26 @@ class Logistic:
 
     def observe(self, confidence: float, accepted: float) -> "Logistic":
         """A draft was judged. accepted: 0 or 1, or in sampling the probability with which it was."""
-        place, keep = _logit(confidence), 1 - 1 / self.memory
-        predicted = _sigmoid(self.slope * place + self.offset)
-        slope_variance, offset_variance = self.variances
-        slope_gain, offset_gain = slope_variance * place + self.covariance, self.covariance * place + offset_variance
-        shrink = 1 / (1 / max(predicted * (1 - predicted), LEAST_VARIANCE) + slope_gain * place + offset_gain)
-        slope_variance = min((slope_variance - shrink * slope_gain**2) / keep, PRIOR_VARIANCES[0])
-        offset_variance = min((offset_variance - shrink * offset_gain**2) / keep, PRIOR_VARIANCES[1])
-        most = MOST_CORRELATION * math.sqrt(max(slope_variance * offset_variance, 0.0))
-        covariance = _between(-most, (self.covariance - shrink * slope_gain * offset_gain) / keep, most)
-        surprise, weight = accepted - predicted, self.weight * keep + 1
-        return Logistic(
-            slope=_between(SLOPES[0], self.slope + (slope_variance * place + covariance) * surprise, SLOPES[1]),
-            offset=_between(OFFSETS[0], self.offset + (covariance * place + offset_variance) * surprise, OFFSETS[1]),
-            variances=(slope_variance, offset_variance),
-            covariance=covariance,
-            mean=self.mean + (accepted - self.mean) / weight,
-            weight=weight,
-            memory=self.memory,
-        )
+        return self.observe_all([(confidence, accepted)])
+
+    def observe_all(self, drafts: Iterable[tuple[float, float]]) -> "Logistic":
+        """Drafts were judged one after another. drafts: (confidence, accepted) as in `observe`."""
+        slope, offset, covariance, mean, weight = self.slope, self.offset, self.covariance, self.mean, self.weight
+        (slope_variance, offset_variance), keep = self.variances, 1 - 1 / self.memory
+        for confidence, accepted in drafts:
+            place = _logit(confidence)
+            predicted = _sigmoid(slope * place + offset)
+            slope_gain, offset_gain = slope_variance * place + covariance, covariance * place + offset_variance
+            shrink = 1 / (1 / max(predicted * (1 - predicted), LEAST_VARIANCE) + slope_gain * place + offset_gain)
+            slope_variance = min((slope_variance - shrink * slope_gain**2) / keep, PRIOR_VARIANCES[0])
+            offset_variance = min((offset_variance - shrink * offset_gain**2) / keep, PRIOR_VARIANCES[1])
+            most = MOST_CORRELATION * math.sqrt(max(slope_variance * offset_variance, 0.0))
+            covariance = _between(-most, (covariance - shrink * slope_gain * offset_gain) / keep, most)
+            surprise, weight = accepted - predicted, weight * keep + 1
+            slope = _between(SLOPES[0], slope + (slope_variance * place + covariance) * surprise, SLOPES[1])
+            offset = _between(OFFSETS[0], offset + (covariance * place + offset_variance) * surprise, OFFSETS[1])
+            mean += (accepted - mean) / weight
+        return type(self)(slope, offset, (slope_variance, offset_variance), covariance, mean, weight, self.memory)
 
 
 MATCHES = ((1, 0.25), (2, 0.35), (3, 0.45), (4, 0.6), (6, 0.75), (10, 0.85))

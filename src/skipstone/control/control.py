@@ -15,14 +15,14 @@ from types import MappingProxyType
 
 from skipstone.control import price
 from skipstone.control.calibrate import PRIOR_WEIGHT
-from skipstone.control.costs import Costs, Scoring
+from skipstone.control.costs import Costs, Drafting, Scoring
 from skipstone.control.state import LOOKUP, PLAIN, PROBE, RECYCLE, Done, Drafter, Plan, Ranks, Rate, Rules, State
 
 LEAST_SAVED = -2.0
 """Plain steps that shadows and trials may owe at most: what one of them took more than was thought."""
 LEAST_PLAIN = 3
 """Plain steps that are timed before anything is drafted."""
-SPIKE = 4.0
+SPIKE = 2.0
 """Times its expected time that a step may count as at most: more was the doing of something else."""
 RETIMED_AFTER = 1000
 """Tokens after which a cost is measured again, where nothing else did: what is thought too dear is not done otherwise."""
@@ -67,7 +67,8 @@ def decide(state: State, matches: Sequence[int] = ()) -> Plan:
     if current == RECYCLE:
         assert state.ranks is not None
         return Plan(RECYCLE, worth, current, reason, tree=state.ranks.tree)
-    return Plan(current, worth, current, reason, thresholds=state.drafters[current].thresholds)
+    own = state.drafters[current]
+    return Plan(current, worth, current, reason, thresholds=own.thresholds, beside=own.beside)
 
 
 def _current(state: State) -> str | None:
@@ -106,7 +107,7 @@ def _trial_of_own_rule(state: State, current: str | None) -> Plan | None:
     if not waiting:
         return None
     name = min(waiting, key=lambda one: state.drafters[one].seen)
-    loss = min(max(state.costs.drafts[name].value - 1, LEAST_TRIAL), MOST_SAVED)
+    loss = min(max(state.costs.wholes[name].value - 1, LEAST_TRIAL), MOST_SAVED)
     return Plan(name, 1.0, current, f"{name} is tried", trial=True) if state.shadow_account >= loss else None
 
 
@@ -117,9 +118,13 @@ def _untimed(state: State) -> str | None:
         if drafter.own_rule:
             continue
         cost, calibration = state.costs.drafts[name], drafter.calibration
-        old = not cost.measurements or (name != state.current and state.position - drafter.timed > RETIMED_AFTER)
+        old = (
+            not cost.measurements
+            or (cost.measurements == 1 and cost.surprises)
+            or (name != state.current and state.position - drafter.timed > RETIMED_AFTER)
+        )
         graded, promising = calibration.weight > PRIOR_WEIGHT, calibration.mean >= PROMISING
-        if old and graded and promising and state.shadow_account >= min(TRIED * cost.value, 1.0):
+        if old and graded and promising and state.shadow_account >= min(cost(TRIED), 1.0):
             return name
     return None
 
@@ -153,12 +158,18 @@ def _lookup(state: State, matches: Sequence[int], worth: float) -> tuple[list[in
 # ---------------------------------------------------------------------------------------------------- what is learnt
 
 
-def resized(state: State) -> State:
+def resized(state: State, rows: int) -> State:
     """What is known where another number of rows decodes: all but what steps take."""
-    costs, timed = state.costs, {name: replace(one, timed=0, thresholds=()) for name, one in state.drafters.items()}
-    guesses = {name: replace(cost, measurements=0) for name, cost in costs.drafts.items()}
-    fresh = replace(costs, plain=replace(costs.plain, measurements=0), scoring=Scoring(), scorings={}, drafts=guesses)
-    return replace(state, costs=fresh, drafters=timed)
+    costs, timed = state.costs, {name: replace(one, timed=0, thresholds=(), beside=()) for name, one in state.drafters.items()}
+    fresh = replace(
+        costs,
+        plain=replace(costs.plain, measurements=0),
+        scoring=Scoring(),
+        scorings={},
+        drafts={name: Drafting(cost.step, cost.setup) for name, cost in costs.drafts.items()},
+        wholes={name: replace(cost, measurements=0) for name, cost in costs.wholes.items()},
+    )
+    return replace(state, costs=fresh, drafters=timed, rows=rows)
 
 
 def begin(state: State) -> State:
@@ -194,6 +205,7 @@ def observe(state: State, plan: Plan, done: Done) -> State:
         ledger=state.ledger.add(time + done.shadow_seconds / plain, done.tokens),
         matches=matches,
         lookups=lookups,
+        rows=state.rows,
         ranks=None if state.ranks is None else _recycled(state, costs, plan, done, time),
         current=plan.current,
         position=now,
@@ -215,8 +227,10 @@ def _timed(costs: Costs, state: State, plan: Plan, done: Done) -> tuple[Costs, b
         costs = costs.scored(drafter, done.verified + 1, done.scoring / plain)
     if drafter is None:
         return costs, costs.scoring.surprises(done.verified + 1)
-    if done.draft_step is not None:
-        costs = costs.drafted(drafter, done.draft_step / plain)
+    if state.drafters[drafter].own_rule:
+        return costs.stepped(drafter, done.seconds / plain), False
+    if done.drafting is not None and done.passes:
+        costs = costs.drafted(drafter, done.passes, done.drafting / plain)
     return costs, bool(costs.drafts[drafter].surprises) or costs.scoring_of(drafter).surprises(done.verified + 1)
 
 
@@ -224,18 +238,16 @@ def _expected(state: State, plan: Plan, done: Done) -> float:
     """What a step that drafted is thought to take, in plain steps."""
     costs = state.costs
     if plan.kind in state.drafters and state.drafters[plan.kind].own_rule:
-        return max(costs.drafts[plan.kind].value, 1.0)
+        return max(costs.wholes[plan.kind].value, 1.0)
     if plan.kind in state.drafters:
-        drafting = done.verified * costs.drafts[plan.kind].value
+        drafting = costs.drafts[plan.kind](done.passes or done.verified)
         return max(drafting + costs.scoring_of(plan.kind)(done.verified + 1), 1.0)
     return max(costs.scoring(done.verified + 1) + costs.lookup, 1.0)
 
 
 def _drafted(drafter: Drafter, position: int, done: Done, time: float, rules: Rules, surprised: bool) -> Drafter:
     """A drafter after a step of its own. surprised: its time was a surprise, and it is timed once more: two are believed."""
-    calibration, now = drafter.calibration, position + round(done.tokens)
-    for confidence, accepted in done.confidences:
-        calibration = calibration.observe(confidence, float(accepted))
+    calibration, now = drafter.calibration.observe_all(done.confidences), position + round(done.tokens)
     rate, timed = drafter.rate.add(position, done.tokens, time, rules), drafter.timed if surprised else now
     return replace(drafter, rate=rate, calibration=calibration, seen=now, timed=timed)
 
@@ -266,9 +278,10 @@ def _with_thresholds(state: State) -> State:
 
 def _priced(state: State, name: str, worth: float) -> Drafter:
     own, costs = state.drafters[name], state.costs
-    step = costs.drafts[name].value
-    found = price.thresholds(step, costs.fixed, costs.scoring_of(name), own.calibration.mean, worth, state.rules.most_drafts)
-    return replace(own, thresholds=tuple(found), thresholds_at=state.position, thresholds_price=worth)
+    drafting, scoring, mean, most = costs.drafts[name], costs.scoring_of(name), own.calibration.mean, state.rules.most_drafts
+    found = price.thresholds(drafting.step, costs.fixed + drafting.setup, scoring, mean, worth, most)
+    beside = price.thresholds(0.0, 0.0, scoring, mean, worth, most) if state.rows > 1 else ()
+    return replace(own, thresholds=tuple(found), beside=tuple(beside), thresholds_at=state.position, thresholds_price=worth)
 
 
 # ------------------------------------------------------------------------------------------------------ shadows
@@ -329,13 +342,11 @@ def shadow(
     if not right:
         seen = {**state.drafters, name: replace(state.drafters[name], seen=state.position)}
         return replace(state, drafters=seen, shadow_account=max(state.shadow_account - paid, LEAST_SAVED))
-    calibration = state.drafters[name].calibration
-    for confidence, one in zip(confidences, right, strict=True):
-        calibration = calibration.observe(confidence, float(one))
+    calibration = state.drafters[name].calibration.observe_all(zip(confidences, right, strict=True))
     state = replace(state, drafters={**state.drafters, name: replace(state.drafters[name], calibration=calibration)})
     worth = max(1.0, state.rate(name))
     own, costs = _priced(state, name, worth), state.costs
-    step, place, rate = costs.drafts[name].value, 0, own.rate
+    place, rate = 0, own.rate
     while place < len(right):
         survival, drafts, accepted, good = 1.0, 0, 0, True
         while place + drafts < len(right) and drafts < len(own.thresholds) and survival >= own.thresholds[drafts]:
@@ -344,7 +355,7 @@ def shadow(
             accepted += good
             drafts += 1
         scoring = costs.scoring_of(name)(drafts + 1)
-        time = drafts * step + scoring + (costs.fixed if drafts else 0.0)
+        time = costs.drafts[name](drafts) + scoring + (costs.fixed if drafts else 0.0)
         rate = rate.add(state.position, accepted + 1, time, state.rules)
         place += accepted + 1
     after = {**state.drafters, name: replace(own, rate=rate, seen=state.position)}

@@ -9,7 +9,10 @@ from dataclasses import dataclass
 SLACK = 0.015
 """Share of plain decoding's time that may be lost."""
 CREDIT = 2.0
-"""Plain steps that may be lost before anything was won."""
+"""Plain steps that may be lost before anything was won, over all requests."""
+REQUEST_CREDIT = 4.0
+"""The same in one request: with the slack and what one step loses, seven of a hundred. The first draft of a request finds no
+weights in the caches and is slow; who may lose no more than that drafts no second time."""
 WINDOW = 1400.0
 """Tokens after which an entry of the account of all requests counts 1/e: what was won long ago is not spent today."""
 
@@ -25,9 +28,9 @@ class Account:
         """Another step. keep: share that older entries still count."""
         return Account(self.debt * keep + time - tokens, self.plain * keep + tokens)
 
-    def overdrawn(self, slack: float) -> bool:
+    def overdrawn(self, slack: float, credit: float) -> bool:
         """Whether more was lost than may be."""
-        return self.debt > slack * self.plain + CREDIT
+        return self.debt > slack * self.plain + credit
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,7 +41,7 @@ class Ledger:
     While neither is overdrawn a step may draft; otherwise it is plain, and plain steps lose nothing, so that both come back.
     For any drafter and any estimate a request therefore takes at most
 
-        (1 + slack) x plain + CREDIT + what its last step before plain ones lost.
+        (1 + slack) x plain + REQUEST_CREDIT + what its last step before plain ones lost.
     """
 
     slack: float = SLACK
@@ -57,4 +60,4 @@ class Ledger:
     @property
     def overdrawn(self) -> bool:
         """Whether the next step has to be plain."""
-        return self.overall.overdrawn(self.slack) or self.request.overdrawn(self.slack)
+        return self.overall.overdrawn(self.slack, CREDIT) or self.request.overdrawn(self.slack, REQUEST_CREDIT)

@@ -59,11 +59,12 @@ def thresholds(draft_step: float, fixed: float, scoring: Scoring, acceptance: fl
     if acceptance <= 0:
         return [NEVER] * most
     gains = list(accumulate(acceptance**m for m in range(1, AHEAD + 1)))
+    times = [drafts * draft_step + scoring(drafts + 1) for drafts in range(most + 1)]  # of a draft that goes as far
     found = []
     for drafts in range(most):
-        begun = scoring(drafts + 1) - (fixed if drafts == 0 else 0.0)
-        times = (m * draft_step + scoring(drafts + 1 + m) - begun for m in range(1, min(AHEAD, most - drafts) + 1))
-        found.append(min(price * time / gain for time, gain in zip(times, gains, strict=False)))
+        begun = times[drafts] - (fixed if drafts == 0 else 0.0)
+        ahead = zip(times[drafts + 1 :], gains, strict=False)
+        found.append(price * min([(time - begun) / gain for time, gain in ahead]))
     return found
 
 

@@ -94,7 +94,8 @@ class Rates:
 class Drafter:
     """What is known of a drafter. seen: the position up to which it was graded. timed: that at which it was timed last.
     thresholds: of survival, as `price.thresholds` has them, worked out at the position `thresholds_at` for the price
-    `thresholds_price`. own_rule: it stops by itself, and only its own steps tell what it is worth."""
+    `thresholds_price`. beside: the same for one row of several, whose draft steps others pay; none of a single row. own_rule:
+    it stops by itself, and only its own steps tell what it is worth."""
 
     rate: Rates = Rates()
     calibration: Logistic = field(default_factory=Logistic)
@@ -103,6 +104,7 @@ class Drafter:
     thresholds: tuple[float, ...] = ()
     thresholds_at: int = -1000
     thresholds_price: float = 1.0
+    beside: tuple[float, ...] = ()
     own_rule: bool = False
 
     @property
@@ -168,9 +170,10 @@ MOST_PENDING = 64
 
 @dataclass(frozen=True, slots=True)
 class State:
-    """All that a session's decisions rest on. current: the drafter that drafts, where nothing else does. position: committed
-    tokens. moved_at, scored, probed_at: positions at which the drafter changed, at which scoring what is looked up or recycled
-    was timed, and at which a plain step was measured. shadow_account, probe_account: plain steps that may be spent."""
+    """All that a session's decisions rest on. rows: that decode. current: the drafter that drafts, where nothing else does.
+    position: committed tokens. moved_at, scored, probed_at: positions at which the drafter changed, at which scoring what is
+    looked up or recycled was timed, and at which a plain step was measured. shadow_account, probe_account: plain steps that may
+    be spent."""
 
     costs: Costs
     drafters: Mapping[str, Drafter]
@@ -179,6 +182,7 @@ class State:
     matches: Matches = field(default_factory=Matches)
     lookups: Rate = Rate(24.0, 10.0)
     ranks: Ranks | None = None
+    rows: int = 1
     current: str | None = None
     position: int = 0
     moved_at: int = 0
@@ -203,9 +207,9 @@ class State:
 @dataclass(frozen=True, slots=True)
 class Plan:
     """What a step does, and why. kind: PLAIN, PROBE, LOOKUP, RECYCLE or the name of a drafter. price: tokens that a plain step
-    is worth. current: the drafter that the step was weighed against. thresholds: of a drafter. drafts: of a lookup, one number
-    a row. tree: of recycled tokens. trial: the drafter drafts to have its draft step timed, and the account of shadows pays.
-    steps: that it stands for, as long as no match is found."""
+    is worth. current: the drafter that the step was weighed against. thresholds, beside: of a drafter. drafts: of a lookup, one
+    number a row. tree: of recycled tokens. trial: the drafter drafts to have its draft step timed, and the account of shadows
+    pays. steps: that it stands for, as long as no match is found."""
 
     kind: str
     price: float
@@ -216,6 +220,7 @@ class Plan:
     tree: RankTree | None = None
     trial: bool = False
     steps: int = 1
+    beside: tuple[float, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -232,16 +237,17 @@ class Judged:
 class Done:
     """What became of a step, of a batch the mean of its rows where a figure is one number. tokens: committed. seconds: of all
     of it. confidences: of a drafter's tokens that were judged, each with whether it was accepted. verified: drafts that were
-    scored. draft_step, scoring: seconds of one draft step, and of the step without its draft steps; None where they were not
-    measured. matches: of every row that had one. ranks: of every committed token of one row, its place among those that were
-    kept for the one before it, beyond all for one that was not. shadow_seconds: spent on shadows before the step. steps: plain
-    ones of one plan, all of which this is the sum of."""
+    scored. passes: draft steps of a drafter without a rule of its own. drafting, scoring: seconds of these, and of the rest of
+    the step; None where they were not measured. matches: of every row that had one. ranks: of every committed token of one row,
+    its place among those that were kept for the one before it, beyond all for one that was not. shadow_seconds: spent on
+    shadows before the step. steps: plain ones of one plan, all of which this is the sum of."""
 
     tokens: float
     seconds: float
     confidences: Sequence[tuple[float, bool]] = ()
     verified: int = 0
-    draft_step: float | None = None
+    passes: int = 0
+    drafting: float | None = None
     scoring: float | None = None
     matches: Sequence[Judged] = ()
     ranks: Sequence[int] = ()

@@ -94,7 +94,7 @@ class SelfSpeculative(ShortlistMethod):
                 f"draft_quantize={self.draft_quantize} drafts with fewer bits than the model has, and this one is quantised to "
                 f"{model.engine.quantize} already: leave one of the two out"
             )
-        return LayeredModel(model.model, "native", self.draft_quantize, model.asked.kv_dtype)
+        return model.in_fewer_bits(self.draft_quantize)
 
     def start(self, model: LayeredModel, rows: int, capacity: int) -> Session:
         return SelfSpeculativeSession(self, model, rows, capacity)

@@ -14,13 +14,14 @@ SAMPLED = 64  # entries of every parameter that the fingerprint looks at
 _FOUND: Memo[tuple[int, str]] = Memo()  # (sum of the versions that torch counts of the parameters, the hash of these weights)
 
 
-def fingerprint(model: Any) -> str:
+def fingerprint(model: Any, changes: int | None = None) -> str:
     """A hash of a model's parameters: names, shapes and SAMPLED values of each in bfloat16, so that neither the device matters
     nor whether the weights are float32 or bfloat16.
 
-    It is counted again only when a parameter has changed; what is written through `.data` goes unnoticed until then.
+    It is counted again only when a parameter has changed; what is written through `.data` goes unnoticed until then. changes:
+    torch's count of the changes made to the parameters in place, where the caller knows it; None counts.
     """
-    versions = _versions(model)
+    versions = _versions(model) if changes is None else changes
     return _FOUND.get(model, None, lambda: (versions, _hash(model)), lambda found: found[0] == versions)[1]
 
 
@@ -31,13 +32,13 @@ def keep(model: Any, found: str) -> None:
 
 
 def _versions(model: Any) -> int:
-    """A sum that changes with every change in place that torch counts. It is asked for several times a request, and
-    `model.parameters()` takes ten times as long: it looks for parameters that have two names, which count twice here."""
-    total, found = 0, [model]
+    """The changes in place that torch counts, over all of `model.parameters()`, which takes ten times as long."""
+    total, found, seen = 0, [model], set[int]()
     while found:
         module = found.pop()
         for one in module._parameters.values():
-            if one is not None and not one.is_inference():
+            if one is not None and id(one) not in seen and not one.is_inference():
+                seen.add(id(one))
                 total += one._version
         for child in module._modules.values():
             if child is not None:

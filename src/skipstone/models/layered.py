@@ -1,14 +1,17 @@
 """A Hugging Face decoder, layer by layer, whatever engine computes it."""
 
+from copy import copy
+
 import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from skipstone.models.agreement import ensure
-from skipstone.models.engines.choice import asked_for, choose, kv_dtype_of
+from skipstone.models.engines.choice import Setup, asked_for, choose, kv_dtype_of
 from skipstone.models.engines.engine import EngineDraw
 from skipstone.models.facts import Facts
 from skipstone.models.families import text_config
+from skipstone.models.fingerprint import fingerprint
 from skipstone.models.kvstore import KVStore
 from skipstone.models.memo import Memo
 from skipstone.models.modules import DecoderModules, unwrapped
@@ -66,6 +69,19 @@ class LayeredModel(DecoderModules):
         self.max_positions, self.max_positions_source = facts.max_positions, facts.max_positions_source
         self.embeddings, self.device, self.dtype = facts.embeddings, facts.device, self.engine.dtype
         self.ranks = facts.ranks
+        self._facts = facts
+
+    @property
+    def fingerprint(self) -> str:
+        """A hash of the weights, by which files that were made for them know them."""
+        return fingerprint(self.model, self.engine.changes)
+
+    def in_fewer_bits(self, quantize: str) -> "LayeredModel":
+        """This model, which runs on the native engine, with its weights quantised there to "int8" or "int4"."""
+        found = copy(self)
+        found.asked = Setup("native", quantize).over(self.asked)
+        found.engine, found.engine_reason = choose(found.asked, self.model, self._facts, beside=self.engine)
+        return found
 
     def embed(self, tokens: Tensor, positions: Tensor) -> Tensor:
         """[B, n] ids and positions -> [B, n, d], the states that enter layer 0."""

@@ -93,8 +93,8 @@ def told(mind: Mind, stats: Stats, texts: int, identities: dict[str, str]) -> Tu
     if state.ranks is not None:
         found.append(Candidate("recycle", rates.get(RECYCLE, 1.0), None, None, mind.kinds.get(RECYCLE, 0)))
     for name, drafter in state.drafters.items():
-        step, turns = state.costs.drafts[name].value, mind.kinds.get(name, 0)
-        found.append(Candidate(name, rates[name], drafter.calibration.mean, step, turns))
+        own = state.costs.wholes[name].value if drafter.own_rule else state.costs.drafts[name].step
+        found.append(Candidate(name, rates[name], drafter.calibration.mean, own, mind.kinds.get(name, 0)))
     found.sort(key=lambda one: -one.rate)
     time_taken = account.plain + account.debt
     speed_up = account.plain / time_taken if time_taken > 0 else 1.0

@@ -36,7 +36,6 @@ from skipstone.methods.shared.lookups import LookupSession, RowDraft
 from skipstone.methods.shared.skipping_session import SkippingSession
 from skipstone.methods.swift.tree import RANKS
 from skipstone.models.engines.native import library
-from skipstone.models.fingerprint import fingerprint
 from skipstone.models.layered import LayeredModel
 from skipstone.models.passes import SkipSet
 from skipstone.timing import machine
@@ -339,7 +338,7 @@ def key_of(layered: LayeredModel) -> dict[str, Any]:
     native = engine.name == "native"
     device = layered.device
     return {
-        "model": fingerprint(layered.model),
+        "model": layered.fingerprint,
         "dtype": str(layered.model.dtype),
         "attention": str(layered.config._attn_implementation),
         "engine": engine.name,
@@ -373,7 +372,7 @@ def costs_of(
         if batch not in tables:
             tables[batch], fresh = measure(layered, batch), True
         for one in draft_models:
-            if (name := fingerprint(one.model)) not in tables[batch].draft_models:
+            if (name := one.fingerprint) not in tables[batch].draft_models:
                 seconds = measure_draft_model(layered, one, batch)
                 known = {**tables[batch].draft_models, name: seconds}
                 tables[batch], fresh = replace(tables[batch], draft_models=known), True

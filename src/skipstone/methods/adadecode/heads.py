@@ -6,6 +6,7 @@ model's own LM head; T is one small matrix per layer.
 
 import copy
 from collections.abc import Callable
+from functools import cache
 from pathlib import Path
 from typing import Any, Literal
 
@@ -17,7 +18,6 @@ from torch import Tensor, nn
 
 from skipstone.assets import HEADS
 from skipstone.files import hidden_folder, install, write_json
-from skipstone.models.fingerprint import fingerprint
 from skipstone.models.layered import LayeredModel
 from skipstone.models.memo import Memo
 from skipstone.settings_files import Part, read_json
@@ -212,7 +212,7 @@ def new_card(
     check_layers(layers, model.depth)
     vocab, size = model.head.weight.shape
     return HeadsCard(
-        model=fingerprint(model.model),
+        model=model.fingerprint,
         name=name,
         layers=layers,
         kind=kind,
@@ -239,7 +239,7 @@ def load_heads(source: str | Path, model: LayeredModel) -> ExitHeads:
         raise ValueError(f"heads must be a folder, a hub id or one of {', '.join(HEADS)}, found {source!r}")
     place = HEADS.get(str(source), Path(source).expanduser()) / WEIGHTS
     written = place.stat().st_mtime_ns if place.is_file() else None
-    return _once(model, (str(source), written, fingerprint(model.model)), lambda: _read(source, model))
+    return _once(model, (str(source), written, model.fingerprint), lambda: _read(source, model))
 
 
 def _read(source: str | Path, model: LayeredModel) -> ExitHeads:
@@ -266,9 +266,14 @@ def _read(source: str | Path, model: LayeredModel) -> ExitHeads:
 
 def bundled_name_for(model: LayeredModel) -> str | None:
     """The name of the bundled heads of a model; None where there are none."""
-    own = fingerprint(model.model)
-    fitting = (name for name, folder in HEADS.items() if (folder / CARD).is_file() and _read_card(folder, name).model == own)
-    return next(fitting, None)
+    own = model.fingerprint
+    return next((name for name, folder in HEADS.items() if _model_of_bundled(name, folder) == own), None)
+
+
+@cache
+def _model_of_bundled(name: str, folder: Path) -> str | None:
+    """The fingerprint of the model that bundled heads are of; None where they were left out of an installation."""
+    return _read_card(folder, name).model if (folder / CARD).is_file() else None
 
 
 def _folder_of(source: str | Path) -> Path:
@@ -302,5 +307,5 @@ def _check_model(card: HeadsCard, model: LayeredModel, source: str | Path) -> No
             f"{vocab} and {size}"
         )
     check_layers(card.layers, model.depth)
-    if card.model != (here := fingerprint(model.model)):
+    if card.model != (here := model.fingerprint):
         raise ValueError(f"{source} holds the heads of another model ({card.name or card.model}; this one is {here})")

@@ -16,7 +16,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from skipstone.control import control
-from skipstone.control.costs import Cost, Costs
+from skipstone.control.costs import Cost, Costs, Drafting
 from skipstone.control.ledger import Ledger
 from skipstone.control.record import Log
 from skipstone.control.state import LOOKUP, PLAIN, PROBE, RECYCLE, Done, Drafter, Judged, Plan, Ranks, Rules, State
@@ -107,7 +107,7 @@ class Mind:
         """So many rows decode now."""
         self.live = live
         if live not in self.states and self.states:
-            self.states[live] = control.resized(max(self.states.values(), key=lambda state: state.position))
+            self.states[live] = control.resized(max(self.states.values(), key=lambda state: state.position), live)
             if self.log is not None:
                 self.log.state(live, self.states[live])
 
@@ -123,7 +123,8 @@ class Mind:
             "rates": self.state.rates(),
             "plain_seconds": costs.plain.value,
             "plain_interval": interval(self.plain_seconds or [costs.plain.value]),
-            "draft_steps": {name: cost.value for name, cost in costs.drafts.items()},
+            "draft_steps": {name: cost.step for name, cost in costs.drafts.items()},
+            "draft_setups": {name: cost.setup for name, cost in costs.drafts.items()},
             "scoring": {n: costs.scoring(n) for n in (2, 4, 8, 16)},
             "debt": self.state.ledger.overall.debt,
         }
@@ -323,7 +324,7 @@ class AutoSession(Session):
             return self._plain()
         limit = [min(one, len(plan.thresholds)) for one in limit]
         calibration = state.drafters[plan.kind].calibration
-        drafter.until(Survival(calibration.slope, calibration.offset, plan.thresholds[1:]))
+        drafter.until(Survival(calibration.slope, calibration.offset, plan.thresholds[1:], plan.beside[1:]))
         return drafter.draft(limit)
 
     def verify(self, draft: Draft, scores: Scores) -> Verdict | Picked:
@@ -379,7 +380,8 @@ class AutoSession(Session):
             seconds=seconds,
             confidences=self._judged,
             verified=round(step.verified_nodes / rows),
-            draft_step=(seconds if whole else drafting / passes) if by_model and (whole or passes) else None,
+            passes=passes if by_model and not whole else 0,
+            drafting=drafting if by_model and not whole else None,
             scoring=seconds - drafting * by_model if drafted and not whole else None,
             matches=self.texts.judged,
             ranks=self._ranks,
@@ -403,11 +405,13 @@ class AutoSession(Session):
         costs = Costs(
             plain=Cost(seconds, 1),
             fixed=0.0,
-            drafts={name: Cost(one.guess) for name, one in self.drafters.items()},
+            drafts={name: Drafting(one.guess) for name, one in self.drafters.items() if not one.own_rule},
+            wholes={name: Cost(one.guess) for name, one in self.drafters.items() if one.own_rule},
             shadows={name: Cost(1.5 * one.guess, 1) for name, one in self.drafters.items() if not one.own_rule},
         )
         drafters = {name: Drafter(own_rule=one.own_rule) for name, one in self.drafters.items()}
-        return State(costs, drafters, self.rules, self.ledger, ranks=None if self.recycle is None else Ranks())
+        ranks = None if self.recycle is None else Ranks()
+        return State(costs, drafters, self.rules, self.ledger, ranks=ranks, rows=self.mind.live)
 
 
 def ranks(kept: Kept, root: int, tokens: Sequence[int]) -> list[int]:

@@ -16,7 +16,6 @@ from skipstone.methods.recycle import Recycle
 from skipstone.methods.self_speculative import SelfSpeculative
 from skipstone.methods.speculative import Speculative
 from skipstone.methods.swift.swift import Swift
-from skipstone.models.fingerprint import fingerprint
 from skipstone.models.layered import LayeredModel
 from skipstone.models.passes import SkipSet
 
@@ -99,7 +98,7 @@ def identities(methods: Sequence[Method], drafters: Made) -> dict[str, str]:
         if isinstance(one, OwnRule):
             found[name] = digest(one.spelled)
         elif isinstance(one, ModelDrafter):
-            found[name] = fingerprint(one.draft_model.model)
+            found[name] = one.draft_model.fingerprint
         elif isinstance(one, LayersDrafter):
             skip = None if one.skip is None else [sorted(one.skip.attention), sorted(one.skip.mlp)]
             few = None if one.drafter is None else str(one.drafter.engine.quantize)

@@ -26,6 +26,8 @@ from skipstone.models.passes import Pass, SkipSet
 
 MOST_DRAFTS = 25
 """Of a step."""
+FEWER_BITS = 0.35
+"""A draft step in four bits beside one as the weights are stored, before one was measured."""
 
 
 class Drafter(Protocol):
@@ -81,12 +83,12 @@ class PricedStop(Confidence):
         super().__init__(0.0, rows, device, MOST_DRAFTS)
         self.survival = self._rule = Survival(1.0, 0.0, ())
         self._survived: Tensor | None = None  # [B], of what is drafted so far
-        self._place = 0
+        self._place, self._rows = 0, rows
 
-    def begin(self, survival: Survival) -> None:
-        """A step that drafts begins."""
+    def begin(self, survival: Survival, rows: int) -> None:
+        """A step that drafts begins. rows: that decode."""
         self.survival = self._rule = survival
-        self._survived, self._place = None, 0
+        self._survived, self._place, self._rows, self.joint = None, 0, rows, bool(survival.beside)
 
     def keep(self, confidence: Tensor | None) -> Tensor | None:
         """As in `Confidence`, by survival."""
@@ -94,7 +96,19 @@ class PricedStop(Confidence):
         how, place = self._rule, self._place
         accepted = (how.slope * confidence.clamp(3e-4, 1 - 3e-4).logit() + how.offset).sigmoid()  # [B]
         self._survived, self._place = accepted if self._survived is None else self._survived * accepted, place + 1
-        return self._survived >= (how.least[place] if place < len(how.least) else NEVER)
+        return self._survived >= _at(how.beside or how.least, place)
+
+    def together(self, going: Tensor) -> Tensor:
+        """As in `Confidence`: all of them, where they pay for a draft step, or none."""
+        how, place = self._rule, self._place - 1
+        assert self._survived is not None
+        least, beside = _at(how.least, place), _at(how.beside, place)
+        above = torch.where(going, self._survived - beside, 0.0).sum()
+        return (above >= self._rows * (least - beside)).expand_as(going)
+
+
+def _at(survivals: Sequence[float], place: int) -> float:
+    return survivals[place] if place < len(survivals) else NEVER
 
 
 class LayersDrafter(ChainSession):
@@ -123,10 +137,10 @@ class LayersDrafter(ChainSession):
         if head is not None and self.at_once:
             self.transform = head[0].transform(head[1])
         left = layers if skip is None else model.depth - (len(skip.attention) + len(skip.mlp)) / 2
-        self.guess = left / model.depth * (0.6 if drafter is not None else 1.0)
+        self.guess = left / model.depth * (FEWER_BITS if drafter is not None else 1.0)
 
     def until(self, survival: Survival) -> None:
-        self.stop.begin(survival)
+        self.stop.begin(survival, sum(self.alive))
 
     def shadow_tokens(self, row: int, wanted: int) -> int:
         return wanted
@@ -251,7 +265,7 @@ class ModelDrafter(DraftModelSession):
         self.guess = share_of(draft_model, model)
 
     def until(self, survival: Survival) -> None:
-        self.stop.begin(survival)
+        self.stop.begin(survival, sum(self.alive))
 
     def one_call(self) -> tuple[int, None]:
         return self.draft_model.depth, None

@@ -12,17 +12,16 @@ from skipstone.control import control
 from skipstone.control.record import state_from_json, state_to_json
 from skipstone.control.state import RECYCLE, State
 from skipstone.files import cache_folder, digest, write_json
-from skipstone.models.fingerprint import fingerprint
 from skipstone.models.layered import LayeredModel
 
-VERSION = 1
+VERSION = 2
 """Of the file."""
 
 
 def key_of(model: LayeredModel) -> dict[str, Any]:
     """What it was learnt of, one row at a time."""
     return {
-        "model": fingerprint(model.model),
+        "model": model.fingerprint,
         "dtype": str(model.model.dtype),
         "device": str(model.device),
         "engine": model.engine.name,
@@ -65,7 +64,8 @@ def recalled(model: LayeredModel, first: State, identities: dict[str, str]) -> S
         same = {name for name, one in identities.items() if held["drafters"].get(name) == one}
         costs = replace(
             state.costs,
-            drafts={**first.costs.drafts, **{name: state.costs.drafts[name] for name in same}},
+            drafts={name: state.costs.drafts[name] if name in same else one for name, one in first.costs.drafts.items()},
+            wholes={name: state.costs.wholes[name] if name in same else one for name, one in first.costs.wholes.items()},
             shadows={**first.costs.shadows, **{name: one for name, one in state.costs.shadows.items() if name in same}},
             scorings={name: one for name, one in state.costs.scorings.items() if name in same},
         )

@@ -73,6 +73,12 @@ class Chain:
         if confidence is not None:
             self._confidence.append(confidence)
 
+    @property
+    def going(self) -> Tensor:
+        """Rows [B] bool that have not stopped and have room for another token."""
+        room = self._most > len(self)
+        return room if self._going is None else room & self._going
+
     def open_rows(self) -> list[bool]:
         """Rows that will draft one more token, on the host."""
         going = [True] * len(self.most) if self._going is None else self._going.tolist()
@@ -155,6 +161,8 @@ class ChainSession(Session):
             chain.add(token, q, confidence)
             path = self.append(chain, frontier)
             if nobody or chain.full or chain.stop(sure, self.sampler.unfinished(token), look=self.looks):
+                break
+            if self.confidence.joint and chain.stop(self.confidence.together(chain.going), look=self.looks):
                 break
         return self.finish(chain, frontier)
 

@@ -21,6 +21,7 @@ class Confidence:
     """
 
     survival: Survival | None = None  # what a row stops by as well
+    joint = False  # whether rows also stop together, as `together` says
 
     FIRST = 0.6  # threshold of a new request
     TARGET = 0.9  # share of accepted drafts that the threshold is steered to; also what a new request is thought to have
@@ -50,6 +51,11 @@ class Confidence:
     def keep(self, confidence: Tensor | None) -> Tensor | None:
         """Rows [B] bool that are sure enough to draft on; None where all are."""
         return None if confidence is None or not self.active else confidence >= self._on_device
+
+    def together(self, going: Tensor) -> Tensor:
+        """Where `joint`: rows [B] bool that may draft on as far as all of them are concerned. going: [B] bool, those that
+        would draft on by themselves."""
+        raise NotImplementedError
 
     def update(self, verdicts: list[RowVerdict]) -> None:
         """Move every row's threshold by what became of its draft."""

@@ -107,8 +107,9 @@ def kv_dtype_of(asked: Setup) -> torch.dtype | None:
     return KV_DTYPES[asked.kv_dtype or "float32"]
 
 
-def choose(asked: Setup, model: Any, facts: Facts) -> tuple[Engine, str | None]:
-    """The engine of a model, made once, and the reason why it is not the native one where "auto" had to do without.
+def choose(asked: Setup, model: Any, facts: Facts, beside: Engine | None = None) -> tuple[Engine, str | None]:
+    """The engine of a model, made once, and the reason why it is not the native one where "auto" had to do without. beside: a
+    native engine that holds now: another one of the same changes does, too.
 
     ValueError where the native engine cannot run the model although it was asked for, by its name or by quantised weights,
     which no other engine has.
@@ -116,6 +117,8 @@ def choose(asked: Setup, model: Any, facts: Facts) -> tuple[Engine, str | None]:
     made = _MADE.get(model, None, lambda: _Made(facts), lambda made: made.facts is facts)
     key = asked.engine, asked.quantize
     found = made.chosen.get(key)
+    if found is not None and beside is not None and found[0].name == "native" and found[0].changes == beside.changes:
+        return found
     if found is None or found[1] is not None or not found[0].holds():  # what kept native away may be gone
         found = made.chosen[key] = _choice(asked, model, facts)
     return found

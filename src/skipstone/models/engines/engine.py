@@ -20,13 +20,18 @@ QUANTIZED = ("none", "int8", "int4")
 
 @dataclass(frozen=True, slots=True)
 class Survival:
-    """Until what survival a row drafts on. A draft of probability p is accepted with sigmoid(slope logit(p) + offset), as far
-    as is known; a draft's survival is the product over all drafts up to it. least: for every place from 0 on, the survival
-    with which a row drafts on behind it; a shorter list ends the draft."""
+    """Until what survival rows draft on. A draft of probability p is accepted with sigmoid(slope logit(p) + offset), as far
+    as is known; a draft's survival is the product over all drafts up to it.
+
+    least: for every place from 0 on, the survival with which a row that pays its draft steps alone drafts on behind it; a
+    shorter list ends the draft. beside: the same of a row whose draft steps others pay; none where each row pays its own. Of R
+    rows those with a survival S of `beside` draft on together, as long as the sum of S - beside over them is at least
+    R (least - beside)."""
 
     slope: float
     offset: float
     least: Sequence[float]
+    beside: Sequence[float] = ()
 
 
 @dataclass(slots=True)
@@ -99,7 +104,8 @@ class Engine(Protocol):
     that it hands out. row_exact: it promises that a token's result has the same bits whatever is computed beside it. chains: it
     has a call for greedy chains (`chain`). draws: it has one for drawing tokens (`draw`). own_threads: it computes with threads
     that are not torch's. quantize: "int8" or "int4", what it has quantised the weights to; None where
-    they are as stored.
+    they are as stored. changes: torch's count of the changes made to the weights in place when it was made; None where it does
+    not matter to it.
 
     An engine must not refer to its model, which would then never be freed; its modules it may.
     """
@@ -127,6 +133,9 @@ class Engine(Protocol):
 
     @property
     def quantize(self) -> str | None: ...
+
+    @property
+    def changes(self) -> int | None: ...
 
     def holds(self) -> bool:
         """Whether the engine still computes the model as it is: its weights, hooks and forwards."""

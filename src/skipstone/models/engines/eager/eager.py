@@ -28,6 +28,7 @@ class EagerEngine:
     draws = False
     own_threads = False
     quantize: str | None = None
+    changes: int | None = None
 
     def __init__(self, model: Any, facts: Facts) -> None:
         self.dtype: torch.dtype = facts.dtype

@@ -73,7 +73,7 @@ class NativeEngine:
         self._rotary = RotaryTables(facts.decoder, facts.max_positions)
         self._copied = list(model.parameters())
         self._covered = list(model.modules())[1:]  # but for the model itself, which an engine must not keep alive
-        self._versions = self._counted()
+        self.changes = self._counted()
         level = self._library.sk_level
         level.restype = ctypes.c_char_p
         kept = f"{facts.dtype} weights computed in float32"
@@ -102,7 +102,7 @@ class NativeEngine:
 
     def holds(self) -> bool:
         """Whether the weights are those that were copied, and no module has got a hook or a forward of its own since."""
-        return self._versions == self._counted() and not any(changed(module) for module in self._covered)
+        return self.changes == self._counted() and not any(changed(module) for module in self._covered)
 
     def _counted(self) -> int:
         """torch's count of the changes made to the weights in place; what is written through `.data` is not in it."""
@@ -391,7 +391,8 @@ def _survival(start: ChainStart, width: int) -> Any:
         raise ValueError("survivals are products of probabilities, which thresholds ask for")
     rule = start.survival
     least = [*rule.least[:width], *[math.inf] * (width - len(rule.least))]
-    return (ctypes.c_float * (2 + width))(rule.slope, rule.offset, *least)
+    beside = [*rule.beside[:width], *[math.inf] * (width - len(rule.beside))] if rule.beside else least
+    return (ctypes.c_float * (2 + 2 * width))(rule.slope, rule.offset, *least, *beside)
 
 
 def _expect(name: str, found: Tensor, shape: Sequence[int], dtype: torch.dtype) -> None:

@@ -731,8 +731,9 @@ static float acceptance(float p, float slope, float offset) {
 // else embeddings. transform: float32 [head inputs][head inputs] that normed states go through before the head, or null. shortlist: the
 // tokens that drafts are picked from, and their probabilities are among; null for all. sure: a draft that is not more probable than
 // its threshold does not count, and there is none after it. survival or null: a slope, an offset, and for every place from 0 on the
-// least survival [width] with which a row drafts on behind it; the survival of a draft is the product of sigmoid(slope logit(p) +
-// offset) over the row's drafts up to it, p their probabilities. drafts [b][width], counts [b], probabilities [b][width]: what was
+// least survivals: least [width] of a single row, and beside [width] of a row whose draft step others pay; the survival of a draft is
+// the product of sigmoid(slope logit(p) + offset) over the row's drafts up to it, p their probabilities. Rows with a survival of
+// `beside` draft on behind a place, as long as the sum of what theirs are above it is at least (least - beside) x rows. drafts [b][width], counts [b], probabilities [b][width]: what was
 // drafted. rotary: the tables of a pass.
 SK_EXPORT int64_t sk_chain(const Model* m, const Pass* pass, const Store* store, int64_t from, int64_t to, const int64_t* skip,
                            const int64_t* roots, const int64_t* bases, const int64_t* most, int64_t width, const float* thresholds,
@@ -748,6 +749,7 @@ SK_EXPORT int64_t sk_chain(const Model* m, const Pass* pass, const Store* store,
   own.positions.assign(bases, bases + b);
   own.going.assign(b, DONE);
   own.survival.assign(b, 1.0f);
+  const int64_t taking = b - std::count(most, most + b, int64_t(-1));
   Pass one = *pass;
   one.n = 1;
   one.positions = one.slots = own.positions.data();
@@ -799,10 +801,18 @@ SK_EXPORT int64_t sk_chain(const Model* m, const Pass* pass, const Store* store,
         on = on && probability[i] >= thresholds[row];
         if (survival != nullptr) {
           own.survival[row] *= acceptance(probability[i], survival[0], survival[1]);
-          on = on && own.survival[row] >= survival[2 + place];
+          on = on && own.survival[row] >= survival[2 + width + place];
         }
       }
       own.going[row] = on ? DRAFTS : after_drafting;
+    }
+    if (survival != nullptr && place < width) {
+      const float least = survival[2 + place], beside = survival[2 + width + place];
+      float above = 0;
+      for (int64_t row = 0; row < b; row++)
+        if (own.going[row] == DRAFTS) above += own.survival[row] - beside;
+      if (!(above >= float(taking) * (least - beside)))
+        std::replace(own.going.begin(), own.going.end(), DRAFTS, after_drafting);
     }
   }
   return OK;

@@ -1,0 +1,78 @@
+"""Rows of a batch share their draft steps, and draft on at one price: near the best lengths there are, where rows that each pay
+for themselves are not."""
+
+from __future__ import annotations
+
+import itertools
+
+import pytest
+import torch
+
+from skipstone.control import price
+from skipstone.methods.auto.drafters import PricedStop
+from skipstone.models.engines.engine import Survival
+
+MOST, FIXED = 8, 0.02
+
+ROWS = [(0.9, 0.9, 0.9), (0.9, 0.5, 0.2), (0.95, 0.7, 0.4), (0.6, 0.5, 0.4), (0.97, 0.1, 0.1, 0.1)]
+"""The acceptances of every row's drafts, which all rows' confidences tell."""
+
+
+def lengths(acceptances: tuple[float, ...], step: float, slope: float, worth: float, *, together: bool) -> list[int]:
+    """How many drafts every row makes. slope: what scoring a token of every row costs."""
+    rows, mean, scoring = len(acceptances), sum(acceptances) / len(acceptances), _scoring(slope)
+    least = price.thresholds(step, FIXED, scoring, mean, worth, MOST)
+    beside = price.thresholds(0.0, 0.0, scoring, mean, worth, MOST)
+    if least[0] > 1:
+        return [0] * rows
+    stop, going, counts = PricedStop(rows, torch.device("cpu")), torch.ones(rows, dtype=torch.bool), [0] * rows
+    stop.begin(Survival(1.0, 0.0, least[1:], beside[1:] if together else ()), rows)
+    while going.any():
+        counts = [count + int(goes) for count, goes in zip(counts, going, strict=True)]
+        on = stop.keep(torch.tensor(acceptances))
+        assert on is not None
+        going = going & on
+        if stop.joint:
+            going = going & stop.together(going)
+    return counts
+
+
+def _scoring(slope: float) -> price.Scoring:
+    return lambda tokens: 1.0 + slope * (tokens - 1)
+
+
+def rate(acceptances: tuple[float, ...], counts: tuple[int, ...] | list[int], step: float, slope: float) -> float:
+    """Tokens of a row in a plain step."""
+    rows, drafted = len(acceptances), max(counts)
+    tokens = 1 + sum(chance**n for chance, count in zip(acceptances, counts, strict=True) for n in range(1, count + 1)) / rows
+    return tokens / (drafted * step + 1 + slope * sum(counts) / rows + (FIXED if drafted else 0.0))
+
+
+def reached(acceptances: tuple[float, ...], step: float, slope: float, *, together: bool) -> float:
+    """The rate at the price that it brings about itself, as a share of the best one's."""
+    best = max(rate(acceptances, counts, step, slope) for counts in itertools.product(range(MOST + 1), repeat=len(acceptances)))
+    worth = 1.0
+    for _ in range(12):
+        counts = lengths(acceptances, step, slope, worth, together=together)
+        worth = max(1.0, rate(acceptances, counts, step, slope))
+    return worth / best
+
+
+@pytest.mark.parametrize("slope", [0.02, 0.1])
+@pytest.mark.parametrize("step", [0.15, 0.3])
+@pytest.mark.parametrize("rows", ROWS, ids=str)
+def test_one_price_is_near_the_best_lengths(rows: tuple[float, ...], step: float, slope: float) -> None:
+    assert reached(rows, step, slope, together=True) >= 0.88
+
+
+def test_rows_that_each_pay_a_whole_draft_step_or_none_are_not() -> None:
+    shares = [reached(rows, 0.3, slope, together=False) for rows in ROWS for slope in (0.02, 0.1)]
+    assert min(shares) < 0.85
+
+
+def test_a_batch_drafts_less_as_hopeless_rows_are_added_down_to_nothing() -> None:
+    """A draft step that one good row would pay is not worth the time of seven others that gain nothing."""
+    longest = [max(lengths((0.9,) + (0.05,) * bad, 0.3, 0.02, 1.2, together=True)) for bad in (0, 1, 3, 7)]
+    assert longest == sorted(longest, reverse=True)
+    assert longest[0] >= 4
+    assert longest[-1] == 0
