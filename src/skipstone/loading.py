@@ -206,7 +206,12 @@ def look_up(name: str | Path) -> None:
     """OSError or ValueError where no model's config lies under a name; nothing of the model is loaded."""
     place, options = _located(name)
     with gguf.reading(place, options):
-        AutoConfig.from_pretrained(place, **options)
+        try:
+            AutoConfig.from_pretrained(place, **options)
+        except OSError as error:
+            if Path(place).exists():
+                raise
+            raise OSError(f"{name}: no folder here, and from the hub: {error}") from error
 
 
 def _located(name: str | Path) -> tuple[str, dict[str, Any]]:
