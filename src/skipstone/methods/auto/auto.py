@@ -45,7 +45,9 @@ RECENT_PLAIN = 64
 MOST_LOOKED_UP = 24
 """Tokens of the continuation of a match."""
 AWAKE, ASLEEP = 128, 384
-"""Tokens for which texts are looked up and continuations kept although neither pays, and for which they are not, in turn."""
+"""Steps for which texts are looked up, or continuations kept, although that does not pay, and for which not, in turn."""
+NEW_TEXT = 32
+"""Steps for which a new request's text is looked up in any case."""
 
 
 @dataclass(frozen=True)
@@ -82,13 +84,29 @@ class Auto(Method):
 
 
 @dataclass
+class Shift:
+    """Whether something goes on that takes the host time in every step, which is a part of the shortest steps: while it pays,
+    and else for AWAKE of AWAKE + ASLEEP steps. until: the step at which it rests."""
+
+    until: int = AWAKE
+
+    def goes_on(self, step: int, pays: bool) -> bool:
+        """Asked once a step."""
+        if pays or step >= self.until + ASLEEP:
+            self.until = step + AWAKE
+        return step < self.until
+
+
+@dataclass
 class Mind:
     """What is known across requests. states: by the number of rows that decode, as that changes what steps take. live: that
-    number now. kept: of recycled tokens."""
+    number now. kept: of recycled tokens. looking, keeping: whether texts are looked up, and continuations kept."""
 
     states: dict[int, State] = field(default_factory=dict)
     live: int = 1
     kept: Kept = field(default_factory=Kept)
+    looking: Shift = field(default_factory=Shift)
+    keeping: Shift = field(default_factory=Shift)
     steps: int = 0
     kinds: dict[str, int] = field(default_factory=dict)
     log: Log | None = None
@@ -164,7 +182,7 @@ class AutoSession(Session):
         self._matches: list[int] = []  # that the plan was decided with
         self._left = 0  # steps that the plan stands for beside this one
         self._sum: Done | None = None  # of the steps that it stood for
-        self._awake, self._awake_until = True, AWAKE
+        self._looks_up = self._keeps = True  # in this step
         self.ledger = Ledger(slack=method.slack)
         fresh = not mind.states and method.remembers
         if fresh and (found := recalled(model, self._first_state(0.0), identities(wanted, drafters))):
@@ -209,8 +227,8 @@ class AutoSession(Session):
         for one in self._members:
             one.begin(row, request)
         self._settle()
-        if self.mind.state is not None:
-            self._awake_until = self.mind.state.position + AWAKE
+        looking, step = self.mind.looking, self.mind.steps
+        looking.until = max(looking.until, step + NEW_TEXT)
         others = (place for place in range(self.rows) if place != row)
         if self.mind.states and all(self.batch.is_free(place) for place in others):
             self.mind.states = {live: control.begin(state) for live, state in self.mind.states.items()}
@@ -276,7 +294,7 @@ class AutoSession(Session):
         """As planned."""
         self.texts.forget_matches()
         self._wake()
-        matches = self.texts.look_up() if self._awake and self.mind.state is not None and any(limit) else []
+        matches = self.texts.look_up() if self._looks_up and self.mind.state is not None and any(limit) else []
         if self._left and not any(matches) and any(limit):
             self._left -= 1
             return self._plain()
@@ -294,15 +312,13 @@ class AutoSession(Session):
         return draft
 
     def _wake(self) -> None:
-        """Whether texts are looked up and continuations kept in this step. The host's time for it is a part of the shortest
-        steps, so that it rests where it has not paid for long."""
-        state = self.mind.state
-        if state is None or (self.recycle is None and not self.texts.looks_up):
+        """Whether texts are looked up and continuations kept in this step."""
+        mind = self.mind
+        if mind.state is None:
             return
-        if self.plan.kind == LOOKUP or state.current == RECYCLE or state.position >= self._awake_until + ASLEEP:
-            self._awake_until = state.position + AWAKE
-        self._awake = state.position < self._awake_until
-        self.reads_logits = self.recycle is not None and self._awake
+        self._looks_up = self.texts.looks_up and mind.looking.goes_on(mind.steps, self.plan.kind == LOOKUP)
+        self._keeps = self.recycle is not None and mind.keeping.goes_on(mind.steps, mind.state.current == RECYCLE)
+        self.reads_logits = self._keeps
 
     def _plain(self) -> Draft:
         return Draft.empty(self.rows, self.root.device, self.frontier([0] * self.rows))
@@ -331,7 +347,7 @@ class AutoSession(Session):
         if isinstance(drafter := self.drafters.get(self.plan.kind), OwnRule):
             return drafter.verify(draft, scores)
         verdict = super().verify(draft, scores)
-        if self.recycle is not None and self._awake:
+        if self.recycle is not None and self._keeps:
             verdict.notes = self.recycle.note(scores)
         return verdict
 
@@ -339,13 +355,13 @@ class AutoSession(Session):
         """Tell all what was committed, and note what the draft came to."""
         self._judged, self._ranks = [], []
         if draft is not None:
-            if self._awake:
+            if self._looks_up:
                 self.texts.judge(verdicts)
             if draft.confidence is not None and draft.width:
                 for confidences, verdict in zip(draft.confidence.tolist(), verdicts, strict=True):
                     judged = min(len(verdict.path) + (not verdict.finished), verdict.drafted)
                     self._judged += [(confidences[place], place < len(verdict.path)) for place in range(judged)]
-        if self.recycle is not None and self._awake:
+        if self.recycle is not None and self._keeps:
             row = next((row for row, verdict in enumerate(verdicts) if verdict.tokens), None)
             if row is not None:
                 self._ranks = ranks(self.mind.kept, self.texts.text[row][-1], verdicts[row].tokens)
