@@ -90,8 +90,10 @@ def seen(session: Any, draft: Draft) -> Drafted:
     )
 
 
-def decode(engine: type[Noting], model: Any, method: Method, requests: list[Request]) -> tuple[list[list[int]], list[Drafted]]:
-    """The texts and all drafts."""
+def decode(
+    engine: type[Noting], model: Any, method: Method, requests: list[Request], steps: int | None = None
+) -> tuple[list[list[int]], list[Drafted]]:
+    """The texts and all drafts. steps: of the loop at most."""
     layered: Any = LayeredModel(model, "native")
     layered.engine = engine(model, Facts(model))
     decoder, drafts = start(method, layered, requests), []
@@ -107,7 +109,7 @@ def decode(engine: type[Noting], model: Any, method: Method, requests: list[Requ
 
     session.draft = draft
     texts: list[list[int]] = [[] for _ in requests]
-    while decoder.busy:
+    while decoder.busy and (steps is None or len(drafts) < steps):
         for row, more in enumerate(decoder.step().tokens):
             texts[row] += more
     return texts, drafts
@@ -118,10 +120,12 @@ def requests(rows: int, eos: frozenset[int], sizes: tuple[int, ...] = (30, 11, 2
     return [Request(prompt, sizes[row], eos) for row, prompt in enumerate(families.prompts(rows))]
 
 
-def assert_alike(family: str, method: Method, asked: list[Request]) -> tuple[list[Drafted], list[list[int]]]:
+def assert_alike(
+    family: str, method: Method, asked: list[Request], steps: int | None = None
+) -> tuple[list[Drafted], list[list[int]]]:
     model = families.cached(family)
-    texts, drafts = decode(Noting, model, method, asked)
-    expected_texts, expected = decode(TokenByToken, model, method, asked)
+    texts, drafts = decode(Noting, model, method, asked, steps)
+    expected_texts, expected = decode(TokenByToken, model, method, asked, steps)
     assert len(drafts) == len(expected)
     assert all((draft.most is not None) == bool(draft.valid.any()) for draft in drafts), "chains were not drafted in one call"
     assert all(draft.most is None for draft in expected)
@@ -193,22 +197,29 @@ def test_rows_of_their_own_ends() -> None:
     assert texts[2][-1] in ends[2]
 
 
-@pytest.mark.parametrize("together", [False, True])
-def test_rows_stop_by_survival_in_one_call_as_token_by_token(together: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Each row by itself, and all rows at one price. Plans are made up from the position: measured times would not repeat."""
+def planned(monkeypatch: pytest.MonkeyPatch, *, together: bool, shared: bool = True) -> list[tuple[int, ...]]:
+    """Drafts of every row, step by step, of plans that are made up from the position: measured times would not repeat. shared:
+    whether the draft steps that rows pay for together cost anything. Rows have room all the time."""
 
     def decide(state: State, matches: Sequence[int] = ()) -> Plan:
         if state.position < 2:
             return Plan(PLAIN, 1.0, None, "")
         dice = random.Random(state.position)
         beside = [0.6 * dice.random() ** 3 for _ in range(DRAFTS)]
-        least = tuple(one + 0.2 * dice.random() ** 2 for one in beside)
+        least = tuple(one + shared * 0.2 * dice.random() ** 2 for one in beside)
         return Plan("layerskip, exit 2", 1.0, None, "", thresholds=(0.0, *least), beside=(0.0, *beside) if together else ())
 
     monkeypatch.setattr(control, "decide", decide)
     monkeypatch.setattr(control, "due", lambda *_: None)
     monkeypatch.setattr(auto, "mind_of", lambda *_: auto.Mind())  # each run learns by itself
-    drafts, _ = assert_alike("llama", auto.Auto((LayerSkip(2),), remembers=False), requests(3, frozenset()))
-    lengths = [tuple(one.valid.sum(1).tolist()) for one in drafts if one.most is not None or one.valid.any()]
-    assert len({max(one) for one in lengths}) > 2, "drafts stopped at different places"
-    assert any(len(set(one)) > 1 for one in lengths), "rows of a step stopped at different places"
+    asked = requests(3, frozenset(), (200, 200, 200))
+    drafts, _ = assert_alike("llama", auto.Auto((LayerSkip(2),), remembers=False), asked, steps=30)
+    return [tuple(one.valid.sum(1).tolist()) for one in drafts]
+
+
+@pytest.mark.parametrize("together", [False, True])
+def test_rows_stop_by_survival_in_one_call_as_token_by_token(together: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    lengths = planned(monkeypatch, together=together)
+    assert any(len(set(one)) > 1 for one in lengths), "a row stopped before others"
+    if together:
+        assert lengths != planned(monkeypatch, together=True, shared=False), "some steps were too dear for all rows together"

@@ -17,6 +17,7 @@ from skipstone.models.engines.native.engine import NativeEngine
 from skipstone.models.engines.native.structs import Matrix, Model, declare
 from skipstone.models.engines.native.weights import QUANTIZED
 from skipstone.models.facts import Facts
+from skipstone.models.fingerprint import fingerprint
 from skipstone.models.layered import LayeredModel
 from tests.helpers import families
 from tests.helpers.native import FAMILIES, assert_same_bits, chain, text
@@ -339,3 +340,19 @@ def test_whole_texts_are_read_as_they_are_decoded(kind: str) -> None:
     found = total(model, ids, kind)
     for row in range(2):
         assert torch.equal(found[row], chain(quantised(model, kind), ids[row], 1)[0])
+
+
+def test_a_model_in_fewer_bits_is_made_once_and_anew_for_other_weights() -> None:
+    raw = families.build("llama")
+    first = LayeredModel(raw, "native")
+    few, before = first.in_fewer_bits("int4"), first.fingerprint
+    assert few.engine.quantize == "int4"
+    assert LayeredModel(raw, "native").in_fewer_bits("int4").engine is few.engine
+    raw.model.layers[0].mlp.up_proj.weight.mul_(2)
+    changed = LayeredModel(raw, "native")
+    assert changed.in_fewer_bits("int4").engine is not few.engine
+    assert changed.fingerprint == fingerprint(raw) != before
+    raw.model.layers[1].mlp.up_proj.weight = torch.nn.Parameter(torch.zeros_like(raw.model.layers[1].mlp.up_proj.weight))
+    replaced = LayeredModel(raw, "native")
+    assert replaced.in_fewer_bits("int4").engine is not changed.in_fewer_bits("int4").engine
+    assert fingerprint(families.build("llama")) == before

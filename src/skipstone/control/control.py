@@ -22,8 +22,10 @@ LEAST_SAVED = -2.0
 """Plain steps that shadows and trials may owe at most: what one of them took more than was thought."""
 LEAST_PLAIN = 3
 """Plain steps that are timed before anything is drafted."""
-SPIKE = 2.0
+STALL = 2.0
 """Times its expected time that a step may count as at most: more was the doing of something else."""
+STALLS_APART = 200
+"""Tokens between two such steps: of those that are nearer the second one counts in full."""
 RETIMED_AFTER = 1000
 """Tokens after which a cost is measured again, where nothing else did: what is thought too dear is not done otherwise."""
 MOST_SAVED = 4.0
@@ -35,7 +37,9 @@ TRIED = 2
 AT_ONCE = 16
 """Plain steps that are decided on at once where nothing pays: beside the shortest steps there are a decision takes long."""
 AT_ONCE_WITH_MEANS = 4
-"""The same where a shadow could be paid, which is asked for between decisions."""
+"""The same where next to nothing is known of a drafter and a shadow could be paid, which is asked for between decisions."""
+YOUNG = 3
+"""Steps, virtual ones of shadows included, up to which next to nothing is known of a drafter."""
 LEAST_TRIAL = 0.2
 """Plain steps that a trial of a drafter with its own rule may lose at least, by what is thought before it."""
 PROMISING = 0.3
@@ -59,7 +63,7 @@ def decide(state: State, matches: Sequence[int] = ()) -> Plan:
         drafts, tokens = found
         return Plan(LOOKUP, worth, current, f"a match of {max(matches)}: {tokens:.1f} tokens expected", drafts=tuple(drafts))
     if current is None:
-        steps = AT_ONCE if state.shadow_account < _cheapest(state) else AT_ONCE_WITH_MEANS
+        steps = AT_ONCE if state.shadow_account < _cheapest(state) or not _any_young(state) else AT_ONCE_WITH_MEANS
         return Plan(PLAIN, worth, None, "nothing is faster than plain decoding", steps=steps)
     if unsure:
         return Plan(PLAIN, worth, current, f"{current} is right too seldom here to be worth a draft")
@@ -185,7 +189,12 @@ def observe(state: State, plan: Plan, done: Done) -> State:
     rules, now = state.rules, state.position + round(done.tokens)
     costs, surprised = _timed(state.costs, state, plan, done)
     plain, drafters, lookups, matches = costs.plain.value, dict(state.drafters), state.lookups, state.matches
-    time = float(done.steps) if plan.kind in (PLAIN, PROBE) else min(done.seconds / plain, SPIKE * _expected(state, plan, done))
+    time, stalled = float(done.steps), False
+    if plan.kind not in (PLAIN, PROBE):
+        time, most = done.seconds / plain, STALL * _expected(state, plan, done)
+        stalled = time > most
+        if stalled and now - state.stalled_at > STALLS_APART:
+            time = most
     if plan.kind in drafters:
         drafters[plan.kind] = _drafted(drafters[plan.kind], state.position, done, time, rules, surprised)
     elif plan.kind == PLAIN and plan.current in drafters and drafters[plan.current].unsure:
@@ -212,6 +221,7 @@ def observe(state: State, plan: Plan, done: Done) -> State:
         moved_at=moved,
         scored=now if plan.kind in (LOOKUP, RECYCLE) and not surprised else state.scored,
         probed_at=state.position if probed else state.probed_at,
+        stalled_at=now if stalled else state.stalled_at,
         shadow_account=min(max(state.shadow_account - paid, LEAST_SAVED) + shadowing * time, MOST_SAVED),
         probe_account=min(state.probe_account + rules.plain_probing * time - (1 - 1 / plan.price if probed else 0.0), 1.0),
     )
@@ -301,7 +311,7 @@ def due(state: State, lag: Mapping[str, int] = MappingProxyType({})) -> str | No
     for name, drafter in state.drafters.items():
         cost, stale = shadows.get(name), state.position - drafter.seen
         steps = drafter.rate.now.faded(state.position, state.rules.half_life).steps
-        young = drafter.rate.usual.steps < 3
+        young = drafter.rate.usual.steps < YOUNG
         if cost is None or (name == state.current and not drafter.unsure):
             continue
         if stale < (state.rules.window // 2 if young else state.rules.window):
@@ -315,6 +325,10 @@ def due(state: State, lag: Mapping[str, int] = MappingProxyType({})) -> str | No
         return None
     needed = shadows[chosen].value * _windows(state, lag.get(chosen, 0))
     return chosen if state.shadow_account >= min(needed, MOST_SAVED) else None
+
+
+def _any_young(state: State) -> bool:
+    return any(one.rate.usual.steps < YOUNG and not one.own_rule for one in state.drafters.values())
 
 
 def _cheapest(state: State) -> float:

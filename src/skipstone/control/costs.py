@@ -24,6 +24,8 @@ DRAFTING_NOISE = 0.1
 """Standard deviation of a time of drafting, as a share of it."""
 DRAFTING_MEMORY = 50.0
 """Times of drafting after which one counts 1/e."""
+LEAST_DRAFTING = 1e-6
+"""Plain steps that drafting takes at least: a clock may stand still."""
 MOST_CORRELATION = 0.95
 """Between the errors of the two parts of a time of drafting."""
 
@@ -71,33 +73,32 @@ class Drafting:
 
     def observe(self, drafts: int, measured: float) -> "Drafting":
         """So many drafts, one at least, took so long."""
-        expected = self(drafts)
+        expected, measured = self(drafts), max(measured, LEAST_DRAFTING)
         difference = measured - expected
         surprising = abs(difference) > SURPRISE * expected
         if surprising and self.surprises + 1 >= BELIEVED_AFTER:
             factor = measured / expected
-            return Drafting(self.step * factor, self.setup * factor, 1)
+            return Drafting(max(self.step * factor, LEAST_DRAFTING / 2), self.setup * factor, 1)
         most = CLAMP * expected if self.measurements else expected + abs(difference)
         surprises = int(surprising and (self.measurements > 0 or difference > 0))
         widest = SETUP_DEVIATION**2, self.step**2
-        (of_setup, of_step), both = self.variances or widest, self.covariance
-        setup_gain, step_gain, noise = of_setup + both * drafts, both + of_step * drafts, (DRAFTING_NOISE * expected) ** 2
-        shrink, keep = 1 / (setup_gain + step_gain * drafts + noise), 1 - 1 / DRAFTING_MEMORY
-        moved, variances = (
-            min(max(difference, -most), most) * shrink,
-            (
-                min((of_setup - shrink * setup_gain**2) / keep, widest[0]),
-                min((of_step - shrink * step_gain**2) / keep, widest[1]),
-            ),
+        (setup_variance, step_variance), covariance = self.variances or widest, self.covariance
+        setup_gain, step_gain = setup_variance + covariance * drafts, covariance + step_variance * drafts
+        noise, keep = (DRAFTING_NOISE * expected) ** 2, 1 - 1 / DRAFTING_MEMORY
+        shrink = 1 / (setup_gain + step_gain * drafts + noise)
+        moved = min(max(difference, -most), most) * shrink
+        variances = (
+            max(min((setup_variance - shrink * setup_gain**2) / keep, widest[0]), 0.0),
+            max(min((step_variance - shrink * step_gain**2) / keep, widest[1]), 0.0),
         )
         limit = MOST_CORRELATION * (variances[0] * variances[1]) ** 0.5
         return Drafting(
-            step=max(self.step + moved * step_gain, self.step / 4),
+            step=max(self.step + moved * step_gain, self.step / 4, LEAST_DRAFTING / 2),
             setup=max(self.setup + moved * setup_gain, 0.0),
             measurements=self.measurements + 1,
             surprises=self.surprises + surprises if surprises else 0,
             variances=variances,
-            covariance=min(max((both - shrink * setup_gain * step_gain) / keep, -limit), limit),
+            covariance=min(max((covariance - shrink * setup_gain * step_gain) / keep, -limit), limit),
         )
 
 
@@ -163,8 +164,8 @@ class Scoring:
 class Costs:
     """plain: seconds of a plain step. scoring: V of drafts that nothing has run yet. scorings: drafter -> V of its drafts;
     until one is measured that of others is taken for it. fixed: what a step costs beside its drafting and its scoring as soon
-    as it drafts. drafts: drafter -> its drafting. wholes: drafter with its own rule -> a whole step of it. shadows: drafter ->
-    grading it on the latest tokens. lookup: finding a draft in the text."""
+    as it drafts. drafts: drafter -> its drafting. wholes: drafter that verifies by its own rule, too -> a whole step.
+    shadows: drafter -> grading it on the latest tokens. lookup: finding a draft in the text."""
 
     plain: Cost
     scoring: Scoring = Scoring()

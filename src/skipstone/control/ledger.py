@@ -11,8 +11,8 @@ SLACK = 0.015
 CREDIT = 2.0
 """Plain steps that may be lost before anything was won, over all requests."""
 REQUEST_CREDIT = 4.0
-"""The same in one request: with the slack and what one step loses, seven of a hundred. The first draft of a request finds no
-weights in the caches and is slow; who may lose no more than that drafts no second time."""
+"""The same in one request, as far as others have won it: with the slack and what one step loses, seven of a hundred. The first
+draft of a request finds no weights in the caches and is slow; were that all that may be lost, there would be no second one."""
 WINDOW = 1400.0
 """Tokens after which an entry of the account of all requests counts 1/e: what was won long ago is not spent today."""
 
@@ -35,8 +35,8 @@ class Account:
 
 @dataclass(frozen=True, slots=True)
 class Ledger:
-    """The account of all requests, which forgets, and that of the running one, which does not: time that was won in one request
-    is not lost in the next.
+    """The account of all requests, which forgets, and that of the running one, which does not: of what was won in one request
+    no more than REQUEST_CREDIT is lost in the next.
 
     While neither is overdrawn a step may draft; otherwise it is plain, and plain steps lose nothing, so that both come back.
     For any drafter and any estimate a request therefore takes at most

@@ -109,7 +109,9 @@ def replayed(path: Path) -> Iterator[Decided]:
                     )
                 _fold(states, fold, kind, values)
             except (ValueError, TypeError, KeyError, AttributeError) as error:
-                raise ValueError(f"{path}, line {number}: this is no record of auto's decisions ({error!r:.120})") from error
+                raise ValueError(
+                    f"{path}, line {number}: this is no record of auto's decisions, or of another version ({error!r:.120})"
+                ) from error
 
 
 def _fold(states: dict[tuple[int, int], State], fold: tuple[int, int], kind: str, values: Any) -> None:

@@ -172,8 +172,8 @@ MOST_PENDING = 64
 class State:
     """All that a session's decisions rest on. rows: that decode. current: the drafter that drafts, where nothing else does.
     position: committed tokens. moved_at, scored, probed_at: positions at which the drafter changed, at which scoring what is
-    looked up or recycled was timed, and at which a plain step was measured. shadow_account, probe_account: plain steps that may
-    be spent."""
+    looked up or recycled was timed, and at which a plain step was measured. stalled_at: that of the latest step that took far
+    longer than was thought. shadow_account, probe_account: plain steps that may be spent."""
 
     costs: Costs
     drafters: Mapping[str, Drafter]
@@ -188,6 +188,7 @@ class State:
     moved_at: int = 0
     scored: int = 0
     probed_at: int = 0
+    stalled_at: int = -1000
     shadow_account: float = 1.0
     probe_account: float = 0.0
 
@@ -253,15 +254,3 @@ class Done:
     ranks: Sequence[int] = ()
     shadow_seconds: float = 0.0
     steps: int = 1
-
-    def __add__(self, later: "Done") -> "Done":
-        """Two plain steps of one plan."""
-        return replace(
-            self,
-            tokens=self.tokens + later.tokens,
-            seconds=self.seconds + later.seconds,
-            matches=(*self.matches, *later.matches),
-            ranks=(*self.ranks, *later.ranks),
-            shadow_seconds=self.shadow_seconds + later.shadow_seconds,
-            steps=self.steps + later.steps,
-        )

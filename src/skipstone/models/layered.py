@@ -73,11 +73,13 @@ class LayeredModel(DecoderModules):
 
     @property
     def fingerprint(self) -> str:
-        """A hash of the weights, by which files that were made for them know them."""
+        """A hash of the weights, by which files that were made for them know them. On the native engine that of the weights
+        as they were when this object was made."""
         return fingerprint(self.model, self.engine.changes)
 
     def in_fewer_bits(self, quantize: str) -> "LayeredModel":
-        """This model, which runs on the native engine, with its weights quantised there to "int8" or "int4"."""
+        """This model, which runs on the native engine, with its weights quantised there to "int8" or "int4". Weights and
+        hooks are those of when this object was made, as its own engine's are."""
         found = copy(self)
         found.asked = Setup("native", quantize).over(self.asked)
         found.engine, found.engine_reason = choose(found.asked, self.model, self._facts, beside=self.engine)

@@ -23,6 +23,7 @@ from skipstone.decoding.loop import Decoder, run
 from skipstone.methods import resolve
 from skipstone.methods.auto import drafters
 from skipstone.methods.auto.auto import Auto, AutoSession
+from skipstone.methods.auto.mind import AWAKE, NEW_TEXT, Shift
 from skipstone.models.layered import LayeredModel
 from tests.helpers import families
 from tests.helpers.conformance import truncated
@@ -136,6 +137,26 @@ def test_rows_come_and_go_between_steps_and_one_is_never_taken() -> None:
     for seed, text in texts.items():
         alone = start(skipstone.Autoregressive(), model, [requests[seed]])
         assert text == [token for step in run(alone) for token in step.tokens[0]]
+
+
+def looked_up_in(steps: int, requests: int, paying: int = 0) -> list[int]:
+    """How many steps of every request, of so many each, look their text up. paying: of the first ones, in which that pays."""
+    shift, step, found = Shift(), 0, []
+    for _ in range(requests):
+        shift.wanted_until, count = step + NEW_TEXT, 0
+        for _ in range(steps):
+            count += shift.goes_on(step, step < paying)
+            step += 1
+        found.append(count)
+    return found
+
+
+def test_texts_are_looked_up_in_shifts_and_new_ones_at_first() -> None:
+    short = looked_up_in(64, 64)
+    assert short[:4] == [64, 64, 32, 32], "128 steps, then what is new only"
+    assert short.count(64) == 16, "two of eight requests: 128 of 512 steps"
+    assert looked_up_in(100, 3, paying=300) == [100, 100, 100]
+    assert sum(looked_up_in(5120, 1)) == 10 * AWAKE
 
 
 # ------------------------------------------------------------------------------------------------------------- shadows

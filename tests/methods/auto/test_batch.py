@@ -70,9 +70,24 @@ def test_rows_that_each_pay_a_whole_draft_step_or_none_are_not() -> None:
     assert min(shares) < 0.85
 
 
-def test_a_batch_drafts_less_as_hopeless_rows_are_added_down_to_nothing() -> None:
-    """A draft step that one good row would pay is not worth the time of seven others that gain nothing."""
-    longest = [max(lengths((0.9,) + (0.05,) * bad, 0.3, 0.02, 1.2, together=True)) for bad in (0, 1, 3, 7)]
-    assert longest == sorted(longest, reverse=True)
-    assert longest[0] >= 4
-    assert longest[-1] == 0
+def stopped(survivals: list[float], least: float, beside: float) -> list[bool]:
+    """Which rows draft on behind their first drafts, of these survivals."""
+    stop = PricedStop(len(survivals), torch.device("cpu"))
+    stop.begin(Survival(1.0, 0.0, (least,), (beside,)), len(survivals))
+    on = stop.keep(torch.tensor(survivals))
+    assert on is not None
+    return (on & stop.together(on)).tolist()
+
+
+def test_rows_pay_for_a_draft_step_together() -> None:
+    """Of four rows, whose draft step costs 4 x (.5 - .1) = 1.6 above what scoring costs."""
+    assert stopped([0.9, 0.91, 0.05, 0.05], 0.5, 0.1) == [True, True, False, False], "1.61 pays"
+    assert stopped([0.9, 0.89, 0.05, 0.05], 0.5, 0.1) == [False] * 4, "1.59 does not"
+    assert stopped([0.9, 0.72, 0.3, 0.05], 0.5, 0.1) == [True, True, True, False], "a row below .5 goes along"
+    assert stopped([0.5], 0.5, 0.1) == [True], "one row alone pays all"
+    assert stopped([0.49], 0.5, 0.1) == [False]
+
+
+def test_a_batch_drafts_less_as_rows_are_added_that_gain_nothing() -> None:
+    """At the same thresholds: what one good row would pay alone it does not pay for eight."""
+    assert [stopped([0.9, *[0.01] * others], 0.3, 0.05)[0] for others in (0, 1, 2, 3, 7)] == [True, True, True, False, False]

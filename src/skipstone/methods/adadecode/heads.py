@@ -267,13 +267,14 @@ def _read(source: str | Path, model: LayeredModel) -> ExitHeads:
 def bundled_name_for(model: LayeredModel) -> str | None:
     """The name of the bundled heads of a model; None where there are none."""
     own = model.fingerprint
-    return next((name for name, folder in HEADS.items() if _model_of_bundled(name, folder) == own), None)
+    cards = ((name, folder) for name, folder in HEADS.items() if (folder / CARD).is_file())
+    return next((name for name, folder in cards if _model_of(folder, (folder / CARD).stat().st_mtime_ns) == own), None)
 
 
 @cache
-def _model_of_bundled(name: str, folder: Path) -> str | None:
-    """The fingerprint of the model that bundled heads are of; None where they were left out of an installation."""
-    return _read_card(folder, name).model if (folder / CARD).is_file() else None
+def _model_of(folder: Path, written: int) -> str:
+    """The fingerprint of the model that a folder's heads are of. written: when its card was, in nanoseconds."""
+    return _read_card(folder, folder.name).model
 
 
 def _folder_of(source: str | Path) -> Path:

@@ -6,9 +6,8 @@ ledger that bounds the loss against plain decoding. This file measures and obeys
 that the text, drawn at random or not, is that of plain decoding with the same seed, whatever is decided.
 """
 
-from collections import deque
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -30,6 +29,7 @@ from skipstone.decoding.settings import setting
 from skipstone.methods.auto.candidates import drafters_of, identities, refuse, usual
 from skipstone.methods.auto.drafters import LayersDrafter, ModelDrafter, OwnRule
 from skipstone.methods.auto.memory import recalled
+from skipstone.methods.auto.mind import NEW_TEXT, Mind, Tally
 from skipstone.methods.prompt_lookup import Index, PromptLookup
 from skipstone.methods.recycle import DEPTH, Kept, Recycle, RecycleSession
 from skipstone.methods.shared import states
@@ -40,14 +40,8 @@ from skipstone.models.layered import LayeredModel
 
 MATCHES = (1, 2, 3, 4, 6, 10, 16)
 """Tokens of the matches that are told apart."""
-RECENT_PLAIN = 64
-"""Plain steps whose times are kept for the interval that is told."""
 MOST_LOOKED_UP = 24
 """Tokens of the continuation of a match."""
-AWAKE, ASLEEP = 128, 384
-"""Steps for which texts are looked up, or continuations kept, although that does not pay, and for which not, in turn."""
-NEW_TEXT = 32
-"""Steps for which a new request's text is looked up in any case."""
 
 
 @dataclass(frozen=True)
@@ -83,82 +77,9 @@ class Auto(Method):
         return AutoSession(self, model, rows, capacity, mind_of(self, model, rows))
 
 
-@dataclass
-class Shift:
-    """Whether something goes on that takes the host time in every step, which is a part of the shortest steps: while it pays,
-    and else for AWAKE of AWAKE + ASLEEP steps. until: the step at which it rests."""
-
-    until: int = AWAKE
-
-    def goes_on(self, step: int, pays: bool) -> bool:
-        """Asked once a step."""
-        if pays or step >= self.until + ASLEEP:
-            self.until = step + AWAKE
-        return step < self.until
-
-
-@dataclass
-class Mind:
-    """What is known across requests. states: by the number of rows that decode, as that changes what steps take. live: that
-    number now. kept: of recycled tokens. looking, keeping: whether texts are looked up, and continuations kept."""
-
-    states: dict[int, State] = field(default_factory=dict)
-    live: int = 1
-    kept: Kept = field(default_factory=Kept)
-    looking: Shift = field(default_factory=Shift)
-    keeping: Shift = field(default_factory=Shift)
-    steps: int = 0
-    kinds: dict[str, int] = field(default_factory=dict)
-    log: Log | None = None
-    plain_seconds: deque[float] = field(default_factory=lambda: deque(maxlen=RECENT_PLAIN))
-
-    @property
-    def state(self) -> State | None:
-        """Of the rows that decode now; None before the first plain step of all."""
-        return self.states.get(self.live)
-
-    @state.setter
-    def state(self, state: State) -> None:
-        self.states[self.live] = state
-
-    def resize(self, live: int) -> None:
-        """So many rows decode now."""
-        self.live = live
-        if live not in self.states and self.states:
-            self.states[live] = control.resized(max(self.states.values(), key=lambda state: state.position), live)
-            if self.log is not None:
-                self.log.state(live, self.states[live])
-
-    def report(self) -> dict[str, Any]:
-        """Plain JSON values."""
-        if self.state is None:
-            return {}
-        costs = self.state.costs
-        return {
-            "steps": self.steps,
-            "kinds": self.kinds,
-            "current": self.state.current,
-            "rates": self.state.rates(),
-            "plain_seconds": costs.plain.value,
-            "plain_interval": interval(self.plain_seconds or [costs.plain.value]),
-            "draft_steps": {name: cost.step for name, cost in costs.drafts.items()},
-            "draft_setups": {name: cost.setup for name, cost in costs.drafts.items()},
-            "scoring": {n: costs.scoring(n) for n in (2, 4, 8, 16)},
-            "debt": self.state.ledger.overall.debt,
-        }
-
-
 def mind_of(method: Auto, model: LayeredModel, rows: int) -> Mind:
     """What a method knows of a model, for a batch of so many rows."""
     return states.of(method, model, rows, None, Mind)
-
-
-def interval(values: Sequence[float]) -> tuple[float, float]:
-    """Where the median of what such values are drawn from lies, by their order, in at least 95 of 100 cases; of fewer than six
-    values the least and the largest."""
-    ordered, count = sorted(values), len(values)
-    far = int(count / 2 - 0.98 * count**0.5) if count >= 6 else 0
-    return ordered[max(far, 0)], ordered[min(count - 1 - far, count - 1)]
 
 
 class AutoSession(Session):
@@ -177,11 +98,12 @@ class AutoSession(Session):
         self.reads_logits = self.recycle is not None
         for one in self._members:
             one.join(self.batch)
+        self._listeners = [one for one in self._members if not isinstance(one, LayersDrafter)]  # layers know of no text
         self.plan = Plan(PLAIN, 1.0, None, "")  # of the step that is going on
         self._planned_as: Plan | None = None  # what was decided, before it turned out that there is nothing to draft
         self._matches: list[int] = []  # that the plan was decided with
         self._left = 0  # steps that the plan stands for beside this one
-        self._sum: Done | None = None  # of the steps that it stood for
+        self._tally, self._done = Tally(), None  # of its plain steps, and of one that drafted
         self._looks_up = self._keeps = True  # in this step
         self.ledger = Ledger(slack=method.slack)
         fresh = not mind.states and method.remembers
@@ -227,8 +149,7 @@ class AutoSession(Session):
         for one in self._members:
             one.begin(row, request)
         self._settle()
-        looking, step = self.mind.looking, self.mind.steps
-        looking.until = max(looking.until, step + NEW_TEXT)
+        self.mind.looking.wanted_until = self.mind.steps + NEW_TEXT
         others = (place for place in range(self.rows) if place != row)
         if self.mind.states and all(self.batch.is_free(place) for place in others):
             self.mind.states = {live: control.begin(state) for live, state in self.mind.states.items()}
@@ -367,10 +288,11 @@ class AutoSession(Session):
                 self._ranks = ranks(self.mind.kept, self.texts.text[row][-1], verdicts[row].tokens)
         chosen = self.drafters.get(self.plan.kind) if self.plan.kind != RECYCLE else self.recycle
         silent = [replace(verdict, notes=[]) for verdict in verdicts] if isinstance(chosen, OwnRule) else verdicts
-        for one in self._members:
-            of_its_own = draft if one is chosen and draft is not None and draft.width else None
-            if one is chosen or not isinstance(one, LayersDrafter):  # layers know of no text
-                one.learn(of_its_own, verdicts if one is chosen else silent)
+        for one in self._listeners:
+            if one is not chosen:
+                one.learn(None, silent)
+        if chosen is not None:
+            chosen.learn(draft if draft is not None and draft.width else None, verdicts)
 
     def clocked(self, step: Step) -> None:
         """Times, to what they teach."""
@@ -378,8 +300,7 @@ class AutoSession(Session):
         step.drafter, step.reason, step.probe = plan.kind, plan.reason, plan.kind == PROBE
         mind.steps += 1
         mind.kinds[plan.kind] = mind.kinds.get(plan.kind, 0) + 1
-        agreed, drafted = self.model.ranks.agreed, plan.kind not in (PLAIN, PROBE)
-        seconds, drafting = agreed(step.seconds - step.seconds_search), agreed(step.seconds_draft)
+        seconds, rows = self.model.ranks.agreed(step.seconds - step.seconds_search), max(len(live), 1)
         if mind.state is None:
             if live:
                 mind.plain_seconds.append(seconds)
@@ -387,32 +308,42 @@ class AutoSession(Session):
                 if self.log is not None:
                     self.log.state(mind.live, first)
             return
-        if not drafted:
+        if plan.kind in (PLAIN, PROBE):
             mind.plain_seconds.append(seconds)
-        rows, passes, by_model = max(len(live), 1), max(step.draft_steps, default=0), plan.kind in self.drafters
-        whole = isinstance(self.drafters.get(plan.kind), OwnRule)
-        done = Done(
-            tokens=sum(live) / rows,
+            self._tally.add(sum(live) / rows, seconds, self.shadow_seconds, self.texts.judged, self._ranks)
+        else:
+            self._done = self._drafted(step, seconds, sum(live), rows)
+        self.shadow_seconds = 0.0
+        if not self._left:
+            self._settle()
+
+    def _drafted(self, step: Step, seconds: float, tokens: int, rows: int) -> Done:
+        """What became of a step that drafted."""
+        kind, drafting = self.plan.kind, self.model.ranks.agreed(step.seconds_draft)
+        by_model, whole = kind in self.drafters, isinstance(self.drafters.get(kind), OwnRule)
+        return Done(
+            tokens=tokens / rows,
             seconds=seconds,
             confidences=self._judged,
             verified=round(step.verified_nodes / rows),
-            passes=passes if by_model and not whole else 0,
+            passes=max(step.draft_steps, default=0) if by_model and not whole else 0,
             drafting=drafting if by_model and not whole else None,
-            scoring=seconds - drafting * by_model if drafted and not whole else None,
+            scoring=seconds - drafting * by_model if not whole else None,
             matches=self.texts.judged,
             ranks=self._ranks,
             shadow_seconds=self.shadow_seconds,
         )
-        self.shadow_seconds = 0.0
-        self._sum = done if self._sum is None else self._sum + done
-        if not self._left:
-            self._settle()
 
     def _settle(self) -> None:
         """The plan stands no longer, and what it came to is taken over."""
-        done, self._sum, self._left = self._sum, None, 0
-        if done is None or self.mind.state is None:
-            return
+        done, tally = self._done, self._tally
+        self._left = 0
+        if done is None:
+            if not tally.steps:
+                return
+            done, self._tally = tally.done(), Tally()
+        self._done = None
+        assert self.mind.state is not None
         if self.log is not None:
             self.log.step(self.mind.live, self._matches, self._planned_as, self.plan, done)
         self.mind.state = control.observe(self.mind.state, self.plan, done)
@@ -423,7 +354,7 @@ class AutoSession(Session):
             fixed=0.0,
             drafts={name: Drafting(one.guess) for name, one in self.drafters.items() if not one.own_rule},
             wholes={name: Cost(one.guess) for name, one in self.drafters.items() if one.own_rule},
-            shadows={name: Cost(1.5 * one.guess, 1) for name, one in self.drafters.items() if not one.own_rule},
+            shadows={name: Cost(1.5 * one.shadow_guess, 1) for name, one in self.drafters.items() if not one.own_rule},
         )
         drafters = {name: Drafter(own_rule=one.own_rule) for name, one in self.drafters.items()}
         ranks = None if self.recycle is None else Ranks()

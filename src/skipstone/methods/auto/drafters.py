@@ -26,16 +26,19 @@ from skipstone.models.passes import Pass, SkipSet
 
 MOST_DRAFTS = 25
 """Of a step."""
-FEWER_BITS = 0.35
-"""A draft step in four bits beside one as the weights are stored, before one was measured."""
+FEWER_BITS = {"int8": 0.6, "int4": 0.35}
+"""A draft step in fewer bits beside one as the weights are stored, before one was measured. A shadow gains nothing by them: so
+many tokens at once are bound by arithmetic."""
 
 
 class Drafter(Protocol):
     """What `auto` may choose. own_rule: it stops by itself; others are told before every draft until what survival to go on.
-    guess: what a draft step of it costs, of one with its own rule a whole step, in plain steps, before one was measured."""
+    guess: what a draft step of it costs, of one with its own rule a whole step, in plain steps, before one was measured.
+    shadow_guess: the share of the target that runs for a shadow."""
 
     own_rule: ClassVar[bool]
     guess: float
+    shadow_guess: float
 
     @property
     def own_threads(self) -> bool: ...
@@ -137,7 +140,8 @@ class LayersDrafter(ChainSession):
         if head is not None and self.at_once:
             self.transform = head[0].transform(head[1])
         left = layers if skip is None else model.depth - (len(skip.attention) + len(skip.mlp)) / 2
-        self.guess = left / model.depth * (FEWER_BITS if drafter is not None else 1.0)
+        self.shadow_guess = left / model.depth
+        self.guess = self.shadow_guess * (FEWER_BITS.get(drafter.engine.quantize or "", 1.0) if drafter is not None else 1.0)
 
     def until(self, survival: Survival) -> None:
         self.stop.begin(survival, sum(self.alive))
@@ -208,6 +212,7 @@ class OwnRule:
 
     own_rule: ClassVar[bool] = True
     guess = 2.0
+    shadow_guess = 0.0
 
     def __init__(self, session: Session, spelled: str) -> None:
         self.session, self.spelled = session, spelled
@@ -262,7 +267,7 @@ class ModelDrafter(DraftModelSession):
         super().__init__(method, model, draft_model, rows, capacity, MOST_DRAFTS, 0.0)
         self.coupled = True
         self.stop = self.confidence = PricedStop(rows, model.device)
-        self.guess = share_of(draft_model, model)
+        self.guess = self.shadow_guess = share_of(draft_model, model)
 
     def until(self, survival: Survival) -> None:
         self.stop.begin(survival, sum(self.alive))

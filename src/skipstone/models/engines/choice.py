@@ -109,7 +109,7 @@ def kv_dtype_of(asked: Setup) -> torch.dtype | None:
 
 def choose(asked: Setup, model: Any, facts: Facts, beside: Engine | None = None) -> tuple[Engine, str | None]:
     """The engine of a model, made once, and the reason why it is not the native one where "auto" had to do without. beside: a
-    native engine that holds now: another one of the same changes does, too.
+    native engine of this model that was found to hold: one made after as many changes of the weights is not asked again.
 
     ValueError where the native engine cannot run the model although it was asked for, by its name or by quantised weights,
     which no other engine has.

@@ -730,11 +730,11 @@ static float acceptance(float p, float slope, float offset) {
 // none. keep: the states that leave layer `to` are kept in hidden [b][width + 1][m->hidden], as exits are, the last draft's too;
 // else embeddings. transform: float32 [head inputs][head inputs] that normed states go through before the head, or null. shortlist: the
 // tokens that drafts are picked from, and their probabilities are among; null for all. sure: a draft that is not more probable than
-// its threshold does not count, and there is none after it. survival or null: a slope, an offset, and for every place from 0 on the
-// least survivals: least [width] of a single row, and beside [width] of a row whose draft step others pay; the survival of a draft is
-// the product of sigmoid(slope logit(p) + offset) over the row's drafts up to it, p their probabilities. Rows with a survival of
-// `beside` draft on behind a place, as long as the sum of what theirs are above it is at least (least - beside) x rows. drafts [b][width], counts [b], probabilities [b][width]: what was
-// drafted. rotary: the tables of a pass.
+// its threshold does not count, and there is none after it.
+// survival or null: slope, offset, least [width], beside [width]. The survival of a draft is the product of sigmoid(slope logit(p) +
+// offset) over the row's drafts up to it, p their probabilities. Behind a place rows draft on whose survival is at least `beside`
+// there, as long as the sum of what theirs are above it is at least (least - beside) x rows. drafts [b][width], counts [b],
+// probabilities [b][width]: what was drafted. rotary: the tables of a pass.
 SK_EXPORT int64_t sk_chain(const Model* m, const Pass* pass, const Store* store, int64_t from, int64_t to, const int64_t* skip,
                            const int64_t* roots, const int64_t* bases, const int64_t* most, int64_t width, const float* thresholds,
                            const int64_t* ends, int64_t ends_count, int64_t keep, const Matrix* transform,

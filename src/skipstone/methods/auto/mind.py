@@ -1,0 +1,126 @@
+"""What `auto` knows of a model across requests, and what it adds up within a plan."""
+
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from skipstone.control import control
+from skipstone.control.record import Log
+from skipstone.control.state import Done, Judged, State
+from skipstone.methods.recycle import Kept
+
+RECENT_PLAIN = 64
+"""Plain steps whose times are kept for the interval that is told."""
+AWAKE, ASLEEP = 128, 384
+"""Steps for which texts are looked up, or continuations kept, although that does not pay, and for which not, in turn."""
+NEW_TEXT = 32
+"""Steps for which a new request's text is looked up in any case."""
+
+
+@dataclass
+class Shift:
+    """Whether to do what takes some of the host's time in every step: as long as it pays, and else for AWAKE of AWAKE + ASLEEP
+    steps. until: the step from which on it rests. wanted_until: that up to which it is done in any case."""
+
+    until: int = AWAKE
+    wanted_until: int = 0
+
+    def goes_on(self, step: int, pays: bool) -> bool:
+        """Asked once a step."""
+        if pays or step >= self.until + ASLEEP:
+            self.until = step + AWAKE
+        return step < max(self.until, self.wanted_until)
+
+
+@dataclass
+class Mind:
+    """What is known across requests. states: by the number of rows that decode, as that changes what steps take. live: that
+    number now. kept: of recycled tokens. looking, keeping: whether texts are looked up, and continuations kept."""
+
+    states: dict[int, State] = field(default_factory=dict)
+    live: int = 1
+    kept: Kept = field(default_factory=Kept)
+    looking: Shift = field(default_factory=Shift)
+    keeping: Shift = field(default_factory=Shift)
+    steps: int = 0
+    kinds: dict[str, int] = field(default_factory=dict)
+    log: Log | None = None
+    plain_seconds: deque[float] = field(default_factory=lambda: deque(maxlen=RECENT_PLAIN))
+
+    @property
+    def state(self) -> State | None:
+        """Of the rows that decode now; None before the first plain step of all."""
+        return self.states.get(self.live)
+
+    @state.setter
+    def state(self, state: State) -> None:
+        self.states[self.live] = state
+
+    def resize(self, live: int) -> None:
+        """So many rows decode now."""
+        self.live = live
+        if live not in self.states and self.states:
+            self.states[live] = control.resized(max(self.states.values(), key=lambda state: state.position), live)
+            if self.log is not None:
+                self.log.state(live, self.states[live])
+
+    def report(self) -> dict[str, Any]:
+        """Plain JSON values."""
+        if self.state is None:
+            return {}
+        costs = self.state.costs
+        return {
+            "steps": self.steps,
+            "kinds": self.kinds,
+            "current": self.state.current,
+            "rates": self.state.rates(),
+            "plain_seconds": costs.plain.value,
+            "plain_interval": interval(self.plain_seconds or [costs.plain.value]),
+            "draft_steps": {name: cost.step for name, cost in costs.drafts.items()},
+            "draft_setups": {name: cost.setup for name, cost in costs.drafts.items()},
+            "scoring": {n: costs.scoring(n) for n in (2, 4, 8, 16)},
+            "debt": self.state.ledger.overall.debt,
+        }
+
+
+def interval(values: Sequence[float]) -> tuple[float, float]:
+    """Where the median of what such values are drawn from lies, by their order, in at least 95 of 100 cases; of fewer than six
+    values the least and the largest."""
+    ordered, count = sorted(values), len(values)
+    far = int(count / 2 - 0.98 * count**0.5) if count >= 6 else 0
+    return ordered[max(far, 0)], ordered[min(count - 1 - far, count - 1)]
+
+
+@dataclass(slots=True)
+class Tally:
+    """The plain steps of one plan, added up. Fields as in `Done`."""
+
+    tokens: float = 0.0
+    seconds: float = 0.0
+    steps: int = 0
+    shadow_seconds: float = 0.0
+    matches: list[Judged] = field(default_factory=list)
+    ranks: list[int] = field(default_factory=list)
+
+    def add(
+        self, tokens: float, seconds: float, shadow_seconds: float, matches: Sequence[Judged], ranks: Sequence[int]
+    ) -> None:
+        """One more step."""
+        self.tokens += tokens
+        self.seconds += seconds
+        self.steps += 1
+        self.shadow_seconds += shadow_seconds
+        self.matches += matches
+        self.ranks += ranks
+
+    def done(self) -> Done:
+        """All of them."""
+        return Done(
+            self.tokens,
+            self.seconds,
+            matches=self.matches,
+            ranks=self.ranks,
+            shadow_seconds=self.shadow_seconds,
+            steps=self.steps,
+        )
