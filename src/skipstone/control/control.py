@@ -96,7 +96,7 @@ def _without_choice(state: State, current: str | None, worth: float, matches: Se
         return Plan(PLAIN, 1.0, current, "plain decoding is timed")
     if state.ledger.overdrawn:
         return Plan(PLAIN, worth, current, "more time was lost than may be: plain until it is won back")
-    if current is not None and _probe_is_due(state, worth):
+    if (current is not None or matches) and _probe_is_due(state, worth):
         return Plan(PROBE, worth, current, "a plain step is measured")
     if (name := _untimed(state)) is not None:
         return Plan(name, worth, current, f"a draft step of {name} is timed", thresholds=(0.0,) * TRIED, trial=True)
@@ -185,12 +185,13 @@ def begin(state: State) -> State:
 
 
 def observe(state: State, plan: Plan, done: Done) -> State:
-    """The step that was planned has been taken. A plain step tells what a plain step takes, and loses nothing."""
+    """The step that was planned has been taken. A plain step in which nothing else was done tells what a plain step takes, and
+    loses nothing."""
     rules, now = state.rules, state.position + round(done.tokens)
     costs, surprised = _timed(state.costs, state, plan, done)
     plain, drafters, lookups, matches = costs.plain.value, dict(state.drafters), state.lookups, state.matches
     time, stalled = float(done.steps), False
-    if plan.kind not in (PLAIN, PROBE):
+    if plan.kind not in (PLAIN, PROBE) or not done.rests:
         time, most = done.seconds / plain, STALL * _expected(state, plan, done)
         stalled = time > most
         if stalled and now - state.stalled_at > STALLS_APART:
@@ -231,7 +232,7 @@ def observe(state: State, plan: Plan, done: Done) -> State:
 def _timed(costs: Costs, state: State, plan: Plan, done: Done) -> tuple[Costs, bool]:
     """What steps are believed to take after another one, and whether its time was a surprise."""
     if plan.kind in (PLAIN, PROBE):
-        return costs.timed(done.seconds / done.steps), False
+        return costs.timed(done.seconds / done.steps) if done.rests else costs, False
     plain, drafter = costs.plain.value, plan.kind if plan.kind in state.drafters else None
     if done.scoring is not None and done.verified:
         costs = costs.scored(drafter, done.verified + 1, done.scoring / plain)
@@ -247,6 +248,8 @@ def _timed(costs: Costs, state: State, plan: Plan, done: Done) -> tuple[Costs, b
 def _expected(state: State, plan: Plan, done: Done) -> float:
     """What a step that drafted is thought to take, in plain steps."""
     costs = state.costs
+    if plan.kind in (PLAIN, PROBE):
+        return float(done.steps)
     if plan.kind in state.drafters and state.drafters[plan.kind].own_rule:
         return max(costs.wholes[plan.kind].value, 1.0)
     if plan.kind in state.drafters:

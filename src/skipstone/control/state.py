@@ -189,7 +189,7 @@ class State:
     scored: int = 0
     probed_at: int = 0
     stalled_at: int = -1000
-    shadow_account: float = 1.0
+    shadow_account: float = 2.0
     probe_account: float = 0.0
 
     def rate(self, name: str) -> float:
@@ -241,7 +241,8 @@ class Done:
     scored. passes: draft steps of a drafter without a rule of its own. drafting, scoring: seconds of these, and of the rest of
     the step; None where they were not measured. matches: of every row that had one. ranks: of every committed token of one row,
     its place among those that were kept for the one before it, beyond all for one that was not. shadow_seconds: spent on
-    shadows before the step. steps: plain ones of one plan, all of which this is the sum of."""
+    shadows before the step. steps: plain ones of one plan, all of which this is the sum of. rests: whether nothing was looked
+    up or kept in a plain step, so that it took what plain decoding takes."""
 
     tokens: float
     seconds: float
@@ -254,3 +255,4 @@ class Done:
     ranks: Sequence[int] = ()
     shadow_seconds: float = 0.0
     steps: int = 1
+    rests: bool = True

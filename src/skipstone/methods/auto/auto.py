@@ -116,7 +116,7 @@ class AutoSession(Session):
         self.log = mind.log
         self._judged: list[tuple[float, bool]] = []
         self._ranks: list[int] = []
-        self.shadow_seconds = 0.0
+        self.shadow_seconds = self._looking_seconds = 0.0
 
     @property
     def own_threads(self) -> bool:
@@ -215,7 +215,12 @@ class AutoSession(Session):
         """As planned."""
         self.texts.forget_matches()
         self._wake()
-        matches = self.texts.look_up() if self._looks_up and self.mind.state is not None and any(limit) else []
+        matches: list[int] = []
+        self._looking_seconds = 0.0
+        if self._looks_up and any(limit):
+            began = self.model.ranks.now()
+            matches = self.texts.look_up()
+            self._looking_seconds = self.since(began)
         if self._left and not any(matches) and any(limit):
             self._left -= 1
             return self._plain()
@@ -226,6 +231,8 @@ class AutoSession(Session):
             self.plan = Plan(PLAIN, 1.0, None if state is None else state.current, why)
             return self._plain()
         self.plan = self._planned_as = plan = control.decide(state, matches)
+        if plan.kind == PROBE:
+            self._keeps = self.reads_logits = False
         self._left = plan.steps - 1
         draft = self._planned(plan, limit, state)
         if not draft.width and plan.kind != PROBE:
@@ -233,12 +240,12 @@ class AutoSession(Session):
         return draft
 
     def _wake(self) -> None:
-        """Whether texts are looked up and continuations kept in this step."""
-        mind = self.mind
-        if mind.state is None:
-            return
-        self._looks_up = self.texts.looks_up and mind.looking.goes_on(mind.steps, self.plan.kind == LOOKUP)
-        self._keeps = self.recycle is not None and mind.keeping.goes_on(mind.steps, mind.state.current == RECYCLE)
+        """Whether texts are looked up and continuations kept in this step: not where a step is to be plain in every respect."""
+        mind, state = self.mind, self.mind.state
+        rests = state is None or state.ledger.overdrawn or state.costs.plain.measurements < control.LEAST_PLAIN
+        looks, keeps = self.texts.looks_up and not rests, self.recycle is not None and not rests
+        self._looks_up = looks and mind.looking.goes_on(mind.steps, self.plan.kind == LOOKUP)
+        self._keeps = keeps and state is not None and mind.keeping.goes_on(mind.steps, state.current == RECYCLE)
         self.reads_logits = self._keeps
 
     def _plain(self) -> Draft:
@@ -309,8 +316,11 @@ class AutoSession(Session):
                     self.log.state(mind.live, first)
             return
         if plan.kind in (PLAIN, PROBE):
-            mind.plain_seconds.append(seconds)
-            self._tally.add(sum(live) / rows, seconds, self.shadow_seconds, self.texts.judged, self._ranks)
+            rests = plan.kind == PROBE or not (self._looks_up or self._keeps)
+            if rests:
+                seconds -= self._looking_seconds
+                mind.plain_seconds.append(seconds)
+            self._tally.add(sum(live) / rows, seconds, self.shadow_seconds, self.texts.judged, self._ranks, rests)
         else:
             self._done = self._drafted(step, seconds, sum(live), rows)
         self.shadow_seconds = 0.0

@@ -99,14 +99,16 @@ class Tally:
     tokens: float = 0.0
     seconds: float = 0.0
     steps: int = 0
+    rests: bool = True
     shadow_seconds: float = 0.0
     matches: list[Judged] = field(default_factory=list)
     ranks: list[int] = field(default_factory=list)
 
     def add(
-        self, tokens: float, seconds: float, shadow_seconds: float, matches: Sequence[Judged], ranks: Sequence[int]
+        self, tokens: float, seconds: float, shadow_seconds: float, matches: Sequence[Judged], ranks: Sequence[int], rests: bool
     ) -> None:
         """One more step."""
+        self.rests = self.rests and rests
         self.tokens += tokens
         self.seconds += seconds
         self.steps += 1
@@ -123,4 +125,5 @@ class Tally:
             ranks=self.ranks,
             shadow_seconds=self.shadow_seconds,
             steps=self.steps,
+            rests=self.rests,
         )
