@@ -193,7 +193,8 @@ def expected_behind(raw: Any, text: list[int], count: int) -> Tensor:
 
 @pytest.mark.usefixtures("no_gradients")
 @pytest.mark.parametrize("kind", ["exit", "fewer sublayers", "draft model"])
-def test_a_shadow_is_what_the_drafter_would_have_said(kind: str) -> None:
+def test_a_shadow_is_what_the_drafter_would_have_said(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(control, "due", lambda *_: None)  # a draft model has read nothing of the text yet
     raw = llama()
     second = near(raw, 0.3)
     candidates = {"exit": LayerSkip(2), "fewer sublayers": SelfSpeculative((), (1, 2)), "draft model": Speculative(second)}
