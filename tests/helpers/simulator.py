@@ -16,7 +16,7 @@ import numpy as np
 
 from skipstone.control import control, price
 from skipstone.control.costs import Cost, Costs, Drafting, Scoring
-from skipstone.control.state import LOOKUP, PLAIN, PROBE, RECYCLE, Done, Drafter, Judged, Ranks, Rules, State
+from skipstone.control.state import LOOKUP, PLAIN, PROBE, RECYCLE, Done, Drafter, Judged, Plan, Ranks, Rules, State
 
 RULES = Rules()
 EXITS = ("E4", "E6", "E8", "E12")  # after so many of 24 layers
@@ -322,6 +322,29 @@ def noise(dice: random.Random) -> float:
     return math.exp(dice.gauss(0, 0.04) - 0.0008) * (2.5 if dice.random() < 0.005 else 1.0) / 1.0075
 
 
+def outcome(world: World, machine: Machine, state: State, plan: Plan, place: int) -> tuple[Plan, int, int, float, list[float]]:
+    """What becomes of a plan at a place: what was really done, drafts that are scored, those that are accepted, the mean time,
+    and how sure a drafter was of each."""
+    if plan.kind == LOOKUP:
+        (drafts,) = plan.drafts
+        time = machine.scoring(drafts + 1) + machine.fixed + Machine.LOOKUP
+        return plan, drafts, min(drafts, world.match_right[place]), time, []
+    if plan.kind == RECYCLE:
+        assert plan.tree is not None
+        drafts = len(plan.tree.parents)
+        return plan, drafts, walk(world, place, paths_of(plan.tree)), machine.scoring(drafts + 1) + machine.fixed + 0.02, []
+    confidences, survival = list[float](), 1.0
+    if plan.kind in state.drafters:
+        predict = state.drafters[plan.kind].calibration.predict
+        while len(confidences) < len(plan.thresholds) and survival >= plan.thresholds[len(confidences)]:
+            confidences.append(world.confidence(plan.kind, place, len(confidences)))
+            survival *= predict(confidences[-1])
+    drafts = len(confidences)
+    if not drafts:
+        return plan if plan.kind == PROBE else replace(plan, kind=PLAIN), 0, 0, machine.scoring(1), []
+    return plan, drafts, min(drafts, world.run[plan.kind][place]), machine.step(plan.kind, drafts), confidences
+
+
 def drive(world: World, machine: Machine, state: State, seed: int = 0, *, lookups: bool = True, learns: bool = True) -> Log:
     """A controller over a whole text. learns: False lets it never see what a draft step costs."""
     dice, log, place, total, probing = random.Random(seed), Log(), 0, 0.0, 0.0
@@ -339,29 +362,8 @@ def drive(world: World, machine: Machine, state: State, seed: int = 0, *, lookup
         plan = control.decide(state, [match])
         log.switches += plan.current != state.current
         log.kinds[plan.kind] = log.kinds.get(plan.kind, 0) + 1
-        confidences: list[float] = []
+        plan, drafts, accepted, time, confidences = outcome(world, machine, state, plan, place)
         matches = []
-        drafts = accepted = 0
-        time = machine.scoring(1)
-        if plan.kind == LOOKUP:
-            (drafts,) = plan.drafts
-            accepted = min(drafts, world.match_right[place])
-            time = machine.scoring(drafts + 1) + machine.fixed + Machine.LOOKUP
-        elif plan.kind == RECYCLE:
-            assert plan.tree is not None
-            drafts, accepted = len(plan.tree.parents), walk(world, place, paths_of(plan.tree))
-            time = machine.scoring(drafts + 1) + machine.fixed + 0.02
-        elif plan.kind in state.drafters:
-            predict, survival = state.drafters[plan.kind].calibration.predict, 1.0
-            while len(confidences) < len(plan.thresholds) and survival >= plan.thresholds[len(confidences)]:
-                confidences.append(world.confidence(plan.kind, place, len(confidences)))
-                survival *= predict(confidences[-1])
-            drafts = len(confidences)
-            if not drafts:
-                plan = replace(plan, kind=PLAIN)
-            accepted = min(drafts, world.run[plan.kind][place])
-            drafting = len(confidences) * machine.drafts[plan.kind]
-            time = drafting + machine.scoring(drafts + 1) + (machine.fixed if drafts else 0.0)
         seen, tokens = noise(dice), accepted + 1
         if match:
             matches.append(Judged(match, world.match_right[place], max(tokens, drafts if plan.kind == LOOKUP else 0)))

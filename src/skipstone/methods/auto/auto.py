@@ -220,7 +220,7 @@ class AutoSession(Session):
         if self._looks_up and any(limit):
             began = self.model.ranks.now()
             matches = self.texts.look_up()
-            self._looking_seconds = self.since(began)
+            self._looking_seconds = self.model.ranks.since(began)
         if self._left and not any(matches) and any(limit):
             self._left -= 1
             return self._plain()
