@@ -15,7 +15,7 @@ from dataclasses import dataclass, field, replace
 import numpy as np
 
 from skipstone.control import control, price
-from skipstone.control.costs import Cost, Costs, Drafting, Scoring
+from skipstone.control.costs import Cost, Costs, Line, Scoring
 from skipstone.control.state import LOOKUP, PLAIN, PROBE, RECYCLE, Done, Drafter, Judged, Plan, Ranks, Rules, State
 
 RULES = Rules()
@@ -310,7 +310,7 @@ def first_state(
         plain=Cost(1.0, 3),
         scoring=Scoring.of({n: machine.scoring(n) for n in (2, 4, 8, 16, 32, 64)}),
         fixed=machine.fixed,
-        drafts={name: Drafting(believed * machine.drafts[name], 0.0, 1) for name in drafters},
+        drafts={name: Line(believed * machine.drafts[name], 0.0, 1) for name in drafters},
         shadows={name: Cost(machine.shadows[name], 1) for name in drafters},
         lookup=Machine.LOOKUP,
     )

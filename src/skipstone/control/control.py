@@ -15,8 +15,8 @@ from types import MappingProxyType
 
 from skipstone.control import price
 from skipstone.control.calibrate import PRIOR_WEIGHT
-from skipstone.control.costs import Costs, Drafting, Scoring
-from skipstone.control.state import LOOKUP, PLAIN, PROBE, RECYCLE, Done, Drafter, Plan, Ranks, Rate, Rules, State
+from skipstone.control.costs import Costs, Scoring
+from skipstone.control.state import LOOKUP, NEVER_YET, PLAIN, PROBE, RECYCLE, Done, Drafter, Plan, Ranks, Rate, Rules, State
 
 LEAST_SAVED = -2.0
 """Plain steps that shadows and trials may owe at most: what one of them took more than was thought."""
@@ -33,7 +33,9 @@ MOST_SAVED = 4.0
 LOOKUPS_KEPT = 0.97
 """Of the rate of lookups, by a step that looks up."""
 TRIED = 2
-"""Drafts of a step that is taken to time a draft step."""
+"""Drafts of a step that is taken to time a draft step; of a drafter that nothing is known of at least."""
+TRIED_ON = (0.0,) * TRIED + (0.6,) * 6
+"""Survivals until which a drafter drafts that nothing is known of: where it is sure, its first step may pay already."""
 AT_ONCE = 16
 """Plain steps that are decided on at once where nothing pays: beside the shortest steps there are a decision takes long."""
 AT_ONCE_WITH_MEANS = 4
@@ -44,6 +46,16 @@ LEAST_TRIAL = 0.2
 """Plain steps that a trial of a drafter with its own rule may lose at least, by what is thought before it."""
 PROMISING = 0.3
 """Mean acceptance from which on a drafter is worth being timed."""
+BEST_CASE = 1.1
+"""Tokens a plain step from which on a drafter that is always right by what its steps are thought to take is worth being tried."""
+CHOSEN_EVERY = 16
+"""Tokens between two choices among the drafters: what decides between them does not move faster."""
+WELL_KNOWN = 24
+"""Times of a drafter's drafting from which on only one step in LOOKED_AT is looked at closely: of others its time and its tokens
+count alone, as a decision is to take less time than it saves."""
+LOOKED_AT = 4
+THRESHOLDS_KEPT, THRESHOLDS_OFF = 64, 0.05
+"""Tokens after which thresholds are worked out anew, and the share that the price may have moved by until then."""
 NEW_TREE = 200
 """Tokens after which the tree of recycled tokens is made anew."""
 
@@ -78,6 +90,8 @@ def decide(state: State, matches: Sequence[int] = ()) -> Plan:
 def _current(state: State) -> str | None:
     """The drafter that drafts, where nothing else does; None for none. It changes where another one is faster by a margin, and
     goes where it is slower than plain decoding by one, or unsure and not faster by one."""
+    if state.current is not None and not _chooses(state):
+        return state.current
     rates, margin = state.rates(), 1 + state.rules.margin
     best = max(rates, key=lambda name: rates[name], default=None)
     current = state.current if state.current in rates else None
@@ -90,6 +104,11 @@ def _current(state: State) -> str | None:
     return None if rates[current] * (1 / margin if unsure else margin) < 1.0 else current
 
 
+def _chooses(state: State) -> bool:
+    """Whether the drafters are held against each other before this step."""
+    return not 0 <= state.position - state.chosen_at < CHOSEN_EVERY
+
+
 def _without_choice(state: State, current: str | None, worth: float, matches: Sequence[int]) -> Plan | None:
     """A step that is plain for the ledger's sake, or is taken to measure something; None for neither."""
     if state.costs.plain.measurements < LEAST_PLAIN:
@@ -99,7 +118,9 @@ def _without_choice(state: State, current: str | None, worth: float, matches: Se
     if (current is not None or matches) and _probe_is_due(state, worth):
         return Plan(PROBE, worth, current, "a plain step is measured")
     if (name := _untimed(state)) is not None:
-        return Plan(name, worth, current, f"a draft step of {name} is timed", thresholds=(0.0,) * TRIED, trial=True)
+        known = state.drafters[name].calibration.weight > PRIOR_WEIGHT
+        reason = f"a draft step of {name} is timed" if known else f"{name} is tried"
+        return Plan(name, worth, current, reason, thresholds=(0.0,) * TRIED if known else TRIED_ON, trial=True)
     trial = _lookup_trial(state, matches) or _trial_of_own_rule(state, current)
     return None if trial is None else replace(trial, price=worth, current=current)
 
@@ -116,8 +137,9 @@ def _trial_of_own_rule(state: State, current: str | None) -> Plan | None:
 
 
 def _untimed(state: State) -> str | None:
-    """A drafter that is right often enough to be looked at, whose draft step is but guessed or was timed long ago, where a
-    trial can be paid."""
+    """A drafter whose draft step is but guessed or was timed long ago, where a trial can be paid: one that is right often
+    enough to be looked at, or else the one of which nothing is known that is fastest where it is always right."""
+    unknown: dict[str, float] = {}
     for name, drafter in state.drafters.items():
         if drafter.own_rule:
             continue
@@ -127,10 +149,20 @@ def _untimed(state: State) -> str | None:
             or (cost.measurements == 1 and cost.surprises)
             or (name != state.current and state.position - drafter.timed > RETIMED_AFTER)
         )
-        graded, promising = calibration.weight > PRIOR_WEIGHT, calibration.mean >= PROMISING
-        if old and graded and promising and state.shadow_account >= min(cost(TRIED), 1.0):
+        if not old or state.shadow_account < min(cost(TRIED), 1.0):
+            continue
+        if calibration.weight > PRIOR_WEIGHT and calibration.mean >= PROMISING:
             return name
-    return None
+        if not cost.measurements and calibration.weight <= PRIOR_WEIGHT:
+            unknown[name] = _best_case(state, name)
+    best = max(unknown, key=lambda one: unknown[one], default=None)
+    return best if best is not None and unknown[best] >= BEST_CASE else None
+
+
+def _best_case(state: State, name: str) -> float:
+    """Tokens a plain step of a drafter that is always right."""
+    costs, drafts = state.costs, len(TRIED_ON)
+    return (drafts + 1) / (costs.drafts[name](drafts) + costs.scoring_of(name)(drafts + 1) + costs.fixed)
 
 
 def _lookup_trial(state: State, matches: Sequence[int]) -> Plan | None:
@@ -170,7 +202,7 @@ def resized(state: State, rows: int) -> State:
         plain=replace(costs.plain, measurements=0),
         scoring=Scoring(),
         scorings={},
-        drafts={name: Drafting(cost.step, cost.setup) for name, cost in costs.drafts.items()},
+        drafts={name: cost.guess for name, cost in costs.drafts.items()},
         wholes={name: replace(cost, measurements=0) for name, cost in costs.wholes.items()},
     )
     return replace(state, costs=fresh, drafters=timed, rows=rows)
@@ -188,14 +220,18 @@ def observe(state: State, plan: Plan, done: Done) -> State:
     """The step that was planned has been taken. A plain step in which nothing else was done tells what a plain step takes, and
     loses nothing."""
     rules, now = state.rules, state.position + round(done.tokens)
+    if _is_routine(state, plan):
+        done = replace(done, confidences=(), drafting=None, scoring=None)
     costs, surprised = _timed(state.costs, state, plan, done)
     plain, drafters, lookups, matches = costs.plain.value, dict(state.drafters), state.lookups, state.matches
     time, stalled = float(done.steps), False
     if plan.kind not in (PLAIN, PROBE) or not done.rests:
-        time, most = done.seconds / plain, STALL * _expected(state, plan, done)
-        stalled = time > most
+        time, expected, first = done.seconds / plain, _expected(state, plan, done), not state.ledger.request.plain
+        stalled = time > STALL * expected
         if stalled and now - state.stalled_at > STALLS_APART:
-            time = most
+            time = STALL * expected
+        if first:  # it finds cold caches, as a plain one would
+            time = min(time, max(expected, 1.0))
     if plan.kind in drafters:
         drafters[plan.kind] = _drafted(drafters[plan.kind], state.position, done, time, rules, surprised)
     elif plan.kind == PLAIN and plan.current in drafters and drafters[plan.current].unsure:
@@ -220,6 +256,8 @@ def observe(state: State, plan: Plan, done: Done) -> State:
         current=plan.current,
         position=now,
         moved_at=moved,
+        chosen_at=NEVER_YET if plan.trial else state.position if _chooses(state) else state.chosen_at,
+        observed=state.observed + 1,
         scored=now if plan.kind in (LOOKUP, RECYCLE) and not surprised else state.scored,
         probed_at=state.position if probed else state.probed_at,
         stalled_at=now if stalled else state.stalled_at,
@@ -227,6 +265,14 @@ def observe(state: State, plan: Plan, done: Done) -> State:
         probe_account=min(state.probe_account + rules.plain_probing * time - (1 - 1 / plan.price if probed else 0.0), 1.0),
     )
     return _with_thresholds(after)
+
+
+def _is_routine(state: State, plan: Plan) -> bool:
+    """Whether a step of a drafter that is known well is not looked at closely."""
+    if plan.kind not in state.drafters or plan.trial or state.drafters[plan.kind].own_rule:
+        return False
+    known = state.costs.drafts[plan.kind]
+    return known.measurements >= WELL_KNOWN and not known.surprises and state.observed % LOOKED_AT > 0
 
 
 def _timed(costs: Costs, state: State, plan: Plan, done: Done) -> tuple[Costs, bool]:
@@ -237,12 +283,12 @@ def _timed(costs: Costs, state: State, plan: Plan, done: Done) -> tuple[Costs, b
     if done.scoring is not None and done.verified:
         costs = costs.scored(drafter, done.verified + 1, done.scoring / plain)
     if drafter is None:
-        return costs, costs.scoring.surprises(done.verified + 1)
+        return costs, costs.scoring.surprised
     if state.drafters[drafter].own_rule:
         return costs.stepped(drafter, done.seconds / plain), False
     if done.drafting is not None and done.passes:
         costs = costs.drafted(drafter, done.passes, done.drafting / plain)
-    return costs, bool(costs.drafts[drafter].surprises) or costs.scoring_of(drafter).surprises(done.verified + 1)
+    return costs, bool(costs.drafts[drafter].surprises) or costs.scoring_of(drafter).surprised
 
 
 def _expected(state: State, plan: Plan, done: Done) -> float:
@@ -269,7 +315,10 @@ def _recycled(state: State, costs: Costs, plan: Plan, done: Done, time: float) -
     """Ranks after a step, and the tree where it is due. A step that drafted by it says itself what it came to. state: before
     the step. costs: after it."""
     assert state.ranks is not None
-    rules, ranks, now = state.rules, state.ranks.seen(done.ranks), state.position + round(done.tokens)
+    rules, now = state.rules, state.position + round(done.tokens)
+    if plan.kind == LOOKUP:  # what is copied is not its to draft: it is held against drafters of all other text
+        return state.ranks
+    ranks = state.ranks.seen(done.ranks)
     if plan.kind == RECYCLE:
         return replace(ranks, rate=ranks.rate.add(now, done.tokens, time, rules), pending=())
     if now > rules.listening and now - ranks.tree_at > NEW_TREE:
@@ -284,15 +333,20 @@ def _with_thresholds(state: State) -> State:
     if name is None or name not in state.drafters or state.drafters[name].own_rule:
         return state
     own, worth = state.drafters[name], max(1.0, state.rate(name))
-    if own.thresholds and state.position - own.thresholds_at <= 16 and abs(worth / own.thresholds_price - 1) <= 0.03:
+    if own.thresholds and state.position - own.thresholds_at <= _kept(own) and abs(worth / own.thresholds_price - 1) <= THRESHOLDS_OFF:
         return state
     return replace(state, drafters={**state.drafters, name: _priced(state, name, worth)})
+
+
+def _kept(own: Drafter) -> float:
+    """Tokens that a drafter's thresholds are kept for: few while it is learnt."""
+    return min(THRESHOLDS_KEPT, own.rate.usual.steps)
 
 
 def _priced(state: State, name: str, worth: float) -> Drafter:
     own, costs = state.drafters[name], state.costs
     drafting, scoring, mean, most = costs.drafts[name], costs.scoring_of(name), own.calibration.mean, state.rules.most_drafts
-    found = price.thresholds(drafting.step, costs.fixed + drafting.setup, scoring, mean, worth, most)
+    found = price.thresholds(drafting.step, costs.fixed + drafting.start, scoring, mean, worth, most)
     beside = price.thresholds(0.0, 0.0, scoring, mean, worth, most) if state.rows > 1 else ()
     return replace(own, thresholds=tuple(found), beside=tuple(beside), thresholds_at=state.position, thresholds_price=worth)
 
@@ -376,4 +430,5 @@ def shadow(
         rate = rate.add(state.position, accepted + 1, time, state.rules)
         place += accepted + 1
     after = {**state.drafters, name: replace(own, rate=rate, seen=state.position)}
-    return replace(state, drafters=after, shadow_account=max(state.shadow_account - paid, LEAST_SAVED))
+    account = max(state.shadow_account - paid, LEAST_SAVED)
+    return replace(state, drafters=after, shadow_account=account, chosen_at=NEVER_YET)

@@ -1,7 +1,6 @@
 """What steps cost, believed from what was measured: a single surprise is damped, two in a row are believed.
 
-Times of drafting and scoring are in plain steps, a plain step is in seconds. The table that `decoding/costs.py` describes,
-where a machine has measured one, is where belief begins."""
+Times of drafting and scoring are in plain steps, a plain step is in seconds."""
 
 from bisect import bisect_left
 from collections.abc import Mapping
@@ -18,16 +17,23 @@ BELIEVED_AFTER = 2
 """Surprises in a row after which the latest one takes the belief's place."""
 FIRST_SLOPE = 0.04
 """Plain steps that scoring one token more costs, before anything was measured."""
-FIRST_SETUP, SETUP_DEVIATION = 0.1, 0.2
-"""Plain steps that drafting takes beside its draft steps, before anything was measured, and how far off that may be."""
-DRAFTING_NOISE = 0.1
-"""Standard deviation of a time of drafting, as a share of it."""
-DRAFTING_MEMORY = 50.0
-"""Times of drafting after which one counts 1/e."""
-LEAST_DRAFTING = 1e-6
-"""Plain steps that drafting takes at least: a clock may stand still."""
+FIRST_START, START_DEVIATION = 0.1, 0.2
+"""Plain steps that drafting takes beside its draft steps, before anything was measured, and how far off the start of a line may
+be."""
+LINE_NOISE = 0.1
+"""Standard deviation of a time beside its line, as a share of it."""
+LINE_MEMORY = 50.0
+"""Times after which one counts 1/e in a line."""
+LEAST_TIME = 1e-6
+"""Plain steps that anything takes at least: a clock may stand still."""
 MOST_CORRELATION = 0.95
-"""Between the errors of the two parts of a time of drafting."""
+"""Between the errors of the two parts of a line."""
+PLACE_DOUBT = 4.0
+"""Measurements of one number of tokens that count as much as the line through all numbers does."""
+PLACE_MEMORY = 100.0
+"""Scoring passes of any number of tokens after which what was measured of one number counts 1/e."""
+LEAST_WEIGHT = 0.1
+"""Measurements that a place is worth at least; one that has faded to less is forgotten."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,108 +59,125 @@ class Cost:
 
 
 @dataclass(frozen=True, slots=True)
-class Drafting:
-    """A belief about what a chain of drafts takes: setup + step x drafts, learnt by recursive least squares, of which older
-    times count less. A short draft is mostly setup: who took its time for that of its steps would draft ever less.
+class Line:
+    """A belief about what a chain takes: start + step x its length, learnt by recursive least squares, of which older times
+    count less. A short draft is mostly start: who took its time for that of its steps would draft ever less.
 
     measurements, surprises: as of a `Cost`. A first time far above a guess is a surprise too: what is done for the first time
-    takes long. variances, covariance: of the errors of (setup, step)."""
+    takes long. variances, covariance: of the errors of (start, step)."""
 
     step: float
-    setup: float = FIRST_SETUP
+    start: float = FIRST_START
     measurements: int = 0
     surprises: int = 0
     variances: tuple[float, float] | None = None
     covariance: float = 0.0
 
-    def __call__(self, drafts: int) -> float:
-        """So many drafts."""
-        return self.setup + self.step * drafts if drafts else 0.0
+    def __call__(self, length: float) -> float:
+        """A chain of so many."""
+        return self.start + self.step * length if length else 0.0
 
-    def observe(self, drafts: int, measured: float) -> "Drafting":
-        """So many drafts, one at least, took so long."""
-        expected, measured = self(drafts), max(measured, LEAST_DRAFTING)
+    @property
+    def guess(self) -> "Line":
+        """The same as a guess: what something like it is thought to take."""
+        return Line(self.step, self.start)
+
+    def observe(self, length: int, measured: float) -> "Line":
+        """A chain of so many, one at least, took so long."""
+        expected, measured = self(length), max(measured, LEAST_TIME)
         difference = measured - expected
         surprising = abs(difference) > SURPRISE * expected
         if surprising and self.surprises + 1 >= BELIEVED_AFTER:
             factor = measured / expected
-            return Drafting(max(self.step * factor, LEAST_DRAFTING / 2), self.setup * factor, 1)
+            return Line(max(self.step * factor, LEAST_TIME / 2), self.start * factor, 1)
         most = CLAMP * expected if self.measurements else expected + abs(difference)
         surprises = int(surprising and (self.measurements > 0 or difference > 0))
-        widest = SETUP_DEVIATION**2, self.step**2
-        (setup_variance, step_variance), covariance = self.variances or widest, self.covariance
-        setup_gain, step_gain = setup_variance + covariance * drafts, covariance + step_variance * drafts
-        noise, keep = (DRAFTING_NOISE * expected) ** 2, 1 - 1 / DRAFTING_MEMORY
-        shrink = 1 / (setup_gain + step_gain * drafts + noise)
+        widest = START_DEVIATION**2, max(self.step, FIRST_SLOPE) ** 2
+        (start_variance, step_variance), covariance = self.variances or widest, self.covariance
+        start_gain, step_gain = start_variance + covariance * length, covariance + step_variance * length
+        noise, keep = (LINE_NOISE * expected) ** 2, 1 - 1 / LINE_MEMORY
+        shrink = 1 / (start_gain + step_gain * length + noise)
         moved = min(max(difference, -most), most) * shrink
         variances = (
-            max(min((setup_variance - shrink * setup_gain**2) / keep, widest[0]), 0.0),
+            max(min((start_variance - shrink * start_gain**2) / keep, widest[0]), 0.0),
             max(min((step_variance - shrink * step_gain**2) / keep, widest[1]), 0.0),
         )
         limit = MOST_CORRELATION * (variances[0] * variances[1]) ** 0.5
-        return Drafting(
-            step=max(self.step + moved * step_gain, self.step / 4, LEAST_DRAFTING / 2),
-            setup=max(self.setup + moved * setup_gain, 0.0),
+        return Line(
+            step=max(self.step + moved * step_gain, self.step / 4, LEAST_TIME / 2),
+            start=max(self.start + moved * start_gain, 0.0),
             measurements=self.measurements + 1,
             surprises=self.surprises + surprises if surprises else 0,
             variances=variances,
-            covariance=min(max((covariance - shrink * setup_gain * step_gain) / keep, -limit), limit),
+            covariance=min(max((covariance - shrink * start_gain * step_gain) / keep, -limit), limit),
         )
-
-
-def _first_guess(tokens: float) -> float:
-    """V before anything was measured."""
-    return 1.0 + FIRST_SLOPE * (tokens - 1)
 
 
 @dataclass(frozen=True, slots=True)
 class Scoring:
-    """V(n), what a pass that scores n tokens of every row costs, in plain steps: known where it was measured, on straight lines
-    between, and behind the last place on the line through the last two. V(1) is 1, and from the first measured place on V never
-    falls; there it may be below 1, where drafting has done a part of the scoring (an early exit's layers).
+    """V(n), what a pass that scores n tokens of every row costs, in plain steps: a line through all numbers, and what was
+    measured of single ones beside it. So one outlier makes no wall that drafts never cross again, and a step that passes of many
+    tokens do have is learnt. V(1) is 1, and from 2 on V never falls; it may be below 1 there, where drafting has done a part of
+    the scoring (an early exit's layers).
 
-    places, values: the corners of the line."""
+    line: over n - 1. known: n > 1 -> mean of what was measured, and of how many measurements, of which older ones count less.
+    places, values: the corners of V."""
 
-    known: Mapping[int, Cost] = field(default_factory=dict)  # n > 1 -> belief
-    places: tuple[int, ...] = (1,)
-    values: tuple[float, ...] = (1.0,)
+    line: Line = Line(FIRST_SLOPE, 1.0)
+    known: Mapping[int, tuple[float, float]] = field(default_factory=dict)
+    places: tuple[int, ...] = (1, 2)
+    values: tuple[float, ...] = (1.0, 1.0 + FIRST_SLOPE)
 
     @classmethod
     def of(cls, values: Mapping[int, float]) -> "Scoring":
-        """From measured values by n."""
-        known = {n: Cost(value, 1) for n, value in values.items() if n > 1}
-        return cls(known, (1, *sorted(known)))._drawn()
+        """As if values by n had been measured for long."""
+        found = cls()
+        for n, value in values.items():
+            found = found.observe(n, value)
+        return cls._drawn(found.line, {n: (value, 1000 * PLACE_DOUBT) for n, value in values.items() if n > 1})
+
+    @property
+    def guess(self) -> "Scoring":
+        """The same as a guess, for the drafts of another drafter."""
+        return self._drawn(self.line.guess, {})
 
     def observe(self, tokens: int, measured: float) -> "Scoring":
         """A pass over so many tokens took so long."""
         if tokens <= 1:
             return self
-        before = self.known.get(tokens)
-        if before is not None:
-            return Scoring({**self.known, tokens: before.observe(measured)}, self.places)._drawn()
-        line = Cost(self(tokens), 1)  # what the line says counts as one: one measurement alone may be an outlier
-        places = tuple(sorted((*self.places, tokens)))
-        return Scoring({**self.known, tokens: line.observe(measured)}, places)._drawn()
+        before, most = self(tokens), CLAMP * self(tokens)
+        line = self.line.observe(tokens - 1, measured)
+        if line.measurements <= 1:  # the first one, or two surprises in a row: what was known of single places is past
+            return self._drawn(line, {})
+        keep = 1 - 1 / PLACE_MEMORY
+        known = {n: (mean, weight * keep) for n, (mean, weight) in self.known.items() if weight > LEAST_WEIGHT}
+        mean, weight = known.get(tokens, (before, 0.0))
+        value = min(max(measured, before - most), before + most)
+        known[tokens] = (mean + (value - mean) / (weight + 1), weight + 1)
+        return self._drawn(line, known)
 
-    def surprises(self, tokens: int) -> bool:
-        """Whether the latest measurement of so many tokens was a surprise."""
-        return tokens in self.known and self.known[tokens].surprises > 0
+    @property
+    def surprised(self) -> bool:
+        """Whether the latest measurement was a surprise."""
+        return self.line.surprises > 0
 
-    def _drawn(self) -> "Scoring":
-        values = accumulate((self.known[place].value for place in self.places[1:]), max)
-        return Scoring(self.known, self.places, (1.0, *values))
+    @classmethod
+    def _drawn(cls, line: Line, known: Mapping[int, tuple[float, float]]) -> "Scoring":
+        places = sorted({2, *known})
+        values = [line(n - 1) for n in places]
+        for place, n in enumerate(places):
+            if n in known:
+                mean, weight = known[n]
+                values[place] += (mean - values[place]) * weight / (weight + PLACE_DOUBT)
+        return cls(line, known, (1, *places), (1.0, *accumulate(values, max)))
 
     def __call__(self, tokens: float) -> float:
         places, values = self.places, self.values
         right = bisect_left(places, tokens)
-        if right < len(places) and places[right] == tokens:
-            return values[right]
         if right == len(places):
-            if len(places) == 1:
-                return _first_guess(tokens)
-            right -= 1
-            slope = (values[right] - values[right - 1]) / (places[right] - places[right - 1])
-            return values[right] + max(slope, FIRST_SLOPE) * (tokens - places[right])
+            return values[-1] + self.line.step * (tokens - places[-1])
+        if places[right] == tokens:
+            return values[right]
         left = right - 1
         share = (tokens - places[left]) / (places[right] - places[left])
         return values[left] + share * (values[right] - values[left])
@@ -171,7 +194,7 @@ class Costs:
     scoring: Scoring = Scoring()
     scorings: Mapping[str, Scoring] = field(default_factory=dict)
     fixed: float = 0.02
-    drafts: Mapping[str, Drafting] = field(default_factory=dict)
+    drafts: Mapping[str, Line] = field(default_factory=dict)
     wholes: Mapping[str, Cost] = field(default_factory=dict)
     shadows: Mapping[str, Cost] = field(default_factory=dict)
     lookup: float = 0.01
@@ -186,7 +209,7 @@ class Costs:
         before = self.drafts[drafter]
         now = before.observe(drafts, measured)
         factor = now.step / before.step
-        guessed = {name: Drafting(one.step * factor, now.setup) for name, one in self.drafts.items() if not one.measurements}
+        guessed = {name: Line(one.step * factor, now.start) for name, one in self.drafts.items() if not one.measurements}
         return replace(self, drafts={**self.drafts, **guessed, drafter: now})
 
     def stepped(self, drafter: str, measured: float) -> "Costs":
@@ -197,7 +220,8 @@ class Costs:
         """Scoring so many tokens of every row took so long. drafter: whose drafts they were, None for no model's."""
         if drafter is None:
             return replace(self, scoring=self.scoring.observe(tokens, measured))
-        return replace(self, scorings={**self.scorings, drafter: self.scoring_of(drafter).observe(tokens, measured)})
+        before = self.scorings.get(drafter) or self.scoring.guess
+        return replace(self, scorings={**self.scorings, drafter: before.observe(tokens, measured)})
 
     def scoring_of(self, drafter: str) -> Scoring:
         return self.scorings.get(drafter, self.scoring)

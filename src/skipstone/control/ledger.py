@@ -8,8 +8,8 @@ from dataclasses import dataclass
 
 SLACK = 0.015
 """Share of plain decoding's time that may be lost."""
-CREDIT = 2.0
-"""Plain steps that may be lost before anything was won, over all requests."""
+CREDIT = 4.0
+"""Plain steps that may be lost before anything was won, over all requests: what it takes to look at four drafters or so."""
 REQUEST_CREDIT = 4.0
 """The same in one request, as far as others have won it: with the slack and what one step loses, seven of a hundred. The first
 draft of a request finds no weights in the caches and is slow; were that all that may be lost, there would be no second one."""

@@ -16,6 +16,9 @@ from skipstone.control.price import RankTree
 PLAIN, PROBE, LOOKUP, RECYCLE = "plain", "probe", "lookup", "recycle"
 """What a step does that is no model's draft. A probe is a plain step that is taken to measure one."""
 
+NEVER_YET = -1000
+"""The position of what has not happened: long before the first one."""
+
 
 @dataclass(frozen=True, slots=True)
 class Rules:
@@ -102,7 +105,7 @@ class Drafter:
     seen: int = 0
     timed: int = 0
     thresholds: tuple[float, ...] = ()
-    thresholds_at: int = -1000
+    thresholds_at: int = NEVER_YET
     thresholds_price: float = 1.0
     beside: tuple[float, ...] = ()
     own_rule: bool = False
@@ -121,7 +124,7 @@ class Ranks:
     hits: tuple[float, ...] = (8.0, 3.0, 2.0, 1.0, 0.6)
     count: float = 20.0
     tree: RankTree | None = None
-    tree_at: int = -1000
+    tree_at: int = NEVER_YET
     rate: Rates = Rates()
     pending: tuple[int, ...] = ()
 
@@ -171,8 +174,9 @@ MOST_PENDING = 64
 @dataclass(frozen=True, slots=True)
 class State:
     """All that a session's decisions rest on. rows: that decode. current: the drafter that drafts, where nothing else does.
-    position: committed tokens. moved_at, scored, probed_at: positions at which the drafter changed, at which scoring what is
-    looked up or recycled was timed, and at which a plain step was measured. stalled_at: that of the latest step that took far
+    position: committed tokens. observed: plans that were carried out. moved_at, chosen_at, scored, probed_at: positions at which
+    the drafter changed, at which drafters were held against each other, at which scoring what is looked up or recycled was timed,
+    and at which a plain step was measured. stalled_at: that of the latest step that took far
     longer than was thought. shadow_account, probe_account: plain steps that may be spent."""
 
     costs: Costs
@@ -186,10 +190,12 @@ class State:
     current: str | None = None
     position: int = 0
     moved_at: int = 0
+    chosen_at: int = NEVER_YET
+    observed: int = 0
     scored: int = 0
     probed_at: int = 0
-    stalled_at: int = -1000
-    shadow_account: float = 2.0
+    stalled_at: int = NEVER_YET
+    shadow_account: float = 3.0
     probe_account: float = 0.0
 
     def rate(self, name: str) -> float:

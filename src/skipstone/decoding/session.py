@@ -4,6 +4,8 @@
 `admit` a request, `prefill` its prompt, take part in steps, `release`.
 """
 
+from functools import partial
+
 import torch
 from torch import Tensor
 
@@ -43,13 +45,21 @@ class Session:
         scratch: int = 0,
     ) -> None:
         self.model, self.capacity, self.scratch, self.coupled = model, capacity, scratch, coupled
-        self.batch = Batch(model, rows, capacity + scratch, depth or model.depth)
+        self._batch: Batch | None = None
+        self._make_batch = partial(Batch, model, rows, capacity + scratch, depth or model.depth)
         self.shortlist: Tensor | None = None  # [S], the ids that drafts are picked from
         self.drafter: LayeredModel | None = None  # the target's layers in fewer bits, where these draft
 
+    @property
+    def batch(self) -> Batch:
+        """Its rows: its own, made when first asked for, or those of the batch that it has joined."""
+        if self._batch is None:
+            self._batch = self._make_batch()
+        return self._batch
+
     def join(self, batch: Batch) -> None:
         """Draft for the rows of a batch that another session keeps, which has as much scratch at least."""
-        self.batch = batch
+        self._batch = batch
 
     @property
     def rows(self) -> int:

@@ -15,7 +15,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from skipstone.control import control
-from skipstone.control.costs import Cost, Costs, Drafting
+from skipstone.control.costs import Cost, Costs, Line
 from skipstone.control.ledger import Ledger
 from skipstone.control.record import Log
 from skipstone.control.state import LOOKUP, PLAIN, PROBE, RECYCLE, Done, Drafter, Judged, Plan, Ranks, Rules, State
@@ -42,6 +42,9 @@ MATCHES = (1, 2, 3, 4, 6, 10, 16)
 """Tokens of the matches that are told apart."""
 MOST_LOOKED_UP = 24
 """Tokens of the continuation of a match."""
+COPIED = 8
+"""Tokens that a lookup commits in a step from which on they are a copied passage: what drafters would have said of one tells
+nothing of the text that is theirs to draft."""
 
 
 @dataclass(frozen=True)
@@ -169,12 +172,11 @@ class AutoSession(Session):
         state, rules = self.mind.state, self.rules
         if state is None or self.sampler.processed:
             return
-        rows = [row for row, alive in enumerate(self.alive) if alive and len(self.texts.text[row]) > self.texts.prompts[row]]
+        rows = [row for row, alive in enumerate(self.alive) if alive and self.texts.uncopied[row] > 1]
         if not rows:
             return
         row = rows[self.mind.steps % len(rows)]
-        fresh = len(self.texts.text[row]) - self.texts.prompts[row]
-        width = min(rules.window, fresh - 1)
+        width = min(rules.window, self.texts.uncopied[row] - 1)
         lag = {name: one.shadow_tokens(row, width) for name, one in self.drafters.items() if isinstance(one, ModelDrafter)}
         if width < rules.window // 2 or (name := control.due(state, lag)) is None:
             return
@@ -294,6 +296,7 @@ class AutoSession(Session):
             if row is not None:
                 self._ranks = ranks(self.mind.kept, self.texts.text[row][-1], verdicts[row].tokens)
         chosen = self.drafters.get(self.plan.kind) if self.plan.kind != RECYCLE else self.recycle
+        self.texts.count(verdicts, self.plan.kind == LOOKUP and draft is not None)
         silent = [replace(verdict, notes=[]) for verdict in verdicts] if isinstance(chosen, OwnRule) else verdicts
         for one in self._listeners:
             if one is not chosen:
@@ -362,7 +365,7 @@ class AutoSession(Session):
         costs = Costs(
             plain=Cost(seconds, 1),
             fixed=0.0,
-            drafts={name: Drafting(one.guess) for name, one in self.drafters.items() if not one.own_rule},
+            drafts={name: Line(one.guess) for name, one in self.drafters.items() if not one.own_rule},
             wholes={name: Cost(one.guess) for name, one in self.drafters.items() if one.own_rule},
             shadows={name: Cost(1.5 * one.shadow_guess, 1) for name, one in self.drafters.items() if not one.own_rule},
         )
@@ -381,22 +384,29 @@ def ranks(kept: Kept, root: int, tokens: Sequence[int]) -> list[int]:
 
 
 class Texts(LookupSession):
-    """The rows' texts, and their matches. prompts: tokens of every row's prompt. judged: of the matches of the latest step."""
+    """The rows' texts, and their matches. uncopied: of every row, the latest tokens that were generated and not copied. judged: of
+    the matches of the latest step."""
 
     def __init__(self, model: LayeredModel, rows: int, capacity: int, *, looks_up: bool) -> None:
         super().__init__(model, rows, capacity)
         self.looks_up = looks_up
-        self.prompts = [0] * rows
+        self.uncopied = [0] * rows
         self.index = [Index(MATCHES, "recent") for _ in range(rows)]
         self._found: list[tuple[int, list[int]]] = [(0, [])] * rows
         self.judged: list[Judged] = []
 
     def begin(self, row: int, request: Request) -> None:
         super().begin(row, request)
-        self.prompts[row] = len(self.text[row])
+        self.uncopied[row] = 0
         if self.looks_up:
             self.index[row] = Index(MATCHES, "recent")
             self.index[row].extend(self.text[row])
+
+    def count(self, verdicts: list[RowVerdict], looked_up: bool) -> None:
+        """How much of the latest text is no copy. looked_up: whether it was drafted so."""
+        for row, verdict in enumerate(verdicts):
+            tokens = len(verdict.tokens)
+            self.uncopied[row] = 0 if looked_up and tokens >= COPIED else self.uncopied[row] + tokens
 
     def forget_matches(self) -> None:
         """Nothing was looked up for the step that begins."""

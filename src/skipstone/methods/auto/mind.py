@@ -78,7 +78,7 @@ class Mind:
             "plain_seconds": costs.plain.value,
             "plain_interval": interval(self.plain_seconds or [costs.plain.value]),
             "draft_steps": {name: cost.step for name, cost in costs.drafts.items()},
-            "draft_setups": {name: cost.setup for name, cost in costs.drafts.items()},
+            "draft_setups": {name: cost.start for name, cost in costs.drafts.items()},
             "scoring": {n: costs.scoring(n) for n in (2, 4, 8, 16)},
             "debt": self.state.ledger.overall.debt,
         }
