@@ -95,7 +95,7 @@ def test_auto_says_what_it_chose_and_why(folder: Path, tmp_path: Path) -> None:
     assert turns is not None
     assert re.search(r"\d\.\d\d x plain decoding \(\d\.\d\d to \d\.\d\d\)", said.stderr)
     assert "plain decoding is timed" in said.stderr
-    counts = [int(one.rsplit(" ", 1)[1]) for one in turns[1].split(", ")]
+    counts = [int(one) for one in re.findall(r" (\d+)(?:,|$)", turns[1])]
     replayed = json.loads(succeed("inspect", "--replay", log, "--json").stdout)
     assert 0 < len(replayed["decisions"]) == replayed["same"] < sum(counts), "the first step is not decided"
     told = succeed("inspect", "--replay", log).stdout

@@ -10,9 +10,9 @@ import pytest
 
 from skipstone.control import control
 from skipstone.control.calibrate import Logistic
-from skipstone.control.costs import Cost, Costs
-from skipstone.control.ledger import Ledger
-from skipstone.control.state import LOOKUP, PLAIN, PROBE, Done, Drafter, Plan, Rate, Rules, State
+from skipstone.control.costs import Cost, Costs, Line
+from skipstone.control.ledger import Account, Ledger
+from skipstone.control.state import LOOKUP, PLAIN, PROBE, Done, Drafter, Plan, Ranks, Rate, Rules, State
 from tests.helpers.simulator import MACHINES, Log, Workload, best_fixed, drive, first_state, workloads
 
 TOKENS = 8000
@@ -194,6 +194,74 @@ def test_one_stall_hardly_counts_and_many_do() -> None:
     assert lost_to_stalls(100) < -5, "the drafter wins"
     assert lost_to_stalls(12) < lost_to_stalls(100) + 3, "what the machine did once is not the drafter's"
     assert lost_to_stalls(2) > 20, "what happens again and again is"
+
+
+def test_the_first_step_of_a_request_counts_as_if_the_caches_were_warm() -> None:
+    """A plain one would find them as cold; of the second one all counts, but that it is a stall."""
+    state, done = graded(0.95), Done(2, 2.2, ((0.9, True),), 1, 1, 0.2, 2.0)
+    plan = control.decide(state)
+    first = control.observe(control.begin(state), plan, done)
+    second = control.observe(first, plan, done)
+    assert first.ledger.request.debt < -0.5
+    assert second.ledger.request.debt - first.ledger.request.debt == pytest.approx(0.2)
+
+
+def test_what_is_known_well_is_looked_at_closely_in_one_step_of_four() -> None:
+    state, looked_at = graded(0.95), 0
+    for turn in range(60):
+        plan = control.decide(replace(state, probe_account=-9.0))
+        after = control.observe(state, plan, Done(2, 1.3, ((0.9, True),) * 2, 2, 2, 0.2 + 0.01 * (turn % 3), 1.1))
+        if turn >= 40:
+            looked_at += after.drafters["E6"].calibration != state.drafters["E6"].calibration
+            assert after.ledger.overall.debt < state.ledger.overall.debt, "time and tokens always count"
+            assert after.drafters["E6"].rate.now.tokens > state.drafters["E6"].rate.now.tokens - 0.5
+        state = after
+    assert looked_at == 5
+
+
+def unknown(step: float, **more: object) -> State:
+    """A state in which plain decoding was timed, and nothing is known of a drafter but a guess of its draft step."""
+    costs = Costs(plain=Cost(1.0, 3), drafts={"E6": Line(step)}, shadows={"E6": Cost(1.0, 1)})
+    return State(costs, {"E6": Drafter()}, **more)  # type: ignore[arg-type]
+
+
+def test_a_drafter_that_nothing_is_known_of_is_tried_where_it_could_pay_and_the_account_can() -> None:
+    plan = control.decide(unknown(0.25))
+    assert (plan.kind, plan.trial) == ("E6", True)
+    assert "tried" in plan.reason
+    assert control.decide(unknown(0.96)).kind == PLAIN, "it could not pay were it always right"
+    assert control.decide(unknown(0.25, shadow_account=0.1)).kind == PLAIN
+
+
+def test_a_first_trial_that_is_sure_is_taken_over_at_once_and_one_that_fails_is_paid_for() -> None:
+    state = unknown(0.25, ledger=Ledger(request=Account(0.0, 20.0)))
+    plan = control.decide(state)
+    good = control.observe(state, plan, Done(9, 3.2, ((0.999, True),) * 8, 8, 8, 2.0, 1.2))
+    assert control.decide(good).kind == "E6"
+    bad = control.observe(state, plan, Done(1, 1.8, ((0.4, False),), 2, 2, 0.6, 1.2))
+    assert control.decide(bad).kind == PLAIN
+    assert bad.shadow_account == pytest.approx(state.shadow_account - 0.8, abs=0.02)
+
+
+def test_copied_text_grades_no_recycled_tokens() -> None:
+    """Lookups draft it: what a tree of recycled tokens would have had of it says nothing of the rest."""
+    state = replace(state_with(ranks=Ranks()), current=None)
+    copied = replace(control.decide(state), kind=LOOKUP, drafts=(24,))
+    after = control.observe(state, copied, Done(24, 2.0, verified=24, ranks=(0,) * 24))
+    assert after.ranks == state.ranks
+    plain = control.observe(state, Plan(PLAIN, 1.0, None, ""), Done(1, 1.0, ranks=(0,), rests=False))
+    assert plain.ranks != state.ranks
+
+
+def test_drafters_are_held_against_each_other_now_and_then_and_after_every_shadow() -> None:
+    machine = MACHINES["nano"]
+    state = replace(first_state(machine, ("E6", "E8")), position=100, shadow_account=1e9)
+    for name, right in (("E6", 20), ("E8", 32)):
+        state = control.shadow(state, name, [0.9] * 32, [place < right for place in range(32)])
+    fresh = replace(state, current="E6", chosen_at=state.position)
+    assert control.decide(fresh).current == "E6"
+    assert control.decide(replace(fresh, position=state.position + 16)).current == "E8"
+    assert control.decide(control.shadow(fresh, "E8", [0.9] * 32, [True] * 32)).current == "E8"
 
 
 def test_plain_steps_are_measured_now_and_then() -> None:

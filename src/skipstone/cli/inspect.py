@@ -70,6 +70,7 @@ def inspect(
 def show_decisions(path: Path, as_json: bool, out: Path | None) -> None:
     """Every decision of a file with what it rested on, made again, and how many are the recorded ones."""
     from itertools import groupby
+    from statistics import median
 
     from skipstone.control.record import replayed
     from skipstone.lens.decisions import save
@@ -91,7 +92,8 @@ def show_decisions(path: Path, as_json: bool, out: Path | None) -> None:
         tokens = sum(one.done.tokens for one in steps)
         table.add_row(str(steps[0].position), str(len(steps)), kind, f"{tokens:g}", reason)
     terminal.console().print(table)
-    print(f"{same} of {len(found)} decisions are as recorded")
+    middle = f", {1e6 * median(one.seconds for one in found):.0f} us each in the middle" if found else ""
+    print(f"{same} of {len(found)} decisions are as recorded{middle}")
 
 
 def computed_by(loaded: Any) -> dict[str, str | None]:

@@ -333,7 +333,11 @@ def _with_thresholds(state: State) -> State:
     if name is None or name not in state.drafters or state.drafters[name].own_rule:
         return state
     own, worth = state.drafters[name], max(1.0, state.rate(name))
-    if own.thresholds and state.position - own.thresholds_at <= _kept(own) and abs(worth / own.thresholds_price - 1) <= THRESHOLDS_OFF:
+    if (
+        own.thresholds
+        and state.position - own.thresholds_at <= _kept(own)
+        and abs(worth / own.thresholds_price - 1) <= THRESHOLDS_OFF
+    ):
         return state
     return replace(state, drafters={**state.drafters, name: _priced(state, name, worth)})
 

@@ -6,6 +6,7 @@ step was taken.
 """
 
 import json
+import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -77,12 +78,13 @@ class Log:
 @dataclass(frozen=True)
 class Decided:
     """A decision of a file, made again. position: committed tokens before it. recorded, again: what was decided then and
-    now."""
+    now. seconds: that deciding takes now, and learning from what came of it."""
 
     position: int
     recorded: Plan
     again: Plan
     done: Done
+    seconds: float
 
     @property
     def same(self) -> bool:
@@ -100,14 +102,14 @@ def replayed(path: Path) -> Iterator[Decided]:
                 fold = tuple(event.pop("fold"))
                 ((kind, values),) = event.items()
                 if kind == "step" and values["planned"] is not None:
-                    again = control.decide(states[fold], values["matches"])
-                    yield Decided(
-                        states[fold].position,
-                        _PLAN.validate_python(values["planned"]),
-                        again,
-                        _DONE.validate_python(values["done"]),
-                    )
-                _fold(states, fold, kind, values)
+                    taken, done = _PLAN.validate_python(values["taken"]), _DONE.validate_python(values["done"])
+                    began, before = time.perf_counter(), states[fold]
+                    again = control.decide(before, values["matches"])
+                    states[fold] = control.observe(before, taken, done)
+                    seconds = time.perf_counter() - began
+                    yield Decided(before.position, _PLAN.validate_python(values["planned"]), again, done, seconds)
+                else:
+                    _fold(states, fold, kind, values)
             except (ValueError, TypeError, KeyError, AttributeError) as error:
                 raise ValueError(
                     f"{path}, line {number}: this is no record of auto's decisions, or of another version ({error!r:.120})"
