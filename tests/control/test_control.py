@@ -243,6 +243,19 @@ def test_a_first_trial_that_is_sure_is_taken_over_at_once_and_one_that_fails_is_
     assert bad.shadow_account == pytest.approx(state.shadow_account - 0.8, abs=0.02)
 
 
+def test_where_a_row_goes_next_to_all_is_known_and_where_many_come_nothing_of_times() -> None:
+    state = graded(0.95)
+    eight = replace(state, rows=8)
+    seven, one = control.resized(eight, 7), control.resized(eight, 1)
+    assert seven.rows == 7
+    assert seven.costs.drafts == eight.costs.drafts
+    assert seven.costs.plain.measurements == control.LEAST_PLAIN - 1
+    timed = control.observe(seven, control.decide(seven), Done(1, 1.0))
+    assert control.decide(timed).kind == "E6", "one plain step is enough"
+    assert one.costs.plain.measurements == one.costs.drafts["E6"].measurements == 0
+    assert one.drafters["E6"].calibration == eight.drafters["E6"].calibration
+
+
 def test_copied_text_grades_no_recycled_tokens() -> None:
     """Lookups draft it: what a tree of recycled tokens would have had of it says nothing of the rest."""
     state = replace(state_with(ranks=Ranks()), current=None)

@@ -47,15 +47,17 @@ LEAST_TRIAL = 0.2
 PROMISING = 0.3
 """Mean acceptance from which on a drafter is worth being timed."""
 BEST_CASE = 1.1
-"""Tokens a plain step from which on a drafter that is always right by what its steps are thought to take is worth being tried."""
+"""Tokens a plain step, of a drafter that is always right and takes what it is thought to, from which on it is worth a trial."""
 CHOSEN_EVERY = 16
 """Tokens between two choices among the drafters: what decides between them does not move faster."""
 WELL_KNOWN = 24
-"""Times of a drafter's drafting from which on only one step in LOOKED_AT is looked at closely: of others its time and its tokens
-count alone, as a decision is to take less time than it saves."""
+"""Times of a drafter's drafting from which on only one step in LOOKED_AT is looked at closely: of others time and tokens count
+alone, as a decision is to take less time than it saves."""
 LOOKED_AT = 4
 THRESHOLDS_KEPT, THRESHOLDS_OFF = 64, 0.05
 """Tokens after which thresholds are worked out anew, and the share that the price may have moved by until then."""
+SAME_ROWS = 1.5
+"""Times as many rows as another number up to which steps take about as long."""
 NEW_TREE = 200
 """Tokens after which the tree of recycled tokens is made anew."""
 
@@ -195,8 +197,13 @@ def _lookup(state: State, matches: Sequence[int], worth: float) -> tuple[list[in
 
 
 def resized(state: State, rows: int) -> State:
-    """What is known where another number of rows decodes: all but what steps take."""
-    costs, timed = state.costs, {name: replace(one, timed=0, thresholds=(), beside=()) for name, one in state.drafters.items()}
+    """What is known where another number of rows decodes. Where that is about the same one, steps take about the same, and one
+    plain step is timed; else all is known but what steps take."""
+    costs, about_as_many = state.costs, max(rows, state.rows) < SAME_ROWS * min(rows, state.rows)
+    drafters = {name: replace(one, thresholds=(), beside=()) for name, one in state.drafters.items()}
+    if about_as_many:
+        plain = replace(costs.plain, measurements=min(costs.plain.measurements, LEAST_PLAIN - 1))
+        return replace(state, costs=replace(costs, plain=plain), drafters=drafters, rows=rows)
     fresh = replace(
         costs,
         plain=replace(costs.plain, measurements=0),
@@ -205,7 +212,7 @@ def resized(state: State, rows: int) -> State:
         drafts={name: cost.guess for name, cost in costs.drafts.items()},
         wholes={name: replace(cost, measurements=0) for name, cost in costs.wholes.items()},
     )
-    return replace(state, costs=fresh, drafters=timed, rows=rows)
+    return replace(state, costs=fresh, drafters={name: replace(one, timed=0) for name, one in drafters.items()}, rows=rows)
 
 
 def begin(state: State) -> State:

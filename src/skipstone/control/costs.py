@@ -116,9 +116,9 @@ class Line:
 @dataclass(frozen=True, slots=True)
 class Scoring:
     """V(n), what a pass that scores n tokens of every row costs, in plain steps: a line through all numbers, and what was
-    measured of single ones beside it. So one outlier makes no wall that drafts never cross again, and a step that passes of many
-    tokens do have is learnt. V(1) is 1, and from 2 on V never falls; it may be below 1 there, where drafting has done a part of
-    the scoring (an early exit's layers).
+    measured of single ones beside it. So one outlier makes no wall that drafts never cross again, and a step that there is in
+    the times of longer passes is learnt. V(1) is 1, and from 2 on V never falls; it may be below 1 there, where drafting has
+    done a part of the scoring (an early exit's layers).
 
     line: over n - 1. known: n > 1 -> mean of what was measured, and of how many measurements, of which older ones count less.
     places, values: the corners of V."""

@@ -41,7 +41,9 @@ class Ledger:
     While neither is overdrawn a step may draft; otherwise it is plain, and plain steps lose nothing, so that both come back.
     For any drafter and any estimate a request therefore takes at most
 
-        (1 + slack) x plain + REQUEST_CREDIT + what its last step before plain ones lost.
+        (1 + slack) x plain + REQUEST_CREDIT + what its last step before plain ones lost,
+
+    beside what `control.observe` does not count: a first step's cold caches, and one stall in so many tokens.
     """
 
     slack: float = SLACK

@@ -174,10 +174,10 @@ MOST_PENDING = 64
 @dataclass(frozen=True, slots=True)
 class State:
     """All that a session's decisions rest on. rows: that decode. current: the drafter that drafts, where nothing else does.
-    position: committed tokens. observed: plans that were carried out. moved_at, chosen_at, scored, probed_at: positions at which
-    the drafter changed, at which drafters were held against each other, at which scoring what is looked up or recycled was timed,
-    and at which a plain step was measured. stalled_at: that of the latest step that took far
-    longer than was thought. shadow_account, probe_account: plain steps that may be spent."""
+    position: committed tokens. observed: plans that were carried out. Positions: moved_at at which the drafter changed,
+    chosen_at at which drafters were held against each other, scored at which scoring what is looked up or recycled was timed,
+    probed_at at which a plain step was measured, stalled_at of the latest step that took far longer than was thought.
+    shadow_account, probe_account: plain steps that may be spent."""
 
     costs: Costs
     drafters: Mapping[str, Drafter]

@@ -384,8 +384,8 @@ def ranks(kept: Kept, root: int, tokens: Sequence[int]) -> list[int]:
 
 
 class Texts(LookupSession):
-    """The rows' texts, and their matches. uncopied: of every row, the latest tokens that were generated and not copied. judged: of
-    the matches of the latest step."""
+    """The rows' texts, and their matches. uncopied: of every row, the latest tokens that were generated and not copied. judged:
+    of the matches of the latest step."""
 
     def __init__(self, model: LayeredModel, rows: int, capacity: int, *, looks_up: bool) -> None:
         super().__init__(model, rows, capacity)

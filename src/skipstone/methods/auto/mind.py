@@ -61,7 +61,8 @@ class Mind:
         """So many rows decode now."""
         self.live = live
         if live not in self.states and self.states:
-            self.states[live] = control.resized(max(self.states.values(), key=lambda state: state.position), live)
+            nearest = min(self.states, key=lambda rows: max(rows, live) / min(rows, live))
+            self.states[live] = control.resized(self.states[nearest], live)
             if self.log is not None:
                 self.log.state(live, self.states[live])
 
