@@ -218,6 +218,19 @@ def test_what_is_done_for_cuda_graphs_changes_no_text() -> None:
     assert graphs[0] == graphs[1] > 0
 
 
+def test_stores_are_lent_the_same_buffers_one_after_the_other() -> None:
+    """A CUDA graph knows addresses: other ones would have to be recorded anew for every request."""
+    model, places = families.build("llama"), []
+    engine = engine_of(model)
+    engine.graphs.cuda = True
+    for text in (METHODS[1], METHODS[1], METHODS[5]):
+        decode(model, families.prompts(3), text, engine="compiled", do_sample=False, max_new_tokens=120)
+        assert not engine._lent
+        places.append({shape: [one.keys[0].data_ptr() for one in spare] for shape, spare in engine._spare.items()})
+    assert places[0] == places[1] == places[2]
+    assert [(shape[:2], len(spare)) for shape, spare in engine._spare.items()] == [((4, 128), 1), ((4, 256), 1)]
+
+
 def test_auto_never_takes_it(model: PreTrainedModel, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv(choice.VARIABLE, raising=False)
     assert LayeredModel(model).engine.name != "compiled"

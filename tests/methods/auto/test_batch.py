@@ -8,8 +8,12 @@ import itertools
 import pytest
 import torch
 
-from skipstone.control import price
+from skipstone.control import control, price
+from skipstone.control.costs import Cost, Costs
+from skipstone.control.ledger import Account, Ledger
+from skipstone.control.state import PLAIN, State
 from skipstone.methods.auto.drafters import PricedStop
+from skipstone.methods.auto.mind import Mind
 from skipstone.models.engines.engine import Survival
 
 MOST, FIXED = 8, 0.02
@@ -91,3 +95,15 @@ def test_rows_pay_for_a_draft_step_together() -> None:
 def test_a_batch_drafts_less_as_rows_are_added_that_gain_nothing() -> None:
     """At the same thresholds: what one good row would pay alone it does not pay for eight."""
     assert [stopped([0.9, *[0.01] * others], 0.3, 0.05)[0] for others in (0, 1, 2, 3, 7)] == [True, True, True, False, False]
+
+
+def test_what_may_be_lost_is_lost_once_however_many_rows_decode() -> None:
+    """Had every number of rows an account of its own, a batch that ends row by row would lose eight times as much."""
+    costs, lost = Costs(Cost(1.0, 3)), Ledger(request=Account(9.0, 50.0))
+    mind = Mind({1: State(costs, {}), 8: State(costs, {}, ledger=lost, rows=8, shadow_account=-1.0)}, live=8)
+    for live in (7, 1, 8):
+        mind.resize(live)
+        assert mind.state is not None
+        assert mind.state.ledger == lost
+        assert mind.state.shadow_account == -1.0
+        assert control.decide(mind.state).kind == PLAIN

@@ -2,7 +2,7 @@
 
 from collections import deque
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from skipstone.control import control
@@ -58,13 +58,18 @@ class Mind:
         self.states[self.live] = state
 
     def resize(self, live: int) -> None:
-        """So many rows decode now."""
+        """So many rows decode now. What may be lost is lost once: the accounts go with them."""
+        before, changed = self.state, live != self.live
         self.live = live
-        if live not in self.states and self.states:
+        if not self.states or (live in self.states and not changed):
+            return
+        if live not in self.states:
             nearest = min(self.states, key=lambda rows: max(rows, live) / min(rows, live))
             self.states[live] = control.resized(self.states[nearest], live)
-            if self.log is not None:
-                self.log.state(live, self.states[live])
+        if before is not None:
+            self.state = replace(self.states[live], ledger=before.ledger, shadow_account=before.shadow_account)
+        if self.log is not None:
+            self.log.state(live, self.states[live])
 
     def report(self) -> dict[str, Any]:
         """Plain JSON values."""

@@ -2,7 +2,10 @@
 
 A pass is padded to the next shape of few: rows and tokens of a row to powers of two, keys and values to a power of two of
 slots. What fills it up is invalid: it writes to the trash slot, and masks hide it. So the graphs are few and known beforehand,
-and no text compiles another one once its shapes have been met (`warm_up`). On CUDA every graph runs as a CUDA graph.
+and no text compiles another one once its shapes have been met (`warm_up`).
+
+On CUDA a pass over layers is one CUDA graph: what the host does for a layer takes longer than what the device does for it. A
+CUDA graph knows addresses, so that stores are lent buffers that stay where they are, and get others when they grow.
 
 Embeddings, masks, the final norm and the LM head are the eager engine's, and so are whole passes: those of more than COLUMNS
 tokens a row or over some rows only (prompts), the first ones over a new store, which lay its buffers out, layers of which a
@@ -12,9 +15,10 @@ sublayer is skipped, and all passes outside of inference mode.
 import copy
 import os
 import time
+import weakref
 from collections import OrderedDict
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from types import FunctionType
 from typing import Any
 
@@ -35,6 +39,7 @@ BACKEND_VARIABLE = "SKIPSTONE_COMPILE_BACKEND"
 nothing: they are for tests of the graphs."""
 COLUMNS = 64  # most tokens of a row in a compiled pass
 LEAST_SLOTS = 128  # slots of a row that a graph reads at least
+MOST_RECORDED = 1024  # CUDA graphs of an engine: layers that are skipped now here, now there are met in ever new stretches
 
 Shape = tuple[int, int, int]
 """Of a graph: rows, tokens of a row, slots of a row."""
@@ -69,7 +74,7 @@ def tier(count: int, least: int = 1) -> int:
 class Graphs:
     """What torch.compile calls with every graph. It knows nothing of a model, since torch keeps it for good.
 
-    backend: the name of what lowers a graph. cuda: as a CUDA graph, too. count: graphs so far. seconds: that they took.
+    backend: the name of what lowers a graph. cuda: passes are CUDA graphs. count: graphs so far. seconds: that they took.
     """
 
     backend: str
@@ -81,8 +86,7 @@ class Graphs:
         from torch._dynamo.backends.registry import lookup_backend  # importing it takes a second
 
         self.count += 1
-        more = {"config_patches": {"triton.cudagraphs": True}} if self.cuda and self.backend == "inductor" else {}
-        return lookup_backend(self.backend)(graph, inputs, **more)
+        return lookup_backend(self.backend)(graph, inputs)
 
 
 class Slots:
@@ -99,6 +103,49 @@ class Slots:
     def _write(self, buffer: Tensor, new: Tensor) -> Tensor:
         buffer[self.rows, :, self.slots] = new.transpose(1, 2).to(buffer.dtype)
         return buffer[:, :, :-1].to(new.dtype)
+
+
+@dataclass(eq=False, slots=True)
+class Buffers:
+    """Keys and values of all layers that are lent to one store after the other. None: of a layer that no store has run yet."""
+
+    keys: list[Tensor | None]
+    values: list[Tensor | None]
+
+
+@dataclass(eq=False, slots=True)
+class Fed:
+    """What a stretch of layers is fed in one pass. phases: by what gives them."""
+
+    hidden: Tensor
+    at: Pass
+    phases: dict[Any, Any]
+
+    def tensors(self) -> list[Tensor]:
+        """All that is read of it."""
+        at, found = self.at, [self.hidden]
+        for one in (at.positions, at.slots, at.valid, *(_parts(at.tree) if at.tree else ()), *self.phases.values()):
+            found += one if isinstance(one, tuple) else [] if one is None else [one]
+        return found
+
+    def copied(self) -> "Fed":
+        """The same in memory of its own."""
+        at, tree = self.at, self.at.tree
+        if tree is not None:
+            tree = Tree(*map(_plain, _parts(tree)))
+        phases = {key: tuple(map(_plain, one)) if isinstance(one, tuple) else _plain(one) for key, one in self.phases.items()}
+        own = replace(at, positions=_plain(at.positions), slots=_plain(at.slots), valid=_plain(at.valid), tree=tree, _masks={})
+        return Fed(_plain(self.hidden), own, phases)
+
+
+@dataclass(eq=False, slots=True)
+class Recorded:
+    """A CUDA graph. fed: what it reads. result: what it writes. weights: where those of its layers were."""
+
+    graph: Any
+    fed: Fed
+    result: Tensor
+    weights: list[int]
 
 
 def _layer(layer: nn.Module, hidden: Tensor, given: Any, places: tuple[Tensor, Tensor], buffers: Any, call: Any) -> Tensor:
@@ -132,6 +179,12 @@ class CompiledEngine(EagerEngine):
         self._kinds = [names.index(name) for name in names]
         self._regions: dict[tuple[int, Shape], Region] = {}
         self._call = self.family.cache_argument, tuple(self._fixed.items())
+        self._weights = [weight for layer in facts.layers for weight in layer.parameters()]
+        self._lent: weakref.WeakKeyDictionary[KVStore, tuple[Any, Buffers, Any]] = weakref.WeakKeyDictionary()
+        self._spare: dict[Any, list[Buffers]] = {}
+        self._recorded: dict[Any, Recorded | None] = {}  # None: what has run once, and is recorded the next time
+        self._memory: Any = None  # that all CUDA graphs share: they run one after the other
+        self._refused: str | None = None  # why no CUDA graph can be recorded, as CUDA says
         self._plainly = self.detail
         self._tell()
 
@@ -153,7 +206,8 @@ class CompiledEngine(EagerEngine):
 
     def warm_up(self, rows: int, slots: int, columns: int = COLUMNS, kv_dtype: torch.dtype | None = None) -> str:
         """Compile every graph that batches of so many rows need, up to so many slots (positions, and the nodes of a tree) and
-        so many tokens of a row in one pass. kv_dtype: of the store. Returns `detail`."""
+        so many tokens of a row in one pass. kv_dtype: of the store. Returns `detail`. CUDA graphs are recorded when they are
+        first met."""
         with torch.inference_mode():
             size = LEAST_SLOTS
             while size <= tier(slots, LEAST_SLOTS):
@@ -172,34 +226,93 @@ class CompiledEngine(EagerEngine):
         slots, rows = tier(store.capacity, LEAST_SLOTS), tier(store.rows)
         if store.capacity != slots:
             store.resize(slots)
+        if self.graphs.cuda:
+            self._lend(store, layers, rows)
+            return
         for buffers in (store.keys, store.values):
             for index in layers:
                 buffer = buffers[index]
                 if buffer is not None and buffer.shape[0] != rows:
                     buffers[index] = F.pad(buffer, (0, 0, 0, 0, 0, 0, 0, rows - buffer.shape[0]))
-                if self.graphs.cuda:
-                    _stays(buffers[index])
+
+    def _lend(self, store: KVStore, layers: range, rows: int) -> None:
+        """Move what a store has of some layers to buffers that stay where they are, from one store to the next."""
+        shape = rows, store.capacity, store.dtype
+        lent = self._lent.get(store)
+        if lent is None or lent[0] != shape:
+            if lent is not None:
+                lent[2]()  # the store has grown out of them
+            spare = self._spare.setdefault(shape, [])
+            own = spare.pop() if spare else Buffers([None] * self._depth, [None] * self._depth)
+            back = weakref.finalize(store, spare.append, own)
+            back.atexit = False
+            lent = self._lent[store] = shape, own, back
+        for mine, theirs in ((lent[1].keys, store.keys), (lent[1].values, store.values)):
+            for index in layers:
+                buffer, new = mine[index], theirs[index]
+                if new is None or new is buffer:
+                    continue
+                if buffer is None:
+                    buffer = mine[index] = new.new_zeros((rows, *new.shape[1:]))
+                buffer[: len(new)] = new
+                theirs[index] = buffer
 
     def _run(self, hidden: Tensor, at: Pass, store: KVStore, layers: range) -> Tensor:
         """Layers of which nothing is skipped. hidden: [b, n, d]. at: the pass, padded. Returns [b, n, d]."""
         (rows, width), (full_rows, full_width) = hidden.shape[:2], at.shape
-        hidden = _plain(F.pad(hidden, (0, 0, 0, full_width - width, 0, full_rows - rows)))
+        hidden = F.pad(hidden, (0, 0, 0, full_width - width, 0, full_rows - rows))
         rotary = self.family.rotary
         phases = {source: self._phases(source, hidden, at) for source in {rotary[index] for index in layers}}
-        places = torch.arange(full_rows, device=hidden.device)[:, None], at.slots
-        if self.graphs.cuda:
-            torch.compiler.cudagraph_mark_step_begin()
+        fed = Fed(hidden, at, phases)
+        hidden = self._replayed(fed, store, layers) if hidden.is_cuda else self._through(fed, store, layers)
+        return hidden[:rows, :width]
+
+    def _replayed(self, fed: Fed, store: KVStore, layers: range) -> Tensor:
+        """`_through` as a CUDA graph, from the third time on that such a pass is met over the same buffers: what comes first
+        compiles, and the second one is recorded."""
+        shapes = tuple(one.shape for one in fed.tensors())
+        key = layers, shapes, fed.at.extent, fed.at.valid is None, self._lent[store][1]
+        if key not in self._recorded or self._refused:
+            if len(self._recorded) < MOST_RECORDED:
+                self._recorded.setdefault(key)
+            return self._through(fed, store, layers)
+        recorded, weights = self._recorded[key], [weight.data_ptr() for weight in self._weights]
+        if recorded is None or recorded.weights != weights:
+            try:
+                recorded = self._recorded[key] = self._record(fed.copied(), store, layers, weights)
+            except RuntimeError as error:
+                self._refused = str(error).strip().split("\n", 1)[0]
+                self._tell()
+                return self._through(fed, store, layers)
+        else:
+            for mine, theirs in zip(recorded.fed.tensors(), fed.tensors(), strict=True):
+                mine.copy_(theirs)
+        recorded.graph.replay()
+        return recorded.result.clone()  # the next replay writes over it
+
+    def _record(self, fed: Fed, store: KVStore, layers: range, weights: list[int]) -> Recorded:
+        """A CUDA graph of `_through`, which has not run yet. RuntimeError where the device would have to be waited for."""
+        if self._memory is None:
+            self._memory = torch.cuda.graph_pool_handle()
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph, pool=self._memory, capture_error_mode="thread_local"):
+            result = self._through(fed, store, layers)
+        return Recorded(graph, fed, result, weights)
+
+    def _through(self, fed: Fed, store: KVStore, layers: range) -> Tensor:
+        """Layers one by one, [R, n, d]."""
+        at, rotary, hidden = fed.at, self.family.rotary, _plain(fed.hidden)
+        places = torch.arange(at.shape[0], device=hidden.device)[:, None], at.slots
         masks: dict[tuple[Reach, int], Tensor] = {}
         for index in layers:
-            region = self._region(self._kinds[index], (full_rows, full_width, at.extent))
-            given, key = self._given(index, at, phases[rotary[index]]), (self.reaches[index], self._groups[index])
+            region = self._region(self._kinds[index], (*at.shape, at.extent))
+            given, key = self._given(index, at, fed.phases[rotary[index]]), (self.reaches[index], self._groups[index])
             if key not in masks:
                 masks[key] = _plain(given["attention_mask"])
             given["attention_mask"] = masks[key]
             buffers = store.keys[index], store.values[index]
             hidden = self._timed(region, self._twins[index], hidden, given, places, buffers, self._call)
-        hidden = hidden[:rows, :width]
-        return hidden.clone() if self.graphs.cuda else hidden  # the next replay of a CUDA graph writes over its output
+        return hidden
 
     def _region(self, kind: int, shape: Shape) -> Region:
         region = self._regions.get((kind, shape))
@@ -231,7 +344,8 @@ class CompiledEngine(EagerEngine):
         """Bring `detail` up to date."""
         graphs = self.graphs
         told = f"{graphs.count} graphs of {len(set(self._kinds))} kinds of layers in {graphs.seconds:.1f} s"
-        self.detail = f"{self._plainly}, layers compiled by {graphs.backend}: {told}"
+        refused = f", without CUDA graphs ({self._refused})" if self._refused else ""
+        self.detail = f"{self._plainly}, layers compiled by {graphs.backend}: {told}{refused}"
 
 
 def _twin(module: nn.Module, config: Any) -> Any:
@@ -282,24 +396,21 @@ def _padded(at: Pass, store: KVStore) -> Pass:
     return Pass(_plain(F.pad(at.positions, more)), _plain(slots), valid, whole, store.capacity, None, tree)
 
 
-def _stays(buffer: Tensor | None) -> None:
-    """Tell CUDA graphs that a buffer stays where it is, so that they write to it in place."""
-    from torch._dynamo import mark_static_address
-
-    if buffer is not None:
-        mark_static_address(buffer, guard=False)
-
-
 def _plain(tensor: Tensor | None) -> Any:
     """A copy that is laid out as its shape says: a graph is for one layout, and a view of one row may have any."""
     return None if tensor is None else tensor.clone(memory_format=torch.contiguous_format)
 
 
 def _padded_tree(tree: Tree, columns: int, rows: int) -> Tree:
+    nodes = tier(tree.ancestors.shape[2]) - tree.ancestors.shape[2]  # that no token descends from
     return replace(
         tree,
         base=F.pad(tree.base, (0, rows)),
-        ancestors=F.pad(tree.ancestors, (0, 0, 0, columns, 0, rows)),
-        column_positions=F.pad(tree.column_positions, (0, 0, 0, rows)),
+        ancestors=F.pad(tree.ancestors, (0, nodes, 0, columns, 0, rows)),
+        column_positions=F.pad(tree.column_positions, (0, nodes, 0, rows)),
         seen=None if tree.seen is None else F.pad(tree.seen, (0, rows)),
     )
+
+
+def _parts(tree: Tree) -> list[Any]:
+    return [getattr(tree, field.name) for field in fields(tree)]
