@@ -255,7 +255,7 @@ def observe(state: State, plan: Plan, done: Done) -> State:
         costs=costs,
         drafters=drafters,
         rules=rules,
-        ledger=state.ledger.add(time + done.shadow_seconds / plain, done.tokens),
+        ledger=state.ledger.add(time + done.shadow_seconds / plain, done.tokens if done.slowest is None else done.slowest),
         matches=matches,
         lookups=lookups,
         rows=state.rows,

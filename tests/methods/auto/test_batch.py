@@ -11,7 +11,8 @@ import torch
 from skipstone.control import control, price
 from skipstone.control.costs import Cost, Costs
 from skipstone.control.ledger import Account, Ledger
-from skipstone.control.state import PLAIN, State
+from skipstone.control.state import LOOKUP, PLAIN, Done, Plan, State
+from skipstone.methods.auto.auto import progress
 from skipstone.methods.auto.drafters import PricedStop
 from skipstone.methods.auto.mind import Mind
 from skipstone.models.engines.engine import Survival
@@ -107,3 +108,18 @@ def test_what_may_be_lost_is_lost_once_however_many_rows_decode() -> None:
         assert mind.state.ledger == lost
         assert mind.state.shadow_account == -1.0
         assert control.decide(mind.state).kind == PLAIN
+
+
+def test_a_batch_is_as_far_as_its_slowest_row() -> None:
+    assert progress([50, 50, 50], [9, 1, 3], []) == 1, "one row was right, and the batch ends no sooner for it"
+    assert progress([50, 20, 50], [2, 1, 3], []) == 2, "a row that is ahead may wait"
+    assert progress([50, 10, 0], [4, 2, 0], [0]) == 4, "a row that ends early was not drafted to its end"
+    assert progress([7], [7], [0]) == 7
+
+
+def test_what_one_row_wins_pays_no_other_rows_time() -> None:
+    state = State(Costs(Cost(1.0, 3)), {}, rows=8)
+    plan = Plan(LOOKUP, 1.0, None, "", drafts=(24, 0, 0, 0, 0, 0, 0, 0))
+    after = control.observe(state, plan, Done(4.0, 3.0, verified=3, scoring=3.0, slowest=1))
+    assert after.ledger.request.plain == 1
+    assert after.ledger.request.debt > 0

@@ -117,6 +117,7 @@ class AutoSession(Session):
             for live, state in mind.states.items():
                 mind.log.state(live, state)
         self.log = mind.log
+        self._room = [0] * rows  # of every row, tokens that it may still draft
         self._judged: list[tuple[float, bool]] = []
         self._ranks: list[int] = []
         self.shadow_seconds = self._looking_seconds = 0.0
@@ -215,6 +216,7 @@ class AutoSession(Session):
 
     def draft(self, limit: list[int]) -> Draft:
         """As planned."""
+        self._room = limit
         self.texts.forget_matches()
         self._wake()
         matches: list[int] = []
@@ -345,6 +347,7 @@ class AutoSession(Session):
             matches=self.texts.judged,
             ranks=self._ranks,
             shadow_seconds=self.shadow_seconds,
+            slowest=None if rows == 1 else progress(self._room, [len(one) for one in step.tokens], step.finished),
         )
 
     def _settle(self) -> None:
@@ -372,6 +375,14 @@ class AutoSession(Session):
         drafters = {name: Drafter(own_rule=one.own_rule) for name, one in self.drafters.items()}
         ranks = None if self.recycle is None else Ranks()
         return State(costs, drafters, self.rules, self.ledger, ranks=ranks, rows=self.mind.live)
+
+
+def progress(room: Sequence[int], tokens: Sequence[int], finished: Sequence[int]) -> int:
+    """By how many tokens the rows have come nearer to the end of the batch, which is that of its slowest row. room: what each had
+    to write before a step. tokens: that it has written. finished: rows that have ended, wherever that was."""
+    left = [0 if row in finished else has - count for row, (has, count) in enumerate(zip(room, tokens, strict=True)) if count]
+    before = max((has for has, count in zip(room, tokens, strict=True) if count), default=0)
+    return min(before - max(left, default=0), max(tokens, default=0))
 
 
 def ranks(kept: Kept, root: int, tokens: Sequence[int]) -> list[int]:
