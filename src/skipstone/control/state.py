@@ -248,8 +248,8 @@ class Done:
     the step; None where they were not measured. matches: of every row that had one. ranks: of every committed token of one row,
     its place among those that were kept for the one before it, beyond all for one that was not. shadow_seconds: spent on
     shadows before the step. steps: plain ones of one plan, all of which this is the sum of. rests: whether nothing was looked
-    up or kept in a plain step, so that it took what plain decoding takes. slowest: tokens of the row that has most to write yet, which a
-    batch ends with; None where that is `tokens`."""
+    up or kept in a plain step, so that it took what plain decoding takes. slowest: tokens of
+    the row that has most to write yet, which a batch ends with; None where that is `tokens`."""
 
     tokens: float
     seconds: float

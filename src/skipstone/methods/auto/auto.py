@@ -378,8 +378,8 @@ class AutoSession(Session):
 
 
 def progress(room: Sequence[int], tokens: Sequence[int], finished: Sequence[int]) -> int:
-    """By how many tokens the rows have come nearer to the end of the batch, which is that of its slowest row. room: what each had
-    to write before a step. tokens: that it has written. finished: rows that have ended, wherever that was."""
+    """By how many tokens the rows have come nearer to the end of the batch, which is that of its slowest row. room: what each
+    had to write before a step. tokens: that it has written. finished: rows that have ended, wherever that was."""
     left = [0 if row in finished else has - count for row, (has, count) in enumerate(zip(room, tokens, strict=True)) if count]
     before = max((has for has, count in zip(room, tokens, strict=True) if count), default=0)
     return min(before - max(left, default=0), max(tokens, default=0))
