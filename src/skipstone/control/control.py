@@ -48,6 +48,9 @@ PROMISING = 0.3
 """Mean acceptance from which on a drafter is worth being timed."""
 BEST_CASE = 1.1
 """Tokens a plain step, of a drafter that is always right and takes what it is thought to, from which on it is worth a trial."""
+COPIED = 8
+"""Tokens that a lookup commits in a step from which on they are a copied passage: what drafters would have said of one tells
+nothing of the text that is theirs to draft."""
 CHOSEN_EVERY = 16
 """Tokens between two choices among the drafters: what decides between them does not move faster."""
 WELL_KNOWN = 24
@@ -323,7 +326,8 @@ def _recycled(state: State, costs: Costs, plan: Plan, done: Done, time: float) -
     the step. costs: after it."""
     assert state.ranks is not None
     rules, now = state.rules, state.position + round(done.tokens)
-    if plan.kind == LOOKUP:  # what is copied is not its to draft: it is held against drafters of all other text
+    # what is copied is not its to draft: it is held against drafters of all other text
+    if plan.kind == LOOKUP and done.tokens >= COPIED:
         return state.ranks
     ranks = state.ranks.seen(done.ranks)
     if plan.kind == RECYCLE:

@@ -30,7 +30,7 @@ MOST_CORRELATION = 0.95
 """Between the errors of the two parts of a line."""
 PLACE_DOUBT = 4.0
 """Measurements of one number of tokens that count as much as the line through all numbers does."""
-PLACE_MEMORY = 100.0
+PLACE_MEMORY = 1000.0
 """Scoring passes of any number of tokens after which what was measured of one number counts 1/e."""
 LEAST_WEIGHT = 0.1
 """Measurements that a place is worth at least; one that has faded to less is forgotten."""

@@ -42,9 +42,6 @@ MATCHES = (1, 2, 3, 4, 6, 10, 16)
 """Tokens of the matches that are told apart."""
 MOST_LOOKED_UP = 24
 """Tokens of the continuation of a match."""
-COPIED = 8
-"""Tokens that a lookup commits in a step from which on they are a copied passage: what drafters would have said of one tells
-nothing of the text that is theirs to draft."""
 
 
 @dataclass(frozen=True)
@@ -417,7 +414,7 @@ class Texts(LookupSession):
         """How much of the latest text is no copy. looked_up: whether it was drafted so."""
         for row, verdict in enumerate(verdicts):
             tokens = len(verdict.tokens)
-            self.uncopied[row] = 0 if looked_up and tokens >= COPIED else self.uncopied[row] + tokens
+            self.uncopied[row] = 0 if looked_up and tokens >= control.COPIED else self.uncopied[row] + tokens
 
     def forget_matches(self) -> None:
         """Nothing was looked up for the step that begins."""
