@@ -57,6 +57,7 @@ WELL_KNOWN = 24
 """Times of a drafter's drafting from which on only one step in LOOKED_AT is looked at closely: of others time and tokens count
 alone, as a decision is to take less time than it saves."""
 LOOKED_AT = 4
+"""Steps of a drafter that is known well, one of which is looked at closely."""
 THRESHOLDS_KEPT, THRESHOLDS_OFF = 64, 0.05
 """Tokens after which thresholds are worked out anew, and the share that the price may have moved by until then."""
 SAME_ROWS = 1.5
