@@ -97,11 +97,13 @@ def test_short_drafts_alone_do_not_make_long_ones_dear() -> None:
     assert found(5) < 0.75 * 5 * 0.5
 
 
-def test_a_single_surprise_in_drafting_is_damped_and_two_are_believed() -> None:
+def test_two_surprises_in_drafting_are_damped_and_three_are_believed() -> None:
     known = learnt([(4, 1.0), (2, 0.6)] * 10, Line(0.2))
     once = known.observe(4, 9.0)
     assert once(4) < 1.2
-    assert once.observe(4, 9.0)(4) == pytest.approx(9.0)
+    twice = once.observe(4, 9.0)
+    assert twice(4) < 1.2
+    assert twice.observe(4, 9.0)(4) == pytest.approx(9.0)
     assert once.observe(4, 1.0).surprises == 0
 
 

@@ -310,7 +310,7 @@ def first_state(
         plain=Cost(1.0, 3),
         scoring=Scoring.of({n: machine.scoring(n) for n in (2, 4, 8, 16, 32, 64)}),
         fixed=machine.fixed,
-        drafts={name: Line(believed * machine.drafts[name], 0.0, 1) for name in drafters},
+        drafts={name: Line(believed * machine.drafts[name], 0.0, control.FEW + 1) for name in drafters},
         shadows={name: Cost(machine.shadows[name], 1) for name in drafters},
         lookup=Machine.LOOKUP,
     )
@@ -345,8 +345,18 @@ def outcome(world: World, machine: Machine, state: State, plan: Plan, place: int
     return plan, drafts, min(drafts, world.run[plan.kind][place]), machine.step(plan.kind, drafts), confidences
 
 
-def drive(world: World, machine: Machine, state: State, seed: int = 0, *, lookups: bool = True, learns: bool = True) -> Log:
-    """A controller over a whole text. learns: False lets it never see what a draft step costs."""
+def drive(
+    world: World,
+    machine: Machine,
+    state: State,
+    seed: int = 0,
+    *,
+    lookups: bool = True,
+    learns: bool = True,
+    pace: Callable[[int], float] = lambda _: 1.0,
+) -> Log:
+    """A controller over a whole text. learns: False lets it never see what a draft step costs. pace: place -> how much longer
+    everything takes there than it mostly does; what it is judged by does not count that."""
     dice, log, place, total, probing = random.Random(seed), Log(), 0, 0.0, 0.0
     began, taken = 0, 0.0
     while place < world.length:
@@ -364,7 +374,7 @@ def drive(world: World, machine: Machine, state: State, seed: int = 0, *, lookup
         log.kinds[plan.kind] = log.kinds.get(plan.kind, 0) + 1
         plan, drafts, accepted, time, confidences = outcome(world, machine, state, plan, place)
         matches = []
-        seen, tokens = noise(dice), accepted + 1
+        seen, tokens = noise(dice) * pace(place), accepted + 1
         if match:
             matches.append(Judged(match, world.match_right[place], max(tokens, drafts if plan.kind == LOOKUP else 0)))
         done = Done(
@@ -377,7 +387,7 @@ def drive(world: World, machine: Machine, state: State, seed: int = 0, *, lookup
             scoring=machine.scoring(drafts + 1) * seen,
             matches=matches,
             ranks=world.rank[place : place + tokens],
-            shadow_seconds=shadowed,
+            shadow_seconds=shadowed * pace(place),
         )
         state = control.observe(state, plan, done)
         total, taken, place = total + time + shadowed, taken + time + shadowed, place + tokens

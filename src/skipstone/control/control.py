@@ -15,8 +15,8 @@ from types import MappingProxyType
 
 from skipstone.control import price
 from skipstone.control.calibrate import PRIOR_WEIGHT
-from skipstone.control.costs import Costs, Scoring
-from skipstone.control.state import LOOKUP, NEVER_YET, PLAIN, PROBE, RECYCLE, Done, Drafter, Plan, Ranks, Rate, Rules, State
+from skipstone.control.costs import Cost, Costs, Scoring
+from skipstone.control.state import LOOKUP, NEVER_YET, PLAIN, PROBE, RECYCLE, Done, Drafter, Pace, Plan, Ranks, Rate, Rules, State
 
 LEAST_SAVED = -2.0
 """Plain steps that shadows and trials may owe at most: what one of them took more than was thought."""
@@ -26,8 +26,17 @@ STALL = 2.0
 """Times its expected time that a step may count as at most: more was the doing of something else."""
 STALLS_APART = 200
 """Tokens between two such steps: of those that are nearer the second one counts in full."""
-RETIMED_AFTER = 1000
-"""Tokens after which a cost is measured again, where nothing else did: what is thought too dear is not done otherwise."""
+RETIMED_AFTER, RETIMED_SOON = 1000, 200
+"""Tokens after which a cost is measured again, where nothing else did: what is thought too dear is not done otherwise. The
+second one is for a belief that rests on FEW measurements."""
+FEW = 2
+"""Measurements that a first trial, or surprises in a row, leave a belief with."""
+PACE_CHECKED = 16
+"""Tokens after a change of the machine's pace was believed or denied, in which costs alone are learnt."""
+AGREES = 1.12
+"""Factor by which such a step has to differ from what was believed to say what the steps before it did."""
+MOST_OWED = 2.0
+"""Plain steps that these may owe to the account of probes."""
 MOST_SAVED = 4.0
 """Plain steps that are saved for shadows at most."""
 LOOKUPS_KEPT = 0.97
@@ -54,10 +63,10 @@ nothing of the text that is theirs to draft."""
 CHOSEN_EVERY = 16
 """Tokens between two choices among the drafters: what decides between them does not move faster."""
 WELL_KNOWN = 24
-"""Times of a drafter's drafting from which on only one step in LOOKED_AT is looked at closely: of others time and tokens count
-alone, as a decision is to take less time than it saves."""
-LOOKED_AT = 4
-"""Steps of a drafter that is known well, one of which is looked at closely."""
+"""Measurements from which on a cost is known well."""
+DRAFTING_AT_ONCE = 4
+"""Steps of a drafter whose cost is known well that are decided on at once, as long as none loses time: only the first one is
+looked at closely, as a decision is to take less time than it saves. Of as many lookups one is timed."""
 THRESHOLDS_KEPT, THRESHOLDS_OFF = 64, 0.05
 """Tokens after which thresholds are worked out anew, and the share that the price may have moved by until then."""
 SAME_ROWS = 1.5
@@ -89,8 +98,26 @@ def decide(state: State, matches: Sequence[int] = ()) -> Plan:
     if current == RECYCLE:
         assert state.ranks is not None
         return Plan(RECYCLE, worth, current, reason, tree=state.ranks.tree)
-    own = state.drafters[current]
-    return Plan(current, worth, current, reason, thresholds=own.thresholds, beside=own.beside)
+    own, steps = state.drafters[current], DRAFTING_AT_ONCE if _is_known_well(state, current) else 1
+    return Plan(current, worth, current, reason, thresholds=own.thresholds, beside=own.beside, steps=steps)
+
+
+def stands(state: State, plan: Plan, matches: Sequence[int]) -> bool:
+    """Whether a plan for several steps goes on although there are matches now."""
+    return not any(matches) or _lookup(state, matches, plan.price) is None
+
+
+def has_lost(state: State, done: Done) -> bool:
+    """Whether steps took longer than plain ones for the same tokens, so that the plan ends."""
+    return done.seconds > done.tokens * state.costs.plain.value
+
+
+def _is_known_well(state: State, name: str) -> bool:
+    """Of a drafter that is told how far to draft, whether it is known what it takes."""
+    if state.drafters[name].own_rule:
+        return False
+    known = state.costs.drafts[name]
+    return known.measurements >= WELL_KNOWN and not known.surprises
 
 
 def _current(state: State) -> str | None:
@@ -112,7 +139,8 @@ def _current(state: State) -> str | None:
 
 def _chooses(state: State) -> bool:
     """Whether the drafters are held against each other before this step."""
-    return not 0 <= state.position - state.chosen_at < CHOSEN_EVERY
+    treeless = state.current == RECYCLE and (state.ranks is None or state.ranks.tree is None)
+    return treeless or not 0 <= state.position - state.chosen_at < CHOSEN_EVERY
 
 
 def _without_choice(state: State, current: str | None, worth: float, matches: Sequence[int]) -> Plan | None:
@@ -122,7 +150,8 @@ def _without_choice(state: State, current: str | None, worth: float, matches: Se
     if state.ledger.overdrawn:
         return Plan(PLAIN, worth, current, "more time was lost than may be: plain until it is won back")
     if (current is not None or matches) and _probe_is_due(state, worth):
-        return Plan(PROBE, worth, current, "a plain step is measured")
+        why = ", as all takes longer or less long than it did" if state.pace.changed else ""
+        return Plan(PROBE, worth, current, f"a plain step is measured{why}")
     if (name := _untimed(state)) is not None:
         known = state.drafters[name].calibration.weight > PRIOR_WEIGHT
         reason = f"a draft step of {name} is timed" if known else f"{name} is tried"
@@ -153,7 +182,7 @@ def _untimed(state: State) -> str | None:
         old = (
             not cost.measurements
             or (cost.measurements == 1 and cost.surprises)
-            or (name != state.current and state.position - drafter.timed > RETIMED_AFTER)
+            or (name != state.current and _is_old(state, drafter.timed, cost.measurements))
         )
         if not old or state.shadow_account < min(cost(TRIED), 1.0):
             continue
@@ -165,6 +194,11 @@ def _untimed(state: State) -> str | None:
     return best if best is not None and unknown[best] >= BEST_CASE else None
 
 
+def _is_old(state: State, timed: int, measurements: int) -> bool:
+    """Whether a cost is to be measured again. timed: the position at which it was."""
+    return state.position - timed > (RETIMED_AFTER if measurements > FEW else RETIMED_SOON)
+
+
 def _best_case(state: State, name: str) -> float:
     """Tokens a plain step of a drafter that is always right."""
     costs, drafts = state.costs, len(TRIED_ON)
@@ -173,15 +207,17 @@ def _best_case(state: State, name: str) -> float:
 
 def _lookup_trial(state: State, matches: Sequence[int]) -> Plan | None:
     """A lookup that is taken to time its scoring, where that was long ago and a trial can be paid."""
-    if not any(matches) or state.position - state.scored <= RETIMED_AFTER or state.shadow_account < 1:
+    if not any(matches) or state.shadow_account < 1 or not _is_old(state, state.scored, state.costs.scoring.line.measurements):
         return None
     drafts = tuple(TRIED if match else 0 for match in matches)
     return Plan(LOOKUP, 1.0, state.current, "the scoring of a lookup is timed", drafts=drafts, trial=True)
 
 
 def _probe_is_due(state: State, worth: float) -> bool:
-    spaced = state.position - state.probed_at > state.rules.plain_spacing
-    return spaced and state.probe_account >= 1 - 1 / worth
+    tokens, loss = state.position - state.probed_at, 1 - 1 / worth
+    if state.pace.changed and state.probe_account + MOST_OWED >= loss:
+        return True
+    return tokens > state.rules.plain_spacing and state.probe_account >= loss
 
 
 def _lookup(state: State, matches: Sequence[int], worth: float) -> tuple[list[int], float] | None:
@@ -191,7 +227,7 @@ def _lookup(state: State, matches: Sequence[int], worth: float) -> tuple[list[in
     rows, costs = len(matches), state.costs
     length_price = max(worth, state.lookups.tokens / state.lookups.time)
     survival = [price.survivals(state.matches.predict(match)) if match else [] for match in matches]
-    drafts = price.allocate(survival, length_price, lambda tokens: rows * costs.scoring(tokens / rows))
+    drafts = price.allocate(survival, length_price, costs.scoring if rows == 1 else lambda n: rows * costs.scoring(n / rows))
     tokens = 1 + sum(sum(chain[:kept]) for chain, kept in zip(survival, drafts, strict=True)) / rows
     time = costs.scoring(1 + sum(drafts) / rows) + costs.fixed + costs.lookup
     return (drafts, tokens) if tokens > worth * time else None
@@ -228,17 +264,19 @@ def begin(state: State) -> State:
 
 
 def observe(state: State, plan: Plan, done: Done) -> State:
-    """The step that was planned has been taken. A plain step in which nothing else was done tells what a plain step takes, and
-    loses nothing."""
+    """The steps that were planned have been taken. Plain steps in which nothing else was done tell what a plain step takes, and
+    lose nothing."""
     rules, now = state.rules, state.position + round(done.tokens)
-    if _is_routine(state, plan):
-        done = replace(done, confidences=(), drafting=None, scoring=None)
     costs, surprised = _timed(state.costs, state, plan, done)
     plain, drafters, lookups, matches = costs.plain.value, dict(state.drafters), state.lookups, state.matches
-    time, stalled = float(done.steps), False
+    time, stalled, pace = float(done.steps), False, state.pace
+    if plan.kind in (PLAIN, PROBE) and done.rests and not costs.plain.surprises:
+        pace = Pace(watched_from=now + PACE_CHECKED) if pace.changed else Pace()
     if plan.kind not in (PLAIN, PROBE) or not done.rests:
         time, expected, first = done.seconds / plain, _expected(state, plan, done), not state.ledger.request.plain
         stalled = time > STALL * expected
+        if plan.kind != PLAIN and not plan.trial and not first and state.position >= pace.watched_from:
+            pace = pace.add(min(time, STALL * expected), expected)
         if stalled and now - state.stalled_at > STALLS_APART:
             time = STALL * expected
         if first:  # it finds cold caches, as a plain one would
@@ -268,29 +306,24 @@ def observe(state: State, plan: Plan, done: Done) -> State:
         position=now,
         moved_at=moved,
         chosen_at=NEVER_YET if plan.trial else state.position if _chooses(state) else state.chosen_at,
-        observed=state.observed + 1,
         scored=now if plan.kind in (LOOKUP, RECYCLE) and not surprised else state.scored,
         probed_at=state.position if probed else state.probed_at,
         stalled_at=now if stalled else state.stalled_at,
         shadow_account=min(max(state.shadow_account - paid, LEAST_SAVED) + shadowing * time, MOST_SAVED),
         probe_account=min(state.probe_account + rules.plain_probing * time - (1 - 1 / plan.price if probed else 0.0), 1.0),
+        pace=pace,
     )
     return _with_thresholds(after)
-
-
-def _is_routine(state: State, plan: Plan) -> bool:
-    """Whether a step of a drafter that is known well is not looked at closely."""
-    if plan.kind not in state.drafters or plan.trial or state.drafters[plan.kind].own_rule:
-        return False
-    known = state.costs.drafts[plan.kind]
-    return known.measurements >= WELL_KNOWN and not known.surprises and state.observed % LOOKED_AT > 0
 
 
 def _timed(costs: Costs, state: State, plan: Plan, done: Done) -> tuple[Costs, bool]:
     """What steps are believed to take after another one, and whether its time was a surprise."""
     if plan.kind in (PLAIN, PROBE):
-        return costs.timed(done.seconds / done.steps) if done.rests else costs, False
-    plain, drafter = costs.plain.value, plan.kind if plan.kind in state.drafters else None
+        return _timed_plain(costs, state.pace, done) if done.rests else costs, False
+    drafter = plan.kind if plan.kind in state.drafters else None
+    plain = costs.plain.value
+    if plan.kind == LOOKUP and costs.scoring.line.measurements >= WELL_KNOWN and state.position % DRAFTING_AT_ONCE:
+        return costs, False
     if done.scoring is not None and done.verified:
         costs = costs.scored(drafter, done.verified + 1, done.scoring / plain)
     if drafter is None:
@@ -302,23 +335,44 @@ def _timed(costs: Costs, state: State, plan: Plan, done: Done) -> tuple[Costs, b
     return costs, bool(costs.drafts[drafter].surprises) or costs.scoring_of(drafter).surprised
 
 
+def _timed_plain(costs: Costs, pace: Pace, done: Done) -> Costs:
+    """After plain steps. Where two in a row say what the steps before them did, that all takes longer, or less long, it is
+    believed."""
+    seconds = done.seconds / done.steps
+    factor = seconds / costs.plain.value
+    if not (pace.changed and _agrees(factor, pace)):
+        return costs.timed(seconds, done.steps)
+    if not costs.plain.surprises:
+        return costs.paced(replace(costs.plain, surprises=1))
+    most = pace.factor**2  # what steps before them took is in part believed by now
+    return costs.paced(Cost(costs.plain.value * (min(factor, most) if factor > 1 else max(factor, most)), LEAST_PLAIN))
+
+
+def _agrees(factor: float, pace: Pace) -> bool:
+    """Whether a plain step says of the machine what other steps did. factor: by which it took longer than was thought."""
+    return not 1 / AGREES < factor < AGREES and (factor > 1) is (pace.factor > 1)
+
+
 def _expected(state: State, plan: Plan, done: Done) -> float:
-    """What a step that drafted is thought to take, in plain steps."""
-    costs = state.costs
+    """What steps are thought to take, in plain steps."""
+    costs, more = state.costs, done.steps - 1
     if plan.kind in (PLAIN, PROBE):
         return float(done.steps)
     if plan.kind in state.drafters and state.drafters[plan.kind].own_rule:
         return max(costs.wholes[plan.kind].value, 1.0)
-    if plan.kind in state.drafters:
-        drafting = costs.drafts[plan.kind](done.passes or done.verified)
-        return max(drafting + costs.scoring_of(plan.kind)(done.verified + 1), 1.0)
-    return max(costs.scoring(done.verified + 1) + costs.lookup, 1.0)
+    if plan.kind not in state.drafters:
+        return max(costs.scoring(done.verified + 1) + costs.lookup, 1.0)
+    drafting, scoring = costs.drafts[plan.kind], costs.scoring_of(plan.kind)
+    time = max(drafting(done.passes or done.verified) + scoring(done.verified + 1), 1.0)
+    if more:
+        time += more * max(drafting(done.more_passes / more) + scoring(done.more_verified / more + 1), 1.0)
+    return time
 
 
 def _drafted(drafter: Drafter, position: int, done: Done, time: float, rules: Rules, surprised: bool) -> Drafter:
     """A drafter after a step of its own. surprised: its time was a surprise, and it is timed once more: two are believed."""
     calibration, now = drafter.calibration.observe_all(done.confidences), position + round(done.tokens)
-    rate, timed = drafter.rate.add(position, done.tokens, time, rules), drafter.timed if surprised else now
+    rate, timed = drafter.rate.add(position, done.tokens, time, rules, done.steps), drafter.timed if surprised else now
     return replace(drafter, rate=rate, calibration=calibration, seen=now, timed=timed)
 
 

@@ -2,10 +2,11 @@
 
 Times of drafting and scoring are in plain steps, a plain step is in seconds."""
 
-from bisect import bisect_left
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from itertools import accumulate
+
+import numpy as np
 
 GAIN = 0.1
 """Share of a difference that a measurement moves a belief by."""
@@ -13,8 +14,9 @@ CLAMP = 0.25
 """Largest difference that one measurement may count with, as a share of the belief."""
 SURPRISE = 0.4
 """Difference from which on a measurement is a surprise, as a share of the belief."""
-BELIEVED_AFTER = 2
-"""Surprises in a row after which the latest one takes the belief's place."""
+BELIEVED_AFTER, LINE_BELIEVED_AFTER = 2, 3
+"""Surprises in a row after which the latest one takes the belief's place, and the place of a line. That the machine is slower
+as a whole is found out before (`state.Pace`)."""
 FIRST_SLOPE = 0.04
 """Plain steps that scoring one token more costs, before anything was measured."""
 FIRST_START, START_DEVIATION = 0.1, 0.2
@@ -32,6 +34,8 @@ PLACE_DOUBT = 4.0
 """Measurements of one number of tokens that count as much as the line through all numbers does."""
 PLACE_MEMORY = 1000.0
 """Scoring passes of any number of tokens after which what was measured of one number counts 1/e."""
+LEAST_TABLE = 32
+"""Numbers of tokens whose scoring is worked out beforehand."""
 LEAST_WEIGHT = 0.1
 """Measurements that a place is worth at least; one that has faded to less is forgotten."""
 
@@ -45,16 +49,17 @@ class Cost:
     measurements: int = 0
     surprises: int = 0
 
-    def observe(self, measured: float) -> "Cost":
-        """One more measurement. The first one takes a guess's place, and the belief is the mean of the first few."""
+    def observe(self, measured: float, times: int = 1) -> "Cost":
+        """One more measurement, or the mean of so many. The first one takes a guess's place, and the belief is the mean of the
+        first few."""
         if not self.measurements:
-            return Cost(measured, 1)
+            return Cost(measured, times)
         difference = measured - self.value
-        surprises = self.surprises + 1 if abs(difference) > SURPRISE * self.value else 0
+        surprises = self.surprises + times if abs(difference) > SURPRISE * self.value else 0
         if surprises >= BELIEVED_AFTER:
-            return Cost(measured, 1)
-        most, measurements = CLAMP * self.value, self.measurements + 1
-        gain = max(GAIN, 1 / measurements)
+            return Cost(measured, times)
+        most, measurements = CLAMP * self.value, self.measurements + times
+        gain = max(1 - (1 - GAIN) ** times, times / measurements)
         return Cost(self.value + gain * min(max(difference, -most), most), measurements, surprises)
 
 
@@ -87,7 +92,7 @@ class Line:
         expected, measured = self(length), max(measured, LEAST_TIME)
         difference = measured - expected
         surprising = abs(difference) > SURPRISE * expected
-        if surprising and self.surprises + 1 >= BELIEVED_AFTER:
+        if surprising and self.surprises + 1 >= (LINE_BELIEVED_AFTER if self.measurements > 1 else BELIEVED_AFTER):
             factor = measured / expected
             return Line(max(self.step * factor, LEAST_TIME / 2), self.start * factor, 1)
         most = CLAMP * expected if self.measurements else expected + abs(difference)
@@ -121,12 +126,11 @@ class Scoring:
     done a part of the scoring (an early exit's layers).
 
     line: over n - 1. known: n > 1 -> mean of what was measured, and of how many measurements, of which older ones count less.
-    places, values: the corners of V."""
+    table: V(0), V(1), ...; behind them V goes on as the line does."""
 
     line: Line = Line(FIRST_SLOPE, 1.0)
     known: Mapping[int, tuple[float, float]] = field(default_factory=dict)
-    places: tuple[int, ...] = (1, 2)
-    values: tuple[float, ...] = (1.0, 1.0 + FIRST_SLOPE)
+    table: tuple[float, ...] = (0.0, 1.0, 1.0 + FIRST_SLOPE)
 
     @classmethod
     def of(cls, values: Mapping[int, float]) -> "Scoring":
@@ -169,18 +173,16 @@ class Scoring:
             if n in known:
                 mean, weight = known[n]
                 values[place] += (mean - values[place]) * weight / (weight + PLACE_DOUBT)
-        return cls(line, known, (1, *places), (1.0, *accumulate(values, max)))
+        table = np.interp(range(2, places[-1] + 1), places, list(accumulate(values, max))).tolist()
+        last, further = table[-1], range(1, LEAST_TABLE - places[-1] + 1)
+        return cls(line, known, (0.0, 1.0, *table, *(last + line.step * beyond for beyond in further)))
 
     def __call__(self, tokens: float) -> float:
-        places, values = self.places, self.values
-        right = bisect_left(places, tokens)
-        if right == len(places):
-            return values[-1] + self.line.step * (tokens - places[-1])
-        if places[right] == tokens:
-            return values[right]
-        left = right - 1
-        share = (tokens - places[left]) / (places[right] - places[left])
-        return values[left] + share * (values[right] - values[left])
+        table, below = self.table, int(tokens)
+        last = len(table) - 1
+        if below >= last:
+            return table[last] + self.line.step * (tokens - last)
+        return table[below] + (table[below + 1] - table[below]) * (tokens - below)
 
 
 @dataclass(frozen=True, slots=True)
@@ -199,9 +201,12 @@ class Costs:
     shadows: Mapping[str, Cost] = field(default_factory=dict)
     lookup: float = 0.01
 
-    def timed(self, seconds: float) -> "Costs":
-        """A plain step took so long."""
-        plain = self.plain.observe(seconds)
+    def timed(self, seconds: float, steps: int = 1) -> "Costs":
+        """A plain step took so long, or so many did in the mean."""
+        return self.paced(self.plain.observe(seconds, steps))
+
+    def paced(self, plain: Cost) -> "Costs":
+        """Another belief about plain steps, which all other times are multiples of."""
         return Costs(plain, self.scoring, self.scorings, self.fixed, self.drafts, self.wholes, self.shadows, self.lookup)
 
     def drafted(self, drafter: str, drafts: int, measured: float) -> "Costs":

@@ -104,6 +104,8 @@ def allocate(survival: Sequence[Sequence[float]], price: float, scoring: Scoring
     One price for the batch: the drafts of all rows in the order of their survivals, cut where the expected tokens - price x V
     are most (arXiv 2502.15197). A row's survivals fall, so that what is kept of it is the beginning of its chain.
     """
+    if len(survival) == 1:
+        return [trim(survival[0], price, scoring).drafts]
     order = sorted(((-one, place, row) for row, chain in enumerate(survival) for place, one in enumerate(chain)))
     kept = _best_prefix([-one for one, _, _ in order], price, scoring, rows=len(survival)).drafts
     counts = [0] * len(survival)

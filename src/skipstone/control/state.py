@@ -75,10 +75,10 @@ class Rates:
     now: Rate = Rate()
     usual: Rate = Rate()
 
-    def add(self, position: int, tokens: float, time: float, rules: "Rules") -> "Rates":
-        """One more step at a position."""
-        now = self.now.faded(position, rules.half_life).add(tokens, time)
-        return Rates(now, self.usual.faded(position, rules.usual_half_life).add(tokens, time))
+    def add(self, position: int, tokens: float, time: float, rules: "Rules", steps: int = 1) -> "Rates":
+        """More steps at a position."""
+        now = self.now.faded(position, rules.half_life).add(tokens, time, steps)
+        return Rates(now, self.usual.faded(position, rules.usual_half_life).add(tokens, time, steps))
 
     def cut(self, keep: float) -> "Rates":
         """Another request begins."""
@@ -172,12 +172,44 @@ MOST_PENDING = 64
 
 
 @dataclass(frozen=True, slots=True)
+class Pace:
+    """How the machine keeps pace with what is believed of it: time that steps took and time that they were thought to take,
+    of which older ones count less. watched_from: the position from which on they tell."""
+
+    taken: float = 0.0
+    expected: float = 0.0
+    watched_from: int = 0
+
+    def add(self, taken: float, expected: float) -> "Pace":
+        """One more step."""
+        return Pace(self.taken * KEPT_PACE + taken, self.expected * KEPT_PACE + expected)
+
+    @property
+    def factor(self) -> float:
+        """By how much all takes longer than was thought; 1 where too little is known."""
+        return self.taken / self.expected if self.expected >= LEAST_PACE else 1.0
+
+    @property
+    def changed(self) -> bool:
+        """Whether that is more than steps differ by themselves."""
+        return not 1 / CHANGED_PACE < self.factor < CHANGED_PACE
+
+
+KEPT_PACE = 0.8
+"""Of what is known of the pace, by a plan that is carried out."""
+LEAST_PACE = 2.0
+"""Plain steps that tell of the pace."""
+CHANGED_PACE = 1.25
+"""Factor from which on a change of the pace is no chance."""
+
+
+@dataclass(frozen=True, slots=True)
 class State:
     """All that a session's decisions rest on. rows: that decode. current: the drafter that drafts, where nothing else does.
-    position: committed tokens. observed: plans that were carried out. Positions: moved_at at which the drafter changed,
-    chosen_at at which drafters were held against each other, scored at which scoring what is looked up or recycled was timed,
-    probed_at at which a plain step was measured, stalled_at of the latest step that took far longer than was thought.
-    shadow_account, probe_account: plain steps that may be spent."""
+    position: committed tokens. Positions: moved_at at which the drafter changed, chosen_at at which drafters were held against
+    each other, scored at which scoring what is looked up or recycled was timed, probed_at at which a plain step was measured,
+    stalled_at of the latest step that took far longer than was thought. shadow_account, probe_account: plain steps that may be
+    spent. pace: of the steps since a plain one was measured."""
 
     costs: Costs
     drafters: Mapping[str, Drafter]
@@ -191,12 +223,12 @@ class State:
     position: int = 0
     moved_at: int = 0
     chosen_at: int = NEVER_YET
-    observed: int = 0
     scored: int = 0
     probed_at: int = 0
     stalled_at: int = NEVER_YET
     shadow_account: float = 3.0
     probe_account: float = 0.0
+    pace: Pace = Pace()
 
     def rate(self, name: str) -> float:
         """Of a drafter, in tokens a plain step."""
@@ -216,7 +248,7 @@ class Plan:
     """What a step does, and why. kind: PLAIN, PROBE, LOOKUP, RECYCLE or the name of a drafter. price: tokens that a plain step
     is worth. current: the drafter that the step was weighed against. thresholds, beside: of a drafter. drafts: of a lookup, one
     number a row. tree: of recycled tokens. trial: the drafter drafts to have its draft step timed, and the account of shadows
-    pays. steps: that it stands for, as long as no match is found."""
+    pays. steps: that it stands for, as long as no lookup is worth more."""
 
     kind: str
     price: float
@@ -243,13 +275,15 @@ class Judged:
 @dataclass(frozen=True, slots=True)
 class Done:
     """What became of a step, of a batch the mean of its rows where a figure is one number. tokens: committed. seconds: of all
-    of it. confidences: of a drafter's tokens that were judged, each with whether it was accepted. verified: drafts that were
-    scored. passes: draft steps of a drafter without a rule of its own. drafting, scoring: seconds of these, and of the rest of
-    the step; None where they were not measured. matches: of every row that had one. ranks: of every committed token of one row,
-    its place among those that were kept for the one before it, beyond all for one that was not. shadow_seconds: spent on
-    shadows before the step. steps: plain ones of one plan, all of which this is the sum of. rests: whether nothing was looked
-    up or kept in a plain step, so that it took what plain decoding takes. slowest: tokens of
-    the row that has most to write yet, which a batch ends with; None where that is `tokens`."""
+    of it. steps: of one plan, of which these and what follows are the sum; the first one is looked at closely. matches: of every
+    row that had one. ranks: of every committed token of one row, its place among those that were kept for the one before it,
+    beyond all for one that was not. shadow_seconds: spent on shadows before the steps. rests: whether nothing was looked up or
+    kept in plain steps, so that they took what plain decoding takes. slowest: tokens of the row that has most to write yet,
+    which a batch ends with; None where that is `tokens`. more_verified, more_passes: of all steps but the first.
+
+    Of the first step: confidences, of a drafter's tokens that were judged, each with whether it was accepted. verified: drafts
+    that were scored. passes: draft steps of a drafter without a rule of its own. drafting, scoring: seconds of these, and of
+    the rest of the step; None where they were not measured."""
 
     tokens: float
     seconds: float
@@ -264,3 +298,5 @@ class Done:
     steps: int = 1
     rests: bool = True
     slowest: float | None = None
+    more_verified: int = 0
+    more_passes: int = 0

@@ -103,7 +103,7 @@ class AutoSession(Session):
         self._planned_as: Plan | None = None  # what was decided, before it turned out that there is nothing to draft
         self._matches: list[int] = []  # that the plan was decided with
         self._left = 0  # steps that the plan stands for beside this one
-        self._tally, self._done = Tally(), None  # of its plain steps, and of one that drafted
+        self._tally = Tally()  # of its steps
         self._looks_up = self._keeps = True  # in this step
         self.ledger = Ledger(slack=method.slack)
         fresh = not mind.states and method.remembers
@@ -222,9 +222,9 @@ class AutoSession(Session):
             began = self.model.ranks.now()
             matches = self.texts.look_up()
             self._looking_seconds = self.model.ranks.since(began)
-        if self._left and not any(matches) and any(limit):
+        if self._left and any(limit) and control.stands(self._known, self.plan, matches):
             self._left -= 1
-            return self._plain()
+            return self._planned(self.plan, limit)
         self._settle()
         state, self._planned_as, self._matches = self.mind.state, None, matches
         if state is None or not any(limit):
@@ -235,7 +235,7 @@ class AutoSession(Session):
         if plan.kind == PROBE:
             self._keeps = self.reads_logits = False
         self._left = plan.steps - 1
-        draft = self._planned(plan, limit, state)
+        draft = self._planned(plan, limit)
         if not draft.width and plan.kind != PROBE:
             self.plan = replace(plan, kind=PLAIN)
         return draft
@@ -252,7 +252,13 @@ class AutoSession(Session):
     def _plain(self) -> Draft:
         return Draft.empty(self.rows, self.root.device, self.frontier([0] * self.rows))
 
-    def _planned(self, plan: Plan, limit: list[int], state: State) -> Draft:
+    @property
+    def _known(self) -> State:
+        """What the plan was decided with."""
+        assert self.mind.state is not None
+        return self.mind.state
+
+    def _planned(self, plan: Plan, limit: list[int]) -> Draft:
         if plan.kind in (PLAIN, PROBE):
             return self._plain()
         if plan.kind == LOOKUP:
@@ -268,7 +274,7 @@ class AutoSession(Session):
         if not plan.thresholds or plan.thresholds[0] > 1:
             return self._plain()
         limit = [min(one, len(plan.thresholds)) for one in limit]
-        calibration = state.drafters[plan.kind].calibration
+        calibration = self._known.drafters[plan.kind].calibration
         drafter.until(Survival(calibration.slope, calibration.offset, plan.thresholds[1:], plan.beside[1:]))
         return drafter.draft(limit)
 
@@ -286,7 +292,7 @@ class AutoSession(Session):
         if draft is not None:
             if self._looks_up:
                 self.texts.judge(verdicts)
-            if draft.confidence is not None and draft.width:
+            if draft.confidence is not None and draft.width and not self._tally.steps:
                 for confidences, verdict in zip(draft.confidence.tolist(), verdicts, strict=True):
                     judged = min(len(verdict.path) + (not verdict.finished), verdict.drafted)
                     self._judged += [(confidences[place], place < len(verdict.path)) for place in range(judged)]
@@ -322,11 +328,13 @@ class AutoSession(Session):
             if rests:
                 seconds -= self._looking_seconds
                 mind.plain_seconds.append(seconds)
-            self._tally.add(sum(live) / rows, seconds, self.shadow_seconds, self.texts.judged, self._ranks, rests)
+            shadow, judged, found = self.shadow_seconds, self.texts.judged, self._ranks
+            done = Done(sum(live) / rows, seconds, matches=judged, ranks=found, shadow_seconds=shadow, rests=rests)
         else:
-            self._done = self._drafted(step, seconds, sum(live), rows)
+            done = self._drafted(step, seconds, sum(live), rows)
+        self._tally.add(done)
         self.shadow_seconds = 0.0
-        if not self._left:
+        if not self._left or (plan.kind != PLAIN and control.has_lost(mind.state, done)):
             self._settle()
 
     def _drafted(self, step: Step, seconds: float, tokens: int, rows: int) -> Done:
@@ -349,17 +357,13 @@ class AutoSession(Session):
 
     def _settle(self) -> None:
         """The plan stands no longer, and what it came to is taken over."""
-        done, tally = self._done, self._tally
-        self._left = 0
-        if done is None:
-            if not tally.steps:
-                return
-            done, self._tally = tally.done(), Tally()
-        self._done = None
-        assert self.mind.state is not None
+        tally, self._tally, self._left = self._tally, Tally(), 0
+        if not tally.steps:
+            return
+        done = tally.done()
         if self.log is not None:
             self.log.step(self.mind.live, self._matches, self._planned_as, self.plan, done)
-        self.mind.state = control.observe(self.mind.state, self.plan, done)
+        self.mind.state = control.observe(self._known, self.plan, done)
 
     def _first_state(self, seconds: float) -> State:
         costs = Costs(

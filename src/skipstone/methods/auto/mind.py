@@ -100,36 +100,57 @@ def interval(values: Sequence[float]) -> tuple[float, float]:
 
 @dataclass(slots=True)
 class Tally:
-    """The plain steps of one plan, added up. Fields as in `Done`."""
+    """The steps of one plan, added up. first: what became of the first of them. The other fields as in `Done`."""
 
+    first: Done | None = None
     tokens: float = 0.0
     seconds: float = 0.0
     steps: int = 0
     rests: bool = True
+    slowest: float | None = None
+    verified: int = 0
+    passes: int = 0
     shadow_seconds: float = 0.0
     matches: list[Judged] = field(default_factory=list)
     ranks: list[int] = field(default_factory=list)
 
-    def add(
-        self, tokens: float, seconds: float, shadow_seconds: float, matches: Sequence[Judged], ranks: Sequence[int], rests: bool
-    ) -> None:
+    def add(self, step: Done) -> None:
         """One more step."""
-        self.rests = self.rests and rests
-        self.tokens += tokens
-        self.seconds += seconds
+        if self.first is None:
+            self.first = step
+        else:
+            self.verified += step.verified
+            self.passes += step.passes
+        self.rests = self.rests and step.rests
+        self.tokens += step.tokens
+        self.seconds += step.seconds
         self.steps += 1
-        self.shadow_seconds += shadow_seconds
-        self.matches += matches
-        self.ranks += ranks
+        self.shadow_seconds += step.shadow_seconds
+        if step.slowest is not None:
+            self.slowest = (self.slowest or 0.0) + step.slowest
+        self.matches += step.matches
+        self.ranks += step.ranks
 
     def done(self) -> Done:
         """All of them."""
+        first = self.first
+        assert first is not None
+        if self.steps == 1:
+            return first
         return Done(
             self.tokens,
             self.seconds,
-            matches=self.matches,
-            ranks=self.ranks,
-            shadow_seconds=self.shadow_seconds,
-            steps=self.steps,
-            rests=self.rests,
+            first.confidences,
+            first.verified,
+            first.passes,
+            first.drafting,
+            first.scoring,
+            self.matches,
+            self.ranks,
+            self.shadow_seconds,
+            self.steps,
+            self.rests,
+            self.slowest,
+            self.verified,
+            self.passes,
         )
