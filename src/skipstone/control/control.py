@@ -53,6 +53,8 @@ YOUNG = 3
 """Steps, virtual ones of shadows included, up to which next to nothing is known of a drafter."""
 LEAST_TRIAL = 0.2
 """Plain steps that a trial of a drafter with its own rule may lose at least, by what is thought before it."""
+LOOKUP_TRIAL = 0.5
+"""Plain steps that a lookup which is taken to time its scoring may lose, by what is thought before it."""
 PROMISING = 0.3
 """Mean acceptance from which on a drafter is worth being timed."""
 BEST_CASE = 1.1
@@ -66,11 +68,16 @@ WELL_KNOWN = 24
 """Measurements from which on a cost is known well."""
 DRAFTING_AT_ONCE = 4
 """Steps of a drafter whose cost is known well that are decided on at once, as long as none loses time: only the first one is
-looked at closely, as a decision is to take less time than it saves. Of as many lookups one is timed."""
+looked at closely, as a decision is to take less time than it saves."""
+SCORED_OF = 4
+"""Plans, about one of which teaches what scoring takes where that is known well."""
 THRESHOLDS_KEPT, THRESHOLDS_OFF = 64, 0.05
 """Tokens after which thresholds are worked out anew, and the share that the price may have moved by until then."""
 SAME_ROWS = 1.5
 """Times as many rows as another number up to which steps take about as long."""
+FIRST_TREE = 16
+"""Nodes of a tree of recycled tokens, at most, while nothing larger was scored; then twice as many as were: further away nothing
+is known of what scoring takes."""
 NEW_TREE = 200
 """Tokens after which the tree of recycled tokens is made anew."""
 
@@ -207,7 +214,7 @@ def _best_case(state: State, name: str) -> float:
 
 def _lookup_trial(state: State, matches: Sequence[int]) -> Plan | None:
     """A lookup that is taken to time its scoring, where that was long ago and a trial can be paid."""
-    if not any(matches) or state.shadow_account < 1 or not _is_old(state, state.scored, state.costs.scoring.line.measurements):
+    if not any(matches) or state.shadow_account < LOOKUP_TRIAL or not _is_old(state, state.scored, state.costs.scoring.line.measurements):
         return None
     drafts = tuple(TRIED if match else 0 for match in matches)
     return Plan(LOOKUP, 1.0, state.current, "the scoring of a lookup is timed", drafts=drafts, trial=True)
@@ -322,9 +329,11 @@ def _timed(costs: Costs, state: State, plan: Plan, done: Done) -> tuple[Costs, b
         return _timed_plain(costs, state.pace, done) if done.rests else costs, False
     drafter = plan.kind if plan.kind in state.drafters else None
     plain = costs.plain.value
-    if plan.kind == LOOKUP and costs.scoring.line.measurements >= WELL_KNOWN and state.position % DRAFTING_AT_ONCE:
-        return costs, False
-    if done.scoring is not None and done.verified:
+    if plan.trial and (drafter is None or not state.drafters[drafter].own_rule):
+        costs = costs.anew(drafter)
+    known = costs.scoring if drafter is None else costs.scoring_of(drafter)
+    routine = known.line.measurements >= WELL_KNOWN and not known.surprised and state.position % SCORED_OF > 0
+    if done.scoring is not None and done.verified and not routine:
         costs = costs.scored(drafter, done.verified + 1, done.scoring / plain)
     if drafter is None:
         return costs, costs.scoring.surprised
@@ -389,7 +398,8 @@ def _recycled(state: State, costs: Costs, plan: Plan, done: Done, time: float) -
         return replace(ranks, rate=ranks.rate.add(now, done.tokens, time, rules), pending=())
     if now > rules.listening and now - ranks.tree_at > NEW_TREE:
         worth, chances = max(1.0, state.rate(RECYCLE)), [one / ranks.count for one in ranks.hits]
-        ranks = ranks.drawn(price.tree(chances, worth, costs.scoring, most=rules.most_nodes, depth=rules.depth), now)
+        most = min(rules.most_nodes, max(FIRST_TREE, 2 * costs.scoring.furthest))
+        ranks = ranks.drawn(price.tree(chances, worth, costs.scoring, most=most, depth=rules.depth), now)
     return ranks.graded(now, costs, rules)
 
 

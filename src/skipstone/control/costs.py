@@ -161,6 +161,11 @@ class Scoring:
         return self._drawn(line, known)
 
     @property
+    def furthest(self) -> int:
+        """The largest number of tokens that was measured; 0 for none."""
+        return max(self.known, default=0)
+
+    @property
     def surprised(self) -> bool:
         """Whether the latest measurement was a surprise."""
         return self.line.surprises > 0
@@ -227,6 +232,14 @@ class Costs:
             return replace(self, scoring=self.scoring.observe(tokens, measured))
         before = self.scorings.get(drafter) or self.scoring.guess
         return replace(self, scorings={**self.scorings, drafter: before.observe(tokens, measured)})
+
+    def anew(self, drafter: str | None) -> "Costs":
+        """What a drafter's drafting and scoring take, or scoring what no model drafts, as a guess that the next measurement
+        replaces: it was measured long ago."""
+        if drafter is None:
+            return replace(self, scoring=self.scoring.guess)
+        drafts = {**self.drafts, drafter: self.drafts[drafter].guess}
+        return replace(self, drafts=drafts, scorings={**self.scorings, drafter: self.scoring_of(drafter).guess})
 
     def scoring_of(self, drafter: str) -> Scoring:
         return self.scorings.get(drafter, self.scoring)

@@ -17,6 +17,11 @@ from pydantic import TypeAdapter, ValidationError
 from skipstone.control import control
 from skipstone.control.state import Done, Plan, State
 
+MOST_BEHIND = 16
+"""States that are kept while a file is read: a decision may be older than what was learnt before its step."""
+States = dict[tuple[int, ...], list[State]]
+"""Fold -> its latest states, the newest last."""
+
 _STATE, _PLAN, _DONE = TypeAdapter(State), TypeAdapter(Plan), TypeAdapter(Done)
 
 
@@ -68,9 +73,10 @@ class Log:
         """A drafter was graded."""
         self._write("shadow", live, [name, list(confidences), list(right), seconds, read])
 
-    def step(self, live: int, matches: Sequence[int], planned: Plan | None, taken: Plan, done: Done) -> None:
-        """A step was taken. planned: what was decided, None where there was nothing to decide; taken: what became of it."""
-        values = {"matches": list(matches), "taken": _PLAN.dump_python(taken, mode="json")}
+    def step(self, live: int, matches: Sequence[int], planned: Plan | None, taken: Plan, done: Done, behind: int) -> None:
+        """A step was taken. planned: what was decided, None where there was nothing to decide; taken: what became of it.
+        behind: steps before it that nothing was learnt from when it was decided."""
+        values = {"matches": list(matches), "behind": behind, "taken": _PLAN.dump_python(taken, mode="json")}
         values |= {"planned": None if planned is None else _PLAN.dump_python(planned, mode="json")}
         self._write("step", live, values | {"done": _DONE.dump_python(done, mode="json")})
 
@@ -94,7 +100,7 @@ class Decided:
 def replayed(path: Path) -> Iterator[Decided]:
     """All decisions of a file, made again from its first state. ValueError, with the line, for what is none of ours; OSError
     for a file that cannot be read."""
-    states: dict[tuple[int, int], State] = {}
+    states: States = {}
     with path.open(encoding="utf-8") as file:
         for number, line in enumerate(file, 1):
             try:
@@ -103,29 +109,31 @@ def replayed(path: Path) -> Iterator[Decided]:
                 ((kind, values),) = event.items()
                 if kind == "step" and values["planned"] is not None:
                     taken, done = _PLAN.validate_python(values["taken"]), _DONE.validate_python(values["done"])
-                    began, before = time.perf_counter(), states[fold]
-                    again = control.decide(before, values["matches"])
-                    states[fold] = control.observe(before, taken, done)
+                    before, known = states[fold][-1], states[fold][-1 - values["behind"]]
+                    began = time.perf_counter()
+                    again = control.decide(known, values["matches"])
+                    after = control.observe(before, taken, done)
                     seconds = time.perf_counter() - began
+                    states[fold] = [*states[fold], after][-MOST_BEHIND:]
                     yield Decided(before.position, _PLAN.validate_python(values["planned"]), again, done, seconds)
                 else:
                     _fold(states, fold, kind, values)
-            except (ValueError, TypeError, KeyError, AttributeError) as error:
+            except (ValueError, TypeError, KeyError, AttributeError, IndexError) as error:
                 raise ValueError(
                     f"{path}, line {number}: this is no record of auto's decisions, or of another version ({error!r:.120})"
                 ) from error
 
 
-def _fold(states: dict[tuple[int, int], State], fold: tuple[int, int], kind: str, values: Any) -> None:
+def _fold(states: States, fold: tuple[int, int], kind: str, values: Any) -> None:
     """Take over one event."""
     if kind == "state":
-        states[fold] = state_from_json(values)
+        states[fold] = [state_from_json(values)]
     elif kind == "begin":
-        states.update({key: control.begin(state) for key, state in states.items() if key[0] == fold[0]})
+        states.update({key: [control.begin(known[-1])] for key, known in states.items() if key[0] == fold[0]})
     elif kind == "shadow":
-        states[fold] = control.shadow(states[fold], *values)
+        states[fold] = [control.shadow(states[fold][-1], *values)]
     elif kind == "step":
         taken, done = _PLAN.validate_python(values["taken"]), _DONE.validate_python(values["done"])
-        states[fold] = control.observe(states[fold], taken, done)
+        states[fold].append(control.observe(states[fold][-1], taken, done))
     else:
         raise ValueError(f"an event {kind!r} that nobody knows")

@@ -237,8 +237,8 @@ def load_heads(source: str | Path, model: LayeredModel) -> ExitHeads:
     """
     if not isinstance(source, (str, Path)):
         raise ValueError(f"heads must be a folder, a hub id or one of {', '.join(HEADS)}, found {source!r}")
-    place = HEADS.get(str(source), Path(source).expanduser()) / WEIGHTS
-    written = place.stat().st_mtime_ns if place.is_file() else None
+    place = None if source in HEADS else Path(source).expanduser() / WEIGHTS
+    written = place.stat().st_mtime_ns if place is not None and place.is_file() else None
     return _once(model, (str(source), written, model.fingerprint), lambda: _read(source, model))
 
 
@@ -266,15 +266,14 @@ def _read(source: str | Path, model: LayeredModel) -> ExitHeads:
 
 def bundled_name_for(model: LayeredModel) -> str | None:
     """The name of the bundled heads of a model; None where there are none."""
-    own = model.fingerprint
-    cards = ((name, folder) for name, folder in HEADS.items() if (folder / CARD).is_file())
-    return next((name for name, folder in cards if _model_of(folder, (folder / CARD).stat().st_mtime_ns) == own), None)
+    return _bundled().get(model.fingerprint)
 
 
 @cache
-def _model_of(folder: Path, written: int) -> str:
-    """The fingerprint of the model that a folder's heads are of. written: when its card was, in nanoseconds."""
-    return _read_card(folder, folder.name).model
+def _bundled() -> dict[str, str]:
+    """Fingerprint of a model -> the first of the bundled heads that are of it."""
+    found = {name: folder for name, folder in HEADS.items() if (folder / CARD).is_file()}
+    return {_read_card(folder, name).model: name for name, folder in reversed(found.items())}
 
 
 def _folder_of(source: str | Path) -> Path:

@@ -29,7 +29,7 @@ from skipstone.decoding.settings import setting
 from skipstone.methods.auto.candidates import drafters_of, identities, refuse, usual
 from skipstone.methods.auto.drafters import LayersDrafter, ModelDrafter, OwnRule
 from skipstone.methods.auto.memory import recalled
-from skipstone.methods.auto.mind import NEW_TEXT, Mind, Tally
+from skipstone.methods.auto.mind import NEW_TEXT, Mind, Taken, Tally
 from skipstone.methods.prompt_lookup import Index, PromptLookup
 from skipstone.methods.recycle import DEPTH, Kept, Recycle, RecycleSession
 from skipstone.methods.shared import states
@@ -102,6 +102,7 @@ class AutoSession(Session):
         self.plan = Plan(PLAIN, 1.0, None, "")  # of the step that is going on
         self._planned_as: Plan | None = None  # what was decided, before it turned out that there is nothing to draft
         self._matches: list[int] = []  # that the plan was decided with
+        self._behind = 0  # plans that nothing was learnt from when it was decided
         self._left = 0  # steps that the plan stands for beside this one
         self._tally = Tally()  # of its steps
         self._looks_up = self._keeps = True  # in this step
@@ -150,23 +151,23 @@ class AutoSession(Session):
         for one in self._members:
             one.begin(row, request)
         self._settle()
+        self.mind.learn()
         self.mind.looking.wanted_until = self.mind.steps + NEW_TEXT
         others = (place for place in range(self.rows) if place != row)
         if self.mind.states and all(self.batch.is_free(place) for place in others):
-            self.mind.states = {live: control.begin(state) for live, state in self.mind.states.items()}
-            if self.log is not None:
-                self.log.begin()
+            self.mind.begin()
 
     def end(self, row: int) -> None:
         self._settle()
+        self.mind.learn()
         for one in self._members:
             one.end(row)
 
     def optimise(self) -> None:
         """A shadow, where one is due: what a drafter would have said of the latest tokens of a row."""
-        if self._left:
-            return
         self.mind.resize(sum(self.alive))
+        if self._left or self.mind.behind:
+            return
         state, rules = self.mind.state, self.rules
         if state is None or self.sampler.processed:
             return
@@ -226,7 +227,7 @@ class AutoSession(Session):
             self._left -= 1
             return self._planned(self.plan, limit)
         self._settle()
-        state, self._planned_as, self._matches = self.mind.state, None, matches
+        state, self._planned_as, self._matches, self._behind = self.mind.state, None, matches, self.mind.behind
         if state is None or not any(limit):
             why = "plain decoding is timed" if state is None else "no room for a draft"
             self.plan = Plan(PLAIN, 1.0, None if state is None else state.current, why)
@@ -358,12 +359,8 @@ class AutoSession(Session):
     def _settle(self) -> None:
         """The plan stands no longer, and what it came to is taken over."""
         tally, self._tally, self._left = self._tally, Tally(), 0
-        if not tally.steps:
-            return
-        done = tally.done()
-        if self.log is not None:
-            self.log.step(self.mind.live, self._matches, self._planned_as, self.plan, done)
-        self.mind.state = control.observe(self._known, self.plan, done)
+        if tally.steps:
+            self.mind.took(Taken(self._matches, self._planned_as, self.plan, tally.done(), self._behind))
 
     def _first_state(self, seconds: float) -> State:
         costs = Costs(

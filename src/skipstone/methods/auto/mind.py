@@ -7,13 +7,15 @@ from typing import Any
 
 from skipstone.control import control
 from skipstone.control.record import Log
-from skipstone.control.state import Done, Judged, State
+from skipstone.control.state import PLAIN, PROBE, Done, Judged, Plan, State
 from skipstone.methods.recycle import Kept
 
 RECENT_PLAIN = 64
 """Plain steps whose times are kept for the interval that is told."""
 AWAKE, ASLEEP = 128, 384
 """Steps for which texts are looked up, or continuations kept, although that does not pay, and for which not, in turn."""
+LEARNT_AT_ONCE = 4
+"""Plans that are learnt from together, where all of them won time: between two model passes learning takes long."""
 NEW_TEXT = 32
 """Steps for which a new request's text is looked up in any case."""
 
@@ -47,6 +49,7 @@ class Mind:
     kinds: dict[str, int] = field(default_factory=dict)
     log: Log | None = None
     plain_seconds: deque[float] = field(default_factory=lambda: deque(maxlen=RECENT_PLAIN))
+    _taken: list["Taken"] = field(default_factory=list)  # what was not learnt from yet
 
     @property
     def state(self) -> State | None:
@@ -57,8 +60,40 @@ class Mind:
     def state(self, state: State) -> None:
         self.states[self.live] = state
 
+    @property
+    def behind(self) -> int:
+        """Plans that the state knows nothing of yet."""
+        return len(self._taken)
+
+    def took(self, taken: "Taken") -> None:
+        """A plan was carried out. What lost time, or was to measure something, is learnt from at once."""
+        self._taken.append(taken)
+        plan, state = taken.plan, self.state
+        assert state is not None
+        if plan.kind in (PLAIN, PROBE) or plan.trial or self.behind >= LEARNT_AT_ONCE or control.has_lost(state, taken.done):
+            self.learn()
+
+    def learn(self) -> None:
+        """From all that was done up to now."""
+        state, self._taken, waiting = self.state, [], self._taken
+        for one in waiting:
+            assert state is not None
+            if self.log is not None:
+                self.log.step(self.live, one.matches, one.planned, one.plan, one.done, one.behind)
+            state = control.observe(state, one.plan, one.done)
+        if state is not None:
+            self.state = state
+
+    def begin(self) -> None:
+        """A request begins where none decodes."""
+        self.states = {live: control.begin(state) for live, state in self.states.items()}
+        if self.log is not None:
+            self.log.begin()
+
     def resize(self, live: int) -> None:
         """So many rows decode now. What may be lost is lost once: the accounts go with them."""
+        if live != self.live:
+            self.learn()
         before, changed = self.state, live != self.live
         self.live = live
         if not self.states or (live in self.states and not changed):
@@ -88,6 +123,18 @@ class Mind:
             "scoring": {n: costs.scoring(n) for n in (2, 4, 8, 16)},
             "debt": self.state.ledger.overall.debt,
         }
+
+
+@dataclass(slots=True)
+class Taken:
+    """A plan that was carried out. matches: that it was decided with. planned: what was decided, None where there was nothing
+    to decide; plan: what became of it. behind: as in `Mind`, when it was decided."""
+
+    matches: Sequence[int]
+    planned: Plan | None
+    plan: Plan
+    done: Done
+    behind: int
 
 
 def interval(values: Sequence[float]) -> tuple[float, float]:

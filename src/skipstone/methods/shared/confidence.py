@@ -36,13 +36,14 @@ class Confidence:
         first = self.FIRST if threshold is None or threshold == "adaptive" else threshold
         self.thresholds = [first] * rows
         self._acceptance_rates = [self.TARGET] * rows
-        self._on_device = on_device(self.thresholds, device)  # [B]
+        self._device = device
+        self._known_there: Tensor | None = None  # the thresholds [B], once they are asked for
 
     def reset(self, row: int) -> None:
         """A new request starts on the row: nothing is carried over, so its text does not depend on what ran before."""
         if self.adaptive:
             self.thresholds[row], self._acceptance_rates[row] = self.FIRST, self.TARGET
-            self._on_device = on_device(self.thresholds, self._on_device.device)  # anew: it may be an inference tensor
+            self._known_there = None
 
     def of(self, scores: Tensor) -> Tensor | None:
         """Top probability [B] at temperature 1 of processed, unwarped logits [B, V]; None where there is no threshold."""
@@ -50,7 +51,11 @@ class Confidence:
 
     def keep(self, confidence: Tensor | None) -> Tensor | None:
         """Rows [B] bool that are sure enough to draft on; None where all are."""
-        return None if confidence is None or not self.active else confidence >= self._on_device
+        if confidence is None or not self.active:
+            return None
+        if self._known_there is None:
+            self._known_there = on_device(self.thresholds, self._device)
+        return confidence >= self._known_there
 
     def together(self, going: Tensor) -> Tensor:
         """Where `joint`: rows [B] bool that may draft on as far as all of them are concerned. going: [B] bool, those that
@@ -71,4 +76,4 @@ class Confidence:
             self._acceptance_rates[row] = rate
             moved = self.SMOOTH_THRESHOLD * old + (1 - self.SMOOTH_THRESHOLD) * (old + step)
             self.thresholds[row] = min(max(moved, 0.0), 1.0)
-        self._on_device = on_device(self.thresholds, self._on_device.device)
+        self._known_there = None
