@@ -48,7 +48,7 @@ TRIED_ON = (0.0,) * TRIED + (0.6,) * 6
 AT_ONCE = 16
 """Plain steps that are decided on at once where nothing pays: beside the shortest steps there are a decision takes long."""
 AT_ONCE_WITH_MEANS = 4
-"""The same where next to nothing is known of a drafter and a shadow could be paid, which is asked for between decisions."""
+"""The same where a drafter may draft again soon: as its shadow says so, which is asked for between decisions, or the ledger."""
 YOUNG = 3
 """Steps, virtual ones of shadows included, up to which next to nothing is known of a drafter."""
 LEAST_TRIAL = 0.2
@@ -100,7 +100,8 @@ def decide(state: State, matches: Sequence[int] = ()) -> Plan:
         steps = AT_ONCE if state.shadow_account < _cheapest(state) or not _any_young(state) else AT_ONCE_WITH_MEANS
         return Plan(PLAIN, worth, None, "nothing is faster than plain decoding", steps=steps)
     if unsure:
-        return Plan(PLAIN, worth, current, f"{current} is right too seldom here to be worth a draft")
+        reason = f"{current} is right too seldom here to be worth a draft"
+        return Plan(PLAIN, worth, current, reason, steps=AT_ONCE_WITH_MEANS)
     reason = f"{current}: {worth:.2f} x plain decoding"
     if current == RECYCLE:
         assert state.ranks is not None
@@ -155,7 +156,7 @@ def _without_choice(state: State, current: str | None, worth: float, matches: Se
     if state.costs.plain.measurements < LEAST_PLAIN:
         return Plan(PLAIN, 1.0, current, "plain decoding is timed")
     if state.ledger.overdrawn:
-        return Plan(PLAIN, worth, current, "more time was lost than may be: plain until it is won back")
+        return Plan(PLAIN, worth, current, "more time was lost than may be: plain until it is won back", steps=AT_ONCE_WITH_MEANS)
     if (current is not None or matches) and _probe_is_due(state, worth):
         why = ", as all takes longer or less long than it did" if state.pace.changed else ""
         return Plan(PROBE, worth, current, f"a plain step is measured{why}")

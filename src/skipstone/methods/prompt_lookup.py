@@ -63,20 +63,15 @@ class Index:
 
     def extend(self, tokens: list[int]) -> None:
         """More of the text."""
-        first = len(self.text)
-        self.text += tokens
-        last = len(self.text)
-        for size in self.sizes:
-            if size >= last:
-                break
-            begins = max(first - size, 0)
-            windows = (self.text[begins + shift : last - size + shift] for shift in range(size))
-            grams, places = list(zip(*windows, strict=True)), range(begins + size, last)
-            if self.prefer_first:
-                for gram, place in zip(grams, places, strict=True):
-                    self._place_after.setdefault(gram, place)
-            else:
-                self._place_after.update(zip(grams, places, strict=True))
+        for token in tokens:
+            place = len(self.text)
+            for size in self.sizes:
+                if size > place:
+                    break
+                gram = tuple(self.text[place - size :])
+                if not self.prefer_first or gram not in self._place_after:
+                    self._place_after[gram] = place
+            self.text.append(token)
 
     def find(self, most: int) -> tuple[int, list[int]]:
         """The longest n-gram that ends the text and was there before: (its tokens' number, up to `most` tokens that followed
