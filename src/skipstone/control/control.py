@@ -75,9 +75,8 @@ THRESHOLDS_KEPT, THRESHOLDS_OFF = 64, 0.05
 """Tokens after which thresholds are worked out anew, and the share that the price may have moved by until then."""
 SAME_ROWS = 1.5
 """Times as many rows as another number up to which steps take about as long."""
-FIRST_TREE = 16
-"""Nodes of a tree of recycled tokens, at most, while nothing larger was scored; then twice as many as were: further away nothing
-is known of what scoring takes."""
+FIRST_DRAFTS = 8
+"""Drafts of a row, at most, while none were scored."""
 NEW_TREE = 200
 """Tokens after which the tree of recycled tokens is made anew."""
 
@@ -117,7 +116,7 @@ def stands(state: State, plan: Plan, matches: Sequence[int]) -> bool:
 
 def has_lost(state: State, done: Done) -> bool:
     """Whether steps took longer than plain ones for the same tokens, so that the plan ends."""
-    return done.seconds > done.tokens * state.costs.plain.value
+    return done.seconds > (done.tokens if done.slowest is None else done.slowest) * state.costs.plain.value
 
 
 def _is_known_well(state: State, name: str) -> bool:
@@ -234,7 +233,8 @@ def _lookup(state: State, matches: Sequence[int], worth: float) -> tuple[list[in
     the text and is not there in the next step as well."""
     rows, costs = len(matches), state.costs
     length_price = max(worth, state.lookups.tokens / state.lookups.time)
-    survival = [price.survivals(state.matches.predict(match)) if match else [] for match in matches]
+    most = _furthest(costs.scoring)
+    survival = [price.survivals(state.matches.predict(match)[:most]) if match else [] for match in matches]
     drafts = price.allocate(survival, length_price, costs.scoring if rows == 1 else lambda n: rows * costs.scoring(n / rows))
     tokens = 1 + sum(sum(chain[:kept]) for chain, kept in zip(survival, drafts, strict=True)) / rows
     time = costs.scoring(1 + sum(drafts) / rows) + costs.fixed + costs.lookup
@@ -255,12 +255,12 @@ def resized(state: State, rows: int) -> State:
     fresh = replace(
         costs,
         plain=replace(costs.plain, measurements=0),
-        scoring=Scoring(),
+        scoring=costs.scoring.among(rows / state.rows),
         scorings={},
         drafts={name: cost.guess for name, cost in costs.drafts.items()},
         wholes={name: replace(cost, measurements=0) for name, cost in costs.wholes.items()},
     )
-    return replace(state, costs=fresh, drafters={name: replace(one, timed=0) for name, one in drafters.items()}, rows=rows)
+    return replace(state, spread=Rate(8.0, 8.0), costs=fresh, drafters={name: replace(one, timed=0) for name, one in drafters.items()}, rows=rows)
 
 
 def begin(state: State) -> State:
@@ -277,6 +277,7 @@ def observe(state: State, plan: Plan, done: Done) -> State:
     rules, now = state.rules, state.position + round(done.tokens)
     costs, surprised = _timed(state.costs, state, plan, done)
     plain, drafters, lookups, matches = costs.plain.value, dict(state.drafters), state.lookups, state.matches
+    nearer, spread = done.tokens if done.slowest is None else done.slowest, state.spread
     time, stalled, pace = float(done.steps), False, state.pace
     if plan.kind in (PLAIN, PROBE) and done.rests and not costs.plain.surprises:
         pace = Pace(watched_from=now + PACE_CHECKED) if pace.changed else Pace()
@@ -290,22 +291,24 @@ def observe(state: State, plan: Plan, done: Done) -> State:
         if first:  # it finds cold caches, as a plain one would
             time = min(time, max(expected, 1.0))
     if plan.kind in drafters:
-        drafters[plan.kind] = _drafted(drafters[plan.kind], state.position, done, time, rules, surprised)
+        drafters[plan.kind] = _drafted(drafters[plan.kind], state.position, done, nearer, time, rules, surprised)
     elif plan.kind == PLAIN and plan.current in drafters and drafters[plan.current].unsure:
         waiting = drafters[plan.current]  # it would have decoded like that
-        drafters[plan.current] = replace(waiting, rate=waiting.rate.add(state.position, done.tokens, time, rules))
+        drafters[plan.current] = replace(waiting, rate=waiting.rate.add(state.position, nearer, time, rules))
     if plan.kind == LOOKUP:
-        lookups = Rate(lookups.tokens * LOOKUPS_KEPT + done.tokens, lookups.time * LOOKUPS_KEPT + time)
+        lookups = Rate(lookups.tokens * LOOKUPS_KEPT + nearer, lookups.time * LOOKUPS_KEPT + time)
     for one in done.matches:
         matches = matches.observe(one.match, one.right, one.looked_up)
     moved = now if plan.current != state.current else state.moved_at
     shadowing = rules.calm_shadowing if now - moved > rules.calm_after else rules.shadowing
-    paid, probed = max(time - done.tokens, 0.0) if plan.trial else 0.0, plan.kind == PROBE
+    if done.slowest is not None and plan.kind not in (PLAIN, PROBE):
+        spread = Rate(spread.tokens * LOOKUPS_KEPT + done.tokens, spread.time * LOOKUPS_KEPT + nearer)
+    paid, probed = max(time - nearer, 0.0) if plan.trial else 0.0, plan.kind == PROBE
     after = State(  # in full: `replace` takes three times as long
         costs=costs,
         drafters=drafters,
         rules=rules,
-        ledger=state.ledger.add(time + done.shadow_seconds / plain, done.tokens if done.slowest is None else done.slowest),
+        ledger=state.ledger.add(time + done.shadow_seconds / plain, nearer),
         matches=matches,
         lookups=lookups,
         rows=state.rows,
@@ -320,6 +323,7 @@ def observe(state: State, plan: Plan, done: Done) -> State:
         shadow_account=min(max(state.shadow_account - paid, LEAST_SAVED) + shadowing * time, MOST_SAVED),
         probe_account=min(state.probe_account + rules.plain_probing * time - (1 - 1 / plan.price if probed else 0.0), 1.0),
         pace=pace,
+        spread=spread,
     )
     return _with_thresholds(after)
 
@@ -379,10 +383,13 @@ def _expected(state: State, plan: Plan, done: Done) -> float:
     return time
 
 
-def _drafted(drafter: Drafter, position: int, done: Done, time: float, rules: Rules, surprised: bool) -> Drafter:
-    """A drafter after a step of its own. surprised: its time was a surprise, and it is timed once more: two are believed."""
+def _drafted(
+    drafter: Drafter, position: int, done: Done, nearer: float, time: float, rules: Rules, surprised: bool
+) -> Drafter:
+    """A drafter after a step of its own. nearer: tokens by which the end came nearer. surprised: its time was a surprise, and it
+    is timed once more: two are believed."""
     calibration, now = drafter.calibration.observe_all(done.confidences), position + round(done.tokens)
-    rate, timed = drafter.rate.add(position, done.tokens, time, rules, done.steps), drafter.timed if surprised else now
+    rate, timed = drafter.rate.add(position, nearer, time, rules, done.steps), drafter.timed if surprised else now
     return replace(drafter, rate=rate, calibration=calibration, seen=now, timed=timed)
 
 
@@ -399,7 +406,7 @@ def _recycled(state: State, costs: Costs, plan: Plan, done: Done, time: float) -
         return replace(ranks, rate=ranks.rate.add(now, done.tokens, time, rules), pending=())
     if now > rules.listening and now - ranks.tree_at > NEW_TREE:
         worth, chances = max(1.0, state.rate(RECYCLE)), [one / ranks.count for one in ranks.hits]
-        most = min(rules.most_nodes, max(FIRST_TREE, 2 * costs.scoring.furthest))
+        most = min(rules.most_nodes, _furthest(costs.scoring))
         ranks = ranks.drawn(price.tree(chances, worth, costs.scoring, most=most, depth=rules.depth), now)
     return ranks.graded(now, costs, rules)
 
@@ -425,11 +432,17 @@ def _kept(own: Drafter) -> float:
 
 
 def _priced(state: State, name: str, worth: float) -> Drafter:
-    own, costs = state.drafters[name], state.costs
-    drafting, scoring, mean, most = costs.drafts[name], costs.scoring_of(name), own.calibration.mean, state.rules.most_drafts
-    found = price.thresholds(drafting.step, costs.fixed + drafting.start, scoring, mean, worth, most)
-    beside = price.thresholds(0.0, 0.0, scoring, mean, worth, most) if state.rows > 1 else ()
+    own, drafting, scoring = state.drafters[name], state.costs.drafts[name], state.costs.scoring_of(name)
+    mean, most = own.calibration.mean, min(state.rules.most_drafts, _furthest(scoring))
+    much = worth * state.spread.tokens / state.spread.time  # what a row gains beside the slowest one brings the end no nearer
+    found = price.thresholds(drafting.step, state.costs.fixed + drafting.start, scoring, mean, much, most)
+    beside = price.thresholds(0.0, 0.0, scoring, mean, much, most) if state.rows > 1 else ()
     return replace(own, thresholds=tuple(found), beside=tuple(beside), thresholds_at=state.position, thresholds_price=worth)
+
+
+def _furthest(scoring: Scoring) -> int:
+    """Drafts of a row at most: twice as many as were scored, as further away nothing is known of what scoring takes."""
+    return max(FIRST_DRAFTS, 2 * scoring.furthest)
 
 
 # ------------------------------------------------------------------------------------------------------ shadows

@@ -145,6 +145,12 @@ class Scoring:
         """The same as a guess, for the drafts of another drafter."""
         return self._drawn(self.line.guess, {})
 
+    def among(self, times: float) -> "Scoring":
+        """The same as a guess where so many times as many rows decode: a pass over n tokens of each is one over times n tokens
+        of one, beside one over `times`."""
+        step = self.line.step * times / (1 + self.line.step * (times - 1))
+        return self._drawn(Line(max(step, LEAST_TIME), 1.0), {})
+
     def observe(self, tokens: int, measured: float) -> "Scoring":
         """A pass over so many tokens took so long."""
         if tokens <= 1:

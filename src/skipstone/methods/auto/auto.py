@@ -15,7 +15,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from skipstone.control import control
-from skipstone.control.costs import Cost, Costs, Line
+from skipstone.control.costs import Cost, Costs, Line, Scoring
 from skipstone.control.ledger import Ledger
 from skipstone.control.record import Log
 from skipstone.control.state import LOOKUP, PLAIN, PROBE, RECYCLE, Done, Drafter, Judged, Plan, Ranks, Rules, State
@@ -365,6 +365,7 @@ class AutoSession(Session):
     def _first_state(self, seconds: float) -> State:
         costs = Costs(
             plain=Cost(seconds, 1),
+            scoring=Scoring().among(self.mind.live),
             fixed=0.0,
             drafts={name: Line(one.guess) for name, one in self.drafters.items() if not one.own_rule},
             wholes={name: Cost(one.guess) for name, one in self.drafters.items() if one.own_rule},
