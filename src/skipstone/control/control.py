@@ -55,8 +55,9 @@ LEAST_TRIAL = 0.2
 """Plain steps that a trial of a drafter with its own rule may lose at least, by what is thought before it."""
 LOOKUP_TRIAL = 0.5
 """Plain steps that a lookup which is taken to time its scoring may lose, by what is thought before it."""
-PROMISING = 0.3
-"""Mean acceptance from which on a drafter is worth being timed."""
+PROMISING, HOPE = 0.3, 1.5
+"""Mean acceptance from which on a drafter is worth being timed, where it would be faster than the current one if it were always
+right and so many times as fast as it is thought to be."""
 BEST_CASE = 1.1
 """Tokens a plain step, of a drafter that is always right and takes what it is thought to, from which on it is worth a trial."""
 COPIED = 8
@@ -182,6 +183,7 @@ def _untimed(state: State) -> str | None:
     """A drafter whose draft step is but guessed or was timed long ago, where a trial can be paid: one that is right often
     enough to be looked at, or else the one of which nothing is known that is fastest where it is always right."""
     unknown: dict[str, float] = {}
+    current = max(1.0, state.rate(state.current)) if state.current is not None else 1.0
     for name, drafter in state.drafters.items():
         if drafter.own_rule:
             continue
@@ -194,7 +196,8 @@ def _untimed(state: State) -> str | None:
         if not old or state.shadow_account < min(cost(TRIED), 1.0):
             continue
         if calibration.weight > PRIOR_WEIGHT and calibration.mean >= PROMISING:
-            return name
+            if HOPE * _best_case(state, name) >= current:
+                return name
         if not cost.measurements and calibration.weight <= PRIOR_WEIGHT:
             unknown[name] = _best_case(state, name)
     best = max(unknown, key=lambda one: unknown[one], default=None)
@@ -303,7 +306,7 @@ def observe(state: State, plan: Plan, done: Done) -> State:
     shadowing = rules.calm_shadowing if now - moved > rules.calm_after else rules.shadowing
     if done.slowest is not None and plan.kind not in (PLAIN, PROBE):
         spread = Rate(spread.tokens * LOOKUPS_KEPT + done.tokens, spread.time * LOOKUPS_KEPT + nearer)
-    paid, probed = max(time - nearer, 0.0) if plan.trial else 0.0, plan.kind == PROBE
+    paid, probed = max(time - nearer / plan.price, 0.0) if plan.trial else 0.0, plan.kind == PROBE
     after = State(  # in full: `replace` takes three times as long
         costs=costs,
         drafters=drafters,
@@ -432,10 +435,14 @@ def _kept(own: Drafter) -> float:
 
 
 def _priced(state: State, name: str, worth: float) -> Drafter:
+    """With thresholds for a price. Whether to draft at all is held against a plain step alone: on a hard passage even a drafter
+    that is far from its usual rate may be faster than that."""
     own, drafting, scoring = state.drafters[name], state.costs.drafts[name], state.costs.scoring_of(name)
     mean, most = own.calibration.mean, min(state.rules.most_drafts, _furthest(scoring))
     much = worth * state.spread.tokens / state.spread.time  # what a row gains beside the slowest one brings the end no nearer
-    found = price.thresholds(drafting.step, state.costs.fixed + drafting.start, scoring, mean, much, most)
+    setup = state.costs.fixed + drafting.start
+    found = price.thresholds(drafting.step, setup, scoring, mean, much, most)
+    found[0] = min(found[0], price.thresholds(drafting.step, setup, scoring, mean, much / worth, min(most, price.AHEAD))[0])
     beside = price.thresholds(0.0, 0.0, scoring, mean, much, most) if state.rows > 1 else ()
     return replace(own, thresholds=tuple(found), beside=tuple(beside), thresholds_at=state.position, thresholds_price=worth)
 
