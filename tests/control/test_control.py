@@ -233,11 +233,12 @@ def test_of_a_drafter_that_is_known_well_four_steps_are_decided_on_at_once() -> 
     assert not after.pace.changed
 
 
-def test_a_plan_of_several_steps_ends_with_one_that_loses_time_and_with_a_lookup_that_is_worth_more() -> None:
+def test_a_plan_of_several_steps_ends_where_little_more_may_be_lost_and_with_a_lookup_that_is_worth_more() -> None:
     state = replace(graded(0.95), probe_account=-9.0)
-    plan = control.decide(state)
-    assert control.has_lost(state, Done(1, 1.3))
-    assert not control.has_lost(state, Done(2, 1.3))
+    plan, won = control.decide(state), Ledger(overall=Account(-30.0, 90.0), request=Account(-30.0, 90.0))
+    assert control.is_urgent(state, Done(1, 1.3))
+    assert not control.is_urgent(state, Done(2, 1.3))
+    assert not control.is_urgent(replace(state, ledger=won), Done(1, 1.3))
     assert control.stands(state, plan, [0])
     assert not control.stands(state, plan, [16])
 

@@ -68,8 +68,11 @@ CHOSEN_EVERY = 16
 WELL_KNOWN = 24
 """Measurements from which on a cost is known well."""
 DRAFTING_AT_ONCE = 4
-"""Steps of a drafter whose cost is known well that are decided on at once, as long as none loses time: only the first one is
-looked at closely, as a decision is to take less time than it saves."""
+"""Steps of a drafter whose cost is known well that are decided on at once: only the first one is looked at closely, as a decision
+is to take less time than it saves."""
+LEAST_ROOM = 12.0
+"""Plain steps that may still be lost, up to which a step that loses time is learnt from at once. Otherwise a few plans are waited
+for: as many, and as bad ones as there are, hardly lose more."""
 SCORED_OF = 4
 """Plans, about one of which teaches what scoring takes where that is known well."""
 THRESHOLDS_KEPT, THRESHOLDS_OFF = 64, 0.05
@@ -115,9 +118,10 @@ def stands(state: State, plan: Plan, matches: Sequence[int]) -> bool:
     return not any(matches) or _lookup(state, matches, plan.price) is None
 
 
-def has_lost(state: State, done: Done) -> bool:
-    """Whether steps took longer than plain ones for the same tokens, so that the plan ends."""
-    return done.seconds > (done.tokens if done.slowest is None else done.slowest) * state.costs.plain.value
+def is_urgent(state: State, done: Done) -> bool:
+    """Whether what steps came to has to be learnt from before the next one: they lost time, and little more may be lost."""
+    lost = done.seconds / state.costs.plain.value - (done.tokens if done.slowest is None else done.slowest)
+    return lost > 0 and state.ledger.room < LEAST_ROOM
 
 
 def _is_known_well(state: State, name: str) -> bool:

@@ -28,9 +28,9 @@ class Account:
         """Another step. keep: share that older entries still count."""
         return Account(self.debt * keep + time - tokens, self.plain * keep + tokens)
 
-    def overdrawn(self, slack: float, credit: float) -> bool:
-        """Whether more was lost than may be."""
-        return self.debt > slack * self.plain + credit
+    def room(self, slack: float, credit: float) -> float:
+        """What may still be lost."""
+        return slack * self.plain + credit - self.debt
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,6 +60,11 @@ class Ledger:
         return Ledger(self.slack, self.overall.add(time, tokens, keep), self.request.add(time, tokens))
 
     @property
+    def room(self) -> float:
+        """What may still be lost."""
+        return min(self.overall.room(self.slack, CREDIT), self.request.room(self.slack, REQUEST_CREDIT))
+
+    @property
     def overdrawn(self) -> bool:
         """Whether the next step has to be plain."""
-        return self.overall.overdrawn(self.slack, CREDIT) or self.request.overdrawn(self.slack, REQUEST_CREDIT)
+        return self.room < 0

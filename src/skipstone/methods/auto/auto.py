@@ -335,7 +335,7 @@ class AutoSession(Session):
             done = self._drafted(step, seconds, sum(live), rows)
         self._tally.add(done)
         self.shadow_seconds = 0.0
-        if not self._left or (plan.kind != PLAIN and control.has_lost(mind.state, done)):
+        if not self._left or (plan.kind != PLAIN and control.is_urgent(mind.state, done)):
             self._settle()
 
     def _drafted(self, step: Step, seconds: float, tokens: int, rows: int) -> Done:

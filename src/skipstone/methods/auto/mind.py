@@ -15,7 +15,7 @@ RECENT_PLAIN = 64
 AWAKE, ASLEEP = 128, 384
 """Steps for which texts are looked up, or continuations kept, although that does not pay, and for which not, in turn."""
 LEARNT_AT_ONCE = 4
-"""Plans that are learnt from together, where all of them won time: between two model passes learning takes long."""
+"""Plans that are learnt from together: between two model passes learning takes long."""
 NEW_TEXT = 32
 """Steps for which a new request's text is looked up in any case."""
 
@@ -66,11 +66,11 @@ class Mind:
         return len(self._taken)
 
     def took(self, taken: "Taken") -> None:
-        """A plan was carried out. What lost time, or was to measure something, is learnt from at once."""
+        """A plan was carried out. What was plain or is urgent, or was to measure something, is learnt from at once."""
         self._taken.append(taken)
         plan, state = taken.plan, self.state
         assert state is not None
-        if plan.kind in (PLAIN, PROBE) or plan.trial or self.behind >= LEARNT_AT_ONCE or control.has_lost(state, taken.done):
+        if plan.kind in (PLAIN, PROBE) or plan.trial or self.behind >= LEARNT_AT_ONCE or control.is_urgent(state, taken.done):
             self.learn()
 
     def learn(self) -> None:
