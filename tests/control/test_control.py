@@ -8,7 +8,7 @@ from functools import cache
 
 import pytest
 
-from skipstone.control import control
+from skipstone.control import control, costs, learning
 from skipstone.control.calibrate import Logistic
 from skipstone.control.costs import Cost, Costs, Line
 from skipstone.control.ledger import Account, Ledger
@@ -157,7 +157,7 @@ def graded(right: float, name: str = "E6") -> State:
     state = state_with(shadow_account=1e9)
     for turn in range(10):
         marks = [((turn * 32 + place) % 100) < 100 * right for place in range(32)]
-        state = control.shadow(replace(state, position=state.position + 32), name, [0.9] * 32, marks)
+        state = learning.shadow(replace(state, position=state.position + 32), name, [0.9] * 32, marks)
     return state
 
 
@@ -174,7 +174,7 @@ def test_a_shadow_is_paid_for_and_never_overdraws() -> None:
     assert control.due(state) is None
     rich = replace(state, shadow_account=1.0)
     assert control.due(rich) == "E6"
-    after = control.shadow(rich, "E6", [0.5] * 32, [True] * 32)
+    after = learning.shadow(rich, "E6", [0.5] * 32, [True] * 32)
     assert after.shadow_account == pytest.approx(1.0 - rich.costs.shadows["E6"].value)
     assert control.due(after) is None, "it was graded up to here"
 
@@ -182,11 +182,11 @@ def test_a_shadow_is_paid_for_and_never_overdraws() -> None:
 def test_debt_makes_it_plain_until_it_is_paid() -> None:
     state, plain_steps = graded(0.95), 0
     while (plan := control.decide(state)).kind == "E6":
-        state = control.observe(state, plan, Done(1, 4.0, ((0.9, False),), 1, 1, 0.25, 1.0))
+        state = learning.observe(state, plan, Done(1, 4.0, ((0.9, False),), 1, 1, 0.25, 1.0))
     assert control.decide(state).kind == PLAIN
     assert "lost" in control.decide(state).reason
     while control.decide(state).kind == PLAIN:
-        state = control.observe(state, Plan(PLAIN, 1.0, state.current, ""), Done(1, 1.0))
+        state = learning.observe(state, Plan(PLAIN, 1.0, state.current, ""), Done(1, 1.0))
         plain_steps += 1
     assert plain_steps > 30
 
@@ -198,7 +198,7 @@ def lost_to_stalls(every: int) -> float:
     plan, before = control.decide(state), state.ledger.overall
     for turn in range(12):
         seconds = 12.0 if turn % every == every - 1 else 1.2
-        state = control.observe(state, plan, Done(2, seconds, ((0.9, True),), 1, 1, 0.2, seconds - 0.2))
+        state = learning.observe(state, plan, Done(2, seconds, ((0.9, True),), 1, 1, 0.2, seconds - 0.2))
     return state.ledger.overall.debt - before.debt
 
 
@@ -212,22 +212,22 @@ def test_the_first_step_of_a_request_counts_as_if_the_caches_were_warm() -> None
     """A plain one would find them as cold; of the second one all counts, but that it is a stall."""
     state, done = graded(0.95), Done(2, 2.2, ((0.9, True),), 1, 1, 0.2, 2.0)
     plan = control.decide(state)
-    first = control.observe(control.begin(state), plan, done)
-    second = control.observe(first, plan, done)
+    first = learning.observe(learning.begin(state), plan, done)
+    second = learning.observe(first, plan, done)
     assert first.ledger.request.debt < -0.5
     assert second.ledger.request.debt - first.ledger.request.debt == pytest.approx(0.2)
 
 
 def test_of_a_drafter_that_is_known_well_four_steps_are_decided_on_at_once() -> None:
     state = replace(graded(0.95), probe_account=-9.0)
-    for turn in range(control.WELL_KNOWN - state.costs.drafts["E6"].measurements):
+    for turn in range(costs.WELL_KNOWN - state.costs.drafts["E6"].measurements):
         plan = control.decide(state)
         assert plan.steps == 1, "its costs are measured in every step"
-        state = control.observe(state, plan, Done(2, 1.3, ((0.9, True),) * 2, 2, 2, 0.2 + 0.01 * (turn % 3), 1.1))
+        state = learning.observe(state, plan, Done(2, 1.3, ((0.9, True),) * 2, 2, 2, 0.2 + 0.01 * (turn % 3), 1.1))
     plan = control.decide(state)
     assert (plan.kind, plan.steps) == ("E6", control.DRAFTING_AT_ONCE)
     four = Done(8, 5.2, ((0.9, True),) * 2, 2, 2, 0.2, 1.1, steps=4, more_verified=6, more_passes=6)
-    after = control.observe(state, plan, four)
+    after = learning.observe(state, plan, four)
     assert after.drafters["E6"].rate.now.steps == pytest.approx(state.drafters["E6"].rate.now.steps + 4, rel=0.05)
     assert after.ledger.overall.debt == pytest.approx(state.ledger.overall.debt - 2.8, abs=0.2)
     assert not after.pace.changed
@@ -236,9 +236,9 @@ def test_of_a_drafter_that_is_known_well_four_steps_are_decided_on_at_once() -> 
 def test_a_plan_of_several_steps_ends_where_little_more_may_be_lost_and_with_a_lookup_that_is_worth_more() -> None:
     state = replace(graded(0.95), probe_account=-9.0)
     plan, won = control.decide(state), Ledger(overall=Account(-30.0, 90.0), request=Account(-30.0, 90.0))
-    assert control.is_urgent(state, Done(1, 1.3))
-    assert not control.is_urgent(state, Done(2, 1.3))
-    assert not control.is_urgent(replace(state, ledger=won), Done(1, 1.3))
+    assert learning.is_urgent(state, Done(1, 1.3))
+    assert not learning.is_urgent(state, Done(2, 1.3))
+    assert not learning.is_urgent(replace(state, ledger=won), Done(1, 1.3))
     assert control.stands(state, plan, [0])
     assert not control.stands(state, plan, [16])
 
@@ -260,9 +260,9 @@ def test_a_drafter_that_nothing_is_known_of_is_tried_where_it_could_pay_and_the_
 def test_a_first_trial_that_is_sure_is_taken_over_at_once_and_one_that_fails_is_paid_for() -> None:
     state = unknown(0.25, ledger=Ledger(request=Account(0.0, 20.0)))
     plan = control.decide(state)
-    good = control.observe(state, plan, Done(9, 3.2, ((0.999, True),) * 8, 8, 8, 2.0, 1.2))
+    good = learning.observe(state, plan, Done(9, 3.2, ((0.999, True),) * 8, 8, 8, 2.0, 1.2))
     assert control.decide(good).kind == "E6"
-    bad = control.observe(state, plan, Done(1, 1.8, ((0.4, False),), 2, 2, 0.6, 1.2))
+    bad = learning.observe(state, plan, Done(1, 1.8, ((0.4, False),), 2, 2, 0.6, 1.2))
     assert control.decide(bad).kind == PLAIN
     assert bad.shadow_account == pytest.approx(state.shadow_account - 0.8, abs=0.02)
 
@@ -270,11 +270,11 @@ def test_a_first_trial_that_is_sure_is_taken_over_at_once_and_one_that_fails_is_
 def test_where_a_row_goes_next_to_all_is_known_and_where_many_come_nothing_of_times() -> None:
     state = graded(0.95)
     eight = replace(state, rows=8)
-    seven, one = control.resized(eight, 7), control.resized(eight, 1)
+    seven, one = learning.resized(eight, 7), learning.resized(eight, 1)
     assert seven.rows == 7
     assert seven.costs.drafts == eight.costs.drafts
-    assert seven.costs.plain.measurements == control.LEAST_PLAIN - 1
-    timed = control.observe(seven, control.decide(seven), Done(1, 1.0))
+    assert seven.costs.plain.measurements == costs.LEAST_PLAIN - 1
+    timed = learning.observe(seven, control.decide(seven), Done(1, 1.0))
     assert control.decide(timed).kind == "E6", "one plain step is enough"
     assert one.costs.plain.measurements == one.costs.drafts["E6"].measurements == 0
     assert one.drafters["E6"].calibration == eight.drafters["E6"].calibration
@@ -284,9 +284,9 @@ def test_copied_text_grades_no_recycled_tokens() -> None:
     """Lookups draft it: what a tree of recycled tokens would have had of it says nothing of the rest."""
     state = replace(state_with(ranks=Ranks()), current=None)
     copied = replace(control.decide(state), kind=LOOKUP, drafts=(24,))
-    after = control.observe(state, copied, Done(24, 2.0, verified=24, ranks=(0,) * 24))
+    after = learning.observe(state, copied, Done(24, 2.0, verified=24, ranks=(0,) * 24))
     assert after.ranks == state.ranks
-    plain = control.observe(state, Plan(PLAIN, 1.0, None, ""), Done(1, 1.0, ranks=(0,), rests=False))
+    plain = learning.observe(state, Plan(PLAIN, 1.0, None, ""), Done(1, 1.0, ranks=(0,), rests=False))
     assert plain.ranks != state.ranks
 
 
@@ -294,11 +294,11 @@ def test_drafters_are_held_against_each_other_now_and_then_and_after_every_shado
     machine = MACHINES["nano"]
     state = replace(first_state(machine, ("E6", "E8")), position=100, shadow_account=1e9)
     for name, right in (("E6", 20), ("E8", 32)):
-        state = control.shadow(state, name, [0.9] * 32, [place < right for place in range(32)])
+        state = learning.shadow(state, name, [0.9] * 32, [place < right for place in range(32)])
     fresh = replace(state, current="E6", chosen_at=state.position)
     assert control.decide(fresh).current == "E6"
     assert control.decide(replace(fresh, position=state.position + 16)).current == "E8"
-    assert control.decide(control.shadow(fresh, "E8", [0.9] * 32, [True] * 32)).current == "E8"
+    assert control.decide(learning.shadow(fresh, "E8", [0.9] * 32, [True] * 32)).current == "E8"
 
 
 def test_a_tree_that_is_worth_nothing_any_more_does_not_draft() -> None:
@@ -310,28 +310,30 @@ def test_plain_steps_are_measured_now_and_then() -> None:
     state = replace(graded(0.95), probe_account=1.0, probed_at=0)
     plan = control.decide(state)
     assert plan.kind == PROBE
-    after = control.observe(state, plan, Done(1, 1.0))
+    after = learning.observe(state, plan, Done(1, 1.0))
     assert after.probe_account < 0.7
     assert control.decide(after).kind == "E6"
 
 
 def test_where_all_takes_longer_a_plain_step_is_measured_and_believed_and_costs_stay() -> None:
     state, slowed = replace(graded(0.95), probe_account=-0.5), 6
+    known = state.costs
     for turn in range(slowed + 6):
         if (plan := control.decide(state)).kind == PROBE:
             break
-        costs, slower = (state.costs, 1.0) if turn < slowed else (costs, 1.7)
-        drafting, scoring = slower * costs.drafts["E6"](2), slower * costs.scoring_of("E6")(3)
-        state = control.observe(state, plan, Done(3, drafting + scoring, ((0.9, True),) * 2, 2, 2, drafting, scoring))
+        known, factor = (state.costs, 1.0) if turn < slowed else (known, 1.7)
+        drafting, scoring = factor * known.drafts["E6"](2), factor * known.scoring_of("E6")(3)
+        state = learning.observe(state, plan, Done(3, drafting + scoring, ((0.9, True),) * 2, 2, 2, drafting, scoring))
     assert turn < slowed + 5, "a few steps tell"
     assert "longer" in plan.reason
-    once = control.observe(state, plan, Done(1, 1.7))
+    once = learning.observe(state, plan, Done(1, 1.7))
     assert once.costs.plain.value == pytest.approx(1.0), "a single one says nothing"
-    assert (again := control.decide(once)).kind == PROBE
-    slower = control.observe(once, again, Done(1, 1.7))
+    again = control.decide(once)
+    assert again.kind == PROBE
+    slower = learning.observe(once, again, Done(1, 1.7))
     assert slower.costs.plain.value == pytest.approx(1.5, abs=0.25)
-    assert slower.costs.drafts["E6"](2) == pytest.approx(costs.drafts["E6"](2), rel=0.3)
-    same = control.observe(state, plan, Done(1, 1.0))
+    assert slower.costs.drafts["E6"](2) == pytest.approx(known.drafts["E6"](2), rel=0.3)
+    same = learning.observe(state, plan, Done(1, 1.0))
     assert same.costs.plain.value == pytest.approx(1.0), "then it is the drafter"
     assert not slower.pace.changed
     assert not same.pace.changed
@@ -349,7 +351,7 @@ def test_a_cost_that_rests_on_little_is_measured_again_soon() -> None:
 
 def test_a_request_forgets_half_of_the_last_ones() -> None:
     state = graded(0.95)
-    after = control.begin(state)
+    after = learning.begin(state)
     assert after.drafters["E6"].rate.now.tokens == pytest.approx(Rules().kept * state.drafters["E6"].rate.now.tokens)
     assert after.drafters["E6"].rate.usual == state.drafters["E6"].rate.usual
     assert after.drafters["E6"].calibration == state.drafters["E6"].calibration
@@ -398,12 +400,12 @@ def test_a_drafter_that_is_unsure_is_looked_at_again_and_drafts_when_it_is_right
     plan = control.decide(state)
     assert plan.kind == "E6"
     while (plan := control.decide(state)).kind == "E6" or plan.kind == PROBE:
-        state = control.observe(state, plan, Done(1, 1.2 if plan.kind == "E6" else 1.0, ((0.9, False),), 1, 1, 0.25, 0.95))
+        state = learning.observe(state, plan, Done(1, 1.2 if plan.kind == "E6" else 1.0, ((0.9, False),), 1, 1, 0.25, 0.95))
     state, began = replace(state, ledger=replace(state.ledger, request=type(state.ledger.request)())), state.position
     while control.decide(state).kind != "E6":
         if control.due(state) == "E6":
-            state = control.shadow(state, "E6", [0.9] * 32, [True] * 32, 0.1)
-        state = control.observe(state, control.decide(state), Done(1, 1.0))
+            state = learning.shadow(state, "E6", [0.9] * 32, [True] * 32, 0.1)
+        state = learning.observe(state, control.decide(state), Done(1, 1.0))
         state = replace(state, shadow_account=1e9)
         assert state.position - began < 1500
 
@@ -420,7 +422,7 @@ def with_own_rule(tokens: float, time: float, steps: int = 3000) -> tuple[State,
         plan = control.decide(state)
         drafts = plan.kind == "whole"
         done = Done(tokens if drafts else 1.0, time if drafts else 1.0, verified=4 * drafts)
-        state = control.observe(state, plan, done)
+        state = learning.observe(state, plan, done)
         done_tokens, done_time = done_tokens + done.tokens, done_time + done.seconds
     return state, done_tokens / done_time
 

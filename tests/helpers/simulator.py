@@ -14,7 +14,7 @@ from dataclasses import dataclass, field, replace
 
 import numpy as np
 
-from skipstone.control import control, price
+from skipstone.control import control, learning, price
 from skipstone.control.costs import Cost, Costs, Line, Scoring
 from skipstone.control.state import LOOKUP, PLAIN, PROBE, RECYCLE, Done, Drafter, Judged, Plan, Ranks, Rules, State
 
@@ -362,11 +362,11 @@ def drive(
     while place < world.length:
         if place in world.starts and place:
             log.requests.append((place - began, taken))
-            state, began, taken = control.begin(state), place, 0.0
+            state, began, taken = learning.begin(state), place, 0.0
         shadowed = 0.0
         if (name := control.due(state)) is not None:
             first = max(0, place - state.rules.window, state.drafters[name].seen)
-            state = control.shadow(state, name, world.conf[name][first:place], world.right[name][first:place])
+            state = learning.shadow(state, name, world.conf[name][first:place], world.right[name][first:place])
             shadowed = machine.shadows[name]
         match = world.match[place] if lookups else 0
         plan = control.decide(state, [match])
@@ -389,7 +389,7 @@ def drive(
             ranks=world.rank[place : place + tokens],
             shadow_seconds=shadowed * pace(place),
         )
-        state = control.observe(state, plan, done)
+        state = learning.observe(state, plan, done)
         total, taken, place = total + time + shadowed, taken + time + shadowed, place + tokens
         probing += shadowed + (1 - 1 / plan.price if plan.kind == PROBE else 0.0)
     log.requests.append((place - began, taken))

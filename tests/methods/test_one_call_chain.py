@@ -15,7 +15,7 @@ from skipstone import LayerSkip, Method, Request, SelfSpeculative
 from skipstone.control import control
 from skipstone.control.state import PLAIN, Plan, State
 from skipstone.decoding.draft import Draft
-from skipstone.methods.auto import auto
+from skipstone.methods.auto import auto, mind
 from skipstone.models.engines.engine import ChainStart
 from skipstone.models.engines.native import library
 from skipstone.models.engines.native.engine import NativeEngine
@@ -211,6 +211,7 @@ def planned(monkeypatch: pytest.MonkeyPatch, *, together: bool, shared: bool = T
 
     monkeypatch.setattr(control, "decide", decide)
     monkeypatch.setattr(control, "due", lambda *_: None)
+    monkeypatch.setattr(mind, "LEARNT_AT_ONCE", 1)  # the position is that of every step
     monkeypatch.setattr(auto, "mind_of", lambda *_: auto.Mind())  # each run learns by itself
     asked = requests(3, frozenset(), (200, 200, 200))
     drafts, _ = assert_alike("llama", auto.Auto((LayerSkip(2),), remembers=False), asked, steps=30)

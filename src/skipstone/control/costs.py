@@ -40,6 +40,14 @@ LEAST_WEIGHT = 0.1
 """Measurements that a place is worth at least; one that has faded to less is forgotten."""
 
 
+LEAST_PLAIN = 3
+"""Plain steps that are timed before anything is drafted."""
+WELL_KNOWN = 24
+"""Measurements from which on a cost is known well."""
+FIRST_DRAFTS = 8
+"""Drafts of a row, at most, while none were scored."""
+
+
 @dataclass(frozen=True, slots=True)
 class Cost:
     """A belief about a time that stays about the same. measurements: that it rests on; of a guess none. surprises: in a row, up
@@ -81,6 +89,11 @@ class Line:
     def __call__(self, length: float) -> float:
         """A chain of so many."""
         return self.start + self.step * length if length else 0.0
+
+    @property
+    def well_known(self) -> bool:
+        """Whether many measurements say the same."""
+        return self.measurements >= WELL_KNOWN and not self.surprises
 
     @property
     def guess(self) -> "Line":
@@ -167,9 +180,9 @@ class Scoring:
         return self._drawn(line, known)
 
     @property
-    def furthest(self) -> int:
-        """The largest number of tokens that was measured; 0 for none."""
-        return max(self.known, default=0)
+    def reach(self) -> int:
+        """Drafts of a row at most: twice as many tokens as were scored, as further away nothing is known of what that takes."""
+        return max(FIRST_DRAFTS, 2 * max(self.known, default=0))
 
     @property
     def surprised(self) -> bool:

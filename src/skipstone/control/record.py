@@ -14,7 +14,7 @@ from typing import IO, Any, ClassVar
 
 from pydantic import TypeAdapter, ValidationError
 
-from skipstone.control import control
+from skipstone.control import control, learning
 from skipstone.control.state import Done, Plan, State
 
 MOST_BEHIND = 16
@@ -112,7 +112,7 @@ def replayed(path: Path) -> Iterator[Decided]:
                     before, known = states[fold][-1], states[fold][-1 - values["behind"]]
                     began = time.perf_counter()
                     again = control.decide(known, values["matches"])
-                    after = control.observe(before, taken, done)
+                    after = learning.observe(before, taken, done)
                     seconds = time.perf_counter() - began
                     states[fold] = [*states[fold], after][-MOST_BEHIND:]
                     yield Decided(before.position, _PLAN.validate_python(values["planned"]), again, done, seconds)
@@ -129,11 +129,11 @@ def _fold(states: States, fold: tuple[int, int], kind: str, values: Any) -> None
     if kind == "state":
         states[fold] = [state_from_json(values)]
     elif kind == "begin":
-        states.update({key: [control.begin(known[-1])] for key, known in states.items() if key[0] == fold[0]})
+        states.update({key: [learning.begin(known[-1])] for key, known in states.items() if key[0] == fold[0]})
     elif kind == "shadow":
-        states[fold] = [control.shadow(states[fold][-1], *values)]
+        states[fold] = [learning.shadow(states[fold][-1], *values)]
     elif kind == "step":
         taken, done = _PLAN.validate_python(values["taken"]), _DONE.validate_python(values["done"])
-        states[fold].append(control.observe(states[fold][-1], taken, done))
+        states[fold].append(learning.observe(states[fold][-1], taken, done))
     else:
         raise ValueError(f"an event {kind!r} that nobody knows")

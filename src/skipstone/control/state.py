@@ -18,6 +18,12 @@ PLAIN, PROBE, LOOKUP, RECYCLE = "plain", "probe", "lookup", "recycle"
 
 NEVER_YET = -1000
 """The position of what has not happened: long before the first one."""
+CHOSEN_EVERY = 16
+"""Tokens between two choices among the drafters: what decides between them does not move faster."""
+YOUNG = 3
+"""Steps, virtual ones of shadows included, up to which next to nothing is known of a drafter."""
+MOST_SAVED = 4.0
+"""Plain steps that are saved for shadows at most."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -209,8 +215,8 @@ class State:
     position: committed tokens. Positions: moved_at at which the drafter changed, chosen_at at which drafters were held against
     each other, scored at which scoring what is looked up or recycled was timed, probed_at at which a plain step was measured,
     stalled_at of the latest step that took far longer than was thought. shadow_account, probe_account: plain steps that may be
-    spent. pace: of the steps since a plain one was measured. spread: of steps that drafted for a batch, the tokens of all rows in
-    the mean, and as "time" those by which the end of the batch came nearer."""
+    spent. pace: of the steps since a plain one was measured. spread: of steps that drafted for a batch, the tokens of all rows
+    in the mean, and as "time" those by which the end of the batch came nearer."""
 
     costs: Costs
     drafters: Mapping[str, Drafter]
@@ -236,6 +242,26 @@ class State:
         """Of a drafter, in tokens a plain step."""
         own = self.ranks.rate if name == RECYCLE and self.ranks else self.drafters[name].rate
         return own.value(self.position, self.rules)
+
+    @property
+    def chooses(self) -> bool:
+        """Whether the drafters are held against each other before the next step."""
+        treeless = self.current == RECYCLE and (self.ranks is None or self.ranks.tree is None)
+        return treeless or not 0 <= self.position - self.chosen_at < CHOSEN_EVERY
+
+    @property
+    def any_young(self) -> bool:
+        """Whether next to nothing is known of a drafter."""
+        return any(one.rate.usual.steps < YOUNG and not one.own_rule for one in self.drafters.values())
+
+    @property
+    def cheapest_shadow(self) -> float:
+        """What has to be saved before any shadow can be paid."""
+        return min([MOST_SAVED, *(cost.value for cost in self.costs.shadows.values())])
+
+    def windows(self, tokens: int) -> float:
+        """How many windows so many tokens are, one at least."""
+        return max(tokens / self.rules.window, 1.0)
 
     def rates(self) -> dict[str, float]:
         """Of all drafters that could draft now."""
@@ -277,10 +303,10 @@ class Judged:
 @dataclass(frozen=True, slots=True)
 class Done:
     """What became of a step, of a batch the mean of its rows where a figure is one number. tokens: committed. seconds: of all
-    of it. steps: of one plan, of which these and what follows are the sum; the first one is looked at closely. matches: of every
-    row that had one. ranks: of every committed token of one row, its place among those that were kept for the one before it,
-    beyond all for one that was not. shadow_seconds: spent on shadows before the steps. rests: whether nothing was looked up or
-    kept in plain steps, so that they took what plain decoding takes. slowest: tokens of the row that has most to write yet,
+    of it. steps: of one plan, of which these and what follows are the sum; the first one is looked at closely. matches: of
+    every row that had one. ranks: of every committed token of one row, its place among those that were kept for the one before
+    it, beyond all for one that was not. shadow_seconds: spent on shadows before the steps. rests: whether nothing was looked up
+    or kept in plain steps, so that they took what plain decoding takes. slowest: tokens of the row that has most to write yet,
     which a batch ends with; None where that is `tokens`. more_verified, more_passes: of all steps but the first.
 
     Of the first step: confidences, of a drafter's tokens that were judged, each with whether it was accepted. verified: drafts
@@ -302,3 +328,8 @@ class Done:
     slowest: float | None = None
     more_verified: int = 0
     more_passes: int = 0
+
+    @property
+    def nearer(self) -> float:
+        """Tokens by which the end has come nearer."""
+        return self.tokens if self.slowest is None else self.slowest

@@ -8,7 +8,7 @@ import itertools
 import pytest
 import torch
 
-from skipstone.control import control, price
+from skipstone.control import control, learning, price
 from skipstone.control.costs import Cost, Costs
 from skipstone.control.ledger import Account, Ledger
 from skipstone.control.state import LOOKUP, PLAIN, Done, Plan, State
@@ -120,6 +120,6 @@ def test_a_batch_is_as_far_as_its_slowest_row() -> None:
 def test_what_one_row_wins_pays_no_other_rows_time() -> None:
     state = State(Costs(Cost(1.0, 3)), {}, rows=8)
     plan = Plan(LOOKUP, 1.0, None, "", drafts=(24, 0, 0, 0, 0, 0, 0, 0))
-    after = control.observe(state, plan, Done(4.0, 3.0, verified=3, scoring=3.0, slowest=1))
+    after = learning.observe(state, plan, Done(4.0, 3.0, verified=3, scoring=3.0, slowest=1))
     assert after.ledger.request.plain == 1
     assert after.ledger.request.debt > 0

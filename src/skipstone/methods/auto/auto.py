@@ -14,7 +14,7 @@ from typing import Any, ClassVar
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from skipstone.control import control
+from skipstone.control import control, costs, learning
 from skipstone.control.costs import Cost, Costs, Line, Scoring
 from skipstone.control.ledger import Ledger
 from skipstone.control.record import Log
@@ -197,7 +197,7 @@ class AutoSession(Session):
         return self.model.ranks.since(began)
 
     def _graded(self, state: State, name: str, sure: Sequence[float], right: Sequence[bool], seconds: float, read: int) -> None:
-        self.mind.state = control.shadow(state, name, sure, right, seconds, read)
+        self.mind.state = learning.shadow(state, name, sure, right, seconds, read)
         if self.log is not None:
             self.log.shadow(self.mind.live, name, sure, right, seconds, read)
 
@@ -244,7 +244,7 @@ class AutoSession(Session):
     def _wake(self) -> None:
         """Whether texts are looked up and continuations kept in this step: not where a step is to be plain in every respect."""
         mind, state = self.mind, self.mind.state
-        rests = state is None or state.ledger.overdrawn or state.costs.plain.measurements < control.LEAST_PLAIN
+        rests = state is None or state.ledger.overdrawn or state.costs.plain.measurements < costs.LEAST_PLAIN
         looks, keeps = self.texts.looks_up and not rests, self.recycle is not None and not rests
         self._looks_up = looks and mind.looking.goes_on(mind.steps, self.plan.kind == LOOKUP)
         self._keeps = keeps and state is not None and mind.keeping.goes_on(mind.steps, state.current == RECYCLE)
@@ -335,7 +335,7 @@ class AutoSession(Session):
             done = self._drafted(step, seconds, sum(live), rows)
         self._tally.add(done)
         self.shadow_seconds = 0.0
-        if not self._left or (plan.kind != PLAIN and control.is_urgent(mind.state, done)):
+        if not self._left or (plan.kind != PLAIN and learning.is_urgent(mind.state, done)):
             self._settle()
 
     def _drafted(self, step: Step, seconds: float, tokens: int, rows: int) -> Done:
@@ -416,7 +416,7 @@ class Texts(LookupSession):
         """How much of the latest text is no copy. looked_up: whether it was drafted so."""
         for row, verdict in enumerate(verdicts):
             tokens = len(verdict.tokens)
-            self.uncopied[row] = 0 if looked_up and tokens >= control.COPIED else self.uncopied[row] + tokens
+            self.uncopied[row] = 0 if looked_up and tokens >= learning.COPIED else self.uncopied[row] + tokens
 
     def forget_matches(self) -> None:
         """Nothing was looked up for the step that begins."""

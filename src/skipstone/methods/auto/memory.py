@@ -8,7 +8,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from skipstone.control import control
+from skipstone.control import learning
 from skipstone.control.record import state_from_json, state_to_json
 from skipstone.control.state import RECYCLE, State
 from skipstone.files import cache_folder, digest, write_json
@@ -74,5 +74,5 @@ def recalled(model: LayeredModel, first: State, identities: dict[str, str]) -> S
         current = state.current if state.current in same or (recycling and state.current == RECYCLE) else None
         ranks = (state.ranks or first.ranks) if recycling else None
         kept = replace(state, costs=costs, drafters=drafters, current=current, ranks=ranks, rules=first.rules)
-        return control.begin(replace(kept, ledger=first.ledger))
+        return learning.begin(replace(kept, ledger=first.ledger))
     return None

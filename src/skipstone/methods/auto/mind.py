@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from skipstone.control import control
+from skipstone.control import learning
 from skipstone.control.record import Log
 from skipstone.control.state import PLAIN, PROBE, Done, Judged, Plan, State
 from skipstone.methods.recycle import Kept
@@ -70,7 +70,7 @@ class Mind:
         self._taken.append(taken)
         plan, state = taken.plan, self.state
         assert state is not None
-        if plan.kind in (PLAIN, PROBE) or plan.trial or self.behind >= LEARNT_AT_ONCE or control.is_urgent(state, taken.done):
+        if plan.kind in (PLAIN, PROBE) or plan.trial or self.behind >= LEARNT_AT_ONCE or learning.is_urgent(state, taken.done):
             self.learn()
 
     def learn(self) -> None:
@@ -80,13 +80,13 @@ class Mind:
             assert state is not None
             if self.log is not None:
                 self.log.step(self.live, one.matches, one.planned, one.plan, one.done, one.behind)
-            state = control.observe(state, one.plan, one.done)
+            state = learning.observe(state, one.plan, one.done)
         if state is not None:
             self.state = state
 
     def begin(self) -> None:
         """A request begins where none decodes."""
-        self.states = {live: control.begin(state) for live, state in self.states.items()}
+        self.states = {live: learning.begin(state) for live, state in self.states.items()}
         if self.log is not None:
             self.log.begin()
 
@@ -100,7 +100,7 @@ class Mind:
             return
         if live not in self.states:
             nearest = min(self.states, key=lambda rows: max(rows, live) / min(rows, live))
-            self.states[live] = control.resized(self.states[nearest], live)
+            self.states[live] = learning.resized(self.states[nearest], live)
         if before is not None:
             self.state = replace(self.states[live], ledger=before.ledger, shadow_account=before.shadow_account)
         if self.log is not None:
