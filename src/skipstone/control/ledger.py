@@ -43,7 +43,7 @@ class Ledger:
 
         (1 + slack) x plain + REQUEST_CREDIT + what its last step before plain ones lost,
 
-    beside what `control.observe` does not count: a first step's cold caches, and one stall in so many tokens.
+    beside what `learning.observe` does not count: a first step's cold caches, and one stall in so many tokens.
     """
 
     slack: float = SLACK
