@@ -5,7 +5,7 @@ Both states are frozen; `observe` returns the next one. What is older counts les
 
 import math
 from collections.abc import Iterable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 PRIOR_SLOPE, PRIOR_OFFSET = 0.7, -0.3
 """Of the logit of acceptance in the logit of confidence, before anything was seen: drafters are surer than right."""
@@ -53,18 +53,19 @@ class Logistic:
         """Drafts were judged one after another. drafts: (confidence, accepted) as in `observe`."""
         slope, offset, covariance, mean, weight = self.slope, self.offset, self.covariance, self.mean, self.weight
         (slope_variance, offset_variance), keep = self.variances, 1 - 1 / self.memory
+        (most_slope, most_offset), (slope_low, slope_high), (offset_low, offset_high) = PRIOR_VARIANCES, SLOPES, OFFSETS
         for confidence, accepted in drafts:
             place = _logit(confidence)
-            predicted = _sigmoid(slope * place + offset)
+            predicted = 1 / (1 + math.exp(-(slope * place + offset)))
             slope_gain, offset_gain = slope_variance * place + covariance, covariance * place + offset_variance
             shrink = 1 / (1 / max(predicted * (1 - predicted), LEAST_VARIANCE) + slope_gain * place + offset_gain)
-            slope_variance = min((slope_variance - shrink * slope_gain**2) / keep, PRIOR_VARIANCES[0])
-            offset_variance = min((offset_variance - shrink * offset_gain**2) / keep, PRIOR_VARIANCES[1])
+            slope_variance = min((slope_variance - shrink * slope_gain * slope_gain) / keep, most_slope)
+            offset_variance = min((offset_variance - shrink * offset_gain * offset_gain) / keep, most_offset)
             most = MOST_CORRELATION * math.sqrt(max(slope_variance * offset_variance, 0.0))
-            covariance = _between(-most, (covariance - shrink * slope_gain * offset_gain) / keep, most)
+            covariance = min(max((covariance - shrink * slope_gain * offset_gain) / keep, -most), most)
             surprise, weight = accepted - predicted, weight * keep + 1
-            slope = _between(SLOPES[0], slope + (slope_variance * place + covariance) * surprise, SLOPES[1])
-            offset = _between(OFFSETS[0], offset + (covariance * place + offset_variance) * surprise, OFFSETS[1])
+            slope = min(max(slope + (slope_variance * place + covariance) * surprise, slope_low), slope_high)
+            offset = min(max(offset + (covariance * place + offset_variance) * surprise, offset_low), offset_high)
             mean += (accepted - mean) / weight
         return type(self)(slope, offset, (slope_variance, offset_variance), covariance, mean, weight, self.memory)
 
@@ -111,7 +112,7 @@ class Matches:
         for place in range(min(right + 1, looked_up, PLACES)):
             accepted[place] = accepted[place] * keep + (place < right)
             seen[place] = seen[place] * keep + 1
-        return replace(self, accepted=_with(self.accepted, bucket, accepted), seen=_with(self.seen, bucket, seen))
+        return Matches(_with(self.accepted, bucket, accepted), _with(self.seen, bucket, seen), self.memory)
 
 
 def _bucket(match: int) -> int:
@@ -125,13 +126,9 @@ def _with(rows: tuple[tuple[float, ...], ...], index: int, row: list[float]) -> 
 
 
 def _logit(chance: float) -> float:
-    chance = _between(SURE, chance, 1 - SURE)
+    chance = min(max(chance, SURE), 1 - SURE)
     return math.log(chance / (1 - chance))
 
 
 def _sigmoid(value: float) -> float:
     return 1 / (1 + math.exp(-value))
-
-
-def _between(low: float, value: float, high: float) -> float:
-    return min(max(value, low), high)

@@ -67,7 +67,8 @@ def decide(state: State, matches: Sequence[int] = ()) -> Plan:
         assert state.ranks is not None
         return Plan(RECYCLE, worth, current, reason, tree=state.ranks.tree)
     own, steps = state.drafters[current], DRAFTING_AT_ONCE if _is_known_well(state, current) else 1
-    return Plan(current, worth, current, reason, thresholds=own.thresholds, beside=own.beside, steps=steps)
+    beside = tuple([one * worth for one in own.beside])
+    return Plan(current, worth, current, reason, thresholds=own.thresholds(worth), beside=beside, steps=steps)
 
 
 def stands(state: State, plan: Plan, matches: Sequence[int]) -> bool:

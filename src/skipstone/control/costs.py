@@ -239,7 +239,8 @@ class Costs:
         now = before.observe(drafts, measured)
         factor = now.step / before.step
         guessed = {name: Line(one.step * factor, now.start) for name, one in self.drafts.items() if not one.measurements}
-        return replace(self, drafts={**self.drafts, **guessed, drafter: now})
+        drafts = {**self.drafts, **guessed, drafter: now}
+        return Costs(self.plain, self.scoring, self.scorings, self.fixed, drafts, self.wholes, self.shadows, self.lookup)
 
     def stepped(self, drafter: str, measured: float) -> "Costs":
         """A whole step of a drafter with its own rule took so long."""
@@ -250,7 +251,8 @@ class Costs:
         if drafter is None:
             return replace(self, scoring=self.scoring.observe(tokens, measured))
         before = self.scorings.get(drafter) or self.scoring.guess
-        return replace(self, scorings={**self.scorings, drafter: before.observe(tokens, measured)})
+        scorings = {**self.scorings, drafter: before.observe(tokens, measured)}
+        return Costs(self.plain, self.scoring, scorings, self.fixed, self.drafts, self.wholes, self.shadows, self.lookup)
 
     def anew(self, drafter: str | None) -> "Costs":
         """What a drafter's drafting and scoring take, or scoring what no model drafts, as a guess that the next measurement

@@ -49,8 +49,8 @@ LEAST_ROOM = 12.0
 waited for: as many, and as bad ones as there are, hardly lose more."""
 SCORED_OF = 4
 """Plans, about one of which teaches what scoring takes where that is known well."""
-THRESHOLDS_KEPT, THRESHOLDS_OFF = 64, 0.05
-"""Tokens after which thresholds are worked out anew, and the share that the price may have moved by until then."""
+THRESHOLDS_KEPT = 64
+"""Tokens after which thresholds are worked out anew."""
 SAME_ROWS = 1.5
 """Times as many rows as another number up to which steps take about as long."""
 NEW_TREE = 200
@@ -69,7 +69,7 @@ def resized(state: State, rows: int) -> State:
     """What is known where another number of rows decodes. Where that is about the same one, steps take about the same, and one
     plain step is timed; else all is known but what steps take."""
     costs, about_as_many = state.costs, max(rows, state.rows) < SAME_ROWS * min(rows, state.rows)
-    drafters = {name: replace(one, thresholds=(), beside=()) for name, one in state.drafters.items()}
+    drafters = {name: replace(one, least=(), beside=()) for name, one in state.drafters.items()}
     if about_as_many:
         plain = replace(costs.plain, measurements=min(costs.plain.measurements, LEAST_PLAIN - 1))
         return replace(state, costs=replace(costs, plain=plain), drafters=drafters, rows=rows)
@@ -223,7 +223,7 @@ def _drafted(drafter: Drafter, position: int, done: Done, time: float, rules: Ru
     """A drafter after a step of its own. surprised: its time was a surprise, and it is timed once more."""
     calibration, now = drafter.calibration.observe_all(done.confidences), position + round(done.tokens)
     rate, timed = drafter.rate.add(position, done.nearer, time, rules, done.steps), drafter.timed if surprised else now
-    return replace(drafter, rate=rate, calibration=calibration, seen=now, timed=timed)
+    return Drafter(rate, calibration, now, timed, drafter.least, drafter.least_at, drafter.beside, drafter.own_rule)
 
 
 def _recycled(state: State, costs: Costs, plan: Plan, done: Done, time: float) -> Ranks:
@@ -245,18 +245,14 @@ def _recycled(state: State, costs: Costs, plan: Plan, done: Done, time: float) -
 
 
 def _with_thresholds(state: State) -> State:
-    """The current drafter's thresholds, anew where they are old or the price has moved."""
+    """The current drafter's thresholds, anew where they are old."""
     name = state.current
     if name is None or name not in state.drafters or state.drafters[name].own_rule:
         return state
-    own, worth = state.drafters[name], max(1.0, state.rate(name))
-    if (
-        own.thresholds
-        and state.position - own.thresholds_at <= _kept(own)
-        and abs(worth / own.thresholds_price - 1) <= THRESHOLDS_OFF
-    ):
+    own = state.drafters[name]
+    if own.least and state.position - own.least_at <= _kept(own):
         return state
-    return replace(state, drafters={**state.drafters, name: _priced(state, name, worth)})
+    return replace(state, drafters={**state.drafters, name: _priced(state, name)})
 
 
 def _kept(own: Drafter) -> float:
@@ -264,17 +260,14 @@ def _kept(own: Drafter) -> float:
     return min(THRESHOLDS_KEPT, own.rate.usual.steps)
 
 
-def _priced(state: State, name: str, worth: float) -> Drafter:
-    """With thresholds for a price. Whether to draft at all is held against a plain step alone: on a hard passage even a drafter
-    that is far from its usual rate may be faster than that."""
+def _priced(state: State, name: str) -> Drafter:
+    """With new thresholds."""
     own, drafting, scoring = state.drafters[name], state.costs.drafts[name], state.costs.scoring_of(name)
     mean, most = own.calibration.mean, min(state.rules.most_drafts, scoring.reach)
-    much = worth * state.spread.tokens / state.spread.time  # what a row gains beside the slowest one brings the end no nearer
-    setup = state.costs.fixed + drafting.start
-    found = price.thresholds(drafting.step, setup, scoring, mean, much, most)
-    found[0] = min(found[0], price.thresholds(drafting.step, setup, scoring, mean, much / worth, min(most, price.AHEAD))[0])
-    beside = price.thresholds(0.0, 0.0, scoring, mean, much, most) if state.rows > 1 else ()
-    return replace(own, thresholds=tuple(found), beside=tuple(beside), thresholds_at=state.position, thresholds_price=worth)
+    spread = state.spread.tokens / state.spread.time  # what a row gains beside the slowest one brings the end no nearer
+    least = price.thresholds(drafting.step, state.costs.fixed + drafting.start, scoring, mean, spread, most)
+    beside = price.thresholds(0.0, 0.0, scoring, mean, spread, most) if state.rows > 1 else ()
+    return replace(own, least=tuple(least), beside=tuple(beside), least_at=state.position)
 
 
 def shadow(
@@ -295,11 +288,11 @@ def shadow(
     calibration = state.drafters[name].calibration.observe_all(zip(confidences, right, strict=True))
     state = replace(state, drafters={**state.drafters, name: replace(state.drafters[name], calibration=calibration)})
     worth = max(1.0, state.rate(name))
-    own, costs = _priced(state, name, worth), state.costs
-    place, rate = 0, own.rate
+    own, costs = _priced(state, name), state.costs
+    thresholds, place, rate = own.thresholds(worth), 0, own.rate
     while place < len(right):
         survival, drafts, accepted, good = 1.0, 0, 0, True
-        while place + drafts < len(right) and drafts < len(own.thresholds) and survival >= own.thresholds[drafts]:
+        while place + drafts < len(right) and drafts < len(thresholds) and survival >= thresholds[drafts]:
             survival *= calibration.predict(confidences[place + drafts])
             good = good and right[place + drafts]
             accepted += good

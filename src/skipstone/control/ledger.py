@@ -5,6 +5,7 @@ Times are in plain steps.
 """
 
 from dataclasses import dataclass
+from typing import NamedTuple
 
 SLACK = 0.015
 """Share of plain decoding's time that may be lost."""
@@ -17,8 +18,7 @@ WINDOW = 1400.0
 """Tokens after which an entry of the account of all requests counts 1/e: what was won long ago is not spent today."""
 
 
-@dataclass(frozen=True, slots=True)
-class Account:
+class Account(NamedTuple):
     """debt: time taken minus the time that plain decoding takes for the same tokens. plain: that time."""
 
     debt: float = 0.0

@@ -124,4 +124,6 @@ def _best_prefix(survival: Sequence[float], price: float, scoring: Scoring, rows
         now = tokens - price * scoring(rows + count)
         if now >= worth:
             best, worth = Lengths(count, tokens), now
+        elif now + one * (len(survival) - count) < worth:  # survivals only fall, and scoring never gets cheaper
+            break
     return best

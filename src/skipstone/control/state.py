@@ -7,6 +7,7 @@ its rows.
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
+from typing import NamedTuple
 
 from skipstone.control.calibrate import Logistic, Matches
 from skipstone.control.costs import Costs
@@ -54,8 +55,7 @@ class Rules:
     depth: int = 6
 
 
-@dataclass(frozen=True, slots=True)
-class Rate:
+class Rate(NamedTuple):
     """Tokens, time and steps of a drafter, of which older ones count less. at: the position up to which they have faded."""
 
     tokens: float = 0.0
@@ -74,8 +74,7 @@ class Rate:
         return Rate(self.tokens * keep, self.time * keep, self.steps * keep, self.at)
 
 
-@dataclass(frozen=True, slots=True)
-class Rates:
+class Rates(NamedTuple):
     """A drafter's rate now, and its usual one, which other requests have shown and which it has until the running one tells."""
 
     now: Rate = Rate()
@@ -101,25 +100,29 @@ class Rates:
 
 @dataclass(frozen=True, slots=True)
 class Drafter:
-    """What is known of a drafter. seen: the position up to which it was graded. timed: that at which it was timed last.
-    thresholds: of survival, as `price.thresholds` has them, worked out at the position `thresholds_at` for the price
-    `thresholds_price`. beside: the same for one row of several, whose draft steps others pay; none of a single row. own_rule:
-    it stops by itself, and only its own steps tell what it is worth."""
+    """What is known of a drafter. seen: the position up to which it was graded. timed: that at which it was timed last. least:
+    survivals that a draft needs to be gone on with, as `price.thresholds` has them at price 1, worked out at the position
+    `least_at`. beside: the same for one row of several, whose draft steps others pay; none of a single row. own_rule: it stops
+    by itself, and only its own steps tell what it is worth."""
 
     rate: Rates = Rates()
     calibration: Logistic = field(default_factory=Logistic)
     seen: int = 0
     timed: int = 0
-    thresholds: tuple[float, ...] = ()
-    thresholds_at: int = NEVER_YET
-    thresholds_price: float = 1.0
+    least: tuple[float, ...] = ()
+    least_at: int = NEVER_YET
     beside: tuple[float, ...] = ()
     own_rule: bool = False
 
     @property
     def unsure(self) -> bool:
         """Whether not even its first draft is worth its time."""
-        return bool(self.thresholds) and self.thresholds[0] > 1
+        return bool(self.least) and self.least[0] > 1
+
+    def thresholds(self, worth: float) -> tuple[float, ...]:
+        """The survivals where a plain step is worth so many tokens. Whether to draft at all is held against a plain step alone:
+        on a hard passage even a drafter that is far from its usual rate may be faster than that."""
+        return (*self.least[:1], *[one * worth for one in self.least[1:]])
 
 
 @dataclass(frozen=True, slots=True)
@@ -177,8 +180,7 @@ MOST_PENDING = 64
 """Ranks that wait to be graded."""
 
 
-@dataclass(frozen=True, slots=True)
-class Pace:
+class Pace(NamedTuple):
     """How the machine keeps pace with what is believed of it: time that steps took and time that they were thought to take,
     of which older ones count less. watched_from: the position from which on they tell."""
 

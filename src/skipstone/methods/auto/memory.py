@@ -14,7 +14,7 @@ from skipstone.control.state import RECYCLE, State
 from skipstone.files import cache_folder, digest, write_json
 from skipstone.models.layered import LayeredModel
 
-VERSION = 3
+VERSION = 4
 """Of the file."""
 
 
