@@ -239,8 +239,8 @@ class Costs:
         now = before.observe(drafts, measured)
         factor = now.step / before.step
         guessed = {name: Line(one.step * factor, now.start) for name, one in self.drafts.items() if not one.measurements}
-        drafts = {**self.drafts, **guessed, drafter: now}
-        return Costs(self.plain, self.scoring, self.scorings, self.fixed, drafts, self.wholes, self.shadows, self.lookup)
+        known = {**self.drafts, **guessed, drafter: now}
+        return Costs(self.plain, self.scoring, self.scorings, self.fixed, known, self.wholes, self.shadows, self.lookup)
 
     def stepped(self, drafter: str, measured: float) -> "Costs":
         """A whole step of a drafter with its own rule took so long."""
