@@ -12,6 +12,7 @@ from skipstone.cli import options, terminal
 from skipstone.cli.options import option
 
 if TYPE_CHECKING:
+    from skipstone.control.record import Decided
     from skipstone.lens.lens import HeadLens, Lens
 
 
@@ -70,7 +71,6 @@ def inspect(
 def show_decisions(path: Path, as_json: bool, out: Path | None) -> None:
     """Every decision of a file with what it rested on, made again, and how many are the recorded ones."""
     from itertools import groupby
-    from statistics import median
 
     from skipstone.control.record import replayed
     from skipstone.lens.decisions import save
@@ -88,12 +88,20 @@ def show_decisions(path: Path, as_json: bool, out: Path | None) -> None:
         return
     table = _table("at token", "steps", "drafter", "tokens", "because")
     for (kind, reason), group in groupby(found, lambda one: (one.again.kind, one.again.reason)):
-        steps = list(group)
-        tokens = sum(one.done.tokens for one in steps)
-        table.add_row(str(steps[0].position), str(len(steps)), kind, f"{tokens:g}", reason)
+        plans = list(group)
+        steps, tokens = sum(one.done.steps for one in plans), sum(one.done.tokens for one in plans)
+        table.add_row(str(plans[0].position), str(steps), kind, f"{tokens:g}", reason)
     terminal.console().print(table)
-    middle = f", {1e6 * median(one.seconds for one in found):.0f} us each in the middle" if found else ""
-    print(f"{same} of {len(found)} decisions are as recorded{middle}")
+    print(f"{same} of {len(found)} decisions are as recorded{_durations(found) if found else ''}")
+
+
+def _durations(found: "list[Decided]") -> str:
+    """What deciding and learning take now."""
+    from statistics import median
+
+    deciding, learning = 1e6 * median(one.deciding for one in found), 1e6 * median(one.learning for one in found)
+    steps = sum(one.done.steps for one in found) / len(found)
+    return f", {deciding:.0f} us to decide and {learning:.0f} us to learn from it, in the middle, for {steps:.1f} steps"
 
 
 def computed_by(loaded: Any) -> dict[str, str | None]:

@@ -38,7 +38,7 @@ LOOKUP_TRIAL = 0.5
 PROMISING, HOPE = 0.3, 1.5
 """Mean acceptance from which on a drafter is worth being timed, where it would be faster than the current one if it were always
 right and so many times as fast as it is thought to be."""
-BEST_CASE = 1.1
+BEST_CASE = 1.0
 """Tokens a plain step, of a drafter that is always right and takes what it is thought to, from which on it is worth a trial."""
 DRAFTING_AT_ONCE = 4
 """Steps of a drafter whose cost is known well that are decided on at once: only the first one is looked at closely, as a

@@ -84,13 +84,14 @@ class Log:
 @dataclass(frozen=True)
 class Decided:
     """A decision of a file, made again. position: committed tokens before it. recorded, again: what was decided then and
-    now. seconds: that deciding takes now, and learning from what came of it."""
+    now. deciding, learning: seconds that these take now."""
 
     position: int
     recorded: Plan
     again: Plan
     done: Done
-    seconds: float
+    deciding: float
+    learning: float
 
     @property
     def same(self) -> bool:
@@ -112,10 +113,12 @@ def replayed(path: Path) -> Iterator[Decided]:
                     before, known = states[fold][-1], states[fold][-1 - values["behind"]]
                     began = time.perf_counter()
                     again = control.decide(known, values["matches"])
+                    decided = time.perf_counter()
                     after = learning.observe(before, taken, done)
-                    seconds = time.perf_counter() - began
+                    learnt = time.perf_counter()
                     states[fold] = [*states[fold], after][-MOST_BEHIND:]
-                    yield Decided(before.position, _PLAN.validate_python(values["planned"]), again, done, seconds)
+                    planned, took = _PLAN.validate_python(values["planned"]), (decided - began, learnt - decided)
+                    yield Decided(before.position, planned, again, done, *took)
                 else:
                     _fold(states, fold, kind, values)
             except (ValueError, TypeError, KeyError, AttributeError, IndexError) as error:
