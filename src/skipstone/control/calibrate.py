@@ -56,7 +56,7 @@ class Logistic:
         (most_slope, most_offset), (slope_low, slope_high), (offset_low, offset_high) = PRIOR_VARIANCES, SLOPES, OFFSETS
         for confidence, accepted in drafts:
             place = _logit(confidence)
-            predicted = 1 / (1 + math.exp(-(slope * place + offset)))
+            predicted = _sigmoid(slope * place + offset)
             slope_gain, offset_gain = slope_variance * place + covariance, covariance * place + offset_variance
             shrink = 1 / (1 / max(predicted * (1 - predicted), LEAST_VARIANCE) + slope_gain * place + offset_gain)
             slope_variance = min((slope_variance - shrink * slope_gain * slope_gain) / keep, most_slope)

@@ -22,7 +22,7 @@ second one is for a belief that rests on FEW measurements."""
 FEW = 2
 """Measurements that a first trial, or surprises in a row, leave a belief with."""
 MOST_OWED = 2.0
-"""Plain steps that these may owe to the account of probes."""
+"""Plain steps that probes may owe to their account, where the machine's pace has changed."""
 TRIED = 2
 """Drafts of a step that is taken to time a draft step; of a drafter that nothing is known of at least."""
 TRIED_ON = (0.0,) * TRIED + (0.6,) * 6

@@ -38,8 +38,6 @@ LEAST_TABLE = 32
 """Numbers of tokens whose scoring is worked out beforehand."""
 LEAST_WEIGHT = 0.1
 """Measurements that a place is worth at least; one that has faded to less is forgotten."""
-
-
 LEAST_PLAIN = 3
 """Plain steps that are timed before anything is drafted."""
 WELL_KNOWN = 24

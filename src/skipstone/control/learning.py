@@ -13,6 +13,7 @@ from dataclasses import replace
 from skipstone.control import price
 from skipstone.control.costs import LEAST_PLAIN, Cost, Costs
 from skipstone.control.state import (
+    EVEN,
     LOOKUP,
     MOST_SAVED,
     NEVER_YET,
@@ -38,9 +39,9 @@ STALLS_APART = 200
 PACE_CHECKED = 16
 """Tokens after a change of the machine's pace was believed or denied, in which costs alone are learnt."""
 AGREES = 1.12
-"""Factor by which such a step has to differ from what was believed to say what the steps before it did."""
-LOOKUPS_KEPT = 0.97
-"""Of the rate of lookups, by a step that looks up; of the spread of a batch, by one that drafts."""
+"""Factor from which on a plain step differs from what was believed, and says of the pace what the steps before it did."""
+KEPT_A_STEP = 0.97
+"""Share that a step leaves of the rate of lookups, where it is one, and of a batch's spread, where it drafts."""
 COPIED = 8
 """Tokens that a lookup commits in a step from which on they are a copied passage: what drafters would have said of one tells
 nothing of the text that is theirs to draft."""
@@ -82,11 +83,7 @@ def resized(state: State, rows: int) -> State:
         wholes={name: replace(cost, measurements=0) for name, cost in costs.wholes.items()},
     )
     return replace(
-        state,
-        spread=Rate(8.0, 8.0),
-        costs=fresh,
-        drafters={name: replace(one, timed=0) for name, one in drafters.items()},
-        rows=rows,
+        state, spread=EVEN, costs=fresh, drafters={name: replace(one, timed=0) for name, one in drafters.items()}, rows=rows
     )
 
 
@@ -103,7 +100,7 @@ def observe(state: State, plan: Plan, done: Done) -> State:
         waiting = drafters[plan.current]  # it would have decoded like that
         drafters[plan.current] = replace(waiting, rate=waiting.rate.add(state.position, done.nearer, time, rules, done.steps))
     if plan.kind == LOOKUP:
-        lookups = Rate(lookups.tokens * LOOKUPS_KEPT + done.nearer, lookups.time * LOOKUPS_KEPT + time)
+        lookups = lookups.cut(KEPT_A_STEP).add(done.nearer, time)
     for one in done.matches:
         matches = matches.observe(one.match, one.right, one.looked_up)
     moved = now if plan.current != state.current else state.moved_at
@@ -156,7 +153,7 @@ def _counted(state: State, plain: Cost, plan: Plan, done: Done) -> tuple[float, 
 def _spread(spread: Rate, plan: Plan, done: Done) -> Rate:
     if done.slowest is None or plan.kind in (PLAIN, PROBE):
         return spread
-    return Rate(spread.tokens * LOOKUPS_KEPT + done.tokens, spread.time * LOOKUPS_KEPT + done.nearer)
+    return spread.cut(KEPT_A_STEP).add(done.tokens, done.nearer)
 
 
 def is_urgent(state: State, done: Done) -> bool:

@@ -74,6 +74,10 @@ class Rate(NamedTuple):
         return Rate(self.tokens * keep, self.time * keep, self.steps * keep, self.at)
 
 
+EVEN = Rate(8.0, 8.0)
+"""The spread of a batch before anything was seen: its end comes nearer by as many tokens as its rows write in the mean."""
+
+
 class Rates(NamedTuple):
     """A drafter's rate now, and its usual one, which other requests have shown and which it has until the running one tells."""
 
@@ -238,7 +242,7 @@ class State:
     shadow_account: float = 3.0
     probe_account: float = 0.0
     pace: Pace = Pace()
-    spread: Rate = Rate(8.0, 8.0)
+    spread: Rate = EVEN
 
     def rate(self, name: str) -> float:
         """Of a drafter, in tokens a plain step."""
