@@ -1,0 +1,87 @@
+"""What `auto` adds up within a plan, and when it learns from it."""
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from skipstone.control import control, learning
+from skipstone.control.costs import FIRST_SLOPE, Cost, Costs, Line, Scoring
+from skipstone.control.ledger import Account, Ledger
+from skipstone.control.record import Log, replayed
+from skipstone.control.state import PLAIN, Done, Drafter, Plan, Rate, State
+from skipstone.methods.auto.mind import LEARNT_AT_ONCE, Mind, Taken, Tally
+
+PLAN = Plan("E6", 1.0, "E6", "", thresholds=(0.0,) * 4)
+WON = Done(3.0, 1.5, ((0.9, True),) * 2, 2, 2, 0.3, 1.2)
+
+
+def mind(debt: float) -> Mind:
+    """Of one drafter, with a request in which so many plain steps were lost."""
+    ledger = Ledger(overall=Account(debt, 50.0), request=Account(debt, 50.0))
+    state = State(Costs(Cost(1.0, 3), drafts={"E6": Line(0.15, 0.0, 30)}), {"E6": Drafter()}, ledger=ledger, current="E6")
+    return Mind(states={1: state})
+
+
+def test_a_tally_sums_steps_and_looks_closely_at_the_first() -> None:
+    tally = Tally()
+    for verified, slowest in ((2, 3.0), (5, 1.0), (1, 2.0)):
+        tally.add(replace(WON, verified=verified, passes=verified, slowest=slowest, shadow_seconds=0.1))
+    done = tally.done()
+    assert (done.tokens, done.seconds, done.steps, done.slowest) == (9.0, 4.5, 3, 6.0)
+    assert done.shadow_seconds == pytest.approx(0.3)
+    assert (done.verified, done.passes, done.more_verified, done.more_passes) == (2, 2, 6, 6)
+    assert (done.confidences, done.drafting, done.scoring) == (WON.confidences, WON.drafting, WON.scoring)
+
+
+def test_what_won_time_is_learnt_from_together_and_comes_to_the_same() -> None:
+    mine = mind(-40.0)
+    state, expected = mine.state, mine.state
+    assert expected is not None
+    for behind in range(LEARNT_AT_ONCE):
+        assert (mine.state, mine.behind) == (state, behind), "nothing was learnt yet"
+        mine.took(Taken([], PLAN, PLAN, WON, behind))
+        expected = learning.observe(expected, PLAN, WON)
+    assert (mine.state, mine.behind) == (expected, 0)
+
+
+@pytest.mark.parametrize(("debt", "at_once"), [(-40.0, False), (2.0, True)])
+def test_a_loss_is_learnt_from_at_once_where_little_more_may_be_lost(debt: float, at_once: bool) -> None:
+    mine = mind(debt)
+    mine.took(Taken([], PLAN, PLAN, replace(WON, tokens=1.0), 0))
+    assert (mine.behind == 0) is at_once
+
+
+def test_plain_steps_are_learnt_from_at_once() -> None:
+    mine = mind(-40.0)
+    mine.took(Taken([], None, Plan(PLAIN, 1.0, "E6", ""), Done(1.0, 1.0), 0))
+    assert mine.behind == 0
+
+
+def test_a_log_knows_what_a_decision_did_not_know_yet(tmp_path: Path) -> None:
+    mine = mind(-40.0)
+    mine.log = Log.at(tmp_path / "log")
+    assert mine.state is not None
+    mine.log.state(1, mine.state)
+    for _ in range(2 * LEARNT_AT_ONCE):
+        assert mine.state is not None
+        plan = control.decide(mine.state)
+        mine.took(Taken([], plan, plan, WON if plan.kind == "E6" else Done(1.0, 1.0), mine.behind))
+    mine.learn()
+    found = list(replayed(tmp_path / "log"))
+    assert len(found) == 2 * LEARNT_AT_ONCE
+    assert all(one.same for one in found)
+
+
+def test_scoring_of_more_rows_is_that_of_as_many_more_tokens() -> None:
+    eight = Scoring().among(8)
+    for n in (2, 4, 12):
+        assert eight(n) == pytest.approx((1 + FIRST_SLOPE * (8 * n - 1)) / (1 + FIRST_SLOPE * 7))
+    assert eight.among(1 / 8)(6) == pytest.approx(Scoring()(6))
+
+
+def test_a_batch_whose_rows_differ_drafts_less() -> None:
+    state = mind(0.0).state
+    assert state is not None
+    even, spread = (learning._priced(replace(state, rows=4, spread=one), "E6") for one in (Rate(8.0, 8.0), Rate(16.0, 8.0)))
+    assert spread.least == pytest.approx(tuple(2 * one for one in even.least))
