@@ -146,3 +146,14 @@ def test_every_drafter_has_scoring_costs_of_its_own() -> None:
     assert after.scoring_of("exit")(4) == pytest.approx(1.2, abs=0.05)
     assert after.scoring_of("other")(4) == after.scoring(4) == pytest.approx(1.6, abs=1e-3)
     assert costs.scored(None, 4, 1.2).scoring_of("other")(4) < 1.6
+
+
+@given(lengths=st.lists(st.integers(1, 32), min_size=1, max_size=40), factor=st.floats(0.6, 1.4))
+def test_a_measurement_moves_a_line_towards_it_wherever_that_is(lengths: list[int], factor: float) -> None:
+    """Also where the slope can fall no further: the start then gives way."""
+    line = Line(0.02, 1.6, 1)
+    for length in lengths:
+        measured = factor * (1.0 + 0.01 * length)
+        after = line.observe(length, measured)
+        assert abs(after(length) - measured) <= abs(line(length) - measured) + 1e-9
+        line = after

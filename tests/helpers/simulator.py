@@ -22,6 +22,10 @@ RULES = Rules()
 EXITS = ("E4", "E6", "E8", "E12")  # after so many of 24 layers
 SELF = (*EXITS, "skip")
 DRAFTERS = (*SELF, "draft model")
+WARM_AFTER = 2
+COLD = (1.2, 1.08, 1.03)
+"""Times as long as among plain steps that the first, second, ... plain step after a draft takes: another model, or another part
+of it, stands in the caches. Measured on nano."""
 
 
 class Machine:
@@ -354,11 +358,12 @@ def drive(
     lookups: bool = True,
     learns: bool = True,
     pace: Callable[[int], float] = lambda _: 1.0,
+    cold: Sequence[float] = COLD,
 ) -> Log:
     """A controller over a whole text. learns: False lets it never see what a draft step costs. pace: place -> how much longer
-    everything takes there than it mostly does; what it is judged by does not count that."""
+    everything takes there than it mostly does; what it is judged by does not count that. cold: as COLD."""
     dice, log, place, total, probing = random.Random(seed), Log(), 0, 0.0, 0.0
-    began, taken = 0, 0.0
+    began, taken, in_a_row = 0, 0.0, len(cold)
     while place < world.length:
         if place in world.starts and place:
             log.requests.append((place - began, taken))
@@ -374,7 +379,14 @@ def drive(
         log.kinds[plan.kind] = log.kinds.get(plan.kind, 0) + 1
         plan, drafts, accepted, time, confidences = outcome(world, machine, state, plan, place)
         matches = []
-        seen, tokens = noise(dice) * pace(place), accepted + 1
+        seen, tokens, warm = noise(dice) * pace(place), accepted + 1, None
+        if plan.kind in (PLAIN, PROBE):
+            tokens = min(plan.steps, world.length - place) if plan.kind == PROBE else 1
+            each = [cold[one] if one < len(cold) else 1.0 for one in range(in_a_row, in_a_row + tokens)]
+            behind = each[max(WARM_AFTER - in_a_row, 0) :]
+            time, warm, in_a_row = time * sum(each), (len(behind), time * sorted(one * noise(dice) * pace(place) for one in behind)[(len(behind)-1)//2] if behind else 0.0), in_a_row + tokens
+        else:
+            in_a_row = 0
         if match:
             matches.append(Judged(match, world.match_right[place], max(tokens, drafts if plan.kind == LOOKUP else 0)))
         done = Done(
@@ -388,10 +400,12 @@ def drive(
             matches=matches,
             ranks=world.rank[place : place + tokens],
             shadow_seconds=shadowed * pace(place),
+            steps=tokens if plan.kind == PROBE else 1,
+            warm=warm,
         )
         state = learning.observe(state, plan, done)
         total, taken, place = total + time + shadowed, taken + time + shadowed, place + tokens
-        probing += shadowed + (1 - 1 / plan.price if plan.kind == PROBE else 0.0)
+        probing += shadowed + (tokens * (1 - 1 / plan.price) if plan.kind == PROBE else 0.0)
     log.requests.append((place - began, taken))
     log.rate, log.probing = place / total, probing / total
     return log

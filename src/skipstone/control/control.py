@@ -21,7 +21,9 @@ RETIMED_AFTER, RETIMED_SOON = 1000, 200
 second one is for a belief that rests on FEW measurements."""
 FEW = 2
 """Measurements that a first trial, or surprises in a row, leave a belief with."""
-MOST_OWED = 2.0
+PROBE_STEPS = 4
+"""Plain steps of a probe: the last ones are measured, as those before them find caches that drafts have filled."""
+MOST_OWED = 8.0
 """Plain steps that probes may owe to their account, where the machine's pace has changed."""
 TRIED = 2
 """Drafts of a step that is taken to time a draft step; of a drafter that nothing is known of at least."""
@@ -110,7 +112,7 @@ def _without_choice(state: State, current: str | None, worth: float, matches: Se
         )
     if (current is not None or matches) and _probe_is_due(state, worth):
         why = ", as all takes longer or less long than it did" if state.pace.changed else ""
-        return Plan(PROBE, worth, current, f"a plain step is measured{why}")
+        return Plan(PROBE, worth, current, f"a plain step is measured{why}", steps=PROBE_STEPS)
     if (name := _untimed(state)) is not None:
         known = state.drafters[name].calibration.weight > PRIOR_WEIGHT
         reason = f"a draft step of {name} is timed" if known else f"{name} is tried"
@@ -179,7 +181,7 @@ def _lookup_trial(state: State, matches: Sequence[int]) -> Plan | None:
 
 
 def _probe_is_due(state: State, worth: float) -> bool:
-    tokens, loss = state.position - state.probed_at, 1 - 1 / worth
+    tokens, loss = state.position - state.probed_at, PROBE_STEPS * (1 - 1 / worth)
     if state.pace.changed and state.probe_account + MOST_OWED >= loss:
         return True
     return tokens > state.rules.plain_spacing and state.probe_account >= loss

@@ -10,6 +10,8 @@ import numpy as np
 
 GAIN = 0.1
 """Share of a difference that a measurement moves a belief by."""
+PLAIN_GAIN = 0.25
+"""The same of a plain step: they are measured seldom, and all else is held against them."""
 CLAMP = 0.25
 """Largest difference that one measurement may count with, as a share of the belief."""
 SURPRISE = 0.4
@@ -55,17 +57,17 @@ class Cost:
     measurements: int = 0
     surprises: int = 0
 
-    def observe(self, measured: float, times: int = 1) -> "Cost":
+    def observe(self, measured: float, times: int = 1, each: float = GAIN) -> "Cost":
         """One more measurement, or the mean of so many. The first one takes a guess's place, and the belief is the mean of the
-        first few."""
+        first few. each: share of a difference that one measurement moves the belief by."""
         if not self.measurements:
             return Cost(measured, times)
         difference = measured - self.value
         surprises = self.surprises + times if abs(difference) > SURPRISE * self.value else 0
         if surprises >= BELIEVED_AFTER:
             return Cost(measured, times)
-        most, measurements = CLAMP * self.value, self.measurements + times
-        gain = max(1 - (1 - GAIN) ** times, times / measurements)
+        most, measurements = CLAMP * self.value * times, self.measurements + times
+        gain = max(1 - (1 - each) ** times, times / measurements)
         return Cost(self.value + gain * min(max(difference, -most), most), measurements, surprises)
 
 
@@ -114,14 +116,16 @@ class Line:
         noise, keep = (LINE_NOISE * expected) ** 2, 1 - 1 / LINE_MEMORY
         shrink = 1 / (start_gain + step_gain * length + noise)
         moved = min(max(difference, -most), most) * shrink
+        step = max(self.step + moved * step_gain, self.step / 4, LEAST_TIME / 2)
+        start = max(self.start + moved * start_gain + (self.step + moved * step_gain - step) * length, 0.0)
         variances = (
             max(min((start_variance - shrink * start_gain**2) / keep, widest[0]), 0.0),
             max(min((step_variance - shrink * step_gain**2) / keep, widest[1]), 0.0),
         )
         limit = MOST_CORRELATION * (variances[0] * variances[1]) ** 0.5
         return Line(
-            step=max(self.step + moved * step_gain, self.step / 4, LEAST_TIME / 2),
-            start=max(self.start + moved * start_gain, 0.0),
+            step=step,
+            start=start,
             measurements=self.measurements + 1,
             surprises=self.surprises + surprises if surprises else 0,
             variances=variances,
@@ -225,7 +229,7 @@ class Costs:
 
     def timed(self, seconds: float, steps: int = 1) -> "Costs":
         """A plain step took so long, or so many did in the mean."""
-        return self.paced(self.plain.observe(seconds, steps))
+        return self.paced(self.plain.observe(seconds, steps, PLAIN_GAIN))
 
     def paced(self, plain: Cost) -> "Costs":
         """Another belief about plain steps, which all other times are multiples of."""

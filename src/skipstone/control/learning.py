@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from skipstone.control import price
-from skipstone.control.costs import LEAST_PLAIN, Cost, Costs
+from skipstone.control.costs import BELIEVED_AFTER, LEAST_PLAIN, Cost, Costs
 from skipstone.control.state import (
     EVEN,
     LOOKUP,
@@ -32,6 +32,8 @@ from skipstone.control.state import (
 
 LEAST_SAVED = -2.0
 """Plain steps that shadows and trials may owe at most: what one of them took more than was thought."""
+MOST_PROBING = 3.0
+"""Plain steps that are saved for probes at most."""
 STALL = 2.0
 """Times its expected time that a step may count as at most: more was the doing of something else."""
 STALLS_APART = 200
@@ -48,6 +50,8 @@ nothing of the text that is theirs to draft."""
 LEAST_ROOM = 12.0
 """Plain steps that may still be lost, up to which a step that loses time is learnt from at once. Otherwise a few plans are
 waited for: as many, and as bad ones as there are, hardly lose more."""
+MOST_COLD = 1.5
+"""Plain steps that one behind a draft counts as at most."""
 SCORED_OF = 4
 """Plans, about one of which teaches what scoring takes where that is known well."""
 THRESHOLDS_KEPT = 64
@@ -123,8 +127,9 @@ def observe(state: State, plan: Plan, done: Done) -> State:
         probed_at=state.position if probed else state.probed_at,
         stalled_at=now if stalled else state.stalled_at,
         shadow_account=min(max(state.shadow_account - paid, LEAST_SAVED) + shadowing * time, MOST_SAVED),
-        probe_account=min(state.probe_account + rules.plain_probing * time - (1 - 1 / plan.price if probed else 0.0), 1.0),
+        probe_account=min(state.probe_account + rules.plain_probing * time - (done.steps * (1 - 1 / plan.price) if probed else 0.0), MOST_PROBING),
         pace=pace,
+        steady=costs if pace.steady else state.steady,
         spread=_spread(state.spread, plan, done),
     )
     return _with_thresholds(after)
@@ -135,9 +140,9 @@ def _counted(state: State, plain: Cost, plan: Plan, done: Done) -> tuple[float, 
     takes, by what is known then."""
     pace, now = state.pace, state.position + round(done.tokens)
     if plan.kind in (PLAIN, PROBE) and done.rests:
-        if not plain.surprises:
+        if not plain.surprises and (done.warm is None or done.warm[0]):
             pace = Pace(watched_from=now + PACE_CHECKED) if pace.changed else Pace()
-        return float(done.steps), False, pace
+        return _plain_time(plain, done), False, pace
     time, expected, first = done.seconds / plain.value, _expected(state, plan, done), not state.ledger.request.plain
     most = STALL * expected
     stalled = time > most
@@ -148,6 +153,13 @@ def _counted(state: State, plain: Cost, plan: Plan, done: Done) -> tuple[float, 
     if first:  # it finds cold caches, as a plain one would
         time = min(time, max(expected, 1.0))
     return time, stalled, pace
+
+
+def _plain_time(plain: Cost, done: Done) -> float:
+    """What plain steps count as: one each, but for those that find caches which a draft has filled."""
+    warm, median = done.warm or (done.steps, 0.0)
+    cold = done.steps - warm
+    return warm + min(max((done.seconds - warm * median) / plain.value, float(cold)), MOST_COLD * cold) if cold else float(warm)
 
 
 def _spread(spread: Rate, plan: Plan, done: Done) -> Rate:
@@ -164,7 +176,7 @@ def is_urgent(state: State, done: Done) -> bool:
 def _timed(costs: Costs, state: State, plan: Plan, done: Done) -> tuple[Costs, bool]:
     """What steps are believed to take after another one, and whether its time was a surprise."""
     if plan.kind in (PLAIN, PROBE):
-        return _timed_plain(costs, state.pace, done) if done.rests else costs, False
+        return _timed_plain(costs, state, done) if done.rests else costs, False
     drafter = plan.kind if plan.kind in state.drafters else None
     plain = costs.plain.value
     if plan.trial and (drafter is None or not state.drafters[drafter].own_rule):
@@ -182,17 +194,20 @@ def _timed(costs: Costs, state: State, plan: Plan, done: Done) -> tuple[Costs, b
     return costs, bool(costs.drafts[drafter].surprises) or costs.scoring_of(drafter).surprised
 
 
-def _timed_plain(costs: Costs, pace: Pace, done: Done) -> Costs:
+def _timed_plain(costs: Costs, state: State, done: Done) -> Costs:
     """After plain steps. Where two in a row say what the steps before them did, that all takes longer, or less long, it is
-    believed."""
-    seconds = done.seconds / done.steps
+    believed, and what these seemed to say of drafters is forgotten."""
+    pace = state.pace
+    steps, seconds = done.warm or (done.steps, done.seconds / done.steps)
+    if not steps:
+        return costs
     factor = seconds / costs.plain.value
     if not (pace.changed and _agrees(factor, pace)):
-        return costs.timed(seconds, done.steps)
-    if not costs.plain.surprises:
+        return costs.timed(seconds, steps)
+    if steps + costs.plain.surprises < BELIEVED_AFTER:
         return costs.paced(replace(costs.plain, surprises=1))
     most = pace.factor**2  # what steps before them took is in part believed by now
-    return costs.paced(Cost(costs.plain.value * (min(factor, most) if factor > 1 else max(factor, most)), LEAST_PLAIN))
+    return (state.steady or costs).paced(Cost(costs.plain.value * (min(factor, most) if factor > 1 else max(factor, most)), LEAST_PLAIN))
 
 
 def _agrees(factor: float, pace: Pace) -> bool:

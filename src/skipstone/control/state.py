@@ -185,21 +185,26 @@ MOST_PENDING = 64
 
 
 class Pace(NamedTuple):
-    """How the machine keeps pace with what is believed of it: time that steps took and time that they were thought to take,
-    of which older ones count less. watched_from: the position from which on they tell."""
+    """How the machine keeps pace with what is believed of it. factors: of the latest plans, time that they took over time that
+    they were thought to take. watched_from: the position from which on they tell."""
 
-    taken: float = 0.0
-    expected: float = 0.0
+    factors: tuple[float, ...] = ()
     watched_from: int = 0
 
     def add(self, taken: float, expected: float) -> "Pace":
-        """One more step."""
-        return Pace(self.taken * KEPT_PACE + taken, self.expected * KEPT_PACE + expected)
+        """One more plan."""
+        return Pace((*self.factors, taken / expected)[-PACE_PLANS:], self.watched_from)
 
     @property
     def factor(self) -> float:
-        """By how much all takes longer than was thought; 1 where too little is known."""
-        return self.taken / self.expected if self.expected >= LEAST_PACE else 1.0
+        """By how much all takes longer than was thought, the median, which a few stalls leave as it is; 1 where too little is
+        known."""
+        return sorted(self.factors)[PACE_PLANS // 2] if len(self.factors) == PACE_PLANS else 1.0
+
+    @property
+    def steady(self) -> bool:
+        """Whether that is about what was thought."""
+        return 1 / STEADY_PACE < self.factor < STEADY_PACE
 
     @property
     def changed(self) -> bool:
@@ -207,10 +212,10 @@ class Pace(NamedTuple):
         return not 1 / CHANGED_PACE < self.factor < CHANGED_PACE
 
 
-KEPT_PACE = 0.8
-"""Of what is known of the pace, by a plan that is carried out."""
-LEAST_PACE = 2.0
-"""Plain steps that tell of the pace."""
+PACE_PLANS = 3
+"""Plans that tell of the pace."""
+STEADY_PACE = 1.1
+"""Factor up to which the pace is what is believed."""
 CHANGED_PACE = 1.25
 """Factor from which on a change of the pace is no chance."""
 
@@ -221,7 +226,7 @@ class State:
     position: committed tokens. Positions: moved_at at which the drafter changed, chosen_at at which drafters were held against
     each other, scored at which scoring what is looked up or recycled was timed, probed_at at which a plain step was measured,
     stalled_at of the latest step that took far longer than was thought. shadow_account, probe_account: plain steps that may be
-    spent. pace: of the steps since a plain one was measured. spread: of steps that drafted for a batch, the tokens of all rows
+    spent. pace: of the steps since a plain one was measured. steady: costs when it last was what is believed. spread: of steps that drafted for a batch, the tokens of all rows
     in the mean, and as "time" those by which the end of the batch came nearer."""
 
     costs: Costs
@@ -240,8 +245,9 @@ class State:
     probed_at: int = 0
     stalled_at: int = NEVER_YET
     shadow_account: float = 3.0
-    probe_account: float = 0.0
+    probe_account: float = 1.0
     pace: Pace = Pace()
+    steady: Costs | None = None
     spread: Rate = EVEN
 
     def rate(self, name: str) -> float:
@@ -313,7 +319,8 @@ class Done:
     every row that had one. ranks: of every committed token of one row, its place among those that were kept for the one before
     it, beyond all for one that was not. shadow_seconds: spent on shadows before the steps. rests: whether nothing was looked up
     or kept in plain steps, so that they took what plain decoding takes. slowest: tokens of the row that has most to write yet,
-    which a batch ends with; None where that is `tokens`. more_verified, more_passes: of all steps but the first.
+    which a batch ends with; None where that is `tokens`. more_verified, more_passes: of all steps but the first. warm: of plain steps that rest, how many stood behind others like them, and their median seconds; None where
+    that is all of them: behind a draft the weights of something else stand in the caches.
 
     Of the first step: confidences, of a drafter's tokens that were judged, each with whether it was accepted. verified: drafts
     that were scored. passes: draft steps of a drafter without a rule of its own. drafting, scoring: seconds of these, and of
@@ -334,6 +341,7 @@ class Done:
     slowest: float | None = None
     more_verified: int = 0
     more_passes: int = 0
+    warm: tuple[int, float] | None = None
 
     @property
     def nearer(self) -> float:

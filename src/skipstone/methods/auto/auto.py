@@ -23,7 +23,7 @@ from skipstone.decoding.batch import Batch, Request
 from skipstone.decoding.draft import Draft, Picked, RowVerdict, Step, Verdict
 from skipstone.decoding.method import Method
 from skipstone.decoding.noise import TARGET
-from skipstone.decoding.sampling import Scores, Warping, warp
+from skipstone.decoding.sampling import Scores, Warpable, Warping, warp
 from skipstone.decoding.session import Session
 from skipstone.decoding.settings import setting
 from skipstone.methods.auto.candidates import drafters_of, identities, refuse, usual
@@ -38,6 +38,8 @@ from skipstone.models.engines.engine import Survival
 from skipstone.models.host import on_device
 from skipstone.models.layered import LayeredModel
 
+WARM_AFTER = 2
+"""Plain steps behind a draft that are slower than others, as the weights of something else stand in the caches."""
 MATCHES = (1, 2, 3, 4, 6, 10, 16)
 """Tokens of the matches that are told apart."""
 MOST_LOOKED_UP = 24
@@ -105,6 +107,7 @@ class AutoSession(Session):
         self._behind = 0  # plans that nothing was learnt from when it was decided
         self._left = 0  # steps that the plan stands for beside this one
         self._tally = Tally()  # of its steps
+        self._plain_in_a_row = WARM_AFTER  # steps up to now; none was drafted before a request's first one
         self._looks_up = self._keeps = True  # in this step
         self.ledger = Ledger(slack=method.slack)
         fresh = not mind.states and method.remembers
@@ -154,8 +157,10 @@ class AutoSession(Session):
         self.mind.learn()
         self.mind.looking.wanted_until = self.mind.steps + NEW_TEXT
         others = (place for place in range(self.rows) if place != row)
-        if self.mind.states and all(self.batch.is_free(place) for place in others):
-            self.mind.begin()
+        if all(self.batch.is_free(place) for place in others):
+            self._plain_in_a_row = WARM_AFTER
+            if self.mind.states:
+                self.mind.begin()
 
     def end(self, row: int) -> None:
         self._settle()
@@ -210,15 +215,19 @@ class AutoSession(Session):
         last = self.store.length[row]
         positions = on_device(list(range(last - count + 1, last + 1)), logits.device)
         noise = self.sampler.noise_type(on_device([settings.seed] * count, logits.device))
-        return noise.draw(warp(logits, Warping([settings] * count, logits.device)), positions, TARGET)
+        alike = Warping([settings] * count, logits.device)
+        chances = Warpable(logits, alike, self.sampler.engine_draw, lambda: warp(logits, alike))
+        return noise.draw(chances, positions, TARGET)
 
     def draft(self, limit: list[int]) -> Draft:
         """As planned."""
-        self._room = limit
-        self.texts.forget_matches()
+        self._room, self._looking_seconds = limit, 0.0
         self._wake()
+        if self._left and not self._looks_up and self.plan.kind in (PLAIN, PROBE):  # nothing can end it early
+            self._left -= 1
+            return self._plain()
+        self.texts.forget_matches()
         matches: list[int] = []
-        self._looking_seconds = 0.0
         if self._looks_up and any(limit):
             began = self.model.ranks.now()
             matches = self.texts.look_up()
@@ -245,6 +254,7 @@ class AutoSession(Session):
         """Whether texts are looked up and continuations kept in this step: not where a step is to be plain in every respect."""
         mind, state = self.mind, self.mind.state
         rests = state is None or state.ledger.overdrawn or state.costs.plain.measurements < costs.LEAST_PLAIN
+        rests = rests or (self._left > 0 and self.plan.kind == PROBE)
         looks, keeps = self.texts.looks_up and not rests, self.recycle is not None and not rests
         self._looks_up = looks and mind.looking.goes_on(mind.steps, self.plan.kind == LOOKUP)
         self._keeps = keeps and state is not None and mind.keeping.goes_on(mind.steps, state.current == RECYCLE)
@@ -325,18 +335,32 @@ class AutoSession(Session):
                     self.log.state(mind.live, first)
             return
         if plan.kind in (PLAIN, PROBE):
-            rests = plan.kind == PROBE or not (self._looks_up or self._keeps)
-            if rests:
-                seconds -= self._looking_seconds
-                mind.plain_seconds.append(seconds)
-            shadow, judged, found = self.shadow_seconds, self.texts.judged, self._ranks
-            done = Done(sum(live) / rows, seconds, matches=judged, ranks=found, shadow_seconds=shadow, rests=rests)
+            self._plainly(sum(live) / rows, seconds)
         else:
+            self._plain_in_a_row = 0
             done = self._drafted(step, seconds, sum(live), rows)
-        self._tally.add(done)
+            self._tally.add(done)
+            if self._left and learning.is_urgent(mind.state, done):
+                self._settle()
         self.shadow_seconds = 0.0
-        if not self._left or (plan.kind != PLAIN and learning.is_urgent(mind.state, done)):
+        if not self._left:
             self._settle()
+
+    def _plainly(self, tokens: float, seconds: float) -> None:
+        """A plain step was taken."""
+        tally, rests = self._tally, self.plan.kind == PROBE or not (self._looks_up or self._keeps)
+        self._plain_in_a_row += 1
+        warm = rests and self._plain_in_a_row > WARM_AFTER
+        if rests:
+            seconds -= self._looking_seconds
+        if warm:
+            self.mind.plain_seconds.append(seconds)
+        tally.plain(tokens, seconds, rests, warm)
+        tally.shadow_seconds += self.shadow_seconds
+        if self._looks_up:
+            tally.matches += self.texts.judged
+        if self._keeps:
+            tally.ranks += self._ranks
 
     def _drafted(self, step: Step, seconds: float, tokens: int, rows: int) -> Done:
         """What became of a step that drafted."""

@@ -3,6 +3,7 @@
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
+from statistics import median_low
 from typing import Any
 
 from skipstone.control import learning
@@ -147,7 +148,8 @@ def interval(values: Sequence[float]) -> tuple[float, float]:
 
 @dataclass(slots=True)
 class Tally:
-    """The steps of one plan, added up. first: what became of the first of them. The other fields as in `Done`."""
+    """The steps of one plan, added up. first: what became of the first of them, where it drafted. warm: seconds of the steps
+    that `Done.warm` is of. The other fields as in `Done`."""
 
     first: Done | None = None
     tokens: float = 0.0
@@ -160,15 +162,25 @@ class Tally:
     shadow_seconds: float = 0.0
     matches: list[Judged] = field(default_factory=list)
     ranks: list[int] = field(default_factory=list)
+    warm: list[float] = field(default_factory=list)
+
+    def plain(self, tokens: float, seconds: float, rests: bool, warm: bool) -> None:
+        """One more plain step: between the shortest ones there are, nothing else is made of it."""
+        self.tokens += tokens
+        self.seconds += seconds
+        self.steps += 1
+        if not rests:
+            self.rests = False
+        elif warm:
+            self.warm.append(seconds)
 
     def add(self, step: Done) -> None:
-        """One more step."""
+        """One more step that drafted."""
         if self.first is None:
             self.first = step
         else:
             self.verified += step.verified
             self.passes += step.passes
-        self.rests = self.rests and step.rests
         self.tokens += step.tokens
         self.seconds += step.seconds
         self.steps += 1
@@ -181,7 +193,8 @@ class Tally:
     def done(self) -> Done:
         """All of them."""
         first = self.first
-        assert first is not None
+        if first is None:
+            return self._plain()
         if self.steps == 1:
             return first
         return Done(
@@ -200,4 +213,17 @@ class Tally:
             self.slowest,
             self.verified,
             self.passes,
+        )
+
+    def _plain(self) -> Done:
+        """All of them, where none drafted."""
+        return Done(
+            self.tokens,
+            self.seconds,
+            matches=self.matches,
+            ranks=self.ranks,
+            shadow_seconds=self.shadow_seconds,
+            steps=self.steps,
+            rests=self.rests,
+            warm=(len(self.warm), median_low(self.warm or [0.0])),
         )
