@@ -399,7 +399,7 @@ def drive(
             scoring=machine.scoring(drafts + 1) * seen,
             matches=matches,
             ranks=world.rank[place : place + tokens],
-            shadow_seconds=shadowed * pace(place),
+            aside_seconds=shadowed * pace(place),
             steps=tokens if plan.kind == PROBE else 1,
             warm=warm,
         )

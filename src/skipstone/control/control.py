@@ -107,9 +107,8 @@ def _without_choice(state: State, current: str | None, worth: float, matches: Se
     if state.costs.plain.measurements < LEAST_PLAIN:
         return Plan(PLAIN, 1.0, current, "plain decoding is timed")
     if state.ledger.overdrawn:
-        return Plan(
-            PLAIN, worth, current, "more time was lost than may be: plain until it is won back", steps=AT_ONCE_WITH_MEANS
-        )
+        steps = max(min(round(-state.ledger.room / state.ledger.slack), AT_ONCE), AT_ONCE_WITH_MEANS)
+        return Plan(PLAIN, worth, current, "more time was lost than may be: plain until it is won back", steps=steps)
     if (current is not None or matches) and _probe_is_due(state, worth):
         why = ", as all takes longer or less long than it did" if state.pace.changed else ""
         return Plan(PROBE, worth, current, f"a plain step is measured{why}", steps=PROBE_STEPS)
@@ -198,6 +197,8 @@ def _lookup(state: State, matches: Sequence[int], worth: float) -> tuple[list[in
     drafts = price.allocate(survival, length_price, costs.scoring if rows == 1 else lambda n: rows * costs.scoring(n / rows))
     tokens = 1 + sum(sum(chain[:kept]) for chain, kept in zip(survival, drafts, strict=True)) / rows
     time = costs.scoring(1 + sum(drafts) / rows) + costs.fixed + costs.lookup
+    if state.current is None:  # plain steps follow
+        time += costs.chill
     return (drafts, tokens) if tokens > worth * time else None
 
 

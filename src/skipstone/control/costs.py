@@ -12,6 +12,8 @@ GAIN = 0.1
 """Share of a difference that a measurement moves a belief by."""
 PLAIN_GAIN = 0.25
 """The same of a plain step: they are measured seldom, and all else is held against them."""
+CHILL_GAIN = 0.2
+"""The same of what a step that drafts adds to those behind it."""
 CLAMP = 0.25
 """Largest difference that one measurement may count with, as a share of the belief."""
 SURPRISE = 0.4
@@ -216,7 +218,8 @@ class Costs:
     """plain: seconds of a plain step. scoring: V of drafts that nothing has run yet. scorings: drafter -> V of its drafts;
     until one is measured that of others is taken for it. fixed: what a step costs beside its drafting and its scoring as soon
     as it drafts. drafts: drafter -> its drafting. wholes: drafter that verifies by its own rule, too -> a whole step.
-    shadows: drafter -> grading it on the latest tokens. lookup: finding a draft in the text."""
+    shadows: drafter -> grading it on the latest tokens. lookup: finding a draft in the text. chill: what a step that drafts adds to
+    the plain steps behind it, as something else stands in the caches."""
 
     plain: Cost
     scoring: Scoring = Scoring()
@@ -226,14 +229,19 @@ class Costs:
     wholes: Mapping[str, Cost] = field(default_factory=dict)
     shadows: Mapping[str, Cost] = field(default_factory=dict)
     lookup: float = 0.01
+    chill: float = 0.0
 
     def timed(self, seconds: float, steps: int = 1) -> "Costs":
         """A plain step took so long, or so many did in the mean."""
         return self.paced(self.plain.observe(seconds, steps, PLAIN_GAIN))
 
+    def chilled(self, measured: float) -> "Costs":
+        """Plain steps behind one that drafted took so much more than others."""
+        return replace(self, chill=self.chill + CHILL_GAIN * (measured - self.chill))
+
     def paced(self, plain: Cost) -> "Costs":
         """Another belief about plain steps, which all other times are multiples of."""
-        return Costs(plain, self.scoring, self.scorings, self.fixed, self.drafts, self.wholes, self.shadows, self.lookup)
+        return Costs(plain, self.scoring, self.scorings, self.fixed, self.drafts, self.wholes, self.shadows, self.lookup, self.chill)
 
     def drafted(self, drafter: str, drafts: int, measured: float) -> "Costs":
         """So many drafts of a drafter took so long. What others take, as long as it is but guessed, was guessed as wrongly."""
@@ -242,7 +250,7 @@ class Costs:
         factor = now.step / before.step
         guessed = {name: Line(one.step * factor, now.start) for name, one in self.drafts.items() if not one.measurements}
         known = {**self.drafts, **guessed, drafter: now}
-        return Costs(self.plain, self.scoring, self.scorings, self.fixed, known, self.wholes, self.shadows, self.lookup)
+        return Costs(self.plain, self.scoring, self.scorings, self.fixed, known, self.wholes, self.shadows, self.lookup, self.chill)
 
     def stepped(self, drafter: str, measured: float) -> "Costs":
         """A whole step of a drafter with its own rule took so long."""
@@ -254,7 +262,7 @@ class Costs:
             return replace(self, scoring=self.scoring.observe(tokens, measured))
         before = self.scorings.get(drafter) or self.scoring.guess
         scorings = {**self.scorings, drafter: before.observe(tokens, measured)}
-        return Costs(self.plain, self.scoring, scorings, self.fixed, self.drafts, self.wholes, self.shadows, self.lookup)
+        return Costs(self.plain, self.scoring, scorings, self.fixed, self.drafts, self.wholes, self.shadows, self.lookup, self.chill)
 
     def anew(self, drafter: str | None) -> "Costs":
         """What a drafter's drafting and scoring take, or scoring what no model drafts, as a guess that the next measurement

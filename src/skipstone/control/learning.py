@@ -98,6 +98,8 @@ def observe(state: State, plan: Plan, done: Done) -> State:
     costs, surprised = _timed(state.costs, state, plan, done)
     plain, drafters, lookups, matches = costs.plain.value, dict(state.drafters), state.lookups, state.matches
     time, stalled, pace = _counted(state, costs.plain, plan, done)
+    if plan.kind in (PLAIN, PROBE) and done.rests and done.warm is not None and 0 < done.warm[0] < done.steps:
+        costs = costs.chilled(time - done.steps)
     if plan.kind in drafters:
         drafters[plan.kind] = _drafted(drafters[plan.kind], state.position, done, time, rules, surprised)
     elif plan.kind == PLAIN and plan.current in drafters and drafters[plan.current].unsure:
@@ -114,7 +116,7 @@ def observe(state: State, plan: Plan, done: Done) -> State:
         costs=costs,
         drafters=drafters,
         rules=rules,
-        ledger=state.ledger.add(time + done.shadow_seconds / plain, done.nearer),
+        ledger=state.ledger.add(time + done.aside_seconds / plain, done.nearer),
         matches=matches,
         lookups=lookups,
         rows=state.rows,

@@ -317,7 +317,7 @@ class Done:
     """What became of a step, of a batch the mean of its rows where a figure is one number. tokens: committed. seconds: of all
     of it. steps: of one plan, of which these and what follows are the sum; the first one is looked at closely. matches: of
     every row that had one. ranks: of every committed token of one row, its place among those that were kept for the one before
-    it, beyond all for one that was not. shadow_seconds: spent on shadows before the steps. rests: whether nothing was looked up
+    it, beyond all for one that was not. aside_seconds: spent before the steps beside decoding, on shadows and on learning. rests: whether nothing was looked up
     or kept in plain steps, so that they took what plain decoding takes. slowest: tokens of the row that has most to write yet,
     which a batch ends with; None where that is `tokens`. more_verified, more_passes: of all steps but the first. warm: of plain steps that rest, how many stood behind others like them, and their median seconds; None where
     that is all of them: behind a draft the weights of something else stand in the caches.
@@ -335,7 +335,7 @@ class Done:
     scoring: float | None = None
     matches: Sequence[Judged] = ()
     ranks: Sequence[int] = ()
-    shadow_seconds: float = 0.0
+    aside_seconds: float = 0.0
     steps: int = 1
     rests: bool = True
     slowest: float | None = None

@@ -20,7 +20,7 @@ def won(found: Sequence[Decided]) -> list[float]:
     if not plain:
         raise ValueError("the log holds no plain step, which times are measured by")
     unit = median(plain)
-    return list(accumulate(one.done.tokens - (one.done.seconds + one.done.shadow_seconds) / unit for one in found))
+    return list(accumulate(one.done.tokens - (one.done.seconds + one.done.aside_seconds) / unit for one in found))
 
 
 def figure(found: Sequence[Decided]) -> Any:

@@ -250,7 +250,7 @@ class Clocked:
             step.seconds_draft = self.drafts.get(session.plan.kind, 0.0) * passes / 1000
             step.seconds_score = (1 + self.token * step.verified_nodes) / 1000
             step.seconds_other = 0.0
-            step.seconds_search = session.shadow_seconds
+            step.seconds_search = session.aside_seconds
             self.total += step.seconds
             self.tokens += len(step.tokens[0])
             own(session, step)

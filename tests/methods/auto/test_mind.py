@@ -26,10 +26,10 @@ def mind(debt: float) -> Mind:
 def test_a_tally_sums_steps_and_looks_closely_at_the_first() -> None:
     tally = Tally()
     for verified, slowest in ((2, 3.0), (5, 1.0), (1, 2.0)):
-        tally.add(replace(WON, verified=verified, passes=verified, slowest=slowest, shadow_seconds=0.1))
+        tally.add(replace(WON, verified=verified, passes=verified, slowest=slowest, aside_seconds=0.1))
     done = tally.done()
     assert (done.tokens, done.seconds, done.steps, done.slowest) == (9.0, 4.5, 3, 6.0)
-    assert done.shadow_seconds == pytest.approx(0.3)
+    assert done.aside_seconds == pytest.approx(0.3)
     assert (done.verified, done.passes, done.more_verified, done.more_passes) == (2, 2, 6, 6)
     assert (done.confidences, done.drafting, done.scoring) == (WON.confidences, WON.drafting, WON.scoring)
 

@@ -121,7 +121,7 @@ class AutoSession(Session):
         self._room = [0] * rows  # of every row, tokens that it may still draft
         self._judged: list[tuple[float, bool]] = []
         self._ranks: list[int] = []
-        self.shadow_seconds = self._looking_seconds = 0.0
+        self.aside_seconds = self._looking_seconds = self._deciding_seconds = self._learning_seconds = 0.0
 
     @property
     def own_threads(self) -> bool:
@@ -194,8 +194,9 @@ class AutoSession(Session):
         sure, was_right = confidence.tolist(), right.tolist()
         if not self.drafters[name].counts(was_right):
             sure, was_right = [], []
-        self.shadow_seconds = self.since(began)
-        self._graded(state, name, sure, was_right, self.shadow_seconds, lag.get(name, 0))
+        seconds = self.since(began)
+        self.aside_seconds += seconds
+        self._graded(state, name, sure, was_right, seconds, lag.get(name, 0))
 
     def since(self, began: float) -> float:
         """Seconds that a shadow took."""
@@ -221,34 +222,39 @@ class AutoSession(Session):
 
     def draft(self, limit: list[int]) -> Draft:
         """As planned."""
-        self._room, self._looking_seconds = limit, 0.0
+        self._room, self._looking_seconds, self._deciding_seconds = limit, 0.0, 0.0
         self._wake()
         if self._left and not self._looks_up and self.plan.kind in (PLAIN, PROBE):  # nothing can end it early
             self._left -= 1
             return self._plain()
         self.texts.forget_matches()
-        matches: list[int] = []
+        began, matches = self.model.ranks.now(), []
         if self._looks_up and any(limit):
-            began = self.model.ranks.now()
             matches = self.texts.look_up()
             self._looking_seconds = self.model.ranks.since(began)
-        if self._left and any(limit) and control.stands(self._known, self.plan, matches):
+        stands = self._left > 0 and any(limit) and control.stands(self._known, self.plan, matches)
+        if stands:
             self._left -= 1
-            return self._planned(self.plan, limit)
+        else:
+            self._decide(limit, matches)
+        self._deciding_seconds = self.model.ranks.since(began)
+        draft = self._planned(self.plan, limit)
+        if not stands and not draft.width and self.plan.kind != PROBE:
+            self.plan = replace(self.plan, kind=PLAIN)
+        return draft
+
+    def _decide(self, limit: list[int], matches: list[int]) -> None:
+        """What the next steps do."""
         self._settle()
         state, self._planned_as, self._matches, self._behind = self.mind.state, None, matches, self.mind.behind
         if state is None or not any(limit):
             why = "plain decoding is timed" if state is None else "no room for a draft"
             self.plan = Plan(PLAIN, 1.0, None if state is None else state.current, why)
-            return self._plain()
+            return
         self.plan = self._planned_as = plan = control.decide(state, matches)
         if plan.kind == PROBE:
             self._keeps = self.reads_logits = False
         self._left = plan.steps - 1
-        draft = self._planned(plan, limit)
-        if not draft.width and plan.kind != PROBE:
-            self.plan = replace(plan, kind=PLAIN)
-        return draft
 
     def _wake(self) -> None:
         """Whether texts are looked up and continuations kept in this step: not where a step is to be plain in every respect."""
@@ -256,7 +262,7 @@ class AutoSession(Session):
         rests = state is None or state.ledger.overdrawn or state.costs.plain.measurements < costs.LEAST_PLAIN
         rests = rests or (self._left > 0 and self.plan.kind == PROBE)
         looks, keeps = self.texts.looks_up and not rests, self.recycle is not None and not rests
-        self._looks_up = looks and mind.looking.goes_on(mind.steps, self.plan.kind == LOOKUP)
+        self._looks_up = looks and mind.looking.goes_on(mind.steps, self.plan.kind == LOOKUP and mind.looking_worth.pays)
         self._keeps = keeps and state is not None and mind.keeping.goes_on(mind.steps, state.current == RECYCLE)
         self.reads_logits = self._keeps
 
@@ -322,6 +328,7 @@ class AutoSession(Session):
 
     def clocked(self, step: Step) -> None:
         """Times, to what they teach."""
+        began = self.model.ranks.now()
         mind, plan, live = self.mind, self.plan, [len(tokens) for tokens in step.tokens if tokens]
         step.drafter, step.reason, step.probe = plan.kind, plan.reason, plan.kind == PROBE
         mind.steps += 1
@@ -342,9 +349,18 @@ class AutoSession(Session):
             self._tally.add(done)
             if self._left and learning.is_urgent(mind.state, done):
                 self._settle()
-        self.shadow_seconds = 0.0
+        if self._looks_up:
+            self._weigh_looking(sum(live) / rows, seconds)
         if not self._left:
             self._settle()
+        self.aside_seconds, self._learning_seconds = 0.0, self.model.ranks.since(began)
+
+    def _weigh_looking(self, tokens: float, seconds: float) -> None:
+        """What looking up came to in this step."""
+        plan, costs, gain = self.plan, self._known.costs, 0.0
+        if plan.kind == LOOKUP:
+            gain = tokens / plan.price - seconds / costs.plain.value - (costs.chill if plan.current is None else 0.0)
+        self.mind.looking_worth.add(gain, self._deciding_seconds / costs.plain.value)
 
     def _plainly(self, tokens: float, seconds: float) -> None:
         """A plain step was taken."""
@@ -356,7 +372,7 @@ class AutoSession(Session):
         if warm:
             self.mind.plain_seconds.append(seconds)
         tally.plain(tokens, seconds, rests, warm)
-        tally.shadow_seconds += self.shadow_seconds
+        tally.aside_seconds += self.aside_seconds
         if self._looks_up:
             tally.matches += self.texts.judged
         if self._keeps:
@@ -376,7 +392,7 @@ class AutoSession(Session):
             scoring=seconds - drafting * by_model if not whole else None,
             matches=self.texts.judged,
             ranks=self._ranks,
-            shadow_seconds=self.shadow_seconds,
+            aside_seconds=self.aside_seconds + self._learning_seconds,
             slowest=None if rows == 1 else progress(self._room, [len(one) for one in step.tokens], step.finished),
         )
 

@@ -19,6 +19,8 @@ LEARNT_AT_ONCE = 4
 """Plans that are learnt from together: between two model passes learning takes long."""
 NEW_TEXT = 32
 """Steps for which a new request's text is looked up in any case."""
+FIRST_GAIN, WORTH_GAIN = 0.5, 0.02
+"""Plain steps that looking up is thought to gain a step at first, and what one more step moves the belief by."""
 
 
 @dataclass
@@ -37,14 +39,35 @@ class Shift:
 
 
 @dataclass
+class Worth:
+    """What looking up has come to, a step, in plain steps: gain beside the drafter that drafts else, and what finding and
+    deciding took of the host's time."""
+
+    gain: float = FIRST_GAIN
+    spent: float = 0.0
+
+    def add(self, gain: float, spent: float) -> None:
+        """One more step in which texts were looked up."""
+        self.gain += (gain - self.gain) * WORTH_GAIN
+        self.spent += (spent - self.spent) * WORTH_GAIN
+
+    @property
+    def pays(self) -> bool:
+        """Whether it was worth its time."""
+        return self.gain > self.spent
+
+
+@dataclass
 class Mind:
     """What is known across requests. states: by the number of rows that decode, as that changes what steps take. live: that
-    number now. kept: of recycled tokens. looking, keeping: whether texts are looked up, and continuations kept."""
+    number now. kept: of recycled tokens. looking, keeping: whether texts are looked up, and continuations kept. looking_worth: what
+    looking up comes to."""
 
     states: dict[int, State] = field(default_factory=dict)
     live: int = 1
     kept: Kept = field(default_factory=Kept)
     looking: Shift = field(default_factory=Shift)
+    looking_worth: Worth = field(default_factory=Worth)
     keeping: Shift = field(default_factory=Shift)
     steps: int = 0
     kinds: dict[str, int] = field(default_factory=dict)
@@ -159,7 +182,7 @@ class Tally:
     slowest: float | None = None
     verified: int = 0
     passes: int = 0
-    shadow_seconds: float = 0.0
+    aside_seconds: float = 0.0
     matches: list[Judged] = field(default_factory=list)
     ranks: list[int] = field(default_factory=list)
     warm: list[float] = field(default_factory=list)
@@ -184,7 +207,7 @@ class Tally:
         self.tokens += step.tokens
         self.seconds += step.seconds
         self.steps += 1
-        self.shadow_seconds += step.shadow_seconds
+        self.aside_seconds += step.aside_seconds
         if step.slowest is not None:
             self.slowest = (self.slowest or 0.0) + step.slowest
         self.matches += step.matches
@@ -207,7 +230,7 @@ class Tally:
             first.scoring,
             self.matches,
             self.ranks,
-            self.shadow_seconds,
+            self.aside_seconds,
             self.steps,
             self.rests,
             self.slowest,
@@ -222,7 +245,7 @@ class Tally:
             self.seconds,
             matches=self.matches,
             ranks=self.ranks,
-            shadow_seconds=self.shadow_seconds,
+            aside_seconds=self.aside_seconds,
             steps=self.steps,
             rests=self.rests,
             warm=(len(self.warm), median_low(self.warm or [0.0])),
