@@ -98,6 +98,10 @@ def observe(state: State, plan: Plan, done: Done) -> State:
     costs, surprised = _timed(state.costs, state, plan, done)
     plain, drafters, lookups, matches = costs.plain.value, dict(state.drafters), state.lookups, state.matches
     time, stalled, pace = _counted(state, costs.plain, plan, done)
+    ledger = state.ledger
+    if state.pace.changed and not pace.changed and state.steady is not None:
+        ledger = ledger.repriced(state.steady[1], costs.plain.value / state.costs.plain.value)
+    ledger = ledger.add(time + done.aside_seconds / plain, done.nearer)
     if plan.kind in (PLAIN, PROBE) and done.rests and done.warm is not None and 0 < done.warm[0] < done.steps:
         costs = costs.chilled(time - done.steps)
     if plan.kind in drafters:
@@ -116,7 +120,7 @@ def observe(state: State, plan: Plan, done: Done) -> State:
         costs=costs,
         drafters=drafters,
         rules=rules,
-        ledger=state.ledger.add(time + done.aside_seconds / plain, done.nearer),
+        ledger=ledger,
         matches=matches,
         lookups=lookups,
         rows=state.rows,
@@ -131,7 +135,7 @@ def observe(state: State, plan: Plan, done: Done) -> State:
         shadow_account=min(max(state.shadow_account - paid, LEAST_SAVED) + shadowing * time, MOST_SAVED),
         probe_account=min(state.probe_account + rules.plain_probing * time - (done.steps * (1 - 1 / plan.price) if probed else 0.0), MOST_PROBING),
         pace=pace,
-        steady=costs if pace.steady else state.steady,
+        steady=(costs, ledger) if pace.steady else state.steady,
         spread=_spread(state.spread, plan, done),
     )
     return _with_thresholds(after)
@@ -209,7 +213,7 @@ def _timed_plain(costs: Costs, state: State, done: Done) -> Costs:
     if steps + costs.plain.surprises < BELIEVED_AFTER:
         return costs.paced(replace(costs.plain, surprises=1))
     most = pace.factor**2  # what steps before them took is in part believed by now
-    return (state.steady or costs).paced(Cost(costs.plain.value * (min(factor, most) if factor > 1 else max(factor, most)), LEAST_PLAIN))
+    return (state.steady[0] if state.steady else costs).paced(Cost(costs.plain.value * (min(factor, most) if factor > 1 else max(factor, most)), LEAST_PLAIN))
 
 
 def _agrees(factor: float, pace: Pace) -> bool:

@@ -32,6 +32,12 @@ class Account(NamedTuple):
         """What may still be lost."""
         return slack * self.plain + credit - self.debt
 
+    def repriced(self, since: "Account", factor: float) -> "Account":
+        """As in `Ledger`. An account that was begun after `since` was another one altogether."""
+        before = since if since.plain <= self.plain else Account()
+        time = max(self.debt - before.debt + self.plain - before.plain, 0.0)
+        return Account(self.debt - time * (1 - 1 / factor), self.plain)
+
 
 @dataclass(frozen=True, slots=True)
 class Ledger:
@@ -58,6 +64,11 @@ class Ledger:
         """A step took so long, in plain steps, and committed so many tokens (of a batch: the mean of its rows)."""
         keep = 1 - min(tokens / WINDOW, 1.0)
         return Ledger(self.slack, self.overall.add(time, tokens, keep), self.request.add(time, tokens))
+
+    def repriced(self, since: "Ledger", factor: float) -> "Ledger":
+        """Plain steps have been taking `factor` times as long as was thought since the ledger was another one."""
+        overall = self.overall.repriced(since.overall, factor)
+        return Ledger(self.slack, overall, self.request.repriced(since.request, factor))
 
     @property
     def room(self) -> float:

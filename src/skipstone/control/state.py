@@ -226,7 +226,7 @@ class State:
     position: committed tokens. Positions: moved_at at which the drafter changed, chosen_at at which drafters were held against
     each other, scored at which scoring what is looked up or recycled was timed, probed_at at which a plain step was measured,
     stalled_at of the latest step that took far longer than was thought. shadow_account, probe_account: plain steps that may be
-    spent. pace: of the steps since a plain one was measured. steady: costs when it last was what is believed. spread: of steps that drafted for a batch, the tokens of all rows
+    spent. pace: of the steps since a plain one was measured. steady: costs and ledger when it last was what is believed. spread: of steps that drafted for a batch, the tokens of all rows
     in the mean, and as "time" those by which the end of the batch came nearer."""
 
     costs: Costs
@@ -247,7 +247,7 @@ class State:
     shadow_account: float = 3.0
     probe_account: float = 1.0
     pace: Pace = Pace()
-    steady: Costs | None = None
+    steady: tuple[Costs, Ledger] | None = None
     spread: Rate = EVEN
 
     def rate(self, name: str) -> float:
