@@ -12,7 +12,22 @@ from skipstone.control import control, costs, learning
 from skipstone.control.calibrate import Logistic
 from skipstone.control.costs import Cost, Costs, Line
 from skipstone.control.ledger import Account, Ledger
-from skipstone.control.state import LOOKUP, PLAIN, PROBE, RECYCLE, Done, Drafter, Plan, Ranks, Rate, Rules, State
+from skipstone.control.state import (
+    LOOKUP,
+    PLAIN,
+    PROBE,
+    RECYCLE,
+    Done,
+    Drafter,
+    Pace,
+    Plan,
+    Ranks,
+    Rate,
+    Rates,
+    Rules,
+    State,
+    Steady,
+)
 from tests.helpers.simulator import MACHINES, Log, Workload, best_fixed, drive, first_state, workloads
 
 TOKENS = 8000
@@ -335,7 +350,7 @@ def test_where_all_takes_longer_a_plain_step_is_measured_and_believed_and_costs_
     for turn in range(slowed + 6):
         if (plan := control.decide(state)).kind == PROBE:
             break
-        known, factor = (state.costs, 1.0) if turn < slowed else (known, 1.7)
+        known, factor = state.costs if turn <= slowed else known, 1.0 if turn < slowed else 1.7
         drafting, scoring = factor * known.drafts["E6"](2), factor * known.scoring_of("E6")(3)
         state = learning.observe(state, plan, Done(3, drafting + scoring, ((0.9, True),) * 2, 2, 2, drafting, scoring))
     assert turn < slowed + 5, "a few steps tell"
@@ -344,13 +359,65 @@ def test_where_all_takes_longer_a_plain_step_is_measured_and_believed_and_costs_
     assert once.costs.plain.value == pytest.approx(1.0), "a single one says nothing"
     again = control.decide(once)
     assert again.kind == PROBE
-    slower = learning.observe(once, again, Done(1, 1.7))
-    assert slower.costs.plain.value == pytest.approx(1.5, abs=0.25)
-    assert slower.costs.drafts["E6"](2) == pytest.approx(known.drafts["E6"](2), rel=0.3)
-    same = learning.observe(state, plan, Done(1, 1.0))
-    assert same.costs.plain.value == pytest.approx(1.0), "then it is the drafter"
-    assert not slower.pace.changed
+    for slower in (learning.observe(once, again, Done(1, 1.7)), learning.observe(state, plan, PROBED)):
+        assert slower.costs.plain.value == pytest.approx(1.5, abs=0.25)
+        assert slower.costs.drafts["E6"] == known.drafts["E6"], "as it was before the first slow step"
+        assert slower.costs.scorings == known.scorings
+        assert not slower.pace.changed
+        assert slower.ledger.request.debt < state.ledger.request.debt, "less was lost than it seemed"
+    same = learning.observe(state, plan, replace(PROBED, warm=(2, 1.02)))
+    assert same.costs.plain.value == pytest.approx(1.0, abs=0.02), "then it is the drafter"
+    assert same.costs.drafts["E6"] == state.costs.drafts["E6"]
+    assert same.ledger.request.debt == pytest.approx(state.ledger.request.debt + learning.MOST_COLD * 2 - 2)
     assert not same.pace.changed
+
+
+PROBED = Done(4, 7.0, steps=4, warm=(2, 1.7))
+"""A probe where all takes 1.7 times as long."""
+
+
+def test_a_probe_that_was_cut_short_measured_nothing() -> None:
+    state = replace(graded(0.95), probe_account=3.0, probed_at=0)
+    plan = control.decide(state)
+    short = learning.observe(state, plan, Done(2, 2.4, steps=2, warm=(0, 0.0)))
+    assert short.probed_at == state.probed_at
+    assert learning.observe(state, plan, PROBED).probed_at == state.position
+
+
+def test_a_probe_can_be_paid_at_any_rate_and_is_put_off_in_a_copied_passage() -> None:
+    fast = replace(graded(0.95), probed_at=0, probe_account=learning.MOST_PROBING)
+    rates = {"E6": replace(fast.drafters["E6"], rate=Rates(Rate(900.0, 100.0, 90.0), Rate(9000.0, 1000.0, 900.0)))}
+    assert control.decide(replace(fast, drafters=rates)).kind == PROBE
+    plain = replace(state_with(), current=None, probed_at=-200, lookups=Rate(80.0, 10.0))
+    assert control.decide(plain, [0]).kind == PROBE, "what is plain anyway costs nothing"
+    assert control.decide(plain, [16]).kind == LOOKUP
+
+
+def test_the_pace_is_that_of_most_of_the_latest_plans() -> None:
+    pace = Pace()
+    for taken in (1.0, 3.0, 1.02):
+        pace = pace.add(taken, 1.0)
+    assert pace.factor == 1.02, "one stall says nothing"
+    assert pace.steady
+    later = pace.add(3.0, 1.0)
+    assert later.factor == 3.0
+    assert later.changed
+    assert not Pace().add(3.0, 1.0).steady, "not even before much is known"
+
+
+def test_another_number_of_rows_knows_nothing_of_the_pace_of_the_one_before() -> None:
+    state = graded(0.95)
+    state = replace(state, pace=Pace((1.7, 1.7, 1.7)), steady=Steady(state.costs, state.ledger, 0))
+    for rows in (1, 2, 8):
+        after = learning.resized(replace(state, rows=2), rows)
+        assert (after.pace, after.steady) == (Pace(), None)
+
+
+@pytest.mark.parametrize(("slack", "lost", "steps"), [(0.0, 9.0, 16), (0.015, 9.0, 16), (0.015, 4.1, 4)])
+def test_as_many_plain_steps_are_decided_on_as_win_back_what_was_lost(slack: float, lost: float, steps: int) -> None:
+    overdrawn = replace(graded(0.95), ledger=Ledger(slack, request=Account(lost, 0.0)))
+    plan = control.decide(overdrawn)
+    assert (plan.kind, plan.steps) == (PLAIN, steps)
 
 
 def test_a_cost_that_rests_on_little_is_measured_again_soon() -> None:

@@ -1,5 +1,6 @@
 """The ledger's bound, for any drafter."""
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -47,3 +48,19 @@ def test_a_drafter_that_wins_is_never_stopped() -> None:
     for _ in range(1000):
         ledger = ledger.add(1.9, 2)
         assert not ledger.overdrawn
+
+
+@pytest.mark.parametrize("earlier", [50, 3000])
+def test_what_was_lost_at_a_wrong_pace_is_counted_anew(earlier: int) -> None:
+    """Two tokens a step of 1.5 plain steps, while all takes 1.7 times as long and nobody knows it."""
+    before = known = Ledger()
+    for _ in range(earlier):
+        before = known = known.add(0.9, 1)
+    right = before
+    for _ in range(30):
+        known, right = known.add(1.7 * 1.5, 2), right.add(1.5, 2)
+    repriced = known.repriced(before, 60, 1.7)
+    assert repriced.request.debt == pytest.approx(right.request.debt)
+    assert repriced.overall.debt == pytest.approx(right.overall.debt, abs=0.5)
+    assert known.request.debt > right.request.debt + 30
+    assert known.repriced(before, 60, 1.0) == known

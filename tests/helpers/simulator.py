@@ -11,18 +11,18 @@ import math
 import random
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
+from statistics import median_low
 
 import numpy as np
 
 from skipstone.control import control, learning, price
 from skipstone.control.costs import Cost, Costs, Line, Scoring
-from skipstone.control.state import LOOKUP, PLAIN, PROBE, RECYCLE, Done, Drafter, Judged, Plan, Ranks, Rules, State
+from skipstone.control.state import LOOKUP, PLAIN, PROBE, RECYCLE, WARM_AFTER, Done, Drafter, Judged, Plan, Ranks, Rules, State
 
 RULES = Rules()
 EXITS = ("E4", "E6", "E8", "E12")  # after so many of 24 layers
 SELF = (*EXITS, "skip")
 DRAFTERS = (*SELF, "draft model")
-WARM_AFTER = 2
 COLD = (1.2, 1.08, 1.03)
 """Times as long as among plain steps that the first, second, ... plain step after a draft takes: another model, or another part
 of it, stands in the caches. Measured on nano."""
@@ -383,8 +383,9 @@ def drive(
         if plan.kind in (PLAIN, PROBE):
             tokens = min(plan.steps, world.length - place) if plan.kind == PROBE else 1
             each = [cold[one] if one < len(cold) else 1.0 for one in range(in_a_row, in_a_row + tokens)]
-            behind = each[max(WARM_AFTER - in_a_row, 0) :]
-            time, warm, in_a_row = time * sum(each), (len(behind), time * sorted(one * noise(dice) * pace(place) for one in behind)[(len(behind)-1)//2] if behind else 0.0), in_a_row + tokens
+            behind = [time * one * noise(dice) * pace(place) for one in each[max(WARM_AFTER - in_a_row, 0) :]]
+            warm = len(behind), median_low(behind or [0.0])
+            time, in_a_row = time * sum(each), in_a_row + tokens
         else:
             in_a_row = 0
         if match:

@@ -14,15 +14,13 @@ from types import MappingProxyType
 from skipstone.control import price
 from skipstone.control.calibrate import PRIOR_WEIGHT
 from skipstone.control.costs import LEAST_PLAIN
-from skipstone.control.state import LOOKUP, MOST_SAVED, PLAIN, PROBE, RECYCLE, YOUNG, Plan, State
+from skipstone.control.state import LOOKUP, MOST_SAVED, PLAIN, PROBE, PROBE_STEPS, RECYCLE, YOUNG, Plan, State
 
 RETIMED_AFTER, RETIMED_SOON = 1000, 200
 """Tokens after which a cost is measured again, where nothing else did: what is thought too dear is not done otherwise. The
 second one is for a belief that rests on FEW measurements."""
 FEW = 2
 """Measurements that a first trial, or surprises in a row, leave a belief with."""
-PROBE_STEPS = 4
-"""Plain steps of a probe: the last ones are measured, as those before them find caches that drafts have filled."""
 MOST_OWED = 8.0
 """Plain steps that probes may owe to their account, where the machine's pace has changed."""
 TRIED = 2
@@ -107,11 +105,15 @@ def _without_choice(state: State, current: str | None, worth: float, matches: Se
     if state.costs.plain.measurements < LEAST_PLAIN:
         return Plan(PLAIN, 1.0, current, "plain decoding is timed")
     if state.ledger.overdrawn:
-        steps = max(min(round(-state.ledger.room / state.ledger.slack), AT_ONCE), AT_ONCE_WITH_MEANS)
+        won_back = state.ledger.slack * AT_ONCE  # by so many plain steps
+        steps = AT_ONCE if -state.ledger.room >= won_back else AT_ONCE_WITH_MEANS
         return Plan(PLAIN, worth, current, "more time was lost than may be: plain until it is won back", steps=steps)
-    if (current is not None or matches) and _probe_is_due(state, worth):
-        why = ", as all takes longer or less long than it did" if state.pace.changed else ""
-        return Plan(PROBE, worth, current, f"a plain step is measured{why}", steps=PROBE_STEPS)
+    if current is not None or matches:
+        copies = any(matches) and _lookup(state, matches, worth) is not None
+        lost = max(worth, state.lookups.tokens / state.lookups.time) if copies else worth
+        if _probe_is_due(state, lost):
+            why = ", as all takes longer or less long than it did" if state.pace.changed else ""
+            return Plan(PROBE, lost, current, f"a plain step is measured{why}", steps=PROBE_STEPS)
     if (name := _untimed(state)) is not None:
         known = state.drafters[name].calibration.weight > PRIOR_WEIGHT
         reason = f"a draft step of {name} is timed" if known else f"{name} is tried"
@@ -197,8 +199,6 @@ def _lookup(state: State, matches: Sequence[int], worth: float) -> tuple[list[in
     drafts = price.allocate(survival, length_price, costs.scoring if rows == 1 else lambda n: rows * costs.scoring(n / rows))
     tokens = 1 + sum(sum(chain[:kept]) for chain, kept in zip(survival, drafts, strict=True)) / rows
     time = costs.scoring(1 + sum(drafts) / rows) + costs.fixed + costs.lookup
-    if state.current is None:  # plain steps follow
-        time += costs.chill
     return (drafts, tokens) if tokens > worth * time else None
 
 

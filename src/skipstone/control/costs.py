@@ -12,8 +12,6 @@ GAIN = 0.1
 """Share of a difference that a measurement moves a belief by."""
 PLAIN_GAIN = 0.25
 """The same of a plain step: they are measured seldom, and all else is held against them."""
-CHILL_GAIN = 0.2
-"""The same of what a step that drafts adds to those behind it."""
 CLAMP = 0.25
 """Largest difference that one measurement may count with, as a share of the belief."""
 SURPRISE = 0.4
@@ -60,8 +58,8 @@ class Cost:
     surprises: int = 0
 
     def observe(self, measured: float, times: int = 1, each: float = GAIN) -> "Cost":
-        """One more measurement, or the mean of so many. The first one takes a guess's place, and the belief is the mean of the
-        first few. each: share of a difference that one measurement moves the belief by."""
+        """One more measurement, or what is typical of so many. The first one takes a guess's place, and the belief is the mean
+        of the first few. each: share of a difference that one measurement moves the belief by."""
         if not self.measurements:
             return Cost(measured, times)
         difference = measured - self.value
@@ -76,7 +74,8 @@ class Cost:
 @dataclass(frozen=True, slots=True)
 class Line:
     """A belief about what a chain takes: start + step x its length, learnt by recursive least squares, of which older times
-    count less. A short draft is mostly start: who took its time for that of its steps would draft ever less.
+    count less. Where the step can fall no further, the start gives way. A short draft is mostly start: who took its time for
+    that of its steps would draft ever less.
 
     measurements, surprises: as of a `Cost`. A first time far above a guess is a surprise too: what is done for the first time
     takes long. variances, covariance: of the errors of (start, step)."""
@@ -218,8 +217,7 @@ class Costs:
     """plain: seconds of a plain step. scoring: V of drafts that nothing has run yet. scorings: drafter -> V of its drafts;
     until one is measured that of others is taken for it. fixed: what a step costs beside its drafting and its scoring as soon
     as it drafts. drafts: drafter -> its drafting. wholes: drafter that verifies by its own rule, too -> a whole step.
-    shadows: drafter -> grading it on the latest tokens. lookup: finding a draft in the text. chill: what a step that drafts adds to
-    the plain steps behind it, as something else stands in the caches."""
+    shadows: drafter -> grading it on the latest tokens. lookup: finding a draft in the text."""
 
     plain: Cost
     scoring: Scoring = Scoring()
@@ -229,19 +227,14 @@ class Costs:
     wholes: Mapping[str, Cost] = field(default_factory=dict)
     shadows: Mapping[str, Cost] = field(default_factory=dict)
     lookup: float = 0.01
-    chill: float = 0.0
 
     def timed(self, seconds: float, steps: int = 1) -> "Costs":
-        """A plain step took so long, or so many did in the mean."""
+        """A plain step took so long, or so many typically did."""
         return self.paced(self.plain.observe(seconds, steps, PLAIN_GAIN))
-
-    def chilled(self, measured: float) -> "Costs":
-        """Plain steps behind one that drafted took so much more than others."""
-        return replace(self, chill=self.chill + CHILL_GAIN * (measured - self.chill))
 
     def paced(self, plain: Cost) -> "Costs":
         """Another belief about plain steps, which all other times are multiples of."""
-        return Costs(plain, self.scoring, self.scorings, self.fixed, self.drafts, self.wholes, self.shadows, self.lookup, self.chill)
+        return Costs(plain, self.scoring, self.scorings, self.fixed, self.drafts, self.wholes, self.shadows, self.lookup)
 
     def drafted(self, drafter: str, drafts: int, measured: float) -> "Costs":
         """So many drafts of a drafter took so long. What others take, as long as it is but guessed, was guessed as wrongly."""
@@ -250,7 +243,7 @@ class Costs:
         factor = now.step / before.step
         guessed = {name: Line(one.step * factor, now.start) for name, one in self.drafts.items() if not one.measurements}
         known = {**self.drafts, **guessed, drafter: now}
-        return Costs(self.plain, self.scoring, self.scorings, self.fixed, known, self.wholes, self.shadows, self.lookup, self.chill)
+        return Costs(self.plain, self.scoring, self.scorings, self.fixed, known, self.wholes, self.shadows, self.lookup)
 
     def stepped(self, drafter: str, measured: float) -> "Costs":
         """A whole step of a drafter with its own rule took so long."""
@@ -262,7 +255,7 @@ class Costs:
             return replace(self, scoring=self.scoring.observe(tokens, measured))
         before = self.scorings.get(drafter) or self.scoring.guess
         scorings = {**self.scorings, drafter: before.observe(tokens, measured)}
-        return Costs(self.plain, self.scoring, scorings, self.fixed, self.drafts, self.wholes, self.shadows, self.lookup, self.chill)
+        return Costs(self.plain, self.scoring, scorings, self.fixed, self.drafts, self.wholes, self.shadows, self.lookup)
 
     def anew(self, drafter: str | None) -> "Costs":
         """What a drafter's drafting and scoring take, or scoring what no model drafts, as a guess that the next measurement

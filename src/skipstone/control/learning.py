@@ -12,6 +12,7 @@ from dataclasses import replace
 
 from skipstone.control import price
 from skipstone.control.costs import BELIEVED_AFTER, LEAST_PLAIN, Cost, Costs
+from skipstone.control.ledger import Ledger
 from skipstone.control.state import (
     EVEN,
     LOOKUP,
@@ -19,6 +20,7 @@ from skipstone.control.state import (
     NEVER_YET,
     PLAIN,
     PROBE,
+    PROBE_STEPS,
     RECYCLE,
     Done,
     Drafter,
@@ -28,11 +30,12 @@ from skipstone.control.state import (
     Rate,
     Rules,
     State,
+    Steady,
 )
 
 LEAST_SAVED = -2.0
 """Plain steps that shadows and trials may owe at most: what one of them took more than was thought."""
-MOST_PROBING = 3.0
+MOST_PROBING = float(PROBE_STEPS)
 """Plain steps that are saved for probes at most."""
 STALL = 2.0
 """Times its expected time that a step may count as at most: more was the doing of something else."""
@@ -67,7 +70,8 @@ def begin(state: State) -> State:
     keep = state.rules.kept
     drafters = {name: replace(one, rate=one.rate.cut(keep)) for name, one in state.drafters.items()}
     ranks = None if state.ranks is None else replace(state.ranks, rate=state.ranks.rate.cut(keep))
-    return replace(state, drafters=drafters, ranks=ranks, ledger=state.ledger.begin())
+    steady = None if state.steady is None else state.steady._replace(ledger=state.steady.ledger.begin())
+    return replace(state, drafters=drafters, ranks=ranks, ledger=state.ledger.begin(), steady=steady)
 
 
 def resized(state: State, rows: int) -> State:
@@ -77,7 +81,8 @@ def resized(state: State, rows: int) -> State:
     drafters = {name: replace(one, least=(), beside=()) for name, one in state.drafters.items()}
     if about_as_many:
         plain = replace(costs.plain, measurements=min(costs.plain.measurements, LEAST_PLAIN - 1))
-        return replace(state, costs=replace(costs, plain=plain), drafters=drafters, rows=rows)
+        known = replace(costs, plain=plain)
+        return replace(state, costs=known, drafters=drafters, rows=rows, pace=Pace(), steady=None)
     fresh = replace(
         costs,
         plain=replace(costs.plain, measurements=0),
@@ -86,24 +91,18 @@ def resized(state: State, rows: int) -> State:
         drafts={name: cost.guess for name, cost in costs.drafts.items()},
         wholes={name: replace(cost, measurements=0) for name, cost in costs.wholes.items()},
     )
-    return replace(
-        state, spread=EVEN, costs=fresh, drafters={name: replace(one, timed=0) for name, one in drafters.items()}, rows=rows
-    )
+    drafters = {name: replace(one, timed=0) for name, one in drafters.items()}
+    return replace(state, spread=EVEN, costs=fresh, drafters=drafters, rows=rows, pace=Pace(), steady=None)
 
 
 def observe(state: State, plan: Plan, done: Done) -> State:
     """The steps that were planned have been taken. Plain steps in which nothing else was done tell what a plain step takes, and
-    lose nothing."""
+    lose nothing but what the first ones behind a draft take more."""
     rules, now = state.rules, state.position + round(done.tokens)
-    costs, surprised = _timed(state.costs, state, plan, done)
+    costs, surprised, ledger = _timed(state, plan, done)
     plain, drafters, lookups, matches = costs.plain.value, dict(state.drafters), state.lookups, state.matches
     time, stalled, pace = _counted(state, costs.plain, plan, done)
-    ledger = state.ledger
-    if state.pace.changed and not pace.changed and state.steady is not None:
-        ledger = ledger.repriced(state.steady[1], costs.plain.value / state.costs.plain.value)
     ledger = ledger.add(time + done.aside_seconds / plain, done.nearer)
-    if plan.kind in (PLAIN, PROBE) and done.rests and done.warm is not None and 0 < done.warm[0] < done.steps:
-        costs = costs.chilled(time - done.steps)
     if plan.kind in drafters:
         drafters[plan.kind] = _drafted(drafters[plan.kind], state.position, done, time, rules, surprised)
     elif plan.kind == PLAIN and plan.current in drafters and drafters[plan.current].unsure:
@@ -116,6 +115,8 @@ def observe(state: State, plan: Plan, done: Done) -> State:
     moved = now if plan.current != state.current else state.moved_at
     shadowing = rules.calm_shadowing if now - moved > rules.calm_after else rules.shadowing
     paid, probed = max(time - done.nearer / plan.price, 0.0) if plan.trial else 0.0, plan.kind == PROBE
+    probing = done.steps * (1 - 1 / plan.price) if probed else 0.0
+    measured = probed and (done.warm is None or done.warm[0] > 0)
     after = State(  # in full: `replace` takes three times as long
         costs=costs,
         drafters=drafters,
@@ -130,12 +131,12 @@ def observe(state: State, plan: Plan, done: Done) -> State:
         moved_at=moved,
         chosen_at=NEVER_YET if plan.trial else state.position if state.chooses else state.chosen_at,
         scored=now if plan.kind in (LOOKUP, RECYCLE) and not surprised else state.scored,
-        probed_at=state.position if probed else state.probed_at,
+        probed_at=state.position if measured else state.probed_at,
         stalled_at=now if stalled else state.stalled_at,
         shadow_account=min(max(state.shadow_account - paid, LEAST_SAVED) + shadowing * time, MOST_SAVED),
-        probe_account=min(state.probe_account + rules.plain_probing * time - (done.steps * (1 - 1 / plan.price) if probed else 0.0), MOST_PROBING),
+        probe_account=min(state.probe_account + rules.plain_probing * time - probing, MOST_PROBING),
         pace=pace,
-        steady=(costs, ledger) if pace.steady else state.steady,
+        steady=Steady(costs, ledger, now) if pace.steady else state.steady,
         spread=_spread(state.spread, plan, done),
     )
     return _with_thresholds(after)
@@ -179,10 +180,18 @@ def is_urgent(state: State, done: Done) -> bool:
     return done.seconds > done.nearer * state.costs.plain.value and state.ledger.room < LEAST_ROOM
 
 
-def _timed(costs: Costs, state: State, plan: Plan, done: Done) -> tuple[Costs, bool]:
-    """What steps are believed to take after another one, and whether its time was a surprise."""
-    if plan.kind in (PLAIN, PROBE):
-        return _timed_plain(costs, state, done) if done.rests else costs, False
+def _timed(state: State, plan: Plan, done: Done) -> tuple[Costs, bool, Ledger]:
+    """What steps are believed to take after another one, whether its time was a surprise, and the ledger before it."""
+    if plan.kind not in (PLAIN, PROBE):
+        return *_timed_draft(state.costs, state, plan, done), state.ledger
+    if not done.rests:
+        return state.costs, False, state.ledger
+    costs, ledger = _timed_plain(state, done)
+    return costs, False, ledger
+
+
+def _timed_draft(costs: Costs, state: State, plan: Plan, done: Done) -> tuple[Costs, bool]:
+    """The first two of these after a step that drafted."""
     drafter = plan.kind if plan.kind in state.drafters else None
     plain = costs.plain.value
     if plan.trial and (drafter is None or not state.drafters[drafter].own_rule):
@@ -200,20 +209,25 @@ def _timed(costs: Costs, state: State, plan: Plan, done: Done) -> tuple[Costs, b
     return costs, bool(costs.drafts[drafter].surprises) or costs.scoring_of(drafter).surprised
 
 
-def _timed_plain(costs: Costs, state: State, done: Done) -> Costs:
-    """After plain steps. Where two in a row say what the steps before them did, that all takes longer, or less long, it is
-    believed, and what these seemed to say of drafters is forgotten."""
-    pace = state.pace
+def _timed_plain(state: State, done: Done) -> tuple[Costs, Ledger]:
+    """After plain steps. Where two say what the steps before them did, that all takes longer, or less long, it is believed.
+    What these seemed to say of drafters is then forgotten, and what they seemed to lose is counted at the new pace."""
+    costs, ledger, pace, steady = state.costs, state.ledger, state.pace, state.steady
     steps, seconds = done.warm or (done.steps, done.seconds / done.steps)
-    if not steps:
-        return costs
+    if not steps:  # before anything is known of a number of rows, cold ones tell as well
+        unknown = costs.plain.measurements < LEAST_PLAIN
+        return costs.timed(done.seconds / done.steps, done.steps) if unknown else costs, ledger
     factor = seconds / costs.plain.value
     if not (pace.changed and _agrees(factor, pace)):
-        return costs.timed(seconds, steps)
+        return costs.timed(seconds, steps), ledger
     if steps + costs.plain.surprises < BELIEVED_AFTER:
-        return costs.paced(replace(costs.plain, surprises=1))
+        return costs.paced(replace(costs.plain, surprises=1)), ledger
     most = pace.factor**2  # what steps before them took is in part believed by now
-    return (state.steady[0] if state.steady else costs).paced(Cost(costs.plain.value * (min(factor, most) if factor > 1 else max(factor, most)), LEAST_PLAIN))
+    believed = min(factor, most) if factor > 1 else max(factor, most)
+    plain = Cost(costs.plain.value * believed, LEAST_PLAIN)
+    if steady is None:
+        return costs.paced(plain), ledger
+    return steady.costs.paced(plain), ledger.repriced(steady.ledger, state.position - steady.position, believed)
 
 
 def _agrees(factor: float, pace: Pace) -> bool:

@@ -4,6 +4,7 @@ A conservative policy in the sense of Wu, Shariff, Lattimore & Szepesvari (ICML 
 Times are in plain steps.
 """
 
+import math
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -32,9 +33,8 @@ class Account(NamedTuple):
         """What may still be lost."""
         return slack * self.plain + credit - self.debt
 
-    def repriced(self, since: "Account", factor: float) -> "Account":
-        """As in `Ledger`. An account that was begun after `since` was another one altogether."""
-        before = since if since.plain <= self.plain else Account()
+    def repriced(self, before: "Account", factor: float) -> "Account":
+        """What was added since it was `before` took its time at plain steps that were thought to be `factor` times as short."""
         time = max(self.debt - before.debt + self.plain - before.plain, 0.0)
         return Account(self.debt - time * (1 - 1 / factor), self.plain)
 
@@ -47,7 +47,7 @@ class Ledger:
     While neither is overdrawn a step may draft; otherwise it is plain, and plain steps lose nothing, so that both come back.
     For any drafter and any estimate a request therefore takes at most
 
-        (1 + slack) x plain + REQUEST_CREDIT + what its last step before plain ones lost,
+        (1 + slack) x plain + REQUEST_CREDIT + what its last step before plain ones lost, and the first of these behind it,
 
     beside what `learning.observe` does not count: a first step's cold caches, and one stall in so many tokens.
     """
@@ -65,10 +65,12 @@ class Ledger:
         keep = 1 - min(tokens / WINDOW, 1.0)
         return Ledger(self.slack, self.overall.add(time, tokens, keep), self.request.add(time, tokens))
 
-    def repriced(self, since: "Ledger", factor: float) -> "Ledger":
-        """Plain steps have been taking `factor` times as long as was thought since the ledger was another one."""
-        overall = self.overall.repriced(since.overall, factor)
-        return Ledger(self.slack, overall, self.request.repriced(since.request, factor))
+    def repriced(self, before: "Ledger", tokens: float, factor: float) -> "Ledger":
+        """Plain steps have been taking `factor` times as long as was thought since the ledger was `before`, so many tokens ago
+        in the same request."""
+        keep = math.exp(-tokens / WINDOW)
+        faded = Account(before.overall.debt * keep, before.overall.plain * keep)
+        return Ledger(self.slack, self.overall.repriced(faded, factor), self.request.repriced(before.request, factor))
 
     @property
     def room(self) -> float:

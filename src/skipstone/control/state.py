@@ -10,13 +10,17 @@ from functools import lru_cache
 from typing import NamedTuple
 
 from skipstone.control.calibrate import Logistic, Matches
-from skipstone.control.costs import Costs
+from skipstone.control.costs import BELIEVED_AFTER, Costs
 from skipstone.control.ledger import Ledger
 from skipstone.control.price import RankTree
 
 PLAIN, PROBE, LOOKUP, RECYCLE = "plain", "probe", "lookup", "recycle"
 """What a step does that is no model's draft. A probe is a plain step that is taken to measure one."""
 
+WARM_AFTER = 2
+"""Plain steps behind anything else that are slower than others, as other weights stand in the caches."""
+PROBE_STEPS = WARM_AFTER + BELIEVED_AFTER
+"""Plain steps of a probe: the last ones are measured."""
 NEVER_YET = -1000
 """The position of what has not happened: long before the first one."""
 CHOSEN_EVERY = 16
@@ -203,8 +207,9 @@ class Pace(NamedTuple):
 
     @property
     def steady(self) -> bool:
-        """Whether that is about what was thought."""
-        return 1 / STEADY_PACE < self.factor < STEADY_PACE
+        """Whether the latest plan, too, took about what was thought."""
+        latest = self.factors[-1] if self.factors else 1.0
+        return all(1 / STEADY_PACE < one < STEADY_PACE for one in (latest, self.factor))
 
     @property
     def changed(self) -> bool:
@@ -220,14 +225,23 @@ CHANGED_PACE = 1.25
 """Factor from which on a change of the pace is no chance."""
 
 
+class Steady(NamedTuple):
+    """What was known when the machine last kept the pace that is believed. position: at which that was."""
+
+    costs: Costs
+    ledger: Ledger
+    position: int
+
+
 @dataclass(frozen=True, slots=True)
 class State:
     """All that a session's decisions rest on. rows: that decode. current: the drafter that drafts, where nothing else does.
     position: committed tokens. Positions: moved_at at which the drafter changed, chosen_at at which drafters were held against
     each other, scored at which scoring what is looked up or recycled was timed, probed_at at which a plain step was measured,
     stalled_at of the latest step that took far longer than was thought. shadow_account, probe_account: plain steps that may be
-    spent. pace: of the steps since a plain one was measured. steady: costs and ledger when it last was what is believed. spread: of steps that drafted for a batch, the tokens of all rows
-    in the mean, and as "time" those by which the end of the batch came nearer."""
+    spent. pace: of the steps since a plain one was measured. steady: from before it changed, None where nothing is known of
+    that. spread: of steps that drafted for a batch, the tokens of all rows in the mean, and as "time" those by which the end of
+    the batch came nearer."""
 
     costs: Costs
     drafters: Mapping[str, Drafter]
@@ -245,9 +259,9 @@ class State:
     probed_at: int = 0
     stalled_at: int = NEVER_YET
     shadow_account: float = 3.0
-    probe_account: float = 1.0
+    probe_account: float = 1.0  # the first steps of all are measured on a cold machine: once more soon
     pace: Pace = Pace()
-    steady: tuple[Costs, Ledger] | None = None
+    steady: Steady | None = None
     spread: Rate = EVEN
 
     def rate(self, name: str) -> float:
@@ -317,10 +331,11 @@ class Done:
     """What became of a step, of a batch the mean of its rows where a figure is one number. tokens: committed. seconds: of all
     of it. steps: of one plan, of which these and what follows are the sum; the first one is looked at closely. matches: of
     every row that had one. ranks: of every committed token of one row, its place among those that were kept for the one before
-    it, beyond all for one that was not. aside_seconds: spent before the steps beside decoding, on shadows and on learning. rests: whether nothing was looked up
-    or kept in plain steps, so that they took what plain decoding takes. slowest: tokens of the row that has most to write yet,
-    which a batch ends with; None where that is `tokens`. more_verified, more_passes: of all steps but the first. warm: of plain steps that rest, how many stood behind others like them, and their median seconds; None where
-    that is all of them: behind a draft the weights of something else stand in the caches.
+    it, beyond all for one that was not. aside_seconds: spent before the steps beside decoding, on shadows and on learning.
+    rests: whether nothing was looked up or kept in plain steps, so that they took what plain decoding takes. slowest: tokens of
+    the row that has most to write yet, which a batch ends with; None where that is `tokens`. more_verified, more_passes: of all
+    steps but the first. warm: of plain steps that rest, how many stood behind WARM_AFTER others, and what one of these took,
+    the lower median, as a stall makes a step longer and nothing makes it shorter; None where that is all of them.
 
     Of the first step: confidences, of a drafter's tokens that were judged, each with whether it was accepted. verified: drafts
     that were scored. passes: draft steps of a drafter without a rule of its own. drafting, scoring: seconds of these, and of

@@ -16,7 +16,8 @@ from skipstone.files import write_whole
 def won(found: Sequence[Decided]) -> list[float]:
     """Plain steps that were won by the end of every step: of its tokens, less what it took. ValueError without a plain step,
     whose median time is the measure."""
-    plain = [one.done.seconds / one.done.steps for one in found if one.recorded.kind in (PLAIN, PROBE)]
+    steps = [one.done for one in found if one.recorded.kind in (PLAIN, PROBE)]
+    plain = [done.warm[1] if done.warm and done.warm[0] else done.seconds / done.steps for done in steps]
     if not plain:
         raise ValueError("the log holds no plain step, which times are measured by")
     unit = median(plain)

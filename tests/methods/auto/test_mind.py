@@ -10,7 +10,7 @@ from skipstone.control.costs import FIRST_SLOPE, Cost, Costs, Line, Scoring
 from skipstone.control.ledger import Account, Ledger
 from skipstone.control.record import Log, replayed
 from skipstone.control.state import PLAIN, Done, Drafter, Plan, Rate, State
-from skipstone.methods.auto.mind import LEARNT_AT_ONCE, Mind, Taken, Tally
+from skipstone.methods.auto.mind import LEARNT_AT_ONCE, Mind, Taken, Tally, Worth
 
 PLAN = Plan("E6", 1.0, "E6", "", thresholds=(0.0,) * 4)
 WON = Done(3.0, 1.5, ((0.9, True),) * 2, 2, 2, 0.3, 1.2)
@@ -85,3 +85,26 @@ def test_a_batch_whose_rows_differ_drafts_less() -> None:
     assert state is not None
     even, spread = (learning._priced(replace(state, rows=4, spread=one), "E6") for one in (Rate(8.0, 8.0), Rate(16.0, 8.0)))
     assert spread.least == pytest.approx(tuple(2 * one for one in even.least))
+
+
+def test_of_plain_steps_only_those_that_are_warm_tell() -> None:
+    tally = Tally()
+    for seconds, warm in ((1.3, False), (1.1, False), (9.0, True), (1.0, True), (1.2, True)):
+        tally.plain(1.0, seconds, True, warm)
+    done = tally.done()
+    assert (done.tokens, done.steps, done.rests, done.warm) == (5.0, 5, True, (3, 1.2))
+    assert done.seconds == pytest.approx(13.6)
+    tally.plain(1.0, 5.0, False, True)
+    assert not tally.done().rests
+    assert tally.done().warm == (3, 1.2), "something else was done in the last one"
+
+
+def test_looking_up_pays_while_it_gains_more_than_it_takes() -> None:
+    worth = Worth()
+    assert worth.pays, "at first"
+    for _ in range(200):
+        worth.add(0.0, 0.05)
+    assert not worth.pays
+    for _ in range(20):
+        worth.add(3.0, 0.05)
+    assert worth.pays

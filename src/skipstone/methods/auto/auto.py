@@ -18,7 +18,7 @@ from skipstone.control import control, costs, learning
 from skipstone.control.costs import Cost, Costs, Line, Scoring
 from skipstone.control.ledger import Ledger
 from skipstone.control.record import Log
-from skipstone.control.state import LOOKUP, PLAIN, PROBE, RECYCLE, Done, Drafter, Judged, Plan, Ranks, Rules, State
+from skipstone.control.state import LOOKUP, PLAIN, PROBE, RECYCLE, WARM_AFTER, Done, Drafter, Judged, Plan, Ranks, Rules, State
 from skipstone.decoding.batch import Batch, Request
 from skipstone.decoding.draft import Draft, Picked, RowVerdict, Step, Verdict
 from skipstone.decoding.method import Method
@@ -38,8 +38,6 @@ from skipstone.models.engines.engine import Survival
 from skipstone.models.host import on_device
 from skipstone.models.layered import LayeredModel
 
-WARM_AFTER = 2
-"""Plain steps behind a draft that are slower than others, as the weights of something else stand in the caches."""
 MATCHES = (1, 2, 3, 4, 6, 10, 16)
 """Tokens of the matches that are told apart."""
 MOST_LOOKED_UP = 24
@@ -107,7 +105,7 @@ class AutoSession(Session):
         self._behind = 0  # plans that nothing was learnt from when it was decided
         self._left = 0  # steps that the plan stands for beside this one
         self._tally = Tally()  # of its steps
-        self._plain_in_a_row = WARM_AFTER  # steps up to now; none was drafted before a request's first one
+        self._plain_in_a_row = 0  # steps since anything else ran
         self._looks_up = self._keeps = True  # in this step
         self.ledger = Ledger(slack=method.slack)
         fresh = not mind.states and method.remembers
@@ -121,7 +119,7 @@ class AutoSession(Session):
         self._room = [0] * rows  # of every row, tokens that it may still draft
         self._judged: list[tuple[float, bool]] = []
         self._ranks: list[int] = []
-        self.aside_seconds = self._looking_seconds = self._deciding_seconds = self._learning_seconds = 0.0
+        self.aside_seconds = self._looking_seconds = self._deciding_seconds = 0.0
 
     @property
     def own_threads(self) -> bool:
@@ -134,6 +132,7 @@ class AutoSession(Session):
 
     def prefill(self, chunk: int) -> tuple[Scores | None, list[int]]:
         """Draft models read the prompts too: a user has named them."""
+        self._plain_in_a_row = 0
         for one in self.drafters.values():
             if isinstance(one, ModelDrafter) and one.side.prefilling:
                 one.side.prefill(chunk)
@@ -157,10 +156,8 @@ class AutoSession(Session):
         self.mind.learn()
         self.mind.looking.wanted_until = self.mind.steps + NEW_TEXT
         others = (place for place in range(self.rows) if place != row)
-        if all(self.batch.is_free(place) for place in others):
-            self._plain_in_a_row = WARM_AFTER
-            if self.mind.states:
-                self.mind.begin()
+        if self.mind.states and all(self.batch.is_free(place) for place in others):
+            self.mind.begin()
 
     def end(self, row: int) -> None:
         self._settle()
@@ -196,6 +193,7 @@ class AutoSession(Session):
             sure, was_right = [], []
         seconds = self.since(began)
         self.aside_seconds += seconds
+        self._plain_in_a_row = 0
         self._graded(state, name, sure, was_right, seconds, lag.get(name, 0))
 
     def since(self, began: float) -> float:
@@ -237,7 +235,8 @@ class AutoSession(Session):
             self._left -= 1
         else:
             self._decide(limit, matches)
-        self._deciding_seconds = self.model.ranks.since(began)
+        if self._looks_up:
+            self._deciding_seconds = self.model.ranks.since(began)
         draft = self._planned(self.plan, limit)
         if not stands and not draft.width and self.plan.kind != PROBE:
             self.plan = replace(self.plan, kind=PLAIN)
@@ -328,7 +327,6 @@ class AutoSession(Session):
 
     def clocked(self, step: Step) -> None:
         """Times, to what they teach."""
-        began = self.model.ranks.now()
         mind, plan, live = self.mind, self.plan, [len(tokens) for tokens in step.tokens if tokens]
         step.drafter, step.reason, step.probe = plan.kind, plan.reason, plan.kind == PROBE
         mind.steps += 1
@@ -342,25 +340,26 @@ class AutoSession(Session):
                     self.log.state(mind.live, first)
             return
         if plan.kind in (PLAIN, PROBE):
-            self._plainly(sum(live) / rows, seconds)
+            nearer = sum(live) / rows
+            self._plainly(nearer, seconds)
+            urgent = False
         else:
             self._plain_in_a_row = 0
             done = self._drafted(step, seconds, sum(live), rows)
             self._tally.add(done)
-            if self._left and learning.is_urgent(mind.state, done):
-                self._settle()
+            nearer, urgent = done.nearer, learning.is_urgent(mind.state, done)
         if self._looks_up:
-            self._weigh_looking(sum(live) / rows, seconds)
-        if not self._left:
+            self._weigh_looking(nearer, seconds)
+        if urgent or not self._left:
             self._settle()
-        self.aside_seconds, self._learning_seconds = 0.0, self.model.ranks.since(began)
+        self.aside_seconds = 0.0
 
-    def _weigh_looking(self, tokens: float, seconds: float) -> None:
-        """What looking up came to in this step."""
-        plan, costs, gain = self.plan, self._known.costs, 0.0
+    def _weigh_looking(self, nearer: float, seconds: float) -> None:
+        """What looking up came to in this step. nearer: as in `Done`. seconds: of all of it."""
+        plan, plain, spent, gain = self.plan, self._known.costs.plain.value, self._deciding_seconds, 0.0
         if plan.kind == LOOKUP:
-            gain = tokens / plan.price - seconds / costs.plain.value - (costs.chill if plan.current is None else 0.0)
-        self.mind.looking_worth.add(gain, self._deciding_seconds / costs.plain.value)
+            gain = nearer / plan.price - (seconds - spent) / plain
+        self.mind.looking_worth.add(gain, spent / plain)
 
     def _plainly(self, tokens: float, seconds: float) -> None:
         """A plain step was taken."""
@@ -392,7 +391,7 @@ class AutoSession(Session):
             scoring=seconds - drafting * by_model if not whole else None,
             matches=self.texts.judged,
             ranks=self._ranks,
-            aside_seconds=self.aside_seconds + self._learning_seconds,
+            aside_seconds=self.aside_seconds,
             slowest=None if rows == 1 else progress(self._room, [len(one) for one in step.tokens], step.finished),
         )
 

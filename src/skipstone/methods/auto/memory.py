@@ -14,7 +14,7 @@ from skipstone.control.state import RECYCLE, State
 from skipstone.files import cache_folder, digest, write_json
 from skipstone.models.layered import LayeredModel
 
-VERSION = 4
+VERSION = 5
 """Of the file."""
 
 
@@ -74,5 +74,5 @@ def recalled(model: LayeredModel, first: State, identities: dict[str, str]) -> S
         current = state.current if state.current in same or (recycling and state.current == RECYCLE) else None
         ranks = (state.ranks or first.ranks) if recycling else None
         kept = replace(state, costs=costs, drafters=drafters, current=current, ranks=ranks, rules=first.rules)
-        return learning.begin(replace(kept, ledger=first.ledger))
+        return learning.begin(replace(kept, ledger=first.ledger, pace=first.pace, steady=None))
     return None

@@ -8,7 +8,7 @@ from typing import Any
 
 from skipstone.control import learning
 from skipstone.control.record import Log
-from skipstone.control.state import PLAIN, PROBE, Done, Judged, Plan, State
+from skipstone.control.state import PLAIN, PROBE, Done, Judged, Pace, Plan, State
 from skipstone.methods.recycle import Kept
 
 RECENT_PLAIN = 64
@@ -19,8 +19,8 @@ LEARNT_AT_ONCE = 4
 """Plans that are learnt from together: between two model passes learning takes long."""
 NEW_TEXT = 32
 """Steps for which a new request's text is looked up in any case."""
-FIRST_GAIN, WORTH_GAIN = 0.5, 0.02
-"""Plain steps that looking up is thought to gain a step at first, and what one more step moves the belief by."""
+FIRST_GAIN, LEARNT_A_STEP = 0.5, 0.02
+"""Plain steps that looking up is thought to gain a step at first, and the share by which one step moves the belief."""
 
 
 @dataclass
@@ -48,8 +48,8 @@ class Worth:
 
     def add(self, gain: float, spent: float) -> None:
         """One more step in which texts were looked up."""
-        self.gain += (gain - self.gain) * WORTH_GAIN
-        self.spent += (spent - self.spent) * WORTH_GAIN
+        self.gain += (gain - self.gain) * LEARNT_A_STEP
+        self.spent += (spent - self.spent) * LEARNT_A_STEP
 
     @property
     def pays(self) -> bool:
@@ -60,8 +60,8 @@ class Worth:
 @dataclass
 class Mind:
     """What is known across requests. states: by the number of rows that decode, as that changes what steps take. live: that
-    number now. kept: of recycled tokens. looking, keeping: whether texts are looked up, and continuations kept. looking_worth: what
-    looking up comes to."""
+    number now. kept: of recycled tokens. looking, keeping: whether texts are looked up, and continuations kept. looking_worth:
+    what looking up comes to."""
 
     states: dict[int, State] = field(default_factory=dict)
     live: int = 1
@@ -126,7 +126,9 @@ class Mind:
             nearest = min(self.states, key=lambda rows: max(rows, live) / min(rows, live))
             self.states[live] = learning.resized(self.states[nearest], live)
         if before is not None:
-            self.state = replace(self.states[live], ledger=before.ledger, shadow_account=before.shadow_account)
+            known = self.states[live]
+            accounts = {"ledger": before.ledger, "shadow_account": before.shadow_account}
+            self.state = replace(known, **accounts, pace=Pace(), steady=None)
         if self.log is not None:
             self.log.state(live, self.states[live])
 
@@ -171,8 +173,8 @@ def interval(values: Sequence[float]) -> tuple[float, float]:
 
 @dataclass(slots=True)
 class Tally:
-    """The steps of one plan, added up. first: what became of the first of them, where it drafted. warm: seconds of the steps
-    that `Done.warm` is of. The other fields as in `Done`."""
+    """The steps of one plan, added up. first: what became of the first of them, where it drafted. warm_seconds: of each of the
+    steps that `Done.warm` is of. The other fields as in `Done`."""
 
     first: Done | None = None
     tokens: float = 0.0
@@ -185,7 +187,7 @@ class Tally:
     aside_seconds: float = 0.0
     matches: list[Judged] = field(default_factory=list)
     ranks: list[int] = field(default_factory=list)
-    warm: list[float] = field(default_factory=list)
+    warm_seconds: list[float] = field(default_factory=list)
 
     def plain(self, tokens: float, seconds: float, rests: bool, warm: bool) -> None:
         """One more plain step: between the shortest ones there are, nothing else is made of it."""
@@ -195,7 +197,7 @@ class Tally:
         if not rests:
             self.rests = False
         elif warm:
-            self.warm.append(seconds)
+            self.warm_seconds.append(seconds)
 
     def add(self, step: Done) -> None:
         """One more step that drafted."""
@@ -248,5 +250,5 @@ class Tally:
             aside_seconds=self.aside_seconds,
             steps=self.steps,
             rests=self.rests,
-            warm=(len(self.warm), median_low(self.warm or [0.0])),
+            warm=(len(self.warm_seconds), median_low(self.warm_seconds or [0.0])),
         )
