@@ -14,7 +14,7 @@ from types import MappingProxyType
 from skipstone.control import price
 from skipstone.control.calibrate import PRIOR_WEIGHT
 from skipstone.control.costs import LEAST_PLAIN
-from skipstone.control.state import LOOKUP, MOST_SAVED, PLAIN, PROBE, PROBE_STEPS, RECYCLE, YOUNG, Plan, State
+from skipstone.control.state import LOOKUP, MOST_SAVED, PLAIN, PROBE, PROBE_STEPS, RECYCLE, TRIAL_STEPS, YOUNG, Plan, State
 
 RETIMED_AFTER, RETIMED_SOON = 1000, 200
 """Tokens after which a cost is measured again, where nothing else did: what is thought too dear is not done otherwise. The
@@ -117,7 +117,8 @@ def _without_choice(state: State, current: str | None, worth: float, matches: Se
     if (name := _untimed(state)) is not None:
         known = state.drafters[name].calibration.weight > PRIOR_WEIGHT
         reason = f"a draft step of {name} is timed" if known else f"{name} is tried"
-        return Plan(name, worth, current, reason, thresholds=(0.0,) * TRIED if known else TRIED_ON, trial=True)
+        thresholds, steps = ((0.0,) * TRIED, TRIAL_STEPS) if known else (TRIED_ON, 1)
+        return Plan(name, worth, current, reason, thresholds=thresholds, trial=True, steps=steps)
     trial = _lookup_trial(state, matches) or _trial_of_own_rule(state, current)
     return None if trial is None else replace(trial, price=worth, current=current)
 

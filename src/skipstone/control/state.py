@@ -19,6 +19,9 @@ PLAIN, PROBE, LOOKUP, RECYCLE = "plain", "probe", "lookup", "recycle"
 
 WARM_AFTER = 2
 """Plain steps behind anything else that are slower than others, as other weights stand in the caches."""
+TRIAL_STEPS = 3
+"""Steps of a trial that measures a drafter anew, of which the last one is looked at: they find other weights in the caches,
+too."""
 PROBE_STEPS = WARM_AFTER + BELIEVED_AFTER
 """Plain steps of a probe: the last ones are measured."""
 NEVER_YET = -1000
@@ -329,15 +332,16 @@ class Judged:
 @dataclass(frozen=True, slots=True)
 class Done:
     """What became of a step, of a batch the mean of its rows where a figure is one number. tokens: committed. seconds: of all
-    of it. steps: of one plan, of which these and what follows are the sum; the first one is looked at closely. matches: of
-    every row that had one. ranks: of every committed token of one row, its place among those that were kept for the one before
-    it, beyond all for one that was not. aside_seconds: spent before the steps beside decoding, on shadows and on learning.
-    rests: whether nothing was looked up or kept in plain steps, so that they took what plain decoding takes. slowest: tokens of
-    the row that has most to write yet, which a batch ends with; None where that is `tokens`. more_verified, more_passes: of all
-    steps but the first. warm: of plain steps that rest, how many stood behind WARM_AFTER others, and what one of these took,
-    the lower median, as a stall makes a step longer and nothing makes it shorter; None where that is all of them.
+    of it. steps: of one plan, of which these and what follows are the sum; one is looked at closely, the first, or of a trial
+    the last. matches: of every row that had one. ranks: of every committed token of one row, its place among those that were
+    kept for the one before it, beyond all for one that was not. aside_seconds: spent before the steps beside decoding, on
+    shadows and on learning. rests: whether nothing was looked up or kept in plain steps, so that they took what plain decoding
+    takes. slowest: tokens of the row that has most to write yet, which a batch ends with; None where that is `tokens`.
+    more_verified, more_passes: of all steps but that one. warm: of plain steps that rest, how many stood behind WARM_AFTER
+    others, and what one of these took, the lower median, as a stall makes a step longer and nothing makes it shorter; None
+    where that is all of them.
 
-    Of the first step: confidences, of a drafter's tokens that were judged, each with whether it was accepted. verified: drafts
+    Of that step: confidences, of a drafter's tokens that were judged, each with whether it was accepted. verified: drafts
     that were scored. passes: draft steps of a drafter without a rule of its own. drafting, scoring: seconds of these, and of
     the rest of the step; None where they were not measured."""
 

@@ -34,6 +34,16 @@ def test_a_tally_sums_steps_and_looks_closely_at_the_first() -> None:
     assert (done.confidences, done.drafting, done.scoring) == (WON.confidences, WON.drafting, WON.scoring)
 
 
+def test_of_a_trial_the_last_step_is_looked_at() -> None:
+    """Those before it find the caches as another drafter has left them."""
+    tally = Tally()
+    for verified, drafting in ((2, 0.9), (4, 0.5), (3, 0.3)):
+        tally.add(replace(WON, verified=verified, passes=verified, drafting=drafting), trial=True)
+    done = tally.done()
+    assert (done.steps, done.verified, done.passes, done.drafting) == (3, 3, 3, 0.3)
+    assert (done.more_verified, done.more_passes) == (6, 6)
+
+
 def test_what_won_time_is_learnt_from_together_and_comes_to_the_same() -> None:
     mine = mind(-40.0)
     state, expected = mine.state, mine.state

@@ -308,7 +308,7 @@ class AutoSession(Session):
         if draft is not None:
             if self._looks_up:
                 self.texts.judge(verdicts)
-            if draft.confidence is not None and draft.width and not self._tally.steps:
+            if draft.confidence is not None and draft.width and (self.plan.trial or not self._tally.steps):
                 for confidences, verdict in zip(draft.confidence.tolist(), verdicts, strict=True):
                     judged = min(len(verdict.path) + (not verdict.finished), verdict.drafted)
                     self._judged += [(confidences[place], place < len(verdict.path)) for place in range(judged)]
@@ -346,7 +346,7 @@ class AutoSession(Session):
         else:
             self._plain_in_a_row = 0
             done = self._drafted(step, seconds, sum(live), rows)
-            self._tally.add(done)
+            self._tally.add(done, plan.trial)
             nearer, urgent = done.nearer, learning.is_urgent(mind.state, done)
         if self._looks_up:
             self._weigh_looking(nearer, seconds)

@@ -173,10 +173,11 @@ def interval(values: Sequence[float]) -> tuple[float, float]:
 
 @dataclass(slots=True)
 class Tally:
-    """The steps of one plan, added up. first: what became of the first of them, where it drafted. warm_seconds: of each of the
-    steps that `Done.warm` is of. The other fields as in `Done`."""
+    """The steps of one plan, added up. close: the one that is looked at closely, the first that drafted, or of a trial the
+    last, as those before it find caches that something else has filled. warm_seconds: of each of the steps that `Done.warm` is
+    of. The other fields as in `Done`."""
 
-    first: Done | None = None
+    close: Done | None = None
     tokens: float = 0.0
     seconds: float = 0.0
     steps: int = 0
@@ -199,13 +200,14 @@ class Tally:
         elif warm:
             self.warm_seconds.append(seconds)
 
-    def add(self, step: Done) -> None:
+    def add(self, step: Done, trial: bool = False) -> None:
         """One more step that drafted."""
-        if self.first is None:
-            self.first = step
-        else:
-            self.verified += step.verified
-            self.passes += step.passes
+        other = step
+        if self.close is None or trial:
+            self.close, other = step, self.close
+        if other is not None:
+            self.verified += other.verified
+            self.passes += other.passes
         self.tokens += step.tokens
         self.seconds += step.seconds
         self.steps += 1
@@ -217,19 +219,19 @@ class Tally:
 
     def done(self) -> Done:
         """All of them."""
-        first = self.first
-        if first is None:
+        close = self.close
+        if close is None:
             return self._plain()
         if self.steps == 1:
-            return first
+            return close
         return Done(
             self.tokens,
             self.seconds,
-            first.confidences,
-            first.verified,
-            first.passes,
-            first.drafting,
-            first.scoring,
+            close.confidences,
+            close.verified,
+            close.passes,
+            close.drafting,
+            close.scoring,
             self.matches,
             self.ranks,
             self.aside_seconds,
