@@ -48,14 +48,15 @@ class Batch:
     def is_free(self, row: int) -> bool:
         return not self.alive[row] and self.waiting[row] is None
 
-    def admit(self, row: int, request: Request) -> None:
-        """A free row waits for its prompt to be run."""
-        self.store.length[row] = 0
-        self.waiting[row] = request.prompt.to(self.device)
+    def admit(self, row: int, request: Request, known: int = 0) -> None:
+        """A free row waits for its prompt to be run. known: tokens at its beginning, fewer than all, whose keys and values the
+        row still has from the request before."""
+        self.store.length[row] = known
+        self.waiting[row] = request.prompt[known:].to(self.device)
         self.sampler.admit(row, request.sampling, request.prompt, request.eos)
 
     def release(self, row: int) -> None:
-        """Free a row. Its slots are overwritten by the next request."""
+        """Free a row. Its slots stay as they are until another request overwrites them."""
         self.alive[row] = False
         self.waiting[row] = None
         self.store.length[row] = 0

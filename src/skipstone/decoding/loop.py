@@ -56,17 +56,21 @@ class Clock:
 class Decoder:
     """Rows of a session under the loop. `admit` and `release` may be called between two steps.
 
-    chunk: prompt tokens a row runs in one step. recorder: called with every step's verdict.
+    chunk: prompt tokens a row runs in one step. recorder: called with every step's verdict. takes_turns: while some rows run
+    their prompts, the others decode in every second step; else they wait.
     """
 
-    def __init__(self, session: Session, *, chunk: int = PREFILL_CHUNK, recorder: Recorder | None = None) -> None:
-        self.session, self.chunk, self.recorder = session, chunk, recorder
+    def __init__(
+        self, session: Session, *, chunk: int = PREFILL_CHUNK, recorder: Recorder | None = None, takes_turns: bool = False
+    ) -> None:
+        self.session, self.chunk, self.recorder, self.takes_turns = session, chunk, recorder, takes_turns
+        self._prefilled = False  # in the latest step
         self.rows: list[RunningRequest | None] = [None] * session.rows
         self.stats = Stats()  # of all steps so far
 
-    def admit(self, row: int, request: Request) -> None:
-        """Start a request on a free row."""
-        self.session.admit(row, request)
+    def admit(self, row: int, request: Request, known: int = 0) -> None:
+        """Start a request on a free row. known: as in `Batch.admit`."""
+        self.session.admit(row, request, known)
         self.rows[row] = RunningRequest(request)
 
     def release(self, row: int) -> RunningRequest | None:
@@ -83,8 +87,11 @@ class Decoder:
     @torch.inference_mode()
     def step(self) -> Step:
         """One turn of the loop over all rows; finished rows are released and named in `Step.finished`."""
-        with OneThread() if self.session.own_threads else nullcontext():
-            return self._prefill() if self.session.prefilling else self._decode()
+        session = self.session
+        others_turn = self.takes_turns and self._prefilled and any(session.alive)
+        self._prefilled = session.prefilling and not others_turn
+        with OneThread() if session.own_threads else nullcontext():
+            return self._prefill() if self._prefilled else self._decode()
 
     def _prefill(self) -> Step:
         """One chunk of the waiting prompts, and the first token of those that it completes."""

@@ -91,11 +91,13 @@ class Session:
         """Whether a row still has prompt tokens to run."""
         return any(prompt is not None for prompt in self.batch.waiting)
 
-    def admit(self, row: int, request: Request) -> None:
-        """Give a free row to a request. ValueError, before anything changed, for one that cannot be decoded."""
+    def admit(self, row: int, request: Request, known: int = 0) -> None:
+        """Give a free row to a request. known: as in `Batch.admit`. ValueError, before anything changed, for a request that
+        cannot be decoded."""
         assert self.batch.is_free(row), f"row {row} is taken"
+        assert 0 <= known < max(len(request.prompt), 1), "the last token of a prompt is run in any case"
         self.refuse(request)
-        self.batch.admit(row, request)
+        self.batch.admit(row, request, known)
         self.begin(row, request)
 
     def refuse(self, request: Request) -> None:

@@ -1,0 +1,170 @@
+"""What happened to jobs, as OpenAI's JSON: whole answers and chunks of a stream."""
+
+import secrets
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from skipstone.serving.jobs import Figures, Job, Likely, Piece
+from skipstone.serving.writing import Writer
+
+
+@dataclass
+class Choice:
+    """One text while it is written. reason: why it has ended, None until then. first: seconds until its first token."""
+
+    index: int
+    job: Job
+    writer: Writer
+    reason: str | None = None
+    first: float | None = None
+    seconds: float = 0.0
+    tokens: list[int] = field(default_factory=list)
+    likely: list[Likely] = field(default_factory=list)
+
+
+class Answer:
+    """A whole response. chat: whether it is a chat's. told: a text of one token, for logprobs."""
+
+    def __init__(self, model: str, choices: Sequence[Choice], *, chat: bool, tokenizer: Any) -> None:
+        self.model, self.choices, self.chat, self.tokenizer = model, choices, chat, tokenizer
+        self.id = ("chatcmpl-" if chat else "cmpl-") + secrets.token_hex(12)
+        self.created = int(time.time())
+
+    def _head(self, chunk: bool) -> dict[str, Any]:
+        kind = ("chat.completion.chunk" if chunk else "chat.completion") if self.chat else "text_completion"
+        return {"id": self.id, "object": kind, "created": self.created, "model": self.model}
+
+    def whole(self, metrics: bool) -> dict[str, Any]:
+        """The answer that is sent at once."""
+        choices = []
+        for choice in self.choices:
+            content: dict[str, Any] = {"index": choice.index, "finish_reason": choice.reason}
+            content["logprobs"] = self._logprobs(choice.likely, choice.tokens, 0) if choice.job.logprobs is not None else None
+            text = choice.writer.text
+            content |= {"message": {"role": "assistant", "content": text, "refusal": None}} if self.chat else {"text": text}
+            choices.append(content)
+        found = {**self._head(chunk=False), "choices": choices, "usage": self.usage()}
+        return found | (self.metrics() if metrics else {})
+
+    def beginning(self) -> list[dict[str, Any]]:
+        """Chunks before any text."""
+        if not self.chat:
+            return []
+        return [self._chunk(choice, {"role": "assistant", "content": ""}, None) for choice in self.choices]
+
+    def chunk(self, choice: Choice, text: str, piece: Piece | None, start: int, speculative: bool) -> dict[str, Any] | None:
+        """One more piece of a text; None where it has nothing to say. piece: that brought it. start: tokens before it."""
+        told = choice.job.logprobs is not None and piece is not None and piece.likely is not None
+        if not (text or choice.reason or told or (speculative and piece)):
+            return None
+        found = self._chunk(choice, {"content": text} if text or not choice.reason else {}, choice.reason, text)
+        if told and piece is not None and piece.likely is not None:
+            count = choice.writer.count - start
+            found["choices"][0]["logprobs"] = self._logprobs(piece.likely[:count], piece.tokens[:count], start)
+        if speculative and piece is not None:
+            found["speculative"] = self._step(choice, piece)
+        return found
+
+    def _chunk(self, choice: Choice, delta: dict[str, Any], reason: str | None, text: str = "") -> dict[str, Any]:
+        content = {"delta": delta} if self.chat else {"text": text}
+        head = {"index": choice.index, "finish_reason": reason, "logprobs": None}
+        return {**self._head(chunk=True), "choices": [{**head, **content}]}
+
+    def _step(self, choice: Choice, piece: Piece) -> dict[str, Any]:
+        """What a page colours tokens by."""
+        tokens = [self.token_text(token) for token in piece.tokens]
+        return {
+            "step": choice.job.figures.steps,
+            "tokens": [
+                {"id": token, "text": text, "origin": origin}
+                for token, text, origin in zip(piece.tokens, tokens, piece.origin, strict=True)
+            ],
+            "drafted": piece.drafted,
+            "drafter": piece.drafter,
+            "reason": piece.reason,
+            "draft_ms": round(piece.milliseconds[0], 3),
+            "verify_ms": round(piece.milliseconds[1], 3),
+        }
+
+    def token_text(self, token: int) -> str:
+        """Of one token alone."""
+        return str(self.tokenizer.decode([token]))
+
+    def _logprobs(self, likely: Sequence[Likely], tokens: Sequence[int], start: int) -> dict[str, Any]:
+        texts = [self.token_text(token) for token in tokens]
+        if self.chat:
+            content = [
+                {**_entry(text, one.own), "top_logprobs": [_entry(self.token_text(token), value) for token, value in one.top]}
+                for text, one in zip(texts, likely, strict=True)
+            ]
+            return {"content": content, "refusal": None}
+        offsets, at = [], start
+        for text in texts:
+            offsets.append(at)
+            at += len(text)
+        top = [{self.token_text(token): value for token, value in one.top} for one in likely]
+        return {"tokens": texts, "token_logprobs": [one.own for one in likely], "top_logprobs": top, "text_offset": offsets}
+
+    def ending(self, metrics: bool) -> dict[str, Any]:
+        """The chunk with the usage."""
+        return {**self._head(chunk=True), "choices": [], "usage": self.usage()} | (self.metrics() if metrics else {})
+
+    def usage(self) -> dict[str, Any]:
+        """Tokens that were read and written; a prompt counts once for all its choices."""
+        prompts = {id(choice.job.request.prompt): len(choice.job.request.prompt) for choice in self.choices}
+        read, written = sum(prompts.values()), sum(choice.writer.count for choice in self.choices)
+        reused = sum(choice.job.figures.reused for choice in self.choices)
+        return {
+            "prompt_tokens": read,
+            "completion_tokens": written,
+            "total_tokens": read + written,
+            "prompt_tokens_details": {"cached_tokens": min(reused, read)},
+        }
+
+    def metrics(self) -> dict[str, Any]:
+        """vLLM's block of figures, and llama.cpp's two numbers."""
+        total = Figures()
+        for choice in self.choices:
+            for name in ("tokens", "steps", "drafting", "drafted", "accepted"):
+                setattr(total, name, getattr(total, name) + getattr(choice.job.figures, name))
+            for length, counts in choice.job.figures.by_length.items():
+                total.by_length.setdefault(length, type(counts)()).update(counts)
+            total.drafters.update(choice.job.figures.drafters)
+        seconds = max(choice.seconds for choice in self.choices)
+        first = min((choice.first for choice in self.choices if choice.first is not None), default=0.0)
+        waited = max(choice.job.waited for choice in self.choices)
+        return {
+            "metrics": {
+                "time_to_first_token_ms": round(1000 * first, 3),
+                "generation_time_ms": round(1000 * (seconds - first), 3),
+                "queue_time_ms": round(1000 * waited, 3),
+                "tokens_per_second": round(total.tokens / seconds, 3) if seconds else 0.0,
+                "speculative_decoding": speculative(total),
+            },
+            "timings": {"draft_n": total.drafted, "draft_n_accepted": total.accepted},
+        }
+
+
+def speculative(figures: Figures) -> dict[str, Any]:
+    """As vLLM tells it. Histograms: steps by how many drafts they accepted."""
+    longest = max(figures.by_length, default=0)
+    whole = [sum(counts[accepted] for counts in figures.by_length.values()) for accepted in range(longest + 1)]
+    return {
+        "mean_acceptance_length": 1 + figures.accepted / figures.steps if figures.steps else 0.0,
+        "draft_acceptance_rate": figures.accepted / figures.drafted if figures.drafted else 0.0,
+        "acceptance_histogram": whole if figures.drafting else [],
+        "acceptance_histogram_by_draft_length": {
+            str(length): [counts[accepted] for accepted in range(length + 1)]
+            for length, counts in sorted(figures.by_length.items())
+        },
+        "num_spec_steps": figures.drafting,
+        "num_accepted_draft_tokens": figures.accepted,
+        "num_draft_tokens": figures.drafted,
+        "drafters": dict(figures.drafters),
+    }
+
+
+def _entry(text: str, value: float) -> dict[str, Any]:
+    return {"token": text, "logprob": value, "bytes": list(text.encode())}

@@ -1,0 +1,214 @@
+"""The HTTP routes: OpenAI's, vLLM's `/tokenize` and `/detokenize`, health, metrics."""
+
+import asyncio
+import hmac
+import json
+from collections.abc import AsyncIterator, Callable
+from contextlib import aclosing, asynccontextmanager
+from typing import Any
+
+from fastapi import FastAPI, Request
+from fastapi.exceptions import RequestValidationError
+from fastapi.responses import JSONResponse, Response
+from sse_starlette.sse import EventSourceResponse
+from starlette.exceptions import HTTPException
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from skipstone import __version__
+from skipstone.serving import errors
+from skipstone.serving.answers import Answer
+from skipstone.serving.jobs import Job, Refused
+from skipstone.serving.schemas import ChatBody, CompletionBody, DetokenizeBody, Sampled, TokenizeBody
+from skipstone.serving.server import Server, Updates, unless
+
+MOST_BYTES = 4 << 20
+"""Of a body."""
+PUBLIC = ("/health",)
+"""Paths that need no key."""
+PING = 15
+"""Seconds after which a silent stream sends a comment, so that nothing on the way closes it."""
+
+
+def make_app(server: Server, api_key: str | None = None) -> FastAPI:
+    """The application. api_key: that clients have to send; None for none."""
+
+    @asynccontextmanager
+    async def life(app: FastAPI) -> AsyncIterator[None]:
+        loading = asyncio.create_task(server.start())
+        yield
+        loading.cancel()
+        await server.stop()
+
+    app = FastAPI(title="skipstone", version=__version__, lifespan=life, docs_url=None, redoc_url=None)
+    _errors(app)
+    _texts(app, server)
+    _about(app, server)
+    app.add_middleware(Guard, api_key=api_key)
+    return app
+
+
+def _errors(app: FastAPI) -> None:
+    """Every error in OpenAI's shape, without a word of the server's files."""
+
+    @app.exception_handler(RequestValidationError)
+    async def invalid(_: Request, error: RequestValidationError) -> Response:
+        return errors.invalid(error)
+
+    @app.exception_handler(ValueError)
+    async def wrong(_: Request, error: ValueError) -> Response:
+        return errors.response(str(error), 400)
+
+    @app.exception_handler(Refused)
+    async def refused(_: Request, error: Refused) -> Response:
+        return errors.response(str(error), error.status, retry_after=error.retry_after)
+
+    @app.exception_handler(HTTPException)
+    async def unknown(request: Request, error: HTTPException) -> Response:
+        said = {404: f"there is no {request.url.path}", 405: f"{request.method} is not what {request.url.path} takes"}
+        return errors.response(said.get(error.status_code, str(error.detail)), error.status_code)
+
+    @app.exception_handler(Exception)
+    async def defect(_: Request, error: Exception) -> Response:
+        return errors.response("a defect of the server: see its log", 500)
+
+
+def _texts(app: FastAPI, server: Server) -> None:
+    """The routes that write."""
+
+    @app.post("/v1/completions")
+    async def completions(body: CompletionBody, request: Request) -> Response:
+        return await _answered(server, server.asking.completion, body, request, chat=False)
+
+    @app.post("/v1/chat/completions")
+    async def chat(body: ChatBody, request: Request) -> Response:
+        return await _answered(server, server.asking.chat, body, request, chat=True)
+
+    @app.post("/tokenize")
+    async def tokenize(body: TokenizeBody) -> dict[str, Any]:
+        _known(server, body.model)
+        tokens = await server.in_texts(server.asking.tokens, body)
+        return {"tokens": tokens, "count": len(tokens), "max_model_len": server.asking.capacity}
+
+    @app.post("/detokenize")
+    async def detokenize(body: DetokenizeBody) -> dict[str, Any]:
+        _known(server, body.model)
+        size = server.asking.model.embeddings
+        if any(not 0 <= token < size for token in body.tokens):
+            raise ValueError(f"tokens: the vocabulary has {size} entries, 0 to {size - 1}")
+        return {"prompt": await server.in_texts(server.tokenizer.decode, body.tokens)}
+
+
+def _known(server: Server, model: str | None) -> None:
+    if model is not None and model != server.settings.name:
+        raise Refused(404, f"there is no model {model[:100]!r} here, but {server.settings.name!r}")
+
+
+async def _answered(
+    server: Server, ask: Callable[[Any], list[Job]], body: Sampled, request: Request, *, chat: bool
+) -> Response:
+    """An answer, as a stream or at once."""
+    _known(server, body.model)
+    if body.stream_options is not None and not body.stream:
+        raise ValueError("stream_options needs stream=true")
+    answer, updates = await server.answer(ask, body, chat=chat)
+    if body.stream:
+        return EventSourceResponse(_events(answer, updates, body), ping=PING, sep="\n")
+    found = await unless(_gone(request), _whole(answer, updates, body))
+    return Response(status_code=499) if found is None else JSONResponse(found)
+
+
+async def _whole(answer: Answer, updates: Updates, body: Sampled) -> dict[str, Any]:
+    """An answer when it is all written."""
+    async with aclosing(updates):
+        async for _ in updates:
+            pass
+    return answer.whole(body.return_metrics)
+
+
+async def _events(answer: Answer, updates: Updates, body: Sampled) -> AsyncIterator[str]:
+    """An answer while it is written."""
+    async with aclosing(updates):
+        try:
+            for chunk in answer.beginning():
+                yield _told(chunk)
+            async for update in updates:
+                if (chunk := answer.chunk(*update, body.stream_speculative)) is not None:
+                    yield _told(chunk)
+            if body.tells_usage:
+                yield _told(answer.ending(body.return_metrics))
+        except Refused as error:
+            yield _told(errors.body(str(error), error.status))
+    yield "[DONE]"
+
+
+async def _gone(request: Request) -> None:
+    """Returns when the client has gone."""
+    while (await request.receive())["type"] != "http.disconnect":
+        pass
+
+
+def _told(value: Any) -> str:
+    return json.dumps(value, ensure_ascii=False, allow_nan=False)
+
+
+def _about(app: FastAPI, server: Server) -> None:
+    """The routes that tell of the server."""
+
+    @app.get("/health")
+    async def health() -> Response:
+        return JSONResponse({"status": server.state}, status_code=200 if server.state == "ready" else 503)
+
+    @app.get("/metrics")
+    async def metrics() -> Response:
+        return Response(server.metrics.text(), media_type=server.metrics.content_type)
+
+    @app.get("/v1/models")
+    async def models() -> dict[str, Any]:
+        capacity = server.asking.capacity
+        model = {"id": server.settings.name, "object": "model", "created": server.started, "owned_by": "skipstone"}
+        return {"object": "list", "data": [model | {"max_model_len": capacity}]}
+
+    @app.get("/server_info")
+    async def info() -> dict[str, Any]:
+        asking, layered = server.asking, server.asking.model
+        return {
+            "version": __version__,
+            "model": server.settings.name,
+            "method": asking.default.spelled,
+            "engine": layered.engine.name,
+            "quantize": layered.engine.quantize,
+            "max_model_len": asking.capacity,
+            "max_num_seqs": server.settings.rows,
+        }
+
+
+class Guard:
+    """Before any route: the key, and how long a body is."""
+
+    def __init__(self, app: ASGIApp, api_key: str | None) -> None:
+        self.app, self.key = app, None if api_key is None else f"Bearer {api_key}".encode()
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            await self.app(scope, receive, send)
+            return
+        headers = dict(scope["headers"])
+        given = headers.get(b"authorization", b"")
+        if self.key is not None and scope["path"] not in PUBLIC and not hmac.compare_digest(given, self.key):
+            await errors.response("the API key is missing or wrong", 401)(scope, receive, send)
+            return
+        length = headers.get(b"content-length", b"0")
+        if not length.isdigit() or int(length) > MOST_BYTES:
+            await errors.response(f"the body is longer than {MOST_BYTES} bytes", 413)(scope, receive, send)
+            return
+        seen = 0
+
+        async def counted() -> Message:
+            nonlocal seen
+            message = await receive()
+            seen += len(message.get("body", b""))
+            if seen > MOST_BYTES:
+                raise HTTPException(413, f"the body is longer than {MOST_BYTES} bytes")
+            return message
+
+        await self.app(scope, counted, send)

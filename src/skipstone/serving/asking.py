@@ -1,0 +1,141 @@
+"""Bodies to jobs: prompts to tokens, settings to what `skipstone.generate` takes, so that an answer is the text that it writes.
+
+It runs in one thread of its own, beside the model's: transformers' preparation of a call changes its model for a moment.
+"""
+
+import json
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+from transformers.generation.logits_process import LogitsProcessorList
+
+from skipstone.api import token_ids
+from skipstone.decoding.batch import Request
+from skipstone.decoding.method import Method
+from skipstone.decoding.noise import row_seed
+from skipstone.hf.call import prepare_call, resolve_for
+from skipstone.hf.requests import requests
+from skipstone.models.layered import LayeredModel
+from skipstone.serving.jobs import Job
+from skipstone.serving.processors import Bias, Penalty
+from skipstone.serving.schemas import ChatBody, CompletionBody, Message, Sampled, TokenizeBody
+
+OFF = "off"
+"""What a request calls plain decoding."""
+THE_SERVERS = ("log", "heads", "draft_model")
+"""Settings of methods that name files or models."""
+
+
+class Asking:
+    """What a body means for a model. default: the method where a body names none. capacity: most tokens of a text, its prompt
+    included. seconds: that a job may take, None for any time."""
+
+    def __init__(
+        self, model: LayeredModel, tokenizer: Any, default: Method, capacity: int, seconds: float | None = None
+    ) -> None:
+        self.model, self.tokenizer, self.default = model, tokenizer, default
+        self.capacity, self.seconds = capacity, seconds
+
+    def completion(self, body: CompletionBody) -> list[Job]:
+        """One job for every choice, those of the first prompt first. ValueError for what cannot be done."""
+        given: Any = body.prompt
+        one = isinstance(given, str) or isinstance(given[0], int)
+        prompts = [self._read(each) for each in ([given] if one else given)]
+        return self._jobs(body, prompts, body.max_tokens, body.logprobs)
+
+    def chat(self, body: ChatBody) -> list[Job]:
+        """The same of a chat."""
+        if body.top_logprobs is not None and not body.logprobs:
+            raise ValueError("top_logprobs needs logprobs=true")
+        told = (body.top_logprobs or 0) if body.logprobs else None
+        most = body.max_completion_tokens if body.max_completion_tokens is not None else body.max_tokens
+        return self._jobs(body, [self._chat(body.messages)], most, told)
+
+    def tokens(self, body: TokenizeBody) -> list[int]:
+        """Of a text or a chat."""
+        if (body.prompt is None) is (body.messages is None):
+            raise ValueError("give either prompt or messages")
+        if body.messages is not None:
+            return self._chat(body.messages)
+        return list(self.tokenizer(body.prompt, add_special_tokens=body.add_special_tokens)["input_ids"])
+
+    def _read(self, prompt: str | list[int]) -> list[int]:
+        if not isinstance(prompt, str):
+            return prompt
+        if len(prompt) > self._longest:
+            raise ValueError(self._too_long(f"{len(prompt)} characters"))
+        return token_ids(prompt, self.tokenizer)
+
+    @property
+    def _longest(self) -> int:
+        """Characters beyond which a text has too many tokens in any case: no token is longer."""
+        return self.capacity * 64
+
+    def _too_long(self, found: str) -> str:
+        return f"the prompt has {found}: this server takes {self.capacity} tokens a text, those it writes included"
+
+    def _chat(self, messages: Sequence[Message]) -> list[int]:
+        if self.tokenizer.chat_template is None:
+            raise ValueError("this model has no chat template; send the text to /v1/completions")
+        if sum(len(one.text) for one in messages) > self._longest:
+            raise ValueError(self._too_long("too many characters"))
+        return token_ids([{"role": one.role, "content": one.text} for one in messages], self.tokenizer)
+
+    def method(self, wanted: str | dict[str, Any] | None) -> Method:
+        """The method that a body asks for. ValueError for one that does not exist, or that would touch files."""
+        if wanted is None:
+            return self.default
+        if wanted == OFF:
+            wanted = "autoregressive"
+        if any(name in json.dumps(wanted) for name in THE_SERVERS):
+            raise ValueError("speculative: settings that name files or models are the server's (--method), not a request's")
+        method = resolve_for(self.model.model, wanted)
+        method.check(self.model)
+        return method
+
+    def _jobs(self, body: Sampled, prompts: list[list[int]], most: int | None, logprobs: int | None) -> list[Job]:
+        method, found = self.method(body.speculative), []
+        seed = body.seed if body.seed is not None else int(torch.randint(1 << 62, ()).item())
+        for prompt in prompts:
+            if not prompt:
+                raise ValueError("the prompt is empty: there is no token to start from")
+            room = self.capacity - len(prompt)
+            if room < 1 or (most is not None and most > room):
+                asked = "" if most is None else f" + max_tokens={most}"
+                raise ValueError(self._too_long(f"{len(prompt)} tokens{asked}"))
+            options = self._options(body, len(prompt), most if most is not None else room)
+            call = prepare_call(self.model.model, torch.tensor([prompt]), None, seed, dict(options))
+            (request,) = requests(call, self.model.ranks)
+            sampling = request.sampling
+            for _ in range(body.n):
+                own = replace(sampling, seed=row_seed(seed, len(found)))
+                eos = frozenset[int]() if body.ignore_eos else request.eos
+                one = Request(request.prompt, request.max_new_tokens, eos, own, request.criteria)
+                found.append(Job(one, method, logprobs, self.seconds))
+        return found
+
+    def _options(self, body: Sampled, prompt: int, most: int) -> dict[str, Any]:
+        """Keyword arguments of `skipstone.generate`."""
+        options: dict[str, Any] = {"max_new_tokens": most, "stop_strings": None}
+        if body.temperature is not None:
+            options["do_sample"] = body.temperature > 0
+            if body.temperature > 0:
+                options["temperature"] = body.temperature
+        if body.temperature != 0:
+            given = {"top_p": body.top_p, "top_k": body.top_k, "min_p": body.min_p}
+            options |= {name: value for name, value in given.items() if value is not None}
+        if body.repetition_penalty is not None:
+            options["repetition_penalty"] = body.repetition_penalty
+        processors: list[Any] = []
+        if body.presence_penalty or body.frequency_penalty:
+            processors.append(Penalty(prompt, body.presence_penalty, body.frequency_penalty))
+        if body.logit_bias:
+            biases = {int(token): bias for token, bias in body.logit_bias.items()}
+            if (largest := max(biases)) >= self.model.embeddings:
+                raise ValueError(f"logit_bias: the vocabulary has {self.model.embeddings} entries, found token {largest}")
+            processors.append(Bias(biases))
+        if processors:
+            options["logits_processor"] = LogitsProcessorList(processors)
+        return options

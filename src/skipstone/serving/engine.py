@@ -1,0 +1,207 @@
+"""The model's thread: a bounded queue of jobs, rows that join and leave between steps.
+
+Everything that touches the model happens in this one thread. Others put jobs into a queue and are told events, a list a step.
+"""
+
+import logging
+import queue
+import threading
+import time
+from collections import deque
+from collections.abc import Callable
+
+from skipstone.decoding.draft import Step
+from skipstone.decoding.method import Method
+from skipstone.models.layered import LayeredModel
+from skipstone.serving.jobs import CANCELLED, FAILED, TIMEOUT, Ended, Event, Job, Refused
+from skipstone.serving.lanes import Lane
+
+MOST_LANES = 4
+"""Methods that have rows at a time: each has keys and values of its own."""
+CHUNK = 256
+"""Prompt tokens that a row runs between two decoding steps of the others."""
+RETRY_AFTER = 1
+"""Seconds after which a client may ask again where the queue is full."""
+
+Told = list[tuple[Job, Event]]
+Post = Callable[[Told, Step | None], None]
+"""Called in the model's thread with what happened in a step, and the step, if one was taken."""
+
+logger = logging.getLogger(__name__)
+
+
+class Engine:
+    """Writes texts. rows: of every method. capacity: most tokens of a text, its prompt included. waiting: most jobs that wait
+    for a row. chunk: as CHUNK. post: is told what happens."""
+
+    def __init__(self, model: LayeredModel, rows: int, capacity: int, waiting: int, post: Post, chunk: int = CHUNK) -> None:
+        self.model, self.rows, self.capacity, self.most_waiting, self.chunk = model, rows, capacity, waiting, chunk
+        self._post = post
+        self._inbox: queue.SimpleQueue[Job | Callable[[], None]] = queue.SimpleQueue()
+        self._waiting: deque[Job] = deque()
+        self._lanes: dict[str, Lane] = {}
+        self._told: Told = []
+        self._open = 0  # jobs that have not ended
+        self._waits = 0  # of these, those without a row
+        self._lock = threading.Lock()
+        self._draining = self._stopped = False
+        self._thread = threading.Thread(target=self._run, name="skipstone-model", daemon=True)
+        self._thread.start()
+
+    # ------------------------------------------------------------------------------------------------ from any thread
+
+    @property
+    def running(self) -> int:
+        """Jobs that have a row."""
+        return self._open - self._waits
+
+    @property
+    def waits(self) -> int:
+        """Jobs that wait for one."""
+        return self._waits
+
+    def submit(self, jobs: list[Job]) -> None:
+        """Take jobs, all or none. Refused where the queue is full or the server is about to stop."""
+        with self._lock:
+            if self._draining:
+                raise Refused(503, "the server is shutting down")
+            if self._waits + len(jobs) > self.most_waiting + max(self.rows - self.running, 0):
+                raise Refused(429, f"{self._waits} requests are waiting already; ask again later", RETRY_AFTER)
+            self._open += len(jobs)
+            self._waits += len(jobs)
+        for job in jobs:
+            job.asked = time.monotonic()
+            self._inbox.put(job)
+
+    def cancel(self, job: Job) -> None:
+        """Nobody reads the rest: its row is free before the next step. Nothing where it has ended."""
+        self._inbox.put(lambda: self._give_up(job, Ended(CANCELLED)))
+
+    def stop(self, seconds: float = 0.0) -> bool:
+        """Take no more jobs, give those that there are so much time to end, and end the thread. Returns whether all have."""
+        with self._lock:
+            self._draining = True
+        end = time.monotonic() + seconds
+        while self._open and time.monotonic() < end and self._thread.is_alive():
+            time.sleep(0.02)
+        whole = not self._open
+        self._inbox.put(self._end)
+        self._thread.join(timeout=30)
+        return whole
+
+    # ---------------------------------------------------------------------------------------------- in the model's thread
+
+    def _end(self) -> None:
+        self._stopped = True
+
+    def _run(self) -> None:
+        while not self._stopped:
+            step = None
+            self._receive(wait=not (self._waiting or any(lane.busy for lane in self._lanes.values())))
+            self._expire()
+            self._admit()
+            for lane in list(self._lanes.values()):
+                if lane.busy:
+                    step = self._step(lane)
+                    self._tell_all(step)
+            self._tell_all(None)
+        for job in [*self._waiting, *(job for lane in self._lanes.values() for job in lane.jobs if job is not None)]:
+            self._tell(job, Ended(CANCELLED, "the server was stopped", 503))
+        self._tell_all(None)
+
+    def _receive(self, wait: bool) -> None:
+        """What came in since the last step; the first of it is waited for where there is nothing to do."""
+        while True:
+            try:
+                item = self._inbox.get(block=wait)
+            except queue.Empty:
+                return
+            wait = False
+            if isinstance(item, Job):
+                self._waiting.append(item)
+            else:
+                item()
+
+    def _tell(self, job: Job, event: Event) -> None:
+        if isinstance(event, Ended):
+            with self._lock:
+                self._open -= 1
+        self._told.append((job, event))
+
+    def _tell_all(self, step: Step | None) -> None:
+        told, self._told = self._told, []
+        if told or step is not None:
+            self._post(told, step)
+
+    def _expire(self) -> None:
+        """Give up what has no time left."""
+        now = time.monotonic()
+        jobs = [*self._waiting, *(job for lane in self._lanes.values() for job in lane.jobs if job is not None)]
+        for job in jobs:
+            if job.seconds is not None and now - job.asked > job.seconds:
+                self._give_up(job, Ended(TIMEOUT, f"the request took longer than {job.seconds:g} s", 504))
+
+    def _give_up(self, job: Job, ended: Ended) -> None:
+        if job in self._waiting:
+            self._waiting.remove(job)
+            with self._lock:
+                self._waits -= 1
+            self._tell(job, ended)
+            return
+        for lane in self._lanes.values():
+            if job in lane.jobs:
+                lane.drop(job)
+                self._tell(job, ended)
+
+    def _admit(self) -> None:
+        """Give rows to those that wait, the first ones first; one whose method has no row left holds up no other method."""
+        full = set[str]()
+        for job in list(self._waiting):
+            name = job.method.spelled
+            if name in full:
+                continue
+            try:
+                lane = self._lane(job.method)
+                if lane is None or not lane.free:
+                    full.add(name)
+                    continue
+                self._waiting.remove(job)
+                with self._lock:
+                    self._waits -= 1
+                job.waited = time.monotonic() - job.asked
+                lane.admit(job)
+            except ValueError as error:
+                self._fail(job, Ended(FAILED, str(error), 400))
+            except Exception:
+                logger.exception("a request could not be begun")
+                self._fail(job, Ended(FAILED, "the request could not be begun: see the server's log"))
+
+    def _fail(self, job: Job, ended: Ended) -> None:
+        if job in self._waiting:
+            self._waiting.remove(job)
+            with self._lock:
+                self._waits -= 1
+        self._tell(job, ended)
+
+    def _lane(self, method: Method) -> Lane | None:
+        """The rows of a method; None while all lanes that there may be are at work for others."""
+        if (lane := self._lanes.get(method.spelled)) is not None:
+            return lane
+        if len(self._lanes) >= MOST_LANES:
+            idle = next((name for name, lane in self._lanes.items() if not lane.busy), None)
+            if idle is None:
+                return None
+            del self._lanes[idle]
+        lane = self._lanes[method.spelled] = Lane(self.model, method, self.rows, self.capacity, self.chunk, self._tell)
+        return lane
+
+    def _step(self, lane: Lane) -> Step | None:
+        try:
+            return lane.step()
+        except Exception:
+            logger.exception("a step failed: its texts are given up")
+            del self._lanes[lane.method.spelled]
+            for job in lane.jobs:
+                if job is not None:
+                    self._tell(job, Ended(FAILED, "decoding failed: see the server's log"))
+            return None

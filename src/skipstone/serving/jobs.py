@@ -1,0 +1,107 @@
+"""What is asked of the model's thread, and what it tells."""
+
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from skipstone.decoding.batch import Request
+from skipstone.decoding.draft import Step
+from skipstone.decoding.method import Method
+
+STOP, LENGTH, CANCELLED, TIMEOUT, FAILED = "stop", "length", "cancelled", "timeout", "error"
+"""Why a job has ended: an end-of-text token, all tokens that were asked for, nobody who reads, no time left, a defect."""
+
+
+class Refused(Exception):
+    """A job that is not taken, and the HTTP status that says so. retry_after: seconds after which it may be."""
+
+    def __init__(self, status: int, message: str, retry_after: int | None = None) -> None:
+        super().__init__(message)
+        self.status, self.retry_after = status, retry_after
+
+
+@dataclass(eq=False)
+class Job:
+    """One text to write. request: of the loop. method: that writes it. logprobs: likeliest tokens that are told for every
+    token, None where no probabilities are. seconds: after which it is given up, None for never. asked: when it came in, in
+    seconds of a clock that never goes back. waited: seconds until a row was free for it."""
+
+    request: Request
+    method: Method
+    logprobs: int | None = None
+    seconds: float | None = None
+    asked: float = 0.0
+    waited: float = 0.0
+    figures: "Figures" = field(default_factory=lambda: Figures())
+
+    @property
+    def ids(self) -> list[int]:
+        """The prompt."""
+        return self.request.prompt.tolist()
+
+
+@dataclass
+class Figures:
+    """What the steps of one text came to. steps: that decoded. drafting: of these, those that drafted. by_length: tokens that
+    were drafted in a step -> how many of them were accepted -> steps. reused: prompt tokens that were in the store already."""
+
+    tokens: int = 0
+    steps: int = 0
+    drafting: int = 0
+    drafted: int = 0
+    accepted: int = 0
+    reused: int = 0
+    seconds_draft: float = 0.0
+    seconds_score: float = 0.0
+    by_length: dict[int, Counter[int]] = field(default_factory=dict)
+    drafters: Counter[str] = field(default_factory=Counter)
+
+    def add(self, step: Step, row: int) -> None:
+        """One more step of a row that committed tokens in it."""
+        self.tokens += len(step.tokens[row])
+        if step.prefill:
+            return
+        self.steps += 1
+        self.seconds_draft += step.seconds_draft
+        self.seconds_score += step.seconds_score
+        if step.drafter:
+            self.drafters[step.drafter] += 1
+        if drafted := step.drafted[row]:
+            self.drafting += 1
+            self.drafted += drafted
+            self.accepted += step.accepted[row]
+            self.by_length.setdefault(drafted, Counter())[step.accepted[row]] += 1
+
+
+@dataclass(frozen=True, slots=True)
+class Likely:
+    """Log-probabilities of one token, by the model before any setting: its own, and the likeliest ones as (token, logprob)."""
+
+    own: float
+    top: Sequence[tuple[int, float]]
+
+
+@dataclass(frozen=True, slots=True)
+class Piece:
+    """Tokens that one step has committed for a job. origin: of each, as in `Step`. likely: of each, where the job asks.
+    drafted: tokens of the step's draft. drafter, reason: as in `Step`. milliseconds: of drafting and of scoring."""
+
+    tokens: list[int]
+    origin: list[str]
+    likely: Sequence[Likely] | None
+    drafted: int
+    drafter: str
+    reason: str
+    milliseconds: tuple[float, float]
+
+
+@dataclass(frozen=True, slots=True)
+class Ended:
+    """Nothing more comes. message: what went wrong, if something did. status: of HTTP, where that is the user's doing."""
+
+    reason: str
+    message: str = ""
+    status: int = 500
+
+
+Event = Piece | Ended

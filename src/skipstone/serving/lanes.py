@@ -1,0 +1,120 @@
+"""The rows of one method: which job has which row, and whose prompt a free row still knows."""
+
+from collections.abc import Callable
+
+import torch
+
+from skipstone.decoding.draft import Draft, RowVerdict, Step
+from skipstone.decoding.loop import Decoder
+from skipstone.decoding.method import Method
+from skipstone.decoding.record import Keeper
+from skipstone.decoding.sampling import Scores
+from skipstone.models.layered import LayeredModel
+from skipstone.serving.jobs import LENGTH, STOP, Ended, Event, Job, Likely, Piece
+
+LEAST_REUSED = 16
+"""Tokens that a free row and a prompt have in common at the beginning, from which on that row is taken before any other."""
+
+LEAST = -9999.0
+"""What is told for a log-probability of minus infinity, which JSON does not have."""
+
+Tell = Callable[[Job, Event], None]
+
+
+class Lane:
+    """Rows that one method decodes. capacity: tokens a row. chunk: prompt tokens that a row runs in a step. tell: called with
+    every event of a job, in this thread."""
+
+    def __init__(self, model: LayeredModel, method: Method, rows: int, capacity: int, chunk: int, tell: Tell) -> None:
+        method.check(model)
+        self.method, self.tell = method, tell
+        self.keeper = Keeper(logits=True)
+        session = method.start(model, rows, capacity)
+        self.decoder = Decoder(session, chunk=chunk, recorder=self._record, takes_turns=True)
+        self.jobs: list[Job | None] = [None] * rows
+        self.known: list[list[int]] = [[] for _ in range(rows)]  # tokens whose keys and values a free row still has
+        self.used = [0] * rows  # turns of `turn`
+        self.turn = 0
+        self.reuses = not model.family.recurrent  # a state has no positions to go back to
+
+    @property
+    def free(self) -> list[int]:
+        """Rows without a job."""
+        return [row for row, job in enumerate(self.jobs) if job is None]
+
+    @property
+    def busy(self) -> bool:
+        return self.decoder.busy
+
+    def admit(self, job: Job) -> None:
+        """Give a free row to a job: the one that knows most of its prompt, or else the one that was used longest ago.
+        ValueError, before anything changed, for a job that cannot be decoded."""
+        prompt, free = job.ids, self.free
+        common = {row: _common(self.known[row], prompt) if self.reuses else 0 for row in free}
+        best = max(free, key=lambda row: common[row])
+        row = best if common[best] >= LEAST_REUSED else min(free, key=lambda row: self.used[row])
+        reused = common[row] if common[row] >= LEAST_REUSED else 0
+        self.decoder.admit(row, job.request, reused)
+        job.figures.reused = reused
+        self.jobs[row], self.known[row] = job, []
+        self._touch(row)
+
+    def _touch(self, row: int) -> None:
+        self.turn += 1
+        self.used[row] = self.turn
+
+    def drop(self, job: Job) -> None:
+        """Free the row of a job that is no longer wanted."""
+        row = self.jobs.index(job)
+        has = self.decoder.session.store.length[row]
+        state = self.decoder.release(row)
+        assert state is not None
+        self._leave(row, [*job.ids, *state.tokens][:has])
+
+    def _leave(self, row: int, known: list[int]) -> None:
+        self.jobs[row], self.known[row] = None, known
+        self._touch(row)
+
+    def step(self) -> Step:
+        """One step of all rows; tells every job what it came to."""
+        states = list(self.decoder.rows)
+        self._likely: list[list[Likely] | None] = [None] * len(self.jobs)
+        step = self.decoder.step()
+        for row, job in enumerate(self.jobs):
+            if job is None or not step.tokens[row]:
+                continue
+            job.figures.add(step, row)
+            milliseconds = 1000 * step.seconds_draft, 1000 * step.seconds_score
+            tokens, origin, likely = step.tokens[row], step.origin[row], self._likely[row]
+            self.tell(job, Piece(tokens, origin, likely, step.drafted[row], step.drafter, step.reason, milliseconds))
+            if row in step.finished:
+                state = states[row]
+                assert state is not None
+                written, request = state.tokens, job.request
+                over = len(written) >= request.max_new_tokens and written[-1] not in request.eos
+                self._leave(row, [*job.ids, *written][:-1])
+                self.tell(job, Ended(LENGTH if over else STOP))
+        return step
+
+    def _record(self, step: Step, draft: Draft, scores: Scores, verdicts: list[RowVerdict]) -> None:
+        """Log-probabilities, of the rows that ask for them."""
+        asking = {row: job.logprobs for row, job in enumerate(self.jobs) if job is not None and job.logprobs is not None}
+        if not any(verdicts[row].tokens for row in asking):
+            return
+        self.keeper(step, draft, scores, verdicts)
+        assert step.logits is not None
+        for row, count in asking.items():
+            if tokens := verdicts[row].tokens:
+                chances = step.logits[row].float().log_softmax(-1)  # [k, V]
+                own = chances.gather(-1, torch.tensor(tokens, device=chances.device)[:, None])[:, 0]  # [k]
+                best, ids = chances.topk(min(count, chances.shape[-1]), -1)  # [k, count] each
+                best = best.clamp(min=LEAST)
+                top = [list(zip(*each, strict=True)) for each in zip(ids.tolist(), best.tolist(), strict=True)]
+                self._likely[row] = [Likely(max(one, LEAST), few) for one, few in zip(own.tolist(), top, strict=True)]
+        step.logits = None
+
+
+def _common(known: list[int], prompt: list[int]) -> int:
+    """How many tokens both begin with, one less than the prompt has at most: its last one is run in any case."""
+    most = min(len(known), len(prompt) - 1)
+    return next((place for place in range(most) if known[place] != prompt[place]), most)

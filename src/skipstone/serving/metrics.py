@@ -1,0 +1,80 @@
+"""Prometheus counters under vLLM's names, with `skipstone:` before them."""
+
+from typing import Any
+
+from skipstone.decoding.draft import Step
+from skipstone.extras import installed
+from skipstone.serving.answers import Choice
+
+FIRST = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30)
+EACH = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1)
+WHOLE = (0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120)
+"""Seconds that histograms are divided at."""
+POSITIONS = 16
+"""Places of a draft whose acceptance is counted."""
+
+
+class Metrics:
+    """What a server counts. label: the model's name."""
+
+    def __init__(self, label: str) -> None:
+        prometheus = installed("prometheus_client", "a server needs prometheus-client", "serve")
+        self._latest = prometheus.generate_latest
+        self.content_type = prometheus.CONTENT_TYPE_LATEST
+        self.registry = registry = prometheus.CollectorRegistry()
+        self._model = {"model_name": label}
+
+        def made(kind: str, name: str, text: str, labels: tuple[str, ...] = (), **more: Any) -> Any:
+            make = getattr(prometheus, kind)
+            metric = make(f"skipstone:{name}", text, ("model_name", *labels), registry=registry, **more)
+            return metric if labels else metric.labels(**self._model)
+
+        self.running = made("Gauge", "num_requests_running", "Requests that have a row.")
+        self.waiting = made("Gauge", "num_requests_waiting", "Requests that wait for a row.")
+        self.prompt = made("Counter", "prompt_tokens", "Tokens of prompts.")
+        self.reused = made("Counter", "prefix_cache_hits", "Tokens of prompts whose keys and values were there already.")
+        self.written = made("Counter", "generation_tokens", "Tokens that were written.")
+        self.first = made("Histogram", "time_to_first_token_seconds", "Until the first token.", buckets=FIRST)
+        self.each = made("Histogram", "time_per_output_token_seconds", "For every further token.", buckets=EACH)
+        self.whole = made("Histogram", "e2e_request_latency_seconds", "Of whole requests.", buckets=WHOLE)
+        self._ended = made("Counter", "request_success", "Requests that have ended.", ("finished_reason",))
+        self.drafts = made("Counter", "spec_decode_num_drafts", "Drafts.")
+        self.drafted = made("Counter", "spec_decode_num_draft_tokens", "Tokens that were drafted.")
+        self.accepted = made("Counter", "spec_decode_num_accepted_tokens", "Drafted tokens that were accepted.")
+        self._places = made("Counter", "spec_decode_num_accepted_tokens_per_pos", "By place in the draft.", ("position",))
+        self.draft_seconds = made("Counter", "spec_decode_draft_seconds", "Spent on drafting.")
+        self.verify_seconds = made("Counter", "spec_decode_verify_seconds", "Spent on scoring.")
+        self._drafters = made("Counter", "spec_decode_steps", "Steps, by what drafted.", ("method",))
+
+    def step(self, step: Step) -> None:
+        """One step of the model."""
+        if step.prefill:
+            return
+        self.draft_seconds.inc(step.seconds_draft)
+        self.verify_seconds.inc(step.seconds_score)
+        if step.drafter:
+            self._drafters.labels(**self._model, method=step.drafter).inc()
+        for drafted, accepted in zip(step.drafted, step.accepted, strict=True):
+            if drafted:
+                self.drafts.inc()
+                self.drafted.inc(drafted)
+                self.accepted.inc(accepted)
+                for place in range(min(accepted, POSITIONS)):
+                    self._places.labels(**self._model, position=str(place)).inc()
+
+    def ended(self, choice: Choice) -> None:
+        """A text is whole."""
+        job, count = choice.job, choice.writer.count
+        self._ended.labels(**self._model, finished_reason=choice.reason).inc()
+        self.prompt.inc(len(job.request.prompt))
+        self.reused.inc(job.figures.reused)
+        self.written.inc(count)
+        self.whole.observe(choice.seconds)
+        if choice.first is not None:
+            self.first.observe(choice.first)
+            if count > 1:
+                self.each.observe((choice.seconds - choice.first) / (count - 1))
+
+    def text(self) -> bytes:
+        """All of it, as Prometheus reads it."""
+        return self._latest(self.registry)

@@ -1,0 +1,200 @@
+"""A model behind a queue: what the HTTP routes ask, and what the model's thread tells, brought together on the event loop."""
+
+import asyncio
+import gc
+import logging
+import time
+from collections.abc import AsyncGenerator, Awaitable, Callable
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+from skipstone.decoding.draft import Step
+from skipstone.hf.call import resolve_for
+from skipstone.models.layered import LayeredModel
+from skipstone.serving.answers import Answer, Choice
+from skipstone.serving.asking import Asking
+from skipstone.serving.engine import Engine, Told
+from skipstone.serving.jobs import CANCELLED, FAILED, STOP, Ended, Event, Job, Piece, Refused
+from skipstone.serving.metrics import Metrics
+from skipstone.serving.writing import Writer
+
+logger = logging.getLogger(__name__)
+Found = TypeVar("Found")
+
+
+@dataclass(frozen=True)
+class Settings:
+    """name: that clients call the model by. method: as in `skipstone.generate`. rows: texts that are written at a time.
+    capacity: most tokens of a text, its prompt included; None for the model's own limit, MOST_CAPACITY at most. waiting: most
+    texts that wait. seconds: that one may take, None for any time. drain: seconds that texts have to end when the server is
+    stopped."""
+
+    name: str = "skipstone-nano"
+    method: Any = None
+    rows: int = 8
+    capacity: int | None = None
+    waiting: int = 64
+    seconds: float | None = None
+    drain: float = 30.0
+
+
+MOST_CAPACITY = 4096
+"""Tokens of a text where nobody says more: the memory of keys and values follows it."""
+
+Update = tuple[Choice, str, Piece | None, int]
+"""A choice, the text that is new in it, the piece that brought it, and the tokens before that."""
+Updates = AsyncGenerator[Update, None]
+
+
+class Server:
+    """load: gives model and tokenizer; called in a thread. state: "loading", "ready", "failed" or "stopping"."""
+
+    def __init__(self, load: Callable[[], tuple[Any, Any]], settings: Settings) -> None:
+        self.settings, self._load = settings, load
+        self.state, self.why = "loading", ""
+        self.metrics = Metrics(settings.name)
+        self._texts = ThreadPoolExecutor(1, thread_name_prefix="skipstone-texts")
+        self._queues: dict[Job, asyncio.Queue[tuple[Job, Event]]] = {}
+        self._engine: Engine | None = None
+        self._asking: Asking | None = None
+        self.tokenizer: Any = None
+        self.started = int(time.time())
+
+    async def start(self) -> None:
+        """Load the model, and begin to take requests."""
+        self._loop = asyncio.get_running_loop()
+        try:
+            await self._loop.run_in_executor(self._texts, self._begin)
+        except Exception as error:
+            self.state, self.why = "failed", f"{type(error).__name__}: {error}"
+            logger.exception("the model could not be loaded")
+            return
+        gc.collect()
+        gc.freeze()  # what was loaded stays: a full collection would walk over all of it, in the middle of a text
+        self.state = "ready"
+
+    def _begin(self) -> None:
+        model, self.tokenizer = self._load()
+        layered, settings = LayeredModel(model), self.settings
+        method = resolve_for(model, settings.method)
+        method.check(layered)
+        capacity = min(layered.max_positions, settings.capacity or MOST_CAPACITY)
+        self._asking = Asking(layered, self.tokenizer, method, capacity, settings.seconds)
+        self._engine = Engine(layered, settings.rows, capacity, settings.waiting, self._post)
+
+    async def stop(self) -> None:
+        """Take nothing more, let texts end, then leave."""
+        self.state = "stopping"
+        if self._engine is not None:
+            await self._loop.run_in_executor(None, self._engine.stop, self.settings.drain)
+        self._texts.shutdown(wait=False)
+
+    @property
+    def engine(self) -> Engine:
+        """Refused while there is none."""
+        if self._engine is None or self.state != "ready":
+            said = {"loading": "the model is being loaded", "failed": "the model could not be loaded: see the server's log"}
+            raise Refused(503, said.get(self.state, "the server is shutting down"), 5)
+        return self._engine
+
+    @property
+    def asking(self) -> Asking:
+        """Refused while there is none."""
+        _ = self.engine
+        assert self._asking is not None
+        return self._asking
+
+    async def in_texts(self, call: Callable[..., Found], *given: Any) -> Found:
+        """What works on texts, in its own thread."""
+        return await self._loop.run_in_executor(self._texts, call, *given)
+
+    # -------------------------------------------------------------------------------------------------- from the model
+
+    def _post(self, told: Told, step: Step | None) -> None:
+        try:
+            self._loop.call_soon_threadsafe(self._take, told, step)
+        except RuntimeError:  # the loop is closed: nobody listens any more
+            logger.debug("an event came after the end")
+
+    def _take(self, told: Told, step: Step | None) -> None:
+        if step is not None:
+            self.metrics.step(step)
+        if (engine := self._engine) is not None:
+            self.metrics.running.set(engine.running)
+            self.metrics.waiting.set(engine.waits)
+        for job, event in told:
+            if (listener := self._queues.get(job)) is not None:
+                listener.put_nowait((job, event))
+
+    # ------------------------------------------------------------------------------------------------------ to clients
+
+    async def answer(self, ask: Callable[[Any], list[Job]], body: Any, *, chat: bool) -> tuple[Answer, Updates]:
+        """An answer that is begun, and its updates. ValueError and Refused before anything is written."""
+        engine = self.engine
+        jobs = await self.in_texts(ask, body)
+        listener: asyncio.Queue[tuple[Job, Event]] = asyncio.Queue()
+        choices = [Choice(index, job, Writer(self.tokenizer, body.stops, job.request.eos)) for index, job in enumerate(jobs)]
+        answer = Answer(self.settings.name, choices, chat=chat, tokenizer=self.tokenizer)
+        engine.submit(jobs)
+        self._queues.update(dict.fromkeys(jobs, listener))
+        return answer, self._updates(engine, choices, listener)
+
+    async def _updates(self, engine: Engine, choices: list[Choice], listener: asyncio.Queue[tuple[Job, Event]]) -> Updates:
+        """Until all have ended, or nobody listens any more. Refused where one could not be written."""
+        running = {choice.job: choice for choice in choices}
+        try:
+            while running:
+                job, event = await listener.get()
+                if (choice := running.get(job)) is None:
+                    continue
+                choice.seconds = time.monotonic() - job.asked
+                update = self._more(choice, event) if isinstance(event, Piece) else self._last(choice, event)
+                if choice.reason is not None:
+                    del running[job]
+                    self._leave(job)
+                    self.metrics.ended(choice)
+                    if isinstance(event, Piece):
+                        engine.cancel(job)
+                yield update
+        finally:
+            for job, choice in running.items():
+                self._leave(job)
+                engine.cancel(job)
+                choice.reason = CANCELLED
+                self.metrics.ended(choice)
+
+    def _leave(self, job: Job) -> None:
+        self._queues.pop(job, None)
+
+    def _more(self, choice: Choice, piece: Piece) -> Update:
+        if choice.first is None:
+            choice.first = choice.seconds
+        start = choice.writer.count
+        text = choice.writer.add(piece.tokens)
+        taken = choice.writer.count - start
+        choice.tokens += piece.tokens[:taken]
+        choice.likely += (piece.likely or [])[:taken]
+        if choice.writer.stopped:
+            choice.reason = STOP
+        return choice, text, piece, start
+
+    def _last(self, choice: Choice, ended: Ended) -> Update:
+        if ended.message:
+            raise Refused(ended.status if ended.reason != FAILED or ended.status < 500 else 500, ended.message)
+        start = choice.writer.count
+        text = choice.writer.rest()
+        choice.reason = STOP if choice.writer.stopped else ended.reason
+        return choice, text, None, start
+
+
+async def unless(gone: Awaitable[Any], work: Awaitable[Found]) -> Found | None:
+    """What comes of some work; None where something else has happened before it is done, which then is given up."""
+    working, going = asyncio.ensure_future(work), asyncio.ensure_future(gone)
+    try:
+        await asyncio.wait({working, going}, return_when=asyncio.FIRST_COMPLETED)
+        return working.result() if working.done() else None
+    finally:
+        for one in (working, going):
+            if not one.done():
+                one.cancel()

@@ -1,0 +1,401 @@
+"""The HTTP routes, over a real socket, with the bundled model: what OpenAI's client, and a rude one, get to see."""
+
+from __future__ import annotations
+
+import json
+import socket
+import threading
+import time
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import httpx
+import openai
+import pytest
+import torch
+import uvicorn
+
+import skipstone
+from skipstone.serving.app import make_app
+from skipstone.serving.server import Server, Settings
+
+TEXTS = [
+    "def add(a, b):\n    return",
+    "import os\n\n\ndef main():\n",
+    "class Stack:\n    def __init__(self):\n",
+    "x = [1, 2, 3]\n",
+]
+KEY = "sk-secret"
+
+
+def free_port() -> int:
+    with socket.socket() as one:
+        one.bind(("127.0.0.1", 0))
+        return one.getsockname()[1]
+
+
+class Running:
+    """A server in a thread of its own."""
+
+    def __init__(self, server: Server, api_key: str | None = None) -> None:
+        self.server, self.port = server, free_port()
+        config = uvicorn.Config(make_app(server, api_key), host="127.0.0.1", port=self.port, log_level="error", ws="none")
+        self.uvicorn = uvicorn.Server(config)
+        self.thread = threading.Thread(target=self.uvicorn.run, daemon=True)
+        self.thread.start()
+        self.url = f"http://127.0.0.1:{self.port}"
+        self.http = httpx.Client(base_url=self.url, timeout=60)
+
+    def until_ready(self) -> Running:
+        for _ in range(600):
+            try:
+                if self.http.get("/health").status_code == 200:
+                    return self
+            except httpx.ConnectError:
+                pass
+            time.sleep(0.05)
+        raise AssertionError("the server did not start")
+
+    def stop(self) -> None:
+        self.http.close()
+        self.uvicorn.should_exit = True
+        self.thread.join(30)
+        assert not self.thread.is_alive()
+
+
+@pytest.fixture(scope="module")
+def loaded() -> Any:
+    return skipstone.load(None)
+
+
+@pytest.fixture(scope="module")
+def nano(loaded: Any) -> Iterator[Running]:
+    running = Running(Server(lambda: loaded, Settings(rows=4, waiting=16, drain=5))).until_ready()
+    yield running
+    running.stop()
+
+
+@pytest.fixture(scope="module")
+def client(nano: Running) -> openai.OpenAI:
+    return openai.OpenAI(base_url=f"{nano.url}/v1", api_key="none", max_retries=0)
+
+
+def expected(loaded: Any, text: str, new: int, **more: Any) -> str:
+    model, tokenizer = loaded
+    return skipstone.generate(model, text, tokenizer=tokenizer, max_new_tokens=new, **more).text
+
+
+def post(nano: Running, path: str = "/v1/completions", **body: Any) -> httpx.Response:
+    return nano.http.post(path, json=body)
+
+
+def refusal(response: httpx.Response) -> str:
+    """The sentence of an error, in OpenAI's shape."""
+    error = response.json()["error"]
+    assert set(error) == {"message", "type", "param", "code"}
+    assert error["code"] == response.status_code
+    return error["message"]
+
+
+# ------------------------------------------------------------------------------------------------------------- texts
+
+
+def test_answers_of_many_clients_at_once_are_those_of_generate(loaded: Any, client: openai.OpenAI) -> None:
+    def asked(text: str) -> str:
+        return client.completions.create(model="skipstone-nano", prompt=text, max_tokens=40, temperature=0).choices[0].text
+
+    with ThreadPoolExecutor(8) as pool:
+        found = list(pool.map(asked, TEXTS * 3))
+    assert found == [expected(loaded, text, 40, do_sample=False) for text in TEXTS] * 3
+
+
+def test_a_stream_has_the_same_text_and_ends_with_the_usage(loaded: Any, client: openai.OpenAI) -> None:
+    chunks = list(
+        client.completions.create(
+            model="skipstone-nano",
+            prompt=TEXTS[0],
+            max_tokens=30,
+            temperature=0,
+            stream=True,
+            stream_options={"include_usage": True},
+        )
+    )
+    text = "".join(choice.text for chunk in chunks for choice in chunk.choices)
+    assert text == expected(loaded, TEXTS[0], 30, do_sample=False)
+    reasons = [choice.finish_reason for chunk in chunks for choice in chunk.choices]
+    assert reasons[-1] in ("stop", "length")
+    assert not any(reasons[:-1])
+    assert chunks[-1].usage is not None
+    assert chunks[-1].usage.completion_tokens <= 30
+    assert len({chunk.id for chunk in chunks}) == 1
+
+
+def test_a_stop_string_ends_the_text_before_it(loaded: Any, client: openai.OpenAI) -> None:
+    whole = expected(loaded, TEXTS[2], 40, do_sample=False)
+    stop = whole[10:16]
+    answer = client.completions.create(model="skipstone-nano", prompt=TEXTS[2], max_tokens=40, temperature=0, stop=[stop, "\0"])
+    assert answer.choices[0].text == whole[: whole.index(stop)]
+    assert answer.choices[0].finish_reason == "stop"
+    assert answer.usage is not None
+    assert answer.usage.completion_tokens < 40
+
+
+def test_a_seed_says_what_is_drawn_and_every_choice_has_another(loaded: Any, client: openai.OpenAI) -> None:
+    def drawn(count: int) -> list[str]:
+        answer = client.completions.create(
+            model="skipstone-nano", prompt=TEXTS[3], max_tokens=25, temperature=1.0, top_p=0.95, seed=7, n=count
+        )
+        return [choice.text for choice in sorted(answer.choices, key=lambda one: one.index)]
+
+    three = drawn(3)
+    assert len(set(three)) > 1
+    assert drawn(3) == three
+    assert three[0] == expected(loaded, TEXTS[3], 25, do_sample=True, temperature=1.0, top_p=0.95, seed=7)
+
+
+def test_a_method_of_the_request_s_own_writes_the_same_text(loaded: Any, nano: Running) -> None:
+    text = expected(loaded, TEXTS[1], 40, do_sample=False)
+    for speculative in ("off", "prompt_lookup", {"method": "layerskip", "exit_layer": 6}):
+        answer = post(nano, prompt=TEXTS[1], max_tokens=40, temperature=0, speculative=speculative, return_metrics=True).json()
+        assert answer["choices"][0]["text"] == text
+        figures = answer["metrics"]["speculative_decoding"]
+        assert (figures["num_draft_tokens"] == 0) is (speculative == "off")
+        assert answer["timings"]["draft_n_accepted"] == figures["num_accepted_draft_tokens"]
+        histogram = figures["acceptance_histogram"]
+        assert sum(place * count for place, count in enumerate(histogram)) == figures["num_accepted_draft_tokens"]
+        assert sum(histogram) == figures["num_spec_steps"]
+
+
+def test_log_probabilities_are_those_of_the_model(loaded: Any, client: openai.OpenAI) -> None:
+    model, tokenizer = loaded
+    answer = client.completions.create(model="skipstone-nano", prompt=TEXTS[0], max_tokens=12, temperature=0, logprobs=3)
+    told = answer.choices[0].logprobs
+    assert told is not None
+    assert told.token_logprobs is not None
+    assert told.top_logprobs is not None
+    prompt = tokenizer(TEXTS[0])["input_ids"]
+    output = skipstone.generate(model, torch.tensor([prompt]), max_new_tokens=12, do_sample=False)
+    assert output.new_tokens is not None
+    new = output.new_tokens[0]
+    with torch.inference_mode():
+        logits = model(torch.tensor([prompt + new])).logits[0, len(prompt) - 1 : -1]
+    right = logits.float().log_softmax(-1)
+    assert len(told.token_logprobs) == len(new)
+    for place, token in enumerate(new):
+        assert told.token_logprobs[place] == pytest.approx(float(right[place, token]), abs=1e-3)
+        assert len(told.top_logprobs[place]) <= 3
+        assert max(told.top_logprobs[place].values()) == pytest.approx(float(right[place].max()), abs=1e-3)
+
+
+def test_penalties_and_biases_change_what_is_written(client: openai.OpenAI, loaded: Any) -> None:
+    _, tokenizer = loaded
+    token = tokenizer(TEXTS[0])["input_ids"][1]
+    biased = client.completions.create(
+        model="skipstone-nano", prompt=TEXTS[0], max_tokens=4, temperature=0, logit_bias={str(token): 100}
+    )
+    assert biased.choices[0].text == tokenizer.decode([token] * 4)
+    varied = client.completions.create(
+        model="skipstone-nano",
+        prompt=TEXTS[0],
+        max_tokens=4,
+        temperature=0,
+        logit_bias={str(token): 30},
+        presence_penalty=2.0,
+        frequency_penalty=2.0,
+        extra_body={"repetition_penalty": 9.0},
+    )
+    assert varied.choices[0].text != biased.choices[0].text
+
+
+def test_a_prompt_that_begins_like_the_one_before_is_not_read_twice(nano: Running, loaded: Any) -> None:
+    long = "\n".join(f"def function_{number}(argument):\n    return argument + {number}\n" for number in range(12))
+    first = post(nano, prompt=long, max_tokens=8, temperature=0, speculative="off").json()
+    second = post(nano, prompt=f"{long}\ndef last", max_tokens=8, temperature=0, speculative="off").json()
+    assert first["usage"]["prompt_tokens_details"]["cached_tokens"] == 0
+    assert second["usage"]["prompt_tokens_details"]["cached_tokens"] > 100
+    assert second["choices"][0]["text"] == expected(loaded, f"{long}\ndef last", 8, do_sample=False)
+
+
+def test_several_prompts_and_token_ids(nano: Running, loaded: Any) -> None:
+    _, tokenizer = loaded
+    answer = post(nano, prompt=TEXTS[:2], n=2, max_tokens=6, temperature=0).json()
+    assert [choice["index"] for choice in answer["choices"]] == [0, 1, 2, 3]
+    texts = [choice["text"] for choice in answer["choices"]]
+    assert texts == [expected(loaded, text, 6, do_sample=False) for text in TEXTS[:2] for _ in range(2)]
+    ids = tokenizer(TEXTS[0])["input_ids"]
+    assert post(nano, prompt=ids, max_tokens=6, temperature=0).json()["choices"][0]["text"] == texts[0]
+
+
+def test_a_page_is_told_where_every_token_comes_from(nano: Running) -> None:
+    body = {"prompt": TEXTS[1], "max_tokens": 30, "temperature": 0, "ignore_eos": True, "speculative": "auto"}
+    body |= {"stream": True, "stream_speculative": True}
+    told: list[dict[str, Any]] = []
+    with nano.http.stream("POST", "/v1/completions", json=body) as response:
+        assert response.headers["content-type"].startswith("text/event-stream")
+        lines = [line for line in response.iter_lines() if line.startswith("data:")]
+    assert lines[-1] == "data: [DONE]"
+    for line in lines[:-1]:
+        told += [json.loads(line[5:])["speculative"]] if "speculative" in json.loads(line[5:]) else []
+    tokens = [token for step in told for token in step["tokens"]]
+    assert len(tokens) == 30
+    assert tokens[0]["origin"] == "prefill"
+    assert {token["origin"] for token in tokens} <= {"prefill", "draft", "recovered", "bonus"}
+    assert all(step["verify_ms"] >= 0 and step["drafter"] for step in told[1:])
+
+
+# ---------------------------------------------------------------------------------------------------------- refusals
+
+
+@pytest.mark.parametrize(
+    ("body", "said"),
+    [
+        ({"prompt": "a", "tempreature": 1}, "tempreature: this field is not supported"),
+        ({"prompt": "a", "n": 1000}, "n: "),
+        ({"prompt": "a", "temperature": "hot"}, "temperature: "),
+        ({"prompt": "a", "echo": True}, "echo: "),
+        ({"prompt": [[]]}, "prompt"),
+        ({"prompt": []}, "prompt"),
+        ({"prompt": "a", "max_tokens": 10**6}, "tokens"),
+        ({"prompt": "a" * 300_000}, "characters"),
+        ({"prompt": [10**6]}, "out of range"),
+        ({"prompt": "a", "stop": [""]}, "stop"),
+        ({"prompt": "a", "logit_bias": {"x": 1}}, "logit_bias"),
+        ({"prompt": "a", "logit_bias": {"99999": 1}}, "vocabulary"),
+        ({"prompt": "a", "speculative": "warp_drive"}, "warp_drive"),
+        ({"prompt": "a", "speculative": "auto log=/tmp/x"}, "files"),
+        ({"prompt": "a", "speculative": {"method": "speculative", "draft_model": "/etc"}}, "files"),
+        ({"prompt": "a", "stream_options": {"include_usage": True}}, "stream=true"),
+        ({}, "prompt"),
+    ],
+)
+def test_what_cannot_be_done_is_refused_in_a_sentence(nano: Running, body: dict[str, Any], said: str) -> None:
+    response = post(nano, **body)
+    assert response.status_code == 400
+    assert said in refusal(response)
+
+
+def test_other_mistakes_have_their_own_status(nano: Running) -> None:
+    assert nano.http.post("/v1/completions", content=b"{").status_code == 400
+    assert post(nano, prompt="a", model="gpt-4").status_code == 404
+    assert "no model" in refusal(post(nano, prompt="a", model="gpt-4"))
+    assert "there is no /v1/nothing" in refusal(nano.http.get("/v1/nothing"))
+    assert nano.http.get("/v1/completions").status_code == 405
+    assert nano.http.post("/v1/completions", content=b" " * (5 << 20)).status_code == 413
+    chat = post(nano, "/v1/chat/completions", messages=[{"role": "user", "content": "hi"}])
+    assert chat.status_code == 400
+    assert "chat template" in refusal(chat)
+
+
+def test_openai_s_client_raises_what_it_raises_elsewhere(client: openai.OpenAI) -> None:
+    with pytest.raises(openai.BadRequestError, match="not supported"):
+        client.completions.create(model="skipstone-nano", prompt="a", extra_body={"wings": 2})
+    with pytest.raises(openai.NotFoundError):
+        client.completions.create(model="other", prompt="a")
+
+
+# ----------------------------------------------------------------------------------------------------- other routes
+
+
+def test_what_the_server_says_of_itself(nano: Running, client: openai.OpenAI) -> None:
+    assert [model.id for model in client.models.list()] == ["skipstone-nano"]
+    info = nano.http.get("/server_info").json()
+    assert info["method"].startswith("layerskip exit_layer=6")
+    assert info["max_num_seqs"] == 4
+    tokens = post(nano, "/tokenize", prompt=TEXTS[0]).json()
+    assert tokens["count"] == len(tokens["tokens"])
+    assert post(nano, "/detokenize", tokens=tokens["tokens"]).json()["prompt"].endswith(TEXTS[0])
+    assert "vocabulary" in refusal(post(nano, "/detokenize", tokens=[-1]))
+    assert "either" in refusal(post(nano, "/tokenize"))
+
+
+def test_counters_go_up_by_what_was_done(nano: Running) -> None:
+    def counted(name: str) -> float:
+        lines = nano.http.get("/metrics").text.splitlines()
+        return sum(float(line.rsplit(" ", 1)[1]) for line in lines if line.startswith(f"skipstone:{name}{{"))
+
+    names = ("generation_tokens_total", "prompt_tokens_total", "request_success_total", "spec_decode_num_draft_tokens_total")
+    before = [counted(name) for name in names]
+    answer = post(
+        nano,
+        prompt=TEXTS[1],
+        max_tokens=30,
+        temperature=0,
+        speculative={"method": "layerskip", "exit_layer": 6},
+        return_metrics=True,
+    ).json()
+    written, read, ended, drafted = (counted(name) - was for name, was in zip(names, before, strict=True))
+    assert written == answer["usage"]["completion_tokens"]
+    assert read == answer["usage"]["prompt_tokens"]
+    assert ended == 1
+    assert drafted == answer["timings"]["draft_n"] > 0
+    assert counted("num_requests_running") == counted("num_requests_waiting") == 0
+
+
+def test_a_client_that_goes_leaves_no_row_behind(nano: Running) -> None:
+    for streams in (True, False):
+        body = {"prompt": TEXTS[0], "max_tokens": 900, "ignore_eos": True, "stream": streams, "speculative": "off"}
+        with httpx.Client(base_url=nano.url, timeout=0.2) as rude:
+            if streams:
+                with rude.stream("POST", "/v1/completions", json=body) as response:
+                    next(response.iter_lines())
+            else:
+                with pytest.raises(httpx.ReadTimeout):
+                    rude.post("/v1/completions", json=body)
+        began = time.monotonic()
+        engine = nano.server.engine
+        while engine.running and time.monotonic() - began < 5:
+            time.sleep(0.01)
+        assert engine.running == 0
+
+
+def test_a_key_is_asked_for_and_health_is_public_while_the_model_is_loaded(loaded: Any) -> None:
+    gate = threading.Event()
+
+    def load() -> Any:
+        gate.wait(30)
+        return loaded
+
+    running = Running(Server(load, Settings(rows=1, drain=1)), api_key=KEY)
+    try:
+        for _ in range(200):
+            try:
+                health = running.http.get("/health")
+                break
+            except httpx.ConnectError:
+                time.sleep(0.05)
+        assert health.status_code == 503
+        assert health.json() == {"status": "loading"}
+        headers = {"Authorization": f"Bearer {KEY}"}
+        early = running.http.post("/v1/completions", json={"prompt": "a"}, headers=headers)
+        assert early.status_code == 503
+        assert early.headers["Retry-After"]
+        gate.set()
+        running.until_ready()
+        for wrong in ({}, {"Authorization": "Bearer sk-other"}, {"Authorization": KEY}):
+            assert running.http.post("/v1/completions", json={"prompt": "a"}, headers=wrong).status_code == 401
+        assert running.http.post("/v1/completions", json={"prompt": "a", "max_tokens": 2}, headers=headers).status_code == 200
+    finally:
+        gate.set()
+        running.stop()
+
+
+def test_a_model_that_cannot_be_loaded_is_said_in_health_and_nothing_of_it_in_errors() -> None:
+    def load() -> Any:
+        raise OSError("/a/secret/path is no model")
+
+    running = Running(Server(load, Settings()))
+    try:
+        for _ in range(200):
+            try:
+                if (health := running.http.get("/health")).json()["status"] == "failed":
+                    break
+            except httpx.ConnectError:
+                pass
+            time.sleep(0.05)
+        assert health.status_code == 503
+        answer = running.http.post("/v1/completions", json={"prompt": "a"})
+        assert answer.status_code == 503
+        assert "secret" not in answer.text
+    finally:
+        running.stop()

@@ -1,0 +1,243 @@
+"""Rows that join and leave between steps: texts stay those of `skipstone.generate`."""
+
+from __future__ import annotations
+
+import threading
+import time
+from typing import Any
+
+import pytest
+import torch
+
+import skipstone
+from skipstone.decoding.batch import Request
+from skipstone.decoding.draft import Step
+from skipstone.decoding.loop import Decoder, run
+from skipstone.decoding.method import Method
+from skipstone.models.layered import LayeredModel
+from skipstone.serving.engine import Engine, Told
+from skipstone.serving.jobs import CANCELLED, FAILED, LENGTH, TIMEOUT, Ended, Job, Piece, Refused
+from skipstone.serving.lanes import Lane
+from skipstone.serving.processors import Bias, Penalty
+from tests.helpers import families
+
+METHODS: list[Method] = [
+    skipstone.Autoregressive(),
+    skipstone.LayerSkip(exit_layer=2, num_speculative_tokens=4),
+    skipstone.Auto((skipstone.PromptLookup(), skipstone.LayerSkip(exit_layer=2, num_speculative_tokens=4))),
+]
+
+
+def prompt(length: int, seed: int) -> torch.Tensor:
+    return torch.randint(3, 90, (length,), generator=torch.Generator().manual_seed(seed))
+
+
+def written(raw: Any, method: Method, ids: torch.Tensor, new: int) -> list[int]:
+    """What `skipstone.generate` writes."""
+    output = skipstone.generate(raw, ids[None], method, max_new_tokens=new, do_sample=False)
+    assert output.new_tokens is not None
+    return output.new_tokens[0]
+
+
+class Heard:
+    """What an engine has told, by job."""
+
+    def __init__(self) -> None:
+        self.tokens: dict[Job, list[int]] = {}
+        self.ended: dict[Job, Ended] = {}
+        self.steps = 0
+        self.changed = threading.Condition()
+
+    def __call__(self, told: Told, step: Step | None) -> None:
+        with self.changed:
+            self.steps += step is not None
+            for job, event in told:
+                if isinstance(event, Piece):
+                    self.tokens.setdefault(job, []).extend(event.tokens)
+                else:
+                    self.ended[job] = event
+            self.changed.notify_all()
+
+    def until(self, met: Any, seconds: float = 30) -> None:
+        with self.changed:
+            assert self.changed.wait_for(met, seconds), "it did not happen"
+
+    def all_of(self, jobs: list[Job]) -> None:
+        self.until(lambda: all(job in self.ended for job in jobs))
+
+
+@pytest.fixture
+def raw() -> Any:
+    return families.build("llama", max_position_embeddings=8192)
+
+
+@pytest.mark.parametrize("method", METHODS, ids=repr)
+def test_a_row_that_runs_its_prompt_in_turns_with_others_changes_no_text(raw: Any, method: Method) -> None:
+    model, long, short = LayeredModel(raw), prompt(60, 1), prompt(5, 2)
+    decoder = Decoder(method.start(model, 2, 128), chunk=8, takes_turns=True)
+    decoder.admit(0, Request(short, 40))
+    texts: dict[int, list[int]] = {0: [], 1: []}
+    for _ in range(4):
+        texts[0] += decoder.step().tokens[0]
+    decoder.admit(1, Request(long, 20))
+    during = 0
+    for step in run(decoder):
+        for row in texts:
+            texts[row] += step.tokens[row]
+        during += bool(step.tokens[0]) and decoder.session.prefilling
+    assert texts[0] == written(raw, method, short, 40)
+    assert texts[1] == written(raw, method, long, 20)
+    assert during >= 3, "the short text went on while the long prompt was read"
+
+
+@pytest.mark.parametrize("method", METHODS, ids=repr)
+def test_more_jobs_than_rows_are_all_written_as_alone(raw: Any, method: Method) -> None:
+    heard = Heard()
+    engine = Engine(LayeredModel(raw), 3, 128, 64, heard, chunk=8)
+    jobs = [Job(Request(prompt(4 + 7 * seed, seed), 12 + seed), method) for seed in range(9)]
+    for job in jobs:
+        engine.submit([job])
+    heard.all_of(jobs)
+    assert engine.stop()
+    for job in jobs:
+        assert heard.tokens[job] == written(raw, method, job.request.prompt, job.request.max_new_tokens)
+        assert heard.ended[job].reason == LENGTH
+
+
+@pytest.mark.parametrize("method", METHODS, ids=repr)
+def test_a_row_that_knows_the_beginning_of_a_prompt_runs_the_rest_alone(raw: Any, method: Method) -> None:
+    lane = Lane(LayeredModel(raw), method, 2, 128, 16, lambda *_: None)
+    first = prompt(40, 5)
+
+    def decoded(job: Job) -> list[int]:
+        tokens: list[int] = []
+        lane.tell = lambda told, event: tokens.extend(event.tokens) if isinstance(event, Piece) and told is job else None
+        lane.admit(job)
+        while lane.busy:
+            lane.step()
+        return tokens
+
+    answer = decoded(Job(Request(first, 10), method))
+    more = torch.cat([first, torch.tensor(answer), prompt(6, 6)])
+    for ids, reused in ((more, 49), (first, 39), (torch.cat([first[:20], prompt(9, 7)]), 20), (prompt(30, 8), 0)):
+        job = Job(Request(ids, 12), method)
+        assert decoded(job) == written(raw, method, ids, 12)
+        assert job.figures.reused == reused
+
+
+def test_a_job_that_is_cancelled_leaves_its_row_before_the_next_step(raw: Any) -> None:
+    heard = Heard()
+    engine = Engine(LayeredModel(raw), 1, 4096, 8, heard)
+    endless = Job(Request(prompt(5, 1), 4000), METHODS[0])
+    next_one = Job(Request(prompt(5, 2), 3), METHODS[0])
+    engine.submit([endless])
+    heard.until(lambda: endless in heard.tokens)
+    engine.submit([next_one])
+    engine.cancel(endless)
+    heard.all_of([endless, next_one])
+    assert heard.ended[endless].reason == CANCELLED
+    assert len(heard.tokens[endless]) < 4000
+    assert heard.tokens[next_one] == written(raw, METHODS[0], next_one.request.prompt, 3)
+    engine.cancel(endless)  # nothing happens
+    assert engine.stop()
+    assert (engine.running, engine.waits) == (0, 0)
+
+
+def test_a_full_queue_refuses_and_a_job_that_takes_too_long_is_given_up(raw: Any) -> None:
+    heard = Heard()
+    engine = Engine(LayeredModel(raw), 1, 4096, 1, heard)
+    slow = Job(Request(prompt(5, 1), 4000), METHODS[0], seconds=0.3)
+    engine.submit([slow])
+    heard.until(lambda: slow in heard.tokens)
+    waiting = Job(Request(prompt(5, 2), 2), METHODS[0])
+    engine.submit([waiting])
+    with pytest.raises(Refused, match="waiting") as refused:
+        engine.submit([Job(Request(prompt(5, 3), 2), METHODS[0])])
+    assert (refused.value.status, refused.value.retry_after) == (429, 1)
+    heard.all_of([slow, waiting])
+    assert heard.ended[slow].reason == TIMEOUT
+    assert heard.ended[waiting].reason == LENGTH
+    assert engine.stop()
+    with pytest.raises(Refused, match="shutting down"):
+        engine.submit([waiting])
+
+
+def test_what_is_going_on_may_end_before_the_engine_stops(raw: Any) -> None:
+    heard = Heard()
+    engine = Engine(LayeredModel(raw), 1, 4096, 4, heard)
+    jobs = [Job(Request(prompt(5, seed), 20), METHODS[0]) for seed in range(3)]
+    engine.submit(jobs)
+    assert engine.stop(30)
+    assert [heard.ended[job].reason for job in jobs] == [LENGTH] * 3
+    engine = Engine(LayeredModel(raw), 1, 4096, 4, heard)
+    endless = Job(Request(prompt(5, 1), 4000), METHODS[0])
+    engine.submit([endless])
+    assert not engine.stop(0.1)
+    assert heard.ended[endless].status == 503
+
+
+def test_a_step_that_fails_ends_its_jobs_and_no_others(raw: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    heard, own = Heard(), Decoder.step
+    engine = Engine(LayeredModel(raw), 2, 256, 8, heard)
+    broken, whole = Job(Request(prompt(5, 1), 100), METHODS[1]), Job(Request(prompt(5, 2), 20), METHODS[0])
+
+    def step(decoder: Decoder) -> Step:
+        if any(state is not None and state.request is broken.request for state in decoder.rows):
+            raise RuntimeError("planted")
+        return own(decoder)
+
+    monkeypatch.setattr(Decoder, "step", step)
+    engine.submit([broken])
+    engine.submit([whole])
+    heard.all_of([broken, whole])
+    assert heard.ended[broken].reason == FAILED
+    assert "planted" not in heard.ended[broken].message
+    assert heard.tokens[whole] == written(raw, METHODS[0], whole.request.prompt, 20)
+    again = Job(Request(prompt(5, 3), 4), METHODS[1])
+    engine.submit([again])
+    heard.all_of([again])
+    assert heard.ended[again].reason == LENGTH
+    assert engine.stop()
+
+
+def test_a_job_that_cannot_be_decoded_is_refused_in_a_sentence(raw: Any) -> None:
+    heard = Heard()
+    engine = Engine(LayeredModel(raw), 1, 32, 8, heard)
+    long = Job(Request(prompt(30, 1), 10), METHODS[0])
+    engine.submit([long])
+    heard.all_of([long])
+    assert heard.ended[long].status == 400
+    assert "32 tokens" in heard.ended[long].message
+    assert engine.stop()
+
+
+def test_jobs_of_one_method_do_not_wait_for_rows_of_another(raw: Any) -> None:
+    heard = Heard()
+    engine = Engine(LayeredModel(raw), 1, 4096, 8, heard)
+    endless = Job(Request(prompt(5, 1), 4000), METHODS[0])
+    behind = Job(Request(prompt(5, 2), 3), METHODS[0])
+    other = Job(Request(prompt(5, 3), 3), METHODS[1])
+    for job in (endless, behind, other):
+        engine.submit([job])
+    heard.all_of([other])
+    assert behind not in heard.ended
+    engine.cancel(endless)
+    heard.all_of([behind])
+    assert engine.stop()
+
+
+def test_an_idle_engine_does_nothing(raw: Any) -> None:
+    heard = Heard()
+    engine = Engine(LayeredModel(raw), 1, 64, 8, heard)
+    time.sleep(0.1)
+    assert heard.steps == 0
+    assert engine.stop()
+
+
+def test_biases_and_penalties_by_hand() -> None:
+    ids = torch.tensor([[1, 2, 5, 3, 3, 4]])
+    scores = torch.zeros(1, 6)
+    assert Bias({2: 1.5, 0: -100.0})(ids, scores).tolist() == [[-100.0, 0.0, 1.5, 0.0, 0.0, 0.0]]
+    assert scores.sum() == 0
+    # the prompt is 1, 2: of what was written, 3 twice, 4 and 5 once
+    assert Penalty(2, 0.5, 0.25)(ids, scores).tolist() == [[0.0, 0.0, 0.0, -1.0, -0.75, -0.75]]
