@@ -13,7 +13,7 @@ NATIVE := $(VENV)/.native
 NATIVE_SOURCES := src/skipstone/models/engines/native/build.py \
 	$(wildcard src/skipstone/models/engines/native/csrc/*.h src/skipstone/models/engines/native/csrc/*.cpp)
 
-.PHONY: demo quick test test-rest test-all test-native lint format bench clean
+.PHONY: demo serve quick test test-rest test-all test-native lint format bench clean
 
 $(STAMP): pyproject.toml setup.py constraints.txt
 	$(PYTHON) -m venv $(VENV)
@@ -26,6 +26,9 @@ $(NATIVE): $(NATIVE_SOURCES) | $(STAMP)  ## without a compiler it says so, the t
 
 demo: $(STAMP) $(NATIVE)  ## MODEL=path or hub id: the same text twice, plainly and with LayerSkip, side by side
 	@$(BIN)/skipstone demo $(MODEL)
+
+serve: $(STAMP) $(NATIVE)  ## MODEL=path or hub id: an OpenAI-compatible server on port 8000
+	@$(BIN)/skipstone serve $(MODEL)
 
 PYTEST := $(BIN)/python -m pytest -n $(WORKERS) --dist worksteal
 QUICK := $(patsubst %,tests/decoding/test_%.py,decode enumeration noise sampling stats trees verify walk) \

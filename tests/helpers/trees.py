@@ -52,8 +52,8 @@ class TreeSession(Session):
         self.method = method
         self.texts: list[list[int]] = [[] for _ in range(rows)]
 
-    def admit(self, row: int, request: Request) -> None:
-        super().admit(row, request)
+    def admit(self, row: int, request: Request, known: int = 0) -> None:
+        super().admit(row, request, known)
         self.texts[row] = request.prompt.tolist()
 
     def commit(self, draft: Draft | None, verdicts: list[RowVerdict]) -> None:

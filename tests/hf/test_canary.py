@@ -312,7 +312,12 @@ def own_names() -> set[str]:
     names: set[str] = set()
     for node in (node for tree in trees() for node in ast.walk(tree)):
         match node:
-            case ast.FunctionDef(name=name) | ast.ClassDef(name=name) | ast.AnnAssign(target=ast.Name(id=name)):
+            case (
+                ast.FunctionDef(name=name)
+                | ast.AsyncFunctionDef(name=name)
+                | ast.ClassDef(name=name)
+                | ast.AnnAssign(target=ast.Name(id=name))
+            ):
                 names.add(name)
             case ast.Attribute(value=ast.Name(id="self"), attr=name, ctx=ast.Store()):
                 names.add(name)

@@ -255,6 +255,8 @@ def test_a_page_is_told_where_every_token_comes_from(nano: Running) -> None:
         ({"prompt": "a", "temperature": "hot"}, "temperature: "),
         ({"prompt": "a", "echo": True}, "echo: "),
         ({"prompt": [[]]}, "prompt"),
+        ({"prompt": ["a"] * 1000}, "prompt"),
+        ({"prompt": "a", "logit_bias": {"9" * 5000: 1}}, "digit"),
         ({"prompt": []}, "prompt"),
         ({"prompt": "a", "max_tokens": 10**6}, "tokens"),
         ({"prompt": "a" * 300_000}, "characters"),

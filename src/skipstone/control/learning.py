@@ -70,7 +70,8 @@ def begin(state: State) -> State:
     keep = state.rules.kept
     drafters = {name: replace(one, rate=one.rate.cut(keep)) for name, one in state.drafters.items()}
     ranks = None if state.ranks is None else replace(state.ranks, rate=state.ranks.rate.cut(keep))
-    steady = None if state.steady is None else state.steady._replace(ledger=state.steady.ledger.begin())
+    known = state.steady
+    steady = None if known is None else Steady(known.costs, known.ledger.begin(), known.position)
     return replace(state, drafters=drafters, ranks=ranks, ledger=state.ledger.begin(), steady=steady)
 
 

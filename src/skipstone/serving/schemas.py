@@ -4,7 +4,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, field_validator
 
-MOST_CHOICES = 16
+MOST_CHOICES, MOST_PROMPTS = 16, 128
 MOST_STOPS, LONGEST_STOP = 16, 256
 MOST_BIASES = 1024
 MOST_LOGPROBS = 20
@@ -79,12 +79,13 @@ class Sampled(Body):
 
 
 Ids = Annotated[list[int], Field(min_length=1)]
+SEVERAL = Field(min_length=1, max_length=MOST_PROMPTS)
 
 
 class CompletionBody(Sampled):
     """/v1/completions. prompt: a text, token ids, or a list of these."""
 
-    prompt: str | Ids | Annotated[list[str], Field(min_length=1)] | Annotated[list[Ids], Field(min_length=1)]
+    prompt: str | Ids | Annotated[list[str], SEVERAL] | Annotated[list[Ids], SEVERAL]
     max_tokens: int | None = Field(default=16, ge=1)
     logprobs: int | None = Field(default=None, ge=0, le=MOST_LOGPROBS)
     echo: Literal[False] | None = None

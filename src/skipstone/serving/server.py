@@ -124,7 +124,8 @@ class Server:
             self.metrics.running.set(engine.running)
             self.metrics.waiting.set(engine.waits)
         for job, event in told:
-            if (listener := self._queues.get(job)) is not None:
+            listener = self._queues.pop(job, None) if isinstance(event, Ended) else self._queues.get(job)
+            if listener is not None:
                 listener.put_nowait((job, event))
 
     # ------------------------------------------------------------------------------------------------------ to clients

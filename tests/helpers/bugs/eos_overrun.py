@@ -8,9 +8,9 @@ from tests.helpers.bugs.base import broken
 
 
 class Broken(LayerSkipSession):
-    def admit(self, row: int, request: Request) -> None:
+    def admit(self, row: int, request: Request, known: int = 0) -> None:
         object.__setattr__(request, "eos", frozenset())
-        super().admit(row, request)
+        super().admit(row, request, known)
 
 
 METHOD = broken(Broken)

@@ -10,8 +10,8 @@ from tests.helpers.bugs.base import broken
 
 
 class Broken(LayerSkipSession):
-    def admit(self, row: int, request: Request) -> None:
-        super().admit(row, replace(request, sampling=replace(request.sampling, seed=7)))
+    def admit(self, row: int, request: Request, known: int = 0) -> None:
+        super().admit(row, replace(request, sampling=replace(request.sampling, seed=7)), known)
 
 
 METHOD = broken(Broken)

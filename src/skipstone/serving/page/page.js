@@ -1,0 +1,475 @@
+// The playground: it sends prompts to this server's v1/completions and shows what drafted every token.
+// Text of the model becomes part of the page through textContent only.
+
+const CELLS = 14; // Most cells that a step has in the timeline; further drafted tokens are counted.
+const RECENT = 16; // The steps that "tokens/s now" looks back on.
+const REPLAY = 3000; // Milliseconds that a replay takes at least, if 16 times slower is slow enough.
+const BROKEN = "\ufffd"; // What a token shows that is a part of a character.
+
+const state = { ready: false, model: "", busy: null, views: [], race: null, frame: 0 };
+const places = new WeakMap(); // The view, the step and the token of every element that stands for one.
+
+const $ = (id) => document.getElementById(id);
+const number = (value, digits = 1) => (Number.isFinite(value) ? value.toFixed(digits) : "–");
+
+function element(tag, kind, text = "") {
+  const made = document.createElement(tag);
+  made.className = kind;
+  made.textContent = text;
+  return made;
+}
+
+function say(kind, text) {
+  if ($("status").textContent !== text) $("status").textContent = text;
+  $("status").className = kind;
+}
+
+// ---------------------------------------------------------------------------------------------------- the server
+
+function headers() {
+  const key = $("key").value.trim();
+  return { "Content-Type": "application/json", ...(key && { Authorization: `Bearer ${key}` }) };
+}
+
+// The settings of the form. What is left empty is left out, so that it is the model's own.
+function settings() {
+  const found = { prompt: $("prompt").value };
+  for (const name of ["max_tokens", "temperature", "top_p", "seed"]) {
+    if ($(name).value !== "") found[name] = Number($(name).value);
+  }
+  const stops = $("stops").value.split("\n").filter(Boolean);
+  if (stops.length) found.stop = stops.map((one) => one.replaceAll("\\n", "\n"));
+  const method = $("method").value.trim();
+  if (method) found.speculative = method;
+  return found;
+}
+
+const streamed = (body) => ({ ...body, stream: true, return_metrics: true, stream_speculative: true });
+
+async function failure(response) {
+  const told = await response.json().catch(() => null);
+  return `${response.status}: ${told?.error?.message ?? (response.statusText || "the server gave no reason")}`;
+}
+
+// The JSON objects of a stream of server-sent events. It throws where the stream breaks off before its end.
+async function* events(response) {
+  const reader = response.body.pipeThrough(new TextDecoderStream()).getReader();
+  for (let rest = ""; ; ) {
+    const { value, done } = await reader.read();
+    if (done) throw new TypeError("the stream broke off");
+    const blocks = (rest + value).split(/\r?\n\r?\n/);
+    rest = blocks.pop();
+    for (const block of blocks) {
+      const data = block.split(/\r?\n/).filter((line) => line.startsWith("data:")).map((line) => line.slice(5).trim());
+      if (data[0] === "[DONE]") return;
+      if (data.length) yield JSON.parse(data.join("\n"));
+    }
+  }
+}
+
+// Asks for the server's health: every second while it is not well, else now and then.
+async function watch() {
+  const before = state.ready;
+  try {
+    const response = await fetch("health");
+    state.ready = response.ok;
+    if (!response.ok) {
+      const { status } = await response.json().catch(() => ({}));
+      const failed = status === "failed";
+      say(failed ? "bad" : "", failed ? "The model could not be loaded: see the server's log." : `The model is ${status}.`);
+    } else if (!before) await models();
+  } catch {
+    state.ready = false;
+    say("bad", "Disconnected: the server does not answer. It is asked again every second.");
+  }
+  buttons();
+  setTimeout(watch, state.ready ? 10000 : 1000);
+}
+
+async function models() {
+  const response = await fetch("v1/models", { headers: headers() });
+  if (response.status === 401) {
+    const wrong = $("key").value ? "This API key is wrong." : "This server asks for an API key.";
+    say("bad", `${wrong} Enter it in the field “API key”.`);
+  } else if (!response.ok) {
+    say("bad", await failure(response));
+  } else {
+    state.model = (await response.json()).data[0].id;
+    $("model").textContent = state.model;
+    if (!state.busy) say("good", "Ready.");
+  }
+}
+
+function buttons() {
+  $("send").disabled = $("race").disabled = !state.ready || Boolean(state.busy);
+  $("stop").disabled = !state.busy;
+}
+
+// ------------------------------------------------------------------------------------------------------- a text
+
+// All that is known of one text. Times are in milliseconds; that of a step is when it arrived.
+function newRun(method) {
+  return { method, steps: [], tokens: [], open: [], text: "", sent: performance.now(), figures: null, reason: "" };
+}
+
+async function write(run, body, signal, arrived = () => {}) {
+  const request = { method: "POST", headers: headers(), body: JSON.stringify(streamed(body)), signal };
+  const response = await fetch("v1/completions", request);
+  if (!response.ok) throw new Error(await failure(response));
+  for await (const chunk of events(response)) {
+    if (chunk.error) throw new Error(`${chunk.error.code}: ${chunk.error.message}`);
+    take(run, chunk);
+    arrived();
+  }
+}
+
+function take(run, chunk) {
+  if (chunk.usage) run.figures = { ...chunk.metrics, count: chunk.usage.completion_tokens };
+  const choice = chunk.choices[0];
+  if (!choice) return;
+  run.reason = choice.finish_reason ?? run.reason;
+  run.text += choice.text;
+  const told = chunk.speculative;
+  if (told) {
+    const step = { ...told, at: performance.now(), accepted: told.tokens.filter((one) => one.origin === "draft").length };
+    step.drafter = told.drafter || (told.drafted ? run.method : "");
+    run.steps.push(step);
+    run.tokens.push(...told.tokens);
+  }
+  if (told || run.open.length) run.open = spread([...run.open, ...(told?.tokens ?? [])], choice.text);
+  else if (run.tokens.length) run.tokens.at(-1).shown += choice.text;
+}
+
+// Gives every token its part of the text, which is more than its own text where that lacks a space or is a part of a
+// character. Returns the tokens whose text is still to come.
+function spread(tokens, text) {
+  let open = [];
+  for (const token of tokens) {
+    token.shown = "";
+    const at = token.text && !token.text.includes(BROKEN) ? text.indexOf(token.text) : -1;
+    if (at < 0 || (!open.length && at > 1)) {
+      open.push(token);
+      continue;
+    }
+    const end = at + token.text.length;
+    if (open.length) open[0].shown = text.slice(0, at);
+    token.shown = text.slice(open.length ? at : 0, end);
+    text = text.slice(end);
+    open = [];
+  }
+  if (text && open.length) {
+    open[0].shown = text;
+    return [];
+  }
+  if (text && tokens.length) tokens.at(-1).shown += text;
+  return open;
+}
+
+// ------------------------------------------------------------------------------------------------------ figures
+
+// Tokens a second from one step, which is not counted, to another.
+function rate(steps, from, to) {
+  const count = steps.slice(from + 1, to + 1).reduce((sum, step) => sum + step.tokens.length, 0);
+  return count && (1000 * count) / (steps[to].at - steps[from].at);
+}
+
+// The same of a whole text, by the server's own clock.
+function decodingRate(run) {
+  return (1000 * (run.figures.count - run.steps[0].tokens.length)) / run.figures.generation_time_ms;
+}
+
+function showFigures(run, upto = run.steps.length) {
+  const steps = run.steps.slice(0, upto);
+  const last = steps.length - 1;
+  const sum = (value) => steps.reduce((total, step) => total + value(step), 0);
+  const decoding = steps.filter((step) => step.step > 0);
+  const drafted = sum((step) => step.drafted), accepted = sum((step) => step.accepted);
+  const draft = sum((step) => step.draft_ms), verify = sum((step) => step.verify_ms);
+  const whole = run.figures && upto === run.steps.length && last > 0;
+  $("now").textContent = last > 0 ? number(rate(steps, Math.max(0, last - RECENT), last), 0) : "–";
+  $("all").textContent = last > 0 ? number(whole ? decodingRate(run) : rate(steps, 0, last), 0) : "–";
+  $("per_step").textContent = number(decoding.reduce((total, step) => total + step.tokens.length, 0) / decoding.length, 2);
+  $("accepted").textContent = drafted ? `${accepted} / ${drafted}` : "–";
+  $("first").textContent = last >= 0 ? `${number(steps[0].at - run.sent, 0)} ms` : "–";
+  for (const [name, value] of [["draft", draft], ["verify", verify]]) {
+    $(`${name}_bar`).style.width = `${(100 * value) / (Math.max(draft, verify) || 1)}%`;
+    $(`${name}_ms`).textContent = `${number(value, 0)} ms`;
+  }
+  $("choice").textContent = choiceOf(run, steps.at(-1));
+}
+
+function choiceOf(run, step) {
+  const name = run.method || "the model's own method";
+  if (!step) return `Method: ${name}.`;
+  return `Method: ${name}. Step ${step.step}: ${step.drafter || "nothing drafted"}${step.reason && ` (${step.reason})`}.`;
+}
+
+// ------------------------------------------------------------------------------------------------------- drawing
+
+// A text on the page. side: "left" or "right". timed: whether the timeline shows its steps.
+function newView(run, side, timed) {
+  const view = { run, output: $(`${side}_text`), title: $(`${side}_title`), timed, drawn: 0, spans: [], rows: [] };
+  view.output.replaceChildren();
+  if (timed) $("steps").replaceChildren();
+  return view;
+}
+
+// Draws the steps that the page does not show yet, up to one.
+function draw(view, upto = view.run.steps.length) {
+  for (; view.drawn < upto; view.drawn += 1) {
+    const step = view.run.steps[view.drawn];
+    for (const token of step.tokens) {
+      const span = element("span", `token ${token.origin}`);
+      remember(span, view, step, token, view.spans);
+      view.output.append(span);
+    }
+    if (view.timed) drawRow(view, step);
+  }
+  const late = view.run.figures ? 0 : Math.max(0, view.spans.length - 2 * RECENT); // Texts may come after their tokens.
+  for (const span of view.spans.slice(late)) {
+    const { shown } = places.get(span).token;
+    if (span.textContent !== shown) span.textContent = shown;
+    span.classList.toggle("line", shown.startsWith("\n"));
+  }
+}
+
+function remember(made, view, step, token, all) {
+  places.set(made, { view, step, token, index: all.length, all });
+  made.tabIndex = all.length ? -1 : 0;
+  all.push(made);
+}
+
+function drawRow(view, step) {
+  const row = element("button", "step");
+  row.type = "button";
+  row.append(element("span", "", step.step));
+  for (let cell = 0; cell < Math.min(step.drafted, CELLS); cell += 1) {
+    row.append(element("i", cell < step.accepted ? "cell yes" : "cell"));
+  }
+  if (step.drafted > CELLS) row.append(element("span", "", `+${step.drafted - CELLS}`));
+  for (const token of step.tokens) if (token.origin !== "draft") row.append(element("i", `cell own ${token.origin}`));
+  row.append(element("span", "", step.drafter));
+  row.setAttribute("aria-label", `Step ${step.step}: ${step.accepted} of ${step.drafted} drafted tokens accepted`);
+  remember(row, view, step, step.tokens[0], view.rows);
+  const below = $("steps").scrollHeight - $("steps").scrollTop - $("steps").clientHeight < 40;
+  $("steps").append(row);
+  if (below) $("steps").scrollTop = $("steps").scrollHeight;
+}
+
+// Tells of a token, and marks all that its step brought.
+function showToken(made) {
+  const { view, step, token } = places.get(made);
+  const by = step.drafter && token.origin === "draft" ? `drafted by ${step.drafter}` : `the model's own token`;
+  const of = `step ${step.step}, ${step.accepted} of ${step.drafted} accepted`;
+  const times = `draft ${number(step.draft_ms)} ms, verify ${number(step.verify_ms)} ms`;
+  const told = [JSON.stringify(token.text), `id ${token.id}`, token.origin, of, by, step.reason, times];
+  $("detail").textContent = told.filter(Boolean).join(" · ");
+  for (const one of document.querySelectorAll(".here")) one.classList.remove("here");
+  for (const one of [...view.spans, ...view.rows]) one.classList.toggle("here", places.get(one).step === step);
+}
+
+function jump(row) {
+  const { view, step } = places.get(row);
+  const span = view.spans.find((one) => places.get(one).step === step);
+  showToken(row);
+  span.scrollIntoView({ block: "nearest" });
+}
+
+// The arrow keys go from token to token, and from step to step: only one of each is a stop of the Tab key.
+function move(event) {
+  const place = places.get(event.target);
+  const way = { ArrowRight: 1, ArrowDown: 1, ArrowLeft: -1, ArrowUp: -1 }[event.key];
+  const next = way && place?.all[place.index + way];
+  if (!next) return;
+  event.preventDefault();
+  event.target.tabIndex = -1;
+  next.tabIndex = 0;
+  next.focus();
+}
+
+function pointed(event) {
+  if (places.has(event.target) && event.target.classList.contains("token")) showToken(event.target);
+}
+
+// --------------------------------------------------------------------------------------------------- what is asked
+
+// Runs what asks the server, and tells how it went.
+async function busy(work) {
+  if (state.busy || !$("ask").reportValidity()) return;
+  cancelAnimationFrame(state.frame);
+  state.busy = new AbortController();
+  buttons();
+  try {
+    await work(state.busy.signal);
+  } catch (error) {
+    if (error.name === "AbortError") say("good", "Stopped.");
+    else if (error instanceof TypeError) say("bad", "Disconnected: the connection to the server was lost.");
+    else say("bad", error.message);
+    if (error instanceof TypeError) state.ready = false;
+  }
+  state.busy = null;
+  buttons();
+}
+
+async function send(signal) {
+  const body = settings();
+  const run = newRun(body.speculative ?? "");
+  const view = newView(run, "right", true);
+  $("left").hidden = $("verdict").hidden = true;
+  view.title.textContent = "";
+  showFigures(run);
+  say("writing", "Writing.");
+  let waiting = false;
+  const drawNow = () => {
+    waiting = false;
+    draw(view);
+    showFigures(run);
+  };
+  const arrived = () => {
+    if (!waiting) waiting = Boolean(requestAnimationFrame(drawNow));
+  };
+  try {
+    await write(run, body, signal, arrived);
+  } finally {
+    drawNow();
+  }
+  const why = run.reason === "length" ? "max_tokens are written" : "the text has ended";
+  say("good", `Done: ${run.figures.count} tokens, ${why}.`);
+}
+
+// The same prompt twice, one after the other so that neither slows the other down. Nothing is drawn while they run.
+async function race(signal) {
+  const body = settings();
+  if (body.temperature !== 0) body.seed ??= Math.floor(Math.random() * 2 ** 31);
+  const runs = [];
+  for (const method of ["off", body.speculative]) {
+    say("writing", `Race: ${method ?? "the model's own method"} writes.`);
+    const run = newRun(method ?? "");
+    await write(run, { ...body, speculative: method }, signal);
+    runs.push(run);
+  }
+  state.race = runs;
+  const long = Math.max(...runs.map((run) => run.steps.at(-1).at - run.steps[0].at));
+  $("slower").value = [1, 2, 4, 8].find((factor) => factor * long >= REPLAY) ?? 16;
+  verdict(...runs);
+  replay();
+}
+
+function verdict(off, chosen) {
+  const rates = [off, chosen].map(decodingRate), same = off.text === chosen.text;
+  $("ratio").textContent = `${number(rates[1] / rates[0], 2)} x, ${same ? "identical" : "different"}`;
+  const speeds = `${number(rates[0], 0)} and ${number(rates[1], 0)} tokens/s after the first token, one run each.`;
+  $("difference").textContent = same ? speeds : `${difference(off, chosen)} ${speeds}`;
+  $("verdict").hidden = $("left").hidden = false;
+  say("good", `Race done: ${$("ratio").textContent}.`);
+}
+
+function difference(off, chosen) {
+  const [first, second] = [off, chosen].map((run) => run.tokens.slice(0, run.figures.count));
+  const at = first.findIndex((token, index) => token.id !== second[index]?.id);
+  const place = at < 0 ? first.length : at;
+  const [one, other] = [first, second].map((tokens) => (tokens[place] ? JSON.stringify(tokens[place].text) : "the end"));
+  return `Token ${place + 1} is ${one} with off, ${other} with ${chosen.method || "the model's own method"}.`;
+}
+
+// Both texts side by side, every step when it came after the first token of its text.
+function replay() {
+  cancelAnimationFrame(state.frame);
+  const still = matchMedia("(prefers-reduced-motion: reduce)").matches;
+  const [factor, start] = [Number($("slower").value), performance.now()];
+  const views = [newView(state.race[0], "left", false), newView(state.race[1], "right", true)];
+  const tick = () => {
+    const time = still ? Infinity : (performance.now() - start) / factor;
+    for (const view of views) replayed(view, time);
+    showFigures(views[1].run, views[1].drawn);
+    if (views.some((view) => view.drawn < view.run.steps.length)) state.frame = requestAnimationFrame(tick);
+  };
+  tick();
+}
+
+function replayed(view, time) {
+  const { steps, method } = view.run;
+  const came = steps.findIndex((step) => step.at - steps[0].at > time);
+  draw(view, came < 0 ? steps.length : came);
+  const now = Math.min(time, steps.at(-1).at - steps[0].at);
+  view.title.textContent = `${method || "the model's own method"}: ${number(now / 1000, 2)} s`;
+}
+
+// ---------------------------------------------------------------------------------------------------------- code
+
+function asCurl() {
+  const key = $("key").value ? ` \\\n  -H "Authorization: Bearer $SKIPSTONE_API_KEY"` : "";
+  const body = JSON.stringify(streamed(settings())).replaceAll("'", `'\\''`);
+  const url = new URL("v1/completions", document.baseURI);
+  return `curl -N ${url} -H "Content-Type: application/json"${key} \\\n  -d '${body}'`;
+}
+
+function asPython() {
+  const { speculative, ...known } = settings();
+  const given = Object.entries({ model: state.model, ...known });
+  const options = given.map(([name, value]) => `    ${name}=${JSON.stringify(value)},`);
+  const extra = `{${speculative ? `"speculative": ${JSON.stringify(speculative)}, ` : ""}"return_metrics": True}`;
+  const [before, key] = $("key").value ? ["import os\n\n", 'os.environ["SKIPSTONE_API_KEY"]'] : ["", '"none"'];
+  return `${before}from openai import OpenAI
+
+client = OpenAI(base_url="${new URL("v1", document.baseURI)}", api_key=${key})
+answer = client.completions.create(
+${options.join("\n")}
+    extra_body=${extra},
+)
+print(answer.choices[0].text)
+print(answer.metrics["speculative_decoding"])
+`;
+}
+
+// Copies some code, and shows it too: browsers allow copying on secure pages only.
+async function copy(text) {
+  $("code").hidden = false;
+  $("code").value = text;
+  try {
+    await navigator.clipboard.writeText(text);
+    say("good", "Copied.");
+  } catch {
+    $("code").select();
+    say("", "Copy the code that is selected.");
+  }
+}
+
+// --------------------------------------------------------------------------------------------------------- begin
+
+function theme(wanted) {
+  document.documentElement.dataset.theme = wanted;
+  $("theme").textContent = wanted === "dark" ? "Light" : "Dark";
+}
+
+function listen() {
+  $("ask").addEventListener("submit", (event) => {
+    event.preventDefault();
+    if (state.ready) busy(send);
+  });
+  $("ask").addEventListener("keydown", (event) => {
+    if (event.key === "Enter" && (event.ctrlKey || event.metaKey)) $("ask").requestSubmit();
+  });
+  $("race").addEventListener("click", () => busy(race));
+  $("stop").addEventListener("click", () => state.busy?.abort());
+  $("again").addEventListener("click", replay);
+  $("slower").addEventListener("change", replay);
+  $("key").addEventListener("change", () => models().catch(() => {}));
+  $("curl").addEventListener("click", () => copy(asCurl()));
+  $("python").addEventListener("click", () => copy(asPython()));
+  $("theme").addEventListener("click", () => theme(document.documentElement.dataset.theme === "dark" ? "light" : "dark"));
+  for (const name of ["left_text", "right_text"]) {
+    $(name).addEventListener("pointerover", pointed);
+    $(name).addEventListener("focusin", pointed);
+    $(name).addEventListener("keydown", move);
+  }
+  $("steps").addEventListener("keydown", move);
+  $("steps").addEventListener("click", (event) => {
+    const row = event.target.closest(".step");
+    if (row) jump(row);
+  });
+}
+
+theme(matchMedia("(prefers-color-scheme: dark)").matches ? "dark" : "light");
+listen();
+watch();

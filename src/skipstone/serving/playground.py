@@ -1,0 +1,36 @@
+"""The playground: one page of static files, which talks to the other routes."""
+
+from importlib.resources import files
+
+from fastapi import FastAPI, Response
+
+PATHS = {
+    "/": ("index.html", "text/html"),
+    "/page/page.css": ("page.css", "text/css"),
+    "/page/page.js": ("page.js", "text/javascript"),
+}
+"""Routes, each with its file and that file's type. They hold nothing secret: a browser has to get them without a key."""
+POLICY = (
+    "default-src 'none'; script-src 'self'; style-src 'self'; connect-src 'self'; img-src 'self' data:; base-uri 'none'; "
+    "form-action 'none'; frame-ancestors 'none'"
+)
+"""Nothing comes from elsewhere, and nothing in the page runs that is not in its files: model text cannot become a script."""
+HEADERS = {
+    "Content-Security-Policy": POLICY,
+    "X-Content-Type-Options": "nosniff",
+    "Referrer-Policy": "no-referrer",
+    "Cache-Control": "no-cache",
+}
+
+
+def add(app: FastAPI) -> None:
+    """Add the page's routes. Its files are read once, here."""
+    folder = files("skipstone.serving") / "page"
+    for path, (name, kind) in PATHS.items():
+        _route(app, path, (folder / name).read_bytes(), kind)
+
+
+def _route(app: FastAPI, path: str, content: bytes, kind: str) -> None:
+    @app.get(path, include_in_schema=False)
+    async def page() -> Response:
+        return Response(content, media_type=kind, headers=HEADERS)
