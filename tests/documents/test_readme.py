@@ -104,7 +104,7 @@ def test_every_other_command_is_a_target_of_the_makefile():
     makefile = (ROOT / "Makefile").read_text()
     others = [words for words in commands() if Path(words[0]).name != "skipstone"]
     assert {words[0] for words in others} == {"make"}
-    assert {words[1] for words in others} == {"demo", "quick", "test", "test-all", "test-native", "lint", "bench"}
+    assert {words[1] for words in others} == {"demo", "serve", "quick", "test", "test-all", "test-native", "lint", "bench"}
     assert all(f"\n{target}: " in makefile for _, target, *_ in others)
 
 

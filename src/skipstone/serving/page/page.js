@@ -1,15 +1,16 @@
 // The playground: it sends prompts to this server's v1/completions and shows what drafted every token.
 // Text of the model becomes part of the page through textContent only.
 
+const $ = (id) => document.getElementById(id);
 const CELLS = 14; // Most cells that a step has in the timeline; further drafted tokens are counted.
 const RECENT = 16; // The steps that "tokens/s now" looks back on.
 const REPLAY = 3000; // Milliseconds that a replay takes at least, if 16 times slower is slow enough.
+const HELP = $("detail").textContent;
 const BROKEN = "\ufffd"; // What a token shows that is a part of a character.
 
-const state = { ready: false, model: "", busy: null, views: [], race: null, frame: 0 };
+const state = { ready: false, model: "", busy: null, race: null, frame: 0 };
 const places = new WeakMap(); // The view, the step and the token of every element that stands for one.
 
-const $ = (id) => document.getElementById(id);
 const number = (value, digits = 1) => (Number.isFinite(value) ? value.toFixed(digits) : "–");
 
 function element(tag, kind, text = "") {
@@ -131,7 +132,8 @@ function take(run, chunk) {
   run.text += choice.text;
   const told = chunk.speculative;
   if (told) {
-    const step = { ...told, at: performance.now(), accepted: told.tokens.filter((one) => one.origin === "draft").length };
+    const accepted = told.tokens.filter((one) => one.origin === "draft").length;
+    const step = { ...told, step: run.steps.length, at: performance.now(), accepted };
     step.drafter = told.drafter || (told.drafted ? run.method : "");
     run.steps.push(step);
     run.tokens.push(...told.tokens);
@@ -211,6 +213,7 @@ function newView(run, side, timed) {
   const view = { run, output: $(`${side}_text`), title: $(`${side}_title`), timed, drawn: 0, spans: [], rows: [] };
   view.output.replaceChildren();
   if (timed) $("steps").replaceChildren();
+  $("detail").textContent = HELP;
   return view;
 }
 
@@ -260,7 +263,7 @@ function drawRow(view, step) {
 function showToken(made) {
   const { view, step, token } = places.get(made);
   const by = step.drafter && token.origin === "draft" ? `drafted by ${step.drafter}` : `the model's own token`;
-  const of = `step ${step.step}, ${step.accepted} of ${step.drafted} accepted`;
+  const of = `step ${step.step}, ${step.drafted ? `${step.accepted} of ${step.drafted} accepted` : "nothing drafted"}`;
   const times = `draft ${number(step.draft_ms)} ms, verify ${number(step.verify_ms)} ms`;
   const told = [JSON.stringify(token.text), `id ${token.id}`, token.origin, of, by, step.reason, times];
   $("detail").textContent = told.filter(Boolean).join(" · ");
@@ -270,9 +273,8 @@ function showToken(made) {
 
 function jump(row) {
   const { view, step } = places.get(row);
-  const span = view.spans.find((one) => places.get(one).step === step);
   showToken(row);
-  span.scrollIntoView({ block: "nearest" });
+  view.spans.find((one) => places.get(one).step === step).scrollIntoView({ block: "nearest" });
 }
 
 // The arrow keys go from token to token, and from step to step: only one of each is a stop of the Tab key.
@@ -303,9 +305,7 @@ async function busy(work) {
     await work(state.busy.signal);
   } catch (error) {
     if (error.name === "AbortError") say("good", "Stopped.");
-    else if (error instanceof TypeError) say("bad", "Disconnected: the connection to the server was lost.");
-    else say("bad", error.message);
-    if (error instanceof TypeError) state.ready = false;
+    else say("bad", error instanceof TypeError ? "Disconnected: the connection to the server was lost." : error.message);
   }
   state.busy = null;
   buttons();
