@@ -244,6 +244,52 @@ def test_a_page_is_told_where_every_token_comes_from(nano: Running) -> None:
     assert all(step["verify_ms"] >= 0 and step["drafter"] for step in told[1:])
 
 
+SCHEMA = {
+    "type": "object",
+    "properties": {"name": {"type": "string", "maxLength": 12}, "count": {"type": "integer", "minimum": 0, "maximum": 99}},
+    "required": ["name", "count"],
+    "additionalProperties": False,
+}
+
+
+@pytest.mark.parametrize("speculative", ["off", "auto", "prompt_lookup", {"method": "layerskip", "exit_layer": 6}])
+def test_structured_output_obeys_its_schema_whatever_drafts(nano: Running, speculative: Any) -> None:
+    """The text is that without drafts, greedily and, of methods that draw with the target's noise, with a seed."""
+    format_ = {"type": "json_schema", "json_schema": {"name": "thing", "schema": SCHEMA}}
+    asked = {"prompt": 'thing = {"name": "stack", "count": 3}\nthing = ', "max_tokens": 80, "response_format": format_}
+    for settings in ({"temperature": 0}, {"temperature": 1.0, "seed": 5, "n": 3}):
+        answer = post(nano, **asked, **settings, speculative=speculative).json()
+        plain = post(nano, **asked, **settings, speculative="off").json()
+        for choice, same in zip(answer["choices"], plain["choices"], strict=True):
+            assert choice["text"] == same["text"] or (settings["temperature"] and isinstance(speculative, dict))
+            assert choice["finish_reason"] == "stop"
+            found = json.loads(choice["text"])
+            assert set(found) == {"name", "count"}
+            assert len(found["name"]) <= 12
+            assert 0 <= found["count"] <= 99
+
+
+def test_any_object_and_what_is_no_schema(nano: Running) -> None:
+    answer = post(nano, prompt="x = ", max_tokens=60, temperature=0, response_format={"type": "json_object"}).json()
+    assert answer["choices"][0]["text"].lstrip().startswith("{")
+
+    def wrong(schema: Any, **more: Any) -> str:
+        format_ = {"type": "json_schema", "json_schema": {"schema": schema}}
+        response = post(nano, prompt="x = ", response_format=format_, **more)
+        assert response.status_code == 400
+        return refusal(response)
+
+    assert "response_format" in wrong({"type": "nothing that there is"})
+    deep: dict[str, Any] = {}
+    for _ in range(40):
+        deep = {"properties": {"a": deep}}
+    assert "deep" in wrong(deep)
+    assert "characters" in wrong({"enum": ["a" * 70_000]})
+    assert "ignore_eos" in wrong(SCHEMA, ignore_eos=True)
+    missing = post(nano, prompt="x = ", response_format={"type": "json_schema"})
+    assert "missing" in refusal(missing)
+
+
 # ---------------------------------------------------------------------------------------------------------- refusals
 
 

@@ -18,6 +18,7 @@ from skipstone.decoding.noise import row_seed
 from skipstone.hf.call import prepare_call, resolve_for
 from skipstone.hf.requests import requests
 from skipstone.models.layered import LayeredModel
+from skipstone.serving.grammar import ANY_OBJECT, Grammar, Grammars
 from skipstone.serving.jobs import Job
 from skipstone.serving.processors import Bias, Penalty
 from skipstone.serving.schemas import ChatBody, CompletionBody, Message, Sampled, TokenizeBody
@@ -37,6 +38,7 @@ class Asking:
     ) -> None:
         self.model, self.tokenizer, self.default = model, tokenizer, default
         self.capacity, self.seconds = capacity, seconds
+        self._grammars: Grammars | None = None  # made when one is asked for first
 
     def completion(self, body: CompletionBody) -> list[Job]:
         """One job for every choice, those of the first prompt first. ValueError for what cannot be done."""
@@ -112,9 +114,31 @@ class Asking:
             for _ in range(body.n):
                 own = replace(sampling, seed=row_seed(seed, len(found)))
                 eos = frozenset[int]() if body.ignore_eos else request.eos
+                own = replace(own, processors=[one.fresh() if isinstance(one, Grammar) else one for one in own.processors])
                 one = Request(request.prompt, request.max_new_tokens, eos, own, request.criteria)
                 found.append(Job(one, method, logprobs, self.seconds))
         return found
+
+    def _schema(self, body: Sampled) -> dict[str, Any] | None:
+        """What the text has to be; None for any."""
+        wanted = body.response_format
+        if wanted is None or wanted.type == "text":
+            return None
+        if body.ignore_eos:
+            raise ValueError("response_format ends a text, which ignore_eos forbids")
+        if wanted.type == "json_object":
+            return ANY_OBJECT
+        if wanted.json_schema is None:
+            raise ValueError("response_format: json_schema is missing")
+        return wanted.json_schema.schema_
+
+    @property
+    def _made_grammars(self) -> Grammars:
+        if self._grammars is None:
+            eos = self.model.model.generation_config.eos_token_id if self.model.model.generation_config else None
+            ends = [eos] if isinstance(eos, int) else list(eos or [])
+            self._grammars = Grammars(self.tokenizer, self.model.embeddings, ends)
+        return self._grammars
 
     def _options(self, body: Sampled, prompt: int, most: int) -> dict[str, Any]:
         """Keyword arguments of `skipstone.generate`."""
@@ -136,6 +160,8 @@ class Asking:
             if (largest := max(biases)) >= self.model.embeddings:
                 raise ValueError(f"logit_bias: the vocabulary has {self.model.embeddings} entries, found token {largest}")
             processors.append(Bias(biases))
+        if (schema := self._schema(body)) is not None:
+            processors.append(self._made_grammars.of_schema(schema, prompt))
         if processors:
             options["logits_processor"] = LogitsProcessorList(processors)
         return options

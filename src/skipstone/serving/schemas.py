@@ -22,6 +22,22 @@ class StreamOptions(Body):
     include_usage: bool = False
 
 
+class Schema(Body):
+    """Of response_format: a JSON schema, with a name that changes nothing."""
+
+    name: str = ""
+    description: str | None = None
+    schema_: dict[str, Any] = Field(alias="schema")
+    strict: bool | None = None
+
+
+class Format(Body):
+    """response_format: free text, any JSON object, or one of a schema."""
+
+    type: Literal["text", "json_object", "json_schema"]
+    json_schema: Schema | None = None
+
+
 class Sampled(Body):
     """What texts and chats have in common. The settings are OpenAI's, and vLLM's where OpenAI has none; those that are left
     out are the model's own. speculative: a method, by name or as {"method": ..., setting: ...}; "off" is plain decoding.
@@ -41,6 +57,7 @@ class Sampled(Body):
     frequency_penalty: float = Field(default=0.0, ge=-2, le=2)
     repetition_penalty: float | None = Field(default=None, gt=0, le=10)
     ignore_eos: bool = False
+    response_format: Format | None = None
     logit_bias: dict[str, float] | None = Field(default=None, max_length=MOST_BIASES)
     user: str | None = None
     speculative: str | dict[str, Any] | None = None
@@ -121,13 +138,6 @@ class ChatBody(Sampled):
     max_completion_tokens: int | None = Field(default=None, ge=1)
     logprobs: bool = False
     top_logprobs: int | None = Field(default=None, ge=0, le=MOST_LOGPROBS)
-    response_format: "TextFormat | None" = None
-
-
-class TextFormat(Body):
-    """response_format, where it asks for nothing."""
-
-    type: Literal["text"]
 
 
 class TokenizeBody(Body):

@@ -1,0 +1,91 @@
+"""Structured output: only tokens that a JSON schema allows, in drafts as well. llguidance follows the text; what it took for a
+draft that was not kept is rolled back."""
+
+import json
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from skipstone.extras import installed
+
+LONGEST, DEEPEST = 1 << 16, 32
+"""Characters of a schema, and how deep it may be nested."""
+SPACES = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
+"""How JSON is set: a model that may put spaces anywhere may do nothing else."""
+ANY_OBJECT = {"type": "object"}
+"""The schema of response_format {"type": "json_object"}."""
+
+
+class Grammars:
+    """Makes processors for one tokenizer. entries: of the model's vocabulary. ends: token ids that end a text."""
+
+    def __init__(self, tokenizer: Any, entries: int, ends: Sequence[int]) -> None:
+        need = "structured output needs llguidance"
+        self._matcher = installed("llguidance", need, "serve").LLMatcher
+        self.ends = tuple(ends)
+        eos = list(ends) if ends else None
+        self._tokenizer = installed("llguidance.hf", need, "serve").from_tokenizer(tokenizer, entries, eos)
+
+    def of_schema(self, schema: dict[str, Any], prompt: int) -> "Grammar":
+        """A processor for texts behind so many tokens. ValueError for a schema that is none, or too large."""
+        text = json.dumps(schema)
+        if len(text) > LONGEST:
+            raise ValueError(f"response_format: a schema has at most {LONGEST} characters, found {len(text)}")
+        if _depth(schema) > DEEPEST:
+            raise ValueError(f"response_format: a schema is nested at most {DEEPEST} deep")
+        matcher = self._matcher(self._tokenizer, self._matcher.grammar_from_json_schema(text, overrides=SPACES), log_level=0)
+        if matcher.is_error():
+            raise ValueError(f"response_format: {str(matcher.get_error()).splitlines()[0]}")
+        return Grammar(matcher, prompt, self.ends)
+
+
+def _depth(value: Any) -> int:
+    inner = value.values() if isinstance(value, dict) else value if isinstance(value, list) else ()
+    return 1 + max((_depth(one) for one in inner), default=0)
+
+
+class Grammar:
+    """A logits processor of one text. matcher: llguidance's, which has taken `taken`. prompt: tokens before the text. ends: the
+    only tokens that are left where the grammar cannot go on."""
+
+    def __init__(self, matcher: Any, prompt: int, ends: tuple[int, ...]) -> None:
+        self.matcher, self.prompt, self.ends = matcher, prompt, ends
+        self.taken: list[int] = []
+
+    def fresh(self) -> "Grammar":
+        """The same for another text."""
+        other = self.matcher.deep_copy()
+        other.reset()
+        return Grammar(other, self.prompt, self.ends)
+
+    def __call__(self, ids: Tensor, scores: Tensor) -> Tensor:
+        """ids: [1, T]. scores: [1, V]. Behind a draft that the grammar does not allow, which is never kept, all is left as it
+        is."""
+        if not self._goes_to(ids[0, self.prompt :].tolist()):
+            return scores
+        allowed = self._allowed(scores.shape[-1])
+        return scores.masked_fill(~allowed.to(scores.device), float("-inf"))
+
+    def _goes_to(self, text: list[int]) -> bool:
+        """Bring the matcher behind a text. False where the grammar does not allow it."""
+        taken = self.taken
+        most = min(len(taken), len(text))
+        common = next((place for place in range(most) if taken[place] != text[place]), most)
+        if common < len(taken):
+            self.matcher.rollback(len(taken) - common)
+        rest = text[common:]
+        count = self.matcher.try_consume_tokens(rest) if rest else 0
+        self.taken = [*taken[:common], *rest[:count]]
+        return count == len(rest)
+
+    def _allowed(self, entries: int) -> Tensor:
+        """[1, V] bool."""
+        if self.matcher.is_error():  # it ran into a limit of its own: the text ends here
+            allowed = torch.zeros(entries, dtype=torch.bool)
+            allowed[list(self.ends)] = True
+            return allowed[None]
+        bits = np.frombuffer(self.matcher.compute_bitmask(), dtype=np.uint8)
+        return torch.from_numpy(np.unpackbits(bits, bitorder="little", count=entries).astype(bool))[None]
