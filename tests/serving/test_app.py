@@ -242,6 +242,7 @@ def test_a_page_is_told_where_every_token_comes_from(nano: Running) -> None:
     assert tokens[0]["origin"] == "prefill"
     assert {token["origin"] for token in tokens} <= {"prefill", "draft", "recovered", "bonus"}
     assert all(step["verify_ms"] >= 0 and step["drafter"] for step in told[1:])
+    assert [step["step"] for step in told] == list(range(len(told)))
 
 
 SCHEMA = {
@@ -420,6 +421,11 @@ def test_a_key_is_asked_for_and_health_is_public_while_the_model_is_loaded(loade
         assert early.headers["Retry-After"]
         gate.set()
         running.until_ready()
+        for path in ("/", "/page/page.js", "/page/page.css"):  # browsers send no key when they open a page
+            page = running.http.get(path)
+            assert page.status_code == 200
+            assert "default-src 'none'" in page.headers["Content-Security-Policy"]
+        assert running.http.get("/metrics").status_code == 401
         for wrong in ({}, {"Authorization": "Bearer sk-other"}, {"Authorization": KEY}):
             assert running.http.post("/v1/completions", json={"prompt": "a"}, headers=wrong).status_code == 401
         assert running.http.post("/v1/completions", json={"prompt": "a", "max_tokens": 2}, headers=headers).status_code == 200

@@ -64,7 +64,7 @@ class Answer:
             count = choice.writer.count - start
             found["choices"][0]["logprobs"] = self._logprobs(piece.likely[:count], piece.tokens[:count], start)
         if speculative and piece is not None:
-            found["speculative"] = self._step(choice, piece)
+            found["speculative"] = self._step(piece)
         return found
 
     def _chunk(self, choice: Choice, delta: dict[str, Any], reason: str | None, text: str = "") -> dict[str, Any]:
@@ -72,11 +72,11 @@ class Answer:
         head = {"index": choice.index, "finish_reason": reason, "logprobs": None}
         return {**self._head(chunk=True), "choices": [{**head, **content}]}
 
-    def _step(self, choice: Choice, piece: Piece) -> dict[str, Any]:
+    def _step(self, piece: Piece) -> dict[str, Any]:
         """What a page colours tokens by."""
         tokens = [self.token_text(token) for token in piece.tokens]
         return {
-            "step": choice.job.figures.steps,
+            "step": piece.step,
             "tokens": [
                 {"id": token, "text": text, "origin": origin}
                 for token, text, origin in zip(piece.tokens, tokens, piece.origin, strict=True)

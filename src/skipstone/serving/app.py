@@ -15,7 +15,7 @@ from starlette.exceptions import HTTPException
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from skipstone import __version__
-from skipstone.serving import errors
+from skipstone.serving import errors, playground
 from skipstone.serving.answers import Answer
 from skipstone.serving.jobs import Job, Refused
 from skipstone.serving.schemas import ChatBody, CompletionBody, DetokenizeBody, Sampled, TokenizeBody
@@ -23,7 +23,7 @@ from skipstone.serving.server import Server, Updates, unless
 
 MOST_BYTES = 4 << 20
 """Of a body."""
-PUBLIC = ("/health",)
+PUBLIC = ("/health", *playground.PATHS)
 """Paths that need no key."""
 PING = 15
 """Seconds after which a silent stream sends a comment, so that nothing on the way closes it."""
@@ -43,6 +43,7 @@ def make_app(server: Server, api_key: str | None = None) -> FastAPI:
     _errors(app)
     _texts(app, server)
     _about(app, server)
+    playground.add(app)
     app.add_middleware(Guard, api_key=api_key)
     return app
 

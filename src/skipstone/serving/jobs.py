@@ -83,9 +83,11 @@ class Likely:
 
 @dataclass(frozen=True, slots=True)
 class Piece:
-    """Tokens that one step has committed for a job. origin: of each, as in `Step`. likely: of each, where the job asks.
-    drafted: tokens of the step's draft. drafter, reason: as in `Step`. milliseconds: of drafting and of scoring."""
+    """Tokens that one step has committed for a job. step: its number among the job's, 0 of the one that read the prompt.
+    origin: of each, as in `Step`. likely: of each, where the job asks. drafted: tokens of the step's draft. drafter, reason: as
+    in `Step`. milliseconds: of drafting and of scoring."""
 
+    step: int
     tokens: list[int]
     origin: list[str]
     likely: Sequence[Likely] | None

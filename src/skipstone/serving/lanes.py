@@ -86,7 +86,8 @@ class Lane:
             job.figures.add(step, row)
             milliseconds = 1000 * step.seconds_draft, 1000 * step.seconds_score
             tokens, origin, likely = step.tokens[row], step.origin[row], self._likely[row]
-            self.tell(job, Piece(tokens, origin, likely, step.drafted[row], step.drafter, step.reason, milliseconds))
+            drafted = step.drafted[row], step.drafter, step.reason
+            self.tell(job, Piece(job.figures.steps, tokens, origin, likely, *drafted, milliseconds))
             if row in step.finished:
                 state = states[row]
                 assert state is not None

@@ -8,7 +8,7 @@ const REPLAY = 3000; // Milliseconds that a replay takes at least, if 16 times s
 const HELP = $("detail").textContent;
 const BROKEN = "\ufffd"; // What a token shows that is a part of a character.
 
-const state = { ready: false, model: "", busy: null, race: null, frame: 0 };
+const state = { ready: false, model: "", busy: null, race: null, sampled: false, frame: 0 };
 const places = new WeakMap(); // The view, the step and the token of every element that stands for one.
 
 const number = (value, digits = 1) => (Number.isFinite(value) ? value.toFixed(digits) : "–");
@@ -134,7 +134,6 @@ function take(run, chunk) {
   if (told) {
     const accepted = told.tokens.filter((one) => one.origin === "draft").length;
     const step = { ...told, step: run.steps.length, at: performance.now(), accepted };
-    step.drafter = told.drafter || (told.drafted ? run.method : "");
     run.steps.push(step);
     run.tokens.push(...told.tokens);
   }
@@ -200,10 +199,13 @@ function showFigures(run, upto = run.steps.length) {
   $("choice").textContent = choiceOf(run, steps.at(-1));
 }
 
+const nameOf = (run) => run.method || "the model's own method";
+
+// Only some methods, as auto, choose what drafts and tell why.
 function choiceOf(run, step) {
-  const name = run.method || "the model's own method";
-  if (!step) return `Method: ${name}.`;
-  return `Method: ${name}. Step ${step.step}: ${step.drafter || "nothing drafted"}${step.reason && ` (${step.reason})`}.`;
+  if (!step) return `Method: ${nameOf(run)}.`;
+  const chosen = step.drafter || (step.drafted ? `${step.drafted} drafted` : "nothing drafted");
+  return `Method: ${nameOf(run)}. Step ${step.step}: ${chosen}${step.reason && ` (${step.reason})`}.`;
 }
 
 // ------------------------------------------------------------------------------------------------------- drawing
@@ -251,7 +253,7 @@ function drawRow(view, step) {
   }
   if (step.drafted > CELLS) row.append(element("span", "", `+${step.drafted - CELLS}`));
   for (const token of step.tokens) if (token.origin !== "draft") row.append(element("i", `cell own ${token.origin}`));
-  row.append(element("span", "", step.drafter));
+  row.append(element("span", "", step.drafter || `${number(step.draft_ms + step.verify_ms)} ms`));
   row.setAttribute("aria-label", `Step ${step.step}: ${step.accepted} of ${step.drafted} drafted tokens accepted`);
   remember(row, view, step, step.tokens[0], view.rows);
   const below = $("steps").scrollHeight - $("steps").scrollTop - $("steps").clientHeight < 40;
@@ -262,7 +264,7 @@ function drawRow(view, step) {
 // Tells of a token, and marks all that its step brought.
 function showToken(made) {
   const { view, step, token } = places.get(made);
-  const by = step.drafter && token.origin === "draft" ? `drafted by ${step.drafter}` : `the model's own token`;
+  const by = token.origin === "draft" ? `drafted by ${step.drafter || nameOf(view.run)}` : "the model's own token";
   const of = `step ${step.step}, ${step.drafted ? `${step.accepted} of ${step.drafted} accepted` : "nothing drafted"}`;
   const times = `draft ${number(step.draft_ms)} ms, verify ${number(step.verify_ms)} ms`;
   const told = [JSON.stringify(token.text), `id ${token.id}`, token.origin, of, by, step.reason, times];
@@ -343,12 +345,13 @@ async function race(signal) {
   if (body.temperature !== 0) body.seed ??= Math.floor(Math.random() * 2 ** 31);
   const runs = [];
   for (const method of ["off", body.speculative]) {
-    say("writing", `Race: ${method ?? "the model's own method"} writes.`);
     const run = newRun(method ?? "");
+    say("writing", `Race: ${nameOf(run)} writes.`);
     await write(run, { ...body, speculative: method }, signal);
     runs.push(run);
   }
   state.race = runs;
+  state.sampled = body.temperature !== 0;
   const long = Math.max(...runs.map((run) => run.steps.at(-1).at - run.steps[0].at));
   $("slower").value = [1, 2, 4, 8].find((factor) => factor * long >= REPLAY) ?? 16;
   verdict(...runs);
@@ -357,7 +360,9 @@ async function race(signal) {
 
 function verdict(off, chosen) {
   const rates = [off, chosen].map(decodingRate), same = off.text === chosen.text;
-  $("ratio").textContent = `${number(rates[1] / rates[0], 2)} x, ${same ? "identical" : "different"}`;
+  const ratio = rates[1] / rates[0]; // Not a number where there is one token only.
+  const times = Number.isFinite(ratio) ? `${number(ratio, 2)} x` : "too short to time";
+  $("ratio").textContent = `${times}, ${same ? "identical" : "different"}`;
   const speeds = `${number(rates[0], 0)} and ${number(rates[1], 0)} tokens/s after the first token, one run each.`;
   $("difference").textContent = same ? speeds : `${difference(off, chosen)} ${speeds}`;
   $("verdict").hidden = $("left").hidden = false;
@@ -369,7 +374,8 @@ function difference(off, chosen) {
   const at = first.findIndex((token, index) => token.id !== second[index]?.id);
   const place = at < 0 ? first.length : at;
   const [one, other] = [first, second].map((tokens) => (tokens[place] ? JSON.stringify(tokens[place].text) : "the end"));
-  return `Token ${place + 1} is ${one} with off, ${other} with ${chosen.method || "the model's own method"}.`;
+  const why = state.sampled ? " Sampled texts may differ: what methods share is the distribution." : "";
+  return `Token ${place + 1} is ${one} with off, ${other} with ${nameOf(chosen)}.${why}`;
 }
 
 // Both texts side by side, every step when it came after the first token of its text.
@@ -388,11 +394,11 @@ function replay() {
 }
 
 function replayed(view, time) {
-  const { steps, method } = view.run;
+  const { steps } = view.run;
   const came = steps.findIndex((step) => step.at - steps[0].at > time);
   draw(view, came < 0 ? steps.length : came);
   const now = Math.min(time, steps.at(-1).at - steps[0].at);
-  view.title.textContent = `${method || "the model's own method"}: ${number(now / 1000, 2)} s`;
+  view.title.textContent = `${nameOf(view.run)}: ${number(now / 1000, 2)} s`;
 }
 
 // ---------------------------------------------------------------------------------------------------------- code
