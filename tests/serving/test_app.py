@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import socket
 import threading
@@ -18,6 +19,7 @@ import uvicorn
 
 import skipstone
 from skipstone.serving.app import make_app
+from skipstone.serving.schemas import CompletionBody
 from skipstone.serving.server import Server, Settings
 
 TEXTS = [
@@ -396,6 +398,27 @@ def test_a_client_that_goes_leaves_no_row_behind(nano: Running) -> None:
         while engine.running and time.monotonic() - began < 5:
             time.sleep(0.01)
         assert engine.running == 0
+
+
+def test_a_client_that_goes_before_anything_is_written_leaves_no_row_behind(loaded: Any) -> None:
+    """The updates of its answer are never asked for, so that nothing in them could end it."""
+
+    async def scenario() -> None:
+        server = Server(lambda: loaded, Settings(rows=1, drain=0))
+        await server.start()
+        body = CompletionBody(prompt=TEXTS[0], max_tokens=900, ignore_eos=True, n=2, temperature=0, speculative="off")
+        answer, _ = await server.answer(server.asking.completion, body, chat=False)
+        assert server.engine.running + server.engine.waits == 2
+        server.abandon(answer)
+        for _ in range(500):
+            if server.engine.running + server.engine.waits == 0:
+                break
+            await asyncio.sleep(0.01)
+        assert server.engine.running + server.engine.waits == 0
+        assert [choice.reason for choice in answer.choices] == ["cancelled"] * 2
+        await server.stop()
+
+    asyncio.run(scenario())
 
 
 def test_a_key_is_asked_for_and_health_is_public_while_the_model_is_loaded(loaded: Any) -> None:

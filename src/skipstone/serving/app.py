@@ -5,6 +5,7 @@ import hmac
 import json
 from collections.abc import AsyncIterator, Callable
 from contextlib import aclosing, asynccontextmanager
+from functools import partial
 from typing import Any
 
 from fastapi import FastAPI, Request
@@ -113,9 +114,26 @@ async def _answered(
         raise ValueError("stream_options needs stream=true")
     answer, updates = await server.answer(ask, body, chat=chat)
     if body.stream:
-        return EventSourceResponse(_events(answer, updates, body), ping=PING, sep="\n")
-    found = await unless(_gone(request), _whole(answer, updates, body))
+        return Stream(_events(answer, updates, body), partial(server.abandon, answer))
+    try:
+        found = await unless(_gone(request), _whole(answer, updates, body))
+    finally:
+        server.abandon(answer)
     return Response(status_code=499) if found is None else JSONResponse(found)
+
+
+class Stream(EventSourceResponse):
+    """Events until there are no more or the client has gone, which may be before the first one. ended: called then."""
+
+    def __init__(self, events: AsyncIterator[str], ended: Callable[[], None]) -> None:
+        super().__init__(events, ping=PING, sep="\n")
+        self._ended = ended
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        try:
+            await super().__call__(scope, receive, send)
+        finally:
+            self._ended()
 
 
 async def _whole(answer: Answer, updates: Updates, body: Sampled) -> dict[str, Any]:

@@ -119,7 +119,7 @@ class Asking:
                 found.append(Job(one, method, logprobs, self.seconds))
         return found
 
-    def _schema(self, body: Sampled) -> dict[str, Any] | None:
+    def _wanted(self, body: Sampled) -> dict[str, Any] | None:
         """What the text has to be; None for any."""
         wanted = body.response_format
         if wanted is None or wanted.type == "text":
@@ -160,7 +160,7 @@ class Asking:
             if (largest := max(biases)) >= self.model.embeddings:
                 raise ValueError(f"logit_bias: the vocabulary has {self.model.embeddings} entries, found token {largest}")
             processors.append(Bias(biases))
-        if (schema := self._schema(body)) is not None:
+        if (schema := self._wanted(body)) is not None:
             processors.append(self._made_grammars.of_schema(schema, prompt))
         if processors:
             options["logits_processor"] = LogitsProcessorList(processors)

@@ -139,11 +139,21 @@ class Server:
         answer = Answer(self.settings.name, choices, chat=chat, tokenizer=self.tokenizer)
         engine.submit(jobs)
         self._queues.update(dict.fromkeys(jobs, listener))
-        return answer, self._updates(engine, choices, listener)
+        return answer, self._updates(engine, answer, listener)
 
-    async def _updates(self, engine: Engine, choices: list[Choice], listener: asyncio.Queue[tuple[Job, Event]]) -> Updates:
+    def abandon(self, answer: Answer) -> None:
+        """Nobody reads an answer any more: what is not written of it is given up."""
+        for choice in answer.choices:
+            if choice.reason is None:
+                choice.reason = CANCELLED
+                self._leave(choice.job)
+                self.metrics.ended(choice)
+                if self._engine is not None:
+                    self._engine.cancel(choice.job)
+
+    async def _updates(self, engine: Engine, answer: Answer, listener: asyncio.Queue[tuple[Job, Event]]) -> Updates:
         """Until all have ended, or nobody listens any more. Refused where one could not be written."""
-        running = {choice.job: choice for choice in choices}
+        running = {choice.job: choice for choice in answer.choices}
         try:
             while running:
                 job, event = await listener.get()
@@ -159,11 +169,7 @@ class Server:
                         engine.cancel(job)
                 yield update
         finally:
-            for job, choice in running.items():
-                self._leave(job)
-                engine.cancel(job)
-                choice.reason = CANCELLED
-                self.metrics.ended(choice)
+            self.abandon(answer)
 
     def _leave(self, job: Job) -> None:
         self._queues.pop(job, None)
