@@ -25,7 +25,7 @@ SELF = (*EXITS, "skip")
 DRAFTERS = (*SELF, "draft model")
 COLD = (1.2, 1.08, 1.03)
 """Times as long as among plain steps that the first, second, ... plain step after a draft takes: another model, or another part
-of it, stands in the caches. Measured on nano."""
+of it, stands in the caches. Invented, of about the size that nano's steps have."""
 
 
 class Machine:
@@ -349,6 +349,14 @@ def outcome(world: World, machine: Machine, state: State, plan: Plan, place: int
     return plan, drafts, min(drafts, world.run[plan.kind][place]), machine.step(plan.kind, drafts), confidences
 
 
+def plain_steps(turns: range, cold: Sequence[float], dice: random.Random, pace: float) -> tuple[float, tuple[int, float]]:
+    """What plain steps take in the mean, and what is seen of those that are warm, as in `Done`. turns: of each, how many plain
+    ones came before it."""
+    each = [cold[turn] if turn < len(cold) else 1.0 for turn in turns]
+    warm = [one * noise(dice) * pace for one, turn in zip(each, turns, strict=True) if turn >= WARM_AFTER]
+    return sum(each), (len(warm), median_low(warm or [0.0]))
+
+
 def drive(
     world: World,
     machine: Machine,
@@ -382,10 +390,8 @@ def drive(
         seen, tokens, warm = noise(dice) * pace(place), accepted + 1, None
         if plan.kind in (PLAIN, PROBE):
             tokens = min(plan.steps, world.length - place) if plan.kind == PROBE else 1
-            each = [cold[one] if one < len(cold) else 1.0 for one in range(in_a_row, in_a_row + tokens)]
-            behind = [time * one * noise(dice) * pace(place) for one in each[max(WARM_AFTER - in_a_row, 0) :]]
-            warm = len(behind), median_low(behind or [0.0])
-            time, in_a_row = time * sum(each), in_a_row + tokens
+            of_all, warm = plain_steps(range(in_a_row, in_a_row + tokens), cold, dice, pace(place))
+            time, in_a_row = time * of_all, in_a_row + tokens
         else:
             in_a_row = 0
         if match:

@@ -9,6 +9,7 @@ import threading
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import fields
 from typing import Any
 
 import httpx
@@ -19,6 +20,7 @@ import uvicorn
 
 import skipstone
 from skipstone.serving.app import make_app
+from skipstone.serving.asking import THE_SERVERS
 from skipstone.serving.schemas import CompletionBody
 from skipstone.serving.server import Server, Settings
 
@@ -315,6 +317,8 @@ def test_any_object_and_what_is_no_schema(nano: Running) -> None:
         ({"prompt": "a", "logit_bias": {"99999": 1}}, "vocabulary"),
         ({"prompt": "a", "speculative": "warp_drive"}, "warp_drive"),
         ({"prompt": "a", "speculative": "auto log=/tmp/x"}, "files"),
+        ({"prompt": "a", "speculative": "self_speculative profile=/etc/passwd"}, "files"),
+        ({"prompt": "a", "speculative": "auto candidates='swift profile=/etc/passwd'"}, "files"),
         ({"prompt": "a", "speculative": {"method": "speculative", "draft_model": "/etc"}}, "files"),
         ({"prompt": "a", "stream_options": {"include_usage": True}}, "stream=true"),
         ({}, "prompt"),
@@ -324,6 +328,16 @@ def test_what_cannot_be_done_is_refused_in_a_sentence(nano: Running, body: dict[
     response = post(nano, **body)
     assert response.status_code == 400
     assert said in refusal(response)
+
+
+def test_every_setting_that_names_a_file_or_a_model_is_the_server_s() -> None:
+    names = set[str]()
+    for method in skipstone.METHODS.values():
+        for one in fields(method):
+            help_ = " ".join(str(value) for value in one.metadata.values())
+            if any(word in help_ for word in ("file", "folder", "path", "hub")):
+                names.add(one.name)
+    assert names == set(THE_SERVERS)
 
 
 def test_other_mistakes_have_their_own_status(nano: Running) -> None:

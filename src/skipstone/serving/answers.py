@@ -25,7 +25,7 @@ class Choice:
 
 
 class Answer:
-    """A whole response. chat: whether it is a chat's. told: a text of one token, for logprobs."""
+    """A whole response. chat: whether it is a chat's."""
 
     def __init__(self, model: str, choices: Sequence[Choice], *, chat: bool, tokenizer: Any) -> None:
         self.model, self.choices, self.chat, self.tokenizer = model, choices, chat, tokenizer

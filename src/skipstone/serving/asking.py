@@ -25,7 +25,7 @@ from skipstone.serving.schemas import ChatBody, CompletionBody, Message, Sampled
 
 OFF = "off"
 """What a request calls plain decoding."""
-THE_SERVERS = ("log", "heads", "draft_model")
+THE_SERVERS = ("log", "heads", "draft_model", "draft_vocabulary", "profile")
 """Settings of methods that name files or models."""
 
 

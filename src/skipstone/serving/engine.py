@@ -96,14 +96,12 @@ class Engine:
 
     def _run(self) -> None:
         while not self._stopped:
-            step = None
             self._receive(wait=not (self._waiting or any(lane.busy for lane in self._lanes.values())))
             self._expire()
             self._admit()
             for lane in list(self._lanes.values()):
                 if lane.busy:
-                    step = self._step(lane)
-                    self._tell_all(step)
+                    self._tell_all(self._step(lane))
             self._tell_all(None)
         for job in [*self._waiting, *(job for lane in self._lanes.values() for job in lane.jobs if job is not None)]:
             self._tell(job, Ended(CANCELLED, "the server was stopped", 503))
@@ -143,9 +141,7 @@ class Engine:
 
     def _give_up(self, job: Job, ended: Ended) -> None:
         if job in self._waiting:
-            self._waiting.remove(job)
-            with self._lock:
-                self._waits -= 1
+            self._unqueue(job)
             self._tell(job, ended)
             return
         for lane in self._lanes.values():
@@ -165,9 +161,7 @@ class Engine:
                 if lane is None or not lane.free:
                     full.add(name)
                     continue
-                self._waiting.remove(job)
-                with self._lock:
-                    self._waits -= 1
+                self._unqueue(job)
                 job.waited = time.monotonic() - job.asked
                 lane.admit(job)
             except ValueError as error:
@@ -176,11 +170,16 @@ class Engine:
                 logger.exception("a request could not be begun")
                 self._fail(job, Ended(FAILED, "the request could not be begun: see the server's log"))
 
+    def _unqueue(self, job: Job) -> None:
+        """It waits no longer."""
+        self._waiting.remove(job)
+        with self._lock:
+            self._waits -= 1
+
     def _fail(self, job: Job, ended: Ended) -> None:
+        """A job that could not be given a row, or whose lane could not be made."""
         if job in self._waiting:
-            self._waiting.remove(job)
-            with self._lock:
-                self._waits -= 1
+            self._unqueue(job)
         self._tell(job, ended)
 
     def _lane(self, method: Method) -> Lane | None:

@@ -34,6 +34,7 @@ class Lane:
         self.jobs: list[Job | None] = [None] * rows
         self.known: list[list[int]] = [[] for _ in range(rows)]  # tokens whose keys and values a free row still has
         self.used = [0] * rows  # turns of `turn`
+        self._likely: list[list[Likely] | None] = [None] * rows  # of every row, of the step that is going on
         self.turn = 0
         self.reuses = not model.family.recurrent  # a state has no positions to go back to
 
@@ -78,7 +79,7 @@ class Lane:
     def step(self) -> Step:
         """One step of all rows; tells every job what it came to."""
         states = list(self.decoder.rows)
-        self._likely: list[list[Likely] | None] = [None] * len(self.jobs)
+        self._likely = [None] * len(self.jobs)
         step = self.decoder.step()
         for row, job in enumerate(self.jobs):
             if job is None or not step.tokens[row]:

@@ -52,7 +52,7 @@ class Server:
 
     def __init__(self, load: Callable[[], tuple[Any, Any]], settings: Settings) -> None:
         self.settings, self._load = settings, load
-        self.state, self.why = "loading", ""
+        self.state = "loading"
         self.metrics = Metrics(settings.name)
         self._texts = ThreadPoolExecutor(1, thread_name_prefix="skipstone-texts")
         self._queues: dict[Job, asyncio.Queue[tuple[Job, Event]]] = {}
@@ -66,8 +66,8 @@ class Server:
         self._loop = asyncio.get_running_loop()
         try:
             await self._loop.run_in_executor(self._texts, self._begin)
-        except Exception as error:
-            self.state, self.why = "failed", f"{type(error).__name__}: {error}"
+        except Exception:  # whatever it was, /health tells of it and the log has it
+            self.state = "failed"
             logger.exception("the model could not be loaded")
             return
         gc.collect()
