@@ -316,3 +316,22 @@ def test_a_draw_among_few_tokens_is_that_of_the_whole_race() -> None:
     alone, beside = (Noise(torch.zeros(rows, dtype=torch.long)) for rows in (1, 2))
     both = beside.draw(nothing, torch.tensor([3, 3]), 0)
     assert torch.equal(alone.draw(nothing[:1], torch.tensor([3]), 0), both[:1])
+
+
+@pytest.mark.parametrize("vocabulary", [11, 100, 101, 700])
+@pytest.mark.parametrize("top_k", [0, 20, 100, 150])
+def test_what_a_row_would_draw_is_what_it_draws(vocabulary: int, top_k: int) -> None:
+    """Several places of one row at once, in vocabularies smaller and larger than the tokens that are looked at alone."""
+    dice = torch.Generator().manual_seed(5)
+    for temperature in (0.0, 0.8):
+        sampler = Sampler(2, CPU)
+        for row, seed in enumerate((4, 5)):
+            sampler.admit(row, Sampling(temperature, top_k, seed=seed), torch.tensor([1, 2]))
+        logits, positions = torch.randn(4, vocabulary, generator=dice) * 3, torch.tensor([7, 8, 9, 10])
+        nothing_drafted = torch.empty(2, 0, dtype=torch.long)
+        for row in (0, 1):
+            drawn = [
+                int(sampler.propose(logits[n].expand(2, -1), positions[n].expand(2), nothing_drafted, coupled=True)[0][row])
+                for n in range(4)
+            ]
+            assert sampler.would_draw(row, logits, positions).tolist() == drawn

@@ -346,10 +346,27 @@ class Sampler:
 
     def chances(self, scores: Tensor, path: Tensor, wanted: Sequence[bool] | None = None) -> Tensor | Chances:
         """`warped` for a draw: on the CPU no distribution is worked out before it where `Warpable` can do without."""
-        own_draw = self.engine_draw is not None or (self.warping.all_few and not self._own_warpers)
+        return self._chances(scores, self.warping, not self._own_warpers, lambda: self.warped(scores, path, wanted))
+
+    def _chances(self, scores: Tensor, rows: Warping, by_rows: bool, distribution: Callable[[], Tensor]) -> Tensor | Chances:
+        """Processed scores [B, V] for a draw. by_rows: whether `rows` say all of what a token's chance is. distribution: gives
+        p [B, V]."""
+        own_draw = self.engine_draw is not None or (rows.all_few and by_rows)
         if self.noise_type is not Noise or not own_draw or not _worth(scores):
-            return self.warped(scores, path, wanted)
-        return Warpable(scores, self.warping, self.engine_draw, lambda: self.warped(scores, path, wanted))
+            return distribution()
+        return Warpable(scores, rows, self.engine_draw, distribution)
+
+    def would_draw(self, row: int, logits: Tensor, positions: Tensor) -> Tensor:
+        """The tokens [n] that a row without processors of its own would draw with the target's noise.
+
+        logits: [n, V]; positions: [n] int64 that the tokens would have.
+        """
+        settings = self.settings[row]
+        if self.greedy or settings is None:
+            return logits.argmax(-1)
+        alike = Warping([settings] * len(logits), self.device)
+        noise = self.noise_type(on_device([settings.seed] * len(logits), self.device))
+        return noise.draw(self._chances(logits, alike, True, lambda: warp(logits, alike)), positions, TARGET)
 
     def propose(
         self, logits: Tensor, position: Tensor, path: Tensor, wanted: Sequence[bool] | None = None, coupled: bool = False

@@ -22,8 +22,7 @@ from skipstone.control.state import LOOKUP, PLAIN, PROBE, RECYCLE, WARM_AFTER, D
 from skipstone.decoding.batch import Batch, Request
 from skipstone.decoding.draft import Draft, Picked, RowVerdict, Step, Verdict
 from skipstone.decoding.method import Method
-from skipstone.decoding.noise import TARGET
-from skipstone.decoding.sampling import Scores, Warpable, Warping, warp
+from skipstone.decoding.sampling import Scores
 from skipstone.decoding.session import Session
 from skipstone.decoding.settings import setting
 from skipstone.methods.auto.candidates import drafters_of, identities, refuse, usual
@@ -207,16 +206,9 @@ class AutoSession(Session):
 
     def _drawn(self, row: int, logits: Tensor) -> Tensor:
         """The tokens [n] that a drafter with logits [n, V] behind a row's latest tokens but the newest would have drafted."""
-        settings = self.sampler.settings[row]
-        if self.sampler.greedy or settings is None:
-            return logits.argmax(-1)
-        count = logits.shape[0]
         last = self.store.length[row]
-        positions = on_device(list(range(last - count + 1, last + 1)), logits.device)
-        noise = self.sampler.noise_type(on_device([settings.seed] * count, logits.device))
-        alike = Warping([settings] * count, logits.device)
-        chances = Warpable(logits, alike, self.sampler.engine_draw, lambda: warp(logits, alike))
-        return noise.draw(chances, positions, TARGET)
+        positions = on_device(list(range(last - len(logits) + 1, last + 1)), logits.device)
+        return self.sampler.would_draw(row, logits, positions)
 
     def draft(self, limit: list[int]) -> Draft:
         """As planned."""
