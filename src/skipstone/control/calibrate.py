@@ -4,6 +4,7 @@ Both states are frozen; `observe` returns the next one. What is older counts les
 """
 
 import math
+from bisect import bisect_right
 from collections.abc import Iterable
 from dataclasses import dataclass
 
@@ -73,6 +74,8 @@ class Logistic:
 MATCHES = ((1, 0.25), (2, 0.35), (3, 0.45), (4, 0.6), (6, 0.75), (10, 0.85))
 """Buckets of matches: the tokens that a match of this bucket has at least, and the acceptance of its first draft before
 anything was seen."""
+SHORTEST = tuple(least for least, _ in MATCHES)
+"""The first of these two."""
 PRIOR_RISE = 0.02
 """By how much a later draft of a match is likelier to be accepted than the one before it, before anything was seen: who is
 right so far is in a copied passage."""
@@ -99,10 +102,10 @@ class Matches:
     seen: tuple[tuple[float, ...], ...] = ((MATCH_PRIOR_WEIGHT,) * PLACES,) * len(MATCHES)
     memory: float = MATCH_MEMORY
 
-    def predict(self, match: int) -> list[float]:
-        """The acceptances of a match of so many tokens, place by place. ValueError for no match."""
+    def predict(self, match: int, most: int = PLACES) -> list[float]:
+        """The acceptances of a match of so many tokens, place by place, of `most` at most. ValueError for no match."""
         bucket = _bucket(match)
-        return [accepted / seen for accepted, seen in zip(self.accepted[bucket], self.seen[bucket], strict=True)]
+        return [accepted / seen for accepted, seen in zip(self.accepted[bucket][:most], self.seen[bucket], strict=False)]
 
     def observe(self, match: int, right: int, looked_up: int) -> "Matches":
         """A match of so many tokens stood before text that is known by now, whether it was drafted or not. right: tokens of its
@@ -118,7 +121,7 @@ class Matches:
 def _bucket(match: int) -> int:
     if match < MATCHES[0][0]:
         raise ValueError(f"a match has at least {MATCHES[0][0]} token, found {match}")
-    return max(index for index, (least, _) in enumerate(MATCHES) if match >= least)
+    return bisect_right(SHORTEST, match) - 1
 
 
 def _with(rows: tuple[tuple[float, ...], ...], index: int, row: list[float]) -> tuple[tuple[float, ...], ...]:

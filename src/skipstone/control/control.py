@@ -108,7 +108,7 @@ def _without_choice(state: State, current: str | None, worth: float, matches: Se
         won_back = state.ledger.slack * AT_ONCE  # by so many plain steps
         steps = AT_ONCE if -state.ledger.room >= won_back else AT_ONCE_WITH_MEANS
         return Plan(PLAIN, worth, current, "more time was lost than may be: plain until it is won back", steps=steps)
-    if current is not None or matches:
+    if (current is not None or matches) and _probe_is_due(state, worth):
         copies = any(matches) and _lookup(state, matches, worth) is not None
         lost = max(worth, state.lookups.tokens / state.lookups.time) if copies else worth
         if _probe_is_due(state, lost):
@@ -142,14 +142,13 @@ def _untimed(state: State) -> str | None:
     for name, drafter in state.drafters.items():
         if drafter.own_rule:
             continue
-        cost, calibration = state.costs.drafts[name], drafter.calibration
-        old = (
-            not cost.measurements
-            or (cost.measurements == 1 and cost.surprises)
-            or (name != state.current and _is_old(state, drafter.timed, cost.measurements))
-        )
-        if not old or state.shadow_account < min(cost(TRIED), 1.0):
+        cost = state.costs.drafts[name]
+        if cost.measurements > 1 or (cost.measurements == 1 and not cost.surprises):
+            if name == state.current or not _is_old(state, drafter.timed, cost.measurements):
+                continue
+        if state.shadow_account < min(cost(TRIED), 1.0):
             continue
+        calibration = drafter.calibration
         promising = calibration.weight > PRIOR_WEIGHT and calibration.mean >= PROMISING
         if promising and HOPE * _best_case(state, name) >= current:
             return name
@@ -183,10 +182,10 @@ def _lookup_trial(state: State, matches: Sequence[int]) -> Plan | None:
 
 
 def _probe_is_due(state: State, worth: float) -> bool:
-    tokens, loss = state.position - state.probed_at, PROBE_STEPS * (1 - 1 / worth)
+    loss = PROBE_STEPS * (1 - 1 / worth)
     if state.pace.changed and state.probe_account + MOST_OWED >= loss:
         return True
-    return tokens > state.rules.plain_spacing and state.probe_account >= loss
+    return state.position - state.probed_at > state.rules.plain_spacing and state.probe_account >= loss
 
 
 def _lookup(state: State, matches: Sequence[int], worth: float) -> tuple[list[int], float] | None:
@@ -196,7 +195,7 @@ def _lookup(state: State, matches: Sequence[int], worth: float) -> tuple[list[in
     rows, costs = len(matches), state.costs
     length_price = max(worth, state.lookups.tokens / state.lookups.time)
     most = costs.scoring.reach
-    survival = [price.survivals(state.matches.predict(match)[:most]) if match else [] for match in matches]
+    survival = [price.survivals(state.matches.predict(match, most)) if match else [] for match in matches]
     drafts = price.allocate(survival, length_price, costs.scoring if rows == 1 else lambda n: rows * costs.scoring(n / rows))
     tokens = 1 + sum(sum(chain[:kept]) for chain, kept in zip(survival, drafts, strict=True)) / rows
     time = costs.scoring(1 + sum(drafts) / rows) + costs.fixed + costs.lookup

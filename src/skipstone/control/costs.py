@@ -205,8 +205,11 @@ class Scoring:
         return cls(line, known, (0.0, 1.0, *table, *(last + line.step * beyond for beyond in further)))
 
     def __call__(self, tokens: float) -> float:
-        table, below = self.table, int(tokens)
+        table = self.table
         last = len(table) - 1
+        if type(tokens) is int and tokens <= last:  # asked for most often
+            return table[tokens]
+        below = int(tokens)
         if below >= last:
             return table[last] + self.line.step * (tokens - last)
         return table[below] + (table[below + 1] - table[below]) * (tokens - below)

@@ -55,8 +55,8 @@ LEAST_ROOM = 12.0
 waited for: as many, and as bad ones as there are, hardly lose more."""
 MOST_COLD = 1.5
 """Plain steps that one behind a draft counts as at most."""
-SCORED_OF = 4
-"""Plans, about one of which teaches what scoring takes where that is known well."""
+TIMED_OF = 4
+"""Plans, about one of which teaches what drafting and scoring take where that is known well."""
 THRESHOLDS_KEPT = 64
 """Tokens after which thresholds are worked out anew."""
 SAME_ROWS = 1.5
@@ -198,14 +198,15 @@ def _timed_draft(costs: Costs, state: State, plan: Plan, done: Done) -> tuple[Co
     if plan.trial and (drafter is None or not state.drafters[drafter].own_rule):
         costs = costs.anew(drafter)
     known = costs.scoring if drafter is None else costs.scoring_of(drafter)
-    routine = known.line.well_known and state.position % SCORED_OF > 0
+    routine = known.line.well_known and state.position % TIMED_OF > 0
     if done.scoring is not None and done.verified and not routine:
         costs = costs.scored(drafter, done.verified + 1, done.scoring / plain)
     if drafter is None:
         return costs, costs.scoring.surprised
     if state.drafters[drafter].own_rule:
         return costs.stepped(drafter, done.seconds / plain), False
-    if done.drafting is not None and done.passes:
+    routine = costs.drafts[drafter].well_known and state.position % TIMED_OF > 0
+    if done.drafting is not None and done.passes and not routine:
         costs = costs.drafted(drafter, done.passes, done.drafting / plain)
     return costs, bool(costs.drafts[drafter].surprises) or costs.scoring_of(drafter).surprised
 
@@ -265,7 +266,7 @@ def _recycled(state: State, costs: Costs, plan: Plan, done: Done, time: float) -
     assert state.ranks is not None
     rules, now = state.rules, state.position + round(done.tokens)
     # what is copied is not its to draft: it is held against drafters of all other text
-    if plan.kind == LOOKUP and done.tokens >= COPIED:
+    if (plan.kind == LOOKUP and done.tokens >= COPIED) or (plan.kind != RECYCLE and not done.ranks):
         return state.ranks
     ranks = state.ranks.seen(done.ranks)
     if plan.kind == RECYCLE:
