@@ -38,6 +38,12 @@ LOOKUP_TRIAL = 0.5
 PROMISING, HOPE = 0.3, 1.5
 """Mean acceptance from which on a drafter is worth being timed, where it would be faster than the current one if it were always
 right and so many times as fast as it is thought to be."""
+DEAR = 1.5
+"""Plain steps from which on a shadow is dear: a drafter that has such a one drafts to be known."""
+LEAST_LOOK = 0.5
+"""Plain steps that are saved before it does."""
+LOOK_STEPS = 2
+"""Steps of such a look: the first one finds other weights in the caches."""
 BEST_CASE = 1.0
 """Tokens a plain step, of a drafter that is always right and takes what it is thought to, from which on it is worth a trial."""
 DRAFTING_AT_ONCE = 4
@@ -119,6 +125,8 @@ def _without_choice(state: State, current: str | None, worth: float, matches: Se
         reason = f"a draft step of {name} is timed" if known else f"{name} is tried"
         thresholds, steps = ((0.0,) * TRIED, TRIAL_STEPS) if known else (TRIED_ON, 1)
         return Plan(name, worth, current, reason, thresholds=thresholds, trial=True, steps=steps)
+    if (look := _look_by_drafting(state, current, worth)) is not None:
+        return look
     trial = _lookup_trial(state, matches) or _trial_of_own_rule(state, current)
     return None if trial is None else replace(trial, price=worth, current=current)
 
@@ -143,9 +151,9 @@ def _untimed(state: State) -> str | None:
         if drafter.own_rule:
             continue
         cost = state.costs.drafts[name]
-        if cost.measurements > 1 or (cost.measurements == 1 and not cost.surprises):
-            if name == state.current or not _is_old(state, drafter.timed, cost.measurements):
-                continue
+        measured = cost.measurements > 1 or (cost.measurements == 1 and not cost.surprises)
+        if measured and (name == state.current or not _is_old(state, drafter.timed, cost.measurements)):
+            continue
         if state.shadow_account < min(cost(TRIED), 1.0):
             continue
         calibration = drafter.calibration
@@ -202,6 +210,39 @@ def _lookup(state: State, matches: Sequence[int], worth: float) -> tuple[list[in
     return (drafts, tokens) if tokens > worth * time else None
 
 
+def _look_by_drafting(state: State, current: str | None, worth: float) -> Plan | None:
+    """Steps of a drafter whose shadow is DEAR: as long as these are, they commit tokens as well."""
+    if state.shadow_account < LEAST_LOOK:
+        return None
+    best, chosen, longest = max([1.0, *state.rates().values()]), None, 0.0
+    for name, cost in state.costs.shadows.items():
+        if cost.value < DEAR or name == current or state.drafters[name].searches:
+            continue
+        value = _worth_a_look(state, name, best)
+        if value > longest:
+            chosen, longest = name, value
+    if chosen is None:
+        return None
+    likely = len(TRIED_ON) // 2
+    time = state.costs.drafts[chosen](likely) + state.costs.scoring_of(chosen)(likely + 1)
+    if state.shadow_account < min(LOOK_STEPS * time * (1 - 1 / worth), MOST_SAVED):
+        return None
+    return Plan(chosen, worth, current, f"{chosen} is looked at", thresholds=TRIED_ON, trial=True, steps=LOOK_STEPS)
+
+
+def _worth_a_look(state: State, name: str, best: float) -> float:
+    """Tokens since a drafter was graded, of one of which next to nothing is known thrice as many; 0 for one that was graded of
+    late, or that is hardly faster than the `best` rate."""
+    drafter, rules = state.drafters[name], state.rules
+    stale, young = state.position - drafter.seen, drafter.rate.usual.steps < YOUNG
+    if stale < (rules.window // 2 if young else rules.window):
+        return 0.0
+    steps = drafter.rate.now.faded(state.position, rules.half_life).steps
+    if state.rate(name) * (1 + 1.5 / (steps + 1) ** 0.5) < best and stale < rules.look_again:
+        return 0.0
+    return min(stale, 4000) * (3 if young else 1)
+
+
 def due(state: State, lag: Mapping[str, int] = MappingProxyType({})) -> str | None:
     """The drafter whose shadow is worth most for its cost, where the account can pay it by now; None for none. A dear one is
     saved for: cheap ones do not spend what it needs. lag: drafter -> tokens that it has to read, where they are more than a
@@ -211,21 +252,14 @@ def due(state: State, lag: Mapping[str, int] = MappingProxyType({})) -> str | No
         return None
     if state.shadow_account < state.cheapest_shadow:
         return None
-    rates = state.rates()
-    best, chosen, worth = max([1.0, *rates.values()]), None, -1.0
-    for name, drafter in state.drafters.items():
-        cost, stale = shadows.get(name), state.position - drafter.seen
-        steps = drafter.rate.now.faded(state.position, state.rules.half_life).steps
-        young = drafter.rate.usual.steps < YOUNG
-        if cost is None or (name == state.current and not drafter.unsure):
+    best, chosen, longest = max([1.0, *state.rates().values()]), None, 0.0
+    for name, cost in shadows.items():
+        drafter = state.drafters[name]
+        if (cost.value >= DEAR and not drafter.searches) or (name == state.current and not drafter.unsure):
             continue
-        if stale < (state.rules.window // 2 if young else state.rules.window):
-            continue
-        if rates[name] * (1 + 1.5 / (steps + 1) ** 0.5) < best and stale < state.rules.look_again:
-            continue
-        value = min(stale, 4000) / (cost.value * state.windows(lag.get(name, 0))) * (3 if young else 1)
-        if value > worth:
-            chosen, worth = name, value
+        value = _worth_a_look(state, name, best) / (cost.value * state.windows(lag.get(name, 0)))
+        if value > longest:
+            chosen, longest = name, value
     if chosen is None:
         return None
     needed = shadows[chosen].value * state.windows(lag.get(chosen, 0))

@@ -231,6 +231,11 @@ class Costs:
     shadows: Mapping[str, Cost] = field(default_factory=dict)
     lookup: float = 0.01
 
+    def learnt(self, measured: float) -> "Costs":
+        """A step that drafted took so much beside its drafting and its scoring."""
+        fixed = self.fixed + GAIN * (measured - self.fixed)
+        return Costs(self.plain, self.scoring, self.scorings, fixed, self.drafts, self.wholes, self.shadows, self.lookup)
+
     def timed(self, seconds: float, steps: int = 1) -> "Costs":
         """A plain step took so long, or so many typically did."""
         return self.paced(self.plain.observe(seconds, steps, PLAIN_GAIN))

@@ -115,6 +115,7 @@ def observe(state: State, plan: Plan, done: Done) -> State:
         matches = matches.observe(one.match, one.right, one.looked_up)
     moved = now if plan.current != state.current else state.moved_at
     shadowing = rules.calm_shadowing if now - moved > rules.calm_after else rules.shadowing
+    shadowing += rules.early_shadowing / (1 + state.position / rules.early)
     paid, probed = max(time - done.nearer / plan.price, 0.0) if plan.trial else 0.0, plan.kind == PROBE
     probing = done.steps * (1 - 1 / plan.price) if probed else 0.0
     measured = probed and (done.warm is None or done.warm[0] > 0)
@@ -195,6 +196,7 @@ def _timed_draft(costs: Costs, state: State, plan: Plan, done: Done) -> tuple[Co
     """The first two of these after a step that drafted."""
     drafter = plan.kind if plan.kind in state.drafters else None
     plain = costs.plain.value
+    costs = costs.learnt(done.learning_seconds / plain / done.steps)
     if plan.trial and (drafter is None or not state.drafters[drafter].own_rule):
         costs = costs.anew(drafter)
     known = costs.scoring if drafter is None else costs.scoring_of(drafter)
@@ -257,7 +259,9 @@ def _drafted(drafter: Drafter, position: int, done: Done, time: float, rules: Ru
     """A drafter after a step of its own. surprised: its time was a surprise, and it is timed once more."""
     calibration, now = drafter.calibration.observe_all(done.confidences), position + round(done.tokens)
     rate, timed = drafter.rate.add(position, done.nearer, time, rules, done.steps), drafter.timed if surprised else now
-    return Drafter(rate, calibration, now, timed, drafter.least, drafter.least_at, drafter.beside, drafter.own_rule)
+    return Drafter(
+        rate, calibration, now, timed, drafter.least, drafter.least_at, drafter.beside, drafter.own_rule, drafter.searches
+    )
 
 
 def _recycled(state: State, costs: Costs, plan: Plan, done: Done, time: float) -> Ranks:

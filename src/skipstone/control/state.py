@@ -37,8 +37,9 @@ MOST_SAVED = 4.0
 @dataclass(frozen=True, slots=True)
 class Rules:
     """The constants. half_life: tokens after which a step counts half in its drafter's rate, usual_half_life: in its usual
-    rate. kept: share of the rate that a new request leaves. shadowing: share of the time that shadows may take; calm_shadowing
-    where nothing has moved for calm_after tokens. window: tokens that a shadow grades. plain_probing: share of the time that
+    rate. kept: share of the rate that a new request leaves. shadowing: share of the time that shadows may take; at first
+    early_shadowing more, half of it after `early` tokens and ever less; calm_shadowing where nothing has moved for calm_after
+    tokens. window: tokens that a shadow grades. plain_probing: share of the time that
     plain probes may lose, plain_spacing tokens apart. margin: by how much another drafter's rate must be larger to take over.
     most_drafts: a step. listening: tokens that are decoded plainly at first. look_again: tokens after which a drafter is graded
     whatever its rate is. prior: plain steps at its usual rate that a rate begins with, and at rate 1 that a usual rate begins
@@ -47,11 +48,13 @@ class Rules:
     half_life: float = 300.0
     usual_half_life: float = 4000.0
     kept: float = 0.5
-    shadowing: float = 0.005
+    shadowing: float = 0.004
+    early_shadowing: float = 0.01
+    early: int = 500
     calm_shadowing: float = 0.0025
     calm_after: int = 1500
     window: int = 32
-    plain_probing: float = 0.004
+    plain_probing: float = 0.003
     plain_spacing: int = 128
     margin: float = 0.02
     most_drafts: int = 25
@@ -114,7 +117,7 @@ class Drafter:
     """What is known of a drafter. seen: the position up to which it was graded. timed: that at which it was timed last. least:
     survivals that a draft needs to be gone on with, as `price.thresholds` has them at price 1, worked out at the position
     `least_at`. beside: the same for one row of several, whose draft steps others pay; none of a single row. own_rule: it stops
-    by itself, and only its own steps tell what it is worth."""
+    by itself, and only its own steps tell what it is worth. searches: its shadows are also what its search learns from."""
 
     rate: Rates = Rates()
     calibration: Logistic = field(default_factory=Logistic)
@@ -124,6 +127,7 @@ class Drafter:
     least_at: int = NEVER_YET
     beside: tuple[float, ...] = ()
     own_rule: bool = False
+    searches: bool = False
 
     @property
     def unsure(self) -> bool:
@@ -335,7 +339,8 @@ class Done:
     of it. steps: of one plan, of which these and what follows are the sum; one is looked at closely, the first, or of a trial
     the last. matches: of every row that had one. ranks: of every committed token of one row, its place among those that were
     kept for the one before it, beyond all for one that was not. aside_seconds: spent before the steps beside decoding, on
-    shadows and on learning. rests: whether nothing was looked up or kept in plain steps, so that they took what plain decoding
+    shadows, and on learning before plain ones. learning_seconds: spent on learning before steps that drafted, and part of
+    `seconds`. rests: whether nothing was looked up or kept in plain steps, so that they took what plain decoding
     takes. slowest: tokens of the row that has most to write yet, which a batch ends with; None where that is `tokens`.
     more_verified, more_passes: of all steps but that one. warm: of plain steps that rest, how many stood behind WARM_AFTER
     others, and what one of these took, the lower median, as a stall makes a step longer and nothing makes it shorter; None
@@ -355,6 +360,7 @@ class Done:
     matches: Sequence[Judged] = ()
     ranks: Sequence[int] = ()
     aside_seconds: float = 0.0
+    learning_seconds: float = 0.0
     steps: int = 1
     rests: bool = True
     slowest: float | None = None

@@ -194,7 +194,8 @@ def expected_behind(raw: Any, text: list[int], count: int) -> Tensor:
 @pytest.mark.usefixtures("no_gradients")
 @pytest.mark.parametrize("kind", ["exit", "fewer sublayers", "draft model"])
 def test_a_shadow_is_what_the_drafter_would_have_said(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(control, "due", lambda *_: None)  # a draft model has read nothing of the text yet
+    for look in ("due", "_look_by_drafting", "_untimed"):  # a draft model has read nothing of the text yet
+        monkeypatch.setattr(control, look, lambda *_: None)
     raw = llama()
     second = near(raw, 0.3)
     candidates = {"exit": LayerSkip(2), "fewer sublayers": SelfSpeculative((), (1, 2)), "draft model": Speculative(second)}
@@ -257,7 +258,8 @@ class Clocked:
 
         monkeypatch.setattr(AutoSession, "clocked", clocked)
         monkeypatch.setattr(drafters, "share_of", lambda *models: 0.1)
-        monkeypatch.setattr(AutoSession, "since", lambda session, began: SHADOW / 1000)
+        monkeypatch.setattr(AutoSession, "shadow_seconds", lambda session, began: SHADOW / 1000)
+        monkeypatch.setattr(AutoSession, "learning_seconds", lambda session, began: 0.0)
 
     @property
     def rate(self) -> float:

@@ -118,7 +118,7 @@ class AutoSession(Session):
         self._room = [0] * rows  # of every row, tokens that it may still draft
         self._judged: list[tuple[float, bool]] = []
         self._ranks: list[int] = []
-        self.aside_seconds = self._looking_seconds = self._deciding_seconds = 0.0
+        self.aside_seconds = self._looking_seconds = self._deciding_seconds = self._learning_seconds = 0.0
 
     @property
     def own_threads(self) -> bool:
@@ -190,13 +190,17 @@ class AutoSession(Session):
         sure, was_right = confidence.tolist(), right.tolist()
         if not self.drafters[name].counts(was_right):
             sure, was_right = [], []
-        seconds = self.since(began)
+        seconds = self.shadow_seconds(began)
         self.aside_seconds += seconds
         self._plain_in_a_row = 0
         self._graded(state, name, sure, was_right, seconds, lag.get(name, 0))
 
-    def since(self, began: float) -> float:
-        """Seconds that a shadow took."""
+    def shadow_seconds(self, began: float) -> float:
+        """That a shadow took."""
+        return self.model.ranks.since(began)
+
+    def learning_seconds(self, began: float) -> float:
+        """That learning took."""
         return self.model.ranks.since(began)
 
     def _graded(self, state: State, name: str, sure: Sequence[float], right: Sequence[bool], seconds: float, read: int) -> None:
@@ -342,9 +346,10 @@ class AutoSession(Session):
             nearer, urgent = done.nearer, learning.is_urgent(mind.state, done)
         if self._looks_up:
             self._weigh_looking(nearer, seconds)
+        self.aside_seconds, began = 0.0, self.model.ranks.now()
         if urgent or not self._left:
             self._settle()
-        self.aside_seconds = 0.0
+        self._learning_seconds = self.learning_seconds(began)
 
     def _weigh_looking(self, nearer: float, seconds: float) -> None:
         """What looking up came to in this step. nearer: as in `Done`. seconds: of all of it."""
@@ -363,7 +368,7 @@ class AutoSession(Session):
         if warm:
             self.mind.plain_seconds.append(seconds)
         tally.plain(tokens, seconds, rests, warm)
-        tally.aside_seconds += self.aside_seconds
+        tally.aside_seconds += self.aside_seconds + self._learning_seconds
         if self._looks_up:
             tally.matches += self.texts.judged
         if self._keeps:
@@ -375,7 +380,7 @@ class AutoSession(Session):
         by_model, whole = kind in self.drafters, isinstance(self.drafters.get(kind), OwnRule)
         return Done(
             tokens=tokens / rows,
-            seconds=seconds,
+            seconds=seconds + self._learning_seconds,
             confidences=self._judged,
             verified=round(step.verified_nodes / rows),
             passes=max(step.draft_steps, default=0) if by_model and not whole else 0,
@@ -384,6 +389,7 @@ class AutoSession(Session):
             matches=self.texts.judged,
             ranks=self._ranks,
             aside_seconds=self.aside_seconds,
+            learning_seconds=self._learning_seconds,
             slowest=None if rows == 1 else progress(self._room, [len(one) for one in step.tokens], step.finished),
         )
 
@@ -400,9 +406,9 @@ class AutoSession(Session):
             fixed=0.0,
             drafts={name: Line(one.guess) for name, one in self.drafters.items() if not one.own_rule},
             wholes={name: Cost(one.guess) for name, one in self.drafters.items() if one.own_rule},
-            shadows={name: Cost(1.5 * one.shadow_guess, 1) for name, one in self.drafters.items() if not one.own_rule},
+            shadows={name: Cost(1.5 * one.shadow_guess) for name, one in self.drafters.items() if not one.own_rule},
         )
-        drafters = {name: Drafter(own_rule=one.own_rule) for name, one in self.drafters.items()}
+        drafters = {name: Drafter(own_rule=one.own_rule, searches=one.searches) for name, one in self.drafters.items()}
         ranks = None if self.recycle is None else Ranks()
         return State(costs, drafters, self.rules, self.ledger, ranks=ranks, rows=self.mind.live)
 

@@ -34,9 +34,10 @@ many tokens at once are bound by arithmetic."""
 class Drafter(Protocol):
     """What `auto` may choose. own_rule: it stops by itself; others are told before every draft until what survival to go on.
     guess: what a draft step of it costs, of one with its own rule a whole step, in plain steps, before one was measured.
-    shadow_guess: the share of the target that runs for a shadow."""
+    shadow_guess: the share of the target that runs for a shadow. searches: shadows are what its search evaluates, too."""
 
     own_rule: ClassVar[bool]
+    searches: ClassVar[bool]
     guess: float
     shadow_guess: float
 
@@ -121,6 +122,7 @@ class LayersDrafter(ChainSession):
     head: exit heads and the number of the one that predicts; None for the model's own."""
 
     own_rule: ClassVar[bool] = False
+    searches: ClassVar[bool] = False
 
     def __init__(
         self,
@@ -189,6 +191,8 @@ class SearchingDrafter(LayersDrafter):
     """A layer set that SWIFT's optimisation finds. While that goes on, shadows are its evaluations: a candidate is judged by
     the latest tokens, and what is learnt of it counts as the drafter's where it becomes the set in use."""
 
+    searches: ClassVar[bool] = True
+
     def __init__(
         self, optimisation: Optimisation, model: LayeredModel, rows: int, capacity: int, shortlist: Tensor | None
     ) -> None:
@@ -211,6 +215,7 @@ class OwnRule:
     """A whole method as a drafter: it drafts and verifies by its own rules, and is judged by what its steps come to."""
 
     own_rule: ClassVar[bool] = True
+    searches: ClassVar[bool] = False
     guess = 2.0
     shadow_guess = 0.0
 
@@ -260,6 +265,7 @@ class ModelDrafter(DraftModelSession):
     """A draft model."""
 
     own_rule: ClassVar[bool] = False
+    searches: ClassVar[bool] = False
 
     def __init__(
         self, method: DraftModelMethod, model: LayeredModel, draft_model: DraftModel, rows: int, capacity: int

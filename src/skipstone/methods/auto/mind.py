@@ -186,6 +186,7 @@ class Tally:
     verified: int = 0
     passes: int = 0
     aside_seconds: float = 0.0
+    learning_seconds: float = 0.0
     matches: list[Judged] = field(default_factory=list)
     ranks: list[int] = field(default_factory=list)
     warm_seconds: list[float] = field(default_factory=list)
@@ -212,6 +213,7 @@ class Tally:
         self.seconds += step.seconds
         self.steps += 1
         self.aside_seconds += step.aside_seconds
+        self.learning_seconds += step.learning_seconds
         if step.slowest is not None:
             self.slowest = (self.slowest or 0.0) + step.slowest
         self.matches += step.matches
@@ -235,6 +237,7 @@ class Tally:
             self.matches,
             self.ranks,
             self.aside_seconds,
+            self.learning_seconds,
             self.steps,
             self.rests,
             self.slowest,
