@@ -96,23 +96,26 @@ def _single(inputs: Any) -> bool:
     return isinstance(inputs, str) or (isinstance(inputs, Sequence) and bool(inputs) and isinstance(inputs[0], Mapping))
 
 
-def token_ids(prompt: Any, tokenizer: Any) -> list[int]:
-    """The ids of a text, or of a chat through the tokenizer's template with the assistant's turn opened."""
+def token_ids(prompt: Any, tokenizer: Any, tools: Sequence[Mapping[str, Any]] = ()) -> list[int]:
+    """The ids of a text, or of a chat through the tokenizer's template with the assistant's turn opened. tools: that the chat
+    may call, as transformers' templates take them."""
     if isinstance(prompt, str):
         return tokenizer(prompt)["input_ids"]
     if not isinstance(prompt, Sequence) or not all(isinstance(turn, Mapping) for turn in prompt):
         raise ValueError(f"a prompt is a text or a chat (a list of {{'role', 'content'}}), found {type(prompt).__name__}")
     if tokenizer.chat_template is None:
         raise ValueError("this tokenizer has no chat template; pass the prompt as text")
-    encoded = tokenizer.apply_chat_template(list(prompt), add_generation_prompt=True, return_dict=True)
+    offered = {"tools": list(tools)} if tools else {}
+    encoded = tokenizer.apply_chat_template(list(prompt), add_generation_prompt=True, return_dict=True, **offered)
     return list(encoded["input_ids"])
 
 
 class Detokenizer:
-    """Tokens to text, piece by piece, holding back bytes of a character that is not complete yet."""
+    """Tokens to text, piece by piece, holding back bytes of a character that is not complete yet. special: whether special
+    tokens are text, too."""
 
-    def __init__(self, tokenizer: PreTrainedTokenizerBase) -> None:
-        self.tokenizer = tokenizer
+    def __init__(self, tokenizer: PreTrainedTokenizerBase, *, special: bool = False) -> None:
+        self.tokenizer, self.special = tokenizer, special
         self.tokens: list[int] = []
         self.shown = 0
         self.anchor = 0
@@ -131,4 +134,4 @@ class Detokenizer:
         return self._text(self.anchor, None)[len(self._text(self.anchor, self.shown)) :]
 
     def _text(self, start: int, stop: int | None) -> str:
-        return str(self.tokenizer.decode(self.tokens[start:stop], skip_special_tokens=True))
+        return str(self.tokenizer.decode(self.tokens[start:stop], skip_special_tokens=not self.special))

@@ -13,16 +13,18 @@ import torch
 from transformers.generation.candidate_generator import PromptLookupCandidateGenerator
 
 import skipstone
-from skipstone import Autoregressive, Jacobi, Lookahead, Method, PromptLookup, Recycle
+from skipstone import Auto, Autoregressive, Jacobi, LayerSkip, Lookahead, Method, PromptLookup, Recycle, Sampling
 from skipstone.decoding.batch import Request
+from skipstone.decoding.loop import run
 from skipstone.methods.lookahead import LookaheadSession, Pool, Window
 from skipstone.methods.prompt_lookup import Index
 from skipstone.methods.recycle import shape
 from skipstone.methods.shared.lookups import RowDraft
+from skipstone.methods.shared.predictions import AT_FIRST, Prediction
 from skipstone.models import host
 from skipstone.models.layered import LayeredModel
 from tests.helpers import families
-from tests.helpers.machine import llama, prompt, start
+from tests.helpers.machine import decode, llama, prompt, start
 from tests.helpers.pairwise import all_but
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*x the speed of plain decoding:RuntimeWarning")
@@ -104,6 +106,48 @@ def test_a_draft_ends_before_an_end_and_within_its_room(model: Any) -> None:
         assert len(session._row_draft(0, new - 2).tokens) == drafted, "7 and 8, for 9 is an end"
         assert session._row_draft(0, 1).tokens == [7]
         assert session._row_draft(0, 0).tokens == []
+
+
+def test_a_prediction_is_followed_as_long_as_the_text_agrees_and_found_again() -> None:
+    expected = Prediction([4, 5, 6, 8, 1, 2, 6, 8, 3])
+    assert expected.next(3) == [4, 5, 6]
+    expected.extend([4, 5])
+    assert (expected.run, expected.next(10)) == (AT_FIRST + 2, [6, 8, 1, 2, 6, 8, 3])
+    expected.extend([9])
+    assert (expected.run, expected.next(10)) == (0, [])
+    expected.extend([6])
+    assert expected.next(10) == [], "one token is too little"
+    expected.extend([8])
+    assert (expected.run, expected.next(10)) == (2, [1, 2, 6, 8, 3]), "the next such place, not the last one"
+    expected.extend([1, 2, 6, 8])
+    assert (expected.run, expected.next(10)) == (6, [3])
+    expected.extend([3])
+    assert expected.next(10) == [], "there is no more of it"
+    expected.extend([4, 5])
+    assert expected.next(2) == [6, 8], "it may go on from before"
+    assert Prediction().next(5) == []
+
+
+@pytest.mark.parametrize("method", [PromptLookup(), Auto((PromptLookup(),), remembers=False)])
+@pytest.mark.parametrize("temperature", [0.0, 0.8])
+def test_a_prediction_that_is_right_is_accepted_and_a_wrong_one_changes_nothing(method: Method, temperature: float) -> None:
+    """Of a model that never repeats itself: nothing but the prediction can be looked up."""
+    raw, asked, new = llama(head=1.0), prompt(12, 3), 60
+    own = Sampling(temperature, seed=5)
+    ((plain,), _, _) = decode(Autoregressive(), LayeredModel(raw), [Request(asked, new, sampling=own)])
+    edited, other = [*plain[:20], 1, 2, *plain[22:]], prompt(60, 9).tolist()
+    for prediction, least, most in ((plain, 20, 60), (edited, 15, 58), (other, 0, 6)):
+        decoder = start(method, LayeredModel(raw), [Request(asked, new, sampling=own, prediction=prediction)])
+        assert [token for step in run(decoder) for token in step.tokens[0]] == plain
+        assert decoder.session.predicted(0) <= most
+        if isinstance(method, PromptLookup):  # `auto` goes by the clock
+            assert decoder.session.predicted(0) >= least
+
+
+def test_a_prediction_is_refused_where_nothing_is_looked_up() -> None:
+    for method in (Autoregressive(), LayerSkip(2), Auto((LayerSkip(2),), remembers=False)):
+        with pytest.raises(ValueError, match="auto or prompt_lookup"):
+            start(method, LayeredModel(llama()), [Request(prompt(5, 1), 10, prediction=[1, 2])])
 
 
 def looping(model: Any, length: int = 40, seed: int = 0) -> torch.Tensor:

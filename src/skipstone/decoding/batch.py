@@ -19,7 +19,7 @@ class Request:
     """One sequence to generate.
 
     prompt: [T] int64, T >= 1. max_new_tokens >= 1. eos: ids that end the row (kept in the output). criteria: evaluated after
-    every new token on the row's own unpadded ids.
+    every new token on the row's own unpadded ids. prediction: ids that it may go on with, for methods that look drafts up.
     """
 
     prompt: Tensor
@@ -27,6 +27,7 @@ class Request:
     eos: frozenset[int] = frozenset()
     sampling: Sampling = field(default_factory=Sampling)
     criteria: Sequence[Criterion] = ()
+    prediction: Sequence[int] = ()
 
 
 class Batch:

@@ -82,9 +82,18 @@ class Session:
         return self.batch.root
 
     @property
+    def takes_predictions(self) -> bool:
+        """Whether a request's prediction is drafted from."""
+        return False
+
+    @property
     def own_threads(self) -> bool:
         """Whether nothing that a step computes is long enough for several of torch's threads."""
         return self.model.own_threads
+
+    def predicted(self, row: int) -> int:
+        """Tokens of a row's prediction that were drafted and accepted."""
+        return 0
 
     @property
     def prefilling(self) -> bool:
@@ -114,6 +123,8 @@ class Session:
             raise ValueError(
                 f"{needed} {self.capacity} tokens a row of this session was made for; start it with a larger capacity"
             )
+        if request.prediction and not self.takes_predictions:
+            raise ValueError("a prediction is drafted by methods that look drafts up: auto or prompt_lookup")
         size, low, high = self.model.embeddings, int(request.prompt.min()), int(request.prompt.max())
         if low < 0 or high >= size:
             wrong = low if low < 0 else high

@@ -7,7 +7,7 @@ Deviations: of several places the latest, whose surroundings are likelier to be 
 transformers does); where what followed reaches the end of the text, it goes on with itself, so that a loop fills a draft.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import ClassVar, Literal
 
@@ -17,6 +17,7 @@ from skipstone.decoding.method import DraftingMethod
 from skipstone.decoding.session import Session
 from skipstone.decoding.settings import setting
 from skipstone.methods.shared.lookups import LookupSession, RowDraft
+from skipstone.methods.shared.predictions import Prediction
 from skipstone.models.layered import LayeredModel
 
 Place = Literal["recent", "first"]
@@ -86,22 +87,60 @@ class Index:
         return 0, []
 
 
-class PromptLookupSession(LookupSession):
-    """Chains out of the row's own text, which end before an end of sequence: what follows one belongs to another text."""
+class IndexedSession(LookupSession):
+    """A session that looks for how every row's text may go on: in the text that it was predicted to be, as long as it agrees
+    with that, and in itself. new_index: makes the index of a row. looks_up: False where nothing is looked for."""
 
-    def __init__(self, method: PromptLookup, model: LayeredModel, rows: int, capacity: int) -> None:
+    def __init__(
+        self, model: LayeredModel, rows: int, capacity: int, new_index: Callable[[], Index], *, looks_up: bool = True
+    ) -> None:
         super().__init__(model, rows, capacity)
-        self.method = method
-        self.index = [self._new_index() for _ in range(rows)]
+        self._new_index, self.looks_up = new_index, looks_up
+        self.index = [new_index() for _ in range(rows)]
+        self.predictions = [Prediction() for _ in range(rows)]
+        self.from_prediction = [False] * rows  # whether what was found last is out of the prediction
 
-    def _new_index(self) -> Index:
-        method = self.method
-        return Index(range(method.prompt_lookup_min, method.prompt_lookup_max + 1), method.prefer)
+    @property
+    def takes_predictions(self) -> bool:
+        return self.looks_up
+
+    def predicted(self, row: int) -> int:
+        return self.predictions[row].accepted
 
     def begin(self, row: int, request: Request) -> None:
         super().begin(row, request)
-        self.index[row] = self._new_index()
-        self.index[row].extend(self.text[row])
+        self.predictions[row], self.from_prediction[row] = Prediction(request.prediction), False
+        if self.looks_up:
+            self.index[row] = self._new_index()
+            self.index[row].extend(self.text[row])
+
+    def look_for(self, row: int, most: int) -> tuple[int, list[int]]:
+        """Up to `most` tokens that may come, before an end of sequence: what follows one belongs to another text. Returns as
+        `Index.find`."""
+        prediction, ends = self.predictions[row], self.sampler.eos[row]
+        size, tokens = prediction.run, prediction.next(most)
+        self.from_prediction[row] = bool(tokens)
+        if not tokens:
+            size, tokens = self.index[row].find(most)
+        if ends:
+            tokens = tokens[: next((place for place, token in enumerate(tokens) if token in ends), len(tokens))]
+        return (size, tokens) if tokens else (0, [])
+
+    def went_on(self, row: int, verdict: RowVerdict, *, drafted: bool) -> None:
+        """A row's text has gone on. drafted: whether by what was found last."""
+        prediction = self.predictions[row]
+        if drafted and self.from_prediction[row]:
+            prediction.accepted += len(verdict.path)
+        prediction.extend(verdict.tokens)
+
+
+class PromptLookupSession(IndexedSession):
+    """Chains out of the row's own text, or of its prediction."""
+
+    def __init__(self, method: PromptLookup, model: LayeredModel, rows: int, capacity: int) -> None:
+        sizes = range(method.prompt_lookup_min, method.prompt_lookup_max + 1)
+        super().__init__(model, rows, capacity, lambda: Index(sizes, method.prefer))
+        self.method = method
 
     def draft(self, limit: list[int]) -> Draft:
         """The best match of every row."""
@@ -109,11 +148,11 @@ class PromptLookupSession(LookupSession):
 
     def _row_draft(self, row: int, allowed: int) -> RowDraft:
         most = min(self.method.num_speculative_tokens, allowed)
-        _, tokens = self.index[row].find(most) if self.alive[row] and most else (0, [])
-        end = next((place for place, token in enumerate(tokens) if token in self.sampler.eos[row]), len(tokens))
-        return RowDraft().chain(tokens[:end])
+        _, tokens = self.look_for(row, most) if self.alive[row] and most else (0, [])
+        return RowDraft().chain(tokens)
 
     def learn(self, draft: Draft | None, verdicts: list[RowVerdict]) -> None:
         super().learn(draft, verdicts)
         for row, verdict in enumerate(verdicts):
+            self.went_on(row, verdict, drafted=draft is not None)
             self.index[row].extend(verdict.tokens)

@@ -18,7 +18,7 @@ from skipstone.control import control, costs, learning
 from skipstone.control.costs import Cost, Costs, Line, Scoring
 from skipstone.control.ledger import Ledger
 from skipstone.control.record import Log
-from skipstone.control.state import LOOKUP, PLAIN, PROBE, RECYCLE, WARM_AFTER, Done, Drafter, Judged, Plan, Ranks, Rules, State
+from skipstone.control.state import LOOKUP, PLAIN, PROBE, RECYCLE, WARM_AFTER, Done, Drafter, Plan, Ranks, Rules, State
 from skipstone.decoding.batch import Batch, Request
 from skipstone.decoding.draft import Draft, Picked, RowVerdict, Step, Verdict
 from skipstone.decoding.method import Method
@@ -29,18 +29,13 @@ from skipstone.methods.auto.candidates import drafters_of, identities, refuse, u
 from skipstone.methods.auto.drafters import LayersDrafter, ModelDrafter, OwnRule
 from skipstone.methods.auto.memory import recalled
 from skipstone.methods.auto.mind import NEW_TEXT, Mind, Taken, Tally
-from skipstone.methods.prompt_lookup import Index, PromptLookup
+from skipstone.methods.auto.texts import Texts
+from skipstone.methods.prompt_lookup import PromptLookup
 from skipstone.methods.recycle import DEPTH, Kept, Recycle, RecycleSession
 from skipstone.methods.shared import states
-from skipstone.methods.shared.lookups import LookupSession, RowDraft
 from skipstone.models.engines.engine import Survival
 from skipstone.models.host import on_device
 from skipstone.models.layered import LayeredModel
-
-MATCHES = (1, 2, 3, 4, 6, 10, 16)
-"""Tokens of the matches that are told apart."""
-MOST_LOOKED_UP = 24
-"""Tokens of the continuation of a match."""
 
 
 @dataclass(frozen=True)
@@ -124,10 +119,17 @@ class AutoSession(Session):
     def own_threads(self) -> bool:
         return all(one.own_threads for one in self.drafters.values()) if self.drafters else super().own_threads
 
+    @property
+    def takes_predictions(self) -> bool:
+        return self.texts.takes_predictions
+
+    def predicted(self, row: int) -> int:
+        return self.texts.predicted(row)
+
     def refuse(self, request: Request) -> None:
         super().refuse(request)
         for one in self.drafters.values():
-            one.refuse(request)
+            one.refuse(replace(request, prediction=()))
 
     def prefill(self, chunk: int) -> tuple[Scores | None, list[int]]:
         """Draft models read the prompts too: a user has named them."""
@@ -428,65 +430,3 @@ def ranks(kept: Kept, root: int, tokens: Sequence[int]) -> list[int]:
         known = kept.continuations.get(before, ())
         found.append(known.index(token) if token in known else len(known) + 100)
     return found
-
-
-class Texts(LookupSession):
-    """The rows' texts, and their matches. uncopied: of every row, the latest tokens that were generated and not copied. judged:
-    of the matches of the latest step."""
-
-    def __init__(self, model: LayeredModel, rows: int, capacity: int, *, looks_up: bool) -> None:
-        super().__init__(model, rows, capacity)
-        self.looks_up = looks_up
-        self.uncopied = [0] * rows
-        self.index = [Index(MATCHES, "recent") for _ in range(rows)]
-        self._found: list[tuple[int, list[int]]] = [(0, [])] * rows
-        self.judged: list[Judged] = []
-
-    def begin(self, row: int, request: Request) -> None:
-        super().begin(row, request)
-        self.uncopied[row] = 0
-        if self.looks_up:
-            self.index[row] = Index(MATCHES, "recent")
-            self.index[row].extend(self.text[row])
-
-    def count(self, verdicts: list[RowVerdict], looked_up: bool) -> None:
-        """How much of the latest text is no copy. looked_up: whether it was drafted so."""
-        for row, verdict in enumerate(verdicts):
-            tokens = len(verdict.tokens)
-            self.uncopied[row] = 0 if looked_up and tokens >= learning.COPIED else self.uncopied[row] + tokens
-
-    def forget_matches(self) -> None:
-        """Nothing was looked up for the step that begins."""
-        self._found, self.judged = [(0, [])] * self.rows, []
-
-    def look_up(self) -> list[int]:
-        """Tokens of the match of every row that decodes; [] where nothing is looked up."""
-        if not self.looks_up:
-            return []
-        for index, text in zip(self.index, self.text, strict=True):
-            index.extend(text[len(index.text) :])  # what was committed since it was asked last
-        self._found = [self._match(row) if alive else (0, []) for row, alive in enumerate(self.alive)]
-        return [match for (match, _), alive in zip(self._found, self.alive, strict=True) if alive]
-
-    def _match(self, row: int) -> tuple[int, list[int]]:
-        match, tokens = self.index[row].find(MOST_LOOKED_UP)
-        ends = self.sampler.eos[row]
-        if ends:
-            tokens = tokens[: next((place for place, token in enumerate(tokens) if token in ends), len(tokens))]
-        return (match, tokens) if tokens else (0, [])
-
-    def looked_up(self, drafts: Sequence[int], limit: Sequence[int]) -> Draft:
-        """As much of every row's match as is wanted. drafts: of the rows that decode."""
-        told = iter(drafts)
-        wanted = [min(next(told), allowed) if alive else 0 for alive, allowed in zip(self.alive, limit, strict=True)]
-        return self.propose([RowDraft().chain(found[:count]) for (_, found), count in zip(self._found, wanted, strict=True)])
-
-    def judge(self, verdicts: list[RowVerdict]) -> None:
-        """Hold the matches against what was committed."""
-        self.judged = []
-        for (match, found), verdict in zip(self._found, verdicts, strict=True):
-            if match and verdict.tokens:
-                right = 0
-                while right < min(len(found), len(verdict.tokens)) and found[right] == verdict.tokens[right]:
-                    right += 1
-                self.judged.append(Judged(match, right, min(len(found), len(verdict.tokens))))
