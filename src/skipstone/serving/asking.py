@@ -4,11 +4,12 @@ It runs in one thread of its own, beside the model's: transformers' preparation 
 """
 
 import json
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
 import torch
+from jinja2 import TemplateError
 from transformers.generation.logits_process import LogitsProcessorList
 
 from skipstone.api import token_ids
@@ -22,6 +23,7 @@ from skipstone.serving.grammar import ANY_OBJECT, Grammar, Grammars
 from skipstone.serving.jobs import Job
 from skipstone.serving.processors import Bias, Penalty
 from skipstone.serving.schemas import ChatBody, CompletionBody, Message, Sampled, TokenizeBody
+from skipstone.serving.tools import schema_of
 
 OFF = "off"
 """What a request calls plain decoding."""
@@ -53,7 +55,19 @@ class Asking:
             raise ValueError("top_logprobs needs logprobs=true")
         told = (body.top_logprobs or 0) if body.logprobs else None
         most = body.max_completion_tokens if body.max_completion_tokens is not None else body.max_tokens
-        return self._jobs(body, [self._chat(body.messages)], most, told)
+        offered = body.offered
+        prompt = self._chat(body.messages, [one.model_dump(exclude_none=True) for one in offered])
+        demanded = schema_of(offered) if body.demands_a_call else None
+        return self._jobs(body, [prompt], most, told, demanded)
+
+    @property
+    def chats(self) -> bool:
+        """Whether the model has a chat template."""
+        return self.tokenizer.chat_template is not None
+
+    def of(self, chat: bool) -> Callable[[Any], list[Job]]:
+        """What makes jobs of a chat's body, or of a text's."""
+        return self.chat if chat else self.completion
 
     def tokens(self, body: TokenizeBody) -> list[int]:
         """Of a text or a chat."""
@@ -78,12 +92,18 @@ class Asking:
     def _too_long(self, found: str) -> str:
         return f"the prompt has {found}: this server takes {self.capacity} tokens a text, those it writes included"
 
-    def _chat(self, messages: Sequence[Message]) -> list[int]:
-        if self.tokenizer.chat_template is None:
+    def _chat(self, messages: Sequence[Message], tools: Sequence[dict[str, Any]] = ()) -> list[int]:
+        template = self.tokenizer.chat_template
+        if template is None:
             raise ValueError("this model has no chat template; send the text to /v1/completions")
+        if tools and "tools" not in str(template):
+            raise ValueError("tools: this model's chat template has none")
         if sum(len(one.text) for one in messages) > self._longest:
             raise ValueError(self._too_long("too many characters"))
-        return token_ids([{"role": one.role, "content": one.text} for one in messages], self.tokenizer)
+        try:
+            return token_ids([one.turn() for one in messages], self.tokenizer, tools)
+        except TemplateError as error:
+            raise ValueError(f"messages: the model's chat template refuses them: {error}") from None
 
     def method(self, wanted: str | dict[str, Any] | None) -> Method:
         """The method that a body asks for. ValueError for one that does not exist, or that would touch files."""
@@ -97,8 +117,19 @@ class Asking:
         method.check(self.model)
         return method
 
-    def _jobs(self, body: Sampled, prompts: list[list[int]], most: int | None, logprobs: int | None) -> list[Job]:
+    def _jobs(
+        self,
+        body: Sampled,
+        prompts: list[list[int]],
+        most: int | None,
+        logprobs: int | None,
+        demanded: dict[str, Any] | None = None,
+    ) -> list[Job]:
+        """demanded: the schema of all that may be written, for what the body demands beside its response_format."""
         method, found = self.method(body.speculative), []
+        if demanded is not None and self._wanted(body) is not None:
+            raise ValueError("response_format and a tool_choice that demands a call exclude each other")
+        prediction = self._predicted(body)
         seed = body.seed if body.seed is not None else int(torch.randint(1 << 62, ()).item())
         for prompt in prompts:
             if not prompt:
@@ -107,7 +138,7 @@ class Asking:
             if room < 1 or (most is not None and most > room):
                 asked = "" if most is None else f" + max_tokens={most}"
                 raise ValueError(self._too_long(f"{len(prompt)} tokens{asked}"))
-            options = self._options(body, len(prompt), most if most is not None else room)
+            options = self._options(body, len(prompt), most if most is not None else room, demanded)
             call = prepare_call(self.model.model, torch.tensor([prompt]), None, seed, dict(options))
             (request,) = requests(call, self.model.ranks)
             sampling = request.sampling
@@ -115,9 +146,18 @@ class Asking:
                 own = replace(sampling, seed=row_seed(seed, len(found)))
                 eos = frozenset[int]() if body.ignore_eos else request.eos
                 own = replace(own, processors=[one.fresh() if isinstance(one, Grammar) else one for one in own.processors])
-                one = Request(request.prompt, request.max_new_tokens, eos, own, request.criteria)
-                found.append(Job(one, method, logprobs, self.seconds))
+                one = Request(request.prompt, request.max_new_tokens, eos, own, request.criteria, prediction)
+                found.append(Job(one, method, logprobs, self.seconds, details=body.stream_speculative == "full"))
         return found
+
+    def _predicted(self, body: Sampled) -> list[int]:
+        """The tokens of the prediction; none where there is none."""
+        if body.prediction is None:
+            return []
+        text = body.prediction.text
+        if len(text) > self._longest:
+            raise ValueError(f"prediction: at most {self.capacity} tokens, found {len(text)} characters")
+        return list(self.tokenizer(text, add_special_tokens=False)["input_ids"])[: self.capacity]
 
     def _wanted(self, body: Sampled) -> dict[str, Any] | None:
         """What the text has to be; None for any."""
@@ -140,7 +180,7 @@ class Asking:
             self._grammars = Grammars(self.tokenizer, self.model.embeddings, ends)
         return self._grammars
 
-    def _options(self, body: Sampled, prompt: int, most: int) -> dict[str, Any]:
+    def _options(self, body: Sampled, prompt: int, most: int, demanded: dict[str, Any] | None) -> dict[str, Any]:
         """Keyword arguments of `skipstone.generate`."""
         options: dict[str, Any] = {"max_new_tokens": most, "stop_strings": None}
         if body.temperature is not None:
@@ -160,7 +200,7 @@ class Asking:
             if (largest := max(biases)) >= self.model.embeddings:
                 raise ValueError(f"logit_bias: the vocabulary has {self.model.embeddings} entries, found token {largest}")
             processors.append(Bias(biases))
-        if (schema := self._wanted(body)) is not None:
+        if (schema := demanded or self._wanted(body)) is not None:
             processors.append(self._made_grammars.of_schema(schema, prompt))
         if processors:
             options["logits_processor"] = LogitsProcessorList(processors)

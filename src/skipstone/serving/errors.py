@@ -24,9 +24,10 @@ def response(message: str, status: int, param: str | None = None, retry_after: i
 
 
 def invalid(error: RequestValidationError) -> JSONResponse:
-    """The response to a body that is none: the first thing that is wrong with it."""
-    first = error.errors()[0]
-    place = [str(part) for part in first["loc"] if part != "body"]
+    """The response to a body that is none: the first thing that is wrong with it, of a field of several forms that of the one
+    that came furthest."""
+    first = max(error.errors(), key=lambda one: len(one["loc"]))
+    place = [str(part) for part in first["loc"] if part != "body" and "[" not in str(part)]
     name = ".".join(place) or None
     if first["type"] == "extra_forbidden":
         return response(f"{name}: this field is not supported", 400, name)

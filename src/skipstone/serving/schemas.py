@@ -1,19 +1,23 @@
 """The bodies of requests: what is not named here is refused, never ignored."""
 
+import json
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, field_validator
+from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
 
 MOST_CHOICES, MOST_PROMPTS = 16, 128
 MOST_STOPS, LONGEST_STOP = 16, 256
 MOST_BIASES = 1024
 MOST_LOGPROBS = 20
+LONGEST_TEXT = 4 << 20
+MOST_TOOLS = 128
 
 
 class Body(BaseModel):
-    """A JSON object without unknown fields, whose numbers are numbers."""
+    """A JSON object without unknown fields, whose numbers are numbers and whose texts are texts: pydantic asks whether one is
+    valid Unicode only where its length has a limit."""
 
-    model_config = ConfigDict(extra="forbid", strict=False, allow_inf_nan=False)
+    model_config = ConfigDict(extra="forbid", strict=False, allow_inf_nan=False, str_max_length=LONGEST_TEXT)
 
 
 class StreamOptions(Body):
@@ -38,10 +42,34 @@ class Format(Body):
     json_schema: Schema | None = None
 
 
+class TextPart(Body):
+    """A part of a message."""
+
+    type: Literal["text"]
+    text: str
+
+
+def joined(content: str | list[TextPart]) -> str:
+    """The text of parts."""
+    return content if isinstance(content, str) else "".join(part.text for part in content)
+
+
+class Prediction(Body):
+    """prediction: a text that the answer will be much like."""
+
+    type: Literal["content"]
+    content: str | list[TextPart]
+
+    @property
+    def text(self) -> str:
+        """All of it."""
+        return joined(self.content)
+
+
 class Sampled(Body):
     """What texts and chats have in common. The settings are OpenAI's, and vLLM's where OpenAI has none; those that are left
     out are the model's own. speculative: a method, by name or as {"method": ..., setting: ...}; "off" is plain decoding.
-    return_metrics, stream_speculative: figures of the answer, and of every step."""
+    return_metrics, stream_speculative: figures of the answer, and of every step; "full": probabilities and refused drafts too."""
 
     model: str | None = None
     stream: bool = False
@@ -51,7 +79,7 @@ class Sampled(Body):
     seed: int | None = Field(default=None, ge=0, lt=1 << 63)
     temperature: float | None = Field(default=None, ge=0, le=2)
     top_p: float | None = Field(default=None, gt=0, le=1)
-    top_k: int | None = Field(default=None, ge=0)
+    top_k: int | None = Field(default=None, ge=0, lt=1 << 63)
     min_p: float | None = Field(default=None, ge=0, le=1)
     presence_penalty: float = Field(default=0.0, ge=-2, le=2)
     frequency_penalty: float = Field(default=0.0, ge=-2, le=2)
@@ -59,10 +87,11 @@ class Sampled(Body):
     ignore_eos: bool = False
     response_format: Format | None = None
     logit_bias: dict[str, float] | None = Field(default=None, max_length=MOST_BIASES)
+    prediction: Prediction | None = None
     user: str | None = None
     speculative: str | dict[str, Any] | None = None
     return_metrics: bool = False
-    stream_speculative: bool = False
+    stream_speculative: bool | Literal["full"] = False
 
     @field_validator("stop")
     @classmethod
@@ -110,24 +139,98 @@ class CompletionBody(Sampled):
     suffix: None = None
 
 
-class TextPart(Body):
-    """A part of a message."""
+class Function(Body):
+    """A tool. parameters: the JSON schema of its arguments."""
 
-    type: Literal["text"]
-    text: str
+    name: str = Field(pattern=r"^[a-zA-Z0-9_.-]{1,64}$")
+    description: str | None = None
+    parameters: dict[str, Any] | None = None
+    strict: bool | None = None
+
+
+class Tool(Body):
+    """A tool that may be called."""
+
+    type: Literal["function"]
+    function: Function
+
+
+class Called(Body):
+    """The name and the arguments of a call, these as JSON in a text."""
+
+    name: str
+    arguments: str
+
+
+class ToolCall(Body):
+    """A call of an earlier turn."""
+
+    id: str
+    type: Literal["function"]
+    function: Called
+
+
+class Named(Body):
+    """The name of a tool."""
+
+    name: str
+
+
+class Choice(Body):
+    """tool_choice: the tool that has to be called."""
+
+    type: Literal["function"]
+    function: Named
 
 
 class Message(Body):
-    """A turn of a chat. content: its text, or its parts."""
+    """A turn of a chat. content: its text, or its parts; none of an assistant that called tools. tool_call_id: of a tool's
+    answer."""
 
-    role: Literal["system", "developer", "user", "assistant"]
-    content: str | list[TextPart]
+    role: Literal["system", "developer", "user", "assistant", "tool"]
+    content: str | list[TextPart] | None = None
     name: str | None = None
+    tool_calls: list[ToolCall] | None = Field(default=None, max_length=MOST_TOOLS)
+    tool_call_id: str | None = None
+    refusal: None = None
+
+    @model_validator(mode="after")
+    def _says_something(self) -> "Message":
+        if self.content is None and not self.tool_calls:
+            raise ValueError("a message has content, or the calls of an assistant")
+        if self.tool_calls and self.role != "assistant":
+            raise ValueError("only an assistant calls tools")
+        return self
 
     @property
     def text(self) -> str:
         """All of it."""
-        return self.content if isinstance(self.content, str) else "".join(part.text for part in self.content)
+        return "" if self.content is None else joined(self.content)
+
+    def turn(self) -> dict[str, Any]:
+        """As a chat template takes it: arguments are no text there."""
+        found: dict[str, Any] = {"role": self.role, "content": self.text}
+        if self.name is not None:
+            found["name"] = self.name
+        if self.tool_call_id is not None:
+            found["tool_call_id"] = self.tool_call_id
+        if self.tool_calls:
+            found["tool_calls"] = [
+                {"id": one.id, "type": "function", "function": {"name": one.function.name, "arguments": arguments(one)}}
+                for one in self.tool_calls
+            ]
+        return found
+
+
+def arguments(call: ToolCall) -> Any:
+    """The arguments of a call. ValueError where they are no JSON object."""
+    try:
+        found = json.loads(call.function.arguments)
+    except ValueError:
+        found = None
+    if not isinstance(found, dict):
+        raise ValueError(f"messages: the arguments of {call.function.name} are no JSON object")
+    return found
 
 
 class ChatBody(Sampled):
@@ -138,6 +241,31 @@ class ChatBody(Sampled):
     max_completion_tokens: int | None = Field(default=None, ge=1)
     logprobs: bool = False
     top_logprobs: int | None = Field(default=None, ge=0, le=MOST_LOGPROBS)
+    tools: list[Tool] | None = Field(default=None, min_length=1, max_length=MOST_TOOLS)
+    tool_choice: Literal["none", "auto", "required"] | Choice | None = None
+    parallel_tool_calls: bool | None = None
+
+    @model_validator(mode="after")
+    def _chooses_among_tools(self) -> "ChatBody":
+        if self.tool_choice not in (None, "none") and not self.tools:
+            raise ValueError("tool_choice needs tools")
+        if isinstance(self.tool_choice, Choice) and not self.offered:
+            raise ValueError(f"tool_choice: there is no tool {self.tool_choice.function.name!r}")
+        return self
+
+    @property
+    def offered(self) -> list[Tool]:
+        """The tools that may be called."""
+        if self.tool_choice == "none":
+            return []
+        if isinstance(self.tool_choice, Choice):
+            return [one for one in self.tools or [] if one.function.name == self.tool_choice.function.name]
+        return self.tools or []
+
+    @property
+    def demands_a_call(self) -> bool:
+        """Whether nothing else may be written."""
+        return self.tool_choice == "required" or isinstance(self.tool_choice, Choice)
 
 
 class TokenizeBody(Body):

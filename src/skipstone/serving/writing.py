@@ -16,11 +16,12 @@ class Written:
 
 class Writer:
     """The text of one job. stops: strings that end it, which it does not have. ends: token ids that end it and are no text.
+    special: whether special tokens are, as the marks of a tool's call may be.
 
     count: tokens up to now, that which completed a stop string too. stopped: whether one was met."""
 
-    def __init__(self, tokenizer: Any, stops: list[str], ends: frozenset[int] = frozenset()) -> None:
-        self._detokenizer, self._stops, self._ends = Detokenizer(tokenizer), stops, ends
+    def __init__(self, tokenizer: Any, stops: list[str], ends: frozenset[int] = frozenset(), *, special: bool = False) -> None:
+        self._detokenizer, self._stops, self._ends = Detokenizer(tokenizer, special=special), stops, ends
         self._held = ""  # may be the beginning of a stop string
         self.text = ""  # all that is certain
         self.count = 0

@@ -1,0 +1,282 @@
+"""Chats, tools, /v1/responses and predictions, over a real socket, with OpenAI's client and the bundled model, which is given a
+chat template."""
+
+from __future__ import annotations
+
+import copy
+import json
+from collections.abc import Iterator
+from typing import Any
+
+import openai
+import pytest
+import torch
+from pydantic import ValidationError
+
+import skipstone
+from skipstone.serving.schemas import ChatBody
+from skipstone.serving.server import Server, Settings
+from tests.serving.test_app import Running, refusal
+
+TEMPLATE = (
+    "{% for tool in tools or [] %}# {{ tool.function.name }}\n{% endfor %}"
+    "{% for message in messages %}{% if message.role == 'system' and message.content == 'refuse' %}"
+    "{{ raise_exception('no such role') }}{% endif %}"
+    "# {{ message.role }}: {{ message.content }}"
+    "{% for call in message.tool_calls or [] %}{{ call.function.name }}({{ call.function.arguments | tojson }}){% endfor %}\n"
+    "{% endfor %}{% if add_generation_prompt %}def{% endif %}"
+)
+ASKED = [{"role": "user", "content": "add two numbers"}]
+NUMBER = {"type": "object", "properties": {"n": {"enum": [1, 2]}}, "required": ["n"], "additionalProperties": False}
+TOOLS: Any = [
+    {"type": "function", "function": {"name": "double", "description": "of a number", "parameters": NUMBER}},
+    {"type": "function", "function": {"name": "now"}},
+]
+
+
+@pytest.fixture(scope="module")
+def loaded() -> Any:
+    return skipstone.load(None)
+
+
+@pytest.fixture(scope="module")
+def chatty(loaded: Any) -> Any:
+    """The bundled model's tokenizer with a template."""
+    tokenizer = copy.deepcopy(loaded[1])
+    tokenizer.chat_template = TEMPLATE
+    return tokenizer
+
+
+@pytest.fixture(scope="module")
+def server(loaded: Any, chatty: Any) -> Iterator[Running]:
+    running = Running(Server(lambda: (loaded[0], chatty), Settings(rows=2, waiting=8, drain=5))).until_ready()
+    yield running
+    running.stop()
+
+
+@pytest.fixture(scope="module")
+def plain(loaded: Any) -> Iterator[Running]:
+    """The same without a template."""
+    running = Running(Server(lambda: loaded, Settings(rows=2, waiting=8, drain=5))).until_ready()
+    yield running
+    running.stop()
+
+
+@pytest.fixture(scope="module")
+def client(server: Running) -> openai.OpenAI:
+    return openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0)
+
+
+def expected(loaded: Any, chatty: Any, turns: list[dict[str, Any]], new: int) -> str:
+    """What `skipstone.generate` answers to a chat."""
+    return skipstone.generate(loaded[0], turns, tokenizer=chatty, max_new_tokens=new, do_sample=False).text
+
+
+# ------------------------------------------------------------------------------------------------------------- chats
+
+
+def test_a_chat_is_answered_as_generate_answers_it(loaded: Any, chatty: Any, client: openai.OpenAI) -> None:
+    turns: Any = [{"role": "system", "content": "be brief"}, *ASKED, {"role": "assistant", "content": "a + b"}, *ASKED]
+    wanted = expected(loaded, chatty, turns, 30)
+    asked: dict[str, Any] = {"model": "skipstone-nano", "messages": turns, "max_completion_tokens": 30, "temperature": 0}
+    whole = client.chat.completions.create(**asked)
+    assert whole.choices[0].message.content == wanted
+    assert whole.choices[0].message.role == "assistant"
+    chunks = list(client.chat.completions.create(**asked, stream=True))
+    assert chunks[0].choices[0].delta.role == "assistant"
+    assert "".join(chunk.choices[0].delta.content or "" for chunk in chunks) == wanted
+    assert chunks[-1].choices[0].finish_reason == "length"
+
+
+def test_a_second_turn_reads_only_what_is_new(server: Running) -> None:
+    turns = [{"role": "user", "content": "write a function that adds all the numbers of a long list of lists"}]
+    body = {"max_tokens": 20, "temperature": 0}
+    first = server.http.post("/v1/chat/completions", json={"messages": turns, **body}).json()
+    answer = first["choices"][0]["message"]
+    turns += [{"role": "assistant", "content": answer["content"]}, {"role": "user", "content": "and another"}]
+    usage = server.http.post("/v1/chat/completions", json={"messages": turns, **body}).json()["usage"]
+    assert usage["prompt_tokens_details"]["cached_tokens"] >= 16
+
+
+def test_log_probabilities_of_a_chat(server: Running) -> None:
+    body = {"messages": ASKED, "max_tokens": 5, "temperature": 0, "logprobs": True, "top_logprobs": 2}
+    content = server.http.post("/v1/chat/completions", json=body).json()["choices"][0]["logprobs"]["content"]
+    assert len(content) == 5
+    for one in content:
+        assert one["top_logprobs"][0]["token"] == one["token"], "greedily the likeliest is taken"
+        assert one["top_logprobs"][0]["logprob"] == one["logprob"] < 0
+        assert bytes(one["bytes"]).decode() == one["token"]
+
+
+def test_a_template_that_refuses_is_said(server: Running) -> None:
+    body = {"messages": [{"role": "system", "content": "refuse"}], "max_tokens": 5}
+    assert "no such role" in refusal(server.http.post("/v1/chat/completions", json=body))
+
+
+# ------------------------------------------------------------------------------------------------------------- tools
+
+
+@pytest.mark.parametrize("choice", ["required", {"type": "function", "function": {"name": "double"}}])
+@pytest.mark.parametrize("speculative", ["off", "auto", "layerskip exit_layer=6"])
+def test_a_demanded_call_is_made_whatever_drafts(client: openai.OpenAI, choice: Any, speculative: str) -> None:
+    asked: dict[str, Any] = {"model": "skipstone-nano", "messages": ASKED, "tools": TOOLS, "tool_choice": choice}
+    asked |= {"max_tokens": 60, "seed": 3, "extra_body": {"speculative": speculative}}
+    if choice == "required":
+        asked["tools"] = TOOLS[:1]
+    whole = client.chat.completions.create(**asked)
+    assert whole.choices[0].finish_reason == "tool_calls"
+    message = whole.choices[0].message
+    assert message.content is None
+    (call,) = message.tool_calls or []
+    assert call.type == "function"
+    assert call.function.name == "double"
+    assert json.loads(call.function.arguments) in ({"n": 1}, {"n": 2})
+    chunks = list(client.chat.completions.create(**asked, stream=True))
+    assert chunks[-1].choices[0].finish_reason == "tool_calls"
+    assert not any(chunk.choices[0].delta.content for chunk in chunks)
+    (streamed,) = [one for chunk in chunks for one in chunk.choices[0].delta.tool_calls or []]
+    assert streamed.function is not None
+    assert (streamed.index, streamed.function.name) == (0, "double")
+
+
+def test_tools_that_may_be_called_leave_a_text_as_it_is(loaded: Any, chatty: Any, client: openai.OpenAI) -> None:
+    asked: dict[str, Any] = {"model": "skipstone-nano", "messages": ASKED, "max_tokens": 20, "temperature": 0}
+    offered = client.chat.completions.create(**asked, tools=TOOLS)
+    ids = chatty.apply_chat_template(ASKED, tools=TOOLS, add_generation_prompt=True, return_dict=True)["input_ids"]
+    output = skipstone.generate(loaded[0], torch.tensor([ids]), max_new_tokens=20, do_sample=False)
+    assert output.new_tokens is not None
+    assert offered.choices[0].message.content == chatty.decode(output.new_tokens[0])
+    assert offered.choices[0].message.tool_calls is None
+    assert offered.usage is not None
+    none = client.chat.completions.create(**asked, tools=TOOLS, tool_choice="none")
+    assert none.choices[0].message.content == expected(loaded, chatty, ASKED, 20)
+
+
+def test_the_answer_of_a_tool_goes_back_into_the_chat(server: Running) -> None:
+    call = {"id": "call_1", "type": "function", "function": {"name": "double", "arguments": '{"n": 2}'}}
+    turns = [*ASKED, {"role": "assistant", "tool_calls": [call]}, {"role": "tool", "tool_call_id": "call_1", "content": "4"}]
+    found = server.http.post("/tokenize", json={"messages": turns}).json()["tokens"]
+    text = server.http.post("/detokenize", json={"tokens": found}).json()["prompt"]
+    assert text.endswith('# assistant: double({"n": 2})# tool: 4def')
+    assert server.http.post("/v1/chat/completions", json={"messages": turns, "max_tokens": 3}).status_code == 200
+
+
+@pytest.mark.parametrize(
+    ("body", "said"),
+    [
+        ({"tool_choice": "required"}, "tool_choice needs tools"),
+        ({"tools": TOOLS, "tool_choice": {"type": "function", "function": {"name": "gone"}}}, "there is no tool 'gone'"),
+        ({"tools": TOOLS, "tool_choice": "required", "response_format": {"type": "json_object"}}, "exclude each other"),
+        ({"tools": [{"type": "function", "function": {"name": "a b"}}]}, "tools.0.function.name"),
+        ({"messages": [{"role": "user"}]}, "a message has content"),
+        ({"messages": [{"role": "user", "tool_calls": [], "content": None}]}, "a message has content"),
+    ],
+)
+def test_tools_that_cannot_be(server: Running, body: dict[str, Any], said: str) -> None:
+    response = server.http.post("/v1/chat/completions", json={"messages": ASKED, "max_tokens": 3, **body})
+    assert response.status_code == 400
+    assert said in refusal(response)
+
+
+def test_arguments_that_are_no_json() -> None:
+    call = {"id": "1", "type": "function", "function": {"name": "double", "arguments": "n=2"}}
+    body = ChatBody.model_validate({"messages": [{"role": "assistant", "tool_calls": [call]}]})
+    with pytest.raises(ValueError, match="arguments of double are no JSON object"):
+        body.messages[0].turn()
+    with pytest.raises(ValidationError, match="only an assistant"):
+        ChatBody.model_validate({"messages": [{"role": "user", "tool_calls": [call]}]})
+
+
+# --------------------------------------------------------------------------------------------------------- /v1/responses
+
+
+def test_a_response_is_the_answer_of_the_chat(loaded: Any, chatty: Any, client: openai.OpenAI) -> None:
+    wanted = expected(loaded, chatty, [{"role": "system", "content": "be brief"}, *ASKED], 25)
+    asked: dict[str, Any] = {"model": "skipstone-nano", "input": "add two numbers", "instructions": "be brief"}
+    asked |= {"max_output_tokens": 25, "temperature": 0}
+    whole = client.responses.create(**asked)
+    assert whole.output_text == wanted
+    assert whole.status == "incomplete"
+    assert whole.incomplete_details is not None
+    assert whole.incomplete_details.reason == "max_output_tokens"
+    assert whole.usage is not None
+    assert whole.usage.output_tokens == 25
+    again = client.responses.create(**{**asked, "input": [{"role": "user", "content": "add two numbers"}]})
+    assert again.output_text == wanted
+
+
+def test_a_response_is_streamed_event_by_event(loaded: Any, chatty: Any, client: openai.OpenAI) -> None:
+    wanted = expected(loaded, chatty, ASKED, 25)
+    asked: dict[str, Any] = {"model": "skipstone-nano", "input": "add two numbers", "max_output_tokens": 25, "temperature": 0}
+    events = list(client.responses.create(**asked, stream=True))
+    assert [one.sequence_number for one in events] == list(range(len(events)))
+    kinds = [one.type for one in events if one.type != "response.output_text.delta"]
+    assert kinds == [
+        "response.created",
+        "response.in_progress",
+        "response.output_item.added",
+        "response.content_part.added",
+        "response.output_text.done",
+        "response.content_part.done",
+        "response.output_item.done",
+        "response.incomplete",
+    ]
+    assert "".join(one.delta for one in events if one.type == "response.output_text.delta") == wanted
+    last: Any = events[-1]
+    assert last.response.output_text == wanted
+
+
+def test_a_conversation_goes_on_with_what_an_earlier_response_had(client: openai.OpenAI) -> None:
+    first = client.responses.create(model="skipstone-nano", input="add two numbers", max_output_tokens=5, temperature=0)
+    turns: Any = [{"role": "user", "content": "add two numbers"}, *[one.model_dump() for one in first.output], *ASKED]
+    assert client.responses.create(model="skipstone-nano", input=turns, max_output_tokens=5).output_text
+
+
+def test_a_response_of_a_schema(client: openai.OpenAI) -> None:
+    wanted: Any = {"format": {"type": "json_schema", "name": "number", "schema": NUMBER, "strict": True}}
+    found = client.responses.create(model="skipstone-nano", input="a number", text=wanted, max_output_tokens=40)
+    assert json.loads(found.output_text) in ({"n": 1}, {"n": 2})
+    assert found.status == "completed"
+
+
+def test_without_chats_a_response_goes_on_with_its_input(loaded: Any, plain: Running) -> None:
+    body: dict[str, Any] = {"input": "def add(a, b):", "max_output_tokens": 20, "temperature": 0, "return_metrics": True}
+    found = plain.http.post("/v1/responses", json=body).json()
+    model, tokenizer = loaded
+    wanted = skipstone.generate(model, "def add(a, b):", tokenizer=tokenizer, max_new_tokens=20, do_sample=False).text
+    assert found["output"][0]["content"][0]["text"] == wanted
+    assert found["metrics"]["speculative_decoding"]["num_draft_tokens"] >= 0
+    said = refusal(plain.http.post("/v1/responses", json=body | {"instructions": "be brief"}))
+    assert "no chat template" in said
+
+
+@pytest.mark.parametrize("field", [{"previous_response_id": "resp_1"}, {"tools": []}, {"background": True}])
+def test_what_responses_do_not_have_is_refused(server: Running, field: dict[str, Any]) -> None:
+    (name,) = field
+    assert f"{name}: this field is not supported" == refusal(server.http.post("/v1/responses", json={"input": "a", **field}))
+
+
+# ------------------------------------------------------------------------------------------------------------ predictions
+
+
+@pytest.mark.parametrize("speculative", ["auto", "prompt_lookup"])
+def test_a_prediction_is_drafted_and_changes_nothing(plain: Running, speculative: str) -> None:
+    prompt = "class Stack:\n    def __init__(self):\n"
+    body: dict[str, Any] = {"prompt": prompt, "max_tokens": 80, "temperature": 0, "speculative": speculative}
+    without = plain.http.post("/v1/completions", json=body).json()
+    assert "completion_tokens_details" not in without["usage"]
+    text = without["choices"][0]["text"]
+    edited = text[:90] + " # another end" + text[100:]
+    for content, least in ((text, 0.7), (edited, 0.3), ([{"type": "text", "text": "nothing like it at all"}], 0.0)):
+        found = plain.http.post("/v1/completions", json={**body, "prediction": {"type": "content", "content": content}}).json()
+        assert found["choices"][0]["text"] == text
+        told, written = found["usage"]["completion_tokens_details"], found["usage"]["completion_tokens"]
+        least = least if speculative == "prompt_lookup" else 0.0  # `auto` goes by the clock
+        assert least * written <= told["accepted_prediction_tokens"] <= written
+        assert told["rejected_prediction_tokens"] >= 0
+    assert told["accepted_prediction_tokens"] < 5
+
+
+def test_a_prediction_needs_a_method_that_looks_up(plain: Running) -> None:
+    body = {"prompt": "a", "max_tokens": 3, "prediction": {"type": "content", "content": "b"}, "speculative": "off"}
+    assert "auto or prompt_lookup" in refusal(plain.http.post("/v1/completions", json=body))
