@@ -279,4 +279,7 @@ def test_a_prediction_is_drafted_and_changes_nothing(plain: Running, speculative
 
 def test_a_prediction_needs_a_method_that_looks_up(plain: Running) -> None:
     body = {"prompt": "a", "max_tokens": 3, "prediction": {"type": "content", "content": "b"}, "speculative": "off"}
-    assert "auto or prompt_lookup" in refusal(plain.http.post("/v1/completions", json=body))
+    for stream in (False, True):
+        response = plain.http.post("/v1/completions", json=body | {"stream": stream})
+        assert response.status_code == 400
+        assert "auto or prompt_lookup" in refusal(response)

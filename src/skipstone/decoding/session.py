@@ -20,6 +20,7 @@ from skipstone.models.layered import LayeredModel
 from skipstone.models.passes import Pass
 
 PREFILL_CHUNK = 512  # prompt tokens that a row runs in one pass, unless told
+NO_PREDICTIONS = "a prediction is drafted by methods that look drafts up: auto or prompt_lookup"
 
 
 class Session:
@@ -124,7 +125,7 @@ class Session:
                 f"{needed} {self.capacity} tokens a row of this session was made for; start it with a larger capacity"
             )
         if request.prediction and not self.takes_predictions:
-            raise ValueError("a prediction is drafted by methods that look drafts up: auto or prompt_lookup")
+            raise ValueError(NO_PREDICTIONS)
         size, low, high = self.model.embeddings, int(request.prompt.min()), int(request.prompt.max())
         if low < 0 or high >= size:
             wrong = low if low < 0 else high

@@ -32,6 +32,7 @@ class PromptLookup(DraftingMethod):
         "prompt_lookup_num_tokens": "num_speculative_tokens",
         "max_matching_ngram_size": "prompt_lookup_max",
     }
+    takes_predictions: ClassVar[bool] = True
     if_few_accepted: ClassVar[str] = "An acceptance rate that low says that this text does not repeat itself or its prompt."
 
     prompt_lookup_max: int = setting(3, "longest n-gram that is looked for, before shorter ones.")

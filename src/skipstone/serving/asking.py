@@ -16,6 +16,7 @@ from skipstone.api import token_ids
 from skipstone.decoding.batch import Request
 from skipstone.decoding.method import Method
 from skipstone.decoding.noise import row_seed
+from skipstone.decoding.session import NO_PREDICTIONS
 from skipstone.hf.call import prepare_call, resolve_for
 from skipstone.hf.requests import requests
 from skipstone.models.layered import LayeredModel
@@ -130,6 +131,8 @@ class Asking:
         if demanded is not None and self._wanted(body) is not None:
             raise ValueError("response_format and a tool_choice that demands a call exclude each other")
         prediction = self._predicted(body)
+        if prediction and not method.takes_predictions:
+            raise ValueError(NO_PREDICTIONS)
         seed = body.seed if body.seed is not None else int(torch.randint(1 << 62, ()).item())
         for prompt in prompts:
             if not prompt:

@@ -44,6 +44,7 @@ class Auto(Method):
 
     name: ClassVar[str] = "auto"
     of_methods: ClassVar[tuple[str, ...]] = ("candidates", "own")
+    takes_predictions: ClassVar[bool] = True
 
     candidates: tuple[Method, ...] | None = setting(
         None, "methods to choose from, separated by semicolons; none: those that need nothing, and those that the model brings."
