@@ -1,5 +1,6 @@
-"""`skipstone serve`, as a process: it starts, answers, and leaves in order when it is told to."""
+"""`skipstone serve`, as a process: it starts, answers, logs in JSON, and leaves in order when it is told to."""
 
+import json
 import os
 import signal
 import socket
@@ -10,6 +11,7 @@ import time
 import httpx
 
 from skipstone.cli.serve import API_KEY
+from tests.helpers.commandline import run
 
 
 def test_it_starts_answers_and_ends_in_order() -> None:
@@ -17,6 +19,7 @@ def test_it_starts_answers_and_ends_in_order() -> None:
         one.bind(("127.0.0.1", 0))
         port = one.getsockname()[1]
     command = [sys.executable, "-m", "skipstone", "serve", "--port", str(port), "--max-num-seqs", "2", "--drain-timeout", "5"]
+    command += ["--log-format", "json"]
     process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True, env={**os.environ, API_KEY: "sk-test"})
     try:
         url, headers = f"http://127.0.0.1:{port}", {"Authorization": "Bearer sk-test"}
@@ -35,3 +38,17 @@ def test_it_starts_answers_and_ends_in_order() -> None:
         process.send_signal(signal.SIGTERM)
         code = process.wait(30)
     assert code in (0, -signal.SIGTERM), "uvicorn raises the signal again once all is in order"
+    assert process.stderr is not None
+    written = process.stderr.read()
+    lines = [json.loads(line) for line in written.splitlines()]
+    told = [(line["route"], line["status"]) for line in lines if line["message"] == "request"]
+    assert told == [("/v1/completions", 401), ("/v1/completions", 200)]
+    assert any(line["logger"] == "uvicorn.error" and "running on" in line["message"] for line in lines)
+    assert "def add" not in written
+    assert "sk-test" not in written
+
+
+def test_a_form_of_the_log_that_there_is_not_is_refused() -> None:
+    result = run("serve", "--log-format", "xml")
+    assert result.exit_code == 2
+    assert "--log-format must be one of text, json, found 'xml'" in result.stderr

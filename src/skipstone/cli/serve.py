@@ -1,6 +1,7 @@
 """`skipstone serve`: an OpenAI-compatible server."""
 
 import os
+from collections.abc import Callable, Sequence
 from typing import Annotated, Any
 
 import typer
@@ -10,6 +11,18 @@ from skipstone.cli.options import grouped
 
 API_KEY = "SKIPSTONE_API_KEY"
 """The environment variable of --api-key, which other users of a machine do not see."""
+LOG_FORMATS = ("text", "json")  # those of skipstone.serving.logs, which would import starlette
+
+
+def _known_format(log_format: str) -> str:
+    if log_format not in LOG_FORMATS:
+        raise ValueError(f"--log-format must be one of {', '.join(LOG_FORMATS)}, found {log_format!r}")
+    return log_format
+
+
+LogFormat = Annotated[
+    str, grouped("Server", "text or json: what the lines of the log on stderr are; requests have one.", callback=_known_format)
+]
 
 
 def serve(
@@ -35,6 +48,7 @@ def serve(
     drain_timeout: Annotated[
         float, grouped("Scheduling", "Seconds that texts have to end when the server is stopped.", min=0)
     ] = 30.0,
+    log_format: LogFormat = "text",
     dtype: options.Dtype = "auto",
     device: options.Device = "auto",
     engine: options.Engine = "auto",
@@ -50,15 +64,28 @@ def serve(
     def load() -> tuple[Any, Any]:
         return options.load(model, dtype, device, **setup, keep_weights=False)
 
+    name = served_model_name or model or "skipstone-nano"
+    settings = name, asked, max_num_seqs, max_model_len, max_waiting, request_timeout, drain_timeout
+    _listen(load, settings, api_key or os.environ.get(API_KEY), host, port, log_format)
+
+
+def _listen(
+    load: Callable[[], tuple[Any, Any]], settings: Sequence[Any], api_key: str | None, host: str, port: int, log_format: str
+) -> None:
+    """Until somebody ends it. settings: as those of a server."""
     from skipstone.extras import installed
 
-    uvicorn = installed("uvicorn", "a server needs uvicorn", "serve")
-    installed("fastapi", "a server needs fastapi", "serve")
-    installed("sse_starlette", "a server needs sse-starlette", "serve")
+    for module in ("uvicorn", "fastapi", "sse_starlette"):
+        installed(module, f"a server needs {module.replace('_', '-')}", "serve")
+    import uvicorn
+
+    from skipstone.serving import logs, tracing
     from skipstone.serving.app import make_app
     from skipstone.serving.server import Server, Settings
 
-    name = served_model_name or model or "skipstone-nano"
-    settings = Settings(name, asked, max_num_seqs, max_model_len, max_waiting, request_timeout, drain_timeout)
-    app = make_app(Server(load, settings), api_key or os.environ.get(API_KEY))
-    uvicorn.run(app, host=host, port=port, log_level="info", access_log=False, timeout_graceful_shutdown=int(drain_timeout) + 1)
+    logs.set_up(log_format)
+    tracing.set_up()
+    server = Server(load, Settings(*settings))
+    wait = int(server.settings.drain) + 1
+    app = make_app(server, api_key)
+    uvicorn.run(app, host=host, port=port, log_config=None, access_log=False, timeout_graceful_shutdown=wait)

@@ -16,16 +16,19 @@ from starlette.exceptions import HTTPException
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from skipstone import __version__
-from skipstone.serving import errors, playground
+from skipstone.serving import errors, logs, playground, tracing
 from skipstone.serving.answers import Answer
 from skipstone.serving.jobs import Job, Refused
 from skipstone.serving.schemas import ChatBody, CompletionBody, DetokenizeBody, Sampled, TokenizeBody
 from skipstone.serving.server import Server, Updates, unless
+from skipstone.serving.watch import Watch
 
 MOST_BYTES = 4 << 20
 """Of a body."""
 PUBLIC = ("/health", *playground.PATHS)
 """Paths that need no key."""
+UNTRACED: Any = {"tracing": False, "metrics": False, "logs": False}
+"""Of FastAPI: its own telemetry, which newer versions have, would add a second span and tell what exceptions say."""
 PING = 15
 """Seconds after which a silent stream sends a comment, so that nothing on the way closes it."""
 
@@ -39,13 +42,16 @@ def make_app(server: Server, api_key: str | None = None) -> FastAPI:
         yield
         loading.cancel()
         await server.stop()
+        await asyncio.to_thread(tracing.flush)
 
-    app = FastAPI(title="skipstone", version=__version__, lifespan=life, docs_url=None, redoc_url=None)
+    app = FastAPI(title="skipstone", version=__version__, lifespan=life, docs_url=None, redoc_url=None, telemetry=UNTRACED)
     _errors(app)
     _texts(app, server)
     _about(app, server)
     playground.add(app)
     app.add_middleware(Guard, api_key=api_key)
+    tellers = [server.metrics.request, *tracing.tellers(), logs.request]
+    app.add_middleware(Watch, model=server.settings.name, tellers=tellers)
     return app
 
 
@@ -175,7 +181,9 @@ def _about(app: FastAPI, server: Server) -> None:
 
     @app.get("/health")
     async def health() -> Response:
-        return JSONResponse({"status": server.state}, status_code=200 if server.state == "ready" else 503)
+        state, why = server.health
+        body = {"status": state} | ({"reason": why} if state == "failed" else {})
+        return JSONResponse(body, status_code=200 if state == "ready" else 503)
 
     @app.get("/metrics")
     async def metrics() -> Response:

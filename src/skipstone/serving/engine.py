@@ -22,6 +22,8 @@ CHUNK = 256
 """Prompt tokens that a row runs between two decoding steps of the others."""
 RETRY_AFTER = 1
 """Seconds after which a client may ask again where the queue is full."""
+DIED = "the model's thread has ended by an error: see the server's log"
+"""What is said from then on."""
 
 Told = list[tuple[Job, Event]]
 Post = Callable[[Told, Step | None], None]
@@ -45,7 +47,8 @@ class Engine:
         self._waits = 0  # of these, those without a row
         self._lock = threading.Lock()
         self._draining = self._stopped = False
-        self._thread = threading.Thread(target=self._run, name="skipstone-model", daemon=True)
+        self.lives = True  # until its thread ends by an error
+        self._thread = threading.Thread(target=self._live, name="skipstone-model", daemon=True)
         self._thread.start()
 
     # ------------------------------------------------------------------------------------------------ from any thread
@@ -63,15 +66,17 @@ class Engine:
     def submit(self, jobs: list[Job]) -> None:
         """Take jobs, all or none. Refused where the queue is full or the server is about to stop."""
         with self._lock:
+            if not self.lives:
+                raise Refused(503, DIED)
             if self._draining:
                 raise Refused(503, "the server is shutting down")
             if self._waits + len(jobs) > self.most_waiting + max(self.rows - self.running, 0):
                 raise Refused(429, f"{self._waits} requests are waiting already; ask again later", RETRY_AFTER)
             self._open += len(jobs)
             self._waits += len(jobs)
-        for job in jobs:
-            job.asked = time.monotonic()
-            self._inbox.put(job)
+            for job in jobs:  # with the lock: a thread that dies finds all that were taken
+                job.asked = time.monotonic()
+                self._inbox.put(job)
 
     def cancel(self, job: Job) -> None:
         """Nobody reads the rest: its row is free before the next step. Nothing where it has ended."""
@@ -94,6 +99,24 @@ class Engine:
     def _end(self) -> None:
         self._stopped = True
 
+    def _live(self) -> None:
+        """All that the thread does. Whatever escapes ends it: who waits is told, and nobody is taken any more."""
+        try:
+            self._run()
+        except BaseException:
+            logger.exception("the model's thread has ended by an error: nothing is written any more")
+            with self._lock:
+                self.lives = False
+            self._receive(wait=False, calls=False)
+            for job in self._all():
+                self._tell(job, Ended(FAILED, DIED))
+            self._waits = 0
+            self._tell_all(None)
+
+    def _all(self) -> list[Job]:
+        """Jobs that wait or have a row."""
+        return [*self._waiting, *(job for lane in self._lanes.values() for job in lane.jobs if job is not None)]
+
     def _run(self) -> None:
         while not self._stopped:
             self._receive(wait=not (self._waiting or any(lane.busy for lane in self._lanes.values())))
@@ -103,12 +126,13 @@ class Engine:
                 if lane.busy:
                     self._tell_all(self._step(lane))
             self._tell_all(None)
-        for job in [*self._waiting, *(job for lane in self._lanes.values() for job in lane.jobs if job is not None)]:
+        for job in self._all():
             self._tell(job, Ended(CANCELLED, "the server was stopped", 503))
         self._tell_all(None)
 
-    def _receive(self, wait: bool) -> None:
-        """What came in since the last step; the first of it is waited for where there is nothing to do."""
+    def _receive(self, wait: bool, calls: bool = True) -> None:
+        """What came in since the last step; the first of it is waited for where there is nothing to do. calls: whether what
+        is to be called is."""
         while True:
             try:
                 item = self._inbox.get(block=wait)
@@ -117,7 +141,7 @@ class Engine:
             wait = False
             if isinstance(item, Job):
                 self._waiting.append(item)
-            else:
+            elif calls:
                 item()
 
     def _tell(self, job: Job, event: Event) -> None:
@@ -134,8 +158,7 @@ class Engine:
     def _expire(self) -> None:
         """Give up what has no time left."""
         now = time.monotonic()
-        jobs = [*self._waiting, *(job for lane in self._lanes.values() for job in lane.jobs if job is not None)]
-        for job in jobs:
+        for job in self._all():
             if job.seconds is not None and now - job.asked > job.seconds:
                 self._give_up(job, Ended(TIMEOUT, f"the request took longer than {job.seconds:g} s", 504))
 
@@ -150,7 +173,8 @@ class Engine:
                 self._tell(job, ended)
 
     def _admit(self) -> None:
-        """Give rows to those that wait, the first ones first; one whose method has no row left holds up no other method."""
+        """Give rows to those that wait, the first ones first. One whose method has no row left holds up no other method; one
+        whose method has no lane holds up those behind it whose lane will be empty soonest."""
         full = set[str]()
         for job in list(self._waiting):
             name = job.method.spelled
@@ -158,7 +182,10 @@ class Engine:
                 continue
             try:
                 lane = self._lane(job.method)
-                if lane is None or not lane.free:
+                if lane is None:  # those of the method with the fewest texts are let out, so that its rows become free
+                    full |= {name, min(self._lanes.values(), key=lambda one: len(one.jobs) - len(one.free)).method.spelled}
+                    continue
+                if not lane.free:
                     full.add(name)
                     continue
                 self._unqueue(job)

@@ -5,6 +5,7 @@ from typing import Any
 from skipstone.decoding.draft import Step
 from skipstone.extras import installed
 from skipstone.serving.answers import Choice
+from skipstone.serving.watch import Record
 
 FIRST = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30)
 EACH = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1)
@@ -34,10 +35,12 @@ class Metrics:
         self.prompt = made("Counter", "prompt_tokens", "Tokens of prompts.")
         self.reused = made("Counter", "prefix_cache_hits", "Tokens of prompts whose keys and values were there already.")
         self.written = made("Counter", "generation_tokens", "Tokens that were written.")
+        self.queued = made("Histogram", "request_queue_time_seconds", "Until there was a row.", buckets=FIRST)
         self.first = made("Histogram", "time_to_first_token_seconds", "Until the first token.", buckets=FIRST)
         self.each = made("Histogram", "time_per_output_token_seconds", "For every further token.", buckets=EACH)
         self.whole = made("Histogram", "e2e_request_latency_seconds", "Of whole requests.", buckets=WHOLE)
         self._ended = made("Counter", "request_success", "Requests that have ended.", ("finished_reason",))
+        self._requests = made("Counter", "http_requests", "Requests over HTTP, all of them.", ("route", "status"))
         self.drafts = made("Counter", "spec_decode_num_drafts", "Drafts.")
         self.drafted = made("Counter", "spec_decode_num_draft_tokens", "Tokens that were drafted.")
         self.accepted = made("Counter", "spec_decode_num_accepted_tokens", "Drafted tokens that were accepted.")
@@ -70,10 +73,16 @@ class Metrics:
         self.reused.inc(job.figures.reused)
         self.written.inc(count)
         self.whole.observe(choice.seconds)
+        if job.waited:
+            self.queued.observe(job.waited)
         if choice.first is not None:
             self.first.observe(choice.first)
             if count > 1:
                 self.each.observe((choice.seconds - choice.first) / (count - 1))
+
+    def request(self, record: Record) -> None:
+        """A request over HTTP has ended."""
+        self._requests.labels(**self._model, route=record.route, status=str(record.status)).inc()
 
     def text(self) -> bytes:
         """All of it, as Prometheus reads it."""

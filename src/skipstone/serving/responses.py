@@ -108,6 +108,7 @@ class Told:
     def __init__(self, answer: Answer, body: ResponseBody) -> None:
         self.answer, self.body, (self.choice,) = answer, body, answer.choices
         self.id, self.item = f"resp_{secrets.token_hex(12)}", f"msg_{secrets.token_hex(12)}"
+        answer.id = self.id  # which the log has, too
         self._number = 0  # of the next event
 
     def whole(self) -> dict[str, Any]:

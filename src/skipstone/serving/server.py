@@ -14,9 +14,10 @@ from skipstone.hf.call import resolve_for
 from skipstone.models.layered import LayeredModel
 from skipstone.serving.answers import Answer, Choice
 from skipstone.serving.asking import Asking
-from skipstone.serving.engine import Engine, Told
+from skipstone.serving.engine import DIED, Engine, Told
 from skipstone.serving.jobs import CANCELLED, FAILED, STOP, Ended, Event, Job, Piece, Refused
 from skipstone.serving.metrics import Metrics
+from skipstone.serving.watch import begun
 from skipstone.serving.writing import Writer
 
 logger = logging.getLogger(__name__)
@@ -39,6 +40,12 @@ class Settings:
     drain: float = 30.0
 
 
+WHY = {
+    "loading": "the model is being loaded",
+    "failed": "the model could not be loaded: see the server's log",
+    "stopping": "the server is shutting down",
+}
+"""State -> why nothing is written in it."""
 MOST_CAPACITY = 4096
 """Tokens of a text where nobody says more: the memory of keys and values follows it."""
 
@@ -91,11 +98,18 @@ class Server:
         self._texts.shutdown(wait=False)
 
     @property
+    def health(self) -> tuple[str, str]:
+        """The state, "failed" after the model's thread has died, too; and why nothing is written in it, "" where texts are."""
+        if self.state == "ready" and self._engine is not None and not self._engine.lives:
+            return "failed", DIED
+        return self.state, WHY.get(self.state, "")
+
+    @property
     def engine(self) -> Engine:
         """Refused while there is none."""
-        if self._engine is None or self.state != "ready":
-            said = {"loading": "the model is being loaded", "failed": "the model could not be loaded: see the server's log"}
-            raise Refused(503, said.get(self.state, "the server is shutting down"), 5)
+        state, why = self.health
+        if self._engine is None or state != "ready":
+            raise Refused(503, why, 5)
         return self._engine
 
     @property
@@ -139,6 +153,7 @@ class Server:
         answer = Answer(self.settings.name, choices, chat=chat, tokenizer=self.tokenizer)
         engine.submit(jobs)
         self._queues.update(dict.fromkeys(jobs, listener))
+        begun(answer, body)
         return answer, self._updates(engine, answer, listener)
 
     def abandon(self, answer: Answer) -> None:
@@ -188,6 +203,8 @@ class Server:
 
     def _last(self, choice: Choice, ended: Ended) -> Update:
         if ended.message:
+            choice.reason = ended.reason
+            self.metrics.ended(choice)
             raise Refused(ended.status if ended.reason != FAILED or ended.status < 500 else 500, ended.message)
         start = choice.writer.count
         text = choice.writer.rest()

@@ -1,0 +1,92 @@
+"""The server's log, on stderr: every event is a line, of text or of JSON. Requests have one when they end."""
+
+import json
+import logging
+import logging.config
+import re
+from datetime import UTC, datetime
+from typing import Any
+
+from skipstone.serving.watch import Record
+
+UNTOLD = ("/health", "/metrics")
+"""Routes that machines ask every few seconds: nothing is said of them."""
+PLAIN = re.compile(r"[\w.,:/+-]+", re.ASCII)
+"""A value that needs no quotes in a line of text."""
+OURS = ("skipstone", "uvicorn", "uvicorn.error", "uvicorn.access")
+"""Loggers whose news are written, too; of all others, warnings and errors are."""
+THEIRS = ("transformers", "huggingface_hub")
+"""Loggers that bring a handler of their own, which knows no JSON."""
+
+logger = logging.getLogger("skipstone.serving.requests")
+
+
+class Text(logging.Formatter):
+    """A line for people: when, how bad, who, what, and name=value of all that there is besides. A traceback follows it."""
+
+    def __init__(self) -> None:
+        super().__init__("%(asctime)s %(levelname)s %(name)s: %(message)s")
+
+    def formatMessage(self, record: logging.LogRecord) -> str:
+        """The line, without the traceback."""
+        fields = {name: _joined(value) for name, value in _fields(record).items()}
+        return " ".join([super().formatMessage(record), *(f"{name}={value}" for name, value in fields.items())])
+
+
+class Json(logging.Formatter):
+    """A JSON object on one line: time (UTC), level, logger, message, all that there is besides, and the traceback."""
+
+    def format(self, record: logging.LogRecord) -> str:
+        """The line."""
+        time = datetime.fromtimestamp(record.created, UTC).isoformat(timespec="milliseconds")
+        told = {"time": time, "level": record.levelname.lower(), "logger": record.name, "message": record.getMessage()}
+        told |= _fields(record)
+        if record.exc_info and record.exc_info[0] is not None:
+            told |= {"error": record.exc_info[0].__name__, "traceback": self.formatException(record.exc_info)}
+        return json.dumps(told, default=str)
+
+
+FORMS: dict[str, type[logging.Formatter]] = {"text": Text, "json": Json}
+"""What --log-format may be."""
+
+
+def config(form: str) -> dict[str, Any]:
+    """For `logging.config`: everything goes to stderr, in one of FORMS."""
+    return {
+        "version": 1,
+        "disable_existing_loggers": False,
+        "formatters": {"line": {"()": FORMS[form]}},
+        "handlers": {"stderr": {"class": "logging.StreamHandler", "stream": "ext://sys.stderr", "formatter": "line"}},
+        "root": {"handlers": ["stderr"], "level": "WARNING"},
+        "loggers": {name: {"handlers": [], "level": "INFO", "propagate": True} for name in OURS},
+    }
+
+
+def set_up(form: str) -> None:
+    """Write the log of this process so. JSON takes in what Python and other packages warn of."""
+    logging.config.dictConfig(config(form))
+    if form == "json":
+        logging.captureWarnings(True)
+        for name in THEIRS:
+            other = logging.getLogger(name)
+            other.handlers.clear()
+            other.propagate = True
+
+
+def request(record: Record) -> None:
+    """The line of a request that has ended."""
+    if record.route not in UNTOLD:
+        level = logging.WARNING if record.status >= 500 or record.failed else logging.INFO
+        if logger.isEnabledFor(level):
+            logger.log(level, "request", extra={"fields": record.fields()})
+
+
+def _fields(record: logging.LogRecord) -> dict[str, Any]:
+    return getattr(record, "fields", {})
+
+
+def _joined(value: Any) -> str:
+    """A value as it stands in a line of text; quoted where it has blanks or anything that could end the line."""
+    values = value if isinstance(value, list) else [value]
+    text = ",".join(one if isinstance(one, str) else json.dumps(one, default=str) for one in values)
+    return text if PLAIN.fullmatch(text) else json.dumps(text)
