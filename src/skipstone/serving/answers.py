@@ -6,22 +6,49 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from skipstone.serving.jobs import Figures, Job, Likely, Piece
+from skipstone.serving.details import Details, Seen
+from skipstone.serving.jobs import STOP, Figures, Job, Likely, Piece
+from skipstone.serving.tools import Calls
 from skipstone.serving.writing import Writer
+
+CALLED = "tool_calls"
+"""Why a text has ended that calls tools."""
 
 
 @dataclass
 class Choice:
-    """One text while it is written. reason: why it has ended, None until then. first: seconds until its first token."""
+    """One text while it is written. calls: where tools are offered. reason: why it has ended, None until then. first: seconds
+    until its first token. text: that is shown. offset: characters of all tokens that were told one by one."""
 
     index: int
     job: Job
     writer: Writer
+    calls: Calls | None = None
     reason: str | None = None
     first: float | None = None
     seconds: float = 0.0
     tokens: list[int] = field(default_factory=list)
     likely: list[Likely] = field(default_factory=list)
+    text: str = ""
+    offset: int = 0
+
+    def shown(self, text: str) -> str:
+        """The part of a further piece of text that is no call, or may not be one."""
+        text = text if self.calls is None else self.calls.add(text)
+        self.text += text
+        return text
+
+    def end(self, reason: str) -> str:
+        """Nothing more is written. Returns what was held back and is no call."""
+        text = "" if self.calls is None else self.calls.rest()
+        self.text += text
+        self.reason = CALLED if reason == STOP and self.called else reason
+        return text
+
+    @property
+    def called(self) -> list[dict[str, Any]]:
+        """The calls, as OpenAI's JSON."""
+        return [] if self.calls is None else [one.told() for one in self.calls.found]
 
 
 class Answer:
@@ -41,9 +68,12 @@ class Answer:
         choices = []
         for choice in self.choices:
             content: dict[str, Any] = {"index": choice.index, "finish_reason": choice.reason}
-            content["logprobs"] = self._logprobs(choice.likely, choice.tokens, 0) if choice.job.logprobs is not None else None
-            text = choice.writer.text
-            content |= {"message": {"role": "assistant", "content": text, "refusal": None}} if self.chat else {"text": text}
+            told = choice.job.logprobs is not None
+            prompt = self._prompt(choice) if choice.job.echo else ""
+            read = self._read(choice) if told and choice.job.echo else {}
+            written = self._logprobs(choice, choice.likely, choice.tokens) if told else None
+            content["logprobs"] = written and {name: [*read.get(name, []), *each] for name, each in written.items()}
+            content |= {"message": _message(choice)} if self.chat else {"text": prompt + choice.text}
             choices.append(content)
         found = {**self._head(chunk=False), "choices": choices, "usage": self.usage()}
         return found | (self.metrics() if metrics else {})
@@ -54,15 +84,20 @@ class Answer:
             return []
         return [self._chunk(choice, {"role": "assistant", "content": ""}, None) for choice in self.choices]
 
-    def chunk(self, choice: Choice, text: str, piece: Piece | None, start: int, speculative: bool) -> dict[str, Any] | None:
+    def chunk(
+        self, choice: Choice, text: str, piece: Piece | None, start: int, speculative: bool | str
+    ) -> dict[str, Any] | None:
         """One more piece of a text; None where it has nothing to say. piece: that brought it. start: tokens before it."""
         told = choice.job.logprobs is not None and piece is not None and piece.likely is not None
         if not (text or choice.reason or told or (speculative and piece)):
             return None
-        found = self._chunk(choice, {"content": text} if text or not choice.reason else {}, choice.reason, text)
+        delta: dict[str, Any] = {"content": text} if text or not choice.reason else {}
+        if choice.reason and choice.calls is not None and choice.calls.found:
+            delta["tool_calls"] = [one.told(index) for index, one in enumerate(choice.calls.found)]
+        found = self._chunk(choice, delta, choice.reason, text)
         if told and piece is not None and piece.likely is not None:
             count = choice.writer.count - start
-            found["choices"][0]["logprobs"] = self._logprobs(piece.likely[:count], piece.tokens[:count], start)
+            found["choices"][0]["logprobs"] = self._logprobs(choice, piece.likely[:count], piece.tokens[:count])
         if speculative and piece is not None:
             found["speculative"] = self._step(piece)
         return found
@@ -73,13 +108,14 @@ class Answer:
         return {**self._head(chunk=True), "choices": [{**head, **content}]}
 
     def _step(self, piece: Piece) -> dict[str, Any]:
-        """What a page colours tokens by."""
-        tokens = [self.token_text(token) for token in piece.tokens]
-        return {
+        """What a page colours tokens by, and its details where it asks for them."""
+        details = piece.details
+        seen: Sequence[Seen | None] = [None] * len(piece.tokens) if details is None else details.tokens
+        found: dict[str, Any] = {
             "step": piece.step,
             "tokens": [
-                {"id": token, "text": text, "origin": origin}
-                for token, text, origin in zip(piece.tokens, tokens, piece.origin, strict=True)
+                {"id": token, "text": self.token_text(token), "origin": origin} | ({} if one is None else _seen(one))
+                for token, origin, one in zip(piece.tokens, piece.origin, seen, strict=True)
             ],
             "drafted": piece.drafted,
             "drafter": piece.drafter,
@@ -87,12 +123,39 @@ class Answer:
             "draft_ms": round(piece.milliseconds[0], 3),
             "verify_ms": round(piece.milliseconds[1], 3),
         }
+        return found if details is None else found | self._details(details)
+
+    def _details(self, details: Details) -> dict[str, Any]:
+        """Refused drafts by the place at which they were; layers and a plain step's time, where there is something new."""
+        refused = [{"at": branch.place, "tokens": [self._refused(one) for one in branch.tokens]} for branch in details.refused]
+        found: dict[str, Any] = {"refused": refused, "left_out": details.left_out}
+        if details.layers is not None:
+            found["layers"] = details.layers
+        if details.plain_milliseconds is not None:
+            found["plain_ms"] = round(details.plain_milliseconds, 4)
+        return found
+
+    def _refused(self, one: Seen) -> dict[str, Any]:
+        return {"id": one.token, "text": self.token_text(one.token)} | _seen(one)
 
     def token_text(self, token: int) -> str:
         """Of one token alone."""
         return str(self.tokenizer.decode([token]))
 
-    def _logprobs(self, likely: Sequence[Likely], tokens: Sequence[int], start: int) -> dict[str, Any]:
+    def _prompt(self, choice: Choice) -> str:
+        """The text of a prompt, which an answer begins with that echoes it."""
+        return str(self.tokenizer.decode(choice.job.ids, skip_special_tokens=True))
+
+    def _read(self, choice: Choice) -> dict[str, Any]:
+        """Log-probabilities of a prompt's tokens. Nothing comes before the first, which has none."""
+        first, *rest = choice.job.ids
+        text = self.token_text(first)
+        choice.offset = len(text)
+        told = self._logprobs(choice, choice.job.read or [], rest)
+        before = {"tokens": text, "token_logprobs": None, "top_logprobs": None, "text_offset": 0}
+        return {name: [before[name], *each] for name, each in told.items()}
+
+    def _logprobs(self, choice: Choice, likely: Sequence[Likely], tokens: Sequence[int]) -> dict[str, Any]:
         texts = [self.token_text(token) for token in tokens]
         if self.chat:
             content = [
@@ -100,10 +163,10 @@ class Answer:
                 for text, one in zip(texts, likely, strict=True)
             ]
             return {"content": content, "refusal": None}
-        offsets, at = [], start
+        offsets = []
         for text in texts:
-            offsets.append(at)
-            at += len(text)
+            offsets.append(choice.offset)
+            choice.offset += len(text)
         top = [{self.token_text(token): value for token, value in one.top} for one in likely]
         return {"tokens": texts, "token_logprobs": [one.own for one in likely], "top_logprobs": top, "text_offset": offsets}
 
@@ -116,12 +179,19 @@ class Answer:
         prompts = {id(choice.job.request.prompt): len(choice.job.request.prompt) for choice in self.choices}
         read, written = sum(prompts.values()), sum(choice.writer.count for choice in self.choices)
         reused = sum(choice.job.figures.reused for choice in self.choices)
-        return {
+        found: dict[str, Any] = {
             "prompt_tokens": read,
             "completion_tokens": written,
             "total_tokens": read + written,
             "prompt_tokens_details": {"cached_tokens": min(reused, read)},
         }
+        if predicted := sum(len(choice.job.request.prediction) for choice in self.choices):
+            accepted = sum(choice.job.figures.predicted for choice in self.choices)
+            found["completion_tokens_details"] = {
+                "accepted_prediction_tokens": accepted,
+                "rejected_prediction_tokens": max(predicted - accepted, 0),
+            }
+        return found
 
     def metrics(self) -> dict[str, Any]:
         """vLLM's block of figures, and llama.cpp's two numbers."""
@@ -164,6 +234,22 @@ def speculative(figures: Figures) -> dict[str, Any]:
         "num_draft_tokens": figures.drafted,
         "drafters": dict(figures.drafters),
     }
+
+
+def _message(choice: Choice) -> dict[str, Any]:
+    """The answer of a chat. One that is nothing but calls has no content."""
+    called = choice.called
+    found = {"role": "assistant", "content": choice.text if choice.text or not called else None, "refusal": None}
+    return found | ({"tool_calls": called} if called else {})
+
+
+def _seen(one: Seen) -> dict[str, Any]:
+    """What is known of a token."""
+    chances = {"p": one.model, "draft_p": one.drafter, "confidence": one.confidence}
+    found: dict[str, Any] = {name: round(chance, 4) for name, chance in chances.items() if chance is not None}
+    if one.layer is not None:
+        found["layer"] = one.layer
+    return found | ({"overruled": True} if one.overruled else {})
 
 
 def _entry(text: str, value: float) -> dict[str, Any]:

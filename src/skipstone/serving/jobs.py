@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from skipstone.decoding.batch import Request
 from skipstone.decoding.draft import Step
 from skipstone.decoding.method import Method
+from skipstone.serving.details import Details
 
 STOP, LENGTH, CANCELLED, TIMEOUT, FAILED = "stop", "length", "cancelled", "timeout", "error"
 """Why a job has ended: an end-of-text token, all tokens that were asked for, nobody who reads, no time left, a defect."""
@@ -24,7 +25,9 @@ class Refused(Exception):
 class Job:
     """One text to write. request: of the loop. method: that writes it. logprobs: likeliest tokens that are told for every
     token, None where no probabilities are. seconds: after which it is given up, None for never. asked: when it came in, in
-    seconds of a clock that never goes back. waited: seconds until a row was free for it."""
+    seconds of a clock that never goes back. waited: seconds until a row was free for it. details: whether every step's are
+    told. echo: whether the answer begins with the prompt. read: what the model thinks of the prompt's tokens from the second
+    on, as far as they were looked at; None where nobody asks. Choices of one prompt share it."""
 
     request: Request
     method: Method
@@ -32,6 +35,9 @@ class Job:
     seconds: float | None = None
     asked: float = 0.0
     waited: float = 0.0
+    details: bool = False
+    echo: bool = False
+    read: "list[Likely] | None" = None
     figures: "Figures" = field(default_factory=lambda: Figures())
 
     @property
@@ -39,11 +45,17 @@ class Job:
         """The prompt."""
         return self.request.prompt.tolist()
 
+    @property
+    def unread(self) -> bool:
+        """Whether tokens of its prompt have still to be looked at."""
+        return self.read is not None and len(self.read) < len(self.request.prompt) - 1
+
 
 @dataclass
 class Figures:
     """What the steps of one text came to. steps: that decoded. drafting: of these, those that drafted. by_length: tokens that
-    were drafted in a step -> how many of them were accepted -> steps. reused: prompt tokens that were in the store already."""
+    were drafted in a step -> how many of them were accepted -> steps. reused: prompt tokens that were in the store already.
+    predicted: tokens of the request's prediction that were accepted."""
 
     tokens: int = 0
     steps: int = 0
@@ -51,6 +63,7 @@ class Figures:
     drafted: int = 0
     accepted: int = 0
     reused: int = 0
+    predicted: int = 0
     seconds_draft: float = 0.0
     seconds_score: float = 0.0
     by_length: dict[int, Counter[int]] = field(default_factory=dict)
@@ -85,7 +98,7 @@ class Likely:
 class Piece:
     """Tokens that one step has committed for a job. step: its number among the job's, 0 of the one that read the prompt.
     origin: of each, as in `Step`. likely: of each, where the job asks. drafted: tokens of the step's draft. drafter, reason: as
-    in `Step`. milliseconds: of drafting and of scoring."""
+    in `Step`. milliseconds: of drafting and of scoring. details: where the job asks."""
 
     step: int
     tokens: list[int]
@@ -95,6 +108,7 @@ class Piece:
     drafter: str
     reason: str
     milliseconds: tuple[float, float]
+    details: Details | None = None
 
 
 @dataclass(frozen=True, slots=True)

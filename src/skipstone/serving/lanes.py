@@ -1,6 +1,7 @@
 """The rows of one method: which job has which row, and whose prompt a free row still knows."""
 
 from collections.abc import Callable
+from typing import Any
 
 import torch
 
@@ -10,13 +11,18 @@ from skipstone.decoding.method import Method
 from skipstone.decoding.record import Keeper
 from skipstone.decoding.sampling import Scores
 from skipstone.models.layered import LayeredModel
+from skipstone.serving.details import Details, details_of
 from skipstone.serving.jobs import LENGTH, STOP, Ended, Event, Job, Likely, Piece
+from skipstone.serving.layers import layers_of
 
 LEAST_REUSED = 16
 """Tokens that a free row and a prompt have in common at the beginning, from which on that row is taken before any other."""
 
 LEAST = -9999.0
 """What is told for a log-probability of minus infinity, which JSON does not have."""
+
+PLAIN_EVERY = 16
+"""Steps of a job after which it is told again what a plain step takes, where the method knows."""
 
 Tell = Callable[[Job, Event], None]
 
@@ -35,6 +41,8 @@ class Lane:
         self.known: list[list[int]] = [[] for _ in range(rows)]  # tokens whose keys and values a free row still has
         self.used = [0] * rows  # turns of `turn`
         self._likely: list[list[Likely] | None] = [None] * rows  # of every row, of the step that is going on
+        self._details: list[Details | None] = [None] * rows  # the same
+        self._layers: list[dict[str, Any] | None] = [None] * rows  # that the job of a row was told of
         self.turn = 0
         self.reuses = not model.family.recurrent  # a state has no positions to go back to
 
@@ -57,7 +65,7 @@ class Lane:
         reused = common[row] if common[row] >= LEAST_REUSED else 0
         self.decoder.admit(row, job.request, reused)
         job.figures.reused = reused
-        self.jobs[row], self.known[row] = job, []
+        self.jobs[row], self.known[row], self._layers[row] = job, [], None
         self._touch(row)
 
     def _touch(self, row: int) -> None:
@@ -79,16 +87,17 @@ class Lane:
     def step(self) -> Step:
         """One step of all rows; tells every job what it came to."""
         states = list(self.decoder.rows)
-        self._likely = [None] * len(self.jobs)
+        self._likely, self._details = [None] * len(self.jobs), [None] * len(self.jobs)
         step = self.decoder.step()
         for row, job in enumerate(self.jobs):
             if job is None or not step.tokens[row]:
                 continue
             job.figures.add(step, row)
+            job.figures.predicted = self.decoder.session.predicted(row)
             milliseconds = 1000 * step.seconds_draft, 1000 * step.seconds_score
             tokens, origin, likely = step.tokens[row], step.origin[row], self._likely[row]
             drafted = step.drafted[row], step.drafter, step.reason
-            self.tell(job, Piece(job.figures.steps, tokens, origin, likely, *drafted, milliseconds))
+            self.tell(job, Piece(job.figures.steps, tokens, origin, likely, *drafted, milliseconds, self._told(row, step)))
             if row in step.finished:
                 state = states[row]
                 assert state is not None
@@ -98,22 +107,47 @@ class Lane:
                 self.tell(job, Ended(LENGTH if over else STOP))
         return step
 
+    def _told(self, row: int, step: Step) -> Details | None:
+        """The details of a row's step, where its job asks for them."""
+        job, details = self.jobs[row], self._details[row]
+        if job is None or details is None:
+            return None
+        session = self.decoder.session
+        if (layers := layers_of(self.method, session)) != self._layers[row]:
+            self._layers[row] = details.layers = layers
+        if job.figures.steps % PLAIN_EVERY == 0 or row in step.finished:
+            seconds = self.method.report(session.model.model).get("plain_seconds")
+            details.plain_milliseconds = None if seconds is None else 1000 * seconds
+        return details
+
     def _record(self, step: Step, draft: Draft, scores: Scores, verdicts: list[RowVerdict]) -> None:
-        """Log-probabilities, of the rows that ask for them."""
-        asking = {row: job.logprobs for row, job in enumerate(self.jobs) if job is not None and job.logprobs is not None}
-        if not any(verdicts[row].tokens for row in asking):
+        """Log-probabilities and details, of the rows that ask for them."""
+        taking_part = {row: job for row, job in enumerate(self.jobs) if job is not None and verdicts[row].tokens}
+        asking = {row: job for row, job in taking_part.items() if job.details or job.logprobs is not None}
+        if not asking:
             return
         self.keeper(step, draft, scores, verdicts)
         assert step.logits is not None
-        for row, count in asking.items():
-            if tokens := verdicts[row].tokens:
-                chances = step.logits[row].float().log_softmax(-1)  # [k, V]
-                own = chances.gather(-1, torch.tensor(tokens, device=chances.device)[:, None])[:, 0]  # [k]
-                best, ids = chances.topk(min(count, chances.shape[-1]), -1)  # [k, count] each
-                best = best.clamp(min=LEAST)
-                top = [list(zip(*each, strict=True)) for each in zip(ids.tolist(), best.tolist(), strict=True)]
-                self._likely[row] = [Likely(max(one, LEAST), few) for one, few in zip(own.tolist(), top, strict=True)]
+        for row, job in asking.items():
+            logits, verdict = step.logits[row], verdicts[row]
+            if job.logprobs is not None:
+                self._likely[row] = likely_of(logits, verdict.tokens, job.logprobs)
+            if job.details:
+                model, store, sampling = self.decoder.session.model, self.decoder.session.store, job.request.sampling
+                greedy = sampling.temperature == 0 and not sampling.warpers
+                shape = {"depth": model.depth, "runs": store.layers}
+                self._details[row] = details_of(draft, row, verdict, logits, greedy=greedy, **shape)
         step.logits = None
+
+
+def likely_of(logits: torch.Tensor, tokens: list[int], count: int) -> list[Likely]:
+    """Log-probabilities of tokens, and the `count` likeliest ones in their places. logits: [k, V]."""
+    chances = logits.float().log_softmax(-1)  # [k, V]
+    own = chances.gather(-1, torch.tensor(tokens, device=chances.device)[:, None])[:, 0]  # [k]
+    best, ids = chances.topk(min(count, chances.shape[-1]), -1)  # [k, count] each
+    best = best.clamp(min=LEAST)
+    top = [list(zip(*each, strict=True)) for each in zip(ids.tolist(), best.tolist(), strict=True)]
+    return [Likely(max(one, LEAST), few) for one, few in zip(own.tolist(), top, strict=True)]
 
 
 def _common(known: list[int], prompt: list[int]) -> int:

@@ -69,7 +69,7 @@ class Prediction(Body):
 class Sampled(Body):
     """What texts and chats have in common. The settings are OpenAI's, and vLLM's where OpenAI has none; those that are left
     out are the model's own. speculative: a method, by name or as {"method": ..., setting: ...}; "off" is plain decoding.
-    return_metrics, stream_speculative: figures of the answer, and of every step; "full": probabilities and refused drafts too."""
+    return_metrics, stream_speculative: figures of the answer, and of every step; "full": with probabilities, refused drafts."""
 
     model: str | None = None
     stream: bool = False
@@ -134,7 +134,7 @@ class CompletionBody(Sampled):
     prompt: str | Ids | Annotated[list[str], SEVERAL] | Annotated[list[Ids], SEVERAL]
     max_tokens: int | None = Field(default=16, ge=1)
     logprobs: int | None = Field(default=None, ge=0, le=MOST_LOGPROBS)
-    echo: Literal[False] | None = None
+    echo: bool | None = None
     best_of: Literal[1] | None = None
     suffix: None = None
 
