@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator
 from itertools import pairwise
 from typing import Any
@@ -20,6 +21,8 @@ from skipstone.serving.jobs import Piece
 from skipstone.serving.lanes import Lane
 from skipstone.serving.layers import layers_of
 from skipstone.serving.schemas import CompletionBody
+from skipstone.serving.server import Server, Settings
+from tests.helpers.served import InThread
 
 PROMPT = 'def fibonacci(n):\n    """The n-th number of Fibonacci."""\n'
 DEPTH = 8
@@ -99,8 +102,13 @@ def test_drafts_of_all_layers_are_of_no_exit_and_exits_may_differ_by_token() -> 
 
 
 @pytest.fixture(scope="module")
-def loaded() -> tuple[LayeredModel, Any]:
-    model, tokenizer = skipstone.load(None)
+def both() -> tuple[Any, Any]:
+    return skipstone.load(None)
+
+
+@pytest.fixture(scope="module")
+def loaded(both: tuple[Any, Any]) -> tuple[LayeredModel, Any]:
+    model, tokenizer = both
     return LayeredModel(model), tokenizer
 
 
@@ -218,3 +226,21 @@ def test_early_exits_own_tokens_are_of_their_layer(loaded: tuple[LayeredModel, A
     found = list(steps(loaded, "early_exit exit_layer=5"))
     assert {token["layer"] for step in found for token in step["tokens"]} == {5}
     assert found[0]["layers"]["lossless"] is False
+
+
+def test_details_go_over_http_and_another_word_for_them_is_refused(both: tuple[Any, Any]) -> None:
+    server = InThread(Server(lambda: both, Settings(rows=1, drain=5)))
+    body = {"prompt": PROMPT, "max_tokens": 20, "temperature": 0, "stream": True, "speculative": "layerskip exit_layer=6"}
+    try:
+        server.until_ready()
+        refused = server.http.post("/v1/completions", json=body | {"stream_speculative": "some"})
+        assert refused.status_code == 400
+        assert "stream_speculative" in refused.json()["error"]["message"]
+        lines = server.http.post("/v1/completions", json=body | {"stream_speculative": "full"}).text.splitlines()
+    finally:
+        server.stop()
+    chunks = [json.loads(line[5:]) for line in lines if line.startswith("data: {")]
+    found = [chunk["speculative"] for chunk in chunks if "speculative" in chunk]
+    assert found[0]["layers"]["drafters"][0]["exits"] == [6]
+    assert all(0 < token["p"] <= 1 for step in found for token in step["tokens"])
+    assert any(step["refused"] for step in found)

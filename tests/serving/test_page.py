@@ -1,4 +1,4 @@
-"""The playground's files and how they are sent. What the page does in a browser is not tested here."""
+"""The playground's files and how they are sent. What the page does in a browser: tests/browser."""
 
 from __future__ import annotations
 
@@ -11,7 +11,8 @@ from starlette.testclient import TestClient
 
 from skipstone.serving import playground
 
-KINDS = {"/": "text/html", "/page/page.css": "text/css", "/page/page.js": "text/javascript"}
+SCRIPTS = [f"/page/{name}.js" for name in ("page", "view", "figures", "map", "bench", "dom")]
+KINDS = {"/": "text/html", "/page/page.css": "text/css", **dict.fromkeys(SCRIPTS, "text/javascript")}
 
 
 @pytest.fixture(scope="module")
@@ -84,14 +85,30 @@ def test_the_page_has_nothing_inline_that_its_policy_forbids(texts: dict[str, st
         assert not wrong, (tag, wrong)
 
 
-def test_the_script_writes_text_as_text_only(texts: dict[str, str]) -> None:
-    assert "textContent" in texts["/page/page.js"]
-    for word in ("innerHTML", "outerHTML", "insertAdjacentHTML", "document.write", "DOMParser", "eval(", "new Function"):
-        assert word not in texts["/page/page.js"]
+def test_the_scripts_write_text_as_text_only(texts: dict[str, str]) -> None:
+    assert "textContent" in texts["/page/dom.js"]
+    for path in SCRIPTS:
+        for word in ("innerHTML", "outerHTML", "insertAdjacentHTML", "document.write", "DOMParser", "eval(", "new Function"):
+            assert word not in texts[path], path
 
 
-def test_every_element_that_the_script_looks_up_exists_once(texts: dict[str, str]) -> None:
-    script, ids = texts["/page/page.js"], [found["id"] for _, found in Tags(texts["/"]).tags if "id" in found]
+def test_the_scripts_import_one_another_and_nothing_else(texts: dict[str, str]) -> None:
+    imported = {path: set(re.findall(r"""\bfrom ["']([^"']+)["']""", texts[path])) for path in SCRIPTS}
+    assert set.union(*imported.values()) == {path.replace("/page/", "./") for path in SCRIPTS[1:]}
+    assert not any("import(" in texts[path] for path in SCRIPTS)
+
+
+def test_only_what_asks_the_server_asks_anybody(texts: dict[str, str]) -> None:
+    """Files of results are read where nothing can be sent."""
+    words = ("fetch(", "XMLHttpRequest", "WebSocket", "EventSource", "sendBeacon", "localStorage", "sessionStorage", "cookie")
+    for path in SCRIPTS:
+        assert [word for word in words if word in texts[path]] == (["fetch("] if path == "/page/page.js" else []), path
+    assert set(re.findall(r"""fetch\("([^"]+)\"""", texts["/page/page.js"])) == {"health", "v1/models", "v1/completions"}
+
+
+def test_every_element_that_the_scripts_look_up_exists_once(texts: dict[str, str]) -> None:
+    script = "\n".join(texts[path] for path in SCRIPTS)
+    ids = [found["id"] for _, found in Tags(texts["/"]).tags if "id" in found]
     assert len(ids) == len(set(ids))
     wanted = set(re.findall(r'\$\("([^"]+)"\)', script))
     wanted |= {f"{side}_{part}" for side in ("left", "right") for part in ("text", "title")}
@@ -103,7 +120,7 @@ def test_every_element_that_the_script_looks_up_exists_once(texts: dict[str, str
     assert named == ["prompt"]
 
 
-def test_lines_are_short_and_the_script_stays_small(texts: dict[str, str]) -> None:
+def test_lines_are_short_and_the_scripts_stay_small(texts: dict[str, str]) -> None:
     for path, text in texts.items():
         assert max(len(line) for line in text.splitlines()) <= 128, path
-    assert len(texts["/page/page.js"].splitlines()) < 500
+        assert len(text.splitlines()) < 500, path

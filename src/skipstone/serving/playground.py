@@ -4,10 +4,12 @@ from importlib.resources import files
 
 from fastapi import FastAPI, Response
 
+SCRIPTS = ("page", "view", "figures", "map", "bench", "dom")
+"""The page's scripts, of which the first one imports the others."""
 PATHS = {
     "/": ("index.html", "text/html"),
     "/page/page.css": ("page.css", "text/css"),
-    "/page/page.js": ("page.js", "text/javascript"),
+    **{f"/page/{name}.js": (f"{name}.js", "text/javascript") for name in SCRIPTS},
 }
 """Routes, each with its file and that file's type. They hold nothing secret: a browser has to get them without a key."""
 POLICY = (

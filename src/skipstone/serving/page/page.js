@@ -1,24 +1,16 @@
 // The playground: it sends prompts to this server's v1/completions and shows what drafted every token.
 // Text of the model becomes part of the page through textContent only.
 
-const $ = (id) => document.getElementById(id);
-const CELLS = 14; // Most cells that a step has in the timeline; further drafted tokens are counted.
-const RECENT = 16; // The steps that "tokens/s now" looks back on.
+import { listenToBench } from "./bench.js";
+import { $, number } from "./dom.js";
+import { decodingRate, nameOf, showFigures } from "./figures.js";
+import { showMap } from "./map.js";
+import { draw, listenToView, newView, showRefused } from "./view.js";
+
 const REPLAY = 3000; // Milliseconds that a replay takes at least, if 16 times slower is slow enough.
-const HELP = $("detail").textContent;
 const BROKEN = "\ufffd"; // What a token shows that is a part of a character.
 
 const state = { ready: false, model: "", busy: null, race: null, sampled: false, frame: 0 };
-const places = new WeakMap(); // The view, the step and the token of every element that stands for one.
-
-const number = (value, digits = 1) => (Number.isFinite(value) ? value.toFixed(digits) : "–");
-
-function element(tag, kind, text = "") {
-  const made = document.createElement(tag);
-  made.className = kind;
-  made.textContent = text;
-  return made;
-}
 
 function say(kind, text) {
   if ($("status").textContent !== text) $("status").textContent = text;
@@ -45,7 +37,9 @@ function settings() {
   return found;
 }
 
-const streamed = (body) => ({ ...body, stream: true, return_metrics: true, stream_speculative: true });
+// speculative: "full" with probabilities, layers and refused drafts, true with what needs no computing.
+const streamed = (body, speculative) => ({ ...body, stream: true, return_metrics: true, stream_speculative: speculative });
+const wanted = () => ($("details").checked ? "full" : true);
 
 async function failure(response) {
   const told = await response.json().catch(() => null);
@@ -109,12 +103,14 @@ function buttons() {
 // ------------------------------------------------------------------------------------------------------- a text
 
 // All that is known of one text. Times are in milliseconds; that of a step is when it arrived.
+// plain: what plain decoding's tokens a second are, and who says so; null where nobody knows. layers: which of them draft.
 function newRun(method) {
-  return { method, steps: [], tokens: [], open: [], text: "", sent: performance.now(), figures: null, reason: "" };
+  const run = { method, steps: [], tokens: [], open: [], text: "", sent: performance.now(), figures: null, reason: "" };
+  return { ...run, plain: null, layers: null };
 }
 
 async function write(run, body, signal, arrived = () => {}) {
-  const request = { method: "POST", headers: headers(), body: JSON.stringify(streamed(body)), signal };
+  const request = { method: "POST", headers: headers(), body: JSON.stringify(body), signal };
   const response = await fetch("v1/completions", request);
   if (!response.ok) throw new Error(await failure(response));
   for await (const chunk of events(response)) {
@@ -136,6 +132,8 @@ function take(run, chunk) {
     const step = { ...told, step: run.steps.length, at: performance.now(), accepted };
     run.steps.push(step);
     run.tokens.push(...told.tokens);
+    run.layers = told.layers ?? run.layers;
+    if (told.plain_ms) run.plain = { rate: 1000 / told.plain_ms, by: "by auto's timing" };
   }
   if (told || run.open.length) run.open = spread([...run.open, ...(told?.tokens ?? [])], choice.text);
   else if (run.tokens.length) run.tokens.at(-1).shown += choice.text;
@@ -166,135 +164,6 @@ function spread(tokens, text) {
   return open;
 }
 
-// ------------------------------------------------------------------------------------------------------ figures
-
-// Tokens a second from one step, which is not counted, to another.
-function rate(steps, from, to) {
-  const count = steps.slice(from + 1, to + 1).reduce((sum, step) => sum + step.tokens.length, 0);
-  return count && (1000 * count) / (steps[to].at - steps[from].at);
-}
-
-// The same of a whole text, by the server's own clock.
-function decodingRate(run) {
-  return (1000 * (run.figures.count - run.steps[0].tokens.length)) / run.figures.generation_time_ms;
-}
-
-function showFigures(run, upto = run.steps.length) {
-  const steps = run.steps.slice(0, upto);
-  const last = steps.length - 1;
-  const sum = (value) => steps.reduce((total, step) => total + value(step), 0);
-  const decoding = steps.filter((step) => step.step > 0);
-  const drafted = sum((step) => step.drafted), accepted = sum((step) => step.accepted);
-  const draft = sum((step) => step.draft_ms), verify = sum((step) => step.verify_ms);
-  const whole = run.figures && upto === run.steps.length && last > 0;
-  $("now").textContent = last > 0 ? number(rate(steps, Math.max(0, last - RECENT), last), 0) : "–";
-  $("all").textContent = last > 0 ? number(whole ? decodingRate(run) : rate(steps, 0, last), 0) : "–";
-  $("per_step").textContent = number(decoding.reduce((total, step) => total + step.tokens.length, 0) / decoding.length, 2);
-  $("accepted").textContent = drafted ? `${accepted} / ${drafted}` : "–";
-  $("first").textContent = last >= 0 ? `${number(steps[0].at - run.sent, 0)} ms` : "–";
-  for (const [name, value] of [["draft", draft], ["verify", verify]]) {
-    $(`${name}_bar`).style.width = `${(100 * value) / (Math.max(draft, verify) || 1)}%`;
-    $(`${name}_ms`).textContent = `${number(value, 0)} ms`;
-  }
-  $("choice").textContent = choiceOf(run, steps.at(-1));
-}
-
-const nameOf = (run) => run.method || "the model's own method";
-
-// Only some methods, as auto, choose what drafts and tell why.
-function choiceOf(run, step) {
-  if (!step) return `Method: ${nameOf(run)}.`;
-  const chosen = step.drafter || (step.drafted ? `${step.drafted} drafted` : "nothing drafted");
-  return `Method: ${nameOf(run)}. Step ${step.step}: ${chosen}${step.reason && ` (${step.reason})`}.`;
-}
-
-// ------------------------------------------------------------------------------------------------------- drawing
-
-// A text on the page. side: "left" or "right". timed: whether the timeline shows its steps.
-function newView(run, side, timed) {
-  const view = { run, output: $(`${side}_text`), title: $(`${side}_title`), timed, drawn: 0, spans: [], rows: [] };
-  view.output.replaceChildren();
-  if (timed) $("steps").replaceChildren();
-  $("detail").textContent = HELP;
-  return view;
-}
-
-// Draws the steps that the page does not show yet, up to one.
-function draw(view, upto = view.run.steps.length) {
-  for (; view.drawn < upto; view.drawn += 1) {
-    const step = view.run.steps[view.drawn];
-    for (const token of step.tokens) {
-      const span = element("span", `token ${token.origin}`);
-      remember(span, view, step, token, view.spans);
-      view.output.append(span);
-    }
-    if (view.timed) drawRow(view, step);
-  }
-  const late = view.run.figures ? 0 : Math.max(0, view.spans.length - 2 * RECENT); // Texts may come after their tokens.
-  for (const span of view.spans.slice(late)) {
-    const { shown } = places.get(span).token;
-    if (span.textContent !== shown) span.textContent = shown;
-    span.classList.toggle("line", shown.startsWith("\n"));
-  }
-}
-
-function remember(made, view, step, token, all) {
-  places.set(made, { view, step, token, index: all.length, all });
-  made.tabIndex = all.length ? -1 : 0;
-  all.push(made);
-}
-
-function drawRow(view, step) {
-  const row = element("button", "step");
-  row.type = "button";
-  row.append(element("span", "", step.step));
-  for (let cell = 0; cell < Math.min(step.drafted, CELLS); cell += 1) {
-    row.append(element("i", cell < step.accepted ? "cell yes" : "cell"));
-  }
-  if (step.drafted > CELLS) row.append(element("span", "", `+${step.drafted - CELLS}`));
-  for (const token of step.tokens) if (token.origin !== "draft") row.append(element("i", `cell own ${token.origin}`));
-  row.append(element("span", "", step.drafter || `${number(step.draft_ms + step.verify_ms)} ms`));
-  row.setAttribute("aria-label", `Step ${step.step}: ${step.accepted} of ${step.drafted} drafted tokens accepted`);
-  remember(row, view, step, step.tokens[0], view.rows);
-  const below = $("steps").scrollHeight - $("steps").scrollTop - $("steps").clientHeight < 40;
-  $("steps").append(row);
-  if (below) $("steps").scrollTop = $("steps").scrollHeight;
-}
-
-// Tells of a token, and marks all that its step brought.
-function showToken(made) {
-  const { view, step, token } = places.get(made);
-  const by = token.origin === "draft" ? `drafted by ${step.drafter || nameOf(view.run)}` : "the model's own token";
-  const of = `step ${step.step}, ${step.drafted ? `${step.accepted} of ${step.drafted} accepted` : "nothing drafted"}`;
-  const times = `draft ${number(step.draft_ms)} ms, verify ${number(step.verify_ms)} ms`;
-  const told = [JSON.stringify(token.text), `id ${token.id}`, token.origin, of, by, step.reason, times];
-  $("detail").textContent = told.filter(Boolean).join(" · ");
-  for (const one of document.querySelectorAll(".here")) one.classList.remove("here");
-  for (const one of [...view.spans, ...view.rows]) one.classList.toggle("here", places.get(one).step === step);
-}
-
-function jump(row) {
-  const { view, step } = places.get(row);
-  showToken(row);
-  view.spans.find((one) => places.get(one).step === step).scrollIntoView({ block: "nearest" });
-}
-
-// The arrow keys go from token to token, and from step to step: only one of each is a stop of the Tab key.
-function move(event) {
-  const place = places.get(event.target);
-  const way = { ArrowRight: 1, ArrowDown: 1, ArrowLeft: -1, ArrowUp: -1 }[event.key];
-  const next = way && place?.all[place.index + way];
-  if (!next) return;
-  event.preventDefault();
-  event.target.tabIndex = -1;
-  next.tabIndex = 0;
-  next.focus();
-}
-
-function pointed(event) {
-  if (places.has(event.target) && event.target.classList.contains("token")) showToken(event.target);
-}
-
 // --------------------------------------------------------------------------------------------------- what is asked
 
 // Runs what asks the server, and tells how it went.
@@ -320,18 +189,20 @@ async function send(signal) {
   $("left").hidden = $("verdict").hidden = true;
   view.title.textContent = "";
   showFigures(run);
+  showMap(run);
   say("writing", "Writing.");
   let waiting = false;
   const drawNow = () => {
     waiting = false;
     draw(view);
     showFigures(run);
+    showMap(run);
   };
   const arrived = () => {
     if (!waiting) waiting = Boolean(requestAnimationFrame(drawNow));
   };
   try {
-    await write(run, body, signal, arrived);
+    await write(run, streamed(body, wanted()), signal, arrived);
   } finally {
     drawNow();
   }
@@ -339,7 +210,8 @@ async function send(signal) {
   say("good", `Done: ${run.figures.count} tokens, ${why}.`);
 }
 
-// The same prompt twice, one after the other so that neither slows the other down. Nothing is drawn while they run.
+// The same prompt twice, one after the other so that neither slows the other down. Nothing is drawn while they run, and no
+// details are asked for.
 async function race(signal) {
   const body = settings();
   if (body.temperature !== 0) body.seed ??= Math.floor(Math.random() * 2 ** 31);
@@ -347,10 +219,12 @@ async function race(signal) {
   for (const method of ["off", body.speculative]) {
     const run = newRun(method ?? "");
     say("writing", `Race: ${nameOf(run)} writes.`);
-    await write(run, { ...body, speculative: method }, signal);
+    await write(run, streamed({ ...body, speculative: method }, true), signal);
     runs.push(run);
   }
   state.race = runs;
+  runs[1].plain = { rate: decodingRate(runs[0]), by: "by this race" };
+  showMap(runs[1]);
   state.sampled = body.temperature !== 0;
   const long = Math.max(...runs.map((run) => run.steps.at(-1).at - run.steps[0].at));
   $("slower").value = [1, 2, 4, 8].find((factor) => factor * long >= REPLAY) ?? 16;
@@ -405,7 +279,7 @@ function replayed(view, time) {
 
 function asCurl() {
   const key = $("key").value ? ` \\\n  -H "Authorization: Bearer $SKIPSTONE_API_KEY"` : "";
-  const body = JSON.stringify(streamed(settings())).replaceAll("'", `'\\''`);
+  const body = JSON.stringify(streamed(settings(), wanted())).replaceAll("'", `'\\''`);
   const url = new URL("v1/completions", document.baseURI);
   return `curl -N ${url} -H "Content-Type: application/json"${key} \\\n  -d '${body}'`;
 }
@@ -464,16 +338,17 @@ function listen() {
   $("curl").addEventListener("click", () => copy(asCurl()));
   $("python").addEventListener("click", () => copy(asPython()));
   $("theme").addEventListener("click", () => theme(document.documentElement.dataset.theme === "dark" ? "light" : "dark"));
-  for (const name of ["left_text", "right_text"]) {
-    $(name).addEventListener("pointerover", pointed);
-    $(name).addEventListener("focusin", pointed);
-    $(name).addEventListener("keydown", move);
-  }
-  $("steps").addEventListener("keydown", move);
-  $("steps").addEventListener("click", (event) => {
-    const row = event.target.closest(".step");
-    if (row) jump(row);
-  });
+  $("details").addEventListener("change", () => refused($("details").checked && $("refused").checked));
+  $("refused").addEventListener("change", () => refused($("refused").checked));
+  listenToView();
+  listenToBench();
+}
+
+// Whether refused drafts are shown, which have to be asked for.
+function refused(shown) {
+  $("refused").checked = shown;
+  if (shown) $("details").checked = true;
+  showRefused(shown);
 }
 
 theme(matchMedia("(prefers-color-scheme: dark)").matches ? "dark" : "light");
