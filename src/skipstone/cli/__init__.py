@@ -12,7 +12,7 @@ import typer
 from typer.core import TyperGroup
 
 from skipstone import __version__
-from skipstone.cli import bench, check, costs, demo, env, families, generate, inspect, methods, search, serve, train, tune
+from skipstone.cli import bench, chat, check, costs, demo, env, families, generate, inspect, methods, search, serve, train, tune
 from skipstone.cli.terminal import INTERRUPTED, report
 
 
@@ -56,8 +56,8 @@ def root(
         typer.echo(ctx.get_help())
 
 
-VERBS = (demo.demo, generate.generate, check.check, inspect.inspect, costs.costs, search.search, tune.tune, serve.serve)
-for verb in (*VERBS, methods.methods, families.families, env.env):
+VERBS = (demo.demo, generate.generate, chat.chat, check.check, inspect.inspect, costs.costs, search.search, tune.tune)
+for verb in (*VERBS, serve.serve, methods.methods, families.families, env.env):
     app.command(rich_help_panel="Verbs")(verb)
 for name, group in (("bench", bench.bench), ("train", train.train)):
     app.add_typer(group, name=name, rich_help_panel="Verbs")

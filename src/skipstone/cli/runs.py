@@ -68,10 +68,15 @@ class Run:
 
 def decode(job: Job, method: Method, show: Show = None) -> Run:
     """Decode a job to its end, or to Ctrl-C, which ends the run and keeps what there is."""
+    return follow(lambda: job.steps(method), show)
+
+
+def follow(begin: Callable[[], Iterator[Step]], show: Show = None) -> Run:
+    """A run of the steps that `begin` starts, to their end or to Ctrl-C."""
     run = Run()
     try:
         started = time.perf_counter()
-        steps = job.steps(method)
+        steps = begin()
         while True:
             step = next(steps, None)
             run.seconds += time.perf_counter() - started

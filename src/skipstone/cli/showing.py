@@ -50,13 +50,14 @@ class Painter:
             self._write(self.detokenizer.add(token))
         self.out.flush()
 
-    def end(self) -> None:
-        """Write what was held back, and on a terminal end the line. Elsewhere stdout holds the text and nothing else."""
+    def end(self, legend: bool = True) -> None:
+        """Write what was held back, and on a terminal end the line. Elsewhere stdout holds the text and nothing else. legend:
+        say what the marks mean, where there are any."""
         self._write(self.detokenizer.rest())
         if self.on_terminal:
             self.out.write("\n")
         self.out.flush()
-        if self.color:
+        if self.color and legend:
             sample = ACCEPTED.render("accepted draft", color_system=ColorSystem.STANDARD)
             print(f"{sample}: drafted and confirmed; plain: the full model's own (first, recovered, bonus)", file=sys.stderr)
 

@@ -1,0 +1,272 @@
+"""`skipstone chat`: a conversation with a model. Answers go to stdout as they are made, everything else to stderr."""
+
+import json
+import secrets
+import signal
+import sys
+from contextlib import closing, suppress
+from pathlib import Path
+from types import SimpleNamespace
+from typing import TYPE_CHECKING, Annotated, Any, Self
+
+import typer
+
+from skipstone.cli import options, terminal
+from skipstone.cli.options import grouped
+from skipstone.files import write_whole
+
+if TYPE_CHECKING:
+    from skipstone.cli.runs import Job, Run
+    from skipstone.decoding.draft import Step
+    from skipstone.serving.conversation import Asked, Conversation
+
+PROMPT = ">>> "
+"""What stands before a line that is typed."""
+HELP = """\
+/method NAME [settings]  write with another method from the next answer on; without a name: say which one writes
+/stats                   figures of the last answer
+/save FILE               write the conversation to a new file, as JSON messages with "role" and "content"
+/reset                   forget the conversation; --system stays
+/help                    print this list
+/quit                    leave, as Ctrl-D does
+Ctrl-C while an answer is written stops the answer. A message that begins with a slash needs a space before it."""
+
+
+def chat(
+    model: options.Model = None,
+    method: options.MethodText = None,
+    speculative_config: options.MethodConfig = None,
+    system: Annotated[str | None, grouped("Conversation", "What the model is told before anything else.")] = None,
+    max_new_tokens: Annotated[int, grouped("Decoding", "Most tokens of an answer.", min=1)] = 512,
+    temperature: Annotated[float, grouped("Decoding", "0 is greedy.", min=0.0)] = 0.0,
+    top_p: Annotated[float | None, grouped("Decoding", "Default: the model's own, or 1.", min=0.0, max=1.0)] = None,
+    seed: Annotated[
+        int | None, grouped("Decoding", "Of random draws, for every answer. Default: a new one each, named by /stats.", min=0)
+    ] = None,
+    dtype: options.Dtype = "auto",
+    device: options.Device = "auto",
+    engine: options.Engine = "auto",
+    quantize: options.Quantize = "none",
+    kv_dtype: options.KvDtype = None,
+    trust_remote_code: Annotated[bool, typer.Option("--trust-remote-code", help="Run the checkpoint's own code.")] = False,
+    color: Annotated[bool | None, grouped("Output", "Mark accepted drafts. Default: on terminals.", show_default=False)] = None,
+    debug: options.Debug = False,
+) -> None:
+    """Talk with a model. A line is a message; /help lists the commands; earlier turns are not read again."""
+    flags = SimpleNamespace(**locals())
+    for name in ("top_p", "seed"):
+        if temperature == 0 and getattr(flags, name) is not None:
+            raise ValueError(f"--{name.replace('_', '-')} has no effect at temperature 0: pass --temperature too")
+    asked = options.asked_method(method, speculative_config)
+    setup = {name: getattr(flags, name) for name in ("engine", "quantize", "kv_dtype", "trust_remote_code")}
+    loaded, tokenizer = options.load(model, dtype, device, **setup, keep_weights=False)
+    from skipstone.hf.call import resolve_for
+    from skipstone.loading import BUNDLED
+    from skipstone.models.layered import LayeredModel
+    from skipstone.serving.conversation import Conversation
+
+    decoding: dict[str, Any] = {"do_sample": temperature > 0}
+    if temperature > 0:
+        decoding |= {"temperature": temperature} | ({} if top_p is None else {"top_p": top_p})
+    layered, chosen = LayeredModel(loaded), resolve_for(loaded, asked)
+    conversation = Conversation(layered, tokenizer, chosen, decoding, max_new_tokens, system)
+    Chat(conversation, seed, color).talk(model or BUNDLED)
+
+
+class Chat:
+    """A conversation with somebody at a terminal or behind a pipe. seed: of every answer, None for a new one each. color: as in
+    `Painter`."""
+
+    def __init__(self, conversation: "Conversation", seed: int | None, color: bool | None) -> None:
+        self.conversation, self.seed, self.color = conversation, seed, color
+        self.last: tuple[Job, Asked, Run] | None = None  # the last answer
+        commands = {"method": self._method, "stats": self._stats, "save": self._save, "reset": self._reset, "help": self._help}
+        self.commands = commands
+
+    def talk(self, name: str) -> None:
+        """Read messages and commands until there are no more. name: of the model."""
+        if not self.conversation.has_template:
+            say(f"{name} has no chat template: your lines and its answers are continued as one plain text.")
+        if typed():
+            say(f"{name}, {self.conversation.method.name}. /help lists the commands, Ctrl-D ends.")
+            with suppress(ImportError):  # not on Windows
+                import readline  # noqa: F401  # lets `input` edit a line and go back to earlier ones
+        while (line := next_line()) is not None and line.rstrip() != "/quit":
+            if line.startswith("/"):
+                self._obey(line)
+            elif line.strip():
+                self._answer(line)
+
+    # ------------------------------------------------------------------------------------------------------ answers
+
+    def _answer(self, text: str) -> None:
+        """Write the answer to a message, to its end or to Ctrl-C."""
+        from skipstone.serving.conversation import ContextFull
+
+        try:
+            asked = self.conversation.ask(text, secrets.randbits(32) if self.seed is None else self.seed)
+            steps = self.conversation.answer(asked)
+        except ContextFull as error:
+            say(f"{error}; /reset begins a new conversation.")
+            return
+        except ValueError as error:
+            terminal.report(error)
+            return
+        job, run = self._shown(asked, steps)
+        if run.interrupted and not run.tokens:
+            say("Stopped before the first token: your message was taken back.")
+            return
+        self.conversation.keep(asked, run.tokens)
+        self.last = job, asked, run
+        self._say_why_it_ended(job, asked, run)
+
+    def _shown(self, asked: "Asked", steps: Any) -> "tuple[Job, Run]":
+        """Print the steps of an answer as they are made."""
+        import torch
+
+        from skipstone.cli.runs import Job, follow
+        from skipstone.cli.showing import Painter
+
+        talk = self.conversation
+        ids = torch.tensor([asked.job.ids], device=talk.model.device)
+        job = Job(talk.model.model, talk.tokenizer, ids, asked.options, asked.seed)
+        painter = Painter(job, self.color)
+
+        def show(step: "Step") -> None:
+            painter.show(step)
+            brake.check()
+
+        with Brake() as brake, closing(steps):
+            run = follow(lambda: steps, show)
+        painter.end(legend=self.last is None)
+        if not painter.on_terminal:
+            print(flush=True)  # answers in a pipe are told apart by lines
+        return job, run
+
+    def _say_why_it_ended(self, job: "Job", asked: "Asked", run: "Run") -> None:
+        """Where that is not the model's own doing."""
+        from skipstone.cli.runs import finish_reason
+
+        reason, count = finish_reason(run, job), len(run.tokens)
+        if reason == "interrupted":
+            say(f"Stopped after {count} tokens, which stay in the conversation.")
+        elif reason == "length" and asked.cut:
+            say(f"The context is full: the answer was cut after {count} tokens; /reset begins a new conversation.")
+        elif reason == "length":
+            say(f"The answer was cut after {count} tokens; --max-new-tokens allows more.")
+
+    # ----------------------------------------------------------------------------------------------------- commands
+
+    def _obey(self, line: str) -> None:
+        name, _, rest = line[1:].partition(" ")
+        command = self.commands.get(name)
+        if command is None:
+            say(f"There is no command /{name}; /help lists those that there are.")
+        else:
+            command(rest.strip())
+
+    def _method(self, text: str) -> None:
+        from skipstone.hf.call import resolve_for
+        from skipstone.methods import spell
+
+        talk = self.conversation
+        if not text:
+            say(f"{spell(talk.method)} writes the answers.")
+            return
+        try:
+            talk.use(resolve_for(talk.model.model, text))
+        except (ValueError, OSError, ImportError) as error:
+            terminal.report(error)
+        else:
+            say(f"{talk.method.name} writes from the next answer on, which reads the conversation once more.")
+
+    def _stats(self, _: str) -> None:
+        from skipstone.cli.showing import figures
+
+        if self.last is None:
+            say("There are no figures yet: nothing was answered.")
+            return
+        job, asked, run = self.last
+        for line in figures(job, asked.job.method, run):
+            say(line)
+        say(f"{asked.job.figures.reused} of {len(asked.job.ids)} prompt tokens were known from earlier turns")
+        decided = [step for step in run.steps if step.reason]
+        if decided:
+            say(f"last decision: {decided[-1].drafter}, because {decided[-1].reason}")
+
+    def _save(self, name: str) -> None:
+        if not name:
+            say("Say where to: /save FILE.")
+            return
+        path = Path(name).expanduser()
+        if path.exists():
+            say(f"{path} is there already and was left as it is; give another name.")
+            return
+        messages = self.conversation.messages
+        try:
+            options.check_folder_of(path)
+            write_whole(path, json.dumps(messages, ensure_ascii=False, indent=1) + "\n")
+        except (OSError, ValueError) as error:
+            terminal.report(error)
+        else:
+            say(f"{len(messages)} messages are in {path}.")
+
+    def _reset(self, _: str) -> None:
+        self.conversation.reset()
+        say("The conversation begins anew.")
+
+    def _help(self, _: str) -> None:
+        say(HELP)
+
+
+class Brake:
+    """While a text is written, Ctrl-C waits for the end of the step that is being taken, so that the row stays whole. A second
+    one does not wait."""
+
+    def __enter__(self) -> Self:
+        self._pulled = False
+        self._before = signal.signal(signal.SIGINT, self._pull)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        signal.signal(signal.SIGINT, self._before)
+
+    def _pull(self, *_: object) -> None:
+        if self._pulled:
+            raise KeyboardInterrupt
+        self._pulled = True
+
+    def check(self) -> None:
+        """Between two steps: KeyboardInterrupt where Ctrl-C came."""
+        if self._pulled:
+            raise KeyboardInterrupt
+
+
+def say(text: str) -> None:
+    """Print what is no answer, on stderr."""
+    print(terminal.harmless(text), file=sys.stderr)
+
+
+def typed() -> bool:
+    """Whether somebody types the lines and sees the answers."""
+    return sys.stdin is not None and sys.stdin.isatty() and sys.stdout.isatty()
+
+
+def next_line() -> str | None:
+    """The next line, without its end; None after the last one. KeyboardInterrupt for Ctrl-C."""
+    try:
+        return input(PROMPT) if typed() else _piped_line()
+    except UnicodeDecodeError:
+        say("A line that is not UTF-8 was left out.")
+        return ""
+    except EOFError:
+        print(file=sys.stderr)  # what the shell writes next begins a line
+        return None
+    except KeyboardInterrupt:
+        print(file=sys.stderr)
+        raise
+
+
+def _piped_line() -> str | None:
+    line = b"" if sys.stdin is None else sys.stdin.buffer.readline()
+    return line.decode().rstrip("\r\n") if line else None

@@ -1,0 +1,131 @@
+"""A conversation in a row of its own: what was said stays in the store, and an answer runs only what is new of its prompt."""
+
+from collections.abc import Generator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from transformers import PreTrainedTokenizerBase
+
+from skipstone.api import token_ids
+from skipstone.decoding.draft import Step
+from skipstone.decoding.loop import PREFILL_CHUNK
+from skipstone.decoding.method import Method
+from skipstone.extras import installed
+from skipstone.hf.call import prepare_call
+from skipstone.hf.requests import requests
+from skipstone.models.layered import LayeredModel
+from skipstone.serving.jobs import Job
+from skipstone.serving.lanes import Lane
+
+Message = dict[str, str]
+"""{"role": "system", "user" or "assistant", "content": text}."""
+
+
+class ContextFull(ValueError):
+    """A conversation that leaves no room for an answer."""
+
+
+@dataclass(frozen=True)
+class Asked:
+    """An answer that is to be written. messages: the conversation up to it. job: what the row is given. options: keyword
+    arguments of `skipstone.generate` that it is written with. seed: of its random draws. cut: whether the context has room for
+    fewer tokens than are wanted."""
+
+    messages: list[Message]
+    job: Job
+    options: dict[str, Any]
+    seed: int
+    cut: bool
+
+
+class Conversation:
+    """Messages, and a row that has the keys and values of their tokens. method: writes the answers. options: keyword arguments
+    of `skipstone.generate`, for every answer. most: tokens of an answer. system: the first message, if there is to be one.
+
+    The text of an answer is what `skipstone.generate` writes for the messages up to it, or, where the model has no chat
+    template, for `plain_text` of them."""
+
+    def __init__(
+        self,
+        model: LayeredModel,
+        tokenizer: PreTrainedTokenizerBase,
+        method: Method,
+        options: dict[str, Any],
+        most: int,
+        system: str | None = None,
+    ) -> None:
+        self.model, self.tokenizer, self.options, self.most = model, tokenizer, options, most
+        self._system = [] if system is None else [{"role": "system", "content": system}]
+        self._jinja2 = installed("jinja2", "a chat template needs jinja2", "train") if self.has_template else None
+        self.messages: list[Message] = list(self._system)
+        self.method = method
+        self._lane: Lane | None = self._made_lane(method)
+
+    @property
+    def has_template(self) -> bool:
+        """Whether messages are told apart by the model's chat template."""
+        return self.tokenizer.chat_template is not None
+
+    def use(self, method: Method) -> None:
+        """Write with another method from now on. It has a store of its own, so the next answer reads the whole conversation.
+        ValueError, before anything changed, for a method that does not fit the model."""
+        self._lane, self.method = self._made_lane(method), method
+
+    def _made_lane(self, method: Method) -> Lane:
+        return Lane(self.model, method, 1, self.model.max_positions, PREFILL_CHUNK, lambda *_: None)
+
+    def reset(self) -> None:
+        """Forget all messages but the system's."""
+        self.messages = list(self._system)
+
+    def ask(self, text: str, seed: int) -> Asked:
+        """The answer to a text of the user's, not begun yet; nothing is remembered of it before `keep`. ContextFull where there
+        is no room for one token; ValueError where the chat template refuses the messages."""
+        messages = [*self.messages, {"role": "user", "content": text}]
+        prompt, positions = self._ids(messages), self.model.max_positions
+        room = positions - len(prompt)
+        if room < 1:
+            raise ContextFull(
+                f"the context is full: the conversation has {len(prompt)} tokens, and the model takes {positions}"
+            )
+        options = {**self.options, "max_new_tokens": min(self.most, room)}
+        ids = torch.tensor([prompt], device=self.model.device)
+        call = prepare_call(self.model.model, ids, self.tokenizer, seed, options)
+        (request,) = requests(call, self.model.ranks)
+        return Asked(messages, Job(request, self.method), options, seed, room < self.most)
+
+    def _ids(self, messages: list[Message]) -> list[int]:
+        """The tokens of a prompt."""
+        if self._jinja2 is None:
+            return token_ids(plain_text(messages), self.tokenizer)
+        try:
+            return token_ids(messages, self.tokenizer)
+        except self._jinja2.TemplateError as error:  # such as a template that knows no system's messages
+            raise ValueError(f"the model's chat template refuses the conversation: {error}") from error
+
+    def answer(self, asked: Asked) -> Generator[Step, None, None]:
+        """Write an answer step by step. ValueError, at the call, where it cannot be begun. Closed between two steps it keeps
+        what the row has read up to then; where a step does not end, the next answer reads the whole conversation."""
+        lane = self._lane or self._made_lane(self.method)
+        lane.admit(asked.job)
+        self._lane = None
+        return self._steps(lane, asked.job)
+
+    def _steps(self, lane: Lane, job: Job) -> Generator[Step, None, None]:
+        try:
+            while job in lane.jobs:
+                yield lane.step()
+        except GeneratorExit:
+            lane.drop(job)
+        self._lane = lane
+
+    def keep(self, asked: Asked, tokens: list[int]) -> None:
+        """Remember what was asked, and the tokens that answered it."""
+        text = str(self.tokenizer.decode(tokens, skip_special_tokens=True))
+        self.messages = [*asked.messages, {"role": "assistant", "content": text}]
+
+
+def plain_text(messages: list[Message]) -> str:
+    """Messages one after the other, each on lines of its own, for a model without a chat template."""
+    return "".join(one["content"] if one["content"].endswith("\n") else one["content"] + "\n" for one in messages)

@@ -1,0 +1,378 @@
+"""`skipstone chat`: answers, what is read again, commands, Ctrl-C, pipes and terminals."""
+
+from __future__ import annotations
+
+import builtins
+import io
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import skipstone
+from skipstone.cli import chat
+from skipstone.decoding.session import Session
+from skipstone.models.layered import LayeredModel
+from skipstone.serving.conversation import Conversation, plain_text
+from skipstone.serving.lanes import Lane
+from tests.helpers.commandline import LAYERSKIP, assert_refused, run, succeed
+
+SPELLED = LAYERSKIP[1]
+EOS = 96  # of the checkpoint
+SHORT = ("--max-new-tokens", 12)
+METHODS = (SPELLED, "autoregressive", f"auto candidates='prompt_lookup;{SPELLED}'", "self_speculative draft_quantize=int8")
+
+
+# how fast a tiny model runs is no matter here
+pytestmark = pytest.mark.filterwarnings("ignore:.* x the speed of plain decoding:RuntimeWarning")
+
+
+def answered(place: Path | None, lines: list[str], *, most: int = 12, method: str = SPELLED, **options: Any) -> list[str]:
+    """What `skipstone.generate` answers to messages, one after the other."""
+    model, tokenizer = skipstone.load(place)
+    messages: list[dict[str, str]] = []
+    for line in lines:
+        messages.append({"role": "user", "content": line})
+        prompt = messages if tokenizer.chat_template else plain_text(messages)
+        options = {"do_sample": False, **options}
+        text = skipstone.generate(model, prompt, method, tokenizer=tokenizer, max_new_tokens=most, **options).text
+        messages.append({"role": "assistant", "content": str(text)})
+    return [one["content"] for one in messages if one["role"] == "assistant"]
+
+
+def piped(answers: list[str]) -> str:
+    return "".join(f"{one}\n" for one in answers)
+
+
+@pytest.fixture
+def endless(variant: Callable[..., Path]) -> Path:
+    """A checkpoint whose answers end at their most tokens alone, and that writes no special tokens, which are no text."""
+    return variant("generation_config.json", eos_token_id=None, suppress_tokens=[EOS])
+
+
+@pytest.fixture
+def read(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """Prompt tokens that every prefill runs."""
+    counted: list[int] = []
+    own = Session._prefill_pass
+
+    def counting(session: Session, rows: range, counts: list[int]) -> Any:
+        counted.append(sum(counts))
+        return own(session, rows, counts)
+
+    monkeypatch.setattr(Session, "_prefill_pass", counting)
+    return counted
+
+
+@pytest.fixture
+def hears_ctrl_c() -> Iterator[None]:
+    """A shell that runs the tests in the background has them ignore SIGINT."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
+
+
+def interrupt(monkeypatch: pytest.MonkeyPatch, number: int, happens: Callable[[], None]) -> None:
+    """Something happens in a step of the answers, which are counted from 1 on over all of them."""
+    own, taken = Lane.step, [0]
+
+    def step(lane: Lane) -> Any:
+        taken[0] += 1
+        if taken[0] == number:
+            happens()
+        return own(lane)
+
+    monkeypatch.setattr(Lane, "step", step)
+
+
+def planted() -> None:
+    raise KeyboardInterrupt
+
+
+# answers
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_answers_are_what_generate_writes_for_the_same_messages(folder: Path, method: str) -> None:
+    lines = ["hi there", "and who are you?", "so"]
+    result = succeed("chat", folder, "--method", method, *SHORT, stdin="\n".join(lines))
+    assert result.stdout == piped(answered(folder, lines, method=method))
+    assert "\x1b" not in result.stdout + result.stderr
+
+
+def test_answers_drawn_at_random_are_those_of_the_seed(folder: Path) -> None:
+    lines, drawn = ["hi there", "and who are you?"], ("--temperature", 1, "--top-p", 0.9)
+    common = ("chat", folder, "--method", "autoregressive", *SHORT, *drawn)
+    one, two = (succeed(*common, "--seed", seed, stdin=piped(lines)).stdout for seed in (1, 2))
+    options = {"do_sample": True, "temperature": 1.0, "top_p": 0.9, "seed": 1}
+    assert one == piped(answered(folder, lines, method="autoregressive", **options)) != two
+    said = succeed(*common, stdin="hi there\n/stats\nhi there\n/stats\n").stderr
+    assert len(set(re.findall(r"^seed (\d+)$", said, flags=re.MULTILINE))) == 2
+
+
+def test_the_system_message_comes_first_and_survives_a_reset(folder: Path, tmp_path: Path) -> None:
+    file = tmp_path / "saved.json"
+    result = succeed("chat", folder, *LAYERSKIP, *SHORT, "--system", "be kind", stdin=f"hi\n/reset\nhi\n/save {file}\n")
+    first, second = result.stdout[: len(result.stdout) // 2], result.stdout[len(result.stdout) // 2 :]
+    assert first == second
+    saved = json.loads(file.read_text())
+    assert saved[:2] == [{"role": "system", "content": "be kind"}, {"role": "user", "content": "hi"}]
+    assert saved[2] == {"role": "assistant", "content": second.removesuffix("\n")}
+    assert len(saved) == 3
+
+
+def test_without_a_chat_template_the_conversation_is_one_plain_text() -> None:
+    lines = ["> wake me up at 7 am tomorrow", "> add milk and two lemons to the shopping list"]
+    result = succeed("chat", "--max-new-tokens", 64, stdin=piped(lines))
+    answers = [json.loads(line) for line in result.stdout.splitlines() if line]
+    assert [one["intent"] for one in answers] == ["set_alarm", "add_items"]
+    assert result.stdout == piped(answered(None, lines, most=64, method="layerskip"))
+    assert result.stderr == "skipstone-nano has no chat template: your lines and its answers are continued as one plain text.\n"
+    assert plain_text([{"content": "a"}, {"content": "b\n"}]) == "a\nb\n"
+
+
+# what is read again
+
+
+def test_a_turn_reads_only_what_is_new_of_its_prompt(folder: Path, read: list[int]) -> None:
+    model, tokenizer = skipstone.load(folder)
+    talk = Conversation(LayeredModel(model), tokenizer, skipstone.LayerSkip(2, 4), {"do_sample": False}, 12)
+    lengths = []
+    for text in ("hi there, who are you?", "and now?", "so"):
+        asked = talk.ask(text, 0)
+        tokens = [token for step in talk.answer(asked) for token in step.tokens[0]]
+        talk.keep(asked, tokens)
+        lengths.append((len(asked.job.ids), len(tokens)))
+    known = [0] + [prompt + new - 1 for prompt, new in lengths[:-1]]
+    assert read == [prompt - had for (prompt, _), had in zip(lengths, known, strict=True)]
+    assert max(read[1:]) < read[0], "a later prompt is longer, and less of it is read"
+
+
+def test_another_method_reads_the_conversation_once(folder: Path, read: list[int], tmp_path: Path) -> None:
+    file = tmp_path / "saved.json"
+    lines = ["hi there", "/method autoregressive", "and now?", "so", f"/save {file}"]
+    result = succeed("chat", folder, *LAYERSKIP, *SHORT, stdin=piped(lines))
+    assert result.stdout == piped(answered(folder, ["hi there", "and now?", "so"]))
+    assert "autoregressive writes from the next answer on, which reads the conversation once more." in result.stderr
+    first, second, third = read[:3]  # then those of `answered`
+    assert second > first > third
+
+
+@pytest.mark.usefixtures("hears_ctrl_c")
+def test_a_stopped_answer_leaves_what_was_read(endless: Path, read: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
+    interrupt(monkeypatch, 3, lambda: signal.raise_signal(signal.SIGINT))
+    result = succeed("chat", endless, *LAYERSKIP, "--max-new-tokens", 60, stdin="hi there, you\nand now?\n/stats\n")
+    (stopped,) = re.findall(r"Stopped after (\d+) tokens, which stay", result.stderr)
+    (known, prompt), first = re.findall(r"(\d+) of (\d+) prompt tokens were known", result.stderr)[0], read[0]
+    assert int(known) == first + int(stopped) - 1
+    assert read == [first, int(prompt) - int(known)]
+
+
+# Ctrl-C
+
+
+@pytest.mark.usefixtures("hears_ctrl_c")
+@pytest.mark.parametrize("happens", [planted, lambda: signal.raise_signal(signal.SIGINT)], ids=["planted", "signal"])
+def test_ctrl_c_stops_the_answer_and_not_the_program(
+    endless: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, happens: Callable[[], None]
+) -> None:
+    file = tmp_path / "saved.json"
+    interrupt(monkeypatch, 4, happens)
+    result = succeed("chat", endless, *LAYERSKIP, "--max-new-tokens", 60, stdin=f"hi there\nand now?\n/save {file}\n")
+    saved = json.loads(file.read_text())
+    assert [one["role"] for one in saved] == ["user", "assistant"] * 2
+    partial, whole = saved[1]["content"], answered(endless, ["hi there"], most=60)[0]
+    assert whole.startswith(partial)
+    assert 0 < len(partial) < len(whole) == 60 == len(saved[3]["content"])
+    assert result.stdout == piped([partial, saved[3]["content"]])
+    model, tokenizer = skipstone.load(endless)
+    again = skipstone.generate(model, saved[:3], SPELLED, tokenizer=tokenizer, max_new_tokens=60, do_sample=False)
+    assert saved[3]["content"] == again.text, "the partial answer is a part of the conversation"
+
+
+def test_ctrl_c_before_the_first_token_takes_the_message_back(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    interrupt(monkeypatch, 1, planted)
+    result = succeed("chat", folder, *LAYERSKIP, *SHORT, stdin="this one\nhi there\n")
+    assert "your message was taken back" in result.stderr
+    assert result.stdout == piped(["", *answered(folder, ["hi there"])])
+
+
+def test_a_second_ctrl_c_does_not_wait(hears_ctrl_c: None) -> None:
+    with chat.Brake() as brake:
+        signal.raise_signal(signal.SIGINT)
+        with pytest.raises(KeyboardInterrupt):
+            brake.check()
+        with pytest.raises(KeyboardInterrupt):
+            signal.raise_signal(signal.SIGINT)
+    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+
+
+def test_ctrl_c_at_the_prompt_ends_the_program(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def waiting() -> str:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(chat, "_piped_line", waiting)
+    assert run("chat", folder, *LAYERSKIP).exit_code == 130
+
+
+def _hears_ctrl_c() -> None:
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
+
+
+def test_ctrl_c_of_a_process(endless: Path, tmp_path: Path) -> None:
+    file, pipe = tmp_path / "saved.json", subprocess.PIPE
+    command = [sys.executable, "-m", "skipstone", "chat", str(endless), *LAYERSKIP, "--max-new-tokens", "100000"]
+    process: subprocess.Popen[bytes] = subprocess.Popen(
+        command,
+        bufsize=0,  # `communicate` knows of no buffer
+        stdin=pipe,
+        stdout=pipe,
+        stderr=pipe,
+        env=os.environ | {"OMP_NUM_THREADS": "1"},
+        preexec_fn=_hears_ctrl_c,
+    )
+    assert process.stdin is not None
+    assert process.stdout is not None
+    process.stdin.write(b"hi there\n")
+    first = process.stdout.read(1)
+    process.send_signal(signal.SIGINT)
+    rest, said = process.communicate(f"/save {file}\n/quit\nnot any more\n".encode(), timeout=120)
+    assert process.returncode == 0, said.decode()
+    saved = json.loads(file.read_text())
+    assert (first + rest).decode() == piped([saved[1]["content"]])
+    assert re.search(rf"Stopped after {len(saved[1]['content'])} tokens", said.decode())
+    assert "Traceback" not in said.decode()
+
+
+# commands
+
+
+def test_commands_say_what_they_did(folder: Path, tmp_path: Path) -> None:
+    there, new = tmp_path / "there.json", tmp_path / "with space.json"
+    there.write_text("mine")
+    lines = ["/stats", "/method", "hi there", f"/save {there}", f"/save {new}", f"/save {tmp_path}/no/x", "/save", "/help"]
+    lines += ["/nothing of the kind", " /help is a message", "", "/quit", "never asked"]
+    result = succeed("chat", folder, *LAYERSKIP, *SHORT, stdin=piped(lines))
+    assert result.stdout == piped(answered(folder, ["hi there", " /help is a message"]))
+    said = result.stderr.splitlines()
+    assert said[0] == "There are no figures yet: nothing was answered."
+    assert re.fullmatch(r"layerskip exit_layer=2 num_speculative_tokens=4.* writes the answers\.", said[1])
+    assert f"{there} is there already and was left as it is; give another name." in said
+    assert there.read_text() == "mine"
+    assert f"2 messages are in {new}." in said
+    assert [one["role"] for one in json.loads(new.read_text())] == ["user", "assistant"]
+    assert any(line.startswith("skipstone: ") and "no: no such folder" in line for line in said)
+    assert "Say where to: /save FILE." in said
+    assert all(
+        any(line.startswith(f"/{name} ") for line in said) for name in ("method", "stats", "save", "reset", "help", "quit")
+    )
+    assert "There is no command /nothing; /help lists those that there are." in said
+
+
+def test_stats_are_those_of_the_last_answer(folder: Path) -> None:
+    lines = ["hi there", "/stats", "/method autoregressive", "/stats", "and now?", "/stats"]
+    said = succeed("chat", folder, *LAYERSKIP, *SHORT, stdin=piped(lines)).stderr
+    heads = re.findall(r"^(\w+) ?.*: (\d+) prompt tokens, (\d+) new in .* tokens/s, ended by (\w+)$", said, flags=re.MULTILINE)
+    assert [head[0] for head in heads] == ["layerskip", "layerskip", "autoregressive"]
+    assert heads[0][1:] == heads[1][1:] == (str(len("[user] hi there\n[assistant] ")), "12", "length")
+    assert len(re.findall(r"M \d\.\d\d tokens a step, alpha \d\.\d\d", said)) == 2
+    assert said.count("0 of ") >= 3
+    assert "The answer was cut after 12 tokens; --max-new-tokens allows more." in said
+
+
+def test_stats_say_what_auto_chose(folder: Path) -> None:
+    said = succeed("chat", folder, "--method", METHODS[2], "--max-new-tokens", 40, stdin="hi there\n/stats\n").stderr
+    assert re.search(r"^turns by what drafted: \w+ \d+", said, flags=re.MULTILINE)
+    assert re.search(r"^last decision: \w+, because \w+", said, flags=re.MULTILINE)
+
+
+def test_a_method_that_cannot_be_changes_nothing(folder: Path) -> None:
+    lines = ["/method sorcery", "/method layerskip exit_layer=9", "/method layerskip exit_layer", "/method", "hi there"]
+    result = succeed("chat", folder, *LAYERSKIP, *SHORT, stdin=piped(lines))
+    refusals = [line for line in result.stderr.splitlines() if line.startswith("skipstone: ")]
+    assert len(refusals) == 3
+    assert "unknown method 'sorcery'" in refusals[0]
+    assert "layerskip exit_layer=2" in result.stderr
+    assert result.stdout == piped(answered(folder, ["hi there"]))
+
+
+def test_a_full_context_is_said_and_reset_helps(variant: Callable[..., Path], tmp_path: Path) -> None:
+    narrow, file = variant("config.json", max_position_embeddings=64), tmp_path / "saved.json"
+    settings = json.loads((narrow / "generation_config.json").read_text())
+    (narrow / "generation_config.json").write_text(json.dumps(settings | {"eos_token_id": None}))
+    lines = ["hi there", "too much", f"/save {file}", "/reset", "hi there"]
+    result = succeed("chat", narrow, *LAYERSKIP, "--max-new-tokens", 60, stdin=piped(lines))
+    (answer,) = answered(narrow, ["hi there"], most=64 - len("[user] hi there\n[assistant] "))
+    assert result.stdout == piped([answer, answer])
+    assert result.stderr.count("The context is full: the answer was cut after") == 2
+    assert re.search(
+        r"^the context is full: .* \d+ tokens, and the model takes 64; /reset begins a new", result.stderr, re.MULTILINE
+    )
+    assert len(json.loads(file.read_text())) == 2, "the message that did not fit is not in it"
+
+
+def test_what_the_template_refuses_is_not_taken_into_the_conversation(variant: Callable[..., Path]) -> None:
+    path = variant()
+    refusing = "{% if 'bad' in messages[-1].content %}{{ raise_exception('not that one') }}{% endif %}"
+    file = path / "chat_template.jinja"
+    file.write_text(refusing + file.read_text())
+    result = succeed("chat", path, *LAYERSKIP, *SHORT, stdin="bad\nhi there\n")
+    assert "skipstone: the model's chat template refuses the conversation: not that one\n" in result.stderr
+    assert result.stdout == piped(answered(path, ["hi there"]))
+
+
+# pipes, terminals, refusals
+
+
+def test_a_line_that_is_no_text_is_left_out(folder: Path) -> None:
+    result = run("chat", folder, *LAYERSKIP, *SHORT, stdin=b"abc\xff\nhi there\r\n")
+    assert result.exit_code == 0
+    assert "A line that is not UTF-8 was left out." in result.stderr
+    assert result.stdout == piped(answered(folder, ["hi there"]))
+
+
+class Screen(io.StringIO):
+    def isatty(self) -> bool:
+        return True
+
+
+@pytest.mark.parametrize("no_color", [False, True])
+def test_on_a_terminal_drafts_are_marked_unless_no_color_is_set(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], no_color: bool
+) -> None:
+    lines = ["hi there", "and now?"]
+    typed = iter(lines)
+
+    def type_in(prompt: str) -> str:
+        assert prompt == chat.PROMPT
+        try:
+            return next(typed)
+        except StopIteration:
+            raise EOFError from None
+
+    monkeypatch.setenv("TERM", "xterm")
+    monkeypatch.setenv("NO_COLOR", "1") if no_color else monkeypatch.delenv("NO_COLOR", raising=False)
+    screen = Screen()
+    monkeypatch.setattr(sys, "stdin", Screen())
+    monkeypatch.setattr(sys, "stdout", screen)
+    monkeypatch.setattr(builtins, "input", type_in)
+    model, tokenizer = skipstone.load(folder)
+    method = skipstone.LayerSkip(exit_layer=2, num_speculative_tokens=4)
+    chat.Chat(Conversation(LayeredModel(model), tokenizer, method, {"do_sample": False}, 24), None, None).talk("tiny")
+    said, shown = capsys.readouterr().err, screen.getvalue()
+    assert "tiny, layerskip. /help lists the commands, Ctrl-D ends.\n" in said
+    assert said.count("accepted draft") == (0 if no_color else 1), "the legend once"
+    assert ("\x1b[4;32m" in shown) is not no_color
+    assert re.sub(r"\x1b\[[0-9;]*m", "", shown) == piped(answered(folder, lines, most=24))
+
+
+@pytest.mark.parametrize("flag", ["--top-p", "--seed"])
+def test_what_would_be_ignored_is_refused(folder: Path, flag: str) -> None:
+    assert_refused(run("chat", folder, *LAYERSKIP, flag, 1), f"{flag} has no effect at temperature 0")
