@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import json
-import socket
 import threading
 import time
 from collections.abc import Iterator
@@ -16,13 +15,12 @@ import httpx
 import openai
 import pytest
 import torch
-import uvicorn
 
 import skipstone
-from skipstone.serving.app import make_app
 from skipstone.serving.asking import THE_SERVERS
 from skipstone.serving.schemas import CompletionBody
 from skipstone.serving.server import Server, Settings
+from tests.helpers.served import InThread, refusal
 
 TEXTS = [
     "def add(a, b):\n    return",
@@ -33,55 +31,21 @@ TEXTS = [
 KEY = "sk-secret"
 
 
-def free_port() -> int:
-    with socket.socket() as one:
-        one.bind(("127.0.0.1", 0))
-        return one.getsockname()[1]
-
-
-class Running:
-    """A server in a thread of its own."""
-
-    def __init__(self, server: Server, api_key: str | None = None) -> None:
-        self.server, self.port = server, free_port()
-        config = uvicorn.Config(make_app(server, api_key), host="127.0.0.1", port=self.port, log_level="error", ws="none")
-        self.uvicorn = uvicorn.Server(config)
-        self.thread = threading.Thread(target=self.uvicorn.run, daemon=True)
-        self.thread.start()
-        self.url = f"http://127.0.0.1:{self.port}"
-        self.http = httpx.Client(base_url=self.url, timeout=60)
-
-    def until_ready(self) -> Running:
-        for _ in range(600):
-            try:
-                if self.http.get("/health").status_code == 200:
-                    return self
-            except httpx.ConnectError:
-                pass
-            time.sleep(0.05)
-        raise AssertionError("the server did not start")
-
-    def stop(self) -> None:
-        self.http.close()
-        self.uvicorn.should_exit = True
-        self.thread.join(30)
-        assert not self.thread.is_alive()
-
-
 @pytest.fixture(scope="module")
 def loaded() -> Any:
     return skipstone.load(None)
 
 
 @pytest.fixture(scope="module")
-def nano(loaded: Any) -> Iterator[Running]:
-    running = Running(Server(lambda: loaded, Settings(rows=4, waiting=16, drain=5))).until_ready()
+def nano(loaded: Any) -> Iterator[InThread]:
+    running = InThread(Server(lambda: loaded, Settings(rows=4, waiting=16, drain=5)))
+    running.until_ready()
     yield running
     running.stop()
 
 
 @pytest.fixture(scope="module")
-def client(nano: Running) -> openai.OpenAI:
+def client(nano: InThread) -> openai.OpenAI:
     return openai.OpenAI(base_url=f"{nano.url}/v1", api_key="none", max_retries=0)
 
 
@@ -90,16 +54,8 @@ def expected(loaded: Any, text: str, new: int, **more: Any) -> str:
     return skipstone.generate(model, text, tokenizer=tokenizer, max_new_tokens=new, **more).text
 
 
-def post(nano: Running, path: str = "/v1/completions", **body: Any) -> httpx.Response:
+def post(nano: InThread, path: str = "/v1/completions", **body: Any) -> httpx.Response:
     return nano.http.post(path, json=body)
-
-
-def refusal(response: httpx.Response) -> str:
-    """The sentence of an error, in OpenAI's shape."""
-    error = response.json()["error"]
-    assert set(error) == {"message", "type", "param", "code"}
-    assert error["code"] == response.status_code
-    return error["message"]
 
 
 # ------------------------------------------------------------------------------------------------------------- texts
@@ -158,7 +114,7 @@ def test_a_seed_says_what_is_drawn_and_every_choice_has_another(loaded: Any, cli
     assert three[0] == expected(loaded, TEXTS[3], 25, do_sample=True, temperature=1.0, top_p=0.95, seed=7)
 
 
-def test_a_method_of_the_request_s_own_writes_the_same_text(loaded: Any, nano: Running) -> None:
+def test_a_method_of_the_request_s_own_writes_the_same_text(loaded: Any, nano: InThread) -> None:
     text = expected(loaded, TEXTS[1], 40, do_sample=False)
     for speculative in ("off", "prompt_lookup", {"method": "layerskip", "exit_layer": 6}):
         answer = post(nano, prompt=TEXTS[1], max_tokens=40, temperature=0, speculative=speculative, return_metrics=True).json()
@@ -212,7 +168,7 @@ def test_penalties_and_biases_change_what_is_written(client: openai.OpenAI, load
     assert varied.choices[0].text != biased.choices[0].text
 
 
-def test_a_prompt_that_begins_like_the_one_before_is_not_read_twice(nano: Running, loaded: Any) -> None:
+def test_a_prompt_that_begins_like_the_one_before_is_not_read_twice(nano: InThread, loaded: Any) -> None:
     long = "\n".join(f"def function_{number}(argument):\n    return argument + {number}\n" for number in range(12))
     first = post(nano, prompt=long, max_tokens=8, temperature=0, speculative="off").json()
     second = post(nano, prompt=f"{long}\ndef last", max_tokens=8, temperature=0, speculative="off").json()
@@ -221,7 +177,7 @@ def test_a_prompt_that_begins_like_the_one_before_is_not_read_twice(nano: Runnin
     assert second["choices"][0]["text"] == expected(loaded, f"{long}\ndef last", 8, do_sample=False)
 
 
-def test_several_prompts_and_token_ids(nano: Running, loaded: Any) -> None:
+def test_several_prompts_and_token_ids(nano: InThread, loaded: Any) -> None:
     _, tokenizer = loaded
     answer = post(nano, prompt=TEXTS[:2], n=2, max_tokens=6, temperature=0).json()
     assert [choice["index"] for choice in answer["choices"]] == [0, 1, 2, 3]
@@ -231,7 +187,7 @@ def test_several_prompts_and_token_ids(nano: Running, loaded: Any) -> None:
     assert post(nano, prompt=ids, max_tokens=6, temperature=0).json()["choices"][0]["text"] == texts[0]
 
 
-def test_a_page_is_told_where_every_token_comes_from(nano: Running) -> None:
+def test_a_page_is_told_where_every_token_comes_from(nano: InThread) -> None:
     body = {"prompt": TEXTS[1], "max_tokens": 30, "temperature": 0, "ignore_eos": True, "speculative": "auto"}
     body |= {"stream": True, "stream_speculative": True}
     told: list[dict[str, Any]] = []
@@ -258,7 +214,7 @@ SCHEMA = {
 
 
 @pytest.mark.parametrize("speculative", ["off", "auto", "prompt_lookup", {"method": "layerskip", "exit_layer": 6}])
-def test_structured_output_obeys_its_schema_whatever_drafts(nano: Running, speculative: Any) -> None:
+def test_structured_output_obeys_its_schema_whatever_drafts(nano: InThread, speculative: Any) -> None:
     """The text is that without drafts, greedily and, of methods that draw with the target's noise, with a seed."""
     format_ = {"type": "json_schema", "json_schema": {"name": "thing", "schema": SCHEMA}}
     asked = {"prompt": 'thing = {"name": "stack", "count": 3}\nthing = ', "max_tokens": 80, "response_format": format_}
@@ -274,7 +230,7 @@ def test_structured_output_obeys_its_schema_whatever_drafts(nano: Running, specu
             assert 0 <= found["count"] <= 99
 
 
-def test_any_object_and_what_is_no_schema(nano: Running) -> None:
+def test_any_object_and_what_is_no_schema(nano: InThread) -> None:
     answer = post(nano, prompt="x = ", max_tokens=60, temperature=0, response_format={"type": "json_object"}).json()
     assert answer["choices"][0]["text"].lstrip().startswith("{")
 
@@ -324,7 +280,7 @@ def test_any_object_and_what_is_no_schema(nano: Running) -> None:
         ({}, "prompt"),
     ],
 )
-def test_what_cannot_be_done_is_refused_in_a_sentence(nano: Running, body: dict[str, Any], said: str) -> None:
+def test_what_cannot_be_done_is_refused_in_a_sentence(nano: InThread, body: dict[str, Any], said: str) -> None:
     response = post(nano, **body)
     assert response.status_code == 400
     assert said in refusal(response)
@@ -340,7 +296,7 @@ def test_every_setting_that_names_a_file_or_a_model_is_the_server_s() -> None:
     assert names == set(THE_SERVERS)
 
 
-def test_other_mistakes_have_their_own_status(nano: Running) -> None:
+def test_other_mistakes_have_their_own_status(nano: InThread) -> None:
     assert nano.http.post("/v1/completions", content=b"{").status_code == 400
     assert post(nano, prompt="a", model="gpt-4").status_code == 404
     assert "no model" in refusal(post(nano, prompt="a", model="gpt-4"))
@@ -362,7 +318,7 @@ def test_openai_s_client_raises_what_it_raises_elsewhere(client: openai.OpenAI) 
 # ----------------------------------------------------------------------------------------------------- other routes
 
 
-def test_what_the_server_says_of_itself(nano: Running, client: openai.OpenAI) -> None:
+def test_what_the_server_says_of_itself(nano: InThread, client: openai.OpenAI) -> None:
     assert [model.id for model in client.models.list()] == ["skipstone-nano"]
     info = nano.http.get("/server_info").json()
     assert info["method"].startswith("layerskip exit_layer=6")
@@ -374,7 +330,7 @@ def test_what_the_server_says_of_itself(nano: Running, client: openai.OpenAI) ->
     assert "either" in refusal(post(nano, "/tokenize"))
 
 
-def test_counters_go_up_by_what_was_done(nano: Running) -> None:
+def test_counters_go_up_by_what_was_done(nano: InThread) -> None:
     def counted(name: str) -> float:
         lines = nano.http.get("/metrics").text.splitlines()
         return sum(float(line.rsplit(" ", 1)[1]) for line in lines if line.startswith(f"skipstone:{name}{{"))
@@ -397,7 +353,7 @@ def test_counters_go_up_by_what_was_done(nano: Running) -> None:
     assert counted("num_requests_running") == counted("num_requests_waiting") == 0
 
 
-def test_a_client_that_goes_leaves_no_row_behind(nano: Running) -> None:
+def test_a_client_that_goes_leaves_no_row_behind(nano: InThread) -> None:
     for streams in (True, False):
         body = {"prompt": TEXTS[0], "max_tokens": 900, "ignore_eos": True, "stream": streams, "speculative": "off"}
         with httpx.Client(base_url=nano.url, timeout=0.2) as rude:
@@ -442,7 +398,7 @@ def test_a_key_is_asked_for_and_health_is_public_while_the_model_is_loaded(loade
         gate.wait(30)
         return loaded
 
-    running = Running(Server(load, Settings(rows=1, drain=1)), api_key=KEY)
+    running = InThread(Server(load, Settings(rows=1, drain=1)), api_key=KEY)
     try:
         for _ in range(200):
             try:
@@ -475,7 +431,7 @@ def test_a_model_that_cannot_be_loaded_is_said_in_health_and_nothing_of_it_in_er
     def load() -> Any:
         raise OSError("/a/secret/path is no model")
 
-    running = Running(Server(load, Settings()))
+    running = InThread(Server(load, Settings()))
     try:
         for _ in range(200):
             try:

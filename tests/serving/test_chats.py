@@ -16,7 +16,7 @@ from pydantic import ValidationError
 import skipstone
 from skipstone.serving.schemas import ChatBody
 from skipstone.serving.server import Server, Settings
-from tests.serving.test_app import Running, refusal
+from tests.helpers.served import InThread, refusal
 
 TEMPLATE = (
     "{% for tool in tools or [] %}# {{ tool.function.name }}\n{% endfor %}"
@@ -48,22 +48,24 @@ def chatty(loaded: Any) -> Any:
 
 
 @pytest.fixture(scope="module")
-def server(loaded: Any, chatty: Any) -> Iterator[Running]:
-    running = Running(Server(lambda: (loaded[0], chatty), Settings(rows=2, waiting=8, drain=5))).until_ready()
+def server(loaded: Any, chatty: Any) -> Iterator[InThread]:
+    running = InThread(Server(lambda: (loaded[0], chatty), Settings(rows=2, waiting=8, drain=5)))
+    running.until_ready()
     yield running
     running.stop()
 
 
 @pytest.fixture(scope="module")
-def plain(loaded: Any) -> Iterator[Running]:
+def plain(loaded: Any) -> Iterator[InThread]:
     """The same without a template."""
-    running = Running(Server(lambda: loaded, Settings(rows=2, waiting=8, drain=5))).until_ready()
+    running = InThread(Server(lambda: loaded, Settings(rows=2, waiting=8, drain=5)))
+    running.until_ready()
     yield running
     running.stop()
 
 
 @pytest.fixture(scope="module")
-def client(server: Running) -> openai.OpenAI:
+def client(server: InThread) -> openai.OpenAI:
     return openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0)
 
 
@@ -88,7 +90,7 @@ def test_a_chat_is_answered_as_generate_answers_it(loaded: Any, chatty: Any, cli
     assert chunks[-1].choices[0].finish_reason == "length"
 
 
-def test_a_second_turn_reads_only_what_is_new(server: Running) -> None:
+def test_a_second_turn_reads_only_what_is_new(server: InThread) -> None:
     turns = [{"role": "user", "content": "write a function that adds all the numbers of a long list of lists"}]
     body = {"max_tokens": 20, "temperature": 0}
     first = server.http.post("/v1/chat/completions", json={"messages": turns, **body}).json()
@@ -98,7 +100,7 @@ def test_a_second_turn_reads_only_what_is_new(server: Running) -> None:
     assert usage["prompt_tokens_details"]["cached_tokens"] >= 16
 
 
-def test_log_probabilities_of_a_chat(server: Running) -> None:
+def test_log_probabilities_of_a_chat(server: InThread) -> None:
     body = {"messages": ASKED, "max_tokens": 5, "temperature": 0, "logprobs": True, "top_logprobs": 2}
     content = server.http.post("/v1/chat/completions", json=body).json()["choices"][0]["logprobs"]["content"]
     assert len(content) == 5
@@ -108,7 +110,7 @@ def test_log_probabilities_of_a_chat(server: Running) -> None:
         assert bytes(one["bytes"]).decode() == one["token"]
 
 
-def test_a_template_that_refuses_is_said(server: Running) -> None:
+def test_a_template_that_refuses_is_said(server: InThread) -> None:
     body = {"messages": [{"role": "system", "content": "refuse"}], "max_tokens": 5}
     assert "no such role" in refusal(server.http.post("/v1/chat/completions", json=body))
 
@@ -152,7 +154,7 @@ def test_tools_that_may_be_called_leave_a_text_as_it_is(loaded: Any, chatty: Any
     assert none.choices[0].message.content == expected(loaded, chatty, ASKED, 20)
 
 
-def test_the_answer_of_a_tool_goes_back_into_the_chat(server: Running) -> None:
+def test_the_answer_of_a_tool_goes_back_into_the_chat(server: InThread) -> None:
     call = {"id": "call_1", "type": "function", "function": {"name": "double", "arguments": '{"n": 2}'}}
     turns = [*ASKED, {"role": "assistant", "tool_calls": [call]}, {"role": "tool", "tool_call_id": "call_1", "content": "4"}]
     found = server.http.post("/tokenize", json={"messages": turns}).json()["tokens"]
@@ -172,7 +174,7 @@ def test_the_answer_of_a_tool_goes_back_into_the_chat(server: Running) -> None:
         ({"messages": [{"role": "user", "tool_calls": [], "content": None}]}, "a message has content"),
     ],
 )
-def test_tools_that_cannot_be(server: Running, body: dict[str, Any], said: str) -> None:
+def test_tools_that_cannot_be(server: InThread, body: dict[str, Any], said: str) -> None:
     response = server.http.post("/v1/chat/completions", json={"messages": ASKED, "max_tokens": 3, **body})
     assert response.status_code == 400
     assert said in refusal(response)
@@ -239,7 +241,7 @@ def test_a_response_of_a_schema(client: openai.OpenAI) -> None:
     assert found.status == "completed"
 
 
-def test_without_chats_a_response_goes_on_with_its_input(loaded: Any, plain: Running) -> None:
+def test_without_chats_a_response_goes_on_with_its_input(loaded: Any, plain: InThread) -> None:
     body: dict[str, Any] = {"input": "def add(a, b):", "max_output_tokens": 20, "temperature": 0, "return_metrics": True}
     found = plain.http.post("/v1/responses", json=body).json()
     model, tokenizer = loaded
@@ -251,7 +253,7 @@ def test_without_chats_a_response_goes_on_with_its_input(loaded: Any, plain: Run
 
 
 @pytest.mark.parametrize("field", [{"previous_response_id": "resp_1"}, {"tools": []}, {"background": True}])
-def test_what_responses_do_not_have_is_refused(server: Running, field: dict[str, Any]) -> None:
+def test_what_responses_do_not_have_is_refused(server: InThread, field: dict[str, Any]) -> None:
     (name,) = field
     assert f"{name}: this field is not supported" == refusal(server.http.post("/v1/responses", json={"input": "a", **field}))
 
@@ -260,7 +262,7 @@ def test_what_responses_do_not_have_is_refused(server: Running, field: dict[str,
 
 
 @pytest.mark.parametrize("speculative", ["auto", "prompt_lookup"])
-def test_a_prediction_is_drafted_and_changes_nothing(plain: Running, speculative: str) -> None:
+def test_a_prediction_is_drafted_and_changes_nothing(plain: InThread, speculative: str) -> None:
     prompt = "class Stack:\n    def __init__(self):\n"
     body: dict[str, Any] = {"prompt": prompt, "max_tokens": 80, "temperature": 0, "speculative": speculative}
     without = plain.http.post("/v1/completions", json=body).json()
@@ -277,7 +279,7 @@ def test_a_prediction_is_drafted_and_changes_nothing(plain: Running, speculative
     assert told["accepted_prediction_tokens"] < 5
 
 
-def test_a_prediction_needs_a_method_that_looks_up(plain: Running) -> None:
+def test_a_prediction_needs_a_method_that_looks_up(plain: InThread) -> None:
     body = {"prompt": "a", "max_tokens": 3, "prediction": {"type": "content", "content": "b"}, "speculative": "off"}
     for stream in (False, True):
         response = plain.http.post("/v1/completions", json=body | {"stream": stream})
