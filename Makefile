@@ -3,6 +3,7 @@
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
+CLIENTS := .venv-clients
 STAMP := $(VENV)/.installed
 WORKERS ?= auto
 MODEL ?=
@@ -13,7 +14,7 @@ NATIVE := $(VENV)/.native
 NATIVE_SOURCES := src/skipstone/models/engines/native/build.py \
 	$(wildcard src/skipstone/models/engines/native/csrc/*.h src/skipstone/models/engines/native/csrc/*.cpp)
 
-.PHONY: demo serve quick test test-rest test-all test-native lint format bench clean
+.PHONY: demo serve quick test test-rest test-all test-native test-clients test-browser soak lint format bench clean
 
 $(STAMP): pyproject.toml setup.py constraints.txt
 	$(PYTHON) -m venv $(VENV)
@@ -37,7 +38,7 @@ quick: $(STAMP) $(NATIVE)  ## the inner loop, under a minute: the loop, its rule
 	$(PYTEST) -m "not slow" $(QUICK)
 
 test: $(STAMP) $(NATIVE)  ## the suite without the full product, under four minutes on two cores; prints its ten slowest
-	$(PYTEST) -m "not slow" --durations=10
+	$(PYTEST) -m "not slow and not soak and not clients and not browser" --durations=10
 
 test-rest: $(STAMP) $(NATIVE)  ## what `make test` leaves out; ENGINE=eager: on the reference engine, else native where that runs
 	SKIPSTONE_ENGINE=$(ENGINE) $(PYTEST) -m slow --durations=10
@@ -47,6 +48,24 @@ test-all: $(STAMP) $(NATIVE)  ## every method x every family x every setting
 
 test-native: $(STAMP)  ## the native engine under the address, undefined-behaviour and thread sanitizers
 	$(BIN)/python tests/native/run.py
+
+$(VENV)/.%: $(STAMP)  ## an extra of pyproject.toml, once
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt --editable ".[$*]"
+	touch $@
+
+soak: $(STAMP) $(NATIVE) $(VENV)/.soak  ## the server under load and abuse; SKIPSTONE_SOAK_SECONDS=300 of load
+	$(BIN)/python -m pytest -m soak -s tests/soak
+
+$(CLIENTS)/.installed: tests/clients/requirements.txt constraints.txt
+	$(PYTHON) -m venv $(CLIENTS)
+	$(CLIENTS)/bin/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt --requirement $<
+	touch $@
+
+test-clients: $(STAMP) $(NATIVE) $(CLIENTS)/.installed  ## programs of others that speak OpenAI's API, against the server
+	$(BIN)/python -m pytest -m clients tests/clients
+
+test-browser: $(STAMP) $(NATIVE) $(VENV)/.browser  ## the playground in a Chromium that is there; its pictures for docs/figures
+	$(BIN)/python -m pytest -m browser tests/browser
 
 lint: $(STAMP)
 	$(BIN)/ruff check .

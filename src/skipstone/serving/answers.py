@@ -167,8 +167,15 @@ class Answer:
         for text in texts:
             offsets.append(choice.offset)
             choice.offset += len(text)
-        top = [{self.token_text(token): value for token, value in one.top} for one in likely]
+        top = [self._likeliest(one) for one in likely]
         return {"tokens": texts, "token_logprobs": [one.own for one in likely], "top_logprobs": top, "text_offset": offsets}
+
+    def _likeliest(self, one: Likely) -> dict[str, float]:
+        """By text: tokens that are parts of characters may have the same, which then is that of the likeliest."""
+        found: dict[str, float] = {}
+        for token, value in one.top:
+            found.setdefault(self.token_text(token), value)
+        return found
 
     def ending(self, metrics: bool) -> dict[str, Any]:
         """The chunk with the usage."""

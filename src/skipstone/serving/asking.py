@@ -21,7 +21,7 @@ from skipstone.hf.call import prepare_call, resolve_for
 from skipstone.hf.requests import requests
 from skipstone.models.layered import LayeredModel
 from skipstone.serving.grammar import ANY_OBJECT, Grammar, Grammars
-from skipstone.serving.jobs import Job
+from skipstone.serving.jobs import Job, Likely
 from skipstone.serving.processors import Bias, Penalty
 from skipstone.serving.schemas import ChatBody, CompletionBody, Message, Sampled, TokenizeBody
 from skipstone.serving.tools import schema_of
@@ -48,7 +48,15 @@ class Asking:
         given: Any = body.prompt
         one = isinstance(given, str) or isinstance(given[0], int)
         prompts = [self._read(each) for each in ([given] if one else given)]
-        return self._jobs(body, prompts, body.max_tokens, body.logprobs)
+        jobs = self._jobs(body, prompts, body.max_tokens, body.logprobs)
+        if body.echo:
+            if body.stream:
+                raise ValueError("echo: a stream has none; leave stream out")
+            read: dict[int, list[Likely]] = {}
+            for job in jobs:
+                job.echo = True
+                job.read = None if body.logprobs is None else read.setdefault(id(job.request.prompt), [])
+        return jobs
 
     def chat(self, body: ChatBody) -> list[Job]:
         """The same of a chat."""

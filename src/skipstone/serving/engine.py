@@ -15,6 +15,7 @@ from skipstone.decoding.method import Method
 from skipstone.models.layered import LayeredModel
 from skipstone.serving.jobs import CANCELLED, FAILED, TIMEOUT, Ended, Event, Job, Refused
 from skipstone.serving.lanes import Lane
+from skipstone.serving.reading import Reading
 
 MOST_LANES = 4
 """Methods that have rows at a time: each has keys and values of its own."""
@@ -42,6 +43,7 @@ class Engine:
         self._inbox: queue.SimpleQueue[Job | Callable[[], None]] = queue.SimpleQueue()
         self._waiting: deque[Job] = deque()
         self._lanes: dict[str, Lane] = {}
+        self._reading: Reading | None = None  # of a prompt that waits
         self._told: Told = []
         self._open = 0  # jobs that have not ended
         self._waits = 0  # of these, those without a row
@@ -121,6 +123,7 @@ class Engine:
         while not self._stopped:
             self._receive(wait=not (self._waiting or any(lane.busy for lane in self._lanes.values())))
             self._expire()
+            self._read()
             self._admit()
             for lane in list(self._lanes.values()):
                 if lane.busy:
@@ -172,13 +175,27 @@ class Engine:
                 lane.drop(job)
                 self._tell(job, ended)
 
+    def _read(self) -> None:
+        """Look at one part of the first prompt that waits for it."""
+        job = next((job for job in self._waiting if job.unread), None)
+        if job is None or job.read is None:
+            self._reading = None
+            return
+        try:
+            if self._reading is None or self._reading.likely is not job.read:
+                self._reading = Reading(job.request.prompt, job.logprobs or 0, job.read)
+            self._reading.go_on(self.model, self.chunk)
+        except Exception:
+            logger.exception("a prompt could not be read")
+            self._fail(job, Ended(FAILED, "the prompt could not be read: see the server's log"))
+
     def _admit(self) -> None:
         """Give rows to those that wait, the first ones first. One whose method has no row left holds up no other method; one
         whose method has no lane holds up those behind it whose lane will be empty soonest."""
         full = set[str]()
         for job in list(self._waiting):
             name = job.method.spelled
-            if name in full:
+            if name in full or job.unread:
                 continue
             try:
                 lane = self._lane(job.method)

@@ -31,20 +31,24 @@ class Grammars:
 
     def of_schema(self, schema: dict[str, Any], prompt: int) -> "Grammar":
         """A processor for texts behind so many tokens. ValueError for a schema that is none, or too large."""
+        if _too_deep(schema):
+            raise ValueError(f"response_format: a schema is nested at most {DEEPEST} deep")
         text = json.dumps(schema)
         if len(text) > LONGEST:
             raise ValueError(f"response_format: a schema has at most {LONGEST} characters, found {len(text)}")
-        if _depth(schema) > DEEPEST:
-            raise ValueError(f"response_format: a schema is nested at most {DEEPEST} deep")
         matcher = self._matcher(self._tokenizer, self._matcher.grammar_from_json_schema(text, overrides=SPACES), log_level=0)
         if matcher.is_error():
             raise ValueError(f"response_format: {str(matcher.get_error()).splitlines()[0]}")
         return Grammar(matcher, prompt, self.ends)
 
 
-def _depth(value: Any) -> int:
-    inner = value.values() if isinstance(value, dict) else value if isinstance(value, list) else ()
-    return 1 + max((_depth(one) for one in inner), default=0)
+def _too_deep(value: Any) -> bool:
+    """Level by level, as a function that calls itself may run out of stack."""
+    level = [value]
+    for _ in range(DEEPEST):
+        inner = [one.values() if isinstance(one, dict) else one for one in level if isinstance(one, dict | list)]
+        level = [one for several in inner for one in several]
+    return bool(level)
 
 
 class Grammar:

@@ -1,0 +1,113 @@
+"""Programs of others that speak OpenAI's API, against a server of ours: lm-eval and LangChain."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import subprocess
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import AutoTokenizer
+
+import skipstone
+from skipstone.assets import NANO
+from tests.helpers.served import Process, serving
+
+pytestmark = pytest.mark.clients
+
+PYTHON = Path(__file__).parents[2] / ".venv-clients" / "bin" / "python"
+NAME = "nano-chat"
+TEMPLATE = (
+    "{% for message in messages %}# {{ message.role }}: {{ message.content }}\n{% endfor %}"
+    "{% if add_generation_prompt %}def{% endif %}"
+)
+TEXTS = ["def add(a, b):\n    return", "import os\n\n\ndef main():\n", "class Stack:\n    def __init__(self):\n"]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The bundled model with a chat template."""
+    path = tmp_path_factory.mktemp("model") / "nano"
+    shutil.copytree(NANO, path, ignore=shutil.ignore_patterns("heads"))
+    (path / "chat_template.jinja").write_text(TEMPLATE)
+    return path
+
+
+@pytest.fixture(scope="module")
+def loaded(folder: Path) -> Any:
+    return skipstone.load(None)[0], AutoTokenizer.from_pretrained(folder)
+
+
+@pytest.fixture(scope="module")
+def served(folder: Path) -> Iterator[Process]:
+    with serving(str(folder), "--served-model-name", NAME) as process:
+        yield process
+
+
+def expected(loaded: Any, prompt: Any, new: int) -> str:
+    """What `skipstone.generate` writes, greedily."""
+    model, tokenizer = loaded
+    text = skipstone.generate(model, prompt, tokenizer=tokenizer, max_new_tokens=new, do_sample=False).text
+    assert isinstance(text, str)
+    return text
+
+
+def asked(script: str, *arguments: str, **requests: Any) -> dict[str, Any]:
+    """What a program of others found, in its own environment."""
+    if not PYTHON.exists():
+        pytest.skip("`make test-clients` sets up the programs that are tested here")
+    command = [str(PYTHON), str(Path(__file__).parent / script), *arguments]
+    quiet = {**os.environ, "HF_HUB_OFFLINE": "1", "OPENAI_API_KEY": "none", "LANGSMITH_TRACING": "false"}
+    done = subprocess.run(command, input=json.dumps(requests), capture_output=True, text=True, env=quiet, timeout=600)
+    assert done.returncode == 0, done.stderr[-4000:]
+    return json.loads(done.stdout.splitlines()[-1])
+
+
+def bare(loaded: Any, text: str) -> list[int]:
+    """The tokens that lm-eval sends, which begin without a token of the beginning."""
+    return loaded[1](text, add_special_tokens=False)["input_ids"]
+
+
+def test_lm_eval_generates_until_a_string(served: Process, folder: Path, loaded: Any) -> None:
+    asking = [(text, {"until": ["\n\n"], "max_gen_toks": 24, "do_sample": False}) for text in TEXTS]
+    found = asked("ask_by_lm_eval.py", served.url, NAME, str(folder), generate_until=asking)
+    model, tokenizer = loaded
+    for text, generated in zip(TEXTS, found["generate_until"], strict=True):
+        output = skipstone.generate(model, torch.tensor([bare(loaded, text)]), max_new_tokens=24, do_sample=False)
+        assert output.new_tokens is not None
+        assert generated == tokenizer.decode(output.new_tokens[0], skip_special_tokens=True).split("\n\n")[0]
+
+
+def test_lm_eval_s_log_likelihoods_are_those_of_the_model(served: Process, folder: Path, loaded: Any) -> None:
+    model, tokenizer = loaded
+    next_token = int(model(torch.tensor([bare(loaded, TEXTS[0])])).logits[0, -1].argmax())
+    pairs = [(TEXTS[0], tokenizer.decode([next_token])), (TEXTS[0], " window")]
+    pairs += [(TEXTS[1], "    pass\n"), (TEXTS[2], "        self.items = []")]
+    found = asked("ask_by_lm_eval.py", served.url, NAME, str(folder), loglikelihood=pairs)["loglikelihood"]
+    for (context, continuation), (own, greedy) in zip(pairs, found, strict=True):
+        ids, before = bare(loaded, context + continuation), len(bare(loaded, context.rstrip()))  # as lm-eval divides them
+        with torch.inference_mode():
+            chances = model(torch.tensor([ids])).logits[0, before - 1 : -1].float().log_softmax(-1)
+        rest = torch.tensor(ids[before:])
+        assert own == pytest.approx(float(chances.gather(-1, rest[:, None]).sum()), abs=1e-2)
+        assert greedy == bool((chances.argmax(-1) == rest).all())
+    assert [greedy for _, greedy in found][:2] == [True, False]
+
+
+def test_langchain_completes_texts_and_chats_at_once_and_as_streams(served: Process, loaded: Any) -> None:
+    turns = [{"role": "system", "content": "be brief"}, {"role": "user", "content": "add two numbers"}]
+    count = {"type": "integer", "minimum": 0, "maximum": 99}
+    schema = {"title": "thing", "description": "a thing", "type": "object", "properties": {"count": count}}
+    schema |= {"required": ["count"], "additionalProperties": False}
+    found = asked("ask_by_langchain.py", served.url, NAME, texts=TEXTS, turns=turns, schema=schema, new=24)
+    assert found["texts"] == [expected(loaded, text, 24) for text in TEXTS]
+    assert "".join(found["streamed_text"]) == found["texts"][0]
+    assert len(found["streamed_text"]) > 1
+    assert found["chat"] == "".join(found["streamed_chat"]) == expected(loaded, turns, 24)
+    assert 0 < found["output_tokens"] <= 24
+    assert 0 <= found["structured"]["count"] <= 99

@@ -1,0 +1,286 @@
+"""Servers to talk to over a real socket, in a thread of the tests or as a process of their own, and clients that stream."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from statistics import quantiles
+from typing import Any
+
+import httpx
+import psutil
+import uvicorn
+
+from skipstone.serving.app import make_app
+from skipstone.serving.server import Server
+
+HOST = "127.0.0.1"
+SLOW = 120.0
+"""Seconds that a machine with much else to do may take for anything here."""
+
+
+def free_port() -> int:
+    with socket.socket() as one:
+        one.bind((HOST, 0))
+        return one.getsockname()[1]
+
+
+def refusal(response: httpx.Response) -> str:
+    """The sentence of an error, in OpenAI's shape."""
+    error = response.json()["error"]
+    assert set(error) == {"message", "type", "param", "code"}
+    assert error["code"] == response.status_code
+    return error["message"]
+
+
+class Place:
+    """Where a server answers. http: a client of it."""
+
+    def __init__(self) -> None:
+        self.port = free_port()
+        self.url = f"http://{HOST}:{self.port}"
+        self.http = httpx.Client(base_url=self.url, timeout=SLOW)
+
+    def until_ready(self, seconds: float = SLOW) -> float:
+        """Waits until the server takes requests. Returns for how many seconds. AssertionError if it does not come to that."""
+        began = time.monotonic()
+        while (passed := time.monotonic() - began) < seconds:
+            try:
+                if self.http.get("/health").status_code == 200:
+                    return passed
+            except httpx.TransportError:
+                assert self.lives, self.said()
+            time.sleep(0.05)
+        raise AssertionError(f"the server is not ready after {seconds:g} s: {self.said()}")
+
+    @property
+    def lives(self) -> bool:
+        """Whether there is a server, ready or not."""
+        raise NotImplementedError
+
+    def said(self) -> str:
+        """What it wrote into its log, where it has one."""
+        return ""
+
+    def counted(self, name: str) -> float:
+        """A counter of /metrics, all its labels together."""
+        lines = self.http.get("/metrics").text.splitlines()
+        return sum(float(line.rsplit(" ", 1)[1]) for line in lines if line.startswith(f"skipstone:{name}{{"))
+
+    def at_work(self) -> float:
+        """Texts that have a row or wait for one."""
+        return self.counted("num_requests_running") + self.counted("num_requests_waiting")
+
+    def until_idle(self, seconds: float = SLOW) -> None:
+        """AssertionError if after so many seconds there is still a text that has a row or waits for one."""
+        began = time.monotonic()
+        while (left := self.at_work()) and time.monotonic() - began < seconds:
+            time.sleep(0.05)
+        assert not left, f"{left:g} texts have a row or wait for one, of clients that have gone"
+
+
+class InThread(Place):
+    """A server in a thread of its own."""
+
+    def __init__(self, server: Server, api_key: str | None = None) -> None:
+        super().__init__()
+        self.server = server
+        config = uvicorn.Config(make_app(server, api_key), host=HOST, port=self.port, log_level="error", ws="none")
+        self.uvicorn = uvicorn.Server(config)
+        self.thread = threading.Thread(target=self.uvicorn.run, daemon=True)
+        self.thread.start()
+
+    @property
+    def lives(self) -> bool:
+        return self.thread.is_alive()
+
+    def stop(self) -> None:
+        self.http.close()
+        self.uvicorn.should_exit = True
+        self.thread.join(30)
+        assert not self.thread.is_alive()
+
+
+class Process(Place):
+    """`skipstone serve` on the bundled model, which is not started yet. options: of the command."""
+
+    def __init__(self, *options: str) -> None:
+        super().__init__()
+        self.command = [sys.executable, "-m", "skipstone", "serve", "--port", str(self.port), "--drain-timeout", "2", *options]
+        self.log = tempfile.TemporaryFile()  # noqa: SIM115 (closed by `stop`)
+        self.process: subprocess.Popen[bytes] | None = None
+
+    def start(self) -> float:
+        """Returns the seconds until it took requests."""
+        self.process = subprocess.Popen(self.command, stdout=self.log, stderr=self.log, env=dict(os.environ))
+        return self.until_ready()
+
+    @property
+    def lives(self) -> bool:
+        return self.process is not None and self.process.poll() is None
+
+    def said(self) -> str:
+        self.log.seek(0)
+        return self.log.read().decode(errors="replace")[-4000:]
+
+    def kill(self) -> None:
+        """As `kill -9` does it."""
+        assert self.process is not None
+        self.process.kill()
+        self.process.wait(30)
+
+    def resident(self) -> int:
+        """Bytes of memory that it has."""
+        assert self.process is not None
+        return psutil.Process(self.process.pid).memory_info().rss
+
+    def stop(self) -> None:
+        self.http.close()
+        if self.process is not None and self.process.poll() is None:
+            self.process.send_signal(signal.SIGTERM)
+            try:
+                self.process.wait(60)
+            except subprocess.TimeoutExpired:
+                self.process.kill()
+                raise
+        self.log.close()
+
+
+@contextmanager
+def serving(*options: str) -> Iterator[Process]:
+    """A process that takes requests."""
+    process = Process(*options)
+    try:
+        process.start()
+        yield process
+    finally:
+        process.stop()
+
+
+# ----------------------------------------------------------------------------------------------------------- clients
+
+
+class Busy(Exception):
+    """A client was told to come again. seconds: after which."""
+
+    def __init__(self, seconds: float) -> None:
+        super().__init__(f"ask again in {seconds:g} s")
+        self.seconds = seconds
+
+
+@dataclass
+class Heard:
+    """What a stream brought. began: when it was asked for. arrived: when each piece of text came. Both in seconds of
+    `time.perf_counter`. usage: of the last chunk that has one."""
+
+    began: float = field(default_factory=time.perf_counter)
+    text: str = ""
+    arrived: list[float] = field(default_factory=list)
+    usage: dict[str, Any] = field(default_factory=dict)
+    figures: dict[str, Any] = field(default_factory=dict)
+
+    @property
+    def gaps(self) -> list[float]:
+        """Seconds between two pieces."""
+        return [after - before for before, after in zip(self.arrived, self.arrived[1:], strict=False)]
+
+    @property
+    def seconds(self) -> float:
+        """From the question to the last piece of text."""
+        return self.arrived[-1] - self.began
+
+    def take(self, line: str) -> None:
+        """A line of a stream. RuntimeError for one that tells of an error."""
+        if not line.startswith("data:") or line.endswith("[DONE]"):
+            return
+        chunk = json.loads(line[5:])
+        if "error" in chunk:
+            raise RuntimeError(str(chunk["error"]))
+        self.usage = chunk.get("usage") or self.usage
+        self.figures = chunk.get("metrics") or self.figures
+        for choice in chunk["choices"]:
+            if choice["text"]:
+                self.text += choice["text"]
+                self.arrived.append(time.perf_counter())
+
+
+async def hear(http: httpx.AsyncClient, body: dict[str, Any]) -> Heard:
+    """A streamed answer to the end. Busy for a 429, which has to say when to come again; RuntimeError for any other error."""
+    heard = Heard()
+    async with http.stream("POST", "/v1/completions", json={**body, "stream": True}) as response:
+        if response.status_code == 429:
+            raise Busy(float(response.headers["Retry-After"]))
+        if response.status_code != 200:
+            raise RuntimeError(f"{response.status_code}: {(await response.aread()).decode()}")
+        async for line in response.aiter_lines():
+            heard.take(line)
+    return heard
+
+
+async def heard_at_last(http: httpx.AsyncClient, body: dict[str, Any]) -> Heard:
+    """The same by a client that comes again when it is told to. Its times are those of the question that was taken."""
+    while True:
+        try:
+            return await hear(http, body)
+        except Busy as busy:
+            await asyncio.sleep(busy.seconds)
+
+
+def caller(url: str) -> httpx.AsyncClient:
+    """A client with as many connections as it likes."""
+    return httpx.AsyncClient(base_url=url, timeout=SLOW, limits=httpx.Limits(max_connections=None))
+
+
+def p95(values: Sequence[float]) -> float:
+    """The 95th percentile."""
+    return quantiles(values, n=20)[-1]
+
+
+# ------------------------------------------------------------------------------------------------------ rude clients
+
+
+def request_bytes(body: dict[str, Any], path: str = "/v1/completions") -> bytes:
+    """An HTTP request as it goes over the wire."""
+    content = json.dumps(body).encode()
+    head = f"POST {path} HTTP/1.1\r\nHost: {HOST}\r\nContent-Type: application/json\r\nContent-Length: {len(content)}\r\n"
+    return f"{head}Connection: close\r\n\r\n".encode() + content
+
+
+def slow_reader(port: int, body: dict[str, Any]) -> socket.socket:
+    """A connection that has asked for a stream, has room for very little of it and reads nothing by itself."""
+    one = socket.socket()
+    one.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 2048)
+    one.settimeout(SLOW)
+    one.connect((HOST, port))
+    one.sendall(request_bytes({**body, "stream": True}))
+    return one
+
+
+async def goes_away(port: int, body: dict[str, Any], after: str, seconds: float) -> None:
+    """A client that leaves without a word. after: "connecting", "half a request", "a request", "some text" or "all"; in the
+    third case it stays for so many seconds before."""
+    reader, writer = await asyncio.open_connection(HOST, port)
+    try:
+        request = request_bytes(body)
+        if after != "connecting":
+            writer.write(request[: len(request) // 2] if after == "half a request" else request)
+            await writer.drain()
+        if after == "a request":
+            await asyncio.sleep(seconds)
+        elif after == "some text":
+            await reader.read(512)
+        elif after == "all":
+            await asyncio.wait_for(reader.read(), SLOW)
+    finally:
+        writer.transport.abort()  # a reset, not a farewell

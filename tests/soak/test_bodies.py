@@ -1,0 +1,65 @@
+"""Bodies that a machine made up from our own OpenAPI document, right ones and wrong ones: none of them is a defect."""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from typing import Any
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+
+from tests.helpers.served import SLOW, serving
+
+pytestmark = pytest.mark.soak
+
+CASES = 2000
+"""Requests in all, about."""
+FEW = 10
+"""Requests to a route that has no body."""
+FINE = {200, 400, 404, 413, 429}
+"""What may be answered: an answer, or a word on what is wrong with the request or with asking now."""
+
+
+def checked(status: int, kind: str, text: str) -> None:
+    """An answer that is one of FINE, an error in OpenAI's shape, a stream in which nothing went wrong."""
+    assert status in FINE, f"{status}: {text}"
+    if status >= 400:
+        error = json.loads(text)["error"]
+        assert set(error) == {"message", "type", "param", "code"}
+        assert error["code"] == status
+        assert error["message"]
+    elif kind.startswith("text/event-stream"):
+        chunks = [json.loads(line[5:]) for line in text.splitlines() if line.startswith("data: {")]
+        assert not any("error" in chunk and chunk["error"] and chunk["error"]["code"] >= 500 for chunk in chunks), text
+
+
+def ask(operation: Any, mode: Any, count: int, seen: Counter[tuple[str, str, int]]) -> None:
+    """So many requests of one kind to one route."""
+
+    @given(case=operation.as_strategy(generation_mode=mode))
+    @settings(max_examples=count, deadline=None, database=None, suppress_health_check=list(HealthCheck))
+    def asked(case: Any) -> None:
+        answer = case.call(timeout=SLOW)
+        seen[f"{operation.method.upper()} {operation.path}", mode.name, answer.status_code] += 1
+        checked(answer.status_code, answer.headers.get("content-type", [""])[0], answer.text)
+
+    asked()
+
+
+def test_no_body_made_from_the_openapi_document_is_a_defect_and_every_error_is_in_openai_s_shape() -> None:
+    schemathesis = pytest.importorskip("schemathesis", reason="it comes with the extra `soak`")
+    modes = (schemathesis.GenerationMode.POSITIVE, schemathesis.GenerationMode.NEGATIVE)
+    seen: Counter[tuple[str, str, int]] = Counter()
+    with serving("--max-waiting", "256") as served:
+        operations = [found.ok() for found in schemathesis.openapi.from_url(f"{served.url}/openapi.json").get_all_operations()]
+        with_body = [one for one in operations if one.body]
+        plan = [(one, mode, CASES // (2 * len(with_body))) for one in with_body for mode in modes]
+        plan += [(one, modes[0], FEW) for one in operations if not one.body]
+        for operation, mode, count in plan:
+            ask(operation, mode, count, seen)
+        served.until_idle()
+    for (label, kind, status), count in sorted(seen.items()):
+        print(f"\n{label}, {kind.lower()}: {count} times {status}", end="")
+    print(f"\n{seen.total()} requests")
+    assert seen.total() >= 0.9 * CASES
