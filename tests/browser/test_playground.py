@@ -17,19 +17,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from PIL import Image
 
 from skipstone.bench.report import groups as report
 from tests.helpers.served import Process, serving
 
 pytestmark = pytest.mark.browser
 NAMES = ("chromium", "chromium-browser", "google-chrome", "google-chrome-stable", "chrome")
-CHROMIUM = next((found for name in NAMES if (found := shutil.which(name))), None)
-if CHROMIUM is None:
-    pytest.skip(f"there is no Chromium here: none of {', '.join(NAMES)} is a program", allow_module_level=True)
-api = pytest.importorskip("playwright.sync_api", reason='playwright is missing: pip install "skipstone[browser]"')
-expect: Any = api.expect
-
+"""Of a Chromium's program."""
 PROMPT = 'def fibonacci(n):\n    """The n-th number of Fibonacci."""\n'
 METHOD = "layerskip exit_layer=6 confidence_threshold=0.3"
 LONG = 60_000
@@ -37,17 +31,29 @@ LONG = 60_000
 
 
 @pytest.fixture(scope="module")
-def server() -> Iterator[Process]:
+def chromium() -> Iterator[Any]:
+    program = next((found for name in NAMES if (found := shutil.which(name))), None)
+    if program is None:
+        pytest.skip(f"there is no Chromium here: none of {', '.join(NAMES)} is a program")
+    api = pytest.importorskip("playwright.sync_api", reason='playwright is missing: pip install "skipstone[browser]"')
+    with api.sync_playwright() as playwright:
+        browser = playwright.chromium.launch(executable_path=program, args=["--no-sandbox"])
+        yield browser
+        browser.close()
+
+
+@pytest.fixture(scope="module")
+def server(chromium: Any) -> Iterator[Process]:
+    """chromium: without one no server is started."""
     with serving() as process:
         yield process
 
 
-@pytest.fixture(scope="module")
-def chromium() -> Iterator[Any]:
-    with api.sync_playwright() as playwright:
-        browser = playwright.chromium.launch(executable_path=CHROMIUM, args=["--no-sandbox"])
-        yield browser
-        browser.close()
+def expect(one: Any) -> Any:
+    """Playwright's, which waits until a thing is so."""
+    from playwright.sync_api import expect as wait
+
+    return wait(one)
 
 
 class Watched:
@@ -414,6 +420,25 @@ def test_a_key_is_asked_for_and_a_server_that_goes_is_noticed(chromium: Any) -> 
         one.context.close()
 
 
+def test_while_there_is_no_model_yet_the_page_says_so_and_waits(chromium: Any, server: Process) -> None:
+    one = Watched(chromium, "about:blank")
+    said = {"status": "loading"}
+    one.page.route("**/health", lambda route: route.fulfill(status=503, json=said))
+    one.page.goto(server.url)
+    status = one.page.locator("#status")
+    expect(status).to_have_text("The model is loading.", timeout=LONG)
+    expect(one.page.locator("#send")).to_be_disabled()
+    for name, told in (("right_text", "Nothing is written yet."), ("steps", "One row for every step.")):
+        content = one.page.eval_on_selector(f"#{name}", "one => getComputedStyle(one, '::before').content")
+        assert content == json.dumps(told)
+    said["status"] = "failed"
+    expect(status).to_have_text("The model could not be loaded: see the server's log.", timeout=LONG)
+    one.page.unroute("**/health")
+    expect(status).to_have_text("Ready.", timeout=LONG)
+    expect(one.page.locator("#send")).to_be_enabled()
+    one.context.close()
+
+
 # -------------------------------------------------------------------------------------------------------------- pictures
 
 
@@ -431,5 +456,7 @@ def test_pictures_of_the_page(chromium: Any, server: Process, name: str, scheme:
     height = one.page.evaluate("document.querySelector('#map').getBoundingClientRect().bottom + scrollY + 14")
     one.page.screenshot(path=str(path), full_page=True, clip={"x": 0, "y": 0, "width": 1000, "height": height})
     one.context.close()
+    from PIL import Image
+
     Image.open(path).quantize(192).save(path, optimize=True)
     assert path.stat().st_size <= 150_000
