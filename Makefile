@@ -64,7 +64,7 @@ $(CLIENTS)/.installed: tests/clients/requirements.txt constraints.txt
 test-clients: $(STAMP) $(NATIVE) $(CLIENTS)/.installed  ## programs of others that speak OpenAI's API, against the server
 	$(BIN)/python -m pytest -m clients tests/clients
 
-test-browser: $(STAMP) $(NATIVE) $(VENV)/.browser  ## the playground in a Chromium that is there; its pictures for docs/figures
+test-browser: $(STAMP) $(NATIVE) $(VENV)/.browser  ## the playground in a Chromium that is there; SKIPSTONE_PICTURES=docs/figures: its pictures
 	$(BIN)/python -m pytest -m browser tests/browser
 
 lint: $(STAMP)
