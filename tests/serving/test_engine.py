@@ -20,6 +20,7 @@ from skipstone.serving.jobs import CANCELLED, FAILED, LENGTH, TIMEOUT, Ended, Jo
 from skipstone.serving.lanes import Lane
 from skipstone.serving.processors import Bias, Penalty
 from tests.helpers import families
+from tests.helpers.machine import near
 
 METHODS: list[Method] = [
     skipstone.Autoregressive(),
@@ -102,6 +103,26 @@ def test_more_jobs_than_rows_are_all_written_as_alone(raw: Any, method: Method) 
     for job in jobs:
         assert heard.tokens[job] == written(raw, method, job.request.prompt, job.request.max_new_tokens)
         assert heard.ended[job].reason == LENGTH
+
+
+def test_a_draft_model_that_catches_up_while_another_prompt_is_read(raw: Any) -> None:
+    """Its store knows nothing of a prompt whose beginning the target's row has; to catch up it reads what all rows lack."""
+    method = skipstone.Speculative(near(raw, 0.05))
+    lane = Lane(LayeredModel(raw), method, 2, 256, 8, lambda *_: None)
+    known, long = prompt(40, 1), prompt(100, 2)
+    lane.admit(Job(Request(known, 4), method))
+    while lane.busy:
+        lane.step()
+    texts: dict[Job, list[int]] = {}
+    lane.tell = lambda job, event: texts.setdefault(job, []).extend(event.tokens) if isinstance(event, Piece) else None
+    jobs = [Job(Request(torch.cat([known, prompt(3, 3)]), 30), method), Job(Request(long, 20), method)]
+    for job in jobs:
+        lane.admit(job)
+    while lane.busy:
+        lane.step()
+    assert jobs[0].figures.reused >= 40
+    for job in jobs:
+        assert texts[job] == written(raw, method, job.request.prompt, job.request.max_new_tokens)
 
 
 @pytest.mark.parametrize("method", METHODS, ids=repr)

@@ -72,7 +72,7 @@ class Answer:
             prompt = self._prompt(choice) if choice.job.echo else ""
             read = self._read(choice) if told and choice.job.echo else {}
             written = self._logprobs(choice, choice.likely, choice.tokens) if told else None
-            content["logprobs"] = written and {name: [*read.get(name, []), *each] for name, each in written.items()}
+            content["logprobs"] = {name: read[name] + each for name, each in written.items()} if written and read else written
             content |= {"message": _message(choice)} if self.chat else {"text": prompt + choice.text}
             choices.append(content)
         found = {**self._head(chunk=False), "choices": choices, "usage": self.usage()}

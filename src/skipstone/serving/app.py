@@ -19,6 +19,7 @@ from skipstone import __version__
 from skipstone.serving import errors, logs, playground, tracing
 from skipstone.serving.answers import Answer
 from skipstone.serving.jobs import Job, Refused
+from skipstone.serving.responses import ResponseBody, Told
 from skipstone.serving.schemas import ChatBody, CompletionBody, DetokenizeBody, Sampled, TokenizeBody
 from skipstone.serving.server import Server, Updates, unless
 from skipstone.serving.watch import Watch
@@ -91,6 +92,10 @@ def _texts(app: FastAPI, server: Server) -> None:
     async def chat(body: ChatBody, request: Request) -> Response:
         return await _answered(server, server.asking.chat, body, request, chat=True)
 
+    @app.post("/v1/responses")
+    async def responses(body: ResponseBody, request: Request) -> Response:
+        return await _responded(server, body, request)
+
     @app.post("/tokenize")
     async def tokenize(body: TokenizeBody) -> dict[str, Any]:
         _known(server, body.model)
@@ -128,10 +133,34 @@ async def _answered(
     return Response(status_code=499) if found is None else JSONResponse(found)
 
 
+async def _responded(server: Server, body: ResponseBody, request: Request) -> Response:
+    """The same for /v1/responses."""
+    _known(server, body.model)
+    chats = server.asking.chats
+    answer, updates = await server.answer(server.asking.of(chats), body.sampled(chats), chat=chats)
+    told = Told(answer, body)
+    if body.stream:
+        events = ({"event": one["type"], "data": _told(one)} async for one in told.events(updates))
+        return Stream(events, partial(server.abandon, answer))
+    try:
+        ended = await unless(_gone(request), _ended(updates))
+    finally:
+        server.abandon(answer)
+    return Response(status_code=499) if ended is None else JSONResponse(told.whole())
+
+
+async def _ended(updates: Updates) -> bool:
+    """Waits until all is written."""
+    async with aclosing(updates):
+        async for _ in updates:
+            pass
+    return True
+
+
 class Stream(EventSourceResponse):
     """Events until there are no more or the client has gone, which may be before the first one. ended: called then."""
 
-    def __init__(self, events: AsyncIterator[str], ended: Callable[[], None]) -> None:
+    def __init__(self, events: AsyncIterator[Any], ended: Callable[[], None]) -> None:
         super().__init__(events, ping=PING, sep="\n")
         self._ended = ended
 
@@ -144,9 +173,7 @@ class Stream(EventSourceResponse):
 
 async def _whole(answer: Answer, updates: Updates, body: Sampled) -> dict[str, Any]:
     """An answer when it is all written."""
-    async with aclosing(updates):
-        async for _ in updates:
-            pass
+    await _ended(updates)
     return answer.whole(body.return_metrics)
 
 

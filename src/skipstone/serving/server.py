@@ -17,6 +17,8 @@ from skipstone.serving.asking import Asking
 from skipstone.serving.engine import DIED, Engine, Told
 from skipstone.serving.jobs import CANCELLED, FAILED, STOP, Ended, Event, Job, Piece, Refused
 from skipstone.serving.metrics import Metrics
+from skipstone.serving.schemas import ChatBody
+from skipstone.serving.tools import Calls
 from skipstone.serving.watch import begun
 from skipstone.serving.writing import Writer
 
@@ -149,12 +151,19 @@ class Server:
         engine = self.engine
         jobs = await self.in_texts(ask, body)
         listener: asyncio.Queue[tuple[Job, Event]] = asyncio.Queue()
-        choices = [Choice(index, job, Writer(self.tokenizer, body.stops, job.request.eos)) for index, job in enumerate(jobs)]
+        choices = [self._choice(index, job, body) for index, job in enumerate(jobs)]
         answer = Answer(self.settings.name, choices, chat=chat, tokenizer=self.tokenizer)
         engine.submit(jobs)
         self._queues.update(dict.fromkeys(jobs, listener))
         begun(answer, body)
         return answer, self._updates(engine, answer, listener)
+
+    def _choice(self, index: int, job: Job, body: Any) -> Choice:
+        calls = None
+        if isinstance(body, ChatBody) and body.offered:
+            calls = Calls([one.function.name for one in body.offered], only=body.demands_a_call)
+        writer = Writer(self.tokenizer, body.stops, job.request.eos, special=calls is not None)
+        return Choice(index, job, writer, calls)
 
     def abandon(self, answer: Answer) -> None:
         """Nobody reads an answer any more: what is not written of it is given up."""
@@ -193,12 +202,12 @@ class Server:
         if choice.first is None:
             choice.first = choice.seconds
         start = choice.writer.count
-        text = choice.writer.add(piece.tokens)
+        text = choice.shown(choice.writer.add(piece.tokens))
         taken = choice.writer.count - start
         choice.tokens += piece.tokens[:taken]
         choice.likely += (piece.likely or [])[:taken]
         if choice.writer.stopped:
-            choice.reason = STOP
+            text += choice.end(STOP)
         return choice, text, piece, start
 
     def _last(self, choice: Choice, ended: Ended) -> Update:
@@ -207,8 +216,8 @@ class Server:
             self.metrics.ended(choice)
             raise Refused(ended.status if ended.reason != FAILED or ended.status < 500 else 500, ended.message)
         start = choice.writer.count
-        text = choice.writer.rest()
-        choice.reason = STOP if choice.writer.stopped else ended.reason
+        text = choice.shown(choice.writer.rest())
+        text += choice.end(STOP if choice.writer.stopped else ended.reason)
         return choice, text, None, start
 
 

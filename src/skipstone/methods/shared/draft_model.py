@@ -263,7 +263,8 @@ class DraftModelSession(ChainSession):
         self.side.release(row)
 
     def prefill(self, chunk: int) -> tuple[Scores | None, list[int]]:
-        self.side.prefill(chunk)
+        if self.side.prefilling:  # a row that caught up between two chunks has read other rows' prompts as well
+            self.side.prefill(chunk)
         return super().prefill(chunk)
 
     def next_logits(self, chain: Chain, frontier: Frontier) -> Tensor:
