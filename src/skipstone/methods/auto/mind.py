@@ -137,13 +137,15 @@ class Mind:
         if self.state is None:
             return {}
         costs = self.state.costs
+        plain = costs.plain.value
+        low, high = interval(self.plain_seconds or [plain])
         return {
             "steps": self.steps,
             "kinds": self.kinds,
             "current": self.state.current,
             "rates": self.state.rates(),
-            "plain_seconds": costs.plain.value,
-            "plain_interval": interval(self.plain_seconds or [costs.plain.value]),
+            "plain_seconds": plain,
+            "plain_interval": (min(low, plain), max(high, plain)),  # the belief follows the latest ones
             "draft_steps": {name: cost.step for name, cost in costs.drafts.items()},
             "draft_setups": {name: cost.start for name, cost in costs.drafts.items()},
             "scoring": {n: costs.scoring(n) for n in (2, 4, 8, 16)},
