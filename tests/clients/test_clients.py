@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import shutil
 import subprocess
 from collections.abc import Iterator
 from pathlib import Path
@@ -15,27 +14,19 @@ import torch
 from transformers import AutoTokenizer
 
 import skipstone
-from skipstone.assets import NANO
-from tests.helpers.served import Process, serving
+from tests.helpers.served import Process, serving, with_template
 
 pytestmark = pytest.mark.clients
 
 PYTHON = Path(__file__).parents[2] / ".venv-clients" / "bin" / "python"
 NAME = "nano-chat"
-TEMPLATE = (
-    "{% for message in messages %}# {{ message.role }}: {{ message.content }}\n{% endfor %}"
-    "{% if add_generation_prompt %}def{% endif %}"
-)
 TEXTS = ["def add(a, b):\n    return", "import os\n\n\ndef main():\n", "class Stack:\n    def __init__(self):\n"]
 
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The bundled model with a chat template."""
-    path = tmp_path_factory.mktemp("model") / "nano"
-    shutil.copytree(NANO, path, ignore=shutil.ignore_patterns("heads"))
-    (path / "chat_template.jinja").write_text(TEMPLATE)
-    return path
+    return with_template(tmp_path_factory.mktemp("model"))
 
 
 @pytest.fixture(scope="module")

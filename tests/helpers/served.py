@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import os
+import shutil
 import signal
 import socket
 import subprocess
@@ -15,6 +16,7 @@ import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from pathlib import Path
 from statistics import quantiles
 from typing import Any
 
@@ -22,11 +24,17 @@ import httpx
 import psutil
 import uvicorn
 
+from skipstone.assets import NANO
 from skipstone.serving.app import make_app
 from skipstone.serving.server import Server
 
 HOST = "127.0.0.1"
-SLOW = 120.0
+TEMPLATE = (
+    "{% for tool in tools or [] %}# {{ tool.function.name }}\n{% endfor %}"
+    "{% for message in messages %}# {{ message.role }}: {{ message.content }}\n{% endfor %}"
+    "{% if add_generation_prompt %}def{% endif %}"
+)
+SLOW = 300.0
 """Seconds that a machine with much else to do may take for anything here."""
 
 
@@ -140,6 +148,12 @@ class Process(Place):
         self.process.kill()
         self.process.wait(30)
 
+    def worked(self) -> float:
+        """Seconds of processors that it has used, which say more of a start than the clock where others compute as well."""
+        assert self.process is not None
+        times = psutil.Process(self.process.pid).cpu_times()
+        return times.user + times.system
+
     def resident(self) -> int:
         """Bytes of memory that it has."""
         assert self.process is not None
@@ -155,6 +169,14 @@ class Process(Place):
                 self.process.kill()
                 raise
         self.log.close()
+
+
+def with_template(folder: Path) -> Path:
+    """The bundled model with a chat template, which it has none of, in a new folder below."""
+    path = folder / "nano"
+    shutil.copytree(NANO, path, ignore=shutil.ignore_patterns("heads"))
+    (path / "chat_template.jinja").write_text(TEMPLATE)
+    return path
 
 
 @contextmanager

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import json
 from collections import Counter
+from pathlib import Path
 from typing import Any
 
 import pytest
 from hypothesis import HealthCheck, given, settings
 
-from tests.helpers.served import SLOW, serving
+from tests.helpers.served import SLOW, serving, with_template
 
 pytestmark = pytest.mark.soak
 
@@ -47,11 +48,11 @@ def ask(operation: Any, mode: Any, count: int, seen: Counter[tuple[str, str, int
     asked()
 
 
-def test_no_body_made_from_the_openapi_document_is_a_defect_and_every_error_is_in_openai_s_shape() -> None:
+def test_no_body_made_from_the_openapi_document_is_a_defect_and_every_error_is_in_openai_s_shape(tmp_path: Path) -> None:
     schemathesis = pytest.importorskip("schemathesis", reason="it comes with the extra `soak`")
     modes = (schemathesis.GenerationMode.POSITIVE, schemathesis.GenerationMode.NEGATIVE)
     seen: Counter[tuple[str, str, int]] = Counter()
-    with serving("--max-waiting", "256") as served:
+    with serving(str(with_template(tmp_path)), "--max-waiting", "256") as served:
         operations = [found.ok() for found in schemathesis.openapi.from_url(f"{served.url}/openapi.json").get_all_operations()]
         with_body = [one for one in operations if one.body]
         plan = [(one, mode, CASES // (2 * len(with_body))) for one in with_body for mode in modes]

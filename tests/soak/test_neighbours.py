@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import threading
 import time
-from contextlib import closing
+from collections.abc import Iterator
 from typing import Any
 
 import httpx
@@ -20,9 +20,15 @@ TEXT = {"prompt": "class Stack:\n", "max_tokens": 300, "temperature": 0, "ignore
 """What others ask for: every step is a piece of text."""
 FACTOR, MORE = 4.0, 0.1
 """The others' 95th percentile may be so many times what it is without the one client, and so many seconds more."""
-SLOW_READERS = 3
-LONGEST_GAP = 10.0
+ROWS, SLOW_READERS = 8, 3
+LONGEST_GAP = 30.0
 """Seconds without a piece of text that nobody has to bear, whatever others do, on a machine with much else to do."""
+
+
+@pytest.fixture(scope="module")
+def served() -> Iterator[Process]:
+    with serving("--max-num-seqs", str(ROWS), "--max-waiting", "128", "--request-timeout", "120") as process:
+        yield process
 
 
 async def streams(url: str, count: int, **more: Any) -> list[Heard]:
@@ -35,36 +41,35 @@ def gaps(heard: list[Heard]) -> list[float]:
     return [gap for one in heard for gap in one.gaps]
 
 
-def test_a_client_that_reads_a_byte_a_second_harms_nobody() -> None:
+def test_a_client_that_reads_a_byte_a_second_harms_nobody(served: Process) -> None:
     """Compared with as many clients that ask for the same and read it."""
     long = {**TEXT, "prompt": "import os\n", "max_tokens": 1900, "stream_speculative": True}
-    with serving() as served:
 
-        async def beside_readers() -> list[Heard]:
-            async with caller(served.url) as http:
-                readers = [asyncio.create_task(hear(http, long)) for _ in range(SLOW_READERS)]
-                found = await streams(served.url, 3)
-                await asyncio.gather(*readers)
-                return found
+    async def beside_readers() -> list[Heard]:
+        async with caller(served.url) as http:
+            readers = [asyncio.create_task(hear(http, long)) for _ in range(SLOW_READERS)]
+            found = await streams(served.url, 3)
+            await asyncio.gather(*readers)
+            return found
 
-        without = p95(gaps(asyncio.run(beside_readers())))
-        slow = [slow_reader(served.port, long) for _ in range(SLOW_READERS)]
-        over = threading.Event()
+    without = p95(gaps(asyncio.run(beside_readers())))
+    slow = [slow_reader(served.port, long) for _ in range(SLOW_READERS)]
+    over = threading.Event()
 
-        def read() -> None:
-            while not over.wait(1.0):
-                for one in slow:
-                    one.recv(1)
+    def read() -> None:
+        while not over.wait(1.0):
+            for one in slow:
+                one.recv(1)
 
-        reading = threading.Thread(target=read)
-        reading.start()
-        beside = p95(gaps(asyncio.run(streams(served.url, 3))))
-        written = all_written(served)
-        over.set()
-        reading.join()
-        for one in slow:
-            one.close()
-        served.until_idle()
+    reading = threading.Thread(target=read)
+    reading.start()
+    beside = p95(gaps(asyncio.run(streams(served.url, 3))))
+    written = all_written(served)
+    over.set()
+    reading.join()
+    for one in slow:
+        one.close()
+    served.until_idle()
     print(f"\n95 % of gaps within {1000 * without:.1f} ms beside readers, {1000 * beside:.1f} ms beside slow ones", end="; ")
     print(f"their texts were written after {written:.1f} s")
     assert beside < FACTOR * without + MORE
@@ -77,18 +82,17 @@ def all_written(served: Process) -> float:
     return time.monotonic() - began
 
 
-def test_a_long_prompt_holds_nobody_up() -> None:
-    with serving() as served:
-        alone = asyncio.run(streams(served.url, 2))
+def test_a_long_prompt_holds_nobody_up(served: Process) -> None:
+    alone = asyncio.run(streams(served.url, 2))
 
-        async def beside() -> tuple[list[Heard], Heard]:
-            async with caller(served.url) as http:
-                others = asyncio.create_task(streams(served.url, 2, max_tokens=900))
-                await asyncio.sleep(0.2)
-                long = await hear(http, {**TEXT, "prompt": [100 + n % 300 for n in range(1900)], "max_tokens": 8})
-                return await others, long
+    async def beside() -> tuple[list[Heard], Heard]:
+        async with caller(served.url) as http:
+            others = asyncio.create_task(streams(served.url, 2, max_tokens=900))
+            await asyncio.sleep(0.2)
+            long = await hear(http, {**TEXT, "prompt": [100 + n % 300 for n in range(1900)], "max_tokens": 8})
+            return await others, long
 
-        others, long = asyncio.run(beside())
+    others, long = asyncio.run(beside())
     between = [sum(long.began < at < long.arrived[0] for at in one.arrived) for one in others]
     waited = long.arrived[0] - long.began
     print(f"\n1900 tokens were read in {waited:.2f} s; meanwhile the others got {between} pieces, ", end="")
@@ -97,31 +101,30 @@ def test_a_long_prompt_holds_nobody_up() -> None:
     assert max(gaps(others)) < LONGEST_GAP
 
 
-def test_a_flood_by_one_client_delays_another_by_those_before_it_alone() -> None:
+def test_a_flood_by_one_client_delays_another_by_those_before_it_alone(served: Process) -> None:
     """First come, first served: nothing that is asked later begins earlier, but what takes rows together with it."""
-    rows, many = 8, 48
+    many = 48
     short = {**TEXT, "max_tokens": 60}
-    with serving("--max-num-seqs", str(rows), "--max-waiting", "128") as served:
 
-        async def scenario() -> tuple[list[Heard], Heard, list[Heard]]:
-            async with caller(served.url) as http:
-                tasks: list[asyncio.Task[Heard]] = []
+    async def scenario() -> tuple[list[Heard], Heard, list[Heard]]:
+        async with caller(served.url) as http:
+            tasks: list[asyncio.Task[Heard]] = []
 
-                async def begin(count: int) -> list[asyncio.Task[Heard]]:
-                    """So many more questions, which the server has taken when this returns."""
-                    tasks.extend(asyncio.create_task(hear(http, short)) for _ in range(count))
-                    while served.at_work() + sum(task.done() for task in tasks) < len(tasks):
-                        await asyncio.sleep(0.02)
-                    return tasks[-count:]
+            async def begin(count: int) -> list[asyncio.Task[Heard]]:
+                """So many more questions, which the server has taken when this returns."""
+                tasks.extend(asyncio.create_task(hear(http, short)) for _ in range(count))
+                while served.at_work() + sum(task.done() for task in tasks) < len(tasks):
+                    await asyncio.sleep(0.02)
+                return tasks[-count:]
 
-                flood, (second,), later = await begin(many), await begin(1), await begin(many)
-                return await asyncio.gather(*flood), await second, await asyncio.gather(*later)
+            flood, (second,), later = await begin(many), await begin(1), await begin(many)
+            return await asyncio.gather(*flood), await second, await asyncio.gather(*later)
 
-        flood, second, later = asyncio.run(scenario())
+    flood, second, later = asyncio.run(scenario())
     overtaken = sum(one.arrived[0] < second.arrived[0] for one in later)
     print(f"\nbehind {many} others the second client waited {second.arrived[0] - second.began:.2f} s;", end=" ")
     print(f"the flood took {max(one.seconds for one in flood):.2f} s; {overtaken} of {many} later ones were before it")
-    assert overtaken <= rows
+    assert overtaken <= ROWS
 
 
 def test_a_polite_client_gets_its_answer_in_spite_of_one_that_never_waits() -> None:
@@ -152,20 +155,20 @@ def test_a_polite_client_gets_its_answer_in_spite_of_one_that_never_waits() -> N
 
 
 @pytest.mark.parametrize("name", SCHEMAS)
-def test_a_hostile_schema_stalls_nobody(name: str) -> None:
-    with serving("--request-timeout", "20") as served, closing(httpx.Client(base_url=served.url, timeout=120)) as http:
-        body = {**TEXT, "ignore_eos": False, "max_tokens": 200, "response_format": format_of(SCHEMAS[name]())}
+def test_a_hostile_schema_stalls_nobody(served: Process, name: str) -> None:
+    body = {**TEXT, "ignore_eos": False, "max_tokens": 200, "response_format": format_of(SCHEMAS[name]())}
 
-        async def scenario() -> tuple[list[Heard], httpx.Response, float]:
-            others = asyncio.create_task(streams(served.url, 2, max_tokens=1500))
-            await asyncio.sleep(0.3)
-            began = time.perf_counter()
-            answer = await asyncio.to_thread(http.post, "/v1/completions", json=body)
-            return await others, answer, time.perf_counter() - began
+    async def scenario() -> tuple[list[Heard], httpx.Response, float]:
+        others = asyncio.create_task(streams(served.url, 2, max_tokens=400))
+        while not served.at_work():
+            await asyncio.sleep(0.02)
+        began = time.perf_counter()
+        answer = await asyncio.to_thread(served.http.post, "/v1/completions", json=body)
+        return await others, answer, time.perf_counter() - began
 
-        others, answer, seconds = asyncio.run(scenario())
-        served.until_idle()
-        print(f"\n{name}: {answer.status_code} after {seconds:.2f} s, others' longest gap {max(gaps(others)):.2f} s")
+    others, answer, seconds = asyncio.run(scenario())
+    served.until_idle()
+    print(f"\n{name}: {answer.status_code} after {seconds:.2f} s, others' longest gap {max(gaps(others)):.2f} s")
     assert answer.status_code in (200, 400, 504)
     assert max(gaps(others)) < LONGEST_GAP
 
