@@ -2,11 +2,11 @@
 
     skipstone serve MODEL --port 8000 --max-waiting 256      # in another terminal; or llama.cpp's server
     python recipes/measure/serving.py --prompts FILE.jsonl [--url http://127.0.0.1:8000] [--clients 1 8 50] [--seconds 60]
-        [--new 60] [--speculative off]
+        [--new 60] [--speculative off] [--tokenizer FOLDER]
 
-FILE: lines with a "prompt". Of every number of clients: tokens a second, milliseconds to the first token and between tokens
-(median and 95th percentile), and errors. Every answer to a prompt has to be the same text as the first one to it: all are
-greedy.
+FILE: lines with a "prompt". FOLDER: of a tokenizer; prompts are then sent as token ids, the same ones to every server. Of every
+number of clients: tokens a second, milliseconds to the first token, for each further one and between chunks (median and 95th
+percentile), and errors. Every answer to a prompt has to be the same text as the first one to it: all are greedy.
 """
 
 import argparse
@@ -14,16 +14,19 @@ import asyncio
 import json
 import time
 from dataclasses import dataclass, field
+from itertools import pairwise
 from pathlib import Path
 from statistics import median, quantiles
 from typing import Any
 
 import httpx
+from transformers import AutoTokenizer
 
 
 @dataclass
 class Seen:
-    """What clients saw. texts: the first answer to every prompt. differing: later ones that were other texts."""
+    """What clients saw. first, each, between: seconds to the first token of an answer, for each further one, and between its
+    chunks. texts: the first answer to every prompt. differing: later ones that were other texts."""
 
     tokens: int = 0
     answers: int = 0
@@ -31,13 +34,19 @@ class Seen:
     differing: int = 0
     first: list[float] = field(default_factory=list)
     between: list[float] = field(default_factory=list)
+    each: list[float] = field(default_factory=list)
     errors: list[str] = field(default_factory=list)
-    texts: dict[str, str] = field(default_factory=dict)
+    texts: dict[Any, str] = field(default_factory=dict)
 
 
-async def one_answer(client: httpx.AsyncClient, prompt: str, body: dict[str, Any], seen: Seen) -> None:
+Prompt = str | tuple[int, ...]
+
+
+async def one_answer(client: httpx.AsyncClient, prompt: Prompt, body: dict[str, Any], seen: Seen) -> None:
     """A streamed answer, and its times."""
-    began, last, text = time.perf_counter(), None, ""
+    began, text = time.perf_counter(), ""
+    came: list[float] = []  # when chunks with text did
+    tokens = 0
     async with client.stream("POST", "/v1/completions", json={**body, "prompt": prompt}) as response:
         if response.status_code == 429:
             seen.refused += 1
@@ -51,16 +60,19 @@ async def one_answer(client: httpx.AsyncClient, prompt: str, body: dict[str, Any
             if "error" in chunk:
                 raise RuntimeError(str(chunk["error"]))
             if usage := chunk.get("usage"):
-                seen.tokens += usage["completion_tokens"]
+                tokens = usage["completion_tokens"]
             if chunk["choices"] and chunk["choices"][0].get("text"):
                 text += chunk["choices"][0]["text"]
-                (seen.first if last is None else seen.between).append(now - (began if last is None else last))
-                last = now
+                came.append(now)
     seen.answers += 1
+    seen.tokens += tokens
+    seen.first += [one - began for one in came[:1]]
+    seen.between += [after - before for before, after in pairwise(came)]
+    seen.each += [(came[-1] - came[0]) / (tokens - 1)] if len(came) > 1 else []
     seen.differing += seen.texts.setdefault(prompt, text) != text
 
 
-async def load(url: str, prompts: list[str], clients: int, seconds: float, body: dict[str, Any]) -> tuple[Seen, float]:
+async def load(url: str, prompts: list[Prompt], clients: int, seconds: float, body: dict[str, Any]) -> tuple[Seen, float]:
     """So many clients, each with one request at a time."""
     seen, began = Seen(), time.perf_counter()
 
@@ -82,7 +94,7 @@ def told(values: list[float]) -> str:
     """Median and 95th percentile, in milliseconds."""
     if len(values) < 2:
         return "-"
-    return f"{1000 * median(values):.0f} ({1000 * quantiles(values, n=20)[-1]:.0f})"
+    return f"{1000 * median(values):.1f} ({1000 * quantiles(values, n=20)[-1]:.1f})"
 
 
 def main() -> None:
@@ -93,17 +105,23 @@ def main() -> None:
     parser.add_argument("--seconds", type=float, default=60.0)
     parser.add_argument("--new", type=int, default=60)
     parser.add_argument("--speculative")
+    parser.add_argument("--tokenizer")
     asked = parser.parse_args()
-    prompts = [json.loads(line)["prompt"] for line in asked.prompts.read_text(encoding="utf-8").splitlines()]
+    texts = [json.loads(line)["prompt"] for line in asked.prompts.read_text(encoding="utf-8").splitlines()]
+    prompts: list[Prompt] = list(texts)
+    if asked.tokenizer:
+        tokenizer = AutoTokenizer.from_pretrained(asked.tokenizer)
+        prompts = [tuple(tokenizer(text)["input_ids"]) for text in texts]
     body = {"max_tokens": asked.new, "temperature": 0, "stream": True, "stream_options": {"include_usage": True}}
     body |= {"speculative": asked.speculative} if asked.speculative else {}
-    columns = ("clients", "tokens a second", "to the first token, ms (p95)", "between chunks, ms (p95)")
+    columns = ("clients", "tokens a second", "to the first token, ms (p95)", "each further one", "between chunks")
     columns += ("answers", "429", "errors", "other texts")
     print(f"| {' | '.join(columns)} |\n|{' --- |' * len(columns)}")
     for clients in asked.clients:
         seen, seconds = asyncio.run(load(asked.url, prompts, clients, asked.seconds, body))
         counts = f"{seen.answers} | {seen.refused} | {len(seen.errors)} | {seen.differing}"
-        print(f"| {clients} | {seen.tokens / seconds:.0f} | {told(seen.first)} | {told(seen.between)} | {counts} |")
+        times = " | ".join(told(each) for each in (seen.first, seen.each, seen.between))
+        print(f"| {clients} | {seen.tokens / seconds:.0f} | {times} | {counts} |")
         for error in seen.errors[:3]:
             print(error)
 
