@@ -387,6 +387,10 @@ def test_what_is_no_result_is_refused_in_a_sentence(page: Any, tmp_path: Path) -
         ('{"kind": "run", "version": 9}\n', "is of version 9; this page reads 1."),
         ('{"kind": "run", "version": 1}\n', "holds no measured prompt yet."),
         ('{"kind": "run", "version": 1}\nx\n{}\n', "line 2 is no JSON."),
+        (
+            '{"kind": "run", "version": 1}\n{"kind": "model", "model": "m"}\n{"kind": "prompt", "model": "m"}\n',
+            "A file is damaged",
+        ),
     ]
     for number, (text, told) in enumerate(cases):
         path = tmp_path / f"{number}.jsonl"

@@ -42,6 +42,7 @@ class Lane:
         self.used = [0] * rows  # turns of `turn`
         self._likely: list[list[Likely] | None] = [None] * rows  # of every row, of the step that is going on
         self._details: list[Details | None] = [None] * rows  # the same
+        self._kept: tuple[Draft, list[RowVerdict], list[torch.Tensor]] | None = None  # the same, to be looked at after it
         self._layers: list[dict[str, Any] | None] = [None] * rows  # that the job of a row was told of
         self.turn = 0
         self.reuses = not model.family.recurrent  # a state has no positions to go back to
@@ -87,8 +88,9 @@ class Lane:
     def step(self) -> Step:
         """One step of all rows; tells every job what it came to."""
         states = list(self.decoder.rows)
-        self._likely, self._details = [None] * len(self.jobs), [None] * len(self.jobs)
+        self._kept = None
         step = self.decoder.step()
+        self._look()
         for row, job in enumerate(self.jobs):
             if job is None or not step.tokens[row]:
                 continue
@@ -121,15 +123,30 @@ class Lane:
         return details
 
     def _record(self, step: Step, draft: Draft, scores: Scores, verdicts: list[RowVerdict]) -> None:
+        """Keep what log-probabilities and details are computed of, where a row asks for them. They are computed after the step,
+        so that little of it counts as the step's time."""
+        if any(verdicts[row].tokens for row in self._asking):
+            self.keeper(step, draft, scores, verdicts)
+            assert step.logits is not None
+            self._kept, step.logits = (draft, verdicts, step.logits), None
+
+    @property
+    def _asking(self) -> dict[int, Job]:
+        """Rows whose jobs are told more than tokens."""
+        jobs = {row: job for row, job in enumerate(self.jobs) if job is not None}
+        return {row: job for row, job in jobs.items() if job.details or job.logprobs is not None}
+
+    @torch.inference_mode()
+    def _look(self) -> None:
         """Log-probabilities and details, of the rows that ask for them."""
-        taking_part = {row: job for row, job in enumerate(self.jobs) if job is not None and verdicts[row].tokens}
-        asking = {row: job for row, job in taking_part.items() if job.details or job.logprobs is not None}
-        if not asking:
+        self._likely, self._details = [None] * len(self.jobs), [None] * len(self.jobs)
+        if self._kept is None:
             return
-        self.keeper(step, draft, scores, verdicts)
-        assert step.logits is not None
-        for row, job in asking.items():
-            logits, verdict = step.logits[row], verdicts[row]
+        (draft, verdicts, kept), self._kept = self._kept, None
+        for row, job in self._asking.items():
+            logits, verdict = kept[row], verdicts[row]
+            if not verdict.tokens:
+                continue
             if job.logprobs is not None:
                 self._likely[row] = likely_of(logits, verdict.tokens, job.logprobs)
             if job.details:
@@ -137,7 +154,6 @@ class Lane:
                 greedy = sampling.temperature == 0 and not sampling.warpers
                 shape = {"depth": model.depth, "runs": store.layers}
                 self._details[row] = details_of(draft, row, verdict, logits, greedy=greedy, **shape)
-        step.logits = None
 
 
 def likely_of(logits: torch.Tensor, tokens: list[int], count: int) -> list[Likely]:

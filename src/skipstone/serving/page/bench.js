@@ -102,7 +102,7 @@ function table(groups, base, severalFiles) {
 function cellOf(group, label, ratio, best) {
   const cell = element("td", best ? "best" : "");
   if (!group.labels.includes(label)) return element("td", "", "–");
-  cell.append(element("span", "ratio", `${number(ratio, 2)} x${best ? " ★" : ""}`));
+  cell.append(element("span", "ratio", Number.isFinite(ratio) ? `${number(ratio, 2)} x${best ? " ★" : ""}` : "–"));
   const lossy = group.about.methods[label]?.lossless === false ? ", lossy" : "";
   cell.append(element("small", "", `${number(rateOf(group.lines, label), 0)} tokens/s${lossy}`));
   return cell;
@@ -127,7 +127,7 @@ async function open() {
     redraw();
     say(`${shown.length} ${shown.length === 1 ? "task" : "tasks"}. ★ is the fastest method of a task.`);
   } catch (error) {
-    say(error.message, "bad");
+    say(error instanceof TypeError ? "A file is damaged: its lines lack what such a file has." : error.message, "bad");
   }
 }
 

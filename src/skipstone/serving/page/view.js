@@ -124,7 +124,8 @@ function source(view, step, token) {
 
 function chances(token) {
   const found = [];
-  if (token.p !== undefined) found.push(`probability ${number(token.p, 3)} by the model`);
+  const alone = token.layer && !token.refused && token.origin !== "draft"; // Of early_exit nothing beyond it is asked.
+  if (token.p !== undefined) found.push(`probability ${number(token.p, 3)} by ${alone ? "its layers" : "the model"}`);
   else if (token.refused) found.push("behind a refused draft, so the model did not look at it");
   if (token.draft_p !== undefined) found.push(`${number(token.draft_p, 3)} by the drafter`);
   if (token.confidence !== undefined) found.push(`the drafter's best token had ${number(token.confidence, 3)}`);
