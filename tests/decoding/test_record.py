@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from dataclasses import replace
 from typing import Any
 
@@ -113,3 +114,16 @@ def test_logits_and_scores_are_those_that_plain_decoding_keeps(temperature: floa
         assert [len(part) for part in expected] == [request.max_new_tokens for request in requests]
         for found, plain in zip(whole(Trees(nodes=8), name), expected, strict=True):
             torch.testing.assert_close(found, plain, rtol=1e-4, atol=1e-3)
+
+
+def test_what_a_recorder_takes_is_no_cost_of_a_step() -> None:
+    """`auto` would think that decoding is slow."""
+
+    def slow(*_: Any) -> None:
+        time.sleep(0.5)
+
+    method, model = Autoregressive(), LayeredModel(llama())
+    decoder = Decoder(method.start(model, 1, 20), recorder=slow)
+    decoder.admit(0, Request(prompt(5), 4))
+    decoder.step()
+    assert decoder.step().seconds < 0.5
