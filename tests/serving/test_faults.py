@@ -148,7 +148,8 @@ def test_hostile_schemas_end_and_stall_nobody(nano: InThread) -> None:
                 body = {"prompt": "x = ", "max_tokens": 12, "temperature": 0, "response_format": format_}
                 asked.append(http.post("/v1/completions", json=body))
             answers = await asyncio.gather(*asked)
-            return await other, answers, time.monotonic() - began
+            seconds = time.monotonic() - began
+            return await other, answers, seconds
 
     other, answers, seconds = asyncio.run(scenario())
     found = {name: answer.status_code for name, answer in zip(SCHEMAS, answers, strict=True)}

@@ -40,7 +40,8 @@ def report(served: Process, method: str) -> float:
     share, later = (wall - model) / wall, (wall - first - model) / (wall - first)
     pieces = sum(len(one.arrived) for one in heard)
     print(f"\n{method}: {wall:.3f} s for {ANSWERS * NEW} tokens in {pieces} pieces, of which the model {model:.3f} s: ", end="")
-    print(f"{share:.1%} are not the model's; {later:.1%} behind the first tokens", end="")
+    print(f"{share:.1%} are not the model's; {later:.1%} behind the first tokens, ", end="")
+    print(f"{1000 * (wall - first - model) / pieces:.2f} ms a piece beside {1000 * model / pieces:.2f} ms of the model", end="")
     return share
 
 
