@@ -144,7 +144,7 @@ def leave(served: Process, count: int, draw: random.Random) -> None:
 def test_a_thousand_clients_that_go_away_leave_no_row_taken_and_no_memory_behind() -> None:
     draw = random.Random(1)
     with serving("--max-waiting", "64") as served:
-        leave(served, DISCONNECTED // 2, draw)
+        leave(served, DISCONNECTED, draw)
         warm = served.resident()
         leave(served, DISCONNECTED, draw)
         grown = served.resident() / warm - 1
