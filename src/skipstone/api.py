@@ -7,6 +7,7 @@ from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from skipstone.decoding.draft import Step
+from skipstone.extras import installed
 from skipstone.hf import generation
 from skipstone.hf.call import MethodLike, prepare_call, resolve_for
 from skipstone.hf.generation import Output
@@ -105,8 +106,12 @@ def token_ids(prompt: Any, tokenizer: Any, tools: Sequence[Mapping[str, Any]] = 
         raise ValueError(f"a prompt is a text or a chat (a list of {{'role', 'content'}}), found {type(prompt).__name__}")
     if tokenizer.chat_template is None:
         raise ValueError("this tokenizer has no chat template; pass the prompt as text")
+    jinja2 = installed("jinja2", "a chat template needs jinja2", "serve")
     offered = {"tools": list(tools)} if tools else {}
-    encoded = tokenizer.apply_chat_template(list(prompt), add_generation_prompt=True, return_dict=True, **offered)
+    try:
+        encoded = tokenizer.apply_chat_template(list(prompt), add_generation_prompt=True, return_dict=True, **offered)
+    except jinja2.TemplateError as error:  # such as a template that knows no system's messages
+        raise ValueError(f"the model's chat template refuses the messages: {error}") from None
     return list(encoded["input_ids"])
 
 

@@ -324,7 +324,7 @@ def test_what_the_template_refuses_is_not_taken_into_the_conversation(variant: C
     file = path / "chat_template.jinja"
     file.write_text(refusing + file.read_text())
     result = succeed("chat", path, *LAYERSKIP, *SHORT, stdin="bad\nhi there\n")
-    assert "skipstone: the model's chat template refuses the conversation: not that one\n" in result.stderr
+    assert "skipstone: the model's chat template refuses the messages: not that one\n" in result.stderr
     assert result.stdout == piped(answered(path, ["hi there"]))
 
 

@@ -169,7 +169,10 @@ def test_the_answer_of_a_tool_goes_back_into_the_chat(server: InThread) -> None:
         ({"tool_choice": "required"}, "tool_choice needs tools"),
         ({"tools": TOOLS, "tool_choice": {"type": "function", "function": {"name": "gone"}}}, "there is no tool 'gone'"),
         ({"tools": TOOLS, "tool_choice": "required", "response_format": {"type": "json_object"}}, "exclude each other"),
+        ({"tools": TOOLS, "tool_choice": "required", "ignore_eos": True}, "ignore_eos"),
         ({"tools": [{"type": "function", "function": {"name": "a b"}}]}, "tools.0.function.name"),
+        ({"tools": [{"type": "function", "function": {"name": "a", "strict": True}}]}, "strict is kept"),
+        ({"tools": [{"type": "function", "function": {"name": "a", "description": "b" * 300_000}}]}, "too many characters"),
         ({"messages": [{"role": "user"}]}, "a message has content"),
         ({"messages": [{"role": "user", "tool_calls": [], "content": None}]}, "a message has content"),
     ],
@@ -181,12 +184,43 @@ def test_tools_that_cannot_be(server: InThread, body: dict[str, Any], said: str)
 
 
 def test_arguments_that_are_no_json() -> None:
-    call = {"id": "1", "type": "function", "function": {"name": "double", "arguments": "n=2"}}
-    body = ChatBody.model_validate({"messages": [{"role": "assistant", "tool_calls": [call]}]})
-    with pytest.raises(ValueError, match="arguments of double are no JSON object"):
-        body.messages[0].turn()
+    for arguments in ("n=2", "[" * 5000, "3"):
+        call = {"id": "1", "type": "function", "function": {"name": "double", "arguments": arguments}}
+        body = ChatBody.model_validate({"messages": [{"role": "assistant", "tool_calls": [call]}]})
+        with pytest.raises(ValueError, match="arguments of double are no JSON object"):
+            body.messages[0].turn()
     with pytest.raises(ValidationError, match="only an assistant"):
         ChatBody.model_validate({"messages": [{"role": "user", "tool_calls": [call]}]})
+
+
+def test_a_tool_whose_schema_has_definitions(client: openai.OpenAI) -> None:
+    """As pydantic writes them."""
+    parameters = {
+        "$defs": {"N": NUMBER},
+        "type": "object",
+        "properties": {"of": {"$ref": "#/$defs/N"}},
+        "required": ["of"],
+        "additionalProperties": False,
+    }
+    tools: Any = [TOOLS[0], {"type": "function", "function": {"name": "halve", "parameters": parameters, "strict": True}}]
+    asked: Any = {"type": "function", "function": {"name": "halve"}}
+    found = client.chat.completions.create(
+        model="skipstone-nano",
+        messages=ASKED,
+        tools=tools,
+        tool_choice=asked,
+        max_tokens=60,
+        seed=1,  # type: ignore[arg-type]
+    )
+    (call,) = found.choices[0].message.tool_calls or []
+    assert call.type == "function"
+    assert json.loads(call.function.arguments) in ({"of": {"n": 1}}, {"of": {"n": 2}})
+
+
+def test_a_developer_is_the_system_of_templates(server: InThread) -> None:
+    turns = [{"role": "developer", "content": "be brief"}, *ASKED]
+    tokens = server.http.post("/tokenize", json={"messages": turns}).json()["tokens"]
+    assert "# system: be brief" in server.http.post("/detokenize", json={"tokens": tokens}).json()["prompt"]
 
 
 # --------------------------------------------------------------------------------------------------------- /v1/responses
@@ -280,8 +314,8 @@ def test_a_prediction_is_drafted_and_changes_nothing(plain: InThread, speculativ
 
 
 def test_a_prediction_needs_a_method_that_looks_up(plain: InThread) -> None:
-    body = {"prompt": "a", "max_tokens": 3, "prediction": {"type": "content", "content": "b"}, "speculative": "off"}
-    for stream in (False, True):
-        response = plain.http.post("/v1/completions", json=body | {"stream": stream})
+    body = {"prompt": "a", "max_tokens": 3, "prediction": {"type": "content", "content": "b"}}
+    for method, stream in (("off", False), ("off", True), ("auto candidates=recycle", True)):
+        response = plain.http.post("/v1/completions", json=body | {"stream": stream, "speculative": method})
         assert response.status_code == 400
         assert "auto or prompt_lookup" in refusal(response)

@@ -6,7 +6,8 @@ import json
 
 import pytest
 
-from skipstone.serving.tools import Calls, parsed
+from skipstone.serving.schemas import Function, Tool
+from skipstone.serving.tools import Calls, parsed, schema_of
 
 NAMES = frozenset({"weather", "add"})
 WEATHER = '{"name": "weather", "arguments": {"city": "Bern"}}'
@@ -46,6 +47,12 @@ def test_all_forms_of_calls_are_read(text: str) -> None:
         f"<tool_call>{WEATHER}</tool_call> and then",
         "[]",
         "[1, 2]",
+        '{"name": ["weather"], "arguments": {}}',
+        '{"name": {"first": "A"}}',
+        '{"name": "weather", "arguments": {"degrees": NaN}}',
+        '{"name": "weather", "arguments": "{\\"degrees\\": Infinity}"}',
+        "[" * 5000,
+        "<tool_call>weather" + " " * 50_000 + "x",
     ],
 )
 def test_what_is_no_call_or_not_only_calls_is_text(text: str) -> None:
@@ -92,3 +99,24 @@ def test_where_a_call_is_demanded_nothing_is_shown_before_the_end() -> None:
     calls = Calls(NAMES, only=True)
     assert calls.add(WEATHER[:5]) + calls.add(WEATHER[5:]) + calls.rest() == ""
     assert [one.name for one in calls.found] == ["weather"]
+
+
+def test_what_json_cannot_say_in_utf_8_stays_escaped() -> None:
+    (call,) = parsed('{"name": "weather", "arguments": {"city": "\\ud83d"}}', NAMES)
+    assert call.arguments.encode() == b'{"city": "\\ud83d"}'
+
+
+def test_no_more_calls_than_are_wanted() -> None:
+    calls = Calls(NAMES, most=1)
+    assert calls.add(f"[{WEATHER}, {ADD}]") + calls.rest() == ""
+    assert [one.name for one in calls.found] == ["weather"]
+
+
+def test_a_schema_that_refers_to_itself_does_so_where_it_stands() -> None:
+    point = {"type": "object", "properties": {"x": {"type": "integer"}}}
+    there = {"$ref": "#/$defs/P"}
+    parameters = {"$defs": {"P": point}, "type": "object", "properties": {"a": there, "b": {"anyOf": [there]}}}
+    tools = [Tool(type="function", function=Function(name=name, parameters=parameters)) for name in ("one", "two")]
+    found = schema_of(tools)["anyOf"][1]["properties"]["arguments"]["properties"]
+    place = {"$ref": "#/anyOf/1/properties/arguments/$defs/P"}
+    assert found == {"a": place, "b": {"anyOf": [place]}}

@@ -24,7 +24,7 @@ class Method:
     name: how users call it. aliases: other packages' spellings of fields, accepted with a warning. if_few_accepted: what it
     means for this method that hardly any draft is accepted. by_model: fields whose default is the model's own; None leaves
     them to it. of_methods: fields that hold other methods. positional: what it does, as the rest of a sentence, that states
-    without positions do not allow. takes_predictions: whether it drafts from what a request predicts.
+    without positions do not allow.
     """
 
     name: ClassVar[str]
@@ -33,7 +33,10 @@ class Method:
     by_model: ClassVar[tuple[str, ...]] = ()
     of_methods: ClassVar[tuple[str, ...]] = ()
     positional: ClassVar[str] = ""
-    takes_predictions: ClassVar[bool] = False
+
+    def takes_predictions(self, model: LayeredModel) -> bool:
+        """Whether it drafts from what a request predicts."""
+        return False
 
     @property
     def lossless(self) -> bool:

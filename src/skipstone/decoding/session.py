@@ -126,10 +126,7 @@ class Session:
             )
         if request.prediction and not self.takes_predictions:
             raise ValueError(NO_PREDICTIONS)
-        size, low, high = self.model.embeddings, int(request.prompt.min()), int(request.prompt.max())
-        if low < 0 or high >= size:
-            wrong = low if low < 0 else high
-            raise ValueError(f"token id {wrong} is out of range: the model's vocabulary has {size} entries, 0 to {size - 1}")
+        self.model.refuse_ids(int(request.prompt.min()), int(request.prompt.max()))
 
     def release(self, row: int) -> None:
         """Free a row. Its slots are overwritten by the next request."""

@@ -32,13 +32,15 @@ class PromptLookup(DraftingMethod):
         "prompt_lookup_num_tokens": "num_speculative_tokens",
         "max_matching_ngram_size": "prompt_lookup_max",
     }
-    takes_predictions: ClassVar[bool] = True
     if_few_accepted: ClassVar[str] = "An acceptance rate that low says that this text does not repeat itself or its prompt."
 
     prompt_lookup_max: int = setting(3, "longest n-gram that is looked for, before shorter ones.")
     prompt_lookup_min: int = setting(1, "shortest.")
     num_speculative_tokens: int = setting(10, "most drafts a step.")
     prefer: Place = setting("recent", 'of several places the most "recent" one or the "first" (transformers\' way).')
+
+    def takes_predictions(self, model: LayeredModel) -> bool:
+        return True
 
     def check(self, model: LayeredModel) -> None:
         super().check(model)

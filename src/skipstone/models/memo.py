@@ -8,9 +8,11 @@ V = TypeVar("V")
 
 
 class Memo(Generic[V]):
-    """Values by model and key. A value must not refer to its model, which would then never be freed."""
+    """Values by model and key. A value must not refer to its model, which would then never be freed. most: values of a model,
+    beyond which the one that was asked for longest ago goes; None for any number."""
 
-    def __init__(self) -> None:
+    def __init__(self, most: int | None = None) -> None:
+        self._most = most
         self._made: WeakKeyDictionary[Any, dict[Any, V]] = WeakKeyDictionary()
 
     def get(self, model: Any, key: Any, make: Callable[[], V], holds: Callable[[V], bool] | None = None) -> V:
@@ -18,6 +20,10 @@ class Memo(Generic[V]):
         made = self._made.setdefault(model, {})
         if key not in made or (holds is not None and not holds(made[key])):
             made[key] = make()
+        if self._most is not None:
+            made[key] = made.pop(key)  # the last one now
+            while len(made) > self._most:
+                del made[next(iter(made))]
         return made[key]
 
     def known(self, model: Any) -> dict[Any, V]:

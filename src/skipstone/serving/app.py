@@ -63,10 +63,6 @@ def _errors(app: FastAPI) -> None:
     async def invalid(_: Request, error: RequestValidationError) -> Response:
         return errors.invalid(error)
 
-    @app.exception_handler(ValueError)
-    async def wrong(_: Request, error: ValueError) -> Response:
-        return errors.response(str(error), 400)
-
     @app.exception_handler(Refused)
     async def refused(_: Request, error: Refused) -> Response:
         return errors.response(str(error), error.status, retry_after=error.retry_after)
@@ -99,7 +95,7 @@ def _texts(app: FastAPI, server: Server) -> None:
     @app.post("/tokenize")
     async def tokenize(body: TokenizeBody) -> dict[str, Any]:
         _known(server, body.model)
-        tokens = await server.in_texts(server.asking.tokens, body)
+        tokens = await server.asked(server.asking.tokens, body)
         return {"tokens": tokens, "count": len(tokens), "max_model_len": server.asking.capacity}
 
     @app.post("/detokenize")
@@ -107,7 +103,7 @@ def _texts(app: FastAPI, server: Server) -> None:
         _known(server, body.model)
         size = server.asking.model.embeddings
         if any(not 0 <= token < size for token in body.tokens):
-            raise ValueError(f"tokens: the vocabulary has {size} entries, 0 to {size - 1}")
+            raise Refused(400, f"tokens: the vocabulary has {size} entries, 0 to {size - 1}")
         return {"prompt": await server.in_texts(server.tokenizer.decode, body.tokens)}
 
 
@@ -122,7 +118,7 @@ async def _answered(
     """An answer, as a stream or at once."""
     _known(server, body.model)
     if body.stream_options is not None and not body.stream:
-        raise ValueError("stream_options needs stream=true")
+        raise Refused(400, "stream_options needs stream=true")
     answer, updates = await server.answer(ask, body, chat=chat)
     if body.stream:
         return Stream(_events(answer, updates, body), partial(server.abandon, answer))
@@ -137,7 +133,11 @@ async def _responded(server: Server, body: ResponseBody, request: Request) -> Re
     """The same for /v1/responses."""
     _known(server, body.model)
     chats = server.asking.chats
-    answer, updates = await server.answer(server.asking.of(chats), body.sampled(chats), chat=chats)
+    try:
+        sampled = body.sampled(chats)
+    except ValueError as error:
+        raise Refused(400, str(error)) from None
+    answer, updates = await server.answer(server.asking.of(chats), sampled, chat=chats)
     told = Told(answer, body)
     if body.stream:
         events = ({"event": one["type"], "data": _told(one)} async for one in told.events(updates))

@@ -5,11 +5,10 @@ It runs in one thread of its own, beside the model's: transformers' preparation 
 
 import json
 from collections.abc import Callable, Sequence
-from dataclasses import replace
+from dataclasses import fields, replace
 from typing import Any
 
 import torch
-from jinja2 import TemplateError
 from transformers.generation.logits_process import LogitsProcessorList
 
 from skipstone.api import token_ids
@@ -30,6 +29,8 @@ OFF = "off"
 """What a request calls plain decoding."""
 THE_SERVERS = ("log", "heads", "draft_model", "draft_vocabulary", "profile")
 """Settings of methods that name files or models."""
+MOST_SETTING = 64
+"""Of a whole number among a method's settings, where its default is no larger: many of them are memory."""
 
 
 class Asking:
@@ -107,12 +108,10 @@ class Asking:
             raise ValueError("this model has no chat template; send the text to /v1/completions")
         if tools and "tools" not in str(template):
             raise ValueError("tools: this model's chat template has none")
-        if sum(len(one.text) for one in messages) > self._longest:
+        turns = [one.turn() for one in messages]
+        if len(json.dumps(turns)) + len(json.dumps(tools)) > self._longest:
             raise ValueError(self._too_long("too many characters"))
-        try:
-            return token_ids([one.turn() for one in messages], self.tokenizer, tools)
-        except TemplateError as error:
-            raise ValueError(f"messages: the model's chat template refuses them: {error}") from None
+        return token_ids(turns, self.tokenizer, tools)
 
     def method(self, wanted: str | dict[str, Any] | None) -> Method:
         """The method that a body asks for. ValueError for one that does not exist, or that would touch files."""
@@ -120,11 +119,24 @@ class Asking:
             return self.default
         if wanted == OFF:
             wanted = "autoregressive"
-        if any(name in json.dumps(wanted) for name in THE_SERVERS):
-            raise ValueError("speculative: settings that name files or models are the server's (--method), not a request's")
         method = resolve_for(self.model.model, wanted)
+        self._refuse(method)
         method.check(self.model)
         return method
+
+    def _refuse(self, method: Method) -> None:
+        """ValueError for a method that a request may not ask for, before anything of it is looked at."""
+        usual = resolve_for(self.model.model, method.name)
+        for one in fields(method):
+            value = getattr(method, one.name)
+            if one.name in THE_SERVERS and value != getattr(usual, one.name):
+                raise ValueError("speculative: settings that name files or models are the server's (--method), not a request's")
+            most = max(MOST_SETTING, one.default if isinstance(one.default, int) else 0)
+            if isinstance(value, int) and value > most:
+                raise ValueError(f"speculative: {one.name} is at most {most} in a request, found {value}")
+        for name in method.of_methods:
+            for inner in getattr(method, name) or ():
+                self._refuse(inner)
 
     def _jobs(
         self,
@@ -138,13 +150,16 @@ class Asking:
         method, found = self.method(body.speculative), []
         if demanded is not None and self._wanted(body) is not None:
             raise ValueError("response_format and a tool_choice that demands a call exclude each other")
+        if demanded is not None and body.ignore_eos:
+            raise ValueError("a call that is demanded ends a text, which ignore_eos forbids")
         prediction = self._predicted(body)
-        if prediction and not method.takes_predictions:
+        if prediction and not method.takes_predictions(self.model):
             raise ValueError(NO_PREDICTIONS)
         seed = body.seed if body.seed is not None else int(torch.randint(1 << 62, ()).item())
         for prompt in prompts:
             if not prompt:
                 raise ValueError("the prompt is empty: there is no token to start from")
+            self.model.refuse_ids(min(prompt), max(prompt))
             room = self.capacity - len(prompt)
             if room < 1 or (most is not None and most > room):
                 asked = "" if most is None else f" + max_tokens={most}"

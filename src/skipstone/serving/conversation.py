@@ -11,7 +11,6 @@ from skipstone.api import token_ids
 from skipstone.decoding.draft import Step
 from skipstone.decoding.loop import PREFILL_CHUNK
 from skipstone.decoding.method import Method
-from skipstone.extras import installed
 from skipstone.hf.call import prepare_call
 from skipstone.hf.requests import requests
 from skipstone.models.layered import LayeredModel
@@ -57,7 +56,6 @@ class Conversation:
     ) -> None:
         self.model, self.tokenizer, self.options, self.most = model, tokenizer, options, most
         self._system = [] if system is None else [{"role": "system", "content": system}]
-        self._jinja2 = installed("jinja2", "a chat template needs jinja2", "train") if self.has_template else None
         self.messages: list[Message] = list(self._system)
         self.method = method
         self._lane: Lane | None = self._made_lane(method)
@@ -97,12 +95,7 @@ class Conversation:
 
     def _ids(self, messages: list[Message]) -> list[int]:
         """The tokens of a prompt."""
-        if self._jinja2 is None:
-            return token_ids(plain_text(messages), self.tokenizer)
-        try:
-            return token_ids(messages, self.tokenizer)
-        except self._jinja2.TemplateError as error:  # such as a template that knows no system's messages
-            raise ValueError(f"the model's chat template refuses the conversation: {error}") from error
+        return token_ids(messages if self.has_template else plain_text(messages), self.tokenizer)
 
     def answer(self, asked: Asked) -> Generator[Step, None, None]:
         """Write an answer step by step. ValueError, at the call, where it cannot be begun. Closed between two steps it keeps

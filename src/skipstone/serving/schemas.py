@@ -11,6 +11,7 @@ MOST_BIASES = 1024
 MOST_LOGPROBS = 20
 LONGEST_TEXT = 4 << 20
 MOST_TOOLS = 128
+MOST_MESSAGES = 4096
 
 
 class Body(BaseModel):
@@ -208,8 +209,8 @@ class Message(Body):
         return "" if self.content is None else joined(self.content)
 
     def turn(self) -> dict[str, Any]:
-        """As a chat template takes it: arguments are no text there."""
-        found: dict[str, Any] = {"role": self.role, "content": self.text}
+        """As a chat template takes it: arguments are no text there, and of developers most templates know nothing."""
+        found: dict[str, Any] = {"role": "system" if self.role == "developer" else self.role, "content": self.text}
         if self.name is not None:
             found["name"] = self.name
         if self.tool_call_id is not None:
@@ -226,7 +227,7 @@ def arguments(call: ToolCall) -> Any:
     """The arguments of a call. ValueError where they are no JSON object."""
     try:
         found = json.loads(call.function.arguments)
-    except ValueError:
+    except (ValueError, RecursionError):
         found = None
     if not isinstance(found, dict):
         raise ValueError(f"messages: the arguments of {call.function.name} are no JSON object")
@@ -236,7 +237,7 @@ def arguments(call: ToolCall) -> Any:
 class ChatBody(Sampled):
     """/v1/chat/completions."""
 
-    messages: list[Message] = Field(min_length=1)
+    messages: list[Message] = Field(min_length=1, max_length=MOST_MESSAGES)
     max_tokens: int | None = Field(default=None, ge=1)
     max_completion_tokens: int | None = Field(default=None, ge=1)
     logprobs: bool = False
@@ -251,6 +252,8 @@ class ChatBody(Sampled):
             raise ValueError("tool_choice needs tools")
         if isinstance(self.tool_choice, Choice) and not self.offered:
             raise ValueError(f"tool_choice: there is no tool {self.tool_choice.function.name!r}")
+        if not self.demands_a_call and any(one.function.strict for one in self.offered):
+            raise ValueError("tools: strict is kept where tool_choice demands a call; leave it out, or demand one")
         return self
 
     @property
@@ -273,7 +276,7 @@ class TokenizeBody(Body):
 
     model: str | None = None
     prompt: str | None = None
-    messages: list[Message] | None = Field(default=None, min_length=1)
+    messages: list[Message] | None = Field(default=None, min_length=1, max_length=MOST_MESSAGES)
     add_special_tokens: bool = True
 
 

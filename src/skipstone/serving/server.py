@@ -18,7 +18,7 @@ from skipstone.serving.engine import DIED, Engine, Told
 from skipstone.serving.jobs import CANCELLED, FAILED, STOP, Ended, Event, Job, Piece, Refused
 from skipstone.serving.metrics import Metrics
 from skipstone.serving.schemas import ChatBody
-from skipstone.serving.tools import Calls
+from skipstone.serving.tools import MARKS, Calls
 from skipstone.serving.watch import begun
 from skipstone.serving.writing import Writer
 
@@ -125,6 +125,13 @@ class Server:
         """What works on texts, in its own thread."""
         return await self._loop.run_in_executor(self._texts, call, *given)
 
+    async def asked(self, call: Callable[..., Found], *given: Any) -> Found:
+        """The same of what a client sent: what cannot be done with it is the client's mistake."""
+        try:
+            return await self.in_texts(call, *given)
+        except ValueError as error:
+            raise Refused(400, str(error)) from None
+
     # -------------------------------------------------------------------------------------------------- from the model
 
     def _post(self, told: Told, step: Step | None) -> None:
@@ -149,7 +156,7 @@ class Server:
     async def answer(self, ask: Callable[[Any], list[Job]], body: Any, *, chat: bool) -> tuple[Answer, Updates]:
         """An answer that is begun, and its updates. ValueError and Refused before anything is written."""
         engine = self.engine
-        jobs = await self.in_texts(ask, body)
+        jobs = await self.asked(ask, body)
         listener: asyncio.Queue[tuple[Job, Event]] = asyncio.Queue()
         choices = [self._choice(index, job, body) for index, job in enumerate(jobs)]
         answer = Answer(self.settings.name, choices, chat=chat, tokenizer=self.tokenizer)
@@ -159,11 +166,13 @@ class Server:
         return answer, self._updates(engine, answer, listener)
 
     def _choice(self, index: int, job: Job, body: Any) -> Choice:
-        calls = None
-        if isinstance(body, ChatBody) and body.offered:
-            calls = Calls([one.function.name for one in body.offered], only=body.demands_a_call)
-        writer = Writer(self.tokenizer, body.stops, job.request.eos, special=calls is not None)
-        return Choice(index, job, writer, calls)
+        if not (isinstance(body, ChatBody) and body.offered):
+            return Choice(index, job, Writer(self.tokenizer, body.stops, job.request.eos))
+        names, most = [one.function.name for one in body.offered], 1 if body.parallel_tool_calls is False else None
+        special = zip(self.tokenizer.all_special_ids, self.tokenizer.all_special_tokens, strict=True)
+        hidden = {token for token, text in special if text not in MARKS}
+        writer = Writer(self.tokenizer, body.stops, job.request.eos | hidden, special=True)
+        return Choice(index, job, writer, Calls(names, only=body.demands_a_call, most=most))
 
     def abandon(self, answer: Answer) -> None:
         """Nobody reads an answer any more: what is not written of it is given up."""

@@ -17,9 +17,11 @@ from skipstone.serving.schemas import Function, Tool
 OPENINGS = ("<tool_call>", "[TOOL_CALLS]", "<|python_tag|>")
 """What a call may begin with."""
 CLOSING = "</tool_call>"
+MARKS = (*OPENINGS, CLOSING, "[ARGS]")
+"""What tokenizers may have as special tokens, which are no text otherwise."""
 NAME, ARGUMENTS, LLAMAS_ARGUMENTS = "name", "arguments", "parameters"
 """Keys of a call's JSON."""
-NAMED = re.compile(r"([\w.-]+)\s*(?:\[ARGS\])?\s*(?=\{)")
+NAMED = re.compile(r"([\w.-]{1,64})\s*(?:\[ARGS\]\s*)?(?=\{)")
 """A name before its arguments."""
 BETWEEN = re.compile(r"[\s;,]*")
 """What may stand between two calls."""
@@ -42,10 +44,11 @@ class Call:
 class Calls:
     """The text of one answer to a request that offers tools, split into what is shown and what is a call.
 
-    names: of the tools that may be called. only: whether the whole text is calls, as where a request demands one."""
+    names: of the tools that may be called. only: whether the whole text is calls, as where a request demands one. most: calls
+    that are told, those that were written first; None for all."""
 
-    def __init__(self, names: Iterable[str], *, only: bool = False) -> None:
-        self.names = frozenset(names)
+    def __init__(self, names: Iterable[str], *, only: bool = False, most: int | None = None) -> None:
+        self.names, self.most = frozenset(names), most
         self.found: list[Call] = []
         self._held = ""  # not shown, as it may be a call
         self._begun = only  # whether what is held is one
@@ -68,7 +71,7 @@ class Calls:
     def rest(self) -> str:
         """What is shown of the rest, when all is written; `found` has the calls."""
         text, self._held = self._held, ""
-        self.found = parsed(text, self.names)
+        self.found = parsed(text, self.names)[: self.most]
         return "" if self.found else text
 
     def _show(self, count: int) -> str:
@@ -93,8 +96,8 @@ def parsed(text: str, names: frozenset[str]) -> list[Call]:
         named = NAMED.match(rest)
         rest = rest[named.end() :] if named else rest
         try:
-            value, end = json.JSONDecoder().raw_decode(rest)
-        except ValueError:
+            value, end = DECODER.raw_decode(rest)
+        except (ValueError, RecursionError):
             return []
         if named:
             value = {NAME: named[1], ARGUMENTS: value}
@@ -109,7 +112,7 @@ def parsed(text: str, names: frozenset[str]) -> list[Call]:
 
 def _call(value: Any, names: frozenset[str]) -> Call | None:
     """The call that a JSON value is; None for none."""
-    if not isinstance(value, dict) or value.get(NAME) not in names:
+    if not isinstance(value, dict) or not isinstance(value.get(NAME), str) or value[NAME] not in names:
         return None
     if set(value) - {NAME, ARGUMENTS, LLAMAS_ARGUMENTS, "id", "type"}:
         return None
@@ -118,27 +121,47 @@ def _call(value: Any, names: frozenset[str]) -> Call | None:
         arguments = _loaded(arguments)
     if not isinstance(arguments, dict):
         return None
-    return Call(f"call_{secrets.token_hex(12)}", value[NAME], json.dumps(arguments, ensure_ascii=False))
+    return Call(f"call_{secrets.token_hex(12)}", value[NAME], json.dumps(arguments))
 
 
 def _loaded(text: str) -> Any:
     """JSON within JSON, as some models write it; None for anything else."""
     try:
-        return json.loads(text)
-    except ValueError:
+        return DECODER.decode(text)
+    except (ValueError, RecursionError):
         return None
+
+
+def _refused(constant: str) -> Any:
+    raise ValueError(f"{constant} is no JSON")
+
+
+DECODER = json.JSONDecoder(parse_constant=_refused)
+"""Takes no NaN and no infinity."""
 
 
 def schema_of(tools: Sequence[Tool]) -> dict[str, Any]:
     """The JSON schema of a call of any of these."""
-    return {"anyOf": [_schema_of(one.function) for one in tools]}
+    return {"anyOf": [_schema_of(one.function, f"#/anyOf/{place}/properties/{ARGUMENTS}/") for place, one in enumerate(tools)]}
 
 
-def _schema_of(function: Function) -> dict[str, Any]:
-    arguments = function.parameters or {"type": "object"}
+def _schema_of(function: Function, place: str) -> dict[str, Any]:
+    arguments = _moved(function.parameters or {"type": "object"}, place)
     return {
         "type": "object",
         "properties": {NAME: {"const": function.name}, ARGUMENTS: arguments},
         "required": [NAME, ARGUMENTS],
         "additionalProperties": False,
     }
+
+
+def _moved(schema: Any, place: str) -> Any:
+    """A schema that stands at a place of another one: what it refers to in itself stands there, too."""
+    if isinstance(schema, list):
+        return [_moved(one, place) for one in schema]
+    if not isinstance(schema, dict):
+        return schema
+    moved = {key: _moved(value, place) for key, value in schema.items()}
+    if isinstance(target := moved.get("$ref"), str) and target.startswith("#/"):
+        moved["$ref"] = place + target[2:]
+    return moved

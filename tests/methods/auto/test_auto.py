@@ -13,7 +13,19 @@ import torch
 from torch import Tensor
 
 import skipstone
-from skipstone import AdaSD, Jacobi, LayerSkip, Lookahead, Method, PromptLookup, Recycle, SelfSpeculative, Speculative, Swift
+from skipstone import (
+    AdaSD,
+    Autoregressive,
+    Jacobi,
+    LayerSkip,
+    Lookahead,
+    Method,
+    PromptLookup,
+    Recycle,
+    SelfSpeculative,
+    Speculative,
+    Swift,
+)
 from skipstone.control import control, price
 from skipstone.control.record import replayed
 from skipstone.control.state import LOOKUP, PLAIN, PROBE, RECYCLE, Plan, State
@@ -318,6 +330,22 @@ def test_what_was_learnt_outlives_a_request(monkeypatch: pytest.MonkeyPatch) -> 
     output = skipstone.generate(raw, prompt(12, 50)[None], method, max_new_tokens=40)
     assert output.stats is not None
     assert output.stats.drafting > 0.7 * output.stats.steps
+
+
+def test_a_prediction_is_drafted_from_and_what_it_gave_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of a model that never repeats itself: nothing but the prediction can be looked up."""
+    raw, asked = llama(head=1.0), prompt(12, 3)
+
+    def written(method: Method, prediction: Sequence[int] = ()) -> tuple[list[int], Decoder]:
+        decoder = start(method, LayeredModel(raw), [Request(asked, 120, prediction=prediction)])
+        return [token for step in run(decoder) for token in step.tokens[0]], decoder
+
+    plain, _ = written(Autoregressive())
+    clock = Clocked(monkeypatch, {})
+    text, decoder = written(Auto((PromptLookup(),)), [*plain[:60], 1, 2, *plain[62:]])
+    assert text == plain
+    assert 60 <= decoder.session.predicted(0) <= 118
+    assert clock.rate > 2
 
 
 def test_a_whole_method_is_tried_and_kept_where_it_pays(monkeypatch: pytest.MonkeyPatch) -> None:

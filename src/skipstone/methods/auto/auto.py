@@ -44,7 +44,6 @@ class Auto(Method):
 
     name: ClassVar[str] = "auto"
     of_methods: ClassVar[tuple[str, ...]] = ("candidates", "own")
-    takes_predictions: ClassVar[bool] = True
 
     candidates: tuple[Method, ...] | None = setting(
         None, "methods to choose from, separated by semicolons; none: those that need nothing, and those that the model brings."
@@ -58,6 +57,9 @@ class Auto(Method):
     def methods(self, model: LayeredModel) -> tuple[Method, ...]:
         """The candidates on a model."""
         return usual(model, self.own[0] if self.own else None) if self.candidates is None else self.candidates
+
+    def takes_predictions(self, model: LayeredModel) -> bool:
+        return any(isinstance(one, PromptLookup) for one in self.methods(model))
 
     def check(self, model: LayeredModel) -> None:
         super().check(model)

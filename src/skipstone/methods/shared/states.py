@@ -19,7 +19,9 @@ class State(Protocol):
 
 
 S = TypeVar("S", bound=State)
-_STATES: Memo[Any] = Memo()
+MOST_STATES = 64
+"""Of a model. Every other setting has a state of its own, and a server's clients may ask for many."""
+_STATES: Memo[Any] = Memo(MOST_STATES)
 
 
 def of(method: Method, model: LayeredModel, rows: int, more: Any, make: Callable[[], S]) -> S:
