@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 from functools import cache
+from statistics import fmean
 
 import pytest
 
@@ -60,16 +61,25 @@ def test_it_is_near_the_best_fixed_choice_and_never_slower_than_plain(name: str)
         assert log.switches <= 25 * TOKENS / 1000
 
 
+SEEDS = (0, 1, 2)
+"""Of the times' noise: one of fifty runs believes in a change of the pace at a bad moment and loses a tenth."""
+
+
 @pytest.mark.parametrize("name", NAMES)
 def test_a_machine_that_is_slower_for_a_while_changes_little(name: str) -> None:
     """All takes 1.7 times as long for 600 of 1,800 tokens, in turns. Were that taken for a property of the drafters, the best
     ones would rest for long, as nothing but they themselves could say that they are as cheap as ever."""
     work = workloads(TOKENS, 1)[name]
     machine, world = MACHINES[work.machine], work.world(17)
-    log = drive(world, machine, first_state(machine, work.drafters), pace=lambda place: 1.7 if place // 600 % 3 == 1 else 1.0)
-    assert log.rate >= 0.95 * best_fixed(world, machine, work.drafters)
-    assert log.rate >= NEAR_PLAIN
-    assert log.switches <= 25 * TOKENS / 1000
+
+    def slower(place: int) -> float:
+        return 1.7 if place // 600 % 3 == 1 else 1.0
+
+    logs = [drive(world, machine, first_state(machine, work.drafters), seed, pace=slower) for seed in SEEDS]
+    assert fmean(log.rate for log in logs) >= 0.95 * best_fixed(world, machine, work.drafters)
+    for log in logs:
+        assert log.rate >= NEAR_PLAIN
+        assert log.switches <= 25 * TOKENS / 1000
 
 
 def test_where_nothing_pays_it_decodes_plainly_and_where_much_does_it_does_that() -> None:
