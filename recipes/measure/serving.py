@@ -78,7 +78,8 @@ async def load(url: str, prompts: list[Prompt], clients: int, seconds: float, bo
 
     async def client(number: int) -> None:
         turn = number
-        async with httpx.AsyncClient(base_url=url, timeout=120) as http:
+        fresh = httpx.Limits(max_keepalive_connections=0)  # some servers close a connection after a hundred requests
+        async with httpx.AsyncClient(base_url=url, timeout=120, limits=fresh) as http:
             while time.perf_counter() - began < seconds:
                 try:
                     await one_answer(http, prompts[turn % len(prompts)], body, seen)
