@@ -23,6 +23,14 @@ PREFILL_CHUNK = 512  # prompt tokens that a row runs in one pass, unless told
 NO_PREDICTIONS = "a prediction is drafted by methods that look drafts up: auto or prompt_lookup"
 
 
+def refuse_ids(model: LayeredModel, low: int, high: int) -> None:
+    """ValueError where the lowest or the highest of some token ids has no embedding."""
+    size = model.embeddings
+    if low < 0 or high >= size:
+        wrong = low if low < 0 else high
+        raise ValueError(f"token id {wrong} is out of range: the model's vocabulary has {size} entries, 0 to {size - 1}")
+
+
 class Session:
     """What a method has of one batch. model: the target. rows: batch size. capacity: most tokens a row may hold.
 
@@ -126,7 +134,7 @@ class Session:
             )
         if request.prediction and not self.takes_predictions:
             raise ValueError(NO_PREDICTIONS)
-        self.model.refuse_ids(int(request.prompt.min()), int(request.prompt.max()))
+        refuse_ids(self.model, int(request.prompt.min()), int(request.prompt.max()))
 
     def release(self, row: int) -> None:
         """Free a row. Its slots are overwritten by the next request."""

@@ -85,13 +85,6 @@ class LayeredModel(DecoderModules):
         found.engine, found.engine_reason = choose(found.asked, self.model, self._facts, beside=self.engine)
         return found
 
-    def refuse_ids(self, low: int, high: int) -> None:
-        """ValueError where the lowest or the highest of some token ids has no embedding."""
-        size = self.embeddings
-        if low < 0 or high >= size:
-            wrong = low if low < 0 else high
-            raise ValueError(f"token id {wrong} is out of range: the model's vocabulary has {size} entries, 0 to {size - 1}")
-
     def embed(self, tokens: Tensor, positions: Tensor) -> Tensor:
         """[B, n] ids and positions -> [B, n, d], the states that enter layer 0."""
         return self.engine.embed(tokens, positions)

@@ -15,7 +15,7 @@ from skipstone.api import token_ids
 from skipstone.decoding.batch import Request
 from skipstone.decoding.method import Method
 from skipstone.decoding.noise import row_seed
-from skipstone.decoding.session import NO_PREDICTIONS
+from skipstone.decoding.session import NO_PREDICTIONS, refuse_ids
 from skipstone.hf.call import prepare_call, resolve_for
 from skipstone.hf.requests import requests
 from skipstone.models.layered import LayeredModel
@@ -159,7 +159,7 @@ class Asking:
         for prompt in prompts:
             if not prompt:
                 raise ValueError("the prompt is empty: there is no token to start from")
-            self.model.refuse_ids(min(prompt), max(prompt))
+            refuse_ids(self.model, min(prompt), max(prompt))
             room = self.capacity - len(prompt)
             if room < 1 or (most is not None and most > room):
                 asked = "" if most is None else f" + max_tokens={most}"

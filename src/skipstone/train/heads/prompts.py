@@ -5,7 +5,6 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from jinja2 import TemplateError
 from pydantic import Field
 from transformers import PreTrainedTokenizerBase
 
@@ -42,7 +41,7 @@ class Asked:
         chat.append((USER, self.turns[len(answers)]))
         try:
             return api.token_ids([{"role": role, "content": content} for role, content in chat], tokenizer)
-        except (ValueError, TemplateError) as error:  # such as a template that knows no system's messages
+        except ValueError as error:
             raise ValueError(f"{self.place or 'a prompt'} cannot be asked as a chat: {error}") from error
 
 
