@@ -289,7 +289,8 @@ def test_a_first_trial_that_is_sure_is_taken_over_at_once_and_one_that_fails_is_
     assert control.decide(good).kind == "E6"
     bad = learning.observe(state, plan, Done(1, 1.8, ((0.4, False),), 2, 2, 0.6, 1.2))
     assert control.decide(bad).kind == PLAIN
-    assert bad.shadow_account == pytest.approx(state.shadow_account - 0.8, abs=0.03)
+    earned = 1.8 * (state.rules.shadowing + state.rules.early_shadowing)
+    assert bad.shadow_account == pytest.approx(state.shadow_account - 0.8 + earned)
 
 
 def test_where_a_row_goes_next_to_all_is_known_and_where_many_come_nothing_of_times() -> None:

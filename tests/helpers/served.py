@@ -13,7 +13,7 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -26,7 +26,7 @@ import uvicorn
 
 from skipstone.assets import NANO
 from skipstone.serving.app import make_app
-from skipstone.serving.server import Server
+from skipstone.serving.server import Server, Settings
 
 HOST = "127.0.0.1"
 TEMPLATE = (
@@ -118,6 +118,15 @@ class InThread(Place):
         self.uvicorn.should_exit = True
         self.thread.join(30)
         assert not self.thread.is_alive()
+
+
+@contextmanager
+def in_thread(load: Callable[[], tuple[Any, Any]], **settings: Any) -> Iterator[InThread]:
+    """A server in a thread that takes requests. load: as of `Server`. settings: as of `Settings`."""
+    running = InThread(Server(load, Settings(**settings)))
+    running.until_ready()
+    yield running
+    running.stop()
 
 
 class Process(Place):
@@ -306,3 +315,18 @@ async def goes_away(port: int, body: dict[str, Any], after: str, seconds: float)
             await asyncio.wait_for(reader.read(), SLOW)
     finally:
         writer.transport.abort()  # a reset, not a farewell
+
+
+class Questions:
+    """Questions to a server, all the same, of which it is known when they were taken. body: of each."""
+
+    def __init__(self, served: Place, http: httpx.AsyncClient, body: dict[str, Any]) -> None:
+        self.served, self.http, self.body = served, http, body
+        self._tasks: list[asyncio.Task[Heard]] = []
+
+    async def begin(self, count: int) -> list[asyncio.Task[Heard]]:
+        """So many more, which the server has taken when this returns."""
+        self._tasks += [asyncio.create_task(hear(self.http, self.body)) for _ in range(count)]
+        while self.served.at_work() + sum(task.done() for task in self._tasks) < len(self._tasks):
+            await asyncio.sleep(0.01)
+        return self._tasks[-count:]

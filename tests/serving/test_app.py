@@ -20,7 +20,7 @@ import skipstone
 from skipstone.serving.asking import THE_SERVERS
 from skipstone.serving.schemas import CompletionBody
 from skipstone.serving.server import Server, Settings
-from tests.helpers.served import InThread, refusal
+from tests.helpers.served import InThread, in_thread, refusal
 
 TEXTS = [
     "def add(a, b):\n    return",
@@ -32,16 +32,9 @@ KEY = "sk-secret"
 
 
 @pytest.fixture(scope="module")
-def loaded() -> Any:
-    return skipstone.load(None)
-
-
-@pytest.fixture(scope="module")
 def nano(loaded: Any) -> Iterator[InThread]:
-    running = InThread(Server(lambda: loaded, Settings(rows=4, waiting=16, drain=5)))
-    running.until_ready()
-    yield running
-    running.stop()
+    with in_thread(lambda: loaded, rows=4, waiting=16, drain=5) as running:
+        yield running
 
 
 @pytest.fixture(scope="module")

@@ -15,8 +15,7 @@ from pydantic import ValidationError
 
 import skipstone
 from skipstone.serving.schemas import ChatBody
-from skipstone.serving.server import Server, Settings
-from tests.helpers.served import InThread, refusal
+from tests.helpers.served import InThread, in_thread, refusal
 
 TEMPLATE = (
     "{% for tool in tools or [] %}# {{ tool.function.name }}\n{% endfor %}"
@@ -35,11 +34,6 @@ TOOLS: Any = [
 
 
 @pytest.fixture(scope="module")
-def loaded() -> Any:
-    return skipstone.load(None)
-
-
-@pytest.fixture(scope="module")
 def chatty(loaded: Any) -> Any:
     """The bundled model's tokenizer with a template."""
     tokenizer = copy.deepcopy(loaded[1])
@@ -49,19 +43,15 @@ def chatty(loaded: Any) -> Any:
 
 @pytest.fixture(scope="module")
 def server(loaded: Any, chatty: Any) -> Iterator[InThread]:
-    running = InThread(Server(lambda: (loaded[0], chatty), Settings(rows=2, waiting=8, drain=5)))
-    running.until_ready()
-    yield running
-    running.stop()
+    with in_thread(lambda: (loaded[0], chatty), rows=2, waiting=8, drain=5) as running:
+        yield running
 
 
 @pytest.fixture(scope="module")
 def plain(loaded: Any) -> Iterator[InThread]:
     """The same without a template."""
-    running = InThread(Server(lambda: loaded, Settings(rows=2, waiting=8, drain=5)))
-    running.until_ready()
-    yield running
-    running.stop()
+    with in_thread(lambda: loaded, rows=2, waiting=8, drain=5) as running:
+        yield running
 
 
 @pytest.fixture(scope="module")

@@ -8,9 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-import skipstone
-from skipstone.serving.server import Server, Settings
-from tests.helpers.served import InThread
+from tests.helpers.served import InThread, in_thread
 
 TEXT = "class Stack:\n    def __init__(self):\n        self.items = []\n"
 LONG = [100 + number % 300 for number in range(700)]
@@ -18,16 +16,9 @@ LONG = [100 + number % 300 for number in range(700)]
 
 
 @pytest.fixture(scope="module")
-def loaded() -> Any:
-    return skipstone.load(None)
-
-
-@pytest.fixture(scope="module")
 def nano(loaded: Any) -> Iterator[InThread]:
-    running = InThread(Server(lambda: loaded, Settings(rows=2, waiting=16, drain=5)))
-    running.until_ready()
-    yield running
-    running.stop()
+    with in_thread(lambda: loaded, rows=2, waiting=16, drain=5) as running:
+        yield running
 
 
 def chances(loaded: Any, ids: list[int]) -> torch.Tensor:

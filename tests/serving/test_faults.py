@@ -11,10 +11,8 @@ from typing import Any
 import httpx
 import pytest
 
-import skipstone
-from skipstone.serving.server import Server, Settings
 from tests.helpers.hostile import BODIES, SCHEMAS
-from tests.helpers.served import Heard, InThread, caller, goes_away, hear, slow_reader
+from tests.helpers.served import Heard, InThread, Questions, caller, goes_away, hear, in_thread, slow_reader
 
 TEXT = {"prompt": "class Stack:\n", "max_tokens": 60, "temperature": 0, "ignore_eos": True, "speculative": "off"}
 """Every step is a piece of text."""
@@ -25,16 +23,9 @@ LONGEST = 20.0
 
 
 @pytest.fixture(scope="module")
-def loaded() -> Any:
-    return skipstone.load(None)
-
-
-@pytest.fixture(scope="module")
 def nano(loaded: Any) -> Iterator[InThread]:
-    running = InThread(Server(lambda: loaded, Settings(rows=4, waiting=64, drain=5)))
-    running.until_ready()
-    yield running
-    running.stop()
+    with in_thread(lambda: loaded, rows=4, waiting=64, drain=5) as running:
+        yield running
 
 
 def run(url: str, *bodies: dict[str, Any]) -> list[Heard]:
@@ -93,16 +84,8 @@ def test_who_comes_first_is_written_first_though_one_client_asks_for_much(nano: 
 
     async def scenario() -> tuple[Heard, list[Heard]]:
         async with caller(nano.url) as http:
-            tasks: list[asyncio.Task[Heard]] = []
-
-            async def begin(count: int) -> list[asyncio.Task[Heard]]:
-                """So many more questions, which the server has taken when this returns."""
-                tasks.extend(asyncio.create_task(hear(http, short)) for _ in range(count))
-                while nano.at_work() + sum(task.done() for task in tasks) < len(tasks):
-                    await asyncio.sleep(0.01)
-                return tasks[-count:]
-
-            _, (second,), later = await begin(8), await begin(1), await begin(12)
+            ask = Questions(nano, http, short)
+            _, (second,), later = await ask.begin(8), await ask.begin(1), await ask.begin(12)
             return await second, await asyncio.gather(*later)
 
     second, later = asyncio.run(scenario())

@@ -12,7 +12,7 @@ import httpx
 import pytest
 
 from tests.helpers.hostile import SCHEMAS
-from tests.helpers.served import Heard, Process, caller, hear, heard_at_last, p95, serving, slow_reader
+from tests.helpers.served import Heard, Process, Questions, caller, hear, heard_at_last, p95, serving, slow_reader
 
 pytestmark = pytest.mark.soak
 
@@ -108,16 +108,8 @@ def test_a_flood_by_one_client_delays_another_by_those_before_it_alone(served: P
 
     async def scenario() -> tuple[list[Heard], Heard, list[Heard]]:
         async with caller(served.url) as http:
-            tasks: list[asyncio.Task[Heard]] = []
-
-            async def begin(count: int) -> list[asyncio.Task[Heard]]:
-                """So many more questions, which the server has taken when this returns."""
-                tasks.extend(asyncio.create_task(hear(http, short)) for _ in range(count))
-                while served.at_work() + sum(task.done() for task in tasks) < len(tasks):
-                    await asyncio.sleep(0.02)
-                return tasks[-count:]
-
-            flood, (second,), later = await begin(many), await begin(1), await begin(many)
+            ask = Questions(served, http, short)
+            flood, (second,), later = await ask.begin(many), await ask.begin(1), await ask.begin(many)
             return await asyncio.gather(*flood), await second, await asyncio.gather(*later)
 
     flood, second, later = asyncio.run(scenario())

@@ -15,7 +15,7 @@ pytestmark = pytest.mark.soak
 PROMPT = "def binary_search(items, wanted):\n    low, high = 0, len(items)\n"
 NEW = 1500
 HEALTHY = 10.0
-"""Seconds that a start is meant to take on a machine with nothing else to do; it is printed, and fails beyond SLOW only."""
+"""Seconds that a start takes at most, on a machine with nothing else to do."""
 
 
 def answer_at_last(url: str, asked: list[float]) -> str:
@@ -54,5 +54,4 @@ def test_a_server_that_was_killed_is_healthy_again_soon_and_a_client_that_asks_a
         served.stop()
     print(f"\nready after {first:.1f} s; killed with -9, ready again after {again:.1f} s", end=" ")
     print(f"({worked:.1f} s of processors); asked {len(asked)} times")
-    if again > HEALTHY:
-        print(f"this is more than the {HEALTHY:g} s that are wanted")
+    assert again < HEALTHY

@@ -9,8 +9,6 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Annotated, Any, Self
 
-import typer
-
 from skipstone.cli import options, terminal
 from skipstone.cli.options import grouped
 from skipstone.files import write_whole
@@ -48,7 +46,7 @@ def chat(
     engine: options.Engine = "auto",
     quantize: options.Quantize = "none",
     kv_dtype: options.KvDtype = None,
-    trust_remote_code: Annotated[bool, typer.Option("--trust-remote-code", help="Run the checkpoint's own code.")] = False,
+    trust_remote_code: options.TrustRemoteCode = False,
     color: Annotated[bool | None, grouped("Output", "Mark accepted drafts. Default: on terminals.", show_default=False)] = None,
     debug: options.Debug = False,
 ) -> None:

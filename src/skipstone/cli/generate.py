@@ -45,7 +45,7 @@ def generate(
     device_map: options.Map = None,
     offload_folder: options.OffloadFolder = None,
     tp_plan: options.TpPlan = None,
-    trust_remote_code: Annotated[bool, typer.Option("--trust-remote-code", help="Run the checkpoint's own code.")] = False,
+    trust_remote_code: options.TrustRemoteCode = False,
     compare: Annotated[bool, grouped("Output", "Decode plainly too, in turn; compare speed and text.", "--compare")] = False,
     repeat: Annotated[int, grouped("Output", "With --compare: runs of each.", min=1)] = 1,
     as_json: Annotated[bool, grouped("Output", "Print one JSON document instead of the text.", "--json")] = False,

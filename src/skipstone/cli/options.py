@@ -89,6 +89,7 @@ KvDtype = Annotated[
     ),
 ]
 Device = Annotated[str, typer.Option(help="auto is cuda where there is one, else cpu.")]
+TrustRemoteCode = Annotated[bool, typer.Option("--trust-remote-code", help="Run the checkpoint's own code.")]
 AsJson = Annotated[bool, typer.Option("--json", help="Print one JSON document instead.")]
 Debug = Annotated[bool, typer.Option("--debug", callback=_set_up, help="Show tracebacks.", hidden=True)]
 MethodText = Annotated[

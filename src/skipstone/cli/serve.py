@@ -4,8 +4,6 @@ import os
 from collections.abc import Callable, Sequence
 from typing import Annotated, Any
 
-import typer
-
 from skipstone.cli import options
 from skipstone.cli.options import grouped
 
@@ -54,7 +52,7 @@ def serve(
     engine: options.Engine = "auto",
     quantize: options.Quantize = "none",
     kv_dtype: options.KvDtype = None,
-    trust_remote_code: Annotated[bool, typer.Option("--trust-remote-code", help="Run the checkpoint's own code.")] = False,
+    trust_remote_code: options.TrustRemoteCode = False,
     debug: options.Debug = False,
 ) -> None:
     """Serve a model over HTTP, as OpenAI's API."""

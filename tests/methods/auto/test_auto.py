@@ -322,6 +322,19 @@ def test_dear_drafts_are_not_made_however_right_they_are(monkeypatch: pytest.Mon
     assert taken == pytest.approx(drafts * 1.1, rel=0.1), "it was tried and timed"
 
 
+def test_learning_that_takes_longer_than_drafts_gain_ends_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The ledger counts it; where learning takes nothing the same drafter drafts most of the text."""
+    for seconds, least, most in ((0.0, 50, 1000), (0.01, 1, 5)):
+        raw = llama()
+        method = Auto((Speculative(near(raw, 0.02)),))
+        Clocked(monkeypatch, {"speculative": 0.1})
+        monkeypatch.setattr(
+            AutoSession, "learning_seconds", lambda session, began, own=seconds: own if session.plan.kind != PLAIN else 0.0
+        )
+        texts_of(raw, method, count=10)
+        assert least <= method.report(raw)["kinds"]["speculative"] <= most
+
+
 def test_what_was_learnt_outlives_a_request(monkeypatch: pytest.MonkeyPatch) -> None:
     raw = llama()
     Clocked(monkeypatch, {"speculative": 0.1})
