@@ -27,7 +27,7 @@ TRIED = 2
 """Drafts of a step that is taken to time a draft step; of a drafter that nothing is known of at least."""
 TRIED_ON = (0.0,) * TRIED + (0.6,) * 6
 """Survivals until which a drafter drafts that nothing is known of: where it is sure, its first step may pay already."""
-AT_ONCE = 16
+AT_ONCE = 32
 """Plain steps that are decided on at once where nothing pays: beside the shortest steps there are a decision takes long."""
 AT_ONCE_WITH_MEANS = 4
 """The same where a drafter may draft again soon: as its shadow says so, which is asked for between decisions, or the ledger."""
@@ -46,7 +46,7 @@ LOOK_STEPS = 2
 """Steps of such a look: the first one finds other weights in the caches."""
 BEST_CASE = 1.0
 """Tokens a plain step, of a drafter that is always right and takes what it is thought to, from which on it is worth a trial."""
-DRAFTING_AT_ONCE = 4
+DRAFTING_AT_ONCE = 6
 """Steps of a drafter whose cost is known well that are decided on at once: only the first one is looked at closely, as a
 decision is to take less time than it saves."""
 
@@ -63,7 +63,8 @@ def decide(state: State, matches: Sequence[int] = ()) -> Plan:
         drafts, tokens = found
         return Plan(LOOKUP, worth, current, f"a match of {max(matches)}: {tokens:.1f} tokens expected", drafts=tuple(drafts))
     if current is None:
-        steps = AT_ONCE if state.shadow_account < state.cheapest_shadow or not state.any_young else AT_ONCE_WITH_MEANS
+        asks_soon = state.position < state.rules.early and state.any_young and state.shadow_account >= state.cheapest_shadow
+        steps = AT_ONCE_WITH_MEANS if asks_soon else AT_ONCE
         return Plan(PLAIN, worth, None, "nothing is faster than plain decoding", steps=steps)
     if unsure:
         reason = f"{current} is right too seldom here to be worth a draft"
@@ -111,8 +112,8 @@ def _without_choice(state: State, current: str | None, worth: float, matches: Se
     if state.costs.plain.measurements < LEAST_PLAIN:
         return Plan(PLAIN, 1.0, current, "plain decoding is timed")
     if state.ledger.overdrawn:
-        won_back = state.ledger.slack * AT_ONCE  # by so many plain steps
-        steps = AT_ONCE if -state.ledger.room >= won_back else AT_ONCE_WITH_MEANS
+        needed = -state.ledger.room / state.ledger.slack if state.ledger.slack else float(AT_ONCE)
+        steps = round(min(max(needed, AT_ONCE_WITH_MEANS), AT_ONCE))
         return Plan(PLAIN, worth, current, "more time was lost than may be: plain until it is won back", steps=steps)
     if (current is not None or matches) and _probe_is_due(state, worth):
         copies = any(matches) and _lookup(state, matches, worth) is not None

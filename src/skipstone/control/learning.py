@@ -166,6 +166,8 @@ def _counted(state: State, plain: Cost, plan: Plan, done: Done) -> tuple[float, 
 
 def _plain_time(plain: Cost, done: Done) -> float:
     """What plain steps count as: one each, but for those that find caches which a draft has filled."""
+    if done.behind_prompt:
+        return float(done.steps)
     warm, median = done.warm or (done.steps, 0.0)
     cold = done.steps - warm
     return warm + min(max((done.seconds - warm * median) / plain.value, float(cold)), MOST_COLD * cold) if cold else float(warm)

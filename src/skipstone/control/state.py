@@ -344,7 +344,7 @@ class Done:
     takes. slowest: tokens of the row that has most to write yet, which a batch ends with; None where that is `tokens`.
     more_verified, more_passes: of all steps but that one. warm: of plain steps that rest, how many stood behind WARM_AFTER
     others, and what one of these took, the lower median, as a stall makes a step longer and nothing makes it shorter; None
-    where that is all of them.
+    where that is all of them. behind_prompt: whether those that did not stood behind a prompt, as plain decoding's do.
 
     Of that step: confidences, of a drafter's tokens that were judged, each with whether it was accepted. verified: drafts
     that were scored. passes: draft steps of a drafter without a rule of its own. drafting, scoring: seconds of these, and of
@@ -367,6 +367,7 @@ class Done:
     more_verified: int = 0
     more_passes: int = 0
     warm: tuple[int, float] | None = None
+    behind_prompt: bool = False
 
     @property
     def nearer(self) -> float:

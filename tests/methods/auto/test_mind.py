@@ -100,11 +100,11 @@ def test_a_batch_whose_rows_differ_drafts_less() -> None:
 def test_of_plain_steps_only_those_that_are_warm_tell() -> None:
     tally = Tally()
     for seconds, warm in ((1.3, False), (1.1, False), (9.0, True), (1.0, True), (1.2, True)):
-        tally.plain(1.0, seconds, True, warm)
+        tally.plain(1.0, seconds, True, warm, False)
     done = tally.done()
     assert (done.tokens, done.steps, done.rests, done.warm) == (5.0, 5, True, (3, 1.2))
     assert done.seconds == pytest.approx(13.6)
-    tally.plain(1.0, 5.0, False, True)
+    tally.plain(1.0, 5.0, False, True, False)
     assert not tally.done().rests
     assert tally.done().warm == (3, 1.2), "something else was done in the last one"
 

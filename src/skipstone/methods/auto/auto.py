@@ -103,7 +103,9 @@ class AutoSession(Session):
         self._left = 0  # steps that the plan stands for beside this one
         self._tally = Tally()  # of its steps
         self._plain_in_a_row = 0  # steps since anything else ran
+        self._ran_prompt = False  # whether that was a prompt
         self._looks_up = self._keeps = True  # in this step
+        self._is_quiet = False  # whether this step and those that are left of the plan do nothing but decode plainly
         self.ledger = Ledger(slack=method.slack)
         fresh = not mind.states and method.remembers
         if fresh and (found := recalled(model, self._first_state(0.0), identities(wanted, drafters))):
@@ -136,11 +138,14 @@ class AutoSession(Session):
 
     def prefill(self, chunk: int) -> tuple[Scores | None, list[int]]:
         """Draft models read the prompts too: a user has named them."""
-        self._plain_in_a_row = 0
+        self._plain_in_a_row, self._ran_prompt = 0, True
         for one in self.drafters.values():
             if isinstance(one, ModelDrafter) and one.side.prefilling:
                 one.side.prefill(chunk)
-        return super().prefill(chunk)
+        scores, done = super().prefill(chunk)
+        if done:
+            self._settle()  # other rows decode from now on
+        return scores, done
 
     @property
     def _members(self) -> list[Any]:
@@ -171,8 +176,10 @@ class AutoSession(Session):
 
     def optimise(self) -> None:
         """A shadow, where one is due: what a drafter would have said of the latest tokens of a row."""
+        if self._left:
+            return
         self.mind.resize(sum(self.alive))
-        if self._left or self.mind.behind:
+        if self.mind.behind:
             return
         state, rules = self.mind.state, self.rules
         if state is None or self.sampler.processed:
@@ -197,7 +204,7 @@ class AutoSession(Session):
             sure, was_right = [], []
         seconds = self.shadow_seconds(began)
         self.aside_seconds += seconds
-        self._plain_in_a_row = 0
+        self._plain_in_a_row, self._ran_prompt = 0, False
         self._graded(state, name, sure, was_right, seconds, lag.get(name, 0))
 
     def shadow_seconds(self, began: float) -> float:
@@ -221,10 +228,14 @@ class AutoSession(Session):
 
     def draft(self, limit: list[int]) -> Draft:
         """As planned."""
+        if self._left and self._is_quiet:
+            self._left -= 1
+            return self._plain()
         self._room, self._looking_seconds, self._deciding_seconds = limit, 0.0, 0.0
         self._wake()
         if self._left and not self._looks_up and self.plan.kind in (PLAIN, PROBE):  # nothing can end it early
             self._left -= 1
+            self._is_quiet = not self._keeps
             return self._plain()
         self.texts.forget_matches()
         began, matches = self.model.ranks.now(), []
@@ -241,6 +252,7 @@ class AutoSession(Session):
         draft = self._planned(self.plan, limit)
         if not stands and not draft.width and self.plan.kind != PROBE:
             self.plan = replace(self.plan, kind=PLAIN)
+        self._is_quiet = self.plan.kind in (PLAIN, PROBE) and not (self._looks_up or self._keeps)
         return draft
 
     def _decide(self, limit: list[int], matches: list[int]) -> None:
@@ -305,6 +317,11 @@ class AutoSession(Session):
 
     def learn(self, draft: Draft | None, verdicts: list[RowVerdict]) -> None:
         """Tell all what was committed, and note what the draft came to."""
+        if self._is_quiet and draft is not None:
+            self.texts.count(verdicts, looked_up=False)
+            for one in self._listeners:
+                one.learn(None, verdicts)
+            return
         self._judged, self._ranks = [], []
         if draft is not None:
             if self._looks_up:
@@ -328,6 +345,9 @@ class AutoSession(Session):
 
     def clocked(self, step: Step) -> None:
         """Times, to what they teach."""
+        if self._is_quiet and self._left:
+            self._quietly(step)
+            return
         mind, plan, live = self.mind, self.plan, [len(tokens) for tokens in step.tokens if tokens]
         step.drafter, step.reason, step.probe = plan.kind, plan.reason, plan.kind == PROBE
         mind.steps += 1
@@ -345,7 +365,7 @@ class AutoSession(Session):
             self._plainly(nearer, seconds)
             urgent = False
         else:
-            self._plain_in_a_row = 0
+            self._plain_in_a_row, self._ran_prompt = 0, False
             done = self._drafted(step, seconds, sum(live), rows)
             self._tally.add(done, plan.trial)
             nearer, urgent = done.nearer, learning.is_urgent(mind.state, done)
@@ -355,6 +375,15 @@ class AutoSession(Session):
         if urgent or not self._left:
             self._settle()
         self._learning_seconds = self.learning_seconds(began)
+
+    def _quietly(self, step: Step) -> None:
+        """Of a step that others like it follow, nothing but its time is of interest."""
+        mind, plan = self.mind, self.plan
+        step.drafter, step.reason, step.probe = plan.kind, plan.reason, plan.kind == PROBE
+        mind.steps += 1
+        mind.kinds[plan.kind] = mind.kinds.get(plan.kind, 0) + 1
+        self._plainly(1.0, self.model.ranks.agreed(step.seconds - step.seconds_search))
+        self.aside_seconds = self._learning_seconds = 0.0
 
     def _weigh_looking(self, nearer: float, seconds: float) -> None:
         """What looking up came to in this step. nearer: as in `Done`. seconds: of all of it."""
@@ -372,7 +401,7 @@ class AutoSession(Session):
             seconds -= self._looking_seconds
         if warm:
             self.mind.plain_seconds.append(seconds)
-        tally.plain(tokens, seconds, rests, warm)
+        tally.plain(tokens, seconds, rests, warm, self._ran_prompt)
         tally.aside_seconds += self.aside_seconds + self._learning_seconds
         if self._looks_up:
             tally.matches += self.texts.judged

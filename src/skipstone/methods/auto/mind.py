@@ -192,9 +192,11 @@ class Tally:
     matches: list[Judged] = field(default_factory=list)
     ranks: list[int] = field(default_factory=list)
     warm_seconds: list[float] = field(default_factory=list)
+    behind_prompt: bool = False
 
-    def plain(self, tokens: float, seconds: float, rests: bool, warm: bool) -> None:
-        """One more plain step: between the shortest ones there are, nothing else is made of it."""
+    def plain(self, tokens: float, seconds: float, rests: bool, warm: bool, behind_prompt: bool) -> None:
+        """One more plain step: between the shortest ones there are, nothing else is made of it. rests, warm, behind_prompt: of
+        this step, as in `Done`."""
         self.tokens += tokens
         self.seconds += seconds
         self.steps += 1
@@ -202,6 +204,8 @@ class Tally:
             self.rests = False
         elif warm:
             self.warm_seconds.append(seconds)
+        elif behind_prompt:
+            self.behind_prompt = True
 
     def add(self, step: Done, trial: bool = False) -> None:
         """One more step that drafted."""
@@ -258,4 +262,5 @@ class Tally:
             steps=self.steps,
             rests=self.rests,
             warm=(len(self.warm_seconds), median_low(self.warm_seconds or [0.0])),
+            behind_prompt=self.behind_prompt,
         )
