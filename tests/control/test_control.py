@@ -424,7 +424,9 @@ def test_another_number_of_rows_knows_nothing_of_the_pace_of_the_one_before() ->
         assert (after.pace, after.steady) == (Pace(), None)
 
 
-@pytest.mark.parametrize(("slack", "lost", "steps"), [(0.0, 9.0, 32), (0.015, 9.0, 32), (0.015, 4.24, 16), (0.015, 4.01, 4)])
+@pytest.mark.parametrize(
+    ("slack", "lost", "steps"), [(0.0, 19.0, 32), (0.015, 19.0, 32), (0.015, 12.24, 16), (0.015, 12.01, 4)]
+)
 def test_as_many_plain_steps_are_decided_on_as_win_back_what_was_lost(slack: float, lost: float, steps: int) -> None:
     overdrawn = replace(graded(0.95), ledger=Ledger(slack, request=Account(lost, 0.0)))
     plan = control.decide(overdrawn)

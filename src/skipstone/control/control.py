@@ -7,6 +7,7 @@ costs, how many tokens would it have committed in how much time? That is its rat
 Times are in plain steps. Positions count the committed tokens of a session, of a batch the mean of its rows.
 """
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from types import MappingProxyType
@@ -24,9 +25,9 @@ FEW = 2
 MOST_OWED = 8.0
 """Plain steps that probes may owe to their account, where the machine's pace has changed."""
 TRIED = 2
-"""Drafts of a step that is taken to time a draft step; of a drafter that nothing is known of at least."""
+"""Drafts of a trial at least."""
 TRIED_ON = (0.0,) * TRIED + (0.6,) * 6
-"""Survivals until which a drafter drafts that nothing is known of: where it is sure, its first step may pay already."""
+"""Survivals until which a drafter drafts in a trial: where it is sure, the step may pay."""
 AT_ONCE = 32
 """Plain steps that are decided on at once where nothing pays: beside the shortest steps there are a decision takes long."""
 AT_ONCE_WITH_MEANS = 4
@@ -46,6 +47,8 @@ LOOK_STEPS = 2
 """Steps of such a look: the first one finds other weights in the caches."""
 BEST_CASE = 1.0
 """Tokens a plain step, of a drafter that is always right and takes what it is thought to, from which on it is worth a trial."""
+MOST_AT_STAKE = 12.0
+"""Plain steps that one step loses at most, as a draft is no longer than some."""
 DRAFTING_AT_ONCE = 6
 """Steps of a drafter whose cost is known well that are decided on at once: only the first one is looked at closely, as a
 decision is to take less time than it saves."""
@@ -54,6 +57,12 @@ decision is to take less time than it saves."""
 def decide(state: State, matches: Sequence[int] = ()) -> Plan:
     """What the next step does. matches: of every row that decodes, tokens of the longest match of its end in what stands
     before, 0 for none; empty where nothing is looked up."""
+    plan = _wanted(state, matches)
+    return plan if state.ledger.room >= MOST_AT_STAKE else _affordable(state, plan)
+
+
+def _wanted(state: State, matches: Sequence[int]) -> Plan:
+    """What the next step would do, whatever it may lose."""
     current = _current(state)
     unsure = current is not None and current in state.drafters and state.drafters[current].unsure
     worth = max(1.0, state.rate(current)) if current is not None and not unsure else 1.0
@@ -76,6 +85,41 @@ def decide(state: State, matches: Sequence[int] = ()) -> Plan:
     own, steps = state.drafters[current], DRAFTING_AT_ONCE if _is_known_well(state, current) else 1
     beside = tuple([one * worth for one in own.beside])
     return Plan(current, worth, current, reason, thresholds=own.thresholds(worth), beside=beside, steps=steps)
+
+
+def _affordable(state: State, plan: Plan) -> Plan:
+    """A plan, its drafts no more than what may still be lost pays for where none of them is right; a plain one where that pays
+    for none."""
+    room, costs, name = state.ledger.room, state.costs, plan.kind
+    if plan.kind in (PLAIN, PROBE) or (name in state.drafters and state.drafters[name].own_rule):
+        return plan
+    if plan.kind == RECYCLE:
+        assert plan.tree is not None
+        stake = costs.scoring(len(plan.tree.ranks) + 1) + costs.fixed - 1
+        return plan if stake <= room else _won_back(state, stake, plan.price, plan.current)
+    if plan.kind == LOOKUP:
+        drafts = list(plan.drafts)
+        stake = math.inf
+        while any(drafts):
+            stake = costs.scoring(1 + sum(drafts) / len(drafts)) + costs.fixed + costs.lookup - 1
+            if stake <= room:
+                return replace(plan, drafts=tuple(drafts))
+            drafts[drafts.index(max(drafts))] -= 1
+        return _won_back(state, stake, plan.price, plan.current)
+    drafting, scoring, kept, stake = costs.drafts[name], costs.scoring_of(name), len(plan.thresholds), 0.0
+    while kept and (stake := drafting(kept) + scoring(kept + 1) + costs.fixed - 1) > room:
+        kept -= 1
+    if kept == len(plan.thresholds):
+        return plan
+    if not kept:
+        return _won_back(state, stake, plan.price, plan.current)
+    return replace(plan, thresholds=plan.thresholds[:kept], beside=plan.beside[:kept])
+
+
+def _won_back(state: State, stake: float, worth: float, current: str | None) -> Plan:
+    """Plain steps until so much may be lost again."""
+    steps = round(min(max(state.ledger.steps_until(stake), AT_ONCE_WITH_MEANS), AT_ONCE))
+    return Plan(PLAIN, worth, current, "more time was lost than may be: plain until it is won back", steps=steps)
 
 
 def stands(state: State, plan: Plan, matches: Sequence[int]) -> bool:
@@ -112,9 +156,7 @@ def _without_choice(state: State, current: str | None, worth: float, matches: Se
     if state.costs.plain.measurements < LEAST_PLAIN:
         return Plan(PLAIN, 1.0, current, "plain decoding is timed")
     if state.ledger.overdrawn:
-        needed = -state.ledger.room / state.ledger.slack if state.ledger.slack else float(AT_ONCE)
-        steps = round(min(max(needed, AT_ONCE_WITH_MEANS), AT_ONCE))
-        return Plan(PLAIN, worth, current, "more time was lost than may be: plain until it is won back", steps=steps)
+        return _won_back(state, 0.0, worth, current)
     if (current is not None or matches) and _probe_is_due(state, worth):
         copies = any(matches) and _lookup(state, matches, worth) is not None
         lost = max(worth, state.lookups.tokens / state.lookups.time) if copies else worth
@@ -124,8 +166,7 @@ def _without_choice(state: State, current: str | None, worth: float, matches: Se
     if (name := _untimed(state)) is not None:
         known = state.drafters[name].calibration.weight > PRIOR_WEIGHT
         reason = f"a draft step of {name} is timed" if known else f"{name} is tried"
-        thresholds, steps = ((0.0,) * TRIED, TRIAL_STEPS) if known else (TRIED_ON, 1)
-        return Plan(name, worth, current, reason, thresholds=thresholds, trial=True, steps=steps)
+        return Plan(name, worth, current, reason, thresholds=TRIED_ON, trial=True, steps=TRIAL_STEPS if known else 1)
     if (look := _look_by_drafting(state, current, worth)) is not None:
         return look
     trial = _lookup_trial(state, matches) or _trial_of_own_rule(state, current)
@@ -249,7 +290,7 @@ def due(state: State, lag: Mapping[str, int] = MappingProxyType({})) -> str | No
     saved for: cheap ones do not spend what it needs. lag: drafter -> tokens that it has to read, where they are more than a
     window."""
     shadows = state.costs.shadows
-    if not shadows or state.position < state.rules.listening:
+    if not shadows or state.position < state.rules.listening or state.ledger.overdrawn:
         return None
     if state.shadow_account < state.cheapest_shadow:
         return None

@@ -12,9 +12,10 @@ SLACK = 0.015
 """Share of plain decoding's time that may be lost."""
 CREDIT = 4.0
 """Plain steps that may be lost before anything was won, over all requests: what it takes to look at four drafters or so."""
-REQUEST_CREDIT = 4.0
-"""The same in one request, as far as others have won it: with the slack and what one step loses, seven of a hundred. The first
-draft of a request finds no weights in the caches and is slow; were that all that may be lost, there would be no second one."""
+REQUEST_CREDIT = 12.0
+"""The same in one request, as far as others have won it. Texts begin with what is hard to foretell, and a request that has to win
+back what it lost there drafts no more before it ends: with a credit of 4, of 96 requests of 100 tokens each some ten were no
+faster than plain decoding, and slower for that; with this one all of them were (docs/methods/auto.md)."""
 WINDOW = 1400.0
 """Tokens after which an entry of the account of all requests counts 1/e: what was won long ago is not spent today."""
 
@@ -47,7 +48,9 @@ class Ledger:
     While neither is overdrawn a step may draft; otherwise it is plain, and plain steps lose nothing, so that both come back.
     For any drafter and any estimate a request therefore takes at most
 
-        (1 + slack) x plain + REQUEST_CREDIT + what its last step before plain ones lost, and the first of these behind it,
+        (1 + slack) x plain + REQUEST_CREDIT + what the first plain step behind a draft loses,
+
+    as no draft is longer than what is left pays for (`control.decide`), and all of them (1 + slack) x plain + CREDIT,
 
     beside what `learning.observe` does not count: a first step's cold caches, and one stall in so many tokens.
     """
@@ -81,3 +84,8 @@ class Ledger:
     def overdrawn(self) -> bool:
         """Whether the next step has to be plain."""
         return self.room < 0
+
+    def steps_until(self, room: float) -> float:
+        """Plain steps until so much may be lost."""
+        missing = room - self.room
+        return missing / self.slack if self.slack else math.inf

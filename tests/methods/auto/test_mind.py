@@ -10,7 +10,7 @@ from skipstone.control.costs import FIRST_SLOPE, Cost, Costs, Line, Scoring
 from skipstone.control.ledger import Account, Ledger
 from skipstone.control.record import Log, replayed
 from skipstone.control.state import PLAIN, Done, Drafter, Plan, Rate, State
-from skipstone.methods.auto.mind import LEARNT_AT_ONCE, Mind, Taken, Tally, Worth
+from skipstone.methods.auto.mind import LATEST_LEARNT, LEARNT_AT_ONCE, PAUSE, Mind, Taken, Tally, Worth
 
 PLAN = Plan("E6", 1.0, "E6", "", thresholds=(0.0,) * 4)
 WON = Done(3.0, 1.5, ((0.9, True),) * 2, 2, 2, 0.3, 1.2)
@@ -118,3 +118,10 @@ def test_looking_up_pays_while_it_gains_more_than_it_takes() -> None:
     for _ in range(20):
         worth.add(3.0, 0.05)
     assert worth.pays
+
+
+def test_a_pause_while_it_learns_says_nothing_of_what_learning_takes() -> None:
+    mind = Mind()
+    assert [mind.uninterrupted(0.001) for _ in range(LATEST_LEARNT)] == [0.001] * LATEST_LEARNT
+    assert mind.uninterrupted(0.2) == pytest.approx(PAUSE * 0.001)
+    assert mind.uninterrupted(0.2) == 0.2, "twice is no pause"

@@ -213,7 +213,7 @@ class AutoSession(Session):
 
     def learning_seconds(self, began: float) -> float:
         """That learning took."""
-        return self.model.ranks.since(began)
+        return self.mind.uninterrupted(self.model.ranks.since(began))
 
     def _graded(self, state: State, name: str, sure: Sequence[float], right: Sequence[bool], seconds: float, read: int) -> None:
         self.mind.state = learning.shadow(state, name, sure, right, seconds, read)

@@ -17,6 +17,9 @@ AWAKE, ASLEEP = 128, 384
 """Steps for which texts are looked up, or continuations kept, although that does not pay, and for which not, in turn."""
 LEARNT_AT_ONCE = 4
 """Plans that are learnt from together: between two model passes learning takes long."""
+LATEST_LEARNT, PAUSE = 9, 4.0
+"""Times that learning took, and the multiple of the longest of these that it is thought to take at most: what took longer was
+interrupted, by a garbage collection say, and that tells nothing of a drafter."""
 NEW_TEXT = 32
 """Steps for which a new request's text is looked up in any case."""
 FIRST_GAIN, LEARNT_A_STEP = 0.5, 0.02
@@ -72,6 +75,7 @@ class Mind:
     steps: int = 0
     kinds: dict[str, int] = field(default_factory=dict)
     log: Log | None = None
+    learning_seconds: deque[float] = field(default_factory=lambda: deque(maxlen=LATEST_LEARNT))
     plain_seconds: deque[float] = field(default_factory=lambda: deque(maxlen=RECENT_PLAIN))
     _taken: list["Taken"] = field(default_factory=list)  # what was not learnt from yet
 
@@ -107,6 +111,13 @@ class Mind:
             state = learning.observe(state, one.plan, one.done)
         if state is not None:
             self.state = state
+
+    def uninterrupted(self, seconds: float) -> float:
+        """That learning took, without what interrupted it."""
+        latest = self.learning_seconds
+        most = PAUSE * max(latest) if len(latest) == LATEST_LEARNT else seconds
+        latest.append(seconds)
+        return min(seconds, most)
 
     def begin(self) -> None:
         """A request begins where none decodes."""
