@@ -1,4 +1,4 @@
-"""How drafters that do not draft are looked at, and that what learning takes is counted."""
+"""How drafters that do not draft are looked at, that what learning takes is counted, and what a draft may lose."""
 
 from __future__ import annotations
 
@@ -9,7 +9,9 @@ import pytest
 from skipstone.control import control, learning
 from skipstone.control.control import DEAR, LOOK_STEPS
 from skipstone.control.costs import GAIN, Cost, Costs, Line
-from skipstone.control.state import PLAIN, Done, Drafter, Plan, Rate, Rates, State
+from skipstone.control.ledger import REQUEST_CREDIT, Account, Ledger
+from skipstone.control.price import RankTree
+from skipstone.control.state import LOOKUP, PLAIN, PROBE, RECYCLE, Done, Drafter, Plan, Rate, Rates, State
 
 
 def state(shadow: float, **more: object) -> State:
@@ -73,3 +75,44 @@ def test_what_learning_takes_is_part_of_what_a_draft_costs() -> None:
     assert after.costs.fixed == pytest.approx(before.costs.fixed + GAIN * (0.3 - before.costs.fixed))
     several = learning.observe(before, plan, replace(done, steps=3))
     assert several.costs.fixed == pytest.approx(before.costs.fixed + GAIN * (0.1 - before.costs.fixed))
+
+
+def with_room(room: float) -> State:
+    """So many plain steps may still be lost."""
+    return replace(state(1.0), ledger=Ledger(overall=Account(-50.0, 100.0), request=Account(REQUEST_CREDIT - room, 0.0)))
+
+
+@pytest.mark.parametrize("room", [0.2, 0.8, 1.5, 3.0])
+def test_a_draft_is_no_longer_than_what_may_be_lost_pays_for(room: float) -> None:
+    before = with_room(room)
+    assert before.ledger.room == pytest.approx(room)
+    drafting, scoring, fixed = before.costs.drafts["int4"], before.costs.scoring_of("int4"), before.costs.fixed
+    plan = control._affordable(before, Plan("int4", 1.0, "int4", "", thresholds=(0.1,) * 16, beside=(0.1,) * 16))
+
+    def stake(drafts: int) -> float:
+        return drafting(drafts) + scoring(drafts + 1) + fixed - 1
+
+    kept = len(plan.thresholds)
+    assert kept < 16
+    assert len(plan.beside) == kept
+    assert stake(kept + 1) > room
+    assert (plan.kind, stake(kept) <= room) == ("int4", True) if kept else plan.kind == PLAIN
+
+
+def test_what_is_looked_up_or_recycled_is_held_against_it_as_well() -> None:
+    costs, lookup = state(1.0).costs, Plan(LOOKUP, 1.0, None, "", drafts=(20, 4))
+    one_each = costs.scoring(2) + costs.fixed + costs.lookup - 1
+    assert control._affordable(with_room(11.0), lookup) == lookup
+    assert control._affordable(with_room(one_each + 1e-9), lookup).drafts == (1, 1), "the longest ones are cut"
+    assert control._affordable(with_room(0.0), lookup).kind == PLAIN
+    tree = Plan(RECYCLE, 1.0, None, "", tree=RankTree((-1, 0, 0), (0, 0, 1), 2.0))
+    stake = costs.scoring(4) + costs.fixed - 1
+    assert control._affordable(with_room(stake + 1e-9), tree) == tree
+    assert control._affordable(with_room(stake - 1e-3), tree).kind == PLAIN
+    probe = Plan(PROBE, 1.0, None, "")
+    assert control._affordable(with_room(-1.0), probe) == probe
+
+
+def test_it_drafts_as_far_as_it_wants_where_much_was_won() -> None:
+    rich = replace(with_room(50.0), shadow_account=0.0, probe_account=-9.0, current="int4")
+    assert control.decide(rich) == control._wanted(rich, ())

@@ -324,12 +324,7 @@ class AutoSession(Session):
             return
         self._judged, self._ranks = [], []
         if draft is not None:
-            if self._looks_up:
-                self.texts.judge(verdicts)
-            if draft.confidence is not None and draft.width and (self.plan.trial or not self._tally.steps):
-                for confidences, verdict in zip(draft.confidence.tolist(), verdicts, strict=True):
-                    judged = min(len(verdict.path) + (not verdict.finished), verdict.drafted)
-                    self._judged += [(confidences[place], place < len(verdict.path)) for place in range(judged)]
+            self._judge(draft, verdicts)
         if self.recycle is not None and self._keeps:
             row = next((row for row, verdict in enumerate(verdicts) if verdict.tokens), None)
             if row is not None:
@@ -342,6 +337,15 @@ class AutoSession(Session):
                 one.learn(None, silent)
         if chosen is not None:
             chosen.learn(draft if draft is not None and draft.width else None, verdicts)
+
+    def _judge(self, draft: Draft, verdicts: list[RowVerdict]) -> None:
+        """Hold what was looked up, and how sure a drafter was, against what was committed."""
+        if self._looks_up:
+            self.texts.judge(verdicts)
+        if draft.confidence is not None and draft.width and (self.plan.trial or not self._tally.steps):
+            for confidences, verdict in zip(draft.confidence.tolist(), verdicts, strict=True):
+                judged = min(len(verdict.path) + (not verdict.finished), verdict.drafted)
+                self._judged += [(confidences[place], place < len(verdict.path)) for place in range(judged)]
 
     def clocked(self, step: Step) -> None:
         """Times, to what they teach."""
