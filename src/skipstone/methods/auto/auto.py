@@ -106,6 +106,8 @@ class AutoSession(Session):
         self._ran_prompt = False  # whether that was a prompt
         self._looks_up = self._keeps = True  # in this step
         self._is_quiet = False  # whether this step and those that are left of the plan do nothing but decode plainly
+        self._unread: list[list[RowVerdict]] = []  # of such steps; between the shortest ones there are it would take long
+        self._uncounted: list[tuple[float, float]] = []  # their seconds, and those that were spent before them beside decoding
         self.ledger = Ledger(slack=method.slack)
         fresh = not mind.states and method.remembers
         if fresh and (found := recalled(model, self._first_state(0.0), identities(wanted, drafters))):
@@ -318,9 +320,7 @@ class AutoSession(Session):
     def learn(self, draft: Draft | None, verdicts: list[RowVerdict]) -> None:
         """Tell all what was committed, and note what the draft came to."""
         if self._is_quiet and draft is not None:
-            self.texts.count(verdicts, looked_up=False)
-            for one in self._listeners:
-                one.learn(None, verdicts)
+            self._unread.append(verdicts)
             return
         self._judged, self._ranks = [], []
         if draft is not None:
@@ -350,8 +350,11 @@ class AutoSession(Session):
     def clocked(self, step: Step) -> None:
         """Times, to what they teach."""
         if self._is_quiet and self._left:
-            self._quietly(step)
+            step.drafter, step.reason, step.probe = self.plan.kind, self.plan.reason, self.plan.kind == PROBE
+            aside, self.aside_seconds, self._learning_seconds = self.aside_seconds + self._learning_seconds, 0.0, 0.0
+            self._uncounted.append((self.model.ranks.agreed(step.seconds - step.seconds_search), aside))
             return
+        self._catch_up()
         mind, plan, live = self.mind, self.plan, [len(tokens) for tokens in step.tokens if tokens]
         step.drafter, step.reason, step.probe = plan.kind, plan.reason, plan.kind == PROBE
         mind.steps += 1
@@ -366,7 +369,7 @@ class AutoSession(Session):
             return
         if plan.kind in (PLAIN, PROBE):
             nearer = sum(live) / rows
-            self._plainly(nearer, seconds)
+            self._plainly(nearer, seconds, self.aside_seconds + self._learning_seconds)
             urgent = False
         else:
             self._plain_in_a_row, self._ran_prompt = 0, False
@@ -380,14 +383,19 @@ class AutoSession(Session):
             self._settle()
         self._learning_seconds = self.learning_seconds(began)
 
-    def _quietly(self, step: Step) -> None:
-        """Of a step that others like it follow, nothing but its time is of interest."""
-        mind, plan = self.mind, self.plan
-        step.drafter, step.reason, step.probe = plan.kind, plan.reason, plan.kind == PROBE
-        mind.steps += 1
-        mind.kinds[plan.kind] = mind.kinds.get(plan.kind, 0) + 1
-        self._plainly(1.0, self.model.ranks.agreed(step.seconds - step.seconds_search))
-        self.aside_seconds = self._learning_seconds = 0.0
+    def _catch_up(self) -> None:
+        """With what quiet steps have committed and taken."""
+        mind, kind = self.mind, self.plan.kind
+        for verdicts in self._unread:
+            self.texts.count(verdicts, looked_up=False)
+            for one in self._listeners:
+                one.learn(None, verdicts)
+        for seconds, aside in self._uncounted:
+            self._plainly(1.0, seconds, aside)
+        mind.steps += len(self._uncounted)
+        mind.kinds[kind] = mind.kinds.get(kind, 0) + len(self._uncounted)
+        self._unread.clear()
+        self._uncounted.clear()
 
     def _weigh_looking(self, nearer: float, seconds: float) -> None:
         """What looking up came to in this step. nearer: as in `Done`. seconds: of all of it."""
@@ -396,8 +404,8 @@ class AutoSession(Session):
             gain = nearer / plan.price - (seconds - spent) / plain
         self.mind.looking_worth.add(gain, spent / plain)
 
-    def _plainly(self, tokens: float, seconds: float) -> None:
-        """A plain step was taken."""
+    def _plainly(self, tokens: float, seconds: float, aside: float) -> None:
+        """A plain step was taken. aside: seconds that were spent before it beside decoding."""
         tally, rests = self._tally, self.plan.kind == PROBE or not (self._looks_up or self._keeps)
         self._plain_in_a_row += 1
         warm = rests and self._plain_in_a_row > WARM_AFTER
@@ -406,7 +414,7 @@ class AutoSession(Session):
         if warm:
             self.mind.plain_seconds.append(seconds)
         tally.plain(tokens, seconds, rests, warm, self._ran_prompt)
-        tally.aside_seconds += self.aside_seconds + self._learning_seconds
+        tally.aside_seconds += aside
         if self._looks_up:
             tally.matches += self.texts.judged
         if self._keeps:
@@ -433,6 +441,7 @@ class AutoSession(Session):
 
     def _settle(self) -> None:
         """The plan stands no longer, and what it came to is taken over."""
+        self._catch_up()
         tally, self._tally, self._left = self._tally, Tally(), 0
         if tally.steps:
             self.mind.took(Taken(self._matches, self._planned_as, self.plan, tally.done(), self._behind))

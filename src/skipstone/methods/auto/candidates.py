@@ -108,15 +108,16 @@ def identities(methods: Sequence[Method], drafters: Made) -> dict[str, str]:
 
 
 def usual(model: LayeredModel, own: Method | None) -> tuple[Method, ...]:
-    """The candidates where none are named: those that need nothing, what is bundled for the model, the model in four bits where
-    the native engine has it in more, and the model's own method, where that can be one."""
-    found: list[Method] = [PromptLookup()]
+    """The candidates where none are named: those that need nothing, the model's own method, where that can be one, what is
+    bundled for the model, and the model in four bits where the native engine has it in more. Of several that could be as fast
+    the first one is tried first."""
+    found: list[Method] = [PromptLookup()] if model.family.recurrent else [PromptLookup(), Recycle()]
+    of_model: list[Method] = []
     if not model.family.recurrent:
-        found.append(Recycle())
         if bundled_name_for(model) is not None:
-            found.append(AdaDecode())
+            of_model.append(AdaDecode())
         if model.engine.name == "native" and model.engine.quantize is None:
-            found.append(SelfSpeculative(draft_quantize="int4"))
-    if own is not None and own.lossless and type(own) not in (Autoregressive, *map(type, found)):
+            of_model.append(SelfSpeculative(draft_quantize="int4"))
+    if own is not None and own.lossless and type(own) not in (Autoregressive, *map(type, (*found, *of_model))):
         found.append(own)
-    return tuple(found)
+    return (*found, *of_model)
