@@ -49,9 +49,9 @@ class Heard:
         self.steps = 0
         self.changed = threading.Condition()
 
-    def __call__(self, told: Told, step: Step | None) -> None:
+    def __call__(self, told: Told, steps: list[Step]) -> None:
         with self.changed:
-            self.steps += step is not None
+            self.steps += len(steps)
             for job, event in told:
                 if isinstance(event, Piece):
                     self.tokens.setdefault(job, []).extend(event.tokens)
@@ -89,6 +89,35 @@ def test_a_row_that_runs_its_prompt_in_turns_with_others_changes_no_text(raw: An
     assert texts[0] == written(raw, method, short, 40)
     assert texts[1] == written(raw, method, long, 20)
     assert during >= 3, "the short text went on while the long prompt was read"
+
+
+def test_of_several_prompts_the_one_that_has_waited_longest_is_run_first_and_a_long_one_lets_others_pass(raw: Any) -> None:
+    method = skipstone.Autoregressive()
+    decoder = Decoder(method.start(LayeredModel(raw), 4, 512), chunk=80, takes_turns=True)
+    prompts = {3: prompt(70, 3), 1: prompt(400, 1), 2: prompt(70, 2), 0: prompt(70, 0)}
+    for row, one in prompts.items():
+        decoder.admit(row, Request(one, 4))
+    first: list[int] = []
+    texts: dict[int, list[int]] = {row: [] for row in prompts}
+    for step in run(decoder):
+        first += [row for row in prompts if step.tokens[row] and not texts[row]]
+        for row in prompts:
+            texts[row] += step.tokens[row]
+    assert first == [3, 2, 0, 1], "by the time that they have waited, one by one; the long one takes its turns"
+    for row, one in prompts.items():
+        assert texts[row] == written(raw, method, one, 4)
+
+
+def test_short_prompts_are_run_together_and_where_nobody_takes_turns_all_are(raw: Any) -> None:
+    def together(takes_turns: bool, size: int) -> int:
+        decoder = Decoder(skipstone.Autoregressive().start(LayeredModel(raw), 4, 256), takes_turns=takes_turns)
+        for row in range(4):
+            decoder.admit(row, Request(prompt(size, row), 4))
+        return sum(bool(tokens) for tokens in decoder.step().tokens)
+
+    assert together(takes_turns=True, size=70) == 1
+    assert together(takes_turns=True, size=30) == 3, "until 64 tokens are reached"
+    assert together(takes_turns=False, size=70) == 4
 
 
 @pytest.mark.parametrize("method", METHODS, ids=repr)

@@ -80,7 +80,7 @@ def test_a_job_that_comes_while_the_thread_dies_is_told_or_refused(deadly: threa
         deadly.clear()
         ended: list[Job] = []
 
-        def heard(told: Told, step: Step | None, ended: list[Job] = ended) -> None:
+        def heard(told: Told, steps: list[Step], ended: list[Job] = ended) -> None:
             ended += [job for job, event in told if isinstance(event, Ended) and event.reason == FAILED]
 
         engine = Engine(LayeredModel(raw), 1, 4096, 10_000, heard)

@@ -35,7 +35,7 @@ class Batch:
 
     slots: of every row, for committed tokens and scratch. depth: layers of the target that count. last: the last committed
     token of every row, on the device as `root` [B] int64; it is not in the store yet. waiting: prompt tokens [T] that a row has
-    still to run; None for a row that has none."""
+    still to run; None for a row that has none. turn: of every row, when it was admitted or has run a part of its prompt."""
 
     def __init__(self, model: LayeredModel, rows: int, slots: int, depth: int) -> None:
         self.device = model.device
@@ -45,6 +45,7 @@ class Batch:
         self.root = on_device(self.last, model.device)
         self.alive = [False] * rows
         self.waiting: list[Tensor | None] = [None] * rows
+        self.turn = [0] * rows
 
     def is_free(self, row: int) -> bool:
         return not self.alive[row] and self.waiting[row] is None
@@ -55,6 +56,11 @@ class Batch:
         self.store.length[row] = known
         self.waiting[row] = request.prompt[known:].to(self.device)
         self.sampler.admit(row, request.sampling, request.prompt, request.eos)
+        self.take_turn(row)
+
+    def take_turn(self, row: int) -> None:
+        """Of all rows with a prompt to run this one is the last."""
+        self.turn[row] = max(self.turn) + 1
 
     def release(self, row: int) -> None:
         """Free a row. Its slots stay as they are until another request overwrites them."""

@@ -13,7 +13,7 @@ import torch
 from skipstone.decoding.batch import Request
 from skipstone.decoding.draft import Draft, Picked, RowVerdict, Step, Verdict
 from skipstone.decoding.sampling import Scores
-from skipstone.decoding.session import PREFILL_CHUNK, Session
+from skipstone.decoding.session import CPU_PREFILLED_TOGETHER, PREFILL_CHUNK, Session
 from skipstone.decoding.stats import Stats
 from skipstone.decoding.stopping import RunningRequest
 from skipstone.models.torch_threads import OneThread
@@ -57,13 +57,15 @@ class Decoder:
     """Rows of a session under the loop. `admit` and `release` may be called between two steps.
 
     chunk: prompt tokens a row runs in one step. recorder: called with every step's verdict. takes_turns: while some rows run
-    their prompts, the others decode in every second step; else they wait.
+    their prompts, the others decode in every second step, and on a CPU prompts are run one by one; else they wait.
     """
 
     def __init__(
         self, session: Session, *, chunk: int = PREFILL_CHUNK, recorder: Recorder | None = None, takes_turns: bool = False
     ) -> None:
         self.session, self.chunk, self.recorder, self.takes_turns = session, chunk, recorder, takes_turns
+        if takes_turns and session.model.device.type == "cpu":
+            session.prefilled_together = CPU_PREFILLED_TOGETHER
         self._prefilled = False  # in the latest step
         self._recording = 0.0  # seconds that the recorder took in it
         self.rows: list[RunningRequest | None] = [None] * session.rows

@@ -20,6 +20,8 @@ from skipstone.models.layered import LayeredModel
 from skipstone.models.passes import Pass
 
 PREFILL_CHUNK = 512  # prompt tokens that a row runs in one pass, unless told
+CPU_PREFILLED_TOGETHER = 64
+"""Prompt tokens that keep a CPU busy: further rows make a pass longer by as much as they are, and all wait for its end."""
 NO_PREDICTIONS = "a prediction is drafted by methods that look drafts up: auto or prompt_lookup"
 
 
@@ -58,6 +60,7 @@ class Session:
         self._make_batch = partial(Batch, model, rows, capacity + scratch, depth or model.depth)
         self.shortlist: Tensor | None = None  # [S], the ids that drafts are picked from
         self.drafter: LayeredModel | None = None  # the target's layers in fewer bits, where these draft
+        self.prefilled_together: int | None = None  # prompt tokens from which on a pass takes no further row
 
     @property
     def batch(self) -> Batch:
@@ -159,15 +162,11 @@ class Session:
         self.batch.waiting[row] = tokens
 
     def prefill(self, chunk: int) -> tuple[Scores | None, list[int]]:
-        """Run up to `chunk` prompt tokens of each of the first waiting rows.
+        """Run up to `chunk` prompt tokens of the row that has waited longest, and of waiting rows behind it.
 
         Returns (scores [B, 1, V], rows whose prompt is done), (None, []) while no prompt is.
         """
-        first = next(row for row, prompt in enumerate(self.batch.waiting) if prompt is not None)
-        stop = first
-        while stop < self.rows and self.batch.waiting[stop] is not None:
-            stop += 1
-        rows = range(first, stop)
+        rows = self._prefilled_rows(chunk)
         parts = [prompt[:chunk] for row in rows if (prompt := self.batch.waiting[row]) is not None]
         counts = [len(part) for part in parts]
         tokens = torch.nn.utils.rnn.pad_sequence(parts, batch_first=True)
@@ -180,6 +179,7 @@ class Session:
             rest = self.batch.waiting[row]
             assert rest is not None
             self.batch.waiting[row] = rest[count:] if len(rest) > count else None
+            self.batch.take_turn(row)
             if self.batch.waiting[row] is None:
                 done.append(row)
                 self.alive[row] = True
@@ -188,6 +188,14 @@ class Session:
         last = on_device(counts, hidden.device) - 1
         logits = self.model.logits(hidden[torch.arange(len(rows), device=hidden.device), last][:, None])
         return self._prefill_scores(logits, rows, done), done
+
+    def _prefilled_rows(self, chunk: int) -> range:
+        waiting, most = self.batch.waiting, self.prefilled_together
+        first = min((row for row in range(self.rows) if waiting[row] is not None), key=lambda row: self.batch.turn[row])
+        tokens, stop = 0, first
+        while stop < self.rows and (prompt := waiting[stop]) is not None and (most is None or tokens < most):
+            tokens, stop = tokens + min(len(prompt), chunk), stop + 1
+        return range(first, stop)
 
     def _prefill_pass(self, rows: range, counts: list[int]) -> Pass:
         bases = [self.store.length[row] for row in rows]

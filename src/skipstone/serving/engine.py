@@ -1,6 +1,6 @@
 """The model's thread: a bounded queue of jobs, rows that join and leave between steps.
 
-Everything that touches the model happens in this one thread. Others put jobs into a queue and are told events, a list a step.
+Everything that touches the model happens in this one thread. Others put jobs into a queue and are told events, many at once.
 """
 
 import logging
@@ -21,14 +21,17 @@ MOST_LANES = 4
 """Methods that have rows at a time: each has keys and values of its own."""
 CHUNK = 256
 """Prompt tokens that a row runs between two decoding steps of the others."""
+POSTED_EVERY = 0.005
+"""Seconds between two lists of events: who reads along sees no difference, and every list takes another thread some of the
+interpreter's time, which the next step of a small model waits for. First tokens and ends of texts wait for nothing."""
 RETRY_AFTER = 1
 """Seconds after which a client may ask again where the queue is full."""
 DIED = "the model's thread has ended by an error: see the server's log"
 """What is said from then on."""
 
 Told = list[tuple[Job, Event]]
-Post = Callable[[Told, Step | None], None]
-"""Called in the model's thread with what happened in a step, and the step, if one was taken."""
+Post = Callable[[Told, list[Step]], None]
+"""Called in the model's thread with what happened in some steps, and these."""
 
 logger = logging.getLogger(__name__)
 
@@ -45,6 +48,9 @@ class Engine:
         self._lanes: dict[str, Lane] = {}
         self._reading: Reading | None = None  # of a prompt that waits
         self._told: Told = []
+        self._steps: list[Step] = []  # of which nobody was told yet
+        self._posted = 0.0  # when somebody was told last, in seconds of the monotonic clock
+        self._urgent = False  # whether what is to be told does not wait
         self._open = 0  # jobs that have not ended
         self._waits = 0  # of these, those without a row
         self._lock = threading.Lock()
@@ -113,7 +119,7 @@ class Engine:
             for job in self._all():
                 self._tell(job, Ended(FAILED, DIED))
             self._waits = 0
-            self._tell_all(None)
+            self._tell_all()
 
     def _all(self) -> list[Job]:
         """Jobs that wait or have a row."""
@@ -121,17 +127,19 @@ class Engine:
 
     def _run(self) -> None:
         while not self._stopped:
-            self._receive(wait=not (self._waiting or any(lane.busy for lane in self._lanes.values())))
+            idle = not (self._waiting or any(lane.busy for lane in self._lanes.values()))
+            self._urgent |= idle
+            self._tell_all()
+            self._receive(wait=idle)
             self._expire()
             self._read()
             self._admit()
             for lane in list(self._lanes.values()):
-                if lane.busy:
-                    self._tell_all(self._step(lane))
-            self._tell_all(None)
+                if lane.busy and (step := self._step(lane)) is not None:
+                    self._steps.append(step)
         for job in self._all():
             self._tell(job, Ended(CANCELLED, "the server was stopped", 503))
-        self._tell_all(None)
+        self._tell_all()
 
     def _receive(self, wait: bool, calls: bool = True) -> None:
         """What came in since the last step; the first of it is waited for where there is nothing to do. calls: whether what
@@ -151,12 +159,18 @@ class Engine:
         if isinstance(event, Ended):
             with self._lock:
                 self._open -= 1
+        self._urgent |= isinstance(event, Ended) or event.step == 0
         self._told.append((job, event))
 
-    def _tell_all(self, step: Step | None) -> None:
-        told, self._told = self._told, []
-        if told or step is not None:
-            self._post(told, step)
+    def _tell_all(self) -> None:
+        """What happened since it was told last, where that does not wait."""
+        now = time.monotonic()
+        if not (self._urgent or now - self._posted >= POSTED_EVERY):
+            return
+        told, steps, self._told, self._steps = self._told, self._steps, [], []
+        self._posted, self._urgent = now, False
+        if told or steps:
+            self._post(told, steps)
 
     def _expire(self) -> None:
         """Give up what has no time left."""

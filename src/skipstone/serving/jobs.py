@@ -2,7 +2,7 @@
 
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from skipstone.decoding.batch import Request
 from skipstone.decoding.draft import Step
@@ -121,3 +121,19 @@ class Ended:
 
 
 Event = Piece | Ended
+
+
+def joined(events: Sequence[tuple[Job, Event]]) -> list[tuple[Job, Event]]:
+    """The same, with all that came of one job as one piece: the latest step's, with the tokens of all."""
+    found: list[tuple[Job, Event]] = []
+    place: dict[Job, int] = {}
+    for job, event in events:
+        before = found[place[job]][1] if job in place else None
+        if isinstance(event, Piece) and isinstance(before, Piece):
+            likely = None if event.likely is None else [*(before.likely or ()), *event.likely]
+            tokens, origin = [*before.tokens, *event.tokens], [*before.origin, *event.origin]
+            found[place[job]] = job, replace(event, tokens=tokens, origin=origin, likely=likely)
+        else:
+            place[job] = len(found)
+            found.append((job, event))
+    return found

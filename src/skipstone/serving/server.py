@@ -15,7 +15,7 @@ from skipstone.models.layered import LayeredModel
 from skipstone.serving.answers import Answer, Choice
 from skipstone.serving.asking import Asking
 from skipstone.serving.engine import DIED, Engine, Told
-from skipstone.serving.jobs import CANCELLED, FAILED, STOP, Ended, Event, Job, Piece, Refused
+from skipstone.serving.jobs import CANCELLED, FAILED, STOP, Ended, Event, Job, Piece, Refused, joined
 from skipstone.serving.metrics import Metrics
 from skipstone.serving.schemas import ChatBody
 from skipstone.serving.tools import MARKS, Calls
@@ -134,14 +134,14 @@ class Server:
 
     # -------------------------------------------------------------------------------------------------- from the model
 
-    def _post(self, told: Told, step: Step | None) -> None:
+    def _post(self, told: Told, steps: list[Step]) -> None:
         try:
-            self._loop.call_soon_threadsafe(self._take, told, step)
+            self._loop.call_soon_threadsafe(self._take, told, steps)
         except RuntimeError:  # the loop is closed: nobody listens any more
             logger.debug("an event came after the end")
 
-    def _take(self, told: Told, step: Step | None) -> None:
-        if step is not None:
+    def _take(self, told: Told, steps: list[Step]) -> None:
+        for step in steps:
             self.metrics.step(step)
         if (engine := self._engine) is not None:
             self.metrics.running.set(engine.running)
@@ -163,7 +163,7 @@ class Server:
         engine.submit(jobs)
         self._queues.update(dict.fromkeys(jobs, listener))
         begun(answer, body)
-        return answer, self._updates(engine, answer, listener)
+        return answer, self._updates(engine, answer, listener, whole_steps=body.stream_speculative)
 
     def _choice(self, index: int, job: Job, body: Any) -> Choice:
         if not (isinstance(body, ChatBody) and body.offered):
@@ -184,25 +184,34 @@ class Server:
                 if self._engine is not None:
                     self._engine.cancel(choice.job)
 
-    async def _updates(self, engine: Engine, answer: Answer, listener: asyncio.Queue[tuple[Job, Event]]) -> Updates:
-        """Until all have ended, or nobody listens any more. Refused where one could not be written."""
+    async def _updates(
+        self, engine: Engine, answer: Answer, listener: asyncio.Queue[tuple[Job, Event]], *, whole_steps: bool | str
+    ) -> Updates:
+        """Until all have ended, or nobody listens any more. Refused where one could not be written. whole_steps: whether what
+        every step has committed is an update of its own."""
         running = {choice.job: choice for choice in answer.choices}
         try:
             while running:
-                job, event = await listener.get()
-                if (choice := running.get(job)) is None:
-                    continue
-                choice.seconds = time.monotonic() - job.asked
-                update = self._more(choice, event) if isinstance(event, Piece) else self._last(choice, event)
-                if choice.reason is not None:
-                    del running[job]
-                    self._leave(job)
-                    self.metrics.ended(choice)
-                    if isinstance(event, Piece):
-                        engine.cancel(job)
-                yield update
+                events = [await listener.get()]
+                while not listener.empty():
+                    events.append(listener.get_nowait())
+                for job, event in events if whole_steps else joined(events):
+                    if (choice := running.get(job)) is None:
+                        continue
+                    update = self._update(choice, event)
+                    if choice.reason is not None:
+                        del running[job]
+                        self._leave(job)
+                        self.metrics.ended(choice)
+                        if isinstance(event, Piece):
+                            engine.cancel(job)
+                    yield update
         finally:
             self.abandon(answer)
+
+    def _update(self, choice: Choice, event: Event) -> Update:
+        choice.seconds = time.monotonic() - choice.job.asked
+        return self._more(choice, event) if isinstance(event, Piece) else self._last(choice, event)
 
     def _leave(self, job: Job) -> None:
         self._queues.pop(job, None)

@@ -1,0 +1,40 @@
+"""What is told of jobs, many events at once."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import torch
+
+import skipstone
+from skipstone.decoding.batch import Request
+from skipstone.serving.jobs import LENGTH, Ended, Job, Likely, Piece, joined
+
+
+def job() -> Job:
+    return Job(Request(torch.tensor([1, 2]), 8), skipstone.Autoregressive())
+
+
+def piece(step: int, *tokens: int) -> Piece:
+    likely = [Likely(-float(token), [(token, -float(token))]) for token in tokens]
+    return Piece(step, list(tokens), ["bonus"] * len(tokens), likely, 3, "layerskip", f"step {step}", (1.0, 2.0))
+
+
+def test_what_came_of_a_job_is_one_piece_with_the_tokens_of_all_and_its_end_stays_behind_it() -> None:
+    one, other = job(), job()
+    end = Ended(LENGTH)
+    events = [(one, piece(0, 7)), (other, piece(4, 1)), (one, piece(1, 8, 9)), (one, end), (other, piece(5, 2))]
+    found = joined(events)
+    assert [owner for owner, _ in found] == [one, other, one]
+    assert found[0][1] == replace(piece(1, 7, 8, 9), reason="step 1")
+    assert found[1][1] == piece(5, 1, 2)
+    assert found[2][1] is end
+    assert events[0][1] == piece(0, 7), "what was told is as it was"
+
+
+def test_nothing_is_told_of_probabilities_that_nobody_asked_for() -> None:
+    one = job()
+    silent = [(one, replace(piece(step, step), likely=None)) for step in range(3)]
+    ((_, found),) = joined(silent)
+    assert isinstance(found, Piece)
+    assert (found.tokens, found.likely) == ([0, 1, 2], None)
