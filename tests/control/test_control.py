@@ -312,7 +312,7 @@ def test_copied_text_grades_no_recycled_tokens() -> None:
     copied = replace(control.decide(state), kind=LOOKUP, drafts=(24,))
     after = learning.observe(state, copied, Done(24, 2.0, verified=24, ranks=(0,) * 24))
     assert after.ranks == state.ranks
-    plain = learning.observe(state, Plan(PLAIN, 1.0, None, ""), Done(1, 1.0, ranks=(0,), rests=False))
+    plain = learning.observe(state, Plan(PLAIN, 1.0, None, ""), Done(1, 1.0, ranks=(0,), busy=(1, 1.0)))
     assert plain.ranks != state.ranks
 
 

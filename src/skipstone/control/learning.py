@@ -54,7 +54,8 @@ LEAST_ROOM = 12.0
 """Plain steps that may still be lost, up to which a step that loses time is learnt from at once. Otherwise a few plans are
 waited for: as many, and as bad ones as there are, hardly lose more."""
 MOST_COLD = 1.5
-"""Plain steps that one behind a draft counts as at most."""
+"""Plain steps that one behind a draft, or one in which something was looked up, counts as at most: what takes more was the doing
+of something else."""
 TIMED_OF = 4
 """Plans, about one of which teaches what drafting and scoring take where that is known well."""
 THRESHOLDS_KEPT = 64
@@ -148,7 +149,7 @@ def _counted(state: State, plain: Cost, plan: Plan, done: Done) -> tuple[float, 
     """The time of steps that counts, in plain steps, whether it was a stall, and the pace after them. plain: what a plain step
     takes, by what is known then."""
     pace, now = state.pace, state.position + round(done.tokens)
-    if plan.kind in (PLAIN, PROBE) and done.rests:
+    if plan.kind in (PLAIN, PROBE):
         if not plain.surprises and (done.warm is None or done.warm[0]):
             pace = Pace(watched_from=now + PACE_CHECKED) if pace.changed else Pace()
         return _plain_time(plain, done), False, pace
@@ -165,12 +166,19 @@ def _counted(state: State, plain: Cost, plan: Plan, done: Done) -> tuple[float, 
 
 
 def _plain_time(plain: Cost, done: Done) -> float:
-    """What plain steps count as: one each, but for those that find caches which a draft has filled."""
+    """What plain steps count as: one each, but for those that find caches which a draft has filled, or that were busy."""
+    busy, busy_seconds = done.busy
+    taken = min(max(busy_seconds / plain.value, float(busy)), MOST_COLD * busy)
+    return taken + _quiet_time(plain, done.steps - busy, done.seconds - busy_seconds, done)
+
+
+def _quiet_time(plain: Cost, steps: int, seconds: float, done: Done) -> float:
+    """The same of those that were not busy. steps, seconds: of these."""
     if done.behind_prompt:
-        return float(done.steps)
-    warm, median = done.warm or (done.steps, 0.0)
-    cold = done.steps - warm
-    return warm + min(max((done.seconds - warm * median) / plain.value, float(cold)), MOST_COLD * cold) if cold else float(warm)
+        return float(steps)
+    warm, median = done.warm or (steps, 0.0)
+    cold = steps - warm
+    return warm + min(max((seconds - warm * median) / plain.value, float(cold)), MOST_COLD * cold) if cold else float(warm)
 
 
 def _spread(spread: Rate, plan: Plan, done: Done) -> Rate:
@@ -188,7 +196,7 @@ def _timed(state: State, plan: Plan, done: Done) -> tuple[Costs, bool, Ledger]:
     """What steps are believed to take after another one, whether its time was a surprise, and the ledger before it."""
     if plan.kind not in (PLAIN, PROBE):
         return *_timed_draft(state.costs, state, plan, done), state.ledger
-    if not done.rests:
+    if done.busy[0] == done.steps:
         return state.costs, False, state.ledger
     costs, ledger = _timed_plain(state, done)
     return costs, False, ledger

@@ -340,9 +340,9 @@ class Done:
     the last. matches: of every row that had one. ranks: of every committed token of one row, its place among those that were
     kept for the one before it, beyond all for one that was not. aside_seconds: spent before the steps beside decoding, on
     shadows, and on learning before plain ones. learning_seconds: spent on learning before steps that drafted, and part of
-    `seconds`. rests: whether nothing was looked up or kept in plain steps, so that they took what plain decoding
-    takes. slowest: tokens of the row that has most to write yet, which a batch ends with; None where that is `tokens`.
-    more_verified, more_passes: of all steps but that one. warm: of plain steps that rest, how many stood behind WARM_AFTER
+    `seconds`. busy: plain steps in which something was looked up or kept, and their seconds; all others took what plain
+    decoding takes. slowest: tokens of the row that has most to write yet, which a batch ends with; None where that is `tokens`.
+    more_verified, more_passes: of all steps but that one. warm: of other plain steps, how many stood behind WARM_AFTER
     others, and what one of these took, the lower median, as a stall makes a step longer and nothing makes it shorter; None
     where that is all of them. behind_prompt: whether those that did not stood behind a prompt, as plain decoding's do.
 
@@ -362,7 +362,7 @@ class Done:
     aside_seconds: float = 0.0
     learning_seconds: float = 0.0
     steps: int = 1
-    rests: bool = True
+    busy: tuple[int, float] = (0, 0.0)
     slowest: float | None = None
     more_verified: int = 0
     more_passes: int = 0

@@ -102,10 +102,10 @@ def test_of_plain_steps_only_those_that_are_warm_tell() -> None:
     for seconds, warm in ((1.3, False), (1.1, False), (9.0, True), (1.0, True), (1.2, True)):
         tally.plain(1.0, seconds, True, warm, False)
     done = tally.done()
-    assert (done.tokens, done.steps, done.rests, done.warm) == (5.0, 5, True, (3, 1.2))
+    assert (done.tokens, done.steps, done.busy, done.warm) == (5.0, 5, (0, 0.0), (3, 1.2))
     assert done.seconds == pytest.approx(13.6)
     tally.plain(1.0, 5.0, False, True, False)
-    assert not tally.done().rests
+    assert tally.done().busy == (1, 5.0)
     assert tally.done().warm == (3, 1.2), "something else was done in the last one"
 
 

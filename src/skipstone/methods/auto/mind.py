@@ -194,7 +194,7 @@ class Tally:
     tokens: float = 0.0
     seconds: float = 0.0
     steps: int = 0
-    rests: bool = True
+    busy: tuple[int, float] = (0, 0.0)
     slowest: float | None = None
     verified: int = 0
     passes: int = 0
@@ -212,7 +212,7 @@ class Tally:
         self.seconds += seconds
         self.steps += 1
         if not rests:
-            self.rests = False
+            self.busy = self.busy[0] + 1, self.busy[1] + seconds
         elif warm:
             self.warm_seconds.append(seconds)
         elif behind_prompt:
@@ -256,7 +256,7 @@ class Tally:
             self.aside_seconds,
             self.learning_seconds,
             self.steps,
-            self.rests,
+            self.busy,
             self.slowest,
             self.verified,
             self.passes,
@@ -271,7 +271,7 @@ class Tally:
             ranks=self.ranks,
             aside_seconds=self.aside_seconds,
             steps=self.steps,
-            rests=self.rests,
+            busy=self.busy,
             warm=(len(self.warm_seconds), median_low(self.warm_seconds or [0.0])),
             behind_prompt=self.behind_prompt,
         )
