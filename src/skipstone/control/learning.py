@@ -54,8 +54,8 @@ LEAST_ROOM = 12.0
 """Plain steps that may still be lost, up to which a step that loses time is learnt from at once. Otherwise a few plans are
 waited for: as many, and as bad ones as there are, hardly lose more."""
 MOST_COLD = 1.5
-"""Plain steps that one behind a draft, or one in which something was looked up, counts as at most: what takes more was the doing
-of something else."""
+"""Plain steps that one behind a draft, or one in which something was looked up, counts as at most: what takes more was the
+doing of something else."""
 TIMED_OF = 4
 """Plans, about one of which teaches what drafting and scoring take where that is known well."""
 THRESHOLDS_KEPT = 64
