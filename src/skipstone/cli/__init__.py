@@ -12,7 +12,23 @@ import typer
 from typer.core import TyperGroup
 
 from skipstone import __version__
-from skipstone.cli import bench, chat, check, costs, demo, env, families, generate, inspect, methods, search, serve, train, tune
+from skipstone.cli import (
+    batch,
+    bench,
+    chat,
+    check,
+    costs,
+    demo,
+    env,
+    families,
+    generate,
+    inspect,
+    methods,
+    search,
+    serve,
+    train,
+    tune,
+)
 from skipstone.cli.terminal import INTERRUPTED, report
 
 
@@ -57,7 +73,7 @@ def root(
 
 
 VERBS = (demo.demo, generate.generate, chat.chat, check.check, inspect.inspect, costs.costs, search.search, tune.tune)
-for verb in (*VERBS, serve.serve, methods.methods, families.families, env.env):
+for verb in (*VERBS, serve.serve, batch.batch, methods.methods, families.families, env.env):
     app.command(rich_help_panel="Verbs")(verb)
 for name, group in (("bench", bench.bench), ("train", train.train)):
     app.add_typer(group, name=name, rich_help_panel="Verbs")

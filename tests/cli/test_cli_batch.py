@@ -1,0 +1,100 @@
+"""`skipstone batch`: files in, files out, refusals in one sentence, and a process that is killed with -9."""
+
+from __future__ import annotations
+
+import io
+import json
+import re
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+from rich.console import Console
+
+from skipstone.cli import batch, terminal
+from skipstone.offline.journal import journal_of
+from tests.helpers.batches import greedy, many, read, request, texts, write
+from tests.helpers.commandline import assert_refused, expected, run, succeed
+from tests.helpers.served import SLOW
+
+PROMPT = "def add(a, b):"
+
+
+def test_texts_are_those_of_transformers_and_one_line_says_what_was_done(folder: Path, tmp_path: Path) -> None:
+    bodies = [greedy(PROMPT, 12), greedy("import", 20), greedy(PROMPT, 5, model="mine")]
+    requests = [request(f"r{place}", body) for place, body in enumerate(bodies)]
+    path, output = write(tmp_path / "in.jsonl", requests), tmp_path / "out.jsonl"
+    result = succeed("batch", path, output, "--model", folder, "--served-model-name", "mine", "--max-num-seqs", 2)
+    assert re.fullmatch(r"\S*out\.jsonl: 3 lines, 0 of them errors, in [\d.]+ s\n", result.stderr)
+    assert result.stdout == ""
+    assert list(texts(output).values()) == [expected(folder, body["prompt"], body["max_tokens"])[1] for body in bodies]
+    content = output.read_bytes()
+    assert_refused(run("batch", path, output, "--model", folder), "exists already, and is never overwritten")
+    succeed("batch", path, output, "--model", folder, "--resume")
+    assert output.read_bytes() == content
+
+
+def test_the_exit_code_tells_that_some_lines_failed(folder: Path, tmp_path: Path) -> None:
+    path = write(tmp_path / "in.jsonl", [request("good", greedy("x", 2)), request("bad", greedy("x", 0))])
+    result = run("batch", path, tmp_path / "out.jsonl", "--model", folder)
+    assert result.exit_code == batch.SOME_FAILED
+    assert "2 lines, 1 of them errors" in result.stderr
+    again = run("batch", path, tmp_path / "out.jsonl", "--model", folder, "--resume")
+    assert again.exit_code == batch.SOME_FAILED
+
+
+def test_bad_input_is_one_sentence_and_leaves_nothing(folder: Path, tmp_path: Path) -> None:
+    output, good = tmp_path / "out.jsonl", request("a", greedy("x"))
+    path = write(tmp_path / "bad.jsonl", [good, "{"])
+    assert_refused(run("batch", path, output, "--model", folder), "bad.jsonl, line 2: it is no JSON")
+    path = write(tmp_path / "twice.jsonl", [good, good])
+    assert_refused(run("batch", path, output, "--model", folder), "line 2: line 1 has the custom_id 'a', too")
+    assert_refused(run("batch", tmp_path / "none.jsonl", output, "--model", folder), "No such file")
+    path = write(tmp_path / "in.jsonl", [good])
+    assert_refused(run("batch", path, tmp_path / "no" / "out.jsonl", "--model", folder), "no such folder")
+    assert_refused(run("batch", path, output, "--model", tmp_path / "nothing"), "nothing")
+    assert_refused(run("batch", path, output, "--method", "layerskip exit_layer=99", "--model", folder), "exit_layer")
+    assert_refused(run("batch", path, output, "--address", "localhost:1"), "need --ray")
+    assert sorted(one.name for one in tmp_path.iterdir()) == ["bad.jsonl", "in.jsonl", "twice.jsonl"]
+
+
+def test_progress_has_a_bar_where_somebody_looks_and_what_was_there_says_nothing_of_the_speed(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    shown = io.StringIO()
+    monkeypatch.setattr(terminal, "console", lambda stderr: Console(file=shown, force_terminal=True, width=120))
+    with batch._progress(10) as tell:
+        tell(4, 1)
+        time.sleep(0.3)
+        tell(5, 2)
+    assert "5/10" in shown.getvalue()
+    assert "2 errors" in shown.getvalue()
+    assert "left:" in shown.getvalue()
+
+
+def test_a_process_that_is_killed_loses_nothing_and_does_nothing_twice(tmp_path: Path) -> None:
+    path, output = write(tmp_path / "in.jsonl", many(30, tokens=40)), tmp_path / "out.jsonl"
+    succeed("batch", path, tmp_path / "whole.jsonl")
+    command = [sys.executable, "-m", "skipstone", "batch", str(path), str(output), "--max-num-seqs", "2"]
+    process = subprocess.Popen(command, stderr=subprocess.PIPE)
+    began = time.monotonic()
+    while not (journal_of(output).exists() and len(journal_of(output).read_bytes().splitlines()) > 5):
+        assert process.poll() is None, process.stderr and process.stderr.read()
+        assert time.monotonic() - began < SLOW
+        time.sleep(0.01)
+    process.send_signal(signal.SIGKILL)
+    process.wait(30)
+    assert not output.exists(), "it was killed before its end"
+    there = [json.loads(line)["index"] for line in journal_of(output).read_text().splitlines()[1:-1]]
+    assert_refused(run("batch", path, output), "of a run that was interrupted: --resume goes on with it")
+    before = journal_of(output).read_bytes()
+    assert_refused(run("batch", path, output, "--resume", "--served-model-name", "other"), "called is 'skipstone-nano' there")
+    assert journal_of(output).read_bytes() == before
+    succeed("batch", path, output, "--resume")
+    assert output.read_bytes() == (tmp_path / "whole.jsonl").read_bytes()
+    assert len(there) >= 4
+    assert [one["custom_id"] for one in read(output)] == [f"request-{place}" for place in range(30)]
+    assert not journal_of(output).exists()
