@@ -125,7 +125,7 @@ def test_flags_are_frozen() -> None:
         --kv-dtype --device-map --offload-folder --tp --trust-remote-code --compare --repeat --json --stats --explain --color
         --no-color --debug"""
     assert generate == {*of_the_verb.split()}
-    verbs = "batch bench chat check costs demo env families generate inspect methods search serve train tune"
+    verbs = "batch bench chat check costs demo env export families generate inspect methods search serve train tune"
     assert set(root.commands) == {*verbs.split()}
     assert set(root.commands["bench"].commands) == {"run", "report", "compare", "surrogate"}
     checks = {name for parameter in root.commands["check"].params for name in parameter.opts}
@@ -152,6 +152,10 @@ def test_flags_are_frozen() -> None:
         *("requests", "output", "--model", "--resume", "--method", "--speculative-config", "--served-model-name"),
         *("--max-num-seqs", "--max-model-len", "--ray", "--address", "--actors", "--cpus-per-actor", "--dtype", "--device"),
         *("--engine", "--quantize", "--kv-dtype", "--trust-remote-code", "--debug"),
+    }
+    exporting = {name for parameter in root.commands["export"].params for name in parameter.opts}
+    assert exporting == {
+        *("model", "out", "--to", "--exit-layer", "--method", "--dtype", "--type", "--pre-tokenizer", "--debug")
     }
     training = root.commands["train"].commands
     assert set(training) == {"layerskip", "heads"}

@@ -1,0 +1,215 @@
+"""llama.cpp's own speculative decoding with an exported draft, beside its plain decoding and skipstone, one interleaved run.
+
+    python recipes/measure/llama_cpp_draft.py LLAMA-SERVER [--rounds 5] [--new 128] [--most-prompts 8]
+
+LLAMA-SERVER: the program `llama-server`, with the flags of llama.cpp's releases of 2026. The bundled model is exported in
+float32 (`skipstone export skipstone-nano ... --to gguf` and `--to draft`), and every prompt is decoded greedily by
+
+- llama-server with target.gguf, and with draft.gguf beside it by three settings,
+- skipstone's native engine: plainly, with the exported checkpoint as a draft model of its own, and with LayerSkip.
+
+Prompts are token ids. Prompts after which the model ends its text are left out, since llama.cpp cannot write past an end.
+Prints tokens a second (all prompts together, prefill included, the median over rounds and their range), what share of the
+drafts was accepted, and whether the texts are those of skipstone's plain decoding. The times of llama.cpp are those that it
+tells itself, so that HTTP costs it nothing. Its servers have a thread a core, as skipstone has, and wait without computing.
+Measure on an idle machine.
+"""
+
+import argparse
+import statistics
+import subprocess
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from socket import socket
+from typing import Any
+
+import httpx
+import torch
+
+import skipstone
+from skipstone.decoding.method import OWN_FIELD
+from skipstone.export.draft import write_draft
+from skipstone.export.gguf.file import DRAFT, TARGET, write_pair
+from skipstone.export.gguf.vocabulary import vocabulary_of
+from skipstone.export.layers import kept
+from skipstone.models.engines.native.threads import cores
+from skipstone.models.layered import LayeredModel
+from skipstone.tasks.sets import named
+
+READY = 60.0  # seconds that a server has to load a file
+SETTLES = 0.05  # seconds in which threads stop waiting for work in a loop before anybody else's turn
+HOST = "127.0.0.1"
+EXACT = ["-fa", "off", "-ctk", "f32", "-ctv", "f32"]
+EXACT_DRAFT = ["-ctkd", "f32", "-ctvd", "f32"]
+"""Keys and values in float32, which is what skipstone computes in."""
+DRAFTING: dict[str, list[str]] = {
+    "its defaults": [],
+    "8 drafts": ["--spec-draft-n-max", "8"],
+    "8 drafts, p 0.5": ["--spec-draft-n-max", "8", "--spec-draft-p-min", "0.5"],
+}
+"""How llama.cpp is asked to draft; the last is the model's own setting of LayerSkip."""
+
+
+@dataclass
+class Answer:
+    """ids: new ones. seconds: from the question to the last id. drafted, accepted: tokens."""
+
+    ids: list[int]
+    seconds: float
+    drafted: int = 0
+    accepted: int = 0
+
+
+@dataclass
+class Row:
+    """A way to decode, and what it did. speeds: tokens a second of every round. texts: of every prompt."""
+
+    call: Callable[[list[int], int], Answer]
+    speeds: list[float] = field(default_factory=list)
+    texts: list[list[int]] = field(default_factory=list)
+    drafted: int = 0
+    accepted: int = 0
+
+
+@contextmanager
+def server(program: str, arguments: list[str]) -> Iterator[Callable[[list[int], int], Answer]]:
+    """llama-server while the block runs. RuntimeError where it ends or is not ready in time."""
+    with socket() as free:
+        free.bind((HOST, 0))
+        port = str(free.getsockname()[1])
+    own = ["--host", HOST, "--port", port, "-t", str(cores()), "-c", "1024", "-np", "1"]
+    quiet = subprocess.DEVNULL
+    process = subprocess.Popen([program, *arguments, *own], stdout=quiet, stderr=quiet)
+    try:
+        with httpx.Client(base_url=f"http://{HOST}:{port}", timeout=READY) as http:
+            _wait(process, http)
+            yield lambda ids, new: _asked(http, ids, new)
+    finally:
+        process.terminate()
+        process.wait()
+
+
+def _wait(process: subprocess.Popen[bytes], http: httpx.Client) -> None:
+    deadline = time.monotonic() + READY
+    while time.monotonic() < deadline:
+        if process.poll() is not None:
+            raise RuntimeError(f"llama-server has ended with {process.returncode}")
+        try:
+            if http.get("/health").status_code == 200:
+                return
+        except httpx.TransportError:
+            pass
+        time.sleep(0.1)
+    raise RuntimeError("llama-server is not ready")
+
+
+def _asked(http: httpx.Client, ids: list[int], new: int) -> Answer:
+    asked = {
+        "prompt": ids,
+        "n_predict": new,
+        "temperature": 0,
+        "ignore_eos": True,
+        "return_tokens": True,
+        "cache_prompt": False,
+    }
+    said = http.post("/completion", json=asked).raise_for_status().json()
+    times = said["timings"]
+    seconds = (times["prompt_ms"] + times["predicted_ms"]) / 1000
+    return Answer(said["tokens"], seconds, times.get("draft_n", 0), times.get("draft_n_accepted", 0))
+
+
+def ours(model: Any, method: Any) -> Callable[[list[int], int], Answer]:
+    """skipstone's native engine with a method."""
+
+    def call(ids: list[int], new: int) -> Answer:
+        prompt, began = torch.tensor([ids]), time.perf_counter()
+        options: dict[str, Any] = {"engine": "native", "max_new_tokens": new, "do_sample": False}
+        out = skipstone.generate(model, prompt, method, attention_mask=torch.ones_like(prompt), **options)
+        seconds = time.perf_counter() - began
+        assert out.new_tokens is not None
+        assert out.stats is not None
+        return Answer(out.new_tokens[0], seconds, out.stats.drafted, out.stats.accepted)
+
+    return call
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("server")
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--new", type=int, default=128)
+    parser.add_argument("--most-prompts", type=int, default=8)
+    asked = parser.parse_args()
+    model, tokenizer = skipstone.load(dtype=torch.float32)
+    layered, defaults = LayeredModel(model), model.generation_config
+    assert defaults is not None
+    own = getattr(defaults, OWN_FIELD)
+    end: Any = tokenizer.eos_token_id
+    defaults.eos_token_id = None  # all texts are equally long
+    with tempfile.TemporaryDirectory() as name, ExitStack() as stack:
+        folder, keeps = Path(name), kept(layered)
+        write_pair(layered, vocabulary_of(tokenizer, model, "gpt-2"), keeps, folder / "pair", "F32", "nano")
+        write_draft(layered, tokenizer, keeps, folder / "draft")
+        plain = ["-m", str(folder / "pair" / TARGET), *EXACT]
+        drafting = [*plain, "-md", str(folder / "pair" / DRAFT), "--spec-type", "draft-simple", *EXACT_DRAFT]
+        separate = skipstone.Speculative(
+            draft_model=str(folder / "draft"),
+            num_speculative_tokens=keeps.drafts,
+            schedule="confidence",
+            confidence_threshold=keeps.threshold,
+        )
+        rows = {"llama.cpp, plain": Row(stack.enter_context(server(asked.server, plain)))}
+        for told, more in DRAFTING.items():
+            rows[f"llama.cpp, draft: {told}"] = Row(stack.enter_context(server(asked.server, [*drafting, *more])))
+        rows["skipstone, plain"] = Row(ours(model, "autoregressive"))
+        rows["skipstone, the draft as a model"] = Row(ours(model, separate))
+        rows["skipstone, LayerSkip"] = Row(ours(model, own))
+        prompts = endless(rows["skipstone, plain"].call, tokenizer, end, asked.new, asked.most_prompts)
+        measure(rows, prompts, asked.rounds, asked.new)
+    report(rows, len(prompts), asked)
+
+
+def endless(plain: Callable[[list[int], int], Answer], tokenizer: Any, end: int, new: int, most: int) -> list[list[int]]:
+    """Bundled prompts, at most so many, after which the model does not end its text."""
+    task = named("self")
+    prompts = [list(tokenizer.encode(task.ask(row)[0])) for row in task.records(None)[::3]]
+    return [ids for ids in prompts if end not in plain(ids, new).ids][:most]
+
+
+def measure(rows: dict[str, Row], prompts: list[list[int]], rounds: int, new: int) -> None:
+    """All rows, prompt by prompt, round by round, behind one that is not counted."""
+    for number in range(-1, rounds):
+        seconds = dict.fromkeys(rows, 0.0)
+        for ids in prompts:
+            for name, row in rows.items():
+                answer = row.call(ids, new)
+                seconds[name] += answer.seconds
+                time.sleep(SETTLES)
+                if number < 0:
+                    row.texts.append(answer.ids)
+                    row.drafted, row.accepted = row.drafted + answer.drafted, row.accepted + answer.accepted
+        if number >= 0:
+            for name, row in rows.items():
+                row.speeds.append(len(prompts) * new / seconds[name])
+
+
+def report(rows: dict[str, Row], prompts: int, asked: argparse.Namespace) -> None:
+    """A Markdown table."""
+    print(f"{prompts} prompts, {asked.new} new tokens, {asked.rounds} rounds, {cores()} cores, float32\n")
+    print("| | tokens/s | x llama.cpp, plain | x skipstone, plain | drafts accepted | same texts |")
+    print("| --- | --- | --- | --- | --- | --- |")
+    middle = {name: statistics.median(row.speeds) for name, row in rows.items()}
+    for name, row in rows.items():
+        speed = f"{middle[name]:.0f} ({min(row.speeds):.0f}-{max(row.speeds):.0f})"
+        ratios = [f"{middle[name] / middle[base]:.2f}" for base in ("llama.cpp, plain", "skipstone, plain")]
+        share = f"{row.accepted / row.drafted:.2f}" if row.drafted else ""
+        same = sum(one == other for one, other in zip(row.texts, rows["skipstone, plain"].texts, strict=True))
+        print(f"| {name} | {speed} | {' | '.join(ratios)} | {share} | {same} of {prompts} |")
+
+
+if __name__ == "__main__":
+    main()

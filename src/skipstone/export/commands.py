@@ -1,0 +1,43 @@
+"""The commands with which other engines take an export. docs/export.md says which of them were run."""
+
+import json
+import shlex
+from pathlib import Path
+
+from skipstone.export.gguf.file import DRAFT, TARGET
+from skipstone.export.layers import Kept
+
+
+def for_draft(target: str, folder: Path, kept: Kept) -> dict[str, str]:
+    """Engines and what to type there for a draft checkpoint. target: the folder or hub id of the model."""
+    model, draft, count = shlex.quote(target), shlex.quote(str(folder)), kept.drafts
+    speculative = json.dumps({"method": "draft_model", "model": str(folder), "num_speculative_tokens": count})
+    return {
+        "transformers": "target.generate(**inputs, "
+        f"assistant_model=AutoModelForCausalLM.from_pretrained({json.dumps(str(folder))}, dtype=target.dtype))",
+        "vLLM": f"vllm serve {model} --speculative-config {shlex.quote(speculative)}",
+        "SGLang": f"python -m sglang.launch_server --model-path {model} --speculative-algorithm STANDALONE "
+        f"--speculative-draft-model-path {draft} --speculative-num-steps {count} --speculative-eagle-topk 1 "
+        f"--speculative-num-draft-tokens {count + 1}",
+        "TensorRT-LLM": f"trtllm-serve {model} --backend pytorch --extra_llm_api_options draft.yaml, draft.yaml being "
+        + json.dumps(
+            {
+                "disable_overlap_scheduler": True,
+                "speculative_config": {
+                    "decoding_type": "DraftTarget",
+                    "max_draft_len": count,
+                    "speculative_model": str(folder),
+                },
+            }
+        ),
+        "llama.cpp": f"takes GGUF files: skipstone export {model} FOLDER --to gguf",
+    }
+
+
+def for_gguf(folder: Path, kept: Kept) -> dict[str, str]:
+    """Engines and what to type there for a pair of GGUF files."""
+    target, draft = (shlex.quote(str(folder / name)) for name in (TARGET, DRAFT))
+    least = "" if kept.threshold is None else f" --spec-draft-p-min {kept.threshold:g}"
+    return {
+        "llama.cpp": f"llama-server -m {target} -md {draft} --spec-type draft-simple --spec-draft-n-max {kept.drafts}{least}"
+    }

@@ -1,0 +1,161 @@
+"""A part of a model's layers, with its norm and head, as an ordinary Hugging Face checkpoint.
+
+Every export is read back and compared with what skipstone itself computes by those layers before it gets its name.
+"""
+
+import copy
+from pathlib import Path
+from typing import Any
+
+import torch
+from huggingface_hub.errors import StrictDataclassError
+from torch import Tensor
+
+from skipstone.decoding.method import OWN_FIELD
+from skipstone.export.layers import Kept
+from skipstone.files import hidden_folder, publish
+from skipstone.loading import load_model
+from skipstone.models.derivation import close
+from skipstone.models.kvstore import KVStore
+from skipstone.models.layered import LayeredModel
+from skipstone.models.modules import DecoderModules
+from skipstone.models.passes import Pass, SkipSet
+
+PROBE = 24  # random ids of the text that an export is compared on
+NUMBERED = ("mlp_only_layers",)
+"""Fields of a config that list numbers of layers."""
+NOT_OF_LAYERS = ("architectures",)
+"""Lists of a config, beside those of token ids, that have no entry for every layer, whatever their length is."""
+
+
+def refuse(model: LayeredModel) -> None:
+    """ValueError for a model of which a part of the layers, with the norm and the head, is no model of its type."""
+    family, kind = model.family, model.config.model_type
+    if model.config is not model.model.config:
+        raise ValueError(
+            f"this {model.model.config.model_type} model wraps a {kind} model: export takes text models by themselves"
+        )
+    if getattr(model.model.config, "quantization_config", None):
+        raise ValueError("the weights are quantised, and an export holds plain ones: export the model that was quantised")
+    if family.recurrent:
+        raise ValueError(
+            f"layers of this {kind} model keep states that have no positions, which a draft model cannot take back by position"
+        )
+    if family.streams > 1 or family.per_layer_inputs or family.shares:
+        raise ValueError(
+            f"an early exit of this {kind} model is more than its norm and its head (its layers share keys and values, or are "
+            "given more than the states of the layer before), which a shorter model does not do"
+        )
+    if len(family.leaving) != 1:
+        between = ", ".join(family.leaving) or "nothing"
+        raise ValueError(
+            f"an early exit of this {kind} model is not norm and head: between its layers and its head is {between}"
+        )
+
+
+def shortened(config: Any, layers: tuple[int, ...]) -> Any:
+    """The config of a model with only these layers, numbered anew; fields with an entry for every layer keep theirs. ValueError
+    where the type has no such config."""
+    depth, known = config.num_hidden_layers, config.to_dict()
+    for name, value in known.items():
+        if name in NUMBERED and value:
+            known[name] = [place for place, layer in enumerate(layers) if layer in value]
+        elif isinstance(value, (list, tuple)) and len(value) == depth and not _other(name):
+            known[name] = [value[layer] for layer in layers]
+    known[config.attribute_map.get("num_hidden_layers", "num_hidden_layers")] = len(layers)
+    try:
+        return type(config).from_dict(known)
+    except (ValueError, TypeError, LookupError, StrictDataclassError) as error:
+        raise ValueError(f"the config of this {config.model_type} model cannot say which layers are left: {error}") from error
+
+
+def _other(name: str) -> bool:
+    return name in NOT_OF_LAYERS or "token_id" in name
+
+
+def cut(model: LayeredModel, layers: tuple[int, ...]) -> Any:
+    """A transformers model with only these layers, which shares its weights with the model. It holds parameters and cannot run:
+    what is no part of a checkpoint was not made. ValueError as in `refuse` and `shortened`."""
+    refuse(model)
+    if model.family.post_norm and layers != tuple(range(len(layers))):
+        raise ValueError(
+            f"a layer of this {model.config.model_type} model changes its input even where both of its sublayers are skipped, "
+            "so that a model without it is another one: export its first layers"
+        )
+    config = shortened(model.config, layers)
+    with torch.device("meta"):
+        draft = type(model.model)(config)
+    try:
+        draft.load_state_dict(_renumbered(model, layers), strict=True, assign=True)
+    except RuntimeError as error:
+        raise ValueError(f"a {config.model_type} model of {len(layers)} layers has other weights: {error}") from error
+    draft.tie_weights()
+    draft.generation_config = copy.deepcopy(model.model.generation_config)
+    if hasattr(draft.generation_config, OWN_FIELD):
+        delattr(draft.generation_config, OWN_FIELD)
+    return draft.eval()
+
+
+def _renumbered(model: LayeredModel, layers: tuple[int, ...]) -> dict[str, Tensor]:
+    """The weights of the layers that are left, under their new numbers, and all that are in no layer."""
+    owned = getattr(model.decoder, model.family.layers)
+    (path,) = [name for name, module in model.model.named_modules() if module is owned]
+    places = {str(layer): str(place) for place, layer in enumerate(layers)}
+    found = {}
+    for name, weight in model.model.state_dict().items():
+        if not name.startswith(f"{path}."):
+            found[name] = weight
+            continue
+        number, _, rest = name.removeprefix(f"{path}.").partition(".")
+        if number in places:
+            found[f"{path}.{places[number]}.{rest}"] = weight
+    return found
+
+
+def write_draft(model: LayeredModel, tokenizer: Any, kept: Kept, folder: Path) -> int:
+    """Write the layers that are kept, with norm, head and tokenizer, as a checkpoint that is whole or not there. Returns its
+    parameters.
+
+    folder: made here. FileExistsError where it is there. ValueError for a model of which this is no model (`cut`), or whose
+    export computes something else than the layers do.
+    """
+    if folder.exists():
+        raise FileExistsError(17, "there already, and an export overwrites nothing", str(folder))
+    draft = cut(model, kept.layers)
+    draft.generation_config.num_assistant_tokens = kept.drafts
+    draft.generation_config.num_assistant_tokens_schedule = "constant"
+    draft.generation_config.assistant_confidence_threshold = kept.threshold or 0.0
+    with hidden_folder(folder) as hidden:
+        draft.save_pretrained(hidden)
+        tokenizer.save_pretrained(hidden)
+        expect_same(model, kept, hidden)
+        publish(hidden, folder)
+    return sum(weight.numel() for weight in draft.parameters())
+
+
+@torch.inference_mode()
+def expect_same(model: LayeredModel, kept: Kept, folder: Path) -> None:
+    """ValueError where the checkpoint in a folder computes something else than the layers of a model that are kept."""
+    draft = load_model(folder, dtype=model.model.dtype)
+    reaches, own = DecoderModules(draft).family.reaches, model.family.reaches
+    generator = torch.Generator().manual_seed(0)
+    ids = torch.randint(0, model.embeddings, (1, PROBE), generator=generator)
+    theirs = draft(ids, use_cache=False).logits.float()
+    if reaches != tuple(own[layer] for layer in kept.layers) or not close(theirs, exit_logits(model, kept, ids)):
+        raise ValueError(
+            f"a {model.config.model_type} model of {kept.described} does not compute what these layers do: its config "
+            "cannot say which layers are left"
+        )
+
+
+@torch.inference_mode()
+def exit_logits(model: LayeredModel, kept: Kept, ids: Tensor) -> Tensor:
+    """What skipstone drafts from behind every token of a text: the layers that are kept, then norm and head. ids: [1, T].
+    Returns [1, T, V] float32."""
+    length, left = ids.shape[1], frozenset(range(model.depth)) - frozenset(kept.layers)
+    positions = torch.arange(length, device=model.device)[None]
+    store = KVStore(1, model.depth, length)
+    store.reserve(length)
+    at = Pass(positions, positions, None, slice(0, 1), length, 0)
+    layers, skip = (range(len(kept.layers)), None) if kept.first else (range(model.depth), SkipSet(left, left))
+    return model.logits(model.run(model.embed(ids.to(model.device), positions), at, store, layers, skip))

@@ -1,0 +1,1 @@
+"""Models and their tokenizers as GGUF files for llama.cpp."""

@@ -1,0 +1,129 @@
+"""What a model is to llama.cpp: the name of its architecture, its hyper-parameters, its tensors.
+
+What llama.cpp computes otherwise than transformers, or is not known to compute at all, is refused by name.
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
+
+from skipstone.extras import installed
+from skipstone.models.families import kinds
+
+NO_ROPE_EVERY = 4  # llama.cpp's SmolLM3 has no rotary phases in every fourth layer, whatever the file says
+
+
+@dataclass(frozen=True)
+class Architecture:
+    """How llama.cpp has one of transformers' model types.
+
+    name: llama.cpp's. interleaved: the two halves of a rotated head lie side by side in its files. biases: ends of the names of
+    biases that it has. rope_factors: it reads factors of the rotary frequencies (Llama 3).
+    """
+
+    name: str
+    interleaved: bool = False
+    biases: tuple[str, ...] = ()
+    rope_factors: bool = False
+
+
+ARCHITECTURES: dict[str, Architecture] = {
+    "llama": Architecture("llama", interleaved=True, rope_factors=True),
+    "qwen2": Architecture("qwen2", biases=("q_proj.bias", "k_proj.bias", "v_proj.bias")),
+    "qwen3": Architecture("qwen3"),
+    "smollm3": Architecture("smollm3", interleaved=True),
+}
+"""By transformers' model type."""
+
+
+def architecture_of(config: Any) -> Architecture:
+    """The architecture of a model with a config. ValueError, which names what it is, for one that llama.cpp does not compute as
+    transformers does."""
+    kind = config.model_type
+    if kind not in ARCHITECTURES:
+        raise ValueError(f"no GGUF files of {kind} models are written here, expected one of {', '.join(ARCHITECTURES)}")
+    found = ARCHITECTURES[kind]
+    if reason := _unknown(config, found):
+        raise ValueError(f"this {kind} model has {reason}, which its GGUF file could not say")
+    return found
+
+
+def _unknown(config: Any, found: Architecture) -> str | None:
+    """What a config asks for that is not known here; None where all is."""
+    rope = config.rope_parameters
+    rope_type = rope.get("rope_type", "default")
+    if config.hidden_act != "silu":
+        return f"the activation {config.hidden_act!r}"
+    if set(kinds(config)) != {"full_attention"}:
+        return "layers with a sliding window"
+    if rope_type != "default" and not (rope_type == "llama3" and found.rope_factors):
+        return f"rotary phases of the type {rope_type!r}"
+    if rope.get("partial_rotary_factor", 1.0) != 1.0:
+        return "heads of which a part is rotated"
+    if found.name == "smollm3":
+        expected = [int((layer + 1) % NO_ROPE_EVERY != 0) for layer in range(config.num_hidden_layers)]
+        if list(config.no_rope_layers) != expected:
+            return f"layers without rotary phases other than every {NO_ROPE_EVERY}th"
+    return None
+
+
+def head_size(config: Any) -> int:
+    """Numbers of a head of a model with a config."""
+    return getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+
+
+def write_hyperparameters(writer: Any, config: Any) -> None:
+    """Give a GGUFWriter what a config says."""
+    size = head_size(config)
+    writer.add_block_count(config.num_hidden_layers)
+    writer.add_context_length(config.max_position_embeddings)
+    writer.add_embedding_length(config.hidden_size)
+    writer.add_feed_forward_length(config.intermediate_size)
+    writer.add_head_count(config.num_attention_heads)
+    writer.add_head_count_kv(config.num_key_value_heads)
+    writer.add_key_length(size)
+    writer.add_value_length(size)
+    writer.add_rope_dimension_count(size)
+    writer.add_rope_freq_base(config.rope_parameters["rope_theta"])
+    writer.add_layer_norm_rms_eps(config.rms_norm_eps)
+    writer.add_vocab_size(config.vocab_size)
+
+
+def tensors(model: Any, found: Architecture) -> Iterator[tuple[str, Tensor]]:
+    """llama.cpp's names of a model's weights, and these as its files have them, in the model's dtype. model: a transformers
+    model. ValueError for a weight that the architecture does not have."""
+    gguf, config = installed("gguf", "GGUF files need gguf", "export"), model.config
+    number = next(one for one, name in gguf.MODEL_ARCH_NAMES.items() if name == found.name)
+    titles = gguf.get_tensor_name_map(number, config.num_hidden_layers)
+    for name, weight in model.state_dict().items():
+        if name == "lm_head.weight" and config.tie_word_embeddings:
+            continue
+        title = titles.get_name(name, try_suffixes=(".weight", ".bias"))
+        if title is None or (name.endswith(".bias") and not name.endswith(found.biases or ("none",))):
+            raise ValueError(f"llama.cpp's {found.name} models have no {name}")
+        if found.interleaved and "self_attn.q_proj" in name:
+            weight = interleaved(weight, config.num_attention_heads)
+        elif found.interleaved and "self_attn.k_proj" in name:
+            weight = interleaved(weight, config.num_key_value_heads)
+        yield title, weight
+    if config.rope_parameters.get("rope_type") == "llama3":
+        yield "rope_freqs.weight", rope_factors(config)
+
+
+def interleaved(weight: Tensor, heads: int) -> Tensor:
+    """The rows of a query or key projection in the order of llama.cpp's rotary phases, where halves of a head lie side by side.
+    weight: [heads * h, d]. Returns the same shape."""
+    size = weight.shape[0] // heads
+    return weight.reshape(heads, 2, size // 2, -1).transpose(1, 2).reshape(weight.shape)
+
+
+def rope_factors(config: Any) -> Tensor:
+    """What llama.cpp divides the rotary frequencies by, [h / 2] float32: those of the base over those of the model."""
+    scaled, _ = ROPE_INIT_FUNCTIONS["llama3"](config, torch.device("cpu"))  # [h / 2]
+    size = head_size(config)
+    exponents = torch.arange(0, size, 2, dtype=torch.float32) / size
+    return config.rope_parameters["rope_theta"] ** -exponents / scaled.float()

@@ -1,0 +1,89 @@
+"""GGUF files of a target and of its draft, tokenizer included."""
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from skipstone.export.draft import cut
+from skipstone.export.gguf.architecture import architecture_of, tensors, write_hyperparameters
+from skipstone.export.gguf.vocabulary import Vocabulary
+from skipstone.export.layers import Kept
+from skipstone.extras import installed
+from skipstone.files import hidden_folder, publish
+from skipstone.models.layered import LayeredModel
+
+TYPES = {"F32": 4, "F16": 2, "BF16": 2}
+"""Types that matrices may be stored in, and bytes of a number. Vectors stay float32."""
+TYPE_OF = {torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16"}
+LARGEST_F16 = 65504.0  # the largest number of float16
+TARGET, DRAFT = "target.gguf", "draft.gguf"
+
+
+def stored_type(model: Any, asked: str | None) -> str:
+    """The type that a model's matrices are stored in. asked: None for the model's own. ValueError for one that is none of
+    TYPES."""
+    kind = TYPE_OF.get(model.dtype) if asked is None else asked
+    if kind not in TYPES:
+        raise ValueError(f"weights are stored as {', '.join(TYPES)}, found {asked or model.dtype}")
+    return kind
+
+
+def write_pair(model: LayeredModel, vocabulary: Vocabulary, kept: Kept, folder: Path, kind: str, name: str) -> None:
+    """Write a model and the draft of the layers that are kept as TARGET and DRAFT in a folder that is whole or not there.
+
+    kind: one of TYPES. name: what the model is called. FileExistsError where the folder is there. ValueError for a model that
+    llama.cpp does not compute as transformers does, or that cannot be cut (`draft.cut`).
+    """
+    if folder.exists():
+        raise FileExistsError(17, "there already, and an export overwrites nothing", str(folder))
+    draft = cut(model, kept.layers)
+    with hidden_folder(folder) as hidden:
+        write_model(hidden / TARGET, model.model, vocabulary, kind, name)
+        write_model(hidden / DRAFT, draft, vocabulary, kind, f"{name} draft")
+        publish(hidden, folder)
+
+
+def write_model(path: Path, model: Any, vocabulary: Vocabulary, kind: str, name: str) -> None:
+    """Write a transformers model as a GGUF file, one weight after the other. The rest is as in `write_pair`. What fails leaves
+    a part of a file."""
+    gguf, found = installed("gguf", "GGUF files need gguf", "export"), architecture_of(model.config)
+    writer = gguf.GGUFWriter(path, found.name)
+    try:
+        writer.add_type("model")
+        writer.add_name(name)
+        writer.add_file_type(gguf.LlamaFileType["ALL_F32" if kind == "F32" else f"MOSTLY_{kind}"])
+        writer.add_quantization_version(gguf.GGML_QUANT_VERSION)
+        write_hyperparameters(writer, model.config)
+        vocabulary.write(writer)
+        for title, weight in tensors(model, found):
+            stored = _stored(weight, kind)
+            number = gguf.GGMLQuantizationType[stored]
+            writer.add_tensor_info(title, tuple(weight.shape), np.dtype(np.float32), weight.numel() * TYPES[stored], number)
+        writer.write_header_to_file()
+        writer.write_kv_data_to_file()
+        writer.write_ti_data_to_file()
+        for values in _arrays(gguf, model, kind):
+            writer.write_tensor_data(values)
+    finally:
+        writer.close()
+
+
+def _stored(weight: Tensor, kind: str) -> str:
+    """The type that a weight is stored in."""
+    return "F32" if weight.ndim == 1 else kind
+
+
+def _arrays(gguf: Any, model: Any, kind: str) -> Iterator[Any]:
+    """The weights as they are stored. ValueError for one that its type has no numbers for."""
+    for title, weight in tensors(model, architecture_of(model.config)):
+        values = weight.detach().float().contiguous().numpy()
+        stored = _stored(weight, kind)
+        if stored == "F16" and np.abs(values).max() > LARGEST_F16:
+            raise ValueError(
+                f"{title} has numbers beyond {LARGEST_F16:g}, the largest of F16: store the weights as BF16 or F32"
+            )
+        yield gguf.quants.quantize(values, gguf.GGMLQuantizationType[stored])

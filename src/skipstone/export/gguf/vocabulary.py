@@ -1,0 +1,161 @@
+"""A byte-level BPE tokenizer as the fields of a GGUF file."""
+
+import json
+from dataclasses import dataclass
+from typing import Any
+
+from skipstone.extras import installed
+
+LLAMA3_SPLIT = (
+    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+)
+QWEN2_SPLIT = LLAMA3_SPLIT.replace(r"\p{N}{1,3}", r"\p{N}")
+Rule = tuple[tuple[str, Any], ...]
+"""How a text is cut into words: (kind, what it says) of every step."""
+RULES: dict[str, tuple[Rule, bool]] = {
+    "llama-bpe": ((("split", LLAMA3_SPLIT), ("bytes", False)), True),
+    "qwen2": ((("split", QWEN2_SPLIT), ("bytes", False)), False),
+    "smollm": ((("digits", True), ("bytes", True)), False),
+    "gpt-2": ((("bytes", True),), False),
+}
+"""llama.cpp's names of rules, the rules, and whether a word that is a token itself is looked up before any merge."""
+
+
+@dataclass(frozen=True)
+class Vocabulary:
+    """What a GGUF file says of a tokenizer.
+
+    tokens: of every id, spelled as in the tokenizer; a byte is a letter there. types: llama.cpp's type of every id. merges: the
+    parts of each with a space between. rule: llama.cpp's name of how a text is cut into words. known: it is the
+    tokenizer's own. ids: names of special tokens and their ids. adds: "bos" and "eos", and whether a text gets one.
+    template: of a chat.
+    """
+
+    tokens: list[str]
+    types: list[int]
+    merges: list[str]
+    rule: str
+    known: bool
+    ids: dict[str, int]
+    adds: dict[str, bool]
+    template: str | None
+
+    def write(self, writer: Any) -> None:
+        """Give a GGUFWriter all of it."""
+        writer.add_tokenizer_model("gpt2")
+        writer.add_tokenizer_pre(self.rule)
+        writer.add_token_list(self.tokens)
+        writer.add_token_types(self.types)
+        writer.add_token_merges(self.merges)
+        for name, number in self.ids.items():
+            getattr(writer, f"add_{name}_token_id")(number)
+        for name, added in self.adds.items():
+            getattr(writer, f"add_add_{name}_token")(added)
+        if self.template is not None:
+            writer.add_chat_template(self.template)
+
+
+def vocabulary_of(tokenizer: Any, model: Any, rule: str | None = None) -> Vocabulary:
+    """The vocabulary of a tokenizer for a model, which says how many ids there are and which end a text.
+
+    rule: one of RULES, where the tokenizer's own is none of them; prompts that are texts are then cut into other tokens.
+    ValueError for a tokenizer that is no byte-level BPE, or that does what a GGUF file cannot say.
+    """
+    backend = getattr(tokenizer, "backend_tokenizer", None)
+    if backend is None:
+        raise ValueError(f"the tokenizer is a {type(tokenizer).__name__}, expected one with a tokenizer.json")
+    said = json.loads(backend.to_str())
+    _expect_bytes(said)
+    own = _own_rule(said)
+    if rule is not None and rule not in RULES:
+        raise ValueError(f"a pre-tokenizer must be one of {', '.join(RULES)}, found {rule!r}")
+    if own is None and rule is None:
+        raise ValueError(
+            "the tokenizer cuts texts into words by a rule of its own, and llama.cpp knows those of "
+            f"{', '.join(RULES)} here: --pre-tokenizer NAME writes one of them all the same, for prompts that are given as "
+            "token ids; as texts they become other tokens"
+        )
+    tokens, types = _tokens(said, model.get_input_embeddings().weight.shape[0])
+    merges = [one if isinstance(one, str) else " ".join(one) for one in said["model"]["merges"]]
+    template = tokenizer.chat_template
+    return Vocabulary(
+        tokens=tokens,
+        types=types,
+        merges=merges,
+        rule=own or str(rule),
+        known=own is not None,
+        ids=_special(tokenizer, model),
+        adds=_added(tokenizer),
+        template=template.get("default") if isinstance(template, dict) else template,
+    )
+
+
+def _expect_bytes(said: dict[str, Any]) -> None:
+    """ValueError for a tokenizer that is no byte-level BPE. said: its tokenizer.json."""
+    model, normalizer = said["model"], said["normalizer"] or {}
+    if model["type"] != "BPE":
+        raise ValueError(f"the tokenizer is of the type {model['type']}, expected a byte-level BPE")
+    if model.get("byte_fallback") or (said["decoder"] or {}).get("type") != "ByteLevel":
+        raise ValueError("the tokenizer is a BPE over characters (SentencePiece's), expected a byte-level one")
+    if odd := [name for name in ("continuing_subword_prefix", "end_of_word_suffix", "dropout") if model.get(name)]:
+        raise ValueError(f"the tokenizer has {', '.join(odd)}, which a GGUF file does not say")
+    parts = normalizer.get("normalizers", [normalizer] if normalizer else [])
+    if other := {one["type"] for one in parts} - {"NFC"}:
+        raise ValueError(f"the tokenizer normalises texts by {', '.join(sorted(other))}, which a GGUF file does not say")
+
+
+def _own_rule(said: dict[str, Any]) -> str | None:
+    """llama.cpp's name of a tokenizer's rule; None where it has none."""
+    before = said["pre_tokenizer"] or {}
+    steps = tuple(_step(one) for one in before.get("pretokenizers", [before]))
+    own = steps, bool(said["model"].get("ignore_merges"))
+    return next((name for name, rule in RULES.items() if rule == own), None)
+
+
+def _step(said: dict[str, Any]) -> tuple[str, Any]:
+    """One step of a rule; of a kind that no known rule has for what is not known."""
+    match said:
+        case {"type": "Split", "pattern": {"Regex": regex}, "behavior": "Isolated", "invert": False}:
+            return "split", regex
+        case {"type": "Digits", "individual_digits": alone}:
+            return "digits", alone
+        case {"type": "ByteLevel", "add_prefix_space": False, "use_regex": regex}:
+            return "bytes", regex
+    return "unknown", said.get("type")
+
+
+def _tokens(said: dict[str, Any], size: int) -> tuple[list[str], list[int]]:
+    """The token of every id and its type. size: ids that the model has. ValueError where the tokenizer has more."""
+    kinds = installed("gguf", "GGUF files need gguf", "export").TokenType
+    found = {number: (token, kinds.NORMAL) for token, number in said["model"]["vocab"].items()}
+    for one in said["added_tokens"]:
+        found[one["id"]] = one["content"], kinds.CONTROL if one["special"] else kinds.USER_DEFINED
+    if (last := max(found)) >= size:
+        raise ValueError(f"the tokenizer has the id {last}, and the model has embeddings of {size} ids")
+    every = [found.get(number, (f"[PAD{number}]", kinds.UNUSED)) for number in range(size)]
+    return [token for token, _ in every], [int(kind) for _, kind in every]
+
+
+def _special(tokenizer: Any, model: Any) -> dict[str, int]:
+    """Names and ids of the tokens that begin, end, pad a text. Where several end it, the second is the end of a turn and the
+    third that of a message."""
+    ends = model.generation_config.eos_token_id
+    ends = [] if ends is None else [ends] if isinstance(ends, int) else list(ends)
+    ends = list(dict.fromkeys([one for one in [tokenizer.eos_token_id, *ends] if one is not None]))
+    found: dict[str, int] = dict(zip(("eos", "eot", "eom"), ends, strict=False))
+    for name in ("bos", "unk", "pad"):
+        if (number := getattr(tokenizer, f"{name}_token_id")) is not None:
+            found[name] = number
+    return found
+
+
+def _added(tokenizer: Any) -> dict[str, bool]:
+    """Whether a text gets a token of the beginning, and one of the end. ValueError where it gets others."""
+    bare, whole = (list(tokenizer("a", add_special_tokens=added)["input_ids"]) for added in (False, True))
+    begins, ends = [tokenizer.bos_token_id], [tokenizer.eos_token_id]
+    for bos, eos in ((False, False), (True, False), (False, True), (True, True)):
+        if whole == begins * bos + bare + ends * eos:
+            return {"bos": bos, "eos": eos}
+    raise ValueError(
+        f"the tokenizer makes {whole} of a text of {bare}, expected its own tokens of the beginning and the end at most"
+    )

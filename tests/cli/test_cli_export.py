@@ -1,0 +1,101 @@
+"""`skipstone export`: two formats, the commands for other engines, and refusals in a sentence that leave nothing behind."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import gguf
+import pytest
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from tests.helpers.commandline import PROMPT, assert_refused, expected, run, succeed
+
+NANO = "skipstone-nano"
+
+
+def test_a_draft_and_the_commands_for_other_engines(folder: Path, tmp_path: Path) -> None:
+    out = tmp_path / "a draft"
+    said = succeed("export", folder, out, "--to", "draft", "--exit-layer", 2).stdout
+    assert f"{out}: layers 0 to 1 of 4, with norm and head, " in said
+    lines = {line.split(":")[0].strip(): line for line in said.splitlines()[2:]}
+    assert list(lines) == ["transformers", "vLLM", "SGLang", "TensorRT-LLM", "llama.cpp"]
+    speculative = json.loads(lines["vLLM"].partition("'")[2].rpartition("'")[0])
+    assert speculative == {"method": "draft_model", "model": str(out), "num_speculative_tokens": 6}
+    assert f"--speculative-draft-model-path '{out}' --speculative-num-steps 6" in lines["SGLang"]
+    options = json.loads(lines["TensorRT-LLM"].partition(" being ")[2])
+    assert options["speculative_config"] == {"decoding_type": "DraftTarget", "max_draft_len": 6, "speculative_model": str(out)}
+    target, draft = AutoModelForCausalLM.from_pretrained(folder), AutoModelForCausalLM.from_pretrained(out)
+    ids = AutoTokenizer.from_pretrained(out)(PROMPT, return_tensors="pt")["input_ids"]
+    text = target.generate(ids, assistant_model=draft, max_new_tokens=24, do_sample=False)
+    assert text[0, ids.shape[1] :].tolist() == expected(folder)[0]
+
+
+def test_the_bundled_model_as_a_pair_of_files(tmp_path: Path) -> None:
+    out = tmp_path / "pair"
+    said = succeed("export", NANO, out, "--to", "gguf", "--type", "F32", "--pre-tokenizer", "gpt-2").stdout
+    assert f"{out / 'draft.gguf'}: layers 0 to 5 of 24, with norm and head, F32" in said
+    assert f"-md {out / 'draft.gguf'} --spec-type draft-simple --spec-draft-n-max 8 --spec-draft-p-min 0.5" in said
+    assert "The files cut texts as gpt-2 does, not as the tokenizer: give prompts as token ids." in said
+    files = {path.name: gguf.GGUFReader(path) for path in out.iterdir()}
+    assert {name: file.fields["llama.block_count"].contents() for name, file in files.items()} == {
+        "target.gguf": 24,
+        "draft.gguf": 6,
+    }
+
+
+def test_weights_keep_their_own_type(tmp_path: Path) -> None:
+    succeed("export", NANO, tmp_path / "pair", "--to", "gguf", "--pre-tokenizer", "gpt-2")
+    file = gguf.GGUFReader(tmp_path / "pair" / "target.gguf")
+    assert {one.tensor_type.name for one in file.tensors} == {"BF16", "F32"}
+
+
+def test_a_method_says_which_layers_are_left(folder: Path, tmp_path: Path) -> None:
+    method = "self_speculative skip_attention=2 skip_mlp=2"
+    said = succeed("export", folder, tmp_path / "draft", "--method", method).stdout
+    assert "layers 0 to 1 and 3 of 4, with norm and head" in said
+    assert '"num_speculative_tokens": 12' in said
+
+
+@pytest.mark.parametrize(
+    ("flags", "said"),
+    [
+        ((), "names no method of its own: say which layers draft by --exit-layer E"),
+        (("--exit-layer", 4), "exit_layer must lie between 1 and 3 for a model of 4 layers, found 4"),
+        (("--exit-layer", 2, "--method", "early_exit"), "give either an exit layer or a method, found both"),
+        (("--method", "self_speculative skip_attention=1 skip_mlp=2"), "skips the attention of layer 1 and the MLP of layer 2"),
+        (("--method", "adadecode heads=x"), "adadecode does not draft with layers of the model alone"),
+        (("--exit-layer", 2, "--to", "eagle"), "--to must be one of draft, gguf, found 'eagle'"),
+        (("--exit-layer", 2, "--to", "gguf", "--type", "Q8_0"), "--type must be one of F32, F16, BF16, found 'Q8_0'"),
+        (("--exit-layer", 2, "--type", "F32"), "--type is for --to gguf"),
+    ],
+)
+def test_bad_input_is_one_sentence(flags: tuple[str, ...], said: str, folder: Path, tmp_path: Path) -> None:
+    assert_refused(run("export", folder, tmp_path / "out", *flags), said)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_what_is_there_is_never_overwritten(folder: Path, tmp_path: Path) -> None:
+    (tmp_path / "out").mkdir()
+    result = run("export", folder, tmp_path / "out", "--exit-layer", 2)
+    assert_refused(result, f"{tmp_path / 'out'}: there already, and an export overwrites nothing")
+    assert_refused(run("export", folder, tmp_path / "no" / "out", "--exit-layer", 2), "no such folder")
+
+
+def test_a_rule_of_its_own_is_refused_without_a_flag(tmp_path: Path) -> None:
+    result = run("export", NANO, tmp_path / "pair", "--to", "gguf")
+    assert_refused(result, "the tokenizer cuts texts into words by a rule of its own")
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_gguf_is_an_extra(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "gguf", None)
+    result = run("export", folder, tmp_path / "pair", "--exit-layer", 2, "--to", "gguf")
+    assert_refused(result, 'GGUF files need gguf: pip install "skipstone[export]"')
+
+
+def test_the_models_own_method_is_the_default(variant: Callable[..., Path], tmp_path: Path) -> None:
+    own = variant("generation_config.json", skipstone={"method": "layerskip", "exit_layer": 1}, _from_model_config=False)
+    assert "layer 0 of 4, with norm and head" in succeed("export", own, tmp_path / "draft").stdout
