@@ -4,7 +4,8 @@
 
 Of every task and method: milliseconds a request, of setup, prefill, drafting, scoring and all else, and requests of 100 tokens
 or more that were slower than .93 of plain decoding. Of `auto`: a plain step as it believed it to be, over one of the row
-"autoregressive" on the same prompt, the median.
+"autoregressive" on the same prompt, the median; and its speed over that of the fixed row that was fastest on all prompts of
+the task, by quarters of the prompts, as it learns.
 """
 
 import argparse
@@ -30,6 +31,15 @@ def plain_step(row: dict[str, Any]) -> float:
     return (stats["seconds_draft"] + stats["seconds_score"] + stats["seconds_other"]) / max(stats["steps"], 1)
 
 
+def by_quarters(lines: list[dict[str, Any]]) -> list[float]:
+    """`auto` over the best fixed row of a task's lines."""
+    fixed = [name for name in lines[0]["rows"] if not name.startswith(("auto", "plain"))]
+    best = min(fixed, key=lambda name: sum(line["rows"][name]["seconds"] for line in lines))
+    parts = [lines[len(lines) * part // 4 : len(lines) * (part + 1) // 4] for part in range(4)]
+    seconds = [[sum(line["rows"][name]["seconds"] for line in part) for name in (best, "auto")] for part in parts]
+    return [fast / own for fast, own in seconds]
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("run", type=Path)
@@ -50,6 +60,10 @@ def main() -> None:
         print(f"| {task} | {name} | {means} | {sum(slow[task, name])} of {len(slow[task, name])} |")
     for task, ratios in believed.items():
         print(f"{task}: auto takes a plain step to be {median(ratios):.2f} of what it is")
+    known = [line for line in lines if line["kind"] == "prompt" and "auto" in line["rows"]]
+    for task in dict.fromkeys((line["task"], line["temperature"]) for line in known):
+        quarters = by_quarters([line for line in known if (line["task"], line["temperature"]) == task])
+        print(f"{task[0]}, T = {task[1]:g}: of the best fixed row {', '.join(f'{one:.2f}' for one in quarters)} by quarters")
 
 
 if __name__ == "__main__":
