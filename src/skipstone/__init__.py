@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from skipstone.hf.enable import disable as disable
     from skipstone.hf.enable import enable as enable
     from skipstone.hf.generation import Output as Output
+    from skipstone.hub.push import push as push
     from skipstone.loading import load as load
     from skipstone.methods import METHODS as METHODS
     from skipstone.methods import AdaDecode as AdaDecode
@@ -53,6 +54,7 @@ _NAMES = {
     "decoding.stats": ("Stats",),
     "hf.enable": ("custom_generate", "disable", "enable"),
     "hf.generation": ("Output",),
+    "hub.push": ("push",),
     "loading": ("load",),
     "methods": (
         *("METHODS", "AdaDecode", "AdaSD", "Auto", "Autoregressive", "EarlyExit", "Jacobi", "LayerSkip", "Lookahead"),

@@ -15,6 +15,7 @@ from transformers.distributed.configuration_utils import DistributedConfig
 
 from skipstone.assets import NANO
 from skipstone.extras import installed
+from skipstone.fetching import hub_name, refused
 from skipstone.models import gguf
 from skipstone.models.checkpoints import auto_class, expect_fit
 from skipstone.models.engines.choice import Setup, attach
@@ -45,8 +46,9 @@ def load(  # noqa: PLR0913
 ) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
     """Load a causal language model, ready to decode, and its tokenizer.
 
-    name: a folder, a hub id or a .gguf file; None for the bundled model, skipstone-nano. dtype: of the weights; "auto" takes
-    the checkpoint's, and float32 for the bundled model and for a .gguf file, whose weights are unpacked. Other weights come
+    name: a folder, a hub id (ORG/NAME or ORG/NAME@REVISION) or a .gguf file; None for the bundled model, skipstone-nano. dtype:
+    of the weights; "auto" takes the checkpoint's, and float32 for the bundled model and for a .gguf file, whose weights are
+    unpacked. Other weights come
     from safetensors only. device_map: layers on several devices, or offloaded to the CPU or to disk, as transformers takes it
     ("auto", or module names and devices); offload_folder: where weights go that are offloaded to disk. tp_plan: "auto" shares
     the weights among the processes that torchrun has started, each on its own accelerator or on the CPU. engine: what
@@ -86,7 +88,8 @@ def load_model(
 ) -> PreTrainedModel:
     """The model alone, as `load` loads it."""
     name, options = _located(name)
-    place, placed = usable(device), _placement(name, device, device_map, offload_folder, tp_plan)
+    revision = options.get("revision")
+    place, placed = usable(device), _placement(name, device, device_map, offload_folder, tp_plan, revision)
     options |= {"trust_remote_code": trust_remote_code, **placed}
     if attn_implementation is not None:
         if "flash" in attn_implementation:  # before transformers misses the package
@@ -98,7 +101,7 @@ def load_model(
         options |= gguf.unpacked()
         said, auto = {}, auto_class(None)
     else:
-        said = _said(name)
+        said = _said(name, revision)
         auto = _auto_class(name, said, trust_remote_code)
     expect_loadable(said.get("quantization_config"))
     try:
@@ -116,7 +119,12 @@ def load_model(
 
 
 def _placement(
-    name: str, device: str | torch.device, device_map: DeviceMap, offload_folder: str | Path | None, tp_plan: str | None
+    name: str,
+    device: str | torch.device,
+    device_map: DeviceMap,
+    offload_folder: str | Path | None,
+    tp_plan: str | None,
+    revision: str | None,
 ) -> dict[str, Any]:
     """What `from_pretrained` is told of several devices; nothing for one. ValueError for what cannot be."""
     if device_map is None and tp_plan is None:
@@ -129,12 +137,12 @@ def _placement(
         what = "device_map" if tp_plan is None else "tp_plan"
         raise ValueError(f"{what} says where the weights go, found device={str(device)!r} besides: give one of them")
     if tp_plan is not None:
-        return _shares(name, tp_plan)
+        return _shares(name, tp_plan, revision)
     installed("accelerate", "a device_map needs accelerate", "train")
     return {"device_map": device_map} | ({} if offload_folder is None else {"offload_folder": str(offload_folder)})
 
 
-def _shares(name: str, tp_plan: str) -> dict[str, Any]:
+def _shares(name: str, tp_plan: str, revision: str | None) -> dict[str, Any]:
     """The same of tensor parallelism. ValueError where the processes that there are cannot share the model."""
     if tp_plan != "auto":
         raise ValueError(f'tp_plan must be "auto" or None, found {tp_plan!r}')
@@ -142,7 +150,8 @@ def _shares(name: str, tp_plan: str) -> dict[str, Any]:
         raise ValueError(
             'tp_plan="auto" shares a model among processes, found a single one: start them by `torchrun --nproc-per-node N`'
         )
-    size, config = int(os.environ["WORLD_SIZE"]), AutoConfig.from_pretrained(name).get_text_config(decoder=True)
+    config = AutoConfig.from_pretrained(name, revision=revision).get_text_config(decoder=True)
+    size = int(os.environ["WORLD_SIZE"])
     if size == 1:
         return {}
     if (reason := cannot_share(config, size)) is not None:
@@ -150,9 +159,14 @@ def _shares(name: str, tp_plan: str) -> dict[str, Any]:
     return {"distributed_config": DistributedConfig(tp_plan="auto")}
 
 
-def _said(name: str) -> dict[str, Any]:
+def _said(name: str, revision: str | None) -> dict[str, Any]:
     """The config of a checkpoint as plain JSON values. OSError where there is none, so that a silent hub is asked only once."""
-    return PreTrainedConfig.get_config_dict(name)[0]
+    try:
+        return PreTrainedConfig.get_config_dict(name, revision=revision)[0]
+    except OSError as error:
+        if Path(name).exists():
+            raise
+        raise refused(name if revision is None else f"{name}@{revision}", error, "config.json") from error
 
 
 def _auto_class(name: str, said: dict[str, Any], trust_remote_code: bool) -> Any:
@@ -186,20 +200,21 @@ def load_tokenizer(name: str | Path, trust_remote_code: bool = False) -> PreTrai
         return AutoTokenizer.from_pretrained(place, trust_remote_code=trust_remote_code, **options)
 
 
-def vocabulary(name: str) -> dict[str, int] | None:
-    """Token -> id of a tokenizer that lies on this machine, in a folder or in the hub's cache; None where none does, or it
-    would run code of its own."""
+def vocabulary(name: str, revision: str | None = None) -> dict[str, int] | None:
+    """Token -> id of a tokenizer that lies on this machine, in a folder or, at a revision, in the hub's cache; None where none
+    does, or it would run code of its own."""
     if not name:
         return None
     try:
-        return _vocabulary(name)
+        return _vocabulary(name, revision)
     except (OSError, ValueError, LookupError, TypeError, AttributeError):
         return None
 
 
 @lru_cache(maxsize=8)
-def _vocabulary(name: str) -> dict[str, int]:
-    return dict(AutoTokenizer.from_pretrained(name, local_files_only=True, trust_remote_code=False).get_vocab())
+def _vocabulary(name: str, revision: str | None) -> dict[str, int]:
+    options: dict[str, Any] = {} if revision is None else {"revision": revision}
+    return dict(AutoTokenizer.from_pretrained(name, local_files_only=True, trust_remote_code=False, **options).get_vocab())
 
 
 def look_up(name: str | Path) -> None:
@@ -211,17 +226,21 @@ def look_up(name: str | Path) -> None:
         except OSError as error:
             if Path(place).exists():
                 raise
-            raise OSError(f"{name}: no folder here, and from the hub: {error}") from error
+            raise refused(str(name), error, "config.json") from error
 
 
 def _located(name: str | Path) -> tuple[str, dict[str, Any]]:
-    """A folder, or what may be a hub id, and the file in it where the model is a GGUF file. OSError for what is neither."""
+    """A folder, or the repository that a hub id names, and what transformers is told besides: the file where the model is a
+    GGUF file, the revision of a hub id that has one. OSError for what is neither."""
     path = Path(name).expanduser()
-    if not path.exists() and (path.is_absolute() or str(name).startswith(".") or len(path.parts) > 2):
-        raise FileNotFoundError(errno.ENOENT, "no such folder, and not a hub id either", str(name))
     if path.is_file():
         return str(path.parent), gguf.options(path)
-    return str(path), {}
+    if path.exists():
+        return str(path), {}
+    meant = hub_name(name)
+    if meant is None:
+        raise FileNotFoundError(errno.ENOENT, "no such folder, and not a hub id either", str(name))
+    return meant.repo, {} if meant.revision is None else {"revision": meant.revision}
 
 
 def usable(device: str | torch.device) -> torch.device:

@@ -125,7 +125,7 @@ def test_flags_are_frozen() -> None:
         --kv-dtype --device-map --offload-folder --tp --trust-remote-code --compare --repeat --json --stats --explain --color
         --no-color --debug"""
     assert generate == {*of_the_verb.split()}
-    verbs = "batch bench chat check costs demo env export families generate inspect methods search serve train tune"
+    verbs = "batch bench chat check costs demo env export families generate inspect methods push search serve train tune"
     assert set(root.commands) == {*verbs.split()}
     assert set(root.commands["bench"].commands) == {"run", "report", "compare", "surrogate"}
     checks = {name for parameter in root.commands["check"].params for name in parameter.opts}

@@ -32,7 +32,7 @@ PUBLIC = {
         "Step",
         "Stats",
     ),
-    *("generate", "stream", "load", "enable", "disable", "custom_generate", "Output", "Detokenizer"),
+    *("generate", "stream", "load", "push", "enable", "disable", "custom_generate", "Output", "Detokenizer"),
     *("Decoder", "LayeredModel", "Request", "Sampling"),
 }
 

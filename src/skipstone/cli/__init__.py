@@ -25,6 +25,7 @@ from skipstone.cli import (
     generate,
     inspect,
     methods,
+    push,
     search,
     serve,
     train,
@@ -74,7 +75,7 @@ def root(
 
 
 VERBS = (demo.demo, generate.generate, chat.chat, check.check, inspect.inspect, costs.costs, search.search, tune.tune)
-for verb in (*VERBS, serve.serve, batch.batch, export.export, methods.methods, families.families, env.env):
+for verb in (*VERBS, serve.serve, batch.batch, push.push, export.export, methods.methods, families.families, env.env):
     app.command(rich_help_panel="Verbs")(verb)
 for name, group in (("bench", bench.bench), ("train", train.train)):
     app.add_typer(group, name=name, rich_help_panel="Verbs")

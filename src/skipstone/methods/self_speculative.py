@@ -38,7 +38,7 @@ class SelfSpeculative(ShortlistMethod):
         (), "layers, counted from 0, neither the first nor the last, whose attention drafting leaves out."
     )
     skip_mlp: tuple[int, ...] = setting((), "the same for MLPs.")
-    profile: str | None = setting(None, "a file of `skipstone search` that says so instead.")
+    profile: str | None = setting(None, "a file of `skipstone search`, or a hub id, that says so instead.")
     num_speculative_tokens: int = setting(12, "most drafts a step.")
     stop_threshold: Threshold = setting(
         "adaptive",

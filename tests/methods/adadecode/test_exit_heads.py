@@ -135,23 +135,3 @@ def test_an_interrupted_save_leaves_the_heads_that_were_there(tmp_path: Path, mo
         disturbed(model, "full").save(folder)
     assert {path.name: path.read_bytes() for path in folder.iterdir()} == before
     assert [path.name for path in tmp_path.iterdir()] == ["heads"]
-
-
-def test_heads_are_uploaded_as_two_files(monkeypatch: pytest.MonkeyPatch) -> None:
-    seen: dict[str, Any] = {}
-
-    class Hub:
-        def __init__(self, token: str | None = None) -> None:
-            seen["token"] = token
-
-        def create_repo(self, repo_id: str, **more: Any) -> Any:
-            seen["repo"], seen["more"] = repo_id, more
-            return type("Url", (str,), {"repo_id": repo_id})(f"hub/{repo_id}")
-
-        def upload_folder(self, *, repo_id: str, folder_path: Path, **_: Any) -> None:
-            seen["files"] = sorted(path.name for path in folder_path.iterdir())
-
-    monkeypatch.setattr("huggingface_hub.HfApi", Hub)
-    assert disturbed(layered()).push_to_hub("me/heads", private=True) == "hub/me/heads"
-    assert seen["files"] == ["exit_heads.json", "exit_heads.safetensors"]
-    assert seen["more"] == {"private": True, "exist_ok": True}

@@ -17,6 +17,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
 from skipstone.assets import HEADS
+from skipstone.fetching import fetch, hub_name
 from skipstone.files import hidden_folder, install, write_json
 from skipstone.models.layered import LayeredModel
 from skipstone.models.memo import Memo
@@ -139,19 +140,6 @@ class ExitHeads(nn.Module):
         except SafetensorError as error:
             raise OSError(f"the heads could not be written to {folder}: {error}") from error
 
-    def push_to_hub(self, repo_id: str, private: bool | None = None, token: str | None = None) -> str:
-        """Upload the two files to a model repository of the hub, made where there is none. Returns its address."""
-        import tempfile
-
-        from huggingface_hub import HfApi
-
-        api = HfApi(token=token)
-        repo = api.create_repo(repo_id, private=private, exist_ok=True)
-        with tempfile.TemporaryDirectory() as place:
-            self.save(Path(place) / "heads")
-            api.upload_folder(repo_id=repo.repo_id, folder_path=Path(place) / "heads", commit_message="Exit heads of skipstone")
-        return str(repo)
-
 
 def _plain(head: nn.Module) -> bool:
     """Whether a module is a matrix or nothing, without hooks or a forward of its own."""
@@ -230,7 +218,8 @@ def check_layers(layers: tuple[int, ...], depth: int) -> None:
 
 
 def load_heads(source: str | Path, model: LayeredModel) -> ExitHeads:
-    """Heads of a model, on its device and in its dtype, from a folder, the hub, or by a name of HEADS.
+    """Heads of a model, on its device and in its dtype, from a folder, the hub (ORG/NAME or ORG/NAME@REVISION), or by a name of
+    HEADS.
 
     OSError where nothing is found; ValueError for files that are damaged or no heads, and for another model's heads. A file is
     read again only when it was written anew.
@@ -246,6 +235,16 @@ def _read(source: str | Path, model: LayeredModel) -> ExitHeads:
     folder = _folder_of(source)
     card = _read_card(folder, source)
     _check_model(card, model, source)
+    return _ready(_with_weights(card, folder, source), model)
+
+
+def read_heads(folder: Path) -> ExitHeads:
+    """The heads in a folder, for whichever model they are. OSError where there are none; ValueError for files that are damaged
+    or do not fit one another."""
+    return _with_weights(_read_card(folder, folder), folder, folder)
+
+
+def _with_weights(card: HeadsCard, folder: Path, source: str | Path) -> ExitHeads:
     try:
         weights = load_file(folder / WEIGHTS) if card.kind != ORIGINAL or (folder / WEIGHTS).exists() else {}
         heads = ExitHeads(card)
@@ -261,7 +260,7 @@ def _read(source: str | Path, model: LayeredModel) -> ExitHeads:
         raise ValueError(
             f"{source}: the shortlist in {WEIGHTS} must hold ids from 0 to {card.vocab_size - 1} in ascending order"
         )
-    return _ready(heads, model)
+    return heads
 
 
 def bundled_name_for(model: LayeredModel) -> str | None:
@@ -284,15 +283,9 @@ def _folder_of(source: str | Path) -> Path:
         if not (folder / CARD).is_file():
             raise FileNotFoundError(2, f"no exit heads ({CARD}) in the folder", str(source))
         return folder
-    if folder.exists() or len(folder.parts) != 2 or folder.is_absolute():
+    if folder.exists() or hub_name(source) is None or "/" not in str(source):
         raise FileNotFoundError(2, f"no folder of exit heads, and no hub id; bundled are {', '.join(HEADS)}", str(source))
-    from huggingface_hub import snapshot_download
-    from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
-
-    try:
-        return Path(snapshot_download(str(source), allow_patterns=[WEIGHTS, CARD]))
-    except (HfHubHTTPError, HFValidationError, LocalEntryNotFoundError) as error:
-        raise OSError(f"no folder {source}, and the hub has no heads of that name: {error}") from error
+    return fetch(str(source), CARD, WEIGHTS)
 
 
 def _read_card(folder: Path, source: str | Path) -> HeadsCard:

@@ -25,9 +25,9 @@ from skipstone.decoding.method import Method
 from skipstone.decoding.sampling import Scores
 from skipstone.decoding.session import Session
 from skipstone.decoding.settings import setting
+from skipstone.methods.auto import memory
 from skipstone.methods.auto.candidates import drafters_of, identities, refuse, usual
 from skipstone.methods.auto.drafters import LayersDrafter, ModelDrafter, OwnRule
-from skipstone.methods.auto.memory import recalled
 from skipstone.methods.auto.mind import NEW_TEXT, Mind, Taken, Tally
 from skipstone.methods.auto.texts import Texts
 from skipstone.methods.prompt_lookup import PromptLookup
@@ -53,6 +53,7 @@ class Auto(Method):
 
     log: str | None = setting(None, "a file that all decisions are written to, for `skipstone inspect --replay`.")
     remembers: bool = setting(True, "begin with what `skipstone tune` has found on this model and machine.")
+    profile: str | None = setting(None, "a file of `skipstone tune`, or a hub id, to begin with instead.")
 
     def methods(self, model: LayeredModel) -> tuple[Method, ...]:
         """The candidates on a model."""
@@ -66,6 +67,8 @@ class Auto(Method):
         for one in (*(self.candidates or ()), *(self.own or ())):  # the usual ones fit by themselves
             refuse(one)
             one.check(model)
+        if self.profile is not None:
+            memory.named(self.profile, model)
 
     def report(self, model: PreTrainedModel) -> dict[str, Any]:
         return states.known(self, None, model)
@@ -109,9 +112,9 @@ class AutoSession(Session):
         self._unread: list[list[RowVerdict]] = []  # of such steps; between the shortest ones there are it would take long
         self._uncounted: list[tuple[float, float]] = []  # their seconds, and those that were spent before them beside decoding
         self.ledger = Ledger(slack=method.slack)
-        fresh = not mind.states and method.remembers
-        if fresh and (found := recalled(model, self._first_state(0.0), identities(wanted, drafters))):
-            mind.states[1] = found
+        if not mind.states and (method.remembers or method.profile is not None):
+            known = memory.recalled(model, self._first_state(0.0), identities(wanted, drafters), method.profile)
+            mind.states |= {} if known is None else {1: known}
         if method.log is not None and mind.log is None and model.ranks.writes:
             mind.log = Log.at(Path(method.log))
             for live, state in mind.states.items():

@@ -1,5 +1,6 @@
 """What `auto` has learnt of a model on a machine, in a file: costs, calibrations, rates. `skipstone tune` writes it, and every
-process that decodes the same model in the same way begins with it."""
+process that decodes the same model in the same way begins with it; so does one that is given such a file of another machine of
+its kind, by its name or by a hub id."""
 
 import json
 import platform
@@ -11,11 +12,15 @@ from typing import Any
 from skipstone.control import learning
 from skipstone.control.record import state_from_json, state_to_json
 from skipstone.control.state import RECYCLE, State
+from skipstone.fetching import fetch, hub_name
 from skipstone.files import cache_folder, digest, write_json
 from skipstone.models.layered import LayeredModel
 
-VERSION = 5
+VERSION = 6
 """Of the file."""
+TUNED = "tune.json"  # file of a repository on the hub: what was learnt
+NODE = "node"
+"""The one entry of the key that may differ in a file which a user names: the machine's own name."""
 
 
 def key_of(model: LayeredModel) -> dict[str, Any]:
@@ -26,7 +31,8 @@ def key_of(model: LayeredModel) -> dict[str, Any]:
         "device": str(model.device),
         "engine": model.engine.name,
         "detail": model.engine.detail,  # of the native engine with its threads and what the weights are quantised to
-        "machine": platform.machine() + platform.node(),
+        "machine": platform.machine(),
+        NODE: platform.node(),
     }
 
 
@@ -49,10 +55,16 @@ def remember(model: LayeredModel, state: State, identities: dict[str, str], abou
     return path
 
 
-def recalled(model: LayeredModel, first: State, identities: dict[str, str]) -> State | None:
-    """What a file says of these drafters; None where there is none, or where it is damaged or of another version or machine.
+def recalled(model: LayeredModel, first: State, identities: dict[str, str], source: str | None = None) -> State | None:
+    """What a file says of these drafters. source: the file that a user names, or its hub id (ORG/NAME or ORG/NAME@REVISION);
+    None for what this machine has kept of the model.
+
     first: where decoding would begin without it, whose rules and ledger count, and what it says of drafters that the file does
-    not know. A request begins, so that rates count half."""
+    not know. A request begins, so that rates count half. None where nothing is kept, or where that is damaged or of another
+    version or machine; of a file that a user names, all that is an error as in `named`.
+    """
+    if source is not None:
+        return _state(named(source, model), first, identities, source)
     path = place_of(model)
     if path is None or not path.exists():
         return None
@@ -60,6 +72,43 @@ def recalled(model: LayeredModel, first: State, identities: dict[str, str]) -> S
         held = json.loads(path.read_text(encoding="utf-8"))
         if held["version"] != VERSION or held["key"] != key_of(model):
             return None
+        return _state(held, first, identities, path)
+    return None
+
+
+def named(source: str, model: LayeredModel) -> dict[str, Any]:
+    """What a file of `skipstone tune` holds that a user names. OSError where there is none; ValueError where it is none, is of
+    another version, or was learnt of another model, device, dtype, engine or kind of machine."""
+    path = Path(source).expanduser()
+    if not path.exists() and path.suffix != ".json" and (meant := hub_name(source)) is not None and "/" in meant.repo:
+        path = fetch(source, TUNED) / TUNED
+    held = read(path, source)
+    here = key_of(model)
+    for part, value in here.items():
+        if part != NODE and held["key"].get(part) != value:
+            raise ValueError(f"{source} was learnt elsewhere: its {part} is {held['key'].get(part)}, here it is {value}")
+    return held
+
+
+def read(path: Path, source: object = None) -> dict[str, Any]:
+    """A file of `skipstone tune`, of whichever model. source: what a user called it. OSError where there is no file; ValueError
+    for one that is none, is damaged, or is of another version."""
+    source = path if source is None else source
+    try:
+        held = json.loads(path.read_text(encoding="utf-8"))
+    except (json.JSONDecodeError, UnicodeDecodeError) as error:
+        raise ValueError(f"{source}: {path.name} is damaged: {error}") from error
+    parts = {"version": int, "key": dict, "about": dict, "drafters": dict, "state": dict}
+    if not isinstance(held, dict) or any(not isinstance(held.get(name), kind) for name, kind in parts.items()):
+        raise ValueError(f"{source}: {path.name} is no file of `skipstone tune`, which holds {', '.join(parts)}")
+    if held["version"] != VERSION:
+        raise ValueError(f"{source}: {path.name} is of version {held['version']}, this skipstone reads version {VERSION}")
+    return held
+
+
+def _state(held: dict[str, Any], first: State, identities: dict[str, str], source: object) -> State:
+    """What a file says, as `recalled`. ValueError where it is damaged."""
+    try:
         state = state_from_json(held["state"])
         same = {name for name, one in identities.items() if held["drafters"].get(name) == one}
         costs = replace(
@@ -75,4 +124,5 @@ def recalled(model: LayeredModel, first: State, identities: dict[str, str]) -> S
         ranks = (state.ranks or first.ranks) if recycling else None
         kept = replace(state, costs=costs, drafters=drafters, current=current, ranks=ranks, rules=first.rules)
         return learning.begin(replace(kept, ledger=first.ledger, pace=first.pace, steady=None))
-    return None
+    except (KeyError, TypeError, ValueError) as error:
+        raise ValueError(f"{source} is damaged: its state cannot be read ({type(error).__name__}: {error})") from error

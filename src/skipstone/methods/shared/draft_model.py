@@ -70,6 +70,12 @@ def _folder_or_hub_id(model: Any) -> str:
     return str(getattr(model.config, "name_or_path", "") or "")
 
 
+def _vocabulary_of(model: Any) -> dict[str, int] | None:
+    """Token -> id of a model's tokenizer, of the commit that the model was loaded from; None where it is not on this
+    machine."""
+    return vocabulary(_folder_or_hub_id(model), getattr(model.config, "_commit_hash", None))
+
+
 def _check_choice(device: Any, dtype: Any, quantize: Any, given: Any) -> None:
     """ValueError for settings that name no draft model, device, dtype or quantisation, or that would change a model given as an
     object."""
@@ -146,13 +152,13 @@ def _checked(model: PreTrainedModel, name: str, target: LayeredModel) -> DraftMo
 
 def _bundled_name(target: LayeredModel) -> str | None:
     """The name of the bundled draft model of a target's vocabulary; None where there is none."""
-    own = vocabulary(_folder_or_hub_id(target.model))
+    own = _vocabulary_of(target.model)
     return next((name for name, folder in DRAFTS.items() if own is not None and own == vocabulary(str(folder))), None)
 
 
 def _check_vocabularies(model: PreTrainedModel, name: str, target: LayeredModel) -> None:
     """ValueError where the two models do not mean the same by the same number, as far as their tokenizers can be found."""
-    own, targets = vocabulary(_folder_or_hub_id(model)), vocabulary(_folder_or_hub_id(target.model))
+    own, targets = _vocabulary_of(model), _vocabulary_of(target.model)
     head: Any = model.get_output_embeddings()
     own_size, target_size = int(head.weight.shape[0]), int(target.head.weight.shape[0])
     pair = f"the draft model {name} and the target {name_of(target.model)}"

@@ -14,6 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 from pydantic import Field
 
+from skipstone.fetching import fetch, hub_name
 from skipstone.files import write_json
 from skipstone.models.fingerprint import fingerprint
 from skipstone.models.layered import LayeredModel
@@ -157,6 +158,7 @@ class Objective:
 
 
 PROFILE_VERSION = 1  # of the format of a profile
+PROFILE = "profile.json"  # file of a repository on the hub: its profile
 
 
 class Profile(Part):
@@ -184,11 +186,24 @@ def save_profile(
     write_json(path, profile.model_dump(mode="json"))
 
 
-def load_profile(path: str | Path, model: Any) -> Profile:
-    """The profile of a model. OSError where there is no file; ValueError for what is no profile, and for another model's."""
-    if not isinstance(path, (str, Path)):
-        raise ValueError(f"profile must be the name of a file, found {path!r}")
-    profile = read_json(Path(path).expanduser(), Profile, PROFILE_VERSION, "a layer set", path)
+def load_profile(source: str | Path, model: Any) -> Profile:
+    """The profile of a model, from a file or from the hub (ORG/NAME or ORG/NAME@REVISION). OSError where there is none;
+    ValueError for what is no profile, and for another model's."""
+    if not isinstance(source, (str, Path)):
+        raise ValueError(f"profile must be the name of a file, found {source!r}")
+    profile = read_profile(_file_of(source), source)
     if profile.model != (here := fingerprint(model)):
-        raise ValueError(f"{path} is the profile of another model ({profile.name or profile.model}; this one is {here})")
+        raise ValueError(f"{source} is the profile of another model ({profile.name or profile.model}; this one is {here})")
     return profile
+
+
+def read_profile(path: Path, source: object = None) -> Profile:
+    """The profile in a file, of whichever model. source: what a user called it. Errors as in `load_profile`."""
+    return read_json(path, Profile, PROFILE_VERSION, "a layer set", source)
+
+
+def _file_of(source: str | Path) -> Path:
+    """A file here; else one of the hub, which a name that looks like a file's own is not."""
+    path = Path(source).expanduser()
+    found = None if path.exists() or path.suffix == ".json" else hub_name(source)
+    return path if found is None or "/" not in found.repo else fetch(str(source), PROFILE) / PROFILE

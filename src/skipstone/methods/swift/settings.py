@@ -36,7 +36,7 @@ class SwiftSettings(ShortlistMethod):
     patience: int = setting(300, "evaluations without a better set after which it ends.")
     enough: float = setting(0.95, "matchness at which it ends.", within=(0, 1))
     dynamic_verification: bool = setting(True, "runners-up are verified too.")
-    profile: str | None = setting(None, "a file of `skipstone search`, instead of a search.")
+    profile: str | None = setting(None, "a file of `skipstone search`, or a hub id, instead of a search.")
     search_seed: int = setting(0, "of the search; it changes speed and never the text.", least=0)
     draft_vocabulary: int | str | None = vocabulary_setting()
 

@@ -30,7 +30,7 @@ from skipstone.files import digest
 from skipstone.loading import BUNDLED, load, usable
 from skipstone.methods.adadecode.heads import ExitHeads, new_card, usual_layers
 from skipstone.models.layered import LayeredModel
-from skipstone.train import Say, beside, checkpoint, refuse_used, silent
+from skipstone.train import Say, beside, checkpoint, refuse_used, sharding, silent
 from skipstone.train.heads import answers as answering
 from skipstone.train.heads.answers import Answer, Features
 from skipstone.train.heads.prompts import asked_of
@@ -142,7 +142,14 @@ def _account(recipe: HeadsRecipe, state: "_Run", seconds: dict[str, float]) -> d
         "epochs_trained": state.epoch,
         "seed": recipe.seed,
         "seconds": {name: round(value, 1) for name, value in seconds.items()},
+        **_commit(state.model),
     }
+
+
+def _commit(model: LayeredModel) -> dict[str, str]:
+    """The commit that a model of the hub was loaded from; nothing for a folder."""
+    found = getattr(model.model.config, "_commit_hash", None)
+    return {} if found is None else {"model_revision": found}
 
 
 @torch.no_grad()
@@ -244,6 +251,7 @@ class _Run:
         self.heads, self.model, self.features, self.schedule, self.seed = heads, model, features, schedule, seed
         self.training, self.held_out = split(len(features.bounds) - 1, schedule.held_out, seed)
         place = model.device.type
+        sharding.disable()
         precision = schedule.mixed_precision or ("bf16" if place == "cuda" else "no")
         self.accelerator = Accelerator(cpu=place == "cpu", mixed_precision=precision, device_placement=False)
         optimizer = torch.optim.Adam(heads.parameters(), lr=schedule.learning_rate)

@@ -23,7 +23,7 @@ from skipstone.models.modules import DecoderModules
 from skipstone.train.data.rows import IGNORED, shifted
 from skipstone.train.layerskip.objective import CHUNK
 
-_EXIT = re.compile(r"eval_(?:(.+)_)?(perplexity|agreement)_exit_(\d+)")
+EXIT_FIGURE = re.compile(r"eval_(?:(.+)_)?(perplexity|agreement)_exit_(\d+)")
 """A figure of an evaluation: data set, kind, exit layer E."""
 
 
@@ -54,15 +54,16 @@ def exit_quality(
     exits: Sequence[int] | None = None,
     chunk: int = CHUNK,
     collate: Callable[[list[Any]], dict[str, Tensor]] | None = None,
+    modules: DecoderModules | None = None,
 ) -> ExitQuality:
     """Measure exits on a data set of items {input_ids [T], labels [T]}, all of one length, with attention_mask [T] where rows
     are padded. exits: layers E in 1..L, None for all; L is always among them. chunk: positions whose logits exist at once.
-    collate: makes a batch of items, by default torch's way.
+    collate: makes a batch of items, by default torch's way. modules: the parts of a model whose class FSDP has changed.
 
     Accumulated in float64. The model is left in the mode it was in. ValueError for exits that do not exist, and for rows that
     predict nothing.
     """
-    modules, training = DecoderModules(model), model.training
+    modules, training = modules or DecoderModules(model), model.training
     tally = ExitTally(modules, range(1, modules.depth + 1) if exits is None else exits)
     if wrong := [layer for layer in tally.exits if not 1 <= layer <= modules.depth]:
         raise ValueError(f"exits must lie between 1 and {modules.depth}, found {wrong}")
@@ -148,7 +149,7 @@ def summary(metrics: dict[str, float]) -> list[str]:
             source = name.removeprefix("eval").removesuffix("_perplexity").lstrip("_")
             lines[source] = [f"{source or 'held-out'}: perplexity {value:.2f}, agreement"]
     for name, value in metrics.items():
-        if (parts := _EXIT.fullmatch(name)) and parts[2] == "agreement" and (parts[1] or "") in lines:
+        if (parts := EXIT_FIGURE.fullmatch(name)) and parts[2] == "agreement" and (parts[1] or "") in lines:
             lines[parts[1] or ""].append(f"E={parts[3]} {value:.2f}")
     return [" ".join(line) for line in lines.values()]
 
@@ -188,7 +189,9 @@ def curves(history: list[dict[str, Any]]) -> Any:
     axes = figure.subplots(1, 3)
     for name in ("loss", "loss_last_layer", "divergence"):
         _line(axes[0], history, name, label=name)
-    found = sorted({(match[1] or "", int(match[3])) for entry in history for name in entry if (match := _EXIT.fullmatch(name))})
+    found = sorted(
+        {(match[1] or "", int(match[3])) for entry in history for name in entry if (match := EXIT_FIGURE.fullmatch(name))}
+    )
     sources, layers = sorted({source for source, _ in found}), sorted({layer for _, layer in found})
     for source, layer in found:
         colour = colormaps["viridis"](layers.index(layer) / max(1, len(layers) - 1) * 0.9)

@@ -1,0 +1,44 @@
+"""`skipstone push PATH REPO_ID`: what was made here to the Hugging Face hub, with a model card."""
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from skipstone.cli import options, terminal
+from skipstone.cli.options import option
+
+
+def push(
+    path: Annotated[
+        Path,
+        typer.Argument(
+            help="The folder of a model that skipstone has trained or exported, or of exit heads; or the file of a profile of "
+            "`skipstone search` or `skipstone tune`.",
+            show_default=False,
+        ),
+    ],
+    repo_id: Annotated[str, typer.Argument(help="The repository, ORG/NAME; made where there is none.", show_default=False)],
+    private: Annotated[bool, typer.Option("--private", help="Only its owners may see the repository.")] = False,
+    revision: Annotated[str | None, option("The branch, made where there is none. Default: main.")] = None,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Print the files and the card, and ask the hub nothing.")] = False,
+    debug: options.Debug = False,
+) -> None:
+    """Upload a model, exit heads or a profile in one commit, with a card of what was recorded: base model, recipe, data,
+    metrics, hashes."""
+    from skipstone.hub.parcel import parcel_of
+    from skipstone.hub.push import card_of, check_name
+    from skipstone.hub.push import push as upload
+
+    if dry_run:
+        check_name(repo_id)
+        parcel = parcel_of(path.expanduser())
+        typer.echo(f"{parcel.kind}, to {repo_id}:")
+        for name, (size, sha) in parcel.digests.items():
+            typer.echo(f"  {name}  {size:,} bytes  {sha}")
+        if parcel.left_out:
+            typer.echo(f"stays here: {', '.join(parcel.left_out)}")
+        typer.echo(f"\nREADME.md:\n\n{terminal.harmless(card_of(parcel, repo_id, revision))}", nl=False)
+        return
+    said = upload(path, repo_id, private=private, revision=revision, say=lambda text: typer.echo(text, err=True))
+    typer.echo(said)

@@ -1,0 +1,97 @@
+"""Files from repositories of the Hugging Face hub: ids with a revision, downloads, one sentence where a file cannot be had."""
+
+import re
+from collections.abc import Iterator
+from functools import cache
+from pathlib import Path
+from typing import NamedTuple
+
+from huggingface_hub import constants, errors, hf_hub_download
+
+NAME = re.compile(r"([A-Za-z0-9][\w.-]*(?:/[A-Za-z0-9][\w.-]*)?)(?:@([^\s@]+))?")
+"""A hub id, ORG/NAME or a NAME of the hub's own, and behind an @ the revision that is meant."""
+HTTP_ERROR = errors.HTTPError  # type: ignore[reportPrivateImportUsage]
+"""What every failed call of the hub's client is, whichever HTTP library it uses."""
+UNREACHABLE = "ConnectError", "ConnectTimeout", "ReadTimeout", "ProxyError"  # classes of that library, whose name changes
+CANNOT_REACH = "the hub at {endpoint} cannot be reached"
+CLAUSES: dict[type[BaseException], str] = {
+    errors.GatedRepoError: "{repo} is gated on the hub: ask for access at {endpoint}/{repo} and log in (`hf auth login`)",
+    errors.RepositoryNotFoundError: "the hub has no repository {repo}, or a private one that whoever asks may not see "
+    "(`hf auth login`)",
+    errors.RevisionNotFoundError: "{repo} has no revision {revision!r} on the hub",
+    errors.RemoteEntryNotFoundError: "{repo} has no file {file} on the hub",
+    errors.OfflineModeIsEnabled: "the hub is not asked (HF_HUB_OFFLINE is set), and its cache here does not have "
+    "{file} of {repo}",
+}
+"""What is said of an error; of a class before its base class."""
+COMMIT = re.compile("[0-9a-f]{40}")
+
+
+class HubName(NamedTuple):
+    """repo: ORG/NAME. revision: a branch, a tag or a commit; None for the main branch."""
+
+    repo: str
+    revision: str | None
+
+
+def hub_name(name: str | Path) -> HubName | None:
+    """What a name means on the hub: ORG/NAME or ORG/NAME@REVISION. None for what can be no id there."""
+    found = NAME.fullmatch(str(name))
+    return None if found is None else HubName(found[1], found[2])
+
+
+@cache
+def fetch(name: str, *files: str) -> Path:
+    """The folder in the hub's cache with some files of a repository, all of one commit.
+
+    name: as `hub_name` reads it. The hub is asked once a process, so that a name without a revision stays what it was at first.
+    OSError, one sentence, where there is no such repository, revision or file, where the repository is gated, and where the hub
+    cannot be reached and its cache here does not have them.
+    """
+    meant = hub_name(name)
+    if meant is None:
+        raise OSError(f"{name}: no folder or file here, and not a hub id either (ORG/NAME or ORG/NAME@REVISION)")
+    folder, revision = None, meant.revision
+    for file in files:
+        try:
+            folder = Path(hf_hub_download(meant.repo, file, revision=revision)).parent
+        except (OSError, ValueError, HTTP_ERROR) as error:
+            raise refused(name, error, file) from error
+        revision = folder.name if COMMIT.fullmatch(folder.name) else revision  # the others are of the same commit
+    assert folder is not None, "a caller names at least one file"
+    return folder
+
+
+def refused(name: str, error: BaseException, file: str | None = None) -> OSError:
+    """The error, in one sentence, about a name under which nothing was found here. file: that was asked for."""
+    return OSError(f"{name}: no folder or file here, and {why(name, error, file)}")
+
+
+def why(name: str, error: BaseException, file: str | None = None) -> str:
+    """Why the hub, or its cache here, did not do what it was asked: a clause. name: of the repository, with its revision."""
+    meant = hub_name(name) or HubName(name, None)
+    known = {"repo": meant.repo, "revision": meant.revision or constants.DEFAULT_REVISION, "endpoint": constants.ENDPOINT}
+    for one in _chain(error):
+        if type(one).__name__ in UNREACHABLE:
+            return CANNOT_REACH.format(**known) + ("" if file is None else f", and its cache here does not have {file}")
+        for kind, clause in CLAUSES.items():
+            if isinstance(one, kind):
+                return clause.format(**known, file=file or "its files")
+        if isinstance(one, errors.HfHubHTTPError):
+            return f"the hub answers {one.response.status_code} for {meant.repo}: {one.server_message or _first_line(one)}"
+    if constants.is_offline_mode():
+        return CLAUSES[errors.OfflineModeIsEnabled].format(**known, file=file or "its files")
+    return f"from the hub: {_first_line(error)}"
+
+
+def _chain(error: BaseException | None) -> Iterator[BaseException]:
+    """An error and what it came of, the last cause first: it says the most."""
+    found: list[BaseException] = []
+    while error is not None and error not in found:
+        found.append(error)
+        error = error.__cause__ or error.__context__
+    yield from reversed(found)
+
+
+def _first_line(error: BaseException) -> str:
+    return next((line.strip() for line in str(error).splitlines() if line.strip()), type(error).__name__)

@@ -1,0 +1,226 @@
+"""What is loaded by a hub id, with and without a revision, and what is said where it cannot be had."""
+
+from __future__ import annotations
+
+import json
+import socket
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from huggingface_hub import constants
+from huggingface_hub.utils import _http
+
+import skipstone
+from skipstone import fetching
+from skipstone.fetching import HubName, hub_name
+from skipstone.methods.adadecode.heads import load_heads
+from skipstone.methods.auto import memory
+from skipstone.methods.shared.layer_sets import load_profile
+from tests.helpers import hub as stand_in
+from tests.helpers.hub import Hub
+from tests.helpers.machine import prompt
+from tests.helpers.parcels import draft_folder, everything, heads_folder, model_folder, profile_file, target
+
+# how fast a tiny model runs is no matter here
+pytestmark = pytest.mark.filterwarnings("ignore:.* x the speed of plain decoding:RuntimeWarning")
+
+
+def new_tokens(method: Any, tokens: int = 30) -> Any:
+    """What the target writes, and how."""
+    return skipstone.generate(target().model, prompt(9), method, max_new_tokens=tokens, do_sample=False)
+
+
+@pytest.mark.parametrize(
+    ("name", "meant"),
+    [
+        ("org/name", HubName("org/name", None)),
+        ("org/name@main", HubName("org/name", "main")),
+        ("org/na.me-1_b@refs/pr/1", HubName("org/na.me-1_b", "refs/pr/1")),
+        ("gpt2", HubName("gpt2", None)),
+        ("gpt2@v1", HubName("gpt2", "v1")),
+        *(
+            (wrong, None)
+            for wrong in ("", "./name", "../name", "/org/name", "a/b/c", "org/name@", "@v1", "org/na me", "a@b@c", "~/a")
+        ),
+    ],
+)
+def test_a_hub_id_is_a_name_with_or_without_a_revision(name: str, meant: HubName | None) -> None:
+    assert hub_name(name) == meant
+
+
+def test_heads_by_their_hub_id_are_those_of_the_folder(hub: Hub, tmp_path: Path) -> None:
+    old, new = heads_folder(tmp_path / "old"), heads_folder(tmp_path / "new", seed=1)
+    model = target()
+    hub.add("me/heads", everything(old))
+    first = hub.repos["me/heads"].branches["main"]
+    hub.repos["me/heads"].commit("main", everything(new), "better ones")
+    hidden = torch.randn(1, 3, 32)
+    for name, folder in (("me/heads", new), (f"me/heads@{first}", old), ("me/heads@main", new)):
+        loaded, here = load_heads(name, model), load_heads(folder, model)
+        with torch.no_grad():
+            assert torch.equal(loaded.logits(model, 0, hidden), here.logits(model, 0, hidden)), name
+    by_id, by_folder = new_tokens("adadecode heads=me/heads threshold=0.1"), new_tokens(f"adadecode heads={new} threshold=0.1")
+    assert by_id.new_tokens == by_folder.new_tokens
+    assert by_id.stats.drafted == by_folder.stats.drafted > 0
+
+
+def test_both_files_are_of_one_commit_and_the_hub_is_asked_once(hub: Hub, tmp_path: Path) -> None:
+    hub.add("me/heads", everything(heads_folder(tmp_path / "heads")))
+    commit = hub.repos["me/heads"].branches["main"]
+    folder = fetching.fetch("me/heads", "exit_heads.json", "exit_heads.safetensors")
+    assert [line for line in hub.asked if "safetensors" in line] == [
+        f"{verb} /me/heads/resolve/{commit}/exit_heads.safetensors" for verb in ("HEAD", "GET")
+    ]
+    asked = len(hub.asked)
+    hub.repos["me/heads"].commit("main", {}, "moved on")
+    assert fetching.fetch("me/heads", "exit_heads.json", "exit_heads.safetensors") == folder
+    assert len(hub.asked) == asked
+
+
+def test_a_model_and_a_draft_model_of_a_revision(hub: Hub, tmp_path: Path) -> None:
+    repo = hub.add("me/model", everything(model_folder(tmp_path / "old")))
+    repo.branches["v1"] = repo.branches["main"]
+    repo.commit("main", everything(model_folder(tmp_path / "new", seed=1)), "another one")
+    for name, seed in (("me/model@v1", 0), ("me/model", 1)):
+        model, words = skipstone.load(name)
+        assert torch.equal(model.lm_head.weight, target(seed=seed).model.lm_head.weight), name
+        assert words("hello")["input_ids"]
+    drafts = hub.add("me/draft", everything(draft_folder(tmp_path / "draft")))
+    drafts.branches["v1"] = drafts.branches["main"]
+    drafts.commit("main", {}, "emptied")
+    by_id = new_tokens("speculative draft_model=me/draft@v1")
+    assert by_id.new_tokens == new_tokens("autoregressive").new_tokens
+    assert by_id.stats.drafted == new_tokens(f"speculative draft_model={tmp_path / 'draft'}").stats.drafted > 0
+
+
+@pytest.mark.parametrize("method", ["self_speculative", "swift"])
+def test_a_layer_set_by_its_hub_id(method: str, hub: Hub, tmp_path: Path) -> None:
+    path = profile_file(tmp_path / "profile.json")
+    hub.add("me/set", {"profile.json": path.read_bytes()})
+    assert load_profile("me/set", target().model) == load_profile(path, target().model)
+    assert new_tokens(f"{method} profile=me/set").stats.drafted == new_tokens(f"{method} profile={path}").stats.drafted > 0
+    with pytest.raises(ValueError, match=r"me/set is the profile of another model \(me/target; this one is"):
+        load_profile("me/set", target(layers=5).model)
+
+
+@pytest.fixture(scope="module")
+def tuned(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """What `auto` has learnt of the target, with the name of a machine that is not this one."""
+    from skipstone.search.tune import tune
+
+    model = target()
+    *_, found = tune(model.model, [prompt(9)], (), 1.0, {"max_new_tokens": 24, "do_sample": False})
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("SKIPSTONE_CACHE", str(tmp_path_factory.mktemp("tuned")))
+        path = memory.remember(model, found.state, found.identities, {})
+    held = json.loads(path.read_text())
+    held["key"]["node"] = "elsewhere"
+    path.write_text(json.dumps(held))
+    return path
+
+
+def first_position(log: Path, method: str) -> int:
+    """How much text `auto` has learnt from when a request begins."""
+    new_tokens(f"{method} log={log}", tokens=4)
+    return json.loads(log.read_text().splitlines()[0])["state"]["position"]
+
+
+def test_what_another_machine_has_learnt_is_where_auto_begins(hub: Hub, tuned: Path, tmp_path: Path) -> None:
+    hub.add("me/tuned", {"tune.json": tuned.read_bytes()})
+    learnt = json.loads(tuned.read_text())["state"]["position"]
+    assert learnt > 10
+    for number, profile in enumerate(("me/tuned", tuned)):
+        assert first_position(tmp_path / f"{number}.jsonl", f"auto remembers=false profile={profile}") == learnt
+    assert first_position(tmp_path / "none.jsonl", "auto remembers=false") == 0
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda held: held["key"].update(model="0" * 16), "was learnt elsewhere: its model is 0000000000000000, here it is"),
+        (lambda held: held["key"].update(machine="abacus"), "was learnt elsewhere: its machine is abacus, here it is"),
+        (lambda held: held.update(version=1), "is of version 1, this skipstone reads version"),
+        (lambda held: held.pop("state"), "is no file of `skipstone tune`"),
+        (lambda held: held["state"].clear(), "is damaged: its state cannot be read"),
+    ],
+)
+def test_a_tuned_profile_that_does_not_fit_is_an_error(
+    change: Callable[[dict[str, Any]], Any], message: str, tuned: Path, tmp_path: Path
+) -> None:
+    held = json.loads(tuned.read_text())
+    change(held)
+    path = tmp_path / "tuned.json"
+    path.write_text(json.dumps(held))
+    with pytest.raises(ValueError, match=message):
+        new_tokens(f"auto profile={path}", tokens=4)
+
+
+LOADS: dict[str, Callable[[str], Any]] = {
+    "heads": lambda name: new_tokens(f"adadecode heads={name}", tokens=4),
+    "layer set": lambda name: new_tokens(f"self_speculative profile={name}", tokens=4),
+    "tuned": lambda name: new_tokens(f"auto profile={name}", tokens=4),
+    "draft": lambda name: new_tokens(f"speculative draft_model={name}", tokens=4),
+    "model": skipstone.load,
+}
+FILES = {"heads": "exit_heads.json", "layer set": "profile.json", "tuned": "tune.json"}
+
+
+def refusal(what: str, name: str) -> str:
+    """One sentence of moderate length."""
+    with pytest.raises(OSError) as caught:
+        LOADS[what](name)
+    said = str(caught.value)
+    assert "\n" not in said
+    assert len(said) < 330, said
+    assert name in said
+    return said
+
+
+@pytest.mark.parametrize("what", LOADS)
+def test_what_cannot_be_had_is_one_sentence(what: str, hub: Hub, monkeypatch: pytest.MonkeyPatch) -> None:
+    hub.add("me/gated", {"config.json": b"{}"}, gated=True)
+    hub.add("me/there", {"notes.txt": b""})
+    hub.add("me/secret", {"config.json": b"{}"}, private=True)
+    assert "the hub has no repository me/none, or a private one" in refusal(what, "me/none")
+    assert f"me/gated is gated on the hub: ask for access at {hub.address}/me/gated" in refusal(what, "me/gated")
+    assert "me/there has no revision 'v9' on the hub" in refusal(what, "me/there@v9")
+    if what in FILES:
+        assert f"me/there has no file {FILES[what]} on the hub" in refusal(what, "me/there")
+    monkeypatch.setenv("HF_TOKEN", "hf_wrong")
+    assert "the hub has no repository me/secret, or a private one" in refusal(what, "me/secret")
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
+    assert "the hub is not asked (HF_HUB_OFFLINE is set)" in refusal(what, "me/offline")
+
+
+@pytest.mark.parametrize("what", ["heads", "model"])
+def test_a_hub_that_does_not_answer_is_one_sentence(what: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    with socket.socket() as taken:  # bound and not listening: nobody else answers there
+        taken.bind(("127.0.0.1", 0))
+        address = f"http://127.0.0.1:{taken.getsockname()[1]}"
+        stand_in.use(monkeypatch, address, tmp_path / "cache")
+        monkeypatch.setattr(_http.time, "sleep", lambda _: None)  # between the client's tries
+        assert f"the hub at {address} cannot be reached" in refusal(what, "me/silent")
+
+
+def test_what_was_fetched_once_is_there_without_a_network(hub: Hub, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    hub.add("me/heads", everything(heads_folder(tmp_path / "heads")))
+    folder = fetching.fetch("me/heads", "exit_heads.json")
+    fetching.fetch.cache_clear()
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
+    asked = len(hub.asked)
+    assert fetching.fetch("me/heads", "exit_heads.json") == folder
+    assert len(hub.asked) == asked
+
+
+def test_a_folder_here_comes_before_a_repository(hub: Hub, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    heads_folder(tmp_path / "me" / "heads")
+    profile_file(tmp_path / "me" / "set")
+    assert new_tokens("adadecode heads=me/heads threshold=0.1").stats.drafted > 0
+    assert new_tokens("self_speculative profile=me/set").stats.drafted > 0
+    with pytest.raises(OSError, match=r"me/missing\.json"):
+        new_tokens("self_speculative profile=me/missing.json")
+    assert hub.asked == []
