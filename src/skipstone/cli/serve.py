@@ -4,7 +4,9 @@ import os
 from collections.abc import Callable, Sequence
 from typing import Annotated, Any
 
-from skipstone.cli import options
+import typer
+
+from skipstone.cli import options, terminal
 from skipstone.cli.options import grouped
 
 API_KEY = "SKIPSTONE_API_KEY"
@@ -47,6 +49,21 @@ def serve(
         float, grouped("Scheduling", "Seconds that texts have to end when the server is stopped.", min=0)
     ] = 30.0,
     log_format: LogFormat = "text",
+    ray: Annotated[bool, grouped("Ray", "Serve by replicas on Ray Serve.", "--ray")] = False,
+    ray_address: Annotated[
+        str | None, grouped("Ray", "Of a running cluster, HOST:PORT or ray://HOST:PORT. Default: a new one, on this machine.")
+    ] = None,
+    replicas: Annotated[int | None, grouped("Ray", "Models that answer, always as many. Default: 1.", min=1)] = None,
+    min_replicas: Annotated[
+        int | None, grouped("Ray", "Fewest of them, where their number follows the requests. Default: 1.", min=1)
+    ] = None,
+    max_replicas: Annotated[
+        int | None, grouped("Ray", "Most of them, where their number follows the requests. Default: as --replicas.", min=1)
+    ] = None,
+    cpus_per_replica: Annotated[int | None, grouped("Ray", "CPUs that each of them has. Default: 1.", min=1)] = None,
+    gpus_per_replica: Annotated[
+        int | None, grouped("Ray", "GPUs that each of them has. Default: 1 for --device cuda, else none.", min=0)
+    ] = None,
     dtype: options.Dtype = "auto",
     device: options.Device = "auto",
     engine: options.Engine = "auto",
@@ -64,26 +81,71 @@ def serve(
 
     name = served_model_name or model or "skipstone-nano"
     settings = name, asked, max_num_seqs, max_model_len, max_waiting, request_timeout, drain_timeout
-    _listen(load, settings, api_key or os.environ.get(API_KEY), host, port, log_format)
+    place = host, port, api_key or os.environ.get(API_KEY)
+    numbers = replicas, min_replicas, max_replicas
+    share = cpus_per_replica, gpus_per_replica
+    if ray:
+        least, most = _least_and_most(*numbers)
+        gpus = int(device.startswith("cuda")) if gpus_per_replica is None else gpus_per_replica
+        _replicate(load, settings, place, log_format, (least, most, cpus_per_replica or 1, gpus, model, ray_address))
+        return
+    if any(one is not None for one in (ray_address, *numbers, *share)):
+        raise ValueError("--ray-address and the options of replicas need --ray")
+    _listen(load, settings, place, log_format)
 
 
-def _listen(
-    load: Callable[[], tuple[Any, Any]], settings: Sequence[Any], api_key: str | None, host: str, port: int, log_format: str
-) -> None:
-    """Until somebody ends it. settings: as those of a server."""
+def _least_and_most(replicas: int | None, least: int | None, most: int | None) -> tuple[int, int]:
+    """How many replicas there are at least and at most."""
+    if replicas is not None and (least is not None or most is not None):
+        raise ValueError("--replicas is a number that stays: leave it out, or --min-replicas and --max-replicas")
+    found = replicas or least or 1, replicas or most or least or 1
+    if found[0] > found[1]:
+        raise ValueError(f"--min-replicas {found[0]} is more than --max-replicas {found[1]}")
+    return found
+
+
+def _expect_packages() -> None:
+    """ImportError without what a server is made of."""
     from skipstone.extras import installed
 
     for module in ("uvicorn", "fastapi", "sse_starlette"):
         installed(module, f"a server needs {module.replace('_', '-')}", "serve")
-    import uvicorn
 
+
+def _replicate(
+    load: Callable[[], tuple[Any, Any]],
+    settings: Sequence[Any],
+    place: tuple[str, int, str | None],
+    log_format: str,
+    scale: tuple[int, int, int, int, str | None, str | None],
+) -> None:
+    """Replicas on Ray Serve, until somebody ends them. scale: the fewest and the most of them, the CPUs and GPUs of each, the
+    model, the address of a cluster."""
+    from skipstone.extras import installed
+
+    if place[1] == 0:
+        raise ValueError("--port 0 is no port that Ray Serve can listen at: name one that is free")
+    _expect_packages()
+    installed("ray.serve", "--ray needs Ray Serve", "ray")
+    from skipstone.serving.ray.cluster import Share, weights
+    from skipstone.serving.ray.serve import Place, Scale, listen
+    from skipstone.serving.server import Settings
+
+    least, most, cpus, gpus, model, address = scale
+    share = Share(cpus, gpus, weights(model))
+    listen(load, Settings(*settings), Scale(least, most, share, address), Place(*place), log_format)
+
+
+def _listen(
+    load: Callable[[], tuple[Any, Any]], settings: Sequence[Any], place: tuple[str, int, str | None], log_format: str
+) -> None:
+    """Until somebody ends it; with a status that says so, where there is no model any more. settings: as those of a server."""
+    _expect_packages()
     from skipstone.serving import logs, tracing
-    from skipstone.serving.app import make_app
+    from skipstone.serving.listening import listen
     from skipstone.serving.server import Server, Settings
 
     logs.set_up(log_format)
     tracing.set_up()
-    server = Server(load, Settings(*settings))
-    wait = int(server.settings.drain) + 1
-    app = make_app(server, api_key)
-    uvicorn.run(app, host=host, port=port, log_config=None, access_log=False, timeout_graceful_shutdown=wait)
+    if not listen(Server(load, Settings(*settings)), *place):
+        raise typer.Exit(terminal.DEFECT)

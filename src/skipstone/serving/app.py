@@ -1,7 +1,6 @@
 """The HTTP routes: OpenAI's, vLLM's `/tokenize` and `/detokenize`, health, metrics."""
 
 import asyncio
-import hmac
 import json
 from collections.abc import AsyncIterator, Callable
 from contextlib import aclosing, asynccontextmanager
@@ -13,21 +12,18 @@ from fastapi.exceptions import RequestValidationError
 from fastapi.responses import JSONResponse, Response
 from sse_starlette.sse import EventSourceResponse
 from starlette.exceptions import HTTPException
-from starlette.types import ASGIApp, Message, Receive, Scope, Send
+from starlette.types import Receive, Scope, Send
 
 from skipstone import __version__
 from skipstone.serving import errors, logs, playground, tracing
 from skipstone.serving.answers import Answer
+from skipstone.serving.guard import Guard
 from skipstone.serving.jobs import Job, Refused
 from skipstone.serving.responses import ResponseBody, Told
 from skipstone.serving.schemas import ChatBody, CompletionBody, DetokenizeBody, Sampled, TokenizeBody
 from skipstone.serving.server import Server, Updates, unless
 from skipstone.serving.watch import Watch
 
-MOST_BYTES = 4 << 20
-"""Of a body."""
-PUBLIC = ("/health", *playground.PATHS)
-"""Paths that need no key."""
 UNTRACED: Any = {"tracing": False, "metrics": False, "logs": False}
 """Of FastAPI: its own telemetry, which newer versions have, would add a second span and tell what exceptions say."""
 PING = 15
@@ -234,35 +230,3 @@ def _about(app: FastAPI, server: Server) -> None:
             "max_model_len": asking.capacity,
             "max_num_seqs": server.settings.rows,
         }
-
-
-class Guard:
-    """Before any route: the key, and how long a body is."""
-
-    def __init__(self, app: ASGIApp, api_key: str | None) -> None:
-        self.app, self.key = app, None if api_key is None else f"Bearer {api_key}".encode()
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] != "http":
-            await self.app(scope, receive, send)
-            return
-        headers = dict(scope["headers"])
-        given = headers.get(b"authorization", b"")
-        if self.key is not None and scope["path"] not in PUBLIC and not hmac.compare_digest(given, self.key):
-            await errors.response("the API key is missing or wrong", 401)(scope, receive, send)
-            return
-        length = headers.get(b"content-length", b"0")
-        if not length.isdigit() or int(length) > MOST_BYTES:
-            await errors.response(f"the body is longer than {MOST_BYTES} bytes", 413)(scope, receive, send)
-            return
-        seen = 0
-
-        async def counted() -> Message:
-            nonlocal seen
-            message = await receive()
-            seen += len(message.get("body", b""))
-            if seen > MOST_BYTES:
-                raise HTTPException(413, f"the body is longer than {MOST_BYTES} bytes")
-            return message
-
-        await self.app(scope, counted, send)

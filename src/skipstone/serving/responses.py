@@ -78,6 +78,7 @@ class ResponseBody(Body):
     truncation: Literal["disabled"] | None = None
     metadata: dict[str, str] | None = Field(default=None, max_length=16)
     user: str | None = None
+    prompt_cache_key: str | None = None
     speculative: str | dict[str, Any] | None = None
     return_metrics: bool = False
 

@@ -70,6 +70,7 @@ class Prediction(Body):
 class Sampled(Body):
     """What texts and chats have in common. The settings are OpenAI's, and vLLM's where OpenAI has none; those that are left
     out are the model's own. speculative: a method, by name or as {"method": ..., setting: ...}; "off" is plain decoding.
+    user, prompt_cache_key: names of a conversation, by which replicas are chosen where there are several (`sessions`).
     return_metrics, stream_speculative: figures of the answer, and of every step; "full": with probabilities, refused drafts."""
 
     model: str | None = None
@@ -90,6 +91,7 @@ class Sampled(Body):
     logit_bias: dict[str, float] | None = Field(default=None, max_length=MOST_BIASES)
     prediction: Prediction | None = None
     user: str | None = None
+    prompt_cache_key: str | None = None
     speculative: str | dict[str, Any] | None = None
     return_metrics: bool = False
     stream_speculative: bool | Literal["full"] = False

@@ -1,0 +1,395 @@
+"""Replicas behind a router, simulated: what 1 to 1,000 of them give, by measured times of one.
+
+    skipstone serve --method autoregressive --port 8000                          # one replica, in another terminal
+    python recipes/measure/scaling.py --measure http://127.0.0.1:8000 --out runs/service.json
+    python recipes/measure/scaling.py [--service runs/service.json] [--replicas 1 2 8 64 256 1000] [--load 0.5 0.7]
+
+Conversations begin at random moments (a Poisson process). A conversation has turns: a text of the user, an answer, a pause.
+A turn's prompt is all that was said before. A replica writes for as many requests at a time as it has rows; the more they are,
+the slower is each. It keeps the keys and values of as many conversations as it has rows, those that it wrote last: a turn of
+one of these reads only what is new. `affine` sends a turn to the replica of its conversation, `least loaded` to the less loaded
+of two. Where no row is free at the conversation's replica, `affine` does as `least loaded`. Where none is free at all a request
+waits, and the one that came first goes first.
+
+--load is the share of the time that replicas would be busy if nothing were kept. docs/scaling.md has assumptions and figures.
+"""
+
+import argparse
+import asyncio
+import heapq
+import json
+import random
+import time
+from collections import OrderedDict, deque
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from statistics import mean, median, quantiles
+from typing import Any
+
+import httpx
+
+WARM = 3.0
+"""Lengths of a conversation after which requests count: before, replicas are not busy yet and keep nothing."""
+CHOICES = 2
+"""Replicas that the router looks at, as the one of `skipstone serve --ray` does."""
+LONG, SHORT = 384, 128
+"""Tokens of the prompts by which reading is measured."""
+ANSWER = 64
+"""Tokens of the answers by which writing is measured."""
+
+
+@dataclass(frozen=True)
+class Service:
+    """What one replica does, measured. rates: texts that are written at a time -> tokens a second of all of them together.
+    reading: prompt tokens a second. hop: seconds that a front and a router add to the first token."""
+
+    rates: dict[int, float]
+    reading: float
+    hop: float = 0.0
+
+    def speed(self, rows: int) -> float:
+        """Of each of so many texts, as a share of a lone one's: between measured numbers in a straight line."""
+        known = sorted(self.rates)
+        below = max((one for one in known if one <= rows), default=known[0])
+        above = min((one for one in known if one >= rows), default=known[-1])
+        share = 0.0 if above == below else (rows - below) / (above - below)
+        rate = self.rates[below] + share * (self.rates[above] - self.rates[below])
+        return rate / rows / self.rates[known[0]] * known[0]
+
+    @property
+    def writing(self) -> float:
+        """Tokens a second of a lone text."""
+        fewest = min(self.rates)
+        return self.rates[fewest] / fewest
+
+
+@dataclass(frozen=True)
+class Workload:
+    """turns: of a conversation, the mean of a geometric distribution. first, more: tokens of the user's first text and of each
+    further one. written: tokens of an answer, the mean of an exponential distribution. pause: seconds between an answer and the
+    next turn, likewise. rate: conversations that begin in a second."""
+
+    rate: float
+    turns: float = 5.0
+    first: float = 200.0
+    more: float = 30.0
+    written: float = 60.0
+    pause: float = 10.0
+
+
+@dataclass
+class Seen:
+    """Of every request that counts: seconds until it had a row, until its first token, and until its last one. prompt: their
+    prompt tokens. kept: how many of these were. busy: the share of rows that wrote, over time. asked: requests a second."""
+
+    waits: list[float] = field(default_factory=list)
+    firsts: list[float] = field(default_factory=list)
+    totals: list[float] = field(default_factory=list)
+    prompt: float = 0.0
+    kept: float = 0.0
+    busy: float = 0.0
+    asked: float = 0.0
+
+
+@dataclass(frozen=True)
+class Fleet:
+    """rows: of each replica. affine: whether conversations stay where they are kept."""
+
+    replicas: int
+    rows: int = 8
+    affine: bool = False
+
+
+@dataclass(eq=False)
+class Conversation:
+    """home: the replica that its name is hashed to. said: tokens so far."""
+
+    home: int
+    left: int
+    said: float
+
+
+@dataclass(eq=False)
+class Request:
+    """A turn. prompt, written: tokens. asked: when."""
+
+    conversation: Conversation
+    prompt: float
+    written: float
+    asked: float
+    counts: bool
+
+
+class Replica:
+    """Rows that share a processor. Its clock runs as fast as each row writes, so that the end of a text stays where it is on it
+    whatever else begins or ends."""
+
+    def __init__(self, number: int, rows: int, service: Service) -> None:
+        self.number, self.rows, self.service, self.taken = number, rows, service, 0
+        self.clock = self.looked = self.worked = 0.0
+        self.ahead: list[tuple[float, int, bool, Request]] = []  # on its clock: (when, order, whether it is the end, whose)
+        self.kept: OrderedDict[Conversation, float] = OrderedDict()  # the one that was used last stands last
+        self.plan = 0
+
+    def look(self, now: float) -> None:
+        """Let the clock run until now."""
+        if self.taken:
+            self.clock += (now - self.looked) * self.service.speed(self.taken)
+            self.worked += (now - self.looked) * self.taken
+        self.looked = now
+
+    def keep(self, conversation: Conversation, tokens: float) -> None:
+        """The keys and values of a conversation, in the place of those that were used the longest ago."""
+        self.kept[conversation] = tokens
+        self.kept.move_to_end(conversation)
+        while len(self.kept) > self.rows:
+            self.kept.popitem(last=False)
+
+
+class Simulation:
+    """A fleet, a router and what clients ask. requests: that count, those that come first after `warm` seconds."""
+
+    def __init__(self, fleet: Fleet, service: Service, load: Workload, requests: int, warm: float, seed: int = 0) -> None:
+        self.fleet, self.service, self.load, self.requests, self.warm = fleet, service, load, requests, warm
+        self.draw = random.Random(seed)
+        self.replicas = [Replica(number, fleet.rows, service) for number in range(fleet.replicas)]
+        self.free = list(range(fleet.replicas))  # those with a free row, in any order
+        self.where = {number: number for number in range(fleet.replicas)}  # of each of these, its place in that list
+        self.waiting: deque[Request] = deque()
+        self.events: list[tuple[float, int, Any]] = []
+        self.order = self.counted = 0
+        self.now = self.began = self.before = 0.0
+        self.seen = Seen()
+
+    def run(self) -> Seen:
+        """Until all that count have their answers. More requests come until then."""
+        self._at(self._drawn(1 / self.load.rate), None)
+        while len(self.seen.totals) < self.requests:
+            self.now, _, event = heapq.heappop(self.events)
+            if isinstance(event, tuple):
+                self._step(*event)
+            else:
+                self._ask(event)
+        return self.seen
+
+    # ------------------------------------------------------------------------------------------------------ clients
+
+    def _at(self, when: float, event: Any) -> None:
+        self.order += 1
+        heapq.heappush(self.events, (when, self.order, event))
+
+    def _drawn(self, average: float) -> float:
+        return self.draw.expovariate(1 / average) if average else 0.0
+
+    def _ask(self, conversation: Conversation | None) -> None:
+        """A turn; with None the first one of a new conversation."""
+        if conversation is None:
+            self._at(self.now + self._drawn(1 / self.load.rate), None)
+            turns = 1
+            while self.draw.random() > 1 / self.load.turns:
+                turns += 1
+            conversation = Conversation(self.draw.randrange(len(self.replicas)), turns, self.load.first)
+        else:
+            conversation.said += self.load.more
+        request = Request(conversation, conversation.said, self._drawn(self.load.written), self.now, self._counts())
+        number = self._choice(conversation)
+        if number is None:
+            self.waiting.append(request)
+        else:
+            self._begin(request, self.replicas[number])
+
+    def _counts(self) -> bool:
+        """Whether the request that has just come does."""
+        if self.now < self.warm or self.counted == self.requests:
+            return False
+        if not self.counted:
+            self.began, self.before = self.now, self._worked()
+        self.counted += 1
+        if self.counted == self.requests:
+            took = self.now - self.began
+            self.seen.busy = (self._worked() - self.before) / took / len(self.replicas) / self.fleet.rows
+            self.seen.asked = self.requests / took
+        return True
+
+    def _worked(self) -> float:
+        """Seconds that rows have written until now, all together."""
+        return sum(one.worked + (self.now - one.looked) * one.taken for one in self.replicas)
+
+    # ------------------------------------------------------------------------------------------------------- router
+
+    def _choice(self, conversation: Conversation) -> int | None:
+        """A replica with a free row."""
+        if not self.free:
+            return None
+        if self.fleet.affine and conversation.home in self.where:
+            return conversation.home
+        looked = [self.free[self.draw.randrange(len(self.free))] for _ in range(CHOICES)]
+        return min(looked, key=lambda number: self.replicas[number].taken)
+
+    def _begin(self, request: Request, replica: Replica) -> None:
+        replica.look(self.now)
+        replica.taken += 1
+        if replica.taken == replica.rows:
+            last, place = self.free.pop(), self.where.pop(replica.number)
+            if last != replica.number:
+                self.free[place], self.where[last] = last, place
+        kept = min(replica.kept.get(request.conversation, 0.0), request.prompt)
+        replica.keep(request.conversation, request.prompt)
+        if request.counts:
+            self.seen.waits.append(self.now - request.asked)
+            self.seen.prompt += request.prompt
+            self.seen.kept += kept
+        self._expect(replica, (request.prompt - kept) / self.service.reading, False, request)
+
+    # ----------------------------------------------------------------------------------------------------- replicas
+
+    def _expect(self, replica: Replica, work: float, ended: bool, request: Request) -> None:
+        """So many seconds of a lone text's work from now on, a prompt is read or a text is written."""
+        self.order += 1
+        heapq.heappush(replica.ahead, (replica.clock + work, self.order, ended, request))
+        self._plan(replica)
+
+    def _plan(self, replica: Replica) -> None:
+        """The next thing that happens to it. What was planned before is void."""
+        replica.plan += 1
+        if replica.ahead:
+            left = (replica.ahead[0][0] - replica.clock) / self.service.speed(replica.taken)
+            self._at(self.now + max(left, 0.0), (replica, replica.plan))
+
+    def _step(self, replica: Replica, plan: int) -> None:
+        """A prompt is read, or a text is written."""
+        if plan != replica.plan:
+            return
+        replica.look(self.now)
+        replica.clock, _, ended, request = heapq.heappop(replica.ahead)  # the clock again, free of roundings
+        if ended:
+            self._end(request, replica)
+            self._plan(replica)
+            return
+        if request.counts:
+            self.seen.firsts.append(self.now - request.asked + self.service.hop)
+        self._expect(replica, request.written / self.service.writing, True, request)
+
+    def _end(self, request: Request, replica: Replica) -> None:
+        conversation = request.conversation
+        if request.counts:
+            self.seen.totals.append(self.now - request.asked + self.service.hop)
+        replica.taken -= 1
+        if replica.number not in self.where:
+            self.where[replica.number] = len(self.free)
+            self.free.append(replica.number)
+        conversation.said = request.prompt + request.written
+        if conversation in replica.kept:
+            replica.keep(conversation, conversation.said)
+        conversation.left -= 1
+        if conversation.left:
+            self._at(self.now + self._drawn(self.load.pause), conversation)
+        if self.waiting:
+            self._begin(self.waiting.popleft(), replica)
+
+
+def rate_for(load: float, replicas: int, rows: int, service: Service, work: Workload) -> float:
+    """Conversations a second that keep so many replicas busy for such a share of the time, if nothing is kept."""
+    first, further = work.first, work.more + work.written
+    q = 1 - 1 / work.turns  # the probability of one more turn
+    prompts = first * work.turns + further * q * work.turns**2  # a turn's prompt has all turns before it: sum of i * q**i
+    alone = prompts / service.reading + work.turns * work.written / service.writing
+    return load * replicas * rows * service.speed(rows) / alone
+
+
+# ------------------------------------------------------------------------------------------------------------- measuring
+
+
+async def _stream(client: httpx.AsyncClient, ids: list[int], tokens: int, more: dict[str, Any]) -> tuple[float, float]:
+    """Seconds to the first token, and for each further one."""
+    body = {"prompt": ids, "max_tokens": tokens, "temperature": 0, "stream": True, "ignore_eos": True, **more}
+    began, came = time.perf_counter(), list[float]()
+    async with client.stream("POST", "/v1/completions", json=body) as response:
+        response.raise_for_status()
+        async for line in response.aiter_lines():
+            if line.startswith("data: {"):
+                came.append(time.perf_counter())
+    return came[0] - began, (came[-1] - came[0]) / max(1, tokens - 1)
+
+
+async def measured(url: str, numbers: Sequence[int], more: dict[str, Any], times: int, vocabulary: int) -> Service:
+    """Of a server that answers there and has nothing else to do. numbers: of texts that are written at a time."""
+    draw = random.Random(0)
+
+    def ids(count: int) -> list[int]:
+        return [draw.randrange(vocabulary // 4, vocabulary // 2) for _ in range(count)]
+
+    async with httpx.AsyncClient(base_url=url, timeout=600) as client:
+        await _stream(client, ids(SHORT), ANSWER, more)
+        reading = {}
+        for count in (SHORT, LONG):
+            reading[count] = median([(await _stream(client, ids(count), 2, more))[0] for _ in range(times)])
+        rates = {}
+        for number in numbers:
+            each = []
+            for _ in range(times):
+                answers = [_stream(client, ids(16), ANSWER, more) for _ in range(number)]
+                each += [second for _, second in await asyncio.gather(*answers)]
+            rates[number] = number / median(each)
+    return Service(rates, (LONG - SHORT) / (reading[LONG] - reading[SHORT]))
+
+
+# --------------------------------------------------------------------------------------------------------------- the table
+
+
+def told(seen: Seen) -> list[str]:
+    """Figures of a row of the table."""
+    waited = sum(one > 0 for one in seen.waits) / len(seen.waits)
+    first = f"{1000 * median(seen.firsts):.0f} ({1000 * quantiles(seen.firsts, n=20)[-1]:.0f})"
+    shares = seen.kept / seen.prompt, seen.busy, waited
+    return [f"{seen.asked:.1f}", *(f"{one:.1%}" for one in shares), first, f"{mean(seen.totals):.2f}"]
+
+
+def read(path: Path) -> Service:
+    """As --out has written it."""
+    found = json.loads(path.read_text(encoding="utf-8"))
+    return Service({int(rows): rate for rows, rate in found["rates"].items()}, found["reading"], found.get("hop", 0.0))
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--measure", metavar="URL", help="measure a server, and simulate nothing")
+    parser.add_argument("--speculative", help="of --measure: the method of the requests")
+    parser.add_argument("--times", type=int, default=5, help="of --measure: how often everything is asked")
+    parser.add_argument("--vocabulary", type=int, default=4096, help="of --measure: ids of prompts are below half of it")
+    parser.add_argument("--out", type=Path, help="of --measure: where the times are written to")
+    parser.add_argument("--service", type=Path, help="measured times; default: those of docs/scaling.md")
+    parser.add_argument("--rows", type=int, default=8)
+    parser.add_argument("--replicas", type=int, nargs="+", default=[1, 2, 8, 64, 256, 1000])
+    parser.add_argument("--load", type=float, nargs="+", default=[0.5, 0.7])
+    parser.add_argument("--requests", type=int, default=20_000, help="that count, of every row of the table")
+    parser.add_argument("--seed", type=int, default=0)
+    asked = parser.parse_args()
+    if asked.measure:
+        more = {"speculative": asked.speculative} if asked.speculative else {}
+        numbers = [number for number in (1, 2, 4, 8, 16, 32) if number <= asked.rows]
+        found = json.dumps(asdict(asyncio.run(measured(asked.measure, numbers, more, asked.times, asked.vocabulary))))
+        print(found)
+        if asked.out:
+            asked.out.write_text(found + "\n", encoding="utf-8")
+        return
+    service = read(asked.service) if asked.service else MEASURED
+    columns = ("replicas", "load", "routing", "requests a second", "kept", "rows busy", "waited")
+    columns += ("to the first token, ms (p95)", "whole answer, s")
+    print(f"| {' | '.join(columns)} |\n|{' --- |' * len(columns)}")
+    for load in asked.load:
+        for replicas in asked.replicas:
+            work = Workload(rate_for(load, replicas, asked.rows, service, Workload(1.0)))
+            warm = WARM * work.turns * (work.pause + work.written / service.writing)
+            for affine in (False, True):
+                run = Simulation(Fleet(replicas, asked.rows, affine), service, work, asked.requests, warm, asked.seed).run()
+                row = [str(replicas), f"{load:g}", "affine" if affine else "least loaded", *told(run)]
+                print(f"| {' | '.join(row)} |", flush=True)
+
+
+MEASURED = Service({1: 275.0, 2: 480.0, 4: 700.0, 8: 1000.0}, 5000.0)
+"""skipstone-nano, plain decoding, float32, on one core: see docs/scaling.md."""
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,45 @@
+"""What stands before every route: the key, and how long a body is."""
+
+import hmac
+
+from starlette.exceptions import HTTPException
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from skipstone.serving import errors, playground
+
+MOST_BYTES = 4 << 20
+"""Of a body."""
+PUBLIC = ("/health", *playground.PATHS)
+"""Paths that need no key."""
+
+
+class Guard:
+    """Before any route: the key, and how long a body is."""
+
+    def __init__(self, app: ASGIApp, api_key: str | None) -> None:
+        self.app, self.key = app, None if api_key is None else f"Bearer {api_key}".encode()
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            await self.app(scope, receive, send)
+            return
+        headers = dict(scope["headers"])
+        given = headers.get(b"authorization", b"")
+        if self.key is not None and scope["path"] not in PUBLIC and not hmac.compare_digest(given, self.key):
+            await errors.response("the API key is missing or wrong", 401)(scope, receive, send)
+            return
+        length = headers.get(b"content-length", b"0")
+        if not length.isdigit() or int(length) > MOST_BYTES:
+            await errors.response(f"the body is longer than {MOST_BYTES} bytes", 413)(scope, receive, send)
+            return
+        seen = 0
+
+        async def counted() -> Message:
+            nonlocal seen
+            message = await receive()
+            seen += len(message.get("body", b""))
+            if seen > MOST_BYTES:
+                raise HTTPException(413, f"the body is longer than {MOST_BYTES} bytes")
+            return message
+
+        await self.app(scope, counted, send)

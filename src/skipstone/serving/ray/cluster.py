@@ -1,0 +1,114 @@
+"""Ray: a cluster of this machine or one that is there, and whether replicas have room in it."""
+
+import os
+import socket
+from collections.abc import Iterable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+from urllib.parse import urlsplit
+
+from skipstone.assets import NANO
+from skipstone.extras import installed
+
+NEED = "--ray needs Ray Serve"
+PATIENCE = 5.0
+"""Seconds that a cluster has to take a connection."""
+OBJECTS = 128 << 20
+"""Bytes of a local cluster's object store. Requests and answers are small and mostly do not pass through it."""
+VARIABLES = {
+    "RAY_gcs_server_port_wait_time_s": "1",
+    "RAY_gcs_rpc_server_connect_timeout_s": "2",
+    "RAY_USAGE_STATS_ENABLED": "0",
+}
+"""Environment variables of Ray, where the user sets none: few tries at a cluster that does not answer, and nothing is sent
+anywhere about its use."""
+WEIGHTS = (".safetensors", ".bin", ".gguf")
+"""Endings of files that hold weights."""
+
+
+@dataclass(frozen=True)
+class Share:
+    """What a replica needs of a node: cores, graphics processors, bytes of memory."""
+
+    cpus: float = 1.0
+    gpus: float = 0.0
+    memory: int = 0
+
+    def __str__(self) -> str:
+        gpus = f", {self.gpus:g} GPU" if self.gpus else ""
+        return f"{self.cpus:g} CPU{gpus} and {self.memory / 2**30:.1f} GiB"
+
+
+def weights(model: str | None) -> int:
+    """Bytes of a model's files of weights: the least that a replica takes. 0 for a hub id: nothing is known of it before it is
+    downloaded. None: the bundled model."""
+    folder = NANO if model is None else Path(model)
+    files = folder.iterdir() if folder.is_dir() else [folder]
+    return sum(file.stat().st_size for file in files if file.suffix in WEIGHTS and file.is_file())
+
+
+def places(nodes: Iterable[dict[str, Any]], share: Share) -> int:
+    """Replicas for which a cluster has room. nodes: as `ray.nodes()` gives them."""
+    found = 0
+    for node in nodes:
+        if node["Alive"]:
+            has = node["Resources"]
+            needs = {"CPU": share.cpus, "GPU": share.gpus, "memory": share.memory}
+            found += int(min((has.get(name, 0.0) / need for name, need in needs.items() if need), default=0))
+    return found
+
+
+def check_room(share: Share, replicas: int) -> None:
+    """ValueError where the cluster that is connected has no room for so many replicas."""
+    room = places(installed("ray", NEED, "ray").nodes(), share)
+    if room < replicas:
+        raise ValueError(
+            f"{replicas} {'replica needs' if replicas == 1 else 'replicas need'} {share}{'' if replicas == 1 else ' each'}, "
+            f"and the Ray cluster has room for {room}: ask for fewer replicas, or for a larger cluster"
+        )
+
+
+def check_free(host: str, port: int) -> None:
+    """OSError where somebody listens at that place of this machine already: Serve would tell of it by tracebacks."""
+    with socket.socket() as one:
+        one.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            one.bind((host, port))
+        except OSError as error:
+            raise OSError(error.errno, error.strerror, f"{host}:{port}") from None
+
+
+def connect(address: str | None) -> None:
+    """Connect to the cluster at an address, or start one on this machine that ends with this process. ValueError for what is no
+    address, ConnectionError where no cluster answers."""
+    for name, value in VARIABLES.items():
+        os.environ.setdefault(name, value)
+    if address is not None:
+        _reach(address)
+    ray = installed("ray", NEED, "ray")
+    quiet = {"logging_level": "ERROR", "log_to_driver": False}
+    if address is None:
+        local = {"include_dashboard": False, "object_store_memory": OBJECTS}
+        ray.init(address="local", _node_ip_address="127.0.0.1", **local, **quiet)
+        return
+    try:
+        ray.init(address=address, **quiet)
+    except (ConnectionError, RuntimeError, TimeoutError, ValueError) as error:
+        first = (str(error).strip().splitlines() or [type(error).__name__])[0]
+        raise ConnectionError(f"no Ray cluster answers at {address}: {first}") from error
+
+
+def _reach(address: str) -> None:
+    """Whether anybody listens there: Ray itself waits for half a minute."""
+    parts = urlsplit(address if "://" in address else f"ray://{address}")
+    try:
+        host, port = parts.hostname, parts.port
+    except ValueError:
+        host, port = None, None
+    if not host or not port:
+        raise ValueError(f"a Ray address is HOST:PORT or ray://HOST:PORT, found {address!r}")
+    try:
+        socket.create_connection((host, port), timeout=PATIENCE).close()
+    except OSError as error:
+        raise ConnectionError(f"no Ray cluster answers at {address}: {error.strerror or error}") from None

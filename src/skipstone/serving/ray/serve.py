@@ -1,0 +1,180 @@
+"""`skipstone serve --ray`: fronts and replicas as an application of Ray Serve."""
+
+import asyncio
+import logging
+import math
+import signal
+import threading
+from collections.abc import AsyncGenerator, Callable
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+from starlette.types import Message
+
+from skipstone.extras import installed
+from skipstone.serving.guard import Guard
+from skipstone.serving.ray.cluster import NEED, Share, check_free, check_room, connect
+from skipstone.serving.ray.front import Front, Full, Lost
+from skipstone.serving.server import Settings
+
+NAME = "skipstone"
+"""Of the application."""
+ROUTER = "skipstone.serving.ray.router:SessionRouter"
+FRONTED = 16
+"""Replicas that one front serves."""
+BUSY = 0.75
+"""Share of a replica's rows that are to be taken: more requests, running or waiting, ask for another replica."""
+LOOK = 2.0
+"""Seconds between two looks at whether a replica is healthy: a dead one is replaced after the next one."""
+STARTS = 2
+"""Times that a replica is started before it is given up."""
+REFUSAL = "ValueError: "
+"""The beginning of the line of a traceback that says why a replica could not load its model."""
+QUIET = {"log_level": "WARNING", "enable_access_log": False}
+"""What Serve itself writes into the log: nothing of what goes well."""
+OPEN = 1 << 20
+"""Requests that a front has at a time: any number, as those that wait for a replica are limited elsewhere."""
+
+
+@dataclass(frozen=True)
+class Scale:
+    """How many replicas, and what each of them needs. Between the two numbers, Serve follows the requests that run and wait.
+    address: of a cluster; None for one of this machine. up, down: seconds of more or less load before replicas are added or
+    taken away."""
+
+    least: int = 1
+    most: int = 1
+    share: Share = field(default_factory=Share)
+    address: str | None = None
+    up: float = 10.0
+    down: float = 120.0
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where clients come in. api_key: that they have to send; None for none."""
+
+    host: str = "127.0.0.1"
+    port: int = 8000
+    api_key: str | None = None
+
+
+class Ingress:
+    """A front, as Ray Serve runs it. replicas: Serve's handle of them."""
+
+    def __init__(self, replicas: Any, api_key: str | None) -> None:
+        self._replicas, self._key = replicas, api_key
+
+    def __serve_build_asgi_app__(self) -> Any:
+        return Guard(Front(self._ask, self._running), self._key)
+
+    async def _ask(self, scope: dict[str, Any], body: bytes, named: str) -> AsyncGenerator[Message, None]:
+        exceptions, serve = installed("ray.exceptions", NEED, "ray"), installed("ray.serve.exceptions", NEED, "ray")
+        answer = self._replicas.options(method_name="answer", stream=True, session_id=named).remote(scope, body)
+        try:
+            async for messages in answer:
+                for message in messages:
+                    yield message
+        except serve.BackPressureError:
+            raise Full from None
+        except exceptions.RayActorError as error:
+            raise Lost from error
+        except (GeneratorExit, asyncio.CancelledError):  # nobody reads on
+            answer.cancel()
+            raise
+
+    async def _running(self) -> int:
+        status = await asyncio.to_thread(installed("ray.serve", NEED, "ray").status)
+        return status.applications[NAME].deployments["replica"].replica_states.get("RUNNING", 0)
+
+
+def application(load: Callable[[], tuple[Any, Any]], settings: Settings, scale: Scale, api_key: str | None, form: str) -> Any:
+    """What `serve.run` takes. form: of the log."""
+    serve = installed("ray.serve", NEED, "ray")
+    replica = installed("skipstone.serving.ray.replica", NEED, "ray").Replica
+    share = scale.share
+    replicas = serve.deployment(
+        name="replica",
+        max_ongoing_requests=settings.rows,
+        max_queued_requests=max(1, settings.waiting),
+        graceful_shutdown_timeout_s=settings.drain + 1,
+        health_check_period_s=LOOK,
+        max_constructor_retry_count=STARTS,
+        ray_actor_options={"num_cpus": share.cpus, "num_gpus": share.gpus, "memory": share.memory},
+        request_router_config={"request_router_class": ROUTER},
+        logging_config=QUIET,
+        **_numbers(scale, settings.rows),
+    )(replica)
+    fronts = serve.deployment(
+        name="front",
+        num_replicas=math.ceil(scale.most / FRONTED),
+        max_ongoing_requests=OPEN,
+        graceful_shutdown_timeout_s=settings.drain + 1,
+        ray_actor_options={"num_cpus": 0},
+        logging_config=QUIET,
+    )(serve.ingress()(Ingress))
+    threads = max(1, int(share.cpus))
+    return fronts.bind(replicas.bind(load, settings, threads, form), api_key)
+
+
+def _numbers(scale: Scale, rows: int) -> dict[str, Any]:
+    """How many replicas, as Serve is told it."""
+    if scale.least == scale.most:
+        return {"num_replicas": scale.least}
+    target = max(1.0, BUSY * rows)
+    delays = {"upscale_delay_s": scale.up, "downscale_delay_s": scale.down, "look_back_period_s": max(scale.up, 1.0)}
+    return {
+        "autoscaling_config": {
+            "min_replicas": scale.least,
+            "max_replicas": scale.most,
+            "target_ongoing_requests": target,
+            **delays,
+        }
+    }
+
+
+@contextmanager
+def running(load: Callable[[], tuple[Any, Any]], settings: Settings, scale: Scale, place: Place, form: str = "text") -> Any:
+    """Replicas that take requests at a place. ValueError where the cluster has no room for them or they cannot be started,
+    OSError where no cluster answers or the place is taken; the application is gone again after either, and after the block."""
+    ray, serve = installed("ray", NEED, "ray"), installed("ray.serve", NEED, "ray")
+    if scale.address is None:
+        check_free(place.host, place.port)
+    connect(scale.address)
+    logging.getLogger("ray.serve").setLevel(logging.WARNING)
+    try:
+        check_room(scale.share, scale.least)
+        everywhere = "HeadOnly" if scale.address is None else "EveryNode"
+        serve.start(
+            proxy_location=everywhere,
+            http_options={"host": place.host, "port": place.port},
+            logging_config=QUIET,
+        )
+        try:
+            serve.run(application(load, settings, scale, place.api_key, form), name=NAME, route_prefix="/")
+            yield
+        except RuntimeError as error:
+            told = [one.message for one in serve.status().applications[NAME].deployments.values()]
+            raise ValueError(f"the replicas could not be started: {_reason(told) or error}") from None
+        finally:
+            serve.delete(NAME)
+    finally:
+        ray.shutdown()
+
+
+def _reason(told: list[str]) -> str:
+    """What a replica could not be started for, of what Serve tells with all its tracebacks; "" where there is no such line."""
+    found = [line.partition(REFUSAL)[2] for one in told for line in one.splitlines() if line.strip().startswith(REFUSAL)]
+    return found[-1] if found else ""
+
+
+def listen(load: Callable[[], tuple[Any, Any]], settings: Settings, scale: Scale, place: Place, form: str) -> None:
+    """The same until somebody ends this process by SIGINT or SIGTERM."""
+    told = threading.Event()
+    with running(load, settings, scale, place, form):
+        for number in (signal.SIGINT, signal.SIGTERM):
+            signal.signal(number, lambda *_: told.set())
+        print(f"skipstone serves at http://{place.host}:{place.port} with {scale.least} to {scale.most} replicas", flush=True)
+        while not told.wait(1.0):
+            pass

@@ -1,0 +1,289 @@
+"""`skipstone serve --ray` on this machine: texts, conversations that stay, full replicas, a dead one, more of them.
+
+One cluster serves all tests. It begins with one replica and has two after the first test that loads it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import time
+from collections.abc import Iterator
+from typing import Any
+
+import httpx
+import psutil
+import pytest
+
+import skipstone
+from tests.helpers.commandline import run
+from tests.helpers.served import SLOW, Process, caller, hear, heard_at_last, refusal
+
+pytestmark = pytest.mark.ray
+
+ROWS, WAITING = 2, 4
+"""Texts that a replica writes at a time, and requests that may wait for one."""
+OPTIONS = ("--ray", "--min-replicas", "1", "--max-replicas", "2", "--max-num-seqs", str(ROWS), "--max-waiting", str(WAITING))
+QUICK = {
+    "RAY_SERVE_REPLICA_AUTOSCALING_METRIC_PUSH_INTERVAL_S": "1",
+    "RAY_SERVE_HANDLE_AUTOSCALING_METRIC_PUSH_INTERVAL_S": "1",
+}
+"""Seconds after which Serve tells how many requests there are; 10 where nobody says."""
+LONG: dict[str, Any] = {"prompt": "def long(", "max_tokens": 1500, "temperature": 0, "ignore_eos": True, "speculative": "off"}
+"""A request that keeps a row for seconds."""
+SHORT: dict[str, Any] = {"prompt": "def add(a, b):", "max_tokens": 20, "temperature": 0}
+DEFS = [f"def function_{number}(a, b):\n    " for number in range(12)]
+
+
+@pytest.fixture(scope="module")
+def served() -> Iterator[Process]:
+    """The command, with one replica or two."""
+    process = Process(*OPTIONS, "--method", "autoregressive")
+    with pytest.MonkeyPatch.context() as patch:
+        for name, value in QUICK.items():
+            patch.setenv(name, value)
+        process.start()
+    yield process
+    process.stop()
+
+
+def replicas(served: Process) -> int:
+    """How many take requests."""
+    return served.http.get("/health").json()["replicas"]
+
+
+def until(served: Process, count: int) -> None:
+    """Waits for so many replicas."""
+    began = time.monotonic()
+    while time.monotonic() - began < SLOW:
+        if replicas(served) == count:
+            return
+        time.sleep(0.2)
+    raise AssertionError(f"{replicas(served)} replicas, and not {count}: {served.said()}")
+
+
+@pytest.fixture(scope="module")
+def two(served: Process) -> Process:
+    """The same when it has two replicas, which requests that wait have brought about."""
+
+    async def load() -> None:
+        async with caller(served.url) as http:
+            asked = [asyncio.create_task(again(http)) for _ in range(ROWS + WAITING - 1)]
+            await asyncio.to_thread(until, served, 2)
+            for one in asked:
+                one.cancel()
+            await asyncio.gather(*asked, return_exceptions=True)
+
+    async def again(http: httpx.AsyncClient) -> None:
+        while True:
+            await hear(http, LONG)
+
+    assert replicas(served) == 1
+    asyncio.run(load())
+    return served
+
+
+def workers() -> list[psutil.Process]:
+    """The processes of the replicas."""
+    found = []
+    for one in psutil.Process().children(recursive=True):
+        try:
+            if one.cmdline()[0].startswith("ray::ServeReplica:skipstone:replica"):
+                found.append(one)
+        except (psutil.Error, IndexError):
+            continue
+    return found
+
+
+def expected(prompts: list[str], tokens: int) -> list[str]:
+    """Texts that the bundled model writes."""
+    model, tokenizer = skipstone.load()
+    texts = []
+    for prompt in prompts:
+        out = skipstone.generate(model, prompt, "autoregressive", tokenizer=tokenizer, max_new_tokens=tokens)
+        assert isinstance(out.text, str)
+        texts.append(out.text)
+    return texts
+
+
+async def texts(url: str, prompts: list[str]) -> list[str]:
+    """What streams of these prompts bring, all at once."""
+    async with caller(url) as http:
+        asked = (heard_at_last(http, {**SHORT, "prompt": prompt}) for prompt in prompts)
+        return [one.text for one in await asyncio.gather(*asked)]
+
+
+def written(served: Process, session: str) -> float:
+    """Answers that the replica of a conversation has written."""
+    lines = served.http.get("/metrics", headers={"x-session-id": session}).text.splitlines()
+    return sum(float(line.rsplit(" ", 1)[1]) for line in lines if line.startswith("skipstone:request_success_total{"))
+
+
+def test_requests_that_wait_bring_a_second_replica(two: Process) -> None:
+    assert replicas(two) == 2
+    assert len(workers()) == 2
+
+
+def test_streams_and_whole_answers_are_the_texts_of_generate(two: Process) -> None:
+    wanted = expected(DEFS[:6], SHORT["max_tokens"])
+    assert len(set(wanted)) > 3
+    assert asyncio.run(texts(two.url, DEFS[:6])) == wanted
+    answers = [two.http.post("/v1/completions", json={**SHORT, "prompt": prompt}) for prompt in DEFS[:6]]
+    assert [one.json()["choices"][0]["text"] for one in answers] == wanted
+
+
+def test_a_stream_comes_piece_by_piece(two: Process) -> None:
+    with two.http.stream("POST", "/v1/completions", json={**LONG, "stream": True}) as response:
+        assert response.headers["content-type"].startswith("text/event-stream")
+        lines = response.iter_lines()
+        pieces = [next(lines) for _ in range(20)]
+        assert sum(line.startswith("data: {") for line in pieces) >= 8
+        busy = {session: two.http.get("/metrics", headers={"x-session-id": session}).text for session in "abcdef"}
+    running = [
+        line for text in busy.values() for line in text.splitlines() if line.startswith("skipstone:num_requests_running{")
+    ]
+    assert any(float(line.rsplit(" ", 1)[1]) == 1 for line in running), "the text was not written to its end yet"
+
+
+def test_a_conversation_finds_what_it_said_and_conversations_are_spread(two: Process) -> None:
+    talks = {number: f"# {number}\n" + "def add(a, b):\n    return a + b\n" * 9 for number in range(6)}
+    reused = []
+    for _ in range(3):
+        for number, said in talks.items():
+            body = {**SHORT, "prompt": said, "ignore_eos": True}
+            answer = two.http.post("/v1/completions", json=body, headers={"x-session-id": f"talk {number}"}).json()
+            talks[number] = said + answer["choices"][0]["text"]
+            usage = answer["usage"]
+            reused.append(usage["prompt_tokens_details"]["cached_tokens"] / usage["prompt_tokens"])
+    counts = [written(two, f"talk {number}") for number in talks]
+    assert len(set(counts)) == 2, f"two replicas write for six conversations, found {counts}"
+    assert counts == [written(two, f"talk {number}") for number in talks], "a conversation has one replica"
+
+
+def test_a_prompt_that_grows_stays_with_its_prefix_without_any_name(two: Process) -> None:
+    said = "def subtract(a, b):\n    return a - b\n" * 9
+    for turn in range(4):
+        answer = two.http.post("/v1/completions", json={**SHORT, "prompt": said, "ignore_eos": True}).json()
+        usage = answer["usage"]
+        if turn:
+            assert usage["prompt_tokens_details"]["cached_tokens"] > 0.8 * usage["prompt_tokens"]
+        said += answer["choices"][0]["text"]
+
+
+def test_a_conversation_whose_replica_is_full_goes_to_another_one(two: Process) -> None:
+    body = {**LONG, "prompt_cache_key": "one"}
+
+    async def go() -> int:
+        async with caller(two.url) as http:
+            long = [asyncio.create_task(hear(http, body)) for _ in range(ROWS)]
+            await asyncio.sleep(0.5)
+            answer = await hear(http, {**SHORT, "prompt_cache_key": "one"})
+            assert answer.text
+            left = sum(not one.done() for one in long)
+            for one in long:
+                one.cancel()
+            await asyncio.gather(*long, return_exceptions=True)
+            return left
+
+    assert asyncio.run(go()) == ROWS, "the short answer came while its replica still wrote both long ones"
+
+
+def test_more_than_may_wait_are_told_to_come_again_and_health_answers(two: Process) -> None:
+    async def status(http: httpx.AsyncClient) -> tuple[int, httpx.Headers, str]:
+        async with http.stream("POST", "/v1/completions", json={**LONG, "stream": True}) as response:
+            if response.status_code == 429:
+                await response.aread()
+                return 429, response.headers, refusal(response)
+            await asyncio.sleep(SLOW)
+            raise AssertionError("somebody waited for too long")
+
+    async def go() -> list[tuple[int, httpx.Headers, str]]:
+        async with caller(two.url) as http:
+            asked = [asyncio.create_task(status(http)) for _ in range(2 * ROWS + WAITING + 3)]
+            refused, _ = await asyncio.wait(asked, timeout=60, return_when=asyncio.FIRST_COMPLETED)
+            assert (await http.get("/health")).status_code == 200
+            for one in asked:
+                one.cancel()
+            await asyncio.gather(*asked, return_exceptions=True)
+            return [one.result() for one in refused]
+
+    found = asyncio.run(go())
+    assert found
+    assert {(code, headers["retry-after"], said) for code, headers, said in found} == {
+        (429, "1", "as many requests wait as may")
+    }
+
+
+def test_a_client_that_goes_away_frees_its_row(two: Process) -> None:
+    for _ in range(2 * ROWS + 1):
+        with two.http.stream("POST", "/v1/completions", json={**LONG, "stream": True}, headers={"x-session-id": "gone"}) as one:
+            next(one.iter_lines())
+    answer = two.http.post("/v1/completions", json=SHORT, headers={"x-session-id": "gone"}, timeout=SLOW)
+    assert answer.status_code == 200
+
+    def running() -> float:
+        lines = two.http.get("/metrics", headers={"x-session-id": "gone"}).text.splitlines()
+        return sum(float(line.rsplit(" ", 1)[1]) for line in lines if line.startswith("skipstone:num_requests_running{"))
+
+    began = time.monotonic()
+    while running() and time.monotonic() - began < SLOW:
+        time.sleep(0.1)
+    assert running() == 0
+
+
+def test_a_mistake_of_a_client_is_told_as_by_a_server_alone(two: Process) -> None:
+    assert refusal(two.http.post("/v1/completions", json={"prompt": "a", "wrong": 1})) == "wrong: this field is not supported"
+    assert refusal(two.http.get("/nowhere")) == "there is no /nowhere"
+    assert two.http.get("/").text.startswith("<!doctype html>")
+
+
+def test_one_replica_is_killed_under_load_and_only_what_it_wrote_fails(two: Process) -> None:
+    wanted = dict(zip(DEFS, expected(DEFS, SHORT["max_tokens"]), strict=True))
+    wrong: list[str] = []
+    right = 0
+    killed = asyncio.Event()
+
+    async def client(http: httpx.AsyncClient, number: int) -> None:
+        nonlocal right
+        left = 6  # answers after the death of the replica
+        turn = number
+        while left:
+            prompt = DEFS[turn % len(DEFS)]
+            turn += 1
+            try:
+                heard = await heard_at_last(http, {**SHORT, "prompt": prompt, "prompt_cache_key": f"client {number}"})
+                assert heard.text == wanted[prompt]
+                right += 1
+            except (httpx.HTTPError, RuntimeError) as error:
+                wrong.append(f"{type(error).__name__}: {error}")
+            left -= killed.is_set()
+
+    async def go() -> None:
+        async with caller(two.url) as http:
+            clients = [asyncio.create_task(client(http, number)) for number in range(2 * ROWS + 1)]
+            while right < 10:
+                await asyncio.sleep(0.02)
+            os.kill(workers()[0].pid, signal.SIGKILL)
+            killed.set()
+            await asyncio.gather(*clients)
+
+    asyncio.run(go())
+    assert right > 20
+    assert len(wrong) <= ROWS, wrong
+    assert all("the replica that wrote this has ended" in one for one in wrong), wrong
+    until(two, 2)
+    assert len(workers()) == 2
+
+
+def test_a_cluster_without_enough_cpus_is_said(two: Process) -> None:
+    """Asked of the cluster that runs, by its address."""
+    said = " ".join(part for one in psutil.Process().children(recursive=True) for part in one.cmdline())
+    address = said.partition("--gcs-address=")[2].split()[0]
+    result = run("serve", "--ray", "--ray-address", address, "--replicas", "99")
+    assert result.exit_code == 2
+    (line,) = result.stderr.splitlines()
+    cores = len(os.sched_getaffinity(0))
+    assert line.startswith("skipstone: 99 replicas need 1 CPU and 0.0 GiB each, and the Ray cluster has room for ")
+    assert f"has room for {cores}: " in line
+    assert replicas(two) == 2, "what runs there goes on"
