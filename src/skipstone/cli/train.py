@@ -1,16 +1,18 @@
 """`skipstone train layerskip RECIPE`: a training run from one file. `skipstone train heads MODEL`: light heads for a model."""
 
+import json
 from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
 from skipstone.cli import options
-from skipstone.cli.options import option
+from skipstone.cli.options import grouped, option
 
 train = typer.Typer(help="Train what a method needs.", no_args_is_help=True)
+DRY = "Before a run"  # heading of the flags of an estimate
 PACKAGES = ("accelerate", "jinja2", "yaml", "tqdm")
 
 Output = Annotated[Path | None, option("Folder of the run, instead of the recipe's.")]
@@ -23,10 +25,23 @@ def layerskip(
     output: Output = None,
     data_dir: DataDir = None,
     fresh: Annotated[bool, typer.Option(help="Refuse to resume: the folder must be empty.")] = False,
+    dry_run: Annotated[bool, grouped(DRY, "Say what memory and time each GPU would take, and start nothing.")] = False,
+    gpus: Annotated[int | None, grouped(DRY, "GPUs that share the model. Default: 1.")] = None,
+    shape: Annotated[str | None, grouped(DRY, "1B, 8B or 70B: Llama 3's, in the place of the recipe's model.")] = None,
+    mfu: Annotated[float | None, grouped(DRY, "Share of the GPU's peak that training reaches. Default: 0.4.")] = None,
+    peak_tflops: Annotated[float | None, grouped(DRY, "That peak. Default: 989, an H100's in bfloat16.")] = None,
+    as_json: options.AsJson = False,
     debug: options.Debug = False,
 ) -> None:
     """Train with layer dropout and early exits; an interrupted run resumes where it stopped."""
     _check_inputs([recipe], data_dir, "no such recipe")
+    asked = {"gpus": gpus, "size": shape, "mfu": mfu, "peak_tflops": peak_tflops}
+    given = {name: value for name, value in asked.items() if value is not None}
+    if dry_run:
+        _estimate(recipe, data_dir, given, as_json)
+        return
+    if given or as_json:
+        raise ValueError("--gpus, --shape, --mfu, --peak-tflops and --json are about --dry-run: give it, too")
     from skipstone.train.layerskip.run import run
 
     try:
@@ -71,6 +86,16 @@ def heads(
     base = Path.cwd() if recipe is None else recipe.parent
     told = partial(typer.echo, err=True)
     typer.echo(str(run(wish, base, output, max_disk=max_disk * GIB, device=device, fresh=fresh, say=told)))
+
+
+def _estimate(path: Path, data_dir: Path | None, given: dict[str, Any], as_json: bool) -> None:
+    """Print what a run would take."""
+    from skipstone.train.layerskip import estimate as estimating
+    from skipstone.train.layerskip.arguments import arguments, read
+
+    recipe = read(path, data_dir)
+    found = estimating.estimate(recipe, path.parent, arguments(recipe, Path(recipe.output)), **given)
+    typer.echo(json.dumps(estimating.as_json(found)) if as_json else "\n".join(estimating.told(found)))
 
 
 def _check_inputs(files: list[Path], data_dir: Path | None, missing: str) -> None:

@@ -68,6 +68,14 @@ def latest_good(run: Path, fingerprint: dict[str, Any]) -> Path | None:
     return None
 
 
+def fingerprint_of(folder: Path) -> dict[str, Any]:
+    """What a checkpoint says of its run, unverified; {} where it says nothing."""
+    try:
+        return dict(json.loads((folder / MANIFEST).read_text(encoding="utf-8"))["fingerprint"])
+    except (OSError, ValueError, KeyError, TypeError):
+        return {}
+
+
 def verify(folder: Path, fingerprint: dict[str, Any]) -> int:
     """The step of a checkpoint. ValueError where a file is missing or damaged, or where it belongs to another run."""
     try:

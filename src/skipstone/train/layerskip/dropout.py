@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from skipstone.decoding.noise import uniform
+from skipstone.train.sharding import is_sharded
 
 _STREAM = 3  # the stream of the noise that rows are dropped by; decoding draws from none of this number
 
@@ -73,12 +74,13 @@ def forwards_replaced(
 
 @contextmanager
 def layers_recorded(
-    layers: Sequence[nn.Module], wanted: Sequence[bool], rows: Sequence[list[int]]
+    layers: Sequence[nn.Module], wanted: Sequence[bool], rows: Sequence[list[int]], joining: Sequence[bool] | None = None
 ) -> Iterator[dict[int, Tensor]]:
     """Keep the outputs x_{l+1} [B, T, d] (of several streams [k, B, T, d]) of the wanted layers by l, and run each layer over
     its rows only.
 
-    Layer 0 must keep a row: it shows whether this family's layers return tuples, before a layer drops all rows.
+    Layer 0 must keep a row: it shows whether this family's layers return tuples, before a layer drops all rows. joining: layers
+    that get gradients in any case, of 0 where they have no row here, since other processes have one and sum them up.
     """
     states: dict[int, Tensor] = {}
     tuples = False
@@ -86,6 +88,10 @@ def layers_recorded(
     def wrap(layer: int, forward: Callable[..., Any]) -> Callable[..., Any]:
         def run(hidden: Tensor, *args: Any, **kwargs: Any) -> Any:
             nonlocal tuples
+            if joining is not None and joining[layer] and not rows[layer]:
+                hidden = hidden + sum(0 * parameter.sum() for parameter in layers[layer].parameters())
+            elif not rows[layer] and is_sharded(layers[layer]):
+                hidden = hidden.clone()  # FSDP gave a view, which is no output of a layer's
             output = run_rows(forward, rows[layer], hidden, *args, **kwargs)
             if rows[layer]:
                 tuples = isinstance(output, tuple)

@@ -21,6 +21,7 @@ from skipstone.models.engines.eager.patches import is_plain
 from skipstone.models.modules import DecoderModules
 from skipstone.train.data.rows import IGNORED, shifted
 from skipstone.train.layerskip.dropout import forwards_replaced, kept_rows, layers_recorded
+from skipstone.train.layerskip.layout import Layout, kept_elsewhere
 from skipstone.train.layerskip.schedules import LayerSkipRecipe
 
 CHUNK = 4096  # positions whose logits exist at once
@@ -32,7 +33,8 @@ Parts = tuple[Tensor, dict[str, Tensor]]  # a loss, and the parts of it that the
 
 class Objective:
     """LayerSkip's loss for one model. `step` and `micro` must be set before every forward: optimiser step, and forward passes
-    so far within the run (they differ under gradient accumulation).
+    so far within the run (they differ under gradient accumulation). `elsewhere`: of a run that goes on with another layout of
+    rows the one that it was started with, the present one and the number of this process.
 
     steps: T of the whole run. seed: of the layer dropout. chunk: positions whose logits exist at once. teacher: a frozen model
     of the same vocabulary whose distribution takes the place of the labels (distillation). shortlist: [S] int64, the
@@ -73,6 +75,7 @@ class Objective:
                 f"the rows that those drop: train it without layer dropout (p_max=0), found p_max={recipe.dropout.p_max}"
             )
         self.step = self.micro = 0
+        self.elsewhere: tuple[Layout, Layout, int] | None = None
         self.parts: dict[str, Tensor] = {}
 
     def installed(self) -> AbstractContextManager[None]:
@@ -101,11 +104,9 @@ class Objective:
         are none. input_ids, attention_mask, labels: [B, T]; labels are IGNORED where nothing is predicted."""
         inputs = {**kwargs, "input_ids": input_ids, "attention_mask": attention_mask, "use_cache": False}
         rates = self.recipe.dropout.rates(self.step, self.layers, self.steps)
-        kept = kept_rows(input_ids.shape[0], rates, self.seed, self.micro)
-        if self.recipe.dropout.by_layer == "constant":
-            kept[0] = kept[0] or [0]  # `layers_recorded` wants a row of the first layer
+        kept, joining = self._kept(input_ids.shape[0], rates)
         active = self.recipe.exits.active(self.step, self.layers, self.steps)
-        with layers_recorded(self.modules.layers, active, kept) as states:
+        with layers_recorded(self.modules.layers, active, kept, joining) as states:
             self.modules.decoder(**inputs)
         targets = shifted(labels).flatten()  # [B * T]
         predicted = (targets != IGNORED).nonzero().squeeze(1)  # [N], the positions whose logits are wanted at all
@@ -121,6 +122,20 @@ class Objective:
         count = max(1, len(targets)) if num_items_in_batch is None else num_items_in_batch
         self.parts = {name: part.detach() / count for name, part in parts.items()}
         return total / count
+
+    def _kept(self, rows: int, rates: list[float]) -> tuple[list[list[int]], list[bool] | None]:
+        """The rows of a forward pass that every layer keeps, and which layers must take part though they keep none here."""
+
+        def draw(count: int, number: int) -> list[list[int]]:
+            kept = kept_rows(count, rates, self.seed, number)
+            if self.recipe.dropout.by_layer == "constant":
+                kept[0] = kept[0] or [0]  # `layers_recorded` wants a row of the first layer
+            return kept
+
+        if self.elsewhere is None:
+            return draw(rows, self.micro), None
+        started, now, process = self.elsewhere
+        return kept_elsewhere(started, now, process, self.step, self.micro - self.step * now.passes, draw, rows)
 
     def _towards_labels(self, states: dict[int, Tensor], targets: Tensor, taught: Tensor | None) -> Parts:
         """The paper's loss: sum of e~(t, l) CE over the active exits, summed over tokens."""

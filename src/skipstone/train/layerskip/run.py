@@ -30,6 +30,7 @@ from skipstone.train.data.documents import Document, collect, deduplicate, finge
 from skipstone.train.data.rows import Prepared, RowPlan, TokenRows, prepare
 from skipstone.train.data.tokenizer import check_fits, train_bpe
 from skipstone.train.layerskip.arguments import LayerSkipArguments, Recipe, arguments, read
+from skipstone.train.layerskip.layout import layout_of
 from skipstone.train.layerskip.metrics import Curves, JsonLog, Progress
 from skipstone.train.layerskip.trainer import LayerSkipTrainer, check
 
@@ -52,6 +53,7 @@ def run(path: Path, output: Path | None = None, fresh: bool = False, data_dir: P
     settings = arguments(recipe, folder)
     first = settings.process_index == 0
     say = say if first else silent
+    _fit(settings, folder, say)
     if fresh and first:
         refuse_used(folder)
     folder.mkdir(parents=True, exist_ok=True)
@@ -93,6 +95,19 @@ def _started(recipe: Recipe, path: Path, data_dir: Path | None, say: Say) -> Rec
     model = run(path.parent / recipe.model.recipe, data_dir=data_dir, say=say)
     begun = recipe.model.model_copy(update={"pretrained": str(model.absolute()), "recipe": None})
     return recipe.model_copy(update={"model": begun})
+
+
+def _fit(settings: LayerSkipArguments, folder: Path, say: Say) -> None:
+    """Give a step as many rows as it had before where a run goes on with another number of processes. ValueError where they
+    cannot be shared equally."""
+    last = checkpoint.latest(folder)
+    saved = {} if last is None else checkpoint.fingerprint_of(last).get("training", {})
+    if saved.get("world_size", settings.world_size) == settings.world_size:
+        return
+    started = layout_of(saved)
+    passes = started.passes_of(layout_of(settings.deciding()))
+    say(f"started with {started.processes} processes, goes on with {settings.world_size}: gradient_accumulation_steps={passes}")
+    settings.gradient_accumulation_steps = passes
 
 
 def _prepared(
@@ -216,7 +231,9 @@ def _initial_model(recipe: Recipe, base: Path, tokenizer: PreTrainedTokenizerBas
         if recipe.model.layers is not None:
             _shorten(model, recipe.model.layers)
     else:
-        model = AutoModelForCausalLM.from_config(_config(recipe.model.config or {}, tokenizer), dtype=torch.float32)
+        ids = {f"{name}_token_id": getattr(tokenizer, f"{name}_token_id") for name in ("bos", "eos", "pad")}
+        config = config_from(recipe.model.config or {}, len(tokenizer), ids)
+        model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
     check_fits(tokenizer, text_config(model))
     most = getattr(text_config(model), "max_position_embeddings", None)
     if most is not None and recipe.data.length > most:
@@ -266,8 +283,9 @@ def _distillation_ids(recipe: Recipe, base: Path, model: Any) -> list[int] | Non
     return sorted(set(read_ids(base / recipe.distillation_vocabulary, size, "distillation_vocabulary")))
 
 
-def _config(given: dict[str, Any], tokenizer: PreTrainedTokenizerBase) -> Any:
-    """ValueError for settings that the family does not have: transformers would take them and do nothing with them."""
+def config_from(given: dict[str, Any], tokens: int, ids: dict[str, int]) -> Any:
+    """A config from a recipe's fields. tokens: size of the vocabulary. ids: of special tokens. ValueError for settings that the
+    family does not have: transformers would take them and do nothing with them."""
     settings = {**given}
     kind = settings.pop("model_type", None)
     if not isinstance(kind, str) or kind not in CONFIG_MAPPING:
@@ -279,9 +297,8 @@ def _config(given: dict[str, Any], tokenizer: PreTrainedTokenizerBase) -> Any:
     if unknown := [name for name in settings if not hasattr(plain, name) and name not in older]:
         near = difflib.get_close_matches(unknown[0], plain.to_dict(), 1)
         raise ValueError(f"unknown model.config setting {unknown[0]!r} for {kind}" + (f": is it {near[0]}?" if near else ""))
-    ids = {f"{name}_token_id": getattr(tokenizer, f"{name}_token_id") for name in ("bos", "eos", "pad")}
     try:
-        return CONFIG_MAPPING[kind](**{"vocab_size": len(tokenizer), **ids, **settings})
+        return CONFIG_MAPPING[kind](**{"vocab_size": tokens, **ids, **settings})
     except (StrictDataclassError, TypeError, ArithmeticError) as error:
         raise ValueError(f"model.config: {error}") from error
 

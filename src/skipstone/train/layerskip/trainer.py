@@ -6,8 +6,9 @@ DDP, FSDP, DeepSpeed, schedulers, gradient accumulation) is transformers' and ac
 
 import json
 import math
+import warnings
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 from accelerate.utils import broadcast_object_list
@@ -17,12 +18,15 @@ from torch.optim import Optimizer
 from transformers import PreTrainedModel, Trainer, TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
 from skipstone.models.modules import DecoderModules
-from skipstone.train import checkpoint
+from skipstone.train import checkpoint, sharding
 from skipstone.train.layerskip.arguments import LayerSkipArguments
-from skipstone.train.layerskip.metrics import exit_quality
+from skipstone.train.layerskip.dropout import forwards_replaced
+from skipstone.train.layerskip.layout import Layout, layout_of
+from skipstone.train.layerskip.metrics import ExitQuality, exit_quality
 from skipstone.train.layerskip.objective import Objective
 from skipstone.train.layerskip.schedules import LayerSkipRecipe
 
+SCHEDULER = "scheduler.pt"  # in a checkpoint: transformers' name for the state of the learning rate's schedule
 TALLY = "tally.json"  # in a checkpoint: what the next log entry will be a mean of
 _TORCH_WRITER = ("PytorchStreamWriter", "inline_container")
 """What a RuntimeError of torch.save speaks of where the disk is full; safetensors has an error of its own for it."""
@@ -56,7 +60,10 @@ class LayerSkipTrainer(Trainer):
             raise ValueError(f"args must be LayerSkipArguments, found {type(args).__name__}")
         super().__init__(model, args, *more, **options)
         self._refuse()
-        self.recipe = check(self.model, args)
+        if self.is_fsdp_enabled:
+            sharding.check(self.model, self.accelerator, args.muon_learning_rate is not None)
+        self._modules = DecoderModules(self.model)
+        self.recipe = check(self._modules, args)
         self._teacher: Any = teacher
         self._distillation_ids = None if distillation_ids is None else torch.tensor(distillation_ids, device=args.device)
         if teacher is not None:
@@ -72,6 +79,7 @@ class LayerSkipTrainer(Trainer):
             **(fingerprint or {}),
         }
         self.fingerprint = broadcast_object_list([own])[0]
+        self.started = self._layout_of_run(checkpoint.latest(Path(str(args.output_dir))))
         self.objective: Objective | None = None
         self._saving: Path | None = None
         self._resumed: Path | None = None
@@ -102,6 +110,8 @@ class LayerSkipTrainer(Trainer):
             steps = self.set_initial_training_values(self.args, self.get_train_dataloader())[-1]
         seed, chunk = self.args.seed, self.args.loss_chunk
         self.objective = Objective(self.model, self.recipe, steps, seed, chunk, self._teacher, self._distillation_ids)
+        if self.started != (now := layout_of(self.args.deciding())):
+            self.objective.elsewhere = (self.started, now, self.args.process_index)
         with self.objective.installed():
             return super().train(None if self._resumed is None else str(self._resumed), trial, ignore_keys_for_eval)
 
@@ -116,8 +126,31 @@ class LayerSkipTrainer(Trainer):
                 f"{run} holds {folder.name} of an earlier run: resume from it with resume_from_checkpoint=True, or start anew "
                 "in another output_dir"
             )
+        self.started = self._layout_of_run(folder)
         checkpoint.verify(folder, self.fingerprint)
         return folder
+
+    def _layout_of_run(self, last: Path | None) -> Layout:
+        """How the run was started, if it has as many rows a step and this one can go on with it; else how this one starts. The
+        fingerprint is the run's."""
+        now = layout_of(self.args.deciding())
+        saved = {} if last is None else checkpoint.fingerprint_of(last)
+        try:
+            started = layout_of(saved["training"])
+        except (KeyError, TypeError):
+            return now
+        splits = self.recipe.dropout.by_layer == "constant" and now.rows % started.rows  # layer 0 keeps a row in every pass
+        if started == now or started.step_rows != now.step_rows or splits:
+            return now
+        own = {"per_device_train_batch_size": started.rows, "gradient_accumulation_steps": started.passes}
+        self.fingerprint["training"] |= {**own, "world_size": started.processes}
+        if started.processes != now.processes and (name := _random(self.model)):
+            warnings.warn(
+                f"the model draws random numbers of its own ({name}), which are others on another number of processes: the run "
+                "goes on, but not as it would have",
+                stacklevel=2,
+            )
+        return started
 
     def training_step(self, model: nn.Module, inputs: dict[str, Any], num_items_in_batch: Any = None) -> Tensor:
         assert self.objective is not None
@@ -158,8 +191,20 @@ class LayerSkipTrainer(Trainer):
         mean: Any = self.accelerator.reduce(value.detach().clone(), reduction="mean")
         return float(mean)
 
+    def create_accelerator_and_postprocess(self) -> None:
+        sharded = sharding.wanted() or bool(self.args.fsdp)
+        if sharded:  # else every process keeps gradients of the whole model between the passes of a step
+            asked = self.args.accelerator_config.gradient_accumulation_kwargs or {}
+            self.args.accelerator_config.gradient_accumulation_kwargs = {**asked, "sync_each_batch": True}
+        super().create_accelerator_and_postprocess()
+        if sharded:
+            sharding.enable_on_cpu(self.accelerator)
+            self.is_fsdp_enabled = getattr(self.accelerator.state, "fsdp_plugin", None) is not None
+
     def create_optimizer(self, model: Any = None) -> torch.optim.Optimizer:
         args = self.args
+        if self.is_fsdp_enabled and not sharding.is_sharded(self.model):
+            sharding.shard(self.model, self.accelerator)
         if self.optimizer is None and args.muon_learning_rate is not None:
             rates, betas = (args.muon_learning_rate, args.learning_rate), (args.adam_beta1, args.adam_beta2)
             self.optimizer = muon_with_adamw(self.model, *rates, betas, args.weight_decay, args.adam_epsilon)
@@ -174,12 +219,59 @@ class LayerSkipTrainer(Trainer):
         metrics: dict[str, float] = {}
         for name, rows in chosen.items() if isinstance(chosen, dict) else [("", chosen)]:
             prefix = f"{metric_key_prefix}_{name}" if name else metric_key_prefix
-            size = self.args.per_device_eval_batch_size
-            quality = exit_quality(self.model, rows, size, self.args.eval_exits, self.args.loss_chunk, self.data_collator)
+            quality = self._quality(rows)
             metrics |= {f"{prefix}_{key}": value for key, value in quality.flat().items()}
         self.log(metrics)
         self.control = self.callback_handler.on_evaluate(self.args, self.state, self.control, metrics)
         return metrics
+
+    def _quality(self, rows: Any) -> ExitQuality:
+        """Inside the model's own call where it is sharded, which gathers what is measured with."""
+
+        def measure() -> ExitQuality:
+            size = self.args.per_device_eval_batch_size
+            chosen = (size, self.args.eval_exits, self.args.loss_chunk, self.data_collator)
+            return exit_quality(self.model, rows, *chosen, self._modules)
+
+        if not sharding.is_sharded(self.model):
+            return measure()
+        with torch.no_grad(), sharding.gathered(self.model), forwards_replaced([self.model], lambda _, plain: measure):
+            return self.model()
+
+    def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
+        """As transformers does. A sharded model is gathered for it, but for a checkpoint, which has its shards."""
+        if not self.is_fsdp_enabled:
+            super().save_model(output_dir, _internal_call)
+        elif _internal_call and sharding.is_sharded(self.model):
+            if self.args.should_save:
+                self.model.config.save_pretrained(str(output_dir))
+        else:
+            self._save(output_dir, sharding.whole_weights(self.model))
+
+    def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
+        if not sharding.is_sharded(self.model):
+            super()._save_optimizer_and_scheduler(output_dir)
+            return
+        sharding.save(Path(output_dir) / sharding.SHARDS, self.model, _inner(self.optimizer))
+        if self.args.should_save:
+            torch.save(cast(Any, self.lr_scheduler).state_dict(), Path(output_dir) / SCHEDULER)
+
+    def _load_from_checkpoint(self, resume_from_checkpoint: str, model: Any = None) -> None:
+        if self._by_parts(resume_from_checkpoint):
+            sharding.load_weights(Path(resume_from_checkpoint), self.model)
+        else:
+            super()._load_from_checkpoint(resume_from_checkpoint, model)
+
+    def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
+        if checkpoint is None or not self._by_parts(checkpoint):
+            super()._load_optimizer_and_scheduler(checkpoint)
+            return
+        sharding.load_optimizer(Path(checkpoint), self.model, _inner(self.optimizer))
+        cast(Any, self.lr_scheduler).load_state_dict(torch.load(Path(checkpoint) / SCHEDULER, weights_only=True))
+
+    def _by_parts(self, folder: str) -> bool:
+        """Whether a checkpoint or this run's model is sharded."""
+        return self.is_fsdp_enabled or (Path(folder) / sharding.SHARDS).is_dir()
 
     def _get_output_dir(self, trial: Any) -> str:
         return str(self._saving) if self._saving is not None else super()._get_output_dir(trial)
@@ -188,10 +280,11 @@ class LayerSkipTrainer(Trainer):
         """transformers' checkpoint, made whole before it has its name (checkpoint.py). OSError where the disk is full."""
         run = Path(super()._get_output_dir(trial))
         step = self.state.global_step
-        loss = float(self._tr_loss)
+        loss = self._mean(self._tr_loss)
         self._check_sound(math.isfinite(loss), f"the loss is {loss}")
-        finite = (bool(parameter.isfinite().all()) for parameter in model.parameters() if parameter.requires_grad)
-        self._check_sound(all(finite), "some weights are no finite numbers")
+        finite = (sharding.local(one).isfinite().all() for one in self.model.parameters() if one.requires_grad)
+        everywhere = self._mean(torch.stack(list(finite)).all().float())  # all processes stop, or none
+        self._check_sound(everywhere == 1, "some weights are no finite numbers")
         try:
             self._saving = checkpoint.partial_folder(run) if self.args.should_save else run / checkpoint.PARTIAL
             self.accelerator.wait_for_everyone()
@@ -229,13 +322,26 @@ class LayerSkipTrainer(Trainer):
         self._tally = Tally({name: (torch.tensor(total, device=device), steps) for name, (total, steps) in parts.items()})
 
 
-def check(model: PreTrainedModel, args: LayerSkipArguments) -> LayerSkipRecipe:
+def check(model: PreTrainedModel | DecoderModules, args: LayerSkipArguments) -> LayerSkipRecipe:
     """The recipe of a run. ValueError for a model that it does not cover, for a run too short, for exits that do not exist."""
-    recipe, depth = LayerSkipRecipe(args.dropout, args.exits), DecoderModules(model).depth
+    modules = model if isinstance(model, DecoderModules) else DecoderModules(model)
+    recipe, depth = LayerSkipRecipe(args.dropout, args.exits), modules.depth
     recipe.check(depth, args.max_steps if args.max_steps > 0 else depth + 1)  # without max_steps: again when T is known
     if wrong := [exit_layer for exit_layer in args.eval_exits or () if not 1 <= exit_layer <= depth]:
         raise ValueError(f"eval_exits must lie between 1 and {depth}, the model's layers, found {wrong}")
     return recipe
+
+
+def _inner(optimizer: Any) -> Optimizer:
+    """torch's optimiser inside accelerate's."""
+    return getattr(optimizer, "optimizer", optimizer)
+
+
+def _random(model: nn.Module) -> str | None:
+    """The name of a rate by which a model drops something of its own in training, if it does."""
+    config = getattr(model, "config", None)
+    rates = {name: value for name, value in vars(config).items() if "dropout" in name or name.endswith("pdrop")}
+    return next((name for name, value in rates.items() if isinstance(value, float) and value > 0), None)
 
 
 class _Schedule(TrainerCallback):

@@ -1,0 +1,76 @@
+"""How the rows of a step lie on processes and forward passes, and which of them every layer keeps.
+
+A run draws what its layers drop by the layout that it was started with. On another one (more or fewer processes, with fewer or
+more passes a step) the same rows of a step drop the same layers, so that it goes on as if nothing had changed.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+Draw = Callable[[int, int], list[list[int]]]
+"""(rows of a forward pass, number of the pass within the run) -> the rows that every layer keeps."""
+
+
+@dataclass(frozen=True)
+class Layout:
+    """rows: of one process in one forward pass. passes: a step (gradient accumulation)."""
+
+    rows: int
+    passes: int
+    processes: int
+
+    @property
+    def step_rows(self) -> int:
+        """Rows of a step, over all processes and passes."""
+        return self.rows * self.passes * self.processes
+
+    def place(self, step: int, row: int) -> tuple[int, int]:
+        """(pass within the run, row of its process) of a row of a step. Rows are dealt out process by process, pass by pass."""
+        number, within = divmod(row, self.rows * self.processes)
+        return step * self.passes + number, within % self.rows
+
+    def row(self, number: int, process: int) -> int:
+        """The first row of a step that a process has in its pass of that number."""
+        return (number * self.processes + process) * self.rows
+
+    def passes_of(self, other: "Layout") -> int:
+        """Passes of a step on the other's processes, with its rows in each. ValueError where that is no whole number."""
+        passes, rest = divmod(self.step_rows, other.rows * other.processes)
+        if rest:
+            raise ValueError(
+                f"the run was started with {self.step_rows} rows a step, which {other.processes} processes with {other.rows} "
+                "rows each cannot share equally: use another number of processes or another per_device_train_batch_size"
+            )
+        return passes
+
+
+def layout_of(settings: dict[str, Any]) -> Layout:
+    """Of the deciding settings of a run (`LayerSkipArguments.deciding`)."""
+    return Layout(settings["per_device_train_batch_size"], settings["gradient_accumulation_steps"], settings["world_size"])
+
+
+def kept_elsewhere(
+    started: Layout, now: Layout, process: int, step: int, number: int, draw: Draw, rows: int
+) -> tuple[list[list[int]], list[bool]]:
+    """What the run that was started on another layout keeps of the rows of a forward pass.
+
+    process: of this one. step, number: of the optimiser step, and of the pass within it. rows: of this pass. Returns the rows
+    that every layer keeps, and by layer whether any process keeps one in this pass: then all must join in summing gradients.
+    """
+    drawn: dict[int, list[list[int]]] = {}
+
+    def kept_by(other: int) -> list[list[int]]:
+        first = now.row(number, other)
+        places = [started.place(step, first + row) for row in range(rows)]
+        for at, _ in places:
+            drawn.setdefault(at, draw(started.rows, at))
+        layers = range(len(drawn[places[0][0]]))
+        return [[row for row, (at, own) in enumerate(places) if own in drawn[at][layer]] for layer in layers]
+
+    everywhere = [kept_by(other) for other in range(now.processes)]
+    return everywhere[process], _any(everywhere)
+
+
+def _any(kept: Sequence[list[list[int]]]) -> list[bool]:
+    return [any(layers) for layers in zip(*kept, strict=True)]

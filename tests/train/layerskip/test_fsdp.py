@@ -1,0 +1,279 @@
+"""FSDP2 on two processes on the CPU (gloo), as `accelerate launch --use_fsdp --fsdp_version 2` starts them, against one process
+that trains on the same rows; and runs that go on with another number of processes than they were started with."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import socket
+from collections.abc import Callable
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import peft
+import pytest
+import torch
+from torch.distributed.tensor import DTensor
+
+import skipstone
+from skipstone.train import sharding
+from skipstone.train.layerskip import objective
+from skipstone.train.layerskip.run import run
+from skipstone.train.layerskip.schedules import EarlyExitLoss, LayerDropout
+from skipstone.train.layerskip.trainer import LayerSkipTrainer
+from tests.helpers.training import in_processes, logged, losses, recipe, rows, tiny, trainer, weights
+
+STEPS = 6
+RUN: dict[str, Any] = {
+    "max_steps": STEPS,
+    "per_device_train_batch_size": 2,
+    "save_strategy": "steps",
+    "save_steps": 2,
+    "save_total_limit": 3,
+    "weight_decay": 0.1,
+    "lr_scheduler_type": "linear",
+    "warmup_steps": 2,
+    "dropout": LayerDropout(0.9),
+    "exits": EarlyExitLoss(0.5, "rotational", 2),
+    "eval_exits": (2,),
+}
+ONE: dict[str, Any] = {**RUN, "gradient_accumulation_steps": 2}  # as many rows a step
+
+
+def made(folder: Path, **changes: Any) -> LayerSkipTrainer:
+    tied = {"tie_word_embeddings": changes.pop("tied", False)}
+    return trainer(folder, tiny(**tied), rows(4 * STEPS), eval_dataset={"held": rows(3, 1)}, **{**RUN, **changes})
+
+
+def found(one: LayerSkipTrainer) -> dict[str, Any]:
+    """The weights in the end, whole, and how many parameters are cut."""
+    cut = sum(isinstance(parameter, DTensor) for parameter in one.model.parameters())
+    whole = sharding.whole_weights(one.model) if cut else weights(one.model)
+    return {"cut": cut, "weights": {name: value.tolist() for name, value in whole.items()}}
+
+
+def trained(folder: Path, resume: bool = False, **changes: Any) -> dict[str, Any]:
+    one = made(folder, **changes)
+    one.train(resume_from_checkpoint=resume)
+    return found(one)
+
+
+def evaluating(folder: Path) -> dict[str, Any]:
+    """Evaluations before, between and after the steps, of a model with tied embeddings, with activations computed again."""
+    one = made(folder, tied=True, eval_strategy="steps", eval_steps=3, eval_on_start=True, activation_checkpointing=True)
+    one.train()
+    return {**found(one), "metrics": one.evaluate()}
+
+
+def from_file(folder: Path) -> dict[str, Any]:
+    said: list[str] = []
+    path = recipe(folder / f"from_file-{os.environ['RANK']}", dtype="bfloat16")
+    return {"model": str(run(path, folder / "from_file", say=said.append)), "said": said}
+
+
+def again(folder: Path) -> dict[str, Any]:
+    """Two processes go on with what two have begun."""
+    if os.environ["RANK"] == "0":
+        halfway(folder / "steps", folder / "again")
+    torch.distributed.barrier()
+    return trained(folder / "again", True)
+
+
+def halfway(source: Path, target: Path) -> Path:
+    """A copy of a run as it was after two steps."""
+    shutil.copytree(source, target)
+    for step in (4, 6):
+        shutil.rmtree(target / f"checkpoint-{step}")
+    return target
+
+
+def rank(number: int, port: int, folder: Path, names: list[str]) -> None:
+    """One of two processes: the named work, one after the other. What it finds is written to NAME-RANK.json."""
+    world = {"RANK": number, "LOCAL_RANK": number, "WORLD_SIZE": 2, "LOCAL_WORLD_SIZE": 2, "MASTER_PORT": port}
+    fsdp = {"MASTER_ADDR": "127.0.0.1", "ACCELERATE_USE_FSDP": "true", "FSDP_VERSION": "2", "OMP_NUM_THREADS": "1"}
+    os.environ.update({**fsdp, **{name: str(value) for name, value in world.items()}})
+    work: dict[str, Callable[[], dict[str, Any]]] = {
+        "steps": lambda: trained(folder / "steps"),
+        "again": lambda: again(folder),
+        "from_one": lambda: trained(folder / "from_one", True),
+        "evaluating": lambda: evaluating(folder / "evaluating"),
+        "accumulated": lambda: trained(folder / "accumulated", per_device_train_batch_size=1, gradient_accumulation_steps=2),
+        "half": lambda: trained(folder / "half", bf16=True),
+        "from_file": lambda: from_file(folder),
+    }
+    for name in names:
+        (folder / f"{name}-{number}.json").write_text(json.dumps(work[name]()))
+    torch.distributed.destroy_process_group()
+
+
+def together(folder: Path, names: list[str]) -> dict[str, list[dict[str, Any]]]:
+    """What both processes found, by the name of the work."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    assert in_processes(rank, (0, port, folder, names), (1, port, folder, names)) == [0, 0]
+    return {name: [json.loads((folder / f"{name}-{number}.json").read_text()) for number in (0, 1)] for name in names}
+
+
+def alike(one: dict[str, Any], other: dict[str, Any], within: float = 2e-5) -> None:
+    """Weights are the same to rounding."""
+    assert one["weights"].keys() >= other["weights"].keys()
+    for name, value in other["weights"].items():
+        torch.testing.assert_close(torch.tensor(one["weights"][name]), torch.tensor(value), rtol=1e-3, atol=within, msg=name)
+
+
+@pytest.fixture
+def as_two(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One process with four rows drops what two with two rows each drop: both the same rows."""
+    real = objective.kept_rows
+
+    def tiled(count: int, *rest: Any) -> list[list[int]]:
+        return [[*kept, *(row + 2 for row in kept)] for kept in real(count // 2, *rest)]
+
+    monkeypatch.setattr(objective, "kept_rows", tiled)
+
+
+FAST, SLOW = ["steps", "again", "from_one"], ["evaluating", "accumulated", "half", "from_file"]
+"""Work whose findings the fast run looks at, and the rest."""
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Of what two processes do; "one" is a run of one process, "from_one" what it was after two steps."""
+    place = tmp_path_factory.mktemp("fsdp")
+    trained(place / "one", **ONE)
+    halfway(place / "one", place / "from_one")
+    return place
+
+
+@pytest.fixture(scope="module")
+def two(folder: Path) -> dict[str, list[dict[str, Any]]]:
+    return together(folder, FAST)
+
+
+@pytest.fixture(scope="module")
+def rest(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, list[dict[str, Any]]]]:
+    place = tmp_path_factory.mktemp("rest")
+    return place, together(place, SLOW)
+
+
+@pytest.mark.slow
+def test_two_processes_train_what_one_does(two: Any, folder: Path, tmp_path: Path, as_two: None) -> None:
+    alone = trained(tmp_path, per_device_train_batch_size=4)
+    first, second = two["steps"]
+    assert first["cut"] == second["cut"] == len(list(tiny().parameters()))
+    alike(first, alone)
+    for part in ("loss", "loss_last_layer", "grad_norm", "learning_rate"):
+        assert losses(folder / "steps", part) == pytest.approx(losses(tmp_path, part), rel=1e-4), part
+
+
+@pytest.mark.slow
+def test_two_processes_go_on_exactly(two: Any, folder: Path) -> None:
+    assert two["again"][0]["weights"] == two["steps"][0]["weights"]
+    assert logged(folder / "again") == logged(folder / "steps")
+
+
+@pytest.mark.slow
+def test_one_process_goes_on_with_what_two_began(two: Any, folder: Path, tmp_path: Path) -> None:
+    run = halfway(folder / "steps", tmp_path / "run")
+    one = trained(run, True, **ONE)
+    assert one["cut"] == 0
+    alike(one, two["steps"][0])
+    assert losses(run) == pytest.approx(losses(folder / "steps"), rel=1e-4)
+    assert not (run / "checkpoint-6" / "shards").exists()
+    assert (run / "checkpoint-4" / "model.safetensors").exists()
+
+
+@pytest.mark.slow
+def test_two_processes_go_on_with_what_one_began(two: Any, folder: Path, tmp_path: Path) -> None:
+    """In one pass of two processes lie rows of two passes of one, which drop other layers."""
+    alone = trained(tmp_path, **ONE)
+    alike(two["from_one"][0], alone)
+    assert losses(folder / "from_one") == pytest.approx(losses(folder / "one"), rel=1e-4)
+    assert (folder / "from_one" / "checkpoint-6" / "shards").exists()
+
+
+@pytest.mark.slow
+def test_evaluations_before_between_and_after(rest: Any, tmp_path: Path, as_two: None) -> None:
+    place, results = rest
+    alone = made(tmp_path, tied=True, per_device_train_batch_size=4, eval_strategy="steps", eval_steps=3, eval_on_start=True)
+    alone.train()
+    first, second = results["evaluating"]
+    assert first["metrics"] == second["metrics"] == pytest.approx(alone.evaluate(), rel=1e-4)
+    alike(first, found(alone))
+    assert len(losses(place / "evaluating", "eval_held_perplexity")) == 4
+
+
+@pytest.mark.slow
+def test_accumulated_passes(rest: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two passes of two processes with a row each: rows 0 and 1 of a step are of the first pass."""
+    real = objective.kept_rows
+
+    def passes(_: int, rates: Any, seed: int, step: int) -> list[list[int]]:
+        first, second = (real(1, rates, seed, 2 * step + number) for number in (0, 1))
+        return [[0, 1] * len(one) + [2, 3] * len(two) for one, two in zip(first, second, strict=True)]
+
+    monkeypatch.setattr(objective, "kept_rows", passes)
+    place, results = rest
+    alike(results["accumulated"][0], trained(tmp_path, per_device_train_batch_size=4))
+    assert losses(place / "accumulated") == pytest.approx(losses(tmp_path), rel=1e-4)
+
+
+@pytest.mark.slow
+def test_bfloat16(rest: Any, tmp_path: Path, as_two: None) -> None:
+    place, results = rest
+    trained(tmp_path, per_device_train_batch_size=4, bf16=True)
+    assert losses(place / "half") == pytest.approx(losses(tmp_path), rel=0.02)
+    assert results["half"][0]["weights"] == results["half"][1]["weights"] or results["half"][1]["weights"] == {}
+
+
+@pytest.mark.slow
+def test_a_run_from_one_file_and_its_end_on_one_process(rest: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The finished model is whole, in the recipe's dtype, and an ordinary one; one process finds that nothing is left to do."""
+    place, results = rest
+    first, second = results["from_file"]
+    assert first["model"] == second["model"] == str(place / "from_file" / "model")
+    assert first["said"] != second["said"] == []
+    model, tokenizer = skipstone.load(first["model"])
+    assert model.config.architectures == ["LlamaForCausalLM"]
+    assert model.dtype == torch.bfloat16
+    assert model.config.vocab_size == len(tokenizer) == 270
+    said: list[str] = []
+    file = place / "from_file-0" / "recipe.yaml"
+    assert run(file, place / "from_file", say=said.append) == Path(first["model"])
+    assert "gradient_accumulation_steps=2" in said[0]
+    assert "is finished" in said[-1]
+    file.write_text(file.read_text().replace("bfloat16", "float32"))
+    run(file, place / "from_file", say=said.append)
+    again, _ = skipstone.load(first["model"], dtype="auto")
+    assert again.dtype == torch.float32
+    for (name, one), other in zip(again.state_dict().items(), model.state_dict().values(), strict=True):
+        assert torch.equal(one.bfloat16(), other), name
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"muon_learning_rate": 0.02}, "Muon orthogonalises whole matrices, which FSDP cuts"),
+        ({"fp16": True}, "fp16 is not supported under FSDP"),
+        ({"version": 1}, "FSDP 1 is not supported: launch with --fsdp_version 2"),
+        ({"quantized": True}, "the model is quantised: FSDP cuts trained weights"),
+        ({"lora": True}, "adapters .* are not trained under FSDP"),
+        ({"activation_checkpointing": True}, "would run layers again without the recipe's dropped rows"),
+    ],
+)
+def test_what_cannot_be_cut_is_refused_in_a_sentence(change: dict[str, Any], message: str) -> None:
+    model: Any = tiny()
+    if "quantized" in change:
+        model.config.quantization_config = {"quant_method": "gptq"}
+    if "lora" in change:
+        model = peft.get_peft_model(model, peft.LoraConfig(task_type="CAUSAL_LM", target_modules=["q_proj"]))
+    plugin = SimpleNamespace(
+        fsdp_version=change.get("version", 2), activation_checkpointing="activation_checkpointing" in change
+    )
+    accelerator: Any = SimpleNamespace(state=SimpleNamespace(fsdp_plugin=plugin), mixed_precision="no")
+    accelerator.mixed_precision = "fp16" if "fp16" in change else "no"
+    with pytest.raises(ValueError, match=message):
+        sharding.check(model, accelerator, "muon_learning_rate" in change)
