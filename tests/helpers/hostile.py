@@ -54,8 +54,15 @@ SCHEMAS: dict[str, Callable[[], dict[str, Any]]] = {
     "a definition of itself": lambda: {"$ref": "#/$defs/a", "$defs": {"a": {"$ref": "#/$defs/a"}}},
     "many properties": lambda: {"type": "object", "properties": {f"p{n}": {"type": "string"} for n in range(2000)}},
     "nested deeply": lambda: nested(400, "items"),
+    "an intersection of patterns": lambda: {"allOf": [text_of(f"^(a|b)*a(a|b){{{n}}}$") for n in range(1, 40)]},
+    "many patterns of names": lambda: {
+        "type": "object",
+        "patternProperties": {f"^p{n}(a|b)*a(a|b){{9}}$": {"type": "integer"} for n in range(800)},
+    },
 }
 """Schemas by what is bad about them."""
+REFUSED = ("an intersection of unions", "nested deeply", "an intersection of patterns", "many patterns of names")
+"""Of these, the ones that are answered with 400; the others with a text."""
 
 BIG = "1" + "0" * 30
 """A number that no register holds."""
@@ -110,3 +117,12 @@ BODIES: dict[str, str] = {
     "an unclosed quote": '{"prompt": "a", "speculative": "auto candidates=\'"}',
 }
 """Bodies of /v1/completions, as they go over the wire, by what is wrong with them."""
+TAKEN = (
+    "a top_k of 63 bits",
+    "a tiny temperature",
+    "a tiny top_p",
+    "a tiny repetition penalty",
+    "a NUL",
+    "a method without a name",
+)
+"""Of these, the ones that are strange and yet right: they are answered with a text, the others with 400."""

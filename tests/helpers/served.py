@@ -29,6 +29,8 @@ from skipstone.serving.app import make_app
 from skipstone.serving.server import Server, Settings
 
 HOST = "127.0.0.1"
+ROOT = Path(__file__).parents[2]
+"""The checkout, whose modules a process may run."""
 TEMPLATE = (
     "{% for tool in tools or [] %}# {{ tool.function.name }}\n{% endfor %}"
     "{% for message in messages %}# {{ message.role }}: {{ message.content }}\n{% endfor %}"
@@ -130,18 +132,23 @@ def in_thread(load: Callable[[], tuple[Any, Any]], **settings: Any) -> Iterator[
 
 
 class Process(Place):
-    """`skipstone serve` on the bundled model, which is not started yet. options: of the command."""
+    """`skipstone serve` on the bundled model, which is not started yet. options: of the command. module: that is run."""
 
-    def __init__(self, *options: str) -> None:
+    def __init__(self, *options: str, module: str = "skipstone") -> None:
         super().__init__()
-        self.command = [sys.executable, "-m", "skipstone", "serve", "--port", str(self.port), "--drain-timeout", "2", *options]
+        self.command = [sys.executable, "-m", module, "serve", "--port", str(self.port), "--drain-timeout", "2", *options]
         self.log = tempfile.TemporaryFile()  # noqa: SIM115 (closed by `stop`)
         self.process: subprocess.Popen[bytes] | None = None
 
     def start(self) -> float:
         """Returns the seconds until it took requests."""
-        self.process = subprocess.Popen(self.command, stdout=self.log, stderr=self.log, env=dict(os.environ))
+        self.begin()
         return self.until_ready()
+
+    def begin(self) -> subprocess.Popen[bytes]:
+        """Start it, and wait for nothing."""
+        self.process = subprocess.Popen(self.command, stdout=self.log, stderr=self.log, env=dict(os.environ), cwd=ROOT)
+        return self.process
 
     @property
     def lives(self) -> bool:

@@ -353,6 +353,57 @@ def test_counters_go_up_by_what_was_done(nano: InThread) -> None:
     assert counted("num_requests_running") == counted("num_requests_waiting") == 0
 
 
+@pytest.mark.parametrize("method", ["layerskip exit_layer=6", "prompt_lookup", "off", "auto"])
+def test_steps_are_counted_by_what_drafted(nano: InThread, method: str) -> None:
+    def counted() -> dict[str, float]:
+        lines = [line for line in nano.http.get("/metrics").text.splitlines() if "spec_decode_steps_total{" in line]
+        return {line.split('method="')[1].split('"')[0]: float(line.rsplit(" ", 1)[1]) for line in lines}
+
+    before = counted()
+    body = {"prompt": TEXTS[1], "max_tokens": 40, "temperature": 0, "ignore_eos": True}
+    told = post(nano, **body, speculative=method, return_metrics=True).json()["metrics"]["speculative_decoding"]
+    steps = {name: count - before.get(name, 0) for name, count in counted().items() if count != before.get(name, 0)}
+    if method == "auto":
+        assert steps == told["drafters"]
+        return
+    name = method.split()[0]
+    assert steps.get(name, 0) == told["num_spec_steps"]
+    assert (name in steps) == (method != "off")
+    assert sum(steps.values()) + told["num_accepted_draft_tokens"] == 39, "the first token is the prompt's"
+
+
+def test_nobody_waits_for_a_schema_but_those_who_bring_one(
+    nano: InThread, loaded: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    begun, gate = threading.Event(), threading.Event()
+
+    def slow(text: str) -> None:
+        begun.set()
+        assert gate.wait(60)
+
+    monkeypatch.setattr("skipstone.serving.grammar.try_out", slow)
+    monkeypatch.setattr("skipstone.serving.server.MOST_SCHEMAS", 2)
+    of_schema = {"type": "json_schema", "json_schema": {"schema": {"enum": ["slow"]}}}
+    restricted = {"prompt": "x = ", "max_tokens": 20, "temperature": 0, "response_format": of_schema}
+    with ThreadPoolExecutor(2) as pool:
+        waiting = [pool.submit(post, nano, **restricted) for _ in range(2)]
+        assert begun.wait(60)
+        while nano.server._compiling < 2:
+            time.sleep(0.01)
+        third = post(nano, **restricted)
+        assert third.status_code == 429
+        assert "schemas" in refusal(third)
+        assert third.headers["Retry-After"]
+        text = post(nano, prompt=TEXTS[0], max_tokens=10, temperature=0).json()["choices"][0]["text"]
+        assert text == expected(loaded, TEXTS[0], 10, do_sample=False)
+        assert post(nano, "/tokenize", prompt=TEXTS[0]).status_code == 200
+        assert not any(one.done() for one in waiting)
+        gate.set()
+        for one in waiting:
+            assert json.loads(one.result().json()["choices"][0]["text"]) == "slow"
+    assert nano.server._compiling == 0
+
+
 def test_a_client_that_goes_leaves_no_row_behind(nano: InThread) -> None:
     for streams in (True, False):
         body = {"prompt": TEXTS[0], "max_tokens": 900, "ignore_eos": True, "stream": streams, "speculative": "off"}

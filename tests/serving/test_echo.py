@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator
 from typing import Any
 
 import pytest
 import torch
 
-from tests.helpers.served import InThread, in_thread
+from tests.helpers.served import InThread, in_thread, refusal
 
 TEXT = "class Stack:\n    def __init__(self):\n        self.items = []\n"
 LONG = [100 + number % 300 for number in range(700)]
@@ -60,7 +61,44 @@ def test_a_prompt_of_one_token_has_nothing_to_tell(nano: InThread) -> None:
     assert len(told["tokens"]) == 2
 
 
-def test_a_stream_echoes_nothing(nano: InThread) -> None:
-    answer = nano.http.post("/v1/completions", json={"prompt": "a", "echo": True, "stream": True})
+def streamed(nano: InThread, body: dict[str, Any]) -> list[dict[str, Any]]:
+    """The choices of a stream's chunks."""
+    lines = nano.http.post("/v1/completions", json={**body, "stream": True}).text.splitlines()
+    return [choice for line in lines if line.startswith("data: {") for choice in json.loads(line[5:])["choices"]]
+
+
+@pytest.mark.parametrize("new", [0, 9])
+def test_a_stream_tells_the_prompt_first_and_comes_to_the_same(nano: InThread, new: int) -> None:
+    body = {"prompt": [TEXT, "import os\n"], "max_tokens": new, "temperature": 0, "echo": True, "logprobs": 1}
+    whole = nano.http.post("/v1/completions", json=body).json()["choices"]
+    chunks = streamed(nano, body)
+    for index, prompt in enumerate(body["prompt"]):
+        own = [chunk for chunk in chunks if chunk["index"] == index]
+        assert own[0]["text"] == prompt
+        assert "".join(chunk["text"] for chunk in own) == whole[index]["text"]
+        told = [chunk["logprobs"] for chunk in own if chunk["logprobs"]]
+        for name, expected in whole[index]["logprobs"].items():
+            assert [one for each in told for one in each[name]] == expected
+        assert own[-1]["finish_reason"] == whole[index]["finish_reason"] == "length"
+
+
+@pytest.mark.parametrize("more", [{}, {"logprobs": 0}, {"n": 2}])
+def test_of_no_new_tokens_there_is_the_prompt(nano: InThread, loaded: Any, more: dict[str, Any]) -> None:
+    body = {"prompt": TEXT, "max_tokens": 0, "echo": True, **more}
+    answer = nano.http.post("/v1/completions", json=body).json()
+    ids = loaded[1](TEXT)["input_ids"]
+    assert [one["text"] for one in answer["choices"]] == [TEXT] * more.get("n", 1)
+    assert (answer["usage"]["prompt_tokens"], answer["usage"]["completion_tokens"]) == (len(ids), 0)
+    told = answer["choices"][0]["logprobs"]
+    if "logprobs" not in more:
+        assert told is None
+    else:
+        own = chances(loaded, ids).gather(-1, torch.tensor(ids[1:])[:, None])[:, 0]
+        assert told["token_logprobs"][1:] == pytest.approx(own.tolist(), abs=1e-3)
+    assert nano.at_work() == 0
+
+
+def test_no_tokens_and_no_echo_is_nothing_to_answer(nano: InThread) -> None:
+    answer = nano.http.post("/v1/completions", json={"prompt": "a", "max_tokens": 0})
     assert answer.status_code == 400
-    assert "echo" in answer.json()["error"]["message"]
+    assert "max_tokens=0 needs echo" in refusal(answer)

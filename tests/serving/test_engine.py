@@ -15,7 +15,7 @@ from skipstone.decoding.draft import Step
 from skipstone.decoding.loop import Decoder, run
 from skipstone.decoding.method import Method
 from skipstone.models.layered import LayeredModel
-from skipstone.serving.engine import Engine, Told
+from skipstone.serving.engine import Engine, Steps, Told
 from skipstone.serving.jobs import CANCELLED, FAILED, LENGTH, TIMEOUT, Ended, Job, Piece, Refused
 from skipstone.serving.lanes import Lane
 from skipstone.serving.processors import Bias, Penalty
@@ -49,7 +49,7 @@ class Heard:
         self.steps = 0
         self.changed = threading.Condition()
 
-    def __call__(self, told: Told, steps: list[Step]) -> None:
+    def __call__(self, told: Told, steps: Steps) -> None:
         with self.changed:
             self.steps += len(steps)
             for job, event in told:

@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import json
 import random
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
 import skipstone
+from skipstone.serving import grammar as module
 from skipstone.serving.grammar import Grammar, Grammars
+from tests.helpers.hostile import SCHEMAS
 
 SCHEMA = {"type": "object", "properties": {"a": {"enum": ["xy", "xz", 7]}, "b": {"type": "boolean"}}, "required": ["a", "b"]}
 
@@ -63,3 +66,31 @@ def test_copies_follow_texts_of_their_own(grammars: Grammars) -> None:
     other: Any = one.fresh()
     assert torch.equal(mask(other, []), mask(grammars.of_schema(SCHEMA, 2), []))
     assert one.taken == [first]
+
+
+@pytest.mark.parametrize("name", ["an intersection of patterns", "many patterns of names"])
+def test_a_schema_that_takes_too_long_is_refused_in_a_sentence(grammars: Grammars, name: str) -> None:
+    """Without an end of its own: the first would take hours and gigabytes."""
+    with pytest.raises(ValueError, match="the schema takes more than 2 s of a processor"):
+        grammars.of_schema(SCHEMAS[name]())
+
+
+def test_a_schema_is_tried_out_once(grammars: Grammars, monkeypatch: pytest.MonkeyPatch) -> None:
+    schema = {"enum": ["tried", "out", "once"]}
+    grammars.of_schema(schema)
+    monkeypatch.setattr(module.subprocess, "run", None)  # whoever calls it fails
+    assert mask(grammars.of_schema(schema, 2), []).any()
+
+
+def test_a_trial_that_has_no_time_and_one_that_is_broken_are_not_the_schema_s_fault(
+    grammars: Grammars, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setattr(module, "LONGEST_TRIAL", 1e-3)
+    with pytest.raises(TimeoutError, match="ask again later"):
+        grammars.of_schema({"enum": ["no", "time"]})
+    monkeypatch.undo()
+    broken = tmp_path / "broken.py"
+    broken.write_text("raise SystemExit('planted')")
+    monkeypatch.setattr(module, "TRIAL", broken)
+    with pytest.raises(RuntimeError, match="planted"):
+        grammars.of_schema({"enum": ["a", "broken", "trial"]})

@@ -1,4 +1,4 @@
-"""What is said when the model's thread dies: nobody waits for ever, and /health tells."""
+"""What is said when the model's thread dies: nobody waits for ever, and /health tells. And of what it dies."""
 
 from __future__ import annotations
 
@@ -8,43 +8,42 @@ import time
 from typing import Any
 
 import pytest
+import torch
 from starlette.testclient import TestClient
 
 import skipstone
 from skipstone.decoding.batch import Request
 from skipstone.decoding.draft import Step
+from skipstone.decoding.loop import Decoder
 from skipstone.models.layered import LayeredModel
 from skipstone.serving import logs
 from skipstone.serving.app import make_app
-from skipstone.serving.engine import DIED, Engine, Told
-from skipstone.serving.jobs import FAILED, Ended, Job, Refused
+from skipstone.serving.engine import DIED, Engine, Steps, Told
+from skipstone.serving.jobs import FAILED, LENGTH, Ended, Job, Refused
 from skipstone.serving.server import Server, Settings
-from tests.helpers import families
+from tests.helpers import dying, families
 
 LONG = {"prompt": "def add(a, b):", "max_tokens": 900, "temperature": 0, "ignore_eos": True, "speculative": "off"}
 
 
-class Planted(BaseException):
-    """What nobody catches."""
+ENOUGH = 30
+"""Seconds that nothing takes here."""
 
 
 @pytest.fixture
 def deadly(monkeypatch: pytest.MonkeyPatch) -> threading.Event:
     """When it is set, the model's thread dies at its next turn."""
-    now, own = threading.Event(), Engine._expire
-
-    def expire(engine: Engine) -> None:
-        if now.is_set():
-            raise Planted("planted")
-        own(engine)
-
-    monkeypatch.setattr(Engine, "_expire", expire)
+    now = threading.Event()
+    monkeypatch.setattr(Engine, "_expire", Engine._expire)  # which is set back afterwards
+    dying.plant(now)
     return now
 
 
 def test_a_thread_that_dies_is_told_by_health_and_to_all_who_wait(deadly: threading.Event, caplog: Any) -> None:
-    model = skipstone.load(None)
-    with TestClient(make_app(Server(lambda: model, Settings(rows=1, drain=5)))) as client:
+    model, calls = skipstone.load(None), list[str]()
+    server = Server(lambda: model, Settings(rows=1, drain=5))
+    server.failed = lambda: calls.append(server.health[0])
+    with TestClient(make_app(server)) as client:
         while client.get("/health").status_code != 200:
             time.sleep(0.01)
         answers: list[Any] = []
@@ -64,6 +63,8 @@ def test_a_thread_that_dies_is_told_by_health_and_to_all_who_wait(deadly: thread
         late = client.post("/v1/completions", json=LONG)
         assert late.status_code == 503
         assert late.json()["error"]["message"] == DIED
+        assert "Retry-After" not in late.headers | health.headers, "nothing comes back here"
+        assert calls == ["failed"]
         metrics = client.get("/metrics").text
         assert 'num_requests_running{model_name="skipstone-nano"} 0.0' in metrics
         assert 'request_success_total{finished_reason="error",model_name="skipstone-nano"} 2.0' in metrics
@@ -76,36 +77,34 @@ def test_a_thread_that_dies_is_told_by_health_and_to_all_who_wait(deadly: thread
 def test_a_job_that_comes_while_the_thread_dies_is_told_or_refused(deadly: threading.Event) -> None:
     """Whatever the moment: a job that was taken ends."""
     raw = families.build("llama", max_position_embeddings=8192)
-    for _ in range(5):
+    for count in (1, 2, 5, 20, 60):
         deadly.clear()
         ended: list[Job] = []
 
-        def heard(told: Told, steps: list[Step], ended: list[Job] = ended) -> None:
+        def heard(told: Told, steps: Steps, ended: list[Job] = ended) -> None:
             ended += [job for job, event in told if isinstance(event, Ended) and event.reason == FAILED]
 
         engine = Engine(LayeredModel(raw), 1, 4096, 10_000, heard)
         taken: list[Job] = []
-        threading.Timer(0.05, deadly.set).start()
         refused: Refused | None = None
         while refused is None:
             job = Job(Request(families.prompts(1)[0], 4000), skipstone.Autoregressive())
             try:
                 engine.submit([job])
                 taken.append(job)
-                time.sleep(0.001)
+                if len(taken) == count:
+                    deadly.set()
             except Refused as error:
                 refused = error
         assert (refused.status, str(refused)) == (503, DIED)
-        engine._thread.join(10)
+        engine._thread.join(ENOUGH)
         assert set(ended) == set(taken)
-        assert len(taken) > 1
+        assert len(taken) >= count
         assert (engine.running, engine.waits) == (0, 0)
         assert engine.stop()
 
 
 def test_a_step_that_fails_leaves_the_server_healthy(monkeypatch: pytest.MonkeyPatch) -> None:
-    from skipstone.decoding.loop import Decoder
-
     model, own, broken = skipstone.load(None), Decoder.step, threading.Event()
 
     def step(decoder: Decoder) -> Step:
@@ -122,3 +121,48 @@ def test_a_step_that_fails_leaves_the_server_healthy(monkeypatch: pytest.MonkeyP
         assert client.post("/v1/completions", json={**LONG, "max_tokens": 4}).status_code == 500
         assert client.get("/health").json() == {"status": "ready"}
         assert client.post("/v1/completions", json={**LONG, "max_tokens": 4}).status_code == 200
+
+
+CUDA = "CUDA error: an illegal memory access was encountered"
+
+
+def jobs_of_a_failing_device(monkeypatch: pytest.MonkeyPatch, *errors: Exception | None) -> tuple[Engine, list[Ended]]:
+    """What jobs of one token each come to, asked for one after the other, where the step of each raises an error, or none."""
+    own, left, over, ended = Decoder.step, list(errors), threading.Semaphore(0), list[Ended]()
+
+    def step(decoder: Decoder) -> Step:
+        if (error := left.pop(0)) is not None:
+            raise error
+        return own(decoder)
+
+    def heard(told: Told, steps: Steps) -> None:
+        for _, event in told:
+            if isinstance(event, Ended):
+                ended.append(event)
+                over.release()
+
+    monkeypatch.setattr(Decoder, "step", step)
+    engine = Engine(LayeredModel(families.build("llama")), 1, 64, 8, heard)
+    for _ in errors:
+        engine.submit([Job(Request(families.prompts(1)[0], 1), skipstone.Autoregressive())])
+        assert over.acquire(timeout=ENOUGH)
+    return engine, ended
+
+
+@pytest.mark.parametrize("error", [RuntimeError(CUDA), torch.AcceleratorError("device-side assert")], ids=["message", "type"])
+def test_a_device_that_fails_twice_in_a_row_ends_the_thread(monkeypatch: pytest.MonkeyPatch, error: Exception) -> None:
+    engine, ended = jobs_of_a_failing_device(monkeypatch, error, None, error, error)
+    assert [one.reason for one in ended] == [FAILED, LENGTH, FAILED, FAILED]
+    assert "see the server's log" in ended[-1].message
+    engine._thread.join(ENOUGH)
+    assert not engine.lives
+    with pytest.raises(Refused, match="has ended by an error"):
+        engine.submit([Job(Request(families.prompts(1)[0], 1), skipstone.Autoregressive())])
+
+
+@pytest.mark.parametrize("error", [RuntimeError("planted"), torch.OutOfMemoryError("CUDA out of memory"), ValueError(CUDA)])
+def test_errors_that_do_not_stay_end_no_thread(monkeypatch: pytest.MonkeyPatch, error: Exception) -> None:
+    engine, ended = jobs_of_a_failing_device(monkeypatch, error, error, error, None)
+    assert [one.reason for one in ended] == [FAILED, FAILED, FAILED, LENGTH]
+    assert engine.lives
+    assert engine.stop()

@@ -14,7 +14,9 @@ from starlette.testclient import TestClient
 
 import skipstone
 from skipstone.serving import logs
+from skipstone.serving.answers import Choice
 from skipstone.serving.app import make_app
+from skipstone.serving.jobs import Piece
 from skipstone.serving.server import Server, Settings
 from skipstone.serving.watch import OTHER, Record, Watch
 
@@ -129,22 +131,30 @@ def request_of(body: dict[str, Any]) -> tuple[dict[str, Any], bytes]:
 
 
 @pytest.mark.parametrize("stream", [True, False])
-def test_a_client_that_goes_is_told_as_that(loaded: Any, lines: Lines, stream: bool) -> None:
+def test_a_client_that_goes_is_told_as_that(loaded: Any, lines: Lines, monkeypatch: pytest.MonkeyPatch, stream: bool) -> None:
+    """It goes when the first token is written."""
+    own, begun = Server._more, asyncio.Event()
+
+    def more(server: Server, choice: Choice, piece: Piece) -> Any:
+        begun.set()
+        return own(server, choice, piece)
+
+    monkeypatch.setattr(Server, "_more", more)
+
     async def scenario() -> None:
         server = Server(lambda: loaded, Settings(rows=1, drain=0))
         await server.start()
         scope, content = request_of({**BODY, "max_tokens": 900, "stream": stream, "speculative": "off"})
-        events, begun = [{"type": "http.request", "body": content, "more_body": False}], asyncio.Event()
+        events = [{"type": "http.request", "body": content, "more_body": False}]
 
         async def receive() -> dict[str, Any]:
             if events:
                 return events.pop()
-            await (begun.wait() if stream else asyncio.sleep(0.15))
+            await begun.wait()
             return {"type": "http.disconnect"}
 
         async def send(message: Any) -> None:
-            if message.get("body"):
-                begun.set()
+            pass
 
         await make_app(server)(scope, receive, send)
         await server.stop()

@@ -18,7 +18,8 @@ CALLED = "tool_calls"
 @dataclass
 class Choice:
     """One text while it is written. calls: where tools are offered. reason: why it has ended, None until then. first: seconds
-    until its first token. text: that is shown. offset: characters of all tokens that were told one by one."""
+    until its first token. text: that is shown. offset: characters of all tokens that were told one by one. echoed: whether a
+    stream has told its prompt."""
 
     index: int
     job: Job
@@ -31,6 +32,7 @@ class Choice:
     likely: list[Likely] = field(default_factory=list)
     text: str = ""
     offset: int = 0
+    echoed: bool = False
 
     def shown(self, text: str) -> str:
         """The part of a further piece of text that is no call, or may not be one."""
@@ -83,6 +85,17 @@ class Answer:
         if not self.chat:
             return []
         return [self._chunk(choice, {"role": "assistant", "content": ""}, None) for choice in self.choices]
+
+    def prompt(self, choice: Choice) -> dict[str, Any] | None:
+        """The chunk that tells a prompt, before any other of its text; None where nobody asks, or it was told. What the model
+        thinks of the prompt is known when there is a first piece."""
+        if choice.echoed or not choice.job.echo:
+            return None
+        choice.echoed = True
+        found = self._chunk(choice, {}, None, self._prompt(choice))
+        if choice.job.logprobs is not None:
+            found["choices"][0]["logprobs"] = self._read(choice)
+        return found
 
     def chunk(
         self, choice: Choice, text: str, piece: Piece | None, start: int, speculative: bool | str

@@ -180,6 +180,8 @@ async def _events(answer: Answer, updates: Updates, body: Sampled) -> AsyncItera
             for chunk in answer.beginning():
                 yield _told(chunk)
             async for update in updates:
+                if (prompt := answer.prompt(update[0])) is not None:
+                    yield _told(prompt)
                 if (chunk := answer.chunk(*update, body.stream_speculative)) is not None:
                     yield _told(chunk)
             if body.tells_usage:

@@ -19,7 +19,7 @@ from skipstone.decoding.session import NO_PREDICTIONS, refuse_ids
 from skipstone.hf.call import prepare_call, resolve_for
 from skipstone.hf.requests import requests
 from skipstone.models.layered import LayeredModel
-from skipstone.serving.grammar import ANY_OBJECT, Grammar, Grammars
+from skipstone.serving.grammar import ANY_OBJECT, DEEPEST, Grammar, Grammars, too_deep
 from skipstone.serving.jobs import Job, Likely
 from skipstone.serving.processors import Bias, Penalty
 from skipstone.serving.schemas import ChatBody, CompletionBody, Message, Sampled, TokenizeBody
@@ -44,39 +44,36 @@ class Asking:
         self.capacity, self.seconds = capacity, seconds
         self._grammars: Grammars | None = None  # made when one is asked for first
 
-    def completion(self, body: CompletionBody) -> list[Job]:
-        """One job for every choice, those of the first prompt first. ValueError for what cannot be done."""
+    def completion(self, body: CompletionBody, grammar: Grammar | None = None) -> list[Job]:
+        """One job for every choice, those of the first prompt first. grammar: of the body. ValueError for what cannot be
+        done."""
         given: Any = body.prompt
         one = isinstance(given, str) or isinstance(given[0], int)
         prompts = [self._read(each) for each in ([given] if one else given)]
-        jobs = self._jobs(body, prompts, body.max_tokens, body.logprobs)
+        jobs = self._jobs(body, prompts, body.max_tokens, body.logprobs, grammar)
         if body.echo:
-            if body.stream:
-                raise ValueError("echo: a stream has none; leave stream out")
             read: dict[int, list[Likely]] = {}
             for job in jobs:
-                job.echo = True
+                job.echo, job.writes = True, body.max_tokens != 0
                 job.read = None if body.logprobs is None else read.setdefault(id(job.request.prompt), [])
         return jobs
 
-    def chat(self, body: ChatBody) -> list[Job]:
+    def chat(self, body: ChatBody, grammar: Grammar | None = None) -> list[Job]:
         """The same of a chat."""
         if body.top_logprobs is not None and not body.logprobs:
             raise ValueError("top_logprobs needs logprobs=true")
         told = (body.top_logprobs or 0) if body.logprobs else None
         most = body.max_completion_tokens if body.max_completion_tokens is not None else body.max_tokens
-        offered = body.offered
-        prompt = self._chat(body.messages, [one.model_dump(exclude_none=True) for one in offered])
-        demanded = schema_of(offered) if body.demands_a_call else None
-        return self._jobs(body, [prompt], most, told, demanded)
+        prompt = self._chat(body.messages, [one.model_dump(exclude_none=True) for one in body.offered])
+        return self._jobs(body, [prompt], most, told, grammar)
 
     @property
     def chats(self) -> bool:
         """Whether the model has a chat template."""
         return self.tokenizer.chat_template is not None
 
-    def of(self, chat: bool) -> Callable[[Any], list[Job]]:
-        """What makes jobs of a chat's body, or of a text's."""
+    def of(self, chat: bool) -> Callable[..., list[Job]]:
+        """What makes jobs of a chat's body, or of a text's, and of its grammar."""
         return self.chat if chat else self.completion
 
     def tokens(self, body: TokenizeBody) -> list[int]:
@@ -139,19 +136,9 @@ class Asking:
                 self._refuse(inner)
 
     def _jobs(
-        self,
-        body: Sampled,
-        prompts: list[list[int]],
-        most: int | None,
-        logprobs: int | None,
-        demanded: dict[str, Any] | None = None,
+        self, body: Sampled, prompts: list[list[int]], most: int | None, logprobs: int | None, grammar: Grammar | None
     ) -> list[Job]:
-        """demanded: the schema of all that may be written, for what the body demands beside its response_format."""
         method, found = self.method(body.speculative), []
-        if demanded is not None and self._wanted(body) is not None:
-            raise ValueError("response_format and a tool_choice that demands a call exclude each other")
-        if demanded is not None and body.ignore_eos:
-            raise ValueError("a call that is demanded ends a text, which ignore_eos forbids")
         prediction = self._predicted(body)
         if prediction and not method.takes_predictions(self.model):
             raise ValueError(NO_PREDICTIONS)
@@ -162,9 +149,9 @@ class Asking:
             refuse_ids(self.model, min(prompt), max(prompt))
             room = self.capacity - len(prompt)
             if room < 1 or (most is not None and most > room):
-                asked = "" if most is None else f" + max_tokens={most}"
+                asked = f" + max_tokens={most}" if most else ""
                 raise ValueError(self._too_long(f"{len(prompt)} tokens{asked}"))
-            options = self._options(body, len(prompt), most if most is not None else room, demanded)
+            options = self._options(body, len(prompt), room if most is None else max(most, 1), grammar)
             call = prepare_call(self.model.model, torch.tensor([prompt]), None, seed, dict(options))
             (request,) = requests(call, self.model.ranks)
             sampling = request.sampling
@@ -185,8 +172,27 @@ class Asking:
             raise ValueError(f"prediction: at most {self.capacity} tokens, found {len(text)} characters")
         return list(self.tokenizer(text, add_special_tokens=False)["input_ids"])[: self.capacity]
 
+    def restricts(self, body: Sampled) -> bool:
+        """Whether a body has a grammar."""
+        wanted = body.response_format
+        return (wanted is not None and wanted.type != "text") or (isinstance(body, ChatBody) and body.demands_a_call)
+
+    def grammar(self, body: Sampled) -> Grammar | None:
+        """Of all that may be written; None for anything. It may take seconds, and touches nothing that others use: it has a
+        thread of its own. ValueError for a schema that is none, or too much; TimeoutError as of `Grammars.of_schema`."""
+        wanted = self._wanted(body)
+        if isinstance(body, ChatBody) and body.demands_a_call:
+            if wanted is not None:
+                raise ValueError("response_format and a tool_choice that demands a call exclude each other")
+            if body.ignore_eos:
+                raise ValueError("a call that is demanded ends a text, which ignore_eos forbids")
+            if any(too_deep(one.function.parameters) for one in body.offered):
+                raise ValueError(f"tools: parameters are nested at most {DEEPEST} deep")
+            wanted = schema_of(body.offered)
+        return None if wanted is None else self._made_grammars.of_schema(wanted)
+
     def _wanted(self, body: Sampled) -> dict[str, Any] | None:
-        """What the text has to be; None for any."""
+        """The schema of response_format; None for any text."""
         wanted = body.response_format
         if wanted is None or wanted.type == "text":
             return None
@@ -206,7 +212,7 @@ class Asking:
             self._grammars = Grammars(self.tokenizer, self.model.embeddings, ends)
         return self._grammars
 
-    def _options(self, body: Sampled, prompt: int, most: int, demanded: dict[str, Any] | None) -> dict[str, Any]:
+    def _options(self, body: Sampled, prompt: int, most: int, grammar: Grammar | None) -> dict[str, Any]:
         """Keyword arguments of `skipstone.generate`."""
         options: dict[str, Any] = {"max_new_tokens": most, "stop_strings": None}
         if body.temperature is not None:
@@ -226,8 +232,8 @@ class Asking:
             if (largest := max(biases)) >= self.model.embeddings:
                 raise ValueError(f"logit_bias: the vocabulary has {self.model.embeddings} entries, found token {largest}")
             processors.append(Bias(biases))
-        if (schema := demanded or self._wanted(body)) is not None:
-            processors.append(self._made_grammars.of_schema(schema, prompt))
+        if grammar is not None:
+            processors.append(grammar.fresh(prompt))
         if processors:
             options["logits_processor"] = LogitsProcessorList(processors)
         return options

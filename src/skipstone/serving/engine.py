@@ -9,11 +9,14 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable
+from typing import Any
+
+import torch
 
 from skipstone.decoding.draft import Step
 from skipstone.decoding.method import Method
 from skipstone.models.layered import LayeredModel
-from skipstone.serving.jobs import CANCELLED, FAILED, TIMEOUT, Ended, Event, Job, Refused
+from skipstone.serving.jobs import CANCELLED, FAILED, LENGTH, TIMEOUT, Ended, Event, Job, Refused
 from skipstone.serving.lanes import Lane
 from skipstone.serving.reading import Reading
 
@@ -29,11 +32,22 @@ RETRY_AFTER = 1
 DIED = "the model's thread has ended by an error: see the server's log"
 """What is said from then on."""
 
+ACCELERATOR_ERROR: Any = getattr(torch, "AcceleratorError", ())  # torch has it from 2.8 on
+MOST_FAILURES = 2
+"""Errors of the device in a row, no step between them having worked, after which the model's thread ends: a CUDA context that
+is broken stays broken, and only another process gets a new one."""
+
 Told = list[tuple[Job, Event]]
-Post = Callable[[Told, list[Step]], None]
-"""Called in the model's thread with what happened in some steps, and these."""
+Steps = list[tuple[str, Step]]
+"""Steps, each with the name of the method that took it."""
+Post = Callable[[Told, Steps], None]
+"""Called in the model's thread with what happened in some steps, and these; and at last, when that thread ends by an error."""
 
 logger = logging.getLogger(__name__)
+
+
+class DeviceFailed(Exception):
+    """The device gives nothing but errors."""
 
 
 class Engine:
@@ -48,7 +62,8 @@ class Engine:
         self._lanes: dict[str, Lane] = {}
         self._reading: Reading | None = None  # of a prompt that waits
         self._told: Told = []
-        self._steps: list[Step] = []  # of which nobody was told yet
+        self._steps: Steps = []  # of which nobody was told yet
+        self._failures = 0  # errors of the device since a step has worked
         self._posted = 0.0  # when somebody was told last, in seconds of the monotonic clock
         self._urgent = False  # whether what is to be told does not wait
         self._open = 0  # jobs that have not ended
@@ -119,7 +134,7 @@ class Engine:
             for job in self._all():
                 self._tell(job, Ended(FAILED, DIED))
             self._waits = 0
-            self._tell_all()
+            self._post(self._told, self._steps)
 
     def _all(self) -> list[Job]:
         """Jobs that wait or have a row."""
@@ -133,10 +148,11 @@ class Engine:
             self._receive(wait=idle)
             self._expire()
             self._read()
+            self._end_read()
             self._admit()
             for lane in list(self._lanes.values()):
                 if lane.busy and (step := self._step(lane)) is not None:
-                    self._steps.append(step)
+                    self._steps.append((lane.method.name, step))
         for job in self._all():
             self._tell(job, Ended(CANCELLED, "the server was stopped", 503))
         self._tell_all()
@@ -199,9 +215,10 @@ class Engine:
             if self._reading is None or self._reading.likely is not job.read:
                 self._reading = Reading(job.request.prompt, job.logprobs or 0, job.read)
             self._reading.go_on(self.model, self.chunk)
-        except Exception:
+        except Exception as error:
             logger.exception("a prompt could not be read")
             self._fail(job, Ended(FAILED, "the prompt could not be read: see the server's log"))
+            self._count(error)
 
     def _admit(self) -> None:
         """Give rows to those that wait, the first ones first. One whose method has no row left holds up no other method; one
@@ -224,9 +241,16 @@ class Engine:
                 lane.admit(job)
             except ValueError as error:
                 self._fail(job, Ended(FAILED, str(error), 400))
-            except Exception:
+            except Exception as error:
                 logger.exception("a request could not be begun")
                 self._fail(job, Ended(FAILED, "the request could not be begun: see the server's log"))
+                self._count(error)
+
+    def _end_read(self) -> None:
+        """End those of whom nothing but the prompt is wanted, when it is read."""
+        for job in [job for job in self._waiting if not (job.writes or job.unread)]:
+            self._unqueue(job)
+            self._tell(job, Ended(LENGTH))
 
     def _unqueue(self, job: Job) -> None:
         """It waits no longer."""
@@ -254,11 +278,29 @@ class Engine:
 
     def _step(self, lane: Lane) -> Step | None:
         try:
-            return lane.step()
-        except Exception:
+            step = lane.step()
+        except Exception as error:
             logger.exception("a step failed: its texts are given up")
             del self._lanes[lane.method.spelled]
             for job in lane.jobs:
                 if job is not None:
                     self._tell(job, Ended(FAILED, "decoding failed: see the server's log"))
+            self._count(error)
             return None
+        self._failures = 0
+        return step
+
+    def _count(self, error: Exception) -> None:
+        """DeviceFailed where errors of the device are all that comes."""
+        if not of_device(error):
+            return
+        self._failures += 1
+        if self._failures >= MOST_FAILURES:
+            raise DeviceFailed(f"{self._failures} errors of the device in a row") from error
+
+
+def of_device(error: Exception) -> bool:
+    """Whether an error is one of CUDA that may stay. A lack of memory does not."""
+    if isinstance(error, torch.OutOfMemoryError):
+        return False
+    return isinstance(error, ACCELERATOR_ERROR) or (isinstance(error, RuntimeError) and "CUDA" in str(error))

@@ -26,8 +26,9 @@ class Job:
     """One text to write. request: of the loop. method: that writes it. logprobs: likeliest tokens that are told for every
     token, None where no probabilities are. seconds: after which it is given up, None for never. asked: when it came in, in
     seconds of a clock that never goes back. waited: seconds until a row was free for it. details: whether every step's are
-    told. echo: whether the answer begins with the prompt. read: what the model thinks of the prompt's tokens from the second
-    on, as far as they were looked at; None where nobody asks. Choices of one prompt share it."""
+    told. writes: whether anything is written behind the prompt. echo: whether the answer begins with the prompt. read: what
+    the model thinks of the prompt's tokens from the second on, as far as they were looked at; None where nobody asks. Choices
+    of one prompt share it."""
 
     request: Request
     method: Method
@@ -36,6 +37,7 @@ class Job:
     asked: float = 0.0
     waited: float = 0.0
     details: bool = False
+    writes: bool = True
     echo: bool = False
     read: "list[Likely] | None" = None
     figures: "Figures" = field(default_factory=lambda: Figures())

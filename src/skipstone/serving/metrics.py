@@ -2,6 +2,7 @@
 
 from typing import Any
 
+from skipstone.control.state import PLAIN
 from skipstone.decoding.draft import Step
 from skipstone.extras import installed
 from skipstone.serving.answers import Choice
@@ -47,16 +48,16 @@ class Metrics:
         self._places = made("Counter", "spec_decode_num_accepted_tokens_per_pos", "By place in the draft.", ("position",))
         self.draft_seconds = made("Counter", "spec_decode_draft_seconds", "Spent on drafting.")
         self.verify_seconds = made("Counter", "spec_decode_verify_seconds", "Spent on scoring.")
-        self._drafters = made("Counter", "spec_decode_steps", "Steps, by what drafted.", ("method",))
+        self._drafters = made("Counter", "spec_decode_steps", "Steps, by what drafted; plain: nothing.", ("method",))
 
-    def step(self, step: Step) -> None:
-        """One step of the model."""
+    def step(self, method: str, step: Step) -> None:
+        """One step of the model. method: the name of that which took it."""
         if step.prefill:
             return
         self.draft_seconds.inc(step.seconds_draft)
         self.verify_seconds.inc(step.seconds_score)
-        if step.drafter:
-            self._drafters.labels(**self._model, method=step.drafter).inc()
+        drafter = step.drafter or (method if any(step.drafted) else PLAIN)
+        self._drafters.labels(**self._model, method=drafter).inc()
         for drafted, accepted in zip(step.drafted, step.accepted, strict=True):
             if drafted:
                 self.drafts.inc()

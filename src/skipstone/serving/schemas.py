@@ -132,14 +132,20 @@ SEVERAL = Field(min_length=1, max_length=MOST_PROMPTS)
 
 
 class CompletionBody(Sampled):
-    """/v1/completions. prompt: a text, token ids, or a list of these."""
+    """/v1/completions. prompt: a text, token ids, or a list of these. max_tokens: 0, with echo, for the prompt alone."""
 
     prompt: str | Ids | Annotated[list[str], SEVERAL] | Annotated[list[Ids], SEVERAL]
-    max_tokens: int | None = Field(default=16, ge=1)
+    max_tokens: int | None = Field(default=16, ge=0)
     logprobs: int | None = Field(default=None, ge=0, le=MOST_LOGPROBS)
     echo: bool | None = None
     best_of: Literal[1] | None = None
     suffix: None = None
+
+    @model_validator(mode="after")
+    def _answers_something(self) -> "CompletionBody":
+        if self.max_tokens == 0 and not self.echo:
+            raise ValueError("max_tokens=0 needs echo=true: there is nothing else to answer")
+        return self
 
 
 class Function(Body):

@@ -9,12 +9,12 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
-from skipstone.decoding.draft import Step
 from skipstone.hf.call import resolve_for
 from skipstone.models.layered import LayeredModel
 from skipstone.serving.answers import Answer, Choice
 from skipstone.serving.asking import Asking
-from skipstone.serving.engine import DIED, Engine, Told
+from skipstone.serving.engine import DIED, RETRY_AFTER, Engine, Steps, Told
+from skipstone.serving.grammar import Grammar
 from skipstone.serving.jobs import CANCELLED, FAILED, STOP, Ended, Event, Job, Piece, Refused, joined
 from skipstone.serving.metrics import Metrics
 from skipstone.serving.schemas import ChatBody
@@ -48,6 +48,10 @@ WHY = {
     "stopping": "the server is shutting down",
 }
 """State -> why nothing is written in it."""
+MOST_SCHEMAS = 16
+"""Schemas that are compiled or wait for it."""
+COMES_BACK = 5
+"""Seconds after which a server that is loading, or is started anew, may be asked again."""
 MOST_CAPACITY = 4096
 """Tokens of a text where nobody says more: the memory of keys and values follows it."""
 
@@ -57,13 +61,17 @@ Updates = AsyncGenerator[Update, None]
 
 
 class Server:
-    """load: gives model and tokenizer; called in a thread. state: "loading", "ready", "failed" or "stopping"."""
+    """load: gives model and tokenizer; called in a thread. state: "loading", "ready", "failed" or "stopping". failed: is called
+    on the event loop when nothing will be written any more, as the model could not be loaded or its thread has died."""
 
     def __init__(self, load: Callable[[], tuple[Any, Any]], settings: Settings) -> None:
         self.settings, self._load = settings, load
+        self.failed: Callable[[], None] = lambda: None
         self.state = "loading"
         self.metrics = Metrics(settings.name)
         self._texts = ThreadPoolExecutor(1, thread_name_prefix="skipstone-texts")
+        self._schemas = ThreadPoolExecutor(1, thread_name_prefix="skipstone-schemas")
+        self._compiling = 0  # schemas that it has or will have
         self._queues: dict[Job, asyncio.Queue[tuple[Job, Event]]] = {}
         self._engine: Engine | None = None
         self._asking: Asking | None = None
@@ -75,9 +83,10 @@ class Server:
         self._loop = asyncio.get_running_loop()
         try:
             await self._loop.run_in_executor(self._texts, self._begin)
-        except Exception:  # whatever it was, /health tells of it and the log has it
+        except Exception as error:  # whatever it was, /health tells of it and the log has it
             self.state = "failed"
-            logger.exception("the model could not be loaded")
+            logger.error("the model could not be loaded: %s", error, exc_info=not isinstance(error, ValueError | OSError))
+            self.failed()
             return
         gc.collect()
         gc.freeze()  # what was loaded stays: a full collection would walk over all of it, in the middle of a text
@@ -97,7 +106,8 @@ class Server:
         self.state = "stopping"
         if self._engine is not None:
             await self._loop.run_in_executor(None, self._engine.stop, self.settings.drain)
-        self._texts.shutdown(wait=False)
+        for threads in (self._texts, self._schemas):
+            threads.shutdown(wait=False, cancel_futures=True)
 
     @property
     def health(self) -> tuple[str, str]:
@@ -111,7 +121,7 @@ class Server:
         """Refused while there is none."""
         state, why = self.health
         if self._engine is None or state != "ready":
-            raise Refused(503, why, 5)
+            raise Refused(503, why, None if state == "failed" else COMES_BACK)
         return self._engine
 
     @property
@@ -132,17 +142,33 @@ class Server:
         except ValueError as error:
             raise Refused(400, str(error)) from None
 
+    async def _grammar(self, body: Any) -> Grammar | None:
+        """That of a body, compiled in a thread of its own: nobody waits for a schema but those who bring one."""
+        if not self.asking.restricts(body):
+            return None
+        if self._compiling >= MOST_SCHEMAS:
+            raise Refused(429, f"{self._compiling} schemas wait to be compiled already; ask again later", RETRY_AFTER)
+        self._compiling += 1
+        try:
+            return await self._loop.run_in_executor(self._schemas, self.asking.grammar, body)
+        except ValueError as error:
+            raise Refused(400, str(error)) from None
+        except TimeoutError as error:
+            raise Refused(503, str(error), COMES_BACK) from None
+        finally:
+            self._compiling -= 1
+
     # -------------------------------------------------------------------------------------------------- from the model
 
-    def _post(self, told: Told, steps: list[Step]) -> None:
+    def _post(self, told: Told, steps: Steps) -> None:
         try:
             self._loop.call_soon_threadsafe(self._take, told, steps)
         except RuntimeError:  # the loop is closed: nobody listens any more
             logger.debug("an event came after the end")
 
-    def _take(self, told: Told, steps: list[Step]) -> None:
-        for step in steps:
-            self.metrics.step(step)
+    def _take(self, told: Told, steps: Steps) -> None:
+        for method, step in steps:
+            self.metrics.step(method, step)
         if (engine := self._engine) is not None:
             self.metrics.running.set(engine.running)
             self.metrics.waiting.set(engine.waits)
@@ -150,13 +176,16 @@ class Server:
             listener = self._queues.pop(job, None) if isinstance(event, Ended) else self._queues.get(job)
             if listener is not None:
                 listener.put_nowait((job, event))
+        if engine is not None and not engine.lives:
+            self.failed()
 
     # ------------------------------------------------------------------------------------------------------ to clients
 
-    async def answer(self, ask: Callable[[Any], list[Job]], body: Any, *, chat: bool) -> tuple[Answer, Updates]:
-        """An answer that is begun, and its updates. ValueError and Refused before anything is written."""
+    async def answer(self, ask: Callable[..., list[Job]], body: Any, *, chat: bool) -> tuple[Answer, Updates]:
+        """An answer that is begun, and its updates. ask: makes jobs of a body and its grammar. Refused before anything is
+        written."""
         engine = self.engine
-        jobs = await self.asked(ask, body)
+        jobs = await self.asked(ask, body, await self._grammar(body))
         listener: asyncio.Queue[tuple[Job, Event]] = asyncio.Queue()
         choices = [self._choice(index, job, body) for index, job in enumerate(jobs)]
         answer = Answer(self.settings.name, choices, chat=chat, tokenizer=self.tokenizer)

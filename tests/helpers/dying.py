@@ -1,0 +1,32 @@
+"""`python -m tests.helpers.dying`: skipstone's command line, in which a model's thread dies at its next turn after SIGUSR1."""
+
+from __future__ import annotations
+
+import signal
+import threading
+
+from skipstone.cli import main
+from skipstone.serving.engine import Engine
+
+
+class Planted(BaseException):
+    """What nobody catches."""
+
+
+def plant(now: threading.Event) -> None:
+    """When it is set, a model's thread dies at its next turn."""
+    own = Engine._expire
+
+    def expire(engine: Engine) -> None:
+        if now.is_set():
+            raise Planted("planted")
+        own(engine)
+
+    Engine._expire = expire  # type: ignore[method-assign]
+
+
+if __name__ == "__main__":
+    death = threading.Event()
+    plant(death)
+    signal.signal(signal.SIGUSR1, lambda *_: death.set())
+    main()

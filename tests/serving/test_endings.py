@@ -1,0 +1,65 @@
+"""A process whose model is lost ends by itself, with a status that makes a supervisor start another one."""
+
+from __future__ import annotations
+
+import json
+import signal
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from skipstone.serving.engine import DIED
+from tests.helpers.served import Process
+
+ENDS = 60
+"""Seconds that an end takes on a machine with much else to do; alone it takes one or two."""
+LONG = {
+    "prompt": "def add(a, b):",
+    "max_tokens": 900,
+    "temperature": 0,
+    "ignore_eos": True,
+    "speculative": "off",
+    "stream": True,
+}
+
+
+@contextmanager
+def process(*options: str, module: str = "skipstone") -> Iterator[Process]:
+    """One that is not started yet."""
+    one = Process(*options, module=module)
+    try:
+        yield one
+    finally:
+        one.stop()
+
+
+def test_when_the_model_s_thread_dies_streams_are_told_and_the_process_ends() -> None:
+    with process(module="tests.helpers.dying") as served:
+        served.start()
+        assert served.process is not None
+        with served.http.stream("POST", "/v1/completions", json=LONG) as response:
+            lines = response.iter_lines()
+            assert "choices" in next(lines)
+            served.process.send_signal(signal.SIGUSR1)
+            told = [line for line in lines if line.startswith("data:")]
+        assert json.loads(told[-2][5:])["error"]["message"] == DIED
+        assert told[-1] == "data: [DONE]"
+        assert served.process.wait(ENDS) == 1
+        assert "the model's thread has ended by an error" in served.said()
+
+
+def test_a_client_that_reads_nothing_does_not_keep_the_process(tmp_path: Path) -> None:
+    with process("--drain-timeout", "600", module="tests.helpers.dying") as served:
+        served.start()
+        assert served.process is not None
+        with served.http.stream("POST", "/v1/completions", json={**LONG, "stream_speculative": "full"}):
+            served.process.send_signal(signal.SIGUSR1)
+            assert served.process.wait(ENDS) == 1
+
+
+def test_a_model_that_cannot_be_loaded_ends_the_process_with_a_sentence(tmp_path: Path) -> None:
+    with process(str(tmp_path / "nothing")) as served:
+        assert served.begin().wait(ENDS) == 1
+        (line,) = [line for line in served.said().splitlines() if "the model could not be loaded" in line]
+        assert "nothing" in line
+        assert "Traceback" not in served.said()
