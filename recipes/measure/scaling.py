@@ -2,6 +2,7 @@
 
     skipstone serve --method autoregressive --port 8000                          # one replica, in another terminal
     python recipes/measure/scaling.py --measure http://127.0.0.1:8000 --out runs/service.json
+    python recipes/measure/scaling.py --drive http://127.0.0.1:8000 --service runs/service.json --replicas 2 --load 0.5
     python recipes/measure/scaling.py [--service runs/service.json] [--replicas 1 2 8 64 256 1000] [--load 0.5 0.7]
 
 Conversations begin at random moments (a Poisson process). A conversation has turns: a text of the user, an answer, a pause.
@@ -10,6 +11,8 @@ the slower is each. It keeps the keys and values of as many conversations as it 
 one of these reads only what is new. `affine` sends a turn to the replica of its conversation, `least loaded` to the less loaded
 of two. Where no row is free at the conversation's replica, `affine` does as `least loaded`. Where none is free at all a request
 waits, and the one that came first goes first.
+
+--drive plays the same conversations to a server that runs, `least loaded` by a new session for every request, for comparison.
 
 --load is the share of the time that replicas would be busy if nothing were kept. docs/scaling.md has assumptions and figures.
 """
@@ -33,6 +36,8 @@ WARM = 3.0
 """Lengths of a conversation after which requests count: before, replicas are not busy yet and keep nothing."""
 CHOICES = 2
 """Replicas that the router looks at, as the one of `skipstone serve --ray` does."""
+MOST_TURNS = 16
+"""Of a conversation: more would not fit into what a small model reads."""
 LONG, SHORT = 384, 128
 """Tokens of the prompts by which reading is measured."""
 ANSWER = 64
@@ -66,9 +71,9 @@ class Service:
 
 @dataclass(frozen=True)
 class Workload:
-    """turns: of a conversation, the mean of a geometric distribution. first, more: tokens of the user's first text and of each
-    further one. written: tokens of an answer, the mean of an exponential distribution. pause: seconds between an answer and the
-    next turn, likewise. rate: conversations that begin in a second."""
+    """rate: conversations that begin in a second. turns: of one, the mean of a geometric distribution, MOST_TURNS at most.
+    first, more: tokens of the user's first text and of each further one. written: tokens of an answer, the mean of an
+    exponential distribution. pause: seconds between an answer and the next turn, likewise."""
 
     rate: float
     turns: float = 5.0
@@ -186,9 +191,7 @@ class Simulation:
         """A turn; with None the first one of a new conversation."""
         if conversation is None:
             self._at(self.now + self._drawn(1 / self.load.rate), None)
-            turns = 1
-            while self.draw.random() > 1 / self.load.turns:
-                turns += 1
+            turns = turns_of(self.draw, self.load)
             conversation = Conversation(self.draw.randrange(len(self.replicas)), turns, self.load.first)
         else:
             conversation.said += self.load.more
@@ -289,12 +292,19 @@ class Simulation:
             self._begin(self.waiting.popleft(), replica)
 
 
+def turns_of(draw: random.Random, load: Workload) -> int:
+    """Of a conversation that begins."""
+    turns = 1
+    while turns < MOST_TURNS and draw.random() > 1 / load.turns:
+        turns += 1
+    return turns
+
+
 def rate_for(load: float, replicas: int, rows: int, service: Service, work: Workload) -> float:
     """Conversations a second that keep so many replicas busy for such a share of the time, if nothing is kept."""
-    first, further = work.first, work.more + work.written
-    q = 1 - 1 / work.turns  # the probability of one more turn
-    prompts = first * work.turns + further * q * work.turns**2  # a turn's prompt has all turns before it: sum of i * q**i
-    alone = prompts / service.reading + work.turns * work.written / service.writing
+    comes = [(1 - 1 / work.turns) ** turn for turn in range(MOST_TURNS)]  # the probability that a conversation has this turn
+    prompts = sum(share * (work.first + turn * (work.more + work.written)) for turn, share in enumerate(comes))
+    alone = prompts / service.reading + sum(comes) * work.written / service.writing
     return load * replicas * rows * service.speed(rows) / alone
 
 
@@ -335,12 +345,63 @@ async def measured(url: str, numbers: Sequence[int], more: dict[str, Any], times
     return Service(rates, (LONG - SHORT) / (reading[LONG] - reading[SHORT]))
 
 
+async def driven(url: str, load: Workload, seconds: float, affine: bool, seed: int) -> Seen:
+    """What clients of a server see that begin conversations for so long; those of the first fifth do not count."""
+    draw, seen, began = random.Random(seed), Seen(), time.perf_counter()
+    talks: list[asyncio.Task[None]] = []
+
+    async with httpx.AsyncClient(base_url=url, timeout=600, limits=httpx.Limits(max_connections=None)) as client:
+
+        async def words(count: float) -> str:
+            ids = [draw.randrange(1000, 2000) for _ in range(round(count))]
+            return (await client.post("/detokenize", json={"tokens": ids})).json()["prompt"]
+
+        async def talk(number: int, turns: int) -> None:
+            said = await words(load.first)
+            for turn in range(turns):
+                tokens = max(1, round(draw.expovariate(1 / load.written)))
+                headers = {"x-session-id": f"{number}" if affine else f"{number} {turn} {draw.random()}"}
+                asked = time.perf_counter()
+                body = {"prompt": said, "max_tokens": tokens, "temperature": 0, "ignore_eos": True, "speculative": "off"}
+                first, text, usage = await _heard(client, body, headers)
+                if asked - began > seconds / 5:
+                    seen.firsts.append(first)
+                    seen.totals.append(time.perf_counter() - asked)
+                    seen.prompt += usage["prompt_tokens"]
+                    seen.kept += usage["prompt_tokens_details"]["cached_tokens"]
+                said += text + await words(load.more)
+                await asyncio.sleep(draw.expovariate(1 / load.pause))
+
+        while time.perf_counter() - began < seconds:
+            await asyncio.sleep(draw.expovariate(load.rate))
+            talks.append(asyncio.create_task(talk(len(talks), turns_of(draw, load))))
+        for one in asyncio.as_completed(talks, timeout=600):
+            await one
+    seen.asked = len(seen.firsts) / (0.8 * seconds)
+    return seen
+
+
+async def _heard(client: httpx.AsyncClient, body: dict[str, Any], headers: dict[str, str]) -> tuple[float, str, dict[str, Any]]:
+    """Seconds to the first text of an answer, the text, the usage."""
+    began, first, text, usage = time.perf_counter(), 0.0, "", dict[str, Any]()
+    more = {"stream": True, "stream_options": {"include_usage": True}}
+    async with client.stream("POST", "/v1/completions", json=body | more, headers=headers) as response:
+        response.raise_for_status()
+        async for line in response.aiter_lines():
+            if line.startswith("data: {"):
+                chunk = json.loads(line[6:])
+                first = first or time.perf_counter() - began
+                text += "".join(choice["text"] for choice in chunk["choices"])
+                usage = chunk.get("usage") or usage
+    return first, text, usage
+
+
 # --------------------------------------------------------------------------------------------------------------- the table
 
 
 def told(seen: Seen) -> list[str]:
     """Figures of a row of the table."""
-    waited = sum(one > 0 for one in seen.waits) / len(seen.waits)
+    waited = sum(one > 0 for one in seen.waits) / max(1, len(seen.waits))
     first = f"{1000 * median(seen.firsts):.0f} ({1000 * quantiles(seen.firsts, n=20)[-1]:.0f})"
     shares = seen.kept / seen.prompt, seen.busy, waited
     return [f"{seen.asked:.1f}", *(f"{one:.1%}" for one in shares), first, f"{mean(seen.totals):.2f}"]
@@ -352,12 +413,15 @@ def read(path: Path) -> Service:
     return Service({int(rows): rate for rows, rate in found["rates"].items()}, found["reading"], found.get("hop", 0.0))
 
 
-def main() -> None:
+def flags() -> argparse.Namespace:
+    """Of the command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--measure", metavar="URL", help="measure a server, and simulate nothing")
     parser.add_argument("--speculative", help="of --measure: the method of the requests")
     parser.add_argument("--times", type=int, default=5, help="of --measure: how often everything is asked")
     parser.add_argument("--vocabulary", type=int, default=4096, help="of --measure: ids of prompts are below half of it")
+    parser.add_argument("--drive", metavar="URL", help="play conversations to a server of --replicas, and simulate nothing")
+    parser.add_argument("--seconds", type=float, default=60.0, help="of --drive: for how long conversations begin")
     parser.add_argument("--out", type=Path, help="of --measure: where the times are written to")
     parser.add_argument("--service", type=Path, help="measured times; default: those of docs/scaling.md")
     parser.add_argument("--rows", type=int, default=8)
@@ -365,7 +429,11 @@ def main() -> None:
     parser.add_argument("--load", type=float, nargs="+", default=[0.5, 0.7])
     parser.add_argument("--requests", type=int, default=20_000, help="that count, of every row of the table")
     parser.add_argument("--seed", type=int, default=0)
-    asked = parser.parse_args()
+    return parser.parse_args()
+
+
+def main() -> None:
+    asked = flags()
     if asked.measure:
         more = {"speculative": asked.speculative} if asked.speculative else {}
         numbers = [number for number in (1, 2, 4, 8, 16, 32) if number <= asked.rows]
@@ -383,7 +451,10 @@ def main() -> None:
             work = Workload(rate_for(load, replicas, asked.rows, service, Workload(1.0)))
             warm = WARM * work.turns * (work.pause + work.written / service.writing)
             for affine in (False, True):
-                run = Simulation(Fleet(replicas, asked.rows, affine), service, work, asked.requests, warm, asked.seed).run()
+                if asked.drive:
+                    run = asyncio.run(driven(asked.drive, work, asked.seconds, affine, asked.seed))
+                else:
+                    run = Simulation(Fleet(replicas, asked.rows, affine), service, work, asked.requests, warm, asked.seed).run()
                 row = [str(replicas), f"{load:g}", "affine" if affine else "least loaded", *told(run)]
                 print(f"| {' | '.join(row)} |", flush=True)
 

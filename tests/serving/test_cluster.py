@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from skipstone.assets import NANO
-from skipstone.serving.ray.cluster import Share, check_free, connect, places, weights
+from skipstone.serving.ray.cluster import Share, check_free, connect, places, reason, weights
 from tests.helpers.commandline import run
 from tests.helpers.served import free_port
 
@@ -48,6 +48,14 @@ def test_a_place_that_is_taken_is_said() -> None:
             check_free("127.0.0.1", port)
         assert found.value.filename == f"127.0.0.1:{port}"
     check_free("127.0.0.1", free_port())
+
+
+def test_why_a_replica_does_not_start_is_the_last_line_of_its_traceback() -> None:
+    traceback = (
+        "Traceback (most recent call last):\n  File 'a.py'\n    raise ValueError(told)\n  ValueError: /model: no such folder\n"
+    )
+    assert reason(["", f"The deployment failed to start 2 times:\n{traceback}. Retrying"]) == "/model: no such folder"
+    assert reason(["The deployment waits for a node."]) == ""
 
 
 @pytest.mark.parametrize("address", ["nowhere", "127.0.0.1:port", "ray://", ":6379", "auto"])

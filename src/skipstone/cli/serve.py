@@ -4,9 +4,7 @@ import os
 from collections.abc import Callable, Sequence
 from typing import Annotated, Any
 
-import typer
-
-from skipstone.cli import options, terminal
+from skipstone.cli import options
 from skipstone.cli.options import grouped
 
 API_KEY = "SKIPSTONE_API_KEY"
@@ -23,6 +21,28 @@ def _known_format(log_format: str) -> str:
 LogFormat = Annotated[
     str, grouped("Server", "text or json: what the lines of the log on stderr are; requests have one.", callback=_known_format)
 ]
+ApiKey = Annotated[str | None, grouped("Server", f"What clients have to send. Default: the environment variable {API_KEY}.")]
+ServedModelName = Annotated[str | None, grouped("Server", "What clients call the model. Default: the name it was loaded by.")]
+MaxModelLen = Annotated[
+    int | None, grouped("Scheduling", "Most tokens of a text, prompt included. Default: the model's, 4096 at most.", min=2)
+]
+RequestTimeout = Annotated[float | None, grouped("Scheduling", "Seconds after which a request is given up.", min=0.1)]
+DrainTimeout = Annotated[float, grouped("Scheduling", "Seconds that texts have to end when the server is stopped.", min=0)]
+Ray = Annotated[bool, grouped("Ray", "Serve by replicas on Ray Serve.", "--ray")]
+RayAddress = Annotated[
+    str | None, grouped("Ray", "Of a running cluster, HOST:PORT or ray://HOST:PORT. Default: a new one, on this machine.")
+]
+Replicas = Annotated[int | None, grouped("Ray", "Models that answer, always as many. Default: 1.", min=1)]
+MinReplicas = Annotated[
+    int | None, grouped("Ray", "Fewest of them, where their number follows the requests. Default: 1.", min=1)
+]
+MaxReplicas = Annotated[
+    int | None, grouped("Ray", "Most of them, where their number follows the requests. Default: the fewest.", min=1)
+]
+CpusPerReplica = Annotated[int | None, grouped("Ray", "CPUs that each of them has. Default: 1.", min=1)]
+GpusPerReplica = Annotated[
+    int | None, grouped("Ray", "GPUs that each of them has. Default: 1 for --device cuda, else none.", min=0)
+]
 
 
 def serve(
@@ -31,39 +51,21 @@ def serve(
     speculative_config: options.MethodConfig = None,
     host: Annotated[str, grouped("Server", "The address to listen at. Others than this machine reach 0.0.0.0.")] = "127.0.0.1",
     port: Annotated[int, grouped("Server", "The port; 0 for one that is free.", min=0, max=65535)] = 8000,
-    api_key: Annotated[
-        str | None, grouped("Server", f"What clients have to send. Default: the environment variable {API_KEY}.")
-    ] = None,
-    served_model_name: Annotated[
-        str | None, grouped("Server", "What clients call the model. Default: the name it was loaded by.")
-    ] = None,
+    api_key: ApiKey = None,
+    served_model_name: ServedModelName = None,
     max_num_seqs: Annotated[int, grouped("Scheduling", "Texts that are written at a time.", min=1, max=1024)] = 8,
-    max_model_len: Annotated[
-        int | None, grouped("Scheduling", "Most tokens of a text, prompt included. Default: the model's, 4096 at most.", min=2)
-    ] = None,
+    max_model_len: MaxModelLen = None,
     max_waiting: Annotated[int, grouped("Scheduling", "Requests that wait; more are answered with 429.", min=0)] = 64,
-    request_timeout: Annotated[
-        float | None, grouped("Scheduling", "Seconds after which a request is given up.", min=0.1)
-    ] = None,
-    drain_timeout: Annotated[
-        float, grouped("Scheduling", "Seconds that texts have to end when the server is stopped.", min=0)
-    ] = 30.0,
+    request_timeout: RequestTimeout = None,
+    drain_timeout: DrainTimeout = 30.0,
     log_format: LogFormat = "text",
-    ray: Annotated[bool, grouped("Ray", "Serve by replicas on Ray Serve.", "--ray")] = False,
-    ray_address: Annotated[
-        str | None, grouped("Ray", "Of a running cluster, HOST:PORT or ray://HOST:PORT. Default: a new one, on this machine.")
-    ] = None,
-    replicas: Annotated[int | None, grouped("Ray", "Models that answer, always as many. Default: 1.", min=1)] = None,
-    min_replicas: Annotated[
-        int | None, grouped("Ray", "Fewest of them, where their number follows the requests. Default: 1.", min=1)
-    ] = None,
-    max_replicas: Annotated[
-        int | None, grouped("Ray", "Most of them, where their number follows the requests. Default: as --replicas.", min=1)
-    ] = None,
-    cpus_per_replica: Annotated[int | None, grouped("Ray", "CPUs that each of them has. Default: 1.", min=1)] = None,
-    gpus_per_replica: Annotated[
-        int | None, grouped("Ray", "GPUs that each of them has. Default: 1 for --device cuda, else none.", min=0)
-    ] = None,
+    ray: Ray = False,
+    ray_address: RayAddress = None,
+    replicas: Replicas = None,
+    min_replicas: MinReplicas = None,
+    max_replicas: MaxReplicas = None,
+    cpus_per_replica: CpusPerReplica = None,
+    gpus_per_replica: GpusPerReplica = None,
     dtype: options.Dtype = "auto",
     device: options.Device = "auto",
     engine: options.Engine = "auto",
@@ -83,13 +85,13 @@ def serve(
     settings = name, asked, max_num_seqs, max_model_len, max_waiting, request_timeout, drain_timeout
     place = host, port, api_key or os.environ.get(API_KEY)
     numbers = replicas, min_replicas, max_replicas
-    share = cpus_per_replica, gpus_per_replica
     if ray:
-        least, most = _least_and_most(*numbers)
+        if model is not None and os.path.exists(model):
+            model = os.path.abspath(model)  # replicas have another working directory
         gpus = int(device.startswith("cuda")) if gpus_per_replica is None else gpus_per_replica
-        _replicate(load, settings, place, log_format, (least, most, cpus_per_replica or 1, gpus, model, ray_address))
+        _replicate(load, settings, place, log_format, numbers, (cpus_per_replica or 1, gpus, model, ray_address))
         return
-    if any(one is not None for one in (ray_address, *numbers, *share)):
+    if any(one is not None for one in (ray_address, *numbers, cpus_per_replica, gpus_per_replica)):
         raise ValueError("--ray-address and the options of replicas need --ray")
     _listen(load, settings, place, log_format)
 
@@ -117,12 +119,14 @@ def _replicate(
     settings: Sequence[Any],
     place: tuple[str, int, str | None],
     log_format: str,
-    scale: tuple[int, int, int, int, str | None, str | None],
+    numbers: tuple[int | None, int | None, int | None],
+    share: tuple[int, int, str | None, str | None],
 ) -> None:
-    """Replicas on Ray Serve, until somebody ends them. scale: the fewest and the most of them, the CPUs and GPUs of each, the
-    model, the address of a cluster."""
+    """Replicas on Ray Serve, until somebody ends them. numbers: --replicas, --min-replicas, --max-replicas. share: CPUs and
+    GPUs of each, the model, the address of a cluster."""
     from skipstone.extras import installed
 
+    least, most = _least_and_most(*numbers)
     if place[1] == 0:
         raise ValueError("--port 0 is no port that Ray Serve can listen at: name one that is free")
     _expect_packages()
@@ -131,9 +135,9 @@ def _replicate(
     from skipstone.serving.ray.serve import Place, Scale, listen
     from skipstone.serving.server import Settings
 
-    least, most, cpus, gpus, model, address = scale
-    share = Share(cpus, gpus, weights(model))
-    listen(load, Settings(*settings), Scale(least, most, share, address), Place(*place), log_format)
+    cpus, gpus, model, address = share
+    scale = Scale(least, most, Share(cpus, gpus, weights(model)), address)
+    listen(load, Settings(*settings), scale, Place(*place), log_format)
 
 
 def _listen(

@@ -23,6 +23,8 @@ VARIABLES = {
 }
 """Environment variables of Ray, where the user sets none: few tries at a cluster that does not answer, and nothing is sent
 anywhere about its use."""
+REFUSAL = "ValueError: "
+"""The beginning of the line of a traceback that says why a replica could not load its model."""
 WEIGHTS = (".safetensors", ".bin", ".gguf")
 """Endings of files that hold weights."""
 
@@ -112,3 +114,9 @@ def _reach(address: str) -> None:
         socket.create_connection((host, port), timeout=PATIENCE).close()
     except OSError as error:
         raise ConnectionError(f"no Ray cluster answers at {address}: {error.strerror or error}") from None
+
+
+def reason(told: Iterable[str]) -> str:
+    """What a replica could not be started for, of what Serve tells with all its tracebacks; "" where there is no such line."""
+    found = [line.partition(REFUSAL)[2] for one in told for line in one.splitlines() if line.strip().startswith(REFUSAL)]
+    return found[-1] if found else ""

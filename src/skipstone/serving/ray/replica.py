@@ -74,8 +74,13 @@ class Replica:
             await gone.wait()
             return {"type": "http.disconnect"}
 
+        def left(work: asyncio.Task[None]) -> None:
+            if not work.cancelled() and (error := work.exception()) is not None:
+                logger.error("a request ended by a defect", exc_info=error)
+            messages.put_nowait(None)
+
         work = asyncio.create_task(self._app({**scope, "asgi": {"version": "3.0"}}, receive, messages.put))
-        work.add_done_callback(lambda _: messages.put_nowait(None))
+        work.add_done_callback(left)
         try:
             ended = False
             while not ended:
@@ -87,8 +92,10 @@ class Replica:
                     yield ready
         finally:
             gone.set()
-            await asyncio.wait([work], timeout=LEAVE)
-            work.cancel()
+            try:
+                await asyncio.wait([work], timeout=LEAVE)
+            finally:
+                work.cancel()
 
     async def __del__(self) -> None:
         """Called by Serve when the replica is to end: texts that run may end before."""

@@ -14,7 +14,7 @@ from starlette.types import Message
 
 from skipstone.extras import installed
 from skipstone.serving.guard import Guard
-from skipstone.serving.ray.cluster import NEED, Share, check_free, check_room, connect
+from skipstone.serving.ray.cluster import NEED, Share, check_free, check_room, connect, reason
 from skipstone.serving.ray.front import Front, Full, Lost
 from skipstone.serving.server import Settings
 
@@ -29,8 +29,6 @@ LOOK = 2.0
 """Seconds between two looks at whether a replica is healthy: a dead one is replaced after the next one."""
 STARTS = 2
 """Times that a replica is started before it is given up."""
-REFUSAL = "ValueError: "
-"""The beginning of the line of a traceback that says why a replica could not load its model."""
 QUIET = {"log_level": "WARNING", "enable_access_log": False}
 """What Serve itself writes into the log: nothing of what goes well."""
 OPEN = 1 << 20
@@ -146,27 +144,17 @@ def running(load: Callable[[], tuple[Any, Any]], settings: Settings, scale: Scal
     try:
         check_room(scale.share, scale.least)
         everywhere = "HeadOnly" if scale.address is None else "EveryNode"
-        serve.start(
-            proxy_location=everywhere,
-            http_options={"host": place.host, "port": place.port},
-            logging_config=QUIET,
-        )
+        serve.start(proxy_location=everywhere, http_options={"host": place.host, "port": place.port}, logging_config=QUIET)
         try:
             serve.run(application(load, settings, scale, place.api_key, form), name=NAME, route_prefix="/")
             yield
         except RuntimeError as error:
             told = [one.message for one in serve.status().applications[NAME].deployments.values()]
-            raise ValueError(f"the replicas could not be started: {_reason(told) or error}") from None
+            raise ValueError(f"the replicas could not be started: {reason(told) or error}") from None
         finally:
             serve.delete(NAME)
     finally:
         ray.shutdown()
-
-
-def _reason(told: list[str]) -> str:
-    """What a replica could not be started for, of what Serve tells with all its tracebacks; "" where there is no such line."""
-    found = [line.partition(REFUSAL)[2] for one in told for line in one.splitlines() if line.strip().startswith(REFUSAL)]
-    return found[-1] if found else ""
 
 
 def listen(load: Callable[[], tuple[Any, Any]], settings: Settings, scale: Scale, place: Place, form: str) -> None:
