@@ -4,7 +4,9 @@ import os
 from collections.abc import Callable, Sequence
 from typing import Annotated, Any
 
-from skipstone.cli import options
+import typer
+
+from skipstone.cli import options, terminal
 from skipstone.cli.options import grouped
 
 API_KEY = "SKIPSTONE_API_KEY"
