@@ -111,7 +111,7 @@ MEASURING = {
 
 
 TRAINING = {
-    "layerskip": "recipe --output --fresh --data-dir",
+    "layerskip": "recipe --output --fresh --data-dir --dry-run --gpus --shape --mfu --peak-tflops --json",
     "heads": "model --recipe --prompts --output --preset --max-disk --data-dir --dtype --device --fresh",
 }
 

@@ -53,6 +53,7 @@ def test_a_run_says_what_it_does_on_stderr_and_where_the_model_is_on_stdout(tmp_
         ({"dropout": {"p_max": 2}}, "between 0 and 1, found 2"),
         ({"training__max_steps": ...}, "training.max_steps must be given"),
         ({"training__optim": "magic"}, "magic"),
+        ({"training__fsdp": True}, "training.fsdp belongs to the launch"),
         ({"data__sources": [{"kind": "text", "path": "nowhere"}]}, "nowhere does not exist"),
         ({"model__config": {"model_type": "llama", "hidden_size": 15}}, "model.config: "),
         ({"model": {"pretrained": "./nowhere"}, "tokenizer": ...}, "no such folder"),
@@ -80,3 +81,29 @@ def test_an_error_in_the_middle_has_a_line_of_its_own(tmp_path: Path, monkeypatc
     assert result.exit_code == 2
     assert result.stderr.endswith("\nskipstone: curves.png: No space left on device\n")
     assert "Traceback" not in result.stderr
+
+
+def test_a_dry_run_says_what_a_run_would_take_and_starts_nothing(tmp_path: Path) -> None:
+    path = recipe(tmp_path)
+    said = succeed("train", "layerskip", path, "--dry-run", "--shape", "8B", "--gpus", 8).stdout
+    assert said.startswith(
+        "8,030,261,248 parameters, 6,979,584,000 of them in 32 layers; 8 GPUs, 32 tokens a pass and GPU, 256 a step"
+    )
+    assert re.search(r"^parameters \(float32\) +4\.02 +4\.02$", said, re.MULTILINE)
+    assert "not measured on a GPU" in said
+    found = json.loads(succeed("train", "layerskip", path, "--dry-run", "--json").stdout)
+    assert found["gpus"] == 1
+    assert found["shape"]["layers"] == 3
+    assert not (tmp_path / "out").exists()
+    faster = json.loads(
+        succeed("train", "layerskip", path, "--dry-run", "--json", "--mfu", 0.2, "--peak-tflops", 989 * 2).stdout
+    )
+    assert faster["seconds_a_step"] == pytest.approx(found["seconds_a_step"])
+
+
+def test_mistakes_in_a_dry_run_are_one_line(tmp_path: Path) -> None:
+    path = recipe(tmp_path)
+    assert_refused(train(path, "--gpus", 2), "are about --dry-run: give it, too")
+    assert_refused(train(path, "--dry-run", "--shape", "3B"), "unknown shape '3B': expected one of 1B, 8B, 70B")
+    assert_refused(train(path, "--dry-run", "--gpus", 0), "expected 1 GPU or more")
+    assert_refused(train(recipe(tmp_path / "two", exits={"exits": [0, 7]}), "--dry-run"), "exits must be layers from 0 to 2")

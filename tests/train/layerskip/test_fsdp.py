@@ -7,14 +7,17 @@ import json
 import os
 import shutil
 import socket
+import warnings
 from collections.abc import Callable
 from pathlib import Path
+from traceback import StackSummary
 from types import SimpleNamespace
 from typing import Any
 
 import peft
 import pytest
 import torch
+from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.tensor import DTensor
 
 import skipstone
@@ -42,6 +45,16 @@ RUN: dict[str, Any] = {
 ONE: dict[str, Any] = {**RUN, "gradient_accumulation_steps": 2}  # as many rows a step
 
 
+TOWARDS_LAST = EarlyExitLoss(0.5, "rotational", 2, kl_weight=0.5)
+EVALUATING: dict[str, Any] = {
+    "tied": True,
+    "exits": TOWARDS_LAST,
+    "eval_strategy": "steps",
+    "eval_steps": 3,
+    "eval_on_start": True,
+}
+
+
 def made(folder: Path, **changes: Any) -> LayerSkipTrainer:
     tied = {"tie_word_embeddings": changes.pop("tied", False)}
     return trainer(folder, tiny(**tied), rows(4 * STEPS), eval_dataset={"held": rows(3, 1)}, **{**RUN, **changes})
@@ -62,7 +75,7 @@ def trained(folder: Path, resume: bool = False, **changes: Any) -> dict[str, Any
 
 def evaluating(folder: Path) -> dict[str, Any]:
     """Evaluations before, between and after the steps, of a model with tied embeddings, with activations computed again."""
-    one = made(folder, tied=True, eval_strategy="steps", eval_steps=3, eval_on_start=True, activation_checkpointing=True)
+    one = made(folder, **EVALUATING, activation_checkpointing=True)
     one.train()
     return {**found(one), "metrics": one.evaluate()}
 
@@ -198,7 +211,7 @@ def test_two_processes_go_on_with_what_one_began(two: Any, folder: Path, tmp_pat
 @pytest.mark.slow
 def test_evaluations_before_between_and_after(rest: Any, tmp_path: Path, as_two: None) -> None:
     place, results = rest
-    alone = made(tmp_path, tied=True, per_device_train_batch_size=4, eval_strategy="steps", eval_steps=3, eval_on_start=True)
+    alone = made(tmp_path, **EVALUATING, per_device_train_batch_size=4)
     alone.train()
     first, second = results["evaluating"]
     assert first["metrics"] == second["metrics"] == pytest.approx(alone.evaluate(), rel=1e-4)
@@ -277,3 +290,33 @@ def test_what_cannot_be_cut_is_refused_in_a_sentence(change: dict[str, Any], mes
     accelerator.mixed_precision = "fp16" if "fp16" in change else "no"
     with pytest.raises(ValueError, match=message):
         sharding.check(model, accelerator, "muon_learning_rate" in change)
+
+
+def test_a_full_disk_is_an_error_in_every_process(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """torch raises no Exception but a BaseException, with what happened by process."""
+
+    def full(*_: Any, **__: Any) -> None:
+        raise CheckpointException("save", {1: (OSError(28, "No space left on device"), StackSummary())})
+
+    model = tiny()
+    monkeypatch.setattr(sharding, "save_shards", full)
+    with pytest.raises(OSError, match=r"process 1: .*No space left on device"):
+        sharding.save(tmp_path, model, torch.optim.AdamW(model.parameters()))
+
+
+def test_parameters_without_states_have_none_after_a_resume(tmp_path: Path) -> None:
+    """A layer that dropped all rows so far has no momentum; of others every number comes back."""
+    model, other = tiny(), tiny(seed=1)
+    optimizer, fresh = (torch.optim.AdamW(one.parameters(), lr=0.1) for one in (model, other))
+    (model.lm_head.weight**2).sum().backward()
+    optimizer.step()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        sharding.save(tmp_path / "checkpoint-1" / sharding.SHARDS, model, optimizer)
+    sharding.load_weights(tmp_path / "checkpoint-1", other)
+    sharding.load_optimizer(tmp_path / "checkpoint-1", other, fresh)
+    assert list(fresh.state) == [other.lm_head.weight]
+    for name, value in optimizer.state[model.lm_head.weight].items():
+        assert torch.equal(fresh.state[other.lm_head.weight][name], value), name
+    for name, value in model.state_dict().items():
+        assert torch.equal(other.state_dict()[name], value), name

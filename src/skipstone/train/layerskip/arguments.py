@@ -269,6 +269,11 @@ def _training(given: dict[str, Any], fixed: dict[str, Any]) -> dict[str, Any]:
         raise ValueError(f"training.{taken[0]} is set by the recipe itself ({fixed[taken[0]]!r}): leave it out")
     if elsewhere := [name for name in given if name in ("dropout", "exits")]:
         raise ValueError(f"training.{elsewhere[0]}: {elsewhere[0]} is a part of its own of the recipe, beside training")
+    if sharding := [name for name in given if name in ("fsdp", "fsdp_config")]:
+        raise ValueError(
+            f"training.{sharding[0]} belongs to the launch, so that any number of processes can go on with a run: "
+            "accelerate launch --use_fsdp --fsdp_version 2"
+        )
     if idle := [name for name in given if name in NO_EFFECT]:
         raise ValueError(f"training.{idle[0]} has no effect: {NO_EFFECT[idle[0]]}")
     if given.get("save_strategy") in ("no", False):

@@ -13,7 +13,6 @@ import torch
 from torch import Tensor, nn
 
 from skipstone.decoding.noise import uniform
-from skipstone.train.sharding import is_sharded
 
 _STREAM = 3  # the stream of the noise that rows are dropped by; decoding draws from none of this number
 
@@ -90,8 +89,8 @@ def layers_recorded(
             nonlocal tuples
             if joining is not None and joining[layer] and not rows[layer]:
                 hidden = hidden + sum(0 * parameter.sum() for parameter in layers[layer].parameters())
-            elif not rows[layer] and is_sharded(layers[layer]):
-                hidden = hidden.clone()  # FSDP gave a view, which is no output of a layer's
+            elif not rows[layer]:
+                hidden = hidden.clone()  # FSDP hands in a view, and wants none back
             output = run_rows(forward, rows[layer], hidden, *args, **kwargs)
             if rows[layer]:
                 tuples = isinstance(output, tuple)

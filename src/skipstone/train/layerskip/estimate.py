@@ -82,9 +82,7 @@ def estimate(
     ValueError for a recipe that does not fit the model, and for models and optimisers that the formulas do not cover.
     """
     if gpus < 1 or not 0 < mfu <= 1 or peak_tflops <= 0:
-        raise ValueError(
-            f"expected at least 1 GPU, an MFU in (0, 1] and a positive peak, found {gpus}, {mfu} and {peak_tflops}"
-        )
+        raise ValueError(f"expected 1 GPU or more, an MFU in (0, 1] and a positive peak, found {gpus}, {mfu} and {peak_tflops}")
     if size is not None and size not in SHAPES:
         raise ValueError(f"unknown shape {size!r}: expected one of {', '.join(SHAPES)}")
     config, layers = (SHAPES[size], None) if size else _config(recipe, base)
@@ -198,7 +196,7 @@ class _Run:
         steps = self.settings.max_steps
         if self.plan.exits.curriculum == "gradual" or self.plan.dropout.curriculum == "exponential":
             return range(0, steps, -(-steps // SAMPLES))
-        return range(min(steps, self.shape.layers))
+        return range(min(steps, self.plan.exits.dilation or max(1, self.shape.layers - 1)))
 
     def _exits(self) -> tuple[float, int]:
         """How many exits a step trains: in the mean, and at most."""

@@ -44,7 +44,7 @@ class Objective:
 
     def __init__(
         self,
-        model: PreTrainedModel,
+        model: PreTrainedModel | DecoderModules,
         recipe: LayerSkipRecipe,
         steps: int,
         seed: int,
@@ -52,7 +52,8 @@ class Objective:
         teacher: Any = None,
         shortlist: Tensor | None = None,
     ) -> None:
-        self.modules, self.recipe, self.steps, self.seed, self.chunk = DecoderModules(model), recipe, steps, seed, chunk
+        self.modules = model if isinstance(model, DecoderModules) else DecoderModules(model)
+        self.recipe, self.steps, self.seed, self.chunk = recipe, steps, seed, chunk
         self.teacher = None if teacher is None else DecoderModules(teacher)
         self.shortlist = shortlist
         self.layers = len(self.modules.layers)

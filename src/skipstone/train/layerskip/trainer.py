@@ -1,7 +1,7 @@
 """`LayerSkipTrainer`: transformers' Trainer with LayerSkip's loss, exact resume and a report on every exit.
 
 What the paper adds to training is in schedules.py, dropout.py and objective.py; what remains (data loading, mixed precision,
-DDP, FSDP, DeepSpeed, schedulers, gradient accumulation) is transformers' and accelerate's.
+DDP, schedulers, gradient accumulation) is transformers' and accelerate's. How a model is cut for FSDP2 is in sharding.py.
 """
 
 import json
@@ -109,7 +109,7 @@ class LayerSkipTrainer(Trainer):
         if steps <= 0:
             steps = self.set_initial_training_values(self.args, self.get_train_dataloader())[-1]
         seed, chunk = self.args.seed, self.args.loss_chunk
-        self.objective = Objective(self.model, self.recipe, steps, seed, chunk, self._teacher, self._distillation_ids)
+        self.objective = Objective(self._modules, self.recipe, steps, seed, chunk, self._teacher, self._distillation_ids)
         if self.started != (now := layout_of(self.args.deciding())):
             self.objective.elsewhere = (self.started, now, self.args.process_index)
         with self.objective.installed():
