@@ -6,7 +6,7 @@ from functools import cache
 from pathlib import Path
 from typing import NamedTuple
 
-from huggingface_hub import constants, errors, hf_hub_download
+from huggingface_hub import constants, errors, hf_hub_download, try_to_load_from_cache
 
 NAME = re.compile(r"([A-Za-z0-9][\w.-]*(?:/[A-Za-z0-9][\w.-]*)?)(?:@([^\s@]+))?")
 """A hub id, ORG/NAME or a NAME of the hub's own, and behind an @ the revision that is meant."""
@@ -60,6 +60,12 @@ def fetch(name: str, *files: str) -> Path:
         revision = folder.name if COMMIT.fullmatch(folder.name) else revision  # the others are of the same commit
     assert folder is not None, "a caller names at least one file"
     return folder
+
+
+def commit_of(name: str, revision: str | None, file: str) -> str | None:
+    """The commit of a repository's file that was fetched last at a revision; None for a folder here and for what was not."""
+    found = None if Path(name).exists() else try_to_load_from_cache(name, file, revision=revision)
+    return Path(found).parent.name if isinstance(found, str) else None
 
 
 def refused(name: str, error: BaseException, file: str | None = None) -> OSError:

@@ -15,7 +15,7 @@ from transformers.distributed.configuration_utils import DistributedConfig
 
 from skipstone.assets import NANO
 from skipstone.extras import installed
-from skipstone.fetching import hub_name, refused
+from skipstone.fetching import commit_of, hub_name, refused
 from skipstone.models import gguf
 from skipstone.models.checkpoints import auto_class, expect_fit
 from skipstone.models.engines.choice import Setup, attach
@@ -25,6 +25,9 @@ from skipstone.models.quantised import expect_loadable
 from skipstone.models.ranks import cannot_share
 
 BUNDLED = "skipstone-nano"
+COMMIT = "_commit_hash"
+"""Attribute of a config: the commit of the hub that the model was loaded from. transformers does not write it into files."""
+EXPORT = "export.json"  # file of a model that is a part of another one: which part of which
 DeviceMap = str | Mapping[str, Any] | None
 """transformers' `device_map`: a strategy, or devices by the names of modules."""
 
@@ -115,6 +118,8 @@ def load_model(
         raise ValueError(f"the checkpoint {name} cannot be loaded, a file is corrupt or does not fit: {error}") from error
     model, report = loaded
     expect_fit(name, said.get("model_type"), model, report)
+    if (commit := commit_of(name, revision, "config.json")) is not None:
+        setattr(model.config, COMMIT, commit)
     return (model if placed else model.to(place)).eval()
 
 

@@ -83,7 +83,7 @@ def test_what_cannot_be_pushed_or_loaded_is_one_line(hub: Hub, folder: Path, tmp
     assert_refused(run("push", folder, "me/x"), "holds a model that skipstone has neither trained nor exported")
     heads = heads_folder(tmp_path / "heads")
     hub.breaks = "/commit/"
-    assert_refused(run("push", heads, "me/x"), "nothing was uploaded to me/x: the hub answers 507")
+    assert_refused(run("push", heads, "me/x"), "the push to me/x failed: the hub answers 507")
     text = ("generate", folder, "--prompt", "x", "--method")
     assert_refused(
         run(*text, "adadecode heads=me/none"), "me/none: no folder or file here, and the hub has no repository me/none"

@@ -9,6 +9,8 @@ from typing import Any
 import torch
 
 from skipstone import ExitHeads
+from skipstone.export.draft import write_draft
+from skipstone.export.layers import Kept
 from skipstone.methods.adadecode.heads import new_card
 from skipstone.methods.shared.layer_sets import save_profile
 from skipstone.models.layered import LayeredModel
@@ -38,12 +40,8 @@ def model_folder(folder: Path, own: dict[str, Any] | None = OWN, seed: int = 0, 
 
 
 def draft_folder(folder: Path) -> Path:
-    """A model of two layers that says how many tokens it drafts, as exported ones do."""
-    model: Any = llama(layers=2)
-    model.generation_config.num_assistant_tokens = 3
-    model.generation_config._from_model_config = False
-    model.save_pretrained(folder)
-    tokenizer().save_pretrained(folder)
+    """The first two layers of the target, as `skipstone export` writes them."""
+    write_draft(target(), tokenizer(), Kept((0, 1), 6, drafts=3), folder)
     return folder
 
 

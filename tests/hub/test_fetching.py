@@ -88,6 +88,7 @@ def test_a_model_and_a_draft_model_of_a_revision(hub: Hub, tmp_path: Path) -> No
         model, words = skipstone.load(name)
         assert torch.equal(model.lm_head.weight, target(seed=seed).model.lm_head.weight), name
         assert words("hello")["input_ids"]
+        assert model.config._commit_hash == repo.at(name.partition("@")[2] or "main")
     drafts = hub.add("me/draft", everything(draft_folder(tmp_path / "draft")))
     drafts.branches["v1"] = drafts.branches["main"]
     drafts.commit("main", {}, "emptied")

@@ -16,11 +16,14 @@ import pytest
 import torch
 
 import skipstone
+from skipstone.export.draft import write_draft
+from skipstone.export.layers import Kept
 from skipstone.hub.card import MARK
 from skipstone.methods.auto import memory
+from skipstone.models.layered import LayeredModel
 from tests.helpers.hub import Hub, Repo
 from tests.helpers.machine import prompt
-from tests.helpers.parcels import draft_folder, everything, heads_folder, model_folder, profile_file, target
+from tests.helpers.parcels import OWN, draft_folder, everything, heads_folder, model_folder, profile_file, target
 from tests.helpers.support import tokenizer
 from tests.helpers.training import recipe
 
@@ -167,6 +170,27 @@ def test_a_base_model_of_the_hub_is_linked_with_its_licence(hub: Hub, tmp_path: 
     assert "## Licence" not in card(hub.repos["me/more-heads"])
 
 
+def test_a_draft_tells_which_layers_of_which_model_it_is(hub: Hub, tmp_path: Path) -> None:
+    repo = hub.add("org/whole", everything(model_folder(tmp_path / "whole")))
+    model, words = skipstone.load("org/whole")
+    write_draft(LayeredModel(model), words, Kept((0, 1, 2), 6, drafts=3), tmp_path / "draft")
+    skipstone.push(tmp_path / "draft", "me/draft")
+    said = card(hub.repos["me/draft"])
+    assert "base_model: org/whole" in said
+    assert f"| revision of the base model | {repo.branches['main']} |" in said
+    assert "| layers of the base model | 0, 1, 2 of 6, counted from 0 |" in said
+    assert f"| fingerprint of the base model | {target().fingerprint} |" in said
+    assert 'skipstone.load("org/whole")' in said
+
+
+def test_transformers_own_push_keeps_the_models_method(hub: Hub, tmp_path: Path) -> None:
+    model, _ = skipstone.load(model_folder(tmp_path / "model"))
+    model.push_to_hub("me/plain")
+    files = pushed(hub.repos["me/plain"])
+    assert json.loads(files["generation_config.json"])["skipstone"] == OWN
+    assert not [name for name in files if "tokenizer" in name]
+
+
 def test_a_tuned_profile_leaves_without_the_name_of_the_machine(hub: Hub, tmp_path: Path) -> None:
     path = tuned_file(tmp_path)
     here = json.loads(path.read_text())
@@ -246,11 +270,11 @@ def test_a_push_that_fails_leaves_what_was_there_and_can_be_repeated(part: str, 
     before, new = dict(hub.repos["me/heads"].files), heads_folder(tmp_path / "new", seed=1)
     hub.breaks = part
     with pytest.raises(
-        OSError, match=r"^nothing was uploaded to me/heads: the hub answers 507 for me/heads: .*disk of the hub is full"
+        OSError, match=r"^the push to me/heads failed: the hub answers 507 for me/heads: .*disk of the hub is full"
     ):
         skipstone.push(new, "me/heads")
     assert hub.repos["me/heads"].files == before
-    with pytest.raises(OSError, match=r"; the repository was made and is empty$"):
+    with pytest.raises(OSError, match=r"; the repository was made for it$"):
         skipstone.push(new, "me/fresh")
     hub.breaks = None
     skipstone.push(new, "me/heads")
@@ -262,11 +286,9 @@ def test_nobody_pushes_without_a_right_to(hub: Hub, tmp_path: Path, monkeypatch:
     folder = heads_folder(tmp_path / "heads")
     there = hub.add("me/heads", {})
     monkeypatch.setenv("HF_TOKEN", "hf_wrong")
-    with pytest.raises(
-        OSError, match=r"nothing was uploaded to me/heads: the hub answers 403 for me/heads: .*no right to write"
-    ):
+    with pytest.raises(OSError, match=r"the push to me/heads failed: the hub answers 403 for me/heads: .*no right to write"):
         skipstone.push(folder, "me/heads")
-    with pytest.raises(OSError, match="nothing was uploaded to me/new: "):
+    with pytest.raises(OSError, match="the push to me/new failed: "):
         skipstone.push(folder, "me/new")
     assert list(hub.repos) == ["me/heads"]
     assert there.files == {}
@@ -305,6 +327,17 @@ REFUSED: dict[str, tuple[Callable[[Path], Path], Callable[[Path], Any], str]] = 
         MADE["shards"],
         lambda path: (path / "model.safetensors.index.json").write_text("{}"),
         "it lists no weights",
+    ),
+    "somebody's account of data": (
+        MADE["model"],
+        lambda path: (path / "data.json").write_text('{"tokens": 3}'),
+        "is damaged, or not skipstone's: sha256 is missing",
+    ),
+    "a broken export": (MADE["draft"], lambda path: (path / "export.json").write_text("{"), "is damaged, or not skipstone's"),
+    "a method that is none": (
+        lambda folder: model_folder(folder / "model", own={"method": "guessing"}),
+        lambda _: None,
+        "guessing",
     ),
     "a broken config": (MADE["model"], lambda path: (path / "config.json").write_text("{"), r"config\.json"),
     "somebody else's model": (

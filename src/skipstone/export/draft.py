@@ -11,10 +11,11 @@ import torch
 from huggingface_hub.errors import StrictDataclassError
 from torch import Tensor
 
+from skipstone.assets import NANO
 from skipstone.decoding.method import OWN_FIELD
 from skipstone.export.layers import Kept
-from skipstone.files import hidden_folder, publish
-from skipstone.loading import load_model
+from skipstone.files import hidden_folder, publish, write_json
+from skipstone.loading import BUNDLED, COMMIT, EXPORT, load_model
 from skipstone.models.derivation import close
 from skipstone.models.kvstore import KVStore
 from skipstone.models.layered import LayeredModel
@@ -128,9 +129,21 @@ def write_draft(model: LayeredModel, tokenizer: Any, kept: Kept, folder: Path) -
     with hidden_folder(folder) as hidden:
         draft.save_pretrained(hidden)
         tokenizer.save_pretrained(hidden)
+        write_json(hidden / EXPORT, origin(model, kept))
         expect_same(model, kept, hidden)
         publish(hidden, folder)
     return sum(weight.numel() for weight in draft.parameters())
+
+
+def origin(model: LayeredModel, kept: Kept) -> dict[str, Any]:
+    """What an export is a part of, for its card on the hub: "base", the hub id or the name of the folder of the whole model,
+    None for one that was not loaded; "revision", its commit on the hub; "fingerprint" of its weights; "layers" that are kept,
+    "depth" of all."""
+    name = str(getattr(model.model.config, "name_or_path", "") or "")
+    known = BUNDLED if name == str(NANO) else Path(name).resolve().name if Path(name).exists() else name
+    commit = getattr(model.model.config, COMMIT, None)
+    part = {"layers": list(kept.layers), "depth": kept.depth}
+    return {"base": known if name else None, "revision": commit, "fingerprint": model.fingerprint, **part}
 
 
 @torch.inference_mode()

@@ -9,15 +9,18 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
+
+from pydantic import BaseModel, ValidationError
 
 from skipstone.decoding.method import OWN_FIELD
 from skipstone.fetching import hub_name
 from skipstone.files import read_lines
-from skipstone.loading import BUNDLED
+from skipstone.loading import BUNDLED, EXPORT
 from skipstone.methods import resolve
 from skipstone.methods.adadecode.heads import HeadsCard
 from skipstone.methods.shared.layer_sets import Profile
+from skipstone.settings_files import first_fault
 from skipstone.train import checkpoint
 from skipstone.train.layerskip.metrics import EXIT_FIGURE
 
@@ -27,6 +30,42 @@ METRICS = "metrics.jsonl"  # file in the folder of a LayerSkip run
 DATA = "data.json"  # file of a trained model: the account of its data
 TEXT = '"def add(a, b):"'
 UNRECORDED = "not recorded"
+
+
+class Counts(BaseModel):
+    """Of a part of a source."""
+
+    tokens: int
+
+
+class Source(BaseModel):
+    """kept: documents without duplicates. rows: of the training order."""
+
+    kept: int
+    train: Counts
+    rows: int
+    epochs: float
+
+
+class Data(BaseModel):
+    """What a model's `data.json` says that its card repeats. tokens, sha256: of the training order."""
+
+    tokens: int
+    sha256: str
+    sources: dict[str, Source]
+
+
+class Whole(BaseModel):
+    """What an export's `export.json` says: the model that it is a part of, and which part."""
+
+    base: str | None
+    revision: str | None
+    fingerprint: str
+    layers: list[int]
+    depth: int
+
+
+Form = TypeVar("Form", bound=BaseModel)
 
 
 @dataclass(frozen=True)
@@ -58,6 +97,7 @@ def of_heads(card: HeadsCard, folder: Path) -> About:
     rows = [
         (layer, *(_change(one, name) for name in ("divergence", "agreement", "sure", "right")))
         for layer, one in card.metrics.items()
+        if isinstance(one, Mapping)
     ]
     recipe = {name: value for name, value in card.training.items() if name not in ("seconds", "lm_head", "model_revision")}
     return About(
@@ -75,30 +115,28 @@ def of_heads(card: HeadsCard, folder: Path) -> About:
 
 def of_checkpoint(folder: Path, drafts: bool) -> About:
     """What a model in a folder says of itself, and the run that it lies in. drafts: whether it drafts for another one."""
-    config, own, data = (json_in(folder / name) for name in ("config.json", "generation_config.json", DATA))
-    run = folder.parent if data else None
-    manifest = {} if run is None else _manifest(run)
-    manifest = manifest if manifest.get("data") == data.get("sha256") else {}  # of another run, or of none
+    config, own = (json_in(folder / name) for name in ("config.json", "generation_config.json"))
+    data, whole = _read(folder / DATA, Data), _read(folder / EXPORT, Whole)
+    manifest = {} if data is None else _manifest(folder.parent)
+    manifest = manifest if data is not None and manifest.get("data") == data.sha256 else {}  # else of another run, or of none
     kind, layers = config.get("model_type"), config.get("num_hidden_layers")
-    made = "trained by skipstone" if data else "exported by skipstone" if drafts else "with a decoding method of its own"
     facts = {"model type": f"{kind}, {layers} layers", "dtype": str(config.get("dtype"))}
-    if OWN_FIELD in own:
-        facts["decodes by default with"] = resolve(None, own[OWN_FIELD]).spelled
-    if data:
-        facts |= {"tokens of the training order": f"{data['tokens']:,}", "SHA-256 of the training order": data["sha256"]}
-    tables = {"Data": _sources(data)} if data else {}
-    figures = _exits(run / METRICS) if manifest and run is not None else []
-    return About(
-        f"A {kind} model of {layers} layers, {made}" + (", that drafts for a larger one." if drafts else "."),
-        "speculative draft_model={repo}" if drafts else "",
-        "MODEL" if drafts else "{repo}",
-        base=_called(manifest["pretrained"]) if "pretrained" in manifest else None,
-        facts=facts,
-        recipe=_training(manifest),
-        tables=tables | ({"Held-out text, at the end of training": figures} if figures else {}),
-        tags=("speculative-decoding", *_own_tags(own.get(OWN_FIELD), drafts)),
-        writes_text=True,
-    )
+    if own.get(OWN_FIELD) is not None:
+        facts["decodes by default with"] = _method(own[OWN_FIELD], folder)
+    base = _called(manifest["pretrained"]) if "pretrained" in manifest else None if whole is None else whole.base
+    common = {
+        "base": base,
+        "revision": None if whole is None else whole.revision,
+        "facts": {**facts, **_part(whole), **_amount(data)},
+        "recipe": _training(manifest),
+        "tables": {**_sources(data), **(_exits(folder.parent / METRICS) if manifest else {})},
+        "writes_text": True,
+    }
+    if drafts:
+        said = f"A {kind} model of {layers} layers that drafts for a larger one."
+        return About(said, "speculative draft_model={repo}", loads_of(base or ""), tags=("draft-model",), **common)
+    made = "trained by skipstone" if data is not None else "with a decoding method of its own"
+    return About(f"A {kind} model of {layers} layers, {made}.", "", "{repo}", tags=_method_tags(own.get(OWN_FIELD)), **common)
 
 
 def of_profile(profile: Profile) -> About:
@@ -138,10 +176,18 @@ def loads_of(name: str) -> str:
     return name if meant is not None and "/" in meant.repo else "MODEL"
 
 
-def _own_tags(method: Any, drafts: bool) -> tuple[str, ...]:
+def _method(own: Any, folder: Path) -> str:
+    """A model's own method as text. ValueError for one that is none."""
+    try:
+        return resolve(None, own).spelled
+    except ValueError as error:
+        raise ValueError(f"{folder}: generation_config.{OWN_FIELD}: {error}") from error
+
+
+def _method_tags(method: Any) -> tuple[str, ...]:
     """What a model is found by. method: its own."""
-    named = isinstance(method, Mapping) and method.get("method")
-    return ("draft-model",) if drafts else (str(named),) if named else ()
+    named = method.get("method") if isinstance(method, Mapping) else None
+    return ("speculative-decoding",) if named is None else ("speculative-decoding", str(named))
 
 
 def _called(name: str) -> str:
@@ -180,15 +226,43 @@ def _training(manifest: Mapping[str, Any]) -> dict[str, Any]:
     return found | {name: value for name, value in manifest.get("training", {}).items() if value not in (None, {}, "")}
 
 
-def _sources(data: Mapping[str, Any]) -> Table:
+def _read(path: Path, form: type[Form]) -> Form | None:
+    """A record; None where there is none. ValueError for one that is damaged, or somebody else's."""
+    if not path.is_file():
+        return None
+    try:
+        return form.model_validate_json(path.read_bytes())
+    except ValidationError as error:
+        raise ValueError(f"{path} is damaged, or not skipstone's: {first_fault(error)}") from error
+
+
+def _part(whole: Whole | None) -> dict[str, str]:
+    """Which part of a model an export is."""
+    if whole is None:
+        return {}
+    layers = f"{', '.join(map(str, whole.layers))} of {whole.depth}, counted from 0"
+    return {"layers of the base model": layers, "fingerprint of the base model": whole.fingerprint}
+
+
+def _amount(data: Data | None) -> dict[str, str]:
+    """How much a model was trained on, and the hash of that."""
+    if data is None:
+        return {}
+    return {"tokens of the training order": f"{data.tokens:,}", "SHA-256 of the training order": data.sha256}
+
+
+def _sources(data: Data | None) -> dict[str, Table]:
     """A row for each source of a model's data."""
-    rows = []
-    for name, one in data["sources"].items():
-        rows.append((name, f"{one['kept']:,}", f"{one['train']['tokens']:,}", f"{one['rows']:,}", f"{one['epochs']:.2f}"))
-    return [("source", "documents", "their tokens", "rows", "epochs"), *rows]
+    if data is None:
+        return {}
+    rows = [
+        (name, f"{one.kept:,}", f"{one.train.tokens:,}", f"{one.rows:,}", f"{one.epochs:.2f}")
+        for name, one in data.sources.items()
+    ]
+    return {"Data": [("source", "documents", "their tokens", "rows", "epochs"), *rows]}
 
 
-def _exits(path: Path) -> Table:
+def _exits(path: Path) -> dict[str, Table]:
     """A row for each exit: perplexity and agreement with the last layer on every held-out set, by the last evaluation."""
     found: dict[tuple[str, str, int], float] = {}
     for entry in read_lines(path) if path.is_file() else ():
@@ -201,7 +275,7 @@ def _exits(path: Path) -> Table:
         (str(layer), *(_figure(found.get((*column, layer))) for column in columns))
         for layer in sorted({layer for *_, layer in found})
     ]
-    return [titles, *rows] if rows else []
+    return {"Held-out text, at the end of training": [titles, *rows]} if rows else {}
 
 
 def _pairs(about: Mapping[str, Any]) -> Table:
@@ -218,7 +292,8 @@ def _flat(values: Mapping[str, Any], before: str = "") -> Iterator[tuple[str, An
 
 def _change(figures: Mapping[str, Any], name: str) -> str:
     """A figure of a head before training and after it."""
-    before = figures.get("before", {}).get(name)
+    earlier = figures.get("before")
+    before = earlier.get(name) if isinstance(earlier, Mapping) else None
     return _figure(figures.get(name)) if before is None else f"{_figure(before)} -> {_figure(figures.get(name))}"
 
 

@@ -40,15 +40,15 @@ def push(
         _check(there, repo_id, parcel, private)
         changes = _changes(there, repo_id, parcel, revision, say)
         if there is None:
-            hub.create_repo(repo_id, private=private)
+            hub.create_repo(repo_id, private=private or None)  # an organisation may make all of its own private
             made = True
         if revision is not None:
             hub.create_branch(repo_id, branch=revision, exist_ok=True)
         message = f"{parcel.kind}, by skipstone {__version__}"
         return hub.create_commit(repo_id, changes, commit_message=message, revision=revision).commit_url
     except (HTTP_ERROR, OSError) as error:
-        empty = "; the repository was made and is empty" if made else ""
-        raise OSError(f"nothing was uploaded to {repo_id}: {why(repo_id, error)}{empty}") from error
+        new = "; the repository was made for it" if made else ""
+        raise OSError(f"the push to {repo_id} failed: {why(repo_id, error)}{new}") from error
 
 
 def card_of(parcel: Parcel, repo_id: str, revision: str | None = None, licence: str | None = None) -> str:

@@ -15,7 +15,7 @@ from skipstone.decoding.draft import Draft, RowVerdict
 from skipstone.decoding.sampling import Scores
 from skipstone.decoding.session import PREFILL_CHUNK, Session
 from skipstone.decoding.settings import RejectionRule, setting
-from skipstone.loading import load_model, vocabulary
+from skipstone.loading import COMMIT, load_model, vocabulary
 from skipstone.methods.shared.chain import Chain, ChainSession
 from skipstone.methods.shared.confidence import Threshold
 from skipstone.methods.shared.fewer_bits import check_draft_quantize
@@ -73,7 +73,7 @@ def _folder_or_hub_id(model: Any) -> str:
 def _vocabulary_of(model: Any) -> dict[str, int] | None:
     """Token -> id of a model's tokenizer, of the commit that the model was loaded from; None where it is not on this
     machine."""
-    return vocabulary(_folder_or_hub_id(model), getattr(model.config, "_commit_hash", None))
+    return vocabulary(_folder_or_hub_id(model), getattr(model.config, COMMIT, None))
 
 
 def _check_choice(device: Any, dtype: Any, quantize: Any, given: Any) -> None:

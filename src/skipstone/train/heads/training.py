@@ -27,7 +27,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
 from skipstone.files import digest
-from skipstone.loading import BUNDLED, load, usable
+from skipstone.loading import BUNDLED, COMMIT, load, usable
 from skipstone.methods.adadecode.heads import ExitHeads, new_card, usual_layers
 from skipstone.models.layered import LayeredModel
 from skipstone.train import Say, beside, checkpoint, refuse_used, sharding, silent
@@ -148,7 +148,7 @@ def _account(recipe: HeadsRecipe, state: "_Run", seconds: dict[str, float]) -> d
 
 def _commit(model: LayeredModel) -> dict[str, str]:
     """The commit that a model of the hub was loaded from; nothing for a folder."""
-    found = getattr(model.model.config, "_commit_hash", None)
+    found = getattr(model.model.config, COMMIT, None)
     return {} if found is None else {"model_revision": found}
 
 
