@@ -11,6 +11,10 @@ import gguf
 import pytest
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from skipstone.assets import NANO as NANO_FOLDER
+from skipstone.cli import export
+from skipstone.export.gguf.file import TYPES
+from skipstone.export.gguf.vocabulary import RULES
 from tests.helpers.commandline import PROMPT, assert_refused, expected, run, succeed
 
 NANO = "skipstone-nano"
@@ -25,8 +29,7 @@ def test_a_draft_and_the_commands_for_other_engines(folder: Path, tmp_path: Path
     speculative = json.loads(lines["vLLM"].partition("'")[2].rpartition("'")[0])
     assert speculative == {"method": "draft_model", "model": str(out), "num_speculative_tokens": 6}
     assert f"--speculative-draft-model-path '{out}' --speculative-num-steps 6" in lines["SGLang"]
-    options = json.loads(lines["TensorRT-LLM"].partition(" being ")[2])
-    assert options["speculative_config"] == {"decoding_type": "DraftTarget", "max_draft_len": 6, "speculative_model": str(out)}
+    assert f'DraftTargetDecodingConfig(max_draft_len=6, speculative_model="{out}")' in lines["TensorRT-LLM"]
     target, draft = AutoModelForCausalLM.from_pretrained(folder), AutoModelForCausalLM.from_pretrained(out)
     ids = AutoTokenizer.from_pretrained(out)(PROMPT, return_tensors="pt")["input_ids"]
     text = target.generate(ids, assistant_model=draft, max_new_tokens=24, do_sample=False)
@@ -44,6 +47,17 @@ def test_the_bundled_model_as_a_pair_of_files(tmp_path: Path) -> None:
         "target.gguf": 24,
         "draft.gguf": 6,
     }
+
+
+def test_the_bundled_model_is_a_folder_to_other_engines(tmp_path: Path) -> None:
+    said = succeed("export", NANO, tmp_path / "draft").stdout
+    assert f"vllm serve {NANO_FOLDER} --speculative-config" in said
+    assert '"num_speculative_tokens": 8' in said
+
+
+def test_the_flags_know_what_the_package_knows() -> None:
+    """The command line has copies, which import no torch."""
+    assert (tuple(TYPES), tuple(RULES)) == (export.TYPES, export.RULES)
 
 
 def test_weights_keep_their_own_type(tmp_path: Path) -> None:

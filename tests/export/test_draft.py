@@ -19,7 +19,7 @@ from skipstone.export.layers import Kept, kept
 from skipstone.methods.shared.layer_sets import save_profile
 from skipstone.models.layered import LayeredModel
 from skipstone.models.passes import SkipSet
-from tests.helpers import conformance, families, machine, support
+from tests.helpers import conformance, families, machine, support, wrapped
 
 EXIT = conformance.EXIT
 FAMILIES = ("llama", "qwen2", "qwen3", "gemma", "mistral", "gemma2", "gemma3_text", "smollm3")
@@ -65,6 +65,8 @@ def test_its_logits_are_those_of_the_early_exit(name: str, tied: bool, tmp_path:
     for field in ("layer_types", "no_rope_layers"):
         if (every := getattr(model.config, field, None)) is not None:
             assert getattr(found.config, field) == every[:EXIT]
+    if name == "qwen2":
+        assert (model.config.max_window_layers, found.config.max_window_layers) == (1, 1)
 
 
 @pytest.mark.parametrize("name", ["llama", "qwen2", "gemma2", "gpt2", "qwen3_moe"])
@@ -90,6 +92,9 @@ def test_a_layer_set_is_the_model_whose_layers_add_nothing(name: str, left_out: 
     logits = found(IDS, use_cache=False).logits
     torch.testing.assert_close(logits, silenced(model, left_out), rtol=1e-5, atol=1e-5)
     assert (logits - model(IDS).logits).abs().max() > 0.1
+    if name == "qwen2":
+        assert found.config.max_window_layers == 1, "the first layer alone sees everything, and it is there"
+        assert found.config.layer_types == [model.config.layer_types[layer] for layer in keeps.layers]
 
 
 def test_greedy_text_is_that_of_early_exit(tmp_path: Path) -> None:
@@ -186,6 +191,22 @@ def test_methods_without_whole_layers_are_refused(method: str, said: str) -> Non
 def test_families_without_such_an_exit_are_refused(name: str, said: str, tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=said):
         exported(families.build(name), FIRST, tmp_path / "draft")
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_set_of_layers_that_are_never_empty_is_refused(tmp_path: Path) -> None:
+    """Doge scales the residual stream itself: a layer that skips both sublayers is not as if it were not there."""
+    model = families.build("doge")
+    with pytest.raises(ValueError, match="changes its input even where both of its sublayers are skipped"):
+        exported(model, Kept((0, 2, 3), 4), tmp_path / "draft")
+    assert list(tmp_path.iterdir()) == []
+    with torch.no_grad():
+        torch.testing.assert_close(exported(model, FIRST, tmp_path / "draft")(IDS).logits, early(model, EXIT), rtol=0, atol=0)
+
+
+def test_a_text_model_inside_another_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="this gemma3 model wraps a gemma3_text model: export takes text models by themselves"):
+        exported(wrapped.build("gemma3"), FIRST, tmp_path / "draft")
     assert list(tmp_path.iterdir()) == []
 
 

@@ -217,6 +217,7 @@ REFUSED: dict[str, tuple[str, dict[str, Any], str]] = {
         "rotary phases of the type 'yarn'",
     ),
     "an activation": ("llama", {"hidden_act": "gelu"}, "the activation 'gelu'"),
+    "wide heads": ("qwen2", {"head_dim": 16}, "heads that are not as wide as its states together"),
     "biases": ("llama", {"attention_bias": True}, r"llama models have no model\.layers\.0\.self_attn\.\w_proj\.bias"),
     "layers without phases": ("smollm3", {"no_rope_layer_interval": 2}, "layers without rotary phases other than every 4th"),
 }
@@ -252,6 +253,7 @@ def _changed(part: str, value: Any) -> PreTrainedTokenizerFast:
         ("decoder", decoders.Metaspace(), "over characters"),
         ("pre_tokenizer", splitting(r"\s+|\S+"), "by a rule of its own, and llama.cpp knows those of llama-bpe, qwen2, smollm"),
         ("model", models.WordLevel({"a": 0}, unk_token="a"), "of the type WordLevel"),
+        ("model", models.BPE({"a": 0}, []), "has no merges"),
     ],
 )
 def test_other_tokenizers_are_refused(part: str, value: Any, said: str) -> None:

@@ -8,6 +8,7 @@ import typer
 
 from skipstone.cli import options
 from skipstone.cli.options import option
+from skipstone.extras import installed
 
 if TYPE_CHECKING:
     from skipstone.export.layers import Kept
@@ -57,6 +58,8 @@ def export(
         raise FileExistsError(17, "there already, and an export overwrites nothing", str(out))
     if to != "gguf" and (weight_type or pre_tokenizer):
         raise ValueError(f"--{'type' if weight_type else 'pre-tokenizer'} is for --to gguf")
+    if to == "gguf":
+        installed("gguf", "GGUF files need gguf", "export")
     from skipstone.export.layers import kept
 
     loaded, tokenizer = _load(model, dtype)
@@ -71,13 +74,20 @@ def _load(name: str, dtype: str) -> tuple[Any, Any]:
     """The model, in the dtype that it is stored in by default, and its tokenizer."""
     import torch
 
-    from skipstone.assets import NANO
-    from skipstone.loading import BUNDLED, load_model, load_tokenizer
+    from skipstone.loading import load_model, load_tokenizer
     from skipstone.models.layered import LayeredModel
 
-    place = NANO if name == BUNDLED else name
+    place = _place(name)
     loaded = load_model(place, dtype=dtype if dtype == "auto" else getattr(torch, dtype))
     return LayeredModel(loaded, "eager"), load_tokenizer(place)
+
+
+def _place(name: str) -> str:
+    """Where a model is that any engine finds: the bundled one lies in a folder."""
+    from skipstone.assets import NANO
+    from skipstone.loading import BUNDLED
+
+    return str(NANO) if name == BUNDLED else name
 
 
 def _draft(model: Any, tokenizer: Any, keeps: "Kept", name: str, out: Path) -> None:
@@ -86,7 +96,7 @@ def _draft(model: Any, tokenizer: Any, keeps: "Kept", name: str, out: Path) -> N
 
     parameters = write_draft(model, tokenizer, keeps, out)
     typer.echo(f"{out}: {keeps.described}, with norm and head, {parameters:,} parameters")
-    _tell(for_draft(name, out, keeps))
+    _tell(for_draft(_place(name), out, keeps))
 
 
 def _gguf(
@@ -98,7 +108,7 @@ def _gguf(
 
     kind = stored_type(model.model, weight_type)
     vocabulary = vocabulary_of(tokenizer, model.model, pre_tokenizer)
-    write_pair(model, vocabulary, keeps, out, kind, Path(name).name)
+    write_pair(model, vocabulary, keeps, out, kind, Path(name).resolve().name)
     typer.echo(f"{out / TARGET}: {model.depth} layers, {kind}")
     typer.echo(f"{out / DRAFT}: {keeps.described}, with norm and head, {kind}")
     if not vocabulary.known:

@@ -19,18 +19,9 @@ def for_draft(target: str, folder: Path, kept: Kept) -> dict[str, str]:
         "SGLang": f"python -m sglang.launch_server --model-path {model} --speculative-algorithm STANDALONE "
         f"--speculative-draft-model-path {draft} --speculative-num-steps {count} --speculative-eagle-topk 1 "
         f"--speculative-num-draft-tokens {count + 1}",
-        "TensorRT-LLM": f"trtllm-serve {model} --backend pytorch --extra_llm_api_options draft.yaml, draft.yaml being "
-        + json.dumps(
-            {
-                "disable_overlap_scheduler": True,
-                "speculative_config": {
-                    "decoding_type": "DraftTarget",
-                    "max_draft_len": count,
-                    "speculative_model": str(folder),
-                },
-            }
-        ),
-        "llama.cpp": f"takes GGUF files: skipstone export {model} FOLDER --to gguf",
+        "TensorRT-LLM": f"LLM({json.dumps(target)}, disable_overlap_scheduler=True, speculative_config="
+        f"DraftTargetDecodingConfig(max_draft_len={count}, speculative_model={json.dumps(str(folder))}))",
+        "llama.cpp": "takes GGUF files: export the model once more, with --to gguf",
     }
 
 

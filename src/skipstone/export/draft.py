@@ -25,6 +25,10 @@ from skipstone.models.passes import Pass, SkipSet
 PROBE = 24  # random ids of the text that an export is compared on
 NUMBERED = ("mlp_only_layers",)
 """Fields of a config that list numbers of layers."""
+COUNTED = ("max_window_layers",)
+"""Fields of a config that count the first layers that are of a kind."""
+ELSEWHERE = ("auto_map",)
+"""Fields of a config that name code which an export does not have."""
 NOT_OF_LAYERS = ("architectures",)
 """Lists of a config, beside those of token ids, that have no entry for every layer, whatever their length is."""
 
@@ -57,10 +61,13 @@ def refuse(model: LayeredModel) -> None:
 def shortened(config: Any, layers: tuple[int, ...]) -> Any:
     """The config of a model with only these layers, numbered anew; fields with an entry for every layer keep theirs. ValueError
     where the type has no such config."""
-    depth, known = config.num_hidden_layers, config.to_dict()
+    depth = config.num_hidden_layers
+    known = {name: value for name, value in config.to_dict().items() if name not in ELSEWHERE}
     for name, value in known.items():
         if name in NUMBERED and value:
             known[name] = [place for place, layer in enumerate(layers) if layer in value]
+        elif name in COUNTED and isinstance(value, int):
+            known[name] = sum(layer < value for layer in layers)
         elif isinstance(value, (list, tuple)) and len(value) == depth and not _other(name):
             known[name] = [value[layer] for layer in layers]
     known[config.attribute_map.get("num_hidden_layers", "num_hidden_layers")] = len(layers)

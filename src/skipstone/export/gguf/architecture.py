@@ -64,6 +64,8 @@ def _unknown(config: Any, found: Architecture) -> str | None:
         return f"rotary phases of the type {rope_type!r}"
     if rope.get("partial_rotary_factor", 1.0) != 1.0:
         return "heads of which a part is rotated"
+    if found.name == "qwen2" and head_size(config) * config.num_attention_heads != config.hidden_size:
+        return "heads that are not as wide as its states together"
     if found.name == "smollm3":
         expected = [int((layer + 1) % NO_ROPE_EVERY != 0) for layer in range(config.num_hidden_layers)]
         if list(config.no_rope_layers) != expected:

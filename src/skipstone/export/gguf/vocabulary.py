@@ -97,6 +97,8 @@ def _expect_bytes(said: dict[str, Any]) -> None:
         raise ValueError(f"the tokenizer is of the type {model['type']}, expected a byte-level BPE")
     if model.get("byte_fallback") or (said["decoder"] or {}).get("type") != "ByteLevel":
         raise ValueError("the tokenizer is a BPE over characters (SentencePiece's), expected a byte-level one")
+    if not model["merges"]:
+        raise ValueError("the tokenizer has no merges, and llama.cpp loads no byte-level BPE without any")
     if odd := [name for name in ("continuing_subword_prefix", "end_of_word_suffix", "dropout") if model.get(name)]:
         raise ValueError(f"the tokenizer has {', '.join(odd)}, which a GGUF file does not say")
     parts = normalizer.get("normalizers", [normalizer] if normalizer else [])
