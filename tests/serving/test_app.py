@@ -372,9 +372,7 @@ def test_steps_are_counted_by_what_drafted(nano: InThread, method: str) -> None:
     assert sum(steps.values()) + told["num_accepted_draft_tokens"] == 39, "the first token is the prompt's"
 
 
-def test_nobody_waits_for_a_schema_but_those_who_bring_one(
-    nano: InThread, loaded: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_nobody_waits_for_a_schema_but_those_who_bring_one(loaded: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     begun, gate = threading.Event(), threading.Event()
 
     def slow(text: str) -> None:
@@ -382,10 +380,9 @@ def test_nobody_waits_for_a_schema_but_those_who_bring_one(
         assert gate.wait(60)
 
     monkeypatch.setattr("skipstone.serving.grammar.try_out", slow)
-    monkeypatch.setattr("skipstone.serving.server.MOST_SCHEMAS", 2)
     of_schema = {"type": "json_schema", "json_schema": {"schema": {"enum": ["slow"]}}}
     restricted = {"prompt": "x = ", "max_tokens": 20, "temperature": 0, "response_format": of_schema}
-    with ThreadPoolExecutor(2) as pool:
+    with in_thread(lambda: loaded, rows=1, waiting=2, drain=5) as nano, ThreadPoolExecutor(2) as pool:
         waiting = [pool.submit(post, nano, **restricted) for _ in range(2)]
         assert begun.wait(60)
         while nano.server._compiling < 2:
@@ -401,7 +398,7 @@ def test_nobody_waits_for_a_schema_but_those_who_bring_one(
         gate.set()
         for one in waiting:
             assert json.loads(one.result().json()["choices"][0]["text"]) == "slow"
-    assert nano.server._compiling == 0
+        assert nano.server._compiling == 0
 
 
 def test_a_client_that_goes_leaves_no_row_behind(nano: InThread) -> None:

@@ -15,6 +15,7 @@ from pydantic import ValidationError
 
 import skipstone
 from skipstone.serving.schemas import ChatBody
+from tests.helpers.hostile import nested
 from tests.helpers.served import InThread, in_thread, refusal
 
 TEMPLATE = (
@@ -171,6 +172,25 @@ def test_tools_that_cannot_be(server: InThread, body: dict[str, Any], said: str)
     response = server.http.post("/v1/chat/completions", json={"messages": ASKED, "max_tokens": 3, **body})
     assert response.status_code == 400
     assert said in refusal(response)
+
+
+@pytest.mark.parametrize("choice", ["auto", "required"])
+@pytest.mark.parametrize("depth", [60, 900])
+def test_tools_nested_deeply_are_answered_and_never_with_500(server: InThread, choice: str, depth: int) -> None:
+    function = {"name": "deep", "parameters": nested(depth, "properties")}
+    tools = [{"type": "function", "function": function}]
+    body = {"messages": ASKED, "max_tokens": 2, "tools": tools, "tool_choice": choice}
+    answer = server.http.post("/v1/chat/completions", json=body)
+    assert answer.status_code == (200 if (choice, depth) == ("auto", 60) else 400), answer.text
+
+
+def test_arguments_nested_deeply_are_refused(server: InThread) -> None:
+    call = {"id": "1", "type": "function", "function": {"name": "deep", "arguments": json.dumps(nested(900))}}
+    turns = [*ASKED, {"role": "assistant", "tool_calls": [call]}, {"role": "tool", "tool_call_id": "1", "content": "4"}]
+    for path in ("/v1/chat/completions", "/tokenize"):
+        answer = server.http.post(path, json={"messages": turns})
+        assert answer.status_code == 400
+        assert "at most 100 deep" in refusal(answer)
 
 
 def test_arguments_that_are_no_json() -> None:

@@ -27,7 +27,8 @@ from skipstone.cli import app as program
 from skipstone.cli.serve import API_KEY
 from skipstone.files import CACHE
 from skipstone.serving import tracing
-from skipstone.serving.app import PUBLIC, make_app
+from skipstone.serving.app import make_app
+from skipstone.serving.guard import PUBLIC
 from skipstone.serving.server import Server, Settings
 from tests.helpers.snippets import ROOT
 

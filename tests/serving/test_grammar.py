@@ -70,7 +70,7 @@ def test_copies_follow_texts_of_their_own(grammars: Grammars) -> None:
 
 @pytest.mark.parametrize("name", ["an intersection of patterns", "many patterns of names"])
 def test_a_schema_that_takes_too_long_is_refused_in_a_sentence(grammars: Grammars, name: str) -> None:
-    """Without an end of its own: the first would take hours and gigabytes."""
+    """They have no end of their own: the first would take days."""
     with pytest.raises(ValueError, match="the schema takes more than 2 s of a processor"):
         grammars.of_schema(SCHEMAS[name]())
 

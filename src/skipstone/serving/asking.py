@@ -29,6 +29,8 @@ OFF = "off"
 """What a request calls plain decoding."""
 THE_SERVERS = ("log", "heads", "draft_model", "draft_vocabulary", "profile")
 """Settings of methods that name files or models."""
+DEEPEST_CHAT = 100
+"""Levels of what a chat template is given: it may call itself for every one, and runs out of stack."""
 MOST_SETTING = 64
 """Of a whole number among a method's settings, where its default is no larger: many of them are memory."""
 
@@ -106,6 +108,8 @@ class Asking:
         if tools and "tools" not in str(template):
             raise ValueError("tools: this model's chat template has none")
         turns = [one.turn() for one in messages]
+        if too_deep(turns, DEEPEST_CHAT) or too_deep(tools, DEEPEST_CHAT):
+            raise ValueError(f"tools, and the arguments of calls, are nested at most {DEEPEST_CHAT} deep")
         if len(json.dumps(turns)) + len(json.dumps(tools)) > self._longest:
             raise ValueError(self._too_long("too many characters"))
         return token_ids(turns, self.tokenizer, tools)

@@ -22,7 +22,7 @@ SPACES = {"whitespace_flexible": False, "item_separator": ", ", "key_separator":
 ANY_OBJECT = {"type": "object"}
 """The schema of response_format {"type": "json_object"}."""
 MOST_SECONDS, MOST_BYTES = 2, 2 << 30
-"""Of a processor, and of memory, that a schema takes until it is compiled. Two thousand characters can ask for hours and for
+"""Of a processor, and of memory, that a schema takes until it is compiled. A few thousand characters can ask for days and for
 all memory that there is, and nothing in this process could stop them: so another one compiles every schema first."""
 LONGEST_TRIAL = 30.0
 """Seconds that a trial takes on a machine with much else to do."""
@@ -64,7 +64,7 @@ def try_out(grammar: str) -> None:
     TimeoutError where it is not the grammar's fault."""
     command = [sys.executable, "-P", str(TRIAL), str(MOST_SECONDS), str(MOST_BYTES)]
     try:
-        done = subprocess.run(command, input=grammar, capture_output=True, text=True, timeout=LONGEST_TRIAL)
+        done = subprocess.run(command, input=grammar, capture_output=True, encoding="utf-8", timeout=LONGEST_TRIAL)
     except subprocess.TimeoutExpired:
         raise TimeoutError("response_format: there was no time to compile the schema; ask again later") from None
     if done.returncode < 0:
@@ -74,11 +74,11 @@ def try_out(grammar: str) -> None:
         raise RuntimeError(f"a schema could not be tried out: {done.stderr[-2000:]}")
 
 
-def too_deep(value: Any) -> bool:
-    """Whether a JSON value is nested deeper than DEEPEST: level by level, as a function that calls itself may run out of
+def too_deep(value: Any, deepest: int = DEEPEST) -> bool:
+    """Whether a JSON value is nested deeper than that: level by level, as a function that calls itself may run out of
     stack."""
     level = [value]
-    for _ in range(DEEPEST):
+    for _ in range(deepest):
         inner = [one.values() if isinstance(one, dict) else one for one in level if isinstance(one, dict | list)]
         level = [one for several in inner for one in several]
     return bool(level)

@@ -48,8 +48,6 @@ WHY = {
     "stopping": "the server is shutting down",
 }
 """State -> why nothing is written in it."""
-MOST_SCHEMAS = 16
-"""Schemas that are compiled or wait for it."""
 COMES_BACK = 5
 """Seconds after which a server that is loading, or is started anew, may be asked again."""
 MOST_CAPACITY = 4096
@@ -111,8 +109,8 @@ class Server:
 
     @property
     def health(self) -> tuple[str, str]:
-        """The state, "failed" after the model's thread has died, too; and why nothing is written in it, "" where texts are."""
-        if self.state == "ready" and self._engine is not None and not self._engine.lives:
+        """The state, "failed" as soon as the model's thread has died; and why nothing is written in it, "" where texts are."""
+        if self.state != "stopping" and self._engine is not None and not self._engine.lives:
             return "failed", DIED
         return self.state, WHY.get(self.state, "")
 
@@ -146,7 +144,7 @@ class Server:
         """That of a body, compiled in a thread of its own: nobody waits for a schema but those who bring one."""
         if not self.asking.restricts(body):
             return None
-        if self._compiling >= MOST_SCHEMAS:
+        if self._compiling >= max(self.settings.waiting, 1):
             raise Refused(429, f"{self._compiling} schemas wait to be compiled already; ask again later", RETRY_AFTER)
         self._compiling += 1
         try:
@@ -176,7 +174,8 @@ class Server:
             listener = self._queues.pop(job, None) if isinstance(event, Ended) else self._queues.get(job)
             if listener is not None:
                 listener.put_nowait((job, event))
-        if engine is not None and not engine.lives:
+        if engine is not None and not engine.lives and self.state == "ready":
+            self.state = "failed"
             self.failed()
 
     # ------------------------------------------------------------------------------------------------------ to clients

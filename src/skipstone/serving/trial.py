@@ -8,6 +8,7 @@ ends with 0 where that is found out in time, and is ended by a signal else.
 
 import os
 import sys
+from contextlib import suppress
 
 from llguidance import LLMatcher
 
@@ -22,10 +23,12 @@ def main() -> None:
     except ImportError:  # there is none on Windows, where only the caller's limit holds
         pass
     else:
-        os.nice(NICE)
-        resource.setrlimit(resource.RLIMIT_AS, (size, size))
-        resource.setrlimit(resource.RLIMIT_CPU, (seconds, seconds))
-    LLMatcher.validate_grammar(sys.stdin.read())
+        with suppress(OSError):  # a sandbox may forbid it
+            os.nice(NICE)
+        for kind, most in ((resource.RLIMIT_AS, size), (resource.RLIMIT_CPU, seconds)):
+            with suppress(OSError, ValueError):  # the same; or the limit is lower already
+                resource.setrlimit(kind, (most, most))
+    LLMatcher.validate_grammar(sys.stdin.buffer.read().decode())
 
 
 if __name__ == "__main__":
