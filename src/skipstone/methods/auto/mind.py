@@ -21,7 +21,8 @@ LATEST_LEARNT, PAUSE = 9, 4.0
 """Times that learning took, and the multiple of the longest of these that it is thought to take at most: what took longer was
 interrupted, by a garbage collection say, and that tells nothing of a drafter."""
 NEW_TEXT = 32
-"""Steps for which a new request's text is looked up in any case."""
+"""Steps for which a new request's text is looked up, as long as a match of the latest NEW_TEXT_TRIED foretold REPEATED tokens."""
+NEW_TEXT_TRIED, REPEATED = 8, 2
 FIRST_GAIN, LEARNT_A_STEP = 0.5, 0.02
 """Plain steps that looking up is thought to gain a step at first, and the share by which one step moves the belief."""
 
@@ -29,10 +30,20 @@ FIRST_GAIN, LEARNT_A_STEP = 0.5, 0.02
 @dataclass
 class Shift:
     """Whether to do what takes some of the host's time in every step: as long as it pays, and else for AWAKE of AWAKE + ASLEEP
-    steps. until: the step from which on it rests. wanted_until: that up to which it is done in any case."""
+    steps. until: the step from which on it rests. wanted_until: that up to which it is done in any case, for a new text;
+    most_wanted: that up to which this may be put off."""
 
     until: int = AWAKE
     wanted_until: int = 0
+    most_wanted: int = 0
+
+    def begin(self, step: int) -> None:
+        """A text begins."""
+        self.wanted_until, self.most_wanted = step + NEW_TEXT_TRIED, step + NEW_TEXT
+
+    def repeats(self, step: int) -> None:
+        """A text repeats what stands before."""
+        self.wanted_until = max(self.wanted_until, min(step + NEW_TEXT_TRIED, self.most_wanted))
 
     def goes_on(self, step: int, pays: bool) -> bool:
         """Asked once a step."""
