@@ -14,7 +14,7 @@ NATIVE := $(VENV)/.native
 NATIVE_SOURCES := src/skipstone/models/engines/native/build.py \
 	$(wildcard src/skipstone/models/engines/native/csrc/*.h src/skipstone/models/engines/native/csrc/*.cpp)
 
-.PHONY: demo serve quick test test-rest test-all test-native test-clients test-browser soak lint format bench clean
+.PHONY: demo serve quick test test-rest test-all test-native test-clients test-browser test-ray soak lint format bench clean
 
 $(STAMP): pyproject.toml setup.py constraints.txt
 	$(PYTHON) -m venv $(VENV)
@@ -38,7 +38,7 @@ quick: $(STAMP) $(NATIVE)  ## the inner loop, under a minute: the loop, its rule
 	$(PYTEST) -m "not slow" $(QUICK)
 
 test: $(STAMP) $(NATIVE)  ## the suite without the full product, under four minutes on two cores; prints its ten slowest
-	$(PYTEST) -m "not slow and not soak and not clients and not browser" --durations=10
+	$(PYTEST) -m "not slow and not soak and not clients and not browser and not ray" --durations=10
 
 test-rest: $(STAMP) $(NATIVE)  ## what `make test` leaves out; ENGINE=eager: on the reference engine, else native where that runs
 	SKIPSTONE_ENGINE=$(ENGINE) $(PYTEST) -m slow --durations=10
@@ -66,6 +66,9 @@ test-clients: $(STAMP) $(NATIVE) $(CLIENTS)/.installed  ## programs of others th
 
 test-browser: $(STAMP) $(NATIVE) $(VENV)/.browser  ## the playground in a Chromium that is there; SKIPSTONE_PICTURES=docs/figures: its pictures
 	$(BIN)/python -m pytest -m browser tests/browser
+
+test-ray: $(STAMP) $(NATIVE) $(VENV)/.ray  ## batches and replicas on Ray, in clusters of this machine; under three minutes on two cores
+	$(BIN)/python -m pytest -m ray --durations=5 tests/ray
 
 lint: $(STAMP)
 	$(BIN)/ruff check .

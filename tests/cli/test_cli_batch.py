@@ -18,7 +18,7 @@ from skipstone.cli import batch, terminal
 from skipstone.offline.journal import journal_of
 from tests.helpers.batches import greedy, many, read, request, texts, write
 from tests.helpers.commandline import assert_refused, expected, run, succeed
-from tests.helpers.served import SLOW
+from tests.helpers.served import SLOW, free_port
 
 PROMPT = "def add(a, b):"
 
@@ -28,8 +28,8 @@ def test_texts_are_those_of_transformers_and_one_line_says_what_was_done(folder:
     requests = [request(f"r{place}", body) for place, body in enumerate(bodies)]
     path, output = write(tmp_path / "in.jsonl", requests), tmp_path / "out.jsonl"
     result = succeed("batch", path, output, "--model", folder, "--served-model-name", "mine", "--max-num-seqs", 2)
-    assert re.fullmatch(r"\S*out\.jsonl: 3 lines, 0 of them errors, in [\d.]+ s\n", result.stderr)
-    assert result.stdout == ""
+    assert re.fullmatch(r"\S*out\.jsonl: 3 lines, 0 of them errors, in [\d.]+ s\n", result.stdout)
+    assert result.stderr == "", "nothing is drawn where nobody looks"
     assert list(texts(output).values()) == [expected(folder, body["prompt"], body["max_tokens"])[1] for body in bodies]
     content = output.read_bytes()
     assert_refused(run("batch", path, output, "--model", folder), "exists already, and is never overwritten")
@@ -38,10 +38,10 @@ def test_texts_are_those_of_transformers_and_one_line_says_what_was_done(folder:
 
 
 def test_the_exit_code_tells_that_some_lines_failed(folder: Path, tmp_path: Path) -> None:
-    path = write(tmp_path / "in.jsonl", [request("good", greedy("x", 2)), request("bad", greedy("x", 0))])
+    path = write(tmp_path / "in.jsonl", [request("good", greedy("x", 2)), request("bad", greedy("x", temperature=9))])
     result = run("batch", path, tmp_path / "out.jsonl", "--model", folder)
     assert result.exit_code == batch.SOME_FAILED
-    assert "2 lines, 1 of them errors" in result.stderr
+    assert "2 lines, 1 of them errors" in result.stdout
     again = run("batch", path, tmp_path / "out.jsonl", "--model", folder, "--resume")
     assert again.exit_code == batch.SOME_FAILED
 
@@ -58,6 +58,11 @@ def test_bad_input_is_one_sentence_and_leaves_nothing(folder: Path, tmp_path: Pa
     assert_refused(run("batch", path, output, "--model", tmp_path / "nothing"), "nothing")
     assert_refused(run("batch", path, output, "--method", "layerskip exit_layer=99", "--model", folder), "exit_layer")
     assert_refused(run("batch", path, output, "--address", "localhost:1"), "need --ray")
+    for address in ("somewhere", "host:port", "ray://"):
+        said = f"a Ray address is HOST:PORT or ray://HOST:PORT, found {address!r}"
+        assert_refused(run("batch", path, output, "--ray", "--address", address), said)
+    address = f"127.0.0.1:{free_port()}"
+    assert_refused(run("batch", path, output, "--ray", "--address", address), f"no Ray cluster answers at {address}: ")
     assert sorted(one.name for one in tmp_path.iterdir()) == ["bad.jsonl", "in.jsonl", "twice.jsonl"]
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import io
+import json
 import shlex
 import sys
 import tomllib
@@ -83,6 +84,9 @@ def test_command_line_runs(words, checkpoint, monkeypatch, capsys, tmp_path):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(Checker, "_probes", lambda self, real=Checker._probes: real(self)[:2])
     Path("prompts.jsonl").write_text('{"prompt": "def f("}\n{"prompt": "import"}\n')
+    body = {"prompt": "def f(", "max_tokens": 4}
+    request = {"custom_id": "one", "method": "POST", "url": "/v1/completions", "body": body}
+    Path("requests.jsonl").write_text(json.dumps(request) + "\n")
     (script,) = entry_points(group="console_scripts", name="skipstone")
     arguments = [str(checkpoint) if word == MODEL else word for word in words]
     arguments += SHORT.get(words[0], [])
@@ -94,6 +98,8 @@ def test_command_line_runs(words, checkpoint, monkeypatch, capsys, tmp_path):
     assert printed.out.strip()
     if "--compare" in words:
         assert "identical" in printed.out + printed.err
+    if words[0] == "batch":
+        assert json.loads(Path(words[2]).read_text())["response"]["status_code"] == 200
     if words == ["--version"]:
         assert skipstone.__version__ in printed.out
     if words == ["methods"]:

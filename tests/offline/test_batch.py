@@ -38,7 +38,7 @@ KINDS = [
 ]
 """All of them with a seed or without need of one."""
 FAULTS = {
-    "few": (request("few", greedy("x", -1)), 400, "max_tokens: Input should be greater than or equal to 1"),
+    "hot": (request("hot", greedy("x", temperature=9)), 400, "temperature: Input should be less than or equal to 2"),
     "unknown": (request("unknown", greedy("x", zap=1)), 400, "zap: this field is not supported"),
     "long": (request("long", greedy("x " * 5000)), 400, "this server takes 2048 tokens a text"),
     "template": (request("template", {"messages": TURNS}, CHATS), 400, "this model has no chat template"),

@@ -54,7 +54,7 @@ def batch(
     asked = options.asked_method(method, speculative_config)
     _expect_packages()
     from skipstone.offline.batch import Chosen
-    from skipstone.offline.journal import expect_free, whole
+    from skipstone.offline.journal import expect_free, journal_of, whole
     from skipstone.offline.lines import Lines
 
     expect_free(output, resume=resume)
@@ -63,9 +63,14 @@ def batch(
     if (failed := whole(output, lines)) is None:
         setup = dtype, device, engine, quantize, kv_dtype, trust_remote_code
         chosen = Chosen(model, *setup, asked, served_model_name, max_num_seqs, max_model_len)
-        failed = _answer(chosen, output, lines, (address, actors, cpus_per_actor) if ray else None)
+        try:
+            failed = _answer(chosen, output, lines, (address, actors, cpus_per_actor) if ray else None)
+        except (KeyboardInterrupt, RuntimeError):
+            if (journal := journal_of(output)).exists():
+                typer.echo(f"{journal} has what was answered: --resume goes on with it", err=True)
+            raise
     took = time.monotonic() - began
-    typer.echo(f"{output}: {len(lines)} lines, {failed} of them errors, in {took:.1f} s", err=True)
+    typer.echo(f"{output}: {len(lines)} lines, {failed} of them errors, in {took:.1f} s")
     if failed:
         raise typer.Exit(SOME_FAILED)
 

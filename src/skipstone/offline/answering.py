@@ -28,8 +28,8 @@ BODIES: dict[str, type[CompletionBody | ChatBody | ResponseBody]] = {
 """url -> what a body is there."""
 OF_A_SERVER = ("stream", "stream_options", "stream_speculative", "return_metrics")
 """Fields that a batch has no answer to: nobody reads along, and times are those of a run."""
-DEFECT = 500
-"""From this status on an error is none of the request's."""
+DEFECT, TOO_MANY = 500, 429
+"""From the first status on an error is none of the request's, nor is it with the second."""
 
 
 class Died(RuntimeError):
@@ -52,8 +52,9 @@ async def answered(server: Server, line: Line) -> Answer:
 
 
 def by_defect(answer: Answer) -> bool:
-    """Whether it tells of an error that is none of the request's: another one's may have ended the step that both were in."""
-    return answer["response"]["status_code"] >= DEFECT
+    """Whether it tells of an error that is none of the request's: another one may have ended the step that both were in."""
+    status = answer["response"]["status_code"]
+    return status >= DEFECT or status == TOO_MANY
 
 
 async def _body(server: Server, line: Line) -> dict[str, Any]:

@@ -9,44 +9,34 @@ import json
 import logging
 import math
 import os
-import socket
+import signal
+import sys
 import threading
-from collections.abc import Iterator, Sequence
-from contextlib import AsyncExitStack, contextmanager
+from collections.abc import Generator, Iterator, Sequence
+from contextlib import AsyncExitStack, closing, contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
-from urllib.parse import urlsplit
 
-from skipstone.assets import NANO
 from skipstone.extras import installed
 from skipstone.offline.answering import Died, answered
 from skipstone.offline.batch import Chosen, Numbered, Tell, answers
 from skipstone.offline.journal import Answer, Journal
 from skipstone.offline.lines import Line, Lines, parsed
+from skipstone.serving.ray.cluster import Share, connect, places, weights
 from skipstone.serving.server import Server
 
-PATIENCE = 5.0
-"""Seconds that a cluster has to answer."""
+NEED = "--ray needs Ray Data"
 LINES_A_ROW = 4
 """Requests of a task for every row of an actor: so many are lost when it dies."""
 TASKS = 2
 """Tasks that an actor works on at a time: the rows that one leaves at its end are the other's."""
-OBJECT_STORE = 256 << 20
-"""Bytes of shared memory of a cluster that is made here: it holds requests and answers, no weights."""
 OVER_WEIGHTS = 2
 """Memory of an actor, in sizes of its checkpoint: the weights while they are packed for the native engine."""
 DIED = "worker_died"
 """The code of an error: the actor died while it wrote this answer, and once more when it wrote it by itself."""
-BEFORE_RAY = {
-    "RAY_USAGE_STATS_ENABLED": "0",
-    "RAY_gcs_server_port_wait_time_s": "2",  # tries to reach a cluster
-    "RAY_gcs_rpc_server_connect_timeout_s": "1",  # seconds of each
-    "RAY_CLIENT_INITIAL_CONNECTION_TIMEOUT_S": "2",
-    "RAY_CLIENT_MAX_CONNECTION_TIMEOUT_S": "3",
-}
-"""Environment variables that Ray reads when it is imported. It would wait for minutes."""
-GIB = 1 << 30
+REFUSAL = "refusal"
+"""The key of what an actor says in place of answers where it could not load the model."""
 
 
 @dataclass(frozen=True)
@@ -58,100 +48,58 @@ class Placing:
     actors: int | None = None
     cpus: int = 1
 
-    @property
-    def where(self) -> str:
-        """For a sentence."""
-        return "this machine" if self.address is None else f"the cluster at {self.address}"
-
 
 def run(chosen: Chosen, placing: Placing, output: Path, lines: Lines, tell: Tell) -> int:
     """As `batch.run`. ImportError without Ray; ValueError where the cluster does not answer, or has no machine for an actor."""
     if chosen.name is not None and Path(chosen.name).exists():
         chosen = replace(chosen, name=str(Path(chosen.name).resolve()))
-    with _connected(placing) as ray:
-        actors, needs = _placed(ray, chosen, placing)
+    with _connected(placing.address) as ray:
+        actors, share = _placed(ray, chosen, placing)
         with Journal(output, lines, chosen.about()) as journal:
             tell(journal.done, journal.failures)
             if missing := journal.missing:
-                for several in _mapped(ray, chosen, actors, needs, [(index, lines.raw(index)) for index in missing]):
-                    journal.add(*several)
-                    tell(journal.done, journal.failures)
+                rest = [(index, lines.raw(index)) for index in missing]
+                with closing(_mapped(ray, chosen, actors, share, rest)) as found:
+                    for several in found:
+                        journal.add(*several)
+                        tell(journal.done, journal.failures)
             journal.finish()
             return journal.failures
 
 
 @contextmanager
-def _connected(placing: Placing) -> Iterator[Any]:
-    """Ray, connected; a connection that was there stays."""
-    for name, value in BEFORE_RAY.items():
-        os.environ.setdefault(name, value)
-    ray = installed("ray", "--ray needs ray", "ray")
-    installed("ray.data", "--ray needs Ray Data", "ray")
-    if ray.is_initialized():
-        yield ray
+def _connected(address: str | None) -> Iterator[Any]:
+    """Ray, connected; a connection that was there is used, and stays."""
+    there = sys.modules.get("ray")
+    if there is not None and there.is_initialized():
+        yield there
         return
-    quiet: dict[str, Any] = {"log_to_driver": False, "logging_level": logging.ERROR}
-    if placing.address is None:
-        here = {"include_dashboard": False, "object_store_memory": OBJECT_STORE, "_node_ip_address": "127.0.0.1"}
-        ray.init(address="local", **here, **quiet)
-    else:
-        _expect_listener(placing.address)
-        try:
-            ray.init(address=placing.address, **quiet)
-        except (ConnectionError, RuntimeError, ValueError) as error:
-            raise ValueError(f"no Ray cluster answers at {placing.address}: {_first_line(error)}") from None
+    connect(address)
+    ray = installed("ray", NEED, "ray")
     try:
         yield ray
     finally:
         ray.shutdown()
 
 
-def _expect_listener(address: str) -> None:
-    """ValueError where nobody listens at an address; Ray itself would try for much longer."""
-    parts = urlsplit(address if "://" in address else f"//{address}")
-    try:
-        host, port = parts.hostname, parts.port
-    except ValueError:
-        host = port = None
-    if not host or not port:
-        raise ValueError(f"--address is HOST:PORT or ray://HOST:PORT, found {address!r}")
-    try:
-        socket.create_connection((host, port), timeout=PATIENCE).close()
-    except OSError as error:
-        raise ValueError(f"no Ray cluster answers at {address}: {_first_line(error)}") from None
-
-
-def _first_line(error: BaseException) -> str:
-    return next((line for line in str(error).splitlines() if line.strip()), type(error).__name__)
-
-
-def _placed(ray: Any, chosen: Chosen, placing: Placing) -> tuple[int, dict[str, float]]:
-    """How many actors there are, and what each has of a machine. ValueError where there is no machine for one."""
-    machines = [node["Resources"] for node in ray.nodes() if node["Alive"]]
-    gpus = chosen.device != "cpu" and any(one.get("GPU", 0) >= 1 for one in machines)
-    needs = {"CPU": float(placing.cpus), "memory": _memory(chosen.name)} | ({"GPU": 1.0} if gpus else {})
-    fitting = [min(int(one.get(name, 0) // amount) for name, amount in needs.items() if amount) for one in machines]
-    said = f"{placing.cpus} CPUs and {needs['memory'] / GIB:.2f} GiB of memory"
-    if not (most := sum(fitting)):
-        found = "; ".join(f"{one.get('CPU', 0):g} CPUs and {one.get('memory', 0) / GIB:.2f} GiB" for one in machines)
-        raise ValueError(f"an actor needs {said}, and no machine of {placing.where} has them: found {found or 'none'}")
+def _placed(ray: Any, chosen: Chosen, placing: Placing) -> tuple[int, Share]:
+    """How many actors there are, and what each has of a machine. ValueError where there is no room for one."""
+    nodes = ray.nodes()
+    gpus = chosen.device != "cpu" and any(node["Resources"].get("GPU", 0) >= 1 for node in nodes if node["Alive"])
+    share = Share(placing.cpus, 1.0 if gpus else 0.0, OVER_WEIGHTS * weights(chosen.name))
+    most = places(nodes, share)
+    if not most:
+        raise ValueError(f"an actor needs {share}, and no machine of the Ray cluster has as much")
     if (placing.actors or 0) > most:
-        raise ValueError(f"--actors {placing.actors}: {placing.where} has room for {most}, of {said} each")
-    return placing.actors or most, needs
-
-
-def _memory(name: str | None) -> float:
-    """Bytes of an actor, where the checkpoint lies here; 0, which is not checked, of a name on the hub."""
-    place = NANO if name is None else Path(name)
-    files = [place] if place.is_file() else place.glob("*.safetensors")
-    return float(OVER_WEIGHTS * sum(file.stat().st_size for file in files))
+        raise ValueError(f"--actors {placing.actors}: the Ray cluster has room for {most}, of {share} each")
+    return placing.actors or most, share
 
 
 def _mapped(
-    ray: Any, chosen: Chosen, actors: int, needs: dict[str, float], missing: Sequence[tuple[int, bytes]]
-) -> Iterator[list[tuple[int, Answer]]]:
-    """Answers as they come."""
-    data = ray.data
+    ray: Any, chosen: Chosen, actors: int, share: Share, missing: Sequence[tuple[int, bytes]]
+) -> Generator[list[tuple[int, Answer]], None, None]:
+    """Answers as they come. ValueError where an actor could not load the model."""
+    data = installed("ray.data", NEED, "ray")
     context = data.DataContext.get_current()
     context.enable_progress_bars = False
     logging.getLogger("ray.data").setLevel(logging.ERROR)
@@ -162,14 +110,24 @@ def _mapped(
     found = data.from_items(items, override_num_blocks=math.ceil(len(items) / size)).map_batches(
         Worker,
         batch_size=None,
-        fn_constructor_kwargs={"chosen": chosen, "cpus": int(needs["CPU"]), "tries": tries},
+        fn_constructor_kwargs={"chosen": chosen, "cpus": int(share.cpus), "tries": tries},
         compute=data.ActorPoolStrategy(size=actors, enable_true_multi_threading=True, **pool),
-        num_cpus=needs["CPU"],
-        num_gpus=needs.get("GPU"),
-        memory=needs["memory"] or None,
+        num_cpus=share.cpus,
+        num_gpus=share.gpus or None,
+        memory=share.memory or None,
     )
-    for batch in found.iter_batches(batch_size=None, prefetch_batches=0):
-        yield [(int(index), json.loads(answer)) for index, answer in zip(batch["index"], batch["answer"], strict=True)]
+    batches: Any = iter(found.iter_batches(batch_size=None, prefetch_batches=0))
+    with closing(batches):  # which ends the actors, too
+        for batch in batches:
+            told = [(int(index), json.loads(answer)) for index, answer in zip(batch["index"], batch["answer"], strict=True)]
+            for _, answer in told:
+                if REFUSAL in answer:
+                    raise ValueError(f"an actor could not begin: {answer[REFUSAL]}")
+            yield told
+
+
+def _first_line(error: BaseException) -> str:
+    return next((line for line in str(error).splitlines() if line.strip()), type(error).__name__)
 
 
 class Tries:
@@ -204,7 +162,12 @@ class Worker:
         self._tries, self._loop, self._stack = tries, asyncio.new_event_loop(), AsyncExitStack()
         self._working, self._alone = asyncio.Semaphore(TASKS), asyncio.Lock()
         threading.Thread(target=self._loop.run_forever, name="skipstone-answers", daemon=True).start()
-        self._server: Server = self._do(self._stack.enter_async_context(chosen.load().server()))
+        self._server: Server | None = None
+        self._refusal = ""  # a sentence: an actor whose constructor raises would be started again and again
+        try:
+            self._server = self._do(self._stack.enter_async_context(chosen.load().server()))
+        except (ValueError, OSError, ImportError) as error:
+            self._refusal = _first_line(error)
 
     def _do(self, work: Any) -> Any:
         return asyncio.run_coroutine_threadsafe(work, self._loop).result()
@@ -212,28 +175,31 @@ class Worker:
     def __call__(self, batch: dict[str, Any]) -> dict[str, list[Any]]:
         """batch: `index` and `line` of requests. Returns `index` and `answer`, JSON in a text."""
         lines = [(int(index), parsed(str(line).encode())) for index, line in zip(batch["index"], batch["line"], strict=True)]
+        if self._server is None:
+            return {"index": [lines[0][0]], "answer": [json.dumps({REFUSAL: self._refusal})]}
         try:
-            found = self._do(self._answered(lines))
+            found = self._do(self._answered(self._server, lines))
         except Died:
-            os.abort()  # Ray starts another actor, which begins anew
+            os.kill(os.getpid(), signal.SIGKILL)  # Ray starts another actor, which begins anew
+            raise
         told = [json.dumps(answer, ensure_ascii=False) for _, answer in found]
         return {"index": [index for index, _ in found], "answer": told}
 
-    async def _answered(self, lines: list[Numbered]) -> list[tuple[int, Answer]]:
+    async def _answered(self, server: Server, lines: list[Numbered]) -> list[tuple[int, Answer]]:
         """All at a time; one by one, and with nothing else beside, where an actor has died with them: so it is known which
         request ends one."""
         if await self._tries.begin.remote(lines[0][0]) == 1:
             async with self._working:
-                return [one async for several in answers(self._server, lines) for one in several]
+                return [one async for several in answers(server, lines) for one in several]
         async with self._alone, AsyncExitStack() as all_of_it:
             for _ in range(TASKS):
                 await all_of_it.enter_async_context(self._working)
-            return [(index, await self._one(index, line)) for index, line in lines]
+            return [(index, await self._one(server, index, line)) for index, line in lines]
 
-    async def _one(self, index: int, line: Line) -> Answer:
+    async def _one(self, server: Server, index: int, line: Line) -> Answer:
         if not await self._tries.alone.remote(index):
             error = {"code": DIED, "message": "the process that wrote this answer died, and died again when it wrote only this"}
             return {"id": line.id, "custom_id": line.custom_id, "response": None, "error": error}
-        found = await answered(self._server, line)
+        found = await answered(server, line)
         await self._tries.ended.remote(index)
         return found

@@ -114,6 +114,19 @@ def _reach(address: str) -> None:
         socket.create_connection((host, port), timeout=PATIENCE).close()
     except OSError as error:
         raise ConnectionError(f"no Ray cluster answers at {address}: {error.strerror or error}") from None
+    if os.environ.get("RAY_USE_TLS", "0") == "0":
+        _expect_grpc(address, f"{host}:{port}")
+
+
+def _expect_grpc(address: str, place: str) -> None:
+    """ConnectionError where somebody listens who does not speak gRPC: Ray would wait for a minute and more."""
+    grpc = installed("grpc", NEED, "ray")
+    with grpc.insecure_channel(place) as channel:
+        try:
+            grpc.channel_ready_future(channel).result(timeout=PATIENCE)
+        except grpc.FutureTimeoutError:
+            said = f"what listens there does not answer within {PATIENCE:g} s"
+            raise ConnectionError(f"no Ray cluster answers at {address}: {said}") from None
 
 
 def reason(told: Iterable[str]) -> str:

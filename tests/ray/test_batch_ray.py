@@ -1,0 +1,185 @@
+"""A batch on Ray Data: the answers of one process, line by line, whichever actor dies."""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from skipstone.offline import batch, cluster
+from skipstone.offline.batch import Chosen
+from skipstone.offline.cluster import DIED, Placing, Worker
+from skipstone.offline.journal import Journal, failed, journal_of
+from skipstone.offline.lines import Lines
+from tests.helpers.batches import greedy, many, read, request, write
+from tests.helpers.commandline import assert_refused, run
+from tests.helpers.served import SLOW
+
+pytestmark = pytest.mark.ray
+ray = pytest.importorskip("ray")
+
+CHOSEN = Chosen(rows=2, method="autoregressive")
+COUNT = 24
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _two_processors() -> Iterator[None]:
+    """A cluster of this machine for all tests here."""
+    quiet: dict[str, Any] = {"log_to_driver": False, "include_dashboard": False}
+    ray.init(address="local", num_cpus=2, object_store_memory=100 << 20, _node_ip_address="127.0.0.1", **quiet)
+    yield
+    ray.shutdown()
+
+
+@pytest.fixture(scope="module")
+def lines(tmp_path_factory: pytest.TempPathFactory) -> Lines:
+    faults = [request("bad", greedy("x", temperature=9)), request("url", greedy("x"), "/v1/embeddings")]
+    return Lines(write(tmp_path_factory.mktemp("input") / "in.jsonl", [*many(COUNT), *faults]))
+
+
+@pytest.fixture(scope="module")
+def alone(lines: Lines, tmp_path_factory: pytest.TempPathFactory) -> bytes:
+    """The output of one process."""
+    output = tmp_path_factory.mktemp("alone") / "out.jsonl"
+    assert batch.run(CHOSEN.load(), output, lines, lambda *_: None) == 2
+    return output.read_bytes()
+
+
+def test_two_actors_answer_as_one_process_does(lines: Lines, alone: bytes, tmp_path: Path) -> None:
+    output, told = tmp_path / "out.jsonl", list[tuple[int, int]]()
+    assert cluster.run(CHOSEN, Placing(actors=2), output, lines, lambda *done: told.append(done)) == 2
+    assert output.read_bytes() == alone
+    assert told[-1] == (COUNT + 2, 2)
+    assert len(told) > 3, "answers are kept as they come"
+    assert not journal_of(output).exists()
+
+
+def killing(signal_file: Path) -> type[Worker]:
+    """An actor's class: the first actor that has answered three tasks is killed, as by kill -9, in the middle of the fourth."""
+
+    class Killed(Worker):
+        calls = 0
+
+        def __call__(self, given: dict[str, Any]) -> dict[str, list[Any]]:
+            type(self).calls += 1
+            if type(self).calls == 4:
+                try:
+                    signal_file.touch(exist_ok=False)
+                    os.kill(os.getpid(), signal.SIGKILL)
+                except FileExistsError:
+                    pass
+            return super().__call__(given)
+
+    return Killed
+
+
+def test_an_actor_that_is_killed_is_replaced_and_its_lines_are_answered_once_more(
+    lines: Lines, alone: bytes, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    killed, kept, add = tmp_path / "killed", list[int](), Journal.add
+
+    def counted(self: Journal, *several: Any) -> int:
+        kept.extend(index for index, _ in several)
+        return add(self, *several)
+
+    monkeypatch.setattr(cluster, "Worker", killing(killed))
+    monkeypatch.setattr(Journal, "add", counted)
+    output = tmp_path / "out.jsonl"
+    assert cluster.run(CHOSEN, Placing(actors=2), output, lines, lambda *_: None) == 2
+    assert killed.exists()
+    assert output.read_bytes() == alone
+    assert sorted(kept) == list(range(COUNT + 2)), "each once"
+
+
+def poisoned() -> type[Worker]:
+    """An actor's class: one request ends it, whatever is beside."""
+
+    class Poisoned(Worker):
+        def __init__(self, **given: Any) -> None:
+            from skipstone.offline import batch as alike
+            from skipstone.offline import cluster as here
+
+            answered = here.answered
+
+            async def deadly(server: Any, line: Any) -> Any:
+                if line.custom_id == "request-7":
+                    os.kill(os.getpid(), signal.SIGKILL)
+                return await answered(server, line)
+
+            here.answered = alike.answered = deadly
+            super().__init__(**given)
+
+    return Poisoned
+
+
+def test_a_line_that_kills_two_actors_is_given_up_and_no_other_is(
+    lines: Lines, alone: bytes, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(cluster, "Worker", poisoned())
+    output = tmp_path / "out.jsonl"
+    assert cluster.run(CHOSEN, Placing(actors=1), output, lines, lambda *_: None) == 3
+    found, expected = output.read_text().splitlines(), alone.decode().splitlines()
+    assert [one for place, one in enumerate(found) if place != 7] == [one for place, one in enumerate(expected) if place != 7]
+    given_up = read(output)[7]
+    assert failed(given_up)
+    assert (given_up["response"], given_up["error"]["code"]) == (None, DIED)
+
+
+class Stopped(Exception):
+    """What ends a run in these tests."""
+
+
+def test_one_process_goes_on_with_what_a_cluster_has_begun(
+    lines: Lines, alone: bytes, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    output = tmp_path / "out.jsonl"
+
+    def stop(done: int, _: int) -> None:
+        if done > 8:
+            raise Stopped
+
+    with pytest.raises(Stopped):
+        cluster.run(CHOSEN, Placing(actors=2), output, lines, stop)
+    assert not output.exists()
+    told: list[tuple[int, int]] = []
+    assert batch.run(CHOSEN.load(), output, lines, lambda *done: told.append(done)) == 2
+    assert told[0][0] > 8
+    assert output.read_bytes() == alone
+
+
+def test_a_cluster_without_room_is_one_sentence(lines: Lines, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    output = tmp_path / "out.jsonl"
+    common = ("batch", lines.path, output, "--ray")
+    assert_refused(run(*common, "--cpus-per-actor", 99), "an actor needs 99 CPU and")
+    assert_refused(run(*common, "--actors", 9), "--actors 9: the Ray cluster has room for 2")
+    monkeypatch.setattr(cluster, "OVER_WEIGHTS", 1 << 30)
+    assert_refused(run(*common), "GiB, and no machine of the Ray cluster has as much")
+    assert not output.exists()
+    assert not journal_of(output).exists()
+
+
+def test_a_model_that_an_actor_cannot_load_is_one_sentence(lines: Lines, tmp_path: Path) -> None:
+    output = tmp_path / "out.jsonl"
+    result = run("batch", lines.path, output, "--ray", "--actors", 1, "--method", "layerskip exit_layer=99")
+    assert_refused(result, "exit_layer")
+    assert not journal_of(output).exists()
+
+
+def test_an_address_where_somebody_listens_and_says_nothing_is_one_sentence_soon(lines: Lines, tmp_path: Path) -> None:
+    """In a process of its own: this one is connected already."""
+    with socket.socket() as one:
+        one.bind(("127.0.0.1", 0))
+        one.listen()
+        address = f"127.0.0.1:{one.getsockname()[1]}"
+        command = [sys.executable, "-m", "skipstone", "batch", str(lines.path), str(tmp_path / "out.jsonl"), "--ray"]
+        ended = subprocess.run([*command, "--address", address], capture_output=True, text=True, timeout=SLOW)
+    assert ended.returncode == 2, ended.stderr
+    assert ended.stderr == f"skipstone: no Ray cluster answers at {address}: what listens there does not answer within 5 s\n"
+    assert list(tmp_path.iterdir()) == []
