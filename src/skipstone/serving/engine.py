@@ -24,7 +24,7 @@ MOST_LANES = 4
 """Methods that have rows at a time: each has keys and values of its own."""
 CHUNK = 256
 """Prompt tokens that a row runs between two decoding steps of the others."""
-POSTED_EVERY = 0.005
+POSTED_EVERY = 0.010
 """Seconds between two lists of events: who reads along sees no difference, and every list takes another thread some of the
 interpreter's time, which the next step of a small model waits for. First tokens and ends of texts wait for nothing."""
 RETRY_AFTER = 1

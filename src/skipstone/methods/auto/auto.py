@@ -28,7 +28,7 @@ from skipstone.decoding.settings import setting
 from skipstone.methods.auto import memory
 from skipstone.methods.auto.candidates import drafters_of, identities, refuse, usual
 from skipstone.methods.auto.drafters import LayersDrafter, ModelDrafter, OwnRule
-from skipstone.methods.auto.mind import NEW_TEXT, Mind, Taken, Tally
+from skipstone.methods.auto.mind import REPEATED, Mind, Taken, Tally
 from skipstone.methods.auto.texts import Texts
 from skipstone.methods.prompt_lookup import PromptLookup
 from skipstone.methods.recycle import DEPTH, Kept, Recycle, RecycleSession
@@ -168,7 +168,7 @@ class AutoSession(Session):
             one.begin(row, request)
         self._settle()
         self.mind.learn()
-        self.mind.looking.wanted_until = self.mind.steps + NEW_TEXT
+        self.mind.looking.begin(self.mind.steps)
         others = (place for place in range(self.rows) if place != row)
         if self.mind.states and all(self.batch.is_free(place) for place in others):
             self.mind.begin()
@@ -406,6 +406,8 @@ class AutoSession(Session):
         if plan.kind == LOOKUP:
             gain = nearer / plan.price - (seconds - spent) / plain
         self.mind.looking_worth.add(gain, spent / plain)
+        if any(one.right >= REPEATED for one in self.texts.judged):
+            self.mind.looking.repeats(self.mind.steps)
 
     def _plainly(self, tokens: float, seconds: float, aside: float) -> None:
         """A plain step was taken. aside: seconds that were spent before it beside decoding."""
