@@ -40,6 +40,8 @@ MOST_TURNS = 16
 """Of a conversation: more would not fit into what a small model reads."""
 LONG, SHORT = 384, 128
 """Tokens of the prompts by which reading is measured."""
+IDS = 200, 500
+"""The tokens of prompts are drawn from these ids, which any vocabulary has."""
 ANSWER = 64
 """Tokens of the answers by which writing is measured."""
 
@@ -323,12 +325,12 @@ async def _stream(client: httpx.AsyncClient, ids: list[int], tokens: int, more: 
     return came[0] - began, (came[-1] - came[0]) / max(1, tokens - 1)
 
 
-async def measured(url: str, numbers: Sequence[int], more: dict[str, Any], times: int, vocabulary: int) -> Service:
+async def measured(url: str, numbers: Sequence[int], more: dict[str, Any], times: int) -> Service:
     """Of a server that answers there and has nothing else to do. numbers: of texts that are written at a time."""
     draw = random.Random(0)
 
     def ids(count: int) -> list[int]:
-        return [draw.randrange(vocabulary // 4, vocabulary // 2) for _ in range(count)]
+        return [draw.randrange(*IDS) for _ in range(count)]
 
     async with httpx.AsyncClient(base_url=url, timeout=600) as client:
         await _stream(client, ids(SHORT), ANSWER, more)
@@ -353,7 +355,7 @@ async def driven(url: str, load: Workload, seconds: float, affine: bool, seed: i
     async with httpx.AsyncClient(base_url=url, timeout=600, limits=httpx.Limits(max_connections=None)) as client:
 
         async def words(count: float) -> str:
-            ids = [draw.randrange(1000, 2000) for _ in range(round(count))]
+            ids = [draw.randrange(*IDS) for _ in range(round(count))]
             return (await client.post("/detokenize", json={"tokens": ids})).json()["prompt"]
 
         async def talk(number: int, turns: int) -> None:
@@ -419,7 +421,6 @@ def flags() -> argparse.Namespace:
     parser.add_argument("--measure", metavar="URL", help="measure a server, and simulate nothing")
     parser.add_argument("--speculative", help="of --measure: the method of the requests")
     parser.add_argument("--times", type=int, default=5, help="of --measure: how often everything is asked")
-    parser.add_argument("--vocabulary", type=int, default=4096, help="of --measure: ids of prompts are below half of it")
     parser.add_argument("--drive", metavar="URL", help="play conversations to a server of --replicas, and simulate nothing")
     parser.add_argument("--seconds", type=float, default=60.0, help="of --drive: for how long conversations begin")
     parser.add_argument("--out", type=Path, help="of --measure: where the times are written to")
@@ -437,7 +438,7 @@ def main() -> None:
     if asked.measure:
         more = {"speculative": asked.speculative} if asked.speculative else {}
         numbers = [number for number in (1, 2, 4, 8, 16, 32) if number <= asked.rows]
-        found = json.dumps(asdict(asyncio.run(measured(asked.measure, numbers, more, asked.times, asked.vocabulary))))
+        found = json.dumps(asdict(asyncio.run(measured(asked.measure, numbers, more, asked.times))))
         print(found)
         if asked.out:
             asked.out.write_text(found + "\n", encoding="utf-8")

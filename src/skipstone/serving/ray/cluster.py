@@ -19,6 +19,8 @@ OBJECTS = 128 << 20
 VARIABLES = {
     "RAY_gcs_server_port_wait_time_s": "1",
     "RAY_gcs_rpc_server_connect_timeout_s": "2",
+    "RAY_CLIENT_INITIAL_CONNECTION_TIMEOUT_S": "2",
+    "RAY_CLIENT_MAX_CONNECTION_TIMEOUT_S": "3",
     "RAY_USAGE_STATS_ENABLED": "0",
 }
 """Environment variables of Ray, where the user sets none: few tries at a cluster that does not answer, and nothing is sent

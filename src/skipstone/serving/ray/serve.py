@@ -1,25 +1,19 @@
 """`skipstone serve --ray`: fronts and replicas as an application of Ray Serve."""
 
-import asyncio
 import logging
 import math
 import signal
 import threading
-from collections.abc import AsyncGenerator, Callable
+from collections.abc import Callable
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
-from starlette.types import Message
-
 from skipstone.extras import installed
-from skipstone.serving.guard import Guard
 from skipstone.serving.ray.cluster import NEED, Share, check_free, check_room, connect, reason
-from skipstone.serving.ray.front import Front, Full, Lost
+from skipstone.serving.ray.ingress import NAME, REPLICA, Ingress
 from skipstone.serving.server import Settings
 
-NAME = "skipstone"
-"""Of the application."""
 ROUTER = "skipstone.serving.ray.router:SessionRouter"
 FRONTED = 16
 """Replicas that one front serves."""
@@ -58,42 +52,13 @@ class Place:
     api_key: str | None = None
 
 
-class Ingress:
-    """A front, as Ray Serve runs it. replicas: Serve's handle of them."""
-
-    def __init__(self, replicas: Any, api_key: str | None) -> None:
-        self._replicas, self._key = replicas, api_key
-
-    def __serve_build_asgi_app__(self) -> Any:
-        return Guard(Front(self._ask, self._running), self._key)
-
-    async def _ask(self, scope: dict[str, Any], body: bytes, named: str) -> AsyncGenerator[Message, None]:
-        exceptions, serve = installed("ray.exceptions", NEED, "ray"), installed("ray.serve.exceptions", NEED, "ray")
-        answer = self._replicas.options(method_name="answer", stream=True, session_id=named).remote(scope, body)
-        try:
-            async for messages in answer:
-                for message in messages:
-                    yield message
-        except serve.BackPressureError:
-            raise Full from None
-        except exceptions.RayActorError as error:
-            raise Lost from error
-        except (GeneratorExit, asyncio.CancelledError):  # nobody reads on
-            answer.cancel()
-            raise
-
-    async def _running(self) -> int:
-        status = await asyncio.to_thread(installed("ray.serve", NEED, "ray").status)
-        return status.applications[NAME].deployments["replica"].replica_states.get("RUNNING", 0)
-
-
 def application(load: Callable[[], tuple[Any, Any]], settings: Settings, scale: Scale, api_key: str | None, form: str) -> Any:
     """What `serve.run` takes. form: of the log."""
     serve = installed("ray.serve", NEED, "ray")
     replica = installed("skipstone.serving.ray.replica", NEED, "ray").Replica
     share = scale.share
     replicas = serve.deployment(
-        name="replica",
+        name=REPLICA,
         max_ongoing_requests=settings.rows,
         max_queued_requests=max(1, settings.waiting),
         graceful_shutdown_timeout_s=settings.drain + 1,
