@@ -134,7 +134,7 @@ def test_a_model_that_is_not_there_stops_the_run_before_anything_is_written(fold
     out, missing = tmp_path / "results.jsonl", str(tmp_path / "nothing")
     with pytest.raises(FileNotFoundError, match="nothing"):
         run(plan(folder, models=[str(folder / "model"), missing]), out, [], quiet)
-    with pytest.raises(OSError, match="no-such-model: no folder here"):  # may be a hub id, which nobody can look up here
+    with pytest.raises(OSError, match="no-such-model: no folder or file here"):  # may be a hub id
         run(plan(folder, models=[str(folder / "model"), "no-such-model"]), out, [], quiet)
     assert not out.exists()
 
