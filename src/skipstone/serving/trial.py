@@ -17,6 +17,7 @@ NICE = 5
 
 
 def main() -> None:
+    """Compile what stdin has, after the limits are set."""
     seconds, size = (int(one) for one in sys.argv[1:])
     try:
         import resource
