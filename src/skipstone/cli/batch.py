@@ -54,7 +54,7 @@ def batch(
     asked = options.asked_method(method, speculative_config)
     _expect_packages()
     from skipstone.offline.batch import Chosen
-    from skipstone.offline.journal import expect_free, journal_of, whole
+    from skipstone.offline.journal import expect_free, whole
     from skipstone.offline.lines import Lines
 
     expect_free(output, resume=resume)
@@ -63,12 +63,8 @@ def batch(
     if (failed := whole(output, lines)) is None:
         setup = dtype, device, engine, quantize, kv_dtype, trust_remote_code
         chosen = Chosen(model, *setup, asked, served_model_name, max_num_seqs, max_model_len)
-        try:
+        with _said_where_answers_are(output):
             failed = _answer(chosen, output, lines, (address, actors, cpus_per_actor) if ray else None)
-        except (KeyboardInterrupt, RuntimeError):
-            if (journal := journal_of(output)).exists():
-                typer.echo(f"{journal} has what was answered: --resume goes on with it", err=True)
-            raise
     took = time.monotonic() - began
     typer.echo(f"{output}: {len(lines)} lines, {failed} of them errors, in {took:.1f} s")
     if failed:
@@ -81,6 +77,19 @@ def _expect_packages() -> None:
 
     for module in ("fastapi", "prometheus_client", "sse_starlette"):
         installed(module, f"a batch needs {module.replace('_', '-')}", "serve")
+
+
+@contextmanager
+def _said_where_answers_are(output: Path) -> Iterator[None]:
+    """Where a run is ended in its middle, where its answers are."""
+    from skipstone.offline.journal import journal_of
+
+    try:
+        yield
+    except (KeyboardInterrupt, RuntimeError):
+        if (journal := journal_of(output)).exists():
+            typer.echo(f"{journal} has what was answered: --resume goes on with it", err=True)
+        raise
 
 
 def _answer(chosen: "Chosen", output: Path, lines: "Lines", ray: tuple[str | None, int | None, int] | None) -> int:
