@@ -17,7 +17,7 @@ SIDE_NUMBERS = 2  # float32 numbers a token that a layer's two norms keep: 1 / t
 def _llama(hidden: int, mlp: int, layers: int, heads: int, vocabulary: int, tied: bool) -> LlamaConfig:
     """Llama 3 has 8 heads of keys and values in every size."""
     shape: dict[str, Any] = {"hidden_size": hidden, "intermediate_size": mlp, "num_hidden_layers": layers}
-    heads_of = {"num_attention_heads": heads, "num_key_value_heads": 8}
+    heads_of: dict[str, Any] = {"num_attention_heads": heads, "num_key_value_heads": 8}
     return LlamaConfig(**shape, **heads_of, vocab_size=vocabulary, max_position_embeddings=131072, tie_word_embeddings=tied)
 
 

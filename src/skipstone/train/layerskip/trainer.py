@@ -194,8 +194,8 @@ class LayerSkipTrainer(Trainer):
     def create_accelerator_and_postprocess(self) -> None:
         sharded = sharding.wanted() or bool(self.args.fsdp)
         if sharded:  # else every process keeps gradients of the whole model between the passes of a step
-            asked = self.args.accelerator_config.gradient_accumulation_kwargs or {}
-            self.args.accelerator_config.gradient_accumulation_kwargs = {**asked, "sync_each_batch": True}
+            config: Any = self.args.accelerator_config
+            config.gradient_accumulation_kwargs = {**(config.gradient_accumulation_kwargs or {}), "sync_each_batch": True}
         super().create_accelerator_and_postprocess()
         if sharded:
             sharding.enable_on_cpu(self.accelerator)
