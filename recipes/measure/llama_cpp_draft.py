@@ -40,7 +40,8 @@ from skipstone.models.engines.native.threads import cores
 from skipstone.models.layered import LayeredModel
 from skipstone.tasks.sets import named
 
-READY = 60.0  # seconds that a server has to load a file
+READY = 120.0  # seconds that a server has to load a file
+PATIENCE = 600.0  # seconds that an answer may take on a machine with much else to do
 SETTLES = 0.05  # seconds in which threads stop waiting for work in a loop before anybody else's turn
 HOST = "127.0.0.1"
 EXACT = ["-fa", "off", "-ctk", "f32", "-ctv", "f32"]
@@ -85,7 +86,7 @@ def server(program: str, arguments: list[str]) -> Iterator[Callable[[list[int], 
     quiet = subprocess.DEVNULL
     process = subprocess.Popen([program, *arguments, *own], stdout=quiet, stderr=quiet)
     try:
-        with httpx.Client(base_url=f"http://{HOST}:{port}", timeout=READY) as http:
+        with httpx.Client(base_url=f"http://{HOST}:{port}", timeout=PATIENCE) as http:
             _wait(process, http)
             yield lambda ids, new: _asked(http, ids, new)
     finally:
