@@ -21,7 +21,7 @@ LATEST_LEARNT, PAUSE = 9, 4.0
 """Times that learning took, and the multiple of the longest of these that it is thought to take at most: what took longer was
 interrupted, by a garbage collection say, and that tells nothing of a drafter."""
 NEW_TEXT = 32
-"""Steps for which a new request's text is looked up, as long as a match of the latest NEW_TEXT_TRIED foretold REPEATED tokens."""
+"""Steps for which a new text is looked up, as long as a match of the latest NEW_TEXT_TRIED foretold REPEATED tokens."""
 NEW_TEXT_TRIED, REPEATED = 8, 2
 FIRST_GAIN, LEARNT_A_STEP = 0.5, 0.02
 """Plain steps that looking up is thought to gain a step at first, and the share by which one step moves the belief."""
