@@ -24,8 +24,9 @@ logger = logging.getLogger(__name__)
 
 def _told(error: Exception) -> str:
     """An error in a line."""
-    named = isinstance(error, OSError) and error.strerror and error.filename is not None
-    return " ".join(f"{error.filename}: {error.strerror}".split() if named else str(error).split())
+    if isinstance(error, OSError) and error.strerror and error.filename is not None:
+        return f"{error.filename}: {error.strerror}"
+    return " ".join(str(error).split())
 
 
 class Replica:
