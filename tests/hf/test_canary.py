@@ -26,6 +26,7 @@ from transformers.generation.stopping_criteria import (
 )
 from transformers.generation.utils import GenerateDecoderOnlyOutput
 from transformers.modeling_outputs import CausalLMOutput
+from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 from transformers.modeling_utils import AttentionInterface
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES, MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES
 from transformers.utils import logging
@@ -269,6 +270,17 @@ def log_level() -> None:
     logging.set_verbosity(level)
 
 
+def rope_frequencies() -> None:
+    """Llama 3's: the shortest waves are as they were, the longest ones `factor` times as long."""
+    scaling = {"factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 64}
+    rope = {"rope_type": "llama3", "rope_theta": 1e4, **scaling}
+    config = LlamaConfig(hidden_size=64, num_attention_heads=4, max_position_embeddings=512, rope_parameters=rope)
+    found, scale = ROPE_INIT_FUNCTIONS["llama3"](config, torch.device("cpu"))  # [8]
+    plain = 1e4 ** -(torch.arange(0, 16, 2) / 16)  # [8]
+    assert scale == 1.0
+    torch.testing.assert_close(found[[0, -1]], plain[[0, -1]] / torch.tensor([1.0, 8.0]))
+
+
 def tensor_parallelism() -> None:
     """What one process finds; tests/models/test_tensor_parallel.py has two."""
     assert DistributedConfig(tp_plan="auto", tp_size=1).tp_size == 1
@@ -295,6 +307,7 @@ INTERNAL: dict[str, Callable[[], None]] = {
     "transformers.modeling_outputs.CausalLMOutput": training,
     "transformers.models.auto.modeling_auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES": model_types,
     "transformers.models.auto.modeling_auto.MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES": model_types,
+    "transformers.modeling_rope_utils.ROPE_INIT_FUNCTIONS": rope_frequencies,
     "transformers.modeling_utils.AttentionInterface": attention,
     "transformers.utils.logging": log_level,
     "torch._dynamo.backends.registry.lookup_backend": backends,
@@ -325,7 +338,7 @@ def own_names() -> set[str]:
                 names |= {target.id for target in targets if isinstance(target, ast.Name)}
             case _:
                 pass
-    return names - {"_attn_implementation"}
+    return names - {"_attn_implementation", "_load_from_checkpoint"}
 
 
 def used_names() -> set[str]:

@@ -7,7 +7,7 @@ from collections.abc import AsyncGenerator, Callable
 from typing import Any
 
 from starlette.types import Message
-from transformers.utils.logging import disable_progress_bar
+from transformers.utils import logging as transformers_logging
 
 from skipstone.models.engines.native.threads import VARIABLE
 from skipstone.serving import logs, tracing
@@ -35,7 +35,7 @@ class Replica:
     async def __init__(self, load: Callable[[], tuple[Any, Any]], settings: Settings, threads: int, log_format: str) -> None:
         """Returns when the model is loaded. ValueError, with the reason where it is known, if it cannot be."""
         os.environ.setdefault(VARIABLE, str(threads))
-        disable_progress_bar()
+        transformers_logging.disable_progress_bar()
         logs.set_up(log_format)
         tracing.set_up()
         wrong: list[Exception] = []

@@ -62,8 +62,8 @@ class LayerSkipTrainer(Trainer):
         self._refuse()
         if self.is_fsdp_enabled:
             sharding.check(self.model, self.accelerator, args.muon_learning_rate is not None)
-        self._modules = DecoderModules(self.model)
-        self.recipe = check(self._modules, args)
+        self._decoder = DecoderModules(self.model)
+        self.recipe = check(self._decoder, args)
         self._teacher: Any = teacher
         self._distillation_ids = None if distillation_ids is None else torch.tensor(distillation_ids, device=args.device)
         if teacher is not None:
@@ -109,7 +109,7 @@ class LayerSkipTrainer(Trainer):
         if steps <= 0:
             steps = self.set_initial_training_values(self.args, self.get_train_dataloader())[-1]
         seed, chunk = self.args.seed, self.args.loss_chunk
-        self.objective = Objective(self._modules, self.recipe, steps, seed, chunk, self._teacher, self._distillation_ids)
+        self.objective = Objective(self._decoder, self.recipe, steps, seed, chunk, self._teacher, self._distillation_ids)
         if self.started != (now := layout_of(self.args.deciding())):
             self.objective.elsewhere = (self.started, now, self.args.process_index)
         with self.objective.installed():
@@ -231,7 +231,7 @@ class LayerSkipTrainer(Trainer):
         def measure() -> ExitQuality:
             size = self.args.per_device_eval_batch_size
             chosen = (size, self.args.eval_exits, self.args.loss_chunk, self.data_collator)
-            return exit_quality(self.model, rows, *chosen, self._modules)
+            return exit_quality(self.model, rows, *chosen, self._decoder)
 
         if not sharding.is_sharded(self.model):
             return measure()
