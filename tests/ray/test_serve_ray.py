@@ -204,7 +204,7 @@ def test_more_than_may_wait_are_told_to_come_again_and_health_answers(two: Proce
 
     async def go() -> list[tuple[int, httpx.Headers, str]]:
         async with caller(two.url) as http:
-            asked = [asyncio.create_task(status(http)) for _ in range(2 * ROWS + WAITING + 3)]
+            asked = [asyncio.create_task(status(http)) for _ in range(8 * (2 * ROWS + WAITING))]
             refused, _ = await asyncio.wait(asked, timeout=60, return_when=asyncio.FIRST_COMPLETED)
             assert (await http.get("/health")).status_code == 200
             for one in asked:
