@@ -87,14 +87,15 @@ def server(program: str, arguments: list[str]) -> Iterator[Callable[[list[int], 
     process = subprocess.Popen([program, *arguments, *own], stdout=quiet, stderr=quiet)
     try:
         with httpx.Client(base_url=f"http://{HOST}:{port}", timeout=PATIENCE) as http:
-            _wait(process, http)
+            wait_until_ready(process, http)
             yield lambda ids, new: _asked(http, ids, new)
     finally:
         process.terminate()
         process.wait()
 
 
-def _wait(process: subprocess.Popen[bytes], http: httpx.Client) -> None:
+def wait_until_ready(process: subprocess.Popen[bytes], http: httpx.Client) -> None:
+    """RuntimeError where a server ends or is not ready in time."""
     deadline = time.monotonic() + READY
     while time.monotonic() < deadline:
         if process.poll() is not None:

@@ -13,22 +13,8 @@ import torch
 import skipstone
 from skipstone.loading import load_model, load_tokenizer, look_up
 from tests.helpers import commandline, families
+from tests.helpers.gguf_names import NAMES
 
-NAMES = {
-    "token_embd": "model.embed_tokens",
-    "output_norm": "model.norm",
-    "output": "lm_head",
-    "attn_norm": "input_layernorm",
-    "attn_q": "self_attn.q_proj",
-    "attn_k": "self_attn.k_proj",
-    "attn_v": "self_attn.v_proj",
-    "attn_output": "self_attn.o_proj",
-    "ffn_norm": "post_attention_layernorm",
-    "ffn_gate": "mlp.gate_proj",
-    "ffn_up": "mlp.up_proj",
-    "ffn_down": "mlp.down_proj",
-}
-"""llama.cpp's names of a Llama's parameters, and transformers'."""
 LAYERSKIP = skipstone.LayerSkip(exit_layer=2, num_speculative_tokens=3)
 
 

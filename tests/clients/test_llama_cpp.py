@@ -8,7 +8,6 @@ from __future__ import annotations
 import os
 import shutil
 import subprocess
-import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -18,6 +17,7 @@ import httpx
 import pytest
 import torch
 
+from recipes.measure.llama_cpp_draft import wait_until_ready
 from skipstone.export.gguf.file import DRAFT, TARGET, write_pair
 from skipstone.export.gguf.vocabulary import vocabulary_of
 from skipstone.export.layers import Kept
@@ -64,23 +64,10 @@ def served(*arguments: Any) -> Iterator[httpx.Client]:
         httpx.Client(base_url=f"http://{HOST}:{port}", timeout=PATIENCE) as http,
     ):
         try:
-            _wait(process, http)
+            wait_until_ready(process, http)
             yield http
         finally:
             process.terminate()
-
-
-def _wait(process: subprocess.Popen[bytes], http: httpx.Client) -> None:
-    deadline = time.monotonic() + PATIENCE
-    while time.monotonic() < deadline:
-        assert process.poll() is None, f"llama-server has ended with {process.returncode}"
-        try:
-            if http.get("/health").status_code == 200:
-                return
-        except httpx.TransportError:
-            pass
-        time.sleep(0.1)
-    pytest.fail("llama-server was not ready in time")
 
 
 def written(http: httpx.Client, ids: list[int]) -> dict[str, Any]:

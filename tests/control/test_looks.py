@@ -116,3 +116,22 @@ def test_what_is_looked_up_or_recycled_is_held_against_it_as_well() -> None:
 def test_it_drafts_as_far_as_it_wants_where_much_was_won() -> None:
     rich = replace(with_room(50.0), shadow_account=0.0, probe_account=-9.0, current="int4")
     assert control.decide(rich) == control._wanted(rich, ())
+
+
+def lost(done: Done) -> float:
+    """Plain steps that plain ones count as lost."""
+    before = replace(state(1.0), ledger=Ledger())
+    return learning.observe(before, Plan(PLAIN, 1.0, None, ""), done).ledger.overall.debt
+
+
+def test_one_busy_step_does_not_let_the_plain_ones_of_its_plan_count_by_their_seconds() -> None:
+    noisy = 31 * 1.4  # other processes compute now and then: many steps take longer, the median does not
+    assert lost(Done(32, noisy + 1.2, steps=32, busy=(1, 1.2), warm=(31, 1.0))) == pytest.approx(0.2)
+    assert lost(Done(32, noisy + 9.0, steps=32, busy=(1, 9.0), warm=(31, 1.0))) == pytest.approx(0.5), "at most half a step"
+    assert lost(Done(2, 2.6, steps=2, busy=(2, 2.6), warm=(0, 0.0))) == pytest.approx(0.6)
+
+
+def test_plain_steps_behind_a_prompt_lose_nothing_and_behind_a_draft_they_do() -> None:
+    behind_draft = Done(4, 5.0, steps=4, warm=(2, 1.0))
+    assert lost(behind_draft) == pytest.approx(1.0)
+    assert lost(replace(behind_draft, behind_prompt=True)) == 0.0

@@ -28,14 +28,10 @@ def batch(
     method: options.MethodText = None,
     speculative_config: options.MethodConfig = None,
     served_model_name: Annotated[str | None, option("What requests call the model. Default: what --model says.")] = None,
-    max_num_seqs: Annotated[int, grouped("Scheduling", "Texts that are written at a time.", min=1, max=1024)] = 8,
-    max_model_len: Annotated[
-        int | None, grouped("Scheduling", "Most tokens of a text, prompt included. Default: the model's, 4096 at most.", min=2)
-    ] = None,
+    max_num_seqs: options.MaxNumSeqs = 8,
+    max_model_len: options.MaxModelLen = None,
     ray: Annotated[bool, grouped("Ray", "Answer on Ray Data, by an actor a device.", "--ray")] = False,
-    address: Annotated[
-        str | None, grouped("Ray", "Of a running cluster, HOST:PORT or ray://HOST:PORT. Default: a new one, on this machine.")
-    ] = None,
+    address: options.RayAddress = None,
     actors: Annotated[
         int | None, grouped("Ray", "Models that answer. Default: one a GPU, else as many as there are CPUs for.", min=1)
     ] = None,

@@ -156,6 +156,14 @@ TpPlan = Annotated[
     ),
 ]
 
+MaxNumSeqs = Annotated[int, grouped("Scheduling", "Texts that are written at a time.", min=1, max=1024)]
+MaxModelLen = Annotated[
+    int | None, grouped("Scheduling", "Most tokens of a text, prompt included. Default: the model's, 4096 at most.", min=2)
+]
+RayAddress = Annotated[
+    str | None, grouped("Ray", "Of a running cluster, HOST:PORT or ray://HOST:PORT. Default: a new one, on this machine.")
+]
+
 
 def texts_or_bundled(texts: list[str] | None, tokenizer: Any, files: list[Path] | None = None) -> tuple[list[str], list[Any]]:
     """The texts of --prompt or of the files of --prompts, or every fifth bundled one; and their token ids, [T] int64 each.

@@ -25,15 +25,9 @@ LogFormat = Annotated[
 ]
 ApiKey = Annotated[str | None, grouped("Server", f"What clients have to send. Default: the environment variable {API_KEY}.")]
 ServedModelName = Annotated[str | None, grouped("Server", "What clients call the model. Default: the name it was loaded by.")]
-MaxModelLen = Annotated[
-    int | None, grouped("Scheduling", "Most tokens of a text, prompt included. Default: the model's, 4096 at most.", min=2)
-]
 RequestTimeout = Annotated[float | None, grouped("Scheduling", "Seconds after which a request is given up.", min=0.1)]
 DrainTimeout = Annotated[float, grouped("Scheduling", "Seconds that texts have to end when the server is stopped.", min=0)]
 Ray = Annotated[bool, grouped("Ray", "Serve by replicas on Ray Serve.", "--ray")]
-RayAddress = Annotated[
-    str | None, grouped("Ray", "Of a running cluster, HOST:PORT or ray://HOST:PORT. Default: a new one, on this machine.")
-]
 Replicas = Annotated[int | None, grouped("Ray", "Models that answer, always as many. Default: 1.", min=1)]
 MinReplicas = Annotated[
     int | None, grouped("Ray", "Fewest of them, where their number follows the requests. Default: 1.", min=1)
@@ -55,14 +49,14 @@ def serve(
     port: Annotated[int, grouped("Server", "The port; 0 for one that is free.", min=0, max=65535)] = 8000,
     api_key: ApiKey = None,
     served_model_name: ServedModelName = None,
-    max_num_seqs: Annotated[int, grouped("Scheduling", "Texts that are written at a time.", min=1, max=1024)] = 8,
-    max_model_len: MaxModelLen = None,
+    max_num_seqs: options.MaxNumSeqs = 8,
+    max_model_len: options.MaxModelLen = None,
     max_waiting: Annotated[int, grouped("Scheduling", "Requests that wait; more are answered with 429.", min=0)] = 64,
     request_timeout: RequestTimeout = None,
     drain_timeout: DrainTimeout = 30.0,
     log_format: LogFormat = "text",
     ray: Ray = False,
-    ray_address: RayAddress = None,
+    ray_address: options.RayAddress = None,
     replicas: Replicas = None,
     min_replicas: MinReplicas = None,
     max_replicas: MaxReplicas = None,

@@ -48,7 +48,7 @@ LOOK_STEPS = 2
 BEST_CASE = 1.0
 """Tokens a plain step, of a drafter that is always right and takes what it is thought to, from which on it is worth a trial."""
 MOST_AT_STAKE = 12.0
-"""Plain steps that one step loses at most, as a draft is no longer than some."""
+"""Plain steps that may still be lost, from which on no draft is cut: hardly any could lose as many."""
 DRAFTING_AT_ONCE = 6
 """Steps of a drafter whose cost is known well that are decided on at once: only the first one is looked at closely, as a
 decision is to take less time than it saves."""

@@ -14,8 +14,8 @@ CREDIT = 4.0
 """Plain steps that may be lost before anything was won, over all requests: what it takes to look at four drafters or so."""
 REQUEST_CREDIT = 12.0
 """The same in one request, as far as others have won it. Texts begin with what is hard to foretell, and a request that has to
-win back what it lost there drafts no more before it ends. With a credit of 4, some ten of 96 requests of 100 tokens were slower
-than plain decoding; with this one all were faster (docs/methods/auto.md)."""
+win back what it lost there drafts no more before it ends: with a credit of 4 such requests were the slowest of all
+(docs/methods/auto.md)."""
 WINDOW = 1400.0
 """Tokens after which an entry of the account of all requests counts 1/e: what was won long ago is not spent today."""
 
