@@ -1,0 +1,71 @@
+"""A model with the same texts and longer steps: what a method is worth depends on both, and the bundled model's step is a millisecond.
+
+    python recipes/measure/padded.py OUT --width 4096 [--model MODEL] [--dtype float32]
+
+The feed-forward layers of a Llama-like model are padded to --width inner units. What is new has random weights in gate and up
+projections and zeros in the down projection, so that it is read and multiplied at every step and adds exactly nothing. Writes a
+checkpoint with tokenizer and generation_config to OUT, and prints the bytes of weights that a step reads before and after.
+"""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+
+import torch
+from torch import Tensor, nn
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, GenerationConfig, PreTrainedModel
+
+from skipstone.assets import NANO
+
+SEED = 0
+SPREAD = 0.02
+"""Standard deviation of what is new in gate and up projections, as at a model's beginning."""
+
+
+def padded(linear: nn.Linear, weight: Tensor) -> None:
+    """Gives a projection other weights. weight: [outputs, inputs]."""
+    linear.weight = nn.Parameter(weight.to(linear.weight.dtype), requires_grad=False)
+    linear.out_features, linear.in_features = weight.shape
+
+
+def widen(model: PreTrainedModel, width: int) -> None:
+    """Pads the feed-forward layers of a model to so many inner units. ValueError where they have as many or biases."""
+    generator = torch.Generator().manual_seed(SEED)
+    for layer in model.get_submodule("model.layers").children():
+        gate, up, down = (layer.get_submodule(f"mlp.{name}_proj") for name in ("gate", "up", "down"))
+        assert isinstance(gate, nn.Linear) and isinstance(up, nn.Linear) and isinstance(down, nn.Linear)
+        hidden, inner = down.weight.shape
+        if inner >= width or any(one.bias is not None for one in (gate, up, down)):
+            raise ValueError(f"feed-forward layers of {inner} units, without biases, are padded to more, not to {width}")
+        for one in (gate, up):
+            new = torch.randn(width - inner, hidden, generator=generator) * SPREAD  # [width - inner, hidden]
+            padded(one, torch.cat([one.weight.float(), new]))
+        padded(down, torch.cat([down.weight, down.weight.new_zeros(hidden, width - inner)], 1))
+    model.config.intermediate_size = width
+
+
+def size(model: PreTrainedModel) -> float:
+    """Millions of bytes of its weights."""
+    return sum(one.numel() * one.element_size() for one in model.parameters()) / 1e6
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("out", type=Path)
+    parser.add_argument("--model", default=str(NANO))
+    parser.add_argument("--width", type=int, required=True, help="inner units of a feed-forward layer")
+    parser.add_argument("--dtype", default="float32")
+    args = parser.parse_args()
+    config = AutoConfig.from_pretrained(args.model)
+    model = AutoModelForCausalLM.from_pretrained(args.model, config=config, dtype=args.dtype)
+    before = size(model)
+    widen(model, args.width)
+    model.generation_config = GenerationConfig.from_pretrained(args.model)
+    model.save_pretrained(args.out)
+    AutoTokenizer.from_pretrained(args.model).save_pretrained(args.out)
+    print(f"{before:.0f} -> {size(model):.0f} MB of weights in {args.dtype}, {args.out}")
+
+
+if __name__ == "__main__":
+    main()
