@@ -1,4 +1,4 @@
-"""A model with the same texts and longer steps: what a method is worth depends on both, and the bundled model's step is a millisecond.
+"""A model with the same texts and longer steps: what a method is worth depends on both. A step of the bundled model takes 1 ms.
 
     python recipes/measure/padded.py OUT --width 4096 [--model MODEL] [--dtype float32]
 
@@ -23,25 +23,32 @@ SPREAD = 0.02
 """Standard deviation of what is new in gate and up projections, as at a model's beginning."""
 
 
-def padded(linear: nn.Linear, weight: Tensor) -> None:
+def linear(layer: nn.Module, name: str) -> nn.Linear:
+    """A projection of a layer. TypeError where it is none."""
+    found = layer.get_submodule(name)
+    if not isinstance(found, nn.Linear):
+        raise TypeError(f"{name} is a {type(found).__name__}")
+    return found
+
+
+def replace(projection: nn.Linear, weight: Tensor) -> None:
     """Gives a projection other weights. weight: [outputs, inputs]."""
-    linear.weight = nn.Parameter(weight.to(linear.weight.dtype), requires_grad=False)
-    linear.out_features, linear.in_features = weight.shape
+    projection.weight = nn.Parameter(weight.to(projection.weight.dtype), requires_grad=False)
+    projection.out_features, projection.in_features = weight.shape
 
 
 def widen(model: PreTrainedModel, width: int) -> None:
     """Pads the feed-forward layers of a model to so many inner units. ValueError where they have as many or biases."""
     generator = torch.Generator().manual_seed(SEED)
     for layer in model.get_submodule("model.layers").children():
-        gate, up, down = (layer.get_submodule(f"mlp.{name}_proj") for name in ("gate", "up", "down"))
-        assert isinstance(gate, nn.Linear) and isinstance(up, nn.Linear) and isinstance(down, nn.Linear)
+        gate, up, down = (linear(layer, f"mlp.{name}_proj") for name in ("gate", "up", "down"))
         hidden, inner = down.weight.shape
         if inner >= width or any(one.bias is not None for one in (gate, up, down)):
             raise ValueError(f"feed-forward layers of {inner} units, without biases, are padded to more, not to {width}")
         for one in (gate, up):
             new = torch.randn(width - inner, hidden, generator=generator) * SPREAD  # [width - inner, hidden]
-            padded(one, torch.cat([one.weight.float(), new]))
-        padded(down, torch.cat([down.weight, down.weight.new_zeros(hidden, width - inner)], 1))
+            replace(one, torch.cat([one.weight.float(), new]))
+        replace(down, torch.cat([down.weight, down.weight.new_zeros(hidden, width - inner)], 1))
     model.config.intermediate_size = width
 
 
