@@ -13,6 +13,7 @@ from transformers import PreTrainedModel
 import skipstone
 from skipstone.hf import generation
 from skipstone.hf.call import prepare
+from skipstone.models.engines.eager import linear
 from tests.helpers import families
 from tests.helpers.support import assert_same_texts, decode
 
@@ -160,6 +161,16 @@ def test_the_compiled_engine_writes_what_the_eager_engine_writes(rows: int) -> N
         assert graphs[0] > 0
         assert graphs[1] == graphs[2] or text == "auto", "what was met by earlier requests is not recorded again"
     assert not counters["graph_break"]
+
+
+def test_the_compiled_engine_turns_the_linear_layers_of_float32_alone() -> None:
+    """Of its own copies: the model's modules stay."""
+    for dtype, kind in ((torch.float32, linear.Turned), (torch.bfloat16, torch.nn.Linear)):
+        model = families.build("llama").to("cuda", dtype)
+        engine: Any = skipstone.LayeredModel(model, "compiled").engine
+        found = {type(part) for twin in engine._twins for part in twin.modules() if isinstance(part, torch.nn.Linear)}
+        assert found == {kind}
+        assert not any(isinstance(part, linear.Turned) for part in model.modules())
 
 
 WAIT_THEMSELVES = ["qwen3_moe", "gpt_oss", "deepseek_v3"]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Iterator
 
 import pytest
@@ -72,3 +73,29 @@ def test_it_pays_for_plain_float32_linears_only() -> None:
         pass
 
     assert not any(map(linear.pays, [nn.Linear(3, 3).bfloat16(), nn.Linear(3, 3).double(), Own(3, 3), nn.ReLU()]))
+
+
+@pytest.mark.parametrize("bias", [False, True])
+def test_a_turned_layer_has_the_products_of_nn_linear(bias: bool) -> None:
+    torch.manual_seed(0)
+    module = nn.Linear(24, 40, bias=bias)
+    expected_of = copy.deepcopy(module).double()
+    module.__class__ = linear.Turned
+    calls: list[int] = []
+
+    def counted(x: torch.Tensor, *given: torch.Tensor) -> torch.Tensor:
+        calls.append(len(x[0]))
+        return turned(x, *given)
+
+    turned = linear.turned
+    with torch.no_grad(), pytest.MonkeyPatch.context() as patch:
+        patch.setattr(linear, "turned", counted)
+        for rows in (1, 2, 16, 31, 32, 64):
+            x = torch.randn(1, rows, 24)
+            assert torch.allclose(module(x).double(), expected_of(x.double()), atol=1e-6)
+    assert calls == [2, 16, 31], "one row and many are F.linear's"
+
+
+def test_no_layer_on_the_cpu_is_turned() -> None:
+    """tests/test_cuda.py says which are."""
+    assert not any(map(linear.turns, [nn.Linear(3, 3), nn.Linear(3, 3).bfloat16(), nn.ReLU()]))

@@ -157,9 +157,13 @@ def _known(engine: Engine, model: PreTrainedModel) -> dict[str, Any] | None:
 
 def warm_up(model: PreTrainedModel, engines: Iterable[Engine], prompt: Tensor, options: Mapping[str, Any]) -> None:
     """Run every engine once, untimed: first calls allocate, compile kernels and fill caches. options: of the calls to come; a
-    few tokens do, but for engines whose shapes depend on how many are asked for (`long_warm_up`). Later garbage collections
-    leave out what there is then: one over all of it takes as long as some hundred short steps."""
+    few tokens do, but for engines whose shapes depend on how many are asked for (`long_warm_up`). Our compiled engine compiles
+    all graphs that one row of such calls may meet. Later garbage collections leave out what there is then: one over all of it
+    takes as long as some hundred short steps."""
+    engines = list(engines)
     few = {**options, "max_new_tokens": min(WARM_UP_TOKENS, options["max_new_tokens"])}
+    if any(isinstance(engine, Skipstone) for engine in engines):
+        LayeredModel(model).engine.warm_up(1, len(prompt) + options["max_new_tokens"])
     for engine in engines:
         measure(model, engine, prompt, options if getattr(engine, "long_warm_up", False) else few, seed=0)
     gc.collect()

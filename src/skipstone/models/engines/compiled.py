@@ -26,7 +26,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from skipstone.models.engines.eager import attention
+from skipstone.models.engines.eager import attention, linear
 from skipstone.models.engines.eager.eager import EagerEngine
 from skipstone.models.engines.eager.patches import changed
 from skipstone.models.facts import Facts
@@ -349,13 +349,16 @@ class CompiledEngine(EagerEngine):
 
 
 def _twin(module: nn.Module, config: Any) -> Any:
-    """A module with the same parameters, but without what was put on it, and with a config of ours where it has one."""
+    """A module with the same parameters, but without what was put on it. It has a config of ours where it has one, and linear
+    layers of ours where these are faster."""
     twin = copy.copy(module)
     twin.__dict__.pop("forward", None)
     twin._forward_hooks = OrderedDict()  # transformers' own, which only listen: others are refused
     if "config" in twin.__dict__:
         twin.__dict__["config"] = config
     twin._modules = {name: child and _twin(child, config) for name, child in module._modules.items()}
+    if linear.turns(twin):
+        twin.__class__ = linear.Turned
     return twin
 
 

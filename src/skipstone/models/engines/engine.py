@@ -141,6 +141,10 @@ class Engine(Protocol):
         """Whether the engine still computes the model as it is: its weights, hooks and forwards."""
         ...
 
+    def warm_up(self, rows: int, slots: int) -> str:
+        """Compile all that batches of so many rows and so many slots may meet, where it compiles at all. Returns `detail`."""
+        ...
+
     def embed(self, tokens: Tensor, positions: Tensor) -> Tensor:
         """[B, n] ids and positions -> [B, n, d], the states that enter layer 0."""
         ...

@@ -2,10 +2,14 @@
 
 With grouped key/value heads and a mask, transformers' sdpa copies every cached key and value once per query head and pass.
 Here the queries of a group are laid out as more rows of one head instead, so nothing is copied; the mask comes in that layout.
+
+On a GPU torch's kernel for float32 with a mask reads one row's keys and values of a head in one block of threads, one after
+the other. A compiled graph takes two products and a softmax in its place (recipes/measure/cuda_kernels.py).
 """
 
 from typing import Any
 
+import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers.modeling_utils import AttentionInterface
@@ -34,13 +38,27 @@ def attend(
     if attention_mask is None:  # the very call that transformers makes, so that plain decoding rounds alike
         causal, grouped = width > 1, groups > 1
         output = F.scaled_dot_product_attention(query, key, value, is_causal=causal, scale=scaling, enable_gqa=grouped)
-    elif groups == 1:
-        output = F.scaled_dot_product_attention(query, key, value, attn_mask=attention_mask, scale=scaling)
     else:
         packed = query.reshape(rows, key.shape[1], groups * width, size)
-        output = F.scaled_dot_product_attention(packed, key, value, attn_mask=attention_mask, scale=scaling)
+        if stepwise(query):
+            output = in_steps(packed, key, value, attention_mask, scaling)
+        else:
+            output = F.scaled_dot_product_attention(packed, key, value, attn_mask=attention_mask, scale=scaling)
         output = output.reshape(rows, heads, width, value.shape[3])
     return output.transpose(1, 2).contiguous(), None
+
+
+def in_steps(query: Tensor, key: Tensor, value: Tensor, mask: Tensor, scaling: float | None) -> Tensor:
+    """The same by two products and a softmax, float32. query: [b, heads, n, d]. key, value: [b, heads, extent, d]. mask:
+    [b, 1, n, extent], bool (what is seen) or added. Returns [b, heads, n, d]."""
+    scores = query @ key.transpose(2, 3) * (query.shape[3] ** -0.5 if scaling is None else scaling)  # [b, heads, n, extent]
+    scores = scores.masked_fill(~mask, -torch.inf) if mask.dtype == torch.bool else scores + mask
+    return scores.softmax(-1) @ value
+
+
+def stepwise(query: Tensor) -> bool:
+    """Whether `in_steps` is faster: in a graph that is compiled for a GPU, in float32."""
+    return query.is_cuda and query.dtype == torch.float32 and torch.compiler.is_compiling()
 
 
 AttentionInterface.register(NAME, attend)

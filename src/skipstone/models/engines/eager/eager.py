@@ -62,6 +62,10 @@ class EagerEngine:
         """Always: the modules are the model's own."""
         return True
 
+    def warm_up(self, rows: int, slots: int) -> str:
+        """As in `Engine`: there is nothing to compile."""
+        return self.detail
+
     def embed(self, tokens: Tensor, positions: Tensor) -> Tensor:
         """[B, n] ids and positions -> [B, n, d], the states that enter layer 0."""
         return self.family.embed(self.decoder, self.config, tokens, positions).to(self._home)

@@ -1,8 +1,9 @@
-"""Linear layers over a few rows in float32 on the CPU, in the place of nn.Linear's forward while skipstone runs a model.
+"""Linear layers over a few rows in float32, in the place of nn.Linear's forward while skipstone runs a model.
 
-There `F.linear` reads the weights in one thread for one row, and takes several times as long for 2 to 8 (docs/performance.md).
-One row against the weights in as many blocks as there are threads, and W x^T for more, have neither cliff in MKL. Only the
-order of summation differs.
+On the CPU `F.linear` reads the weights in one thread for one row, and takes several times as long for 2 to 8
+(docs/performance.md). One row against the weights in as many blocks as there are threads, and W x^T for more, have neither
+cliff in MKL. On a GPU cuBLAS takes several times as long for some numbers of rows than for W x^T. Only the order of summation
+differs.
 """
 
 import math
@@ -14,7 +15,9 @@ from torch import Tensor, nn
 from skipstone.models.packed import PackedWeight
 
 _PLAIN = (Tensor, nn.Parameter, PackedWeight)
-FEW_ROWS = 8  # rows up to which W x^T is faster than F.linear
+FEW_ROWS = 8  # rows up to which W x^T is faster than F.linear on the CPU
+TURNED_ROWS = range(2, 32)
+"""Rows for which W x^T is as fast as F.linear on a GPU, or up to eight times as fast (recipes/measure/cuda_kernels.py)."""
 
 
 def pays(module: nn.Module) -> bool:
@@ -29,6 +32,27 @@ def pays(module: nn.Module) -> bool:
     )
 
 
+def turned(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    """x W^T + bias as W x^T. x: [..., d_in]. weight: [d_out, d_in]. bias: [d_out]. Returns [..., d_out]."""
+    columns = x.reshape(-1, x.shape[-1]).t()  # [d_in, rows]
+    product = weight @ columns if bias is None else torch.addmm(bias[:, None], weight, columns)  # [d_out, rows]
+    return product.t().reshape(*x.shape[:-1], -1).contiguous()
+
+
+def turns(module: nn.Module) -> bool:
+    """Whether a module is better run as `Turned`: a plain float32 linear layer on a GPU."""
+    plain = type(module) is nn.Linear and type(module.weight) in _PLAIN
+    return plain and module.weight.is_cuda and module.weight.dtype == torch.float32
+
+
+class Turned(nn.Linear):
+    """A linear layer that computes W x^T where that is faster on a GPU. x: [..., d_in] -> [..., d_out]."""
+
+    def forward(self, input: Tensor) -> Tensor:
+        rows = input.numel() // input.shape[-1]
+        return (turned if rows in TURNED_ROWS else F.linear)(input, self.weight, self.bias)
+
+
 def few_rows(module: nn.Linear, x: Tensor) -> Tensor:
     """x W^T + bias. x: [..., d_in] -> [..., d_out]."""
     weight, bias = module.weight, module.bias
@@ -36,9 +60,7 @@ def few_rows(module: nn.Linear, x: Tensor) -> Tensor:
     if rows > FEW_ROWS:
         return F.linear(x, weight, bias)
     if rows > 1:
-        columns = x.reshape(rows, -1).t()  # [d_in, rows]
-        product = weight @ columns if bias is None else torch.addmm(bias[:, None], weight, columns)
-        return product.t().reshape(*x.shape[:-1], -1).contiguous()
+        return turned(x, weight, bias)
     blocks = math.gcd(weight.shape[0], torch.get_num_threads()) if weight.is_contiguous() else 1
     if blocks == 1:
         return F.linear(x, weight, bias)
