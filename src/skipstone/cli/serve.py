@@ -129,7 +129,7 @@ def _replicate(
     installed("ray.serve", "--ray needs Ray Serve", "ray")
     from skipstone.serving.ray.cluster import Share, weights
     from skipstone.serving.ray.serve import Place, Scale, listen
-    from skipstone.serving.server import Settings
+    from skipstone.serving.settings import Settings
 
     cpus, gpus, model, address = share
     scale = Scale(least, most, Share(cpus, gpus, weights(model)), address)
@@ -143,7 +143,8 @@ def _listen(
     _expect_packages()
     from skipstone.serving import logs, tracing
     from skipstone.serving.listening import listen
-    from skipstone.serving.server import Server, Settings
+    from skipstone.serving.server import Server
+    from skipstone.serving.settings import Settings
 
     logs.set_up(log_format)
     tracing.set_up()

@@ -6,7 +6,6 @@ import logging
 import time
 from collections.abc import AsyncGenerator, Awaitable, Callable
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
 from typing import Any, TypeVar
 
 from skipstone.hf.call import resolve_for
@@ -18,28 +17,13 @@ from skipstone.serving.grammar import Grammar
 from skipstone.serving.jobs import CANCELLED, FAILED, STOP, Ended, Event, Job, Piece, Refused, joined
 from skipstone.serving.metrics import Metrics
 from skipstone.serving.schemas import ChatBody
+from skipstone.serving.settings import Settings
 from skipstone.serving.tools import MARKS, Calls
 from skipstone.serving.watch import begun
 from skipstone.serving.writing import Writer
 
 logger = logging.getLogger(__name__)
 Found = TypeVar("Found")
-
-
-@dataclass(frozen=True)
-class Settings:
-    """name: that clients call the model by. method: as in `skipstone.generate`. rows: texts that are written at a time.
-    capacity: most tokens of a text, its prompt included; None for the model's own limit, MOST_CAPACITY at most. waiting: most
-    texts that wait. seconds: that one may take, None for any time. drain: seconds that texts have to end when the server is
-    stopped."""
-
-    name: str = "skipstone-nano"
-    method: Any = None
-    rows: int = 8
-    capacity: int | None = None
-    waiting: int = 64
-    seconds: float | None = None
-    drain: float = 30.0
 
 
 WHY = {

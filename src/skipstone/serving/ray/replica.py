@@ -12,7 +12,8 @@ from transformers.utils import logging as transformers_logging
 from skipstone.models.engines.native.threads import VARIABLE
 from skipstone.serving import logs, tracing
 from skipstone.serving.app import make_app
-from skipstone.serving.server import Server, Settings
+from skipstone.serving.server import Server
+from skipstone.serving.settings import Settings
 
 LOOK = 0.05
 """Seconds between two looks at whether the model is loaded."""

@@ -12,13 +12,17 @@ from typing import Any
 from skipstone.extras import installed
 from skipstone.serving.ray.cluster import NEED, Share, check_free, check_room, connect, reason
 from skipstone.serving.ray.ingress import NAME, REPLICA, Ingress
-from skipstone.serving.server import Settings
+from skipstone.serving.settings import Settings
 
 ROUTER = "skipstone.serving.ray.router:SessionRouter"
+REPLICAS = "skipstone.serving.ray.replica.Replica"
+"""What only the replicas themselves import, by its name: it brings torch and transformers, which take seconds and memory."""
 FRONTED = 16
 """Replicas that one front serves."""
 BUSY = 0.75
 """Share of a replica's rows that are to be taken: more requests, running or waiting, ask for another replica."""
+REPORTS = 5
+"""Times that fronts and replicas tell of their requests while Serve looks at the load before it adds a replica."""
 LOOK = 2.0
 """Seconds between two looks at whether a replica is healthy: a dead one is replaced after the next one."""
 STARTS = 2
@@ -55,7 +59,6 @@ class Place:
 def application(load: Callable[[], tuple[Any, Any]], settings: Settings, scale: Scale, api_key: str | None, form: str) -> Any:
     """What `serve.run` takes. form: of the log."""
     serve = installed("ray.serve", NEED, "ray")
-    replica = installed("skipstone.serving.ray.replica", NEED, "ray").Replica
     share = scale.share
     replicas = serve.deployment(
         name=REPLICA,
@@ -68,7 +71,7 @@ def application(load: Callable[[], tuple[Any, Any]], settings: Settings, scale: 
         request_router_config={"request_router_class": ROUTER},
         logging_config=QUIET,
         **_numbers(scale, settings.rows),
-    )(replica)
+    )(REPLICAS)
     fronts = serve.deployment(
         name="front",
         num_replicas=math.ceil(scale.most / FRONTED),
@@ -86,7 +89,9 @@ def _numbers(scale: Scale, rows: int) -> dict[str, Any]:
     if scale.least == scale.most:
         return {"num_replicas": scale.least}
     target = max(1.0, BUSY * rows)
-    delays = {"upscale_delay_s": scale.up, "downscale_delay_s": scale.down, "look_back_period_s": max(scale.up, 1.0)}
+    seen = max(scale.up, 1.0)
+    delays = {"upscale_delay_s": scale.up, "downscale_delay_s": scale.down}
+    delays |= {"look_back_period_s": seen, "metrics_interval_s": seen / REPORTS}
     return {
         "autoscaling_config": {
             "min_replicas": scale.least,
