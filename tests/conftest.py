@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
+import functools
 import gc
 import os
 from collections.abc import Iterator
 
 import pytest
 
+os.environ.setdefault("HF_HUB_OFFLINE", "1")
+"""A name that is no folder would be asked for at the hub, again and again where there is no network. Set before a folder's
+conftest.py imports what reads it."""
+
 
 def pytest_configure(config: pytest.Config) -> None:
     """Not in the process that only hands out tests: importing torch takes a second. The native engine would measure how many
-    threads are fastest, and costs that were kept for one number of threads are measured anew for another. A name that is no
-    folder would be asked for at the hub, again and again where there is no network."""
-    os.environ.setdefault("HF_HUB_OFFLINE", "1")
+    threads are fastest, and costs that were kept for one number of threads are measured anew for another."""
     if hasattr(config, "workerinput") or not config.getoption("numprocesses", None):
         import torch
 
@@ -32,6 +35,16 @@ def _own_cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
     """What is kept between runs lies in a folder of the tests, not in the user's."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("SKIPSTONE_CACHE", str(tmp_path_factory.mktemp("cache")))
+        yield
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _bandwidth_once() -> Iterator[None]:
+    """How fast this machine's memory is takes a second to measure, and every benchmark asks."""
+    from skipstone.timing import machine
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(machine, "bandwidth", functools.cache(machine.bandwidth))
         yield
 
 

@@ -269,7 +269,7 @@ def serving(monkeypatch: pytest.MonkeyPatch, cache: Any) -> Iterator[Hub]:
     hub = Hub()
     server = ThreadingHTTPServer(("127.0.0.1", 0), type("Bound", (Handler,), {"hub": hub}))
     hub.address = f"http://127.0.0.1:{server.server_address[1]}"
-    thread = threading.Thread(target=server.serve_forever, daemon=True)
+    thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.01}, daemon=True)
     thread.start()
     use(monkeypatch, hub.address, cache)
     fetching.fetch.cache_clear()

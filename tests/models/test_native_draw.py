@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import pytest
@@ -14,8 +15,10 @@ from skipstone import Sampling
 from skipstone.decoding.noise import TARGET, Noise
 from skipstone.decoding.sampling import Sampler, Warpable, Warping
 from skipstone.models.engines.native import library
+from skipstone.models.layered import LayeredModel
 from tests.helpers import families
 from tests.helpers.native import native
+from tests.helpers.pairwise import all_but
 
 pytestmark = [
     pytest.mark.skipif(library.missing() is not None, reason=str(library.missing())),
@@ -37,9 +40,14 @@ SETTINGS = [
 ]
 
 
+@functools.cache
+def engine() -> LayeredModel:
+    return native(families.build("llama"))
+
+
 def drawn(logits: Tensor, rows: list[Sampling | None], noise: Noise, position: Tensor) -> Tensor:
     """What the engine draws; -1 for a row that it leaves."""
-    draw = native(families.build("llama")).engine_draw
+    draw = engine().engine_draw
     assert draw is not None
     return draw(logits, Warping(rows, CPU).engine_warps, noise.counters(position, TARGET))
 
@@ -54,7 +62,7 @@ def expected(logits: Tensor, row: Sampling, noise: Noise, position: Tensor) -> i
     return int(noise.race(p, position, TARGET).argmax())
 
 
-@pytest.mark.parametrize("vocabulary", [102, pytest.param(700, marks=pytest.mark.slow), 5000])
+@pytest.mark.parametrize("vocabulary", all_but([102], [102, 700, 5000]))
 def test_draws_are_those_of_transformers_warpers(vocabulary: int) -> None:
     dice = torch.Generator().manual_seed(vocabulary)
     several: list[int] = []
