@@ -6,6 +6,7 @@ import copy
 import random
 from typing import Any
 
+import pytest
 import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
@@ -21,6 +22,7 @@ from tests.helpers import families
 
 FAMILIES = list(RECIPES)
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
+EACH_DTYPE = [pytest.param(dtype, id=str(dtype)) for dtype in DTYPES]
 LENGTH = 64  # tokens of a text: eight windows
 ALLOWED = 8  # times the error that torch's own float32 has
 

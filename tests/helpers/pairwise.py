@@ -6,7 +6,7 @@ every pair (a covering array of strength two).
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from itertools import combinations, product
 from typing import Any
 
@@ -40,9 +40,29 @@ def crossed(**factors: Iterable[Any]) -> pytest.MarkDecorator:
 
     A factor's values may be `pytest.param`s with ids and marks of their own; a value that is slow by itself needs no fast cell.
     """
+    return _parametrized(factors, covering)
+
+
+def in_turn(**factors: Iterable[Any]) -> pytest.MarkDecorator:
+    """`crossed` with fewer fast cells: every value of the first factor is in one, and the cells of the others take turns.
+
+    For products whose cells take long, where the first factor is what the test is about.
+    """
+    return _parametrized(factors, _turns)
+
+
+def _turns(sizes: Sequence[int]) -> list[tuple[int, ...]]:
+    others = list(product(*map(range, sizes[1:])))
+    return [(index, *others[index % len(others)]) for index in range(sizes[0])]
+
+
+def _parametrized(
+    factors: dict[str, Iterable[Any]], choose: Callable[[Sequence[int]], list[tuple[int, ...]]]
+) -> pytest.MarkDecorator:
+    """choose: the fast cells of a product of such sizes, which has no value that is slow by itself."""
     values = [[value if _is_param(value) else pytest.param(value) for value in given] for given in factors.values()]
     fast = [[index for index, value in enumerate(column) if not _slow(value)] for column in values]
-    chosen = {tuple(fast[i][place] for i, place in enumerate(cell)) for cell in covering(list(map(len, fast)))}
+    chosen = {tuple(fast[i][place] for i, place in enumerate(cell)) for cell in choose(list(map(len, fast)))}
     rows = []
     for cell in product(*(range(len(column)) for column in values)):
         params: list[Any] = [column[index] for column, index in zip(values, cell, strict=True)]

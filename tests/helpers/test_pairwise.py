@@ -6,7 +6,7 @@ from itertools import combinations, product
 
 import pytest
 
-from tests.helpers.pairwise import covering, crossed
+from tests.helpers.pairwise import covering, crossed, in_turn
 
 
 @pytest.mark.parametrize(
@@ -28,3 +28,11 @@ def test_the_rest_of_a_product_is_slow() -> None:
         ((1, "y", 0.5), "1-y-0.5", ["slow"]),
         ((1, "y", None), "1-y-None", ["slow"]),
     ]
+
+
+def test_of_a_product_in_turn_every_first_value_has_one_fast_cell_and_the_others_all_occur() -> None:
+    values = in_turn(a=range(5), b=["x", pytest.param("y", marks=pytest.mark.slow), "z"], c=[True, False]).args[1]
+    assert [one.values for one in values] == list(product(range(5), "xyz", [True, False]))
+    fast = [one.values for one in values if not one.marks]
+    assert fast == [(0, "x", True), (1, "x", False), (2, "z", True), (3, "z", False), (4, "x", True)]
+    assert all([mark.name for mark in one.marks] == ["slow"] for one in values if one.values not in fast)
