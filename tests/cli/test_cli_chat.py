@@ -226,6 +226,7 @@ def _hears_ctrl_c() -> None:
     signal.signal(signal.SIGINT, signal.SIG_DFL)
 
 
+@pytest.mark.slow
 def test_ctrl_c_of_a_process(endless: Path, tmp_path: Path) -> None:
     file, pipe = tmp_path / "saved.json", subprocess.PIPE
     command = [sys.executable, "-m", "skipstone", "chat", str(endless), *LAYERSKIP, "--max-new-tokens", "100000"]

@@ -29,6 +29,7 @@ from skipstone.control.state import (
     State,
     Steady,
 )
+from tests.helpers.pairwise import all_but
 from tests.helpers.simulator import MACHINES, Log, Workload, best_fixed, drive, first_state, workloads
 
 TOKENS = 8000
@@ -65,7 +66,7 @@ SEEDS = (0, 1, 2)
 """Of the times' noise: one of fifty runs believes in a change of the pace at a bad moment and loses a tenth."""
 
 
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", all_but(QUICK[:1], workloads(TOKENS, 1)))
 def test_a_machine_that_is_slower_for_a_while_changes_little(name: str) -> None:
     """All takes 1.7 times as long for 600 of 1,800 tokens, in turns. Were that taken for a property of the drafters, the best
     ones would rest for long, as nothing but they themselves could say that they are as cheap as ever."""
@@ -82,6 +83,7 @@ def test_a_machine_that_is_slower_for_a_while_changes_little(name: str) -> None:
         assert log.switches <= 25 * TOKENS / 1000
 
 
+@pytest.mark.slow
 def test_where_nothing_pays_it_decodes_plainly_and_where_much_does_it_does_that() -> None:
     works = workloads(TOKENS, 1)
     _, nothing = run(works["creative, nano"])
@@ -127,6 +129,7 @@ def chains_with(calibration: Logistic) -> float:
     return sum(rates) / len(rates)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("ablation", [Mean(), Raw()], ids=["no confidence", "no calibration"])
 def test_confidence_is_worth_something_and_so_is_its_calibration(ablation: Logistic) -> None:
     """On "code" and "flips" calibration decides nothing: 1.00 of the rate without it."""
@@ -149,6 +152,7 @@ def with_wrong_costs(ledger: Ledger) -> Log:
     return drive(work.world(17), machine, state, lookups=False, learns=False)
 
 
+@pytest.mark.slow
 def test_the_ledger_holds_where_all_costs_are_wrong() -> None:
     kept, lost = with_wrong_costs(Ledger()), with_wrong_costs(Ledger(slack=1e9))
     assert kept.rate >= 0.975

@@ -27,6 +27,7 @@ from skipstone.models.engines.native import library
 from tests.helpers import planted
 from tests.helpers.enumeration import EXACT, PROMPT, VOCAB, Law, Pushing, Tabled, distance, exact_law, loop_law, proves
 from tests.helpers.machine import llama
+from tests.helpers.pairwise import all_but
 from tests.helpers.trees import Trees
 
 
@@ -65,6 +66,7 @@ def test_stopping_on_a_fixed_confidence_keeps_the_law(model: Any) -> None:
     assert seen.lengths >= {1, 2}
 
 
+@pytest.mark.slow
 def test_an_adaptive_confidence_threshold_keeps_the_law(model: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """Draft lengths that depend on what became of earlier drafts. The step is made so large that the threshold does move
     past the confidences within one text."""
@@ -154,7 +156,7 @@ NATIVE: dict[str, tuple[Any, dict[str, Any]]] = {
 
 
 @pytest.mark.skipif(library.missing() is not None, reason=str(library.missing()))
-@pytest.mark.parametrize("name", NATIVE)
+@pytest.mark.parametrize("name", all_but(["layerskip, warpers", "trees"], NATIVE))
 def test_the_law_is_exact_on_the_native_engine(name: str) -> None:
     """To 1e-9, although it computes in float32: what it computes for a token has the same bits in every pass."""
     method, settings = NATIVE[name]

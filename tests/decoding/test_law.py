@@ -122,6 +122,7 @@ def conditionals(llm: Any, ids: Tensor, vocab: int) -> tuple[Tensor, Tensor, Ten
     return p[0, 0, last], p[:, 0, last + 1], p[:, :, last + 2], q[:, 0, last + 1]
 
 
+@pytest.mark.slow
 def test_layerskip_standard_passes_a_chi_square() -> None:
     """Two tokens of a decoding step with room for two drafts, 10,000 seeds, against the exact law, at alpha 1e-6.
 

@@ -119,11 +119,11 @@ def assert_given_nodes_are_one_hot(rows: list[list[float]], seed: int) -> None:
     assert distance(explore(step), exact_law(target, 3, vocab)) < EXACT
 
 
-@settings(max_examples=25, deadline=None, derandomize=True)
-@given(distributions(4), st.integers(0, 10_000))
-def test_leviathan_takes_nodes_that_were_not_drawn_as_one_hot(rows: list[list[float]], seed: int) -> None:
+@pytest.mark.parametrize("examples", [5, pytest.param(25, marks=pytest.mark.slow)])
+def test_leviathan_takes_nodes_that_were_not_drawn_as_one_hot(examples: int) -> None:
     """`stochastic` False: the token is given (a lookup, say)."""
-    assert_given_nodes_are_one_hot(rows, seed)
+    tried = given(distributions(4), st.integers(0, 10_000))(assert_given_nodes_are_one_hot)
+    settings(max_examples=examples, deadline=None, derandomize=True)(tried)()
 
 
 @settings(max_examples=25, deadline=None, derandomize=True)

@@ -5,6 +5,7 @@ The method of docs/add-a-method.md is added to a copy of the repository, and the
 
 from __future__ import annotations
 
+import ast
 import os
 import re
 import shutil
@@ -17,6 +18,7 @@ import pytest
 from tests.helpers.snippets import ROOT, blocks
 
 PAGE = ROOT / "docs" / "add-a-method.md"
+METHOD = "src/skipstone/methods/bigram.py"
 REGISTRY = "src/skipstone/methods/__init__.py"
 ROWS = "tests/helpers/conformance.py"
 DRIVER = '''
@@ -56,7 +58,7 @@ def house(tmp_path: Path) -> Path:
     for path in ROOT.iterdir():
         if path.name in ("docs", "recipes", "pyproject.toml", "Makefile") or path.suffix == ".md":
             (tmp_path / path.name).symlink_to(path)
-    (tmp_path / "src/skipstone/methods/bigram.py").write_text(marked("<!-- file -->"))
+    (tmp_path / METHOD).write_text(marked("<!-- file -->"))
     imported = "from skipstone.methods.bigram import BigramLookup"
     insert(tmp_path / REGISTRY, "from skipstone.methods.autoregressive", imported)
     insert(tmp_path / REGISTRY, "METHODS: dict", marked("<!-- registry -->"))
@@ -69,12 +71,24 @@ def house(tmp_path: Path) -> Path:
     return tmp_path
 
 
+def test_the_page_has_code_for_all_three_places(house: Path) -> None:
+    method = next(
+        node for node in ast.parse(marked("<!-- file -->")).body if isinstance(node, ast.ClassDef) and node.decorator_list
+    )
+    for place in (METHOD, REGISTRY, ROWS):
+        text = (house / place).read_text()
+        ast.parse(text)
+        assert method.name in text
+    assert (house / REGISTRY).read_text().count(method.name) == (house / ROWS).read_text().count(method.name) == 2
+
+
+@pytest.mark.slow
 def test_nothing_else_needs_to_be_touched(house: Path) -> None:
     (house / "tests/cli/test_driver.py").write_text(DRIVER)
     cells = "bigram and (mistral or meet_on_a_llama)"
     rest = "every_method or labels or test_house or methods_table or methods_lists or command_line_knows"
     files = ["methods/test_methods.py", "documents/test_house.py", "documents/test_readme.py", "cli/test_cli_methods.py"]
-    command = [sys.executable, "-m", "pytest", "-q", "-rA", "-p", "no:cacheprovider", "-p", "no:xdist", "-m", "not slow"]
+    command = [sys.executable, "-m", "pytest", "-q", "-rA", "-p", "no:cacheprovider", "-p", "no:xdist"]
     command += ["-k", f"({cells}) or {rest}", *(f"tests/{file}" for file in files), "tests/cli/test_driver.py"]
     environment = {**os.environ, "PYTHONPATH": str(house / "src"), "OMP_NUM_THREADS": "1"}
     done = subprocess.run(command, cwd=house, env=environment, capture_output=True, text=True, check=False)

@@ -21,6 +21,7 @@ from skipstone.models.layered import LayeredModel
 from tests.helpers import conformance
 from tests.helpers.byte_level import CORPUS, RULES, SIZE, TEXT, byte_level, plain, splitting
 from tests.helpers.gguf_names import NAMES
+from tests.helpers.pairwise import in_turn
 
 EXIT = conformance.EXIT
 FIRST = Kept(tuple(range(EXIT)), 4)
@@ -114,8 +115,7 @@ def test_a_pair_drafts_here_as_it_does_there(tmp_path: Path) -> None:
     assert 0 < found.stats.accepted < found.stats.drafted
 
 
-@pytest.mark.parametrize("begins", [False, True])
-@pytest.mark.parametrize("rule", RULES)
+@in_turn(rule=RULES, begins=[False, True])
 def test_the_tokenizer_is_in_the_file(rule: str, begins: bool, tmp_path: Path) -> None:
     model, tokenizer = plain("llama"), byte_level(rule, begins)
     folder = tmp_path / "pair"

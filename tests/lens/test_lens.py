@@ -72,6 +72,7 @@ def test_costs_are_of_every_layer() -> None:
     assert set(found.rows) == set(LENGTHS)
 
 
+@pytest.mark.slow
 def test_pictures_are_written(tmp_path: Path) -> None:
     from matplotlib.image import imread
 

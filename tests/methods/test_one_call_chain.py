@@ -24,6 +24,7 @@ from skipstone.models.kvstore import KVStore
 from skipstone.models.layered import LayeredModel
 from tests.helpers import families
 from tests.helpers.machine import start
+from tests.helpers.pairwise import crossed
 
 pytestmark = [
     pytest.mark.skipif(library.missing() is not None, reason=str(library.missing())),
@@ -155,9 +156,7 @@ METHODS: dict[str, Any] = {
 }
 
 
-@pytest.mark.parametrize("threshold", [None, 0.3, 0.9, "adaptive"])
-@pytest.mark.parametrize("method", METHODS)
-@pytest.mark.parametrize("family", ["llama", "gemma2"])
+@crossed(family=["llama", "gemma2"], method=METHODS, threshold=[None, 0.3, 0.9, "adaptive"])
 def test_one_call_drafts_what_single_tokens_draft(family: str, method: str, threshold: Any) -> None:
     drafts, _ = assert_alike(family, METHODS[method](threshold), requests(3, frozenset()))
     most = [draft.most for draft in drafts if draft.most is not None]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import math
 from collections.abc import Callable
@@ -33,6 +34,7 @@ from skipstone.models.engines.native import library
 from skipstone.models.layered import LayeredModel
 from tests.helpers.enumeration import VOCAB, Pushing, proves
 from tests.helpers.machine import llama, near, prompt, start
+from tests.helpers.pairwise import all_but, crossed, in_turn
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*x the speed of plain decoding:RuntimeWarning")
 
@@ -105,9 +107,7 @@ def plain(layered: LayeredModel, asked: list[Request]) -> list[list[int]]:
 # ------------------------------------------------------------------------------------------------- texts and drafts
 
 
-@pytest.mark.parametrize("rows", [1, 2])
-@pytest.mark.parametrize("engine", ENGINES)
-@pytest.mark.parametrize("name", METHODS)
+@crossed(name=METHODS, engine=ENGINES, rows=(1, 2))
 def test_greedy_drafts_are_on_the_list_and_texts_stay(
     name: str, engine: str, rows: int, model: Any, draft: Any, listed: str
 ) -> None:
@@ -123,8 +123,7 @@ def test_greedy_drafts_are_on_the_list_and_texts_stay(
     assert 0 < accepted < len(drafted)
 
 
-@pytest.mark.parametrize("engine", ENGINES)
-@pytest.mark.parametrize("name", METHODS)
+@in_turn(name=METHODS, engine=ENGINES)
 def test_coupled_drafts_are_on_the_list_and_texts_stay(name: str, engine: str, model: Any, draft: Any, listed: str) -> None:
     layered = LayeredModel(model, engine)
     for warped in ({"top_p": 0.9}, {"top_k": 7, "min_p": 0.01}):
@@ -136,8 +135,7 @@ def test_coupled_drafts_are_on_the_list_and_texts_stay(name: str, engine: str, m
         assert 0 < accepted < len(drafted)
 
 
-@pytest.mark.parametrize("engine", ENGINES)
-@pytest.mark.parametrize("name", METHODS)
+@in_turn(name=METHODS, engine=ENGINES)
 def test_one_token_and_all_of_them_are_lists_too(name: str, engine: str, model: Any, draft: Any) -> None:
     layered, asked = LayeredModel(model, engine), requests(2, new=12)
     expected, free, _ = texts_and_drafts(METHODS[name](draft, "standard"), layered, asked)
@@ -200,8 +198,13 @@ class Watching:
         return scores
 
 
-@pytest.mark.parametrize("rule", ["standard", "coupled"])
-@pytest.mark.parametrize("name", METHODS)
+@pytest.mark.parametrize(
+    ("name", "rule"),
+    all_but(
+        [("layerskip", "standard"), ("swift", "standard"), ("speculative", "coupled")],
+        itertools.product(METHODS, ("standard", "coupled")),
+    ),
+)
 def test_processors_may_leave_nothing_of_the_list(name: str, rule: str, model: Any, draft: Any, listed: str) -> None:
     """No draft goes on there, and no processor is asked about a text that it has forbidden."""
     layered, watching = LayeredModel(model, "eager"), Watching()
@@ -219,6 +222,7 @@ def test_processors_may_leave_nothing_of_the_list(name: str, rule: str, model: A
             assert not wrong, "a token was drafted that its processors forbid"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
 def test_adasds_figures_are_numbers(temperature: float, model: Any, draft: Any, listed: str) -> None:
     """Entropies and distances where most of the draft model's probabilities are 0, and where nothing is left of the list."""
@@ -236,6 +240,7 @@ def test_adasds_figures_are_numbers(temperature: float, model: Any, draft: Any, 
 # ------------------------------------------------------------------------------------------------- the law
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("listed", [1, 2])
 def test_the_law_is_exact(listed: int) -> None:
     small = llama(vocab=VOCAB, hidden=8, layers=2, head=2.0).double()

@@ -25,7 +25,7 @@ from skipstone.models.kvstore import KVStore
 from skipstone.models.layered import LayeredModel
 from skipstone.models.passes import Pass
 from tests.helpers import families
-from tests.helpers.pairwise import all_but
+from tests.helpers.pairwise import all_but, in_turn
 from tests.helpers.settings import QUIET
 from tests.helpers.support import assert_same_texts, decode
 
@@ -91,7 +91,6 @@ def assert_texts_are_the_eager_engine_s(model: Any, name: str, text: str, rows: 
     assert_same_texts(model, prompts, expected.new_tokens, found, options)
 
 
-CELLS = [(rows, options) for rows in (1, 3) for options in SAMPLING]
 USUAL = [(3, SAMPLING[0]), (1, SAMPLING[1])]
 
 
@@ -99,8 +98,7 @@ def test_every_method_is_decoded_with() -> None:
     assert {text.split()[0] for text in METHODS} == {*KNOWN}
 
 
-@pytest.mark.parametrize(("rows", "options"), all_but(USUAL, CELLS))
-@pytest.mark.parametrize("text", METHODS)
+@in_turn(text=METHODS, rows=(1, 3), options=SAMPLING)
 def test_texts_are_those_of_the_eager_engine(model: PreTrainedModel, text: str, rows: int, options: dict[str, Any]) -> None:
     assert_texts_are_the_eager_engine_s(model, "llama", text, rows, options)
 
@@ -108,7 +106,7 @@ def test_texts_are_those_of_the_eager_engine(model: PreTrainedModel, text: str, 
 FURTHER = ["gpt_oss", "deepseek_v3", "phimoe"]
 """Sinks of attention, latent keys and values, experts whose router computes much: beside the usual families."""
 OTHERS = [name for name in families.NAMES if name != "llama"] + FURTHER
-QUICK = [("gpt_oss", "early_exit exit_layer=2"), ("falcon_new", "jacobi block=5")]
+QUICK = [("gpt_oss", "early_exit exit_layer=2")]
 
 
 @pytest.mark.parametrize(("name", "text"), all_but(QUICK, product(OTHERS, METHODS)))
@@ -118,6 +116,7 @@ def test_every_method_on_every_family_writes_what_the_eager_engine_writes(name: 
     assert_texts_are_the_eager_engine_s(kept(name), name, text, rows, options)
 
 
+@pytest.mark.slow
 def test_all_graphs_are_there_after_the_warm_up() -> None:
     """Whatever the method, the lengths and the sampling; and torch.compile says the same as the engine."""
     model = families.build("llama")
@@ -179,7 +178,8 @@ FAMILY_KINDS = {"smollm3": 2, "qwen2": 2, "qwen3": 2, "gemma2": 2, "gemma3_text"
 }
 
 
-@pytest.mark.parametrize("name", all_but(["gemma3_text"], [*families.NAMES, *FURTHER]))
+@pytest.mark.slow
+@pytest.mark.parametrize("name", [*families.NAMES, *FURTHER])
 def test_layers_of_a_kind_share_a_graph(name: str) -> None:
     model, prompts = families.build(name), families.prompts(3)
     engine = engine_of(model)
@@ -195,6 +195,7 @@ def test_layers_of_a_kind_share_a_graph(name: str) -> None:
         assert engine.graphs.count % kinds == 0
 
 
+@pytest.mark.slow
 def test_keys_and_values_in_bfloat16(model: PreTrainedModel) -> None:
     prompts, options = families.prompts(2), {"do_sample": False, "kv_dtype": "bfloat16"}
     expected = decode(model, prompts, METHODS[1], engine="eager", **options)
@@ -203,6 +204,7 @@ def test_keys_and_values_in_bfloat16(model: PreTrainedModel) -> None:
     assert found.new_tokens != decode(model, prompts, METHODS[1], engine="eager", do_sample=False).new_tokens
 
 
+@pytest.mark.slow
 def test_what_is_done_for_cuda_graphs_changes_no_text() -> None:
     """Buffers that stay where they are, results that are copied; what lowers the graphs is the same."""
     model, prompts = families.build("llama"), families.prompts(3)
@@ -218,6 +220,7 @@ def test_what_is_done_for_cuda_graphs_changes_no_text() -> None:
     assert graphs[0] == graphs[1] > 0
 
 
+@pytest.mark.slow
 def test_stores_are_lent_the_same_buffers_one_after_the_other() -> None:
     """A CUDA graph knows addresses: other ones would have to be recorded anew for every request."""
     model, places = families.build("llama"), []
@@ -266,6 +269,7 @@ def test_a_layer_that_is_no_graph_is_an_error_that_says_so() -> None:
     assert decode(model, families.prompts(1), "autoregressive", engine="eager", do_sample=False).new_tokens
 
 
+@pytest.mark.slow
 def test_a_model_is_freed_and_its_graphs_with_it() -> None:
     model: Any = families.build("llama")
     decode(model, families.prompts(1), "autoregressive", engine="compiled", do_sample=False)
@@ -276,6 +280,7 @@ def test_a_model_is_freed_and_its_graphs_with_it() -> None:
     assert weight() is None
 
 
+@pytest.mark.slow
 def test_new_weights_are_read() -> None:
     """In place, and in the place of the old ones."""
     model = families.build("llama")

@@ -28,7 +28,7 @@ WHY = {
 }
 
 
-QUICK = ("lfm2", "mpt", "gemma3n_text", "olmo", "qwen2_vl")
+QUICK = ("lfm2", "mpt", "qwen2_vl")
 
 
 @pytest.mark.parametrize("name", all_but(QUICK, [*families.FURTHER, *wrapped.WRAPPERS]))

@@ -16,7 +16,7 @@ from skipstone.decoding.method import Method
 from skipstone.methods import METHODS, resolve
 from skipstone.methods.shared.chain import LOOK_EVERY
 from tests.helpers import families
-from tests.helpers.pairwise import all_but
+from tests.helpers.pairwise import in_turn
 from tests.helpers.pretended import Pretended, pretended
 
 DRAFTS = 5  # one more than a chain drafts before it looks whether every row has stopped
@@ -95,12 +95,21 @@ def run(models: list[PreTrainedModel], method: Method, rows: int, sampled: bool,
     return found
 
 
+def variant(text: str) -> list[pytest.MarkDecorator]:
+    """All but the first text of a method are slow."""
+    first = next(other for other in METHOD_TEXTS if other.split()[0] == text.split()[0])
+    return [] if text == first else [pytest.mark.slow]
+
+
 def test_every_method_is_looked_at() -> None:
     assert {text.split()[0] for text in METHOD_TEXTS} == set(METHODS)
 
 
-@pytest.mark.parametrize(("rows", "sampled"), all_but([(4, False), (1, True)], [(1, False), (4, False), (1, True), (4, True)]))
-@pytest.mark.parametrize("text", METHOD_TEXTS, ids=[text.replace("=", " ") for text in METHOD_TEXTS])
+@in_turn(
+    text=[pytest.param(text, id=text.replace("=", " "), marks=variant(text)) for text in METHOD_TEXTS],
+    rows=(4, 1),
+    sampled=(False, True),
+)
 def test_a_step_stays_on_the_device_and_waits_for_it_once(text: str, rows: int, sampled: bool) -> None:
     skips = text.startswith(("swift", "self_speculative"))  # sublayers, of a model that has at least 4 layers
     models = [families.build("llama", layers=4 if skips else 2) for _ in range(2)]

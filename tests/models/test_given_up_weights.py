@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import gc
 import io
+import itertools
 import json
 import os
 import subprocess
@@ -23,7 +24,8 @@ from skipstone.models.fingerprint import fingerprint
 from skipstone.models.layered import LayeredModel
 from skipstone.models.packed import PackedWeight, is_packed
 from tests.helpers import families
-from tests.helpers.native import DTYPES, FAMILIES, assert_same_bits, chain, text
+from tests.helpers.native import DTYPES, EACH_DTYPE, FAMILIES, assert_same_bits, chain, text
+from tests.helpers.pairwise import all_but, in_turn
 
 pytestmark = [
     pytest.mark.skipif(library.missing() is not None, reason=str(library.missing())),
@@ -46,8 +48,7 @@ def decode(model: Any, method: str = "autoregressive", **more: Any) -> torch.Ten
     return skipstone.generate(model, IDS, method, max_new_tokens=8, do_sample=False, **more).sequences
 
 
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("name", FAMILIES)
+@in_turn(name=FAMILIES, dtype=EACH_DTYPE)
 def test_every_parameter_still_says_what_it_was(name: str, dtype: torch.dtype) -> None:
     before, model = families.build(name).to(dtype), given_up(name, dtype)
     embedding = model.get_input_embeddings().weight
@@ -118,8 +119,7 @@ def test_shapes_and_texts_unpack_nothing(monkeypatch: pytest.MonkeyPatch) -> Non
         skipstone.generate(model, IDS, method, max_new_tokens=12, do_sample=False)
 
 
-@pytest.mark.parametrize("threads", [1, 2])
-@pytest.mark.parametrize("name", ["llama", "phi3", "gemma2"])
+@pytest.mark.parametrize(("name", "threads"), all_but([("phi3", 2)], itertools.product(["llama", "phi3", "gemma2"], [1, 2])))
 def test_eager_and_transformers_run_unpacked_weights(name: str, threads: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch, "get_num_threads", lambda: threads)  # into as many blocks a matrix is split for one row
     before, model = families.build(name), given_up(name)
@@ -296,7 +296,8 @@ def measured(folder: Path, keep: bool, quantize: str = "none", cloned: bool = Fa
 
 
 @pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="no /proc")
-@pytest.mark.parametrize("cloned", [False, pytest.param(True, marks=pytest.mark.slow)], ids=["mapped", "allocated"])
+@pytest.mark.slow
+@pytest.mark.parametrize("cloned", [False, True], ids=["mapped", "allocated"])
 def test_weights_are_in_memory_once(large: Path, cloned: bool) -> None:
     found, twice = measured(large, False, cloned=cloned), measured(large, True, cloned=cloned)
     weights = found["panels"]
@@ -309,6 +310,7 @@ def test_weights_are_in_memory_once(large: Path, cloned: bool) -> None:
         assert found["most"] < weights + largest + slack
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="no /proc")
 def test_quantised_weights_are_all_that_is_in_memory(large: Path) -> None:
     found = measured(large, False, "int4")

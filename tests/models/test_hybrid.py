@@ -27,7 +27,7 @@ from skipstone.models.passes import Pass, SkipSet, Tree
 from skipstone.models.recurrent import Trail
 from skipstone.models.trace import Trace, trace
 from tests.helpers import families, support
-from tests.helpers.pairwise import all_but
+from tests.helpers.pairwise import in_turn
 from tests.helpers.planted import assert_found, found_by
 
 NEW = 24  # tokens of a text
@@ -60,8 +60,7 @@ def asked(name: str, rows: int = 3) -> tuple[list[Tensor], list[list[int]]]:
     return prompts, expected
 
 
-@pytest.mark.parametrize("method", METHOD)
-@pytest.mark.parametrize("name", MAIN)
+@in_turn(method=METHOD, name=MAIN)
 def test_the_text_is_that_of_generate(name: str, method: str) -> None:
     prompts, expected = asked(name)
     assert {*kinds(families.cached(name).config)} & {*RECURRENT}
@@ -75,10 +74,8 @@ def test_the_text_is_that_of_generate(name: str, method: str) -> None:
         assert stats.accepted > 10, "nothing was accepted that could have gone wrong"
 
 
-QUICK = ("lfm2_moe", "qwen3_5_text", "granitemoehybrid")
-
-
-@pytest.mark.parametrize("name", all_but(QUICK, [name for name in families.HYBRIDS if name not in MAIN]))
+@pytest.mark.slow
+@pytest.mark.parametrize("name", [name for name in families.HYBRIDS if name not in MAIN])
 def test_further_hybrids_give_the_text_of_generate(name: str) -> None:
     prompts, expected = asked(name, 2)
     for method in ("autoregressive", "prompt_lookup", "layerskip", "speculative"):

@@ -15,6 +15,7 @@ from skipstone.models.passes import Pass
 from tests.helpers import families
 from tests.helpers.native import (
     DTYPES,
+    EACH_DTYPE,
     FAMILIES,
     assert_same_bits,
     chain,
@@ -28,6 +29,7 @@ from tests.helpers.native import (
     text,
     tree_pass,
 )
+from tests.helpers.pairwise import in_turn
 
 pytestmark = [
     pytest.mark.skipif(library.missing() is not None, reason=str(library.missing())),
@@ -35,8 +37,7 @@ pytestmark = [
 ]
 
 
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("name", FAMILIES)
+@in_turn(name=FAMILIES, dtype=EACH_DTYPE)
 def test_a_token_has_the_same_bits_in_every_pass(name: str, dtype: torch.dtype) -> None:
     model, ids = families.build(name).to(dtype), text()
     expected = chain(native(model), ids, 1)
@@ -62,8 +63,7 @@ def test_instruction_sets_give_the_same_bits(name: str) -> None:
                 assert_same_bits(chain(of_level(model, level), ids, width), expected)
 
 
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("name", FAMILIES)
+@in_turn(name=FAMILIES, dtype=EACH_DTYPE)
 def test_a_branch_of_a_tree_has_the_bits_of_the_same_chain(name: str, dtype: torch.dtype) -> None:
     model, base, nodes = families.build(name).to(dtype), 12, 30
     layered, parents = native(model, 2), grow(nodes, seed=len(name))

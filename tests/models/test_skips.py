@@ -164,7 +164,7 @@ METHODS = (
     "adadecode heads=original exit_layers=2 threshold=0.1",
 )
 TEXTS: list[str] = [name for name in families.FURTHER if name not in families.HYBRIDS] + [*VARIANTS]
-QUICK_TEXTS = (*ODD, "gptj", "bloom", "mpt", "biogpt", "two MLPs beside each other", "dense and sparse layers by turns")
+QUICK_TEXTS = ("gptj", "mpt", "biogpt", "two MLPs beside each other", "dense and sparse layers by turns")
 
 
 @pytest.mark.parametrize("name", all_but(QUICK_TEXTS, TEXTS))

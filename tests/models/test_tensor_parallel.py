@@ -158,6 +158,7 @@ def assert_same(found: list[dict[str, Any]], alone: dict[str, Any]) -> None:
         assert decides or first[name] == text, name
 
 
+@pytest.mark.slow
 def test_two_processes_write_with_every_method_what_one_writes(two: Any) -> None:
     alone = texts(families.build("llama"), "llama", EVERY, FEW, both=False)
     assert len(alone) == len(EVERY)
@@ -165,6 +166,7 @@ def test_two_processes_write_with_every_method_what_one_writes(two: Any) -> None
     assert_same(two, alone)
 
 
+@pytest.mark.slow
 def test_the_weights_are_shared_and_the_engine_says_so(two: Any) -> None:
     for one in two:
         assert one["size"] == 2
@@ -173,10 +175,12 @@ def test_the_weights_are_shared_and_the_engine_says_so(two: Any) -> None:
         assert one["fingerprint"] == fingerprint(families.build("llama"))
 
 
+@pytest.mark.slow
 def test_logits_have_the_same_bits_in_both_processes(two: Any) -> None:
     assert two[0]["logits"] == two[1]["logits"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["swift", "adadecode"])
 def test_the_first_process_decides_what_follows_a_clock(two: Any, name: str) -> None:
     """By their own clocks the processes would draft at different steps, and wait for one another forever."""
@@ -186,12 +190,14 @@ def test_the_first_process_decides_what_follows_a_clock(two: Any, name: str) -> 
     assert len({str(drafted) for drafted in first["drafted"]}) > 1, "nothing was decided"
 
 
+@pytest.mark.slow
 def test_a_seed_and_the_end_of_a_text_are_the_first_process_s(two: Any) -> None:
     first, second = (one["disagreeing"] for one in two)
     assert first == second
     assert len(first["stopped"][0]) == FEW, "the first process's criterion never stops"
 
 
+@pytest.mark.slow
 def test_only_the_first_process_prints(two: Any, capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     first, second = (one["command"] for one in two)
     families.build("llama").save_pretrained(tmp_path)

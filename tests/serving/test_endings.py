@@ -9,6 +9,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+import pytest
+
 from skipstone.serving.engine import DIED
 from tests.helpers.served import HOST, Process, request_bytes
 
@@ -34,6 +36,7 @@ def process(*options: str, module: str = "skipstone") -> Iterator[Process]:
         one.stop()
 
 
+@pytest.mark.slow
 def test_when_the_model_s_thread_dies_streams_are_told_and_the_process_ends() -> None:
     """Though it may drain for long, and somebody has sent half a request and says no more."""
     with process("--drain-timeout", "600", module="tests.helpers.dying") as served:

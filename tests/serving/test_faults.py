@@ -116,6 +116,7 @@ def test_a_fifth_method_gets_its_turn_though_four_others_are_asked_for_all_the_t
     assert asyncio.run(scenario()).text == run(nano.url, short)[0].text
 
 
+@pytest.mark.slow
 def test_hostile_schemas_end_and_stall_nobody(nano: InThread) -> None:
     """All of them at once, beside a stream."""
 

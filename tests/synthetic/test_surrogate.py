@@ -138,6 +138,7 @@ def quickly(*shape, **more):
 CALIBRATE = surrogate.calibrate
 
 
+@pytest.mark.slow
 def test_a_surrogate_run_is_labelled_synthetic_throughout(tmp_path, monkeypatch):
     monkeypatch.setattr(surrogate, "TOLERANCE", 0.05)
     said = []

@@ -324,6 +324,7 @@ class Killed(BaseException):
     """Nothing catches it."""
 
 
+@pytest.mark.slow
 def test_a_run_that_is_killed_anywhere_ends_with_the_same_heads(
     base: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -133,6 +133,7 @@ def test_a_draft_model_learns_from_its_target(finished: Path, tmp_path: Path) ->
         run(own, say=quiet)
 
 
+@pytest.mark.slow
 def test_a_vocabulary_to_learn_over_is_read_beside_the_recipe_and_is_part_of_the_run(
     finished: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
