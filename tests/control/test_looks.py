@@ -135,3 +135,16 @@ def test_plain_steps_behind_a_prompt_lose_nothing_and_behind_a_draft_they_do() -
     behind_draft = Done(4, 5.0, steps=4, warm=(2, 1.0))
     assert lost(behind_draft) == pytest.approx(1.0)
     assert lost(replace(behind_draft, behind_prompt=True)) == 0.0
+
+
+def test_a_step_in_which_the_engine_prepared_teaches_nothing_of_times_and_loses_no_more_than_was_thought() -> None:
+    plan, done = Plan("int4", 1.0, "int4", ""), Done(4, 3.0, verified=3, passes=3, drafting=0.9, scoring=1.8)
+    before = replace(state(1.0), ledger=Ledger(request=Account(0.0, 9.0)))
+    expected = before.costs.drafts["int4"](3) + before.costs.scoring_of("int4")(4)
+    slow = replace(done, seconds=900.0, drafting=400.0, scoring=500.0, preparing=True)
+    after = learning.observe(before, plan, slow)
+    assert after.costs == before.costs
+    assert after.pace == before.pace
+    assert after.drafters["int4"].timed == before.drafters["int4"].timed, "it is timed once more"
+    assert after.ledger.overall.debt == pytest.approx(max(expected, 1.0) - 4)
+    assert learning.observe(before, plan, replace(slow, preparing=False)).costs != before.costs, "others do teach"

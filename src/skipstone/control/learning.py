@@ -154,6 +154,8 @@ def _counted(state: State, plain: Cost, plan: Plan, done: Done) -> tuple[float, 
             pace = Pace(watched_from=now + PACE_CHECKED) if pace.changed else Pace()
         return _plain_time(plain, done), False, pace
     time, expected, first = done.seconds / plain.value, _expected(state, plan, done), not state.ledger.request.plain
+    if done.preparing:
+        return min(time, expected), False, pace
     most = STALL * expected
     stalled = time > most
     if plan.kind != PLAIN and not plan.trial and not first and state.position >= pace.watched_from:
@@ -204,6 +206,8 @@ def _timed(state: State, plan: Plan, done: Done) -> tuple[Costs, bool, Ledger]:
 
 def _timed_draft(costs: Costs, state: State, plan: Plan, done: Done) -> tuple[Costs, bool]:
     """The first two of these after a step that drafted."""
+    if done.preparing:
+        return costs, True  # it is timed once more
     drafter = plan.kind if plan.kind in state.drafters else None
     plain = costs.plain.value
     costs = costs.learnt(done.learning_seconds / plain / done.steps)

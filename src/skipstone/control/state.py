@@ -345,6 +345,7 @@ class Done:
     more_verified, more_passes: of all steps but that one. warm: of other plain steps, how many stood behind WARM_AFTER
     others, and what one of these took, the lower median, as a stall makes a step longer and nothing makes it shorter; None
     where that is all of them. behind_prompt: whether those that did not stood behind a prompt, as plain decoding's do.
+    preparing: whether the engine compiled or recorded something in a step that drafted, whose time says nothing of later ones.
 
     Of that step: confidences, of a drafter's tokens that were judged, each with whether it was accepted. verified: drafts
     that were scored. passes: draft steps of a drafter without a rule of its own. drafting, scoring: seconds of these, and of
@@ -368,6 +369,7 @@ class Done:
     more_passes: int = 0
     warm: tuple[int, float] | None = None
     behind_prompt: bool = False
+    preparing: bool = False
 
     @property
     def nearer(self) -> float:

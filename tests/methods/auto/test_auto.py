@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import random
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
@@ -488,3 +489,26 @@ def test_a_file_that_is_no_log_is_refused_with_its_line(text: str, tmp_path: Pat
     file.write_text(text + "\n")
     with pytest.raises(ValueError, match="line 1: this is no record of auto's decisions"):
         list(replayed(file))
+
+
+def test_steps_in_which_the_engine_prepared_are_known_as_such(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Here it says so of every pass of several tokens a row."""
+    raw, path = llama(), tmp_path / "log.jsonl"
+    engine: Any = LayeredModel(raw).engine
+    run_ = engine.run
+
+    def prepares(hidden: Tensor, *given: Any) -> Tensor:
+        engine.preparations += hidden.shape[1] > 1
+        return run_(hidden, *given)
+
+    monkeypatch.setattr(engine, "preparations", 0, raising=False)
+    monkeypatch.setattr(engine, "run", prepares)
+    method = Auto((PromptLookup(), LayerSkip(exit_layer=2)), remembers=False, log=str(path))
+    skipstone.generate(raw, families.prompts(1)[0][None].repeat(1, 4), method, max_new_tokens=40, do_sample=False)
+    steps = [json.loads(line)["step"] for line in path.read_text().splitlines() if "step" in json.loads(line)]
+    drafted = [step["done"]["preparing"] for step in steps if step["taken"]["kind"] not in (PLAIN, PROBE)]
+    assert len(drafted) > 1
+    assert all(drafted)
+    assert not any(step["done"]["preparing"] for step in steps if step["taken"]["kind"] in (PLAIN, PROBE))
+    costs = [decided.done for decided in replayed(path)]
+    assert len(costs) == len([step for step in steps if step["planned"] is not None])

@@ -120,6 +120,9 @@ class AutoSession(Session):
             for live, state in mind.states.items():
                 mind.log.state(live, state)
         self.log = mind.log
+        self._models = [model, *(one.draft_model for one in drafters.values() if isinstance(one, ModelDrafter))]
+        self._preparations = 0  # of their engines, when it was asked last
+        self._prepared()
         self._room = [0] * rows  # of every row, tokens that it may still draft
         self._judged: list[tuple[float, bool]] = []
         self._ranks: list[int] = []
@@ -197,6 +200,7 @@ class AutoSession(Session):
         lag = {name: one.shadow_tokens(row, width) for name, one in self.drafters.items() if isinstance(one, ModelDrafter)}
         if width < rules.window // 2 or (name := control.due(state, lag)) is None:
             return
+        self._prepared()
         began, tokens = self.model.ranks.now(), self.texts.text[row][-1 - width :]
         logits = self.drafters[name].said(row, tokens)
         if logits is None:
@@ -207,10 +211,16 @@ class AutoSession(Session):
         sure, was_right = confidence.tolist(), right.tolist()
         if not self.drafters[name].counts(was_right):
             sure, was_right = [], []
-        seconds = self.shadow_seconds(began)
+        seconds = 0.0 if self._prepared() else self.shadow_seconds(began)
         self.aside_seconds += seconds
         self._plain_in_a_row, self._ran_prompt = 0, False
         self._graded(state, name, sure, was_right, seconds, lag.get(name, 0))
+
+    def _prepared(self) -> bool:
+        """Whether an engine has compiled or recorded something since this was asked last."""
+        count, before = sum(one.engine.preparations for one in self._models), self._preparations
+        self._preparations = count
+        return count > before
 
     def shadow_seconds(self, began: float) -> float:
         """That a shadow took."""
@@ -363,8 +373,9 @@ class AutoSession(Session):
         mind.steps += 1
         mind.kinds[plan.kind] = mind.kinds.get(plan.kind, 0) + 1
         seconds, rows = self.model.ranks.agreed(step.seconds - step.seconds_search), max(len(live), 1)
+        prepared = self._prepared()
         if mind.state is None:
-            if live:
+            if live and not prepared:
                 mind.plain_seconds.append(seconds)
                 first = mind.state = self._first_state(seconds)
                 if self.log is not None:
@@ -372,11 +383,14 @@ class AutoSession(Session):
             return
         if plan.kind in (PLAIN, PROBE):
             nearer = sum(live) / rows
+            if prepared:
+                self._plain_in_a_row = 0
             self._plainly(nearer, seconds, self.aside_seconds + self._learning_seconds)
             urgent = False
         else:
             self._plain_in_a_row, self._ran_prompt = 0, False
             done = self._drafted(step, seconds, sum(live), rows)
+            done = replace(done, preparing=True) if prepared else done
             self._tally.add(done, plan.trial)
             nearer, urgent = done.nearer, learning.is_urgent(mind.state, done)
         if self._looks_up:

@@ -215,6 +215,7 @@ class Tally:
     ranks: list[int] = field(default_factory=list)
     warm_seconds: list[float] = field(default_factory=list)
     behind_prompt: bool = False
+    preparing: bool = False
 
     def plain(self, tokens: float, seconds: float, rests: bool, warm: bool, behind_prompt: bool) -> None:
         """One more plain step: between the shortest ones there are, nothing else is made of it. rests, warm, behind_prompt: of
@@ -246,6 +247,7 @@ class Tally:
             self.slowest = (self.slowest or 0.0) + step.slowest
         self.matches += step.matches
         self.ranks += step.ranks
+        self.preparing |= step.preparing
 
     def done(self) -> Done:
         """All of them."""
@@ -271,6 +273,7 @@ class Tally:
             self.slowest,
             self.verified,
             self.passes,
+            preparing=self.preparing,
         )
 
     def _plain(self) -> Done:

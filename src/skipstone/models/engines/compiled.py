@@ -185,6 +185,7 @@ class CompiledEngine(EagerEngine):
         self._recorded: dict[Any, Recorded | None] = {}  # None: what has run once, and is recorded the next time
         self._memory: Any = None  # that all CUDA graphs share: they run one after the other
         self._refused: str | None = None  # why no CUDA graph can be recorded, as CUDA says
+        self.preparations = 0
         self._plainly = self.detail
         self._tell()
 
@@ -273,11 +274,13 @@ class CompiledEngine(EagerEngine):
         shapes = tuple(one.shape for one in fed.tensors())
         key = layers, shapes, fed.at.extent, fed.at.valid is None, self._lent[store][1]
         if key not in self._recorded or self._refused:
-            if len(self._recorded) < MOST_RECORDED:
+            if len(self._recorded) < MOST_RECORDED and not self._refused:
                 self._recorded.setdefault(key)
+                self.preparations += 1
             return self._through(fed, store, layers)
         recorded, weights = self._recorded[key], [weight.data_ptr() for weight in self._weights]
         if recorded is None or recorded.weights != weights:
+            self.preparations += 1
             try:
                 recorded = self._recorded[key] = self._record(fed.copied(), store, layers, weights)
             except RuntimeError as error:
@@ -336,6 +339,7 @@ class CompiledEngine(EagerEngine):
                 f"engine='compiled' cannot run this model: torch.compile says {reason!r}; take engine='auto' or 'eager'"
             ) from error
         if self.graphs.count != before:
+            self.preparations += 1
             self.graphs.seconds += time.perf_counter() - began
             self._tell()
         return result

@@ -104,7 +104,8 @@ class Engine(Protocol):
     that it hands out. row_exact: it promises that a token's result has the same bits whatever is computed beside it. chains: it
     has a call for greedy chains (`chain`). draws: it has one for drawing tokens (`draw`). own_threads: it computes with threads
     that are not torch's. quantize: "int8" or "int4", what it has quantised the weights to; None where
-    they are as stored. changes: torch's count of the changes made to the weights in place when it was made; None where it does
+    they are as stored. preparations: how often it compiled or recorded a pass, which then says nothing of what later ones take.
+    changes: torch's count of the changes made to the weights in place when it was made; None where it does
     not matter to it.
 
     An engine must not refer to its model, which would then never be freed; its modules it may.
@@ -133,6 +134,9 @@ class Engine(Protocol):
 
     @property
     def quantize(self) -> str | None: ...
+
+    @property
+    def preparations(self) -> int: ...
 
     @property
     def changes(self) -> int | None: ...

@@ -27,6 +27,7 @@ class EagerEngine:
     chains = False
     draws = False
     own_threads = False
+    preparations = 0
     quantize: str | None = None
     changes: int | None = None
 

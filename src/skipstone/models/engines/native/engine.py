@@ -57,6 +57,7 @@ class NativeEngine:
     chains = True
     draws = True
     own_threads = True
+    preparations = 0
     dtype = torch.float32
 
     def __init__(self, model: Any, facts: Facts, quantize: str | None = None, keep_weights: bool = True) -> None:
