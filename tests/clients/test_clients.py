@@ -1,4 +1,4 @@
-"""Programs of others that speak OpenAI's API, against a server of ours: lm-eval and LangChain."""
+"""Programs of others that speak OpenAI's API, against a server of ours: lm-eval, LangChain and LiteLLM."""
 
 from __future__ import annotations
 
@@ -19,8 +19,19 @@ from tests.helpers.served import Process, serving, with_template
 pytestmark = pytest.mark.clients
 
 PYTHON = Path(__file__).parents[2] / ".venv-clients" / "bin" / "python"
+QUIET = {"HF_HUB_OFFLINE": "1", "OPENAI_API_KEY": "none", "LANGSMITH_TRACING": "false", "LITELLM_LOCAL_MODEL_COST_MAP": "True"}
+"""Environment variables by which these programs ask nobody but the server."""
 NAME = "nano-chat"
 TEXTS = ["def add(a, b):\n    return", "import os\n\n\ndef main():\n", "class Stack:\n    def __init__(self):\n"]
+
+TURNS = [{"role": "system", "content": "be brief"}, {"role": "user", "content": "add two numbers"}]
+COUNTED = {
+    "type": "object",
+    "properties": {"count": {"type": "integer", "minimum": 0, "maximum": 99}},
+    "required": ["count"],
+    "additionalProperties": False,
+}
+"""A JSON schema."""
 
 
 @pytest.fixture(scope="module")
@@ -53,8 +64,8 @@ def asked(script: str, *arguments: str, **requests: Any) -> dict[str, Any]:
     if not PYTHON.exists():
         pytest.skip("`make test-clients` sets up the programs that are tested here")
     command = [str(PYTHON), str(Path(__file__).parent / script), *arguments]
-    quiet = {**os.environ, "HF_HUB_OFFLINE": "1", "OPENAI_API_KEY": "none", "LANGSMITH_TRACING": "false"}
-    done = subprocess.run(command, input=json.dumps(requests), capture_output=True, text=True, env=quiet, timeout=600)
+    environment = {**os.environ, **QUIET}
+    done = subprocess.run(command, input=json.dumps(requests), capture_output=True, text=True, env=environment, timeout=600)
     assert done.returncode == 0, done.stderr[-4000:]
     return json.loads(done.stdout.splitlines()[-1])
 
@@ -91,14 +102,35 @@ def test_lm_eval_s_log_likelihoods_are_those_of_the_model(served: Process, folde
 
 
 def test_langchain_completes_texts_and_chats_at_once_and_as_streams(served: Process, loaded: Any) -> None:
-    turns = [{"role": "system", "content": "be brief"}, {"role": "user", "content": "add two numbers"}]
-    count = {"type": "integer", "minimum": 0, "maximum": 99}
-    schema = {"title": "thing", "description": "a thing", "type": "object", "properties": {"count": count}}
-    schema |= {"required": ["count"], "additionalProperties": False}
-    found = asked("ask_by_langchain.py", served.url, NAME, texts=TEXTS, turns=turns, schema=schema, new=24)
+    schema = {"title": "thing", "description": "a thing", **COUNTED}
+    found = asked("ask_by_langchain.py", served.url, NAME, texts=TEXTS, turns=TURNS, schema=schema, new=24)
     assert found["texts"] == [expected(loaded, text, 24) for text in TEXTS]
     assert "".join(found["streamed_text"]) == found["texts"][0]
     assert len(found["streamed_text"]) > 1
-    assert found["chat"] == "".join(found["streamed_chat"]) == expected(loaded, turns, 24)
+    assert found["chat"] == "".join(found["streamed_chat"]) == expected(loaded, TURNS, 24)
     assert 0 < found["output_tokens"] <= 24
     assert 0 <= found["structured"]["count"] <= 99
+
+
+def test_litellm_completes_texts_and_chats_calls_tools_and_obeys_a_schema(served: Process, loaded: Any) -> None:
+    tool = {"name": "count_to", "description": "counts", "parameters": COUNTED}
+    found = asked("ask_by_litellm.py", served.url, NAME, text=TEXTS[0], turns=TURNS, tool=tool, schema=COUNTED, new=24)
+    assert found["text"] == "".join(found["streamed_text"]) == expected(loaded, TEXTS[0], 24)
+    assert found["chat"] == "".join(found["streamed_chat"]) == expected(loaded, TURNS, 24)
+    assert min(len([piece for piece in found[kind] if piece]) for kind in ("streamed_text", "streamed_chat")) > 1
+    prompt = len(loaded[1].apply_chat_template(TURNS, add_generation_prompt=True, return_dict=True)["input_ids"])
+    for usage in (found["usage"], found["streamed_usage"]):
+        assert usage["prompt_tokens"] == prompt
+        assert usage["total_tokens"] == prompt + usage["completion_tokens"]
+        assert 0 < usage["completion_tokens"] <= 24
+    assert found["call"] == found["streamed_call"]
+    assert found["call"]["name"] == "count_to"
+    for written in (found["call"]["arguments"], found["structured"]):
+        value = json.loads(written)
+        assert set(value) == {"count"}
+        assert 0 <= value["count"] <= 99
+    figures = found["metrics"]["speculative_decoding"]
+    assert 0 < figures["num_accepted_draft_tokens"] <= figures["num_draft_tokens"]
+    name, status, said = found["refused"]
+    assert (name, status) == ("BadRequestError", 400)
+    assert "max_tokens" in said
