@@ -67,8 +67,8 @@ test-clients: $(STAMP) $(NATIVE) $(CLIENTS)/.installed  ## programs of others th
 test-browser: $(STAMP) $(NATIVE) $(VENV)/.browser  ## the playground in a Chromium that is there; SKIPSTONE_PICTURES=docs/figures: its pictures
 	$(BIN)/python -m pytest -m browser tests/browser
 
-test-ray: $(STAMP) $(NATIVE) $(VENV)/.ray  ## batches and replicas on Ray, in clusters of this machine; five minutes on two cores, not in .ci/run
-	$(BIN)/python -m pytest -m ray --durations=5 tests/ray
+test-ray: $(STAMP) $(NATIVE) $(VENV)/.ray  ## batches and replicas on Ray, in clusters of this machine; under three minutes on two cores
+	$(BIN)/python -m pytest -n 2 --dist loadfile -m ray --durations=5 tests/ray
 
 lint: $(STAMP)
 	$(BIN)/ruff check .

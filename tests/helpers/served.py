@@ -180,7 +180,7 @@ class Process(Place):
         if self.process is not None and self.process.poll() is None:
             self.process.send_signal(signal.SIGTERM)
             try:
-                self.process.wait(60)
+                self.process.wait(SLOW)
             except subprocess.TimeoutExpired:
                 self.process.kill()
                 raise

@@ -183,6 +183,8 @@ def texts_or_bundled(texts: list[str] | None, tokenizer: Any, files: list[Path] 
 
 def asked_method(text: str | None, config: str | None) -> Any:
     """What --method and --speculative-config ask for. ValueError for what is wrong whatever the model is."""
+    if text is None and config is None:
+        return None  # the model's own one: methods are not imported, which takes seconds
     from skipstone.methods import MethodMissing, resolve
 
     asked = text if config is None else _merged(text, config)
