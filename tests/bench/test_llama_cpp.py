@@ -146,8 +146,9 @@ MISTAKES: dict[str, tuple[dict[str, Any], str]] = {
 }
 
 
-@pytest.mark.parametrize(("settings", "said"), MISTAKES.values(), ids=MISTAKES)
-def test_what_cannot_be_is_said_in_one_sentence(peer: Make, settings: dict[str, Any], said: str) -> None:
+@pytest.mark.parametrize("mistake", all_but([*MISTAKES][::3], MISTAKES))
+def test_what_cannot_be_is_said_in_one_sentence(peer: Make, mistake: str) -> None:
+    settings, said = MISTAKES[mistake]
     with pytest.raises(ValueError, match=said):
         peer(**settings).check(families.cached("llama"))
 

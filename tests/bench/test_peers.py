@@ -44,6 +44,7 @@ def test_all_greedy_engines_emit_the_same_ids_and_ignore_eos_alike(llama):
                 assert got.tokens == expected, (engine, ends)
 
 
+@pytest.mark.slow
 def test_engines_ignore_a_models_own_sampling_defaults_and_give_them_back(llama):
     own = llama.generation_config
     own.do_sample, own.temperature, own.top_k, own.repetition_penalty = True, 5.0, 2, 3.0

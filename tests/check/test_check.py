@@ -110,7 +110,7 @@ FOUND_BY = {
 
 
 @pytest.mark.parametrize(
-    ("name", "probes"), all_but([(name, "its own") for name in BUGS[::2]], itertools.product(BUGS, ("its own", "all")))
+    ("name", "probes"), all_but([(name, "its own") for name in BUGS[::3]], itertools.product(BUGS, ("its own", "all")))
 )
 def test_a_planted_bug_is_found_by_what_it_does(name: str, probes: str) -> None:
     """An exception inside the method would be found too, and would prove nothing."""

@@ -68,6 +68,7 @@ def test_a_surrogate_says_that_it_is_one(tmp_path: Path) -> None:
     assert "SYNTHETIC MODEL" in shown
 
 
+@pytest.mark.slow
 def test_check_passes_what_is_right_and_fails_what_is_not(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     small = ("--num-prompts", 3, "--max-new-tokens", 12, "--samples", 100)
     shown = succeed("check", folder, *LAYERSKIP, *small).stdout

@@ -18,6 +18,7 @@ def train(*arguments: Any) -> Any:
     return run("train", "layerskip", *arguments)
 
 
+@pytest.mark.slow
 def test_a_run_says_what_it_does_on_stderr_and_where_the_model_is_on_stdout(tmp_path: Path) -> None:
     evaluated = {"training__eval_strategy": "steps", "training__eval_steps": 2}
     path = recipe(tmp_path, decoding={"method": "layerskip", "exit_layer": 1}, **evaluated)

@@ -159,6 +159,7 @@ def test_the_ledger_holds_where_all_costs_are_wrong() -> None:
     assert lost.rate < 0.96
 
 
+@pytest.mark.slow
 def test_wrong_costs_are_unlearnt() -> None:
     work = workloads(TOKENS, 1)["code, nano"]
     machine, world = MACHINES[work.machine], work.world(17)

@@ -29,6 +29,7 @@ from skipstone.models.passes import Pass
 from skipstone.models.placing import home
 from tests.helpers import families
 from tests.helpers.conformance import ROWS
+from tests.helpers.pairwise import all_but
 from tests.helpers.several_devices import FIRST, SECOND, There, pretended_devices
 from tests.helpers.support import tokenizer
 
@@ -106,15 +107,14 @@ def test_every_method_writes_the_same_over_several_devices(pretending: None, whe
     assert_same(spread("llama", where), "llama", name, drawn, NEW)
 
 
-@pytest.mark.parametrize(
-    "family", ["gpt2", *(pytest.param(one, marks=pytest.mark.slow) for one in families.NAMES if one != "gpt2")]
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("family", families.NAMES)
 def test_families_write_the_same_over_several_devices(pretending: None, family: str) -> None:
     model = spread(family, "tokens on the CPU")
     assert_same(model, family, "layerskip", drawn=False)
 
 
-@pytest.mark.parametrize("where", PLACES)
+@pytest.mark.parametrize("where", all_but(["tokens elsewhere"], PLACES))
 def test_states_and_logits_are_where_the_tokens_are(pretending: None, where: str) -> None:
     """From whatever layer they come: what is done between passes mixes them."""
     model = LayeredModel(spread("llama", where))

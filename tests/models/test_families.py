@@ -87,8 +87,8 @@ def test_greedy_plain_decoding_gives_the_text_of_generate(name: str) -> None:
     assert out.new_tokens == [support.alone(model, prompt, max_new_tokens=12, do_sample=False) for prompt in prompts]
 
 
-SCALED = ("llama", "gemma2", "granite", "cohere", "gpt2")
-"""Families whose logits are scaled, capped or biased in a way of their own, beside the plain one."""
+SCALED = ("llama", "gemma2", "cohere")
+"""Families whose logits are scaled or capped in a way of their own, beside the plain one."""
 
 
 def sampled(model: PreTrainedModel, prompt: Tensor, seed: int, temperature: float, new: int) -> list[int]:
@@ -126,7 +126,7 @@ def test_eager_attention_gives_the_text_of_generate(name: str) -> None:
     assert_speculated(greedy(families.build(name, attn_implementation="eager"), rows=2, new=24))
 
 
-@pytest.mark.parametrize("variant", all_but(list(VARIANTS)[::3], VARIANTS))
+@pytest.mark.parametrize("variant", all_but(list(VARIANTS)[::4], VARIANTS))
 def test_what_only_some_models_of_a_family_show_is_exact_too(variant: str) -> None:
     name, overrides = VARIANTS[variant]
     assert_speculated(greedy(families.build(name, **overrides), rows=2, new=16))
@@ -182,7 +182,7 @@ def test_rope_that_switches_is_exact_up_to_the_length_below_which_nothing_switch
         skipstone.generate(model, prompt, Autoregressive(), max_new_tokens=25)
 
 
-QUICK = ("bloom", "deepseek_v3", "gpt_oss")
+QUICK = ("deepseek_v3", "gpt_oss")
 """Types in which something is unlike all others."""
 
 

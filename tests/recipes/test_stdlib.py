@@ -25,6 +25,7 @@ def listed() -> dict[str, str]:
     return STDLIB["manifest"]()["sha256"]
 
 
+@pytest.mark.slow
 def test_what_people_wrote_is_in(listed: dict[str, str]) -> None:
     assert {"os.py", "json/decoder.py", "asyncio/base_events.py", "unittest/mock.py", "argparse.py", "turtle.py"} <= set(listed)
     assert len(listed) > 400

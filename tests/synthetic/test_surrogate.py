@@ -18,6 +18,7 @@ from skipstone.timing.statistics import repeated_share
 SMALL = surrogate.parse("layers=4,hidden=64,vocab=256", 2, 0.8)
 
 
+@pytest.mark.slow
 def test_surrogate_agrees_at_the_wanted_rate_and_is_reproducible():
     made = surrogate.calibrate(SMALL, seed=0, sequences=48, length=48)
     assert made.agreement.low - 0.03 <= 0.8 <= made.agreement.high + 0.03
