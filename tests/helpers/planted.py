@@ -29,10 +29,16 @@ Plant = Callable[[Patch], None]
 Proof = Callable[[], object]
 
 
-def found_by(*cases: tuple[Plant, Proof]) -> pytest.MarkDecorator:
-    """One test for each bug and the proof that finds it; the test is `assert_found(plant, proof, monkeypatch)`."""
-    names = [f"{index} {plant.__name__}" for index, (plant, _) in enumerate(cases)]
-    return pytest.mark.parametrize(("plant", "proof"), cases, ids=names)
+def found_by(*cases: tuple[Plant, Proof], every: int = 1) -> pytest.MarkDecorator:
+    """One test for each bug and the proof that finds it; the test is `assert_found(plant, proof, monkeypatch)`.
+
+    every: where proofs take long, all but every so many-th test are slow.
+    """
+    rows = [
+        pytest.param(plant, proof, id=f"{index} {plant.__name__}", marks=[pytest.mark.slow] if index % every else [])
+        for index, (plant, proof) in enumerate(cases)
+    ]
+    return pytest.mark.parametrize(("plant", "proof"), rows)
 
 
 def assert_found(plant: Plant, proof: Proof, monkeypatch: Patch) -> None:

@@ -126,6 +126,7 @@ key_in_the_wrong_slot.__name__ = "key_in_the_wrong_slot"
     (skip_set_ignored, greedily("self_speculative")),
     (state_of_the_last_draft, greedily("layerskip")),
     (one_bit_in_wide_passes, by_law(SKIP)),
+    every=3,
 )
 def test_planted_bugs_are_found(plant: Any, proof: Any, monkeypatch: Patch) -> None:
     monkeypatch.setenv("SKIPSTONE_ENGINE", "native")

@@ -98,9 +98,7 @@ def test_every_method_is_decoded_with() -> None:
     assert {text.split()[0] for text in METHODS} == {*KNOWN}
 
 
-@in_turn(
-    text=[*METHODS[:6], *(pytest.param(text, marks=pytest.mark.slow) for text in METHODS[6:])], rows=(1, 3), options=SAMPLING
-)
+@in_turn(text=all_but(METHODS[:6], METHODS), rows=(1, 3), options=SAMPLING)
 def test_texts_are_those_of_the_eager_engine(model: PreTrainedModel, text: str, rows: int, options: dict[str, Any]) -> None:
     assert_texts_are_the_eager_engine_s(model, "llama", text, rows, options)
 

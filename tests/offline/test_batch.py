@@ -143,7 +143,7 @@ class Stopped(Exception):
     """What ends a run in these tests."""
 
 
-@pytest.mark.parametrize("after", all_but([0, 5, 11], [0, 1, 2, 5, 11]))
+@pytest.mark.parametrize("after", all_but([5], [0, 1, 2, 5, 11]))
 def test_a_run_that_was_interrupted_goes_on_and_gives_the_same_bytes(
     nano: Loaded, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, after: int
 ) -> None:

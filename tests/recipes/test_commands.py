@@ -88,6 +88,7 @@ def test_seeds_and_splits_are_different_streams() -> None:
 # Splits
 
 
+@pytest.mark.slow
 def test_no_filler_of_the_test_split_occurs_in_training(train: list[Example], test: list[Example]) -> None:
     others = train + list(examples("validation", 2_000, seed=1))
     assert not fillers(others) & fillers(test)

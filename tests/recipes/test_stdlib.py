@@ -31,6 +31,7 @@ def test_what_people_wrote_is_in(listed: dict[str, str]) -> None:
     assert len(listed) > 400
 
 
+@pytest.mark.slow
 def test_tests_tables_and_generated_files_are_out(listed: dict[str, str]) -> None:
     assert (LIBRARY / "pydoc_data" / "topics.py").is_file()
     out = ("pydoc_data/topics.py", "encodings/cp1252.py", "encodings/aliases.py", "html/entities.py", "token.py", "locale.py")
@@ -50,6 +51,7 @@ def test_generated_files_and_tables_are_told_by_their_content() -> None:
     assert STDLIB["is_table"]("    0x20: None,\n" * 100)
 
 
+@pytest.mark.slow
 def test_the_manifest_holds_version_and_hashes(listed: dict[str, str]) -> None:
     manifest = STDLIB["manifest"](exclude=["[!j]*"])
     names = [name for name in sorted(listed) if name.startswith("j")]
