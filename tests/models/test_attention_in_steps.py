@@ -40,6 +40,7 @@ def texts(name: str, engine: str) -> Output:
     return decode(families.build(name), families.prompts(3), "layerskip exit_layer=2", engine=engine, **options)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["llama", "gpt2", "gemma2"])
 def test_a_model_computed_so_writes_the_same_texts(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     as_on_a_gpu(monkeypatch)
