@@ -9,9 +9,9 @@ from collections.abc import Iterator
 
 import pytest
 
+# A name that is no folder would be asked for at the hub, again and again where there is no network. It is set before a
+# folder's conftest.py imports what reads it.
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
-"""A name that is no folder would be asked for at the hub, again and again where there is no network. Set before a folder's
-conftest.py imports what reads it."""
 
 
 def pytest_configure(config: pytest.Config) -> None:

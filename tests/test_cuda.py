@@ -152,25 +152,29 @@ def test_the_compiled_engine_writes_what_the_eager_engine_writes(rows: int) -> N
     for text in COMPILED:
         expected = decode(model, prompts, text, engine="eager", **options)
         graphs: list[int] = []
+        prepared: list[int] = []
         for _ in range(3):
             found: Any = decode(model, prompts, text, engine="compiled", **options)
             assert found.engine == "compiled"
             assert expected.new_tokens is not None
             assert_same_texts(model, prompts, expected.new_tokens, found, options)
             graphs.append(recorded(model))
+            prepared.append(skipstone.LayeredModel(model, "compiled").engine.preparations)
         assert graphs[0] > 0
         assert graphs[1] == graphs[2] or text == "auto", "what was met by earlier requests is not recorded again"
+        assert prepared[0] > graphs[0], "what is recorded has run before"
+        assert prepared[1] == prepared[2] or text == "auto"
     assert not counters["graph_break"]
 
 
-def test_the_compiled_engine_turns_the_linear_layers_of_float32_alone() -> None:
+def test_the_compiled_engine_transposes_the_products_of_float32_alone() -> None:
     """Of its own copies: the model's modules stay."""
-    for dtype, kind in ((torch.float32, linear.Turned), (torch.bfloat16, torch.nn.Linear)):
+    for dtype, kind in ((torch.float32, linear.Transposed), (torch.bfloat16, torch.nn.Linear)):
         model = families.build("llama").to("cuda", dtype)
         engine: Any = skipstone.LayeredModel(model, "compiled").engine
         found = {type(part) for twin in engine._twins for part in twin.modules() if isinstance(part, torch.nn.Linear)}
         assert found == {kind}
-        assert not any(isinstance(part, linear.Turned) for part in model.modules())
+        assert not any(isinstance(part, linear.Transposed) for part in model.modules())
 
 
 WAIT_THEMSELVES = ["qwen3_moe", "gpt_oss", "deepseek_v3"]

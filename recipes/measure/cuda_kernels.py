@@ -17,8 +17,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from skipstone.models.engines.eager.attention import in_steps
-from skipstone.models.engines.eager.linear import turned
+from skipstone.models.engines.eager.attention import unfused
+from skipstone.models.engines.eager.linear import transposed
 
 CALLS = 50  # in a CUDA graph
 REPLAYS = 5
@@ -54,12 +54,12 @@ def linear_layers(dtype: torch.dtype) -> None:
         weight = torch.randn(outputs, inputs, device="cuda", dtype=dtype)  # [d_out, d_in]
         for rows in ROWS:
             x = torch.randn(rows, inputs, device="cuda", dtype=dtype)  # [rows, d_in]
-            ours, theirs = microseconds(partial(turned, x, weight, None)), microseconds(partial(F.linear, x, weight))
+            ours, theirs = microseconds(partial(transposed, x, weight, None)), microseconds(partial(F.linear, x, weight))
             print(f"| {outputs}, {inputs} | {rows} | {theirs:.1f} | {ours:.1f} |")
 
 
 def attentions(dtype: torch.dtype) -> None:
-    print("\n| heads | tokens | slots | torch's | in steps |\n| --- | --- | --- | --- | --- |")
+    print("\n| heads | tokens | slots | torch's | unfused |\n| --- | --- | --- | --- | --- |")
     for heads, key_heads, size in HEADS:
         for width in (1, 16):
             for slots in SLOTS:
@@ -68,7 +68,7 @@ def attentions(dtype: torch.dtype) -> None:
                 key, value = torch.randn(2, 1, key_heads, slots, size, device="cuda", dtype=dtype)  # [1, kv_heads, extent, d]
                 mask = torch.ones(1, 1, shape[2], slots, device="cuda", dtype=torch.bool)
                 theirs = microseconds(partial(F.scaled_dot_product_attention, query, key, value, attn_mask=mask))
-                ours = microseconds(partial(in_steps, query, key, value, mask, None))
+                ours = microseconds(partial(unfused, query, key, value, mask, None))
                 print(f"| {heads} over {key_heads} of {size} | {width} | {slots} | {theirs:.1f} | {ours:.1f} |")
 
 

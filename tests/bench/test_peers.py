@@ -9,6 +9,7 @@ import skipstone
 from skipstone.bench.peers import PEERS, hf
 from skipstone.bench.peers.hf import HFAssisted, HFEarlyExit, HFGenerate, HFGenerateStatic, HFPromptLookup
 from skipstone.hf.defaults import neutral_defaults
+from skipstone.models.layered import LayeredModel
 from skipstone.timing import measure
 from skipstone.timing.measure import Skipstone, options_for
 from tests.helpers import families, support
@@ -149,6 +150,17 @@ def test_every_engine_is_warmed_up_with_few_tokens(llama, monkeypatch):
     )
     measure.warm_up(llama, ENGINES, families.prompts(1)[0], options_for(99))
     assert asked == [(engine, 99 if isinstance(engine, HFGenerateStatic) else 16) for engine in ENGINES]
+
+
+def test_what_our_engine_compiles_is_compiled_before_anything_is_timed(llama, monkeypatch):
+    """For the text, and what drafts and trees need beside it; of others nothing is compiled."""
+    asked, engine = [], LayeredModel(llama).engine
+    monkeypatch.setattr(measure, "measure", lambda *_, **__: None)
+    monkeypatch.setattr(engine, "warm_up", lambda rows, slots, kv_dtype: asked.append((rows, slots, kv_dtype)), raising=False)
+    measure.warm_up(llama, [HFGenerate()], torch.arange(7), options_for(20))
+    assert asked == []
+    measure.warm_up(llama, [Skipstone(skipstone.LayerSkip(exit_layer=2)), HFGenerate()], torch.arange(7), options_for(20))
+    assert asked == [(1, 7 + 20 + 64, None)]
 
 
 def test_a_draft_model_of_transformers_gives_the_same_text_and_gets_its_settings_back(llama, tmp_path, monkeypatch):

@@ -26,7 +26,8 @@ import uvicorn
 
 from skipstone.assets import NANO
 from skipstone.serving.app import make_app
-from skipstone.serving.server import Server, Settings
+from skipstone.serving.server import Server
+from skipstone.serving.settings import Settings
 
 HOST = "127.0.0.1"
 ROOT = Path(__file__).parents[2]

@@ -148,6 +148,16 @@ def test_a_graph_is_compiled_when_its_shape_is_first_met() -> None:
     assert engine.graphs.count == 6, "beyond 128 slots a graph reads 256"
 
 
+def test_passes_that_compile_are_counted() -> None:
+    """tests/test_cuda.py: those that record, too."""
+    model = families.build("llama")
+    engine, layered, counted = engine_of(model), LayeredModel(model, "compiled"), list[int]()
+    for width in (3, 3, 4, 5, 5):
+        passes(engine, layered, width, inference=True)
+        counted.append(engine.preparations)
+    assert counted == [1, 1, 1, 2, 2], "3 tokens are 4 to a graph"
+
+
 def passes(engine: Any, model: LayeredModel, width: int, inference: bool) -> torch.Tensor:
     """The states of `width` tokens behind 5 others."""
     store, ids = KVStore(1, model.depth, 256), torch.arange(1, width + 6)[None]

@@ -34,8 +34,12 @@ NAMES = [*families.NAMES, "gemma3n_text"]
 IMPLEMENTATIONS = [
     (name, kind) for name in NAMES for kind in ("eager", "sdpa") if kind == "eager" or name not in families.EAGER_ONLY
 ]
-ONCE = [one for index, one in enumerate(IMPLEMENTATIONS) if one[0] in families.EAGER_ONLY or index % 4 == 0]
-"""Every second family, and those that have one implementation of attention only."""
+ONCE = [
+    (name, kind)
+    for name, kind in IMPLEMENTATIONS
+    if name in families.EAGER_ONLY or kind == ("sdpa", "eager")[NAMES.index(name) % 2]
+]
+"""Every family once, every second one with its eager implementation of attention."""
 # where a sublayer hands its result over, inside a decoder layer
 ATTENTION_OUT = ("self_attn.o_proj", "self_attn.out_proj", "attn.c_proj", "attention.dense", "self_attention.dense")
 MLP_OUT = ("mlp.down_proj", "mlp.experts", "mlp.c_proj", "fc2", "mlp.dense_4h_to_h")

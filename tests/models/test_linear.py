@@ -80,16 +80,16 @@ def test_a_turned_layer_has_the_products_of_nn_linear(bias: bool) -> None:
     torch.manual_seed(0)
     module = nn.Linear(24, 40, bias=bias)
     expected_of = copy.deepcopy(module).double()
-    module.__class__ = linear.Turned
+    module.__class__ = linear.Transposed
     calls: list[int] = []
 
     def counted(x: torch.Tensor, *given: torch.Tensor) -> torch.Tensor:
         calls.append(len(x[0]))
-        return turned(x, *given)
+        return transposed(x, *given)
 
-    turned = linear.turned
+    transposed = linear.transposed
     with torch.no_grad(), pytest.MonkeyPatch.context() as patch:
-        patch.setattr(linear, "turned", counted)
+        patch.setattr(linear, "transposed", counted)
         for rows in (1, 2, 7, 8, 16, 31, 32, 64):
             x = torch.randn(1, rows, 24)
             assert torch.allclose(module(x).double(), expected_of(x.double()), atol=1e-6)
@@ -98,4 +98,4 @@ def test_a_turned_layer_has_the_products_of_nn_linear(bias: bool) -> None:
 
 def test_no_layer_on_the_cpu_is_turned() -> None:
     """tests/test_cuda.py says which are."""
-    assert not any(map(linear.turns, [nn.Linear(3, 3), nn.Linear(3, 3).bfloat16(), nn.ReLU()]))
+    assert not any(map(linear.is_faster_transposed, [nn.Linear(3, 3), nn.Linear(3, 3).bfloat16(), nn.ReLU()]))

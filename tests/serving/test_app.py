@@ -19,7 +19,8 @@ import torch
 import skipstone
 from skipstone.serving.asking import THE_SERVERS
 from skipstone.serving.schemas import CompletionBody
-from skipstone.serving.server import Server, Settings
+from skipstone.serving.server import Server
+from skipstone.serving.settings import Settings
 from tests.helpers.served import InThread, in_thread, refusal
 
 TEXTS = [

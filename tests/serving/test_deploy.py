@@ -29,7 +29,8 @@ from skipstone.files import CACHE
 from skipstone.serving import tracing
 from skipstone.serving.app import make_app
 from skipstone.serving.guard import PUBLIC
-from skipstone.serving.server import Server, Settings
+from skipstone.serving.server import Server
+from skipstone.serving.settings import Settings
 from tests.helpers.snippets import ROOT
 
 DEPLOY = ROOT / "deploy"

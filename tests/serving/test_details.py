@@ -21,7 +21,8 @@ from skipstone.serving.jobs import Piece
 from skipstone.serving.lanes import Lane
 from skipstone.serving.layers import layers_of
 from skipstone.serving.schemas import CompletionBody
-from skipstone.serving.server import Server, Settings
+from skipstone.serving.server import Server
+from skipstone.serving.settings import Settings
 from tests.helpers.served import InThread
 
 PROMPT = 'def fibonacci(n):\n    """The n-th number of Fibonacci."""\n'

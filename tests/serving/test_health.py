@@ -20,7 +20,8 @@ from skipstone.serving import logs
 from skipstone.serving.app import make_app
 from skipstone.serving.engine import DIED, Engine, Steps, Told
 from skipstone.serving.jobs import FAILED, LENGTH, Ended, Job, Refused
-from skipstone.serving.server import Server, Settings
+from skipstone.serving.server import Server
+from skipstone.serving.settings import Settings
 from tests.helpers import dying, families
 
 LONG = {"prompt": "def add(a, b):", "max_tokens": 900, "temperature": 0, "ignore_eos": True, "speculative": "off"}

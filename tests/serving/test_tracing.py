@@ -17,7 +17,8 @@ from starlette.testclient import TestClient
 import skipstone
 from skipstone.serving import tracing
 from skipstone.serving.app import make_app
-from skipstone.serving.server import Server, Settings
+from skipstone.serving.server import Server
+from skipstone.serving.settings import Settings
 
 SECRET = "zanzibar"
 BODY = {"prompt": f"# {SECRET}\ndef add(a, b):\n    return", "max_tokens": 24, "ignore_eos": True, "stop": [SECRET]}

@@ -17,7 +17,8 @@ from skipstone.serving import logs
 from skipstone.serving.answers import Choice
 from skipstone.serving.app import make_app
 from skipstone.serving.jobs import Piece
-from skipstone.serving.server import Server, Settings
+from skipstone.serving.server import Server
+from skipstone.serving.settings import Settings
 from skipstone.serving.watch import OTHER, Record, Watch
 
 SECRET = "zanzibar"

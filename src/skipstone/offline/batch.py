@@ -17,7 +17,8 @@ from skipstone.models.layered import LayeredModel
 from skipstone.offline.answering import Died, answered, by_defect
 from skipstone.offline.journal import Answer, Journal
 from skipstone.offline.lines import Line, Lines
-from skipstone.serving.server import Server, Settings
+from skipstone.serving.server import Server
+from skipstone.serving.settings import Settings
 
 AHEAD = 2
 """Requests that are under way for every row: while one is written the next is read, and stands ready when the row is free."""

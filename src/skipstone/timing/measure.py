@@ -27,6 +27,7 @@ from skipstone.models.passes import Pass, SkipSet
 from skipstone.models.placing import home
 
 WARM_UP_TOKENS = 16  # new tokens of an untimed call
+MOST_SCRATCH = 64  # slots beside a text's own that drafts, trees and shadows use at most
 REPEATS = 7  # how often a pass is timed; the median counts
 LENGTHS = (1, 2, 3, 4, 6, 8, 12)  # draft lengths whose scoring passes are timed
 
@@ -157,13 +158,15 @@ def _known(engine: Engine, model: PreTrainedModel) -> dict[str, Any] | None:
 
 def warm_up(model: PreTrainedModel, engines: Iterable[Engine], prompt: Tensor, options: Mapping[str, Any]) -> None:
     """Run every engine once, untimed: first calls allocate, compile kernels and fill caches. options: of the calls to come; a
-    few tokens do, but for engines whose shapes depend on how many are asked for (`long_warm_up`). Our compiled engine compiles
-    all graphs that one row of such calls may meet. Later garbage collections leave out what there is then: one over all of it
-    takes as long as some hundred short steps."""
+    few tokens do, but for engines whose shapes depend on how many are asked for (`long_warm_up`). Where the
+    model's layers are compiled, all graphs are that one row of it may meet in such a call; a draft model's are not. Later
+    garbage collections leave out what there is then: one over all of it takes as long as some hundred short steps."""
     engines = list(engines)
     few = {**options, "max_new_tokens": min(WARM_UP_TOKENS, options["max_new_tokens"])}
     if any(isinstance(engine, Skipstone) for engine in engines):
-        LayeredModel(model).engine.warm_up(1, len(prompt) + options["max_new_tokens"])
+        layered = LayeredModel(model)
+        slots = len(prompt) + options["max_new_tokens"] + MOST_SCRATCH
+        layered.engine.warm_up(1, slots, kv_dtype=layered.kv_dtype)
     for engine in engines:
         measure(model, engine, prompt, options if getattr(engine, "long_warm_up", False) else few, seed=0)
     gc.collect()

@@ -33,6 +33,7 @@ from skipstone.methods.auto.texts import Texts
 from skipstone.methods.prompt_lookup import PromptLookup
 from skipstone.methods.recycle import DEPTH, Kept, Recycle, RecycleSession
 from skipstone.methods.shared import states
+from skipstone.methods.shared.draft_model import DraftModelSession
 from skipstone.models.engines.engine import Survival
 from skipstone.models.host import on_device
 from skipstone.models.layered import LayeredModel
@@ -120,9 +121,11 @@ class AutoSession(Session):
             for live, state in mind.states.items():
                 mind.log.state(live, state)
         self.log = mind.log
-        self._models = [model, *(one.draft_model for one in drafters.values() if isinstance(one, ModelDrafter))]
-        self._preparations = 0  # of their engines, when it was asked last
-        self._prepared()
+        sessions = [one.session if isinstance(one, OwnRule) else one for one in drafters.values()]
+        draft_models = [one.draft_model for one in sessions if isinstance(one, DraftModelSession)]
+        self._engines = [one.engine for one in (model, *draft_models)]
+        self._preparations = 0  # of these, when they were asked last
+        self._take_preparations()
         self._room = [0] * rows  # of every row, tokens that it may still draft
         self._judged: list[tuple[float, bool]] = []
         self._ranks: list[int] = []
@@ -151,6 +154,7 @@ class AutoSession(Session):
             if isinstance(one, ModelDrafter) and one.side.prefilling:
                 one.side.prefill(chunk)
         scores, done = super().prefill(chunk)
+        self._take_preparations()
         if done:
             self._settle()  # other rows decode from now on
         return scores, done
@@ -200,7 +204,7 @@ class AutoSession(Session):
         lag = {name: one.shadow_tokens(row, width) for name, one in self.drafters.items() if isinstance(one, ModelDrafter)}
         if width < rules.window // 2 or (name := control.due(state, lag)) is None:
             return
-        self._prepared()
+        self._take_preparations()
         began, tokens = self.model.ranks.now(), self.texts.text[row][-1 - width :]
         logits = self.drafters[name].said(row, tokens)
         if logits is None:
@@ -211,14 +215,14 @@ class AutoSession(Session):
         sure, was_right = confidence.tolist(), right.tolist()
         if not self.drafters[name].counts(was_right):
             sure, was_right = [], []
-        seconds = 0.0 if self._prepared() else self.shadow_seconds(began)
+        seconds = 0.0 if self._take_preparations() else self.shadow_seconds(began)
         self.aside_seconds += seconds
         self._plain_in_a_row, self._ran_prompt = 0, False
         self._graded(state, name, sure, was_right, seconds, lag.get(name, 0))
 
-    def _prepared(self) -> bool:
-        """Whether an engine has compiled or recorded something since this was asked last."""
-        count, before = sum(one.engine.preparations for one in self._models), self._preparations
+    def _take_preparations(self) -> bool:
+        """Whether an engine has compiled or recorded something since this was called last."""
+        count, before = sum(one.preparations for one in self._engines), self._preparations
         self._preparations = count
         return count > before
 
@@ -365,7 +369,8 @@ class AutoSession(Session):
         if self._is_quiet and self._left:
             step.drafter, step.reason, step.probe = self.plan.kind, self.plan.reason, self.plan.kind == PROBE
             aside, self.aside_seconds, self._learning_seconds = self.aside_seconds + self._learning_seconds, 0.0, 0.0
-            self._uncounted.append((self.model.ranks.agreed(step.seconds - step.seconds_search), aside))
+            seconds = self.model.ranks.agreed(step.seconds - step.seconds_search)
+            self._uncounted.append((self._known.costs.plain.value if self._take_preparations() else seconds, aside))
             return
         self._catch_up()
         mind, plan, live = self.mind, self.plan, [len(tokens) for tokens in step.tokens if tokens]
@@ -373,7 +378,7 @@ class AutoSession(Session):
         mind.steps += 1
         mind.kinds[plan.kind] = mind.kinds.get(plan.kind, 0) + 1
         seconds, rows = self.model.ranks.agreed(step.seconds - step.seconds_search), max(len(live), 1)
-        prepared = self._prepared()
+        prepared = self._take_preparations()
         if mind.state is None:
             if live and not prepared:
                 mind.plain_seconds.append(seconds)
@@ -383,8 +388,7 @@ class AutoSession(Session):
             return
         if plan.kind in (PLAIN, PROBE):
             nearer = sum(live) / rows
-            if prepared:
-                self._plain_in_a_row = 0
+            seconds = mind.state.costs.plain.value if prepared else seconds  # as it was thought to take
             self._plainly(nearer, seconds, self.aside_seconds + self._learning_seconds)
             urgent = False
         else:
@@ -393,7 +397,7 @@ class AutoSession(Session):
             done = replace(done, preparing=True) if prepared else done
             self._tally.add(done, plan.trial)
             nearer, urgent = done.nearer, learning.is_urgent(mind.state, done)
-        if self._looks_up:
+        if self._looks_up and not prepared:
             self._weigh_looking(nearer, seconds)
         self.aside_seconds, began = 0.0, self.model.ranks.now()
         if urgent or not self._left:

@@ -205,10 +205,8 @@ class CompiledEngine(EagerEngine):
             hidden = self._run(hidden, padded, store, part) if full else super().run(hidden, at, store, part, skip)
         return hidden
 
-    def warm_up(self, rows: int, slots: int, columns: int = COLUMNS, kv_dtype: torch.dtype | None = None) -> str:
-        """Compile every graph that batches of so many rows need, up to so many slots (positions, and the nodes of a tree) and
-        so many tokens of a row in one pass. kv_dtype: of the store. Returns `detail`. CUDA graphs are recorded when they are
-        first met."""
+    def warm_up(self, rows: int, slots: int, columns: int = COLUMNS, *, kv_dtype: torch.dtype | None = None) -> str:
+        """As in `Engine`, up to so many tokens of a row in one pass. CUDA graphs are recorded when they are first met."""
         with torch.inference_mode():
             size = LEAST_SLOTS
             while size <= tier(slots, LEAST_SLOTS):
@@ -361,8 +359,8 @@ def _twin(module: nn.Module, config: Any) -> Any:
     if "config" in twin.__dict__:
         twin.__dict__["config"] = config
     twin._modules = {name: child and _twin(child, config) for name, child in module._modules.items()}
-    if linear.turns(twin):
-        twin.__class__ = linear.Turned
+    if linear.is_faster_transposed(twin):
+        twin.__class__ = linear.Transposed
     return twin
 
 

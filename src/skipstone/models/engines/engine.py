@@ -145,8 +145,9 @@ class Engine(Protocol):
         """Whether the engine still computes the model as it is: its weights, hooks and forwards."""
         ...
 
-    def warm_up(self, rows: int, slots: int) -> str:
-        """Compile all that batches of so many rows and so many slots may meet, where it compiles at all. Returns `detail`."""
+    def warm_up(self, rows: int, slots: int, *, kv_dtype: torch.dtype | None = None) -> str:
+        """Compile all that batches of so many rows and so many slots (positions, and the nodes of a tree) may meet, where it
+        compiles at all. kv_dtype: of the store. Returns `detail`."""
         ...
 
     def embed(self, tokens: Tensor, positions: Tensor) -> Tensor:

@@ -16,7 +16,7 @@ PATIENCE = 5.0
 """Seconds that a cluster has to take a connection."""
 OBJECTS = 128 << 20
 """Bytes of a local cluster's object store. Requests and answers are small and mostly do not pass through it."""
-PATIENT = {
+GIVES_UP_SOON = {
     "RAY_gcs_server_port_wait_time_s": "2",
     "RAY_gcs_rpc_server_connect_timeout_s": "5",
     "RAY_CLIENT_INITIAL_CONNECTION_TIMEOUT_S": "2",
@@ -24,7 +24,7 @@ PATIENT = {
 }
 """Environment variables of Ray for a cluster that is there, where the user sets none: few tries at one that does not answer. A
 cluster that is started here has all the time that Ray gives it: a machine with much else to do needs it."""
-PRIVATE = {"RAY_USAGE_STATS_ENABLED": "0"}
+NO_USAGE_STATS = {"RAY_USAGE_STATS_ENABLED": "0"}
 """The same for any cluster: nothing is sent anywhere about its use."""
 REFUSAL = "ValueError: "
 """The beginning of the line of a traceback that says why a replica could not load its model."""
@@ -87,7 +87,7 @@ def check_free(host: str, port: int) -> None:
 def connect(address: str | None) -> None:
     """Connect to the cluster at an address, or start one on this machine that ends with this process. ValueError for what is no
     address, ConnectionError where no cluster answers."""
-    for name, value in (PRIVATE if address is None else PRIVATE | PATIENT).items():
+    for name, value in (NO_USAGE_STATS if address is None else NO_USAGE_STATS | GIVES_UP_SOON).items():
         os.environ.setdefault(name, value)
     if address is not None:
         _reach(address)

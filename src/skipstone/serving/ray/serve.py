@@ -15,7 +15,7 @@ from skipstone.serving.ray.ingress import NAME, REPLICA, Ingress
 from skipstone.serving.settings import Settings
 
 ROUTER = "skipstone.serving.ray.router:SessionRouter"
-REPLICAS = "skipstone.serving.ray.replica.Replica"
+REPLICA_CLASS = "skipstone.serving.ray.replica.Replica"
 """What only the replicas themselves import, by its name: it brings torch and transformers, which take seconds and memory."""
 FRONTED = 16
 """Replicas that one front serves."""
@@ -71,7 +71,7 @@ def application(load: Callable[[], tuple[Any, Any]], settings: Settings, scale: 
         request_router_config={"request_router_class": ROUTER},
         logging_config=QUIET,
         **_numbers(scale, settings.rows),
-    )(REPLICAS)
+    )(REPLICA_CLASS)
     fronts = serve.deployment(
         name="front",
         num_replicas=math.ceil(scale.most / FRONTED),
@@ -91,6 +91,7 @@ def _numbers(scale: Scale, rows: int) -> dict[str, Any]:
     target = max(1.0, BUSY * rows)
     seen = max(scale.up, 1.0)
     delays = {"upscale_delay_s": scale.up, "downscale_delay_s": scale.down}
+    # Ray 2.60 calls metrics_interval_s deprecated, and obeys nothing else
     delays |= {"look_back_period_s": seen, "metrics_interval_s": seen / REPORTS}
     return {
         "autoscaling_config": {

@@ -40,15 +40,15 @@ def attend(
         output = F.scaled_dot_product_attention(query, key, value, is_causal=causal, scale=scaling, enable_gqa=grouped)
     else:
         packed = query.reshape(rows, key.shape[1], groups * width, size)
-        if stepwise(query):
-            output = in_steps(packed, key, value, attention_mask, scaling)
+        if is_faster_unfused(query):
+            output = unfused(packed, key, value, attention_mask, scaling)
         else:
             output = F.scaled_dot_product_attention(packed, key, value, attn_mask=attention_mask, scale=scaling)
         output = output.reshape(rows, heads, width, value.shape[3])
     return output.transpose(1, 2).contiguous(), None
 
 
-def in_steps(query: Tensor, key: Tensor, value: Tensor, mask: Tensor, scaling: float | None) -> Tensor:
+def unfused(query: Tensor, key: Tensor, value: Tensor, mask: Tensor, scaling: float | None) -> Tensor:
     """The same by two products and a softmax, float32. query: [b, heads, n, d]. key, value: [b, heads, extent, d]. mask:
     [b, 1, n, extent], bool (what is seen) or added. Returns [b, heads, n, d]."""
     scores = query @ key.transpose(2, 3) * (query.shape[3] ** -0.5 if scaling is None else scaling)  # [b, heads, n, extent]
@@ -56,8 +56,8 @@ def in_steps(query: Tensor, key: Tensor, value: Tensor, mask: Tensor, scaling: f
     return scores.softmax(-1) @ value
 
 
-def stepwise(query: Tensor) -> bool:
-    """Whether `in_steps` is faster: in a graph that is compiled for a GPU, in float32."""
+def is_faster_unfused(query: Tensor) -> bool:
+    """Whether `unfused` is faster: in a graph that is compiled for a GPU, in float32."""
     return query.is_cuda and query.dtype == torch.float32 and torch.compiler.is_compiling()
 
 

@@ -63,7 +63,7 @@ class EagerEngine:
         """Always: the modules are the model's own."""
         return True
 
-    def warm_up(self, rows: int, slots: int) -> str:
+    def warm_up(self, rows: int, slots: int, *, kv_dtype: torch.dtype | None = None) -> str:
         """As in `Engine`: there is nothing to compile."""
         return self.detail
 

@@ -16,9 +16,10 @@ from skipstone.models.packed import PackedWeight
 
 _PLAIN = (Tensor, nn.Parameter, PackedWeight)
 FEW_ROWS = 8  # rows up to which W x^T is faster than F.linear on the CPU
-TURNED_ROWS = range(8, 32)
-"""Rows for which W x^T takes a sixth of the time of F.linear on a GPU where the layer is small, and .8 to 1.2 of it where it is
-large; for 2 to 4 rows of a large one it takes up to four times as long (recipes/measure/cuda_kernels.py)."""
+TRANSPOSED_ROWS = range(8, 32)
+"""Rows for which a GPU takes W x^T. Compiled passes have powers of two, so that these are 8 and 16. There it takes .2 to .4 of
+the time of F.linear where the layer is small, and .9 to 1.2 where it is large; over 2 rows of a large layer it takes 4.5 times
+as long (docs/performance.md)."""
 
 
 def pays(module: nn.Module) -> bool:
@@ -33,26 +34,26 @@ def pays(module: nn.Module) -> bool:
     )
 
 
-def turned(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+def transposed(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     """x W^T + bias as W x^T. x: [..., d_in]. weight: [d_out, d_in]. bias: [d_out]. Returns [..., d_out]."""
     columns = x.reshape(-1, x.shape[-1]).t()  # [d_in, rows]
     product = weight @ columns if bias is None else torch.addmm(bias[:, None], weight, columns)  # [d_out, rows]
     return product.t().reshape(*x.shape[:-1], -1).contiguous()
 
 
-def turns(module: nn.Module) -> bool:
-    """Whether a module is better run as `Turned`: a plain float32 linear layer on a GPU."""
+def is_faster_transposed(module: nn.Module) -> bool:
+    """Whether a module is faster as `Transposed`: a plain float32 linear layer on a GPU."""
     if type(module) is not nn.Linear or type(module.weight) not in _PLAIN:
         return False
     return module.weight.is_cuda and module.weight.dtype == torch.float32
 
 
-class Turned(nn.Linear):
+class Transposed(nn.Linear):
     """A linear layer that computes W x^T where that is faster on a GPU. x: [..., d_in] -> [..., d_out]."""
 
     def forward(self, input: Tensor) -> Tensor:
         rows = input.numel() // input.shape[-1]
-        return (turned if rows in TURNED_ROWS else F.linear)(input, self.weight, self.bias)
+        return (transposed if rows in TRANSPOSED_ROWS else F.linear)(input, self.weight, self.bias)
 
 
 def few_rows(module: nn.Linear, x: Tensor) -> Tensor:
@@ -62,7 +63,7 @@ def few_rows(module: nn.Linear, x: Tensor) -> Tensor:
     if rows > FEW_ROWS:
         return F.linear(x, weight, bias)
     if rows > 1:
-        return turned(x, weight, bias)
+        return transposed(x, weight, bias)
     blocks = math.gcd(weight.shape[0], torch.get_num_threads()) if weight.is_contiguous() else 1
     if blocks == 1:
         return F.linear(x, weight, bias)

@@ -105,7 +105,7 @@ class NativeEngine:
         """Whether the weights are those that were copied, and no module has got a hook or a forward of its own since."""
         return self.changes == self._counted() and not any(changed(module) for module in self._covered)
 
-    def warm_up(self, rows: int, slots: int) -> str:
+    def warm_up(self, rows: int, slots: int, *, kv_dtype: torch.dtype | None = None) -> str:
         """As in `Engine`: all was compiled when the package was built."""
         return self.detail
 

@@ -25,14 +25,14 @@ def test_it_is_torch_s_attention(scaling: float | None, seen: bool) -> None:
     mask[..., 0] = True  # no row is empty
     given = mask if seen else torch.zeros(mask.shape).masked_fill_(~mask, torch.finfo(torch.float32).min)
     expected = F.scaled_dot_product_attention(query.double(), key.double(), value.double(), attn_mask=mask, scale=scaling)
-    assert torch.allclose(attention.in_steps(query, key, value, given, scaling).double(), expected, atol=1e-6)
+    assert torch.allclose(attention.unfused(query, key, value, given, scaling).double(), expected, atol=1e-6)
 
 
 def as_on_a_gpu(patch: pytest.MonkeyPatch) -> None:
     """Graphs for the CPU compute what those for a GPU do; nothing is compiled but traced."""
     patch.setenv(BACKEND_VARIABLE, "eager")
-    patch.setattr(linear, "turns", lambda module: type(module) is nn.Linear)
-    patch.setattr(attention, "stepwise", lambda query: torch.compiler.is_compiling())
+    patch.setattr(linear, "is_faster_transposed", lambda module: type(module) is nn.Linear)
+    patch.setattr(attention, "is_faster_unfused", lambda query: torch.compiler.is_compiling())
 
 
 def texts(name: str, engine: str) -> Output:
@@ -49,11 +49,11 @@ def test_a_model_computed_so_writes_the_same_texts(name: str, monkeypatch: pytes
     assert_same_texts(families.build(name), families.prompts(3), expected, texts(name, "compiled"), {"do_sample": False})
 
 
-@pytest.mark.parametrize("part", ["in_steps", "turned"])
+@pytest.mark.parametrize("part", ["unfused", "transposed"])
 def test_graphs_compute_so(part: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """With a mistake in either, the texts are others."""
     as_on_a_gpu(monkeypatch)
-    room: Any = attention if part == "in_steps" else linear
+    room: Any = attention if part == "unfused" else linear
     right = getattr(room, part)
     monkeypatch.setattr(room, part, lambda *given: -right(*given))
     assert texts("llama", "compiled").new_tokens != texts("llama", "eager").new_tokens

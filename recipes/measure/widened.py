@@ -1,10 +1,10 @@
 """A model with the same texts and longer steps: what a method is worth depends on both. A step of the bundled model takes 1 ms.
 
-    python recipes/measure/padded.py OUT --width 4096 [--model MODEL] [--dtype float32]
+    python recipes/measure/widened.py OUT --width 4096 [--model MODEL] [--dtype float32]
 
-The feed-forward layers of a Llama-like model are padded to --width inner units. What is new has random weights in gate and up
+The feed-forward layers of a Llama-like model get --width inner units. What is new has random weights in gate and up
 projections and zeros in the down projection, so that it is read and multiplied at every step and adds exactly nothing. Writes a
-checkpoint with tokenizer and generation_config to OUT, and prints the bytes of weights that a step reads before and after.
+checkpoint with tokenizer and generation_config to OUT, and prints the bytes of all weights before and after.
 """
 
 from __future__ import annotations
@@ -38,13 +38,13 @@ def replace(projection: nn.Linear, weight: Tensor) -> None:
 
 
 def widen(model: PreTrainedModel, width: int) -> None:
-    """Pads the feed-forward layers of a model to so many inner units. ValueError where they have as many or biases."""
+    """Gives the feed-forward layers of a model so many inner units. ValueError where they have as many or biases."""
     generator = torch.Generator().manual_seed(SEED)
     for layer in model.get_submodule("model.layers").children():
         gate, up, down = (linear(layer, f"mlp.{name}_proj") for name in ("gate", "up", "down"))
         hidden, inner = down.weight.shape
         if inner >= width or any(one.bias is not None for one in (gate, up, down)):
-            raise ValueError(f"feed-forward layers of {inner} units, without biases, are padded to more, not to {width}")
+            raise ValueError(f"feed-forward layers of {inner} units, without biases, get more, not {width}")
         for one in (gate, up):
             new = torch.randn(width - inner, hidden, generator=generator) * SPREAD  # [width - inner, hidden]
             replace(one, torch.cat([one.weight.float(), new]))
