@@ -31,13 +31,13 @@ demo: $(STAMP) $(NATIVE)  ## MODEL=path or hub id: the same text twice, plainly 
 serve: $(STAMP) $(NATIVE)  ## MODEL=path or hub id: an OpenAI-compatible server on port 8000
 	@$(BIN)/skipstone serve $(MODEL)
 
-PYTEST := $(BIN)/python -m pytest -n $(WORKERS) --dist worksteal
+PYTEST := PYTHONDONTWRITEBYTECODE= $(BIN)/python -m pytest -n $(WORKERS) --dist worksteal
 QUICK := $(patsubst %,tests/decoding/test_%.py,decode enumeration noise sampling stats trees verify walk) \
 	$(patsubst %,tests/models/test_%.py,frontier kvstore layers masks) tests/hf/test_options.py tests/methods/test_spelling.py
 quick: $(STAMP) $(NATIVE)  ## the inner loop, under a minute: the loop, its rules and its law, the layers and their store
 	$(PYTEST) -m "not slow" $(QUICK)
 
-test: $(STAMP) $(NATIVE)  ## the suite without the full product, under four minutes on two cores; prints its ten slowest
+test: $(STAMP) $(NATIVE)  ## the suite without the full product, four to five minutes on two cores; prints its ten slowest
 	$(PYTEST) -m "not slow and not soak and not clients and not browser and not ray" --durations=10
 
 test-rest: $(STAMP) $(NATIVE)  ## what `make test` leaves out; ENGINE=eager: on the reference engine, else native where that runs
