@@ -203,6 +203,12 @@ TRANSFORMERS_FIRST = {
 }
 
 
+@pytest.fixture(scope="module", autouse=True)
+def _recognised() -> None:
+    """What is found out once in a process, by forwards, is known: a refusal needs none."""
+    LayeredModel(families.build("llama"))
+
+
 @pytest.mark.parametrize("name", all_but(THROUGH_GENERATE[::4], THROUGH_GENERATE))
 def test_an_enabled_model_refuses_the_same(name: str) -> None:
     wrong, model = TABLE[name], families.build("llama")
