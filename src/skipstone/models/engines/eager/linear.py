@@ -22,16 +22,17 @@ the time of F.linear where the layer is small, and .9 to 1.2 where it is large; 
 as long (docs/performance.md)."""
 
 
+def _is_plain(module: nn.Module, device: str) -> bool:
+    """Whether a module is a linear layer in float32 on a device of this type and nothing more. torchao leaves the layer's class
+    and quantises its weight."""
+    if type(module) is not nn.Linear or type(module.weight) not in _PLAIN:
+        return False
+    return module.weight.device.type == device and module.weight.dtype == torch.float32
+
+
 def pays(module: nn.Module) -> bool:
-    """Whether a module is better run by `few_rows`: a plain float32 linear layer on the CPU, where torch has MKL. torchao
-    leaves the layer's class and quantises its weight."""
-    return (
-        type(module) is nn.Linear
-        and type(module.weight) in _PLAIN
-        and module.weight.device.type == "cpu"
-        and module.weight.dtype == torch.float32
-        and torch.backends.mkl.is_available()
-    )
+    """Whether a module is better run by `few_rows`: a plain float32 linear layer on the CPU, where torch has MKL."""
+    return _is_plain(module, "cpu") and torch.backends.mkl.is_available()
 
 
 def transposed(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
@@ -43,9 +44,7 @@ def transposed(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
 
 def is_faster_transposed(module: nn.Module) -> bool:
     """Whether a module is faster as `Transposed`: a plain float32 linear layer on a GPU."""
-    if type(module) is not nn.Linear or type(module.weight) not in _PLAIN:
-        return False
-    return module.weight.is_cuda and module.weight.dtype == torch.float32
+    return _is_plain(module, "cuda")
 
 
 class Transposed(nn.Linear):

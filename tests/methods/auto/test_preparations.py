@@ -1,0 +1,70 @@
+"""What `auto` makes of steps in which an engine compiles or records on the way."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from torch import Tensor
+
+from skipstone import LayerSkip, PromptLookup
+from skipstone.control.state import PLAIN, PROBE
+from skipstone.decoding.batch import Request
+from skipstone.methods.auto.auto import Auto, AutoSession
+from skipstone.models.layered import LayeredModel
+from tests.helpers.machine import llama, prompt, start
+
+PREPARING = 50.0
+"""Seconds that a pass seems to take on the way of which the engine compiles."""
+
+
+def compiling(monkeypatch: pytest.MonkeyPatch, engine: Any, when: Callable[[Tensor], bool]) -> None:
+    """Makes an engine say of some passes that it compiled on the way, and the clock say that this took long. when: of the
+    states [b, n, d] that enter one."""
+    run_, late, now = engine.run, [0.0], time.perf_counter
+
+    def passes(hidden: Tensor, *given: Any) -> Tensor:
+        if when(hidden):
+            engine.preparations += 1
+            late[0] += PREPARING
+        return run_(hidden, *given)
+
+    monkeypatch.setattr(engine, "preparations", 0, raising=False)
+    monkeypatch.setattr(engine, "run", passes)
+    monkeypatch.setattr(time, "perf_counter", lambda: now() + late[0])
+
+
+def test_steps_in_which_the_engine_compiles_teach_nothing_of_times(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Neither plain ones nor such that look up, draft or cast shadows. It compiles in all passes of several tokens, and in
+    every fifth of one."""
+    raw, path, count = llama(), tmp_path / "log.jsonl", [0]
+
+    def sometimes(hidden: Tensor) -> bool:
+        count[0] += 1
+        return hidden.shape[1] > 1 or count[0] % 5 == 0
+
+    compiling(monkeypatch, LayeredModel(raw).engine, sometimes)
+    method = Auto((PromptLookup(), LayerSkip(exit_layer=2)), remembers=False, log=str(path))
+    decoder = start(method, LayeredModel(raw), [Request(prompt(9), 200)])
+    while decoder.stats.steps < 90:
+        decoder.step()
+    assert isinstance(decoder.session, AutoSession)
+    mind = decoder.session.mind
+    state = mind.state
+    assert state is not None
+    assert max(mind.plain_seconds) < 1
+    assert state.costs.plain.value < 1, "seconds"
+    assert state.ledger.overall.debt < PREPARING / 2
+    assert state.costs.scoring(2) < 20, "plain steps"
+    assert abs(mind.looking_worth.gain) < 20
+    steps = [json.loads(line)["step"] for line in path.read_text().splitlines() if "step" in json.loads(line)]
+    drafted = [step["done"]["preparing"] for step in steps if step["taken"]["kind"] not in (PLAIN, PROBE)]
+    assert len(drafted) > 1
+    assert all(drafted)
+    assert all(
+        seconds < 1 for line in path.read_text().splitlines() for seconds in json.loads(line).get("shadow", [0] * 6)[4:5]
+    )
