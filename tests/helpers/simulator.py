@@ -11,12 +11,11 @@ import math
 import random
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
-from statistics import median_low
 
 import numpy as np
 
 from skipstone.control import control, learning, price
-from skipstone.control.costs import Cost, Costs, Line, Scoring
+from skipstone.control.costs import Cost, Costs, Line, Scoring, typical
 from skipstone.control.state import LOOKUP, PLAIN, PROBE, RECYCLE, WARM_AFTER, Done, Drafter, Judged, Plan, Ranks, Rules, State
 
 RULES = Rules()
@@ -354,7 +353,7 @@ def plain_steps(turns: range, cold: Sequence[float], dice: random.Random, pace: 
     ones came before it."""
     each = [cold[turn] if turn < len(cold) else 1.0 for turn in turns]
     warm = [one * noise(dice) * pace for one, turn in zip(each, turns, strict=True) if turn >= WARM_AFTER]
-    return sum(each), (len(warm), median_low(warm or [0.0]))
+    return sum(each), (len(warm), typical(warm))
 
 
 def drive(

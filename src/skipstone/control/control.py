@@ -28,10 +28,16 @@ TRIED = 2
 """Drafts of a trial at least."""
 TRIED_ON = (0.0,) * TRIED + (0.6,) * 6
 """Survivals until which a drafter drafts in a trial: where it is sure, the step may pay."""
-AT_ONCE = 32
-"""Plain steps that are decided on at once where nothing pays: beside the shortest steps there are a decision takes long."""
+AT_ONCE = 128
+"""Plain steps that are decided on at once at most, where nothing pays."""
 AT_ONCE_WITH_MEANS = 4
-"""The same where a drafter may draft again soon: as its shadow says so, which is asked for between decisions, or the ledger."""
+"""The same at least, where a drafter may draft again soon: as its shadow says so, which is asked for between decisions, or the
+ledger."""
+MOST_WON_BACK = 32
+"""The same at most, where a drafter waits for more to be won back."""
+DECIDING = 0.01
+"""Share of the time that deciding and learning may take where steps are plain: beside the shortest ones there are it takes
+long."""
 LEAST_TRIAL = 0.2
 """Plain steps that a trial of a drafter with its own rule may lose at least, by what is thought before it."""
 LOOKUP_TRIAL = 0.5
@@ -43,8 +49,14 @@ DEAR = 1.5
 """Plain steps from which on a shadow is dear: a drafter that has such a one drafts to be known."""
 LEAST_LOOK = 0.5
 """Plain steps that are saved before it does."""
-LOOK_STEPS = 2
-"""Steps of such a look: the first one finds other weights in the caches."""
+LOOK_STEPS, MOST_LOOK_STEPS = 2, 8
+"""Steps of such a look at least, as the first one finds other weights in the caches, and at most."""
+LEAST_LOSS = 0.05
+"""Share of its time that a look is thought to lose at least."""
+MOST_EXPONENT = 30.0
+"""Beyond which a chance is none."""
+DEVIATION = 0.7
+"""Standard deviation of what one step of a drafter says of its rate, as a share of that."""
 BEST_CASE = 1.0
 """Tokens a plain step, of a drafter that is always right and takes what it is thought to, from which on it is worth a trial."""
 MOST_AT_STAKE = 12.0
@@ -73,11 +85,11 @@ def _wanted(state: State, matches: Sequence[int]) -> Plan:
         return Plan(LOOKUP, worth, current, f"a match of {max(matches)}: {tokens:.1f} tokens expected", drafts=tuple(drafts))
     if current is None:
         asks_soon = state.position < state.rules.early and state.any_young and state.shadow_account >= state.cheapest_shadow
-        steps = AT_ONCE_WITH_MEANS if asks_soon else AT_ONCE
+        steps = _worth_deciding(state) if asks_soon else AT_ONCE
         return Plan(PLAIN, worth, None, "nothing is faster than plain decoding", steps=steps)
     if unsure:
         reason = f"{current} is right too seldom here to be worth a draft"
-        return Plan(PLAIN, worth, current, reason, steps=AT_ONCE_WITH_MEANS)
+        return Plan(PLAIN, worth, current, reason, steps=_worth_deciding(state))
     reason = f"{current}: {worth:.2f} x plain decoding"
     if current == RECYCLE:
         assert state.ranks is not None
@@ -118,8 +130,14 @@ def _affordable(state: State, plan: Plan) -> Plan:
 
 def _won_back(state: State, stake: float, worth: float, current: str | None) -> Plan:
     """Plain steps until so much may be lost again."""
-    steps = round(min(max(state.ledger.steps_until(stake), AT_ONCE_WITH_MEANS), AT_ONCE))
+    most = AT_ONCE if current is None else MOST_WON_BACK
+    steps = round(min(max(state.ledger.steps_until(stake), _worth_deciding(state)), most))
     return Plan(PLAIN, worth, current, "more time was lost than may be: plain until it is won back", steps=steps)
+
+
+def _worth_deciding(state: State) -> int:
+    """Plain steps beside which a decision takes no more than it may."""
+    return max(AT_ONCE_WITH_MEANS, min(math.ceil(state.costs.fixed / DECIDING), AT_ONCE))
 
 
 def stands(state: State, plan: Plan, matches: Sequence[int]) -> bool:
@@ -269,12 +287,14 @@ def _look_by_drafting(state: State, current: str | None, worth: float) -> Plan |
     time = state.costs.drafts[chosen](likely) + state.costs.scoring_of(chosen)(likely + 1)
     if state.shadow_account < min(LOOK_STEPS * time * (1 - 1 / worth), MOST_SAVED):
         return None
-    return Plan(chosen, worth, current, f"{chosen} is looked at", thresholds=TRIED_ON, trial=True, steps=LOOK_STEPS)
+    steps = int(state.shadow_account / (time * max(1 - state.rate(chosen) / worth, LEAST_LOSS)))
+    steps = max(LOOK_STEPS, min(steps, MOST_LOOK_STEPS))
+    return Plan(chosen, worth, current, f"{chosen} is looked at", thresholds=TRIED_ON, trial=True, steps=steps)
 
 
 def _worth_a_look(state: State, name: str, best: float) -> float:
-    """Tokens since a drafter was graded, of one of which next to nothing is known thrice as many; 0 for one that was graded of
-    late, or that is hardly faster than the `best` rate."""
+    """Tokens since a drafter was graded, of one of which next to nothing is known thrice as many, times the chance that it is
+    faster than the `best` rate; 0 for one that was graded of late, or of which that is hardly so."""
     drafter, rules = state.drafters[name], state.rules
     stale, young = state.position - drafter.seen, drafter.rate.usual.steps < YOUNG
     if stale < (rules.window // 2 if young else rules.window):
@@ -282,7 +302,9 @@ def _worth_a_look(state: State, name: str, best: float) -> float:
     steps = drafter.rate.now.faded(state.position, rules.half_life).steps
     if state.rate(name) * (1 + 1.5 / (steps + 1) ** 0.5) < best and stale < rules.look_again:
         return 0.0
-    return min(stale, 4000) * (3 if young else 1)
+    deviation = DEVIATION / (drafter.rate.usual.steps + 1) ** 0.5
+    chance = 1 / (1 + math.exp(min(1.7 * (1 - state.rate(name) / best) / deviation, MOST_EXPONENT)))
+    return min(stale, 4000) * chance * (3 if young else 1)
 
 
 def due(state: State, lag: Mapping[str, int] = MappingProxyType({})) -> str | None:

@@ -2,9 +2,10 @@
 
 Times of drafting and scoring are in plain steps, a plain step is in seconds."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import accumulate
+from statistics import median_low
 
 import numpy as np
 
@@ -46,6 +47,17 @@ WELL_KNOWN = 24
 """Measurements from which on a cost is known well."""
 FIRST_DRAFTS = 8
 """Drafts of a row, at most, while none were scored."""
+MOST_TYPICAL = 1.5
+"""Times the lower median of several equal steps that one of them counts as at most: more was the doing of something else."""
+
+
+def typical(seconds: Sequence[float]) -> float:
+    """What one of several equal steps takes, 0 of none. It is their mean: steps that draft are counted by what they take in the
+    mean, too, and the median of plain ones lies below theirs."""
+    if not seconds:
+        return 0.0
+    most = MOST_TYPICAL * median_low(seconds)
+    return sum([min(one, most) for one in seconds]) / len(seconds)
 
 
 @dataclass(frozen=True, slots=True)

@@ -117,7 +117,8 @@ def observe(state: State, plan: Plan, done: Done) -> State:
     moved = now if plan.current != state.current else state.moved_at
     shadowing = rules.calm_shadowing if now - moved > rules.calm_after else rules.shadowing
     shadowing += rules.early_shadowing / (1 + state.position / rules.early)
-    paid, probed = max(time - done.nearer / plan.price, 0.0) if plan.trial else 0.0, plan.kind == PROBE
+    lost, probed = time - done.nearer / plan.price, plan.kind == PROBE
+    paid = (lost if plan.current is None else max(lost, 0.0)) if plan.trial else 0.0
     probing = done.steps * (1 - 1 / plan.price) if probed else 0.0
     measured = probed and (done.warm is None or done.warm[0] > 0)
     after = State(  # in full: `replace` takes three times as long
@@ -178,9 +179,9 @@ def _quiet_time(plain: Cost, steps: int, seconds: float, done: Done) -> float:
     """The same of those that were not busy. steps, seconds: of these."""
     if done.behind_prompt:
         return float(steps)
-    warm, median = done.warm or (steps, 0.0)
+    warm, each = done.warm or (steps, 0.0)
     cold = steps - warm
-    return warm + min(max((seconds - warm * median) / plain.value, float(cold)), MOST_COLD * cold) if cold else float(warm)
+    return warm + min(max((seconds - warm * each) / plain.value, float(cold)), MOST_COLD * cold) if cold else float(warm)
 
 
 def _spread(spread: Rate, plan: Plan, done: Done) -> Rate:

@@ -343,7 +343,7 @@ class Done:
     `seconds`. busy: plain steps in which something was looked up or kept, and their seconds; all others took what plain
     decoding takes. slowest: tokens of the row that has most to write yet, which a batch ends with; None where that is `tokens`.
     more_verified, more_passes: of all steps but that one. warm: of other plain steps, how many stood behind WARM_AFTER
-    others, and what one of these took, the lower median, as a stall makes a step longer and nothing makes it shorter; None
+    others, and what one of these took (`costs.typical`); None
     where that is all of them. behind_prompt: whether those that did not stood behind a prompt, as plain decoding's do.
     preparing: whether the engine compiled or recorded something in a step that drafted, whose time says nothing of later ones.
 

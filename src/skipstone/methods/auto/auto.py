@@ -38,6 +38,9 @@ from skipstone.models.engines.engine import Survival
 from skipstone.models.host import on_device
 from skipstone.models.layered import LayeredModel
 
+LEAST_FOR_LOOKING = 1.0
+"""Plain steps that may still be lost, below which nothing is looked up and nothing kept: a draft of it could not be paid."""
+
 
 @dataclass(frozen=True)
 class Auto(Method):
@@ -290,7 +293,7 @@ class AutoSession(Session):
     def _wake(self) -> None:
         """Whether texts are looked up and continuations kept in this step: not where a step is to be plain in every respect."""
         mind, state = self.mind, self.mind.state
-        rests = state is None or state.ledger.overdrawn or state.costs.plain.measurements < costs.LEAST_PLAIN
+        rests = state is None or state.ledger.room < LEAST_FOR_LOOKING or state.costs.plain.measurements < costs.LEAST_PLAIN
         rests = rests or (self._left > 0 and self.plan.kind == PROBE)
         looks, keeps = self.texts.looks_up and not rests, self.recycle is not None and not rests
         self._looks_up = looks and mind.looking.goes_on(mind.steps, self.plan.kind == LOOKUP and mind.looking_worth.pays)
@@ -339,6 +342,7 @@ class AutoSession(Session):
         if self._is_quiet and draft is not None:
             self._unread.append(verdicts)
             return
+        began = self.model.ranks.now()
         self._judged, self._ranks = [], []
         if draft is not None:
             self._judge(draft, verdicts)
@@ -354,6 +358,8 @@ class AutoSession(Session):
                 one.learn(None, silent)
         if chosen is not None:
             chosen.learn(draft if draft is not None and draft.width else None, verdicts)
+        if self._looks_up:
+            self._deciding_seconds += self.model.ranks.since(began)
 
     def _judge(self, draft: Draft, verdicts: list[RowVerdict]) -> None:
         """Hold what was looked up, and how sure a drafter was, against what was committed."""
@@ -434,6 +440,8 @@ class AutoSession(Session):
         warm = rests and self._plain_in_a_row > WARM_AFTER
         if rests:
             seconds -= self._looking_seconds
+        elif not self._keeps and (self._ran_prompt or self._plain_in_a_row > WARM_AFTER):
+            seconds = self._known.costs.plain.value + self._deciding_seconds  # all else is as in plain decoding
         if warm:
             self.mind.plain_seconds.append(seconds)
         tally.plain(tokens, seconds, rests, warm, self._ran_prompt)

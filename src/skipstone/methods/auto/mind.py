@@ -3,18 +3,19 @@
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
-from statistics import median_low
 from typing import Any
 
 from skipstone.control import learning
+from skipstone.control.costs import typical
 from skipstone.control.record import Log
 from skipstone.control.state import PLAIN, PROBE, Done, Judged, Pace, Plan, State
 from skipstone.methods.recycle import Kept
 
 RECENT_PLAIN = 64
 """Plain steps whose times are kept for the interval that is told."""
-AWAKE, ASLEEP = 128, 384
-"""Steps for which texts are looked up, or continuations kept, although that does not pay, and for which not, in turn."""
+AWAKE, ASLEEP, MOST_ASLEEP = 128, 384, 3072
+"""Steps for which texts are looked up, or continuations kept, although that does not pay, and for which not, in turn: each time
+for twice as many, up to the last one."""
 LEARNT_AT_ONCE = 4
 """Plans that are learnt from together: between two model passes learning takes long."""
 LATEST_LEARNT, PAUSE = 9, 4.0
@@ -30,10 +31,11 @@ FIRST_GAIN, LEARNT_A_STEP = 0.5, 0.02
 @dataclass
 class Shift:
     """Whether to do what takes some of the host's time in every step: as long as it pays, and else for AWAKE of AWAKE + ASLEEP
-    steps. until: the step from which on it rests. wanted_until: that up to which it is done in any case, for a new text;
+    steps. until: the step from which on it rests, for `asleep` steps. wanted_until: that up to which it is done in any case, for a new text;
     most_wanted: that up to which this may be put off."""
 
     until: int = AWAKE
+    asleep: int = ASLEEP
     wanted_until: int = 0
     most_wanted: int = 0
 
@@ -47,8 +49,10 @@ class Shift:
 
     def goes_on(self, step: int, pays: bool) -> bool:
         """Asked once a step."""
-        if pays or step >= self.until + ASLEEP:
-            self.until = step + AWAKE
+        if pays:
+            self.until, self.asleep = step + AWAKE, ASLEEP
+        elif step >= self.until + self.asleep:
+            self.until, self.asleep = step + AWAKE, min(2 * self.asleep, MOST_ASLEEP)
         return step < max(self.until, self.wanted_until)
 
 
@@ -286,6 +290,6 @@ class Tally:
             aside_seconds=self.aside_seconds,
             steps=self.steps,
             busy=self.busy,
-            warm=(len(self.warm_seconds), median_low(self.warm_seconds or [0.0])),
+            warm=(len(self.warm_seconds), typical(self.warm_seconds)),
             behind_prompt=self.behind_prompt,
         )
