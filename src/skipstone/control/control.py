@@ -53,8 +53,8 @@ LOOK_STEPS, MOST_LOOK_STEPS = 2, 8
 """Steps of such a look at least, as the first one finds other weights in the caches, and at most."""
 LEAST_LOSS = 0.05
 """Share of its time that a look is thought to lose at least."""
-MOST_EXPONENT = 30.0
-"""Beyond which a chance is none."""
+LOGISTIC, MOST_EXPONENT = 1.7, 30.0
+"""Scale at which a logistic function is about a normal distribution's, and the exponent beyond which a chance is none."""
 DEVIATION = 0.7
 """Standard deviation of what one step of a drafter says of its rate, as a share of that."""
 BEST_CASE = 1.0
@@ -123,7 +123,7 @@ def _affordable(state: State, plan: Plan) -> Plan:
         kept -= 1
     if kept == len(plan.thresholds):
         return plan
-    if not kept:
+    if kept < (TRIED if plan.trial else 1):  # a shorter trial would not tell what a draft step takes from the rest
         return _won_back(state, stake, plan.price, plan.current)
     return replace(plan, thresholds=plan.thresholds[:kept], beside=plan.beside[:kept])
 
@@ -293,8 +293,9 @@ def _look_by_drafting(state: State, current: str | None, worth: float) -> Plan |
 
 
 def _worth_a_look(state: State, name: str, best: float) -> float:
-    """Tokens since a drafter was graded, of one of which next to nothing is known thrice as many, times the chance that it is
-    faster than the `best` rate; 0 for one that was graded of late, or of which that is hardly so."""
+    """Tokens since a drafter was graded, of one of which next to nothing is known thrice as many; where nothing drafts, times the
+    chance that it is faster than plain decoding. 0 for one that was graded of late, or that is hardly faster than the `best`
+    rate."""
     drafter, rules = state.drafters[name], state.rules
     stale, young = state.position - drafter.seen, drafter.rate.usual.steps < YOUNG
     if stale < (rules.window // 2 if young else rules.window):
@@ -302,9 +303,14 @@ def _worth_a_look(state: State, name: str, best: float) -> float:
     steps = drafter.rate.now.faded(state.position, rules.half_life).steps
     if state.rate(name) * (1 + 1.5 / (steps + 1) ** 0.5) < best and stale < rules.look_again:
         return 0.0
-    deviation = DEVIATION / (drafter.rate.usual.steps + 1) ** 0.5
-    chance = 1 / (1 + math.exp(min(1.7 * (1 - state.rate(name) / best) / deviation, MOST_EXPONENT)))
-    return min(stale, 4000) * chance * (3 if young else 1)
+    worth = min(stale, 4000) * (3 if young else 1)
+    return worth * (_chance(state, name) if state.current is None else 1.0)
+
+
+def _chance(state: State, name: str) -> float:
+    """That a drafter is faster than plain decoding: logistic in the distance of its rate in standard deviations."""
+    deviation = DEVIATION / (state.drafters[name].rate.usual.steps + 1) ** 0.5
+    return 1 / (1 + math.exp(min(LOGISTIC * (1 - state.rate(name)) / deviation, MOST_EXPONENT)))
 
 
 def due(state: State, lag: Mapping[str, int] = MappingProxyType({})) -> str | None:

@@ -195,6 +195,12 @@ def is_urgent(state: State, done: Done) -> bool:
     return done.seconds > done.nearer * state.costs.plain.value and state.ledger.room < LEAST_ROOM
 
 
+def ends_trial(state: State, lost: float, latest: float) -> bool:
+    """Whether a trial of several steps goes on no longer: it has lost what was saved for it, or another step like the latest
+    one could lose more than may be lost. lost: by its steps up to now. latest: the time of the latest one, in plain steps."""
+    return lost > min(state.shadow_account, state.ledger.room - latest)
+
+
 def _timed(state: State, plan: Plan, done: Done) -> tuple[Costs, bool, Ledger]:
     """What steps are believed to take after another one, whether its time was a surprise, and the ledger before it."""
     if plan.kind not in (PLAIN, PROBE):

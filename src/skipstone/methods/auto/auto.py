@@ -402,13 +402,20 @@ class AutoSession(Session):
             done = self._drafted(step, seconds, sum(live), rows)
             done = replace(done, preparing=True) if prepared else done
             self._tally.add(done, plan.trial)
-            nearer, urgent = done.nearer, learning.is_urgent(mind.state, done)
+            nearer, urgent = done.nearer, self._is_urgent(mind.state, done)
         if self._looks_up and not prepared:
             self._weigh_looking(nearer, seconds)
         self.aside_seconds, began = 0.0, self.model.ranks.now()
         if urgent or not self._left:
             self._settle()
         self._learning_seconds = self.learning_seconds(began)
+
+    def _is_urgent(self, state: State, done: Done) -> bool:
+        """Whether a step that drafted has to be learnt from before the next one."""
+        if not self.plan.trial:
+            return learning.is_urgent(state, done)
+        plain = state.costs.plain.value
+        return learning.ends_trial(state, self._tally.seconds / plain - self._tally.nearer, done.seconds / plain)
 
     def _catch_up(self) -> None:
         """With what quiet steps have committed and taken."""
