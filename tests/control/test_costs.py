@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from skipstone.control.costs import CLAMP, FIRST_SLOPE, GAIN, Cost, Costs, Line, Scoring
+from skipstone.control.costs import CLAMP, FIRST_SLOPE, GAIN, Cost, Costs, Line, Scoring, typical
 
 
 def test_one_surprise_is_damped_and_two_are_believed() -> None:
@@ -105,6 +105,20 @@ def test_two_surprises_in_drafting_are_damped_and_three_are_believed() -> None:
     assert twice(4) < 1.2
     assert twice.observe(4, 9.0)(4) == pytest.approx(9.0)
     assert once.observe(4, 1.0).surprises == 0
+
+
+def test_of_what_was_measured_once_two_surprises_are_believed() -> None:
+    """One measurement and a surprise are two that disagree, and no line that is known."""
+    known = Line(0.2).observe(1, 0.3)
+    once = known.observe(8, 9.0)
+    assert once(8) < 4
+    assert once.observe(8, 9.0)(8) == pytest.approx(9.0)
+
+
+def test_what_is_typical_is_the_mean_without_what_a_stall_takes_more() -> None:
+    assert typical([]) == 0
+    assert typical([1.0, 1.4]) == pytest.approx(1.2)
+    assert typical([1.0, 1.2, 1.1, 50.0]) == pytest.approx((1.0 + 1.2 + 1.1 + 1.5 * 1.1) / 4)
 
 
 def test_a_first_time_of_drafting_far_above_its_guess_is_not_believed_alone() -> None:

@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 
 from skipstone.control import control, learning
-from skipstone.control.control import DEAR, LOOK_STEPS
+from skipstone.control.control import DEAR, LOOK_STEPS, MOST_LOOK_STEPS, MOST_WON_BACK, TRIED, TRIED_ON
 from skipstone.control.costs import GAIN, Cost, Costs, Line
 from skipstone.control.ledger import REQUEST_CREDIT, Account, Ledger
 from skipstone.control.price import RankTree
@@ -33,8 +33,80 @@ def test_a_drafter_whose_shadow_is_dear_drafts_to_be_known_and_casts_none() -> N
     assert control.due(dear) is None
     plan = without_current(dear)
     assert plan is not None
-    assert (plan.kind, plan.trial, plan.steps) == ("int4", True, LOOK_STEPS)
+    assert (plan.kind, plan.trial) == ("int4", True)
     assert "looked at" in plan.reason
+
+
+@pytest.mark.parametrize(
+    ("account", "steps", "of_slow"), [(0.5, 4, LOOK_STEPS), (0.7, 5, LOOK_STEPS), (3.0, MOST_LOOK_STEPS, 7)]
+)
+def test_a_look_is_as_long_as_what_was_saved_pays_for(account: float, steps: int, of_slow: int) -> None:
+    """Four drafts and their scoring take .1 + 4 x .3 + 1.16 plain steps. Of these a look is thought to lose a twentieth at
+    least, and a sixth where the drafter has .84 of plain decoding's speed. The first one finds other weights in the caches, so
+    that nobody looks for less than two."""
+    one = replace(state(DEAR, shadow_account=account), costs=replace(state(DEAR).costs, drafts={"int4": Line(0.3, 0.1, 30)}))
+    plan = without_current(one)
+    assert plan is not None
+    assert plan.steps == steps
+    slow = Rates(Rate(8.0, 10.0, 5.0, 400), Rate(8.0, 10.0, 5.0, 400))
+    slower = without_current(replace(one, drafters={"int4": replace(one.drafters["int4"], rate=slow)}))
+    assert slower is not None
+    assert slower.steps == of_slow
+
+
+def test_where_nothing_drafts_what_may_be_fastest_is_looked_at_and_where_one_does_all_are_in_turn() -> None:
+    """ "near" was looked at 100 tokens ago, "far" 300."""
+    one = state(DEAR, shadow_account=2.0)
+    near = replace(one.drafters["int4"], rate=Rates(Rate(9.9, 10.0, 6.0, 300), Rate(9.9, 10.0, 6.0, 300)), seen=300)
+    far = replace(one.drafters["int4"], rate=Rates(Rate(6.0, 10.0, 6.0, 100), Rate(6.0, 10.0, 6.0, 100)), seen=100)
+    costs = replace(
+        one.costs,
+        drafts=dict.fromkeys(("near", "far"), one.costs.drafts["int4"]),
+        shadows=dict.fromkeys(("near", "far"), one.costs.shadows["int4"]),
+    )
+    one = replace(one, costs=costs, drafters={"near": near, "far": far})
+    plain, drafting = without_current(one), without_current(replace(one, current="int4"))
+    assert plain is not None
+    assert drafting is not None
+    assert (plain.kind, drafting.kind) == ("near", "far")
+
+
+@pytest.mark.parametrize(("current", "saved"), [(None, 1.5), ("E6", 0.0)])
+def test_what_a_look_wins_pays_for_further_ones_where_nothing_else_drafts(current: str | None, saved: float) -> None:
+    rules = replace(state(DEAR).rules, shadowing=0.0, early_shadowing=0.0)
+    ledger = Ledger(overall=Account(-50.0, 100.0), request=Account(-50.0, 100.0))
+    before = replace(state(DEAR), ledger=ledger, shadow_account=0.0, current=current, rules=rules)
+    look = Plan("int4", 1.0, current, "", thresholds=TRIED_ON, trial=True)
+    assert learning.observe(before, look, Done(4, 2.5, verified=4)).shadow_account == pytest.approx(saved)
+    assert learning.observe(before, look, Done(1, 2.5, verified=4)).shadow_account == pytest.approx(-1.5)
+
+
+def test_a_trial_ends_where_it_has_lost_what_was_saved_or_one_more_step_could_lose_too_much() -> None:
+    rich, poor = replace(with_room(50.0), shadow_account=1.0), replace(with_room(3.0), shadow_account=4.0)
+    assert not learning.ends_trial(rich, 0.9, 5.0)
+    assert learning.ends_trial(rich, 1.1, 5.0)
+    assert not learning.ends_trial(poor, 0.4, 2.5)
+    assert learning.ends_trial(poor, 0.6, 2.5)
+    assert not learning.ends_trial(poor, -9.0, 11.0), "it has won more than another one could lose"
+
+
+def test_a_trial_that_had_to_be_shorter_than_one_that_tells_waits() -> None:
+    look = Plan("int4", 1.0, None, "", thresholds=TRIED_ON, trial=True)
+    costs = state(1.0).costs
+    stake = costs.drafts["int4"](TRIED) + costs.scoring_of("int4")(TRIED + 1) + costs.fixed - 1
+    assert len(control._affordable(with_room(stake + 1e-9), look).thresholds) == TRIED
+    waits = control._affordable(with_room(stake - 1e-3), look)
+    assert (waits.kind, waits.trial) == (PLAIN, False)
+    assert control._affordable(with_room(stake - 1e-3), replace(look, trial=False)).kind == "int4"
+
+
+@pytest.mark.parametrize(("fixed", "steps"), [(0.001, 4), (0.105, 11), (3.0, 32)])
+def test_plain_steps_are_decided_on_for_so_long_that_deciding_takes_a_hundredth(fixed: float, steps: int) -> None:
+    """While a drafter waits for what was lost to be won back."""
+    one = with_room(-0.001)
+    plan = control.decide(replace(one, current="int4", costs=replace(one.costs, fixed=fixed)))
+    assert (plan.kind, plan.steps) == (PLAIN, steps)
+    assert MOST_WON_BACK == 32
 
 
 def test_a_search_goes_on_by_shadows_however_dear() -> None:

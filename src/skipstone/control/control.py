@@ -293,9 +293,9 @@ def _look_by_drafting(state: State, current: str | None, worth: float) -> Plan |
 
 
 def _worth_a_look(state: State, name: str, best: float) -> float:
-    """Tokens since a drafter was graded, of one of which next to nothing is known thrice as many; where nothing drafts, times the
-    chance that it is faster than plain decoding. 0 for one that was graded of late, or that is hardly faster than the `best`
-    rate."""
+    """Tokens since a drafter was graded, of one of which next to nothing is known thrice as many; where nothing drafts, times
+    the chance that it is faster than plain decoding. 0 for one that was graded of late, or that is hardly faster than the
+    `best` rate."""
     drafter, rules = state.drafters[name], state.rules
     stale, young = state.position - drafter.seen, drafter.rate.usual.steps < YOUNG
     if stale < (rules.window // 2 if young else rules.window):

@@ -118,7 +118,9 @@ class Line:
         expected, measured = self(length), max(measured, LEAST_TIME)
         difference = measured - expected
         surprising = abs(difference) > SURPRISE * expected
-        if surprising and self.surprises + 1 >= (LINE_BELIEVED_AFTER if self.measurements - self.surprises > 1 else BELIEVED_AFTER):
+        if surprising and self.surprises + 1 >= (
+            LINE_BELIEVED_AFTER if self.measurements - self.surprises > 1 else BELIEVED_AFTER
+        ):
             factor = measured / expected
             return Line(max(self.step * factor, LEAST_TIME / 2), self.start * factor, 1)
         most = CLAMP * expected if self.measurements else expected + abs(difference)

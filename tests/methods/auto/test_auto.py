@@ -35,7 +35,6 @@ from skipstone.decoding.loop import Decoder, run
 from skipstone.methods import resolve
 from skipstone.methods.auto import drafters
 from skipstone.methods.auto.auto import Auto, AutoSession
-from skipstone.methods.auto.mind import AWAKE, NEW_TEXT, NEW_TEXT_TRIED, Shift
 from skipstone.models.layered import LayeredModel
 from tests.helpers import families
 from tests.helpers.conformance import truncated
@@ -149,43 +148,6 @@ def test_rows_come_and_go_between_steps_and_one_is_never_taken() -> None:
     for seed, text in texts.items():
         alone = start(skipstone.Autoregressive(), model, [requests[seed]])
         assert text == [token for step in run(alone) for token in step.tokens[0]]
-
-
-def looked_up_in(steps: int, requests: int, paying: int = 0) -> list[int]:
-    """How many steps of every request, of so many each, look their text up. paying: of the first ones, in which that pays."""
-    shift, step, found = Shift(), 0, []
-    for _ in range(requests):
-        shift.begin(step)
-        count = 0
-        for _ in range(steps):
-            count += shift.goes_on(step, step < paying)
-            step += 1
-        found.append(count)
-    return found
-
-
-def test_texts_are_looked_up_in_shifts_and_new_ones_at_first() -> None:
-    short = looked_up_in(64, 64)
-    assert short[:4] == [64, 64, 8, 8], "128 steps, then what is new only"
-    assert short.count(64) == 16, "two of eight requests: 128 of 512 steps"
-    assert looked_up_in(100, 3, paying=300) == [100, 100, 100]
-    assert sum(looked_up_in(5120, 1)) == 10 * AWAKE
-
-
-def test_a_new_text_that_repeats_what_stands_before_is_looked_up_longer() -> None:
-    def looked_up(repeating: int) -> int:
-        shift, count = Shift(until=0), 0
-        shift.begin(0)
-        for step in range(200):
-            found = shift.goes_on(step, pays=False)
-            count += found
-            if found and step < repeating:
-                shift.repeats(step + 1)
-        return count
-
-    assert looked_up(0) == NEW_TEXT_TRIED
-    assert looked_up(10) == 10 + NEW_TEXT_TRIED
-    assert looked_up(200) == NEW_TEXT
 
 
 # ------------------------------------------------------------------------------------------------------------- shadows

@@ -30,9 +30,9 @@ FIRST_GAIN, LEARNT_A_STEP = 0.5, 0.02
 
 @dataclass
 class Shift:
-    """Whether to do what takes some of the host's time in every step: as long as it pays, and else for AWAKE of AWAKE + ASLEEP
-    steps. until: the step from which on it rests, for `asleep` steps. wanted_until: that up to which it is done in any case, for a new text;
-    most_wanted: that up to which this may be put off."""
+    """Whether to do what takes some of the host's time in every step: while it pays, and else for AWAKE steps now and then.
+    until: the step from which on it rests, for `asleep` steps. wanted_until: that up to which it is done in any case, for a
+    new text; most_wanted: that up to which this may be put off."""
 
     until: int = AWAKE
     asleep: int = ASLEEP
