@@ -65,10 +65,14 @@ def test_where_nothing_drafts_what_may_be_fastest_is_looked_at_and_where_one_doe
         shadows=dict.fromkeys(("near", "far"), one.costs.shadows["int4"]),
     )
     one = replace(one, costs=costs, drafters={"near": near, "far": far})
-    plain, drafting = without_current(one), without_current(replace(one, current="int4"))
+    plain, drafting = without_current(one), control._look_by_drafting(one, "int4", 1.0)
     assert plain is not None
     assert drafting is not None
     assert (plain.kind, drafting.kind) == ("near", "far")
+    long_ago = replace(far, seen=400 - one.rules.look_again)
+    forgotten = without_current(replace(one, drafters={"near": near, "far": long_ago}))
+    assert forgotten is not None
+    assert forgotten.kind == "far", "after so long whatever its rate was"
 
 
 @pytest.mark.parametrize(("current", "saved"), [(None, 1.5), ("E6", 0.0)])
@@ -81,23 +85,59 @@ def test_what_a_look_wins_pays_for_further_ones_where_nothing_else_drafts(curren
     assert learning.observe(before, look, Done(1, 2.5, verified=4)).shadow_account == pytest.approx(-1.5)
 
 
-def test_a_trial_ends_where_it_has_lost_what_was_saved_or_one_more_step_could_lose_too_much() -> None:
-    rich, poor = replace(with_room(50.0), shadow_account=1.0), replace(with_room(3.0), shadow_account=4.0)
-    assert not learning.ends_trial(rich, 0.9, 5.0)
-    assert learning.ends_trial(rich, 1.1, 5.0)
-    assert not learning.ends_trial(poor, 0.4, 2.5)
-    assert learning.ends_trial(poor, 0.6, 2.5)
-    assert not learning.ends_trial(poor, -9.0, 11.0), "it has won more than another one could lose"
+LOOK = Plan("int4", 1.0, None, "", thresholds=TRIED_ON, trial=True, steps=MOST_LOOK_STEPS)
 
 
-def test_a_trial_that_had_to_be_shorter_than_one_that_tells_waits() -> None:
-    look = Plan("int4", 1.0, None, "", thresholds=TRIED_ON, trial=True)
+def stake(drafts: int) -> float:
+    """Plain steps that so many drafts lose where none of them is right."""
     costs = state(1.0).costs
-    stake = costs.drafts["int4"](TRIED) + costs.scoring_of("int4")(TRIED + 1) + costs.fixed - 1
-    assert len(control._affordable(with_room(stake + 1e-9), look).thresholds) == TRIED
-    waits = control._affordable(with_room(stake - 1e-3), look)
-    assert (waits.kind, waits.trial) == (PLAIN, False)
-    assert control._affordable(with_room(stake - 1e-3), replace(look, trial=False)).kind == "int4"
+    return costs.drafts["int4"](drafts) + costs.scoring_of("int4")(drafts + 1) + costs.fixed - 1
+
+
+def test_a_look_ends_where_it_has_paid_what_was_saved_but_not_after_one_step() -> None:
+    rich = replace(with_room(50.0), shadow_account=1.0)
+    assert control.further(rich, LOOK, LOOK_STEPS, 0.9, 0.9) == LOOK
+    assert control.further(rich, LOOK, LOOK_STEPS, 0.9, 1.1) is None
+    assert control.further(rich, LOOK, LOOK_STEPS - 1, 1.1, 1.1) == LOOK, "the first one finds cold caches"
+
+
+@pytest.mark.parametrize("drafts", range(TRIED, len(TRIED_ON) + 1))
+def test_what_is_left_of_a_look_drafts_no_further_than_what_is_left_to_lose_pays_for(drafts: int) -> None:
+    lost = 0.7
+    enough = replace(with_room(lost + stake(drafts) + 1e-9), shadow_account=4.0)
+    after = control.further(enough, LOOK, 1, lost, lost)
+    assert after is not None
+    assert after.thresholds == TRIED_ON[:drafts]
+    less = control.further(replace(with_room(lost + stake(drafts) - 1e-3), shadow_account=4.0), LOOK, 1, lost, lost)
+    assert (None if less is None else len(less.thresholds)) == (drafts - 1 if drafts > TRIED else None)
+
+
+def test_a_trial_that_had_to_be_shorter_than_one_that_tells_waits_and_all_else_goes_on() -> None:
+    less = with_room(stake(TRIED) - 1e-3)
+    assert len(affordable(stake(TRIED) + 1e-9, LOOK).thresholds) == TRIED
+    assert control._affordable(less, LOOK) is None
+    assert len(affordable(stake(TRIED) - 1e-3, replace(LOOK, trial=False)).thresholds) == TRIED - 1
+    looked_up = Plan(LOOKUP, 1.0, None, "", drafts=(TRIED,), trial=True)
+    assert control._affordable(with_room(0.01), looked_up) is None
+    drafting = replace(less, current="int4", shadow_account=4.0, chosen_at=400)
+    untimed = {**drafting.costs.drafts, "other": Line(0.3)}
+    both = {**drafting.drafters, "other": Drafter()}
+    drafting = replace(drafting, drafters=both, costs=replace(drafting.costs, drafts=untimed))
+    assert control._wanted(drafting, ()).kind == "other", "it would be tried"
+    assert control.decide(drafting).kind == "int4"
+
+
+@pytest.mark.parametrize(
+    ("shadow", "account", "written", "steps"),
+    [(1.0, 0.5, 500.0, 128), (1.0, 1.5, 500.0, 32), (1.0, 0.5, 10.0, 32), (DEAR, 4.0, 10.0, 128)],
+)
+def test_where_nothing_pays_a_plan_ends_where_a_shadow_could_be_cast(
+    shadow: float, account: float, written: float, steps: int
+) -> None:
+    """One that can be paid, or might be by the time that a text is long enough; a dear one is never cast."""
+    ledger = Ledger(overall=Account(-50.0, 500.0), request=Account(0.0, written))
+    one = replace(state(shadow), ledger=ledger, shadow_account=account, position=4000)
+    assert control._plain_steps(one) == steps
 
 
 @pytest.mark.parametrize(("fixed", "steps"), [(0.001, 4), (0.105, 11), (3.0, 32)])
@@ -158,12 +198,8 @@ def with_room(room: float) -> State:
 def test_a_draft_is_no_longer_than_what_may_be_lost_pays_for(room: float) -> None:
     before = with_room(room)
     assert before.ledger.room == pytest.approx(room)
-    drafting, scoring, fixed = before.costs.drafts["int4"], before.costs.scoring_of("int4"), before.costs.fixed
     plan = control._affordable(before, Plan("int4", 1.0, "int4", "", thresholds=(0.1,) * 16, beside=(0.1,) * 16))
-
-    def stake(drafts: int) -> float:
-        return drafting(drafts) + scoring(drafts + 1) + fixed - 1
-
+    assert plan is not None
     kept = len(plan.thresholds)
     assert kept < 16
     assert len(plan.beside) == kept
@@ -171,16 +207,22 @@ def test_a_draft_is_no_longer_than_what_may_be_lost_pays_for(room: float) -> Non
     assert (plan.kind, stake(kept) <= room) == ("int4", True) if kept else plan.kind == PLAIN
 
 
+def affordable(room: float, plan: Plan) -> Plan:
+    found = control._affordable(with_room(room), plan)
+    assert found is not None
+    return found
+
+
 def test_what_is_looked_up_or_recycled_is_held_against_it_as_well() -> None:
     costs, lookup = state(1.0).costs, Plan(LOOKUP, 1.0, None, "", drafts=(20, 4))
     one_each = costs.scoring(2) + costs.fixed + costs.lookup - 1
     assert control._affordable(with_room(11.0), lookup) == lookup
-    assert control._affordable(with_room(one_each + 1e-9), lookup).drafts == (1, 1), "the longest ones are cut"
-    assert control._affordable(with_room(0.0), lookup).kind == PLAIN
+    assert affordable(one_each + 1e-9, lookup).drafts == (1, 1), "the longest ones are cut"
+    assert affordable(0.0, lookup).kind == PLAIN
     tree = Plan(RECYCLE, 1.0, None, "", tree=RankTree((-1, 0, 0), (0, 0, 1), 2.0))
-    stake = costs.scoring(4) + costs.fixed - 1
-    assert control._affordable(with_room(stake + 1e-9), tree) == tree
-    assert control._affordable(with_room(stake - 1e-3), tree).kind == PLAIN
+    lost = costs.scoring(4) + costs.fixed - 1
+    assert affordable(lost + 1e-9, tree) == tree
+    assert affordable(lost - 1e-3, tree).kind == PLAIN
     probe = Plan(PROBE, 1.0, None, "")
     assert control._affordable(with_room(-1.0), probe) == probe
 

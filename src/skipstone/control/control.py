@@ -35,9 +35,9 @@ AT_ONCE_WITH_MEANS = 4
 ledger."""
 MOST_WON_BACK = 32
 """The same at most, where a drafter waits for more to be won back."""
-DECIDING = 0.01
-"""Share of the time that deciding and learning may take where steps are plain: beside the shortest ones there are it takes
-long."""
+LEARNING = 0.01
+"""Share of the time that learning may take where steps are plain, by what it takes behind a step that drafts: beside the
+shortest ones there are it takes long."""
 LEAST_TRIAL = 0.2
 """Plain steps that a trial of a drafter with its own rule may lose at least, by what is thought before it."""
 LOOKUP_TRIAL = 0.5
@@ -56,7 +56,7 @@ LEAST_LOSS = 0.05
 LOGISTIC, MOST_EXPONENT = 1.7, 30.0
 """Scale at which a logistic function is about a normal distribution's, and the exponent beyond which a chance is none."""
 DEVIATION = 0.7
-"""Standard deviation of what one step of a drafter says of its rate, as a share of that."""
+"""Standard deviation of what one step of a drafter says of its rate, in tokens a plain step."""
 BEST_CASE = 1.0
 """Tokens a plain step, of a drafter that is always right and takes what it is thought to, from which on it is worth a trial."""
 MOST_AT_STAKE = 12.0
@@ -70,23 +70,29 @@ def decide(state: State, matches: Sequence[int] = ()) -> Plan:
     """What the next step does. matches: of every row that decodes, tokens of the longest match of its end in what stands
     before, 0 for none; empty where nothing is looked up."""
     plan = _wanted(state, matches)
-    return plan if state.ledger.room >= MOST_AT_STAKE else _affordable(state, plan)
+    if state.ledger.room >= MOST_AT_STAKE:
+        return plan
+    affordable = _affordable(state, plan)
+    if affordable is None:
+        affordable = _affordable(state, _wanted(state, matches, trials=False))
+        assert affordable is not None
+    return affordable
 
 
-def _wanted(state: State, matches: Sequence[int]) -> Plan:
-    """What the next step would do, whatever it may lose."""
+def _wanted(state: State, matches: Sequence[int], trials: bool = True) -> Plan:
+    """What the next step would do, whatever it may lose. trials: whether it may measure something by drafting."""
     current = _current(state)
     unsure = current is not None and current in state.drafters and state.drafters[current].unsure
     worth = max(1.0, state.rate(current)) if current is not None and not unsure else 1.0
     if (plan := _without_choice(state, current, worth, matches)) is not None:
         return plan
+    if trials and (plan := _trial(state, current, worth, matches)) is not None:
+        return plan
     if any(matches) and (found := _lookup(state, matches, worth)) is not None:
         drafts, tokens = found
         return Plan(LOOKUP, worth, current, f"a match of {max(matches)}: {tokens:.1f} tokens expected", drafts=tuple(drafts))
     if current is None:
-        asks_soon = state.position < state.rules.early and state.any_young and state.shadow_account >= state.cheapest_shadow
-        steps = _worth_deciding(state) if asks_soon else AT_ONCE
-        return Plan(PLAIN, worth, None, "nothing is faster than plain decoding", steps=steps)
+        return Plan(PLAIN, worth, None, "nothing is faster than plain decoding", steps=_plain_steps(state))
     if unsure:
         reason = f"{current} is right too seldom here to be worth a draft"
         return Plan(PLAIN, worth, current, reason, steps=_worth_deciding(state))
@@ -99,9 +105,9 @@ def _wanted(state: State, matches: Sequence[int]) -> Plan:
     return Plan(current, worth, current, reason, thresholds=own.thresholds(worth), beside=beside, steps=steps)
 
 
-def _affordable(state: State, plan: Plan) -> Plan:
+def _affordable(state: State, plan: Plan) -> Plan | None:
     """A plan, its drafts no more than what may still be lost pays for where none of them is right; a plain one where that pays
-    for none."""
+    for none. None for a trial that had to be shorter than one that tells something."""
     room, costs, name = state.ledger.room, state.costs, plan.kind
     if plan.kind in (PLAIN, PROBE) or (name in state.drafters and state.drafters[name].own_rule):
         return plan
@@ -109,6 +115,9 @@ def _affordable(state: State, plan: Plan) -> Plan:
         assert plan.tree is not None
         stake = costs.scoring(len(plan.tree.ranks) + 1) + costs.fixed - 1
         return plan if stake <= room else _won_back(state, stake, plan.price, plan.current)
+    if plan.kind == LOOKUP and plan.trial:
+        stake = costs.scoring(1 + sum(plan.drafts) / len(plan.drafts)) + costs.fixed + costs.lookup - 1
+        return plan if stake <= room else None
     if plan.kind == LOOKUP:
         drafts = list(plan.drafts)
         stake = math.inf
@@ -118,14 +127,42 @@ def _affordable(state: State, plan: Plan) -> Plan:
                 return replace(plan, drafts=tuple(drafts))
             drafts[drafts.index(max(drafts))] -= 1
         return _won_back(state, stake, plan.price, plan.current)
-    drafting, scoring, kept, stake = costs.drafts[name], costs.scoring_of(name), len(plan.thresholds), 0.0
-    while kept and (stake := drafting(kept) + scoring(kept + 1) + costs.fixed - 1) > room:
-        kept -= 1
-    if kept == len(plan.thresholds):
+    kept = _payable(state, name, len(plan.thresholds), room)
+    if plan.trial and kept < TRIED:
+        return None
+    if kept or not plan.thresholds:
+        return _cut(plan, kept)
+    return _won_back(state, _stake(state, name, 1), plan.price, plan.current)
+
+
+def _stake(state: State, name: str, drafts: int) -> float:
+    """What so many drafts of a drafter lose where none of them is right."""
+    costs = state.costs
+    return costs.drafts[name](drafts) + costs.scoring_of(name)(drafts + 1) + costs.fixed - 1
+
+
+def _payable(state: State, name: str, most: int, room: float) -> int:
+    """How many drafts of a drafter, at most so many, lose no more than there is room for."""
+    while most and _stake(state, name, most) > room:
+        most -= 1
+    return most
+
+
+def _cut(plan: Plan, drafts: int) -> Plan:
+    """With so many drafts at most."""
+    if drafts == len(plan.thresholds):
         return plan
-    if kept < (TRIED if plan.trial else 1):  # a shorter trial would not tell what a draft step takes from the rest
-        return _won_back(state, stake, plan.price, plan.current)
-    return replace(plan, thresholds=plan.thresholds[:kept], beside=plan.beside[:kept])
+    return replace(plan, thresholds=plan.thresholds[:drafts], beside=plan.beside[:drafts])
+
+
+def further(state: State, plan: Plan, steps: int, lost: float, paid: float) -> Plan | None:
+    """A trial that has steps left, its drafts no more than what may still be lost pays for; None where it is over, as that pays
+    for too few, or what was saved for it is spent. steps: that it has taken. lost: by these, against plain decoding. paid: the
+    same against what decodes now."""
+    if steps >= LOOK_STEPS and paid > state.shadow_account:
+        return None
+    kept = _payable(state, plan.kind, len(plan.thresholds), state.ledger.room - lost)
+    return None if kept < TRIED else _cut(plan, kept)
 
 
 def _won_back(state: State, stake: float, worth: float, current: str | None) -> Plan:
@@ -136,8 +173,19 @@ def _won_back(state: State, stake: float, worth: float, current: str | None) -> 
 
 
 def _worth_deciding(state: State) -> int:
-    """Plain steps beside which a decision takes no more than it may."""
-    return max(AT_ONCE_WITH_MEANS, min(math.ceil(state.costs.fixed / DECIDING), AT_ONCE))
+    """Plain steps beside which learning takes no more than it may."""
+    return max(AT_ONCE_WITH_MEANS, min(math.ceil(state.costs.fixed / LEARNING), MOST_WON_BACK))
+
+
+def _plain_steps(state: State) -> int:
+    """That are decided on at once where nothing pays: fewer where a shadow can be cast behind them, which says what does."""
+    rules, shadows = state.rules, state.costs.shadows
+    if state.position < rules.early and state.any_young and state.shadow_account >= state.cheapest_shadow:
+        return _worth_deciding(state)
+    cheap = [cost.value for name, cost in shadows.items() if cost.value < DEAR or state.drafters[name].searches]
+    if cheap and (state.shadow_account >= min(cheap) or state.ledger.request.plain < rules.window):
+        return rules.window
+    return AT_ONCE
 
 
 def stands(state: State, plan: Plan, matches: Sequence[int]) -> bool:
@@ -170,7 +218,7 @@ def _current(state: State) -> str | None:
 
 
 def _without_choice(state: State, current: str | None, worth: float, matches: Sequence[int]) -> Plan | None:
-    """A step that is plain for the ledger's sake, or is taken to measure something; None for neither."""
+    """A step that is plain for the ledger's sake, or to measure what one takes; None for neither."""
     if state.costs.plain.measurements < LEAST_PLAIN:
         return Plan(PLAIN, 1.0, current, "plain decoding is timed")
     if state.ledger.overdrawn:
@@ -181,6 +229,11 @@ def _without_choice(state: State, current: str | None, worth: float, matches: Se
         if _probe_is_due(state, lost):
             why = ", as all takes longer or less long than it did" if state.pace.changed else ""
             return Plan(PROBE, lost, current, f"a plain step is measured{why}", steps=PROBE_STEPS)
+    return None
+
+
+def _trial(state: State, current: str | None, worth: float, matches: Sequence[int]) -> Plan | None:
+    """A step that drafts to measure something; None where nothing is to be measured, or what was saved does not pay for it."""
     if (name := _untimed(state)) is not None:
         known = state.drafters[name].calibration.weight > PRIOR_WEIGHT
         reason = f"a draft step of {name} is timed" if known else f"{name} is tried"
@@ -278,7 +331,7 @@ def _look_by_drafting(state: State, current: str | None, worth: float) -> Plan |
     for name, cost in state.costs.shadows.items():
         if cost.value < DEAR or name == current or state.drafters[name].searches:
             continue
-        value = _worth_a_look(state, name, best)
+        value = _worth_a_look(state, name, best, current)
         if value > longest:
             chosen, longest = name, value
     if chosen is None:
@@ -292,10 +345,10 @@ def _look_by_drafting(state: State, current: str | None, worth: float) -> Plan |
     return Plan(chosen, worth, current, f"{chosen} is looked at", thresholds=TRIED_ON, trial=True, steps=steps)
 
 
-def _worth_a_look(state: State, name: str, best: float) -> float:
+def _worth_a_look(state: State, name: str, best: float, current: str | None) -> float:
     """Tokens since a drafter was graded, of one of which next to nothing is known thrice as many; where nothing drafts, times
-    the chance that it is faster than plain decoding. 0 for one that was graded of late, or that is hardly faster than the
-    `best` rate."""
+    the chance that it is faster than plain decoding, unless that was long ago. 0 for one that was graded of late, or that is
+    hardly faster than the `best` rate. current: the drafter that drafts."""
     drafter, rules = state.drafters[name], state.rules
     stale, young = state.position - drafter.seen, drafter.rate.usual.steps < YOUNG
     if stale < (rules.window // 2 if young else rules.window):
@@ -304,12 +357,13 @@ def _worth_a_look(state: State, name: str, best: float) -> float:
     if state.rate(name) * (1 + 1.5 / (steps + 1) ** 0.5) < best and stale < rules.look_again:
         return 0.0
     worth = min(stale, 4000) * (3 if young else 1)
-    return worth * (_chance(state, name) if state.current is None else 1.0)
+    return worth * (_chance(state, name) if current is None and stale < rules.look_again else 1.0)
 
 
 def _chance(state: State, name: str) -> float:
     """That a drafter is faster than plain decoding: logistic in the distance of its rate in standard deviations."""
-    deviation = DEVIATION / (state.drafters[name].rate.usual.steps + 1) ** 0.5
+    known = state.drafters[name].rate.usual.faded(state.position, state.rules.usual_half_life)
+    deviation = DEVIATION / (known.steps + 1) ** 0.5
     return 1 / (1 + math.exp(min(LOGISTIC * (1 - state.rate(name)) / deviation, MOST_EXPONENT)))
 
 
@@ -327,7 +381,7 @@ def due(state: State, lag: Mapping[str, int] = MappingProxyType({})) -> str | No
         drafter = state.drafters[name]
         if (cost.value >= DEAR and not drafter.searches) or (name == state.current and not drafter.unsure):
             continue
-        value = _worth_a_look(state, name, best) / (cost.value * state.windows(lag.get(name, 0)))
+        value = _worth_a_look(state, name, best, state.current) / (cost.value * state.windows(lag.get(name, 0)))
         if value > longest:
             chosen, longest = name, value
     if chosen is None:

@@ -195,12 +195,6 @@ def is_urgent(state: State, done: Done) -> bool:
     return done.seconds > done.nearer * state.costs.plain.value and state.ledger.room < LEAST_ROOM
 
 
-def ends_trial(state: State, lost: float, latest: float) -> bool:
-    """Whether a trial of several steps goes on no longer: it has lost what was saved for it, or another step like the latest
-    one could lose more than may be lost. lost: by its steps up to now. latest: the time of the latest one, in plain steps."""
-    return lost > min(state.shadow_account, state.ledger.room - latest)
-
-
 def _timed(state: State, plan: Plan, done: Done) -> tuple[Costs, bool, Ledger]:
     """What steps are believed to take after another one, whether its time was a surprise, and the ledger before it."""
     if plan.kind not in (PLAIN, PROBE):
@@ -242,7 +236,7 @@ def _timed_plain(state: State, done: Done) -> tuple[Costs, Ledger]:
     if not steps:  # before anything is known of a number of rows, cold ones tell as well
         unknown = costs.plain.measurements < LEAST_PLAIN
         return costs.timed(done.seconds / done.steps, done.steps) if unknown else costs, ledger
-    factor = seconds / costs.plain.value
+    factor = (seconds if done.warm_median is None else done.warm_median) / costs.plain.value
     if not (pace.changed and _agrees(factor, pace)):
         return costs.timed(seconds, steps), ledger
     if steps + costs.plain.surprises < BELIEVED_AFTER:

@@ -343,13 +343,14 @@ class Done:
     `seconds`. busy: plain steps in which something was looked up or kept, and their seconds; all others took what plain
     decoding takes. slowest: tokens of the row that has most to write yet, which a batch ends with; None where that is `tokens`.
     more_verified, more_passes: of all steps but that one. warm: of other plain steps, how many stood behind WARM_AFTER
-    others, and what one of these took (`costs.typical`); None
-    where that is all of them. behind_prompt: whether those that did not stood behind a prompt, as plain decoding's do.
-    preparing: whether the engine compiled or recorded something in a step that drafted, whose time says nothing of later ones.
+    others, and what one of these took (`costs.typical`); None where that is all of them. warm_median: their lower median, which
+    one slow step among two does not move; None where nobody knows. behind_prompt: whether those that were not warm stood behind
+    a prompt, as plain decoding's do. preparing: whether the engine compiled or recorded something in a step that drafted, whose
+    time says nothing of later ones. confidences: of a drafter's tokens that were judged, each with whether it was accepted; of
+    one step, or of all steps of a trial.
 
-    Of that step: confidences, of a drafter's tokens that were judged, each with whether it was accepted. verified: drafts
-    that were scored. passes: draft steps of a drafter without a rule of its own. drafting, scoring: seconds of these, and of
-    the rest of the step; None where they were not measured."""
+    Of that step: verified, drafts that were scored. passes: draft steps of a drafter without a rule of its own. drafting,
+    scoring: seconds of these, and of the rest of the step; None where they were not measured."""
 
     tokens: float
     seconds: float
@@ -370,6 +371,7 @@ class Done:
     warm: tuple[int, float] | None = None
     behind_prompt: bool = False
     preparing: bool = False
+    warm_median: float | None = None
 
     @property
     def nearer(self) -> float:

@@ -31,7 +31,7 @@ def test_a_tally_sums_steps_and_looks_closely_at_the_first() -> None:
     assert (done.tokens, done.seconds, done.steps, done.slowest) == (9.0, 4.5, 3, 6.0)
     assert done.aside_seconds == pytest.approx(0.3)
     assert (done.verified, done.passes, done.more_verified, done.more_passes) == (2, 2, 6, 6)
-    assert (done.confidences, done.drafting, done.scoring) == (WON.confidences, WON.drafting, WON.scoring)
+    assert (done.confidences, done.drafting, done.scoring) == ([*WON.confidences] * 3, WON.drafting, WON.scoring)
 
 
 def test_of_a_trial_the_last_step_is_looked_at() -> None:
@@ -104,7 +104,7 @@ def test_of_plain_steps_only_those_that_are_warm_tell() -> None:
     done = tally.done()
     assert (done.tokens, done.steps, done.busy) == (5.0, 5, (0, 0.0))
     mean = (1.0 + 1.2 + 1.5 * 1.2) / 3  # a stall counts as one and a half times the median
-    assert done.warm == (3, pytest.approx(mean))
+    assert (done.warm, done.warm_median) == ((3, pytest.approx(mean)), 1.2)
     assert done.seconds == pytest.approx(13.6)
     tally.plain(1.0, 5.0, False, True, False)
     assert tally.done().busy == (1, 5.0)

@@ -39,7 +39,8 @@ from skipstone.models.host import on_device
 from skipstone.models.layered import LayeredModel
 
 LEAST_FOR_LOOKING = 1.0
-"""Plain steps that may still be lost, below which nothing is looked up and nothing kept: a draft of it could not be paid."""
+"""Plain steps that may still be lost, below which nothing is looked up and nothing kept: these take time in every step, and of
+what they find little could be drafted."""
 
 
 @dataclass(frozen=True)
@@ -152,6 +153,7 @@ class AutoSession(Session):
 
     def prefill(self, chunk: int) -> tuple[Scores | None, list[int]]:
         """Draft models read the prompts too: a user has named them."""
+        self._catch_up()
         self._plain_in_a_row, self._ran_prompt = 0, True
         for one in self.drafters.values():
             if isinstance(one, ModelDrafter) and one.side.prefilling:
@@ -293,11 +295,14 @@ class AutoSession(Session):
     def _wake(self) -> None:
         """Whether texts are looked up and continuations kept in this step: not where a step is to be plain in every respect."""
         mind, state = self.mind, self.mind.state
-        rests = state is None or state.ledger.room < LEAST_FOR_LOOKING or state.costs.plain.measurements < costs.LEAST_PLAIN
+        rests = state is None or state.ledger.overdrawn or state.costs.plain.measurements < costs.LEAST_PLAIN
         rests = rests or (self._left > 0 and self.plan.kind == PROBE)
-        looks, keeps = self.texts.looks_up and not rests, self.recycle is not None and not rests
+        recycles = state is not None and state.current == RECYCLE
+        short = state is not None and state.ledger.room < LEAST_FOR_LOOKING
+        looks = self.texts.looks_up and not (rests or short)
+        keeps = self.recycle is not None and not (rests or (short and not recycles))
         self._looks_up = looks and mind.looking.goes_on(mind.steps, self.plan.kind == LOOKUP and mind.looking_worth.pays)
-        self._keeps = keeps and state is not None and mind.keeping.goes_on(mind.steps, state.current == RECYCLE)
+        self._keeps = keeps and state is not None and mind.keeping.goes_on(mind.steps, recycles)
         self.reads_logits = self._keeps
 
     def _plain(self) -> Draft:
@@ -352,14 +357,14 @@ class AutoSession(Session):
                 self._ranks = ranks(self.mind.kept, self.texts.text[row][-1], verdicts[row].tokens)
         chosen = self.drafters.get(self.plan.kind) if self.plan.kind != RECYCLE else self.recycle
         self.texts.count(verdicts, self.plan.kind == LOOKUP and draft is not None)
+        if self._looks_up:
+            self._deciding_seconds += self.model.ranks.since(began)
         silent = [replace(verdict, notes=[]) for verdict in verdicts] if isinstance(chosen, OwnRule) else verdicts
         for one in self._listeners:
             if one is not chosen:
                 one.learn(None, silent)
         if chosen is not None:
             chosen.learn(draft if draft is not None and draft.width else None, verdicts)
-        if self._looks_up:
-            self._deciding_seconds += self.model.ranks.since(began)
 
     def _judge(self, draft: Draft, verdicts: list[RowVerdict]) -> None:
         """Hold what was looked up, and how sure a drafter was, against what was committed."""
@@ -402,7 +407,7 @@ class AutoSession(Session):
             done = self._drafted(step, seconds, sum(live), rows)
             done = replace(done, preparing=True) if prepared else done
             self._tally.add(done, plan.trial)
-            nearer, urgent = done.nearer, self._is_urgent(mind.state, done)
+            nearer, urgent = done.nearer, self._goes_on_no_longer(mind.state, done)
         if self._looks_up and not prepared:
             self._weigh_looking(nearer, seconds)
         self.aside_seconds, began = 0.0, self.model.ranks.now()
@@ -410,12 +415,16 @@ class AutoSession(Session):
             self._settle()
         self._learning_seconds = self.learning_seconds(began)
 
-    def _is_urgent(self, state: State, done: Done) -> bool:
-        """Whether a step that drafted has to be learnt from before the next one."""
-        if not self.plan.trial:
+    def _goes_on_no_longer(self, state: State, done: Done) -> bool:
+        """Whether a step that drafted has to be learnt from before the next one. A trial that goes on drafts no further than
+        what is left to lose pays for."""
+        if not self.plan.trial or not self._left:
             return learning.is_urgent(state, done)
-        plain = state.costs.plain.value
-        return learning.ends_trial(state, self._tally.seconds / plain - self._tally.nearer, done.seconds / plain)
+        tally, price = self._tally, self.plan.price
+        time = tally.seconds / state.costs.plain.value
+        plan = control.further(state, self.plan, tally.steps, time - tally.nearer, time - tally.nearer / price)
+        self.plan = plan or self.plan
+        return plan is None
 
     def _catch_up(self) -> None:
         """With what quiet steps have committed and taken."""

@@ -3,6 +3,7 @@
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
+from statistics import median_low
 from typing import Any
 
 from skipstone.control import learning
@@ -203,7 +204,7 @@ def interval(values: Sequence[float]) -> tuple[float, float]:
 class Tally:
     """The steps of one plan, added up. close: the one that is looked at closely, the first that drafted, or of a trial the
     last, as those before it find caches that something else has filled. warm_seconds: of each of the steps that `Done.warm` is
-    of. The other fields as in `Done`."""
+    of. confidences: of the steps that were judged. The other fields as in `Done`."""
 
     close: Done | None = None
     tokens: float = 0.0
@@ -218,6 +219,7 @@ class Tally:
     matches: list[Judged] = field(default_factory=list)
     ranks: list[int] = field(default_factory=list)
     warm_seconds: list[float] = field(default_factory=list)
+    confidences: list[tuple[float, bool]] = field(default_factory=list)
     behind_prompt: bool = False
     preparing: bool = False
 
@@ -251,6 +253,7 @@ class Tally:
             self.slowest = (self.slowest or 0.0) + step.slowest
         self.matches += step.matches
         self.ranks += step.ranks
+        self.confidences += step.confidences
         self.preparing |= step.preparing
 
     @property
@@ -268,7 +271,7 @@ class Tally:
         return Done(
             self.tokens,
             self.seconds,
-            close.confidences,
+            self.confidences,
             close.verified,
             close.passes,
             close.drafting,
@@ -296,5 +299,6 @@ class Tally:
             steps=self.steps,
             busy=self.busy,
             warm=(len(self.warm_seconds), typical(self.warm_seconds)),
+            warm_median=median_low(self.warm_seconds) if self.warm_seconds else None,
             behind_prompt=self.behind_prompt,
         )
