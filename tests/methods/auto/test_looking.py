@@ -1,4 +1,4 @@
-"""When `auto` looks texts up and keeps continuations, and what a plain step in which it does counts as."""
+"""When `auto` looks texts up, keeps continuations and looks at drafters, and what a plain step in which it does counts as."""
 
 from __future__ import annotations
 
@@ -6,11 +6,13 @@ from dataclasses import replace
 
 import pytest
 
+from skipstone.control import control
 from skipstone.control.ledger import Account, Ledger
-from skipstone.control.state import PLAIN, WARM_AFTER, Plan
+from skipstone.control.state import PLAIN, WARM_AFTER, Done, Plan
 from skipstone.decoding.batch import Request
 from skipstone.methods.auto.auto import LEAST_FOR_LOOKING, Auto, AutoSession
 from skipstone.methods.auto.mind import ASLEEP, AWAKE, MOST_ASLEEP, NEW_TEXT, NEW_TEXT_TRIED, Shift, Tally
+from skipstone.methods.layerskip import LayerSkip
 from skipstone.methods.prompt_lookup import PromptLookup
 from skipstone.methods.recycle import Recycle
 from skipstone.models.layered import LayeredModel
@@ -98,3 +100,24 @@ def test_a_plain_step_that_looks_up_takes_what_a_plain_one_does_and_the_looking(
     steps, seconds = session._tally.busy
     assert steps == 1
     assert seconds == pytest.approx(1.1 * plain if by_its_parts else 9 * plain)
+
+
+@pytest.mark.parametrize(("price", "goes_on"), [(1.0, True), (2.0, False)])
+def test_a_look_pays_for_what_the_drafter_that_decodes_now_would_have_won(price: float, goes_on: bool) -> None:
+    """Two steps have taken three plain steps for four tokens: one was won against plain decoding, and one lost against what
+    is twice as fast, where half of one was saved."""
+    decoder = start(Auto((LayerSkip(1),)), LayeredModel(llama()), [Request(prompt(9), 100)])
+    for _ in range(20):
+        decoder.step()
+    session = decoder.session
+    assert isinstance(session, AutoSession)
+    assert session.mind.state is not None
+    rich = Ledger(0.0, Account(-50.0), Account(-50.0))
+    session.mind.state = state = replace(session.mind.state, ledger=rich, shadow_account=0.5)
+    look = Plan("layerskip, exit 1", price, None, "", thresholds=control.TRIED_ON, trial=True, steps=8)
+    step = Done(2.0, 1.5 * state.costs.plain.value, verified=2, passes=2)
+    session.plan, session._left, session._tally = look, 6, Tally()
+    for _ in range(2):
+        session._tally.add(step, trial=True)
+    assert session._goes_on_no_longer(state, step) is not goes_on
+    assert session.plan == look
