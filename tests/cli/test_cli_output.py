@@ -100,6 +100,10 @@ def test_auto_says_what_it_chose_and_why(folder: Path, tmp_path: Path) -> None:
     assert 0 < len(replayed["decisions"]) == replayed["same"] < sum(counts), "the first step is not decided"
     told = succeed("inspect", "--replay", log).stdout
     assert f"{replayed['same']} of {replayed['same']} decisions are as recorded" in told
+    lost = sum(one["plain_steps_lost"] for one in replayed["decisions"])
+    table = told[told.index("plain steps lost") :]
+    rows = [float(line.split()[-1]) for line in table.splitlines() if re.search(r"^\s*[a-z].*\d\.\d\s*$", line)]
+    assert sum(rows) == pytest.approx(lost, abs=0.06 * len(rows))
 
 
 def test_where_nothing_is_chosen_that_is_said(folder: Path) -> None:

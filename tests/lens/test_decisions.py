@@ -15,7 +15,7 @@ pytest.importorskip("matplotlib")
 
 def decided(position: int, kind: str, tokens: float, seconds: float, shadow: float = 0.0, steps: int = 1) -> Decided:
     plan = Plan(kind, 1.0, None, "")
-    return Decided(position, plan, plan, Done(tokens, seconds, aside_seconds=shadow, steps=steps), 1e-5, 1e-5)
+    return Decided(position, plan, plan, Done(tokens, seconds, aside_seconds=shadow, steps=steps), 1e-5, 1e-5, 0.0)
 
 
 STEPS = [

@@ -82,8 +82,9 @@ def show_decisions(path: Path, as_json: bool, out: Path | None) -> None:
     same = sum(one.same for one in found)
     if as_json:
         about = [{"position": one.position, "tokens": one.done.tokens, "same": one.same} for one in found]
+        losses = [{"plain_steps_lost": one.lost} for one in found]
         choices = [{"kind": one.again.kind, "reason": one.again.reason} for one in found]
-        decisions = [told | choice for told, choice in zip(about, choices, strict=True)]
+        decisions = [told | choice | lost for told, choice, lost in zip(about, choices, losses, strict=True)]
         print(json.dumps({"kind": "skipstone-replay", "decisions": decisions, "same": same}))
         return
     table = _table("at token", "steps", "drafter", "tokens", "because")
@@ -92,7 +93,18 @@ def show_decisions(path: Path, as_json: bool, out: Path | None) -> None:
         steps, tokens = sum(one.done.steps for one in plans), sum(one.done.tokens for one in plans)
         table.add_row(str(plans[0].position), str(steps), kind, f"{tokens:g}", reason)
     terminal.console().print(table)
+    terminal.console().print(_losses(found))
     print(f"{same} of {len(found)} decisions are as recorded{_durations(found) if found else ''}")
+
+
+def _losses(found: "list[Decided]") -> Any:
+    """What kinds of decisions come to beside plain decoding, those that lose most first."""
+    table = _table("drafter", "plans", "steps", "tokens", "plain steps lost")
+    kinds = {kind: [one for one in found if one.again.kind == kind] for kind in {one.again.kind for one in found}}
+    for kind, plans in sorted(kinds.items(), key=lambda each: -sum(one.lost for one in each[1])):
+        steps, tokens = sum(one.done.steps for one in plans), sum(one.done.tokens for one in plans)
+        table.add_row(kind, str(len(plans)), str(steps), f"{tokens:g}", f"{sum(one.lost for one in plans):.1f}")
+    return table
 
 
 def _durations(found: "list[Decided]") -> str:

@@ -84,7 +84,8 @@ class Log:
 @dataclass(frozen=True)
 class Decided:
     """A decision of a file, made again. position: committed tokens before it. recorded, again: what was decided then and
-    now. deciding, learning: seconds that these take now."""
+    now. deciding, learning: seconds that these take now. lost: plain steps that what was done counts as slower than plain
+    decoding, below 0 as faster."""
 
     position: int
     recorded: Plan
@@ -92,6 +93,7 @@ class Decided:
     done: Done
     deciding: float
     learning: float
+    lost: float
 
     @property
     def same(self) -> bool:
@@ -118,7 +120,8 @@ def replayed(path: Path) -> Iterator[Decided]:
                     learnt = time.perf_counter()
                     states[fold] = [*states[fold], after][-MOST_BEHIND:]
                     planned, took = _PLAN.validate_python(values["planned"]), (decided - began, learnt - decided)
-                    yield Decided(before.position, planned, again, done, *took)
+                    lost = after.ledger.request.debt - before.ledger.request.debt
+                    yield Decided(before.position, planned, again, done, *took, lost)
                 else:
                     _fold(states, fold, kind, values)
             except (ValueError, TypeError, KeyError, AttributeError, IndexError) as error:

@@ -438,6 +438,10 @@ def test_every_decision_of_a_log_is_made_again_without_a_model(tmp_path: Path, m
     found = list(replayed(file))
     assert len({one.again.kind for one in found}) >= 3
     assert all(one.same for one in found)
+    drafted = [one for one in found if one.again.kind == "layerskip, exit 2" == one.recorded.kind and one.position > 50]
+    taken = [1000 * (one.done.seconds + one.done.aside_seconds) - one.done.tokens for one in drafted]  # a plain step takes 1 ms
+    counted = [one.lost == pytest.approx(own, abs=0.01) for one, own in zip(drafted, taken, strict=True)]
+    assert sum(counted) >= 0.9 * len(counted) > 0, "but for stalls and first steps"
     lines = file.read_text().splitlines()
     changed = [line.replace('"right": 0', '"right": 1') for line in lines]
     file.write_text("\n".join(changed))

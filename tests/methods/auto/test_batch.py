@@ -12,9 +12,9 @@ from skipstone.control import control, learning, price
 from skipstone.control.costs import Cost, Costs
 from skipstone.control.ledger import Account, Ledger
 from skipstone.control.state import LOOKUP, PLAIN, Done, Plan, State
-from skipstone.methods.auto.auto import progress
 from skipstone.methods.auto.drafters import PricedStop
 from skipstone.methods.auto.mind import Mind
+from skipstone.methods.auto.texts import progress
 from skipstone.models.engines.engine import Survival
 
 MOST, FIXED = 8, 0.02

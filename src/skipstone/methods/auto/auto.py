@@ -15,10 +15,9 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from skipstone.control import control, costs, learning
-from skipstone.control.costs import Cost, Costs, Line, Scoring
 from skipstone.control.ledger import Ledger
 from skipstone.control.record import Log
-from skipstone.control.state import LOOKUP, PLAIN, PROBE, RECYCLE, WARM_AFTER, Done, Drafter, Plan, Ranks, Rules, State
+from skipstone.control.state import LOOKUP, PLAIN, PROBE, RECYCLE, WARM_AFTER, Done, Plan, Rules, State
 from skipstone.decoding.batch import Batch, Request
 from skipstone.decoding.draft import Draft, Picked, RowVerdict, Step, Verdict
 from skipstone.decoding.method import Method
@@ -28,10 +27,10 @@ from skipstone.decoding.settings import setting
 from skipstone.methods.auto import memory
 from skipstone.methods.auto.candidates import drafters_of, identities, refuse, usual
 from skipstone.methods.auto.drafters import LayersDrafter, ModelDrafter, OwnRule
-from skipstone.methods.auto.mind import REPEATED, Mind, Taken, Tally
-from skipstone.methods.auto.texts import Texts
+from skipstone.methods.auto.mind import REPEATED, Mind, Taken, Tally, first_state
+from skipstone.methods.auto.texts import Texts, progress, ranks
 from skipstone.methods.prompt_lookup import PromptLookup
-from skipstone.methods.recycle import DEPTH, Kept, Recycle, RecycleSession
+from skipstone.methods.recycle import DEPTH, Recycle, RecycleSession
 from skipstone.methods.shared import states
 from skipstone.methods.shared.draft_model import DraftModelSession
 from skipstone.models.engines.engine import Survival
@@ -494,31 +493,5 @@ class AutoSession(Session):
             self.mind.took(Taken(self._matches, self._planned_as, self.plan, tally.done(), self._behind))
 
     def _first_state(self, seconds: float) -> State:
-        costs = Costs(
-            plain=Cost(seconds, 1),
-            scoring=Scoring().among(self.mind.live),
-            fixed=0.0,
-            drafts={name: Line(one.guess) for name, one in self.drafters.items() if not one.own_rule},
-            wholes={name: Cost(one.guess) for name, one in self.drafters.items() if one.own_rule},
-            shadows={name: Cost(1.5 * one.shadow_guess) for name, one in self.drafters.items() if not one.own_rule},
-        )
-        drafters = {name: Drafter(own_rule=one.own_rule, searches=one.searches) for name, one in self.drafters.items()}
-        ranks = None if self.recycle is None else Ranks()
-        return State(costs, drafters, self.rules, self.ledger, ranks=ranks, rows=self.mind.live)
-
-
-def progress(room: Sequence[int], tokens: Sequence[int], finished: Sequence[int]) -> int:
-    """By how many tokens the rows have come nearer to the end of the batch, which is that of its slowest row. room: what each
-    had to write before a step. tokens: that it has written. finished: rows that have ended, wherever that was."""
-    left = [0 if row in finished else has - count for row, (has, count) in enumerate(zip(room, tokens, strict=True)) if count]
-    before = max((has for has, count in zip(room, tokens, strict=True) if count), default=0)
-    return min(before - max(left, default=0), max(tokens, default=0))
-
-
-def ranks(kept: Kept, root: int, tokens: Sequence[int]) -> list[int]:
-    """Of every committed token, its place among those that were kept for the one before it; beyond all for one that was not."""
-    found = []
-    for before, token in zip((root, *tokens), tokens, strict=False):
-        known = kept.continuations.get(before, ())
-        found.append(known.index(token) if token in known else len(known) + 100)
-    return found
+        recycles = self.recycle is not None
+        return first_state(seconds, self.mind.live, self.drafters, self.rules, self.ledger, recycles)

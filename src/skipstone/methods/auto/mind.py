@@ -1,15 +1,18 @@
 """What `auto` knows of a model across requests, and what it adds up within a plan."""
 
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from statistics import median_low
 from typing import Any
 
 from skipstone.control import learning
-from skipstone.control.costs import typical
+from skipstone.control.costs import Cost, Costs, Line, Scoring, typical
+from skipstone.control.ledger import Ledger
 from skipstone.control.record import Log
-from skipstone.control.state import PLAIN, PROBE, Done, Judged, Pace, Plan, State
+from skipstone.control.state import PLAIN, PROBE, Done, Judged, Pace, Plan, Ranks, Rules, State
+from skipstone.control.state import Drafter as Known
+from skipstone.methods.auto.drafters import Drafter
 from skipstone.methods.recycle import Kept
 
 RECENT_PLAIN = 64
@@ -302,3 +305,19 @@ class Tally:
             warm_median=median_low(self.warm_seconds) if self.warm_seconds else None,
             behind_prompt=self.behind_prompt,
         )
+
+
+def first_state(
+    seconds: float, live: int, drafters: Mapping[str, Drafter], rules: Rules, ledger: Ledger, recycles: bool
+) -> State:
+    """What is known before anything was: guesses. seconds: that a plain step took. live: rows that decode."""
+    costs = Costs(
+        plain=Cost(seconds, 1),
+        scoring=Scoring().among(live),
+        fixed=0.0,
+        drafts={name: Line(one.guess) for name, one in drafters.items() if not one.own_rule},
+        wholes={name: Cost(one.guess) for name, one in drafters.items() if one.own_rule},
+        shadows={name: Cost(1.5 * one.shadow_guess) for name, one in drafters.items() if not one.own_rule},
+    )
+    known = {name: Known(own_rule=one.own_rule, searches=one.searches) for name, one in drafters.items()}
+    return State(costs, known, rules, ledger, ranks=Ranks() if recycles else None, rows=live)

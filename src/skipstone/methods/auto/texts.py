@@ -7,6 +7,7 @@ from skipstone.control.state import Judged
 from skipstone.decoding.batch import Request
 from skipstone.decoding.draft import Draft, RowVerdict
 from skipstone.methods.prompt_lookup import Index, IndexedSession
+from skipstone.methods.recycle import Kept
 from skipstone.methods.shared.lookups import RowDraft
 from skipstone.models.layered import LayeredModel
 
@@ -65,3 +66,20 @@ class Texts(IndexedSession):
                 while right < min(len(found), len(verdict.tokens)) and found[right] == verdict.tokens[right]:
                     right += 1
                 self.judged.append(Judged(match, right, min(len(found), len(verdict.tokens))))
+
+
+def ranks(kept: Kept, root: int, tokens: Sequence[int]) -> list[int]:
+    """Of every committed token, its place among those that were kept for the one before it; beyond all for one that was not."""
+    found = []
+    for before, token in zip((root, *tokens), tokens, strict=False):
+        known = kept.continuations.get(before, ())
+        found.append(known.index(token) if token in known else len(known) + 100)
+    return found
+
+
+def progress(room: Sequence[int], tokens: Sequence[int], finished: Sequence[int]) -> int:
+    """By how many tokens the rows have come nearer to the end of the batch, which is that of its slowest row. room: what each
+    had to write before a step. tokens: that it has written. finished: rows that have ended, wherever that was."""
+    left = [0 if row in finished else has - count for row, (has, count) in enumerate(zip(room, tokens, strict=True)) if count]
+    before = max((has for has, count in zip(room, tokens, strict=True) if count), default=0)
+    return min(before - max(left, default=0), max(tokens, default=0))
