@@ -103,6 +103,7 @@ def test_auto_says_what_it_chose_and_why(folder: Path, tmp_path: Path) -> None:
     lost = sum(one["plain_steps_lost"] for one in replayed["decisions"])
     table = told[told.index("plain steps lost") :]
     rows = [float(line.split()[-1]) for line in table.splitlines() if re.search(r"^\s*[a-z].*\d\.\d\s*$", line)]
+    assert len(rows) == len({one["kind"] for one in replayed["decisions"]})
     assert sum(rows) == pytest.approx(lost, abs=0.06 * len(rows))
 
 

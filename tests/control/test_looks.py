@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 
 from skipstone.control import control, learning
-from skipstone.control.control import DEAR, LOOK_STEPS, MOST_LOOK_STEPS, MOST_WON_BACK, TRIED, TRIED_ON
+from skipstone.control.control import DEAR, LOOK_STEPS, MOST_LOOK_STEPS, TRIED, TRIED_ON
 from skipstone.control.costs import GAIN, Cost, Costs, Line
 from skipstone.control.ledger import REQUEST_CREDIT, Account, Ledger
 from skipstone.control.price import RankTree
@@ -146,7 +146,6 @@ def test_plain_steps_are_decided_on_for_so_long_that_deciding_takes_a_hundredth(
     one = with_room(-0.001)
     plan = control.decide(replace(one, current="int4", costs=replace(one.costs, fixed=fixed)))
     assert (plan.kind, plan.steps) == (PLAIN, steps)
-    assert MOST_WON_BACK == 32
 
 
 def test_a_search_goes_on_by_shadows_however_dear() -> None:

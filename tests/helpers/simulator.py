@@ -11,6 +11,7 @@ import math
 import random
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
+from statistics import median_low
 
 import numpy as np
 
@@ -348,12 +349,14 @@ def outcome(world: World, machine: Machine, state: State, plan: Plan, place: int
     return plan, drafts, min(drafts, world.run[plan.kind][place]), machine.step(plan.kind, drafts), confidences
 
 
-def plain_steps(turns: range, cold: Sequence[float], dice: random.Random, pace: float) -> tuple[float, tuple[int, float]]:
-    """What plain steps take in the mean, and what is seen of those that are warm, as in `Done`. turns: of each, how many plain
-    ones came before it."""
+def plain_steps(
+    turns: range, cold: Sequence[float], dice: random.Random, pace: float
+) -> tuple[float, tuple[int, float], float]:
+    """What plain steps take in the mean, what is seen of those that are warm, as in `Done`, and their lower median. turns: of
+    each, how many plain ones came before it."""
     each = [cold[turn] if turn < len(cold) else 1.0 for turn in turns]
     warm = [one * noise(dice) * pace for one, turn in zip(each, turns, strict=True) if turn >= WARM_AFTER]
-    return sum(each), (len(warm), typical(warm))
+    return sum(each), (len(warm), typical(warm)), median_low(warm or [0.0])
 
 
 def drive(
@@ -386,10 +389,10 @@ def drive(
         log.kinds[plan.kind] = log.kinds.get(plan.kind, 0) + 1
         plan, drafts, accepted, time, confidences = outcome(world, machine, state, plan, place)
         matches = []
-        seen, tokens, warm = noise(dice) * pace(place), accepted + 1, None
+        seen, tokens, warm, median = noise(dice) * pace(place), accepted + 1, None, None
         if plan.kind in (PLAIN, PROBE):
             tokens = min(plan.steps, world.length - place) if plan.kind == PROBE else 1
-            of_all, warm = plain_steps(range(in_a_row, in_a_row + tokens), cold, dice, pace(place))
+            of_all, warm, median = plain_steps(range(in_a_row, in_a_row + tokens), cold, dice, pace(place))
             time, in_a_row = time * of_all, in_a_row + tokens
         else:
             in_a_row = 0
@@ -408,6 +411,7 @@ def drive(
             aside_seconds=shadowed * pace(place),
             steps=tokens if plan.kind == PROBE else 1,
             warm=warm,
+            warm_median=median if warm is not None and warm[0] else None,
         )
         state = learning.observe(state, plan, done)
         total, taken, place = total + time + shadowed, taken + time + shadowed, place + tokens

@@ -81,10 +81,17 @@ def show_decisions(path: Path, as_json: bool, out: Path | None) -> None:
         print(f"skipstone: {out}", file=sys.stderr)
     same = sum(one.same for one in found)
     if as_json:
-        about = [{"position": one.position, "tokens": one.done.tokens, "same": one.same} for one in found]
-        losses = [{"plain_steps_lost": one.lost} for one in found]
-        choices = [{"kind": one.again.kind, "reason": one.again.reason} for one in found]
-        decisions = [told | choice | lost for told, choice, lost in zip(about, choices, losses, strict=True)]
+        decisions = [
+            {
+                "position": one.position,
+                "tokens": one.done.tokens,
+                "same": one.same,
+                "kind": one.again.kind,
+                "reason": one.again.reason,
+                "plain_steps_lost": one.lost,
+            }
+            for one in found
+        ]
         print(json.dumps({"kind": "skipstone-replay", "decisions": decisions, "same": same}))
         return
     table = _table("at token", "steps", "drafter", "tokens", "because")

@@ -35,7 +35,7 @@ AT_ONCE_WITH_MEANS = 4
 ledger."""
 MOST_WON_BACK = 32
 """The same at most, where a drafter waits for more to be won back."""
-LEARNING = 0.01
+LEARNING_SHARE = 0.01
 """Share of the time that learning may take where steps are plain, by what it takes behind a step that drafts: beside the
 shortest ones there are it takes long."""
 LEAST_TRIAL = 0.2
@@ -95,7 +95,7 @@ def _wanted(state: State, matches: Sequence[int], trials: bool = True) -> Plan:
         return Plan(PLAIN, worth, None, "nothing is faster than plain decoding", steps=_plain_steps(state))
     if unsure:
         reason = f"{current} is right too seldom here to be worth a draft"
-        return Plan(PLAIN, worth, current, reason, steps=_worth_deciding(state))
+        return Plan(PLAIN, worth, current, reason, steps=_fewest_plain_steps(state))
     reason = f"{current}: {worth:.2f} x plain decoding"
     if current == RECYCLE:
         assert state.ranks is not None
@@ -115,9 +115,6 @@ def _affordable(state: State, plan: Plan) -> Plan | None:
         assert plan.tree is not None
         stake = costs.scoring(len(plan.tree.ranks) + 1) + costs.fixed - 1
         return plan if stake <= room else _won_back(state, stake, plan.price, plan.current)
-    if plan.kind == LOOKUP and plan.trial:
-        stake = costs.scoring(1 + sum(plan.drafts) / len(plan.drafts)) + costs.fixed + costs.lookup - 1
-        return plan if stake <= room else None
     if plan.kind == LOOKUP:
         drafts = list(plan.drafts)
         stake = math.inf
@@ -125,6 +122,8 @@ def _affordable(state: State, plan: Plan) -> Plan | None:
             stake = costs.scoring(1 + sum(drafts) / len(drafts)) + costs.fixed + costs.lookup - 1
             if stake <= room:
                 return replace(plan, drafts=tuple(drafts))
+            if plan.trial:
+                return None
             drafts[drafts.index(max(drafts))] -= 1
         return _won_back(state, stake, plan.price, plan.current)
     kept = _payable(state, name, len(plan.thresholds), room)
@@ -168,20 +167,20 @@ def further(state: State, plan: Plan, steps: int, lost: float, paid: float) -> P
 def _won_back(state: State, stake: float, worth: float, current: str | None) -> Plan:
     """Plain steps until so much may be lost again."""
     most = AT_ONCE if current is None else MOST_WON_BACK
-    steps = round(min(max(state.ledger.steps_until(stake), _worth_deciding(state)), most))
+    steps = round(min(max(state.ledger.steps_until(stake), _fewest_plain_steps(state)), most))
     return Plan(PLAIN, worth, current, "more time was lost than may be: plain until it is won back", steps=steps)
 
 
-def _worth_deciding(state: State) -> int:
+def _fewest_plain_steps(state: State) -> int:
     """Plain steps beside which learning takes no more than it may."""
-    return max(AT_ONCE_WITH_MEANS, min(math.ceil(state.costs.fixed / LEARNING), MOST_WON_BACK))
+    return max(AT_ONCE_WITH_MEANS, min(math.ceil(state.costs.fixed / LEARNING_SHARE), MOST_WON_BACK))
 
 
 def _plain_steps(state: State) -> int:
     """That are decided on at once where nothing pays: fewer where a shadow can be cast behind them, which says what does."""
     rules, shadows = state.rules, state.costs.shadows
     if state.position < rules.early and state.any_young and state.shadow_account >= state.cheapest_shadow:
-        return _worth_deciding(state)
+        return _fewest_plain_steps(state)
     cheap = [cost.value for name, cost in shadows.items() if cost.value < DEAR or state.drafters[name].searches]
     if cheap and (state.shadow_account >= min(cheap) or state.ledger.request.plain < rules.window):
         return rules.window

@@ -236,8 +236,8 @@ def _timed_plain(state: State, done: Done) -> tuple[Costs, Ledger]:
     if not steps:  # before anything is known of a number of rows, cold ones tell as well
         unknown = costs.plain.measurements < LEAST_PLAIN
         return costs.timed(done.seconds / done.steps, done.steps) if unknown else costs, ledger
-    factor = (seconds if done.warm_median is None else done.warm_median) / costs.plain.value
-    if not (pace.changed and _agrees(factor, pace)):
+    factor, median = seconds / costs.plain.value, seconds if done.warm_median is None else done.warm_median
+    if not (pace.changed and _agrees(median / costs.plain.value, pace)):
         return costs.timed(seconds, steps), ledger
     if steps + costs.plain.surprises < BELIEVED_AFTER:
         return costs.paced(replace(costs.plain, surprises=1)), ledger

@@ -8,7 +8,7 @@ import pytest
 
 from skipstone.control import control
 from skipstone.control.ledger import Account, Ledger
-from skipstone.control.state import PLAIN, WARM_AFTER, Done, Plan
+from skipstone.control.state import PLAIN, RECYCLE, WARM_AFTER, Done, Plan
 from skipstone.decoding.batch import Request
 from skipstone.methods.auto.auto import LEAST_FOR_LOOKING, Auto, AutoSession
 from skipstone.methods.auto.mind import ASLEEP, AWAKE, MOST_ASLEEP, NEW_TEXT, NEW_TEXT_TRIED, Shift, Tally
@@ -72,13 +72,16 @@ def looking() -> AutoSession:
 
 
 @pytest.mark.parametrize(("room", "looks"), [(LEAST_FOR_LOOKING + 0.1, True), (LEAST_FOR_LOOKING - 0.1, False), (-1.0, False)])
-def test_nothing_is_looked_up_or_kept_where_no_draft_of_it_could_be_paid(room: float, looks: bool) -> None:
+def test_nothing_is_looked_up_or_kept_where_little_of_it_could_be_drafted(room: float, looks: bool) -> None:
     session = looking()
     assert session.mind.state is not None
     session.mind.state = replace(session.mind.state, ledger=Ledger(0.0, Account(4.0 - room), Account()))
     assert session.mind.state.ledger.room == pytest.approx(room)
     session._wake()
     assert (session._looks_up, session._keeps, session.reads_logits) == (looks, looks, looks)
+    session.mind.state = replace(session.mind.state, current=RECYCLE)
+    session._wake()
+    assert (session._looks_up, session._keeps) == (looks, room >= 0), "what is drafted from is kept up to date"
 
 
 @pytest.mark.parametrize(
@@ -95,7 +98,7 @@ def test_a_plain_step_that_looks_up_takes_what_a_plain_one_does_and_the_looking(
     plain = session.mind.state.costs.plain.value
     session.plan, session._tally = Plan(PLAIN, 1.0, None, ""), Tally()
     session._looks_up, session._keeps = True, keeps
-    session._plain_in_a_row, session._ran_prompt, session._deciding_seconds = plain_before, behind_prompt, plain / 10
+    session._plain_in_a_row, session._ran_prompt, session._host_seconds = plain_before, behind_prompt, plain / 10
     session._plainly(1.0, 9 * plain, 0.0)
     steps, seconds = session._tally.busy
     assert steps == 1
@@ -119,5 +122,4 @@ def test_a_look_pays_for_what_the_drafter_that_decodes_now_would_have_won(price:
     session.plan, session._left, session._tally = look, 6, Tally()
     for _ in range(2):
         session._tally.add(step, trial=True)
-    assert session._goes_on_no_longer(state, step) is not goes_on
-    assert session.plan == look
+    assert session._further(state, step) == (look if goes_on else None)

@@ -132,7 +132,7 @@ class AutoSession(Session):
         self._room = [0] * rows  # of every row, tokens that it may still draft
         self._judged: list[tuple[float, bool]] = []
         self._ranks: list[int] = []
-        self.aside_seconds = self._looking_seconds = self._deciding_seconds = self._learning_seconds = 0.0
+        self.aside_seconds = self._looking_seconds = self._host_seconds = self._learning_seconds = 0.0
 
     @property
     def own_threads(self) -> bool:
@@ -254,7 +254,7 @@ class AutoSession(Session):
         if self._left and self._is_quiet:
             self._left -= 1
             return self._plain()
-        self._room, self._looking_seconds, self._deciding_seconds = limit, 0.0, 0.0
+        self._room, self._looking_seconds, self._host_seconds = limit, 0.0, 0.0
         self._wake()
         if self._left and not self._looks_up and self.plan.kind in (PLAIN, PROBE):  # nothing can end it early
             self._left -= 1
@@ -271,7 +271,7 @@ class AutoSession(Session):
         else:
             self._decide(limit, matches)
         if self._looks_up:
-            self._deciding_seconds = self.model.ranks.since(began)
+            self._host_seconds = self.model.ranks.since(began)
         draft = self._planned(self.plan, limit)
         if not stands and not draft.width and self.plan.kind != PROBE:
             self.plan = replace(self.plan, kind=PLAIN)
@@ -357,7 +357,7 @@ class AutoSession(Session):
         chosen = self.drafters.get(self.plan.kind) if self.plan.kind != RECYCLE else self.recycle
         self.texts.count(verdicts, self.plan.kind == LOOKUP and draft is not None)
         if self._looks_up:
-            self._deciding_seconds += self.model.ranks.since(began)
+            self._host_seconds += self.model.ranks.since(began)
         silent = [replace(verdict, notes=[]) for verdict in verdicts] if isinstance(chosen, OwnRule) else verdicts
         for one in self._listeners:
             if one is not chosen:
@@ -406,7 +406,8 @@ class AutoSession(Session):
             done = self._drafted(step, seconds, sum(live), rows)
             done = replace(done, preparing=True) if prepared else done
             self._tally.add(done, plan.trial)
-            nearer, urgent = done.nearer, self._goes_on_no_longer(mind.state, done)
+            further = self._further(mind.state, done)
+            nearer, urgent, self.plan = done.nearer, further is None, further or plan
         if self._looks_up and not prepared:
             self._weigh_looking(nearer, seconds)
         self.aside_seconds, began = 0.0, self.model.ranks.now()
@@ -414,16 +415,13 @@ class AutoSession(Session):
             self._settle()
         self._learning_seconds = self.learning_seconds(began)
 
-    def _goes_on_no_longer(self, state: State, done: Done) -> bool:
-        """Whether a step that drafted has to be learnt from before the next one. A trial that goes on drafts no further than
-        what is left to lose pays for."""
+    def _further(self, state: State, done: Done) -> Plan | None:
+        """The plan for its next steps after one that drafted; None where that has to be learnt from first."""
         if not self.plan.trial or not self._left:
-            return learning.is_urgent(state, done)
+            return None if learning.is_urgent(state, done) else self.plan
         tally, price = self._tally, self.plan.price
         time = tally.seconds / state.costs.plain.value
-        plan = control.further(state, self.plan, tally.steps, time - tally.nearer, time - tally.nearer / price)
-        self.plan = plan or self.plan
-        return plan is None
+        return control.further(state, self.plan, tally.steps, time - tally.nearer, time - tally.nearer / price)
 
     def _catch_up(self) -> None:
         """With what quiet steps have committed and taken."""
@@ -441,7 +439,7 @@ class AutoSession(Session):
 
     def _weigh_looking(self, nearer: float, seconds: float) -> None:
         """What looking up came to in this step. nearer: as in `Done`. seconds: of all of it."""
-        plan, plain, spent, gain = self.plan, self._known.costs.plain.value, self._deciding_seconds, 0.0
+        plan, plain, spent, gain = self.plan, self._known.costs.plain.value, self._host_seconds, 0.0
         if plan.kind == LOOKUP:
             gain = nearer / plan.price - (seconds - spent) / plain
         self.mind.looking_worth.add(gain, spent / plain)
@@ -456,7 +454,7 @@ class AutoSession(Session):
         if rests:
             seconds -= self._looking_seconds
         elif not self._keeps and (self._ran_prompt or self._plain_in_a_row > WARM_AFTER):
-            seconds = self._known.costs.plain.value + self._deciding_seconds  # all else is as in plain decoding
+            seconds = self._known.costs.plain.value + self._host_seconds  # all else is as in plain decoding
         if warm:
             self.mind.plain_seconds.append(seconds)
         tally.plain(tokens, seconds, rests, warm, self._ran_prompt)

@@ -62,8 +62,8 @@ class Shift:
 
 @dataclass
 class Worth:
-    """What looking up has come to, a step, in plain steps: gain beside the drafter that drafts else, and what finding and
-    deciding took of the host's time."""
+    """What looking up has come to, a step, in plain steps: gain beside the drafter that drafts else, and what finding,
+    deciding and judging took of the host's time."""
 
     gain: float = FIRST_GAIN
     spent: float = 0.0
