@@ -12,7 +12,8 @@ Anything farther apart is a bug, whoever made it.
 
 import copy
 import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import asdict, dataclass, field
 from functools import cached_property, partial
 from itertools import zip_longest
@@ -36,6 +37,7 @@ from skipstone.models.engines.choice import attach
 from skipstone.models.host import left_padded
 from skipstone.models.layered import LayeredModel
 from skipstone.models.quantised import kernels
+from skipstone.models.turns import lock_of
 
 PROCESSORS = {"repetition_penalty": 1.3, "no_repeat_ngram_size": 3}
 LAWS: tuple[dict[str, Any], ...] = ({"temperature": 1.0}, {"temperature": 0.7, "top_p": 0.9})
@@ -125,11 +127,23 @@ class Report:
         return not drafted or 0 < accepted < drafted
 
 
-class Judge:
-    """Tells ties from bugs on one model. A copy of it in the next wider dtype is made when it is first needed."""
+@contextmanager
+def _own_turn(model: PreTrainedModel) -> Iterator[None]:
+    """No other thread's texts inside, and the model's own generation defaults left out: they are the model's, not the
+    thread's."""
+    with lock_of(model), neutral_defaults(model):
+        yield
 
-    def __init__(self, model: PreTrainedModel) -> None:
-        self.model = model
+
+class Judge:
+    """Tells ties from bugs on one model. A copy of it in the next wider dtype is made when it is first needed.
+
+    context: of a model, in which its scores are computed."""
+
+    def __init__(
+        self, model: PreTrainedModel, context: Callable[[PreTrainedModel], AbstractContextManager[None]] = nullcontext
+    ) -> None:
+        self.model, self._context = model, context
 
     @cached_property
     def precise(self) -> PreTrainedModel:
@@ -161,8 +175,8 @@ class Judge:
         if one is None or other is None or exact:
             return Divergence(number, position, one, other, texts=texts)
         before = torch.cat([prompt.cpu(), torch.tensor(expected[:position], dtype=prompt.dtype)])[None]  # [1, T + position]
-        scores = _next_scores(self.model, before, options or {})  # [V]
-        precise = scores if self.quantised else _next_scores(self.precise, before, options or {})
+        scores = self._next_scores(self.model, before, options or {})  # [V]
+        precise = scores if self.quantised else self._next_scores(self.precise, before, options or {})
         best = precise.topk(min(NEAR, len(precise))).indices
         near = torch.cat([best, torch.tensor([one, other])])
         differences = (scores[near] - precise[near]).abs()
@@ -174,13 +188,13 @@ class Judge:
         gap = float(precise[best[0]] - torch.minimum(precise[one], precise[other]))
         return Divergence(number, position, one, other, margin, gap, SPREAD * rounding + 2 * unit, texts)
 
-
-def _next_scores(model: PreTrainedModel, ids: Tensor, options: Mapping[str, Any]) -> Tensor:
-    """[V] float64 on the CPU: the scores of the token after ids [1, T], processors applied, as plain decoding has them."""
-    wanted = {**options, "max_new_tokens": 1, "do_sample": False, "output_scores": True}
-    output = api.generate(model, ids.to(model.device), "autoregressive", **wanted)
-    scores: Any = output.scores
-    return scores[0][0].double().cpu()
+    def _next_scores(self, model: PreTrainedModel, ids: Tensor, options: Mapping[str, Any]) -> Tensor:
+        """[V] float64 on the CPU: the scores of the token after ids [1, T], processors applied, as plain decoding has them."""
+        wanted = {**options, "max_new_tokens": 1, "do_sample": False, "output_scores": True}
+        with self._context(model):
+            output = api.generate(model, ids.to(model.device), "autoregressive", **wanted)
+        scores: Any = output.scores
+        return scores[0][0].double().cpu()
 
 
 class Checker:
@@ -191,7 +205,7 @@ class Checker:
         the method does not fit it; ImportError without scipy."""
         self.model, self.method, self.scale = model, method, scale
         self.prompts = [prompt.cpu() for prompt in prompts]
-        self.judge = Judge(model)
+        self.judge = Judge(model, _own_turn)
         self.plain: list[list[int]] = []  # greedy texts of plain decoding
         self.finding = Finding("")  # of the probe that runs
         self.greedy_options: dict[str, Any] = {"max_new_tokens": scale.max_new_tokens, "do_sample": False}
@@ -208,7 +222,7 @@ class Checker:
     def run(self, told: Callable[[Finding], None] = lambda _: None) -> Report:
         """All probes, one after the other. told: called after each. That the method fails altogether is a bug, too."""
         findings = []
-        with neutral_defaults(self.model), warnings.catch_warnings():
+        with warnings.catch_warnings():
             warnings.simplefilter("ignore", RuntimeWarning)  # that speculation does not pay is no question here
             for title, probe in self._probes():
                 findings.append(finding := Finding(title))
@@ -290,7 +304,9 @@ class Checker:
             model = copy.deepcopy(model).to(dtype)
         for number, prompt in enumerate(self.prompts):
             ids = prompt[None].to(self.model.device)
-            expected = kind.generate(model, ids, attention_mask=torch.ones_like(ids), **self.greedy_options)[0, len(prompt) :]
+            with _own_turn(model):
+                whole = kind.generate(model, ids, attention_mask=torch.ones_like(ids), **self.greedy_options)[0]
+            expected = whole[len(prompt) :]
             self.plain.append(self._greedy("autoregressive", prompt))
             self._compare(number, prompt, expected.tolist(), self.plain[-1])
 
@@ -422,7 +438,8 @@ class Checker:
     @torch.inference_mode()
     def _audit(self, layered: LayeredModel, requests: list[Request], tolerance: float) -> int:
         capacity = max(len(request.prompt) + request.max_new_tokens for request in requests)
-        session = self.method.start(layered, len(requests), capacity)
+        with layered.lock:
+            session = self.method.start(layered, len(requests), capacity)
         decoder, own = Decoder(session), session.draft
 
         def draft(limit: list[int]) -> Draft:
@@ -455,7 +472,8 @@ class Checker:
     ) -> list[list[int]]:
         """New tokens of every prompt. Drafts are counted."""
         ids, mask = (one.to(self.model.device) for one in left_padded([prompt.tolist() for prompt in prompts]))
-        output = api.generate(self.model, ids, method, attention_mask=mask, seed=seed, **options)
+        with _own_turn(self.model):
+            output = api.generate(self.model, ids, method, attention_mask=mask, seed=seed, **options)
         assert output.new_tokens is not None
         assert output.stats is not None
         self.finding.drafted += output.stats.drafted

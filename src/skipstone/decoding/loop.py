@@ -73,14 +73,16 @@ class Decoder:
 
     def admit(self, row: int, request: Request, known: int = 0) -> None:
         """Start a request on a free row. known: as in `Batch.admit`."""
-        self.session.admit(row, request, known)
+        with self.session.model.lock:
+            self.session.admit(row, request, known)
         self.rows[row] = RunningRequest(request)
 
     def release(self, row: int) -> RunningRequest | None:
         """Take a row out, finished or not. Returns what it has generated."""
-        state, self.rows[row] = self.rows[row], None
-        self.session.release(row)
-        return state
+        with self.session.model.lock:
+            state, self.rows[row] = self.rows[row], None
+            self.session.release(row)
+            return state
 
     @property
     def busy(self) -> bool:
@@ -89,11 +91,13 @@ class Decoder:
 
     @torch.inference_mode()
     def step(self) -> Step:
-        """One turn of the loop over all rows; finished rows are released and named in `Step.finished`."""
+        """One turn of the loop over all rows; finished rows are released and named in `Step.finished`.
+
+        Several decoders of one model, in several threads, take turns step by step."""
         session = self.session
         others_turn = self.takes_turns and self._prefilled and any(session.alive)
         self._prefilled = session.prefilling and not others_turn
-        with OneThread() if session.own_threads else nullcontext():
+        with session.model.lock, OneThread() if session.own_threads else nullcontext():
             return self._prefill() if self._prefilled else self._decode()
 
     def _prefill(self) -> Step:

@@ -97,7 +97,7 @@ def prepare_call(
         if given is not None:
             options["generation_config"] = _without_stop_strings(given)
         own = _without_stop_strings(own)
-    with defaults_of(inner, own):
+    with layered.lock, defaults_of(inner, own):
         call = prepare(inner, ids, seed, **options)
     call.layered = layered
     return call

@@ -17,6 +17,7 @@ from skipstone.hf.generation import Output
 from skipstone.models.engines.choice import attach
 from skipstone.models.engines.eager.patches import take_off
 from skipstone.models.layered import LayeredModel, unwrapped
+from skipstone.models.turns import lock_of
 
 _OTHER_ENGINES = ("custom_generate", "assistant_model")
 
@@ -37,8 +38,10 @@ def enable(
     decoding (`custom_generate`, `assistant_model`) go to transformers as before. Returns the model.
     """
     chosen = resolve_for(model, method)
-    chosen.check(LayeredModel(model, engine, quantize, kv_dtype))
-    attach(model, engine, quantize, kv_dtype)
+    layered = LayeredModel(model, engine, quantize, kv_dtype)
+    with layered.lock:
+        chosen.check(layered)
+        attach(model, engine, quantize, kv_dtype)
     before = model.__dict__.get("generate")
     if isinstance(before, _Generate):
         before = before.before
@@ -51,7 +54,8 @@ def disable(model: PreTrainedModel) -> PreTrainedModel:
 
     Decoding another text with skipstone covers them again. Returns the model.
     """
-    take_off(unwrapped(model))
+    with lock_of(model):
+        take_off(unwrapped(model))
     enabled = model.__dict__.get("generate")
     if isinstance(enabled, _Generate):
         del model.__dict__["generate"]

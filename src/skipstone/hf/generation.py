@@ -49,16 +49,17 @@ class Output(GenerateDecoderOnlyOutput):
 def admitted(method: Method, call: Call, keeper: Keeper | None = None) -> tuple[Decoder, list[Request]]:
     """A decoder with every row of a call admitted, and the rows' requests. All errors of the user's making are raised here."""
     layered = call.layered or LayeredModel(call.model)
-    method.check(layered)
-    wanted = requests(call, layered.ranks)
-    needed = max(len(request.prompt) + request.max_new_tokens for request in wanted)
-    session = method.start(layered, len(wanted), needed)
-    chunk = call.config.prefill_chunk_size
-    if chunk is not None and chunk < 1:
-        raise ValueError(f"prefill_chunk_size must be at least 1, found {chunk}")
-    decoder = Decoder(session, chunk=chunk or PREFILL_CHUNK, recorder=keeper)
-    for row, request in enumerate(wanted):
-        decoder.admit(row, request)
+    with layered.lock:
+        method.check(layered)
+        wanted = requests(call, layered.ranks)
+        needed = max(len(request.prompt) + request.max_new_tokens for request in wanted)
+        session = method.start(layered, len(wanted), needed)
+        chunk = call.config.prefill_chunk_size
+        if chunk is not None and chunk < 1:
+            raise ValueError(f"prefill_chunk_size must be at least 1, found {chunk}")
+        decoder = Decoder(session, chunk=chunk or PREFILL_CHUNK, recorder=keeper)
+        for row, request in enumerate(wanted):
+            decoder.admit(row, request)
     return decoder, wanted
 
 

@@ -250,7 +250,7 @@ class Frontier:
         keep, roots = skip is None, self._tokens[:, 0]
         start = ChainStart(roots, self.base, wanted, layers, skip, keep, thresholds, ends, self._end, self._room)
         start.transform, start.sure, start.shortlist, start.survival = transform, sure, self.shortlist, survival
-        chain = self.drafter.engine.chain(start, self.store)
+        chain = self.drafter.chain(start, self.store)
         width = 1 + chain.tokens.shape[1]
         self._make_room()
         self._tokens[:, 1:width] = chain.tokens
@@ -291,7 +291,7 @@ class Frontier:
         start.shortlist, start.survival = self.shortlist, survival
         if before:
             self._run(slice(0, before), None, range(self.top))
-        return self.model.engine.chain(start, self.store)
+        return self.model.chain(start, self.store)
 
     def exit_logits(self, exit_layer: int) -> Tensor:
         """Logits of the newest column after E layers [B, V] float32, -inf of what is not on the shortlist. Its state stays at

@@ -8,7 +8,7 @@ from transformers import PreTrainedModel
 
 from skipstone.models.agreement import ensure
 from skipstone.models.engines.choice import Setup, asked_for, choose, kv_dtype_of
-from skipstone.models.engines.engine import EngineDraw
+from skipstone.models.engines.engine import ChainEnd, ChainStart, EngineDraw
 from skipstone.models.facts import Facts
 from skipstone.models.families import text_config
 from skipstone.models.fingerprint import fingerprint
@@ -17,6 +17,7 @@ from skipstone.models.memo import Memo
 from skipstone.models.modules import DecoderModules, unwrapped
 from skipstone.models.passes import Pass, SkipSet
 from skipstone.models.refusals import refuse_state
+from skipstone.models.turns import lock_of
 
 _FACTS: Memo[Facts] = Memo()
 
@@ -39,14 +40,15 @@ class LayeredModel(DecoderModules):
     """The facts and modules of one model. ValueError for a model that skipstone cannot decode exactly.
 
     Making one is cheap: what has to be searched for is found once per model, and again after its modules, its config, or the
-    places and dtypes of its weights have changed. One thread at a time may use a model; a server owns its model.
+    places and dtypes of its weights have changed. Threads take turns: whoever prepares a model, takes a decoding step or runs a
+    pass holds its lock.
 
     model: the transformers model. decoder: that without its head. head: the LM head. layers: the decoder layers. kinds: their
     layer types. reaches: how far they see back. embeddings: ids of text that have an embedding.
     max_positions: most positions of a sequence; max_positions_source: the config field that says so. engine: what computes the
     layers. asked: what was asked of it. engine_reason: why "auto" did not take the native engine, None where it did or was not
-    asked. kv_dtype: what a `KVStore` keeps keys and values in. dtype: of the hidden states. device: of tokens, hidden states
-    and logits, wherever the layers are. ranks: the processes that compute the model.
+    asked. lock: of the transformers model. kv_dtype: what a `KVStore` keeps keys and values in. dtype: of the hidden states.
+    device: of tokens, hidden states and logits, wherever the layers are. ranks: the processes that compute the model.
     """
 
     def __init__(
@@ -60,8 +62,10 @@ class LayeredModel(DecoderModules):
         inner = unwrapped(model)
         refuse_state(model, inner)
         self.asked = asked_for(inner, engine, quantize, kv_dtype)
-        facts = _FACTS.get(inner, None, lambda: _facts(inner), lambda known: known.hold(inner))
-        self.engine, self.engine_reason = choose(self.asked, inner, facts)
+        self.lock = lock_of(inner)
+        with self.lock:
+            facts = _FACTS.get(inner, None, lambda: _facts(inner), lambda known: known.hold(inner))
+            self.engine, self.engine_reason = choose(self.asked, inner, facts)
         self.kv_dtype = kv_dtype_of(self.asked)
         self.model, self.config = inner, text_config(inner)
         self.family, self.decoder, self.head = facts.family, facts.decoder, facts.head
@@ -82,7 +86,8 @@ class LayeredModel(DecoderModules):
         hooks are those of when this object was made, as its own engine's are."""
         found = copy(self)
         found.asked = Setup("native", quantize).over(self.asked)
-        found.engine, found.engine_reason = choose(found.asked, self.model, self._facts, beside=self.engine)
+        with self.lock:
+            found.engine, found.engine_reason = choose(found.asked, self.model, self._facts, beside=self.engine)
         return found
 
     def embed(self, tokens: Tensor, positions: Tensor) -> Tensor:
@@ -94,7 +99,13 @@ class LayeredModel(DecoderModules):
 
         skip: sublayers that add nothing to the residual stream in this pass.
         """
-        return self.engine.run(hidden, at, store, layers, skip)
+        with self.lock:
+            return self.engine.run(hidden, at, store, layers, skip)
+
+    def chain(self, start: ChainStart, store: KVStore) -> ChainEnd:
+        """Draft a greedy chain in one call of an engine with `chains`."""
+        with self.lock:
+            return self.engine.chain(start, store)
 
     def read(self, ids: Tensor) -> Tensor:
         """Whole texts [B, T] through all layers, without a store of the caller's -> [B, T, d'], as `normed` gives them."""
@@ -110,7 +121,8 @@ class LayeredModel(DecoderModules):
 
     def likeliest(self, hidden: Tensor) -> Tensor:
         """The token with the largest logit, the lowest of equal ones: [B, n, d] -> [B, n] int64. No logits are kept."""
-        return self.engine.likeliest(hidden) if self.engine_picks else self.logits(hidden).argmax(-1)
+        with self.lock:
+            return self.engine.likeliest(hidden) if self.engine_picks else self.logits(hidden).argmax(-1)
 
     def largest(self, logits: Tensor, count: int) -> Tensor:
         """The ids of the `count` largest logits, the largest first; of equal ones any. [..., V] float32 -> [..., count]
@@ -140,7 +152,8 @@ class LayeredModel(DecoderModules):
     def project(self, normed: Tensor, head: nn.Module | None = None, shortlist: Tensor | None = None) -> Tensor:
         """LM head and what the family does after it. [B, n, d'] -> [B, n, V] float32. head: instead of the model's own.
         shortlist: [S] int64, ascending, each once: the ids whose logits are wanted, -inf for all others."""
-        logits = self.engine.project(normed, head, shortlist)
+        with self.lock:
+            logits = self.engine.project(normed, head, shortlist)
         return logits if shortlist is None else only(shortlist, logits, self.head.weight.shape[0])
 
     def logits(self, hidden: Tensor, shortlist: Tensor | None = None) -> Tensor:

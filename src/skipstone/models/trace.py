@@ -4,6 +4,7 @@ import inspect
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from threading import get_ident
 from typing import Any
 
 import torch
@@ -69,7 +70,8 @@ def trace(model: Any, owner: Any, layers: nn.ModuleList, config: Any, positions:
 
 @contextmanager
 def _recorded(model: Any, owner: Any, layers: nn.ModuleList, found: Trace) -> Iterator[None]:
-    """Write down all calls while the context lasts."""
+    """Write down all calls of this thread while the context lasts."""
+    tracing = get_ident()
 
     def part(call: Call) -> None:
         found.parts.append(call)
@@ -91,8 +93,8 @@ def _recorded(model: Any, owner: Any, layers: nn.ModuleList, found: Trace) -> It
         watched += [(name, child, counted(number)) for name, child in one.named_children()]
     for number, calls in found.inside.items():
         watched += [(name, one, calls.append) for name, one in layers[number].named_children()]
-    hooks = [layers[0].register_forward_pre_hook(lambda *_: _begin_layers(found))]
-    hooks += [one.register_forward_hook(_hook(path, add), with_kwargs=True) for path, one, add in watched]
+    hooks = [layers[0].register_forward_pre_hook(lambda *_: _begin_layers(found, tracing))]
+    hooks += [one.register_forward_hook(_hook(path, add, tracing), with_kwargs=True) for path, one, add in watched]
     try:
         yield
     finally:
@@ -100,14 +102,15 @@ def _recorded(model: Any, owner: Any, layers: nn.ModuleList, found: Trace) -> It
             hook.remove()
 
 
-def _begin_layers(found: Trace) -> None:
-    if found.before is None:
+def _begin_layers(found: Trace, tracing: int) -> None:
+    if found.before is None and get_ident() == tracing:
         found.before = len(found.parts)
 
 
-def _hook(path: str, add: Callable[[Call], None]) -> Any:
+def _hook(path: str, add: Callable[[Call], None], tracing: int) -> Any:
     def hook(module: nn.Module, given: tuple[Any, ...], named: dict[str, Any], output: Any) -> None:
-        add(Call(path, by_name(module, given, named), output))
+        if get_ident() == tracing:  # the model's own forward may run in another thread meanwhile
+            add(Call(path, by_name(module, given, named), output))
 
     return hook
 

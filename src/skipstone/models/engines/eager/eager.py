@@ -1,5 +1,6 @@
 """The engine that calls transformers' own modules, layer by layer. `EagerEngine.run` is the only caller of the layers."""
 
+from threading import get_ident
 from typing import Any
 
 import torch
@@ -94,7 +95,7 @@ class EagerEngine:
         phases = {source: self._phases(source, hidden, at) for source in {rotary[index] for index in layers}}
         running = self._patched(skip)
         try:
-            running.passing = True
+            running.thread = get_ident()
             for index in layers:
                 if index not in absent:
                     given = self._given(index, at, phases[rotary[index]])
@@ -103,7 +104,7 @@ class EagerEngine:
                     output = self.layers[index](hidden, **given, **cache, **self._fixed)
                     hidden = output[0] if isinstance(output, (tuple, list)) else output
         finally:
-            running.passing = False
+            running.thread = None
         hidden = self.family.folded(hidden).to(self._home)  # from where the last layer is; accelerate's hooks bring it to each
         return torch.cat([hidden, *beside], -1) if beside else hidden
 
@@ -136,14 +137,14 @@ class EagerEngine:
         rows = None if shortlist is None or head is not None else self._rows_of_head(shortlist)
         running = self._patched()
         try:
-            running.passing = True
+            running.thread = get_ident()
             if rows is None:
                 scores = (self.head if head is None else head)(normed)
             else:
                 states = normed.to(rows.weight.device)
                 scores = linear.few_rows(rows, states) if linear.pays(rows) else rows(states)
         finally:
-            running.passing = False
+            running.thread = None
         logits = self.family.scored(scores.to(self._home), self.config).float()
         return logits if shortlist is None or rows is not None else logits[..., shortlist]
 
@@ -165,10 +166,9 @@ class EagerEngine:
     def _patched(self, skip: SkipSet | None = None) -> patches.Running:
         """What the model's patches look at, ready for a pass. RuntimeError in the middle of another pass."""
         running = self._running
-        if running.passing:
+        if running.thread is not None:
             raise RuntimeError(
-                f"this {self._type} is in the middle of another pass: one thread at a time may use a model; let one thread own "
-                "it, or give each thread a copy"
+                f"this {self._type} is in the middle of a pass: what a pass calls, such as a hook, cannot start another one"
             )
         if not running.on:
             self._patch()

@@ -7,6 +7,7 @@ stays what it was, bit for bit. A patch knows its module (no closure would), so 
 
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
+from threading import get_ident
 from typing import Any, Literal
 from weakref import ref
 
@@ -25,14 +26,20 @@ Part = Literal["attention", "read", "mlp", "before"]
 class Running:
     """What the patches of one model look at; `EagerEngine` sets it.
 
-    passing: skipstone is running layers or the LM head right now. skip: the sublayers that this pass leaves out. on: the linear
-    layers and the attention are patched. skippable: so are the sublayers, which only skip sets need.
+    thread: the identifier of the thread in which skipstone is running layers or the LM head right now, None for none. skip: the
+    sublayers that this pass leaves out. on: the linear layers and the attention are patched. skippable: so are the sublayers,
+    which only skip sets need.
     """
 
-    passing: bool = False
+    thread: int | None = None
     skip: SkipSet = field(default_factory=SkipSet)
     on: bool = False
     skippable: bool = False
+
+    @property
+    def passing(self) -> bool:
+        """Whether skipstone is running a pass in this thread. The model's own forward may run in another one meanwhile."""
+        return self.thread == get_ident()
 
 
 class Forward:

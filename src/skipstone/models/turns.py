@@ -1,0 +1,53 @@
+"""Calls on one model take turns: the lock of a model."""
+
+import os
+from _thread import RLock
+from threading import Lock
+from typing import Any
+from weakref import WeakKeyDictionary
+
+from skipstone.models.modules import unwrapped
+
+
+class ModelLock(RLock):
+    """Held by the thread that prepares a model or takes a decoding step with it, and never across a `yield`.
+
+    It is re-entrant. A thread that has just released it goes behind those that wait, so that texts advance step by step.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._entrance = Lock()  # held by the thread that is next
+
+    def __enter__(self) -> bool:
+        if self._is_owned():
+            return self.acquire()
+        try:
+            with self._entrance:
+                return self.acquire()
+        except BaseException:  # Ctrl-C between the two lines above and the caller's `with`
+            if self._is_owned():
+                self.release()
+            raise
+
+    def renew(self) -> None:
+        """Make it free, in a process that was forked: whichever thread held it does not exist there."""
+        self._at_fork_reinit()
+        self._entrance = Lock()
+
+
+_LOCKS: WeakKeyDictionary[Any, ModelLock] = WeakKeyDictionary()
+
+
+def lock_of(model: Any) -> ModelLock:
+    """The lock of a transformers model, with or without a PEFT wrapper."""
+    return _LOCKS.setdefault(unwrapped(model), ModelLock())
+
+
+def _renew_all() -> None:
+    for lock in list(_LOCKS.values()):
+        lock.renew()
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_renew_all)
