@@ -8,8 +8,10 @@ from weakref import WeakKeyDictionary
 
 from skipstone.models.modules import unwrapped
 
+_RLOCK: Any = RLock  # typeshed calls it final; CPython's may be subclassed, and its `__exit__` cannot be interrupted by Ctrl-C
 
-class ModelLock(RLock):
+
+class ModelLock(_RLOCK):
     """Held by the thread that prepares a model or takes a decoding step with it, and never across a `yield`.
 
     It is re-entrant. A thread that has just released it goes behind those that wait, so that texts advance step by step.
