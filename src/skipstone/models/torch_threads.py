@@ -1,6 +1,7 @@
-"""torch's own threads, kept quiet while an engine computes with threads of its own."""
+"""torch's own threads, kept quiet while an engine computes with threads of its own, and not waited for in a forked process."""
 
 import ctypes
+import os
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -36,3 +37,11 @@ class OneThread:
     def __exit__(self, *_: object) -> None:
         if (openmp := _openmp()) is not None:
             openmp.omp_set_num_threads(self._before)
+
+
+@cache
+def alone_after_fork() -> None:
+    """From now on torch computes on one thread in processes that this one forks: GNU's OpenMP would wait there forever for the
+    threads that it has started here."""
+    if hasattr(os, "register_at_fork"):
+        os.register_at_fork(after_in_child=lambda: torch.set_num_threads(1))

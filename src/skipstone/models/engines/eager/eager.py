@@ -16,6 +16,7 @@ from skipstone.models.families import PER_LAYER, SHARED, Rotary, alibi_slopes, s
 from skipstone.models.kvstore import KVStore, SharedView
 from skipstone.models.packed import is_packed
 from skipstone.models.passes import MaskForm, Pass, SkipSet
+from skipstone.models.torch_threads import alone_after_fork
 
 _NOTHING = SkipSet()
 
@@ -57,6 +58,7 @@ class EagerEngine:
         self._slopes = alibi_slopes(self.config.num_attention_heads, facts.device) if self.family.alibi else None
         self._shortlists: WeakTensorKeyDictionary = WeakTensorKeyDictionary()  # ids -> (state of the head, rows of it)
         self._running = patches.Running()
+        alone_after_fork()
         patches.take_off(model)  # those of the model that this one is a copy of, or of an earlier state
         self._patch()
 
@@ -166,7 +168,7 @@ class EagerEngine:
     def _patched(self, skip: SkipSet | None = None) -> patches.Running:
         """What the model's patches look at, ready for a pass. RuntimeError in the middle of another pass."""
         running = self._running
-        if running.thread is not None:
+        if running.passing:
             raise RuntimeError(
                 f"this {self._type} is in the middle of a pass: what a pass calls, such as a hook, cannot start another one"
             )

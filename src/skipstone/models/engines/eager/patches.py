@@ -13,6 +13,7 @@ from weakref import ref
 
 import torch
 from torch import Tensor, nn
+from torch.compiler import is_compiling
 
 from skipstone.models.engines.eager import attention, linear
 from skipstone.models.kvstore import PassView
@@ -39,7 +40,9 @@ class Running:
     @property
     def passing(self) -> bool:
         """Whether skipstone is running a pass in this thread. The model's own forward may run in another one meanwhile."""
-        return self.thread == get_ident()
+        if self.thread is None:
+            return False
+        return is_compiling() or self.thread == get_ident()  # torch.compile cannot follow get_ident
 
 
 class Forward:
