@@ -59,8 +59,33 @@ class TestFile:
         assert (tmp_path / "file").read_text() == "new"
         files.write_whole(Path("/dev/null"), "new")
         assert not Path("/dev/null").is_file()
-        with pytest.raises(FileNotFoundError):
-            files.write_whole(tmp_path / "nowhere" / "file", "new")
+
+    def test_folders_on_the_way_are_made(self, tmp_path: Path) -> None:
+        files.write_whole(tmp_path / "no" / "where" / "file", "new")
+        assert tree(tmp_path) == {"no/where/file": "new"}
+
+
+class TestCache:
+    def test_a_place_is_below_the_folder_that_is_named_or_the_users_own(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setenv("SKIPSTONE_CACHE", "/own")
+        assert files.cache_place("kind", "name") == Path("/own/kind/name")
+        monkeypatch.delenv("SKIPSTONE_CACHE")
+        monkeypatch.setenv("XDG_CACHE_HOME", "/users")
+        assert files.cache_place("kind") == Path("/users/skipstone/kind")
+        monkeypatch.delenv("XDG_CACHE_HOME")
+        monkeypatch.setenv("HOME", "/home/me")
+        assert files.cache_place("kind") == Path("/home/me/.cache/skipstone/kind")
+
+    def test_what_is_written_can_be_read(self, tmp_path: Path) -> None:
+        assert files.write_cache(tmp_path / "new" / "file.json", {"a": 1})
+        assert json.loads((tmp_path / "new" / "file.json").read_text()) == {"a": 1}
+
+    def test_a_place_that_cannot_be_written_to_is_said_once_with_the_remedy(self, tmp_path: Path) -> None:
+        (tmp_path / "file").write_text("")
+        for place in (tmp_path / "file" / "folder" / "one.json", None):
+            with pytest.warns(RuntimeWarning, match="SKIPSTONE_CACHE"):
+                assert not files.write_cache(place, {})
+            assert not files.write_cache(place, {}), "the second time without a warning, which would be an error"
 
 
 class TestFolder:

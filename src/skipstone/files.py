@@ -10,6 +10,7 @@ import math
 import os
 import shutil
 import uuid
+import warnings
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -22,13 +23,16 @@ DISCARDED = ".discarded"  # the name of a folder that is being removed
 CACHE = "SKIPSTONE_CACHE"  # the environment variable that names the folder for what can be made again
 
 
-def cache_folder() -> Path:
-    """Where files lie that can be made again: what SKIPSTONE_CACHE says, else `skipstone` in the user's cache folder (that of
-    XDG_CACHE_HOME, else ~/.cache). It need not be there. RuntimeError where the user has no home."""
+def cache_place(*names: str) -> Path | None:
+    """Where a file lies that can be made again: below what SKIPSTONE_CACHE says, else below `skipstone` in the user's cache
+    folder (that of XDG_CACHE_HOME, else ~/.cache). It need not be there. None where the user has no home."""
     if own := os.environ.get(CACHE):
-        return Path(own)
+        return Path(own, *names)
     users = os.environ.get("XDG_CACHE_HOME", "")
-    return (Path(users) if os.path.isabs(users) else Path.home() / ".cache") / "skipstone"
+    try:
+        return Path(users if os.path.isabs(users) else Path.home() / ".cache", "skipstone", *names)
+    except RuntimeError:  # of Path.home
+        return None
 
 
 def plain(value: Any) -> Any:
@@ -82,14 +86,15 @@ def publish(written: Path, place: Path) -> None:
 def write_whole(path: Path, content: str | bytes) -> None:
     """Write a file, whole or not at all: until all of it is on the disk, what was there before stays. A text is UTF-8.
 
-    One process at a time. What is no plain file (/dev/stdout, a pipe) is written to as it is. OSError where the disk is full or
-    the folder is missing.
+    Missing folders on the way are made. One process at a time. What is no plain file (/dev/stdout, a pipe) is written to as it
+    is. OSError where the disk is full or the place is not to be written to.
     """
     data = content.encode() if isinstance(content, str) else content
     path = Path(os.path.realpath(path))  # a link stays one
     if path.exists() and not path.is_file():
         path.write_bytes(data)
         return
+    path.parent.mkdir(parents=True, exist_ok=True)
     hidden = path.with_name(f".{path.name}")  # one name, so that what a killed process left is written over
     try:
         hidden.write_bytes(data)
@@ -101,6 +106,33 @@ def write_whole(path: Path, content: str | bytes) -> None:
 def write_json(path: Path, value: Any) -> None:
     """Write what JSON can hold as a file that people can read, whole or not at all."""
     write_whole(path, json.dumps(value, indent=1) + "\n")
+
+
+_failed: set[Path] = set()  # cache folders that this process has warned of
+
+
+def write_cache(path: Path | None, value: Any) -> bool:
+    """Write what can be made again, as `write_json` does, and return whether that worked. None is a place that there is not.
+
+    Work goes on without it. A warning, once a process and folder, says that it is done again every time, and why.
+    """
+    if path is None:
+        reason, folder = "there is no home folder", Path()
+    else:
+        try:
+            write_json(path, value)
+            return True
+        except OSError as error:
+            reason, folder = str(error), path.parent
+    if folder not in _failed:
+        _failed.add(folder)
+        warnings.warn(
+            f"skipstone cannot keep what it has found out, and finds it out again in every process ({reason}): set {CACHE} to "
+            "a folder that can be written to",
+            RuntimeWarning,
+            stacklevel=2,
+        )
+    return False
 
 
 @contextmanager
@@ -186,9 +218,12 @@ class LineFile:
         self._file = path.open("a+b")
         try:
             fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError as error:
+        except BlockingIOError as error:
             self.close()
             raise ValueError(f"{path} is being written by another run") from error
+        except OSError:  # such as a file system without locks
+            self.close()
+            raise
 
     def begin(self, head: dict[str, Any], refusal: str | None) -> None:
         """Write the first line in the place of all that was there. refusal: the ValueError's text where that does not look like

@@ -4,11 +4,14 @@ import errno
 import os
 from collections.abc import Mapping
 from functools import lru_cache
+from json import JSONDecodeError
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import torch
 import transformers
+from huggingface_hub.errors import StrictDataclassError
 from safetensors import SafetensorError
 from transformers import CONFIG_MAPPING, AutoConfig, AutoTokenizer, PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 from transformers.distributed.configuration_utils import DistributedConfig
@@ -19,15 +22,19 @@ from skipstone.fetching import commit_of, hub_name, refused
 from skipstone.models import gguf
 from skipstone.models.checkpoints import auto_class, expect_fit
 from skipstone.models.engines.choice import Setup, attach
+from skipstone.models.host import out_of_memory
 from skipstone.models.known_types import REFUSED
 from skipstone.models.layered import LayeredModel
 from skipstone.models.quantised import expect_loadable
 from skipstone.models.ranks import cannot_share
+from skipstone.models.refusals import refuse_heads
 
 BUNDLED = "skipstone-nano"
 COMMIT = "_commit_hash"
 """Attribute of a config: the commit of the hub that the model was loaded from. transformers does not write it into files."""
 EXPORT = "export.json"  # file of a model that is a part of another one: which part of which
+UNREADABLE = (SafetensorError, StrictDataclassError, RuntimeError, LookupError, TypeError, AttributeError, ArithmeticError)
+"""What transformers raises on its way through files that do not hold what it expects."""
 DeviceMap = str | Mapping[str, Any] | None
 """transformers' `device_map`: a strategy, or devices by the names of modules."""
 
@@ -112,15 +119,22 @@ def load_model(
             loaded: Any = auto.from_pretrained(
                 name, dtype=dtype, use_safetensors=True, output_loading_info=True, ignore_mismatched_sizes=True, **options
             )
-    except (SafetensorError, RuntimeError, KeyError) as error:
-        if isinstance(error, torch.OutOfMemoryError) or "alloc" in str(error):
-            raise
-        raise ValueError(f"the checkpoint {name} cannot be loaded, a file is corrupt or does not fit: {error}") from error
+    except UNREADABLE as error:
+        if (reason := out_of_memory(error)) is not None:
+            raise type(error)(f"{name} cannot be loaded: {reason}") from error
+        raise ValueError(
+            f"the checkpoint {name} cannot be loaded, a file is corrupt or does not fit: {_named(error)}"
+        ) from error
     model, report = loaded
     expect_fit(name, said.get("model_type"), model, report)
     if (commit := commit_of(name, revision, "config.json")) is not None:
         setattr(model.config, COMMIT, commit)
     return (model if placed else model.to(place)).eval()
+
+
+def _named(error: BaseException) -> str:
+    """An error of a library with its kind, without which a missing key says nothing."""
+    return f"{type(error).__name__}: {error}"
 
 
 def _placement(
@@ -167,11 +181,18 @@ def _shares(name: str, tp_plan: str, revision: str | None) -> dict[str, Any]:
 def _said(name: str, revision: str | None) -> dict[str, Any]:
     """The config of a checkpoint as plain JSON values. OSError where there is none, so that a silent hub is asked only once."""
     try:
-        return PreTrainedConfig.get_config_dict(name, revision=revision)[0]
+        said = PreTrainedConfig.get_config_dict(name, revision=revision)[0]
     except OSError as error:
         if Path(name).exists():
             raise
         raise refused(name if revision is None else f"{name}@{revision}", error, "config.json") from error
+    except (AttributeError, TypeError):  # transformers looks for settings in whatever the file holds
+        said = None
+    if not isinstance(said, dict):
+        raise ValueError(f"the config.json of {name} must hold a JSON object of settings: it is damaged, or another file")
+    text = said.get("text_config")
+    refuse_heads(SimpleNamespace(**(text if isinstance(text, dict) else said)), f"the checkpoint {name}")
+    return said
 
 
 def _auto_class(name: str, said: dict[str, Any], trust_remote_code: bool) -> Any:
@@ -201,8 +222,13 @@ def _auto_class(name: str, said: dict[str, Any], trust_remote_code: bool) -> Any
 def load_tokenizer(name: str | Path, trust_remote_code: bool = False) -> PreTrainedTokenizerBase:
     """The tokenizer alone, as `load` loads it."""
     place, options = _located(name)
-    with gguf.reading(place, options):
-        return AutoTokenizer.from_pretrained(place, trust_remote_code=trust_remote_code, **options)
+    try:
+        with gguf.reading(place, options):
+            return AutoTokenizer.from_pretrained(place, trust_remote_code=trust_remote_code, **options)
+    except (*UNREADABLE, JSONDecodeError) as error:
+        if "gguf_file" in options:  # all is said already
+            raise
+        raise ValueError(f"the tokenizer of {name} cannot be loaded, a file is corrupt or missing: {_named(error)}") from error
 
 
 def vocabulary(name: str, revision: str | None = None) -> dict[str, int] | None:

@@ -123,6 +123,47 @@ class TestLoad:
         with pytest.raises(OSError, match=r"config\.json"):
             skipstone.load(folder)
 
+    @pytest.mark.parametrize("held", ["[1]", '"text"', "null", "3"])
+    def test_a_config_that_is_no_object(self, held: str, folder: Path) -> None:
+        (folder / "config.json").write_text(held)
+        assert "config.json" in self.refusal(folder)
+
+    @pytest.mark.parametrize(
+        "change",
+        [{"num_key_value_heads": 3}, {"num_key_value_heads": 0}, {"num_attention_heads": 0}, {"num_attention_heads": -4}],
+        ids=str,
+    )
+    def test_heads_that_no_attention_can_have(self, change: dict[str, int], folder: Path) -> None:
+        said = json.loads((folder / "config.json").read_text())
+        (folder / "config.json").write_text(json.dumps(said | change))
+        (field, count), refusal = *change.items(), self.refusal(folder)
+        assert field in refusal
+        assert str(count) in refusal
+        assert "config" in refusal
+
+    @pytest.mark.parametrize(
+        "change",
+        [{"hidden_size": "32"}, {"num_hidden_layers": 2.5}, {"hidden_act": "foo"}, {"vocab_size": 0}, {"rope_parameters": 3}],
+        ids=str,
+    )
+    def test_a_config_of_wrong_values(self, change: dict[str, Any], folder: Path) -> None:
+        said = json.loads((folder / "config.json").read_text())
+        (folder / "config.json").write_text(json.dumps(said | change))
+        self.refusal(folder)
+
+    @pytest.mark.parametrize("held", ["[1]", '{"a"', ""])
+    def test_a_tokenizer_that_is_none(self, held: str, folder: Path) -> None:
+        (folder / "tokenizer.json").write_text(held)
+        assert "tokenizer" in self.refusal(folder)
+
+    def test_too_little_memory_is_said_with_what_takes_less(self, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        def allocate(*_: Any, **__: Any) -> None:
+            torch.empty(1 << 60, dtype=torch.uint8)  # more than any address space
+
+        monkeypatch.setattr(type(families.cached("llama")), "from_pretrained", allocate)
+        with pytest.raises(RuntimeError, match=r"not enough memory for [\d.]+ GiB.*bfloat16.*quantize"):
+            skipstone.load(folder)
+
     def test_an_unknown_architecture(self, folder: Path) -> None:
         config = json.loads((folder / "config.json").read_text())
         (folder / "config.json").write_text(json.dumps({**config, "model_type": "llamoid"}))

@@ -15,6 +15,8 @@ from transformers.generation.utils import GenerateDecoderOnlyOutput
 
 import skipstone
 from skipstone import Autoregressive, EarlyExit, LayerSkip
+from skipstone.hf.enable import _warn_once
+from skipstone.models.engines.native import library
 from tests.helpers import families
 from tests.helpers.settings import COUPLED, QUIET, SAMPLING, SKIP
 from tests.helpers.support import alone, forwards, tokenizer
@@ -240,3 +242,13 @@ class TestStopStrings:
         skipstone.enable(model, SKIP)
         with pytest.raises(ValueError, match=r"stop_strings='abc' need the tokenizer: pass tokenizer="):
             model.generate(prompt[None], stop_strings="abc", max_new_tokens=3)
+
+
+@pytest.mark.skipif(library.missing() is not None, reason="needs the native engine")
+def test_enabling_a_model_that_transformers_computes_less_precisely_is_warned_of_once() -> None:
+    _warn_once.cache_clear()
+    skipstone.enable(families.build("llama"), SKIP, engine="native")  # float32: nothing to say
+    skipstone.enable(families.build("llama").to(torch.bfloat16), SKIP, engine="eager")
+    with pytest.warns(RuntimeWarning, match="bfloat16.*float32"):
+        skipstone.enable(families.build("llama").to(torch.bfloat16), SKIP, engine="native")
+    skipstone.enable(families.build("llama").to(torch.bfloat16), SKIP, engine="native")

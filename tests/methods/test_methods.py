@@ -15,7 +15,9 @@ import itertools
 from typing import Any
 
 import pytest
+import torch
 
+import skipstone
 from skipstone import METHODS
 from skipstone.models.engines.native import library
 from skipstone.models.engines.native.weights import RECIPES
@@ -182,3 +184,15 @@ class TestFullProduct:
         for drafts, options in itertools.product(DRAFTS, ({}, PROCESSORS)):
             for rule in ROWS[method].same_text:
                 assert_sampling_equals_plain(ROWS[method], family, rows, drafts, rule, 40, {**SAMPLING, **options})
+
+
+@pytest.mark.parametrize("method", [skipstone.LayerSkip(exit_layer=2), skipstone.EarlyExit(exit_layer=2)], ids=str)
+def test_an_exit_that_training_did_not_cover_is_warned_of(method: Any) -> None:
+    model: Any = families.build("llama")
+    ids = torch.arange(1, 9)[None]
+    skipstone.generate(model, ids, method, max_new_tokens=4)  # nothing is known of its training
+    model.config.trained_exit_layers = [2, 3]
+    skipstone.generate(model, ids, method, max_new_tokens=4)
+    model.config.trained_exit_layers = [1, 3]
+    with pytest.warns(UserWarning, match=r"exit_layer=2 was not trained.*1, 3"):
+        skipstone.generate(model, ids, method, max_new_tokens=4)

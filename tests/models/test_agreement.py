@@ -3,7 +3,11 @@ one kind of pass only."""
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
 from collections import Counter
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -62,6 +66,37 @@ def test_a_second_model_of_the_shape_is_not_verified_again() -> None:
     counted(model, tokens, Counter())
     LayeredModel(model, "eager")
     assert not tokens
+
+
+SECOND = """
+import sys
+from collections import Counter
+from skipstone.models.layered import LayeredModel
+from tests.helpers import families
+
+model, passes = families.build("llama", vocab=59), Counter()
+for number, layer in enumerate(model.model.layers):
+    layer.register_forward_pre_hook(lambda *_, number=number: passes.update([number]))
+LayeredModel(model, "eager")
+print(sum(passes.values()))
+"""
+
+
+@pytest.mark.slow
+def test_another_process_does_not_verify_the_family_again(tmp_path: Path) -> None:
+    """What was found out is kept in a folder that nobody has made before."""
+    environment = {**os.environ, "SKIPSTONE_CACHE": str(tmp_path / "not" / "there")}
+    ask = [sys.executable, "-c", SECOND]
+    first, second = (int(subprocess.check_output(ask, env=environment, text=True)) for _ in range(2))
+    assert first > 0
+    assert second == 0
+
+
+def test_what_was_verified_is_kept_on_the_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("SKIPSTONE_CACHE", str(tmp_path / "not" / "there"))
+    LayeredModel(families.build("llama", vocab=53), "eager")
+    (kept,) = (tmp_path / "not" / "there" / "families").iterdir()
+    assert "self_attn" in kept.read_text()
 
 
 def a_wider_window_without_a_tree(patch: Patch) -> None:

@@ -30,8 +30,11 @@ def report(error: Exception) -> int:
     elif isinstance(error, (ValueError, OSError)) or type(error) is ImportError:  # ours: an extra is missing
         message = str(error) or type(error).__name__
     else:
-        code = DEFECT
-        message = f"{type(error).__name__}: {one_line(error)} (--debug shows where)"
+        code, message = DEFECT, f"{type(error).__name__}: {one_line(error)} (--debug shows where)"
+        if isinstance(error, (MemoryError, RuntimeError)):
+            from skipstone.models.host import out_of_memory
+
+            message = out_of_memory(error) or message
     which = f" (process {process()})" if process() else ""
     print(f"skipstone{which}: {one_line(message)}", file=sys.stderr)
     return code

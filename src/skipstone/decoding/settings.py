@@ -4,6 +4,7 @@ import dataclasses
 import json
 import math
 import shlex
+import warnings
 from collections.abc import Callable
 from functools import cache
 from types import NoneType, UnionType
@@ -134,6 +135,23 @@ def _value(member: Any, text: str) -> Any:
     if text not in choices:
         raise ValueError
     return choices[text]
+
+
+TRAINED_EXITS = "trained_exit_layers"
+"""Field of a model's config that training writes: the exits E, counted from 1, that its early-exit loss covered."""
+
+
+def check_exit_layer(value: Any, model: LayeredModel) -> None:
+    """ValueError unless an exit layer E is an int in [1, L-1]; a warning where the model's training says that it covered others
+    only."""
+    layer_in_range("exit_layer", value, model)
+    trained = getattr(model.config, TRAINED_EXITS, None)
+    if trained and value not in trained:
+        warnings.warn(
+            f"exit_layer={value} was not trained in this model: its early-exit loss covered {', '.join(map(str, trained))} "
+            "(counted from 1). Drafts from another layer are accepted less often",
+            stacklevel=4,
+        )
 
 
 def layer_in_range(name: str, value: Any, model: LayeredModel) -> None:

@@ -1,9 +1,12 @@
 """skipstone behind `model.generate`: `enable` a method on a model, `disable` it again."""
 
+import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import cache
 from typing import Any
 
+import torch
 from torch import LongTensor, Tensor
 from transformers import GenerationConfig, PreTrainedModel
 from transformers.generation.logits_process import LogitsProcessorList
@@ -42,11 +45,29 @@ def enable(
     with layered.lock:
         chosen.check(layered)
         attach(model, engine, quantize, kv_dtype)
+    _warn_of_rounding(layered)
     before = model.__dict__.get("generate")
     if isinstance(before, _Generate):
         before = before.before
     model.__dict__["generate"] = _Generate(model, chosen, before)
     return model
+
+
+@cache
+def _warn_once(said: str) -> None:
+    warnings.warn(said, RuntimeWarning, stacklevel=4)
+
+
+def _warn_of_rounding(layered: LayeredModel) -> None:
+    """Say, once a process, where an engine computes more precisely than `model.generate` does."""
+    stored = layered.model.dtype
+    if layered.dtype == torch.float32 and stored in (torch.bfloat16, torch.float16) and layered.engine.quantize is None:
+        name = str(stored).removeprefix("torch.")
+        _warn_once(
+            f"the {layered.engine.name} engine computes this {name} model in float32, transformers rounds every result: "
+            "greedy texts can differ from transformers' where two tokens are nearly as likely; engine='eager' rounds as "
+            "transformers does"
+        )
 
 
 def disable(model: PreTrainedModel) -> PreTrainedModel:

@@ -9,7 +9,7 @@ from typing import ClassVar
 
 from skipstone.decoding.method import Method
 from skipstone.decoding.session import Session
-from skipstone.decoding.settings import layer_in_range, setting
+from skipstone.decoding.settings import check_exit_layer, setting
 from skipstone.methods.autoregressive import PlainSession
 from skipstone.models.layered import LayeredModel
 
@@ -30,7 +30,7 @@ class EarlyExit(Method):
 
     def check(self, model: LayeredModel) -> None:
         super().check(model)
-        layer_in_range("exit_layer", self.exit_layer, model)
+        check_exit_layer(self.exit_layer, model)
 
     def start(self, model: LayeredModel, rows: int, capacity: int) -> Session:
         return PlainSession(model, rows, capacity, depth=self.exit_layer)

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from skipstone.decoding.draft import Draft
 from skipstone.decoding.session import Session
-from skipstone.decoding.settings import RejectionRule, layer_in_range, setting
+from skipstone.decoding.settings import RejectionRule, check_exit_layer, setting
 from skipstone.methods.shared.chain import Chain, ChainSession
 from skipstone.methods.shared.confidence import Threshold
 from skipstone.methods.shared.shortlist import ShortlistMethod, vocabulary_setting
@@ -53,7 +53,7 @@ class LayerSkip(ShortlistMethod):
 
     def check(self, model: LayeredModel) -> None:
         super().check(model)
-        layer_in_range("exit_layer", self.exit_layer, model)
+        check_exit_layer(self.exit_layer, model)
         self.shortlist(model)
 
     def start(self, model: LayeredModel, rows: int, capacity: int) -> Session:

@@ -14,6 +14,8 @@ from skipstone.extras import installed
 SUFFIX = ".gguf"
 MAGIC = b"GGUF"
 """What every GGUF file begins with."""
+TOO_SHORT = ("cannot reshape", "buffer", "must be a divisor")
+"""What NumPy says where an array has fewer bytes than it was to have."""
 
 
 def options(path: Path) -> dict[str, Any]:
@@ -42,8 +44,12 @@ def reading(folder: str, told: dict[str, Any]) -> Iterator[None]:
     GGUF file, of which nothing is changed."""
     try:
         yield
-    except (ValueError, LookupError, NotImplementedError, struct.error) as error:
+    except (OSError, ValueError, LookupError, NotImplementedError, struct.error) as error:
         if "gguf_file" not in told:
             raise
-        path = Path(folder, told["gguf_file"])
-        raise ValueError(f"the GGUF file {path} cannot be loaded by transformers: {error}") from error
+        path, said = Path(folder, told["gguf_file"]), str(error)
+        if isinstance(error, (OSError, struct.error)) or any(words in said for words in TOO_SHORT):
+            raise ValueError(
+                f"the GGUF file {path} is cut off or damaged, it has {path.stat().st_size} bytes: fetch it again ({said})"
+            ) from error
+        raise ValueError(f"the GGUF file {path} cannot be loaded by transformers: {said}") from error

@@ -1,11 +1,15 @@
-"""From the host to the device without waiting for it, when to ask back, and prompts of several lengths as one batch."""
+"""From the host to the device without waiting for it, when to ask back, prompts of several lengths as one batch, and what to
+say where memory runs out."""
 
+import re
 from collections.abc import Sequence
 from functools import cache
 from typing import Any
 
 import torch
 from torch import Tensor
+
+ALLOCATION = re.compile(r"tried to allocate (\d+) bytes")  # of torch's allocator for the CPU
 
 
 def on_device(values: Sequence[Any], device: torch.device, dtype: torch.dtype | None = None) -> Tensor:
@@ -36,6 +40,19 @@ def read(*tensors: Tensor) -> list[list[list[int]]]:
         found.append([row[start:stop] for row in rows])
         start = stop
     return found
+
+
+def out_of_memory(error: BaseException) -> str | None:
+    """What to say, and what to do, where an allocation has failed, on the host or on a device; None for any other error."""
+    said = str(error).splitlines()[0] if str(error) else ""
+    if not isinstance(error, (torch.OutOfMemoryError, MemoryError)) and "can't allocate memory" not in said:
+        return None
+    found = ALLOCATION.search(said)
+    wanted = "" if found is None else f" for {int(found[1]) / 2**30:.2f} GiB more"
+    return (
+        f"there is not enough memory{wanted}: take a smaller dtype (bfloat16), quantised weights (quantize int8 or int4), "
+        "fewer rows or a shorter context"
+    )
 
 
 def readable(tensor: Tensor) -> bool:

@@ -2,7 +2,6 @@
 
 import json
 import re
-from contextlib import suppress
 from dataclasses import asdict, dataclass
 from functools import cache
 from pathlib import Path
@@ -11,9 +10,9 @@ from weakref import ref
 
 import torch
 import transformers
-from pydantic import TypeAdapter, ValidationError
+from pydantic import TypeAdapter
 
-from skipstone.files import cache_folder, digest, write_json
+from skipstone.files import cache_place, digest, write_cache
 from skipstone.models.derivation import Underivable, derive, find_layers
 from skipstone.models.families import Family, max_positions, reaches, submodule, text_config
 from skipstone.models.known_types import TESTED
@@ -41,8 +40,7 @@ class Recognised:
     def verified(self) -> None:
         """Remember the family, here and on disk."""
         self.is_verified = True
-        with suppress(OSError, RuntimeError):  # it is derived again next time
-            write_json(_place(self.key), {"family": asdict(self.family)})
+        write_cache(_place(self.key), {"family": asdict(self.family)})
 
 
 _KNOWN: dict[str, Recognised] = {}
@@ -130,14 +128,16 @@ def _sources() -> str:
     return digest([path.read_text(encoding="utf-8") for path in files], 32)
 
 
-def _place(key: str) -> Any:
-    return cache_folder() / "families" / f"{key}.json"
+def _place(key: str) -> Path | None:
+    return cache_place("families", f"{key}.json")
 
 
 def _remembered(key: str) -> Family | None:
     if torch.distributed.is_available() and torch.distributed.is_initialized():
         return None  # processes that share a model run its forward together or not at all
+    if (place := _place(key)) is None or not place.exists():
+        return None
     try:
-        return _FAMILY.validate_python(json.loads(_place(key).read_text(encoding="utf-8"))["family"])
-    except (OSError, RuntimeError, ValueError, KeyError, TypeError, ValidationError):
+        return _FAMILY.validate_python(json.loads(place.read_text(encoding="utf-8"))["family"])
+    except (OSError, ValueError, KeyError, TypeError):  # damaged, and made anew
         return None

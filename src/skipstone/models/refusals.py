@@ -27,6 +27,7 @@ def refuse_kind(model: Any) -> None:
     config, kind = text_config(model), model.config.model_type
     if reason := REFUSED.get(kind) or REFUSED.get(config.model_type):
         raise ValueError(f"{kind} {reason}")
+    refuse_heads(config, f"this {kind} model")
     if reason := _beyond(model, config):
         raise ValueError(f"{kind} {reason}")
     if reason := _unsupported_setting(config):
@@ -43,6 +44,19 @@ def refuse_kind(model: Any) -> None:
         raise ValueError(
             f"attention {config._attn_implementation!r} cannot take the masks of speculative decoding; "
             f'load with attn_implementation="sdpa" (or "eager")'
+        )
+
+
+def refuse_heads(config: Any, name: str) -> None:
+    """ValueError for numbers of heads that no attention can have. config: of the text model. name: whose it is."""
+    heads, kv_heads = getattr(config, "num_attention_heads", None), getattr(config, "num_key_value_heads", None)
+    for field, count in (("num_attention_heads", heads), ("num_key_value_heads", kv_heads)):
+        if type(count) is int and count < 1:
+            raise ValueError(f"{field} of {name} must be at least 1, found {count}: correct its config")
+    if type(heads) is int and type(kv_heads) is int and heads % kv_heads:
+        raise ValueError(
+            f"num_attention_heads of {name} must be a multiple of num_key_value_heads, found {heads} and {kv_heads}: correct "
+            "its config"
         )
 
 

@@ -27,7 +27,7 @@ from skipstone.decoding.costs import BatchCosts, Costs, Curve
 from skipstone.decoding.draft import Draft
 from skipstone.decoding.loop import NOTHING, Decoder
 from skipstone.decoding.session import Session
-from skipstone.files import cache_folder, digest, write_json
+from skipstone.files import cache_place, digest, write_cache
 from skipstone.methods.autoregressive import Autoregressive
 from skipstone.methods.layerskip import LayerSkip, LayerSkipSession
 from skipstone.methods.shared.chain import ChainSession
@@ -381,14 +381,13 @@ def costs_of(
     costs = Costs(tuple(tables[batch] for batch in sorted(tables)))
     taken = time.perf_counter() - began
     kept = Kept(costs, key, path, datetime.now(UTC).isoformat(timespec="seconds"), taken, True)
-    return kept if path is not None and _write(path, kept) else replace(kept, path=None)
+    about = {"version": VERSION, "key": kept.key, "measured": kept.measured, "seconds": kept.seconds}
+    return kept if write_cache(path, {**about, "costs": asdict(kept.costs)}) else replace(kept, path=None)
 
 
 def _path(layered: LayeredModel) -> Path | None:
     """The file of a model's costs; None where the user has no home."""
-    with suppress(RuntimeError):
-        return cache_folder() / "costs" / f"{digest(key_of(layered))}.json"
-    return None
+    return cache_place("costs", f"{digest(key_of(layered))}.json")
 
 
 def _read(path: Path, key: Mapping[str, Any]) -> Kept | None:
@@ -400,13 +399,3 @@ def _read(path: Path, key: Mapping[str, Any]) -> Kept | None:
         costs = TypeAdapter(Costs).validate_python(held["costs"])
         return Kept(costs, dict(key), path, str(held["measured"]), float(held["seconds"]), False)
     return None
-
-
-def _write(path: Path, kept: Kept) -> bool:
-    """Whether the file could be written."""
-    with suppress(OSError):
-        path.parent.mkdir(parents=True, exist_ok=True)
-        about = {"version": VERSION, "key": kept.key, "measured": kept.measured, "seconds": kept.seconds}
-        write_json(path, {**about, "costs": asdict(kept.costs)})
-        return True
-    return False

@@ -143,7 +143,7 @@ OWN: dict[str, Any] = {
 @pytest.mark.parametrize(
     ("changes", "given", "message"),
     [
-        ({"exits": {"exits": [0, 40]}}, {"size": "8B"}, r"exits must be layers from 0 to 31, found \[40\]"),
+        ({"exits": {"exit_layers": [1, 41]}}, {"size": "8B"}, r"exit_layers must lie between 1 and 32, found \[41\]"),
         ({"exits": {"dilation": 5}}, {}, r"dilation \(R\) must be at most the 3 layers, found 5"),
         ({}, {"size": "3B"}, "unknown shape '3B': expected one of 1B, 8B, 70B"),
         ({}, {"gpus": 0}, "expected 1 GPU or more"),

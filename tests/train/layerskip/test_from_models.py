@@ -167,7 +167,7 @@ def test_a_vocabulary_to_learn_over_is_read_beside_the_recipe_and_is_part_of_the
         run(recipe(tmp_path / "alone", **wish), say=quiet)
     (tmp_path / "exits" / "ids.json").parent.mkdir()
     (tmp_path / "exits" / "ids.json").write_text("[7, 8]")
-    towards_last = {**wish, "exits": {"kl_weight": 1.0, "exits": [0], "curriculum": "none"}}
+    towards_last = {**wish, "exits": {"kl_weight": 1.0, "exit_layers": [1], "curriculum": "none"}}
     run(recipe(tmp_path / "exits", **towards_last), say=quiet)
     assert learnt[-1].tolist() == [7, 8]
 

@@ -107,7 +107,7 @@ def test_exits_may_learn_what_the_last_layer_says_over_a_part_of_the_vocabulary(
     """The last layer's cross-entropy stays one over all tokens; the exits' divergence is over the part alone."""
     model, batch = families.build(name).train(), inputs()
     ids = torch.tensor([0, 3, 4, 17, 60, 96])
-    exits = EarlyExitLoss(kl_weight=KL, curriculum="none", exits=(0, 1))
+    exits = EarlyExitLoss(kl_weight=KL, curriculum="none", exit_layers=(1, 2))
     own = Objective(model, LayerSkipRecipe(PLAIN, exits), STEPS, SEED, 7, shortlist=ids)
     with own.installed():
         loss = model(**batch).loss
@@ -275,7 +275,12 @@ def test_what_the_recipe_does_not_cover_is_refused_before_training() -> None:
         (families.build("opt", layerdrop=0.1), CE, {}, r"layerdrop=0\.1.* set layerdrop=0"),
         (families.build("llama", layers=1), EarlyExitLoss(0.5, "none"), {}, "at least 2 layers, found 1"),
         (families.cached("llama"), EarlyExitLoss(0.5, "rotational", 8), {}, "at most the 4 layers, found 8"),
-        (families.cached("llama"), EarlyExitLoss(kl_weight=1, curriculum="none", exits=(9,)), {}, r"0 to 3, found \[9\]"),
+        (
+            families.cached("llama"),
+            EarlyExitLoss(kl_weight=1, curriculum="none", exit_layers=(9,)),
+            {},
+            r"1 and 4, found \[9\]",
+        ),
         (families.cached("llama"), CE, {"chunk": 0}, "loss_chunk must be at least 1 position, found 0"),
     ):
         with pytest.raises(ValueError, match=words):

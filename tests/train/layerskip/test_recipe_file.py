@@ -74,7 +74,7 @@ def test_unknown_keys_and_what_would_be_ignored(tmp_path: Path, change: dict[str
         ({"exits": {"dilation": 0}}, r"dilation \(R\) must be .* at least 1.*found 0"),
         ({"exits": {"dilation": 4}}, r"dilation \(R\) must be at most the 3 layers"),
         ({"exits": {"dilation": "two"}}, r"exits\.dilation: .*found 'two'"),
-        ({"exits": {"exits": [1, 3]}}, r"exits must be layers .*found \[3\]"),
+        ({"exits": {"exit_layers": [2, 4]}}, r"exit_layers must lie .*found \[4\]"),
         ({"exits": {"curriculum": "up"}}, r"exits\.curriculum.*found 'up'"),
         ({"dropout": {"p_max": 1.5}}, r"p_max must .* between 0 and 1, found 1\.5"),
         ({"dropout": {"p_max": True}}, r"dropout\.p_max: expected .*float.*, found True"),
@@ -180,7 +180,7 @@ class TestFile:
         path = Path(__file__).parents[3] / "recipes" / "train" / "nano.yaml"
         args = arguments(read(path), Path("x"))
         assert args.muon_learning_rate == 0.02
-        assert args.exits == EarlyExitLoss(curriculum="rotational", dilation=2, kl_weight=1.5, exits=(2, 3, 5, 8, 11, 17))
+        assert args.exits == EarlyExitLoss(curriculum="rotational", dilation=2, kl_weight=1.5, exit_layers=(3, 4, 6, 9, 12, 18))
         assert args.dropout == LayerDropout(0.1, "exponential")
 
     def test_its_data_from_the_hub_or_from_a_folder(self, tmp_path: Path) -> None:
@@ -263,3 +263,17 @@ def test_the_plain_twin_of_nano_is_nano_without_the_recipe() -> None:
         assert exits.weights(step, 24, 2000) == [0.0] * 23 + [1.0]
         assert dropout.rates(step, 24, 2000) == [0.0] * 24
     assert any(arguments(nano, Path("x")).dropout.rates(1999, 24, 2000))
+
+
+def test_the_older_key_of_exits_keeps_its_meaning_also_under_another_recipe(tmp_path: Path) -> None:
+    """It counts layers from 0, `exit_layers` and decoding count from 1."""
+    base = recipe(tmp_path, exits={"exits": [0, 1], "curriculum": "none"})
+    with pytest.warns(FutureWarning, match=r"exit_layers: \[1, 2\]"):
+        older = arguments(read(base), tmp_path).exits
+    assert older.exit_layers == (1, 2)
+    (tmp_path / "next.yaml").write_text(f"extends: {base.name}\nexits: {{exit_layers: [2]}}\n")
+    with pytest.warns(FutureWarning):
+        assert arguments(read(tmp_path / "next.yaml"), tmp_path).exits.exit_layers == (2,)
+    (tmp_path / "last.yaml").write_text("extends: next.yaml\nexits: {exits: null}\n")
+    with pytest.warns(FutureWarning):
+        assert arguments(read(tmp_path / "last.yaml"), tmp_path).exits.exit_layers is None

@@ -111,17 +111,29 @@ def test_without_a_dilation_the_rotation_has_one_layer_less_than_the_model() -> 
     assert exits.active(1, 2, T) == [True, True]
 
 
+def test_the_older_key_counts_layers_from_0_and_says_how_to_write_it() -> None:
+    """Exit l of the paper is decoding's E = l + 1."""
+    with pytest.warns(FutureWarning, match=r"exit_layers: \[2, 4\]"):
+        older = EarlyExitLoss(0.2, "none", exits=(1, 3))
+    assert older == EarlyExitLoss(0.2, "none", exit_layers=(2, 4))
+    assert layers_of(older.active(0, 8, T)) == [1, 3, 7]
+    assert older.trained(8) == [2, 4]
+    assert EarlyExitLoss(0.2, "none").trained(4) == [2, 3], "e(0) = 0, and the last layer is no early exit"
+    assert EarlyExitLoss(kl_weight=1).trained(4) == [1, 2, 3]
+    assert EarlyExitLoss(0.0, "none").trained(4) == []
+
+
 def test_named_exits_are_what_the_curriculum_ranges_over() -> None:
-    rotating = EarlyExitLoss(0.2, "rotational", 2, exits=(5, 1, 3, 1))
+    rotating = EarlyExitLoss(0.2, "rotational", 2, exit_layers=(6, 2, 4, 2))
     assert [layers_of(rotating.active(step, 8, T)) for step in range(3)] == [[1, 5, 7], [3, 7], [1, 5, 7]]
-    whole = EarlyExitLoss(0.2, "rotational", None, exits=(1, 2, 3))  # R = 2
+    whole = EarlyExitLoss(0.2, "rotational", None, exit_layers=(2, 3, 4))  # R = 2
     assert [layers_of(whole.active(step, 8, T)) for step in range(3)] == [[1, 3, 7], [2, 7], [1, 3, 7]]
-    assert [layers_of(EarlyExitLoss(0.2, "gradual", exits=(1, 2)).active(step, 8, 8)) for step in (0, 1, 2)] == [
+    assert [layers_of(EarlyExitLoss(0.2, "gradual", exit_layers=(2, 3)).active(step, 8, 8)) for step in (0, 1, 2)] == [
         [2, 7],
         [2, 7],
         [1, 2, 7],
     ]
-    assert layers_of(EarlyExitLoss(0.2, "none", exits=(0, 2), keep_last=False).active(0, 8, T)) == [0, 2]
+    assert layers_of(EarlyExitLoss(0.2, "none", exit_layers=(1, 3), keep_last=False).active(0, 8, T)) == [0, 2]
 
 
 @given(layers=st.integers(2, 40), steps=st.integers(2, 200), data=st.data())
@@ -177,7 +189,7 @@ def test_rates_grow_with_layer_and_step_and_stay_below_the_maximum(
 
 def test_normalised_refuses_sets_without_weight() -> None:
     assert normalised([True, False, True], [1.0, 5.0, 3.0]) == [0.25, 0, 0.75]
-    with pytest.raises(ValueError, match=r"exits \[0\] have no weight .*keep_last"):
+    with pytest.raises(ValueError, match=r"exits E = \[1\] have no weight .*keep_last"):
         normalised([True, False], [0.0, 1.0])
 
 
@@ -206,7 +218,7 @@ def test_the_presets_carry_the_papers_settings() -> None:
         "code": (0.1, "none", 1.0, "rotational", 16, 1e-4, 4, 2048, 10_000),
         "task": (0.2, "none", 1.0, "gradual", None, 1e-4, 32, 4096, 5_800),
     }
-    assert all(p.exits.kl_weight is None and p.exits.exits is None for p in PRESETS.values())
+    assert all(p.exits.kl_weight is None and p.exits.exit_layers is None for p in PRESETS.values())
     assert layers_of(PRESETS["scratch"].exits.active(3, 24, 50_000)) == [3, 23]  # R = 23 of 24 layers
     layers = {"continual-13b": 40, "scratch": 24, "task": 24}
     for name in PRESETS:
@@ -224,8 +236,10 @@ REFUSED: dict[str, tuple[Callable[[], object], str]] = {
        for value in (0, -1.0, NAN, math.inf, True, "1.5")},
     **{f"keep_last {value!r}": (lambda value=value: EarlyExitLoss(keep_last=value), "keep_last must .* found")
        for value in (0, "no", None)},
-    **{f"exits {value!r}": (lambda value=value: EarlyExitLoss(exits=value), "exits must be a tuple .* found")
-       for value in ((), [1, 2], 3, (1, -1), (1.0,), (True,), ("1",), (NAN,))},
+    **{f"exit_layers {value!r}": (lambda value=value: EarlyExitLoss(exit_layers=value), "exit_layers must be a tuple .* found")
+       for value in ((), [1, 2], 3, (1, -1), (1, 0), (1.0,), (True,), ("1",), (NAN,))},
+    "both numberings": (lambda: EarlyExitLoss(exits=(1,), exit_layers=(2,)), "found both"),
+    "exits below 0": (lambda: EarlyExitLoss(exits=(-1,)), "counted from 0"),
     "curriculum": (lambda: EarlyExitLoss(curriculum="rotate"), "one of rotational, gradual, none, found 'rotate'"),
     "no curriculum": (lambda: EarlyExitLoss(curriculum=None), "found None"),
     "dropout curriculum": (lambda: LayerDropout(0.1, "linear"), "one of exponential, none, found 'linear'"),
@@ -248,30 +262,35 @@ CHECKED: dict[str, tuple[LayerDropout, EarlyExitLoss, tuple[int, int], str]] = {
     "T = 1": (LayerDropout(0.1, "exponential"), EarlyExitLoss(0.2, "none"), (4, 1), "at least 2 steps, found 1"),
     "T = 0": (LayerDropout(), EarlyExitLoss(0.2, "none"), (4, 0), "at least 1 step, found 0"),
     "R > L": (LayerDropout(), EarlyExitLoss(0.2, "rotational", 5), (4, 9), "at most the 4 layers, found 5"),
-    "R > exits": (LayerDropout(), EarlyExitLoss(0.2, "rotational", 3, exits=(1, 2)), (4, 9), "at most the 2 exits, found 3"),
+    "R > exits": (LayerDropout(), EarlyExitLoss(0.2, "rotational", 3, exit_layers=(2, 3)), (4, 9), "the 2 exits, found 3"),
     "no scale at a later step": (  # {0, 3} first, then {1}
         LayerDropout(),
         EarlyExitLoss(0, "rotational", 3, keep_last=False),
         (4, 9),
-        r"exits \[1\] have no weight",
+        r"exits E = \[2\] have no weight",
     ),
     "{0} at step 0": (
         LayerDropout(),
         EarlyExitLoss(0.2, "rotational", 4, keep_last=False),
         (4, 9),
-        r"exits \[0\] have no weight",
+        r"exits E = \[1\] have no weight",
     ),
-    "no scale": (LayerDropout(), EarlyExitLoss(0, "rotational", 2, keep_last=False), (4, 9), r"exits \[0, 2\] have no weight"),
-    "exits beyond": (LayerDropout(), EarlyExitLoss(0.2, "none", exits=(1, 4)), (4, 9), r"layers from 0 to 3, found \[4\]"),
+    "no scale": (LayerDropout(), EarlyExitLoss(0, "rotational", 2, keep_last=False), (4, 9), r"E = \[1, 3\] have no weight"),
+    "exits beyond": (LayerDropout(), EarlyExitLoss(0.2, "none", exit_layers=(2, 5)), (4, 9), r"between 1 and 4, found \[5\]"),
     "exits beyond, KL": (
         LayerDropout(),
-        EarlyExitLoss(0.2, "none", kl_weight=1, exits=(1, 4)),
+        EarlyExitLoss(0.2, "none", kl_weight=1, exit_layers=(2, 5)),
         (4, 9),
-        r"layers from 0 to 3, found \[4\]",
+        r"between 1 and 4, found \[5\]",
     ),
-    "exits without weight": (LayerDropout(), EarlyExitLoss(0.2, "none", exits=(0,)), (4, 9), "train nothing but the last"),
-    "exits without scale": (LayerDropout(), EarlyExitLoss(0, "none", exits=(1, 2)), (4, 9), "train nothing but the last"),
-    "only the last, KL": (LayerDropout(), EarlyExitLoss(0.2, "none", kl_weight=1, exits=(3,)), (4, 9), "nothing but the last"),
+    "exits without weight": (LayerDropout(), EarlyExitLoss(0.2, "none", exit_layers=(1,)), (4, 9), "nothing but the last"),
+    "exits without scale": (LayerDropout(), EarlyExitLoss(0, "none", exit_layers=(2, 3)), (4, 9), "nothing but the last"),
+    "only the last, KL": (
+        LayerDropout(),
+        EarlyExitLoss(0.2, "none", kl_weight=1, exit_layers=(4,)),
+        (4, 9),
+        "nothing but the last",
+    ),
 }
 
 
@@ -288,6 +307,6 @@ def test_what_is_possible_is_accepted() -> None:
         (LayerDropout(1, "exponential"), EarlyExitLoss(1, "rotational", 1), 2, 2),
         (LayerDropout(np.float32(0.5)), EarlyExitLoss(np.float64(0.5), "rotational", np.int64(3)), 3, 5),
         (LayerDropout(), EarlyExitLoss(0.2, "rotational", 3, keep_last=False), 4, 9),  # {0, 3}, {1}, {2}
-        (LayerDropout(), EarlyExitLoss(0, "none", kl_weight=2, exits=(0,)), 4, 9),  # KL gives layer 0 a weight
+        (LayerDropout(), EarlyExitLoss(0, "none", kl_weight=2, exit_layers=(1,)), 4, 9),  # KL gives layer 0 a weight
     ):
         LayerSkipRecipe(dropout, exits).check(layers, steps)

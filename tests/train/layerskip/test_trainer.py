@@ -290,9 +290,16 @@ class TestRefused:
             trainer(tmp_path).evaluate()
 
     def test_arguments_are_written_as_plain_values(self, tmp_path: Path) -> None:
-        args = arguments(tmp_path, exits=EarlyExitLoss(exits=(1, 2)))
+        args = arguments(tmp_path, exits=EarlyExitLoss(exit_layers=(2, 3)))
         assert isinstance(args, LayerSkipArguments)
         found = json.loads(args.to_json_string())
         assert found["dropout"] == {"p_max": 0.5, "curriculum": "none", "by_layer": "exponential"}
         assert found["exits"]["exits"] == [1, 2]
         assert tiny().config.vocab_size == VOCAB
+
+
+def test_the_model_says_which_exits_were_trained(tmp_path: Path) -> None:
+    """Counted as decoding counts them, so that it can warn of others."""
+    model = tiny()
+    trainer(tmp_path, model, exits=EarlyExitLoss(0.5, "none", exit_layers=(2,))).train()
+    assert model.config.trained_exit_layers == [2]

@@ -13,7 +13,7 @@ from skipstone.control import learning
 from skipstone.control.record import state_from_json, state_to_json
 from skipstone.control.state import RECYCLE, State
 from skipstone.fetching import fetch, hub_name
-from skipstone.files import cache_folder, digest, write_json
+from skipstone.files import cache_place, digest, write_json
 from skipstone.models.layered import LayeredModel
 
 VERSION = 6
@@ -38,9 +38,7 @@ def key_of(model: LayeredModel) -> dict[str, Any]:
 
 def place_of(model: LayeredModel) -> Path | None:
     """The file; None where the user has no home."""
-    with suppress(RuntimeError):
-        return cache_folder() / "auto" / f"{digest(key_of(model))}.json"
-    return None
+    return cache_place("auto", f"{digest(key_of(model))}.json")
 
 
 def remember(model: LayeredModel, state: State, identities: dict[str, str], about: dict[str, Any]) -> Path:
@@ -49,7 +47,6 @@ def remember(model: LayeredModel, state: State, identities: dict[str, str], abou
     path = place_of(model)
     if path is None:
         raise OSError("there is no cache folder: SKIPSTONE_CACHE names one")
-    path.parent.mkdir(parents=True, exist_ok=True)
     held = {"version": VERSION, "key": key_of(model), "about": about, "drafters": identities}
     write_json(path, {**held, "state": state_to_json(state)})
     return path

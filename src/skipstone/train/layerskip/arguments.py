@@ -13,7 +13,7 @@ from transformers import TrainingArguments
 from skipstone.settings_files import Part, first_fault, mapping
 from skipstone.train.data.sources import Source, from_folder
 from skipstone.train.layerskip.objective import CHUNK
-from skipstone.train.layerskip.schedules import PRESETS, EarlyExitLoss, LayerDropout, LayerSkipRecipe
+from skipstone.train.layerskip.schedules import PRESETS, EarlyExitLoss, LayerDropout, LayerSkipRecipe, renamed_exits
 
 DECIDING = (
     *("max_steps", "per_device_train_batch_size", "gradient_accumulation_steps", "train_sampling_strategy", "data_seed"),
@@ -80,7 +80,10 @@ class LayerSkipArguments(TrainingArguments):
 
     def to_dict(self) -> dict[str, Any]:
         """As transformers writes arguments, with plain values only."""
-        return super().to_dict() | {"dropout": asdict(self.dropout), "exits": asdict(self.exits)}
+        exits = asdict(self.exits)
+        chosen = exits.pop("exit_layers")
+        exits["exits"] = None if chosen is None else [layer - 1 for layer in chosen]  # as runs that are to be resumed have it
+        return super().to_dict() | {"dropout": asdict(self.dropout), "exits": exits}
 
     def deciding(self) -> dict[str, Any]:
         """What a run must keep when it resumes, as plain values."""
@@ -211,10 +214,15 @@ def _check_chain(path: Path, first: str) -> None:
 
 
 def _values(path: Path, above: tuple[Path, ...]) -> dict[str, Any]:
-    """What a file says, on top of the recipe beside it that it `extends`: part by part, a list or a plain value as a whole."""
+    """What a file says, on top of the recipe beside it that it `extends`: part by part, a list or a plain value as a whole. The
+    older `exits.exits` becomes `exits.exit_layers`."""
     if path.resolve() in above:
         raise ValueError(f"{path} extends itself")
     values = mapping(path)
+    exits = values.get("exits")
+    if isinstance(exits, dict) and "exits" in exits:
+        older = exits.pop("exits")
+        exits["exit_layers"] = renamed_exits(older, exits.get("exit_layers")) if isinstance(older, list) else older
     base = values.pop("extends", None)
     if base is None:
         return values

@@ -202,6 +202,7 @@ def _save(
     model: Any = trainer.accelerator.unwrap_model(trainer.model)
     causal = model if recipe.model.lora is None else model.get_base_model()
     causal.config.use_cache = True  # transformers' Trainer turns it off
+    trainer.name_trained_exits()
     if recipe.decoding:
         setattr(causal.generation_config, OWN_FIELD, recipe.decoding)
         causal.generation_config._from_model_config = False  # else it is made anew when it is saved

@@ -5,8 +5,9 @@ exit that decoding calls E = l + 1.
 """
 
 import math
+import warnings
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import InitVar, dataclass
 from numbers import Integral, Real
 from typing import Any, Literal
 
@@ -49,9 +50,9 @@ def normalised(active: Sequence[bool], scales: Sequence[float]) -> list[float]:
     """e~(t, l), eq. 6. ValueError where the active layers weigh nothing: e(0) = 0, so {0} alone is no objective."""
     kept = [scale if on else 0.0 for on, scale in zip(active, scales, strict=True)]
     if (total := sum(kept)) <= 0:
-        layers = [layer for layer, on in enumerate(active) if on]
+        layers = [layer + 1 for layer, on in enumerate(active) if on]
         raise ValueError(
-            f"the active exits {layers} have no weight (e(0) = 0, and e_scale = 0 leaves the last layer alone): "
+            f"the active exits E = {layers} have no weight (e(0) = 0, and e_scale = 0 leaves the last layer alone): "
             f"keep the last layer (keep_last) or raise e_scale"
         )
     return [scale / total for scale in kept]
@@ -105,8 +106,9 @@ class EarlyExitLoss:
     curriculum: which exits a step trains; dilation: R of the rotational one, None for L - 1. keep_last: the last layer is
     trained at every step (ours: the paper's text does not say it). e_scale: eq. 6's.
     kl_weight: ours, None for the paper's cross-entropy. A number trains the active exits towards the last layer's own
-    distribution instead: cross-entropy of the last layer + kl_weight x mean KL(last || exit), without e_scale. exits: ours,
-    the layers that the curriculum ranges over, None for all: L and R then count *these*.
+    distribution instead: cross-entropy of the last layer + kl_weight x mean KL(last || exit), without e_scale.
+    exit_layers: ours, the exits E that the curriculum ranges over, counted from 1 as decoding counts them, None for all: L and
+    R then count *these*. exits: an older spelling, which numbers layers from 0.
     """
 
     e_scale: float = 0.2
@@ -114,9 +116,12 @@ class EarlyExitLoss:
     dilation: int | None = 8
     keep_last: bool = True
     kl_weight: float | None = None
-    exits: tuple[int, ...] | None = None
+    exits: InitVar[tuple[int, ...] | None] = None
+    exit_layers: tuple[int, ...] | None = None
 
-    def __post_init__(self) -> None:
+    def __post_init__(self, exits: tuple[int, ...] | None) -> None:
+        if exits is not None:
+            object.__setattr__(self, "exit_layers", renamed_exits(exits, self.exit_layers))
         _within("e_scale", self.e_scale, 0, 1)
         _one_of("exit curriculum", self.curriculum, ("rotational", "gradual", "none"))
         if self.dilation is not None and not (_is_whole(self.dilation) and self.dilation >= 1):
@@ -127,28 +132,31 @@ class EarlyExitLoss:
             raise ValueError(f"kl_weight must be a positive number, or None for the paper's loss, found {self.kl_weight!r}")
         if self.kl_weight is not None and not self.keep_last:
             raise ValueError("kl_weight trains exits towards the last layer, which must be trained too: keep_last=True")
-        if self.exits is not None and not (
-            isinstance(self.exits, tuple) and self.exits and all(_is_whole(layer) and layer >= 0 for layer in self.exits)
-        ):
-            raise ValueError(f"exits must be a tuple of layers counted from 0, or None for all, found {self.exits!r}")
+        layers = self.exit_layers
+        if layers is not None and not (isinstance(layers, tuple) and layers and all(_is_whole(e) and e >= 1 for e in layers)):
+            raise ValueError(f"exit_layers must be a tuple of layers E counted from 1, or None for all, found {layers!r}")
 
     def check(self, layers: int, steps: int) -> None:
         """ValueError where some step of a run would have no objective, or where no step trains an exit that was asked for."""
         among = self._among(layers)
         if self.curriculum == "rotational" and self.dilation is not None and self.dilation > len(among):
             raise ValueError(
-                f"dilation (R) must be at most the {len(among)} {'layers' if self.exits is None else 'exits'}, "
+                f"dilation (R) must be at most the {len(among)} {'layers' if self.exit_layers is None else 'exits'}, "
                 f"found {self.dilation}: most steps would train no exit"
             )
-        trained = [one for one in among if one < layers - 1 and (self.kl_weight or exit_scale(one, layers, self.e_scale))]
-        if self.exits is not None and not trained:
+        if self.exit_layers is not None and not self.trained(layers):
             raise ValueError(
-                f"exits {self.exits} of {layers} layers train nothing but the last layer: name exits below it "
-                f"(e(0) = 0: layer 0 needs kl_weight; e_scale = 0 trains none), or None for all"
+                f"exit_layers {self.exit_layers} of {layers} layers train nothing but the last layer: name exits below it "
+                f"(e(0) = 0: E = 1 needs kl_weight; e_scale = 0 trains none), or None for all"
             )
         if self.kl_weight is None:
             for step in range(min(steps, layers)):  # a rotation is over after R <= L steps
                 self.weights(step, layers, steps)
+
+    def trained(self, layers: int) -> list[int]:
+        """The exits E below the last layer that some step trains, counted from 1."""
+        below = [layer for layer in self._among(layers) if layer < layers - 1]
+        return [layer + 1 for layer in below if self.kl_weight or exit_scale(layer, layers, self.e_scale)]
 
     def active(self, step: int, layers: int, steps: int) -> list[bool]:
         """C(t, l) for every layer."""
@@ -168,11 +176,29 @@ class EarlyExitLoss:
         return normalised(self.active(step, layers, steps), scales)
 
     def _among(self, layers: int) -> list[int]:
-        if self.exits is None:
+        """Layers that the curriculum ranges over, counted from 0."""
+        if self.exit_layers is None:
             return list(range(layers))
-        if wrong := [layer for layer in self.exits if not 0 <= layer < layers]:
-            raise ValueError(f"exits must be layers from 0 to {layers - 1}, found {wrong}")
-        return sorted(set(self.exits))
+        if wrong := [layer for layer in self.exit_layers if layer > layers]:
+            raise ValueError(f"exit_layers must lie between 1 and {layers}, found {wrong}")
+        return sorted({layer - 1 for layer in self.exit_layers})
+
+
+def renamed_exits(exits: Sequence[int], exit_layers: Any = None) -> tuple[int, ...]:
+    """`exit_layers` for layers that the older setting `exits` counts from 0, with a warning. ValueError for both."""
+    if exit_layers is not None:
+        raise ValueError(
+            f"give exit_layers, counted from 1, or exits, counted from 0, found both: {exit_layers!r} and {exits!r}"
+        )
+    if not all(_is_whole(layer) and layer >= 0 for layer in exits):
+        raise ValueError(f"exits must be layers counted from 0, or None for all, found {exits!r}")
+    renamed = tuple(layer + 1 for layer in exits)
+    warnings.warn(
+        f"exits={list(exits)} counts layers from 0: write exit_layers: {list(renamed)}, which counts E from 1 as decoding does",
+        FutureWarning,
+        stacklevel=2,
+    )
+    return renamed
 
 
 @dataclass(frozen=True)

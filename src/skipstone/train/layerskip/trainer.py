@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from transformers import PreTrainedModel, Trainer, TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
+from skipstone.decoding.settings import TRAINED_EXITS
 from skipstone.models.modules import DecoderModules
 from skipstone.train import checkpoint, sharding
 from skipstone.train.layerskip.arguments import LayerSkipArguments
@@ -113,7 +114,14 @@ class LayerSkipTrainer(Trainer):
         if self.started != (now := layout_of(self.args.deciding())):
             self.objective.elsewhere = (self.started, now, self.args.process_index)
         with self.objective.installed():
-            return super().train(None if self._resumed is None else str(self._resumed), trial, ignore_keys_for_eval)
+            result = super().train(None if self._resumed is None else str(self._resumed), trial, ignore_keys_for_eval)
+        self.name_trained_exits()
+        return result
+
+    def name_trained_exits(self) -> None:
+        """Write into the model's config which exits the recipe trains, so that decoding can warn of others."""
+        if trained := self.recipe.exits.trained(self._decoder.depth):
+            setattr(self._decoder.config, TRAINED_EXITS, trained)
 
     def _source(self, wanted: str | Path | bool | None) -> Path | None:
         """The checkpoint to resume from, verified."""
