@@ -263,15 +263,7 @@ def test_a_soft_cap_is_found_where_logits_are_too_small_to_show_it() -> None:
 
 
 def test_heads_that_do_not_divide_are_named_and_not_the_forward() -> None:
-    model = LlamaForCausalLM(
-        LlamaConfig(
-            vocab_size=97,
-            hidden_size=32,
-            intermediate_size=64,
-            num_hidden_layers=2,
-            num_attention_heads=4,
-            num_key_value_heads=3,
-        )
-    ).eval()
+    sizes = {"vocab_size": 97, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2}
+    model = LlamaForCausalLM(LlamaConfig(**sizes, num_attention_heads=4, num_key_value_heads=3)).eval()
     with pytest.raises(ValueError, match=r"num_attention_heads .* multiple of num_key_value_heads, found 4 and 3"):
         LayeredModel(model)
