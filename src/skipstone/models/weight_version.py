@@ -55,11 +55,12 @@ class Values:
         self._storages = [StorageWeakRef(one.untyped_storage()) for one in tensors]
         self._places = [one.cdata for one in self._storages]
         self._writes = _Writes.count
-        self._state = _state(tensors)
+        self._are_plain = all(type(one) in _PLAIN and not one.is_inference() for one in tensors)
+        self._state = self._current(tensors)
 
     def are_in(self, tensors: Sequence[Tensor]) -> bool:
         """Whether these tensors hold the same values, as far as can be seen."""
-        if self._places != [one.untyped_storage()._cdata for one in tensors] or self._state != _state(tensors):
+        if self._places != [one.untyped_storage()._cdata for one in tensors] or self._state != self._current(tensors):
             return False
         writes = _Writes.count
         if self._writes == writes:
@@ -69,13 +70,14 @@ class Values:
         self._writes = writes
         return True
 
-
-def _state(tensors: Sequence[Tensor]) -> list[tuple[int, tuple[int, ...], int]]:
-    """Address, strides and count of writes of tensors. Inference tensors count no writes."""
-    return [
-        (one.data_ptr() if type(one) in _PLAIN else 0, one.stride(), 0 if one.is_inference() else one._version)
-        for one in tensors
-    ]
+    def _current(self, tensors: Sequence[Tensor]) -> list[Any]:
+        """Addresses, strides and counts of writes of tensors in these storages."""
+        if self._are_plain:
+            counted = addressed = tensors
+        else:  # inference tensors count no writes, and tensors of other packages have no address
+            counted = [one for one in tensors if not one.is_inference()]
+            addressed = [one for one in tensors if type(one) in _PLAIN]
+        return [[one.data_ptr() for one in addressed], [one.stride() for one in tensors], [one._version for one in counted]]
 
 
 class _Seen:
