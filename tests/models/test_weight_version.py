@@ -265,18 +265,21 @@ def test_modules_of_another_kind_run_as_they_are(name: str, place: str) -> None:
 
 
 def test_a_trained_draft_model_drafts_with_its_current_weights() -> None:
-    target, draft = families.build("llama"), families.build("llama", num_hidden_layers=2)
+    target, draft = families.build("llama"), families.build("llama")
     ids = families.prompts(1)[0][None]
 
     def found(model: Any) -> Any:
         method = skipstone.Speculative(draft_model=model, num_speculative_tokens=3)
         return skipstone.generate(target, ids, method, max_new_tokens=12, do_sample=False).stats.accepted
 
-    found(draft)
-    steps(torch.optim.AdamW, fused=True)(draft)
-    draft.lm_head.weight.data.mul_(-1)
+    before = found(draft)
+    for _ in range(3):
+        steps(torch.optim.AdamW, fused=True)(draft)
+    trained = found(draft)
+    assert trained == found(copy.deepcopy(draft)) != before
+    draft.lm_head.weight.data.copy_(target.lm_head.weight.roll(1, 0))
     skipstone.refresh(draft)
-    assert found(draft) == found(copy.deepcopy(draft))
+    assert found(draft) == found(copy.deepcopy(draft)) != trained
 
 
 def heads_of(model: LayeredModel) -> ExitHeads:
