@@ -270,7 +270,8 @@ def test_a_trained_draft_model_drafts_with_its_current_weights() -> None:
 
     def found(model: Any) -> Any:
         method = skipstone.Speculative(draft_model=model, num_speculative_tokens=3)
-        return skipstone.generate(target, ids, method, max_new_tokens=12, do_sample=False).stats.accepted
+        output: Any = skipstone.generate(target, ids, method, max_new_tokens=12, do_sample=False)
+        return output.stats.accepted
 
     before = found(draft)
     for _ in range(3):
@@ -306,7 +307,8 @@ def test_trained_exit_heads_are_packed_again(change: str) -> None:
 
 
 def test_heads_in_another_dtype_are_copied_again_after_training() -> None:
-    model = LayeredModel(families.build("llama").to(torch.bfloat16), "eager")
+    raw: Any = families.build("llama")
+    model = LayeredModel(raw.to(torch.bfloat16), "eager")
     heads = heads_of(model)
     first = heads_fitting(heads, model)
     assert heads_fitting(heads, model) is first
@@ -353,7 +355,7 @@ def test_compiled_layers_are_compiled_again_for_other_numbers(monkeypatch: pytes
 
     def found(model: Any) -> Tensor:
         ids = families.prompts(1)[0][None]
-        output = skipstone.generate(
+        output: Any = skipstone.generate(
             model, ids, "autoregressive", engine="compiled", max_new_tokens=4, return_dict_in_generate=True, output_logits=True
         )
         return torch.stack(output.logits)
