@@ -5,9 +5,11 @@
 A small Llama with random weights, or the bundled model, decodes plainly, greedily and sampling with processors, with LayerSkip,
 with self-speculative drafts and with prompt lookup. The time in the engine's calls is taken away from that of the steps (the
 call before the first one left out); what is left is divided by the number of turns. On the bundled model every pass reads
-weights that fill the caches, so that the loop's own code and data come from memory again.
+weights that fill the caches, so that the loop's own code and data come from memory again. The last row times whole calls of one
+new token, the engine's time included: this is where the check whether the weights have changed counts most. A shape of 1B
+parameters is `--layers 16 --hidden 2048`.
 Two checkouts are compared by running the script in turns with PYTHONPATH=OTHER/src. Prints a table in Markdown and, as its last
-line, one JSON document: the smallest and the median milliseconds a turn over the rounds.
+line, one JSON document: the smallest and the median milliseconds a turn, or a call, over the rounds.
 """
 
 from __future__ import annotations
@@ -41,6 +43,9 @@ ROWS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "prompt_lookup": ({"method": "prompt_lookup"}, GREEDY),
 }
 """What is measured: method and options."""
+ONE_TOKEN = "whole call of one token"
+CALLS = 8
+"""Calls of one token in a round."""
 INSIDE = ("run", "embed", "normed", "project", "likeliest", "chain")
 """Calls of an engine."""
 
@@ -95,6 +100,15 @@ def outside(network: Any, engine: str, row: tuple[dict[str, Any], dict[str, Any]
     return 1000 * (seconds - inside[0]) / turns
 
 
+def one_token_call(network: Any, engine: str) -> float:
+    """Milliseconds of a whole call that decodes one new token."""
+    ids = torch.arange(32)[None] % 7
+    began = time.perf_counter()
+    for _ in range(CALLS):
+        skipstone.generate(network, ids, "autoregressive", engine=engine, max_new_tokens=1, **GREEDY)
+    return 1000 * (time.perf_counter() - began) / CALLS
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--layers", type=int, default=10)
@@ -107,14 +121,17 @@ def main() -> None:
     warnings.simplefilter("ignore", RuntimeWarning)
     network = skipstone.load()[0] if given.nano else model(given.layers, given.hidden)
     network.generation_config.eos_token_id = None
-    found: dict[str, list[float]] = {name: [] for name in ROWS}
+    found: dict[str, list[float]] = {name: [] for name in (*ROWS, ONE_TOKEN)}
     for round_number in range(given.rounds + 1):
-        for name, row in ROWS.items():
-            milliseconds = outside(network, given.engine, row, given.tokens)
+        for name in found:
+            is_call = name == ONE_TOKEN
+            milliseconds = (
+                one_token_call(network, given.engine) if is_call else outside(network, given.engine, ROWS[name], given.tokens)
+            )
             if round_number:  # the first round warms up
                 found[name].append(milliseconds)
     print(f"engine {LayeredModel(network, given.engine).engine.name}")
-    print("| method | least ms a turn | median |\n| --- | --- | --- |")
+    print("| method | least ms a turn or call | median |\n| --- | --- | --- |")
     for name, values in found.items():
         print(f"| {name} | {min(values):.3f} | {statistics.median(values):.3f} |")
     rows = {name: {"least": min(values), "median": statistics.median(values)} for name, values in found.items()}

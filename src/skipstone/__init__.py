@@ -40,6 +40,7 @@ if TYPE_CHECKING:
     from skipstone.methods import Swift as Swift
     from skipstone.methods.adadecode.heads import ExitHeads as ExitHeads
     from skipstone.models.layered import LayeredModel as LayeredModel
+    from skipstone.models.weight_version import refresh as refresh
 
 __version__ = "0.1.0"
 
@@ -62,6 +63,7 @@ _NAMES = {
     ),
     "methods.adadecode.heads": ("ExitHeads",),
     "models.layered": ("LayeredModel",),
+    "models.weight_version": ("refresh",),
 }
 _HOME = {name: module for module, names in _NAMES.items() for name in names}
 __all__ = [*_HOME]

@@ -17,6 +17,7 @@ from skipstone.models.facts import Facts
 from skipstone.models.kvstore import KVStore
 from skipstone.models.layered import LayeredModel
 from skipstone.models.passes import Pass, Tree
+from skipstone.models.weight_version import model_version
 from tests.helpers import families
 from tests.helpers.native import assert_same_bits, chain, native, text
 
@@ -228,7 +229,7 @@ def _own_forward(model: Any) -> None:
 
 
 def _activation(model: Any) -> None:
-    model.config.hidden_act = "relu"
+    model.model.layers[1].mlp.act_fn = nn.ReLU()
 
 
 ODD: dict[str, tuple[Callable[[Any], None], str]] = {
@@ -236,14 +237,14 @@ ODD: dict[str, tuple[Callable[[Any], None], str]] = {
     "pre-hook": (_pre_hook, "model.norm has hooks or a forward of its own, which only transformers' modules run"),
     "subclass": (
         _subclass,
-        "model.layers.2.mlp.up_proj is a OtherLinear of tests.models.test_native_refusals, and the native engine knows torch's "
-        "and transformers' modules only",
+        "model.layers.2.mlp.up_proj is a OtherLinear of tests.models.test_native_refusals, and the native engine knows only "
+        "the modules that transformers builds this family of",
     ),
     "own forward": (
         _own_forward,
         "model.layers.0.self_attn has hooks or a forward of its own, which only transformers' modules run",
     ),
-    "activation": (_activation, "the native engine does not know the activation relu"),
+    "activation": (_activation, "the native engine does not know the activation ReLU"),
 }
 
 
@@ -275,13 +276,13 @@ def test_the_eager_engines_patches_are_no_forward_of_their_own() -> None:
 def test_changed_weights_are_noticed() -> None:
     model: Any = families.build("qwen2")
     engine: Any = native(model).engine
-    assert engine.holds()
+    assert engine.holds(model_version(model).weights)
     model.model.layers[1].self_attn.q_proj.bias.add_(1)
-    assert not engine.holds()
+    assert not engine.holds(model_version(model).weights)
     engine = NativeEngine(model, Facts(model))
-    assert engine.holds()
+    assert engine.holds(model_version(model).weights)
     _hook(model)
-    assert not engine.holds()
+    assert not engine.holds(model_version(model).weights)
 
 
 def test_a_model_changed_in_place_gets_a_new_engine() -> None:

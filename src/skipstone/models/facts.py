@@ -11,6 +11,7 @@ from skipstone.models.placing import home, hooks
 from skipstone.models.quantised import kernels, settle
 from skipstone.models.ranks import Ranks
 from skipstone.models.refusals import refuse_weights
+from skipstone.models.weight_version import model_version
 
 
 class Facts:
@@ -38,11 +39,11 @@ class Facts:
         self.dtype: torch.dtype = model.dtype
         self.is_quantised = any(kernels(model).values())
         parts = list(model.modules())
-        self._child_places = [part._modules for part in parts]
         self._weight_places = [part._parameters for part in parts]
         dispatched = any(hooks(part) for part in parts)
         self._hook_places = [vars(part) for part in parts[1:]] if dispatched else []  # the model's own would keep it alive
-        self._stamp = self._now(model)
+        self._modules = model_version(model).modules
+        self._settings = self._current_settings(model)
 
     def _spread(self, model: Any) -> str | None:
         """How the weights are not all on one device of this process; None where they are."""
@@ -59,25 +60,17 @@ class Facts:
         """Where the model is, for users."""
         return str(self.device) if self.spread is None else f"{self.device}, weights {self.spread}"
 
-    def hold(self, model: Any) -> bool:
-        """Whether nothing has changed since. No module is walked: the places that held modules and parameters are known."""
-        return self._stamp == self._now(model)
+    def hold(self, model: Any, modules: int) -> bool:
+        """Whether nothing has changed since. modules: the version of the model's modules now."""
+        return self._modules == modules and self._settings == self._current_settings(model)
 
     def replace(self, weight: Any, packed: PackedWeight) -> None:
-        """Put another object wherever a weight stands. The facts do not hold until `renew`."""
+        """Put another object wherever a weight stands."""
         for place in self._weight_places:
             for name, one in place.items():
                 if one is weight:
                     place[name] = packed
 
-    def renew(self, model: Any) -> None:
-        """Say that the facts hold of the model as it is now: what has changed is who keeps its weights."""
-        self._stamp = self._now(model)
-
-    def _now(self, model: Any) -> tuple[Any, ...]:
-        children = [id(child) for place in self._child_places for child in place.values()]
-        found = (one for place in self._weight_places for one in place.values() if one is not None)
-        # an offloaded weight is another object after every pass
-        weights = [(0 if one.is_meta else id(one), one.dtype, one.device) for one in found]
+    def _current_settings(self, model: Any) -> tuple[Any, ...]:
         placed = repr(getattr(model, "hf_device_map", None)), [id(place.get("_hf_hook")) for place in self._hook_places]
-        return children, weights, repr(vars(model.config)), placed, getattr(model, "hf_quantizer", None)
+        return repr(vars(model.config)), placed, getattr(model, "hf_quantizer", None)

@@ -128,7 +128,9 @@ class Family:
             else:
                 hidden = module(hidden)
         if self.input_scale is not None:
-            hidden = hidden * (config.hidden_size**0.5 if self.input_scale == "sqrt" else getattr(config, self.input_scale))
+            own = getattr(decoder, self.input_scale, None)  # transformers reads the config once and keeps the number
+            scale = own if own is not None else getattr(config, self.input_scale, None)
+            hidden = hidden * (config.hidden_size**0.5 if scale is None else scale)
         states = self.folded(altup.made(decoder, hidden)) if self.streams > 1 else hidden
         if not self.per_layer_inputs:
             return states

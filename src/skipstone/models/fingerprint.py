@@ -9,41 +9,21 @@ import torch
 from skipstone.models.memo import Memo
 from skipstone.models.placing import named_values
 from skipstone.models.quantised import stored
+from skipstone.models.weight_version import model_version
 
 SAMPLED = 64  # entries of every parameter that the fingerprint looks at
-_FOUND: Memo[tuple[int, str]] = Memo()  # (sum of the versions that torch counts of the parameters, the hash of these weights)
+_FOUND: Memo[tuple[int, str]] = Memo()  # (version of the weights, their hash)
 
 
-def fingerprint(model: Any, changes: int | None = None) -> str:
+def fingerprint(model: Any, version: int | None = None) -> str:
     """A hash of a model's parameters: names, shapes and SAMPLED values of each in bfloat16, so that neither the device matters
     nor whether the weights are float32 or bfloat16.
 
-    It is counted again only when a parameter has changed; what is written through `.data` goes unnoticed until then. changes:
-    torch's count of the changes made to the parameters in place, where the caller knows it; None counts.
+    It is computed again only when the weights have changed (`weight_version`). version: of the weights, where the caller knows
+    it; None asks.
     """
-    versions = _versions(model) if changes is None else changes
-    return _FOUND.get(model, None, lambda: (versions, _hash(model)), lambda found: found[0] == versions)[1]
-
-
-def keep(model: Any, found: str) -> None:
-    """Say that a model's fingerprint is what it was, although other objects hold its weights now."""
-    versions = _versions(model)
-    _FOUND.get(model, None, lambda: (versions, found), lambda _: False)
-
-
-def _versions(model: Any) -> int:
-    """The changes in place that torch counts, over all of `model.parameters()`, which takes ten times as long."""
-    total, found, seen = 0, [model], set[int]()
-    while found:
-        module = found.pop()
-        for one in module._parameters.values():
-            if one is not None and id(one) not in seen and not one.is_inference():
-                seen.add(id(one))
-                total += one._version
-        for child in module._modules.values():
-            if child is not None:
-                found.append(child)
-    return total
+    weights = model_version(model).weights if version is None else version
+    return _FOUND.get(model, None, lambda: (weights, _hash(model)), lambda found: found[0] == weights)[1]
 
 
 @torch.inference_mode()

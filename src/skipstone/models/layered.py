@@ -18,6 +18,7 @@ from skipstone.models.modules import DecoderModules, unwrapped
 from skipstone.models.passes import Pass, SkipSet
 from skipstone.models.refusals import refuse_state
 from skipstone.models.turns import lock_of
+from skipstone.models.weight_version import model_version
 
 _FACTS: Memo[Facts] = Memo()
 
@@ -64,8 +65,9 @@ class LayeredModel(DecoderModules):
         self.asked = asked_for(inner, engine, quantize, kv_dtype)
         self.lock = lock_of(inner)
         with self.lock:
-            facts = _FACTS.get(inner, None, lambda: _facts(inner), lambda known: known.hold(inner))
-            self.engine, self.engine_reason = choose(self.asked, inner, facts)
+            version = model_version(inner)
+            facts = _FACTS.get(inner, None, lambda: _facts(inner), lambda known: known.hold(inner, version.modules))
+            self.engine, self.engine_reason = choose(self.asked, inner, facts, version.weights)
         self.kv_dtype = kv_dtype_of(self.asked)
         self.model, self.config = inner, text_config(inner)
         self.family, self.decoder, self.head = facts.family, facts.decoder, facts.head
@@ -79,15 +81,15 @@ class LayeredModel(DecoderModules):
     def fingerprint(self) -> str:
         """A hash of the weights, by which files that were made for them know them. On the native engine that of the weights
         as they were when this object was made."""
-        return fingerprint(self.model, self.engine.changes)
+        return fingerprint(self.model, self.engine.version)
 
     def in_fewer_bits(self, quantize: str) -> "LayeredModel":
-        """This model, which runs on the native engine, with its weights quantised there to "int8" or "int4". Weights and
-        hooks are those of when this object was made, as its own engine's are."""
+        """This model, which runs on the native engine, with its weights quantised there to "int8" or "int4". Weights that were
+        quantised before are those of when this object was made, as its own engine's are."""
         found = copy(self)
         found.asked = Setup("native", quantize).over(self.asked)
         with self.lock:
-            found.engine, found.engine_reason = choose(found.asked, self.model, self._facts, beside=self.engine)
+            found.engine, found.engine_reason = choose(found.asked, self.model, self._facts, self.engine.version)
         return found
 
     def embed(self, tokens: Tensor, positions: Tensor) -> Tensor:

@@ -18,6 +18,7 @@ from skipstone.models.families import Family, max_positions, reaches, submodule,
 from skipstone.models.known_types import TESTED
 from skipstone.models.refusals import refuse_contradiction, refuse_kind
 from skipstone.models.trace import TOKENS, WINDOWED, Trace, trace
+from skipstone.models.weight_version import ModelVersion, model_version
 
 _SAYS_NOTHING = ("_name_or_path", "transformers_version", "architectures", "dtype", "_commit_hash", "quantization_config")
 """Fields of a config that do not tell what a model is built of."""
@@ -44,9 +45,8 @@ class Recognised:
 
 
 _KNOWN: dict[str, Recognised] = {}
-_LATEST: list[tuple[ref[Any], int, Trace]] = []
-"""The trace that the latest family was derived from, of which model, and how often its weights had been changed then: it is
-verified against the same one."""
+_LATEST: list[tuple[ref[Any], ModelVersion, Trace]] = []
+"""The trace that the latest family was derived from, of which model in which version: it is verified against the same one."""
 
 
 def recognise(model: Any) -> Recognised:
@@ -61,7 +61,7 @@ def recognise(model: Any) -> Recognised:
 
 def traced(model: Any) -> Trace:
     """What a model's own forward does: the trace that its family was derived from, where that was just now."""
-    known = next((found for of, changes, found in _LATEST if of() is model and changes == _changes(model)), None)
+    known = next((found for of, version, found in _LATEST if of() is model and version == model_version(model)), None)
     _LATEST.clear()
     if known is not None:
         return known
@@ -91,7 +91,7 @@ def _derived(model: Any) -> Family:
         raise ValueError(f"the forward of this {model.config.model_type} model cannot be followed: {error}") from error
     if family.own_masks is None:
         refuse_contradiction(config, reaches(config, family), family)
-    _LATEST[:] = [(ref(model), _changes(model), found)]
+    _LATEST[:] = [(ref(model), model_version(model), found)]
     return family
 
 
@@ -104,11 +104,6 @@ def _expect_no_other_limits(config: Any, family: Family) -> None:
         limits = LIMITS.search(name) and "layer" not in name and type(value) is int and value > TOKENS
         if limits and name not in (*WINDOWED, family.window):
             raise Underivable(f"has {name}={value} in its config, which nobody has looked at")
-
-
-def _changes(model: Any) -> int:
-    """torch's count of the changes in place of all weights."""
-    return sum(one._version for one in model.parameters() if not one.is_inference())
 
 
 def _key(model: Any) -> str:

@@ -21,6 +21,7 @@ from skipstone.fetching import fetch, hub_name
 from skipstone.files import hidden_folder, install, write_json
 from skipstone.models.layered import LayeredModel
 from skipstone.models.memo import Memo
+from skipstone.models.weight_version import model_version
 from skipstone.settings_files import Part, read_json
 
 VERSION = 1  # of the format of a card
@@ -28,6 +29,7 @@ WEIGHTS = "exit_heads.safetensors"
 CARD = "exit_heads.json"
 ORIGINAL = "original"  # the kind of heads that are the model's own LM head
 _LOADED: Memo["ExitHeads"] = Memo()
+_FITTED: Memo[tuple[int, "ExitHeads"]] = Memo()  # (version of the weights that were copied, the copy)
 Kind = Literal["square", "low_rank", "full", "original"]
 
 
@@ -167,7 +169,9 @@ def usual_layers(depth: int) -> tuple[int, ...]:
 def original_heads(model: LayeredModel, layers: tuple[int, ...] = ()) -> ExitHeads:
     """The model's own LM head at middle layers (the ablation of Table 3)."""
     chosen = layers or usual_layers(model.depth)
-    return _once(model, (ORIGINAL, chosen), lambda: ExitHeads(new_card(model, chosen, ORIGINAL)))
+    heads = _once(model, (ORIGINAL, chosen), lambda: ExitHeads(new_card(model, chosen, ORIGINAL)))
+    heads.card = heads.card.model_copy(update={"model": model.fingerprint})  # the LM head may have changed
+    return heads
 
 
 def heads_fitting(heads: ExitHeads, model: LayeredModel) -> ExitHeads:
@@ -176,7 +180,12 @@ def heads_fitting(heads: ExitHeads, model: LayeredModel) -> ExitHeads:
     weight = next(heads.parameters(), None)
     if weight is None or (weight.device, weight.dtype) == (model.device, model.dtype):
         return heads
-    return _once(model, heads, lambda: _ready(copy.deepcopy(heads), model))
+    version = model_version(heads).weights
+    place = str(model.device), str(model.dtype), heads
+    made = _FITTED.get(
+        model.model, place, lambda: (version, _ready(copy.deepcopy(heads), model)), lambda known: known[0] == version
+    )
+    return made[1]
 
 
 def _ready(heads: ExitHeads, model: LayeredModel) -> ExitHeads:

@@ -107,9 +107,9 @@ def kv_dtype_of(asked: Setup) -> torch.dtype | None:
     return KV_DTYPES[asked.kv_dtype or "float32"]
 
 
-def choose(asked: Setup, model: Any, facts: Facts, beside: Engine | None = None) -> tuple[Engine, str | None]:
-    """The engine of a model, made once, and the reason why it is not the native one where "auto" had to do without. beside: a
-    native engine of this model that was found to hold: one made after as many changes of the weights is not asked again.
+def choose(asked: Setup, model: Any, facts: Facts, version: int | None) -> tuple[Engine, str | None]:
+    """The engine of a model, made once, and the reason why it is not the native one where "auto" had to do without. version: of
+    the weights that it is to compute with (`Engine.holds`).
 
     ValueError where the native engine cannot run the model although it was asked for, by its name or by quantised weights,
     which no other engine has.
@@ -117,14 +117,12 @@ def choose(asked: Setup, model: Any, facts: Facts, beside: Engine | None = None)
     made = _MADE.get(model, None, lambda: _Made(facts), lambda made: made.facts is facts)
     key = asked.engine, asked.quantize
     found = made.chosen.get(key)
-    if found is not None and beside is not None and found[0].name == "native" and found[0].changes == beside.changes:
-        return found
-    if found is None or found[1] is not None or not found[0].holds():  # what kept native away may be gone
-        found = made.chosen[key] = _choice(asked, model, facts)
+    if found is None or found[1] is not None or not found[0].holds(version):  # what kept native away may be gone
+        found = made.chosen[key] = _choice(asked, model, facts, version)
     return found
 
 
-def _choice(asked: Setup, model: Any, facts: Facts) -> tuple[Engine, str | None]:
+def _choice(asked: Setup, model: Any, facts: Facts, version: int | None) -> tuple[Engine, str | None]:
     if asked.engine in ("eager", "compiled"):
         if asked.quantizes:
             raise ValueError(
@@ -138,7 +136,7 @@ def _choice(asked: Setup, model: Any, facts: Facts) -> tuple[Engine, str | None]
             raise ValueError(f"engine='native' cannot run this model: {reason}; take engine='auto' or 'eager'")
         return NativeEngine(model, facts, asked.quantize if asked.quantizes else None, asked.keep_weights is not False), None
     if reason is None:
-        return choose(Setup("native").over(asked), model, facts)
+        return choose(Setup("native").over(asked), model, facts, version)
     if asked.quantizes:
         raise ValueError(f"quantize={asked.quantize!r} needs the native engine, which cannot run this model: {reason}")
-    return choose(Setup("eager").over(asked), model, facts)[0], reason
+    return choose(Setup("eager").over(asked), model, facts, version)[0], reason

@@ -170,6 +170,7 @@ class CompiledEngine(EagerEngine):
         self.graphs = Graphs(os.environ.get(BACKEND_VARIABLE) or "inductor", facts.device.type == "cuda")
         self._device, self._depth, self._positions = facts.device, len(facts.layers), facts.max_positions
         self._parts = [part for layer in facts.layers for part in layer.modules()]
+        self._plain = [(vars(part), *one) for part in self._parts for one in _plain_attributes(part) if one[0] != "training"]
         config = self.config
         if self._attentions:  # all layers share one config whose attention is ours
             config = copy.copy(config)
@@ -189,9 +190,11 @@ class CompiledEngine(EagerEngine):
         self._plainly = self.detail
         self._tell()
 
-    def holds(self) -> bool:
-        """Whether no hooks were added since."""
-        return not any(map(changed, self._parts))
+    def holds(self, version: int | None) -> bool:
+        """Whether no hooks were added since, and the plain attributes are those that were compiled."""
+        super().holds(version)
+        same = all(attributes.get(name) == value for attributes, name, value in self._plain)
+        return same and not any(map(changed, self._parts))
 
     def run(self, hidden: Tensor, at: Pass, store: KVStore, layers: range, skip: SkipSet | None = None) -> Tensor:
         """As in `Engine`."""
@@ -367,13 +370,14 @@ def _twin(module: nn.Module, config: Any) -> Any:
 def _kind(layer: nn.Module) -> str:
     """What layers have to have in common to be the same graph: their modules, shapes and plain attributes."""
     plain = [
-        (path, name, value)
-        for path, module in layer.named_modules()
-        for name, value in vars(module).items()
-        if isinstance(value, (bool, int, float, str)) and name != "layer_idx"
+        (path, *one) for path, module in layer.named_modules() for one in _plain_attributes(module) if one[0] != "layer_idx"
     ]
     shapes = [(name, one.shape, one.dtype, one.requires_grad) for name, one in layer.named_parameters()]
     return repr((layer, plain, shapes))
+
+
+def _plain_attributes(module: nn.Module) -> list[tuple[str, Any]]:
+    return [one for one in vars(module).items() if isinstance(one[1], (bool, int, float, str))]
 
 
 def _stretches(layers: range, skip: SkipSet | None) -> Iterator[tuple[range, bool]]:

@@ -105,8 +105,7 @@ class Engine(Protocol):
     has a call for greedy chains (`chain`). draws: it has one for drawing tokens (`draw`). own_threads: it computes with threads
     that are not torch's. quantize: "int8" or "int4", what it has quantised the weights to; None where
     they are as stored. preparations: how often it compiled or recorded a pass, which then says nothing of what later ones take.
-    changes: torch's count of the changes made to the weights in place when it was made; None where it does
-    not matter to it.
+    version: of the weights that it was made of (`weight_version`); None where it has no copy of them.
 
     An engine must not refer to its model, which would then never be freed; its modules it may.
     """
@@ -139,10 +138,11 @@ class Engine(Protocol):
     def preparations(self) -> int: ...
 
     @property
-    def changes(self) -> int | None: ...
+    def version(self) -> int | None: ...
 
-    def holds(self) -> bool:
-        """Whether the engine still computes the model as it is: its weights, hooks and forwards."""
+    def holds(self, version: int | None) -> bool:
+        """Whether the engine still computes the model as it is: its weights, plain attributes, hooks and forwards. Rotary
+        tables that are outdated are made again when they are next used. version: of the model's weights now."""
         ...
 
     def warm_up(self, rows: int, slots: int, *, kv_dtype: torch.dtype | None = None) -> str:

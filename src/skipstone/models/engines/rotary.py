@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from skipstone.models.families import Rotary, submodule
+from skipstone.models.weight_version import Values
 
 Phases = Tensor | tuple[Tensor, ...]
 """What a rotary module gives for positions: cos and sin, or one complex tensor."""
@@ -20,6 +21,22 @@ class RotaryTables:
     def __init__(self, decoder: Any, max_positions: int) -> None:
         self._decoder, self._max_positions = decoder, max_positions
         self._tables: dict[Rotary, tuple[Tensor, ...]] = {}
+        self._made_of: dict[Rotary, tuple[Values, list[Any]]] = {}  # buffers and numbers of the modules that gave them
+        self._outdated: set[Rotary] = set()
+
+    def hold(self) -> bool:
+        """Whether the modules still give what is in the tables. Others are made again when they are next asked for."""
+        for source, (values, numbers) in self._made_of.items():
+            buffers, current = self._inputs(source)
+            if numbers != current or not values.are_in(buffers):
+                self._outdated.add(source)
+        return not self._outdated
+
+    def _inputs(self, source: Rotary) -> tuple[list[Tensor], list[Any]]:
+        """The buffers and the numbers that a rotary module computes with."""
+        module = submodule(self._decoder, source.path)
+        numbers = [one for one in vars(module).items() if type(one[1]) in (int, float)]
+        return [one for part in module.modules() for one in part._buffers.values() if one is not None], numbers
 
     def table(self, source: Rotary, extent: int, like: Tensor) -> tuple[Tensor, ...]:
         """cos and sin [positions, rotary_dim] of at least `extent` positions, or of all that the model has; of some models one
@@ -27,7 +44,7 @@ class RotaryTables:
         must be the same at every call."""
         table = self._tables.get(source)
         needed = min(max(extent, 1), self._max_positions)
-        if table is None or table[0].shape[0] < needed:
+        if table is None or table[0].shape[0] < needed or source in self._outdated:
             size = min(self._max_positions, max(256, 1 << (needed - 1).bit_length()))
             position = torch.arange(size, device=like.device)[None]
             if source.axes:
@@ -37,4 +54,7 @@ class RotaryTables:
             phases = module(like, position, *extra)
             parts = phases if isinstance(phases, tuple) else (phases,)
             table = self._tables[source] = tuple(part.reshape(-1, *part.shape[-2:])[0].to(like.device) for part in parts)
+            buffers, numbers = self._inputs(source)  # as they are now: dynamic RoPE writes both
+            self._made_of[source] = Values(buffers), numbers
+            self._outdated.discard(source)
         return table

@@ -17,6 +17,7 @@ from skipstone.models.kvstore import KVStore, SharedView
 from skipstone.models.packed import is_packed
 from skipstone.models.passes import MaskForm, Pass, SkipSet
 from skipstone.models.torch_threads import alone_after_fork
+from skipstone.models.weight_version import Values
 
 _NOTHING = SkipSet()
 
@@ -31,7 +32,7 @@ class EagerEngine:
     own_threads = False
     preparations = 0
     quantize: str | None = None
-    changes: int | None = None
+    version: int | None = None
 
     def __init__(self, model: Any, facts: Facts) -> None:
         self.dtype: torch.dtype = facts.dtype
@@ -56,14 +57,15 @@ class EagerEngine:
         added = own or self.family.float_masks or not (sdpa or self.family.hiding_masks)
         self._form = MaskForm(self.dtype if added else torch.bool, own, self.family.hiding_masks)
         self._slopes = alibi_slopes(self.config.num_attention_heads, facts.device) if self.family.alibi else None
-        self._shortlists: WeakTensorKeyDictionary = WeakTensorKeyDictionary()  # ids -> (state of the head, rows of it)
+        self._shortlists: WeakTensorKeyDictionary = WeakTensorKeyDictionary()  # ids -> (values of the head, rows of it)
         self._running = patches.Running()
         alone_after_fork()
         patches.take_off(model)  # those of the model that this one is a copy of, or of an earlier state
         self._patch()
 
-    def holds(self) -> bool:
+    def holds(self, version: int | None) -> bool:
         """Always: the modules are the model's own."""
+        self._rotary.hold()
         return True
 
     def warm_up(self, rows: int, slots: int, *, kv_dtype: torch.dtype | None = None) -> str:
@@ -157,12 +159,12 @@ class EagerEngine:
         if not patches.is_plain(self.head):
             return None
         weight, bias = self.head.weight, self.head.bias
-        state = [(one.data_ptr(), 0 if one.is_inference() else one._version) for one in (weight, bias) if one is not None]
+        parts = [weight] if bias is None else [weight, bias]
         known = self._shortlists.get(shortlist)
-        if known is None or known[0] != state:
+        if known is None or not known[0].are_in(parts):
             ids = shortlist.to(weight.device)
             first = host.readable(ids) and torch.equal(ids, torch.arange(len(ids)))
-            known = self._shortlists[shortlist] = state, _rows(weight, bias, slice(len(ids)) if first else ids)
+            known = self._shortlists[shortlist] = Values(parts), _rows(weight, bias, slice(len(ids)) if first else ids)
         return known[1]
 
     def _patched(self, skip: SkipSet | None = None) -> patches.Running:

@@ -30,6 +30,7 @@ from skipstone.models.facts import Facts
 from skipstone.models.kvstore import KVStore
 from skipstone.models.passes import Pass as PassOfTokens
 from skipstone.models.passes import SkipSet
+from skipstone.models.weight_version import Values, keep_version, model_version
 
 MOST_LARGEST = 100  # logits that `largest` looks for by itself
 
@@ -65,16 +66,17 @@ class NativeEngine:
         is to give its weights up has lost some of them by the first of these errors, and is to be loaded again."""
         said = threads.asked()
         self._library, self.quantize = declare(library.load()), quantize
-        known = None if keep_weights else fingerprint.fingerprint(model)
+        self.version = model_version(model).weights
+        if not keep_weights:
+            fingerprint.fingerprint(model, self.version)  # of the weights that are given up; it stays the model's
         self._weights = Weights(self._library, model, facts, quantize, keep_weights)
-        if known is not None:
-            facts.renew(model)
-            fingerprint.keep(model, known)
+        if not keep_weights:
+            keep_version(model)
         self._model = ctypes.addressof(self._weights.model)
         self._rotary = RotaryTables(facts.decoder, facts.max_positions)
-        self._copied = list(model.parameters())
         self._covered = list(model.modules())[1:]  # but for the model itself, which an engine must not keep alive
-        self.changes = self._counted()
+        self._hooks = [one for part in self._covered for one in (part._forward_hooks, part._forward_pre_hooks)]
+        self._attributes = [vars(part) for part in self._covered]
         level = self._library.sk_level
         level.restype = ctypes.c_char_p
         kept = f"{facts.dtype} weights computed in float32"
@@ -87,7 +89,7 @@ class NativeEngine:
         self._pass_address = ctypes.addressof(self._pass)
         self._known_positions = 0  # of every rotary table that the pass struct points at
         self._skips: dict[SkipSet, Any] = {}
-        self._transforms: WeakTensorKeyDictionary = WeakTensorKeyDictionary()  # weight -> (its state, Matrix, its panels)
+        self._transforms: WeakTensorKeyDictionary = WeakTensorKeyDictionary()  # weight -> (its values, Matrix, its panels)
         self._shortlists: WeakTensorKeyDictionary = WeakTensorKeyDictionary()  # ids -> (Shortlist, what it points at)
         self._no_tensor = torch.empty(0)
         self.threads = said or threads.fastest(self._run_a_token, threads.cores())
@@ -101,17 +103,20 @@ class NativeEngine:
         at = PassOfTokens(place, place, None, slice(0, 1), 1, 0)
         self.run(torch.zeros((1, 1, self._hidden)), at, store, range(self._depth))
 
-    def holds(self) -> bool:
-        """Whether the weights are those that were copied, and no module has got a hook or a forward of its own since."""
-        return self.changes == self._counted() and not any(changed(module) for module in self._covered)
+    def holds(self, version: int | None) -> bool:
+        """Whether the weights and plain attributes are those that were copied, and no module has got a hook or a forward of its
+        own since."""
+        if self.version != version or not self._weights.attributes_hold():
+            return False
+        if (any(self._hooks) or any("forward" in one for one in self._attributes)) and any(map(changed, self._covered)):
+            return False
+        if not self._rotary.hold():
+            self._known_positions = 0
+        return True
 
     def warm_up(self, rows: int, slots: int, *, kv_dtype: torch.dtype | None = None) -> str:
         """As in `Engine`: all was compiled when the package was built."""
         return self.detail
-
-    def _counted(self) -> int:
-        """torch's count of the changes made to the weights in place; what is written through `.data` is not in it."""
-        return sum(one._version for one in self._copied if not one.is_inference())
 
     def embed(self, tokens: Tensor, positions: Tensor) -> Tensor:
         """As in `Engine`."""
@@ -348,15 +353,15 @@ class NativeEngine:
 
     def _transform_address(self, weight: Tensor) -> int:
         """The struct of a matrix of somebody else's, packed once for as long as its weights do not change."""
-        state = weight.data_ptr(), 0 if weight.is_inference() else weight._version
         known = self._transforms.get(weight)
-        if known is None or known[0] != state:
+        if known is None or not known[0].are_in([weight]):
             size = self._weights.model.head.inputs
             _expect("transform", weight, (size, size), weight.dtype)
             values = weight.detach().float().contiguous()
             panels = torch.empty(self._library.sk_packed_bytes(TYPES[torch.float32], size, size), dtype=torch.uint8)
             self._library.sk_pack(TYPES[torch.float32], values.data_ptr(), size, size, size, panels.data_ptr())
-            known = self._transforms[weight] = state, Matrix(panels.data_ptr(), None, size, size, TYPES[torch.float32]), panels
+            matrix = Matrix(panels.data_ptr(), None, size, size, TYPES[torch.float32])
+            known = self._transforms[weight] = Values([weight]), matrix, panels
         return ctypes.addressof(known[1])
 
     def _shortlist_address(self, ids: Tensor | None) -> int | None:

@@ -1,6 +1,7 @@
 """The weights of a transformers model as the native engine reads them: what each family's layer is made of, in panels."""
 
 import ctypes
+import math
 import mmap
 from contextlib import suppress
 from dataclasses import dataclass, replace
@@ -8,13 +9,15 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+from transformers.activations import ACT2FN
 
 from skipstone.models.engines.native.structs import Layer, Matrix, Model
 from skipstone.models.facts import Facts
 from skipstone.models.families import submodule
 from skipstone.models.packed import PackedWeight
 from skipstone.models.quantised import kernel
+from skipstone.models.weight_version import Values
 
 TYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
 """Numbers of the dtypes that weights may be stored in."""
@@ -24,8 +27,11 @@ HEADS = {"int8": "int8", "int4": "int8"}
 """What the LM head is quantised to, whose errors go straight into the logits."""
 CHUNK = 32 << 20
 """Bytes that are asked of the system at once, for many matrices."""
-ACTIVATIONS = {"silu": 0, "swish": 0, "gelu_pytorch_tanh": 1, "gelu_new": 1}
-"""Names that transformers gives to the activations of an MLP, and the native engine's numbers for them."""
+_NUMBERS = {"silu": 0, "swish": 0, "gelu_pytorch_tanh": 1, "gelu_new": 1}
+ACTIVATIONS = {type(ACT2FN[name]): number for name, number in _NUMBERS.items()}
+"""Modules that transformers has for the activations of an MLP, and the native engine's numbers for them."""
+TORCH_MODULES = (nn.Linear, nn.Embedding, nn.ModuleList, nn.Dropout, *ACTIVATIONS)
+"""Modules of torch that the native engine knows."""
 
 
 @dataclass(frozen=True)
@@ -34,7 +40,7 @@ class Recipe:
 
     before_attention, after_attention, before_mlp, after_mlp: the layer's norms, None where it has none. norm_offset: what the
     stored weight of a norm is short of (Gemma stores w - 1). query_norm: None, "head" (each head for itself) or "whole" (all
-    heads of a token at once). fused: q, k, v are one matrix, and so are gate and up.
+    heads of a token at once). fused: q, k, v are one matrix, and so are gate and up. activation: the MLP's name for it.
     """
 
     before_attention: str | None = "input_layernorm"
@@ -44,6 +50,7 @@ class Recipe:
     norm_offset: float = 0.0
     query_norm: str | None = None
     fused: bool = False
+    activation: str = "act_fn"
 
 
 _LLAMA = Recipe()
@@ -67,17 +74,12 @@ RECIPES: dict[str, Recipe] = {
         after_mlp="post_feedforward_layernorm",
         query_norm="whole",
     ),
-    "phi3": Recipe(fused=True),
+    "phi3": Recipe(fused=True, activation="activation_fn"),
     "gemma": Recipe(norm_offset=1.0),
     "gemma2": _FOUR_NORMS,
     "gemma3_text": replace(_FOUR_NORMS, query_norm="head"),
 }
 """The families that the native engine knows, by transformers' model type."""
-
-
-def activation(config: Any) -> str:
-    """transformers' name of a model's activation; Gemma has its own field for it."""
-    return getattr(config, "hidden_activation", None) or config.hidden_act
 
 
 class Chunks:
@@ -165,11 +167,12 @@ class Weights:
     def __init__(self, library: Any, model: Any, facts: Facts, quantize: str | None = None, keep_weights: bool = True) -> None:
         self._library, self._kept, self.bytes, self._quantize = library, [], 0, quantize
         self._chunks, self._facts, self._releases = Chunks(), facts, None if keep_weights else Release()
+        self._attributes: list[tuple[dict[str, Any], str, Any]] = []  # of modules: names and values of those that were read
         config, family = model.config, facts.family
         self._recipe = RECIPES[config.model_type]
         self.rotary = [one for one in dict.fromkeys(family.rotary) if one is not None]
         first = facts.layers[0]
-        attention, epsilon = getattr(first, family.attention), config.rms_norm_eps
+        attention = getattr(first, family.attention)
         head_size = attention.head_dim
         kv_heads = config.num_key_value_heads
         layers = (Layer * len(facts.layers))(*[self._layer(facts, index, config) for index in range(len(facts.layers))])
@@ -179,6 +182,8 @@ class Weights:
         rows = None if tied else embedding.weight.detach().contiguous()
         self._kept.append(rows)
         norm = submodule(facts.decoder, family.leaving[0])
+        self._embedding_buffers = embedding._buffers
+        self._scales = Values(self._embedding_scales())
         self.model = Model(
             hidden=embedding.weight.shape[1],
             heads=config.num_attention_heads,
@@ -193,14 +198,31 @@ class Weights:
             embedding=None if rows is None else rows.data_ptr(),
             embedding_type=TYPES[embedding.weight.dtype],
             norm=self._norm(norm),
-            epsilon=epsilon,
-            embedding_scale=float(getattr(embedding, "embed_scale", 1.0)),
-            embedding_multiplier=float(getattr(config, family.input_scale)) if family.input_scale else 1.0,
+            epsilon=float(getattr(norm, _epsilon(norm))),
+            embedding_scale=math.prod(map(float, self._embedding_scales())),
+            embedding_multiplier=self._number(facts.decoder, family.input_scale or "", 1.0),
             logits_divisor=float(getattr(config, "logits_scaling", 1.0)),
             logits_softcap=float(getattr(config, "final_logit_softcapping", None) or 0.0),
         )
         if self._releases is not None:
             self._releases.trim()
+
+    def attributes_hold(self) -> bool:
+        """Whether the modules' plain attributes and buffers are still those that were read."""
+        read = all(attributes.get(name) == value for attributes, name, value in self._attributes)
+        return read and self._scales.are_in(self._embedding_scales())
+
+    def _embedding_scales(self) -> list[Tensor]:
+        """The factor that Gemma's embeddings keep in a buffer; none elsewhere."""
+        return [one for name, one in self._embedding_buffers.items() if name == "embed_scale" and one is not None]
+
+    def _number(self, module: Any, name: str, default: float) -> float:
+        """A plain attribute of a module; the default where it has none."""
+        attributes = vars(module)
+        if name not in attributes:
+            return default
+        self._attributes.append((attributes, name, attributes[name]))
+        return default if attributes[name] is None else float(attributes[name])
 
     def _layer(self, facts: Facts, index: int, config: Any) -> Layer:
         layer, recipe, quantize = facts.layers[index], self._recipe, self._quantize
@@ -212,7 +234,7 @@ class Weights:
         else:
             q, k, v = (self._matrix(getattr(attention, name), quantize) for name in ("q_proj", "k_proj", "v_proj"))
             gate, up = self._matrix(mlp.gate_proj, quantize), self._matrix(mlp.up_proj, quantize)
-        rotates = bool(getattr(attention, "use_rope", True))
+        rotates = bool(self._number(attention, "use_rope", 1.0))
         source = facts.family.rotary[index]
         norms = (recipe.before_attention, recipe.after_attention, recipe.before_mlp, recipe.after_mlp)
         before, after, before_mlp, after_mlp = (None if name is None else self._norm(getattr(layer, name)) for name in norms)
@@ -233,10 +255,10 @@ class Weights:
             norm_whole=recipe.query_norm == "whole",
             window=facts.reaches[index].window or 0,
             rotary=self.rotary.index(source) if rotates and source is not None else -1,
-            activation=ACTIVATIONS[activation(config)],
-            scale=float(attention.scaling),
-            softcap=float(getattr(attention, "attn_logit_softcapping", None) or 0.0),
-            residual=float(getattr(config, "residual_multiplier", 1.0)),
+            activation=ACTIVATIONS[type(getattr(mlp, recipe.activation))],
+            scale=self._number(attention, "scaling", 1.0),
+            softcap=self._number(attention, "attn_logit_softcapping", 0.0),
+            residual=self._number(layer, "residual_multiplier", 1.0),
         )
 
     def rows_of_head(self, ids: Tensor) -> tuple[Matrix, list[Tensor]]:
@@ -301,6 +323,7 @@ class Weights:
         return Panels(self._library, made, memory, weight.dtype)
 
     def _norm(self, module: Any) -> int:
+        self._number(module, _epsilon(module), 0.0)
         return self._floats(module.weight.detach().float() + self._recipe.norm_offset)
 
     def _floats(self, values: Tensor) -> int:
@@ -317,22 +340,37 @@ def unsupported(model: Any, facts: Facts) -> str | None:
         return f"the model is on {facts.device}, and the native engine runs on the CPU"
     if kind not in RECIPES:
         return f"the native engine does not know the family {kind} (it knows {', '.join(RECIPES)})"
-    if activation(model.config) not in ACTIVATIONS:
-        return f"the native engine does not know the activation {activation(model.config)}"
+    for layer in facts.layers:
+        used = getattr(layer.mlp, RECIPES[kind].activation, None)
+        if used is not None and type(used) not in ACTIVATIONS:
+            return f"the native engine does not know the activation {type(used).__name__}"
     for name, module in model.named_modules():
-        if reason := _odd(module):
+        if reason := _odd(module, type(model).__module__):
             return f"{name or type(model).__name__} {reason}"
+    found = {getattr(module, _epsilon(module)) for module in model.modules() if _epsilon(module)}
+    if len(found) > 1:
+        return (
+            f"its norms have different epsilons ({', '.join(map(str, sorted(found)))}), and the native engine has one for all"
+        )
     return None
 
 
-def _odd(module: Any) -> str | None:
-    """Why a module cannot be taken over by its weights alone."""
+def _epsilon(module: Any) -> str:
+    """The name that a norm's epsilon has in it; empty for a module without one."""
+    return next((name for name in ("variance_epsilon", "eps") if name in vars(module)), "")
+
+
+def _odd(module: Any, family: str) -> str | None:
+    """Why a module cannot be taken over by its weights alone. family: where transformers has the family's modules."""
     if (name := kernel(module)) is not None:
         return f"is quantised ({name}), and the native engine reads plain weights only"
     for weight in module._parameters.values():
         if weight is not None and weight.dtype not in TYPES:
             return f"is stored in {weight.dtype}; the native engine reads float32, bfloat16 and float16"
     place = type(module).__module__
-    if not place.startswith(("torch.nn.", "transformers.")):
-        return f"is a {type(module).__name__} of {place}, and the native engine knows torch's and transformers' modules only"
+    if type(module) not in TORCH_MODULES and not (place == family and place.startswith("transformers.")):
+        return (
+            f"is a {type(module).__name__} of {place}, and the native engine knows only the modules that transformers builds "
+            "this family of"
+        )
     return None

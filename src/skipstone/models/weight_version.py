@@ -1,0 +1,177 @@
+"""Whether the weights of a model have changed: the one place that says so.
+
+torch counts the operations that write into a tensor (`_version`), and a tensor's storage says where its values are. Two changes
+show in neither. torch reports them to hooks: the steps of fused optimizers, and modules that were exchanged and put back, which
+is how PEFT merges adapters. Nothing sees what is written through `.data`, numpy or a storage; `refresh` is for those.
+"""
+
+from collections.abc import Iterable, Sequence
+from functools import cache
+from threading import RLock
+from typing import Any, NamedTuple
+from weakref import WeakKeyDictionary, ref
+
+import torch
+from torch import Tensor, nn
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.nn.modules.module import register_module_module_registration_hook
+from torch.optim.optimizer import register_optimizer_step_post_hook
+
+_MARK = "_skipstone_written"
+"""The attribute of a tensor that holds the number of the last reported write into it."""
+_PLAIN = (Tensor, nn.Parameter)
+"""Classes of tensors whose addresses can be asked for."""
+_LOCK = RLock()
+
+
+class ModelVersion(NamedTuple):
+    """How often other modules or parameters were found in a model, and how often other weights. The second rises with the
+    first."""
+
+    modules: int
+    weights: int
+
+
+class _Writes:
+    """Writes that torch does not count but reports. count: so far, in this process."""
+
+    count = 0
+
+    @classmethod
+    def report(cls, tensors: Iterable[Tensor]) -> None:
+        """Mark tensors as written."""
+        with _LOCK:
+            for one in tensors:
+                setattr(one, _MARK, cls.count + 1)
+            cls.count += 1  # last: who compares the count finds all marks
+
+
+class Values:
+    """The values that some tensors held when this was made. It keeps neither the tensors nor their memory alive."""
+
+    def __init__(self, tensors: Sequence[Tensor]) -> None:
+        _listen()
+        # the address of a storage is not given to another one while it is held weakly
+        self._storages = [StorageWeakRef(one.untyped_storage()) for one in tensors]
+        self._places = [one.cdata for one in self._storages]
+        self._writes = _Writes.count
+        self._are_plain = all(type(one) in _PLAIN and not one.is_inference() for one in tensors)
+        self._state = self._current(tensors)
+
+    def are_in(self, tensors: Sequence[Tensor]) -> bool:
+        """Whether these tensors hold the same values, as far as can be seen."""
+        if self._places != [one.untyped_storage()._cdata for one in tensors] or self._state != self._current(tensors):
+            return False
+        writes = _Writes.count
+        if self._writes == writes:
+            return True
+        if any(getattr(one, _MARK, 0) > self._writes for one in tensors):
+            return False
+        self._writes = writes
+        return True
+
+    def _current(self, tensors: Sequence[Tensor]) -> list[Any]:
+        """Addresses, strides and counts of writes of tensors in these storages."""
+        if self._are_plain:
+            counted = addressed = tensors
+        else:  # inference tensors count no writes, and tensors of other packages have no address
+            counted = [one for one in tensors if not one.is_inference()]
+            addressed = [one for one in tensors if type(one) in _PLAIN]
+        return [[one.data_ptr() for one in addressed], [one.stride() for one in tensors], [one._version for one in counted]]
+
+
+class _Seen:
+    """The modules and weights of a model as they were last seen, and its version. parts: ids of its modules. is_outdated: a
+    change was reported since."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self.version = ModelVersion(0, 0)
+        self.look(model)
+
+    def look(self, model: nn.Module) -> None:
+        """Take the model as it is now."""
+        parts = list(model.modules())
+        self.is_outdated = False
+        self.parts = {id(part) for part in parts}
+        self._child_places = [part._modules for part in parts]
+        self._weight_places = [part._parameters for part in parts]
+        self._children = self._current_children()
+        self._values = Values(self._weights())
+        # an offloaded weight is another object after every pass
+        found = (one for place in self._weight_places for one in place.values() if one is not None)
+        self._kinds = [(0 if one.is_meta else id(one), one.dtype, one.device) for one in found]
+
+    def compare(self, model: nn.Module) -> None:
+        """Bring the version up to date. No module is walked where nothing has changed."""
+        if not self.is_outdated and self._children == self._current_children() and self._values.are_in(self._weights()):
+            return
+        before = self._children, self._kinds
+        self.look(model)
+        modules, weights = self.version
+        self.version = ModelVersion(modules + (before != (self._children, self._kinds)), weights + 1)
+
+    def _current_children(self) -> tuple[list[Any], list[type]]:
+        children = [child for place in self._child_places for child in place.values() if child is not None]
+        return [*map(ref, children)], [*map(type, children)]
+
+    def _weights(self) -> list[Tensor]:
+        return [one for place in self._weight_places for one in place.values() if one is not None and not one.is_meta]
+
+
+_SEEN: WeakKeyDictionary[nn.Module, _Seen] = WeakKeyDictionary()
+
+
+def model_version(model: nn.Module) -> ModelVersion:
+    """The version of a model's modules and weights. Equal numbers of two calls mean that nothing has changed in between, as far
+    as can be seen."""
+    with _LOCK:
+        seen = _SEEN.get(model)
+        if seen is None:
+            seen = _SEEN[model] = _Seen(model)
+        else:
+            seen.compare(model)
+        return seen.version
+
+
+def keep_version(model: nn.Module) -> None:
+    """Say that a model's weights are what they were, although other objects hold them now."""
+    with _LOCK:
+        if model in _SEEN:
+            _SEEN[model].look(model)
+
+
+def refresh(model: nn.Module) -> None:
+    """Tell skipstone that a model's weights were changed in a way that cannot be seen.
+
+    Such ways are `parameter.data.copy_(...)` and other operations on `.data`, numpy arrays that share memory with a parameter,
+    another library's kernels, and weights that are offloaded. The next call of skipstone copies the weights again. Steps of
+    torch's optimizers, `load_state_dict` and operations on the parameters themselves need no `refresh`.
+
+    model: the model, a draft model or exit heads.
+    """
+    _Writes.report((*model.parameters(), *model.buffers()))
+    _outdate({id(part) for part in model.modules()})
+
+
+def _outdate(parts: set[int]) -> None:
+    """Have every model with one of these modules looked at again."""
+    with _LOCK:
+        for seen in _SEEN.values():
+            if not seen.parts.isdisjoint(parts):
+                seen.is_outdated = True
+
+
+@cache
+def _listen() -> None:
+    """Have torch report what it does not count. What was written before the first copy does not matter."""
+    register_optimizer_step_post_hook(_after_step)
+    register_module_module_registration_hook(_after_registration)
+
+
+def _after_step(optimizer: Any, *_: Any) -> None:
+    if not torch.compiler.is_compiling():  # the writes of a compiled step are counted
+        _Writes.report(one for group in optimizer.param_groups for one in group["params"])
+
+
+def _after_registration(parent: nn.Module, *_: Any) -> None:
+    _outdate({id(parent)})
