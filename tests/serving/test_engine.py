@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import gc
 import threading
 import time
+import weakref
 from typing import Any
 
 import pytest
@@ -15,7 +17,7 @@ from skipstone.decoding.draft import Step
 from skipstone.decoding.loop import Decoder, run
 from skipstone.decoding.method import Method
 from skipstone.models.layered import LayeredModel
-from skipstone.serving.engine import Engine, Steps, Told
+from skipstone.serving.engine import MOST_LANES, Engine, Steps, Told
 from skipstone.serving.jobs import CANCELLED, FAILED, LENGTH, TIMEOUT, Ended, Job, Piece, Refused
 from skipstone.serving.lanes import Lane
 from skipstone.serving.processors import Bias, Penalty
@@ -70,6 +72,57 @@ class Heard:
 @pytest.fixture
 def raw() -> Any:
     return families.build("llama", max_position_embeddings=8192)
+
+
+FREED: list[Method] = [
+    *METHODS,
+    skipstone.EarlyExit(exit_layer=2),
+    skipstone.SelfSpeculative(skip_attention=(1,), skip_mlp=(1,)),
+    skipstone.Swift(),
+    skipstone.PromptLookup(),
+    skipstone.Jacobi(),
+    skipstone.Lookahead(),
+    skipstone.Recycle(),
+]
+
+
+@pytest.mark.parametrize("method", FREED, ids=repr)
+def test_a_batch_group_is_freed_with_its_last_reference_while_no_garbage_is_collected(raw: Any, method: Method) -> None:
+    lane = Lane(LayeredModel(raw), method, 2, 256, 64, lambda *_: None)
+    for seed, (details, logprobs) in enumerate([(True, 2), (False, None)]):
+        job = Job(Request(prompt(20, seed), 8), method, logprobs=logprobs, details=details)
+        lane.admit(job)
+    kept = [weakref.ref(lane), weakref.ref(lane.decoder), weakref.ref(lane.decoder.session.store)]
+    was = gc.isenabled()
+    gc.disable()
+    try:
+        while lane.busy:
+            lane.step()
+        kept.append(weakref.ref(lane.decoder.session.store.keys[0]))
+        del lane
+        assert [one() for one in kept] == [None] * len(kept)
+    finally:
+        if was:
+            gc.enable()
+
+
+def test_an_engine_keeps_no_batch_group_that_it_has_let_go_of(raw: Any) -> None:
+    """Requests with ever new settings, and no garbage collection: as many groups as are allowed, and their memory is freed."""
+    heard, groups = Heard(), weakref.WeakSet[Any]()
+    gc.collect()
+    gc.disable()
+    engine = Engine(LayeredModel(raw), 2, 256, 8, heard)
+    try:
+        for count in range(1, 13):
+            method = skipstone.LayerSkip(exit_layer=2, num_speculative_tokens=count)
+            job = Job(Request(prompt(20, count), 4), method)
+            engine.submit([job])
+            heard.all_of([job])
+            groups.update(engine._lanes.values())
+        assert len(groups) <= MOST_LANES
+    finally:
+        gc.enable()
+        engine.stop()
 
 
 @pytest.mark.parametrize("method", METHODS, ids=repr)
