@@ -141,12 +141,17 @@ def _listen(
 ) -> None:
     """Until somebody ends it; with a status that says so, where there is no model any more. settings: as those of a server."""
     _expect_packages()
-    from skipstone.serving import logs, tracing
-    from skipstone.serving.listening import listen
-    from skipstone.serving.server import Server
-    from skipstone.serving.settings import Settings
+    from skipstone.serving.sockets import bound_socket
 
-    logs.set_up(log_format)
-    tracing.set_up()
-    if not listen(Server(load, Settings(*settings)), *place):
+    host, port, api_key = place
+    with bound_socket(host, port) as at:
+        from skipstone.serving import logs, tracing
+        from skipstone.serving.listening import listen
+        from skipstone.serving.server import Server
+        from skipstone.serving.settings import Settings
+
+        logs.set_up(log_format)
+        tracing.set_up()
+        whole = listen(Server(load, Settings(*settings)), at, api_key)
+    if not whole:
         raise typer.Exit(terminal.DEFECT)

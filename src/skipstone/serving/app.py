@@ -117,11 +117,11 @@ async def _answered(
         raise Refused(400, "stream_options needs stream=true")
     answer, updates = await server.answer(ask, body, chat=chat)
     if body.stream:
-        return Stream(_events(answer, updates, body), partial(server.abandon, answer))
+        return Stream(_events(answer, updates, body), partial(server.close, answer))
     try:
         found = await unless(_gone(request), _whole(answer, updates, body))
     finally:
-        server.abandon(answer)
+        server.close(answer)
     return Response(status_code=499) if found is None else JSONResponse(found)
 
 
@@ -137,11 +137,11 @@ async def _responded(server: Server, body: ResponseBody, request: Request) -> Re
     told = Told(answer, body)
     if body.stream:
         events = ({"event": one["type"], "data": _told(one)} async for one in told.events(updates))
-        return Stream(events, partial(server.abandon, answer))
+        return Stream(events, partial(server.close, answer))
     try:
         ended = await unless(_gone(request), _ended(updates))
     finally:
-        server.abandon(answer)
+        server.close(answer)
     return Response(status_code=499) if ended is None else JSONResponse(told.whole())
 
 

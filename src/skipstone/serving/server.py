@@ -34,6 +34,10 @@ WHY = {
 """State -> why nothing is written in it."""
 COMES_BACK = 5
 """Seconds after which a server that is loading, or is started anew, may be asked again."""
+LAST_WORDS = 3
+"""Seconds that clients have to read the end of their answers after nothing more is written."""
+DRAIN_POLL = 0.02
+"""Seconds between two looks at whether all answers are sent."""
 MOST_CAPACITY = 4096
 """Tokens of a text where nobody says more: the memory of keys and values follows it."""
 
@@ -43,11 +47,13 @@ Updates = AsyncGenerator[Update, None]
 
 
 class Server:
-    """load: gives model and tokenizer; called in a thread. state: "loading", "ready", "failed" or "stopping". failed: is called
-    on the event loop when nothing will be written any more, as the model could not be loaded or its thread has died."""
+    """load: gives model and tokenizer; called in a thread. state: "loading", "ready", "failed" or "stopping". became_ready: is
+    called on the event loop when requests are taken. failed: is called there when nothing will be written any more, because the
+    model could not be loaded or its thread has died."""
 
     def __init__(self, load: Callable[[], tuple[Any, Any]], settings: Settings) -> None:
         self.settings, self._load = settings, load
+        self.became_ready: Callable[[], None] = lambda: None
         self.failed: Callable[[], None] = lambda: None
         self.state = "loading"
         self.metrics = Metrics(settings.name)
@@ -55,6 +61,8 @@ class Server:
         self._schemas = ThreadPoolExecutor(1, thread_name_prefix="skipstone-schemas")
         self._compiling = 0  # schemas that it has or will have
         self._queues: dict[Job, asyncio.Queue[tuple[Job, Event]]] = {}
+        self._unsent: set[Answer] = set()  # answers whose clients have not got all of them
+        self._draining: asyncio.Task[None] | None = None
         self._engine: Engine | None = None
         self._asking: Asking | None = None
         self.tokenizer: Any = None
@@ -66,13 +74,17 @@ class Server:
         try:
             await self._loop.run_in_executor(self._texts, self._begin)
         except Exception as error:  # whatever it was, /health tells of it and the log has it
+            if self.state == "stopping":
+                return
             self.state = "failed"
             logger.error("the model could not be loaded: %s", error, exc_info=not isinstance(error, ValueError | OSError))
             self.failed()
             return
         gc.collect()
         gc.freeze()  # what was loaded stays: a full collection would walk over all of it, in the middle of a text
-        self.state = "ready"
+        if self.state == "loading":
+            self.state = "ready"
+            self.became_ready()
 
     def _begin(self) -> None:
         model, self.tokenizer = self._load()
@@ -83,11 +95,25 @@ class Server:
         self._asking = Asking(layered, self.tokenizer, method, capacity, settings.seconds)
         self._engine = Engine(layered, settings.rows, capacity, settings.waiting, self._post)
 
-    async def stop(self) -> None:
-        """Take nothing more, let texts end, then leave."""
-        self.state = "stopping"
+    async def drain(self) -> None:
+        """Take nothing more, let texts end, and wait until clients have got them. A text that is not written within
+        `settings.drain` seconds ends by an error."""
+        if self._draining is None:
+            self.state = "stopping"
+            self._draining = asyncio.ensure_future(self._drain())
+        await self._draining
+
+    async def _drain(self) -> None:
+        end = time.monotonic() + self.settings.drain
         if self._engine is not None:
             await self._loop.run_in_executor(None, self._engine.stop, self.settings.drain)
+        end = max(end, time.monotonic() + LAST_WORDS)
+        while self._unsent and time.monotonic() < end:
+            await asyncio.sleep(DRAIN_POLL)
+
+    async def stop(self) -> None:
+        """Drain, then leave."""
+        await self.drain()
         for threads in (self._texts, self._schemas):
             threads.shutdown(wait=False, cancel_futures=True)
 
@@ -174,6 +200,7 @@ class Server:
         answer = Answer(self.settings.name, choices, chat=chat, tokenizer=self.tokenizer)
         engine.submit(jobs)
         self._queues.update(dict.fromkeys(jobs, listener))
+        self._unsent.add(answer)
         begun(answer, body)
         return answer, self._updates(engine, answer, listener, whole_steps=body.stream_speculative)
 
@@ -195,6 +222,11 @@ class Server:
                 self.metrics.ended(choice)
                 if self._engine is not None:
                     self._engine.cancel(choice.job)
+
+    def close(self, answer: Answer) -> None:
+        """A client has got an answer, or has gone."""
+        self._unsent.discard(answer)
+        self.abandon(answer)
 
     async def _updates(
         self, engine: Engine, answer: Answer, listener: asyncio.Queue[tuple[Job, Event]], *, whole_steps: bool | str
