@@ -6,6 +6,7 @@ It runs in one thread of its own, beside the model's: transformers' preparation 
 import json
 from collections.abc import Callable, Sequence
 from dataclasses import fields, replace
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -23,6 +24,7 @@ from skipstone.serving.grammar import ANY_OBJECT, DEEPEST, Grammar, Grammars, to
 from skipstone.serving.jobs import Job, Likely
 from skipstone.serving.processors import Bias, Penalty
 from skipstone.serving.schemas import ChatBody, CompletionBody, Message, Sampled, TokenizeBody
+from skipstone.serving.templates import takes_arguments_as_text
 from skipstone.serving.tools import schema_of
 
 OFF = "off"
@@ -101,13 +103,17 @@ class Asking:
     def _too_long(self, found: str) -> str:
         return f"the prompt has {found}: this server takes {self.capacity} tokens a text, those it writes included"
 
+    @cached_property
+    def _arguments_as_text(self) -> bool:
+        return takes_arguments_as_text(self.tokenizer)
+
     def _chat(self, messages: Sequence[Message], tools: Sequence[dict[str, Any]] = ()) -> list[int]:
         template = self.tokenizer.chat_template
         if template is None:
             raise ValueError("this model has no chat template; send the text to /v1/completions")
         if tools and "tools" not in str(template):
             raise ValueError("tools: this model's chat template has none")
-        turns = [one.turn() for one in messages]
+        turns = [one.turn(self._arguments_as_text) for one in messages]
         if too_deep(turns, DEEPEST_CHAT) or too_deep(tools, DEEPEST_CHAT):
             raise ValueError(f"tools, and the arguments of calls, are nested at most {DEEPEST_CHAT} deep")
         if len(json.dumps(turns)) + len(json.dumps(tools)) > self._longest:
