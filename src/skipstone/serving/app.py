@@ -4,7 +4,6 @@ import asyncio
 import json
 from collections.abc import AsyncIterator, Callable
 from contextlib import aclosing, asynccontextmanager
-from functools import partial
 from typing import Any
 
 from fastapi import FastAPI, Request
@@ -114,11 +113,11 @@ async def _answered(
         raise Refused(400, "stream_options needs stream=true")
     answer, updates = await server.answer(ask, body, chat=chat)
     if body.stream:
-        return Stream(_events(answer, updates, body), partial(server.close, answer))
+        return Stream(_events(answer, updates, body), server, answer)
     try:
         found = await unless(_gone(request), _whole(answer, updates, body))
     finally:
-        server.close(answer)
+        server.abandon(answer)
     return Response(status_code=499) if found is None else JSONResponse(found)
 
 
@@ -134,11 +133,11 @@ async def _responded(server: Server, body: ResponseBody, request: Request) -> Re
     told = Told(answer, body)
     if body.stream:
         events = ({"event": one["type"], "data": _told(one)} async for one in told.events(updates))
-        return Stream(events, partial(server.close, answer))
+        return Stream(events, server, answer)
     try:
         ended = await unless(_gone(request), _ended(updates))
     finally:
-        server.close(answer)
+        server.abandon(answer)
     return Response(status_code=499) if ended is None else JSONResponse(told.whole())
 
 
@@ -151,17 +150,19 @@ async def _ended(updates: Updates) -> bool:
 
 
 class Stream(EventSourceResponse):
-    """Events until there are no more or the client has gone, which may be before the first one. ended: called then."""
+    """Events of an answer until there are no more or the client has gone, which may be before the first one."""
 
-    def __init__(self, events: AsyncIterator[Any], ended: Callable[[], None]) -> None:
+    def __init__(self, events: AsyncIterator[Any], server: Server, answer: Answer) -> None:
         super().__init__(events, ping=PING, sep="\n")
-        self._ended = ended
+        self._server, self._answer = server, answer
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        self._server.open_streams += 1
         try:
             await super().__call__(scope, receive, send)
         finally:
-            self._ended()
+            self._server.open_streams -= 1
+            self._server.abandon(self._answer)
 
 
 async def _whole(answer: Answer, updates: Updates, body: Sampled) -> dict[str, Any]:

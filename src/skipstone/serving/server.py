@@ -37,7 +37,7 @@ COMES_BACK = 5
 LAST_WORDS = 3
 """Seconds that clients have to read the end of their answers after nothing more is written."""
 DRAIN_POLL = 0.02
-"""Seconds between two looks at whether all answers are sent."""
+"""Seconds between two looks at whether all streams are sent."""
 MOST_CAPACITY = 4096
 """Tokens of a text where nobody says more: the memory of keys and values follows it."""
 
@@ -61,7 +61,7 @@ class Server:
         self._schemas = ThreadPoolExecutor(1, thread_name_prefix="skipstone-schemas")
         self._compiling = 0  # schemas that it has or will have
         self._queues: dict[Job, asyncio.Queue[tuple[Job, Event]]] = {}
-        self._unsent: set[Answer] = set()  # answers whose clients have not got all of them
+        self.open_streams = 0  # whose clients have not got all of them
         self._draining: asyncio.Task[None] | None = None
         self._engine: Engine | None = None
         self._asking: Asking | None = None
@@ -96,7 +96,7 @@ class Server:
         self._engine = Engine(layered, settings.rows, capacity, settings.waiting, self._post)
 
     async def drain(self) -> None:
-        """Take nothing more, let texts end, and wait until clients have got them. A text that is not written within
+        """Take nothing more, let texts end, and wait until streams are sent. A text that is not written within
         `settings.drain` seconds ends by an error."""
         if self._draining is None:
             self.state = "stopping"
@@ -108,7 +108,7 @@ class Server:
         if self._engine is not None:
             await self._loop.run_in_executor(None, self._engine.stop, self.settings.drain)
         end = max(end, time.monotonic() + LAST_WORDS)
-        while self._unsent and time.monotonic() < end:
+        while self.open_streams and time.monotonic() < end:
             await asyncio.sleep(DRAIN_POLL)
 
     async def stop(self) -> None:
@@ -200,7 +200,6 @@ class Server:
         answer = Answer(self.settings.name, choices, chat=chat, tokenizer=self.tokenizer)
         engine.submit(jobs)
         self._queues.update(dict.fromkeys(jobs, listener))
-        self._unsent.add(answer)
         begun(answer, body)
         return answer, self._updates(engine, answer, listener, whole_steps=body.stream_speculative)
 
@@ -222,11 +221,6 @@ class Server:
                 self.metrics.ended(choice)
                 if self._engine is not None:
                     self._engine.cancel(choice.job)
-
-    def close(self, answer: Answer) -> None:
-        """A client has got an answer, or has gone."""
-        self._unsent.discard(answer)
-        self.abandon(answer)
 
     async def _updates(
         self, engine: Engine, answer: Answer, listener: asyncio.Queue[tuple[Job, Event]], *, whole_steps: bool | str
