@@ -20,6 +20,14 @@ def _known_format(log_format: str) -> str:
     return log_format
 
 
+KvCacheMemoryBytes = Annotated[
+    int | None,
+    grouped(
+        "Scheduling",
+        "Bytes that keys and values of all methods' rows may take. Default: a quarter of the memory of the model's device.",
+        min=1,
+    ),
+]
 LogFormat = Annotated[
     str, grouped("Server", "text or json: what the lines of the log on stderr are; requests have one.", callback=_known_format)
 ]
@@ -54,6 +62,7 @@ def serve(
     max_waiting: Annotated[int, grouped("Scheduling", "Requests that wait; more are answered with 429.", min=0)] = 64,
     request_timeout: RequestTimeout = None,
     drain_timeout: DrainTimeout = 30.0,
+    kv_cache_memory_bytes: KvCacheMemoryBytes = None,
     log_format: LogFormat = "text",
     ray: Ray = False,
     ray_address: options.RayAddress = None,
@@ -78,7 +87,7 @@ def serve(
         return options.load(model, dtype, device, **setup, keep_weights=False)
 
     name = served_model_name or model or "skipstone-nano"
-    settings = name, asked, max_num_seqs, max_model_len, max_waiting, request_timeout, drain_timeout
+    settings = name, asked, max_num_seqs, max_model_len, max_waiting, request_timeout, drain_timeout, kv_cache_memory_bytes
     place = host, port, api_key or os.environ.get(API_KEY)
     numbers = replicas, min_replicas, max_replicas
     if ray:

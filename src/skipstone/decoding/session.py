@@ -82,6 +82,11 @@ class Session:
         return self.batch.store
 
     @property
+    def stores(self) -> list[tuple[LayeredModel, KVStore]]:
+        """All keys and values that it keeps, with their models."""
+        return [(self.model, self.store)]
+
+    @property
     def sampler(self) -> Sampler:
         return self.batch.sampler
 

@@ -1,6 +1,7 @@
 """The rows of one method: which job has which row, and whose prompt a free row still knows."""
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -12,10 +13,14 @@ from skipstone.decoding.record import Keeper
 from skipstone.decoding.sampling import Scores
 from skipstone.decoding.session import Session
 from skipstone.models.layered import LayeredModel
+from skipstone.models.memo import Memo
 from skipstone.serving.details import Details, details_of
 from skipstone.serving.jobs import LENGTH, STOP, Ended, Event, Job, Likely, Piece
 from skipstone.serving.layers import layers_of
+from skipstone.timing.machine import kv_bytes_of
 
+KV_BYTES: Memo[int] = Memo()
+"""Of a model: bytes of the keys and values of one token in all its layers."""
 LEAST_REUSED = 16
 """Tokens that a free row and a prompt have in common at the beginning, from which on that row is taken before any other."""
 
@@ -49,6 +54,18 @@ class Lane:
     def free(self) -> list[int]:
         """Rows without a job."""
         return [row for row, job in enumerate(self.jobs) if job is None]
+
+    def memory_bytes(self, tokens: int = 0) -> int:
+        """Bytes of keys and values that its texts will have taken when all are written, and with them one of so many tokens."""
+        session = self.decoder.session
+        longest = max((length_of(job) for job in self.jobs if job is not None), default=0)
+        slots = max(longest, tokens)
+        found = 0
+        for model, store in session.stores:
+            capacity = store.capacity_for(slots + session.scratch) if slots else store.capacity
+            of_token = KV_BYTES.get(model.model, str(model.kv_dtype), partial(kv_bytes_of, model))
+            found += store.rows * (capacity + 1) * of_token * store.layers // model.depth
+        return found
 
     @property
     def busy(self) -> bool:
@@ -165,6 +182,11 @@ class StepRecorder:
                 shape = {"depth": session.model.depth, "runs": session.store.layers}
                 details[row] = details_of(draft, row, verdict, logits, greedy=greedy, **shape)
         return likely, details
+
+
+def length_of(job: Job) -> int:
+    """Most tokens that a text may have, its prompt included."""
+    return len(job.request.prompt) + job.request.max_new_tokens
 
 
 def likely_of(logits: torch.Tensor, tokens: list[int], count: int) -> list[Likely]:

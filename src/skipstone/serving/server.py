@@ -8,13 +8,15 @@ from collections.abc import AsyncGenerator, Awaitable, Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, TypeVar
 
+from skipstone.decoding.method import Method
 from skipstone.hf.call import resolve_for
 from skipstone.models.layered import LayeredModel
 from skipstone.serving.answers import Answer, Choice
 from skipstone.serving.asking import Asking
-from skipstone.serving.engine import DIED, RETRY_AFTER, Engine, Steps, Told
+from skipstone.serving.engine import CHUNK, DIED, RETRY_AFTER, Engine, Steps, Told, default_kv_cache_bytes
 from skipstone.serving.grammar import Grammar
 from skipstone.serving.jobs import CANCELLED, FAILED, STOP, Ended, Event, Job, Piece, Refused, joined
+from skipstone.serving.lanes import Lane
 from skipstone.serving.metrics import Metrics
 from skipstone.serving.schemas import ChatBody
 from skipstone.serving.settings import Settings
@@ -93,7 +95,8 @@ class Server:
         method.check(layered)
         capacity = min(layered.max_positions, settings.capacity or MOST_CAPACITY)
         self._asking = Asking(layered, self.tokenizer, method, capacity, settings.seconds)
-        self._engine = Engine(layered, settings.rows, capacity, settings.waiting, self._post)
+        limit = kv_cache_bytes(layered, method, settings.rows, capacity, settings.kv_cache_memory_bytes)
+        self._engine = Engine(layered, settings.rows, capacity, settings.waiting, self._post, kv_cache_bytes=limit)
 
     async def drain(self) -> None:
         """Take nothing more, let texts end, and wait until streams are sent. A text that is not written within
@@ -275,6 +278,20 @@ class Server:
         text = choice.shown(choice.writer.rest())
         text += choice.end(STOP if choice.writer.stopped else ended.reason)
         return choice, text, None, start
+
+
+def kv_cache_bytes(model: LayeredModel, method: Method, rows: int, capacity: int, wanted: int | None) -> int:
+    """What keys and values may take: so much that the default method's rows have room for a text of full length. ValueError
+    where less is wanted."""
+    needed = Lane(model, method, rows, capacity, CHUNK, lambda *_: None).memory_bytes(capacity)
+    if wanted is None:
+        return max(default_kv_cache_bytes(model), needed)
+    if wanted < needed:
+        raise ValueError(
+            f"{rows} rows of {method.name} need {needed} bytes of keys and values for texts of {capacity} tokens, and "
+            f"--kv-cache-memory-bytes is {wanted}: raise it, or lower --max-num-seqs or --max-model-len"
+        )
+    return wanted
 
 
 async def unless(gone: Awaitable[Any], work: Awaitable[Found]) -> Found | None:

@@ -35,6 +35,7 @@ from skipstone.methods.shared import states
 from skipstone.methods.shared.draft_model import DraftModelSession
 from skipstone.models.engines.engine import Survival
 from skipstone.models.host import on_device
+from skipstone.models.kvstore import KVStore
 from skipstone.models.layered import LayeredModel
 
 LEAST_FOR_LOOKING = 1.0
@@ -133,6 +134,12 @@ class AutoSession(Session):
         self._judged: list[tuple[float, bool]] = []
         self._ranks: list[int] = []
         self.aside_seconds = self._looking_seconds = self._host_seconds = self._learning_seconds = 0.0
+
+    @property
+    def stores(self) -> list[tuple[LayeredModel, KVStore]]:
+        sessions = [one.session if isinstance(one, OwnRule) else one for one in self.drafters.values()]
+        found = [pair for one in sessions if isinstance(one, Session) for pair in one.stores]
+        return [*super().stores, *(pair for pair in found if pair[1] is not self.store)]
 
     @property
     def own_threads(self) -> bool:

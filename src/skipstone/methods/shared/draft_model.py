@@ -23,6 +23,7 @@ from skipstone.methods.shared.shortlist import ShortlistMethod, vocabulary_setti
 from skipstone.models.engines.choice import Setup, attach, attached
 from skipstone.models.frontier import Frontier
 from skipstone.models.host import across, counting, on_device
+from skipstone.models.kvstore import KVStore
 from skipstone.models.layered import LayeredModel
 from skipstone.models.memo import Memo
 
@@ -244,6 +245,10 @@ class DraftModelSession(ChainSession):
         self._committed = 0  # columns of it that hold committed tokens
         self._read: list[int] | None = None  # draft tokens of every row that it has read; None where rows do not differ
         self._path = self.root.new_empty((rows, 0))  # [B, width], draft tokens where the target is
+
+    @property
+    def stores(self) -> list[tuple[LayeredModel, KVStore]]:
+        return [*super().stores, *self.side.stores]
 
     @property
     def own_threads(self) -> bool:
