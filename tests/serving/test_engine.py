@@ -80,6 +80,7 @@ FREED: list[Method] = [
     skipstone.EarlyExit(exit_layer=2),
     skipstone.SelfSpeculative(skip_attention=(1,), skip_mlp=(1,)),
     skipstone.Swift(),
+    skipstone.Speculative(families.build("llama", num_hidden_layers=1, max_position_embeddings=8192)),
     skipstone.PromptLookup(),
     skipstone.Jacobi(),
     skipstone.Lookahead(),

@@ -31,6 +31,8 @@ OFF = "off"
 """What a request calls plain decoding."""
 THE_SERVERS = ("log", "heads", "draft_model", "draft_vocabulary", "profile")
 """Settings of methods that name files or models."""
+OF_THEIR_MODELS = ("draft_device", "draft_dtype")
+"""Settings of the models that these name. Every value of them loads one more model."""
 DEEPEST_CHAT = 100
 """Levels of what a chat template is given: it may call itself for every one, and runs out of stack."""
 MOST_SETTING = 64
@@ -136,8 +138,8 @@ class Asking:
         usual = resolve_for(self.model.model, method.name)
         for one in fields(method):
             value = getattr(method, one.name)
-            if one.name in THE_SERVERS and value != getattr(usual, one.name):
-                raise ValueError("speculative: settings that name files or models are the server's (--method), not a request's")
+            if one.name in (*THE_SERVERS, *OF_THEIR_MODELS) and value != getattr(usual, one.name):
+                raise ValueError("speculative: settings that name files or models, or load models, are the server's (--method)")
             most = max(MOST_SETTING, one.default if isinstance(one.default, int) else 0)
             if isinstance(value, int) and value > most:
                 raise ValueError(f"speculative: {one.name} is at most {most} in a request, found {value}")
