@@ -22,7 +22,7 @@ from skipstone.decoding.batch import Batch, Request
 from skipstone.decoding.draft import Draft, Picked, RowVerdict, Step, Verdict
 from skipstone.decoding.method import Method
 from skipstone.decoding.sampling import Scores
-from skipstone.decoding.session import Session
+from skipstone.decoding.session import Session, Stores
 from skipstone.decoding.settings import setting
 from skipstone.methods.auto import memory
 from skipstone.methods.auto.candidates import drafters_of, identities, refuse, usual
@@ -35,7 +35,6 @@ from skipstone.methods.shared import states
 from skipstone.methods.shared.draft_model import DraftModelSession
 from skipstone.models.engines.engine import Survival
 from skipstone.models.host import on_device
-from skipstone.models.kvstore import KVStore
 from skipstone.models.layered import LayeredModel
 
 LEAST_FOR_LOOKING = 1.0
@@ -125,8 +124,8 @@ class AutoSession(Session):
             for live, state in mind.states.items():
                 mind.log.state(live, state)
         self.log = mind.log
-        sessions = [one.session if isinstance(one, OwnRule) else one for one in drafters.values()]
-        draft_models = [one.draft_model for one in sessions if isinstance(one, DraftModelSession)]
+        self._sessions = [one.session if isinstance(one, OwnRule) else one for one in drafters.values()]
+        draft_models = [one.draft_model for one in self._sessions if isinstance(one, DraftModelSession)]
         self._engines = [one.engine for one in (model, *draft_models)]
         self._preparations = 0  # of these, when they were asked last
         self._take_preparations()
@@ -136,9 +135,8 @@ class AutoSession(Session):
         self.aside_seconds = self._looking_seconds = self._host_seconds = self._learning_seconds = 0.0
 
     @property
-    def stores(self) -> list[tuple[LayeredModel, KVStore]]:
-        sessions = [one.session if isinstance(one, OwnRule) else one for one in self.drafters.values()]
-        found = [pair for one in sessions if isinstance(one, Session) for pair in one.stores]
+    def stores(self) -> Stores:
+        found = [pair for one in self._sessions if isinstance(one, Session) for pair in one.stores]
         return [*super().stores, *(pair for pair in found if pair[1] is not self.store)]
 
     @property

@@ -13,7 +13,7 @@ from skipstone.assets import DRAFTS
 from skipstone.decoding.batch import Request
 from skipstone.decoding.draft import Draft, RowVerdict
 from skipstone.decoding.sampling import Scores
-from skipstone.decoding.session import PREFILL_CHUNK, Session
+from skipstone.decoding.session import PREFILL_CHUNK, Session, Stores
 from skipstone.decoding.settings import RejectionRule, setting
 from skipstone.loading import COMMIT, load_model, vocabulary
 from skipstone.methods.shared.chain import Chain, ChainSession
@@ -23,7 +23,6 @@ from skipstone.methods.shared.shortlist import ShortlistMethod, vocabulary_setti
 from skipstone.models.engines.choice import Setup, attach, attached
 from skipstone.models.frontier import Frontier
 from skipstone.models.host import across, counting, on_device
-from skipstone.models.kvstore import KVStore
 from skipstone.models.layered import LayeredModel
 from skipstone.models.memo import Memo
 
@@ -247,7 +246,7 @@ class DraftModelSession(ChainSession):
         self._path = self.root.new_empty((rows, 0))  # [B, width], draft tokens where the target is
 
     @property
-    def stores(self) -> list[tuple[LayeredModel, KVStore]]:
+    def stores(self) -> Stores:
         return [*super().stores, *self.side.stores]
 
     @property
