@@ -106,13 +106,19 @@ def token_ids(prompt: Any, tokenizer: Any, tools: Sequence[Mapping[str, Any]] = 
         raise ValueError(f"a prompt is a text or a chat (a list of {{'role', 'content'}}), found {type(prompt).__name__}")
     if tokenizer.chat_template is None:
         raise ValueError("this tokenizer has no chat template; pass the prompt as text")
-    jinja2 = installed("jinja2", "a chat template needs jinja2", "serve")
+    installed("jinja2", "a chat template needs jinja2", "serve")
     offered = {"tools": list(tools)} if tools else {}
     try:
         encoded = tokenizer.apply_chat_template(list(prompt), add_generation_prompt=True, return_dict=True, **offered)
-    except jinja2.TemplateError as error:  # such as a template that knows no system's messages
-        raise ValueError(f"the model's chat template refuses the messages: {error}") from None
+    except Exception as error:  # a template is a program of the model's: it may refuse the messages, or fail in any way
+        raise ValueError(f"the model's chat template refuses the messages: {_said(error)}") from error
     return list(encoded["input_ids"])
+
+
+def _said(error: Exception) -> str:
+    """What a chat template said, or how it failed."""
+    said = str(error).strip() or "no reason was given"
+    return said if type(error).__name__ == "TemplateError" else f"{type(error).__name__}: {said}"
 
 
 class Detokenizer:

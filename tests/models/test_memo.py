@@ -23,3 +23,15 @@ def test_of_more_values_than_may_be_kept_the_one_asked_for_longest_ago_goes() ->
     for key in (1, 2, 1, 3):
         memo.get(model, key, lambda key=key: 10 * key)
     assert memo.known(model) == {1: 10, 3: 30}
+
+
+def test_of_values_that_take_more_bytes_than_allowed_the_oldest_go_and_the_last_one_stays() -> None:
+    memo, model = Memo[bytearray](max_bytes=100, nbytes=len), Model()
+    for key, size in (("a", 40), ("b", 40), ("c", 40)):
+        memo.get(model, key, lambda size=size: bytearray(size))
+    assert list(memo.known(model)) == ["b", "c"]
+    memo.known(model)["c"].extend(bytes(200))  # it grows while it is in use
+    memo.get(model, "c", bytearray)
+    assert list(memo.known(model)) == ["c"]
+    memo.get(model, "d", bytearray)
+    assert list(memo.known(model)) == ["d"]

@@ -274,6 +274,8 @@ def test_any_object_and_what_is_no_schema(nano: InThread) -> None:
         ({"prompt": "a", "speculative": "speculative draft-model=/srv/x"}, "files"),
         ({"prompt": "a", "speculative": "layerskip exit_layer=4 draft-vocabulary=/etc/passwd"}, "files"),
         ({"prompt": "a", "speculative": '{"method": "self_speculative", "pro\\u0066ile": "/etc/passwd"}'}, "files"),
+        ({"prompt": "a", "speculative": "speculative draft_device=cpu:7"}, "load models"),
+        ({"prompt": "a", "speculative": "auto candidates='speculative draft_dtype=float16'"}, "load models"),
         ({"prompt": "a", "speculative": "prompt_lookup prompt_lookup_max=100000"}, "at most 64"),
         ({"prompt": "a", "speculative": "auto candidates='lookahead ngram=1000'"}, "at most 64"),
         ({"prompt": [99999999], "stream": True}, "out of range"),

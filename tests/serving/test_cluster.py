@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import socket
 import sys
 from pathlib import Path
 from typing import Any
@@ -10,7 +9,7 @@ from typing import Any
 import pytest
 
 from skipstone.assets import NANO
-from skipstone.serving.ray.cluster import Share, check_free, connect, places, reason, weights
+from skipstone.serving.ray.cluster import Share, connect, places, reason, weights
 from tests.helpers.commandline import run
 from tests.helpers.served import free_port
 
@@ -37,17 +36,6 @@ def test_weights_are_those_of_the_files(tmp_path: Path) -> None:
     assert weights(str(tmp_path / "a.safetensors")) == 10
     assert weights("owner/name") == 0
     assert weights(None) == sum(file.stat().st_size for file in NANO.glob("*.safetensors"))
-
-
-def test_a_place_that_is_taken_is_said() -> None:
-    with socket.socket() as one:
-        one.bind(("127.0.0.1", 0))
-        one.listen()
-        port = one.getsockname()[1]
-        with pytest.raises(OSError, match="in use") as found:
-            check_free("127.0.0.1", port)
-        assert found.value.filename == f"127.0.0.1:{port}"
-    check_free("127.0.0.1", free_port())
 
 
 def test_why_a_replica_does_not_start_is_the_last_line_of_its_traceback() -> None:

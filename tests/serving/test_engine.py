@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import gc
 import threading
 import time
+import weakref
 from typing import Any
 
 import pytest
@@ -14,6 +16,7 @@ from skipstone.decoding.batch import Request
 from skipstone.decoding.draft import Step
 from skipstone.decoding.loop import Decoder, run
 from skipstone.decoding.method import Method
+from skipstone.limits import MAX_BATCH_GROUPS
 from skipstone.models.layered import LayeredModel
 from skipstone.serving.engine import Engine, Steps, Told
 from skipstone.serving.jobs import CANCELLED, FAILED, LENGTH, TIMEOUT, Ended, Job, Piece, Refused
@@ -70,6 +73,110 @@ class Heard:
 @pytest.fixture
 def raw() -> Any:
     return families.build("llama", max_position_embeddings=8192)
+
+
+FREED: list[Method] = [
+    *METHODS,
+    skipstone.EarlyExit(exit_layer=2),
+    skipstone.SelfSpeculative(skip_attention=(1,), skip_mlp=(1,)),
+    skipstone.Swift(),
+    skipstone.Speculative(families.build("llama", num_hidden_layers=1, max_position_embeddings=8192)),
+    skipstone.PromptLookup(),
+    skipstone.Jacobi(),
+    skipstone.Lookahead(),
+    skipstone.Recycle(),
+]
+
+
+@pytest.mark.parametrize("method", FREED, ids=repr)
+def test_a_batch_group_is_freed_with_its_last_reference_while_no_garbage_is_collected(raw: Any, method: Method) -> None:
+    lane = Lane(LayeredModel(raw), method, 2, 256, 64, lambda *_: None)
+    for seed, (details, logprobs) in enumerate([(True, 2), (False, None)]):
+        job = Job(Request(prompt(20, seed), 8), method, logprobs=logprobs, details=details)
+        lane.admit(job)
+    kept = [weakref.ref(lane), weakref.ref(lane.decoder), weakref.ref(lane.decoder.session.store)]
+    was = gc.isenabled()
+    gc.disable()
+    try:
+        while lane.busy:
+            lane.step()
+        kept.append(weakref.ref(lane.decoder.session.store.keys[0]))
+        del lane
+        assert [one() for one in kept] == [None] * len(kept)
+    finally:
+        if was:
+            gc.enable()
+
+
+def test_an_engine_keeps_no_batch_group_that_it_has_let_go_of(raw: Any) -> None:
+    """Requests with ever new settings, and no garbage collection: as many groups as are allowed, and their memory is freed."""
+    heard, groups = Heard(), weakref.WeakSet[Any]()
+    gc.collect()
+    gc.disable()
+    engine = Engine(LayeredModel(raw), 2, 256, 8, heard)
+    try:
+        for count in range(1, 13):
+            method = skipstone.LayerSkip(exit_layer=2, num_speculative_tokens=count)
+            job = Job(Request(prompt(20, count), 4), method)
+            engine.submit([job])
+            heard.all_of([job])
+            groups.update(engine._lanes.values())
+        assert len(groups) <= MAX_BATCH_GROUPS
+    finally:
+        gc.enable()
+        engine.stop()
+
+
+def held_bytes(lane: Lane) -> int:
+    """What a group's stores hold, as these say it."""
+    return sum(store.bytes() for _, store in lane.decoder.session.stores)
+
+
+@pytest.mark.parametrize("method", FREED, ids=repr)
+def test_a_batch_group_takes_no_more_than_it_was_expected_to(raw: Any, method: Method) -> None:
+    lane = Lane(LayeredModel(raw), method, 2, 512, 64, lambda *_: None)
+    job = Job(Request(prompt(150, 0), 90), method)
+    expected = lane.memory_bytes(240)
+    lane.admit(job)
+    assert lane.memory_bytes() == expected
+    while lane.busy:
+        lane.step()
+        assert held_bytes(lane) <= expected
+    assert held_bytes(lane) == lane.memory_bytes() > expected // 4
+
+
+def test_groups_of_many_settings_take_no_more_bytes_than_allowed_and_every_text_is_right(raw: Any) -> None:
+    model, heard = LayeredModel(raw), Heard()
+    methods = [skipstone.LayerSkip(exit_layer=2, num_speculative_tokens=count) for count in range(1, 9)]
+    limit = Lane(model, methods[0], 2, 256, 64, lambda *_: None).memory_bytes(64) * 5 // 2  # two groups, and not three
+    most = 0
+
+    class Watched(Engine):
+        def _expire(self) -> None:
+            nonlocal most
+            most = max(most, sum(map(held_bytes, self._lanes.values())))
+            super()._expire()
+
+    engine = Watched(model, 2, 256, 32, heard, kv_cache_bytes=limit)
+    jobs = [Job(Request(prompt(20, seed), 24), method) for seed in range(3) for method in methods]
+    engine.submit(jobs)
+    heard.all_of(jobs)
+    engine.stop()
+    assert 0 < most <= limit
+    for job in jobs:
+        assert heard.tokens[job] == written(raw, job.method, job.request.prompt, 24)
+
+
+def test_a_text_for_which_there_is_never_memory_is_refused_with_the_setting_s_name(raw: Any) -> None:
+    model, heard, method = LayeredModel(raw), Heard(), skipstone.Autoregressive()
+    limit = Lane(model, method, 2, 1024, 64, lambda *_: None).memory_bytes(64)
+    engine = Engine(model, 2, 1024, 8, heard, kv_cache_bytes=limit)
+    short, long = Job(Request(prompt(20, 0), 8), method), Job(Request(prompt(500, 1), 8), method)
+    engine.submit([long, short])
+    heard.all_of([long, short])
+    engine.stop()
+    assert (heard.ended[short].reason, heard.ended[long].status) == (LENGTH, 400)
+    assert "--kv-cache-memory-bytes" in heard.ended[long].message
 
 
 @pytest.mark.parametrize("method", METHODS, ids=repr)

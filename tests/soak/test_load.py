@@ -8,6 +8,7 @@ import json
 import os
 import random
 import time
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from importlib.resources import files
 from typing import Any
@@ -16,6 +17,7 @@ import httpx
 import pytest
 
 import skipstone
+from skipstone.limits import METHOD_STATE_BYTES
 from tests.helpers.served import Busy, Process, caller, goes_away, hear, p95, serving
 
 pytestmark = pytest.mark.soak
@@ -32,6 +34,12 @@ LENGTHS = (1, 8, 24, 48, 96)
 DISCONNECTED = 1000
 MORE_MEMORY = 0.05
 """Share of the resident memory after a warm-up that clients who went may have added."""
+KV_CACHE_BYTES = 256 << 20
+"""What a server may take for keys and values while methods change with every request."""
+SLACK_BYTES = 256 << 20
+"""What allocators keep, and the draft model: beside everything that has a limit of its own."""
+LOOPING = 4
+"""Clients that loop over plain completions while a draft model is loaded."""
 GOES = ("connecting", "half a request", "a request", "some text", "all")
 
 
@@ -79,7 +87,7 @@ def pool() -> list[Case]:
     return cases
 
 
-async def ask_on(http: httpx.AsyncClient, cases: list[Case], draw: random.Random, until: float, seen: Seen) -> None:
+async def ask_on(http: httpx.AsyncClient, cases: Sequence[Case], draw: random.Random, until: float, seen: Seen) -> None:
     """A client with one request at a time. It obeys when it is told to wait."""
     while time.perf_counter() < until:
         case = draw.choice(cases)
@@ -120,6 +128,65 @@ def test_fifty_clients_that_stream_get_the_texts_of_generate_and_no_error_but_42
     assert not seen.wrong, f"{len(seen.wrong)} of {seen.answers}, the first: {seen.wrong[0]}"
     assert seen.answers > CLIENTS
     assert seen.refused, "more clients than rows and places to wait: some have to be told to come again"
+
+
+def settings() -> Iterator[dict[str, Any]]:
+    """Ever new ones, of methods whose greedy text is that of plain decoding."""
+    for count in itertools.count():
+        yield {"method": "layerskip", "exit_layer": 2 + count % 11, "num_speculative_tokens": 1 + count % 16}
+        yield {"method": "speculative", "num_speculative_tokens": 1 + count % 16}
+        yield {"method": "lookahead", "window": 2 + count % 7, "ngram": 2 + count % 4, "guesses": 1 + count % 9}
+        yield {"method": "recycle", "nodes": 1 + count % 32, "candidates": 1 + count % 8}
+        yield {"method": "prompt_lookup", "num_speculative_tokens": 1 + count % 24}
+        yield {"method": "jacobi", "block": 2 + count % 24}
+
+
+def greedy_pool(dtype: str, count: int = 24) -> list[Case]:
+    """Of some prompts one greedy request each, without a method."""
+    model, tokenizer = skipstone.load(None, dtype=dtype)
+    options = {"tokenizer": tokenizer, "max_new_tokens": 24, "do_sample": False}
+    texts = {one: skipstone.generate(model, one, "autoregressive", **options).text for one in prompts()[:count]}
+    body = {"max_tokens": 24, "temperature": 0, "stream_options": {"include_usage": True}}
+    return [Case({"prompt": one, **body}, str(text)) for one, text in texts.items()]
+
+
+class ChangingSettings(Sequence[Case]):
+    """Requests of a pool, each with settings of its own."""
+
+    def __init__(self, cases: list[Case]) -> None:
+        self._cases, self._settings = cases, settings()
+
+    def __len__(self) -> int:
+        return len(self._cases)
+
+    def __getitem__(self, place: Any) -> Any:
+        case = self._cases[place]
+        return Case({**case.body, "speculative": next(self._settings)}, case.text)
+
+
+def test_settings_that_change_with_every_request_and_a_draft_model_loaded_under_load_take_bounded_memory() -> None:
+    cases, seen = greedy_pool("bfloat16"), Seen()
+    plain = [Case({**one.body, "speculative": "off"}, one.text) for one in cases]
+    by_draft_model = [Case({**one.body, "speculative": "speculative"}, one.text) for one in cases]
+
+    async def all_clients(url: str) -> None:
+        now = time.perf_counter()
+        async with caller(url) as http:
+            looping = [ask_on(http, plain, random.Random(one), now + SECONDS, seen) for one in range(LOOPING)]
+            loading = ask_on(http, by_draft_model, random.Random(-1), now + SECONDS, seen)
+            changing = ask_on(http, ChangingSettings(cases), random.Random(-2), now + SECONDS, seen)
+            await asyncio.gather(*looping, loading, changing)
+
+    options = ("--dtype", "bfloat16", "--max-model-len", "1024", "--kv-cache-memory-bytes", str(KV_CACHE_BYTES))
+    with serving(*options) as served:
+        before = served.resident()
+        asyncio.run(all_clients(served.url))
+        served.until_idle()
+        grown = served.resident() - before
+    print(f"\n{seen.answers} answers in {SECONDS:g} s, settings change with every request: memory {grown / 2**20:+.0f} MiB")
+    assert not seen.wrong, f"{len(seen.wrong)} of {seen.answers}, the first: {seen.wrong[0]}"
+    assert seen.answers > LOOPING
+    assert grown < KV_CACHE_BYTES + METHOD_STATE_BYTES + SLACK_BYTES
 
 
 def leave(served: Process, count: int, draw: random.Random) -> None:

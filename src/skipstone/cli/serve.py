@@ -20,6 +20,14 @@ def _known_format(log_format: str) -> str:
     return log_format
 
 
+KvCacheMemoryBytes = Annotated[
+    int | None,
+    grouped(
+        "Scheduling",
+        "Bytes that keys and values of all methods' rows may take. Default: a quarter of the memory of the model's device.",
+        min=1,
+    ),
+]
 LogFormat = Annotated[
     str, grouped("Server", "text or json: what the lines of the log on stderr are; requests have one.", callback=_known_format)
 ]
@@ -54,6 +62,7 @@ def serve(
     max_waiting: Annotated[int, grouped("Scheduling", "Requests that wait; more are answered with 429.", min=0)] = 64,
     request_timeout: RequestTimeout = None,
     drain_timeout: DrainTimeout = 30.0,
+    kv_cache_memory_bytes: KvCacheMemoryBytes = None,
     log_format: LogFormat = "text",
     ray: Ray = False,
     ray_address: options.RayAddress = None,
@@ -78,7 +87,7 @@ def serve(
         return options.load(model, dtype, device, **setup, keep_weights=False)
 
     name = served_model_name or model or "skipstone-nano"
-    settings = name, asked, max_num_seqs, max_model_len, max_waiting, request_timeout, drain_timeout
+    settings = name, asked, max_num_seqs, max_model_len, max_waiting, request_timeout, drain_timeout, kv_cache_memory_bytes
     place = host, port, api_key or os.environ.get(API_KEY)
     numbers = replicas, min_replicas, max_replicas
     if ray:
@@ -141,12 +150,17 @@ def _listen(
 ) -> None:
     """Until somebody ends it; with a status that says so, where there is no model any more. settings: as those of a server."""
     _expect_packages()
-    from skipstone.serving import logs, tracing
-    from skipstone.serving.listening import listen
-    from skipstone.serving.server import Server
-    from skipstone.serving.settings import Settings
+    from skipstone.serving.sockets import bound_socket
 
-    logs.set_up(log_format)
-    tracing.set_up()
-    if not listen(Server(load, Settings(*settings)), *place):
+    host, port, api_key = place
+    with bound_socket(host, port) as at:
+        from skipstone.serving import logs, tracing
+        from skipstone.serving.listening import listen
+        from skipstone.serving.server import Server
+        from skipstone.serving.settings import Settings
+
+        logs.set_up(log_format)
+        tracing.set_up()
+        whole = listen(Server(load, Settings(*settings)), at, api_key)
+    if not whole:
         raise typer.Exit(terminal.DEFECT)

@@ -22,6 +22,8 @@ from skipstone.models.passes import Pass
 PREFILL_CHUNK = 512  # prompt tokens that a row runs in one pass, unless told
 CPU_PREFILLED_TOGETHER = 64
 """Prompt tokens that keep a CPU busy: further rows make a pass longer by as much as they are, and all wait for its end."""
+Stores = list[tuple[LayeredModel, KVStore]]
+"""Keys and values, each with the model that they are of."""
 NO_PREDICTIONS = "a prediction is drafted by methods that look drafts up: auto or prompt_lookup"
 
 
@@ -80,6 +82,11 @@ class Session:
     @property
     def store(self) -> KVStore:
         return self.batch.store
+
+    @property
+    def stores(self) -> Stores:
+        """All keys and values that it keeps, with their models."""
+        return [(self.model, self.store)]
 
     @property
     def sampler(self) -> Sampler:

@@ -29,6 +29,8 @@ from skipstone.models.layered import LayeredModel
 
 RANK_ACCEPTANCES = (0.42, 0.14, 0.09, 0.05, 0.03, 0.02, 0.015, 0.01)
 """How often the token that was kept first, second, ... for a token is what follows it. What the tree's shape is made by."""
+ENTRY_BYTES, TOKEN_BYTES = 200, 40
+"""What Python takes for a token's list of continuations, and for each number in it."""
 DEPTH = 6
 """Most tokens on a path (the paper's tree has as many levels)."""
 
@@ -58,6 +60,11 @@ class Kept:
 
     continuations: dict[int, list[int]] = field(default_factory=dict)
     steps: int = 0
+
+    @property
+    def nbytes(self) -> int:
+        width = len(next(iter(self.continuations.values()), ()))
+        return len(self.continuations) * (ENTRY_BYTES + width * TOKEN_BYTES)
 
     def report(self) -> dict[str, Any]:
         return {"steps": self.steps, "tokens": len(self.continuations)}

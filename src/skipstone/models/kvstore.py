@@ -51,7 +51,13 @@ class KVStore:
             return
         if slots > self.limit:
             raise ValueError(f"the KV store was made for {self.limit} slots a row, {slots} are needed")
-        self.resize(min(self.limit, max(64, 1 << (slots - 1).bit_length())))
+        self.resize(self.capacity_for(slots))
+
+    def capacity_for(self, slots: int) -> int:
+        """Slots a row that there are once `slots` of them, the limit at most, were asked for."""
+        if slots <= self.capacity:
+            return self.capacity
+        return min(self.limit, max(64, 1 << (slots - 1).bit_length()))
 
     def resize(self, capacity: int) -> None:
         """Make room for exactly so many slots a row, more than it has now, whatever the limit."""

@@ -4,7 +4,6 @@ import asyncio
 import json
 from collections.abc import AsyncIterator, Callable
 from contextlib import aclosing, asynccontextmanager
-from functools import partial
 from typing import Any
 
 from fastapi import FastAPI, Request
@@ -17,7 +16,7 @@ from starlette.types import Receive, Scope, Send
 from skipstone import __version__
 from skipstone.serving import errors, logs, playground, tracing
 from skipstone.serving.answers import Answer
-from skipstone.serving.guard import Guard
+from skipstone.serving.guard import DefectHandler, Guard
 from skipstone.serving.jobs import Job, Refused
 from skipstone.serving.responses import ResponseBody, Told
 from skipstone.serving.schemas import ChatBody, CompletionBody, DetokenizeBody, Sampled, TokenizeBody
@@ -46,6 +45,7 @@ def make_app(server: Server, api_key: str | None = None) -> FastAPI:
     _texts(app, server)
     _about(app, server)
     playground.add(app)
+    app.add_middleware(DefectHandler)
     app.add_middleware(Guard, api_key=api_key)
     tellers = [server.metrics.request, *tracing.tellers(), logs.request]
     app.add_middleware(Watch, model=server.settings.name, tellers=tellers)
@@ -67,10 +67,6 @@ def _errors(app: FastAPI) -> None:
     async def unknown(request: Request, error: HTTPException) -> Response:
         said = {404: f"there is no {request.url.path}", 405: f"{request.method} is not what {request.url.path} takes"}
         return errors.response(said.get(error.status_code, str(error.detail)), error.status_code)
-
-    @app.exception_handler(Exception)
-    async def defect(_: Request, error: Exception) -> Response:
-        return errors.response("a defect of the server: see its log", 500)
 
 
 def _texts(app: FastAPI, server: Server) -> None:
@@ -117,7 +113,7 @@ async def _answered(
         raise Refused(400, "stream_options needs stream=true")
     answer, updates = await server.answer(ask, body, chat=chat)
     if body.stream:
-        return Stream(_events(answer, updates, body), partial(server.abandon, answer))
+        return Stream(_events(answer, updates, body), server, answer)
     try:
         found = await unless(_gone(request), _whole(answer, updates, body))
     finally:
@@ -137,7 +133,7 @@ async def _responded(server: Server, body: ResponseBody, request: Request) -> Re
     told = Told(answer, body)
     if body.stream:
         events = ({"event": one["type"], "data": _told(one)} async for one in told.events(updates))
-        return Stream(events, partial(server.abandon, answer))
+        return Stream(events, server, answer)
     try:
         ended = await unless(_gone(request), _ended(updates))
     finally:
@@ -154,17 +150,19 @@ async def _ended(updates: Updates) -> bool:
 
 
 class Stream(EventSourceResponse):
-    """Events until there are no more or the client has gone, which may be before the first one. ended: called then."""
+    """Events of an answer until there are no more or the client has gone, which may be before the first one."""
 
-    def __init__(self, events: AsyncIterator[Any], ended: Callable[[], None]) -> None:
+    def __init__(self, events: AsyncIterator[Any], server: Server, answer: Answer) -> None:
         super().__init__(events, ping=PING, sep="\n")
-        self._ended = ended
+        self._server, self._answer = server, answer
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        self._server.open_streams += 1
         try:
             await super().__call__(scope, receive, send)
         finally:
-            self._ended()
+            self._server.open_streams -= 1
+            self._server.abandon(self._answer)
 
 
 async def _whole(answer: Answer, updates: Updates, body: Sampled) -> dict[str, Any]:
@@ -201,6 +199,12 @@ def _told(value: Any) -> str:
     return json.dumps(value, ensure_ascii=False, allow_nan=False)
 
 
+def _model(server: Server) -> dict[str, Any]:
+    """The model, as OpenAI's API has it."""
+    model = {"id": server.settings.name, "object": "model", "created": server.started, "owned_by": "skipstone"}
+    return model | {"max_model_len": server.asking.capacity}
+
+
 def _about(app: FastAPI, server: Server) -> None:
     """The routes that tell of the server."""
 
@@ -216,9 +220,12 @@ def _about(app: FastAPI, server: Server) -> None:
 
     @app.get("/v1/models")
     async def models() -> dict[str, Any]:
-        capacity = server.asking.capacity
-        model = {"id": server.settings.name, "object": "model", "created": server.started, "owned_by": "skipstone"}
-        return {"object": "list", "data": [model | {"max_model_len": capacity}]}
+        return {"object": "list", "data": [_model(server)]}
+
+    @app.get("/v1/models/{model:path}")  # an id may have slashes
+    async def retrieve(model: str) -> dict[str, Any]:
+        _known(server, model)
+        return _model(server)
 
     @app.get("/server_info")
     async def info() -> dict[str, Any]:

@@ -6,6 +6,7 @@ It runs in one thread of its own, beside the model's: transformers' preparation 
 import json
 from collections.abc import Callable, Sequence
 from dataclasses import fields, replace
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -23,12 +24,15 @@ from skipstone.serving.grammar import ANY_OBJECT, DEEPEST, Grammar, Grammars, to
 from skipstone.serving.jobs import Job, Likely
 from skipstone.serving.processors import Bias, Penalty
 from skipstone.serving.schemas import ChatBody, CompletionBody, Message, Sampled, TokenizeBody
+from skipstone.serving.templates import takes_arguments_as_text
 from skipstone.serving.tools import schema_of
 
 OFF = "off"
 """What a request calls plain decoding."""
 THE_SERVERS = ("log", "heads", "draft_model", "draft_vocabulary", "profile")
 """Settings of methods that name files or models."""
+OF_THEIR_MODELS = ("draft_device", "draft_dtype")
+"""Settings of the models that these name. Every value of them loads one more model."""
 DEEPEST_CHAT = 100
 """Levels of what a chat template is given: it may call itself for every one, and runs out of stack."""
 MOST_SETTING = 64
@@ -101,13 +105,17 @@ class Asking:
     def _too_long(self, found: str) -> str:
         return f"the prompt has {found}: this server takes {self.capacity} tokens a text, those it writes included"
 
+    @cached_property
+    def _arguments_as_text(self) -> bool:
+        return takes_arguments_as_text(self.tokenizer)
+
     def _chat(self, messages: Sequence[Message], tools: Sequence[dict[str, Any]] = ()) -> list[int]:
         template = self.tokenizer.chat_template
         if template is None:
             raise ValueError("this model has no chat template; send the text to /v1/completions")
         if tools and "tools" not in str(template):
             raise ValueError("tools: this model's chat template has none")
-        turns = [one.turn() for one in messages]
+        turns = [one.turn(self._arguments_as_text) for one in messages]
         if too_deep(turns, DEEPEST_CHAT) or too_deep(tools, DEEPEST_CHAT):
             raise ValueError(f"tools, and the arguments of calls, are nested at most {DEEPEST_CHAT} deep")
         if len(json.dumps(turns)) + len(json.dumps(tools)) > self._longest:
@@ -130,8 +138,8 @@ class Asking:
         usual = resolve_for(self.model.model, method.name)
         for one in fields(method):
             value = getattr(method, one.name)
-            if one.name in THE_SERVERS and value != getattr(usual, one.name):
-                raise ValueError("speculative: settings that name files or models are the server's (--method), not a request's")
+            if one.name in (*THE_SERVERS, *OF_THEIR_MODELS) and value != getattr(usual, one.name):
+                raise ValueError("speculative: settings that name files or models, or load models, are the server's (--method)")
             most = max(MOST_SETTING, one.default if isinstance(one.default, int) else 0)
             if isinstance(value, int) and value > most:
                 raise ValueError(f"speculative: {one.name} is at most {most} in a request, found {value}")

@@ -15,13 +15,12 @@ import torch
 
 from skipstone.decoding.draft import Step
 from skipstone.decoding.method import Method
+from skipstone.limits import KV_CACHE_SHARE, MAX_BATCH_GROUPS, device_memory_bytes
 from skipstone.models.layered import LayeredModel
 from skipstone.serving.jobs import CANCELLED, FAILED, LENGTH, TIMEOUT, Ended, Event, Job, Refused
-from skipstone.serving.lanes import Lane
+from skipstone.serving.lanes import Lane, length_of
 from skipstone.serving.reading import Reading
 
-MOST_LANES = 4
-"""Methods that have rows at a time: each has keys and values of its own."""
 CHUNK = 256
 """Prompt tokens that a row runs between two decoding steps of the others."""
 POSTED_EVERY = 0.010
@@ -52,10 +51,21 @@ class DeviceFailed(Exception):
 
 class Engine:
     """Writes texts. rows: of every method. capacity: most tokens of a text, its prompt included. waiting: most jobs that wait
-    for a row. chunk: as CHUNK. post: is told what happens."""
+    for a row. post: is told what happens. chunk: as CHUNK. kv_cache_bytes: what the keys and values of all methods' rows may
+    take together; None for a share of the device's memory."""
 
-    def __init__(self, model: LayeredModel, rows: int, capacity: int, waiting: int, post: Post, chunk: int = CHUNK) -> None:
+    def __init__(
+        self,
+        model: LayeredModel,
+        rows: int,
+        capacity: int,
+        waiting: int,
+        post: Post,
+        chunk: int = CHUNK,
+        kv_cache_bytes: int | None = None,
+    ) -> None:
         self.model, self.rows, self.capacity, self.most_waiting, self.chunk = model, rows, capacity, waiting, chunk
+        self.kv_cache_bytes = default_kv_cache_bytes(model) if kv_cache_bytes is None else kv_cache_bytes
         self._post = post
         self._inbox: queue.SimpleQueue[Job | Callable[[], None]] = queue.SimpleQueue()
         self._waiting: deque[Job] = deque()
@@ -221,20 +231,23 @@ class Engine:
             self._count(error)
 
     def _admit(self) -> None:
-        """Give rows to those that wait, the first ones first. One whose method has no row left holds up no other method; one
-        whose method has no lane holds up those behind it whose lane will be empty soonest."""
+        """Give rows to those that wait, the first ones first. One whose method has no row left holds up no other method. One
+        for whose method there is no group, or no memory, holds up those of the method with the fewest texts: its rows become
+        free so."""
         full = set[str]()
+        blocked = False  # whether one waits for a group or for memory; then no further group is made
         for job in list(self._waiting):
             name = job.method.spelled
-            if name in full or job.unread:
+            if name in full or job.unread or (blocked and name not in self._lanes):
                 continue
             try:
                 lane = self._lane(job.method)
-                if lane is None:  # those of the method with the fewest texts are let out, so that its rows become free
-                    full |= {name, min(self._lanes.values(), key=lambda one: len(one.jobs) - len(one.free)).method.spelled}
-                    continue
-                if not lane.free:
+                if lane is not None and not lane.free:
                     full.add(name)
+                    continue
+                if lane is None or not self._has_memory(lane, length_of(job)):
+                    blocked = True
+                    full |= {name, self._method_with_fewest_texts(name)}
                     continue
                 self._unqueue(job)
                 job.waited = time.monotonic() - job.asked
@@ -245,6 +258,10 @@ class Engine:
                 logger.exception("a request could not be begun")
                 self._fail(job, Ended(FAILED, "the request could not be begun: see the server's log"))
                 self._count(error)
+
+    def _method_with_fewest_texts(self, besides: str) -> str:
+        groups = [(len(one.jobs) - len(one.free), name) for name, one in self._lanes.items() if one.busy and name != besides]
+        return min(groups)[1] if groups else besides
 
     def _end_read(self) -> None:
         """End those of whom nothing but the prompt is wanted, when it is read."""
@@ -265,16 +282,33 @@ class Engine:
         self._tell(job, ended)
 
     def _lane(self, method: Method) -> Lane | None:
-        """The rows of a method; None while all lanes that there may be are at work for others."""
-        if (lane := self._lanes.get(method.spelled)) is not None:
-            return lane
-        if len(self._lanes) >= MOST_LANES:
-            idle = next((name for name, lane in self._lanes.items() if not lane.busy), None)
-            if idle is None:
+        """The rows of a method; None while all groups that there may be are at work for others."""
+        name = method.spelled
+        if (lane := self._lanes.pop(name, None)) is None:
+            if len(self._lanes) >= MAX_BATCH_GROUPS and not self._drop_idle_group():
                 return None
-            del self._lanes[idle]
-        lane = self._lanes[method.spelled] = Lane(self.model, method, self.rows, self.capacity, self.chunk, self._tell)
+            lane = Lane(self.model, method, self.rows, self.capacity, self.chunk, self._tell)
+        self._lanes[name] = lane  # the last one now
         return lane
+
+    def _has_memory(self, lane: Lane, tokens: int) -> bool:
+        """Whether a text of so many tokens may join a group; groups that have no texts are given up for it. ValueError where
+        the group alone would take too much."""
+        needed = lane.memory_bytes(tokens)
+        if needed > self.kv_cache_bytes:
+            raise ValueError(
+                f"a text of {tokens} tokens needs {needed} bytes of keys and values in the {len(lane.jobs)} rows of "
+                f"{lane.method.name}, and the server has {self.kv_cache_bytes} (--kv-cache-memory-bytes): ask for fewer tokens"
+            )
+        while needed + sum(one.memory_bytes() for one in self._lanes.values() if one is not lane) > self.kv_cache_bytes:
+            if not self._drop_idle_group(lane):
+                return False
+        return True
+
+    def _drop_idle_group(self, besides: Lane | None = None) -> bool:
+        """Free the rows of the method that was asked for longest ago and has no text. False where there is none."""
+        idle = next((name for name, lane in self._lanes.items() if not lane.busy and lane is not besides), None)
+        return idle is not None and self._lanes.pop(idle) is not None
 
     def _step(self, lane: Lane) -> Step | None:
         try:
@@ -297,6 +331,11 @@ class Engine:
         self._failures += 1
         if self._failures >= MOST_FAILURES:
             raise DeviceFailed(f"{self._failures} errors of the device in a row") from error
+
+
+def default_kv_cache_bytes(model: LayeredModel) -> int:
+    """A share of the memory of the model's device."""
+    return int(KV_CACHE_SHARE * device_memory_bytes(model.device))
 
 
 def of_device(error: Exception) -> bool:

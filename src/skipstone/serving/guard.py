@@ -1,6 +1,7 @@
-"""What stands before every route: the key, and how long a body is."""
+"""What stands around every route: the key, how long a body is, and the answer to a defect."""
 
 import hmac
+import logging
 
 from starlette.exceptions import HTTPException
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
@@ -11,6 +12,33 @@ MOST_BYTES = 4 << 20
 """Of a body."""
 PUBLIC = ("/health", *playground.PATHS)
 """Paths that need no key."""
+
+
+logger = logging.getLogger(__name__)
+
+
+class DefectHandler:
+    """Answers 500 where a route fails. A handler of FastAPI's for every exception would raise it again, and uvicorn would then
+    close a connection that the client wants to use again."""
+
+    def __init__(self, app: ASGIApp) -> None:
+        self.app = app
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        begun = False
+
+        async def watched(message: Message) -> None:
+            nonlocal begun
+            begun = True
+            await send(message)
+
+        try:
+            await self.app(scope, receive, watched)
+        except Exception:
+            if begun or scope["type"] != "http":
+                raise
+            logger.exception("a route failed")
+            await errors.response("a defect of the server: see its log", 500)(scope, receive, send)
 
 
 class Guard:

@@ -1,6 +1,7 @@
 """The rows of one method: which job has which row, and whose prompt a free row still knows."""
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -10,11 +11,16 @@ from skipstone.decoding.loop import Decoder
 from skipstone.decoding.method import Method
 from skipstone.decoding.record import Keeper
 from skipstone.decoding.sampling import Scores
+from skipstone.decoding.session import Session
 from skipstone.models.layered import LayeredModel
+from skipstone.models.memo import Memo
 from skipstone.serving.details import Details, details_of
 from skipstone.serving.jobs import LENGTH, STOP, Ended, Event, Job, Likely, Piece
 from skipstone.serving.layers import layers_of
+from skipstone.timing.machine import kv_bytes_of
 
+KV_BYTES: Memo[int] = Memo()
+"""Of a model: bytes of the keys and values of one token in all its layers."""
 LEAST_REUSED = 16
 """Tokens that a free row and a prompt have in common at the beginning, from which on that row is taken before any other."""
 
@@ -34,15 +40,12 @@ class Lane:
     def __init__(self, model: LayeredModel, method: Method, rows: int, capacity: int, chunk: int, tell: Tell) -> None:
         method.check(model)
         self.method, self.tell = method, tell
-        self.keeper = Keeper(logits=True)
-        session = method.start(model, rows, capacity)
-        self.decoder = Decoder(session, chunk=chunk, recorder=self._record, takes_turns=True)
         self.jobs: list[Job | None] = [None] * rows
+        self._recorder = StepRecorder(self.jobs)
+        session = method.start(model, rows, capacity)
+        self.decoder = Decoder(session, chunk=chunk, recorder=self._recorder, takes_turns=True)
         self.known: list[list[int]] = [[] for _ in range(rows)]  # tokens whose keys and values a free row still has
         self.used = [0] * rows  # turns of `turn`
-        self._likely: list[list[Likely] | None] = [None] * rows  # of every row, of the step that is going on
-        self._details: list[Details | None] = [None] * rows  # the same
-        self._kept: tuple[Draft, list[RowVerdict], list[torch.Tensor]] | None = None  # the same, to be looked at after it
         self._layers: list[dict[str, Any] | None] = [None] * rows  # that the job of a row was told of
         self.turn = 0
         self.reuses = not model.family.recurrent  # a state has no positions to go back to
@@ -51,6 +54,18 @@ class Lane:
     def free(self) -> list[int]:
         """Rows without a job."""
         return [row for row, job in enumerate(self.jobs) if job is None]
+
+    def memory_bytes(self, tokens: int = 0) -> int:
+        """Bytes of keys and values that its texts will have taken when all are written, and with them one of so many tokens."""
+        session = self.decoder.session
+        longest = max((length_of(job) for job in self.jobs if job is not None), default=0)
+        slots = max(longest, tokens)
+        found = 0
+        for model, store in session.stores:
+            capacity = store.capacity_for(slots + session.scratch) if slots else store.capacity
+            of_token = KV_BYTES.get(model.model, str(model.kv_dtype), partial(kv_bytes_of, model))
+            found += store.rows * (capacity + 1) * of_token * store.layers // model.depth
+        return found
 
     @property
     def busy(self) -> bool:
@@ -88,18 +103,18 @@ class Lane:
     def step(self) -> Step:
         """One step of all rows; tells every job what it came to."""
         states = list(self.decoder.rows)
-        self._kept = None
         step = self.decoder.step()
-        self._look()
+        likely, details = self._recorder.results(self.decoder.session)
         for row, job in enumerate(self.jobs):
             if job is None or not step.tokens[row]:
                 continue
             job.figures.add(step, row)
             job.figures.predicted = self.decoder.session.predicted(row)
             milliseconds = 1000 * step.seconds_draft, 1000 * step.seconds_score
-            tokens, origin, likely = step.tokens[row], step.origin[row], self._likely[row]
+            tokens, origin = step.tokens[row], step.origin[row]
             drafted = step.drafted[row], step.drafter, step.reason
-            self.tell(job, Piece(job.figures.steps, tokens, origin, likely, *drafted, milliseconds, self._told(row, step)))
+            told = self._told(row, step, details.get(row))
+            self.tell(job, Piece(job.figures.steps, tokens, origin, likely.get(row), *drafted, milliseconds, told))
             if row in step.finished:
                 state = states[row]
                 assert state is not None
@@ -109,9 +124,9 @@ class Lane:
                 self.tell(job, Ended(LENGTH if over else STOP))
         return step
 
-    def _told(self, row: int, step: Step) -> Details | None:
+    def _told(self, row: int, step: Step, details: Details | None) -> Details | None:
         """The details of a row's step, where its job asks for them."""
-        job, details = self.jobs[row], self._details[row]
+        job = self.jobs[row]
         if job is None or details is None:
             return None
         session = self.decoder.session
@@ -122,38 +137,56 @@ class Lane:
             details.plain_milliseconds = None if seconds is None else 1000 * seconds
         return details
 
-    def _record(self, step: Step, draft: Draft, scores: Scores, verdicts: list[RowVerdict]) -> None:
-        """Keep what log-probabilities and details are computed of, where a row asks for them. They are computed after the step,
-        so that little of it counts as the step's time."""
+
+class StepRecorder:
+    """Keeps what the log-probabilities and details of a step are computed from. They are computed after the step, so that
+    little of that counts as the step's time. jobs: of every row; the list is shared with the batch group.
+
+    It holds the jobs and not the group: a decoder that refers back to its group would keep the group's keys and values alive
+    until the garbage collector finds the cycle, which a server may never run."""
+
+    def __init__(self, jobs: list[Job | None]) -> None:
+        self._jobs, self._keeper = jobs, Keeper(logits=True)
+        self._kept: tuple[Draft, list[RowVerdict], list[torch.Tensor]] | None = None
+
+    def __call__(self, step: Step, draft: Draft, scores: Scores, verdicts: list[RowVerdict]) -> None:
+        """Keep a step where a row asks for more than tokens."""
         if any(verdicts[row].tokens for row in self._asking):
-            self.keeper(step, draft, scores, verdicts)
+            self._keeper(step, draft, scores, verdicts)
             assert step.logits is not None
             self._kept, step.logits = (draft, verdicts, step.logits), None
 
     @property
     def _asking(self) -> dict[int, Job]:
         """Rows whose jobs are told more than tokens."""
-        jobs = {row: job for row, job in enumerate(self.jobs) if job is not None}
+        jobs = {row: job for row, job in enumerate(self._jobs) if job is not None}
         return {row: job for row, job in jobs.items() if job.details or job.logprobs is not None}
 
     @torch.inference_mode()
-    def _look(self) -> None:
-        """Log-probabilities and details, of the rows that ask for them."""
-        self._likely, self._details = [None] * len(self.jobs), [None] * len(self.jobs)
+    def results(self, session: Session) -> tuple[dict[int, list[Likely]], dict[int, Details]]:
+        """Log-probabilities and details of the latest step, by row, of the rows that ask for them."""
+        likely: dict[int, list[Likely]] = {}
+        details: dict[int, Details] = {}
         if self._kept is None:
-            return
+            return likely, details
         (draft, verdicts, kept), self._kept = self._kept, None
         for row, job in self._asking.items():
             logits, verdict = kept[row], verdicts[row]
             if not verdict.tokens:
                 continue
             if job.logprobs is not None:
-                self._likely[row] = likely_of(logits, verdict.tokens, job.logprobs)
+                likely[row] = likely_of(logits, verdict.tokens, job.logprobs)
             if job.details:
-                model, store, sampling = self.decoder.session.model, self.decoder.session.store, job.request.sampling
+                sampling = job.request.sampling
                 greedy = sampling.temperature == 0 and not sampling.warpers
-                shape = {"depth": model.depth, "runs": store.layers}
-                self._details[row] = details_of(draft, row, verdict, logits, greedy=greedy, **shape)
+                shape = {"depth": session.model.depth, "runs": session.store.layers}
+                details[row] = details_of(draft, row, verdict, logits, greedy=greedy, **shape)
+        return likely, details
+
+
+def length_of(job: Job) -> int:
+    """Most tokens that a text may have, its prompt included."""
+    return len(job.request.prompt) + job.request.max_new_tokens
 
 
 def likely_of(logits: torch.Tensor, tokens: list[int], count: int) -> list[Likely]:

@@ -1,30 +1,59 @@
-"""The server at a port of this machine, until somebody ends it or there is no model any more."""
+"""The server at a socket, until somebody ends it or there is no model any more."""
 
-from contextlib import suppress
+import asyncio
+import logging
+import signal
+import socket
+from types import FrameType
 
 import uvicorn
 
 from skipstone.serving.app import make_app
-from skipstone.serving.server import Server
+from skipstone.serving.server import LAST_WORDS, Server
+from skipstone.serving.sockets import url_of
 
-LAST_WORDS = 3
-"""Seconds that clients have to read that nothing more is written."""
+logger = logging.getLogger(__name__)
 
 
-def listen(server: Server, host: str, port: int, api_key: str | None = None) -> bool:
+class DrainingServer(uvicorn.Server):
+    """uvicorn stops listening at the first signal. This one goes on: clients are answered with 503 while texts end, and then it
+    stops. A second signal ends the process at once."""
+
+    def __init__(self, config: uvicorn.Config, server: Server) -> None:
+        super().__init__(config)
+        self._server = server
+        self._drained: asyncio.Task[None] | None = None
+
+    def handle_exit(self, sig: int, frame: FrameType | None) -> None:
+        """Called for SIGINT and SIGTERM, in the thread of the event loop. uvicorn's own is not called: it would have every
+        stream cut (sse-starlette patches it)."""
+        if self._drained is not None or self.should_exit:
+            signal.signal(sig, signal.SIG_DFL)
+            signal.raise_signal(sig)
+        loop = asyncio.get_running_loop()
+        self._drained = loop.create_task(self._drain())
+        loop.call_soon_threadsafe(lambda: None)  # a loop that waits for events does not see a task that a signal has made
+
+    async def _drain(self) -> None:
+        seconds = self._server.settings.drain
+        logger.info("shutting down: texts have %g s to end, and another signal ends them at once", seconds)
+        await self._server.drain()
+        self.should_exit = True
+
+
+def listen(server: Server, at: socket.socket, api_key: str | None = None) -> bool:
     """Returns whether it was ended by somebody: False where the model could not be loaded, or its thread has died, so that only
     another process could go on."""
-    whole = True
-    wait = int(server.settings.drain) + 1
-    app = make_app(server, api_key)
-    config = uvicorn.Config(app, host=host, port=port, log_config=None, access_log=False, timeout_graceful_shutdown=wait)
-    listener = uvicorn.Server(config)
+    whole, url = True, url_of(at)
+    config = uvicorn.Config(make_app(server, api_key), log_config=None, access_log=False, timeout_graceful_shutdown=LAST_WORDS)
+    listener = DrainingServer(config, server)
 
     def failed() -> None:
         nonlocal whole
-        whole, config.timeout_graceful_shutdown, listener.should_exit = False, LAST_WORDS, True
+        whole, listener.should_exit = False, True
 
     server.failed = failed
-    with suppress(KeyboardInterrupt):
-        listener.run()
+    server.became_ready = lambda: logger.info("ready: %s takes requests", url)
+    logger.info("loading the model: %s/health tells when it is ready", url)
+    listener.run(sockets=[at])
     return whole

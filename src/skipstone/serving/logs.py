@@ -13,8 +13,9 @@ UNTOLD = ("/health", "/metrics")
 """Routes that machines ask every few seconds: nothing is said of them."""
 PLAIN = re.compile(r"[\w.,:/+-]+", re.ASCII)
 """A value that needs no quotes in a line of text."""
-OURS = ("skipstone", "uvicorn", "uvicorn.error", "uvicorn.access")
-"""Loggers whose news are written, too; of all others, warnings and errors are."""
+OURS = ("skipstone",)
+"""Loggers whose news are written, too; of all others, warnings and errors are. uvicorn's news would say that the server runs
+before it has a model."""
 THEIRS = ("transformers", "huggingface_hub")
 """Loggers that bring a handler of their own, which knows no JSON."""
 

@@ -216,8 +216,9 @@ class Message(Body):
         """All of it."""
         return "" if self.content is None else joined(self.content)
 
-    def turn(self) -> dict[str, Any]:
-        """As a chat template takes it: arguments are no text there, and of developers most templates know nothing."""
+    def turn(self, arguments_as_text: bool = False) -> dict[str, Any]:
+        """As a chat template takes it: of developers most templates know nothing. arguments_as_text: of calls, else they are
+        objects."""
         found: dict[str, Any] = {"role": "system" if self.role == "developer" else self.role, "content": self.text}
         if self.name is not None:
             found["name"] = self.name
@@ -225,21 +226,20 @@ class Message(Body):
             found["tool_call_id"] = self.tool_call_id
         if self.tool_calls:
             found["tool_calls"] = [
-                {"id": one.id, "type": "function", "function": {"name": one.function.name, "arguments": arguments(one)}}
-                for one in self.tool_calls
+                {"id": one.id, "type": "function", "function": function_of(one, arguments_as_text)} for one in self.tool_calls
             ]
         return found
 
 
-def arguments(call: ToolCall) -> Any:
-    """The arguments of a call. ValueError where they are no JSON object."""
+def function_of(call: ToolCall, arguments_as_text: bool) -> dict[str, Any]:
+    """The function of a call as a chat template takes it. ValueError where its arguments are no JSON object."""
     try:
         found = json.loads(call.function.arguments)
     except (ValueError, RecursionError):
         found = None
     if not isinstance(found, dict):
         raise ValueError(f"messages: the arguments of {call.function.name} are no JSON object")
-    return found
+    return {"name": call.function.name, "arguments": call.function.arguments if arguments_as_text else found}
 
 
 class ChatBody(Sampled):

@@ -8,13 +8,15 @@ from collections.abc import AsyncGenerator, Awaitable, Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, TypeVar
 
+from skipstone.decoding.method import Method
 from skipstone.hf.call import resolve_for
 from skipstone.models.layered import LayeredModel
 from skipstone.serving.answers import Answer, Choice
 from skipstone.serving.asking import Asking
-from skipstone.serving.engine import DIED, RETRY_AFTER, Engine, Steps, Told
+from skipstone.serving.engine import CHUNK, DIED, RETRY_AFTER, Engine, Steps, Told, default_kv_cache_bytes
 from skipstone.serving.grammar import Grammar
 from skipstone.serving.jobs import CANCELLED, FAILED, STOP, Ended, Event, Job, Piece, Refused, joined
+from skipstone.serving.lanes import Lane
 from skipstone.serving.metrics import Metrics
 from skipstone.serving.schemas import ChatBody
 from skipstone.serving.settings import Settings
@@ -34,6 +36,10 @@ WHY = {
 """State -> why nothing is written in it."""
 COMES_BACK = 5
 """Seconds after which a server that is loading, or is started anew, may be asked again."""
+LAST_WORDS = 3
+"""Seconds that clients have to read the end of their answers after nothing more is written."""
+DRAIN_POLL = 0.02
+"""Seconds between two looks at whether all streams are sent."""
 MOST_CAPACITY = 4096
 """Tokens of a text where nobody says more: the memory of keys and values follows it."""
 
@@ -43,11 +49,13 @@ Updates = AsyncGenerator[Update, None]
 
 
 class Server:
-    """load: gives model and tokenizer; called in a thread. state: "loading", "ready", "failed" or "stopping". failed: is called
-    on the event loop when nothing will be written any more, as the model could not be loaded or its thread has died."""
+    """load: gives model and tokenizer; called in a thread. state: "loading", "ready", "failed" or "stopping". became_ready: is
+    called on the event loop when requests are taken. failed: is called there when nothing will be written any more, because the
+    model could not be loaded or its thread has died."""
 
     def __init__(self, load: Callable[[], tuple[Any, Any]], settings: Settings) -> None:
         self.settings, self._load = settings, load
+        self.became_ready: Callable[[], None] = lambda: None
         self.failed: Callable[[], None] = lambda: None
         self.state = "loading"
         self.metrics = Metrics(settings.name)
@@ -55,6 +63,8 @@ class Server:
         self._schemas = ThreadPoolExecutor(1, thread_name_prefix="skipstone-schemas")
         self._compiling = 0  # schemas that it has or will have
         self._queues: dict[Job, asyncio.Queue[tuple[Job, Event]]] = {}
+        self.open_streams = 0  # whose clients have not got all of them
+        self._draining: asyncio.Task[None] | None = None
         self._engine: Engine | None = None
         self._asking: Asking | None = None
         self.tokenizer: Any = None
@@ -66,13 +76,17 @@ class Server:
         try:
             await self._loop.run_in_executor(self._texts, self._begin)
         except Exception as error:  # whatever it was, /health tells of it and the log has it
+            if self.state == "stopping":
+                return
             self.state = "failed"
             logger.error("the model could not be loaded: %s", error, exc_info=not isinstance(error, ValueError | OSError))
             self.failed()
             return
         gc.collect()
         gc.freeze()  # what was loaded stays: a full collection would walk over all of it, in the middle of a text
-        self.state = "ready"
+        if self.state == "loading":
+            self.state = "ready"
+            self.became_ready()
 
     def _begin(self) -> None:
         model, self.tokenizer = self._load()
@@ -81,13 +95,28 @@ class Server:
         method.check(layered)
         capacity = min(layered.max_positions, settings.capacity or MOST_CAPACITY)
         self._asking = Asking(layered, self.tokenizer, method, capacity, settings.seconds)
-        self._engine = Engine(layered, settings.rows, capacity, settings.waiting, self._post)
+        limit = kv_cache_bytes(layered, method, settings.rows, capacity, settings.kv_cache_memory_bytes)
+        self._engine = Engine(layered, settings.rows, capacity, settings.waiting, self._post, kv_cache_bytes=limit)
 
-    async def stop(self) -> None:
-        """Take nothing more, let texts end, then leave."""
-        self.state = "stopping"
+    async def drain(self) -> None:
+        """Take nothing more, let texts end, and wait until streams are sent. A text that is not written within
+        `settings.drain` seconds ends by an error."""
+        if self._draining is None:
+            self.state = "stopping"
+            self._draining = asyncio.ensure_future(self._drain())
+        await self._draining
+
+    async def _drain(self) -> None:
+        end = time.monotonic() + self.settings.drain
         if self._engine is not None:
             await self._loop.run_in_executor(None, self._engine.stop, self.settings.drain)
+        end = max(end, time.monotonic() + LAST_WORDS)
+        while self.open_streams and time.monotonic() < end:
+            await asyncio.sleep(DRAIN_POLL)
+
+    async def stop(self) -> None:
+        """Drain, then leave."""
+        await self.drain()
         for threads in (self._texts, self._schemas):
             threads.shutdown(wait=False, cancel_futures=True)
 
@@ -249,6 +278,20 @@ class Server:
         text = choice.shown(choice.writer.rest())
         text += choice.end(STOP if choice.writer.stopped else ended.reason)
         return choice, text, None, start
+
+
+def kv_cache_bytes(model: LayeredModel, method: Method, rows: int, capacity: int, wanted: int | None) -> int:
+    """What keys and values may take: so much that the default method's rows have room for a text of full length. ValueError
+    where less is wanted."""
+    needed = Lane(model, method, rows, capacity, CHUNK, lambda *_: None).memory_bytes(capacity)
+    if wanted is None:
+        return max(default_kv_cache_bytes(model), needed)
+    if wanted < needed:
+        raise ValueError(
+            f"{rows} rows of {method.name} need {needed} bytes of keys and values for texts of {capacity} tokens, and "
+            f"--kv-cache-memory-bytes is {wanted}: raise it, or lower --max-num-seqs or --max-model-len"
+        )
+    return wanted
 
 
 async def unless(gone: Awaitable[Any], work: Awaitable[Found]) -> Found | None:

@@ -11,6 +11,7 @@ from contextvars import ContextVar
 from dataclasses import dataclass, field
 from typing import Any
 
+from starlette.routing import Match
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from skipstone.serving.answers import Answer
@@ -172,8 +173,7 @@ class Watch:
 
 
 def _route(scope: Scope) -> str:
-    path: str = scope["path"]
-    return path if any(getattr(route, "path", None) == path for route in scope["app"].routes) else OTHER
+    return next((route.path for route in scope["app"].routes if route.matches(scope)[0] is not Match.NONE), OTHER)
 
 
 def _milliseconds(seconds: float) -> float:

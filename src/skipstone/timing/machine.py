@@ -47,7 +47,11 @@ def weight_bytes(model: PreTrainedModel) -> int:
 
 def kv_bytes(model: PreTrainedModel) -> int:
     """Bytes of keys and values of one token in all layers, as our store holds them."""
-    layered = LayeredModel(model)
+    return kv_bytes_of(LayeredModel(model))
+
+
+def kv_bytes_of(layered: LayeredModel) -> int:
+    """The same of a model that is already taken apart."""
     store = store_for(layered, 1)
     with torch.inference_mode():
         run_tokens(layered, store, torch.zeros((1, 1), dtype=torch.long, device=layered.device), 0)

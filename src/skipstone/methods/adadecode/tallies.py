@@ -4,6 +4,7 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from skipstone.decoding.draft import RowVerdict
+from skipstone.limits import SMALL_STATE_BYTES
 
 
 @dataclass
@@ -25,6 +26,10 @@ class Tallies:
         self.exits = {layer: Tally() for layer in layers}
         self.steps = self.drafted_steps = self.tests = self.stops = 0
         self.passes: dict[tuple[int, int, int], int] = {}
+
+    @property
+    def nbytes(self) -> int:
+        return SMALL_STATE_BYTES
 
     def tested(self, layer: int, predicted: list[bool], stopped: bool = True) -> None:
         """Take over one test, one entry for each row that was asked. stopped: whether the layers were stopped for it."""

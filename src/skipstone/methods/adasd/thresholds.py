@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from skipstone.decoding.draft import RowVerdict
+from skipstone.limits import SMALL_STATE_BYTES
 
 MEANS = tuple(f"{what}_{of}" for what in ("entropy", "distance") for of in ("accepted", "rejected", "threshold"))
 """Names of the means that a report has."""
@@ -96,6 +97,10 @@ class Ledger:
     def __init__(self, device: torch.device) -> None:
         self.steps = self.drafted = self.accepted = self.overruled = 0
         self._means = {name: Mean(1, device) for name in MEANS}
+
+    @property
+    def nbytes(self) -> int:
+        return SMALL_STATE_BYTES
 
     def add(self, verdicts: list[RowVerdict]) -> None:
         """One step, row by row."""

@@ -22,7 +22,7 @@ from skipstone.decoding.batch import Batch, Request
 from skipstone.decoding.draft import Draft, Picked, RowVerdict, Step, Verdict
 from skipstone.decoding.method import Method
 from skipstone.decoding.sampling import Scores
-from skipstone.decoding.session import Session
+from skipstone.decoding.session import Session, Stores
 from skipstone.decoding.settings import setting
 from skipstone.methods.auto import memory
 from skipstone.methods.auto.candidates import drafters_of, identities, refuse, usual
@@ -124,8 +124,8 @@ class AutoSession(Session):
             for live, state in mind.states.items():
                 mind.log.state(live, state)
         self.log = mind.log
-        sessions = [one.session if isinstance(one, OwnRule) else one for one in drafters.values()]
-        draft_models = [one.draft_model for one in sessions if isinstance(one, DraftModelSession)]
+        self._sessions = [one.session if isinstance(one, OwnRule) else one for one in drafters.values()]
+        draft_models = [one.draft_model for one in self._sessions if isinstance(one, DraftModelSession)]
         self._engines = [one.engine for one in (model, *draft_models)]
         self._preparations = 0  # of these, when they were asked last
         self._take_preparations()
@@ -133,6 +133,11 @@ class AutoSession(Session):
         self._judged: list[tuple[float, bool]] = []
         self._ranks: list[int] = []
         self.aside_seconds = self._looking_seconds = self._host_seconds = self._learning_seconds = 0.0
+
+    @property
+    def stores(self) -> Stores:
+        found = [pair for one in self._sessions if isinstance(one, Session) for pair in one.stores]
+        return [*super().stores, *(pair for pair in found if pair[1] is not self.store)]
 
     @property
     def own_threads(self) -> bool:

@@ -12,6 +12,7 @@ from skipstone.control.ledger import Ledger
 from skipstone.control.record import Log
 from skipstone.control.state import PLAIN, PROBE, Done, Judged, Pace, Plan, Ranks, Rules, State
 from skipstone.control.state import Drafter as Known
+from skipstone.limits import SMALL_STATE_BYTES
 from skipstone.methods.auto.drafters import Drafter
 from skipstone.methods.recycle import Kept
 
@@ -97,6 +98,10 @@ class Mind:
     learning_seconds: deque[float] = field(default_factory=lambda: deque(maxlen=LATEST_LEARNT))
     plain_seconds: deque[float] = field(default_factory=lambda: deque(maxlen=RECENT_PLAIN))
     _taken: list["Taken"] = field(default_factory=list)  # what was not learnt from yet
+
+    @property
+    def nbytes(self) -> int:
+        return self.kept.nbytes + (1 + len(self.states)) * SMALL_STATE_BYTES
 
     @property
     def state(self) -> State | None:

@@ -13,7 +13,7 @@ from skipstone.assets import DRAFTS
 from skipstone.decoding.batch import Request
 from skipstone.decoding.draft import Draft, RowVerdict
 from skipstone.decoding.sampling import Scores
-from skipstone.decoding.session import PREFILL_CHUNK, Session
+from skipstone.decoding.session import PREFILL_CHUNK, Session, Stores
 from skipstone.decoding.settings import RejectionRule, setting
 from skipstone.loading import COMMIT, load_model, vocabulary
 from skipstone.methods.shared.chain import Chain, ChainSession
@@ -244,6 +244,10 @@ class DraftModelSession(ChainSession):
         self._committed = 0  # columns of it that hold committed tokens
         self._read: list[int] | None = None  # draft tokens of every row that it has read; None where rows do not differ
         self._path = self.root.new_empty((rows, 0))  # [B, width], draft tokens where the target is
+
+    @property
+    def stores(self) -> Stores:
+        return [*super().stores, *self.side.stores]
 
     @property
     def own_threads(self) -> bool:

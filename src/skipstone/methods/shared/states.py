@@ -4,6 +4,7 @@ from collections.abc import Callable
 from typing import Any, Protocol, TypeVar
 
 from skipstone.decoding.method import DraftingMethod, Method
+from skipstone.limits import MAX_METHOD_STATES, METHOD_STATE_BYTES
 from skipstone.models.layered import LayeredModel, unwrapped
 from skipstone.models.memo import Memo
 
@@ -13,15 +14,19 @@ class State(Protocol):
 
     steps: int
 
+    @property
+    def nbytes(self) -> int:
+        """About what it takes of memory."""
+        ...
+
     def report(self) -> dict[str, Any]:
         """What there is to say, as plain JSON values."""
         ...
 
 
 S = TypeVar("S", bound=State)
-MOST_STATES = 64
-"""Of a model. Every other setting has a state of its own, and a server's clients may ask for many."""
-_STATES: Memo[Any] = Memo(MOST_STATES)
+_STATES: Memo[Any] = Memo(MAX_METHOD_STATES, METHOD_STATE_BYTES, lambda state: state.nbytes)
+"""Every other setting has a state of its own, and a server's clients may ask for many."""
 
 
 def of(method: Method, model: LayeredModel, rows: int, more: Any, make: Callable[[], S]) -> S:

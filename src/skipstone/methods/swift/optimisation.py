@@ -3,6 +3,7 @@
 from collections import deque
 from typing import Any
 
+from skipstone.limits import SMALL_STATE_BYTES
 from skipstone.methods.shared.layer_sets import LayerMask, Objective, Space
 from skipstone.methods.swift.search import SEARCHES, Search
 from skipstone.methods.swift.settings import SwiftSettings
@@ -10,6 +11,7 @@ from skipstone.models.layered import LayeredModel
 from skipstone.models.passes import SkipSet
 
 HISTORY = 500
+NUMBER_BYTES = 64
 """Changes of the layer set that are remembered."""
 
 
@@ -34,6 +36,11 @@ class Optimisation:
         self.searching = self.search.adaptive and method.max_steps > 0
         self.history: deque[dict[str, Any]] = deque(maxlen=HISTORY)
         self._use(self.search.best())
+
+    @property
+    def nbytes(self) -> int:
+        """The latest sets and their measurements: some numbers for each sublayer."""
+        return SMALL_STATE_BYTES + HISTORY * self.space.size * NUMBER_BYTES
 
     def _use(self, skipped: LayerMask) -> None:
         """Draft with a set from now on."""

@@ -74,16 +74,6 @@ def check_room(share: Share, replicas: int) -> None:
         )
 
 
-def check_free(host: str, port: int) -> None:
-    """OSError where somebody listens at that place of this machine already: Serve would tell of it by tracebacks."""
-    with socket.socket() as one:
-        one.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        try:
-            one.bind((host, port))
-        except OSError as error:
-            raise OSError(error.errno, error.strerror, f"{host}:{port}") from None
-
-
 def connect(address: str | None) -> None:
     """Connect to the cluster at an address, or start one on this machine that ends with this process. ValueError for what is no
     address, ConnectionError where no cluster answers."""

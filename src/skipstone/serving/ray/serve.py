@@ -10,9 +10,10 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from skipstone.extras import installed
-from skipstone.serving.ray.cluster import NEED, Share, check_free, check_room, connect, reason
+from skipstone.serving.ray.cluster import NEED, Share, check_room, connect, reason
 from skipstone.serving.ray.ingress import NAME, REPLICA, Ingress
 from skipstone.serving.settings import Settings
+from skipstone.serving.sockets import bound_socket
 
 ROUTER = "skipstone.serving.ray.router:SessionRouter"
 REPLICA_CLASS = "skipstone.serving.ray.replica.Replica"
@@ -109,7 +110,7 @@ def running(load: Callable[[], tuple[Any, Any]], settings: Settings, scale: Scal
     OSError where no cluster answers or the place is taken; the application is gone again after either, and after the block."""
     ray, serve = installed("ray", NEED, "ray"), installed("ray.serve", NEED, "ray")
     if scale.address is None:
-        check_free(place.host, place.port)
+        bound_socket(place.host, place.port).close()  # Serve would tell of a busy port by tracebacks
     connect(scale.address)
     logging.getLogger("ray.serve").setLevel(logging.WARNING)
     try:

@@ -1,0 +1,74 @@
+"""What methods have learnt: kept for few settings, and for so many bytes."""
+
+from __future__ import annotations
+
+import gc
+import weakref
+from typing import Any
+
+import pytest
+import torch
+
+import skipstone
+from skipstone.limits import MAX_METHOD_STATES
+from skipstone.methods.shared import states
+from skipstone.models.layered import LayeredModel
+from skipstone.models.memo import Memo
+from tests.helpers import families
+
+
+class Learnt:
+    """A state of a known size."""
+
+    steps = 1
+
+    def __init__(self, nbytes: int) -> None:
+        self.nbytes = nbytes
+
+    def report(self) -> dict[str, Any]:
+        return {}
+
+
+@pytest.mark.parametrize(("size", "left"), [(1, MAX_METHOD_STATES), (states.METHOD_STATE_BYTES // 3, 3)])
+def test_states_of_many_settings_are_kept_up_to_a_number_and_to_bytes_and_the_others_are_freed(size: int, left: int) -> None:
+    model, made = LayeredModel(families.build("llama")), list[weakref.ref[Learnt]]()
+
+    def make() -> Learnt:
+        found = Learnt(size)
+        made.append(weakref.ref(found))
+        return found
+
+    gc.disable()
+    try:
+        for count in range(1, 101):
+            states.of(skipstone.Recycle(nodes=count % 64 + 1, candidates=count % 8 + 1), model, count, None, make)
+        alive = [one for one in made if one() is not None]
+    finally:
+        gc.enable()
+    assert alive == made[-left:]
+    assert sum(one().nbytes for one in alive) <= states.METHOD_STATE_BYTES  # type: ignore[union-attr]
+
+
+def test_what_recycled_tokens_take_is_about_what_is_accounted(monkeypatch: pytest.MonkeyPatch) -> None:
+    """By Python's own count of what was allocated."""
+    tracemalloc = pytest.importorskip("tracemalloc")
+    from skipstone.methods.recycle import Kept
+
+    draws = torch.randint(300, 100_000, (20_000, 8), generator=torch.Generator().manual_seed(0))
+    tracemalloc.start()
+    try:
+        kept = Kept({token: row.tolist() for token, row in enumerate(draws, 1000)})
+        taken = tracemalloc.get_traced_memory()[0]
+    finally:
+        tracemalloc.stop()
+    assert taken / 2 < kept.nbytes < 2 * taken
+
+
+@pytest.mark.parametrize("method", [skipstone.Recycle(), skipstone.Auto(), skipstone.Swift()], ids=lambda one: one.name)
+def test_every_state_says_what_it_takes(method: Any) -> None:
+    raw = families.build("llama")
+    memo: Memo[Any] = states._STATES
+    skipstone.generate(raw, torch.arange(5, 25)[None], method, max_new_tokens=8, do_sample=False)
+    found = list(memo.known(raw).values())
+    assert found
+    assert all(0 < one.nbytes < states.METHOD_STATE_BYTES for one in found)

@@ -1,0 +1,197 @@
+"""The server at its socket: when it says that it is ready, what it says of a busy port, and how it ends."""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import signal
+import socket
+import threading
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from typing import Any
+
+import httpx
+import pytest
+
+from skipstone.serving.listening import listen
+from skipstone.serving.server import Server
+from skipstone.serving.settings import Settings
+from skipstone.serving.sockets import bound_socket, url_of
+from tests.helpers.commandline import run
+from tests.helpers.served import HOST, SLOW, Process
+
+LONG = {"prompt": "def add(a, b):", "max_tokens": 1500, "temperature": 0, "ignore_eos": True, "speculative": "off"}
+SHORT = {**LONG, "max_tokens": 1}
+ENDS = 60
+"""Seconds that an end takes at most on a machine with much else to do."""
+
+
+def until(met: Callable[[], bool]) -> None:
+    end = time.monotonic() + ENDS
+    while not met():
+        assert time.monotonic() < end, "it did not happen"
+        time.sleep(0.01)
+
+
+def answers(url: str) -> bool:
+    """Whether requests are taken."""
+    try:
+        return httpx.get(f"{url}/health").status_code == 200
+    except httpx.TransportError:
+        return False
+
+
+def streamed(url: str, body: dict[str, Any], begun: threading.Event, path: str = "/v1/completions") -> list[str]:
+    """The data of a stream's events. begun: is set when the first one has come."""
+    found = []
+    with httpx.stream("POST", f"{url}{path}", json={**body, "stream": True}, timeout=SLOW) as response:
+        assert response.status_code == 200
+        for line in response.iter_lines():
+            if line.startswith("data:"):
+                found.append(line[5:].strip())
+                begun.set()
+    return found
+
+
+@pytest.fixture
+def clients() -> Iterator[ThreadPoolExecutor]:
+    with ThreadPoolExecutor(4) as pool:
+        yield pool
+
+
+def served_by(load: Any, drain: float, scenario: Callable[[str], Any], clients: ThreadPoolExecutor) -> Any:
+    """What a scenario that runs in a thread comes to. It ends the server by a signal. The server has the main thread, as
+    signals go there."""
+    server = Server(load, Settings(rows=2, drain=drain))
+
+    def guarded(url: str) -> Any:
+        try:
+            return scenario(url)
+        except BaseException:
+            server.failed()  # no signal: a second one would end the tests
+            raise
+
+    with bound_socket(HOST, 0) as at:
+        found: Future[Any] = clients.submit(guarded, url_of(at))
+        whole = listen(server, at)
+    result = found.result(ENDS)
+    assert whole
+    return result
+
+
+def test_after_sigterm_streams_are_written_to_their_end_and_new_requests_refused(
+    loaded: Any, clients: ThreadPoolExecutor
+) -> None:
+    def scenario(url: str) -> tuple[list[str], httpx.Response, httpx.Response]:
+        begun = threading.Event()
+        until(lambda: answers(url))
+        stream = clients.submit(streamed, url, {**LONG, "max_tokens": 300}, begun)
+        assert begun.wait(ENDS)
+        os.kill(os.getpid(), signal.SIGTERM)
+        until(lambda: not answers(url))
+        health, refused = httpx.get(f"{url}/health"), httpx.post(f"{url}/v1/completions", json=SHORT)
+        return stream.result(ENDS), health, refused
+
+    events, health, refused = served_by(lambda: loaded, 60, scenario, clients)
+    assert (health.status_code, health.json()["status"]) == (503, "stopping")
+    assert refused.status_code == 503
+    assert refused.json()["error"]["message"]
+    assert events[-1] == "[DONE]"
+    assert json.loads(events[-2])["choices"][0]["finish_reason"] == "length"
+
+
+@pytest.mark.parametrize("path", ["/v1/completions", "/v1/responses"])
+def test_what_is_not_written_within_the_drain_time_ends_by_an_error(
+    loaded: Any, clients: ThreadPoolExecutor, path: str
+) -> None:
+    responses = {"input": LONG["prompt"], "max_output_tokens": 1500, "temperature": 0, "speculative": "off"}
+
+    def scenario(url: str) -> list[str]:
+        begun = threading.Event()
+        until(lambda: answers(url))
+        stream = clients.submit(streamed, url, LONG if path == "/v1/completions" else responses, begun, path)
+        assert begun.wait(ENDS)
+        os.kill(os.getpid(), signal.SIGTERM)
+        return stream.result(ENDS)
+
+    events = served_by(lambda: loaded, 0.05, scenario, clients)
+    assert any("the server was stopped" in event for event in events[-3:])
+
+
+def test_it_says_ready_when_it_is_and_not_before(
+    loaded: Any, clients: ThreadPoolExecutor, caplog: pytest.LogCaptureFixture
+) -> None:
+    may_load = threading.Event()
+
+    def load() -> Any:
+        assert may_load.wait(ENDS)
+        return loaded
+
+    def said(word: str) -> bool:
+        return any(word in record.getMessage().lower() for record in caplog.records if record.levelno >= logging.INFO)
+
+    def scenario(url: str) -> tuple[bool, bool]:
+        until(lambda: httpx.get(f"{url}/health", timeout=ENDS).status_code == 503)
+        before = said("ready: ")
+        may_load.set()
+        until(lambda: answers(url))
+        after = said(f"ready: {url}")
+        os.kill(os.getpid(), signal.SIGTERM)
+        return before, after
+
+    caplog.set_level(logging.INFO, "skipstone")
+    assert served_by(load, 5, scenario, clients) == (False, True)
+
+
+def test_a_busy_port_is_reported_before_a_model_is_loaded() -> None:
+    with socket.socket() as other:
+        other.bind((HOST, 0))
+        other.listen()
+        port = other.getsockname()[1]
+        result = run("serve", "no-such-folder-and-no-hub-id", "--port", str(port))
+    assert result.exit_code == 2
+    assert f"{HOST}:{port}" in result.stderr
+    assert "--port" in result.stderr
+    assert "no-such-folder" not in result.stderr
+
+
+def test_a_host_that_is_none_of_this_machine_s_is_reported() -> None:
+    with pytest.raises(OSError, match="--host"):
+        bound_socket("no such host", 0)
+    with pytest.raises(OSError, match=r"192\.0\.2\.1:0"):
+        bound_socket("192.0.2.1", 0)
+
+
+def test_until_it_listens_clients_are_refused_and_do_not_hang() -> None:
+    with bound_socket(HOST, 0) as at, pytest.raises(ConnectionRefusedError):
+        socket.create_connection(at.getsockname())
+
+
+@pytest.mark.slow
+def test_a_process_drains_at_the_first_signal_and_ends_at_once_at_the_second(clients: ThreadPoolExecutor) -> None:
+    served = Process("--max-num-seqs", "2", "--drain-timeout", "120")
+    try:
+        served.start()
+        assert served.process is not None
+        assert "running on" not in served.said()
+        begun = threading.Event()
+        stream = clients.submit(streamed, served.url, LONG, begun)
+        assert begun.wait(SLOW)
+        served.process.send_signal(signal.SIGTERM)
+        assert json.loads(stream.result(SLOW)[-2])["choices"][0]["finish_reason"] == "length"
+        assert served.process.wait(ENDS) == 0
+
+        served.start()
+        begun = threading.Event()
+        cut = clients.submit(streamed, served.url, {**LONG, "n": 16}, begun)
+        assert begun.wait(SLOW)
+        served.process.send_signal(signal.SIGTERM)
+        until(lambda: not answers(served.url))
+        served.process.send_signal(signal.SIGTERM)
+        assert served.process.wait(ENDS) == -signal.SIGTERM
+        assert isinstance(cut.exception(SLOW), httpx.TransportError)
+    finally:
+        served.stop()
