@@ -18,12 +18,7 @@ from transformers import AutoModelForCausalLM, GenerationConfig, LlamaConfig, Ll
 from transformers.cache_utils import get_layer_types_and_kwargs
 from transformers.distributed.configuration_utils import DistributedConfig
 from transformers.generation.logits_process import LogitNormalization, LogitsProcessorList, PrefixConstrainedLogitsProcessor
-from transformers.generation.stopping_criteria import (
-    EosTokenCriteria,
-    MaxLengthCriteria,
-    StoppingCriteriaList,
-    StopStringCriteria,
-)
+from transformers.generation.stopping_criteria import EosTokenCriteria, MaxLengthCriteria, StoppingCriteriaList
 from transformers.generation.utils import GenerateDecoderOnlyOutput
 from transformers.modeling_outputs import CausalLMOutput
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
@@ -33,7 +28,6 @@ from transformers.utils import logging
 
 from skipstone.models.packed import PackedWeight
 from tests.helpers import families
-from tests.helpers.support import tokenizer
 
 TRAINER = {
     "training_step": ["model", "inputs", "num_items_in_batch"],
@@ -251,8 +245,6 @@ def criteria() -> None:
     assert isinstance(found, StoppingCriteriaList)
     assert [c.max_length for c in found if isinstance(c, MaxLengthCriteria)] == [6]
     assert [c.eos_token_id.tolist() for c in found if isinstance(c, EosTokenCriteria)] == [[4, 9]]
-    stop = StopStringCriteria(tokenizer(), ["abc"])
-    assert stop(torch.tensor([tokenizer()("xabc")["input_ids"]]), None).tolist() == [True]
 
 
 def output() -> None:
@@ -300,7 +292,6 @@ INTERNAL: dict[str, Callable[[], None]] = {
     "transformers.generation.logits_process.LogitNormalization": processors,
     "transformers.generation.logits_process.PrefixConstrainedLogitsProcessor": prefix_allowed_tokens_fn,
     "transformers.generation.stopping_criteria.StoppingCriteriaList": criteria,
-    "transformers.generation.stopping_criteria.StopStringCriteria": criteria,
     "transformers.generation.stopping_criteria.EosTokenCriteria": criteria,
     "transformers.generation.stopping_criteria.MaxLengthCriteria": criteria,
     "transformers.generation.utils.GenerateDecoderOnlyOutput": output,

@@ -59,13 +59,12 @@ def chat(
     setup = {name: getattr(flags, name) for name in ("engine", "quantize", "kv_dtype", "trust_remote_code")}
     loaded, tokenizer = options.load(model, dtype, device, **setup, keep_weights=False)
     from skipstone.hf.call import resolve_for
+    from skipstone.hf.requests import generation_options
     from skipstone.loading import BUNDLED
     from skipstone.models.layered import LayeredModel
     from skipstone.serving.conversation import Conversation
 
-    decoding: dict[str, Any] = {"do_sample": temperature > 0}
-    if temperature > 0:
-        decoding |= {"temperature": temperature} | ({} if top_p is None else {"top_p": top_p})
+    decoding = generation_options(temperature=temperature, top_p=top_p)
     layered, chosen = LayeredModel(loaded), resolve_for(loaded, asked)
     conversation = Conversation(layered, tokenizer, chosen, decoding, max_new_tokens, system)
     Chat(conversation, seed, color).talk(model or BUNDLED)

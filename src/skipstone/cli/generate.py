@@ -135,6 +135,7 @@ def _job(flags: Any, model: Any, tokenizer: Any, text: str) -> Any:
 
     from skipstone.api import token_ids
     from skipstone.cli.runs import Job
+    from skipstone.hf.requests import generation_options
     from skipstone.loading import bos_prefix
     from skipstone.models.layered import LayeredModel
 
@@ -144,14 +145,8 @@ def _job(flags: Any, model: Any, tokenizer: Any, text: str) -> Any:
     if flags.prompt_tokens is not None:
         first = bos_prefix(tokenizer)
         ids = [*first, *ids[len(first) :][-flags.prompt_tokens :]]
-    if flags.ignore_eos:
-        model.generation_config.eos_token_id = None
-    fields: dict[str, Any] = {"max_new_tokens": flags.max_new_tokens, "do_sample": flags.temperature > 0}
-    if flags.temperature > 0:
-        given = {name: getattr(flags, name) for name in ("temperature", *SAMPLING)}
-        fields |= {name: value for name, value in given.items() if value is not None}
-    if flags.stop:
-        fields["stop_strings"] = flags.stop
+    names = ("max_new_tokens", "temperature", *SAMPLING, "stop", "ignore_eos")
+    fields = generation_options(**{name: getattr(flags, name) for name in names})
     layered = LayeredModel(model)
     seed = layered.ranks.agreed_whole(secrets.randbits(32)) if flags.seed is None else flags.seed
     return Job(model, tokenizer, torch.tensor([ids], device=layered.device), fields, seed)
