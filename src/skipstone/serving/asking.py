@@ -19,7 +19,7 @@ from skipstone.hf.call import resolve_for
 from skipstone.hf.requests import build_request, generation_options
 from skipstone.models.layered import LayeredModel
 from skipstone.serving.grammar import ANY_OBJECT, DEEPEST, Grammar, Grammars, too_deep
-from skipstone.serving.jobs import Job, Likely
+from skipstone.serving.jobs import Job, Likely, Refused
 from skipstone.serving.processors import Bias, Penalty
 from skipstone.serving.schemas import ChatBody, CompletionBody, Message, Sampled, TokenizeBody
 from skipstone.serving.tools import schema_of
@@ -89,7 +89,7 @@ class Asking:
         if not isinstance(prompt, str):
             return prompt
         if len(prompt) > self._longest:
-            raise ValueError(self._too_long(f"{len(prompt)} characters"))
+            raise self._too_long(f"{len(prompt)} characters")
         return token_ids(prompt, self.tokenizer)
 
     @property
@@ -97,8 +97,10 @@ class Asking:
         """Characters beyond which a text has too many tokens in any case: no token is longer."""
         return self.capacity * 64
 
-    def _too_long(self, found: str) -> str:
-        return f"the prompt has {found}: this server takes {self.capacity} tokens a text, those it writes included"
+    def _too_long(self, found: str) -> Refused:
+        """What is raised for a prompt, or for more tokens than there is room for. Clients look for the code."""
+        limit = f"the maximum context length is {self.capacity} tokens, those that are written included"
+        return Refused(400, f"the prompt has {found}: {limit}", code="context_length_exceeded")
 
     def _chat(self, messages: Sequence[Message], tools: Sequence[dict[str, Any]] = ()) -> list[int]:
         template = self.tokenizer.chat_template
@@ -110,7 +112,7 @@ class Asking:
         if too_deep(turns, DEEPEST_CHAT) or too_deep(tools, DEEPEST_CHAT):
             raise ValueError(f"tools, and the arguments of calls, are nested at most {DEEPEST_CHAT} deep")
         if len(json.dumps(turns)) + len(json.dumps(tools)) > self._longest:
-            raise ValueError(self._too_long("too many characters"))
+            raise self._too_long("too many characters")
         return token_ids(turns, self.tokenizer, tools)
 
     def method(self, wanted: str | dict[str, Any] | None) -> Method:
@@ -153,7 +155,7 @@ class Asking:
             room = self.capacity - len(prompt)
             if room < 1 or (most is not None and most > room):
                 asked = f" + max_tokens={most}" if most else ""
-                raise ValueError(self._too_long(f"{len(prompt)} tokens{asked}"))
+                raise self._too_long(f"{len(prompt)} tokens{asked}")
             allowed = self._most_tokens(len(prompt), room) if most is None else max(most, 1)
             options = self._options(body, len(prompt), allowed, grammar)
             request = build_request(self.model, prompt, self.tokenizer, seed, options)
