@@ -41,6 +41,8 @@ def chat(
     seed: Annotated[
         int | None, grouped("Decoding", "Of random draws, for every answer. Default: a new one each, named by /stats.", min=0)
     ] = None,
+    generation_config: options.GenerationConfig = "auto",
+    override_generation_config: options.OverrideGenerationConfig = None,
     dtype: options.Dtype = "auto",
     device: options.Device = "auto",
     engine: options.Engine = "auto",
@@ -56,7 +58,8 @@ def chat(
         if temperature == 0 and getattr(flags, name) is not None:
             raise ValueError(f"--{name.replace('_', '-')} has no effect at temperature 0: pass --temperature too")
     asked = options.asked_method(method, speculative_config)
-    setup = {name: getattr(flags, name) for name in ("engine", "quantize", "kv_dtype", "trust_remote_code")}
+    names = ("engine", "quantize", "kv_dtype", "trust_remote_code", "generation_config", "override_generation_config")
+    setup = {name: getattr(flags, name) for name in names}
     loaded, tokenizer = options.load(model, dtype, device, **setup, keep_weights=False)
     from skipstone.hf.call import resolve_for
     from skipstone.hf.requests import generation_options

@@ -37,6 +37,8 @@ def generate(
     seed: Annotated[int | None, grouped("Decoding", "Of random draws. Default: a new one, named by --stats.", min=0)] = None,
     stop: Annotated[list[str] | None, grouped("Decoding", "Stop after this text (may be given several times).")] = None,
     ignore_eos: Annotated[bool, grouped("Decoding", "Go on after the end-of-text token.", "--ignore-eos")] = False,
+    generation_config: options.GenerationConfig = "auto",
+    override_generation_config: options.OverrideGenerationConfig = None,
     dtype: options.Dtype = "auto",
     device: options.Device = "auto",
     engine: options.Engine = "auto",
@@ -65,6 +67,7 @@ def generate(
 def _run(flags: Any, asked: Any, text: str) -> None:
     """Load, decode, show."""
     names = ("engine", "quantize", "kv_dtype", "device_map", "offload_folder", "tp_plan", "trust_remote_code")
+    names += ("generation_config", "override_generation_config")
     setup = {name: getattr(flags, name) for name in names}
     loaded, tokenizer = options.load(flags.model, flags.dtype, flags.device, **setup, keep_weights=False)
     from skipstone.api import resolve_for

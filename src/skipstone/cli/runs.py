@@ -48,7 +48,7 @@ class Job:
         return bool(self.options["do_sample"])
 
     def steps(self, method: Method) -> Iterator[Step]:
-        options = {**self.options, "num_return_sequences": 1}
+        options = {"attention_mask": torch.ones_like(self.ids), **self.options, "num_return_sequences": 1}
         return skipstone.stream(self.model, self.ids, method, tokenizer=self.tokenizer, seed=self.seed, **options)
 
     def text(self, tokens: list[int]) -> str:

@@ -49,6 +49,8 @@ def serve(
     port: Annotated[int, grouped("Server", "The port; 0 for one that is free.", min=0, max=65535)] = 8000,
     api_key: ApiKey = None,
     served_model_name: ServedModelName = None,
+    generation_config: options.GenerationConfig = "auto",
+    override_generation_config: options.OverrideGenerationConfig = None,
     max_num_seqs: options.MaxNumSeqs = 8,
     max_model_len: options.MaxModelLen = None,
     max_waiting: Annotated[int, grouped("Scheduling", "Requests that wait; more are answered with 429.", min=0)] = 64,
@@ -73,6 +75,7 @@ def serve(
     """Serve a model over HTTP, as OpenAI's API."""
     asked = options.asked_method(method, speculative_config)
     setup = {"engine": engine, "quantize": quantize, "kv_dtype": kv_dtype, "trust_remote_code": trust_remote_code}
+    setup |= {"generation_config": generation_config, "override_generation_config": override_generation_config}
 
     def load() -> tuple[Any, Any]:
         return options.load(model, dtype, device, **setup, keep_weights=False)

@@ -112,11 +112,12 @@ def _take_stop_strings(options: dict[str, Any], own: GenerationConfig, tokenizer
     what is no list of texts, and without a tokenizer."""
     given = options.get("generation_config")
     in_given = getattr(given, "stop_strings", None)
-    found = options.pop("stop_strings") if "stop_strings" in options else in_given or own.stop_strings
-    if in_given:
+    in_configs = own.stop_strings if in_given is None else in_given
+    found = options.pop("stop_strings") if "stop_strings" in options else in_configs
+    if in_given is not None:
         options["generation_config"] = copy.deepcopy(given)
         options["generation_config"].stop_strings = None
-    if own.stop_strings:
+    if own.stop_strings is not None:
         options["stop_strings"] = None
     strings = [found] if isinstance(found, str) else list(found or [])
     if any(not isinstance(one, str) or not one for one in strings):

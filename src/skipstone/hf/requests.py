@@ -54,7 +54,11 @@ def build_request(model: LayeredModel, prompt: Sequence[int], tokenizer: Any, se
     ValueError for what skipstone does not support, in the options or in the model's own generation config.
     """
     ids = torch.tensor([list(prompt)], device=model.device)
-    call = prepare_call(model.model, ids, tokenizer, seed, {**options, "num_return_sequences": 1})
+    # without a mask transformers takes the pad token for padding; max_new_tokens wins over a max_length of the model's own
+    options = {"attention_mask": torch.ones_like(ids), **options, "num_return_sequences": 1}
+    if options.get("max_new_tokens") is not None:
+        options["max_length"] = None
+    call = prepare_call(model.model, ids, tokenizer, seed, options)
     (request,) = requests(call, model.ranks)
     return request
 

@@ -9,6 +9,7 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Any, TypeVar
 
 from skipstone.hf.call import resolve_for
+from skipstone.hf.defaults import expect_usable_defaults
 from skipstone.models.layered import LayeredModel
 from skipstone.serving.answers import Answer, Choice
 from skipstone.serving.asking import Asking
@@ -79,6 +80,7 @@ class Server:
         layered, settings = LayeredModel(model), self.settings
         method = resolve_for(model, settings.method)
         method.check(layered)
+        expect_usable_defaults(layered, self.tokenizer)
         capacity = min(layered.max_positions, settings.capacity or MOST_CAPACITY)
         self._asking = Asking(layered, self.tokenizer, method, capacity, settings.seconds)
         self._engine = Engine(layered, settings.rows, capacity, settings.waiting, self._post)
