@@ -53,7 +53,7 @@ def parse_generation_config(text: str | bytes, source: str) -> dict[str, Any]:
     except (ValueError, RecursionError) as error:
         raise ValueError(f"{source} is no JSON ({error}); correct it or remove it") from None
     if not isinstance(values, dict):
-        raise ValueError(f"{source} must be a JSON object of generation settings, found {type(values).__name__}")
+        raise ValueError(f"{source} must be a JSON object, found {type(values).__name__}; correct it or remove it")
     refuse_wrong_types(values, source)
     return values
 
