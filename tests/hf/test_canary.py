@@ -24,8 +24,9 @@ from transformers.modeling_outputs import CausalLMOutput
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 from transformers.modeling_utils import AttentionInterface
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES, MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES
-from transformers.utils import logging
+from transformers.utils import cached_file, logging
 
+from skipstone.assets import NANO
 from skipstone.models.packed import PackedWeight
 from tests.helpers import families
 
@@ -255,6 +256,12 @@ def attention() -> None:
     assert isinstance(inspect.getattr_static(AttentionInterface, "register"), classmethod)
 
 
+def generation_file() -> None:
+    assert Path(str(cached_file(str(NANO), "generation_config.json"))).is_file()
+    assert cached_file(str(NANO), "no such file", _raise_exceptions_for_missing_entries=False) is None
+    assert "_raise_exceptions_for_connection_errors" in inspect.getsource(inspect.getmodule(cached_file))
+
+
 def log_level() -> None:
     level = logging.get_verbosity()
     logging.set_verbosity_error()
@@ -301,6 +308,7 @@ INTERNAL: dict[str, Callable[[], None]] = {
     "transformers.modeling_rope_utils.ROPE_INIT_FUNCTIONS": rope_frequencies,
     "transformers.modeling_utils.AttentionInterface": attention,
     "transformers.utils.logging": log_level,
+    "transformers.utils.cached_file": generation_file,
     "torch._dynamo.backends.registry.lookup_backend": backends,
 }
 

@@ -13,6 +13,7 @@ from transformers import GenerationConfig
 import skipstone
 from skipstone.assets import NANO
 from skipstone.hf.defaults import expect_usable_defaults, replace_defaults
+from skipstone.models.generation_config import parse_generation_config
 from skipstone.models.layered import LayeredModel
 from skipstone.offline.batch import Chosen
 from tests.helpers import families
@@ -58,6 +59,14 @@ def test_what_published_files_hold_beside_transformers_fields_is_left_alone(tmp_
     model, words = skipstone.load(nano(tmp_path, json.dumps(text)))
     expect_usable_defaults(LayeredModel(model), words)
     assert model.generation_config.eos_token_id == [0, 5]
+
+
+def test_a_misspelt_field_is_a_warning_with_what_was_meant() -> None:
+    with pytest.warns(UserWarning, match=r"temprature.* temperature"):
+        assert parse_generation_config('{"temprature": 0.5, "sep_token_id": 3}', "a file") == {
+            "temprature": 0.5,
+            "sep_token_id": 3,
+        }
 
 
 @pytest.mark.parametrize("name", UNUSABLE)

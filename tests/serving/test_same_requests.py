@@ -116,7 +116,7 @@ def all_ways(monkeypatch: pytest.MonkeyPatch, own: dict[str, Any], asked: str) -
     )
     over_http_and_in_a_batch(model, words, {"prompt": PROMPT, "max_tokens": TOKENS, "seed": 7, **body})
     monkeypatch.setattr(cli_options, "load", lambda *_, **__: (model, words))
-    seed = {"seed": 7} if "temperature" in flags else {}
+    seed: dict[str, Any] = {"seed": 7} if "temperature" in flags else {}
     cli_generate(prompt=PROMPT, method="autoregressive", max_new_tokens=TOKENS, **flags, **seed)
 
 
@@ -168,7 +168,7 @@ def test_chat_builds_the_request_of_the_server(
     model.generation_config = GenerationConfig(eos_token_id=[1, 60], pad_token_id=0, stop_strings=["<23>"], top_k=9)
     monkeypatch.setattr(cli_options, "load", lambda *_, **__: (model, words))
     monkeypatch.setattr(Chat, "talk", lambda chat, _: chat._answer(PROMPT))
-    sampled = {"temperature": temperature, "top_p": 0.7, "seed": 7} if temperature else {}
+    sampled: dict[str, Any] = {"temperature": temperature, "top_p": 0.7, "seed": 7} if temperature else {}
     cli_chat(method="autoregressive", max_new_tokens=TOKENS, **sampled)
     body = {"messages": [{"role": "user", "content": PROMPT}], "max_tokens": TOKENS, "temperature": 0, **sampled, "seed": 7}
     over_http_and_in_a_batch(model, words, body, "/v1/chat/completions")
@@ -183,12 +183,13 @@ def test_chat_builds_the_request_of_the_server(
 def test_a_prompt_that_begins_a_stop_string_does_not_end_the_answer_of_a_server(seen: list[Request]) -> None:
     """OpenAI's `stop` looks at what is written; transformers' stop_strings at the prompt as well."""
     model, words = families.build("llama"), tokenizer()
-    first = skipstone.generate(model, PROMPT, "autoregressive", tokenizer=words, max_new_tokens=3, do_sample=False)
-    text = words.decode(first.new_tokens[0][:1])
+    first: Any = skipstone.generate(model, PROMPT, "autoregressive", tokenizer=words, max_new_tokens=3, do_sample=False)
+    text = str(words.decode(first.new_tokens[0][:1]))
     stop = PROMPT[-1] + text[:1]
-    python = skipstone.generate(
+    python: Any = skipstone.generate(
         model, PROMPT, "autoregressive", tokenizer=words, max_new_tokens=3, do_sample=False, stop_strings=[stop]
     )
     assert len(python.new_tokens[0]) == 1
     over_http_and_in_a_batch(model, words, {"prompt": PROMPT, "max_tokens": 3, "temperature": 0, "stop": [stop]})
+    assert seen[-1].stop_strings is not None
     assert not seen[-1].stop_strings.completed_by_last(seen[-1].prompt, first.new_tokens[0][:1])

@@ -3,12 +3,16 @@
 Nothing here imports torch, so that the command line refuses a wrong value before it loads anything.
 """
 
+import difflib
 import json
+import warnings
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 FILE = "generation_config.json"
+MISSPELT = 0.9
+"""Similarity from which an unknown field counts as a misspelt one. A model may have fields of its own."""
 _BOOL = (
     *("do_sample", "renormalize_logits", "remove_invalid_values", "use_cache", "return_dict_in_generate", "output_scores"),
     *("output_logits", "output_attentions", "output_hidden_states"),
@@ -55,6 +59,9 @@ def parse_generation_config(text: str | bytes, source: str) -> dict[str, Any]:
     if not isinstance(values, dict):
         raise ValueError(f"{source} must be a JSON object, found {type(values).__name__}; correct it or remove it")
     refuse_wrong_types(values, source)
+    for name in values.keys() - _KINDS.keys():
+        if close := difflib.get_close_matches(name, _KINDS, n=1, cutoff=MISSPELT):
+            warnings.warn(f"{source} has {name!r}, which nothing reads; did you mean {close[0]}?", stacklevel=2)
     return values
 
 
