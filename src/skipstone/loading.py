@@ -12,7 +12,7 @@ import transformers
 from safetensors import SafetensorError
 from transformers import CONFIG_MAPPING, AutoConfig, AutoTokenizer, PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 from transformers.distributed.configuration_utils import DistributedConfig
-from transformers.utils import cached_file
+from transformers.utils.hub import cached_file
 
 from skipstone.assets import NANO
 from skipstone.extras import installed

@@ -24,7 +24,8 @@ from transformers.modeling_outputs import CausalLMOutput
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 from transformers.modeling_utils import AttentionInterface
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES, MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES
-from transformers.utils import cached_file, logging
+from transformers.utils import logging
+from transformers.utils.hub import cached_file
 
 from skipstone.assets import NANO
 from skipstone.models.packed import PackedWeight
@@ -308,7 +309,7 @@ INTERNAL: dict[str, Callable[[], None]] = {
     "transformers.modeling_rope_utils.ROPE_INIT_FUNCTIONS": rope_frequencies,
     "transformers.modeling_utils.AttentionInterface": attention,
     "transformers.utils.logging": log_level,
-    "transformers.utils.cached_file": generation_file,
+    "transformers.utils.hub.cached_file": generation_file,
     "torch._dynamo.backends.registry.lookup_backend": backends,
 }
 

@@ -101,7 +101,8 @@ def prepare_call(
     options = dict(options)
     layered = LayeredModel(model, engine, options.pop("quantize", None), options.pop("kv_dtype", None))
     inner = layered.model
-    strings = _take_stop_strings(options, inner.generation_config, tokenizer)
+    own: Any = inner.generation_config
+    strings = _take_stop_strings(options, own, tokenizer)
     call = prepare(inner, ids, seed, **options)
     call.layered, call.stop_strings = layered, strings
     return call
