@@ -101,14 +101,13 @@ def prepare_call(
     options = dict(options)
     layered = LayeredModel(model, engine, options.pop("quantize", None), options.pop("kv_dtype", None))
     inner = layered.model
-    own: Any = inner.generation_config
-    strings = _take_stop_strings(options, own, tokenizer)
+    strings = _take_stop_strings(options, inner.generation_config, tokenizer)
     call = prepare(inner, ids, seed, **options)
     call.layered, call.stop_strings = layered, strings
     return call
 
 
-def _take_stop_strings(options: dict[str, Any], own: GenerationConfig, tokenizer: Any) -> StopStrings | None:
+def _take_stop_strings(options: dict[str, Any], own: Any, tokenizer: Any) -> StopStrings | None:
     """The stop strings of a call, taken out of its options: transformers gives custom decoding no tokenizer. ValueError for
     what is no list of texts, and without a tokenizer."""
     given = options.get("generation_config")
@@ -116,8 +115,9 @@ def _take_stop_strings(options: dict[str, Any], own: GenerationConfig, tokenizer
     in_configs = own.stop_strings if in_given is None else in_given
     found = options.pop("stop_strings") if "stop_strings" in options else in_configs
     if in_given is not None:
-        options["generation_config"] = copy.deepcopy(given)
-        options["generation_config"].stop_strings = None
+        bare: Any = copy.deepcopy(given)
+        bare.stop_strings = None
+        options["generation_config"] = bare
     if own.stop_strings is not None:
         options["stop_strings"] = None
     strings = [found] if isinstance(found, str) else list(found or [])
