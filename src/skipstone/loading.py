@@ -15,6 +15,7 @@ from huggingface_hub.errors import StrictDataclassError
 from safetensors import SafetensorError
 from transformers import CONFIG_MAPPING, AutoConfig, AutoTokenizer, PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 from transformers.distributed.configuration_utils import DistributedConfig
+from transformers.utils.hub import cached_file
 
 from skipstone.assets import NANO
 from skipstone.extras import installed
@@ -22,6 +23,7 @@ from skipstone.fetching import commit_of, hub_name, refused
 from skipstone.models import gguf
 from skipstone.models.checkpoints import auto_class, expect_fit
 from skipstone.models.engines.choice import Setup, attach
+from skipstone.models.generation_config import FILE, read_generation_config
 from skipstone.models.host import out_of_memory
 from skipstone.models.known_types import REFUSED
 from skipstone.models.layered import LayeredModel
@@ -113,6 +115,7 @@ def load_model(
     else:
         said = _said(name, revision)
         auto = _auto_class(name, said, trust_remote_code)
+        _expect_generation_config(name, revision)
     expect_loadable(said.get("quantization_config"))
     try:
         with gguf.reading(name, options):
@@ -193,6 +196,13 @@ def _said(name: str, revision: str | None) -> dict[str, Any]:
     text = said.get("text_config")
     refuse_heads(SimpleNamespace(**(text if isinstance(text, dict) else said)), f"the checkpoint {name}")
     return said
+
+
+def _expect_generation_config(name: str, revision: str | None) -> None:
+    """ValueError for a generation_config.json that transformers would ignore, because it is broken. It may be missing."""
+    missing: Any = dict.fromkeys((f"_raise_exceptions_for_{what}" for what in ("missing_entries", "connection_errors")), False)
+    if (path := cached_file(name, FILE, revision=revision, **missing)) is not None:
+        read_generation_config(Path(path))
 
 
 def _auto_class(name: str, said: dict[str, Any], trust_remote_code: bool) -> Any:

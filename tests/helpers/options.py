@@ -59,5 +59,6 @@ ELSEWHERE = {
     "prefill_chunk_size": "below",
     "use_cache": "below",
     "decoder_start_token_id": "below",
+    "disable_compile": "nothing is compiled by transformers here",
     "transformers_version": "a record of who wrote the file",
 }

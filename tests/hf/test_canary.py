@@ -18,22 +18,18 @@ from transformers import AutoModelForCausalLM, GenerationConfig, LlamaConfig, Ll
 from transformers.cache_utils import get_layer_types_and_kwargs
 from transformers.distributed.configuration_utils import DistributedConfig
 from transformers.generation.logits_process import LogitNormalization, LogitsProcessorList, PrefixConstrainedLogitsProcessor
-from transformers.generation.stopping_criteria import (
-    EosTokenCriteria,
-    MaxLengthCriteria,
-    StoppingCriteriaList,
-    StopStringCriteria,
-)
+from transformers.generation.stopping_criteria import EosTokenCriteria, MaxLengthCriteria, StoppingCriteriaList
 from transformers.generation.utils import GenerateDecoderOnlyOutput
 from transformers.modeling_outputs import CausalLMOutput
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 from transformers.modeling_utils import AttentionInterface
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES, MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES
 from transformers.utils import logging
+from transformers.utils.hub import cached_file
 
+from skipstone.assets import NANO
 from skipstone.models.packed import PackedWeight
 from tests.helpers import families
-from tests.helpers.support import tokenizer
 
 TRAINER = {
     "training_step": ["model", "inputs", "num_items_in_batch"],
@@ -251,8 +247,6 @@ def criteria() -> None:
     assert isinstance(found, StoppingCriteriaList)
     assert [c.max_length for c in found if isinstance(c, MaxLengthCriteria)] == [6]
     assert [c.eos_token_id.tolist() for c in found if isinstance(c, EosTokenCriteria)] == [[4, 9]]
-    stop = StopStringCriteria(tokenizer(), ["abc"])
-    assert stop(torch.tensor([tokenizer()("xabc")["input_ids"]]), None).tolist() == [True]
 
 
 def output() -> None:
@@ -261,6 +255,12 @@ def output() -> None:
 
 def attention() -> None:
     assert isinstance(inspect.getattr_static(AttentionInterface, "register"), classmethod)
+
+
+def generation_file() -> None:
+    assert Path(str(cached_file(str(NANO), "generation_config.json"))).is_file()
+    assert cached_file(str(NANO), "no such file", _raise_exceptions_for_missing_entries=False) is None
+    assert "_raise_exceptions_for_connection_errors" in inspect.getsource(inspect.getmodule(cached_file))
 
 
 def log_level() -> None:
@@ -300,7 +300,6 @@ INTERNAL: dict[str, Callable[[], None]] = {
     "transformers.generation.logits_process.LogitNormalization": processors,
     "transformers.generation.logits_process.PrefixConstrainedLogitsProcessor": prefix_allowed_tokens_fn,
     "transformers.generation.stopping_criteria.StoppingCriteriaList": criteria,
-    "transformers.generation.stopping_criteria.StopStringCriteria": criteria,
     "transformers.generation.stopping_criteria.EosTokenCriteria": criteria,
     "transformers.generation.stopping_criteria.MaxLengthCriteria": criteria,
     "transformers.generation.utils.GenerateDecoderOnlyOutput": output,
@@ -310,6 +309,7 @@ INTERNAL: dict[str, Callable[[], None]] = {
     "transformers.modeling_rope_utils.ROPE_INIT_FUNCTIONS": rope_frequencies,
     "transformers.modeling_utils.AttentionInterface": attention,
     "transformers.utils.logging": log_level,
+    "transformers.utils.hub.cached_file": generation_file,
     "torch._dynamo.backends.registry.lookup_backend": backends,
 }
 

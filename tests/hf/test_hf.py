@@ -228,6 +228,28 @@ class TestStreamers:
         assert count == [0]
 
 
+class TestAssistants:
+    def test_an_assistant_that_is_enabled_too_is_named_with_what_to_do(self, model: PreTrainedModel, prompt: Tensor) -> None:
+        skipstone.enable(model, SKIP)
+        assistant = skipstone.enable(families.build("llama", layers=2), "autoregressive")
+        with forwards(model) as count, pytest.raises(ValueError, match=r"assistant_model.*disable.*speculative"):
+            model.generate(prompt[None], assistant_model=assistant, max_new_tokens=3)
+        assert count == [0]
+        skipstone.disable(assistant)
+        model.generate(prompt[None], assistant_model=assistant, max_new_tokens=3)
+
+    @pytest.mark.parametrize("name", ["assistant_model", "assistant_tokenizer"])
+    def test_without_enable_the_method_that_does_it_is_named(self, model: PreTrainedModel, prompt: Tensor, name: str) -> None:
+        with pytest.raises(ValueError, match=rf"{name} .*speculative"):
+            skipstone.generate(model, prompt[None], SKIP, max_new_tokens=3, **{name: object()})
+
+    @pytest.mark.parametrize("name", ["logits_to_keep", "labels", "cache_position"])
+    def test_no_unrelated_option_is_blamed(self, model: PreTrainedModel, prompt: Tensor, name: str) -> None:
+        with pytest.raises(ValueError, match=name) as refused:
+            skipstone.generate(model, prompt[None], SKIP, max_new_tokens=3, **{name: 1})
+        assert "did you mean" not in str(refused.value)
+
+
 class TestStopStrings:
     def test_they_work_through_enable(self, model: PreTrainedModel, prompt: Tensor) -> None:
         words = tokenizer()

@@ -43,7 +43,6 @@ REFUSED: dict[str, Any] = {
     "output_attentions": True,
     "output_hidden_states": True,
     "compile_config": CompileConfig(),
-    "disable_compile": True,
     "continuous_batching_config": {"num_blocks": 4},
     "assistant_early_exit": 2,
     "assistant_confidence_threshold": 0.7,

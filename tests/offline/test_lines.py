@@ -74,3 +74,15 @@ def test_ids_and_seeds_are_made_of_what_a_line_says_and_not_of_how_it_is_set(tmp
     renamed = Lines(write(tmp_path / "d", [request("uno", GOOD["body"])]))[0]
     assert len({first[0].id, changed.id, renamed.id}) == 3
     assert 0 <= first[0].seed < 1 << 63
+
+
+def test_a_byte_order_mark_is_no_part_of_the_first_line(tmp_path: Path) -> None:
+    path = tmp_path / "in.jsonl"
+    path.write_bytes(b"\xef\xbb\xbf" + b"".join(json.dumps({**GOOD, "custom_id": name}).encode() + b"\n" for name in "ab"))
+    lines = Lines(path)
+    assert [lines[index].custom_id for index in range(len(lines))] == ["a", "b"]
+    path.write_bytes(b"\xef\xbb\xbf\n" + json.dumps(GOOD).encode())
+    assert len(Lines(path)) == 1
+    path.write_bytes(json.dumps(GOOD).encode() + b"\n\xef\xbb\xbf" + json.dumps(GOOD).encode())
+    with pytest.raises(ValueError, match="line 2"):
+        Lines(path)

@@ -28,6 +28,8 @@ def batch(
     method: options.MethodText = None,
     speculative_config: options.MethodConfig = None,
     served_model_name: Annotated[str | None, option("What requests call the model. Default: what --model says.")] = None,
+    generation_config: options.GenerationConfig = "auto",
+    override_generation_config: options.OverrideGenerationConfig = None,
     max_num_seqs: options.MaxNumSeqs = 8,
     max_model_len: options.MaxModelLen = None,
     ray: Annotated[bool, grouped("Ray", "Answer on Ray Data, by an actor a device.", "--ray")] = False,
@@ -58,7 +60,8 @@ def batch(
     began = time.monotonic()
     if (failed := whole(output, lines)) is None:
         setup = dtype, device, engine, quantize, kv_dtype, trust_remote_code
-        chosen = Chosen(model, *setup, asked, served_model_name, max_num_seqs, max_model_len)
+        defaults = generation_config, override_generation_config
+        chosen = Chosen(model, *setup, asked, served_model_name, max_num_seqs, max_model_len, *defaults)
         with _said_where_answers_are(output):
             failed = _answer(chosen, output, lines, (address, actors, cpus_per_actor) if ray else None)
     took = time.monotonic() - began

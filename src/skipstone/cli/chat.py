@@ -41,6 +41,8 @@ def chat(
     seed: Annotated[
         int | None, grouped("Decoding", "Of random draws, for every answer. Default: a new one each, named by /stats.", min=0)
     ] = None,
+    generation_config: options.GenerationConfig = "auto",
+    override_generation_config: options.OverrideGenerationConfig = None,
     dtype: options.Dtype = "auto",
     device: options.Device = "auto",
     engine: options.Engine = "auto",
@@ -56,16 +58,16 @@ def chat(
         if temperature == 0 and getattr(flags, name) is not None:
             raise ValueError(f"--{name.replace('_', '-')} has no effect at temperature 0: pass --temperature too")
     asked = options.asked_method(method, speculative_config)
-    setup = {name: getattr(flags, name) for name in ("engine", "quantize", "kv_dtype", "trust_remote_code")}
+    names = ("engine", "quantize", "kv_dtype", "trust_remote_code", "generation_config", "override_generation_config")
+    setup = {name: getattr(flags, name) for name in names}
     loaded, tokenizer = options.load(model, dtype, device, **setup, keep_weights=False)
     from skipstone.hf.call import resolve_for
+    from skipstone.hf.requests import generation_options
     from skipstone.loading import BUNDLED
     from skipstone.models.layered import LayeredModel
     from skipstone.serving.conversation import Conversation
 
-    decoding: dict[str, Any] = {"do_sample": temperature > 0}
-    if temperature > 0:
-        decoding |= {"temperature": temperature} | ({} if top_p is None else {"top_p": top_p})
+    decoding = generation_options(temperature=temperature, top_p=top_p)
     layered, chosen = LayeredModel(loaded), resolve_for(loaded, asked)
     conversation = Conversation(layered, tokenizer, chosen, decoding, max_new_tokens, system)
     Chat(conversation, seed, color).talk(model or BUNDLED)

@@ -37,6 +37,8 @@ def generate(
     seed: Annotated[int | None, grouped("Decoding", "Of random draws. Default: a new one, named by --stats.", min=0)] = None,
     stop: Annotated[list[str] | None, grouped("Decoding", "Stop after this text (may be given several times).")] = None,
     ignore_eos: Annotated[bool, grouped("Decoding", "Go on after the end-of-text token.", "--ignore-eos")] = False,
+    generation_config: options.GenerationConfig = "auto",
+    override_generation_config: options.OverrideGenerationConfig = None,
     dtype: options.Dtype = "auto",
     device: options.Device = "auto",
     engine: options.Engine = "auto",
@@ -65,6 +67,7 @@ def generate(
 def _run(flags: Any, asked: Any, text: str) -> None:
     """Load, decode, show."""
     names = ("engine", "quantize", "kv_dtype", "device_map", "offload_folder", "tp_plan", "trust_remote_code")
+    names += ("generation_config", "override_generation_config")
     setup = {name: getattr(flags, name) for name in names}
     loaded, tokenizer = options.load(flags.model, flags.dtype, flags.device, **setup, keep_weights=False)
     from skipstone.api import resolve_for
@@ -135,6 +138,7 @@ def _job(flags: Any, model: Any, tokenizer: Any, text: str) -> Any:
 
     from skipstone.api import token_ids
     from skipstone.cli.runs import Job
+    from skipstone.hf.requests import generation_options
     from skipstone.loading import bos_prefix
     from skipstone.models.layered import LayeredModel
 
@@ -144,14 +148,8 @@ def _job(flags: Any, model: Any, tokenizer: Any, text: str) -> Any:
     if flags.prompt_tokens is not None:
         first = bos_prefix(tokenizer)
         ids = [*first, *ids[len(first) :][-flags.prompt_tokens :]]
-    if flags.ignore_eos:
-        model.generation_config.eos_token_id = None
-    fields: dict[str, Any] = {"max_new_tokens": flags.max_new_tokens, "do_sample": flags.temperature > 0}
-    if flags.temperature > 0:
-        given = {name: getattr(flags, name) for name in ("temperature", *SAMPLING)}
-        fields |= {name: value for name, value in given.items() if value is not None}
-    if flags.stop:
-        fields["stop_strings"] = flags.stop
+    names = ("max_new_tokens", "temperature", *SAMPLING, "stop", "ignore_eos")
+    fields = generation_options(**{name: getattr(flags, name) for name in names})
     layered = LayeredModel(model)
     seed = layered.ranks.agreed_whole(secrets.randbits(32)) if flags.seed is None else flags.seed
     return Job(model, tokenizer, torch.tensor([ids], device=layered.device), fields, seed)

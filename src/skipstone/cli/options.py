@@ -111,10 +111,63 @@ def check_folder_of(*files: Path | None) -> None:
             raise FileNotFoundError(2, "no such folder", str(file.parent))
 
 
+def _read_generation_config(source: str) -> dict[str, Any] | None:
+    """--generation-config as fields, None for the model's own."""
+    if source == "auto":
+        return None
+    if source in NO_CONFIG:
+        return {}
+    path = Path(source).expanduser() / "generation_config.json"
+    if not path.is_file():
+        raise ValueError(f"--generation-config must be auto, none or a folder with a generation_config.json, found {source!r}")
+    from skipstone.models.generation_config import read_generation_config
+
+    return read_generation_config(path)
+
+
+def _read_overrides(text: str | None) -> dict[str, Any]:
+    """--override-generation-config as fields."""
+    from skipstone.models.generation_config import parse_generation_config
+
+    return {} if text is None else parse_generation_config(text, "--override-generation-config")
+
+
+NO_CONFIG = ("none", "vllm")  # the second is what vLLM calls it
+GenerationConfig = Annotated[
+    Any,
+    grouped(
+        "Decoding",
+        "auto takes the model's own generation_config.json, none ignores it, a folder has another one.",
+        "--generation-config",
+        parser=str,
+        callback=_read_generation_config,
+        metavar="TEXT",
+    ),
+]
+OverrideGenerationConfig = Annotated[
+    Any,
+    grouped(
+        "Decoding",
+        'Fields of the generation config to change, as JSON: {"temperature": 0.7}; null unsets one.',
+        "--override-generation-config",
+        parser=str,
+        callback=_read_overrides,
+        metavar="JSON",
+    ),
+]
+
+
 def load(
-    model: str | None, dtype: str, device: str, engine: str = "auto", quantize: str = "none", **options: Any
+    model: str | None,
+    dtype: str,
+    device: str,
+    engine: str = "auto",
+    quantize: str = "none",
+    generation_config: dict[str, Any] | None = None,
+    override_generation_config: dict[str, Any] | None = None,
+    **options: Any,
 ) -> tuple[Any, Any]:
-    """The model, and its tokenizer."""
+    """The model, and its tokenizer. generation_config, override_generation_config: as in `replace_defaults`."""
     import torch
 
     from skipstone import loading
@@ -122,7 +175,12 @@ def load(
     wanted = dtype if dtype == "auto" else getattr(torch, dtype)
     elsewhere = any(options.get(name) is not None for name in ("device_map", "tp_plan"))
     place = "cpu" if elsewhere and device == "auto" else loading.usable(device)
-    return loading.load(model, dtype=wanted, device=place, engine=engine, quantize=quantize, **options)
+    found, tokenizer = loading.load(model, dtype=wanted, device=place, engine=engine, quantize=quantize, **options)
+    if generation_config is not None or override_generation_config:
+        from skipstone.hf.defaults import replace_defaults
+
+        replace_defaults(found, generation_config, override_generation_config or {})
+    return found, tokenizer
 
 
 def _read_map(text: str | None) -> Any:

@@ -48,7 +48,8 @@ class Job:
         return bool(self.options["do_sample"])
 
     def steps(self, method: Method) -> Iterator[Step]:
-        return skipstone.stream(self.model, self.ids, method, tokenizer=self.tokenizer, seed=self.seed, **self.options)
+        options = {"attention_mask": torch.ones_like(self.ids), **self.options, "num_return_sequences": 1}
+        return skipstone.stream(self.model, self.ids, method, tokenizer=self.tokenizer, seed=self.seed, **options)
 
     def text(self, tokens: list[int]) -> str:
         return str(self.tokenizer.decode(tokens, skip_special_tokens=True))
@@ -98,10 +99,12 @@ def finish_reason(run: Run, job: Job) -> str:
     """Why a run ended: "interrupted", "eos", "stop" (a stop string) or "length"."""
     if run.interrupted:
         return "interrupted"
-    ends = job.model.generation_config.eos_token_id  # type: ignore[union-attr]
+    ends = job.options.get("eos_token_id", job.model.generation_config.eos_token_id)  # type: ignore[union-attr]
     if run.tokens and run.tokens[-1] in (ends if isinstance(ends, list) else [ends]):
         return "eos"
-    stops = job.options.get("stop_strings") or []
+    own: Any = job.model.generation_config
+    stops = job.options.get("stop_strings") or own.stop_strings or []
+    stops = [stops] if isinstance(stops, str) else stops
     if len(run.tokens) < job.options["max_new_tokens"] or any(stop in job.text(run.tokens) for stop in stops):
         return "stop"
     return "length"

@@ -11,6 +11,7 @@ from skipstone.cli.options import grouped
 
 API_KEY = "SKIPSTONE_API_KEY"
 """The environment variable of --api-key, which other users of a machine do not see."""
+OF_LOADING = ("engine", "quantize", "kv_dtype", "trust_remote_code", "generation_config", "override_generation_config")
 LOG_FORMATS = ("text", "json")  # those of skipstone.serving.logs, which would import starlette
 
 
@@ -57,6 +58,8 @@ def serve(
     port: Annotated[int, grouped("Server", "The port; 0 for one that is free.", min=0, max=65535)] = 8000,
     api_key: ApiKey = None,
     served_model_name: ServedModelName = None,
+    generation_config: options.GenerationConfig = "auto",
+    override_generation_config: options.OverrideGenerationConfig = None,
     max_num_seqs: options.MaxNumSeqs = 8,
     max_model_len: options.MaxModelLen = None,
     max_waiting: Annotated[int, grouped("Scheduling", "Requests that wait; more are answered with 429.", min=0)] = 64,
@@ -81,7 +84,7 @@ def serve(
 ) -> None:
     """Serve a model over HTTP, as OpenAI's API."""
     asked = options.asked_method(method, speculative_config)
-    setup = {"engine": engine, "quantize": quantize, "kv_dtype": kv_dtype, "trust_remote_code": trust_remote_code}
+    setup = {name: value for name, value in locals().items() if name in OF_LOADING}
 
     def load() -> tuple[Any, Any]:
         return options.load(model, dtype, device, **setup, keep_weights=False)
@@ -91,14 +94,18 @@ def serve(
     place = host, port, api_key or os.environ.get(API_KEY)
     numbers = replicas, min_replicas, max_replicas
     if ray:
-        if model is not None and os.path.exists(model):
-            model = os.path.abspath(model)  # replicas have another working directory
+        model = _absolute(model)  # replicas have another working directory
         gpus = int(device.startswith("cuda")) if gpus_per_replica is None else gpus_per_replica
         _replicate(load, settings, place, log_format, numbers, (cpus_per_replica or 1, gpus, model, ray_address))
         return
     if any(one is not None for one in (ray_address, *numbers, cpus_per_replica, gpus_per_replica)):
         raise ValueError("--ray-address and the options of replicas need --ray")
     _listen(load, settings, place, log_format)
+
+
+def _absolute(model: str | None) -> str | None:
+    """The same folder from everywhere; a hub id stays as it is."""
+    return os.path.abspath(model) if model is not None and os.path.exists(model) else model
 
 
 def _least_and_most(replicas: int | None, least: int | None, most: int | None) -> tuple[int, int]:

@@ -7,6 +7,7 @@ from torch import Tensor
 
 from skipstone.decoding.draft import Draft, RowVerdict
 from skipstone.decoding.sampling import Sampler, Sampling
+from skipstone.decoding.stop_strings import StopStrings
 from skipstone.models.host import on_device
 from skipstone.models.kvstore import KVStore
 from skipstone.models.layered import LayeredModel
@@ -20,6 +21,7 @@ class Request:
 
     prompt: [T] int64, T >= 1. max_new_tokens >= 1. eos: ids that end the row (kept in the output). criteria: evaluated after
     every new token on the row's own unpadded ids. prediction: ids that it may go on with, for methods that look drafts up.
+    stop_strings: end the row with the token that completes one.
     """
 
     prompt: Tensor
@@ -28,6 +30,7 @@ class Request:
     sampling: Sampling = field(default_factory=Sampling)
     criteria: Sequence[Criterion] = ()
     prediction: Sequence[int] = ()
+    stop_strings: StopStrings | None = None
 
 
 class Batch:

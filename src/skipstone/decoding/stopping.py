@@ -10,10 +10,14 @@ from skipstone.decoding.draft import RowVerdict
 
 @dataclass
 class RunningRequest:
-    """A request while it runs, with its new tokens on the host."""
+    """A request while it runs, with its new tokens on the host.
+
+    is_stopped: whether the last token ends the text. False if the text has merely reached max_new_tokens.
+    """
 
     request: Request
     tokens: list[int] = field(default_factory=list)
+    is_stopped: bool = False
 
     @property
     def room(self) -> int:
@@ -24,14 +28,17 @@ class RunningRequest:
         """Append the new tokens up to the first that ends the row, and cut the verdict there."""
         for count, token in enumerate(verdict.tokens, 1):
             self.tokens.append(token)
-            if len(self.tokens) >= self.request.max_new_tokens or token in self.request.eos or self._criteria_met():
+            self.is_stopped = token in self.request.eos or self._meets_criterion()
+            if self.is_stopped or len(self.tokens) >= self.request.max_new_tokens:
                 verdict.cut(count)
                 verdict.finished = True
                 return
 
-    def _criteria_met(self) -> bool:
+    def _meets_criterion(self) -> bool:
+        strings, prompt = self.request.stop_strings, self.request.prompt
+        if strings is not None and strings.completed_by_last(prompt, self.tokens):
+            return True
         if not self.request.criteria:
             return False
-        prompt = self.request.prompt
         ids = torch.cat([prompt, torch.tensor(self.tokens, device=prompt.device)])[None]  # [1, T]
         return any(bool(torch.as_tensor(criterion(ids, None)).all()) for criterion in self.request.criteria)

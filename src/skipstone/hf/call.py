@@ -2,6 +2,7 @@
 
 import copy
 import difflib
+import inspect
 import reprlib
 import warnings
 from collections.abc import Iterator
@@ -13,10 +14,10 @@ import torch
 from torch import Tensor
 from transformers import GenerationConfig, PreTrainedModel
 from transformers.generation.logits_process import LogitsProcessorList
-from transformers.generation.stopping_criteria import StoppingCriteriaList, StopStringCriteria
+from transformers.generation.stopping_criteria import StoppingCriteriaList
 
 from skipstone.decoding.method import OWN_FIELD, Method
-from skipstone.hf.defaults import defaults_of
+from skipstone.decoding.stop_strings import StopStrings
 from skipstone.hf.fields import FIELDS, merged_fields, refuse_fields
 from skipstone.methods import MethodLike, resolve
 from skipstone.models.layered import LayeredModel, unwrapped
@@ -27,16 +28,27 @@ ARGUMENTS = (
 )
 """Keyword arguments of `model.generate` that are no fields of GenerationConfig and that skipstone takes."""
 
+DRAFT_MODEL = (
+    "it belongs to transformers' assisted generation; to draft with a model, pass "
+    "method={'method': 'speculative', 'draft_model': FOLDER OR HUB ID}"
+)
+"""What to do instead of passing an assistant model."""
+
 REFUSED_ARGUMENTS = {
     "past_key_values": "skipstone keeps its own KV store",
     "inputs_embeds": "skipstone needs token ids",
-    "assistant_model": "skipstone drafts with its own methods; an enabled model.generate passes such calls on",
+    "assistant_model": DRAFT_MODEL,
+    "assistant_tokenizer": DRAFT_MODEL,
     "custom_generate": "skipstone is the decoding function; an enabled model.generate passes such calls on",
     "negative_prompt_ids": "classifier-free guidance is not implemented",
     "negative_prompt_attention_mask": "classifier-free guidance is not implemented",
     "synced_gpus": "processes that share a model take the same steps here by themselves",
     "token_type_ids": "skipstone hands nothing but token ids to the model; tokenise with return_token_type_ids=False",
+    "trust_remote_code": "it is an option of skipstone.load",
 }
+
+LIKE_AN_OPTION = 0.75
+"""Similarity from which an unknown name counts as a misspelt option."""
 
 
 @dataclass
@@ -45,7 +57,8 @@ class Call:
 
     input_ids: [B, T] int64, left-padded. logits_processor, stopping_criteria: prepared lists, user's objects included.
     seed: of row 0, from which further rows get their own (`noise.row_seed`); a list has one per row; None draws one from
-    torch's generator. layered: the model's modules and facts, where the caller has looked them up already.
+    torch's generator. layered: the model's modules and facts, where the caller has looked them up already. stop_strings: that
+    the rows end with.
     """
 
     model: PreTrainedModel
@@ -56,6 +69,7 @@ class Call:
     seed: int | list[int] | None = None
     model_kwargs: dict[str, Any] = field(default_factory=dict)
     layered: LayeredModel | None = None
+    stop_strings: StopStrings | None = None
 
     @property
     def prompts(self) -> list[Tensor]:
@@ -87,26 +101,32 @@ def prepare_call(
     options = dict(options)
     layered = LayeredModel(model, engine, options.pop("quantize", None), options.pop("kv_dtype", None))
     inner = layered.model
-    given, own = options.get("generation_config"), inner.generation_config
-    strings = options.pop("stop_strings", None) or getattr(given, "stop_strings", None) or own.stop_strings
-    if strings:  # transformers gives custom decoding no tokenizer, so stop strings become a criterion here
-        if tokenizer is None:
-            raise ValueError(f"stop_strings={strings!r} need the tokenizer: pass tokenizer=")
-        criteria = [*(options.pop("stopping_criteria", None) or []), StopStringCriteria(tokenizer, strings)]
-        options["stopping_criteria"] = StoppingCriteriaList(criteria)
-        if given is not None:
-            options["generation_config"] = _without_stop_strings(given)
-        own = _without_stop_strings(own)
-    with layered.lock, defaults_of(inner, own):
+    with layered.lock:
+        strings = _take_stop_strings(options, inner.generation_config, tokenizer)
         call = prepare(inner, ids, seed, **options)
-    call.layered = layered
+    call.layered, call.stop_strings = layered, strings
     return call
 
 
-def _without_stop_strings(config: GenerationConfig) -> GenerationConfig:
-    bare = copy.deepcopy(config)
-    bare.stop_strings = None
-    return bare
+def _take_stop_strings(options: dict[str, Any], own: Any, tokenizer: Any) -> StopStrings | None:
+    """The stop strings of a call, taken out of its options: transformers gives custom decoding no tokenizer. ValueError for
+    what is no list of texts, and without a tokenizer."""
+    given = options.get("generation_config")
+    in_given = getattr(given, "stop_strings", None)
+    in_configs = own.stop_strings if in_given is None else in_given
+    found = options.pop("stop_strings") if "stop_strings" in options else in_configs
+    if in_given is not None:
+        bare: Any = copy.deepcopy(given)
+        bare.stop_strings = None
+        options["generation_config"] = bare
+    if own.stop_strings is not None:
+        options["stop_strings"] = None
+    strings = [found] if isinstance(found, str) else list(found or [])
+    if any(not isinstance(one, str) or not one for one in strings):
+        raise ValueError(f"stop_strings must be texts that are not empty, found {found!r}")
+    if strings and tokenizer is None:
+        raise ValueError(f"stop_strings={found!r} need the tokenizer: pass tokenizer=")
+    return StopStrings(strings, tokenizer) if strings else None
 
 
 def unwrap(model: Any) -> PreTrainedModel:
@@ -165,7 +185,9 @@ def _check_arguments(model: PreTrainedModel, kwargs: dict[str, Any]) -> None:
             if value is None or value is False:
                 continue
             raise ValueError(f"{name} is not supported: {REFUSED_ARGUMENTS[name]}")
-        close = difflib.get_close_matches(name, [*FIELDS, *ARGUMENTS], n=1)
+        if name in inspect.signature(model.forward).parameters:
+            raise ValueError(f"{name} is not supported: skipstone hands nothing but token ids to the model; leave it out")
+        close = difflib.get_close_matches(name, [*FIELDS, *ARGUMENTS], n=1, cutoff=LIKE_AN_OPTION)
         hint = f"did you mean {close[0]}?" if close else "a method's own settings go into method={'method': name, ...}"
         raise ValueError(f"unknown option {name}={reprlib.repr(value)}; {hint}")
     refuse_fields(merged_fields(model.generation_config, kwargs.get("generation_config"), kwargs))

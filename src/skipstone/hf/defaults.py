@@ -1,11 +1,48 @@
-"""A model's own generation defaults: out of the way while others are wanted, and read from the disk."""
+"""A model's own generation defaults: replaced by a user, checked before anybody asks, put aside while others are wanted."""
 
-from collections.abc import Iterator
+import difflib
+import json
+from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 from typing import Any
 
 from transformers import GenerationConfig, PreTrainedModel
+
+from skipstone.decoding.method import OWN_FIELD
+from skipstone.hf.fields import FIELDS
+from skipstone.hf.requests import build_request
+from skipstone.models.generation_config import refuse_wrong_types
+from skipstone.models.layered import LayeredModel
+
+OVERRIDE = "--override-generation-config"
+"""The option of the command line that changes single fields."""
+KEPT = ("bos_token_id", "eos_token_id", "pad_token_id", OWN_FIELD)
+"""Fields that are facts of the model and no wishes: a replacement without them leaves them as they are."""
+
+
+def replace_defaults(model: PreTrainedModel, replacement: Mapping[str, Any] | None, overrides: Mapping[str, Any]) -> None:
+    """Give a model other generation defaults. replacement: instead of its own, None for its own. overrides: fields that win
+    over both; None unsets one. ValueError for a field that does not exist or has the wrong type."""
+    if unknown := [name for name in overrides if name not in FIELDS]:
+        close = difflib.get_close_matches(unknown[0], FIELDS, n=1)
+        raise ValueError(f"{OVERRIDE}: there is no field {unknown[0]!r}" + (f"; did you mean {close[0]}?" if close else ""))
+    refuse_wrong_types(overrides, OVERRIDE)
+    own: Any = model.generation_config
+    fields = own.to_dict() if replacement is None else {**{name: getattr(own, name, None) for name in KEPT}, **replacement}
+    model.generation_config = GenerationConfig.from_dict({**fields, **overrides})
+
+
+def expect_usable_defaults(model: LayeredModel, tokenizer: Any) -> None:
+    """ValueError for defaults with which no request could be answered, greedily or at random."""
+    for options in ({}, {"do_sample": True, "temperature": 1.0}):
+        try:
+            build_request(model, [0], tokenizer, 0, {**options, "max_new_tokens": model.max_positions})
+        except (ValueError, TypeError, AttributeError, IndexError, RuntimeError) as error:  # transformers checks few of them
+            raise ValueError(
+                f"the model's generation config cannot be used: {error}. Correct generation_config.json, pass "
+                f"--generation-config none, or unset the field: {OVERRIDE} '{json.dumps({'FIELD': None})}'"
+            ) from error
 
 
 @contextmanager

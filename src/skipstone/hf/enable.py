@@ -14,7 +14,7 @@ from transformers.generation.stopping_criteria import StoppingCriteriaList
 
 from skipstone.decoding.method import Method
 from skipstone.hf import generation
-from skipstone.hf.call import Call, MethodLike, prepare_call, resolve_for
+from skipstone.hf.call import DRAFT_MODEL, Call, MethodLike, prepare_call, resolve_for
 from skipstone.hf.fields import refuse_fields
 from skipstone.hf.generation import Output
 from skipstone.models.engines.choice import attach
@@ -112,6 +112,12 @@ class _Generate:
         named = {"generation_config": generation_config, "logits_processor": logits_processor}
         named["stopping_criteria"] = stopping_criteria
         options |= {name: value for name, value in named.items() if value is not None}
+        assistant = options.get("assistant_model")
+        if assistant is not None and isinstance(assistant.__dict__.get("generate"), _Generate):
+            raise ValueError(
+                "the assistant_model is enabled by skipstone, and transformers drafts with its own generate: call "
+                f"skipstone.disable(assistant_model), or let skipstone draft with it: {DRAFT_MODEL}"
+            )
         if any(options.get(name) is not None for name in _OTHER_ENGINES):
             own = {"streamer": streamer, "tokenizer": tokenizer, "seed": seed}
             options |= {name: value for name, value in own.items() if value is not None}

@@ -25,7 +25,7 @@ _SUPPORTED = (
     # output, tokens, bookkeeping; use_cache changes no text, and training leaves a False in a model's own config; where
     # decoders start is of encoder-decoders only, and the configs of some decoders have it (XGLM)
     *("return_dict_in_generate", "output_scores", "output_logits", "pad_token_id", "bos_token_id", "prefill_chunk_size"),
-    *("transformers_version", "use_cache", "decoder_start_token_id"),
+    *("transformers_version", "use_cache", "decoder_start_token_id", "disable_compile"),
 )
 """Fields with their meaning in transformers."""
 _REFUSED = {
@@ -41,13 +41,13 @@ _REFUSED = {
     "token healing needs a tokenizer, which transformers does not pass on": ("token_healing",),
     "attention maps are not kept": ("output_attentions",),
     "hidden states are not kept": ("output_hidden_states",),
-    "skipstone does not compile the model": ("compile_config", "disable_compile"),
+    "skipstone does not compile the model": ("compile_config",),
     "continuous batching of transformers does not pass through here": ("continuous_batching_config",),
     "use method='layerskip exit_layer=E' instead (see docs/migration.md)": ("assistant_early_exit",),
+    "use method='prompt_lookup' instead (see docs/migration.md)": ("prompt_lookup_num_tokens", "max_matching_ngram_size"),
     "this is an option of transformers' assisted generation; set the method's own (see docs/migration.md)": (
         *("assistant_confidence_threshold", "assistant_ensemble_weight", "assistant_lookbehind", "target_lookbehind"),
-        *("num_assistant_tokens", "num_assistant_tokens_schedule", "is_assistant", "prompt_lookup_num_tokens"),
-        *("max_matching_ngram_size", "speculation_type", "use_mtp"),
+        *("num_assistant_tokens", "num_assistant_tokens_schedule", "is_assistant", "speculation_type", "use_mtp"),
     ),
 }
 """Why a field is refused -> the fields, where they are set to something else than transformers' default."""

@@ -1,5 +1,10 @@
-"""A prepared call as one Request per row: what it stops at, how it samples, which processors it has."""
+"""The only place that builds requests: one Request per row, with what it stops at, how it samples, which processors it has.
 
+`skipstone.generate`, an enabled `model.generate`, HTTP, batch files and the command line all give keyword arguments of
+`skipstone.generate`.
+"""
+
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -8,13 +13,54 @@ from transformers.generation.stopping_criteria import EosTokenCriteria, MaxLengt
 from skipstone.decoding.batch import Criterion, Request
 from skipstone.decoding.noise import row_seed
 from skipstone.decoding.sampling import Sampling
-from skipstone.hf.call import REFUSED_ARGUMENTS, Call, check_shapes
+from skipstone.hf.call import REFUSED_ARGUMENTS, Call, check_shapes, prepare_call
 from skipstone.hf.fields import EXOTIC
 from skipstone.hf.processors import RowProcessors, warpers
+from skipstone.models.layered import LayeredModel
 from skipstone.models.ranks import Ranks
 
 _PREPARED = ("attention_mask", "position_ids", "past_key_values", "use_cache", "logits_to_keep")
 """What transformers prepares for the model's forward, and what `_check_inputs` looks at."""
+
+
+def generation_options(
+    *,
+    max_new_tokens: int | None = None,
+    temperature: float | None = None,
+    top_k: int | None = None,
+    top_p: float | None = None,
+    min_p: float | None = None,
+    repetition_penalty: float | None = None,
+    stop: Sequence[str] | None = None,
+    ignore_eos: bool = False,
+) -> dict[str, Any]:
+    """The settings of a request, as vLLM names them, as keyword arguments of `skipstone.generate`. None: the model's own value.
+
+    temperature: 0 is greedy and leaves top_k, top_p and min_p out. stop: strings that end the text, instead of the model's own.
+    """
+    options: dict[str, Any] = {"max_new_tokens": max_new_tokens, "repetition_penalty": repetition_penalty}
+    if temperature is not None:
+        options["do_sample"] = temperature > 0
+    if temperature != 0:
+        options |= {"temperature": temperature, "top_k": top_k, "top_p": top_p, "min_p": min_p}
+    options["stop_strings"] = list(stop) if stop else None
+    options = {name: value for name, value in options.items() if value is not None}
+    return options | ({"eos_token_id": None} if ignore_eos else {})
+
+
+def build_request(model: LayeredModel, prompt: Sequence[int], tokenizer: Any, seed: int, options: dict[str, Any]) -> Request:
+    """One request. prompt: token ids. options: keyword arguments of `skipstone.generate`, but for those of several rows.
+
+    ValueError for what skipstone does not support, in the options or in the model's own generation config.
+    """
+    ids = torch.tensor([list(prompt)], device=model.device)
+    # without a mask transformers takes the pad token for padding; max_new_tokens wins over a max_length of the model's own
+    options = {"attention_mask": torch.ones_like(ids), **options, "num_return_sequences": 1}
+    if options.get("max_new_tokens") is not None:
+        options["max_length"] = None
+    call = prepare_call(model.model, ids, tokenizer, seed, options)
+    (request,) = requests(call, model.ranks)
+    return request
 
 
 def requests(call: Call, ranks: Ranks) -> list[Request]:
@@ -28,9 +74,10 @@ def requests(call: Call, ranks: Ranks) -> list[Request]:
     prompts = call.prompts
     seeds = _seeds(call, len(prompts), ranks)
     processors = RowProcessors(call.model, call.config, call.input_ids, call.model_kwargs, call.logits_processor)
+    samplings = [_sampling(call, seeds[row], processors.of(row, prompt, max_new_tokens)) for row, prompt in enumerate(prompts)]
+    ends: dict[str, Any] = {"eos": eos, "criteria": criteria, "stop_strings": call.stop_strings}
     return [
-        Request(prompt, max_new_tokens, eos, _sampling(call, seeds[row], processors.of(row, prompt, max_new_tokens)), criteria)
-        for row, prompt in enumerate(prompts)
+        Request(prompt, max_new_tokens, sampling=sampling, **ends) for prompt, sampling in zip(prompts, samplings, strict=True)
     ]
 
 

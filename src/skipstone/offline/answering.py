@@ -17,7 +17,7 @@ from skipstone.offline.lines import ID_DIGITS, Line
 from skipstone.serving import errors
 from skipstone.serving.jobs import Refused
 from skipstone.serving.responses import ResponseBody, Told
-from skipstone.serving.schemas import ChatBody, CompletionBody, Sampled
+from skipstone.serving.schemas import ChatBody, CompletionBody, Sampled, refuse_surrogates
 from skipstone.serving.server import Server
 
 BODIES: dict[str, type[CompletionBody | ChatBody | ResponseBody]] = {
@@ -46,7 +46,7 @@ async def answered(server: Server, line: Line) -> Answer:
     except Refused as error:
         if server.health[0] != "ready":
             raise Died(str(error)) from error
-        status, body = error.status, errors.body(str(error), error.status)
+        status, body = error.status, errors.of_refused(error)
     response = {"status_code": status, "request_id": f"req_{line.digest[:ID_DIGITS]}", "body": body}
     return {"id": line.id, "custom_id": line.custom_id, "response": response, "error": None}
 
@@ -81,6 +81,10 @@ async def _body(server: Server, line: Line) -> dict[str, Any]:
 
 def _asked(server: Server, line: Line) -> tuple[Sampled, CompletionBody | ChatBody | ResponseBody]:
     """What is to be written, and the body that asks for it."""
+    try:
+        refuse_surrogates([line.method, line.url])
+    except ValueError as error:
+        raise Refused(400, f"method or url: {error}") from None
     kind = BODIES.get(line.url) if isinstance(line.url, str) else None
     if kind is None:
         raise Refused(404, f"there is no {str(line.url)[:100]} in a batch, but {', '.join(BODIES)}")
@@ -90,10 +94,6 @@ def _asked(server: Server, line: Line) -> tuple[Sampled, CompletionBody | ChatBo
         raise Refused(400, "the body is no JSON object")
     if unfit := [name for name in OF_A_SERVER if line.body.get(name)]:
         raise Refused(400, f"{unfit[0]}: a batch has none; leave it out")
-    try:
-        json.dumps(line.body, ensure_ascii=False).encode()
-    except UnicodeEncodeError:
-        raise Refused(400, "the body is no valid Unicode") from None
     body = kind.model_validate(line.body)
     if body.model not in (None, server.settings.name):
         raise Refused(404, f"there is no model {body.model[:100]!r} here, but {server.settings.name!r}")

@@ -4,7 +4,7 @@ of others."""
 import asyncio
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterable
 from contextlib import aclosing, asynccontextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +12,7 @@ import torch
 
 from skipstone import loading
 from skipstone.hf.call import resolve_for
+from skipstone.hf.defaults import expect_usable_defaults, replace_defaults
 from skipstone.models.fingerprint import fingerprint
 from skipstone.models.layered import LayeredModel
 from skipstone.offline.answering import Died, answered, by_defect
@@ -36,7 +37,7 @@ class Chosen:
     """A model, and how it writes: all of it plain, so that it can be sent to another machine. name, dtype, device, engine,
     quantize, kv_dtype, trust_remote_code: as in `skipstone.load`; device may be "auto". method: as in `skipstone.generate`.
     served: what bodies call the model. rows: texts that are written at a time. capacity: most tokens of a text, its prompt
-    included; None for a server's default."""
+    included; None for a server's default. generation_config, overrides: as in `replace_defaults`."""
 
     name: str | None = None
     dtype: str = "auto"
@@ -49,6 +50,8 @@ class Chosen:
     served: str | None = None
     rows: int = 8
     capacity: int | None = None
+    generation_config: dict[str, Any] | None = None
+    overrides: dict[str, Any] = field(default_factory=dict)
 
     @property
     def called(self) -> str:
@@ -61,14 +64,18 @@ class Chosen:
         more = {"engine": self.engine, "quantize": self.quantize, "kv_dtype": self.kv_dtype}
         more |= {"trust_remote_code": self.trust_remote_code, "keep_weights": False}
         model, tokenizer = loading.load(self.name, dtype=dtype, device=loading.usable(self.device), **more)
-        resolve_for(model, self.method).check(LayeredModel(model))
+        replace_defaults(model, self.generation_config, self.overrides)
+        layered = LayeredModel(model)
+        resolve_for(model, self.method).check(layered)
+        expect_usable_defaults(layered, tokenizer)
         return Loaded(self, model, tokenizer)
 
     def about(self) -> dict[str, Any]:
         """What a run that goes on must share with its beginning, as far as it is known without the model."""
         found = {"model": self.name or loading.BUNDLED, "called": self.called, "method": self.method or "the model's own"}
         found |= {"dtype": self.dtype, "engine": self.engine, "quantize": self.quantize}
-        return found | {"kv_dtype": self.kv_dtype or "usual", "capacity": self.capacity or "usual"}
+        found |= {"kv_dtype": self.kv_dtype or "usual", "capacity": self.capacity or "usual"}
+        return found | {"generation_config": self.generation_config or "the model's own", "overrides": self.overrides}
 
 
 @dataclass(frozen=True)

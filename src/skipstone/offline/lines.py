@@ -15,6 +15,8 @@ ID_DIGITS = 24
 """Hexadecimal digits of the ids that are made for a line."""
 SEED_DIGITS = 15
 """Hexadecimal digits of a seed that is made for a line: it has to be below 2 ** 63."""
+BOM = b"\xef\xbb\xbf"
+"""What some editors begin a UTF-8 file with. It is no part of the first line."""
 
 
 @dataclass(frozen=True)
@@ -84,6 +86,8 @@ class Lines:
             for number, raw in enumerate(file, 1):
                 content.update(raw)
                 begin, place = place, place + len(raw)
+                if number == 1 and raw.startswith(BOM):
+                    begin, raw = begin + len(BOM), raw.removeprefix(BOM)
                 if not raw.strip():
                     continue
                 self._begins.append(begin)

@@ -56,12 +56,12 @@ def _errors(app: FastAPI) -> None:
     """Every error in OpenAI's shape, without a word of the server's files."""
 
     @app.exception_handler(RequestValidationError)
-    async def invalid(_: Request, error: RequestValidationError) -> Response:
-        return errors.invalid(error)
+    async def invalid(request: Request, error: RequestValidationError) -> Response:
+        return errors.invalid(error, request.headers.get("content-type"))
 
     @app.exception_handler(Refused)
     async def refused(_: Request, error: Refused) -> Response:
-        return errors.response(str(error), error.status, retry_after=error.retry_after)
+        return errors.refused(error)
 
     @app.exception_handler(HTTPException)
     async def unknown(request: Request, error: HTTPException) -> Response:
@@ -185,7 +185,7 @@ async def _events(answer: Answer, updates: Updates, body: Sampled) -> AsyncItera
             if body.tells_usage:
                 yield _told(answer.ending(body.return_metrics))
         except Refused as error:
-            yield _told(errors.body(str(error), error.status))
+            yield _told(errors.of_refused(error))
     yield "[DONE]"
 
 

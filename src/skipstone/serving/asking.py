@@ -13,15 +13,14 @@ import torch
 from transformers.generation.logits_process import LogitsProcessorList
 
 from skipstone.api import token_ids
-from skipstone.decoding.batch import Request
 from skipstone.decoding.method import Method
 from skipstone.decoding.noise import row_seed
 from skipstone.decoding.session import NO_PREDICTIONS, refuse_ids
-from skipstone.hf.call import prepare_call, resolve_for
-from skipstone.hf.requests import requests
+from skipstone.hf.call import resolve_for
+from skipstone.hf.requests import build_request, generation_options
 from skipstone.models.layered import LayeredModel
 from skipstone.serving.grammar import ANY_OBJECT, DEEPEST, Grammar, Grammars, too_deep
-from skipstone.serving.jobs import Job, Likely
+from skipstone.serving.jobs import Job, Likely, Refused
 from skipstone.serving.processors import Bias, Penalty
 from skipstone.serving.schemas import ChatBody, CompletionBody, Message, Sampled, TokenizeBody
 from skipstone.serving.templates import takes_arguments_as_text
@@ -94,7 +93,7 @@ class Asking:
         if not isinstance(prompt, str):
             return prompt
         if len(prompt) > self._longest:
-            raise ValueError(self._too_long(f"{len(prompt)} characters"))
+            raise self._too_long(f"{len(prompt)} characters")
         return token_ids(prompt, self.tokenizer)
 
     @property
@@ -102,8 +101,10 @@ class Asking:
         """Characters beyond which a text has too many tokens in any case: no token is longer."""
         return self.capacity * 64
 
-    def _too_long(self, found: str) -> str:
-        return f"the prompt has {found}: this server takes {self.capacity} tokens a text, those it writes included"
+    def _too_long(self, found: str) -> Refused:
+        """What is raised for a prompt, or for more tokens than there is room for. Clients look for the code."""
+        limit = f"the maximum context length is {self.capacity} tokens, those that are written included"
+        return Refused(400, f"the prompt has {found}: {limit}", code="context_length_exceeded")
 
     @cached_property
     def _arguments_as_text(self) -> bool:
@@ -119,7 +120,7 @@ class Asking:
         if too_deep(turns, DEEPEST_CHAT) or too_deep(tools, DEEPEST_CHAT):
             raise ValueError(f"tools, and the arguments of calls, are nested at most {DEEPEST_CHAT} deep")
         if len(json.dumps(turns)) + len(json.dumps(tools)) > self._longest:
-            raise ValueError(self._too_long("too many characters"))
+            raise self._too_long("too many characters")
         return token_ids(turns, self.tokenizer, tools)
 
     def method(self, wanted: str | dict[str, Any] | None) -> Method:
@@ -162,18 +163,29 @@ class Asking:
             room = self.capacity - len(prompt)
             if room < 1 or (most is not None and most > room):
                 asked = f" + max_tokens={most}" if most else ""
-                raise ValueError(self._too_long(f"{len(prompt)} tokens{asked}"))
-            options = self._options(body, len(prompt), room if most is None else max(most, 1), grammar)
-            call = prepare_call(self.model.model, torch.tensor([prompt]), None, seed, dict(options))
-            (request,) = requests(call, self.model.ranks)
-            sampling = request.sampling
+                raise self._too_long(f"{len(prompt)} tokens{asked}")
+            allowed = self._most_tokens(len(prompt), room) if most is None else max(most, 1)
+            options = self._options(body, len(prompt), allowed, grammar)
+            request = build_request(self.model, prompt, self.tokenizer, seed, options)
+            if body.stops and request.stop_strings is not None:
+                request = replace(request, stop_strings=request.stop_strings.without_prompt())
             for _ in range(body.n):
-                own = replace(sampling, seed=row_seed(seed, len(found)))
-                eos = frozenset[int]() if body.ignore_eos else request.eos
-                own = replace(own, processors=[one.fresh() if isinstance(one, Grammar) else one for one in own.processors])
-                one = Request(request.prompt, request.max_new_tokens, eos, own, request.criteria, prediction)
+                processors = [one.fresh() if isinstance(one, Grammar) else one for one in request.sampling.processors]
+                sampling = replace(request.sampling, seed=row_seed(seed, len(found)), processors=processors)
+                one = replace(request, sampling=sampling, prediction=prediction)
                 found.append(Job(one, method, logprobs, self.seconds, details=body.stream_speculative == "full"))
         return found
+
+    def _most_tokens(self, prompt: int, room: int) -> int:
+        """Most new tokens where a request does not say: what the model's own generation config allows, `room` at most."""
+        own: Any = self.model.model.generation_config
+        if own.max_new_tokens is not None:
+            return min(own.max_new_tokens, room)
+        if own.max_length is None:
+            return room
+        if own.max_length <= prompt:
+            raise ValueError(f"the prompt has {prompt} tokens, the model's generation config says max_length={own.max_length}")
+        return min(own.max_length - prompt, room)
 
     def _predicted(self, body: Sampled) -> list[int]:
         """The tokens of the prediction; none where there is none."""
@@ -226,16 +238,9 @@ class Asking:
 
     def _options(self, body: Sampled, prompt: int, most: int, grammar: Grammar | None) -> dict[str, Any]:
         """Keyword arguments of `skipstone.generate`."""
-        options: dict[str, Any] = {"max_new_tokens": most, "stop_strings": None}
-        if body.temperature is not None:
-            options["do_sample"] = body.temperature > 0
-            if body.temperature > 0:
-                options["temperature"] = body.temperature
-        if body.temperature != 0:
-            given = {"top_p": body.top_p, "top_k": body.top_k, "min_p": body.min_p}
-            options |= {name: value for name, value in given.items() if value is not None}
-        if body.repetition_penalty is not None:
-            options["repetition_penalty"] = body.repetition_penalty
+        names = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty", "ignore_eos")
+        given = {name: getattr(body, name) for name in names}
+        options = generation_options(max_new_tokens=most, stop=body.stops, **given)
         processors: list[Any] = []
         if body.presence_penalty or body.frequency_penalty:
             processors.append(Penalty(prompt, body.presence_penalty, body.frequency_penalty))

@@ -4,15 +4,13 @@ from collections.abc import Generator
 from dataclasses import dataclass
 from typing import Any
 
-import torch
 from transformers import PreTrainedTokenizerBase
 
 from skipstone.api import token_ids
 from skipstone.decoding.draft import Step
 from skipstone.decoding.loop import PREFILL_CHUNK
 from skipstone.decoding.method import Method
-from skipstone.hf.call import prepare_call
-from skipstone.hf.requests import requests
+from skipstone.hf.requests import build_request
 from skipstone.models.layered import LayeredModel
 from skipstone.serving.jobs import Job
 from skipstone.serving.lanes import Lane
@@ -88,9 +86,7 @@ class Conversation:
                 f"the context is full: the conversation has {len(prompt)} tokens, and the model takes {positions}"
             )
         options = {**self.options, "max_new_tokens": min(self.most, room)}
-        ids = torch.tensor([prompt], device=self.model.device)
-        call = prepare_call(self.model.model, ids, self.tokenizer, seed, options)
-        (request,) = requests(call, self.model.ranks)
+        request = build_request(self.model, prompt, self.tokenizer, seed, options)
         return Asked(messages, Job(request, self.method), options, seed, room < self.most)
 
     def _ids(self, messages: list[Message]) -> list[int]:

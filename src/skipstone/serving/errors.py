@@ -1,9 +1,12 @@
 """Errors in OpenAI's shape: what clients of theirs read."""
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from fastapi.exceptions import RequestValidationError
 from fastapi.responses import JSONResponse
+
+if TYPE_CHECKING:  # it imports torch, which the front of several replicas does without
+    from skipstone.serving.jobs import Refused
 
 KINDS = {400: "invalid_request_error", 401: "authentication_error", 404: "invalid_request_error", 413: "invalid_request_error"}
 KINDS |= {429: "rate_limit_error", 503: "service_unavailable_error", 504: "timeout_error"}
@@ -11,10 +14,21 @@ LONGEST = 500
 """Characters of a message: what a client sent is not sent back whole."""
 
 
-def body(message: str, status: int, param: str | None = None) -> dict[str, Any]:
-    """The JSON of an error."""
+def body(message: str, status: int, param: str | None = None, code: str | None = None) -> dict[str, Any]:
+    """The JSON of an error. code: OpenAI's word for the reason; the status where there is none."""
     kind = KINDS.get(status, "invalid_request_error" if status < 500 else "server_error")
-    return {"error": {"message": message[:LONGEST], "type": kind, "param": param, "code": status}}
+    return {"error": {"message": message[:LONGEST], "type": kind, "param": param, "code": code or status}}
+
+
+def of_refused(error: "Refused") -> dict[str, Any]:
+    """The JSON of a request that is refused."""
+    return body(str(error), error.status, code=error.code)
+
+
+def refused(error: "Refused") -> JSONResponse:
+    """The response to a request that is refused."""
+    headers = {} if error.retry_after is None else {"Retry-After": str(error.retry_after)}
+    return JSONResponse(of_refused(error), status_code=error.status, headers=headers)
 
 
 def response(message: str, status: int, param: str | None = None, retry_after: int | None = None) -> JSONResponse:
@@ -23,14 +37,17 @@ def response(message: str, status: int, param: str | None = None, retry_after: i
     return JSONResponse(body(message, status, param), status_code=status, headers=headers)
 
 
-def invalid(error: RequestValidationError) -> JSONResponse:
+def invalid(error: RequestValidationError, content_type: str | None = "application/json") -> JSONResponse:
     """The response to a body that is none: the first thing that is wrong with it, of a field of several forms that of the one
-    that came furthest."""
+    that came furthest. content_type: the header of the request, None without one."""
     first = max(error.errors(), key=lambda one: len(one["loc"]))
     place = [str(part) for part in first["loc"] if part != "body" and "[" not in str(part)]
     name = ".".join(place) or None
     if first["type"] == "extra_forbidden":
         return response(f"{name}: this field is not supported", 400, name)
+    if first["type"] == "model_attributes_type" and "json" not in (content_type or ""):
+        found = "none" if content_type is None else content_type
+        return response(f"the header Content-Type must be application/json, found {found}", 400)
     if first["type"] in ("json_invalid", "model_attributes_type"):
         return response("the body is no JSON object", 400)
     return response(f"{name}: {first['msg']}" if name else str(first["msg"]), 400, name)

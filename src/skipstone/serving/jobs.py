@@ -14,11 +14,12 @@ STOP, LENGTH, CANCELLED, TIMEOUT, FAILED = "stop", "length", "cancelled", "timeo
 
 
 class Refused(Exception):
-    """A job that is not taken, and the HTTP status that says so. retry_after: seconds after which it may be."""
+    """A job that is not taken, and the HTTP status that says so. retry_after: seconds after which it may be. code: OpenAI's
+    word for the reason, for clients that look for it; None where the status says it all."""
 
-    def __init__(self, status: int, message: str, retry_after: int | None = None) -> None:
+    def __init__(self, status: int, message: str, retry_after: int | None = None, code: str | None = None) -> None:
         super().__init__(message)
-        self.status, self.retry_after = status, retry_after
+        self.status, self.retry_after, self.code = status, retry_after, code
 
 
 @dataclass(eq=False)

@@ -118,10 +118,8 @@ class Lane:
             if row in step.finished:
                 state = states[row]
                 assert state is not None
-                written, request = state.tokens, job.request
-                over = len(written) >= request.max_new_tokens and written[-1] not in request.eos
-                self._leave(row, [*job.ids, *written][:-1])
-                self.tell(job, Ended(LENGTH if over else STOP))
+                self._leave(row, [*job.ids, *state.tokens][:-1])
+                self.tell(job, Ended(STOP if state.is_stopped else LENGTH))
         return step
 
     def _told(self, row: int, step: Step, details: Details | None) -> Details | None:

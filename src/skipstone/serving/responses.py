@@ -10,7 +10,7 @@ from pydantic import Field
 from skipstone.serving import errors
 from skipstone.serving.answers import Answer
 from skipstone.serving.jobs import LENGTH, Refused
-from skipstone.serving.schemas import Body, ChatBody, CompletionBody, Format, Message, Sampled, Schema, TextPart
+from skipstone.serving.schemas import Body, ChatBody, CompletionBody, Format, Message, RequestBody, Sampled, Schema, TextPart
 from skipstone.serving.server import Updates
 
 
@@ -62,7 +62,7 @@ class TextSettings(Body):
     format: TextFormat | None = None
 
 
-class ResponseBody(Body):
+class ResponseBody(RequestBody):
     """/v1/responses. input: a text, or the turns of a conversation. What would need a store of earlier responses, tools or
     anything but text is refused."""
 
@@ -94,7 +94,8 @@ class ResponseBody(Body):
         if not chats:
             if not isinstance(self.input, str) or self.instructions is not None:
                 raise ValueError("this model has no chat template: input is the text that it goes on with, and nothing else")
-            return CompletionBody(prompt=self.input, max_tokens=self.max_output_tokens, **common)
+            text = CompletionBody(prompt=self.input, **common)
+            return text.model_copy(update={"max_tokens": self.max_output_tokens})  # None is as many as there is room for
         turns = (
             [Message(role="user", content=self.input)] if isinstance(self.input, str) else [one.message() for one in self.input]
         )
@@ -172,8 +173,8 @@ class Told:
                     if text:
                         yield self._event("response.output_text.delta", **self._place(), delta=text, logprobs=[])
             except Refused as error:
-                said = errors.body(str(error), error.status)["error"]
-                yield self._event("error", code=str(error.status), message=said["message"], param=None)
+                said = errors.of_refused(error)["error"]
+                yield self._event("error", code=str(said["code"]), message=said["message"], param=None)
                 return
             for event in self._ending():
                 yield event

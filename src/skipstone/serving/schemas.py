@@ -14,11 +14,36 @@ MOST_TOOLS = 128
 MOST_MESSAGES = 4096
 
 
+def refuse_surrogates(value: Any) -> None:
+    """ValueError if a text or a key of a JSON value has an unpaired surrogate, which no tokenizer and no answer can hold."""
+    try:
+        json.dumps(value, ensure_ascii=False, default=lambda _: None).encode()  # a Body inside was checked when it was made
+    except UnicodeEncodeError as error:
+        found = ord(error.object[error.start])
+        raise ValueError(f"a text is no valid Unicode: it has the unpaired surrogate \\u{found:04x}; leave it out") from None
+    except RecursionError:
+        raise ValueError("it is nested too deeply") from None
+
+
 class Body(BaseModel):
-    """A JSON object without unknown fields, whose numbers are numbers and whose texts are texts: pydantic asks whether one is
-    valid Unicode only where its length has a limit."""
+    """A JSON object without unknown fields. null is the same as leaving a field out."""
 
     model_config = ConfigDict(extra="forbid", strict=False, allow_inf_nan=False, str_max_length=LONGEST_TEXT)
+
+    @model_validator(mode="before")
+    @classmethod
+    def _without_nulls(cls, given: Any) -> Any:
+        return {name: value for name, value in given.items() if value is not None} if isinstance(given, dict) else given
+
+
+class RequestBody(Body):
+    """The whole body of a request, over HTTP or in a batch file."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _valid_unicode(cls, given: Any) -> Any:
+        refuse_surrogates(given)
+        return given
 
 
 class StreamOptions(Body):
@@ -67,7 +92,7 @@ class Prediction(Body):
         return joined(self.content)
 
 
-class Sampled(Body):
+class Sampled(RequestBody):
     """What texts and chats have in common. The settings are OpenAI's, and vLLM's where OpenAI has none; those that are left
     out are the model's own. speculative: a method, by name or as {"method": ..., setting: ...}; "off" is plain decoding.
     user, prompt_cache_key: names of a conversation, by which replicas are chosen where there are several (`sessions`).
@@ -194,7 +219,7 @@ class Choice(Body):
 
 class Message(Body):
     """A turn of a chat. content: its text, or its parts; none of an assistant that called tools. tool_call_id: of a tool's
-    answer."""
+    answer. annotations: of an earlier answer; a model is not told of them."""
 
     role: Literal["system", "developer", "user", "assistant", "tool"]
     content: str | list[TextPart] | None = None
@@ -202,6 +227,7 @@ class Message(Body):
     tool_calls: list[ToolCall] | None = Field(default=None, max_length=MOST_TOOLS)
     tool_call_id: str | None = None
     refusal: None = None
+    annotations: list[Any] | None = None
 
     @model_validator(mode="after")
     def _says_something(self) -> "Message":
@@ -239,6 +265,7 @@ def function_of(call: ToolCall, arguments_as_text: bool) -> dict[str, Any]:
         found = None
     if not isinstance(found, dict):
         raise ValueError(f"messages: the arguments of {call.function.name} are no JSON object")
+    refuse_surrogates(found)
     return {"name": call.function.name, "arguments": call.function.arguments if arguments_as_text else found}
 
 
@@ -279,7 +306,7 @@ class ChatBody(Sampled):
         return self.tool_choice == "required" or isinstance(self.tool_choice, Choice)
 
 
-class TokenizeBody(Body):
+class TokenizeBody(RequestBody):
     """/tokenize: of a text, or of a chat by the model's template."""
 
     model: str | None = None
@@ -288,7 +315,7 @@ class TokenizeBody(Body):
     add_special_tokens: bool = True
 
 
-class DetokenizeBody(Body):
+class DetokenizeBody(RequestBody):
     """/detokenize."""
 
     model: str | None = None

@@ -10,6 +10,7 @@ from typing import Any, TypeVar
 
 from skipstone.decoding.method import Method
 from skipstone.hf.call import resolve_for
+from skipstone.hf.defaults import expect_usable_defaults
 from skipstone.models.layered import LayeredModel
 from skipstone.serving.answers import Answer, Choice
 from skipstone.serving.asking import Asking
@@ -93,6 +94,7 @@ class Server:
         layered, settings = LayeredModel(model), self.settings
         method = resolve_for(model, settings.method)
         method.check(layered)
+        expect_usable_defaults(layered, self.tokenizer)
         capacity = min(layered.max_positions, settings.capacity or MOST_CAPACITY)
         self._asking = Asking(layered, self.tokenizer, method, capacity, settings.seconds)
         limit = kv_cache_bytes(layered, method, settings.rows, capacity, settings.kv_cache_memory_bytes)

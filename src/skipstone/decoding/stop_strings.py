@@ -1,0 +1,78 @@
+"""Stop strings: the last token of a text completes one. The meaning is that of transformers' `StopStringCriteria`."""
+
+import copy
+from collections.abc import Sequence
+from typing import Any
+
+from torch import Tensor
+
+_PREFIX = "abcdef"
+"""A text in front of a token, so that the tokenizer does not strip the token's leading space."""
+
+
+class StopStrings:
+    """Strings that end a text. The token that completes one stays in the text.
+
+    strings: at least one; none is empty. tokenizer: transformers' one. counts_prompt: whether a string may begin in the prompt,
+    as in `model.generate`. Tokens are compared as bytes, because a character may be spread over several tokens.
+    """
+
+    def __init__(self, strings: Sequence[str], tokenizer: Any) -> None:
+        self.strings, self.counts_prompt = tuple(strings), True
+        self._encoded = [string.encode() for string in self.strings]
+        self._longest = max(map(len, self._encoded))
+        self._tokenizer, self._decoder = tokenizer, _decoder_of(tokenizer)
+        self._prefix = tokenizer.convert_ids_to_tokens(tokenizer(_PREFIX, add_special_tokens=False)["input_ids"])
+        self._bytes: dict[int, bytes] = {}  # of every token that was met
+
+    def without_prompt(self) -> "StopStrings":
+        """The same strings, looked for in the written tokens only, as OpenAI's API does it."""
+        other = copy.copy(self)
+        other.counts_prompt = False
+        return other
+
+    def completed_by_last(self, prompt: Tensor, tokens: Sequence[int]) -> bool:
+        """Whether the last token completes a stop string. prompt: [T] int64. tokens: all that were written, at least one."""
+        text = last = self._bytes_of(tokens[-1])
+        needed = self._longest - 1 + len(last)
+        for token in reversed(tokens[:-1][-self._longest :]):
+            if len(text) >= needed:
+                break
+            text = self._bytes_of(token) + text
+        if self.counts_prompt and len(text) < needed:
+            for token in reversed(prompt[-self._longest :].tolist()):
+                text = self._bytes_of(token) + text
+        begin = len(text) - len(last)  # a string that ends before it was completed by an earlier token
+        return bool(last) and any(text.find(one, max(0, begin - len(one) + 1)) >= 0 for one in self._encoded)
+
+    def _bytes_of(self, token: int) -> bytes:
+        if (found := self._bytes.get(token)) is None:
+            found = self._bytes[token] = self._converted(self._tokenizer.convert_ids_to_tokens(token))
+        return found
+
+    def _converted(self, token: str | None) -> bytes:
+        """The bytes of a token of the vocabulary; none of an id that it does not have."""
+        if token is None:
+            return b""
+        if "ByteLevel" in self._decoder and all(character in _BYTES for character in token):
+            return bytes(_BYTES[character] for character in token)
+        if "ByteFallback" in self._decoder and len(token) == 6 and token.startswith("<0x") and token.endswith(">"):
+            return bytes([int(token[3:5], 16)])
+        text = self._tokenizer.convert_tokens_to_string([*self._prefix, token])
+        return text[text.index(_PREFIX) + len(_PREFIX) :].encode()
+
+
+def _decoder_of(tokenizer: Any) -> str:
+    """The decoder of a fast tokenizer as JSON, "" of a slow one."""
+    decoder = getattr(getattr(tokenizer, "backend_tokenizer", None), "decoder", None)
+    return "" if decoder is None else bytes(decoder.__getstate__()).decode()
+
+
+def _byte_level_alphabet() -> dict[str, int]:
+    """Character -> byte, as byte-level tokenizers since GPT-2 write bytes: printable ones as themselves, others from 256 on."""
+    printable = [*range(ord("!"), ord("~") + 1), *range(ord("¡"), ord("¬") + 1), *range(ord("®"), ord("ÿ") + 1)]
+    others = [byte for byte in range(256) if byte not in printable]
+    return {chr(byte): byte for byte in printable} | {chr(256 + place): byte for place, byte in enumerate(others)}
+
+
+_BYTES = _byte_level_alphabet()

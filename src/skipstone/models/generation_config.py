@@ -1,0 +1,70 @@
+"""generation_config.json as plain values: read whole, or refused in a sentence. transformers itself ignores a broken one.
+
+Nothing here imports torch, so that the command line refuses a wrong value before it loads anything.
+"""
+
+import difflib
+import json
+import warnings
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+FILE = "generation_config.json"
+MISSPELT = 0.9
+"""Similarity from which an unknown field counts as a misspelt one. A model may have fields of its own."""
+_BOOL = (
+    *("do_sample", "renormalize_logits", "remove_invalid_values", "use_cache", "return_dict_in_generate", "output_scores"),
+    *("output_logits", "output_attentions", "output_hidden_states"),
+)
+_WHOLE = (
+    *("max_length", "max_new_tokens", "min_length", "min_new_tokens", "top_k", "num_beams", "num_beam_groups"),
+    *("num_return_sequences", "no_repeat_ngram_size", "encoder_no_repeat_ngram_size", "prefill_chunk_size", "bos_token_id"),
+    *("pad_token_id", "decoder_start_token_id", "forced_bos_token_id"),
+)
+_NUMBER = (
+    *("temperature", "top_p", "min_p", "top_h", "typical_p", "epsilon_cutoff", "eta_cutoff", "repetition_penalty"),
+    *("encoder_repetition_penalty", "length_penalty", "diversity_penalty", "max_time", "guidance_scale"),
+)
+_IDS = ("eos_token_id", "forced_eos_token_id", "suppress_tokens", "begin_suppress_tokens")
+_LISTS = ("bad_words_ids", "exponential_decay_length_penalty")
+_KINDS: dict[str, tuple[str, tuple[type, ...]]] = {
+    **dict.fromkeys(_BOOL, ("true or false", (bool,))),
+    **dict.fromkeys(_WHOLE, ("a whole number", (int,))),
+    **dict.fromkeys(_NUMBER, ("a number", (int, float))),
+    **dict.fromkeys(_IDS, ("a token id or a list of them", (int, list))),
+    **dict.fromkeys(_LISTS, ("a list", (list, tuple))),
+    "stop_strings": ("a text or a list of them", (str, list)),
+}
+"""Field -> what it has to be, in words and as Python's types."""
+
+
+def refuse_wrong_types(values: Mapping[str, Any], source: str) -> None:
+    """ValueError for the first field that has a value of the wrong type. Unknown fields are a model's own. source: where the
+    values come from."""
+    for name, value in values.items():
+        said, types = _KINDS.get(name, ("", (object,)))
+        is_bool = isinstance(value, bool) and bool not in types and object not in types
+        ids = value if name in _IDS and isinstance(value, list) else []
+        if value is not None and (is_bool or not isinstance(value, types) or any(type(one) is not int for one in ids)):
+            raise ValueError(f"{source}: {name} must be {said}, found {value!r}; correct it or remove it")
+
+
+def parse_generation_config(text: str | bytes, source: str) -> dict[str, Any]:
+    """The fields of a generation config. source: where the text comes from. ValueError for what is none."""
+    try:
+        values = json.loads(text)
+    except (ValueError, RecursionError) as error:
+        raise ValueError(f"{source} is no JSON ({error}); correct it or remove it") from None
+    if not isinstance(values, dict):
+        raise ValueError(f"{source} must be a JSON object, found {type(values).__name__}; correct it or remove it")
+    refuse_wrong_types(values, source)
+    for name in values.keys() - _KINDS.keys():
+        if close := difflib.get_close_matches(name, _KINDS, n=1, cutoff=MISSPELT):
+            warnings.warn(f"{source} has {name!r}, which nothing reads; did you mean {close[0]}?", stacklevel=2)
+    return values
+
+
+def read_generation_config(path: Path) -> dict[str, Any]:
+    """The fields in a file. OSError where it cannot be read, ValueError for what is no generation config."""
+    return parse_generation_config(path.read_bytes(), str(path))

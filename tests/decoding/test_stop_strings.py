@@ -1,0 +1,100 @@
+"""Stop strings against transformers' own criterion, on tokenizers of every kind."""
+
+from __future__ import annotations
+
+import random
+from typing import Any
+
+import pytest
+import torch
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+from transformers import AutoTokenizer, PreTrainedTokenizerFast
+from transformers.generation.stopping_criteria import StopStringCriteria
+
+from skipstone.assets import NANO
+from skipstone.decoding.stop_strings import StopStrings
+from tests.helpers.support import tokenizer
+
+BYTES = [f"<0x{byte:02X}>" for byte in range(256)]
+
+
+def sentencepiece() -> Any:
+    """Words with a mark for the space before them, and bytes for all other characters, as Llama 2 has them."""
+    words = ["<unk>", "</s>", *BYTES, "▁", "▁the", "▁a", "a", "b", "c", "▁stop", "st", "op", "é", "."]
+    core = Tokenizer(models.BPE({word: i for i, word in enumerate(words)}, [], unk_token="<unk>", byte_fallback=True))
+    core.pre_tokenizer = pre_tokenizers.Metaspace("▁", prepend_scheme="first", split=False)
+    core.decoder = decoders.Sequence(
+        [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)]
+    )
+    return PreTrainedTokenizerFast(tokenizer_object=core, unk_token="<unk>", eos_token="</s>")
+
+
+def wordpiece() -> Any:
+    words = ["[UNK]", "[CLS]", "abc", "##def", "abcdef", "the", "a", "##a", "##b", "b", "stop", "##stop", ".", "don", "'", "t"]
+    core = Tokenizer(models.WordPiece({word: i for i, word in enumerate(words)}, unk_token="[UNK]"))
+    core.pre_tokenizer = pre_tokenizers.BertPreTokenizer()
+    core.decoder = decoders.WordPiece(cleanup=False)
+    return PreTrainedTokenizerFast(tokenizer_object=core, unk_token="[UNK]", cls_token="[CLS]")
+
+
+TOKENIZERS: dict[str, Any] = {
+    "byte-level": lambda: AutoTokenizer.from_pretrained(NANO),
+    "letters": tokenizer,
+    "sentencepiece": sentencepiece,
+    "wordpiece": wordpiece,
+}
+
+
+@pytest.mark.parametrize("kind", TOKENIZERS)
+def test_they_end_a_text_where_transformers_does(kind: str) -> None:
+    words, dice = TOKENIZERS[kind](), random.Random(kind)
+    size = min(len(words), 300)
+    ended = 0
+    for _ in range(30):
+        ids = [dice.randrange(size - 12 if dice.random() < 0.8 else 0, size) for _ in range(30)]
+        pieces = [piece for piece in words.decode(ids).split("\ufffd") if piece]
+        piece = max(pieces, key=len)
+        begin = dice.randrange(len(piece))
+        strings = [piece[begin : begin + dice.randrange(1, 6)], "never met"]
+        expected, prompt = StopStringCriteria(words, strings), torch.tensor(ids[:4])
+        ours = StopStrings(strings, words)
+        for count in range(5, len(ids) + 1):
+            there = bool(expected(torch.tensor([ids[:count]]), None))
+            assert ours.completed_by_last(prompt, ids[4:count]) == there, (strings, ids[:count])
+            ended += there
+    assert ended > 10
+
+
+def test_a_character_over_several_tokens_counts() -> None:
+    words = AutoTokenizer.from_pretrained(NANO)
+    ids = words("x🙂y", add_special_tokens=False)["input_ids"]
+    assert len(ids) > 3, "the character has more than one token"
+    ours, prompt = StopStrings(["🙂"], words), torch.tensor([1])
+    met = [ours.completed_by_last(prompt, ids[:count]) for count in range(1, len(ids) + 1)]
+    assert met.count(True) == 1
+    assert "🙂" in words.decode(ids[: met.index(True) + 1])
+
+
+def test_without_the_prompt_only_what_is_written_counts() -> None:
+    words = tokenizer()
+    prompt, written = words("ab")["input_ids"], words("cd")["input_ids"]
+    ours = StopStrings(["bc"], words)
+    assert ours.completed_by_last(torch.tensor(prompt), written[:1])
+    assert not ours.without_prompt().completed_by_last(torch.tensor(prompt), written[:1])
+
+
+def test_a_token_costs_no_walk_over_the_vocabulary() -> None:
+    words = TOKENIZERS["sentencepiece"]()
+    converted: list[Any] = []
+    convert = words.convert_tokens_to_string
+    words.convert_tokens_to_string = lambda tokens: converted.append(tokens) or convert(tokens)
+    ours, prompt = StopStrings(["never met"], words), torch.tensor([5])
+    tokens = [260, 261, 262] * 200
+    for count in range(1, len(tokens) + 1):
+        ours.completed_by_last(prompt, tokens[:count])
+    assert len(converted) <= 4
+
+
+def test_an_id_that_the_tokenizer_does_not_have_is_no_text() -> None:
+    words = tokenizer()
+    assert not StopStrings(["a"], words).completed_by_last(torch.tensor([3]), [len(words) + 5])

@@ -1,0 +1,195 @@
+"""The same settings give the same request, whoever asks: Python, HTTP, a line of a batch file or the command line."""
+
+from __future__ import annotations
+
+import asyncio
+from contextlib import aclosing
+from dataclasses import fields, is_dataclass
+from typing import Any
+
+import pytest
+from torch import Tensor
+from transformers import GenerationConfig
+
+import skipstone
+from skipstone.cli import options as cli_options
+from skipstone.cli.chat import Chat
+from skipstone.cli.chat import chat as cli_chat
+from skipstone.cli.generate import generate as cli_generate
+from skipstone.decoding.batch import Request
+from skipstone.decoding.loop import Decoder
+from skipstone.decoding.stop_strings import StopStrings
+from skipstone.offline.answering import answered
+from skipstone.offline.lines import Line
+from skipstone.serving.schemas import ChatBody, CompletionBody
+from skipstone.serving.server import Server
+from skipstone.serving.settings import Settings
+from tests.helpers import families
+from tests.helpers.options import LAW, TEXT
+from tests.helpers.support import tokenizer
+
+PROMPT = "abcxstop theabcab"
+TOKENS = 5
+ASKED: dict[str, tuple[dict[str, Any], dict[str, Any], dict[str, Any]]] = {
+    "greedy": ({"do_sample": False}, {"temperature": 0}, {}),
+    "sampled": (
+        {"do_sample": True, "temperature": 0.7, "top_k": 4, "top_p": 0.6, "min_p": 0.1},
+        {"temperature": 0.7, "top_k": 4, "top_p": 0.6, "min_p": 0.1},
+        {"temperature": 0.7, "top_k": 4, "top_p": 0.6, "min_p": 0.1},
+    ),
+    "all tokens": (
+        {"do_sample": True, "temperature": 1.3, "top_k": 0, "top_p": 1.0},
+        {"temperature": 1.3, "top_k": 0, "top_p": 1.0},
+        {"temperature": 1.3, "top_k": 0, "top_p": 1.0},
+    ),
+    "stop": ({"do_sample": False, "stop_strings": ["ab", "q"]}, {"temperature": 0, "stop": ["ab", "q"]}, {"stop": ["ab", "q"]}),
+    "ignore eos": ({"do_sample": False, "eos_token_id": None}, {"temperature": 0, "ignore_eos": True}, {"ignore_eos": True}),
+}
+"""What is asked, as options of `skipstone.generate`, as a body, as flags of `skipstone generate`."""
+OWN: dict[str, dict[str, Any]] = {
+    "nothing": {},
+    "stop string": {"stop_strings": "<23>"},
+    "several ends": {"eos_token_id": [60, 72], "pad_token_id": 60},
+    "ends that may not come yet": {"eos_token_id": [60, 72], "min_new_tokens": 3},
+    "several rows": {"num_return_sequences": 2, "do_sample": True},
+    "fewer tokens": {"max_new_tokens": 2},
+    "the padding is in the prompt": {"pad_token_id": 3},
+    **{name: {**case.base, **case.options} for name, case in TEXT.items() if name != "max_time"},
+    **{name: {"do_sample": True, **options} for name, options in LAW.items()},
+}
+"""A model's own generation config."""
+
+
+def described(value: Any) -> Any:
+    """A value with all that is in it, to be compared with others."""
+    if isinstance(value, Tensor):
+        return value.tolist()
+    if isinstance(value, StopStrings):
+        return value.strings
+    if is_dataclass(value):
+        return {one.name: described(getattr(value, one.name)) for one in fields(value)}
+    if isinstance(value, list | tuple):
+        return [described(one) for one in value]
+    if isinstance(value, dict):
+        return {str(key): described(one) for key, one in value.items()}
+    return [type(value).__name__, described(vars(value))] if hasattr(value, "__dict__") else value
+
+
+@pytest.fixture
+def seen(monkeypatch: pytest.MonkeyPatch) -> list[Request]:
+    """Every request that the loop is given."""
+    found: list[Request] = []
+    admit = Decoder.admit
+
+    def recording(decoder: Decoder, row: int, request: Request, known: int = 0) -> None:
+        found.append(request)
+        admit(decoder, row, request, known)
+
+    monkeypatch.setattr(Decoder, "admit", recording)
+    return found
+
+
+def over_http_and_in_a_batch(model: Any, words: Any, body: dict[str, Any], url: str = "/v1/completions") -> None:
+    async def scenario() -> None:
+        server = Server(lambda: (model, words), Settings(rows=1, drain=0, method="autoregressive"))
+        await server.start()
+        chat = "chat" in url
+        asked = ChatBody.model_validate(body) if chat else CompletionBody.model_validate(body)
+        _, updates = await server.answer(server.asking.of(chat), asked, chat=chat)
+        async with aclosing(updates):
+            async for _ in updates:
+                pass
+        answer = await answered(server, Line("a", "POST", url, body))
+        assert answer["response"]["status_code"] == 200, answer
+        await server.stop()
+
+    asyncio.run(scenario())
+
+
+def all_ways(monkeypatch: pytest.MonkeyPatch, own: dict[str, Any], asked: str) -> None:
+    """Ask for one text by Python, HTTP, a batch and the command line, in this order."""
+    model, words = families.build("llama"), tokenizer()
+    model.generation_config = GenerationConfig(**{"eos_token_id": 1, "pad_token_id": 0, **own})
+    options, body, flags = ASKED[asked]
+    skipstone.generate(
+        model, PROMPT, "autoregressive", tokenizer=words, seed=7, max_new_tokens=TOKENS, num_return_sequences=1, **options
+    )
+    over_http_and_in_a_batch(model, words, {"prompt": PROMPT, "max_tokens": TOKENS, "seed": 7, **body})
+    monkeypatch.setattr(cli_options, "load", lambda *_, **__: (model, words))
+    seed: dict[str, Any] = {"seed": 7} if "temperature" in flags else {}
+    cli_generate(prompt=PROMPT, method="autoregressive", max_new_tokens=TOKENS, **flags, **seed)
+
+
+@pytest.mark.parametrize("asked", ASKED)
+@pytest.mark.parametrize("own", ["nothing", "several ends", "ends that may not come yet", "stop string"])
+def test_all_ways_build_the_same_request(own: str, asked: str, seen: list[Request], monkeypatch: pytest.MonkeyPatch) -> None:
+    all_ways(monkeypatch, OWN[own], asked)
+    same(seen, is_greedy="temperature" not in ASKED[asked][0])
+
+
+@pytest.mark.parametrize("own", [name for name in OWN if name not in ("nothing", "several ends")])
+def test_a_model_s_own_settings_count_in_all_ways(own: str, seen: list[Request], monkeypatch: pytest.MonkeyPatch) -> None:
+    all_ways(monkeypatch, OWN[own], "greedy")
+    same(seen, is_greedy=True)
+
+
+def same(seen: list[Request], *, is_greedy: bool) -> None:
+    found = [described(one) for one in seen]
+    if is_greedy:  # the command line draws a seed, and nothing is drawn with it
+        for one in found:
+            one["sampling"]["seed"] = 0
+    assert len(found) == 4
+    for one in found[1:]:
+        assert one == found[0]
+
+
+@pytest.mark.parametrize("own", ["nothing", "sampled", "stop_strings", "eos_token_id"])
+def test_a_request_that_says_nothing_takes_the_model_s_own_settings(
+    own: str, seen: list[Request], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The command line has defaults of its own, which --help names."""
+    settings = {"do_sample": True, "temperature": 0.6, "top_k": 7, "top_p": 0.8} if own == "sampled" else OWN[own]
+    model, words = families.build("llama"), tokenizer()
+    model.generation_config = GenerationConfig(**{"eos_token_id": 1, "pad_token_id": 0, "max_new_tokens": 4, **settings})
+    turns = [{"role": "user", "content": PROMPT}]
+    skipstone.generate(model, turns, "autoregressive", tokenizer=words, seed=7)
+    over_http_and_in_a_batch(model, words, {"messages": turns, "seed": 7}, "/v1/chat/completions")
+    found = [described(one) for one in seen]
+    assert len(found) == 3
+    assert found[0]["max_new_tokens"] == 4
+    assert found[1:] == [found[0]] * 2
+
+
+@pytest.mark.parametrize("temperature", [0.0, 0.8])
+def test_chat_builds_the_request_of_the_server(
+    temperature: float, seen: list[Request], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model, words = families.build("llama"), tokenizer()
+    model.generation_config = GenerationConfig(eos_token_id=[1, 60], pad_token_id=0, stop_strings=["<23>"], top_k=9)
+    monkeypatch.setattr(cli_options, "load", lambda *_, **__: (model, words))
+    monkeypatch.setattr(Chat, "talk", lambda chat, _: chat._answer(PROMPT))
+    sampled: dict[str, Any] = {"temperature": temperature, "top_p": 0.7, "seed": 7} if temperature else {}
+    cli_chat(method="autoregressive", max_new_tokens=TOKENS, **sampled)
+    body = {"messages": [{"role": "user", "content": PROMPT}], "max_tokens": TOKENS, "temperature": 0, **sampled, "seed": 7}
+    over_http_and_in_a_batch(model, words, body, "/v1/chat/completions")
+    found = [described(one) for one in seen]
+    assert len(found) == 3
+    if not temperature:
+        for one in found:
+            one["sampling"]["seed"] = 0
+    assert found[1:] == [found[0]] * 2
+
+
+def test_a_prompt_that_begins_a_stop_string_does_not_end_the_answer_of_a_server(seen: list[Request]) -> None:
+    """OpenAI's `stop` looks at what is written; transformers' stop_strings at the prompt as well."""
+    model, words = families.build("llama"), tokenizer()
+    first: Any = skipstone.generate(model, PROMPT, "autoregressive", tokenizer=words, max_new_tokens=3, do_sample=False)
+    text = str(words.decode(first.new_tokens[0][:1]))
+    stop = PROMPT[-1] + text[:1]
+    python: Any = skipstone.generate(
+        model, PROMPT, "autoregressive", tokenizer=words, max_new_tokens=3, do_sample=False, stop_strings=[stop]
+    )
+    assert len(python.new_tokens[0]) == 1
+    over_http_and_in_a_batch(model, words, {"prompt": PROMPT, "max_tokens": 3, "temperature": 0, "stop": [stop]})
+    assert seen[-1].stop_strings is not None
+    assert not seen[-1].stop_strings.completed_by_last(seen[-1].prompt, first.new_tokens[0][:1])
