@@ -19,11 +19,11 @@ from skipstone.decoding.session import NO_PREDICTIONS, refuse_ids
 from skipstone.hf.call import prepare_call, resolve_for
 from skipstone.hf.requests import requests
 from skipstone.models.layered import LayeredModel
-from skipstone.serving.grammar import ANY_OBJECT, DEEPEST, Grammar, Grammars, too_deep
+from skipstone.serving.grammar import ANY_OBJECT, Grammar, Grammars, too_deep
 from skipstone.serving.jobs import Job, Likely
 from skipstone.serving.processors import Bias, Penalty
 from skipstone.serving.schemas import ChatBody, CompletionBody, Message, Sampled, TokenizeBody
-from skipstone.serving.tools import schema_of
+from skipstone.serving.tools import argument_schemas
 
 OFF = "off"
 """What a request calls plain decoding."""
@@ -155,16 +155,20 @@ class Asking:
             if room < 1 or (most is not None and most > room):
                 asked = f" + max_tokens={most}" if most else ""
                 raise ValueError(self._too_long(f"{len(prompt)} tokens{asked}"))
-            options = self._options(body, len(prompt), room if most is None else max(most, 1), grammar)
+            options = self._options(body, len(prompt), room if most is None else max(most, 1))
             call = prepare_call(self.model.model, torch.tensor([prompt]), None, seed, dict(options))
             (request,) = requests(call, self.model.ranks)
             sampling = request.sampling
             for _ in range(body.n):
                 own = replace(sampling, seed=row_seed(seed, len(found)))
                 eos = frozenset[int]() if body.ignore_eos else request.eos
-                own = replace(own, processors=[one.fresh() if isinstance(one, Grammar) else one for one in own.processors])
-                one = Request(request.prompt, request.max_new_tokens, eos, own, request.criteria, prediction)
-                found.append(Job(one, method, logprobs, self.seconds, details=body.stream_speculative == "full"))
+                criteria, own_grammar = request.criteria, None if grammar is None else grammar.fresh(len(prompt))
+                if own_grammar is not None:
+                    own = replace(own, processors=[*own.processors, own_grammar])
+                    eos, criteria = eos | set(own_grammar.ends), [*criteria, own_grammar.has_ended]
+                one = Request(request.prompt, request.max_new_tokens, eos, own, criteria, prediction)
+                job = Job(one, method, logprobs, self.seconds, details=body.stream_speculative == "full", grammar=own_grammar)
+                found.append(job)
         return found
 
     def _predicted(self, body: Sampled) -> list[int]:
@@ -184,16 +188,14 @@ class Asking:
     def grammar(self, body: Sampled) -> Grammar | None:
         """Of all that may be written; None for anything. It may take seconds, and touches nothing that others use: it has a
         thread of its own. ValueError for a schema that is none, or too much; TimeoutError as of `Grammars.of_schema`."""
-        wanted = self._wanted(body)
+        wanted, choices = self._wanted(body), body.n * _prompts(body)
         if isinstance(body, ChatBody) and body.demands_a_call:
             if wanted is not None:
                 raise ValueError("response_format and a tool_choice that demands a call exclude each other")
             if body.ignore_eos:
                 raise ValueError("a call that is demanded ends a text, which ignore_eos forbids")
-            if any(too_deep(one.function.parameters) for one in body.offered):
-                raise ValueError(f"tools: parameters are nested at most {DEEPEST} deep")
-            wanted = schema_of(body.offered)
-        return None if wanted is None else self._made_grammars.of_schema(wanted)
+            return self._made_grammars.of_calls(argument_schemas(body.offered), choices)
+        return None if wanted is None else self._made_grammars.of_schema(wanted, choices=choices)
 
     def _wanted(self, body: Sampled) -> dict[str, Any] | None:
         """The schema of response_format; None for any text."""
@@ -212,11 +214,13 @@ class Asking:
     def _made_grammars(self) -> Grammars:
         if self._grammars is None:
             eos = self.model.model.generation_config.eos_token_id if self.model.model.generation_config else None
+            if eos is None:  # as in a base model's configs
+                eos = self.tokenizer.eos_token_id
             ends = [eos] if isinstance(eos, int) else list(eos or [])
             self._grammars = Grammars(self.tokenizer, self.model.embeddings, ends)
         return self._grammars
 
-    def _options(self, body: Sampled, prompt: int, most: int, grammar: Grammar | None) -> dict[str, Any]:
+    def _options(self, body: Sampled, prompt: int, most: int) -> dict[str, Any]:
         """Keyword arguments of `skipstone.generate`."""
         options: dict[str, Any] = {"max_new_tokens": most, "stop_strings": None}
         if body.temperature is not None:
@@ -236,8 +240,12 @@ class Asking:
             if (largest := max(biases)) >= self.model.embeddings:
                 raise ValueError(f"logit_bias: the vocabulary has {self.model.embeddings} entries, found token {largest}")
             processors.append(Bias(biases))
-        if grammar is not None:
-            processors.append(grammar.fresh(prompt))
         if processors:
             options["logits_processor"] = LogitsProcessorList(processors)
         return options
+
+
+def _prompts(body: Sampled) -> int:
+    """How many prompts a body has."""
+    given: Any = body.prompt if isinstance(body, CompletionBody) else ""
+    return len(given) if isinstance(given, list) and not isinstance(given[0], int) else 1

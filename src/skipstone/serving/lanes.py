@@ -12,7 +12,7 @@ from skipstone.decoding.record import Keeper
 from skipstone.decoding.sampling import Scores
 from skipstone.models.layered import LayeredModel
 from skipstone.serving.details import Details, details_of
-from skipstone.serving.jobs import LENGTH, STOP, Ended, Event, Job, Likely, Piece
+from skipstone.serving.jobs import Ended, Event, Job, Likely, Piece
 from skipstone.serving.layers import layers_of
 
 LEAST_REUSED = 16
@@ -103,10 +103,8 @@ class Lane:
             if row in step.finished:
                 state = states[row]
                 assert state is not None
-                written, request = state.tokens, job.request
-                over = len(written) >= request.max_new_tokens and written[-1] not in request.eos
-                self._leave(row, [*job.ids, *written][:-1])
-                self.tell(job, Ended(LENGTH if over else STOP))
+                self._leave(row, [*job.ids, *state.tokens][:-1])
+                self.tell(job, Ended(job.reason(state.tokens)))
         return step
 
     def _told(self, row: int, step: Step) -> Details | None:
