@@ -209,8 +209,8 @@ class _Path:
     """A text that a matcher follows.
 
     start: a matcher that has taken nothing. no_end: a token that may never follow. bits: the tokens that may follow, None for
-    none. ended: why nothing but an end may. hit_limit: whether the reason is a limit of llguidance's. After it no matcher of this path
-    works.
+    none. ended: why nothing but an end may. hit_limit: whether the reason is a limit of llguidance's. After it the matchers of
+    this path work no more.
     """
 
     def __init__(self, start: Any, no_end: int | None) -> None:
