@@ -87,15 +87,15 @@ class Grammars:
                 try_out(compiled)
         except (ValueError, TimeoutError) as error:
             raise type(error)(f"{field}: {error}") from None
-        began = time.monotonic()
+        began = time.thread_time()
         matcher = self._new_matcher(compiled)
-        seconds = time.monotonic() - began
+        seconds = time.thread_time() - began
         if matcher.is_error():
             raise ValueError(f"{field}: {_said(matcher.get_error())}")
-        if choices * seconds > MOST_SECONDS:
+        if choices > 1 and choices * seconds > MOST_SECONDS:
             raise ValueError(f"{field}: the schema takes {seconds:.1f} s to compile for each of {choices} texts; ask for fewer")
         no_end = None if self.ends else self._tokenizer.eos_token
-        grammar = Grammar(lambda: self._new_matcher(compiled), prompt, self.ends, no_end)
+        grammar = Grammar(matcher, lambda: self._new_matcher(compiled), prompt, self.ends, no_end)
         if grammar.end_of([]):
             raise ValueError(f"{field}: no text fulfils the schema; check that its parts do not contradict each other")
         return grammar
@@ -154,19 +154,25 @@ def too_deep(value: Any, deepest: int = DEEPEST) -> bool:
 class Grammar:
     """A logits processor and a stopping criterion of one text.
 
-    new_matcher: compiles the grammar. prompt: tokens before the text. ends: token ids that end a text. no_end: the token that
-    llguidance takes for one if there are none.
+    matcher: of the grammar, has taken nothing. new_matcher: compiles another one. prompt: tokens before the text. ends: token
+    ids that end a text. no_end: the token that llguidance takes for one if there are none.
     """
 
-    def __init__(self, new_matcher: Callable[[], Any], prompt: int, ends: tuple[int, ...], no_end: int | None) -> None:
+    def __init__(
+        self, matcher: Any, new_matcher: Callable[[], Any], prompt: int, ends: tuple[int, ...], no_end: int | None
+    ) -> None:
         self._new_matcher, self.prompt, self.ends, self._no_end = new_matcher, prompt, ends, no_end
-        self._committed, self._drafted = _Path(new_matcher(), no_end), _Path(new_matcher(), no_end)
-        self._seconds_left = MAX_RECOMPILE_SECONDS
+        self._committed = _Path(matcher, no_end)
         self._committed.go_to([])
+        self._drafted: _Path | None = None
+        self._seconds_left = MAX_RECOMPILE_SECONDS
 
     def fresh(self, prompt: int | None = None) -> "Grammar":
-        """The same for another text. prompt: tokens before it, None for as many."""
-        return Grammar(self._new_matcher, self.prompt if prompt is None else prompt, self.ends, self._no_end)
+        """The same for another text, with all that it needs. prompt: tokens before it, None for as many."""
+        prompt = self.prompt if prompt is None else prompt
+        other = Grammar(self._new_matcher(), self._new_matcher, prompt, self.ends, self._no_end)
+        other._recompile()
+        return other
 
     def __call__(self, ids: Tensor, scores: Tensor) -> Tensor:
         """ids: [1, T]. scores: [1, V]. They stay as they are after a draft that the grammar does not allow and at a dead end:
@@ -190,19 +196,21 @@ class Grammar:
         """The tokens that may follow a text; None if there are none."""
         if text == self._committed.text:
             return self._committed.bits
-        self._drafted.go_to(text)
-        if self._drafted.hit_limit and self._seconds_left >= 0:  # earlier drafts may have used it up
-            self._recompile()
-            self._drafted.go_to(text)
-            if self._drafted.hit_limit:
+        drafted = self._drafted or self._recompile()
+        drafted.go_to(text)
+        if drafted.hit_limit and self._seconds_left >= 0:  # earlier drafts may have used it up
+            began = time.thread_time()
+            drafted = self._recompile()
+            drafted.go_to(text)
+            if drafted.hit_limit:
                 self._recompile()
-                return None
-        return self._drafted.bits
+            self._seconds_left -= time.thread_time() - began
+        return drafted.bits
 
-    def _recompile(self) -> None:
-        began = time.monotonic()
+    def _recompile(self) -> "_Path":
+        """A path for drafts whose matcher has looked at nothing yet."""
         self._drafted = _Path(self._new_matcher(), self._no_end)
-        self._seconds_left -= time.monotonic() - began
+        return self._drafted
 
 
 class _Path:
