@@ -171,7 +171,7 @@ def check_all(write: Write, schema: dict[str, Any], seed: int, methods: list[str
 
 @pytest.mark.usefixtures("untried")
 def test_random_schemas_give_one_text_whatever_drafts(write: Writer) -> None:
-    @settings(max_examples=12, deadline=None, derandomize=True, database=None)
+    @settings(max_examples=6, deadline=None, derandomize=True, database=None)
     @given(SCHEMA, st.integers(0, 99))
     def check(schema: dict[str, Any], seed: int) -> None:
         check_all(write, schema, seed, METHODS[:3], COUPLED[:1])
@@ -182,7 +182,7 @@ def test_random_schemas_give_one_text_whatever_drafts(write: Writer) -> None:
 @pytest.mark.slow
 @pytest.mark.usefixtures("untried")
 def test_many_random_schemas_give_one_text_whatever_drafts(write: Writer) -> None:
-    @settings(max_examples=150, deadline=None, derandomize=True, database=None)
+    @settings(max_examples=50, deadline=None, derandomize=True, database=None)
     @given(SCHEMA, st.integers(0, 99))
     def check(schema: dict[str, Any], seed: int) -> None:
         check_all(write, schema, seed, METHODS, COUPLED)

@@ -34,8 +34,8 @@ LONGEST_TRIAL = 30.0
 TRIAL = Path(__file__).with_name("trial.py")
 TRIALS_KEPT = 256
 """Schemas of which it is known that they compile."""
-MAX_RECOMPILE_SECONDS = 1.0
-"""Seconds that one text may spend on new matchers for drafts, after llguidance has run into its limits."""
+MAX_RECOMPILE_SECONDS = 5.0
+"""Seconds of a processor that one text may spend on new matchers for drafts, after llguidance has run into its limits."""
 PATTERN_SYNTAX = "write patterns in the syntax of Rust's regex crate, without look-around and back-references"
 COMPLETE, DEAD_END = "complete", "dead end"
 """Why a grammar ends a text: nothing may follow its document, or no token leads on to a document."""
@@ -165,6 +165,7 @@ class Grammar:
         self._committed = _Path(matcher, no_end)
         self._committed.go_to([])
         self._drafted: _Path | None = None
+        self._beyond_limits: list[list[int]] = []  # drafts after which llguidance cannot go on
         self._seconds_left = MAX_RECOMPILE_SECONDS
 
     def fresh(self, prompt: int | None = None) -> "Grammar":
@@ -196,6 +197,8 @@ class Grammar:
         """The tokens that may follow a text; None if there are none."""
         if text == self._committed.text:
             return self._committed.bits
+        if any(text[: len(one)] == one for one in self._beyond_limits):
+            return None
         drafted = self._drafted or self._recompile()
         drafted.go_to(text)
         if drafted.hit_limit and self._seconds_left >= 0:  # earlier drafts may have used it up
@@ -203,6 +206,7 @@ class Grammar:
             drafted = self._recompile()
             drafted.go_to(text)
             if drafted.hit_limit:
+                self._beyond_limits.append(text)
                 self._recompile()
             self._seconds_left -= time.thread_time() - began
         return drafted.bits
