@@ -188,3 +188,21 @@ def test_many_random_schemas_give_one_text_whatever_drafts(write: Writer) -> Non
         check_all(write, schema, seed, METHODS, COUPLED)
 
     check()
+
+
+def test_a_model_without_an_end_in_its_configs_ends_with_its_document(loaded: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    model, tokenizer = loaded
+    monkeypatch.setattr(model.generation_config, "eos_token_id", None)
+    monkeypatch.setattr(model.config, "eos_token_id", None)
+    write = Writer(model, tokenizer)
+    for schema in ({"enum": ["ab", "cd"]}, {"type": "integer", "minimum": 100, "maximum": 999}, {"type": "integer"}):
+        for method in ("off", "prompt_lookup"):
+            text, reason = write(schema, method, prompt=PROMPT, temperature=0)
+            assert jsonschema_rs.is_valid(schema, json.loads(text))
+            assert reason == STOP or schema == {"type": "integer"}, "a number may go on"
+
+
+def test_a_document_that_takes_all_tokens_is_whole(write: Writer) -> None:
+    count = len(write.tokenizer('"ab"', add_special_tokens=False)["input_ids"])
+    assert write({"const": "ab"}, temperature=0, max_tokens=count) == ('"ab"', STOP)
+    assert write({"const": "ab"}, temperature=0, max_tokens=count - 1)[1] == LENGTH

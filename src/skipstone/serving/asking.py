@@ -156,7 +156,9 @@ class Asking:
                 asked = f" + max_tokens={most}" if most else ""
                 raise ValueError(self._too_long(f"{len(prompt)} tokens{asked}"))
             options = self._options(body, len(prompt), room if most is None else max(most, 1))
-            call = prepare_call(self.model.model, torch.tensor([prompt]), None, seed, dict(options))
+            ids = torch.tensor([prompt])
+            options["attention_mask"] = torch.ones_like(ids)  # no token of a prompt is padding, whatever its id is
+            call = prepare_call(self.model.model, ids, None, seed, options)
             (request,) = requests(call, self.model.ranks)
             sampling = request.sampling
             for _ in range(body.n):
